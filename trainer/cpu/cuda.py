@@ -1,0 +1,166 @@
+"""torch.cuda on a host that has none: streams that are already done, events that read the clock, a device named cpu.
+
+Megatron allocates on "cuda", asks for the current device, synchronises streams and keeps the GPU's random state. Here
+all of that means the CPU: device arguments are rewritten on their way into torch (DeviceMode), and the functions that
+Megatron calls on torch.cuda are replaced. Nothing else in the process is touched.
+"""
+
+import contextlib
+import time
+from types import SimpleNamespace
+
+import psutil
+import torch
+from torch.overrides import TorchFunctionMode
+
+CPU = torch.device("cpu")
+
+
+def install() -> None:
+    """Replace torch.cuda's functions for the life of this process, once."""
+    for name, value in _FUNCTIONS.items():
+        setattr(torch.cuda, name, value)
+    for name, value in _RANDOM.items():
+        setattr(torch.cuda, name, value)
+        setattr(torch.cuda.random, name, value)
+    for name in ("Float", "Double", "Half", "BFloat16", "Long", "Int", "Short", "Char", "Byte", "Bool"):
+        setattr(torch.cuda, f"{name}Tensor", getattr(torch, f"{name}Tensor"))
+    torch.cuda.nvtx.range_push, torch.cuda.nvtx.range_pop = _nothing(), _nothing()
+    torch.nn.Module.cuda = lambda self, device=None: self
+    torch.compile = _do_not_compile  # megatron-core decorates with it at import, and importing the compiler takes 8 s
+    DeviceMode().__enter__()
+
+
+class DeviceMode(TorchFunctionMode):
+    """Every device that names CUDA becomes the CPU."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if "device" in kwargs:
+            kwargs = {**kwargs, "device": _to_cpu(kwargs["device"])}
+        if func is torch.Tensor.to and len(args) > 1:
+            args = (args[0], _to_cpu(args[1]), *args[2:])
+        elif func in (torch.Tensor.cuda, torch.Tensor.pin_memory):
+            return args[0]
+        elif func is torch.Tensor.type and len(args) == 1 and not kwargs:
+            # Megatron sorts tensors into buffers by this name and knows only the CUDA ones.
+            return func(*args).replace("torch.", "torch.cuda.")
+        return func(*args, **kwargs)
+
+
+def _to_cpu(device):
+    if isinstance(device, bool) or device is None:
+        return device
+    if isinstance(device, int):
+        return CPU
+    if isinstance(device, str) and device.startswith("cuda"):
+        return CPU
+    if isinstance(device, torch.device) and device.type == "cuda":
+        return CPU
+    return device
+
+
+class Stream:
+    """A stream on which everything has already happened."""
+
+    cuda_stream = 0
+
+    def __init__(self, *args, **kwargs):
+        pass
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *exc):
+        return None
+
+    def record_event(self, event=None):
+        return event or Event()
+
+    def query(self) -> bool:
+        return True
+
+    def wait_stream(self, stream) -> None:
+        pass
+
+    wait_event = synchronize = wait_stream
+
+
+class Event:
+    """A point in time."""
+
+    def __init__(self, *args, **kwargs):
+        self.time = time.perf_counter()
+
+    def record(self, stream=None) -> None:
+        self.time = time.perf_counter()
+
+    def elapsed_time(self, end: "Event") -> float:
+        return (end.time - self.time) * 1e3
+
+    def query(self) -> bool:
+        return True
+
+    def synchronize(self, stream=None) -> None:
+        pass
+
+    wait = synchronize
+
+
+def _do_not_compile(model=None, **options):
+    return model if model is not None else (lambda function: function)
+
+
+# One function object per name: torch's compiler keeps a table keyed by them and refuses duplicates.
+def _nothing():
+    return lambda *args, **kwargs: None
+
+
+def _resident():
+    return lambda device=None: psutil.Process().memory_info().rss
+
+
+def _set_seed(seed: int) -> None:
+    torch.default_generator.manual_seed(int(seed))
+
+
+_PROPERTIES = SimpleNamespace(
+    name="cpu", major=0, minor=0, multi_processor_count=1, total_memory=psutil.virtual_memory().total
+)
+
+_FUNCTIONS = {
+    "Event": Event,
+    "Stream": Stream,
+    "_lazy_init": _nothing(),
+    "current_blas_handle": lambda: 0,
+    "current_device": lambda: CPU,
+    "current_stream": lambda device=None: Stream(),
+    "default_stream": lambda device=None: Stream(),
+    "device_count": lambda: 1,
+    "empty_cache": _nothing(),
+    "get_device_capability": lambda device=None: (0, 0),
+    "get_device_name": lambda device=None: "cpu",
+    "get_device_properties": lambda device=None: _PROPERTIES,
+    "ipc_collect": _nothing(),
+    "is_available": lambda: True,
+    "is_current_stream_capturing": lambda: False,
+    "is_initialized": lambda: False,
+    "max_memory_allocated": _resident(),
+    "max_memory_reserved": _resident(),
+    "mem_get_info": lambda device=None: (psutil.virtual_memory().available, psutil.virtual_memory().total),
+    "memory_allocated": _resident(),
+    "memory_reserved": _resident(),
+    "memory_stats": lambda device=None: {},
+    "reset_peak_memory_stats": _nothing(),
+    "set_device": _nothing(),
+    "set_stream": _nothing(),
+    "stream": lambda stream: contextlib.nullcontext(),
+    "synchronize": _nothing(),
+}
+
+_RANDOM = {
+    "get_rng_state": lambda device=None: torch.get_rng_state(),
+    "manual_seed": _set_seed,
+    "manual_seed_all": _nothing(),
+    "set_rng_state": lambda state, device=None: torch.set_rng_state(state),
+}

@@ -1,0 +1,5 @@
+"""The part of transformer_engine.common that Megatron names: the quantisation recipes."""
+
+from transformer_engine.common import recipe
+
+__all__ = ["recipe"]

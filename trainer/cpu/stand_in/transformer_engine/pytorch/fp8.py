@@ -1,0 +1,31 @@
+"""The switches of FP8, all of them off."""
+
+from contextlib import contextmanager
+
+
+class FP8GlobalStateManager:
+    @staticmethod
+    def is_fp8_enabled() -> bool:
+        return False
+
+    @staticmethod
+    def is_fp8_calibration() -> bool:
+        return False
+
+    @staticmethod
+    def reset() -> None:
+        pass
+
+
+@contextmanager
+def fp8_autocast(enabled: bool = False, **kwargs):
+    if enabled:
+        raise ValueError("FP8 training needs a GPU")
+    yield
+
+
+@contextmanager
+def fp8_model_init(enabled: bool = False, **kwargs):
+    if enabled:
+        raise ValueError("FP8 weights need a GPU")
+    yield

@@ -1,0 +1,5 @@
+"""The operation fuser. Megatron-Bridge names its container in annotations that are evaluated at import."""
+
+from torch.nn import Sequential
+
+__all__ = ["Sequential"]

@@ -1,0 +1,69 @@
+"""From a run's configuration to Megatron-Bridge's description of the model, the same for every command."""
+
+import json
+from pathlib import Path
+
+from conf.schema import Run
+from trainer import lazy_bridge, platform
+
+
+def open_bridge(run: Run):
+    """Megatron-Bridge's converter for the released checkpoint in run.paths.model."""
+    folder = Path(run.paths.model)
+    lazy_bridge.load_family(json.loads((folder / "config.json").read_text())["architectures"][0])
+    from megatron.bridge.models.conversion.auto_bridge import AutoBridge
+
+    return AutoBridge.from_hf_pretrained(str(folder), trust_remote_code=run.model.trust_remote_code)
+
+
+def make_provider(run: Run, bridge, load_weights: bool = False):
+    """The model of this run, cut as its layout says and in its precision."""
+    import torch
+
+    provider = bridge.to_megatron_provider(load_weights=load_weights)
+    layout, train, moe = run.layout, run.train, run.moe
+    provider.tensor_model_parallel_size = layout.tp
+    provider.pipeline_model_parallel_size = layout.pp
+    provider.virtual_pipeline_model_parallel_size = layout.vpp
+    provider.context_parallel_size = layout.cp
+    provider.expert_model_parallel_size = layout.ep
+    provider.expert_tensor_parallel_size = layout.etp
+    provider.sequence_parallel = layout.sp
+    provider.num_layers_in_first_pipeline_stage = layout.first_stage_layers
+    provider.num_layers_in_last_pipeline_stage = layout.last_stage_layers
+
+    dtype = torch.float32 if train.precision == "fp32" else torch.bfloat16
+    provider.bf16, provider.fp16 = train.precision == "bf16", False
+    provider.params_dtype = provider.autocast_dtype = provider.pipeline_dtype = dtype
+
+    provider.seq_length = run.data.seq_length
+    provider.variable_seq_lengths = not run.data.packed
+    # The mean over tokens, not the mean of each rank's mean: the loss then does not depend on the layout.
+    provider.calculate_per_token_loss = True
+    provider.perform_initialization = not load_weights
+
+    if not run.model.mtp:
+        provider.mtp_num_layers = None
+    elif provider.mtp_num_layers:
+        provider.mtp_loss_scaling_factor = run.model.mtp_loss_scale
+    else:
+        provider.mtp_num_layers = None  # a config.json says 0; Megatron tests for None
+
+    if provider.num_moe_experts:
+        provider.moe_router_dtype = moe.router_dtype
+        provider.moe_token_dispatcher_type = moe.dispatcher
+        provider.moe_grouped_gemm = moe.grouped_gemm
+        provider.moe_router_force_load_balancing = moe.force_balance
+        provider.moe_z_loss_coeff = moe.z_loss_coeff
+        if moe.balance != "model":
+            provider.moe_router_load_balancing_type = moe.balance
+        if moe.aux_loss_coeff is not None:
+            provider.moe_aux_loss_coeff = moe.aux_loss_coeff
+
+    provider.recompute_granularity = None if train.recompute == "none" else train.recompute
+    if train.recompute == "full":
+        provider.recompute_method, provider.recompute_num_layers = "uniform", train.recompute_layers
+    if train.recompute == "selective":
+        provider.recompute_modules = list(train.recompute_modules)
+    platform.without_fused_kernels(provider)
+    return provider

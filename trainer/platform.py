@@ -1,0 +1,67 @@
+"""Decides once per process whether Megatron runs on this host's GPU or, over gloo, on its CPU.
+
+start() comes before the first import of Megatron in every entry point. With a GPU it changes nothing but what
+trainer/compat.py explains. Without one it puts trainer/cpu between Megatron and the machine: torch.cuda's functions
+(cpu/cuda.py), Transformer Engine's modules (cpu/stand_in) and one operation that gloo wants called differently.
+"""
+
+import functools
+import os
+import sys
+import warnings
+from pathlib import Path
+
+
+@functools.cache
+def has_gpu() -> bool:
+    import torch
+
+    return torch.cuda.device_count() > 0
+
+
+def backend() -> str:
+    return "nccl" if has_gpu() else "gloo"
+
+
+def start() -> None:
+    """Prepare this process for Megatron. Idempotent."""
+    if "megatron.core" in sys.modules:
+        return
+    # Bridge's deprecations and its list of kernels that are not installed: 40 lines that no user can act on.
+    warnings.filterwarnings("ignore", module=r"(megatron|torch|transformers)\b")
+    os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")  # everything a rank reads was put on its disk beforehand
+    if not has_gpu():
+        _put_cpu_below()
+    from trainer import compat, lazy_bridge
+
+    lazy_bridge.install()
+    compat.install()
+
+
+def _put_cpu_below() -> None:
+    import torch
+
+    from trainer.cpu import cuda, gloo
+
+    sys.path.insert(0, str(Path(__file__).parent / "cpu" / "stand_in"))
+    # 8 ranks on 2 cores, each with a thread per core, would spend their time waiting for one another.
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
+    gloo.install()
+    cuda.install()
+
+
+def without_fused_kernels(provider) -> None:
+    """Turn off what exists only as a CUDA kernel. The function that the model computes stays the same."""
+    provider.gradient_accumulation_fusion = False  # needs APEX, which no wheel brings, on a GPU as well
+    if has_gpu():
+        return
+    provider.apply_rope_fusion = False
+    provider.bias_activation_fusion = False
+    provider.bias_dropout_fusion = False
+    provider.cross_entropy_loss_fusion = False
+    provider.masked_softmax_fusion = False
+    provider.moe_permute_fusion = False
+    provider.moe_router_fusion = False
+    provider.moe_shared_expert_overlap = False  # overlaps on a second stream: nothing to overlap with here
+    provider.persist_layer_norm = False

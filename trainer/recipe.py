@@ -1,0 +1,167 @@
+"""A run's configuration as Megatron-Bridge's ConfigContainer: every setting of its training loop that we depart from."""
+
+from pathlib import Path
+
+from conf.schema import Run
+from trainer import platform
+from trainer.model import make_provider
+
+
+def checkpoint_folder(run: Run) -> Path:
+    return Path(run.paths.output) / "checkpoints"
+
+
+def make_config(run: Run, bridge, resume_step: int | None):
+    """The whole configuration of a training run that starts fresh, or goes on from a complete checkpoint."""
+    from megatron.bridge.training.config import (
+        CheckpointConfig,
+        ConfigContainer,
+        DistributedDataParallelConfig,
+        DistributedInitConfig,
+        LoggerConfig,
+        OptimizerConfig,
+        RNGConfig,
+        SchedulerConfig,
+        TokenizerConfig,
+        TrainingConfig,
+        ValidationConfig,
+    )
+
+    train, optimizer, checkpoint = run.train, run.optimizer, run.checkpoint
+    folder = str(checkpoint_folder(run))
+    return ConfigContainer(
+        model=make_provider(run, bridge),
+        peft=make_adapter(run),
+        train=TrainingConfig(
+            train_iters=train.steps,
+            global_batch_size=train.global_batch,
+            micro_batch_size=train.micro_batch,
+            exit_interval=train.stop_after,
+            exit_signal_handler=True,  # SIGTERM: a notice of preemption; save, then leave
+            manual_gc=True,  # ranks collect garbage at the same step instead of stalling one another at any
+            manual_gc_interval=100,
+        ),
+        validation=ValidationConfig(
+            eval_interval=train.validate_every or None,
+            eval_iters=train.validate_batches if train.validate_every else 0,
+        ),
+        optimizer=OptimizerConfig(
+            optimizer="adam",
+            lr=optimizer.lr,
+            min_lr=optimizer.min_lr,
+            weight_decay=optimizer.weight_decay,
+            adam_beta1=optimizer.beta1,
+            adam_beta2=optimizer.beta2,
+            adam_eps=optimizer.eps,
+            clip_grad=optimizer.clip_grad,
+            bf16=train.precision == "bf16",
+            params_dtype=_dtype(train.precision),
+            use_distributed_optimizer=optimizer.distributed,
+        ),
+        scheduler=SchedulerConfig(
+            lr_decay_style=optimizer.decay,
+            lr_warmup_iters=optimizer.warmup_steps,
+            lr_decay_iters=train.steps,
+            start_weight_decay=optimizer.weight_decay,
+            end_weight_decay=optimizer.weight_decay,
+            weight_decay_incr_style="constant",
+            override_opt_param_scheduler=True,
+        ),
+        ddp=DistributedDataParallelConfig(
+            check_for_nan_in_grad=True,
+            grad_reduce_in_fp32=True,
+            use_distributed_optimizer=optimizer.distributed,
+            average_in_collective=False,  # with a loss per token the division comes last
+        ),
+        dataset=make_dataset(run),
+        tokenizer=TokenizerConfig(
+            tokenizer_type="HuggingFaceTokenizer",
+            tokenizer_model=run.paths.model,
+            hf_tokenizer_kwargs={"trust_remote_code": run.model.trust_remote_code},
+        ),
+        logger=LoggerConfig(log_interval=run.log.every, tensorboard_dir=None, skip_train_metrics_log=True),
+        checkpoint=CheckpointConfig(
+            pretrained_checkpoint=run.paths.base,
+            save=folder,
+            load=folder if resume_step else None,
+            ckpt_step=resume_step,
+            save_interval=checkpoint.save_every,
+            most_recent_k=checkpoint.keep or -1,
+            save_optim=checkpoint.save_optimizer,
+            save_rng=checkpoint.save_optimizer,
+            load_optim=checkpoint.save_optimizer,
+            load_rng=checkpoint.save_optimizer,
+            async_save=checkpoint.async_save,
+            async_strategy="mcore",
+            ckpt_format="torch_dist",
+            fully_parallel_save=True,
+            # The optimizer's state by parameter, not by rank: it can be resumed at any other layout.
+            dist_ckpt_optim_fully_reshardable=True,
+        ),
+        rng=RNGConfig(seed=train.seed),
+        dist=DistributedInitConfig(distributed_backend=platform.backend()),
+        mixed_precision=None if train.precision == "fp32" else "bf16_mixed",
+    )
+
+
+def make_dataset(run: Run):
+    from megatron.bridge.data.builders.gpt_sft import GPTSFTDatasetConfig
+    from megatron.bridge.data.packing import PackedSequenceSpecs
+    from megatron.bridge.data.sft_processing import PromptCompletionSFTPreprocessingConfig
+
+    data, layout = run.data, run.layout
+    before, between = data.template.removesuffix("{output}").split("{input}")
+    packing = {}
+    if data.packed:
+        # Each packed pair is cut over cp and sp on its own, so each must divide.
+        multiple = (2 * layout.cp if layout.cp > 1 else 1) * (layout.tp if layout.sp else 1)
+        packing = {
+            "enable_offline_packing": True,
+            "offline_packing_specs": PackedSequenceSpecs(
+                packed_sequence_size=data.seq_length, tokenizer_model_name="tokenizer", pad_seq_to_mult=multiple
+            ),
+        }
+    return GPTSFTDatasetConfig(
+        seq_length=data.seq_length,
+        dataset_root=run.paths.data,
+        seed=data.seed,
+        num_workers=data.workers,
+        dataloader_type="batch",
+        do_validation=run.train.validate_every > 0,
+        do_test=False,
+        preprocessing=PromptCompletionSFTPreprocessingConfig(
+            prompt_column="input",
+            completion_column="output",
+            prompt_template=before + "{prompt}",
+            separator=between,
+            loss_mode="completion" if data.loss_on == "answer" else "full",
+        ),
+        dataset_kwargs={"pad_to_max_length": True},
+        **packing,
+    )
+
+
+def make_adapter(run: Run):
+    """Megatron-Bridge's LoRA or DoRA; None for full fine-tuning."""
+    adapter = run.adapter
+    if adapter.kind == "none":
+        return None
+    shared = {
+        "target_modules": list(adapter.targets),
+        "dim": adapter.rank,
+        "alpha": adapter.alpha,
+        "dropout": adapter.dropout,
+    }
+    if adapter.kind == "dora":
+        from megatron.bridge.peft.dora import DoRA
+
+        return DoRA(**shared)
+    from megatron.bridge.peft.lora import LoRA
+
+    return LoRA(**shared, share_expert_adapters=adapter.experts == "shared")
+
+
+def _dtype(precision: str):
+    import torch
+
+    return torch.float32 if precision == "fp32" else torch.bfloat16
