@@ -151,13 +151,12 @@ def make_adapter(run: Run):
         "dim": adapter.rank,
         "alpha": adapter.alpha,
         "dropout": adapter.dropout,
+        "seed": run.train.seed,
     }
+    from trainer.adapters import DoRA, LoRA
+
     if adapter.kind == "dora":
-        from megatron.bridge.peft.dora import DoRA
-
         return DoRA(**shared)
-    from megatron.bridge.peft.lora import LoRA
-
     return LoRA(**shared, share_expert_adapters=adapter.experts == "shared")
 
 

@@ -38,6 +38,8 @@ class DeviceMode(TorchFunctionMode):
         kwargs = kwargs or {}
         if "device" in kwargs:
             kwargs = {**kwargs, "device": _to_cpu(kwargs["device"])}
+        if kwargs.get("pin_memory"):
+            kwargs = {**kwargs, "pin_memory": False}
         if func is torch.Tensor.to and len(args) > 1:
             args = (args[0], _to_cpu(args[1]), *args[2:])
         elif func in (torch.Tensor.cuda, torch.Tensor.pin_memory):

@@ -1,0 +1,54 @@
+# Every command of the project. On a fresh machine `make test` needs git, make and some Python: it sets up first.
+# EXTRA=cpu or EXTRA=gpu chooses the packages; by default gpu where nvidia-smi lists a GPU.
+ifndef EXTRA
+EXTRA := $(if $(findstring GPU 0:,$(shell nvidia-smi -L 2>/dev/null)),gpu,cpu)
+endif
+PYTHON := .venv/bin/python
+STAMP := .venv/.synced-$(EXTRA)
+
+.PHONY: help setup test slow doctor lint layouts gpu gpu-kit schema clean
+
+help: ## list these targets (the default)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-8s  %s\n", $$1, $$2 }' Makefile
+
+setup: $(STAMP) ## make .venv from uv.lock; instant when it is in step
+	@echo "setup: .venv is in step with uv.lock (extra $(EXTRA))"
+
+$(STAMP): pyproject.toml uv.lock
+	@EXTRA=$(EXTRA) sh setup.sh
+	@rm -f .venv/.synced-* && touch $@
+
+test: $(STAMP) ## run the tests that need no GPU and little time
+	$(PYTHON) -m pytest
+
+slow: $(STAMP) ## run the tests that take minutes
+	$(PYTHON) -m pytest -m slow
+
+# Without .venv, or with a broken one, any Python from 3.8 on says what is missing.
+doctor: ## say what this host can do, and what mends what it cannot
+	@for python in $(PYTHON) python3 /usr/bin/python3; do \
+		if $$python -c 'import sys; sys.exit(sys.version_info < (3, 8))' 2>/dev/null; then \
+			exec $$python -m flows.doctor --extra $(EXTRA); \
+		fi; \
+	done; echo "doctor: no Python 3.8 or newer on PATH: make setup" >&2; exit 1
+
+lint: $(STAMP) ## check style, format and types
+	$(PYTHON) -m ruff check
+	$(PYTHON) -m ruff format --check
+	$(PYTHON) -m basedpyright
+
+layouts: $(STAMP) ## list the parallel layouts
+	$(PYTHON) -m trainer.layouts
+
+gpu: ## run the GPU tests
+	bash tests/gpu/run
+
+gpu-kit: $(STAMP) ## pack what the GPU tests need
+	$(PYTHON) tests/gpu/kit.py
+
+schema: $(STAMP) ## write conf/schema.json anew from conf/schema.py
+	$(PYTHON) -m conf.schema --json > conf/schema.json
+
+clean: ## remove the environment and every cache; runs/ stays
+	rm -rf .venv .uv .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -prune -exec rm -rf {} +

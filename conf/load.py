@@ -1,0 +1,241 @@
+"""Read a run's YAML, strictly, and say all that is wrong with it at once, one line each.
+
+    python -m conf.load CONF [KEY=VALUE ...]      print the resolved configuration; exit 2 with the problems on stderr
+
+CONF is a file, or the bare name of one in conf/. KEY=VALUE overrides one dotted key, as in train.steps=20; the value
+is YAML and may be a list, and no key may be given twice.
+
+Keys and values are checked first, each by itself. Once those are right, they are weighed against one another and
+against the arithmetic of the layout (conf/layout.py); the rules that need the model's sizes wait for its config.json.
+
+YAML is read as in its version 1.2: 1e-4 is a number, yes and on are strings, 010 is no octal number. Duplicate keys
+are refused.
+"""
+
+import argparse
+import json
+import os
+import re
+import secrets
+import sys
+from collections.abc import Hashable, Iterable, Sequence
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import ValidationError
+from pydantic_core import ErrorDetails
+
+from conf import layout
+from conf.schema import Run, contradictions, dotted_keys, sections
+
+FOLDER = Path(__file__).parent
+KEYS = dotted_keys()
+SECTIONS = list(sections())
+
+# What pydantic's kinds of errors are called here; the value goes in front. Any other kind keeps pydantic's words.
+WORDS = {
+    "int_type": "is not an integer",
+    "float_type": "is not a number",
+    "finite_number": "is not a finite number",
+    "string_type": "is not a string",
+    "bool_type": "is not true or false",
+    "tuple_type": "is not a list",
+    "model_type": "is not a section of keys",
+    "literal_error": "is not one of {expected}",
+    "string_pattern_mismatch": "does not match {pattern}",
+    "string_too_short": "is empty",
+    "greater_than": "is too small: it must be above {gt}",
+    "greater_than_equal": "is too small: it must be at least {ge}",
+    "less_than": "is too large: it must be below {lt}",
+    "less_than_equal": "is too large: it must be at most {le}",
+}
+
+RESOLVERS = {
+    "null": r"~|null|Null|NULL|",
+    "bool": r"true|True|TRUE|false|False|FALSE",
+    "int": r"[-+]?(0|[1-9][0-9]{0,99})",  # Python refuses to read thousands of digits
+    "float": r"[-+]?(\.[0-9]+|[0-9]+\.[0-9]*)([eE][-+]?[0-9]+)?|[-+]?[0-9]+[eE][-+]?[0-9]+",
+}
+
+
+class ConfigError(ValueError):
+    """Everything that is wrong with a configuration; args are the lines."""
+
+    def __str__(self) -> str:
+        return "\n".join(" ".join(line.splitlines()) for line in self.args)
+
+
+def load(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> Run:
+    file, shown = _find(os.fspath(path))
+    try:
+        data, wrong = _parse(file.read_text("utf-8"), shown)
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{shown}: {getattr(error, 'strerror', None) or error}") from None
+    if not wrong and not isinstance(data, dict):
+        wrong.append(
+            f"{shown}: {'empty' if data is None else _show(data)}; it takes the sections {', '.join(SECTIONS)}"
+        )
+    values, places, wrong_overrides = _read_overrides(overrides)
+    wrong += wrong_overrides
+    if not isinstance(data, dict):
+        raise ConfigError(*wrong)
+    for key, value in values.items():
+        section, _, name = key.rpartition(".")
+        if not section:
+            data[name] = value
+        elif isinstance(data.get(section, {}), dict):  # else the section itself is reported
+            data[section] = {**data.get(section, {}), name: value}
+    try:
+        run = Run.model_validate(data)
+    except ValidationError as error:
+        wrong += [_describe(detail, shown, places) for detail in error.errors(include_url=False)]
+        raise ConfigError(*wrong) from None
+    if not wrong:
+        wrong += [f"{places.get(key, shown)}: {key}: {text}" for key, text in contradictions(run)]
+        wrong += [f"{places.get(line.partition(':')[0], shown)}: {line}" for line in layout.problems(run)]
+    if wrong:
+        raise ConfigError(*wrong)
+    return run
+
+
+def dump(run: Run, path: str | os.PathLike[str]) -> None:
+    """Writes all keys of the run; load() of the file gives an equal Run. The file is whole or not there."""
+    path = Path(path)
+    partial = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    try:
+        partial.write_text(as_yaml(run), "utf-8")
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def as_yaml(run: Run) -> str:
+    return yaml.dump(run.model_dump(mode="json"), Dumper=_Dumper, sort_keys=False)
+
+
+class _Loader(yaml.SafeLoader):
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self.duplicates: list[tuple[int, str, int]] = []  # line, key, line where it stood first
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
+        first: dict[str, int] = {}
+        for key, _ in node.value:
+            line = key.start_mark.line + 1
+            if isinstance(key, yaml.ScalarNode) and key.value in first:
+                self.duplicates.append((line, key.value, first[key.value]))
+            elif isinstance(key, yaml.ScalarNode):
+                first[key.value] = line
+        return super().construct_mapping(node, deep)
+
+
+class _Dumper(yaml.SafeDumper):
+    """Quotes what _Loader would misread."""
+
+
+_Loader.yaml_implicit_resolvers = {}
+for _name, _pattern in RESOLVERS.items():
+    _Loader.add_implicit_resolver(f"tag:yaml.org,2002:{_name}", re.compile(f"(?:{_pattern})$"), None)
+_Dumper.yaml_implicit_resolvers = _Loader.yaml_implicit_resolvers
+
+
+def _find(path: str) -> tuple[Path, str]:
+    if not re.fullmatch(r"[\w-]+", path):
+        file, shown = Path(path), path
+    else:
+        file, shown = FOLDER / f"{path}.yaml", f"{FOLDER.name}/{path}.yaml"
+    if not file.exists():
+        known = ", ".join(sorted(file.stem for file in FOLDER.glob("*.yaml")))
+        raise ConfigError(f"no such configuration: {path}; there are: {known}")
+    return file, shown
+
+
+def _parse(text: str, shown: str) -> tuple[Any, list[str]]:
+    try:
+        loader = _Loader(text)
+        value = loader.get_single_data()
+    except yaml.MarkedYAMLError as error:
+        line = f":{error.problem_mark.line + 1}" if error.problem_mark else ""
+        return None, [f"{shown}{line}: {', '.join(filter(None, (error.context, error.problem)))}"]
+    except (yaml.YAMLError, RecursionError, ValueError, KeyError, AttributeError) as error:
+        # the last three are PyYAML's way to say that a value does not fit its tag, as in !!int ten
+        return None, [f"{shown}: not YAML: {error}"]
+    return value, [f"{shown}:{line}: {key}: again; first on line {first}" for line, key, first in loader.duplicates]
+
+
+def _read_overrides(overrides: Iterable[str]) -> tuple[dict[str, Any], dict[str, str], list[str]]:
+    """Values by key, the text of each override by key, and what is wrong with the others."""
+    values: dict[str, Any] = {}
+    places: dict[str, str] = {}
+    wrong: list[str] = []
+    for override in overrides:
+        place = f"override {override}"
+        key, equals, text = override.partition("=")
+        value, not_yaml = _parse(text, place)
+        if not equals:
+            wrong.append(f"{place}: not of the form key=value")
+        elif key in SECTIONS:
+            wrong.append(f"{place}: {key} is a section; set one of its keys")
+        elif key not in KEYS:
+            wrong.append(f"{place}: {key}: unknown key{_meant(key)}")
+        elif not_yaml or isinstance(value, dict):
+            wrong.append(f"{place}: {key}: takes one value, or a list; quote a text that holds braces or a colon")
+        elif key in values:
+            wrong.append(f"{place}: {key}: set twice")
+        else:
+            values[key], places[key] = value, place
+    return values, places, wrong
+
+
+def _describe(detail: ErrorDetails, shown: str, places: dict[str, str]) -> str:
+    kind, value = detail["type"], detail["input"]
+    # an integer is a place in a list, unless it is itself a wrong key
+    key = ".".join(str(part) for part in detail["loc"] if isinstance(part, str) or kind == "invalid_key")
+    if kind in ("extra_forbidden", "invalid_key"):
+        text = f"unknown key{_meant(key)}"
+    elif kind == "missing":
+        text = "required, and missing"
+    elif kind in WORDS:
+        text = f"{_show(value)} {WORDS[kind].format(**detail.get('ctx', {}))}"
+        if kind == "string_type" and isinstance(value, int | float):
+            text += "; quote it to make it one"
+    else:
+        text = f"{_show(value)}: {detail['msg']}"
+    return f"{places.get(key, shown)}: {key}: {text}"
+
+
+def _show(value: Any) -> str:
+    if isinstance(value, dict | list):
+        return "a section" if isinstance(value, dict) else "a list"
+    return json.dumps(value, ensure_ascii=False, default=str)
+
+
+def _meant(key: str) -> str:
+    """The key that was probably meant: the same name elsewhere, else a similar one beside it, else a similar one."""
+    known = KEYS + SECTIONS
+    section, _, name = key.rpartition(".")
+    same = [other for other in known if other.rpartition(".")[2] == name]
+    beside = {other.rpartition(".")[2]: other for other in known if other.rpartition(".")[0] == section}
+    near = [beside[other] for other in get_close_matches(name, beside, n=1)]
+    if found := same or near or get_close_matches(key, KEYS, n=1, cutoff=0.8):
+        return f"; did you mean {' or '.join(found)}?"
+    return f"; the keys here are {', '.join(beside)}" if beside else ""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m conf.load", description="Print a run's resolved configuration.")
+    parser.add_argument("conf", metavar="CONF", help="a YAML file, or the bare name of one in conf/")
+    parser.add_argument("overrides", metavar="KEY=VALUE", nargs="*", help="replaces one dotted key")
+    args = parser.parse_args(argv)
+    try:
+        print(as_yaml(load(args.conf, args.overrides)), end="")
+    except ConfigError as error:
+        print(error, file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

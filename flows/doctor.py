@@ -1,0 +1,349 @@
+"""What this host can do, one line a fact, and for each lack the one command that mends it.
+
+    python -m flows.doctor [--extra cpu|gpu] [--json]
+
+Runs on Python 3.8 and the standard library alone, because missing packages are among the things it diagnoses. Nothing
+is imported from the environment (torch alone would take seconds): versions come from the packages' metadata. Exit code
+1 when something fails; a host without a GPU is a sound host for runs on the CPU. Endpoints are named by the variable
+that holds them and never printed: a URL may carry a password.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import base64
+import http.client
+import importlib.metadata
+import importlib.util
+import json
+import os
+import re
+import resource
+import shutil
+import subprocess
+import sys
+import threading
+import urllib.error
+import urllib.request
+from pathlib import Path
+from typing import Any, NamedTuple
+from urllib.parse import unquote, urlsplit
+
+ROOT = Path(__file__).resolve().parent.parent
+GB = 10**9
+DRIVER = 580  # the first that runs CUDA 13, which uv.lock's torch is built for
+PROBE_SECONDS = 3
+CREDENTIALS = re.compile(
+    "AWS_(ACCESS_KEY_ID|PROFILE|WEB_IDENTITY_TOKEN_FILE|CONTAINER_CREDENTIALS_(FULL|RELATIVE)_URI)"
+)
+
+
+class Finding(NamedTuple):
+    status: str  # ok; info: so it is, and nothing need change; warn; fail
+    name: str
+    fact: str
+    mend: str = ""
+
+
+def installed() -> dict[str, str]:
+    """Version by name of every package that this interpreter finds."""
+    found = {}
+    for package in importlib.metadata.distributions():
+        name = package.metadata["Name"]
+        if name:  # a half-removed package leaves a folder without metadata
+            found.setdefault(re.sub(r"[-_.]+", "-", name).lower(), package.version)
+    return found
+
+
+def holds(marker: str, environment: dict[str, str]) -> bool:
+    """Whether an environment marker of the lock is true. Markers are Python's own syntax over a few names."""
+
+    def value(node: ast.expr) -> str | bool:
+        if isinstance(node, ast.BoolOp):
+            return (all if isinstance(node.op, ast.And) else any)(value(operand) for operand in node.values)
+        if isinstance(node, ast.Compare):
+            assert isinstance(node.ops[0], (ast.Eq, ast.NotEq)), marker
+            return (value(node.left) == value(node.comparators[0])) == isinstance(node.ops[0], ast.Eq)
+        return environment[node.id] if isinstance(node, ast.Name) else ast.literal_eval(node)
+
+    return bool(value(ast.parse(marker, mode="eval").body))
+
+
+def locked(lock: dict[str, Any], extra: str) -> dict[str, str]:
+    """Version by name of every package that `uv sync --extra EXTRA` installs on linux x86_64."""
+    project = next(package for package in lock["package"] if package["source"] == {"virtual": "."})
+    packages = {}
+    for package in lock["package"]:  # a dependency names the version only where the lock holds several
+        packages[package["name"], package["version"]] = packages[package["name"], None] = package
+    environment = {
+        "extra": f"extra-{len(project['name'])}-{project['name']}-{extra}",  # uv's name for one of conflicting extras
+        "implementation_name": "cpython",
+        "platform_machine": "x86_64",
+        "platform_python_implementation": "CPython",
+        "sys_platform": "linux",
+    }
+    wanted, seen = {}, set()
+    pending = [*project["dependencies"], *project["optional-dependencies"][extra], *project["dev-dependencies"]["dev"]]
+    while pending:
+        need = pending.pop()
+        key = (need["name"], need.get("version"), tuple(need.get("extra", ())))
+        if key in seen or not holds(need.get("marker", "True"), environment):
+            continue
+        seen.add(key)
+        package = packages[key[:2]]
+        wanted[package["name"]] = package["version"]
+        pending += package.get("dependencies", [])
+        for name in key[2]:
+            pending += package.get("optional-dependencies", {}).get(name, [])
+    return wanted
+
+
+def packages(have: dict[str, str], extra: str) -> Finding:
+    import tomllib  # not above: an older Python must get as far as to be told that it is one
+
+    want = locked(tomllib.loads((ROOT / "uv.lock").read_text()), extra)
+    pairs = ((name, have.get(name, "missing"), version) for name, version in sorted(want.items()))
+    lacks = [f"{name} is {present} (locked: {version})" for name, present, version in pairs if present != version]
+    if lacks:
+        shown = ", ".join(lacks[:5]) + (", ..." if len(lacks) > 5 else "")
+        return Finding("fail", "packages", f"{len(lacks)} of {len(want)}: {shown}", f"make setup EXTRA={extra}")
+    return Finding("ok", "packages", f"{len(want)} as in uv.lock, extra {extra}")
+
+
+def torch(have: dict[str, str]) -> Finding:
+    if importlib.util.find_spec("torch") is None:
+        return Finding("fail", "torch", "cannot be imported", "make setup")
+    names = ("torch", "nvidia-cuda-runtime", "nvidia-nccl-cu13")
+    return Finding("ok", "torch", ", ".join(f"{name} {have.get(name, 'missing')}" for name in names))
+
+
+def environment(extra: str) -> list[Finding]:
+    version = "{}.{}.{}".format(*sys.version_info[:3])
+    if sys.version_info[:2] != (3, 12):
+        return [Finding("fail", "python", f"{version}, the packages need 3.12", f"make setup EXTRA={extra}")]
+    have = installed()
+    return [Finding("ok", "python", version), packages(have, extra), torch(have)]
+
+
+def query_gpus() -> tuple[list[list[str]], str]:
+    """Name, memory in MiB and driver version of every GPU; and why none can be listed, where something is amiss."""
+    query = ["nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader,nounits"]
+    try:
+        answer = subprocess.run(query, capture_output=True, text=True, timeout=30)
+    except FileNotFoundError:
+        return [], ""
+    except subprocess.TimeoutExpired:
+        return [], "nvidia-smi hangs"
+    if answer.returncode:
+        return [], f"nvidia-smi fails with code {answer.returncode}"
+    return [line.split(", ") for line in answer.stdout.splitlines()], ""
+
+
+def gpus(cards: list[list[str]], trouble: str) -> Finding:
+    if trouble:
+        return Finding("warn", "gpu", f"{trouble}: training runs on the CPU over gloo", "sudo modprobe nvidia")
+    if not cards:
+        return Finding("info", "gpu", "no GPU: training runs on the CPU over gloo")
+    name, memory, driver = cards[0]
+    fact = f"{len(cards)} x {name}, {memory} MiB each, driver {driver}"
+    if int(driver.split(".")[0]) < DRIVER:
+        mend = f"sudo apt-get install nvidia-driver-{DRIVER}-server"
+        return Finding("fail", "gpu", f"{fact}; CUDA 13 needs {DRIVER} or newer", mend)
+    return Finding("ok", "gpu", fact)
+
+
+def network(on_gpu: bool, root: Path = Path("/")) -> Finding:
+    devices = sorted((root / "sys/class/infiniband").glob("*"))
+    if not devices:
+        return Finding("info", "network", "no RDMA" + (": several hosts would train over TCP" if on_gpu else ""))
+    efa = sum((device / "device/driver").resolve().name == "efa" for device in devices)
+    fact = f"{len(devices)} RDMA devices, {efa} of them EFA"
+    if not (root / "dev/infiniband").is_dir():
+        mend = "docker run --device=/dev/infiniband --ulimit memlock=-1"
+        return Finding("warn", "network", f"{fact}, not passed to this container", mend)
+    if efa and not any((root / "opt/amazon").glob("ofi-nccl/lib*/**/libnccl-net*.so")):
+        return Finding("warn", "network", f"{fact}, without NCCL's plugin for it", "sudo ./efa_installer.sh -y")
+    pinned = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+    if pinned != resource.RLIM_INFINITY:
+        return Finding("warn", "network", f"{fact}, which may pin {pinned // 1024} KiB alone", "ulimit -l unlimited")
+    return Finding("ok", "network", fact)
+
+
+def existing(folder: Path) -> Path:
+    """The folder, or where it would be made."""
+    return next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+
+
+def writable(name: str, folder: Path) -> Finding:
+    there = existing(folder)
+    if not (there.is_dir() and os.access(there, os.W_OK)):
+        return Finding("fail", name, f"cannot write to {there}", f'sudo chown -R "$USER" {there}')
+    return Finding("ok", name, f"{folder}")
+
+
+def disk(name: str, folder: Path, on_gpu: bool) -> Finding:
+    finding = writable(name, folder)
+    need = (1000 if on_gpu else 10) * GB  # 355B parameters in bf16 are 0.7 TB
+    free = shutil.disk_usage(existing(folder)).free
+    if finding.status == "ok" and free < need:
+        mend = f"du -xh -d 2 {existing(folder)} | sort -h | tail"
+        return Finding("warn", name, f"{free // GB} GB free for {folder}, {need // GB} GB wanted", mend)
+    return finding._replace(fact=f"{finding.fact}, {free // GB} GB free")
+
+
+def memory_limit(root: Path = Path("/")) -> float:
+    """The lowest limit, in bytes, of this process's control group (version 1 or 2) and of those above it."""
+    limits = [float("inf")]
+    for line in (root / "proc/self/cgroup").read_text().splitlines():
+        _, controllers, path = line.split(":", 2)
+        if not controllers:
+            group, name = root / "sys/fs/cgroup" / path.strip("/"), "memory.max"
+        elif "memory" in controllers.split(","):
+            group, name = root / "sys/fs/cgroup/memory" / path.strip("/"), "memory.limit_in_bytes"
+        else:
+            continue
+        for file in (folder / name for folder in (group, *group.parents)):
+            if file.is_file():
+                limits.append(float(file.read_text().replace("max", "inf")))
+    return min(limits)
+
+
+def memory() -> Finding:
+    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    limit = memory_limit()
+    fact = f"{min(total, limit) / GB:.0f} GB" + (" (control group)" if limit < total else "")
+    fact += f", {len(os.sched_getaffinity(0))} CPUs"
+    if min(total, limit) < 8 * GB:
+        return Finding("warn", "memory", f"{fact}; the tests want 8 GB", "docker run --memory=16g")
+    return Finding("ok", "memory", fact)
+
+
+def shared_memory(on_gpu: bool) -> Finding:
+    size = shutil.disk_usage("/dev/shm").total
+    if size < GB:  # docker gives 64 MB, in which data loaders and NCCL die of a bus error
+        status = "fail" if on_gpu else "warn"
+        return Finding(status, "shm", f"/dev/shm holds {size // 10**6} MB, 1 GB wanted", "docker run --shm-size=16g")
+    return Finding("ok", "shm", f"/dev/shm holds {size // GB} GB")
+
+
+def open_files() -> Finding:
+    soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    if soft < 8192:  # checkpoint shards, sockets between ranks, tensors from data loaders
+        return Finding("warn", "files", f"{soft} may be open at once, 8192 wanted", "ulimit -n 8192")
+    return Finding("ok", "files", f"{soft} may be open at once")
+
+
+def probe(url: str, method: str = "GET") -> int | str:
+    """HTTP status of an endpoint, or why there is none. An error's own text may quote the URL: it is not passed on."""
+    answer: list[int | str] = [f"no answer in {PROBE_SECONDS} s"]
+
+    def ask() -> None:
+        try:
+            parts = urlsplit(url)
+            account, _, host = parts.netloc.rpartition("@")
+            request = urllib.request.Request(parts._replace(netloc=host).geturl(), method=method)
+            if account:
+                request.add_header("Authorization", "Basic " + base64.b64encode(unquote(account).encode()).decode())
+            with urllib.request.urlopen(request, timeout=PROBE_SECONDS) as response:
+                answer[0] = response.status
+        except urllib.error.HTTPError as error:
+            answer[0] = error.code
+        except urllib.error.URLError as error:
+            answer[0] = getattr(error.reason, "strerror", None) or type(error.reason).__name__
+        except (OSError, ValueError, http.client.HTTPException) as error:
+            answer[0] = "not a URL" if isinstance(error, (ValueError, http.client.InvalidURL)) else type(error).__name__
+
+    # In a thread, because a dead name server holds a lookup for longer than the socket's time limit.
+    thread = threading.Thread(target=ask, daemon=True)
+    thread.start()
+    thread.join(PROBE_SECONDS)
+    return answer[0]
+
+
+def service(name: str, variable: str, default: str) -> Finding:
+    """A server that says at /health how it is."""
+    url = os.environ.get(variable)
+    if not url:
+        return Finding("ok", name, default)
+    answer = probe(url.rstrip("/") + "/health")
+    if answer == 200:
+        return Finding("ok", name, f"the server at {variable} is healthy")
+    status = "warn" if isinstance(answer, int) and answer < 500 else "fail"  # 401 to an anonymous caller is no outage
+    return Finding(status, name, f"the server at {variable}: {answer}", f"unset {variable}  # then {default}")
+
+
+def tracking() -> Finding:
+    uri = os.environ.get("MLFLOW_TRACKING_URI", "")
+    scheme = uri.partition(":")[0]
+    if scheme == "sqlite":
+        return writable("tracking", Path(uri[len("sqlite:///") :]).parent)
+    if scheme in ("", "http", "https"):
+        return service("tracking", "MLFLOW_TRACKING_URI", "a local sqlite file")
+    return Finding("info", "tracking", "what MLFLOW_TRACKING_URI names is neither http nor sqlite: not tried")
+
+
+def store() -> Finding:
+    place = os.environ.get("FINETUNE_STORE", "runs/store")
+    if not place.startswith("s3://"):
+        return writable("store", Path(place[len("file://") :] if place.startswith("file://") else place))
+    endpoint = next(filter(os.environ.get, ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL")), "")
+    answer = probe(os.environ.get(endpoint, "https://s3.amazonaws.com"), "HEAD")
+    fact = f"S3 at {endpoint or 'AWS'}: "
+    if isinstance(answer, str):
+        return Finding("fail", "store", fact + answer, "unset FINETUNE_STORE  # then runs/store")
+    files = (os.environ.get("AWS_SHARED_CREDENTIALS_FILE", "~/.aws/credentials"), "~/.aws/config")
+    if any(map(CREDENTIALS.fullmatch, os.environ)) or any(os.path.exists(os.path.expanduser(file)) for file in files):
+        return Finding("ok", "store", fact + "answers, credentials are there")
+    return Finding("warn", "store", fact + "answers; no credentials, unless the instance has a role", "aws configure")
+
+
+def hub(cache: Path) -> Finding:
+    where = "the mirror in HF_ENDPOINT" if os.environ.get("HF_ENDPOINT") else "huggingface.co"
+    if os.environ.get("HF_TOKEN") or (cache / "token").is_file():
+        return Finding("ok", "hub", f"{where}, with a token")
+    return Finding("warn", "hub", f"{where}, without a token: gated models stay out of reach", "hf auth login")
+
+
+def diagnose(extra: str | None) -> tuple[str, list[Finding]]:
+    """What kind of host this is, cpu or gpu, and everything found."""
+    cards, trouble = query_gpus()
+    on_gpu = bool(cards)
+    host = "gpu" if on_gpu else "cpu"
+    cache = Path(os.environ.get("HF_HOME", "~/.cache/huggingface")).expanduser()
+    return host, [
+        *environment(extra or host),
+        gpus(cards, trouble),
+        network(on_gpu),
+        memory(),
+        shared_memory(on_gpu),
+        open_files(),
+        disk("runs", ROOT / "runs", on_gpu),
+        disk("cache", cache, on_gpu),
+        store(),
+        tracking(),
+        service("prefect", "PREFECT_API_URL", "an ephemeral server for each run"),
+        hub(cache),
+    ]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Say what this host can do.")
+    parser.add_argument("--extra", choices=("cpu", "gpu"), help="the packages to expect (default: what the host is)")
+    parser.add_argument("--json", action="store_true", help="for programs")
+    options = parser.parse_args()
+    host, findings = diagnose(options.extra)
+    failures = sum(finding.status == "fail" for finding in findings)
+    if options.json:
+        print(
+            json.dumps({"host": host, "green": not failures, "findings": [finding._asdict() for finding in findings]})
+        )
+        return bool(failures)
+    for finding in findings:
+        print(f"{finding.status:<4}  {finding.name:<8}  {finding.fact}" + f"  ->  {finding.mend}" * bool(finding.mend))
+    print(f"not ready for {host.upper()} runs: {failures} to mend" if failures else f"green for {host.upper()} runs")
+    return bool(failures)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

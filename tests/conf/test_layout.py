@@ -1,0 +1,233 @@
+"""conf/layout.py: the two grids, what each rule says, and that the values it offers are legal."""
+
+import re
+
+import pytest
+
+from conf.layout import Grid, ModelFacts, facts_from_hf, grid, problems
+from conf.load import load
+from conf.schema import Run, sections
+
+GLM = {
+    "num_hidden_layers": 92,
+    "hidden_size": 5120,
+    "num_attention_heads": 96,
+    "num_key_value_heads": 8,
+    "vocab_size": 151552,
+    "intermediate_size": 12288,
+    "moe_intermediate_size": 1536,
+    "n_routed_experts": 160,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 3,
+    "num_nextn_predict_layers": 1,
+}
+DEEPSEEK = GLM | {
+    "num_hidden_layers": 61,
+    "hidden_size": 7168,
+    "num_attention_heads": 128,
+    "num_key_value_heads": 128,
+    "vocab_size": 129280,
+    "intermediate_size": 18432,
+    "moe_intermediate_size": 2048,
+    "n_routed_experts": 256,
+}
+QWEN3_MOE = {
+    "num_hidden_layers": 94,
+    "hidden_size": 4096,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 4,
+    "vocab_size": 151936,
+    "intermediate_size": 12288,
+    "moe_intermediate_size": 1536,
+    "num_experts": 128,
+}
+MIXTRAL = {
+    "num_hidden_layers": 32,
+    "hidden_size": 4096,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "vocab_size": 32000,
+    "intermediate_size": 14336,
+    "num_local_experts": 8,
+}
+LLAMA = {
+    "num_hidden_layers": 32,
+    "hidden_size": 4096,
+    "num_attention_heads": 32,
+    "num_key_value_heads": None,
+    "vocab_size": 32000,
+    "intermediate_size": 11008,
+}
+
+
+def run(world: int = 8, **changes: object) -> Run:
+    """A run on nodes of 8; each of `changes` goes to the first section with such a key."""
+    data: dict[str, dict[str, object]] = {
+        "model": {"source": "x"},
+        "data": {"seq_length": 4096},
+        "adapter": {"rank": 64},
+        "layout": {"nodes": max(1, world // 8), "gpus_per_node": min(world, 8)},
+        "train": {"steps": 10, "global_batch": 2 * world, "recompute": "full"},
+        "optimizer": {"lr": 1e-4},
+        "checkpoint": {"save_every": 5},
+    }
+    for key, value in changes.items():
+        section = next(name for name, kind in sections().items() if key in kind.model_fields)
+        data[section][key] = value
+    return Run.model_validate({"name": "x", **data})
+
+
+def test_facts_of_each_family():
+    assert facts_from_hf(GLM) == ModelFacts(
+        layers=92,
+        hidden=5120,
+        heads=96,
+        kv_heads=8,
+        vocab=151552,
+        ffn=12288,
+        experts=160,
+        expert_ffn=1536,
+        shared_ffn=1536,
+        dense_layers=3,
+        mtp_layers=1,
+    )
+    assert facts_from_hf(DEEPSEEK).experts == 256
+    qwen = facts_from_hf(QWEN3_MOE)
+    assert (qwen.experts, qwen.expert_ffn, qwen.ffn, qwen.shared_ffn, qwen.dense_layers) == (128, 1536, 0, 0, 0)
+    mixtral = facts_from_hf(MIXTRAL)
+    assert (mixtral.experts, mixtral.expert_ffn, mixtral.ffn) == (8, 14336, 0)
+    llama = facts_from_hf(LLAMA)
+    assert (llama.experts, llama.kv_heads, llama.ffn, llama.dense_layers, llama.mtp_layers) == (0, 32, 11008, 32, 0)
+
+
+@pytest.mark.parametrize("value", [None, "92", 92.0, True, -1])
+def test_facts_that_are_no_sizes(value):
+    with pytest.raises(ValueError, match=r"num_hidden_layers is .*, which is no size"):
+        facts_from_hf(GLM | {"num_hidden_layers": value})
+
+
+def test_the_expert_grid_is_not_the_dense_grid():
+    glm47 = load("glm47")
+    assert grid(glm47.layout, glm47.train) == Grid(dp=16, edp=2, microbatches=1)
+    assert problems(glm47, facts_from_hf(GLM)) == []
+
+
+LEGAL = [
+    (GLM, run(32, tp=2, ep=8, etp=2, sp=True)),
+    (GLM, run(32, tp=2, pp=4, ep=4, sp=True, global_batch=8)),
+    (GLM, run(8, pp=2, vpp=2, ep=4, global_batch=8)),
+    (GLM, run(8, pp=2, packed=True)),
+    (GLM, run(8, cp=4, tp=2, sp=True)),
+    (DEEPSEEK, run(64, pp=16, ep=4, first_stage_layers=3, last_stage_layers=2, global_batch=64)),
+    (QWEN3_MOE, run(32, tp=4, pp=8, ep=4, sp=True, first_stage_layers=5, last_stage_layers=5)),
+    (QWEN3_MOE, run(8, tp=8, sp=True)),  # more tensor ranks than key-value heads
+    (MIXTRAL, run(16, tp=2, pp=2, ep=4, etp=2, sp=True)),
+    (LLAMA, run(8, tp=8)),
+]
+
+
+@pytest.mark.parametrize("config, legal", LEGAL)
+def test_legal_layouts(config, legal):
+    assert problems(legal, facts_from_hf(config)) == []
+
+
+# Broken by the configuration alone.
+ALONE = [
+    (run(32, tp=3), "layout.tp: 3 does not divide the 32 processes (4 nodes x 8); nearest legal: 2, 4"),
+    (run(8, pp=3), "layout.pp: 3 does not divide"),
+    (run(8, ep=5), "layout.ep: 5 does not divide the 8 processes (1 nodes x 8); nearest legal: 4, 8"),
+    (run(8, tp=2, pp=4, cp=2), "layout.pp: tp 2 * cp 2 * pp 4 = 16 does not divide the 8 processes"),
+    (run(64, pp=16, ep=32), "layout.ep: etp 1 * ep 32 * pp 16 = 512 does not divide the 64 processes"),
+    (run(32, tp=4, pp=8, ep=4, etp=4, sp=True), "layout.pp: etp 4 * ep 4 * pp 8 = 128 does not divide the 32"),
+    (
+        run(8, global_batch=12),
+        "train.global_batch: 12 is no multiple of micro_batch 1 * dp 8 = 8; nearest legal: 8, 16",
+    ),
+    (run(8, global_batch=3), "train.global_batch: 3 is no multiple of micro_batch 1 * dp 8 = 8; nearest legal: 8, 16"),
+    (run(8, pp=4, vpp=2, global_batch=6), "train.global_batch: 6 is 3 microbatches, with vpp no multiple of pp 4; nea"),
+    (run(8, sp=True), "layout.sp: true cuts over tp, which is 1; nearest legal: false"),
+    (run(8, tp=2, ep=2), "layout.sp: false, but experts train under tp 2 only with it; nearest legal: true"),
+    (
+        run(8, cp=4, seq_length=4100),
+        "data.seq_length: 4100 is no multiple of 8: cp 4, tp 1, sp false; nearest legal: 4096",
+    ),
+    (run(8, tp=4, sp=True, seq_length=4098), "data.seq_length: 4098 is no multiple of 4"),
+    (run(8, cp=2, tp=4, sp=True, seq_length=4100), "data.seq_length: 4100 is no multiple of 8"),
+    (run(8, vpp=2), "layout.vpp: 2 stages per pipeline rank need pp > 1"),
+    (run(8, last_stage_layers=2), "layout.last_stage_layers: 2 needs pp > 1"),
+    (run(8, packed=True, micro_batch=2), "train.micro_batch: 2, but packed data needs 1; nearest legal: 1"),
+    (run(8, packed=True, pp=4), "data.packed: true with pp 4 and vpp 1: middle stages"),
+    (run(8, packed=True, pp=2, vpp=2), "data.packed: true with pp 2 and vpp 2: middle stages"),
+]
+# Broken on this model only.
+OF_MODEL = [
+    (GLM, run(8, tp=2), "layout.sp: false, but experts train under tp 2"),
+    (
+        GLM,
+        run(36, gpus_per_node=9, tp=9, sp=True, seq_length=4608),
+        "layout.tp: 9 does not divide the attention heads, 96",
+    ),
+    (
+        GLM,
+        run(48, tp=12, sp=True, seq_length=12288),
+        "layout.tp: 12 is neither divisor nor multiple of the 8 key-value",
+    ),
+    (GLM, run(24, gpus_per_node=3, nodes=8, ep=3), "layout.ep: 3 does not divide the 160 experts; nearest legal: 2, 4"),
+    (GLM, run(48, etp=16, ep=3), "layout.ep: 3 does not divide the 160 experts"),
+    (
+        GLM,
+        run(48, etp=48, rank=48),
+        "layout.etp: 48 does not divide the hidden size, the output of experts' adapters, 5120",
+    ),
+    (GLM, run(8, tp=8, sp=True, rank=4), "layout.tp: 8 does not divide the adapter.rank, 4; nearest legal: 2, 4"),
+    (
+        GLM,
+        run(8, pp=8),
+        "layout.pp: 8 ranks do not share 92 layers evenly (or set first_ and last_stage_layers); nearest",
+    ),
+    (
+        GLM,
+        run(8, pp=2, vpp=3),
+        "layout.vpp: 3 does not divide the layers of each pipeline rank, 46; nearest legal: 2, 23",
+    ),
+    (DEEPSEEK, run(8, pp=4, first_stage_layers=14), "layout.first_stage_layers: first 14 and last even do not add up"),
+    (
+        DEEPSEEK,
+        run(8, pp=2, first_stage_layers=30, last_stage_layers=30),
+        "layout.first_stage_layers: first 30 and last",
+    ),
+    (DEEPSEEK, run(8, pp=2, last_stage_layers=61), "layout.last_stage_layers: first even and last 61 do not add up"),
+    (GLM, run(8, recompute_layers=2), "train.recompute_layers: 2, but multi-token-prediction layers"),
+    (GLM, run(8, kind="dora"), "adapter.kind: dora fits no grouped experts"),
+    (LLAMA, run(8, ep=2), "layout.ep: 2, but the model has no experts; nearest legal: 1"),
+    (LLAMA, run(8, etp=2), "layout.etp: 2, but the model has no experts; nearest legal: 1"),
+]
+EVERYWHERE = [(None, broken, line) for broken, line in ALONE]
+
+
+@pytest.mark.parametrize("config, broken, line", EVERYWHERE + OF_MODEL)
+def test_illegal_layouts(config, broken, line):
+    found = problems(broken, facts_from_hf(config) if config else None)
+    assert any(each.startswith(line) for each in found), found
+
+
+@pytest.mark.parametrize("config, broken, line", EVERYWHERE + OF_MODEL)
+def test_values_offered_mend_what_they_are_offered_for(config, broken, line):
+    facts = facts_from_hf(config) if config else None
+    before = problems(broken, facts)
+    for problem in before:
+        section, key = problem.partition(":")[0].split(".")
+        for text in re.findall(r"\w+", problem.partition("nearest legal:")[2]):
+            value = text == "true" if text in ("true", "false") else int(text)
+            changed = getattr(broken, section).model_copy(update={key: value})
+            assert len(problems(broken.model_copy(update={section: changed}), facts)) < len(before), (problem, value)
+
+
+def test_model_rules_wait_for_the_model():
+    for config, broken, _ in OF_MODEL:
+        assert problems(broken, facts_from_hf(config)) and not problems(broken)
+
+
+def test_grid_refuses_to_round():
+    with pytest.raises(AssertionError, match="illegal layout"):
+        grid(run(8, tp=3).layout, run(8).train)

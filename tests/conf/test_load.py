@@ -1,0 +1,283 @@
+"""conf/load.py: every kind of wrong file and override gets its line; what is right comes back equal from a dump."""
+
+import pickle
+import string
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import strategies as st
+
+from conf import layout
+from conf.load import FOLDER, ConfigError, dump, load, main
+from conf.schema import Run, contradictions, sections
+
+RIGHT = """\
+name: a-run
+model: {source: org/model}
+data: {seq_length: 64}
+train: {steps: 10, global_batch: 2}
+optimizer: {lr: 1e-4}
+checkpoint: {save_every: 5}
+"""
+
+
+@pytest.fixture
+def conf(tmp_path, monkeypatch):
+    """Writes run.yaml in the current folder and returns its name, as the messages show it."""
+    monkeypatch.chdir(tmp_path)
+
+    def write(text: str) -> str:
+        Path("run.yaml").write_text(text, "utf-8")
+        return "run.yaml"
+
+    return write
+
+
+def lines(*args) -> list[str]:
+    with pytest.raises(ConfigError) as error:
+        load(*args)
+    return str(error.value).splitlines()
+
+
+def test_right_file(conf):
+    run = load(conf(RIGHT))
+    assert (run.optimizer.lr, run.train.steps, run.world) == (1e-4, 10, 1)
+    assert run.adapter.targets == ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
+
+
+@pytest.mark.parametrize("name", [file.stem for file in FOLDER.glob("*.yaml")])
+def test_files_in_conf(name):
+    run = load(name)
+    assert run.name == name
+    first = (FOLDER / f"{name}.yaml").read_text().splitlines()[0]
+    assert first == "# yaml-language-server: $schema=schema.json"
+
+
+@pytest.mark.parametrize(
+    "old, new, line",
+    [
+        ("steps:", "stps:", "train.stps: unknown key; did you mean train.steps?"),
+        ("steps:", "lr:", "train.lr: unknown key; did you mean optimizer.lr?"),
+        ("steps:", "seed: 3, seeed:", "train.seeed: unknown key; did you mean train.seed?"),
+        ("steps:", "qqq:", "train.qqq: unknown key; the keys here are steps, global_batch, "),
+        ("train:", "trian:", "trian: unknown key; did you mean train?"),
+        ("train:", "train: {}\n7:", "7: unknown key"),
+        ("steps: 10, ", "", "train.steps: required, and missing"),
+        ("10", "ten", 'train.steps: "ten" is not an integer'),
+        ("10", "'10'", 'train.steps: "10" is not an integer'),
+        ("10", "10.0", "train.steps: 10.0 is not an integer"),
+        ("10", "1e1", "train.steps: 10.0 is not an integer"),
+        ("10", "true", "train.steps: true is not an integer"),
+        ("10", "010", 'train.steps: "010" is not an integer'),
+        ("10", "1_0", 'train.steps: "1_0" is not an integer'),
+        ("10", "1:30", "run.yaml: train"),
+        ("10", "2026-01-01", 'train.steps: "2026-01-01" is not an integer'),
+        ("10", "9" * 5000, "is not an integer"),
+        ("10", "[10]", "train.steps: a list is not an integer"),
+        ("10", "", "train.steps: null is not an integer"),
+        ("10", "0", "train.steps: 0 is too small: it must be at least 1"),
+        ("1e-4", "'1e-4'", 'optimizer.lr: "1e-4" is not a number'),
+        ("1e-4", ".nan", "is not a number"),
+        ("1e-4", "1e999", "is not a finite number"),
+        ("1e-4", "0", "optimizer.lr: 0 is too small: it must be above 0"),
+        ("1e-4", "2", "optimizer.lr: 2 is too large: it must be at most 1"),
+        ("1e-4", "1e-4, distributed: yes", 'optimizer.distributed: "yes" is not true or false'),
+        ("1e-4", "1e-4, decay: cosin", "optimizer.decay: \"cosin\" is not one of 'cosine', 'linear' or 'constant'"),
+        ("org/model", "2026", "model.source: 2026 is not a string; quote it to make it one"),
+        ("a-run", "A run", 'name: "A run" does not match ^[a-z0-9-]+$'),
+        ("64", "64, template: '{input}'", 'data.template: "{input}" does not match'),
+        ("64", "64, template: '{output} {input}'", "data.template: "),
+        ("64", "64, template: '{input.x} {output}'", "data.template: "),
+        ("{source: org/model}", "", "model: null is not a section of keys"),
+        ("name:", "adapter: {targets: linear_qkv}\nname:", 'adapter.targets: "linear_qkv" is not a list'),
+        ("name:", "adapter: {targets: [linear_qvk]}\nname:", 'adapter.targets: "linear_qvk" is not one of '),
+        ("name:", "adapter: {targets: []}\nname:", "adapter.targets: empty, but adapter.kind is lora"),
+        ("10", "10, stop_after: 11", "train.stop_after: 11 lies behind the last step, 10"),
+        ("1e-4", "1e-4, warmup_steps: 10", "optimizer.warmup_steps: 10 leaves none of the 10 steps"),
+        ("1e-4", "1e-4, min_lr: 1e-3", "optimizer.min_lr: 0.001 is above optimizer.lr 0.0001"),
+        ("10", "10, recompute: selective", "train.recompute_modules: empty, but train.recompute is selective"),
+        ("10", "10, recompute_modules: [mlp]", "train.recompute_modules: has no effect with train.recompute none"),
+        ("10", "10, recompute_layers: 2", "train.recompute_layers: has no effect with train.recompute none"),
+        ("name:", "layout: {gpus_per_node: 8, tp: 3}\nname:", "layout.tp: 3 does not divide the 8 processes"),
+    ],
+)
+def test_wrong_value_or_key(conf, old, new, line):
+    found = lines(conf(RIGHT.replace(old, new, 1)))
+    assert any(each.startswith("run.yaml: ") and line in each for each in found), found
+
+
+@pytest.mark.parametrize(
+    "text, line",
+    [
+        ("", "run.yaml: empty; it takes the sections model, data"),
+        ("# only a remark\n", "run.yaml: empty"),
+        ("- 1\n", "run.yaml: a list; "),
+        ("tiny\n", 'run.yaml: "tiny"; '),
+        ("name: x\nname: y\n", "run.yaml:2: name: again; first on line 1"),
+        ("train: {steps: 1, steps: 2}\n", "run.yaml:1: steps: again; first on line 1"),
+        ("name: [\n", "run.yaml:2: while parsing a flow node, "),
+        ("name: x\n\tmodel: y\n", "run.yaml:2: "),
+        ("name: x\n---\nname: y\n", "run.yaml:2: expected a single document"),
+        ("name: !!python/object:os.system x\n", "run.yaml:1: could not determine a constructor"),
+        ("steps: !!int ten\n", "run.yaml: not YAML: "),
+        ("[a]: 1\n", "run.yaml:1: while constructing a mapping"),
+        ("[" * 500, "run.yaml: not YAML: maximum recursion depth"),
+    ],
+)
+def test_file_that_is_no_configuration(conf, text, line):
+    assert lines(conf(text))[0].startswith(line)
+
+
+def test_file_that_cannot_be_read(conf, tmp_path):
+    conf("")
+    assert lines("nope") == ["no such configuration: nope; there are: glm47, tiny"]
+    assert lines("./run.yml") == ["no such configuration: ./run.yml; there are: glm47, tiny"]
+    assert lines(tmp_path) == [f"{tmp_path}: Is a directory"]
+    Path("run.yaml").write_bytes(b"\xff")
+    assert lines("run.yaml")[0].startswith("run.yaml: 'utf-8' codec")
+
+
+def test_all_problems_at_once(conf):
+    found = lines(conf("name: X\ntrain: {stps: 1, seed: 0}\n"), ["log.every=x", "nonsense"])
+    assert len(found) == 11
+    for part in (": name: ", ".stps: ", ".seed: ", ".steps: ", ".global_batch: ", ": model: ", ": data: "):
+        assert any(part in line for line in found)
+    assert found[0] == "override nonsense: not of the form key=value"
+    assert 'override log.every=x: log.every: "x" is not an integer' in found
+
+
+def test_one_line_per_problem(conf):
+    assert len(lines(conf(RIGHT), ['name="a\\nb\\u2028c"', "log.every=x\u2028y"])) == 2
+
+
+def test_overrides(conf):
+    path = conf(RIGHT)
+    run = load(path, ["train.steps=20", "optimizer.lr=1e-5", "adapter.targets=[linear_qkv]", "moe.z_loss_coeff=1"])
+    assert (run.train.steps, run.optimizer.lr, run.adapter.targets) == (20, 1e-5, ("linear_qkv",))
+    assert isinstance(run.moe.z_loss_coeff, float)
+    assert load(path, ["checkpoint.keep=3"]) == load(path, ["checkpoint.keep=3", "checkpoint.keep=null"][:1])
+    assert load(path, ['data.template="Q: {input}\\nA: {output}"']).data.template == "Q: {input}\nA: {output}"
+    assert load(path, ["name=other"]).paths.output == "runs/other/output"
+
+
+@pytest.mark.parametrize(
+    "override, line",
+    [
+        ("train.stps=1", "train.stps: unknown key; did you mean train.steps?"),
+        ("trian.steps=1", "trian.steps: unknown key; did you mean train.steps?"),
+        ("train.steps=1.0", "train.steps: 1.0 is not an integer"),
+        ("train.steps=", "train.steps: null is not an integer"),
+        ("train.steps", "not of the form key=value"),
+        ("train=3", "train is a section; set one of its keys"),
+        ("name={a: 1}", "name: takes one value, or a list; quote a text that holds braces or a colon"),
+        ("data.template={input} {output}", "data.template: takes one value, or a list; quote a text"),
+        ("layout.sp=true", "layout.sp: true cuts over tp, which is 1; nearest legal: false"),
+        ("train.stop_after=99", "train.stop_after: 99 lies behind the last step, 10"),
+    ],
+)
+def test_wrong_override(conf, override, line):
+    [found] = lines(conf(RIGHT), [override])
+    assert found.startswith(f"override {override}: {line}")
+
+
+def test_override_given_twice(conf):
+    assert lines(conf(RIGHT), ["train.steps=1", "train.steps=2"]) == ["override train.steps=2: train.steps: set twice"]
+
+
+def test_null_paths_lie_under_the_name(conf):
+    run = load(conf(RIGHT + "paths: {model: null, data: /mnt/pairs}\n"))
+    assert (run.paths.model, run.paths.data) == ("runs/a-run/model", "/mnt/pairs")
+
+
+def test_error_survives_pickling():
+    error = pickle.loads(pickle.dumps(ConfigError("one", "two")))
+    assert str(error) == "one\ntwo"
+
+
+def test_command_line(conf, capsys):
+    path = conf(RIGHT)
+    assert main([path, "train.steps=20"]) == 0
+    Path("resolved.yaml").write_text(capsys.readouterr().out)
+    assert load("resolved.yaml") == load(path, ["train.steps=20"])
+    assert main([path, "train.steps=x", "train.seed=y"]) == 2
+    printed = capsys.readouterr()
+    assert (printed.out, len(printed.err.splitlines())) == ("", 2)
+
+
+def test_dump_is_whole_or_not_there(conf, monkeypatch):
+    run = load(conf(RIGHT))
+    Path("dumped.yaml").write_text("old")
+    with monkeypatch.context() as patch, pytest.raises(OSError, match="full"):
+        patch.setattr(Path, "replace", lambda *_: (_ for _ in ()).throw(OSError("disk full")))
+        dump(run, "dumped.yaml")
+    assert Path("dumped.yaml").read_text() == "old"
+    dump(run, "dumped.yaml")
+    assert load("dumped.yaml") == run
+    assert {file.name for file in Path().iterdir()} == {"run.yaml", "dumped.yaml"}
+
+
+def test_import_is_light():
+    code = "import sys, conf.load; print(*{'torch', 'megatron', 'transformers', 'prefect', 'numpy'} & set(sys.modules))"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "\n"
+
+
+def values(field: dict[str, Any]) -> st.SearchStrategy[Any]:
+    """What a JSON schema property allows."""
+    match field:
+        case {"anyOf": alternatives}:
+            return st.one_of(*map(values, alternatives))
+        case {"enum": choices}:
+            return st.sampled_from(choices)
+        case {"pattern": _, "default": template}:
+            return st.text(string.printable).filter(lambda text: not set(text) & set("{}")).map(lambda t: t + template)
+        case {"pattern": pattern}:
+            return st.from_regex(pattern.replace("$", r"\Z"), fullmatch=True)
+        case {"type": "string"}:
+            traps = st.sampled_from(["1e-4", "null", "~", "yes", "0x1F", "2026-01-01", " a: b #c", "=", "<<", "-", "'"])
+            return traps | st.text(st.characters(codec="utf-8"), min_size=1)
+        case {"type": "integer"}:
+            return st.integers(field.get("minimum", 0), min(10, field.get("maximum", 10)))
+        case {"type": "number"}:
+            return st.floats(0, 1, exclude_min="exclusiveMinimum" in field, exclude_max="exclusiveMaximum" in field)
+        case {"type": "array", "items": item}:
+            return st.lists(values(item), min_size=1)
+        case {"type": kind}:
+            return {"boolean": st.booleans(), "null": st.none()}[kind]
+    raise AssertionError(field)
+
+
+def section(schema: dict[str, Any]) -> st.SearchStrategy[dict[str, Any]]:
+    return st.fixed_dictionaries({key: values(field) for key, field in schema["properties"].items()})
+
+
+SECTIONS = st.fixed_dictionaries({name: section(kind.model_json_schema()) for name, kind in sections().items()})
+NAMES = values(Run.model_json_schema()["properties"]["name"])
+UNCUT = dict.fromkeys(["tp", "pp", "cp", "ep", "etp"], 1) | {"sp": False}
+EVEN_STAGES = dict.fromkeys(["vpp", "first_stage_layers", "last_stage_layers"])
+
+
+@st.composite
+def runs(draw) -> Run:
+    data = draw(SECTIONS) | {"name": draw(NAMES)}
+    data["layout"] |= UNCUT | EVEN_STAGES
+    data["data"]["packed"] = False
+    train, optimizer = data["train"], data["optimizer"]
+    train |= {"steps": draw(st.integers(11, 99)), "recompute": "selective", "recompute_layers": 1}
+    train["global_batch"] *= train["micro_batch"] * data["layout"]["nodes"] * data["layout"]["gpus_per_node"]
+    optimizer["min_lr"] = min(optimizer["min_lr"], optimizer["lr"])
+    run = Run.model_validate(data)
+    assume(not list(contradictions(run)))
+    assert not layout.problems(run)
+    return run
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(run=runs())
+def test_every_run_survives_dump_and_load(tmp_path_factory, run):
+    path = tmp_path_factory.getbasetemp() / "survivor.yaml"
+    dump(run, path)
+    assert load(path) == run

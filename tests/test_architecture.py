@@ -1,0 +1,134 @@
+"""The rules of the tree that no linter knows: who imports whom, what modules are called and how long they get, and that
+the README's file tree is the tree.
+"""
+
+import ast
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from fnmatch import fnmatch
+from pathlib import Path, PurePath
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+
+# flows -> tasks -> conf <- trainer: a task reaches the trainer by starting a process.
+OWN = {
+    "flows": {"flows", "tasks", "conf"},
+    "tasks": {"tasks", "conf"},
+    "conf": {"conf"},
+    "trainer": {"trainer", "conf"},
+}
+HEAVY = {"torch", "transformers", "megatron", "vllm", "transformer_engine"}
+FOREIGN = {"flows": HEAVY, "tasks": HEAVY, "conf": HEAVY, "trainer": {"prefect", "mlflow"}}
+STAND_IN = ROOT / "trainer/cpu/stand_in"  # named as the library it stands in for names its modules
+
+MODULES = sorted(path for folder in OWN for path in (ROOT / folder).rglob("*.py"))
+
+
+def imports(path: Path) -> Iterator[tuple[int, str]]:
+    """Line and full name of all that a module imports, in functions too."""
+    package = path.relative_to(ROOT).parent.parts
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            above = package[: len(package) - node.level + 1] if node.level else ()
+            source = [*above, *filter(None, [node.module])]
+            yield from ((node.lineno, ".".join([*source, alias.name])) for alias in node.names)
+
+
+def trespasses(path: Path) -> list[str]:
+    name = path.relative_to(ROOT)
+    closed = ({*OWN, "tests"} - OWN[name.parts[0]]) | FOREIGN[name.parts[0]]
+    return [f"{name}:{line} imports {what}" for line, what in imports(path) if what.partition(".")[0] in closed]
+
+
+def test_imports_point_one_way():
+    assert [trespass for path in MODULES for trespass in trespasses(path)] == []
+
+
+def test_trespassing_is_seen_in_every_form(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys.modules[__name__], "ROOT", tmp_path)
+    (tmp_path / "tasks").mkdir()
+    module = tmp_path / "tasks/train.py"
+    module.write_text(
+        "import os, torch.nn\nfrom flows import plan\ndef f():\n    from .. import conf, trainer\n    import conf\n"
+    )
+    assert trespasses(module) == [
+        "tasks/train.py:1 imports torch.nn",
+        "tasks/train.py:2 imports flows.plan",
+        "tasks/train.py:4 imports trainer",
+    ]
+
+
+def test_host_side_starts_without_the_trainer_s_libraries():
+    """What is imported indirectly counts too; and importing does nothing else."""
+    names = [
+        ".".join(path.relative_to(ROOT).with_suffix("").parts)
+        for path in MODULES
+        if path.relative_to(ROOT).parts[0] != "trainer" and path.stem not in ("__init__", "__main__")
+    ]
+    code = (
+        "import importlib, sys\n"
+        f"for name in {names}:\n"
+        "    importlib.import_module(name)\n"
+        f"    heavy = {HEAVY} & set(sys.modules)\n"
+        "    assert not heavy, f'importing {name} imports {heavy}'\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+def test_names_say_what_a_module_is_about():
+    vague = {"utils", "util", "common", "helpers", "helper", "core", "misc"}
+    names = [path.relative_to(ROOT) for path in MODULES if STAND_IN not in path.parents]
+    assert [str(name) for name in names if vague & {*name.parts, name.stem}] == []
+
+
+def test_a_module_has_one_subject():
+    """That is about 300 lines; past 350 there are two."""
+    assert [str(path.relative_to(ROOT)) for path in MODULES if len(path.read_text().splitlines()) > 350] == []
+
+
+def tree(readme: str) -> list[str]:
+    """Paths of the README's file tree: the code block that has flows/, an entry a line, its first word the name."""
+    block = next((block for block in readme.split("```")[1::2] if re.search(r"^\W*flows/", block, re.MULTILINE)), "")
+    paths, open_folders = [], []
+    for line in block.splitlines()[1:]:
+        entry = line.lstrip(" │├└─")
+        if not entry:
+            continue
+        column = len(line) - len(entry)
+        open_folders = [(at, folder) for at, folder in open_folders if at < column]
+        path = (open_folders[-1][1] if open_folders else "") + entry.split()[0]
+        paths.append(path)
+        if path.endswith("/"):
+            open_folders.append((column, path))
+    return paths
+
+
+def test_readme_shows_the_tree():
+    if not (ROOT / "README.md").is_file():
+        pytest.skip("no README.md")
+    git = ["git", "ls-files", *OWN, "tests"]
+    listing = subprocess.run(git, cwd=ROOT, capture_output=True, text=True)
+    if listing.returncode:
+        pytest.skip("no git repository")
+    tracked = [name for name in listing.stdout.splitlines() if (ROOT / name).is_file()]
+    folders = {f"{folder}/" for name in tracked for folder in PurePath(name).parents[:-1]}
+    entries = {*tracked, *folders}
+    top = [name for name in sorted(entries) if name.rstrip("/").count("/") == 1 and not name.endswith("__init__.py")]
+    shown = [entry for entry in tree((ROOT / "README.md").read_text()) if entry.partition("/")[0] in {*OWN, "tests"}]
+
+    assert [name for name in top if not any(fnmatch(name, entry) for entry in shown)] == [], "not in the README's tree"
+    assert [entry for entry in shown if not any(fnmatch(name, entry) for name in entries)] == [], "not there"
+
+
+def test_tree_is_read_in_either_drawing():
+    drawn = "```\n├── flows/   what happens\n│   ├── finetune.py  the pipeline\n└── tests/\n    └── gpu/\n```"
+    plain = "text\n```text\nflows/     what happens\n    finetune.py  the pipeline\n\ntests/\n    gpu/\n```\n"
+    assert tree(drawn) == tree(plain) == ["flows/", "flows/finetune.py", "tests/", "tests/gpu/"]
+    assert tree("```sh\nmake test\n```") == []

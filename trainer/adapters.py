@@ -1,0 +1,136 @@
+"""LoRA and DoRA as this project trains them: Megatron-Bridge's, made independent of how the model is cut.
+
+Initial values. Bridge draws each rank's piece of A from that rank's random stream, so the adapter that a run starts
+from depends on its layout and its device. Here the whole A of a layer is drawn on the CPU from a generator seeded by
+the layer's name (and expert), and every rank keeps its piece: the same on 1 process and on 32 GPUs. B starts at zero.
+
+Experts. Bridge 0.6.2's adapter per expert is wrong under expert tensor parallelism, and nothing says so: on fc1 it
+gathers the hidden values outside autograd, so A gets no gradient; on fc2 each rank multiplies only its own part of the
+hidden values, and the dispatcher then adds up copies of the result. ExpertAdapter repairs both.
+
+DoRA. Bridge takes the norm of a row-parallel weight over one rank's columns only; DoRALinear takes it over all.
+The three can go when Bridge does the same; tests/trainer/test_layouts.py holds each.
+"""
+
+import hashlib
+import math
+from dataclasses import dataclass
+
+import torch
+from megatron.bridge.models.conversion.model_bridge import _megatron_local_name_to_global
+from megatron.bridge.peft import dora, dora_layers, lora
+from megatron.bridge.peft.utils import GroupedExpertLinearAdapter
+from megatron.core import parallel_state
+from megatron.core.tensor_parallel import mappings
+from torch import nn
+
+
+@dataclass
+class LoRA(lora.LoRA):
+    seed: int = 0
+
+    def __call__(self, model, training: bool = True):
+        lora.GroupedExpertLinearAdapter = ExpertAdapter
+        model = super().__call__(model, training)
+        draw_initial_values(model, self.seed)
+        return model
+
+
+@dataclass
+class DoRA(dora.DoRA):
+    seed: int = 0
+
+    def __call__(self, model, training: bool = True):
+        dora.DoRALinear = DoRALinear
+        model = super().__call__(model, training)
+        draw_initial_values(model, self.seed)
+        for chunk in model if isinstance(model, list) else [model]:
+            for module in chunk.modules():
+                if isinstance(module, DoRALinear):
+                    module.adapter.weight_magnitude.data.copy_(module._get_weight_norm())
+        return model
+
+
+@torch.no_grad()
+def draw_initial_values(model, seed: int) -> None:
+    """Fill every A with its part of a Xavier-normal matrix that is drawn whole, and every B with zeros."""
+    chunks = model if isinstance(model, list) else [model]
+    for stage, chunk in enumerate(chunks):
+        for name, parameter in chunk.named_parameters():
+            if name.endswith(".adapter.linear_out.weight"):
+                parameter.zero_()
+            if name.endswith(".adapter.linear_in.weight"):
+                whole = _megatron_local_name_to_global(chunks, chunk.config, name, stage)
+                parameter.copy_(_piece(whole, parameter, seed))
+
+
+def _piece(name: str, parameter, seed: int) -> torch.Tensor:
+    expert = ".experts." in name
+    group = (
+        parallel_state.get_expert_tensor_parallel_group() if expert else parallel_state.get_tensor_model_parallel_group()
+    )
+    ways = group.size() if getattr(parameter, "tensor_model_parallel", False) else 1
+    if parameter.ndim == 2:
+        return _cut(_draw(name, parameter, parameter.partition_dim, ways, seed), parameter.partition_dim, ways, group)
+    first = parallel_state.get_expert_model_parallel_rank() * len(parameter)
+    dim = parameter.partition_dim - 1  # [experts, rank, in]: the cut is in the matrix behind the experts
+    pieces = (
+        _cut(_draw(f"{name}{first + i}", one, dim, ways, seed), dim, ways, group) for i, one in enumerate(parameter)
+    )
+    return torch.stack(list(pieces))
+
+
+def _draw(name: str, like, dim: int, ways: int, seed: int) -> torch.Tensor:
+    shape = list(like.shape)
+    shape[dim] *= ways
+    digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
+    generator = torch.Generator("cpu").manual_seed(int.from_bytes(digest[:7], "big"))
+    return torch.randn(shape, generator=generator, device="cpu") * math.sqrt(2 / sum(shape))
+
+
+def _cut(whole: torch.Tensor, dim: int, ways: int, group) -> torch.Tensor:
+    return whole.chunk(ways, dim)[group.rank()] if ways > 1 else whole
+
+
+class ExpertAdapter(GroupedExpertLinearAdapter):
+    """One low-rank pair per expert, right also where each expert is cut over several ranks."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        if self.input_is_parallel and self.expert_tp_group is not None and self.expert_tp_group.size() > 1:
+            self.activation = _Sum(self.expert_tp_group)  # fc2: between A and B, where Bridge puts its activation
+
+    def _gather_along_last_dim(self, tensor):
+        group = self.expert_tp_group
+        if group is None or group.size() == 1:
+            return tensor
+        if not self.input_is_parallel:
+            return mappings.all_gather_last_dim_from_tensor_parallel_region(tensor, group=group)
+        # fc2: the dispatcher adds up the ranks' outputs, so a rank fills in its own columns and leaves the others 0.
+        width = tensor.shape[-1]
+        return nn.functional.pad(tensor, (group.rank() * width, (group.size() - 1 - group.rank()) * width))
+
+
+class _Sum(nn.Module):
+    """The sum over ranks, of values and of gradients: each rank holds a part of both."""
+
+    def __init__(self, group):
+        super().__init__()
+        self.group = group
+
+    def forward(self, x):
+        x = mappings.reduce_from_tensor_model_parallel_region(x, group=self.group)
+        return mappings.copy_to_tensor_model_parallel_region(x, group=self.group)
+
+
+class DoRALinear(dora_layers.DoRALinear):
+    """DoRA whose norm covers the whole row of a weight that is cut over columns."""
+
+    def _get_weight_norm(self):
+        if not self.adapter.input_is_parallel:
+            return super()._get_weight_norm()
+        outer = mappings.gather_from_tensor_model_parallel_region(self.adapter.linear_out.weight.T).T
+        weight = self.to_wrap.weight + self.scaling * outer @ self.adapter.linear_in.weight
+        squares = weight.float().square().sum(1).detach()
+        torch.distributed.all_reduce(squares, group=parallel_state.get_tensor_model_parallel_group())
+        return squares.sqrt().to(weight.dtype)
