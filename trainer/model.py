@@ -25,6 +25,10 @@ def make_provider(run: Run, bridge, load_weights: bool = False):
     provider.tensor_model_parallel_size = layout.tp
     provider.pipeline_model_parallel_size = layout.pp
     provider.virtual_pipeline_model_parallel_size = layout.vpp
+    # Interleaved stages on two ranks send to the same peer in both directions; a batch of such sends is matched in the
+    # wrong order, and the loss is wrong without an error. Separate sends, which overlap with computing, are ordered.
+    provider.overlap_p2p_comm = layout.vpp is not None
+    provider.batch_p2p_comm = not provider.overlap_p2p_comm
     provider.context_parallel_size = layout.cp
     provider.expert_model_parallel_size = layout.ep
     provider.expert_tensor_parallel_size = layout.etp

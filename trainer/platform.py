@@ -65,3 +65,5 @@ def without_fused_kernels(provider) -> None:
     provider.moe_router_fusion = False
     provider.moe_shared_expert_overlap = False  # overlaps on a second stream: nothing to overlap with here
     provider.persist_layer_norm = False
+    # Gloo sends from the buffer itself until it is done; NCCL orders sends on a stream before the buffer is reused.
+    provider.deallocate_pipeline_outputs = False

@@ -1,0 +1,72 @@
+"""Which checkpoints count: those with a mark, written last, that lists every file and its size.
+
+Megatron's own tracker file names the newest checkpoint, not whether all of it is there. A mark is renamed into place
+after every rank has written and synced; whatever has none is the rest of a save that was cut short.
+"""
+
+import json
+import os
+import re
+import shutil
+from pathlib import Path
+
+from trainer.faults import Fault
+
+MARK = "complete.json"
+
+
+def mark(folder: Path, **facts) -> None:
+    """Declare the checkpoint in this folder complete. `facts` are kept with the list of its files."""
+    files = {str(f.relative_to(folder)): f.stat().st_size for f in sorted(folder.rglob("*")) if f.is_file()}
+    files.pop(MARK, None)
+    text = json.dumps({**facts, "files": files}, indent=1)
+    partial = folder / (MARK + ".partial")
+    with open(partial, "w") as f:
+        f.write(text)
+        f.flush()
+        os.fsync(f.fileno())
+    partial.rename(folder / MARK)
+
+
+def read_mark(folder: Path) -> dict | None:
+    """The facts of a complete checkpoint; None where the mark or any file that it lists is missing or cut."""
+    try:
+        facts = json.loads((folder / MARK).read_text())
+        whole = all((folder / name).stat().st_size == size for name, size in facts["files"].items())
+    except (OSError, ValueError, KeyError):
+        return None
+    return facts if whole else None
+
+
+def require(folder: Path, what: str, remedy: str) -> dict:
+    """The facts of a checkpoint that a command cannot do without."""
+    if not folder.is_dir():
+        raise Fault(f"{folder}: no such folder; {what} is made by {remedy}")
+    facts = read_mark(folder)
+    if facts is None:
+        raise Fault(f"{folder}: not a complete checkpoint (no valid {MARK}); make {what} again by {remedy}")
+    return facts
+
+
+def complete_steps(folder: Path) -> list[int]:
+    """Steps of the complete checkpoints in a training run's folder, oldest first."""
+    return sorted(step for step, path in _iterations(folder) if read_mark(path))
+
+
+def remove_incomplete(folder: Path) -> list[str]:
+    """Delete what an interrupted save left behind, so that the disk does not fill with it. Returns the names."""
+    broken = [path for _, path in _iterations(folder) if read_mark(path) is None]
+    for path in broken:
+        shutil.rmtree(path)
+    return [path.name for path in broken]
+
+
+def step_folder(folder: Path, step: int) -> Path:
+    return folder / f"iter_{step:07d}"
+
+
+def _iterations(folder: Path):
+    if not folder.is_dir():
+        return []
+    found = ((re.fullmatch(r"iter_(\d+)", path.name), path) for path in folder.iterdir())
+    return [(int(match[1]), path) for match, path in found if match]
