@@ -1,5 +1,6 @@
 """A run's configuration as Megatron-Bridge's ConfigContainer: every setting of its training loop that we depart from."""
 
+import logging
 from pathlib import Path
 
 from conf.schema import Run
@@ -9,6 +10,10 @@ from trainer.model import make_provider
 
 def checkpoint_folder(run: Run) -> Path:
     return Path(run.paths.output) / "checkpoints"
+
+
+def last_step(run: Run) -> int:
+    return min(run.train.steps, run.train.stop_after or run.train.steps)
 
 
 def make_config(run: Run, bridge, resume_step: int | None):
@@ -33,10 +38,9 @@ def make_config(run: Run, bridge, resume_step: int | None):
         model=make_provider(run, bridge),
         peft=make_adapter(run),
         train=TrainingConfig(
-            train_iters=train.steps,
+            train_iters=last_step(run),
             global_batch_size=train.global_batch,
             micro_batch_size=train.micro_batch,
-            exit_interval=train.stop_after,
             exit_signal_handler=True,  # SIGTERM: a notice of preemption; save, then leave
             manual_gc=True,  # ranks collect garbage at the same step instead of stalling one another at any
             manual_gc_interval=100,
@@ -79,7 +83,12 @@ def make_config(run: Run, bridge, resume_step: int | None):
             tokenizer_model=run.paths.model,
             hf_tokenizer_kwargs={"trust_remote_code": run.model.trust_remote_code},
         ),
-        logger=LoggerConfig(log_interval=run.log.every, tensorboard_dir=None, skip_train_metrics_log=True),
+        logger=LoggerConfig(
+            log_interval=run.log.every,
+            tensorboard_dir=None,
+            skip_train_metrics_log=True,  # trainer/metrics.py writes them, with fewer synchronisations
+            logging_level=logging.ERROR,
+        ),
         checkpoint=CheckpointConfig(
             pretrained_checkpoint=run.paths.base,
             save=folder,

@@ -1,21 +1,56 @@
-"""Train."""
+"""Train an adapter, or every weight, with Megatron-Bridge's own loop; go on from the newest complete checkpoint.
 
-import sys
-from conf.load import load
-from trainer import platform
+    python -m trainer.train CONF [key=value ...]        on this host; CONF's layout says with how many processes
+    torchrun ... -m trainer.train RESOLVED.yaml         one of several hosts
+
+Reads the converted model (trainer.convert) and training.jsonl. Writes <paths.output>/checkpoints and, from rank 0,
+<paths.output>/metrics.jsonl. SIGTERM saves a checkpoint and ends; a second start goes on where it was.
+"""
+
+import logging
+import os
+from pathlib import Path
+
+from conf.schema import Run
+from trainer import checkpoints, entry, inputs, platform
+from trainer.console import megatron_to, say
+from trainer.recipe import checkpoint_folder, last_step, make_config
 
 
-def main(run):
+def main(run: Run) -> None:
+    folder = checkpoint_folder(run)
+    done = checkpoints.complete_steps(folder)
+    if done and done[-1] >= last_step(run):
+        say(f"train: step {done[-1]} of {last_step(run)} is already there: {checkpoints.step_folder(folder, done[-1])}")
+        return
+    if os.environ["RANK"] == "0":
+        for name in checkpoints.remove_incomplete(folder):
+            say(f"train: removed {folder / name}, the rest of an interrupted save")
+
     platform.start()
     from megatron.bridge.training.finetune import finetune
     from megatron.bridge.training.gpt_step import forward_step
-    from trainer.model import open_bridge
-    from trainer.recipe import make_config
 
-    config = make_config(run, open_bridge(run), None)
-    config.logger.skip_train_metrics_log = False
-    finetune(config, forward_step)
+    from trainer.gates import Gates
+    from trainer.metrics import Metrics
+    from trainer.model import open_bridge
+    from trainer.saves import Saves
+
+    logging.getLogger("megatron.bridge.training.pretrain").addFilter(_is_failure)
+    start = done[-1] if done else 0
+    metrics = Metrics(run, Path(run.paths.output) / "metrics.jsonl", start)
+    try:
+        with megatron_to(Path(run.paths.output) / "logs"):
+            config = make_config(run, open_bridge(run), start or None)
+            finetune(config, forward_step, callbacks=[metrics, Gates(run, metrics), Saves(run, metrics)])
+    except SystemExit as leave:  # Bridge's way to end after SIGTERM, once its checkpoint is written
+        if leave.code:
+            raise
+
+
+def _is_failure(record: logging.LogRecord) -> bool:
+    return not (record.exc_info and record.exc_info[0] is SystemExit)
 
 
 if __name__ == "__main__":
-    main(load(sys.argv[1], sys.argv[2:]))
+    entry.start(main, inputs.check_train)

@@ -1,0 +1,20 @@
+"""What a person sees of a trainer command: our own lines. Megatron's go to a log file per rank, for when they matter."""
+
+import contextlib
+import os
+import sys
+from pathlib import Path
+
+
+def say(text: str) -> None:
+    """One line, from rank 0."""
+    if os.environ.get("RANK", "0") == "0":
+        print(text, file=sys.__stdout__, flush=True)
+
+
+@contextlib.contextmanager
+def megatron_to(folder: Path):
+    """Send what libraries print on this rank to <folder>/rank00000.log. Errors still reach stderr."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / f"rank{int(os.environ['RANK']):05d}.log").open("a", buffering=1) as log, contextlib.redirect_stdout(log):
+        yield

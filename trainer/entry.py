@@ -1,0 +1,127 @@
+"""How every trainer command starts: read and check the configuration, start the ranks, put faults in one line.
+
+    python -m trainer.train CONF [key=value ...]        checks, then runs layout.gpus_per_node processes on this host
+    torchrun ... -m trainer.train RESOLVED.yaml         one rank of a run that somebody else starts
+
+Exit code 0 is success, 2 a fault of the person who started it (one line on stderr says which), 1 anything else.
+Started without torchrun, a run of one process stays in this one; more are handed to torchrun. Its own report of
+a failed child would bury the line that matters, so ranks leave their fault in a file and torchrun's report is dropped.
+"""
+
+import argparse
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+from conf.load import ConfigError, dump, load
+from conf.schema import Run
+from trainer.faults import Fault
+
+FAULT_FILE = "TRAINER_FAULT_FILE"
+
+
+def start(main: Callable[[Run], None], check: Callable[[Run], None]) -> None:
+    """Run a command's main(run) on every rank after check(run) has passed. Does not return on failure."""
+    options = _arguments(main)
+    try:
+        run = load(options.conf, options.overrides)
+        if "RANK" in os.environ:
+            _check_world(run)
+            check(run)
+            main(run)
+        elif run.world == 1:
+            check(run)
+            os.environ.update(_alone())
+            main(run)
+        else:
+            if run.layout.nodes > 1:
+                raise Fault(
+                    f"layout.nodes: {run.layout.nodes} hosts; start one torchrun per host, or override layout.nodes=1"
+                )
+            check(run)
+            sys.exit(_torchrun(run, sys.modules["__main__"].__spec__.name))
+    except (ConfigError, Fault) as fault:
+        _report(str(fault))
+        sys.exit(2)
+    except OSError as error:
+        if error.errno not in _ENVIRONMENT:
+            raise
+        _report(f"{error.filename or 'disk'}: {error.strerror}")
+        sys.exit(2)
+
+
+# Disk full, quota reached, read-only file system, no permission: the host's state, not a defect.
+_ENVIRONMENT = (28, 122, 30, 13)
+
+
+def _arguments(main) -> argparse.Namespace:
+    module = sys.modules["__main__"]
+    parser = argparse.ArgumentParser(
+        prog=f"python -m {module.__spec__.name}",
+        description=module.__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("conf", help="a name (tiny), or the path of a YAML file")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="such as layout.tp=2 or train.steps=10")
+    return parser.parse_args()
+
+
+def _check_world(run: Run) -> None:
+    world = int(os.environ["WORLD_SIZE"])
+    if world != run.world:
+        raise Fault(
+            f"torchrun started {world} processes, but layout.nodes {run.layout.nodes} x "
+            f"layout.gpus_per_node {run.layout.gpus_per_node} is {run.world}"
+        )
+
+
+def _alone() -> dict[str, str]:
+    import socket
+
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    ranks = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
+    return ranks | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+
+
+def _torchrun(run: Run, module: str) -> int:
+    with tempfile.TemporaryDirectory(prefix="trainer-") as folder:
+        resolved, fault = Path(folder) / "resolved.yaml", Path(folder) / "fault"
+        dump(run, resolved)
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+        command += ["--nproc-per-node", str(run.layout.gpus_per_node), "-m", module, str(resolved)]
+        environment = os.environ | {FAULT_FILE: str(fault), "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
+        ranks = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
+        forward = threading.Thread(target=_forward, args=(ranks.stderr, fault))
+        forward.start()
+        try:
+            code = ranks.wait()
+        except KeyboardInterrupt:
+            ranks.terminate()  # torchrun passes it on to its ranks, and waits for them
+            code = ranks.wait()
+        forward.join()
+        if fault.exists():
+            print(fault.read_text(), end="", file=sys.stderr)
+            return 2
+        return min(code, 1) if code >= 0 else 128 - code
+
+
+def _forward(lines, fault: Path) -> None:
+    for line in lines:
+        if not fault.exists():
+            sys.stderr.write(line)
+
+
+def _report(lines: str) -> None:
+    text = "".join(f"error: {line}\n" for line in lines.splitlines())
+    if FAULT_FILE in os.environ:
+        partial = Path(f"{os.environ[FAULT_FILE]}.{os.environ['RANK']}")
+        partial.write_text(text)
+        partial.rename(os.environ[FAULT_FILE])
+    elif os.environ.get("RANK", "0") == "0":
+        sys.stderr.write(text)

@@ -1,0 +1,205 @@
+"""Rank 0 appends one line of JSON per step to metrics.jsonl: the only way out of the training process for a number.
+
+Kinds of lines: start (layout, recompute, sizes), train, validation, checkpoint. A run that goes on from step N first
+drops the lines of later steps, which an interrupted attempt left behind, so that no step stands there twice.
+
+    step, lm_loss, mtp_loss, aux_loss, lr, grad_norm      of this step; losses are means over tokens
+    samples, tokens                                       consumed since the start, padding included
+    step_seconds, tokens_per_second                       of the whole run, the slowest rank counting
+    tflops, mfu                                           per device, of the model without recomputation; mfu where the
+                                                          device's peak is known
+    memory_gb                                             highest of any rank: of the GPU, or of the process
+    expert_load_max, expert_load_mean                     busiest expert's load over the mean load: worst layer, mean
+"""
+
+import json
+import os
+import time
+from pathlib import Path
+
+import torch
+from megatron.bridge.training.callbacks import Callback
+from megatron.bridge.training.utils.flop_utils import num_floating_point_operations
+from megatron.core import parallel_state
+from megatron.core.num_microbatches_calculator import get_num_microbatches
+from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
+from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
+from megatron.core.utils import unwrap_model
+from torch import distributed
+
+from conf.schema import Run
+from trainer.console import say
+from trainer.recipe import last_step
+
+# Dense bf16 TFLOP/s of one device by a part of its name, from NVIDIA's datasheets.
+PEAKS = {"GB200": 2500.0, "B200": 2250.0, "H200": 989.0, "H100": 989.0, "A100": 312.0}
+
+
+class Metrics(Callback):
+    def __init__(self, run: Run, path: Path, start: int):
+        self.run, self.path = run, path
+        self.first, self.started = start, time.monotonic()
+        self.loads: dict[int, torch.Tensor] = {}
+        self.validated = -1
+        if os.environ["RANK"] == "0":
+            path.parent.mkdir(parents=True, exist_ok=True)
+            _drop_after(path, start)
+
+    def write(self, line: dict) -> None:
+        if distributed.get_rank() == 0:
+            with self.path.open("a") as f:
+                f.write(json.dumps(line) + "\n")
+
+    def on_train_start(self, context) -> None:
+        for chunk in unwrap_model(context.model):
+            for router in (module for module in chunk.modules() if isinstance(module, TopKRouter)):
+                router.register_forward_hook(self._count)
+        seconds = round(time.monotonic() - self.started, 2)
+        self.write({"kind": "start", "step": self.first, "time": time.time(), "setup_seconds": seconds})
+
+    def on_train_step_start(self, context) -> None:
+        self.step_started = time.monotonic()
+
+    def on_train_step_end(self, context) -> None:
+        step = context.state.train_state.step + 1
+        losses = self._losses(context, step)
+        loads = self._expert_loads(context)
+        if step % self.run.log.every and step != last_step(self.run):
+            return
+        seconds, memory = _highest(time.monotonic() - self.step_started, torch.cuda.max_memory_allocated() / 1e9)
+        batch, config = self.run.train.global_batch, context.state.cfg
+        samples = context.state.train_state.consumed_train_samples + batch
+        tflops = num_floating_point_operations(config, batch) / seconds / distributed.get_world_size() / 1e12
+        peak = self.run.log.peak_tflops or next((v for k, v in PEAKS.items() if k in torch.cuda.get_device_name()), None)
+        line = {"kind": "train", "step": step, "time": time.time(), **losses}
+        line |= {"lr": context.optimizer.param_groups[0]["lr"], "grad_norm": context.grad_norm}
+        line |= {"samples": samples, "tokens": samples * self.run.data.seq_length}
+        line |= {"step_seconds": seconds, "tokens_per_second": batch * self.run.data.seq_length / seconds}
+        line |= {"tflops": tflops} | ({"mfu": tflops / peak} if peak else {})
+        line |= {"memory_gb": memory, **loads}
+        self.write(line)
+        self._say(line)
+
+    def on_eval_end(self, context) -> None:
+        losses = context.total_loss_dict or {}
+        loss = _from_last_stage([float(losses["lm loss"])] if "lm loss" in losses else [0.0])[0]
+        step = context.state.train_state.step
+        if step == self.validated:
+            return  # Bridge validates once more when training ends, on other rows than at this step before
+        self.validated = step
+        self.write({"kind": "validation", "step": step, "time": time.time(), "lm_loss": loss})
+        say(f"step {step}: validation loss {loss:.4f}")
+
+    def _losses(self, context, step: int) -> dict[str, float]:
+        model, scale = context.state.cfg.model, 1 / get_num_microbatches()
+        seen = _Scalars()
+        if model.num_moe_experts:
+            names = _auxiliary_losses(model)
+            get_moe_metrics_tracker().report(
+                loss_scale=scale,
+                iteration=step,
+                writer=seen,
+                force_initialize=True,
+                track_names=list(names),
+                num_layers=model.num_layers,
+                moe_layer_freq=model.moe_layer_freq,
+                mtp_num_layers=model.mtp_num_layers,
+            )
+        if model.mtp_num_layers:
+            MTPLossLoggingHelper.track_mtp_metrics(scale, step, seen)
+        heads = [f"mtp_{i + 1} loss" for i in range(model.mtp_num_layers or 0)]
+        lm = context.loss_dict.get("lm loss", torch.zeros(())) if context.loss_dict else torch.zeros(())
+        last = _from_last_stage([float(lm), *(seen.get(head, 0.0) for head in heads)])
+        losses = {"lm_loss": last[0]}
+        if heads:
+            losses["mtp_loss"] = sum(last[1:]) / len(heads)
+        if model.num_moe_experts:
+            losses |= {name: seen.get(key, 0.0) for key, name in _auxiliary_losses(model).items()}
+        return losses
+
+    def _count(self, router, inputs, outputs) -> None:
+        if torch.is_grad_enabled():  # not the first pass of a recomputed layer, nor validation
+            counts = outputs[1].detach().sum(0).double()
+            layer = router.layer_number
+            self.loads[layer] = self.loads[layer] + counts if layer in self.loads else counts
+
+    def _expert_loads(self, context) -> dict[str, float]:
+        model = context.state.cfg.model
+        if not model.num_moe_experts:
+            return {}
+        layers = model.num_layers + (model.mtp_num_layers or 0) + 1
+        table = torch.zeros(layers, model.num_moe_experts, dtype=torch.float64, device="cuda")
+        for layer, counts in self.loads.items():
+            table[layer] = counts
+        self.loads.clear()
+        distributed.all_reduce(table)
+        used = table[table.sum(1) > 0]
+        if not len(used):
+            return {}
+        over = used.max(1).values / used.mean(1)
+        return {"expert_load_max": float(over.max()), "expert_load_mean": float(over.mean())}
+
+    def _say(self, line: dict) -> None:
+        last, step = last_step(self.run), line["step"]
+        left = time.strftime("%H:%M:%S", time.gmtime((last - step) * line["step_seconds"]))
+        say(
+            f"step {step}/{last}  loss {line['lm_loss']:.4f}  grad norm {line['grad_norm']:.3g}  lr {line['lr']:.3g}  "
+            f"{line['step_seconds']:.2f} s  {line['tokens_per_second']:.0f} tokens/s  left {left}"
+        )
+
+
+class _Scalars(dict):
+    """Stands where Megatron expects a TensorBoard writer, and keeps what is written."""
+
+    def add_scalar(self, name: str, value, step: int) -> None:
+        self[name] = float(value)
+
+    def add_scalars(self, name: str, values, step: int) -> None:
+        pass
+
+
+def _auxiliary_losses(model) -> dict[str, str]:
+    kinds = model.moe_router_load_balancing_type
+    kinds = [kinds] if isinstance(kinds, str) else kinds
+    names = {}
+    if "aux_loss" in kinds:
+        names["load_balancing_loss"] = "aux_loss"
+    if "seq_aux_loss" in kinds:
+        names["seq_load_balancing_loss"] = "aux_loss"
+    if model.moe_z_loss_coeff:
+        names["z_loss"] = "z_loss"
+    return names
+
+
+def _from_last_stage(values: list[float]) -> list[float]:
+    """What the last pipeline stage holds, on every stage."""
+    if parallel_state.get_pipeline_model_parallel_world_size() == 1:
+        return values
+    tensor = torch.tensor(values, dtype=torch.float64, device="cuda")
+    distributed.broadcast(
+        tensor,
+        src=parallel_state.get_pipeline_model_parallel_last_rank(),
+        group=parallel_state.get_pipeline_model_parallel_group(),
+    )
+    return tensor.tolist()
+
+
+def _highest(*values: float) -> list[float]:
+    tensor = torch.tensor(values, dtype=torch.float64, device="cuda")
+    distributed.all_reduce(tensor, op=distributed.ReduceOp.MAX)
+    return tensor.tolist()
+
+
+def _drop_after(path: Path, step: int) -> None:
+    """Keep the whole lines of steps up to this one: a killed process may leave later ones, and half of the last."""
+    kept = []
+    for line in path.read_text().splitlines() if path.exists() else []:
+        try:
+            if json.loads(line)["step"] <= step and step:
+                kept.append(line + "\n")
+        except ValueError:
+            continue
+    partial = path.with_suffix(".partial")
+    partial.write_text("".join(kept))
+    partial.rename(path)

@@ -1,0 +1,25 @@
+"""Marks each checkpoint complete once Megatron has written all of it."""
+
+import time
+
+from megatron.bridge.training.callbacks import Callback
+from torch import distributed
+
+from conf.schema import Run
+from trainer import checkpoints
+from trainer.console import say
+from trainer.recipe import checkpoint_folder
+
+
+class Saves(Callback):
+    def __init__(self, run: Run, metrics):
+        self.folder, self.metrics = checkpoint_folder(run), metrics
+
+    def on_checkpoint_save(self, context) -> None:
+        """Called on every rank, after all have written and passed a barrier."""
+        if distributed.get_rank() == 0:
+            step = context.state.train_state.step
+            folder = checkpoints.step_folder(self.folder, step)
+            checkpoints.mark(folder, step=step, samples=context.state.train_state.consumed_train_samples)
+            self.metrics.write({"kind": "checkpoint", "step": step, "time": time.time(), "folder": str(folder)})
+            say(f"step {step}: checkpoint {folder}")
