@@ -1,24 +1,83 @@
-"""Convert."""
+"""Convert a released checkpoint to Megatron's torch_dist format, and prove that nothing was lost on the way.
 
-import sys
-from conf.load import load
-from trainer import platform
+    python -m trainer.convert CONF [key=value ...]      on this host; CONF's layout says with how many processes
+    torchrun ... -m trainer.convert RESOLVED.yaml       one of several hosts, on storage that all of them see
+
+Reads <paths.model> and writes <paths.base>, which training and export read at any layout. The files are read twice,
+once for checksums and once for the weights, tensor by tensor; the ranks together hold the model once in memory. A base
+that already comes from the same tensors is left alone. Beside Megatron's files the base has source.json, the released
+tensors' types, shapes and checksums, and complete.json, which says what it was made from and with.
+
+With model.mtp false the multi-token-prediction layers stay out of the base; an export copies them from the release.
+FP8 releases are refused. The floating-point type is train.precision's: a released fp32 tensor loses digits in bf16.
+"""
+
+import importlib.metadata
+import json
+from pathlib import Path
+
+from conf.schema import Run
+from trainer import checkpoints, entry, inputs, platform, released, whole_folder
+from trainer.console import megatron_to, say
+from trainer.faults import Fault
+
+SOURCE = "source.json"
+TOOLS = ("megatron-bridge", "megatron-core", "torch", "transformers")
 
 
-def main(run):
+def main(run: Run) -> None:
     platform.start()
-    import torch
+    from torch import distributed
+
+    distributed.init_process_group(platform.backend())
+    model, base = released.read(Path(run.paths.model)), Path(run.paths.base)
+    facts = {"architecture": model.config["architectures"][0], "precision": run.train.precision, "mtp": run.model.mtp}
+    before = whole_folder.gather(checkpoints.read_mark(base))[0]  # rank 0's view, so that all go the same way
+    same = before is not None and all(before.get(key) == value for key, value in facts.items())
+    if same and before["stamps"] == whole_folder.gather(model.stamps())[0]:
+        say(f"convert: {base} is already there, from these {before['tensors']} tensors")
+    else:
+        sums = _checksums(model)
+        facts |= {"digest": released.digest(model, sums), "tensors": len(model.tensors), "stamps": model.stamps()}
+        facts["tools"] = {tool: importlib.metadata.version(tool) for tool in TOOLS}
+        if same and before["digest"] == facts["digest"]:
+            say(f"convert: {base} is already there, from the same {before['tensors']} tensors")
+        else:
+            _convert(run, model, sums, facts)
+            say(f"convert: {base} holds all {len(model.tensors)} tensors of {model.folder}")
+    distributed.destroy_process_group()
+
+
+def _convert(run: Run, model: released.Model, sums: dict[str, str], facts: dict) -> None:
+    from trainer import census
     from trainer.model import make_provider, open_bridge
 
-    bridge = open_bridge(run)
-    provider = make_provider(run, bridge, load_weights=True)
-    provider.finalize()
-    torch.distributed.init_process_group(platform.backend())
-    provider.initialize_model_parallel(seed=run.train.seed)
-    model = provider.provide_distributed_model(wrap_with_ddp=False)
-    bridge.save_megatron_model(model, run.paths.base)
-    torch.distributed.destroy_process_group()
+    base = Path(run.paths.base)
+    left_out = set() if run.model.mtp else released.of_mtp(model)
+    facts["left_out"] = sorted(left_out)
+    with megatron_to(Path(run.paths.output) / "logs"), whole_folder.write(base, facts) as partial:
+        bridge = open_bridge(run)
+        provider = make_provider(run, bridge)
+        provider.perform_initialization = False
+        provider.finalize()
+        provider.initialize_model_parallel(seed=run.train.seed)
+        chunks = provider.provide_distributed_model(wrap_with_ddp=False)
+        census.check(census.demand(bridge, chunks), model, sums, left_out)
+        census.fill_with_nan(chunks)
+        bridge.load_hf_weights(chunks)
+        if holes := census.unfilled(chunks):
+            raise Fault(f"{model.folder}: not filled, or not a number: {released.enumerate_names(holes)}")
+        bridge.save_megatron_model(chunks, partial)
+        if whole_folder.rank() == 0:
+            rows = {name: [t.dtype, t.shape, sums[name]] for name, t in model.tensors.items()}
+            (partial / SOURCE).write_text(json.dumps(rows))
+
+
+def _checksums(model: released.Model) -> dict[str, str]:
+    mine = model.files()[whole_folder.rank() :: whole_folder.ranks()]
+    parts = whole_folder.gather(released.checksums(model, mine))
+    return {name: checksum for part in parts for name, checksum in part.items()}
 
 
 if __name__ == "__main__":
-    main(load(sys.argv[1], sys.argv[2:]))
+    entry.start(main, inputs.check_convert)

@@ -1,4 +1,8 @@
-"""Gloo where Megatron counts on NCCL: sizes of an all-to-all as Python ints, coalesced sends, gathers into one tensor."""
+"""Gloo where Megatron counts on NCCL: an all-to-all takes sizes as tensors, and ranks may hold unequal shares.
+
+The shares are unequal where experts are cut over ranks that hold different numbers of tokens. Gloo wants equal ones, so
+they travel padded to the largest, and a reduce-scatter of unequal shares becomes a sum of which each keeps its part.
+"""
 
 import functools
 
@@ -9,6 +13,8 @@ import torch.distributed as dist
 def install() -> None:
     """Adapt torch.distributed's functions for the life of this process, once."""
     dist.all_to_all_single = _with_int_splits(dist.all_to_all_single)
+    dist.all_gather = _with_unequal_shares(dist.all_gather)
+    dist.reduce_scatter = _reduce_scatter
 
 
 def _with_int_splits(all_to_all_single):
@@ -23,3 +29,28 @@ def _ints(sizes):
     if isinstance(sizes, torch.Tensor):
         return sizes.tolist()
     return None if sizes is None else [int(size) for size in sizes]
+
+
+def _with_unequal_shares(all_gather):
+    @functools.wraps(all_gather)
+    def call(tensor_list, tensor, group=None, async_op=False):
+        rows = [len(share) if share.ndim else 1 for share in tensor_list]
+        if len(set(rows)) == 1:
+            return all_gather(tensor_list, tensor, group=group, async_op=async_op)
+        assert not async_op, "unequal shares are gathered synchronously"
+        padded = tensor.new_zeros(max(rows), *tensor.shape[1:])
+        padded[: len(tensor)] = tensor
+        received = [torch.empty_like(padded) for _ in rows]
+        all_gather(received, padded, group=group)
+        for share, whole in zip(tensor_list, received, strict=True):
+            share.copy_(whole[: len(share)])
+        return None
+
+    return call
+
+
+def _reduce_scatter(output, input_list, op=dist.ReduceOp.SUM, group=None, async_op=False):
+    assert not async_op, "shares are summed synchronously"
+    whole = torch.cat([share.contiguous() for share in input_list])
+    dist.all_reduce(whole, op=op, group=group)
+    output.copy_(whole.split([len(share) for share in input_list])[dist.get_rank(group)])

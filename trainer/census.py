@@ -1,0 +1,132 @@
+"""Before a conversion: does every released tensor have its place in Megatron's model, and the other way round?
+
+Megatron-Bridge logs a warning where a name has no mapping or a tensor is missing, and goes on: parameters then keep
+whatever was in memory, and released tensors (whole multi-token-prediction layers, in one version) are dropped. Here
+names and shapes are compared first, from the files' headers alone, and any difference ends the conversion.
+"""
+
+import itertools
+from dataclasses import dataclass
+
+from megatron.bridge.models.conversion.model_bridge import _megatron_local_name_to_global
+from megatron.bridge.models.conversion.param_mapping import AutoMapping
+from megatron.bridge.models.conversion.utils import get_module_and_param_from_name, persistent_buffers
+
+from trainer import released
+from trainer.faults import Fault
+from trainer.released import enumerate_names
+from trainer.whole_folder import gather
+
+VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")
+Shape = tuple[int, ...]
+
+
+@dataclass
+class Demand:
+    """What the Megatron model wants to be filled with."""
+
+    shapes: dict[str, Shape]  # of released tensors, by their released names
+    unmapped: list[str]  # Megatron's names of parameters that no released tensor would fill
+
+
+def demand(bridge, model) -> Demand:
+    """Of the whole model: each rank looks at its own part."""
+    registry = bridge._model_bridge.mapping_registry()
+    shapes: dict[str, Shape] = {}
+    unmapped = []
+    for stage, name, tensor in _tensors(model):
+        config = model[stage].config
+        whole_name = _megatron_local_name_to_global(model, config, name, stage)
+        if config.share_embeddings_and_output_weights and "output_layer" in whole_name:
+            continue  # a copy on the last pipeline stage
+        mapping = registry.megatron_to_hf_lookup(whole_name)
+        if mapping is None:
+            unmapped.append(whole_name)
+            continue
+        module, _ = get_module_and_param_from_name(model, name, stage)
+        whole = _whole_shape(mapping, whole_name, tensor, module)
+        if whole_name.endswith(VOCABULARY):
+            whole = (bridge.hf_pretrained.config.vocab_size, *whole[1:])  # without the rows that pad it
+        shapes |= _released_shapes(mapping, whole, config)
+    parts = gather((shapes, unmapped))
+    merged = {name: shape for part, _ in parts for name, shape in part.items()}
+    return Demand(merged, sorted(set(itertools.chain.from_iterable(names for _, names in parts))))
+
+
+def check(wanted: Demand, model: released.Model, sums: dict[str, str], left_out: set[str]) -> None:
+    """Raise a Fault that names every kind of difference. `left_out` are released tensors not to be converted."""
+    tensors, copies = model.tensors, released.repeated(model)
+    used = wanted.shapes.keys() | copies.keys() | left_out
+    extra = [name for name in tensors if name not in used and not released.COMPUTED.search(name)]
+    missing = [name for name in wanted.shapes if name not in tensors]
+    both = {name: shape for name, shape in wanted.shapes.items() if name in tensors}
+    shapes = [
+        f"{name} is {list(tensors[name].shape)} and should be {list(shape)}"
+        for name, shape in both.items()
+        if shape and tensors[name].shape != shape
+    ]
+    differ = [f"{copy} (of {original})" for copy, original in copies.items() if sums[copy] != sums[original]]
+    quantised = [name for name, entry in tensors.items() if entry.dtype.startswith("F8")]
+    problems = [
+        f"{text} ({len(names)}): {enumerate_names(sorted(names))}"
+        for text, names in (
+            ("FP8 weights, which an export could not write back; take the bf16 release", quantised),
+            ("tensors that nothing in the model uses", extra),
+            ("tensors missing", missing),
+            ("tensors of the wrong shape", shapes),
+            ("copies that differ from their original", differ),
+            ("Megatron parameters that no tensor fills", wanted.unmapped),
+        )
+        if names
+    ]
+    if problems:
+        raise Fault(f"{model.folder}: {'; '.join(problems)}")
+
+
+def unfilled(model) -> list[str]:
+    """Names of tensors that hold a NaN: after fill_with_nan(), those that were not filled to the last element."""
+    found = [
+        _megatron_local_name_to_global(model, model[stage].config, name, stage)
+        for stage, name, tensor in _tensors(model)
+        if tensor.is_floating_point() and tensor.isnan().any()
+    ]
+    return sorted(set(itertools.chain.from_iterable(gather(found))))
+
+
+def fill_with_nan(model) -> None:
+    for _, _, tensor in _tensors(model):
+        if tensor.is_floating_point():
+            tensor.data.fill_(float("nan"))
+
+
+def _tensors(model):
+    """(stage, local name, tensor) of what a checkpoint of this rank's part holds."""
+    for stage, chunk in enumerate(model):
+        for name, tensor in itertools.chain(chunk.named_parameters(), persistent_buffers(chunk)):
+            if "_extra_state" not in name:
+                yield stage, name, tensor
+
+
+def _whole_shape(mapping, name: str, tensor, module) -> Shape:
+    shape = list(tensor.shape)
+    if isinstance(mapping.hf_param, dict):
+        shape[0] *= mapping.tp_size  # queries, keys, values; gate, up: always cut over the rows
+        return tuple(shape)
+    # the mapping asks the module, and the parameter's name where a module has cut and uncut ones
+    kind = AutoMapping(name, name)._detect_parallelism_type(module)
+    if kind == "column" or (kind == "row" and len(shape) > 1):
+        shape[0 if kind == "column" else 1] *= mapping.tp_size
+    return tuple(shape)
+
+
+def _released_shapes(mapping, whole: Shape, config) -> dict[str, Shape]:
+    names = mapping.hf_param
+    if isinstance(names, str):
+        same = getattr(mapping, "permute_dims", None) is None and not getattr(mapping, "is_grouped_export", False)
+        return {names: whole if same else ()}  # (): Bridge checks the shape while it loads
+    if set(names) == {"gate", "up"}:
+        return dict.fromkeys(names.values(), (whole[0] // 2, *whole[1:]))
+    if set(names) == {"q", "k", "v"} and not getattr(config, "attention_output_gate", False):
+        rows = {"q": config.num_attention_heads, "k": config.num_query_groups, "v": config.num_query_groups}
+        return {names[part]: (heads * config.kv_channels, *whole[1:]) for part, heads in rows.items()}
+    return dict.fromkeys(names.values(), ())

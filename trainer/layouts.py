@@ -1,0 +1,217 @@
+"""Rehearse parallel layouts on this machine: every one must train as a single process does.
+
+    python -m trainer.layouts [--only PART ...] [--steps N] [--workdir FOLDER]
+
+Trains LoRA on tiny models in fp32 at each layout of TABLE, on up to 8 gloo processes, and prints the largest relative
+difference of any step's loss from that of one process. Ends with one line of JSON; exit code 1 if a layout that
+computes the same function is off by more than BOUND. About 10 minutes on 2 cores.
+
+Importing Megatron takes longer than training here, so it is imported once, and the ranks of each layout are forked.
+"""
+
+import argparse
+import contextlib
+import json
+import multiprocessing
+import os
+import socket
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from conf.load import load
+from conf.schema import Run
+from trainer import convert, platform, tiny, train
+
+BOUND = 1e-4
+
+
+@dataclass(frozen=True)
+class Case:
+    model: str
+    cut: str  # key=value pairs of layout; processes are counted from them
+    packed: bool = False
+    differs: str = ""  # why another function is computed, in which case the difference has no bound
+
+    @property
+    def name(self) -> str:
+        return " ".join((self.model, self.cut.replace("=true", "").replace("=", "") or "single", *self.flags()))
+
+    def flags(self) -> list[str]:
+        return ["packed"] if self.packed else []
+
+
+MTP_CP = "each rank normalises the MTP loss by its own tokens"
+DENSE = ("dp=2", "tp=2", "tp=2 sp=true", "pp=2", "pp=2 vpp=2", "cp=2", "tp=2 sp=true pp=2 cp=2")
+MOE = (
+    "dp=2",
+    "tp=2 sp=true",
+    "pp=2",
+    "pp=4",
+    "pp=2 vpp=2",
+    "cp=2",
+    "ep=2",
+    "ep=4",
+    "tp=2 sp=true etp=2",
+    "tp=2 sp=true ep=2",
+    "pp=2 ep=2",
+    "pp=2 vpp=2 ep=2",
+    "cp=2 ep=2",
+    "tp=2 sp=true pp=2 ep=2",
+    "tp=2 sp=true ep=2 etp=2",
+    "tp=2 sp=true pp=2 ep=2 etp=2 dp=2",
+    "tp=2 sp=true pp=2 cp=2 ep=4",
+)
+TABLE = (
+    *(Case("llama", cut) for cut in DENSE),
+    *(Case("llama", cut, packed=True) for cut in ("dp=2", "tp=2 sp=true", "pp=2", "pp=4", "cp=2")),
+    *(Case("glm4-moe", cut) for cut in MOE),
+    *(Case("glm4-moe", cut, packed=True) for cut in ("dp=2", "tp=2 sp=true", "pp=2", "pp=4", "cp=2", "ep=2")),
+    *(Case("glm4-moe-mtp", cut) for cut in ("dp=2", "tp=2 sp=true", "pp=2", "ep=2")),
+    Case("glm4-moe-mtp", "cp=2", differs=MTP_CP),
+    *(Case("qwen3-moe", cut) for cut in ("tp=2 sp=true ep=2", "pp=2 ep=2", "cp=2")),
+    *(Case("deepseek-v3", cut) for cut in ("tp=2 sp=true ep=2", "pp=2 ep=2", "cp=2")),
+)
+
+
+def main() -> None:
+    options = _arguments()
+    cases = [case for case in TABLE if all(part in case.name.split() for part in options.only)]
+    if not cases:
+        sys.exit(f"error: no layout matches {' '.join(options.only)}")
+    with contextlib.ExitStack() as stack:
+        folder = options.workdir or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="layouts-")))
+        os.environ["LOCAL_WORLD_SIZE"] = str(os.cpu_count())  # one thread a rank
+        _import_all()
+        rows = _rehearse(cases, folder, options.steps)
+    missed = [row for row in rows if not row["ok"]]
+    print(json.dumps({"command": "layouts", "bound": BOUND, "missed": len(missed), "rows": rows}))
+    sys.exit(1 if missed else 0)
+
+
+def _rehearse(cases: list[Case], folder: Path, steps: int) -> list[dict]:
+    print(f"{'layout':58} {'processes':>9} {'difference':>11} {'seconds':>8}")
+    references: dict[tuple[str, bool], list[float]] = {}
+    rows = []
+    for case in cases:
+        key = (case.model, case.packed)
+        if key not in references:
+            _prepare(case.model, folder)
+            references[key] = _losses(Case(*key[:1], "", case.packed), folder, steps)
+        started = time.monotonic()
+        losses = _losses(case, folder, steps)
+        pairs = zip(losses, references[key], strict=True) if len(losses) == len(references[key]) else ()
+        difference = max((abs(a - b) / abs(b) for a, b in pairs), default=float("nan"))
+        ok = difference <= BOUND or (bool(case.differs) and difference == difference)
+        row = {"layout": case.name, "processes": _run(case, folder, steps).world, "difference": difference, "ok": ok}
+        rows.append(row)
+        note = "" if ok and not case.differs else f"  {case.differs or 'MISSED'}"
+        seconds = time.monotonic() - started
+        print(f"{case.name:58} {row['processes']:9} {difference:11.1e} {seconds:8.1f}{note}", flush=True)
+    return rows
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m trainer.layouts", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--only", nargs="*", default=[], metavar="PART", help="such as: glm4-moe ep2 packed")
+    parser.add_argument("--steps", type=int, default=10, help="training steps per layout (default 10)")
+    parser.add_argument("--workdir", type=Path, help="keep models, metrics and logs here")
+    return parser.parse_args()
+
+
+def _import_all() -> None:
+    platform.start()
+    import megatron.bridge.training.finetune
+    import megatron.bridge.training.gpt_step  # noqa: F401
+
+    from trainer import adapters, gates, lazy_bridge, metrics, saves  # noqa: F401
+
+    for family in ("Glm4Moe", "Qwen3Moe", "DeepseekV3", "Llama"):
+        lazy_bridge.load_family(f"{family}ForCausalLM")
+
+
+def _prepare(model: str, folder: Path) -> None:
+    if not (folder / model).exists():
+        tiny.make_model(model, folder / model, dtype="float32")
+    if not (folder / "data").exists():
+        tiny.make_data(folder / "data", rows=64)
+    if not (folder / f"{model}-base").exists():
+        _fork(convert.main, _run(Case(model, ""), folder, 1), folder / f"{model}-base.log")
+
+
+def _run(case: Case, folder: Path, steps: int) -> Run:
+    cut = dict(pair.split("=") for pair in case.cut.split())
+    copies = int(cut.pop("dp", 1))
+    world = copies
+    for key in ("tp", "pp", "cp"):
+        world *= int(cut.get(key, 1))
+    experts = int(cut.get("ep", 1)) * int(cut.get("etp", 1)) * int(cut.get("pp", 1))
+    world = max(world, experts)
+    output = folder / case.name.replace(" ", "-")
+    return load(
+        folder / "layouts.yaml" if (folder / "layouts.yaml").exists() else _write_conf(folder),
+        [
+            f"paths.model={folder / case.model}",
+            f"paths.base={folder / case.model}-base",
+            f"paths.output={output}",
+            f"layout.gpus_per_node={world}",
+            f"data.packed={str(case.packed).lower()}",
+            f"train.steps={steps}",
+            f"checkpoint.save_every={steps}",
+            *(f"layout.{key}={value}" for key, value in cut.items()),
+        ],
+    )
+
+
+def _write_conf(folder: Path) -> Path:
+    path = folder / "layouts.yaml"
+    path.write_text(
+        "name: layouts\nmodel: {source: made by trainer.tiny}\ndata: {seq_length: 64}\n"
+        "adapter: {rank: 8, alpha: 16}\ntrain: {steps: 10, global_batch: 4, precision: fp32}\n"
+        "optimizer: {lr: 5e-3}\ncheckpoint: {save_every: 10}\n"
+        f"paths: {{data: {folder / 'data'}}}\n"
+    )
+    return path
+
+
+def _losses(case: Case, folder: Path, steps: int) -> list[float]:
+    run = _run(case, folder, steps)
+    _fork(train.main, run, Path(run.paths.output).with_suffix(".log"))
+    path = Path(run.paths.output) / "metrics.jsonl"
+    lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    return [line["lm_loss"] for line in lines if line["kind"] == "train"]
+
+
+def _fork(command, run: Run, log: Path) -> None:
+    """Run a command's main on run.world ranks, children of this process. Their output is kept in `log`."""
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    context = multiprocessing.get_context("fork")
+    ranks = [context.Process(target=_rank, args=(command, run, rank, port, log)) for rank in range(run.world)]
+    for rank in ranks:
+        rank.start()
+    while any(rank.is_alive() for rank in ranks):
+        time.sleep(0.05)
+        if any(rank.exitcode for rank in ranks):
+            for rank in ranks:
+                rank.kill()
+    if any(rank.exitcode for rank in ranks):
+        print("".join(log.read_text().splitlines(keepends=True)[-5:]), end="", file=sys.stderr)
+
+
+def _rank(command, run: Run, rank: int, port: int, log: Path) -> None:
+    with log.open("a") as out:
+        os.dup2(out.fileno(), 1)
+        os.dup2(out.fileno(), 2)
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(run.world), LOCAL_WORLD_SIZE=str(run.world))
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    command(run)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,135 @@
+"""The tensors of a released checkpoint: names, types, shapes, places and checksums, read without a tensor library.
+
+The checksum of a tensor is that of its bytes, wherever they lie, so the digest of a model does not depend on how it is
+cut into files. trainer/inputs.py has checked beforehand that the files are there and as long as their headers say.
+"""
+
+import hashlib
+import json
+import os
+import re
+import struct
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from trainer.faults import Fault
+
+BLOCK = 16 * 2**20
+# Left over in old Llama checkpoints; every model class computes it.
+COMPUTED = re.compile(r"\.rotary_emb\.inv_freq$")
+
+
+@dataclass(frozen=True)
+class Entry:
+    dtype: str
+    shape: tuple[int, ...]
+    file: str
+    start: int  # of its bytes in the file
+    size: int
+
+
+@dataclass(frozen=True)
+class Model:
+    folder: Path
+    config: dict
+    tensors: dict[str, Entry]
+
+    def files(self) -> list[str]:
+        return sorted({entry.file for entry in self.tensors.values()})
+
+    def stamps(self) -> dict[str, list[int]]:
+        """Size and time of each file: while they stay, so do the checksums."""
+        stats = {file: (self.folder / file).stat() for file in self.files()}
+        return {file: [stat.st_size, stat.st_mtime_ns] for file, stat in stats.items()}
+
+
+def read(folder: Path) -> Model:
+    index = folder / "model.safetensors.index.json"
+    listed = json.loads(index.read_text())["weight_map"] if index.exists() else {}
+    tensors = {}
+    for file in sorted(set(listed.values())) or ["model.safetensors"]:
+        for name, entry in _header(folder, file).items():
+            if listed and listed.get(name) != file:
+                raise Fault(f"{folder / file}: holds {name}, which {index.name} does not list there")
+            tensors[name] = entry
+    missing = sorted(set(listed) - set(tensors))
+    if missing:
+        raise Fault(f"{index}: lists {enumerate_names(missing)}, which the files do not hold")
+    return Model(folder, json.loads((folder / "config.json").read_text()), tensors)
+
+
+def repeated(model: Model) -> dict[str, str]:
+    """Tensors that are copies of others by the architecture, with what they copy.
+
+    Megatron has one embedding and one output layer. The releases of GLM-4.5+ and DeepSeek-V3 write them once more for
+    each multi-token-prediction layer; one with tied embeddings may write its output layer.
+    """
+    tied = model.config.get("tie_word_embeddings", False)
+    head = "model.embed_tokens.weight" if tied else "lm_head.weight"
+    copies = {"lm_head.weight": head} if tied else {}
+    for layer in mtp_layers(model):
+        prefix = f"model.layers.{layer}."
+        copies |= {prefix + "embed_tokens.weight": "model.embed_tokens.weight", prefix + "shared_head.head.weight": head}
+    return {copy: original for copy, original in copies.items() if copy in model.tensors}
+
+
+def mtp_layers(model: Model) -> range:
+    layers = model.config["num_hidden_layers"]
+    return range(layers, layers + (model.config.get("num_nextn_predict_layers") or 0))
+
+
+def of_mtp(model: Model) -> set[str]:
+    prefixes = tuple(f"model.layers.{layer}." for layer in mtp_layers(model))
+    return {name for name in model.tensors if prefixes and name.startswith(prefixes)}
+
+
+def checksums(model: Model, files: Iterable[str]) -> dict[str, str]:
+    """SHA-256 of each tensor in these files; the files are read once, from several threads."""
+    wanted = set(files)
+    entries = {name: entry for name, entry in model.tensors.items() if entry.file in wanted}
+    threads = max(1, (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    with ThreadPoolExecutor(threads) as pool:
+        sums = pool.map(lambda entry: _checksum(model.folder / entry.file, entry), entries.values())
+        return dict(zip(entries, sums, strict=True))
+
+
+def digest(model: Model, sums: dict[str, str]) -> str:
+    lines = [[name, entry.dtype, entry.shape, sums[name]] for name, entry in sorted(model.tensors.items())]
+    return hashlib.sha256(json.dumps(lines).encode()).hexdigest()
+
+
+def enumerate_names(names: Iterable[str], limit: int = 10) -> str:
+    names = list(names)
+    more = f" and {len(names) - limit} more" if len(names) > limit else ""
+    return ", ".join(names[:limit]) + more
+
+
+def _header(folder: Path, file: str) -> dict[str, Entry]:
+    with (folder / file).open("rb") as f:
+        (length,) = struct.unpack("<Q", f.read(8))
+        header = json.loads(f.read(length))
+    header.pop("__metadata__", None)
+    return {
+        name: Entry(h["dtype"], tuple(h["shape"]), file, 8 + length + h["data_offsets"][0], _size(h["data_offsets"]))
+        for name, h in header.items()
+    }
+
+
+def _size(offsets: list[int]) -> int:
+    return offsets[1] - offsets[0]
+
+
+def _checksum(path: Path, entry: Entry) -> str:
+    found = hashlib.sha256()
+    with path.open("rb", buffering=0) as f:
+        f.seek(entry.start)
+        left = entry.size
+        while left:
+            block = f.read(min(BLOCK, left))
+            if not block:
+                raise Fault(f"{path}: ends {left} bytes early; download it again")
+            found.update(block)
+            left -= len(block)
+    return found.hexdigest()

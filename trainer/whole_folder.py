@@ -1,0 +1,95 @@
+"""A folder that all ranks of a command write together, and that is there whole or not at all.
+
+Everything is written into <folder>.partial, on storage that all ranks see. What was there before under the same name
+stays until the new folder is complete: synced to disk, marked (trainer/checkpoints.py), and then renamed into place.
+A rank that fails takes the partial folder with it; what a killed process leaves is removed by the next attempt.
+"""
+
+import contextlib
+import errno
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from torch import distributed
+
+from trainer import checkpoints
+from trainer.faults import Fault
+
+
+@contextlib.contextmanager
+def write(folder: Path, facts: dict[str, Any]) -> Iterator[Path]:
+    """Yields the folder to write into. `facts` go into the mark, as they are when the block ends on rank 0."""
+    partial, first = folder.with_name(folder.name + ".partial"), rank() == 0
+    try:
+        if first:
+            _remove(partial)
+            partial.mkdir(parents=True)
+        barrier()
+        yield partial
+        barrier()
+        if first:
+            _sync(partial)
+            checkpoints.mark(partial, **facts)
+            _put_in_place(partial, folder)
+        barrier()
+    except BaseException as error:
+        _remove(partial)
+        if _is_full(error):
+            raise Fault(f"{folder}: the disk is full; what was written of it is removed again") from error
+        raise
+
+
+def rank() -> int:
+    return distributed.get_rank() if distributed.is_initialized() else 0
+
+
+def ranks() -> int:
+    return distributed.get_world_size() if distributed.is_initialized() else 1
+
+
+def barrier() -> None:
+    if distributed.is_initialized():
+        distributed.barrier()
+
+
+def gather(value: Any) -> list[Any]:
+    """Every rank's value, on every rank."""
+    values = [value]
+    if distributed.is_initialized():
+        values = [None] * distributed.get_world_size()
+        distributed.all_gather_object(values, value)
+    return values
+
+
+def _sync(folder: Path) -> None:
+    for file in (path for path in folder.rglob("*") if path.is_file()):
+        descriptor = os.open(file, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)  # of the file, whoever wrote it
+        finally:
+            os.close(descriptor)
+
+
+def _put_in_place(partial: Path, folder: Path) -> None:
+    old = folder.with_name(folder.name + ".old")
+    _remove(old)
+    if folder.exists():
+        folder.rename(old)
+    partial.rename(folder)
+    _remove(old)
+
+
+def _remove(folder: Path) -> None:
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def _is_full(error: BaseException | None) -> bool:
+    """Also where a library has wrapped the error, or knows it only as text from another process."""
+    while error is not None:
+        if getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT) or "No space left on device" in str(error):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
