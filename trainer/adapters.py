@@ -65,10 +65,10 @@ def draw_initial_values(model, seed: int) -> None:
 
 
 def _piece(name: str, parameter, seed: int) -> torch.Tensor:
-    expert = ".experts." in name
-    group = (
-        parallel_state.get_expert_tensor_parallel_group() if expert else parallel_state.get_tensor_model_parallel_group()
-    )
+    if ".experts." in name:
+        group = parallel_state.get_expert_tensor_parallel_group()
+    else:
+        group = parallel_state.get_tensor_model_parallel_group()
     ways = group.size() if getattr(parameter, "tensor_model_parallel", False) else 1
     if parameter.ndim == 2:
         return _cut(_draw(name, parameter, parameter.partition_dim, ways, seed), parameter.partition_dim, ways, group)

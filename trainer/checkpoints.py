@@ -21,7 +21,7 @@ def mark(folder: Path, **facts) -> None:
     files.pop(MARK, None)
     text = json.dumps({**facts, "files": files}, indent=1)
     partial = folder / (MARK + ".partial")
-    with open(partial, "w") as f:
+    with partial.open("w") as f:
         f.write(text)
         f.flush()
         os.fsync(f.fileno())

@@ -12,15 +12,24 @@
    what transformers imports when it happens to be installed. Can stay.
 """
 
+import contextlib
+import functools
+import importlib
+import importlib.metadata
+import queue
 import sys
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 
 HIDDEN = (
+    "accelerate",
+    "boto3",
     "comet_ml",
     "fla",
     "flashinfer",
+    "httpx._main",
     "mlflow",
+    "multistorageclient",
     "peft",
     "scipy",
     "sklearn",
@@ -34,6 +43,35 @@ MODELOPT = {
     "modelopt.torch.distill.plugins.megatron": ("get_tensor_shapes_adjust_fn_for_distillation",),
     "modelopt.torch.opt.plugins": ("restore_modelopt_state", "save_modelopt_state", "save_sharded_modelopt_state"),
 }
+PROMISED = {
+    "datasets": ("builder", "concatenate_datasets", "load_dataset"),
+    "megatron.bridge.data.builders.direct_hf_sft": (
+        "DirectHFSFTDatasetBuilder",
+        "DirectHFSFTDatasetConfig",
+        "direct_hf_sft_train_valid_test_datasets_provider",
+    ),
+    "megatron.bridge.data.builders.energon": (
+        "EnergonDatasetBuilder",
+        "EnergonDatasetConfig",
+        "HFEnergonTaskEncoderConfig",
+        "NemotronOmniEnergonTaskEncoderConfig",
+        "QwenVLEnergonTaskEncoderConfig",
+        "energon_train_valid_test_datasets_provider",
+    ),
+    "megatron.bridge.data.builders.mock_vlm_sft": (
+        "MockVLMSFTDatasetBuilder",
+        "MockVLMSFTDatasetConfig",
+        "mock_vlm_sft_train_valid_test_datasets_provider",
+    ),
+    "megatron.bridge.models.hybrid.hybrid_builder": ("HybridModelConfig",),
+    "megatron.bridge.models.hybrid.hybrid_provider": ("HybridModelProvider",),
+    "torch._dynamo": (),
+    "torch._dynamo._trace_wrapped_higher_order_op": ("TransformGetItemToIndex",),
+    "torch.fx.experimental.symbolic_shapes": ("statically_known_true",),
+    "torch.utils.cpp_extension": ("load_inline",),
+    "torch.utils.tensorboard": ("SummaryWriter",),
+    "torch.utils.tensorboard.writer": ("SummaryWriter",),
+}
 
 
 def install() -> None:
@@ -44,14 +82,74 @@ def install() -> None:
             setattr(_stand_in(module), function, lambda *args, **kwargs: None)
         _stand_in(module)
     _stand_in("modelopt.torch.distill.plugins.megatron").DistillationConfig = object
+    with _promises():
+        _import_transformers()
+        import megatron.core.datasets.helpers_cpp  # noqa: F401  (2: proves that nothing has to be compiled)
+        import megatron.core.dist_checkpointing.strategies.torch  # noqa: F401  (1: it probes for the package at import)
 
-    import megatron.core.datasets.helpers_cpp  # noqa: F401  (2: proves that nothing has to be compiled)
-    import megatron.core.dist_checkpointing.strategies.torch  # noqa: F401  (1: it probes for the package at import)
-
-    _import_pretrain()
+        _import_pretrain()
+        import megatron.bridge.models.conversion.auto_bridge  # noqa: F401
     import megatron.bridge.training.initialize as initialize
 
     initialize.compile_helpers = lambda: None
+
+
+@contextlib.contextmanager
+def _promises():
+    for module, names in PROMISED.items():
+        if module not in sys.modules:
+            sys.modules[module] = _Promised(module, names)
+    for name in ("allow_in_graph", "assume_constant_result", "disable"):
+        setattr(sys.modules["torch._dynamo"], name, lambda f=None, *a, **k: f if f else lambda f: f)
+    yield
+    for module in PROMISED:
+        if isinstance(sys.modules.get(module), _Promised):
+            del sys.modules[module]
+
+
+class _Promised(ModuleType):
+    def __init__(self, module: str, names: tuple[str, ...]):
+        super().__init__(module)
+        self.__spec__ = ModuleSpec(module, None)
+        for name in names:
+            setattr(self, name, _Promise(name, (), {"__module__": module}))
+
+    def __getattr__(self, name: str):
+        if name.startswith("__"):
+            raise AttributeError(name)
+        import traceback; print("PROMISED", self.__name__, name, file=sys.stderr); traceback.print_stack(limit=20)
+        return getattr(_real(self.__name__), name)
+
+
+def _real(module):
+    if isinstance(sys.modules.get(module), _Promised):
+        del sys.modules[module]
+    return importlib.import_module(module)
+
+
+class _Promise(type):
+    def __call__(cls, *args, **kwargs):
+        return getattr(_real(cls.__module__), cls.__name__)(*args, **kwargs)
+
+    def __instancecheck__(cls, instance) -> bool:
+        module = sys.modules.get(cls.__module__)
+        if module is None or isinstance(module, _Promised):
+            return False
+        return isinstance(instance, getattr(module, cls.__name__))
+
+
+class _Distributions(dict):
+    def __missing__(self, package: str):
+        importlib.metadata.version(package)
+        return [package]
+
+
+def _import_transformers() -> None:
+    whole = importlib.metadata.packages_distributions
+    importlib.metadata.packages_distributions = _Distributions
+    import transformers.utils.import_utils
+
+    importlib.metadata.packages_distributions = whole
 
 
 def _import_pretrain() -> None:

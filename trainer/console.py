@@ -1,4 +1,4 @@
-"""What a person sees of a trainer command: our own lines. Megatron's go to a log file per rank, for when they matter."""
+"""What a person sees of a trainer command: our own lines. Megatron's go to a log per rank, for when they matter."""
 
 import contextlib
 import os
@@ -16,5 +16,6 @@ def say(text: str) -> None:
 def megatron_to(folder: Path):
     """Send what libraries print on this rank to <folder>/rank00000.log. Errors still reach stderr."""
     folder.mkdir(parents=True, exist_ok=True)
-    with (folder / f"rank{int(os.environ['RANK']):05d}.log").open("a", buffering=1) as log, contextlib.redirect_stdout(log):
+    path = folder / f"rank{int(os.environ['RANK']):05d}.log"
+    with path.open("a", buffering=1) as log, contextlib.redirect_stdout(log):
         yield

@@ -9,6 +9,7 @@ a failed child would bury the line that matters, so ranks leave their fault in a
 """
 
 import argparse
+import contextlib
 import os
 import subprocess
 import sys
@@ -26,8 +27,8 @@ FAULT_FILE = "TRAINER_FAULT_FILE"
 
 def start(main: Callable[[Run], None], check: Callable[[Run], None]) -> None:
     """Run a command's main(run) on every rank after check(run) has passed. Does not return on failure."""
-    options = _arguments(main)
-    try:
+    options = _arguments()
+    with faults_in_one_line():
         run = load(options.conf, options.overrides)
         if "RANK" in os.environ:
             _check_world(run)
@@ -44,6 +45,13 @@ def start(main: Callable[[Run], None], check: Callable[[Run], None]) -> None:
                 )
             check(run)
             sys.exit(_torchrun(run, sys.modules["__main__"].__spec__.name))
+
+
+@contextlib.contextmanager
+def faults_in_one_line():
+    """Turns what is not this program's defect into a line on stderr and exit code 2."""
+    try:
+        yield
     except (ConfigError, Fault) as fault:
         _report(str(fault))
         sys.exit(2)
@@ -58,7 +66,7 @@ def start(main: Callable[[Run], None], check: Callable[[Run], None]) -> None:
 _ENVIRONMENT = (28, 122, 30, 13)
 
 
-def _arguments(main) -> argparse.Namespace:
+def _arguments() -> argparse.Namespace:
     module = sys.modules["__main__"]
     parser = argparse.ArgumentParser(
         prog=f"python -m {module.__spec__.name}",

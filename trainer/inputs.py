@@ -79,7 +79,7 @@ def _shards(folder: Path) -> list[Path]:
     shards = sorted({folder / name for name in weights.values()})
     missing = [shard.name for shard in shards if not shard.exists()]
     if missing:
-        raise Fault(f"{folder}: {len(missing)} of {len(shards)} shards that {index.name} lists are missing: {missing[0]}")
+        raise Fault(f"{folder}: {len(missing)} of the {len(shards)} shards in {index.name} are missing: {missing[0]}")
     return shards
 
 

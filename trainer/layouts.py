@@ -12,9 +12,7 @@ Importing Megatron takes longer than training here, so it is imported once, and 
 import argparse
 import contextlib
 import json
-import multiprocessing
-import os
-import socket
+import shutil
 import sys
 import tempfile
 import time
@@ -23,7 +21,7 @@ from pathlib import Path
 
 from conf.load import load
 from conf.schema import Run
-from trainer import convert, platform, tiny, train
+from trainer import convert, forked, tiny, train
 
 BOUND = 1e-4
 
@@ -83,8 +81,7 @@ def main() -> None:
         sys.exit(f"error: no layout matches {' '.join(options.only)}")
     with contextlib.ExitStack() as stack:
         folder = options.workdir or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="layouts-")))
-        os.environ["LOCAL_WORLD_SIZE"] = str(os.cpu_count())  # one thread a rank
-        _import_all()
+        forked.import_all()
         rows = _rehearse(cases, folder, options.steps)
     missed = [row for row in rows if not row["ok"]]
     print(json.dumps({"command": "layouts", "bound": BOUND, "missed": len(missed), "rows": rows}))
@@ -123,24 +120,13 @@ def _arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def _import_all() -> None:
-    platform.start()
-    import megatron.bridge.training.finetune
-    import megatron.bridge.training.gpt_step  # noqa: F401
-
-    from trainer import adapters, gates, lazy_bridge, metrics, saves  # noqa: F401
-
-    for family in ("Glm4Moe", "Qwen3Moe", "DeepseekV3", "Llama"):
-        lazy_bridge.load_family(f"{family}ForCausalLM")
-
-
 def _prepare(model: str, folder: Path) -> None:
     if not (folder / model).exists():
         tiny.make_model(model, folder / model, dtype="float32")
     if not (folder / "data").exists():
         tiny.make_data(folder / "data", rows=64)
     if not (folder / f"{model}-base").exists():
-        _fork(convert.main, _run(Case(model, ""), folder, 1), folder / f"{model}-base.log")
+        forked.call(convert.main, _run(Case(model, ""), folder, 1), folder / f"{model}-base.log")
 
 
 def _run(case: Case, folder: Path, steps: int) -> Run:
@@ -180,37 +166,13 @@ def _write_conf(folder: Path) -> Path:
 
 def _losses(case: Case, folder: Path, steps: int) -> list[float]:
     run = _run(case, folder, steps)
-    _fork(train.main, run, Path(run.paths.output).with_suffix(".log"))
-    path = Path(run.paths.output) / "metrics.jsonl"
+    output, log = Path(run.paths.output), Path(run.paths.output).with_suffix(".log")
+    shutil.rmtree(output, ignore_errors=True)
+    if forked.call(train.main, run, log):
+        print("".join(log.read_text().splitlines(keepends=True)[-5:]), end="", file=sys.stderr)
+    path = output / "metrics.jsonl"
     lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
     return [line["lm_loss"] for line in lines if line["kind"] == "train"]
-
-
-def _fork(command, run: Run, log: Path) -> None:
-    """Run a command's main on run.world ranks, children of this process. Their output is kept in `log`."""
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
-    context = multiprocessing.get_context("fork")
-    ranks = [context.Process(target=_rank, args=(command, run, rank, port, log)) for rank in range(run.world)]
-    for rank in ranks:
-        rank.start()
-    while any(rank.is_alive() for rank in ranks):
-        time.sleep(0.05)
-        if any(rank.exitcode for rank in ranks):
-            for rank in ranks:
-                rank.kill()
-    if any(rank.exitcode for rank in ranks):
-        print("".join(log.read_text().splitlines(keepends=True)[-5:]), end="", file=sys.stderr)
-
-
-def _rank(command, run: Run, rank: int, port: int, log: Path) -> None:
-    with log.open("a") as out:
-        os.dup2(out.fileno(), 1)
-        os.dup2(out.fileno(), 2)
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(run.world), LOCAL_WORLD_SIZE=str(run.world))
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    command(run)
 
 
 if __name__ == "__main__":

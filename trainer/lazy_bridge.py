@@ -16,7 +16,7 @@ from pathlib import Path
 
 ROOT = "megatron.bridge"
 # megatron.training: Bridge needs its config classes; its __init__ imports a whole second training loop.
-LAZY = (ROOT, "megatron.training")
+LAZY = (ROOT, "megatron.training", "megatron.core.inference")
 
 
 def install() -> None:
@@ -40,7 +40,7 @@ def load_family(architecture: str) -> None:
 
 class _Finder(importlib.abc.MetaPathFinder):
     def find_spec(self, fullname, path=None, target=None):
-        if ".".join(fullname.split(".")[:2]) not in LAZY:
+        if not f"{fullname}.".startswith(tuple(f"{package}." for package in LAZY)):
             return None
         spec = importlib.machinery.PathFinder.find_spec(fullname, path)
         if spec is None or spec.submodule_search_locations is None or not spec.origin:
@@ -82,7 +82,9 @@ def _reexported(source: str, package: str) -> dict[str, tuple[str, str]] | None:
             continue  # for what it registers: load_family() does that for the one family that is needed
         elif isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "__all__":
             continue
-        elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+        elif isinstance(node, ast.Assign) and getattr(node.value, "id", "") in names:
+            names[node.targets[0].id] = names[node.value.id]
+        elif isinstance(node, ast.Expr) and ast.unparse(node).startswith(("'", '"', "warnings.warn(")):
             continue
         else:
             return None

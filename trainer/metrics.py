@@ -71,7 +71,7 @@ class Metrics(Callback):
         batch, config = self.run.train.global_batch, context.state.cfg
         samples = context.state.train_state.consumed_train_samples + batch
         tflops = num_floating_point_operations(config, batch) / seconds / distributed.get_world_size() / 1e12
-        peak = self.run.log.peak_tflops or next((v for k, v in PEAKS.items() if k in torch.cuda.get_device_name()), None)
+        peak = self.run.log.peak_tflops or _peak(torch.cuda.get_device_name())
         line = {"kind": "train", "step": step, "time": time.time(), **losses}
         line |= {"lr": context.optimizer.param_groups[0]["lr"], "grad_norm": context.grad_norm}
         line |= {"samples": samples, "tokens": samples * self.run.data.seq_length}
@@ -157,6 +157,10 @@ class _Scalars(dict):
 
     def add_scalars(self, name: str, values, step: int) -> None:
         pass
+
+
+def _peak(device: str) -> float | None:
+    return next((peak for name, peak in PEAKS.items() if name in device), None)
 
 
 def _auxiliary_losses(model) -> dict[str, str]:

@@ -41,7 +41,7 @@ def make_provider(run: Run, bridge, load_weights: bool = False):
     provider.params_dtype = provider.autocast_dtype = provider.pipeline_dtype = dtype
 
     provider.seq_length = run.data.seq_length
-    provider.variable_seq_lengths = not run.data.packed
+    provider.variable_seq_lengths = False  # every sequence is padded, or packed, to seq_length
     # The mean over tokens, not the mean of each rank's mean: the loss then does not depend on the layout.
     provider.calculate_per_token_loss = True
     provider.perform_initialization = not load_weights

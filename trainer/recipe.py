@@ -1,4 +1,4 @@
-"""A run's configuration as Megatron-Bridge's ConfigContainer: every setting of its training loop that we depart from."""
+"""A run's configuration as Megatron-Bridge's ConfigContainer: all settings of its loop that we depart from."""
 
 import logging
 from pathlib import Path

@@ -31,11 +31,13 @@ def main(run: Run) -> None:
     from megatron.bridge.training.finetune import finetune
     from megatron.bridge.training.gpt_step import forward_step
 
+    from trainer import resharding
     from trainer.gates import Gates
     from trainer.metrics import Metrics
     from trainer.model import open_bridge
     from trainer.saves import Saves
 
+    resharding.install()
     logging.getLogger("megatron.bridge.training.pretrain").addFilter(_is_failure)
     start = done[-1] if done else 0
     metrics = Metrics(run, Path(run.paths.output) / "metrics.jsonl", start)

@@ -13,8 +13,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from torch import distributed
-
 from trainer import checkpoints
 from trainer.faults import Fault
 
@@ -43,24 +41,28 @@ def write(folder: Path, facts: dict[str, Any]) -> Iterator[Path]:
 
 
 def rank() -> int:
-    return distributed.get_rank() if distributed.is_initialized() else 0
+    return int(os.environ.get("RANK", "0"))
 
 
 def ranks() -> int:
-    return distributed.get_world_size() if distributed.is_initialized() else 1
+    return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def barrier() -> None:
-    if distributed.is_initialized():
-        distributed.barrier()
+    if ranks() > 1:
+        import torch.distributed
+
+        torch.distributed.barrier()
 
 
 def gather(value: Any) -> list[Any]:
     """Every rank's value, on every rank."""
     values = [value]
-    if distributed.is_initialized():
-        values = [None] * distributed.get_world_size()
-        distributed.all_gather_object(values, value)
+    if ranks() > 1:
+        import torch.distributed
+
+        values = [None] * ranks()
+        torch.distributed.all_gather_object(values, value)
     return values
 
 

@@ -1,0 +1,91 @@
+"""Tiny models, their data, and a process that has imported Megatron and runs trainer commands on forked ranks."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from conf.load import load
+from trainer import tiny
+
+CONF = """
+name: test
+model: {source: made by trainer.tiny}
+data: {seq_length: 64}
+adapter: {rank: 8, alpha: 16}
+train: {steps: 6, global_batch: 4, precision: fp32}
+optimizer: {lr: 5e-3}
+checkpoint: {save_every: 100}
+"""
+
+
+@pytest.fixture(scope="session")
+def work(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("work")
+    (folder / "conf.yaml").write_text(CONF)
+    tiny.make_data(folder / "data", rows=64)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def configure(work):
+    """configure(model, *overrides) -> Run"""
+
+    def configure(model: str, *overrides: str):
+        if not (work / model).exists():
+            tiny.make_model(model, work / model, dtype="float32")
+        paths = [f"paths.model={work / model}", f"paths.base={work / model}-base", f"paths.data={work / 'data'}"]
+        mine = {override.split("=")[0] for override in overrides}
+        return load(work / "conf.yaml", [path for path in paths if path.split("=")[0] not in mine] + list(overrides))
+
+    return configure
+
+
+@pytest.fixture(scope="session")
+def ranks(tmp_path_factory):
+    """ranks(command, run, kill_at=None) -> its exit code, output and metrics. kill_at: the step after which all die."""
+    logs = tmp_path_factory.mktemp("logs")
+    server = subprocess.Popen(
+        [sys.executable, Path(__file__).with_name("rank_server.py")],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    count = 0
+
+    def call(command: str, run, kill_at: int | None = None) -> SimpleNamespace:
+        nonlocal count
+        count += 1
+        log = logs / f"{count}-{command}.log"
+        request = {"command": command, "run": run.model_dump(mode="json"), "log": str(log), "kill_at": kill_at}
+        server.stdin.write(json.dumps(request) + "\n")
+        server.stdin.flush()
+        code = json.loads(server.stdout.readline())
+        return SimpleNamespace(code=code, output=log.read_text(), metrics=read_metrics(run))
+
+    yield call
+    server.stdin.close()
+    server.stdout.close()
+    server.wait(30)
+
+
+@pytest.fixture(scope="session")
+def base(configure, ranks):
+    """base(model): convert it once, at whatever layout."""
+    done = set()
+
+    def base(model: str) -> None:
+        if model not in done:
+            result = ranks("convert", configure(model))
+            assert result.code == 0, result.output
+            done.add(model)
+
+    return base
+
+
+def read_metrics(run) -> list[dict]:
+    path = Path(run.paths.output) / "metrics.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []

@@ -1,0 +1,39 @@
+"""Reads requests, one line of JSON each, and runs trainer commands on forked ranks. Started by conftest.ranks."""
+
+import importlib
+import json
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from conf.schema import Run  # noqa: E402
+from trainer import forked  # noqa: E402
+
+
+def main() -> None:
+    replies = sys.stdout
+    sys.stdout = sys.stderr
+    forked.import_all()
+    for line in sys.stdin:
+        request = json.loads(line)
+        run = Run.model_validate_json(json.dumps(request["run"]))
+        command = importlib.import_module(f"trainer.{request['command']}").main
+        code = forked.call(command, run, Path(request["log"]), _reached(run, request["kill_at"]))
+        replies.write(json.dumps(code) + "\n")
+        replies.flush()
+
+
+def _reached(run: Run, step: int | None):
+    path = Path(run.paths.output) / "metrics.jsonl"
+
+    def reached() -> bool:
+        if step is None or not path.exists():
+            return False
+        return any(json.loads(line)["step"] >= step for line in path.read_text().splitlines() if '"train"' in line)
+
+    return reached
+
+
+if __name__ == "__main__":
+    main()

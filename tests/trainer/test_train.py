@@ -1,0 +1,139 @@
+"""Training resumes exactly, stops when nothing is learned, and reports what it did."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from trainer import checkpoints
+
+
+def losses(result) -> dict[int, float]:
+    return {line["step"]: line["lm_loss"] for line in result.metrics if line["kind"] == "train"}
+
+
+def close(found: dict, expected: dict, bound: float) -> bool:
+    return found.keys() == expected.keys() and all(abs(found[s] - expected[s]) <= bound * expected[s] for s in found)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(configure, ranks, base, work):
+    base("glm4-moe")
+    run = configure("glm4-moe", f"paths.output={work}/undisturbed", "checkpoint.save_every=3")
+    result = ranks("train", run)
+    assert result.code == 0, result.output
+    return run, result
+
+
+def test_metrics_say_what_a_step_did(undisturbed):
+    _, result = undisturbed
+    line = next(line for line in result.metrics if line["kind"] == "train" and line["step"] == 6)
+    assert line["samples"] == 24
+    assert line["tokens"] == 24 * 64
+    assert line["lr"] >= 0
+    assert line["grad_norm"] > 0
+    assert line["aux_loss"] > 0
+    assert line["expert_load_max"] >= line["expert_load_mean"] >= 1
+    assert {"step_seconds", "tokens_per_second", "tflops", "memory_gb", "lm_loss"} <= line.keys()
+    assert "mfu" not in line  # a CPU has no peak on record
+    assert losses(result)[6] < losses(result)[1]
+
+
+def test_killed_between_checkpoints_it_repeats_the_lost_steps_to_the_last_bit(undisturbed, configure, ranks, work):
+    _, whole = undisturbed
+    run = configure("glm4-moe", f"paths.output={work}/killed", "checkpoint.save_every=3")
+    killed = ranks("train", run, kill_at=4)
+    assert killed.code == -9
+    assert checkpoints.complete_steps(Path(run.paths.output) / "checkpoints") == [3]
+    resumed = ranks("train", run)
+    assert resumed.code == 0, resumed.output
+    assert losses(resumed) == losses(whole)
+
+
+@pytest.mark.parametrize("layout", ["tp=2 sp=true ep=2", "pp=2 vpp=2", "pp=4", "dp=2"])
+def test_resumes_at_another_layout(layout, undisturbed, configure, ranks, work):
+    _, whole = undisturbed
+    output = f"paths.output={work}/{layout.replace(' ', '-')}"
+    first = ranks("train", configure("glm4-moe", output, "checkpoint.save_every=3", "train.stop_after=3"))
+    assert first.code == 0, first.output
+    cut = [f"layout.{pair}" for pair in layout.split() if not pair.startswith("dp")]
+    world = 4 if "pp=4" in layout else 2
+    second = ranks(
+        "train", configure("glm4-moe", output, "checkpoint.save_every=3", f"layout.gpus_per_node={world}", *cut)
+    )
+    assert second.code == 0, second.output
+    assert close(losses(second), losses(whole), 1e-4)
+
+
+def test_an_incomplete_checkpoint_is_not_resumed_from(undisturbed, configure, ranks, work):
+    _, whole = undisturbed
+    run = configure("glm4-moe", f"paths.output={work}/cut", "checkpoint.save_every=3")
+    ranks("train", configure("glm4-moe", f"paths.output={work}/cut", "checkpoint.save_every=2", "train.stop_after=4"))
+    newest = Path(run.paths.output) / "checkpoints" / "iter_0000004"
+    part = next(newest.glob("*.distcp"))
+    part.write_bytes(part.read_bytes()[:-1])
+    result = ranks("train", run)
+    assert f"removed {newest}" in result.output
+    assert close(losses(result), losses(whole), 0)
+
+
+def test_finished_it_says_so_and_does_nothing(undisturbed, ranks):
+    run, whole = undisturbed
+    again = ranks("train", run)
+    assert again.code == 0
+    assert "step 6 of 6 is already there" in again.output
+    assert again.metrics == whole.metrics
+
+
+def test_stops_when_nothing_is_learned(configure, ranks, base, work):
+    base("glm4-moe")
+    result = ranks("train", configure("glm4-moe", f"paths.output={work}/still", "optimizer.lr=1e-300"))
+    assert result.code == 2
+    assert "error: nothing is learned after 2 steps" in result.output
+    assert "have not changed" in result.output
+
+
+def test_logs_the_recomputation_and_layout_that_take_effect(configure, ranks, base, work):
+    base("glm4-moe")
+    run = configure("glm4-moe", f"paths.output={work}/recompute", "train.recompute=full", "train.steps=3")
+    result = ranks("train", run)
+    assert result.code == 0, result.output  # frozen base, full recomputation, one stage: the gate passes
+    effective = next(line for line in result.metrics if line["kind"] == "effective")
+    assert effective["recompute"] == "full uniform 1"
+    assert "recompute full uniform 1" in result.output
+
+
+@pytest.mark.parametrize("kind", ["none", "dora"])
+def test_trains_all_weights_and_dora(kind, configure, ranks, base, work):
+    base("llama")
+    run = configure("llama", f"paths.output={work}/{kind}", f"adapter.kind={kind}", "optimizer.lr=1e-3")
+    result = ranks("train", run)
+    assert result.code == 0, result.output
+    assert losses(result)[6] < losses(result)[1]
+
+
+def test_dora_is_the_same_model_at_tensor_parallel_two(configure, ranks, base, work):
+    base("llama")
+    one = ranks("train", configure("llama", f"paths.output={work}/dora1", "adapter.kind=dora"))
+    cut = ["layout.gpus_per_node=2", "layout.tp=2", "layout.sp=true"]
+    two = ranks("train", configure("llama", f"paths.output={work}/dora2", "adapter.kind=dora", *cut))
+    assert close(losses(two), losses(one), 1e-4), two.output[-2000:]
+
+
+def test_packed_is_the_same_loss_as_unpacked(configure, ranks, base, work):
+    """One step over the same rows, each row in a sequence of its own, or several in one."""
+    base("llama")
+    rows = [json.loads(line) for line in (work / "data" / "training.jsonl").read_text().splitlines()]
+    short = [row for row in rows if len(row["input"]) + len(row["output"]) < 60][:4]
+    (work / "few").mkdir()
+    (work / "few" / "training.jsonl").write_text("".join(json.dumps(row) + "\n" for row in short))
+    common = ["train.steps=1", f"paths.data={work}/few", "optimizer.warmup_steps=0", "optimizer.decay=constant"]
+    apart = ranks("train", configure("llama", f"paths.output={work}/apart", *common, "train.global_batch=4"))
+    together = ranks(
+        "train",
+        configure(
+            "llama", f"paths.output={work}/pack", *common, "train.global_batch=1", "data.packed=true", "data.seq_length=512"
+        ),
+    )
+    assert together.code == 0, together.output
+    assert abs(losses(together)[1] - losses(apart)[1]) < 1e-5

@@ -1,0 +1,63 @@
+"""Ranks as forks of this process, for many short runs: Megatron is imported once instead of once per rank and run.
+
+import_all() first, and nothing that starts threads or a process group before or after it. Rehearsals and tests only:
+a real run's ranks are started by torchrun, which watches them.
+"""
+
+import multiprocessing
+import os
+import signal
+import socket
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from conf.schema import Run
+from trainer import entry, platform
+
+
+def import_all() -> None:
+    os.environ["LOCAL_WORLD_SIZE"] = str(os.cpu_count())  # one thread a rank
+    platform.start()
+    import megatron.bridge.training.finetune
+    import megatron.bridge.training.gpt_step  # noqa: F401
+
+    from trainer import adapters, gates, lazy_bridge, metrics, saves  # noqa: F401
+
+    for family in ("Glm4Moe", "Qwen3Moe", "DeepseekV3", "Llama"):
+        lazy_bridge.load_family(f"{family}ForCausalLM")
+
+
+def call(command: Callable[[Run], None], run: Run, log: Path, until: Callable[[], bool] = lambda: False) -> int:
+    """Run a command's main on run.world ranks. Returns 0, or the first failed rank's code; `log` keeps their output.
+
+    Once until() is true, every rank is killed with SIGKILL, as when a host is lost.
+    """
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    log.parent.mkdir(parents=True, exist_ok=True)
+    context = multiprocessing.get_context("fork")
+    ranks = [context.Process(target=_rank, args=(command, run, rank, port, log)) for rank in range(run.world)]
+    for rank in ranks:
+        rank.start()
+    code = 0
+    while any(rank.is_alive() for rank in ranks):
+        time.sleep(0.02)
+        code = code or next((rank.exitcode for rank in ranks if rank.exitcode), 0)
+        if code or until():
+            for rank in ranks:
+                rank.kill()
+                rank.join()
+            return code or -signal.SIGKILL
+    return next((rank.exitcode for rank in ranks if rank.exitcode), 0)
+
+
+def _rank(command, run: Run, rank: int, port: int, log: Path) -> None:
+    with log.open("a") as out:
+        os.dup2(out.fileno(), 1)
+        os.dup2(out.fileno(), 2)
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(run.world), LOCAL_WORLD_SIZE=str(run.world))
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    with entry.faults_in_one_line():
+        command(run)

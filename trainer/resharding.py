@@ -1,0 +1,53 @@
+"""Resume the optimizer at another layout than the one that saved it.
+
+Megatron keeps one optimizer for dense weights and, where experts are cut differently, a second one for experts. How
+many there are depends on the layout, and on whether a pipeline stage holds experts at all. Its checkpoints hold the
+tensors by parameter, independent of that, but learning rate and step number by optimizer, as the first rank has them:
+going from ep=1 to ep=2 ends in "Expected 2 entries in state dict, but got 4". install() hands each optimizer the saved
+settings of the parameter group that matches its own. Can go when ChainedOptimizer.load_state_dict does.
+"""
+
+from megatron.core.optimizer import ChainedOptimizer
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+
+def install() -> None:
+    original = ChainedOptimizer.load_state_dict
+
+    def load_state_dict(self, state_dict) -> None:
+        chain = self.chained_optimizers
+        if not all(isinstance(optimizer, DistributedOptimizer) for optimizer in chain):
+            return original(self, state_dict)
+        for optimizer, part in zip(chain, _parts(state_dict, len(chain)), strict=True):
+            optimizer.load_state_dict(_with_settings(part, optimizer, state_dict))
+        if len(chain) > 1:
+            self._synchronize_steps()
+
+    ChainedOptimizer.load_state_dict = load_state_dict
+
+
+def _parts(state_dict: dict, count: int) -> list[dict]:
+    """The tensors of each optimizer of this rank."""
+    if count > 1:
+        return [state_dict[i] for i in range(count)]
+    return [{key: value for key, value in state_dict.items() if not isinstance(key, int)}]
+
+
+def _with_settings(part: dict, optimizer, state_dict: dict) -> dict:
+    saved = [value for key, value in state_dict.items() if isinstance(key, int) and "optimizer" in value]
+    saved = saved or [state_dict]
+    groups = [group for one in saved for group in one["optimizer"]["param_groups"]]
+    whole = {key: value for key, value in saved[0].items() if not isinstance(key, int) and key != "param_state"}
+    mine = [_matching(group, groups) for group in optimizer.optimizer.param_groups]
+    return {**whole, **part, "optimizer": {**whole["optimizer"], "param_groups": mine}}
+
+
+def _matching(group: dict, saved: list[dict]) -> dict:
+    """Saved settings for this group; those of a dense group serve an expert group that was not saved as one."""
+
+    def alike(other: dict) -> tuple:
+        return tuple(other.get(key) == group.get(key) for key in ("wd_mult", "lr_mult", "is_expert_parallel"))
+
+    best = max(saved, key=alike)
+    assert alike(best)[:2] == (True, True), f"no saved parameter group with the multipliers of {group.keys()}"
+    return {**best, "is_expert_parallel": group.get("is_expert_parallel", False)}
