@@ -8,7 +8,8 @@ Experts. Bridge 0.6.2's adapter per expert is wrong under expert tensor parallel
 gathers the hidden values outside autograd, so A gets no gradient; on fc2 each rank multiplies only its own part of the
 hidden values, and the dispatcher then adds up copies of the result. ExpertAdapter repairs both.
 
-DoRA. Bridge takes the norm of a row-parallel weight over one rank's columns only; DoRALinear takes it over all.
+DoRA. Bridge takes the norm of a row-parallel weight over one rank's columns only; DoRALinear takes it over all. Nor does
+Bridge mark the magnitudes' gradients as partial (row-parallel) or cut (column-parallel) over ranks.
 The three can go when Bridge does the same; tests/trainer/test_layouts.py holds each.
 """
 
@@ -21,7 +22,7 @@ from megatron.bridge.models.conversion.model_bridge import _megatron_local_name_
 from megatron.bridge.peft import dora, dora_layers, lora
 from megatron.bridge.peft.utils import GroupedExpertLinearAdapter
 from megatron.core import parallel_state
-from megatron.core.tensor_parallel import mappings
+from megatron.core.tensor_parallel import mappings, set_tensor_model_parallel_attributes
 from torch import nn
 
 
@@ -47,8 +48,18 @@ class DoRA(dora.DoRA):
         for chunk in model if isinstance(model, list) else [model]:
             for module in chunk.modules():
                 if isinstance(module, DoRALinear):
-                    module.adapter.weight_magnitude.data.copy_(module._get_weight_norm())
+                    _ready_magnitude(module)
         return model
+
+
+def _ready_magnitude(module: "DoRALinear") -> None:
+    """Set the magnitudes, and mark how they lie over ranks: their gradients are summed and normed accordingly."""
+    magnitude = module.adapter.weight_magnitude
+    magnitude.data.copy_(module._get_weight_norm())
+    if module.adapter.input_is_parallel:
+        magnitude.sequence_parallel = module.to_wrap.config.sequence_parallel  # whole, each rank sees its tokens
+    else:
+        set_tensor_model_parallel_attributes(magnitude, True, 0, 1)
 
 
 @torch.no_grad()

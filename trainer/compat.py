@@ -16,9 +16,11 @@ import contextlib
 import functools
 import importlib
 import importlib.metadata
+import importlib.util
 import queue
 import sys
 from importlib.machinery import ModuleSpec
+from pathlib import Path
 from types import ModuleType
 
 HIDDEN = (
@@ -65,6 +67,7 @@ PROMISED = {
     ),
     "megatron.bridge.models.hybrid.hybrid_builder": ("HybridModelConfig",),
     "megatron.bridge.models.hybrid.hybrid_provider": ("HybridModelProvider",),
+    "megatron.training.models.hybrid": ("HybridModelBuilder", "HybridModelConfig"),
     "torch._dynamo": (),
     "torch._dynamo._trace_wrapped_higher_order_op": ("TransformGetItemToIndex",),
     "torch.fx.experimental.symbolic_shapes": ("statically_known_true",),
@@ -103,7 +106,7 @@ def _promises():
         setattr(sys.modules["torch._dynamo"], name, lambda f=None, *a, **k: f if f else lambda f: f)
     yield
     for module in PROMISED:
-        if isinstance(sys.modules.get(module), _Promised):
+        if isinstance(sys.modules.get(module), _Promised) and module != "torch._dynamo":
             del sys.modules[module]
 
 
@@ -147,9 +150,18 @@ class _Distributions(dict):
 def _import_transformers() -> None:
     whole = importlib.metadata.packages_distributions
     importlib.metadata.packages_distributions = _Distributions
-    import transformers.utils.import_utils
+    from transformers.utils import import_utils
 
     importlib.metadata.packages_distributions = whole
+    scan = import_utils.define_import_structure
+    folder = importlib.util.find_spec("transformers.models").submodule_search_locations[0]
+    found = scan(Path(folder), prefix="models")
+    import_utils.define_import_structure = lambda path: {
+        backends: {name.removeprefix("models."): names for name, names in modules.items() if name.startswith("models.")}
+        for backends, modules in found.items()
+    }
+    import transformers.models
+    import_utils.define_import_structure = scan
 
 
 def _import_pretrain() -> None:

@@ -1,0 +1,150 @@
+"""What training changed, weight by weight: a low-rank adapter to be added, or a new value.
+
+    LoRA   W' = W + scale * B @ A
+    DoRA   W' = magnitude * (W + scale * B @ A) / norm of each row of it
+
+Everything is computed in fp32 and rounded once, to the released type. A, B and magnitudes are read from the checkpoint
+when they are needed: those of a model with many experts do not fit in memory together.
+"""
+
+import re
+from collections import defaultdict
+from dataclasses import dataclass
+
+import torch
+import yaml
+
+from trainer import mapping, released, torch_dist
+from trainer.faults import Fault
+from trainer.mapping import Part
+from trainer.released import Model, enumerate_names
+from trainer.torch_dist import Place, Stored
+
+ADAPTER = re.compile(r"(?P<layer>.+)\.adapter\.(?P<role>linear_in|linear_out|weight_magnitude)(\.weight)?(?P<expert>\d*)$")
+VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")
+DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """The adapter of one released weight."""
+
+    a: Place
+    b: Place
+    magnitude: Place | None
+    part: Part
+    scale: float
+
+    def factors(self, stored: Stored, config) -> tuple[torch.Tensor, torch.Tensor]:
+        return torch_dist.read(stored, self.a), self.part.rows(torch_dist.read(stored, self.b), config)
+
+    def magnitudes(self, stored: Stored, config) -> torch.Tensor | None:
+        if self.magnitude is None:
+            return None
+        whole = torch_dist.read(stored, self.magnitude)
+        # Bridge saves the magnitudes of a fused gate and up as each tensor-parallel rank has them, gate before up; B,
+        # saved in twice as many pieces, comes back whole.
+        ways = len(self.magnitude.chunks)
+        if self.part.role in ("gate", "up") and ways > 1 and len(self.b.chunks) == 2 * ways:
+            whole = whole.view(ways, 2, -1).transpose(0, 1).reshape(-1)
+        return self.part.rows(whole, config)
+
+
+@dataclass(frozen=True)
+class NewValue:
+    """One released weight as a full fine-tuning, or the converted base, has it."""
+
+    place: Place
+    part: Part
+    trimmed: bool  # its rows are a vocabulary, which may be padded
+
+    def value(self, stored: Stored, config, entry: released.Entry) -> torch.Tensor:
+        whole = torch_dist.read(stored, self.place)
+        found = self.part.rows(whole[: entry.shape[0]] if self.trimmed else whole, config)
+        return found.to(DTYPES[entry.dtype]).contiguous()
+
+
+def find_adapters(stored: Stored, registry, model: Model) -> dict[str, Adapter]:
+    """By released name. Every tensor of every adapter must end up in one, and fit it."""
+    layers: dict[tuple[str, str], dict[str, Place]] = defaultdict(dict)
+    strange = []
+    for name, place in stored.places.items():
+        if match := ADAPTER.match(name):
+            layers[match["layer"], match["expert"]][match["role"]] = place
+        else:
+            strange.append(name)
+    scale, adapters = _scale(stored), {}
+    for (layer, expert), places in layers.items():
+        name = f"{layer}.weight{expert}"
+        found = mapping.parts(registry, name)
+        if found is None or not {"linear_in", "linear_out"} <= places.keys():
+            strange += [f"{layer}.adapter.{role}{expert}" for role in places]
+            continue
+        for part in found:
+            adapter = Adapter(places["linear_in"], places["linear_out"], places.get("weight_magnitude"), part, scale)
+            if _fits(adapter, model, sum(model.tensors[p.name].shape[0] for p in found if p.name in model.tensors)):
+                adapters[part.name] = adapter
+            else:
+                strange.append(f"{name} (for {part.name})")
+    if strange:
+        raise Fault(f"{stored.folder}: {len(strange)} tensors belong to no adapter of {model.folder}: "
+                    f"{enumerate_names(sorted(strange))}")
+    return adapters
+
+
+def find_values(stored: Stored, registry, model: Model, elsewhere: set[str]) -> dict[str, NewValue]:
+    """By released name, for all of them but those that come from `elsewhere`; nothing may be left over."""
+    values, strange = {}, []
+    for name, place in stored.places.items():
+        found = mapping.parts(registry, name)
+        if found is None or any(part.name not in model.tensors for part in found):
+            strange.append(name)
+            continue
+        for part in found:
+            values[part.name] = NewValue(place, part, name in VOCABULARY)
+    missing = [name for name in model.tensors if name not in values and name not in elsewhere]
+    if strange or missing:
+        raise Fault(
+            f"{stored.folder}: not the weights of {model.folder}; {len(missing)} are missing: "
+            f"{enumerate_names(missing) or 'none'}; {len(strange)} have no place: {enumerate_names(strange) or 'none'}"
+        )
+    return values
+
+
+def merged(weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scale: float, magnitude) -> torch.Tensor:
+    whole = weight.float()
+    whole += scale * (b.float() @ a.float())
+    if magnitude is not None:
+        whole *= (magnitude.float() / whole.norm(dim=1)).unsqueeze(1)
+    return whole.to(weight.dtype)
+
+
+def is_merged(found: torch.Tensor, weight: torch.Tensor, a, b, scale: float, magnitude) -> bool:
+    """Whether `found` is the merged weight to the last bit but one of its type, computed once more in another order."""
+    expected = torch.addmm(weight.float(), b.float() * scale, a.float())
+    if magnitude is not None:
+        expected = magnitude.float()[:, None] * torch.nn.functional.normalize(expected, dim=1)
+    bound = torch.finfo(found.dtype).eps * expected.abs() + 1e-5 * expected.abs().max()
+    return bool(((found.float() - expected).abs() <= bound).all())
+
+
+def _scale(stored: Stored) -> float:
+    settings = yaml.load((stored.folder / "run_config.yaml").read_text(), _Loose)["peft"]
+    return settings["alpha"] / settings["dim"]
+
+
+def _fits(adapter: Adapter, model: Model, rows: int) -> bool:
+    entry = model.tensors.get(adapter.part.name)
+    return (
+        entry is not None
+        and adapter.a.shape[1] == entry.shape[1]
+        and adapter.b.shape == (rows, adapter.a.shape[0])
+        and (adapter.magnitude is None or adapter.magnitude.shape == (rows,))
+    )
+
+
+class _Loose(yaml.SafeLoader):
+    """run_config.yaml names Python objects here and there; none of them is needed."""
+
+
+_Loose.add_multi_constructor("", lambda loader, suffix, node: None)
