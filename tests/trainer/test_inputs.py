@@ -1,0 +1,167 @@
+"""What is wrong on disk is said in one line that names the file, before a rank starts."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from conf.load import load
+from trainer import checkpoints, inputs, tiny
+from trainer.faults import Fault
+
+
+@pytest.fixture(scope="module")
+def original(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("original")
+    tiny.make_model("glm4-moe", folder / "model")
+    tiny.make_data(folder / "data", rows=8)
+    (folder / "base").mkdir()
+    (folder / "base" / "weights").write_text("stand for the converted model")
+    checkpoints.mark(folder / "base")
+    return folder
+
+
+@pytest.fixture
+def run(original, tmp_path):
+    for part in ("model", "data", "base"):
+        shutil.copytree(original / part, tmp_path / part)
+    overrides = [f"paths.{part}={tmp_path / part}" for part in ("model", "data", "base")]
+    return load("tiny", [*overrides, f"paths.output={tmp_path / 'output'}"])
+
+
+def test_accepts_what_is_whole(run):
+    inputs.check_train(run)
+    inputs.check_convert(run)
+
+
+def shard(run) -> Path:
+    return sorted(Path(run.paths.model).glob("*.safetensors"))[0]
+
+
+def test_truncated_safetensors(run):
+    path = shard(run)
+    path.write_bytes(path.read_bytes()[:-100])
+    with pytest.raises(Fault, match=rf"^{path}: truncated: \d+ bytes, but its tensors need \d+; download it again$"):
+        inputs.check_convert(run)
+
+
+def test_safetensors_cut_within_the_header(run):
+    shard(run).write_bytes(b"\x00\x01")
+    with pytest.raises(Fault, match="truncated: 2 bytes do not even hold the header"):
+        inputs.check_convert(run)
+
+
+def test_a_page_of_html_in_place_of_a_shard(run):
+    shard(run).write_bytes((2).to_bytes(8, "little") + b"<html>")
+    with pytest.raises(Fault, match="no safetensors header"):
+        inputs.check_convert(run)
+
+
+def test_missing_shard(run):
+    shard(run).unlink()
+    with pytest.raises(Fault, match=r"1 of the \d shards in model.safetensors.index.json are missing: model-00001"):
+        inputs.check_convert(run)
+
+
+def test_missing_model(run):
+    shutil.rmtree(run.paths.model)
+    with pytest.raises(Fault, match=r"^paths.model: .*: no such folder"):
+        inputs.check_convert(run)
+
+
+def test_tokenizer_of_another_model(run):
+    path = Path(run.paths.model) / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"vocab_size": 100}))
+    with pytest.raises(Fault, match=r"token id \d+ does not fit the model, whose vocab_size is 100"):
+        inputs.check_convert(run)
+
+
+def test_no_tokenizer(run):
+    for path in Path(run.paths.model).glob("tokenizer*"):
+        path.unlink()
+    with pytest.raises(Fault, match=r"no tokenizer \(tokenizer.json\)"):
+        inputs.check_train(run)
+
+
+def test_checkpoint_without_its_mark(run):
+    (Path(run.paths.base) / checkpoints.MARK).unlink()
+    with pytest.raises(Fault, match=r"not a complete checkpoint .* python -m trainer.convert"):
+        inputs.check_train(run)
+
+
+def test_checkpoint_with_a_cut_file(run):
+    (Path(run.paths.base) / "weights").write_text("stand")
+    with pytest.raises(Fault, match="not a complete checkpoint"):
+        inputs.check_train(run)
+
+
+def test_layout_that_does_not_divide(run):
+    cut = run.model_copy(update={"layout": run.layout.model_copy(update={"ep": 3, "gpus_per_node": 3})})
+    with pytest.raises(Fault, match=r"layout.ep"):
+        inputs.check_train(cut)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (None, "no such file; it holds one JSON object a line"),
+        ("", "training.jsonl:1: not a JSON object"),
+        ("[1]\n", "training.jsonl:1: not a JSON object"),
+        ('{"input": "a"}\n', "training.jsonl:1: output missing, or not text; the keys are input"),
+        ('{"input": 1, "output": "b"}\n', "training.jsonl:1: input missing, or not text"),
+    ],
+)
+def test_rows_that_cannot_be_trained_on(text, expected, run):
+    path = Path(run.paths.data) / "training.jsonl"
+    if text is None:
+        path.unlink()
+    else:
+        path.write_text(text)
+    with pytest.raises(Fault, match=expected):
+        inputs.check_train(run)
+
+
+def command(*arguments: str) -> subprocess.CompletedProcess:
+    root = Path(__file__).parents[2]
+    return subprocess.run(
+        [sys.executable, "-m", *arguments], cwd=root, capture_output=True, text=True, timeout=100, check=False
+    )
+
+
+def test_a_command_says_it_in_one_line_and_exits_with_2(run, tmp_path):
+    path = shard(run)
+    path.write_bytes(path.read_bytes()[:-1])
+    result = command("trainer.convert", "tiny", f"paths.model={run.paths.model}", f"paths.base={tmp_path}/new")
+    assert result.returncode == 2
+    assert result.stderr.startswith(f"error: {path}: truncated")
+    assert result.stderr.count("\n") == 1
+    assert not (tmp_path / "new").exists()
+
+
+def test_all_wrong_keys_at_once():
+    result = command("trainer.train", "tiny", "train.stps=3", "layout.tp=two", "optimizer.lr=-1")
+    assert result.returncode == 2
+    lines = result.stderr.splitlines()
+    assert len(lines) == 3
+    assert all(line.startswith("error: ") for line in lines)
+    assert "did you mean train.steps?" in result.stderr
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small tmpfs needs root")
+def test_too_little_space_is_seen_before_it_is_used(run, tmp_path):
+    small = tmp_path / "small"
+    small.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", small], capture_output=True, check=False)
+    if mounted.returncode:
+        pytest.skip(f"no tmpfs here: {mounted.stderr.decode().strip()}")
+    try:
+        result = command("trainer.convert", "tiny", f"paths.model={run.paths.model}", f"paths.base={small}/base")
+        assert result.returncode == 2
+        assert "GB are free there" in result.stderr
+        assert not list(small.iterdir())
+    finally:
+        subprocess.run(["umount", small], check=True)
