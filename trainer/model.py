@@ -19,6 +19,7 @@ def open_bridge(run: Run):
 def make_provider(run: Run, bridge, load_weights: bool = False):
     """The model of this run, cut as its layout says and in its precision."""
     import torch
+    from megatron.core.transformer.enums import AttnBackend
 
     provider = bridge.to_megatron_provider(load_weights=load_weights)
     layout, train, moe = run.layout, run.train, run.moe
@@ -39,6 +40,8 @@ def make_provider(run: Run, bridge, load_weights: bool = False):
     dtype = torch.float32 if train.precision == "fp32" else torch.bfloat16
     provider.bf16, provider.fp16 = train.precision == "bf16", False
     provider.params_dtype = provider.autocast_dtype = provider.pipeline_dtype = dtype
+    if train.precision == "fp32":
+        provider.attention_backend = AttnBackend.unfused  # flash attention and cuDNN's have no fp32
 
     provider.seq_length = run.data.seq_length
     provider.variable_seq_lengths = False  # every sequence is padded, or packed, to seq_length
@@ -54,6 +57,8 @@ def make_provider(run: Run, bridge, load_weights: bool = False):
         provider.mtp_num_layers = None  # a config.json says 0; Megatron tests for None
 
     if provider.num_moe_experts:
+        if run.adapter.kind != "none":
+            provider.moe_router_bias_update_rate = 0.0  # the bias is no weight of the adapter: moving it would be lost
         provider.moe_router_dtype = moe.router_dtype
         provider.moe_token_dispatcher_type = moe.dispatcher
         provider.moe_grouped_gemm = moe.grouped_gemm
