@@ -19,10 +19,6 @@ from typing import Any, NamedTuple
 
 from conf.schema import Layout, Run, Train
 
-# Bridge 0.6 gives the boundaries of packed sequences to a stage that is neither first nor last only if its own dataset
-# classes feed it (gpt_step._middle_pp_stage_needs_batch); otherwise attention there runs across sequences, silently.
-PACKED_STAGES = 2
-
 # Megatron cuts the input of these layers over tp, that of all others is whole.
 ROW_PARALLEL = {"linear_proj", "linear_fc2"}
 
@@ -181,9 +177,6 @@ def _broken_sequences(run: Run, moe: bool) -> Iterator[Broken]:
             yield Broken(key, f"layout.{key}", f"{getattr(layout, key)} needs pp > 1")
     if run.data.packed and run.train.micro_batch > 1:
         yield Broken("packed rows", "train.micro_batch", f"{run.train.micro_batch}, but packed data needs 1", [1])
-    if run.data.packed and layout.pp * (layout.vpp or 1) > PACKED_STAGES:
-        text = f"true with pp {layout.pp} and vpp {layout.vpp or 1}: middle stages would lose the sequences' boundaries"
-        yield Broken("packed stages", "data.packed", text, [False])
 
 
 def _broken_widths(run: Run, facts: ModelFacts) -> Iterator[Broken]:

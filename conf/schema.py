@@ -16,7 +16,17 @@ import textwrap
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidationInfo,
+    ValidatorFunctionWrapHandler,
+    WrapValidator,
+    field_validator,
+)
+from pydantic_core import PydanticCustomError
 
 Degree = Annotated[int, Field(ge=1, le=65536)]
 Count = Annotated[int, Field(ge=1)]
@@ -36,6 +46,14 @@ AdapterTarget = Literal[
     "linear_kv_up_proj",
 ]
 RecomputeModule = Literal["core_attn", "moe_act", "layernorm", "mla_up_proj", "mlp", "moe", "shared_experts"]
+
+
+def _one_problem(value: Any, validate: ValidatorFunctionWrapHandler) -> Any:
+    """Pydantic reports each alternative of a union by itself, under a name that nobody wrote."""
+    try:
+        return validate(value)
+    except ValidationError:
+        raise PydanticCustomError("checkpoint", "neither latest nor base nor the number of a step") from None
 
 
 class Section(BaseModel):
@@ -190,6 +208,17 @@ class Log(Section):
     )
 
 
+class Export(Section):
+    """What is made of a trained checkpoint, for others to load."""
+
+    checkpoint: Annotated[Literal["latest", "base"] | Annotated[int, Field(ge=1)], WrapValidator(_one_problem)] = Field(
+        default="latest", description="which to export: the newest, the untrained base, or a step"
+    )
+    formats: tuple[Literal["merged", "adapter"], ...] | None = Field(
+        default=None, strict=False, description="merged = the whole model; adapter = PEFT's; null = all that there is"
+    )
+
+
 class Paths(Section):
     """Where things lie for this run; never part of what identifies it. {name} stands for the run's name."""
 
@@ -197,6 +226,7 @@ class Paths(Section):
     base: Text = Field(default="runs/{name}/base", description="the same, converted to Megatron's torch_dist format")
     data: Text = Field(default="runs/{name}/data", description="training.jsonl and validation.jsonl")
     output: Text = Field(default="runs/{name}/output", description="checkpoints and metrics of this run")
+    export: Text = Field(default="runs/{name}/export", description="the trained model in Hugging Face's formats")
 
     @field_validator("*", mode="before")
     @classmethod
@@ -218,6 +248,7 @@ class Run(Section):
     moe: Moe = Field(default_factory=Moe)
     checkpoint: Checkpoint
     log: Log = Field(default_factory=Log)
+    export: Export = Field(default_factory=Export)
     paths: Paths = Field(default_factory=Paths, validate_default=True)
 
     @field_validator("paths")
@@ -246,6 +277,10 @@ def contradictions(run: Run) -> Iterator[tuple[str, str]]:
     train, optimizer, moe = run.train, run.optimizer, run.moe
     if run.adapter.kind != "none" and not run.adapter.targets:
         yield "adapter.targets", f"empty, but adapter.kind is {run.adapter.kind}"
+    if "adapter" in (run.export.formats or ()) and run.adapter.kind == "none":
+        yield "export.formats", "adapter, but adapter.kind is none: none is trained"
+    if "adapter" in (run.export.formats or ()) and run.export.checkpoint == "base":
+        yield "export.formats", "adapter, but the base has none"
     if train.stop_after is not None and train.stop_after > train.steps:
         yield "train.stop_after", f"{train.stop_after} lies behind the last step, {train.steps}"
     if optimizer.warmup_steps >= train.steps:

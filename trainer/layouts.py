@@ -64,7 +64,7 @@ MOE = (
 )
 TABLE = (
     *(Case("llama", cut) for cut in DENSE),
-    *(Case("llama", cut, packed=True) for cut in ("dp=2", "tp=2 sp=true", "pp=2", "pp=4", "cp=2")),
+    *(Case("llama", cut, packed=True) for cut in ("dp=2", "tp=2 sp=true", "pp=2", "pp=4", "pp=2 vpp=2", "cp=2")),
     *(Case("glm4-moe", cut) for cut in MOE),
     *(Case("glm4-moe", cut, packed=True) for cut in ("dp=2", "tp=2 sp=true", "pp=2", "pp=4", "cp=2", "ep=2")),
     *(Case("glm4-moe-mtp", cut) for cut in ("dp=2", "tp=2 sp=true", "pp=2", "ep=2")),

@@ -120,6 +120,9 @@ def make_dataset(run: Run):
 
     data, layout = run.data, run.layout
     before, between = data.template.removesuffix("{output}").split("{input}")
+    # A space before the answer is one token with its first word, and so belongs to it. The rest belongs to the prompt:
+    # Bridge counts its separator in the loss.
+    space = " " if between.endswith(" ") else ""
     packing = {}
     if data.packed:
         # Each packed pair is cut over cp and sp on its own, so each must divide.
@@ -141,8 +144,8 @@ def make_dataset(run: Run):
         preprocessing=PromptCompletionSFTPreprocessingConfig(
             prompt_column="input",
             completion_column="output",
-            prompt_template=before + "{prompt}",
-            separator=between,
+            prompt_template=before + "{prompt}" + between.removesuffix(" "),
+            separator=space,
             loss_mode="completion" if data.loss_on == "answer" else "full",
         ),
         dataset_kwargs={"pad_to_max_length": True},

@@ -156,8 +156,6 @@ ALONE = [
     (run(8, vpp=2), "layout.vpp: 2 stages per pipeline rank need pp > 1"),
     (run(8, last_stage_layers=2), "layout.last_stage_layers: 2 needs pp > 1"),
     (run(8, packed=True, micro_batch=2), "train.micro_batch: 2, but packed data needs 1; nearest legal: 1"),
-    (run(8, packed=True, pp=4), "data.packed: true with pp 4 and vpp 1: middle stages"),
-    (run(8, packed=True, pp=2, vpp=2), "data.packed: true with pp 2 and vpp 2: middle stages"),
 ]
 # Broken on this model only.
 OF_MODEL = [

@@ -1,6 +1,6 @@
 """Reads requests, one line of JSON each, and runs trainer commands on forked ranks. Started by conftest.ranks."""
 
-import importlib
+import importlib.util
 import json
 import sys
 from pathlib import Path
@@ -18,10 +18,21 @@ def main() -> None:
     for line in sys.stdin:
         request = json.loads(line)
         run = Run.model_validate_json(json.dumps(request["run"]))
-        command = importlib.import_module(f"trainer.{request['command']}").main
+        command = _command(request["command"])
         code = forked.call(command, run, Path(request["log"]), _reached(run, request["kill_at"]))
         replies.write(json.dumps(code) + "\n")
         replies.flush()
+
+
+def _command(name: str):
+    """main() of a script beside this one, or of the trainer's module of that name."""
+    script = Path(__file__).with_name(f"{name}.py")
+    if not script.exists():
+        return importlib.import_module(f"trainer.{name}").main
+    spec = importlib.util.spec_from_file_location(name, script)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.main
 
 
 def _reached(run: Run, step: int | None):
