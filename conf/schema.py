@@ -196,7 +196,6 @@ class Checkpoint(Section):
     save_every: Count = Field(description="steps between checkpoints; the last step is always saved")
     keep: Count | None = Field(default=None, description="newest complete checkpoints that stay; null = all")
     save_optimizer: bool = Field(default=True, description="without it a run cannot resume where it was")
-    async_save: bool = Field(default=False, description="write while training goes on; takes host memory for a copy")
 
 
 class Log(Section):

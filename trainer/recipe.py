@@ -101,8 +101,6 @@ def make_config(run: Run, bridge, resume_step: int | None):
             save_rng=checkpoint.save_optimizer,
             load_optim=checkpoint.save_optimizer,
             load_rng=checkpoint.save_optimizer,
-            async_save=checkpoint.async_save,
-            async_strategy="mcore",
             ckpt_format="torch_dist",
             fully_parallel_save=True,
             # The optimizer's state by parameter, not by rank: it can be resumed at any other layout.

@@ -1,0 +1,15 @@
+"""The one function of Transformer Engine's extension that Megatron calls by itself: dealing out packed sequences."""
+
+import torch
+
+
+def thd_get_partitioned_indices(cu_seqlens, total_tokens: int, world_size: int, rank: int) -> torch.Tensor:
+    """Indices of the tokens that a context-parallel rank holds: chunks r and 2*world-1-r of every sequence."""
+    bounds = cu_seqlens.tolist()
+    if bounds[-1] < total_tokens:
+        bounds.append(total_tokens)  # padding behind the last sequence is dealt out like one
+    parts = []
+    for start, end in zip(bounds, bounds[1:], strict=False):
+        chunks = torch.arange(start, end, dtype=torch.int32).view(2 * world_size, -1)
+        parts += [chunks[rank], chunks[2 * world_size - 1 - rank]]
+    return torch.cat(parts)
