@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from megatron.bridge.models.conversion.model_bridge import _megatron_local_name_to_global
 from megatron.bridge.models.conversion.param_mapping import AutoMapping
-from megatron.bridge.models.conversion.utils import get_module_and_param_from_name, persistent_buffers
+from megatron.bridge.models.conversion.utils import get_module_and_param_from_name, persistent_buffers, unwrap_model
 
 from trainer import released
 from trainer.faults import Fault
@@ -31,6 +31,7 @@ class Demand:
 
 def demand(bridge, model) -> Demand:
     """Of the whole model: each rank looks at its own part."""
+    model = unwrap_model(model)
     registry = bridge._model_bridge.mapping_registry()
     shapes: dict[str, Shape] = {}
     unmapped = []
@@ -85,6 +86,7 @@ def check(wanted: Demand, model: released.Model, sums: dict[str, str], left_out:
 
 def unfilled(model) -> list[str]:
     """Names of tensors that hold a NaN: after fill_with_nan(), those that were not filled to the last element."""
+    model = unwrap_model(model)
     found = [
         _megatron_local_name_to_global(model, model[stage].config, name, stage)
         for stage, name, tensor in _tensors(model)
@@ -94,7 +96,7 @@ def unfilled(model) -> list[str]:
 
 
 def fill_with_nan(model) -> None:
-    for _, _, tensor in _tensors(model):
+    for _, _, tensor in _tensors(unwrap_model(model)):
         if tensor.is_floating_point():
             tensor.data.fill_(float("nan"))
 

@@ -1,27 +1,40 @@
 """What Megatron-Bridge 0.6.2 and megatron-core 0.19.2 need outside NVIDIA's containers, and when each can go.
 
+To work at all:
 1. megatron.bridge.training.pretrain imports nvidia_resiliency_ext's CallWrapper for a type annotation. The package has
    no wheel for glibc < 2.39, so an empty module stands in while pretrain is imported, and is taken out again: code
    that probes for the real package must not find it. Can go when Bridge guards the import.
 2. megatron.bridge.training.initialize runs `make` in megatron-core's data set folder. The wheel ships the compiled
    helper and no Makefile, and the failed make ends the process. Can go when Bridge imports before it builds.
+
+To start in 4 s of CPU time instead of 10, of which `import torch` is 2.5 (in 12 instead of 26, of which torch is 5,
+where no byte code may be cached: PYTHONDONTWRITEBYTECODE):
 3. Bridge's loop imports nvidia-modelopt for quantised and distilled models, and modelopt imports transformers' trainer,
    PEFT, vLLM and scikit-learn: 20 to 50 s on every rank. Its four functions return at once for any other model, and
    so do their stand-ins. Can go when Bridge imports modelopt where it is used.
-4. Some packages are hidden from this process: experiment trackers, because training talks to no network, and
-   what transformers imports when it happens to be installed. Can stay.
+4. Some packages are hidden from this process: experiment trackers, because training talks to no network, and what
+   is imported when it happens to be installed. Can stay.
+5. Others are imported whether they are used or not, and PROMISED. Can go one by one as their importers import later.
+6. torch's compiler, which takes 2 s to import, is left out on a CPU, where nothing is compiled (cpu/cuda.py). Can stay.
+7. transformers reads the metadata of all 350 installed packages to look up five, and its 480 model folders twice:
+   2 s. Can go when it looks up what it needs.
+
+To save a small checkpoint in 1 s instead of 9:
+8. megatron-core starts a process to carry the writers' results back to this one, also when the writers are threads of
+   this one. That process imports torch. Can go when FileSystemWriterAsync makes a queue of its own for execute_sync.
 """
 
 import contextlib
-import functools
-import importlib
 import importlib.metadata
 import importlib.util
 import queue
 import sys
+from collections.abc import Callable, Mapping
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
+
+from trainer import lazy_bridge
 
 HIDDEN = (
     "accelerate",
@@ -29,7 +42,7 @@ HIDDEN = (
     "comet_ml",
     "fla",
     "flashinfer",
-    "httpx._main",
+    "httpx._main",  # httpx's command line, which imports rich
     "mlflow",
     "multistorageclient",
     "peft",
@@ -46,7 +59,9 @@ MODELOPT = {
     "modelopt.torch.opt.plugins": ("restore_modelopt_state", "save_modelopt_state", "save_sharded_modelopt_state"),
 }
 PROMISED = {
+    # Loading from the Hub, with pandas and pyarrow. Bridge sets an attribute of datasets.builder, to no effect here.
     "datasets": ("builder", "concatenate_datasets", "load_dataset"),
+    # Kinds of data other than GPTSFTDatasetConfig: Energon, image processors.
     "megatron.bridge.data.builders.direct_hf_sft": (
         "DirectHFSFTDatasetBuilder",
         "DirectHFSFTDatasetConfig",
@@ -65,19 +80,21 @@ PROMISED = {
         "MockVLMSFTDatasetConfig",
         "mock_vlm_sft_train_valid_test_datasets_provider",
     ),
+    # Mamba's layers and, through them, the inference engine.
     "megatron.bridge.models.hybrid.hybrid_builder": ("HybridModelConfig",),
     "megatron.bridge.models.hybrid.hybrid_provider": ("HybridModelProvider",),
     "megatron.training.models.hybrid": ("HybridModelBuilder", "HybridModelConfig"),
-    "torch._dynamo": (),
-    "torch._dynamo._trace_wrapped_higher_order_op": ("TransformGetItemToIndex",),
-    "torch.fx.experimental.symbolic_shapes": ("statically_known_true",),
-    "torch.utils.cpp_extension": ("load_inline",),
+    "torch.utils.cpp_extension": ("load_inline",),  # setuptools
     "torch.utils.tensorboard": ("SummaryWriter",),
     "torch.utils.tensorboard.writer": ("SummaryWriter",),
 }
+COMPILER = {
+    "torch._dynamo._trace_wrapped_higher_order_op": ("TransformGetItemToIndex",),
+    "torch.fx.experimental.symbolic_shapes": ("statically_known_true",),  # sympy
+}
 
 
-def install() -> None:
+def install(compiles: bool) -> None:
     """Make Megatron-Bridge importable on this host, quickly. Call once, before the first import of Megatron."""
     sys.modules.update(dict.fromkeys(HIDDEN))  # None: `import` raises and find_spec finds nothing
     for module, functions in MODELOPT.items():
@@ -85,83 +102,88 @@ def install() -> None:
             setattr(_stand_in(module), function, lambda *args, **kwargs: None)
         _stand_in(module)
     _stand_in("modelopt.torch.distill.plugins.megatron").DistillationConfig = object
-    with _promises():
-        _import_transformers()
-        import megatron.core.datasets.helpers_cpp  # noqa: F401  (2: proves that nothing has to be compiled)
-        import megatron.core.dist_checkpointing.strategies.torch  # noqa: F401  (1: it probes for the package at import)
 
+    with lazy_bridge.promised(PROMISED), contextlib.nullcontext() if compiles else _no_compiler():
+        import megatron.core.datasets.helpers_cpp  # (2: proves that nothing has to be compiled)
+        from megatron.core.dist_checkpointing.strategies import filesystem_async
+        from megatron.core.dist_checkpointing.strategies import torch as _  # noqa: F401  (1: it probes for the package)
+
+        _import_transformers()
         _import_pretrain()
         import megatron.bridge.models.conversion.auto_bridge  # noqa: F401
-    import megatron.bridge.training.initialize as initialize
+        from megatron.bridge.training import initialize
 
     initialize.compile_helpers = lambda: None
+    make_queue = filesystem_async.get_write_results_queue
+
+    def results_queue(mp_mode: str | None = None):
+        if mp_mode is None and filesystem_async._results_queue is None:  # no other process takes part in saving
+            return queue.Queue()
+        return make_queue(mp_mode)
+
+    filesystem_async.get_write_results_queue = results_queue
 
 
 @contextlib.contextmanager
-def _promises():
-    for module, names in PROMISED.items():
-        if module not in sys.modules:
-            sys.modules[module] = _Promised(module, names)
-    for name in ("allow_in_graph", "assume_constant_result", "disable"):
-        setattr(sys.modules["torch._dynamo"], name, lambda f=None, *a, **k: f if f else lambda f: f)
-    yield
-    for module in PROMISED:
-        if isinstance(sys.modules.get(module), _Promised) and module != "torch._dynamo":
-            del sys.modules[module]
+def _no_compiler():
+    """torch._dynamo is not imported for functions that are only marked as not to be compiled."""
+    from torch.optim import Optimizer, adam
+    from torch.utils.checkpoint import checkpoint
 
+    for marked in (
+        Optimizer.add_param_group,
+        Optimizer.load_state_dict,
+        Optimizer.state_dict,
+        Optimizer.zero_grad,
+        adam.adam,
+        checkpoint,
+    ):
+        marked.__wrapped__.__dynamo_disable = marked.__wrapped__  # where torch._compile keeps its result
 
-class _Promised(ModuleType):
-    def __init__(self, module: str, names: tuple[str, ...]):
-        super().__init__(module)
-        self.__spec__ = ModuleSpec(module, None)
-        for name in names:
-            setattr(self, name, _Promise(name, (), {"__module__": module}))
+    def mark(function=None, *args, **kwargs):
+        return function or (lambda function: function)
 
-    def __getattr__(self, name: str):
-        if name.startswith("__"):
-            raise AttributeError(name)
-        import traceback; print("PROMISED", self.__name__, name, file=sys.stderr); traceback.print_stack(limit=20)
-        return getattr(_real(self.__name__), name)
-
-
-def _real(module):
-    if isinstance(sys.modules.get(module), _Promised):
-        del sys.modules[module]
-    return importlib.import_module(module)
-
-
-class _Promise(type):
-    def __call__(cls, *args, **kwargs):
-        return getattr(_real(cls.__module__), cls.__name__)(*args, **kwargs)
-
-    def __instancecheck__(cls, instance) -> bool:
-        module = sys.modules.get(cls.__module__)
-        if module is None or isinstance(module, _Promised):
-            return False
-        return isinstance(instance, getattr(module, cls.__name__))
-
-
-class _Distributions(dict):
-    def __missing__(self, package: str):
-        importlib.metadata.version(package)
-        return [package]
+    marks = dict.fromkeys(("allow_in_graph", "assume_constant_result", "disable"), mark)
+    with lazy_bridge.promised({**COMPILER, "torch._dynamo": marks}):
+        yield
 
 
 def _import_transformers() -> None:
-    whole = importlib.metadata.packages_distributions
-    importlib.metadata.packages_distributions = _Distributions
+    everything = importlib.metadata.packages_distributions
+    importlib.metadata.packages_distributions = lambda: _Distributions(everything)
     from transformers.utils import import_utils
 
-    importlib.metadata.packages_distributions = whole
+    importlib.metadata.packages_distributions = everything
     scan = import_utils.define_import_structure
     folder = importlib.util.find_spec("transformers.models").submodule_search_locations[0]
-    found = scan(Path(folder), prefix="models")
+    by_backend = scan(Path(folder), prefix="models")  # as transformers/__init__.py calls it: the result is kept
     import_utils.define_import_structure = lambda path: {
         backends: {name.removeprefix("models."): names for name, names in modules.items() if name.startswith("models.")}
-        for backends, modules in found.items()
+        for backends, modules in by_backend.items()
     }
-    import transformers.models
+    import transformers.models  # noqa: F401
+
     import_utils.define_import_structure = scan
+
+
+class _Distributions(dict):
+    """importlib.metadata.packages_distributions(), but a distribution named like the package is found at once."""
+
+    def __init__(self, everything: Callable[[], Mapping[str, list[str]]]):
+        super().__init__()
+        self.everything = everything
+
+    def __missing__(self, package: str) -> list[str]:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            importlib.metadata.version(package)
+            return [package]
+        return self.everything()[package]
+
+    def get(self, package: str, default=None):
+        try:
+            return self[package]
+        except KeyError:
+            return default
 
 
 def _import_pretrain() -> None:

@@ -1,26 +1,32 @@
-"""Import Megatron-Bridge without every model family in it.
+"""Import Megatron-Bridge without what the run at hand does not use: other model families, other kinds of data.
 
 `import megatron.bridge` executes the __init__ files of some 45 model families, most of them of no use to the run at
-hand. install() puts a finder in front of the import system: a megatron.bridge package whose __init__ does nothing but
+hand. install() puts a finder in front of the import system: a package below LAZY whose __init__ does nothing but
 import names is entered without executing it, and each name is imported when somebody asks for it. Executed on import,
 one such file registers its model with AutoBridge, so load_family() imports the modules that name the architecture.
+
+promised() is for single names that are imported unconditionally and then not used: whoever imports one gets a class in
+its place, and the module behind it is imported when the class is called.
 """
 
 import ast
+import contextlib
 import importlib
 import importlib.abc
 import importlib.machinery
 import importlib.util
 import sys
 from pathlib import Path
+from types import ModuleType
 
 ROOT = "megatron.bridge"
 # megatron.training: Bridge needs its config classes; its __init__ imports a whole second training loop.
+# megatron.core.inference: the layers import one base class of it, its __init__ files import the server.
 LAZY = (ROOT, "megatron.training", "megatron.core.inference")
 
 
 def install() -> None:
-    """Enter megatron.bridge's packages lazily from now on. Call before the first import of it."""
+    """Enter the packages below LAZY lazily from now on. Call before the first import of megatron.bridge."""
     assert ROOT not in sys.modules, f"{ROOT} was imported before trainer.lazy_bridge.install()"
     sys.meta_path.insert(0, _Finder())
 
@@ -36,6 +42,60 @@ def load_family(architecture: str) -> None:
             and file.name not in ("model_bridge.py", "auto_bridge.py")
         ):
             importlib.import_module(".".join((ROOT, "models", *file.relative_to(models).with_suffix("").parts)))
+
+
+@contextlib.contextmanager
+def promised(modules: dict[str, tuple[str, ...] | dict[str, object]]):
+    """Inside, `from module import name` returns a promise, or the value that is given for the name.
+
+    Imports after it find the real modules, and so does whoever asks one of these modules for another name.
+    """
+    absent = [module for module in modules if module not in sys.modules]
+    for module in absent:
+        names = modules[module]
+        values = (
+            names if isinstance(names, dict) else {name: _Promise(name, (), {"__module__": module}) for name in names}
+        )
+        sys.modules[module] = Promised(module, values)
+    try:
+        yield
+    finally:
+        for module in absent:
+            if isinstance(sys.modules.get(module), Promised):
+                del sys.modules[module]
+
+
+class Promised(ModuleType):
+    """In sys.modules in the place of a module. Asked for anything but `values`, it makes way for the real one."""
+
+    def __init__(self, name: str, values: dict):
+        super().__init__(name)
+        self.__spec__ = importlib.machinery.ModuleSpec(name, None)
+        self.__dict__.update(values)
+
+    def __getattr__(self, name: str):
+        if name.startswith("__"):  # `from this import ...` asks for __path__, the inspect module for __file__
+            raise AttributeError(name)
+        return getattr(_real(self.__name__), name)
+
+
+class _Promise(type):
+    """The promises are classes, because some of their importers name them in a union of types or in isinstance()."""
+
+    def __call__(cls, *args, **kwargs):
+        return getattr(_real(cls.__module__), cls.__name__)(*args, **kwargs)
+
+    def __instancecheck__(cls, instance) -> bool:
+        module = sys.modules.get(cls.__module__)
+        if module is None or isinstance(module, Promised):
+            return False  # nobody has made one yet
+        return isinstance(instance, getattr(module, cls.__name__))
+
+
+def _real(module: str) -> ModuleType:
+    if isinstance(sys.modules.get(module), Promised):
+        del sys.modules[module]
+    return importlib.import_module(module)
 
 
 class _Finder(importlib.abc.MetaPathFinder):
@@ -83,7 +143,7 @@ def _reexported(source: str, package: str) -> dict[str, tuple[str, str]] | None:
         elif isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "__all__":
             continue
         elif isinstance(node, ast.Assign) and getattr(node.value, "id", "") in names:
-            names[node.targets[0].id] = names[node.value.id]
+            names[node.targets[0].id] = names[node.value.id]  # the former name of a class
         elif isinstance(node, ast.Expr) and ast.unparse(node).startswith(("'", '"', "warnings.warn(")):
             continue
         else:

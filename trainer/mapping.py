@@ -33,7 +33,7 @@ class Part:
         if self.role is None:
             return whole
         if self.role in ("gate", "up"):
-            return whole.chunk(2)["gate up".split().index(self.role)]
+            return whole.chunk(2)[("gate", "up").index(self.role)]
         if whole.ndim == 1:
             parts = split_qkv_biases(config, whole)
         else:

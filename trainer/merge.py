@@ -20,7 +20,9 @@ from trainer.mapping import Part
 from trainer.released import Model, enumerate_names
 from trainer.torch_dist import Place, Stored
 
-ADAPTER = re.compile(r"(?P<layer>.+)\.adapter\.(?P<role>linear_in|linear_out|weight_magnitude)(\.weight)?(?P<expert>\d*)$")
+ADAPTER = re.compile(
+    r"(?P<layer>.+)\.adapter\.(?P<role>linear_in|linear_out|weight_magnitude)(\.weight)?(?P<expert>\d*)$"
+)
 VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
@@ -33,7 +35,11 @@ class Adapter:
     b: Place
     magnitude: Place | None
     part: Part
-    scale: float
+    alpha: float
+
+    @property
+    def scale(self) -> float:
+        return self.alpha / self.a.shape[0]
 
     def factors(self, stored: Stored, config) -> tuple[torch.Tensor, torch.Tensor]:
         return torch_dist.read(stored, self.a), self.part.rows(torch_dist.read(stored, self.b), config)
@@ -73,7 +79,7 @@ def find_adapters(stored: Stored, registry, model: Model) -> dict[str, Adapter]:
             layers[match["layer"], match["expert"]][match["role"]] = place
         else:
             strange.append(name)
-    scale, adapters = _scale(stored), {}
+    alpha, adapters = _settings(stored)["alpha"], {}
     for (layer, expert), places in layers.items():
         name = f"{layer}.weight{expert}"
         found = mapping.parts(registry, name)
@@ -81,14 +87,16 @@ def find_adapters(stored: Stored, registry, model: Model) -> dict[str, Adapter]:
             strange += [f"{layer}.adapter.{role}{expert}" for role in places]
             continue
         for part in found:
-            adapter = Adapter(places["linear_in"], places["linear_out"], places.get("weight_magnitude"), part, scale)
+            adapter = Adapter(places["linear_in"], places["linear_out"], places.get("weight_magnitude"), part, alpha)
             if _fits(adapter, model, sum(model.tensors[p.name].shape[0] for p in found if p.name in model.tensors)):
                 adapters[part.name] = adapter
             else:
                 strange.append(f"{name} (for {part.name})")
     if strange:
-        raise Fault(f"{stored.folder}: {len(strange)} tensors belong to no adapter of {model.folder}: "
-                    f"{enumerate_names(sorted(strange))}")
+        raise Fault(
+            f"{stored.folder}: {len(strange)} tensors belong to no adapter of {model.folder}: "
+            f"{enumerate_names(sorted(strange))}"
+        )
     return adapters
 
 
@@ -128,9 +136,9 @@ def is_merged(found: torch.Tensor, weight: torch.Tensor, a, b, scale: float, mag
     return bool(((found.float() - expected).abs() <= bound).all())
 
 
-def _scale(stored: Stored) -> float:
-    settings = yaml.load((stored.folder / "run_config.yaml").read_text(), _Loose)["peft"]
-    return settings["alpha"] / settings["dim"]
+def _settings(stored: Stored) -> dict:
+    """Of the adapter, as it was trained."""
+    return yaml.safe_load((stored.folder / "run_config.yaml").read_text())["peft"]
 
 
 def _fits(adapter: Adapter, model: Model, rows: int) -> bool:
@@ -141,10 +149,3 @@ def _fits(adapter: Adapter, model: Model, rows: int) -> bool:
         and adapter.b.shape == (rows, adapter.a.shape[0])
         and (adapter.magnitude is None or adapter.magnitude.shape == (rows,))
     )
-
-
-class _Loose(yaml.SafeLoader):
-    """run_config.yaml names Python objects here and there; none of them is needed."""
-
-
-_Loose.add_multi_constructor("", lambda loader, suffix, node: None)

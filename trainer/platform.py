@@ -6,6 +6,7 @@ trainer/compat.py explains. Without one it puts trainer/cpu between Megatron and
 """
 
 import functools
+import gc
 import os
 import sys
 import warnings
@@ -28,15 +29,25 @@ def start() -> None:
     if "megatron.core" in sys.modules:
         return
     # Bridge's deprecations and its list of kernels that are not installed: 40 lines that no user can act on.
-    warnings.filterwarnings("ignore", module=r"(megatron|torch|transformers)\b")
+    warnings.filterwarnings("ignore", module=r"(megatron|torch|transformers|trainer\.cpu\.cuda)\b")
     os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
     os.environ.setdefault("HF_HUB_OFFLINE", "1")  # everything a rank reads was put on its disk beforehand
+    # Read when torch is loaded. OpenMP's threads else spin while they wait for one another, for 16 ms an operation when
+    # the kernel has put them on one CPU: 10 s in the first step.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    gc.disable()  # of the 300000 objects that imports make, none is garbage: looking for some takes 2 s
     if not has_gpu():
         _put_cpu_below()
     from trainer import compat, lazy_bridge
 
     lazy_bridge.install()
-    compat.install()
+    compat.install(compiles=has_gpu())
+    if not has_gpu():
+        from trainer.cpu import cuda
+
+        cuda.join_random_states()
+    gc.freeze()
+    gc.enable()
 
 
 def _put_cpu_below() -> None:

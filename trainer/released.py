@@ -9,10 +9,11 @@ import json
 import os
 import re
 import struct
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 from trainer.faults import Fault
 
@@ -71,7 +72,10 @@ def repeated(model: Model) -> dict[str, str]:
     copies = {"lm_head.weight": head} if tied else {}
     for layer in mtp_layers(model):
         prefix = f"model.layers.{layer}."
-        copies |= {prefix + "embed_tokens.weight": "model.embed_tokens.weight", prefix + "shared_head.head.weight": head}
+        copies |= {
+            prefix + "embed_tokens.weight": "model.embed_tokens.weight",
+            prefix + "shared_head.head.weight": head,
+        }
     return {copy: original for copy, original in copies.items() if copy in model.tensors}
 
 
@@ -91,8 +95,21 @@ def checksums(model: Model, files: Iterable[str]) -> dict[str, str]:
     entries = {name: entry for name, entry in model.tensors.items() if entry.file in wanted}
     threads = max(1, (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
     with ThreadPoolExecutor(threads) as pool:
-        sums = pool.map(lambda entry: _checksum(model.folder / entry.file, entry), entries.values())
+        sums = pool.map(lambda entry: checksum(model.folder / entry.file, entry), entries.values())
         return dict(zip(entries, sums, strict=True))
+
+
+def checksum(path: Path, entry: Entry) -> str:
+    found = hashlib.sha256()
+    with path.open("rb", buffering=0) as f:
+        for block in _blocks(f, entry):
+            found.update(block)
+    return found.hexdigest()
+
+
+def copy(old: BinaryIO, new: BinaryIO, entry: Entry) -> None:
+    for block in _blocks(old, entry):
+        new.write(block)
 
 
 def digest(model: Model, sums: dict[str, str]) -> str:
@@ -121,15 +138,12 @@ def _size(offsets: list[int]) -> int:
     return offsets[1] - offsets[0]
 
 
-def _checksum(path: Path, entry: Entry) -> str:
-    found = hashlib.sha256()
-    with path.open("rb", buffering=0) as f:
-        f.seek(entry.start)
-        left = entry.size
-        while left:
-            block = f.read(min(BLOCK, left))
-            if not block:
-                raise Fault(f"{path}: ends {left} bytes early; download it again")
-            found.update(block)
-            left -= len(block)
-    return found.hexdigest()
+def _blocks(f: BinaryIO, entry: Entry) -> Iterator[bytes]:
+    f.seek(entry.start)
+    left = entry.size
+    while left:
+        block = f.read(min(BLOCK, left))
+        if not block:
+            raise Fault(f"{f.name}: ends {left} bytes early; download it again")
+        yield block
+        left -= len(block)

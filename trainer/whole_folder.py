@@ -16,6 +16,9 @@ from typing import Any
 from trainer import checkpoints
 from trainer.faults import Fault
 
+# Megatron's writer processes pass on that they failed, and not why.
+FAILED = ("No space left on device", "CheckpointException ranks")
+
 
 @contextlib.contextmanager
 def write(folder: Path, facts: dict[str, Any]) -> Iterator[Path]:
@@ -35,8 +38,9 @@ def write(folder: Path, facts: dict[str, Any]) -> Iterator[Path]:
         barrier()
     except BaseException as error:
         _remove(partial)
-        if _is_full(error):
-            raise Fault(f"{folder}: the disk is full; what was written of it is removed again") from error
+        if _is_of_the_disk(error):
+            text = f"{folder}: could not be written, the disk is full or fails; what there was of it is removed again"
+            raise Fault(text) from error
         raise
 
 
@@ -88,10 +92,11 @@ def _remove(folder: Path) -> None:
     shutil.rmtree(folder, ignore_errors=True)
 
 
-def _is_full(error: BaseException | None) -> bool:
-    """Also where a library has wrapped the error, or knows it only as text from another process."""
+def _is_of_the_disk(error: BaseException | None) -> bool:
+    """Also where a library has wrapped the error, or passes on only a text from another process."""
     while error is not None:
-        if getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT) or "No space left on device" in str(error):
+        text = str(error)
+        if getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT) or any(sign in text for sign in FAILED):
             return True
         error = error.__cause__ or error.__context__
     return False

@@ -2,10 +2,11 @@
 
     python slim_fatbin.py LIBRARY [--arch 90]
 
-nvcc embeds "fat binaries": a header, then one entry per architecture with machine code (ELF) or PTX. Every entry but the
-machine code for the one architecture is overwritten with zeros, in place: no offset in the library moves, so the loader
-and the CUDA runtime still find everything, and zeros cost nothing in an archive. Of Transformer Engine 2.20's 343 MB
-that leaves 25 MB. The layout below is not documented by NVIDIA; it is what cuobjdump reads, the same since CUDA 4.
+nvcc embeds "fat binaries": a header, then one entry per architecture with machine code (ELF) or PTX. Every entry but
+the machine code for the one architecture is overwritten with zeros, in place: no offset in the library moves, so the
+loader and the CUDA runtime still find everything, and zeros cost nothing in an archive. Of Transformer Engine 2.20's
+263 MB of GPU code 18 stay, and its library of 343 MB packs to 22. NVIDIA does not document the layout; where an entry
+does not look as expected, nothing is written.
 """
 
 import argparse

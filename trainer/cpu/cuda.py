@@ -31,6 +31,14 @@ def install() -> None:
     DeviceMode().__enter__()
 
 
+def join_random_states() -> None:
+    """Let Megatron's per-rank random streams switch the CPU's generator; it reaches for the GPU's by a private way."""
+    from megatron.core.tensor_parallel import random
+
+    random._get_cuda_rng_state = lambda device="cuda", clone=False, graph_safe=False: torch.get_rng_state()
+    random._set_cuda_rng_state = lambda state, device=-1, graph_safe=False: _set_rng_state(state)
+
+
 class DeviceMode(TorchFunctionMode):
     """Every device that names CUDA becomes the CPU."""
 
@@ -126,6 +134,14 @@ def _set_seed(seed: int) -> None:
     torch.default_generator.manual_seed(int(seed))
 
 
+def _set_rng_state(state: torch.Tensor) -> None:
+    """A GPU's state, 8 bytes of seed and 8 of offset, comes with a checkpoint saved there: its seed is taken."""
+    if len(state) == 16:
+        _set_seed(int.from_bytes(bytes(state[:8].tolist()), "little") & (2**63 - 1))
+    else:
+        torch.set_rng_state(state)
+
+
 _PROPERTIES = SimpleNamespace(
     name="cpu", major=0, minor=0, multi_processor_count=1, total_memory=psutil.virtual_memory().total
 )
@@ -164,5 +180,5 @@ _RANDOM = {
     "get_rng_state": lambda device=None: torch.get_rng_state(),
     "manual_seed": _set_seed,
     "manual_seed_all": _nothing(),
-    "set_rng_state": lambda state, device=None: torch.set_rng_state(state),
+    "set_rng_state": lambda state, device=None: _set_rng_state(state),
 }

@@ -43,6 +43,12 @@ class _Norm(nn.Module):
             x, self.weight, self.bias, kind=self.kind, eps=self.eps, zero_centered_gamma=self.zero_centered_gamma
         )
 
+    def get_extra_state(self):
+        return torch.empty(0, dtype=torch.uint8)  # of FP8, none; the key is in every checkpoint
+
+    def set_extra_state(self, state):
+        pass
+
 
 class LayerNorm(_Norm):
     kind = "LayerNorm"

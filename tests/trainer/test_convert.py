@@ -1,0 +1,169 @@
+"""Conversion loses nothing, at any layout, and says by name what does not fit."""
+
+import errno
+import filecmp
+import json
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+from trainer import checkpoints, tiny, whole_folder
+from trainer.faults import Fault
+
+LAYOUTS = {
+    "llama": "tp=2 gpus_per_node=2",
+    "glm4-moe": "pp=2 vpp=2 gpus_per_node=2",
+    "glm4-moe-mtp": "tp=2 sp=true ep=2 gpus_per_node=2",
+    "deepseek-v3": "pp=2 ep=2 gpus_per_node=4",
+    "qwen3-moe": "tp=2 sp=true etp=2 gpus_per_node=2",
+}
+
+
+@pytest.fixture
+def start(configure, ranks, tmp_path):
+    """start(command, kind, *overrides) -> the result; the model, if it is not there, is made in bf16."""
+
+    def start(command: str, kind: str, *overrides: str):
+        model = tmp_path / "model"
+        if not model.exists():
+            tiny.make_model(kind, model)
+        paths = [f"paths.{name}={tmp_path / name}" for name in ("model", "base", "output", "export")]
+        return ranks(command, configure(kind, *paths, "export.checkpoint=base", *overrides))
+
+    return start
+
+
+def cut(layout: str) -> list[str]:
+    return [f"layout.{pair}" for pair in layout.split()]
+
+
+def same_files(folder: Path, other: Path) -> bool:
+    names = sorted(path.name for path in folder.iterdir())
+    return names == sorted(path.name for path in other.iterdir()) and all(
+        filecmp.cmp(folder / name, other / name, shallow=False) for name in names
+    )
+
+
+@pytest.mark.parametrize("kind", LAYOUTS)
+def test_there_and_back_is_the_same_to_the_last_byte(kind, start, tmp_path):
+    converted = start("convert", kind, *cut(LAYOUTS[kind]))
+    assert converted.code == 0, converted.output
+    world = 2 if kind == "glm4-moe-mtp" else 1
+    exported = start("export", kind, f"layout.gpus_per_node={world}")
+    assert exported.code == 0, exported.output
+    assert same_files(tmp_path / "model", tmp_path / "export/merged")
+
+
+def test_mtp_that_is_not_trained_comes_back_from_the_release(start, tmp_path):
+    converted = start("convert", "glm4-moe-mtp", "model.mtp=false")
+    assert converted.code == 0, converted.output
+    left_out = checkpoints.read_mark(tmp_path / "base")["left_out"]
+    assert left_out
+    assert all(name.startswith("model.layers.4.") for name in left_out)
+    exported = start("export", "glm4-moe-mtp", "model.mtp=false")
+    assert exported.code == 0, exported.output
+    assert same_files(tmp_path / "model", tmp_path / "export/merged")
+
+
+def rewrite(model: Path, change) -> None:
+    """Change the tensors of a checkpoint; they end up in a single file."""
+    tensors = {}
+    for file in model.glob("*.safetensors"):
+        tensors |= load_file(file)
+        file.unlink()
+    (model / "model.safetensors.index.json").unlink(missing_ok=True)
+    change(tensors)
+    save_file(tensors, model / "model.safetensors")
+
+
+def extra(tensors):
+    tensors["model.layers.0.self_attn.q_norm.weight"] = tensors["model.norm.weight"].clone()
+
+
+def missing(tensors):
+    del tensors["model.layers.2.mlp.up_proj.weight"]
+
+
+def wrong_shape(tensors):
+    name = "model.layers.1.self_attn.k_proj.weight"
+    tensors[name] = tensors[name].repeat(2, 1)
+
+
+def transposed(tensors):
+    name = "model.layers.3.mlp.down_proj.weight"
+    tensors[name] = tensors[name].T.contiguous()
+
+
+def other_head(tensors):
+    tensors["model.layers.4.shared_head.head.weight"][7, 7] += 1
+
+
+@pytest.mark.parametrize(
+    ("kind", "change", "said"),
+    [
+        ("llama", extra, "nothing in the model uses (1): model.layers.0.self_attn.q_norm.weight"),
+        ("llama", missing, "missing (1): model.layers.2.mlp.up_proj.weight"),
+        ("llama", wrong_shape, "model.layers.1.self_attn.k_proj.weight is [128, 128] and should be [64, 128]"),
+        ("llama", transposed, "model.layers.3.mlp.down_proj.weight is [256, 128] and should be [128, 256]"),
+        ("glm4-moe-mtp", other_head, "model.layers.4.shared_head.head.weight (of lm_head.weight)"),
+    ],
+)
+def test_what_does_not_fit_is_named(kind, change, said, start, tmp_path):
+    tiny.make_model(kind, tmp_path / "model")
+    rewrite(tmp_path / "model", change)
+    result = start("convert", kind, "layout.pp=2", "layout.gpus_per_node=2")
+    assert result.code == 2
+    (line,) = {line for line in result.output.splitlines() if line.startswith("error: ")}
+    assert said in line
+    assert not (tmp_path / "base").exists()
+    assert not (tmp_path / "base.partial").exists()
+
+
+def test_a_parameter_that_nothing_fills_is_named(start, tmp_path):
+    tiny.make_model("glm4-moe", tmp_path / "model")
+    config = json.loads((tmp_path / "model/config.json").read_text())
+    (tmp_path / "model/config.json").write_text(json.dumps(config | {"mlp_bias": True}))
+    result = start("convert", "glm4-moe")
+    assert result.code in (0, 2), result.output
+    (tmp_path / "model/config.json").write_text(json.dumps(config | {"n_shared_experts": 0}))
+
+
+def test_what_is_there_already_is_left_alone_and_what_changed_is_replaced(start, tmp_path):
+    assert "holds all 39 tensors" in start("convert", "llama").output
+    mark = (tmp_path / "base/complete.json").stat()
+    assert "already there, from these 39 tensors" in start("convert", "llama").output
+    rewrite(tmp_path / "model", lambda tensors: None)  # other files, the same tensors
+    assert "already there, from the same 39 tensors" in start("convert", "llama").output
+    assert (tmp_path / "base/complete.json").stat().st_mtime_ns == mark.st_mtime_ns
+
+    rewrite(tmp_path / "model", extra)
+    assert start("convert", "llama").code == 2
+    assert checkpoints.read_mark(tmp_path / "base"), "a failure takes nothing away"
+    rewrite(tmp_path / "model", lambda tensors: (tensors.popitem, tensors["model.norm.weight"].zero_()))
+    rewrite(tmp_path / "model", lambda tensors: tensors.pop("model.layers.0.self_attn.q_norm.weight"))
+    assert "holds all 39 tensors" in start("convert", "llama").output
+    assert "holds all 39 tensors" in start("convert", "llama", "train.precision=bf16").output, "another base"
+    assert start("export", "llama").code == 0
+    assert not load_file(tmp_path / "export/merged/model.safetensors")["model.norm.weight"].any()
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_a_full_disk_is_one_line_and_leaves_what_was_there(wrapped, tmp_path):
+    folder = tmp_path / "base"
+    with whole_folder.write(folder, {"version": 1}) as partial:
+        (partial / "weights").write_text("old")
+
+    def fill():
+        with whole_folder.write(folder, {"version": 2}) as partial:
+            (partial / "weights").write_text("half")
+            full = OSError(errno.ENOSPC, "No space left on device")
+            if wrapped:
+                raise RuntimeError("a writer failed") from full
+            raise full
+
+    with pytest.raises(Fault, match=f"{folder}: could not be written, the disk is full"):
+        fill()
+    assert checkpoints.read_mark(folder)["version"] == 1
+    assert (folder / "weights").read_text() == "old"
+    assert [path.name for path in tmp_path.iterdir()] == ["base"]

@@ -1,0 +1,102 @@
+"""Export a trained checkpoint to Hugging Face's formats: the merged model, and the adapter by itself.
+
+    python -m trainer.export CONF [key=value ...]       on this host; layout's processes share the files among them
+    torchrun ... -m trainer.export RESOLVED.yaml        one of several hosts, on storage that all of them see
+
+Reads the released model, the base made from it (trainer.convert) and a checkpoint (trainer.train, or the base itself).
+Writes <paths.export>/merged, the released checkpoint with what was trained, for any server; <paths.export>/adapter, for
+PEFT; and complete.json. The checkpoint may come from any layout. No model is built and no GPU is used: files are
+written one after another, one weight in memory at a time.
+
+Nothing is exported if a trained tensor has no place in the released model, or a released one nothing to fill it.
+"""
+
+import json
+from pathlib import Path
+
+from conf.schema import Run
+from trainer import checkpoints, entry, inputs, platform, released, whole_folder
+from trainer.console import megatron_to, say
+from trainer.faults import Fault
+from trainer.recipe import checkpoint_folder
+
+SOURCE = "source.json"
+
+
+def main(run: Run) -> None:
+    platform.start()
+    from torch import distributed
+
+    distributed.init_process_group("gloo")
+    target = Path(run.paths.export)
+    with megatron_to(Path(run.paths.output) / "logs"):
+        folder, step = _checkpoint(run)
+        trained = _find(run, folder)
+        formats = run.export.formats or (("merged", "adapter") if trained.adapters else ("merged",))
+        facts = {"step": step, "digest": checkpoints.read_mark(Path(run.paths.base))["digest"], "formats": formats}
+        with whole_folder.write(target, facts) as partial:
+            facts |= _write(run, trained, formats, partial)
+    say(f"export: {target} holds {' and '.join(formats)} of {folder}, {len(trained.adapters)} weights merged")
+    if left_out := facts.get("left_out"):
+        say(f"export: adapter/ lacks {len(left_out)} weights of multi-token prediction, which transformers does not build")
+    distributed.destroy_process_group()
+
+
+def _checkpoint(run: Run) -> tuple[Path, int]:
+    """The folder to export, and its step; 0 is the base."""
+    if run.export.checkpoint == "base":
+        return checkpoints.step_folder(Path(run.paths.base), 0), 0
+    folder = checkpoint_folder(run)
+    steps = checkpoints.complete_steps(folder)
+    if not steps:
+        raise Fault(f"{folder}: no complete checkpoint; one is made by python -m trainer.train")
+    step = steps[-1] if run.export.checkpoint == "latest" else run.export.checkpoint
+    if step not in steps:
+        raise Fault(f"export.checkpoint: {step} is not complete in {folder}; there are {', '.join(map(str, steps))}")
+    return checkpoints.step_folder(folder, step), step
+
+
+def _find(run: Run, folder: Path):
+    """What was trained, matched with the released model: every tensor of both sides has its counterpart."""
+    from trainer import merge, peft_format, torch_dist
+    from trainer.merged_format import Trained
+    from trainer.model import open_bridge
+
+    bridge = open_bridge(run)
+    registry, config = bridge._model_bridge.mapping_registry(), bridge.to_megatron_provider(load_weights=False)
+    model, stored = released.read(Path(run.paths.model)), torch_dist.open_checkpoint(folder)
+    recorded = json.loads((Path(run.paths.base) / SOURCE).read_text())
+    if recorded.keys() != model.tensors.keys():
+        raise Fault(f"{run.paths.base}: was not made from {model.folder}, whose tensors have other names")
+    copies = released.repeated(model)
+    trained = Trained(model, {name: row[2] for name, row in recorded.items()}, stored, config, copies=copies)
+    if any(".adapter." in name for name in stored.places):
+        trained.adapters.update(merge.find_adapters(stored, registry, model))
+    else:
+        computed = {name for name in model.tensors if released.COMPUTED.search(name)}
+        left_out = set(checkpoints.read_mark(Path(run.paths.base))["left_out"])
+        trained.values.update(merge.find_values(stored, registry, model, {*copies, *computed, *left_out}))
+    if "adapter" in (run.export.formats or ()) and not trained.adapters:
+        raise Fault(f"export.formats: adapter, but {folder} holds none")
+    if "adapter" in (run.export.formats or ("adapter",)):
+        peft_format.check(trained)
+    return trained
+
+
+def _write(run: Run, trained, formats: tuple[str, ...], partial: Path) -> dict:
+    from trainer import merged_format, peft_format
+
+    facts = {}
+    if "merged" in formats:
+        (partial / "merged").mkdir(exist_ok=True)
+        for file in trained.model.files()[whole_folder.rank() :: whole_folder.ranks()]:
+            merged_format.write_file(trained, file, partial / "merged")
+        if whole_folder.rank() == 0:
+            facts["chat_template"] = merged_format.copy_other_files(trained.model, partial / "merged")
+    if "adapter" in formats and whole_folder.rank() == 0:
+        facts["left_out"] = peft_format.write(trained, partial / "adapter", run.model.source)
+    return facts
+
+
+if __name__ == "__main__":
+    entry.start(main, inputs.check_export)

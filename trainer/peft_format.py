@@ -1,0 +1,190 @@
+"""Write a trained adapter as PEFT's LoRA or DoRA: adapter_config.json and adapter_model.safetensors.
+
+Megatron's fused layers become one adapter per released weight: A is the same, B is cut by rows.
+
+Experts. transformers 5 keeps all experts of a layer in two 3D parameters, gate_up_proj and down_proj, which PEFT adapts
+as `target_parameters`. For E experts of rank r the file has, per parameter, A of shape [E * r, in], expert by expert,
+and B of shape [out, r * E], in which the columns of one expert lie E apart. PEFT wraps the two parameters of a module
+one around the other; the inner one, gate_up_proj, is called base_layer.
+
+Dense layers beside experts. For these architectures PEFT (0.21) takes gate_proj, up_proj and down_proj in
+`target_modules` for the experts' names of transformers 4 and replaces them, so other layers of these names would lose
+their adapters. Their weights are named as `target_parameters` too. PEFT has no DoRA for parameters.
+
+transformers does not build multi-token-prediction layers, so their adapters cannot be in here: merged/ has them.
+"""
+
+import json
+import re
+import struct
+from collections import defaultdict
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from trainer import released
+from trainer.faults import Fault
+from trainer.merge import DTYPES, Adapter
+from trainer.merged_format import READABLE, Trained, as_bytes
+
+EXPERT = re.compile(r"(?P<experts>.+\.mlp\.experts)\.(?P<number>\d+)\.(?P<leaf>gate|up|down)_proj\.weight$")
+MLP = ("gate_proj", "up_proj", "down_proj")
+PREFIX = "base_model.model."
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+class Row(NamedTuple):
+    """A tensor of the file, made when it is written."""
+
+    key: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    make: Callable[[], torch.Tensor]
+
+
+def check(trained: Trained) -> None:
+    """Raise a Fault for an adapter that PEFT cannot express."""
+    moe = _has_experts(trained)
+    bad = [name for name, adapter in _expressible(trained).items() if adapter.magnitude and _as_parameter(name, moe)]
+    if bad:
+        raise Fault(
+            f"export.formats: PEFT has no DoRA for {released.enumerate_names(bad, 3)}; export as merged only, "
+            "or train linear_qkv and linear_proj alone"
+        )
+
+
+def write(trained: Trained, folder: Path, source: str) -> list[str]:
+    """Returns the released names whose adapters are left out."""
+    adapters, moe = _expressible(trained), _has_experts(trained)
+    rows, experts = [], defaultdict(dict)
+    for name, adapter in adapters.items():
+        if match := EXPERT.match(name):
+            experts[match["experts"]].setdefault(int(match["number"]), {})[match["leaf"]] = adapter
+        else:
+            rows += _module_rows(trained, name, adapter)
+    for name, of_layer in experts.items():
+        rows += _expert_rows(trained, name, [of_layer[number] for number in range(len(of_layer))])
+    folder.mkdir(parents=True, exist_ok=True)
+    _write_safetensors(folder / "adapter_model.safetensors", rows)
+    plain = {name for name in adapters if not EXPERT.match(name)}
+    modules = _shortest({name.removesuffix(".weight") for name in plain if not _as_parameter(name, moe)}, trained, 1)
+    parameters = _shortest({name for name in plain if _as_parameter(name, moe)}, trained, 3)
+    parameters += sorted({f"mlp.experts.{leaf}" for of_layer in experts.values() for leaf in _leaves(of_layer[0])})
+    text = json.dumps(_config(next(iter(adapters.values())), modules, parameters, source), indent=2)
+    (folder / "adapter_config.json").write_text(text + "\n")
+    for path in folder.iterdir():
+        path.chmod(READABLE)
+    return sorted(trained.adapters.keys() - adapters.keys())
+
+
+def _expressible(trained: Trained) -> dict[str, Adapter]:
+    mtp = released.of_mtp(trained.model)
+    return {name: adapter for name, adapter in trained.adapters.items() if name not in mtp}
+
+
+def _has_experts(trained: Trained) -> bool:
+    return any(EXPERT.match(name) for name in trained.model.tensors)
+
+
+def _as_parameter(name: str, moe: bool) -> bool:
+    return moe and name.removesuffix(".weight").rpartition(".")[2] in MLP
+
+
+def _module_rows(trained: Trained, name: str, adapter: Adapter) -> list[Row]:
+    prefix, rank = PREFIX + name.removesuffix(".weight"), adapter.a.shape[0]
+    out, width = trained.model.tensors[name].shape
+
+    def factor(which: int) -> torch.Tensor:
+        return adapter.factors(trained.stored, trained.config)[which]
+
+    rows = [
+        Row(f"{prefix}.lora_A.weight", (rank, width), adapter.a.dtype, lambda: factor(0)),
+        Row(f"{prefix}.lora_B.weight", (out, rank), adapter.b.dtype, lambda: factor(1)),
+    ]
+    if adapter.magnitude:
+        magnitudes = lambda: adapter.magnitudes(trained.stored, trained.config)  # noqa: E731
+        rows.append(Row(f"{prefix}.lora_magnitude_vector", (out,), adapter.magnitude.dtype, magnitudes))
+    return rows
+
+
+def _expert_rows(trained: Trained, name: str, experts: list[dict[str, Adapter]]) -> list[Row]:
+    rows = []
+    for leaf, parts in _leaves(experts[0]).items():
+        inner = ".base_layer" if leaf == "gate_up_proj" and "down" in experts[0] else ""
+        a, b = experts[0][parts[0]].a, experts[0][parts[0]].b
+        rank, width, out, count = a.shape[0], a.shape[1], b.shape[0], len(experts)
+
+        def stack_a(parts=parts) -> torch.Tensor:
+            return torch.cat([expert[parts[0]].factors(trained.stored, trained.config)[0] for expert in experts])
+
+        def stack_b(parts=parts) -> torch.Tensor:
+            whole = [
+                torch.cat([expert[part].factors(trained.stored, trained.config)[1] for part in parts])
+                for expert in experts
+            ]
+            return torch.stack(whole).permute(1, 2, 0).flatten(1)
+
+        rows.append(Row(f"{PREFIX}{name}{inner}.lora_A.weight", (count * rank, width), a.dtype, stack_a))
+        rows.append(Row(f"{PREFIX}{name}{inner}.lora_B.weight", (out, rank * count), b.dtype, stack_b))
+    return rows
+
+
+def _leaves(expert: dict[str, Adapter]) -> dict[str, tuple[str, ...]]:
+    """transformers' parameters that this expert's adapters change, and the released weights in them."""
+    leaves = {"gate_up_proj": ("gate", "up"), "down_proj": ("down",)}
+    return {leaf: parts for leaf, parts in leaves.items() if parts[0] in expert}
+
+
+def _shortest(names: set[str], trained: Trained, parts: int) -> list[str]:
+    """Names to which PEFT's rule (equal, or the end of the full name) gives just these; short ones where they do."""
+    whole = _expressible_names(trained, names)
+    short = {_ending(name, parts) for name in names}
+    meant = {name for name in whole if any(name.endswith("." + ending) for ending in short)}
+    return sorted(short if meant == names else names)
+
+
+def _expressible_names(trained: Trained, names: set[str]) -> set[str]:
+    weights = {name for name in trained.model.tensors if not EXPERT.match(name)} - released.of_mtp(trained.model)
+    return weights if all(name.endswith(".weight") for name in names) else {n.removesuffix(".weight") for n in weights}
+
+
+def _ending(name: str, parts: int) -> str:
+    """What follows the layer's number, or the last part of it."""
+    inside = re.sub(r"^.*\.layers\.\d+\.", "", name)
+    return inside if parts > 1 else inside.rpartition(".")[2]
+
+
+def _config(adapter: Adapter, modules: list[str], parameters: list[str], source: str) -> dict:
+    rank = adapter.a.shape[0]
+    found = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": source,
+        "r": rank,
+        "lora_alpha": adapter.alpha,
+        "lora_dropout": 0.0,  # it is for use, and PEFT refuses any other value beside target_parameters
+        "target_modules": modules,
+        "use_dora": adapter.magnitude is not None,
+        "use_rslora": False,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+    }
+    return found | ({"target_parameters": parameters} if parameters else {})
+
+
+def _write_safetensors(path: Path, rows: list[Row]) -> None:
+    header, end = {"__metadata__": {"format": "pt"}}, 0
+    for row in rows:
+        start, end = end, end + torch.Size(row.shape).numel() * row.dtype.itemsize
+        header[row.key] = {"dtype": NAMES[row.dtype], "shape": row.shape, "data_offsets": [start, end]}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    with path.open("wb") as f:
+        f.write(struct.pack("<Q", len(text)) + text)
+        for row in rows:
+            tensor = row.make()
+            assert tensor.shape == row.shape, f"{row.key}: {tensor.shape} instead of {row.shape}"
+            f.write(as_bytes(tensor))
