@@ -249,6 +249,8 @@ def probe(url: str, method: str = "GET") -> int | str:
                 answer[0] = response.status
         except urllib.error.HTTPError as error:
             answer[0] = error.code
+        except TimeoutError:
+            pass  # the first answer stands; from 3.10 on the socket's own limit ends here, before the thread's
         except urllib.error.URLError as error:
             answer[0] = getattr(error.reason, "strerror", None) or type(error.reason).__name__
         except (OSError, ValueError, http.client.HTTPException) as error:

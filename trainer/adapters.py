@@ -8,8 +8,8 @@ Experts. Bridge 0.6.2's adapter per expert is wrong under expert tensor parallel
 gathers the hidden values outside autograd, so A gets no gradient; on fc2 each rank multiplies only its own part of the
 hidden values, and the dispatcher then adds up copies of the result. ExpertAdapter repairs both.
 
-DoRA. Bridge takes the norm of a row-parallel weight over one rank's columns only; DoRALinear takes it over all. Nor does
-Bridge mark the magnitudes' gradients as partial (row-parallel) or cut (column-parallel) over ranks.
+DoRA. Bridge takes the norm of a row-parallel weight over one rank's columns only; DoRALinear takes it over all. Bridge
+does not mark the magnitudes' gradients as partial (row-parallel) or cut (column-parallel) over ranks either.
 The three can go when Bridge does the same; tests/trainer/test_layouts.py holds each.
 """
 

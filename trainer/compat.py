@@ -26,13 +26,14 @@ To save a small checkpoint in 1 s instead of 9:
 
 import contextlib
 import importlib.metadata
-import importlib.util
+import inspect
 import queue
 import sys
 from collections.abc import Callable, Mapping
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 from trainer import lazy_bridge
 
@@ -96,7 +97,8 @@ COMPILER = {
 
 def install(compiles: bool) -> None:
     """Make Megatron-Bridge importable on this host, quickly. Call once, before the first import of Megatron."""
-    sys.modules.update(dict.fromkeys(HIDDEN))  # None: `import` raises and find_spec finds nothing
+    hidden: dict[str, Any] = dict.fromkeys(HIDDEN)
+    sys.modules.update(hidden)  # None: `import` raises and find_spec finds nothing
     for module, functions in MODELOPT.items():
         for function in functions:
             setattr(_stand_in(module), function, lambda *args, **kwargs: None)
@@ -127,18 +129,11 @@ def install(compiles: bool) -> None:
 @contextlib.contextmanager
 def _no_compiler():
     """torch._dynamo is not imported for functions that are only marked as not to be compiled."""
-    from torch.optim import Optimizer, adam
-    from torch.utils.checkpoint import checkpoint
+    from torch.optim import Optimizer
 
-    for marked in (
-        Optimizer.add_param_group,
-        Optimizer.load_state_dict,
-        Optimizer.state_dict,
-        Optimizer.zero_grad,
-        adam.adam,
-        checkpoint,
-    ):
-        marked.__wrapped__.__dynamo_disable = marked.__wrapped__  # where torch._compile keeps its result
+    for method in (Optimizer.add_param_group, Optimizer.load_state_dict, Optimizer.state_dict, Optimizer.zero_grad):
+        function = inspect.unwrap(method)
+        function.__dynamo_disable = function  # where torch._compile keeps what it asks torch._dynamo for
 
     def mark(function=None, *args, **kwargs):
         return function or (lambda function: function)
@@ -155,8 +150,8 @@ def _import_transformers() -> None:
 
     importlib.metadata.packages_distributions = everything
     scan = import_utils.define_import_structure
-    folder = importlib.util.find_spec("transformers.models").submodule_search_locations[0]
-    by_backend = scan(Path(folder), prefix="models")  # as transformers/__init__.py calls it: the result is kept
+    # As transformers/__init__.py has called it: the result was kept.
+    by_backend = scan(Path(import_utils.__file__).parents[1] / "models", prefix="models")
     import_utils.define_import_structure = lambda path: {
         backends: {name.removeprefix("models."): names for name, names in modules.items() if name.startswith("models.")}
         for backends, modules in by_backend.items()

@@ -38,7 +38,7 @@ def main(run: Run) -> None:
             facts |= _write(run, trained, formats, partial)
     say(f"export: {target} holds {' and '.join(formats)} of {folder}, {len(trained.adapters)} weights merged")
     if left_out := facts.get("left_out"):
-        say(f"export: adapter/ lacks {len(left_out)} weights of multi-token prediction, which transformers does not build")
+        say(f"export: adapter/ lacks {len(left_out)} of them, of MTP layers, which transformers does not build")
     distributed.destroy_process_group()
 
 

@@ -99,12 +99,14 @@ def _check_file(trained: Trained, target: Path, entries: list) -> None:
 
 def _is_right(trained: Trained, target: Path, name: str, entry: Entry) -> bool:
     source = trained.copies.get(name, name)
-    if source in trained.adapters:
-        adapter, found = trained.adapters[source], load(target.parent, entry)
-        factors = adapter.factors(trained.stored, trained.config)
-        magnitude = adapter.magnitudes(trained.stored, trained.config)
-        before = load(trained.model.folder, trained.model.tensors[source])
-        return merge.is_merged(found, before, *factors, adapter.scale, magnitude)
     if source in trained.values:
         return bool(load(target.parent, entry).isfinite().all())
-    return released.checksum(target, entry) == trained.sums[name]
+    if source not in trained.adapters:
+        return released.checksum(target, entry) == trained.sums[name]
+    adapter, before = trained.adapters[source], trained.model.tensors[source]
+    if released.checksum(trained.model.folder / before.file, before) != trained.sums[source]:
+        return False  # the release is not the one that was trained
+    factors = adapter.factors(trained.stored, trained.config)
+    magnitude = adapter.magnitudes(trained.stored, trained.config)
+    found = load(target.parent, entry)
+    return merge.is_merged(found, load(trained.model.folder, before), *factors, adapter.scale, magnitude)

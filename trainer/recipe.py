@@ -124,8 +124,8 @@ def make_dataset(run: Run):
     space = " " if between.endswith(" ") else ""
     packing = {}
     if data.packed:
-        # Each packed pair is cut over cp and sp on its own, so each must divide. 16 serves most layouts, which then train
-        # on the same packed sequences; it costs 8 tokens a pair.
+        # Each packed pair is cut over cp and sp on its own, so each must divide. 16 serves most layouts, which then
+        # train on the same packed sequences; it costs 8 tokens a pair.
         multiple = lcm(16, (2 * layout.cp if layout.cp > 1 else 1) * (layout.tp if layout.sp else 1))
         packing = {
             "enable_offline_packing": True,

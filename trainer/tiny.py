@@ -107,8 +107,33 @@ CHAT_TEMPLATE = """\
 {%- endfor -%}
 {%- if add_generation_prompt -%}{{- '<|assistant|>\\n' -}}{%- endif -%}
 """
-WORDS = """apple bridge candle desert engine forest garden hammer island jacket kettle ladder marble needle orange
-pencil quarry river silver table umbrella valley window yellow zebra""".split()
+WORDS = [
+    "apple",
+    "bridge",
+    "candle",
+    "desert",
+    "engine",
+    "forest",
+    "garden",
+    "hammer",
+    "island",
+    "jacket",
+    "kettle",
+    "ladder",
+    "marble",
+    "needle",
+    "orange",
+    "pencil",
+    "quarry",
+    "river",
+    "silver",
+    "table",
+    "umbrella",
+    "valley",
+    "window",
+    "yellow",
+    "zebra",
+]
 TOKENIZER_TEXT = """\
 What is 17 + 25? Repeat the words: the answer is 42, and the words are the same as those of the question.
 A model reads a sequence of tokens and predicts the next one. A mixture of experts sends each token to a few of its

@@ -35,7 +35,7 @@ BOUNDS = {"fp32": 1e-3, "bf16": 2e-2}  # relative
 LOSSES = ("lm_loss", "mtp_loss")  # the second where the model has multi-token prediction
 SETTINGS = [f"train.steps={STEPS}", "train.validate_every=0", f"checkpoint.save_every={STEPS}"]
 # Adam's first steps are as long as the learning rate, whatever the gradient: where that is rounding noise, so is the
-# step, and at conf/tiny.yaml's rate a token of the next one is routed to another expert. This is conf/glm47.yaml's rate.
+# step, and at conf/tiny.yaml's rate some later token goes to another expert. This is conf/glm47.yaml's rate.
 RATE = "optimizer.lr=1e-4"
 ADAPTERS = {"lora": ["adapter.kind=lora", RATE], "full": ["adapter.kind=none", RATE]}
 RUN_SECONDS = 300  # most that a run may take; about 40 on an idle machine

@@ -1,6 +1,6 @@
-"""Logits of transformers' model, with PEFT's adapter where there is one: tokens, then a model and adapter per job.
+"""Logits of transformers' models in fp32, with a PEFT adapter where one is given. Started by test_export.py.
 
-Reads one JSON list of jobs {model, adapter or null, tokens, out}; computes in fp32.
+Reads one JSON list of jobs, each with model, adapter (or null), tokens and out.
 """
 
 import json

@@ -1,7 +1,8 @@
-"""Logits of Megatron's model, on one rank; reads jobs, one line of JSON each. Started by test_export.py.
+"""Logits of Megatron's model; reads jobs, one line of JSON each. Started by test_export.py.
 
-A job has run, tokens and out; with `checkpoint`, that adapter is loaded on top of the base. With `invent`, the adapter
-gets random values and is saved there as a checkpoint, as training would save it; `merged` wants Bridge's own merge too.
+A job has run, tokens and out. With `checkpoint` it is that checkpoint's model: the adapter on top of the base, or all
+weights where run.adapter.kind is none. With `invent`, the adapter gets random values and is saved there as training
+would save it. The weights that Megatron-Bridge would export go into the same file as the logits.
 """
 
 import json
@@ -10,8 +11,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from conf.schema import Run  # noqa: E402
-from trainer import checkpoints, forked  # noqa: E402
+from conf.schema import Run
+from trainer import checkpoints, forked
 
 
 def main() -> None:
@@ -28,7 +29,6 @@ def main() -> None:
 
 def answer(run: Run, job: dict) -> None:
     import torch
-    from megatron.core import dist_checkpointing
 
     from trainer.model import make_provider, open_bridge
     from trainer.recipe import make_adapter
@@ -39,33 +39,36 @@ def answer(run: Run, job: dict) -> None:
     provider.finalize()
     provider.initialize_model_parallel(seed=1)
     model = provider.provide_distributed_model(wrap_with_ddp=False)
-    load(model, Path(run.paths.base) / "iter_0000000", lambda key: True)
+    adapter = make_adapter(run)
+    load(model, Path(run.paths.base) / "iter_0000000")
+    if adapter and ("invent" in job or "checkpoint" in job):
+        model = adapter(model, training=False)
+    if "checkpoint" in job:
+        load(model, Path(job["checkpoint"]), ".adapter." if adapter else "")
     if "invent" in job:
-        model = make_adapter(run)(model, training=False)
         invent(model)
         save(run, model, Path(job["invent"]))
-    elif "checkpoint" in job:
-        model = make_adapter(run)(model, training=False)
-        load(model, Path(job["checkpoint"]), lambda key: ".adapter." in key)
     model[0].eval()
     tokens = torch.tensor(job["tokens"])
-    positions = torch.arange(tokens.shape[1]).expand_as(tokens)
     with torch.no_grad():
-        found = {"logits": model[0](tokens, positions, None).float()}
-    if job.get("merged"):
-        found |= dict(bridge.export_hf_weights(model, cpu=True, show_progress=False))
-    torch.save(found, job["out"])
+        logits = model[0](tokens, torch.arange(tokens.shape[1]).expand_as(tokens), None).float()
+    shares = [torch.empty_like(logits) for _ in range(run.layout.tp)]  # of the vocabulary
+    torch.distributed.all_gather(shares, logits.contiguous())
+    weights = dict(bridge.export_hf_weights(model, cpu=True, show_progress=False))
+    if torch.distributed.get_rank() == 0:
+        torch.save({"logits": torch.cat(shares, -1), "weights": weights}, job["out"])
+    torch.distributed.destroy_process_group()
 
 
-def adapter_state(model, keep) -> dict:
+def state_of(model, part: str) -> dict:
     state = model[0].sharded_state_dict()
-    return {key: value for key, value in state.items() if keep(key) and "_extra_state" not in key}
+    return {key: value for key, value in state.items() if part in key and "_extra_state" not in key}
 
 
-def load(model, folder: Path, keep) -> None:
+def load(model, folder: Path, part: str = "") -> None:
     from megatron.core import dist_checkpointing
 
-    model[0].load_state_dict(dist_checkpointing.load(adapter_state(model, keep), str(folder)), strict=False)
+    model[0].load_state_dict(dist_checkpointing.load(state_of(model, part), str(folder)), strict=False)
 
 
 def invent(model) -> None:
@@ -83,7 +86,7 @@ def save(run: Run, model, folder: Path) -> None:
     from megatron.core import dist_checkpointing
 
     folder.mkdir(parents=True)
-    dist_checkpointing.save(adapter_state(model, lambda key: ".adapter." in key), str(folder))
+    dist_checkpointing.save(state_of(model, ".adapter."), str(folder))
     (folder / "run_config.yaml").write_text(f"peft: {{dim: {run.adapter.rank}, alpha: {run.adapter.alpha}}}\n")
     checkpoints.mark(folder, step=1)
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from conf.schema import Run  # noqa: E402
-from trainer import forked  # noqa: E402
+from conf.schema import Run
+from trainer import forked
 
 
 def main() -> None:

@@ -155,7 +155,8 @@ def test_all_wrong_keys_at_once():
 def test_too_little_space_is_seen_before_it_is_used(run, tmp_path):
     small = tmp_path / "small"
     small.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", small], capture_output=True, check=False)
+    mount = ["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", small]
+    mounted = subprocess.run(mount, capture_output=True, check=False)
     if mounted.returncode:
         pytest.skip(f"no tmpfs here: {mounted.stderr.decode().strip()}")
     try:

@@ -19,9 +19,10 @@ from trainer import adapters, lazy_bridge, recipe
 
 lazy_bridge.load_family("Glm4MoeForCausalLM")
 import torch
+from transformer_engine.pytorch.optimizers import FusedAdam
 
 layer = torch.nn.Linear(2, 2, device="cuda")
-optimizer = torch.optim.Adam(layer.parameters())
+optimizer = FusedAdam(layer.parameters())
 layer(torch.ones(1, 2, device="cuda")).sum().backward()
 optimizer.step()
 optimizer.zero_grad()
@@ -61,11 +62,7 @@ from megatron.core.dist_checkpointing.strategies import filesystem_async
 
 answers["queue"] = type(filesystem_async.get_write_results_queue()).__module__
 
-import datasets
-import torch._dynamo.config
-from torch.utils import tensorboard
-
-answers["real"] = [bool(datasets.Dataset), bool(torch._dynamo.optimize), bool(tensorboard.SummaryWriter.add_scalar)]
+answers["files"] = [importlib.util.find_spec(name).origin for name in ("datasets", "sympy", "torch._dynamo")]
 answers["found"] = [name for name in ("mlflow", "nvidia_resiliency_ext", "wandb") if importlib.util.find_spec(name)]
 print(json.dumps(answers))
 """
@@ -79,7 +76,7 @@ def started() -> dict:
 
 
 @pytest.fixture
-def heavy(tmp_path, monkeypatch) -> str:
+def heavy(tmp_path, monkeypatch):
     """A module whose import can be seen: its name enters sys.modules."""
     (tmp_path / "heavy.py").write_text("class Thing:\n    pass\n\n\nother = 1\n")
     monkeypatch.syspath_prepend(tmp_path)
@@ -105,11 +102,11 @@ def test_leaves_out_what_training_does_not_use(started):
         "megatron.energon",
         "modelopt.torch.quantization",
     } | (set() if platform.has_gpu() else compiler)
-    assert not unused & set(started["imported"])
+    assert unused & set(started["imported"]) == set()
 
 
 def test_what_was_left_out_can_be_imported_later(started):
-    assert all(started["real"])
+    assert all(file.endswith("__init__.py") for file in started["files"])
 
 
 def test_hides_trackers_and_takes_out_what_stood_in(started):

@@ -129,11 +129,7 @@ def test_packed_is_the_same_loss_as_unpacked(configure, ranks, base, work):
     (work / "few" / "training.jsonl").write_text("".join(json.dumps(row) + "\n" for row in short))
     common = ["train.steps=1", f"paths.data={work}/few", "optimizer.warmup_steps=0", "optimizer.decay=constant"]
     apart = ranks("train", configure("llama", f"paths.output={work}/apart", *common, "train.global_batch=4"))
-    together = ranks(
-        "train",
-        configure(
-            "llama", f"paths.output={work}/pack", *common, "train.global_batch=1", "data.packed=true", "data.seq_length=512"
-        ),
-    )
+    packed = ["train.global_batch=1", "data.packed=true", "data.seq_length=512"]
+    together = ranks("train", configure("llama", f"paths.output={work}/pack", *common, *packed))
     assert together.code == 0, together.output
     assert abs(losses(together)[1] - losses(apart)[1]) < 1e-5

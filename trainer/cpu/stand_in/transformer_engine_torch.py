@@ -1,5 +1,7 @@
 """The one function of Transformer Engine's extension that Megatron calls by itself: dealing out packed sequences."""
 
+from itertools import pairwise
+
 import torch
 
 
@@ -9,7 +11,7 @@ def thd_get_partitioned_indices(cu_seqlens, total_tokens: int, world_size: int, 
     if bounds[-1] < total_tokens:
         bounds.append(total_tokens)  # padding behind the last sequence is dealt out like one
     parts = []
-    for start, end in zip(bounds, bounds[1:], strict=False):
+    for start, end in pairwise(bounds):
         chunks = torch.arange(start, end, dtype=torch.int32).view(2 * world_size, -1)
         parts += [chunks[rank], chunks[2 * world_size - 1 - rank]]
     return torch.cat(parts)
