@@ -21,7 +21,6 @@ from trainer import checkpoints, entry, inputs, platform, released, whole_folder
 from trainer.console import megatron_to, say
 from trainer.faults import Fault
 
-SOURCE = "source.json"
 TOOLS = ("megatron-bridge", "megatron-core", "torch", "transformers")
 
 
@@ -70,7 +69,7 @@ def _convert(run: Run, model: released.Model, sums: dict[str, str], facts: dict)
         bridge.save_megatron_model(chunks, partial)
         if whole_folder.rank() == 0:
             rows = {name: [t.dtype, t.shape, sums[name]] for name, t in model.tensors.items()}
-            (partial / SOURCE).write_text(json.dumps(rows))
+            (partial / released.SOURCE).write_text(json.dumps(rows))
 
 
 def _checksums(model: released.Model) -> dict[str, str]:

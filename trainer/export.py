@@ -20,8 +20,6 @@ from trainer.console import megatron_to, say
 from trainer.faults import Fault
 from trainer.recipe import checkpoint_folder
 
-SOURCE = "source.json"
-
 
 def main(run: Run) -> None:
     platform.start()
@@ -65,7 +63,7 @@ def _find(run: Run, folder: Path):
     bridge = open_bridge(run)
     registry, config = bridge._model_bridge.mapping_registry(), bridge.to_megatron_provider(load_weights=False)
     model, stored = released.read(Path(run.paths.model)), torch_dist.open_checkpoint(folder)
-    recorded = json.loads((Path(run.paths.base) / SOURCE).read_text())
+    recorded = json.loads((Path(run.paths.base) / released.SOURCE).read_text())
     if recorded.keys() != model.tensors.keys():
         raise Fault(f"{run.paths.base}: was not made from {model.folder}, whose tensors have other names")
     copies = released.repeated(model)

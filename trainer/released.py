@@ -17,6 +17,7 @@ from typing import BinaryIO
 
 from trainer.faults import Fault
 
+SOURCE = "source.json"  # beside a converted model: what each released tensor was
 BLOCK = 16 * 2**20
 # Left over in old Llama checkpoints; every model class computes it.
 COMPUTED = re.compile(r"\.rotary_emb\.inv_freq$")

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from flows import doctor
+from flows import doctor, packages
 
 ROOT = Path(__file__).parents[2]
-EXTRA = "gpu" if "vllm" in doctor.installed() else "cpu"
+EXTRA = "gpu" if "vllm" in packages.installed() else "cpu"
 VARIABLES = ("PREFECT_API_URL", "MLFLOW_TRACKING_URI", "FINETUNE_STORE", "AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3")
 
 
@@ -78,7 +78,7 @@ def test_another_python_is_the_only_lack_named(monkeypatch):
 
 
 def test_packages_missing_or_of_another_version_are_named():
-    have = doctor.installed()
+    have = packages.installed()
     del have["prefect"]
     have["torch"] = "1.0"
     finding = doctor.packages(have, EXTRA)
@@ -110,8 +110,8 @@ def test_lock_is_walked_along_extras_markers_and_versions():
         package("e", "1", [{"name": "a"}]),
     ]
     lock = {"package": [project, a, *rest]}
-    assert doctor.locked(lock, "cpu") == {"a": "5", "c": "1", "e": "1"}
-    assert doctor.locked(lock, "gpu") == {"a": "5", "c": "2", "d": "1", "e": "1"}
+    assert packages.locked(lock, "cpu") == {"a": "5", "c": "1", "e": "1"}
+    assert packages.locked(lock, "gpu") == {"a": "5", "c": "2", "d": "1", "e": "1"}
 
 
 @pytest.mark.parametrize(

@@ -4,8 +4,8 @@
 
 For two kinds of model, LoRA and full fine-tuning, fp32 and bf16: ten steps on the GPU, with Transformer Engine and
 grouped GEMM, ten on the CPU, and golden.json's ten, recorded on a CPU once. Every loss of every step is compared.
-Then, per kind and adapter, five steps on the GPU, whose checkpoint is resumed on the CPU and exported there; the steps
-after it are compared with those of the runs that were not interrupted.
+Then, per kind and adapter in fp32, five steps on the GPU, whose checkpoint is resumed on the CPU and exported there;
+these ten steps are compared with those of the runs that were not interrupted.
 
 The table has the largest relative difference of each pair; below it stands the same as one line of JSON. Exit code 1
 when a difference is above its bound or a run fails. --cpu-only leaves the GPU's part to the CPU, which tests this

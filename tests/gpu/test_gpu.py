@@ -1,0 +1,83 @@
+"""The comparison of a GPU with the CPU where there is one; on any host, the CPU's part and what packs the kit."""
+
+import json
+import runpy
+import shutil
+import struct
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+FOLDER = Path(__file__).parent
+COMPARE = runpy.run_path(str(FOLDER / "compare.py"))
+SLIM = runpy.run_path(str(FOLDER / "slim_fatbin.py"))["slim"]
+
+
+@pytest.mark.gpu
+@pytest.mark.timeout(1200)
+def test_the_gpu_trains_what_the_cpu_trains():
+    if (
+        not shutil.which("nvidia-smi")
+        or "GPU 0" not in subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True).stdout
+    ):
+        pytest.skip("no GPU here")
+    done = subprocess.run(["bash", FOLDER / "run"], capture_output=True, text=True)
+    assert json.loads(done.stdout.splitlines()[-1])["passed"], done.stdout + done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_the_cpu_trains_what_the_golden_file_says(tmp_path):
+    command = [sys.executable, FOLDER / "compare.py", "--cpu-only", "--out", tmp_path]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    figures = json.loads((tmp_path / "figures.json").read_text())
+    assert {row["pair"] for row in figures["differences"]} == {"cpu/golden", "resumed/cpu"}
+
+
+def test_golden_file_has_every_case():
+    golden = json.loads((FOLDER / "golden.json").read_text())
+    assert list(golden) == [str(case) for case in COMPARE["CASES"]]
+    assert {len(losses) for case in golden.values() for losses in case.values()} == {COMPARE["STEPS"]}
+
+
+def test_difference_is_the_largest_of_any_loss_and_step():
+    difference = COMPARE["difference"]
+    assert (
+        difference({"lm_loss": [2.0, 4.0], "mtp_loss": [1.0, 1.0]}, {"lm_loss": [2.0, 5.0], "mtp_loss": [1.0, 1.1]})
+        == 0.2
+    )
+    assert difference({"lm_loss": [float("nan")]}, {"lm_loss": [1.0]}) == float("inf")
+    assert difference({"lm_loss": [1.0]}, {"lm_loss": [1.0], "mtp_loss": [1.0]}) == float("inf")
+
+
+def fat_binary(*entries: tuple[int, int, bytes]) -> bytes:
+    packed = b"".join(
+        struct.pack("<HHIQ12xI32x", kind, 257, 64, len(code), arch) + code for kind, arch, code in entries
+    )
+    return struct.pack("<IHHQ", 0xBA55ED50, 1, 16, len(packed)) + packed
+
+
+def test_slim_keeps_one_architecture_s_machine_code(tmp_path):
+    library = tmp_path / "library.so"
+    before = fat_binary((2, 80, b"a" * 8), (2, 90, b"b" * 8), (1, 90, b"ptx" * 8))
+    library.write_bytes(b"\x7fELF" + before + b"host code" + fat_binary((2, 90, b"c" * 16)) + b"end")
+
+    SLIM(library, 90)
+
+    after = fat_binary((2, 80, bytes(8)), (2, 90, b"b" * 8), (1, 90, bytes(24)))
+    assert library.read_bytes() == b"\x7fELF" + after + b"host code" + fat_binary((2, 90, b"c" * 16)) + b"end"
+
+
+def test_slim_refuses_what_it_does_not_understand(tmp_path):
+    library = tmp_path / "library.so"
+    for content, reason in (
+        (fat_binary((2, 80, b"a" * 8)), "no machine code"),
+        (fat_binary((7, 90, b"a" * 8)), "kind 7"),
+    ):
+        library.write_bytes(content)
+        with pytest.raises(ValueError, match=reason):
+            SLIM(library, 90)
+        assert library.read_bytes() == content
