@@ -20,7 +20,7 @@ from pathlib import Path
 
 from conf.load import ConfigError, dump, load
 from conf.schema import Run
-from trainer.faults import Fault
+from trainer.faults import Fault, line_of
 
 FAULT_FILE = "TRAINER_FAULT_FILE"
 
@@ -52,18 +52,15 @@ def faults_in_one_line():
     """Turns what is not this program's defect into a line on stderr and exit code 2."""
     try:
         yield
-    except (ConfigError, Fault) as fault:
-        _report(str(fault))
+    except ConfigError as error:
+        _report(str(error))
         sys.exit(2)
-    except OSError as error:
-        if error.errno not in _ENVIRONMENT:
+    except BaseException as error:  # torch's CheckpointException is no Exception
+        line = line_of(error)
+        if line is None:
             raise
-        _report(f"{error.filename or 'disk'}: {error.strerror}")
+        _report(line)
         sys.exit(2)
-
-
-# Disk full, quota reached, read-only file system, no permission: the host's state, not a defect.
-_ENVIRONMENT = (28, 122, 30, 13)
 
 
 def _arguments() -> argparse.Namespace:

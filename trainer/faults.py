@@ -1,5 +1,30 @@
-"""A fault of the person who started the command: one line on stderr, exit code 2, no stack trace."""
+"""A fault of the person who started the command, or of the host: one line on stderr, exit code 2, no stack trace."""
+
+import os
+from errno import EACCES, EDQUOT, ENOSPC, EROFS
+
+WRITER_DIED = "Worker failure"  # megatron-core's words; it passes on the kind of the writer's error, not its text
+HOST = (EACCES, EDQUOT, ENOSPC, EROFS)
 
 
 class Fault(ValueError):
     """What is wrong, with the value, and what would be right."""
+
+
+def line_of(error: BaseException) -> str | None:
+    """The line for an error that is no defect of this program; None for one that is.
+
+    A disk that fills up while Megatron saves comes as an error of its own that holds the first one, or only its text.
+    """
+    seen: BaseException | None = error
+    while seen is not None:
+        if isinstance(seen, Fault):
+            return str(seen)
+        if isinstance(seen, OSError) and seen.errno in HOST:
+            return f"{seen.filename or 'disk'}: {os.strerror(seen.errno)}"
+        seen = seen.__cause__ or seen.__context__
+    text = str(error)
+    if WRITER_DIED in text and "OSError" in text:
+        return "disk: a checkpoint could not be written"
+    full = os.strerror(ENOSPC)
+    return f"disk: {full}" if full in text else None

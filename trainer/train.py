@@ -9,11 +9,13 @@ Reads the converted model (trainer.convert) and training.jsonl. Writes <paths.ou
 
 import logging
 import os
+import shutil
 from pathlib import Path
 
 from conf.schema import Run
 from trainer import checkpoints, entry, inputs, platform
 from trainer.console import megatron_to, say
+from trainer.faults import WRITER_DIED, Fault, line_of
 from trainer.recipe import checkpoint_folder, last_step, make_config
 
 
@@ -48,10 +50,19 @@ def main(run: Run) -> None:
     except SystemExit as leave:  # Bridge's way to end after SIGTERM, once its checkpoint is written
         if leave.code:
             raise
+    except BaseException as error:  # torch's CheckpointException is no Exception
+        if WRITER_DIED not in str(error):
+            raise
+        free = shutil.disk_usage(folder).free / 1e6
+        if os.environ["RANK"] == "0":
+            checkpoints.remove_incomplete(folder)
+        raise Fault(f"{folder}: a checkpoint could not be written; {free:.1f} MB are free there") from error
 
 
 def _is_failure(record: logging.LogRecord) -> bool:
-    return not (record.exc_info and record.exc_info[0] is SystemExit)
+    """Bridge logs whatever ends its loop as a failure, with a stack trace: an orderly end and a fault are none."""
+    error = record.exc_info[1] if record.exc_info else None
+    return not (isinstance(error, SystemExit) or (error and line_of(error)))
 
 
 if __name__ == "__main__":
