@@ -44,7 +44,7 @@ def demand(bridge, model) -> Demand:
         if mapping is None:
             unmapped.append(whole_name)
             continue
-        module, _ = get_module_and_param_from_name(model, name, stage)
+        module = get_module_and_param_from_name(model, name, stage)[0]
         whole = _whole_shape(mapping, whole_name, tensor, module)
         if whole_name.endswith(VOCABULARY):
             whole = (bridge.hf_pretrained.config.vocab_size, *whole[1:])  # without the rows that pad it

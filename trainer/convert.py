@@ -14,6 +14,8 @@ FP8 releases are refused. The floating-point type is train.precision's: a releas
 
 import importlib.metadata
 import json
+import os
+import warnings
 from pathlib import Path
 
 from conf.schema import Run
@@ -26,31 +28,34 @@ TOOLS = ("megatron-bridge", "megatron-core", "torch", "transformers")
 
 def main(run: Run) -> None:
     platform.start()
-    from torch import distributed
+    import torch
 
-    distributed.init_process_group(platform.backend())
+    if platform.has_gpu():
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    torch.distributed.init_process_group(platform.backend())
     model, base = released.read(Path(run.paths.model)), Path(run.paths.base)
     facts = {"architecture": model.config["architectures"][0], "precision": run.train.precision, "mtp": run.model.mtp}
-    before = whole_folder.gather(checkpoints.read_mark(base))[0]  # rank 0's view, so that all go the same way
-    same = before is not None and all(before.get(key) == value for key, value in facts.items())
-    if same and before["stamps"] == whole_folder.gather(model.stamps())[0]:
+    before, stamps = whole_folder.gather((checkpoints.read_mark(base) or {}, model.stamps()))[0]  # as rank 0 sees them
+    same = all(before.get(key) == value for key, value in facts.items())
+    if same and before["stamps"] == stamps:
         say(f"convert: {base} is already there, from these {before['tensors']} tensors")
     else:
         sums = _checksums(model)
-        facts |= {"digest": released.digest(model, sums), "tensors": len(model.tensors), "stamps": model.stamps()}
+        facts |= {"digest": released.digest(model, sums), "tensors": len(model.tensors), "stamps": stamps}
         facts["tools"] = {tool: importlib.metadata.version(tool) for tool in TOOLS}
         if same and before["digest"] == facts["digest"]:
             say(f"convert: {base} is already there, from the same {before['tensors']} tensors")
         else:
             _convert(run, model, sums, facts)
             say(f"convert: {base} holds all {len(model.tensors)} tensors of {model.folder}")
-    distributed.destroy_process_group()
+    torch.distributed.destroy_process_group()
 
 
 def _convert(run: Run, model: released.Model, sums: dict[str, str], facts: dict) -> None:
     from trainer import census
     from trainer.model import make_provider, open_bridge
 
+    warnings.filterwarnings("ignore", "ModelProviderMixin-based")  # no user can migrate it
     base = Path(run.paths.base)
     left_out = set() if run.model.mtp else released.of_mtp(model)
     facts["left_out"] = sorted(left_out)
@@ -73,8 +78,7 @@ def _convert(run: Run, model: released.Model, sums: dict[str, str], facts: dict)
 
 
 def _checksums(model: released.Model) -> dict[str, str]:
-    mine = model.files()[whole_folder.rank() :: whole_folder.ranks()]
-    parts = whole_folder.gather(released.checksums(model, mine))
+    parts = whole_folder.gather(released.checksums(model, model.files()[whole_folder.rank() :: whole_folder.ranks()]))
     return {name: checksum for part in parts for name, checksum in part.items()}
 
 

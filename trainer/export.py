@@ -11,11 +11,10 @@ written one after another, one weight in memory at a time.
 Nothing is exported if a trained tensor has no place in the released model, or a released one nothing to fill it.
 """
 
-import json
 from pathlib import Path
 
 from conf.schema import Run
-from trainer import checkpoints, entry, inputs, platform, released, whole_folder
+from trainer import checkpoints, entry, inputs, platform, whole_folder
 from trainer.console import megatron_to, say
 from trainer.faults import Fault
 from trainer.recipe import checkpoint_folder
@@ -25,13 +24,18 @@ def main(run: Run) -> None:
     platform.start()
     from torch import distributed
 
+    from trainer import peft_format
+    from trainer.trained import find
+
     distributed.init_process_group("gloo")
     target = Path(run.paths.export)
     with megatron_to(Path(run.paths.output) / "logs"):
         folder, step = _checkpoint(run)
-        trained = _find(run, folder)
+        trained = find(run, folder)
         formats = run.export.formats or (("merged", "adapter") if trained.adapters else ("merged",))
-        facts = {"step": step, "digest": checkpoints.read_mark(Path(run.paths.base))["digest"], "formats": formats}
+        facts = {"step": step, "digest": trained.digest, "formats": formats}
+        if "adapter" in formats:
+            peft_format.check(trained)
         with whole_folder.write(target, facts) as partial:
             facts |= _write(run, trained, formats, partial)
     say(f"export: {target} holds {' and '.join(formats)} of {folder}, {len(trained.adapters)} weights merged")
@@ -52,33 +56,6 @@ def _checkpoint(run: Run) -> tuple[Path, int]:
     if step not in steps:
         raise Fault(f"export.checkpoint: {step} is not complete in {folder}; there are {', '.join(map(str, steps))}")
     return checkpoints.step_folder(folder, step), step
-
-
-def _find(run: Run, folder: Path):
-    """What was trained, matched with the released model: every tensor of both sides has its counterpart."""
-    from trainer import merge, peft_format, torch_dist
-    from trainer.merged_format import Trained
-    from trainer.model import open_bridge
-
-    bridge = open_bridge(run)
-    registry, config = bridge._model_bridge.mapping_registry(), bridge.to_megatron_provider(load_weights=False)
-    model, stored = released.read(Path(run.paths.model)), torch_dist.open_checkpoint(folder)
-    recorded = json.loads((Path(run.paths.base) / released.SOURCE).read_text())
-    if recorded.keys() != model.tensors.keys():
-        raise Fault(f"{run.paths.base}: was not made from {model.folder}, whose tensors have other names")
-    copies = released.repeated(model)
-    trained = Trained(model, {name: row[2] for name, row in recorded.items()}, stored, config, copies=copies)
-    if any(".adapter." in name for name in stored.places):
-        trained.adapters.update(merge.find_adapters(stored, registry, model))
-    else:
-        computed = {name for name in model.tensors if released.COMPUTED.search(name)}
-        left_out = set(checkpoints.read_mark(Path(run.paths.base))["left_out"])
-        trained.values.update(merge.find_values(stored, registry, model, {*copies, *computed, *left_out}))
-    if "adapter" in (run.export.formats or ()) and not trained.adapters:
-        raise Fault(f"export.formats: adapter, but {folder} holds none")
-    if "adapter" in (run.export.formats or ("adapter",)):
-        peft_format.check(trained)
-    return trained
 
 
 def _write(run: Run, trained, formats: tuple[str, ...], partial: Path) -> dict:

@@ -10,6 +10,7 @@ when they are needed: those of a model with many experts do not fit in memory to
 import re
 from collections import defaultdict
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 import yaml
@@ -134,6 +135,13 @@ def is_merged(found: torch.Tensor, weight: torch.Tensor, a, b, scale: float, mag
         expected = magnitude.float()[:, None] * torch.nn.functional.normalize(expected, dim=1)
     bound = torch.finfo(found.dtype).eps * expected.abs() + 1e-5 * expected.abs().max()
     return bool(((found.float() - expected).abs() <= bound).all())
+
+
+def load(folder: Path, entry: released.Entry) -> torch.Tensor:
+    with (folder / entry.file).open("rb") as f:
+        f.seek(entry.start)
+        found = bytearray(f.read(entry.size))
+    return torch.frombuffer(found, dtype=DTYPES[entry.dtype]).view(entry.shape)
 
 
 def _settings(stored: Stored) -> dict:

@@ -9,45 +9,17 @@ Configuration, tokenizer and chat template are copied, the model card is not: it
 
 import hashlib
 import shutil
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 
 from trainer import merge, released
 from trainer.faults import Fault
-from trainer.merge import Adapter, NewValue
 from trainer.released import Entry, Model, enumerate_names
-from trainer.torch_dist import Stored
+from trainer.trained import Trained
 
 NOT_COPIED = {".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".md"}
 READABLE = 0o644  # safetensors makes files that only their owner can read
-
-
-@dataclass(frozen=True)
-class Trained:
-    """Where the tensors of the exported model come from; those in neither dictionary from the release."""
-
-    model: Model
-    sums: dict[str, str]  # the released checksums, as the conversion recorded them
-    stored: Stored
-    config: object  # Megatron's
-    adapters: dict[str, Adapter] = field(default_factory=dict)
-    values: dict[str, NewValue] = field(default_factory=dict)
-    copies: dict[str, str] = field(default_factory=dict)  # copy -> original, of tensors that Megatron has once
-
-    def tensor(self, name: str) -> torch.Tensor | None:
-        """The tensor as it has to be written; None for one that is copied from the release."""
-        name = self.copies.get(name, name)
-        entry = self.model.tensors[name]
-        if name in self.values:
-            return self.values[name].value(self.stored, self.config, entry)
-        if name in self.adapters:
-            adapter = self.adapters[name]
-            factors = adapter.factors(self.stored, self.config)
-            magnitude = adapter.magnitudes(self.stored, self.config)
-            return merge.merged(load(self.model.folder, entry), *factors, adapter.scale, magnitude)
-        return None
 
 
 def write_file(trained: Trained, file: str, folder: Path) -> None:
@@ -80,13 +52,6 @@ def copy_other_files(model: Model, folder: Path) -> str | None:
     return hashlib.sha256(template.read_bytes()).hexdigest() if template.exists() else None
 
 
-def load(folder: Path, entry: Entry) -> torch.Tensor:
-    with (folder / entry.file).open("rb") as f:
-        f.seek(entry.start)
-        found = bytearray(f.read(entry.size))
-    return torch.frombuffer(found, dtype=merge.DTYPES[entry.dtype]).view(entry.shape)
-
-
 def as_bytes(tensor: torch.Tensor):
     return tensor.contiguous().flatten().view(torch.uint8).numpy().data
 
@@ -100,7 +65,7 @@ def _check_file(trained: Trained, target: Path, entries: list) -> None:
 def _is_right(trained: Trained, target: Path, name: str, entry: Entry) -> bool:
     source = trained.copies.get(name, name)
     if source in trained.values:
-        return bool(load(target.parent, entry).isfinite().all())
+        return bool(merge.load(target.parent, entry).isfinite().all())
     if source not in trained.adapters:
         return released.checksum(target, entry) == trained.sums[name]
     adapter, before = trained.adapters[source], trained.model.tensors[source]
@@ -108,5 +73,5 @@ def _is_right(trained: Trained, target: Path, name: str, entry: Entry) -> bool:
         return False  # the release is not the one that was trained
     factors = adapter.factors(trained.stored, trained.config)
     magnitude = adapter.magnitudes(trained.stored, trained.config)
-    found = load(target.parent, entry)
-    return merge.is_merged(found, load(trained.model.folder, before), *factors, adapter.scale, magnitude)
+    found = merge.load(target.parent, entry)
+    return merge.is_merged(found, merge.load(trained.model.folder, before), *factors, adapter.scale, magnitude)

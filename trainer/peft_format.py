@@ -27,7 +27,8 @@ import torch
 from trainer import released
 from trainer.faults import Fault
 from trainer.merge import DTYPES, Adapter
-from trainer.merged_format import READABLE, Trained, as_bytes
+from trainer.merged_format import READABLE, as_bytes
+from trainer.trained import Trained
 
 EXPERT = re.compile(r"(?P<experts>.+\.mlp\.experts)\.(?P<number>\d+)\.(?P<leaf>gate|up|down)_proj\.weight$")
 MLP = ("gate_proj", "up_proj", "down_proj")

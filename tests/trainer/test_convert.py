@@ -59,7 +59,7 @@ def test_there_and_back_is_the_same_to_the_last_byte(kind, precision, layout, st
 def test_mtp_that_is_not_trained_comes_back_from_the_release(start, tmp_path):
     converted = start("convert", "glm4-moe-mtp", "model.mtp=false")
     assert converted.code == 0, converted.output
-    left_out = checkpoints.read_mark(tmp_path / "base")["left_out"]
+    left_out = checkpoints.require(tmp_path / "base", "", "")["left_out"]
     assert left_out
     assert all(name.startswith("model.layers.4.") for name in left_out)
     exported = start("export", "glm4-moe-mtp", "model.mtp=false")
@@ -169,6 +169,6 @@ def test_a_full_disk_is_one_line_and_leaves_what_was_there(wrapped, tmp_path):
 
     with pytest.raises(Fault, match=f"{folder}: could not be written, the disk is full"):
         fill()
-    assert checkpoints.read_mark(folder)["version"] == 1
+    assert checkpoints.require(folder, "", "")["version"] == 1
     assert (folder / "weights").read_text() == "old"
     assert [path.name for path in tmp_path.iterdir()] == ["base"]

@@ -1,0 +1,67 @@
+"""What was trained, matched with the released model: where each tensor of an export comes from."""
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from conf.schema import Run
+from trainer import checkpoints, merge, released, torch_dist
+from trainer.faults import Fault
+from trainer.merge import Adapter, NewValue
+from trainer.model import open_bridge
+from trainer.released import Model
+from trainer.torch_dist import Stored
+
+CONVERT = "python -m trainer.convert"
+
+
+@dataclass(frozen=True)
+class Trained:
+    """Where the tensors of the exported model come from; those in neither dictionary from the release."""
+
+    model: Model
+    digest: str  # of the release that the base was made from
+    sums: dict[str, str]  # the released checksums, as the conversion recorded them
+    stored: Stored
+    config: object  # Megatron's
+    adapters: dict[str, Adapter] = field(default_factory=dict)
+    values: dict[str, NewValue] = field(default_factory=dict)
+    copies: dict[str, str] = field(default_factory=dict)  # copy -> original, of tensors that Megatron has once
+
+    def tensor(self, name: str) -> torch.Tensor | None:
+        """The tensor as it has to be written; None for one that is copied from the release."""
+        name = self.copies.get(name, name)
+        entry = self.model.tensors[name]
+        if name in self.values:
+            return self.values[name].value(self.stored, self.config, entry)
+        if name in self.adapters:
+            adapter = self.adapters[name]
+            factors = adapter.factors(self.stored, self.config)
+            magnitude = adapter.magnitudes(self.stored, self.config)
+            return merge.merged(merge.load(self.model.folder, entry), *factors, adapter.scale, magnitude)
+        return None
+
+
+def find(run: Run, folder: Path) -> Trained:
+    """What was trained, matched with the released model: every tensor of both sides has its counterpart."""
+    bridge = open_bridge(run)
+    registry, config = bridge._model_bridge.mapping_registry(), bridge.to_megatron_provider(load_weights=False)
+    model, stored = released.read(Path(run.paths.model)), torch_dist.open_checkpoint(folder)
+    base = Path(run.paths.base)
+    made, recorded = checkpoints.require(base, "paths.base", CONVERT), json.loads((base / released.SOURCE).read_text())
+    if recorded.keys() != model.tensors.keys():
+        raise Fault(f"{base}: was not made from {model.folder}, whose tensors have other names")
+    copies = released.repeated(model)
+    sums = {name: row[2] for name, row in recorded.items()}
+    trained = Trained(model, made["digest"], sums, stored, config, copies=copies)
+    if any(".adapter." in name for name in stored.places):
+        trained.adapters.update(merge.find_adapters(stored, registry, model))
+    else:
+        computed = {name for name in model.tensors if released.COMPUTED.search(name)}
+        elsewhere = {*copies, *computed, *made["left_out"]}
+        trained.values.update(merge.find_values(stored, registry, model, elsewhere))
+    if "adapter" in (run.export.formats or ()) and not trained.adapters:
+        raise Fault(f"export.formats: adapter, but {folder} holds none")
+    return trained
