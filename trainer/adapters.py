@@ -135,7 +135,15 @@ class _Sum(nn.Module):
 
 
 class DoRALinear(dora_layers.DoRALinear):
-    """DoRA whose norm covers the whole row of a weight that is cut over columns."""
+    """DoRA whose norm covers the whole row of a weight that is cut over columns, and which leaves the bias alone."""
+
+    def forward(self, x):
+        output, bias = super().forward(x)
+        inside = getattr(self.to_wrap, "bias", None)
+        if bias is None and inside is not None and inside.numel() and self._adapter_enabled:
+            # Bridge multiplies W x + b + B A x; the magnitudes of DoRA are those of the weight.
+            output = output + inside * (1 - self.adapter.get_weight_magnitude() / self._get_weight_norm())
+        return output, bias
 
     def _get_weight_norm(self):
         if not self.adapter.input_is_parallel:

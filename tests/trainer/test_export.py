@@ -46,13 +46,6 @@ CASES = {
 }
 LORA = [name for name in CASES if name.startswith("lora")]
 ADAPTERS = [name for name in CASES if name != "full"]
-BIASES = pytest.mark.xfail(
-    strict=True, reason="Bridge's DoRA scales a layer's bias as well, unlike PEFT's and the paper's"
-)
-
-
-def biases_fail(names):
-    return [pytest.param(name, marks=BIASES) if name == "dora, biases" else name for name in names]
 
 
 @pytest.fixture(scope="module")
@@ -142,12 +135,12 @@ def test_training_has_changed_the_logits(name, megatron, exported):
     assert difference(megatron[name]["logits"], megatron[CASES[name].kind]["logits"]) > 100 * BOUND
 
 
-@pytest.mark.parametrize("name", biases_fail(CASES))
+@pytest.mark.parametrize("name", CASES)
 def test_the_merged_model_is_the_trained_one(name, megatron, transformers):
     assert difference(transformers[name, "merged"], megatron[name]["logits"]) < BOUND
 
 
-@pytest.mark.parametrize("name", biases_fail(ADAPTERS))
+@pytest.mark.parametrize("name", ADAPTERS)
 def test_the_adapter_makes_the_trained_model_of_the_released_one(name, megatron, transformers):
     assert difference(transformers[name, "adapter"], megatron[name]["logits"]) < BOUND
 
