@@ -52,10 +52,9 @@ def promised(modules: dict[str, tuple[str, ...] | dict[str, object]]):
     """
     absent = [module for module in modules if module not in sys.modules]
     for module in absent:
-        names = modules[module]
-        values = (
-            names if isinstance(names, dict) else {name: _Promise(name, (), {"__module__": module}) for name in names}
-        )
+        values = modules[module]
+        if not isinstance(values, dict):
+            values = {name: _Promise(name, (), {"__module__": module}) for name in values}
         sys.modules[module] = Promised(module, values)
     try:
         yield

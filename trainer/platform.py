@@ -35,7 +35,7 @@ def start() -> None:
     # Read when torch is loaded. OpenMP's threads else spin while they wait for one another, for 16 ms an operation when
     # the kernel has put them on one CPU: 10 s in the first step.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    gc.disable()  # of the 300000 objects that imports make, none is garbage: looking for some takes 2 s
+    gc.disable()  # of the 470000 objects that imports make, none is garbage: looking for some takes 2 s
     if not has_gpu():
         _put_cpu_below()
     from trainer import compat, lazy_bridge
