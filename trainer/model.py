@@ -59,6 +59,7 @@ def make_provider(run: Run, bridge, load_weights: bool = False):
     if provider.num_moe_experts:
         if run.adapter.kind != "none":
             provider.moe_router_bias_update_rate = 0.0  # the bias is no weight of the adapter: moving it would be lost
+            provider.moe_shared_expert_overlap = False  # it communicates outside the layers that adapters wrap
         provider.moe_router_dtype = moe.router_dtype
         provider.moe_token_dispatcher_type = moe.dispatcher
         provider.moe_grouped_gemm = moe.grouped_gemm
