@@ -37,10 +37,10 @@ lint: $(STAMP) ## check style, format and types
 	$(PYTHON) -m ruff format --check
 	$(PYTHON) -m basedpyright
 
-layouts: $(STAMP) ## list the parallel layouts
+layouts: $(STAMP) ## train at every parallel layout on this CPU and compare with one process
 	$(PYTHON) -m trainer.layouts
 
-gpu: ## run the GPU tests
+gpu: ## compare training on this GPU with the CPU
 	bash tests/gpu/run
 
 gpu-kit: $(STAMP) ## pack what the GPU tests need

@@ -18,8 +18,7 @@ BYTES = {"F64": 8, "I64": 8, "F32": 4, "I32": 4, "F16": 2, "BF16": 2, "I16": 2} 
 
 def check_convert(run: Run) -> None:
     config = check_model(run)
-    size = sum(path.stat().st_size for path in _shards(Path(run.paths.model)))
-    _check_space(Path(run.paths.base), size, "the converted model")
+    _check_space(Path(run.paths.base), run, "the converted model")
     _check_layout(run, config)
 
 
@@ -35,8 +34,7 @@ def check_train(run: Run) -> None:
 def check_export(run: Run) -> None:
     config = check_model(run)
     checkpoints.require(Path(run.paths.base), "paths.base", "python -m trainer.convert")
-    size = sum(path.stat().st_size for path in _shards(Path(run.paths.model)))
-    _check_space(Path(run.paths.export), size, "the exported model")
+    _check_space(Path(run.paths.export), run, "the exported model")
     _check_layout(run, config)
 
 
@@ -148,7 +146,8 @@ def _check_rows(path: Path) -> None:
         raise Fault(f"{path}:1: {' and '.join(missing)} missing, or not text; the keys are {', '.join(row)}")
 
 
-def _check_space(folder: Path, needed: int, what: str) -> None:
+def _check_space(folder: Path, run: Run, what: str) -> None:
+    needed = sum(path.stat().st_size for path in _shards(Path(run.paths.model)))  # as large as the released model
     existing = next(parent for parent in (folder, *folder.resolve().parents) if parent.exists())
     free = shutil.disk_usage(existing).free
     if free < needed:
