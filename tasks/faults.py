@@ -1,0 +1,5 @@
+"""A fault of the person who started the flow, or of a service it needs: one line, and no stack trace."""
+
+
+class Fault(ValueError):
+    """What is wrong, with the value, and what would be right."""
