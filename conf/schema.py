@@ -1,9 +1,8 @@
-"""Every key that a run's YAML may hold: type, default, limits and meaning.
+"""A run's YAML: its sections, which conf/sections.py defines, and the rules between their keys.
 
     python -m conf.schema            a table of all keys
     python -m conf.schema --json     the JSON schema, which editors use to complete and check conf/*.yaml
 
-Models are strict ("1" is no integer, neither is 1.0 or true), closed (an unknown key is an error) and frozen.
 contradictions() holds the rules between keys, except for those of the parallel layout: they are in conf/layout.py.
 Nothing here reads a file: conf/load.py does.
 """
@@ -14,224 +13,27 @@ import json
 import shutil
 import textwrap
 from collections.abc import Iterator
-from typing import Annotated, Any, Literal
+from typing import Any
 
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    Field,
-    ValidationError,
-    ValidationInfo,
-    ValidatorFunctionWrapHandler,
-    WrapValidator,
-    field_validator,
+from pydantic import Field, ValidationInfo, field_validator
+
+from conf.sections import (
+    Adapter,
+    Checkpoint,
+    Data,
+    Evaluate,
+    Export,
+    Layout,
+    Log,
+    Model,
+    Moe,
+    Optimizer,
+    Paths,
+    Promote,
+    Section,
+    Track,
+    Train,
 )
-from pydantic_core import PydanticCustomError
-
-Degree = Annotated[int, Field(ge=1, le=65536)]
-Count = Annotated[int, Field(ge=1)]
-Seed = Annotated[int, Field(ge=1, lt=2**31)]  # Megatron refuses 0, and NumPy takes 32 bits
-Text = Annotated[str, Field(min_length=1)]
-
-AdapterTarget = Literal[
-    "linear_qkv",
-    "linear_proj",
-    "linear_fc1",
-    "linear_fc2",
-    # multi-latent attention (DeepSeek-V3) has these in place of linear_qkv
-    "linear_q_proj",
-    "linear_q_down_proj",
-    "linear_q_up_proj",
-    "linear_kv_down_proj",
-    "linear_kv_up_proj",
-]
-RecomputeModule = Literal["core_attn", "moe_act", "layernorm", "mla_up_proj", "mlp", "moe", "shared_experts"]
-
-
-def _one_problem(value: Any, validate: ValidatorFunctionWrapHandler) -> Any:
-    """Pydantic reports each alternative of a union by itself, under a name that nobody wrote."""
-    try:
-        return validate(value)
-    except ValidationError:
-        raise PydanticCustomError("checkpoint", "neither latest nor base nor the number of a step") from None
-
-
-class Section(BaseModel):
-    model_config = ConfigDict(strict=True, frozen=True, extra="forbid", allow_inf_nan=False)
-
-
-class Model(Section):
-    """The released model that the run starts from."""
-
-    source: Text = Field(description="Hugging Face Hub id, folder, or s3:// URI of the released checkpoint")
-    revision: Text = Field(default="main", description="branch, tag or commit on the Hub; pin a commit to repeat a run")
-    trust_remote_code: bool = Field(default=False, description="run Python code that the checkpoint brings along")
-    mtp: bool = Field(default=True, description="train the multi-token-prediction layers, where the model has them")
-    mtp_loss_scale: float = Field(
-        default=0.3, ge=0, description="weight of their loss; 0.3 is Bridge's value for GLM-4.5+"
-    )
-
-
-class Data(Section):
-    """Input/output pairs, and how they become sequences."""
-
-    seq_length: Count = Field(description="tokens per sequence; a longer pair is cut, a packed sequence holds several")
-    packed: bool = Field(default=False, description="several pairs per sequence, attention kept apart: no padding")
-    loss_on: Literal["answer", "all"] = Field(
-        default="answer", description="tokens that count in the loss: output's, or all"
-    )
-    template: str = Field(
-        default="{input} {output}",
-        pattern=r"^[^{}]*\{input\}[^{}]*\{output\}$",
-        description="text of a pair: {input} once, {output} once and last, no other braces",
-    )
-    workers: int = Field(default=0, ge=0, description="loader processes per rank; 0 = none, enough for text")
-    seed: Seed = Field(default=1234, description="order of the pairs; Megatron's default")
-
-
-class Adapter(Section):
-    """What is trained: a low-rank adapter, or every weight."""
-
-    kind: Literal["lora", "dora", "none"] = Field(default="lora", description="none = full fine-tuning")
-    rank: Count = Field(default=32, description="inner width of the adapter")
-    alpha: Count = Field(default=32, description="the adapter's output is scaled by alpha / rank")
-    dropout: float = Field(default=0.0, ge=0, lt=1, description="on the adapter's input")
-    # strict=False lets a YAML list become a tuple; the names in it stay strict
-    targets: tuple[AdapterTarget, ...] = Field(
-        default=("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"),
-        strict=False,
-        description="Megatron's names of the layers that get an adapter; fc1 and fc2 include the experts",
-    )
-    experts: Literal["each", "shared"] = Field(
-        default="each",
-        description="each = one adapter per expert: the same model at any ep, and PEFT can load it; "
-        "shared = one for all experts of an expert-parallel rank: smaller, but another model at another ep",
-    )
-
-
-class Layout(Section):
-    """Processes and how the model is cut: tp*cp*pp*dp = etp*ep*pp*edp = nodes*gpus_per_node. See conf/layout.py."""
-
-    nodes: Degree = Field(default=1, description="hosts")
-    gpus_per_node: Degree = Field(default=1, description="processes per host: one per GPU, or gloo processes on a CPU")
-    tp: Degree = Field(default=1, description="tensor parallel: cuts attention and dense layers; keep it within a host")
-    pp: Degree = Field(default=1, description="pipeline parallel: cuts the stack of layers into stages")
-    vpp: int | None = Field(default=None, ge=2, description="stages per pipeline rank (interleaved schedule); null = 1")
-    cp: Degree = Field(default=1, description="context parallel: cuts sequences")
-    ep: Degree = Field(default=1, description="expert parallel: spreads the experts; no factor of tp*cp*pp*dp")
-    etp: Degree = Field(default=1, description="tensor parallel inside each expert; Megatron's own default would be tp")
-    sp: bool = Field(
-        default=False, description="sequence parallel: cuts other activations too; MoE with tp > 1 needs it"
-    )
-    first_stage_layers: Count | None = Field(default=None, description="layers on the first pipeline rank; null = even")
-    last_stage_layers: Count | None = Field(default=None, description="layers on the last pipeline rank; null = even")
-
-    @property
-    def world(self) -> int:
-        """Processes of the run."""
-        return self.nodes * self.gpus_per_node
-
-
-class Train(Section):
-    """Steps, batches and how the memory of activations is spent."""
-
-    steps: Count = Field(description="optimizer steps of the whole schedule")
-    global_batch: Count = Field(description="sequences per step, over all ranks")
-    micro_batch: Count = Field(default=1, description="sequences per forward pass of a rank; 1 = least memory")
-    seed: Seed = Field(default=1234, description="weights, dropout; Megatron's default")
-    precision: Literal["fp32", "bf16"] = Field(default="bf16", description="weights and activations; fp32 for CPU runs")
-    recompute: Literal["none", "selective", "full"] = Field(
-        default="none", description="activations computed again in backward; full = of whole layers"
-    )
-    recompute_modules: tuple[RecomputeModule, ...] = Field(
-        default=(), strict=False, description="for selective; moe_act, layernorm are cheap"
-    )
-    recompute_layers: Count = Field(default=1, description="for full: layers per block; 1 = least memory")
-    validate_every: int = Field(default=0, ge=0, description="steps between validations; 0 = never")
-    validate_batches: Count = Field(default=10, description="global batches per validation")
-    stop_after: Count | None = Field(
-        default=None, description="end after this step, schedule unchanged; for rehearsals"
-    )
-
-
-class Optimizer(Section):
-    """AdamW and its learning rate."""
-
-    lr: float = Field(gt=0, le=1, description="highest learning rate, reached after warmup")
-    min_lr: float = Field(default=0.0, ge=0, description="learning rate at the last step")
-    warmup_steps: int = Field(default=0, ge=0, description="steps of linear rise from 0")
-    decay: Literal["cosine", "linear", "constant"] = Field(
-        default="cosine", description="shape of the fall from lr to min_lr"
-    )
-    weight_decay: float = Field(default=0.1, ge=0, description="decoupled; biases and norms are exempt")
-    beta1: float = Field(default=0.9, ge=0, lt=1, description="decay of the mean of gradients, per step")
-    beta2: float = Field(default=0.95, ge=0, lt=1, description="of the mean of squares; 0.95 is usual for LLMs")
-    eps: float = Field(default=1e-8, gt=0, description="keeps the division by the root of squares finite")
-    clip_grad: float = Field(default=1.0, ge=0, description="largest norm of the gradient; 0 = no clipping")
-    distributed: bool = Field(default=True, description="shard the optimizer's state over data-parallel ranks")
-
-
-class Moe(Section):
-    """Routing of tokens to experts; without effect on a dense model."""
-
-    aux_loss_coeff: float | None = Field(default=None, ge=0, description="weight of balancing; null = the model's own")
-    z_loss_coeff: float | None = Field(
-        default=None, ge=0, description="weight of the z loss; null = none; 1e-3 is usual"
-    )
-    router_dtype: Literal["fp32", "fp64"] = Field(default="fp32", description="of routing scores; bf16 flips ties")
-    freeze_router: bool = Field(default=False, description="keep the router's weights as released")
-    balance: Literal["model", "none", "aux_loss", "seq_aux_loss"] = Field(
-        default="model", description="balancing loss; model = what Megatron-Bridge sets for this architecture"
-    )
-    force_balance: bool = Field(default=False, description="route evenly at random: for measurements only")
-    dispatcher: Literal["alltoall", "allgather", "flex"] = Field(
-        default="alltoall", description="from tokens to experts; flex = DeepEP or HybridEP"
-    )
-    grouped_gemm: bool = Field(default=True, description="compute all experts of a rank in one kernel")
-
-
-class Checkpoint(Section):
-    """What is saved during training."""
-
-    save_every: Count = Field(description="steps between checkpoints; the last step is always saved")
-    keep: Count | None = Field(default=None, description="newest complete checkpoints that stay; null = all")
-    save_optimizer: bool = Field(default=True, description="without it a run cannot resume where it was")
-
-
-class Log(Section):
-    """What is reported while training."""
-
-    every: Count = Field(default=1, description="steps between lines of metrics")
-    peak_tflops: float | None = Field(
-        default=None, gt=0, description="per device, dense, for MFU; null = from the device's name"
-    )
-
-
-class Export(Section):
-    """What is made of a trained checkpoint, for others to load."""
-
-    checkpoint: Annotated[Literal["latest", "base"] | Annotated[int, Field(ge=1)], WrapValidator(_one_problem)] = Field(
-        default="latest", description="which to export: the newest, the untrained base, or a step"
-    )
-    formats: tuple[Literal["merged", "adapter"], ...] | None = Field(
-        default=None, strict=False, description="merged = the whole model; adapter = PEFT's; null = all that there is"
-    )
-
-
-class Paths(Section):
-    """Where things lie for this run; never part of what identifies it. {name} stands for the run's name."""
-
-    model: Text = Field(default="runs/{name}/model", description="released checkpoint, Hugging Face format")
-    base: Text = Field(default="runs/{name}/base", description="the same, converted to Megatron's torch_dist format")
-    data: Text = Field(default="runs/{name}/data", description="training.jsonl and validation.jsonl")
-    output: Text = Field(default="runs/{name}/output", description="checkpoints and metrics of this run")
-    export: Text = Field(default="runs/{name}/export", description="the trained model in Hugging Face's formats")
-
-    @field_validator("*", mode="before")
-    @classmethod
-    def null_is_the_default(cls, value: Any, info: ValidationInfo) -> Any:
-        assert info.field_name is not None
-        return cls.model_fields[info.field_name].default if value is None else value
 
 
 class Run(Section):
@@ -248,7 +50,15 @@ class Run(Section):
     checkpoint: Checkpoint
     log: Log = Field(default_factory=Log)
     export: Export = Field(default_factory=Export)
+    evaluate: Evaluate = Field(default_factory=Evaluate)
+    promote: Promote = Field(default_factory=Promote, validate_default=True)
+    track: Track = Field(default_factory=Track)
     paths: Paths = Field(default_factory=Paths, validate_default=True)
+
+    @field_validator("promote")
+    @classmethod
+    def promotion_knows_the_name(cls, promote: Promote, info: ValidationInfo) -> Promote:
+        return promote.model_copy(update={"model": promote.model.replace("{name}", info.data.get("name", "{name}"))})
 
     @field_validator("paths")
     @classmethod
@@ -282,6 +92,8 @@ def contradictions(run: Run) -> Iterator[tuple[str, str]]:
         yield "export.formats", "adapter, but the base has none"
     if train.stop_after is not None and train.stop_after > train.steps:
         yield "train.stop_after", f"{train.stop_after} lies behind the last step, {train.steps}"
+    if run.data.validation + run.data.test >= 1:
+        yield "data.test", f"{run.data.test} and data.validation {run.data.validation} leave nothing to train on"
     if optimizer.warmup_steps >= train.steps:
         yield "optimizer.warmup_steps", f"{optimizer.warmup_steps} leaves none of the {train.steps} steps for the decay"
     if optimizer.min_lr > optimizer.lr:
