@@ -1,0 +1,290 @@
+"""Released models: from the Hub, from a folder or from S3, at a pinned state, whole and verified.
+
+    resolved = resolve("zai-org/GLM-4.7", "main")       one question; nothing is fetched
+    result = fetch(resolved, Path("model"), unsafe_weights=False, trust_remote_code=False, progress=print)
+
+A source that is an existing folder is that folder; s3://bucket/prefix is read through tasks.store; anything else of the
+form org/name is a model of the Hub. tiny://KIND is made by trainer.tiny, which is not this file's affair: kind() names
+it and the caller makes it. Data sets are not covered.
+
+fetch() may be killed and called again: whole files are hashed and kept, a half one in folder/.partial is continued.
+Folders are linked where that is possible, so what stands in the source must be replaced, not written over.
+"""
+
+import hashlib
+import json
+import os
+import re
+import shutil
+import time
+from collections.abc import Callable, Iterable
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from pathlib import Path
+from threading import Event, Lock
+
+from tasks import hub_http, wanted
+from tasks.faults import Fault
+
+PARTIAL = ".partial"
+PARALLEL = 8  # connections; the Hub's CDN gives each 50 to 100 MB/s
+HTTP_LIMIT = 50 * 10**9  # bytes; the Hub serves larger files by Xet alone
+EVERY = 0.5  # seconds between two calls of progress
+SPARE = 64 * 2**20  # bytes that stay free on the disk
+
+Progress = Callable[[int, int], None]
+
+
+@dataclass(frozen=True)
+class Resolved:
+    kind: str  # hub, folder, s3 or tiny
+    source: str
+    commit: str  # equal commits are equal files
+    files: dict[str, int]  # sizes by name
+    digests: dict[str, str] = field(default_factory=dict)  # sha256:..., git:... (a blob's sha1) or etag:...
+
+
+def kind(source: str) -> str:
+    """hub, folder, s3 or tiny; a fault for what looks like a path and is none."""
+    scheme, separator, _ = source.partition("://")
+    if separator and scheme not in ("s3", "tiny"):
+        raise Fault(f"{source}: not a source of models; it is org/name on the Hub, a folder, s3://... or tiny://...")
+    if separator:
+        return scheme
+    path = Path(source).expanduser()
+    if path.is_dir():
+        return "folder"
+    if path.exists():
+        raise Fault(f"{source}: a file; a model is a folder with its config.json and weights")
+    if source.startswith((".", "/", "~")) or source.count("/") > 1 or not source:
+        raise Fault(f"{source}: no such folder{_near(path)}")
+    return "hub"
+
+
+def resolve(source: str, revision: str = "main") -> Resolved:
+    """What the source holds now, pinned; the revision matters for the Hub alone."""
+    what = kind(source)
+    assert what != "tiny", "a tiny model is made, not fetched"
+    if what == "folder":
+        return _resolve_folder(source)
+    if what == "s3":
+        objects = _open_store(source).keys("")
+        if not objects:
+            raise Fault(f"{source}: nothing lies there; check the bucket and the prefix")
+        sizes = {name: size for name, (size, _) in objects.items()}
+        return Resolved(
+            "s3", source, _digest(objects), sizes, {name: f"etag:{tag}" for name, (_, tag) in objects.items()}
+        )
+    try:
+        commit, sizes, digests = hub_http.describe(source, revision or "main")
+    except hub_http.NotThere as fault:
+        raise Fault(f"{fault}{_near(Path(source))}") from None
+    if bad := [name for name in sizes if wanted.unsafe_name(name)]:
+        raise Fault(f"{source}: {bad[0]!r} is no name of a file inside a folder; do not use this repository")
+    return Resolved("hub", source, commit, sizes, digests)
+
+
+def fetch(
+    resolved: Resolved, folder: Path, unsafe_weights: bool, trust_remote_code: bool, progress: Progress | None = None
+) -> dict:
+    """Bring the files that a model needs into the folder. What they are, what was left out, and why."""
+    started = time.monotonic()
+    chosen, left_out = wanted.choose(resolved.files, unsafe_weights, trust_remote_code)
+    wanted.require_weights(resolved.source, chosen, resolved.files, unsafe_weights)
+    bring = {"hub": _from_hub, "folder": _from_folder, "s3": _from_s3}[resolved.kind]
+    sizes = {name: resolved.files[name] for name in chosen}
+    _require_space(resolved, folder, sizes)
+    meter = _Meter(sum(sizes.values()), progress)
+    described = [name for name in chosen if name.endswith(".json")]
+    try:
+        (folder / PARTIAL).mkdir(parents=True, exist_ok=True)
+        bring(resolved, described, folder, meter)  # some MB, that can say why the rest should not come
+        if not trust_remote_code:
+            wanted.refuse_code(resolved.source, folder, described)
+        wanted.require_shards(resolved.source, folder, described, resolved.files)
+        bring(resolved, [name for name in chosen if name not in described], folder, meter)
+        shutil.rmtree(folder / PARTIAL)
+    except OSError as error:
+        known = hub_http.fault(error, resolved.source, resolved.commit)
+        raise (
+            known if known is not error else Fault(f"{error.filename or folder}: {error.strerror or error}")
+        ) from None
+    meter.tell()
+    seconds = round(time.monotonic() - started, 3)
+    return {
+        "bytes": meter.total,
+        "files": len(chosen),
+        "sent": meter.sent,
+        "seconds": seconds,
+        "left_out": left_out,
+    }
+
+
+class _Meter:
+    """Bytes that are in place and verified or on their way, told at most every half second."""
+
+    def __init__(self, total: int, progress: Progress | None) -> None:
+        self.total, self.done, self.sent = total, 0, 0
+        self._progress, self._told, self._lock = progress, 0.0, Lock()
+
+    def add(self, count: int, sent: bool = False) -> None:
+        with self._lock:
+            self.done += count
+            self.sent += count if sent and count > 0 else 0
+            now = time.monotonic()
+            if self._progress and now - self._told >= EVERY:
+                self._told = now
+                self._progress(self.done, self.total)
+
+    def tell(self) -> None:
+        with self._lock:
+            if self._progress:
+                self._progress(self.done, self.total)
+
+
+def _from_hub(resolved: Resolved, names: list[str], folder: Path, meter: _Meter) -> None:
+    from huggingface_hub import hf_hub_download, hf_hub_url
+
+    hub_http.require_online(resolved.source)
+    at = hub_http.endpoint()
+
+    def one(name: str, stopped: Event) -> None:
+        size, digest, path = resolved.files[name], resolved.digests[name], folder / name
+        if _holds(path, size, digest, meter):
+            return
+        part = folder / PARTIAL / hashlib.sha256(f"{name}\0{digest}".encode()).hexdigest()[:32]
+        try:
+            if size > HTTP_LIMIT:
+                aside = part.with_suffix(".whole")
+                whole = hf_hub_download(resolved.source, name, revision=resolved.commit, local_dir=aside, endpoint=at)
+                Path(whole).rename(part)
+                shutil.rmtree(aside)
+            url = hf_hub_url(resolved.source, name, revision=resolved.commit, endpoint=at)
+            hub_http.receive(url, part, size, digest, meter.add, stopped)
+        except hub_http.Stopped:
+            raise
+        except Exception as error:
+            raise hub_http.fault(error, resolved.source, resolved.commit) from None
+        path.parent.mkdir(parents=True, exist_ok=True)
+        part.rename(path)
+
+    _side_by_side(one, sorted(names, key=lambda name: -resolved.files[name]))
+
+
+def _from_folder(resolved: Resolved, names: list[str], folder: Path, meter: _Meter) -> None:
+    source = Path(resolved.source).expanduser()
+
+    def one(name: str, stopped: Event) -> None:
+        size, digest, path = resolved.files[name], resolved.digests[name], folder / name
+        if _holds(path, size, digest, meter):
+            return
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.unlink(missing_ok=True)
+        part = folder / PARTIAL / hashlib.sha256(name.encode()).hexdigest()[:32]
+        part.unlink(missing_ok=True)
+        original = (source / name).resolve()  # the Hub's cache holds links to blobs
+        try:
+            os.link(original, part)
+        except OSError:  # another file system, or one without links
+            shutil.copyfile(original, part)
+        if not _holds(part, size, digest, meter):
+            raise Fault(f"{original}: it changed since the folder was looked at; start again")
+        part.rename(path)
+
+    _side_by_side(one, names)
+
+
+def _from_s3(resolved: Resolved, names: list[str], folder: Path, meter: _Meter) -> None:
+    raise NotImplementedError
+
+
+def _open_store(uri: str):
+    from tasks.store import open_store
+
+    return open_store(uri)
+
+
+def _side_by_side(one: Callable[[str, Event], None], names: Iterable[str]) -> None:
+    """one(name, stopped) for each, some at a time. The first that fails stops the others, and is what is raised."""
+    stopped = Event()
+    with ThreadPoolExecutor(PARALLEL, thread_name_prefix="fetch") as pool:
+        try:
+            futures = [pool.submit(one, name, stopped) for name in names]
+            wait(futures, return_when=FIRST_EXCEPTION)
+        finally:  # also on Ctrl-C and where a task is cancelled
+            stopped.set()
+            pool.shutdown(wait=False, cancel_futures=True)
+    failed = [future.exception() for future in futures if not future.cancelled() and future.exception()]
+    causes = [error for error in failed if not isinstance(error, hub_http.Stopped)]
+    if causes or failed:
+        raise (causes or failed)[0]
+
+
+def _holds(path: Path, size: int, digest: str, meter: _Meter) -> bool:
+    """Whether the file is there and is what it should be; counted, if so."""
+    try:
+        if path.stat().st_size != size:
+            return False
+        check = hub_http.hasher(digest, size)
+        with path.open("rb") as file:
+            while chunk := file.read(hub_http.CHUNK):
+                check.update(chunk)
+                meter.add(len(chunk))
+    except FileNotFoundError:
+        return False
+    if f"{digest.partition(':')[0]}:{check.hexdigest()}" == digest:
+        return True
+    meter.add(-size)
+    return False
+
+
+def _resolve_folder(source: str) -> Resolved:
+    folder = Path(source).expanduser()
+    sizes, digests = {}, {}
+
+    def one(name: str, stopped: Event) -> None:
+        path = folder / name
+        try:
+            with path.open("rb") as file:
+                digests[name] = f"sha256:{hashlib.file_digest(file, 'sha256').hexdigest()}"
+                sizes[name] = file.tell()
+        except FileNotFoundError:
+            raise Fault(f"{path}: a link to {path.readlink()}, which is not there; fetch the model again") from None
+        except OSError as error:
+            raise Fault(f"{path}: {error.strerror}") from None
+
+    names = [path.relative_to(folder).as_posix() for path in folder.rglob("*") if not path.is_dir()]
+    _side_by_side(one, [name for name in names if not re.search(r"(^|/)\.", name)])
+    if not sizes:
+        raise Fault(f"{source}: an empty folder; a model has its config.json and weights there")
+    return Resolved("folder", source, _digest(digests), sizes, digests)
+
+
+def _digest(described: dict) -> str:
+    return hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()
+
+
+def _require_space(resolved: Resolved, folder: Path, sizes: dict[str, int]) -> None:
+    """Refuse what cannot fit before a byte is sent. Files and parts that are there already are not counted again."""
+    there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    if resolved.kind == "folder" and Path(resolved.source).expanduser().stat().st_dev == there.stat().st_dev:
+        return  # links
+    begun = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file()) if folder.is_dir() else 0
+    missing = sum(sizes.values()) - begun
+    free = shutil.disk_usage(there).free
+    if missing > 0 and missing + SPARE > free:
+        raise Fault(
+            f"{folder}: {resolved.source} needs {missing / 1e9:.2f} GB more and the disk has {free / 1e9:.2f} GB free; "
+            "free some space, or put the artifacts on a larger disk"
+        )
+
+
+def _near(path: Path) -> str:
+    """The folder beside the missing one that was probably meant."""
+    while not path.parent.is_dir():
+        path = path.parent
+    near = get_close_matches(
+        path.name, [entry.name for entry in path.parent.iterdir() if entry.is_dir()], n=2, cutoff=0.7
+    )
+    return f"; did you mean {' or '.join(str(path.parent / name) for name in near)}?" if near else ""

@@ -1,0 +1,274 @@
+"""The Hub over HTTP: what a revision holds, and one file of it, resumed and verified.
+
+    describe("zai-org/GLM-4.7", "main")     commit, sizes and digests of all files, by one call of the API
+    receive(url, part, size, digest, ...)   one file; goes on where an earlier attempt, or process, stopped
+
+huggingface_hub 1.33 gives a partial file a random name and deletes it on failure: an interrupted shard of 5 GB starts
+anew, and what a SIGKILL leaves is never used. So the bytes are asked for here, through its session, its headers and its
+errors, into a partial file with a fixed name. That is plain HTTP: Xet's protocol is not used, and files above 50 GB,
+which the Hub serves by Xet alone, go through hf_hub_download (tasks/hub.py).
+
+HF_ENDPOINT, HF_TOKEN (or the file that `hf auth login` writes) and HF_HUB_OFFLINE count as they stand at the call.
+The token is in no text that is raised here.
+"""
+
+import errno
+import hashlib
+import os
+import time
+from collections.abc import Callable
+from difflib import get_close_matches
+from pathlib import Path
+from threading import Event
+from urllib.parse import urlsplit
+
+from tasks.faults import Fault
+
+CHUNK = 2**20
+WAITS = (0.5, 1, 2, 4, 8, 16)  # seconds before each further attempt; a file that grew starts again from the first
+LONGEST_WAIT = 330  # the Hub counts requests over windows of 300 s
+PASSING = {408, 425, 429, 500, 502, 503, 504, 520, 522, 524}
+
+
+class NotThere(Fault):
+    """No such model, as far as the Hub tells."""
+
+
+class Stopped(Exception):
+    """Another file failed; this one is left as it is."""
+
+
+def endpoint() -> str:
+    from huggingface_hub import constants
+
+    return (os.environ.get("HF_ENDPOINT") or constants.ENDPOINT).rstrip("/")
+
+
+def describe(name: str, revision: str) -> tuple[str, dict[str, int], dict[str, str]]:
+    """The commit that a branch, tag or commit stands for now; size and digest of each of its files."""
+    from huggingface_hub import HfApi, constants, get_hf_file_metadata, hf_hub_url
+    from huggingface_hub.errors import HFValidationError
+
+    require_online(name)
+    _require_clean_token()
+    seconds = constants.HF_HUB_ETAG_TIMEOUT
+    api = HfApi(endpoint=endpoint())
+    try:
+        info = _patiently(lambda: api.model_info(name, revision=revision, files_metadata=True, timeout=seconds))
+        files = {file.rfilename: file.size for file in info.siblings or ()}
+        digests = {
+            file.rfilename: f"sha256:{file.lfs.sha256}" if file.lfs else f"git:{file.blob_id}"
+            for file in info.siblings or ()
+        }
+        if info.sha is None or None in files.values() or "git:None" in digests.values():
+            raise KeyError("sha, sizes, blob ids")
+        if info.gated and files:  # the description of a gated model is public; its files are not
+            url = hf_hub_url(name, min(files, key=lambda file: files[file]), revision=info.sha, endpoint=endpoint())
+            _patiently(lambda: get_hf_file_metadata(url, timeout=seconds, endpoint=endpoint()))
+    except HFValidationError:
+        raise Fault(f"{name}: neither a folder that is there nor a model of the Hub, which is named org/name") from None
+    except Exception as error:
+        raise fault(error, name, revision) from None
+    return info.sha, files, digests
+
+
+def receive(url: str, part: Path, size: int, digest: str, count: Callable, stopped: Event) -> None:
+    """Bring `part` to the whole file at the url. What is in it already is kept, if the server continues it."""
+    for last in (False, True):
+        if _receive(url, part, size, digest, count, stopped):
+            return
+        count(-part.stat().st_size)
+        part.unlink()  # what an earlier process left may have been damaged; once more from the start
+        if last:
+            raise Fault(f"{_shown(url)}: twice the content was not what its commit says; try later")
+
+
+def hasher(digest: str, size: int):
+    """The hash that a digest is of: sha256 for large files, and git's own of a blob for small ones."""
+    if digest.startswith("sha256:"):
+        return hashlib.sha256()
+    return hashlib.sha1(b"blob %d\0" % size, usedforsecurity=False)
+
+
+def fault(error: Exception, name: str, revision: str) -> Exception:
+    """What the caller can do about it, in a line; the error itself where it is not the caller's or the Hub's."""
+    import httpx
+    from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
+
+    hub = _shown(endpoint())
+    if isinstance(error, HfHubHTTPError):
+        return _refusal(error.response, name, revision, hub)
+    if isinstance(error, OfflineModeIsEnabled):
+        return _offline(name)
+    if isinstance(error, httpx.UnsupportedProtocol | httpx.InvalidURL):
+        return Fault(f"HF_ENDPOINT={hub}: not a URL; it looks like https://huggingface.co")
+    if isinstance(error, httpx.ConnectError):
+        return Fault(f"{name}: {hub} cannot be reached ({error}): check the network, the proxy and HF_ENDPOINT")
+    if isinstance(error, httpx.TransportError):
+        kind = type(error).__name__
+        return Fault(f"{name}: {hub} broke off again and again ({kind}); start again: what has come is kept")
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return Fault(f"{name}: the disk is full ({error.filename or 'while writing'}); free some space and start again")
+    if isinstance(error, KeyError | TypeError | ValueError | httpx.RequestError) and not isinstance(error, Fault):
+        return Fault(f"{name}: {hub} does not answer as the Hub does; check HF_ENDPOINT")
+    return error
+
+
+def _receive(url: str, part: Path, size: int, digest: str, count: Callable, stopped: Event) -> bool:
+    import httpx
+    from huggingface_hub import constants, get_session
+    from huggingface_hub.utils import build_hf_headers, hf_raise_for_status
+
+    attempt = 0
+    with part.open("a+b") as out:
+        if out.tell() > size:
+            out.truncate(0)
+        out.seek(0)
+        check, done = hasher(digest, size), 0
+        while chunk := out.read(CHUNK):
+            check.update(chunk)
+            done += len(chunk)
+            count(len(chunk))
+        while done < size:
+            before = done
+            # gzip and Range do not go together; the token is read anew, and is not sent on to another host
+            headers = {**build_hf_headers(), "Accept-Encoding": "identity"} | (
+                {"Range": f"bytes={done}-"} if done else {}
+            )
+            try:
+                with get_session().stream(
+                    "GET", url, headers=headers, timeout=constants.HF_HUB_DOWNLOAD_TIMEOUT
+                ) as answer:
+                    hf_raise_for_status(answer)
+                    if done and answer.status_code != 206:  # it does not continue: all of it comes again
+                        count(-done)
+                        out.truncate(0)
+                        check, done = hasher(digest, size), 0
+                    for chunk in answer.iter_bytes(CHUNK):
+                        if stopped.is_set():
+                            raise Stopped
+                        out.write(chunk)
+                        check.update(chunk)
+                        done += len(chunk)
+                        count(len(chunk), sent=True)
+                        if done > size:
+                            return False
+                if done < size:
+                    raise httpx.RemoteProtocolError("ended early")
+            except Exception as error:
+                attempt = 0 if done > before else attempt
+                seconds = _pause(error, attempt)
+                if seconds is None:
+                    raise
+                attempt += 1
+                if stopped.wait(seconds):
+                    raise Stopped from None
+        out.flush()
+        os.fsync(out.fileno())
+    return f"{digest.partition(':')[0]}:{check.hexdigest()}" == digest
+
+
+def _patiently[T](call: Callable[[], T]) -> T:
+    attempt = 0
+    while True:
+        try:
+            return call()
+        except Exception as error:
+            seconds = _pause(error, attempt) if attempt < 4 else None
+            if seconds is None:
+                raise
+        attempt += 1
+        time.sleep(seconds)
+
+
+def _pause(error: Exception, attempt: int) -> float | None:
+    """Seconds to wait before another attempt; None where another would fail alike."""
+    import httpx
+    from huggingface_hub.errors import HfHubHTTPError
+    from huggingface_hub.utils import parse_ratelimit_headers
+
+    if attempt >= len(WAITS):
+        return None
+    if isinstance(error, HfHubHTTPError):
+        if error.response.status_code not in PASSING:
+            return None
+        asked = error.response.headers.get("Retry-After", "")
+        limit = parse_ratelimit_headers(error.response.headers)
+        if asked.isdigit():
+            return min(max(int(asked), WAITS[attempt]), LONGEST_WAIT)
+        if error.response.status_code == 429 and limit and limit.remaining == 0:
+            return min(limit.reset_in_seconds + 1, LONGEST_WAIT)
+        return WAITS[attempt]
+    hopeless = httpx.UnsupportedProtocol | httpx.LocalProtocolError
+    return WAITS[attempt] if isinstance(error, httpx.TransportError) and not isinstance(error, hopeless) else None
+
+
+def _refusal(answer, name: str, revision: str, hub: str) -> Fault:
+    status, code = answer.status_code, answer.headers.get("X-Error-Code")
+    token, page = _token_source(), f"{hub}/{name}"
+    if code == "GatedRepo":
+        then = f"the token in {token} must belong to it" if token else "then `hf auth login`, or set HF_TOKEN"
+        return Fault(f"{name}: gated: request access at {page} with your account; {then}")
+    if code == "RevisionNotFound":
+        return Fault(f"{name}: no revision {revision!r} at {page}{_other_revisions(name, revision)}")
+    if code == "RepoNotFound" or (status == 404 and code is None):
+        if token:
+            return NotThere(f"{name}: no such model at {hub}, or a private one that the token in {token} may not read")
+        return NotThere(f"{name}: no such model at {hub}, or a private one: for that, `hf auth login` or set HF_TOKEN")
+    if status == 401:
+        if token:
+            return Fault(f"{name}: {hub} refuses the token in {token}; make one at {hub}/settings/tokens")
+        return Fault(f"{name}: {hub} asks for a token: `hf auth login`, or set HF_TOKEN")
+    if status == 403:
+        return Fault(f"{name}: {hub} forbids it to the token in {token or 'HF_TOKEN (none)'}; see {page}")
+    if status == 429:
+        return Fault(f"{name}: {hub} limits the requests; start again in some minutes: what has come is kept")
+    if status >= 500:
+        return Fault(f"{name}: {hub} answers {status} again and again; start again later: what has come is kept")
+    return Fault(f"{name}: {hub} answers {status}{f' ({code})' if code else ''} for revision {revision!r}; see {page}")
+
+
+def _other_revisions(name: str, revision: str) -> str:
+    from huggingface_hub import HfApi
+
+    try:
+        refs = HfApi(endpoint=endpoint()).list_repo_refs(name)
+    except Exception:  # a courtesy: without it the fault says less
+        return ""
+    known = [ref.name for ref in (*refs.branches, *refs.tags)]
+    near = get_close_matches(revision, known, n=3) or known[:10]
+    return f"; there {'is' if len(near) == 1 else 'are'} {', '.join(near)}" if near else ""
+
+
+def require_online(name: str) -> None:
+    from huggingface_hub import constants
+
+    set_now = os.environ.get("HF_HUB_OFFLINE", os.environ.get("TRANSFORMERS_OFFLINE", ""))
+    if constants.is_offline_mode() or set_now.upper() in constants.ENV_VARS_TRUE_VALUES:
+        raise _offline(name)
+
+
+def _offline(name: str) -> Fault:
+    return Fault(f"{name}: HF_HUB_OFFLINE is set, so the Hub is not asked; unset it, or name a folder as the source")
+
+
+def _require_clean_token() -> None:
+    """What HTTP cannot carry would come back quoted in httpx's error."""
+    from huggingface_hub import get_token
+
+    token = get_token() or ""
+    if not token.isascii() or not token.isprintable() or " " in token:
+        raise Fault(f"the token in {_token_source()} holds characters that no token has; `hf auth login`")
+
+
+def _token_source() -> str | None:
+    from huggingface_hub import constants, get_token
+
+    in_environment = next((key for key in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN") if os.environ.get(key)), None)
+    return in_environment or (constants.HF_TOKEN_PATH if get_token() else None)
+
+
+def _shown(url: str) -> str:
+    """Without a user, a password or a signature."""
+    parts = urlsplit(url)
+    return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}" if parts.scheme else url

@@ -1,0 +1,134 @@
+"""Which files of a released model are fetched: one copy of the weights, as safetensors, and what describes them.
+
+Repositories carry the same weights several times (GLM, Llama and gpt-oss in up to four formats), state of training
+runs, and code. What is left out is listed with the reason. Names decide what is
+fetched; the small JSON files among it, whether that model is taken at all.
+"""
+
+import json
+import re
+from collections.abc import Iterable
+from pathlib import Path, PurePosixPath
+
+from tasks.faults import Fault
+
+OTHER_COPIES = {"original", "onnx", "openvino", "coreml", "tflite", "metal", "gguf"}  # folders
+OTHER_FORMATS = {
+    ".gguf",
+    ".ggml",
+    ".onnx",
+    ".onnx_data",
+    ".h5",
+    ".msgpack",
+    ".tflite",
+    ".ot",
+    ".pb",
+    ".nemo",
+    ".mlmodel",
+}
+PICKLES = {".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle", ".joblib"}
+CODE = {".py", ".pyc", ".so"}
+TRAINING_STATE = re.compile(r"(training_args|optimizer|scheduler|rng_state|random_states|scaler)")
+VARIANT = re.compile(r"\.(fp16|fp32|bf16|non_ema)\b")
+
+CONFIGS = ("config.json", "tokenizer_config.json", "processor_config.json", "preprocessor_config.json")
+UNSAFE = "model.unsafe_weights=true"
+TRUST = "model.trust_remote_code=true"
+
+
+def choose(names: Iterable[str], unsafe_weights: bool, trust_remote_code: bool) -> tuple[list[str], dict[str, str]]:
+    """The names to fetch, and why each of the others is left out."""
+    names = sorted(names)
+    left_out = {name: reason for name in names if (reason := _never(name, trust_remote_code))}
+    rest = [name for name in names if name not in left_out]
+    weights = [name for name in rest if _format(name) == ".safetensors" and not name.endswith(".json")]
+    pickles = [name for name in rest if _format(name) in PICKLES]
+    if weights:
+        left_out |= dict.fromkeys(pickles, "pickle; the safetensors hold the weights")
+    elif pickles and not unsafe_weights:
+        left_out |= dict.fromkeys(pickles, f"pickle, which can run code when it is loaded; {UNSAFE} allows it")
+    else:
+        weights = [name for name in pickles if not name.endswith(".json")]
+    copies = set(_copies(weights))
+    copies |= {f"{name}.index.json" for name in copies} & set(names)
+    left_out |= dict.fromkeys(copies, "another copy of the weights")
+    return [name for name in names if name not in left_out], left_out
+
+
+def require_weights(source: str, chosen: Iterable[str], names: Iterable[str], unsafe_weights: bool) -> None:
+    """A fault where nothing is left to load, that says what there is instead and what allows it."""
+    formats = {".safetensors", *(PICKLES if unsafe_weights else ())}
+    if any(_format(name) in formats and not name.endswith(".json") for name in chosen):
+        return
+    found = {_format(name) for name in names if not _never(name, True) or _format(name) in OTHER_FORMATS}
+    pickles, others = sorted(found & PICKLES), sorted(found & OTHER_FORMATS)
+    if pickles and not unsafe_weights:
+        raise Fault(
+            f"{source}: its weights are {' and '.join(pickles)} (pickle, which can run code when loaded) and there "
+            f"are no safetensors; choose a revision or a repository with safetensors, or allow these by {UNSAFE}"
+        )
+    there = f"only {', '.join(others)}" if others else "no file of weights at all"
+    raise Fault(f"{source}: {there}; a model with *.safetensors is needed")
+
+
+def unsafe_name(name: str) -> bool:
+    """Whether a name that a server sent would leave the folder that it is meant for."""
+    return name.startswith("/") or "\\" in name or "\0" in name or bool({"", ".", ".."} & set(name.split("/")))
+
+
+def refuse_code(source: str, folder: Path, names: Iterable[str]) -> None:
+    for name in (name for name in names if name in CONFIGS):
+        if "auto_map" in _read_json(source, folder / name):
+            raise Fault(
+                f"{source}: the auto_map in its {name} asks to run code of the repository; read that code and allow it "
+                f"by {TRUST}, or take a revision for transformers' own classes"
+            )
+
+
+def require_shards(source: str, folder: Path, names: Iterable[str], files: Iterable[str]) -> None:
+    for name in (name for name in names if name.endswith(".safetensors.index.json")):
+        shards = _read_json(source, folder / name).get("weight_map", {}).values()
+        lost = {(Path(name).parent / shard).as_posix() for shard in shards} - set(files)
+        if lost:
+            raise Fault(f"{source}: {name} lists {min(lost)}, which is not there; the model is incomplete")
+
+
+def _read_json(source: str, path: Path) -> dict:
+    try:
+        value = json.loads(path.read_text("utf-8"))
+    except ValueError:
+        value = None
+    if not isinstance(value, dict):
+        raise Fault(f"{source}: its {path.name} is not JSON with a section of keys; the model is damaged")
+    return value
+
+
+def _format(name: str) -> str:
+    """.safetensors for model.safetensors and for its model.safetensors.index.json."""
+    return PurePosixPath(name.removesuffix(".index.json")).suffix.lower()
+
+
+def _never(name: str, trust_remote_code: bool) -> str | None:
+    path = PurePosixPath(name)
+    if any(part.startswith(".") for part in path.parts):
+        return "hidden"
+    if path.parts[0].lower() in OTHER_COPIES and len(path.parts) > 1:
+        return "another copy of the weights"
+    if _format(name) in OTHER_FORMATS:
+        return f"another format of the weights ({_format(name)})"
+    if _format(name) in CODE and not trust_remote_code:
+        return f"code; {TRUST} allows it"
+    if _format(name) in PICKLES and TRAINING_STATE.match(path.name):
+        return "state of a training run"
+    return None
+
+
+def _copies(weights: list[str]) -> list[str]:
+    """Those that hold what others beside them hold: consolidated*.pth, model.fp16.safetensors."""
+
+    def second(name: str) -> bool:
+        base = PurePosixPath(name).name
+        return base.startswith("consolidated") or bool(VARIANT.search(base))
+
+    with_first = {PurePosixPath(name).parent for name in weights if not second(name)}
+    return [name for name in weights if second(name) and PurePosixPath(name).parent in with_first]
