@@ -1,0 +1,360 @@
+"""A folder as object store: hard links instead of copies where the disk allows, digests by several threads.
+
+An object is a file; its tag is made of inode, size and times. Beside the objects lies .store/: files not yet in place,
+the lock under which objects are compared and replaced, and the tags of files whose content was verified. The last is
+needed because a hard link's times change when the folder that it was made from is removed: such a file is hashed once
+more and then known again.
+
+A file handed over by hard link shares its bytes with the caller's folder: write new files there, never into old ones.
+`changed` notices who does. `get` always copies, for the same reason; `place` spares the copy to who only reads.
+"""
+
+import contextlib
+import errno
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+import time
+import uuid
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from tasks import folder as folders
+from tasks.faults import Fault
+from tasks.folder import BLOCK, File, Meter, Progress, checked, work_through
+
+OWN = ".store"
+FORGOTTEN = 24 * 3600  # seconds after which a temporary file belongs to no living process
+
+
+@dataclass(frozen=True)
+class LocalStore:
+    root: Path
+
+    @property
+    def uri(self) -> str:
+        return self.root.as_uri()
+
+    def read(self, key: str) -> tuple[bytes, str] | None:
+        with plainly(self.root):
+            try:
+                with self._at(key).open("rb") as f:
+                    return f.read(), tag_of(os.fstat(f.fileno()))
+            except (FileNotFoundError, NotADirectoryError):
+                return None
+
+    def create(self, key: str, data: bytes) -> str | None:
+        return self._store(key, data, lambda tag: tag is None)
+
+    def replace(self, key: str, data: bytes, tag: str) -> str | None:
+        return self._store(key, data, lambda now: now == tag)
+
+    def write(self, key: str, data: bytes) -> str:
+        tag = self._store(key, data, lambda _: True)
+        assert tag is not None
+        return tag
+
+    def remove(self, key: str, tag: str | None = None) -> bool:
+        target = self._at(key)
+        with plainly(self.root), self._locked():
+            now = self._tag(target)
+            if now is None or tag not in (None, now):
+                return False
+            target.unlink()
+            self._prune(target.parent)
+            return True
+
+    def keys(self, prefix: str) -> dict[str, tuple[int, str]]:
+        with plainly(self.root):
+            return {name: (facts.st_size, tag_of(facts)) for name, facts in self._files(prefix)}
+
+    def put(self, folder: Path, prefix: str, progress: Progress | None = None) -> dict[str, File]:
+        sources = folders.walk(folder)
+        done: dict[str, File] = {}
+        with plainly(self.root):
+            self._sweep()
+            meter = Meter(progress, sum(path.stat().st_size for path in sources.values()))
+            targets = {name: self._at(prefix, name) for name in sources}
+
+            def one(name: str) -> None:
+                done[name] = self._take_in(sources[name], targets[name])
+                meter.add(done[name].size)
+
+            for name in self.keys(prefix).keys() - sources.keys():  # first: an old file may stand where a folder goes
+                with contextlib.suppress(FileNotFoundError):
+                    self._at(prefix, name).unlink()
+                    self._prune(self._at(prefix, name).parent)
+            work_through([lambda name=name: one(name) for name in sources])
+            for parent in {target.parent for target in targets.values()}:
+                sync(parent)
+            meter.end()
+        return {name: done[name] for name in sources}
+
+    def get(self, prefix: str, files: dict[str, File], folder: Path, progress: Progress | None = None) -> None:
+        meter = Meter(progress, sum(file.size for file in files.values()))
+        with plainly(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+            targets = folders.inside(folder, files)
+
+            def one(name: str) -> None:
+                file, target = files[name], targets[name]
+                if not folders.matches(target, file):
+                    partial = target.with_name(f".{uuid.uuid4().hex}.partial")
+                    try:
+                        with self._open(prefix, name) as source, partial.open("wb") as f:
+                            if copy(source, f) != file.sha256:
+                                raise Fault(f"{self.link(prefix)}/{name}: its content is not what was recorded")
+                        partial.replace(target)
+                    finally:
+                        partial.unlink(missing_ok=True)
+                meter.add(file.size)
+
+            work_through([lambda name=name: one(name) for name in files])
+            meter.end()
+
+    def changed(self, prefix: str, files: dict[str, File], deep: bool = False) -> dict[str, str]:
+        there, wrong, verified = self.keys(prefix), {}, {}
+        known = self._verified(prefix)
+
+        def one(name: str, file: File, tag: str) -> None:
+            try:
+                same = folders.sha256(self._at(prefix, name)) == file.sha256
+            except FileNotFoundError:
+                wrong[name] = "missing"
+                return
+            if same:
+                verified[name] = [tag, file.sha256]
+            else:
+                wrong[name] = "content differs"
+
+        work = []
+        for name, file in files.items():
+            size, tag = there.get(name, (None, ""))
+            if size is None:
+                wrong[name] = "missing"
+            elif size != file.size:
+                wrong[name] = f"size {size}, not {file.size}"
+            elif deep or (tag != file.tag and known.get(name) != [tag, file.sha256]):
+                work.append(lambda name=name, file=file, tag=tag: one(name, file, tag))
+        with plainly(self.root):
+            work_through(work)
+            if verified:
+                with contextlib.suppress(OSError):  # a store that may only be read is hashed every time
+                    self._put_in_place(json.dumps(known | verified).encode(), self._verified_at(prefix))
+        return {name: wrong[name] for name in files if name in wrong}
+
+    def place(self, prefix: str) -> Path | None:
+        return self._below(prefix)
+
+    def link(self, prefix: str) -> str:
+        return self._below(prefix).as_uri()
+
+    def delete(self, prefix: str) -> int:
+        freed = 0
+        with plainly(self.root):
+            for name, facts in list(self._files(prefix)):
+                with contextlib.suppress(FileNotFoundError):  # somebody else deletes the same
+                    self._at(prefix, name).unlink()
+                    freed += facts.st_size
+                    self._prune(self._at(prefix, name).parent)
+            self._verified_at(prefix).unlink(missing_ok=True)
+        return freed
+
+    def _at(self, *names: str) -> Path:
+        name = checked("/".join(part for part in names if part))
+        if name.split("/")[0] == OWN:
+            raise Fault(f"{self.uri}: {name}: {OWN} is the store's own folder")
+        return self.root / name
+
+    def _below(self, prefix: str) -> Path:
+        return self._at(prefix) if prefix else self.root
+
+    def _tag(self, path: Path) -> str | None:
+        try:
+            return tag_of(os.lstat(path))
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+
+    def _open(self, prefix: str, name: str):
+        try:
+            return self._at(prefix, name).open("rb", buffering=0)
+        except (FileNotFoundError, NotADirectoryError):
+            raise Fault(f"{self.link(prefix)}/{name}: missing from the store; make it again") from None
+
+    def _files(self, prefix: str) -> Iterator[tuple[str, os.stat_result]]:
+        """Plain files only: whoever puts a link into the store cannot make it hand out what lies outside."""
+        folder = self._below(prefix)
+        for here, subfolders, names in os.walk(folder, onerror=_unless_gone):
+            if here == str(self.root) and OWN in subfolders:
+                subfolders.remove(OWN)
+            for name in names:
+                path = os.path.join(here, name)
+                with contextlib.suppress(FileNotFoundError):
+                    facts = os.lstat(path)
+                    if os.path.isfile(path) and not os.path.islink(path):
+                        yield os.path.relpath(path, folder), facts
+
+    def _store(self, key: str, data: bytes, allowed) -> str | None:
+        target = self._at(key)
+        with plainly(self.root):
+            partial = self._partial()
+            try:
+                write_durably(partial, data)
+                with self._locked():
+                    if not allowed(self._tag(target)):
+                        return None
+                    into_place(partial, target)
+                    tag = self._tag(target)
+                sync(target.parent)
+                return tag
+            finally:
+                partial.unlink(missing_ok=True)
+
+    def _put_in_place(self, data: bytes, target: Path) -> None:
+        partial = self._partial()
+        write_durably(partial, data)
+        into_place(partial, target)
+
+    def _take_in(self, source: Path, target: Path) -> File:
+        """Link or copy one file into place, hash what is then there, and make it durable."""
+        real = os.path.realpath(source)
+        partial = self._partial()
+        try:
+            if target.exists() and os.path.samefile(real, target):  # a new link would only change its tag
+                return File(target.stat().st_size, folders.sha256(target), tag_of(os.lstat(target)))
+            try:
+                os.link(real, partial)
+            except OSError as error:
+                if error.errno in (errno.ENOENT, errno.ENOSPC, errno.EDQUOT):
+                    raise
+                digest = self._copy_in(source, partial, target)
+            else:
+                with partial.open("rb", buffering=0) as f:
+                    before = os.fstat(f.fileno())
+                    digest = hashlib.file_digest(f, "sha256").hexdigest()
+                    os.fsync(f.fileno())
+                    after = os.fstat(f.fileno())
+                if (before.st_size, before.st_mtime_ns) != (after.st_size, after.st_mtime_ns):
+                    raise Fault(f"{source}: was written to while it was handed over; hand it over when it is finished")
+            if partial.exists():
+                into_place(partial, target)
+                partial.unlink(missing_ok=True)  # renaming one hard link onto another leaves both
+            facts = os.lstat(target)
+            return File(facts.st_size, digest, tag_of(facts))
+        finally:
+            partial.unlink(missing_ok=True)
+
+    def _copy_in(self, source: Path, partial: Path, target: Path) -> str:
+        """Copy, unless the same content is there already (from a run that was interrupted)."""
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            if os.lstat(target).st_size == source.stat().st_size:
+                digest = folders.sha256(source)
+                if folders.sha256(target) == digest:
+                    return digest
+        with source.open("rb", buffering=0) as f, partial.open("wb") as g:
+            digest = copy(f, g)
+            g.flush()
+            os.fsync(g.fileno())
+        return digest
+
+    def _partial(self) -> Path:
+        folder = self.root / OWN / "partial"
+        folder.mkdir(parents=True, exist_ok=True)
+        return folder / uuid.uuid4().hex
+
+    def _sweep(self) -> None:
+        """Remove what killed processes left. Its inode's change time is when it was made, also for a hard link."""
+        for path in self._partial().parent.iterdir():
+            with contextlib.suppress(FileNotFoundError):
+                if path.stat().st_ctime < time.time() - FORGOTTEN:
+                    path.unlink()
+
+    @contextlib.contextmanager
+    def _locked(self) -> Iterator[None]:
+        """Held for one comparison and one rename. A dead holder's lock is gone with its process, on NFS too."""
+        with open(self._partial().parent.parent / "lock", "ab") as f:
+            fcntl.flock(f, fcntl.LOCK_EX)
+            yield
+
+    def _prune(self, folder: Path) -> None:
+        while folder != self.root:
+            try:
+                folder.rmdir()
+            except OSError:  # not empty, or gone
+                return
+            folder = folder.parent
+
+    def _verified_at(self, prefix: str) -> Path:
+        return self.root / OWN / "verified" / hashlib.sha256(prefix.encode()).hexdigest()
+
+    def _verified(self, prefix: str) -> dict[str, list[str]]:
+        try:
+            return json.loads(self._verified_at(prefix).read_bytes())
+        except (OSError, ValueError):
+            return {}
+
+
+def _unless_gone(error: OSError) -> None:
+    if not isinstance(error, FileNotFoundError | NotADirectoryError):
+        raise error
+
+
+def tag_of(facts: os.stat_result) -> str:
+    return f"{facts.st_ino}-{facts.st_size}-{facts.st_mtime_ns}-{facts.st_ctime_ns}"
+
+
+def write_durably(path: Path, data: bytes) -> None:
+    with path.open("wb") as f:
+        f.write(data)
+        f.flush()
+        # The kernel's own times move on only every 4 ms, and inodes are used again: without this, an object written
+        # three times in that span could have the first one's tag again.
+        now = time.time_ns()
+        os.utime(f.fileno(), ns=(now, now))
+        os.fsync(f.fileno())
+
+
+def into_place(partial: Path, target: Path) -> None:
+    for attempt in range(20):
+        target.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            partial.replace(target)
+            return
+        except FileNotFoundError:  # the folder was empty, and someone removed it at this moment
+            if attempt == 19 or not partial.exists():
+                raise
+
+
+def sync(folder: Path) -> None:
+    with contextlib.suppress(FileNotFoundError):
+        handle = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+
+
+def copy(source, target) -> str:
+    digest = hashlib.sha256()
+    while block := source.read(BLOCK):
+        target.write(block)
+        digest.update(block)
+    return digest.hexdigest()
+
+
+@contextlib.contextmanager
+def plainly(where: Path) -> Iterator[None]:
+    """The operating system's refusals as one line."""
+    try:
+        yield
+    except OSError as error:
+        path = error.filename2 or error.filename or where
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            free = ""
+            with contextlib.suppress(OSError):
+                free = f" ({shutil.disk_usage(where).free / 1e9:.1f} GB free)"
+            raise Fault(f"{where}: the disk is full{free}; free some, or take another folder") from None
+        raise Fault(f"{path}: {error.strerror or error}; {where} must be a folder that can be written") from None

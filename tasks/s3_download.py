@@ -1,0 +1,250 @@
+"""A folder from S3: ranges of large files by several threads, written where they belong, verified, then renamed.
+
+Until then they lie in .partial/ in the folder, each with a journal of the 8 MiB pieces that are written. A transfer
+begun again fetches the pieces that no journal lists; a file that is already in the folder with the right size and
+SHA-256 is kept. A second process that fetches into the same folder waits for the first, then finds its files.
+
+Not synced to disk: after a power failure the next transfer sees by the digest what was lost.
+"""
+
+import contextlib
+import fcntl
+import functools
+import hashlib
+import os
+import shutil
+import threading
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, TYPE_CHECKING
+
+from tasks import folder as folders
+from tasks.faults import Fault
+from tasks.folder import BLOCK, File, Meter, Progress, Task, work_through
+from tasks.local_store import plainly as disk_plainly
+from tasks.s3_store import ABSENT, ATTEMPTS, broken, code_of, lost, pause, plainly
+
+if TYPE_CHECKING:
+    from tasks.s3_store import S3Store
+
+PIECE = 8 << 20  # what an interruption costs at most, per thread
+RANGE = 8  # pieces per request: of 64 MiB, the 30 ms that a request costs are a few percent
+PARTIAL = ".partial"
+
+
+@dataclass
+class Download:
+    """One file on its way."""
+
+    key: str
+    file: File
+    target: Path
+    partial: Path
+    resumed: bool = False
+    left: int = 0  # ranges still to come
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    @property
+    def journal(self) -> Path:
+        return self.partial.with_suffix(".pieces")
+
+
+def get(store: "S3Store", prefix: str, files: dict[str, File], folder: Path, progress: Progress | None) -> None:
+    meter = Meter(progress, sum(file.size for file in files.values()))
+    with disk_plainly(folder), plainly(store):
+        targets = folders.inside(folder, files)
+        folder.mkdir(parents=True, exist_ok=True)
+        store.client  # noqa: B018  made once, before the threads
+        with alone(folder) as partials:
+            _check_space(folder, partials, files, targets)
+            downloads = [
+                Download(store.at(prefix, name), file, targets[name], partials / _partial_name(name, file))
+                for name, file in sorted(files.items(), key=lambda item: item[1].size)
+            ]
+            work_through([functools.partial(_begin, store, download, meter) for download in downloads])
+            shutil.rmtree(partials)
+    meter.end()
+
+
+def changed(store: "S3Store", prefix: str, files: dict[str, File], deep: bool) -> dict[str, str]:
+    there, wrong = store.keys(prefix), {}
+
+    def one(name: str, file: File) -> None:
+        digest = hashlib.sha256()
+        try:
+            for block in stream(store, store.at(prefix, name), 0, file.size, file.size):
+                digest.update(block)
+            if digest.hexdigest() != file.sha256:
+                wrong[name] = "content differs"
+        except Gone as gone:
+            wrong[name] = gone.what
+
+    work = []
+    for name, file in files.items():
+        size, tag = there.get(name, (None, ""))
+        if size is None:
+            wrong[name] = "missing"
+        elif size != file.size:
+            wrong[name] = f"size {size}, not {file.size}"
+        elif deep or tag != file.tag:
+            work.append(functools.partial(one, name, file))
+    with plainly(store):
+        work_through(work)
+    return {name: wrong[name] for name in files if name in wrong}
+
+
+def _begin(store: "S3Store", d: Download, meter: Meter) -> Iterable[Task] | None:
+    if folders.matches(d.target, d.file):
+        meter.add(d.file.size)
+        return None
+    if d.file.size <= PIECE:
+        data = b"".join(stream(store, d.key, 0, d.file.size, d.file.size))
+        if hashlib.sha256(data).hexdigest() != d.file.sha256:
+            raise _not_as_recorded(store, d)
+        d.partial.write_bytes(data)
+        d.partial.replace(d.target)
+        meter.add(d.file.size)
+        return None
+    return _ranges(store, d, meter)
+
+
+def _ranges(store: "S3Store", d: Download, meter: Meter) -> list[Task]:
+    done = _read_journal(d)
+    pieces = -(-d.file.size // PIECE)
+    d.resumed = bool(done)
+    meter.add(sum(min(PIECE, d.file.size - piece * PIECE) for piece in done))
+    with d.partial.open("ab") as f:
+        f.truncate(d.file.size)
+    spans: list[list[int]] = []
+    for piece in range(pieces):
+        if piece in done:
+            continue
+        if spans and spans[-1][-1] == piece - 1 and len(spans[-1]) < RANGE:
+            spans[-1].append(piece)
+        else:
+            spans.append([piece])
+    d.left = len(spans)
+    if not spans:
+        return [lambda: _verify(store, d, meter)]
+    return [functools.partial(_fetch, store, d, span[0], span[-1] + 1, meter) for span in reversed(spans)]
+
+
+def _fetch(store: "S3Store", d: Download, first: int, last: int, meter: Meter) -> Iterable[Task] | None:
+    at = first * PIECE
+    stop = min(last * PIECE, d.file.size)
+    with d.partial.open("r+b", buffering=0) as f, d.journal.open("ab", buffering=0) as journal:
+        for block in stream(store, d.key, at, stop, d.file.size):
+            view = memoryview(block)
+            while view:
+                written = os.pwrite(f.fileno(), view, at)
+                at, view = at + written, view[written:]
+                # blocks never straddle pieces: both begin at multiples of BLOCK, also after a broken connection
+                if at % PIECE == 0 or at == d.file.size:
+                    piece = (at - 1) // PIECE
+                    journal.write(b"%d\n" % piece)
+                    meter.add(at - piece * PIECE)
+    with d.lock:
+        d.left -= 1
+        return None if d.left else [lambda: _verify(store, d, meter)]
+
+
+def _verify(store: "S3Store", d: Download, meter: Meter) -> Iterable[Task] | None:
+    if folders.sha256(d.partial) != d.file.sha256:
+        d.partial.unlink()
+        d.journal.unlink()
+        if not d.resumed:
+            raise _not_as_recorded(store, d)
+        meter.add(-d.file.size)  # a power failure between the journal's write and the data's: all of it again
+        return _ranges(store, d, meter)
+    d.partial.replace(d.target)
+    d.journal.unlink()
+    return None
+
+
+class Gone(Fault):
+    """The object is not there, or not of the size that was recorded."""
+
+    what = ""
+
+
+def stream(store: "S3Store", key: str, start: int, stop: int, size: int) -> Iterator[bytes]:
+    """The bytes from start to stop of an object of this size; goes on where a connection broke."""
+    at, broke = start, 0
+    while at < stop:
+        ranged = {} if (at, stop) == (0, size) else {"Range": f"bytes={at}-{stop - 1}"}
+        try:
+            answer = store.client.get_object(Bucket=store.bucket, Key=key, **ranged)
+        except Exception as error:
+            if code_of(error) in ABSENT or code_of(error) == "InvalidRange":
+                raise _gone(store, key, "missing" if code_of(error) in ABSENT else f"shorter than {size}") from None
+            raise
+        with contextlib.closing(answer["Body"]) as body:
+            if answer["ContentLength"] != stop - at:
+                raise _gone(store, key, f"size differs: {answer['ContentLength']} bytes came, not {stop - at}")
+            try:
+                while at < stop and (block := body.read(min(BLOCK - at % BLOCK, stop - at))):
+                    at += len(block)
+                    broke = 0
+                    yield block
+            except broken():
+                pass
+        if at < stop:
+            broke += 1
+            if broke == ATTEMPTS:
+                raise lost(f"s3://{store.bucket}/{key}")
+            pause(broke)
+
+
+def _gone(store: "S3Store", key: str, what: str) -> Gone:
+    gone = Gone(f"s3://{store.bucket}/{key}: {what}; make it again")
+    gone.what = what
+    return gone
+
+
+def _not_as_recorded(store: "S3Store", d: Download) -> Fault:
+    return Fault(f"s3://{store.bucket}/{d.key}: its content is not what was recorded; make it again")
+
+
+def _read_journal(d: Download) -> set[int]:
+    try:
+        if d.partial.stat().st_size != d.file.size:
+            return set()
+        pieces = {int(line) for line in d.journal.read_bytes().splitlines() if line.isdigit()}
+    except FileNotFoundError:
+        return set()
+    return {piece for piece in pieces if piece * PIECE < d.file.size}
+
+
+def _partial_name(name: str, file: File) -> str:
+    """By the content wanted, so that what was begun of another version is not continued."""
+    return hashlib.sha256(f"{file.sha256} {name}".encode()).hexdigest()[:32] + ".part"
+
+
+def _check_space(folder: Path, partials: Path, files: dict[str, File], targets: dict[str, Path]) -> None:
+    """Before the first byte rather than after hours; the size of what is there stands for its being right."""
+    there = {name for name, target in targets.items() if target.is_file() and target.stat().st_size == files[name].size}
+    need = sum(file.size for name, file in files.items() if name not in there)
+    need -= sum(path.stat().st_blocks * 512 for path in partials.iterdir())
+    free = shutil.disk_usage(folder).free
+    if need > free:
+        raise Fault(f"{folder}: {need / 1e9:.1f} GB are to come and {free / 1e9:.1f} GB are free; make room")
+
+
+@contextlib.contextmanager
+def alone(folder: Path) -> Iterator[Path]:
+    """The folder for partial files, while no other process fetches into the same folder."""
+    with _lock(folder / PARTIAL):
+        yield folder / PARTIAL
+
+
+def _lock(partials: Path) -> IO[bytes]:
+    while True:
+        with contextlib.suppress(FileNotFoundError):
+            partials.mkdir(exist_ok=True)
+            f = open(partials / "lock", "ab")  # noqa: SIM115  the caller closes it, which unlocks
+            fcntl.flock(f, fcntl.LOCK_EX)
+            with contextlib.suppress(FileNotFoundError):
+                if os.stat(partials / "lock").st_ino == os.fstat(f.fileno()).st_ino:
+                    return f
+            f.close()  # the process before us was done, and removed it

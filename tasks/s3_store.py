@@ -1,0 +1,312 @@
+"""An S3 bucket, or what lies below a prefix of it, as object store. Transfers of folders are tasks/s3_transfer.py.
+
+Credentials, region and endpoint are found by boto3's standard chain (AWS_PROFILE, AWS_ACCESS_KEY_ID, roles;
+AWS_ENDPOINT_URL for another S3 than Amazon's) and appear in no message. Requests are tried 8 times with growing pauses
+(AWS_MAX_ATTEMPTS and AWS_RETRY_MODE change that). Needed: list, get, put, delete and multipart on the bucket, and
+conditional writes (If-None-Match, If-Match), which are tried out before anything relies on them.
+
+An object's tag is its ETag. Its SHA-256 is stored with it as metadata and is what resuming and verification go by.
+"""
+
+import contextlib
+import functools
+import logging
+import os
+import secrets
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+from urllib.parse import urlsplit
+
+from tasks.faults import Fault
+from tasks.folder import THREADS, File, Progress, checked
+
+ATTEMPTS = 8
+REFUSED = {"PreconditionFailed", "412", "ConditionalRequestConflict", "409", "NoSuchKey", "404"}
+ABSENT = {"NoSuchKey", "404"}
+CREDENTIALS = {
+    "InvalidAccessKeyId",
+    "SignatureDoesNotMatch",
+    "ExpiredToken",
+    "InvalidToken",
+    "TokenRefreshRequired",
+    "AuthorizationHeaderMalformed",
+    "InvalidClientTokenId",
+}
+
+
+@dataclass(frozen=True)
+class S3Store:
+    bucket: str
+    prefix: str
+
+    @property
+    def uri(self) -> str:
+        return f"s3://{self.bucket}/{self.prefix}".rstrip("/")
+
+    def read(self, key: str) -> tuple[bytes, str] | None:
+        for attempt in range(ATTEMPTS):
+            with plainly(self):
+                try:
+                    answer = self.client.get_object(Bucket=self.bucket, Key=self.at(key))
+                except Exception as error:
+                    if code_of(error) in ABSENT:
+                        return None
+                    raise
+                with contextlib.suppress(*broken()), contextlib.closing(answer["Body"]) as body:
+                    return body.read(), tag_of(answer)
+            pause(attempt)
+        raise lost(self.link(key))
+
+    def create(self, key: str, data: bytes) -> str | None:
+        self.conditional  # noqa: B018
+        return self._write_if(key, data, IfNoneMatch="*")
+
+    def replace(self, key: str, data: bytes, tag: str) -> str | None:
+        self.conditional  # noqa: B018
+        return self._write_if(key, data, IfMatch=f'"{tag}"')
+
+    def write(self, key: str, data: bytes) -> str:
+        with plainly(self):
+            return tag_of(self.client.put_object(Bucket=self.bucket, Key=self.at(key), Body=data))
+
+    def remove(self, key: str, tag: str | None = None) -> bool:
+        if tag is not None:
+            self.conditional  # noqa: B018
+        try:
+            with plainly(self):
+                where = {"Bucket": self.bucket, "Key": self.at(key)}
+                there = tag_of(self.client.head_object(**where))  # for deleting nothing is a success
+                if tag not in (None, there):
+                    return False
+                self.client.delete_object(**where, **({"IfMatch": f'"{tag}"'} if tag else {}))
+                return True
+        except Refused:
+            return False
+
+    def keys(self, prefix: str) -> dict[str, tuple[int, str]]:
+        below = self.below(prefix)
+        with plainly(self):
+            pages = self.client.get_paginator("list_objects_v2").paginate(Bucket=self.bucket, Prefix=below)
+            found = (entry for page in pages for entry in page.get("Contents", ()))
+            # "folders" that consoles make are empty objects whose names end in a slash
+            return {e["Key"][len(below) :]: (e["Size"], tag_of(e)) for e in found if not e["Key"].endswith("/")}
+
+    def put(self, folder: Path, prefix: str, progress: Progress | None = None) -> dict[str, File]:
+        from tasks import s3_transfer
+
+        return s3_transfer.put(self, folder, prefix, progress)
+
+    def get(self, prefix: str, files: dict[str, File], folder: Path, progress: Progress | None = None) -> None:
+        from tasks import s3_download
+
+        s3_download.get(self, prefix, files, folder, progress)
+
+    def changed(self, prefix: str, files: dict[str, File], deep: bool = False) -> dict[str, str]:
+        from tasks import s3_download
+
+        return s3_download.changed(self, prefix, files, deep)
+
+    def place(self, prefix: str) -> Path | None:
+        return None
+
+    def link(self, prefix: str) -> str:
+        return f"{self.uri}/{prefix}".rstrip("/")
+
+    def delete(self, prefix: str) -> int:
+        there = self.keys(prefix)
+        self.remove_all(prefix, there)
+        with plainly(self):
+            for key, ids in self.uploads(prefix).items():
+                for upload in ids:
+                    self.abort(key, upload)
+        return sum(size for size, _ in there.values())
+
+    def remove_all(self, prefix: str, names: Any) -> None:
+        below, names = self.below(prefix), list(names)
+        with plainly(self):
+            for start in range(0, len(names), 1000):  # as many as one request takes
+                batch = [{"Key": below + name} for name in names[start : start + 1000]]
+                gone = self.client.delete_objects(Bucket=self.bucket, Delete={"Objects": batch, "Quiet": True})
+                for error in gone.get("Errors", ()):
+                    raise Fault(f"s3://{self.bucket}/{error['Key']}: not deleted: {error.get('Code')}; see its policy")
+
+    def uploads(self, prefix: str) -> dict[str, list[str]]:
+        """Multipart uploads under way below the prefix: their ids by key, the newest last."""
+        found: dict[str, list[tuple[str, str]]] = {}
+        pages = self.client.get_paginator("list_multipart_uploads")
+        for page in pages.paginate(Bucket=self.bucket, Prefix=self.below(prefix)):
+            for upload in page.get("Uploads", ()):
+                found.setdefault(upload["Key"], []).append((str(upload["Initiated"]), upload["UploadId"]))
+        return {key: [upload for _, upload in sorted(ids)] for key, ids in found.items()}
+
+    def abort(self, key: str, upload: str) -> None:
+        try:
+            self.client.abort_multipart_upload(Bucket=self.bucket, Key=key, UploadId=upload)
+        except Exception as error:
+            if code_of(error) not in ("NoSuchUpload", "404"):
+                raise
+
+    def at(self, *names: str) -> str:
+        name = checked("/".join(part for part in names if part))
+        return f"{self.prefix}/{name}" if self.prefix else name
+
+    def below(self, prefix: str) -> str:
+        return self.at(prefix) + "/" if prefix else self.prefix + "/" if self.prefix else ""
+
+    @functools.cached_property
+    def client(self) -> Any:
+        import boto3
+        from botocore.config import Config
+
+        logger = logging.getLogger("botocore")  # at DEBUG it writes the headers that sign each request, tokens included
+        if logger.getEffectiveLevel() < logging.INFO:
+            logger.setLevel(logging.INFO)
+        settings: dict[str, Any] = {}
+        if not os.environ.get("AWS_MAX_ATTEMPTS") and not os.environ.get("AWS_RETRY_MODE"):
+            settings["retries"] = {"mode": "standard", "max_attempts": ATTEMPTS}
+        if os.environ.get("AWS_ENDPOINT_URL") or os.environ.get("AWS_ENDPOINT_URL_S3"):
+            settings["s3"] = {"addressing_style": "path"}  # stores beside Amazon's rarely have a host name per bucket
+        with plainly(self, "no client"):
+            return boto3.session.Session().client(
+                "s3",
+                config=Config(
+                    connect_timeout=10,
+                    read_timeout=60,
+                    tcp_keepalive=True,
+                    max_pool_connections=THREADS,
+                    response_checksum_validation="when_required",  # every file's SHA-256 is checked instead
+                    **settings,
+                ),
+            )
+
+    @functools.cached_property
+    def conditional(self) -> bool:
+        """Try conditional writes out on an object of our own: a store that ignores them would break every lease."""
+        key = f".probe-{secrets.token_hex(8)}"
+        wrong = '"00000000000000000000000000000000"'
+        where = {"Bucket": self.bucket, "Key": self.at(key)}
+        with plainly(self):
+            self.client.put_object(**where, Body=b"", IfNoneMatch="*")
+            try:
+                for condition in ({"IfNoneMatch": "*"}, {"IfMatch": wrong}):
+                    self._must_refuse(self.client.put_object, condition, **where, Body=b"")
+                self._must_refuse(self.client.delete_object, {"IfMatch": wrong}, **where)
+            finally:
+                self.client.delete_object(**where)
+        return True
+
+    def _must_refuse(self, call: Callable, condition: dict, **request: Any) -> None:
+        try:
+            call(**request, **condition)
+        except Exception as error:
+            if code_of(error) not in REFUSED:
+                raise
+        else:
+            raise Fault(
+                f"{self.uri}: this S3 ignores {next(iter(condition))} on {call.__name__}, so two runs could not be "
+                "kept apart; use a store with conditional writes (Amazon's, MinIO, Ceph from 20 on) or a folder"
+            )
+
+    def _write_if(self, key: str, data: bytes, **condition: str) -> str | None:
+        mark = secrets.token_hex(8)
+        where = {"Bucket": self.bucket, "Key": self.at(key)}
+        for attempt in range(ATTEMPTS):
+            try:
+                with plainly(self):
+                    return tag_of(self.client.put_object(**where, Body=data, Metadata={"writer": mark}, **condition))
+            except Refused as refused:
+                if refused.code in ("ConditionalRequestConflict", "409"):  # two at the same moment: neither is told
+                    pause(attempt)
+                    continue
+                if refused.retried:  # our first try may have succeeded, and only its answer been lost
+                    with plainly(self), contextlib.suppress(Refused):
+                        there = self.client.head_object(**where)
+                        if there.get("Metadata", {}).get("writer") == mark:
+                            return tag_of(there)
+                return None
+        return None
+
+
+@functools.cache
+def broken() -> tuple[type[Exception], ...]:
+    """How a connection ends while an object's content comes in; botocore itself tries again only before that."""
+    from botocore.exceptions import IncompleteReadError, ReadTimeoutError, ResponseStreamingError
+    from urllib3.exceptions import HTTPError
+
+    return IncompleteReadError, ReadTimeoutError, ResponseStreamingError, HTTPError
+
+
+class Refused(Fault):
+    """The store declined a request because of its condition, or because there is no such object."""
+
+    code = ""
+    retried = False
+
+
+def lost(uri: str) -> Fault:
+    return Fault(f"{uri}: the connection broke {ATTEMPTS} times in a row; begin again when the network is well")
+
+
+def tag_of(answer: dict) -> str:
+    return answer["ETag"].strip('"')
+
+
+def code_of(error: BaseException) -> str:
+    answer = getattr(error, "response", None)
+    return str(answer.get("Error", {}).get("Code", "")) if isinstance(answer, dict) else ""
+
+
+def pause(attempt: int) -> None:
+    time.sleep(min(0.1 * 2**attempt, 10) * (0.5 + secrets.randbelow(1000) / 1000))
+
+
+@contextlib.contextmanager
+def plainly(store: S3Store, stage: str = "") -> Iterator[None]:
+    """botocore's exceptions as one line of our own words: theirs may hold a key's id or an address with a password."""
+    from botocore.exceptions import BotoCoreError, ClientError
+
+    try:
+        yield
+    except (ClientError, BotoCoreError) as error:
+        _explain(store, error, stage)
+    except ValueError as error:  # such as a bucket's or an endpoint's name that cannot be one
+        if isinstance(error, Fault) or not stage:
+            raise
+        raise Fault(f"{store.uri}: no S3 client; AWS_ENDPOINT_URL or the region is not valid") from None
+
+
+def _explain(store: S3Store, error: Exception, stage: str) -> NoReturn:
+    kind, code = type(error).__name__, code_of(error)
+    operation = getattr(error, "operation_name", "")
+    if code in REFUSED:
+        refused = Refused(f"{store.uri}: {operation}: {code}; the object is missing or was changed meanwhile")
+        refused.code = code
+        refused.retried = error.response.get("ResponseMetadata", {}).get("RetryAttempts", 0) > 0  # type: ignore
+        raise refused from None
+    if code == "NoSuchBucket":
+        text = "no such bucket; make it, or name another"
+    elif code in CREDENTIALS:
+        text = f"the credentials are not valid ({code}); renew AWS_ACCESS_KEY_ID and its secret, or choose AWS_PROFILE"
+    elif code in ("AccessDenied", "403", "AllAccessDisabled"):
+        text = f"{operation} is denied ({code}); allow these credentials to list, get, put and delete there"
+    elif code in ("NotImplemented", "501"):
+        text = f"this S3 has no {operation} of the kind needed (conditional writes, multipart); use another or a folder"
+    elif code:
+        text = f"the store answered {code} to {operation}; try again, or ask who runs it"
+    elif kind in ("NoCredentialsError", "PartialCredentialsError", "CredentialRetrievalError"):
+        text = "no credentials; set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, AWS_PROFILE or give the host a role"
+    elif "Token" in kind or "SSO" in kind or kind in ("ProfileNotFound", "UnauthorizedSSOTokenError"):
+        text = f"no credentials from this profile ({kind}); log in again or choose another AWS_PROFILE"
+    elif kind in ("ParamValidationError", "InvalidEndpointConfigurationError", "NoRegionError") or stage:
+        text = f"not a request that S3 takes ({kind}); check the bucket's name, the region and AWS_ENDPOINT_URL"
+    else:
+        text = f"{_endpoint(store)} does not answer ({kind}); check AWS_ENDPOINT_URL and the network, then begin again"
+    raise Fault(f"{store.uri}: {text}") from None
+
+
+def _endpoint(store: S3Store) -> str:
+    parts = urlsplit(store.client.meta.endpoint_url)
+    return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}"

@@ -1,0 +1,276 @@
+"""A folder to S3: files up to 16 MiB in one request, larger ones in parts, by several threads.
+
+Each file is read twice: once for its SHA-256 (kept with the object as metadata, so it must be known first) and the
+CRC32 of every part, then for sending. What is sent is compared with those CRCs here and by the store, so that a file
+that changes in between is refused rather than stored under a wrong digest.
+
+An interrupted transfer goes on where it was: objects with the right size and SHA-256 are left alone, multipart uploads
+whose parts match the file are continued, those of a file that has changed are aborted. Memory: one part per thread,
+160 MiB; a file above 160 GB has larger parts, as S3 takes at most 10,000.
+"""
+
+import base64
+import contextlib
+import functools
+import hashlib
+import itertools
+import threading
+import zlib
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tasks import folder as folders
+from tasks.faults import Fault
+from tasks.folder import BLOCK, File, Meter, Progress, Task, work_through
+from tasks.local_store import plainly as disk_plainly
+from tasks.s3_store import Refused, code_of, plainly, tag_of
+
+if TYPE_CHECKING:
+    from tasks.s3_store import S3Store
+
+PART = 16 << 20  # S3 wants at least 5 MiB; per request some 30 ms go by without data
+RESTARTS = 3  # of a multipart upload that somebody else aborted
+
+
+@dataclass
+class Upload:
+    """One file on its way."""
+
+    name: str
+    path: Path
+    key: str
+    size: int
+    sha256: str = ""
+    crcs: list[int] = field(default_factory=list)
+    part: int = PART
+    id: str = ""
+    resumed: bool = False
+    restarts: int = 0
+    sent: dict[int, str] = field(default_factory=dict)  # ETags by part number, from 1
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+
+def put(store: "S3Store", folder: Path, prefix: str, progress: Progress | None) -> dict[str, File]:
+    sources = folders.walk(folder)
+    there = store.keys(prefix)
+    sizes = {name: path.stat().st_size for name, path in sources.items()}
+    meter = Meter(progress, sum(sizes.values()))
+    done: dict[str, File] = {}
+    with plainly(store), disk_plainly(folder):
+        under_way = store.uploads(prefix)
+        job = Job(store, prefix, there, under_way, meter, done)
+        begin = [functools.partial(job.begin, Upload(n, sources[n], store.at(prefix, n), sizes[n])) for n in sources]
+        work_through(interleaved(begin, [sizes[name] for name in sources]))
+    with plainly(store):
+        wanted = {store.at(prefix, name) for name in sources}
+        for key in under_way.keys() - wanted:
+            for upload in under_way[key]:
+                store.abort(key, upload)
+    store.remove_all(prefix, there.keys() - sources.keys())
+    meter.end()
+    return {name: done[name] for name in sources}
+
+
+def interleaved(tasks: list[Task], sizes: list[int]) -> list[Task]:
+    """Large and small by turns, the largest first: hashing a large file needs no network, sending small ones does."""
+    order = sorted(range(len(tasks)), key=lambda i: sizes[i])  # the last is taken first
+    half = len(order) // 2
+    turns = [i for pair in zip(order[:half], order[half : 2 * half], strict=True) for i in pair] + order[2 * half :]
+    return [tasks[i] for i in turns]
+
+
+@dataclass(frozen=True)
+class Job:
+    store: "S3Store"
+    prefix: str
+    there: dict[str, tuple[int, str]]
+    under_way: dict[str, list[str]]
+    meter: Meter
+    done: dict[str, File]
+
+    def begin(self, file: Upload) -> Iterable[Task] | None:
+        if file.size <= PART:
+            data = file.path.read_bytes()
+            self._same_size(file, len(data))
+            file.sha256 = hashlib.sha256(data).hexdigest()
+            if not self._is_there(file):
+                self._send_whole(file, data)
+            return None
+        file.part = max(PART, -(-file.size // 10_000 // BLOCK + 1) * BLOCK if file.size > PART * 10_000 else PART)
+        file.sha256, file.crcs = digests(file.path, file.part)
+        self._same_size(file, file.path.stat().st_size)
+        if self._is_there(file):
+            return None
+        self._resume(file)
+        return self._parts(file)
+
+    def _parts(self, file: Upload) -> list[Task]:
+        if not file.id:
+            self._start(file)
+        left = [number for number in range(1, len(file.crcs) + 1) if number not in file.sent]
+        if not left:
+            return [lambda: self._finish(file)]
+        return [functools.partial(self._send_part, file, number) for number in reversed(left)]
+
+    def _is_there(self, file: Upload) -> bool:
+        size, tag = self.there.get(file.name, (None, ""))
+        if size != file.size:
+            return False
+        head = self._head(file)
+        if head is None or head.get("Metadata", {}).get("sha256") != file.sha256 or tag_of(head) != tag:
+            return False
+        self._finished(file, tag, file.size)
+        return True
+
+    def _head(self, file: Upload) -> dict[str, Any] | None:
+        with contextlib.suppress(Refused), plainly(self.store):
+            return self.store.client.head_object(Bucket=self.store.bucket, Key=file.key)
+
+    def _finished(self, file: Upload, tag: str, counted: int) -> None:
+        self.done[file.name] = File(file.size, file.sha256, tag)
+        for upload in self.under_way.get(file.key, ()):
+            if upload != file.id:
+                self.store.abort(file.key, upload)
+        self.meter.add(counted)
+
+    def _send_whole(self, file: Upload, data: bytes) -> None:
+        request = {"Bucket": self.store.bucket, "Key": file.key, "Body": data, "Metadata": {"sha256": file.sha256}}
+        if checksums(self.store):
+            request["ChecksumSHA256"] = base64.b64encode(bytes.fromhex(file.sha256)).decode()
+        self._finished(file, tag_of(self.store.client.put_object(**request)), file.size)
+
+    def _start(self, file: Upload) -> None:
+        request = {"Bucket": self.store.bucket, "Key": file.key, "Metadata": {"sha256": file.sha256}}
+        if checksums(self.store):
+            request["ChecksumAlgorithm"] = "CRC32"
+        file.id = self.store.client.create_multipart_upload(**request)["UploadId"]
+        file.sent, file.resumed = {}, False
+
+    def _resume(self, file: Upload) -> None:
+        """Continue the newest upload of this key whose parts are all as the file is now."""
+        for upload in reversed(self.under_way.get(file.key, ())):
+            try:
+                pages = self.store.client.get_paginator("list_parts")
+                found = pages.paginate(Bucket=self.store.bucket, Key=file.key, UploadId=upload)
+                parts = [part for page in found for part in page.get("Parts", ())]
+            except Exception as error:
+                if code_of(error) == "NoSuchUpload":
+                    continue
+                raise
+            if parts and all(self._is_sent(file, part) for part in parts):
+                file.id, file.resumed = upload, True
+                file.sent = {part["PartNumber"]: tag_of(part) for part in parts}
+                self.meter.add(sum(part["Size"] for part in parts))
+                return
+
+    def _is_sent(self, file: Upload, part: dict[str, Any]) -> bool:
+        number = part["PartNumber"]
+        if number > len(file.crcs) or part["Size"] != part_size(file, number):
+            return False
+        if part.get("ChecksumCRC32"):
+            return part["ChecksumCRC32"] == crc_text(file.crcs[number - 1])
+        return hashlib.md5(read_part(file, number), usedforsecurity=False).hexdigest() == tag_of(part)
+
+    def _send_part(self, file: Upload, number: int) -> Iterable[Task] | None:
+        upload = file.id
+        data = read_part(file, number)
+        request = {"Bucket": self.store.bucket, "Key": file.key, "UploadId": upload, "PartNumber": number, "Body": data}
+        if checksums(self.store):
+            request["ChecksumCRC32"] = crc_text(file.crcs[number - 1])
+        try:
+            tag = tag_of(self.store.client.upload_part(**request))
+        except Exception as error:
+            if code_of(error) != "NoSuchUpload":
+                raise
+            return self._restart(file, upload)
+        with file.lock:
+            if file.id != upload:
+                return None
+            file.sent[number] = tag
+            self.meter.add(len(data))
+            last = len(file.sent) == len(file.crcs)
+        return [lambda: self._finish(file)] if last else None
+
+    def _finish(self, file: Upload) -> Iterable[Task] | None:
+        parts: list[dict[str, Any]] = [{"PartNumber": n, "ETag": f'"{file.sent[n]}"'} for n in sorted(file.sent)]
+        if checksums(self.store):
+            for part in parts:
+                part["ChecksumCRC32"] = crc_text(file.crcs[part["PartNumber"] - 1])
+        try:
+            answer = self.store.client.complete_multipart_upload(
+                Bucket=self.store.bucket, Key=file.key, UploadId=file.id, MultipartUpload={"Parts": parts}
+            )
+        except Exception as error:
+            if code_of(error) != "NoSuchUpload":
+                raise
+            head = self._head(file)  # ended already: by our own first try whose answer was lost, or by another process
+            if head and head["ContentLength"] == file.size and head["Metadata"].get("sha256") == file.sha256:
+                self._finished(file, tag_of(head), 0)
+                return None
+            return self._restart(file, file.id)
+        if file.resumed:  # it was begun with the digest that the file had then; only the parts not sent had changed
+            head = self._head(file)
+            if head is None or head.get("Metadata", {}).get("sha256") != file.sha256:
+                return self._restart(file, file.id)
+        self._finished(file, tag_of(answer), 0)
+        return None
+
+    def _restart(self, file: Upload, upload: str) -> Iterable[Task] | None:
+        with file.lock:
+            if file.id != upload:  # another part's thread was here before
+                return None
+            if file.restarts == RESTARTS:
+                raise Fault(
+                    f"s3://{self.store.bucket}/{file.key}: its upload was aborted {RESTARTS} times; see that no other "
+                    "process writes there and no lifecycle rule aborts uploads within hours"
+                )
+            file.restarts += 1
+            self.meter.add(-sum(part_size(file, number) for number in file.sent))
+            self._start(file)
+        return self._parts(file)
+
+    def _same_size(self, file: Upload, size: int) -> None:
+        if size != file.size:
+            raise written_meanwhile(file)
+
+
+def digests(path: Path, part: int) -> tuple[str, list[int]]:
+    """The SHA-256 of the file and the CRC32 of each part, in one reading."""
+    whole, crcs = hashlib.sha256(), []
+    with path.open("rb") as f:  # buffered, so that no block is cut short and crosses into the next part
+        for at in itertools.count(0, BLOCK):
+            if not (block := f.read(BLOCK)):
+                break
+            whole.update(block)
+            if at % part == 0:
+                crcs.append(0)
+            crcs[-1] = zlib.crc32(block, crcs[-1])
+    return whole.hexdigest(), crcs
+
+
+def part_size(file: Upload, number: int) -> int:
+    return min(file.part, file.size - (number - 1) * file.part)
+
+
+def read_part(file: Upload, number: int) -> bytes:
+    with file.path.open("rb") as f:
+        f.seek((number - 1) * file.part)
+        data = f.read(part_size(file, number))
+    if zlib.crc32(data) != file.crcs[number - 1]:
+        raise written_meanwhile(file)
+    return data
+
+
+def written_meanwhile(file: Upload) -> Fault:
+    return Fault(f"{file.path}: was written to while it was handed over; hand it over when it is finished")
+
+
+def crc_text(crc: int) -> str:
+    return base64.b64encode(crc.to_bytes(4, "big")).decode()
+
+
+def checksums(store: "S3Store") -> bool:
+    """Off by AWS_REQUEST_CHECKSUM_CALCULATION=when_required, for stores that do not know these headers."""
+    return store.client.meta.config.request_checksum_calculation == "when_supported"

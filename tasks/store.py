@@ -1,0 +1,97 @@
+"""The object store that every stage's output goes to: s3://bucket/prefix, or a folder, by one interface.
+
+    open_store("s3://bucket/runs")     boto3 (tasks/s3_store.py); credentials and endpoint from its standard chain
+    open_store("file:///mnt/runs")     a folder, also on NFS, also as a plain path (tasks/local_store.py)
+
+Keys and names are relative, with slashes; `prefix` means what lies below prefix + "/". All methods are safe to call
+from several threads, processes and hosts. What is wrong with the caller's store or folder is a tasks.faults.Fault of
+one line, in which no credential ever stands.
+
+Not covered: other stores than these, object versions, encryption keys of one's own (use the bucket's default).
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Protocol
+from urllib.parse import unquote, urlsplit
+
+from tasks.faults import Fault
+from tasks.folder import File, Progress
+
+__all__ = ["File", "Progress", "Store", "open_store"]
+
+
+class Store(Protocol):
+    uri: str  # "s3://bucket/prefix" or "file:///abs/path"; no credentials
+
+    def read(self, key: str) -> tuple[bytes, str] | None:
+        """A small object and its tag; None if absent."""
+
+    def create(self, key: str, data: bytes) -> str | None:
+        """Write only if absent, atomically; the tag, or None if it is already there."""
+
+    def replace(self, key: str, data: bytes, tag: str) -> str | None:
+        """Write only over what has this tag; the new tag, or None if it changed meanwhile."""
+
+    def write(self, key: str, data: bytes) -> str:
+        """Write whatever was there; atomic, durable."""
+
+    def remove(self, key: str, tag: str | None = None) -> bool:
+        """Remove it, with a tag only if it still has that; whether it was removed."""
+
+    def keys(self, prefix: str) -> dict[str, tuple[int, str]]:
+        """Size and tag of every object below the prefix, by name relative to it."""
+
+    def put(self, folder: Path, prefix: str, progress: Progress | None = None) -> dict[str, File]:
+        """Make what lies below the prefix equal to the folder. Begun again, it sends only what is missing."""
+
+    def get(self, prefix: str, files: dict[str, File], folder: Path, progress: Progress | None = None) -> None:
+        """Bring the files into the folder, each verified. Begun again, it fetches only what is missing."""
+
+    def changed(self, prefix: str, files: dict[str, File], deep: bool = False) -> dict[str, str]:
+        """What is wrong with each file that is not as recorded: "missing", "size 3, not 4" or "content differs".
+
+        Where the tag is as recorded the content is taken to be so, unless deep; else it is read and hashed.
+        """
+
+    def place(self, prefix: str) -> Path | None:
+        """The folder where the files can be read in place, or None. Never write there."""
+
+    def link(self, prefix: str) -> str:
+        """The URI of what lies below the prefix."""
+
+    def delete(self, prefix: str) -> int:
+        """Remove all below the prefix; the bytes freed."""
+
+
+def open_store(uri: str) -> Store:
+    """The store at s3://bucket/prefix, file:///folder or a plain path. Nothing is contacted or made yet."""
+    scheme, colon, _ = uri.partition("://")
+    if not colon:
+        if not uri:
+            raise Fault("store: empty; it takes s3://bucket/prefix or a folder")
+        from tasks.local_store import LocalStore
+
+        return LocalStore(Path(uri).expanduser().absolute())
+    try:
+        parts = urlsplit(uri)
+    except ValueError:
+        raise Fault(f"store: not a URI of the form {scheme}://...") from None
+    if "@" in parts.netloc:  # and is not repeated, as it may be a key and its secret
+        raise Fault(f"store: {scheme}://...@...: a URI with credentials; leave them to the environment or ~/.aws")
+    if parts.query or parts.fragment:
+        raise Fault(f"store: {scheme}://{parts.netloc}{parts.path}: takes no ? and no # behind it")
+    if scheme == "file":
+        if parts.netloc not in ("", "localhost") or not parts.path.startswith("/"):
+            raise Fault(f"store: {uri}: names a host, {parts.netloc!r}; file:///folder has three slashes")
+        from tasks.local_store import LocalStore
+
+        return LocalStore(Path(unquote(parts.path)))
+    if scheme == "s3":
+        if not parts.netloc:
+            raise Fault(f"store: {uri}: names no bucket; s3://bucket/prefix does")
+        from tasks.s3_store import S3Store
+
+        return S3Store(parts.netloc, parts.path.strip("/"))
+    raise Fault(f"store: {scheme}://: no such kind of store; there are s3://bucket/prefix and file:///folder")

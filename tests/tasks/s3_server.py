@@ -1,0 +1,46 @@
+"""moto's S3 in a process of its own, so that its threads and its memory are not the test's.
+
+python tests/tasks/s3_server.py prints its address and serves until its standard input ends.
+"""
+
+import contextlib
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+
+ENVIRONMENT = {
+    "AWS_ACCESS_KEY_ID": "AKIAMARKERMARKER",
+    "AWS_SECRET_ACCESS_KEY": "secret-marker",
+    "AWS_SESSION_TOKEN": "token-marker",
+    "AWS_DEFAULT_REGION": "us-east-1",
+    "AWS_CONFIG_FILE": os.devnull,
+    "AWS_SHARED_CREDENTIALS_FILE": os.devnull,
+    "AWS_EC2_METADATA_DISABLED": "true",
+}
+
+
+@contextlib.contextmanager
+def running() -> Iterator[tuple[str, int]]:
+    """Address and process id."""
+    child = subprocess.Popen([sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert child.stdin and child.stdout
+    try:
+        yield child.stdout.readline().strip(), child.pid
+    finally:
+        child.stdin.close()
+        child.wait(20)
+        child.stdout.close()
+
+
+if __name__ == "__main__":
+    import logging
+
+    from moto.server import ThreadedMotoServer
+
+    logging.getLogger("werkzeug").setLevel(logging.ERROR)
+    server = ThreadedMotoServer("127.0.0.1", port=0, verbose=False)
+    server.start()
+    print("http://{}:{}".format(*server.get_host_and_port()), flush=True)
+    sys.stdin.read()
+    os._exit(0)
