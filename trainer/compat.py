@@ -110,7 +110,7 @@ def install(compiles: bool) -> None:
         from megatron.core.dist_checkpointing.strategies import filesystem_async
         from megatron.core.dist_checkpointing.strategies import torch as _  # noqa: F401  (1: it probes for the package)
 
-        _import_transformers()
+        import_transformers()
         _import_pretrain()
         import megatron.bridge.models.conversion.auto_bridge  # noqa: F401
         from megatron.bridge.training import initialize
@@ -143,7 +143,7 @@ def _no_compiler():
         yield
 
 
-def _import_transformers() -> None:
+def import_transformers() -> None:
     everything = importlib.metadata.packages_distributions
     importlib.metadata.packages_distributions = lambda: _Distributions(everything)
     from transformers.utils import import_utils

