@@ -266,6 +266,7 @@ class Paths(Section):
     base: Text = Field(default="runs/{name}/base", description="the same, converted to Megatron's torch_dist format")
     data: Text = Field(default="runs/{name}/data", description="training.jsonl and validation.jsonl")
     output: Text = Field(default="runs/{name}/output", description="checkpoints and metrics of this run")
+    logs: Text = Field(default="runs/{name}/logs", description="what Megatron prints, a file per rank")
     export: Text = Field(default="runs/{name}/export", description="the trained model in Hugging Face's formats")
     served: Text = Field(default="runs/{name}/export/merged", description="the model that is evaluated")
     parity: Text = Field(default="runs/{name}/output/parity.json", description="what training says of fixed prompts")

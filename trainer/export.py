@@ -29,7 +29,7 @@ def main(run: Run) -> None:
 
     distributed.init_process_group("gloo")
     target = Path(run.paths.export)
-    with megatron_to(Path(run.paths.output) / "logs"):
+    with megatron_to(Path(run.paths.logs)):
         folder, step = _checkpoint(run)
         trained = find(run, folder)
         formats = run.export.formats or (("merged", "adapter") if trained.adapters else ("merged",))

@@ -44,7 +44,7 @@ def main(run: Run) -> None:
     start = done[-1] if done else 0
     metrics = Metrics(run, Path(run.paths.output) / "metrics.jsonl", start)
     try:
-        with megatron_to(Path(run.paths.output) / "logs"):
+        with megatron_to(Path(run.paths.logs)):
             config = make_config(run, open_bridge(run), start or None)
             finetune(config, forward_step, callbacks=[metrics, Gates(run, metrics), Saves(run, metrics)])
     except SystemExit as leave:  # Bridge's way to end after SIGTERM, once its checkpoint is written

@@ -1,0 +1,244 @@
+"""What a stage makes, found again by what it was made from.
+
+    <store>/<stage>/<fingerprint>/files/...         the artifact
+                                 /artifact.json     its record, written last: without one there is no artifact
+                                 /lease.json        who is making it now (tasks/lease.py)
+
+The fingerprint is derived from the stage, the version of its code, the configuration that bears identity and the
+fingerprints of its inputs: known before anything is made, and never from where it runs. A record counts only while
+every file that it names is there with the content it had; what is missing or differs is made again, and nothing else.
+"""
+
+import hashlib
+import json
+import math
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from tasks import lease
+from tasks.faults import Fault
+from tasks.store import File, Store
+
+RECORD = "artifact.json"
+
+
+@dataclass(frozen=True)
+class Stage:
+    """What is asked for."""
+
+    name: str
+    version: int  # raised when the stage's code would make something else of the same
+    config: dict[str, Any] = field(default_factory=dict)
+    inputs: dict[str, str] = field(default_factory=dict)  # fingerprints, by the name that the stage has for them
+
+    @property
+    def fingerprint(self) -> str:
+        return hashlib.sha256(canonical(asdict(self)).encode()).hexdigest()[:16]
+
+    @property
+    def key(self) -> str:
+        return f"{self.name}/{self.fingerprint}"
+
+
+@dataclass(frozen=True)
+class Artifact:
+    """What is there, as its record says."""
+
+    stage: Stage
+    files: dict[str, File]
+    result: dict[str, Any]  # what the stage found out, small
+    made: dict[str, Any]  # when, in how many seconds, by which flow run, with what
+    cached: bool = False
+
+    @property
+    def key(self) -> str:
+        return self.stage.key
+
+    @property
+    def size(self) -> int:
+        return sum(file.size for file in self.files.values())
+
+    @property
+    def digest(self) -> str:
+        """Of the content: what was made from the same may still differ in it."""
+        lines = [f"{name} {file.sha256}\n" for name, file in sorted(self.files.items())]
+        return hashlib.sha256("".join(lines).encode()).hexdigest()[:16]
+
+
+@dataclass(frozen=True)
+class Missing:
+    """Why there is no artifact that could be used."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
+class Work:
+    """Where a stage makes something: a folder that a later attempt finds again, and the lease on the work."""
+
+    folder: Path
+    lease: lease.Lease
+    say: Callable[[str], None]
+
+
+def canonical(value: Any) -> str:
+    """The one JSON text of a value. Refuses what has none."""
+    for place, item in _leaves(value, ""):
+        if not (item is None or isinstance(item, str | bool | int | float)):
+            raise TypeError(f"{place}: a {type(item).__name__} has no place in a fingerprint")
+        if isinstance(item, float) and not math.isfinite(item):
+            raise TypeError(f"{place}: {item} has no place in a fingerprint")
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False)
+
+
+def find(stage: Stage, store: Store, deep: bool = False) -> Artifact | Missing:
+    """The artifact, if it is there as recorded; else why not."""
+    artifact = read(store, stage.key)
+    if artifact is None:
+        return Missing(_drift(stage, store))
+    if (artifact.stage.config, artifact.stage.inputs) != (stage.config, stage.inputs):
+        return Missing("its record is another's: " + "; ".join(differences(artifact.stage, stage)))
+    if changed := store.changed(f"{stage.key}/files", artifact.files, deep):
+        name, what = next(iter(sorted(changed.items())))
+        more = f" (and {len(changed) - 1} more)" if len(changed) > 1 else ""
+        return Missing(f"{name}: {what}{more}")
+    return replace(artifact, cached=True)
+
+
+def obtain(
+    stage: Stage,
+    store: Store,
+    make: Callable[[Work], dict[str, Any]],
+    work: Path,
+    say: Callable[[str], None],
+    made: dict[str, Any],
+    anew: bool = False,
+    progress: Callable[[int, int], None] | None = None,
+) -> Artifact:
+    """The artifact: from the store, or made now by make(Work), which fills Work.folder and returns the result."""
+    asked = time.time()
+    if not anew and isinstance(found := find(stage, store), Artifact):
+        return found
+    with lease.hold(store, f"{stage.key}/lease.json", say, str(made.get("flow", ""))) as held:
+        found = find(stage, store)
+        if isinstance(found, Artifact):
+            if not anew or found.made["at"] > asked:
+                return found  # somebody else has made it while this one waited
+            store.remove(f"{stage.key}/{RECORD}")
+        say(f"{stage.key}: {found.reason if isinstance(found, Missing) else 'made anew, as asked for'}")
+        folder = work / stage.key.replace("/", "-")
+        (folder / "files").mkdir(parents=True, exist_ok=True)
+        start = time.time()
+        result = make(Work(folder, held, say))
+        seconds = time.time() - start
+        held.confirm()
+        files = store.put(folder / "files", f"{stage.key}/files", progress)
+        if not files:
+            raise Fault(f"{stage.key}: made nothing")
+        held.confirm()
+        made = made | {
+            "at": time.time(),
+            "seconds": round(seconds, 3),
+            "stored_in": round(time.time() - start - seconds, 3),
+        }
+        artifact = Artifact(stage, files, result, made)
+        store.write(f"{stage.key}/{RECORD}", _encode(artifact))
+        shutil.rmtree(folder)
+    return artifact
+
+
+def read(store: Store, key: str) -> Artifact | None:
+    """The record at <stage>/<fingerprint>, whether or not its files are still there."""
+    found = store.read(f"{key}/{RECORD}")
+    if found is None:
+        return None
+    try:
+        record = json.loads(found[0])
+        files = {name: File(**file) for name, file in record["files"].items()}
+        return Artifact(Stage(**record["stage"]), files, record["result"], record["made"])
+    except (ValueError, TypeError, KeyError):
+        return None  # not one of ours, or damaged: to be made again
+
+
+def every(store: Store, stage: str = "") -> Iterator[Artifact]:
+    """All records of a stage, or of all stages."""
+    for key in sorted(store.keys(stage)):
+        path = f"{stage}/{key}" if stage else key
+        if path.count("/") == 2 and path.endswith(f"/{RECORD}") and (artifact := read(store, path[: -len(RECORD) - 1])):
+            yield artifact
+
+
+def local(artifact: Artifact, store: Store, cache: Path, progress: Callable[[int, int], None] | None = None) -> Path:
+    """A folder of this host that holds the artifact's files: the store's own, or a copy in the cache."""
+    if place := store.place(f"{artifact.key}/files"):
+        return place
+    folder = cache / artifact.key.replace("/", "-")
+    stamps, whole = folder.with_name(f"{folder.name}.json"), {}
+    if stamps.is_file():
+        whole = json.loads(stamps.read_text())
+    if whole != {"digest": artifact.digest} | _stamps(folder, artifact):
+        store.get(f"{artifact.key}/files", artifact.files, folder, progress)
+        stamps.write_text(json.dumps({"digest": artifact.digest} | _stamps(folder, artifact)))
+    return folder
+
+
+def nearest(stage: Stage, store: Store) -> Artifact | None:
+    """Of the artifacts of this stage the one made from the most similar, the newest of several."""
+    others = [artifact for artifact in every(store, stage.name) if artifact.key != stage.key]
+    return min(others, key=lambda a: (len(differences(a.stage, stage)), -a.made.get("at", 0)), default=None)
+
+
+def differences(was: Stage, now: Stage) -> list[str]:
+    """What differs, field by field: `optimizer.lr: 0.001 -> 0.002`."""
+    before, after = dict(_leaves(_identity(was), "")), dict(_leaves(_identity(now), ""))
+    keys = sorted({*before, *after})
+    return [f"{key}: {_show(before, key)} -> {_show(after, key)}" for key in keys if before.get(key) != after.get(key)]
+
+
+def _drift(stage: Stage, store: Store) -> str:
+    other = nearest(stage, store)
+    if other is None:
+        return f"no {stage.name} was made yet"
+    changes = differences(other.stage, stage)
+    shown = "; ".join(changes[:4]) + (f" and {len(changes) - 4} more" if len(changes) > 4 else "")
+    return f"differs from {other.key}: {shown}"
+
+
+def _identity(stage: Stage) -> dict[str, Any]:
+    return {"code version": stage.version, **stage.config, **{f"input {name}": fp for name, fp in stage.inputs.items()}}
+
+
+def _leaves(value: Any, place: str) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, dict):
+        for key, item in value.items():
+            if not isinstance(key, str):
+                raise TypeError(f"{place}: the key {key!r} is no text")
+            yield from _leaves(item, f"{place}.{key}".lstrip("."))
+    elif isinstance(value, list | tuple):
+        for index, item in enumerate(value):
+            yield from _leaves(item, f"{place}[{index}]")
+    else:
+        yield place, value
+
+
+def _show(values: dict[str, Any], key: str) -> str:
+    return json.dumps(values[key]) if key in values else "absent"
+
+
+def _stamps(folder: Path, artifact: Artifact) -> dict[str, list[int] | None]:
+    stamps: dict[str, list[int] | None] = {}
+    for name in artifact.files:
+        path = folder / name
+        status = path.stat() if path.is_file() else None
+        stamps[name] = [status.st_size, status.st_mtime_ns, status.st_ctime_ns] if status else None
+    return stamps
+
+
+def _encode(artifact: Artifact) -> bytes:
+    record = {"stage": asdict(artifact.stage), "digest": artifact.digest, "result": artifact.result}
+    files = {name: asdict(file) for name, file in artifact.files.items()}
+    return json.dumps(record | {"made": artifact.made, "files": files}, indent=1).encode()

@@ -1,0 +1,45 @@
+"""Stage: the released model, at one commit, as its publisher's files."""
+
+from prefect import State, task
+
+from conf.schema import Run
+from tasks import hub, launch
+from tasks.artifact import Stage, Work
+from tasks.faults import Fault
+from tasks.progress import Progress
+from tasks.session import OPTIONS, Session
+
+VERSION = 1
+
+
+def stage(run: Run) -> Stage:
+    """At the commit, or the content, that the source has now. A folder's path bears no identity, its content does."""
+    model = run.model
+    kind = hub.kind(model.source)
+    if kind == "tiny":
+        return Stage("download", VERSION, {"source": model.source})
+    found = hub.resolve(model.source, model.revision)
+    config = {"commit": found.commit, "unsafe_weights": model.unsafe_weights}
+    config |= {} if kind == "folder" else {"source": model.source}
+    return Stage("download", VERSION, config | {"trust_remote_code": model.trust_remote_code})
+
+
+@task(name="download", **OPTIONS)
+def download(session: Session) -> State:
+    """Fetch the released model."""
+    model, config = session.run.model, session.stages["download"].config
+
+    def make(work: Work) -> dict:
+        files = work.folder / "files"
+        if model.source.startswith("tiny://"):
+            arguments = ["trainer.tiny", model.source.removeprefix("tiny://"), str(files), "--dtype", "float32"]
+            launch.process(arguments, work.folder / "tiny.log", work.say, session.stopped(work))
+            return {"source": model.source}
+        found = hub.resolve(model.source, config["commit"] if hub.kind(model.source) == "hub" else "main")
+        if found.commit != config["commit"]:
+            raise Fault(f"{model.source}: its files have changed since the run began; start it again")
+        progress = Progress("download", "bytes")
+        result = hub.fetch(found, files, model.unsafe_weights, model.trust_remote_code, progress.update)
+        return {"source": model.source, "commit": found.commit} | result
+
+    return session.obtain("download", make)

@@ -1,0 +1,77 @@
+"""Stage: what a model answers, base or tuned, served by vLLM; and whether serving agrees with training."""
+
+import hashlib
+import json
+from pathlib import Path
+
+from prefect import State, task
+
+from conf.schema import Run
+from tasks import launch
+from tasks.artifact import Artifact, Stage, Work
+from tasks.faults import Fault
+from tasks.progress import Progress
+from tasks.session import OPTIONS, Session
+
+VERSION = 1
+
+
+def stage(run: Run, model: Stage, data: Stage, trained: Stage | None = None) -> Stage:
+    config = run.model_dump(mode="json", include={"evaluate": True, "data": {"template", "seq_length"}})
+    del config["evaluate"]["gpus"]
+    config["precision"] = config["evaluate"].pop("precision") or run.train.precision
+    config["task_files"] = {task: _content(task) for task in run.evaluate.tasks if task.endswith((".yaml", ".yml"))}
+    inputs = {"model": model.fingerprint, "data": data.fingerprint}
+    return Stage("evaluate", VERSION, config, inputs | ({"trained": trained.fingerprint} if trained else {}))
+
+
+@task(name="evaluate", task_run_name="evaluate-{which}", **OPTIONS)
+def evaluate(session: Session, which: str, model: Artifact, data: Artifact, trained: Artifact | None = None) -> State:
+    """Ask the model; `which` is base or tuned."""
+    name = f"evaluate-{which}"
+
+    def make(work: Work) -> dict:
+        output = work.folder / "files"
+        served = session.local(model)
+        paths = {"data": session.local(data), "evaluation": output, "logs": work.folder / "logs"}
+        paths["served"] = served / "merged" if trained else served
+        paths["parity"] = session.local(trained) / "parity.json" if trained else work.folder / "none.json"
+        bar = Progress(name, "rows")
+        launch.trainer(
+            "evaluate",
+            session.at(**paths),
+            work.folder,
+            work.say,
+            session.stopped(work),
+            lambda: bar.update(*_done(output / "progress.jsonl")),
+        )
+        found = json.loads((output / "results.json").read_text())
+        return {"metrics": found["metrics"], "parity": found["parity"], "chat_template": found["chat_template"]}
+
+    return session.obtain(name, make)
+
+
+def _content(path: str) -> str:
+    """Digest of a task file and of the local data that it names."""
+    file = Path(path)
+    if not file.is_file():
+        raise Fault(f"evaluate.tasks: {path}: no such file")
+    import yaml
+
+    text = file.read_bytes()
+    digest = hashlib.sha256(text)
+    loader = type("Loader", (yaml.SafeLoader,), {})
+    loader.add_multi_constructor("!", lambda *_: None)  # lm-eval's !function
+    named = (yaml.load(text, loader) or {}).get("dataset_kwargs", {}).get("data_files", {})
+    for name in [named] if isinstance(named, str) else sorted(named.values()) if isinstance(named, dict) else named:
+        if Path(name).is_file():
+            digest.update(Path(name).read_bytes())
+    return digest.hexdigest()
+
+
+def _done(progress: Path) -> tuple[int, int]:
+    try:
+        last = json.loads(progress.read_text().splitlines()[-1])
+        return last["done"], last["total"]
+    except (OSError, ValueError, IndexError, KeyError):
+        return 0, 0

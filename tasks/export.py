@@ -1,0 +1,34 @@
+"""Stage: the trained model in Hugging Face's formats: merged, for any server, and the adapter by itself."""
+
+from prefect import State, task
+
+from conf.schema import Run
+from tasks import launch
+from tasks.artifact import Artifact, Stage, Work
+from tasks.session import OPTIONS, Session
+
+VERSION = 1
+
+
+def stage(run: Run, model: Stage, trained: Stage) -> Stage:
+    formats = list(run.export.formats) if run.export.formats else None
+    config = {"checkpoint": run.export.checkpoint, "formats": formats}
+    return Stage("export", VERSION, config, {"model": model.fingerprint, "trained": trained.fingerprint})
+
+
+@task(name="export", **OPTIONS)
+def export(session: Session, model: Artifact, base: Artifact, trained: Artifact) -> State:
+    """Merge, and export to Hugging Face format."""
+
+    def make(work: Work) -> dict:
+        paths = {
+            "model": session.local(model),
+            "base": session.local(base),
+            "output": session.local(trained),
+            "export": work.folder / "files",
+            "logs": work.folder / "logs",
+        }
+        launch.trainer("export", session.at(**paths), work.folder, work.say, session.stopped(work))
+        return {"uri": session.store.link(f"{session.stages['export'].key}/files/merged")}
+
+    return session.obtain("export", make)

@@ -1,0 +1,91 @@
+"""Runs a command so that nothing of it outlives whoever asked for it, however that one dies.
+
+    python -m tasks.guard COMMAND ...       with standard input held open by the one who asks
+
+Its standard input is a pipe that nobody writes to: when it closes, whoever held it is gone or wants an end. The command
+then gets SIGTERM, GRACE seconds to leave (a training saves a checkpoint), then SIGKILL. A SIGTERM to this process does
+the same. All that the command starts, in whatever sessions, comes back to this process when its parents die (it is
+their subreaper), and is killed before this process leaves. If this process itself is killed, the kernel kills the
+command, and torchrun's ranks see to their own end (trainer/entry.py). The exit code is the command's.
+
+Standard library only: it starts in 30 ms.
+"""
+
+import contextlib
+import ctypes
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+GRACE = float(os.environ.get("GUARD_GRACE", "5"))  # a cancelled run is to leave nothing behind after 10 s
+PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
+
+libc = ctypes.CDLL(None, use_errno=True)
+
+
+def main() -> int:
+    libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    wake_read, wake_write = os.pipe()
+    os.set_blocking(wake_write, False)
+    signal.set_wakeup_fd(wake_write)
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGCHLD):
+        signal.signal(number, lambda *_: None)
+    me = os.getpid()
+    command = subprocess.Popen(
+        sys.argv[1:], stdin=subprocess.DEVNULL, start_new_session=True, preexec_fn=lambda: _die_with(me)
+    )
+    ends_at = None
+    while command.poll() is None:
+        left = None if ends_at is None else max(0.0, ends_at - time.monotonic())
+        watched = [wake_read] if ends_at else [wake_read, 0]
+        ready, _, _ = select.select(watched, [], [], left)
+        told = os.read(wake_read, 64) if wake_read in ready else b""
+        if ends_at is None and (0 in ready or {signal.SIGTERM, signal.SIGINT} & {*told}):
+            ends_at = time.monotonic() + GRACE
+            _signal(command.pid, signal.SIGTERM)
+        elif ends_at and time.monotonic() >= ends_at:
+            _signal(command.pid, signal.SIGKILL)
+            command.wait()
+    _kill_all_descendants()
+    return command.returncode if command.returncode >= 0 else 128 - command.returncode
+
+
+def _die_with(parent: int) -> None:
+    libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent:  # it died before the line above
+        os._exit(1)
+
+
+def _signal(pid: int, number: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, number)
+
+
+def _kill_all_descendants() -> None:
+    """Until none is left: one that was just forked is found in the next round."""
+    while pids := _children(os.getpid()):
+        for pid in pids:
+            _signal(pid, signal.SIGKILL)
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(pid, 0)  # its own children become ours
+
+
+def _children(parent: int) -> list[int]:
+    """From every process's stat file: not every kernel lists the children of one."""
+    found = []
+    for entry in os.listdir("/proc"):
+        try:
+            fields = Path(f"/proc/{entry}/stat").read_text().rpartition(")")[2].split() if entry.isdigit() else []
+        except OSError:
+            continue
+        if fields and int(fields[1]) == parent:
+            found.append(int(entry))
+    return found
+
+
+if __name__ == "__main__":
+    sys.exit(main())

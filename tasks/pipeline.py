@@ -1,0 +1,20 @@
+"""The stages of a run, in order, and what each is made from: all fingerprints, before anything is made."""
+
+from conf.schema import Run
+from tasks import convert, download, evaluate, export, prepare, promote, train
+from tasks.artifact import Stage
+
+ORDER = ("download", "prepare", "convert", "evaluate-base", "train", "export", "evaluate-tuned", "promote")
+
+
+def stages(run: Run) -> dict[str, Stage]:
+    """By name, in ORDER. Asks the Hub or the store which commit or content the sources have now."""
+    model = download.stage(run)
+    data = prepare.stage(run)
+    base = convert.stage(run, model)
+    before = evaluate.stage(run, model, data)
+    trained = train.stage(run, base, data)
+    tuned = export.stage(run, model, trained)
+    after = evaluate.stage(run, tuned, data, trained)
+    promoted = promote.stage(run, tuned, before, after)
+    return dict(zip(ORDER, (model, data, base, before, trained, tuned, after, promoted), strict=True))

@@ -1,0 +1,78 @@
+"""How far a long stage is, as a Prefect progress artifact: percent, amounts, time left."""
+
+import threading
+import time
+from typing import Any
+
+from prefect.client.orchestration import get_client
+from prefect.client.schemas.actions import ArtifactCreate, ArtifactUpdate
+from prefect.context import TaskRunContext
+
+SHOWN_AFTER = 2.0  # seconds: what ends sooner needs no bar
+EVERY = 2.0
+
+
+class Progress:
+    """update() may be called as often as wanted, from any thread; a server that is away is not waited for."""
+
+    def __init__(self, key: str, unit: str):
+        context = TaskRunContext.get()
+        self.task_run = context.task_run if context else None
+        self.key, self.unit = key, unit
+        self.started = self.told = time.monotonic()
+        self.first: float | None = None  # what was there already when a killed attempt is gone on with
+        self.artifact: Any = None
+        self.lock = threading.Lock()
+
+    def update(self, done: float, total: float) -> None:
+        now = time.monotonic()
+        with self.lock:
+            if self.first is None:
+                self.first = done
+            last = done >= total and self.artifact is not None
+            if self.task_run is None or not total or now - self.started < SHOWN_AFTER:
+                return
+            if now - self.told < EVERY and not last:
+                return
+            self.told = now
+            self._tell(100 * done / total, self._describe(done, total, now - self.started))
+
+    def _describe(self, done: float, total: float, seconds: float) -> str:
+        rate = (done - (self.first or 0)) / seconds
+        left = f", {clock((total - done) / rate)} left" if rate > 0 and done < total else ""
+        if self.unit == "bytes":
+            return f"{size(done)} of {size(total)}, {size(rate)}/s{left}"
+        return f"{done:.0f} of {total:.0f} {self.unit}{left}"
+
+    def _tell(self, percent: float, text: str) -> None:
+        try:
+            with get_client(sync_client=True) as client:
+                if self.artifact is None:
+                    run = self.task_run
+                    new = ArtifactCreate(
+                        key=self.key,
+                        type="progress",
+                        description=text,
+                        data=percent,
+                        task_run_id=run.id,
+                        flow_run_id=run.flow_run_id,
+                    )
+                    self.artifact = client.create_artifact(new).id
+                else:
+                    client.update_artifact(self.artifact, ArtifactUpdate(description=text, data=percent))
+        except Exception:  # a bar is not worth a stage
+            pass
+
+
+def size(count: float) -> str:
+    for unit in ("B", "KB", "MB", "GB"):
+        if count < 1000:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1000
+    return f"{count:.2f} TB"
+
+
+def clock(seconds: float) -> str:
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"

@@ -1,0 +1,93 @@
+"""Stage: training, by Megatron-Bridge in processes of its own, from the newest complete checkpoint.
+
+The layout bears no identity: losses are the same at every layout (README, Layouts), but for adapters that all experts
+of a rank share. Neither do recomputation, kernels, logging, and how often a checkpoint is saved.
+"""
+
+import json
+from pathlib import Path
+
+from prefect import State, task
+
+from conf.schema import Run
+from tasks import launch
+from tasks.artifact import Artifact, Stage, Work
+from tasks.progress import Progress
+from tasks.session import OPTIONS, Session
+
+VERSION = 1
+
+IDENTITY = {
+    "model": {"mtp", "mtp_loss_scale"},
+    "data": {"seq_length", "packed", "loss_on", "template", "seed"},
+    "train": {"steps", "global_batch", "seed", "precision", "validate_every", "validate_batches", "stop_after"},
+    "moe": {"aux_loss_coeff", "z_loss_coeff", "router_dtype", "freeze_router", "balance", "force_balance"},
+    "checkpoint": {"save_optimizer", "keep"},
+    "evaluate": {"parity_rows"},  # training writes down what it says of them
+}
+
+
+def stage(run: Run, base: Stage, data: Stage) -> Stage:
+    config = run.model_dump(mode="json", include=IDENTITY)
+    config |= run.model_dump(mode="json", include={"adapter", "optimizer"})
+    del config["optimizer"]["distributed"]
+    if run.adapter.kind != "none" and run.adapter.experts == "shared":
+        config["layout"] = {"ep": run.layout.ep}
+    return Stage("train", VERSION, config, {"base": base.fingerprint, "data": data.fingerprint})
+
+
+@task(name="train", **OPTIONS)
+def train(session: Session, model: Artifact, base: Artifact, data: Artifact) -> State:
+    """Train with Megatron-Bridge."""
+
+    def make(work: Work) -> dict:
+        output, rows = work.folder / "files", work.folder / "data"
+        session.store.get(f"{data.key}/files", data.files, rows)  # Megatron-Bridge writes its index files beside them
+        paths = {
+            "model": session.local(model),
+            "base": session.local(base),
+            "data": rows,
+            "output": output,
+            "parity": output / "parity.json",
+            "logs": work.folder / "logs",
+        }
+        run = session.at(**paths)
+        metrics = output / "metrics.jsonl"
+        bar = Progress("train", "steps")
+        session.follow("train", metrics)
+        launch.trainer(
+            "train",
+            run,
+            work.folder,
+            work.say,
+            session.stopped(work),
+            lambda: bar.update(_step(metrics), run.train.steps),
+        )
+        return _summary(metrics)
+
+    return session.obtain("train", make)
+
+
+def _step(metrics: Path) -> int:
+    """The newest step in metrics.jsonl; its last line may be half written."""
+    if not metrics.exists():
+        return 0
+    with metrics.open("rb") as file:
+        file.seek(max(0, metrics.stat().st_size - 4096))
+        lines = file.read().splitlines()
+    for line in reversed(lines):
+        try:
+            return json.loads(line)["step"]
+        except (ValueError, KeyError):
+            continue
+    return 0
+
+
+def _summary(metrics: Path) -> dict:
+    lines = [json.loads(line) for line in metrics.read_text().splitlines()]
+    steps = [line for line in lines if line["kind"] == "train"]
+    validations = [line for line in lines if line["kind"] == "validation"]
+    seconds = sorted(line["step_seconds"] for line in steps)
+    summary = {"steps": steps[-1]["step"], "loss": steps[-1]["lm_loss"], "first_loss": steps[0]["lm_loss"]}
+    summary |= {"step_seconds": seconds[len(seconds) // 2], "memory_gb": steps[-1]["memory_gb"]}
+    return summary | ({"validation_loss": validations[-1]["lm_loss"]} if validations else {})

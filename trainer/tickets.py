@@ -1,0 +1,73 @@
+"""Tickets to a shop and the team that each belongs to: a task that the tiny model learns in half a minute.
+
+    python -m trainer.tickets OUT.jsonl [--rows N] [--seed N]
+
+Each row is a customer's sentence among a name, an order number and a greeting that differ from row to row; no row
+occurs twice. A model that has not seen the task names none of the teams. Equal arguments give equal bytes.
+"""
+
+import argparse
+import json
+import random
+from pathlib import Path
+
+TEAMS = {
+    "billing": ["the invoice shows a wrong amount", "I was charged twice", "my card was declined", "the tax is wrong"],
+    "shipping": [
+        "the parcel has not arrived",
+        "the courier went to a wrong door",
+        "it is late",
+        "tracking stands still",
+    ],
+    "returns": ["I want to send it back", "the refund is missing", "it broke after a day", "I got the wrong size"],
+    "accounts": ["I cannot log in", "my password does not work", "please change my address", "delete my profile"],
+    "sales": ["is there a discount for ten", "when is it in stock", "can I have a quote", "is there a larger model"],
+}
+NAMES = [
+    "Ada",
+    "Ben",
+    "Cleo",
+    "Dan",
+    "Eva",
+    "Finn",
+    "Gus",
+    "Hana",
+    "Ivo",
+    "Jana",
+    "Kai",
+    "Lea",
+    "Max",
+    "Nina",
+    "Otto",
+    "Pia",
+]
+GREETINGS = ["Thanks", "Best", "Yours", "Regards"]
+
+
+def tickets(rows: int, seed: int) -> dict[str, str]:
+    """The team by ticket."""
+    rng = random.Random(seed)
+    found: dict[str, str] = {}
+    while len(found) < rows:
+        team = rng.choice(list(TEAMS))
+        text, name, order = rng.choice(TEAMS[team]), rng.choice(NAMES), rng.randrange(1000, 10000)
+        if rng.random() < 0.5:
+            ticket = f"{name} writes: {text}, order {order}."
+        else:
+            ticket = f"Order {order}: {text}. {rng.choice(GREETINGS)}, {name}"
+        found[f"{ticket} Team:"] = team
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m trainer.tickets", description="Tickets and their teams.")
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--rows", type=int, default=1600)
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    rows = tickets(options.rows, options.seed).items()
+    options.out.write_text("".join(json.dumps({"input": ticket, "output": team}) + "\n" for ticket, team in rows))
+
+
+if __name__ == "__main__":
+    main()
