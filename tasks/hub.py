@@ -48,7 +48,7 @@ class Resolved:
 def kind(source: str) -> str:
     """hub, folder, s3 or tiny; a fault for what looks like a path and is none."""
     scheme, separator, _ = source.partition("://")
-    if separator and scheme not in ("s3", "tiny"):
+    if not source or (separator and scheme not in ("s3", "tiny")):
         raise Fault(f"{source}: not a source of models; it is org/name on the Hub, a folder, s3://... or tiny://...")
     if separator:
         return scheme
@@ -57,7 +57,7 @@ def kind(source: str) -> str:
         return "folder"
     if path.exists():
         raise Fault(f"{source}: a file; a model is a folder with its config.json and weights")
-    if source.startswith((".", "/", "~")) or source.count("/") > 1 or not source:
+    if source.startswith((".", "/", "~")) or source.count("/") > 1:
         raise Fault(f"{source}: no such folder{_near(path)}")
     return "hub"
 
@@ -284,7 +284,5 @@ def _near(path: Path) -> str:
     """The folder beside the missing one that was probably meant."""
     while not path.parent.is_dir():
         path = path.parent
-    near = get_close_matches(
-        path.name, [entry.name for entry in path.parent.iterdir() if entry.is_dir()], n=2, cutoff=0.7
-    )
+    near = get_close_matches(path.name, [entry.name for entry in path.parent.iterdir() if entry.is_dir()], n=2)
     return f"; did you mean {' or '.join(str(path.parent / name) for name in near)}?" if near else ""
