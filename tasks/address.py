@@ -1,0 +1,37 @@
+"""Where MLflow is: which address a flow uses, and how it is shown, which is without the password in it."""
+
+import os
+import re
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from tasks.faults import Fault
+
+SCHEMES = {"http", "https", "sqlite", "postgresql", "mysql", "mssql", "databricks"}
+
+
+def resolve(uri: str | None, runs: Path) -> str:
+    """As given, else from the environment, else a database in the folder of runs."""
+    uri = uri or os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{runs.absolute() / 'mlflow.db'}"
+    if urlsplit(uri).scheme.partition("+")[0] not in SCHEMES:
+        raise Fault(
+            f"tracking address {public(uri)}: not one of http, https, sqlite or another database; "
+            "http://HOST:5000 and sqlite:////folder/mlflow.db are right"
+        )
+    return uri.rstrip("/")
+
+
+def public(uri: str) -> str:
+    """Without user and password."""
+    head, separator, rest = uri.partition("://")
+    host, slash, path = rest.partition("/")
+    return head + separator + host.rpartition("@")[2] + slash + path
+
+
+def clean(text: str) -> str:
+    """A text in which no password of an address stands, nor one of MLflow's own variables."""
+    text = re.sub(r"://[^/\s]*@", "://", text)
+    for name in ("MLFLOW_TRACKING_PASSWORD", "MLFLOW_TRACKING_TOKEN", "MLFLOW_TRACKING_USERNAME"):
+        secret = os.environ.get(name, "")
+        text = text.replace(secret, "***") if len(secret) > 3 else text
+    return text

@@ -1,0 +1,140 @@
+"""What a flow has to tell the tracking services, kept on disk until they have taken it: one folder per flow process.
+
+    <runs>/tracking/<flow id>-<6 hex>/
+        meta.json           which services, which experiment; no credentials
+        events.jsonl        one event a line, flushed to the disk before append() returns
+        files/              copies of the files that events name
+        cursor-<sink>.json  how far a service has got, and its names for our runs
+        lock                held (flock) as long as the process lives: whoever can take it found a dead journal
+
+The folder disappears once every service has taken every event. Not covered: two hosts whose shared file system does
+not pass flock on between them.
+"""
+
+import fcntl
+import json
+import os
+import secrets
+import shutil
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+READ = 4 << 20  # bytes of events.jsonl at a time
+
+
+class Journal:
+    def __init__(self, folder: Path, lock: int):
+        self.folder, self._lock = folder, lock
+        self.meta: dict = json.loads((folder / "meta.json").read_text())
+        self._events = os.open(folder / "events.jsonl", os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+        self._mutex = threading.Lock()
+        self.listeners: list[threading.Event] = []  # one per reader; set when there is more to read
+        self._end_half_a_line()
+
+    def append(self, *events: dict) -> None:
+        data = "".join(json.dumps(event) + "\n" for event in events).encode()
+        with self._mutex:
+            while data:
+                data = data[os.write(self._events, data) :]
+            os.fdatasync(self._events)
+        for news in self.listeners:
+            news.set()
+
+    def keep(self, content: bytes | Path, name: str) -> str:
+        """A copy of a file, under the name it is to have; the path inside the folder."""
+        place = Path("files", secrets.token_hex(4), Path(name).name)
+        path = self.folder / place
+        path.parent.mkdir(parents=True)
+        if isinstance(content, Path):
+            shutil.copyfile(content, path)
+        else:
+            path.write_bytes(content)
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+        return str(place)
+
+    def read(self, offset: int) -> list[tuple[dict, int]]:
+        """Events from this offset on, each with the offset after it. What no one can read is passed over."""
+        found = []
+        data = os.pread(self._events, READ, offset)
+        if len(data) == READ and b"\n" not in data:
+            data = os.pread(self._events, self.size - offset, offset)
+        for line in data.splitlines(keepends=True):
+            if not line.endswith(b"\n"):
+                break
+            offset += len(line)
+            try:
+                found.append((json.loads(line), offset))
+            except ValueError:
+                found.append(({}, offset))
+        return found
+
+    @property
+    def size(self) -> int:
+        return os.fstat(self._events).st_size
+
+    def cursor(self, sink: str) -> dict:
+        try:
+            return json.loads((self.folder / f"cursor-{sink}.json").read_text())
+        except (OSError, ValueError):  # every event may be told again: from the start
+            return {"offset": 0, "runs": {}}
+
+    def advance(self, sink: str, cursor: dict) -> None:
+        path = self.folder / f"cursor-{sink}.json"
+        partial = path.with_suffix(".partial")
+        partial.write_text(json.dumps(cursor))
+        partial.replace(path)
+
+    def waiting(self, sink: str) -> int:
+        offset, count = self.cursor(sink)["offset"], 0
+        while events := self.read(offset):
+            offset, count = events[-1][1], count + len(events)
+        return count
+
+    def release(self) -> None:
+        """Close it; and remove it if nothing waits in it."""
+        done = all(self.cursor(sink)["offset"] >= self.size for sink in self.meta["sinks"])
+        if done:
+            shutil.rmtree(self.folder, ignore_errors=True)
+        os.close(self._events)
+        os.close(self._lock)
+
+    def _end_half_a_line(self) -> None:
+        if self.size and os.pread(self._events, 1, self.size - 1) != b"\n":
+            os.write(self._events, b"\n")
+
+
+def create(root: Path, id: str, meta: dict) -> Journal:
+    root.mkdir(parents=True, exist_ok=True)
+    name = f"{id}-{secrets.token_hex(3)}"
+    folder = root / f".{name}"  # nobody looks at it before it is locked
+    folder.mkdir()
+    lock = os.open(folder / "lock", os.O_RDWR | os.O_CREAT, 0o644)
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    (folder / "meta.json").write_text(json.dumps({"attempt": name, "created": time.time(), **meta}))
+    return Journal(folder.rename(root / name), lock)
+
+
+def dead(root: Path) -> Iterator[Journal]:
+    """Journals whose processes are gone, the oldest first; the caller has each until it releases it."""
+    for folder in sorted(root.glob("[!.]*/"), key=_created):
+        try:
+            lock = os.open(folder / "lock", os.O_RDWR)
+        except OSError:
+            continue
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            journal = Journal(folder, lock)
+        except (OSError, ValueError):  # its process lives, or somebody shipped and removed it just now
+            os.close(lock)
+            continue
+        yield journal
+
+
+def _created(folder: Path) -> float:
+    try:
+        return json.loads((folder / "meta.json").read_text())["created"]
+    except (OSError, ValueError):
+        return 0.0

@@ -1,0 +1,298 @@
+"""Tells MLflow the events of a journal, each as often as it takes and to the same effect as once.
+
+A run is looked up by its tag finetune.id before it is made. A run that has the id and did not finish is continued: it
+runs again, below its new parent, and its old parent is marked KILLED if it still claims to run. Metrics of a followed
+file have one value per step: what MLflow has of a key, up to its highest step, is not sent again. The other metrics
+keep the time of the event, which makes a repetition the same row.
+
+Imported by the shipping thread alone: mlflow takes 1.3 s to import, and a new sqlite database seconds of migrations.
+"""
+
+import fcntl
+import json
+import logging
+import os
+import tempfile
+import threading
+from dataclasses import dataclass, field
+from pathlib import Path
+
+os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
+os.environ.setdefault("MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT", "true")
+os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")  # the shipper tries again, and can be hurried
+os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "20")
+for _name in ("alembic", "mlflow.store.db.utils"):
+    logging.getLogger(_name).setLevel(logging.WARNING)
+
+from mlflow import MlflowClient  # noqa: E402
+from mlflow.entities import (  # noqa: E402
+    Dataset,
+    DatasetInput,
+    InputTag,
+    LoggedModelInput,
+    LoggedModelOutput,
+    Metric,
+    Param,
+    RunTag,
+)
+from mlflow.exceptions import MlflowException, RestException  # noqa: E402
+
+from tasks.address import clean  # noqa: E402
+from tasks.shipping import Away, Refused  # noqa: E402
+
+MOST = 1000  # entities of one log_batch; MLflow takes no more
+REFUSALS = {
+    "INVALID_PARAMETER_VALUE",
+    "RESOURCE_DOES_NOT_EXIST",
+    "RESOURCE_ALREADY_EXISTS",
+    "INVALID_STATE",
+    "ENDPOINT_NOT_FOUND",
+    "NOT_IMPLEMENTED",
+}
+log = logging.getLogger("finetune.tracking")
+
+
+@dataclass
+class Known:
+    """What MLflow has of a run."""
+
+    start: int
+    steps: dict[str, int] = field(default_factory=dict)  # the highest, by metric
+    params: dict[str, str] = field(default_factory=dict)
+
+
+class MlflowSink:
+    def __init__(self, address: str, experiment: str):
+        self.client = _client(address)
+        self.experiment = _guard(lambda: _experiment(self.client, address, experiment))
+        self.known: dict[str, Known] = {}
+        self.flows: dict[str, dict] = {}  # runs of a flow that were there before, by their ids
+        self.stopped = threading.Event()
+
+    def take(self, events: list[dict], runs: dict, attempt: str) -> int:
+        event = events[0]
+        do = getattr(self, f"_{event.get('do')}", None)
+        if do is None:
+            raise Refused("not an event")
+        if event["do"] != "begin" and event["run"] not in runs:
+            raise Refused("its run was not begun")
+        if event["do"] == "log":
+            return _guard(lambda: self._log(events, runs))
+        try:
+            _guard(lambda: do(event, runs, attempt))
+        except Away:
+            self.flows.clear()  # the call may have come through
+            raise
+        return 1
+
+    def _begin(self, event: dict, runs: dict, attempt: str) -> None:
+        tags = dict(event["tags"]) | {"finetune.id": event["id"], "finetune.attempt": attempt}
+        tags["finetune.flow"] = event["flow"]
+        if event["parent"]:
+            tags["mlflow.parentRunId"] = runs[event["parent"]]
+        found = self._find(event, attempt)
+        if found is None:
+            run = self.client.create_run(self.experiment, event["time"], tags, event["name"])
+            self.known[run.info.run_id] = Known(event["time"])
+        else:
+            run, old = found, found.data.tags.get("mlflow.parentRunId")
+            if old and old != tags.get("mlflow.parentRunId"):
+                tags["finetune.resumed_from"] = old
+                self._kill(old, event["time"])
+            self.client.log_batch(run.info.run_id, tags=[RunTag(*tag) for tag in tags.items()])
+            if run.info.status != "RUNNING":
+                self.client.update_run(run.info.run_id, "RUNNING")
+            self._note(run)
+        runs[event["run"]] = run.info.run_id
+
+    def _find(self, event: dict, attempt: str):
+        """The run that has this id, if this attempt made it or it did not finish."""
+        own = event["id"].startswith(event["flow"])
+        key, value = ("finetune.flow", event["flow"]) if own else ("finetune.id", event["id"])
+        if own and value in self.flows:
+            return self.flows[value].pop(event["id"], None)
+        found = self.client.search_runs(
+            [self.experiment], f"tags.`{key}` = '{value}'", order_by=["attributes.start_time DESC"], max_results=200
+        )
+        usable = {}
+        for run in found:
+            if run.data.tags.get("finetune.attempt") == attempt or run.info.status != "FINISHED":
+                usable.setdefault(run.data.tags.get("finetune.id"), run)
+        if own:
+            self.flows[value] = usable
+            return usable.pop(event["id"], None)
+        return usable.get(event["id"])
+
+    def _kill(self, run_id: str, at: int) -> None:
+        try:
+            if self.client.get_run(run_id).info.status == "RUNNING":
+                self.client.set_terminated(run_id, "KILLED", at)
+        except MlflowException as error:
+            if error.error_code not in REFUSALS:
+                raise
+
+    def _log(self, events: list[dict], runs: dict) -> int:
+        """All that the first events have for one run, as far as one call carries it."""
+        run, metrics, params, tags, taken = events[0]["run"], [], {}, {}, 0
+        for event in events:
+            rows = event.get("metrics", ())
+            if event.get("do") != "log" or event["run"] != run or (taken and len(metrics) + len(rows) > MOST):
+                break
+            taken += 1
+            metrics += [(*row, event.get("axis")) for row in rows]
+            params |= event.get("params", {})
+            tags |= event.get("tags", {})
+        run_id = runs[run]
+        known = self._of(run_id)
+        new, high = [], dict(known.steps)
+        for key, value, at, step, axis in metrics:
+            if axis == "time":
+                step = max(0, at - known.start) // 1000
+            elif axis == "step" and step <= high.get(key, -1):
+                continue
+            else:
+                high[key] = max(step, high.get(key, -1))
+            new.append(Metric(key, value, at, step))
+        told = [Param(key, value) for key, value in params.items() if known.params.get(key) != value]
+        self._batch(run_id, [*told, *[RunTag(key, value) for key, value in tags.items()], *new])
+        known.steps, known.params = high, known.params | params
+        return taken
+
+    def _batch(self, run_id: str, entities: list) -> None:
+        for first in range(0, len(entities), MOST):
+            self._some(run_id, entities[first : first + MOST])
+
+    def _some(self, run_id: str, entities: list) -> None:
+        """One call; in halves, if something in it is refused, until that stands alone."""
+        kinds = [[e for e in entities if isinstance(e, kind)] for kind in (Metric, Param, RunTag)]
+        if not entities:
+            return
+        try:
+            if max(len(kinds[1]), len(kinds[2])) <= 100:
+                self.client.log_batch(run_id, *kinds, synchronous=True)
+                return
+        except MlflowException as error:
+            if error.error_code not in REFUSALS:
+                raise
+            if len(entities) == 1:
+                log.warning("tracking: MLflow does not take %s: %s", entities[0].key, _line(error))
+                return
+        middle = len(entities) // 2
+        self._some(run_id, entities[:middle])
+        self._some(run_id, entities[middle:])
+
+    def _end(self, event: dict, runs: dict, attempt: str) -> None:
+        run_id = runs[event["run"]]
+        if event.get("if_ours"):
+            run = self.client.get_run(run_id)
+            if run.info.status != "RUNNING" or run.data.tags.get("finetune.attempt") != attempt:
+                return
+        if event.get("tags"):
+            self._batch(run_id, [RunTag(key, value) for key, value in event["tags"].items()])
+        self.client.set_terminated(run_id, event["status"], event["time"])
+
+    def _file(self, event: dict, runs: dict, attempt: str) -> None:
+        self._upload(runs[event["run"]], Path(event["file"]), event["name"])
+
+    def _plots(self, event: dict, runs: dict, attempt: str) -> None:
+        from tasks import plots
+
+        with tempfile.TemporaryDirectory() as folder:
+            for name, png in plots.figures(plots.read(Path(event["file"]))).items():
+                path = Path(folder, f"{name}.png")
+                path.write_bytes(png)
+                self._upload(runs[event["run"]], path, f"figures/{path.name}")
+
+    def _upload(self, run_id: str, path: Path, name: str) -> None:
+        """The artifact store may be another service than the tracking server, and must not hold up what that takes."""
+        folder = str(Path(name).parent)
+        for pause in (1, 3, None):
+            try:
+                return self.client.log_artifact(run_id, str(path), None if folder == "." else folder)
+            except Exception as error:
+                self.client.get_run(run_id)  # raises if the server itself is away
+                if pause is None:
+                    raise Refused(f"{name}: {_line(error)}") from None
+                self.stopped.wait(pause)
+
+    def _dataset(self, event: dict, runs: dict, attempt: str) -> None:
+        source = json.dumps({"uri": event["source"]})
+        profile = json.dumps({"num_rows": event["rows"]}) if event["rows"] is not None else None
+        dataset = Dataset(event["name"], event["digest"], event["source_type"], source, profile=profile)
+        tags = [InputTag("mlflow.data.context", event["context"])]
+        self.client.log_inputs(runs[event["run"]], [DatasetInput(dataset, tags)])
+
+    def _model(self, event: dict, runs: dict, attempt: str) -> None:
+        """One LoggedModel per address in an experiment; MLflow has no bytes of it."""
+        run_id, key = runs[event["run"]], f"tags.`finetune.uri` = '{event['uri']}'"
+        found = self.client.search_logged_models([self.experiment], key, max_results=1)
+        if found:
+            model = found[0]
+        else:
+            source = run_id if event["output"] else None
+            tags = {"finetune.uri": event["uri"], **event["tags"]}
+            model = self.client.create_logged_model(self.experiment, event["name"], source, tags)
+        if str(model.status) != "READY":
+            self.client.finalize_logged_model(model.model_id, "READY")
+        if event["output"]:
+            self.client.log_outputs(run_id, [LoggedModelOutput(model.model_id, 0)])
+        else:
+            self.client.log_inputs(run_id, models=[LoggedModelInput(model.model_id)])
+
+    def _of(self, run_id: str) -> Known:
+        if run_id not in self.known:
+            self._note(self.client.get_run(run_id))
+        return self.known[run_id]
+
+    def _note(self, run) -> None:
+        steps = {metric.key: metric.step for metric in run.data._metric_objs}  # public properties leave out the step
+        self.known[run.info.run_id] = Known(run.info.start_time, steps, dict(run.data.params))
+
+
+def _guard[T](call) -> T:
+    try:
+        return call()
+    except (Refused, Away):
+        raise
+    except MlflowException as error:
+        kind = Refused if isinstance(error, RestException | MlflowException) and error.error_code in REFUSALS else Away
+        raise kind(_line(error)) from None
+    except (KeyError, TypeError, AttributeError) as error:
+        raise Refused(f"{type(error).__name__}: {_line(error)}") from None
+    except Exception as error:
+        raise Away(_line(error)) from None
+
+
+def _line(error: Exception) -> str:
+    text = clean(" ".join(str(error).split()))
+    return text if len(text) < 300 else text[:300] + "..."
+
+
+def _client(address: str) -> MlflowClient:
+    if not address.startswith("sqlite:///"):
+        return MlflowClient(address, address)
+    path = Path(address.removeprefix("sqlite:///"))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.with_name(path.name + ".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # two that make the tables at once break them
+        client = MlflowClient(address, address)
+        _guard(lambda: client.search_experiments(max_results=1))
+    return client
+
+
+def _experiment(client: MlflowClient, address: str, name: str) -> str:
+    place = None
+    if address.startswith("sqlite:///"):
+        folder = Path(address.removeprefix("sqlite:///")).absolute().parent
+        place = (folder / "mlflow-artifacts" / name).as_uri()
+    for _ in range(2):
+        if found := client.get_experiment_by_name(name):
+            if found.lifecycle_stage == "deleted":
+                client.restore_experiment(found.experiment_id)
+            return found.experiment_id
+        try:
+            return client.create_experiment(name, place)
+        except MlflowException as error:
+            if error.error_code != "RESOURCE_ALREADY_EXISTS":
+                raise
+    raise Away(f"experiment {name} comes and goes")

@@ -1,0 +1,76 @@
+"""Figures of a training from its metrics.jsonl, as PNG: loss, rate, gradient norm, throughput, memory, experts.
+
+Uses matplotlib's objects without pyplot, so that any thread may draw; matplotlib is imported at the first figure.
+"""
+
+import json
+import math
+from io import BytesIO
+from pathlib import Path
+
+# Title, unit, and what is drawn: (kind of line, key, label). A figure without any values is left out.
+FIGURES = {
+    "loss": (
+        "Loss",
+        "nats per token",
+        [
+            ("train", "lm_loss", "training"),
+            ("validation", "lm_loss", "validation"),
+            ("train", "mtp_loss", "multi-token prediction"),
+        ],
+    ),
+    "learning_rate": ("Learning rate", "", [("train", "lr", "learning rate")]),
+    "gradient_norm": ("Gradient norm", "", [("train", "grad_norm", "before clipping")]),
+    "throughput": ("Throughput", "tokens per second", [("train", "tokens_per_second", "all devices")]),
+    "memory": ("Memory, highest of any rank", "GB", [("train", "memory_gb", "peak")]),
+    "expert_load": (
+        "Busiest expert's load over the mean load",
+        "times",
+        [("train", "expert_load_max", "worst layer"), ("train", "expert_load_mean", "mean of the layers")],
+    ),
+}
+
+
+def read(path: Path) -> list[dict]:
+    """The whole lines of a metrics file."""
+    lines = []
+    for text in path.read_text("utf-8", "replace").splitlines():
+        try:
+            line = json.loads(text)
+        except ValueError:
+            continue
+        if isinstance(line, dict) and "kind" in line and "step" in line:
+            lines.append(line)
+    return lines
+
+
+def figures(lines: list[dict]) -> dict[str, bytes]:
+    return {name: png for name in FIGURES if (png := figure(name, lines))}
+
+
+def figure(name: str, lines: list[dict]) -> bytes | None:
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    title, unit, series = FIGURES[name]
+    curves = {label: points for kind, key, label in series if (points := _points(lines, kind, key))}
+    if not curves:
+        return None
+    drawing = Figure(figsize=(7, 4), dpi=110, layout="constrained")
+    FigureCanvasAgg(drawing)
+    axes = drawing.add_subplot()
+    for label, points in curves.items():
+        marker = "o" if len(points) < 20 else ""
+        axes.plot(*zip(*points, strict=True), marker=marker, markersize=3, linewidth=1.4, label=label)
+    axes.set(title=title, xlabel="step", ylabel=unit)
+    axes.grid(alpha=0.3)
+    if len(series) > 1:
+        axes.legend()
+    png = BytesIO()
+    drawing.savefig(png, format="png")
+    return png.getvalue()
+
+
+def _points(lines: list[dict], kind: str, key: str) -> list[tuple[int, float]]:
+    found = [(line["step"], line[key]) for line in lines if line["kind"] == kind and key in line]
+    return [(step, value) for step, value in found if isinstance(value, int | float) and math.isfinite(value)]

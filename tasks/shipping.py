@@ -1,0 +1,138 @@
+"""Carries a journal's events to a service, in their order, for as long as it takes: in a thread that nobody waits for.
+
+A service is away for minutes or days: then the same event is tried again, at most 10 s apart. What it refuses for good
+(a parameter whose value changes, a run that somebody deleted) is dropped with one line, and the rest goes on.
+A sink has take(events, runs, attempt): it carries out one or more of the first events, says how many, notes
+its own names of runs in the dict `runs`, and raises Away if the service is, Refused if the first event cannot be had.
+Every event may come twice: whoever dies between the service's answer and the cursor's move tells it again.
+"""
+
+import logging
+import threading
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Protocol
+
+from tasks import journal
+from tasks.address import clean
+from tasks.journal import Journal
+
+log = logging.getLogger("finetune.tracking")
+
+PAUSE = 0.3  # seconds between rounds while all is well, so that one call carries several events
+PATIENCE = 10.0  # seconds between tries at most
+
+
+class Away(Exception):
+    """The service does not answer, or answers that it cannot now."""
+
+
+class Refused(Exception):
+    """The service will never take this."""
+
+
+class Sink(Protocol):
+    def take(self, events: list[dict], runs: dict, attempt: str) -> int: ...
+
+
+class Shipper(threading.Thread):
+    def __init__(self, own: Journal, service: str, open_sink: Callable[[], Sink], before: Iterable[Journal] = ()):
+        super().__init__(name=f"ship {own.folder.name}", daemon=True)
+        self.own, self.service, self.open_sink, self.before = own, service, open_sink, before
+        self.runs: dict[str, str] = {}
+        self.trouble = ""
+        self.closing, self.hurry, self.shipped = threading.Event(), threading.Event(), threading.Event()
+        self.news = threading.Event()
+        own.listeners.append(self.news)
+        self._sink: Sink | None = None
+
+    def run(self) -> None:
+        for dead in self.before:
+            end_the_dead(dead)
+            self._ship(dead, {}, last=True)
+            dead.release()
+        self._ship(self.own, self.runs, last=False)
+        self.shipped.set()
+
+    def close(self, timeout: float) -> bool:
+        """Whether everything got there in time."""
+        self.closing.set()
+        self.hurry.set()
+        self.news.set()
+        return self.shipped.wait(timeout)
+
+    def _ship(self, source: Journal, runs: dict, last: bool) -> None:
+        cursor = source.cursor(self.service)
+        runs |= cursor["runs"]
+        while True:
+            self.news.clear()
+            closing = last or self.closing.is_set()  # asked before the last look
+            events = source.read(cursor["offset"])
+            while events:
+                done = self._try(lambda: self._take(events, runs, source.meta["attempt"]))  # noqa: B023
+                cursor = {"offset": events[done - 1][1], "runs": runs}
+                source.advance(self.service, cursor)
+                events = events[done:] or source.read(cursor["offset"])
+            if closing:
+                return
+            self.news.wait()
+            self.closing.wait(PAUSE)
+
+    def _opened(self) -> Sink:
+        if self._sink is None:
+            try:
+                self._sink = self.open_sink()
+            except Away:
+                raise
+            except Exception as error:
+                raise Away(f"{type(error).__name__}: {clean(str(error))}") from None
+        return self._sink
+
+    def _take(self, events: list[tuple[dict, int]], runs: dict, attempt: str) -> int:
+        try:
+            return self._opened().take([event for event, _ in events], runs, attempt)
+        except Refused as refusal:
+            event = events[0][0]
+            log.warning("tracking: %s of %s is left out: %s", event.get("do"), event.get("run"), refusal)
+            return 1
+
+    def _try[T](self, call: Callable[[], T]) -> T:
+        pause = PAUSE
+        while True:
+            try:
+                result = call()
+            except Away as reason:
+                if not self.trouble:
+                    log.warning("tracking: events wait on the disk, the service is away: %s", reason)
+                self.trouble = str(reason)
+                self.hurry.wait(pause)
+                pause = min(2 * pause, PATIENCE)
+                if self.closing.is_set():
+                    self.hurry.clear()
+                continue
+            self.trouble = ""
+            return result
+
+
+def end_the_dead(dead: Journal) -> None:
+    """A killed process could not say that its runs are over: say it, for those that nobody has taken over since."""
+    open_runs, at, offset = {}, 0, 0
+    while events := dead.read(offset):
+        offset = events[-1][1]
+        for event, _ in events:
+            at = max(at, event.get("time", 0), *(row[2] for row in event.get("metrics", ())))
+            if event.get("do") == "begin":
+                open_runs[event["run"]] = True
+            elif event.get("do") == "end":
+                open_runs.pop(event["run"], None)
+    ends = [{"do": "end", "run": run, "status": "KILLED", "time": at, "if_ours": True} for run in open_runs]
+    dead.append(*[end | {"tags": {"finetune.reason": "its process died"}} for end in ends])
+
+
+def same_service(root: Path, uri: str) -> Iterable[Journal]:
+    """Dead journals for this service; the others are let go at once."""
+    for dead in journal.dead(root):
+        if dead.meta["uri"] == uri:
+            yield dead
+        else:
+            dead.release()

@@ -1,0 +1,75 @@
+"""Follows a JSONL file that another process appends to, and may replace: metrics.jsonl of a training.
+
+A training that resumes renames a shorter file over the old one and does some steps again. Those were read before, so
+each step of each kind comes out once. Half a line waits until its end is written.
+"""
+
+import json
+import os
+from pathlib import Path
+
+CHUNK = 8 << 20
+NOT_METRICS = {"kind", "step", "time"}
+
+
+class Tail:
+    def __init__(self, path: Path):
+        self.path = path
+        self._file: int | None = None  # kept open: an inode in use is not given to the file that replaces it
+        self._offset = 0
+        self._last: dict[str, int] = {}
+
+    def lines(self) -> list[dict]:
+        """What is new, as far as it was read in one go; empty when nothing is."""
+        if self._moved():
+            self.close()
+            try:
+                self._file, self._offset = os.open(self.path, os.O_RDONLY), 0
+            except OSError:
+                return []
+        data = os.pread(self._file, CHUNK, self._offset)
+        whole = data[: data.rfind(b"\n") + 1]
+        self._offset += len(whole)
+        return [line for text in whole.splitlines() if (line := _parse(text)) and self._is_new(line)]
+
+    def close(self) -> None:
+        if self._file is not None:
+            os.close(self._file)
+        self._file = None
+
+    def _moved(self) -> bool:
+        if self._file is None:
+            return True
+        try:
+            there, here = os.stat(self.path), os.fstat(self._file)
+        except OSError:
+            return False  # gone; perhaps another takes its place
+        return (there.st_dev, there.st_ino) != (here.st_dev, here.st_ino) or here.st_size < self._offset
+
+    def _is_new(self, line: dict) -> bool:
+        if line["step"] <= self._last.get(line["kind"], -1):
+            return False
+        self._last[line["kind"]] = line["step"]
+        return True
+
+
+def metrics(line: dict) -> list[list]:
+    """[key, value, milliseconds, step] for each number of a line of kind train, validation or start."""
+    if line["kind"] not in ("train", "validation", "start"):
+        return []
+    prefix = "validation_" if line["kind"] == "validation" else ""
+    at = round(float(line.get("time") or 0) * 1000)
+    numbers = {key: value for key, value in line.items() if key not in NOT_METRICS and _is_number(value)}
+    return [[prefix + key, float(value), at, line["step"]] for key, value in numbers.items()]
+
+
+def _is_number(value) -> bool:
+    return isinstance(value, float) or (isinstance(value, int) and not isinstance(value, bool) and abs(value) < 2**63)
+
+
+def _parse(text: bytes) -> dict | None:
+    try:
+        line = json.loads(text)
+        return line if isinstance(line["kind"], str) and isinstance(line["step"], int) else None
+    except (ValueError, KeyError, TypeError):
+        return None

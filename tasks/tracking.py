@@ -1,0 +1,279 @@
+"""What a flow tells MLflow: a parent run per flow run and a nested run per stage, without ever waiting for it.
+
+    t = tracking.start(runs, uri, "glm47", flow_run_id, "brisk-otter", tags={...}, params={...})
+    train = t.stage("train", id=f"train-{fingerprint[:12]}", params={...})
+    train.follow(folder / "metrics.jsonl")
+    ...                                             # minutes or weeks
+    train.end("FINISHED")
+    t.end("FINISHED")
+    if line := t.close(timeout=20): print(line)
+
+    python -m tasks.tracking RUNS                   ship what killed flows left behind in RUNS, and say what that was
+
+Each call writes to a journal on the disk (tasks/journal.py) and returns; threads carry it to MLflow (tasks/shipping.py,
+tasks/mlflow_sink.py) and, where a project is set, the followed metrics to Weights & Biases. A stage with an id of its
+own, such as one made of its fingerprint, is one MLflow run across flow runs until it has finished: a flow that starts
+again after a crash continues it, and each step's metrics stand there once. Without one it belongs to this flow run.
+Not covered: large files. What a stage makes is named by its URI; files given here are copied.
+"""
+
+import getpass
+import re
+import threading
+import time
+from pathlib import Path
+
+from tasks import journal, machine
+from tasks.address import clean, public, resolve
+from tasks.faults import Fault
+from tasks.journal import Journal
+from tasks.shipping import Shipper, same_service
+from tasks.tail import Tail, metrics
+
+POLL = 1.0  # seconds between looks at a followed file
+SAMPLE = 10.0  # seconds between samples of the host
+STATUSES = ("FINISHED", "FAILED", "KILLED")
+
+
+class Stage:
+    """One MLflow run; everything here returns at once."""
+
+    def __init__(self, own: Journal, run: str, stages: list["Stage"]):
+        self._journal, self.run, self._stages = own, run, stages
+        self._tail: Tail | None = None
+        self._tables: list[str] = []
+        self._mutex = threading.Lock()
+        self._ended = False
+
+    def params(self, values: dict) -> None:
+        params = {_key(key): _text(value, 6000) for key, value in values.items()}
+        for some in _hundreds(params):
+            self._tell(do="log", params=some)
+
+    def tags(self, values: dict) -> None:
+        for some in _hundreds(_tags(values)):
+            self._tell(do="log", tags=some)
+
+    def metrics(self, values: dict, step: int | None = None) -> None:
+        """With a step, its first value stays; without one, the last counts."""
+        at = _now()
+        rows = [[_key(key), float(value), at, step or 0] for key, value in values.items() if value is not None]
+        self._tell(do="log", metrics=rows, **({} if step is None else {"axis": "step"}))
+
+    def follow(self, path: Path) -> None:
+        """Ships the metrics of a file that a training appends to, until the stage ends. The file may come later."""
+        self._tail = Tail(path)
+
+    def text(self, text: str, name: str) -> None:
+        self.file(text.encode(), name)
+
+    def figure(self, png: bytes, name: str) -> None:
+        self.file(png, name if "/" in name else f"figures/{name}")
+
+    def file(self, content: bytes | Path, name: str) -> None:
+        place = self._journal.keep(content, name)
+        self._tell(do="file", name=name, file=str(self._journal.folder / place))
+
+    def table(self, rows: list[dict], name: str) -> None:
+        """In the format of mlflow.log_table, which MLflow's page of evaluations shows and compares; replaces it."""
+        import json
+
+        columns = list(dict.fromkeys(key for row in rows for key in row))
+        table = {"columns": columns, "data": [[row.get(column) for column in columns] for row in rows]}
+        self.file(json.dumps(table, ensure_ascii=False, default=str).encode(), name)
+        self._tables = [*dict.fromkeys([*self._tables, name])]
+        tag = json.dumps([{"path": path, "type": "table"} for path in self._tables])
+        self._tell(do="log", tags={"mlflow.loggedArtifacts": tag})
+
+    def dataset(self, name: str, digest: str, source: str, context: str, rows: int | None = None) -> None:
+        """An input; context is training, validation or evaluation. MLflow keeps 36 characters of a digest."""
+        source = public(source)
+        kind = {"s3": "s3", "hf": "hf", "http": "http", "https": "http"}.get(source.partition("://")[0], "local")
+        self._tell(
+            do="dataset", name=name, digest=digest[:36], source=source, source_type=kind, context=context, rows=rows
+        )
+
+    def model(self, name: str, uri: str, output: bool = False, tags: dict | None = None) -> None:
+        """A model that the stage starts from, or makes; the bytes stay where they are."""
+        name = re.sub(r"[/:.%\"']", "-", name)  # which MLflow refuses in a name
+        self._tell(do="model", name=name, uri=public(uri).replace("'", ""), output=output, tags=_tags(tags or {}))
+
+    def end(self, status: str = "FINISHED", reason: str = "") -> None:
+        assert status in STATUSES, status
+        with self._mutex:
+            if self._ended:
+                return
+            self._ended = True
+            if self in self._stages:
+                self._stages.remove(self)
+            if self._tail:
+                self._catch_up()
+                self._tail.close()
+                self._keep_the_file(self._tail.path)
+        tags = {"finetune.reason": _text(reason, 5000)} if reason else {}
+        self._tell(do="end", status=status, time=_now(), tags=tags)
+
+    def catch_up(self) -> None:
+        with self._mutex:
+            if self._tail and not self._ended:
+                self._catch_up()
+
+    def _catch_up(self) -> None:
+        while lines := self._tail.lines():
+            rows = [row for line in lines for row in metrics(line)]
+            chunks = [rows[first : first + 900] for first in range(0, len(rows), 900)]
+            self._journal.append(*[{"do": "log", "run": self.run, "axis": "step", "metrics": c} for c in chunks])
+
+    def _keep_the_file(self, path: Path) -> None:
+        try:
+            copy = str(self._journal.folder / self._journal.keep(path, path.name))
+        except OSError:  # the training never wrote one
+            return
+        self._tell(do="file", name=path.name, file=copy)
+        self._tell(do="plots", file=copy)
+
+    def sample(self, values: dict[str, float]) -> None:
+        self._tell(do="log", axis="time", metrics=[[key, value, _now(), 0] for key, value in values.items()])
+
+    def _tell(self, **event) -> None:
+        self._journal.append({"run": self.run, **event})
+
+
+class Tracking(Stage):
+    """The parent run, and the threads that carry everything."""
+
+    def __init__(self, own: Journal, address: str, flow: str, root: Path):
+        super().__init__(own, "flow", [])
+        self._flow, self._address, self._counts = flow, address, 0
+        experiment = own.meta["experiment"]
+
+        def mlflow():
+            from tasks.mlflow_sink import MlflowSink
+
+            return MlflowSink(address, experiment)
+
+        self._shippers = [Shipper(own, "mlflow", mlflow, same_service(root, public(address)))]
+        if project := own.meta["wandb"]:
+
+            def wandb():
+                from tasks.wandb_sink import WandbSink
+
+                return WandbSink(project, root)
+
+            self._shippers.append(Shipper(own, "wandb", wandb))
+        self._closing = threading.Event()
+        self._watch = threading.Thread(target=self._look, name=f"watch {own.folder.name}", daemon=True)
+
+    def stage(self, name: str, id: str | None = None, tags: dict | None = None, params: dict | None = None) -> Stage:
+        id = _id(id) if id else f"{self._flow}.{_id(name)}"
+        stage = Stage(self._journal, id, self._stages)
+        self._begin(id, name, "flow", tags or {}, id)
+        if params:
+            stage.params(params)
+        self._stages.append(stage)
+        return stage
+
+    def run_id(self, id: str = "flow") -> str | None:
+        """MLflow's id of a run, by the id or the name of its stage; None as long as MLflow has not been told."""
+        runs = self._shippers[0].runs
+        return runs.get(id) or runs.get(f"{self._flow}.{id}")
+
+    def links(self) -> dict[str, str]:
+        """Where MLflow's pages show the runs it has, by the ids of their stages; empty without a server."""
+        sink = self._shippers[0]._sink
+        if sink is None or not self._address.startswith("http"):
+            return {}
+        page = f"{public(self._address)}/#/experiments/{sink.experiment}/runs"
+        return {id: f"{page}/{run}" for id, run in dict(self._shippers[0].runs).items()}
+
+    def close(self, timeout: float = 10.0) -> str | None:
+        """Waits at most that long for what is still on its way; one line if some of it has to wait on the disk."""
+        self._closing.set()
+        self._watch.join()
+        until = time.monotonic() + timeout
+        for shipper in self._shippers:
+            shipper.closing.set()
+        late = [s for s in self._shippers if not s.close(max(0.0, until - time.monotonic()))]
+        if not late:
+            self._journal.release()
+            return None
+        waiting, reason = self._journal.waiting(late[0].service), late[0].trouble or "it is slow"
+        where = public(self._address) if late[0].service == "mlflow" else "Weights & Biases"
+        place = self._journal.folder
+        return f"tracking: {waiting} events for {where} wait in {place} ({reason}); the next flow ships them"
+
+    def _begin(self, run: str, name: str, parent: str | None, tags: dict, id: str) -> None:
+        event = {"do": "begin", "run": run, "id": id, "flow": self._flow, "parent": parent, "name": name}
+        tags = {"mlflow.user": _user(), **_tags(tags)}
+        self._journal.append({**event, "time": _now(), "tags": tags})
+
+    def _look(self) -> None:
+        """Reads the followed files once a second and the host's load at times, for the stages that are open."""
+        next_sample = time.monotonic() + SAMPLE
+        while not self._closing.wait(POLL):
+            for stage in [*self._stages]:
+                stage.catch_up()
+            if time.monotonic() >= next_sample:
+                next_sample = time.monotonic() + SAMPLE
+                values = machine.sample() if self._stages else {}
+                for stage in [*self._stages]:
+                    stage.sample(values)
+
+
+def start(
+    runs: Path,
+    uri: str | None,
+    experiment: str,
+    id: str,
+    name: str,
+    tags: dict | None = None,
+    params: dict | None = None,
+    wandb: str | None = None,
+) -> Tracking:
+    address = resolve(uri, runs)
+    root = runs.absolute() / "tracking"
+    sinks = ["mlflow", "wandb"] if wandb else ["mlflow"]
+    meta = {"uri": public(address), "experiment": experiment, "wandb": wandb, "sinks": sinks}
+    own = journal.create(root, _id(id), meta)
+    tracking = Tracking(own, address, _id(id), root)
+    tracking._begin("flow", name, None, tags or {}, _id(id))
+    if params:
+        tracking.params(params)
+    for thread in (*tracking._shippers, tracking._watch):
+        thread.start()
+    return tracking
+
+
+def _id(text: str) -> str:
+    if not re.fullmatch(r"[\w.-]{1,200}", text):
+        raise Fault(f"{text!r} names no run: letters, digits, '_', '-' and '.' are right")
+    return text
+
+
+def _key(text: str) -> str:
+    return re.sub(r"[^\w./ -]", "_", text)[:250]
+
+
+def _text(value, most: int) -> str:
+    text = clean(str(value)).replace("\0", "")
+    return text if len(text) <= most else text[: most - 3] + "..."
+
+
+def _tags(values: dict) -> dict[str, str]:
+    return {_key(key): _text(value, 5000) for key, value in values.items()}
+
+
+def _hundreds(values: dict) -> list[dict]:
+    items = list(values.items())
+    return [dict(items[first : first + 100]) for first in range(0, len(items), 100)]
+
+
+def _user() -> str:
+    try:
+        return getpass.getuser()
+    except (OSError, KeyError):  # a container's user may have no name
+        return "unknown"
+
+
+def _now() -> int:
+    return round(time.time() * 1000)
