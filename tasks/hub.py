@@ -8,7 +8,7 @@ form org/name is a model of the Hub. tiny://KIND is made by trainer.tiny, which 
 it and the caller makes it. Data sets are not covered.
 
 fetch() may be killed and called again: whole files are hashed and kept, a half one in folder/.partial is continued.
-Folders are linked where that is possible, so what stands in the source must be replaced, not written over.
+Large files of a folder are linked where that is possible: replace them in the source, do not write into them.
 """
 
 import hashlib
@@ -18,19 +18,21 @@ import re
 import shutil
 import time
 from collections.abc import Callable, Iterable
-from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_EXCEPTION, CancelledError, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from pathlib import Path
 from threading import Event, Lock
 
-from tasks import hub_http, wanted
+from tasks import hub_http, s3_source, wanted
+from tasks.digests import holds
 from tasks.faults import Fault
 
 PARTIAL = ".partial"
 PARALLEL = 8  # connections; the Hub's CDN gives each 50 to 100 MB/s
 HTTP_LIMIT = 50 * 10**9  # bytes; the Hub serves larger files by Xet alone
 EVERY = 0.5  # seconds between two calls of progress
+LINK_FROM = 2**20  # bytes; smaller files are copied: people edit a config.json in place, weights they write anew
 SPARE = 64 * 2**20  # bytes that stay free on the disk
 
 Progress = Callable[[int, int], None]
@@ -110,7 +112,7 @@ def fetch(
         raise (
             known if known is not error else Fault(f"{error.filename or folder}: {error.strerror or error}")
         ) from None
-    meter.tell()
+    meter.end()
     seconds = round(time.monotonic() - started, 3)
     return {
         "bytes": meter.total,
@@ -122,38 +124,45 @@ def fetch(
 
 
 class _Meter:
-    """Bytes that are in place and verified or on their way, told at most every half second."""
+    """Bytes in place or on their way, told at most every half second; no thread waits for another that tells."""
 
     def __init__(self, total: int, progress: Progress | None) -> None:
         self.total, self.done, self.sent = total, 0, 0
-        self._progress, self._told, self._lock = progress, 0.0, Lock()
+        self._progress, self._told = progress, 0.0
+        self._counting, self._telling = Lock(), Lock()
 
     def add(self, count: int, sent: bool = False) -> None:
-        with self._lock:
+        with self._counting:
             self.done += count
-            self.sent += count if sent and count > 0 else 0
-            now = time.monotonic()
-            if self._progress and now - self._told >= EVERY:
-                self._told = now
-                self._progress(self.done, self.total)
+            self.sent += count if sent else 0
+        if time.monotonic() - self._told >= EVERY and self._telling.acquire(blocking=False):
+            try:
+                self._tell()
+            finally:
+                self._telling.release()
 
-    def tell(self) -> None:
-        with self._lock:
-            if self._progress:
-                self._progress(self.done, self.total)
+    def end(self) -> None:
+        with self._telling:
+            self._tell()
+
+    def _tell(self) -> None:
+        self._told = time.monotonic()
+        if self._progress:
+            self._progress(self.done, self.total)
 
 
 def _from_hub(resolved: Resolved, names: list[str], folder: Path, meter: _Meter) -> None:
     from huggingface_hub import hf_hub_download, hf_hub_url
 
     hub_http.require_online(resolved.source)
+    hub_http.keep_addresses_out_of_logs()
     at = hub_http.endpoint()
 
     def one(name: str, stopped: Event) -> None:
         size, digest, path = resolved.files[name], resolved.digests[name], folder / name
-        if _holds(path, size, digest, meter):
+        if holds(path, digest, size, meter.add):
             return
-        part = folder / PARTIAL / hashlib.sha256(f"{name}\0{digest}".encode()).hexdigest()[:32]
+        part = _part(folder, name, digest)
         try:
             if size > HTTP_LIMIT:
                 aside = part.with_suffix(".whole")
@@ -162,7 +171,7 @@ def _from_hub(resolved: Resolved, names: list[str], folder: Path, meter: _Meter)
                 shutil.rmtree(aside)
             url = hf_hub_url(resolved.source, name, revision=resolved.commit, endpoint=at)
             hub_http.receive(url, part, size, digest, meter.add, stopped)
-        except hub_http.Stopped:
+        except CancelledError:
             raise
         except Exception as error:
             raise hub_http.fault(error, resolved.source, resolved.commit) from None
@@ -177,32 +186,55 @@ def _from_folder(resolved: Resolved, names: list[str], folder: Path, meter: _Met
 
     def one(name: str, stopped: Event) -> None:
         size, digest, path = resolved.files[name], resolved.digests[name], folder / name
-        if _holds(path, size, digest, meter):
+        if holds(path, digest, size, meter.add):
             return
         path.parent.mkdir(parents=True, exist_ok=True)
         path.unlink(missing_ok=True)
-        part = folder / PARTIAL / hashlib.sha256(name.encode()).hexdigest()[:32]
+        part = _part(folder, name, digest)
         part.unlink(missing_ok=True)
         original = (source / name).resolve()  # the Hub's cache holds links to blobs
-        try:
-            os.link(original, part)
-        except OSError:  # another file system, or one without links
+        if size < LINK_FROM or not _link(original, part):
             shutil.copyfile(original, part)
-        if not _holds(part, size, digest, meter):
+        if not holds(part, digest, size, meter.add):
             raise Fault(f"{original}: it changed since the folder was looked at; start again")
         part.rename(path)
 
     _side_by_side(one, names)
 
 
+def _link(original: Path, part: Path) -> bool:
+    try:
+        os.link(original, part)
+    except OSError:  # another file system, one without links, or another's file
+        return False
+    return True
+
+
 def _from_s3(resolved: Resolved, names: list[str], folder: Path, meter: _Meter) -> None:
-    raise NotImplementedError
+    store = _open_store(resolved.source)
+
+    def one(name: str, stopped: Event) -> None:
+        size, path = resolved.files[name], folder / name
+        digest = s3_source.digest(store, name, size, resolved.digests[name].removeprefix("etag:"))
+        if holds(path, digest, size, meter.add):
+            return
+        part = _part(folder, name, resolved.digests[name])
+        s3_source.receive(store, name, part, size, digest, meter.add, stopped)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        part.rename(path)
+
+    _side_by_side(one, sorted(names, key=lambda name: -resolved.files[name]))
 
 
 def _open_store(uri: str):
     from tasks.store import open_store
 
     return open_store(uri)
+
+
+def _part(folder: Path, name: str, digest: str) -> Path:
+    """Where a file grows, by the content wanted: what was begun of another commit is not continued."""
+    return folder / PARTIAL / hashlib.sha256(f"{name}\0{digest}".encode()).hexdigest()[:32]
 
 
 def _side_by_side(one: Callable[[str, Event], None], names: Iterable[str]) -> None:
@@ -215,28 +247,9 @@ def _side_by_side(one: Callable[[str, Event], None], names: Iterable[str]) -> No
         finally:  # also on Ctrl-C and where a task is cancelled
             stopped.set()
             pool.shutdown(wait=False, cancel_futures=True)
-    failed = [future.exception() for future in futures if not future.cancelled() and future.exception()]
-    causes = [error for error in failed if not isinstance(error, hub_http.Stopped)]
-    if causes or failed:
-        raise (causes or failed)[0]
-
-
-def _holds(path: Path, size: int, digest: str, meter: _Meter) -> bool:
-    """Whether the file is there and is what it should be; counted, if so."""
-    try:
-        if path.stat().st_size != size:
-            return False
-        check = hub_http.hasher(digest, size)
-        with path.open("rb") as file:
-            while chunk := file.read(hub_http.CHUNK):
-                check.update(chunk)
-                meter.add(len(chunk))
-    except FileNotFoundError:
-        return False
-    if f"{digest.partition(':')[0]}:{check.hexdigest()}" == digest:
-        return True
-    meter.add(-size)
-    return False
+    errors = [error for future in futures if not future.cancelled() and (error := future.exception())]
+    for error in sorted(errors, key=lambda error: isinstance(error, CancelledError)):  # what made the others stop first
+        raise error
 
 
 def _resolve_folder(source: str) -> Resolved:

@@ -13,18 +13,20 @@ The token is in no text that is raised here.
 """
 
 import errno
-import hashlib
+import json
+import logging
 import os
 import time
 from collections.abc import Callable
+from concurrent.futures import CancelledError
 from difflib import get_close_matches
 from pathlib import Path
 from threading import Event
 from urllib.parse import urlsplit
 
+from tasks.digests import CHUNK, Check
 from tasks.faults import Fault
 
-CHUNK = 2**20
 WAITS = (0.5, 1, 2, 4, 8, 16)  # seconds before each further attempt; a file that grew starts again from the first
 LONGEST_WAIT = 330  # the Hub counts requests over windows of 300 s
 PASSING = {408, 425, 429, 500, 502, 503, 504, 520, 522, 524}
@@ -34,14 +36,17 @@ class NotThere(Fault):
     """No such model, as far as the Hub tells."""
 
 
-class Stopped(Exception):
-    """Another file failed; this one is left as it is."""
-
-
 def endpoint() -> str:
     from huggingface_hub import constants
 
     return (os.environ.get("HF_ENDPOINT") or constants.ENDPOINT).rstrip("/")
+
+
+def keep_addresses_out_of_logs() -> None:
+    """httpx logs each address at INFO, and those that the Hub redirects to are signed: whoever has one may read."""
+    for name in ("httpx", "httpcore"):
+        if logging.getLogger(name).getEffectiveLevel() < logging.WARNING:
+            logging.getLogger(name).setLevel(logging.WARNING)
 
 
 def describe(name: str, revision: str) -> tuple[str, dict[str, int], dict[str, str]]:
@@ -55,18 +60,18 @@ def describe(name: str, revision: str) -> tuple[str, dict[str, int], dict[str, s
     api = HfApi(endpoint=endpoint())
     try:
         info = _patiently(lambda: api.model_info(name, revision=revision, files_metadata=True, timeout=seconds))
-        files = {file.rfilename: file.size for file in info.siblings or ()}
-        digests = {
-            file.rfilename: f"sha256:{file.lfs.sha256}" if file.lfs else f"git:{file.blob_id}"
-            for file in info.siblings or ()
-        }
-        if info.sha is None or None in files.values() or "git:None" in digests.values():
-            raise KeyError("sha, sizes, blob ids")
+        siblings = info.siblings or []
+        if info.sha is None or any(file.size is None or not (file.lfs or file.blob_id) for file in siblings):
+            raise KeyError("sha, sizes and digests")
+        files = {file.rfilename: file.size or 0 for file in siblings}
+        digests = {f.rfilename: f"sha256:{f.lfs.sha256}" if f.lfs else f"git:{f.blob_id}" for f in siblings}
         if info.gated and files:  # the description of a gated model is public; its files are not
-            url = hf_hub_url(name, min(files, key=lambda file: files[file]), revision=info.sha, endpoint=endpoint())
+            url = hf_hub_url(name, min(files, key=files.__getitem__), revision=info.sha, endpoint=endpoint())
             _patiently(lambda: get_hf_file_metadata(url, timeout=seconds, endpoint=endpoint()))
     except HFValidationError:
         raise Fault(f"{name}: neither a folder that is there nor a model of the Hub, which is named org/name") from None
+    except (KeyError, TypeError, AttributeError, json.JSONDecodeError):
+        raise _no_hub(name) from None
     except Exception as error:
         raise fault(error, name, revision) from None
     return info.sha, files, digests
@@ -81,13 +86,6 @@ def receive(url: str, part: Path, size: int, digest: str, count: Callable, stopp
         part.unlink()  # what an earlier process left may have been damaged; once more from the start
         if last:
             raise Fault(f"{_shown(url)}: twice the content was not what its commit says; try later")
-
-
-def hasher(digest: str, size: int):
-    """The hash that a digest is of: sha256 for large files, and git's own of a blob for small ones."""
-    if digest.startswith("sha256:"):
-        return hashlib.sha256()
-    return hashlib.sha1(b"blob %d\0" % size, usedforsecurity=False)
 
 
 def fault(error: Exception, name: str, revision: str) -> Exception:
@@ -109,8 +107,8 @@ def fault(error: Exception, name: str, revision: str) -> Exception:
         return Fault(f"{name}: {hub} broke off again and again ({kind}); start again: what has come is kept")
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
         return Fault(f"{name}: the disk is full ({error.filename or 'while writing'}); free some space and start again")
-    if isinstance(error, KeyError | TypeError | ValueError | httpx.RequestError) and not isinstance(error, Fault):
-        return Fault(f"{name}: {hub} does not answer as the Hub does; check HF_ENDPOINT")
+    if isinstance(error, httpx.RequestError):  # such as redirects without end
+        return _no_hub(name)
     return error
 
 
@@ -124,7 +122,7 @@ def _receive(url: str, part: Path, size: int, digest: str, count: Callable, stop
         if out.tell() > size:
             out.truncate(0)
         out.seek(0)
-        check, done = hasher(digest, size), 0
+        check, done = Check(digest, size), 0
         while chunk := out.read(CHUNK):
             check.update(chunk)
             done += len(chunk)
@@ -143,10 +141,10 @@ def _receive(url: str, part: Path, size: int, digest: str, count: Callable, stop
                     if done and answer.status_code != 206:  # it does not continue: all of it comes again
                         count(-done)
                         out.truncate(0)
-                        check, done = hasher(digest, size), 0
+                        check, done = Check(digest, size), 0
                     for chunk in answer.iter_bytes():  # as they come, 64 KiB each: a break loses none
                         if stopped.is_set():
-                            raise Stopped
+                            raise CancelledError  # another file failed; this one is left as it is
                         out.write(chunk)
                         check.update(chunk)
                         done += len(chunk)
@@ -162,10 +160,10 @@ def _receive(url: str, part: Path, size: int, digest: str, count: Callable, stop
                     raise
                 attempt += 1
                 if stopped.wait(seconds):
-                    raise Stopped from None
+                    raise CancelledError from None
         out.flush()
         os.fsync(out.fileno())
-    return f"{digest.partition(':')[0]}:{check.hexdigest()}" == digest
+    return check.right()
 
 
 def _patiently[T](call: Callable[[], T]) -> T:
@@ -226,6 +224,10 @@ def _refusal(answer, name: str, revision: str, hub: str) -> Fault:
     if status >= 500:
         return Fault(f"{name}: {hub} answers {status} again and again; start again later: what has come is kept")
     return Fault(f"{name}: {hub} answers {status}{f' ({code})' if code else ''} for revision {revision!r}; see {page}")
+
+
+def _no_hub(name: str) -> Fault:
+    return Fault(f"{name}: {_shown(endpoint())} does not answer as the Hub does; check HF_ENDPOINT")
 
 
 def _other_revisions(name: str, revision: str) -> str:

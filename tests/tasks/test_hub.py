@@ -1,6 +1,8 @@
 """Fetching released models, with huggingface_hub itself over HTTP against tests/stand_in_hub.py."""
 
+import hashlib
 import json
+import logging
 import shutil
 import signal
 import subprocess
@@ -9,16 +11,20 @@ import time
 from collections import namedtuple
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 
+import boto3
 import numpy as np
 import pytest
+from boto3.s3.transfer import TransferConfig
 from huggingface_hub import constants, hf_hub_download, snapshot_download
 from huggingface_hub.utils import disable_progress_bars
 from safetensors.numpy import load_file, save_file
 
-from tasks import hub, hub_http, wanted
+from tasks import digests, hub, hub_http, wanted
 from tasks.faults import Fault
 from tests import stand_in_hub
+from tests.tasks import s3_server
 
 ROOT = Path(__file__).parent.parent.parent
 SHARDS = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
@@ -34,6 +40,7 @@ def clean(monkeypatch, tmp_path):
     (tmp_path / "agents").write_text('{"harnesses": {}}')  # else huggingface_hub asks huggingface.co for it
     monkeypatch.setattr(constants, "AGENT_HARNESSES_PATH", str(tmp_path / "agents"))
     monkeypatch.setattr(hub_http, "WAITS", (0.01,) * 6)
+    monkeypatch.setattr(hub, "LINK_FROM", 1000)
     disable_progress_bars()
 
 
@@ -309,6 +316,29 @@ def test_tokens_and_private_models(served, model, monkeypatch, tmp_path):
     assert served.leaked == []
 
 
+def test_no_log_holds_a_token_or_a_signed_address(served, model, tmp_path, monkeypatch, caplog):
+    caplog.set_level(logging.DEBUG)
+    for name in ("httpx", "httpcore"):
+        monkeypatch.setattr(logging.getLogger(name), "level", logging.NOTSET)
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    served.tokens = {TOKEN: set()}
+    served.publish("models/org/toy", model)
+    served.inject("cdn", drop_after=1000)
+    fetch("org/toy", tmp_path / "out")
+    assert any("sig=secret" in request for request in served.requests)
+    assert "sig=secret" not in caplog.text and TOKEN not in caplog.text
+
+
+def test_faults_of_the_caller_s_own_code_are_not_the_hub_s(served, model, tmp_path):
+    served.publish("models/org/toy", model)
+
+    def broken(*_):
+        raise TypeError("in progress")
+
+    with pytest.raises(TypeError, match="in progress"):
+        fetch("org/toy", tmp_path / "out", progress=broken)
+
+
 def test_access_that_ends_midway(served, model, tmp_path):
     """As gated between the questions: the fault comes out of a thread that fetches."""
     served.publish("models/org/toy", model)
@@ -372,8 +402,9 @@ def test_a_folder_is_linked_through_the_hubs_cache(served, model, tmp_path):
 
     assert Path(cached, "config.json").is_symlink() and commit in cached
     assert contents(tmp_path / "out") == contents(model)
-    assert (tmp_path / "out/config.json").samefile(Path(cached, "config.json"))
-    assert not (tmp_path / "out/config.json").is_symlink()
+    assert (tmp_path / "out" / SHARDS[0]).samefile(Path(cached, SHARDS[0]))
+    assert not (tmp_path / "out/config.json").samefile(Path(cached, "config.json")), "small ones are edited in place"
+    assert not any(path.is_symlink() for path in (tmp_path / "out").iterdir())
     assert resolved.commit == hub.resolve(str(model), "main").commit, "it depends on the content alone"
 
 
@@ -393,7 +424,7 @@ def test_folder_on_another_disk_is_copied(model, tmp_path, monkeypatch):
     fetch(str(model), tmp_path / "out")
     fetch(str(model), tmp_path / "out")
     assert contents(tmp_path / "out") == contents(model)
-    assert not (tmp_path / "out/config.json").samefile(model / "config.json")
+    assert not (tmp_path / "out" / SHARDS[0]).samefile(model / SHARDS[0])
 
 
 def test_rules_hold_for_folders_too(model, tmp_path):
@@ -421,6 +452,85 @@ def test_misspelled_folder_that_looks_like_the_hubs(served, model, tmp_path, mon
     shutil.copytree(model, tmp_path / "runs/model")
     assert "did you mean runs/model?" in refused("runs/modell")
     assert "org/name" in refused("not a name")
+
+
+# S3
+
+
+@pytest.fixture(scope="module")
+def s3():
+    with s3_server.running() as (url, _):
+        yield url
+
+
+@pytest.fixture
+def bucket(s3, monkeypatch):
+    for key, value in {**s3_server.ENVIRONMENT, "AWS_ENDPOINT_URL": s3}.items():
+        monkeypatch.setenv(key, value)
+    monkeypatch.delenv("AWS_PROFILE", raising=False)
+    client = boto3.client("s3")
+    client.create_bucket(Bucket=(name := f"models-{time.monotonic_ns()}"))
+    return SimpleNamespace(client=client, name=name, uri=f"s3://{name}/some/model")
+
+
+def upload(bucket, folder: Path, part: int = 8 * 2**20) -> None:
+    """As any tool does; `part` as aws s3 cp has it, so that what is larger gets an ETag that is no MD5."""
+    config = TransferConfig(multipart_threshold=part, multipart_chunksize=part)
+    for path in folder.iterdir():
+        bucket.client.upload_file(str(path), bucket.name, f"some/model/{path.name}", Config=config)
+
+
+def test_a_model_from_s3_is_pinned_and_verified(bucket, tmp_path):
+    model = make_model(tmp_path / "made", 3_000_000)  # 12 MB each: 3 parts of 5 MiB
+    (model / "pytorch_model.bin").write_text("pickle")
+    upload(bucket, model, 5 * 2**20)
+    resolved = hub.resolve(bucket.uri, "main")
+
+    result = hub.fetch(resolved, tmp_path / "out", False, False)
+    again = hub.fetch(resolved, tmp_path / "out", False, False)
+
+    (model / "pytorch_model.bin").unlink()
+    assert contents(tmp_path / "out") == contents(model)
+    assert (result["sent"], again["sent"], [*result["left_out"]]) == (result["bytes"], 0, ["pytorch_model.bin"])
+    assert hub.resolve(bucket.uri + "/", "main").commit == resolved.commit
+    bucket.client.put_object(Bucket=bucket.name, Key="some/model/config.json", Body=b'{"model_type": "ypt"}')
+    assert hub.resolve(bucket.uri, "main").commit != resolved.commit
+    with pytest.raises(Fault, match="not what was listed"):
+        hub.fetch(resolved, tmp_path / "other", False, False)
+
+
+def test_a_half_file_from_s3_is_continued_and_a_damaged_one_replaced(bucket, model, tmp_path):
+    upload(bucket, model)
+    resolved = hub.resolve(bucket.uri, "main")
+    parts = {shard: hub._part(tmp_path / "out", shard, resolved.digests[shard]) for shard in SHARDS}
+    for shard, part in parts.items():
+        part.parent.mkdir(parents=True, exist_ok=True)
+        part.write_bytes((model / shard).read_bytes()[:100_000])
+    parts[SHARDS[1]].write_bytes(b"x" * 100_000)
+
+    result = hub.fetch(resolved, tmp_path / "out", False, False)
+
+    assert contents(tmp_path / "out") == contents(model)
+    assert result["sent"] == result["bytes"] - 2 * 100_000 + (model / SHARDS[1]).stat().st_size
+
+
+def test_nothing_in_s3(bucket):
+    assert "nothing lies there" in refused(bucket.uri)
+    assert "no such bucket" in refused(f"{bucket.uri.replace('models-', 'models-x-')}")
+
+
+@pytest.mark.parametrize("size", [0, 1, 7, 8, 9, 16, 17])
+def test_digest_of_parts_is_s3s(size):
+    data = bytes(range(size))
+    ends = [hashlib.md5(data[at : at + 8]).digest() for at in range(0, size, 8)]
+    digest = f"parts-8:{hashlib.md5(b''.join(ends)).hexdigest()}-{len(ends)}"
+    for step in (1, 3, 8, 20):
+        check = digests.Check(digest, size)
+        for at in range(0, size, step):
+            check.update(data[at : at + step])
+        assert check.right()
+    check.update(b"?")
+    assert not check.right()
 
 
 # The rest

@@ -1,0 +1,71 @@
+"""Digests by which the Hub and S3 name a file's content, as one text each: what was sent is checked against it.
+
+sha256:HEX            large files of the Hub; what tasks.store keeps with an object
+git:HEX               the SHA-1 of a git blob: small files of the Hub
+md5:HEX               ETag of an S3 object that was sent in one piece, unless a key of KMS encrypts it
+parts-BYTES:HEX-N     ETag of one that was sent in N parts of so many bytes: the MD5 of the parts' MD5s
+size:N                nothing but the size is known
+"""
+
+import hashlib
+from pathlib import Path
+
+CHUNK = 2**20
+
+
+class Check:
+    """update() with all the content, then right() says whether it is what the digest names."""
+
+    def __init__(self, digest: str, size: int) -> None:
+        self.kind, _, self.value = digest.partition(":")
+        self.size, self.part = 0, int(self.kind.partition("-")[2] or 0)
+        self._ends = b""  # MD5s of the parts before this one
+        if self.kind == "sha256":
+            self._hash = hashlib.sha256()
+        elif self.kind == "git":
+            self._hash = hashlib.sha1(b"blob %d\0" % size, usedforsecurity=False)
+        else:
+            self._hash = hashlib.md5(usedforsecurity=False)
+
+    def update(self, data: bytes) -> None:
+        if self.kind == "size":
+            self.size += len(data)
+            return
+        view = memoryview(data)
+        while self.part and self.size % self.part + len(view) >= self.part:
+            rest = self.part - self.size % self.part
+            self._add(view[:rest])
+            self._ends += self._hash.digest()
+            self._hash = hashlib.md5(usedforsecurity=False)
+            view = view[rest:]
+        self._add(view)
+
+    def right(self) -> bool:
+        if self.kind == "size":
+            return self.value == str(self.size)
+        if not self.part:
+            return self.value == self._hash.hexdigest()
+        ends = self._ends + (self._hash.digest() if self.size % self.part else b"")
+        return self.value == f"{hashlib.md5(ends, usedforsecurity=False).hexdigest()}-{len(ends) // 16}"
+
+    def _add(self, view: memoryview) -> None:
+        self._hash.update(view)
+        self.size += len(view)
+
+
+def holds(path: Path, digest: str, size: int, count) -> bool:
+    """Whether the file is there and is what the digest names; its bytes are counted, if so."""
+    check = Check(digest, size)
+    try:
+        if path.stat().st_size != size:
+            return False
+        with path.open("rb") as file:
+            while chunk := file.read(CHUNK):
+                check.update(chunk)
+                count(len(chunk))
+    except FileNotFoundError:
+        return False
+    if check.right():
+        return True
+    count(-size)
+    return False

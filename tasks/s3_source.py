@@ -1,0 +1,64 @@
+"""Objects in S3 that any tool may have put there: their digests, as far as S3 knows them, and their bytes, resumed."""
+
+import re
+from collections.abc import Callable
+from concurrent.futures import CancelledError
+from pathlib import Path
+from threading import Event
+
+from tasks.digests import CHUNK, Check
+from tasks.faults import Fault
+
+
+def digest(store, name: str, size: int, tag: str) -> str:
+    """What the object's content is checked against. A fault where it is not the one that was listed."""
+    from tasks.s3_store import plainly
+
+    where = {"Bucket": store.bucket, "Key": store.at(name)}
+    with plainly(store):
+        head = store.client.head_object(**where)
+        if head["ETag"].strip('"') != tag or head["ContentLength"] != size:
+            raise changed(store, name)
+        if sha256 := head.get("Metadata", {}).get("sha256"):
+            return f"sha256:{sha256}"
+        if "kms" in head.get("ServerSideEncryption", "") or "SSECustomerAlgorithm" in head:
+            return f"size:{size}"
+        if re.fullmatch(r"[0-9a-f]{32}", tag):
+            return f"md5:{tag}"
+        if re.fullmatch(r"[0-9a-f]{32}-\d+", tag):
+            part = store.client.head_object(**where, PartNumber=1)["ContentLength"]
+            if -(-size // part) == int(tag.partition("-")[2]):
+                return f"parts-{part}:{tag}"
+    return f"size:{size}"
+
+
+def receive(store, name: str, part: Path, size: int, digest: str, count: Callable, stopped: Event) -> None:
+    """Bring `part` to the whole object; what an earlier attempt left in it is kept."""
+    from tasks.s3_download import stream
+    from tasks.s3_store import plainly
+
+    for last in (False, True):
+        check = Check(digest, size)
+        with part.open("a+b") as out, plainly(store):
+            if out.tell() > size:
+                out.truncate(0)
+            out.seek(0)
+            while chunk := out.read(CHUNK):
+                check.update(chunk)
+                count(len(chunk))
+            for chunk in stream(store, store.at(name), out.tell(), size, size):
+                if stopped.is_set():
+                    raise CancelledError  # another file failed; this one is left as it is
+                out.write(chunk)
+                check.update(chunk)
+                count(len(chunk), sent=True)
+        if check.right():
+            return
+        count(-size)
+        part.unlink()
+        if last:
+            raise changed(store, name)
+
+
+def changed(store, name: str) -> Fault:
+    return Fault(f"{store.uri}/{name}: it is not what was listed there before; start again when nobody writes to it")
