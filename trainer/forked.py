@@ -22,7 +22,7 @@ def import_all() -> None:
     import megatron.bridge.training.finetune
     import megatron.bridge.training.gpt_step  # noqa: F401
 
-    from trainer import adapters, gates, lazy_bridge, metrics, saves  # noqa: F401
+    from trainer import adapters, gates, lazy_bridge, metrics, parity, saves  # noqa: F401
 
     for family in ("Glm4Moe", "Qwen3Moe", "DeepseekV3", "Llama"):
         lazy_bridge.load_family(f"{family}ForCausalLM")

@@ -5,7 +5,7 @@ from math import lcm
 from pathlib import Path
 
 from conf.schema import Run
-from trainer import platform
+from trainer import pairs, platform
 from trainer.model import make_provider
 
 
@@ -112,16 +112,21 @@ def make_config(run: Run, bridge, resume_step: int | None):
     )
 
 
+def load_only(config) -> None:
+    """Turn a training run's configuration into that of loading its checkpoint, and no step."""
+    config.validation.skip_train, config.validation.eval_iters = True, 0
+    config.dataset.do_validation = False
+    config.checkpoint.load_optim = config.checkpoint.load_rng = False
+    config.checkpoint.save = None
+
+
 def make_dataset(run: Run):
     from megatron.bridge.data.builders.gpt_sft import GPTSFTDatasetConfig
     from megatron.bridge.data.packing import PackedSequenceSpecs
     from megatron.bridge.data.sft_processing import PromptCompletionSFTPreprocessingConfig
 
     data, layout = run.data, run.layout
-    before, between = data.template.removesuffix("{output}").split("{input}")
-    # A space before the answer is one token with its first word, and so belongs to it. The rest belongs to the prompt:
-    # Bridge counts its separator in the loss.
-    space = " " if between.endswith(" ") else ""
+    before, after, space = pairs.split(data.template)  # Bridge counts its separator in the loss: that is the space
     packing = {}
     if data.packed:
         # Each packed pair is cut over cp and sp on its own, so each must divide. 16 serves most layouts, which then
@@ -144,7 +149,7 @@ def make_dataset(run: Run):
         preprocessing=PromptCompletionSFTPreprocessingConfig(
             prompt_column="input",
             completion_column="output",
-            prompt_template=before + "{prompt}" + between.removesuffix(" "),
+            prompt_template=before + "{prompt}" + after,
             separator=space,
             loss_mode="completion" if data.loss_on == "answer" else "full",
         ),

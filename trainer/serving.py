@@ -8,9 +8,9 @@ for what this installation lacks:
 2. vLLM imports uvloop, for its HTTP server, which does not run here. Its wheel is not in the lock: fastapi's extra
    "standard", which brings it, falls away with the version of fastapi that Prefect needs. An empty module stands in.
    Can go when the lock has it.
-3. transformers imports scikit-learn (with pandas and scipy) if it is there, for a way of generating that nobody asks
-   for: 1.5 s. It is hidden until vLLM is imported. transformers also lists the files of all installed packages to
-   look up five names: 1.5 s. Can go when it imports less.
+3. transformers and vLLM import scikit-learn, scipy and torchvision where they are installed, for ways of generating,
+   sounds and images that nothing here asks for: 4 of 15 s. They are hidden until vLLM is imported. What transformers
+   reads of all installed packages: trainer/compat.py. Can go when both import what they use.
 4. On a CPU, vLLM starts a second Python that imports all of vLLM, to ask a model's class about its abilities without
    touching CUDA: 15 s for each kind of model on a new machine. Without CUDA this process may ask. Can go when vLLM asks
    in-process on CPUs.
@@ -34,7 +34,7 @@ OFFLINE = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "HF_EVALUATE_OFFLI
 ON_CPU = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "TORCHDYNAMO_DISABLE": "1"}
 # Threads bound to cores one by one stand still when somebody else is on their core.
 ON_CPU |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_WAIT_POLICY": "PASSIVE"}
-HIDDEN = ("sklearn", "peft", "accelerate", "tensorflow")
+HIDDEN = ("accelerate", "peft", "scipy", "sklearn", "torchaudio", "torchvision")
 SEQUENCES = 256  # that vLLM computes at once; more than that gains nothing
 
 Progress = Callable[[int, int, str], None]  # rows done, rows in all, of what

@@ -4,7 +4,7 @@
     torchrun ... -m trainer.train RESOLVED.yaml         one of several hosts
 
 Reads the converted model (trainer.convert) and training.jsonl. Writes <paths.output>/checkpoints and, from rank 0,
-<paths.output>/metrics.jsonl. SIGTERM saves a checkpoint and ends; a second start goes on where it was.
+<paths.output>/metrics.jsonl and paths.parity. SIGTERM saves a checkpoint and ends; a second start goes on from there.
 """
 
 import logging
@@ -13,18 +13,20 @@ import shutil
 from pathlib import Path
 
 from conf.schema import Run
-from trainer import checkpoints, entry, inputs, platform
+from trainer import agreement, checkpoints, entry, inputs, platform
 from trainer.console import megatron_to, say
 from trainer.faults import WRITER_DIED, Fault, line_of
-from trainer.recipe import checkpoint_folder, last_step, make_config
+from trainer.recipe import checkpoint_folder, last_step, load_only, make_config
 
 
 def main(run: Run) -> None:
     folder = checkpoint_folder(run)
     done = checkpoints.complete_steps(folder)
-    if done and done[-1] >= last_step(run):
+    finished = bool(done) and done[-1] >= last_step(run)
+    if finished:
         say(f"train: step {done[-1]} of {last_step(run)} is already there: {checkpoints.step_folder(folder, done[-1])}")
-        return
+        if agreement.is_recorded(run, done[-1]):
+            return
     if os.environ["RANK"] == "0":
         for name in checkpoints.remove_incomplete(folder):
             say(f"train: removed {folder / name}, the rest of an interrupted save")
@@ -37,16 +39,23 @@ def main(run: Run) -> None:
     from trainer.gates import Gates
     from trainer.metrics import Metrics
     from trainer.model import open_bridge
+    from trainer.parity import Parity
     from trainer.saves import Saves
 
     resharding.install()
     logging.getLogger("megatron.bridge.training.pretrain").addFilter(_is_failure)
     start = done[-1] if done else 0
-    metrics = Metrics(run, Path(run.paths.output) / "metrics.jsonl", start)
+    parity = Parity(run)
     try:
         with megatron_to(Path(run.paths.logs)):
             config = make_config(run, open_bridge(run), start or None)
-            finetune(config, forward_step, callbacks=[metrics, Gates(run, metrics), Saves(run, metrics)])
+            if finished:
+                load_only(config)
+                callbacks = [parity]
+            else:
+                metrics = Metrics(run, Path(run.paths.output) / "metrics.jsonl", start)
+                callbacks = [metrics, Gates(run, metrics), parity, Saves(run, metrics)]
+            finetune(config, forward_step, callbacks=callbacks)
     except SystemExit as leave:  # Bridge's way to end after SIGTERM, once its checkpoint is written
         if leave.code:
             raise

@@ -1,0 +1,61 @@
+"""What training says of fixed prompts does not depend on the layout, and is there whenever training is complete."""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+from trainer import checkpoints
+
+
+def recorded(run) -> dict:
+    return json.loads(Path(run.paths.parity).read_text())
+
+
+def log_probs(found: dict) -> list[float]:
+    return [value for row in found["rows"] for value in row["log_probs"]]
+
+
+@pytest.fixture(scope="module")
+def trained(configure, ranks, base, work):
+    """trained(name, *overrides) -> a run after six steps of training"""
+    base("glm4-moe")
+
+    def trained(name: str, *overrides: str):
+        output = work / "parity" / name
+        mine = [f"paths.output={output}", f"paths.parity={output}/parity.json"]
+        run = configure("glm4-moe", *mine, *overrides)
+        result = ranks("train", run)
+        assert result.code == 0, result.output
+        return run, result
+
+    return trained
+
+
+@pytest.fixture(scope="module")
+def single(trained):
+    return trained("single")
+
+
+def test_tokens_are_those_of_training(single, work):
+    found = recorded(single[0])
+    assert [len(row["tokens"]) - 1 for row in found["rows"]] == [len(row["log_probs"]) for row in found["rows"]]
+    assert len(found["rows"]) == 8
+    assert max(len(row["tokens"]) for row in found["rows"]) <= 64
+    assert all(value < 0 and math.isfinite(value) for value in log_probs(found))
+    assert found["step"] == 6
+
+
+@pytest.mark.parametrize("layout", ["tp=2 sp=true ep=2", "pp=2 vpp=2", "cp=2", "ep=2"])
+def test_the_layout_changes_nothing(layout, single, configure, ranks, work):
+    """The run is finished: it loads its last checkpoint at this layout and takes no step."""
+    run, result = single
+    cut = [f"layout.{pair}" for pair in layout.split()]
+    parity = work / "parity" / f"{layout}.json"
+    paths = [f"paths.output={run.paths.output}", f"paths.parity={parity}"]
+    again = ranks("train", configure("glm4-moe", *paths, "layout.gpus_per_node=2", *cut))
+    assert again.code == 0, again.output
+    assert again.metrics == result.metrics
+    one, two = log_probs(recorded(run)), log_probs(json.loads(parity.read_text()))
+    assert max(abs(a - b) for a, b in zip(one, two, strict=True)) < 1e-4

@@ -1,0 +1,143 @@
+"""What the trained model says of fixed prompts, written before its last checkpoint counts as complete.
+
+The log-probability of each token of the first rows of test.jsonl (else of validation.jsonl, else of training.jsonl), by
+base and adapter as they were trained, at whatever layout. trainer/agreement.py asks the served model the same.
+
+Called when a checkpoint has been written and is not yet marked: a run whose training is complete then has parity.json,
+and nothing that is computed here can find its way into a checkpoint. A finished run without it (it was deleted, or
+other rows are asked for) loads its last checkpoint and takes no step: Megatron-Bridge calls back in between.
+"""
+
+import json
+import os
+from math import lcm
+from pathlib import Path
+
+import torch
+from megatron.bridge.data.sft_processing import tokenize_prompt_completion_example
+from megatron.bridge.training.callbacks import Callback
+from megatron.bridge.training.gpt_step import forward_step
+from megatron.core import parallel_state
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.utils import get_model_config
+from torch import distributed
+
+from conf.schema import Run
+from trainer import agreement
+from trainer.console import say
+from trainer.recipe import last_step
+
+
+class Parity(Callback):
+    def __init__(self, run: Run):
+        self.run = run
+
+    def on_checkpoint_save(self, context) -> None:
+        if context.state.train_state.step == last_step(self.run):
+            record(self.run, context)
+
+    def on_data_init_start(self, context) -> None:
+        """The model is there, with its checkpoint loaded."""
+        if context.state.cfg.validation.skip_train:
+            record(self.run, context)
+
+
+def record(run: Run, context) -> None:
+    """Write paths.parity; every rank takes part."""
+    rows = agreement.rows(run)
+    if not rows:
+        return
+    prompts = [_tokens(context, row) for row in rows]
+    log_probs = _log_probs(run, context, prompts)
+    if distributed.get_rank() == 0:
+        found = [
+            {"prompt": agreement.prompt(run, row), "tokens": tokens, "log_probs": log_probs[i][: len(tokens) - 1]}
+            for i, (row, tokens) in enumerate(zip(rows, prompts, strict=True))
+        ]
+        facts = {"step": context.state.train_state.step, "asked": agreement.fingerprint(run)}
+        _write(Path(run.paths.parity), facts | {"precision": run.train.precision, "rows": found})
+        say(f"parity: log-probabilities of {len(rows)} prompts in {run.paths.parity}")
+
+
+def _tokens(context, row: dict) -> list[int]:
+    """As training has them, prompt and answer and end of text."""
+    data = context.state.cfg.dataset
+    found = tokenize_prompt_completion_example(
+        row, context.state.tokenizer, data.preprocessing, max_length=data.seq_length
+    )
+    return found.input_ids.tolist()
+
+
+def _log_probs(run: Run, context, prompts: list[list[int]]) -> list[list[float]]:
+    """Of each prompt's tokens but the first, with numbers of no meaning where a prompt is shorter than the longest."""
+    chunks, layout = context.model, run.layout
+    pieces = lcm(16, (2 * layout.cp if layout.cp > 1 else 1) * (layout.tp if layout.sp else 1))
+    longest = max(len(tokens) for tokens in prompts) - 1
+    length = min(-(-longest // pieces) * pieces, run.data.seq_length)
+    batches = [_batch(tokens, length) for tokens in prompts]
+    batches += batches[-1:] * (-len(batches) % layout.pp)  # interleaved stages work in groups of pp
+
+    training, config = [chunk.training for chunk in chunks], get_model_config(chunks[0])
+    timers, config.timers = config.timers, None
+    for chunk in chunks:
+        chunk.eval()
+    with torch.no_grad():
+        losses = get_forward_backward_func()(
+            forward_step_func=lambda iterator, chunk: (forward_step(context.state, iterator, chunk)[0], _as_it_is),
+            data_iterator=[iter([dict(batch) for batch in batches]) for _ in chunks],
+            model=chunks,
+            num_microbatches=len(batches),
+            seq_length=length,
+            micro_batch_size=1,
+            forward_only=True,
+            collect_non_loss_data=True,
+        )
+    for chunk, mode in zip(chunks, training, strict=True):
+        chunk.train(mode)
+    config.timers = timers
+
+    found = torch.zeros(len(batches), length, device="cuda")
+    if parallel_state.is_pipeline_last_stage(ignore_virtual=True):
+        found.copy_(_whole_sequence(torch.cat(losses).float()))
+    distributed.broadcast(
+        found,
+        src=parallel_state.get_pipeline_model_parallel_last_rank(),
+        group=parallel_state.get_pipeline_model_parallel_group(),
+    )
+    return (-found).tolist()
+
+
+def _batch(tokens: list[int], length: int) -> dict[str, torch.Tensor]:
+    """One row as the data loader gives it. What stands behind a row changes nothing before it."""
+    padded = torch.tensor([tokens + [tokens[-1]] * (length + 1 - len(tokens))])
+    return {
+        "tokens": padded[:, :-1].contiguous(),
+        "labels": padded[:, 1:].contiguous(),
+        "loss_mask": torch.ones(1, length),
+        "position_ids": torch.arange(length)[None],
+    }
+
+
+def _as_it_is(losses: torch.Tensor, non_loss_data: bool) -> torch.Tensor:
+    return losses
+
+
+def _whole_sequence(losses: torch.Tensor) -> torch.Tensor:
+    """With context parallelism a rank has one piece from either end of the sequence."""
+    ranks = parallel_state.get_context_parallel_world_size()
+    if ranks == 1:
+        return losses
+    shares = [torch.empty_like(losses) for _ in range(ranks)]
+    distributed.all_gather(shares, losses.contiguous(), group=parallel_state.get_context_parallel_group())
+    pairs = [share.chunk(2, dim=1) for share in shares]
+    return torch.cat([first for first, _ in pairs] + [last for _, last in reversed(pairs)], dim=1)
+
+
+def _write(path: Path, facts: dict) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(path.name + ".partial")
+    with partial.open("w") as f:
+        json.dump(facts, f, ensure_ascii=False)
+        f.flush()
+        os.fsync(f.fileno())
+    partial.rename(path)
