@@ -29,7 +29,7 @@ from tasks.digests import holds
 from tasks.faults import Fault
 
 PARTIAL = ".partial"
-PARALLEL = 8  # connections; the Hub's CDN gives each 50 to 100 MB/s
+PARALLEL = 8  # files at a time, as snapshot_download has it
 HTTP_LIMIT = 50 * 10**9  # bytes; the Hub serves larger files by Xet alone
 EVERY = 0.5  # seconds between two calls of progress
 LINK_FROM = 2**20  # bytes; smaller files are copied: people edit a config.json in place, weights they write anew
