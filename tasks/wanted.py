@@ -1,6 +1,6 @@
 """Which files of a released model are fetched: one copy of the weights, as safetensors, and what describes them.
 
-Repositories carry the same weights in several formats (original/, GGUF, pickle, ONNX), state of training runs, and code.
+Repositories carry the same weights in several formats (original/, GGUF, pickle, ONNX), state of training runs, code.
 What is left out is listed with the reason. Names decide what is fetched; the small JSON files among it, whether that
 model is taken at all: not one that asks to run code, nor one that lacks shards.
 """
