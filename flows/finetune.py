@@ -1,40 +1,70 @@
-"""Fine-tune: a released model and a data set in, a better model out, registered and explained.
+"""Fine-tune: a released model and a data set in; a better model out, registered, and the reasons for all of it.
 
-python -m flows.finetune tiny                               on this host, without a server
-prefect deployment run finetune/glm47                       on a work pool
+    python -m flows.finetune tiny                                  on this host; no server needed
+    python -m flows.finetune glm47 optimizer.lr=2e-4 --dry-run     what would run, what is there already, and the cost
+    prefect deployment run finetune/glm47                          on a work pool (prefect.yaml)
+
+A stage whose artifact is in the store already ends as Cached. One that was interrupted goes on where it was.
 """
 
 import sys
+from datetime import UTC, datetime
+from typing import Annotated, Literal
 
-from prefect import flow
+from prefect import State, flow
+from prefect.runtime import flow_run
+from prefect.states import Failed
+from pydantic import Field
 
-from conf.load import load
+from conf.changes import Changes, Name, as_overrides
+from conf.load import ConfigError, load
+from flows.command import command
+from tasks import report
 from tasks.convert import convert
 from tasks.download import download
 from tasks.evaluate import evaluate
 from tasks.export import export
-from tasks.pipeline import stages
+from tasks.faults import Fault
+from tasks.pipeline import ORDER, stages
 from tasks.prepare import prepare
 from tasks.promote import promote
 from tasks.session import Session
 from tasks.train import train
 
+Stage = Literal[*ORDER]  # type: ignore[valid-type]
 
-@flow(name="finetune")
-def finetune(conf: str = "tiny", overrides: list[str] | None = None, first=None, last=None):
-    run = load(conf, overrides or [])
-    with Session(run, stages(run), "flow", first, last) as session:
-        model = download.submit(session)
+
+def name_of_run() -> str:
+    return f"{flow_run.parameters['conf']}-{datetime.now(UTC):%m%d-%H%M%S}".replace("/", "-")
+
+
+@flow(name="finetune", flow_run_name=name_of_run, persist_result=False)
+def finetune(
+    conf: Annotated[Name, Field(description="configuration in conf/ that the run starts from")] = "tiny",
+    changes: Annotated[Changes | None, Field(description="keys that differ from it")] = None,
+    first: Annotated[Stage | None, Field(description="make this stage and all behind it anew")] = None,
+    last: Annotated[Stage | None, Field(description="end after this stage")] = None,
+) -> State:
+    """Download, convert, prepare, train, export, evaluate and promote; what is there already is not made again."""
+    try:
+        run = load(conf, as_overrides(changes))
+        asked = stages(run)
+    except (ConfigError, Fault) as fault:
+        return Failed(message=str(fault))
+    with Session(run, asked, flow_run.id, flow_run.name, first, last) as session:
+        model = download.submit(session)  # GLM-4.7: 716 GB
         data = prepare.submit(session)
-        base = convert.submit(session, model)
-        before = evaluate.submit(session, "base", model, data)
-        trained = train.submit(session, model, base, data)
-        tuned = export.submit(session, model, base, trained)
+        base = convert.submit(session, model)  # as large again; 1 minute for each 4 GB and process
+        before = evaluate.submit(session, "base", model, data)  # beside conversion and training
+        trained = train.submit(session, model, base, data)  # the hours and the money
+        tuned = export.submit(session, model, base, trained)  # as large again
         after = evaluate.submit(session, "tuned", tuned, data, trained)
-        promote.submit(session, tuned, before, after).wait()
-        for name, o in session.outcomes.items():
-            print(name, o.state, round(o.seconds, 1), o.reason, o.artifact.result if o.artifact else "")
+        promoted = promote.submit(session, tuned, before, after)
+        for future in (model, data, base, before, trained, tuned, after, promoted):
+            future.wait()
+        report.publish(session)
+    return session.verdict()
 
 
 if __name__ == "__main__":
-    finetune(sys.argv[1], sys.argv[2:])
+    sys.exit(command(finetune, __doc__))

@@ -46,6 +46,13 @@ def evaluate(session: Session, which: str, model: Artifact, data: Artifact, trai
             lambda: bar.update(*_done(output / "progress.jsonl")),
         )
         found = json.loads((output / "results.json").read_text())
+        tracked = session.tracked(name)
+        tracked.table(
+            [{"task": task, **row} for task, rows in found["samples"].items() for row in rows], "answers.json"
+        )
+        tracked.model(f"{session.run.name}-{which}", session.store.link(f"{model.key}/files"))
+        link = session.store.link(f"{data.key}/files")
+        tracked.dataset(f"{session.run.name}-test", data.digest, link, "evaluation", data.result["rows"]["test"])
         return {"metrics": found["metrics"], "parity": found["parity"], "chat_template": found["chat_template"]}
 
     return session.obtain(name, make)

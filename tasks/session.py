@@ -1,10 +1,10 @@
 """One run of the flow: its configuration, the store, what each stage asks for, and what became of it.
 
 A stage's task calls obtain(name, make). It ends in a state that says how: Cached, Completed, Failed with one line, or
-NotAsked for what lies behind --until.
+NotAsked for what lies behind the last stage that was asked for. All is told to MLflow as well (tasks/tracking.py).
 """
 
-import logging
+import json
 import os
 import threading
 import time
@@ -19,14 +19,15 @@ from prefect.cache_policies import NO_CACHE
 from prefect.states import Completed, Failed
 
 from conf.schema import Run
-from tasks import artifact
+from tasks import artifact, tracking
+from tasks.address import resolve
 from tasks.artifact import Artifact, Stage, Work
 from tasks.faults import Fault
+from tasks.launch import Stopped
 from tasks.progress import Progress
 from tasks.store import Store, open_store
 
-ATTEMPTS = 3  # of a stage that fails through no fault of the user's; each goes on where the last one ended
-OPTIONS: dict[str, Any] = {"cache_policy": NO_CACHE, "persist_result": False}
+TOLD_WITHIN = 15.0  # seconds that the end of a run waits for a slow tracking server
 
 
 @dataclass(frozen=True)
@@ -39,31 +40,73 @@ class Outcome:
     reason: str = ""
 
 
+def _may_pass(task, task_run, state: State) -> bool:
+    """Whether another attempt can help; it goes on where the last one ended."""
+    return not isinstance(state.result(raise_on_failure=False), Fault | Stopped)
+
+
+OPTIONS: dict[str, Any] = {
+    "cache_policy": NO_CACHE,  # tasks/artifact.py finds what was made before
+    "persist_result": False,
+    "retries": 1,
+    "retry_delay_seconds": 5,
+    "retry_condition_fn": _may_pass,
+}
+
+
 def runs_folder() -> Path:
+    """Where everything local lies."""
     return Path(os.environ.get("FINETUNE_RUNS", "runs")).absolute()
 
 
-def store_uri() -> str:
-    return os.environ.get("FINETUNE_STORE") or str(runs_folder() / "store")
+def open_run_store() -> Store:
+    """The store that FINETUNE_STORE names."""
+    return open_store(os.environ.get("FINETUNE_STORE") or str(runs_folder() / "store"))
 
 
 class Session(AbstractContextManager):
-    def __init__(self, run: Run, stages: dict[str, Stage], flow: str, first: str | None, last: str | None):
-        self.run, self.stages, self.flow = run, stages, flow
-        self.store: Store = open_store(store_uri())
-        self.folder = runs_folder()
+    def __init__(self, run: Run, stages: dict[str, Stage], id: str, name: str, first: str | None, last: str | None):
+        self.run, self.stages, self.id, self.name = run, stages, id, name
+        self.folder, self.store = runs_folder(), open_run_store()
         self.outcomes: dict[str, Outcome] = {}
+        self.started = time.time()
         self._ending = threading.Event()
         order = list(stages)
         self._asked = order[: order.index(last) + 1] if last else order
         self._anew = order[order.index(first) :] if first else []
+        self._tracked: dict[str, tracking.Stage] = {}
 
     def __enter__(self) -> Self:
+        self.tracking_uri = resolve(None, self.folder)
+        tags = {"finetune.flow_run": self.id, "finetune.store": self.store.uri}
+        tags |= {f"finetune.{name}": stage.fingerprint for name, stage in self.stages.items()}
+        track = self.run.track
+        self._tracking = tracking.start(
+            self.folder, None, track.experiment, self.id, self.name, tags, _flat(self.run), track.wandb
+        )
+        self._note("running")
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, *_: object) -> None:
         """Also when the run is cancelled: whatever was started is stopped."""
         self._ending.set()
+        status = "KILLED" if kind else "FAILED" if self.verdict().is_failed() else "FINISHED"
+        self._note(status.lower())
+        for name, tracked in self._tracked.items():
+            if name not in self.outcomes:
+                tracked.end("KILLED")
+        self._tracking.end(status, str(error or ""))
+        if line := self._tracking.close(0.0 if kind else TOLD_WITHIN):
+            print(line)
+
+    def verdict(self) -> State:
+        """The state that the flow ends in."""
+        failed = [f"{name}: {outcome.reason}" for name, outcome in self.outcomes.items() if outcome.state == "Failed"]
+        if failed or len(self.outcomes) < len(self.stages):
+            return Failed(message="\n".join(failed) or "not all stages have run")
+        states = [outcome.state for outcome in self.outcomes.values()]
+        cached = states.count("Cached")
+        return Completed(message=f"{cached} stages cached, {states.count('Completed')} made")
 
     def at(self, **paths: Path) -> Run:
         """The configuration with these paths."""
@@ -72,55 +115,101 @@ class Session(AbstractContextManager):
 
     def local(self, made: Artifact) -> Path:
         """A folder of this host that holds the artifact's files. Never write there."""
-        bar = Progress("fetch", "bytes")
-        return artifact.local(made, self.store, self.folder / "cache", bar.update)
+        return artifact.local(made, self.store, self.folder / "cache", Progress("fetch", "bytes").update)
 
     def stopped(self, work: Work) -> Callable[[], bool]:
+        """Says whether work has to end: the run is cancelled, or the work has become somebody else's."""
         return lambda: self._ending.is_set() or work.lease.lost.is_set()
 
     def obtain(
-        self,
-        name: str,
-        make: Callable[[Work], dict[str, Any]],
-        valid: Callable[[Artifact], bool] = lambda _: True,
+        self, name: str, make: Callable[[Work], dict[str, Any]], valid: Callable[[Artifact], bool] = lambda _: True
     ) -> State:
         """The stage's artifact, made if need be, as the state that its task ends in."""
         if name not in self._asked:
             self.outcomes[name] = Outcome("NotAsked", 0.0)
-            return Completed(name="NotAsked", message="lies behind --until")
+            return Completed(name="NotAsked", message="lies behind the last stage that was asked for")
         start = time.monotonic()
         try:
             made = self._obtain(name, make, valid)
         except Fault as fault:
             self.outcomes[name] = Outcome("Failed", time.monotonic() - start, reason=str(fault))
+            self.tracked(name).end("FAILED", str(fault))
             return Failed(message=str(fault), data=fault)
-        seconds = time.monotonic() - start
+        except BaseException as error:  # the task may try again
+            self.outcomes[name] = Outcome("Failed", time.monotonic() - start, reason=f"{type(error).__name__}: {error}")
+            raise
         state = "Cached" if made.cached else "Completed"
-        self.outcomes[name] = Outcome(state, seconds, made)
-        message = f"{made.key}, made in {made.made['seconds']:.0f} s" if made.cached else f"{made.key}"
-        return Completed(name=state, message=message, data=made)
+        self.outcomes[name] = Outcome(state, time.monotonic() - start, made)
+        self._tell(name, made)
+        spent = f", made in {made.made['seconds']:.0f} s by {made.made['flow']}" if made.cached else ""
+        return Completed(name=state, message=made.key + spent, data=made)
+
+    def tracked(self, name: str) -> tracking.Stage:
+        """The stage's run in MLflow. Training is one run however often it is gone on with."""
+        if name not in self._tracked:
+            stage = self.stages[name]
+            id = f"train-{stage.fingerprint}" if name == "train" else None
+            tags = {"finetune.stage": name, "finetune.fingerprint": stage.fingerprint}
+            tags |= {f"finetune.input.{key}": value for key, value in stage.inputs.items()}
+            self._tracked[name] = self._tracking.stage(name, id, tags, _flat(stage.config))
+        return self._tracked[name]
+
+    def mlflow_run(self, name: str) -> str | None:
+        return self._tracking.run_id(name)
+
+    def links(self) -> dict[str, str]:
+        return self._tracking.links()
+
+    def tell(self, values: dict[str, float]) -> None:
+        """Metrics of the run as a whole."""
+        self._tracking.metrics(values)
 
     def _obtain(self, name: str, make: Callable[[Work], dict[str, Any]], valid: Callable[[Artifact], bool]) -> Artifact:
-        stage, say = self.stages[name], _logger().info
+        stage, say = self.stages[name], get_run_logger().info
         anew = name in self._anew
         if not anew and isinstance(found := artifact.find(stage, self.store), Artifact):
             if valid(found):
                 return found
             anew = True
-        made = {"flow": self.flow, "run": self.run.name}
+
+        def tracked(work: Work) -> dict[str, Any]:
+            self.tracked(name)
+            return make(work)
+
+        made = {"flow": self.name, "run": self.run.name}
         progress = Progress(f"store-{name}", "bytes").update
-        return artifact.obtain(stage, self.store, make, self.folder / "work", say, made, anew, progress)
+        return artifact.obtain(stage, self.store, tracked, self.folder / "work", say, made, anew, progress)
 
-    def follow(self, name: str, metrics: Path) -> None:
-        pass
+    def _tell(self, name: str, made: Artifact) -> None:
+        if made.cached and name == "train":  # whoever made it has told all of it; this run only points there
+            uri = self.store.link(f"{made.key}/files")
+            tracked = self._tracking.stage(name, None, {"finetune.stage": name, "finetune.made_by": made.made["flow"]})
+            tracked.tags({"finetune.cached": "true", "finetune.artifact": uri})
+        else:
+            tracked = self.tracked(name)
+            tags = {"finetune.artifact": self.store.link(f"{made.key}/files"), "finetune.digest": made.digest}
+            tracked.tags(tags | {"finetune.cached": str(made.cached).lower()})
+        tracked.metrics({key: value for key, value in made.result.items() if isinstance(value, int | float)})
+        tracked.metrics({"seconds": made.made["seconds"], "gigabytes": made.size / 1e9})
+        tracked.end("FINISHED")
 
-    def mlflow_run(self, name: str) -> str | None:
-        return None
+    def _note(self, status: str) -> None:
+        """What this run refers to: flows.artifacts keeps it."""
+        keys = [stage.key for stage in self.stages.values()]
+        note = {"name": self.name, "conf": self.run.name, "started": self.started, "status": status, "artifacts": keys}
+        try:
+            self.store.write(f"runs/{self.id}.json", json.dumps(note, indent=1).encode())
+        except Fault:
+            if status == "running":  # later, the fault of the stage that met it first is the one to show
+                raise
 
-    @property
-    def tracking_uri(self) -> str:
-        return os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{self.folder / 'mlflow.db'}"
 
-
-def _logger() -> logging.Logger | logging.LoggerAdapter:
-    return get_run_logger()
+def _flat(value: Any, place: str = "") -> dict[str, Any]:
+    """Dotted keys and their values."""
+    if isinstance(value, Run):
+        value = value.model_dump(mode="json", exclude={"paths"})
+    if not isinstance(value, dict):
+        return {place: value}
+    return {
+        key: leaf for name, item in value.items() for key, leaf in _flat(item, f"{place}.{name}".lstrip(".")).items()
+    }

@@ -5,6 +5,8 @@ of a rank share. Neither do recomputation, kernels, logging, and how often a che
 """
 
 import json
+import re
+import time
 from pathlib import Path
 
 from prefect import State, task
@@ -16,6 +18,7 @@ from tasks.progress import Progress
 from tasks.session import OPTIONS, Session
 
 VERSION = 1
+STEP_EVERY = 5.0  # seconds between lines of steps in the log
 
 IDENTITY = {
     "model": {"mtp", "mtp_loss_scale"},
@@ -54,18 +57,31 @@ def train(session: Session, model: Artifact, base: Artifact, data: Artifact) -> 
         run = session.at(**paths)
         metrics = output / "metrics.jsonl"
         bar = Progress("train", "steps")
-        session.follow("train", metrics)
-        launch.trainer(
-            "train",
-            run,
-            work.folder,
-            work.say,
-            session.stopped(work),
-            lambda: bar.update(_step(metrics), run.train.steps),
-        )
+        tracked = session.tracked("train")
+        tracked.follow(metrics)
+        tracked.model(run.model.source, session.store.link(f"{model.key}/files"))
+        for split, context in (("training", "training"), ("validation", "validation")):
+            count = data.result["rows"][split]
+            tracked.dataset(f"{run.name}-{split}", data.digest, session.store.link(f"{data.key}/files"), context, count)
+        say, stop = _Thinned(work.say), session.stopped(work)
+        launch.trainer("train", run, work.folder, say, stop, lambda: bar.update(_step(metrics), run.train.steps))
         return _summary(metrics)
 
     return session.obtain("train", make)
+
+
+class _Thinned:
+    """Passes on all lines but most of those of single steps: the progress bar and MLflow have each of them."""
+
+    def __init__(self, say):
+        self.say, self.said = say, 0.0
+
+    def __call__(self, line: str) -> None:
+        if re.match(r"step \d+/\d+ ", line):
+            if time.monotonic() - self.said < STEP_EVERY:
+                return
+            self.said = time.monotonic()
+        self.say(line)
 
 
 def _step(metrics: Path) -> int:

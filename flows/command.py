@@ -1,0 +1,63 @@
+"""python -m flows.finetune: reads and checks what is asked for, before Prefect starts anything."""
+
+import argparse
+import sys
+
+import yaml
+
+from conf.load import FOLDER, ConfigError, load
+from tasks import forecast, pipeline
+from tasks.faults import Fault
+from tasks.session import open_run_store
+
+
+def command(flow, description: str) -> int:
+    """The exit code: 0, or 2 for what the caller can mend, or 1."""
+    options = _arguments(description)
+    try:
+        run = load(options.conf, options.overrides)
+        first, last = _stage(options.first), _stage(options.last)
+        if first and last and pipeline.ORDER.index(first) > pipeline.ORDER.index(last):
+            raise Fault(f"--from {first} lies behind --until {last}")
+        if options.dry_run:
+            print("\n".join(forecast.lines(run, pipeline.stages(run), open_run_store(), first, last)))
+            return 0
+    except (ConfigError, Fault) as fault:
+        print("".join(f"error: {line}\n" for line in str(fault).splitlines()), end="", file=sys.stderr)
+        return 2
+    # A file outside of conf/ is no choice of the deployments' form, but right here.
+    typed = options.conf in {file.stem for file in FOLDER.glob("*.yaml")}
+    changes: dict = {}
+    for override in options.overrides:
+        key, _, text = override.partition("=")
+        section, _, name = key.partition(".")
+        changes.setdefault(section, {})[name] = yaml.safe_load(text)
+    state = flow.with_options(validate_parameters=typed)(
+        conf=options.conf, changes=changes, first=first, last=last, return_state=True
+    )
+    if state.is_failed() and state.message:
+        print("".join(f"error: {line}\n" for line in state.message.splitlines()), end="", file=sys.stderr)
+    return 0 if state.is_completed() else 2
+
+
+def _arguments(description: str) -> argparse.Namespace:
+    stages = ", ".join(pipeline.ORDER)
+    parser = argparse.ArgumentParser(
+        prog="python -m flows.finetune",
+        description=description,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog=f"Stages, in order: {stages}. FINETUNE_STORE names the store (s3://bucket/prefix or a folder), "
+        "FINETUNE_RUNS the local folder for work and caches (runs), MLFLOW_TRACKING_URI the tracking server.",
+    )
+    parser.add_argument("conf", metavar="CONF", nargs="?", default="tiny", help="a name in conf/, or a YAML file")
+    parser.add_argument("overrides", metavar="KEY=VALUE", nargs="*", help="such as optimizer.lr=2e-4")
+    parser.add_argument("--until", dest="last", metavar="STAGE", help="end after this stage")
+    parser.add_argument("--from", dest="first", metavar="STAGE", help="make this stage and all behind it anew")
+    parser.add_argument("--dry-run", action="store_true", help="print what would run and what it would cost")
+    return parser.parse_intermixed_args()
+
+
+def _stage(name: str | None) -> str | None:
+    if name is None or name in pipeline.ORDER:
+        return name
+    raise Fault(f"{name}: no stage; there are {', '.join(pipeline.ORDER)}")

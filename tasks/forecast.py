@@ -1,0 +1,34 @@
+"""What a run would do: each stage's fingerprint, whether it is there, why not, and what making it would cost."""
+
+from conf.schema import Run
+from tasks import artifact
+from tasks.artifact import Artifact, Stage
+from tasks.progress import clock, size
+from tasks.store import Store
+
+
+def lines(run: Run, stages: dict[str, Stage], store: Store, first: str | None, last: str | None) -> list[str]:
+    """For the terminal. Costs are those of the most similar artifact that was made before."""
+    order = list(stages)
+    asked = order[: order.index(last) + 1] if last else order
+    anew = order[order.index(first) :] if first else []
+    width = max(map(len, order))
+    found, seconds = [], 0.0
+    for name in asked:
+        stage = stages[name]
+        there = artifact.find(stage, store)
+        if isinstance(there, Artifact) and name not in anew:
+            what = f"hit   {size(there.size)}, made in {clock(there.made['seconds'])} by {there.made['flow']}"
+        else:
+            like = there if isinstance(there, Artifact) else artifact.nearest(stage, store)
+            reason = "made anew, as asked for" if isinstance(there, Artifact) else there.reason
+            cost = (
+                f"the like took {clock(like.made['seconds'])} and {size(like.size)}"
+                if like
+                else "nothing like it was made yet"
+            )
+            what = f"miss  {reason}; {cost}"
+            seconds += like.made["seconds"] if like else 0.0
+        found.append(f"{name.ljust(width)}  {stage.fingerprint}  {what}")
+    hours = seconds / 3600 * run.world
+    return [*found, f"known cost: {clock(seconds)} in sequence, {hours:.2f} process hours"]

@@ -1,0 +1,134 @@
+"""What a run did, for people: a table in the terminal, and a page in Prefect with the loss and the answers."""
+
+import base64
+import json
+
+from prefect.artifacts import create_markdown_artifact
+
+from tasks import plots
+from tasks.artifact import Artifact
+from tasks.progress import clock
+from tasks.session import Session
+
+ANSWERS = 8  # shown on the page; MLflow has the whole table
+
+
+def lines(session: Session) -> list[str]:
+    """For the terminal."""
+    rows = [("stage", "state", "time", "artifact")]
+    for name in session.stages:
+        outcome = session.outcomes.get(name)
+        if outcome is None:
+            rows.append((name, "NotRun", "", ""))
+        else:
+            rows.append(
+                (name, outcome.state, f"{outcome.seconds:.1f} s", outcome.artifact.key if outcome.artifact else "")
+            )
+    widths = [max(len(row[column]) for row in rows) for column in range(3)]
+    found = [
+        "  ".join([*(cell.ljust(w) for cell, w in zip(row, widths, strict=False)), row[3]]).rstrip() for row in rows
+    ]
+    if gains := _gains(session):
+        width = max(len(name) for name, _, _ in gains)
+        found += ["", f"{'metric'.ljust(width)}  {'base':>9}  {'tuned':>9}"]
+        found += [f"{name.ljust(width)}  {base:>9.4g}  {tuned:>9.4g}" for name, base, tuned in gains]
+    if promoted := _artifact(session, "promote"):
+        result = promoted.result
+        found += [
+            "",
+            f"{result['model']} version {result['version']}: {' and '.join(result['aliases'])}. {result['reason']}",
+        ]
+    found += ["", *(f"{name}: {where}" for name, where in _places(session).items())]
+    return found
+
+
+def page(session: Session) -> str:
+    """In Markdown."""
+    text = [f"# {session.name}", "", "| stage | state | time | made in | artifact |", "|---|---|---|---|---|"]
+    for name in session.stages:
+        if outcome := session.outcomes.get(name):
+            made = outcome.artifact
+            took = clock(made.made["seconds"]) if made else ""
+            where = f"`{made.key}`" if made else outcome.reason.replace("|", "\\|").replace("\n", " ")
+            text.append(f"| {name} | {outcome.state} | {clock(outcome.seconds)} | {took} | {where} |")
+    if gains := _gains(session):
+        text += ["", "## Evaluation", "", "| metric | base | tuned |", "|---|---|---|"]
+        text += [f"| {name} | {base:.4g} | {tuned:.4g} |" for name, base, tuned in gains]
+    if promoted := _artifact(session, "promote"):
+        result = promoted.result
+        title = f"**{result['model']} version {result['version']}**: {' and '.join(result['aliases'])}."
+        text += ["", f"{title} {result['reason']}"]
+    if answers := _answers(session):
+        text += ["", "| prompt | base | tuned | reference |", "|---|---|---|---|"]
+        text += ["| " + " | ".join(_cell(cell) for cell in row) + " |" for row in answers[:ANSWERS]]
+    if image := _loss(session):
+        text += ["", "## Training", "", f"![loss](data:image/png;base64,{image})"]
+    text += ["", "## Where", "", *(f"- {name}: {_link(where)}" for name, where in _places(session).items())]
+    return "\n".join(text) + "\n"
+
+
+def _artifact(session: Session, name: str) -> Artifact | None:
+    outcome = session.outcomes.get(name)
+    return outcome.artifact if outcome else None
+
+
+def _gains(session: Session) -> list[tuple[str, float, float]]:
+    before, after = _artifact(session, "evaluate-base"), _artifact(session, "evaluate-tuned")
+    if not before or not after:
+        return []
+    base, tuned = before.result["metrics"], after.result["metrics"]
+    return [(name, base[name], tuned[name]) for name in tuned if name in base and not name.endswith("_stderr")]
+
+
+def _answers(session: Session) -> list[tuple[str, str, str, str]]:
+    found = []
+    for name in ("evaluate-base", "evaluate-tuned"):
+        made = _artifact(session, name)
+        text = session.store.read(f"{made.key}/files/results.json") if made else None
+        found.append(json.loads(text[0])["samples"] if text else {})
+    base, tuned = found
+    return [
+        (one["prompt"], one["answer"], other["answer"], one["reference"])
+        for task in base
+        for one, other in zip(base[task], tuned.get(task, []), strict=False)
+    ]
+
+
+def _loss(session: Session) -> str:
+    made = _artifact(session, "train")
+    text = session.store.read(f"{made.key}/files/metrics.jsonl") if made else None
+    if text is None:
+        return ""
+    image = plots.figure("loss", [json.loads(line) for line in text[0].splitlines()])
+    return base64.b64encode(image).decode() if image else ""
+
+
+def _places(session: Session) -> dict[str, str]:
+    places = {"store": session.store.uri}
+    if tuned := _artifact(session, "export"):
+        places["merged model"] = tuned.result["uri"]
+    links = session.links()
+    if not links:
+        return places | {"MLflow": f"{session.tracking_uri} (make up shows it)"}
+    return places | {"MLflow": links.get("flow", "")}
+
+
+def _link(where: str) -> str:
+    return f"[{where}]({where})" if where.startswith("http") else f"`{where}`"
+
+
+def _cell(text: str) -> str:
+    """Of a Markdown table, in which nothing the model says has a meaning."""
+    text = " ".join(text.split())
+    shown = text if len(text) <= 80 else text[:77] + "..."
+    return "`" + shown.replace("`", "'").replace("|", "¦") + "`" if shown else ""
+
+
+def publish(session: Session) -> None:
+    """The page as a Prefect artifact, the table in the terminal, the figures of the whole in MLflow."""
+    create_markdown_artifact(page(session), key=f"report-{session.run.name}", description=session.name)
+    for name, base, tuned in _gains(session):
+        session.tell({f"base/{name}": base, f"tuned/{name}": tuned})
+    if trained := _artifact(session, "train"):
+        session.tell({key: value for key, value in trained.result.items() if isinstance(value, int | float)})
+    print("\n".join(["", *lines(session), ""]))
