@@ -24,7 +24,7 @@ from collections import deque
 from pathlib import Path
 
 from conf.schema import Run
-from trainer import agreement, entry, held_out, inputs, serving
+from trainer import agreement, entry, held_out, inputs, lm_tasks, serving
 from trainer.console import say
 from trainer.faults import line_of
 
@@ -55,15 +55,13 @@ def main(run: Run) -> None:
     say(f"evaluate: {folder / 'results.json'}, after {results['seconds']} s")
 
 
-def evaluate(run: Run, progress) -> dict:
+def evaluate(run: Run, progress: "Progress") -> dict:
     names = list(run.evaluate.tasks)
     elsewhere = [name for name in names if name != held_out.NAME]
     precision = run.evaluate.precision or run.train.precision
-    say(f"evaluate: starting vLLM on {serving.device()} for {run.paths.served}")
     serving.prepare(online=any(not inputs.is_file(name) for name in elsewhere))
-    from trainer import lm_tasks
-
     tasks = lm_tasks.load(run, names)
+    say(f"evaluate: starting vLLM on this host's {serving.device()} for {run.paths.served}")
     began = time.monotonic()
     served = serving.serve(run, precision, _length(run, bool(elsewhere)), progress)
     say(f"evaluate: vLLM answers in {precision}, after {time.monotonic() - began:.1f} s")
@@ -88,20 +86,21 @@ def _length(run: Run, elsewhere: bool) -> int:
 
 
 class Progress:
-    """Rows done, appended to progress.jsonl and, every few seconds, said."""
+    """Rows done, appended to progress.jsonl every second and said every few."""
 
     def __init__(self, path: Path):
-        self.path, self.task, self.said = path, "", time.monotonic()
+        self.path, self.task = path, ""
+        self.written = self.said = time.monotonic()
 
     def __call__(self, done: int, total: int, what: str) -> None:
         now = time.monotonic()
-        if done < total and now - self.said < SAY_EVERY / 5:
-            return
-        with self.path.open("a") as f:
-            f.write(json.dumps({"done": done, "total": total, "what": f"{self.task} {what}"}) + "\n")
+        if done == total or now - self.written >= 1:
+            self.written = now
+            with self.path.open("a") as f:
+                f.write(json.dumps({"done": done, "total": total, "what": f"{self.task} {what}"}) + "\n")
         if done == total or now - self.said >= SAY_EVERY:
+            self.said = now
             say(f"evaluate: {self.task} {what}: {done} of {total} rows")
-        self.said = now
 
 
 def _chat_template(folder: Path) -> str | None:

@@ -7,6 +7,8 @@ ends in a token that training has never seen there. All else before the answer b
 import json
 from pathlib import Path
 
+from trainer.faults import Fault
+
 
 def split(template: str) -> tuple[str, str, str]:
     """(text before the input, text after it, a space or nothing in front of the answer)"""
@@ -41,9 +43,19 @@ def read(path: Path, rows: int | None = None) -> list[dict]:
     """The first rows of a file of pairs."""
     found = []
     with path.open(encoding="utf-8") as f:
-        for line in f:
+        for number, line in enumerate(f, 1):
             if len(found) == rows:
                 break
             if line.strip():
-                found.append(json.loads(line))
+                found.append(_row(line, f"{path}:{number}"))
     return found
+
+
+def _row(line: str, place: str) -> dict:
+    try:
+        row = json.loads(line)
+    except ValueError:
+        raise Fault(f"{place}: not a JSON object") from None
+    if not isinstance(row, dict) or not all(isinstance(row.get(key), str) for key in ("input", "output")):
+        raise Fault(f"{place}: input or output missing, or not text")
+    return row

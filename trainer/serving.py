@@ -24,11 +24,14 @@ from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 from conf.schema import Run
+from trainer import pairs
 from trainer.compat import import_transformers
 
 ENVIRONMENT = {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "TOKENIZERS_PARALLELISM": "false"}
+ENVIRONMENT |= {"VLLM_HOST_IP": "127.0.0.1"}  # one host: no other has to reach it
 OFFLINE = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "HF_EVALUATE_OFFLINE": "1"}
 # Engine start on 2 cores: 67 s and 12 GB without these, 3 s and 2 GB with them.
 ON_CPU = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "TORCHDYNAMO_DISABLE": "1"}
@@ -48,18 +51,8 @@ def prepare(online: bool) -> None:
     _answer_for_vllm()
     if find_spec("uvloop") is None:
         sys.modules["uvloop"] = ModuleType("uvloop")
-    hidden: dict[str, None] = dict.fromkeys(name for name in HIDDEN if name not in sys.modules)
-    sys.modules.update(hidden)  # type: ignore[arg-type]
-    try:
+    with _hidden():
         import_transformers()
-        import vllm.entrypoints.llm  # noqa: F401
-    finally:
-        for name in hidden:
-            del sys.modules[name]
-    if _is_cpu_build():
-        from vllm.model_executor.models import registry
-
-        registry._run_in_subprocess = lambda ask: ask()
 
 
 def device() -> str:
@@ -69,10 +62,14 @@ def device() -> str:
 def serve(run: Run, precision: str, length: int, progress: Progress):
     """The model in paths.served, ready to answer; an lm_eval.api.model.LM."""
     import torch
-    from lm_eval.models.vllm_causallms import VLLM
-    from vllm import SamplingParams, TokensPrompt
 
-    from trainer import pairs
+    with _hidden():
+        from lm_eval.models.vllm_causallms import VLLM
+        from vllm import SamplingParams, TokensPrompt
+        from vllm.model_executor.models import registry
+
+    if _is_cpu_build():
+        registry._run_in_subprocess = lambda ask: ask()
 
     class Served(VLLM):
         as_trained = False  # tokens of prompt and answer as training makes them, instead of lm-eval's way
@@ -125,6 +122,18 @@ def output_to(path: Path):
             for number, original in zip((1, 2), before, strict=True):
                 os.dup2(original, number)
                 os.close(original)
+
+
+@contextlib.contextmanager
+def _hidden():
+    names = [name for name in HIDDEN if name not in sys.modules]
+    hidden: dict[str, Any] = dict.fromkeys(names)
+    sys.modules.update(hidden)
+    try:
+        yield
+    finally:
+        for name in names:
+            del sys.modules[name]
 
 
 def _bar(progress: Progress, what: str):

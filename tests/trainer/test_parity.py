@@ -6,8 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from trainer import checkpoints
-
 
 def recorded(run) -> dict:
     return json.loads(Path(run.paths.parity).read_text())
