@@ -6,10 +6,13 @@ endif
 PYTHON := .venv/bin/python
 STAMP := .venv/.synced-$(EXTRA)
 
-.PHONY: help setup test slow doctor lint layouts gpu gpu-kit schema clean
+# Runs on this host keep Prefect's database with all else in runs/.
+export PREFECT_HOME ?= $(CURDIR)/runs/prefect
+
+.PHONY: help setup tiny up down test slow doctor lint layouts bench-store bench-flow gpu gpu-kit schema clean
 
 help: ## list these targets (the default)
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-8s  %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-11s  %s\n", $$1, $$2 }' Makefile
 
 setup: $(STAMP) ## make .venv from uv.lock; instant when it is in step
 	@echo "setup: .venv is in step with uv.lock (extra $(EXTRA))"
@@ -17,6 +20,15 @@ setup: $(STAMP) ## make .venv from uv.lock; instant when it is in step
 $(STAMP): pyproject.toml uv.lock
 	@EXTRA=$(EXTRA) sh setup.sh
 	@rm -f .venv/.synced-* && touch $@
+
+tiny: $(STAMP) ## run the whole pipeline on a tiny model, on this CPU
+	$(PYTHON) -m flows.finetune tiny
+
+up: $(STAMP) ## start a Prefect server, MLflow and workers on this host
+	@$(PYTHON) -m flows.services up
+
+down: ## stop what make up started
+	@$(PYTHON) -m flows.services down
 
 test: $(STAMP) ## run the tests that need no GPU and little time
 	$(PYTHON) -m pytest
@@ -39,6 +51,12 @@ lint: $(STAMP) ## check style, format and types
 
 layouts: $(STAMP) ## train at every parallel layout on this CPU and compare with one process
 	$(PYTHON) -m trainer.layouts
+
+bench-store: $(STAMP) ## measure transfers to S3 beside boto3's own
+	$(PYTHON) -m tests.bench.store
+
+bench-flow: $(STAMP) ## measure start-up, caching and orchestration
+	$(PYTHON) -m tests.bench.flow
 
 gpu: ## compare training on this GPU with the CPU
 	bash tests/gpu/run

@@ -9,12 +9,11 @@ A stage whose artifact is in the store already ends as Cached. One that was inte
 
 import sys
 from datetime import UTC, datetime
-from typing import Annotated, Literal
+from typing import Literal
 
 from prefect import State, flow
 from prefect.runtime import flow_run
 from prefect.states import Failed
-from pydantic import Field
 
 from conf.changes import Changes, Name, as_overrides
 from conf.load import ConfigError, load
@@ -40,12 +39,16 @@ def name_of_run() -> str:
 
 @flow(name="finetune", flow_run_name=name_of_run, persist_result=False)
 def finetune(
-    conf: Annotated[Name, Field(description="configuration in conf/ that the run starts from")] = "tiny",
-    changes: Annotated[Changes | None, Field(description="keys that differ from it")] = None,
-    first: Annotated[Stage | None, Field(description="make this stage and all behind it anew")] = None,
-    last: Annotated[Stage | None, Field(description="end after this stage")] = None,
+    conf: Name = "tiny", changes: Changes | None = None, first: Stage | None = None, last: Stage | None = None
 ) -> State:
-    """Download, convert, prepare, train, export, evaluate and promote; what is there already is not made again."""
+    """Download, convert, prepare, train, export, evaluate and promote; what is there already is not made again.
+
+    Args:
+        conf: The configuration in conf/ that the run starts from.
+        changes: Keys that differ from it.
+        first: Make this stage and all behind it anew.
+        last: End after this stage.
+    """
     try:
         run = load(conf, as_overrides(changes))
         asked = stages(run)

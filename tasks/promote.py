@@ -53,6 +53,9 @@ def promote(session: Session, tuned: Artifact, before: Artifact, after: Artifact
         client.set_registered_model_alias(settings.model, "challenger", version)
         if wins:
             client.set_registered_model_alias(settings.model, "champion", version)
+        # Runs are forgotten in time; what the registry names stays (flows/artifacts.py).
+        pin = {"artifacts": [tuned.key, before.key, after.key], "model": settings.model, "version": version}
+        session.store.write(f"pins/{settings.model}-{version}.json", json.dumps(pin).encode())
         aliases = ["challenger", *(["champion"] if wins else [])]
         decision = {"model": settings.model, "version": version, "aliases": aliases, "reason": reason, "value": value}
         (work.folder / "files/decision.json").write_text(json.dumps(decision, indent=1))

@@ -6,6 +6,7 @@ import json
 from prefect.artifacts import create_markdown_artifact
 
 from tasks import plots
+from tasks.address import public
 from tasks.artifact import Artifact
 from tasks.progress import clock
 from tasks.session import Session
@@ -64,6 +65,7 @@ def page(session: Session) -> str:
     if image := _loss(session):
         text += ["", "## Training", "", f"![loss](data:image/png;base64,{image})"]
     text += ["", "## Where", "", *(f"- {name}: {_link(where)}" for name, where in _places(session).items())]
+    text += ["- Prefect, MLflow and the store keep all of it; `python -m flows.artifacts show` has the lineage"]
     return "\n".join(text) + "\n"
 
 
@@ -107,10 +109,7 @@ def _places(session: Session) -> dict[str, str]:
     places = {"store": session.store.uri}
     if tuned := _artifact(session, "export"):
         places["merged model"] = tuned.result["uri"]
-    links = session.links()
-    if not links:
-        return places | {"MLflow": f"{session.tracking_uri} (make up shows it)"}
-    return places | {"MLflow": links.get("flow", "")}
+    return places | {"MLflow": session.link() or f"{public(session.tracking_uri)} (make up shows it)"}
 
 
 def _link(where: str) -> str:

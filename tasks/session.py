@@ -27,6 +27,7 @@ from tasks.launch import Stopped
 from tasks.progress import Progress
 from tasks.store import Store, open_store
 
+LINK_WITHIN = 5.0  # seconds that the report waits for MLflow's address of the run
 TOLD_WITHIN = 15.0  # seconds that the end of a run waits for a slow tracking server
 
 
@@ -157,8 +158,14 @@ class Session(AbstractContextManager):
     def mlflow_run(self, name: str) -> str | None:
         return self._tracking.run_id(name)
 
-    def links(self) -> dict[str, str]:
-        return self._tracking.links()
+    def link(self) -> str:
+        """MLflow's page of this run; empty where no server shows one, or none has answered yet."""
+        until = time.monotonic() + LINK_WITHIN
+        while not (link := self._tracking.links().get("flow")) and time.monotonic() < until:
+            if not self.tracking_uri.startswith("http"):
+                break
+            time.sleep(0.05)
+        return link or ""
 
     def tell(self, values: dict[str, float]) -> None:
         """Metrics of the run as a whole."""

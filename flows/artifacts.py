@@ -1,0 +1,166 @@
+"""What lies in the store: list it, see what it was made from, check it, and remove what nothing refers to.
+
+    python -m flows.artifacts list [STAGE]
+    python -m flows.artifacts show STAGE/FINGERPRINT       its record, what it came from, what was made of it
+    python -m flows.artifacts verify [STAGE/FINGERPRINT]   reads every byte; exit code 1 if any differs
+    python -m flows.artifacts gc [--days N] [--delete]     prints what would go; --delete removes it
+
+An artifact stays while a run refers to it, or it is an input of one that stays, or a version in MLflow's registry is
+made of it. Runs older than --days refer to nothing. The part of a fingerprint that tells it apart is enough.
+"""
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Sequence
+from datetime import datetime
+
+from tasks import artifact, lease
+from tasks.artifact import Artifact, Missing
+from tasks.faults import Fault
+from tasks.progress import clock, size
+from tasks.session import open_run_store
+from tasks.store import Store
+
+OWN = ("runs", "pins")  # folders of the store that hold no artifacts
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    options = _arguments(argv)
+    try:
+        store = open_run_store()
+        if options.do == "list":
+            return show_all(store, options.stage or "")
+        if options.do == "show":
+            return show(store, _one(store, options.key))
+        if options.do == "verify":
+            return verify(store, [_one(store, options.key)] if options.key else list(artifact.every(store)))
+        return collect(store, options.days, options.delete)
+    except Fault as fault:
+        print(f"error: {fault}", file=sys.stderr)
+        return 2
+
+
+def show_all(store: Store, stage: str) -> int:
+    found = sorted(artifact.every(store, stage), key=lambda made: made.made["at"])
+    for made in found:
+        when = datetime.fromtimestamp(made.made["at"]).strftime("%Y-%m-%d %H:%M")
+        spent = f"{size(made.size):>9}  {clock(made.made['seconds']):>8}"
+        print(f"{when}  {made.key:<28}  {spent}  by {made.made.get('flow', '')}")
+    print(f"{len(found)} artifacts, {size(sum(made.size for made in found))}, in {store.uri}")
+    return 0
+
+
+def show(store: Store, made: Artifact) -> int:
+    everything = {other.stage.fingerprint: other for other in artifact.every(store)}
+    print(f"{made.key}  content {made.digest}  {store.link(made.key + '/files')}")
+    print(f"\nmade from\n{_tree(made, everything, 1)}")
+    uses = [o for o in everything.values() if made.stage.fingerprint in o.stage.inputs.values()]
+    print("used by\n" + ("".join(f"  {other.key}\n" for other in uses) or "  nothing\n"))
+    print(json.dumps({"config": made.stage.config, "result": made.result, "made": made.made}, indent=2))
+    print(f"\n{len(made.files)} files, {size(made.size)}")
+    for name, file in sorted(made.files.items()):
+        print(f"  {file.sha256[:16]}  {size(file.size):>9}  {name}")
+    return 0
+
+
+def verify(store: Store, several: list[Artifact]) -> int:
+    bad = 0
+    for made in several:
+        found = artifact.find(made.stage, store, deep=True)
+        bad += isinstance(found, Missing)
+        print(f"{made.key}  {found.reason if isinstance(found, Missing) else f'{len(made.files)} files as recorded'}")
+    print(f"{bad} of {len(several)} damaged; the next run that needs one makes it anew" if bad else "all as recorded")
+    return int(bool(bad))
+
+
+def collect(store: Store, days: float | None, delete: bool) -> int:
+    """Without `delete`, only says what would go."""
+    everything = {made.key: made for made in artifact.every(store)}
+    folders = {"/".join(name.split("/")[:2]) for name in store.keys("") if name.count("/") > 1}
+    old = [] if days is None else _older_than(store, days)
+    kept = _with_inputs(_referred_to(store, old), everything)
+    freed = 0
+    for key in sorted(folder for folder in folders if folder.partition("/")[0] not in OWN):
+        if key in kept:
+            continue
+        if maker := lease.holder(store, f"{key}/lease.json"):
+            print(f"keeps {key}: {maker} is making it")
+            continue
+        bytes_there = sum(length for length, _ in store.keys(key).values())
+        freed += bytes_there
+        print(f"{'removes' if delete else 'would remove'} {key}  {size(bytes_there)}")
+        if delete:
+            store.remove(f"{key}/{artifact.RECORD}")  # first: from here on it is no artifact
+            store.delete(key)
+    for run in old if delete else []:
+        store.remove(f"runs/{run}")
+    print(f"{size(freed)} {'freed' if delete else 'to free; --delete does it'}")
+    return 0
+
+
+def _referred_to(store: Store, old: list[str]) -> set[str]:
+    """By the runs that are not old, and by what was promoted."""
+    found: set[str] = set()
+    for folder, left_out in (("runs", old), ("pins", [])):
+        for name in store.keys(folder):
+            text = store.read(f"{folder}/{name}") if name not in left_out else None
+            found |= {*json.loads(text[0])["artifacts"]} if text else set()
+    return found
+
+
+def _with_inputs(keys: set[str], everything: dict[str, Artifact]) -> set[str]:
+    by_fingerprint = {made.stage.fingerprint: key for key, made in everything.items()}
+    pending, kept = [*keys], set[str]()
+    while pending:
+        key = pending.pop()
+        if key not in kept:
+            kept.add(key)
+            inputs = everything[key].stage.inputs.values() if key in everything else ()
+            pending += [by_fingerprint[fingerprint] for fingerprint in inputs if fingerprint in by_fingerprint]
+    return kept
+
+
+def _older_than(store: Store, days: float) -> list[str]:
+    runs = {name: store.read(f"runs/{name}") for name in store.keys("runs")}
+    limit = time.time() - days * 86400
+    return [name for name, text in runs.items() if text and json.loads(text[0])["started"] < limit]
+
+
+def _tree(made: Artifact, everything: dict[str, Artifact], depth: int) -> str:
+    lines = []
+    for name, fingerprint in made.stage.inputs.items():
+        source = everything.get(fingerprint)
+        lines.append(f"{'  ' * depth}{name}: {source.key if source else f'{fingerprint} (not there any more)'}\n")
+        lines += [_tree(source, everything, depth + 1)] if source else []
+    if not lines and depth == 1:
+        return f"  {json.dumps(made.stage.config)}\n"
+    return "".join(lines)
+
+
+def _one(store: Store, part: str) -> Artifact:
+    everything = artifact.every(store)
+    found = [made for made in everything if made.key.startswith(part) or made.stage.fingerprint.startswith(part)]
+    if len(found) != 1:
+        there = ", ".join(made.key for made in found) or "none; python -m flows.artifacts list shows what there is"
+        raise Fault(f"{part}: names {len(found)} artifacts: {there}")
+    return found[0]
+
+
+def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m flows.artifacts", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    commands = parser.add_subparsers(dest="do", required=True)
+    commands.add_parser("list", help="what is there").add_argument("stage", nargs="?", help="only of this stage")
+    commands.add_parser("show", help="one artifact's record and lineage").add_argument("key")
+    commands.add_parser("verify", help="read every byte").add_argument("key", nargs="?", help="only this one")
+    gc = commands.add_parser("gc", help="remove what nothing refers to")
+    gc.add_argument("--days", type=float, help="runs that began longer ago refer to nothing")
+    gc.add_argument("--delete", action="store_true", help="do it; without, it is only said")
+    return parser.parse_args(argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,193 @@
+"""A Prefect server, an MLflow server and workers on this host, for trying the deployments out.
+
+    python -m flows.services up          start what is not running, deploy everything, print the addresses
+    python -m flows.services down        stop just those
+    python -m flows.services status
+
+`make up` and `make down` do the same. State lies in runs/services: a file with the processes, and a log of each. All
+listen on the loopback address alone. FINETUNE_RUNS moves it; ports are 4200 and 5000, or the next free ones.
+"""
+
+import argparse
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+from tasks.session import runs_folder
+
+HOST = "127.0.0.1"
+READY_WITHIN = 120.0  # both servers make their databases at the first start
+LEAVE_WITHIN = 20.0  # a worker that is told to leave cancels its runs first
+BIN = Path(sys.executable).parent
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m flows.services", description=__doc__.partition("\n")[0])
+    parser.add_argument("do", choices=("up", "down", "status"))
+    return {"up": up, "down": down, "status": status}[parser.parse_args().do]()
+
+
+def up() -> int:
+    running = _running()
+    servers = {"prefect": ("/api/health", 4200), "mlflow": ("/health", 5000)}
+    for name, (health, port) in servers.items():
+        if name not in running:
+            port = _free_port(port)
+            running[name] = _start(name, _server(name, port), f"http://{HOST}:{port}")
+            _save(running)
+            if not _is_healthy(running[name]["address"] + health, running[name]):
+                print(f"error: {name} did not come up; its log: {_folder() / f'{name}.log'}", file=sys.stderr)
+                return 1
+    environment = _environment(running)
+    for pool in ("finetune-cpu", "finetune-gpu"):
+        _prefect(environment, "work-pool", "create", pool, "--type", "process", "--overwrite")
+    _prefect(environment, "--no-prompt", "deploy", "--all")
+    for pool in ["finetune-cpu"] + ["finetune-gpu"] * _has_gpu():
+        if f"worker-{pool}" not in running:
+            command = [BIN / "prefect", "worker", "start", "--pool", pool, "--name", f"{pool}-{socket.gethostname()}"]
+            running[f"worker-{pool}"] = _start(f"worker-{pool}", command, "", environment)
+            _save(running)
+    status()
+    print(f"\nexport PREFECT_API_URL={environment['PREFECT_API_URL']}")
+    print(f"export MLFLOW_TRACKING_URI={environment['MLFLOW_TRACKING_URI']}")
+    print(f"{_shown(BIN / 'prefect')} deployment run finetune/tiny --watch")
+    return 0
+
+
+def down() -> int:
+    running = _running()
+    for name in sorted(running, reverse=True):  # workers before the servers that they talk to
+        _signal(running[name], signal.SIGTERM)
+        if name.startswith("worker"):
+            _wait([running[name]])
+    _wait(list(running.values()))
+    for name, process in running.items():
+        print(f"stopped {name} (process {process['pid']})")
+    _save({})
+    return 0
+
+
+def status() -> int:
+    running = _running()
+    for name, process in sorted(running.items()):
+        print(f"{name.ljust(20)}  {process['address'] or 'running'}  (process {process['pid']})")
+    if not running:
+        print("nothing is running; make up starts it")
+    return 0 if running else 1
+
+
+def _server(name: str, port: int) -> list:
+    if name == "prefect":
+        return [BIN / "prefect", "server", "start", "--host", HOST, "--port", str(port)]
+    runs = runs_folder()
+    store = ["--backend-store-uri", f"sqlite:///{runs / 'mlflow.db'}", "--artifacts-destination"]
+    return [BIN / "mlflow", "server", "--host", HOST, "--port", str(port), *store, str(runs / "mlflow-artifacts")]
+
+
+def _environment(running: dict) -> dict[str, str]:
+    addresses = {
+        "PREFECT_API_URL": running["prefect"]["address"] + "/api",
+        "MLFLOW_TRACKING_URI": running["mlflow"]["address"],
+    }
+    return os.environ | addresses | {"FINETUNE_RUNS": str(runs_folder())}
+
+
+def _prefect(environment: dict[str, str], *arguments: str) -> None:
+    done = subprocess.run([BIN / "prefect", *arguments], env=environment, capture_output=True, text=True)
+    if done.returncode:
+        sys.exit(f"error: prefect {' '.join(arguments)}: {done.stdout}{done.stderr}")
+
+
+def _start(name: str, command: list, address: str, environment: dict[str, str] | None = None) -> dict:
+    with (_folder() / f"{name}.log").open("a") as log:
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            env=environment or {k: v for k, v in os.environ.items() if k != "PREFECT_API_URL"},
+            start_new_session=True,
+        )
+    return {"pid": process.pid, "started": _started(process.pid), "address": address}
+
+
+def _running() -> dict[str, dict]:
+    """Those of the file that still are what they were: a number alone may be another process by now."""
+    path = _folder() / "processes.json"
+    noted = json.loads(path.read_text()) if path.exists() else {}
+    return {name: process for name, process in noted.items() if _started(process["pid"]) == process["started"]}
+
+
+def _save(running: dict) -> None:
+    (_folder() / "processes.json").write_text(json.dumps(running, indent=1))
+
+
+def _started(pid: int) -> str | None:
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    return None if fields[0] == "Z" else fields[19]
+
+
+def _signal(process: dict, number: int) -> None:
+    """To its whole session: an MLflow server has workers of its own."""
+    if _started(process["pid"]) == process["started"]:
+        os.killpg(process["pid"], number)
+
+
+def _wait(processes: list[dict]) -> None:
+    until = time.monotonic() + LEAVE_WITHIN
+    for process in processes:
+        while _started(process["pid"]) == process["started"]:
+            if time.monotonic() > until:
+                _signal(process, signal.SIGKILL)
+            time.sleep(0.1)
+
+
+def _is_healthy(url: str, process: dict) -> bool:
+    until = time.monotonic() + READY_WITHIN
+    while time.monotonic() < until and _started(process["pid"]) == process["started"]:
+        try:
+            with urllib.request.urlopen(url, timeout=2):
+                return True
+        except (urllib.error.URLError, OSError):
+            time.sleep(0.2)
+    return False
+
+
+def _free_port(first: int) -> int:
+    for port in range(first, first + 100):
+        with socket.socket() as s:
+            s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                s.bind((HOST, port))
+            except OSError:
+                continue
+            return port
+    sys.exit(f"error: no free port from {first} on")
+
+
+def _has_gpu() -> bool:
+    return Path("/dev/nvidiactl").exists()
+
+
+def _folder() -> Path:
+    folder = runs_folder() / "services"
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+def _shown(path: Path) -> str:
+    return os.path.relpath(path)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
