@@ -28,10 +28,16 @@ def public(uri: str) -> str:
     return head + separator + host.rpartition("@")[2] + slash + path
 
 
+def with_password(uri: str) -> str:
+    """The address as the environment has it, if it is this one."""
+    known = os.environ.get("MLFLOW_TRACKING_URI", "").rstrip("/")
+    return known if public(known) == uri else uri
+
+
 def clean(text: str) -> str:
     """A text in which no password of an address stands, nor one of MLflow's own variables."""
     text = re.sub(r"://[^/\s]*@", "://", text)
-    for name in ("MLFLOW_TRACKING_PASSWORD", "MLFLOW_TRACKING_TOKEN", "MLFLOW_TRACKING_USERNAME"):
+    for name in ("MLFLOW_TRACKING_PASSWORD", "MLFLOW_TRACKING_TOKEN"):
         secret = os.environ.get(name, "")
         text = text.replace(secret, "***") if len(secret) > 3 else text
     return text

@@ -13,6 +13,7 @@ not pass flock on between them.
 
 import fcntl
 import json
+import logging
 import os
 import secrets
 import shutil
@@ -20,6 +21,8 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+
+log = logging.getLogger("finetune.tracking")
 
 READ = 4 << 20  # bytes of events.jsonl at a time
 
@@ -30,15 +33,26 @@ class Journal:
         self.meta: dict = json.loads((folder / "meta.json").read_text())
         self._events = os.open(folder / "events.jsonl", os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
         self._mutex = threading.Lock()
+        self._closed = self._torn = False
+        self._readers = len(self.meta["sinks"])
         self.listeners: list[threading.Event] = []  # one per reader; set when there is more to read
         self._end_half_a_line()
 
     def append(self, *events: dict) -> None:
+        """A full disk loses the events, with one line to say so, and stops nobody's training."""
         data = "".join(json.dumps(event) + "\n" for event in events).encode()
         with self._mutex:
-            while data:
-                data = data[os.write(self._events, data) :]
-            os.fdatasync(self._events)
+            if self._closed:
+                return
+            data = b"\n" + data if self._torn else data
+            try:
+                while data:
+                    data = data[os.write(self._events, data) :]
+                    self._torn = bool(data)
+                os.fdatasync(self._events)
+            except OSError as error:
+                self._torn = True
+                log.warning("tracking: %s: %s; %d events are lost", self.folder, error.strerror, len(events))
         for news in self.listeners:
             news.set()
 
@@ -93,13 +107,22 @@ class Journal:
             offset, count = events[-1][1], count + len(events)
         return count
 
+    def leave(self) -> None:
+        """One service has all of it; the last one to leave releases the journal."""
+        with self._mutex:
+            self._readers -= 1
+            last = self._readers == 0
+        if last:
+            self.release()
+
     def release(self) -> None:
         """Close it; and remove it if nothing waits in it."""
-        done = all(self.cursor(sink)["offset"] >= self.size for sink in self.meta["sinks"])
-        if done:
-            shutil.rmtree(self.folder, ignore_errors=True)
-        os.close(self._events)
-        os.close(self._lock)
+        with self._mutex:
+            self._closed = True
+            if all(self.cursor(sink)["offset"] >= self.size for sink in self.meta["sinks"]):
+                shutil.rmtree(self.folder, ignore_errors=True)
+            os.close(self._events)
+            os.close(self._lock)
 
     def _end_half_a_line(self) -> None:
         if self.size and os.pread(self._events, 1, self.size - 1) != b"\n":

@@ -13,14 +13,14 @@ import json
 import logging
 import os
 import tempfile
-import threading
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
 os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
 os.environ.setdefault("MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT", "true")
 os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")  # the shipper tries again, and can be hurried
-os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "20")
+os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "10")
 for _name in ("alembic", "mlflow.store.db.utils"):
     logging.getLogger(_name).setLevel(logging.WARNING)
 
@@ -67,7 +67,7 @@ class MlflowSink:
         self.experiment = _guard(lambda: _experiment(self.client, address, experiment))
         self.known: dict[str, Known] = {}
         self.flows: dict[str, dict] = {}  # runs of a flow that were there before, by their ids
-        self.stopped = threading.Event()
+        self.begun: set[str] = set()
 
     def take(self, events: list[dict], runs: dict, attempt: str) -> int:
         event = events[0]
@@ -77,7 +77,7 @@ class MlflowSink:
         if event["do"] != "begin" and event["run"] not in runs:
             raise Refused("its run was not begun")
         if event["do"] == "log":
-            return _guard(lambda: self._log(events, runs))
+            return _guard(lambda: self._log(events, runs, attempt))
         try:
             _guard(lambda: do(event, runs, attempt))
         except Away:
@@ -104,13 +104,14 @@ class MlflowSink:
                 self.client.update_run(run.info.run_id, "RUNNING")
             self._note(run)
         runs[event["run"]] = run.info.run_id
+        self.begun.add(event["id"])
 
     def _find(self, event: dict, attempt: str):
         """The run that has this id, if this attempt made it or it did not finish."""
-        own = event["id"].startswith(event["flow"])
-        key, value = ("finetune.flow", event["flow"]) if own else ("finetune.id", event["id"])
-        if own and value in self.flows:
-            return self.flows[value].pop(event["id"], None)
+        flow, all_of_flow = event["flow"], not event.get("shared") and event["id"] not in self.begun
+        if all_of_flow and flow in self.flows:  # one search is enough for a flow's own stages
+            return self.flows[flow].get(event["id"])
+        key, value = ("finetune.flow", flow) if all_of_flow else ("finetune.id", event["id"])
         found = self.client.search_runs(
             [self.experiment], f"tags.`{key}` = '{value}'", order_by=["attributes.start_time DESC"], max_results=200
         )
@@ -118,9 +119,8 @@ class MlflowSink:
         for run in found:
             if run.data.tags.get("finetune.attempt") == attempt or run.info.status != "FINISHED":
                 usable.setdefault(run.data.tags.get("finetune.id"), run)
-        if own:
-            self.flows[value] = usable
-            return usable.pop(event["id"], None)
+        if all_of_flow:
+            self.flows[flow] = usable
         return usable.get(event["id"])
 
     def _kill(self, run_id: str, at: int) -> None:
@@ -131,7 +131,7 @@ class MlflowSink:
             if error.error_code not in REFUSALS:
                 raise
 
-    def _log(self, events: list[dict], runs: dict) -> int:
+    def _log(self, events: list[dict], runs: dict, attempt: str) -> int:
         """All that the first events have for one run, as far as one call carries it."""
         run, metrics, params, tags, taken = events[0]["run"], [], {}, {}, 0
         for event in events:
@@ -143,6 +143,8 @@ class MlflowSink:
             params |= event.get("params", {})
             tags |= event.get("tags", {})
         run_id = runs[run]
+        if events[0].get("shared") and not self._is_ours(run_id, attempt):
+            return taken  # whoever took the run over tells all of it
         known = self._of(run_id)
         new, high = [], dict(known.steps)
         for key, value, at, step, axis in metrics:
@@ -183,10 +185,8 @@ class MlflowSink:
 
     def _end(self, event: dict, runs: dict, attempt: str) -> None:
         run_id = runs[event["run"]]
-        if event.get("if_ours"):
-            run = self.client.get_run(run_id)
-            if run.info.status != "RUNNING" or run.data.tags.get("finetune.attempt") != attempt:
-                return
+        if (event.get("if_ours") or event.get("shared")) and not self._is_ours(run_id, attempt):
+            return
         if event.get("tags"):
             self._batch(run_id, [RunTag(key, value) for key, value in event["tags"].items()])
         self.client.set_terminated(run_id, event["status"], event["time"])
@@ -197,8 +197,12 @@ class MlflowSink:
     def _plots(self, event: dict, runs: dict, attempt: str) -> None:
         from tasks import plots
 
+        try:
+            drawn = plots.figures(plots.read(Path(event["file"])))
+        except Exception as error:
+            raise Refused(f"no figures: {_line(error)}") from None
         with tempfile.TemporaryDirectory() as folder:
-            for name, png in plots.figures(plots.read(Path(event["file"]))).items():
+            for name, png in drawn.items():
                 path = Path(folder, f"{name}.png")
                 path.write_bytes(png)
                 self._upload(runs[event["run"]], path, f"figures/{path.name}")
@@ -213,7 +217,7 @@ class MlflowSink:
                 self.client.get_run(run_id)  # raises if the server itself is away
                 if pause is None:
                     raise Refused(f"{name}: {_line(error)}") from None
-                self.stopped.wait(pause)
+                time.sleep(pause)
 
     def _dataset(self, event: dict, runs: dict, attempt: str) -> None:
         source = json.dumps({"uri": event["source"]})
@@ -238,6 +242,12 @@ class MlflowSink:
             self.client.log_outputs(run_id, [LoggedModelOutput(model.model_id, 0)])
         else:
             self.client.log_inputs(run_id, models=[LoggedModelInput(model.model_id)])
+
+    def _is_ours(self, run_id: str, attempt: str) -> bool:
+        """Whether no other flow has taken the run over; what MLflow has of it is learned again on the way."""
+        run = self.client.get_run(run_id)
+        self._note(run)
+        return run.data.tags.get("finetune.attempt") == attempt
 
     def _of(self, run_id: str) -> Known:
         if run_id not in self.known:

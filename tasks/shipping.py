@@ -9,12 +9,13 @@ Every event may come twice: whoever dies between the service's answer and the cu
 
 import logging
 import threading
+import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Protocol
 
 from tasks import journal
-from tasks.address import clean
+from tasks.address import clean, with_password
 from tasks.journal import Journal
 
 log = logging.getLogger("finetune.tracking")
@@ -36,23 +37,33 @@ class Sink(Protocol):
 
 
 class Shipper(threading.Thread):
-    def __init__(self, own: Journal, service: str, open_sink: Callable[[], Sink], before: Iterable[Journal] = ()):
-        super().__init__(name=f"ship {own.folder.name}", daemon=True)
-        self.own, self.service, self.open_sink, self.before = own, service, open_sink, before
+    """Carries a journal to one service; before that, what was left behind for the same service."""
+
+    def __init__(self, own: Journal, service: str, address: str, before: Iterable[Journal] = ()):
+        super().__init__(name=f"ship {own.folder.name} to {service}", daemon=True)
+        self.own, self.service, self.address, self.before = own, service, address, before
         self.runs: dict[str, str] = {}
         self.trouble = ""
         self.closing, self.hurry, self.shipped = threading.Event(), threading.Event(), threading.Event()
         self.news = threading.Event()
         own.listeners.append(self.news)
-        self._sink: Sink | None = None
+        self.sink: Sink | None = None
 
     def run(self) -> None:
         for dead in self.before:
             end_the_dead(dead)
+            for service in dead.meta["sinks"][1:]:
+                Shipper(dead, service, self.address).finish()
             self._ship(dead, {}, last=True)
-            dead.release()
+            dead.leave()
         self._ship(self.own, self.runs, last=False)
+        self.own.leave()
         self.shipped.set()
+
+    def finish(self) -> None:
+        """Ship what is there, and no more."""
+        self.closing.set()
+        self.start()
 
     def close(self, timeout: float) -> bool:
         """Whether everything got there in time."""
@@ -71,7 +82,7 @@ class Shipper(threading.Thread):
             while events:
                 done = self._try(lambda: self._take(events, runs, source.meta["attempt"]))  # noqa: B023
                 cursor = {"offset": events[done - 1][1], "runs": runs}
-                source.advance(self.service, cursor)
+                self._try(lambda: source.advance(self.service, cursor))  # noqa: B023
                 events = events[done:] or source.read(cursor["offset"])
             if closing:
                 return
@@ -79,14 +90,14 @@ class Shipper(threading.Thread):
             self.closing.wait(PAUSE)
 
     def _opened(self) -> Sink:
-        if self._sink is None:
+        if self.sink is None:
             try:
-                self._sink = self.open_sink()
+                self.sink = _open(self.service, self.address, self.own)
             except Away:
                 raise
             except Exception as error:
                 raise Away(f"{type(error).__name__}: {clean(str(error))}") from None
-        return self._sink
+        return self.sink
 
     def _take(self, events: list[tuple[dict, int]], runs: dict, attempt: str) -> int:
         try:
@@ -101,9 +112,9 @@ class Shipper(threading.Thread):
         while True:
             try:
                 result = call()
-            except Away as reason:
-                if not self.trouble:
-                    log.warning("tracking: events wait on the disk, the service is away: %s", reason)
+            except (Away, OSError) as reason:
+                if self.trouble and pause == 2 * PAUSE:  # once is often a connection that the server closed
+                    log.warning("tracking: events wait on the disk: %s", reason)
                 self.trouble = str(reason)
                 self.hurry.wait(pause)
                 pause = min(2 * pause, PATIENCE)
@@ -112,6 +123,31 @@ class Shipper(threading.Thread):
                 continue
             self.trouble = ""
             return result
+
+
+def _open(service: str, address: str, own: Journal) -> Sink:
+    if service == "mlflow":
+        from tasks.mlflow_sink import MlflowSink
+
+        return MlflowSink(address, own.meta["experiment"])
+    from tasks.wandb_sink import WandbSink
+
+    return WandbSink(own.meta["wandb"], own.folder.parent)
+
+
+def drain(root: Path, timeout: float) -> list[str]:
+    """Ship what killed processes left behind; a line for each of their journals."""
+    lines, until = [], time.monotonic() + timeout
+    for dead in journal.dead(root):
+        end_the_dead(dead)
+        count = {service: dead.waiting(service) for service in dead.meta["sinks"]}
+        shippers = [Shipper(dead, service, with_password(dead.meta["uri"])) for service in dead.meta["sinks"]]
+        for shipper in shippers:
+            shipper.finish()
+        late = [s for s in shippers if not s.close(max(0.0, until - time.monotonic()))]
+        told = f"{count['mlflow']} events" if not late else f"they wait: {late[0].trouble or 'it is slow'}"
+        lines.append(f"{dead.folder.name} to {dead.meta['uri']}: {told}")
+    return lines
 
 
 def end_the_dead(dead: Journal) -> None:

@@ -8,7 +8,7 @@
     t.end("FINISHED")
     if line := t.close(timeout=20): print(line)
 
-    python -m tasks.tracking RUNS                   ship what killed flows left behind in RUNS, and say what that was
+    python -m tasks.tracking RUNS                   ship what killed flows left behind in RUNS; exit 1 if it has to wait
 
 Each call writes to a journal on the disk (tasks/journal.py) and returns; threads carry it to MLflow (tasks/shipping.py,
 tasks/mlflow_sink.py) and, where a project is set, the followed metrics to Weights & Biases. A stage with an id of its
@@ -17,8 +17,13 @@ again after a crash continues it, and each step's metrics stand there once. With
 Not covered: large files. What a stage makes is named by its URI; files given here are copied.
 """
 
+import argparse
 import getpass
+import json
+import logging
+import math
 import re
+import sys
 import threading
 import time
 from pathlib import Path
@@ -27,19 +32,21 @@ from tasks import journal, machine
 from tasks.address import clean, public, resolve
 from tasks.faults import Fault
 from tasks.journal import Journal
-from tasks.shipping import Shipper, same_service
+from tasks.shipping import Shipper, drain, same_service
 from tasks.tail import Tail, metrics
 
 POLL = 1.0  # seconds between looks at a followed file
-SAMPLE = 10.0  # seconds between samples of the host
+SAMPLE = 10.0  # seconds between samples of the host; six times that after the first hour
+log = logging.getLogger("finetune.tracking")
 STATUSES = ("FINISHED", "FAILED", "KILLED")
 
 
 class Stage:
     """One MLflow run; everything here returns at once."""
 
-    def __init__(self, own: Journal, run: str, stages: list["Stage"]):
+    def __init__(self, own: Journal, run: str, stages: list["Stage"], shared: bool = False):
         self._journal, self.run, self._stages = own, run, stages
+        self._names = {"run": run, "shared": True} if shared else {"run": run}
         self._tail: Tail | None = None
         self._tables: list[str] = []
         self._mutex = threading.Lock()
@@ -71,15 +78,13 @@ class Stage:
         self.file(png, name if "/" in name else f"figures/{name}")
 
     def file(self, content: bytes | Path, name: str) -> None:
-        place = self._journal.keep(content, name)
-        self._tell(do="file", name=name, file=str(self._journal.folder / place))
+        if copy := self._copy(content, name):
+            self._tell(do="file", name=name, file=copy)
 
     def table(self, rows: list[dict], name: str) -> None:
         """In the format of mlflow.log_table, which MLflow's page of evaluations shows and compares; replaces it."""
-        import json
-
         columns = list(dict.fromkeys(key for row in rows for key in row))
-        table = {"columns": columns, "data": [[row.get(column) for column in columns] for row in rows]}
+        table = {"columns": columns, "data": [[_plain(row.get(column)) for column in columns] for row in rows]}
         self.file(json.dumps(table, ensure_ascii=False, default=str).encode(), name)
         self._tables = [*dict.fromkeys([*self._tables, name])]
         tag = json.dumps([{"path": path, "type": "table"} for path in self._tables])
@@ -122,21 +127,25 @@ class Stage:
         while lines := self._tail.lines():
             rows = [row for line in lines for row in metrics(line)]
             chunks = [rows[first : first + 900] for first in range(0, len(rows), 900)]
-            self._journal.append(*[{"do": "log", "run": self.run, "axis": "step", "metrics": c} for c in chunks])
+            self._journal.append(*[{"do": "log", **self._names, "axis": "step", "metrics": c} for c in chunks])
 
     def _keep_the_file(self, path: Path) -> None:
+        if path.exists() and (copy := self._copy(path, path.name)):
+            self._tell(do="file", name=path.name, file=copy)
+            self._tell(do="plots", file=copy)
+
+    def _copy(self, content: bytes | Path, name: str) -> str | None:
         try:
-            copy = str(self._journal.folder / self._journal.keep(path, path.name))
-        except OSError:  # the training never wrote one
-            return
-        self._tell(do="file", name=path.name, file=copy)
-        self._tell(do="plots", file=copy)
+            return str(self._journal.folder / self._journal.keep(content, name))
+        except OSError as error:
+            log.warning("tracking: %s is left out: %s", name, error.strerror)
+            return None
 
     def sample(self, values: dict[str, float]) -> None:
         self._tell(do="log", axis="time", metrics=[[key, value, _now(), 0] for key, value in values.items()])
 
     def _tell(self, **event) -> None:
-        self._journal.append({"run": self.run, **event})
+        self._journal.append({**self._names, **event})
 
 
 class Tracking(Stage):
@@ -145,29 +154,16 @@ class Tracking(Stage):
     def __init__(self, own: Journal, address: str, flow: str, root: Path):
         super().__init__(own, "flow", [])
         self._flow, self._address, self._counts = flow, address, 0
-        experiment = own.meta["experiment"]
-
-        def mlflow():
-            from tasks.mlflow_sink import MlflowSink
-
-            return MlflowSink(address, experiment)
-
-        self._shippers = [Shipper(own, "mlflow", mlflow, same_service(root, public(address)))]
-        if project := own.meta["wandb"]:
-
-            def wandb():
-                from tasks.wandb_sink import WandbSink
-
-                return WandbSink(project, root)
-
-            self._shippers.append(Shipper(own, "wandb", wandb))
+        left_behind = same_service(root, public(address))
+        self._shippers = [Shipper(own, "mlflow", address, left_behind)]
+        self._shippers += [Shipper(own, service, address) for service in own.meta["sinks"][1:]]
         self._closing = threading.Event()
         self._watch = threading.Thread(target=self._look, name=f"watch {own.folder.name}", daemon=True)
 
     def stage(self, name: str, id: str | None = None, tags: dict | None = None, params: dict | None = None) -> Stage:
-        id = _id(id) if id else f"{self._flow}.{_id(name)}"
-        stage = Stage(self._journal, id, self._stages)
-        self._begin(id, name, "flow", tags or {}, id)
+        shared, id = id is not None, _id(id or f"{self._flow}.{name}")
+        stage = Stage(self._journal, id, self._stages, shared)
+        self._begin(id, name, "flow", tags or {}, id, shared)
         if params:
             stage.params(params)
         self._stages.append(stage)
@@ -180,7 +176,7 @@ class Tracking(Stage):
 
     def links(self) -> dict[str, str]:
         """Where MLflow's pages show the runs it has, by the ids of their stages; empty without a server."""
-        sink = self._shippers[0]._sink
+        sink = self._shippers[0].sink
         if sink is None or not self._address.startswith("http"):
             return {}
         page = f"{public(self._address)}/#/experiments/{sink.experiment}/runs"
@@ -189,35 +185,47 @@ class Tracking(Stage):
     def close(self, timeout: float = 10.0) -> str | None:
         """Waits at most that long for what is still on its way; one line if some of it has to wait on the disk."""
         self._closing.set()
-        self._watch.join()
+        self._watch.join(1.0)
         until = time.monotonic() + timeout
         for shipper in self._shippers:
             shipper.closing.set()
         late = [s for s in self._shippers if not s.close(max(0.0, until - time.monotonic()))]
         if not late:
-            self._journal.release()
             return None
         waiting, reason = self._journal.waiting(late[0].service), late[0].trouble or "it is slow"
         where = public(self._address) if late[0].service == "mlflow" else "Weights & Biases"
         place = self._journal.folder
         return f"tracking: {waiting} events for {where} wait in {place} ({reason}); the next flow ships them"
 
-    def _begin(self, run: str, name: str, parent: str | None, tags: dict, id: str) -> None:
-        event = {"do": "begin", "run": run, "id": id, "flow": self._flow, "parent": parent, "name": name}
+    def _begin(self, run: str, name: str, parent: str | None, tags: dict, id: str, shared: bool = False) -> None:
+        event = {
+            "do": "begin",
+            "run": run,
+            "id": id,
+            "flow": self._flow,
+            "parent": parent,
+            "name": name,
+            "shared": shared,
+        }
         tags = {"mlflow.user": _user(), **_tags(tags)}
         self._journal.append({**event, "time": _now(), "tags": tags})
 
     def _look(self) -> None:
         """Reads the followed files once a second and the host's load at times, for the stages that are open."""
-        next_sample = time.monotonic() + SAMPLE
+        started = sampled = time.monotonic()
         while not self._closing.wait(POLL):
-            for stage in [*self._stages]:
-                stage.catch_up()
-            if time.monotonic() >= next_sample:
-                next_sample = time.monotonic() + SAMPLE
-                values = machine.sample() if self._stages else {}
+            try:
                 for stage in [*self._stages]:
-                    stage.sample(values)
+                    stage.catch_up()
+                now = time.monotonic()
+                if now - sampled >= (SAMPLE if now - started < 3600 else 6 * SAMPLE):
+                    sampled = now
+                    values = machine.sample() if self._stages else {}
+                    for stage in [*self._stages]:
+                        stage.sample(values)
+            except Exception as error:  # a file system or a driver that fails now and then
+                log.warning("tracking: %s: %s", type(error).__name__, clean(str(error)))
+                self._closing.wait(10 * POLL)
 
 
 def start(
@@ -277,3 +285,22 @@ def _user() -> str:
 
 def _now() -> int:
     return round(time.time() * 1000)
+
+
+def _plain(value):
+    """What a browser's JSON can read: it knows no NaN."""
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tasks.tracking", description="Ship what killed flows left behind.")
+    parser.add_argument("runs", metavar="RUNS", type=Path, help="the local folder of runs")
+    parser.add_argument("--timeout", type=float, default=600.0, help="seconds to wait for a service (600)")
+    args = parser.parse_args()
+    lines = drain(args.runs.absolute() / "tracking", args.timeout)
+    print("\n".join(lines or ["nothing waits"]))
+    return int(any(": they wait: " in line for line in lines))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
