@@ -95,25 +95,21 @@ class LocalStore:
 
     def get(self, prefix: str, files: dict[str, File], folder: Path, progress: Progress | None = None) -> None:
         meter = Meter(progress, sum(file.size for file in files.values()))
-        with plainly(folder):
-            folder.mkdir(parents=True, exist_ok=True)
+        with plainly(folder), folders.alone(folder) as partials:
             targets = folders.inside(folder, files)
 
             def one(name: str) -> None:
                 file, target = files[name], targets[name]
                 if not folders.matches(target, file):
-                    partial = target.with_name(f".{uuid.uuid4().hex}.partial")
-                    try:
-                        with self._open(prefix, name) as source, partial.open("wb") as f:
-                            if copy(source, f) != file.sha256:
-                                raise Fault(f"{self.link(prefix)}/{name}: its content is not what was recorded")
-                        partial.replace(target)
-                    finally:
-                        partial.unlink(missing_ok=True)
+                    partial = partials / uuid.uuid4().hex
+                    with self._open(prefix, name) as source, partial.open("wb") as f:
+                        if copy(source, f) != file.sha256:
+                            raise Fault(f"{self.link(prefix)}/{name}: its content is not what was recorded")
+                    partial.replace(target)
                 meter.add(file.size)
 
             work_through([lambda name=name: one(name) for name in files])
-            meter.end()
+        meter.end()
 
     def changed(self, prefix: str, files: dict[str, File], deep: bool = False) -> dict[str, str]:
         there, wrong, verified = self.keys(prefix), {}, {}

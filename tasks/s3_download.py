@@ -8,7 +8,6 @@ Not synced to disk: after a power failure the next transfer sees by the digest w
 """
 
 import contextlib
-import fcntl
 import functools
 import hashlib
 import os
@@ -17,7 +16,7 @@ import threading
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, TYPE_CHECKING
+from typing import TYPE_CHECKING
 
 from tasks import folder as folders
 from tasks.faults import Fault
@@ -30,7 +29,6 @@ if TYPE_CHECKING:
 
 PIECE = 8 << 20  # what an interruption costs at most, per thread
 RANGE = 8  # pieces per request: of 64 MiB, the 30 ms that a request costs are a few percent
-PARTIAL = ".partial"
 
 
 @dataclass
@@ -56,14 +54,13 @@ def get(store: "S3Store", prefix: str, files: dict[str, File], folder: Path, pro
         targets = folders.inside(folder, files)
         folder.mkdir(parents=True, exist_ok=True)
         store.client  # noqa: B018  made once, before the threads
-        with alone(folder) as partials:
+        with folders.alone(folder) as partials:
             _check_space(folder, partials, files, targets)
             downloads = [
                 Download(store.at(prefix, name), file, targets[name], partials / _partial_name(name, file))
                 for name, file in sorted(files.items(), key=lambda item: item[1].size)
             ]
             work_through([functools.partial(_begin, store, download, meter) for download in downloads])
-            shutil.rmtree(partials)
     meter.end()
 
 
@@ -229,22 +226,3 @@ def _check_space(folder: Path, partials: Path, files: dict[str, File], targets: 
     free = shutil.disk_usage(folder).free
     if need > free:
         raise Fault(f"{folder}: {need / 1e9:.1f} GB are to come and {free / 1e9:.1f} GB are free; make room")
-
-
-@contextlib.contextmanager
-def alone(folder: Path) -> Iterator[Path]:
-    """The folder for partial files, while no other process fetches into the same folder."""
-    with _lock(folder / PARTIAL):
-        yield folder / PARTIAL
-
-
-def _lock(partials: Path) -> IO[bytes]:
-    while True:
-        with contextlib.suppress(FileNotFoundError):
-            partials.mkdir(exist_ok=True)
-            f = open(partials / "lock", "ab")  # noqa: SIM115  the caller closes it, which unlocks
-            fcntl.flock(f, fcntl.LOCK_EX)
-            with contextlib.suppress(FileNotFoundError):
-                if os.stat(partials / "lock").st_ino == os.fstat(f.fileno()).st_ino:
-                    return f
-            f.close()  # the process before us was done, and removed it

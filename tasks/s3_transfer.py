@@ -1,12 +1,12 @@
 """A folder to S3: files up to 16 MiB in one request, larger ones in parts, by several threads.
 
 Each file is read twice: once for its SHA-256 (kept with the object as metadata, so it must be known first) and the
-CRC32 of every part, then for sending. What is sent is compared with those CRCs here and by the store, so that a file
-that changes in between is refused rather than stored under a wrong digest.
+CRC32 of every part, then for sending. The store compares what it receives with those CRCs, and the file's time is
+looked at before its upload is completed: one that changes in between is not stored under a wrong digest.
 
 An interrupted transfer goes on where it was: objects with the right size and SHA-256 are left alone, multipart uploads
 whose parts match the file are continued, those of a file that has changed are aborted. Memory: one part per thread,
-160 MiB; a file above 160 GB has larger parts, as S3 takes at most 10,000.
+256 MiB at most; a file above 160 GB has larger parts, as S3 takes at most 10,000.
 """
 
 import base64
@@ -34,6 +34,9 @@ PART = 16 << 20  # S3 wants at least 5 MiB; per request some 30 ms go by without
 RESTARTS = 3  # of a multipart upload that somebody else aborted
 
 
+buffers = threading.local()
+
+
 @dataclass
 class Upload:
     """One file on its way."""
@@ -41,7 +44,7 @@ class Upload:
     name: str
     path: Path
     key: str
-    size: int
+    moment: tuple[int, int]  # size and time of the last write, when the transfer began
     sha256: str = ""
     crcs: list[int] = field(default_factory=list)
     part: int = PART
@@ -51,17 +54,22 @@ class Upload:
     sent: dict[int, str] = field(default_factory=dict)  # ETags by part number, from 1
     lock: threading.Lock = field(default_factory=threading.Lock)
 
+    @property
+    def size(self) -> int:
+        return self.moment[0]
+
 
 def put(store: "S3Store", folder: Path, prefix: str, progress: Progress | None) -> dict[str, File]:
     sources = folders.walk(folder)
     there = store.keys(prefix)
-    sizes = {name: path.stat().st_size for name, path in sources.items()}
+    moments = {name: moment(path) for name, path in sources.items()}
+    sizes = {name: size for name, (size, _) in moments.items()}
     meter = Meter(progress, sum(sizes.values()))
     done: dict[str, File] = {}
     with plainly(store), disk_plainly(folder):
         under_way = store.uploads(prefix)
         job = Job(store, prefix, there, under_way, meter, done)
-        begin = [functools.partial(job.begin, Upload(n, sources[n], store.at(prefix, n), sizes[n])) for n in sources]
+        begin = [functools.partial(job.begin, Upload(n, sources[n], store.at(prefix, n), moments[n])) for n in sources]
         work_through(interleaved(begin, [sizes[name] for name in sources]))
     with plainly(store):
         wanted = {store.at(prefix, name) for name in sources}
@@ -93,14 +101,14 @@ class Job:
     def begin(self, file: Upload) -> Iterable[Task] | None:
         if file.size <= PART:
             data = file.path.read_bytes()
-            self._same_size(file, len(data))
+            self._unchanged(file)
             file.sha256 = hashlib.sha256(data).hexdigest()
             if not self._is_there(file):
                 self._send_whole(file, data)
             return None
         file.part = max(PART, -(-file.size // 10_000 // BLOCK + 1) * BLOCK if file.size > PART * 10_000 else PART)
         file.sha256, file.crcs = digests(file.path, file.part)
-        self._same_size(file, file.path.stat().st_size)
+        self._unchanged(file)
         if self._is_there(file):
             return None
         self._resume(file)
@@ -194,6 +202,7 @@ class Job:
         return [lambda: self._finish(file)] if last else None
 
     def _finish(self, file: Upload) -> Iterable[Task] | None:
+        self._unchanged(file)
         parts: list[dict[str, Any]] = [{"PartNumber": n, "ETag": f'"{file.sent[n]}"'} for n in sorted(file.sent)]
         if checksums(self.store):
             for part in parts:
@@ -231,22 +240,22 @@ class Job:
             self._start(file)
         return self._parts(file)
 
-    def _same_size(self, file: Upload, size: int) -> None:
-        if size != file.size:
-            raise written_meanwhile(file)
+    def _unchanged(self, file: Upload) -> None:
+        if moment(file.path) != file.moment:
+            raise written_meanwhile(file.path)
 
 
 def digests(path: Path, part: int) -> tuple[str, list[int]]:
     """The SHA-256 of the file and the CRC32 of each part, in one reading."""
-    whole, crcs = hashlib.sha256(), []
+    whole, crcs, block = hashlib.sha256(), [], memoryview(bytearray(BLOCK))
     with path.open("rb") as f:  # buffered, so that no block is cut short and crosses into the next part
         for at in itertools.count(0, BLOCK):
-            if not (block := f.read(BLOCK)):
+            if not (length := f.readinto(block)):
                 break
-            whole.update(block)
+            whole.update(block[:length])
             if at % part == 0:
                 crcs.append(0)
-            crcs[-1] = zlib.crc32(block, crcs[-1])
+            crcs[-1] = zlib.crc32(block[:length], crcs[-1])
     return whole.hexdigest(), crcs
 
 
@@ -254,17 +263,28 @@ def part_size(file: Upload, number: int) -> int:
     return min(file.part, file.size - (number - 1) * file.part)
 
 
-def read_part(file: Upload, number: int) -> bytes:
+def read_part(file: Upload, number: int) -> bytearray:
+    """In a buffer that the thread keeps: fresh memory for every part would cost as much time as its CRC."""
+    size = part_size(file, number)
+    data = getattr(buffers, "part", None)
+    if data is None or len(data) != size:
+        data = bytearray(size)
+        if size == file.part:
+            buffers.part = data
     with file.path.open("rb") as f:
         f.seek((number - 1) * file.part)
-        data = f.read(part_size(file, number))
-    if zlib.crc32(data) != file.crcs[number - 1]:
-        raise written_meanwhile(file)
+        if f.readinto(data) != size:
+            raise written_meanwhile(file.path)
     return data
 
 
-def written_meanwhile(file: Upload) -> Fault:
-    return Fault(f"{file.path}: was written to while it was handed over; hand it over when it is finished")
+def moment(path: Path) -> tuple[int, int]:
+    facts = path.stat()
+    return facts.st_size, facts.st_mtime_ns
+
+
+def written_meanwhile(path: Path) -> Fault:
+    return Fault(f"{path}: was written to while it was handed over; hand it over when it is finished")
 
 
 def crc_text(crc: int) -> str:
