@@ -10,7 +10,7 @@ from pathlib import Path
 
 from conf.layout import facts_from_hf, problems
 from conf.schema import Run
-from trainer import checkpoints
+from trainer import checkpoints, pairs
 from trainer.faults import Fault
 
 BYTES = {"F64": 8, "I64": 8, "F32": 4, "I32": 4, "F16": 2, "BF16": 2, "I16": 2}  # any other type: 1, or not checked
@@ -50,6 +50,7 @@ def check_evaluate(run: Run) -> None:
             raise Fault(f"evaluate.tasks: {name}: no such file in {Path.cwd()}")
     if "held_out" in tasks:
         _check_rows(Path(run.paths.data) / "test.jsonl")
+        pairs.read(Path(run.paths.data) / "test.jsonl", run.evaluate.rows)
 
 
 def is_file(task: str) -> bool:

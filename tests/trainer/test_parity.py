@@ -15,6 +15,10 @@ def log_probs(found: dict) -> list[float]:
     return [value for row in found["rows"] for value in row["log_probs"]]
 
 
+def numbers(result) -> list[dict]:
+    return [{key: line.get(key) for key in ("step", "lm_loss", "aux_loss", "grad_norm")} for line in result.metrics]
+
+
 @pytest.fixture(scope="module")
 def trained(configure, ranks, base, work):
     """trained(name, *overrides) -> a run after six steps of training"""
@@ -34,6 +38,28 @@ def trained(configure, ranks, base, work):
 @pytest.fixture(scope="module")
 def single(trained):
     return trained("single")
+
+
+def test_recording_changes_no_number_of_training(single, trained):
+    _, recording = single
+    without, result = trained("without", "evaluate.parity_rows=0")
+    assert numbers(result) == numbers(recording)
+    assert not Path(without.paths.parity).exists()
+
+
+def test_deleted_or_of_other_prompts_it_is_made_again(single, trained):
+    run, _ = single
+    before = recorded(run)
+    Path(run.paths.parity).unlink()
+    trained("single")
+    assert recorded(run) == before
+    _, result = trained("single", "evaluate.parity_rows=3")
+    assert "log-probabilities of 3 prompts" in result.output
+    assert [row["tokens"] for row in recorded(run)["rows"]] == [row["tokens"] for row in before["rows"][:3]]
+    _, result = trained("single", "evaluate.parity_rows=3")
+    assert "log-probabilities" not in result.output
+    trained("single")
+    assert recorded(run) == before
 
 
 def test_tokens_are_those_of_training(single, work):

@@ -1,0 +1,192 @@
+"""Real vLLM on a tiny model: trained, exported and served once; what it is asked, what it answers, what it refuses."""
+
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from tokenizers import Tokenizer
+
+ROOT = Path(__file__).parents[2]
+TASK = """
+task: sums
+dataset_path: json
+dataset_kwargs: {{data_files: {{test: {file}}}}}
+test_split: test
+output_type: multiple_choice
+doc_to_text: "{{{{input}}}}"
+doc_to_target: 0
+doc_to_choice: ["{{{{output}}}}", "no"]
+metric_list: [{{metric: acc}}]
+"""
+
+
+def evaluate(run, tmp_path) -> SimpleNamespace:
+    conf = tmp_path / "resolved.json"
+    conf.write_text(json.dumps(run.model_dump(mode="json")))
+    nowhere = {"https_proxy": "http://127.0.0.1:9", "http_proxy": "http://127.0.0.1:9"}  # nothing may be fetched
+    done = subprocess.run(
+        [sys.executable, "-m", "trainer.evaluate", conf],
+        cwd=ROOT,
+        env=os.environ | nowhere | {"HF_HOME": str(tmp_path / "hf")},
+        capture_output=True,
+        text=True,
+    )
+    folder = Path(run.paths.evaluation)
+    results = folder / "results.json"
+    return SimpleNamespace(
+        code=done.returncode,
+        output=done.stdout,
+        errors=done.stderr,
+        folder=folder,
+        results=json.loads(results.read_text()) if results.exists() else None,
+    )
+
+
+@pytest.fixture(scope="module")
+def trained(configure, ranks, base, work):
+    """A run after six steps, exported. Its parity prompts are its held-out rows, all of them short."""
+    base("glm4-moe")
+    data = work / "evaluated-data"
+    data.mkdir()
+    rows = [json.loads(line) for line in (work / "data" / "training.jsonl").read_text().splitlines()]
+    short = [row for row in rows if len(row["input"]) + len(row["output"]) < 60]
+    for name, part in ("training", rows), ("test", short[:10]):
+        (data / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in part))
+    output = work / "evaluated"
+    task = output / "sums.yaml"
+    output.mkdir()
+    task.write_text(TASK.format(file=data / "test.jsonl"))
+    run = configure(
+        "glm4-moe",
+        f"paths.data={data}",
+        f"paths.output={output}",
+        f"paths.parity={output}/parity.json",
+        f"paths.export={output}/export",
+        f"paths.served={output}/export/merged",
+        f"paths.evaluation={output}/evaluation",
+        f"evaluate.tasks=[held_out, {task}]",
+        "evaluate.rows=8",
+        "evaluate.samples=3",
+        "evaluate.max_tokens=8",
+    )
+    for command in ("train", "export"):
+        result = ranks(command, run)
+        assert result.code == 0, result.output
+    return run
+
+
+@pytest.fixture(scope="module")
+def evaluated(trained, tmp_path_factory):
+    result = evaluate(trained, tmp_path_factory.mktemp("evaluated"))
+    assert result.code == 0, result.errors
+    return result
+
+
+def test_the_served_model_is_the_trained_one(evaluated):
+    parity = evaluated.results["parity"]
+    assert parity["ok"] and parity["prompts"] == 8 and parity["step"] == 6
+    assert parity["mean"] <= parity["max"] < 1e-4 < parity["bound"]
+
+
+def test_held_out_likelihood_is_that_of_training_for_the_answers_tokens(evaluated, trained):
+    """Which it can only be if prompts and answers are the same tokens as in training."""
+    tokenizer = Tokenizer.from_file(f"{trained.paths.served}/tokenizer.json")
+    rows = [json.loads(line) for line in (Path(trained.paths.data) / "test.jsonl").read_text().splitlines()]
+    recorded = json.loads(Path(trained.paths.parity).read_text())["rows"]
+    answers = []
+    for row, found in zip(rows[:8], recorded, strict=True):
+        prompt = tokenizer.encode(row["input"]).ids
+        answer = tokenizer.encode(f" {row['output']}<|endoftext|>").ids
+        assert found["tokens"] == prompt + answer
+        answers += found["log_probs"][-len(answer) :]
+    metrics = evaluated.results["metrics"]
+    assert metrics["held_out/log_likelihood"] == pytest.approx(sum(answers) / len(answers), abs=1e-5)
+    assert metrics["held_out/perplexity"] == pytest.approx(math.exp(-metrics["held_out/log_likelihood"]))
+
+
+def test_results_hold_metrics_rows_and_samples(evaluated):
+    results = evaluated.results
+    assert results["rows"] == {"held_out": 8, "sums": 8}
+    assert 0 <= results["metrics"]["held_out/exact_match"] <= 1
+    assert 0 <= results["metrics"]["sums/acc"] <= 1
+    assert [len(samples) for samples in results["samples"].values()] == [3, 3]
+    sample = results["samples"]["held_out"][0]
+    assert sample.keys() == {"prompt", "answer", "reference", "correct"}
+    assert sample["correct"] == (sample["answer"].strip() == sample["reference"])
+    assert not sample["prompt"].endswith(" ")
+    assert len(results["chat_template"]) == 64
+    assert results["versions"]["vllm"].startswith("0.26")
+
+
+def test_people_and_programs_see_progress_and_not_what_vllm_prints(evaluated):
+    lines = [json.loads(line) for line in (evaluated.folder / "progress.jsonl").read_text().splitlines()]
+    assert {"done": 8, "total": 8, "what": "held_out answers"} in lines
+    assert all(line.startswith("evaluate: ") for line in evaluated.output.splitlines())
+    assert "held_out answers: 8 of 8 rows" in evaluated.output
+    assert evaluated.errors == ""
+    assert "Initializing a V1 LLM engine" in (evaluated.folder / "log.txt").read_text()
+
+
+def test_a_model_without_the_adapter_is_not_taken_for_the_trained_one(trained, evaluated, tmp_path):
+    paths = {"served": trained.paths.model, "evaluation": str(tmp_path / "evaluation")}
+    base = trained.model_copy(update={"paths": trained.paths.model_copy(update=paths)})
+    result = evaluate(base.model_copy(update={"evaluate": base.evaluate.model_copy(update={"rows": 1})}), tmp_path)
+    assert result.code == 2
+    assert "error: parity: the served model is not the trained one of step 6" in result.errors
+    assert "the bound is 0.001 (evaluate.parity_bound); worst" in result.errors
+    assert result.errors.count("\n") == 1
+    assert result.results["parity"]["ok"] is False
+    assert result.results["parity"]["mean"] > 0.001
+
+
+@pytest.mark.parametrize(
+    ("change", "fault"),
+    [
+        (("paths", "served", "/nowhere"), "paths.served: /nowhere: no such folder"),
+        (("paths", "data", "/nowhere"), "paths.data: /nowhere/test.jsonl: no such file"),
+        (("evaluate", "tasks", ("mine.yaml",)), "evaluate.tasks: mine.yaml: no such file"),
+        (("evaluate", "tasks", ()), "evaluate.tasks: empty"),
+    ],
+)
+def test_faults_are_one_line_before_anything_is_loaded(change, fault, trained, tmp_path):
+    section, key, value = change
+    changed = getattr(trained, section).model_copy(update={key: value})
+    result = evaluate(trained.model_copy(update={section: changed}), tmp_path)
+    assert result.code == 2
+    assert result.errors.startswith(f"error: {fault}")
+    assert result.errors.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("rows", "fault"),
+    [("", "empty"), ('{"input": "a", "output": "b"}\n{"input": "a"}\n', "test.jsonl:2: input or output missing")],
+)
+def test_rows_that_cannot_be_asked_are_named(rows, fault, trained, tmp_path):
+    (tmp_path / "test.jsonl").write_text(rows)
+    paths = trained.paths.model_copy(update={"data": str(tmp_path), "evaluation": str(tmp_path / "evaluation")})
+    result = evaluate(trained.model_copy(update={"paths": paths}), tmp_path)
+    assert result.code == 2
+    assert fault in result.errors
+    assert result.errors.count("\n") == 1
+
+
+def test_a_broken_engine_shows_the_last_lines_of_its_log(trained, tmp_path):
+    """Its files are right; no engine knows its architecture."""
+    served = tmp_path / "served"
+    served.mkdir()
+    for file in Path(trained.paths.served).iterdir():
+        (served / file.name).symlink_to(file)
+    config = json.loads((served / "config.json").read_text())
+    (served / "config.json").unlink()
+    (served / "config.json").write_text(json.dumps(config | {"architectures": ["NobodysModel"]}))
+    paths = {"served": str(served), "evaluation": str(tmp_path / "evaluation")}
+    result = evaluate(trained.model_copy(update={"paths": trained.paths.model_copy(update=paths)}), tmp_path)
+    assert result.code == 1
+    assert "NobodysModel" in result.errors
+    assert f"the last of {tmp_path}/evaluation/log.txt" in result.errors
+    assert result.results is None
