@@ -15,7 +15,6 @@ import fcntl
 import hashlib
 import json
 import os
-import shutil
 import time
 import uuid
 from collections.abc import Iterator
@@ -23,8 +22,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tasks import folder as folders
+from tasks.durable import copy, into_place, plainly, sync, tag_of, write_durably
 from tasks.faults import Fault
-from tasks.folder import BLOCK, File, Meter, Progress, checked, work_through
+from tasks.folder import File, Meter, Progress, checked, work_through
 
 OWN = ".store"
 FORGOTTEN = 24 * 3600  # seconds after which a temporary file belongs to no living process
@@ -296,61 +296,3 @@ class LocalStore:
 def _unless_gone(error: OSError) -> None:
     if not isinstance(error, FileNotFoundError | NotADirectoryError):
         raise error
-
-
-def tag_of(facts: os.stat_result) -> str:
-    return f"{facts.st_ino}-{facts.st_size}-{facts.st_mtime_ns}-{facts.st_ctime_ns}"
-
-
-def write_durably(path: Path, data: bytes) -> None:
-    with path.open("wb") as f:
-        f.write(data)
-        f.flush()
-        # The kernel's own times move on only every 4 ms, and inodes are used again: without this, an object written
-        # three times in that span could have the first one's tag again.
-        now = time.time_ns()
-        os.utime(f.fileno(), ns=(now, now))
-        os.fsync(f.fileno())
-
-
-def into_place(partial: Path, target: Path) -> None:
-    for attempt in range(20):
-        target.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            partial.replace(target)
-            return
-        except FileNotFoundError:  # the folder was empty, and someone removed it at this moment
-            if attempt == 19 or not partial.exists():
-                raise
-
-
-def sync(folder: Path) -> None:
-    with contextlib.suppress(FileNotFoundError):
-        handle = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)
-
-
-def copy(source, target) -> str:
-    digest = hashlib.sha256()
-    while block := source.read(BLOCK):
-        target.write(block)
-        digest.update(block)
-    return digest.hexdigest()
-
-
-@contextlib.contextmanager
-def plainly(where: Path) -> Iterator[None]:
-    """The operating system's refusals as one line."""
-    try:
-        yield
-    except OSError as error:
-        path = error.filename2 or error.filename or where
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            free = ""
-            with contextlib.suppress(OSError):
-                free = f" ({shutil.disk_usage(where).free / 1e9:.1f} GB free)"
-            raise Fault(f"{where}: the disk is full{free}; free some, or take another folder") from None
-        raise Fault(f"{path}: {error.strerror or error}; {where} must be a folder that can be written") from None

@@ -19,10 +19,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tasks import folder as folders
+from tasks.durable import plainly as disk_plainly
 from tasks.faults import Fault
 from tasks.folder import BLOCK, File, Meter, Progress, Task, work_through
-from tasks.local_store import plainly as disk_plainly
-from tasks.s3_store import ABSENT, ATTEMPTS, broken, code_of, lost, pause, plainly
+from tasks.s3_errors import ABSENT, ATTEMPTS, broken, code_of, lost, pause, plainly
 
 if TYPE_CHECKING:
     from tasks.s3_store import S3Store

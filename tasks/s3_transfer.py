@@ -22,10 +22,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tasks import folder as folders
+from tasks.durable import plainly as disk_plainly
 from tasks.faults import Fault
 from tasks.folder import BLOCK, File, Meter, Progress, Task, work_through
-from tasks.local_store import plainly as disk_plainly
-from tasks.s3_store import Refused, code_of, plainly, tag_of
+from tasks.s3_errors import Refused, code_of, plainly
+from tasks.s3_store import tag_of
 
 if TYPE_CHECKING:
     from tasks.s3_store import S3Store

@@ -23,7 +23,10 @@ __all__ = ["File", "Progress", "Store", "open_store"]
 
 
 class Store(Protocol):
-    uri: str  # "s3://bucket/prefix" or "file:///abs/path"; no credentials
+    @property
+    def uri(self) -> str:
+        """s3://bucket/prefix or file:///abs/path; no credentials."""
+        ...
 
     def read(self, key: str) -> tuple[bytes, str] | None:
         """A small object and its tag; None if absent."""

@@ -76,7 +76,7 @@ def transfer(way: str, direction: str, folder: Path, prefix: str, known: Path) -
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
     start = time.perf_counter()
     if way == "ours" and direction == "up":
-        sent = store.put(folder, prefix)
+        files = store.put(folder, prefix)
     elif way == "ours":
         store.get(prefix, files, folder)
     elif way == "loop" and direction == "up":
@@ -95,7 +95,7 @@ def transfer(way: str, direction: str, folder: Path, prefix: str, known: Path) -
                 future.result()
     seconds = time.perf_counter() - start
     if way == "ours" and direction == "up":
-        known.write_text(json.dumps({name: vars(file) for name, file in sent.items()}))
+        known.write_text(json.dumps({name: vars(file) for name, file in files.items()}))
     status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
     used = resource.getrusage(resource.RUSAGE_SELF)
     peak = int(status["VmHWM"].split()[0]) / 1000

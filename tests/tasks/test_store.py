@@ -491,14 +491,15 @@ def test_a_folder_that_cannot_be_linked_is_copied(tmp_path, monkeypatch):
     store = open_store(str(tmp_path / "store"))
     files = store.put(source, "art")
     assert store.put(source, "art") == files and store.changed("art", files, deep=True) == {}
-    assert not os.path.samefile(source / "large.bin", store.place("art") / "large.bin")
+    assert not os.path.samefile(source / "large.bin", tmp_path / "store/art/large.bin")
 
 
 def test_a_hard_linked_file_is_hashed_once_after_its_source_is_gone(tmp_path, monkeypatch):
     source = make(tmp_path / "source", {"a": 10, "b": 10})
     store = open_store(str(tmp_path / "a store"))
     files = store.put(source, "art")
-    assert os.path.samefile(source / "a", store.place("art") / "a")
+    assert store.place("art") == tmp_path / "a store/art"
+    assert os.path.samefile(source / "a", tmp_path / "a store/art/a")
     (source / "a").unlink()
     hashed = []
     monkeypatch.setattr(folders, "sha256", lambda path, hash=folders.sha256: hashed.append(path.name) or hash(path))

@@ -1,0 +1,109 @@
+"""What S3 refuses, and what boto3 raises, in one line of our own words.
+
+Theirs may hold a key's id, or an address with a password in it, so none of their text is passed on: only codes, names
+of exceptions and operations.
+"""
+
+import contextlib
+import functools
+import secrets
+import time
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, NoReturn
+from urllib.parse import urlsplit
+
+from tasks.faults import Fault
+
+if TYPE_CHECKING:
+    from tasks.s3_store import S3Store
+
+ATTEMPTS = 8
+REFUSED = {"PreconditionFailed", "412", "ConditionalRequestConflict", "409", "NoSuchKey", "404"}
+ABSENT = {"NoSuchKey", "404"}
+CREDENTIALS = {
+    "InvalidAccessKeyId",
+    "SignatureDoesNotMatch",
+    "ExpiredToken",
+    "InvalidToken",
+    "TokenRefreshRequired",
+    "AuthorizationHeaderMalformed",
+    "InvalidClientTokenId",
+}
+
+
+@functools.cache
+def broken() -> tuple[type[Exception], ...]:
+    """How a connection ends while an object's content comes in; botocore itself tries again only before that."""
+    from botocore.exceptions import IncompleteReadError, ReadTimeoutError, ResponseStreamingError
+    from urllib3.exceptions import HTTPError
+
+    return IncompleteReadError, ReadTimeoutError, ResponseStreamingError, HTTPError
+
+
+class Refused(Fault):
+    """The store declined a request because of its condition, or because there is no such object."""
+
+    code = ""
+    retried = False
+
+
+def lost(uri: str) -> Fault:
+    return Fault(f"{uri}: the connection broke {ATTEMPTS} times in a row; begin again when the network is well")
+
+
+def code_of(error: BaseException) -> str:
+    answer = getattr(error, "response", None)
+    return str(answer.get("Error", {}).get("Code", "")) if isinstance(answer, dict) else ""
+
+
+def pause(attempt: int) -> None:
+    time.sleep(min(0.1 * 2**attempt, 10) * (0.5 + secrets.randbelow(1000) / 1000))
+
+
+@contextlib.contextmanager
+def plainly(store: "S3Store", stage: str = "") -> Iterator[None]:
+    """botocore's exceptions as one line of our own words: theirs may hold a key's id or an address with a password."""
+    from botocore.exceptions import BotoCoreError, ClientError
+
+    try:
+        yield
+    except (ClientError, BotoCoreError) as error:
+        _explain(store, error, stage)
+    except ValueError as error:  # such as a bucket's or an endpoint's name that cannot be one
+        if isinstance(error, Fault) or not stage:
+            raise
+        raise Fault(f"{store.uri}: no S3 client; AWS_ENDPOINT_URL or the region is not valid") from None
+
+
+def _explain(store: "S3Store", error: Exception, stage: str) -> NoReturn:
+    kind, code = type(error).__name__, code_of(error)
+    operation = getattr(error, "operation_name", "")
+    if code in REFUSED:
+        refused = Refused(f"{store.uri}: {operation}: {code}; the object is missing or was changed meanwhile")
+        refused.code = code
+        refused.retried = error.response.get("ResponseMetadata", {}).get("RetryAttempts", 0) > 0  # type: ignore
+        raise refused from None
+    if code == "NoSuchBucket":
+        text = "no such bucket; make it, or name another"
+    elif code in CREDENTIALS:
+        text = f"the credentials are not valid ({code}); renew AWS_ACCESS_KEY_ID and its secret, or choose AWS_PROFILE"
+    elif code in ("AccessDenied", "403", "AllAccessDisabled"):
+        text = f"{operation} is denied ({code}); allow these credentials to list, get, put and delete there"
+    elif code in ("NotImplemented", "501"):
+        text = f"this S3 has no {operation} of the kind needed (conditional writes, multipart); use another or a folder"
+    elif code:
+        text = f"the store answered {code} to {operation}; try again, or ask who runs it"
+    elif kind in ("NoCredentialsError", "PartialCredentialsError", "CredentialRetrievalError"):
+        text = "no credentials; set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, AWS_PROFILE or give the host a role"
+    elif "Token" in kind or "SSO" in kind or kind in ("ProfileNotFound", "UnauthorizedSSOTokenError"):
+        text = f"no credentials from this profile ({kind}); log in again or choose another AWS_PROFILE"
+    elif kind in ("ParamValidationError", "InvalidEndpointConfigurationError", "NoRegionError") or stage:
+        text = f"not a request that S3 takes ({kind}); check the bucket's name, the region and AWS_ENDPOINT_URL"
+    else:
+        text = f"{_endpoint(store)} does not answer ({kind}); check AWS_ENDPOINT_URL and the network, then begin again"
+    raise Fault(f"{store.uri}: {text}") from None
+
+
+def _endpoint(store: "S3Store") -> str:
+    parts = urlsplit(store.client.meta.endpoint_url)
+    return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}"
