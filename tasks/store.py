@@ -30,42 +30,54 @@ class Store(Protocol):
 
     def read(self, key: str) -> tuple[bytes, str] | None:
         """A small object and its tag; None if absent."""
+        ...
 
     def create(self, key: str, data: bytes) -> str | None:
         """Write only if absent, atomically; the tag, or None if it is already there."""
+        ...
 
     def replace(self, key: str, data: bytes, tag: str) -> str | None:
         """Write only over what has this tag; the new tag, or None if it changed meanwhile."""
+        ...
 
     def write(self, key: str, data: bytes) -> str:
         """Write whatever was there; atomic, durable."""
+        ...
 
     def remove(self, key: str, tag: str | None = None) -> bool:
         """Remove it, with a tag only if it still has that; whether it was removed."""
+        ...
 
     def keys(self, prefix: str) -> dict[str, tuple[int, str]]:
         """Size and tag of every object below the prefix, by name relative to it."""
+        ...
 
     def put(self, folder: Path, prefix: str, progress: Progress | None = None) -> dict[str, File]:
         """Make what lies below the prefix equal to the folder. Begun again, it sends only what is missing."""
+        ...
 
     def get(self, prefix: str, files: dict[str, File], folder: Path, progress: Progress | None = None) -> None:
         """Bring the files into the folder, each verified. Begun again, it fetches only what is missing."""
+        ...
 
     def changed(self, prefix: str, files: dict[str, File], deep: bool = False) -> dict[str, str]:
         """What is wrong with each file that is not as recorded: "missing", "size 3, not 4" or "content differs".
 
         Where the tag is as recorded the content is taken to be so, unless deep; else it is read and hashed.
         """
+        ...
 
     def place(self, prefix: str) -> Path | None:
         """The folder where the files can be read in place, or None. Never write there."""
+        ...
 
     def link(self, prefix: str) -> str:
         """The URI of what lies below the prefix."""
+        ...
 
     def delete(self, prefix: str) -> int:
         """Remove all below the prefix; the bytes freed."""
+        ...
 
 
 def open_store(uri: str) -> Store:
