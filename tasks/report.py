@@ -5,7 +5,6 @@ import json
 
 from prefect.artifacts import create_markdown_artifact
 
-from tasks import plots
 from tasks.address import public
 from tasks.artifact import Artifact
 from tasks.progress import clock
@@ -98,11 +97,8 @@ def _answers(session: Session) -> list[tuple[str, str, str, str]]:
 
 def _loss(session: Session) -> str:
     made = _artifact(session, "train")
-    text = session.store.read(f"{made.key}/files/metrics.jsonl") if made else None
-    if text is None:
-        return ""
-    image = plots.figure("loss", [json.loads(line) for line in text[0].splitlines()])
-    return base64.b64encode(image).decode() if image else ""
+    image = session.store.read(f"{made.key}/files/loss.png") if made else None
+    return base64.b64encode(image[0]).decode() if image else ""
 
 
 def _places(session: Session) -> dict[str, str]:
@@ -119,7 +115,7 @@ def _link(where: str) -> str:
 def _cell(text: str) -> str:
     """Of a Markdown table, in which nothing the model says has a meaning."""
     text = " ".join(text.split())
-    shown = text if len(text) <= 80 else text[:77] + "..."
+    shown = text if len(text) <= 60 else text[:57] + "..."
     return "`" + shown.replace("`", "'").replace("|", "¦") + "`" if shown else ""
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from prefect import State, task
 
 from conf.schema import Run
-from tasks import launch
+from tasks import launch, plots
 from tasks.artifact import Artifact, Stage, Work
 from tasks.progress import Progress
 from tasks.session import OPTIONS, Session
@@ -65,7 +65,10 @@ def train(session: Session, model: Artifact, base: Artifact, data: Artifact) -> 
             tracked.dataset(f"{run.name}-{split}", data.digest, session.store.link(f"{data.key}/files"), context, count)
         say, stop = _Thinned(work.say), session.stopped(work)
         launch.trainer("train", run, work.folder, say, stop, lambda: bar.update(_step(metrics), run.train.steps))
-        return _summary(metrics)
+        lines = plots.read(metrics)
+        if image := plots.figure("loss", lines):
+            (output / "loss.png").write_bytes(image)
+        return _summary(lines)
 
     return session.obtain("train", make)
 
@@ -99,8 +102,7 @@ def _step(metrics: Path) -> int:
     return 0
 
 
-def _summary(metrics: Path) -> dict:
-    lines = [json.loads(line) for line in metrics.read_text().splitlines()]
+def _summary(lines: list[dict]) -> dict:
     steps = [line for line in lines if line["kind"] == "train"]
     validations = [line for line in lines if line["kind"] == "validation"]
     seconds = sorted(line["step_seconds"] for line in steps)

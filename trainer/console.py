@@ -1,6 +1,7 @@
 """What a person sees of a trainer command: our own lines. Megatron's go to a log per rank, for when they matter."""
 
 import contextlib
+import logging
 import os
 import sys
 from pathlib import Path
@@ -14,8 +15,18 @@ def say(text: str) -> None:
 
 @contextlib.contextmanager
 def megatron_to(folder: Path):
-    """Send what libraries print on this rank to <folder>/rank00000.log. Errors still reach stderr."""
+    """Send what libraries print, warn and log on this rank to <folder>/rank00000.log. Errors still reach stderr."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"rank{int(os.environ['RANK']):05d}.log"
+    root = logging.getLogger()
+    before = root.handlers[:]
     with path.open("a", buffering=1) as log, contextlib.redirect_stdout(log):
-        yield
+        errors = logging.StreamHandler(sys.__stderr__)
+        errors.setLevel(logging.ERROR)
+        root.handlers = [logging.StreamHandler(log), errors]
+        logging.captureWarnings(True)
+        try:
+            yield
+        finally:
+            logging.captureWarnings(False)
+            root.handlers = before

@@ -30,6 +30,7 @@ def start() -> None:
         return
     # Bridge's deprecations and its list of kernels that are not installed: 40 lines that no user can act on.
     warnings.filterwarnings("ignore", module=r"(megatron|torch|transformers|trainer\.cpu\.cuda)\b")
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
     os.environ.setdefault("HF_HUB_OFFLINE", "1")  # everything a rank reads was put on its disk beforehand
     # Read when torch is loaded. OpenMP's threads else spin while they wait for one another, for 16 ms an operation when
