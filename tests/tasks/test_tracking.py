@@ -1,0 +1,281 @@
+import json
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from tasks import tracking
+from tasks.address import public
+from tasks.faults import Fault
+from tasks.tail import Tail, metrics
+from tests.tasks.toy_flow import resume, write
+
+ROOT = Path(__file__).parents[2]
+
+
+class Server:
+    """MLflow's own server on a database of its own, which can be killed and started again."""
+
+    def __init__(self, folder: Path):
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            self.port = free.getsockname()[1]
+        self.folder, self.uri = folder, f"http://127.0.0.1:{self.port}"
+
+    def start(self) -> None:
+        store = [
+            "--backend-store-uri",
+            f"sqlite:///{self.folder}/server.db",
+            "--artifacts-destination",
+            f"{self.folder}/a",
+        ]
+        command = [sys.executable, "-m", "mlflow", "server", "--port", str(self.port), "--workers", "1", *store]
+        environment = os.environ | {"MLFLOW_DISABLE_TELEMETRY": "true", "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}
+        with (self.folder / "log").open("a") as log:
+            self.process = subprocess.Popen(
+                command, stdout=log, stderr=log, env=environment, cwd=self.folder, start_new_session=True
+            )
+        for _ in range(300):
+            try:
+                return urllib.request.urlopen(f"{self.uri}/health", timeout=5).close()
+            except OSError:
+                assert self.process.poll() is None, (self.folder / "log").read_text()
+                time.sleep(0.1)
+        raise TimeoutError("MLflow's server does not start")
+
+    def kill(self) -> None:
+        os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    server = Server(tmp_path_factory.mktemp("mlflow"))
+    server.start()
+    yield server
+    server.kill()
+
+
+@pytest.fixture(scope="module")
+def client(server):
+    from mlflow import MlflowClient
+
+    return MlflowClient(server.uri)
+
+
+@pytest.fixture
+def start(tmp_path, server, monkeypatch):
+    monkeypatch.setattr(tracking, "POLL", 0.1)
+    return lambda flow, **more: tracking.start(tmp_path, more.pop("uri", server.uri), "toy", flow, flow, **more)
+
+
+def flow(tmp_path: Path, uri: str, name: str, file: Path, steps: int) -> subprocess.Popen:
+    command = [sys.executable, "-m", "tests.tasks.toy_flow", tmp_path, uri, name, file, str(steps)]
+    return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+
+
+def steps(client, run: str, key: str) -> list[int]:
+    return sorted(metric.step for metric in client.get_metric_history(run, key))
+
+
+def test_a_flow_and_its_stages(start, client, tmp_path):
+    t = start("flow1", tags={"model": "tiny"}, params={f"key{i}": "v" * 7000 for i in range(150)})
+    stage = t.stage("evaluate", tags={"fingerprint": "abc"}, params={"rows": 3})
+    stage.metrics({"exact_match": 0.75, "nothing": None})
+    stage.table([{"prompt": "a", "answer": "b"}, {"prompt": "c", "reference": float("nan")}], "evaluation.json")
+    stage.dataset("rows", "d" * 64, "s3://user:secret@bucket/rows", "evaluation", 3)
+    stage.model("tiny/base", "s3://bucket/base")
+    stage.model("tuned", "s3://bucket/tuned", output=True)
+    stage.text("hello", "notes/hello.txt")
+    stage.end("FAILED", "the answers are wrong")
+    t.end("FAILED")
+    assert t.close(30) is None
+
+    parent, run = client.get_run(t.run_id()), client.get_run(t.run_id("evaluate"))
+    assert len(parent.data.params) == 150 and parent.data.tags["model"] == "tiny" and parent.info.status == "FAILED"
+    assert run.data.tags["mlflow.parentRunId"] == t.run_id()
+    assert run.data.tags["finetune.reason"] == "the answers are wrong"
+    assert (run.data.metrics, run.data.params, run.info.status) == ({"exact_match": 0.75}, {"rows": "3"}, "FAILED")
+    as_load_table_does = """tags.mlflow.loggedArtifacts LIKE '%"path"%:%"evaluation.json",%"type"%:%"table"%'"""
+    assert [found.info.run_id for found in client.search_runs(["1"], as_load_table_does)] == [run.info.run_id]
+    table = json.loads(Path(client.download_artifacts(run.info.run_id, "evaluation.json", str(tmp_path))).read_text())
+    assert table == {"columns": ["prompt", "answer", "reference"], "data": [["a", "b", None], ["c", None, "nan"]]}
+    (dataset,) = run.inputs.dataset_inputs
+    assert (dataset.dataset.digest, json.loads(dataset.dataset.source)) == ("d" * 36, {"uri": "s3://bucket/rows"})
+    assert len(run.inputs.model_inputs) == len(run.outputs.model_outputs) == 1
+    assert [file.path for file in client.list_artifacts(run.info.run_id, "notes")] == ["notes/hello.txt"]
+    assert t.links()["flow1.evaluate"].endswith(f"/runs/{run.info.run_id}")
+    assert [*(tmp_path / "tracking").iterdir()] == []
+
+
+def test_metrics_of_a_training_and_its_figures(start, client, tmp_path, monkeypatch):
+    monkeypatch.setattr(tracking, "SAMPLE", 0.5)
+    t, file = start("flow2"), tmp_path / "metrics.jsonl"
+    stage = t.stage("train")
+    stage.follow(file)
+    write(file, 1, 30, 0.03)
+    with file.open("a") as out:
+        out.write(
+            '{"kind": "train", "step": 31, "time": 1, "lm_loss": NaN, "grad_norm": -Infinity, "lr": null}\nhalf a l'
+        )
+    stage.end()
+    assert t.close(30) is None
+
+    run = t.run_id("train")
+    assert steps(client, run, "lm_loss") == [*range(1, 32)]
+    assert steps(client, run, "validation_lm_loss") == [5, 10, 15, 20, 25, 30]
+    assert str({m.step: m.value for m in client.get_metric_history(run, "lm_loss")}[31]) == "nan"
+    assert client.get_metric_history(run, "system/cpu_utilization_percentage")
+    figures = {Path(figure.path).name for figure in client.list_artifacts(run, "figures")}
+    assert figures == {"loss.png", "learning_rate.png"}
+
+
+def test_outage_delays_metrics_and_no_step(start, server, client, tmp_path):
+    t, file = start("flow3"), tmp_path / "metrics.jsonl"
+    stage = t.stage("train")
+    stage.follow(file)
+    before = write(file, 1, 40, 0.02)
+    server.kill()
+    try:
+        during = write(file, 41, 120, 0.02)
+        asked = time.monotonic()
+        stage.metrics({"seconds": 2.0})
+        assert time.monotonic() - asked < 0.2
+    finally:
+        server.start()
+    write(file, 121, 140, 0.02)
+    stage.end()
+    t.end()
+    assert t.close(30) is None
+    assert steps(client, t.run_id("train"), "lm_loss") == [*range(1, 141)]
+    assert sorted(during)[40] < 1.2 * sorted(before)[20], "median of the step times"
+
+
+def test_close_says_what_waits_and_the_next_flow_ships_it(start, server, client, tmp_path):
+    with socket.socket() as nobody:
+        nobody.bind(("127.0.0.1", 0))
+        uri = f"http://admin:hunter2@127.0.0.1:{nobody.getsockname()[1]}"
+        t = start("flow4", uri=uri)
+        t.stage("train").end()
+        asked = time.monotonic()
+        line = t.close(1.0)
+        assert time.monotonic() - asked < 3
+    assert line.startswith(f"tracking: 3 events for {public(uri)} wait in {tmp_path}/tracking/flow4-")
+    assert "\n" not in line and "hunter2" not in line
+    assert not [
+        file for file in (tmp_path / "tracking").rglob("*") if file.is_file() and b"hunter2" in file.read_bytes()
+    ]
+
+
+def test_killed_at_any_moment_and_started_again(server, client, tmp_path):
+    file = tmp_path / "metrics.jsonl"
+    for attempt in range(3):
+        process = flow(tmp_path, server.uri, f"killed{attempt}", file, 100_000)
+        process.stdout.readline()
+        time.sleep(random.uniform(1.5, 4.0))
+        process.kill()
+        process.communicate()
+    last_step = json.loads(file.read_text().splitlines()[-1])["step"] + 10
+    process = flow(tmp_path, server.uri, "last", file, last_step)
+    assert process.communicate(timeout=60)[0] == "tracking\ntold\n"
+
+    found = client.search_runs(["1"], "tags.`finetune.id` = 'train-abc'")
+    assert [run.info.status for run in found] == ["FINISHED"]
+    assert steps(client, found[0].info.run_id, "lm_loss") == [*range(1, last_step + 1)]
+    assert steps(client, found[0].info.run_id, "validation_lm_loss") == [*range(5, last_step + 1, 5)]
+    parents = client.search_runs(["1"], "tags.`finetune.flow` LIKE 'killed%'")
+    assert {run.info.status for run in parents if run.data.tags["mlflow.runName"] != "train"} == {"KILLED"}
+    last = client.search_runs(["1"], "tags.`finetune.id` = 'last'")[0].info.run_id
+    assert found[0].data.tags["mlflow.parentRunId"] == last
+    assert [*(tmp_path / "tracking").iterdir()] == []
+
+
+def test_what_lives_is_left_alone(start, server, tmp_path):
+    t = start("flow5")
+    done = subprocess.run([sys.executable, "-m", "tasks.tracking", tmp_path], cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, "nothing waits\n")
+    t.end()
+    assert t.close(30) is None
+
+
+def test_a_run_taken_over_is_left_to_its_new_owner(start, client, tmp_path):
+    first, second = start("flow6"), start("flow7")
+    mine = first.stage("train", id="train-shared")
+    mine.metrics({"loss": 3.0}, step=1)
+    while not first.run_id("train-shared"):
+        time.sleep(0.05)
+    time.sleep(0.5)
+    theirs = second.stage("train", id="train-shared")
+    theirs.metrics({"loss": 3.5}, step=1)
+    theirs.metrics({"loss": 2.0}, step=2)
+    while not second.run_id("train-shared"):
+        time.sleep(0.05)
+    mine.metrics({"loss": 9.0}, step=3)
+    mine.end("FAILED", "the lease is lost")
+    assert first.close(30) is None
+    theirs.end()
+    assert second.close(30) is None
+    history = client.get_metric_history(second.run_id("train-shared"), "loss")
+    assert [(metric.step, metric.value) for metric in history] == [(1, 3.0), (2, 2.0)]
+    run = client.get_run(second.run_id("train-shared"))
+    assert (run.info.status, run.data.tags["finetune.resumed_from"]) == ("FINISHED", first.run_id())
+
+
+def test_what_mlflow_refuses_holds_up_nothing(start, client, caplog):
+    t = start("flow8", params={"lr": 1})
+    t.params({"lr": 2, "batch": 4})
+    t.tags({"a name with \t and \n": "x"})
+    t.end()
+    assert t.close(30) is None
+    assert client.get_run(t.run_id()).data.params == {"lr": "1", "batch": "4"}
+    assert "does not take lr" in caplog.text
+
+
+def test_two_processes_make_one_new_database(tmp_path):
+    uri, files = f"sqlite:///{tmp_path}/mlflow.db", [tmp_path / "a.jsonl", tmp_path / "b.jsonl"]
+    processes = [flow(tmp_path, uri, f"both{i}", file, 3) for i, file in enumerate(files)]
+    assert [process.communicate(timeout=90)[0] for process in processes] == ["tracking\ntold\n"] * 2
+
+
+def test_a_file_replaced_half_written_and_late(tmp_path):
+    file = tmp_path / "metrics.jsonl"
+    tail = Tail(file)
+    assert tail.lines() == []
+    write(file, 1, 14, 0)
+    seen = [*tail.lines()]
+    with file.open("a") as out:
+        out.write('{"kind": "train", "step": 15')
+    assert tail.lines() == []
+    file.write_text(file.read_text().rpartition("\n")[0] + "\n")
+    assert resume(file) == 11
+    write(file, 11, 20, 0)
+    seen += tail.lines()
+    counted = Counter((line["kind"], line["step"]) for line in seen)
+    assert set(counted.values()) == {1} and [step for kind, step in counted if kind == "train"] == [*range(1, 21)]
+    assert metrics({"kind": "train", "step": 1, "time": 2.0, "ok": True, "n": 3, "s": "x"}) == [["n", 3.0, 2000, 1]]
+
+
+def test_wandb_mirrors_offline(start, tmp_path, monkeypatch):
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    t, file = start("flow9", wandb="project"), tmp_path / "metrics.jsonl"
+    stage = t.stage("train")
+    stage.follow(file)
+    write(file, 1, 5, 0)
+    stage.end()
+    assert t.close(60) is None
+    assert len([*tmp_path.rglob("run-*.wandb")]) == 1
+
+
+@pytest.mark.parametrize("uri", ["mlruns", "file:///tmp/mlruns", "ftp://me:secret@host"])
+def test_addresses_that_cannot_be(uri, tmp_path):
+    with pytest.raises(Fault, match="not one of http") as fault:
+        tracking.start(tmp_path, uri, "toy", "flow", "flow")
+    assert "secret" not in str(fault.value)
