@@ -2,6 +2,7 @@
 
 import random
 from difflib import get_close_matches
+from typing import Any
 
 from conf.schema import Run
 from trainer import held_out, inputs
@@ -49,7 +50,7 @@ def ask(run: Run, served, tasks: dict) -> dict:
     random.seed(run.evaluate.seed)
     numpy.random.seed(run.evaluate.seed)
     torch.manual_seed(run.evaluate.seed)
-    found = evaluator.evaluate(served, tasks, limit=run.evaluate.rows, bootstrap_iters=1000, log_samples=True)
+    found: Any = evaluator.evaluate(served, tasks, limit=run.evaluate.rows, bootstrap_iters=1000, log_samples=True)
     metrics = {
         f"{_shown(task)}/{_metric(key)}": float(value)
         for task, values in found["results"].items()
