@@ -49,8 +49,11 @@ def check_evaluate(run: Run) -> None:
         if name.endswith((".yaml", ".yml")) and not is_file(name):
             raise Fault(f"evaluate.tasks: {name}: no such file in {Path.cwd()}")
     if "held_out" in tasks:
-        _check_rows(Path(run.paths.data) / "test.jsonl")
-        pairs.read(Path(run.paths.data) / "test.jsonl", run.evaluate.rows)
+        file = Path(run.paths.data) / "test.jsonl"
+        if file.exists() and not file.stat().st_size:
+            raise Fault(f"{file}: empty; a larger share of data.test, or evaluate.tasks without held_out, would do")
+        _check_rows(file)
+        pairs.read(file, run.evaluate.rows)
 
 
 def is_file(task: str) -> bool:
@@ -161,8 +164,6 @@ def _check_rows(path: Path) -> None:
         raise Fault(f"paths.data: {path}: no such file; it holds one JSON object a line, with input and output")
     with path.open() as f:
         first = f.readline()
-    if not first:
-        raise Fault(f"{path}: empty; it holds one JSON object a line, with input and output")
     try:
         row = json.loads(first)
         missing = [key for key in ("input", "output") if not isinstance(row.get(key), str)]
