@@ -9,6 +9,7 @@ A stage whose artifact is in the store already ends as Cached. One that was inte
 
 import sys
 from datetime import UTC, datetime
+from pathlib import PurePath
 from typing import Literal
 
 from prefect import State, flow
@@ -34,7 +35,7 @@ Stage = Literal[*ORDER]  # type: ignore[valid-type]
 
 
 def name_of_run() -> str:
-    return f"{flow_run.parameters['conf']}-{datetime.now(UTC):%m%d-%H%M%S}".replace("/", "-")
+    return f"{PurePath(flow_run.parameters['conf']).stem}-{datetime.now(UTC):%m%d-%H%M%S}"
 
 
 @flow(name="finetune", flow_run_name=name_of_run, persist_result=False)

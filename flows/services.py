@@ -25,6 +25,7 @@ from tasks.session import runs_folder
 HOST = "127.0.0.1"
 READY_WITHIN = 120.0  # both servers make their databases at the first start
 LEAVE_WITHIN = 20.0  # a worker that is told to leave cancels its runs first
+QUIET = {"MLFLOW_DISABLE_TELEMETRY": "true", "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}
 BIN = Path(sys.executable).parent
 
 
@@ -88,7 +89,8 @@ def _server(name: str, port: int) -> list:
         return [BIN / "prefect", "server", "start", "--host", HOST, "--port", str(port)]
     runs = runs_folder()
     store = ["--backend-store-uri", f"sqlite:///{runs / 'mlflow.db'}", "--artifacts-destination"]
-    return [BIN / "mlflow", "server", "--host", HOST, "--port", str(port), *store, str(runs / "mlflow-artifacts")]
+    place = ["--host", HOST, "--port", str(port), "--workers", "1"]  # of four, each takes 250 MB
+    return [BIN / "mlflow", "server", *place, *store, str(runs / "mlflow-artifacts")]
 
 
 def _environment(running: dict) -> dict[str, str]:
@@ -112,7 +114,7 @@ def _start(name: str, command: list, address: str, environment: dict[str, str] |
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
-            env=environment or {k: v for k, v in os.environ.items() if k != "PREFECT_API_URL"},
+            env=environment or {k: v for k, v in os.environ.items() if k != "PREFECT_API_URL"} | QUIET,
             start_new_session=True,
         )
     return {"pid": process.pid, "started": _started(process.pid), "address": address}

@@ -68,7 +68,7 @@ class Stage:
         self._tell(do="log", metrics=rows, **({} if step is None else {"axis": "step"}))
 
     def follow(self, path: Path) -> None:
-        """Ships the metrics of a file that a training appends to, until the stage ends. The file may come later."""
+        """Ships the metrics of a file that a training appends to, until unfollow() or the end. It may come later."""
         self._tail = Tail(path)
 
     def text(self, text: str, name: str) -> None:
@@ -111,16 +111,22 @@ class Stage:
             self._ended = True
             if self in self._stages:
                 self._stages.remove(self)
+        self.unfollow()
+        tags = {"finetune.reason": _text(reason, 5000)} if reason else {}
+        self._tell(do="end", status=status, time=_now(), tags=tags)
+
+    def unfollow(self) -> None:
+        """Ships the rest of the followed file, and keeps a copy and its figures; the file itself may go then."""
+        with self._mutex:
             if self._tail:
                 self._catch_up()
                 self._tail.close()
                 self._keep_the_file(self._tail.path)
-        tags = {"finetune.reason": _text(reason, 5000)} if reason else {}
-        self._tell(do="end", status=status, time=_now(), tags=tags)
+                self._tail = None
 
     def catch_up(self) -> None:
         with self._mutex:
-            if self._tail and not self._ended:
+            if self._tail:
                 self._catch_up()
 
     def _catch_up(self) -> None:

@@ -64,7 +64,10 @@ def train(session: Session, model: Artifact, base: Artifact, data: Artifact) -> 
             count = data.result["rows"][split]
             tracked.dataset(f"{run.name}-{split}", data.digest, session.store.link(f"{data.key}/files"), context, count)
         say, stop = _Thinned(work.say), session.stopped(work)
-        launch.trainer("train", run, work.folder, say, stop, lambda: bar.update(_step(metrics), run.train.steps))
+        try:
+            launch.trainer("train", run, work.folder, say, stop, lambda: bar.update(_step(metrics), run.train.steps))
+        finally:
+            tracked.unfollow()
         lines = plots.read(metrics)
         if image := plots.figure("loss", lines):
             (output / "loss.png").write_bytes(image)

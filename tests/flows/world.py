@@ -1,0 +1,179 @@
+"""All that a flow talks to, on this host and on free ports: Prefect, MLflow, S3. Its secrets carry a marker."""
+
+import contextlib
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.tasks import s3_server
+
+ROOT = Path(__file__).parents[2]
+BIN = Path(sys.executable).parent
+MARKER = "s3cr3t-marker"
+SECRETS = {
+    "HF_TOKEN": f"hf_{MARKER}",
+    "AWS_SECRET_ACCESS_KEY": f"aws-{MARKER}",
+    "AWS_SESSION_TOKEN": f"session-{MARKER}",
+    "MLFLOW_TRACKING_USERNAME": "somebody",
+    "MLFLOW_TRACKING_PASSWORD": f"mlflow-{MARKER}",
+}
+CONF = """
+name: quick
+model: {source: "tiny://glm4-moe"}
+data: {source: "tiny://tickets", seq_length: 64, validation: 0.04, test: 0.04}
+adapter: {rank: 16, alpha: 32}
+train: {steps: 50, global_batch: 16, micro_batch: 16, precision: fp32, validate_every: 25, validate_batches: 1}
+optimizer: {lr: 5e-3, warmup_steps: 5}
+checkpoint: {save_every: 20}
+evaluate: {max_tokens: 8}
+"""
+
+
+@dataclass(frozen=True)
+class World:
+    folder: Path
+    environment: dict[str, str]
+    prefect: str
+    mlflow: str
+
+    @property
+    def conf(self) -> Path:
+        return self.folder / "quick.yaml"
+
+    def start(self, *arguments: object, **environment: str) -> subprocess.Popen:
+        """python -m flows.finetune <the quick configuration> ..."""
+        command = [sys.executable, "-m", "flows.finetune", str(self.conf), *map(str, arguments)]
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+        return subprocess.Popen(command, cwd=ROOT, env=self.environment | environment, **pipes)
+
+    def run(self, *arguments: object, code: int = 0, **environment: str) -> str:
+        process = self.start(*arguments, **environment)
+        output = process.communicate(timeout=280)[0]
+        with (self.folder / "outputs.txt").open("a") as file:
+            file.write(output)
+        assert process.returncode == code, output
+        return output
+
+    def ask_prefect(self, path: str, **body: object) -> list[dict]:
+        request = urllib.request.Request(f"{self.prefect}/{path}", json.dumps(body).encode())
+        request.add_header("Content-Type", "application/json")
+        with urllib.request.urlopen(request, timeout=30) as answer:
+            return json.load(answer)
+
+
+def states(output: str) -> dict[str, str]:
+    """State by stage, from the table that a run ends with."""
+    table = output[output.rindex("\nstage ") :].split("\n\n")[0].splitlines()[2:]
+    return {line.split()[0]: line.split()[1] for line in table}
+
+
+@contextlib.contextmanager
+def world(folder: Path) -> Iterator[World]:
+    with contextlib.ExitStack() as stack:
+        endpoint, _ = stack.enter_context(s3_server.running())
+        environment = os.environ | s3_server.ENVIRONMENT | SECRETS
+        environment |= {
+            "AWS_ENDPOINT_URL": endpoint,
+            "FINETUNE_STORE": "s3://finetune/main",
+            "FINETUNE_RUNS": str(folder / "runs"),
+            "PREFECT_HOME": str(folder / "prefect"),
+            "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
+            "MLFLOW_DISABLE_TELEMETRY": "true",
+            "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false",
+            "PYTHONDONTWRITEBYTECODE": "",
+            "NO_COLOR": "1",
+        }
+        _make_bucket(environment)
+        ports = [_free_port(), _free_port()]
+        addresses = {
+            "PREFECT_API_URL": f"http://127.0.0.1:{ports[0]}/api",
+            "MLFLOW_TRACKING_URI": f"http://127.0.0.1:{ports[1]}",
+        }
+        stored = [
+            "--backend-store-uri",
+            f"sqlite:///{folder}/mlflow.db",
+            "--artifacts-destination",
+            f"{folder}/mlartifacts",
+        ]
+        _serve(
+            stack,
+            folder,
+            environment,
+            f"{addresses['PREFECT_API_URL']}/health",
+            "prefect",
+            "server",
+            "start",
+            "--port",
+            ports[0],
+        )
+        _serve(
+            stack,
+            folder,
+            environment,
+            f"{addresses['MLFLOW_TRACKING_URI']}/health",
+            "mlflow",
+            "server",
+            "--port",
+            ports[1],
+            "--workers",
+            1,
+            *stored,
+        )
+        made = World(folder, environment | addresses, addresses["PREFECT_API_URL"], addresses["MLFLOW_TRACKING_URI"])
+        made.conf.write_text(CONF)
+        yield made
+
+
+def _make_bucket(environment: dict[str, str]) -> None:
+    import boto3
+
+    keys = {
+        name: environment[f"AWS_{name.upper()}"] for name in ("access_key_id", "secret_access_key", "session_token")
+    }
+    settings = {f"aws_{name}": value for name, value in keys.items()}
+    client = boto3.client("s3", endpoint_url=environment["AWS_ENDPOINT_URL"], region_name="us-east-1", **settings)
+    client.create_bucket(Bucket="finetune")
+    client.close()
+
+
+def _serve(stack: contextlib.ExitStack, folder: Path, environment: dict, health: str, command: str, *arguments) -> None:
+    log = stack.enter_context((folder / f"{command}.log").open("w"))
+    process = subprocess.Popen(
+        [BIN / command, *map(str, arguments)],
+        cwd=folder,
+        env=environment,
+        stdout=log,
+        stderr=log,
+        start_new_session=True,
+    )
+    stack.callback(_end, process)
+    for _ in range(600):
+        try:
+            return urllib.request.urlopen(health, timeout=5).close()
+        except OSError:
+            assert process.poll() is None, Path(log.name).read_text()
+            time.sleep(0.1)
+    raise TimeoutError(f"{command} does not start")
+
+
+def _end(process: subprocess.Popen) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, 15)
+    try:
+        process.wait(15)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, 9)
+        process.wait()
+
+
+def _free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
