@@ -241,7 +241,7 @@ class Evaluate(Section):
     parity_bound: float | None = Field(
         default=None,
         gt=0,
-        description="mean difference per token, nats; null = 1e-3 where weights and serving are fp32, else 0.05",
+        description="mean difference, nats per token; null = 1e-3 where all is fp32, else 0.05",
     )
     seed: Seed = Field(default=1234, description="of lm-eval's few-shot choices; answers are greedy")
 
