@@ -22,8 +22,7 @@ from conf.schema import Run
 from tasks import artifact, tracking
 from tasks.address import resolve
 from tasks.artifact import Artifact, Stage, Work
-from tasks.faults import Fault
-from tasks.launch import Stopped
+from tasks.faults import Fault, Stopped
 from tasks.progress import Progress
 from tasks.store import Store, open_store
 
@@ -152,11 +151,13 @@ class Session(AbstractContextManager):
             id = f"train-{stage.fingerprint}" if name == "train" else None
             tags = {"finetune.stage": name, "finetune.fingerprint": stage.fingerprint}
             tags |= {f"finetune.input.{key}": value for key, value in stage.inputs.items()}
-            self._tracked[name] = self._tracking.stage(name, id, tags, _flat(stage.config))
+            self._tracked[name] = self._tracking.stage(f"{name} {self.name}", id, tags, _flat(stage.config))
         return self._tracked[name]
 
     def mlflow_run(self, name: str) -> str | None:
-        return self._tracking.run_id(name)
+        """MLflow's id of the stage's run, once MLflow has it."""
+        tracked = self._tracked.get(name)
+        return self._tracking.run_id(tracked.run) if tracked else None
 
     def link(self) -> str:
         """MLflow's page of this run; empty where no server shows one, or none has answered yet."""
@@ -185,12 +186,14 @@ class Session(AbstractContextManager):
 
         made = {"flow": self.name, "run": self.run.name}
         progress = Progress(f"store-{name}", "bytes").update
-        return artifact.obtain(stage, self.store, tracked, self.folder / "work", say, made, anew, progress)
+        work, stop = self.folder / "work", self._ending.is_set
+        return artifact.obtain(stage, self.store, tracked, work, say, made, anew, progress, stop)
 
     def _tell(self, name: str, made: Artifact) -> None:
         if made.cached and name == "train":  # whoever made it has told all of it; this run only points there
             uri = self.store.link(f"{made.key}/files")
-            tracked = self._tracking.stage(name, None, {"finetune.stage": name, "finetune.made_by": made.made["flow"]})
+            tags = {"finetune.stage": name, "finetune.made_by": made.made["flow"]}
+            tracked = self._tracking.stage(f"{name} {self.name}", None, tags)
             tracked.tags({"finetune.cached": "true", "finetune.artifact": uri})
         else:
             tracked = self.tracked(name)

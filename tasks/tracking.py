@@ -167,7 +167,7 @@ class Tracking(Stage):
         self._watch = threading.Thread(target=self._look, name=f"watch {own.folder.name}", daemon=True)
 
     def stage(self, name: str, id: str | None = None, tags: dict | None = None, params: dict | None = None) -> Stage:
-        shared, id = id is not None, _id(id or f"{self._flow}.{name}")
+        shared, id = id is not None, _id(id or f"{self._flow}.{re.sub('[^\\w.-]', '-', name)}")
         stage = Stage(self._journal, id, self._stages, shared)
         self._begin(id, name, "flow", tags or {}, id, shared)
         if params:
