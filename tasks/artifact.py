@@ -9,6 +9,7 @@ fingerprints of its inputs: known before anything is made, and never from where 
 every file that it names is there with the content it had; what is missing or differs is made again, and nothing else.
 """
 
+import contextlib
 import hashlib
 import json
 import math
@@ -21,6 +22,7 @@ from typing import Any
 
 from tasks import lease
 from tasks.faults import Fault
+from tasks.folder import PARTIAL, walk
 from tasks.store import File, Store
 
 RECORD = "artifact.json"
@@ -88,7 +90,7 @@ class Work:
 def canonical(value: Any) -> str:
     """The one JSON text of a value. Refuses what has none."""
     for place, item in _leaves(value, ""):
-        if not (item is None or isinstance(item, str | bool | int | float)):
+        if not (item is None or isinstance(item, str | bool | int | float | dict | list | tuple)):  # empty ones
             raise TypeError(f"{place}: a {type(item).__name__} has no place in a fingerprint")
         if isinstance(item, float) and not math.isfinite(item):
             raise TypeError(f"{place}: {item} has no place in a fingerprint")
@@ -99,9 +101,7 @@ def find(stage: Stage, store: Store, deep: bool = False) -> Artifact | Missing:
     """The artifact, if it is there as recorded; else why not."""
     artifact = read(store, stage.key)
     if artifact is None:
-        return Missing(_drift(stage, store))
-    if (artifact.stage.config, artifact.stage.inputs) != (stage.config, stage.inputs):
-        return Missing("its record is another's: " + "; ".join(differences(artifact.stage, stage)))
+        return Missing("its record is damaged" if store.read(f"{stage.key}/{RECORD}") else _drift(stage, store))
     if changed := store.changed(f"{stage.key}/files", artifact.files, deep):
         name, what = next(iter(sorted(changed.items())))
         more = f" (and {len(changed) - 1} more)" if len(changed) > 1 else ""
@@ -118,25 +118,26 @@ def obtain(
     made: dict[str, Any],
     anew: bool = False,
     progress: Callable[[int, int], None] | None = None,
+    stop: Callable[[], bool] = lambda: False,
 ) -> Artifact:
     """The artifact: from the store, or made now by make(Work), which fills Work.folder and returns the result."""
     asked = time.time()
     if not anew and isinstance(found := find(stage, store), Artifact):
         return found
-    with lease.hold(store, f"{stage.key}/lease.json", say, str(made.get("flow", ""))) as held:
+    with lease.hold(store, f"{stage.key}/lease.json", say, str(made.get("flow", "")), stop) as held:
         found = find(stage, store)
-        if isinstance(found, Artifact):
-            if not anew or found.made["at"] > asked:
-                return found  # somebody else has made it while this one waited
-            store.remove(f"{stage.key}/{RECORD}")
+        if isinstance(found, Artifact) and (not anew or found.made["at"] > asked):
+            return found  # somebody else has made it while this one waited
         say(f"{stage.key}: {found.reason if isinstance(found, Missing) else 'made anew, as asked for'}")
         folder = work / stage.key.replace("/", "-")
+        if store.remove(f"{stage.key}/{RECORD}"):  # its maker was done: what lies here is no attempt to go on with
+            shutil.rmtree(folder, ignore_errors=True)
         (folder / "files").mkdir(parents=True, exist_ok=True)
         start = time.time()
         result = make(Work(folder, held, say))
         seconds = time.time() - start
         held.confirm()
-        files = store.put(folder / "files", f"{stage.key}/files", progress)
+        files = store.put(folder / "files", f"{stage.key}/files", _while_held(held, progress))
         if not files:
             raise Fault(f"{stage.key}: made nothing")
         held.confirm()
@@ -146,22 +147,26 @@ def obtain(
             "stored_in": round(time.time() - start - seconds, 3),
         }
         artifact = Artifact(stage, files, result, made)
-        store.write(f"{stage.key}/{RECORD}", _encode(artifact))
+        if store.create(f"{stage.key}/{RECORD}", _encode(artifact)) is None:
+            held.confirm()  # either this one has lost the work, or another did and did not know
+            store.write(f"{stage.key}/{RECORD}", _encode(artifact))
         shutil.rmtree(folder)
     return artifact
 
 
 def read(store: Store, key: str) -> Artifact | None:
-    """The record at <stage>/<fingerprint>, whether or not its files are still there."""
+    """What the record at <stage>/<fingerprint> says, whether or not its files are there. None if damaged."""
     found = store.read(f"{key}/{RECORD}")
     if found is None:
         return None
     try:
         record = json.loads(found[0])
         files = {name: File(**file) for name, file in record["files"].items()}
-        return Artifact(Stage(**record["stage"]), files, record["result"], record["made"])
-    except (ValueError, TypeError, KeyError):
-        return None  # not one of ours, or damaged: to be made again
+        artifact = Artifact(Stage(**record["stage"]), files, dict(record["result"]), dict(record["made"]))
+        whole = (artifact.key, artifact.digest) == (key, record["digest"]) and {"at", "seconds"} <= {*artifact.made}
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        return None
+    return artifact if whole else None
 
 
 def every(store: Store, stage: str = "") -> Iterator[Artifact]:
@@ -177,12 +182,15 @@ def local(artifact: Artifact, store: Store, cache: Path, progress: Callable[[int
     if place := store.place(f"{artifact.key}/files"):
         return place
     folder = cache / artifact.key.replace("/", "-")
-    stamps, whole = folder.with_name(f"{folder.name}.json"), {}
-    if stamps.is_file():
-        whole = json.loads(stamps.read_text())
-    if whole != {"digest": artifact.digest} | _stamps(folder, artifact):
+    stamps, known = folder.with_name(f"{folder.name}.json"), None
+    with contextlib.suppress(OSError, ValueError):  # half written by a process that was killed
+        known = json.loads(stamps.read_text())
+    if known != {"digest": artifact.digest, "files": _stamps(folder, artifact)}:
         store.get(f"{artifact.key}/files", artifact.files, folder, progress)
-        stamps.write_text(json.dumps({"digest": artifact.digest} | _stamps(folder, artifact)))
+        for name, path in walk(folder).items():
+            if name not in artifact.files and not name.startswith(f"{PARTIAL}/"):  # of what lay here before
+                path.unlink()
+        stamps.write_text(json.dumps({"digest": artifact.digest, "files": _stamps(folder, artifact)}))
     return folder
 
 
@@ -195,8 +203,8 @@ def nearest(stage: Stage, store: Store) -> Artifact | None:
 def differences(was: Stage, now: Stage) -> list[str]:
     """What differs, field by field: `optimizer.lr: 0.001 -> 0.002`."""
     before, after = dict(_leaves(_identity(was), "")), dict(_leaves(_identity(now), ""))
-    keys = sorted({*before, *after})
-    return [f"{key}: {_show(before, key)} -> {_show(after, key)}" for key in keys if before.get(key) != after.get(key)]
+    shown = [(key, _show(before, key), _show(after, key)) for key in sorted({*before, *after})]
+    return [f"{key}: {was} -> {now}" for key, was, now in shown if was != now]
 
 
 def _drift(stage: Stage, store: Store) -> str:
@@ -213,12 +221,12 @@ def _identity(stage: Stage) -> dict[str, Any]:
 
 
 def _leaves(value: Any, place: str) -> Iterator[tuple[str, Any]]:
-    if isinstance(value, dict):
+    if isinstance(value, dict) and value:
         for key, item in value.items():
             if not isinstance(key, str):
                 raise TypeError(f"{place}: the key {key!r} is no text")
             yield from _leaves(item, f"{place}.{key}".lstrip("."))
-    elif isinstance(value, list | tuple):
+    elif isinstance(value, list | tuple) and value:
         for index, item in enumerate(value):
             yield from _leaves(item, f"{place}[{index}]")
     else:
@@ -227,6 +235,17 @@ def _leaves(value: Any, place: str) -> Iterator[tuple[str, Any]]:
 
 def _show(values: dict[str, Any], key: str) -> str:
     return json.dumps(values[key]) if key in values else "absent"
+
+
+def _while_held(held: lease.Lease, progress: Callable[[int, int], None] | None) -> Callable[[int, int], None]:
+    """Ends a transfer that would write over what somebody else makes by now."""
+
+    def update(done: int, total: int) -> None:
+        held.confirm()
+        if progress:
+            progress(done, total)
+
+    return update
 
 
 def _stamps(folder: Path, artifact: Artifact) -> dict[str, list[int] | None]:

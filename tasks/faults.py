@@ -3,3 +3,7 @@
 
 class Fault(ValueError):
     """What is wrong, with the value, and what would be right."""
+
+
+class Stopped(RuntimeError):
+    """The flow is being cancelled, or the work is somebody else's by now."""

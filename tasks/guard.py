@@ -22,6 +22,7 @@ import time
 from pathlib import Path
 
 GRACE = float(os.environ.get("GUARD_GRACE", "5"))  # a cancelled run is to leave nothing behind after 10 s
+ENDS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 
 libc = ctypes.CDLL(None, use_errno=True)
@@ -32,19 +33,24 @@ def main() -> int:
     wake_read, wake_write = os.pipe()
     os.set_blocking(wake_write, False)
     signal.set_wakeup_fd(wake_write)
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGCHLD):
+    for number in (*ENDS, signal.SIGCHLD):
         signal.signal(number, lambda *_: None)
     me = os.getpid()
-    command = subprocess.Popen(
-        sys.argv[1:], stdin=subprocess.DEVNULL, start_new_session=True, preexec_fn=lambda: _die_with(me)
-    )
+    os.environ["GUARD_PID"] = str(me)  # whoever finds itself this process's child may have lost its parent
+    try:
+        command = subprocess.Popen(
+            sys.argv[1:], stdin=subprocess.DEVNULL, start_new_session=True, preexec_fn=lambda: _die_with(me)
+        )
+    except OSError as error:
+        print(f"{sys.argv[1]}: {error.strerror}", file=sys.stderr)
+        return 127
     ends_at = None
     while command.poll() is None:
         left = None if ends_at is None else max(0.0, ends_at - time.monotonic())
         watched = [wake_read] if ends_at else [wake_read, 0]
         ready, _, _ = select.select(watched, [], [], left)
         told = os.read(wake_read, 64) if wake_read in ready else b""
-        if ends_at is None and (0 in ready or {signal.SIGTERM, signal.SIGINT} & {*told}):
+        if ends_at is None and (0 in ready or {*ENDS} & {*told}):
             ends_at = time.monotonic() + GRACE
             _signal(command.pid, signal.SIGTERM)
         elif ends_at and time.monotonic() >= ends_at:

@@ -6,32 +6,28 @@ the trainer printed; it becomes a Fault. Any other failure shows the last lines,
 
 import collections
 import os
-import queue
+import select
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from conf.load import dump
 from conf.schema import Run
-from tasks.faults import Fault
+from tasks.faults import Fault, Stopped
 
 ROOT = Path(__file__).resolve().parent.parent
 TICK = 0.5
 SHOWN = 20  # last lines of a failed command
+LONGEST = 1 << 16  # bytes of a line; the rest is the next one
 
 # What a trainer has no use for, and a log of its environment should not hold.
-PRIVATE = ("AWS_", "HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "MLFLOW_", "PREFECT_API_KEY", "WANDB_API_KEY")
+PRIVATE = ("AWS_", "HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "MLFLOW_", "PREFECT_", "WANDB_API_KEY")
 
 
 class Broken(RuntimeError):
     """A command failed through no fault of the caller's that it knows of."""
-
-
-class Stopped(RuntimeError):
-    """The flow is being cancelled, or the work is somebody else's by now."""
 
 
 def trainer(
@@ -65,23 +61,23 @@ def process(
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         env=environment,
-        errors="replace",
-        text=True,
     )
     assert running.stdin and running.stdout
-    lines: queue.SimpleQueue[str] = queue.SimpleQueue()
-    reader = threading.Thread(target=_read, args=(running.stdout, lines), daemon=True)
-    reader.start()
     last: collections.deque[str] = collections.deque(maxlen=SHOWN)
     stopped = False
-    with log.open("a") as file:
+    with running.stdout as output, log.open("a", encoding="utf-8") as file:
         try:
-            while running.poll() is None or reader.is_alive() or not lines.empty():
-                if not stopped and stop():
-                    stopped = True
-                    running.stdin.close()
-                _pass_on(lines, file, last, say)
-                tick()
+            for line in _lines(output.fileno(), running):
+                if line is None:
+                    file.flush()
+                    tick()
+                    if not stopped and stop():
+                        stopped = True
+                        running.stdin.close()
+                    continue
+                file.write(line + "\n")
+                last.append(line)
+                say(line)
         finally:
             running.stdin.close()  # also when tick or say has failed: the guard ends the command
             running.wait()
@@ -90,28 +86,27 @@ def process(
         raise Stopped(f"{arguments[0]}: stopped")
     if running.returncode == 2:
         faults = [line.removeprefix("error: ") for line in last if line.startswith("error: ")]
-        raise Fault("\n".join(faults or last))
+        raise Fault("\n".join(faults or last) or f"{arguments[0]} ended with code 2 and said nothing; see {log}")
     if running.returncode:
-        raise Broken(f"{arguments[0]} failed with code {running.returncode}; its last lines:\n" + "\n".join(last))
+        shown = "\n".join(last) or "(none)"
+        raise Broken(f"{arguments[0]} failed with code {running.returncode}; its last lines, of {log}:\n{shown}")
 
 
-def _read(stream, lines: queue.SimpleQueue) -> None:
-    for line in stream:
-        lines.put(line.rstrip("\n"))
-    lines.put("")  # wakes the one who waits for more
-
-
-def _pass_on(lines: queue.SimpleQueue, file, last: collections.deque, say: Callable[[str], None]) -> None:
-    """Lines as they come, for at most TICK."""
-    until = time.monotonic() + TICK
-    while (left := until - time.monotonic()) > 0:
-        try:
-            line = lines.get(timeout=left)
-        except queue.Empty:
+def _lines(output: int, running: subprocess.Popen) -> Iterator[str | None]:
+    """Lines as they come, and None every TICK, also while there are many or none. Holds one line at a time."""
+    pending, ticks_at = b"", time.monotonic()
+    while True:
+        now = time.monotonic()
+        if now >= ticks_at:
+            yield None
+            ticks_at = now + TICK
+        if select.select([output], [], [], max(0.0, ticks_at - time.monotonic()))[0]:
+            block = os.read(output, 1 << 13)
+            *whole, pending = (pending + block).split(b"\n")
+            if pending and (not block or len(pending) >= LONGEST):
+                whole, pending = [*whole, pending], b""
+            yield from (line.decode(errors="replace").rstrip("\r") for line in whole)
+            if not block:
+                return
+        elif running.poll() is not None:  # the guard was killed, and something that it started keeps the pipe open
             return
-        if not line:
-            return
-        file.write(line + "\n")
-        file.flush()
-        last.append(line)
-        say(line)

@@ -5,6 +5,7 @@ seconds, or at once where the holder was a process of this host that is gone. Ev
 object's tag, so of two that reach for a lease one gets it.
 """
 
+import contextlib
 import json
 import os
 import secrets
@@ -12,9 +13,9 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
+from tasks.faults import Stopped
 from tasks.store import Store
 
 RENEWED = 5.0  # seconds between renewals
@@ -30,12 +31,15 @@ class Lease:
     def __init__(self, store: Store, key: str, tag: str, content: dict):
         self.store, self.key, self._tag, self._content = store, key, tag, content
         self.lost = threading.Event()
-        self._done = threading.Event()
+        self._done, self._turn = threading.Event(), threading.Lock()
+        self._renewed = time.monotonic()
         self._thread = threading.Thread(target=self._renew, daemon=True, name=f"lease {key}")
         self._thread.start()
 
     def confirm(self) -> None:
-        """Raises unless the lease is still held."""
+        """Raises unless the lease is still held. Asks the store if this process may have been silent for too long."""
+        if not self.lost.is_set() and time.monotonic() - self._renewed > EXPIRES / 2:
+            self._beat()
         if self.lost.is_set():
             raise Lost(f"{self.store.link(self.key)}: taken over by another flow; this one was silent for {EXPIRES} s")
 
@@ -43,38 +47,42 @@ class Lease:
         self._done.set()
         self._thread.join()
         if not self.lost.is_set():
-            self.store.remove(self.key, self._tag)
+            with contextlib.suppress(Exception):  # the store cannot be reached: the lease ends by itself
+                self.store.remove(self.key, self._tag)
 
     def _renew(self) -> None:
-        renewed = time.monotonic()
-        while not self._done.wait(RENEWED):
-            self._content["beat"] += 1
+        while not self._done.wait(RENEWED) and not self.lost.is_set():
             try:
-                tag = self.store.replace(self.key, _encode(self._content), self._tag)
+                self._beat()
             except Exception:  # the store cannot be reached: it may come back before the lease is over
-                if time.monotonic() - renewed > EXPIRES:
+                if time.monotonic() - self._renewed > EXPIRES:
+                    self.lost.set()
+
+    def _beat(self) -> None:
+        with self._turn:
+            self._content["beat"] += 1
+            began = time.monotonic()  # others count from the change, which is later
+            tag = self.store.replace(self.key, _encode(self._content), self._tag)
+            if tag is None:  # a renewal whose answer got lost has changed the tag all the same
+                found = self.store.read(self.key)
+                if found is None or _decode(found[0]).get("id") != self._content["id"]:
                     self.lost.set()
                     return
-                continue
-            if tag is None and not self._is_mine():
-                self.lost.set()
-                return
-            self._tag, renewed = tag or self._tag, time.monotonic()
-
-    def _is_mine(self) -> bool:
-        """A renewal whose answer got lost has changed the tag all the same."""
-        found = self.store.read(self.key)
-        if found and json.loads(found[0])["id"] == self._content["id"]:
-            self._tag = found[1]
-            return True
-        return False
+                tag = found[1]
+            self._tag, self._renewed = tag, began
 
 
-@contextmanager
-def hold(store: Store, key: str, waiting: Callable[[str], None], about: str = "") -> Iterator[Lease]:
+@contextlib.contextmanager
+def hold(
+    store: Store,
+    key: str,
+    waiting: Callable[[str], None],
+    about: str = "",
+    stop: Callable[[], bool] = lambda: False,
+) -> Iterator[Lease]:
     """Waits until the lease is free or dead, and holds it. waiting(text) is told once whom it waits for."""
     content = {"id": secrets.token_hex(8), "beat": 0, "about": about} | _myself()
-    lease = Lease(store, key, _take(store, key, content, waiting), content)
+    lease = Lease(store, key, _take(store, key, content, waiting, stop), content)
     try:
         yield lease
     finally:
@@ -84,20 +92,19 @@ def hold(store: Store, key: str, waiting: Callable[[str], None], about: str = ""
 def holder(store: Store, key: str) -> str | None:
     """Who holds the lease, for people; None where nobody does, or a dead process of this host."""
     found = store.read(key)
-    if found is None or _is_gone(json.loads(found[0])):
-        return None
-    return _name(json.loads(found[0]))
+    other = _decode(found[0]) if found else {}
+    return _name(other) if other and not _is_gone(other) else None
 
 
-def _take(store: Store, key: str, content: dict, waiting: Callable[[str], None]) -> str:
+def _take(store: Store, key: str, content: dict, waiting: Callable[[str], None], stop: Callable[[], bool]) -> str:
     seen, since, told = None, time.monotonic(), None
-    while True:
+    while not stop():
         if tag := store.create(key, _encode(content)):
             return tag
         found = store.read(key)
         if found is None:
             continue  # released this moment
-        other, tag = json.loads(found[0]), found[1]
+        other, tag = _decode(found[0]), found[1]
         if tag != seen:
             seen, since = tag, time.monotonic()
         if _is_gone(other) or time.monotonic() - since > EXPIRES:
@@ -105,10 +112,11 @@ def _take(store: Store, key: str, content: dict, waiting: Callable[[str], None])
             if mine := store.replace(key, _encode(content), tag):
                 return mine
             continue
-        if told != other["id"]:
-            told = other["id"]
+        if told != other.get("id", ""):
+            told = other.get("id", "")
             waiting(f"waits for {_name(other)}, which makes the same")
         time.sleep(POLLED)
+    raise Stopped(f"{key}: stopped while somebody else was making it")
 
 
 def _myself() -> dict:
@@ -130,11 +138,21 @@ def _started(pid: int) -> str | None:
 
 
 def _is_gone(other: dict) -> bool:
-    return other["boot"] == _boot() and _started(other["pid"]) != other["started"]
+    return other.get("boot") == _boot() and _started(other["pid"]) != other["started"]
 
 
 def _name(content: dict) -> str:
-    return f"{content['about'] or 'a process'} (process {content['pid']} on {content['host']})"
+    about = content.get("about") or "a process"
+    return f"{about} (process {content.get('pid', 'unknown')} on {content.get('host', 'an unknown host')})"
+
+
+def _decode(data: bytes) -> dict:
+    """Empty where it is damaged: nobody renews such a lease, so it expires like any other."""
+    try:
+        content = json.loads(data)
+    except ValueError:
+        return {}
+    return content if isinstance(content, dict) and {"boot", "pid", "started"} <= {*content} else {}
 
 
 def _encode(content: dict) -> bytes:

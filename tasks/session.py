@@ -161,10 +161,10 @@ class Session(AbstractContextManager):
 
     def link(self) -> str:
         """MLflow's page of this run; empty where no server shows one, or none has answered yet."""
+        if not (self.tracking_uri.startswith("http") and self._tracking.shipping):
+            return ""
         until = time.monotonic() + LINK_WITHIN
         while not (link := self._tracking.links().get("flow")) and time.monotonic() < until:
-            if not self.tracking_uri.startswith("http"):
-                break
             time.sleep(0.05)
         return link or ""
 
@@ -182,6 +182,7 @@ class Session(AbstractContextManager):
 
         def tracked(work: Work) -> dict[str, Any]:
             self.tracked(name)
+            self._tracking.ship()
             return make(work)
 
         made = {"flow": self.name, "run": self.run.name}
