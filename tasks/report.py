@@ -105,7 +105,9 @@ def _places(session: Session) -> dict[str, str]:
     places = {"store": session.store.uri}
     if tuned := _artifact(session, "export"):
         places["merged model"] = tuned.result["uri"]
-    return places | {"MLflow": session.link() or f"{public(session.tracking_uri)} (make up shows it)"}
+    uri = public(session.tracking_uri)
+    where = f"experiment {session.run.track.experiment}" if uri.startswith("http") else "make up shows it"
+    return places | {"MLflow": session.link() or f"{uri} ({where})"}
 
 
 def _link(where: str) -> str:

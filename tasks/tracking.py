@@ -1,6 +1,7 @@
 """What a flow tells MLflow: a parent run per flow run and a nested run per stage, without ever waiting for it.
 
     t = tracking.start(runs, uri, "glm47", flow_run_id, "brisk-otter", tags={...}, params={...})
+    t.ship()                                        # from now on, in threads
     train = t.stage("train", id=f"train-{fingerprint[:12]}", params={...})
     train.follow(folder / "metrics.jsonl")
     ...                                             # minutes or weeks
@@ -22,6 +23,7 @@ import getpass
 import json
 import logging
 import math
+import os
 import re
 import sys
 import threading
@@ -36,6 +38,7 @@ from tasks.shipping import Shipper, drain, same_service
 from tasks.tail import Tail, metrics
 
 POLL = 1.0  # seconds between looks at a followed file
+HANDED_OVER = 60.0  # seconds that a process of its own tries to ship a short flow's events; the next flow tries again
 SAMPLE = 10.0  # seconds between samples of the host; six times that after the first hour
 log = logging.getLogger("finetune.tracking")
 STATUSES = ("FINISHED", "FAILED", "KILLED")
@@ -159,7 +162,7 @@ class Tracking(Stage):
 
     def __init__(self, own: Journal, address: str, flow: str, root: Path):
         super().__init__(own, "flow", [])
-        self._flow, self._address, self._counts = flow, address, 0
+        self._flow, self._address, self._runs, self.shipping = flow, address, root.parent, False
         left_behind = same_service(root, public(address))
         self._shippers = [Shipper(own, "mlflow", address, left_behind)]
         self._shippers += [Shipper(own, service, address) for service in own.meta["sinks"][1:]]
@@ -188,8 +191,26 @@ class Tracking(Stage):
         page = f"{public(self._address)}/#/experiments/{sink.experiment}/runs"
         return {id: f"{page}/{run}" for id, run in dict(self._shippers[0].runs).items()}
 
+    def ship(self) -> None:
+        """Begin to ship while the flow runs: it has something to tell that somebody may watch."""
+        if not self.shipping:
+            self.shipping = True
+            for thread in (*self._shippers, self._watch):
+                thread.start()
+
     def close(self, timeout: float = 10.0) -> str | None:
-        """Waits at most that long for what is still on its way; one line if some of it has to wait on the disk."""
+        """Waits at most that long for what is still on its way; one line if some of it has to wait on the disk.
+
+        A flow that found everything made has not begun to ship, and is over in less time than MLflow's import takes:
+        a process of its own ships then, which nobody waits for.
+        """
+        if not self.shipping:
+            self._journal.release()
+            command = [sys.executable, "-m", "tasks.tracking", str(self._runs), "--timeout", str(HANDED_OVER)]
+            nothing = [(os.POSIX_SPAWN_OPEN, number, os.devnull, os.O_RDWR, 0) for number in range(3)]
+            environment = os.environ | {"PYTHONPATH": str(Path(__file__).parent.parent)}
+            os.posix_spawn(sys.executable, command, environment, file_actions=nothing, setsid=True)
+            return None
         self._closing.set()
         self._watch.join(1.0)
         until = time.monotonic() + timeout
@@ -253,8 +274,6 @@ def start(
     tracking._begin("flow", name, None, tags or {}, _id(id))
     if params:
         tracking.params(params)
-    for thread in (*tracking._shippers, tracking._watch):
-        thread.start()
     return tracking
 
 

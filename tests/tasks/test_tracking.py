@@ -74,7 +74,13 @@ def client(server):
 @pytest.fixture
 def start(tmp_path, server, monkeypatch):
     monkeypatch.setattr(tracking, "POLL", 0.1)
-    return lambda flow, **more: tracking.start(tmp_path, more.pop("uri", server.uri), "toy", flow, flow, **more)
+
+    def begin(flow: str, **more) -> tracking.Tracking:
+        begun = tracking.start(tmp_path, more.pop("uri", server.uri), "toy", flow, flow, **more)
+        begun.ship()
+        return begun
+
+    return begin
 
 
 def flow(tmp_path: Path, uri: str, name: str, file: Path, steps: int) -> subprocess.Popen:
@@ -279,3 +285,17 @@ def test_addresses_that_cannot_be(uri, tmp_path):
     with pytest.raises(Fault, match="not one of http") as fault:
         tracking.start(tmp_path, uri, "toy", "flow", "flow")
     assert "secret" not in str(fault.value)
+
+
+def test_a_flow_that_ends_before_shipping_began_leaves_it_to_another_process(server, client, tmp_path):
+    t = tracking.start(tmp_path, server.uri, "toy", "short", "short", tags={"finetune.short": "yes"})
+    t.end("FINISHED")
+    begun = time.monotonic()
+    assert t.close() is None
+    assert time.monotonic() - begun < 1
+    for _ in range(300):
+        if not [*(tmp_path / "tracking").iterdir()]:
+            break
+        time.sleep(0.1)
+    (run,) = client.search_runs(["1"], "tags.finetune.short = 'yes'")
+    assert run.info.status == "FINISHED"

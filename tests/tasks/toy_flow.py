@@ -40,6 +40,7 @@ def resume(file: Path) -> int:
 def main(runs: str, uri: str, flow: str, file: str, steps: str) -> None:
     tracking.POLL = 0.1
     t = tracking.start(Path(runs), uri, "toy", flow, flow, params={"steps": steps})
+    t.ship()
     train = t.stage("train", id="train-abc", params={"lr": 1e-4})
     train.follow(Path(file))
     print("tracking", flush=True)
