@@ -10,7 +10,9 @@ a failed child would bury the line that matters, so ranks leave their fault in a
 
 import argparse
 import contextlib
+import ctypes
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -23,6 +25,8 @@ from conf.schema import Run
 from trainer.faults import Fault, line_of
 
 FAULT_FILE = "TRAINER_FAULT_FILE"
+LIBC = ctypes.CDLL(None)
+PR_SET_PDEATHSIG = 1
 
 
 def start(main: Callable[[Run], None], check: Callable[[Run], None], alone: bool = False) -> None:
@@ -31,6 +35,7 @@ def start(main: Callable[[Run], None], check: Callable[[Run], None], alone: bool
     With `alone`, the layout is another command's: there is one process, which is no rank of anything.
     """
     options = _arguments()
+    _die_with_agent()
     with faults_in_one_line():
         run = load(options.conf, options.overrides)
         if alone:
@@ -81,6 +86,23 @@ def _arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
+def _die_with_agent() -> None:
+    """A rank of torchrun's ends when torchrun does, also when that is killed and can tell it nothing."""
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        return
+    LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() in (1, int(os.environ.get("GUARD_PID", "1"))) and not _is_torchrun(os.getppid()):
+        os._exit(1)  # it died before the line above: whoever adopts orphans is our parent now
+
+
+def _is_torchrun(pid: int) -> bool:
+    """In a container it may be the first process."""
+    try:
+        return b"torch" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return False
+
+
 def _check_world(run: Run) -> None:
     world = int(os.environ["WORLD_SIZE"])
     if world != run.world:
@@ -107,13 +129,21 @@ def _torchrun(run: Run, module: str) -> int:
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
         command += ["--nproc-per-node", str(run.layout.gpus_per_node), "-m", module, str(resolved)]
         environment = os.environ | {FAULT_FILE: str(fault), "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
-        ranks = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
+        ranks = subprocess.Popen(
+            command,
+            env=environment,
+            stderr=subprocess.PIPE,
+            text=True,
+            preexec_fn=lambda: LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0),
+        )
+        # torchrun passes it on to its ranks, which save a checkpoint, and waits for them.
+        signal.signal(signal.SIGTERM, lambda *_: ranks.terminate())
         forward = threading.Thread(target=_forward, args=(ranks.stderr, fault))
         forward.start()
         try:
             code = ranks.wait()
         except KeyboardInterrupt:
-            ranks.terminate()  # torchrun passes it on to its ranks, and waits for them
+            ranks.terminate()
             code = ranks.wait()
         forward.join()
         if fault.exists():
