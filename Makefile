@@ -22,9 +22,11 @@ $(STAMP): pyproject.toml uv.lock
 	@rm -f .venv/.synced-* && touch $@
 
 tiny: $(STAMP) ## run the whole pipeline on a tiny model, on this CPU
+	@mkdir -p $(PREFECT_HOME)
 	$(PYTHON) -m flows.finetune tiny
 
 up: $(STAMP) ## start a Prefect server, MLflow and workers on this host
+	@mkdir -p $(PREFECT_HOME)
 	@$(PYTHON) -m flows.services up
 
 down: ## stop what make up started
