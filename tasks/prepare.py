@@ -13,6 +13,7 @@ from tasks.faults import Fault
 from tasks.session import OPTIONS, Session
 
 VERSION = 1
+TICKETS = "tiny://tickets"
 
 
 def stage(run: Run) -> Stage:
@@ -21,6 +22,8 @@ def stage(run: Run) -> Stage:
         raise Fault("data.source: required by the flow: a Hub data set, a JSON lines file, or tiny://tickets")
     config = data.model_dump(mode="json", include={"input", "output", "rows", "validation", "test"})
     if data.source.startswith("tiny://"):
+        if data.source != TICKETS:
+            raise Fault(f"data.source: {data.source}: no such data; there is {TICKETS}")
         config |= {"source": data.source}
     elif rows.is_file(data.source):
         config |= {"content": rows.content(data.source)}
@@ -36,7 +39,7 @@ def prepare(session: Session) -> State:
 
     def make(work: Work) -> dict:
         source = data
-        if data.source == "tiny://tickets":
+        if data.source == TICKETS:
             made = work.folder / "tickets.jsonl"
             launch.process(["trainer.tickets", str(made)], work.folder / "tickets.log", work.say, session.stopped(work))
             source = data.model_copy(update={"source": str(made)})
@@ -51,7 +54,7 @@ def write(data: Data, commit: str | None, folder: Path) -> dict:
     if data.rows is not None:
         pairs = iter(_chosen(pairs, data.rows))
     counts = dict.fromkeys(rows.SPLITS, 0)
-    files = {name: (folder / f"{name}.jsonl").open("w") for name in rows.SPLITS}
+    files = {name: (folder / f"{name}.jsonl").open("w", encoding="utf-8") for name in rows.SPLITS}
     try:
         for pair in pairs:
             name = rows.split(pair, data)
@@ -61,10 +64,13 @@ def write(data: Data, commit: str | None, folder: Path) -> dict:
         for file in files.values():
             file.close()
     shares = {"training": 1.0, "validation": data.validation, "test": data.test}
+    if not any(counts.values()):
+        raise Fault(f"data.source: {data.source}: has no rows")
     for name, share in shares.items():
         if share and not counts[name]:
             raise Fault(
-                f"{data.source}: no row of {sum(counts.values())} falls to {name}; take more rows or a larger share"
+                f"data.source: {data.source}: no row of {sum(counts.values())} falls to {name}; "
+                "take more rows or a larger share"
             )
     return {"rows": counts}
 
