@@ -4,14 +4,17 @@ Changes has the sections and keys of conf/schema.py, all of them optional; none 
 """
 
 import json
+from collections.abc import Iterable
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, create_model
 
-from conf.load import FOLDER
+from conf.load import FOLDER, read_overrides
 from conf.schema import sections
 
 Name = Literal[*sorted(file.stem for file in FOLDER.glob("*.yaml"))]  # type: ignore[valid-type]
+
+CLOSED = ConfigDict(extra="forbid", allow_inf_nan=False)
 
 
 def _optional(kind: type[BaseModel]) -> type[BaseModel]:
@@ -19,7 +22,7 @@ def _optional(kind: type[BaseModel]) -> type[BaseModel]:
     for key, field in kind.model_fields.items():
         annotation = field.rebuild_annotation()
         fields[key] = (annotation | None, Field(default=None, description=field.description))
-    return create_model(kind.__name__, __doc__=kind.__doc__, __config__=ConfigDict(extra="forbid"), **fields)
+    return create_model(kind.__name__, __doc__=kind.__doc__, __config__=CLOSED, **fields)
 
 
 # Where things lie is the flow's own affair.
@@ -27,7 +30,7 @@ CHANGEABLE = {name: _optional(kind) for name, kind in sections().items() if name
 Changes = create_model(
     "Changes",
     __doc__="Keys that differ from the named configuration.",
-    __config__=ConfigDict(extra="forbid"),
+    __config__=CLOSED,
     **{
         name: (kind | None, Field(default=None, description=(kind.__doc__ or "").partition("\n")[0]))
         for name, kind in CHANGEABLE.items()
@@ -36,11 +39,19 @@ Changes = create_model(
 
 
 def as_overrides(changes: Any) -> list[str]:
-    """key=value for each change; a null is none."""
+    """key=value for each change. In a form a null says nothing; in a dict, as from_overrides makes, it is a value."""
     found = changes.model_dump(mode="json", exclude_none=True) if isinstance(changes, BaseModel) else changes or {}
-    return [
-        f"{section}.{key}={json.dumps(value)}"
-        for section, values in found.items()
-        for key, value in (values or {}).items()
-        if value is not None
-    ]
+    values: dict[str, Any] = {}
+    for name, value in found.items():
+        values |= {f"{name}.{key}": item for key, item in value.items()} if isinstance(value, dict) else {name: value}
+    return [f"{key}={json.dumps(value, ensure_ascii=False)}" for key, value in values.items()]
+
+
+def from_overrides(overrides: Iterable[str]) -> dict[str, Any]:
+    """The values of key=value by section, read as conf.load reads them, which has accepted them."""
+    values, _, _ = read_overrides(overrides)
+    changes: dict[str, Any] = {}
+    for key, value in values.items():
+        section, _, name = key.rpartition(".")
+        (changes.setdefault(section, {}) if section else changes)[name] = value
+    return changes

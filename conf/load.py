@@ -77,7 +77,7 @@ def load(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> Run:
         wrong.append(
             f"{shown}: {'empty' if data is None else _show(data)}; it takes the sections {', '.join(SECTIONS)}"
         )
-    values, places, wrong_overrides = _read_overrides(overrides)
+    values, places, wrong_overrides = read_overrides(overrides)
     wrong += wrong_overrides
     if not isinstance(data, dict):
         raise ConfigError(*wrong)
@@ -165,7 +165,7 @@ def _parse(text: str, shown: str) -> tuple[Any, list[str]]:
     return value, [f"{shown}:{line}: {key}: again; first on line {first}" for line, key, first in loader.duplicates]
 
 
-def _read_overrides(overrides: Iterable[str]) -> tuple[dict[str, Any], dict[str, str], list[str]]:
+def read_overrides(overrides: Iterable[str]) -> tuple[dict[str, Any], dict[str, str], list[str]]:
     """Values by key, the text of each override by key, and what is wrong with the others."""
     values: dict[str, Any] = {}
     places: dict[str, str] = {}

@@ -3,9 +3,8 @@
 import argparse
 import sys
 
-import yaml
-
-from conf.load import FOLDER, ConfigError, load
+from conf.changes import from_overrides
+from conf.load import ConfigError, load
 from tasks import forecast, pipeline
 from tasks.faults import Fault
 from tasks.session import open_run_store
@@ -16,6 +15,8 @@ def command(flow, description: str) -> int:
     options = _arguments(description)
     try:
         run = load(options.conf, options.overrides)
+        for key in from_overrides(options.overrides).get("paths", {}):
+            raise Fault(f"paths.{key}: where things lie is the flow's own affair; FINETUNE_RUNS names its folder")
         first, last = _stage(options.first), _stage(options.last)
         if first and last and pipeline.ORDER.index(first) > pipeline.ORDER.index(last):
             raise Fault(f"--from {first} lies behind --until {last}")
@@ -25,15 +26,9 @@ def command(flow, description: str) -> int:
     except (ConfigError, Fault) as fault:
         print("".join(f"error: {line}\n" for line in str(fault).splitlines()), end="", file=sys.stderr)
         return 2
-    # A file outside of conf/ is no choice of the deployments' form, but right here.
-    typed = options.conf in {file.stem for file in FOLDER.glob("*.yaml")}
-    changes: dict = {}
-    for override in options.overrides:
-        key, _, text = override.partition("=")
-        section, _, name = key.partition(".")
-        changes.setdefault(section, {})[name] = yaml.safe_load(text)
-    state = flow.with_options(validate_parameters=typed)(
-        conf=options.conf, changes=changes, first=first, last=last, return_state=True
+    # All was checked above, and the deployments' form knows neither files outside of conf/ nor nulls.
+    state = flow.with_options(validate_parameters=False)(
+        conf=options.conf, changes=from_overrides(options.overrides), first=first, last=last, return_state=True
     )
     if state.is_failed() and state.message:
         print("".join(f"error: {line}\n" for line in state.message.splitlines()), end="", file=sys.stderr)

@@ -1,0 +1,120 @@
+"""flows/command.py: what is wrong with a command line is said in a line, before Prefect or a stage starts."""
+
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+from conf.changes import as_overrides
+from conf.load import FOLDER, load
+from flows.command import command
+from tasks import pipeline
+
+TINY = (FOLDER / "tiny.yaml").read_text()
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch, capsys):
+    """Runs a command line with a flow that only notes what it gets; returns code, errors, output."""
+    monkeypatch.setenv("FINETUNE_RUNS", str(tmp_path / "runs"))
+    monkeypatch.delenv("FINETUNE_STORE", raising=False)
+    calls: list[dict] = []
+
+    def toy_flow(**parameters):
+        calls.append(parameters)
+        return SimpleNamespace(is_completed=lambda: True, is_failed=lambda: False, message=None)
+
+    def run(*arguments: str):
+        monkeypatch.setattr(sys, "argv", ["finetune", *arguments])
+        code = command(SimpleNamespace(with_options=lambda **_: toy_flow), "description")
+        said = capsys.readouterr()
+        return code, said.err, said.out
+
+    run.calls = calls
+    return run
+
+
+def test_a_plain_run(run):
+    assert run()[0] == 0
+    assert run.calls == [{"conf": "tiny", "changes": {}, "first": None, "last": None, "return_state": True}]
+
+
+@pytest.mark.parametrize(
+    "arguments, complaint",
+    [
+        (
+            ["tiny", "optimizer.lrr=1"],
+            "override optimizer.lrr=1: optimizer.lrr: unknown key; did you mean optimizer.lr?",
+        ),
+        (["tiny", "optimizer.lr=7"], "override optimizer.lr=7: optimizer.lr: 7 is too large: it must be at most 1"),
+        (["tiny", "optimizer"], "override optimizer: not of the form key=value"),
+        (["tiny", "paths.output=/tmp/x"], "paths.output: where things lie is the flow's own affair"),
+        (["huge"], "no such configuration: huge; there are: glm47, tiny"),
+        (["tiny", "--until", "trian"], "trian: no stage; there are download, prepare, convert"),
+        (["tiny", "--from", "publish"], "publish: no stage; there are download"),
+        (["tiny", "--from", "export", "--until", "train"], "--from export lies behind --until train"),
+        (["tiny", "data.source=tiny://x", "--dry-run"], "data.source: tiny://x: no such data"),
+        (["tiny", "evaluate.tasks=[nowhere.yaml]", "--dry-run"], "evaluate.tasks: nowhere.yaml: no such file"),
+        (
+            ["tiny", "promote.model=a/b", "--dry-run"],
+            "promote.model: a/b: MLflow's registry takes no name with a slash",
+        ),
+    ],
+)
+def test_a_fault_is_a_line_and_nothing_starts(run, tmp_path, arguments, complaint):
+    code, errors, output = run(*arguments)
+    assert (code, output, run.calls) == (2, "", [])
+    assert errors.startswith(f"error: {complaint}") and errors.count("\n") == 1
+    assert not (tmp_path / "runs").exists()
+
+
+def test_all_faults_at_once(run):
+    errors = run("tiny", "a.b=1", "train.steps=x")[1].splitlines()
+    assert len(errors) == 2 and all(line.startswith("error: override ") for line in errors)
+
+
+def test_a_store_that_is_none(run, monkeypatch):
+    monkeypatch.setenv("FINETUNE_STORE", "ftp://user:secret@host/x")
+    code, errors, _ = run("tiny", "--dry-run")
+    assert code == 2 and errors.startswith("error: store: ") and "secret" not in errors
+
+
+@pytest.mark.parametrize(
+    "overrides", [["optimizer.lr=1e-4", "data.rows=null"], ["name=other", "data.template='{input}: {output}'"]]
+)
+def test_what_the_flow_gets_is_what_was_checked(run, tmp_path, overrides):
+    """1e-4 is no text, a null is a value, and both hold for a file outside of conf/ as well."""
+    outside = tmp_path / "mine.yaml"
+    outside.write_text(TINY.replace("source: tiny://tickets", "source: tiny://tickets\n  rows: 99"))
+    for conf in ("tiny", str(outside)):
+        code, errors, _ = run(conf, *overrides)
+        assert (code, errors) == (0, "")
+        call = run.calls[-1]
+        wanted = load(conf, overrides)
+        assert load(call["conf"], as_overrides(call["changes"])) == wanted
+
+
+def test_options_may_stand_anywhere(run):
+    assert run("--from", "train", "tiny", "train.steps=7", "--until", "export", "log.every=2")[0] == 0
+    assert run.calls[0]["changes"] == {"train": {"steps": 7}, "log": {"every": 2}}
+    assert (run.calls[0]["first"], run.calls[0]["last"]) == ("train", "export")
+
+
+def test_a_dry_run_names_every_stage_and_starts_none(run, tmp_path):
+    outside = tmp_path / "mine.yaml"
+    outside.write_text(TINY)
+    code, errors, output = run(str(outside), "--dry-run")
+    assert (code, errors, run.calls) == (0, "", [])
+    lines = output.splitlines()
+    assert [line.split()[0] for line in lines[:-1]] == list(pipeline.ORDER)
+    assert all(" miss " in line and "was made yet" in line for line in lines[:-1])
+    assert lines[-1].startswith("known cost: 0:00")
+    assert run("tiny", "--dry-run", "--until", "convert")[2].count("\n") == 4
+    assert run("tiny", "--dry-run")[2] == output  # the same run from another file
+
+
+def test_a_failed_run_shows_why_and_how(run, monkeypatch, capsys):
+    state = SimpleNamespace(is_completed=lambda: False, is_failed=lambda: True, message="train: a\nexport: b")
+    monkeypatch.setattr(sys, "argv", ["finetune", "tiny"])
+    assert command(SimpleNamespace(with_options=lambda **_: lambda **_: state), "x") == 2
+    assert capsys.readouterr().err == "error: train: a\nerror: export: b\n"
