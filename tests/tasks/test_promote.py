@@ -1,0 +1,217 @@
+"""tasks/promote.py against MLflow's own registry in a sqlite file: who is challenger, who champion, and why."""
+
+import logging
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from conf.load import load
+from tasks import artifact, promote
+from tasks.artifact import Stage
+from tasks.faults import Fault
+from tasks.promote import Rival, decide
+from tasks.store import open_store
+
+METRIC = "held_out/exact_match"
+
+
+@pytest.mark.parametrize(
+    "value, rival, margin, wins, says",
+    [
+        (0.8, 0.5, 0.0, True, "held_out/exact_match 0.8 against 0.5 of X: +0.3, above the margin of 0"),
+        (0.5, 0.5, 0.0, False, "held_out/exact_match 0.5 against 0.5 of X: +0, not above the margin of 0"),
+        (0.4, 0.5, 0.0, False, "-0.1, not above"),
+        (0.4, 0.3, 0.1, False, "+0.1, not above the margin of 0.1"),  # 0.4 - 0.3 is 0.10000000000000003
+        (0.41, 0.3, 0.1, True, "above the margin of 0.1"),
+        (-2.0, -3.0, 0.5, True, "+1, above"),  # log-likelihoods
+        (0.9, None, 0.0, False, "X was never measured by held_out/exact_match"),
+        (float("nan"), 0.1, 0.0, False, "not above"),
+        (0.9, float("nan"), 0.0, False, "not above"),
+    ],
+)
+def test_decisions(value, rival, margin, wins, says):
+    decision, reason = decide(METRIC, value, Rival("X", rival), margin)
+    assert (decision, says in reason) == (wins, True), reason
+
+
+@dataclass
+class Toy:
+    """As much of a session as promotion asks for."""
+
+    run: object
+    store: object
+    tracking_uri: str
+    work: Path
+    stages: dict = field(default_factory=dict)
+    said: list = field(default_factory=list)
+
+    def mlflow_run(self, name: str) -> None:
+        return None
+
+    def obtain(self, name, make, valid):
+        """tasks/session.py's, less Prefect and tracking."""
+        stage = self.stages[name]
+        found = artifact.find(stage, self.store)
+        anew = isinstance(found, artifact.Artifact) and not valid(found)
+        return artifact.obtain(stage, self.store, make, self.work, self.said.append, {"flow": "toy"}, anew)
+
+
+@pytest.fixture(scope="module")
+def empty_registry(tmp_path_factory):
+    """Migrating a new database takes seconds: once for all tests."""
+    path = tmp_path_factory.mktemp("mlflow") / "empty.db"
+    logging.getLogger("alembic").setLevel(logging.WARNING)
+    promote.registry(f"sqlite:///{path}").search_registered_models()
+    return path.read_bytes()
+
+
+@pytest.fixture
+def world(tmp_path, empty_registry):
+    """Promotes what a run of this name, seed and score made."""
+    database = tmp_path / "mlflow.db"
+    database.write_bytes(empty_registry)
+    store = open_store(str(tmp_path / "store"))
+
+    def made(stage: Stage, result: dict):
+        def make(work):
+            (work.folder / "files/model").write_text(stage.fingerprint)
+            return result
+
+        return artifact.obtain(stage, store, make, tmp_path / "work", lambda _: None, {"flow": "toy"})
+
+    def models(seed: int, score: float, base: float = 0.05, metric: str = METRIC):
+        stage = Stage("export", 1, {"seed": seed})
+        tuned = made(stage, {"uri": store.link(f"{stage.key}/files/merged")})
+        before = made(
+            Stage("evaluate", 1, {"of": "base", "score": base, "metric": metric}), {"metrics": {metric: base}}
+        )
+        after = made(
+            Stage("evaluate", 1, {"seed": seed, "score": score, "metric": metric}),
+            {"metrics": {metric: score, "arc/acc": 0.3}},
+        )
+        return tuned, before, after
+
+    def run(seed: int, score: float, *overrides: str, found=None, **more):
+        tuned, before, after = found or models(seed, score, **more)
+        run = load("tiny", ["promote.model=tickets", *overrides])
+        session = Toy(run, store, f"sqlite:///{database}", tmp_path / "work")
+        session.stages["promote"] = promote.stage(run, tuned.stage, before.stage, after.stage)
+        return promote.promote.fn(session, tuned, before, after)
+
+    def wipe():
+        database.write_bytes(empty_registry)
+
+    client = promote.registry(f"sqlite:///{database}")
+    return SimpleNamespace(
+        run=run, models=models, wipe=wipe, client=client, store=store, root=tmp_path, database=database
+    )
+
+
+def aliases(world) -> dict[str, str]:
+    return {name: str(version) for name, version in world.client.get_registered_model("tickets").aliases.items()}
+
+
+def versions(world) -> list:
+    return sorted(world.client.search_model_versions("name = 'tickets'"), key=lambda version: int(version.version))
+
+
+def test_challenger_always_champion_only_when_better(world):
+    first = world.run(1, 0.6)
+    assert first.result["aliases"] == ["challenger", "champion"] and "0.05 of the base model" in first.result["reason"]
+    worse = world.run(2, 0.5)
+    assert worse.result["aliases"] == ["challenger"] and "0.6 of champion 1: -0.1" in worse.result["reason"]
+    assert aliases(world) == {"challenger": "2", "champion": "1"}
+    within = world.run(3, 0.65, "promote.margin=0.1")
+    assert within.result["aliases"] == ["challenger"]
+    better = world.run(4, 0.75, "promote.margin=0.1")
+    assert better.result["reason"] == f"{METRIC} 0.75 against 0.6 of champion 1: +0.15, above the margin of 0.1"
+    assert aliases(world) == {"challenger": "4", "champion": "4"}
+    assert versions(world)[3].tags["reason"] == better.result["reason"]
+    assert [version.source.startswith("file:///") for version in versions(world)] == [True] * 4
+
+
+def test_not_better_than_the_base_is_no_champion(world):
+    assert world.run(1, 0.05).result["aliases"] == ["challenger"]
+    assert aliases(world) == {"challenger": "1"}
+
+
+def test_a_second_time_it_is_a_hit(world):
+    world.run(1, 0.6)
+    again = world.run(1, 0.6)
+    assert again.cached and len(versions(world)) == 1
+
+
+def test_the_champion_stays_champion_when_it_is_measured_anew(world):
+    """Against itself it gains nothing, but it does not lose its place."""
+    world.run(1, 0.6)
+    again = world.run(1, 0.6, "promote.margin=0.01")
+    assert again.result["aliases"] == ["challenger", "champion"] and "was champion before" in again.result["reason"]
+    assert aliases(world) == {"challenger": "1", "champion": "1"} and len(versions(world)) == 1
+
+
+def test_a_champion_that_was_never_measured_so_is_not_replaced(world):
+    world.run(1, 0.6)
+    second = world.run(2, 0.9, "promote.metric=arc/easy", metric="arc/easy")
+    assert second.result["aliases"] == ["challenger"]
+    assert second.result["reason"].startswith("champion 1 was never measured by arc/easy")
+
+
+def killed(*_):
+    raise KeyboardInterrupt
+
+
+def test_a_version_of_an_attempt_that_died_is_used(world, monkeypatch):
+    """It had registered the model, and was killed before it said so."""
+    found = world.models(1, 0.6)
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(type(world.store), "write", killed)
+        world.run(1, 0.6, found=found)
+    assert len(versions(world)) == 1
+    assert world.run(1, 0.6, found=found).result["version"] == 1
+    assert len(versions(world)) == 1 and aliases(world)["champion"] == "1"
+
+
+def test_a_registry_that_was_wiped_is_filled_again(world):
+    world.run(1, 0.6)
+    world.wipe()
+    again = world.run(1, 0.6)
+    assert not again.cached and aliases(world) == {"challenger": "1", "champion": "1"}
+
+
+def test_another_model_of_the_same_number_is_not_taken_for_this_one(world):
+    world.run(1, 0.6)
+    world.wipe()
+    world.run(2, 0.4)
+    again = world.run(1, 0.6)
+    assert not again.cached and again.result["version"] == 2
+    assert aliases(world) == {"challenger": "2", "champion": "2"}
+
+
+def test_a_model_that_is_not_there_is_not_registered(world):
+    found = world.models(1, 0.6)
+    (world.root / "store" / found[0].key / "files/model").unlink()
+    with pytest.raises(Fault, match=r"^file:///.*/merged: not registered: model: missing$"):
+        world.run(1, 0.6, found=found)
+    assert world.client.search_registered_models() == []
+
+
+def test_a_wrong_metric_shows_what_there_is(world):
+    with pytest.raises(Fault, match=r"^promote.metric: accuracy: not among what was evaluated: held_out/exact_match$"):
+        world.run(1, 0.6, "promote.metric=accuracy")
+    assert world.client.search_registered_models() == []
+
+
+@pytest.mark.parametrize("name", ["team/model", "a:b", "it's", "..", "."])
+def test_a_name_that_the_registry_refuses_is_refused_at_once(world, name):
+    stages = [made.stage for made in world.models(1, 0.6)]
+    with pytest.raises(Fault, match=r"^promote\.model: .*: MLflow's registry takes no name with"):
+        promote.stage(load("tiny", [f'promote.model="{name}"']), *stages)
+
+
+def test_what_was_promoted_is_pinned(world):
+    found = world.models(1, 0.6)
+    world.run(1, 0.6, found=found)
+    pin = world.store.read("pins/tickets-1.json")[0].decode()
+    assert all(made.key in pin for made in found)
