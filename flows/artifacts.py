@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Sequence
 from datetime import datetime
+from typing import Any
 
 from tasks import artifact, lease
 from tasks.artifact import Artifact, Missing
@@ -35,7 +36,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         if options.do == "show":
             return show(store, _one(store, options.key))
         if options.do == "verify":
-            return verify(store, [_one(store, options.key)] if options.key else list(artifact.every(store)))
+            if options.key:
+                return verify(store, [_one(store, options.key)])
+            several = list(artifact.every(store))
+            records = {name.rpartition("/")[0] for name in store.keys("") if name.endswith(f"/{artifact.RECORD}")}
+            return verify(store, several, sorted(records - {made.key for made in several}))
         return collect(store, options.days, options.delete)
     except Fault as fault:
         print(f"error: {fault}", file=sys.stderr)
@@ -65,13 +70,19 @@ def show(store: Store, made: Artifact) -> int:
     return 0
 
 
-def verify(store: Store, several: list[Artifact]) -> int:
-    bad = 0
+def verify(store: Store, several: list[Artifact], damaged: Sequence[str] = ()) -> int:
+    bad = len(damaged)
     for made in several:
         found = artifact.find(made.stage, store, deep=True)
         bad += isinstance(found, Missing)
         print(f"{made.key}  {found.reason if isinstance(found, Missing) else f'{len(made.files)} files as recorded'}")
-    print(f"{bad} of {len(several)} damaged; the next run that needs one makes it anew" if bad else "all as recorded")
+    for key in damaged:
+        print(f"{key}  its record is damaged")
+    print(
+        f"{bad} of {len(several) + len(damaged)} damaged; the next run that needs one makes it anew"
+        if bad
+        else "all as recorded"
+    )
     return int(bool(bad))
 
 
@@ -79,14 +90,15 @@ def collect(store: Store, days: float | None, delete: bool) -> int:
     """Without `delete`, only says what would go."""
     everything = {made.key: made for made in artifact.every(store)}
     folders = {"/".join(name.split("/")[:2]) for name in store.keys("") if name.count("/") > 1}
-    old = [] if days is None else _older_than(store, days)
+    folders = {folder for folder in folders if folder.partition("/")[0] not in OWN}
+    makers = {key: lease.holder(store, f"{key}/lease.json") for key in folders}
+    making = {key for key, maker in makers.items() if maker}
+    old = [] if days is None else _older_than(store, days, making)
     kept = _with_inputs(_referred_to(store, old), everything)
     freed = 0
-    for key in sorted(folder for folder in folders if folder.partition("/")[0] not in OWN):
-        if key in kept:
-            continue
-        if maker := lease.holder(store, f"{key}/lease.json"):
-            print(f"keeps {key}: {maker} is making it")
+    for key in sorted(folders - kept):
+        if key in making:
+            print(f"keeps {key}: {makers[key]} is making it")
             continue
         bytes_there = sum(length for length, _ in store.keys(key).values())
         freed += bytes_there
@@ -105,8 +117,8 @@ def _referred_to(store: Store, old: list[str]) -> set[str]:
     found: set[str] = set()
     for folder, left_out in (("runs", old), ("pins", [])):
         for name in store.keys(folder):
-            text = store.read(f"{folder}/{name}") if name not in left_out else None
-            found |= {*json.loads(text[0])["artifacts"]} if text else set()
+            if name not in left_out:
+                found |= {*_note(store, f"{folder}/{name}")["artifacts"]}
     return found
 
 
@@ -122,10 +134,23 @@ def _with_inputs(keys: set[str], everything: dict[str, Artifact]) -> set[str]:
     return kept
 
 
-def _older_than(store: Store, days: float) -> list[str]:
-    runs = {name: store.read(f"runs/{name}") for name in store.keys("runs")}
+def _older_than(store: Store, days: float, making: set[str]) -> list[str]:
+    """Of the runs that make nothing now: a long training may read what it was given weeks ago."""
+    runs = {name: _note(store, f"runs/{name}") for name in store.keys("runs")}
     limit = time.time() - days * 86400
-    return [name for name, text in runs.items() if text and json.loads(text[0])["started"] < limit]
+    return [name for name, run in runs.items() if run["started"] < limit and making.isdisjoint(run["artifacts"])]
+
+
+def _note(store: Store, key: str) -> dict[str, Any]:
+    """Of a run or a pin. Nothing is removed while one of them cannot be read: who knows what it refers to."""
+    found = store.read(key)
+    if found is None:  # removed this moment
+        return {"artifacts": [], "started": 0.0}
+    try:
+        note = json.loads(found[0])
+        return {"artifacts": list(note["artifacts"]), "started": float(note.get("started", 0))}
+    except (ValueError, TypeError, KeyError, AttributeError):
+        raise Fault(f"{store.link(key)}: damaged; remove it, and with it what it refers to") from None
 
 
 def _tree(made: Artifact, everything: dict[str, Artifact], depth: int) -> str:
