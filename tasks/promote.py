@@ -5,11 +5,14 @@ value that its version carries as a tag; without a champion, the base model is t
 """
 
 import base64
+import contextlib
 import json
 import os
 import re
+import sqlite3
 import warnings
 from dataclasses import dataclass
+from pathlib import Path
 
 import httpx
 from prefect import State, task
@@ -56,7 +59,7 @@ def promote(session: Session, tuned: Artifact, before: Artifact, after: Artifact
             measured = champion.tags.get(settings.metric)
             rival = Rival(f"champion {champion.version}", float(measured) if measured is not None else None)
         wins, reason = decide(settings.metric, value, rival, settings.margin)
-        if champion and _is(champion, tuned.result["uri"], tuned.digest):
+        if champion and _is(champion.tags, tuned):
             wins, reason = True, f"{settings.metric} {value:.4g}; it was champion before"
         version = _register(client, session, tuned, {settings.metric: repr(value), "reason": reason})
         client.set_registered_model_alias(settings.model, "challenger", version)
@@ -121,28 +124,36 @@ def _register(client, session: Session, tuned: Artifact, tags: dict[str, str]) -
     except MlflowException as error:
         if error.error_code != "RESOURCE_ALREADY_EXISTS":
             raise
-    tags = tags | {"finetune.fingerprint": tuned.stage.fingerprint, "finetune.digest": tuned.digest}
+    tags = tags | {"finetune.fingerprint": tuned.stage.fingerprint} | _identity(tuned)
     for version in client.search_model_versions(f"name = '{name}'"):
-        if _is(version, tuned.result["uri"], tuned.digest):
+        if _is(version.tags, tuned):
             for key, value in tags.items():
                 client.set_model_version_tag(name, version.version, key, value)
             return version.version
-    run_id = session.mlflow_run("train")
-    return client.create_model_version(name, tuned.result["uri"], run_id=run_id, tags=tags).version
+    uri, run_id = tuned.result["uri"], session.mlflow_run("train")
+    if session.tracking_uri.startswith("http"):  # a server takes no file:// but of its own; the tag has the true URI
+        uri = re.sub("^file:", "folder:", uri)
+    return client.create_model_version(name, uri, run_id=run_id, tags=tags).version
 
 
-def _is(version, uri: str, digest: str) -> bool:
-    return version.source == uri and version.tags.get("finetune.digest") == digest
+def _identity(tuned: Artifact) -> dict[str, str]:
+    return {"finetune.uri": tuned.result["uri"], "finetune.digest": tuned.digest}
+
+
+def _is(tags: dict[str, str], tuned: Artifact) -> bool:
+    return _identity(tuned).items() <= tags.items()
 
 
 def _is_registered(uri: str, made: Artifact, tuned: Artifact) -> bool:
     """Whether the registry has it. By one request to a server: MLflow's client takes 2 s to import."""
     name, version = made.result["model"], made.result["version"]
+    if uri.startswith("sqlite:///"):
+        return _is_in_file(Path(uri.removeprefix("sqlite:///")), name, version, tuned)
     if not uri.startswith("http"):
         from mlflow.exceptions import MlflowException
 
         try:
-            return _is(registry(uri).get_model_version(name, version), tuned.result["uri"], tuned.digest)
+            return _is(registry(uri).get_model_version(name, version).tags, tuned)
         except MlflowException:
             return False
     asked = {"name": name, "version": version}
@@ -154,9 +165,23 @@ def _is_registered(uri: str, made: Artifact, tuned: Artifact) -> bool:
         return False
     if answer.is_error:
         raise Fault(f"MLflow's registry at {public(uri)} answers {answer.status_code}; check MLFLOW_TRACKING_*")
-    found = answer.json()["model_version"]
-    tags = {tag["key"]: tag["value"] for tag in found.get("tags", ())}
-    return found["source"] == tuned.result["uri"] and tags.get("finetune.digest") == tuned.digest
+    tags = answer.json()["model_version"].get("tags", ())
+    return _is({tag["key"]: tag["value"] for tag in tags}, tuned)
+
+
+def _is_in_file(database: Path, name: str, version: str, tuned: Artifact) -> bool:
+    """The same of MLflow's local database, whose two tables have not changed since its version 1."""
+    query = "SELECT 1 FROM model_versions WHERE name = ? AND version = ? AND current_stage != 'Deleted_Internal'"
+    tags = "SELECT key, value FROM model_version_tags WHERE name = ? AND version = ?"
+    if not database.is_file():
+        return False
+    with contextlib.closing(sqlite3.connect(f"file:{database}?mode=ro", uri=True)) as connection:
+        try:
+            found = connection.execute(query, (name, version)).fetchone()
+            there = dict(connection.execute(tags, (name, version)).fetchall())
+        except sqlite3.OperationalError:  # not a registry yet
+            return False
+    return found is not None and _is(there, tuned)
 
 
 def _authorization() -> dict[str, str]:

@@ -215,3 +215,19 @@ def test_what_was_promoted_is_pinned(world):
     world.run(1, 0.6, found=found)
     pin = world.store.read("pins/tickets-1.json")[0].decode()
     assert all(made.key in pin for made in found)
+
+
+def test_a_server_is_not_given_a_folder_s_uri_as_a_source(world):
+    """MLflow's server refuses file:// unless it is an artifact of its own."""
+    created = []
+    client = SimpleNamespace(
+        create_registered_model=lambda name: None,
+        search_model_versions=lambda query: [],
+        create_model_version=lambda name, source, **more: created.append((source, more)) or SimpleNamespace(version=1),
+    )
+    tuned, _, _ = world.models(1, 0.6)
+    session = Toy(load("tiny"), world.store, "http://127.0.0.1:9", world.root)
+    assert promote._register(client, session, tuned, {}) == 1
+    source, more = created[0]
+    assert source == tuned.result["uri"].replace("file://", "folder://")
+    assert more["tags"]["finetune.uri"] == tuned.result["uri"]
