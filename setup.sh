@@ -83,8 +83,14 @@ say "$("$python" --version) ($python)"
 
 say "packages of uv.lock with extra $EXTRA (8 GB: under a minute from uv's cache, else as long as the download takes)"
 "$uv" sync --quiet --frozen --extra "$EXTRA" --python "$python" || fail "uv sync failed (its reason stands above)"
-# A training process imports some 2,400 modules. Compiled once here, in 13 s, they are there in 4 s at every start, also
-# where PYTHONDONTWRITEBYTECODE keeps a process from storing them itself. Only a saving: a failure is none of setup's.
-PYTHONDONTWRITEBYTECODE='' .venv/bin/python -c \
-    'import torch.distributed.run; from trainer import forked; forked.import_all()' >/dev/null 2>&1 || true
+# A training process imports some 2,400 modules, serving and Prefect's server as many. Compiled once here, in half a
+# minute, they are there in 4 s at every start, also where PYTHONDONTWRITEBYTECODE keeps a process from storing them
+# itself. Only a saving: a failure is none of setup's.
+store_byte_code() { PYTHONDONTWRITEBYTECODE='' .venv/bin/python -c "$1" >/dev/null 2>&1 & }
+store_byte_code 'import torch.distributed.run; from trainer import forked; forked.import_all()'
+store_byte_code 'from trainer import serving; serving.prepare(False); from lm_eval import evaluator, tasks
+from lm_eval.models import vllm_causallms; from vllm import LLM; from vllm.v1.worker import cpu_worker, gpu_worker'
+store_byte_code 'import flows.finetune, prefect.server.api.server, prefect.cli.root, tasks.mlflow_sink, boto3
+import mlflow.server, mlflow.store.tracking.sqlalchemy_store, mlflow.store.model_registry.sqlalchemy_store'
+wait
 say "done in $(($(date +%s) - start)) s"
