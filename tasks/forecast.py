@@ -20,7 +20,8 @@ def lines(run: Run, stages: dict[str, Stage], store: Store, first: str | None, l
         if isinstance(there, Artifact) and name not in anew:
             what = f"hit   {size(there.size)}, made in {clock(there.made['seconds'])} by {there.made['flow']}"
         else:
-            like = there if isinstance(there, Artifact) else artifact.nearest(stage, store)
+            known = there if isinstance(there, Artifact) else artifact.read(store, stage.key)
+            like = known or artifact.nearest(stage, store)
             reason = "made anew, as asked for" if isinstance(there, Artifact) else there.reason
             cost = (
                 f"the like took {clock(like.made['seconds'])} and {size(like.size)}"
