@@ -27,7 +27,7 @@ def _optional(kind: type[BaseModel]) -> type[BaseModel]:
 
 # Where things lie is the flow's own affair.
 CHANGEABLE = {name: _optional(kind) for name, kind in sections().items() if name != "paths"}
-Changes = create_model(
+Changes = create_model(  # pyright: ignore[reportCallIssue]
     "Changes",
     __doc__="Keys that differ from the named configuration.",
     __config__=CLOSED,

@@ -30,7 +30,7 @@ def run(tmp_path, monkeypatch, capsys):
         said = capsys.readouterr()
         return code, said.err, said.out
 
-    run.calls = calls
+    run.calls = calls  # pyright: ignore[reportFunctionMemberAccess]
     return run
 
 

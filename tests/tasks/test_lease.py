@@ -66,8 +66,9 @@ def start(tmp_path, monkeypatch):
         times = {"RENEWED": "0.1", "EXPIRES": "1.0", "POLLED": "0.02"} | variables
         command = [sys.executable, ROOT / "tests/tasks/toy_stage.py", store.uri, tmp_path, mode]
         environment = os.environ | times | {"PYTHONPATH": str(ROOT)}
-        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-        process = subprocess.Popen(command, env=environment, text=True, **pipes)
+        process = subprocess.Popen(
+            command, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+        )
         processes.append(process)
         return process
 

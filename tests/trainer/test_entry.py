@@ -52,8 +52,9 @@ def started(tmp_path, monkeypatch):
     processes = []
 
     def start(*command: str) -> subprocess.Popen:
-        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-        process = subprocess.Popen([sys.executable, *command], text=True, **pipes)
+        process = subprocess.Popen(
+            [sys.executable, *command], text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+        )
         processes.append(process)
         return process
 
