@@ -22,8 +22,8 @@ from typing import Any
 
 from tasks import lease
 from tasks.faults import Fault
-from tasks.folder import PARTIAL, walk
 from tasks.store import File, Store
+from tasks.store.folder import PARTIAL, walk
 
 RECORD = "artifact.json"
 

@@ -19,10 +19,10 @@ from prefect import State, task
 
 from conf.schema import Run
 from tasks import artifact
-from tasks.address import public
 from tasks.artifact import Artifact, Missing, Stage, Work
 from tasks.faults import Fault
 from tasks.session import OPTIONS, Session
+from tasks.tracking.address import public
 
 VERSION = 1
 

@@ -5,10 +5,10 @@ import json
 
 from prefect.artifacts import create_markdown_artifact
 
-from tasks.address import public
 from tasks.artifact import Artifact
 from tasks.progress import clock
 from tasks.session import Session
+from tasks.tracking.address import public
 
 ANSWERS = 8  # shown on the page; MLflow has the whole table
 

@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from conf.schema import Data
-from tasks import hub_http
 from tasks.faults import Fault
+from tasks.hub import api
 
 SPLITS = ("training", "validation", "test")
 _SURROGATE = re.compile("[\ud800-\udfff]")
@@ -41,7 +41,7 @@ def commit(data: Data) -> str:
 
     assert data.source
     try:
-        found = HfApi(endpoint=hub_http.endpoint()).dataset_info(data.source, revision=data.revision, timeout=30).sha
+        found = HfApi(endpoint=api.endpoint()).dataset_info(data.source, revision=data.revision, timeout=30).sha
     except HFValidationError:
         raise Fault(f"data.source: {data.source}: no such file, and no data set's name on the Hub (org/name)") from None
     except HfHubHTTPError as error:
@@ -51,7 +51,7 @@ def commit(data: Data) -> str:
             "token (hf auth login) of a private or gated data set"
         ) from None
     except Exception as error:
-        raise hub_http.fault(error, f"data.source: {data.source}", data.revision) from None
+        raise api.fault(error, f"data.source: {data.source}", data.revision) from None
     assert found
     return found
 

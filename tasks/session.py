@@ -20,11 +20,11 @@ from prefect.states import Completed, Failed
 
 from conf.schema import Run
 from tasks import artifact, tracking
-from tasks.address import resolve
 from tasks.artifact import Artifact, Stage, Work
 from tasks.faults import Fault, Stopped
 from tasks.progress import Progress
 from tasks.store import Store, open_store
+from tasks.tracking.address import resolve
 
 LINK_WITHIN = 5.0  # seconds that the report waits for MLflow's address of the run
 TOLD_WITHIN = 15.0  # seconds that the end of a run waits for a slow tracking server

@@ -12,10 +12,11 @@ from pathlib import Path
 from prefect import State, task
 
 from conf.schema import Run
-from tasks import launch, plots
+from tasks import launch
 from tasks.artifact import Artifact, Stage, Work
 from tasks.progress import Progress
 from tasks.session import OPTIONS, Session
+from tasks.tracking import plots
 
 VERSION = 1
 STEP_EVERY = 5.0  # seconds between lines of steps in the log

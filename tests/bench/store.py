@@ -25,8 +25,8 @@ from pathlib import Path
 
 import psutil
 
-from tasks.folder import THREADS, walk
 from tasks.store import File, open_store
+from tasks.store.folder import THREADS, walk
 from tests.tasks import s3_server
 
 ROOT = Path(__file__).parents[2]

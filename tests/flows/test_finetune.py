@@ -9,7 +9,7 @@ import time
 import boto3
 import pytest
 
-from tests.flows.world import MARKER, ROOT, states
+from tests.flows.world import MARKER, ROOT, states, wait_for
 
 STAGES = ["download", "prepare", "convert", "evaluate-base", "train", "export", "evaluate-tuned", "promote"]
 
@@ -175,12 +175,3 @@ def test_import_is_light():
     start = time.monotonic()
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
     assert time.monotonic() - start < 10  # 2.5 s on an idle machine: make bench-flow
-
-
-def wait_for(condition, seconds: float = 60.0):
-    until = time.monotonic() + seconds
-    while time.monotonic() < until:
-        if found := condition():
-            return found
-        time.sleep(0.1)
-    raise TimeoutError

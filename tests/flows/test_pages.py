@@ -23,7 +23,8 @@ def page():
 def test_prefect_s_page_of_a_run_leads_to_its_report(place: World, first, page):
     run = place.ask_prefect("flow_runs/filter", flow_runs={"name": {"like_": "quick"}}, sort="START_TIME_ASC")[0]
     root = place.prefect.removesuffix("/api")
-    page.goto(f"{root}/runs/flow-run/{run['id']}?tab=Artifacts")
+    page.goto(f"{root}/runs/flow-run/{run['id']}")
+    page.get_by_text("Artifacts", exact=True).last.click(timeout=30_000)
     page.get_by_text("report-quick").first.click(timeout=30_000)
     page.get_by_text("held_out/exact_match").first.wait_for(timeout=30_000)
     assert page.get_by_role("cell", name="evaluate-tuned").count()

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -72,6 +72,16 @@ def states(output: str) -> dict[str, str]:
     """State by stage, from the table that a run ends with."""
     table = output[output.rindex("\nstage ") :].split("\n\n")[0].splitlines()[2:]
     return {line.split()[0]: line.split()[1] for line in table}
+
+
+def wait_for(condition: Callable, seconds: float = 60.0):
+    """What the condition answers, once that is something."""
+    until = time.monotonic() + seconds
+    while time.monotonic() < until:
+        if found := condition():
+            return found
+        time.sleep(0.1)
+    raise TimeoutError
 
 
 @contextlib.contextmanager

@@ -21,8 +21,9 @@ from huggingface_hub import constants, hf_hub_download, snapshot_download
 from huggingface_hub.utils import disable_progress_bars
 from safetensors.numpy import load_file, save_file
 
-from tasks import digests, hub, hub_http, wanted
+from tasks import hub
 from tasks.faults import Fault
+from tasks.hub import api, digests, wanted
 from tests import stand_in_hub
 from tests.tasks import s3_server
 
@@ -39,7 +40,7 @@ def clean(monkeypatch, tmp_path):
     monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "token"))
     (tmp_path / "agents").write_text('{"harnesses": {}}')  # else huggingface_hub asks huggingface.co for it
     monkeypatch.setattr(constants, "AGENT_HARNESSES_PATH", str(tmp_path / "agents"))
-    monkeypatch.setattr(hub_http, "WAITS", (0.01,) * 6)
+    monkeypatch.setattr(api, "WAITS", (0.01,) * 6)
     monkeypatch.setattr(hub, "LINK_FROM", 1000)
     disable_progress_bars()
 
@@ -387,7 +388,7 @@ def test_disk_that_fills_up_meanwhile(served, model, tmp_path, monkeypatch):
         raise OSError(28, "No space left on device")
 
     served.publish("models/org/toy", model)
-    monkeypatch.setattr(hub_http.os, "fsync", full)
+    monkeypatch.setattr(api.os, "fsync", full)
     assert "disk is full" in refused("org/toy", folder=tmp_path / "out")
 
 

@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 
 from conf.load import load
-from tasks import hub_http, prepare, rows
+from tasks import prepare, rows
 from tasks.faults import Fault
+from tasks.hub import api
 from tests import stand_in_hub
 
 ROOT = Path(__file__).parents[2]
@@ -28,7 +29,7 @@ def hub(tmp_path, monkeypatch):
     monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "token"))
     (tmp_path / "agents").write_text('{"harnesses": {}}')
     monkeypatch.setattr(constants, "AGENT_HARNESSES_PATH", str(tmp_path / "agents"))
-    monkeypatch.setattr(hub_http, "WAITS", (0.01,) * 6)
+    monkeypatch.setattr(api, "WAITS", (0.01,) * 6)
     with stand_in_hub.serve(tmp_path / "hub") as hub:
         monkeypatch.setenv("HF_ENDPOINT", hub.url)
         yield hub

@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 
 from tasks import tracking
-from tasks.address import public
 from tasks.faults import Fault
-from tasks.tail import Tail, metrics
+from tasks.tracking.address import public
+from tasks.tracking.tail import Tail, metrics
 from tests.tasks.toy_flow import resume, write
 
 ROOT = Path(__file__).parents[2]

@@ -6,13 +6,13 @@ from concurrent.futures import CancelledError
 from pathlib import Path
 from threading import Event
 
-from tasks.digests import CHUNK, Check
 from tasks.faults import Fault
+from tasks.hub.digests import CHUNK, Check
 
 
 def digest(store, name: str, size: int, tag: str) -> str:
     """What the object's content is checked against. A fault where it is not the one that was listed."""
-    from tasks.s3_store import plainly
+    from tasks.store.s3 import plainly
 
     where = {"Bucket": store.bucket, "Key": store.at(name)}
     with plainly(store):
@@ -34,8 +34,8 @@ def digest(store, name: str, size: int, tag: str) -> str:
 
 def receive(store, name: str, part: Path, size: int, digest: str, count: Callable, stopped: Event) -> None:
     """Bring `part` to the whole object; what an earlier attempt left in it is kept."""
-    from tasks.s3_download import stream
-    from tasks.s3_store import plainly
+    from tasks.store.s3 import plainly
+    from tasks.store.s3_download import stream
 
     for last in (False, True):
         check = Check(digest, size)

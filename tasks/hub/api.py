@@ -24,8 +24,8 @@ from pathlib import Path
 from threading import Event
 from urllib.parse import urlsplit
 
-from tasks.digests import CHUNK, Check
 from tasks.faults import Fault
+from tasks.hub.digests import CHUNK, Check
 
 WAITS = (0.5, 1, 2, 4, 8, 16)  # seconds before each further attempt; a file that grew starts again from the first
 LONGEST_WAIT = 330  # the Hub counts requests over windows of 300 s

@@ -14,9 +14,9 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Protocol
 
-from tasks import journal
-from tasks.address import clean, with_password
-from tasks.journal import Journal
+from tasks.tracking import journal
+from tasks.tracking.address import clean, with_password
+from tasks.tracking.journal import Journal
 
 log = logging.getLogger("finetune.tracking")
 
@@ -127,10 +127,10 @@ class Shipper(threading.Thread):
 
 def _open(service: str, address: str, own: Journal) -> Sink:
     if service == "mlflow":
-        from tasks.mlflow_sink import MlflowSink
+        from tasks.tracking.mlflow_sink import MlflowSink
 
         return MlflowSink(address, own.meta["experiment"])
-    from tasks.wandb_sink import WandbSink
+    from tasks.tracking.wandb_sink import WandbSink
 
     return WandbSink(own.meta["wandb"], own.folder.parent)
 

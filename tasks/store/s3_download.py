@@ -18,14 +18,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tasks import folder as folders
-from tasks.durable import plainly as disk_plainly
 from tasks.faults import Fault
-from tasks.folder import BLOCK, File, Meter, Progress, Task, work_through
-from tasks.s3_errors import ABSENT, ATTEMPTS, broken, code_of, lost, pause, plainly
+from tasks.store import folder as folders
+from tasks.store.durable import plainly as disk_plainly
+from tasks.store.folder import BLOCK, File, Meter, Progress, Task, work_through
+from tasks.store.s3_errors import ABSENT, ATTEMPTS, broken, code_of, lost, pause, plainly
 
 if TYPE_CHECKING:
-    from tasks.s3_store import S3Store
+    from tasks.store.s3 import S3Store
 
 PIECE = 8 << 20  # what an interruption costs at most, per thread
 RANGE = 8  # pieces per request: of 64 MiB, the 30 ms that a request costs are a few percent

@@ -21,15 +21,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tasks import folder as folders
-from tasks.durable import plainly as disk_plainly
 from tasks.faults import Fault
-from tasks.folder import BLOCK, File, Meter, Progress, Task, work_through
-from tasks.s3_errors import Refused, code_of, plainly
-from tasks.s3_store import tag_of
+from tasks.store import folder as folders
+from tasks.store.durable import plainly as disk_plainly
+from tasks.store.folder import BLOCK, File, Meter, Progress, Task, work_through
+from tasks.store.s3 import tag_of
+from tasks.store.s3_errors import Refused, code_of, plainly
 
 if TYPE_CHECKING:
-    from tasks.s3_store import S3Store
+    from tasks.store.s3 import S3Store
 
 PART = 16 << 20  # S3 wants at least 5 MiB; per request some 30 ms go by without data
 RESTARTS = 3  # of a multipart upload that somebody else aborted

@@ -1,4 +1,4 @@
-"""An S3 bucket, or what lies below a prefix of it, as object store. Transfers of folders are tasks/s3_transfer.py.
+"""An S3 bucket, or what lies below a prefix of it, as object store. Transfers of folders are tasks/store/s3_upload.py.
 
 Credentials, region and endpoint are found by boto3's standard chain (AWS_PROFILE, AWS_ACCESS_KEY_ID, roles;
 AWS_ENDPOINT_URL for another S3 than Amazon's) and appear in no message. Requests are tried 8 times with growing pauses
@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from tasks.faults import Fault
-from tasks.folder import THREADS, File, Progress, checked
-from tasks.s3_errors import ABSENT, ATTEMPTS, REFUSED, Refused, broken, code_of, lost, pause, plainly
+from tasks.store.folder import THREADS, File, Progress, checked
+from tasks.store.s3_errors import ABSENT, ATTEMPTS, REFUSED, Refused, broken, code_of, lost, pause, plainly
 
 
 @dataclass(frozen=True)
@@ -81,17 +81,17 @@ class S3Store:
             return {e["Key"][len(below) :]: (e["Size"], tag_of(e)) for e in found if not e["Key"].endswith("/")}
 
     def put(self, folder: Path, prefix: str, progress: Progress | None = None) -> dict[str, File]:
-        from tasks import s3_transfer
+        from tasks.store import s3_upload
 
-        return s3_transfer.put(self, folder, prefix, progress)
+        return s3_upload.put(self, folder, prefix, progress)
 
     def get(self, prefix: str, files: dict[str, File], folder: Path, progress: Progress | None = None) -> None:
-        from tasks import s3_download
+        from tasks.store import s3_download
 
         s3_download.get(self, prefix, files, folder, progress)
 
     def changed(self, prefix: str, files: dict[str, File], deep: bool = False) -> dict[str, str]:
-        from tasks import s3_download
+        from tasks.store import s3_download
 
         return s3_download.changed(self, prefix, files, deep)
 

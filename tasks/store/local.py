@@ -21,10 +21,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from tasks import folder as folders
-from tasks.durable import copy, into_place, plainly, sync, tag_of, write_durably
 from tasks.faults import Fault
-from tasks.folder import File, Meter, Progress, checked, work_through
+from tasks.store import folder as folders
+from tasks.store.durable import copy, into_place, plainly, sync, tag_of, write_durably
+from tasks.store.folder import File, Meter, Progress, checked, work_through
 
 OWN = ".store"
 FORGOTTEN = 24 * 3600  # seconds after which a temporary file belongs to no living process

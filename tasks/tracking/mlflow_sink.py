@@ -37,8 +37,8 @@ from mlflow.entities import (  # noqa: E402
 )
 from mlflow.exceptions import MlflowException, RestException  # noqa: E402
 
-from tasks.address import clean  # noqa: E402
-from tasks.shipping import Away, Refused  # noqa: E402
+from tasks.tracking.address import clean  # noqa: E402
+from tasks.tracking.shipping import Away, Refused  # noqa: E402
 
 MOST = 1000  # entities of one log_batch; MLflow takes no more
 REFUSALS = {
@@ -195,7 +195,7 @@ class MlflowSink:
         self._upload(runs[event["run"]], Path(event["file"]), event["name"])
 
     def _plots(self, event: dict, runs: dict, attempt: str) -> None:
-        from tasks import plots
+        from tasks.tracking import plots
 
         try:
             drawn = plots.figures(plots.read(Path(event["file"])))

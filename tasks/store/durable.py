@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from tasks.faults import Fault
-from tasks.folder import BLOCK
+from tasks.store.folder import BLOCK
 
 
 def tag_of(facts: os.stat_result) -> str:

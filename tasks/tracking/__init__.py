@@ -11,14 +11,13 @@
 
     python -m tasks.tracking RUNS                   ship what killed flows left behind in RUNS; exit 1 if it has to wait
 
-Each call writes to a journal on the disk (tasks/journal.py) and returns; threads carry it to MLflow (tasks/shipping.py,
-tasks/mlflow_sink.py) and, where a project is set, the followed metrics to Weights & Biases. A stage with an id of its
-own, such as one made of its fingerprint, is one MLflow run across flow runs until it has finished: a flow that starts
-again after a crash continues it, and each step's metrics stand there once. Without one it belongs to this flow run.
+Each call writes to a journal on the disk (journal.py) and returns; threads carry it to MLflow (shipping.py,
+mlflow_sink.py) and, where a project is set, the followed metrics to Weights & Biases. A stage with an id of its own,
+such as one made of its fingerprint, is one MLflow run across flow runs until it has finished: a flow that starts again
+after a crash continues it, and each step's metrics stand there once. Without one it belongs to this flow run.
 Not covered: large files. What a stage makes is named by its URI; files given here are copied.
 """
 
-import argparse
 import getpass
 import json
 import logging
@@ -30,12 +29,12 @@ import threading
 import time
 from pathlib import Path
 
-from tasks import journal, machine
-from tasks.address import clean, public, resolve
 from tasks.faults import Fault
-from tasks.journal import Journal
-from tasks.shipping import Shipper, drain, same_service
-from tasks.tail import Tail, metrics
+from tasks.tracking import journal, machine
+from tasks.tracking.address import clean, public, resolve
+from tasks.tracking.journal import Journal
+from tasks.tracking.shipping import Shipper, same_service
+from tasks.tracking.tail import Tail, metrics
 
 POLL = 1.0  # seconds between looks at a followed file
 HANDED_OVER = 60.0  # seconds that a process of its own tries to ship a short flow's events; the next flow tries again
@@ -208,7 +207,7 @@ class Tracking(Stage):
             self._journal.release()
             command = [sys.executable, "-m", "tasks.tracking", str(self._runs), "--timeout", str(HANDED_OVER)]
             nothing = [(os.POSIX_SPAWN_OPEN, number, os.devnull, os.O_RDWR, 0) for number in range(3)]
-            environment = os.environ | {"PYTHONPATH": str(Path(__file__).parent.parent)}
+            environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
             os.posix_spawn(sys.executable, command, environment, file_actions=nothing, setsid=True)
             return None
         self._closing.set()
@@ -315,17 +314,3 @@ def _now() -> int:
 def _plain(value):
     """What a browser's JSON can read: it knows no NaN."""
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m tasks.tracking", description="Ship what killed flows left behind.")
-    parser.add_argument("runs", metavar="RUNS", type=Path, help="the local folder of runs")
-    parser.add_argument("--timeout", type=float, default=600.0, help="seconds to wait for a service (600)")
-    args = parser.parse_args()
-    lines = drain(args.runs.absolute() / "tracking", args.timeout)
-    print("\n".join(lines or ["nothing waits"]))
-    return int(any(": they wait: " in line for line in lines))
-
-
-if __name__ == "__main__":
-    sys.exit(main())

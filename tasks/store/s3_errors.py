@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 from tasks.faults import Fault
 
 if TYPE_CHECKING:
-    from tasks.s3_store import S3Store
+    from tasks.store.s3 import S3Store
 
 ATTEMPTS = 8
 REFUSED = {"PreconditionFailed", "412", "ConditionalRequestConflict", "409", "NoSuchKey", "404"}

@@ -24,9 +24,9 @@ from difflib import get_close_matches
 from pathlib import Path
 from threading import Event, Lock
 
-from tasks import hub_http, s3_source, wanted
-from tasks.digests import holds
 from tasks.faults import Fault
+from tasks.hub import api, s3_source, wanted
+from tasks.hub.digests import holds
 
 PARTIAL = ".partial"
 PARALLEL = 8  # files at a time, as snapshot_download has it
@@ -79,8 +79,8 @@ def resolve(source: str, revision: str = "main") -> Resolved:
             "s3", source, _digest(objects), sizes, {name: f"etag:{tag}" for name, (_, tag) in objects.items()}
         )
     try:
-        commit, sizes, digests = hub_http.describe(source, revision or "main")
-    except hub_http.NotThere as fault:
+        commit, sizes, digests = api.describe(source, revision or "main")
+    except api.NotThere as fault:
         raise Fault(f"{fault}{_near(Path(source))}") from None
     if bad := [name for name in sizes if wanted.unsafe_name(name)]:
         raise Fault(f"{source}: {bad[0]!r} is no name of a file inside a folder; do not use this repository")
@@ -108,7 +108,7 @@ def fetch(
         bring(resolved, [name for name in chosen if name not in described], folder, meter)
         shutil.rmtree(folder / PARTIAL)
     except OSError as error:
-        known = hub_http.fault(error, resolved.source, resolved.commit)
+        known = api.fault(error, resolved.source, resolved.commit)
         raise (
             known if known is not error else Fault(f"{error.filename or folder}: {error.strerror or error}")
         ) from None
@@ -154,9 +154,9 @@ class _Meter:
 def _from_hub(resolved: Resolved, names: list[str], folder: Path, meter: _Meter) -> None:
     from huggingface_hub import hf_hub_download, hf_hub_url
 
-    hub_http.require_online(resolved.source)
-    hub_http.keep_addresses_out_of_logs()
-    at = hub_http.endpoint()
+    api.require_online(resolved.source)
+    api.keep_addresses_out_of_logs()
+    at = api.endpoint()
 
     def one(name: str, stopped: Event) -> None:
         size, digest, path = resolved.files[name], resolved.digests[name], folder / name
@@ -170,11 +170,11 @@ def _from_hub(resolved: Resolved, names: list[str], folder: Path, meter: _Meter)
                 Path(whole).rename(part)
                 shutil.rmtree(aside)
             url = hf_hub_url(resolved.source, name, revision=resolved.commit, endpoint=at)
-            hub_http.receive(url, part, size, digest, meter.add, stopped)
+            api.receive(url, part, size, digest, meter.add, stopped)
         except CancelledError:
             raise
         except Exception as error:
-            raise hub_http.fault(error, resolved.source, resolved.commit) from None
+            raise api.fault(error, resolved.source, resolved.commit) from None
         path.parent.mkdir(parents=True, exist_ok=True)
         part.rename(path)
 

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import wandb
 
-from tasks.address import clean
-from tasks.shipping import Away
+from tasks.tracking.address import clean
+from tasks.tracking.shipping import Away
 
 
 class WandbSink:

@@ -1,7 +1,7 @@
 """The object store that every stage's output goes to: s3://bucket/prefix, or a folder, by one interface.
 
-    open_store("s3://bucket/runs")     boto3 (tasks/s3_store.py); credentials and endpoint from its standard chain
-    open_store("file:///mnt/runs")     a folder, also on NFS, also as a plain path (tasks/local_store.py)
+    open_store("s3://bucket/runs")     boto3 (tasks/store/s3.py); credentials and endpoint from its standard chain
+    open_store("file:///mnt/runs")     a folder, also on NFS, also as a plain path (tasks/store/local.py)
 
 Keys and names are relative, with slashes; `prefix` means what lies below prefix + "/". All methods are safe to call
 from several threads, processes and hosts. What is wrong with the caller's store or folder is a tasks.faults.Fault of
@@ -17,7 +17,7 @@ from typing import Protocol
 from urllib.parse import unquote, urlsplit
 
 from tasks.faults import Fault
-from tasks.folder import File, Progress
+from tasks.store.folder import File, Progress
 
 __all__ = ["File", "Progress", "Store", "open_store"]
 
@@ -86,7 +86,7 @@ def open_store(uri: str) -> Store:
     if not colon:
         if not uri:
             raise Fault("store: empty; it takes s3://bucket/prefix or a folder")
-        from tasks.local_store import LocalStore
+        from tasks.store.local import LocalStore
 
         return LocalStore(Path(uri).expanduser().absolute())
     try:
@@ -100,13 +100,13 @@ def open_store(uri: str) -> Store:
     if scheme == "file":
         if parts.netloc not in ("", "localhost") or not parts.path.startswith("/"):
             raise Fault(f"store: {uri}: names a host, {parts.netloc!r}; file:///folder has three slashes")
-        from tasks.local_store import LocalStore
+        from tasks.store.local import LocalStore
 
         return LocalStore(Path(unquote(parts.path)))
     if scheme == "s3":
         if not parts.netloc:
             raise Fault(f"store: {uri}: names no bucket; s3://bucket/prefix does")
-        from tasks.s3_store import S3Store
+        from tasks.store.s3 import S3Store
 
         return S3Store(parts.netloc, parts.path.strip("/"))
     raise Fault(f"store: {scheme}://: no such kind of store; there are s3://bucket/prefix and file:///folder")
