@@ -69,7 +69,7 @@ class Data(Section):
 
     source: Text | None = Field(
         default=None,
-        description="Hugging Face data set id, JSON lines file, folder, s3:// URI, or tiny://tickets; for the flow",
+        description="Hugging Face data set id, JSON lines file, folder of such, or tiny://tickets; for the flow",
     )
     revision: Text = Field(default="main", description="branch, tag or commit of the data set on the Hub")
     config: Text | None = Field(default=None, description="configuration of the data set on the Hub")

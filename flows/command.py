@@ -11,7 +11,7 @@ from tasks.session import open_run_store
 
 
 def command(flow, description: str) -> int:
-    """The exit code: 0, or 2 for what the caller can mend, or 1."""
+    """The exit code: 0, 2 for what the caller can mend, 1 for anything else."""
     options = _arguments(description)
     try:
         run = load(options.conf, options.overrides)
@@ -32,7 +32,7 @@ def command(flow, description: str) -> int:
     )
     if state.is_failed() and state.message:
         print("".join(f"error: {line}\n" for line in state.message.splitlines()), end="", file=sys.stderr)
-    return 0 if state.is_completed() else 2
+    return 0 if state.is_completed() else 1 if state.name == "Crashed" else 2
 
 
 def _arguments(description: str) -> argparse.Namespace:

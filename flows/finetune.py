@@ -40,7 +40,10 @@ def name_of_run() -> str:
 
 @flow(name="finetune", flow_run_name=name_of_run, persist_result=False)
 def finetune(
-    conf: Name = "tiny", changes: Changes | None = None, first: Stage | None = None, last: Stage | None = None
+    conf: Name = "tiny",  # pyright: ignore[reportInvalidTypeForm]: a choice that depends on what lies in conf/
+    changes: Changes | None = None,  # pyright: ignore[reportInvalidTypeForm]
+    first: Stage | None = None,  # pyright: ignore[reportInvalidTypeForm]
+    last: Stage | None = None,  # pyright: ignore[reportInvalidTypeForm]
 ) -> State:
     """Download, convert, prepare, train, export, evaluate and promote; what is there already is not made again.
 

@@ -19,7 +19,7 @@ from prefect import State, task
 
 from conf.schema import Run
 from tasks import artifact
-from tasks.artifact import Artifact, Missing, Stage, Work
+from tasks.artifact import Artifact, Missing, Stage, Work, canonical
 from tasks.faults import Fault
 from tasks.session import OPTIONS, Session
 from tasks.tracking.address import public
@@ -61,7 +61,11 @@ def promote(session: Session, tuned: Artifact, before: Artifact, after: Artifact
         wins, reason = decide(settings.metric, value, rival, settings.margin)
         if champion and _is(champion.tags, tuned):
             wins, reason = True, f"{settings.metric} {value:.4g}; it was champion before"
-        version = _register(client, session, tuned, {settings.metric: repr(value), "reason": reason})
+        questions = canonical([after.stage.config, after.stage.inputs.get("data")])
+        if champion and champion.tags.get("finetune.questions", questions) != questions:
+            reason += f"; {rival.name} was asked other questions"
+        tags = {settings.metric: repr(value), "reason": reason, "finetune.questions": questions}
+        version = _register(client, session, tuned, tags)
         client.set_registered_model_alias(settings.model, "challenger", version)
         if wins:
             client.set_registered_model_alias(settings.model, "champion", version)

@@ -34,7 +34,7 @@ TOLD_WITHIN = 15.0  # seconds that the end of a run waits for a slow tracking se
 class Outcome:
     """What became of a stage."""
 
-    state: str  # Cached, Completed, Failed, NotAsked
+    state: str  # Cached, Completed, Failed (the caller can mend it), Crashed (nobody knows yet), NotAsked
     seconds: float
     artifact: Artifact | None = None
     reason: str = ""
@@ -101,10 +101,11 @@ class Session(AbstractContextManager):
 
     def verdict(self) -> State:
         """The state that the flow ends in."""
-        failed = [f"{name}: {outcome.reason}" for name, outcome in self.outcomes.items() if outcome.state == "Failed"]
-        if failed or len(self.outcomes) < len(self.stages):
-            return Failed(message="\n".join(failed) or "not all stages have run")
         states = [outcome.state for outcome in self.outcomes.values()]
+        ends = {name: o.reason for name, o in self.outcomes.items() if o.state in ("Failed", "Crashed")}
+        if ends or len(states) < len(self.stages):
+            message = "\n".join(f"{name}: {reason}" for name, reason in ends.items()) or "not all stages have run"
+            return Failed(message=message, name="Crashed" if "Crashed" in states else "Failed")
         cached = states.count("Cached")
         return Completed(message=f"{cached} stages cached, {states.count('Completed')} made")
 
@@ -136,7 +137,9 @@ class Session(AbstractContextManager):
             self.tracked(name).end("FAILED", str(fault))
             return Failed(message=str(fault), data=fault)
         except BaseException as error:  # the task may try again
-            self.outcomes[name] = Outcome("Failed", time.monotonic() - start, reason=f"{type(error).__name__}: {error}")
+            self.outcomes[name] = Outcome(
+                "Crashed", time.monotonic() - start, reason=f"{type(error).__name__}: {error}"
+            )
             raise
         state = "Cached" if made.cached else "Completed"
         self.outcomes[name] = Outcome(state, time.monotonic() - start, made)
