@@ -90,7 +90,7 @@ store_byte_code() { PYTHONDONTWRITEBYTECODE='' .venv/bin/python -c "$1" >/dev/nu
 store_byte_code 'import torch.distributed.run; from trainer import forked; forked.import_all()'
 store_byte_code 'from trainer import serving; serving.prepare(False); from lm_eval import evaluator, tasks
 from lm_eval.models import vllm_causallms; from vllm import LLM; from vllm.v1.worker import cpu_worker, gpu_worker'
-store_byte_code 'import flows.finetune, prefect.server.api.server, prefect.cli.root, tasks.mlflow_sink, boto3
+store_byte_code 'import flows.finetune, prefect.server.api.server, prefect.cli.root, tasks.tracking.mlflow_sink, boto3
 import mlflow.server, mlflow.store.tracking.sqlalchemy_store, mlflow.store.model_registry.sqlalchemy_store'
 wait
 say "done in $(($(date +%s) - start)) s"

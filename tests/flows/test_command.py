@@ -114,7 +114,8 @@ def test_a_dry_run_names_every_stage_and_starts_none(run, tmp_path):
 
 
 def test_a_failed_run_shows_why_and_how(run, monkeypatch, capsys):
-    state = SimpleNamespace(is_completed=lambda: False, is_failed=lambda: True, message="train: a\nexport: b", name="Failed")
+    ends = {"is_completed": lambda: False, "is_failed": lambda: True}
+    state = SimpleNamespace(**ends, message="train: a\nexport: b", name="Failed")
     monkeypatch.setattr(sys, "argv", ["finetune", "tiny"])
     assert command(SimpleNamespace(with_options=lambda **_: lambda **_: state), "x") == 2
     assert capsys.readouterr().err == "error: train: a\nerror: export: b\n"

@@ -145,6 +145,23 @@ def test_the_other_takes_over_from_one_that_is_killed(place, tmp_path):
     assert time.monotonic() - killed < 60
 
 
+@pytest.mark.timeout(300)
+def test_a_training_that_is_killed_goes_on_and_mlflow_has_each_step_once(place, first):
+    from mlflow import MlflowClient
+
+    killed = place.start("optimizer.lr=3e-3", "--until", "train")
+    work = place.folder / "runs/work"
+    wait_for(lambda: [f for f in work.glob("train-*/files/metrics.jsonl") if '"step": 30,' in f.read_text()], 120)
+    killed.kill()
+    killed.communicate()
+    place.run("optimizer.lr=3e-3", "--until", "train")
+    client = MlflowClient(place.mlflow)
+    runs = client.search_runs(["1"], "tags.finetune.stage = 'train' and params.`optimizer.lr` = '0.003'")
+    assert [run.info.status for run in runs] == ["FINISHED"]
+    history = client.get_metric_history(runs[0].info.run_id, "lm_loss")
+    assert sorted(metric.step for metric in history) == list(range(1, 51))
+
+
 @pytest.mark.parametrize(
     "override, line",
     [
