@@ -19,7 +19,7 @@ class Progress:
         context = TaskRunContext.get()
         self.task_run = context.task_run if context else None
         self.key, self.unit = key, unit
-        self.started = self.told = time.monotonic()
+        self.started = self.told = 0.0
         self.first: float | None = None  # what was there already when a killed attempt is gone on with
         self.artifact: Any = None
         self.lock = threading.Lock()
@@ -28,7 +28,7 @@ class Progress:
         now = time.monotonic()
         with self.lock:
             if self.first is None:
-                self.first = done
+                self.first, self.started = done, now
             last = done >= total and self.artifact is not None
             if self.task_run is None or not total or now - self.started < SHOWN_AFTER:
                 return

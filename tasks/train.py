@@ -111,5 +111,5 @@ def _summary(lines: list[dict]) -> dict:
     validations = [line for line in lines if line["kind"] == "validation"]
     seconds = sorted(line["step_seconds"] for line in steps)
     summary = {"steps": steps[-1]["step"], "loss": steps[-1]["lm_loss"], "first_loss": steps[0]["lm_loss"]}
-    summary |= {"step_seconds": seconds[len(seconds) // 2], "memory_gb": steps[-1]["memory_gb"]}
+    summary |= {"median_step_seconds": seconds[len(seconds) // 2], "peak_memory_gb": steps[-1]["memory_gb"]}
     return summary | ({"validation_loss": validations[-1]["lm_loss"]} if validations else {})
