@@ -94,9 +94,6 @@ def contradictions(run: Run) -> Iterator[tuple[str, str]]:
         yield "train.stop_after", f"{train.stop_after} lies behind the last step, {train.steps}"
     if run.data.validation + run.data.test >= 1:
         yield "data.test", f"{run.data.test} and data.validation {run.data.validation} leave nothing to train on"
-    names_known = not any(task.endswith((".yaml", ".yml")) for task in run.evaluate.tasks)  # a file has its own inside
-    if names_known and not run.promote.metric.startswith(run.evaluate.tasks):  # mmlu also yields mmlu_anatomy/acc
-        yield "promote.metric", f"{run.promote.metric} is of none of evaluate.tasks: {', '.join(run.evaluate.tasks)}"
     if optimizer.warmup_steps >= train.steps:
         yield "optimizer.warmup_steps", f"{optimizer.warmup_steps} leaves none of the {train.steps} steps for the decay"
     if optimizer.min_lr > optimizer.lr:

@@ -41,7 +41,9 @@ def up() -> int:
     for name, (health, port) in servers.items():
         if name not in running:
             port = _free_port(port)
-            running[name] = _start(name, _server(name, port), f"http://{HOST}:{port}")
+            address = f"http://{HOST}:{port}"
+            page = {"PREFECT_SERVER_UI_API_URL": f"{address}/api"}  # which its page asks; at 4200 unless told
+            running[name] = _start(name, _server(name, port), address, _without_servers() | QUIET | page)
             _save(running)
             if not _is_healthy(running[name]["address"] + health, running[name]):
                 print(f"error: {name} did not come up; its log: {_folder() / f'{name}.log'}", file=sys.stderr)
@@ -107,14 +109,18 @@ def _prefect(environment: dict[str, str], *arguments: str) -> None:
         sys.exit(f"error: prefect {' '.join(arguments)}: {done.stdout}{done.stderr}")
 
 
-def _start(name: str, command: list, address: str, environment: dict[str, str] | None = None) -> dict:
+def _without_servers() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if name != "PREFECT_API_URL"}
+
+
+def _start(name: str, command: list, address: str, environment: dict[str, str]) -> dict:
     with (_folder() / f"{name}.log").open("a") as log:
         process = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
-            env=environment or {k: v for k, v in os.environ.items() if k != "PREFECT_API_URL"} | QUIET,
+            env=environment,
             start_new_session=True,
         )
     return {"pid": process.pid, "started": _started(process.pid), "address": address}

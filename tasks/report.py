@@ -17,27 +17,21 @@ def lines(session: Session) -> list[str]:
     """For the terminal."""
     rows = [("stage", "state", "time", "artifact")]
     for name in session.stages:
-        outcome = session.outcomes.get(name)
-        if outcome is None:
-            rows.append((name, "NotRun", "", ""))
+        if outcome := session.outcomes.get(name):
+            key = outcome.artifact.key if outcome.artifact else ""
+            rows.append((name, outcome.state, f"{outcome.seconds:.1f} s", key))
         else:
-            rows.append(
-                (name, outcome.state, f"{outcome.seconds:.1f} s", outcome.artifact.key if outcome.artifact else "")
-            )
-    widths = [max(len(row[column]) for row in rows) for column in range(3)]
-    found = [
-        "  ".join([*(cell.ljust(w) for cell, w in zip(row, widths, strict=False)), row[3]]).rstrip() for row in rows
-    ]
+            rows.append((name, "NotRun", "", ""))
+    widths = [max(len(row[column]) for row in rows) for column in range(4)]
+    found = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
     if gains := _gains(session):
         width = max(len(name) for name, _, _ in gains)
         found += ["", f"{'metric'.ljust(width)}  {'base':>9}  {'tuned':>9}"]
         found += [f"{name.ljust(width)}  {base:>9.4g}  {tuned:>9.4g}" for name, base, tuned in gains]
     if promoted := _artifact(session, "promote"):
         result = promoted.result
-        found += [
-            "",
-            f"{result['model']} version {result['version']}: {' and '.join(result['aliases'])}. {result['reason']}",
-        ]
+        title = f"{result['model']} version {result['version']}: {' and '.join(result['aliases'])}."
+        found += ["", f"{title} {result['reason']}"]
     found += ["", *(f"{name}: {where}" for name, where in _places(session).items())]
     return found
 

@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from conf.load import FOLDER
-from tests.flows.world import BIN, ROOT, World, wait_for
+from tests.flows.world import BIN, ROOT, World, end, wait_for
 
 
 @pytest.fixture(scope="module")
@@ -20,10 +20,10 @@ def worker(place: World):
     prefect(place, "--no-prompt", "deploy", "--all")
     command = [BIN / "prefect", "worker", "start", "--pool", "finetune-cpu"]
     with (place.folder / "worker.log").open("w") as log:
-        process = subprocess.Popen(command, cwd=ROOT, env=place.environment, stdout=log, stderr=log)
+        to_log = {"stdout": log, "stderr": log, "start_new_session": True}
+        process = subprocess.Popen(command, cwd=ROOT, env=place.environment, **to_log)
         yield process
-        process.terminate()
-        process.wait(40)
+        end(process)
 
 
 def prefect(place: World, *arguments: str, code: int = 0) -> str:

@@ -47,7 +47,7 @@ def test_mlflow_has_each_step_once_and_every_stage(place, first):
     from mlflow import MlflowClient
 
     client = MlflowClient(place.mlflow)
-    (parent,) = client.search_runs(["1"], "tags.finetune.flow_run != ''")
+    (parent,) = client.search_runs(["1"], f"tags.`mlflow.runName` = '{place.name_of(first)}'")
     children = client.search_runs(["1"], f"tags.`mlflow.parentRunId` = '{parent.info.run_id}'")
     stages = {run.data.tags["finetune.stage"]: run for run in children}
     assert sorted(stages) == sorted(STAGES)
@@ -65,11 +65,12 @@ def test_mlflow_has_each_step_once_and_every_stage(place, first):
 
 
 def test_prefect_has_the_report(place, first):
-    (run,) = place.ask_prefect("flow_runs/filter", flow_runs={"name": {"like_": "quick"}}, sort="START_TIME_DESC")[:1]
+    (run,) = place.ask_prefect("flow_runs/filter", flow_runs={"name": {"any_": [place.name_of(first)]}})
     assert run["state_name"] == "Completed"
     tasks = place.ask_prefect("task_runs/filter", flow_runs={"id": {"any_": [run["id"]]}})
     assert {task["state_name"] for task in tasks} == {"Completed"}
-    reports = place.ask_prefect("artifacts/filter", artifacts={"key": {"any_": ["report-quick"]}})
+    reports = place.ask_prefect("artifacts/filter", flow_runs={"id": {"any_": [run["id"]]}})
+    reports = [report for report in reports if report["key"] == "report-quick"]
     assert "held_out/exact_match" in reports[0]["data"]
     assert "data:image/png;base64," in reports[0]["data"]
 

@@ -43,6 +43,10 @@ class World:
     prefect: str
     mlflow: str
 
+    def name_of(self, output: str) -> str:
+        """Of the flow run that printed this."""
+        return output.partition("Flow run '")[2].partition("'")[0]
+
     @property
     def conf(self) -> Path:
         return self.folder / "quick.yaml"
@@ -163,7 +167,7 @@ def _serve(stack: contextlib.ExitStack, folder: Path, environment: dict, health:
         stderr=log,
         start_new_session=True,
     )
-    stack.callback(_end, process)
+    stack.callback(end, process)
     for _ in range(600):
         try:
             return urllib.request.urlopen(health, timeout=5).close()
@@ -173,7 +177,8 @@ def _serve(stack: contextlib.ExitStack, folder: Path, environment: dict, health:
     raise TimeoutError(f"{command} does not start")
 
 
-def _end(process: subprocess.Popen) -> None:
+def end(process: subprocess.Popen) -> None:
+    """And all of its session."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, 15)
     try:

@@ -237,6 +237,8 @@ def test_a_run_taken_over_is_left_to_its_new_owner(start, client, tmp_path):
 
 def test_what_mlflow_refuses_holds_up_nothing(start, client, caplog):
     t = start("flow8", params={"lr": 1})
+    while t.run_id() is None:  # else both would go in one call
+        time.sleep(0.05)
     t.params({"lr": 2, "batch": 4})
     t.tags({"a name with \t and \n": "x"})
     t.end()
