@@ -106,41 +106,14 @@ def world(folder: Path) -> Iterator[World]:
         }
         _make_bucket(environment)
         ports = [_free_port(), _free_port()]
-        addresses = {
-            "PREFECT_API_URL": f"http://127.0.0.1:{ports[0]}/api",
-            "MLFLOW_TRACKING_URI": f"http://127.0.0.1:{ports[1]}",
-        }
-        stored = [
-            "--backend-store-uri",
-            f"sqlite:///{folder}/mlflow.db",
-            "--artifacts-destination",
-            f"{folder}/mlartifacts",
-        ]
-        _serve(
-            stack,
-            folder,
-            environment,
-            f"{addresses['PREFECT_API_URL']}/health",
-            "prefect",
-            "server",
-            "start",
-            "--port",
-            ports[0],
-        )
-        _serve(
-            stack,
-            folder,
-            environment,
-            f"{addresses['MLFLOW_TRACKING_URI']}/health",
-            "mlflow",
-            "server",
-            "--port",
-            ports[1],
-            "--workers",
-            1,
-            *stored,
-        )
-        made = World(folder, environment | addresses, addresses["PREFECT_API_URL"], addresses["MLFLOW_TRACKING_URI"])
+        prefect, mlflow = f"http://127.0.0.1:{ports[0]}/api", f"http://127.0.0.1:{ports[1]}"
+        page = {"PREFECT_SERVER_UI_API_URL": prefect}  # which the server's page asks; at 4200 unless told
+        _serve(stack, folder, environment | page, f"{prefect}/health", "prefect", "server", "start", "--port", ports[0])
+        kept = ["--backend-store-uri", f"sqlite:///{folder}/mlflow.db", "--artifacts-destination", f"{folder}/kept"]
+        start = ["mlflow", "server", "--port", ports[1], "--workers", 1]
+        _serve(stack, folder, environment, f"{mlflow}/health", *start, *kept)
+        servers = {"PREFECT_API_URL": prefect, "MLFLOW_TRACKING_URI": mlflow}
+        made = World(folder, environment | servers, prefect, mlflow)
         made.conf.write_text(CONF)
         yield made
 
@@ -148,10 +121,8 @@ def world(folder: Path) -> Iterator[World]:
 def _make_bucket(environment: dict[str, str]) -> None:
     import boto3
 
-    keys = {
-        name: environment[f"AWS_{name.upper()}"] for name in ("access_key_id", "secret_access_key", "session_token")
-    }
-    settings = {f"aws_{name}": value for name, value in keys.items()}
+    names = ("aws_access_key_id", "aws_secret_access_key", "aws_session_token")
+    settings = {name: environment[name.upper()] for name in names}
     client = boto3.client("s3", endpoint_url=environment["AWS_ENDPOINT_URL"], region_name="us-east-1", **settings)
     client.create_bucket(Bucket="finetune")
     client.close()

@@ -153,7 +153,7 @@ def test_the_champion_stays_champion_when_it_is_measured_anew(world):
 
 def test_a_champion_that_was_never_measured_so_is_not_replaced(world):
     world.run(1, 0.6)
-    second = world.run(2, 0.9, "promote.metric=arc/easy", metric="arc/easy")
+    second = world.run(2, 0.9, "evaluate.tasks=[arc]", "promote.metric=arc/easy", metric="arc/easy")
     assert second.result["aliases"] == ["challenger"]
     assert second.result["reason"].startswith("champion 1 was never measured by arc/easy")
 
@@ -198,8 +198,10 @@ def test_a_model_that_is_not_there_is_not_registered(world):
 
 
 def test_a_wrong_metric_shows_what_there_is(world):
-    with pytest.raises(Fault, match=r"^promote.metric: accuracy: not among what was evaluated: held_out/exact_match$"):
-        world.run(1, 0.6, "promote.metric=accuracy")
+    with pytest.raises(
+        Fault, match=r"^promote.metric: held_out/accuracy: not among what was evaluated: held_out/exact_match$"
+    ):
+        world.run(1, 0.6, "promote.metric=held_out/accuracy")
     assert world.client.search_registered_models() == []
 
 
