@@ -170,11 +170,14 @@ def test_a_training_that_is_killed_goes_on_and_mlflow_has_each_step_once(place, 
         ("data.source=/no/such.jsonl", "/no/such.jsonl"),
         ("data.test=0.00001", "no row of"),
         ("evaluate.tasks=[held_outt]", "held_out"),
+        ("model.mtp=false layout.gpus_per_node=16 layout.ep=16 train.micro_batch=1", "layout.ep"),  # converting
+        ("optimizer.lr=7e-3 layout.gpus_per_node=16 layout.ep=16 train.micro_batch=1", "layout.ep"),  # training
+        ("export.checkpoint=7", "export.checkpoint: 7"),
         ("promote.metric=held_out/nonsense", "held_out/exact_match"),
     ],
 )
 def test_a_fault_is_one_line(place, first, override, line):
-    output = place.run(override, "--until", "promote", code=2, HF_ENDPOINT="http://127.0.0.1:9")
+    output = place.run(*override.split(), "--until", "promote", code=2, HF_ENDPOINT="http://127.0.0.1:9")
     errors = [text for text in output.splitlines() if text.startswith("error: ")]
     assert errors and all(line in error for error in errors)
     assert "Traceback" not in output
