@@ -7,7 +7,7 @@ PYTHON := .venv/bin/python
 STAMP := .venv/.synced-$(EXTRA)
 
 # Runs on this host keep Prefect's database with all else in runs/.
-export PREFECT_HOME ?= $(CURDIR)/runs/prefect
+tiny up down: export PREFECT_HOME ?= $(CURDIR)/runs/prefect
 
 .PHONY: help setup tiny up down test slow doctor lint layouts bench-store bench-flow gpu gpu-kit schema clean
 
