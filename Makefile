@@ -7,7 +7,7 @@ PYTHON := .venv/bin/python
 STAMP := .venv/.synced-$(EXTRA)
 
 # Runs on this host keep Prefect's database with all else in runs/.
-tiny up down: export PREFECT_HOME ?= $(CURDIR)/runs/prefect
+WITH_PREFECT := mkdir -p runs/prefect && PREFECT_HOME=$${PREFECT_HOME:-$(CURDIR)/runs/prefect}
 
 .PHONY: help setup tiny up down test slow doctor lint layouts bench-store bench-flow gpu gpu-kit schema clean
 
@@ -22,15 +22,13 @@ $(STAMP): pyproject.toml uv.lock
 	@rm -f .venv/.synced-* && touch $@
 
 tiny: $(STAMP) ## run the whole pipeline on a tiny model, on this CPU
-	@mkdir -p $(PREFECT_HOME)
-	$(PYTHON) -m flows.finetune tiny
+	@$(WITH_PREFECT) $(PYTHON) -m flows.finetune tiny
 
 up: $(STAMP) ## start a Prefect server, MLflow and workers on this host
-	@mkdir -p $(PREFECT_HOME)
-	@$(PYTHON) -m flows.services up
+	@$(WITH_PREFECT) $(PYTHON) -m flows.services up
 
 down: ## stop what make up started
-	@$(PYTHON) -m flows.services down
+	@$(WITH_PREFECT) $(PYTHON) -m flows.services down
 
 test: $(STAMP) ## run the tests that need no GPU and little time
 	$(PYTHON) -m pytest
