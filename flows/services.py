@@ -20,6 +20,7 @@ import urllib.error
 import urllib.request
 from pathlib import Path
 
+from tasks.processes import started
 from tasks.session import runs_folder
 
 HOST = "127.0.0.1"
@@ -123,38 +124,30 @@ def _start(name: str, command: list, address: str, environment: dict[str, str]) 
             env=environment,
             start_new_session=True,
         )
-    return {"pid": process.pid, "started": _started(process.pid), "address": address}
+    return {"pid": process.pid, "started": started(process.pid), "address": address}
 
 
 def _running() -> dict[str, dict]:
     """Those of the file that still are what they were: a number alone may be another process by now."""
     path = _folder() / "processes.json"
     noted = json.loads(path.read_text()) if path.exists() else {}
-    return {name: process for name, process in noted.items() if _started(process["pid"]) == process["started"]}
+    return {name: process for name, process in noted.items() if started(process["pid"]) == process["started"]}
 
 
 def _save(running: dict) -> None:
     (_folder() / "processes.json").write_text(json.dumps(running, indent=1))
 
 
-def _started(pid: int) -> str | None:
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return None
-    return None if fields[0] == "Z" else fields[19]
-
-
 def _signal(process: dict, number: int) -> None:
     """To its whole session: an MLflow server has workers of its own."""
-    if _started(process["pid"]) == process["started"]:
+    if started(process["pid"]) == process["started"]:
         os.killpg(process["pid"], number)
 
 
 def _wait(processes: list[dict]) -> None:
     until = time.monotonic() + LEAVE_WITHIN
     for process in processes:
-        while _started(process["pid"]) == process["started"]:
+        while started(process["pid"]) == process["started"]:
             if time.monotonic() > until:
                 _signal(process, signal.SIGKILL)
             time.sleep(0.1)
@@ -162,7 +155,7 @@ def _wait(processes: list[dict]) -> None:
 
 def _is_healthy(url: str, process: dict) -> bool:
     until = time.monotonic() + READY_WITHIN
-    while time.monotonic() < until and _started(process["pid"]) == process["started"]:
+    while time.monotonic() < until and started(process["pid"]) == process["started"]:
         try:
             with urllib.request.urlopen(url, timeout=2):
                 return True

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from tasks.faults import Stopped
+from tasks.processes import started
 from tasks.store import Store
 
 RENEWED = 5.0  # seconds between renewals
@@ -120,7 +121,7 @@ def _take(store: Store, key: str, content: dict, waiting: Callable[[str], None],
 
 
 def _myself() -> dict:
-    return {"host": socket.gethostname(), "boot": _boot(), "pid": os.getpid(), "started": _started(os.getpid())}
+    return {"host": socket.gethostname(), "boot": _boot(), "pid": os.getpid(), "started": started(os.getpid())}
 
 
 def _boot() -> str:
@@ -128,17 +129,8 @@ def _boot() -> str:
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip() + os.readlink("/proc/self/ns/pid")
 
 
-def _started(pid: int) -> str | None:
-    """When a process was started, in clock ticks since boot; None where there is no such process."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return None
-    return None if fields[0] == "Z" else fields[19]
-
-
 def _is_gone(other: dict) -> bool:
-    return other.get("boot") == _boot() and _started(other["pid"]) != other["started"]
+    return other.get("boot") == _boot() and started(other["pid"]) != other["started"]
 
 
 def _name(content: dict) -> str:
