@@ -21,7 +21,7 @@ import sys
 from collections.abc import Hashable, Iterable, Sequence
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any
+from typing import Any, get_origin
 
 import yaml
 from pydantic import ValidationError
@@ -33,6 +33,12 @@ from conf.schema import Run, contradictions, dotted_keys, sections
 FOLDER = Path(__file__).parent
 KEYS = dotted_keys()
 SECTIONS = list(sections())
+MAPS = [
+    f"{section}.{key}"
+    for section, kind in sections().items()
+    for key, field in kind.model_fields.items()
+    if get_origin(field.annotation) is dict
+]
 
 # What pydantic's kinds of errors are called here; the value goes in front. Any other kind keeps pydantic's words.
 WORDS = {
@@ -180,7 +186,7 @@ def read_overrides(overrides: Iterable[str]) -> tuple[dict[str, Any], dict[str, 
             wrong.append(f"{place}: {key} is a section; set one of its keys")
         elif key not in KEYS:
             wrong.append(f"{place}: {key}: unknown key{_meant(key)}")
-        elif not_yaml or isinstance(value, dict):
+        elif not_yaml or (isinstance(value, dict) and key not in MAPS):
             wrong.append(f"{place}: {key}: takes one value, or a list; quote a text that holds braces or a colon")
         elif key in values:
             wrong.append(f"{place}: {key}: set twice")

@@ -17,10 +17,10 @@ from typing import Any
 
 from pydantic import Field, ValidationInfo, field_validator
 
+from conf.data import Data, Rows
 from conf.sections import (
     Adapter,
     Checkpoint,
-    Data,
     Evaluate,
     Export,
     Layout,
@@ -94,6 +94,13 @@ def contradictions(run: Run) -> Iterator[tuple[str, str]]:
         yield "train.stop_after", f"{train.stop_after} lies behind the last step, {train.steps}"
     if run.data.validation + run.data.test >= 1:
         yield "data.test", f"{run.data.test} and data.validation {run.data.validation} leave nothing to train on"
+    if run.data.mixture:
+        for key in Rows.model_fields:
+            if getattr(run.data, key) != Rows.model_fields[key].default:
+                yield f"data.{key}", "has no effect with data.mixture: say it of its parts"
+    for number, part in enumerate(run.data.mixture):
+        if part.source is None:
+            yield f"data.mixture[{number}].source", "missing"
     if optimizer.warmup_steps >= train.steps:
         yield "optimizer.warmup_steps", f"{optimizer.warmup_steps} leaves none of the {train.steps} steps for the decay"
     if optimizer.min_lr > optimizer.lr:

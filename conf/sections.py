@@ -64,35 +64,6 @@ class Model(Section):
     )
 
 
-class Data(Section):
-    """Input/output pairs, and how they become sequences."""
-
-    source: Text | None = Field(
-        default=None,
-        description="Hugging Face data set id, JSON lines file, folder of such, or tiny://tickets; for the flow",
-    )
-    revision: Text = Field(default="main", description="branch, tag or commit of the data set on the Hub")
-    config: Text | None = Field(default=None, description="configuration of the data set on the Hub")
-    split: Text = Field(default="train", description="split of the data set on the Hub")
-    input: Text = Field(default="input", description="column that holds the prompt")
-    output: Text = Field(default="output", description="column that holds the answer")
-    rows: Count | None = Field(default=None, description="take this many rows, chosen by their content; null = all")
-    validation: float = Field(default=0.05, ge=0, lt=1, description="share of rows that validate during training")
-    test: float = Field(default=0.05, ge=0, lt=1, description="share of rows held out for evaluation")
-    seq_length: Count = Field(description="tokens per sequence; a longer pair is cut, a packed sequence holds several")
-    packed: bool = Field(default=False, description="several pairs per sequence, attention kept apart: no padding")
-    loss_on: Literal["answer", "all"] = Field(
-        default="answer", description="tokens that count in the loss: output's, or all"
-    )
-    template: str = Field(
-        default="{input} {output}",
-        pattern=r"^[^{}]*\{input\}[^{}]*\{output\}$",
-        description="text of a pair: {input} once, {output} once and last, no other braces",
-    )
-    workers: int = Field(default=0, ge=0, description="loader processes per rank; 0 = none, enough for text")
-    seed: Seed = Field(default=1234, description="order of the pairs; Megatron's default")
-
-
 class Adapter(Section):
     """What is trained: a low-rank adapter, or every weight."""
 

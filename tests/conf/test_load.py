@@ -12,6 +12,7 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from conf import layout
+from conf.data import Part, Rows
 from conf.load import FOLDER, ConfigError, dump, load, main
 from conf.schema import Run, contradictions, sections
 
@@ -232,8 +233,9 @@ def values(field: dict[str, Any]) -> st.SearchStrategy[Any]:
             return st.one_of(*map(values, alternatives))
         case {"enum": choices}:
             return st.sampled_from(choices)
-        case {"pattern": _, "default": template}:
-            return st.text(string.printable).filter(lambda text: not set(text) & set("{}")).map(lambda t: t + template)
+        case {"pattern": _, "default": "auto"}:
+            plain = st.text(string.printable).filter(lambda text: not set(text) & set("{}"))
+            return st.sampled_from(["auto", "chat", "a/b.jinja"]) | plain.map(lambda text: text + "{input} {output}")
         case {"pattern": pattern}:
             return st.from_regex(pattern.replace("$", r"\Z"), fullmatch=True)
         case {"type": "string"}:
@@ -244,7 +246,11 @@ def values(field: dict[str, Any]) -> st.SearchStrategy[Any]:
         case {"type": "number"}:
             return st.floats(0, 1, exclude_min="exclusiveMinimum" in field, exclude_max="exclusiveMaximum" in field)
         case {"type": "array", "items": item}:
-            return st.lists(values(item), min_size=1)
+            return st.lists(values(item), min_size=1, max_size=3)
+        case {"$ref": "#/$defs/Part"}:
+            return section(Part.model_json_schema())
+        case {"type": "object"}:
+            return st.dictionaries(st.text(min_size=1), st.booleans() | st.integers() | st.text(), max_size=2)
         case {"type": kind}:
             return {"boolean": st.booleans(), "null": st.none()}[kind]
     raise AssertionError(field)
@@ -265,6 +271,10 @@ def runs(draw) -> Run:
     data = draw(SECTIONS) | {"name": draw(NAMES)}
     data["layout"] |= UNCUT | EVEN_STAGES
     data["data"]["packed"] = False
+    rows = {key: field.default for key, field in Rows.model_fields.items()}
+    data["data"] |= draw(st.sampled_from([{"mixture": ()}, rows]))
+    for part in data["data"]["mixture"]:
+        part["source"] = part["source"] or "some"
     train, optimizer = data["train"], data["optimizer"]
     train |= {"steps": draw(st.integers(11, 99)), "recompute": "selective", "recompute_layers": 1}
     train["global_batch"] *= train["micro_batch"] * data["layout"]["nodes"] * data["layout"]["gpus_per_node"]
