@@ -156,7 +156,8 @@ def _run(case: Case, folder: Path, steps: int) -> Run:
 def _write_conf(folder: Path) -> Path:
     path = folder / "layouts.yaml"
     path.write_text(
-        "name: layouts\nmodel: {source: made by trainer.tiny}\ndata: {seq_length: 64}\n"
+        "name: layouts\nmodel: {source: made by trainer.tiny}\n"
+        'data: {seq_length: 64, template: "{input} {output}"}\n'
         "adapter: {rank: 8, alpha: 16}\ntrain: {steps: 10, global_batch: 4, precision: fp32}\n"
         "optimizer: {lr: 5e-3}\ncheckpoint: {save_every: 10}\n"
         f"paths: {{data: {folder / 'data'}}}\n"

@@ -14,7 +14,7 @@ from trainer import tiny
 CONF = """
 name: test
 model: {source: made by trainer.tiny}
-data: {seq_length: 64}
+data: {seq_length: 64, template: "{input} {output}"}
 adapter: {rank: 8, alpha: 16}
 train: {steps: 6, global_batch: 4, precision: fp32}
 optimizer: {lr: 5e-3}
@@ -70,6 +70,19 @@ def ranks(tmp_path_factory):
     server.stdin.close()
     server.stdout.close()
     server.wait(30)
+
+
+@pytest.fixture(scope="session")
+def as_bridge(ranks):
+    """as_bridge(folder, function, **arguments): the result of that function of as_bridge.py, called in the folder."""
+
+    def as_bridge(folder: Path, function: str, **arguments):
+        (folder / "request.json").write_text(json.dumps({"function": function, **arguments}))
+        result = ranks("as_bridge", load("tiny", [f"paths.output={folder}"]))
+        assert result.code == 0, result.output
+        return json.loads((folder / "answer.json").read_text())
+
+    return as_bridge
 
 
 @pytest.fixture(scope="session")

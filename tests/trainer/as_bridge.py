@@ -1,0 +1,97 @@
+"""What Megatron-Bridge and megatron-core make of the same input, for tests/trainer/data. See conftest.as_bridge.
+
+main(run) calls the function that request.json in run.paths.output names, there, and leaves its result in answer.json.
+"""
+
+import json
+import os
+from pathlib import Path
+
+import numpy as np
+
+from conf.schema import Run
+
+
+def main(run: Run) -> None:
+    os.chdir(run.paths.output)
+    request = json.loads(Path("request.json").read_text())
+    answer = globals()[request.pop("function")](**request)
+    Path("answer.json").write_text(json.dumps(answer))
+
+
+def packs(lengths: str, capacity: int) -> int:
+    """How many of first_fit_shuffle."""
+    from megatron.bridge.data.packing.algorithms import first_fit_shuffle
+
+    np.random.seed(1)
+    return len(first_fit_shuffle(np.load(lengths).tolist(), capacity))
+
+
+def packed_file(rows: list[dict], assignments: list[list[int]], pad_to: int, pad_id: int, capacity: int) -> None:
+    """Its packed Parquet for these packs, told by the lengths of their rows, each length being that of one row."""
+    from megatron.bridge.data.packing.algorithms import create_hist, fill_packing_strategy
+    from megatron.bridge.data.packing.offline import _pre_pad_data_point
+    from megatron.bridge.data.packing.parquet import write_packed_parquet
+
+    for row in rows:
+        runtime = -(-(len(row["input_ids"]) - 1) // pad_to) * pad_to
+        _pre_pad_data_point(row, capacity, runtime + 1, pad_id)
+    sequences, _ = create_hist(rows, capacity)
+    write_packed_parquet(fill_packing_strategy(assignments, sequences, capacity, pad_id), "bridge.parquet")
+
+
+def read_packed(path: str, pad_to: int, eos: int) -> list[dict]:
+    """Each sequence as its dataset reads it."""
+    from types import SimpleNamespace
+
+    from megatron.bridge.data.packing.parquet import GPTSFTPackedParquetDataset
+
+    tokenizer = SimpleNamespace(eos_id=eos)
+    options = {"max_seq_length": 64, "pad_to_max_length": True, "prompt_template": "{input} {output}"}
+    data = GPTSFTPackedParquetDataset(
+        path, tokenizer, pad_seq_to_mult=pad_to, label_key="output", truncation_field="input", **options
+    )
+    for i in range(len(data)):
+        row = data[i]
+        data.validate_row(i, row["input_ids"], row["loss_mask"], row["seq_boundaries"][:-1])
+    return [data[i] for i in range(len(data))]
+
+
+def index(jsonl: str) -> list[dict]:
+    """Builds its index, where there is none, and reads every row by it."""
+    from megatron.bridge.data.datasets.utils import _JSONLMemMapDataset
+
+    data = _JSONLMemMapDataset([jsonl], workers=1)
+    return [data[i] for i in range(len(data))]
+
+
+def indexed(prefix: str, documents: list[list[int]], vocab_size: int) -> None:
+    from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
+
+    builder = IndexedDatasetBuilder(f"{prefix}.bin", DType.optimal_dtype(vocab_size))
+    for document in documents:
+        builder.add_document(document, [len(document)])
+    builder.finalize(f"{prefix}.idx")
+
+
+def gpt_samples(prefix: str, length: int, count: int) -> list[list[int]]:
+    """Samples of a GPTDataset on it."""
+    from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+    from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
+
+    class Tokenizer:
+        eod, vocab_size, unique_identifiers = 0, 512, {}
+
+    config = GPTDatasetConfig(
+        random_seed=1,
+        sequence_length=length,
+        blend_per_split=[([prefix], None), None, None],
+        tokenizer=Tokenizer(),
+        reset_position_ids=False,
+        reset_attention_mask=False,
+        eod_mask_loss=False,
+        path_to_cache="cache",
+    )
+    data, _, _ = BlendedMegatronDatasetBuilder(GPTDataset, [count, 0, 0], lambda: True, config).build()
+    assert data is not None
+    return [data[i]["tokens"].tolist() for i in range(count)]
