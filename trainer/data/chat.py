@@ -1,0 +1,184 @@
+"""Conversations through a chat template or a Jinja file, rendered by transformers itself and tokenised in one piece.
+
+A pair of input and output is a conversation of two turns. What is learned: trainer/data/spans.py. A row that is too
+long loses tokens at the end of its longest message of a user, a system prompt or a tool; what the template writes, and
+what is learned, stays.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from trainer.data import spans as spanned
+from trainer.data import tokenizer as tokenizers
+from trainer.data.encoded import Encoded
+from trainer.data.rows import Bad, Row
+from trainer.data.spans import Refused, Rendered, Span
+
+if TYPE_CHECKING:
+    from trainer.data.templates import Template
+
+Messages = list[dict[str, Any]]
+MARK = "\ue000"  # stands for an answer, to see where the template puts it; a character for private use
+
+
+def conversation(row: Row) -> Messages:
+    if "messages" in row:
+        return row["messages"]
+    return [{"role": "user", "content": row["input"]}, {"role": "assistant", "content": row["output"]}]
+
+
+def encode(template: "Template", rows: Sequence[Row]) -> list[Encoded | Bad]:
+    done = [_try(template, row) for row in rows]
+    texts = [one.text + template.appended(one.text) for one in done if isinstance(one, Rendered)]
+    found = tokenizers.encodings(template.tokenizer, texts)
+    return [
+        one if isinstance(one, Bad) else _encoded(template, row, one, next(found))
+        for row, one in zip(rows, done, strict=True)
+    ]
+
+
+def _try(template: "Template", row: Row) -> Rendered | Bad:
+    try:
+        return rendered(template, row)
+    except Refused as error:
+        return error.bad
+
+
+def rendered(template: "Template", row: Row) -> Rendered:
+    if not template.uses_messages:
+        return _around_answer(template, row)
+    messages, tools = conversation(row), row.get("tools")
+    turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+    source = template.source(tools)
+    if spanned.GENERATION.search(source):
+        text, spans = render(template, messages, tools, tracked=True)
+        # Where there is one turn of the assistant, no second rendering is needed to find the last.
+        earlier = len(render(template, messages[: turns[-1]], tools, tracked=True)[1]) if len(turns) > 1 else 0
+        found = spanned.by_tags(text, spans, earlier)
+        return found if template.loss_on != "answer" else Rendered(found.text, spans[earlier:], found.last)
+
+    def shorter(messages: Messages, prompt: bool) -> str:
+        return render(template, messages, tools, prompt)[0]
+
+    text = shorter(messages, False)
+    return spanned.by_prefixes(shorter, messages, text, turns if template.loss_on == "assistant" else turns[-1:])
+
+
+def _around_answer(template: "Template", row: Row) -> Rendered:
+    """A Jinja file with input and output."""
+    mark = MARK
+    while mark in row["input"]:
+        mark += MARK
+    marked, _ = render(template, [], None, variables={"input": row["input"], "output": mark})
+    text, spans = render(template, [], None, tracked=True, variables={"input": row["input"], "output": row["output"]})
+    if spans:
+        return spanned.by_tags(text, spans, 0)
+    start = marked.find(mark)
+    if start < 0 or not text.startswith(marked[:start]):
+        raise Refused(Bad("template hides the answer", "output", "it renders otherwise with another answer"))
+    start -= marked[:start].endswith(" ")  # one token with the answer's first word
+    return Rendered(text, [(start, len(text))], start)
+
+
+def render(
+    template: "Template",
+    messages: Messages,
+    tools: list | None,
+    prompt: bool = False,
+    tracked: bool = False,
+    variables: dict[str, str] | None = None,
+) -> tuple[str, list[Span]]:
+    """As tokenizer.apply_chat_template(tokenize=False) does it, and where {% generation %} stands."""
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    source = template.source(tools)
+    tracked = tracked and spanned.GENERATION.search(source) is not None
+    try:
+        texts, spans = render_jinja_template(
+            conversations=[messages],
+            tools=tools,
+            chat_template=source,
+            return_assistant_tokens_mask=tracked,
+            add_generation_prompt=prompt,
+            **template.variables,
+            **(variables or {}),
+        )
+    except Exception as error:  # a template can raise anything that Python can
+        line = (str(error).strip().splitlines() or [""])[0]
+        raise Refused(Bad("template refuses it", "messages", line or type(error).__name__)) from None
+    return texts[0], spans[0] if tracked else []
+
+
+def _encoded(template: "Template", row: Row, one: Rendered, encoding) -> Encoded | Bad:
+    ids = np.array(encoding.ids, dtype=np.int32)
+    length = len(one.text) + len(template.appended(one.text))
+    learned = np.zeros(len(ids), dtype=bool)
+    first = len(ids)
+    for span in one.spans:
+        first, last = spanned.tokens(encoding, span, length, one.inside)
+        learned[first:last] = True
+    start = (
+        first
+        if len(one.spans) and one.spans[-1][0] == one.last
+        else spanned.tokens(encoding, (one.last, length), length, one.inside)[0]
+    )
+    if length > len(one.text):
+        learned[spanned.tokens(encoding, (len(one.text), length), length, False)[0] :] = True
+    if not learned.any():
+        return Bad("nothing to learn", "messages")
+    if len(ids) > template.limit.tokens:
+        return _shortened(template, row, one, encoding, ids, learned, start)
+    return _finished(template, ids, learned, start, 0, one.odd)
+
+
+def _finished(template: "Template", ids, learned, start: int, cut: int, odd: bool) -> Encoded | Bad:
+    if template.loss_on == "all":
+        learned = np.ones(len(ids), dtype=bool)
+    if len(template.skipped):
+        learned &= ~np.isin(ids, template.skipped)
+    return Encoded(ids, learned, start, cut, odd) if learned.any() else Bad("nothing to learn", "messages")
+
+
+def _shortened(template: "Template", row: Row, one: Rendered, encoding, ids, learned, start: int) -> Encoded | Bad:
+    limit = template.limit
+    excess = len(ids) - limit.tokens
+    if limit.too_long != "truncate":
+        return limit.too_long_row(len(ids))
+    kept = np.ones(len(ids), dtype=bool)
+    for begin, end in _longest_first(template, row, one, encoding):
+        free = np.flatnonzero(~learned[begin:end]) + begin
+        out = free[1:][-excess:] if excess else free[:0]  # one token stays: an empty message is another conversation
+        kept[out] = False
+        excess -= len(out)
+    if excess:
+        return limit.too_long_answer(int(learned.sum()))
+    cut = int((~kept).sum())
+    return _finished(template, ids[kept], learned[kept], start - int((~kept[:start]).sum()), cut, one.odd)
+
+
+def _longest_first(template: "Template", row: Row, one: Rendered, encoding) -> list[Span]:
+    """Tokens of each message that is no answer, as far as its text can be found again."""
+    found, place = [], 0
+    contents = [(message["role"], message.get("content")) for message in conversation(row)]
+    for role, content in contents:
+        text = content.strip() if isinstance(content, str) else ""
+        at = one.text.find(text, place) if text else -1
+        if at < 0:
+            continue
+        place = at + len(text)
+        if role != "assistant":
+            found.append(spanned.tokens(encoding, (at, place), len(one.text), False))
+    return sorted(found, key=lambda span: span[0] - span[1])
+
+
+def prompt_and_answer(template: "Template", row: Row) -> tuple[str, str]:
+    """The text up to the last answer, and the answer with its stop."""
+    one = rendered(template, row)
+    end = one.spans[-1][1] if one.spans else len(one.text)
+    whole = one.text + template.appended(one.text)
+    return whole[: one.last], whole[one.last : len(whole) if len(whole) > len(one.text) else end]
+
+
+Render = Callable[[Messages, bool], str]

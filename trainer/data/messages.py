@@ -1,0 +1,187 @@
+"""Conversations of many makes as one: role and content, tool calls as objects, in an order that a template accepts.
+
+role/content and ShareGPT's from/value, by whatever name they call the two sides; content in parts of text; all of it as
+JSON in a text. Tool calls become {"type": "function", "function": {"name", "arguments"}} with arguments an object, as
+transformers wants them. Nulls are taken out of tool calls and tools: Parquet puts one into every object that lacks a
+key which another has.
+
+A system prompt stands first or nowhere, a user begins, a user's or a tool's message is answered, an answer is followed
+by another only where that calls a tool, a tool answers a call, and an answer ends it all.
+"""
+
+import json
+import math
+import re
+from typing import Any
+
+from trainer.data.rows import Bad, show
+
+Message = dict[str, Any]
+SURROGATE = re.compile("[\ud800-\udfff]")
+SYSTEM = ("system", "developer")
+ROLES = {name: name for name in (*SYSTEM, "user", "assistant", "tool")}
+ROLES |= {"human": "user", "gpt": "assistant", "model": "assistant", "chatgpt": "assistant", "bot": "assistant"}
+ROLES |= {"function_call": "assistant", "tool_call": "assistant"}
+ROLES |= {"function": "tool", "observation": "tool", "function_response": "tool", "tool_response": "tool"}
+CALLS = ("function_call", "tool_call")  # whose content is the call
+KEPT = ("name", "tool_call_id", "reasoning_content", "thinking")  # texts that templates know, beside role and content
+
+
+class Unfit(Exception):
+    """A value that no row can hold."""
+
+    def __init__(self, bad: Bad):
+        super().__init__(bad)
+        self.bad = bad
+
+
+def looks_like(value: object, sharegpt: bool) -> bool:
+    """Whether this may be a conversation, right or wrong."""
+    if isinstance(value, str):
+        value = _parsed(value)
+    if not isinstance(value, list) or not value or not isinstance(value[0], dict):
+        return False
+    return ("from" in value[0] and "value" in value[0]) or (not sharegpt and "role" in value[0])
+
+
+def read(value: object, field: str) -> list[Message]:
+    if isinstance(value, str):
+        value = _parsed(value)
+    if not isinstance(value, list):
+        raise Unfit(Bad("not a list of messages", field, show(value)))
+    if not value:
+        raise Unfit(Bad("no messages", field, "[]"))
+    return [_message(one, f"{field}[{number}]") for number, one in enumerate(value)]
+
+
+def _message(value: object, field: str) -> Message:
+    if not isinstance(value, dict):
+        raise Unfit(Bad("message is no object", field, show(value)))
+    names = ("from", "value") if "from" in value and "role" not in value else ("role", "content")
+    said, content = value.get(names[0]), value.get(names[1])
+    role = ROLES.get(said.lower()) if isinstance(said, str) else None
+    if role is None:
+        raise Unfit(Bad("unknown role", f"{field}.{names[0]}", show(said)))
+    if said.lower() in CALLS:
+        return {"role": role, "content": "", "tool_calls": _calls(_json(content, field), f"{field}.{names[1]}")}
+    message: Message = {"role": role, "content": _content(content, f"{field}.{names[1]}")}
+    for key in KEPT:
+        if value.get(key) is not None:
+            message[key] = text(value[key], f"{field}.{key}", "")
+    if value.get("tool_calls"):
+        message["tool_calls"] = _calls(_json(value["tool_calls"], field), f"{field}.tool_calls")
+    return message
+
+
+def _content(value: object, field: str) -> str:
+    if isinstance(value, list):
+        parts = []
+        for number, part in enumerate(value):
+            if not isinstance(part, dict) or part.get("type") != "text":
+                raise Unfit(Bad("not text", f"{field}[{number}]", show(part)))
+            parts.append(text(part.get("text"), f"{field}[{number}].text", ""))
+        return "".join(parts)
+    return "" if value is None else text(value, field, "")
+
+
+def _calls(value: object, field: str) -> list[dict[str, Any]]:
+    calls = [value] if isinstance(value, dict) else value
+    if not isinstance(calls, list):
+        raise Unfit(Bad("tool calls are no list of objects", field, show(value)))
+    return [_call(call, f"{field}[{number}]") for number, call in enumerate(calls)]
+
+
+def _call(value: object, field: str) -> dict[str, Any]:
+    inner = value.get("function", value) if isinstance(value, dict) else None
+    if not isinstance(value, dict) or not isinstance(inner, dict) or not isinstance(inner.get("name"), str):
+        raise Unfit(Bad("tool call without a name", field, show(value)))
+    arguments = inner.get("arguments", inner.get("parameters"))
+    arguments = _json(arguments, field) if arguments not in (None, "") else {}
+    if not isinstance(arguments, dict):
+        raise Unfit(Bad("arguments of a tool call are no object", f"{field}.arguments", show(arguments)))
+    call = {"type": "function", "function": {"name": inner["name"], "arguments": arguments}}
+    return clean(call | ({"id": value["id"]} if isinstance(value.get("id"), str) else {}), field)
+
+
+def tools(value: object, field: str) -> list[dict[str, Any]]:
+    found = _json(value, field)
+    if not isinstance(found, list) or not all(isinstance(tool, dict) for tool in found):
+        raise Unfit(Bad("tools are no list of objects", field, show(value)))
+    return clean(found, field)
+
+
+def check(messages: list[Message], field: str) -> None:
+    """The order of roles, and that nobody says nothing."""
+    if messages and messages[0]["role"] in SYSTEM and not messages[0]["content"].strip():
+        del messages[0]  # some data sets have an empty one in every row
+    answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+    if not answers:
+        raise Unfit(Bad("no answer", field, ", ".join(message["role"] for message in messages)))
+    before: Message | None = None
+    for number, message in enumerate(messages):
+        role, place = message["role"], f"{field}[{number}]"
+        if not _follows(message, before, number):
+            after = f"after {before['role']}" if before else "first"
+            raise Unfit(Bad("wrong role order", f"{place}.role", f"{role} {after}"))
+        if not message["content"].strip() and role != "tool" and not message.get("tool_calls"):
+            raise Unfit(Bad("empty answer" if role == "assistant" else "empty", f"{place}.content", show("")))
+        before = message
+    if before and before["role"] != "assistant":
+        raise Unfit(Bad("does not end with an answer", f"{field}[{len(messages) - 1}].role", before["role"]))
+
+
+def _follows(message: Message, before: Message | None, number: int) -> bool:
+    role, previous = message["role"], before["role"] if before else None
+    if role in SYSTEM:
+        return number == 0
+    if role == "user":
+        return previous in (None, *SYSTEM, "assistant")
+    if role == "tool":
+        return previous == "tool" or bool(before and before.get("tool_calls"))
+    return previous in ("user", "tool") or (previous == "assistant" and bool(message.get("tool_calls")))
+
+
+def text(value: object, field: str, empty: str) -> str:
+    """A text that can be written; with a reason for it, not an empty one."""
+    if not isinstance(value, str):
+        raise Unfit(Bad("not text", field, show(value)))
+    if SURROGATE.search(value):
+        raise Unfit(Bad("half of a surrogate pair", field, ascii(value[:60])))
+    if empty and not value.strip():
+        raise Unfit(Bad(empty, field, show(value)))
+    return value
+
+
+def _parsed(value: str) -> Any:
+    """JSON, or the text itself where it is none."""
+    try:
+        return json.loads(value)
+    except (ValueError, RecursionError):
+        return value
+
+
+def _json(value: Any, field: str) -> Any:
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value)
+    except (ValueError, RecursionError) as error:
+        raise Unfit(Bad("not JSON", field, str(error))) from None
+
+
+def clean(value: Any, field: str, depth: int = 0) -> Any:
+    """The same without nulls in objects; only what JSON can hold."""
+    if isinstance(value, dict):
+        pairs = ((text(key, field, ""), one) for key, one in value.items() if one is not None)
+        return {key: clean(one, f"{field}.{key}", depth + 1) for key, one in pairs} if depth < 64 else _deep(field)
+    if isinstance(value, list):
+        return [clean(one, field, depth + 1) for one in value] if depth < 64 else _deep(field)
+    if isinstance(value, str):
+        return text(value, field, "")
+    if value is None or isinstance(value, bool | int) or (isinstance(value, float) and math.isfinite(value)):
+        return value
+    raise Unfit(Bad("not JSON", field, f"a {type(value).__name__}"))
+
+
+def _deep(field: str) -> Any:
+    raise Unfit(Bad("not JSON", field[:60], "more than 64 levels deep"))

@@ -1,0 +1,76 @@
+"""A prompt and its answer around a text with {input} and {output}, or a text alone: as Megatron-Bridge makes them.
+
+Prompt and answer are tokenised apart. A space before the answer is one token with the answer's first word, and so
+belongs to it: a prompt that ends in a space ends in a token that training has never seen there. All else before the
+answer belongs to the prompt. Bridge strips spaces around both, and nothing else, and cuts a long prompt at its end; it
+would also cut an answer, which is refused here.
+"""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from trainer.data import tokenizer as tokenizers
+from trainer.data.encoded import Encoded
+from trainer.data.rows import Bad, Row
+
+if TYPE_CHECKING:
+    from trainer.data.templates import Template
+
+
+def split(text: str) -> tuple[str, str, str]:
+    """(text before the input, text after it, a space or nothing in front of the answer)"""
+    before, between = text.removesuffix("{output}").split("{input}")
+    return before, between.removesuffix(" "), " " if between.endswith(" ") else ""
+
+
+def prompt(template: "Template", row: Row) -> str:
+    before, after, _ = split(template.text)
+    return before + row["input"].strip(" ") + after
+
+
+def answer(template: "Template", row: Row) -> str:
+    """What follows the prompt, without its stop."""
+    return template.space + row["output"].strip(" ")
+
+
+def encode(template: "Template", rows: Sequence[Row]) -> list[Encoded | Bad]:
+    before, after, _ = split(template.text)
+    # The end of text is an id, as Bridge has it; any other stop is text.
+    end = np.array(template.end, dtype=np.int32)
+    space, stop = template.space, "" if template.end else template.stop
+    texts = [before + row["input"].strip(" ") + after for row in rows]
+    texts += [space + row["output"].strip(" ") + stop for row in rows]
+    ids = tokenizers.ids(template.tokenizer, texts)
+    return [_join(template, ids[i], ids[i + len(rows)], end) for i in range(len(rows))]
+
+
+def _join(template: "Template", prompt: np.ndarray, answer: np.ndarray, end: np.ndarray) -> Encoded | Bad:
+    limit, length = template.limit, len(prompt) + len(answer) + len(end)
+    cut = max(0, length - limit.tokens)
+    if cut:
+        if limit.too_long != "truncate":
+            return limit.too_long_row(length)
+        if cut >= len(prompt):
+            return limit.too_long_answer(len(answer) + len(end))
+        prompt = prompt[:-cut]
+    ids = np.concatenate([prompt, answer, end])
+    learned = np.ones(len(ids), dtype=bool)
+    if template.loss_on != "all":
+        learned[: len(prompt)] = False
+    if len(template.skipped):
+        learned &= ~np.isin(ids, template.skipped)
+    if not learned.any():
+        return Bad("nothing to learn", "output")
+    return Encoded(ids, learned, len(prompt), cut)
+
+
+def encode_text(template: "Template", rows: Sequence[Row]) -> list[Encoded | Bad]:
+    """Documents, each with the end of text behind it. They are not cut: pretraining puts them in a row."""
+    end = np.array(template.end, dtype=np.int32)
+    found: list[Encoded | Bad] = []
+    for ids in tokenizers.ids(template.tokenizer, [row["text"] for row in rows]):
+        whole = np.concatenate([ids, end])
+        found.append(Encoded(whole, np.ones(len(whole), dtype=bool), 0))
+    return found

@@ -1,0 +1,264 @@
+"""What the columns of a source mean, told from their names and from the values of the first rows.
+
+Columns that the configuration names win. Else each reading below is tried: its columns have to be there, and the first
+rows have to hold what it needs. Exactly one must fit; text alone counts only where nothing else does. Columns that
+nobody named are left alone, and the reason says so.
+
+    messages   messages, conversation or conversations, with role/content or from/value (ShareGPT); or a prompt that is
+               a list of messages, with its response, completion or answer, or verl's reward_model.ground_truth
+    pairs      the names in PAIRS
+    text       text or content
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from conf.data import Part
+from trainer.data import messages as conversations
+from trainer.data.rows import Bad, Row, show
+from trainer.faults import Fault
+
+Kind = Literal["pairs", "messages", "text"]
+PAIRS = (
+    ("input", "output"),
+    ("prompt", "response"),
+    ("prompt", "completion"),
+    ("prompt", "answer"),
+    ("question", "answer"),
+    ("question", "response"),
+    ("query", "response"),
+    ("problem", "solution"),
+    ("source", "target"),
+    ("instruction", "output"),
+    ("instruction", "response"),
+)
+MESSAGES = ("messages", "conversation", "conversations")
+ANSWERS = ("response", "completion", "answer", "reward_model.ground_truth")  # of a prompt that is a list of messages
+TEXTS = ("text", "content")
+OUTPUTS = ("output", "response", "completion", "answer", "solution", "target")
+INPUTS = ("input", "prompt", "question", "query", "problem", "source", "instruction")
+NONE = object()
+
+
+@dataclass(frozen=True)
+class Shape:
+    """How a row of the source becomes a canonical one."""
+
+    kind: Kind
+    reason: str
+    columns: dict[str, str]  # of what: input, output, context, messages, tools, system, text
+
+    def row(self, raw: Row) -> Row | Bad:
+        try:
+            if self.kind == "text":
+                return {"text": _text(raw, self.columns["text"], "empty")}
+            if self.kind == "pairs":
+                return _pair(raw, self.columns)
+            return _conversation(raw, self.columns)
+        except conversations.Unfit as error:
+            return error.bad
+
+
+def detect(part: Part, first: Sequence[Row], place: str) -> Shape:
+    rows = [row for row in first if isinstance(row, dict)]
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    if not names:
+        raise Fault(f"{place}: no columns; its first rows are empty")
+    said = {key: getattr(part, key) for key in ("input", "output", "messages", "tools", "system", "text")}
+    said = {key: column for key, column in said.items() if column is not None}
+    for key, column in said.items():
+        if all(_find(row, column) is NONE for row in rows):
+            raise Fault(f"{place}: no column {column} (data.{key}); there are {_listed(rows, names)}")
+    if said.keys() & {"input", "output", "messages", "text"}:
+        columns = _said(said, rows, names, place)
+        why = "as the configuration says"
+    else:
+        columns = _only(_readings(rows, part.shape), rows, names, place) | said
+        why = "the columns are called so"
+        if part.shape != "auto":
+            why += f", and data.shape is {part.shape}"
+    if "messages" in columns or columns.keys() & {"tools", "system"}:
+        for key, name in (("tools", "tools"), ("system", "system")):
+            if key not in columns and name in names:
+                columns[key] = name
+    kind = _kind(columns)
+    if part.shape not in ("auto", kind, "sharegpt") or (part.shape == "sharegpt" and kind != "messages"):
+        raise Fault(f"{place}: data.shape is {part.shape}, but {_told(columns)} makes {kind}")
+    unused = [
+        name
+        for name in names
+        if name not in {column.split(".")[0] for column in columns.values()} | set(columns.values())
+    ]
+    left = f"; not used: {', '.join(unused)}" if unused else ""
+    return Shape(kind, f"{_told(columns)}: {why}{left}", columns)
+
+
+def _kind(columns: dict[str, str]) -> Kind:
+    if "text" in columns:
+        return "text"
+    return "messages" if columns.keys() & {"messages", "tools", "system"} else "pairs"
+
+
+def _told(columns: dict[str, str]) -> str:
+    return ", ".join(f"{column} -> {key}" for key, column in columns.items())
+
+
+def _said(said: dict[str, str], rows: list[Row], names: list[str], place: str) -> dict[str, str]:
+    """Completes what the configuration says, where the other half of a pair has one name that it can have."""
+    kinds = [keys for keys in ({"text"}, {"messages"}, {"input"}) if keys & said.keys()]
+    if len(kinds) > 1 or ("text" in said and len(said) > 1):
+        raise Fault(
+            f"{place}: {', '.join(f'data.{key}' for key in said)} do not go together: a pair has input and "
+            "output, a conversation has messages, and text stands alone"
+        )
+    if "text" in said or "messages" in said:
+        return dict(said)
+    for missing, known in (("input", INPUTS), ("output", OUTPUTS)):
+        if missing in said:
+            continue
+        found = [name for name in known if name in names and name not in said.values()]
+        if len(found) != 1:
+            why = f"{' and '.join(found)} could be it" if found else "no column is called like one"
+            raise Fault(f"{place}: data.{missing} is missing: {why}; there are {_listed(rows, names)}")
+        said = said | {missing: found[0]}
+    return {key: said[key] for key in ("input", "output", "tools", "system") if key in said}
+
+
+def _readings(rows: list[Row], shape: str) -> list[dict[str, str]]:
+    named = [reading for reading in _by_name() if all(_has(rows, column) for column in reading.values())]
+    named = [_with_context(reading, rows) for reading in named if _allowed(reading, shape)]
+    if any("context" in reading or reading.get("input") == "instruction" for reading in named):
+        named = [reading for reading in named if reading.get("input") != "input"]
+    fitting = [reading for reading in named if any(_fits(reading, row, shape) for row in rows)]
+    # None fits: numbers for answers, say. Then names alone decide, and each row tells what is wrong with it.
+    found = fitting or [reading for reading in named if not ("messages" in reading and "output" in reading)]
+    return [reading for reading in found if "text" not in reading] or found
+
+
+def _by_name() -> list[dict[str, str]]:
+    readings = [{"messages": name} for name in MESSAGES]
+    readings += [{"messages": "prompt", "output": name} for name in ANSWERS]
+    readings += [{"input": question, "output": answer} for question, answer in PAIRS]
+    return readings + [{"text": name} for name in TEXTS]
+
+
+def _allowed(reading: dict[str, str], shape: str) -> bool:
+    return shape == "auto" or _kind(reading) == ("messages" if shape == "sharegpt" else shape)
+
+
+def _with_context(reading: dict[str, str], rows: list[Row]) -> dict[str, str]:
+    """Alpaca's optional input, appended to the instruction."""
+    if reading.get("input") == "instruction" and _has(rows, "input"):
+        return {"input": "instruction", "context": "input", "output": reading["output"]}
+    return reading
+
+
+def _has(rows: list[Row], column: str) -> bool:
+    return any(_find(row, column) is not NONE for row in rows)
+
+
+def _fits(reading: dict[str, str], row: Row, shape: str) -> bool:
+    for key, column in reading.items():
+        value = _find(row, column)
+        if key == "messages" and not conversations.looks_like(value, shape == "sharegpt"):
+            return False
+        if key == "output" and "messages" in reading:
+            if not (isinstance(value, str) or conversations.looks_like(value, False)):
+                return False
+        elif key in ("input", "output", "text") and not isinstance(value, str):
+            return False
+    return True
+
+
+def _only(readings: list[dict[str, str]], rows: list[Row], names: list[str], place: str) -> dict[str, str]:
+    if len(readings) == 1:
+        return dict(readings[0])
+    advice = "data.input and data.output, data.messages, or data.text say which to use; data.shape says which kind"
+    if readings:
+        could = "; or ".join(_told(reading) for reading in readings)
+        raise Fault(
+            f"{place}: the columns can be read in several ways: {could}. There are {_listed(rows, names)}. {advice}"
+        )
+    raise Fault(f"{place}: no columns that are known: there are {_listed(rows, names)}. {advice}")
+
+
+def _listed(rows: list[Row], names: list[str]) -> str:
+    """Each column with the kind of its first value."""
+    return ", ".join(
+        f"{name} ({_type(next((row[name] for row in rows if row.get(name) is not None), None))})" for name in names
+    )
+
+
+def _type(value: object) -> str:
+    if isinstance(value, dict):
+        return f"object with {', '.join(map(str, value)) or 'nothing'}"
+    if isinstance(value, list):
+        return f"list of {_type(value[0]).split(' ')[0]}s" if value else "list"
+    for kind, word in ((str, "text"), (bool, "true or false"), (int, "number"), (float, "number")):
+        if isinstance(value, kind):
+            return word
+    return "null" if value is None else type(value).__name__
+
+
+def _find(row: Row, column: str) -> Any:
+    """A column by its name, or by a path into objects; NONE where there is no such."""
+    if column in row:
+        return row[column]
+    value: Any = row
+    for name in column.split("."):
+        if not isinstance(value, dict) or name not in value:
+            return NONE
+        value = value[name]
+    return value
+
+
+def _value(row: Row, column: str) -> Any:
+    value = _find(row, column)
+    if value is NONE:
+        there = ", ".join(map(str, row)) or "none"
+        raise conversations.Unfit(Bad("no such column", column, f"there are {there}"))
+    return value
+
+
+def _text(row: Row, column: str, empty: str) -> str:
+    return conversations.text(_value(row, column), column, empty)
+
+
+def _pair(row: Row, columns: dict[str, str]) -> Row:
+    question = _text(row, columns["input"], "empty")
+    context = _find(row, columns["context"]) if "context" in columns else None
+    if context not in (None, NONE, ""):
+        question += "\n\n" + conversations.text(context, columns["context"], "")
+    return {"input": question, "output": _text(row, columns["output"], "empty answer")}
+
+
+def _conversation(row: Row, columns: dict[str, str]) -> Row:
+    if "messages" in columns:
+        column = columns["messages"]
+        found = conversations.read(_value(row, column), column)
+        if "output" in columns:
+            found = [*found, *_reply(_value(row, columns["output"]), columns["output"])]
+    else:
+        pair = _pair(row, columns)
+        column = columns["input"]
+        found = [{"role": "user", "content": pair["input"]}, {"role": "assistant", "content": pair["output"]}]
+    system = _find(row, columns["system"]) if "system" in columns else None
+    if system not in (None, NONE, "") and not (found and found[0]["role"] in conversations.SYSTEM):
+        content = conversations.text(system, columns["system"], "")
+        found = [{"role": "system", "content": content}, *found] if content.strip() else found
+    conversations.check(found, column)
+    tools = _find(row, columns["tools"]) if "tools" in columns else None
+    tools = conversations.tools(tools, columns["tools"]) if tools not in (None, NONE, "") else []
+    return {"messages": found} | ({"tools": tools} if tools else {})
+
+
+def _reply(value: Any, column: str) -> list[dict[str, Any]]:
+    if isinstance(value, list):
+        return conversations.read(value, column)
+    return [{"role": "assistant", "content": conversations.text(value, column, "empty answer")}]
+
+
+def shown_types(rows: Sequence[Row]) -> str:
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    return _listed([dict(row) for row in rows], names) or show(None)

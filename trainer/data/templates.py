@@ -1,0 +1,258 @@
+"""How rows become text and tokens: data.template, chosen once for a run, recorded, and used again by evaluation.
+
+    plain    a text with {input} and {output}, as Megatron-Bridge's prompt-completion rows       trainer/data/plain.py
+    chat     the tokenizer's chat template, or a Jinja file that uses `messages`                  trainer/data/chat.py
+    jinja    a Jinja file that uses `input` and `output`                                          trainer/data/chat.py
+    text     documents for pretraining, each with the end of text behind it                       trainer/data/plain.py
+
+The record holds the template's text, what it is called with and what tells the tokenizer from another, so that nothing
+is read a second time that may have changed meanwhile. Templates that write the date (strftime_now) are rendered with
+the date of the day.
+"""
+
+import hashlib
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from conf.data import PLAIN, Data
+from trainer.data import anomalies, chat, plain
+from trainer.data import tokenizer as tokenizers
+from trainer.data.encoded import Encoded, Limit
+from trainer.data.rows import Bad, Row
+from trainer.data.tokenizer import Tokenizer
+from trainer.faults import Fault
+
+DEFAULT = "{input} {output}"
+Kind = Literal["plain", "chat", "jinja", "text"]
+
+
+@dataclass(frozen=True)
+class Template:
+    kind: Kind
+    text: Any  # str; or, of a tokenizer with several chat templates, those by name
+    origin: str  # where the text comes from, for people
+    loss_on: str
+    stop: str  # text behind the last answer, learned with it
+    options: dict[str, bool | int | str]
+    limit: Limit
+    tokenizer: Tokenizer
+
+    def encode(self, rows: Sequence[Row]) -> list[Encoded | Bad]:
+        if self.kind == "text":
+            return plain.encode_text(self, rows)
+        if self.kind == "chat":
+            return chat.encode(self, rows)
+        pairs = [_pair(self, row) for row in rows]
+        good = [row for row in pairs if not isinstance(row, Bad)]
+        found = iter((plain if self.kind == "plain" else chat).encode(self, good))
+        return [row if isinstance(row, Bad) else next(found) for row in pairs]
+
+    def line(self, row: Row) -> Row:
+        """The row of training.jsonl."""
+        if self.kind == "text":
+            return {"text": row["text"]}
+        if self.kind == "chat":
+            return {"messages": chat.conversation(row)} | ({"tools": row["tools"]} if row.get("tools") else {})
+        pair = _pair(self, row)
+        assert not isinstance(pair, Bad), pair  # encode() has refused it
+        return {"input": pair["input"], "output": pair["output"]}
+
+    def prompt(self, line: Row) -> str:
+        """What a model is asked: the text in front of the last answer."""
+        return plain.prompt(self, line) if self.kind == "plain" else chat.prompt_and_answer(self, line)[0]
+
+    def answer(self, line: Row) -> str:
+        """The text of the last answer as it is learned, its stop included."""
+        if self.kind == "plain":
+            return plain.answer(self, line) + self.stop
+        return chat.prompt_and_answer(self, line)[1]
+
+    def reference(self, line: Row) -> str:
+        """The last answer alone."""
+        return line["output"] if "output" in line else line["messages"][-1].get("content") or ""
+
+    def tokens(self, line: Row) -> tuple[list[int], list[int]]:
+        """Prompt and answer as training has them, cut where training cuts."""
+        (found,) = self.encode([line])
+        if isinstance(found, Bad):
+            raise Fault(f"{found.reason}: {found.field} {found.shown}")
+        ids = found.ids.tolist()
+        return ids[: found.start], ids[found.start :]
+
+    def source(self, tools: list | None) -> str:
+        """The Jinja text for a conversation with these tools, as transformers chooses it."""
+        if isinstance(self.text, str):
+            return self.text
+        return self.text["tool_use" if tools is not None and "tool_use" in self.text else "default"]
+
+    def appended(self, text: str) -> str:
+        return "" if text.endswith(self.stop) else self.stop
+
+    def record(self) -> dict[str, Any]:
+        """All that from_record() needs; JSON."""
+        return {
+            "kind": self.kind,
+            "text": self.text,
+            "sha256": _digest(self.text),
+            "origin": self.origin,
+            "loss_on": self.loss_on,
+            "stop": self.stop,
+            "options": self.options,
+            "seq_length": self.limit.seq_length,
+            "packed": self.limit.packed,
+            "too_long": self.limit.too_long,
+            "tokenizer": tokenizers.facts(self.tokenizer),
+        }
+
+    def checks(self, encoded: Sequence[Encoded], rows: Sequence[Row]) -> dict[str, list[int]]:
+        """Positions of rows that are odd, by what is odd about them."""
+        return anomalies.find(self, encoded, rows)
+
+    @cached_property
+    def special(self) -> dict[str, int]:
+        return tokenizers.special(self.tokenizer)
+
+    @cached_property
+    def special_names(self) -> re.Pattern[str]:
+        return anomalies.pattern(self.tokenizer)
+
+    @cached_property
+    def uses_messages(self) -> bool:
+        return self.kind == "chat"
+
+    @cached_property
+    def space(self) -> str:
+        """In front of a plain answer."""
+        space = plain.split(self.text)[2]
+        return "" if space and tokenizers.splits_words(self.tokenizer) else space
+
+    @cached_property
+    def end(self) -> list[int]:
+        """The stop as an id, where it is the end of text."""
+        is_end = self.stop and self.stop == self.tokenizer.eos_token
+        return [self.tokenizer.eos_token_id] if is_end else []
+
+    @cached_property
+    def skipped(self) -> np.ndarray:
+        return tokenizers.skipped(self.tokenizer)
+
+    @cached_property
+    def variables(self) -> dict[str, Any]:
+        return {**self.tokenizer.special_tokens_map, **self.options}
+
+
+def choose(data: Data, tokenizer: Tokenizer, kind: str) -> Template:
+    """The template for rows of a kind: pairs, messages or text."""
+    limit = Limit(data.seq_length, data.packed, data.too_long)
+    folder = tokenizer.name_or_path
+
+    def make(template: Kind, text: Any, origin: str) -> Template:
+        stop = data.stop
+        if stop is None:
+            stop = "" if template == "chat" and not origin.endswith(".jinja") else _end(tokenizer)
+        if template in ("chat", "jinja") and not tokenizer.is_fast:
+            raise Fault(
+                f"{folder}: a tokenizer without tokenizer.json cannot say where answers begin; only a text "
+                'such as data.template: "{input} {output}" can be used with it'
+            )
+        return Template(template, text, origin, data.loss_on, stop, data.template_options, limit, tokenizer)
+
+    if kind == "text":
+        if data.template != "auto":
+            raise Fault(f"data.template: {data.template}: the rows are texts without a prompt; leave it out")
+        return make("text", "", "text")
+    name = data.template
+    if re.fullmatch(PLAIN, name, re.DOTALL):
+        return make("plain", name, "data.template")
+    if name.endswith(".jinja"):
+        return make(*_file(name))
+    templates = tokenizer.chat_template
+    if isinstance(templates, dict) and "default" not in templates:
+        raise Fault(
+            f"{folder}: its chat templates are {', '.join(templates)}, and none is the default; "
+            "data.template: NAME.jinja uses a file"
+        )
+    if templates:
+        return make("chat", templates, f"chat template of {folder}")
+    advice = f'{folder}: the tokenizer has no chat template; data.template: "{DEFAULT}", or a file NAME.jinja, would do'
+    if name == "chat":
+        raise Fault(f"data.template: chat: {advice}")
+    return make("plain", DEFAULT, "no chat template")
+
+
+def _end(tokenizer: Tokenizer) -> str:
+    if not tokenizer.eos_token:
+        raise Fault(f"{tokenizer.name_or_path}: no end of text (eos_token); data.stop says what ends an answer instead")
+    return tokenizer.eos_token
+
+
+def _file(name: str) -> tuple[Kind, str, str]:
+    from jinja2 import TemplateError, meta
+    from transformers.utils.chat_template_utils import _compile_jinja_template
+
+    try:
+        text = Path(name).read_text(encoding="utf-8")
+    except OSError as error:
+        raise Fault(f"data.template: {name}: {error.strerror}, in {Path.cwd()}") from None
+    except UnicodeDecodeError as error:
+        raise Fault(f"data.template: {name}: not UTF-8 at byte {error.start}") from None
+    try:
+        environment = _compile_jinja_template(text).environment
+        used = meta.find_undeclared_variables(environment.parse(text))
+    except TemplateError as error:
+        raise Fault(f"data.template: {name}: {error}") from None
+    if "messages" in used:
+        return "chat", text, name
+    if {"input", "output"} <= used:
+        return "jinja", text, name
+    raise Fault(
+        f"data.template: {name}: uses neither messages, nor input and output; "
+        f"it uses {', '.join(sorted(used)) or 'no variables'}"
+    )
+
+
+def from_record(record: dict[str, Any], tokenizer: Tokenizer) -> Template:
+    """The template that a run was prepared with; the tokenizer has to be the one it was recorded with."""
+    folder, facts = tokenizer.name_or_path, tokenizers.facts(tokenizer)
+    for file, digest in record["tokenizer"]["files"].items():
+        if facts["files"].get(file) != digest:
+            raise Fault(
+                f"{folder}: {file} is not the one that the data were prepared with: "
+                f"SHA-256 {str(facts['files'].get(file))[:12]}, not {digest[:12]}"
+            )
+    if facts["special_tokens"] != record["tokenizer"]["special_tokens"]:
+        raise Fault(
+            f"{folder}: special tokens are {json.dumps(facts['special_tokens'])}, and were "
+            f"{json.dumps(record['tokenizer']['special_tokens'])} when the data were prepared"
+        )
+    if record["origin"].startswith("chat template of ") and tokenizer.chat_template != record["text"]:
+        raise Fault(f"{folder}: its chat template is not the one that the data were prepared with")
+    limit = Limit(record["seq_length"], record["packed"], record["too_long"])
+    keys = ("kind", "text", "origin", "loss_on", "stop", "options")
+    return Template(**{key: record[key] for key in keys}, limit=limit, tokenizer=tokenizer)
+
+
+def _pair(template: Template, row: Row) -> Row | Bad:
+    """A plain template's row; a conversation of one question and one answer is one."""
+    if "messages" not in row:
+        return row
+    messages = row["messages"]
+    roles = [message["role"] for message in messages]
+    if roles == ["user", "assistant"] and "tools" not in row and "tool_calls" not in messages[1]:
+        return {"input": messages[0]["content"], "output": messages[1]["content"]}
+    return Bad(
+        "more than a question and its answer",
+        "messages",
+        f"{', '.join(roles)}; a template with input and output holds one of each; data.template: chat",
+    )
+
+
+def _digest(text: Any) -> str:
+    return hashlib.sha256((text if isinstance(text, str) else json.dumps(text, sort_keys=True)).encode()).hexdigest()
