@@ -1,0 +1,108 @@
+"""CSV and TSV: a header of columns, then a row of cells per record, all text; quoted cells may go over several lines.
+
+The file is read here, because only from its start on is it known which line ends are within quotes. A chunk carries its
+records as bytes, and whoever loads it parses them again. Commas or tabs separate cells, double quotes quote them.
+"""
+
+import csv
+import io
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+
+from trainer.data.compressed import reading_text
+from trainer.data.lines import LONGEST, SURROGATE, Piece, bounded_line
+from trainer.data.rows import Bad, Row, Rows, show
+from trainer.faults import Fault
+
+
+def pieces(path: Path, size: int, delimiter: str) -> Iterator[Piece]:
+    with reading_text(path) as (stream, position):
+        held: list[bytes] = []
+        taken = 0
+
+        def lines() -> Iterator[str]:
+            nonlocal taken
+            while line := bounded_line(stream, path):
+                held.append(line)
+                taken += len(line)
+                yield line.decode(errors="surrogateescape")
+
+        reader = _reader(lines(), delimiter)
+        header = _header(path, reader, delimiter)
+        first = reader.line_num + 1
+        held.clear()
+        taken = 0
+        while _next(reader, path):
+            if taken >= size:
+                yield position(), partial(_load, path, first, b"".join(held), header, delimiter)
+                first = reader.line_num + 1
+                held.clear()
+                taken = 0
+        if held:
+            yield position(), partial(_load, path, first, b"".join(held), header, delimiter)
+
+
+def _load(path: Path, first: int, blob: bytes, header: tuple[str, ...], delimiter: str) -> Rows:
+    try:
+        text, damaged = blob.decode(), False
+    except UnicodeDecodeError:
+        text, damaged = blob.decode(errors="surrogateescape"), True
+    reader = _reader(io.StringIO(text, newline="\n"), delimiter)
+    values: list[Row | Bad] = []
+    numbers: list[int] = []
+    while True:
+        number = first + reader.line_num
+        try:
+            cells = next(reader)
+        except StopIteration:
+            break
+        except csv.Error as error:
+            cells = Bad("not CSV", shown=str(error))
+        if not cells:  # a blank line
+            continue
+        values.append(cells if isinstance(cells, Bad) else _row(cells, header, damaged))
+        numbers.append(number)
+    return Rows(values, lambda row: f"{path}:{numbers[row]}")
+
+
+def _row(cells: list[str], header: tuple[str, ...], damaged: bool) -> Row | Bad:
+    if len(cells) != len(header):
+        return Bad("wrong number of cells", shown=f"{len(cells)} cells for {len(header)} columns")
+    if damaged:
+        for name, cell in zip(header, cells, strict=True):
+            if found := SURROGATE.search(cell):
+                return Bad("not UTF-8", name, f"at byte {len(cell[: found.start()].encode())}")
+    return dict(zip(header, cells, strict=True))
+
+
+def _header(path: Path, reader: Iterator[list[str]], delimiter: str) -> tuple[str, ...]:
+    try:
+        names = next((cells for cells in reader if cells), [])
+    except csv.Error as error:
+        raise Fault(f"{path}:1: header: {error}") from None
+    if any(map(SURROGATE.search, names)):
+        raise Fault(f"{path}:1: header: not UTF-8")
+    if twice := next((name for name in names if names.count(name) > 1), None):
+        raise Fault(f"{path}:1: header: column {show(twice)} occurs twice")
+    if len(names) == 1 and (other := next((mark for mark in ",;\t|" if mark in names[0]), None)):
+        raise Fault(f"{path}:1: header: {show(names[0])}: cells separated by {show(other)}, not by {show(delimiter)}")
+    return tuple(names)
+
+
+def _next(reader, path: Path) -> bool:
+    """Goes on by one record. What is wrong with it is said when it is loaded, unless it took all the rest along."""
+    number = reader.line_num + 1
+    try:
+        next(reader)
+    except StopIteration:
+        return False
+    except csv.Error as error:
+        if "unexpected end" in str(error) or "field larger" in str(error):
+            raise Fault(f"{path}:{number}: a quote opens in this row and is never closed") from None
+    return True
+
+
+def _reader(lines, delimiter: str):
+    csv.field_size_limit(LONGEST)
+    return csv.reader(lines, delimiter=delimiter, strict=True)

@@ -1,0 +1,90 @@
+"""A file's bytes as they were before it was compressed, by the ending of its name: gzip, bzip2, xz, zstd, lz4 or none.
+
+    with reading(path) as (stream, position): ...    position(): bytes of the file itself that have been taken so far
+
+Archives of several streams one after another are read through. What is wrong with a file is a fault that names it.
+"""
+
+import bz2
+import errno
+import gzip
+import io
+import lzma
+import os
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import BinaryIO
+
+from trainer.faults import Fault
+
+ENDINGS = (".gz", ".bz2", ".xz", ".zst", ".lz4")
+BLOCK = 2**18
+FOREIGN = {  # how files begin that are not what their name says
+    b"\x1f\x8b": "gzip; its name has to end in .gz",
+    b"BZh": "bzip2; its name has to end in .bz2",
+    b"\xfd7zXZ": "xz; its name has to end in .xz",
+    b"\x28\xb5\x2f\xfd": "zstd; its name has to end in .zst",
+    b"\x04\x22\x4d\x18": "lz4; its name has to end in .lz4",
+    b"PK\x03\x04": "a zip archive; unpack it",
+    b"PAR1": "Parquet; its name has to end in .parquet",
+    b"ARROW1": "Arrow; its name has to end in .arrow",
+    b"\xff\xfe": "UTF-16; it has to be UTF-8",
+    b"\xfe\xff": "UTF-16; it has to be UTF-8",
+    b"version https://git-lfs": "a pointer of Git LFS; fetch the file itself (git lfs pull)",
+}
+BOM = b"\xef\xbb\xbf"
+
+
+def compression(path: Path) -> str:
+    """The ending that says how the file is compressed, or nothing."""
+    return path.suffix.lower() if path.suffix.lower() in ENDINGS else ""
+
+
+@contextmanager
+def reading(path: Path) -> Iterator[tuple[io.BufferedReader, Callable[[], int]]]:
+    with faults(path), path.open("rb") as raw:
+        stream = _opened(raw, compression(path))
+        with stream:
+            yield stream, raw.tell
+
+
+@contextmanager
+def reading_text(path: Path) -> Iterator[tuple[io.BufferedReader, Callable[[], int]]]:
+    """Without the byte order mark that some editors write."""
+    with reading(path) as (stream, position):
+        begin = stream.peek(32)[:32]
+        if kind := next((kind for magic, kind in FOREIGN.items() if begin.startswith(magic)), None):
+            raise Fault(f"{path}: is {kind}")
+        if begin.startswith(BOM):
+            stream.read(len(BOM))
+        yield stream, position
+
+
+@contextmanager
+def faults(path: Path) -> Iterator[None]:
+    """Errors of the file's own, in a line that names it."""
+    try:
+        yield
+    except EOFError:
+        raise Fault(f"{path}: the compressed file breaks off: fetch it again") from None
+    except (zlib.error, lzma.LZMAError, gzip.BadGzipFile) as error:
+        raise Fault(f"{path}: broken as a compressed file ({error}): fetch it again") from None
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        said = os.strerror(error.errno) if error.errno else (str(error).splitlines() or ["cannot be read"])[0]
+        raise Fault(f"{path}: {said}") from None
+
+
+def _opened(raw: BinaryIO, ending: str) -> io.BufferedReader:
+    if ending in (".zst", ".lz4"):
+        import pyarrow as pa  # 50 MB of memory, which files of other kinds do not need
+
+        return io.BufferedReader(
+            pa.CompressedInputStream(pa.PythonFile(raw, mode="r"), {".zst": "zstd", ".lz4": "lz4"}[ending]), BLOCK
+        )
+    kinds = {".gz": gzip.GzipFile, ".bz2": bz2.BZ2File, ".xz": lzma.LZMAFile}
+    stream = kinds[ending](raw) if ending in (".bz2", ".xz") else gzip.GzipFile(fileobj=raw) if ending else raw
+    return io.BufferedReader(stream, BLOCK)

@@ -1,0 +1,77 @@
+"""A data set on the Hub, as `datasets` streams it at a commit: nothing of it is kept on this disk.
+
+A chunk is 1,000 rows, whatever their size. A stream is read in order: the chunks done at its start are skipped by
+`datasets`, which leaves whole files unread where their format says how many rows they hold; later ones are read and
+dropped. HF_ENDPOINT, HF_TOKEN and HF_HUB_OFFLINE count. Not covered: data sets that come as a script, which `datasets`
+itself no longer runs.
+"""
+
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from itertools import batched
+from typing import Any
+
+from conf.data import Part
+from trainer.data.lines import Piece
+from trainer.data.rows import Row, Rows
+from trainer.data.tables import without_absent_keys
+from trainer.faults import Fault
+
+ROWS = 1_000
+
+
+def pieces(part: Part, commit: str | None, done: Callable[[int], bool], rows: int = ROWS) -> Iterator[Piece]:
+    """The bytes are not known, and so all 0. done() is true of no more chunks than there are."""
+    first = 0
+    while done(first):
+        yield 0, partial(_load, part, first * rows, ())
+        first += 1
+    for number, values in enumerate(batched(_streamed(part, commit, first * rows), rows), first):
+        yield 0, partial(_load, part, number * rows, values)
+
+
+def _load(part: Part, before: int, values: tuple[Row, ...]) -> Rows:
+    return Rows(list(values), lambda row: f"{part.source} {part.split} row {before + row + 1}")
+
+
+def _streamed(part: Part, commit: str | None, skipped: int) -> Iterator[Row]:
+    datasets = _imported()
+    revision = commit or part.revision
+    with _faults(part, revision):
+        stream = datasets.load_dataset(part.source, part.config, split=part.split, revision=revision, streaming=True)
+        for row in stream.skip(skipped) if skipped else stream:
+            yield {name: without_absent_keys(value) for name, value in row.items()}
+
+
+def _imported() -> Any:
+    """Without torch, which `datasets` imports where it can: 10 s and 700 MB for nothing that is used here."""
+    before = os.environ.get("USE_TORCH")
+    if "torch" not in sys.modules:
+        os.environ["USE_TORCH"] = "0"
+    try:
+        import datasets
+    finally:
+        os.environ.pop("USE_TORCH", None)
+        if before is not None:
+            os.environ["USE_TORCH"] = before
+    datasets.disable_progress_bars()
+    return datasets
+
+
+@contextmanager
+def _faults(part: Part, revision: str) -> Iterator[None]:
+    import httpx
+    from datasets.exceptions import DatasetsError
+
+    try:
+        yield
+    except (DatasetsError, ValueError, OSError, RuntimeError, httpx.HTTPError) as error:
+        # no such data set, configuration or split, not a table, a script, no network
+        line = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        config = f" ({part.config})" if part.config else ""
+        raise Fault(
+            f"data.source: {part.source}{config} {part.split} at {revision[:8]}: {line}; no file of that name is here"
+        ) from None

@@ -1,0 +1,183 @@
+"""One JSON document that holds all rows: an array of objects, or an object with one list of objects in it.
+
+    [{"input": ...}, ...]        {"version": 1, "data": [{"input": ...}, ...]}
+
+Only brackets, commas and strings are looked at here, a block at a time, so that a file of any size fits. A chunk has
+the bytes of its rows and where each begins and ends; whoever loads it parses them, and what is no JSON there is one bad
+row and not a bad file.
+"""
+
+import io
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from trainer.data.compressed import reading_text
+from trainer.data.lines import BLANK, LONGEST, Piece, json_object
+from trainer.data.rows import Rows
+from trainer.faults import Fault
+
+# A string and its closing quote, unless the block ends before that; or a mark. Possessive: a long string is no stack.
+TOKEN = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+("|\\?\Z)|[][{},]', re.DOTALL)
+QUOTE = b'"'[0]
+BRACKET, OPENING, CLOSING, ENDING = b"["[0], b"[{", b"]}", b",]}"
+LOOK = 2**24  # bytes of a first line that are looked at to tell lines from a document
+
+
+def is_document(path: Path) -> bool:
+    """Whether a .json file is one document. Else it holds a row per line.
+
+    One line alone that is an object with one list of objects is a document.
+    """
+    with reading_text(path) as (stream, _):
+        line = b"\n"
+        while line.endswith(b"\n") and not line.strip(BLANK):
+            line = stream.readline(LOOK)
+        begin = line.strip(BLANK)
+        if begin.startswith(b"["):
+            return True
+        if not begin.startswith(b"{"):
+            return False
+        if begin.endswith((b"{", b"[", b",", b":")) or not (line.endswith(b"\n") or len(line) < LOOK):
+            return True  # goes on in the next line
+        if any(more.strip(BLANK) for more in iter(partial(stream.read, 2**10), b"")):
+            return False
+    row = json_object(begin)
+    return isinstance(row, dict) and sum(map(_is_of_objects, row.values())) == 1
+
+
+def _is_of_objects(value: object) -> bool:
+    return isinstance(value, list) and len(value) > 0 and isinstance(value[0], dict)
+
+
+def pieces(path: Path, size: int) -> Iterator[Piece]:
+    with reading_text(path) as (stream, position):
+        for line, blob, spans in _cut(_Window(stream, size), path):
+            yield position(), partial(_load, path, line, blob, spans)
+
+
+def _load(path: Path, first: int, blob: bytes, spans: list[tuple[int, int]]) -> Rows:
+    def place(row: int) -> str:
+        begin, end = spans[row]
+        indent = end - begin - len(blob[begin:end].lstrip(BLANK))
+        lines = blob.count(b"\n", 0, begin + indent)
+        return f"{path}:{first + lines}"
+
+    return Rows([json_object(blob[begin:end].strip(BLANK)) for begin, end in spans], place)
+
+
+class _Window:
+    """The part of a document that is in memory."""
+
+    def __init__(self, stream: io.BufferedReader, size: int) -> None:
+        self.stream, self.size = stream, size
+        self.buffer, self.at = b"", 0  # at: marks before it have been seen
+        self.line = 1  # of the start of the buffer
+
+    def marks(self) -> Iterator[tuple[int, int]]:
+        """Every bracket and comma outside of strings, and the position after it; ends where the buffer does."""
+        for found in TOKEN.finditer(self.buffer, self.at):
+            self.at = found.end()
+            mark = self.buffer[found.start()]
+            if mark != QUOTE:
+                yield mark, self.at
+            elif found[1] != b'"':
+                self.at = found.start()
+                return
+        self.at = len(self.buffer)
+
+    def grow(self) -> bool:
+        block = self.stream.read(max(self.size, len(self.buffer)))
+        self.buffer += block
+        return bool(block)
+
+    def drop(self, end: int) -> bytes:
+        """Takes the buffer's first bytes away."""
+        gone, self.buffer = self.buffer[:end], self.buffer[end:]
+        self.line += gone.count(b"\n")
+        self.at -= end
+        return gone
+
+
+@dataclass
+class _Place:
+    """Where in a document its marks have led."""
+
+    depth: int = 0
+    rows_at: int = 0  # depth within the list of rows; 0 = not in it
+    begin: int = 0  # of the row, in the buffer
+    lists: int = 0  # of rows, so far
+    fresh: bool = False  # no row of this list has ended yet
+    closed: bool = False
+    array: bool = False  # the document is one
+
+    def take(self, mark: int, end: int, buffer: bytes) -> tuple[int, int] | None:
+        """The row that ends with this mark, if one does."""
+        row = None
+        if self.rows_at == self.depth and self.depth and mark in ENDING:
+            row = self._row(buffer, end - 1, mark)
+            self.begin = end
+        if mark in OPENING:
+            self.depth += 1
+            # at depth 2 without being in a list: the document is an object, and this one of its values
+            if mark == BRACKET and not self.rows_at and self.depth <= 2:
+                self.rows_at, self.begin, self.fresh = self.depth, end, True
+                self.array = self.depth == 1
+        elif mark in CLOSING:
+            if self.rows_at == self.depth:
+                self.rows_at = 0
+            self.depth -= 1
+            self.closed = self.depth <= 0
+        return row
+
+    def _row(self, buffer: bytes, end: int, mark: int) -> tuple[int, int] | None:
+        content = buffer[self.begin : end].strip(BLANK)
+        if not content and mark in CLOSING:  # an empty list, or a comma after the last row
+            return None
+        if self.fresh and self.rows_at == 2 and not content.startswith(b"{"):
+            self.rows_at = 0  # a list of something else
+            return None
+        self.lists += self.fresh
+        self.fresh = False
+        return self.begin, end
+
+
+def _cut(window: _Window, path: Path) -> Iterator[tuple[int, bytes, list[tuple[int, int]]]]:
+    """Bytes with whole rows in them: the line where they begin, the bytes, where each row begins and ends."""
+    place = _Place()
+    while window.grow():
+        spans = []
+        for mark, end in window.marks():
+            if row := place.take(mark, end, window.buffer):
+                spans.append(row)
+            if place.lists > 1:
+                raise Fault(f"{path}: several lists of objects in one object; rows have to be in one")
+            if place.closed:
+                break
+        if spans:
+            taken, line = spans[-1][1], window.line
+            place.begin -= taken
+            yield line, window.drop(taken), spans
+        _check(place, window, path)
+        if not place.rows_at:
+            window.drop(window.at)
+    if place.depth:
+        where = f"the row at line {_line(place, window)}" if place.rows_at else f"line {_line(place, window)}"
+        raise Fault(f"{path}: breaks off in {where}: brackets or a quote are never closed")
+    if not place.lists and not place.array:
+        raise Fault(f"{path}: no list of objects in it; rows are objects in an array, or one per line")
+
+
+def _check(place: _Place, window: _Window, path: Path) -> None:
+    if place.closed and window.buffer[window.at :].strip(BLANK):
+        raise Fault(f"{path}:{_line(place, window)}: more after the end of the JSON document")
+    if place.rows_at and len(window.buffer) - place.begin > LONGEST:
+        raise Fault(f"{path}:{_line(place, window)}: a row of more than {LONGEST >> 20} MiB; is a quote missing in it?")
+
+
+def _line(place: _Place, window: _Window) -> int:
+    rest = window.buffer[place.begin :] if place.rows_at else b""
+    begin = place.begin + len(rest) - len(rest.lstrip(BLANK)) if place.rows_at else window.at
+    return window.line + window.buffer.count(b"\n", 0, begin)

@@ -1,0 +1,175 @@
+"""JSON lines and plain text: a row per line.
+
+A file that is not compressed is cut into ranges of bytes that end where a line does; whoever loads a range reads it. A
+compressed one is read here, and its chunks carry their lines. Blank lines are no rows, but are counted as lines.
+
+orjson reads a line at 1 GB/s or so, and what it refuses or would change goes to json: NaN and Infinity are let pass,
+integers of any length stay exact. Of a key that occurs twice the last value counts, as with both parsers.
+"""
+
+import io
+import json
+import re
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from trainer.data.compressed import BOM, compression, faults, reading_text
+from trainer.data.rows import Bad, Row, Rows, show
+from trainer.faults import Fault
+
+Piece = tuple[int, Callable[[], Rows]]  # bytes of the file up to its end, and its rows
+Parse = Callable[[bytes], Row | Bad]
+
+LONGEST = 2**28  # bytes of a line or of a row; longer than that, something else is wrong with the file
+BLANK = b" \t\r\n\v\f"
+HUGE = 2.0**63  # from here on orjson makes floats of integers, nearly
+SURROGATE = re.compile("[\ud800-\udfff]")
+
+_counted: dict[Path, tuple[int, int]] = {}  # by file: bytes from its start, and the lines in them
+
+
+def pieces(path: Path, size: int, parse: Parse) -> Iterator[Piece]:
+    if compression(path):
+        yield from _of_stream(path, size, parse)
+    else:
+        yield from _of_ranges(path, size, parse)
+
+
+def text(line: bytes) -> Row | Bad:
+    try:
+        return {"text": line.removesuffix(b"\r").decode()}
+    except UnicodeDecodeError as error:
+        return Bad("not UTF-8", "text", f"at byte {error.start}")
+
+
+def json_object(line: bytes) -> Row | Bad:
+    try:
+        row = orjson.loads(line)
+        if type(row) is dict:
+            return _exact(line) if _has_huge(row.values()) else row
+        return Bad("no object with columns", shown=show(row))
+    except orjson.JSONDecodeError:
+        return _exact(line)
+    except RecursionError:  # orjson goes a little deeper than Python does
+        return Bad("not JSON", shown="nested too deeply")
+
+
+def parsed(lines: list[bytes], parse: Parse) -> tuple[list[Row | Bad], list[int]]:
+    """The rows of the lines, and the position of each among the lines."""
+    values, numbers = [], []
+    for number, line in enumerate(lines):
+        if line and (line[0] not in BLANK or line.strip(BLANK)):
+            values.append(parse(line))
+            numbers.append(number)
+    return values, numbers
+
+
+def bounded_line(stream: io.BufferedReader, path: Path) -> bytes:
+    line = stream.readline(LONGEST)
+    if len(line) == LONGEST and not line.endswith(b"\n"):
+        begin = show(line[:50].decode(errors="replace"))
+        raise Fault(f"{path}: a line of more than {LONGEST >> 20} MiB, which begins with {begin}")
+    return line
+
+
+def _of_ranges(path: Path, size: int, parse: Parse) -> Iterator[Piece]:
+    with reading_text(path) as (stream, _):
+        end = stream.seek(0, io.SEEK_END)
+        stream.seek(0)
+        start = len(BOM) if stream.read(len(BOM)) == BOM else 0
+        while start < end:
+            stream.seek(start + size - 1)
+            bounded_line(stream, path)
+            stop = min(stream.tell(), end)
+            yield stop, partial(_load_range, path, start, stop, parse)
+            start = stop
+
+
+def _of_stream(path: Path, size: int, parse: Parse) -> Iterator[Piece]:
+    with reading_text(path) as (stream, position):
+        line = 1
+        while blob := stream.read(size):
+            if not blob.endswith(b"\n"):
+                blob += bounded_line(stream, path)
+            yield position(), partial(_load_lines, path, line, blob, parse)
+            line += blob.count(b"\n")
+
+
+def _load_range(path: Path, start: int, stop: int, parse: Parse) -> Rows:
+    with faults(path), path.open("rb") as file:
+        file.seek(start)
+        blob = file.read(stop - start)
+    if len(blob) != stop - start:
+        raise Fault(f"{path}: has become shorter while it was read")
+    values, numbers = parsed(blob.split(b"\n"), parse)
+    return Rows(values, lambda row: f"{path}:{_lines_before(path, start) + numbers[row] + 1}")
+
+
+def _load_lines(path: Path, first: int, blob: bytes, parse: Parse) -> Rows:
+    values, numbers = parsed(blob.split(b"\n"), parse)
+    return Rows(values, lambda row: f"{path}:{first + numbers[row]}")
+
+
+def _lines_before(path: Path, start: int) -> int:
+    """Counted only when a place is asked for, and on from where it was asked for last."""
+    at, lines = _counted.get(path, (0, 0))
+    if at > start:
+        at, lines = 0, 0
+    with faults(path), path.open("rb") as file:
+        file.seek(at)
+        while at < start:
+            block = file.read(min(2**20, start - at))
+            if not block:
+                break
+            at += len(block)
+            lines += block.count(b"\n")
+    _counted[path] = at, lines
+    return lines
+
+
+def _exact(line: bytes) -> Row | Bad:
+    """By json: what orjson refuses, or would change."""
+    try:
+        row = json.loads(line.decode())
+    except UnicodeDecodeError as error:
+        return Bad("not UTF-8", shown=f"at byte {error.start}")
+    except json.JSONDecodeError as error:
+        return Bad("not JSON", shown=f"{error.msg} at character {error.pos}, near {show(error.doc[error.pos :][:30])}")
+    except RecursionError:
+        return Bad("not JSON", shown="nested too deeply")
+    except ValueError as error:  # an integer of more than 4,300 digits
+        return Bad("not JSON", shown=str(error).partition(";")[0])
+    if half := half_pair(row):
+        return Bad("half of a surrogate pair", *half)
+    return row if isinstance(row, dict) else Bad("no object with columns", shown=show(row))
+
+
+def half_pair(value: Any, field: str = "") -> tuple[str, str] | None:
+    """Field and text of a string that UTF-8 cannot hold."""
+    if isinstance(value, str):
+        found = SURROGATE.search(value)
+        return (field, ascii(value[max(0, found.start() - 20) : found.start() + 10])) if found else None
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            if found := half_pair(key, field) or half_pair(inner, f"{field}.{key}" if field else key):
+                return found
+    if isinstance(value, list):
+        for number, inner in enumerate(value):
+            if found := half_pair(inner, f"{field}[{number}]"):
+                return found
+    return None
+
+
+def _has_huge(values: Any) -> bool:
+    for value in values:
+        kind = type(value)
+        if kind is float:
+            if not -HUGE < value < HUGE:
+                return True
+        elif (kind is dict and _has_huge(value.values())) or (kind is list and _has_huge(value)):
+            return True
+    return False

@@ -1,0 +1,151 @@
+"""Where rows come from: files, a data set on the Hub, or tickets made here; cut into numbered chunks.
+
+A file, a folder or a pattern (data/*.jsonl.gz) that is there counts before a data set on the Hub of that name. Of a
+folder all files with a known ending are read, those in folders within it too, in the order of their names. Hidden ones,
+index files and the descriptions that `datasets` leaves beside its files are not; nor is .txt beside files of other
+kinds, where it is a README or a licence. Patterns take what they match.
+
+Chunks are the same each time as long as the source is: whoever has done some of them may leave those out.
+"""
+
+import glob
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from conf.data import Part
+from trainer.data import formats
+from trainer.data.lines import Piece
+from trainer.data.rows import Bad, Row, Rows
+from trainer.faults import Fault
+from trainer.tickets import tickets
+
+TINY, TICKETS, TICKET_ROWS = "tiny://", "tiny://tickets", 1600
+DESCRIPTIONS = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json")
+FIRST = 20  # rows that tell what a source holds
+
+
+@dataclass(frozen=True)
+class Chunk:
+    number: int  # within its part
+    part: int
+    size: int  # bytes of the source that it stands for; 0 = unknown
+    load: Callable[[], Rows]
+
+
+def chunks(part: Part, number: int, done: Callable[[int], bool], commit: str | None = None) -> Iterator[Chunk]:
+    """All of them; those that are done come without their rows."""
+    source = _source(part)
+    if is_local(source):
+        found = _of_files(files(source))
+    elif source.startswith(TINY):
+        found = iter([(0, _tickets)])
+    else:
+        from trainer.data import hub
+
+        found = hub.pieces(part, commit, done)
+    before = 0
+    for count, (position, load) in enumerate(found):
+        yield Chunk(count, number, position - before, _left_out if done(count) else load)
+        before = position
+
+
+def total(part: Part) -> int:
+    """Bytes of all chunks; 0 = unknown."""
+    source = _source(part)
+    return sum(path.stat().st_size for path in files(source)) if is_local(source) else 0
+
+
+def columns(part: Part, commit: str | None = None) -> tuple[list[str], list[Row], str]:
+    """Names of columns in the order of their appearance, the first rows, and the place of the first of them."""
+    refused = ""
+    for chunk in chunks(part, 0, lambda number: False, commit):
+        rows = chunk.load()
+        good = [at for at, row in enumerate(rows.values) if not isinstance(row, Bad)]
+        if good:
+            first = [row for row in (rows.values[at] for at in good[:FIRST]) if not isinstance(row, Bad)]
+            return list(dict.fromkeys(name for row in first for name in row)), first, rows.place(good[0])
+        if rows.values and not refused:
+            bad = rows.values[0]
+            refused = f": of its rows none can be read; {rows.place(0)}: {bad.reason}: {bad.shown}"
+    raise Fault(f"data.source: {part.source}{refused or ': has no rows'}")
+
+
+def is_local(source: str) -> bool:
+    """Whether these are files: such as are there, or what can be nothing else."""
+    if "://" in source:
+        return False
+    return source.startswith(("/", "./", "../", "~")) or glob.has_magic(source) or Path(source).exists()
+
+
+def files(source: str) -> list[Path]:
+    path = Path(source).expanduser()
+    if path.is_dir():
+        found = _of_folder(path)
+        if not found:
+            raise Fault(f"data.source: {source}: no file in this folder ends in one of {', '.join(formats.ENDINGS)}")
+        return found
+    if path.exists():
+        if not formats.ending(path):
+            raise Fault(f"data.source: {source}: ends in none of {', '.join(formats.ENDINGS)}, compressed or not")
+        return [path]
+    if not glob.has_magic(source):
+        raise Fault(f"data.source: {source}: no such file or folder")
+    matches = [Path(name) for name in sorted(glob.glob(str(path), recursive=True))]
+    found = [match for match in matches if formats.ending(match) and match.is_file()]
+    if not found:
+        said = f"matches no file that ends in one of {', '.join(formats.ENDINGS)}" if matches else "matches no file"
+        raise Fault(f"data.source: {source}: {said}")
+    return found
+
+
+def _source(part: Part) -> str:
+    source = part.source or ""
+    if source.startswith("s3://"):
+        raise Fault(
+            f"data.source: {source}: the flow fetches what lies on s3:// (python -m flows.finetune); here, a file"
+        )
+    if source.startswith(TINY) and source != TICKETS:
+        raise Fault(f"data.source: {source}: no such data; there is {TICKETS}")
+    if not source or "://" in source.removeprefix(TINY):
+        raise Fault(f"data.source: {source or 'none'}: not a file, a folder, a data set on the Hub or {TICKETS}")
+    return source
+
+
+def _of_folder(folder: Path) -> list[Path]:
+    inside = sorted(path.relative_to(folder) for path in folder.rglob("*"))
+    found = [
+        path
+        for path in inside
+        if formats.ending(path)
+        and not any(name.startswith(".") for name in path.parts)
+        and ".idx" not in path.suffixes
+        and path.name not in DESCRIPTIONS
+    ]
+    rows = [path for path in found if formats.ending(path) != formats.TEXT] or found
+    return [folder / path for path in rows]
+
+
+def _of_files(paths: list[Path]) -> Iterator[Piece]:
+    """The last piece of a file counts for all that is left of it, such as the footer of a table."""
+    before, held = 0, None
+    for path in paths:
+        size = path.stat().st_size
+        for position, load in formats.pieces(path):
+            if held:
+                yield held
+            held = before + min(position, size), load
+        before += size
+        if held:
+            held = before, held[1]
+    if held:
+        yield held
+
+
+def _tickets() -> Rows:
+    rows = [{"input": ticket, "output": team} for ticket, team in tickets(TICKET_ROWS, seed=0).items()]
+    return Rows([*rows], lambda row: f"{TICKETS} row {row + 1}")
+
+
+def _left_out() -> Rows:
+    raise AssertionError("a chunk that is done is not loaded again")
