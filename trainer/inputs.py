@@ -4,13 +4,14 @@ Each check raises a Fault of one line that names the file, what is wrong with it
 """
 
 import json
+import os
 import shutil
 import struct
 from pathlib import Path
 
 from conf.layout import facts_from_hf, problems
 from conf.schema import Run
-from trainer import checkpoints, pairs
+from trainer import checkpoints, prepared
 from trainer.faults import Fault
 
 BYTES = {"F64": 8, "I64": 8, "F32": 4, "I32": 4, "F16": 2, "BF16": 2, "I16": 2}  # any other type: 1, or not checked
@@ -26,9 +27,9 @@ def check_train(run: Run) -> None:
     config = check_model(run)
     checkpoints.require(Path(run.paths.base), "paths.base", "python -m trainer.convert")
     _check_layout(run, config)
-    _check_rows(Path(run.paths.data) / "training.jsonl")
-    if run.train.validate_every:
-        _check_rows(Path(run.paths.data) / "validation.jsonl")
+    if "RANK" not in os.environ:  # ranks find made what the process before them has made
+        prepared.make(run)
+    prepared.check(run)
 
 
 def check_export(run: Run) -> None:
@@ -50,10 +51,9 @@ def check_evaluate(run: Run) -> None:
             raise Fault(f"evaluate.tasks: {name}: no such file in {Path.cwd()}")
     if "held_out" in tasks:
         file = Path(run.paths.data) / "test.jsonl"
-        if file.exists() and not file.stat().st_size:
-            raise Fault(f"{file}: empty; a larger share of data.test, or evaluate.tasks without held_out, would do")
-        _check_rows(file)
-        pairs.read(file, run.evaluate.rows)
+        if not file.exists() or not file.stat().st_size:
+            what = "empty" if file.exists() else "no such file"
+            raise Fault(f"{file}: {what}; a larger share of data.test, or evaluate.tasks without held_out, would do")
 
 
 def is_file(task: str) -> bool:
@@ -157,20 +157,6 @@ def _check_layout(run: Run, config: dict) -> None:
         raise Fault(f"{Path(run.paths.model) / 'config.json'}: {error}") from None
     if found:
         raise Fault("\n".join(found))
-
-
-def _check_rows(path: Path) -> None:
-    if not path.exists():
-        raise Fault(f"paths.data: {path}: no such file; it holds one JSON object a line, with input and output")
-    with path.open() as f:
-        first = f.readline()
-    try:
-        row = json.loads(first)
-        missing = [key for key in ("input", "output") if not isinstance(row.get(key), str)]
-    except (ValueError, AttributeError):
-        raise Fault(f"{path}:1: not a JSON object") from None
-    if missing:
-        raise Fault(f"{path}:1: {' and '.join(missing)} missing, or not text; the keys are {', '.join(row)}")
 
 
 def _check_space(folder: Path, run: Run, what: str) -> None:

@@ -123,8 +123,8 @@ def _arguments() -> argparse.Namespace:
 def _prepare(model: str, folder: Path) -> None:
     if not (folder / model).exists():
         tiny.make_model(model, folder / model, dtype="float32")
-    if not (folder / "data").exists():
-        tiny.make_data(folder / "data", rows=64)
+    if not (folder / "given").exists():
+        tiny.make_data(folder / "given", rows=64)
     if not (folder / f"{model}-base").exists():
         forked.call(convert.main, _run(Case(model, ""), folder, 1), folder / f"{model}-base.log")
 

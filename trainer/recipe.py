@@ -1,11 +1,10 @@
 """A run's configuration as Megatron-Bridge's ConfigContainer: all settings of its loop that we depart from."""
 
 import logging
-from math import lcm
 from pathlib import Path
 
 from conf.schema import Run
-from trainer import pairs, platform
+from trainer import platform
 from trainer.model import make_provider
 
 
@@ -32,6 +31,8 @@ def make_config(run: Run, bridge, resume_step: int | None):
         TrainingConfig,
         ValidationConfig,
     )
+
+    from trainer.sequences import make_dataset
 
     train, optimizer, checkpoint = run.train, run.optimizer, run.checkpoint
     folder = str(checkpoint_folder(run))
@@ -118,44 +119,6 @@ def load_only(config) -> None:
     config.dataset.do_validation = False
     config.checkpoint.load_optim = config.checkpoint.load_rng = False
     config.checkpoint.save = None
-
-
-def make_dataset(run: Run):
-    from megatron.bridge.data.builders.gpt_sft import GPTSFTDatasetConfig
-    from megatron.bridge.data.packing import PackedSequenceSpecs
-    from megatron.bridge.data.sft_processing import PromptCompletionSFTPreprocessingConfig
-
-    data, layout = run.data, run.layout
-    before, after, space = pairs.split(data.template)  # Bridge counts its separator in the loss: that is the space
-    packing = {}
-    if data.packed:
-        # Each packed pair is cut over cp and sp on its own, so each must divide. 16 serves most layouts, which then
-        # train on the same packed sequences; it costs 8 tokens a pair.
-        multiple = lcm(16, (2 * layout.cp if layout.cp > 1 else 1) * (layout.tp if layout.sp else 1))
-        packing = {
-            "enable_offline_packing": True,
-            "offline_packing_specs": PackedSequenceSpecs(
-                packed_sequence_size=data.seq_length, tokenizer_model_name="tokenizer", pad_seq_to_mult=multiple
-            ),
-        }
-    return GPTSFTDatasetConfig(
-        seq_length=data.seq_length,
-        dataset_root=run.paths.data,
-        seed=data.seed,
-        num_workers=data.workers,
-        dataloader_type="batch",
-        do_validation=run.train.validate_every > 0,
-        do_test=False,
-        preprocessing=PromptCompletionSFTPreprocessingConfig(
-            prompt_column="input",
-            completion_column="output",
-            prompt_template=before + "{prompt}" + after,
-            separator=space,
-            loss_mode="completion" if data.loss_on == "answer" else "full",
-        ),
-        dataset_kwargs={"pad_to_max_length": True},
-        **packing,
-    )
 
 
 def make_adapter(run: Run):

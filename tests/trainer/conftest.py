@@ -1,6 +1,7 @@
 """Tiny models, their data, and a process that has imported Megatron and runs trainer commands on forked ranks."""
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -9,7 +10,8 @@ from types import SimpleNamespace
 import pytest
 
 from conf.load import load
-from trainer import tiny
+from trainer import prepared, tiny
+from trainer.data import packing
 
 CONF = """
 name: test
@@ -20,6 +22,7 @@ train: {steps: 6, global_batch: 4, precision: fp32}
 optimizer: {lr: 5e-3}
 checkpoint: {save_every: 100}
 """
+NEED_DATA = ("train", "masks")
 
 
 @pytest.fixture(scope="session")
@@ -55,10 +58,13 @@ def ranks(tmp_path_factory):
         text=True,
     )
     count = 0
+    made: dict[str, Path] = {}
 
     def call(command: str, run, kill_at: int | None = None) -> SimpleNamespace:
         nonlocal count
         count += 1
+        if command in NEED_DATA:
+            _prepare(run, made)
         log = logs / f"{count}-{command}.log"
         request = {"command": command, "run": run.model_dump(mode="json"), "log": str(log), "kill_at": kill_at}
         server.stdin.write(json.dumps(request) + "\n")
@@ -97,6 +103,19 @@ def base(configure, ranks):
             done.add(model)
 
     return base
+
+
+def _prepare(run, made: dict[str, Path]) -> None:
+    """What trainer.train does before it starts ranks; done once for all runs whose data are the same."""
+    multiple = packing.multiple(run) if run.data.packed else 0
+    key = json.dumps([run.paths.data, run.paths.model, run.data.model_dump(mode="json"), multiple])
+    folder = prepared.folder(run)
+    if key in made and not folder.exists():
+        shutil.copytree(made[key], folder)
+    elif key not in made:
+        prepared.make(run)
+        made[key] = folder
+    prepared.check(run)
 
 
 def read_metrics(run) -> list[dict]:

@@ -10,27 +10,35 @@ from pathlib import Path
 import pytest
 
 from conf.load import load
-from trainer import checkpoints, inputs, tiny
+from trainer import checkpoints, inputs, prepared, tiny
 from trainer.faults import Fault
+
+
+LONG = ("data.seq_length=512",)  # as the longest rows
 
 
 @pytest.fixture(scope="module")
 def original(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("original")
     tiny.make_model("glm4-moe", folder / "model")
-    tiny.make_data(folder / "data", rows=8)
+    tiny.make_data(folder / "given", rows=128)
+    prepared.make(configure(folder, f"paths.data={folder / 'given'}", f"paths.output={folder}"))  # into folder/data
     (folder / "base").mkdir()
     (folder / "base" / "weights").write_text("stand for the converted model")
     checkpoints.mark(folder / "base")
     return folder
 
 
+def configure(folder: Path, *paths: str):
+    paths = paths or (f"paths.data={folder / 'data'}", f"paths.output={folder / 'output'}")
+    return load("tiny", [*paths, *(f"paths.{part}={folder / part}" for part in ("model", "base")), *LONG])
+
+
 @pytest.fixture
 def run(original, tmp_path):
     for part in ("model", "data", "base"):
         shutil.copytree(original / part, tmp_path / part)
-    overrides = [f"paths.{part}={tmp_path / part}" for part in ("model", "data", "base")]
-    return load("tiny", [*overrides, f"paths.output={tmp_path / 'output'}"])
+    return configure(tmp_path)
 
 
 def test_accepts_what_is_whole(run):
@@ -108,20 +116,30 @@ def test_layout_that_does_not_divide(run):
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        (None, "no such file; it holds one JSON object a line"),
-        ("", "training.jsonl:1: not a JSON object"),
-        ("[1]\n", "training.jsonl:1: not a JSON object"),
-        ('{"input": "a"}\n', "training.jsonl:1: output missing, or not text; the keys are input"),
-        ('{"input": 1, "output": "b"}\n', "training.jsonl:1: input missing, or not text"),
+        (None, "neither prepared.json .* nor training.jsonl, with one JSON object a line"),
+        ("", "training.jsonl: has no rows"),
+        ("[1]\n", r"training.jsonl:1: no object with columns: \[1\]"),
+        ('{"input": "a"}\n', "training.jsonl:1: no columns that are known: there are input"),
+        ('{"input": 1, "output": "b"}\n', "training.jsonl:1: input: not text: 1"),
+        ('{"input": "a", "output": "b"}\n{"input": \n', "training.jsonl:2: not JSON"),
+        ('{"input": "a", "output": "b"}\n', "train.global_batch: 16, but .* holds 1 sequences for training"),
     ],
 )
 def test_rows_that_cannot_be_trained_on(text, expected, run):
-    path = Path(run.paths.data) / "training.jsonl"
-    if text is None:
-        path.unlink()
-    else:
-        path.write_text(text)
+    shutil.rmtree(run.paths.data)
+    if text is not None:
+        Path(run.paths.data).mkdir()
+        (Path(run.paths.data) / "training.jsonl").write_text(text)
     with pytest.raises(Fault, match=expected):
+        inputs.check_train(run)
+
+
+def test_prepared_data_that_were_edited(run):
+    path = Path(run.paths.data) / "training.idx.parquet"
+    content = bytearray(path.read_bytes())
+    content[100] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(Fault, match=f"^{path}: changed since it was prepared; python -m trainer.prepare"):
         inputs.check_train(run)
 
 

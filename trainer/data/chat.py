@@ -134,10 +134,8 @@ def _encoded(template: "Template", row: Row, one: Rendered, encoding) -> Encoded
 
 
 def _finished(template: "Template", ids, learned, start: int, cut: int, odd: bool) -> Encoded | Bad:
-    if template.loss_on == "all":
-        learned = np.ones(len(ids), dtype=bool)
-    if len(template.skipped):
-        learned &= ~np.isin(ids, template.skipped)
+    counting = template.counting[ids]
+    learned = counting if template.loss_on == "all" else learned & counting
     return Encoded(ids, learned, start, cut, odd) if learned.any() else Bad("nothing to learn", "messages")
 
 

@@ -9,21 +9,15 @@ Not covered: rows longer than a pack (they have been dropped or cut before), and
 """
 
 from bisect import bisect_left, insort
-from math import lcm
 
 import numpy as np
 
+from conf.layout import packing_multiple
 from conf.schema import Run
 
 
 def multiple(run: Run) -> int:
-    """What the length of every packed row is a multiple of.
-
-    Each packed row is cut over cp and sp on its own, so each must divide. 16 serves most layouts, which then train on
-    the same packed sequences; it costs 8 tokens a row.
-    """
-    layout = run.layout
-    return lcm(16, (2 * layout.cp if layout.cp > 1 else 1) * (layout.tp if layout.sp else 1))
+    return packing_multiple(run.layout)
 
 
 def padded(lengths: np.ndarray, pad_to: int) -> np.ndarray:

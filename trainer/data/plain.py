@@ -37,8 +37,7 @@ def answer(template: "Template", row: Row) -> str:
 
 def encode(template: "Template", rows: Sequence[Row]) -> list[Encoded | Bad]:
     before, after, _ = split(template.text)
-    # The end of text is an id, as Bridge has it; any other stop is text.
-    end = np.array(template.end, dtype=np.int32)
+    end = template.end  # the end of text is an id, as Bridge has it; any other stop is text
     space, stop = template.space, "" if template.end else template.stop
     texts = [before + row["input"].strip(" ") + after for row in rows]
     texts += [space + row["output"].strip(" ") + stop for row in rows]
@@ -46,31 +45,27 @@ def encode(template: "Template", rows: Sequence[Row]) -> list[Encoded | Bad]:
     return [_join(template, ids[i], ids[i + len(rows)], end) for i in range(len(rows))]
 
 
-def _join(template: "Template", prompt: np.ndarray, answer: np.ndarray, end: np.ndarray) -> Encoded | Bad:
+def _join(template: "Template", prompt: list[int], answer: list[int], end: list[int]) -> Encoded | Bad:
     limit, length = template.limit, len(prompt) + len(answer) + len(end)
-    cut = max(0, length - limit.tokens)
-    if cut:
+    cut = length - limit.tokens
+    if cut > 0:
         if limit.too_long != "truncate":
             return limit.too_long_row(length)
         if cut >= len(prompt):
             return limit.too_long_answer(len(answer) + len(end))
         prompt = prompt[:-cut]
-    ids = np.concatenate([prompt, answer, end])
-    learned = np.ones(len(ids), dtype=bool)
+    ids = np.array(prompt + answer + end, dtype=np.int32)
+    learned = template.counting[ids]
     if template.loss_on != "all":
         learned[: len(prompt)] = False
-    if len(template.skipped):
-        learned &= ~np.isin(ids, template.skipped)
     if not learned.any():
         return Bad("nothing to learn", "output")
-    return Encoded(ids, learned, len(prompt), cut)
+    return Encoded(ids, learned, len(prompt), max(0, cut))
 
 
 def encode_text(template: "Template", rows: Sequence[Row]) -> list[Encoded | Bad]:
     """Documents, each with the end of text behind it. They are not cut: pretraining puts them in a row."""
-    end = np.array(template.end, dtype=np.int32)
-    found: list[Encoded | Bad] = []
-    for ids in tokenizers.ids(template.tokenizer, [row["text"] for row in rows]):
-        whole = np.concatenate([ids, end])
-        found.append(Encoded(whole, np.ones(len(whole), dtype=bool), 0))
-    return found
+    stop = "" if template.end else template.stop
+    found = tokenizers.ids(template.tokenizer, [row["text"] + stop for row in rows])
+    wholes = [np.array(ids + template.end, dtype=np.int32) for ids in found]
+    return [Encoded(ids, np.ones(len(ids), dtype=bool), 0) for ids in wholes]

@@ -1,7 +1,8 @@
 """Parquet and Arrow: rows as Python objects, a few megabytes at a time.
 
-Row groups of Parquet that are small are read by whoever loads the chunk. Large ones, which cannot be entered in the
-middle, and Arrow's batches are read here, a batch at a time, and their chunks carry them in Arrow's stream format.
+Files are read here, a batch at a time, and a chunk carries its batches in Arrow's stream format. A
+row group of Parquet can be as large as the file and cannot be entered in the middle; nor does a small one say how large
+its rows are: a prompt that all rows share lies there once.
 
 Arrow gives all objects of a list the same keys: those that an object of the source did not have are None, and are left
 out. A column that is None stays. Bytes, times and decimals are left as Python has them. Not covered: encrypted Parquet.
@@ -25,7 +26,7 @@ from trainer.data.rows import Bad, Row, Rows
 from trainer.faults import Fault
 
 ROWS = 20_000  # at most in a chunk
-BATCH = 1_000  # rows of Parquet decoded at once, at most
+BATCH = 200  # rows of Parquet decoded at once
 BUFFER = 2**20  # read ahead in each column, in place of the whole of it
 MAGIC = b"ARROW1"
 
@@ -34,15 +35,7 @@ def parquet(path: Path, size: int) -> Iterator[Piece]:
     with _unpacked(path) as (file, unpacked), table_faults(path):
         table = pq.ParquetFile(file, buffer_size=BUFFER, pre_buffer=False)
         _require_names(path, table.schema_arrow)
-        first, position = 1, 0
-        for groups, unpacked_length, rows, small in _runs(table.metadata, size):
-            length = unpacked_length * path.stat().st_size // unpacked
-            if small and file is path:
-                yield position + length, partial(_load_groups, path, groups, first)
-            else:
-                yield from _carried(path, _of_groups(table, groups, position, length, rows), size, first)
-            first += rows
-            position += length
+        yield from _carried(path, _of_groups(table, path.stat().st_size / unpacked), size)
 
 
 def arrow(path: Path, size: int) -> Iterator[Piece]:
@@ -52,7 +45,7 @@ def arrow(path: Path, size: int) -> Iterator[Piece]:
             with reading(path) as (stream, position):
                 if stream.peek(len(MAGIC)).startswith(MAGIC):
                     stream.read(8)
-                yield from _carried(path, _of_stream(path, pa.ipc.open_stream(stream), position), size, 1)
+                yield from _carried(path, _of_stream(path, pa.ipc.open_stream(stream), position), size)
             return
         with path.open("rb") as file:
             if not path.stat().st_size:
@@ -64,7 +57,7 @@ def arrow(path: Path, size: int) -> Iterator[Piece]:
                 raise Fault(f"{path}: breaks off: the end of an Arrow file is missing")
             source.seek(8)
         batches = _of_stream(path, pa.ipc.open_stream(source), source.tell)
-        for piece in _carried(path, batches, size, 1):
+        for piece in _carried(path, batches, size):
             yield piece
             mapped.madvise(mmap.MADV_DONTNEED)  # pages that have been read are no memory of ours any more
 
@@ -91,27 +84,17 @@ def table_faults(path: Path) -> Iterator[None]:
 Span = tuple[pa.RecordBatch, int, int]  # a batch, and the bytes of the file before and after it
 
 
-def _runs(metadata: pq.FileMetaData, size: int) -> Iterator[tuple[list[int], int, int, bool]]:
-    """Neighbouring row groups: their numbers, bytes in the file, rows, and whether together they are small."""
-    run, length, rows, plain = [], 0, 0, 0
-    for number in range(metadata.num_row_groups):
-        group = metadata.row_group(number)
-        if run and (plain + group.total_byte_size > size or rows + group.num_rows > ROWS):
-            yield run, length, rows, plain <= size and rows <= ROWS
-            run, length, rows, plain = [], 0, 0, 0
-        run.append(number)
-        length += sum(group.column(column).total_compressed_size for column in range(group.num_columns))
-        rows += group.num_rows
-        plain += group.total_byte_size
-    if run:
-        yield run, length, rows, plain <= size and rows <= ROWS
-
-
-def _of_groups(table: pq.ParquetFile, groups: list[int], position: int, length: int, rows: int) -> Iterator[Span]:
-    done = 0
-    for batch in table.iter_batches(BATCH, row_groups=groups, use_threads=False):
-        before, done = done, done + batch.num_rows
-        yield batch, position + length * before // rows, position + length * done // rows
+def _of_groups(table: pq.ParquetFile, share: float) -> Iterator[Span]:
+    position = 0
+    for number in range(table.num_row_groups):
+        group = table.metadata.row_group(number)
+        length = sum(group.column(column).total_compressed_size for column in range(group.num_columns))
+        done = 0
+        for batch in table.iter_batches(BATCH, row_groups=[number], use_threads=False):
+            before, done = done, done + batch.num_rows
+            at = [int(share * (position + length * rows / group.num_rows)) for rows in (before, done)]
+            yield batch, at[0], at[1]
+        position += length
 
 
 def _of_stream(path: Path, reader: pa.RecordBatchReader, position: Callable[[], int]) -> Iterator[Span]:
@@ -122,10 +105,10 @@ def _of_stream(path: Path, reader: pa.RecordBatchReader, position: Callable[[], 
         before = position()
 
 
-def _carried(path: Path, spans: Iterable[Span], size: int, first: int) -> Iterator[Piece]:
-    """Cut at about the size, by the memory that rows take."""
+def _carried(path: Path, spans: Iterable[Span], size: int) -> Iterator[Piece]:
+    """Cut at about the size, by the memory that rows take: in the file, equal values may lie once."""
     held, taken, rows = [], 0, 0
-    position = 0
+    first, position = 1, 0
     for batch, before, after in spans:
         step = max(1, min(ROWS, batch.num_rows * size // max(1, batch.nbytes)))
         for start in range(0, batch.num_rows, step):
@@ -134,11 +117,11 @@ def _carried(path: Path, spans: Iterable[Span], size: int, first: int) -> Iterat
             rows += held[-1].num_rows
             position = before + (after - before) * min(start + step, batch.num_rows) // batch.num_rows
             if taken >= size or rows >= ROWS:
-                yield position, partial(_load_batches, path, first, _packed(held))
+                yield position, partial(_load, path, first, _packed(held))
                 first += rows
                 held, taken, rows = [], 0, 0
     if held:
-        yield position, partial(_load_batches, path, first, _packed(held))
+        yield position, partial(_load, path, first, _packed(held))
 
 
 def _packed(batches: list[pa.RecordBatch]) -> bytes:
@@ -149,19 +132,9 @@ def _packed(batches: list[pa.RecordBatch]) -> bytes:
     return sink.getvalue().to_pybytes()
 
 
-def _load_groups(path: Path, groups: list[int], first: int) -> Rows:
-    with table_faults(path):
-        table = pq.ParquetFile(path, pre_buffer=False).read_row_groups(groups, use_threads=False)
-        return _rows(path, table.to_batches(), first)
-
-
-def _load_batches(path: Path, first: int, packed: bytes) -> Rows:
-    return _rows(path, pa.ipc.open_stream(packed), first)
-
-
-def _rows(path: Path, batches: Iterable[pa.RecordBatch], first: int) -> Rows:
+def _load(path: Path, first: int, packed: bytes) -> Rows:
     values: list[Row | Bad] = []
-    for batch in batches:
+    for batch in pa.ipc.open_stream(packed):
         try:
             found = batch.to_pylist(maps_as_pydicts="lossy")
         except (ValueError, OverflowError):

@@ -140,8 +140,8 @@ class Template:
         return [self.tokenizer.eos_token_id] if is_end else []
 
     @cached_property
-    def skipped(self) -> np.ndarray:
-        return tokenizers.skipped(self.tokenizer)
+    def counting(self) -> np.ndarray:
+        return tokenizers.counting(self.tokenizer)
 
     @cached_property
     def variables(self) -> dict[str, Any]:

@@ -80,16 +80,12 @@ def load(folder: Path, trust_remote_code: bool) -> Tokenizer:
     return tokenizer
 
 
-def ids(tokenizer: Tokenizer, texts: Sequence[str]) -> list[np.ndarray]:
+def ids(tokenizer: Tokenizer, texts: Sequence[str]) -> list[list[int]]:
     """The ids of each text."""
     if not tokenizer.is_fast:
-        return [np.asarray(tokenizer.encode(text, add_special_tokens=False), dtype=np.int32) for text in texts]
+        return [tokenizer.encode(text, add_special_tokens=False) for text in texts]
     encode = tokenizer.backend_tokenizer.encode_batch_fast
-    return [
-        np.array(encoding.ids, dtype=np.int32)
-        for batch in _batches(texts)
-        for encoding in encode(batch, add_special_tokens=False)
-    ]
+    return [encoding.ids for batch in _batches(texts) for encoding in encode(batch, add_special_tokens=False)]
 
 
 def encodings(tokenizer: Tokenizer, texts: Sequence[str]) -> Iterator[Encoding]:
@@ -124,12 +120,15 @@ def _batches(texts: Sequence[str]) -> Iterator[list[str]]:
 def splits_words(tokenizer: Tokenizer) -> bool:
     """Whether a space makes no difference to what follows it. Bridge then leaves it out of the training text."""
     first, second, both = ids(tokenizer, ["x", "y", "x y"])
-    return np.array_equal(both, np.concatenate([first, second]))
+    return both == first + second
 
 
-def skipped(tokenizer: Tokenizer) -> np.ndarray:
-    """Ids that never count in the loss."""
-    return np.array([i for i, token in tokenizer.added_tokens_decoder.items() if str(token) in SKIPPED], dtype=np.int32)
+def counting(tokenizer: Tokenizer) -> np.ndarray:
+    """By id, whether it may count in the loss."""
+    added = tokenizer.added_tokens_decoder
+    found = np.ones(max(len(tokenizer), max(added, default=0) + 1), dtype=bool)
+    found[[i for i, token in added.items() if str(token) in SKIPPED]] = False
+    return found
 
 
 def special(tokenizer: Tokenizer) -> dict[str, int]:

@@ -1,0 +1,70 @@
+"""Which rows are taken, and which split each falls to: from the rows' content alone, so that the same rows are chosen on
+every machine, and rows that are added later move none from one split to another.
+
+A mixture takes as many rows as its weights allow without taking one twice: with weights 3 and 1 over 900 and 1,000
+rows, 900 and 300.
+"""
+
+import hashlib
+
+import numpy as np
+
+from conf.data import Data
+from trainer.data.likeness import first_equal
+from trainer.data.rows import Row, content
+
+SPLITS = ("training", "validation", "test")
+WHOLE = float(1 << 64)
+
+
+def key(row: Row) -> int:
+    """64 bits that stand for the row."""
+    return int.from_bytes(hashlib.sha256(content(row)).digest()[:8])
+
+
+def splits(keys: np.ndarray, data: Data) -> np.ndarray:
+    """The place in SPLITS of each row."""
+    place = keys / WHOLE
+    return np.where(place < data.test, 2, np.where(place < data.test + data.validation, 1, 0)).astype(np.int8)
+
+
+def first_pass(data: Data) -> bool:
+    """Whether rows have to be counted before one of them is worth the work."""
+    return data.rows is not None or bool(data.mixture)
+
+
+def chosen(keys: np.ndarray, parts: np.ndarray, data: Data) -> np.ndarray:
+    """Whether each row is taken; `parts` holds the number of its source."""
+    taken = np.ones(len(keys), bool)
+    if data.duplicates == "drop":
+        taken = first_equal(keys) == np.arange(len(keys))
+    if not first_pass(data):
+        return taken
+    lot = _lots(keys, data.rows_seed)
+    counts = np.array([np.count_nonzero(taken & (parts == part)) for part in range(len(data.parts))])
+    wanted = counts
+    if data.mixture:
+        weights = np.array([part.weight for part in data.mixture])
+        shares = weights / weights.sum()
+        total = min((counts / shares).min(), data.rows or np.inf)
+        wanted = np.minimum(counts, np.floor(total * shares + 0.5).astype(np.int64))
+    elif data.rows is not None:
+        wanted = np.minimum(counts, data.rows)
+    found = np.zeros(len(keys), bool)
+    for part, count in enumerate(wanted.tolist()):
+        mine = np.flatnonzero(taken & (parts == part))
+        found[mine[np.argsort(lot[mine], kind="stable")[:count]]] = True
+    return found
+
+
+def copies(keys: np.ndarray) -> int:
+    """Rows that have occurred before."""
+    return len(keys) - len(np.unique(keys))
+
+
+def _lots(keys: np.ndarray, seed: int) -> np.ndarray:
+    """A number for each row that has nothing to do with its split; splitmix64."""
+    mixed = keys + np.uint64((seed + 1) * 0x9E3779B97F4A7C15 & (1 << 64) - 1)
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+        mixed = (mixed ^ (mixed >> np.uint64(shift))) * np.uint64(factor)
+    return mixed ^ (mixed >> np.uint64(31))

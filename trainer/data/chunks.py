@@ -1,0 +1,156 @@
+"""The work on one chunk of a source: rows read, understood, turned into tokens, and kept in a file of the spool.
+
+What happened to each row that is not kept is in the file's facts: its reason, and the places of the first of its kind.
+"""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import orjson
+
+from conf.data import Data
+from trainer.data import choose, likeness, spool
+from trainer.data.rows import Bad, Row, Rows
+from trainer.data.shapes import Shape
+from trainer.data.sources import Chunk
+from trainer.data.templates import Template
+
+BATCH = 512  # rows encoded at once; more would only hold more memory
+SAMPLES = 3  # rows shown of each reason in a chunk
+TOO_LONG = ("longer than a sequence", "answer longer than a sequence")
+ANOMALOUS = 3  # rows shown of each anomaly in a chunk
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is the same for all chunks."""
+
+    data: Data
+    shapes: tuple[Shape, ...]  # of each part
+    splits: tuple[int | None, ...]  # of each part: its place in SPLITS where it is given, else by content
+    template: Template
+    folder: Path
+
+
+def path(folder: Path, part: int, chunk: int, kind: str) -> Path:
+    return folder / f"{kind}-{part}-{chunk:07d}.chunk"
+
+
+def scan(plan: Plan, chunk: Chunk, file: Path) -> None:
+    """Only what choosing needs."""
+    rows, _, facts = _understand(plan, chunk.load(), plan.shapes[chunk.part])
+    keys = np.fromiter(map(choose.key, rows), np.uint64, len(rows))
+    parts = np.full(len(rows), chunk.part, np.int16)
+    spool.write(file, {"key": keys, "part": parts, "length": np.zeros(len(rows), np.int32)}, facts)
+
+
+def encode(plan: Plan, chunk: Chunk, file: Path, chosen: np.ndarray | None) -> None:
+    """All of it, of the rows that are chosen."""
+    loaded = chunk.load()
+    rows, positions, facts = _understand(plan, loaded, plan.shapes[chunk.part])
+    if chosen is not None:
+        rows = [row for row, take in zip(rows, chosen, strict=True) if take]
+        positions = [position for position, take in zip(positions, chosen, strict=True) if take]
+    facts["cut"], facts["cut_tokens"], facts["anomalies"] = 0, 0, {}
+    batches = [
+        _batch(plan, rows[at : at + BATCH], positions[at : at + BATCH], loaded, facts, chunk.part)
+        for at in range(0, len(rows), BATCH)
+    ]
+    empty = _arrays([], [], plan, chunk.part)
+    names = empty if not batches else batches[0]
+    arrays = {name: np.concatenate([batch[name] for batch in batches or [empty]]) for name in names}
+    spool.write(file, arrays, facts)
+
+
+def _understand(plan: Plan, loaded: Rows, shape: Shape) -> tuple[list[Row], list[int], dict[str, Any]]:
+    """Canonical rows, where each stood in the chunk, and the facts on the others."""
+    facts: dict[str, Any] = {"read": len(loaded.values), "dropped": {}}
+    rows, positions = [], []
+    for position, value in enumerate(loaded.values):
+        row = value if isinstance(value, Bad) else shape.row(value)
+        if isinstance(row, Bad):
+            _drop(facts, row, loaded, position)
+        else:
+            rows.append(row)
+            positions.append(position)
+    return rows, positions, facts
+
+
+def _batch(
+    plan: Plan, rows: list[Row], positions: list[int], loaded: Rows, facts: dict[str, Any], part: int
+) -> dict[str, np.ndarray]:
+    kept, encoded = [], []
+    places = []
+    for row, position, found in zip(rows, positions, plan.template.encode(rows), strict=True):
+        if isinstance(found, Bad):
+            _drop(facts, found, loaded, position)
+            continue
+        kept.append(row)
+        encoded.append(found)
+        places.append(position)
+        if found.cut:
+            facts["cut"] += 1
+            facts["cut_tokens"] += found.cut
+    for name, found in plan.template.checks(encoded, kept).items():
+        if found:
+            entry = facts["anomalies"].setdefault(name, {"count": 0, "samples": []})
+            entry["count"] += len(found)
+            missing = ANOMALOUS - len(entry["samples"])
+            entry["samples"] += [loaded.place(places[at]) for at in found[: max(0, missing)]]
+    return _arrays(kept, encoded, plan, part)
+
+
+def _arrays(rows: list[Row], encoded: Sequence[Any], plan: Plan, part: int) -> dict[str, np.ndarray]:
+    lengths = np.array([len(found.ids) for found in encoded], np.int32)
+    ids = np.concatenate([found.ids for found in encoded]) if encoded else np.empty(0, np.int32)
+    learned = np.concatenate([found.learned for found in encoded]) if encoded else np.empty(0, bool)
+    keys = np.fromiter(map(choose.key, rows), np.uint64, len(rows))
+    split = plan.splits[part]
+    signature = likeness.signatures(ids, lengths)
+    lines = [] if plan.template.kind == "text" else [_line(plan.template.line(row)) for row in rows]
+    arrays = {
+        "tokens": ids.astype(np.uint32) | np.where(learned, spool.LEARNED, np.uint32(0)),
+        "length": lengths,
+        "learned": _sums(learned, lengths),
+        "key": keys,
+        "asked": _asked(rows),
+        "split": choose.splits(keys, plan.data) if split is None else np.full(len(rows), split, np.int8),
+        "lines": np.frombuffer(b"".join(lines), np.uint8),
+        "line": np.array([len(line) for line in lines], np.int64),
+        "signature": signature.ravel(),
+    }
+    return arrays | {f"band{number}": band for number, band in enumerate(likeness.bands(signature))}
+
+
+def _line(row: dict[str, Any]) -> bytes:
+    try:
+        return orjson.dumps(row, option=orjson.OPT_APPEND_NEWLINE)
+    except TypeError:  # an integer of more than 64 bits
+        return json.dumps(row, ensure_ascii=False, separators=(",", ":")).encode() + b"\n"
+
+
+def _asked(rows: list[Row]) -> np.ndarray:
+    """A key of what precedes the answer: a prompt of the test that training has seen is no test."""
+    prompts = (
+        {"messages": row["messages"][:-1]} if "messages" in row else {"text": row.get("input") or row["text"]}
+        for row in rows
+    )
+    return np.fromiter(map(choose.key, prompts), np.uint64, len(rows))
+
+
+def _sums(values: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    if not len(lengths):
+        return np.empty(0, np.int32)
+    starts = np.concatenate([[0], np.cumsum(lengths[:-1], dtype=np.int64)])
+    return np.add.reduceat(values, starts, dtype=np.int32)
+
+
+def _drop(facts: dict[str, Any], bad: Bad, loaded: Rows, position: int) -> None:
+    entry = facts["dropped"].setdefault(bad.reason, {"count": 0, "samples": []})
+    entry["count"] += 1
+    if len(entry["samples"]) < SAMPLES:
+        entry["samples"].append({"place": loaded.place(position), "field": bad.field, "shown": bad.shown})

@@ -1,0 +1,96 @@
+"""What prepared data depend on; and what of it is made already, wholly or in part.
+
+<paths.data>/prepared.json    written last; the identity of what is there, and the digest of each file
+<preparing>/identity.json     of what an interrupted preparation was after
+"""
+
+import hashlib
+import json
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from conf.data import Part, Rows
+from conf.schema import Run
+from trainer.data import packing, sources, tokenizer
+from trainer.faults import Fault
+
+VERSION = 1  # of what is written; what another one has written is made anew
+MANIFEST = "prepared.json"
+NOT_BEARING = {"workers", "processes", *Rows.model_fields}
+
+
+def of(run: Run, parts: Sequence[Part], splits: Sequence[int | None]) -> dict[str, Any]:
+    settings = run.data.model_dump(mode="json", exclude=NOT_BEARING)
+    if run.data.packed:
+        settings["multiple"] = packing.multiple(run)
+    if run.data.template.endswith(".jinja"):
+        settings["template_file"] = _digest(Path(run.data.template))
+    given = [
+        {**part.model_dump(mode="json"), "given_split": split, "files": files(part)}
+        for part, split in zip(parts, splits, strict=True)
+    ]
+    tokens = tokenizer.digest(Path(run.paths.model))
+    return {"version": VERSION, "settings": settings, "tokenizer": tokens, "sources": given}
+
+
+def files(part: Part) -> list[dict[str, Any]]:
+    """Of a local source."""
+    found = sources.files(part.source) if part.source and sources.is_local(part.source) else []
+    return [{"path": str(path), "size": path.stat().st_size, "sha256": _digest(path)} for path in found]
+
+
+def unchanged(identity: dict[str, Any], parts: Sequence[Part]) -> None:
+    for part, entry in zip(parts, identity["sources"], strict=True):
+        if files(part) != entry["files"]:
+            raise Fault(f"data.source: {part.source}: changed while it was read; start again when nobody writes to it")
+
+
+def is_made(out: Path, identity: dict[str, Any]) -> bool:
+    try:
+        made = json.loads((out / MANIFEST).read_text())
+    except (OSError, ValueError):
+        return False
+    entries = {out / name: entry for name, entry in made.get("files", {}).items()}
+    return {key: made.get(key) for key in identity} == identity and all(
+        file.is_file() and file.stat().st_size == entry["size"] and _digest(file) == entry["sha256"]
+        for file, entry in entries.items()
+    )
+
+
+def begin(folder: Path, identity: dict[str, Any]) -> Path:
+    """The folder to write into. What an earlier attempt has done is kept if it was after the same."""
+    file, text = folder / "identity.json", json.dumps(identity, indent=1)
+    if not (file.exists() and file.read_text() == text):
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+        file.write_text(text)
+    made = folder / "files"
+    shutil.rmtree(made, ignore_errors=True)
+    made.mkdir()
+    return made
+
+
+def finish(made: Path, identity: dict[str, Any], facts: dict[str, Any], out: Path) -> None:
+    """Puts what was made in the place of what was there."""
+    entries = {file.name: {"size": file.stat().st_size, "sha256": _digest(file)} for file in sorted(made.iterdir())}
+    write(made / MANIFEST, identity | facts | {"files": entries})
+    old = made.with_name("old")
+    shutil.rmtree(old, ignore_errors=True)
+    if out.exists():
+        out.rename(old)
+    made.rename(out)
+    shutil.rmtree(made.parent)
+
+
+def write(file: Path, value: dict[str, Any]) -> None:
+    file.write_text(json.dumps(value, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def _digest(path: Path) -> str:
+    try:
+        with path.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError as error:
+        raise Fault(f"{path}: {error.strerror}") from None

@@ -1,0 +1,135 @@
+"""The files that training and evaluation read, written from the spool, and the report on them."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from trainer.data import choose, indexed, indexes, packing, report, sequences_file
+from trainer.data.chunks import Plan
+from trainer.data.choose import SPLITS
+from trainer.data.spool import Sequences, Spool
+from trainer.data.work import Done
+from trainer.faults import Fault
+
+BLOCK = 1 << 22  # bytes written at once
+BATCH = 4096  # documents written at once
+
+
+def write(
+    plan: Plan, spool: Spool, done: Done, vocabulary: int, end: int, multiple: int, folder: Path
+) -> dict[str, Any]:
+    """Returns the report."""
+    data = plan.data
+    keys, lengths = spool.column("key", np.uint64), spool.column("length", np.int32)
+    kept, copies = np.arange(len(keys)), done.copies
+    if data.duplicates == "drop" and not choose.first_pass(data):
+        kept = np.flatnonzero(choose.chosen(keys, np.zeros(len(keys), np.int16), data))
+        copies = len(keys) - len(kept)
+    split = spool.column("split", np.int8)[kept]
+    _check_splits(split, plan)
+    learned = spool.column("learned", np.int32)
+    found: dict[str, Any] = {"tokens": {}, "packing": {}}
+    for number, name in enumerate(SPLITS):
+        rows = kept[split == number]
+        found["tokens"][name] = report.lengths(lengths[rows], learned[rows])
+        if len(rows):
+            _write_split(name, rows, lengths[rows], plan, spool, vocabulary, end, multiple, folder, found)
+    return _report(found, plan, spool, done, kept, split, keys, copies)
+
+
+def _write_split(
+    name: str,
+    rows: np.ndarray,
+    lengths: np.ndarray,
+    plan: Plan,
+    spool: Spool,
+    vocabulary: int,
+    end: int,
+    multiple: int,
+    folder: Path,
+    found: dict[str, Any],
+) -> None:
+    sequences = Sequences(spool, rows, lengths)
+    if plan.template.kind == "text":
+        indexed.write(folder / name, _documents(sequences), vocabulary)
+        return
+    lines = folder / f"{name}.jsonl"
+    indexes.write(lines, _write_lines(lines, rows, spool))
+    if name == "test":
+        return
+    order, bounds = np.arange(len(rows)), np.arange(len(rows) + 1)
+    if plan.data.packed:
+        order, bounds = packing.assign(packing.padded(lengths, multiple), plan.data.seq_length, plan.data.seed)
+        found["packing"][name] = report.packing(lengths, bounds, plan.data.seq_length)
+    path = folder / f"{name}.idx.parquet"
+    sequences_file.write(path, sequences, order, bounds, pad_to=multiple if plan.data.packed else None, pad_id=end)
+
+
+def _write_lines(path: Path, rows: np.ndarray, spool: Spool) -> np.ndarray:
+    """Returns where the lines end."""
+    sizes = spool.column("line", np.int64)[rows]
+    with path.open("wb") as file:
+        for chunk, start, end in spool.runs(rows, "line"):
+            for at in range(start, end, BLOCK):
+                file.write(chunk.read("lines", at, min(at + BLOCK, end)).data)
+    return np.cumsum(sizes) - 1
+
+
+def _documents(sequences: Sequences) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    for start in range(0, len(sequences.rows), BATCH):
+        some = np.arange(start, min(start + BATCH, len(sequences.rows)))
+        yield sequences.tokens(some)[0], sequences.lengths[some]
+
+
+def _check_splits(split: np.ndarray, plan: Plan) -> None:
+    counts = np.bincount(split, minlength=len(SPLITS))
+    if not counts.sum():
+        raise Fault("data: no row is left; the reasons: data.bad_rows and data.too_long, or the source itself")
+    if any(given is not None for given in plan.splits):
+        return
+    data = plan.data
+    for name, share, count in zip(SPLITS, (1.0, data.validation, data.test), counts, strict=True):
+        if share and not count:
+            raise Fault(
+                f"data.{name}: no row of {counts.sum()} falls to {name}; take more rows or a larger share"
+                if name != "training"
+                else f"data: none of the {counts.sum()} rows falls to training; take more rows, or smaller other shares"
+            )
+
+
+def _report(
+    found: dict[str, Any],
+    plan: Plan,
+    spool: Spool,
+    done: Done,
+    kept: np.ndarray,
+    split: np.ndarray,
+    keys: np.ndarray,
+    copies: int,
+) -> dict[str, Any]:
+    facts = list(spool.facts())
+    counts = {name: int((split == number).sum()) for number, name in enumerate(SPLITS)}
+    dropped = report.merged(facts, "dropped")
+    if copies:
+        dropped["copy of an earlier row"] = {"count": copies, "samples": []}
+    cut, tokens = sum(fact["cut"] for fact in facts), sum(fact["cut_tokens"] for fact in facts)
+    alike = report.alike(spool, kept, split, keys[kept])
+    asked = spool.column("asked", np.uint64)[kept]
+    total = sum(entry["tokens"] for entry in found["tokens"].values())
+    result = {
+        "rows": {"read": sum(done.rows), "kept": len(kept), "not_chosen": done.left - done.copies} | counts,
+        "dropped": dropped,
+        "tokens": found["tokens"],
+        "truncated": {"rows": cut, "share": round(cut / len(kept), 6), "tokens_cut": tokens},
+        "duplicates": {key: alike[key] for key in ("exact", "near", "samples")},
+        "overlap": {"exact": report.shared_prompts(asked, split), "near": alike["near_across"]},
+        "learned_share": round(sum(entry["learned"] for entry in found["tokens"].values()) / total, 6),
+        "anomalies": report.merged(facts, "anomalies"),
+        "template": plan.template.record(),
+    }
+    if found["packing"]:
+        result["packing"] = found["packing"]
+    result["warnings"] = report.warnings(result)
+    return result

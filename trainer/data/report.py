@@ -1,0 +1,118 @@
+"""What preparation found, as report.json: rows in and out, why others were left out, lengths, likeness, what is learned.
+
+Equal data and settings give an equal report, to the byte: it holds no times.
+"""
+
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+
+from trainer.data import likeness
+from trainer.data.choose import SPLITS
+from trainer.data.spool import Spool
+
+SAMPLES = 5  # rows shown of each kind
+BINS = 24
+FEW = 0.01  # share of rows left out, cut or alike that is worth a warning
+
+
+def merged(facts: Iterable[dict[str, Any]], key: str) -> dict[str, Any]:
+    """Counts by reason with the first samples, over all chunks."""
+    found: dict[str, Any] = {}
+    for chunk in facts:
+        for reason, entry in chunk[key].items():
+            total = found.setdefault(reason, {"count": 0, "samples": []})
+            total["count"] += entry["count"]
+            total["samples"] += entry["samples"][: SAMPLES - len(total["samples"])]
+    return dict(sorted(found.items(), key=lambda item: (-item[1]["count"], item[0])))
+
+
+def lengths(tokens: np.ndarray, learned: np.ndarray) -> dict[str, Any]:
+    """Of the rows of one split."""
+    if not len(tokens):
+        return {"rows": 0, "tokens": 0, "learned": 0}
+    edges = np.unique(np.geomspace(1, tokens.max() + 1, BINS + 1).astype(np.int64))
+    counts, _ = np.histogram(tokens, np.append(edges[:-1], tokens.max() + 1))
+    median, p95 = np.percentile(tokens, (50, 95), method="higher")
+    return {
+        "rows": len(tokens),
+        "tokens": int(tokens.sum(dtype=np.int64)),
+        "learned": int(learned.sum(dtype=np.int64)),
+        "min": int(tokens.min()),
+        "median": int(median),
+        "p95": int(p95),
+        "max": int(tokens.max()),
+        "histogram": {"edges": edges.tolist(), "counts": counts.tolist()},
+    }
+
+
+def packing(tokens: np.ndarray, bounds: np.ndarray, capacity: int) -> dict[str, Any]:
+    sequences = len(bounds) - 1
+    return {
+        "sequences": sequences,
+        "rows": len(tokens),
+        "efficiency": round(float(tokens.sum(dtype=np.int64) - len(tokens)) / (sequences * capacity), 4),
+        "rows_per_sequence": round(len(tokens) / sequences, 2),
+    }
+
+
+def alike(spool: Spool, kept: np.ndarray, split: np.ndarray, keys: np.ndarray) -> dict[str, Any]:
+    """Rows that are exact copies of an earlier one, or nearly so; and those of them that lie across splits."""
+    first = likeness.first_equal(keys)
+    exact = first != np.arange(len(keys))
+    near = np.zeros(len(keys), bool)
+    like = np.where(exact, first, -1)
+    for number in range(likeness.BANDS):
+        head = likeness.first_equal(spool.column(f"band{number}", np.uint64)[kept])
+        rows = np.flatnonzero((head != np.arange(len(keys))) & ~exact & ~near)
+        for block in np.array_split(rows, max(1, len(rows) // 20_000)):
+            same = likeness.agree(_signatures(spool, kept[block]), _signatures(spool, kept[head[block]]))
+            near[block[same]] = True
+            like[block[same]] = head[block[same]]
+    held_out = (split != 0) | (split[np.maximum(like, 0)] != 0)
+    across = near & held_out & (split != split[np.maximum(like, 0)])
+    samples = [[int(kept[row]), int(kept[like[row]])] for row in np.flatnonzero(near)[:SAMPLES]]
+    return {"exact": int(exact.sum()), "near": int(near.sum()), "near_across": int(across.sum()), "samples": samples}
+
+
+def shared_prompts(asked: np.ndarray, split: np.ndarray) -> int:
+    """Rows of the test and of validation whose prompt training has as well."""
+    return int(np.isin(asked[split != 0], asked[split == 0]).sum())
+
+
+def warnings(report: dict[str, Any]) -> list[str]:
+    """What a person should look at before paying for a training run."""
+    found = []
+    read = max(1, report["rows"]["read"])
+    for reason, entry in report["dropped"].items():
+        if entry["count"] / read > FEW:
+            found.append(f"{entry['count'] / read:.1%} of the rows were left out: {reason}")
+    if report["truncated"]["share"] > FEW:
+        found.append(f"{report['truncated']['share']:.1%} of the rows had their prompt cut")
+    if report["overlap"]["exact"]:
+        found.append(f"{report['overlap']['exact']} rows held out have a prompt that training has too")
+    if report["overlap"]["near"]:
+        found.append(f"{report['overlap']['near']} rows held out are nearly rows of another split")
+    kept = max(1, report["rows"]["kept"])
+    for name, count in (("copies of another", "exact"), ("nearly another", "near")):
+        if report["duplicates"][count] / kept > FEW:
+            found.append(f"{report['duplicates'][count] / kept:.1%} of the rows are {name}")
+    for name, entry in report["anomalies"].items():
+        found.append(f"{entry['count']} rows: {name}, such as {entry['samples'][0]}")
+    for name in SPLITS:
+        entry = report.get("packing", {}).get(name)
+        if entry and entry["efficiency"] < 0.8 and entry["sequences"] > 1:
+            found.append(f"packed sequences of {name} are only {entry['efficiency']:.0%} full")
+    return found
+
+
+def _signatures(spool: Spool, rows: np.ndarray) -> np.ndarray:
+    width = likeness.HASHES
+    found = np.empty((len(rows), width), np.uint32)
+    chunks = np.searchsorted(spool.starts, rows, side="right") - 1
+    for number in np.unique(chunks):
+        mine = np.flatnonzero(chunks == number)
+        table = spool.chunk(int(number)).read("signature").reshape(-1, width)
+        found[mine] = table[rows[mine] - spool.starts[number]]
+    return found

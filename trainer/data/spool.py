@@ -1,0 +1,137 @@
+"""What each chunk of the source became, one file a chunk, and tokens read back from them by row.
+
+    spool/0-000012.chunk    arrays one behind the other; the header says what they are
+
+A file appears by rename when it is whole, so what a killed preparation leaves can be used as it is. Tokens are uint32;
+the top bit says that a token is learned. Files are read with pread: mapped pages would count as memory in use.
+"""
+
+import json
+import os
+import resource
+from collections import OrderedDict
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+LEARNED = np.uint32(1 << 31)
+OPEN = 16384  # files of this process; packing reads chunks in any order
+KEPT_FREE = 128
+HEADER = 8  # bytes that hold the header's length
+
+
+def write(path: Path, arrays: dict[str, np.ndarray], facts: dict[str, Any]) -> None:
+    head = {name: [str(array.dtype), array.size] for name, array in arrays.items()}
+    header = json.dumps({"arrays": head, "facts": facts}).encode()
+    partial = path.with_suffix(f".{os.getpid()}")
+    with partial.open("wb") as file:
+        file.write(len(header).to_bytes(HEADER) + header)
+        for array in arrays.values():
+            file.write(np.ascontiguousarray(array).data)
+        file.flush()
+        os.fsync(file.fileno())
+    partial.rename(path)
+
+
+class ChunkFile:
+    """One chunk's arrays and facts."""
+
+    def __init__(self, path: Path):
+        self.file = os.open(path, os.O_RDONLY)
+        length = int.from_bytes(os.pread(self.file, HEADER, 0))
+        header = json.loads(os.pread(self.file, length, HEADER))
+        self.facts: dict[str, Any] = header["facts"]
+        self.places: dict[str, tuple[np.dtype, int, int]] = {}
+        self.bounds: dict[str, list[int]] = {}
+        at = HEADER + length
+        for name, (dtype, size) in header["arrays"].items():
+            kind = np.dtype(dtype)
+            self.places[name] = (kind, size, at)
+            at += kind.itemsize * size
+        if os.fstat(self.file).st_size != at:
+            raise ValueError(f"{path}: {at} bytes expected")
+
+    def read(self, name: str, start: int = 0, end: int | None = None) -> np.ndarray:
+        kind, size, at = self.places[name]
+        end = size if end is None else end
+        left = (end - start) * kind.itemsize
+        at += start * kind.itemsize
+        parts = []
+        while left:  # pread gives at most 2 GB
+            parts.append(os.pread(self.file, left, at))
+            left, at = left - len(parts[-1]), at + len(parts[-1])
+        return np.frombuffer(parts[0] if len(parts) == 1 else b"".join(parts), kind)
+
+    def ends(self, name: str) -> list[int]:
+        """Where each row ends, from the array of the rows' lengths; a 0 in front."""
+        if name not in self.bounds:
+            self.bounds[name] = np.concatenate([[0], np.cumsum(self.read(name), dtype=np.int64)]).tolist()
+        return self.bounds[name]
+
+    def close(self) -> None:
+        os.close(self.file)
+
+
+class Spool:
+    """All chunks, in order; rows are numbered through them."""
+
+    def __init__(self, paths: list[Path]):
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        if soft != resource.RLIM_INFINITY and soft < OPEN:
+            wanted = OPEN if hard == resource.RLIM_INFINITY else min(OPEN, hard)
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+            soft = wanted
+        self.limit = max(1, min(OPEN, soft) - KEPT_FREE)
+        self.paths = paths
+        self.opened: OrderedDict[int, ChunkFile] = OrderedDict()
+        counts = [self.chunk(number).places["length"][1] for number in range(len(paths))]
+        self.starts = np.concatenate([[0], np.cumsum(counts, dtype=np.int64)])
+
+    def chunk(self, number: int) -> ChunkFile:
+        if number in self.opened:
+            self.opened.move_to_end(number)
+            return self.opened[number]
+        if len(self.opened) >= self.limit:
+            self.opened.popitem(last=False)[1].close()
+        self.opened[number] = ChunkFile(self.paths[number])
+        return self.opened[number]
+
+    def column(self, name: str, dtype: type) -> np.ndarray:
+        """One value for each row of all chunks."""
+        found = np.empty(self.starts[-1], dtype)
+        for number, (start, end) in enumerate(zip(self.starts, self.starts[1:], strict=False)):
+            found[start:end] = self.chunk(number).read(name)
+        return found
+
+    def facts(self) -> Iterator[dict[str, Any]]:
+        for number in range(len(self.paths)):
+            yield self.chunk(number).facts
+
+    def runs(self, rows: np.ndarray, lengths: str) -> Iterator[tuple[ChunkFile, int, int]]:
+        """Where the rows lie in their chunks, neighbours taken together; `lengths` names the array of what they take."""
+        if not len(rows):
+            return
+        chunks = np.searchsorted(self.starts, rows, side="right") - 1
+        breaks = np.flatnonzero((np.diff(rows) != 1) | (np.diff(chunks) != 0)) + 1
+        firsts, lasts = np.concatenate([[0], breaks]), np.concatenate([breaks, [len(rows)]]) - 1
+        for first, last in zip(firsts.tolist(), lasts.tolist(), strict=True):
+            number = int(chunks[first])
+            file = self.chunk(number)
+            ends = file.ends(lengths)
+            start, end = int(rows[first] - self.starts[number]), int(rows[last] - self.starts[number])
+            yield file, ends[start], ends[end + 1]
+
+
+class Sequences:
+    """Some rows of a spool, as the writers of token files take them."""
+
+    def __init__(self, spool: Spool, rows: np.ndarray, lengths: np.ndarray):
+        self.spool, self.rows, self.lengths = spool, rows, lengths
+
+    def tokens(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Token ids of these rows, one behind the other, and whether each is learned."""
+        found = [file.read("tokens", start, end) for file, start, end in self.spool.runs(self.rows[rows], "length")]
+        joined = np.concatenate(found) if found else np.empty(0, np.uint32)
+        return (joined & ~LEARNED).astype(np.int32), joined >= LEARNED

@@ -1,0 +1,155 @@
+"""All chunks of all sources, each done by one of several processes; what is done already is not done again."""
+
+import collections
+import ctypes
+import multiprocessing
+import os
+import signal
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from conf.data import Data, Part
+from trainer.data import choose, chunks, sources
+from trainer.data.chunks import Plan
+from trainer.data.progress import Progress
+from trainer.data.spool import ChunkFile, Spool
+from trainer.faults import Fault
+
+AHEAD = 2  # chunks in hand for each process
+SHOWN = 5  # bad rows in a fault
+PR_SET_PDEATHSIG = 1
+
+_plan: Plan  # of the processes forked from this one
+
+
+@dataclass(frozen=True)
+class Done:
+    """What became of all chunks."""
+
+    paths: list[Path]
+    rows: list[int]  # read of each part
+    left: int  # rows that were not chosen
+    copies: int  # of these, those that had occurred before
+
+
+def run(plan: Plan, parts: list[Part], progress: Progress) -> Done:
+    global _plan
+    _plan = plan
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # each process has a core
+    processes = plan.data.processes or len(os.sched_getaffinity(0))
+    context = multiprocessing.get_context("fork")  # the tokenizer is loaded once, and its memory shared
+    with ProcessPoolExecutor(processes, context, _start, (os.getpid(),)) as pool:
+        try:
+            return _run(plan, parts, progress, pool, AHEAD * processes)
+        except BrokenProcessPool:
+            raise Fault(
+                "a process of preparation was killed, most likely for want of memory: fewer data.processes take less; "
+                "started again, it goes on where it was"
+            ) from None
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+
+def _run(plan: Plan, parts: list[Part], progress: Progress, pool: ProcessPoolExecutor, ahead: int) -> Done:
+    chosen: list[np.ndarray | None] | None = None
+    left = copies = 0
+    if choose.first_pass(plan.data):
+        progress.begin("choose")
+        scanned = _each(plan, parts, progress, pool, ahead, "scan", lambda number: None)
+        chosen, left, copies = _choose(scanned, plan.data)
+    progress.begin("tokenize")
+    paths = _each(plan, parts, progress, pool, ahead, "rows", lambda number: chosen[number] if chosen else None)
+    return Done(paths, progress.rows_of(len(parts)), left, copies)
+
+
+def _each(
+    plan: Plan,
+    parts: list[Part],
+    progress: Progress,
+    pool: ProcessPoolExecutor,
+    ahead: int,
+    kind: str,
+    chosen: Callable[[int], np.ndarray | None],
+) -> list[Path]:
+    """The files of all chunks, in order; the pool makes those that are not there."""
+    paths: list[Path] = []
+    waiting: collections.deque[tuple[sources.Chunk, Path, Future | None]] = collections.deque()
+    for number, chunk in enumerate(_chunks(plan, parts, kind)):
+        path = chunks.path(plan.folder, chunk.part, chunk.number, kind)
+        future = None if path.exists() else pool.submit(_do, kind, chunk, path, chosen(number))
+        waiting.append((chunk, path, future))
+        while len(waiting) > ahead:
+            paths.append(_finish(plan, *waiting.popleft(), progress))
+    while waiting:
+        paths.append(_finish(plan, *waiting.popleft(), progress))
+    return paths
+
+
+def _chunks(plan: Plan, parts: list[Part], kind: str) -> Iterator[sources.Chunk]:
+    for number, part in enumerate(parts):
+
+        def done(chunk: int, number: int = number) -> bool:
+            return chunks.path(plan.folder, number, chunk, kind).exists()
+
+        yield from sources.chunks(part, number, done)
+
+
+def _do(kind: str, chunk: sources.Chunk, path: Path, chosen: np.ndarray | None) -> None:
+    if kind == "scan":
+        chunks.scan(_plan, chunk, path)
+    else:
+        chunks.encode(_plan, chunk, path, chosen)
+
+
+def _finish(plan: Plan, chunk: sources.Chunk, path: Path, future: Future | None, progress: Progress) -> Path:
+    if future:
+        future.result()
+    file = ChunkFile(path)
+    facts = file.facts
+    file.close()
+    _refuse(facts["dropped"], plan.data)
+    progress.update(chunk.part, chunk.size, facts["read"], future is not None)
+    return path
+
+
+def _refuse(dropped: dict[str, Any], data: Data) -> None:
+    """Raises a fault for the rows that the configuration does not let pass."""
+    wrong = {
+        reason: entry
+        for reason, entry in dropped.items()
+        if (data.too_long if reason in chunks.TOO_LONG else data.bad_rows) == "error"
+    }
+    lines = [
+        ": ".join(filter(None, (sample["place"], sample["field"], reason, sample["shown"])))
+        for reason, entry in wrong.items()
+        for sample in entry["samples"]
+    ]
+    if lines:
+        more = sum(entry["count"] for entry in wrong.values()) - len(lines[:SHOWN])
+        key = "too_long" if set(wrong) <= set(chunks.TOO_LONG) else "bad_rows"
+        lines[SHOWN:] = [f"and {more} more rows near there"] if more else []
+        raise Fault("\n".join([*lines, f"data.{key}=drop would leave such rows out, count them and show some"]))
+
+
+def _choose(paths: list[Path], data: Data) -> tuple[list[np.ndarray | None], int, int]:
+    spool = Spool(paths)
+    keys, parts = spool.column("key", np.uint64), spool.column("part", np.int16)
+    taken = choose.chosen(keys, parts, data)
+    copies = choose.copies(keys) if data.duplicates == "drop" else 0
+    masks: list[np.ndarray | None] = list(np.split(taken, spool.starts[1:-1]))
+    return masks, int(len(keys) - taken.sum()), copies
+
+
+def _start(parent: int) -> None:
+    """A worker ends with its parent, also when that is killed."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    if os.getppid() != parent:
+        os._exit(1)

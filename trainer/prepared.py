@@ -1,0 +1,178 @@
+"""Prepared data (trainer.prepare): where those of a run lie, and whether they are whole and fit the run.
+
+prepared.json, written last, lists every file with its SHA-256, the settings, the tokenizer, and the files of the sources.
+check() reads all of them again, at 1.5 GB/s, and says in one line what has been changed since. Rows made by hand, a
+folder with training.jsonl and no prepared.json, are prepared when training starts, into paths.output/data: paths.data
+itself is never written to.
+
+Not noticed: a file added to a folder that is a source, and sources on the Hub or in an object store.
+"""
+
+import hashlib
+import json
+import multiprocessing
+import os
+import signal
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from conf.schema import Run
+from trainer.data import packing, tokenizer
+from trainer.entry import FAULT_FILE, LIBC, PR_SET_PDEATHSIG
+from trainer.faults import Fault
+
+MANIFEST = "prepared.json"
+AGAIN = "python -m trainer.prepare makes it again"
+
+
+@dataclass(frozen=True)
+class Prepared:
+    kind: str  # "sft": token files of rows; "text": megatron-core's indexed data sets
+    files: dict[str, dict[str, Any]]  # size and sha256, by name
+    settings: dict[str, Any]  # keys of data, and the packing multiple
+    sources: list[dict[str, Any]]
+    tokenizer: str
+    rows: dict[str, int]  # by split
+    sequences: dict[str, int]
+    vocab_size: int
+    pad_id: int
+
+
+def folder(run: Run) -> Path:
+    """The prepared data of a run: paths.data, or what is made of rows by hand that lie there."""
+    given = Path(run.paths.data)
+    return given if (given / MANIFEST).exists() else Path(run.paths.output) / "data"
+
+
+def make(run: Run) -> None:
+    """Prepare rows made by hand, where that is not done yet. Nothing else is prepared here."""
+    given = Path(run.paths.data)
+    if (given / MANIFEST).exists():
+        return
+    rows = given / "training.jsonl"
+    if not rows.exists():
+        raise Fault(
+            f"paths.data: {given}: neither {MANIFEST} (python -m trainer.prepare makes it) nor {rows.name}, "
+            "with one JSON object a line"
+        )
+    from trainer import prepare
+
+    # In a process of its own: tokenizers are loaded without torch, and transformers is of no use to training then.
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), initializer=_die_with_parent) as process:
+        process.submit(prepare.given, run, given, folder(run)).result()
+
+
+def _die_with_parent() -> None:
+    LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+
+
+def load(folder: Path) -> Prepared:
+    path = folder / MANIFEST
+    try:
+        found = json.loads(path.read_text())
+        return Prepared(**{field.name: found[field.name] for field in fields(Prepared)})
+    except FileNotFoundError:
+        raise Fault(f"paths.data: {folder}: no {MANIFEST}; python -m trainer.prepare makes it") from None
+    except (ValueError, KeyError, TypeError) as error:
+        raise Fault(f"{path}: not what trainer.prepare writes ({type(error).__name__}: {error}); {AGAIN}") from None
+
+
+def check(run: Run) -> Prepared:
+    place = folder(run)
+    found = load(place)
+    _check_files(place, found)
+    _check_settings(place, found, run)
+    _check_tokenizer(place, found, run)
+    _check_sources(place, found)
+    _check_sizes(place, found, run)
+    return found
+
+
+def _check_files(place: Path, found: Prepared) -> None:
+    changed = next(_changed([{"path": place / name, **entry} for name, entry in found.files.items()]), None)
+    if changed:
+        path, how = changed
+        raise Fault(f"{path}: {how} since it was prepared; {AGAIN}")
+
+
+def _check_sources(place: Path, found: Prepared) -> None:
+    entries = [entry for source in found.sources for entry in source.get("files") or []]
+    there = [entry | {"path": Path(entry["path"])} for entry in entries if Path(entry["path"]).exists()]
+    changed = next(_changed(there), None)
+    if changed:
+        raise Fault(f"{changed[0]}: was edited after its preparation into {place}; {AGAIN}")
+
+
+def _changed(entries: list[dict[str, Any]]) -> Iterator[tuple[Path, str]]:
+    """Files that are not what they were, and how so."""
+    for entry in entries:
+        path: Path = entry["path"]
+        if not path.is_file():
+            yield path, "gone"
+        elif path.stat().st_size != entry["size"]:
+            yield path, f"changed from {entry['size']} to {path.stat().st_size} bytes"
+    if FAULT_FILE in os.environ or os.environ.get("LOCAL_RANK", "0") != "0":
+        return  # whoever started this rank has read them already, or the first rank of this host is at it
+    with ThreadPoolExecutor() as pool:
+        digests = pool.map(_digest, [entry["path"] for entry in entries])
+        yield from ((e["path"], "changed") for e, digest in zip(entries, digests, strict=True) if digest != e["sha256"])
+
+
+def _digest(path: Path) -> str:
+    with path.open("rb") as f:
+        return hashlib.file_digest(f, "sha256").hexdigest()
+
+
+def _check_settings(place: Path, found: Prepared, run: Run) -> None:
+    own = run.data.model_dump(mode="json")
+    compared = found.settings.keys() & own.keys() - {"mixture"}  # its files are compared, whatever their names
+    if not run.data.packed:
+        compared -= {"seed"}  # it decides which rows share a sequence; their order is drawn when training starts
+    for key in sorted(compared):
+        if own[key] != found.settings[key]:
+            raise Fault(
+                f"data.{key}: {json.dumps(own[key])}, but {place} was prepared with {json.dumps(found.settings[key])}; "
+                f"{AGAIN}, or set data.{key} back"
+            )
+    if not run.data.packed or found.kind == "text":
+        return
+    needed, have = packing.multiple(run), found.settings.get("multiple", 0)
+    if not have or have % needed:
+        raise Fault(
+            f"layout: cp {run.layout.cp}, tp {run.layout.tp} and sp {json.dumps(run.layout.sp)} need packed rows whose "
+            f"length is a multiple of {needed}, but {place} was prepared for multiples of {have}; {AGAIN}"
+        )
+
+
+def _check_tokenizer(place: Path, found: Prepared, run: Run) -> None:
+    if tokenizer.digest(Path(run.paths.model)) != found.tokenizer:
+        raise Fault(
+            f"paths.model: {run.paths.model}: another tokenizer than the one that {place} was prepared with; {AGAIN}, "
+            "or use the model that it was prepared for"
+        )
+
+
+def _check_sizes(place: Path, found: Prepared, run: Run) -> None:
+    """Megatron-Bridge leaves incomplete global batches out, and stops where there is no complete one."""
+    batch, training, validation = run.train.global_batch, found.sequences["training"], found.sequences["validation"]
+    if found.kind == "text":
+        batch = 1  # texts are repeated until there are enough
+    if training < batch:
+        ways = [f"a train.global_batch of at most {training}"] if training else []
+        ways += ["more rows"]
+        if run.data.packed and found.rows["training"] >= batch:
+            ways += ["data.packed: false"]
+        packed = f", packed from {found.rows['training']} rows" if run.data.packed else ""
+        raise Fault(
+            f"train.global_batch: {batch}, but {place} holds {training} sequences for training{packed}; "
+            f"right would be {' or '.join(ways)}"
+        )
+    if run.train.validate_every and validation < batch:
+        raise Fault(
+            f"train.validate_every: {run.train.validate_every}, but {place} holds {validation} sequences for validation, "
+            f"fewer than one batch of {batch}; right would be a larger data.validation, "
+            "a smaller train.global_batch, or train.validate_every: 0"
+        )
