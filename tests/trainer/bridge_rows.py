@@ -1,7 +1,8 @@
 """Rows as Megatron-Bridge's data sets and transformers' apply_chat_template make them, for tests/trainer/data.
 
 main(run) reads cases.json in run.paths.output, a list of objects with folder, rows and what is said of them below, and
-leaves made.json there: for each case its rows, each with ids and learned of "bridge" and, for chat, of "transformers".
+leaves made.json there: rows, for each case those, each with ids and learned of "bridge" and, for chat, of
+"transformers"; and skipped, the tokens that Bridge takes out of the loss.
 """
 
 import json
@@ -11,10 +12,12 @@ from conf.schema import Run
 
 
 def main(run: Run) -> None:
+    from megatron.bridge.data.token_utils import PAD_TOKENS
+
     folder = Path(run.paths.output)
     cases = json.loads((folder / "cases.json").read_text())
     made = [_case(case, folder / f"{number}.jsonl") for number, case in enumerate(cases)]
-    (folder / "made.json").write_text(json.dumps(made))
+    (folder / "made.json").write_text(json.dumps({"rows": made, "skipped": sorted(PAD_TOKENS)}))
 
 
 def _case(case: dict, file: Path) -> list[dict]:

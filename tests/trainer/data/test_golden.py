@@ -88,12 +88,13 @@ def cases(tmp_path_factory) -> dict[str, dict]:
 
 
 @pytest.fixture(scope="module")
-def made(cases, ranks, tmp_path_factory) -> dict[str, list[dict]]:
+def made(cases, ranks, tmp_path_factory) -> dict[str, list]:
     folder = tmp_path_factory.mktemp("bridge")
     (folder / "cases.json").write_text(json.dumps(list(cases.values())))
     result = ranks("bridge_rows", load("tiny", [f"paths.output={folder}"]))
     assert result.code == 0, result.output
-    return dict(zip(cases, json.loads((folder / "made.json").read_text()), strict=True))
+    found = json.loads((folder / "made.json").read_text())
+    return dict(zip(cases, found["rows"], strict=True)) | {"skipped": found["skipped"]}
 
 
 def ours(case: dict) -> list[Encoded]:
@@ -160,7 +161,5 @@ def test_tags_give_transformers_mask(family, cases, made):
         same(one, other["transformers"])
 
 
-def test_tokens_that_bridge_skips_are_skipped(tmp_path):
-    from megatron.bridge.data.token_utils import PAD_TOKENS
-
-    assert PAD_TOKENS == tokenizer.SKIPPED
+def test_tokens_that_bridge_skips_are_skipped(made):
+    assert set(made["skipped"]) == tokenizer.SKIPPED
