@@ -23,14 +23,14 @@ from trainer.faults import Fault
 ROWS = 1_000
 
 
-def pieces(part: Part, commit: str | None, done: Callable[[int], bool], rows: int = ROWS) -> Iterator[Piece]:
+def pieces(part: Part, commit: str | None, done: Callable[[int], bool]) -> Iterator[Piece]:
     """The bytes are not known, and so all 0. done() is true of no more chunks than there are."""
     first = 0
     while done(first):
-        yield 0, partial(_load, part, first * rows, ())
+        yield 0, partial(_load, part, first * ROWS, ())
         first += 1
-    for number, values in enumerate(batched(_streamed(part, commit, first * rows), rows), first):
-        yield 0, partial(_load, part, number * rows, values)
+    for number, values in enumerate(batched(_streamed(part, commit, first * ROWS), ROWS), first):
+        yield 0, partial(_load, part, number * ROWS, values)
 
 
 def _load(part: Part, before: int, values: tuple[Row, ...]) -> Rows:

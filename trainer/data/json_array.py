@@ -178,6 +178,7 @@ def _check(place: _Place, window: _Window, path: Path) -> None:
 
 
 def _line(place: _Place, window: _Window) -> int:
-    rest = window.buffer[place.begin :] if place.rows_at else b""
-    begin = place.begin + len(rest) - len(rest.lstrip(BLANK)) if place.rows_at else window.at
-    return window.line + window.buffer.count(b"\n", 0, begin)
+    """Of the row, or of what comes after the last mark."""
+    begin = place.begin if place.rows_at else window.at
+    rest = window.buffer[begin:]
+    return window.line + window.buffer.count(b"\n", 0, begin + len(rest) - len(rest.lstrip(BLANK)))

@@ -134,11 +134,13 @@ def _lines_before(path: Path, start: int) -> int:
 def _exact(line: bytes) -> Row | Bad:
     """By json: what orjson refuses, or would change."""
     try:
-        row = json.loads(line.decode())
+        row = json.loads(line.decode().rstrip())
     except UnicodeDecodeError as error:
         return Bad("not UTF-8", shown=f"at byte {error.start}")
     except json.JSONDecodeError as error:
-        return Bad("not JSON", shown=f"{error.msg} at character {error.pos}, near {show(error.doc[error.pos :][:30])}")
+        rest = error.doc[error.pos :][:30]
+        near = f"near {show(rest)}" if rest else f"its end, after {show(error.doc[-30:])}"
+        return Bad("not JSON", shown=f"{error.msg} at character {error.pos}, {near}")
     except RecursionError:
         return Bad("not JSON", shown="nested too deeply")
     except ValueError as error:  # an integer of more than 4,300 digits

@@ -123,7 +123,7 @@ def _of_folder(folder: Path) -> list[Path]:
         and path.name not in DESCRIPTIONS
     ]
     rows = [path for path in found if formats.ending(path) != formats.TEXT] or found
-    return [folder / path for path in rows]
+    return [folder / path for path in rows if (folder / path).is_file()]
 
 
 def _of_files(paths: list[Path]) -> Iterator[Piece]:
