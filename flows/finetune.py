@@ -60,7 +60,7 @@ def finetune(
         return Failed(message=str(fault))
     with Session(run, asked, flow_run.id, flow_run.name, first, last) as session:
         model = download.submit(session)  # GLM-4.7: 716 GB
-        data = prepare.submit(session)
+        data = prepare.submit(session, model)  # the tokenizer is the model's
         base = convert.submit(session, model)  # as large again; 1 minute for each 4 GB and process
         before = evaluate.submit(session, "base", model, data)  # beside conversion and training
         trained = train.submit(session, model, base, data)  # the hours and the money

@@ -10,14 +10,14 @@ from conf.schema import Run
 from tasks import launch
 from tasks.artifact import Artifact, Stage, Work
 from tasks.faults import Fault
-from tasks.progress import Progress
+from tasks.progress import Progress, newest
 from tasks.session import OPTIONS, Session
 
 VERSION = 1
 
 
 def stage(run: Run, model: Stage, data: Stage, trained: Stage | None = None) -> Stage:
-    config = run.model_dump(mode="json", include={"evaluate": True, "data": {"template", "seq_length"}})
+    config = run.model_dump(mode="json", include={"evaluate"})
     del config["evaluate"]["gpus"]
     config["precision"] = config["evaluate"].pop("precision") or run.train.precision
     config["task_files"] = {task: _content(task) for task in run.evaluate.tasks if task.endswith((".yaml", ".yml"))}
@@ -43,7 +43,7 @@ def evaluate(session: Session, which: str, model: Artifact, data: Artifact, trai
             work.folder,
             work.say,
             session.stopped(work),
-            lambda: bar.update(*_done(output / "progress.jsonl")),
+            lambda: bar.update(*newest(output / "progress.jsonl", "done", "total")),
         )
         found = json.loads((output / "results.json").read_text())
         tracked = session.tracked(name)
@@ -74,11 +74,3 @@ def _content(path: str) -> str:
         if Path(name).is_file():
             digest.update(Path(name).read_bytes())
     return digest.hexdigest()
-
-
-def _done(progress: Path) -> tuple[int, int]:
-    try:
-        last = json.loads(progress.read_text().splitlines()[-1])
-        return last["done"], last["total"]
-    except (OSError, ValueError, IndexError, KeyError):
-        return 0, 0

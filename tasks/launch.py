@@ -10,7 +10,7 @@ import select
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 
 from conf.load import dump
@@ -37,11 +37,15 @@ def trainer(
     say: Callable[[str], None],
     stop: Callable[[], bool],
     tick: Callable[[], None] = lambda: None,
+    keep: Collection[str] = (),
 ) -> None:
-    """python -m trainer.<command>; its log is <folder>/<command>.log, tick() is called twice a second."""
+    """python -m trainer.<command>; its log is <folder>/<command>.log, tick() is called twice a second.
+
+    `keep` names private variables of the environment that this command needs all the same.
+    """
     resolved = folder / "resolved.yaml"
     dump(run, resolved)
-    process([f"trainer.{command}", str(resolved)], folder / f"{command}.log", say, stop, tick)
+    process([f"trainer.{command}", str(resolved)], folder / f"{command}.log", say, stop, tick, keep)
 
 
 def process(
@@ -50,9 +54,10 @@ def process(
     say: Callable[[str], None],
     stop: Callable[[], bool],
     tick: Callable[[], None] = lambda: None,
+    keep: Collection[str] = (),
 ) -> None:
     """python -m <arguments> to its end. Raises Fault, Broken or Stopped."""
-    private = {name for name in os.environ if name.startswith(PRIVATE)}
+    private = {name for name in os.environ if name.startswith(PRIVATE) and name not in keep}
     environment = {name: value for name, value in os.environ.items() if name not in private}
     environment |= {"PYTHONUNBUFFERED": "1", "PYTHONPATH": str(ROOT)}
     running = subprocess.Popen(

@@ -10,7 +10,7 @@ ORDER = ("download", "prepare", "convert", "evaluate-base", "train", "export", "
 def stages(run: Run) -> dict[str, Stage]:
     """By name, in ORDER. Asks the Hub or the store which commit or content the sources have now."""
     model = download.stage(run)
-    data = prepare.stage(run)
+    data = prepare.stage(run, model)
     base = convert.stage(run, model)
     before = evaluate.stage(run, model, data)
     trained = train.stage(run, base, data)

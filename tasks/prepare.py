@@ -1,83 +1,125 @@
-"""Stage: the data as training, evaluation and vLLM read them: training.jsonl, validation.jsonl and test.jsonl."""
+"""Stage: the data as training and evaluation read them: rows, their tokens, the template, and a report on all of it.
 
-import heapq
+The tokenizer comes from the model, so the model is an input; of its files no weights are fetched. How many processes
+work on it bears no identity, nor does where a source lies.
+"""
+
+import hashlib
 import json
 from pathlib import Path
+from typing import Any
 
 from prefect import State, task
+from prefect.artifacts import create_markdown_artifact
 
-from conf.schema import Data, Run
-from tasks import launch, rows
-from tasks.artifact import Stage, Work
+from conf import layout
+from conf.data import Data, Part
+from conf.schema import Run
+from tasks import data_report, launch, sources
+from tasks.artifact import Artifact, Stage, Work
 from tasks.faults import Fault
-from tasks.session import OPTIONS, Session
+from tasks.hub import wanted
+from tasks.progress import Progress, newest
+from tasks.session import OPTIONS, Session, runs_folder
 
-VERSION = 1
-TICKETS = "tiny://tickets"
+VERSION = 2
+HUB_TOKENS = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")
+
+WHAT = ("shape", "input", "output", "messages", "tools", "system", "text")  # of a source's columns
+HOW = {
+    *("rows", "rows_seed", "validation", "test", "duplicates", "bad_rows", "too_long", "seq_length", "packed"),
+    *("template", "template_options", "stop", "loss_on", "seed"),
+}
 
 
-def stage(run: Run) -> Stage:
+def stage(run: Run, model: Stage) -> Stage:
     data = run.data
-    if data.source is None:
-        raise Fault("data.source: required by the flow: a Hub data set, a JSON lines file, or tiny://tickets")
-    config = data.model_dump(mode="json", include={"input", "output", "rows", "validation", "test"})
-    if data.source.startswith("tiny://"):
-        if data.source != TICKETS:
-            raise Fault(f"data.source: {data.source}: no such data; there is {TICKETS}")
-        config |= {"source": data.source}
-    elif rows.is_file(data.source):
-        config |= {"content": rows.content(data.source)}
-    else:
-        config |= {"source": data.source, "config": data.config, "split": data.split, "commit": rows.commit(data)}
-    return Stage("prepare", VERSION, config)
+    if not data.parts:
+        raise Fault("data.source: required by the flow: a Hub data set, files, s3://... or tiny://tickets")
+    config = data.model_dump(mode="json", include=HOW)
+    if data.template.endswith(".jinja"):
+        config["template"] = _template(data.template)
+    if data.packed:
+        config["multiple"] = layout.packing_multiple(run.layout)
+    memory = runs_folder() / "cache/digests.json"
+    config["sources"] = [
+        part.model_dump(mode="json", include={*WHAT, *(("weight",) if data.mixture else ())})
+        | sources.identity(part, key, memory)
+        for key, part in _parts(data)
+    ]
+    return Stage("prepare", VERSION, config, {"model": model.fingerprint})
 
 
 @task(name="prepare", **OPTIONS)
-def prepare(session: Session) -> State:
+def prepare(session: Session, model: Artifact) -> State:
     """Prepare the data."""
-    data, config = session.run.data, session.stages["prepare"].config
 
     def make(work: Work) -> dict:
-        source = data
-        if data.source == TICKETS:
-            made = work.folder / "tickets.jsonl"
-            launch.process(["trainer.tickets", str(made)], work.folder / "tickets.log", work.say, session.stopped(work))
-            source = data.model_copy(update={"source": str(made)})
-        return write(source, config.get("commit"), work.folder / "files")
+        run, files = _here(session, model, work), work.folder / "files"
+        told, bar = files.with_name("files-preparing") / "progress.jsonl", Progress("prepare", "bytes")
+        launch.trainer(
+            "prepare",
+            run,
+            work.folder,
+            work.say,
+            session.stopped(work),
+            lambda: bar.update(*newest(told, "done", "total")),
+            keep=HUB_TOKENS,  # data sets of the Hub are read there
+        )
+        report = json.loads((files / "report.json").read_text("utf-8"))
+        tracked = session.tracked("prepare")
+        tracked.report(files / "report.json")
+        for name, rows in data_report.tables(report).items():
+            tracked.table(rows, f"{name}.json")
+        made = json.loads((files / "prepared.json").read_text("utf-8"))
+        return {key: made[key] for key in ("kind", "rows", "sequences")} | data_report.numbers(report)
 
-    return session.obtain("prepare", make)
+    state = session.obtain("prepare", make)
+    if outcome := session.outcomes["prepare"].artifact:
+        publish(session, outcome)
+    return state
 
 
-def write(data: Data, commit: str | None, folder: Path) -> dict:
-    """Splits the rows over three files, in the order of the source. Returns their counts."""
-    pairs = rows.read(data, commit)
-    if data.rows is not None:
-        pairs = iter(_chosen(pairs, data.rows))
-    counts = dict.fromkeys(rows.SPLITS, 0)
-    files = {name: (folder / f"{name}.jsonl").open("w", encoding="utf-8") for name in rows.SPLITS}
+def publish(session: Session, made: Artifact) -> None:
+    """The report as a page in Prefect, also of data that were prepared before."""
+    if found := session.store.read(f"{made.key}/files/report.json"):
+        page = data_report.page(json.loads(found[0]), f"{session.run.name}: data")
+        create_markdown_artifact(page, key=f"data-{session.run.name}", description=made.key)
+
+
+def _parts(data: Data) -> list[tuple[str, Part]]:
+    """Each source, and what the configuration calls it."""
+    if not data.mixture:
+        return [("data.source", part) for part in data.parts]
+    for number, part in enumerate(data.mixture):
+        if not part.source:
+            raise Fault(f"data.mixture[{number}].source: required: a Hub data set, files, s3://... or tiny://tickets")
+    return [(f"data.mixture[{number}].source", part) for number, part in enumerate(data.mixture)]
+
+
+def _here(session: Session, model: Artifact, work: Work) -> Run:
+    """The run as its sources and the tokenizer lie on this host."""
+    fetched = Progress("fetch-data", "bytes").update
+    parts = [
+        sources.local(part, found, key, work.folder / f"source-{number}", fetched)
+        for number, ((key, part), found) in enumerate(
+            zip(_parts(session.run.data), session.stages["prepare"].config["sources"], strict=True)
+        )
+    ]
+    tokenizer = work.folder / "tokenizer"
+    weights = {".safetensors", *wanted.PICKLES}
+    small = {name: file for name, file in model.files.items() if Path(name).suffix not in weights}
+    session.store.get(f"{model.key}/files", small, tokenizer)
+    run = session.at(model=tokenizer, data=work.folder / "files", logs=work.folder / "logs")
+    changes: dict[str, Any] = {"mixture": tuple(parts)}
+    if not run.data.mixture:
+        changes = {"source": parts[0].source, "revision": parts[0].revision}
+    return run.model_copy(update={"data": run.data.model_copy(update=changes)})
+
+
+def _template(name: str) -> str:
+    """Digest of a Jinja file: its place bears no identity."""
     try:
-        for pair in pairs:
-            name = rows.split(pair, data)
-            files[name].write(json.dumps({"input": pair[0], "output": pair[1]}, ensure_ascii=False) + "\n")
-            counts[name] += 1
-    finally:
-        for file in files.values():
-            file.close()
-    shares = {"training": 1.0, "validation": data.validation, "test": data.test}
-    if not any(counts.values()):
-        raise Fault(f"data.source: {data.source}: has no rows")
-    for name, share in shares.items():
-        if share and not counts[name]:
-            raise Fault(
-                f"data.source: {data.source}: no row of {sum(counts.values())} falls to {name}; "
-                "take more rows or a larger share"
-            )
-    return {"rows": counts}
-
-
-def _chosen(pairs, count: int) -> list[tuple[str, str]]:
-    """The rows whose hashes are smallest: the same ones whatever else stands in the source, in its order."""
-    from hashlib import sha256
-
-    keyed = ((sha256("\0".join(pair).encode()).digest()[8:], number, pair) for number, pair in enumerate(pairs))
-    return [pair for _, _, pair in sorted(heapq.nsmallest(count, keyed), key=lambda item: item[1])]
+        return f"sha256:{hashlib.sha256(Path(name).expanduser().read_bytes()).hexdigest()}.jinja"
+    except OSError as error:
+        raise Fault(f"data.template: {name}: {error.strerror}") from None

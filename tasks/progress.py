@@ -1,7 +1,10 @@
 """How far a long stage is, as a Prefect progress artifact: percent, amounts, time left."""
 
+import contextlib
+import json
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 from prefect.client.orchestration import get_client
@@ -62,6 +65,21 @@ class Progress:
                     client.update_artifact(self.artifact, ArtifactUpdate(description=text, data=percent))
         except Exception:  # a bar is not worth a stage
             pass
+
+
+def newest(file: Path, *keys: str) -> tuple[float, ...]:
+    """What the last line of a growing file of JSON lines says that has these keys; zeros before there is one."""
+    try:
+        with file.open("rb") as lines:
+            lines.seek(max(0, file.stat().st_size - 4096))
+            tail = lines.read().splitlines()
+    except OSError:
+        tail = []
+    for line in reversed(tail):
+        with contextlib.suppress(ValueError, KeyError, TypeError):  # half written, or of another kind
+            found = json.loads(line)
+            return tuple(found[key] for key in keys)
+    return (0,) * len(keys)
 
 
 def size(count: float) -> str:

@@ -5,7 +5,9 @@ import json
 
 from prefect.artifacts import create_markdown_artifact
 
+from tasks import data_report
 from tasks.artifact import Artifact
+from tasks.markdown import code, words
 from tasks.progress import clock
 from tasks.session import Session
 from tasks.tracking.address import public
@@ -45,6 +47,9 @@ def page(session: Session) -> str:
             took = clock(made.made["seconds"]) if made else ""
             where = f"`{made.key}`" if made else outcome.reason.replace("|", "\\|").replace("\n", " ")
             text.append(f"| {name} | {outcome.state} | {clock(outcome.seconds)} | {took} | {where} |")
+    if data := _data(session):
+        text += ["", "## Data", "", f"{data_report.headline(data)}."]
+        text += ["", *(f"- {words(line)}" for line in data.get("warnings", []))]
     if gains := _gains(session):
         text += ["", "## Evaluation", "", "| metric | base | tuned |", "|---|---|---|"]
         text += [f"| {name} | {base:.4g} | {tuned:.4g} |" for name, base, tuned in gains]
@@ -54,7 +59,7 @@ def page(session: Session) -> str:
         text += ["", f"{title} {result['reason']}"]
     if answers := _answers(session):
         text += ["", "| prompt | base | tuned | reference |", "|---|---|---|---|"]
-        text += ["| " + " | ".join(_cell(cell) for cell in row) + " |" for row in answers[:ANSWERS]]
+        text += ["| " + " | ".join(code(cell) for cell in row) + " |" for row in answers[:ANSWERS]]
     if image := _loss(session):
         text += ["", "## Training", "", f"![loss](data:image/png;base64,{image})"]
     text += ["", "## Where", "", *(f"- {name}: {_link(where)}" for name, where in _places(session).items())]
@@ -65,6 +70,12 @@ def page(session: Session) -> str:
 def _artifact(session: Session, name: str) -> Artifact | None:
     outcome = session.outcomes.get(name)
     return outcome.artifact if outcome else None
+
+
+def _data(session: Session) -> dict:
+    made = _artifact(session, "prepare")
+    text = session.store.read(f"{made.key}/files/report.json") if made else None
+    return json.loads(text[0]) if text else {}
 
 
 def _gains(session: Session) -> list[tuple[str, float, float]]:
@@ -106,13 +117,6 @@ def _places(session: Session) -> dict[str, str]:
 
 def _link(where: str) -> str:
     return f"[{where}]({where})" if where.startswith("http") else f"`{where}`"
-
-
-def _cell(text: str) -> str:
-    """Of a Markdown table, in which nothing the model says has a meaning."""
-    text = " ".join(text.split())
-    shown = text if len(text) <= 60 else text[:57] + "..."
-    return "`" + shown.replace("`", "'").replace("|", "¦") + "`" if shown else ""
 
 
 def publish(session: Session) -> None:

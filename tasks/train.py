@@ -4,17 +4,15 @@ The layout bears no identity: losses are the same at every layout (README, Layou
 of a rank share. Neither do recomputation, kernels, logging, and how often a checkpoint is saved.
 """
 
-import json
 import re
 import time
-from pathlib import Path
 
 from prefect import State, task
 
 from conf.schema import Run
 from tasks import launch
 from tasks.artifact import Artifact, Stage, Work
-from tasks.progress import Progress
+from tasks.progress import Progress, newest
 from tasks.session import OPTIONS, Session
 from tasks.tracking import plots
 
@@ -23,7 +21,7 @@ STEP_EVERY = 5.0  # seconds between lines of steps in the log
 
 IDENTITY = {
     "model": {"mtp", "mtp_loss_scale"},
-    "data": {"seq_length", "packed", "loss_on", "template", "seed"},
+    "data": {"seq_length", "packed", "seed"},  # the rest is in the data's own identity
     "train": {"steps", "global_batch", "seed", "precision", "validate_every", "validate_batches", "stop_after"},
     "moe": {"aux_loss_coeff", "z_loss_coeff", "router_dtype", "freeze_router", "balance", "force_balance"},
     "checkpoint": {"save_optimizer", "keep"},
@@ -45,12 +43,11 @@ def train(session: Session, model: Artifact, base: Artifact, data: Artifact) -> 
     """Train with Megatron-Bridge."""
 
     def make(work: Work) -> dict:
-        output, rows = work.folder / "files", work.folder / "data"
-        session.store.get(f"{data.key}/files", data.files, rows)  # Megatron-Bridge writes its index files beside them
+        output = work.folder / "files"
         paths = {
             "model": session.local(model),
             "base": session.local(base),
-            "data": rows,
+            "data": session.local(data),
             "output": output,
             "parity": output / "parity.json",
             "logs": work.folder / "logs",
@@ -65,8 +62,9 @@ def train(session: Session, model: Artifact, base: Artifact, data: Artifact) -> 
             count = data.result["rows"][split]
             tracked.dataset(f"{run.name}-{split}", data.digest, session.store.link(f"{data.key}/files"), context, count)
         say, stop = _Thinned(work.say), session.stopped(work)
+        steps = run.train.steps
         try:
-            launch.trainer("train", run, work.folder, say, stop, lambda: bar.update(_step(metrics), run.train.steps))
+            launch.trainer("train", run, work.folder, say, stop, lambda: bar.update(newest(metrics, "step")[0], steps))
         finally:
             tracked.unfollow()
         lines = plots.read(metrics)
@@ -89,21 +87,6 @@ class _Thinned:
                 return
             self.said = time.monotonic()
         self.say(line)
-
-
-def _step(metrics: Path) -> int:
-    """The newest step in metrics.jsonl; its last line may be half written."""
-    if not metrics.exists():
-        return 0
-    with metrics.open("rb") as file:
-        file.seek(max(0, metrics.stat().st_size - 4096))
-        lines = file.read().splitlines()
-    for line in reversed(lines):
-        try:
-            return json.loads(line)["step"]
-        except (ValueError, KeyError):
-            continue
-    return 0
 
 
 def _summary(lines: list[dict]) -> dict:

@@ -5,7 +5,7 @@
 
 A source that is an existing folder is that folder; s3://bucket/prefix is read through tasks.store; anything else of the
 form org/name is a model of the Hub. tiny://KIND is made by trainer.tiny, which is not this file's affair: kind() names
-it and the caller makes it. Data sets are not covered.
+it and the caller makes it. Data sets are not covered, but for fetch_objects(), which brings any objects of S3.
 
 fetch() may be killed and called again: whole files are hashed and kept, a half one in folder/.partial is continued.
 Large files of a folder are linked where that is possible: replace them in the source, do not write into them.
@@ -121,6 +121,23 @@ def fetch(
         "seconds": seconds,
         "left_out": left_out,
     }
+
+
+def fetch_objects(
+    uri: str, objects: dict[str, tuple[int, str]], folder: Path, progress: Progress | None = None
+) -> None:
+    """Bring objects of S3, with the sizes and ETags that they were listed with, into the folder."""
+    sizes = {name: size for name, (size, _) in objects.items()}
+    listed = Resolved("s3", uri, "", sizes, {name: f"etag:{tag}" for name, (_, tag) in objects.items()})
+    _require_space(listed, folder, sizes)
+    meter = _Meter(sum(sizes.values()), progress)
+    try:
+        (folder / PARTIAL).mkdir(parents=True, exist_ok=True)
+        _from_s3(listed, [*sizes], folder, meter)
+        shutil.rmtree(folder / PARTIAL)
+    except OSError as error:
+        raise Fault(f"{error.filename or folder}: {error.strerror or error}") from None
+    meter.end()
 
 
 class _Meter:

@@ -1,5 +1,6 @@
 """Objects in S3 that any tool may have put there: their digests, as far as S3 knows them, and their bytes, resumed."""
 
+import contextlib
 import re
 from collections.abc import Callable
 from concurrent.futures import CancelledError
@@ -8,6 +9,28 @@ from threading import Event
 
 from tasks.faults import Fault
 from tasks.hub.digests import CHUNK, Check
+
+
+def look(uri: str) -> tuple[str, dict[str, tuple[int, str]]]:
+    """The object at the URI, or all that lies below it: the URI that names are relative to, and sizes and ETags."""
+    from tasks.store import open_store
+    from tasks.store.s3_errors import Refused
+
+    store = open_store(uri)
+    folder, _, name = store.uri.rpartition("/")
+    if folder != "s3:/" and not uri.endswith("/"):
+        above = open_store(folder)
+        with contextlib.suppress(Refused):
+            return folder, {name: _facts(above, name)}
+    return store.uri, store.keys("")
+
+
+def _facts(store, name: str) -> tuple[int, str]:
+    from tasks.store.s3 import plainly, tag_of
+
+    with plainly(store):
+        head = store.client.head_object(Bucket=store.bucket, Key=store.at(name))
+        return head["ContentLength"], tag_of(head)
 
 
 def digest(store, name: str, size: int, tag: str) -> str:

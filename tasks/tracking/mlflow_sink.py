@@ -195,10 +195,11 @@ class MlflowSink:
         self._upload(runs[event["run"]], Path(event["file"]), event["name"])
 
     def _plots(self, event: dict, runs: dict, attempt: str) -> None:
-        from tasks.tracking import plots
+        from tasks.tracking import data_plots, plots
 
+        draw = data_plots if event.get("of") == "data" else plots
         try:
-            drawn = plots.figures(plots.read(Path(event["file"])))
+            drawn = draw.figures(draw.read(Path(event["file"])))
         except Exception as error:
             raise Refused(f"no figures: {_line(error)}") from None
         with tempfile.TemporaryDirectory() as folder:

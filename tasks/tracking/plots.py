@@ -7,6 +7,7 @@ import json
 import math
 from io import BytesIO
 from pathlib import Path
+from typing import Any
 
 # Title, unit, and what is drawn: (kind of line, key, label). A figure without any values is left out.
 FIGURES = {
@@ -45,30 +46,40 @@ def read(path: Path) -> list[dict]:
 
 
 def figures(lines: list[dict]) -> dict[str, bytes]:
-    return {name: png for name in FIGURES if (png := figure(name, lines))}
+    return {name: image for name in FIGURES if (image := figure(name, lines))}
 
 
 def figure(name: str, lines: list[dict]) -> bytes | None:
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
     title, unit, series = FIGURES[name]
     curves = {label: points for kind, key, label in series if (points := _points(lines, kind, key))}
     if not curves:
         return None
-    drawing = Figure(figsize=(7, 4), dpi=110, layout="constrained")
-    FigureCanvasAgg(drawing)
-    axes = drawing.add_subplot()
+    drawing, axes = canvas(title, "step", unit)
     for label, points in curves.items():
         marker = "o" if len(points) < 20 else ""
         axes.plot(*zip(*points, strict=True), marker=marker, markersize=3, linewidth=1.4, label=label)
-    axes.set(title=title, xlabel="step", ylabel=unit)
-    axes.grid(alpha=0.3)
     if len(series) > 1:
         axes.legend()
-    png = BytesIO()
-    drawing.savefig(png, format="png")
-    return png.getvalue()
+    return png(drawing)
+
+
+def canvas(title: str, x: str, y: str) -> tuple[Any, Any]:
+    """A figure and its axes."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    drawing = Figure(figsize=(7, 4), dpi=110, layout="constrained")
+    FigureCanvasAgg(drawing)
+    axes = drawing.add_subplot()
+    axes.set(title=title, xlabel=x, ylabel=y)
+    axes.grid(alpha=0.3)
+    return drawing, axes
+
+
+def png(drawing: Any) -> bytes:
+    image = BytesIO()
+    drawing.savefig(image, format="png")
+    return image.getvalue()
 
 
 def _points(lines: list[dict], kind: str, key: str) -> list[tuple[int, float]]:

@@ -1,0 +1,74 @@
+"""SHA-256 of files, remembered: a source of 5 GB is not read again each time a run begins.
+
+A digest counts as long as the file has the size, the inode and the times that it had. The time of its inode's last
+change (ctime) is among them: every write moves it, and nobody can set it, as they can the time of the last write.
+Times have a grain, so a file that was changed less than SETTLED before it is read is not remembered.
+
+Not covered: clocks that are set back, and disks that are written to beside their file system.
+"""
+
+import contextlib
+import hashlib
+import json
+import os
+import secrets
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from tasks.faults import Fault
+
+SETTLED = 2.0  # seconds; FAT has that grain, ext4 4 ms
+LARGE = 1 << 20  # bytes; what is smaller is read in less time than its digest is looked up
+
+Stamp = list[int]
+
+
+def digests(files: Sequence[Path], memory: Path) -> list[str]:
+    """Of each file; `memory` is a file that may be lost at any time."""
+    known = _read(memory)
+    found, fresh = [], {}
+    for file in files:
+        path = str(file.resolve())
+        try:
+            stamp = _stamp(file)
+            if known.get(path, {}).get("stamp") == stamp:
+                found.append(known[path]["sha256"])
+                continue
+            digest = _digest(file)
+            if _stamp(file) != stamp:
+                raise Fault(f"{file}: is being written to; start again when it is finished")
+        except OSError as error:
+            raise Fault(f"{file}: {error.strerror}") from None
+        found.append(digest)
+        if stamp[0] >= LARGE and time.time() - max(stamp[2:]) / 1e9 > SETTLED:
+            fresh[path] = {"stamp": stamp, "sha256": digest}
+    if fresh:
+        _write(memory, {path: entry for path, entry in known.items() if os.path.exists(path)} | fresh)
+    return found
+
+
+def _stamp(file: Path) -> Stamp:
+    status = file.stat()
+    return [status.st_size, status.st_ino, status.st_mtime_ns, status.st_ctime_ns]
+
+
+def _digest(file: Path) -> str:
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def _read(memory: Path) -> dict[str, dict]:
+    try:
+        known = json.loads(memory.read_text("utf-8"))
+        return known if all({"stamp", "sha256"} <= {*entry} for entry in known.values()) else {}
+    except (OSError, ValueError, AttributeError, TypeError):
+        return {}
+
+
+def _write(memory: Path, known: dict[str, dict]) -> None:
+    partial = memory.with_name(f".{memory.name}.{secrets.token_hex(4)}")
+    with contextlib.suppress(OSError):  # a full disk, say: the next run reads the files again
+        memory.parent.mkdir(parents=True, exist_ok=True)
+        partial.write_text(json.dumps(known, indent=1))
+        partial.replace(memory)

@@ -1,0 +1,171 @@
+"""Where the data come from: what each source holds now, and how the host that prepares them gets at it.
+
+    identity(part, "data.source", memory)      files by their content, the Hub by its commit, S3 by sizes and ETags
+    local(part, identity, folder, progress)    the part as preparation reads it: S3 fetched, the Hub at the commit
+
+A file that was moved or renamed is the same source; its ending counts, as it says how the file is read. What the files
+hold is not looked at here: trainer/prepare.py reads them.
+"""
+
+import glob
+import hashlib
+from collections.abc import Callable, Iterable
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from conf.data import Part
+from tasks import hub
+from tasks.faults import Fault
+from tasks.file_digests import digests
+from tasks.hub import api, s3_source, wanted
+
+TICKETS = "tiny://tickets"
+FORMATS = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".txt", ".parquet", ".arrow", ".feather")
+COMPRESSED = (".gz", ".bz2", ".xz", ".zst", ".lz4")
+DESCRIPTIONS = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json")  # by `datasets`
+
+
+def kind(source: str, key: str) -> str:
+    """tiny, s3, local or hub; `key` is what the configuration calls the source."""
+    scheme, separator, _ = source.partition("://")
+    if separator:
+        if scheme == "tiny" and source != TICKETS:
+            raise Fault(f"{key}: {source}: no such data; there is {TICKETS}")
+        if scheme not in ("tiny", "s3"):
+            raise Fault(f"{key}: {source}: no source of data; it is a file, a folder, org/name on the Hub or s3://...")
+        return scheme
+    path = Path(source).expanduser()
+    if path.exists() or glob.has_magic(source):
+        return "local"
+    if path.is_symlink():
+        raise Fault(f"{key}: {source}: a link to {path.readlink()}, which is not there")
+    if source.startswith(("/", ".", "~")) or source.count("/") > 1 or ending(source):
+        raise Fault(f"{key}: {source}: no such file")
+    return "hub"
+
+
+def identity(part: Part, key: str, memory: Path) -> dict[str, Any]:
+    """What makes two sources the same; `memory` holds digests of files that were read before."""
+    assert part.source
+    match kind(part.source, key):
+        case "tiny":
+            return {"source": part.source}
+        case "s3":
+            _, objects = _objects(part.source, key)
+            return {"objects": [[name, size, tag] for name, (size, tag) in sorted(objects.items())]}
+        case "local":
+            return {"content": _content(part.source, key, memory)}
+    commit = _commit(part.source, part.revision, key)
+    return {"source": part.source, "config": part.config, "split": part.split, "commit": commit}
+
+
+def local(
+    part: Part, found: dict[str, Any], key: str, folder: Path, progress: Callable[[int, int], None] | None = None
+) -> Part:
+    """The part as it is read on this host, as its identity found it. What was fetched before is not fetched again."""
+    assert part.source
+    match kind(part.source, key):
+        case "hub":
+            return part.model_copy(update={"revision": found["commit"]})
+        case "local":
+            return part.model_copy(update={"source": str(Path(part.source).expanduser().absolute())})
+        case "s3":
+            uri, objects = _objects(part.source, key)
+            if [[name, size, tag] for name, (size, tag) in sorted(objects.items())] != found["objects"]:
+                raise Fault(f"{key}: {part.source}: its objects have changed since the run began; start it again")
+            hub.fetch_objects(uri, objects, folder, progress)
+            return part.model_copy(update={"source": str(folder)})
+    return part
+
+
+def ending(name: str) -> str:
+    """By which a file of rows is read, such as .jsonl.gz; empty for other files."""
+    name = name.lower()
+    packed = next((ending for ending in COMPRESSED if name.endswith(ending)), "")
+    found = next((ending for ending in FORMATS if name.removesuffix(packed).endswith(ending)), "")
+    return found + packed if found else ""
+
+
+def _content(source: str, key: str, memory: Path) -> str:
+    files = _files(source, key)
+    try:
+        found = digests(files, memory)
+    except Fault as fault:
+        raise Fault(f"{key}: {fault}") from None
+    lines = [f"{ending(file.name)} {digest}\n" for file, digest in zip(files, found, strict=True)]
+    return hashlib.sha256("".join(lines).encode()).hexdigest()
+
+
+def _files(source: str, key: str) -> list[Path]:
+    """As preparation reads them, in that order."""
+    path = Path(source).expanduser()
+    if path.is_dir():
+        names = rows_among(file.relative_to(path).as_posix() for file in path.rglob("*") if file.is_file())
+        found = [path / name for name in names]
+    elif path.exists():
+        found = [path] if ending(path.name) else []
+    else:
+        matches = [Path(name) for name in glob.glob(str(path), recursive=True)]
+        found = [match for match in matches if ending(match.name) and match.is_file()]
+    if not found:
+        what = "no file of rows in this folder" if path.is_dir() else "no file of rows"
+        what = what if path.exists() else "no file of rows has such a name"
+        raise Fault(f"{key}: {source}: {what}; they end in {_endings()}")
+    return sorted(found)
+
+
+def _objects(source: str, key: str) -> tuple[str, dict[str, tuple[int, str]]]:
+    """The URI above, and size and ETag of each object of rows by its name below that."""
+    try:
+        uri, objects = s3_source.look(source)
+    except Fault as fault:
+        raise Fault(f"{key}: {fault}") from None
+    if not objects:
+        raise Fault(f"{key}: {source}: nothing lies there; check the bucket and the prefix, which is no pattern")
+    found = rows_among(objects)
+    if not found:
+        raise Fault(
+            f"{key}: {source}: none of the {len(objects)} objects there is a file of rows, such as {min(objects)}; "
+            f"they end in {_endings()}"
+        )
+    if bad := next((name for name in found if wanted.unsafe_name(name)), None):
+        raise Fault(f"{key}: {source}: {bad!r} is no name of a file inside a folder; rename it")
+    return uri, {name: objects[name] for name in found}
+
+
+def rows_among(names: Iterable[str]) -> list[str]:
+    """Of all that lies in a folder what preparation reads: trainer/data/sources.py has the same rule, and why."""
+    found = [
+        name
+        for name in sorted(names)
+        if ending(name)
+        and not any(part.startswith(".") for part in name.split("/"))
+        and ".idx" not in PurePosixPath(name).suffixes
+        and PurePosixPath(name).name not in DESCRIPTIONS
+    ]
+    return [name for name in found if not ending(name).startswith(".txt")] or found
+
+
+def _endings() -> str:
+    return f"{', '.join(FORMATS)}, or one of these and {', '.join(COMPRESSED)}"
+
+
+def _commit(source: str, revision: str, key: str) -> str:
+    """The commit that the data set's revision names on the Hub now."""
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+
+    try:
+        found = HfApi(endpoint=api.endpoint()).dataset_info(source, revision=revision, timeout=30).sha
+    except HFValidationError:
+        raise Fault(f"{key}: {source}: no such file, and no data set's name on the Hub (org/name)") from None
+    except HfHubHTTPError as error:
+        status = error.response.status_code
+        raise Fault(
+            f"{key}: {source}@{revision}: the Hub says {status}; check the name, the revision, and the token "
+            "(hf auth login) of a private or gated data set"
+        ) from None
+    except Exception as error:
+        raise api.fault(error, f"{key}: {source}", revision) from None
+    assert found
+    return found
