@@ -21,7 +21,7 @@ from pathlib import Path
 
 from conf.load import load
 from conf.schema import Run
-from trainer import convert, forked, tiny, train
+from trainer import convert, forked, prepared, tiny, train
 
 BOUND = 1e-4
 
@@ -95,7 +95,7 @@ def _rehearse(cases: list[Case], folder: Path, steps: int) -> list[dict]:
     for case in cases:
         key = (case.model, case.packed)
         if key not in references:
-            _prepare(case.model, folder)
+            _prepare(case.model, case.packed, folder)
             references[key] = _losses(Case(*key[:1], "", case.packed), folder, steps)
         started = time.monotonic()
         losses = _losses(case, folder, steps)
@@ -120,13 +120,18 @@ def _arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def _prepare(model: str, folder: Path) -> None:
+def _prepare(model: str, packed: bool, folder: Path) -> None:
     if not (folder / model).exists():
         tiny.make_model(model, folder / model, dtype="float32")
     if not (folder / "given").exists():
         tiny.make_data(folder / "given", rows=64)
     if not (folder / f"{model}-base").exists():
         forked.call(convert.main, _run(Case(model, ""), folder, 1), folder / f"{model}-base.log")
+    run = _run(Case(model, "", packed), folder, 1)
+    if not Path(run.paths.data).exists():
+        paths = {"data": str(folder / "given"), "output": str(Path(run.paths.data).parent)}
+        given = run.model_copy(update={"paths": run.paths.model_copy(update=paths)})
+        forked.call(prepared.make, given, folder / f"{model}-data.log")
 
 
 def _run(case: Case, folder: Path, steps: int) -> Run:
@@ -143,6 +148,7 @@ def _run(case: Case, folder: Path, steps: int) -> Run:
         [
             f"paths.model={folder / case.model}",
             f"paths.base={folder / case.model}-base",
+            f"paths.data={folder / '-'.join([case.model, 'prepared', *case.flags()])}/data",
             f"paths.output={output}",
             f"layout.gpus_per_node={world}",
             f"data.packed={str(case.packed).lower()}",
@@ -160,7 +166,6 @@ def _write_conf(folder: Path) -> Path:
         'data: {seq_length: 64, template: "{input} {output}"}\n'
         "adapter: {rank: 8, alpha: 16}\ntrain: {steps: 10, global_batch: 4, precision: fp32}\n"
         "optimizer: {lr: 5e-3}\ncheckpoint: {save_every: 10}\n"
-        f"paths: {{data: {folder / 'data'}}}\n"
     )
     return path
 

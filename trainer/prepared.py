@@ -1,6 +1,6 @@
 """Prepared data (trainer.prepare): where those of a run lie, and whether they are whole and fit the run.
 
-prepared.json, written last, lists every file with its SHA-256, the settings, the tokenizer, and the files of the sources.
+prepared.json, written last, lists every file with its SHA-256, the settings, the tokenizer, and the sources' files.
 check() reads all of them again, at 1.5 GB/s, and says in one line what has been changed since. Rows made by hand, a
 folder with training.jsonl and no prepared.json, are prepared when training starts, into paths.output/data: paths.data
 itself is never written to.
@@ -172,7 +172,7 @@ def _check_sizes(place: Path, found: Prepared, run: Run) -> None:
         )
     if run.train.validate_every and validation < batch:
         raise Fault(
-            f"train.validate_every: {run.train.validate_every}, but {place} holds {validation} sequences for validation, "
-            f"fewer than one batch of {batch}; right would be a larger data.validation, "
-            "a smaller train.global_batch, or train.validate_every: 0"
+            f"train.validate_every: {run.train.validate_every}, but {place} holds {validation} sequences for "
+            f"validation, fewer than one batch of {batch}; right would be a larger data.validation, a smaller "
+            "train.global_batch, or train.validate_every: 0"
         )

@@ -101,7 +101,7 @@ class Rows(Dataset):
         groups = [facts.row_group(i).num_rows for i in range(facts.num_row_groups)]
         self.starts = np.concatenate([[0], np.cumsum(groups)]).astype(np.int64)
         self.file: Any = None  # opened by the loader process that reads
-        self.group, self.columns = -1, ()
+        self.group, self.columns = -1, ()  # for each column where rows end, and the values of all
 
     def __len__(self) -> int:
         return int(self.starts[-1])
@@ -111,14 +111,17 @@ class Rows(Dataset):
         group = int(np.searchsorted(self.starts, row, "right")) - 1
         if group != self.group:
             self._read(group)
-        return tuple(column[row - int(self.starts[group])].values.to_numpy() for column in self.columns)
+        at = row - int(self.starts[group])
+        ids, learned = (values[ends[at] : ends[at + 1]] for ends, values in self.columns)
+        return ids, learned
 
     def _read(self, group: int) -> None:
         from pyarrow import parquet
 
         self.file = self.file or parquet.ParquetFile(self.path)
         table = self.file.read_row_group(group, columns=["input_ids", "loss_mask"], use_threads=False)
-        self.columns = tuple(column.combine_chunks() for column in table.columns)
+        types = ((table.column("input_ids"), np.int32), (table.column("loss_mask"), np.int8))
+        self.columns = tuple(_arrays(column.combine_chunks(), kind) for column, kind in types)
         self.group = group
 
     def collate_fn(self, rows: list[tuple[np.ndarray, np.ndarray]]) -> dict[str, Any]:
@@ -136,3 +139,9 @@ class Rows(Dataset):
             "token_count": [len(ids) for ids, _ in rows],
             "attention_mask": None,
         }
+
+
+def _arrays(column: Any, kind: type) -> tuple[np.ndarray, np.ndarray]:
+    """Offsets and values of a list array; its own to_numpy() would import pandas."""
+    assert column.offset == 0 and column.values.offset == 0
+    return np.frombuffer(column.buffers()[1], np.int32), np.frombuffer(column.values.buffers()[1], kind)

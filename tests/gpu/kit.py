@@ -35,6 +35,7 @@ WITHOUT = {  # top-level modules; MB packed
     "accelerate": "used by transformers, where present, to spread a model over devices; 0.3 MB",
     "boto3": "for data sets on S3; 16 MB with botocore",
     "h2": "for HTTP/2 in httpx",
+    "pandas": "pyarrow looks for it; 11 MB",
     "sentencepiece": "for tokenizers that the tiny models do not have; 1 MB",
     "tiktoken": "likewise; 1 MB",
     "wget": "fetches such tokenizers",
@@ -94,7 +95,10 @@ def follow(folder: Path) -> set[str]:
     paths = [f"paths.{name}={folder / name}" for name in ("model", "base", "data", "output", "export")]
     settings = [*paths, "train.steps=3", "train.validate_every=0", "optimizer.warmup_steps=0"]
     files = imported(folder, "trainer.tiny", "glm4-moe-mtp", str(folder / "model"))
-    files |= imported(folder, "trainer.tiny", "data", str(folder / "data"))
+    files |= imported(folder, "trainer.tiny", "data", str(folder / "given"))
+    # A process of its own on that machine, where training starts it: its imports would not be seen.
+    source = f"data.source={folder / 'given' / 'training.jsonl'}"
+    files |= imported(folder, "trainer.prepare", "tiny", *settings, source, "data.processes=1")
     for command in ("trainer.convert", "trainer.train", "trainer.export"):
         files |= imported(folder, command, "tiny", *settings)
     return files | imported(folder, "as_on_a_gpu", *settings)

@@ -35,9 +35,7 @@ def main(run: Run) -> None:
 
     from trainer.sequences import make_dataset
 
-    tokenizer = build_tokenizer(
-        TokenizerConfig(tokenizer_type="HuggingFaceTokenizer", tokenizer_model=run.paths.model)
-    )
+    tokenizer = build_tokenizer(TokenizerConfig(tokenizer_type="HuggingFaceTokenizer", tokenizer_model=run.paths.model))
     text = bridge_config(run)
     expected = get_dataset_provider(text)([1, 1, 1], text, tokenizer=tokenizer)
     place = Path(run.paths.output) / "data"

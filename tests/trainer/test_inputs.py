@@ -13,7 +13,6 @@ from conf.load import load
 from trainer import checkpoints, inputs, prepared, tiny
 from trainer.faults import Fault
 
-
 LONG = ("data.seq_length=512",)  # as the longest rows
 
 

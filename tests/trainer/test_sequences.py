@@ -4,7 +4,7 @@ import json
 
 import numpy as np
 
-from trainer.data import indexed
+from trainer.data import indexed, tokenizer
 
 
 def compared(result) -> dict:
@@ -37,8 +37,9 @@ def test_texts_are_trained_on(configure, ranks, base, work):
         lengths = random.integers(5, 200, counts[split]).astype(np.int32)
         ids = np.concatenate([np.append(np.arange(5, n + 4) % 300, 0) for n in lengths]).astype(np.int32)
         indexed.write(place / split, [(ids, lengths)], 512)
-    facts = {"kind": "text", "files": {}, "settings": {}, "sources": [], "tokenizer": "", "vocab_size": 512}
-    (place / "prepared.json").write_text(json.dumps(facts | {"rows": counts, "sequences": counts, "pad_id": 0}))
+    facts = {"kind": "text", "files": {}, "settings": {}, "sources": [], "vocab_size": 512, "pad_id": 0}
+    facts |= {"tokenizer": tokenizer.digest(work / "llama"), "rows": counts, "sequences": counts}
+    (place / "prepared.json").write_text(json.dumps(facts))
     before = sorted(place.rglob("*"))
     run = configure(
         "llama", f"paths.output={work}/texts", f"paths.data={place}", "train.validate_every=3",

@@ -88,8 +88,13 @@ def _table(source: Source, rows: np.ndarray, stored: np.ndarray, bounds: np.ndar
     columns = ((padded, ends), (shifted, ends), (begins.astype(np.int32), bounds))
     return pa.Table.from_arrays(
         [
-            pa.ListArray.from_arrays(pa.array(offsets.astype(np.int32)), pa.array(values), type=field.type)
+            pa.ListArray.from_arrays(_array(offsets.astype(np.int32)), _array(values), type=field.type)
             for (values, offsets), field in zip(columns, SCHEMA, strict=True)
         ],
         schema=SCHEMA,
     )
+
+
+def _array(values: np.ndarray) -> pa.Array:
+    """pa.array() would import pandas, to see whether these are its."""
+    return pa.Array.from_buffers(pa.from_numpy_dtype(values.dtype), len(values), [None, pa.py_buffer(values)])
