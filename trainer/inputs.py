@@ -1,4 +1,4 @@
-"""What a command needs on disk, checked in a second and without torch, before any rank is started.
+"""What a command needs on disk, checked without torch before any rank is started: in a second, but for the data.
 
 Each check raises a Fault of one line that names the file, what is wrong with it and what would be right.
 """

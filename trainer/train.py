@@ -3,8 +3,9 @@
     python -m trainer.train CONF [key=value ...]        on this host; CONF's layout says with how many processes
     torchrun ... -m trainer.train RESOLVED.yaml         one of several hosts
 
-Reads the converted model (trainer.convert) and training.jsonl. Writes <paths.output>/checkpoints and, from rank 0,
-<paths.output>/metrics.jsonl and paths.parity. SIGTERM saves a checkpoint and ends; a second start goes on from there.
+Reads the converted model (trainer.convert) and the token files in paths.data (trainer.prepare); where there is only a
+training.jsonl, made by hand, it is prepared first, into <paths.output>/data. Writes <paths.output>/checkpoints and,
+from rank 0, <paths.output>/metrics.jsonl and paths.parity. SIGTERM saves a checkpoint and ends; a second start goes on.
 """
 
 import logging

@@ -14,10 +14,19 @@ import numpy as np
 
 from conf.layout import packing_multiple
 from conf.schema import Run
+from trainer.faults import Fault
 
 
 def multiple(run: Run) -> int:
-    return packing_multiple(run.layout)
+    """What the length of every packed row is a multiple of, and that of the sequence too."""
+    found, length = packing_multiple(run.layout), run.data.seq_length
+    if run.data.packed and length % found:
+        near = [found * part for part in (length // found, length // found + 1) if part]
+        raise Fault(
+            f"data.seq_length: {length} is no multiple of {found}, as the length of packed rows has to be at this "
+            f"layout; nearest: {', '.join(map(str, near))}"
+        )
+    return found
 
 
 def padded(lengths: np.ndarray, pad_to: int) -> np.ndarray:

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from conf.load import load
 from trainer.data import packing
+from trainer.faults import Fault
 
 RANDOM = np.random.default_rng(7)
 LENGTHS = {
@@ -98,3 +99,10 @@ def test_a_packed_row_divides_over_the_layout(layout, expected):
     settings = {key: json.loads(value) for key, value in (pair.split("=") for pair in layout)}
     run = run.model_copy(update={"layout": run.layout.model_copy(update=settings)})
     assert packing.multiple(run) == expected
+
+
+def test_a_sequence_that_packed_rows_cannot_fill():
+    run = load("tiny", ["data.packed=true", "train.micro_batch=1", "data.seq_length=100"])
+    with pytest.raises(Fault, match=r"^data.seq_length: 100 is no multiple of 16, .*; nearest: 96, 112$"):
+        packing.multiple(run)
+    assert packing.multiple(load("tiny", ["data.seq_length=100"])) == 16
