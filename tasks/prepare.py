@@ -43,7 +43,7 @@ def stage(run: Run, model: Stage) -> Stage:
         config["multiple"] = layout.packing_multiple(run.layout)
     memory = runs_folder() / "cache/digests.json"
     config["sources"] = [
-        part.model_dump(mode="json", include={*WHAT, *(("weight",) if data.mixture else ())})
+        part.model_dump(mode="json", include={*WHAT, *(("weight",) if data.mixture else ())}, exclude_none=True)
         | sources.identity(part, key, memory)
         for key, part in _parts(data)
     ]
@@ -108,7 +108,7 @@ def _here(session: Session, model: Artifact, work: Work) -> Run:
     ]
     tokenizer = work.folder / "tokenizer"
     weights = {".safetensors", *wanted.PICKLES}
-    small = {name: file for name, file in model.files.items() if Path(name).suffix not in weights}
+    small = {name: file for name, file in model.files.items() if Path(name).suffix.lower() not in weights}
     session.store.get(f"{model.key}/files", small, tokenizer)
     run = session.at(model=tokenizer, data=work.folder / "files", logs=work.folder / "logs")
     changes: dict[str, Any] = {"mixture": tuple(parts)}

@@ -58,6 +58,10 @@ def test_mlflow_has_each_step_once_and_every_stage(place, first):
     assert stages["train"].inputs.dataset_inputs
     figures = {item.path for item in client.list_artifacts(stages["train"].info.run_id, "figures")}
     assert {"figures/loss.png", "figures/learning_rate.png", "figures/gradient_norm.png"} <= figures
+    prepared = stages["prepare"]
+    assert prepared.data.metrics["rows_kept"] == 1600 and 0 < prepared.data.metrics["learned_share"] < 1
+    kept = {item.path for folder in ("", "figures") for item in client.list_artifacts(prepared.info.run_id, folder)}
+    assert {"report.json", "figures/token_lengths.png"} <= kept
     assert "answers.json" in {item.path for item in client.list_artifacts(stages["evaluate-tuned"].info.run_id)}
     version = client.get_model_version_by_alias("quick", "champion")
     assert version.source.startswith("s3://finetune/main/export/")
@@ -70,6 +74,8 @@ def test_prefect_has_the_report(place, first):
     tasks = place.ask_prefect("task_runs/filter", flow_runs={"id": {"any_": [run["id"]]}})
     assert {task["state_name"] for task in tasks} == {"Completed"}
     reports = place.ask_prefect("artifacts/filter", flow_runs={"id": {"any_": [run["id"]]}})
+    (data,) = [report for report in reports if report["key"] == "data-quick"]
+    assert "| `tiny://tickets` | pairs |" in data["data"]
     reports = [report for report in reports if report["key"] == "report-quick"]
     assert "held_out/exact_match" in reports[0]["data"]
     assert "data:image/png;base64," in reports[0]["data"]
@@ -92,6 +98,10 @@ def test_again_all_is_there_without_a_local_copy(place, first):
         (["layout.gpus_per_node=2", "layout.tp=2", "layout.sp=true", "train.micro_batch=8"], []),
         (["model.mtp=false"], ["convert", *STAGES[4:]]),
         (["data.rows=500"], ["prepare", "evaluate-base", *STAGES[4:]]),
+        (["data.template='{input}: {output}'"], ["prepare", "evaluate-base", *STAGES[4:]]),
+        (["data.packed=true", "train.micro_batch=1"], ["prepare", "evaluate-base", *STAGES[4:]]),
+        (["data.processes=1", "data.workers=1"], []),
+        (["train.global_batch=32"], STAGES[4:]),
     ],
 )
 def test_a_change_makes_what_follows_from_it_and_nothing_else(place, first, change, made):

@@ -40,6 +40,17 @@ def test_lines_are_said_and_logged_as_they_are(run, tmp_path):
     assert (tmp_path / "toy.log").read_text() == "argument\n\n  ä\nagain\n"
 
 
+def test_what_is_private_stays_here_unless_the_command_needs_it(run, tmp_path, monkeypatch):
+    for name in ("HF_TOKEN", "AWS_SECRET_ACCESS_KEY", "HF_ENDPOINT"):
+        monkeypatch.setenv(name, "x")
+    code = "import os; print(*sorted(name for name in os.environ if name.startswith(('HF_', 'AWS_'))))"
+    (found,) = run(code)
+    assert "HF_ENDPOINT" in found and not {"HF_TOKEN", "AWS_SECRET_ACCESS_KEY"} & {*found.split()}
+    said: list[str] = []
+    launch.process(["toy"], tmp_path / "toy.log", said.append, lambda: False, keep=("HF_TOKEN",))
+    assert "HF_TOKEN" in said[0].split() and "AWS_SECRET_ACCESS_KEY" not in said[0]
+
+
 def test_a_fault_passes_through(run):
     with pytest.raises(Fault) as caught:
         run("import sys; print('starting'); print('error: layout.tp: 3', file=sys.stderr); sys.exit(2)")

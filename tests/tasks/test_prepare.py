@@ -6,8 +6,10 @@ import pytest
 
 from conf.load import load
 from tasks import artifact, pipeline, prepare
-from tasks.artifact import Stage
+from tasks.artifact import Stage, Work
 from tasks.faults import Fault
+from tasks.progress import newest
+from tasks.session import Session
 
 MODEL = Stage("download", 1, {"commit": "one"})
 
@@ -129,3 +131,59 @@ def test_a_run_without_data_is_refused(files):
         stage("data.source=null")
     with pytest.raises(Fault, match=r"^data\.source: tiny://letters: no such data; there is tiny://tickets$"):
         stage("data.source=tiny://letters")
+
+
+@pytest.fixture
+def session(files):
+    """Of a run, and the model that it starts from."""
+
+    def fill(work: Work) -> dict:
+        for name in ("config.json", "tokenizer.json", "vocab/tokenizer.model", "a.safetensors", "b.bin", "c.PTH"):
+            path = work.folder / "files" / name
+            path.parent.mkdir(exist_ok=True)
+            path.write_text(name)
+        return {}
+
+    def begin(*overrides: str) -> tuple[Session, artifact.Artifact, Work]:
+        run = load("tiny", overrides)
+        session = Session(run, {"prepare": prepare.stage(run, MODEL)}, "id", "name", None, None)
+        made = artifact.obtain(MODEL, session.store, fill, files / "work", lambda _: None, {"flow": "toy"})
+        return session, made, Work(files / "work/prepare", None, lambda _: None)  # type: ignore
+
+    return begin
+
+
+def test_of_the_model_only_the_tokenizer_is_fetched(session, files):
+    run = prepare._here(*session())
+    folder = files / "work/prepare/tokenizer"
+    assert run.paths.model == str(folder) and run.paths.data == str(files / "work/prepare/files")
+    assert {path.name for path in folder.rglob("*") if path.is_file()} == {
+        *("config.json", "tokenizer.json", "tokenizer.model")
+    }
+
+
+def test_the_trainer_is_told_of_files_by_their_full_paths(session, files, monkeypatch):
+    monkeypatch.chdir(files)
+    run = prepare._here(*session("data.source=a.jsonl", "data.rows=7"))
+    assert (run.data.source, run.data.rows, run.data.mixture) == (str(files / "a.jsonl"), 7, ())
+    run = prepare._here(*session(*mixture((Path("b.jsonl"), 2), (Path("a.jsonl"), 1))))
+    assert [(part.source, part.weight) for part in run.data.mixture] == [
+        *((str(files / "b.jsonl"), 2.0), (str(files / "a.jsonl"), 1.0))
+    ]
+    assert run.data.source is None
+
+
+@pytest.mark.parametrize(
+    "text, found",
+    [
+        ("", (0, 0)),
+        ('{"done": 3, "total": 9}\n', (3, 9)),
+        ('{"done": 3, "total": 9}\n{"done": 4, "tot', (3, 9)),
+        ('{"done": 3, "total": 9}\n{"phase": "write"}\nnull\n[]\n', (3, 9)),
+        ("x" * 10_000 + '\n{"total": 9, "done": 5}\n', (5, 9)),
+    ],
+)
+def test_progress_is_the_last_whole_line(tmp_path, text, found):
+    (tmp_path / "progress.jsonl").write_text(text)
+    assert newest(tmp_path / "progress.jsonl", "done", "total") == found
+    assert newest(tmp_path / "none.jsonl", "step") == (0,)
