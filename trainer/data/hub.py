@@ -1,12 +1,12 @@
 """A data set on the Hub, as `datasets` streams it at a commit: nothing of it is kept on this disk.
 
-A chunk is 1,000 rows, whatever their size. A stream is read in order: the chunks done at its start are skipped by
-`datasets`, which leaves whole files unread where their format says how many rows they hold; later ones are read and
-dropped. HF_ENDPOINT, HF_TOKEN and HF_HUB_OFFLINE count. Not covered: data sets that come as a script, which `datasets`
-itself no longer runs.
+A chunk is 1,000 rows, whatever their size. A stream is read in order: rows of chunks that are done are fetched and
+dropped, those at its start without becoming Python's objects. HF_ENDPOINT, HF_TOKEN and HF_HUB_OFFLINE count. Not
+covered: data sets that come as a script, which `datasets` itself no longer runs.
 """
 
 import os
+import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -21,6 +21,7 @@ from trainer.data.tables import without_absent_keys
 from trainer.faults import Fault
 
 ROWS = 1_000
+SIGNED = re.compile(r"""(https?://[^\s?'"]+)\?[^\s'"]*""")  # whoever has such an address may read
 
 
 def pieces(part: Part, commit: str | None, done: Callable[[int], bool]) -> Iterator[Piece]:
@@ -38,6 +39,8 @@ def _load(part: Part, before: int, values: tuple[Row, ...]) -> Rows:
 
 
 def _streamed(part: Part, commit: str | None, skipped: int) -> Iterator[Row]:
+    if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", part.source or ""):
+        raise Fault(f"data.source: {part.source}: no such file, and no data set's name on the Hub (org/name)")
     datasets = _imported()
     revision = commit or part.revision
     with _faults(part, revision):
@@ -70,8 +73,9 @@ def _faults(part: Part, revision: str) -> Iterator[None]:
         yield
     except (DatasetsError, ValueError, OSError, RuntimeError, httpx.HTTPError) as error:
         # no such data set, configuration or split, not a table, a script, no network
-        line = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        config = f" ({part.config})" if part.config else ""
+        line = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
+        line = SIGNED.sub(r"\1", line)
+        source = f"{part.source} ({part.config})" if part.config else part.source
         raise Fault(
-            f"data.source: {part.source}{config} {part.split} at {revision[:8]}: {line}; no file of that name is here"
+            f"data.source: {source} {part.split} at {revision[:8]}: {line}; and no file or folder has this name"
         ) from None

@@ -149,7 +149,7 @@ def _cut(window: _Window, path: Path) -> Iterator[tuple[int, bytes, list[tuple[i
     place = _Place()
     while window.grow():
         spans = []
-        for mark, end in window.marks():
+        for mark, end in () if place.closed else window.marks():
             if row := place.take(mark, end, window.buffer):
                 spans.append(row)
             if place.lists > 1:

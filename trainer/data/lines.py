@@ -9,6 +9,7 @@ integers of any length stay exact. Of a key that occurs twice the last value cou
 
 import io
 import json
+import os
 import re
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -29,7 +30,8 @@ BLANK = b" \t\r\n\v\f"
 HUGE = 2.0**63  # from here on orjson makes floats of integers, nearly
 SURROGATE = re.compile("[\ud800-\udfff]")
 
-_counted: dict[Path, tuple[int, int]] = {}  # by file: bytes from its start, and the lines in them
+# By file: when it was written and its size; bytes from its start, and the lines in them.
+_counted: dict[Path, tuple[tuple[int, int], int, int]] = {}
 
 
 def pieces(path: Path, size: int, parse: Parse) -> Iterator[Piece]:
@@ -116,10 +118,12 @@ def _load_lines(path: Path, first: int, blob: bytes, parse: Parse) -> Rows:
 
 def _lines_before(path: Path, start: int) -> int:
     """Counted only when a place is asked for, and on from where it was asked for last."""
-    at, lines = _counted.get(path, (0, 0))
-    if at > start:
-        at, lines = 0, 0
     with faults(path), path.open("rb") as file:
+        status = os.fstat(file.fileno())
+        stamp = status.st_mtime_ns, status.st_size
+        before, at, lines = _counted.get(path, (stamp, 0, 0))
+        if at > start or before != stamp:
+            at, lines = 0, 0
         file.seek(at)
         while at < start:
             block = file.read(min(2**20, start - at))
@@ -127,7 +131,7 @@ def _lines_before(path: Path, start: int) -> int:
                 break
             at += len(block)
             lines += block.count(b"\n")
-    _counted[path] = at, lines
+    _counted[path] = stamp, at, lines
     return lines
 
 

@@ -111,6 +111,13 @@ def fault(path: Path) -> str:
     return str(caught.value).removeprefix(str(path))
 
 
+def attempt(path: Path, size: int) -> tuple[list, list[str]] | str:
+    try:
+        return read(path, size)
+    except Fault as found:
+        return str(found)
+
+
 @pytest.mark.parametrize("ending", COMPRESSIONS)
 @pytest.mark.parametrize("name", WAYS)
 def test_the_same_rows_from_every_format_cut_anywhere(tmp_path, name, ending):
@@ -181,6 +188,26 @@ def test_no_bytes_are_lost_or_bring_it_down(tmp_path_factory, data, size):
     lines = data.split(b"\n")
     numbers = [number for number, line in enumerate(lines, 2) if line.strip(b" \t\r\n\v\f")]
     assert places == [":1", *(f":{number}" for number in numbers)] and len(values) == len(places)
+
+
+@given(
+    st.sampled_from(["a.csv", "a.json"]),
+    st.sampled_from([b"[", b"{", b'{"a":[', b'[{"a":1},', b"a,b\n", b'a,b\n1,"']),
+    st.lists(st.sampled_from([*b'{}[],,""\\ \n\r a1\xff\xc3\xa9']), max_size=40).map(bytes),
+)
+def test_broken_documents_are_read_or_refused_alike_however_they_are_cut(tmp_path_factory, name, begin, rest):
+    path = tmp_path_factory.getbasetemp() / name
+    path.write_bytes(begin + rest)
+    whole = attempt(path, 0)
+    for size in (1, 2, 3, 7, 20):
+        assert attempt(path, size) == whole
+    try:
+        document = json.loads(begin + rest)
+    except ValueError:
+        return
+    if name == "a.json" and isinstance(document, list):
+        assert [row for row in whole[0] if not isinstance(row, Bad)] == [row for row in document if type(row) is dict]
+        assert len(whole[0]) == len(document)
 
 
 # Bad rows

@@ -297,6 +297,15 @@ def test_a_configuration_of_json_lines_on_the_hub(served, tmp_path):
     assert wrong.startswith("data.source: org/set (soft) train at main: BuilderConfig 'soft' not found")
 
 
+def test_an_address_that_is_signed_is_not_shown(served, tmp_path):
+    hub, ask = served
+    written(tmp_path / "set/train.parquet", [{"a": 1}])
+    hub.publish("datasets/org/set", tmp_path / "set")
+    hub.inject("/cdn/", status=404, times=99)
+    [fault] = ask([{"source": "org/set"}, None, []])
+    assert "Not Found" in fault and "train.parquet" in fault and "secret" not in fault and "sig" not in fault
+
+
 def test_faults_of_the_hub(served, tmp_path):
     hub, ask = served
     written(tmp_path / "set/train.parquet", [{"a": 1}])
