@@ -7,13 +7,9 @@ two beginnings of text             the template writes one, and so does the row
 generation prompt differs          a served model is shown something else than stands in front of answers here
 """
 
-import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-import numpy as np
-
-from trainer.data import tokenizer as tokenizers
 from trainer.data.encoded import Encoded
 from trainer.data.rows import Row
 
@@ -31,32 +27,27 @@ NAMES = (
 
 def find(template: "Template", encoded: Sequence[Encoded], rows: Sequence[Row]) -> dict[str, list[int]]:
     """The rows' positions by what is odd about them."""
-    names, tokenizer = template.special, template.tokenizer
-    ids = np.array(sorted(names.values()), dtype=np.int32)
-    ends = (
-        [] if template.kind == "text" or template.stop else [i for i, one in enumerate(encoded) if _endless(one, ids)]
-    )
+    special, tokenizer = set(template.special.values()), template.tokenizer
+    stops = template.kind == "text" or bool(template.stop)
     unknown, bos = tokenizer.unk_token_id, tokenizer.bos_token_id
-    written = [i for i, row in enumerate(rows) if any(map(template.special_names.search, texts(row)))]
-    return {
-        NAMES[0]: written,
-        NAMES[1]: ends,
-        NAMES[2]: [] if unknown is None else [i for i, one in enumerate(encoded) if (one.ids == unknown).any()],
-        NAMES[3]: []
-        if bos is None
-        else [i for i, one in enumerate(encoded) if len(one.ids) > 1 and one.ids[0] == one.ids[1] == bos],
-        NAMES[4]: [i for i, one in enumerate(encoded) if one.odd],
-    }
+    numbered = list(enumerate(encoded))
+    found = (
+        [i for i, row in enumerate(rows) if any(_names_special(template, text) for text in texts(row))],
+        [] if stops else [i for i, one in numbered if _endless(one, special)],
+        [] if unknown is None else [i for i, one in numbered if (one.ids == unknown).any()],
+        [] if bos is None else [i for i, one in numbered if one.ids[:2].tolist() == [bos, bos]],
+        [i for i, one in numbered if one.odd],
+    )
+    return dict(zip(NAMES, found, strict=True))
 
 
-def _endless(one: Encoded, special: np.ndarray) -> bool:
+def _names_special(template: "Template", text: str) -> bool:
+    return any(start in text for start in template.special_starts) and bool(template.special_names.search(text))
+
+
+def _endless(one: Encoded, special: set[int]) -> bool:
     """Neither of the last two is special: a line break may follow the end of a turn."""
-    return not np.isin(one.ids[one.learned][-2:], special).any()
-
-
-def pattern(tokenizer: tokenizers.Tokenizer) -> re.Pattern[str]:
-    names = sorted(tokenizers.special(tokenizer), key=len, reverse=True)
-    return re.compile("|".join(map(re.escape, names)) or "(?!)")
+    return special.isdisjoint(one.ids[one.learned][-2:].tolist())
 
 
 def texts(row: Row) -> list[str]:

@@ -5,8 +5,8 @@ long loses tokens at the end of its longest message of a user, a system prompt o
 what is learned, stays.
 """
 
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
@@ -96,14 +96,17 @@ def render(
     source = template.source(tools)
     tracked = tracked and spanned.GENERATION.search(source) is not None
     try:
-        texts, spans = render_jinja_template(
-            conversations=[messages],
-            tools=tools,
-            chat_template=source,
-            return_assistant_tokens_mask=tracked,
-            add_generation_prompt=prompt,
-            **template.variables,
-            **(variables or {}),
+        texts, spans = cast(
+            "tuple[list[str], list[list[Span]]]",
+            render_jinja_template(
+                conversations=[messages],
+                tools=tools,
+                chat_template=source,
+                return_assistant_tokens_mask=tracked,
+                add_generation_prompt=prompt,
+                **template.variables,
+                **(variables or {}),
+            ),
         )
     except Exception as error:  # a template can raise anything that Python can
         line = (str(error).strip().splitlines() or [""])[0]
@@ -174,9 +177,9 @@ def _longest_first(template: "Template", row: Row, one: Rendered, encoding) -> l
 def prompt_and_answer(template: "Template", row: Row) -> tuple[str, str]:
     """The text up to the last answer, and the answer with its stop."""
     one = rendered(template, row)
-    end = one.spans[-1][1] if one.spans else len(one.text)
     whole = one.text + template.appended(one.text)
-    return whole[: one.last], whole[one.last : len(whole) if len(whole) > len(one.text) else end]
-
-
-Render = Callable[[Messages, bool], str]
+    end = len(whole) if len(whole) > len(one.text) or not one.spans else one.spans[-1][1]
+    (encoding,) = tokenizers.encodings(template.tokenizer, [whole])
+    token = spanned.tokens(encoding, (one.last, len(whole)), len(whole), one.inside)[0]
+    start = encoding.token_to_chars(token)[0] if token < len(encoding) else len(whole)
+    return whole[:start], whole[start:end]

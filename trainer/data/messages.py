@@ -145,7 +145,7 @@ def text(value: object, field: str, empty: str) -> str:
     """A text that can be written; with a reason for it, not an empty one."""
     if not isinstance(value, str):
         raise Unfit(Bad("not text", field, show(value)))
-    if SURROGATE.search(value):
+    if not value.isascii() and SURROGATE.search(value):
         raise Unfit(Bad("half of a surrogate pair", field, ascii(value[:60])))
     if empty and not value.strip():
         raise Unfit(Bad(empty, field, show(value)))

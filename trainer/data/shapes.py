@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 from conf.data import Part
 from trainer.data import messages as conversations
-from trainer.data.rows import Bad, Row, show
+from trainer.data.rows import Bad, Row
 from trainer.faults import Fault
 
 Kind = Literal["pairs", "messages", "text"]
@@ -57,7 +57,8 @@ class Shape:
                 return _pair(raw, self.columns)
             return _conversation(raw, self.columns)
         except conversations.Unfit as error:
-            return error.bad
+            bad = error.bad
+            return Bad(bad.reason, _printable(bad.field), _printable(bad.shown))
 
 
 def detect(part: Part, first: Sequence[Row], place: str) -> Shape:
@@ -259,6 +260,6 @@ def _reply(value: Any, column: str) -> list[dict[str, Any]]:
     return [{"role": "assistant", "content": conversations.text(value, column, "empty answer")}]
 
 
-def shown_types(rows: Sequence[Row]) -> str:
-    names = list(dict.fromkeys(name for row in rows for name in row))
-    return _listed([dict(row) for row in rows], names) or show(None)
+def _printable(text: str) -> str:
+    """Halves of surrogate pairs as escapes: no report could hold them."""
+    return text.encode(errors="backslashreplace").decode()

@@ -30,6 +30,12 @@ from trainer.data.tokenizer import Tokenizer
 from trainer.faults import Fault
 
 DEFAULT = "{input} {output}"
+CHAT = "chat template"
+RESERVED = {"messages", "tools", "documents", "add_generation_prompt", "input", "output", "conversations"} | {
+    "chat_template",
+    "continue_final_message",
+    "return_assistant_tokens_mask",
+}
 Kind = Literal["plain", "chat", "jinja", "text"]
 
 
@@ -84,7 +90,13 @@ class Template:
         if isinstance(found, Bad):
             raise Fault(f"{found.reason}: {found.field} {found.shown}")
         ids = found.ids.tolist()
-        return ids[: found.start], ids[found.start :]
+        end = int(np.flatnonzero(found.learned)[-1]) + 1  # a line break behind the end of a turn may not be learned
+        return ids[: found.start], ids[found.start : end]
+
+    @property
+    def ends_by_text(self) -> list[str]:
+        """What ends an answer besides the end of text, at which every model stops."""
+        return [self.stop] if self.stop and self.stop != self.tokenizer.eos_token else []
 
     def source(self, tools: list | None) -> str:
         """The Jinja text for a conversation with these tools, as transformers chooses it."""
@@ -121,7 +133,12 @@ class Template:
 
     @cached_property
     def special_names(self) -> re.Pattern[str]:
-        return anomalies.pattern(self.tokenizer)
+        return re.compile("|".join(map(re.escape, self.special)) or "(?!)")
+
+    @cached_property
+    def special_starts(self) -> set[str]:
+        """Cheap to look for: nearly all begin with "<|"."""
+        return {name[:2] for name in self.special}
 
     @cached_property
     def uses_messages(self) -> bool:
@@ -152,6 +169,9 @@ def choose(data: Data, tokenizer: Tokenizer, kind: str) -> Template:
     """The template for rows of a kind: pairs, messages or text."""
     limit = Limit(data.seq_length, data.packed, data.too_long)
     folder = tokenizer.name_or_path
+    taken = sorted(RESERVED & data.template_options.keys())
+    if taken:
+        raise Fault(f"data.template_options: {', '.join(taken)}: every template is given that; other names are free")
 
     def make(template: Kind, text: Any, origin: str) -> Template:
         stop = data.stop
@@ -180,7 +200,7 @@ def choose(data: Data, tokenizer: Tokenizer, kind: str) -> Template:
             "data.template: NAME.jinja uses a file"
         )
     if templates:
-        return make("chat", templates, f"chat template of {folder}")
+        return make("chat", templates, CHAT)
     advice = f'{folder}: the tokenizer has no chat template; data.template: "{DEFAULT}", or a file NAME.jinja, would do'
     if name == "chat":
         raise Fault(f"data.template: chat: {advice}")
@@ -232,7 +252,7 @@ def from_record(record: dict[str, Any], tokenizer: Tokenizer) -> Template:
             f"{folder}: special tokens are {json.dumps(facts['special_tokens'])}, and were "
             f"{json.dumps(record['tokenizer']['special_tokens'])} when the data were prepared"
         )
-    if record["origin"].startswith("chat template of ") and tokenizer.chat_template != record["text"]:
+    if record["origin"] == CHAT and tokenizer.chat_template != record["text"]:
         raise Fault(f"{folder}: its chat template is not the one that the data were prepared with")
     limit = Limit(record["seq_length"], record["packed"], record["too_long"])
     keys = ("kind", "text", "origin", "loss_on", "stop", "options")
