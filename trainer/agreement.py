@@ -9,33 +9,30 @@ import json
 from pathlib import Path
 
 from conf.schema import Run
-from trainer import pairs
+from trainer import asked
+from trainer.data.rows import Row
 from trainer.faults import Fault
 
 # Mean difference per token, in nats. In fp32 only the order of sums differs; in bf16, weights and sums are rounded.
 BOUNDS = {"fp32": 1e-3, "bf16": 0.05}
 
 
-def rows(run: Run) -> list[dict]:
+def rows(run: Run) -> list[Row]:
     """What both are asked: the first rows held out of training, or of training itself where none are."""
-    files = [Path(run.paths.data) / f"{name}.jsonl" for name in ("test", "validation", "training")]
+    files = [asked.folder(run) / f"{name}.jsonl" for name in ("test", "validation", "training")]
     found = next((file for file in files if file.exists() and file.stat().st_size), None)
-    return pairs.read(found, run.evaluate.parity_rows) if found else []
-
-
-def prompt(run: Run, row: dict) -> str:
-    return pairs.prompt(run.data.template, row)
+    return asked.read(found, run.evaluate.parity_rows) if found else []
 
 
 def fingerprint(run: Run) -> str:
     """Changes with the tokens that are asked about."""
-    asked = [run.data.template, run.data.seq_length, rows(run)]
-    return hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()
+    facts = [asked.record(run), rows(run)]
+    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
 
 
 def is_recorded(run: Run, step: int) -> bool:
     """Whether training has left what is to be compared: of this step, for these prompts."""
-    if not run.evaluate.parity_rows:
+    if not run.evaluate.parity_rows or not rows(run):  # texts for pretraining have no prompts
         return True
     try:
         recorded = json.loads(Path(run.paths.parity).read_text())

@@ -2,7 +2,8 @@
 
     python -m trainer.evaluate CONF [key=value ...]        one process, on a GPU or a CPU
 
-Reads the model in paths.served and, for the task held_out, test.jsonl in paths.data. Other tasks are lm-eval's, by name
+Reads the model in paths.served and, for the task held_out, test.jsonl of the prepared data, with the template that they
+were prepared with. Other tasks are lm-eval's, by name
 (their data come from the Hub) or by the path of a YAML file. Writes to paths.evaluation:
 
     results.json       metrics ("held_out/exact_match"), rows, samples, parity, chat_template (SHA-256), versions
@@ -60,7 +61,8 @@ def evaluate(run: Run, progress: "Progress") -> dict:
     elsewhere = [name for name in names if name != held_out.NAME]
     precision = run.evaluate.precision or run.train.precision
     serving.prepare(online=any(not inputs.is_file(name) for name in elsewhere))
-    tasks = lm_tasks.load(run, names)
+    test = held_out.read(run) if held_out.NAME in names else None
+    tasks = lm_tasks.load(run, names, test)
     say(f"evaluate: starting vLLM on this host's {serving.device()} for {run.paths.served}")
     began = time.monotonic()
     served = serving.serve(run, precision, _length(run, bool(elsewhere)), progress)
@@ -68,7 +70,7 @@ def evaluate(run: Run, progress: "Progress") -> dict:
     results = {"metrics": {}, "rows": {}, "samples": {}}
     for name in names:
         progress.task = name
-        served.as_trained = name == held_out.NAME
+        served.tokens = test.tokens() if test and name == held_out.NAME else None
         for key, found in lm_tasks.ask(run, served, tasks[name]).items():
             results[key] |= found
     progress.task = "parity"

@@ -2,33 +2,76 @@
 
 Two lm-eval tasks over the same rows of test.jsonl, reported as one:
 
-    exact_match       share of greedy answers that equal the reference, spaces around it aside
-    log_likelihood    mean log-probability of the reference's tokens, end of text included
+    exact_match       share of greedy answers that equal the reference, or what the template makes of it (an empty
+                      thought in front), spaces around it aside
+    log_likelihood    mean log-probability of the tokens that training learns for the reference, its end included
     perplexity        exp of its negative: 1 is certainty
 """
 
 import math
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from conf.schema import Run
-from trainer import pairs
+from trainer import asked
+from trainer.data.templates import Template
+from trainer.faults import Fault
 
 NAME = "held_out"
 LIKELIHOOD = "held_out_likelihood"
 METRICS = ("exact_match", "log_likelihood", "perplexity")
 
 
+@dataclass(frozen=True)
+class Row:
+    """A row of test.jsonl."""
+
+    prompt: str
+    learned: str  # the answer as training has it
+    accepted: tuple[str, ...]  # answers that are right; the first is the reference
+    prompt_ids: list[int]
+    learned_ids: list[int]
+
+
+@dataclass(frozen=True)
+class Test:
+    rows: list[Row]
+    until: list[str]  # texts that end an answer
+
+    def tokens(self) -> dict:
+        """By the text of a prompt, and by those of a prompt and its answer."""
+        pairs = {(row.prompt, row.learned): (row.prompt_ids, row.learned_ids) for row in self.rows}
+        return {row.prompt: row.prompt_ids for row in reversed(self.rows)} | pairs
+
+
+def read(run: Run) -> Test:
+    template = asked.template(run, run.paths.served)
+    found = asked.read(file(run), run.evaluate.rows)
+    rows = [_row(template, row, f"{file(run)}:{number}") for number, row in enumerate(found, 1)]
+    return Test(rows, template.ends_by_text)
+
+
 def file(run: Run) -> Path:
-    return Path(run.paths.data) / "test.jsonl"
+    return asked.folder(run) / "test.jsonl"
 
 
-def tasks(run: Run, tokenizer) -> list[dict]:
+def tasks(run: Run, test: Test) -> list[dict]:
     """For lm_eval's TaskManager.load()."""
     from datasets import Dataset
 
-    rows = [_row(run, row, tokenizer) for row in pairs.read(file(run), run.evaluate.rows)]
+    docs = [
+        {
+            "prompt": row.prompt,
+            "reference": row.accepted[0],
+            "accepted": list(row.accepted),
+            "learned": row.learned,
+            "tokens": len(row.learned_ids),
+        }
+        for row in test.rows
+    ]
     shared = {
-        "custom_dataset": lambda **_: {"test": Dataset.from_list(rows)},
+        "custom_dataset": lambda **_: {"test": Dataset.from_list(docs)},
         "test_split": "test",
         "doc_to_text": lambda row: row["prompt"],
         "target_delimiter": "",
@@ -38,8 +81,8 @@ def tasks(run: Run, tokenizer) -> list[dict]:
         "task": NAME,
         "output_type": "generate_until",
         "doc_to_target": lambda row: row["reference"],
-        "generation_kwargs": {"until": [], "do_sample": False, "max_gen_toks": run.evaluate.max_tokens},
-        "process_results": lambda row, answers: {"exact_match": is_right(answers[0], row["reference"])},
+        "generation_kwargs": {"until": test.until, "do_sample": False, "max_gen_toks": run.evaluate.max_tokens},
+        "process_results": lambda row, answers: {"exact_match": is_right(answers[0], row["accepted"])},
         "metric_list": [{"metric": "exact_match", "aggregation": "mean", "higher_is_better": True}],
     }
     likelihoods = {
@@ -55,18 +98,19 @@ def tasks(run: Run, tokenizer) -> list[dict]:
     return [shared | answers, shared | likelihoods]
 
 
-def is_right(answer: str, reference: str) -> bool:
-    return answer.strip() == reference.strip()
+def is_right(answer: str, accepted: Sequence[str]) -> bool:
+    return answer.strip() in {one.strip() for one in accepted}
 
 
-def _row(run: Run, row: dict, tokenizer) -> dict:
-    learned = pairs.answer(run.data.template, row, tokenizer) + tokenizer.eos_token
-    return {
-        "prompt": pairs.prompt(run.data.template, row),
-        "reference": row["output"],
-        "learned": learned,
-        "tokens": len(pairs.encode(tokenizer, learned)),
-    }
+def _row(template: Template, row: dict, place: str) -> Row:
+    reference, learned = template.reference(row), template.answer(row)
+    before = learned.find(reference)
+    whole = learned[: before + len(reference)] if before >= 0 else reference
+    try:
+        prompt_ids, learned_ids = template.tokens(row)
+    except Fault as fault:
+        raise Fault(f"{place}: {fault}; python -m trainer.prepare writes it anew") from None
+    return Row(template.prompt(row), learned, (reference, whole), prompt_ids, learned_ids)
 
 
 def _mean(found: list[tuple[float, int]]) -> float:

@@ -9,18 +9,16 @@ from trainer import held_out, inputs
 from trainer.faults import Fault
 
 
-def load(run: Run, names: list[str]) -> dict[str, dict]:
+def load(run: Run, names: list[str], test: held_out.Test | None) -> dict[str, dict]:
     """name -> what lm-eval calls a task dictionary. Data that are not on this disk are downloaded."""
     from lm_eval.tasks import TaskManager
-    from transformers import AutoTokenizer
 
     known = any(name != held_out.NAME and not inputs.is_file(name) for name in names)
     manager = TaskManager(include_defaults=known)  # reading lm-eval's 14,000 task files takes seconds
     tasks = {}
     for name in names:
-        if name == held_out.NAME:
-            tokenizer = AutoTokenizer.from_pretrained(run.paths.served, trust_remote_code=run.model.trust_remote_code)
-            tasks[name] = manager.load(held_out.tasks(run, tokenizer))
+        if name == held_out.NAME and test:
+            tasks[name] = manager.load(held_out.tasks(run, test))
         else:
             tasks[name] = _load_other(manager, name)
         for task in tasks[name]["tasks"].values():

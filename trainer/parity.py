@@ -10,11 +10,11 @@ other rows are asked for) loads its last checkpoint and takes no step: Megatron-
 
 import json
 import os
+from itertools import chain
 from math import lcm
 from pathlib import Path
 
 import torch
-from megatron.bridge.data.sft_processing import tokenize_prompt_completion_example
 from megatron.bridge.training.callbacks import Callback
 from megatron.bridge.training.gpt_step import forward_step
 from megatron.core import parallel_state
@@ -23,7 +23,7 @@ from megatron.core.utils import get_model_config
 from torch import distributed
 
 from conf.schema import Run
-from trainer import agreement
+from trainer import agreement, asked
 from trainer.console import say
 from trainer.recipe import last_step
 
@@ -47,25 +47,17 @@ def record(run: Run, context) -> None:
     rows = agreement.rows(run)
     if not rows:
         return
-    prompts = [_tokens(context, row) for row in rows]
+    template = asked.template(run, run.paths.model)
+    prompts = [list(chain(*template.tokens(row))) for row in rows]
     log_probs = _log_probs(run, context, prompts)
     if distributed.get_rank() == 0:
         found = [
-            {"prompt": agreement.prompt(run, row), "tokens": tokens, "log_probs": log_probs[i][: len(tokens) - 1]}
+            {"prompt": template.prompt(row), "tokens": tokens, "log_probs": log_probs[i][: len(tokens) - 1]}
             for i, (row, tokens) in enumerate(zip(rows, prompts, strict=True))
         ]
         facts = {"step": context.state.train_state.step, "asked": agreement.fingerprint(run)}
         _write(Path(run.paths.parity), facts | {"precision": run.train.precision, "rows": found})
         say(f"parity: log-probabilities of {len(rows)} prompts in {run.paths.parity}")
-
-
-def _tokens(context, row: dict) -> list[int]:
-    """As training has them, prompt and answer and end of text."""
-    data = context.state.cfg.dataset
-    found = tokenize_prompt_completion_example(
-        row, context.state.tokenizer, data.preprocessing, max_length=data.seq_length
-    )
-    return found.input_ids.tolist()
 
 
 def _log_probs(run: Run, context, prompts: list[list[int]]) -> list[list[float]]:

@@ -25,7 +25,6 @@ from pathlib import Path
 from typing import Any
 
 from conf.schema import Run
-from trainer import pairs
 from trainer.compat import import_transformers
 
 ENVIRONMENT = {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "TOKENIZERS_PARALLELISM": "false"}
@@ -71,15 +70,17 @@ def serve(run: Run, precision: str, length: int, progress: Progress):
     lm_evals: Any = VLLM  # its decorator hides its class from type checkers
 
     class Served(lm_evals):
-        as_trained = False  # tokens of prompt and answer as training makes them, instead of lm-eval's way
+        tokens: dict | None = None  # of texts, as training makes them (trainer/held_out.py), instead of lm-eval's way
 
         def _encode_pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
-            if not self.as_trained:
+            if self.tokens is None:
                 return super()._encode_pair(context, continuation)
-            return pairs.encode(self.tokenizer, context), pairs.encode(self.tokenizer, continuation)
+            return self.tokens[context, continuation]
 
         def tok_encode(self, string, add_special_tokens=None, **kwargs):
-            return super().tok_encode(string, False if self.as_trained else add_special_tokens, **kwargs)
+            if self.tokens is None:
+                return super().tok_encode(string, add_special_tokens, **kwargs)
+            return [self.tokens[text] for text in string]
 
         def _model_generate(self, requests, generate=False, sampling_params=None):
             if not generate or sampling_params is None:

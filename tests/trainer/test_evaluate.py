@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -148,7 +149,7 @@ def test_a_model_without_the_adapter_is_not_taken_for_the_trained_one(trained, e
     ("change", "fault"),
     [
         (("paths", "served", "/nowhere"), "paths.served: /nowhere: no such folder"),
-        (("paths", "data", "/nowhere"), "paths.data: /nowhere/test.jsonl: no such file"),
+        (("paths", "data", "/nowhere"), "/nowhere/test.jsonl: no such file"),
         (("evaluate", "tasks", ("mine.yaml",)), "evaluate.tasks: mine.yaml: no such file"),
         (("evaluate", "tasks", ()), "evaluate.tasks: empty"),
     ],
@@ -163,15 +164,37 @@ def test_faults_are_one_line_before_anything_is_loaded(change, fault, trained, t
 
 
 @pytest.mark.parametrize(
-    ("rows", "fault"),
-    [("", "empty"), ('{"input": "a", "output": "b"}\n{"input": "a"}\n', "test.jsonl:2: input or output missing")],
+    ("file", "text", "fault"),
+    [
+        ("test.jsonl", "", "test.jsonl: empty"),
+        ("test.jsonl", '{"input": "a", "output": "b"}\n{"input": "a"}\n', "test.jsonl:2: input or output missing"),
+        ("template.json", None, "not prepared: no template.json; python -m trainer.prepare"),
+        ("prepared.json", None, "not prepared: python -m trainer.prepare"),
+    ],
 )
-def test_rows_that_cannot_be_asked_are_named(rows, fault, trained, tmp_path):
-    (tmp_path / "test.jsonl").write_text(rows)
-    paths = trained.paths.model_copy(update={"data": str(tmp_path), "evaluation": str(tmp_path / "evaluation")})
+def test_rows_that_cannot_be_asked_are_named(file, text, fault, trained, tmp_path):
+    data = tmp_path / "data"
+    shutil.copytree(Path(trained.paths.output) / "data", data)
+    (data / file).unlink()
+    if text is not None:
+        (data / file).write_text(text)
+    paths = trained.paths.model_copy(update={"data": str(data), "evaluation": str(tmp_path / "evaluation")})
     result = evaluate(trained.model_copy(update={"paths": paths}), tmp_path)
     assert result.code == 2
     assert fault in result.errors
+    assert result.errors.count("\n") == 1
+
+
+def test_another_tokenizer_than_the_one_that_was_trained_with_is_noticed(trained, tmp_path):
+    served = tmp_path / "served"
+    shutil.copytree(trained.paths.served, served)
+    (served / "chat_template.jinja").write_text("{{ messages }}")
+    with (served / "tokenizer.json").open("a") as f:
+        f.write(" ")
+    paths = trained.paths.model_copy(update={"served": str(served), "evaluation": str(tmp_path / "evaluation")})
+    result = evaluate(trained.model_copy(update={"paths": paths}), tmp_path)
+    assert result.code == 2
+    assert f"error: {served}: tokenizer.json is not the one that the data were prepared with" in result.errors
     assert result.errors.count("\n") == 1
 
 

@@ -65,7 +65,7 @@ def test_deleted_or_of_other_prompts_it_is_made_again(single, trained):
 def test_tokens_are_those_of_training(single, work):
     found = recorded(single[0])
     assert [len(row["tokens"]) - 1 for row in found["rows"]] == [len(row["log_probs"]) for row in found["rows"]]
-    assert len(found["rows"]) == 8
+    assert len(found["rows"]) == 6  # of eight rows for validation, two are longer than a sequence
     assert max(len(row["tokens"]) for row in found["rows"]) <= 64
     assert all(value < 0 and math.isfinite(value) for value in log_probs(found))
     assert found["step"] == 6

@@ -1,0 +1,62 @@
+"""Rows that a model is asked about, as training has them: from prepared data, by the template recorded with them."""
+
+import json
+from pathlib import Path
+
+from conf.schema import Run
+from trainer import prepared
+from trainer.data import templates, tokenizer
+from trainer.data.rows import Row
+from trainer.data.templates import Template
+from trainer.faults import Fault
+
+RECORD = "template.json"
+
+
+def template(run: Run, model: str) -> Template:
+    """With the tokenizer of a model's folder, which has to be the one that the data were prepared with."""
+    return templates.from_record(record(run), tokenizer.load(Path(model), run.model.trust_remote_code))
+
+
+def folder(run: Run) -> Path:
+    """Of the prepared data. Those of another run may lie where rows made by hand are prepared to."""
+    given, place = Path(run.paths.data), prepared.folder(run)
+    if place == given:
+        return place
+    files = [file for source in prepared.load(place).sources for file in source["files"]]
+    if {Path(file["path"]).resolve().parent for file in files} != {given.resolve()}:
+        raise Fault(f"paths.data: {given}: not prepared: python -m trainer.prepare")
+    return place
+
+
+def record(run: Run) -> dict:
+    path = folder(run) / RECORD
+    try:
+        return json.loads(path.read_text())
+    except FileNotFoundError:
+        raise Fault(f"paths.data: {path.parent}: not prepared: no {RECORD}; python -m trainer.prepare") from None
+    except ValueError as error:
+        raise Fault(f"{path}: {error}; python -m trainer.prepare writes it anew") from None
+
+
+def read(path: Path, rows: int | None) -> list[Row]:
+    """The first rows of training.jsonl, validation.jsonl or test.jsonl."""
+    found = []
+    with path.open(encoding="utf-8") as f:
+        for number, line in enumerate(f, 1):
+            if len(found) == rows:
+                break
+            found.append(_row(line, f"{path}:{number}"))
+    return found
+
+
+def _row(line: str, place: str) -> Row:
+    try:
+        row = json.loads(line)
+    except ValueError:
+        raise Fault(f"{place}: not a JSON object; python -m trainer.prepare writes it anew") from None
+    if isinstance(row, dict) and all(isinstance(row.get(key), str) for key in ("input", "output")):
+        return row
+    if isinstance(row, dict) and isinstance(row.get("messages"), list):
+        return row
+    raise Fault(f"{place}: input or output missing, or not text; python -m trainer.prepare writes it anew")
