@@ -6,7 +6,7 @@
 
 Values are those that Megatron-Bridge's own packing has for the same packs (data/packing/offline.py and algorithms.py).
 Written a row group of 65,536 tokens at a time, which is what training reads to get at one sequence: 1 ms, where groups
-of 250,000 take 3 to 7. The bytes of token ids are stored apart, lowest first, because the highest of an id are zero: 1.4
+of 250,000 take 3 to 7. The bytes of token ids are stored apart, lowest first, because the highest are mostly zero: 1.4
 bytes a token instead of 4, at 30 million tokens/s. Equal arguments give equal bytes with one version of pyarrow.
 """
 
