@@ -3,7 +3,7 @@
 Two lm-eval tasks over the same rows of test.jsonl, reported as one:
 
     exact_match       share of greedy answers that equal the reference, or what the template makes of it (an empty
-                      thought in front), spaces around it aside
+                      thought in front, a call of a tool), spaces around it aside
     log_likelihood    mean log-probability of the tokens that training learns for the reference, its end included
     perplexity        exp of its negative: 1 is certainty
 """
@@ -103,14 +103,13 @@ def is_right(answer: str, accepted: Sequence[str]) -> bool:
 
 
 def _row(template: Template, row: dict, place: str) -> Row:
-    reference, learned = template.reference(row), template.answer(row)
-    before = learned.find(reference)
-    whole = learned[: before + len(reference)] if before >= 0 else reference
+    learned = template.answer(row)
+    whole = template.without_end(learned)
     try:
         prompt_ids, learned_ids = template.tokens(row)
     except Fault as fault:
         raise Fault(f"{place}: {fault}; python -m trainer.prepare writes it anew") from None
-    return Row(template.prompt(row), learned, (reference, whole), prompt_ids, learned_ids)
+    return Row(template.prompt(row), learned, (template.reference(row) or whole, whole), prompt_ids, learned_ids)
 
 
 def _mean(found: list[tuple[float, int]]) -> float:

@@ -93,6 +93,12 @@ class Template:
         end = int(np.flatnonzero(found.learned)[-1]) + 1  # a line break behind the end of a turn may not be learned
         return ids[: found.start], ids[found.start : end]
 
+    def without_end(self, answer: str) -> str:
+        """What a model says before it stops."""
+        answer = answer.removesuffix(self.stop).rstrip()
+        end = next((name for name in self.special if answer.endswith(name)), "")
+        return answer.removesuffix(end)
+
     @property
     def ends_by_text(self) -> list[str]:
         """What ends an answer besides the end of text, at which every model stops."""
