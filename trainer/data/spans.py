@@ -59,12 +59,13 @@ def _start(render, messages: list[dict[str, Any]], text: str, i: int) -> tuple[i
     if text.startswith(shown):
         return len(shown), False
     # The generation prompt goes on where the answer begins, with <think> for example: as far as they agree it is shown.
-    before = render(messages[:i], False)
-    if not text.startswith(before):
+    before = len(render(messages[:i], False))
+    if text[:before] != shown[:before]:
         raise Refused(_changed(i))
-    agree = next((at for at, pair in enumerate(zip(shown, text, strict=False)) if pair[0] != pair[1]), len(text))
+    pairs = enumerate(zip(shown[before:], text[before:], strict=False), before)
+    agree = next((at for at, (one, other) in pairs if one != other), len(text))
     content = messages[i].get("content")
-    begins = text.find(content, len(before)) if content else -1
+    begins = text.find(content, before) if content else -1
     return (min(agree, begins) if begins >= 0 else agree), True
 
 
