@@ -75,7 +75,9 @@ def is_local(source: str) -> bool:
     """Whether these are files: such as are there, or what can be nothing else."""
     if "://" in source:
         return False
-    return source.startswith(("/", "./", "../", "~")) or glob.has_magic(source) or Path(source).exists()
+    path = Path(source)
+    named_as_one = source.startswith(("/", "./", "../", "~")) or glob.has_magic(source) or bool(formats.ending(path))
+    return named_as_one or path.exists()
 
 
 def files(source: str) -> list[Path]:
