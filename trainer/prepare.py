@@ -52,6 +52,8 @@ def prepare(run: Run, parts: Sequence[Part], splits: Sequence[int | None], out: 
         say(f"prepare: {out} is prepared already")
         return
     tokens = tokenizer.load(Path(run.paths.model), run.model.trust_remote_code)
+    if tokens.eos_token_id is None:
+        raise Fault(f"paths.model: {run.paths.model}: the tokenizer names no eos_token, which pads sequences")
     folder = out.with_name(f"{out.name}-preparing")
     made = identity.begin(folder, wanted)
     found = [_shape(part) for part in parts]

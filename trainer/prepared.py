@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from conf.schema import Run
-from trainer.data import packing, tokenizer
+from trainer.data import packing, sources, tokenizer
 from trainer.entry import FAULT_FILE, LIBC, PR_SET_PDEATHSIG
 from trainer.faults import Fault
 
@@ -86,7 +86,7 @@ def check(run: Run) -> Prepared:
     _check_files(place, found)
     _check_settings(place, found, run)
     _check_tokenizer(place, found, run)
-    _check_sources(place, found)
+    _check_sources(place, found, run)
     _check_sizes(place, found, run)
     return found
 
@@ -98,12 +98,25 @@ def _check_files(place: Path, found: Prepared) -> None:
         raise Fault(f"{path}: {how} since it was prepared; {AGAIN}")
 
 
-def _check_sources(place: Path, found: Prepared) -> None:
-    entries = [entry for source in found.sources for entry in source.get("files") or []]
-    there = [entry | {"path": Path(entry["path"])} for entry in entries if Path(entry["path"]).exists()]
-    changed = next(_changed(there), None)
-    if changed:
-        raise Fault(f"{changed[0]}: was edited after its preparation into {place}; {AGAIN}")
+def _check_sources(place: Path, found: Prepared, run: Run) -> None:
+    for number, source in enumerate(found.sources):
+        entries = source.get("files") or []
+        there = _sources_now(run, number) if source.get("given_split") is None else []
+        if there and len(there) != len(entries):
+            raise Fault(f"data.source: {run.data.parts[number].source}: other files than were prepared; {AGAIN}")
+        there = there or [Path(entry["path"]) for entry in entries]
+        pairs = zip(there, entries, strict=True)
+        if changed := next(_changed([entry | {"path": path} for path, entry in pairs if path.exists()]), None):
+            raise Fault(f"{changed[0]}: was edited after its preparation into {place}; {AGAIN}")
+
+
+def _sources_now(run: Run, number: int) -> list[Path]:
+    """Files that the run names itself count, wherever those that were prepared lay; none where they are not here."""
+    source = run.data.parts[number].source if number < len(run.data.parts) else None
+    try:
+        return sources.files(source) if source and sources.is_local(source) else []
+    except Fault:
+        return []
 
 
 def _changed(entries: list[dict[str, Any]]) -> Iterator[tuple[Path, str]]:
@@ -131,6 +144,10 @@ def _check_settings(place: Path, found: Prepared, run: Run) -> None:
     compared = found.settings.keys() & own.keys() - {"mixture"}  # its files are compared, whatever their names
     if not run.data.packed:
         compared -= {"seed"}  # it decides which rows share a sequence; their order is drawn when training starts
+    if run.data.template.endswith(".jinja"):
+        compared -= {"template"}  # its content is compared, whatever its name
+        if _digest(Path(run.data.template)) != found.settings.get("template_file"):
+            raise Fault(f"{run.data.template}: another template than the one {place} was prepared with; {AGAIN}")
     for key in sorted(compared):
         if own[key] != found.settings[key]:
             raise Fault(

@@ -47,9 +47,8 @@ paths: {model: %s, data: %s}
 
 
 def words(random: np.random.Generator) -> np.ndarray:
-    syllables = [
-        c + v for c in ["b", "c", "d", "f", "g", "h", "k", "l", "m", "n", "p", "r", "s", "t", "v", "w", "z", "br", "st", "tr", "sh"] for v in ["a", "e", "i", "o", "u", "ai", "ou"]
-    ]
+    starts, ends = (*"bcdfghklmnprstvwz", "br", "st", "tr", "sh"), (*"aeiou", "ai", "ou")
+    syllables = [start + end for start in starts for end in ends]
     made = {"".join(random.choice(syllables, random.integers(1, 5))) for _ in range(2 * WORDS)}
     return np.array(sorted(sorted(made)[:: max(1, len(made) // WORDS)], key=len))  # frequent words are short
 
@@ -253,7 +252,7 @@ def in_process(way: str, *arguments: object) -> float:
     code = f"from tests.bench import data; data.call({way!r})"
     command = [sys.executable, "-c", code, *map(str, arguments)]
     environment = os.environ | {"HF_HUB_OFFLINE": "1", "HF_DATASETS_DISABLE_PROGRESS_BARS": "1"}
-    done = subprocess.run(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     if done.returncode:
         raise SystemExit(done.stderr)
     return float(done.stdout.split()[-1])
@@ -299,9 +298,8 @@ def main() -> None:
             spent, peak = ours(folder, large)
             size = large.stat().st_size / 1e9
             rate = tokens(folder / "ours-large") / spent / 1e6
-            print(
-                f"{size:.1f} GB: {spent:.0f} s, {rate:.2f} M tokens/s, peak memory {peak:.0f} MB = {peak / size / 10:.1f} % of the file"
-            )
+            share = peak / size / 1e3
+            print(f"{size:.1f} GB: {spent:.0f} s, {rate:.2f} M tokens/s, peak memory {peak:.0f} MB, {share:.1%} of it")
 
 
 if __name__ == "__main__":

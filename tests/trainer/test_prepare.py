@@ -1,4 +1,4 @@
-"""python -m trainer.prepare as a user starts it: what it writes, what it refuses, and that nothing stops it for good."""
+"""python -m trainer.prepare as a user starts it: what it writes, what it refuses, and that it always goes on."""
 
 import gzip
 import hashlib
@@ -69,7 +69,7 @@ def place(tmp_path, model):
 
 def rows(count: int, seed: int = 0) -> list[dict]:
     draw = random.Random(seed)
-    words = "the parcel has not arrived and I was charged twice please send another invoice today".split()
+    words = ("the", "parcel", "has", "not", "arrived", "and", "I", "was", "charged", "twice", "please", "send", "it")
     return [
         {
             "input": f"{n}: {' '.join(draw.choices(words, k=draw.randint(1, 25)))}?",

@@ -1,5 +1,6 @@
-"""Which rows are taken, and which split each falls to: from the rows' content alone, so that the same rows are chosen on
-every machine, and rows that are added later move none from one split to another.
+"""Which rows are taken, and which split each falls to: from their content alone.
+
+The same rows are chosen on every machine, and rows that are added later move none from one split to another.
 
 A mixture takes as many rows as its weights allow without taking one twice: with weights 3 and 1 over 900 and 1,000
 rows, 900 and 300.

@@ -1,5 +1,6 @@
 """The files that training and evaluation read, written from the spool, and the report on them."""
 
+import itertools
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -7,8 +8,8 @@ from typing import Any
 import numpy as np
 
 from trainer.data import choose, indexed, indexes, packing, report, sequences_file
-from trainer.data.chunks import Plan
 from trainer.data.choose import SPLITS
+from trainer.data.chunks import Plan
 from trainer.data.spool import Sequences, Spool
 from trainer.data.work import Done
 from trainer.faults import Fault
@@ -128,8 +129,22 @@ def _report(
         "learned_share": round(sum(entry["learned"] for entry in found["tokens"].values()) / total, 6),
         "anomalies": report.merged(facts, "anomalies"),
         "template": plan.template.record(),
+        "example": _example(spool, kept, plan),
     }
     if found["packing"]:
         result["packing"] = found["packing"]
     result["warnings"] = report.warnings(result)
     return result
+
+
+def _example(spool: Spool, kept: np.ndarray, plan: Plan) -> dict[str, Any]:
+    """The first row as the model reads it, and which of its characters are learned."""
+    ids, learned = Sequences(spool, kept[:1], np.empty(0, np.int32)).tokens(np.arange(1))
+    bounds = [0, *(np.flatnonzero(np.diff(learned)) + 1).tolist(), len(ids)]
+    text, marks = "", []
+    for start, end in itertools.pairwise(bounds):
+        piece = plan.template.tokenizer.decode(ids[start:end].tolist(), skip_special_tokens=False)
+        if learned[start]:
+            marks.append([len(text), len(text) + len(piece)])
+        text += piece
+    return {"text": text, "learned": marks}

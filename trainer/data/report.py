@@ -1,4 +1,4 @@
-"""What preparation found, as report.json: rows in and out, why others were left out, lengths, likeness, what is learned.
+"""What preparation found, as report.json: rows in and out, reasons, lengths, likeness, what is learned.
 
 Equal data and settings give an equal report, to the byte: it holds no times.
 """
@@ -14,6 +14,7 @@ from trainer.data.spool import Spool
 
 SAMPLES = 5  # rows shown of each kind
 BINS = 24
+MOST = 0.9  # share of tokens that are learned
 FEW = 0.01  # share of rows left out, cut or alike that is worth a warning
 
 
@@ -100,6 +101,14 @@ def warnings(report: dict[str, Any]) -> list[str]:
             found.append(f"{report['duplicates'][count] / kept:.1%} of the rows are {name}")
     for name, entry in report["anomalies"].items():
         found.append(f"{entry['count']} rows: {name}, such as {entry['samples'][0]}")
+    if (
+        report["template"]["kind"] != "text"
+        and report["template"]["loss_on"] != "all"
+        and report["learned_share"] > MOST
+    ):
+        found.append(
+            f"{report['learned_share']:.0%} of the tokens are learned: are prompts among them? See the example"
+        )
     for name in SPLITS:
         entry = report.get("packing", {}).get(name)
         if entry and entry["efficiency"] < 0.8 and entry["sequences"] > 1:

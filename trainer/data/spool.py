@@ -110,7 +110,7 @@ class Spool:
             yield self.chunk(number).facts
 
     def runs(self, rows: np.ndarray, lengths: str) -> Iterator[tuple[ChunkFile, int, int]]:
-        """Where the rows lie in their chunks, neighbours taken together; `lengths` names the array of what they take."""
+        """Where the rows lie in their chunks, neighbours together; `lengths` names the array of what each takes."""
         if not len(rows):
             return
         chunks = np.searchsorted(self.starts, rows, side="right") - 1
