@@ -9,10 +9,11 @@ hold is not looked at here: trainer/prepare.py reads them.
 
 import glob
 import hashlib
-from collections.abc import Callable, Iterable
-from pathlib import Path, PurePosixPath
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+from conf import row_files
 from conf.data import Part
 from tasks import hub
 from tasks.faults import Fault
@@ -20,9 +21,6 @@ from tasks.file_digests import digests
 from tasks.hub import api, s3_source, wanted
 
 TICKETS = "tiny://tickets"
-FORMATS = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".txt", ".parquet", ".arrow", ".feather")
-COMPRESSED = (".gz", ".bz2", ".xz", ".zst", ".lz4")
-DESCRIPTIONS = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json")  # by `datasets`
 
 
 def kind(source: str, key: str) -> str:
@@ -39,7 +37,7 @@ def kind(source: str, key: str) -> str:
         return "local"
     if path.is_symlink():
         raise Fault(f"{key}: {source}: a link to {path.readlink()}, which is not there")
-    if source.startswith(("/", ".", "~")) or source.count("/") > 1 or ending(source):
+    if source.startswith(("/", ".", "~")) or source.count("/") > 1 or row_files.format_of(source):
         raise Fault(f"{key}: {source}: no such file")
     return "hub"
 
@@ -78,12 +76,8 @@ def local(
     return part
 
 
-def ending(name: str) -> str:
-    """By which a file of rows is read, such as .jsonl.gz; empty for other files."""
-    name = name.lower()
-    packed = next((ending for ending in COMPRESSED if name.endswith(ending)), "")
-    found = next((ending for ending in FORMATS if name.removesuffix(packed).endswith(ending)), "")
-    return found + packed if found else ""
+def _ending(name: str) -> str:
+    return row_files.format_of(name) + row_files.compression(name)
 
 
 def _content(source: str, key: str, memory: Path) -> str:
@@ -92,7 +86,7 @@ def _content(source: str, key: str, memory: Path) -> str:
         found = digests(files, memory)
     except Fault as fault:
         raise Fault(f"{key}: {fault}") from None
-    lines = [f"{ending(file.name)} {digest}\n" for file, digest in zip(files, found, strict=True)]
+    lines = [f"{_ending(file.name)} {digest}\n" for file, digest in zip(files, found, strict=True)]
     return hashlib.sha256("".join(lines).encode()).hexdigest()
 
 
@@ -100,17 +94,17 @@ def _files(source: str, key: str) -> list[Path]:
     """As preparation reads them, in that order."""
     path = Path(source).expanduser()
     if path.is_dir():
-        names = rows_among(file.relative_to(path).as_posix() for file in path.rglob("*") if file.is_file())
+        names = row_files.among(file.relative_to(path).as_posix() for file in path.rglob("*") if file.is_file())
         found = [path / name for name in names]
     elif path.exists():
-        found = [path] if ending(path.name) else []
+        found = [path] if row_files.format_of(path) else []
     else:
         matches = [Path(name) for name in glob.glob(str(path), recursive=True)]
-        found = [match for match in matches if ending(match.name) and match.is_file()]
+        found = [match for match in matches if row_files.format_of(match) and match.is_file()]
     if not found:
         what = "no file of rows in this folder" if path.is_dir() else "no file of rows"
         what = what if path.exists() else "no file of rows has such a name"
-        raise Fault(f"{key}: {source}: {what}; they end in {_endings()}")
+        raise Fault(f"{key}: {source}: {what}; they end in {row_files.ENDINGS}")
     return sorted(found)
 
 
@@ -122,32 +116,15 @@ def _objects(source: str, key: str) -> tuple[str, dict[str, tuple[int, str]]]:
         raise Fault(f"{key}: {fault}") from None
     if not objects:
         raise Fault(f"{key}: {source}: nothing lies there; check the bucket and the prefix, which is no pattern")
-    found = rows_among(objects)
+    found = row_files.among(objects)
     if not found:
         raise Fault(
             f"{key}: {source}: none of the {len(objects)} objects there is a file of rows, such as {min(objects)}; "
-            f"they end in {_endings()}"
+            f"they end in {row_files.ENDINGS}"
         )
     if bad := next((name for name in found if wanted.unsafe_name(name)), None):
         raise Fault(f"{key}: {source}: {bad!r} is no name of a file inside a folder; rename it")
     return uri, {name: objects[name] for name in found}
-
-
-def rows_among(names: Iterable[str]) -> list[str]:
-    """Of all that lies in a folder what preparation reads: trainer/data/sources.py has the same rule, and why."""
-    found = [
-        name
-        for name in sorted(names)
-        if ending(name)
-        and not any(part.startswith(".") for part in name.split("/"))
-        and ".idx" not in PurePosixPath(name).suffixes
-        and PurePosixPath(name).name not in DESCRIPTIONS
-    ]
-    return [name for name in found if not ending(name).startswith(".txt")] or found
-
-
-def _endings() -> str:
-    return f"{', '.join(FORMATS)}, or one of these and {', '.join(COMPRESSED)}"
 
 
 def _commit(source: str, revision: str, key: str) -> str:

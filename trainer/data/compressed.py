@@ -17,9 +17,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
+from conf.row_files import compression
 from trainer.faults import Fault
 
-ENDINGS = (".gz", ".bz2", ".xz", ".zst", ".lz4")
 BLOCK = 2**18
 FOREIGN = {  # how files begin that are not what their name says
     b"\x1f\x8b": "gzip; its name has to end in .gz",
@@ -35,11 +35,6 @@ FOREIGN = {  # how files begin that are not what their name says
     b"version https://git-lfs": "a pointer of Git LFS; fetch the file itself (git lfs pull)",
 }
 BOM = b"\xef\xbb\xbf"
-
-
-def compression(path: Path) -> str:
-    """The ending that says how the file is compressed, or nothing."""
-    return path.suffix.lower() if path.suffix.lower() in ENDINGS else ""
 
 
 @contextmanager

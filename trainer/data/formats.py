@@ -13,27 +13,18 @@ and each of them with .gz, .bz2, .xz, .zst or .lz4 after it. Where a file is cut
 from collections.abc import Iterator
 from pathlib import Path
 
+from conf.row_files import ENDINGS, TEXT, format_of
 from trainer.data import cells, json_array, lines
-from trainer.data.compressed import compression
 from trainer.data.lines import Piece
 from trainer.faults import Fault
 
 CHUNK = 4 * 2**20  # bytes of a piece, about
-LINES = (".jsonl", ".ndjson")
 TABLES = (".parquet", ".arrow", ".feather")
-TEXT = ".txt"
-ENDINGS = (*LINES, ".json", ".csv", ".tsv", *TABLES, TEXT)
-
-
-def ending(path: Path) -> str:
-    """The one that says the format, or nothing."""
-    inner = path.with_suffix("") if compression(path) else path
-    return inner.suffix.lower() if inner.suffix.lower() in ENDINGS else ""
 
 
 def pieces(path: Path, size: int = 0) -> Iterator[Piece]:
     """In order: the bytes of the file up to a piece's end, and how to load its rows."""
-    kind, size = ending(path), size or CHUNK
+    kind, size = format_of(path), size or CHUNK
     if kind in TABLES:
         from trainer.data import tables  # pyarrow takes 50 MB, which lines of text do not need
 
@@ -44,4 +35,4 @@ def pieces(path: Path, size: int = 0) -> Iterator[Piece]:
         return json_array.pieces(path, size)
     if kind:
         return lines.pieces(path, size, lines.text if kind == TEXT else lines.json_object)
-    raise Fault(f"data.source: {path}: none of {', '.join(ENDINGS)}, compressed or not")
+    raise Fault(f"data.source: {path}: ends in none of {ENDINGS}")

@@ -18,7 +18,8 @@ from typing import Any
 
 import orjson
 
-from trainer.data.compressed import BOM, compression, faults, reading_text
+from conf.row_files import compression
+from trainer.data.compressed import BOM, faults, reading_text
 from trainer.data.rows import Bad, Row, Rows, show
 from trainer.faults import Fault
 

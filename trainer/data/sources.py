@@ -1,9 +1,7 @@
 """Where rows come from: files, a data set on the Hub, or tickets made here; cut into numbered chunks.
 
-A file, a folder or a pattern (data/*.jsonl.gz) that is there counts before a data set on the Hub of that name. Of a
-folder all files with a known ending are read, those in folders within it too, in the order of their names. Hidden ones,
-index files and the descriptions that `datasets` leaves beside its files are not; nor is .txt beside files of other
-kinds, where it is a README or a licence. Patterns take what they match.
+A file, a folder or a pattern (data/*.jsonl.gz) that is there counts before a data set on the Hub of that name. Which
+files of a folder are read: conf/row_files.py. Patterns take what they match.
 
 Chunks are the same each time as long as the source is: whoever has done some of them may leave those out.
 """
@@ -13,6 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from conf import row_files
 from conf.data import Part
 from trainer.data import formats
 from trainer.data.lines import Piece
@@ -21,7 +20,6 @@ from trainer.faults import Fault
 from trainer.tickets import tickets
 
 TINY, TICKETS, TICKET_ROWS = "tiny://", "tiny://tickets", 1600
-DESCRIPTIONS = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json")
 FIRST = 20  # rows that tell what a source holds
 
 
@@ -75,28 +73,28 @@ def is_local(source: str) -> bool:
     """Whether these are files: such as are there, or what can be nothing else."""
     if "://" in source:
         return False
-    path = Path(source)
-    named_as_one = source.startswith(("/", "./", "../", "~")) or glob.has_magic(source) or bool(formats.ending(path))
-    return named_as_one or path.exists()
+    named_as_one = source.startswith(("/", "./", "../", "~")) or glob.has_magic(source)
+    return named_as_one or bool(row_files.format_of(source)) or Path(source).exists()
 
 
 def files(source: str) -> list[Path]:
     path = Path(source).expanduser()
     if path.is_dir():
-        found = _of_folder(path)
+        inside = (file.relative_to(path).as_posix() for file in path.rglob("*") if file.is_file())
+        found = [path / name for name in row_files.among(inside)]
         if not found:
-            raise Fault(f"data.source: {source}: no file in this folder ends in one of {', '.join(formats.ENDINGS)}")
+            raise Fault(f"data.source: {source}: no file in this folder ends in one of {row_files.ENDINGS}")
         return found
     if path.exists():
-        if not formats.ending(path):
-            raise Fault(f"data.source: {source}: ends in none of {', '.join(formats.ENDINGS)}, compressed or not")
+        if not row_files.format_of(path):
+            raise Fault(f"data.source: {source}: ends in none of {row_files.ENDINGS}")
         return [path]
     if not glob.has_magic(source):
         raise Fault(f"data.source: {source}: no such file or folder")
     matches = [Path(name) for name in sorted(glob.glob(str(path), recursive=True))]
-    found = [match for match in matches if formats.ending(match) and match.is_file()]
+    found = [match for match in matches if row_files.format_of(match) and match.is_file()]
     if not found:
-        said = f"matches no file that ends in one of {', '.join(formats.ENDINGS)}" if matches else "matches no file"
+        said = f"matches no file that ends in one of {row_files.ENDINGS}" if matches else "matches no file"
         raise Fault(f"data.source: {source}: {said}")
     return found
 
@@ -112,20 +110,6 @@ def _source(part: Part) -> str:
     if not source or "://" in source.removeprefix(TINY):
         raise Fault(f"data.source: {source or 'none'}: not a file, a folder, a data set on the Hub or {TICKETS}")
     return source
-
-
-def _of_folder(folder: Path) -> list[Path]:
-    inside = sorted(path.relative_to(folder) for path in folder.rglob("*"))
-    found = [
-        path
-        for path in inside
-        if formats.ending(path)
-        and not any(name.startswith(".") for name in path.parts)
-        and ".idx" not in path.suffixes
-        and path.name not in DESCRIPTIONS
-    ]
-    rows = [path for path in found if formats.ending(path) != formats.TEXT] or found
-    return [folder / path for path in rows if (folder / path).is_file()]
 
 
 def _of_files(paths: list[Path]) -> Iterator[Piece]:

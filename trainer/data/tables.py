@@ -20,7 +20,8 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from trainer.data.compressed import compression, faults, reading
+from conf.row_files import compression
+from trainer.data.compressed import faults, reading
 from trainer.data.lines import Piece
 from trainer.data.rows import Bad, Row, Rows
 from trainer.faults import Fault
