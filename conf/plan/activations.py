@@ -1,0 +1,205 @@
+"""Bytes that one layer keeps from forward to backward, and what it needs besides while it runs.
+
+Read off the layers that a GPU run builds: megatron-core 0.19 (attention.py, mlp.py, moe/), Transformer Engine 2.20
+(fused norm and linear, fused attention, grouped linears, permutation), Megatron-Bridge 0.6 (adapters). The rules:
+
+    linear layers   keep their input for the gradient of their weight. Frozen ones keep nothing: the gradient of the
+                    input needs the weight alone. An adapter keeps its own input instead, and with dropout a copy with
+                    a mask of 1 byte. Under sequence parallelism adapters keep that input gathered, not cut by tp
+    attention       keeps q, k, v, its output; no matrix of tokens by tokens, but in fp32, which has no fused kernel
+    gated MLP       keeps both halves of fc1's output
+    experts         see each token top_k times: micro_batch * sequence / cp / (tp if sp) * top_k * etp on average
+    permutations    keep maps of indices; all-to-all and un-permutation keep no tokens
+
+Not covered: buffers of DeepEP (dispatcher flex), activation offloading, hidden and attention dropout (fine-tuning here
+has none), and the pieces that a ring of cp ranks holds while it turns.
+"""
+
+from dataclasses import dataclass
+
+from conf.facts import ModelFacts
+
+from conf.schema import Run
+
+# Tokens of the busiest expert-parallel rank over the average: a router is balanced by a loss, not by force.
+IMBALANCE = 1.2
+# Bytes per token and expert that routing keeps: logits, scores, probabilities, the loss's scores (fp32 each), the map
+# (bool), and the permutation's map of rows (two int32 a piece).
+ROUTING = 4 * 4 + 1 + 2 * 4
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """Of one microbatch, on one rank."""
+
+    whole: int  # of the rank's part of the sequence
+    local: int  # the same, cut by sequence parallelism: what norms and routers see
+    routed: int  # what its experts see on average
+    busiest: int  # what the experts of the busiest rank see
+    byte: int  # of a number
+
+
+def tokens(run: Run, facts: ModelFacts) -> Tokens:
+    layout, train = run.layout, run.train
+    whole = train.micro_batch * run.data.seq_length // layout.cp
+    local = whole // layout.tp if layout.sp else whole
+    uneven = IMBALANCE if layout.ep > 1 and not run.moe.force_balance else 1.0
+    routed = local * facts.top_k * layout.etp if facts.experts else 0
+    return Tokens(whole, local, routed, int(routed * uneven), 4 if train.precision == "fp32" else 2)
+
+
+def kinds(facts: ModelFacts) -> list[str]:
+    """Of layers that a model may have; an mtp layer is one of the last kind and more."""
+    return ["dense", *(["moe"] if facts.experts else []), "mtp"]
+
+
+def kept(run: Run, facts: ModelFacts, kind: str) -> int:
+    """Bytes from forward to backward of one layer ("dense", "moe" or "mtp") and one microbatch."""
+    if run.train.recompute == "full":
+        t = tokens(run, facts)
+        return t.local * facts.hidden * t.byte  # recompute_layers is the caller's: one such input for each block
+    return sum(parts(run, facts, kind).values())
+
+
+def parts(run: Run, facts: ModelFacts, kind: str) -> dict[str, int]:
+    """The same without full recompute, by part of the layer."""
+    mtp = kind == "mtp"
+    if mtp:
+        kind = "moe" if facts.experts else "dense"
+    t = tokens(run, facts)
+    found = {"norms": _norms(run, facts, t, kind), "attention": _attention(run, facts, t)}
+    if kind == "dense":
+        found["mlp"] = 0 if "mlp" in run.train.recompute_modules else _dense(run, t, facts, facts.ffn, facts.hidden)
+    else:
+        found |= _moe(run, facts, t)
+    if mtp:  # the embedding and the hidden state, normed, joined and projected to one
+        found["mtp"] = t.local * facts.hidden * t.byte * 5
+    return found
+
+
+def working(run: Run, facts: ModelFacts, kind: str) -> dict[str, int]:
+    """Bytes beyond what is kept while a layer runs backward: recomputed activations, gradients, tokens on their way."""
+    t = tokens(run, facts)
+    again = 0
+    if run.train.recompute == "full":
+        bare = run.model_copy(update={"train": run.train.model_copy(update={"recompute": "none"})})
+        again = sum(parts(bare, facts, kind).values()) * (1 if kind == "mtp" else run.train.recompute_layers)
+    elif run.train.recompute == "selective":
+        bare = run.model_copy(update={"train": run.train.model_copy(update={"recompute_modules": ()})})
+        again = sum(parts(bare, facts, kind).values()) - sum(parts(run, facts, kind).values())
+    gate = 2 if facts.gated else 1
+    dense = t.local * facts.hidden * 2 + t.whole * max(attention_width(facts), facts.ffn * gate) // run.layout.tp
+    dispatch = 0
+    if kind != "dense" and facts.experts:
+        # Gradients of fc1's output and of its input, the latter once from the weight and once from the adapter; then
+        # their sum. A forward pass has as many: tokens permuted, received and sorted.
+        copies = 3 if _adapted(run, "linear_fc1") else 2
+        inner = facts.expert_ffn * gate // run.layout.etp
+        # etp sums up the experts' output in fp32
+        dispatch = t.busiest * (inner + copies * facts.hidden) * t.byte
+        dispatch += t.busiest * facts.hidden * 4 if run.layout.etp > 1 else 0
+    return {"dispatch": dispatch, "working": again + dense * t.byte}
+
+
+def logits(run: Run, facts: ModelFacts) -> int:
+    """Bytes while the loss is computed: the logits, and cross entropy's fp32 softmax, of MTP layers one more each."""
+    t = tokens(run, facts)
+    rows = t.whole * (-(-facts.vocab // run.layout.tp))
+    mtp = facts.mtp_layers if run.model.mtp else 0
+    # In fp32 the softmax is computed in place.
+    return rows * (4 * (1 + mtp) + (t.byte if t.byte == 2 else 0))
+
+
+def _adapted(run: Run, name: str) -> bool:
+    return run.adapter.kind != "none" and name in run.adapter.targets
+
+
+def _input(run: Run, t: Tokens, name: str, size: int, held: bool = False, drops: bool = False) -> int:
+    """What a linear layer keeps of `size` inputs. held: another layer keeps them; drops: they are computed again."""
+    if run.adapter.kind == "none":
+        return 0 if held or drops else size * t.byte
+    if not _adapted(run, name):
+        return 0
+    if run.adapter.dropout:
+        return size * (t.byte + 1)  # its own copy, which no recompute drops
+    return 0 if held or drops else size * t.byte
+
+
+def _lora(run: Run, t: Tokens, name: str, rows: int, out: int) -> int:
+    """What an adapter keeps besides its input: what lies between A and B; DoRA also the output that it scales."""
+    if not _adapted(run, name):
+        return 0
+    return rows * (run.adapter.rank + (out if run.adapter.kind == "dora" else 0)) * t.byte
+
+
+def _norms(run: Run, facts: ModelFacts, t: Tokens, kind: str) -> int:
+    """The layer's input and the sum behind attention, which norms keep; before experts, the norm's output too."""
+    drops = "layernorm" in run.train.recompute_modules or "moe" in run.train.recompute_modules
+    out = 0 if kind == "dense" or drops else 1
+    return t.local * facts.hidden * t.byte * (2 + out)
+
+
+def attention_width(facts: ModelFacts) -> int:
+    """Of q, k and v of all heads together."""
+    if facts.kv_rank:
+        return facts.heads * (2 * (facts.qk_nope + facts.qk_rope) + facts.v_head)
+    return (facts.heads + 2 * facts.kv_heads) * facts.head_dim
+
+
+def _attention(run: Run, facts: ModelFacts, t: Tokens) -> int:
+    layout, again = run.layout, run.train.recompute_modules
+    gathered = t.whole if run.adapter.kind != "none" else t.local
+    kv_cut = min(layout.tp, facts.kv_heads)
+    if facts.kv_rank:
+        out = t.whole * facts.heads * facts.v_head // layout.tp
+        inner = 0 if "mla_up_proj" in again else t.whole * attention_width(facts) // layout.tp
+        # the low-rank q and kv, before and after their norms
+        inner += t.local * 2 * (facts.q_rank + facts.kv_rank + facts.qk_rope)
+        total = inner * t.byte + _input(run, t, "linear_q_down_proj", t.local * facts.hidden)
+        for name in ("linear_q_down_proj", "linear_q_up_proj", "linear_kv_down_proj", "linear_kv_up_proj"):
+            total += _lora(run, t, name, t.whole, 0)
+    else:
+        query = t.whole * facts.heads * facts.head_dim // layout.tp
+        keys = t.whole * facts.kv_heads * facts.head_dim // kv_cut
+        out = query
+        # norms of q and k keep both from before
+        inner = (query + 2 * keys) + (query + keys if facts.qk_norm else 0)
+        total = inner * t.byte + _input(run, t, "linear_qkv", gathered * facts.hidden)
+        total += _lora(run, t, "linear_qkv", t.whole, (facts.heads + 2 * facts.kv_heads) * facts.head_dim // layout.tp)
+    # attention keeps its output for its own backward pass, unless that is computed again
+    total += 0 if "core_attn" in again and not _input(run, t, "linear_proj", out) else out * t.byte
+    total += _input(run, t, "linear_proj", out, held=True) + _lora(run, t, "linear_proj", t.whole, facts.hidden)
+    total += t.whole * facts.heads // layout.tp * 4  # the logarithms of softmax's sums
+    if t.byte == 4 and "core_attn" not in again:
+        total += 2 * t.whole * run.data.seq_length * facts.heads // layout.tp * 4  # scores and softmax
+    return total
+
+
+def _dense(run: Run, t: Tokens, facts: ModelFacts, width: int, hidden: int) -> int:
+    """A dense MLP, or the shared experts."""
+    gathered = t.whole if run.adapter.kind != "none" else t.local
+    inner, gate = t.whole * width // run.layout.tp, 2 if facts.gated else 1
+    total = _input(run, t, "linear_fc1", gathered * hidden) + inner * gate * t.byte
+    total += _input(run, t, "linear_fc2", inner)
+    total += _lora(run, t, "linear_fc1", t.whole, gate * width // run.layout.tp)
+    return total + _lora(run, t, "linear_fc2", t.whole, hidden)
+
+
+def _moe(run: Run, facts: ModelFacts, t: Tokens) -> dict[str, int]:
+    again, etp, gate = run.train.recompute_modules, run.layout.etp, 2 if facts.gated else 1
+    if "moe" in again:  # the input of the whole, which is the norm's output
+        return {"experts": t.local * facts.hidden * t.byte}
+    inner = t.busiest * facts.expert_ffn // etp
+    experts = _input(run, t, "linear_fc1", t.busiest * facts.hidden) + inner * gate * t.byte
+    experts += _input(run, t, "linear_fc2", inner, drops="moe_act" in again)
+    experts += _lora(run, t, "linear_fc1", t.busiest, gate * facts.expert_ffn // etp)
+    experts += _lora(run, t, "linear_fc2", t.busiest, facts.hidden)
+    experts += t.busiest * (4 + 4 + 4)  # probabilities, and the sort's map of rows there and back
+    found = {"experts": experts, "router": t.local * facts.experts * ROUTING}
+    if facts.shared_ffn and "shared_experts" not in again:
+        # without tp, fc1's input is the norm's output, which the router keeps
+        shared = _dense(run, t, facts, facts.shared_ffn, facts.hidden)
+        if not run.layout.sp and not (run.adapter.kind != "none" and run.adapter.dropout):
+            shared -= _input(run, t, "linear_fc1", t.whole * facts.hidden)
+        found["shared experts"] = shared
+    return found

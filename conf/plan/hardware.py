@@ -1,0 +1,140 @@
+"""GPUs: what the makers' data sheets say, how much of it training gets, and a user's own GPU from a small YAML.
+
+    read("h200"), read("my-gpu.yaml")
+
+    # my-gpu.yaml
+    name: l40s
+    memory: 44.4      # GiB that torch reports as total, which is less than what the box says
+    bf16: 362         # TFLOPS, dense; the sparse figure of data sheets is twice that
+    fp8: 733          # may be left out, as may fp32
+    hbm: 864          # GB/s
+    link: 32          # GB/s per GPU and direction to the other GPUs of the host
+    network: 25       # GB/s per GPU and direction to other hosts
+    per_host: 8
+    price: 1.2        # USD per GPU and hour; may be left out
+
+Not covered: power limits and clocks of one machine, hosts whose GPUs differ, topologies of the network.
+"""
+
+from dataclasses import dataclass, replace
+from difflib import get_close_matches
+from math import isfinite
+from pathlib import Path
+
+import yaml
+
+from conf.load import ConfigError
+
+GIB = 2**30
+GB = 10**9
+
+# What training gets of a data sheet's figure.
+GEMM = 0.75  # of TFLOPS in one large matrix product: clocks fall under load; 0.7 to 0.8 is what 8192^3 gets on H100
+ATTENTION = 0.53  # flash attention over long sequences: 0.65 forward and 0.5 backward, FlashAttention-3's paper on H100
+ATTENTION_HALF = 1024  # tokens at which it is half as fast; the same paper's figures from 512 to 16k for causal masks
+ATTENTION_64 = 0.7  # of that at a head width of 64: fewer products for each exponential
+HBM = 0.8  # of bytes/s in kernels that only move data; STREAM gets 0.8 to 0.9
+LINK = 0.8  # NVLink: NCCL's bus bandwidth for 100 MB and more
+NETWORK = 0.8  # InfiniBand or RoCE with all hosts busy at once
+ALL_TO_ALL = 0.6  # of link and network: many small messages, of which the largest is waited for
+
+
+@dataclass(frozen=True)
+class Gpu:
+    name: str
+    memory: int  # bytes that torch can have
+    tflops: dict[str, float]  # by precision, dense
+    hbm: float  # bytes/s
+    link: float  # bytes/s per GPU and direction, within `domain`
+    network: float  # bytes/s per GPU and direction, beyond it
+    per_host: int
+    price: float | None = None  # USD per GPU and hour
+    domain: int = 0  # GPUs that NVLink joins; 0 = those of a host
+
+    @property
+    def joined(self) -> int:
+        return self.domain or self.per_host
+
+
+# TFLOPS are dense: half of the figure that data sheets star "with sparsity". fp32 is without tensor cores, as PyTorch
+# computes by default. link is half of NVLink's advertised figure, which counts both directions. Memory is what
+# torch.cuda.get_device_properties().total_memory gives. network is one 400 Gb/s adapter per GPU (A100: 200), as in the
+# DGX and HGX reference designs.
+GPUS = {
+    gpu.name: gpu
+    for gpu in (
+        # NVIDIA A100 80GB SXM data sheet (2021); NVLink 600 GB/s; no FP8
+        Gpu("a100", int(79.1 * GIB), {"fp32": 19.5, "bf16": 312}, 2039 * GB, 300 * GB, 25 * GB, 8),
+        # NVIDIA H100 SXM5 data sheet (2023): 1979 and 3958 with sparsity; NVLink 900 GB/s
+        Gpu("h100", int(79.1 * GIB), {"fp32": 67, "bf16": 989.5, "fp8": 1979}, 3350 * GB, 450 * GB, 50 * GB, 8),
+        # NVIDIA H200 SXM data sheet (2024): H100's compute, 141 GB of HBM3e
+        Gpu("h200", int(139.8 * GIB), {"fp32": 67, "bf16": 989.5, "fp8": 1979}, 4800 * GB, 450 * GB, 50 * GB, 8),
+        # NVIDIA HGX B200 data sheet (2025), per GPU: 4.5 and 9 PFLOPS with sparsity; 180 GB; NVLink 1.8 TB/s
+        Gpu("b200", int(178.3 * GIB), {"fp32": 75, "bf16": 2250, "fp8": 4500}, 7700 * GB, 900 * GB, 50 * GB, 8),
+        # NVIDIA GB200 NVL72 data sheet (2025), a 72nd of it: 186 GB; 4 GPUs to a host, 72 on one NVLink
+        Gpu(
+            "gb200", int(184 * GIB), {"fp32": 80, "bf16": 2500, "fp8": 5000}, 8000 * GB, 900 * GB, 50 * GB, 4, None, 72
+        ),
+    )
+}
+
+NEEDED = ("name", "memory", "bf16", "hbm", "link", "network", "per_host")
+OPTIONAL = ("fp8", "fp32", "price")
+
+
+def read(wanted: str) -> Gpu:
+    """One of GPUS by its name, or a user's own from a YAML file."""
+    if wanted.lower() in GPUS:
+        return GPUS[wanted.lower()]
+    if not wanted.endswith((".yaml", ".yml")):
+        raise ConfigError(f"gpu: {wanted!r} is none of {', '.join(GPUS)}, and no .yaml file of your own")
+    try:
+        given = yaml.safe_load(Path(wanted).read_text("utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{wanted}: {getattr(error, 'strerror', None) or error}") from None
+    except (yaml.YAMLError, RecursionError, ValueError) as error:
+        raise ConfigError(f"{wanted}: not YAML: {error}") from None
+    if not isinstance(given, dict):
+        raise ConfigError(f"{wanted}: takes the keys {', '.join(NEEDED + OPTIONAL)}")
+    if wrong := [f"{wanted}: {line}" for line in _faults(given)]:
+        raise ConfigError(*wrong)
+    tflops = {key: float(given[key]) for key in ("fp32", "bf16", "fp8") if key in given}
+    return Gpu(
+        name=given["name"],
+        memory=int(given["memory"] * GIB),
+        tflops={"fp32": tflops["bf16"] / 16, **tflops},  # the ratio on A100 and H100
+        hbm=given["hbm"] * GB,
+        link=given["link"] * GB,
+        network=given["network"] * GB,
+        per_host=given["per_host"],
+        price=given.get("price"),
+    )
+
+
+def priced(gpu: Gpu, price: float | None) -> Gpu:
+    """The same at another price."""
+    if price is None:
+        return gpu
+    if not isfinite(price) or price < 0:
+        raise ConfigError(f"price: {price} is no price in USD per GPU and hour; it must be at least 0")
+    return replace(gpu, price=price)
+
+
+def _faults(given: dict) -> list[str]:
+    faults = [f"{key}: required, and missing" for key in NEEDED if key not in given]
+    for key, value in given.items():
+        if key not in NEEDED + OPTIONAL:
+            near = get_close_matches(str(key), NEEDED + OPTIONAL, n=1)
+            meant = f"did you mean {near[0]}?" if near else f"the keys here are {', '.join(NEEDED + OPTIONAL)}"
+            faults.append(f"{key}: unknown key; {meant}")
+        elif key == "name":
+            if not isinstance(value, str) or not value:
+                faults.append(f"name: {value!r} is no text; quote it to make it one")
+        elif key == "per_host":
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                faults.append(f"per_host: {value!r} is no number of GPUs; it must be an integer of at least 1")
+        elif not isinstance(value, int | float) or isinstance(value, bool) or not isfinite(value):
+            faults.append(f"{key}: {value!r} is no number")
+        elif value < 0 or (value == 0 and key != "price"):
+            faults.append(f"{key}: {value!r} is too small: it must be above 0")
+    return faults

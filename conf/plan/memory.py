@@ -1,0 +1,241 @@
+"""What a run takes: bytes of GPU memory on the fullest rank of each pipeline stage; memory and disk of hosts.
+
+    memory(run, facts, gpu)    a StageMemory per pipeline rank
+    host(run, facts)           a HostNeed per stage of the flow
+
+By Megatron's rules of allocation. A parameter takes 2 bytes in bf16, 4 in fp32. A trained one takes 4 more for its
+gradient, which is reduced in fp32, and the optimizer's share: two moments, and in bf16 the fp32 parameter, 12 bytes
+(8 in fp32), with the distributed optimizer cut over the copies of the parameter: dp * cp of them for dense layers,
+edp for experts. Frozen parameters take neither. Activations are in conf/plan/activations.py.
+
+Not covered: FP8 weights, states of the optimizer in host memory or lower precision (no key asks for them yet), and the
+padding of gradient buffers, less than 64 numbers per parameter and lcm(dp, 128) per 40M of them.
+"""
+
+from collections import Counter
+from dataclasses import dataclass
+from math import ceil
+from typing import Any, NamedTuple
+
+from conf.facts import ModelFacts
+from conf.plan.parameters import Stage
+
+from conf.layout import grid
+from conf.plan import activations, parameters
+from conf.plan.hardware import GIB, Gpu
+from conf.schema import Run
+
+CONTEXT = int(
+    1.0 * GIB
+)  # CUDA's context, 0.5 on Hopper; code of PyTorch's, TE's and NCCL's kernels; not torch's to see
+WORKSPACE = int(0.2 * GIB)  # cuBLAS and Transformer Engine: 32 MiB per stream, and as much per grouped product
+NCCL_GROUP = 256 * 2**20  # buffers of one communicator: 24 to 32 channels of 4 MiB and more, and half again for p2p
+# What the caching allocator holds and cannot use, of memory that comes and goes; weights and states lie in few blocks.
+# Segments are rounded to 2 MiB, and routing gives every microbatch other sizes. expandable_segments would halve it.
+FRAGMENTS = 0.08
+DRY = 0.02  # of all a GPU has: below it the allocator empties its cache again and again
+
+
+@dataclass(frozen=True)
+class StageMemory:
+    """Bytes on the fullest rank of a pipeline stage, at its fullest moment."""
+
+    rank: int  # of the pipeline
+    weights: int
+    gradients: int
+    optimizer: int
+    adapters: int  # the adapters' weights
+    activations: int  # kept from forward to backward, of all microbatches in flight
+    logits: int  # at the loss; 0 if a layer's backward pass takes more
+    dispatch: int  # tokens on their way to experts and back
+    working: int  # recomputed activations and gradients of one layer
+    buffers: int  # NCCL's and cuBLAS'
+    context: int
+    margin: int
+    capacity: int  # of the GPU
+
+    @property
+    def items(self) -> dict[str, int]:
+        return {key: value for key, value in vars(self).items() if key not in ("rank", "capacity")}
+
+    @property
+    def total(self) -> int:
+        return sum(self.items.values())
+
+    @property
+    def allocated(self) -> int:
+        """What torch.cuda.max_memory_allocated() shows."""
+        return self.total - self.context - self.buffers - self.margin
+
+    @property
+    def over(self) -> int:
+        """Bytes that lack; negative = room."""
+        return self.total - int(self.capacity * (1 - DRY))
+
+
+class HostNeed(NamedTuple):
+    stage: str
+    memory: int  # bytes of all hosts together; each needs its part
+    disk: int  # bytes that stay, once, on storage that all hosts see
+
+
+@dataclass(frozen=True)
+class Holding:
+    """What a pipeline rank holds whatever passes through it; parameters are counted on one GPU."""
+
+    rank: int
+    layers: dict[str, int]  # how many of each kind
+    output: bool
+    parameters: int  # without adapters
+    adapters: int
+    trained: tuple[int, int]  # dense, of experts
+
+
+def memory(run: Run, facts: ModelFacts, gpu: Gpu, memo: dict[Any, Any] | None = None) -> list[StageMemory]:
+    """Takes a legal layout. memo keeps what plans of the same run at other layouts share."""
+    memo = {} if memo is None else memo
+    costs = _costs(run, facts, memo)
+    return [_rank(run, facts, gpu, holding, costs) for holding in holdings(run, facts, memo)]
+
+
+def holdings(run: Run, facts: ModelFacts, memo: dict[Any, Any]) -> list[Holding]:
+    layout = run.layout
+    cut = (layout.tp, layout.pp, layout.vpp, layout.ep, layout.etp, layout.first_stage_layers, layout.last_stage_layers)
+    key = ("holdings", *cut)
+    if key not in memo:
+        ranks: dict[int, list[Stage]] = {}
+        for stage in parameters.stages(run, facts):
+            ranks.setdefault(stage.rank, []).append(stage)
+        memo[key] = [_holding(run, facts, rank, stages) for rank, stages in sorted(ranks.items())]
+    return memo[key]
+
+
+def _holding(run: Run, facts: ModelFacts, rank: int, stages: list[Stage]) -> Holding:
+    held: Counter[str] = Counter()
+    for stage in stages:
+        held.update(parameters.held(run, facts, stage))
+    trained = [parameters.trainable(run, facts, stage) for stage in stages]
+    adapters = sum(count for key, count in held.items() if key.startswith("adapters"))
+    return Holding(
+        rank=rank,
+        layers=Counter(kind for stage in stages for kind in stage.layers),
+        output=any(stage.output for stage in stages),
+        parameters=held.total() - adapters,
+        adapters=adapters,
+        trained=(sum(dense for dense, _ in trained), sum(expert for _, expert in trained)),
+    )
+
+
+def _costs(run: Run, facts: ModelFacts, memo: dict[Any, Any]) -> dict[str, tuple[int, dict[str, int]]]:
+    """By kind of layer: what it keeps, and what it works with; of the loss, the logits."""
+    layout, train = run.layout, run.train
+    key = ("costs", layout.tp, layout.cp, layout.ep, layout.etp, layout.sp, train.micro_batch, train.recompute)
+    if key not in memo:
+        memo[key] = {
+            kind: (activations.kept(run, facts, kind), activations.working(run, facts, kind))
+            for kind in activations.kinds(facts)
+        } | {"loss": (0, {"logits": activations.logits(run, facts), "dispatch": 0, "working": 0})}
+    return memo[key]
+
+
+def in_flight(run: Run, rank: int) -> float:
+    """Microbatches whose activations a pipeline rank keeps at once, in units of all its layers."""
+    layout, microbatches = run.layout, grid(run.layout, run.train).microbatches
+    if layout.vpp is None:
+        return min(microbatches, layout.pp - rank)
+    # warm-up of core's interleaved schedule, in chunks, and the one that runs
+    chunks = (layout.pp - rank - 1) * 2 + (layout.vpp - 1) * layout.pp + 1
+    return min(chunks, microbatches * layout.vpp) / layout.vpp
+
+
+def state_bytes(run: Run, dense: int, expert: int) -> tuple[int, int]:
+    """Gradients and optimizer of so many trained parameters of one rank, those of experts apart."""
+    cut = grid(run.layout, run.train)
+    each = 8 if run.train.precision == "fp32" else 12
+    if not run.optimizer.distributed:
+        return 4 * (dense + expert), each * (dense + expert)
+    return 4 * (dense + expert), each * (ceil(dense / (cut.dp * run.layout.cp)) + ceil(expert / cut.edp))
+
+
+def _rank(
+    run: Run, facts: ModelFacts, gpu: Gpu, holding: Holding, costs: dict[str, tuple[int, dict[str, int]]]
+) -> StageMemory:
+    byte = 4 if run.train.precision == "fp32" else 2
+    gradients, optimizer = state_bytes(run, *holding.trained)
+    blocks = dict(holding.layers)
+    if run.train.recompute == "full":  # blocks keep their input; MTP layers are recomputed one by one
+        blocks = {kind: n if kind == "mtp" else ceil(n / run.train.recompute_layers) for kind, n in blocks.items()}
+    kept = int(sum(costs[kind][0] * n for kind, n in blocks.items()) * in_flight(run, holding.rank))
+    # What is live besides at the fullest moment: in the backward pass of a layer, or at the loss.
+    moments = [{"logits": 0, **costs[kind][1]} for kind in blocks]
+    for moment in moments:
+        moment["working"] += _largest_gradient(run, facts, holding)
+    moments += [costs["loss"][1]] if holding.output else []
+    peak = max(moments, key=lambda moment: sum(moment.values()))
+    return StageMemory(
+        rank=holding.rank,
+        weights=holding.parameters * byte,
+        gradients=gradients,
+        optimizer=optimizer,
+        adapters=holding.adapters * byte,
+        activations=kept,
+        **peak,
+        buffers=WORKSPACE + NCCL_GROUP * _groups(run),
+        context=CONTEXT,
+        margin=int((kept + sum(peak.values())) * FRAGMENTS),
+        capacity=gpu.memory,
+    )
+
+
+def _largest_gradient(run: Run, facts: ModelFacts, holding: Holding) -> int:
+    """Of one layer's weight before it is added to the fp32 sum: fusing the two takes APEX, which is not installed."""
+    if run.adapter.kind != "none":
+        return 0
+    layout, gate = run.layout, 2 if facts.gated else 1
+    sizes = [facts.hidden * facts.ffn * gate // layout.tp]
+    if facts.experts and holding.layers.keys() & {
+        "moe",
+        "mtp",
+    }:  # one product computes the gradients of all experts of a rank
+        sizes.append(facts.experts // layout.ep * facts.hidden * facts.expert_ffn * gate // layout.etp)
+    return max(sizes) * (4 if run.train.precision == "fp32" else 2)
+
+
+def _groups(run: Run) -> int:
+    """Communicators that a rank sends large messages through; the world's own counts."""
+    layout, cut = run.layout, grid(run.layout, run.train)
+    degrees = (layout.tp, layout.cp, layout.pp, cut.dp * layout.cp, layout.ep, layout.etp, cut.edp)
+    return sum(degree > 1 for degree in degrees) + (layout.world > 1)
+
+
+def host(run: Run, facts: ModelFacts) -> list[HostNeed]:
+    """Memory and disk besides the GPUs'; each stage writes what its own row says, and what is above it stays."""
+    count, byte = parameters.total(facts), 4 if run.train.precision == "fp32" else 2
+    trained = _trained(run, facts)
+    released = count * 2  # as published, in bf16
+    states = (8 if byte == 4 else 12) * trained if run.checkpoint.save_optimizer else 0
+    written = ceil(run.train.steps / run.checkpoint.save_every)
+    # a new checkpoint is whole before the oldest goes
+    copies = min(written, run.checkpoint.keep + 1) if run.checkpoint.keep else written
+    formats = run.export.formats or (("merged",) if run.adapter.kind == "none" else ("merged", "adapter"))
+    exported = (released if "merged" in formats else 0) + (trained * byte if "adapter" in formats else 0)
+    file = 5 * 10**9  # of a release: one is read, one is written at a time
+    return [
+        HostNeed("download", GIB, released),
+        HostNeed("convert", count * byte + file, count * byte),  # the ranks together hold the model once
+        # saving copies what is trained into host memory before it writes
+        HostNeed("train", trained * byte + states, copies * (trained * byte + states)),
+        HostNeed("export", 2 * file, exported),
+    ]
+
+
+def _trained(run: Run, facts: ModelFacts) -> int:
+    """Trained parameters of the whole model; norms and routers, which every rank of tp has whole, count once a rank."""
+    if run.adapter.kind == "none":
+        return parameters.total(facts)
+    layout, found = run.layout, 0
+    experts_of = 1 if run.adapter.experts == "shared" else layout.ep
+    for stage in parameters.stages(run, facts):
+        dense, expert = parameters.trainable(run, facts, stage)
+        found += dense * layout.tp + expert * layout.etp * experts_of
+    return found

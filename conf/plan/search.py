@@ -1,0 +1,167 @@
+"""The layouts of a run on so many GPUs that fit, the fastest first, and why the others do not.
+
+    search(run, facts, gpu, gpus) -> Found
+
+Tried are all degrees that divide the GPUs, micro batches of 1 to 8 and none, selective and full recompute; sp wherever
+tp > 1, as it costs nothing. The global batch, the model and what is trained stay. Stages share the layers evenly, or
+the last one, which has the loss to compute, takes fewer. Not tried, as never best: tp or etp over the network, cp that
+leaves a rank less than 1024 tokens, and more than 4 virtual stages.
+"""
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import product
+from math import ceil, inf
+from typing import Any
+
+from conf.facts import ModelFacts
+
+from conf.layout import problems
+from conf.load import ConfigError
+from conf.plan.hardware import GB, Gpu
+from conf.plan.memory import StageMemory, memory
+from conf.plan.timing import timing
+from conf.schema import Layout, Run, Train
+
+FEWEST_TOKENS = 1024
+MICRO_BATCHES = (1, 2, 4, 8)
+VIRTUAL = (None, 2, 4)
+
+
+@dataclass(frozen=True)
+class Candidate:
+    layout: Layout
+    train: Train  # with its micro_batch and recompute
+    seconds: float  # of a step, likely
+    memory: int  # bytes on the fullest rank
+    stage: int  # pipeline rank that is fullest
+    over: int  # bytes that lack; negative = room
+
+    @property
+    def verdict(self) -> str:
+        if self.over <= 0:
+            return f"fits, {-self.over / GB:.1f} GB left"
+        return f"does not fit by {self.over / GB:.1f} GB on stage {self.stage}"
+
+
+@dataclass(frozen=True)
+class Found:
+    fitting: list[Candidate]  # the fastest first
+    closest: Candidate | None  # of those that do not fit, the one that lacks least
+    reasons: Counter[str] = field(default_factory=Counter)  # why the others fail, and how many
+
+
+def search(run: Run, facts: ModelFacts, gpu: Gpu, gpus: int) -> Found:
+    if gpus < 1 or (gpus > gpu.per_host and gpus % gpu.per_host):
+        raise ConfigError(f"gpus: {gpus} is neither up to {gpu.per_host}, one {gpu.name} host, nor a multiple of it")
+    reasons: Counter[str] = Counter()
+    memo: dict[Any, Any] = {}
+    fitting: list[Candidate] = []
+    closest: Candidate | None = None
+    for layout in _layouts(run, facts, gpu, gpus, reasons):
+        lacks: dict[str, str] = {}  # by recompute: a larger micro batch lacks no less
+        for train in _trains(run, facts, layout, reasons):
+            if train.recompute in lacks:
+                reasons[lacks[train.recompute]] += 1
+                continue
+            tried = run.model_copy(update={"layout": layout, "train": train})
+            fullest = max(memory(tried, facts, gpu, memo), key=lambda stage: stage.over)
+            if fullest.over <= 0:
+                fitting.append(_candidate(tried, fullest, timing(tried, facts, gpu, memo).likely))
+                continue
+            lacks[train.recompute] = _lack(fullest)
+            reasons[lacks[train.recompute]] += 1
+            if closest is None or fullest.over < closest.over:
+                closest = _candidate(tried, fullest, inf)
+    fitting.sort(key=lambda one: (one.seconds, one.memory))
+    return Found(fitting, closest, reasons)
+
+
+def _candidate(run: Run, fullest: StageMemory, seconds: float) -> Candidate:
+    return Candidate(run.layout, run.train, seconds, fullest.total, fullest.rank, fullest.over)
+
+
+def _lack(fullest: StageMemory) -> str:
+    """Coarse, so that thousands of layouts give a few reasons."""
+    for limit in (10, 100):
+        if fullest.over < limit * GB:
+            return f"does not fit by up to {limit} GB on stage {fullest.rank}"
+    return f"does not fit by more than 100 GB on stage {fullest.rank}"
+
+
+def _layouts(run: Run, facts: ModelFacts, gpu: Gpu, gpus: int, reasons: Counter[str]) -> Iterator[Layout]:
+    per_host = min(gpus, gpu.per_host)
+    whole = Layout(nodes=gpus // per_host, gpus_per_node=per_host)
+    degrees = {key: list(_degrees(run, facts, gpu, whole, key, reasons)) for key in ("tp", "cp", "pp", "ep", "etp")}
+    for tp, cp, pp in product(degrees["tp"], degrees["cp"], degrees["pp"]):
+        if gpus % (tp * cp * pp):
+            continue
+        dp = gpus // (tp * cp * pp)
+        if run.train.global_batch % dp:
+            reasons[f"illegal: train.global_batch {run.train.global_batch} is no multiple of dp {dp}"] += 1
+            continue
+        for ep, etp, vpp in product(degrees["ep"], degrees["etp"], VIRTUAL):
+            if gpus % (ep * etp * pp) or (vpp and (pp == 1 or _last(facts, pp) or facts.layers // pp % vpp)):
+                continue
+            if vpp and run.train.global_batch // dp % pp:  # before problems(), which would look for what is near
+                reasons["illegal: with vpp the microbatches are a multiple of pp"] += 1
+                continue
+            update = {"tp": tp, "cp": cp, "pp": pp, "ep": ep, "etp": etp, "vpp": vpp, "sp": tp > 1}
+            layout = whole.model_copy(update={**update, "last_stage_layers": _last(facts, pp)})
+            one = run.train.model_copy(update={"micro_batch": 1, "recompute": "none", "recompute_modules": ()})
+            broken = problems(run.model_copy(update={"layout": layout, "train": one}), facts)
+            if broken:
+                reasons[f"illegal: {_rule(broken[0])}"] += 1
+            else:
+                yield layout
+
+
+def _degrees(run: Run, facts: ModelFacts, gpu: Gpu, whole: Layout, key: str, reasons: Counter[str]) -> Iterator[int]:
+    """Degrees of one kind that break no rule by themselves."""
+    for degree in (n for n in range(1, whole.world + 1) if whole.world % n == 0):
+        update = {key: degree, "sp": key == "tp" and degree > 1}
+        if key == "pp":
+            update["last_stage_layers"] = _last(facts, degree)
+        layout = whole.model_copy(update=update)
+        broken = problems(run.model_copy(update={"layout": layout}), facts)
+        rules = [line for line in broken if line.startswith((f"layout.{key}:", "layout.last_stage_layers:"))]
+        if rules:
+            reasons[f"illegal: {_rule(rules[0])}"] += 1
+        elif key in ("tp", "etp") and degree > gpu.joined:
+            reasons[f"not tried: {key} {degree} leaves the {gpu.joined} GPUs of one NVLink"] += 1
+        elif key == "cp" and degree > 1 and run.data.seq_length < degree * FEWEST_TOKENS:
+            reasons[f"not tried: cp {degree} leaves a rank less than {FEWEST_TOKENS} tokens"] += 1
+        else:
+            yield degree
+
+
+def _last(facts: ModelFacts, pp: int) -> int | None:
+    """Layers of the last stage where they do not come out even; 0 is no answer of problems()'s."""
+    if pp == 1 or facts.layers % pp == 0:
+        return None
+    last = facts.layers - (pp - 1) * ceil(facts.layers / pp)
+    return last if last > 0 else None
+
+
+def _trains(run: Run, facts: ModelFacts, layout: Layout, reasons: Counter[str]) -> Iterator[Train]:
+    dp = layout.world // (layout.tp * layout.cp * layout.pp)
+    modules = ["layernorm", *(["moe_act"] if run.moe.grouped_gemm else [])] if facts.experts else ["mlp"]
+    modules += ["mla_up_proj"] if facts.kv_rank else []
+    choices = (
+        {"recompute": "none", "recompute_modules": (), "recompute_layers": 1},
+        {"recompute": "selective", "recompute_modules": tuple(modules), "recompute_layers": 1},
+        {"recompute": "full", "recompute_modules": (), "recompute_layers": 1},
+    )
+    for choice, micro_batch in product(choices, (1,) if run.data.packed else MICRO_BATCHES):
+        microbatches, rest = divmod(run.train.global_batch, micro_batch * dp)
+        if rest:
+            reasons[f"illegal: train.global_batch {run.train.global_batch} is no multiple of micro_batch * dp"] += 1
+        elif layout.vpp and microbatches % layout.pp:
+            reasons["illegal: with vpp the microbatches are a multiple of pp"] += 1
+        else:
+            yield run.train.model_copy(update={**choice, "micro_batch": micro_batch})
+
+
+def _rule(line: str) -> str:
+    return line.partition("; nearest legal")[0]

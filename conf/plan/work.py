@@ -1,0 +1,162 @@
+"""What a rank computes and moves for one layer and one microbatch, and what of it crosses to other ranks.
+
+    products(run, facts, kind)    matrix products: their sizes on one rank, and whether their weight is trained
+    attention(run, facts)         FLOPs of the products of tokens with tokens, forward; causal, so half of the square
+    moved(run, facts, kind)       bytes that norms, activation functions, rotations and permutations read and write
+    exchanged(run, facts, kind)   bytes of the layer's collectives, forward, by dimension
+
+Not covered: packed rows, whose attention ends at their own start, so that it costs less than is said here.
+"""
+
+from typing import NamedTuple
+
+from conf.facts import ModelFacts
+
+from conf.plan.activations import Tokens, attention_width, tokens
+from conf.schema import Run
+
+
+class Product(NamedTuple):
+    """[m, k] times [k, n], `batch` times."""
+
+    part: str
+    m: float
+    n: int
+    k: int
+    batch: int = 1
+    trained: bool = True
+
+    @property
+    def flops(self) -> float:
+        return 2.0 * self.m * self.n * self.k * self.batch
+
+
+def products(run: Run, facts: ModelFacts, kind: str) -> list[Product]:
+    t = tokens(run, facts)
+    found = _attention_products(run, facts, t)
+    if kind == "mtp":
+        found += [Product("mtp", t.whole, facts.hidden // run.layout.tp, 2 * facts.hidden, 1, _full(run))]
+        kind = "moe" if facts.experts else "dense"
+    if kind == "dense":
+        return found + _mlp(run, facts, "mlp", t.whole, facts.ffn, run.layout.tp)
+    found.append(Product("router", t.local, facts.experts, facts.hidden, 1, _full(run) and not run.moe.freeze_router))
+    if facts.shared_ffn:
+        found += _mlp(run, facts, "shared experts", t.whole, facts.shared_ffn, run.layout.tp)
+    local = facts.experts // run.layout.ep
+    return found + _mlp(run, facts, "experts", t.routed, facts.expert_ffn, run.layout.etp, local)
+
+
+def output(run: Run, facts: ModelFacts) -> list[Product]:
+    """The logits, of the model and of each MTP layer."""
+    t = tokens(run, facts)
+    one = Product("logits", t.whole, -(-facts.vocab // run.layout.tp), facts.hidden, 1, _full(run))
+    return [one] * (1 + (facts.mtp_layers if run.model.mtp else 0))
+
+
+def attention(run: Run, facts: ModelFacts) -> float:
+    t = tokens(run, facts)
+    width = facts.qk_nope + facts.qk_rope + facts.v_head if facts.kv_rank else 2 * facts.head_dim
+    return 2.0 * t.whole * run.data.seq_length * facts.heads * width / run.layout.tp / 2
+
+
+def moved(run: Run, facts: ModelFacts, kind: str) -> float:
+    t, tp = tokens(run, facts), run.layout.tp
+    gate = 2 if facts.gated else 1
+    # two norms (read, write), two residual sums (read twice, write)
+    numbers = t.local * facts.hidden * (2 * 2 + 2 * 3)
+    # q, k and v: made contiguous, rotated, and normed where the model does that; each read and written
+    numbers += t.whole * attention_width(facts) / tp * (6 if facts.qk_norm else 4)
+    if run.layout.cp > 1:
+        # q, k and v are cut in two pieces and joined; the outputs of each step of the ring are added up in fp32
+        steps = t.whole * facts.heads * (facts.v_head if facts.kv_rank else facts.head_dim) / tp * run.layout.cp
+        numbers += t.whole * attention_width(facts) / tp * 4 + steps * (1 + 2 + 2)
+    if kind == "dense" or not facts.experts:
+        numbers += t.whole * facts.ffn / tp * (gate + 1)
+    else:
+        # tokens are permuted, sorted by expert, and both undone: read and written each time
+        numbers += t.busiest * (8 * facts.hidden + (gate + 1) * facts.expert_ffn / run.layout.etp)
+        numbers += t.whole * facts.shared_ffn / tp * (gate + 1) + 3 * t.local * facts.hidden
+    for product in products(run, facts, kind):
+        if (
+            product.part == "adapters"
+        ):  # its output is added: read twice and written; dropout reads and writes its input
+            rows = product.m * product.batch
+            numbers += rows * (3 * product.n if product.k <= run.adapter.rank else 2.5 * product.k * _drops(run))
+    return numbers * t.byte
+
+
+def exchanged(run: Run, facts: ModelFacts, kind: str) -> dict[str, float]:
+    """Of tp and etp the whole tensor that is gathered or scattered, of the others what one rank sends."""
+    t, layout, adapters = tokens(run, facts), run.layout, run.adapter
+    row = t.whole * facts.hidden * t.byte
+    blocks = 2 if kind == "dense" or facts.shared_ffn or not facts.experts else 1  # attention, and what tp else cuts
+    # an adapter of a row-parallel layer gathers its output's columns
+    rows = sum(name in adapters.targets for name in ("linear_proj", "linear_fc2")[:blocks])
+    found = {"tp": row * (2 * blocks + (rows if adapters.kind != "none" else 0)) if layout.tp > 1 else 0.0}
+    width = 2 * facts.kv_heads * facts.head_dim / min(layout.tp, facts.kv_heads)
+    if facts.kv_rank:
+        width = facts.heads * (facts.qk_nope + facts.qk_rope + facts.v_head) / layout.tp
+    found["cp"] = t.whole * width * t.byte * (layout.cp - 1)
+    if kind != "dense" and facts.experts:
+        sent = t.local * facts.top_k * facts.hidden
+        found["ep"] = 2.0 * sent * t.byte if layout.ep > 1 else 0.0  # there and back
+        # there in the model's precision, back summed in fp32
+        found["etp"] = float(t.routed * facts.hidden * (t.byte + 4)) if layout.etp > 1 else 0.0
+    return found
+
+
+def _full(run: Run) -> bool:
+    return run.adapter.kind == "none"
+
+
+def _drops(run: Run) -> int:
+    return 1 if run.adapter.dropout else 0
+
+
+def _attention_products(run: Run, facts: ModelFacts, t: Tokens) -> list[Product]:
+    tp, full = run.layout.tp, _full(run)
+    if not facts.kv_rank:
+        qkv = (facts.heads + 2 * facts.kv_heads) * facts.head_dim // tp
+        out = facts.heads * facts.head_dim // tp
+        found = [
+            Product("attention", t.whole, qkv, facts.hidden, 1, full),
+            Product("attention", t.whole, facts.hidden, out, 1, full),
+        ]
+        found += _adapter(run, "linear_qkv", t.whole, facts.hidden, qkv, tp)
+        return found + _adapter(run, "linear_proj", t.whole, out, facts.hidden, 1)
+    query = facts.heads * (facts.qk_nope + facts.qk_rope) // tp
+    keys = facts.heads * (facts.qk_nope + facts.v_head) // tp
+    out = facts.heads * facts.v_head // tp
+    sizes = [
+        ("linear_kv_down_proj", t.local, facts.kv_rank + facts.qk_rope, facts.hidden),
+        ("linear_kv_up_proj", t.whole, keys, facts.kv_rank),
+        ("linear_proj", t.whole, facts.hidden, out),
+    ]
+    if facts.q_rank:
+        sizes += [("linear_q_down_proj", t.local, facts.q_rank, facts.hidden)]
+        sizes += [("linear_q_up_proj", t.whole, query, facts.q_rank)]
+    else:
+        sizes += [("linear_q_proj", t.whole, query, facts.hidden)]
+    found = [Product("attention", m, n, k, 1, full) for _, m, n, k in sizes]
+    for name, m, n, k in sizes:
+        found += _adapter(run, name, m, k, n, 1)
+    return found
+
+
+def _mlp(run: Run, facts: ModelFacts, part: str, rows: float, width: int, cut: int, experts: int = 1) -> list[Product]:
+    inner, gate = width // cut, 2 if facts.gated else 1
+    each = rows / experts
+    return [
+        Product(part, each, gate * inner, facts.hidden, experts, _full(run)),
+        Product(part, each, facts.hidden, inner, experts, _full(run)),
+        *_adapter(run, "linear_fc1", each, facts.hidden, gate * inner, cut, experts),
+        *_adapter(run, "linear_fc2", each, inner, facts.hidden, 1, experts),
+    ]
+
+
+def _adapter(run: Run, name: str, rows: float, k: int, n: int, cut: int, batch: int = 1) -> list[Product]:
+    """A, whose inner width is cut where it is column-parallel, and B."""
+    if _full(run) or name not in run.adapter.targets:
+        return []
+    rank = run.adapter.rank
+    return [Product("adapters", rows, rank // cut, k, batch), Product("adapters", rows, n, rank, batch)]

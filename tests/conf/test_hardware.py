@@ -1,0 +1,87 @@
+"""conf/plan/hardware.py: the figures hang together, and a user's own GPU is read strictly."""
+
+import pytest
+
+from conf.load import ConfigError
+from conf.plan.hardware import GB, GIB, GPUS, priced, read
+
+OWN = {"name": "l40s", "memory": 44.4, "bf16": 362, "hbm": 864, "link": 32, "network": 25, "per_host": 8}
+
+
+def own(tmp_path, **changes) -> str:
+    file = tmp_path / "gpu.yaml"
+    lines = [f"{key}: {value}" for key, value in {**OWN, **changes}.items() if value is not None]
+    file.write_text("\n".join(lines) + "\n")
+    return str(file)
+
+
+@pytest.mark.parametrize("gpu", GPUS.values(), ids=str)
+def test_figures_hang_together(gpu):
+    assert 40 * GIB < gpu.memory < 200 * GIB
+    assert gpu.network < gpu.link < gpu.hbm
+    assert gpu.tflops["fp32"] * 10 < gpu.tflops["bf16"] < 2600, "a figure with sparsity?"
+    assert gpu.tflops.get("fp8", 2 * gpu.tflops["bf16"]) == 2 * gpu.tflops["bf16"]
+    assert gpu.joined >= gpu.per_host and gpu.price is None
+
+
+def test_reads_a_gpu_of_ones_own(tmp_path):
+    gpu = read(own(tmp_path, price=1.2))
+    assert (gpu.name, gpu.memory, gpu.link, gpu.price) == ("l40s", int(44.4 * GIB), 32 * GB, 1.2)
+    assert gpu.tflops == {"fp32": 362 / 16, "bf16": 362.0}
+    assert read("H200") is GPUS["h200"]
+
+
+@pytest.mark.parametrize(
+    "change, says",
+    [
+        ({"memory": -80}, "memory: -80 is too small: it must be above 0"),
+        ({"hbm": 0}, "hbm: 0 is too small: it must be above 0"),
+        ({"bf16": "fast"}, "bf16: 'fast' is no number"),
+        ({"bf16": "true"}, "bf16: True is no number"),
+        ({"link": ".inf"}, "link: inf is no number"),
+        ({"network": ".nan"}, "network: nan is no number"),
+        ({"per_host": 7.5}, "per_host: 7.5 is no number of GPUs; it must be an integer of at least 1"),
+        ({"per_host": None}, "per_host: required, and missing"),
+        ({"memroy": 80}, "memroy: unknown key; did you mean memory?"),
+        ({"price": -1}, "price: -1 is too small: it must be above 0"),
+        ({"name": 90}, "name: 90 is no text; quote it to make it one"),
+    ],
+)
+def test_refuses_in_one_line(tmp_path, change, says):
+    file = own(tmp_path, **change)
+    with pytest.raises(ConfigError) as error:
+        read(file)
+    assert str(error.value) == f"{file}: {says}"
+
+
+def test_says_all_that_is_wrong(tmp_path):
+    with pytest.raises(ConfigError) as error:
+        read(own(tmp_path, memory=-1, hbm=-1, colour="red"))
+    assert len(str(error.value).splitlines()) == 3
+
+
+@pytest.mark.parametrize(
+    "text, says",
+    [("", "takes the keys name, memory"), ("- a", "takes the keys"), ("{", "not YAML"), ("a: !!int b", "not YAML")],
+)
+def test_refuses_what_is_no_section(tmp_path, text, says):
+    file = tmp_path / "gpu.yaml"
+    file.write_text(text)
+    with pytest.raises(ConfigError, match=says) as error:
+        read(str(file))
+    assert "\n" not in str(error.value)
+
+
+def test_refuses_unknown_names():
+    with pytest.raises(ConfigError, match="gpu: 'h300' is none of a100, h100, h200, b200, gb200, and no .yaml"):
+        read("h300")
+    with pytest.raises(ConfigError, match=r"^none\.yaml: No such file or directory$"):
+        read("none.yaml")
+
+
+def test_price():
+    assert priced(GPUS["h100"], 2.5).price == 2.5
+    assert priced(GPUS["h100"], None) is GPUS["h100"]
+    for wrong in (-1.0, float("nan"), float("inf")):
+        with pytest.raises(ConfigError, match="is no price"):
+            priced(GPUS["h100"], wrong)

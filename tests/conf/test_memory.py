@@ -1,0 +1,248 @@
+"""conf/plan/memory.py: parameters to the byte, activations by what they may never do, and against measured runs."""
+
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+
+from conf.facts import facts_from_hf, known
+from conf.load import load
+from conf.plan import activations
+from conf.plan.hardware import GIB, GPUS
+from conf.plan.memory import host, in_flight, memory
+
+H200 = GPUS["h200"]
+# Small enough to be counted by hand.
+TINY = facts_from_hf(
+    {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "num_hidden_layers": 2,
+        "hidden_size": 64,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "intermediate_size": 128,
+        "vocab_size": 256,
+        "tie_word_embeddings": False,
+    }
+)
+LAYER = 64 * (4 + 2 * 2) * 16 + 64 * 64 + 3 * 64 * 128 + 2 * 64  # qkv, proj, gated MLP, two norms
+COUNT = 2 * LAYER + 2 * 256 * 64 + 64  # embedding, output, last norm
+
+ONE = ["nodes=1", "gpus_per_node=1", "tp=1", "ep=1", "etp=1", "sp=false"]
+FULL = {"adapter.kind": "none", "train.recompute": "none", "model.mtp": "false"}
+
+
+def run(name="glm47", **changes):
+    overrides = {key.replace("__", "."): str(value).lower() for key, value in changes.items()}
+    return load(name, [f"{key}={value}" for key, value in overrides.items()])
+
+
+def alone(**changes):
+    """On one GPU; the layout and full fine-tuning unless `changes` say otherwise."""
+    layout = {f"layout.{key}": value for key, value in (pair.split("=") for pair in ONE)}
+    overrides = {**layout, **FULL, **{key.replace("__", "."): str(value).lower() for key, value in changes.items()}}
+    return load("glm47", [f"{key}={value}" for key, value in overrides.items()])
+
+
+def one(configuration, facts=TINY):
+    return memory(configuration, facts, H200)[0]
+
+
+@pytest.mark.parametrize("precision, weight, state", [("fp32", 4, 8), ("bf16", 2, 12)])
+def test_full_fine_tuning_by_hand(precision, weight, state):
+    found = one(alone(train__precision=precision))
+    assert (found.weights, found.gradients, found.optimizer) == (weight * COUNT, 4 * COUNT, state * COUNT)
+    assert found.adapters == 0
+    halved = one(alone(train__precision=precision, layout__gpus_per_node=2))
+    assert (halved.weights, halved.gradients, halved.optimizer) == (weight * COUNT, 4 * COUNT, state * COUNT // 2)
+    whole = one(alone(train__precision=precision, layout__gpus_per_node=2, optimizer__distributed=False))
+    assert whole.optimizer == state * COUNT
+
+
+def test_cp_ranks_share_the_optimizer_too():
+    assert one(alone(layout__gpus_per_node=2, layout__cp=2)).optimizer == 12 * COUNT // 2
+
+
+def test_lora_by_hand():
+    found = one(alone(adapter__kind="lora", adapter__targets="[linear_qkv]", adapter__rank=8, train__precision="fp32"))
+    adapters = 2 * 8 * (64 + 8 * 16)
+    assert (found.weights, found.adapters) == (4 * COUNT, 4 * adapters)
+    assert (found.gradients, found.optimizer) == (4 * adapters, 8 * adapters)
+
+
+def test_experts_are_cut_over_their_own_copies():
+    """On 8 GPUs with ep 8 an expert has one copy: all of its optimizer lies with it."""
+    facts = replace(known("mixtral-8x7b"), layers=2, dense_layers=0)
+    base = one(alone(layout__gpus_per_node=8, layout__ep=8), facts)
+    expert = 2 * 3 * facts.hidden * facts.expert_ffn
+    rest = base.weights // 2 - expert
+    assert base.optimizer == 12 * expert + 12 * -(-rest // 8)
+
+
+def test_stages_count_each_parameter_once():
+    split = memory(alone(layout__gpus_per_node=2, layout__pp=2), TINY, H200)
+    assert sum(stage.weights for stage in split) == 2 * COUNT
+
+
+@pytest.mark.parametrize("name", ["llama31-70b", "glm47", "deepseek-v3", "qwen3-235b"])
+def test_more_tp_takes_no_more(name):
+    facts = known(name)
+    targets = "[linear_proj,linear_fc1,linear_fc2]"
+    found = [
+        one(alone(layout__gpus_per_node=8, layout__tp=tp, layout__sp=tp > 1, adapter__targets=targets), facts)
+        for tp in (1, 2, 4)
+    ]
+    for less, more in pairwise(found):
+        assert more.weights <= less.weights and more.gradients <= less.gradients
+        assert more.activations <= less.activations and more.logits <= less.logits
+
+
+@pytest.mark.parametrize("name", ["llama31-70b", "glm47", "deepseek-v3", "qwen2-moe", "mixtral-8x7b", "gpt2-large"])
+@pytest.mark.parametrize("adapter", ["lora", "none"])
+def test_recompute_keeps_less(name, adapter):
+    facts = known(name)
+    modules = "[moe_act,layernorm]" if facts.experts else "[mlp]"
+    options = {"adapter__kind": adapter, "layout__gpus_per_node": 8}
+    none = one(alone(**options), facts)
+    some = one(alone(**options, train__recompute="selective", train__recompute_modules=modules), facts)
+    full = one(alone(**options, train__recompute="full"), facts)
+    assert full.activations < some.activations < none.activations
+    assert full.working + full.logits >= none.working  # what is computed again has to lie somewhere
+    more = "[moe_act,layernorm,core_attn,moe,shared_experts]" if facts.experts else "[mlp,core_attn]"
+    assert one(alone(**options, train__recompute="selective", train__recompute_modules=more), facts).activations <= (
+        some.activations
+    )
+
+
+@pytest.mark.parametrize("module", ["core_attn", "moe_act", "layernorm", "mla_up_proj", "mlp", "moe", "shared_experts"])
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_no_module_costs_memory(module, dropout):
+    for name in ("glm47", "deepseek-v3"):
+        options = {"adapter__kind": "lora", "adapter__dropout": dropout}
+        some = alone(**options, train__recompute="selective", train__recompute_modules=f"[{module}]")
+        for kind in ("dense", "moe", "mtp"):
+            parts = activations.parts(some, known(name), kind)
+            assert all(size >= 0 for size in parts.values()), parts
+            assert sum(parts.values()) <= sum(activations.parts(alone(**options), known(name), kind).values())
+
+
+def test_longer_sequences_and_larger_batches_take_more():
+    facts = known("glm47")
+    base, options = one(alone(data__seq_length=4096), facts), {"train__global_batch": 4}
+    assert one(alone(data__seq_length=8192), facts).activations == 2 * base.activations
+    assert one(alone(data__seq_length=4096, train__micro_batch=2, **options), facts).activations == 2 * base.activations
+
+
+def test_cp_cuts_sequences():
+    facts = known("llama31-70b")
+    whole, cut = (one(alone(layout__gpus_per_node=8, layout__cp=cp), facts) for cp in (1, 8))
+    assert cut.activations == whole.activations // 8 and cut.weights == whole.weights
+
+
+def test_dora_and_dropout_keep_more():
+    options = {"adapter__kind": "lora", "adapter__targets": "[linear_qkv]"}
+    facts = known("glm47")
+    lora = one(alone(**options, adapter__dropout=0.0), facts).activations
+    assert one(alone(**options, adapter__dropout=0.1), facts).activations > lora
+    assert one(alone(**{**options, "adapter__kind": "dora"}, adapter__dropout=0.0), facts).activations > lora
+
+
+def test_adapters_of_attention_alone_keep_no_tokens_of_experts():
+    facts = known("glm47")
+    all_layers = alone(adapter__kind="lora", adapter__dropout=0.0)
+    attention = alone(adapter__kind="lora", adapter__dropout=0.0, adapter__targets="[linear_qkv]")
+    fewer = activations.parts(attention, facts, "moe")["experts"]
+    assert fewer < activations.parts(all_layers, facts, "moe")["experts"] / 2
+
+
+@pytest.mark.parametrize(
+    "layout, expected",
+    [
+        ({"pp": 4}, [4, 3, 2, 1]),  # 1F1B
+        ({"pp": 4, "batch": 2}, [2, 2, 2, 1]),
+        ({"pp": 4, "vpp": 2}, [(2 * 3 + 4 + 1) / 2, (2 * 2 + 4 + 1) / 2, (2 + 4 + 1) / 2, (4 + 1) / 2]),
+        ({"pp": 4, "vpp": 2, "batch": 4}, [4, 4, 3.5, 2.5]),
+    ],
+)
+def test_microbatches_in_flight(layout, expected):
+    batch = layout.pop("batch", 8)
+    made = alone(
+        layout__gpus_per_node=4, train__global_batch=batch, **{f"layout__{key}": n for key, n in layout.items()}
+    )
+    assert [in_flight(made, rank) for rank in range(4)] == expected
+
+
+def test_items_add_up_and_only_the_last_stage_has_logits():
+    stages = memory(alone(layout__gpus_per_node=4, layout__pp=4), known("gpt2-large"), H200)
+    assert [stage.logits > 0 for stage in stages] == [False, False, False, True]
+    for stage in stages:
+        assert sum(stage.items.values()) == stage.total and min(stage.items.values()) >= 0
+        assert (stage.over <= 0) == (stage.total <= stage.capacity * 0.98)
+
+
+def test_hosts():
+    made = alone(checkpoint__keep=2, train__precision="bf16")
+    needs = {need.stage: need for need in host(made, TINY)}
+    assert needs["download"].disk == 2 * COUNT == needs["convert"].disk
+    assert needs["train"].disk == 3 * 14 * COUNT  # two, and the next before one of them goes
+    bare = {need.stage: need for need in host(alone(checkpoint__save_optimizer=False, checkpoint__keep=1), TINY)}
+    assert bare["train"].disk == 2 * 2 * COUNT
+    lora = {need.stage: need for need in host(run(adapter__experts="each"), known("glm47"))}
+    assert 27e9 * 14 < lora["train"].disk / 5 < 28.5e9 * 14  # conf/glm47.yaml counts 27B
+
+
+# Measured on one H200 and kept in the project's notes, without a constant here fitted to them. The slice: 1 dense and
+# 5 MoE layers of GLM-4.7, forced balance, dropout 0.05, one adapter for all experts, Transformer Engine's cross entropy,
+# which needs no fp32 copy of the logits.
+@pytest.mark.parametrize(
+    "recompute, modules, measured", [("full", "[]", 52e9), ("selective", "[moe_act,layernorm]", 68e9)]
+)
+def test_measured_slice_of_glm47(recompute, modules, measured):
+    facts = replace(known("glm47"), layers=6, dense_layers=1, mtp_layers=0)
+    found = one(
+        alone(
+            adapter__kind="lora",
+            train__recompute=recompute,
+            train__recompute_modules=modules,
+            moe__force_balance=True,
+            train__global_batch=8,
+        ),
+        facts,
+    )
+    fp32_copy = 8192 * facts.vocab * 4 if found.logits else 0
+    assert found.allocated == pytest.approx(measured, rel=0.1)
+    assert found.allocated - fp32_copy == pytest.approx(measured, rel=0.1)
+
+
+# nvidia-smi in the published runs of GPT2-large: 16 heads, 1024 tokens, no distributed optimizer, and dropout of 0.1,
+# which keeps masks that a fine-tuning run has not: 2 bytes per token, layer and hidden number.
+@pytest.mark.parametrize(
+    "layout, batch, measured",
+    [
+        ({}, 32, [80161]),
+        ({"tp": 2}, 64, [85969]),
+        ({"tp": 2, "sp": True}, 64, [71571]),
+        ({"cp": 2}, 64, [81917]),
+        ({"pp": 2}, 64, [61249, 88299]),
+    ],
+)
+def test_published_runs_of_gpt2(layout, batch, measured):
+    ranks = 2 if layout else 1
+    made = alone(
+        layout__gpus_per_node=ranks,
+        train__global_batch=batch,
+        train__micro_batch=batch,
+        data__seq_length=1024,
+        optimizer__distributed=False,
+        **{f"layout__{key}": value for key, value in layout.items()},
+    )
+    stages = memory(made, known("gpt2-large-16-heads"), H200)
+    for stage, seen in zip(stages, measured, strict=True):
+        masks = 2 * 36 * 1280 * batch * 1024 // (ranks if layout.get("sp") or "tp" not in layout else 1)
+        assert stage.total + masks == pytest.approx(seen * 2**20, rel=0.12)
+
+
+def test_room_is_counted_in_bytes():
+    found = one(alone())
+    assert found.capacity == H200.memory and found.total < 2 * GIB
