@@ -20,10 +20,10 @@ from typing import Any, NamedTuple
 from conf.facts import ModelFacts
 from conf.plan.parameters import Stage
 
-from conf.layout import grid
+from conf.layout import Grid, grid
 from conf.plan import activations, parameters
 from conf.plan.hardware import GIB, Gpu
-from conf.schema import Run
+from conf.schema import Layout, Run
 
 CONTEXT = int(
     1.0 * GIB
@@ -94,8 +94,27 @@ class Holding:
 def memory(run: Run, facts: ModelFacts, gpu: Gpu, memo: dict[Any, Any] | None = None) -> list[StageMemory]:
     """Takes a legal layout. memo keeps what plans of the same run at other layouts share."""
     memo = {} if memo is None else memo
-    costs = _costs(run, facts, memo)
-    return [_rank(run, facts, gpu, holding, costs) for holding in holdings(run, facts, memo)]
+    cut, costs = grid(run.layout, run.train), _costs(run, facts, memo)
+    return [_rank(run, facts, gpu, cut, holding, costs) for holding in holdings(run, facts, memo)]
+
+
+def fullest(run: Run, facts: ModelFacts, gpu: Gpu, memo: dict[Any, Any]) -> StageMemory:
+    """Of all pipeline ranks. Of those that hold the same, the first has most microbatches in flight."""
+    cut, costs = grid(run.layout, run.train), _costs(run, facts, memo)
+    first: dict[Any, Holding] = {}
+    for holding in holdings(run, facts, memo):
+        first.setdefault((holding.parameters, holding.trained, holding.output, *holding.layers.items()), holding)
+    found = [_rank(run, facts, gpu, cut, holding, costs) for holding in first.values()]
+    return max(found, key=lambda stage: stage.total)
+
+
+def lasting(run: Run, facts: ModelFacts, memo: dict[Any, Any]) -> int:
+    """Bytes of weights, gradients and optimizer on the fullest rank, whatever passes through it."""
+    byte, cut = 4 if run.train.precision == "fp32" else 2, grid(run.layout, run.train)
+    return max(
+        (one.parameters + one.adapters) * byte + sum(state_bytes(run, cut, *one.trained))
+        for one in holdings(run, facts, memo)
+    )
 
 
 def holdings(run: Run, facts: ModelFacts, memo: dict[Any, Any]) -> list[Holding]:
@@ -138,9 +157,8 @@ def _costs(run: Run, facts: ModelFacts, memo: dict[Any, Any]) -> dict[str, tuple
     return memo[key]
 
 
-def in_flight(run: Run, rank: int) -> float:
+def in_flight(layout: Layout, microbatches: int, rank: int) -> float:
     """Microbatches whose activations a pipeline rank keeps at once, in units of all its layers."""
-    layout, microbatches = run.layout, grid(run.layout, run.train).microbatches
     if layout.vpp is None:
         return min(microbatches, layout.pp - rank)
     # warm-up of core's interleaved schedule, in chunks, and the one that runs
@@ -148,9 +166,8 @@ def in_flight(run: Run, rank: int) -> float:
     return min(chunks, microbatches * layout.vpp) / layout.vpp
 
 
-def state_bytes(run: Run, dense: int, expert: int) -> tuple[int, int]:
+def state_bytes(run: Run, cut: Grid, dense: int, expert: int) -> tuple[int, int]:
     """Gradients and optimizer of so many trained parameters of one rank, those of experts apart."""
-    cut = grid(run.layout, run.train)
     each = 8 if run.train.precision == "fp32" else 12
     if not run.optimizer.distributed:
         return 4 * (dense + expert), each * (dense + expert)
@@ -158,18 +175,18 @@ def state_bytes(run: Run, dense: int, expert: int) -> tuple[int, int]:
 
 
 def _rank(
-    run: Run, facts: ModelFacts, gpu: Gpu, holding: Holding, costs: dict[str, tuple[int, dict[str, int]]]
+    run: Run, facts: ModelFacts, gpu: Gpu, cut: Grid, holding: Holding, costs: dict[str, tuple[int, dict[str, int]]]
 ) -> StageMemory:
     byte = 4 if run.train.precision == "fp32" else 2
-    gradients, optimizer = state_bytes(run, *holding.trained)
+    gradients, optimizer = state_bytes(run, cut, *holding.trained)
     blocks = dict(holding.layers)
     if run.train.recompute == "full":  # blocks keep their input; MTP layers are recomputed one by one
         blocks = {kind: n if kind == "mtp" else ceil(n / run.train.recompute_layers) for kind, n in blocks.items()}
-    kept = int(sum(costs[kind][0] * n for kind, n in blocks.items()) * in_flight(run, holding.rank))
+    flying = in_flight(run.layout, cut.microbatches, holding.rank)
+    kept = int(sum(costs[kind][0] * n for kind, n in blocks.items()) * flying)
     # What is live besides at the fullest moment: in the backward pass of a layer, or at the loss.
-    moments = [{"logits": 0, **costs[kind][1]} for kind in blocks]
-    for moment in moments:
-        moment["working"] += _largest_gradient(run, facts, holding)
+    gradient = _largest_gradient(run, facts, holding)
+    moments = [{"logits": 0, **costs[kind][1], "working": costs[kind][1]["working"] + gradient} for kind in blocks]
     moments += [costs["loss"][1]] if holding.output else []
     peak = max(moments, key=lambda moment: sum(moment.values()))
     return StageMemory(
@@ -180,7 +197,7 @@ def _rank(
         adapters=holding.adapters * byte,
         activations=kept,
         **peak,
-        buffers=WORKSPACE + NCCL_GROUP * _groups(run),
+        buffers=WORKSPACE + NCCL_GROUP * _groups(run.layout, cut),
         context=CONTEXT,
         margin=int((kept + sum(peak.values())) * FRAGMENTS),
         capacity=gpu.memory,
@@ -193,17 +210,14 @@ def _largest_gradient(run: Run, facts: ModelFacts, holding: Holding) -> int:
         return 0
     layout, gate = run.layout, 2 if facts.gated else 1
     sizes = [facts.hidden * facts.ffn * gate // layout.tp]
-    if facts.experts and holding.layers.keys() & {
-        "moe",
-        "mtp",
-    }:  # one product computes the gradients of all experts of a rank
+    if facts.experts and holding.layers.keys() & {"moe", "mtp"}:
+        # one product computes the gradients of all experts of a rank
         sizes.append(facts.experts // layout.ep * facts.hidden * facts.expert_ffn * gate // layout.etp)
     return max(sizes) * (4 if run.train.precision == "fp32" else 2)
 
 
-def _groups(run: Run) -> int:
+def _groups(layout: Layout, cut: Grid) -> int:
     """Communicators that a rank sends large messages through; the world's own counts."""
-    layout, cut = run.layout, grid(run.layout, run.train)
     degrees = (layout.tp, layout.cp, layout.pp, cut.dp * layout.cp, layout.ep, layout.etp, cut.edp)
     return sum(degree > 1 for degree in degrees) + (layout.world > 1)
 

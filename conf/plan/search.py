@@ -10,7 +10,7 @@ leaves a rank less than 1024 tokens, and more than 4 virtual stages.
 
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import product
 from math import ceil, inf
 from typing import Any
@@ -20,7 +20,7 @@ from conf.facts import ModelFacts
 from conf.layout import problems
 from conf.load import ConfigError
 from conf.plan.hardware import GB, Gpu
-from conf.plan.memory import StageMemory, memory
+from conf.plan.memory import fullest, lasting
 from conf.plan.timing import timing
 from conf.schema import Layout, Run, Train
 
@@ -33,7 +33,7 @@ VIRTUAL = (None, 2, 4)
 class Candidate:
     layout: Layout
     train: Train  # with its micro_batch and recompute
-    seconds: float  # of a step, likely
+    seconds: float  # of a step, likely; infinite where it does not fit
     memory: int  # bytes on the fullest rank
     stage: int  # pipeline rank that is fullest
     over: int  # bytes that lack; negative = room
@@ -60,34 +60,46 @@ def search(run: Run, facts: ModelFacts, gpu: Gpu, gpus: int) -> Found:
     fitting: list[Candidate] = []
     closest: Candidate | None = None
     for layout in _layouts(run, facts, gpu, gpus, reasons):
+        bare = run.model_copy(update={"layout": layout, "train": _smallest(run.train)})
+        if (excess := lasting(bare, facts, memo) - gpu.memory) > 0:
+            reasons["does not fit: weights, gradients and optimizer alone are more than a GPU has"] += 1
+            if closest is None or excess < closest.over:
+                closest = min(filter(None, (closest, _tried(bare, facts, gpu, memo))), key=lambda one: one.over)
+            continue
         lacks: dict[str, str] = {}  # by recompute: a larger micro batch lacks no less
         for train in _trains(run, facts, layout, reasons):
             if train.recompute in lacks:
                 reasons[lacks[train.recompute]] += 1
                 continue
             tried = run.model_copy(update={"layout": layout, "train": train})
-            fullest = max(memory(tried, facts, gpu, memo), key=lambda stage: stage.over)
-            if fullest.over <= 0:
-                fitting.append(_candidate(tried, fullest, timing(tried, facts, gpu, memo).likely))
+            one = _tried(tried, facts, gpu, memo)
+            if one.over <= 0:
+                fitting.append(replace(one, seconds=timing(tried, facts, gpu, memo).likely))
                 continue
-            lacks[train.recompute] = _lack(fullest)
+            lacks[train.recompute] = _lack(one)
             reasons[lacks[train.recompute]] += 1
-            if closest is None or fullest.over < closest.over:
-                closest = _candidate(tried, fullest, inf)
+            closest = min(filter(None, (closest, one)), key=lambda one: one.over)
     fitting.sort(key=lambda one: (one.seconds, one.memory))
     return Found(fitting, closest, reasons)
 
 
-def _candidate(run: Run, fullest: StageMemory, seconds: float) -> Candidate:
-    return Candidate(run.layout, run.train, seconds, fullest.total, fullest.rank, fullest.over)
+def _tried(run: Run, facts: ModelFacts, gpu: Gpu, memo: dict[Any, Any]) -> Candidate:
+    stage = fullest(run, facts, gpu, memo)
+    return Candidate(run.layout, run.train, inf, stage.total, stage.rank, stage.over)
 
 
-def _lack(fullest: StageMemory) -> str:
+def _smallest(train: Train) -> Train:
+    return train.model_copy(
+        update={"micro_batch": 1, "recompute": "full", "recompute_modules": (), "recompute_layers": 1}
+    )
+
+
+def _lack(one: Candidate) -> str:
     """Coarse, so that thousands of layouts give a few reasons."""
     for limit in (10, 100):
-        if fullest.over < limit * GB:
-            return f"does not fit by up to {limit} GB on stage {fullest.rank}"
-    return f"does not fit by more than 100 GB on stage {fullest.rank}"
+        if one.over < limit * GB:
+            return f"does not fit by up to {limit} GB on stage {one.stage}"
+    return f"does not fit by more than 100 GB on stage {one.stage}"
 
 
 def _layouts(run: Run, facts: ModelFacts, gpu: Gpu, gpus: int, reasons: Counter[str]) -> Iterator[Layout]:

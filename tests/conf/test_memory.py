@@ -170,7 +170,7 @@ def test_microbatches_in_flight(layout, expected):
     made = alone(
         layout__gpus_per_node=4, train__global_batch=batch, **{f"layout__{key}": n for key, n in layout.items()}
     )
-    assert [in_flight(made, rank) for rank in range(4)] == expected
+    assert [in_flight(made.layout, batch, rank) for rank in range(4)] == expected
 
 
 def test_items_add_up_and_only_the_last_stage_has_logits():
@@ -192,9 +192,9 @@ def test_hosts():
     assert 27e9 * 14 < lora["train"].disk / 5 < 28.5e9 * 14  # conf/glm47.yaml counts 27B
 
 
-# Measured on one H200 and kept in the project's notes, without a constant here fitted to them. The slice: 1 dense and
-# 5 MoE layers of GLM-4.7, forced balance, dropout 0.05, one adapter for all experts, Transformer Engine's cross entropy,
-# which needs no fp32 copy of the logits.
+# Measured on one H200 and kept in the project's notes; no constant is fitted to them. The slice: 1 dense and 5 MoE
+# layers of GLM-4.7, forced balance, dropout 0.05, one adapter for all experts, Transformer Engine's cross entropy, which
+# needs no fp32 copy of the logits.
 @pytest.mark.parametrize(
     "recompute, modules, measured", [("full", "[]", 52e9), ("selective", "[moe_act,layernorm]", 68e9)]
 )

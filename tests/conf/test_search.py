@@ -1,0 +1,85 @@
+"""conf/plan/search.py: what it offers is legal and fits, the best comes first, and it is quick."""
+
+import time
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+
+from conf.facts import known
+from conf.layout import problems
+from conf.load import ConfigError, load
+from conf.plan.hardware import GIB, GPUS
+from conf.plan.memory import memory
+from conf.plan.search import search
+from conf.plan.timing import timing
+
+H100 = GPUS["h100"]
+
+
+def test_what_it_offers_is_legal_fits_and_is_sorted():
+    run, facts = load("glm47"), known("glm47")
+    found = search(run, facts, H100, 32)
+    assert found.fitting and found.reasons
+    for one in found.fitting[:: max(1, len(found.fitting) // 40)]:
+        tried = run.model_copy(update={"layout": one.layout, "train": one.train})
+        assert not problems(tried, facts) and one.layout.world == 32
+        # the same figures as those of a plan by itself: nothing is shared that should not be
+        fullest = max(memory(tried, facts, H100), key=lambda stage: stage.over)
+        assert (fullest.total, fullest.over) == (one.memory, one.over) and one.over <= 0
+        assert timing(tried, facts, H100).likely == one.seconds
+        assert one.train.global_batch == run.train.global_batch and one.verdict.startswith("fits, ")
+    assert all(a.seconds <= b.seconds for a, b in pairwise(found.fitting))
+
+
+def test_the_whole_batch_on_more_gpus_than_it_has_sequences_needs_other_cuts():
+    found = search(load("glm47"), known("glm47"), H100, 64)
+    assert all(one.layout.tp * one.layout.cp * one.layout.pp >= 4 for one in found.fitting)
+    assert any("train.global_batch 16 is no multiple of dp" in reason for reason in found.reasons)
+    assert "illegal: layout.ep: 64 does not divide the 160 experts" in found.reasons
+
+
+def test_says_why_nothing_fits():
+    found = search(load("glm47"), known("glm47"), H100, 8)
+    assert not found.fitting and found.closest
+    assert found.closest.over > 0 and found.closest.verdict.startswith("does not fit by ")
+    assert any(reason.startswith("does not fit") for reason in found.reasons)
+
+
+def test_more_memory_fits_more():
+    run, facts = load("glm47"), known("glm47")
+    fitting = [len(search(run, facts, replace(H100, memory=size * GIB), 32).fitting) for size in (60, 80, 140, 280)]
+    assert fitting == sorted(fitting) and fitting[0] < fitting[-1]
+
+
+def test_stages_that_do_not_share_evenly_end_with_fewer():
+    """61 layers of DeepSeek-V3 are shared by no number of stages: the last has what is left."""
+    found = search(load("glm47", ["train.global_batch=256"]), known("deepseek-v3"), H100, 256)
+    uneven = [one.layout for one in found.fitting if one.layout.pp > 1]
+    assert uneven and all(layout.last_stage_layers for layout in uneven)
+    assert all((layout.last_stage_layers or 61) <= -(-61 // layout.pp) for layout in uneven)
+
+
+def test_packed_data_keep_micro_batches_of_one():
+    found = search(load("glm47", ["data.packed=true"]), known("glm47"), H100, 32)
+    assert {one.train.micro_batch for one in found.fitting} == {1}
+
+
+def test_dense_models_have_no_expert_degrees():
+    found = search(load("glm47", ["adapter.experts=shared"]), known("llama31-70b"), H100, 16)
+    assert found.fitting and all(one.layout.ep == one.layout.etp == 1 for one in found.fitting)
+
+
+@pytest.mark.parametrize("gpus", [0, -8, 12])
+def test_refuses_gpus_that_are_no_hosts(gpus):
+    with pytest.raises(ConfigError, match=f"^gpus: {gpus} is neither up to 8, one h100 host, nor a multiple of it$"):
+        search(load("glm47"), known("glm47"), H100, gpus)
+
+
+@pytest.mark.parametrize("name, kind", [("glm47", "lora"), ("deepseek-v3", "none"), ("llama31-405b", "none")])
+def test_a_thousand_gpus_take_seconds(name, kind):
+    run = load("glm47", ["train.global_batch=1024", f"adapter.kind={kind}"])
+    begin = time.process_time()
+    found = search(run, known(name), H100, 1024)
+    assert time.process_time() - begin < 5
+    assert found.fitting
