@@ -15,8 +15,9 @@ Megatron-Bridge 0.6's own, found out before a process is started. Memory is not 
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from math import lcm
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
+from conf.facts import ModelFacts
 from conf.schema import Layout, Run, Train
 
 # Megatron cuts the input of these layers over tp, that of all others is whole.
@@ -28,21 +29,6 @@ class Grid:
     dp: int
     edp: int
     microbatches: int  # per step and data-parallel rank: gradient accumulation, and what fills a pipeline
-
-
-@dataclass(frozen=True)
-class ModelFacts:
-    layers: int  # without multi-token-prediction layers, which all lie on the last stage
-    hidden: int
-    heads: int
-    kv_heads: int
-    vocab: int
-    ffn: int  # inner width of a dense layer; 0 = there is none
-    experts: int  # routed experts of an MoE layer; 0 = a dense model
-    expert_ffn: int
-    shared_ffn: int  # inner width of all shared experts of a layer together
-    dense_layers: int  # first_k_dense_replace; all layers of a dense model
-    mtp_layers: int
 
 
 class Broken(NamedTuple):
@@ -68,38 +54,6 @@ def packing_multiple(layout: Layout) -> int:
     packed sequences; it costs 8 tokens a row.
     """
     return lcm(16, (2 * layout.cp if layout.cp > 1 else 1) * (layout.tp if layout.sp else 1))
-
-
-def facts_from_hf(config: dict[str, Any]) -> ModelFacts:
-    """Reads a config.json; the names are those of GLM-4.5+, DeepSeek-V3, Qwen3-MoE, Mixtral and Llama."""
-
-    def size(*names: str, default: int | None = None) -> int:
-        given = {name: config[name] for name in names if config.get(name) is not None}
-        if not given and default is not None:
-            return default
-        value = next(iter(given.values()), None)
-        if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-            raise ValueError(f"config.json: {' or '.join(given or names)} is {value!r}, which is no size")
-        return value
-
-    layers, heads = size("num_hidden_layers"), size("num_attention_heads")
-    experts = size("n_routed_experts", "num_experts", "num_local_experts", default=0)
-    dense_layers = size("first_k_dense_replace", default=0) if experts else layers
-    expert_ffn = size("moe_intermediate_size", "intermediate_size") if experts else 0
-    shared = size("n_shared_experts", default=0) * expert_ffn
-    return ModelFacts(
-        layers=layers,
-        hidden=size("hidden_size"),
-        heads=heads,
-        kv_heads=size("num_key_value_heads", default=heads),
-        vocab=size("vocab_size"),
-        ffn=size("intermediate_size") if dense_layers else 0,
-        experts=experts,
-        expert_ffn=expert_ffn,
-        shared_ffn=size("shared_expert_intermediate_size", default=shared) if experts else 0,
-        dense_layers=dense_layers,
-        mtp_layers=size("num_nextn_predict_layers", default=0),
-    )
 
 
 def problems(run: Run, facts: ModelFacts | None = None) -> list[str]:
@@ -229,26 +183,26 @@ def _broken_widths(run: Run, facts: ModelFacts) -> Iterator[Broken]:
 
 def _broken_stages(run: Run, facts: ModelFacts) -> Iterator[Broken]:
     layout, vpp = run.layout, run.layout.vpp or 1
-    shares = _shares(layout, facts.layers)
-    if not shares and (layout.first_stage_layers or layout.last_stage_layers):
+    counts = shares(layout, facts.layers)
+    if not counts and (layout.first_stage_layers or layout.last_stage_layers):
         key = "first_stage_layers" if layout.first_stage_layers else "last_stage_layers"
         ends = f"first {layout.first_stage_layers or 'even'} and last {layout.last_stage_layers or 'even'}"
         text = (
             f"{ends} do not add up to {facts.layers} layers with the same number on each other of the {layout.pp} ranks"
         )
         yield Broken("stages", f"layout.{key}", text, range(1, facts.layers))
-    elif not shares:
+    elif not counts:
         text = f"{layout.pp} ranks do not share {facts.layers} layers evenly (or set first_ and last_stage_layers)"
         yield Broken("stages", "layout.pp", text, _divisors(layout.world))
-    elif any(share % vpp for share in shares):
-        text = f"{vpp} does not divide the layers of each pipeline rank, {', '.join(map(str, sorted(set(shares))))}"
-        yield Broken("virtual stages", "layout.vpp", text, range(2, max(shares) + 1))
+    elif any(count % vpp for count in counts):
+        text = f"{vpp} does not divide the layers of each pipeline rank, {', '.join(map(str, sorted(set(counts))))}"
+        yield Broken("virtual stages", "layout.vpp", text, range(2, max(counts) + 1))
     if facts.mtp_layers and run.model.mtp and run.train.recompute == "full" and run.train.recompute_layers > 1:
         text = f"{run.train.recompute_layers}, but multi-token-prediction layers are recomputed one by one"
         yield Broken("mtp recompute", "train.recompute_layers", text, [1])
 
 
-def _shares(layout: Layout, layers: int) -> list[int]:
+def shares(layout: Layout, layers: int) -> list[int]:
     """Layers of each pipeline rank; empty if they do not come out even."""
     first, last = ([count] if count else [] for count in (layout.first_stage_layers, layout.last_stage_layers))
     middle = layout.pp - len(first) - len(last)

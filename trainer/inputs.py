@@ -9,7 +9,8 @@ import shutil
 import struct
 from pathlib import Path
 
-from conf.layout import facts_from_hf, problems
+from conf.facts import facts_from_hf
+from conf.layout import problems
 from conf.schema import Run
 from trainer import checkpoints, prepared
 from trainer.faults import Fault

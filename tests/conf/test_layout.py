@@ -4,7 +4,8 @@ import re
 
 import pytest
 
-from conf.layout import Grid, ModelFacts, facts_from_hf, grid, problems
+from conf.facts import facts_from_hf
+from conf.layout import Grid, grid, problems
 from conf.load import load
 from conf.schema import Run, sections
 
@@ -13,10 +14,12 @@ GLM = {
     "hidden_size": 5120,
     "num_attention_heads": 96,
     "num_key_value_heads": 8,
+    "head_dim": 128,
     "vocab_size": 151552,
     "intermediate_size": 12288,
     "moe_intermediate_size": 1536,
     "n_routed_experts": 160,
+    "num_experts_per_tok": 8,
     "n_shared_experts": 1,
     "first_k_dense_replace": 3,
     "num_nextn_predict_layers": 1,
@@ -40,6 +43,7 @@ QWEN3_MOE = {
     "intermediate_size": 12288,
     "moe_intermediate_size": 1536,
     "num_experts": 128,
+    "num_experts_per_tok": 8,
 }
 MIXTRAL = {
     "num_hidden_layers": 32,
@@ -49,6 +53,7 @@ MIXTRAL = {
     "vocab_size": 32000,
     "intermediate_size": 14336,
     "num_local_experts": 8,
+    "num_experts_per_tok": 2,
 }
 LLAMA = {
     "num_hidden_layers": 32,
@@ -75,35 +80,6 @@ def run(world: int = 8, **changes: object) -> Run:
         section = next(name for name, kind in sections().items() if key in kind.model_fields)
         data[section][key] = value
     return Run.model_validate({"name": "x", **data})
-
-
-def test_facts_of_each_family():
-    assert facts_from_hf(GLM) == ModelFacts(
-        layers=92,
-        hidden=5120,
-        heads=96,
-        kv_heads=8,
-        vocab=151552,
-        ffn=12288,
-        experts=160,
-        expert_ffn=1536,
-        shared_ffn=1536,
-        dense_layers=3,
-        mtp_layers=1,
-    )
-    assert facts_from_hf(DEEPSEEK).experts == 256
-    qwen = facts_from_hf(QWEN3_MOE)
-    assert (qwen.experts, qwen.expert_ffn, qwen.ffn, qwen.shared_ffn, qwen.dense_layers) == (128, 1536, 0, 0, 0)
-    mixtral = facts_from_hf(MIXTRAL)
-    assert (mixtral.experts, mixtral.expert_ffn, mixtral.ffn) == (8, 14336, 0)
-    llama = facts_from_hf(LLAMA)
-    assert (llama.experts, llama.kv_heads, llama.ffn, llama.dense_layers, llama.mtp_layers) == (0, 32, 11008, 32, 0)
-
-
-@pytest.mark.parametrize("value", [None, "92", 92.0, True, -1])
-def test_facts_that_are_no_sizes(value):
-    with pytest.raises(ValueError, match=r"num_hidden_layers is .*, which is no size"):
-        facts_from_hf(GLM | {"num_hidden_layers": value})
 
 
 def test_the_expert_grid_is_not_the_dense_grid():

@@ -1,0 +1,203 @@
+"""What arithmetic has to know of a model, read from its config.json.
+
+    facts_from_hf(config)    of a config.json that was read; ValueError of one line for what is no model
+    known(name)              of conf/models/NAME.json: {"source": where it is from, "config": its config.json, trimmed}
+
+Counts are exact for the families in FAMILIES. Others work by the names that Llama, GLM-4.5+, DeepSeek-V3, Qwen-MoE
+and Mixtral use. Not covered: biases on Llama's o_proj alone, norms of q and k over all heads, other kinds of layers.
+"""
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache, cached_property
+from pathlib import Path
+from typing import Any
+
+MODELS = Path(__file__).parent / "models"
+FAMILIES = (
+    "Glm4MoeForCausalLM",
+    "DeepseekV3ForCausalLM",
+    "Qwen3MoeForCausalLM",
+    "Qwen2MoeForCausalLM",
+    "MixtralForCausalLM",
+    "LlamaForCausalLM",
+    "GPT2LMHeadModel",
+)
+# Said by no key: Qwen2 has biases on q, k and v, Qwen3 norms on q and k.
+BIASED = ("Qwen2ForCausalLM", "Qwen2MoeForCausalLM")
+NORMED = ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM")
+GPT2 = "GPT2LMHeadModel"
+LIMIT = 2**24  # no size of any model is larger
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    layers: int  # without multi-token-prediction layers, which all lie on the last stage
+    hidden: int
+    heads: int
+    kv_heads: int  # one per head with latent attention
+    head_dim: int  # 0 with latent attention
+    vocab: int
+    ffn: int  # inner width of a dense layer; 0 = there is none
+    experts: int = 0  # routed experts of an MoE layer; 0 = a dense model
+    top_k: int = 0  # experts that a token takes
+    expert_ffn: int = 0
+    shared_ffn: int = 0  # inner width of all shared experts of a layer together
+    dense_layers: int = 0  # the first that are dense whatever moe_step says; all layers of a dense model
+    moe_step: int = 1  # behind them every so manieth layer has experts
+    dense_too: tuple[int, ...] = ()  # more layers that are dense, counted from 0
+    mtp_layers: int = 0
+    # latent attention (DeepSeek-V3); kv_rank 0 = there is none, q_rank 0 = the query is no product of two
+    q_rank: int = 0
+    kv_rank: int = 0
+    qk_nope: int = 0
+    qk_rope: int = 0
+    v_head: int = 0
+    qk_norm: bool = False  # with latent attention: on the low-rank query and key-value
+    gated: bool = True  # three matrices in an MLP, not two
+    attention_bias: bool = False  # on q, k and v
+    linear_bias: bool = False  # on every linear layer
+    layernorm: bool = False  # norms have a bias as well as a weight
+    expert_bias: bool = False  # added to routing scores; moved by the trainer, not by gradients: no parameter
+    shared_gate: bool = False  # a token weighs the shared experts
+    tied: bool = False  # the output layer is the embedding
+    positions: int = 0  # learned; 0 = rotary ones, which hold no parameters
+    vocab_pad: int = 0  # the vocabulary is padded to a multiple of this * tp; 0 = it is not
+    architecture: str = ""
+
+    def kind(self, layer: int) -> str:
+        """dense or moe."""
+        if layer < self.dense_layers or layer in self.dense_too or not self.experts:
+            return "dense"
+        return "moe" if (layer + 1) % self.moe_step == 0 else "dense"
+
+    @cached_property
+    def kinds(self) -> tuple[str, ...]:
+        return tuple(self.kind(layer) for layer in range(self.layers))
+
+    def padded_vocab(self, tp: int) -> int:
+        multiple = self.vocab_pad * tp or 1
+        return -(-self.vocab // multiple) * multiple
+
+
+@cache
+def known(name: str) -> ModelFacts:
+    path = MODELS / f"{name}.json"
+    if not path.is_file():
+        names = ", ".join(sorted(file.stem for file in MODELS.glob("*.json")))
+        raise ValueError(f"{name}: no such model in conf/models; there are {names}")
+    return facts_from_hf(json.loads(path.read_text())["config"])
+
+
+def facts_from_hf(config: dict[str, Any]) -> ModelFacts:
+    def size(*names: str, default: int | None = None, least: int = 0) -> int:
+        """Of the names that a size goes by, the first that is given."""
+        given = {name: config[name] for name in names if config.get(name) is not None}
+        if not given and default is not None:
+            return default
+        name, value = next(iter(given.items()), (" or ".join(names), None))
+        if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= LIMIT:
+            raise ValueError(f"config.json: {name} is {value!r}, which is no size from {least} to {LIMIT}")
+        return value
+
+    architecture = next(iter(config.get("architectures") or ()), "")
+    facts = _gpt2(config, size) if architecture == GPT2 else _by_llamas_names(config, architecture, size)
+    _check(facts)
+    return facts
+
+
+def _gpt2(config: dict[str, Any], size: Callable[..., int]) -> ModelFacts:
+    """Megatron pads its vocabulary, as there is no released checkpoint to be loaded: Bridge converts no GPT-2."""
+    hidden, heads, layers = (size(name, least=1) for name in ("n_embd", "n_head", "n_layer"))
+    return ModelFacts(
+        layers=layers,
+        hidden=hidden,
+        heads=heads,
+        kv_heads=heads,
+        head_dim=_head_dim("n_embd", hidden, "n_head", heads),
+        vocab=size("vocab_size", least=1),
+        ffn=size("n_inner", default=4 * hidden, least=1),
+        dense_layers=layers,
+        gated=False,
+        attention_bias=True,
+        linear_bias=True,
+        layernorm=True,
+        tied=config.get("tie_word_embeddings") is not False,
+        positions=size("n_positions", least=1),
+        vocab_pad=128,
+        architecture=GPT2,
+    )
+
+
+def _by_llamas_names(config: dict[str, Any], architecture: str, size: Callable[..., int]) -> ModelFacts:
+    layers, hidden = size("num_hidden_layers", least=1), size("hidden_size", least=1)
+    heads = size("num_attention_heads", least=1)
+    experts = size("n_routed_experts", "num_experts", "num_local_experts", default=0)
+    dense_layers = size("first_k_dense_replace", default=0) if experts else layers
+    moe_step = size("decoder_sparse_step", "moe_layer_freq", default=1, least=1) if experts else 1
+    dense_too = _layers_in(config, "mlp_only_layers", layers) if experts else ()
+    expert_ffn = size("moe_intermediate_size", "intermediate_size", least=1) if experts else 0
+    shared = size("n_shared_experts", default=0) * expert_ffn
+    latent = config.get("kv_lora_rank") is not None
+    return ModelFacts(
+        layers=layers,
+        hidden=hidden,
+        heads=heads,
+        kv_heads=heads if latent else size("num_key_value_heads", default=heads, least=1),
+        head_dim=0
+        if latent
+        else size("head_dim", default=0) or _head_dim("hidden_size", hidden, "num_attention_heads", heads),
+        vocab=size("vocab_size", least=1),
+        ffn=size("intermediate_size", least=1) if dense_layers or dense_too or moe_step > 1 else 0,
+        experts=experts,
+        top_k=size("num_experts_per_tok", least=1) if experts else 0,
+        expert_ffn=expert_ffn,
+        shared_ffn=size("shared_expert_intermediate_size", default=shared) if experts else 0,
+        dense_layers=dense_layers,
+        moe_step=moe_step,
+        dense_too=dense_too,
+        mtp_layers=size("num_nextn_predict_layers", default=0),
+        q_rank=size("q_lora_rank", default=0) if latent else 0,
+        kv_rank=size("kv_lora_rank", least=1) if latent else 0,
+        qk_nope=size("qk_nope_head_dim", least=1) if latent else 0,
+        qk_rope=size("qk_rope_head_dim", least=1) if latent else 0,
+        v_head=size("v_head_dim", least=1) if latent else 0,
+        qk_norm=latent or bool(config.get("use_qk_norm")) or architecture in NORMED,
+        attention_bias=bool(config.get("attention_bias")) or architecture in BIASED,
+        linear_bias=bool(config.get("mlp_bias")),
+        expert_bias=bool(experts) and architecture in ("Glm4MoeForCausalLM", "DeepseekV3ForCausalLM"),
+        shared_gate=architecture == "Qwen2MoeForCausalLM",
+        tied=bool(config.get("tie_word_embeddings")),
+        architecture=architecture,
+    )
+
+
+def _head_dim(whole: str, hidden: int, parts: str, heads: int) -> int:
+    if hidden % heads:
+        raise ValueError(
+            f"config.json: {parts} is {heads}, which does not divide {whole}, {hidden}, and no head_dim is given"
+        )
+    return hidden // heads
+
+
+def _layers_in(config: dict[str, Any], name: str, layers: int) -> tuple[int, ...]:
+    found = config.get(name) or []
+    if not isinstance(found, list) or not all(type(layer) is int and 0 <= layer < layers for layer in found):
+        raise ValueError(f"config.json: {name} is {found!r}, which is no list of layers from 0 to {layers - 1}")
+    return tuple(sorted(set(found)))
+
+
+def _check(facts: ModelFacts) -> None:
+    """What no key can be blamed for alone."""
+    text = ""
+    if facts.heads % facts.kv_heads:
+        text = f"num_key_value_heads is {facts.kv_heads}, which does not divide num_attention_heads, {facts.heads}"
+    elif facts.experts and facts.top_k > facts.experts:
+        text = f"num_experts_per_tok is {facts.top_k}, of {facts.experts} experts"
+    elif facts.dense_layers > facts.layers:
+        text = f"first_k_dense_replace is {facts.dense_layers}, of {facts.layers} layers"
+    elif facts.mtp_layers > facts.layers:
+        text = f"num_nextn_predict_layers is {facts.mtp_layers}, beside {facts.layers} layers"
+    if text:
+        raise ValueError(f"config.json: {text}")

@@ -1,0 +1,206 @@
+"""Parameters: of the whole model, and of what one rank of each pipeline stage holds of it.
+
+    stages(run, facts)              what lies where: a Stage per pipeline rank, or per virtual stage of one
+    held(run, facts, stage)         parameters on one rank of it, by kind; all ranks of a stage hold as many
+    trainable(run, facts, stage)    how many of them are trained: (dense, of experts)
+    total(facts), active(facts)     of the released checkpoint; of what one token passes through
+
+As Megatron-Bridge 0.6 and megatron-core 0.19 build them, to the parameter; trainer/rehearse.py compares. The layout is
+taken to be legal (conf/layout.py). Every rank of tp holds whole norms, routers and MLA's down projections, and an
+adapter, all of which is cut: rank * (in + out) / tp. Layers of multi-token prediction lie on the last stage, which
+then has an embedding of its own.
+
+Not covered: routers' expert biases, which are buffers in Megatron; total() counts them, as the released files do.
+"""
+
+from collections import Counter
+from dataclasses import dataclass
+
+from conf.facts import ModelFacts
+from conf.layout import shares
+from conf.schema import Run
+
+KINDS = (
+    "embedding",
+    "output",
+    "attention",
+    "mlp",
+    "router",
+    "experts",
+    "shared_experts",
+    "norms",
+    "mtp",  # what such a layer has besides an ordinary one, which counts with its kinds
+    "adapters_dense",
+    "adapters_experts",
+)
+
+
+@dataclass(frozen=True)
+class Stage:
+    rank: int  # of the pipeline
+    layers: tuple[str, ...]  # dense, moe or mtp, in order
+    embedding: bool  # holds one: the first stage, and the last if it has MTP layers
+    output: bool  # computes the logits
+    virtual: int = 0  # which of the rank's stages
+
+
+@dataclass(frozen=True)
+class _Linear:
+    """A layer's matrix: what goes in and out of it, uncut."""
+
+    name: str  # Megatron's, as in adapter.targets
+    into: int
+    out: int
+    cut: str = "column"  # column, row, or whole on every rank of tp
+    bias: bool = False
+
+
+def stages(run: Run, facts: ModelFacts) -> list[Stage]:
+    """By rank, then by virtual stage. With vpp 2, of 4 layers on 2 ranks the first has 0 and 2, the other 1 and 3."""
+    layout, vpp = run.layout, run.layout.vpp or 1
+    counts = shares(layout, facts.layers)
+    assert counts, f"illegal layout: {layout} of {facts.layers} layers"
+    mtp = facts.mtp_layers if run.model.mtp else 0
+    found, layer = [], 0
+    for virtual in range(vpp):
+        for rank in range(layout.pp):
+            count = counts[rank] // vpp
+            last = (rank, virtual) == (layout.pp - 1, vpp - 1)
+            kinds = facts.kinds[layer : layer + count] + (("mtp",) * mtp if last else ())
+            layer += count
+            found.append(Stage(rank, kinds, rank == virtual == 0 or (last and mtp > 0), last, virtual))
+    return sorted(found, key=lambda stage: (stage.rank, stage.virtual))
+
+
+def held(run: Run, facts: ModelFacts, stage: Stage) -> dict[str, int]:
+    tp, norm = run.layout.tp, facts.hidden * (2 if facts.layernorm else 1)
+    found: Counter[str] = Counter(dict.fromkeys(KINDS, 0))
+    vocabulary = facts.padded_vocab(tp) // tp * facts.hidden
+    if stage.embedding:
+        # Megatron has as many learned positions as a sequence has tokens
+        found["embedding"] += vocabulary + (run.data.seq_length * facts.hidden if facts.positions else 0)
+    if stage.output:
+        first = stage.rank == stage.virtual == 0
+        found["output"] += 0 if facts.tied and first else vocabulary
+        found["norms"] += norm
+    for kind, count in Counter(stage.layers).items():
+        for key, size in _layer(run, facts, kind).items():
+            found[key] += size * count
+    return dict(found)
+
+
+def trainable(run: Run, facts: ModelFacts, stage: Stage) -> tuple[int, int]:
+    found = held(run, facts, stage)
+    if run.adapter.kind != "none":
+        return found["adapters_dense"], found["adapters_experts"]
+    frozen = found["router"] if run.moe.freeze_router else 0
+    return sum(found.values()) - found["experts"] - frozen, found["experts"]
+
+
+def total(facts: ModelFacts) -> int:
+    """As in the released checkpoint, whose MTP layers repeat the embedding and the output layer."""
+    return _whole(facts, facts.experts) + facts.mtp_layers * (
+        _layer_size(facts, facts.kinds[-1], facts.experts) + _mtp(facts, 1) + 2 * facts.vocab * facts.hidden
+    )
+
+
+def active(facts: ModelFacts) -> int:
+    """Per token, without multi-token prediction, which only training uses; the embedding counts whole, as is usual."""
+    return _whole(facts, facts.top_k)
+
+
+def _whole(facts: ModelFacts, experts: int) -> int:
+    ends = (facts.vocab * (1 if facts.tied else 2) + facts.positions) * facts.hidden
+    ends += facts.hidden * (2 if facts.layernorm else 1)
+    return ends + sum(_layer_size(facts, kind, experts) * n for kind, n in Counter(facts.kinds).items())
+
+
+def _layer_size(facts: ModelFacts, kind: str, experts: int) -> int:
+    found = _weights(facts, kind, 1, 1) | {"experts": sum(map(_size, _expert(facts))) * experts if kind == "moe" else 0}
+    return sum(found.values()) + (facts.experts if kind == "moe" and facts.expert_bias else 0)
+
+
+def _layer(run: Run, facts: ModelFacts, kind: str) -> Counter[str]:
+    """Parameters of one layer on one rank, with its adapters."""
+    layout, base = run.layout, facts.kinds[-1] if kind == "mtp" else kind
+    found = Counter(_weights(facts, base, layout.tp, layout.etp))
+    local = facts.experts // layout.ep if base == "moe" else 0
+    found["experts"] = local * sum(_size(linear, layout.etp) for linear in _expert(facts))
+    if kind == "mtp":
+        found["mtp"] = _mtp(facts, layout.tp)
+    if run.adapter.kind == "none":
+        return found
+    dense = _attention(facts) + (_mlp(facts.ffn, facts) if base == "dense" else _mlp(facts.shared_ffn, facts))
+    found["adapters_dense"] = sum(_adapter(run, linear, layout.tp) for linear in dense)
+    # without grouped products experts are modules of their own, and so are their adapters
+    each = local if run.adapter.experts == "each" or not run.moe.grouped_gemm else min(local, 1)
+    found["adapters_experts"] = each * sum(_adapter(run, linear, layout.etp) for linear in _expert(facts))
+    return found
+
+
+def _weights(facts: ModelFacts, kind: str, tp: int, etp: int) -> dict[str, int]:
+    """Of one dense or MoE layer without its routed experts."""
+    norm = facts.hidden * (2 if facts.layernorm else 1)
+    query_key = (facts.q_rank + facts.kv_rank if facts.kv_rank else 2 * facts.head_dim) if facts.qk_norm else 0
+    found = {
+        "attention": sum(_size(linear, tp) for linear in _attention(facts)),
+        "norms": 2 * norm + query_key * (2 if facts.layernorm else 1),
+    }
+    if kind == "dense":
+        return found | {"mlp": sum(_size(linear, tp) for linear in _mlp(facts.ffn, facts))}
+    found["router"] = facts.experts * facts.hidden
+    gate = facts.hidden if facts.shared_gate else 0
+    return found | {"shared_experts": sum(_size(linear, tp) for linear in _mlp(facts.shared_ffn, facts)) + gate}
+
+
+def _attention(facts: ModelFacts) -> list[_Linear]:
+    hidden, heads, bias = facts.hidden, facts.heads, facts.attention_bias or facts.linear_bias
+    if not facts.kv_rank:
+        width = heads * facts.head_dim
+        return [
+            _Linear("linear_qkv", hidden, width + 2 * facts.kv_heads * facts.head_dim, bias=bias),
+            _Linear("linear_proj", width, hidden, "row", bias=facts.linear_bias),
+        ]
+    query = heads * (facts.qk_nope + facts.qk_rope)
+    found = [
+        _Linear("linear_kv_down_proj", hidden, facts.kv_rank + facts.qk_rope, "whole"),
+        _Linear("linear_kv_up_proj", facts.kv_rank, heads * (facts.qk_nope + facts.v_head)),
+        _Linear("linear_proj", heads * facts.v_head, hidden, "row"),
+    ]
+    if not facts.q_rank:
+        return [*found, _Linear("linear_q_proj", hidden, query)]
+    down = _Linear("linear_q_down_proj", hidden, facts.q_rank, "whole")
+    return [*found, down, _Linear("linear_q_up_proj", facts.q_rank, query)]
+
+
+def _mlp(width: int, facts: ModelFacts) -> list[_Linear]:
+    if not width:
+        return []
+    return [
+        _Linear("linear_fc1", facts.hidden, width * (2 if facts.gated else 1), bias=facts.linear_bias),
+        _Linear("linear_fc2", width, facts.hidden, "row", bias=facts.linear_bias),
+    ]
+
+
+def _expert(facts: ModelFacts) -> list[_Linear]:
+    return _mlp(facts.expert_ffn, facts)
+
+
+def _mtp(facts: ModelFacts, tp: int) -> int:
+    """The projection of hidden states and embeddings, their norms and the last one."""
+    return 2 * facts.hidden * facts.hidden // tp + 3 * facts.hidden * (2 if facts.layernorm else 1)
+
+
+def _size(linear: _Linear, tp: int = 1) -> int:
+    matrix = linear.into * linear.out // (1 if linear.cut == "whole" else tp)
+    bias = linear.out // (tp if linear.cut == "column" else 1) if linear.bias else 0
+    return matrix + bias
+
+
+def _adapter(run: Run, linear: _Linear, tp: int) -> int:
+    if linear.name not in run.adapter.targets:
+        return 0
+    size = run.adapter.rank * (linear.into + linear.out) // tp
+    # DoRA has one magnitude for each row of the weight that a rank holds
+    rows = linear.out // tp if linear.cut == "column" else linear.out
+    return size + (rows if run.adapter.kind == "dora" else 0)
