@@ -18,7 +18,6 @@ has none), and the pieces that a ring of cp ranks holds while it turns.
 from dataclasses import dataclass
 
 from conf.facts import ModelFacts
-
 from conf.schema import Run
 
 # Tokens of the busiest expert-parallel rank over the average: a router is balanced by a loss, not by force.
@@ -26,6 +25,9 @@ IMBALANCE = 1.2
 # Bytes per token and expert that routing keeps: logits, scores, probabilities, the loss's scores (fp32 each), the map
 # (bool), and the permutation's map of rows (two int32 a piece).
 ROUTING = 4 * 4 + 1 + 2 * 4
+# Where Bridge turns bias_activation_fusion on (GPT-2: this project). Elsewhere a gated MLP keeps silu's output too, and
+# experts their output before it is multiplied with the router's probability.
+FUSED = ("Glm4MoeForCausalLM", "DeepseekV3ForCausalLM", "LlamaForCausalLM", "GPT2LMHeadModel")
 
 
 @dataclass(frozen=True)
@@ -65,7 +67,7 @@ def parts(run: Run, facts: ModelFacts, kind: str) -> dict[str, int]:
     """The same without full recompute, by part of the layer."""
     mtp = kind == "mtp"
     if mtp:
-        kind = "moe" if facts.experts else "dense"
+        kind = facts.kind(facts.layers - 1)
     t = tokens(run, facts)
     found = {"norms": _norms(run, facts, t, kind), "attention": _attention(run, facts, t)}
     if kind == "dense":
@@ -104,7 +106,7 @@ def working(run: Run, facts: ModelFacts, kind: str) -> dict[str, int]:
 def logits(run: Run, facts: ModelFacts) -> int:
     """Bytes while the loss is computed: the logits, and cross entropy's fp32 softmax, of MTP layers one more each."""
     t = tokens(run, facts)
-    rows = t.whole * (-(-facts.vocab // run.layout.tp))
+    rows = t.whole * facts.padded_vocab(run.layout.tp) // run.layout.tp
     mtp = facts.mtp_layers if run.model.mtp else 0
     # In fp32 the softmax is computed in place.
     return rows * (4 * (1 + mtp) + (t.byte if t.byte == 2 else 0))
@@ -130,6 +132,11 @@ def _lora(run: Run, t: Tokens, name: str, rows: int, out: int) -> int:
     if not _adapted(run, name):
         return 0
     return rows * (run.adapter.rank + (out if run.adapter.kind == "dora" else 0)) * t.byte
+
+
+def _apart(facts: ModelFacts) -> int:
+    """1 where the steps of the activation function are kernels of their own."""
+    return int(facts.gated and facts.architecture not in FUSED)
 
 
 def _norms(run: Run, facts: ModelFacts, t: Tokens, kind: str) -> int:
@@ -180,7 +187,7 @@ def _dense(run: Run, t: Tokens, facts: ModelFacts, width: int, hidden: int) -> i
     gathered = t.whole if run.adapter.kind != "none" else t.local
     inner, gate = t.whole * width // run.layout.tp, 2 if facts.gated else 1
     total = _input(run, t, "linear_fc1", gathered * hidden) + inner * gate * t.byte
-    total += _input(run, t, "linear_fc2", inner)
+    total += _input(run, t, "linear_fc2", inner) + _apart(facts) * inner * t.byte
     total += _lora(run, t, "linear_fc1", t.whole, gate * width // run.layout.tp)
     return total + _lora(run, t, "linear_fc2", t.whole, hidden)
 
@@ -192,6 +199,7 @@ def _moe(run: Run, facts: ModelFacts, t: Tokens) -> dict[str, int]:
     inner = t.busiest * facts.expert_ffn // etp
     experts = _input(run, t, "linear_fc1", t.busiest * facts.hidden) + inner * gate * t.byte
     experts += _input(run, t, "linear_fc2", inner, drops="moe_act" in again)
+    experts += 0 if "moe_act" in again else 2 * _apart(facts) * inner * t.byte
     experts += _lora(run, t, "linear_fc1", t.busiest, gate * facts.expert_ffn // etp)
     experts += _lora(run, t, "linear_fc2", t.busiest, facts.hidden)
     experts += t.busiest * (4 + 4 + 4)  # probabilities, and the sort's map of rows there and back

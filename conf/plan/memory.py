@@ -13,16 +13,15 @@ padding of gradient buffers, less than 64 numbers per parameter and lcm(dp, 128)
 """
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil
 from typing import Any, NamedTuple
 
 from conf.facts import ModelFacts
-from conf.plan.parameters import Stage
-
 from conf.layout import Grid, grid
 from conf.plan import activations, parameters
 from conf.plan.hardware import GIB, Gpu
+from conf.plan.parameters import Stage
 from conf.schema import Layout, Run
 
 CONTEXT = int(
@@ -125,24 +124,26 @@ def holdings(run: Run, facts: ModelFacts, memo: dict[Any, Any]) -> list[Holding]
         ranks: dict[int, list[Stage]] = {}
         for stage in parameters.stages(run, facts):
             ranks.setdefault(stage.rank, []).append(stage)
-        memo[key] = [_holding(run, facts, rank, stages) for rank, stages in sorted(ranks.items())]
+        alike: dict[Any, Holding] = {}  # stages in the middle of a pipeline hold the same
+        memo[key] = []
+        for rank, mine in sorted(ranks.items()):
+            kind = tuple((stage.layers, stage.embedding, stage.output) for stage in mine)
+            if kind not in alike:
+                alike[kind] = _holding(run, facts, rank, mine)
+            memo[key].append(replace(alike[kind], rank=rank))
     return memo[key]
 
 
 def _holding(run: Run, facts: ModelFacts, rank: int, stages: list[Stage]) -> Holding:
-    held: Counter[str] = Counter()
+    layers: Counter[str] = Counter()
+    counts = [0, 0, 0, 0]
     for stage in stages:
-        held.update(parameters.held(run, facts, stage))
-    trained = [parameters.trainable(run, facts, stage) for stage in stages]
-    adapters = sum(count for key, count in held.items() if key.startswith("adapters"))
-    return Holding(
-        rank=rank,
-        layers=Counter(kind for stage in stages for kind in stage.layers),
-        output=any(stage.output for stage in stages),
-        parameters=held.total() - adapters,
-        adapters=adapters,
-        trained=(sum(dense for dense, _ in trained), sum(expert for _, expert in trained)),
-    )
+        layers.update(stage.layers)
+        held, trained = parameters.held(run, facts, stage), parameters.trainable(run, facts, stage)
+        adapters = sum(count for key, count in held.items() if key.startswith("adapters"))
+        more = (sum(held.values()) - adapters, adapters, *trained)
+        counts = [one + other for one, other in zip(counts, more, strict=True)]
+    return Holding(rank, layers, any(stage.output for stage in stages), counts[0], counts[1], (counts[2], counts[3]))
 
 
 def _costs(run: Run, facts: ModelFacts, memo: dict[Any, Any]) -> dict[str, tuple[int, dict[str, int]]]:

@@ -16,12 +16,11 @@ from math import ceil, inf
 from typing import Any
 
 from conf.facts import ModelFacts
-
 from conf.layout import problems
 from conf.load import ConfigError
 from conf.plan.hardware import GB, Gpu
 from conf.plan.memory import fullest, lasting
-from conf.plan.timing import timing
+from conf.plan.timing import step
 from conf.schema import Layout, Run, Train
 
 FEWEST_TOKENS = 1024
@@ -74,7 +73,7 @@ def search(run: Run, facts: ModelFacts, gpu: Gpu, gpus: int) -> Found:
             tried = run.model_copy(update={"layout": layout, "train": train})
             one = _tried(tried, facts, gpu, memo)
             if one.over <= 0:
-                fitting.append(replace(one, seconds=timing(tried, facts, gpu, memo).likely))
+                fitting.append(replace(one, seconds=step(tried, facts, gpu, memo).seconds))
                 continue
             lacks[train.recompute] = _lack(one)
             reasons[lacks[train.recompute]] += 1

@@ -18,7 +18,6 @@ from math import ceil
 from typing import Any
 
 from conf.facts import ModelFacts
-
 from conf.layout import grid
 from conf.plan import work
 from conf.plan.activations import kinds, tokens
@@ -73,53 +72,69 @@ class Layer:
     waited: dict[str, float]  # seconds
 
 
-def timing(run: Run, facts: ModelFacts, gpu: Gpu, memo: dict[Any, Any] | None = None) -> Timing:
-    """Takes a legal layout. memo keeps what plans of the same run at other layouts share."""
-    layout, cut = run.layout, grid(run.layout, run.train)
-    memo = {} if memo is None else memo
-    layers = _layers(run, facts, gpu, memo)
-    ranks = {
-        holding.rank: [(layers[kind], n) for kind, n in holding.layers.items()]
-        + ([(layers["loss"], 1)] if holding.output else [])
-        for holding in holdings(run, facts, memo)
-    }
-    seconds = {
-        rank: sum((one.forward + one.backward + one.again) * n for one, n in mine) for rank, mine in ranks.items()
-    }
-    slowest = max(seconds.values())
+@dataclass(frozen=True)
+class Step:
+    """Seconds that the pipeline computes, fills and drains, reduces gradients and updates weights."""
+
+    steady: float
+    fill: float
+    reduced: float
+    updated: float
+    sent: float  # bytes of the reduction
+    busiest: Holding  # of the pipeline's ranks
+
+    @property
+    def seconds(self) -> float:
+        return self.steady + self.fill + self.reduced + self.updated
+
+
+def step(run: Run, facts: ModelFacts, gpu: Gpu, memo: dict[Any, Any]) -> Step:
+    """Takes a legal layout. memo keeps what steps of the same run at other layouts share."""
+    layout, layers, held = run.layout, _layers(run, facts, gpu, memo), holdings(run, facts, memo)
+    each = {kind: one.forward + one.backward + one.again for kind, one in layers.items()}
+    hop, _ = _hop(run, facts, gpu)
+    times = [sum(each[kind] * n for kind, n in one.layers.items()) + one.output * each["loss"] + hop for one in held]
+    slowest = max(times)
+    sent, reduced, updated = _reduction(run, gpu, held)
+    return Step(
+        steady=slowest * grid(layout, run.train).microbatches,
+        fill=(sum(times) - slowest) / (layout.vpp or 1),  # until the first microbatch has been through all other stages
+        reduced=reduced,
+        updated=updated,
+        sent=sent,
+        busiest=held[times.index(slowest)],
+    )
+
+
+def timing(run: Run, facts: ModelFacts, gpu: Gpu) -> Timing:
+    """Takes a legal layout."""
+    memo: dict[Any, Any] = {}
+    layout, one, layers = run.layout, step(run, facts, gpu, memo), _layers(run, facts, gpu, memo)
+    microbatches, seconds = grid(layout, run.train).microbatches, one.seconds
+    communication = dict.fromkeys(("tp", "cp", "ep", "etp"), (0.0, 0.0))
+    for kind, n in one.busiest.layers.items():
+        for dim, (size, waited) in communication.items():
+            more = n * microbatches
+            sent, time = layers[kind].sent.get(dim, 0) * more, layers[kind].waited.get(dim, 0) * more
+            communication[dim] = (size + sent, waited + time)
     hop, hop_bytes = _hop(run, facts, gpu)
-    slowest += hop
-    steady = slowest * cut.microbatches
-    fill = (slowest * (layout.pp - 1)) / (layout.vpp or 1)
-    reduced = _reduction(run, gpu, holdings(run, facts, memo))
-    likely = steady + fill + reduced[1] + reduced[2]
-    busiest = ranks[max(seconds, key=lambda rank: seconds[rank])]
-    communication = {
-        dim: (
-            sum(one.sent.get(dim, 0) * n for one, n in busiest) * cut.microbatches,
-            sum(one.waited.get(dim, 0) * n for one, n in busiest) * cut.microbatches,
-        )
-        for dim in ("tp", "cp", "ep", "etp")
-    }
-    communication["pp"] = (hop_bytes * cut.microbatches, hop * cut.microbatches)
-    communication["dp"] = (reduced[0], reduced[1])
+    communication |= {"pp": (hop_bytes * microbatches, hop * microbatches), "dp": (one.sent, one.reduced)}
     flops: dict[str, float] = {}
-    for mine in ranks.values():
-        for one, n in mine:
-            for part, count in one.flops.items():
-                flops[part] = flops.get(part, 0) + count * n * cut.microbatches * layout.world / layout.pp
+    for held in holdings(run, facts, memo):
+        for kind, n in [*held.layers.items(), ("loss", int(held.output))]:
+            for part, count in layers[kind].flops.items():
+                flops[part] = flops.get(part, 0.0) + count * n * microbatches * layout.world / layout.pp
     steps = min(run.train.steps, run.train.stop_after or run.train.steps)
-    hours = likely * steps / 3600
-    useful = sum(count for part, count in flops.items() if part != "recompute")
+    hours = seconds * steps / 3600
     return Timing(
         flops=flops,
         communication={dim: pair for dim, pair in communication.items() if pair[0]},
-        bubble=fill / (steady + fill),
-        low=likely * LOW,
-        likely=likely,
-        high=likely * HIGH,
-        tokens_per_second=run.train.global_batch * run.data.seq_length / likely / layout.world,
-        tflops=useful / likely / layout.world / 1e12,
+        bubble=one.fill / (one.steady + one.fill),
+        low=seconds * LOW,
+        likely=seconds,
+        high=seconds * HIGH,
+        tokens_per_second=run.train.global_batch * run.data.seq_length / seconds / layout.world,
+        tflops=(sum(flops.values()) - flops["recompute"]) / seconds / layout.world / 1e12,
         hours=hours,
         cost=None if gpu.price is None else gpu.price * layout.world * hours,
     )

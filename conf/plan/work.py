@@ -11,7 +11,6 @@ Not covered: packed rows, whose attention ends at their own start, so that it co
 from typing import NamedTuple
 
 from conf.facts import ModelFacts
-
 from conf.plan.activations import Tokens, attention_width, tokens
 from conf.schema import Run
 
@@ -36,7 +35,7 @@ def products(run: Run, facts: ModelFacts, kind: str) -> list[Product]:
     found = _attention_products(run, facts, t)
     if kind == "mtp":
         found += [Product("mtp", t.whole, facts.hidden // run.layout.tp, 2 * facts.hidden, 1, _full(run))]
-        kind = "moe" if facts.experts else "dense"
+        kind = facts.kind(facts.layers - 1)
     if kind == "dense":
         return found + _mlp(run, facts, "mlp", t.whole, facts.ffn, run.layout.tp)
     found.append(Product("router", t.local, facts.experts, facts.hidden, 1, _full(run) and not run.moe.freeze_router))
@@ -49,7 +48,7 @@ def products(run: Run, facts: ModelFacts, kind: str) -> list[Product]:
 def output(run: Run, facts: ModelFacts) -> list[Product]:
     """The logits, of the model and of each MTP layer."""
     t = tokens(run, facts)
-    one = Product("logits", t.whole, -(-facts.vocab // run.layout.tp), facts.hidden, 1, _full(run))
+    one = Product("logits", t.whole, facts.padded_vocab(run.layout.tp) // run.layout.tp, facts.hidden, 1, _full(run))
     return [one] * (1 + (facts.mtp_layers if run.model.mtp else 0))
 
 

@@ -193,26 +193,22 @@ def test_hosts():
 
 
 # Measured on one H200 and kept in the project's notes; no constant is fitted to them. The slice: 1 dense and 5 MoE
-# layers of GLM-4.7, forced balance, dropout 0.05, one adapter for all experts, Transformer Engine's cross entropy, which
-# needs no fp32 copy of the logits.
+# layers of GLM-4.7, forced balance, dropout 0.05, one adapter for all experts, and Transformer Engine's cross entropy,
+# which needs no fp32 copy of the logits.
 @pytest.mark.parametrize(
     "recompute, modules, measured", [("full", "[]", 52e9), ("selective", "[moe_act,layernorm]", 68e9)]
 )
-def test_measured_slice_of_glm47(recompute, modules, measured):
+def test_measured_slice_of_glm47(monkeypatch, recompute, modules, measured):
     facts = replace(known("glm47"), layers=6, dense_layers=1, mtp_layers=0)
-    found = one(
-        alone(
-            adapter__kind="lora",
-            train__recompute=recompute,
-            train__recompute_modules=modules,
-            moe__force_balance=True,
-            train__global_batch=8,
-        ),
-        facts,
+    monkeypatch.setattr(activations, "logits", lambda run, facts: 8192 * facts.vocab * 2)
+    made = alone(
+        adapter__kind="lora",
+        train__recompute=recompute,
+        train__recompute_modules=modules,
+        moe__force_balance=True,
+        train__global_batch=8,
     )
-    fp32_copy = 8192 * facts.vocab * 4 if found.logits else 0
-    assert found.allocated == pytest.approx(measured, rel=0.1)
-    assert found.allocated - fp32_copy == pytest.approx(measured, rel=0.1)
+    assert one(made, facts).allocated == pytest.approx(measured, rel=0.05)
 
 
 # nvidia-smi in the published runs of GPT2-large: 16 heads, 1024 tokens, no distributed optimizer, and dropout of 0.1,
