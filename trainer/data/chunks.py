@@ -120,7 +120,7 @@ def _arrays(rows: list[Row], encoded: Sequence[Any], plan: Plan, part: int) -> d
         "asked": _asked(rows),
         "split": choose.splits(keys, plan.data) if split is None else np.full(len(rows), split, np.int8),
         "lines": np.frombuffer(b"".join(lines), np.uint8),
-        "line": np.array([len(line) for line in lines], np.int64),
+        "line": np.array([len(line) for line in lines], np.int32),
         "signature": signature.ravel(),
     }
     return arrays | {f"band{number}": band for number, band in enumerate(likeness.bands(signature))}

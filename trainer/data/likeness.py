@@ -56,13 +56,14 @@ def bands(signature: np.ndarray) -> list[np.ndarray]:
 
 
 def first_equal(keys: np.ndarray) -> np.ndarray:
-    """For each row the first one with the same key: itself, where there is no earlier one."""
-    order = np.argsort(keys, kind="stable")
+    """For each row the first one with the same key: itself, where there is no earlier one. int32."""
+    if not len(keys):
+        return np.empty(0, np.int32)
+    order = np.argsort(keys, kind="stable").astype(np.int32)
     ordered = keys[order]
-    heads = np.concatenate([[True], ordered[1:] != ordered[:-1]]) if len(keys) else np.empty(0, bool)
-    group = np.cumsum(heads) - 1
-    found = np.empty(len(keys), np.int64)
-    found[order] = order[np.flatnonzero(heads)][group]
+    heads = np.flatnonzero(np.concatenate([[True], ordered[1:] != ordered[:-1]])).astype(np.int32)
+    found = np.empty(len(keys), np.int32)
+    found[order] = np.repeat(order[heads], np.diff(heads, append=len(keys)))
     return found
 
 

@@ -23,21 +23,22 @@ def write(
 ) -> dict[str, Any]:
     """Returns the report."""
     data = plan.data
-    keys, lengths = spool.column("key", np.uint64), spool.column("length", np.int32)
-    kept, copies = np.arange(len(keys)), done.copies
+    count = int(spool.starts[-1])
+    kept, copies = np.arange(count, dtype=np.int32), done.copies  # columns of all rows are read where they are needed
     if data.duplicates == "drop" and not choose.first_pass(data):
-        kept = np.flatnonzero(choose.chosen(keys, np.zeros(len(keys), np.int16), data))
-        copies = len(keys) - len(kept)
-    split = spool.column("split", np.int8)[kept]
+        taken = choose.chosen(spool.column("key", np.uint64), np.zeros(count, np.int16), data)
+        kept = np.flatnonzero(taken).astype(np.int32)
+        copies = count - len(kept)
+    split = spool.column("split", np.int8, kept)
     _check_splits(split, plan)
-    learned = spool.column("learned", np.int32)
     found: dict[str, Any] = {"tokens": {}, "packing": {}}
     for number, name in enumerate(SPLITS):
         rows = kept[split == number]
-        found["tokens"][name] = report.lengths(lengths[rows], learned[rows])
+        lengths = spool.column("length", np.int32, rows)
+        found["tokens"][name] = report.lengths(lengths, spool.column("learned", np.int32, rows))
         if len(rows):
-            _write_split(name, rows, lengths[rows], plan, spool, vocabulary, end, multiple, folder, found)
-    return _report(found, plan, spool, done, kept, split, keys, copies)
+            _write_split(name, rows, lengths, plan, spool, vocabulary, end, multiple, folder, found)
+    return _report(found, plan, spool, done, kept, split, copies)
 
 
 def _write_split(
@@ -60,7 +61,7 @@ def _write_split(
     indexes.write(lines, _write_lines(lines, rows, spool))
     if name == "test":
         return
-    order, bounds = np.arange(len(rows)), np.arange(len(rows) + 1)
+    order, bounds = np.arange(len(rows), dtype=np.int32), np.arange(len(rows) + 1)
     if plan.data.packed:
         order, bounds = packing.assign(packing.padded(lengths, multiple), plan.data.seq_length, plan.data.seed)
         found["packing"][name] = report.packing(lengths, bounds, plan.data.seq_length)
@@ -70,12 +71,13 @@ def _write_split(
 
 def _write_lines(path: Path, rows: np.ndarray, spool: Spool) -> np.ndarray:
     """Returns where the lines end."""
-    sizes = spool.column("line", np.int64)[rows]
     with path.open("wb") as file:
         for chunk, start, end in spool.runs(rows, "line"):
             for at in range(start, end, BLOCK):
                 file.write(chunk.read("lines", at, min(at + BLOCK, end)).data)
-    return np.cumsum(sizes) - 1
+    ends = np.cumsum(spool.column("line", np.int32, rows), dtype=np.int64)
+    ends -= 1
+    return ends
 
 
 def _documents(sequences: Sequences) -> Iterator[tuple[np.ndarray, np.ndarray]]:
@@ -107,7 +109,6 @@ def _report(
     done: Done,
     kept: np.ndarray,
     split: np.ndarray,
-    keys: np.ndarray,
     copies: int,
 ) -> dict[str, Any]:
     facts = list(spool.facts())
@@ -116,8 +117,8 @@ def _report(
     if copies:
         dropped["copy of an earlier row"] = {"count": copies, "samples": []}
     cut, tokens = sum(fact["cut"] for fact in facts), sum(fact["cut_tokens"] for fact in facts)
-    alike = report.alike(spool, kept, split, keys[kept])
-    asked = spool.column("asked", np.uint64)[kept]
+    alike = report.alike(spool, kept, split)
+    asked = spool.column("asked", np.uint64, kept)
     total = sum(entry["tokens"] for entry in found["tokens"].values())
     result = {
         "rows": {"read": sum(done.rows), "kept": len(kept), "not_chosen": done.left - done.copies} | counts,

@@ -31,7 +31,7 @@ def multiple(run: Run) -> int:
 
 def padded(lengths: np.ndarray, pad_to: int) -> np.ndarray:
     """What rows of so many tokens count against a pack: one less, as the last token is only a label, rounded up."""
-    return -(-(lengths.astype(np.int64) - 1) // pad_to) * pad_to
+    return -(-(lengths - 1) // pad_to) * pad_to
 
 
 def assign(lengths: np.ndarray, capacity: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
@@ -41,10 +41,10 @@ def assign(lengths: np.ndarray, capacity: int, seed: int) -> tuple[np.ndarray, n
     shortest, longest = int(lengths.min()), int(lengths.max())
     assert 0 < shortest <= longest <= capacity, (shortest, longest, capacity)
     random = np.random.Generator(np.random.PCG64(seed))
-    rows = random.permutation(len(lengths))
+    rows = random.permutation(len(lengths)).astype(np.int32)
     rows = rows[np.argsort(-lengths[rows], kind="stable")]
     packs, count = _place(np.bincount(lengths), capacity)
-    packs = random.permutation(count)[packs]
+    packs = random.permutation(count).astype(np.int32)[packs]
     order = rows[np.argsort(packs, kind="stable")]
     return order, np.concatenate([[0], np.cumsum(np.bincount(packs, minlength=count))])
 

@@ -58,15 +58,16 @@ def packing(tokens: np.ndarray, bounds: np.ndarray, capacity: int) -> dict[str, 
     }
 
 
-def alike(spool: Spool, kept: np.ndarray, split: np.ndarray, keys: np.ndarray) -> dict[str, Any]:
+def alike(spool: Spool, kept: np.ndarray, split: np.ndarray) -> dict[str, Any]:
     """Rows that are exact copies of an earlier one, or nearly so; and those of them that lie across splits."""
-    first = likeness.first_equal(keys)
-    exact = first != np.arange(len(keys))
-    near = np.zeros(len(keys), bool)
-    like = np.where(exact, first, -1)
+    numbers = np.arange(len(kept), dtype=np.int32)
+    like = likeness.first_equal(spool.column("key", np.uint64, kept))
+    exact = like != numbers
+    like[~exact] = -1
+    near = np.zeros(len(kept), bool)
     for number in range(likeness.BANDS):
-        head = likeness.first_equal(spool.column(f"band{number}", np.uint64)[kept])
-        rows = np.flatnonzero((head != np.arange(len(keys))) & ~exact & ~near)
+        head = likeness.first_equal(spool.column(f"band{number}", np.uint64, kept))
+        rows = np.flatnonzero((head != numbers) & ~exact & ~near)
         for block in np.array_split(rows, max(1, len(rows) // 20_000)):
             same = likeness.agree(_signatures(spool, kept[block]), _signatures(spool, kept[head[block]]))
             near[block[same]] = True
@@ -79,7 +80,8 @@ def alike(spool: Spool, kept: np.ndarray, split: np.ndarray, keys: np.ndarray) -
 
 def shared_prompts(asked: np.ndarray, split: np.ndarray) -> int:
     """Rows of the test and of validation whose prompt training has as well."""
-    return int(np.isin(asked[split != 0], asked[split == 0]).sum())
+    held_out = split != 0
+    return int(np.isin(asked[held_out], asked[~held_out]).sum()) if held_out.any() else 0
 
 
 def warnings(report: dict[str, Any]) -> list[str]:

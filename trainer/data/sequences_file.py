@@ -53,9 +53,10 @@ def write(
 
     Each row is filled up with pad_id to a multiple of pad_to and one more token, the last label. None: not filled up.
     """
-    lengths = source.lengths[order].astype(np.int64)
-    stored = lengths if pad_to is None else packing.padded(lengths, pad_to) + 1
-    ends = np.concatenate([[0], np.cumsum(stored)])[bounds]  # of sequences, in tokens
+    stored = source.lengths[order]
+    if pad_to is not None:
+        stored = packing.padded(stored, pad_to) + 1
+    ends = np.concatenate([[0], np.cumsum(stored, dtype=np.int64)])[bounds]  # of sequences, in tokens
     partial = path.with_name(path.name + ".partial")
     with parquet.ParquetWriter(partial, SCHEMA, **FORMAT) as writer:
         first = 0
@@ -71,7 +72,7 @@ def write(
 def _table(source: Source, rows: np.ndarray, stored: np.ndarray, bounds: np.ndarray, pad_id: int) -> pa.Table:
     ids, learned = source.tokens(rows)
     lengths = source.lengths[rows].astype(np.int64)
-    starts = np.concatenate([[0], np.cumsum(stored)])
+    starts = np.concatenate([[0], np.cumsum(stored, dtype=np.int64)])
     if not np.array_equal(lengths, stored):
         added = stored - lengths
         filling = np.repeat(starts[1:] - np.cumsum(added), added) + np.arange(added.sum())

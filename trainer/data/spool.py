@@ -6,6 +6,7 @@ A file appears by rename when it is whole, so what a killed preparation leaves c
 the top bit says that a token is learned. Files are read with pread: mapped pages would count as memory in use.
 """
 
+import itertools
 import json
 import os
 import resource
@@ -19,6 +20,7 @@ import numpy as np
 LEARNED = np.uint32(1 << 31)
 OPEN = 16384  # files of this process; packing reads chunks in any order
 KEPT_FREE = 128
+BLOCK = 1 << 19  # rows looked for at once
 HEADER = 8  # bytes that hold the header's length
 
 
@@ -44,7 +46,7 @@ class ChunkFile:
         header = json.loads(os.pread(self.file, length, HEADER))
         self.facts: dict[str, Any] = header["facts"]
         self.places: dict[str, tuple[np.dtype, int, int]] = {}
-        self.bounds: dict[str, list[int]] = {}
+        self.bounds: dict[str, np.ndarray] = {}
         at = HEADER + length
         for name, (dtype, size) in header["arrays"].items():
             kind = np.dtype(dtype)
@@ -64,10 +66,12 @@ class ChunkFile:
             left, at = left - len(parts[-1]), at + len(parts[-1])
         return np.frombuffer(parts[0] if len(parts) == 1 else b"".join(parts), kind)
 
-    def ends(self, name: str) -> list[int]:
+    def ends(self, name: str) -> np.ndarray:
         """Where each row ends, from the array of the rows' lengths; a 0 in front."""
         if name not in self.bounds:
-            self.bounds[name] = np.concatenate([[0], np.cumsum(self.read(name), dtype=np.int64)]).tolist()
+            ends = np.zeros(self.places[name][1] + 1, np.uint32)  # of all chunks these are in memory: 4 bytes a row
+            np.cumsum(self.read(name), dtype=np.uint32, out=ends[1:])
+            self.bounds[name] = ends
         return self.bounds[name]
 
     def close(self) -> None:
@@ -98,11 +102,13 @@ class Spool:
         self.opened[number] = ChunkFile(self.paths[number])
         return self.opened[number]
 
-    def column(self, name: str, dtype: type) -> np.ndarray:
-        """One value for each row of all chunks."""
-        found = np.empty(self.starts[-1], dtype)
-        for number, (start, end) in enumerate(zip(self.starts, self.starts[1:], strict=False)):
-            found[start:end] = self.chunk(number).read(name)
+    def column(self, name: str, dtype: type, rows: np.ndarray | None = None) -> np.ndarray:
+        """One value for each row of all chunks, or for some rows in ascending order."""
+        bounds = self.starts if rows is None else np.searchsorted(rows, self.starts)
+        found = np.empty(bounds[-1], dtype)
+        for number, (start, end) in enumerate(itertools.pairwise(bounds)):
+            values = self.chunk(number).read(name)
+            found[start:end] = values if rows is None else values[rows[start:end] - self.starts[number]]
         return found
 
     def facts(self) -> Iterator[dict[str, Any]]:
@@ -111,8 +117,10 @@ class Spool:
 
     def runs(self, rows: np.ndarray, lengths: str) -> Iterator[tuple[ChunkFile, int, int]]:
         """Where the rows lie in their chunks, neighbours together; `lengths` names the array of what each takes."""
-        if not len(rows):
-            return
+        for start in range(0, len(rows), BLOCK):
+            yield from self._runs(rows[start : start + BLOCK], lengths)
+
+    def _runs(self, rows: np.ndarray, lengths: str) -> Iterator[tuple[ChunkFile, int, int]]:
         chunks = np.searchsorted(self.starts, rows, side="right") - 1
         breaks = np.flatnonzero((np.diff(rows) != 1) | (np.diff(chunks) != 0)) + 1
         firsts, lasts = np.concatenate([[0], breaks]), np.concatenate([breaks, [len(rows)]]) - 1
@@ -121,7 +129,7 @@ class Spool:
             file = self.chunk(number)
             ends = file.ends(lengths)
             start, end = int(rows[first] - self.starts[number]), int(rows[last] - self.starts[number])
-            yield file, ends[start], ends[end + 1]
+            yield file, int(ends[start]), int(ends[end + 1])
 
 
 class Sequences:
