@@ -12,7 +12,7 @@ Read off the layers that a GPU run builds: megatron-core 0.19 (attention.py, mlp
     permutations    keep maps of indices; all-to-all and un-permutation keep no tokens
 
 Not covered: buffers of DeepEP (dispatcher flex), activation offloading, hidden and attention dropout (fine-tuning here
-has none), and the pieces that a ring of cp ranks holds while it turns.
+has none), the pieces that a ring of cp ranks holds while it turns, and the weight that DoRA takes the norm of.
 """
 
 from dataclasses import dataclass

@@ -23,6 +23,7 @@ from conf.plan.memory import fullest, lasting
 from conf.plan.timing import step
 from conf.schema import Layout, Run, Train
 
+TIGHT = 0.1  # what plans and measured runs have differed by
 FEWEST_TOKENS = 1024
 MICRO_BATCHES = (1, 2, 4, 8)
 VIRTUAL = (None, 2, 4)
@@ -40,7 +41,8 @@ class Candidate:
     @property
     def verdict(self) -> str:
         if self.over <= 0:
-            return f"fits, {-self.over / GB:.1f} GB left"
+            tight = ", less than a plan may be wrong by" if -self.over < TIGHT * self.memory else ""
+            return f"fits, {-self.over / GB:.1f} GB left{tight}"
         return f"does not fit by {self.over / GB:.1f} GB on stage {self.stage}"
 
 

@@ -26,6 +26,22 @@ TINY = facts_from_hf(
         "tie_word_embeddings": False,
     }
 )
+GLM_TINY = replace(
+    known("glm47"),
+    layers=4,
+    hidden=128,
+    heads=4,
+    kv_heads=2,
+    head_dim=64,
+    vocab=512,
+    ffn=256,
+    experts=8,
+    top_k=2,
+    expert_ffn=64,
+    shared_ffn=64,
+    dense_layers=1,
+    mtp_layers=0,
+)
 LAYER = 64 * (4 + 2 * 2) * 16 + 64 * 64 + 3 * 64 * 128 + 2 * 64  # qkv, proj, gated MLP, two norms
 COUNT = 2 * LAYER + 2 * 256 * 64 + 64  # embedding, output, last norm
 
@@ -58,6 +74,40 @@ def test_full_fine_tuning_by_hand(precision, weight, state):
     assert (halved.weights, halved.gradients, halved.optimizer) == (weight * COUNT, 4 * COUNT, state * COUNT // 2)
     whole = one(alone(train__precision=precision, layout__gpus_per_node=2, optimizer__distributed=False))
     assert whole.optimizer == state * COUNT
+
+
+# What a step of Megatron on a CPU held of python -m trainer.tiny glm4-moe: named parameters, the buffers of
+# DistributedDataParallel, the optimizer's moments and fp32 copies. Weights, gradients, optimizer, adapters, per stage.
+@pytest.mark.parametrize(
+    "changes, measured",
+    [
+        ({}, [(5171712, 5171712, 10343424, 0)]),
+        ({"adapter__kind": "lora"}, [(5171712, 550912, 1101824, 550912)]),
+        (
+            {"adapter__kind": "lora", "adapter__experts": "shared", "layout__gpus_per_node": 2},
+            [(5171712, 249856, 249856, 249856)],
+        ),
+        ({"layout__gpus_per_node": 2, "layout__ep": 2}, [(3992064, 3992064, 5171712, 0)]),
+        (
+            {"layout__gpus_per_node": 2, "layout__tp": 2, "layout__sp": True, "layout__etp": 2},
+            [(2595328,) * 2 + (5190656, 0)],
+        ),
+        (
+            {"layout__gpus_per_node": 2, "layout__pp": 2, "optimizer__distributed": False},
+            [(2337792, 2337792, 4675584, 0), (2833920, 2833920, 5667840, 0)],
+        ),
+        ({"train__precision": "bf16", "layout__gpus_per_node": 2, "layout__cp": 2}, [(2585856, 5171712, 7757568, 0)]),
+        ({"train__precision": "bf16", "adapter__kind": "lora"}, [(2585856, 550912, 1652736, 275456)]),
+        (
+            {"train__precision": "bf16", "adapter__kind": "dora", "adapter__targets": "[linear_qkv,linear_proj]"},
+            [(2585856, 141312, 423936, 70656)],
+        ),
+    ],
+)
+def test_what_megatron_held_on_a_cpu(changes, measured):
+    lora = {"adapter__rank": 8, "adapter__experts": "each", "train__precision": "fp32"}
+    stages = memory(alone(**{**lora, **changes}), GLM_TINY, H200)
+    assert [(one.weights, one.gradients, one.optimizer, one.adapters) for one in stages] == measured
 
 
 def test_cp_ranks_share_the_optimizer_too():
