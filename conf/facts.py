@@ -54,6 +54,7 @@ class ModelFacts:
     qk_nope: int = 0
     qk_rope: int = 0
     v_head: int = 0
+    angles: int = 0  # rows of the table of rotations that Megatron makes for latent attention
     qk_norm: bool = False  # with latent attention: on the low-rank query and key-value
     gated: bool = True  # three matrices in an MLP, not two
     attention_bias: bool = False  # on q, k and v
@@ -163,6 +164,7 @@ def _by_llamas_names(config: dict[str, Any], architecture: str, size: Callable[.
         qk_nope=size("qk_nope_head_dim", least=1) if latent else 0,
         qk_rope=size("qk_rope_head_dim", least=1) if latent else 0,
         v_head=size("v_head_dim", least=1) if latent else 0,
+        angles=_angles(config) if latent else 0,
         qk_norm=latent or bool(config.get("use_qk_norm")) or architecture in NORMED,
         attention_bias=bool(config.get("attention_bias")) or architecture in BIASED,
         linear_bias=bool(config.get("mlp_bias")),
@@ -179,6 +181,17 @@ def _head_dim(whole: str, hidden: int, parts: str, heads: int) -> int:
             f"config.json: {parts} is {heads}, which does not divide {whole}, {hidden}, and no head_dim is given"
         )
     return hidden // heads
+
+
+def _angles(config: dict[str, Any]) -> int:
+    """Bridge takes YaRN's; core has a default for whatever else."""
+    scaling = config.get("rope_scaling") or config.get("rope_parameters")
+    if not isinstance(scaling, dict) or "yarn" not in (scaling.get("type"), scaling.get("rope_type")):
+        return 4096
+    rows = scaling.get("original_max_position_embeddings", 4096)
+    if type(rows) is not int or rows < 1:
+        raise ValueError(f"config.json: original_max_position_embeddings is {rows!r}, which is no size from 1")
+    return rows
 
 
 def _layers_in(config: dict[str, Any], name: str, layers: int) -> tuple[int, ...]:

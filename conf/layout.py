@@ -22,6 +22,8 @@ from conf.schema import Layout, Run, Train
 
 # Megatron cuts the input of these layers over tp, that of all others is whole.
 ROW_PARALLEL = {"linear_proj", "linear_fc2"}
+# The first of two low-rank products is whole on every rank of tp.
+WHOLE = {"linear_q_down_proj", "linear_kv_down_proj"}
 
 
 @dataclass(frozen=True)
@@ -86,7 +88,9 @@ def _broken(run: Run, facts: ModelFacts | None) -> Iterator[Broken]:
     yield from _broken_sequences(run, moe=facts.experts > 0 if facts else run.layout.ep * run.layout.etp > 1)
     if facts:
         yield from _broken_widths(run, facts)
+        yield from _broken_dora(run, facts)
         yield from _broken_stages(run, facts)
+        yield from _broken_rest(run, facts)
 
 
 def _broken_grids(layout: Layout) -> Iterator[Broken]:
@@ -144,19 +148,27 @@ def _broken_sequences(run: Run, moe: bool) -> Iterator[Broken]:
 
 def _broken_widths(run: Run, facts: ModelFacts) -> Iterator[Broken]:
     layout, adapter = run.layout, run.adapter
-    targets = set(adapter.targets) if adapter.kind != "none" else set()
+    adapted = _adapted(run, facts)
+    inside_experts = adapted & {"linear_fc1", "linear_fc2"} if facts.experts else set()
+    if not facts.ffn and not facts.shared_ffn:
+        adapted -= {"linear_fc1", "linear_fc2"}  # experts are the only MLPs, and those are not cut by tp
+    mtp = facts.mtp_layers if run.model.mtp else 0
     cut_by_tp = {
         "attention heads": facts.heads,
-        "vocabulary": facts.vocab,
+        "width of query, key and value": (facts.heads + 2 * facts.kv_heads) * facts.head_dim,
+        "vocabulary": facts.padded_vocab(layout.tp),
         "dense layers' width": facts.ffn,
         "shared experts' width": facts.shared_ffn,
-        "hidden size, the output of adapters": facts.hidden if targets & ROW_PARALLEL else 0,
-        "adapter.rank": adapter.rank if targets - ROW_PARALLEL else 0,
+        "hidden size, which multi-token prediction cuts": facts.hidden if mtp else 0,
+        "hidden size, the output of adapters": facts.hidden if adapted & ROW_PARALLEL else 0,
+        "width of the low-rank query": facts.q_rank if "linear_q_down_proj" in adapted else 0,
+        "width of the low-rank key-value": facts.kv_rank + facts.qk_rope if "linear_kv_down_proj" in adapted else 0,
+        "adapter.rank": adapter.rank if adapted - ROW_PARALLEL else 0,
     }
     cut_by_etp = {
         "experts' width": facts.expert_ffn,
-        "hidden size, the output of experts' adapters": facts.hidden if "linear_fc2" in targets else 0,
-        "adapter.rank of experts": adapter.rank if "linear_fc1" in targets else 0,
+        "hidden size, the output of experts' adapters": facts.hidden if "linear_fc2" in inside_experts else 0,
+        "adapter.rank of experts": adapter.rank if "linear_fc1" in inside_experts else 0,
     }
     for key, cuts in (("tp", cut_by_tp), ("etp", cut_by_etp if facts.experts else {})):
         for name, size in cuts.items():
@@ -174,11 +186,50 @@ def _broken_widths(run: Run, facts: ModelFacts) -> Iterator[Broken]:
             yield Broken(
                 f"{key} of dense", f"layout.{key}", f"{getattr(layout, key)}, but the model has no experts", [1]
             )
-    if facts.experts and adapter.kind == "dora" and run.moe.grouped_gemm and targets & {"linear_fc1", "linear_fc2"}:
+
+
+def _adapted(run: Run, facts: ModelFacts) -> set[str]:
+    """Those of adapter.targets that the model has."""
+    latent = {"linear_q_down_proj", "linear_q_up_proj"} if facts.q_rank else {"linear_q_proj"}
+    latent |= {"linear_kv_down_proj", "linear_kv_up_proj"}
+    there = {"linear_proj", "linear_fc1", "linear_fc2"} | (latent if facts.kv_rank else {"linear_qkv"})
+    return there & set(run.adapter.targets) if run.adapter.kind != "none" else set()
+
+
+def _broken_dora(run: Run, facts: ModelFacts) -> Iterator[Broken]:
+    """What the norms of DoRA's weights have no place for."""
+    layout, adapted = run.layout, _adapted(run, facts)
+    if run.adapter.kind != "dora":
+        return
+    if facts.experts and run.moe.grouped_gemm and adapted & {"linear_fc1", "linear_fc2"}:
         # Bridge's DoRALinear takes the norm of one weight, a grouped layer has one per expert
         yield Broken(
             "dora", "adapter.kind", "dora fits no grouped experts; leave linear_fc1 and linear_fc2 out of targets"
         )
+    elif facts.experts and layout.etp != layout.tp and adapted & {"linear_fc1", "linear_fc2"}:
+        # Bridge's DoRA cuts an expert's adapter over tp, and its ranks then see different tokens
+        text = f"{layout.etp}, but dora cuts the adapters of experts by tp, {layout.tp}"
+        yield Broken("dora of experts", "layout.etp", text, [layout.tp])
+    if whole := sorted(adapted & WHOLE) if layout.tp > 1 else []:
+        text = (
+            f"dora fits no {whole[0]} under tp {layout.tp}, each rank of which holds it whole; leave it out of targets"
+        )
+        yield Broken("dora of whole layers", "adapter.kind", text)
+
+
+def _broken_rest(run: Run, facts: ModelFacts) -> Iterator[Broken]:
+    layout, train = run.layout, run.train
+    if layout.cp > 1 and facts.angles % (2 * layout.cp):
+        text = f"{layout.cp} does not cut the {facts.angles} rotations of latent attention into 2 pieces each"
+        yield Broken("angles", "layout.cp", text, _divisors(layout.world))
+    if facts.positions and run.data.seq_length > facts.positions:
+        text = f"{run.data.seq_length}, but the model has learned {facts.positions} positions"
+        yield Broken("positions", "data.seq_length", text, [facts.positions])
+    if facts.experts and run.moe.dispatcher == "flex" and layout.ep * layout.etp == 1:
+        yield Broken("flex", "moe.dispatcher", "flex needs experts spread over ranks, and ep * etp is 1; take alltoall")
+    if train.recompute == "selective" and "mla_up_proj" in train.recompute_modules and not facts.kv_rank:
+        text = "mla_up_proj is none of this model's layers, which has no latent attention"
+        yield Broken("mla_up_proj", "train.recompute_modules", text)
 
 
 def _broken_stages(run: Run, facts: ModelFacts) -> Iterator[Broken]:
@@ -194,6 +245,9 @@ def _broken_stages(run: Run, facts: ModelFacts) -> Iterator[Broken]:
     elif not counts:
         text = f"{layout.pp} ranks do not share {facts.layers} layers evenly (or set first_ and last_stage_layers)"
         yield Broken("stages", "layout.pp", text, _divisors(layout.world))
+    elif layout.vpp and layout.pp == 2 and layout.first_stage_layers and layout.last_stage_layers:
+        text = f"{layout.vpp}, but core divides by the number of stages between the first and the last, which is 0"
+        yield Broken("nothing between", "layout.vpp", f"{text}; set one of the two")
     elif any(count % vpp for count in counts):
         text = f"{vpp} does not divide the layers of each pipeline rank, {', '.join(map(str, sorted(set(counts))))}"
         yield Broken("virtual stages", "layout.vpp", text, range(2, max(counts) + 1))

@@ -128,6 +128,8 @@ def _layer(run: Run, facts: ModelFacts, kind: str) -> Counter[str]:
     found["experts"] = local * sum(_size(linear, layout.etp) for linear in _expert(facts))
     if kind == "mtp":
         found["mtp"] = _mtp(facts, layout.tp)
+    if facts.kv_rank and not facts.q_rank:
+        found["norms"] += facts.hidden  # core norms the input of linear_q_proj a second time; no release has that norm
     if run.adapter.kind == "none":
         return found
     dense = _attention(facts) + (_mlp(facts.ffn, facts) if base == "dense" else _mlp(facts.shared_ffn, facts))

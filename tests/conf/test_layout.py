@@ -64,6 +64,22 @@ LLAMA = {
     "intermediate_size": 11008,
 }
 
+LATENT = DEEPSEEK | {
+    "q_lora_rank": 100,
+    "kv_lora_rank": 50,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 8,
+}
+GPT2 = {
+    "architectures": ["GPT2LMHeadModel"],
+    "n_layer": 4,
+    "n_embd": 64,
+    "n_head": 4,
+    "vocab_size": 99,
+    "n_positions": 1024,
+}
+
 
 def run(world: int = 8, **changes: object) -> Run:
     """A run on nodes of 8; each of `changes` goes to the first section with such a key."""
@@ -78,7 +94,7 @@ def run(world: int = 8, **changes: object) -> Run:
     }
     for key, value in changes.items():
         section = next(name for name, kind in sections().items() if key in kind.model_fields)
-        data[section][key] = value
+        data.setdefault(section, {})[key] = value
     return Run.model_validate({"name": "x", **data})
 
 
@@ -99,6 +115,9 @@ LEGAL = [
     (QWEN3_MOE, run(8, tp=8, sp=True)),  # more tensor ranks than key-value heads
     (MIXTRAL, run(16, tp=2, pp=2, ep=4, etp=2, sp=True)),
     (LLAMA, run(8, tp=8)),
+    (LATENT, run(8, tp=4, sp=True, rank=64)),  # targets that the model has not are of no account
+    (GPT2, run(8, tp=4, rank=64, seq_length=512)),  # its vocabulary is padded
+    (GLM, run(8, tp=2, etp=2, sp=True, kind="dora", grouped_gemm=False)),
 ]
 
 
@@ -175,6 +194,46 @@ OF_MODEL = [
     (GLM, run(8, kind="dora"), "adapter.kind: dora fits no grouped experts"),
     (LLAMA, run(8, ep=2), "layout.ep: 2, but the model has no experts; nearest legal: 1"),
     (LLAMA, run(8, etp=2), "layout.etp: 2, but the model has no experts; nearest legal: 1"),
+]
+OF_MODEL += [
+    (
+        LATENT,
+        run(8, tp=8, sp=True, targets=["linear_q_down_proj"]),
+        "layout.tp: 8 does not divide the width of the low-",
+    ),
+    (
+        LATENT,
+        run(8, tp=8, sp=True, targets=["linear_kv_down_proj"]),
+        "layout.tp: 8 does not divide the width of the low",
+    ),
+    (LATENT, run(12, gpus_per_node=12, cp=3, seq_length=4104), "layout.cp: 3 does not cut the 4096 rotations of lat"),
+    (
+        LATENT,
+        run(8, tp=2, sp=True, kind="dora", targets=["linear_kv_down_proj"]),
+        "adapter.kind: dora fits no linear_kv_",
+    ),
+    (
+        GLM | {"num_attention_heads": 8, "num_key_value_heads": 1, "head_dim": 3},
+        run(8, tp=4, sp=True),
+        "layout.tp: 4 doe",
+    ),
+    (
+        GLM,
+        run(8, tp=2, etp=4, sp=True, kind="dora", grouped_gemm=False),
+        "layout.etp: 4, but dora cuts the adapters of",
+    ),
+    (
+        GLM,
+        run(8, pp=2, vpp=2, first_stage_layers=46, last_stage_layers=46),
+        "layout.vpp: 2, but core divides by the number of stages between the first and the last, which is 0; set one",
+    ),
+    (GLM, run(8, dispatcher="flex"), "moe.dispatcher: flex needs experts spread over ranks, and ep * etp is 1"),
+    (
+        GLM,
+        run(8, recompute="selective", recompute_modules=["mla_up_proj"]),
+        "train.recompute_modules: mla_up_proj is no",
+    ),
+    (GPT2, run(8), "data.seq_length: 4096, but the model has learned 1024 positions; nearest legal: 1024"),
 ]
 EVERYWHERE = [(None, broken, line) for broken, line in ALONE]
 

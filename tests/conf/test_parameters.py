@@ -1,0 +1,119 @@
+"""conf/plan/parameters.py: what can be counted by hand, and that the parts of a model make the whole.
+
+tests/trainer/test_rehearse.py compares with the models that Megatron builds.
+"""
+
+import json
+import struct
+from dataclasses import replace
+from math import prod
+
+import pytest
+
+from conf.facts import MODELS, facts_from_hf, known
+from conf.plan.parameters import Stage, active, held, stages, total, trainable
+from tests.trainer.drawn import make_run
+from trainer import tiny
+
+NAMES = sorted(path.stem for path in MODELS.glob("*.json"))
+NO_ADAPTER = {"kind": "none"}
+
+
+def layout(**keys):
+    world = prod(value for key, value in keys.items() if key in ("tp", "pp"))
+    return make_run(layout={"gpus_per_node": world, **keys}, adapter=NO_ADAPTER)
+
+
+@pytest.mark.parametrize("kind", tiny.KINDS)
+def test_total_is_what_the_released_files_hold(kind, tmp_path):
+    tiny.make_model(kind, tmp_path / kind)
+    found = 0
+    for shard in (tmp_path / kind).glob("*.safetensors"):
+        data = shard.read_bytes()
+        header = json.loads(data[8 : 8 + struct.unpack("<Q", data[:8])[0]])
+        found += sum(prod(entry["shape"]) for name, entry in header.items() if name != "__metadata__")
+    assert total(facts_from_hf(json.loads((tmp_path / kind / "config.json").read_text()))) == found
+
+
+@pytest.mark.parametrize(
+    "name, billions, billions_active",
+    [
+        ("glm47", 358.3, 33.6),
+        ("deepseek-v3", 684.5, 37.6),
+        ("qwen3-235b", 235.1, 22.2),
+        ("qwen2-moe", 57.4, 14.2),
+        ("mixtral-8x7b", 46.7, 12.9),
+        ("llama31-70b", 70.6, 70.6),
+        ("llama31-405b", 405.9, 405.9),
+    ],
+)
+def test_totals_are_those_of_the_model_cards(name, billions, billions_active):
+    facts = known(name)
+    assert (round(total(facts) / 1e9, 1), round(active(facts) / 1e9, 1)) == (billions, billions_active)
+
+
+def test_gpt2_by_hand():
+    layer = 12 * 1280 * 1280 + 13 * 1280  # four matrices with biases, two norms with biases
+    facts = known("gpt2-large")
+    assert total(facts) == 774_030_080 == 36 * layer + (50257 + 1024 + 2) * 1280
+    on_one = held(layout(), facts, stages(layout(), facts)[0])
+    assert on_one["output"] == 0 and on_one["embedding"] == (50304 + 96) * 1280  # Megatron has a position per token
+    first, last = (held(layout(pp=2), facts, stage) for stage in stages(layout(pp=2), facts))
+    assert first["output"] == 0 and last["output"] == 50304 * 1280  # tied, and yet on both ends of the pipeline
+
+
+@pytest.mark.parametrize("pp", [1, 2])
+@pytest.mark.parametrize("name", NAMES)
+def test_stages_together_hold_the_model(name, pp):
+    facts = replace(known(name), layers=12, dense_layers=2, mtp_layers=known(name).mtp_layers, vocab_pad=0, positions=0)
+    run = layout(pp=pp)
+    found = sum(sum(held(run, facts, stage).values()) for stage in stages(run, facts))
+    embedding, layers = facts.vocab * facts.hidden, facts.mtp_layers
+    whole = total(facts) - layers * 2 * embedding  # released copies
+    whole -= facts.expert_bias * facts.experts * (facts.kinds.count("moe") + layers)  # buffers in Megatron
+    whole += embedding * (pp - 1) * (facts.tied + (layers > 0))  # copies of Megatron's
+    assert found == whole
+
+
+def test_ranks_together_hold_the_model():
+    """Of what tp and ep cut; norms, routers and the bias of rows are whole on every rank."""
+    facts = known("glm47")
+    alone = held(layout(), facts, stages(layout(), facts)[0])
+    cut = layout(tp=4, ep=8, etp=2)
+    part = held(cut, facts, stages(cut, facts)[0])
+    for key in ("embedding", "output", "mlp", "shared_experts", "attention"):
+        assert part[key] * 4 == alone[key]
+    assert part["experts"] * 16 == alone["experts"]
+    assert (part["router"], part["norms"]) == (alone["router"], alone["norms"])
+
+
+def test_where_layers_lie():
+    facts = replace(known("glm47"), layers=8, mtp_layers=1)
+    run = layout(pp=2, vpp=2)
+    assert stages(run, facts) == [
+        Stage(0, ("dense", "dense"), True, False, 0),
+        Stage(0, ("moe", "moe"), False, False, 1),
+        Stage(1, ("dense", "moe"), False, False, 0),
+        Stage(1, ("moe", "moe", "mtp"), True, True, 1),
+    ]
+    uneven = layout(pp=4, first_stage_layers=3, last_stage_layers=1)
+    assert [len(stage.layers) for stage in stages(uneven, facts)] == [3, 2, 2, 2]
+    without = uneven.model_copy(update={"model": uneven.model.model_copy(update={"mtp": False})})
+    assert [stage.embedding for stage in stages(without, facts)] == [True, False, False, False]
+
+
+def test_what_is_trained():
+    facts = replace(known("glm47"), layers=4)
+    stage = stages(layout(), facts)[0]
+    found = held(layout(), facts, stage)
+    assert trainable(layout(), facts, stage) == (sum(found.values()) - found["experts"], found["experts"])
+    frozen = make_run(adapter=NO_ADAPTER, moe={"freeze_router": True})
+    assert trainable(frozen, facts, stage)[0] == sum(found.values()) - found["experts"] - found["router"]
+    lora = make_run(adapter={"targets": ["linear_fc2"], "rank": 4})
+    mlps = 3 * (12288 + 5120) + 2 * (1536 + 5120)  # 3 dense layers; 1 MoE and 1 MTP layer with a shared expert
+    assert trainable(lora, facts, stage) == (4 * mlps, 4 * 2 * 160 * (1536 + 5120))
+    shared = make_run(adapter={"targets": ["linear_fc2"], "rank": 4, "experts": "shared"})
+    assert trainable(shared, facts, stage) == (4 * mlps, 4 * 2 * (1536 + 5120))
+    dora = make_run(adapter={"targets": ["linear_qkv"], "rank": 4, "kind": "dora"})
+    width = (96 + 2 * 8) * 128
+    assert trainable(dora, facts, stage) == (5 * (4 * (5120 + width) + width), 0)

@@ -1,0 +1,132 @@
+"""Models and layouts drawn at random: small, of every family, about half of them legal."""
+
+import random
+from math import lcm
+from typing import Any
+
+from conf.schema import Run
+from trainer.tiny import KINDS
+
+MIXTRAL = {
+    "architectures": ["MixtralForCausalLM"],
+    "num_hidden_layers": 4,
+    "hidden_size": 128,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 64,
+    "vocab_size": 512,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+}
+QWEN2_MOE = {
+    "architectures": ["Qwen2MoeForCausalLM"],
+    "num_hidden_layers": 4,
+    "hidden_size": 128,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 256,
+    "vocab_size": 512,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 64,
+    "shared_expert_intermediate_size": 96,
+    "decoder_sparse_step": 2,
+}
+GPT2 = {
+    "architectures": ["GPT2LMHeadModel"],
+    "n_layer": 4,
+    "n_embd": 128,
+    "n_head": 4,
+    "n_positions": 96,
+    "vocab_size": 500,
+}
+MODELS: dict[str, dict[str, Any]] = KINDS | {"mixtral": MIXTRAL, "qwen2-moe": QWEN2_MOE, "gpt2": GPT2}
+MLA = ["linear_q_down_proj", "linear_q_up_proj", "linear_kv_down_proj", "linear_kv_up_proj"]
+TARGETS = ["linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"]
+UNTIED = ("Glm4MoeForCausalLM", "DeepseekV3ForCausalLM")  # whatever their config.json says
+
+
+def make_run(**sections: dict[str, Any]) -> Run:
+    """Bypasses conf.load, which would refuse what Megatron is to be asked about."""
+    data: dict[str, dict[str, Any]] = {
+        "model": {"source": "drawn"},
+        "data": {"seq_length": 96},
+        "train": {"steps": 10, "global_batch": 8},
+        "optimizer": {"lr": 1e-4},
+        "checkpoint": {"save_every": 10},
+    }
+    for name, section in sections.items():
+        data[name] = data.get(name, {}) | section
+    return Run.model_validate({"name": "drawn", **data})
+
+
+def pair(seed: int) -> tuple[dict[str, Any], Run]:
+    rng = random.Random(seed)
+    pick = rng.choice
+    config = dict(MODELS[pick(sorted(MODELS))])
+    heads, layers = pick([6, 12, 12, 24, 24]), pick([4, 6, 6, 8, 12])
+    if "n_layer" in config:
+        config |= {"n_layer": layers, "n_head": heads, "n_embd": heads * pick([8, 16]), "n_inner": pick([64, 96, 96])}
+        return config, _run(rng, config, layers)
+    latent, family = "kv_lora_rank" in config, config["architectures"][0]
+    kv = heads if latent else pick([n for n in range(1, heads + 1) if heads % n == 0])
+    config |= {"num_hidden_layers": layers, "num_attention_heads": heads, "num_key_value_heads": kv}
+    config |= {"hidden_size": heads * pick([4, 8, 24]), "head_dim": pick([8, 16, 20])}
+    config |= {"vocab_size": pick([96, 96, 120, 100]), "intermediate_size": pick([48, 72, 96, 96])}
+    config["tie_word_embeddings"] = family not in UNTIED and pick([False, True])
+    if "moe_intermediate_size" in config:
+        config["moe_intermediate_size"] = pick([24, 32, 48])
+    for key in ("n_routed_experts", "num_experts", "num_local_experts"):
+        if key in config:
+            config[key] = pick([8, 12, 12, 24])
+    for key in ("first_k_dense_replace", "decoder_sparse_step"):
+        if key in config:
+            config[key] = pick([1, 2])
+    if family == "Glm4MoeForCausalLM":
+        config["num_nextn_predict_layers"] = pick([0, 0, 1, 2])
+    if latent:
+        config |= {"q_lora_rank": pick([None, 24, 36, 48]), "kv_lora_rank": pick([16, 24, 30]), "n_group": 1}
+    return config, _run(rng, config, layers)
+
+
+def _run(rng: random.Random, config: dict[str, Any], layers: int) -> Run:
+    """Degrees that would fit, and now and then one that does not."""
+    pick = rng.choice
+    moe = "num_experts_per_tok" in config
+    tp, pp, cp = pick([1, 1, 2, 2, 3, 4, 8]), pick([1, 1, 2, 2, 3, 4]), pick([1, 1, 1, 2, 3])
+    ep, etp = (pick([1, 1, 2, 3, 4, 6]), pick([1, 1, 2, 3, tp])) if moe else (pick([1] * 19 + [2]), 1)
+    dense, expert = tp * cp * pp, etp * ep * pp
+    world = lcm(dense, expert) * pick([1, 1, 2])
+    world = pick([world] * 19 + [max(1, world // 2)])
+    packed = pick([False, False, True])
+    micro = pick([1] * 19 + [2]) if packed else pick([1, 2])
+    vpp = pick([None, None, 2, 3]) if pp > 1 or rng.random() < 0.03 else None
+    batch = max(1, micro * world // dense) * (pp * pick([1, 2]) if vpp else pick([1, 2, 3])) + pick([0] * 19 + [1])
+    sp = (tp > 1 and (moe or pick([True, False]))) != (rng.random() < 0.05)
+    layout = {
+        "nodes": 1,
+        "gpus_per_node": world,
+        "tp": tp,
+        "pp": pp,
+        "cp": cp,
+        "ep": ep,
+        "etp": etp,
+        "sp": sp,
+        "vpp": vpp,
+    }
+    if pp > 1 and (layers % (pp * (vpp or 1)) or rng.random() < 0.3):
+        each, first = layers // pp, pick([None, 1, 2])
+        last = layers - (pp - 1) * each if first is None else layers - first - (pp - 2) * each
+        layout |= {"first_stage_layers": first, "last_stage_layers": max(1, pick([last] * 9 + [last - 1]))}
+    mla = [*MLA, "linear_q_proj"] if "kv_lora_rank" in config else []
+    kind = pick(["lora", "lora", "dora", "none"])
+    targets = rng.sample(TARGETS + mla, rng.randint(1, 4))
+    adapter = {"kind": kind, "rank": pick([24, 24, 24, 6]), "targets": targets, "experts": pick(["each", "shared"])}
+    return make_run(
+        layout=layout,
+        adapter=adapter,
+        model={"source": "drawn", "mtp": pick([True, True, False])},
+        data={"seq_length": pick([48, 96]) if rng.random() < 0.95 else 90, "packed": packed},
+        train={"global_batch": batch, "micro_batch": micro, "steps": 10},
+        moe={"grouped_gemm": pick([True, True, False])},
+    )

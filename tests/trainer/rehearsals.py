@@ -1,0 +1,27 @@
+"""A process that has imported Megatron and rehearses what it is sent: a JSON object a line, and a line of answer.
+
+In: {"run": ..., "config": ...}. Out: {"counts": {rank: {kind: parameters}}} of each pipeline stage's first rank, or
+{"refused": Megatron's words}.
+"""
+
+import json
+import sys
+
+from conf.schema import Run
+from trainer import bare, rehearse
+
+
+def answer(run: Run, config: dict) -> dict:
+    try:
+        return {"counts": {rank: bare.count(run, config, rank) for rank in rehearse.ranks(run)}}
+    except bare.Refused as refusal:
+        return {"refused": str(refusal)}
+
+
+if __name__ == "__main__":
+    out = sys.stdout
+    sys.stdout = sys.stderr
+    bare.prepare()
+    for line in sys.stdin:
+        asked = json.loads(line)
+        print(json.dumps(answer(Run.model_validate(asked["run"], strict=False), asked["config"])), file=out, flush=True)

@@ -1,0 +1,160 @@
+"""trainer/rehearse.py: Megatron's models and verdicts against conf/plan/parameters.py and conf/layout.py.
+
+The models are built for real, on no memory: in one process that imports Megatron once (tests/trainer/rehearsals.py).
+"""
+
+import json
+import re
+import subprocess
+import sys
+from collections import Counter
+
+import pytest
+
+from conf.facts import facts_from_hf, known
+from conf.layout import problems
+from conf.plan.parameters import KINDS
+from tests.trainer.drawn import MODELS, make_run, pair
+from trainer import rehearse
+
+# Megatron builds these; what would be wrong with them shows later, or never.
+STRICTER = re.compile(
+    r"layout\.etp: \d+, but dora cuts the adapters of experts by tp"  # ranks of tp would gather different tokens
+)
+DENSE = ("", "tp=2", "tp=2 sp=true", "tp=4 pp=2", "pp=4", "pp=2 vpp=2", "cp=2", "pp=2 first_stage_layers=1")
+MOE = ("tp=2 sp=true ep=4", "tp=2 sp=true ep=2 etp=2", "pp=2 vpp=2 ep=2", "pp=2 last_stage_layers=1 ep=8", "etp=4")
+ADAPTERS = (
+    {"kind": "none"},
+    {"rank": 8, "experts": "each"},
+    {"rank": 8, "experts": "shared"},
+    {"rank": 8, "kind": "dora", "targets": ["linear_qkv", "linear_q_up_proj", "linear_proj"]},
+)
+
+
+@pytest.fixture(scope="session")
+def ask():
+    """ask(run, config) -> {"counts": {rank: {kind: count}}} or {"refused": Megatron's words}."""
+    command = [sys.executable, "-W", "ignore", "-m", "tests.trainer.rehearsals"]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, text=True) as server:
+
+        def ask(run, config):
+            server.stdin.write(json.dumps({"run": run.model_dump(mode="json"), "config": config}) + "\n")
+            server.stdin.flush()
+            return json.loads(server.stdout.readline())
+
+        yield ask
+        server.stdin.close()
+
+
+def cut(text: str) -> dict:
+    keys = {key: json.loads(value) for key, value in (pair.split("=") for pair in text.split())}
+    dense = keys.get("tp", 1) * keys.get("pp", 1) * keys.get("cp", 1)
+    experts = keys.get("etp", 1) * keys.get("ep", 1) * keys.get("pp", 1)
+    return {"gpus_per_node": max(dense, experts), **keys}
+
+
+def differences(run, config, counts) -> list[str]:
+    expected = rehearse.holdings(run, facts_from_hf(config))
+    assert len(counts) == len(expected) == run.layout.pp
+    return [
+        f"rank {rank}: {kind} is {found.get(kind, 0)}, planned {want[kind]}"
+        for (rank, found), want in zip(counts.items(), expected.values(), strict=True)
+        for kind in KINDS
+        if found.get(kind, 0) != want[kind]
+    ]
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_counts_are_megatrons(ask, model):
+    config = MODELS[model] | ({"vocab_size": 512} if model == "llama" else {})
+    moe = "num_experts_per_tok" in config
+    # experts need sp under tp
+    layouts = [text for text in DENSE if "tp" not in text or "sp" in text] + list(MOE) if moe else DENSE
+    for text in layouts:
+        for adapter in ADAPTERS:
+            run = make_run(layout=cut(text), adapter=adapter, train={"global_batch": 16, "steps": 1})
+            assert not problems(run, facts_from_hf(config)), (text, adapter)
+            answer = ask(run, config)
+            assert "counts" in answer, (text, adapter, answer)
+            assert not differences(run, config, answer["counts"]), (text, adapter)
+
+
+@pytest.mark.parametrize("name", ["glm47", "deepseek-v3", "llama31-405b"])
+def test_counts_are_megatrons_at_full_size(ask, name):
+    config = rehearse.config_of(make_run(model={"source": SOURCES[name]}))
+    assert facts_from_hf(config) == known(name)
+    layout = {"nodes": 16, "gpus_per_node": 8, "tp": 8, "pp": 2, "sp": True}
+    layout |= {"ep": 8} if known(name).experts else {}
+    layout |= {"first_stage_layers": 29} if name == "deepseek-v3" else {}
+    run = make_run(layout=layout, adapter={"rank": 64}, train={"global_batch": 128, "steps": 1})
+    assert not differences(run, config, ask(run, config)["counts"])
+
+
+SOURCES = {
+    "glm47": "zai-org/GLM-4.7",
+    "deepseek-v3": "deepseek-ai/DeepSeek-V3-0324",
+    "llama31-405b": "meta-llama/Llama-3.1-405B-Instruct",
+}
+
+
+def verdicts(ask, seeds) -> Counter[str]:
+    found: Counter[str] = Counter()
+    for seed in seeds:
+        config, run = pair(seed)
+        ours = problems(run, facts_from_hf(config))
+        answer = ask(run, config)
+        refused = answer.get("refused")
+        if refused:
+            assert ours, f"seed {seed}: Megatron alone refuses: {refused}"
+        elif ours:
+            assert all(STRICTER.match(line) for line in ours), f"seed {seed}: Megatron builds it, but {ours}"
+        else:
+            assert not differences(run, config, answer["counts"]), f"seed {seed}"
+        found["refused" if refused else "stricter" if ours else "built"] += 1
+    return found
+
+
+def test_verdicts_are_megatrons(ask):
+    found = verdicts(ask, range(50))
+    assert found["built"] > 10 and found["refused"] > 10
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("hundred", range(10))
+def test_a_thousand_verdicts_are_megatrons(ask, hundred):
+    found = verdicts(ask, range(100 * hundred, 100 * hundred + 100))
+    assert found["built"] > 20 and found["refused"] > 20 and found["stricter"] < 5
+
+
+def command(*arguments: str) -> tuple[int, str]:
+    done = subprocess.run(
+        [sys.executable, "-m", "trainer.rehearse", *arguments], capture_output=True, text=True, timeout=120
+    )
+    return done.returncode, done.stdout + done.stderr
+
+
+def test_command_on_a_model_of_many_gpus():
+    code, text = command("glm47", "layout.pp=4", "layout.etp=1", "layout.nodes=8", "train.global_batch=64")
+    assert code == 0, text
+    assert text.splitlines()[-1] == "equal: 4 of 64 ranks built and counted"
+    assert "rank 48, stage 3: " in text and "planned" not in text
+
+
+def test_command_says_what_megatron_refuses():
+    code, text = command("glm47", "layout.pp=2", "layout.ep=4", "layout.vpp=3", "train.global_batch=32")
+    assert code == 1, text
+    assert text.startswith("refused by Megatron: ") and len(text.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    "override, line",
+    [
+        ("layout.tpp=2", "layout.tpp"),
+        ("layout.nodes=-1", "layout.nodes: -1 is too small"),
+        ("model.source=me/mine", "model.source: me/mine is in no file of conf/models, and "),
+    ],
+)
+def test_command_refuses_in_one_line(override, line):
+    code, text = command("glm47", override)
+    assert code == 2 and len(text.splitlines()) == 1 and line in text, text

@@ -1,0 +1,105 @@
+"""Build the real Megatron model of a run's layout, for any number of GPUs, on none, and count it.
+
+    python -m trainer.rehearse CONF [--all] [key=value ...]
+
+One rank of each pipeline stage, or every rank with --all, is built without memory (trainer/bare.py), after Megatron
+has checked the configuration as before training. Its parameters are compared, kind by kind, with what
+conf/plan/parameters.py says. The model is that of paths.model, of a tiny://KIND, or one that conf/models knows by its
+source.
+
+Exit code 0: all counts are equal. 1: Megatron refuses the layout, or counts differ. 2: what was asked is at fault.
+
+Not covered: what only shows once data flows (the shapes of a packed row), kernels that need a GPU, memory.
+"""
+
+import argparse
+import json
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from conf.facts import MODELS, facts_from_hf
+from conf.load import load
+from conf.plan import parameters
+from conf.schema import Run
+from trainer import bare, entry
+from trainer.faults import Fault
+
+TINY = "tiny://"
+
+
+def main() -> int:
+    options = _arguments()
+    with entry.faults_in_one_line():
+        run = load(options.conf, options.overrides)
+        config = config_of(run)
+        try:
+            facts = facts_from_hf(config)
+        except ValueError as error:
+            raise Fault(f"model.source: {run.model.source}: {error}") from None
+        bare.prepare()
+    try:
+        counts = {rank: bare.count(run, config, rank) for rank in ranks(run, options.all)}
+    except bare.Refused as refusal:
+        print(f"refused by Megatron: {refusal}")
+        return 1
+    expected = holdings(run, facts)
+    equal = True
+    for rank, found in counts.items():
+        stage = rank // (run.world // run.layout.pp)
+        equal &= _report(rank, stage, found, expected[stage])
+    print(f"{'equal' if equal else 'NOT EQUAL'}: {len(counts)} of {run.world} ranks built and counted")
+    return 0 if equal else 1
+
+
+def config_of(run: Run) -> dict[str, Any]:
+    """The model's config.json, without its weights."""
+    path = Path(run.paths.model) / "config.json"
+    if path.is_file():
+        return json.loads(path.read_text())
+    if run.model.source.startswith(TINY):
+        from trainer import tiny
+
+        return tiny.KINDS[run.model.source.removeprefix(TINY)]
+    for file in sorted(MODELS.glob("*.json")):
+        known = json.loads(file.read_text())
+        if known["source"].split()[0] == run.model.source:
+            return known["config"]
+    raise Fault(f"model.source: {run.model.source} is in no file of conf/models, and {path} does not exist")
+
+
+def ranks(run: Run, every: bool = False) -> range:
+    """The first of each pipeline stage; core numbers ranks stage by stage."""
+    return range(0, run.world, 1 if every else max(1, run.world // run.layout.pp))
+
+
+def holdings(run: Run, facts) -> dict[int, Counter[str]]:
+    """By pipeline rank, what conf/plan/parameters.py says that each of its ranks holds."""
+    found: dict[int, Counter[str]] = {}
+    for stage in parameters.stages(run, facts):
+        found.setdefault(stage.rank, Counter()).update(parameters.held(run, facts, stage))
+    return found
+
+
+def _report(rank: int, stage: int, found: Counter[str], expected: Counter[str]) -> bool:
+    kinds = [kind for kind in parameters.KINDS if found[kind] or expected[kind]]
+    print(f"rank {rank}, stage {stage}: {found.total():,} parameters")
+    for kind in kinds:
+        note = "" if found[kind] == expected[kind] else f"   planned: {expected[kind]:,}"
+        print(f"    {kind:17} {found[kind]:>20,}{note}")
+    return found == expected
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m trainer.rehearse", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("conf", help="a name (tiny), or the path of a YAML file")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="such as layout.tp=2 layout.nodes=8")
+    parser.add_argument("--all", action="store_true", help="build every rank, not only the first of each stage")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
