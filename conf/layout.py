@@ -201,15 +201,22 @@ def _broken_dora(run: Run, facts: ModelFacts) -> Iterator[Broken]:
     layout, adapted = run.layout, _adapted(run, facts)
     if run.adapter.kind != "dora":
         return
-    if facts.experts and run.moe.grouped_gemm and adapted & {"linear_fc1", "linear_fc2"}:
-        # Bridge's DoRALinear takes the norm of one weight, a grouped layer has one per expert
-        yield Broken(
-            "dora", "adapter.kind", "dora fits no grouped experts; leave linear_fc1 and linear_fc2 out of targets"
-        )
-    elif facts.experts and layout.etp != layout.tp and adapted & {"linear_fc1", "linear_fc2"}:
-        # Bridge's DoRA cuts an expert's adapter over tp, and its ranks then see different tokens
-        text = f"{layout.etp}, but dora cuts the adapters of experts by tp, {layout.tp}"
-        yield Broken("dora of experts", "layout.etp", text, [layout.tp])
+    if facts.experts and adapted & {"linear_fc1", "linear_fc2"}:
+        if run.moe.grouped_gemm:
+            # Bridge's DoRALinear takes the norm of one weight, a grouped layer has one per expert
+            yield Broken(
+                "dora", "adapter.kind", "dora fits no grouped experts; leave linear_fc1 and linear_fc2 out of targets"
+            )
+        elif layout.ep > 1:
+            # Bridge does not mark their adapters as experts', so that gradients of different experts are added up
+            text = (
+                f"{layout.ep}, but dora trains experts wrongly over ep; leave linear_fc1 and linear_fc2 out of targets"
+            )
+            yield Broken("dora of experts over ep", "layout.ep", text, [1])
+        elif layout.etp != layout.tp:
+            # Bridge cuts an expert's adapter over tp, and its ranks then see different tokens
+            text = f"{layout.etp}, but dora cuts the adapters of experts by tp, {layout.tp}"
+            yield Broken("dora of experts", "layout.etp", text, [layout.tp])
     if whole := sorted(adapted & WHOLE) if layout.tp > 1 else []:
         text = (
             f"dora fits no {whole[0]} under tp {layout.tp}, each rank of which holds it whole; leave it out of targets"

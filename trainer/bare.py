@@ -21,6 +21,9 @@ from trainer.faults import Fault
 
 REFUSALS = (ValueError, AssertionError, RuntimeError, NotImplementedError, AttributeError, ArithmeticError)
 
+# Gradients are summed over dp * cp, or over edp. Where both are the same ranks, Megatron counts all as the first.
+TRAINED = ("trained_dense", "trained_experts")
+
 
 class Refused(Exception):
     """Megatron's own words, on one line."""
@@ -36,7 +39,7 @@ def prepare() -> None:
 
 
 def count(run: Run, config: dict[str, Any], rank: int) -> Counter[str]:
-    """Parameters of one rank, by the kinds of conf/plan/parameters.py. Raises Refused."""
+    """Parameters of one rank, by the kinds of conf/plan/parameters.py, and those of TRAINED. Raises Refused."""
     with _megatrons_words(), _world(run, rank), _on_meta(), contextlib.redirect_stdout(None):
         chunks = _build(run, config)
         _step_off(run, chunks)
@@ -44,6 +47,8 @@ def count(run: Run, config: dict[str, Any], rank: int) -> Counter[str]:
         for chunk in chunks:
             for name, parameter in chunk.named_parameters():
                 found[kind_of(name.removeprefix("module."))] += parameter.numel()
+                if parameter.requires_grad:
+                    found[TRAINED[0 if getattr(parameter, "allreduce", True) else 1]] += parameter.numel()
         return found
 
 

@@ -75,16 +75,21 @@ def ranks(run: Run, every: bool = False) -> range:
 
 
 def holdings(run: Run, facts) -> dict[int, Counter[str]]:
-    """By pipeline rank, what conf/plan/parameters.py says that each of its ranks holds."""
+    """By pipeline rank, what conf/plan/parameters.py says that each of its ranks holds, and trains of it."""
     found: dict[int, Counter[str]] = {}
+    same_ranks = run.layout.ep == 1 and run.layout.etp == run.layout.tp
     for stage in parameters.stages(run, facts):
-        found.setdefault(stage.rank, Counter()).update(parameters.held(run, facts, stage))
+        dense, experts = parameters.trainable(run, facts, stage)
+        trained = (dense + experts, 0) if same_ranks else (dense, experts)
+        held = parameters.held(run, facts, stage) | dict(zip(bare.TRAINED, trained, strict=True))
+        found.setdefault(stage.rank, Counter()).update(held)
     return found
 
 
 def _report(rank: int, stage: int, found: Counter[str], expected: Counter[str]) -> bool:
-    kinds = [kind for kind in parameters.KINDS if found[kind] or expected[kind]]
-    print(f"rank {rank}, stage {stage}: {found.total():,} parameters")
+    kinds = [kind for kind in (*parameters.KINDS, *bare.TRAINED) if found[kind] or expected[kind]]
+    total = sum(found[kind] for kind in parameters.KINDS)
+    print(f"rank {rank}, stage {stage}: {total:,} parameters")
     for kind in kinds:
         note = "" if found[kind] == expected[kind] else f"   planned: {expected[kind]:,}"
         print(f"    {kind:17} {found[kind]:>20,}{note}")

@@ -224,6 +224,11 @@ OF_MODEL += [
     ),
     (
         GLM,
+        run(8, ep=2, kind="dora", grouped_gemm=False),
+        "layout.ep: 2, but dora trains experts wrongly over ep; leave",
+    ),
+    (
+        GLM,
         run(8, pp=2, vpp=2, first_stage_layers=46, last_stage_layers=46),
         "layout.vpp: 2, but core divides by the number of stages between the first and the last, which is 0; set one",
     ),
