@@ -2,8 +2,8 @@
 
     python -m conf.load CONF [KEY=VALUE ...]      print the resolved configuration; exit 2 with the problems on stderr
 
-CONF is a file, or the bare name of one in conf/. KEY=VALUE overrides one dotted key, as in train.steps=20; the value
-is YAML and may be a list, and no key may be given twice.
+CONF is a file, or the bare name of one in conf/, conf/planned/ or conf/documented/. KEY=VALUE overrides one dotted
+key, as in train.steps=20; the value is YAML and may be a list, and no key may be given twice.
 
 Keys and values are checked first, each by itself. Once those are right, they are weighed against one another and
 against the arithmetic of the layout (conf/layout.py); the rules that need the model's sizes wait for its config.json.
@@ -31,6 +31,8 @@ from conf import layout
 from conf.schema import Run, contradictions, dotted_keys, sections
 
 FOLDER = Path(__file__).parent
+# Names are looked for here; only what lies in FOLDER itself is offered to run.
+FOLDERS = (FOLDER, FOLDER / "planned", FOLDER / "documented")
 KEYS = dotted_keys()
 SECTIONS = list(sections())
 MAPS = [
@@ -73,7 +75,8 @@ class ConfigError(ValueError):
         return "\n".join(" ".join(line.splitlines()) for line in self.args)
 
 
-def load(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> Run:
+def load(path: str | os.PathLike[str], overrides: Sequence[str] = (), illegal: bool = False) -> Run:
+    """illegal: the layout may be, as whoever plans says so himself."""
     file, shown = _find(os.fspath(path))
     try:
         data, wrong = _parse(file.read_text("utf-8"), shown)
@@ -100,7 +103,8 @@ def load(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> Run:
         raise ConfigError(*wrong) from None
     if not wrong:
         wrong += [f"{places.get(key, shown)}: {key}: {text}" for key, text in contradictions(run)]
-        wrong += [f"{places.get(line.partition(':')[0], shown)}: {line}" for line in layout.problems(run)]
+        broken = [] if illegal else layout.problems(run)
+        wrong += [f"{places.get(line.partition(':')[0], shown)}: {line}" for line in broken]
     if wrong:
         raise ConfigError(*wrong)
     return run
@@ -151,9 +155,11 @@ def _find(path: str) -> tuple[Path, str]:
     if not re.fullmatch(r"[\w-]+", path):
         file, shown = Path(path), path
     else:
-        file, shown = FOLDER / f"{path}.yaml", f"{FOLDER.name}/{path}.yaml"
+        files = [folder / f"{path}.yaml" for folder in FOLDERS]
+        file = next((file for file in files if file.exists()), files[0])
+        shown = str(file.relative_to(FOLDER.parent))
     if not file.exists():
-        known = ", ".join(sorted(file.stem for file in FOLDER.glob("*.yaml")))
+        known = ", ".join(sorted(file.stem for folder in FOLDERS for file in folder.glob("*.yaml")))
         raise ConfigError(f"no such configuration: {path}; there are: {known}")
     return file, shown
 

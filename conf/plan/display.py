@@ -1,0 +1,181 @@
+"""What a plan says to people, and as_dict() to programs; both for the ranked table of search() as well.
+
+A stage's bar has a letter for each thirtieth of the GPU: W weights, G gradients, O optimizer, A adapters,
+a activations, . all else; ! is what lacks.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+from conf.layout import Grid
+from conf.plan import parameters
+from conf.plan.hardware import GB, Gpu
+from conf.plan.memory import StageMemory
+from conf.plan.search import Candidate, Found
+from conf.plan.verdict import Plan
+from conf.schema import Layout, Run
+
+BAR = 30  # characters for all of a GPU's memory
+# What a bar draws; the rest of a stage's memory is buffers, context and margin, the same for every layout.
+DRAWN = {"weights": "W", "gradients": "G", "optimizer": "O", "adapters": "A", "activations": "a"}
+BESIDES = ("logits", "dispatch", "working", "buffers", "context", "margin")
+SUGGESTED = 3
+
+
+def lines(plan: Plan) -> Iterator[str]:
+    run, gpu, layout = plan.run, plan.gpu, plan.run.layout
+    yield f"{run.name}: {run.model.source} on {layout.world} {gpu.name} ({gpu.memory / GB:.1f} GB each)"
+    count, active = (n / 1e9 for n in (parameters.total(plan.facts), parameters.active(plan.facts)))
+    trained = "all of them trained" if run.adapter.kind == "none" else f"{run.adapter.kind} of rank {run.adapter.rank}"
+    yield f"model    {count:.4g}B parameters, {active:.3g}B per token, {trained}"
+    yield f"layout   {layout.nodes} nodes x {layout.gpus_per_node}: {degrees(layout)}; {_batches(run)}"
+    yield from (f"illegal  {line}" for line in plan.problems)
+    if plan.cut:
+        yield f"grids    {_grids(plan.run.layout, plan.cut)}; microbatches per step {plan.cut.microbatches}"
+        yield ""
+        yield from _memory_table(plan)
+        yield ""
+        yield from _time_lines(plan)
+        yield from (
+            f"host     {need.stage}: {need.memory / GB:.0f} GB memory over all hosts, {need.disk / GB:.0f} GB disk"
+            for need in plan.hosts
+        )
+    if plan.found:
+        yield ""
+        yield from suggestions(plan.found, layout.world, gpu)
+        if plan.with_lora:
+            yield "with adapter.kind=lora adapter.experts=shared:"
+            yield from suggestions(plan.with_lora, layout.world, gpu)
+    elif plan.not_searched:
+        yield f"instead  nothing was searched for: {plan.not_searched}"
+    yield plan.verdict
+
+
+def degrees(layout: Layout) -> str:
+    always = [f"{key} {getattr(layout, key)}" for key in ("tp", "pp", "ep", "etp")]
+    given = {
+        "cp": layout.cp > 1 and layout.cp,
+        "vpp": layout.vpp,
+        "first": layout.first_stage_layers,
+        "last": layout.last_stage_layers,
+    }
+    return " ".join(always + [f"{key} {value}" for key, value in given.items() if value] + ["sp"] * layout.sp)
+
+
+def _batches(run: Run) -> str:
+    train = run.train
+    batch = f"batch {train.global_batch} of {run.data.seq_length} tokens, micro {train.micro_batch}"
+    return f"{batch}, recompute {train.recompute}"
+
+
+def _grids(layout: Layout, cut: Grid) -> str:
+    dense = f"tp {layout.tp} * cp {layout.cp} * pp {layout.pp} * dp {cut.dp}"
+    return f"{dense} = etp {layout.etp} * ep {layout.ep} * pp {layout.pp} * edp {cut.edp} = {layout.world}"
+
+
+def _memory_table(plan: Plan) -> Iterator[str]:
+    """GB of the fullest rank of every stage; each W, G, ... of the bar is a BARth of the GPU."""
+    columns = [*DRAWN, "besides", "total"]
+    layers = [sum(len(s.layers) for s in group) for group in _by_rank(plan)]
+    each = plan.run.layout.world // len(plan.stages)  # the pipeline is the outermost of core's dimensions
+    yield f"stage  {'GPUs':>9}  layers  " + "  ".join(f"{name:>{max(7, len(name))}}" for name in columns)
+    for stage, count in zip(plan.stages, layers, strict=True):
+        items = stage.items
+        figures = [items[name] for name in DRAWN] + [sum(items[name] for name in BESIDES), stage.total]
+        cells = (f"{n / GB:>{max(7, len(name))}.1f}" for n, name in zip(figures, columns, strict=True))
+        mark = "  <- fullest" if stage is plan.fullest else ""
+        ranks = f"{stage.rank * each}-{stage.rank * each + each - 1}" if each > 1 else str(stage.rank)
+        yield f"{stage.rank:>5}  {ranks:>9}  {count:>6}  {'  '.join(cells)}  |{_bar(stage)}|{mark}"
+    yield "GB on the fullest GPU of a stage; besides: logits, experts' tokens, one layer's work, buffers, CUDA, margin"
+
+
+def _by_rank(plan: Plan) -> list[list[parameters.Stage]]:
+    found: list[list[parameters.Stage]] = [[] for _ in plan.stages]
+    for stage in parameters.stages(plan.run, plan.facts):
+        found[stage.rank].append(stage)
+    return found
+
+
+def _bar(stage: StageMemory) -> str:
+    """Drawn by where a part ends, so that what rounds to nothing does not shift the others; a ! is what lacks."""
+    text, end = "", 0
+    for name, letter in (*DRAWN.items(), ("", ".")):
+        end += stage.items[name] if name else sum(stage.items[item] for item in BESIDES)
+        text += letter * (min(BAR, round(end / stage.capacity * BAR)) - len(text))
+    return text.ljust(BAR) if stage.total <= stage.capacity else f"{text}!"
+
+
+def _time_lines(plan: Plan) -> Iterator[str]:
+    time, train = plan.time, plan.run.train
+    assert time
+    rate = f"{time.tokens_per_second:.0f} tokens/s/GPU, {time.tflops:.0f} TFLOP/s/GPU"
+    yield f"step     {time.likely:.3g} s likely, {time.low:.3g} to {time.high:.3g}; {rate}"
+    waits = ", ".join(f"{dim} {seconds:.2g} s" for dim, (_, seconds) in time.communication.items() if seconds)
+    yield f"waits    {waits or 'for no other GPU'}; {time.bubble:.0%} of a step for the pipeline"
+    cost = "" if time.cost is None else f", {time.cost:,.0f} USD at {plan.gpu.price:g} per GPU and hour"
+    yield f"run      {train.steps} steps, {time.hours:.3g} hours{cost}"
+
+
+def suggestions(found: Found, gpus: int, gpu: Gpu) -> Iterator[str]:
+    if found.fitting:
+        yield f"instead  {len(found.fitting)} layouts of {gpus} {gpu.name} are legal and fit; the fastest:"
+        yield from (f"  {row}" for row in ranking(found.fitting[:SUGGESTED]))
+        return
+    yield f"instead  no layout of {gpus} {gpu.name} fits"
+    if found.closest:
+        one = found.closest
+        yield f"closest  {degrees(one.layout)}; recompute {one.train.recompute}; {one.verdict}"
+
+
+def ranking(candidates: list[Candidate]) -> Iterator[str]:
+    for place, one in enumerate(candidates, 1):
+        choice = f"micro {one.train.micro_batch} recompute {one.train.recompute}"
+        figures = f"{one.seconds:8.3g} s  {one.memory / GB:6.1f} GB"
+        yield f"{place:>3}. {figures}  {degrees(one.layout)}; {choice}; {one.verdict}"
+
+
+def as_dict(plan: Plan) -> dict[str, Any]:
+    time = plan.time
+    return {
+        "name": plan.run.name,
+        "model": plan.run.model.source,
+        "parameters": parameters.total(plan.facts),
+        "active_parameters": parameters.active(plan.facts),
+        "gpu": plan.gpu.name,
+        "gpu_memory": plan.gpu.memory,
+        "gpus": plan.run.layout.world,
+        "layout": plan.run.layout.model_dump(mode="json"),
+        "legal": plan.legal,
+        "fits": plan.fits,
+        "verdict": plan.verdict,
+        "problems": list(plan.problems),
+        "grid": vars(plan.cut) if plan.cut else None,
+        "fullest": plan.fullest.rank if plan.stages else None,
+        "stages": [{"rank": s.rank, **s.items, "total": s.total, "over": s.over} for s in plan.stages],
+        "time": dict(vars(time)) if time else None,
+        "host": [need._asdict() for need in plan.hosts],
+        "instead": found_dict(plan.found, SUGGESTED) if plan.found else None,
+        "instead_with_lora": found_dict(plan.with_lora, SUGGESTED) if plan.with_lora else None,
+    }
+
+
+def found_dict(found: Found, top: int) -> dict[str, Any]:
+    return {
+        "fitting": len(found.fitting),
+        "layouts": [_candidate_dict(one) for one in found.fitting[:top]],
+        "closest": _candidate_dict(found.closest) if found.closest else None,
+        "reasons": dict(found.reasons.most_common()),
+    }
+
+
+def _candidate_dict(one: Candidate) -> dict[str, Any]:
+    return {
+        "layout": one.layout.model_dump(mode="json"),
+        "micro_batch": one.train.micro_batch,
+        "recompute": one.train.recompute,
+        "recompute_modules": list(one.train.recompute_modules),
+        "seconds": one.seconds if one.over <= 0 else None,
+        "memory": one.memory,
+        "over": one.over,
+        "verdict": one.verdict,
+    }

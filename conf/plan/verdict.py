@@ -1,0 +1,114 @@
+"""One answer about a configuration: is its layout legal, does it fit, how long does it take; what would fit instead.
+
+    plan(run, facts, gpu) -> Plan          of the configuration's own layout; searches for others where it is refused
+    facts_of(run) -> ModelFacts            from conf/models, by the model's Hub id, or from its folder's config.json
+
+Full fine-tuning that fits nowhere on its GPUs is searched for with LoRA as well. conf/plan/display.py shows a plan.
+"""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, get_args
+
+from conf.facts import MODELS, ModelFacts, facts_from_hf, known
+from conf.layout import Grid, grid, problems
+from conf.load import ConfigError
+from conf.plan.hardware import GB, Gpu
+from conf.plan.memory import HostNeed, StageMemory, host, memory
+from conf.plan.search import TIGHT, Found, search
+from conf.plan.timing import Timing, timing
+from conf.schema import Run
+from conf.sections import Adapter, AdapterTarget
+
+TARGETS = get_args(AdapterTarget)  # those that a model lacks do not count
+HINT = "a folder with the model's config.json works as well, as model.source or paths.model"
+
+
+@dataclass(frozen=True)
+class Plan:
+    run: Run
+    facts: ModelFacts
+    gpu: Gpu
+    problems: tuple[str, ...]
+    cut: Grid | None = None  # this and what follows: of a legal layout
+    stages: tuple[StageMemory, ...] = ()
+    time: Timing | None = None
+    hosts: tuple[HostNeed, ...] = ()
+    found: Found | None = None  # instead, where the layout is refused
+    with_lora: Found | None = None  # where full fine-tuning fits nowhere
+    not_searched: str = ""
+
+    @property
+    def legal(self) -> bool:
+        return not self.problems
+
+    @property
+    def fits(self) -> bool:
+        return self.legal and self.fullest.over <= 0
+
+    @property
+    def fullest(self) -> StageMemory:
+        return max(self.stages, key=lambda stage: stage.total)
+
+    @property
+    def verdict(self) -> str:
+        if not self.legal:
+            return f"refused: illegal, {len(self.problems)} rule{'s' * (len(self.problems) > 1)} broken"
+        stage = self.fullest
+        where = f"stage {stage.rank}, {stage.total / GB:.1f} GB of {stage.capacity / GB:.1f} on {self.gpu.name}"
+        if not self.fits:
+            return f"refused: legal, and lacks {stage.over / GB:.1f} GB on {where}"
+        tight = "; less than a plan may be wrong by" if -stage.over < TIGHT * stage.total else ""
+        return f"legal and fits: {where}, {-stage.over / GB:.1f} GB left{tight}"
+
+
+def plan(run: Run, facts: ModelFacts, gpu: Gpu) -> Plan:
+    if broken := problems(run, facts):
+        return Plan(run, facts, gpu, tuple(broken), **_instead(run, facts, gpu))
+    stages = tuple(memory(run, facts, gpu))
+    whole = {"cut": grid(run.layout, run.train), "stages": stages, "hosts": tuple(host(run, facts))}
+    legal = Plan(run, facts, gpu, (), time=timing(run, facts, gpu), **whole)
+    return legal if legal.fits else Plan(**{**vars(legal), **_instead(run, facts, gpu)})
+
+
+def facts_of(run: Run) -> ModelFacts:
+    source = run.model.source
+    names = {}  # the study of GPT-2 has trained a variant that is on no Hub: it goes by its file's name
+    for file in sorted(MODELS.glob("*.json")):
+        says = str(json.loads(file.read_text("utf-8"))["source"])
+        names[file.stem] = file.stem
+        if says.endswith(" config.json"):
+            names[says.removesuffix(" config.json")] = file.stem
+    if source in names:
+        return known(names[source])
+    for folder in (source, run.paths.model):
+        if (config := Path(folder) / "config.json").is_file():
+            return _read(config)
+    ids = ", ".join(name for name in names if "/" in name)
+    raise ConfigError(f"model.source: {source}: unknown model; known are {ids}; {HINT}")
+
+
+def _read(config: Path) -> ModelFacts:
+    try:
+        read = json.loads(config.read_text("utf-8"))
+        if not isinstance(read, dict):
+            raise ConfigError(f"{config}: no section of keys")
+        return facts_from_hf(read)
+    except OSError as error:
+        raise ConfigError(f"{config}: {error.strerror}") from None
+    except ConfigError:
+        raise
+    except (ValueError, TypeError) as error:
+        raise ConfigError(f"{config.parent}: {error}") from None
+
+
+def _instead(run: Run, facts: ModelFacts, gpu: Gpu) -> dict[str, Any]:
+    try:
+        found = search(run, facts, gpu, run.layout.world)
+        if found.fitting or run.adapter.kind != "none":
+            return {"found": found}
+        with_lora = run.model_copy(update={"adapter": Adapter(targets=TARGETS, experts="shared")})
+        return {"found": found, "with_lora": search(with_lora, facts, gpu, run.layout.world)}
+    except ConfigError as error:  # a world that no such hosts make up
+        return {"not_searched": str(error)}

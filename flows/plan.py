@@ -1,0 +1,107 @@
+"""Plan: what a run needs, before anything is paid for. Without a GPU, a network or a model's weights.
+
+    python -m flows.plan glm47                                   its own layout: legal, fits, how long, which host
+    python -m flows.plan glm47 layout.etp=1 --gpu h200 --price 3.5
+    python -m flows.plan glm47 --gpus 64 --gpu b200              layouts of so many GPUs, fastest first
+    python -m flows.plan path/to/my.yaml --gpu my-gpu.yaml --json
+
+NAME is a file, or a name in conf/, conf/planned/ or conf/documented/. Exit code: 0 legal and fits, 1 refused, 2 for a
+faulty call. Without --gpu: the GPU that the run's name holds (glm47-b200), else h100.
+"""
+
+import argparse
+import json
+import math
+import sys
+from collections.abc import Iterator, Sequence
+
+from conf.facts import ModelFacts
+from conf.load import ConfigError, load
+from conf.plan import display
+from conf.plan.hardware import GB, GPUS, Gpu, priced, read
+from conf.plan.search import Found, search
+from conf.plan.verdict import facts_of, plan
+from conf.schema import Run
+
+MOST = 2**16  # GPUs, as many as conf.sections takes of a degree
+REASONS = 12  # shown; --json has them all
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    options = _arguments(argv)
+    try:
+        _check(options)
+        run = load(options.conf, options.overrides, illegal=True)
+        if run.world > MOST:
+            raise ConfigError(f"layout.nodes: {run.layout.nodes} x {run.layout.gpus_per_node} is more than {MOST} GPUs")
+        gpu = priced(read(options.gpu or _named(run)), options.price)
+        facts = facts_of(run)
+        if options.gpus is not None:
+            return _search(run, facts, gpu, options)
+    except ConfigError as fault:
+        print("".join(f"error: {line}\n" for line in str(fault).splitlines()), end="", file=sys.stderr)
+        return 2
+    planned = plan(run, facts, gpu)
+    print(json.dumps(display.as_dict(planned), indent=2) if options.json else "\n".join(display.lines(planned)))
+    return 0 if planned.fits else 1
+
+
+def _named(run: Run) -> str:
+    return next((word for word in run.name.split("-") if word in GPUS), "h100")
+
+
+def _check(options: argparse.Namespace) -> None:
+    wrong = []
+    if options.gpus is not None and not 1 <= options.gpus <= MOST:
+        wrong.append(f"--gpus: {options.gpus} is no number of GPUs from 1 to {MOST}")
+    if options.top < 1:
+        wrong.append(f"--top: {options.top} is too small: it must be at least 1")
+    if options.price is not None and not (math.isfinite(options.price) and options.price >= 0):
+        wrong.append(f"--price: {options.price:g} is no price in USD per GPU and hour; it must be at least 0")
+    if wrong:
+        raise ConfigError(*wrong)
+
+
+def _search(run: Run, facts: ModelFacts, gpu: Gpu, options: argparse.Namespace) -> int:
+    found = search(run, facts, gpu, options.gpus)
+    if options.json:
+        head = {"name": run.name, "model": run.model.source, "gpu": gpu.name, "gpu_memory": gpu.memory}
+        whole = {**head, "gpus": options.gpus, **display.found_dict(found, options.top)}
+        print(json.dumps(whole, indent=2))
+    else:
+        print("\n".join(_table(run, gpu, options.gpus, found, options.top)))
+    return 0 if found.fitting else 1
+
+
+def _table(run: Run, gpu: Gpu, gpus: int, found: Found, top: int) -> Iterator[str]:
+    yield f"{run.name}: {run.model.source} on {gpus} {gpu.name} ({gpu.memory / GB:.1f} GB each)"
+    if found.fitting:
+        yield f"{len(found.fitting)} layouts are legal and fit; seconds of a step, memory of the fullest GPU:"
+        yield from display.ranking(found.fitting[:top])
+    else:
+        yield from display.suggestions(found, gpus, gpu)
+    yield f"{found.reasons.total()} others fail:"
+    yield from (f"{count:>6}  {reason}" for reason, count in found.reasons.most_common(REASONS))
+    if (rest := len(found.reasons) - REASONS) > 0:
+        yield f"        and {rest} rarer reasons, which --json names"
+
+
+def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m flows.plan",
+        usage=argparse.SUPPRESS,  # a fault is one line
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("conf", metavar="NAME", help="a name in conf/ or its folders, or a YAML file")
+    parser.add_argument("overrides", metavar="KEY=VALUE", nargs="*", help="such as layout.ep=16")
+    parser.add_argument("--gpu", metavar="KIND", help=f"{', '.join(GPUS)}, or a .yaml of your own")
+    parser.add_argument("--gpus", metavar="N", type=int, help="search the layouts of so many GPUs")
+    parser.add_argument("--price", metavar="USD", type=float, help="per GPU and hour")
+    parser.add_argument("--top", metavar="N", type=int, default=10, help="layouts shown with --gpus (10)")
+    parser.add_argument("--json", action="store_true", help="for programs: one object")
+    return parser.parse_intermixed_args(argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

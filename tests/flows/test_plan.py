@@ -1,0 +1,181 @@
+"""flows/plan.py: every preset by its name, the layouts that others have documented, and faulty calls."""
+
+import json
+import subprocess
+import sys
+import time
+
+import pytest
+
+from conf.load import FOLDER
+from flows.plan import main
+from tests.flows.world import ROOT
+
+SIX = {
+    "1": [],
+    "dp2": ["layout.gpus_per_node=2", "train.global_batch=64"],
+    "tp2": ["layout.gpus_per_node=2", "layout.tp=2", "train.global_batch=64", "train.micro_batch=64"],
+    "tp2 sp": ["layout.gpus_per_node=2", "layout.tp=2", "layout.sp=true", "train.global_batch=64"],
+    "cp2": ["layout.gpus_per_node=2", "layout.cp=2", "train.global_batch=64", "train.micro_batch=64"],
+    "pp2": ["layout.gpus_per_node=2", "layout.pp=2", "train.global_batch=64", "train.micro_batch=64"],
+}
+# exit code, dp and edp
+PRESETS = {
+    "glm47": (0, 16, 2),
+    "glm47-b200": (0, 4, 2),
+    "deepseek-v3-64": (0, 8, 1),
+    "deepseek-v3-64-as-documented": (1, None, None),
+    "deepseek-v3-512": (0, 32, 1),
+    "qwen3-235b": (0, 1, 1),
+    "qwen3-235b-as-documented": (1, None, None),
+    "mixtral-8x7b": (0, 4, 1),
+    "qwen2-moe": (0, 2, 1),
+    "gpt2-large": (0, 1, 1),
+    "gpt2-large-as-documented": (0, 1, 1),
+    "llama31-70b": (0, 1, 8),
+    "llama31-70b-as-documented": (1, 1, 8),
+    "llama31-405b": (0, 1, 16),
+    "llama31-405b-as-documented": (1, None, None),
+}
+
+
+@pytest.fixture
+def ask(capsys):
+    def ask(*arguments: str):
+        code = main([*arguments, "--json"])
+        said = capsys.readouterr()
+        assert said.err == ""
+        return code, json.loads(said.out)
+
+    return ask
+
+
+def test_every_preset_is_expected_somehow():
+    assert {file.stem for file in FOLDER.rglob("*.yaml")} - {"tiny"} == {*PRESETS}
+
+
+@pytest.mark.parametrize("name, expected", PRESETS.items())
+def test_a_preset(ask, name, expected):
+    code, planned = ask(name)
+    cut = planned["grid"] or {"dp": None, "edp": None}
+    assert (code, cut["dp"], cut["edp"]) == expected
+    assert (planned["name"], planned["fits"]) == (name, code == 0)
+    assert planned["gpu"] == ("b200" if "b200" in name else "h100")
+
+
+def test_what_a_seed_cannot_do_comes_with_layouts_that_fit(ask):
+    planned = ask("deepseek-v3-64-as-documented")[1]
+    assert planned["problems"][0].startswith("layout.ep: etp 1 * ep 32 * pp 16 = 512 does not divide the 64 processes")
+    assert planned["instead"]["layouts"] == []  # nothing takes 12 TB of 5.4
+    suggested = planned["instead_with_lora"]["layouts"]
+    assert len(suggested) == 3
+    one = suggested[1]
+    degrees = [f"layout.{key}={json.dumps(value)}" for key, value in one["layout"].items()]
+    code, again = ask("deepseek-v3-64", *degrees, f"train.recompute={one['recompute']}")
+    assert (code, max(stage["total"] for stage in again["stages"])) == (0, one["memory"])
+
+
+def test_qwen3_needs_etp_1_and_more_memory(ask):
+    refused = ask("qwen3-235b-as-documented")[1]
+    assert refused["problems"][0].startswith("layout.pp: etp 4 * ep 4 * pp 8 = 128 does not divide the 32 processes")
+    code, legal = ask("qwen3-235b-as-documented", "layout.etp=1")
+    assert (code, legal["legal"], legal["fits"], legal["grid"]["edp"]) == (1, True, False, 1)
+    assert "lacks 7" in legal["verdict"]
+
+
+def test_405b_is_refused_with_its_reasons(ask):
+    assert "16 ranks do not share 126 layers evenly" in " ".join(ask("llama31-405b-as-documented")[1]["problems"])
+    code, even = ask("llama31-405b", "layout.last_stage_layers=null")
+    assert (code, even["problems"][0].partition(" evenly")[0]) == (1, "layout.pp: 16 ranks do not share 126 layers")
+    virtual = ask("llama31-405b", "layout.vpp=32")[1]["problems"]
+    assert any(line.startswith("layout.vpp: 32 does not divide the layers of each") for line in virtual)
+
+
+@pytest.mark.parametrize("name", ["gpt2-large", "gpt2-large-as-documented"])
+@pytest.mark.parametrize("layout", SIX.values(), ids=SIX)
+def test_the_study_of_gpt2(ask, name, layout):
+    assert ask(name, "--gpu", "h200", *layout)[0] == 0
+
+
+@pytest.mark.parametrize("nodes, dp", [(2, 2), (4, 4), (8, 8)])
+def test_glm47_on_more_hosts_of_b200(ask, nodes, dp):
+    code, planned = ask("glm47-b200", f"layout.nodes={nodes}")
+    assert (code, planned["grid"]["dp"]) == (0, dp)
+
+
+def test_glm47_on_one_host_of_b200(ask):
+    assert ask("glm47-b200", "layout.nodes=1")[0] == 1
+    assert not ask("glm47-b200", "layout.nodes=1", "layout.pp=1")[1]["fits"]
+    assert ask("glm47-b200", "layout.nodes=1", "layout.pp=1", "layout.ep=8")[0] == 0
+
+
+def test_people_see_the_fullest_gpu_and_the_cost(capsys):
+    assert main(["llama31-405b", "--price", "2"]) == 0
+    said = capsys.readouterr().out
+    (marked,) = [line for line in said.splitlines() if "<- fullest" in line]
+    assert marked.split()[:3] == ["0", "0-15", "8"]
+    assert " USD at 2 per GPU and hour" in said and "host     convert" in said
+    assert said.splitlines()[-1].startswith("legal and fits: stage 0, ")
+
+
+def test_search_ranks_and_gives_reasons(ask, capsys):
+    code, found = ask("glm47", "--gpus", "32", "--top", "4")
+    assert (code, len(found["layouts"])) == (0, 4)
+    seconds = [one["seconds"] for one in found["layouts"]]
+    assert seconds == sorted(seconds) and found["fitting"] >= 4 and found["reasons"]
+    assert ask("qwen3-235b", "--gpus", "2")[0] == 1
+    assert main(["qwen3-235b", "--gpus", "2"]) == 1
+    assert "no layout of 2 h100 fits" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "arguments, complaint",
+    [
+        (["nope"], "no such configuration: nope; there are: "),
+        (["glm47", "layout.epp=2"], "override layout.epp=2: layout.epp: unknown key; did you mean layout.pp?"),
+        (["glm47", "layout.tp=-2"], "override layout.tp=-2: layout.tp: -2 is too small: it must be at least 1"),
+        (["glm47", "model.source=org/none"], "model.source: org/none: unknown model; known are "),
+        (["glm47", "--gpus", "-8"], "--gpus: -8 is no number of GPUs from 1 to 65536"),
+        (["glm47", "--gpus", "0"], "--gpus: 0 is no number"),
+        (["glm47", "--gpus", "999999999999"], "--gpus: 999999999999 is no number"),
+        (["glm47", "--gpus", "12"], "gpus: 12 is neither up to 8"),
+        (["glm47", "layout.nodes=65536", "layout.gpus_per_node=65536"], "layout.nodes: 65536 x 65536 is more than"),
+        (["glm47", "--gpu", "h1000"], "gpu: 'h1000' is none of a100, h100"),
+        (["glm47", "--price", "-1"], "--price: -1 is no price"),
+        (["glm47", "--price", "nan"], "--price: nan is no price"),
+        (["glm47", "--top", "0"], "--top: 0 is too small"),
+    ],
+)
+def test_a_faulty_call_is_one_line(capsys, arguments, complaint):
+    assert main(arguments) == 2
+    said = capsys.readouterr()
+    assert said.out == "" and said.err.startswith(f"error: {complaint}") and said.err.count("\n") == 1
+
+
+@pytest.mark.parametrize("arguments", [[], ["glm47", "--gpus", "many"], ["glm47", "--gpsu", "8"]])
+def test_what_argparse_refuses_is_one_line_too(capsys, arguments):
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    assert (ended.value.code, capsys.readouterr().err.count("\n")) == (2, 1)
+
+
+def test_a_layout_file_with_a_typo(capsys, tmp_path):
+    file = tmp_path / "mine.yaml"
+    file.write_text((FOLDER / "glm47.yaml").read_text().replace("  etp: 2", "  ept: 2"))
+    assert main([str(file)]) == 2
+    assert capsys.readouterr().err == f"error: {file}: layout.ept: unknown key; did you mean layout.ep?\n"
+
+
+def test_a_gpu_of_one_s_own_with_a_typo(capsys, tmp_path):
+    file = tmp_path / "gpu.yaml"
+    file.write_text("{name: x, memory: 40, bf16: 300, hmb: 2000, hbm: 2000, link: 300, network: 25, per_host: 8}")
+    assert main(["glm47", "--gpu", str(file)]) == 2
+    assert capsys.readouterr().err == f"error: {file}: hmb: unknown key; did you mean hbm?\n"
+
+
+@pytest.mark.parametrize("name, code", [("glm47", 0), ("llama31-405b", 0), ("qwen2-moe", 0)])
+def test_a_plan_takes_a_second(name, code):
+    start = time.monotonic()
+    done = subprocess.run([sys.executable, "-m", "flows.plan", name], cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (code, "")
+    assert time.monotonic() - start < 1.5
