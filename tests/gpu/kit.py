@@ -41,7 +41,7 @@ WITHOUT = {  # top-level modules; MB packed
     "wget": "fetches such tokenizers",
     "zstandard": "compresses checkpoints, on request; 4 MB",
 }
-SKIPPED = re.compile(r"(^|/)(tests?|__pycache__|__editable__[^/]*)/|\.(pyc|pyi|pxd|pyx|h|hpp|cuh)$|^\.\./|/jax/")
+SKIPPED = re.compile(r"(^|/)(tests?|__pycache__|__editable__[^/]*)/|\.(pyc|pyi|pxd|pyx|h|hpp|cc|cuh)$|^\.\./|/jax/|_flight\b")
 
 # Runs in a process of its own: argv is the file for the answer, then the command. Bridge leaves by os._exit at times.
 RECORD = f"""
@@ -165,6 +165,8 @@ def main() -> int:
         for name in sorted(names):
             copy(name, site)
         slim(site / TRANSFORMER_ENGINE_LIBRARY, options.arch)
+        for library in site.rglob("*.so*"):
+            subprocess.run(["strip", "--strip-unneeded", library], check=True)  # symbols: 6 MB packed
         listing = "".join(f"{name}=={metadata.version(name)}\n" for name in sorted(names))
         (work / "kit" / "packages.txt").write_text(listing)
         print(listing, end="")
