@@ -66,7 +66,7 @@ def _search(run: Run, facts: ModelFacts, gpu: Gpu, options: argparse.Namespace) 
     found = search(run, facts, gpu, options.gpus)
     if options.json:
         head = {"name": run.name, "model": run.model.source, "gpu": gpu.name, "gpu_memory": gpu.memory}
-        whole = {**head, "gpus": options.gpus, **display.found_dict(found, options.top)}
+        whole = {**head, "gpus": options.gpus, **display.found_dict(found, gpu, options.top)}
         print(json.dumps(whole, indent=2))
     else:
         print("\n".join(_table(run, gpu, options.gpus, found, options.top)))
@@ -77,7 +77,7 @@ def _table(run: Run, gpu: Gpu, gpus: int, found: Found, top: int) -> Iterator[st
     yield f"{run.name}: {run.model.source} on {gpus} {gpu.name} ({gpu.memory / GB:.1f} GB each)"
     if found.fitting:
         yield f"{len(found.fitting)} layouts are legal and fit; seconds of a step, memory of the fullest GPU:"
-        yield from display.ranking(found.fitting[:top])
+        yield from display.ranking(found.fitting[:top], gpu)
     else:
         yield from display.suggestions(found, gpus, gpu)
     yield f"{found.reasons.total()} others fail:"

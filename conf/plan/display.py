@@ -119,19 +119,25 @@ def _time_lines(plan: Plan) -> Iterator[str]:
 def suggestions(found: Found, gpus: int, gpu: Gpu) -> Iterator[str]:
     if found.fitting:
         yield f"instead  {len(found.fitting)} layouts of {gpus} {gpu.name} are legal and fit; the fastest:"
-        yield from (f"  {row}" for row in ranking(found.fitting[:SUGGESTED]))
+        yield from (f"  {row}" for row in ranking(found.fitting[:SUGGESTED], gpu))
         return
-    yield f"instead  no layout of {gpus} {gpu.name} fits"
+    yield f"instead  no layout of {gpus} {gpu.name} is legal and fits"
     if found.closest:
         one = found.closest
         yield f"closest  {degrees(one.layout)}; recompute {one.train.recompute}; {one.verdict}"
 
 
-def ranking(candidates: list[Candidate]) -> Iterator[str]:
+def ranking(candidates: list[Candidate], gpu: Gpu) -> Iterator[str]:
     for place, one in enumerate(candidates, 1):
         choice = f"micro {one.train.micro_batch} recompute {one.train.recompute}"
         figures = f"{one.seconds:8.3g} s  {one.memory / GB:6.1f} GB"
+        figures += "" if gpu.price is None else f"  {_cost(one, gpu):,.0f} USD"
         yield f"{place:>3}. {figures}  {degrees(one.layout)}; {choice}; {one.verdict}"
+
+
+def _cost(one: Candidate, gpu: Gpu) -> float:
+    """USD of all steps."""
+    return one.seconds * one.train.steps / 3600 * one.layout.world * (gpu.price or 0.0)
 
 
 def as_dict(plan: Plan) -> dict[str, Any]:
@@ -154,27 +160,28 @@ def as_dict(plan: Plan) -> dict[str, Any]:
         "stages": [{"rank": s.rank, **s.items, "total": s.total, "over": s.over} for s in plan.stages],
         "time": dict(vars(time)) if time else None,
         "host": [need._asdict() for need in plan.hosts],
-        "instead": found_dict(plan.found, SUGGESTED) if plan.found else None,
-        "instead_with_lora": found_dict(plan.with_lora, SUGGESTED) if plan.with_lora else None,
+        "instead": found_dict(plan.found, plan.gpu, SUGGESTED) if plan.found else None,
+        "instead_with_lora": found_dict(plan.with_lora, plan.gpu, SUGGESTED) if plan.with_lora else None,
     }
 
 
-def found_dict(found: Found, top: int) -> dict[str, Any]:
+def found_dict(found: Found, gpu: Gpu, top: int) -> dict[str, Any]:
     return {
         "fitting": len(found.fitting),
-        "layouts": [_candidate_dict(one) for one in found.fitting[:top]],
-        "closest": _candidate_dict(found.closest) if found.closest else None,
+        "layouts": [_candidate_dict(one, gpu) for one in found.fitting[:top]],
+        "closest": _candidate_dict(found.closest, gpu) if found.closest else None,
         "reasons": dict(found.reasons.most_common()),
     }
 
 
-def _candidate_dict(one: Candidate) -> dict[str, Any]:
+def _candidate_dict(one: Candidate, gpu: Gpu) -> dict[str, Any]:
     return {
         "layout": one.layout.model_dump(mode="json"),
         "micro_batch": one.train.micro_batch,
         "recompute": one.train.recompute,
         "recompute_modules": list(one.train.recompute_modules),
         "seconds": one.seconds if one.over <= 0 else None,
+        "cost": _cost(one, gpu) if one.over <= 0 and gpu.price is not None else None,
         "memory": one.memory,
         "over": one.over,
         "verdict": one.verdict,

@@ -92,15 +92,16 @@ def facts_of(run: Run) -> ModelFacts:
 def _read(config: Path) -> ModelFacts:
     try:
         read = json.loads(config.read_text("utf-8"))
-        if not isinstance(read, dict):
-            raise ConfigError(f"{config}: no section of keys")
-        return facts_from_hf(read)
     except OSError as error:
         raise ConfigError(f"{config}: {error.strerror}") from None
-    except ConfigError:
-        raise
-    except (ValueError, TypeError) as error:
-        raise ConfigError(f"{config.parent}: {error}") from None
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{config}: not JSON: {error}") from None
+    try:
+        return facts_from_hf(read)
+    except ValueError as error:  # a line that begins with config.json
+        raise ConfigError(f"{config.parent}/{error}") from None
+    except (TypeError, AttributeError) as error:
+        raise ConfigError(f"{config}: no model's configuration: {error}") from None
 
 
 def _instead(run: Run, facts: ModelFacts, gpu: Gpu) -> dict[str, Any]:

@@ -33,10 +33,22 @@ def test_a_folder_s_config_json(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "text", ["", "[]", "{", "{}", '{"num_hidden_layers": -1}', '{"num_hidden_layers": 1e9}', "null"]
+    "text",
+    [
+        "",
+        "[]",
+        "{",
+        "{}",
+        '{"num_hidden_layers": -1}',
+        '{"num_hidden_layers": 1e9}',
+        "null",
+        '{"architectures": 3}',
+        "\udcff",
+        "[" * 9999,
+    ],
 )
 def test_a_config_json_that_is_none_is_one_line(tmp_path, text):
-    (tmp_path / "config.json").write_text(text)
+    (tmp_path / "config.json").write_text(text, errors="surrogateescape")
     with pytest.raises(ConfigError) as fault:
         facts_of(of(str(tmp_path)))
     assert str(tmp_path) in str(fault.value) and "\n" not in str(fault.value)

@@ -7,9 +7,11 @@ import time
 
 import pytest
 
+from conf.facts import facts_from_hf, known
 from conf.load import FOLDER
 from flows.plan import main
 from tests.flows.world import ROOT
+from trainer.tiny import KINDS
 
 SIX = {
     "1": [],
@@ -21,6 +23,7 @@ SIX = {
 }
 # exit code, dp and edp
 PRESETS = {
+    "tiny": (0, 1, 1),
     "glm47": (0, 16, 2),
     "glm47-b200": (0, 4, 2),
     "deepseek-v3-64": (0, 8, 1),
@@ -51,7 +54,7 @@ def ask(capsys):
 
 
 def test_every_preset_is_expected_somehow():
-    assert {file.stem for file in FOLDER.rglob("*.yaml")} - {"tiny"} == {*PRESETS}
+    assert {file.stem for file in FOLDER.rglob("*.yaml")} == {*PRESETS}
 
 
 @pytest.mark.parametrize("name, expected", PRESETS.items())
@@ -61,6 +64,10 @@ def test_a_preset(ask, name, expected):
     assert (code, cut["dp"], cut["edp"]) == expected
     assert (planned["name"], planned["fits"]) == (name, code == 0)
     assert planned["gpu"] == ("b200" if "b200" in name else "h100")
+
+
+def test_the_tiny_model_s_facts_are_those_of_the_one_that_is_made():
+    assert known("tiny-glm4-moe") == facts_from_hf(KINDS["glm4-moe"])
 
 
 def test_what_a_seed_cannot_do_comes_with_layouts_that_fit(ask):
@@ -118,14 +125,24 @@ def test_people_see_the_fullest_gpu_and_the_cost(capsys):
     assert said.splitlines()[-1].startswith("legal and fits: stage 0, ")
 
 
+def test_a_layout_costs_in_the_search_what_it_costs_by_itself(ask):
+    one = ask("glm47", "--gpus", "32", "--top", "1", "--price", "3")[1]["layouts"][0]
+    degrees = [f"layout.{key}={json.dumps(value)}" for key, value in one["layout"].items()]
+    choice = [f"train.recompute={one['recompute']}", f"train.micro_batch={one['micro_batch']}"]
+    planned = ask("glm47", *degrees, *choice, "--price", "3")[1]
+    assert planned["time"]["cost"] == pytest.approx(one["cost"])
+    assert planned["time"]["likely"] == pytest.approx(one["seconds"])
+
+
 def test_search_ranks_and_gives_reasons(ask, capsys):
     code, found = ask("glm47", "--gpus", "32", "--top", "4")
     assert (code, len(found["layouts"])) == (0, 4)
     seconds = [one["seconds"] for one in found["layouts"]]
     assert seconds == sorted(seconds) and found["fitting"] >= 4 and found["reasons"]
+    assert all(one["cost"] is None for one in found["layouts"])
     assert ask("qwen3-235b", "--gpus", "2")[0] == 1
     assert main(["qwen3-235b", "--gpus", "2"]) == 1
-    assert "no layout of 2 h100 fits" in capsys.readouterr().out
+    assert "no layout of 2 h100 is legal and fits" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
