@@ -217,6 +217,10 @@ def _broken_dora(run: Run, facts: ModelFacts) -> Iterator[Broken]:
             # Bridge cuts an expert's adapter over tp, and its ranks then see different tokens
             text = f"{layout.etp}, but dora cuts the adapters of experts by tp, {layout.tp}"
             yield Broken("dora of experts", "layout.etp", text, [layout.tp])
+    if layout.sp and run.adapter.dropout and adapted - ROW_PARALLEL:
+        # Bridge sends the input, gathered over tp, through the base layer, which gathers it again
+        text = f"{run.adapter.dropout}, but dora under sp takes none"
+        yield Broken("dora dropout", "adapter.dropout", text, [0])
     if whole := sorted(adapted & WHOLE) if layout.tp > 1 else []:
         text = (
             f"dora fits no {whole[0]} under tp {layout.tp}, each rank of which holds it whole; leave it out of targets"

@@ -222,6 +222,7 @@ OF_MODEL += [
         run(8, tp=2, etp=4, sp=True, kind="dora", grouped_gemm=False),
         "layout.etp: 4, but dora cuts the adapters of",
     ),
+    (LLAMA, run(8, tp=2, sp=True, kind="dora", dropout=0.1), "adapter.dropout: 0.1, but dora under sp takes none"),
     (
         GLM,
         run(8, ep=2, kind="dora", grouped_gemm=False),

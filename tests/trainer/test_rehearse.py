@@ -15,7 +15,7 @@ from conf.facts import facts_from_hf, known
 from conf.layout import problems
 from conf.plan.parameters import KINDS
 from tests.trainer.drawn import MODELS, make_run, pair
-from trainer import rehearse
+from trainer import rehearse, twin
 from trainer.bare import TRAINED
 
 # Megatron builds these, and would add up gradients, or gather tokens, of ranks that have different ones.
@@ -153,9 +153,46 @@ def test_command_says_what_megatron_refuses():
     [
         ("layout.tpp=2", "layout.tpp"),
         ("layout.nodes=-1", "layout.nodes: -1 is too small"),
+        ("model.source=tiny://mine", "model.source: tiny://mine is no tiny model; there are glm4-moe, "),
+        ("--steps=-1", "--steps: -1 is no number of steps"),
         ("model.source=me/mine", "model.source: me/mine is in no file of conf/models, and "),
     ],
 )
 def test_command_refuses_in_one_line(override, line):
     code, text = command("glm47", override)
     assert code == 2 and len(text.splitlines()) == 1 and line in text, text
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "cut, line",
+    [
+        ("", "twin on 8 processes (tp 2 pp 1 cp 1 ep 4 etp 2 sp True): losses "),
+        (
+            "layout.pp=4 layout.vpp=23 layout.tp=1 layout.sp=false layout.ep=2 layout.etp=1 adapter.kind=none "
+            "data.packed=true",
+            "twin on 8 processes (tp 1 pp 2 vpp 2 cp 1 ep 2 etp 1 sp False): losses ",
+        ),
+    ],
+)
+def test_a_twin_takes_real_steps(cut, line):
+    code, text = command("glm47", *cut.split(), "model.mtp=false", "train.global_batch=32", "--steps", "2")
+    assert code == 0, text
+    assert text.startswith(line) and text.splitlines()[0].count(",") == 1
+
+
+@pytest.mark.parametrize(
+    "layout, scaled",
+    [
+        ({"tp": 8, "pp": 16, "cp": 4, "sp": True, "first_stage_layers": 3}, {"tp": 2, "pp": 2, "sp": True, "cp": 2}),
+        ({"tp": 8, "ep": 64, "etp": 8, "sp": True}, {"tp": 2, "ep": 4, "etp": 2, "sp": True}),
+        ({"pp": 4, "vpp": 8, "ep": 8, "etp": 2}, {"pp": 2, "vpp": 2, "ep": 2, "etp": 2}),
+        ({}, {}),
+        ({"nodes": 4}, {"gpus_per_node": 2}),
+    ],
+)
+def test_twins_are_as_large_as_fits(layout, scaled):
+    found = twin.scale(make_run(layout={"gpus_per_node": 1, **layout}).layout, layers=4)
+    assert found.world <= twin.RANKS
+    assert {key: getattr(found, key) for key in scaled} == scaled
+    assert found.last_stage_layers == (1 if "first_stage_layers" in layout else None)

@@ -1,0 +1,106 @@
+"""A scaled-down twin of a run: real steps of the same kind of layout on a tiny model of the same family, on this CPU.
+
+train(run, config, steps) takes the steps in up to RANKS gloo processes, and returns the twin and the losses. Degrees
+above what 4 tiny layers and 8 experts can be cut into are lowered, and copies are dropped where there are too many.
+What is kept: which dimensions are cut, sp, vpp, packing, the adapter, recompute, the distributed optimizer.
+
+Not covered: families without a tiny model (trainer/tiny.py), where layers lie on uneven stages beyond first or last.
+"""
+
+import json
+import math
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from conf.data import Data
+from conf.facts import facts_from_hf
+from conf.layout import problems
+from conf.schema import Layout, Run
+from trainer import forked, tiny
+from trainer.faults import Fault
+
+RANKS = 8
+LIMITS = {"tp": 2, "pp": 2, "cp": 2, "ep": 4, "etp": 2}
+FAMILIES = {config["architectures"][0]: kind for kind, config in tiny.KINDS.items() if not kind.endswith("-mtp")}
+
+
+def train(run: Run, config: dict[str, Any], steps: int) -> tuple[Run, list[float]]:
+    """Raises Fault where there can be no twin, and RuntimeError where its ranks fail."""
+    architecture = config["architectures"][0]
+    if architecture not in FAMILIES:
+        raise Fault(f"--steps: there is no tiny model of {architecture}; there are {', '.join(FAMILIES)}")
+    kind = FAMILIES[architecture] + ("-mtp" if _trains_mtp(run, config) and architecture.startswith("Glm4") else "")
+    forked.import_all()
+    from trainer import convert, prepared
+    from trainer import train as training
+
+    with tempfile.TemporaryDirectory(prefix="twin-") as name:
+        folder = Path(name)
+        twin = make(run, kind, steps, folder)
+        if found := problems(twin, facts_from_hf(tiny.KINDS[kind])):
+            raise Fault(f"--steps: no twin of this layout on {RANKS} processes: {found[0]}")
+        tiny.make_model(kind, folder / "model", dtype="float32")
+        tiny.make_data(folder / "given", rows=64)
+        alone = twin.model_copy(update={"layout": Layout()})
+        paths = {"data": str(folder / "given"), "output": str(folder / "prepared")}
+        rows = alone.model_copy(update={"paths": alone.paths.model_copy(update=paths)})
+        for command, asked in ((convert.main, alone), (prepared.make, rows), (training.main, twin)):
+            log = folder / f"{command.__module__}.log"
+            if forked.call(command, asked, log):
+                raise RuntimeError("".join(log.read_text().splitlines(keepends=True)[-5:]))
+        lines = map(json.loads, (folder / "output" / "metrics.jsonl").read_text().splitlines())
+        return twin, [line["lm_loss"] for line in lines if line["kind"] == "train"]
+
+
+def make(run: Run, kind: str, steps: int, folder: Path) -> Run:
+    layout = scale(run.layout, tiny.KINDS[kind]["num_hidden_layers"])
+    copies = layout.world // (layout.tp * layout.cp * layout.pp)
+    packed = run.data.packed
+    train = {
+        "steps": steps,
+        "global_batch": copies * layout.pp,
+        "micro_batch": 1,
+        "precision": "fp32",
+        "stop_after": None,
+    }
+    adapter = {"rank": 8, "alpha": 16}
+    places = {key: str(folder / key) for key in ("model", "base", "output", "logs")}
+    sections: dict[str, Any] = {
+        "layout": layout,
+        "data": Data(seq_length=64, template="{input} {output}", packed=packed, seed=run.data.seed),
+        "train": run.train.model_copy(update={**train, "recompute_layers": 1, "validate_every": 0}),
+        "adapter": run.adapter.model_copy(update=adapter),
+        "optimizer": run.optimizer.model_copy(update={"lr": 5e-3, "warmup_steps": 0}),
+        "checkpoint": run.checkpoint.model_copy(update={"save_every": steps}),
+        "paths": run.paths.model_copy(update={**places, "data": str(folder / "prepared" / "data")}),
+    }
+    return run.model_copy(update=sections)
+
+
+def scale(layout: Layout, layers: int) -> Layout:
+    """The largest layout of the same kind on RANKS processes; degrees are lowered to 2, expert ones first."""
+    degrees = {key: min(getattr(layout, key), limit) for key, limit in LIMITS.items()}
+
+    def cut() -> int:
+        dense = degrees["tp"] * degrees["cp"] * degrees["pp"]
+        return math.lcm(dense, degrees["etp"] * degrees["ep"] * degrees["pp"])
+
+    for key, least in (("ep", 2), ("cp", 1), ("etp", 1), ("tp", 1)):
+        if cut() > RANKS:
+            degrees[key] = min(degrees[key], least)
+    uneven = layout.first_stage_layers or layout.last_stage_layers
+    vpp = 2 if layout.vpp and degrees["pp"] > 1 else None
+    copies = 2 if layout.world > cut() and 2 * cut() <= RANKS else 1
+    return Layout(
+        gpus_per_node=cut() * copies,
+        **degrees,
+        vpp=vpp,
+        sp=layout.sp and degrees["tp"] > 1,
+        # a stage that differs from the others, where one does
+        last_stage_layers=layers - 3 if uneven and degrees["pp"] == 2 and not vpp else None,
+    )
+
+
+def _trains_mtp(run: Run, config: dict[str, Any]) -> bool:
+    return run.model.mtp and bool(config.get("num_nextn_predict_layers"))
