@@ -58,12 +58,11 @@ def prepare(run: Run, parts: Sequence[Part], splits: Sequence[int | None], out: 
     made = identity.begin(folder, wanted)
     found = [_shape(part) for part in parts]
     template = templates.choose(run.data, tokens, _kind(found))
-    plan = Plan(run.data, tuple(found), tuple(splits), template, folder)
+    plan = Plan(run.data, tuple(found), tuple(splits), template, packing.multiple(run), folder)
     done = work.run(plan, parts, Progress(folder / "progress.jsonl", sum(map(sources.total, parts))))
     identity.unchanged(wanted, parts)
     say("prepare: write")
-    multiple = packing.multiple(run)
-    report = outputs.write(plan, Spool(done.paths), done, len(tokens), tokens.eos_token_id, multiple, made)
+    report = outputs.write(plan, Spool(done.paths), done, made)
     report["sources"] = [
         {"source": part.source, "shape": shape.kind, "reason": shape.reason, "rows": rows}
         for part, shape, rows in zip(parts, found, done.rows, strict=True)

@@ -41,7 +41,9 @@ WITHOUT = {  # top-level modules; MB packed
     "wget": "fetches such tokenizers",
     "zstandard": "compresses checkpoints, on request; 4 MB",
 }
-SKIPPED = re.compile(r"(^|/)(tests?|__pycache__|__editable__[^/]*)/|\.(pyc|pyi|pxd|pyx|h|hpp|cc|cuh)$|^\.\./|/jax/|_flight\b")
+SKIPPED = re.compile(
+    r"(^|/)(tests?|__pycache__|__editable__[^/]*)/|\.(pyc|pyi|pxd|pyx|h|hpp|cc|cuh)$|^\.\./|/jax/|_flight\b"
+)
 
 # Runs in a process of its own: argv is the file for the answer, then the command. Bridge leaves by os._exit at times.
 RECORD = f"""

@@ -33,6 +33,7 @@ class Plan:
     shapes: tuple[Shape, ...]  # of each part
     splits: tuple[int | None, ...]  # of each part: its place in SPLITS where it is given, else by content
     template: Template
+    multiple: int  # of the lengths of packed rows
     folder: Path
 
 

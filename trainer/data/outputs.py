@@ -18,9 +18,7 @@ BLOCK = 1 << 22  # bytes written at once
 BATCH = 4096  # documents written at once
 
 
-def write(
-    plan: Plan, spool: Spool, done: Done, vocabulary: int, end: int, multiple: int, folder: Path
-) -> dict[str, Any]:
+def write(plan: Plan, spool: Spool, done: Done, folder: Path) -> dict[str, Any]:
     """Returns the report."""
     data = plan.data
     count = int(spool.starts[-1])
@@ -34,43 +32,36 @@ def write(
     found: dict[str, Any] = {"tokens": {}, "packing": {}}
     for number, name in enumerate(SPLITS):
         rows = kept[split == number]
-        lengths = spool.column("length", np.int32, rows)
-        found["tokens"][name] = report.lengths(lengths, spool.column("learned", np.int32, rows))
-        if len(rows):
-            _write_split(name, rows, lengths, plan, spool, vocabulary, end, multiple, folder, found)
+        sequences = Sequences(spool, rows, spool.column("length", np.int32, rows))
+        found["tokens"][name] = report.lengths(sequences.lengths, spool.column("learned", np.int32, rows))
+        if not len(rows):
+            continue
+        if plan.template.kind == "text":
+            indexed.write(folder / name, _documents(sequences), len(plan.template.tokenizer))
+            continue
+        lines = folder / f"{name}.jsonl"
+        indexes.write(lines, _write_lines(lines, sequences))
+        if name != "test":
+            found["packing"] |= _write_tokens(name, sequences, plan, folder)
     return _report(found, plan, spool, done, kept, split, copies)
 
 
-def _write_split(
-    name: str,
-    rows: np.ndarray,
-    lengths: np.ndarray,
-    plan: Plan,
-    spool: Spool,
-    vocabulary: int,
-    end: int,
-    multiple: int,
-    folder: Path,
-    found: dict[str, Any],
-) -> None:
-    sequences = Sequences(spool, rows, lengths)
-    if plan.template.kind == "text":
-        indexed.write(folder / name, _documents(sequences), vocabulary)
-        return
-    lines = folder / f"{name}.jsonl"
-    indexes.write(lines, _write_lines(lines, rows, spool))
-    if name == "test":
-        return
-    order, bounds = np.arange(len(rows), dtype=np.int32), np.arange(len(rows) + 1)
-    if plan.data.packed:
-        order, bounds = packing.assign(packing.padded(lengths, multiple), plan.data.seq_length, plan.data.seed)
-        found["packing"][name] = report.packing(lengths, bounds, plan.data.seq_length)
+def _write_tokens(name: str, sequences: Sequences, plan: Plan, folder: Path) -> dict[str, Any]:
+    """What training reads; of packed sequences it returns how full they are."""
+    lengths, data, end = sequences.lengths, plan.data, plan.template.tokenizer.eos_token_id
     path = folder / f"{name}.idx.parquet"
-    sequences_file.write(path, sequences, order, bounds, pad_to=multiple if plan.data.packed else None, pad_id=end)
+    if not data.packed:
+        order, bounds = np.arange(len(lengths), dtype=np.int32), np.arange(len(lengths) + 1)
+        sequences_file.write(path, sequences, order, bounds, pad_to=None, pad_id=end)
+        return {}
+    order, bounds = packing.assign(packing.padded(lengths, plan.multiple), data.seq_length, data.seed)
+    sequences_file.write(path, sequences, order, bounds, pad_to=plan.multiple, pad_id=end)
+    return {name: report.packing(lengths, bounds, data.seq_length)}
 
 
-def _write_lines(path: Path, rows: np.ndarray, spool: Spool) -> np.ndarray:
+def _write_lines(path: Path, sequences: Sequences) -> np.ndarray:
     """Returns where the lines end."""
+    spool, rows = sequences.spool, sequences.rows
     with path.open("wb") as file:
         for chunk, start, end in spool.runs(rows, "line"):
             for at in range(start, end, BLOCK):

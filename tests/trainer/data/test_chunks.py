@@ -47,7 +47,7 @@ def tokens(tmp_path_factory):
 def plan(kind: str, template: str, tokens, folder: Path) -> chunks.Plan:
     data = Data(seq_length=48, source="rows.jsonl", template=template, bad_rows="drop", too_long="truncate")
     shape = shapes.detect(data.parts[0], [FIRST[kind]], "rows.jsonl:1")
-    return chunks.Plan(data, (shape,), (None,), templates.choose(data, tokens, kind), folder)
+    return chunks.Plan(data, (shape,), (None,), templates.choose(data, tokens, kind), 16, folder)
 
 
 @pytest.mark.parametrize(
