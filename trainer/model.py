@@ -60,6 +60,9 @@ def make_provider(run: Run, bridge, load_weights: bool = False):
         if run.adapter.kind != "none":
             provider.moe_router_bias_update_rate = 0.0  # the bias is no weight of the adapter: moving it would be lost
             provider.moe_shared_expert_overlap = False  # it communicates outside the layers that adapters wrap
+        if moe.freeze_router:
+            provider.moe_router_bias_update_rate = 0.0
+            provider.register_pre_wrap_hook(_freeze_routers)
         provider.moe_router_dtype = moe.router_dtype
         provider.moe_token_dispatcher_type = moe.dispatcher
         provider.moe_grouped_gemm = moe.grouped_gemm
@@ -77,3 +80,11 @@ def make_provider(run: Run, bridge, load_weights: bool = False):
         provider.recompute_modules = list(train.recompute_modules)
     platform.without_fused_kernels(provider)
     return provider
+
+
+def _freeze_routers(model: list) -> list:
+    for stage in model:
+        for name, weight in stage.named_parameters():
+            if ".router." in name:
+                weight.requires_grad = False
+    return model

@@ -133,3 +133,23 @@ def test_packed_is_the_same_loss_as_unpacked(configure, ranks, base, work):
     together = ranks("train", configure("llama", f"paths.output={work}/pack", *common, *packed))
     assert together.code == 0, together.output
     assert abs(losses(together)[1] - losses(apart)[1]) < 1e-5
+
+
+def test_a_frozen_router_stays_as_released(configure, ranks, base, work):
+    base("glm4-moe")
+    full = ["adapter.kind=none", "train.steps=2", "optimizer.warmup_steps=0", "moe.freeze_router=true"]
+    run = configure("glm4-moe", f"paths.output={work}/frozen", *full)
+    assert (done := ranks("train", run)).code == 0, done.output
+    before, after = weights(Path(run.paths.base) / "iter_0000000"), weights(work / "frozen/checkpoints/iter_0000002")
+    routers = {name for name in before if ".router." in name}
+    assert routers
+    assert all((before[name] == after[name]).all() for name in routers)
+    changed = [name for name in before if name not in routers and not (before[name] == after[name]).all()]
+    assert len(changed) > 10
+
+
+def weights(folder: Path) -> dict:
+    from trainer import torch_dist
+
+    found = torch_dist.open_checkpoint(folder)
+    return {name: torch_dist.read(found, place) for name, place in found.places.items()}
