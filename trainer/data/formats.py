@@ -18,7 +18,7 @@ from trainer.data import cells, json_array, lines
 from trainer.data.lines import Piece
 from trainer.faults import Fault
 
-CHUNK = 4 * 2**20  # bytes of a piece, about
+CHUNK = 2 * 2**20  # bytes of a piece, about; 0.7 s of work
 TABLES = (".parquet", ".arrow", ".feather")
 
 

@@ -10,6 +10,8 @@ of 250,000 take 3 to 7. The bytes of token ids are stored apart, lowest first, b
 bytes a token instead of 4, at 30 million tokens/s. Equal arguments give equal bytes with one version of pyarrow.
 """
 
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Protocol
 
@@ -58,15 +60,27 @@ def write(
         stored = packing.padded(stored, pad_to) + 1
     ends = np.concatenate([[0], np.cumsum(stored, dtype=np.int64)])[bounds]  # of sequences, in tokens
     partial = path.with_name(path.name + ".partial")
-    with parquet.ParquetWriter(partial, SCHEMA, **FORMAT) as writer:
-        first = 0
-        while first < len(bounds) - 1:
-            last = max(first + 1, int(np.searchsorted(ends, ends[first] + GROUP, "right")) - 1)
+    with parquet.ParquetWriter(partial, SCHEMA, **FORMAT) as writer, ThreadPoolExecutor(1) as gatherer:
+        waiting = None  # one group is gathered while the one before it is compressed
+        for first, last in _groups(ends):
             rows = slice(bounds[first], bounds[last])
-            table = _table(source, order[rows], stored[rows], bounds[first : last + 1] - bounds[first], pad_id)
-            writer.write_table(table)
-            first = last
+            inner = bounds[first : last + 1] - bounds[first]
+            ahead = gatherer.submit(_table, source, order[rows], stored[rows], inner, pad_id)
+            if waiting:
+                writer.write_table(waiting.result())
+            waiting = ahead
+        if waiting:
+            writer.write_table(waiting.result())
     partial.replace(path)
+
+
+def _groups(ends: np.ndarray) -> Iterator[tuple[int, int]]:
+    """The first sequence of each row group, and the one behind its last."""
+    first = 0
+    while first < len(ends) - 1:
+        last = max(first + 1, int(np.searchsorted(ends, ends[first] + GROUP, "right")) - 1)
+        yield first, last
+        first = last
 
 
 def _table(source: Source, rows: np.ndarray, stored: np.ndarray, bounds: np.ndarray, pad_id: int) -> pa.Table:
