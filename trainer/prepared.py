@@ -8,7 +8,6 @@ itself is never written to.
 Not noticed: a file added to a folder that is a source, and sources on the Hub or in an object store.
 """
 
-import hashlib
 import json
 import multiprocessing
 import os
@@ -21,10 +20,10 @@ from typing import Any
 
 from conf.schema import Run
 from trainer.data import packing, sources, tokenizer
+from trainer.data.identity import MANIFEST, digest
 from trainer.entry import FAULT_FILE, LIBC, PR_SET_PDEATHSIG
 from trainer.faults import Fault
 
-MANIFEST = "prepared.json"
 AGAIN = "python -m trainer.prepare makes it again"
 
 
@@ -130,13 +129,8 @@ def _changed(entries: list[dict[str, Any]]) -> Iterator[tuple[Path, str]]:
     if FAULT_FILE in os.environ or os.environ.get("LOCAL_RANK", "0") != "0":
         return  # whoever started this rank has read them already, or the first rank of this host is at it
     with ThreadPoolExecutor() as pool:
-        digests = pool.map(_digest, [entry["path"] for entry in entries])
-        yield from ((e["path"], "changed") for e, digest in zip(entries, digests, strict=True) if digest != e["sha256"])
-
-
-def _digest(path: Path) -> str:
-    with path.open("rb") as f:
-        return hashlib.file_digest(f, "sha256").hexdigest()
+        digests = pool.map(digest, [entry["path"] for entry in entries])
+        yield from ((e["path"], "changed") for e, now in zip(entries, digests, strict=True) if now != e["sha256"])
 
 
 def _check_settings(place: Path, found: Prepared, run: Run) -> None:
@@ -146,7 +140,7 @@ def _check_settings(place: Path, found: Prepared, run: Run) -> None:
         compared -= {"seed"}  # it decides which rows share a sequence; their order is drawn when training starts
     if run.data.template.endswith(".jinja"):
         compared -= {"template"}  # its content is compared, whatever its name
-        if _digest(Path(run.data.template)) != found.settings.get("template_file"):
+        if digest(Path(run.data.template)) != found.settings.get("template_file"):
             raise Fault(f"{run.data.template}: another template than the one {place} was prepared with; {AGAIN}")
     for key in sorted(compared):
         if own[key] != found.settings[key]:

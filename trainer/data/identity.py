@@ -26,7 +26,7 @@ def of(run: Run, parts: Sequence[Part], splits: Sequence[int | None]) -> dict[st
     if run.data.packed:
         settings["multiple"] = packing.multiple(run)
     if run.data.template.endswith(".jinja"):
-        settings["template_file"] = _digest(Path(run.data.template))
+        settings["template_file"] = digest(Path(run.data.template))
     given = [
         {**part.model_dump(mode="json"), "given_split": split, "files": files(part)}
         for part, split in zip(parts, splits, strict=True)
@@ -38,7 +38,7 @@ def of(run: Run, parts: Sequence[Part], splits: Sequence[int | None]) -> dict[st
 def files(part: Part) -> list[dict[str, Any]]:
     """Of a local source."""
     found = sources.files(part.source) if part.source and sources.is_local(part.source) else []
-    return [{"path": str(path), "size": path.stat().st_size, "sha256": _digest(path)} for path in found]
+    return [{"path": str(path), "size": path.stat().st_size, "sha256": digest(path)} for path in found]
 
 
 def unchanged(identity: dict[str, Any], parts: Sequence[Part]) -> None:
@@ -54,7 +54,7 @@ def is_made(out: Path, identity: dict[str, Any]) -> bool:
         return False
     entries = {out / name: entry for name, entry in made.get("files", {}).items()}
     return {key: made.get(key) for key in identity} == identity and all(
-        file.is_file() and file.stat().st_size == entry["size"] and _digest(file) == entry["sha256"]
+        file.is_file() and file.stat().st_size == entry["size"] and digest(file) == entry["sha256"]
         for file, entry in entries.items()
     )
 
@@ -74,7 +74,7 @@ def begin(folder: Path, identity: dict[str, Any]) -> Path:
 
 def finish(made: Path, identity: dict[str, Any], facts: dict[str, Any], out: Path) -> None:
     """Puts what was made in the place of what was there."""
-    entries = {file.name: {"size": file.stat().st_size, "sha256": _digest(file)} for file in sorted(made.iterdir())}
+    entries = {file.name: {"size": file.stat().st_size, "sha256": digest(file)} for file in sorted(made.iterdir())}
     write(made / MANIFEST, identity | facts | {"files": entries})
     old = made.with_name("old")
     shutil.rmtree(old, ignore_errors=True)
@@ -88,7 +88,7 @@ def write(file: Path, value: dict[str, Any]) -> None:
     file.write_text(json.dumps(value, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
-def _digest(path: Path) -> str:
+def digest(path: Path) -> str:
     try:
         with path.open("rb") as file:
             return hashlib.file_digest(file, "sha256").hexdigest()
