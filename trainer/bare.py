@@ -131,7 +131,7 @@ def _build(run: Run, config: dict[str, Any]) -> list:
 
     # Bridge turns sequence parallelism off where tp is 1; core refuses it.
     ModelParallelConfig(tensor_model_parallel_size=run.layout.tp, sequence_parallel=run.layout.sp)
-    provider = make_provider(run, _open(config))
+    provider = make_provider(run, open_bridge(config))
     provider.perform_initialization, provider.init_model_with_meta_device = False, True
     _container(run, provider).validate()
     provider.initialize_model_parallel(seed=run.train.seed, create_gloo_process_groups=False)
@@ -140,7 +140,7 @@ def _build(run: Run, config: dict[str, Any]) -> list:
     return adapter(chunks) if adapter else chunks
 
 
-def _open(config: dict[str, Any]):
+def open_bridge(config: dict[str, Any]):
     architecture = config["architectures"][0]
     from trainer import lazy_bridge, unbridged
 
