@@ -1,0 +1,215 @@
+"""Are the plan's figures right on this host's GPUs? Cut models take real steps, and are compared with their plans.
+
+    tests/gpu/run plan.py OUT [--gpus N] [--only PART ...] [--minutes M]       9 minutes on one H200
+    python tests/gpu/plan.py --list                                            what would run, and what is planned of it
+
+Each trial is python -m trainer.trial in a process of its own, with a time limit; one that fails, is too slow or runs
+out of memory is a row like any other. OUT/plan.json gets a row after each, OUT/plan.txt the table.
+
+    memory    settings that no constant of conf/plan/ was chosen by
+    rows      what FACTS has measured with bare Megatron-Bridge: GPT2-large, and 6 layers of GLM-4.7
+    levers    FP8 and the optimizer's, of the same models
+
+A trial of another number of GPUs than --gpus (1) is left out, and so is what would begin after M minutes.
+"""
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+ROOT = Path(__file__).resolve().parents[2]
+SECONDS = 110  # most that a trial may take; 20 to 60 is usual
+ALONE = {f"layout.{key}": "1" for key in ("nodes", "gpus_per_node", "tp", "pp", "cp", "ep", "etp")}
+ALONE |= {f"layout.{key}": "null" for key in ("vpp", "first_stage_layers", "last_stage_layers")}
+ALONE["layout.sp"] = "false"
+SHOWN = ("seconds", "allocated", "reserved", "device")
+
+
+class Trial(NamedTuple):
+    name: str
+    group: str
+    conf: str
+    layers: int | None
+    changes: str
+    steps: int = 5
+    known: tuple[float, float] | None = None  # what was measured elsewhere: seconds, GB allocated
+
+    @property
+    def overrides(self) -> dict[str, str]:
+        return ALONE | dict(pair.split("=", 1) for pair in self.changes.split())
+
+    @property
+    def gpus(self) -> int:
+        return int(self.overrides["layout.gpus_per_node"])
+
+    @property
+    def command(self) -> list[str]:
+        cut = ["--layers", str(self.layers)] if self.layers else []
+        pairs = [f"{key}={value}" for key, value in self.overrides.items()]
+        return ["-m", "trainer.trial", self.conf, "--steps", str(self.steps), *cut, "--json", *pairs]
+
+
+def gpus(number: int, **degrees: object) -> str:
+    return " ".join([f"layout.gpus_per_node={number}", *(f"layout.{key}={value}" for key, value in degrees.items())])
+
+
+TWO = "train.micro_batch=1 train.global_batch=2"
+FULL = f"adapter.kind=none {TWO}"
+NONE, WHOLE = "train.recompute=none train.recompute_modules=[]", "train.recompute=full train.recompute_modules=[]"
+CHEAP = "train.recompute=selective train.recompute_modules=[moe_act,layernorm]"
+LORA = "adapter.kind=lora adapter.dropout=0"
+SLICE = "model.mtp=false train.micro_batch=1 train.global_batch=8"
+GPT2 = "adapter.kind=none train.recompute=none"
+BOTH = "train.global_batch=64 train.micro_batch=64"
+
+TRIALS = (
+    Trial("llama full, none", "memory", "llama31-70b", 3, f"{FULL} {NONE} data.seq_length=8192"),
+    Trial("llama full, mlp", "memory", "llama31-70b", 3, f"{FULL} train.recompute=selective "
+          "train.recompute_modules=[mlp,layernorm] data.seq_length=16384"),
+    Trial("llama lora, none", "memory", "llama31-70b", 12, f"{LORA} {TWO} {NONE} data.seq_length=8192"),
+    Trial("llama lora, full", "memory", "llama31-70b", 20, f"{LORA} {WHOLE} data.seq_length=8192 train.micro_batch=2 "
+          "train.global_batch=2"),
+    Trial("glm lora shared, none", "memory", "glm47", 5, f"model.mtp=false {TWO} {NONE}"),
+    Trial("glm lora each, full, mtp", "memory", "glm47", 4, f"{TWO} {WHOLE} adapter.experts=each adapter.rank=32"),
+    Trial("glm full, none", "memory", "glm47", 2, f"{FULL} {NONE} model.mtp=false data.seq_length=4096"),
+    Trial("qwen full, none", "memory", "qwen3-235b", 2, f"{FULL} {NONE} data.seq_length=4096"),
+    Trial("qwen lora, moe_act", "memory", "qwen3-235b", 10, f"{LORA} {TWO} {CHEAP} data.seq_length=4096"),
+    Trial("deepseek lora, mla_up_proj, mtp", "memory", "deepseek-v3-64", 3, f"{LORA} {TWO} train.recompute=selective "
+          "train.recompute_modules=[mla_up_proj,layernorm] data.seq_length=4096"),
+    Trial("deepseek lora, full", "memory", "deepseek-v3-64", 4, f"{LORA} {TWO} {WHOLE} model.mtp=false "
+          "data.seq_length=8192"),
+    Trial("glm lora, packed", "memory", "glm47", 4, f"{LORA} {TWO} {CHEAP} model.mtp=false data.packed=true"),
+    Trial("mixtral full, full", "memory", "mixtral-8x7b", 3, f"{FULL} {WHOLE} data.seq_length=4096"),
+    Trial("glm slice, full", "rows", "glm47", 6, f"{SLICE} {WHOLE}", 5, (3.788, 52)),
+    Trial("glm slice, moe_act layernorm", "rows", "glm47", 6, f"{SLICE} {CHEAP}", 5, (2.703, 68)),
+    Trial("glm slice, full, fp8", "rows", "glm47", 6, f"{SLICE} {WHOLE} train.fp8=blockwise", 5, (5.337, 93)),
+    Trial("gpt2", "rows", "gpt2-large", None, GPT2, 12, (0.450, 0)),
+    Trial("gpt2 fp8 current", "rows", "gpt2-large", None, f"{GPT2} train.fp8=current", 12, (0.509, 0)),
+    Trial("gpt2 fp8 delayed", "rows", "gpt2-large", None, f"{GPT2} train.fp8=delayed", 12, (0.467, 0)),
+    Trial("gpt2 dp2", "rows", "gpt2-large", None, f"{GPT2} train.global_batch=64 {gpus(2)}", 12, (0.404, 0)),
+    Trial("gpt2 tp2", "rows", "gpt2-large", None, f"{GPT2} {BOTH} {gpus(2, tp=2)}", 12, (0.500, 0)),
+    Trial("gpt2 tp2 sp", "rows", "gpt2-large", None, f"{GPT2} {BOTH} {gpus(2, tp=2, sp='true')}", 12, (0.521, 0)),
+    Trial("gpt2 cp2", "rows", "gpt2-large", None, f"{GPT2} {BOTH} {gpus(2, cp=2)}", 12, (0.525, 0)),
+    Trial("gpt2 pp2", "rows", "gpt2-large", None, f"{GPT2} {BOTH} {gpus(2, pp=2)}", 12, (0.696, 0)),
+    Trial("gpt2 pp2, 8 microbatches", "rows", "gpt2-large", None, f"{GPT2} train.global_batch=64 train.micro_batch=8 "
+          f"{gpus(2, pp=2)}", 12, (1.010, 0)),
+    Trial("llama full, none, fp8", "levers", "llama31-70b", 3, f"{FULL} {NONE} data.seq_length=8192 train.fp8=current"),
+    Trial("llama lora, full, fp8 weights", "levers", "llama31-70b", 20, f"{LORA} {TWO} {WHOLE} data.seq_length=8192 "
+          "train.fp8=blockwise train.fp8_weights=true"),
+    Trial("llama full, states in bf16", "levers", "llama31-70b", 3, f"{FULL} {NONE} data.seq_length=8192 "
+          "optimizer.states=bf16"),
+    Trial("llama full, half offloaded", "levers", "llama31-70b", 3, f"{FULL} {NONE} data.seq_length=8192 "
+          "optimizer.offload=0.5"),
+)  # fmt: skip
+
+
+def main() -> int:
+    options = _arguments()
+    only = options.only or [""]
+    chosen = [one for one in TRIALS if any(part in f"{one.group} {one.name}" for part in only)]
+    if options.list:
+        print("\n".join(f"{one.gpus} GPU  {one.group:7} {one.name:33} {planned(one)}" for one in chosen))
+        return 0
+    options.out.mkdir(parents=True, exist_ok=True)
+    started, rows = time.monotonic(), []
+    for one in chosen:
+        if one.gpus != options.gpus or time.monotonic() - started > options.minutes * 60:
+            continue
+        began = time.monotonic()
+        row = {"name": one.name, "group": one.group, "known": one.known, **take(one)}
+        rows.append(row | {"took": round(time.monotonic() - began, 1)})
+        print(line(rows[-1]), flush=True)
+        (options.out / "plan.json").write_text(json.dumps(rows, indent=1) + "\n")
+    head = f"{'':33}" + "".join(f"{name:>22}" for name in ("ms", "GB allocated", "GB reserved", "GB of device"))
+    table = "\n".join([f"{head}   measured/planned = ratio", *map(line, rows)])
+    (options.out / "plan.txt").write_text(table + "\n")
+    print(f"\n{table}\n{len(rows)} trials in {(time.monotonic() - started) / 60:.1f} minutes")
+    return 0 if rows else 1
+
+
+def take(one: Trial) -> dict[str, Any]:
+    """The trial's answer, or why there is none."""
+    environment = os.environ | {"PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"}
+    pipe = subprocess.PIPE
+    with subprocess.Popen(
+        [sys.executable, *one.command], cwd=ROOT, env=environment, stdout=pipe, stderr=pipe, text=True,
+        start_new_session=True,
+    ) as process:  # fmt: skip
+        try:
+            out, errors = process.communicate(timeout=SECONDS)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            out, errors = process.communicate()
+            return {"failed": f"took more than {SECONDS} s", "stderr": errors[-2000:]}
+    try:
+        return json.loads(out.splitlines()[-1])
+    except (IndexError, ValueError):
+        said = errors.strip().splitlines() or [f"exit code {process.returncode}"]
+        return {"failed": said[-1][-160:], "stderr": errors[-3000:]}
+
+
+def line(row: dict[str, Any]) -> str:
+    return f"{row['name']:33}" + "".join(f"{cell:>22}" for cell in cells(row)) + f"   {note(row)}"
+
+
+def cells(row: dict[str, Any]) -> Iterator[str]:
+    """Of the rank that planned or measured most."""
+    for key in SHOWN:
+        both = [[rank[kind].get(key, 0) for rank in row.get("ranks", [])] for kind in ("measured", "planned")]
+        measured, planned = (max(values, default=0) * (1e3 if key == "seconds" else 1e-9) for values in both)
+        shown = f"{measured:.0f}/{planned:.0f}" if key == "seconds" else f"{measured:.1f}/{planned:.1f}"
+        yield f"{shown} = {measured / planned:.2f}" if planned else shown
+
+
+def note(row: dict[str, Any]) -> str:
+    parts = [row.get("failed", ""), "out of memory" if row.get("out_of_memory") else ""]
+    if row["known"]:
+        seconds, size = row["known"]
+        parts.append(f"known: {seconds * 1e3:.0f} ms" + f", {size} GB" * (size > 0))
+    parts.append(f"{row['took']:.0f} s")
+    return "; ".join(part for part in parts if part)
+
+
+def planned(one: Trial) -> str:
+    """What is planned on an H200."""
+    sys.path.insert(0, str(ROOT))
+    from conf.facts import facts_from_hf
+    from conf.load import ConfigError, load
+    from conf.plan.hardware import GPUS
+    from conf.plan.memory import memory
+    from conf.plan.timing import timing
+    from trainer.rehearse import config_of
+    from trainer.trial import cut
+
+    try:
+        run = load(one.conf, [f"{key}={value}" for key, value in one.overrides.items()], illegal=True)
+    except ConfigError as fault:
+        return str(fault)
+    config = config_of(run)
+    facts = facts_from_hf(cut(config, one.layers) if one.layers else config)
+    fullest = max(memory(run, facts, GPUS["h200"]), key=lambda stage: stage.total)
+    seconds = timing(run, facts, GPUS["h200"]).likely
+    return f"{fullest.allocated / 1e9:6.1f} GB allocated, {fullest.total / 1e9:6.1f} GB, {seconds * 1e3:6.0f} ms a step"
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("out", type=Path, nargs="?", metavar="OUT", help="folder of the results; default: $OUT or .")
+    parser.add_argument("--gpus", type=int, default=1, metavar="N", help="take the trials of so many GPUs (1)")
+    parser.add_argument("--only", nargs="*", default=[], metavar="PART", help="of a group or name: rows, glm")
+    parser.add_argument("--minutes", type=float, default=8.5, metavar="M", help="begin none after that (8.5)")
+    parser.add_argument("--list", action="store_true", help="print what would run; needs no GPU")
+    options = parser.parse_args()
+    options.out = options.out or Path(os.environ.get("OUT", "."))
+    return options
+
+
+if __name__ == "__main__":
+    sys.exit(main())

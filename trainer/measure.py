@@ -1,0 +1,197 @@
+"""A few real steps of a run on this machine, measured: with random weights, and with nothing written but the figures.
+
+    python -m trainer.measure RESOLVED.yaml         trainer.trial starts it; or torchrun, on each of several hosts
+
+The recipe, the model, the adapter and the loop are those of trainer.train. The weights are drawn on the device, so that
+no checkpoint is needed; of paths.model only config.json is read. paths.data holds made-up tokens (trainer.trial).
+
+Writes <paths.output>/measured.json, a figure of each rank in a list:
+
+    seconds                     from the end of a step to the end of the next, the first step left out
+    weights, adapters, gradients, optimizer, host_states      bytes that stay, counted tensor by tensor
+    resting, peak, reserved     bytes between steps and at most, as torch's allocator counts them
+    used                        bytes of the device that are taken at the end, by whomever
+
+A rank that runs out of memory writes <paths.output>/out-of-memory.json instead, and all end.
+
+Not covered: saving, validation, and what only real data bring (rows of unequal length, routing as it is learned).
+"""
+
+import json
+import logging
+import os
+import time
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+from conf.facts import facts_from_hf
+from conf.layout import problems
+from conf.schema import Run
+from trainer import entry, platform
+from trainer.console import megatron_to
+from trainer.faults import Fault
+
+RESULT, EXHAUSTED = "measured.json", "out-of-memory.json"
+SILENCED = "megatron.bridge.training.pretrain"
+
+
+def check(run: Run) -> None:
+    path = Path(run.paths.model) / "config.json"
+    if not path.is_file():
+        raise Fault(f"paths.model: {path}: no such file; python -m trainer.trial makes it")
+    if found := problems(run, facts_from_hf(json.loads(path.read_text()))):
+        raise Fault("\n".join(found))
+
+
+def main(run: Run) -> None:
+    platform.start()
+    import torch
+    from megatron.bridge.training.gpt_step import forward_step
+    from megatron.bridge.training.pretrain import pretrain
+
+    from trainer import adapters
+
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    if platform.has_gpu() and here > torch.cuda.device_count():
+        raise Fault(f"layout.gpus_per_node: {here}, but this host has {torch.cuda.device_count()}")
+    logging.getLogger(SILENCED).addFilter(lambda record: not _is_exhausted(record.exc_info))
+    output = Path(run.paths.output)
+    output.mkdir(parents=True, exist_ok=True)
+    try:
+        # Drawn on the host, it takes minutes where each of many experts has an adapter; Bridge has filled them before.
+        with megatron_to(Path(run.paths.logs)), mock.patch.object(adapters, "draw_initial_values"):
+            pretrain(configuration(run), forward_step, callbacks=[_clock(output / RESULT)])
+    except torch.OutOfMemoryError as error:
+        rank, line = int(os.environ["RANK"]), " ".join(str(error).split())
+        allocated, (_, whole) = torch.cuda.max_memory_allocated(), torch.cuda.mem_get_info()
+        figures = {"rank": rank, "allocated": allocated, "whole": whole, "line": line}
+        (output / EXHAUSTED).write_text(json.dumps(figures))
+        raise Fault(
+            f"rank {rank}: out of memory with {allocated / 1e9:.1f} of {whole / 1e9:.1f} GB allocated"
+        ) from error
+
+
+def configuration(run: Run):
+    """Of a training run, but for the weights, the tokenizer and the checkpoints."""
+    from megatron.bridge.training.config import TokenizerConfig
+    from megatron.core.tokenizers.text.libraries.null_tokenizer import NullTokenizer
+
+    from trainer.bare import open_bridge
+    from trainer.recipe import make_adapter, make_config
+
+    config = json.loads((Path(run.paths.model) / "config.json").read_text())
+    found = make_config(run, open_bridge(config), None)
+    # Bridge's own way to an adapter insists on a checkpoint of the model below it.
+    if adapter := make_adapter(run):
+        found.peft = None
+        found.model.register_pre_wrap_hook(lambda chunks: adapter(chunks, training=True))
+    NullTokenizer.eos_id = property(lambda self: self._eod_id)  # Bridge's packs ask for it by this name
+    padded = facts_from_hf(config).vocab_pad > 0
+    found.tokenizer = TokenizerConfig(
+        tokenizer_type="NullTokenizer", vocab_size=found.model.vocab_size, use_tokenizer_vocab_size=padded
+    )
+    found.checkpoint.pretrained_checkpoint = found.checkpoint.save = found.checkpoint.save_interval = None
+    return found
+
+
+def _clock(file: Path):
+    """A callback that times steps and, at the end, writes what all ranks have seen."""
+    import torch
+    from megatron.bridge.training.callbacks import Callback
+    from torch import distributed
+
+    class Clock(Callback):
+        def on_train_start(self, context) -> None:
+            self.ends: list[float] = []
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+
+        def on_train_step_end(self, context) -> None:
+            torch.cuda.synchronize()
+            self.ends.append(time.perf_counter())
+
+        def on_train_end(self, context) -> None:
+            free, whole = torch.cuda.mem_get_info()
+            mine = {
+                "seconds": [after - before for before, after in zip(self.ends, self.ends[1:], strict=False)],
+                **held(context.model, context.optimizer),
+                "resting": torch.cuda.memory_allocated(),
+                "peak": torch.cuda.max_memory_allocated(),
+                "reserved": torch.cuda.max_memory_reserved(),
+                "used": whole - free,
+                "whole": whole,
+                "device": torch.cuda.get_device_name() if platform.has_gpu() else "cpu",
+            }
+            every: list[Any] = [None] * distributed.get_world_size()
+            distributed.all_gather_object(every, mine)
+            if distributed.get_rank() == 0:
+                file.write_text(json.dumps(every))
+
+    return Clock()
+
+
+def held(chunks: list, optimizer) -> dict[str, int]:
+    """Bytes of a rank's weights, of its gradients' buffers and of the optimizer's states, here and on the host."""
+    found: dict[str, int] = dict.fromkeys(("weights", "adapters", "gradients", "optimizer", "host_states"), 0)
+    own = set()  # storages that are the model's
+    for chunk in chunks:
+        for name, parameter in chunk.named_parameters():
+            found["adapters" if ".adapter." in name else "weights"] += _size(parameter)
+            own.add(_place(parameter))
+        for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers):
+            found["gradients"] += _size(buffer.grad_data)
+            own |= {_place(one) for one in (buffer.param_data, buffer.grad_data) if one is not None}
+    for one in _optimizers(optimizer):
+        for tensor in _states(one):
+            if _place(tensor) not in own:
+                own.add(_place(tensor))
+                away = platform.has_gpu() and tensor.device.type == "cpu"
+                found["host_states" if away else "optimizer"] += tensor.untyped_storage().nbytes()
+    return found
+
+
+def _size(tensor) -> int:
+    """Also of TE's quantized tensors, which are made of several."""
+    parts = [getattr(tensor, name, None) for name in ("_data", "_rowwise_data", "_columnwise_data")]
+    parts = [part for part in parts if part is not None]
+    return sum(part.numel() * part.element_size() for part in parts or [tensor])
+
+
+def _place(tensor) -> int:
+    whole = getattr(tensor, "_rowwise_data", None)
+    return (tensor if whole is None else whole).untyped_storage().data_ptr()
+
+
+def _optimizers(optimizer):
+    """Those of torch's kind below Megatron's, which chain, shard and offload."""
+    for one in getattr(optimizer, "chained_optimizers", [optimizer]):
+        inner = getattr(one, "optimizer", None)
+        if inner is not None:
+            yield inner
+            yield from getattr(inner, "sub_optimizers", ())
+
+
+def _states(optimizer):
+    import torch
+
+    waiting: list[Any] = [group["params"] for group in optimizer.param_groups] + list(optimizer.state.values())
+    while waiting:
+        one = waiting.pop()
+        if isinstance(one, torch.Tensor):
+            if one.numel() > 1:  # a step counter is a number
+                yield one
+        elif isinstance(one, dict):
+            waiting += one.values()
+        elif isinstance(one, list | tuple):
+            waiting += one
+
+
+def _is_exhausted(seen) -> bool:
+    import torch
+
+    return bool(seen) and isinstance(seen[1], torch.OutOfMemoryError)
+
+
+if __name__ == "__main__":
+    entry.start(main, check)

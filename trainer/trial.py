@@ -1,0 +1,223 @@
+"""Take a few real steps of a run's layout on this machine, and compare time and memory with what the plan says of them.
+
+    python -m trainer.trial CONF [--steps N] [--layers K] [--gpu KIND] [--json] [key=value ...]
+
+    python -m trainer.trial glm47 --layers 6 layout.nodes=1 layout.gpus_per_node=1 layout.tp=1 layout.sp=false \\
+        layout.ep=1 layout.etp=1 train.global_batch=4
+
+For the fifth of an hour before a large run is paid for: one host, the run's own recipe and kernels, and no download.
+The model is cut to K layers, of which as large a share is dense as in the whole model, with all its MTP layers; its
+weights and tokens are drawn, and tokens are routed evenly. The plan is that of the cut model (conf/plan/), so that a
+ratio of 1 here says that the plan of the whole model can be believed for this kind of layer and GPU. The step is the
+median of those after the first two. Without --gpu the plan is for the GPU that is found here, where it knows that.
+
+Exit code 0: measured. 1: out of memory, which is a result as well, or a defect. 2: what was asked is at fault.
+
+Not covered: several hosts; data that are not of equal length; on a CPU, all but the sizes of states.
+"""
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from conf.facts import GPT2, ModelFacts, facts_from_hf
+from conf.layout import problems
+from conf.load import dump, load
+from conf.plan.hardware import GPUS, Gpu, read
+from conf.plan.memory import StageMemory, memory
+from conf.plan.timing import timing
+from conf.schema import Run
+from trainer import entry
+from trainer.data import sequences_file
+from trainer.data.identity import MANIFEST
+from trainer.faults import Fault
+from trainer.measure import EXHAUSTED, RESULT
+from trainer.rehearse import config_of
+
+WARM = 2  # steps: kernels are chosen, states are made, the allocator has seen all sizes
+STATES = ("weights", "adapters", "gradients", "optimizer")
+
+
+def main() -> int:
+    options = _arguments()
+    with entry.faults_in_one_line():
+        if options.steps <= WARM:
+            raise Fault(f"--steps: {options.steps}, but the first {WARM} are not measured")
+        run = load(options.conf, options.overrides, illegal=True)
+        config = config_of(run)
+        whole = facts_from_hf(config)
+        if options.layers is not None:
+            config = cut(config, options.layers)
+        facts = facts_from_hf(config)
+        if found := problems(run, facts):
+            raise Fault("\n".join(found))
+        gpu = read(options.gpu) if options.gpu else None
+        with tempfile.TemporaryDirectory(prefix="trial-") as folder:
+            made = settle(run, config, options.steps, Path(folder))
+            code, ranks, exhausted = _measure(made, Path(folder))
+    if not ranks and not exhausted:
+        return code
+    gpu = gpu or known_gpu(ranks[0]["device"] if ranks else "")
+    answer = compare(made, facts, gpu, ranks) | {"layers": facts.layers, "of_layers": whole.layers}
+    answer |= {"steps": options.steps, "out_of_memory": exhausted}
+    print(json.dumps(answer) if options.json else "\n".join(lines(answer)))
+    return 0 if ranks else 1
+
+
+def cut(config: dict[str, Any], layers: int) -> dict[str, Any]:
+    """The model's config.json with so many layers, of every kind that it has."""
+    facts = facts_from_hf(config)
+    if not 1 <= layers <= facts.layers:
+        raise Fault(f"--layers: {layers} is no number of layers from 1 to {facts.layers}")
+    key = "n_layer" if facts.architecture == GPT2 else "num_hidden_layers"
+    made = {**config, key: layers}
+    if facts.experts and facts.dense_layers:
+        share = round(facts.dense_layers * layers / facts.layers)
+        made["first_k_dense_replace"] = min(layers - 1, max(1, share))
+    if facts.dense_too:
+        made["mlp_only_layers"] = [layer for layer in facts.dense_too if layer < layers]
+    if facts.experts and "moe" not in facts_from_hf(made).kinds:
+        raise Fault(f"--layers: {layers} are too few for one with experts")
+    return made
+
+
+def settle(run: Run, config: dict[str, Any], steps: int, folder: Path) -> Run:
+    """The run that is measured, all of it in this folder: model, tokens, and what comes out."""
+    names = ("model", "base", "data", "output", "logs", "export")
+    paths = run.paths.model_copy(update={name: str(folder / name) for name in names})
+    train = {"steps": steps, "stop_after": None, "validate_every": 0}
+    made = run.model_copy(
+        update={
+            "paths": paths,
+            "train": run.train.model_copy(update=train),
+            "optimizer": run.optimizer.model_copy(update={"warmup_steps": 0}),
+            "moe": run.moe.model_copy(update={"force_balance": True}),
+        }
+    )
+    for name in names:
+        (folder / name).mkdir()
+    (folder / "model" / "config.json").write_text(json.dumps(config))
+    write_tokens(made, facts_from_hf(config).vocab)
+    return made
+
+
+@dataclass(frozen=True)
+class MadeUp:
+    """Rows of drawn tokens, all as long as a sequence and its last label."""
+
+    lengths: np.ndarray
+    vocab: int
+
+    def tokens(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        random = np.random.Generator(np.random.PCG64(int(rows[0])))
+        ids = random.integers(0, self.vocab, int(self.lengths[rows].sum()), np.int32)
+        return ids, np.ones(len(ids), bool)
+
+
+def write_tokens(run: Run, vocab: int) -> None:
+    """Prepared data of one step, which training repeats."""
+    rows, place = run.train.global_batch, Path(run.paths.data)
+    source = MadeUp(np.full(rows, run.data.seq_length + 1), vocab)
+    file = place / "training.idx.parquet"
+    sequences_file.write(file, source, np.arange(rows), np.arange(rows + 1), pad_to=None, pad_id=0)
+    counts = {"training": rows, "validation": 0, "test": 0}
+    manifest = {"kind": "sft", "files": {}, "settings": {}, "sources": [], "tokenizer": ""}
+    manifest |= {"rows": counts, "sequences": counts, "vocab_size": vocab, "pad_id": 0}
+    (place / MANIFEST).write_text(json.dumps(manifest))
+
+
+def _measure(run: Run, folder: Path) -> tuple[int, list[dict[str, Any]], dict[str, Any] | None]:
+    """Exit code, what every rank has measured, and the rank that ran out of memory."""
+    dump(run, folder / "run.yaml")
+    command = [sys.executable, "-m", "trainer.measure", str(folder / "run.yaml")]
+    code = subprocess.run(command, preexec_fn=_die_with_parent).returncode
+    found = [_read(Path(run.paths.output) / name) for name in (RESULT, EXHAUSTED)]
+    return (min(code, 2) if code >= 0 else 128 - code), found[0] or [], found[1]
+
+
+def _die_with_parent() -> None:
+    entry.LIBC.prctl(entry.PR_SET_PDEATHSIG, 9, 0, 0, 0)
+
+
+def _read(path: Path) -> Any:
+    return json.loads(path.read_text()) if path.exists() else None
+
+
+def known_gpu(device: str) -> Gpu | None:
+    """By the name that its driver has for it; of two that are in it, the longer: GB200, not B200."""
+    names = [name for name in GPUS if name in device.lower()]
+    return GPUS[max(names, key=len)] if names else None
+
+
+def compare(run: Run, facts: ModelFacts, gpu: Gpu | None, ranks: list[dict[str, Any]]) -> dict[str, Any]:
+    """Planned and measured seconds of a step and bytes, of every rank."""
+    stages = memory(run, facts, gpu or GPUS["h200"])
+    time = timing(run, facts, gpu) if gpu else None
+    rows = []
+    for rank in range(run.world):
+        stage = stages[rank * run.layout.pp // run.world]
+        planned = _planned(stage) if gpu else {key: getattr(stage, key) for key in STATES}
+        planned |= {"seconds": time.likely} if time else {}
+        seen = ranks[rank] if ranks else {}
+        measured = {key: seen[key] for key in (*STATES, "host_states") if seen}
+        if seen:
+            measured["seconds"] = statistics.median(seen["seconds"][WARM - 1 :])
+        if seen and seen["device"] != "cpu":
+            measured |= {"allocated": seen["peak"], "reserved": seen["reserved"], "device": seen["used"]}
+            measured |= {"resting": seen["resting"]}
+        ratios = {key: measured[key] / planned[key] for key in measured if planned.get(key)}
+        row = {"rank": rank, "stage": stage.rank, "planned": planned, "measured": measured, "ratio": ratios}
+        rows.append(row | {"seconds": seen.get("seconds", [])})
+    device = ranks[0]["device"] if ranks else ""
+    return {"name": run.name, "device": device, "gpu": gpu.name if gpu else None, "ranks": rows}
+
+
+def _planned(stage: StageMemory) -> dict[str, float]:
+    found: dict[str, float] = {key: getattr(stage, key) for key in STATES}
+    return found | {"allocated": stage.allocated, "reserved": stage.allocated + stage.margin, "device": stage.total}
+
+
+def lines(answer: dict[str, Any]) -> Iterator[str]:
+    yield (
+        f"{answer['name']}: {answer['layers']} of {answer['of_layers']} layers, {len(answer['ranks'])} x "
+        f"{answer['device'] or 'unknown'}, {answer['steps']} steps; measured / planned = ratio"
+    )
+    for row in answer["ranks"]:
+        yield f"rank {row['rank']}, stage {row['stage']}"
+        for key in ("seconds", *STATES, "allocated", "reserved", "device"):
+            scale, unit = (1e-3, "ms") if key == "seconds" else (1e9, "GB")
+            planned, measured = (row[kind].get(key) for kind in ("planned", "measured"))
+            if not planned and not measured:
+                continue
+            shown = ["-" if value is None else f"{value / scale:,.4g}" for value in (measured, planned)]
+            ratio = f" = {row['ratio'][key]:.2f}" if key in row["ratio"] else ""
+            yield f"    {'step' if key == 'seconds' else key:10} {shown[0]:>9} / {shown[1]:>9} {unit}{ratio}"
+    if seen := answer["out_of_memory"]:
+        held, whole = (seen[key] / 1e9 for key in ("allocated", "whole"))
+        yield f"rank {seen['rank']}: out of memory with {held:.1f} of {whole:.1f} GB allocated"
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m trainer.trial", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("conf", help="a name (tiny), or the path of a YAML file")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="such as layout.nodes=1 layout.ep=8")
+    parser.add_argument("--steps", type=int, default=8, metavar="N", help="steps, the first two to warm up (8)")
+    parser.add_argument("--layers", type=int, metavar="K", help="layers of the model that are kept; else all")
+    parser.add_argument("--gpu", metavar="KIND", help="plan for this one instead of the one that is here")
+    parser.add_argument("--json", action="store_true", help="for programs: one line, with a list of all ranks")
+    return parser.parse_intermixed_args()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
