@@ -45,6 +45,8 @@ class Unbridged:
             position_embedding_type="learned_absolute" if facts.positions else "rope",
             hidden_dropout=0.0,
             attention_dropout=0.0,
+            bias_activation_fusion=facts.architecture == GPT2,  # as Bridge does for families that it has
+            bias_dropout_fusion=facts.architecture == GPT2,
             transformer_layer_spec=partial(get_gpt_decoder_block_spec, use_transformer_engine=True),
         )
         if facts.experts:
