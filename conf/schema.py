@@ -23,6 +23,7 @@ from conf.sections import (
     Checkpoint,
     Evaluate,
     Export,
+    Gang,
     Layout,
     Log,
     Model,
@@ -51,6 +52,7 @@ class Run(Section):
     log: Log = Field(default_factory=Log)
     export: Export = Field(default_factory=Export)
     evaluate: Evaluate = Field(default_factory=Evaluate)
+    gang: Gang = Field(default_factory=Gang)
     promote: Promote = Field(default_factory=Promote, validate_default=True)
     track: Track = Field(default_factory=Track)
     paths: Paths = Field(default_factory=Paths, validate_default=True)

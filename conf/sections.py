@@ -217,6 +217,28 @@ class Evaluate(Section):
     seed: Seed = Field(default=1234, description="of lm-eval's few-shot choices; answers are greedy")
 
 
+class Gang(Section):
+    """How a run over several hosts is started, watched and gone on with; never part of what identifies it."""
+
+    engine: Literal["local", "prefect", "slurm", "kubernetes"] = Field(
+        default="local", description="who starts a process group per host; local = all of them on this one"
+    )
+    pool: Text = Field(default="finetune-nodes", description="for prefect: work pool with one worker per host")
+    start_within: float = Field(default=900, gt=0, description="seconds until all hosts are there, or are given back")
+    silent_after: float = Field(default=12, ge=9, description="seconds of silence after which a host counts as gone")
+    stall_factor: float = Field(default=10, ge=2, description="a step may take so many times the usual one's time")
+    stall_seconds: float = Field(default=120, gt=0, description="and at least so many seconds")
+    quiet_seconds: float = Field(
+        default=3600, gt=0, description="seconds that loading, validation or a save may take without a step"
+    )
+    retries: int = Field(
+        default=3, ge=0, description="new attempts after hosts failed; a later checkpoint starts the count again"
+    )
+    min_nodes: Degree | None = Field(default=None, description="fewest hosts to go on with; null = layout.nodes")
+    preflight: bool = Field(default=True, description="measure hosts and network before the model is loaded")
+    network: Text | None = Field(default=None, description="preset of environment variables; null = none")
+
+
 class Promote(Section):
     """What becomes of the tuned model in MLflow's registry."""
 

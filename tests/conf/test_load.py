@@ -246,7 +246,8 @@ def values(field: dict[str, Any]) -> st.SearchStrategy[Any]:
         case {"type": "integer"}:
             return st.integers(field.get("minimum", 0), min(10, field.get("maximum", 10)))
         case {"type": "number"}:
-            return st.floats(0, 1, exclude_min="exclusiveMinimum" in field, exclude_max="exclusiveMaximum" in field)
+            low = field.get("minimum", 0)
+            return st.floats(low, low + 1, exclude_min="exclusiveMinimum" in field, exclude_max="exclusiveMaximum" in field)
         case {"type": "array", "items": item}:
             return st.lists(values(item), min_size=1, max_size=3)
         case {"$ref": "#/$defs/Part"}:
