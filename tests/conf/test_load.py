@@ -247,7 +247,9 @@ def values(field: dict[str, Any]) -> st.SearchStrategy[Any]:
             return st.integers(field.get("minimum", 0), min(10, field.get("maximum", 10)))
         case {"type": "number"}:
             low = field.get("minimum", 0)
-            return st.floats(low, low + 1, exclude_min="exclusiveMinimum" in field, exclude_max="exclusiveMaximum" in field)
+            return st.floats(
+                low, low + 1, exclude_min="exclusiveMinimum" in field, exclude_max="exclusiveMaximum" in field
+            )
         case {"type": "array", "items": item}:
             return st.lists(values(item), min_size=1, max_size=3)
         case {"$ref": "#/$defs/Part"}:
