@@ -1,0 +1,145 @@
+"""tasks/gang/restart.py, by histories of attempts."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from conf.facts import known
+from conf.layout import problems
+from conf.load import load
+from conf.plan.hardware import read as read_gpu
+from conf.plan.verdict import plan
+from tasks.gang.failures import Failure
+from tasks.gang.restart import FRUITLESS, LONGEST_WAIT, Attempt, advice, decide, shrunk
+
+HOSTS = ("a", "b", "c", "d")
+GLM = load("glm47")
+
+
+def attempt(kind, host="", step=5, checkpoint=0, retry=True, blamed=(), hosts=HOSTS):
+    return Attempt(Failure(kind, f"{kind}: {host}", retry, host, None, step, blamed), hosts, checkpoint)
+
+
+@pytest.mark.parametrize("kind", ["user", "memory", "data"])
+def test_what_would_fail_again_is_not_tried_again(kind):
+    decision = decide([attempt(kind, "a", retry=False)], GLM, retries=3)
+    assert (decision.action, decision.line) == ("stop", f"{kind}: a")
+
+
+def test_a_process_that_died_once_is_started_again_on_the_same_hosts():
+    decision = decide([attempt("host", "b", checkpoint=4)], GLM, retries=3)
+    assert (decision.action, decision.without, decision.nodes, decision.wait) == ("retry", (), 4, 0)
+    assert decision.line == "goes on from step 4"
+
+
+def test_retries_are_bounded_and_counted_from_the_last_progress():
+    same = [attempt("network", step=n) for n in range(4)]
+    assert decide(same[:3], GLM, retries=3).action == "retry"
+    assert decide(same, GLM, retries=3).action == "stop"
+    further = [*same[:3], attempt("network", checkpoint=10), attempt("network", checkpoint=20)]
+    assert decide(further, GLM, retries=1).action == "retry"
+    assert decide([*further, attempt("network", checkpoint=20)], GLM, retries=1).action == "stop"
+    assert decide(same[:1], GLM, retries=0).action == "stop"
+
+
+def test_a_broken_host_is_left_out_at_once_a_suspect_the_second_time():
+    broken = decide([attempt("host", "b", blamed=("b",))], GLM, retries=3)
+    assert (broken.action, broken.without, broken.nodes) == ("retry without", ("b",), 4)
+    suspect = [attempt("hang", "c"), attempt("network", "c")]
+    assert decide(suspect[:1], GLM, retries=3).action == "retry"
+    assert decide(suspect, GLM, retries=3).without == ("c",)
+    gone = [attempt("host", "b", blamed=("b",)), attempt("host", "d", blamed=("d",), hosts=("a", "c", "d", "e"))]
+    assert decide(gone, GLM, retries=3).without == ("b", "d")
+
+
+def test_fewer_hosts_only_where_allowed_and_legal():
+    history = [attempt("host", "b", blamed=("b",))]
+    # 3 hosts: dp 12 does not divide a global batch of 16; 2 hosts: dp 8 does
+    decision = decide(history, GLM, retries=3, min_nodes=1, available=4, facts=known("glm47"))
+    assert (decision.action, decision.nodes, decision.without) == ("fewer", 2, ("b",))
+    assert "2 of 4 hosts, without b" in decision.line
+    assert decide(history, GLM, retries=3, min_nodes=3, available=4).action == "retry without"
+    assert decide(history, GLM, retries=3, min_nodes=None, available=4).action == "retry without"
+    assert decide(history, GLM, retries=3, min_nodes=1, available=5).nodes == 4
+
+
+def test_preemption_does_not_count_until_it_is_all_that_happens():
+    taken = [attempt("preempted")] * (FRUITLESS - 1)
+    assert decide(taken, GLM, retries=0).action == "retry"
+    assert decide([*taken, attempt("preempted")], GLM, retries=3).action == "stop"
+    assert decide([*taken, attempt("preempted", checkpoint=5)], GLM, retries=0).action == "retry"
+
+
+def test_the_same_step_on_other_hosts_is_no_hosts_fault():
+    same = [attempt("unknown", "a", step=7), attempt("unknown", "b", step=7)]
+    decision = decide(same, GLM, retries=9)
+    assert decision.action == "stop" and "twice at step 7" in decision.line
+    assert decide([same[0], attempt("unknown", "b", step=8)], GLM, retries=9).action == "retry"
+    assert decide([same[0], same[0]], GLM, retries=9).action == "retry"
+
+
+def test_services_are_given_time():
+    outage = [attempt("storage", step=n) for n in range(9)]
+    waits = [decide(outage[:n], GLM, retries=9).wait for n in range(1, 9)]
+    assert waits[:4] == [5, 10, 20, 40] and max(waits) == LONGEST_WAIT
+    assert decide([attempt("host", "b")], GLM, retries=3).wait == 0
+
+
+@pytest.mark.parametrize("name", ["glm47", "glm47-b200", "qwen3-235b", "deepseek-v3-64", "llama31-70b"])
+def test_a_shrunk_run_is_the_same_run(name):
+    run = load(name)
+    for nodes in range(1, run.layout.nodes):
+        fewer = shrunk(run, nodes)
+        if fewer is None:
+            continue
+        assert problems(fewer) == [] and fewer.layout.nodes == nodes
+        kept = fewer.model_copy(update={"layout": run.layout})
+        assert kept == run
+    assert shrunk(run, 0) is None
+
+
+def test_a_shrunk_run_fits_or_is_none():
+    facts = known("glm47")
+    just_enough = replace(read_gpu("h100"), memory=plan(GLM, facts, read_gpu("h100")).fullest.total)
+    assert shrunk(GLM, 2, facts, read_gpu("h200"))
+    assert shrunk(GLM, 2, facts, just_enough) is None  # half the ranks to shard the optimizer over
+    history = [attempt("host", "b", blamed=("b",))]
+    decision = decide(history, GLM, 3, min_nodes=1, available=4, facts=facts, gpu=just_enough)
+    assert decision.action == "retry without"
+
+
+def test_advice_is_a_configuration_that_takes_less():
+    said = advice(GLM, "h100")
+    changes = said.removeprefix("try ").partition(": ")[0].split()
+    assert changes and load("glm47", changes)
+    assert "GB instead of" in said
+    assert advice(load("tiny"), "h100").startswith("no layout of 1 h100 takes less")
+    assert advice(GLM.model_copy(update={"model": GLM.model.model_copy(update={"source": "x/y"})})).startswith(
+        "no advice"
+    )
+
+
+KINDS = ("host", "network", "storage", "preempted", "hang", "unknown")
+
+
+@given(
+    st.lists(
+        st.tuples(st.sampled_from(KINDS), st.sampled_from(HOSTS), st.integers(0, 30), st.booleans()),
+        min_size=1,
+        max_size=30,
+    ),
+    st.integers(0, 5),
+)
+def test_no_history_is_retried_for_ever(events, retries):
+    """Without a newer checkpoint, retries plus the preemptions bound the attempts."""
+    history: list[Attempt] = []
+    for kind, host, step, blamed in events:
+        history.append(attempt(kind, host, step, 0, True, (host,) if blamed else ()))
+        decision = decide(history, GLM, retries, min_nodes=1, available=4)
+        if decision.action == "stop":
+            break
+    else:
+        assert len(history) < retries + 1 + FRUITLESS
+    assert len(history) <= retries + FRUITLESS + 1
