@@ -85,8 +85,8 @@ def cut(config: dict[str, Any], layers: int) -> dict[str, Any]:
         made["first_k_dense_replace"] = min(layers - 1, max(1, share))
     if facts.dense_too:
         made["mlp_only_layers"] = [layer for layer in facts.dense_too if layer < layers]
-    if facts.experts and "moe" not in facts_from_hf(made).kinds:
-        raise Fault(f"--layers: {layers} are too few for one with experts")
+    if missing := {*facts.kinds} - {*facts_from_hf(made).kinds}:
+        raise Fault(f"--layers: {layers} leaves no {missing.pop()} layer, of {facts.layers}")
     return made
 
 
@@ -175,7 +175,13 @@ def compare(run: Run, facts: ModelFacts, gpu: Gpu | None, ranks: list[dict[str, 
             measured |= {"allocated": seen["peak"], "reserved": seen["reserved"], "device": seen["used"]}
             measured |= {"resting": seen["resting"]}
         ratios = {key: measured[key] / planned[key] for key in measured if planned.get(key)}
-        row = {"rank": rank, "stage": stage.rank, "planned": planned, "measured": measured, "ratio": ratios}
+        row: dict[str, Any] = {
+            "rank": rank,
+            "stage": stage.rank,
+            "planned": planned,
+            "measured": measured,
+            "ratio": ratios,
+        }
         rows.append(row | {"seconds": seen.get("seconds", [])})
     device = ranks[0]["device"] if ranks else ""
     return {"name": run.name, "device": device, "gpu": gpu.name if gpu else None, "ranks": rows}

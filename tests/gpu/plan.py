@@ -28,7 +28,7 @@ ROOT = Path(__file__).resolve().parents[2]
 SECONDS = 110  # most that a trial may take; 20 to 60 is usual
 ALONE = {f"layout.{key}": "1" for key in ("nodes", "gpus_per_node", "tp", "pp", "cp", "ep", "etp")}
 ALONE |= {f"layout.{key}": "null" for key in ("vpp", "first_stage_layers", "last_stage_layers")}
-ALONE["layout.sp"] = "false"
+ALONE |= {"layout.sp": "false", "data.packed": "false"}
 SHOWN = ("seconds", "allocated", "reserved", "device")
 
 
@@ -152,7 +152,7 @@ def take(one: Trial) -> dict[str, Any]:
         return json.loads(out.splitlines()[-1])
     except (IndexError, ValueError):
         said = errors.strip().splitlines() or [f"exit code {process.returncode}"]
-        return {"failed": said[-1][-160:], "stderr": errors[-3000:]}
+        return {"failed": said[-1][:160], "stderr": errors[-3000:]}
 
 
 def line(row: dict[str, Any]) -> str:

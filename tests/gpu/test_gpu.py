@@ -10,7 +10,17 @@ from pathlib import Path
 
 import pytest
 
+from conf.facts import facts_from_hf
+from conf.layout import problems
+from conf.load import load
+from conf.plan.hardware import GPUS
+from conf.plan.memory import memory
+from conf.schema import dotted_keys
+from trainer.rehearse import config_of
+from trainer.trial import cut
+
 FOLDER = Path(__file__).parent
+PLAN = runpy.run_path(str(FOLDER / "plan.py"))
 COMPARE = runpy.run_path(str(FOLDER / "compare.py"))
 SLIM = runpy.run_path(str(FOLDER / "slim_fatbin.py"))["slim"]
 
@@ -41,6 +51,25 @@ def test_golden_file_has_every_case():
     golden = json.loads((FOLDER / "golden.json").read_text())
     assert list(golden) == [str(case) for case in COMPARE["CASES"]]
     assert {len(losses) for case in golden.values() for losses in case.values()} == {COMPARE["STEPS"]}
+
+
+def test_trials_are_legal_and_fit_an_h200():
+    trials = PLAN["TRIALS"]
+    assert len({trial.name for trial in trials}) == len(trials) and len({trial.group for trial in trials}) == 3
+    keys = {*dotted_keys()}
+    for trial in (trial for trial in trials if trial.overrides.keys() <= keys):
+        run = load(trial.conf, [f"{key}={value}" for key, value in trial.overrides.items()], illegal=True)
+        config = config_of(run)
+        facts = facts_from_hf(cut(config, trial.layers) if trial.layers else config)
+        assert not problems(run, facts), trial.name
+        assert all(stage.over < 0 for stage in memory(run, facts, GPUS["h200"])), trial.name
+
+
+def test_a_trial_that_fails_is_a_row():
+    row = PLAN["take"](PLAN["Trial"]("wrong", "memory", "no-such-run", 2, ""))
+    assert "no-such-run" in row["failed"] and "no-such-run" in PLAN["line"](
+        {**row, "name": "x", "known": None, "took": 1}
+    )
 
 
 def test_difference_is_the_largest_of_any_loss_and_step():

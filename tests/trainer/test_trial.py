@@ -1,0 +1,99 @@
+"""trainer/trial.py: models that are cut keep their kinds of layers, and what Megatron holds is what is planned."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from conf.facts import facts_from_hf
+from conf.load import load
+from conf.plan.hardware import GPUS
+from trainer import trial
+from trainer.faults import Fault
+from trainer.rehearse import config_of
+
+
+def command(*arguments: str) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        [sys.executable, "-m", "trainer.trial", "tiny", *arguments], capture_output=True, text=True, timeout=120
+    )
+
+
+@pytest.mark.parametrize(
+    "cut",
+    [
+        "model.source=tiny://glm4-moe-mtp layout.pp=2 data.packed=true adapter.kind=none",
+        "model.source=tiny://qwen3-moe layout.ep=2 train.precision=bf16 train.recompute=full",
+    ],
+)
+def test_megatron_holds_what_is_planned(cut):
+    done = command(
+        *cut.split(), "layout.gpus_per_node=2", "train.global_batch=4", "train.micro_batch=1", "--steps", "5", "--json"
+    )
+    assert done.returncode == 0, done.stderr
+    answer = json.loads(done.stdout)
+    assert (answer["device"], answer["gpu"], answer["out_of_memory"]) == ("cpu", None, None)
+    assert [row["rank"] for row in answer["ranks"]] == [0, 1]
+    for row in answer["ranks"]:
+        measured = {key: row["measured"][key] for key in trial.STATES}
+        assert measured == {key: row["planned"][key] for key in trial.STATES} and measured["optimizer"] > 0
+        assert len(row["seconds"]) == 4 and row["measured"]["seconds"] in row["seconds"]
+
+
+@pytest.mark.parametrize(
+    "arguments, line",
+    [
+        ("--steps 2", "--steps: 2, but the first 2 are not measured"),
+        ("--layers 5", "--layers: 5 is no number of layers from 1 to 4"),
+        ("--layers 1", "--layers: 1 leaves no dense layer, of 4"),
+        ("layout.nodes=2 train.micro_batch=1", "layout.nodes: 2 hosts; start one torchrun per host"),
+        ("layout.ep=3 layout.gpus_per_node=3", "layout.ep: 3 does not divide the 8 experts"),
+        ("--gpu h300", "gpu: 'h300' is none of "),
+    ],
+)
+def test_faults_are_one_line(arguments, line):
+    done = command(*arguments.split())
+    assert done.returncode == 2 and line in done.stderr, done.stderr
+    assert len(done.stderr.splitlines()) <= 2 and not done.stdout
+
+
+@pytest.mark.parametrize(
+    "name, layers, kinds, mtp",
+    [
+        ("glm47", 6, ["dense"] + 5 * ["moe"], 1),
+        ("glm47", 2, ["dense", "moe"], 1),
+        ("deepseek-v3-64", 61, 3 * ["dense"] + 58 * ["moe"], 1),
+        ("qwen3-235b", 3, 3 * ["moe"], 0),
+        ("llama31-70b", 4, 4 * ["dense"], 0),
+        ("gpt2-large", 5, 5 * ["dense"], 0),
+    ],
+)
+def test_a_cut_model_has_layers_of_every_kind(name, layers, kinds, mtp):
+    config = config_of(load(name, illegal=True))
+    facts = facts_from_hf(trial.cut(config, layers))
+    assert ([*facts.kinds], facts.mtp_layers) == (kinds, mtp)
+    assert facts.hidden == facts_from_hf(config).hidden
+
+
+def test_layers_that_are_dense_by_their_number_are_cut_off():
+    config = {**config_of(load("qwen2-moe", illegal=True)), "mlp_only_layers": [1, 20]}
+    assert facts_from_hf(trial.cut(config, 3)).kinds == ("moe", "dense", "moe")
+    with pytest.raises(Fault, match="from 1 to"):
+        trial.cut(config, 0)
+
+
+def test_gpus_go_by_their_driver_s_name():
+    names = {"NVIDIA H200": "h200", "NVIDIA GB200": "gb200", "NVIDIA A100-SXM4-80GB": "a100"}
+    assert {name: trial.known_gpu(name) for name in names} == {name: GPUS[gpu] for name, gpu in names.items()}
+    assert trial.known_gpu("cpu") is None
+
+
+def test_running_out_of_memory_is_an_answer():
+    run = load("tiny")
+    facts = facts_from_hf(config_of(run))
+    answer: dict = trial.compare(run, facts, GPUS["h100"], []) | {"layers": 4, "of_layers": 4, "steps": 3}
+    seen = {"rank": 0, "allocated": 79 * 10**9, "whole": 85 * 10**9}
+    [head, *_, last] = trial.lines(answer | {"out_of_memory": seen})
+    assert head.startswith("tiny: 4 of 4 layers") and answer["ranks"][0]["planned"]["allocated"] > 0
+    assert last == "rank 0: out of memory with 79.0 of 85.0 GB allocated"
