@@ -236,7 +236,9 @@ class Gang(Section):
     )
     min_nodes: Degree | None = Field(default=None, description="fewest hosts to go on with; null = layout.nodes")
     preflight: bool = Field(default=True, description="measure hosts and network before the model is loaded")
-    network: Text | None = Field(default=None, description="preset of environment variables; null = none")
+    network: Literal["ib-h100", "roce", "efa-p5", "efa-p6-b200", "nvl72", "ethernet"] | None = Field(
+        default=None, description="preset of conf/network.py for the network between hosts; null = none"
+    )
 
 
 class Promote(Section):
