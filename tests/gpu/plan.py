@@ -117,6 +117,10 @@ def main() -> int:
     if options.list:
         print("\n".join(f"{one.gpus} GPU  {one.group:7} {one.name:33} {planned(one)}" for one in chosen))
         return 0
+    count = "import sys, torch; sys.exit(torch.cuda.device_count())"
+    if (there := subprocess.run([sys.executable, "-c", count]).returncode) < options.gpus:
+        print(f"--gpus: {options.gpus}, but torch sees {there} here", file=sys.stderr)
+        return 2
     options.out.mkdir(parents=True, exist_ok=True)
     started, rows = time.monotonic(), []
     for one in chosen:
