@@ -262,6 +262,9 @@ def _broken_stages(run: Run, facts: ModelFacts) -> Iterator[Broken]:
     elif any(count % vpp for count in counts):
         text = f"{vpp} does not divide the layers of each pipeline rank, {', '.join(map(str, sorted(set(counts))))}"
         yield Broken("virtual stages", "layout.vpp", text, range(2, max(counts) + 1))
+    if layout.vpp and not counts and facts.layers % (layout.pp * vpp):
+        text = f"pp {layout.pp} * vpp {vpp} = {layout.pp * vpp} stages do not share {facts.layers} layers"
+        yield Broken("stages in all", "layout.vpp", text)
     if facts.mtp_layers and run.model.mtp and run.train.recompute == "full" and run.train.recompute_layers > 1:
         text = f"{run.train.recompute_layers}, but multi-token-prediction layers are recomputed one by one"
         yield Broken("mtp recompute", "train.recompute_layers", text, [1])

@@ -28,11 +28,12 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from conf import layout
-from conf.schema import Run, contradictions, dotted_keys, sections
+from conf.schema import Run, contradictions, dotted_keys, sections, spelled_out
 
 FOLDER = Path(__file__).parent
 # Names are looked for here; only what lies in FOLDER itself is offered to run.
 FOLDERS = (FOLDER, FOLDER / "planned", FOLDER / "documented")
+MOST = 2**16  # GPUs of a run
 KEYS = dotted_keys()
 SECTIONS = list(sections())
 MAPS = [
@@ -90,6 +91,7 @@ def load(path: str | os.PathLike[str], overrides: Sequence[str] = (), illegal: b
     wrong += wrong_overrides
     if not isinstance(data, dict):
         raise ConfigError(*wrong)
+    data["layout"] = spelled_out(data.get("layout", {}))
     for key, value in values.items():
         section, _, name = key.rpartition(".")
         if not section:
@@ -103,11 +105,24 @@ def load(path: str | os.PathLike[str], overrides: Sequence[str] = (), illegal: b
         raise ConfigError(*wrong) from None
     if not wrong:
         wrong += [f"{places.get(key, shown)}: {key}: {text}" for key, text in contradictions(run)]
-        broken = [] if illegal else layout.problems(run)
+        if run.world > MOST:
+            nodes, each = run.layout.nodes, run.layout.gpus_per_node
+            place = next((places[key] for key in ("layout.nodes", "layout.gpus_per_node") if key in places), shown)
+            raise ConfigError(*wrong, f"{place}: layout.nodes: {nodes} x {each} is more than {MOST} GPUs")
+        broken = [] if illegal or run.layout.auto else layout.problems(run)
         wrong += [f"{places.get(line.partition(':')[0], shown)}: {line}" for line in broken]
     if wrong:
         raise ConfigError(*wrong)
-    return run
+    return _one_host(run) if run.layout.auto and "gpus_per_node" not in run.layout.model_fields_set else run
+
+
+def _one_host(run: Run) -> Run:
+    """`layout: auto` alone: all GPUs of a host."""
+    from conf.plan import hardware  # which reads files as this module does
+
+    return run.model_copy(
+        update={"layout": run.layout.model_copy(update={"gpus_per_node": hardware.of(run).per_host})}
+    )
 
 
 def dump(run: Run, path: str | os.PathLike[str]) -> None:

@@ -13,9 +13,9 @@ import json
 import shutil
 import textwrap
 from collections.abc import Iterator
-from typing import Any
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, ValidationInfo, field_validator
+from pydantic import BeforeValidator, Field, ValidationInfo, field_validator
 
 from conf.data import Data, Rows
 from conf.sections import (
@@ -24,6 +24,7 @@ from conf.sections import (
     Evaluate,
     Export,
     Gang,
+    Hardware,
     Layout,
     Log,
     Model,
@@ -37,6 +38,11 @@ from conf.sections import (
 )
 
 
+def spelled_out(layout: Any) -> Any:
+    """`layout: auto` is short for a section."""
+    return {"auto": True} if layout == "auto" else layout
+
+
 class Run(Section):
     """One fine-tuning run."""
 
@@ -44,7 +50,10 @@ class Run(Section):
     model: Model
     data: Data
     adapter: Adapter = Field(default_factory=Adapter)
-    layout: Layout = Field(default_factory=Layout)
+    layout: Annotated[Layout, BeforeValidator(spelled_out, json_schema_input_type=Layout | Literal["auto"])] = Field(
+        default_factory=Layout
+    )
+    hardware: Hardware = Field(default_factory=Hardware)
     train: Train
     optimizer: Optimizer
     moe: Moe = Field(default_factory=Moe)

@@ -100,11 +100,30 @@ class Layout(Section):
     )
     first_stage_layers: Count | None = Field(default=None, description="layers on the first pipeline rank; null = even")
     last_stage_layers: Count | None = Field(default=None, description="layers on the last pipeline rank; null = even")
+    auto: bool = Field(
+        default=False,
+        description="the fastest layout of these nodes and gpus_per_node that fits is taken, with its micro_batch and "
+        "recompute; what is written of those does not count. `layout: auto` = one host of hardware.gpu",
+    )
 
     @property
     def world(self) -> int:
         """Processes of the run."""
         return self.nodes * self.gpus_per_node
+
+
+class Hardware(Section):
+    """What the run is planned for; never part of what identifies it."""
+
+    gpu: Text | None = Field(
+        default=None,
+        description="a100, h100, h200, b200, gb200, cpu, or a .yaml of your own (conf/plan/hardware.py); null = the "
+        "one that the run's name holds, else cpu for tiny://KIND and h100 for any other model",
+    )
+    price: float | None = Field(default=None, ge=0, description="USD per GPU and hour; null = the .yaml's, if any")
+    gate: Literal["stop", "warn"] = Field(
+        default="stop", description="what a flow does whose plan does not fit; stop = before anything is downloaded"
+    )
 
 
 class Train(Section):
@@ -115,6 +134,13 @@ class Train(Section):
     micro_batch: Count = Field(default=1, description="sequences per forward pass of a rank; 1 = least memory")
     seed: Seed = Field(default=1234, description="weights, dropout; Megatron's default")
     precision: Literal["fp32", "bf16"] = Field(default="bf16", description="weights and activations; fp32 for CPU runs")
+    fp8: Literal["current", "delayed", "blockwise", "mxfp8"] | None = Field(
+        default=None,
+        description="matrix products of layers in FP8, scaled so; blockwise for Hopper, mxfp8 for Blackwell; null = none",
+    )
+    fp8_weights: bool = Field(
+        default=False, description="keep the frozen weights below LoRA in FP8 alone, without the bf16 they came in"
+    )
     recompute: Literal["none", "selective", "full"] = Field(
         default="none", description="activations computed again in backward; full = of whole layers"
     )
@@ -144,6 +170,15 @@ class Optimizer(Section):
     eps: float = Field(default=1e-8, gt=0, description="keeps the division by the root of squares finite")
     clip_grad: float = Field(default=1.0, ge=0, description="largest norm of the gradient; 0 = no clipping")
     distributed: bool = Field(default=True, description="shard the optimizer's state over data-parallel ranks")
+    states: Literal["fp32", "bf16", "fp8"] = Field(
+        default="fp32", description="how its two means are kept; the weights' own fp32 copy stays"
+    )
+    gradients: Literal["fp32", "bf16"] = Field(
+        default="fp32", description="how gradients are summed over microbatches and ranks"
+    )
+    offload: float = Field(
+        default=0.0, ge=0, le=1, description="share of its state and step on the host, 16 bytes a parameter there"
+    )
 
 
 class Moe(Section):

@@ -6,7 +6,7 @@
     python -m flows.plan path/to/my.yaml --gpu my-gpu.yaml --json
 
 NAME is a file, or a name in conf/, conf/planned/ or conf/documented/. Exit code: 0 legal and fits, 1 refused, 2 for a
-faulty call. Without --gpu: the GPU that the run's name holds (glm47-b200), else h100.
+faulty call. --gpu and --price stand for hardware.gpu and hardware.price; layout.auto=true takes the best layout.
 """
 
 import argparse
@@ -16,14 +16,13 @@ import sys
 from collections.abc import Iterator, Sequence
 
 from conf.facts import ModelFacts
-from conf.load import ConfigError, load
-from conf.plan import display
-from conf.plan.hardware import GB, GPUS, Gpu, priced, read
+from conf.load import MOST, ConfigError, load
+from conf.plan import display, hardware
+from conf.plan.hardware import GB, Gpu
 from conf.plan.search import Found, search
-from conf.plan.verdict import facts_of, plan
+from conf.plan.verdict import NothingFits, facts_of, plan, settle, settled_on
 from conf.schema import Run
 
-MOST = 2**16  # GPUs, as many as conf.sections takes of a degree
 REASONS = 12  # shown; --json has them all
 
 
@@ -31,13 +30,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = _arguments(argv)
     try:
         _check(options)
-        run = load(options.conf, options.overrides, illegal=True)
-        if run.world > MOST:
-            raise ConfigError(f"layout.nodes: {run.layout.nodes} x {run.layout.gpus_per_node} is more than {MOST} GPUs")
-        gpu = priced(read(options.gpu or _named(run)), options.price)
-        facts = facts_of(run)
+        run = load(options.conf, [*options.overrides, *_hardware(options)], illegal=True)
+        gpu, facts = hardware.of(run, options.gpus), facts_of(run)
         if options.gpus is not None:
-            return _search(run, facts, gpu, options)
+            return _search(run, facts, gpu, options.gpus, options)
+        try:
+            run = settle(run, facts, gpu)
+        except NothingFits:
+            return _search(run, facts, settled_on(run, gpu), run.world, options)
     except ConfigError as fault:
         print("".join(f"error: {line}\n" for line in str(fault).splitlines()), end="", file=sys.stderr)
         return 2
@@ -46,8 +46,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0 if planned.fits else 1
 
 
-def _named(run: Run) -> str:
-    return next((word for word in run.name.split("-") if word in GPUS), "h100")
+def _hardware(options: argparse.Namespace) -> list[str]:
+    """Options that stand for keys, as overrides."""
+    given = {"hardware.gpu": options.gpu, "hardware.price": options.price}
+    return [f"{key}={json.dumps(value)}" for key, value in given.items() if value is not None]
 
 
 def _check(options: argparse.Namespace) -> None:
@@ -62,14 +64,14 @@ def _check(options: argparse.Namespace) -> None:
         raise ConfigError(*wrong)
 
 
-def _search(run: Run, facts: ModelFacts, gpu: Gpu, options: argparse.Namespace) -> int:
-    found = search(run, facts, gpu, options.gpus)
+def _search(run: Run, facts: ModelFacts, gpu: Gpu, gpus: int, options: argparse.Namespace) -> int:
+    found = search(run, facts, gpu, gpus)
     if options.json:
         head = {"name": run.name, "model": run.model.source, "gpu": gpu.name, "gpu_memory": gpu.memory}
-        whole = {**head, "gpus": options.gpus, **display.found_dict(found, gpu, options.top)}
+        whole = {**head, "gpus": gpus, **display.found_dict(found, gpu, options.top)}
         print(json.dumps(whole, indent=2))
     else:
-        print("\n".join(_table(run, gpu, options.gpus, found, options.top)))
+        print("\n".join(_table(run, gpu, gpus, found, options.top)))
     return 0 if found.fitting else 1
 
 
@@ -95,7 +97,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("conf", metavar="NAME", help="a name in conf/ or its folders, or a YAML file")
     parser.add_argument("overrides", metavar="KEY=VALUE", nargs="*", help="such as layout.ep=16")
-    parser.add_argument("--gpu", metavar="KIND", help=f"{', '.join(GPUS)}, or a .yaml of your own")
+    parser.add_argument("--gpu", metavar="KIND", help=f"{', '.join(hardware.NAMES)}, or a .yaml of your own")
     parser.add_argument("--gpus", metavar="N", type=int, help="search the layouts of so many GPUs")
     parser.add_argument("--price", metavar="USD", type=float, help="per GPU and hour")
     parser.add_argument("--top", metavar="N", type=int, default=10, help="layouts shown with --gpus (10)")

@@ -12,7 +12,7 @@ from conf.plan import parameters
 from conf.plan.hardware import GB, Gpu
 from conf.plan.memory import StageMemory
 from conf.plan.search import Candidate, Found
-from conf.plan.verdict import Plan
+from conf.plan.verdict import WITH_LORA, Plan
 from conf.schema import Layout, Run
 
 BAR = 30  # characters for all of a GPU's memory
@@ -44,7 +44,7 @@ def lines(plan: Plan) -> Iterator[str]:
         yield ""
         yield from suggestions(plan.found, layout.world, gpu)
         if plan.with_lora:
-            yield "with adapter.kind=lora adapter.experts=shared:"
+            yield f"with {WITH_LORA}:"
             yield from suggestions(plan.with_lora, layout.world, gpu)
     elif plan.not_searched:
         yield f"instead  nothing was searched for: {plan.not_searched}"
@@ -107,7 +107,9 @@ def _bar(stage: StageMemory) -> str:
 
 def _time_lines(plan: Plan) -> Iterator[str]:
     time, train = plan.time, plan.run.train
-    assert time
+    if time is None:
+        yield f"step     no time is predicted for a {plan.gpu.name}"
+        return
     rate = f"{time.tokens_per_second:.0f} tokens/s/GPU, {time.tflops:.0f} TFLOP/s/GPU"
     yield f"step     {time.likely:.3g} s likely, {time.low:.3g} to {time.high:.3g}; {rate}"
     waits = ", ".join(f"{dim} {seconds:.2g} s" for dim, (_, seconds) in time.communication.items() if seconds)
@@ -130,7 +132,8 @@ def suggestions(found: Found, gpus: int, gpu: Gpu) -> Iterator[str]:
 def ranking(candidates: list[Candidate], gpu: Gpu) -> Iterator[str]:
     for place, one in enumerate(candidates, 1):
         choice = f"micro {one.train.micro_batch} recompute {one.train.recompute}"
-        figures = f"{one.seconds:8.3g} s  {one.memory / GB:6.1f} GB"
+        figures = f"{one.seconds:8.3g} s  " if gpu.cuda else ""
+        figures += f"{one.memory / GB:6.1f} GB"
         figures += "" if gpu.price is None else f"  {_cost(one, gpu):,.0f} USD"
         yield f"{place:>3}. {figures}  {degrees(one.layout)}; {choice}; {one.verdict}"
 
@@ -180,7 +183,7 @@ def _candidate_dict(one: Candidate, gpu: Gpu) -> dict[str, Any]:
         "micro_batch": one.train.micro_batch,
         "recompute": one.train.recompute,
         "recompute_modules": list(one.train.recompute_modules),
-        "seconds": one.seconds if one.over <= 0 else None,
+        "seconds": one.seconds if one.over <= 0 and gpu.cuda else None,
         "cost": _cost(one, gpu) if one.over <= 0 and gpu.price is not None else None,
         "memory": one.memory,
         "over": one.over,

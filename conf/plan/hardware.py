@@ -1,6 +1,10 @@
 """GPUs: what the makers' data sheets say, how much of it training gets, and a user's own GPU from a small YAML.
 
+    of(run)                               what hardware.gpu and hardware.price name; the rule for null stands there
     read("h200"), read("my-gpu.yaml")
+
+cpu is this host: its memory, shared by all processes that the layout starts on it, with no CUDA and no NCCL. Its rates
+are a guess that ranks layouts of tiny models; no time is predicted from them.
 
     # my-gpu.yaml
     name: l40s
@@ -16,6 +20,7 @@
 Not covered: power limits and clocks of one machine, hosts whose GPUs differ, topologies of the network.
 """
 
+import os
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from math import isfinite
@@ -24,6 +29,7 @@ from pathlib import Path
 import yaml
 
 from conf.load import ConfigError
+from conf.schema import Run
 
 GIB = 2**30
 GB = 10**9
@@ -50,6 +56,7 @@ class Gpu:
     per_host: int
     price: float | None = None  # USD per GPU and hour
     domain: int = 0  # GPUs that NVLink joins; 0 = those of a host
+    cuda: bool = True  # False = a CPU
 
     @property
     def joined(self) -> int:
@@ -78,16 +85,33 @@ GPUS = {
     )
 }
 
+CPU = Gpu("cpu", 0, {"fp32": 0.1, "bf16": 0.1}, 20 * GB, 5 * GB, 1 * GB, 1, cuda=False)
+NAMES = (*GPUS, CPU.name)
+LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))  # of a container
+
 NEEDED = ("name", "memory", "bf16", "hbm", "link", "network", "per_host")
 OPTIONAL = ("fp8", "fp32", "price")
 
 
-def read(wanted: str) -> Gpu:
-    """One of GPUS by its name, or a user's own from a YAML file."""
+def of(run: Run, gpus: int | None = None) -> Gpu:
+    """What the run is planned for; `gpus`: in all, where that is not the layout's number."""
+    named = next((word for word in run.name.split("-") if word in NAMES), None)
+    usual = CPU.name if run.model.source.startswith("tiny://") else "h100"
+    gpu = priced(read(run.hardware.gpu or named or usual, "hardware.gpu"), run.hardware.price)
+    if gpu.cuda:
+        return gpu
+    here = gpus or run.layout.gpus_per_node
+    return replace(gpu, memory=gpu.memory // here, per_host=here)
+
+
+def read(wanted: str, place: str = "gpu") -> Gpu:
+    """One of GPUS by its name, this host's CPU, or a user's own from a YAML file."""
     if wanted.lower() in GPUS:
         return GPUS[wanted.lower()]
+    if wanted.lower() == CPU.name:
+        return replace(CPU, memory=_host_memory())
     if not wanted.endswith((".yaml", ".yml")):
-        raise ConfigError(f"gpu: {wanted!r} is none of {', '.join(GPUS)}, and no .yaml file of your own")
+        raise ConfigError(f"{place}: {wanted!r} is none of {', '.join(NAMES)}, and no .yaml file of your own")
     try:
         given = yaml.safe_load(Path(wanted).read_text("utf-8"))
     except (OSError, UnicodeDecodeError) as error:
@@ -109,6 +133,15 @@ def read(wanted: str) -> Gpu:
         per_host=given["per_host"],
         price=given.get("price"),
     )
+
+
+def _host_memory() -> int:
+    """Bytes that this machine, or this container of it, has."""
+    found = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
+    for file in LIMITS:
+        text = file.read_text().strip() if file.is_file() else "max"
+        found += [int(text)] if text.isdigit() else []
+    return min(found)
 
 
 def priced(gpu: Gpu, price: float | None) -> Gpu:

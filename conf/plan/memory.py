@@ -27,6 +27,7 @@ from conf.schema import Layout, Run
 CONTEXT = int(
     1.0 * GIB
 )  # CUDA's context, 0.5 on Hopper; code of PyTorch's, TE's and NCCL's kernels; not torch's to see
+PROCESS = int(0.8 * GIB)  # the libraries of a rank on a CPU, resident: 0.97 GB were seen with a tiny model
 WORKSPACE = int(0.2 * GIB)  # cuBLAS and Transformer Engine: 32 MiB per stream, and as much per grouped product
 NCCL_GROUP = 256 * 2**20  # buffers of one communicator: 24 to 32 channels of 4 MiB and more, and half again for p2p
 # What the caching allocator holds and cannot use, of memory that comes and goes; weights and states lie in few blocks.
@@ -198,8 +199,8 @@ def _rank(
         adapters=holding.adapters * byte,
         activations=kept,
         **peak,
-        buffers=WORKSPACE + NCCL_GROUP * _groups(run.layout, cut),
-        context=CONTEXT,
+        buffers=WORKSPACE + NCCL_GROUP * _groups(run.layout, cut) if gpu.cuda else 0,
+        context=CONTEXT if gpu.cuda else PROCESS,
         margin=int((kept + sum(peak.values())) * FRAGMENTS),
         capacity=gpu.memory,
     )

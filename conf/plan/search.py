@@ -38,10 +38,18 @@ class Candidate:
     stage: int  # pipeline rank that is fullest
     over: int  # bytes that lack; negative = room
 
+    def applied(self, run: Run) -> Run:
+        """The run with all that was chosen."""
+        return run.model_copy(update={"layout": self.layout, "train": self.train})
+
+    @property
+    def tight(self) -> bool:
+        return -self.over < TIGHT * self.memory
+
     @property
     def verdict(self) -> str:
         if self.over <= 0:
-            tight = ", less than a plan may be wrong by" if -self.over < TIGHT * self.memory else ""
+            tight = ", less than a plan may be wrong by" if self.tight else ""
             return f"fits, {-self.over / GB:.1f} GB left{tight}"
         return f"does not fit by {self.over / GB:.1f} GB on stage {self.stage}"
 

@@ -2,12 +2,16 @@
 
     plan(run, facts, gpu) -> Plan          of the configuration's own layout; searches for others where it is refused
     facts_of(run) -> ModelFacts            from conf/models, by the model's Hub id, or from its folder's config.json
+    settle(run, facts, gpu) -> Run         with the layout that layout.auto asks for
+
+A layout is settled before it is planned. Of those that fit auto takes the fastest that leaves more room than a plan may
+be wrong by, and where none does, the fastest.
 
 Full fine-tuning that fits nowhere on its GPUs is searched for with LoRA as well. conf/plan/display.py shows a plan.
 """
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, get_args
 
@@ -22,7 +26,12 @@ from conf.schema import Run
 from conf.sections import Adapter, AdapterTarget
 
 TARGETS = get_args(AdapterTarget)  # those that a model lacks do not count
+WITH_LORA = "adapter.kind=lora adapter.experts=shared"
 HINT = "a folder with the model's config.json works as well, as model.source or paths.model"
+
+
+class NothingFits(ConfigError):
+    """layout.auto was asked for, and there is no such layout."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +42,7 @@ class Plan:
     problems: tuple[str, ...]
     cut: Grid | None = None  # this and what follows: of a legal layout
     stages: tuple[StageMemory, ...] = ()
-    time: Timing | None = None
+    time: Timing | None = None  # not of a CPU
     hosts: tuple[HostNeed, ...] = ()
     found: Found | None = None  # instead, where the layout is refused
     with_lora: Found | None = None  # where full fine-tuning fits nowhere
@@ -68,8 +77,25 @@ def plan(run: Run, facts: ModelFacts, gpu: Gpu) -> Plan:
         return Plan(run, facts, gpu, tuple(broken), **_instead(run, facts, gpu))
     stages = tuple(memory(run, facts, gpu))
     whole = {"cut": grid(run.layout, run.train), "stages": stages, "hosts": tuple(host(run, facts))}
-    legal = Plan(run, facts, gpu, (), time=timing(run, facts, gpu), **whole)
+    legal = Plan(run, facts, gpu, (), time=timing(run, facts, gpu) if gpu.cuda else None, **whole)
     return legal if legal.fits else Plan(**{**vars(legal), **_instead(run, facts, gpu)})
+
+
+def settle(run: Run, facts: ModelFacts, gpu: Gpu) -> Run:
+    """Any run whose layout is written down stays as it is."""
+    if not run.layout.auto:
+        return run
+    found = search(run, facts, settled_on(run, gpu), run.world)
+    if not found.fitting:
+        lacks = f"; closest is {found.closest.verdict}" if found.closest else ""
+        raise NothingFits(f"layout.auto: no layout of {run.world} {gpu.name} is legal and fits{lacks}")
+    roomy = (one for one in found.fitting if not one.tight)
+    return next(roomy, found.fitting[0]).applied(run)
+
+
+def settled_on(run: Run, gpu: Gpu) -> Gpu:
+    """The GPU in hosts of the run's size, which layout.auto keeps."""
+    return replace(gpu, per_host=run.layout.gpus_per_node)
 
 
 def facts_of(run: Run) -> ModelFacts:

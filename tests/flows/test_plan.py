@@ -21,6 +21,7 @@ SIX = {
     "cp2": ["layout.gpus_per_node=2", "layout.cp=2", "train.global_batch=64", "train.micro_batch=64"],
     "pp2": ["layout.gpus_per_node=2", "layout.pp=2", "train.global_batch=64", "train.micro_batch=64"],
 }
+GPUS_OF = {"tiny": "cpu", "glm47-b200": "b200", "gpt2-large": "h200", "gpt2-large-as-documented": "h200"}
 # exit code, dp and edp
 PRESETS = {
     "tiny": (0, 1, 1),
@@ -63,7 +64,7 @@ def test_a_preset(ask, name, expected):
     cut = planned["grid"] or {"dp": None, "edp": None}
     assert (code, cut["dp"], cut["edp"]) == expected
     assert (planned["name"], planned["fits"]) == (name, code == 0)
-    assert planned["gpu"] == ("b200" if "b200" in name else "h100")
+    assert planned["gpu"] == GPUS_OF.get(name, "h100")
 
 
 def test_the_tiny_model_s_facts_are_those_of_the_one_that_is_made():
@@ -91,7 +92,9 @@ def test_qwen3_needs_etp_1_and_more_memory(ask):
 
 
 def test_405b_is_refused_with_its_reasons(ask):
-    assert "16 ranks do not share 126 layers evenly" in " ".join(ask("llama31-405b-as-documented")[1]["problems"])
+    documented = " ".join(ask("llama31-405b-as-documented")[1]["problems"])
+    assert "layout.pp: 16 ranks do not share 126 layers evenly" in documented
+    assert "layout.vpp: pp 16 * vpp 32 = 512 stages do not share 126 layers" in documented
     code, even = ask("llama31-405b", "layout.last_stage_layers=null")
     assert (code, even["problems"][0].partition(" evenly")[0]) == (1, "layout.pp: 16 ranks do not share 126 layers")
     virtual = ask("llama31-405b", "layout.vpp=32")[1]["problems"]
@@ -156,8 +159,12 @@ def test_search_ranks_and_gives_reasons(ask, capsys):
         (["glm47", "--gpus", "0"], "--gpus: 0 is no number"),
         (["glm47", "--gpus", "999999999999"], "--gpus: 999999999999 is no number"),
         (["glm47", "--gpus", "12"], "gpus: 12 is neither up to 8"),
-        (["glm47", "layout.nodes=65536", "layout.gpus_per_node=65536"], "layout.nodes: 65536 x 65536 is more than"),
-        (["glm47", "--gpu", "h1000"], "gpu: 'h1000' is none of a100, h100"),
+        (["glm47", "layout.nodes=65536"], "override layout.nodes=65536: layout.nodes: 65536 x 8 is more than "),
+        (
+            ["glm47", "layout.auto=true", "layout.nodes=9000"],
+            "override layout.nodes=9000: layout.nodes: 9000 x 8 is more",
+        ),
+        (["glm47", "--gpu", "h1000"], "hardware.gpu: 'h1000' is none of a100, h100"),
         (["glm47", "--price", "-1"], "--price: -1 is no price"),
         (["glm47", "--price", "nan"], "--price: nan is no price"),
         (["glm47", "--top", "0"], "--top: 0 is too small"),
