@@ -24,7 +24,7 @@ from tasks.progress import clock, size
 from tasks.session import open_run_store
 from tasks.store import Store
 
-OWN = ("runs", "pins")  # folders of the store that hold no artifacts
+OWN = ("runs", "pins", "gangs")  # folders of the store that hold no artifacts
 
 
 def main(argv: Sequence[str] | None = None) -> int:

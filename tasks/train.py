@@ -12,6 +12,7 @@ from prefect import State, task
 from conf.schema import Run
 from tasks import launch
 from tasks.artifact import Artifact, Stage, Work
+from tasks.gang import controller
 from tasks.progress import Progress, newest
 from tasks.session import OPTIONS, Session
 from tasks.tracking import plots
@@ -62,9 +63,15 @@ def train(session: Session, model: Artifact, base: Artifact, data: Artifact) -> 
             count = data.result["rows"][split]
             tracked.dataset(f"{run.name}-{split}", data.digest, session.store.link(f"{data.key}/files"), context, count)
         say, stop = _Thinned(work.say), session.stopped(work)
-        steps = run.train.steps
+
+        def tick() -> None:
+            bar.update(newest(metrics, "step")[0], run.train.steps)
+
         try:
-            launch.trainer("train", run, work.folder, say, stop, lambda: bar.update(newest(metrics, "step")[0], steps))
+            if run.layout.nodes > 1 or run.gang.engine != "local":
+                controller.train(run, work.folder, session.store, work.folder.name, say, stop, tick)
+            else:
+                launch.trainer("train", run, work.folder, say, stop, tick)
         finally:
             tracked.unfollow()
         lines = plots.read(metrics)

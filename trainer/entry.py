@@ -22,6 +22,7 @@ from pathlib import Path
 
 from conf.load import ConfigError, dump, load
 from conf.schema import Run
+from trainer import life, platform
 from trainer.faults import Fault, line_of
 
 FAULT_FILE = "TRAINER_FAULT_FILE"
@@ -43,8 +44,7 @@ def start(main: Callable[[Run], None], check: Callable[[Run], None], alone: bool
             main(run)
         elif "RANK" in os.environ:
             _check_world(run)
-            check(run)
-            main(run)
+            _be_rank(main, check, run)
         elif run.world == 1:
             check(run)
             os.environ.update(_alone())
@@ -56,6 +56,19 @@ def start(main: Callable[[Run], None], check: Callable[[Run], None], alone: bool
                 )
             check(run)
             sys.exit(_torchrun(run, sys.modules["__main__"].__spec__.name))
+
+
+def _be_rank(main: Callable[[Run], None], check: Callable[[Run], None], run: Run) -> None:
+    life.begin()
+    try:
+        check(run)
+        if "GANG_ATTEMPT" in os.environ:
+            platform.start()  # before torch is loaded
+            life.meet()
+        main(run)
+    except Exception as error:
+        life.failed(error)
+        raise
 
 
 @contextlib.contextmanager

@@ -14,7 +14,7 @@ import shutil
 from pathlib import Path
 
 from conf.schema import Run
-from trainer import agreement, checkpoints, entry, inputs, platform
+from trainer import agreement, checkpoints, entry, inputs, life, platform
 from trainer.console import megatron_to, say
 from trainer.faults import WRITER_DIED, Fault, line_of
 from trainer.recipe import checkpoint_folder, last_step, load_only, make_config
@@ -55,7 +55,7 @@ def main(run: Run) -> None:
                 callbacks = [parity]
             else:
                 metrics = Metrics(run, Path(run.paths.output) / "metrics.jsonl", start)
-                callbacks = [metrics, Gates(run, metrics), parity, Saves(run, metrics)]
+                callbacks = [metrics, Gates(run, metrics), parity, Saves(run, metrics), life.callback()]
             finetune(config, forward_step, callbacks=callbacks)
     except SystemExit as leave:  # Bridge's way to end after SIGTERM, once its checkpoint is written
         if leave.code:

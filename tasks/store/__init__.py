@@ -80,8 +80,11 @@ class Store(Protocol):
         ...
 
 
-def open_store(uri: str) -> Store:
-    """The store at s3://bucket/prefix, file:///folder or a plain path. Nothing is contacted or made yet."""
+def open_store(uri: str, hasty: bool = False) -> Store:
+    """The store at s3://bucket/prefix, file:///folder or a plain path. Nothing is contacted or made yet.
+
+    hasty: an S3 that does not answer within seconds is given up, by who asks again anyway.
+    """
     scheme, colon, _ = uri.partition("://")
     if not colon:
         if not uri:
@@ -108,5 +111,5 @@ def open_store(uri: str) -> Store:
             raise Fault(f"store: {uri}: names no bucket; s3://bucket/prefix does")
         from tasks.store.s3 import S3Store
 
-        return S3Store(parts.netloc, parts.path.strip("/"))
+        return S3Store(parts.netloc, parts.path.strip("/"), hasty)
     raise Fault(f"store: {scheme}://: no such kind of store; there are s3://bucket/prefix and file:///folder")

@@ -27,6 +27,7 @@ from tasks.store.s3_errors import ABSENT, ATTEMPTS, REFUSED, Refused, broken, co
 class S3Store:
     bucket: str
     prefix: str
+    hasty: bool = False
 
     @property
     def uri(self) -> str:
@@ -152,15 +153,15 @@ class S3Store:
             logger.setLevel(logging.INFO)
         settings: dict[str, Any] = {}
         if not os.environ.get("AWS_MAX_ATTEMPTS") and not os.environ.get("AWS_RETRY_MODE"):
-            settings["retries"] = {"mode": "standard", "max_attempts": ATTEMPTS}
+            settings["retries"] = {"mode": "standard", "max_attempts": 2 if self.hasty else ATTEMPTS}
         if os.environ.get("AWS_ENDPOINT_URL") or os.environ.get("AWS_ENDPOINT_URL_S3"):
             settings["s3"] = {"addressing_style": "path"}  # stores beside Amazon's rarely have a host name per bucket
         with plainly(self, "no client"):
             return boto3.session.Session().client(
                 "s3",
                 config=Config(
-                    connect_timeout=10,
-                    read_timeout=60,
+                    connect_timeout=2 if self.hasty else 10,
+                    read_timeout=4 if self.hasty else 60,
                     tcp_keepalive=True,
                     max_pool_connections=THREADS,
                     response_checksum_validation="when_required",  # every file's SHA-256 is checked instead

@@ -1,0 +1,112 @@
+"""The board of a gang's attempt, in the store: what controller and members tell one another, without a port to open.
+
+    gangs/<gang>/<attempt>/gang.json       the controller's word: gathering, go or stop; renewed, or it is worth nothing
+                          /resolved.yaml   the configuration that all ranks get
+                          /nodes/<k>.json  what member k is and does: its state, its ranks, what it died of
+                          /beats/<k>       renewed while member k lives
+                          /logs/<k>/...    output of its ranks, in pieces as they came
+
+A board object has one writer. Who creates it owns it: a second member of the same number is refused. No clock is
+compared with another host's: alive is what was seen to change. Renewals are apart from what is said, so that one
+listing tells the controller who lives, and it reads only what is new.
+
+Calls to the store are made by the caller's own thread, and may take as long as the store does.
+"""
+
+import json
+import re
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+from tasks.store import Store
+
+RENEWED = 3.0  # seconds between renewals, of the controller and of each member
+POLLED = 1.0  # seconds between looks at what others wrote
+STALE = 15.0  # seconds without a renewal by the controller after which its word is worth nothing
+
+
+@dataclass(frozen=True)
+class Board:
+    store: Store
+    gang: str
+    attempt: int
+
+    @property
+    def place(self) -> str:
+        return f"gangs/{self.gang}/{self.attempt}"
+
+    def read(self, name: str) -> dict[str, Any] | None:
+        found = self.store.read(f"{self.place}/{name}")
+        return json.loads(found[0]) if found else None
+
+    def pulse(self) -> tuple[dict[str, Any], str] | None:
+        """The controller's word and its tag, which changes with every renewal."""
+        found = self.store.read(f"{self.place}/gang.json")
+        return (json.loads(found[0]), found[1]) if found else None
+
+    def tags(self) -> dict[str, str]:
+        return {name: tag for name, (_, tag) in self.store.keys(self.place).items()}
+
+    def text(self, name: str) -> str:
+        found = self.store.read(f"{self.place}/{name}")
+        return found[0].decode(errors="replace") if found else ""
+
+    def write(self, name: str, data: bytes) -> None:
+        self.store.write(f"{self.place}/{name}", data)
+
+
+class Notice:
+    """A JSON object of the board that this process alone writes. Lost where somebody else has written it."""
+
+    def __init__(self, board: Board, name: str):
+        self.board, self.key, self.tag = board, f"{board.place}/{name}", ""
+
+    def create(self, content: dict[str, Any]) -> bool:
+        self.tag = self.board.store.create(self.key, _encode(content)) or ""
+        return bool(self.tag)
+
+    def write(self, content: dict[str, Any]) -> bool:
+        """Whether it is still this process's."""
+        data = _encode(content)
+        tag = self.board.store.replace(self.key, data, self.tag)
+        if tag is None:  # an answer that got lost has changed the tag all the same
+            found = self.board.store.read(self.key)
+            if found is None or json.loads(found[0]).get("by") != content["by"]:
+                return False
+            tag = self.board.store.replace(self.key, data, found[1])
+        self.tag = tag or self.tag
+        return tag is not None
+
+
+@dataclass
+class Watch:
+    """Who was seen to renew, and when, by this process's clock. Time in which the store was away does not count."""
+
+    seen: dict[str, str] = field(default_factory=dict)
+    at: dict[str, float] = field(default_factory=dict)
+
+    def look(self, tags: dict[str, str]) -> set[str]:
+        """Names whose tag has changed since the last look."""
+        now = time.monotonic()
+        changed = {name for name, tag in tags.items() if self.seen.get(name) != tag}
+        self.at |= dict.fromkeys(changed, now)
+        self.seen = dict(tags)
+        return changed
+
+    def forgive(self) -> None:
+        """The store was away: everyone has its time anew."""
+        self.at = dict.fromkeys(self.at, time.monotonic())
+
+    def age(self, name: str) -> float:
+        return time.monotonic() - self.at.get(name, time.monotonic())
+
+
+def newest_attempt(store: Store, gang: str) -> int:
+    """0 where there was none."""
+    numbers = (re.match(r"(\d+)/gang\.json$", name) for name in store.keys(f"gangs/{gang}"))
+    return max((int(found[1]) for found in numbers if found), default=0)
+
+
+def _encode(content: dict[str, Any]) -> bytes:
+    return json.dumps(content, sort_keys=True).encode()

@@ -1,0 +1,43 @@
+"""Who starts a process group on each of N hosts: local, prefect, slurm or kubernetes, behind one interface.
+
+An engine is a module with three functions; each starts `python -m tasks.guard python -m tasks.gang.member --store URI
+--gang ID --attempt N --node K` per host, and none of them schedules by itself.
+
+    turn(run) -> str | None         name of what gangs compete for, where starting is not all or nothing by itself
+    capacity(run) -> str | None     None = enough hosts are free, else what it waits for; Fault where they never will be
+    start(run, board, n) -> Handle  N members, 0 to n - 1, of board's attempt
+"""
+
+import importlib
+from collections.abc import Callable
+from typing import Protocol
+
+from conf.schema import Run
+from tasks.gang.board import Board
+
+
+class Handle(Protocol):
+    def alive(self) -> dict[int, bool | None]:
+        """By member: True = runs or waits to run, False = is over, None = unknown. Never waits."""
+        ...
+
+    def cancel(self) -> None:
+        """End what still runs or waits, and forget what the engine thinks is running."""
+        ...
+
+
+class Engine(Protocol):
+    turn: Callable[[Run], str | None]
+    capacity: Callable[[Run], str | None]
+    start: Callable[[Run, Board, int], Handle]
+
+
+def engine_of(run: Run) -> Engine:
+    module = importlib.import_module(f"tasks.gang.engines.{run.gang.engine}")
+    return module  # type: ignore[return-value]
+
+
+def command(board: Board, node: int) -> list[str]:
+    """What each engine starts, behind python -m."""
+    place = ["--store", board.store.uri, "--gang", board.gang, "--attempt", str(board.attempt), "--node", str(node)]
+    return ["tasks.gang.member", *place]

@@ -1,0 +1,150 @@
+"""A member's side of the board: a thread that reads the controller's word, renews this member's, and ships logs.
+
+The thread may hang for as long as the store does; what it knows stands in plain attributes, with the moments by this
+host's clock. Where the store is silent a second thread asks the witnesses (tasks/gang/witness.py).
+"""
+
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+from tasks.gang import witness
+from tasks.gang.board import POLLED, RENEWED, STALE, Board, Notice
+
+SHIPPED = 3.0  # seconds between pieces of a log
+PIECE = 1 << 20  # bytes at most
+WITNESSES = 3
+ASKED_AFTER = 4.0  # seconds without an answer of the store
+
+
+class Link:
+    def __init__(self, board: Board, node: int, me: dict[str, Any]):
+        self.board, self.node, self.me = board, node, me
+        self.word: dict[str, Any] = {}
+        self.fresh = self.answered = self.witnessed = time.monotonic()
+        self.met = False  # the controller was reached from here
+        self.told = ""  # what a witness knows that ends this member
+        self.stolen = False  # somebody else writes as this member
+        self.logs: dict[str, Path] = {}
+        self._sent: dict[str, tuple[int, int]] = {}  # pieces and bytes of each log
+        self._notice = Notice(board, f"nodes/{node}.json")
+        self._turn, self._wake, self._over = threading.Lock(), threading.Event(), threading.Event()
+        self._unsaid = False
+        self._threads: list[threading.Thread] = []
+
+    def join(self) -> bool:
+        """False where somebody else is this member, or there is no such attempt."""
+        self.word, self._tag = self.board.pulse() or ({}, "")
+        if self.word.get("state") != "gathering" or not self._notice.create(self.me):
+            return False
+        for work, name in ((self._renew, "board"), (self._ask, "witnesses")):
+            self._threads.append(threading.Thread(target=work, daemon=True, name=name))
+            self._threads[-1].start()
+        return True
+
+    def say(self, **news: Any) -> None:
+        """Told to the controller as soon as the store takes it."""
+        with self._turn:
+            self.me |= news
+            self._unsaid = True
+        self._wake.set()
+
+    def end(self, within: float) -> None:
+        """What is to be said and shipped is, if the store takes it in time."""
+        self._over.set()
+        self._wake.set()
+        self._threads[0].join(within)
+
+    def why_stop(self) -> str:
+        """Why this member has to end; empty while it may go on."""
+        if self.word.get("state") == "stop":
+            return f"stop: {self.word.get('reason', '')}"
+        if self.stolen:
+            return "another process is this member"
+        if self.told:
+            return self.told
+        now = time.monotonic()
+        if now - self.answered <= STALE:
+            return "the controller is gone" if self.answered - self.fresh > STALE else ""
+        if now - self.witnessed > STALE:
+            return "cut off: neither the store nor a witness answers"
+        return ""
+
+    def _renew(self) -> None:
+        beat, renewed, shipped = 0, 0.0, time.monotonic()
+        while True:
+            over = self._over.is_set()
+            self._wake.clear()
+            try:
+                self._read()
+                if self._unsaid or over:
+                    self._write()
+                if time.monotonic() - renewed > RENEWED:
+                    beat, renewed = beat + 1, time.monotonic()
+                    self.board.write(f"beats/{self.node}", str(beat).encode())
+                if over or time.monotonic() - shipped > SHIPPED:
+                    shipped = time.monotonic()
+                    self._ship()
+                if over:
+                    return
+            except Exception:  # the store is away; whoever looks at self.answered sees since when
+                if over and time.monotonic() - self.answered > STALE:
+                    return
+            self._wake.wait(POLLED)
+
+    def _read(self) -> None:
+        found = self.board.pulse()
+        now = time.monotonic()
+        away = now - self.answered > RENEWED + STALE / 3
+        self.answered = now
+        if found is None:
+            self.told = "the attempt is no longer on the board"
+            return
+        if found[1] != self._tag or away:  # after an outage the controller has its time anew
+            self.fresh = now
+        self.word, self._tag = found
+
+    def _write(self) -> None:
+        with self._turn:
+            self._unsaid = False
+            content = dict(self.me)
+        try:
+            self.stolen = self.stolen or not self._notice.write(content)
+        except Exception:
+            self._unsaid = True
+            raise
+
+    def _ship(self) -> None:
+        for name, path in self.logs.items():
+            piece, at = self._sent.get(name, (0, 0))
+            if not path.exists() or path.stat().st_size <= at:
+                continue
+            with path.open("rb") as file:
+                file.seek(at)
+                block = file.read(PIECE)
+            self.board.write(f"logs/{self.node}/{name}.{piece:05d}", block)
+            self._sent[name] = (piece + 1, at + len(block))
+
+    def _ask(self) -> None:
+        while not self._over.wait(POLLED):
+            if time.monotonic() - self.answered < ASKED_AFTER:
+                self.witnessed = time.monotonic()
+                continue
+            for address, port in self._witnesses():
+                said = witness.ask(address, port)
+                if said is None or said.get("gang") != self.board.gang:
+                    continue
+                if said["attempt"] != self.board.attempt or said["state"] == "stop":
+                    self.told = f"{address} is at attempt {said['attempt']}, {said['state']}"
+                self.witnessed = time.monotonic()
+                break
+
+    def _witnesses(self) -> list[tuple[str, int]]:
+        """The controller alone, where it can be reached: others do not know of a later attempt."""
+        port = self.word.get("port", 0)
+        if self.met:
+            return [(address, port) for address in self.word["addresses"]]
+        others = [tuple(peer) for k, peer in self.word.get("peers", {}).items() if k != str(self.node)]
+        first = self.node % max(1, len(others))
+        return (others[first:] + others[:first])[:WITNESSES]

@@ -1,0 +1,113 @@
+"""The controller's side of the board: a thread that renews its word, sees who renews, and reads what is new.
+
+One listing a second says who lives; only notices that changed are read, and what rank 0 prints. The thread may hang for
+as long as the store does: no member is blamed for that time.
+"""
+
+import collections
+import secrets
+import threading
+import time
+from typing import Any
+
+from tasks.gang import witness
+from tasks.gang.board import POLLED, RENEWED, Board, Notice, Watch
+
+AWAY = 6.0  # seconds without an answer: the store was away, not the members
+
+
+class Lookout:
+    def __init__(self, board: Board, probe: str):
+        self.board = board
+        self.nodes: dict[int, dict[str, Any]] = {}
+        self.lines: collections.deque[str] = collections.deque(maxlen=10_000)
+        self.answered = time.monotonic()
+        self.lost = False  # somebody else controls this attempt
+        self._first_failed: list[int] = []
+        self._watch, self._turn = Watch(), threading.Lock()
+        self._wake, self._over = threading.Event(), threading.Event()
+        self._unsaid, self._pending = False, b""
+        self._notice = Notice(board, "gang.json")
+        self.word: dict[str, Any] = {"by": secrets.token_hex(8), "state": "gathering", "beat": 0, "probe": probe}
+        port = witness.serve(self._answer)
+        self.word |= {"addresses": witness.addresses(), "port": port}
+        self._thread = threading.Thread(target=self._look, daemon=True, name="lookout")
+
+    def begin(self) -> bool:
+        """False where this attempt is somebody's already."""
+        if not self._notice.create(self.word):
+            return False
+        self._thread.start()
+        return True
+
+    def say(self, **news: Any) -> None:
+        with self._turn:
+            self.word |= news
+            self._unsaid = True
+        self._wake.set()
+
+    def end(self, within: float) -> None:
+        self.say(closed=True)
+        self._over.set()
+        self._wake.set()
+        self._thread.join(within)
+
+    def silence(self, node: int) -> float:
+        """Seconds without a renewal by this member, while the store answered."""
+        if time.monotonic() - self.answered > AWAY:
+            return 0.0
+        with self._turn:
+            return self._watch.age(f"beats/{node}") if f"beats/{node}" in self._watch.at else 0.0
+
+    def order_of_failure(self, node: int) -> int:
+        return self._first_failed.index(node) if node in self._first_failed else len(self._first_failed)
+
+    def _answer(self) -> dict[str, Any]:
+        return {"gang": self.board.gang, "attempt": self.board.attempt, "state": self.word["state"]}
+
+    def _look(self) -> None:
+        renewed = time.monotonic()
+        while True:
+            over = self._over.is_set()
+            self._wake.clear()
+            try:
+                if self._unsaid or over or time.monotonic() - renewed > RENEWED:
+                    self._renew()
+                    renewed = time.monotonic()
+                self._read()
+                if over:
+                    return
+            except Exception:
+                if over:
+                    return
+            self._wake.wait(POLLED)
+
+    def _renew(self) -> None:
+        with self._turn:
+            self._unsaid = False
+            self.word["beat"] += 1
+            content = dict(self.word)
+        try:
+            self.lost = self.lost or not self._notice.write(content)
+        except Exception:
+            self._unsaid = True
+            raise
+
+    def _read(self) -> None:
+        tags = self.board.tags()
+        now = time.monotonic()
+        with self._turn:
+            changed = self._watch.look(tags)
+            if now - self.answered > AWAY:
+                self._watch.forgive()
+        self.answered = now
+        for name in sorted(changed):
+            kind, _, rest = name.partition("/")
+            if kind == "nodes" and (told := self.board.read(name)):
+                node = int(rest.partition(".")[0])
+                if told["state"] == "failed" and node not in self._first_failed:
+                    self._first_failed.append(node)
+                self.nodes[node] = told
+            elif kind == "logs" and "/rank00000.out." in name:
+                *whole, self._pending = (self._pending + self.board.text(name).encode()).split(b"\n")
+                self.lines.extend(line.decode(errors="replace") for line in whole)

@@ -1,0 +1,150 @@
+"""One host of a gang's attempt: joins, waits for go, runs the ranks, and leaves none of them behind.
+
+    python -m tasks.guard python -m tasks.gang.member --store URI --gang ID --attempt N --node K
+
+Every engine starts it so, under the guard with standard input held open; both end when their starter does. Credentials
+of the store come from this host's own environment. It ends within seconds of: the controller's stop, or its silence
+while the store answers; a later attempt; a starter that is gone; being cut off from store and witnesses alike. A store
+that is away by itself ends nothing. Exit code 0: done, or stopped in order; 1: failed.
+
+GANG_ADDRESS names the address that others reach this host at, where the first that answers is not the right one.
+"""
+
+import argparse
+import os
+import secrets
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+
+from conf.load import load
+from tasks.gang import witness
+from tasks.gang.board import Board
+from tasks.gang.link import Link
+from tasks.gang.ranks import Ranks, Start
+from tasks.processes import started
+from tasks.store import open_store
+
+TICK = 0.3
+TOLD = 10.0  # seconds between reports of steps
+LAST_WORDS = 8.0  # seconds for the last report and logs
+GRACE = float(os.environ.get("GUARD_GRACE", "5"))
+
+
+def main() -> int:
+    options = _arguments()
+    told = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, lambda *_: told.set())
+    board = Board(open_store(options.store, hasty=True), options.gang, options.attempt)
+    folder = Path(tempfile.mkdtemp(prefix="gang-"))
+    try:
+        return _take_part(board, options.node, folder, told, options.starter)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _take_part(board: Board, node: int, folder: Path, told: threading.Event, starters: list[str]) -> int:
+    me = {"by": secrets.token_hex(8), "host": socket.gethostname(), "state": "waiting"}
+    link = Link(board, node, me)
+
+    def word() -> dict:
+        return {"gang": board.gang, "attempt": board.attempt, "state": link.word.get("state", "")}
+
+    port = witness.serve(word)
+    first = board.pulse()
+    if first is None:
+        print(f"{board.place}: no such attempt")
+        return 1
+    met = witness.reached(first[0]["addresses"], first[0]["port"])
+    address = os.environ.get("GANG_ADDRESS") or (met[1] if met else witness.addresses()[0])
+    me |= {"address": address, "port": port, "master_port": witness.free_port()}
+    me["probe"] = _probe(first[0])
+    link.met = met is not None
+    if not link.join():
+        print(f"{board.place}: over, or another process is member {node}")
+        return 1
+    print(f"member {node} of {board.place} on {me['host']} ({address})", flush=True)
+    while not (why := _why_stop(link, told, starters)) and link.word["state"] == "gathering":
+        time.sleep(TICK)
+    if not why:
+        why, code = _train(link, board, node, folder, told, starters)
+    else:
+        link.say(state="stopped", reason=why, over=True)
+        code = 0
+    print(f"member {node} of {board.place}: {why}", flush=True)
+    link.end(LAST_WORDS)
+    return code
+
+
+def _train(link: Link, board: Board, node: int, folder: Path, told: threading.Event, starters: list[str]):
+    word = link.word
+    conf = folder / "resolved.yaml"
+    conf.write_text(board.text("resolved.yaml"))
+    run = load(conf)
+    order = [int(k) for k in word["order"]]
+    name = f"{board.gang}-{board.attempt}"
+    start = Start(run, conf, name, order.index(node), link.me["address"], tuple(word["master"]))
+    ranks = Ranks(start, folder / "run")
+    link.say(state="running")
+    said, grace, why, look = time.monotonic(), 0.0, "", "running"
+    while look == "running":
+        time.sleep(TICK)
+        link.logs = ranks.logs()
+        if why := _why_stop(link, told, starters):
+            grace = GRACE if told.is_set() or link.word.get("save") else 0.0
+            break
+        look = ranks.look()
+        if time.monotonic() - said > TOLD:
+            said = time.monotonic()
+            link.say(ranks=ranks.signs(), free=ranks.free_disk())
+    if look == "failed":
+        failed = ranks.post_mortem()
+        link.say(state="failed", failed=failed, free=ranks.free_disk())
+        ranks.end(0)
+        link.say(over=True)
+        return "failed: " + "; ".join(f"rank {one['rank']} code {one['code']}" for one in failed), 1
+    if look == "done":
+        link.say(state="done", over=True)
+        return "done", 0
+    link.say(state="stopping", reason=why, ranks=ranks.signs())
+    ranks.end(grace)
+    link.say(state="preempted" if told.is_set() else "stopped", reason=why, over=True)
+    return why, 0
+
+
+def _why_stop(link: Link, told: threading.Event, starters: list[str]) -> str:
+    if told.is_set():
+        return "told to end"
+    for starter in starters:
+        pid, _, born = starter.partition(":")
+        if started(int(pid)) != born:
+            return f"its starter, process {pid}, is gone"
+    return link.why_stop()
+
+
+def _probe(word: dict) -> str:
+    """What this host finds where the controller has put something: proof of the same storage."""
+    try:
+        return Path(word["probe"]).read_text()
+    except OSError:
+        return ""
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m tasks.gang.member", description=__doc__.partition("\n")[0])
+    parser.add_argument("--store", required=True)
+    parser.add_argument("--gang", required=True)
+    parser.add_argument("--attempt", required=True, type=int)
+    parser.add_argument("--node", required=True, type=int, help="0 to nodes - 1")
+    parser.add_argument("--starter", action="append", default=[], metavar="PID:STARTED", help="ends with this process")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

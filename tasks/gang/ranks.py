@@ -1,0 +1,202 @@
+"""The ranks of one host: torchrun and what it started, and how each of them is.
+
+A rank is dead by torchrun's word, or by its own account before that; it is silent when the thread that writes its signs
+of life (trainer/life.py) says nothing, and stalled when that thread lives and no step is made. All times are this
+host's monotonic clock. Ranks end with torchrun, whatever it dies of (trainer/entry.py).
+"""
+
+import contextlib
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from conf.schema import Run
+from tasks.gang import witness
+from tasks.launch import PRIVATE, ROOT
+from tasks.processes import started
+
+# Seconds without a sign of life, by the state of the process in /proc: one that is stopped (T) will not come back by
+# itself, a disk or driver (D) may answer late, and any other may hold its interpreter for long, as an import does.
+SILENT = {"T": 6.0, "t": 6.0, "D": 20.0}
+SILENT_ELSE = 60.0
+DEATH = re.compile(r"failed \(exitcode: (-?\d+)\) local_rank: (\d+)")
+SHOWN = 30  # last lines of a failed rank's log
+AFTER = 0.7  # seconds between a rank's death and the look at what all of them left
+
+
+@dataclass(frozen=True)
+class Start:
+    """All that torchrun is to be told."""
+
+    run: Run
+    conf: Path  # the resolved configuration
+    name: str  # gang and attempt
+    node: int  # this host's place among all
+    address: str  # of this host, as the others see it
+    master: tuple[str, int]
+
+
+class Ranks:
+    def __init__(self, start: Start, folder: Path):
+        self.run, self.folder = start.run, folder
+        self.count = start.run.layout.gpus_per_node
+        self.first = start.node * self.count
+        self.failed_at: float | None = None
+        (folder / "life").mkdir(parents=True)
+        command = [sys.executable, "-m", "torch.distributed.run"]
+        command += ["--nnodes", str(start.run.layout.nodes), "--node-rank", str(start.node)]
+        command += ["--nproc-per-node", str(self.count), "--max-restarts", "0", "--rdzv-id", start.name]
+        command += ["--master-addr", start.master[0], "--master-port", str(start.master[1])]
+        command += ["--log-dir", str(folder / "ranks"), "--redirects", "3"]
+        command += ["-m", "trainer.train", str(start.conf)]
+        environment = {name: value for name, value in os.environ.items() if not name.startswith(PRIVATE)}
+        environment |= {"PYTHONUNBUFFERED": "1", "PYTHONPATH": str(ROOT), "LIFE_FOLDER": str(folder / "life")}
+        environment |= {"GANG_ATTEMPT": start.name, "TRAINER_FAULT_FILE": str(folder / "fault")}
+        environment.setdefault("OMP_NUM_THREADS", "1")
+        if name := witness.interface(start.address):  # gloo and NCCL else guess, by the name of the host
+            environment.setdefault("GLOO_SOCKET_IFNAME", name)
+            environment.setdefault("NCCL_SOCKET_IFNAME", f"={name}")
+        self.log = folder / "torchrun.log"
+        with self.log.open("w") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, "-c", _DIE_WITH_PARENT, str(os.getpid()), *command],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env=environment,
+            )
+
+    def look(self) -> str:
+        """running, done or failed. Between a first death and failed all have a moment to leave what they know."""
+        code = self.process.poll()
+        if code == 0:
+            return "done"
+        dead = code is not None or self._deaths() or list(self._life().glob("error*.json"))
+        if dead and self.failed_at is None:
+            self.failed_at = time.monotonic()
+        if self.failed_at is not None:
+            return "failed" if time.monotonic() - self.failed_at > AFTER else "running"
+        return "failed" if any(sign["silent"] or sign["stalled"] for sign in self.signs()) else "running"
+
+    def signs(self) -> list[dict[str, Any]]:
+        """Of every rank that has begun: what it does, and since when it has said nothing."""
+        now, gang, found = time.monotonic(), self.run.gang, []
+        for path in sorted(self._life().glob("rank*.json")):
+            with contextlib.suppress(OSError, ValueError, KeyError):
+                sign = json.loads(path.read_text())
+                age, idle, state = now - sign["at"], now - sign["step_at"], _state(sign["pid"])
+                longest = max(gang.stall_seconds, gang.stall_factor * sign["usual"])
+                longest = longest if sign["phase"] == "training" else gang.quiet_seconds
+                there = state not in ("", "Z")
+                silent = there and age > SILENT.get(state, SILENT_ELSE)
+                keys = ("rank", "pid", "step", "phase")
+                found.append(
+                    {key: sign[key] for key in keys}
+                    | {"age": round(age, 1), "idle": round(idle, 1), "state": state, "silent": silent}
+                    | {"stalled": there and not silent and idle > longest}
+                )
+        return found
+
+    def post_mortem(self) -> list[dict[str, Any]]:
+        """Of every rank: how it ended, and the last that it said."""
+        deaths, told = self._deaths(), {sign["rank"]: sign for sign in self.signs()}
+        found = []
+        for local in range(self.count):
+            rank = self.first + local
+            sign = told.get(rank, {})
+            error = _read(self._life() / f"error{rank}.json")
+            lines = self._tail(local)
+            for line in error.get("lines", []):
+                if line not in lines:
+                    lines.append(line)
+            code = deaths.get(local, 1 if error else None)
+            if (self.folder / "fault").exists() and (error or code == 2):
+                lines, code = (self.folder / "fault").read_text().splitlines(), 2
+            found.append(
+                {"rank": rank, "code": code, "step": sign.get("step", 0), "lines": lines[-SHOWN:]}
+                | {"silent": sign.get("silent", False), "state": sign.get("state", "")}
+                | {"stalled": sign.get("stalled", False)}
+            )
+        if not deaths and self.process.poll() not in (None, 0):  # torchrun itself
+            found[0]["lines"] += self.log.read_text(errors="replace").splitlines()[-SHOWN:]
+            found[0]["code"] = found[0]["code"] or self.process.returncode
+        return found
+
+    def logs(self) -> dict[str, Path]:
+        """Files that grow, by the names that they have on the board."""
+        found = {"torchrun.log": self.log}
+        for path in sorted((self.folder / "ranks").rglob("std*.log")):
+            if path.parent.name.isdigit():
+                found[f"rank{self.first + int(path.parent.name):05d}.{path.stem[3:]}"] = path
+        return found
+
+    def end(self, grace: float) -> None:
+        """With grace, ranks may save a checkpoint first. None of them is left afterwards."""
+        pids = {pid: started(pid) for sign in self.signs() if (pid := sign["pid"])}
+        if grace and self.process.poll() is None:
+            self.process.send_signal(signal.SIGTERM)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.process.wait(grace)
+        self.process.kill()
+        self.process.wait()
+        until = time.monotonic() + 5
+        while time.monotonic() < until and any(born and started(pid) == born for pid, born in pids.items()):
+            for pid, born in pids.items():
+                if born and started(pid) == born:
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(pid, signal.SIGKILL)
+            time.sleep(0.05)
+
+    def free_disk(self) -> int:
+        folder = Path(self.run.paths.output)
+        while not folder.exists():
+            folder = folder.parent
+        return shutil.disk_usage(folder).free
+
+    def _life(self) -> Path:
+        return self.folder / "life"
+
+    def _deaths(self) -> dict[int, int]:
+        """Exit code by local rank, as torchrun tells it; those that it ended itself are not among them."""
+        return {int(local): int(code) for code, local in DEATH.findall(self.log.read_text(errors="replace"))}
+
+    def _tail(self, local: int) -> list[str]:
+        lines = []
+        for name in ("stdout.log", "stderr.log"):
+            for path in (self.folder / "ranks").rglob(f"{local}/{name}"):
+                with path.open("rb") as file:
+                    file.seek(max(0, path.stat().st_size - 16384))
+                    lines += file.read().decode(errors="replace").splitlines()[-SHOWN:]
+        return lines
+
+
+# torchrun's own parent may be killed at any moment; the kernel then ends torchrun, and its ranks follow.
+_DIE_WITH_PARENT = """
+import ctypes, os, signal, sys
+ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)
+if os.getppid() != int(sys.argv[1]):
+    os._exit(1)
+os.execv(sys.argv[2], sys.argv[2:])
+"""
+
+
+def _state(pid: int) -> str:
+    """As /proc has it; empty where there is no such process."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return ""
+
+
+def _read(path: Path) -> dict[str, Any]:
+    with contextlib.suppress(OSError, ValueError):
+        return json.loads(path.read_text())
+    return {}

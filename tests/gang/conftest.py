@@ -1,0 +1,55 @@
+"""A tiny mixture-of-experts model, converted, and its data: what every gang here trains."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+CONF = """
+name: gang
+model: {source: made by trainer.tiny}
+data: {seq_length: 64, template: "{input} {output}"}
+adapter: {rank: 8, alpha: 16}
+train: {steps: 40, global_batch: 12, micro_batch: 2, precision: fp32}
+optimizer: {lr: 5e-3, warmup_steps: 5}
+checkpoint: {save_every: 10}
+gang: {start_within: 60}
+"""
+
+
+def losses(output: Path) -> dict[int, float]:
+    lines = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+    steps = [line["step"] for line in lines if line["kind"] == "train"]
+    assert len(steps) == len({*steps})
+    return {line["step"]: line["lm_loss"] for line in lines if line["kind"] == "train"}
+
+
+def same(found: dict[int, float], expected: dict[int, float], bound: float = 1e-4) -> bool:
+    return found.keys() == expected.keys() and all(abs(found[s] - expected[s]) <= bound * expected[s] for s in found)
+
+
+@pytest.fixture(scope="session")
+def work(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("gang")
+    paths = {"model": "model", "base": "base", "data": "data", "output": "one", "parity": "one/parity.json"}
+    text = CONF + "paths: {" + ", ".join(f"{key}: {folder / name}" for key, name in paths.items())
+    (folder / "conf.yaml").write_text(text + f", logs: {folder / 'logs'}}}\n")
+    commands = ("tiny glm4-moe {}/model --dtype float32", "tiny data {}/data --rows 64", "convert {}/conf.yaml")
+    for command in (*commands, "train {}/conf.yaml"):  # which prepares the data, too
+        trainer(*command.format(folder).split())
+    return folder
+
+
+@pytest.fixture(scope="session")
+def alone(work) -> dict[int, float]:
+    """Losses of one process."""
+    return losses(work / "one")
+
+
+def trainer(command: str, *arguments: str) -> None:
+    line = [sys.executable, "-m", f"trainer.{command}", *arguments]
+    done = subprocess.run(line, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr

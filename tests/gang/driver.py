@@ -1,0 +1,43 @@
+"""A controller by itself, for tests: python tests/gang/driver.py CONF FOLDER STORE [key=value ...]
+
+Trains as tasks/train.py has it done, without Prefect. SIGTERM is the user's cancel. The last line says how it ended.
+"""
+
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from conf.load import load
+from tasks.faults import Fault, Stopped
+from tasks.gang import controller
+from tasks.launch import Broken
+from tasks.store import open_store
+
+
+def main() -> int:
+    conf, folder, store, *overrides = sys.argv[1:]
+    work = Path(folder)
+    (work / "files").mkdir(parents=True, exist_ok=True)
+    paths = [f"paths.output={work}/files", f"paths.logs={work}/logs", f"paths.parity={work}/files/parity.json"]
+    run = load(conf, [*overrides, *paths])
+    cancelled, began = threading.Event(), time.monotonic()
+    signal.signal(signal.SIGTERM, lambda *_: cancelled.set())
+
+    def say(line: str) -> None:
+        print(f"{time.monotonic() - began:6.1f} {line}", flush=True)
+
+    try:
+        controller.train(run, work, open_store(store), work.name, say, cancelled.is_set)
+    except (Fault, Stopped, Broken) as error:
+        say(f"{type(error).__name__}: {error}")
+        return 1
+    say("done")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,133 @@
+"""Gangs whose hosts are process groups of this one: what happens to them, and that none outlives its controller."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.gang import driver
+from tests.gang.conftest import ROOT, losses, same
+
+
+@pytest.fixture
+def start(work, request):
+    """start(*overrides) -> a controller under way, in a folder of the test's name."""
+    running: list[subprocess.Popen] = []
+
+    def start(*overrides: str, again: bool = False) -> subprocess.Popen:
+        folder = place(work, request)
+        assert folder.exists() == again
+        folder.mkdir(exist_ok=True)
+        command = [sys.executable, driver.__file__, work / "conf.yaml", folder, work / "store", "layout.nodes=2"]
+        command.append(f"paths.data={work / 'one/data'}")
+        environment = os.environ | {"PYTHONUNBUFFERED": "1"}
+        with (folder / "output.txt").open("a") as output:
+            running.append(
+                subprocess.Popen([*command, *overrides], cwd=ROOT, env=environment, stdout=output, stderr=output)
+            )
+        return running[-1]
+
+    yield start
+    for process in running:
+        process.kill()
+        process.wait()
+
+
+@pytest.fixture
+def folder(work, request) -> Path:
+    return place(work, request)
+
+
+def place(work: Path, request) -> Path:
+    return work / request.node.name.replace("[", "-").strip("]")
+
+
+def step(folder: Path) -> int:
+    path = folder / "files/metrics.jsonl"
+    lines = path.read_text().splitlines() if path.exists() else []
+    return json.loads(lines[-1])["step"] if lines else 0
+
+
+def wait_for_step(folder: Path, number: int, seconds: float = 60) -> None:
+    until = time.monotonic() + seconds
+    while step(folder) < number:
+        assert time.monotonic() < until, (folder / "output.txt").read_text()
+        time.sleep(0.05)
+
+
+def ranks(of: subprocess.Popen) -> list[psutil.Process]:
+    found = psutil.Process(of.pid).children(recursive=True)
+    return [p for p in found if "trainer.train" in p.cmdline() and "torch.distributed.run" not in p.cmdline()]
+
+
+def members(of: subprocess.Popen) -> list[psutil.Process]:
+    found = psutil.Process(of.pid).children(recursive=True)
+    return [p for p in found if "tasks.gang.member" in p.cmdline() and "tasks.guard" not in p.cmdline()]
+
+
+def output(folder: Path) -> str:
+    return (folder / "output.txt").read_text()
+
+
+@pytest.mark.timeout(200)
+def test_a_killed_rank_is_named_and_the_loss_is_that_of_one_host(start, folder, alone):
+    gang = start()
+    wait_for_step(folder, 12)
+    ranks(gang)[1].kill()
+    assert gang.wait(120) == 0, output(folder)
+    assert "killed by SIGKILL" in output(folder)
+    assert "attempt 2" in output(folder) and "attempt 3" not in output(folder)
+    assert same(losses(folder / "files"), alone)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize("victim, sent, says", [("rank", 19, "stopped (SIGSTOP"), ("member", 9, "no longer answer")])
+def test_it_goes_on_after(victim, sent, says, start, folder, alone):
+    gang = start()
+    wait_for_step(folder, 12)
+    (ranks if victim == "rank" else members)(gang)[0].send_signal(sent)
+    assert gang.wait(150) == 0, output(folder)
+    assert says in output(folder)
+    assert same(losses(folder / "files"), alone)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(200)
+def test_a_killed_controller_leaves_nothing_and_the_next_one_goes_on(start, folder, alone):
+    gang = start()
+    wait_for_step(folder, 12)
+    below = psutil.Process(gang.pid).children(recursive=True)
+    gang.kill()
+    _, alive = psutil.wait_procs(below, 20)
+    assert alive == []
+    gang.wait()
+    assert start(again=True).wait(150) == 0, output(folder)
+    assert same(losses(folder / "files"), alone)
+
+
+@pytest.mark.timeout(200)
+def test_cancelled_it_saves_and_leaves_nothing(start, folder, work):
+    gang = start("train.steps=4000")
+    wait_for_step(folder, 3)
+    below = psutil.Process(gang.pid).children(recursive=True)
+    gang.send_signal(signal.SIGTERM)
+    assert gang.wait(40) == 1
+    assert "Stopped" in output(folder)
+    _, alive = psutil.wait_procs(below, 1)
+    assert alive == []
+    assert [*folder.glob("files/checkpoints/iter_*/complete.json")]
+
+
+@pytest.mark.timeout(100)
+def test_a_fault_of_the_user_s_ends_it_at_once(start, folder):
+    gang = start("optimizer.lr=1e-300")
+    assert gang.wait(90) == 1
+    assert "Fault" in output(folder) and "nothing is learned after 2 steps" in output(folder)
+    assert "attempt 2" not in output(folder)

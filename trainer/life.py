@@ -1,0 +1,120 @@
+"""Signs of life of a rank, for whoever watches it on this host: a thread writes them once a second to a file.
+
+LIFE_FOLDER names the folder; without it nothing is written. rank<N>.json holds rank, pid, phase, the last step, how
+long the usual step takes, and the moments of all this by this host's monotonic clock. The thread falls silent when the
+process is stopped, dead, or its interpreter is held by something that does not let go. error<N>.json is what a rank
+dies of, by its own account. A rank of a gang (GANG_ATTEMPT) does not begin before all its world have said that name.
+"""
+
+import contextlib
+import json
+import os
+import statistics
+import threading
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+EVERY = 1.0
+USUAL = 20  # steps whose median is the usual one
+MEET_WITHIN = 300.0  # seconds; hosts start at once, but imports from a cold disk take minutes
+
+signs: dict[str, Any] = {"phase": "starting", "step": 0, "usual": 0.0}
+durations: list[float] = []
+
+
+def begin() -> None:
+    if "LIFE_FOLDER" not in os.environ:
+        return
+    signs.update(rank=int(os.environ["RANK"]), pid=os.getpid(), step_at=time.monotonic())
+    _write()
+    threading.Thread(target=_beat, daemon=True, name="life").start()
+
+
+def phase(name: str) -> None:
+    signs.update(phase=name, step_at=time.monotonic())
+
+
+def step(number: int) -> None:
+    """A step has ended."""
+    if signs["phase"] == "training":
+        durations.append(time.monotonic() - signs["step_at"])
+        del durations[:-USUAL]
+        signs["usual"] = statistics.median(durations)
+    signs["step"] = number
+    phase("between steps")  # where saves happen, too
+
+
+def failed(error: BaseException) -> None:
+    """What this rank dies of."""
+    if "LIFE_FOLDER" not in os.environ:
+        return
+    lines = traceback.format_exception(error)
+    told = {"rank": signs.get("rank"), "step": signs["step"], "lines": "".join(lines).splitlines()[-30:]}
+    with contextlib.suppress(OSError):
+        _put(f"error{signs.get('rank')}.json", told)
+
+
+def meet() -> None:
+    """Wait until all ranks of this attempt have said its name to its master: a rank of a dead attempt never gets by."""
+    name = os.environ.get("GANG_ATTEMPT")
+    if not name:
+        return
+    from datetime import timedelta
+
+    from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
+
+    host, port, world = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), int(os.environ["WORLD_SIZE"])
+    phase("meeting")
+    store = TCPStore(host, port, is_master=False, timeout=timedelta(seconds=MEET_WITHIN))
+    key, until = f"gang/{name}", time.monotonic() + MEET_WITHIN
+    count = store.add(key, 1)
+    while count < world:
+        if time.monotonic() > until:
+            raise RuntimeError(f"{count} of {world} ranks of {name} met at {host}:{port} within {MEET_WITHIN:.0f} s")
+        time.sleep(0.2)
+        count = store.add(key, 0)
+    phase("loading")
+
+
+def callback():
+    """For Megatron-Bridge's loop: tells what the rank does."""
+    from megatron.bridge.training.callbacks import Callback
+
+    class Signs(Callback):
+        def on_train_start(self, context) -> None:
+            signs["step"] = self.first = context.state.train_state.step
+
+        def on_train_step_start(self, context) -> None:
+            first = signs["step"] == self.first  # compiles, allocates, connects: no measure of the usual one
+            phase("first step" if first else "training")
+
+        def on_train_step_end(self, context) -> None:
+            step(context.state.train_state.step + 1)
+
+        def on_eval_start(self, context) -> None:
+            phase("validating")
+
+        def on_train_end(self, context) -> None:
+            phase("ending")
+
+    return Signs()
+
+
+def _beat() -> None:
+    while True:
+        time.sleep(EVERY)
+        with contextlib.suppress(OSError):
+            _write()
+
+
+def _write() -> None:
+    _put(f"rank{signs['rank']}.json", signs | {"at": time.monotonic()})
+
+
+def _put(name: str, content: dict[str, Any]) -> None:
+    path = Path(os.environ["LIFE_FOLDER"]) / name
+    partial = path.with_suffix(f".{threading.get_ident()}")
+    partial.write_text(json.dumps(content))
+    partial.replace(path)
