@@ -10,7 +10,10 @@ hidden values, and the dispatcher then adds up copies of the result. ExpertAdapt
 
 DoRA. Bridge takes the norm of a row-parallel weight over one rank's columns only; DoRALinear takes it over all. Bridge
 does not mark the magnitudes' gradients as partial (row-parallel) or cut (column-parallel) over ranks either.
-The three can go when Bridge does the same; tests/trainer/test_layouts.py holds each.
+
+Recompute. What is computed again gets no gradient, or fails, where its input needs none: in a first layer behind a
+frozen embedding. Bridge sees to that for full recompute alone; _recompute_from_the_start does for single modules too.
+The four can go when Bridge does the same; tests/trainer/test_layouts.py and test_train.py hold each.
 """
 
 import hashlib
@@ -22,6 +25,7 @@ from megatron.bridge.models.conversion.model_bridge import _megatron_local_name_
 from megatron.bridge.peft import dora, dora_layers, lora
 from megatron.bridge.peft.utils import GroupedExpertLinearAdapter
 from megatron.core import parallel_state
+from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
 from megatron.core.tensor_parallel import mappings, set_tensor_model_parallel_attributes
 from torch import nn
 
@@ -34,6 +38,7 @@ class LoRA(lora.LoRA):
         lora.GroupedExpertLinearAdapter = ExpertAdapter
         model = super().__call__(model, training)
         draw_initial_values(model, self.seed)
+        _recompute_from_the_start(model)
         return model
 
 
@@ -49,7 +54,21 @@ class DoRA(dora.DoRA):
             for module in chunk.modules():
                 if isinstance(module, DoRALinear):
                     _ready_magnitude(module)
+        _recompute_from_the_start(model)
         return model
+
+
+def _recompute_from_the_start(model) -> None:
+    """The embedding's output, which no weight needs a gradient of, takes one all the same."""
+    for chunk in model if isinstance(model, list) else [model]:
+        for module in chunk.modules():
+            if isinstance(module, LanguageModelEmbedding) and module.config.recompute_granularity == "selective":
+                module.register_forward_hook(_needs_gradient)
+
+
+def _needs_gradient(_module, _inputs, output: torch.Tensor) -> None:
+    if torch.is_grad_enabled():
+        output.requires_grad_()
 
 
 def _ready_magnitude(module: "DoRALinear") -> None:

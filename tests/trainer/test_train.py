@@ -103,6 +103,23 @@ def test_logs_the_recomputation_and_layout_that_take_effect(configure, ranks, ba
     assert "recompute full uniform 1" in result.output
 
 
+@pytest.mark.parametrize(
+    "kind, targets, modules",
+    [
+        ("deepseek-v3", "[linear_q_down_proj,linear_kv_down_proj]", "[layernorm,mla_up_proj]"),
+        ("qwen3-moe", "[linear_fc1,linear_fc2]", "[moe]"),
+    ],
+)
+def test_single_modules_are_recomputed_behind_a_frozen_embedding(kind, targets, modules, configure, ranks, base, work):
+    base(kind)
+    adapters = (f"adapter.targets={targets}", "adapter.dropout=0", "train.steps=3")
+    whole = ranks("train", configure(kind, f"paths.output={work}/kept", *adapters))
+    again = ("train.recompute=selective", f"train.recompute_modules={modules}")
+    result = ranks("train", configure(kind, f"paths.output={work}/again", *adapters, *again))
+    assert result.code == 0, result.output
+    assert close(losses(result), losses(whole), 1e-6)
+
+
 @pytest.mark.parametrize("kind", ["none", "dora"])
 def test_trains_all_weights_and_dora(kind, configure, ranks, base, work):
     base("llama")
