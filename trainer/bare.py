@@ -1,13 +1,15 @@
 """A run's model as one rank would hold it, without memory and without the other ranks; and Megatron's verdict on it.
 
 The process group is torch's fake one, where a collective does nothing. The device is meta, where a tensor has a shape
-and no memory. Everything else is as in training: Bridge's provider, the checks of Megatron-core and Megatron-Bridge,
-the adapters; then a step is begun and left before its first product, for the checks that Megatron leaves until then.
+and no memory. Everything else is as in training: the recipe, the checks of Megatron-core and Megatron-Bridge, the
+adapters, the buffers of gradients, the optimizer and its states; then a step is begun and left before its first
+product, for the checks that Megatron leaves until then.
 """
 
 import contextlib
 import logging
 import os
+import re
 import warnings
 from collections import Counter
 from collections.abc import Iterator
@@ -23,6 +25,10 @@ REFUSALS = (ValueError, AssertionError, RuntimeError, NotImplementedError, Attri
 
 # Gradients are summed over dp * cp, or over edp. Where both are the same ranks, Megatron counts all as the first.
 TRAINED = ("trained_dense", "trained_experts")
+# Bytes of gradients and of the optimizer; and how many numbers in the gradients' buffers belong to no parameter, as
+# parameters begin at multiples of 64 in them, and buffers end at one of lcm(copies, 128).
+STATES = ("gradients", "optimizer")
+PADDING = "padding"
 
 
 class Refused(Exception):
@@ -39,17 +45,36 @@ def prepare() -> None:
 
 
 def count(run: Run, config: dict[str, Any], rank: int) -> Counter[str]:
-    """Parameters of one rank, by the kinds of conf/plan/parameters.py, and those of TRAINED. Raises Refused."""
+    """Parameters of one rank by the kinds of conf/plan/parameters.py, those of TRAINED, and STATES. Raises Refused."""
     with _megatrons_words(), _world(run, rank), _on_meta(), contextlib.redirect_stdout(None):
-        chunks = _build(run, config)
+        chunks, optimizer = _build(run, config)
         _step_off(run, chunks)
-        found: Counter[str] = Counter()
+        found = _states(chunks, optimizer)
         for chunk in chunks:
             for name, parameter in chunk.named_parameters():
-                found[kind_of(name.removeprefix("module."))] += parameter.numel()
+                found[kind_of(re.sub(r"^(module\.)+", "", name))] += parameter.numel()
                 if parameter.requires_grad:
                     found[TRAINED[0 if getattr(parameter, "allreduce", True) else 1]] += parameter.numel()
         return found
+
+
+def _states(chunks: list, optimizer) -> Counter[str]:
+    found: Counter[str] = Counter()
+    buffers = [buffer for chunk in chunks for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
+    for buffer in buffers:
+        numbers = sum(parameter.numel() for parameter in buffer.params)
+        found["gradients"] += numbers * buffer.grad_data.itemsize
+        found[PADDING] += buffer.numel - numbers
+    weights = {parameter.untyped_storage()._cdata for chunk in chunks for parameter in chunk.parameters()}
+    for one in optimizer.chained_optimizers:
+        if not one.optimizer:  # of a rank that trains nothing
+            continue
+        one.init_state_fn(one.optimizer, one.config)
+        mains = [parameter for group in one.optimizer.param_groups for parameter in group["params"]]
+        moments = [tensor for state in one.optimizer.state.values() for tensor in state.values()]
+        own = (tensor for tensor in mains + moments if tensor.untyped_storage()._cdata not in weights)
+        found["optimizer"] += sum(tensor.nbytes for tensor in own)
+    return found
 
 
 def kind_of(name: str) -> str:
@@ -99,12 +124,28 @@ def _on_meta() -> Iterator[None]:
     from trainer import adapters
 
     with (
+        mock.patch.dict(os.environ),  # Megatron notes the kind of attention there, and refuses another
         mock.patch.object(torch.cuda, "current_device", return_value=torch.device("meta")),
         mock.patch.object(ParallelLinearAdapter, "_synchronize_shared_expert_parameters"),
         mock.patch.object(adapters, "draw_initial_values"),
         contextlib.nullcontext() if platform.has_gpu() else _as_strict_as_te(),
+        _types_of_a_gpu(),
     ):
         yield
+
+
+def _types_of_a_gpu():
+    """Megatron's optimizers sort tensors by the name of their type, and know those on a GPU alone."""
+    import torch
+    from torch.overrides import TorchFunctionMode
+
+    class Names(TorchFunctionMode):
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            found = func(*args, **(kwargs or {}))
+            named = func is torch.Tensor.type and isinstance(found, str)
+            return found.replace("torch.meta.", "torch.cuda.").replace("cuda.meta", "cuda") if named else found
+
+    return Names()
 
 
 def _as_strict_as_te():
@@ -122,22 +163,30 @@ def _as_strict_as_te():
     return mock.patch.object(Linear, "__init__", strict)
 
 
-def _build(run: Run, config: dict[str, Any]) -> list:
-    """The stages of this rank, validated as before training."""
+def _build(run: Run, config: dict[str, Any]) -> tuple[list, Any]:
+    """The stages of this rank and their optimizer, validated and put together as by Bridge before training."""
+    from megatron.bridge.training.config import runtime_config_update
+    from megatron.bridge.training.optim import setup_optimizer
     from megatron.core.model_parallel_config import ModelParallelConfig
 
-    from trainer.model import make_provider
-    from trainer.recipe import make_adapter
+    from trainer import sequences
+    from trainer.recipe import make_adapter, make_config
 
     # Bridge turns sequence parallelism off where tp is 1; core refuses it.
     ModelParallelConfig(tensor_model_parallel_size=run.layout.tp, sequence_parallel=run.layout.sp)
-    provider = make_provider(run, open_bridge(config))
+    with mock.patch.object(sequences, "make_dataset", _no_data):
+        whole = make_config(run, open_bridge(config), None)
+    whole.checkpoint.pretrained_checkpoint = whole.checkpoint.save = whole.checkpoint.save_interval = None
+    provider = whole.model
+    # Bridge's own way to an adapter insists on a checkpoint of the model below it.
+    whole.peft, adapter = None, make_adapter(run)
+    if adapter:
+        provider.register_pre_wrap_hook(lambda chunks: adapter(chunks, training=True))
     provider.perform_initialization, provider.init_model_with_meta_device = False, True
-    _container(run, provider).validate()
+    runtime_config_update(whole)
     provider.initialize_model_parallel(seed=run.train.seed, create_gloo_process_groups=False)
-    chunks = provider.provide_distributed_model(wrap_with_ddp=False, init_model_with_meta_device=True)
-    adapter = make_adapter(run)
-    return adapter(chunks) if adapter else chunks
+    chunks = provider.provide_distributed_model(ddp_config=whole.ddp, init_model_with_meta_device=True)
+    return chunks, setup_optimizer(whole.optimizer, whole.scheduler, chunks)[0]
 
 
 def open_bridge(config: dict[str, Any]):
@@ -153,42 +202,17 @@ def open_bridge(config: dict[str, Any]):
     return AutoBridge.from_hf_config(AutoConfig.for_model(**config))
 
 
-def _container(run: Run, provider):
-    """What of trainer/recipe.py bears on validation, without data and checkpoints, which a rehearsal has not."""
+def _no_data(run: Run):
+    """What of trainer/sequences.py bears on validation; a rehearsal has no files."""
     from megatron.bridge.data.packing.config import PackedSequenceSpecs
-    from megatron.bridge.training.config import (
-        CheckpointConfig,
-        ConfigContainer,
-        DistributedDataParallelConfig,
-        GPTSFTDatasetConfig,
-        LoggerConfig,
-        OptimizerConfig,
-        SchedulerConfig,
-        TokenizerConfig,
-        TrainingConfig,
-        ValidationConfig,
-    )
+    from megatron.bridge.training.config import GPTSFTDatasetConfig
 
-    train = run.train
     packs = PackedSequenceSpecs(packed_sequence_size=run.data.seq_length) if run.data.packed else None
-    return ConfigContainer(
-        model=provider,
-        train=TrainingConfig(
-            train_iters=train.steps, global_batch_size=train.global_batch, micro_batch_size=train.micro_batch
-        ),
-        validation=ValidationConfig(eval_interval=None, eval_iters=0),
-        optimizer=OptimizerConfig(optimizer="adam", lr=run.optimizer.lr, use_distributed_optimizer=True),
-        scheduler=SchedulerConfig(lr_decay_iters=train.steps),
-        ddp=DistributedDataParallelConfig(use_distributed_optimizer=True, average_in_collective=False),
-        dataset=GPTSFTDatasetConfig(
-            dataset_root=".",
-            seq_length=run.data.seq_length,
-            enable_offline_packing=run.data.packed,
-            offline_packing_specs=packs,
-        ),
-        tokenizer=TokenizerConfig(tokenizer_type="NullTokenizer", vocab_size=1),
-        logger=LoggerConfig(),
-        checkpoint=CheckpointConfig(),
+    return GPTSFTDatasetConfig(
+        dataset_root=".",
+        seq_length=run.data.seq_length,
+        enable_offline_packing=run.data.packed,
+        offline_packing_specs=packs,
     )
 
 

@@ -1,16 +1,17 @@
-"""Build the real Megatron model of a run's layout, for any number of GPUs, on none, and count it.
+"""Build the real Megatron model and optimizer of a run's layout, for any number of GPUs, on none, and count them.
 
-    python -m trainer.rehearse CONF [--all] [--steps N] [key=value ...]
+    python -m trainer.rehearse CONF [--all] [--steps N] [--json] [key=value ...]
 
 One rank of each pipeline stage, or every rank with --all, is built without memory (trainer/bare.py), after Megatron
 has checked the configuration as before training. Its parameters are compared, kind by kind, with what
-conf/plan/parameters.py says. The model is that of paths.model, of a tiny://KIND, or one that conf/models knows by its
-source. With --steps, a scaled-down twin of the run then takes real steps on this CPU (trainer/twin.py).
+conf/plan/parameters.py says, and the bytes of gradients and optimizer with conf/plan/memory.py. The model is that of
+paths.model, of a tiny://KIND, or one that conf/models knows by its source. With --steps, a scaled-down twin of the run
+then takes real steps on this CPU (trainer/twin.py).
 
-Exit code 0: all counts are equal. 1: Megatron refuses the layout, counts differ, or the twin fails. 2: what was asked
-is at fault.
+Exit code 0: all is equal. 1: Megatron refuses the layout, counts differ, Megatron builds what conf/layout.py knows to
+train wrongly, or the twin fails. 2: what was asked is at fault.
 
-Not covered: what only shows once data flows (the shapes of a packed row), kernels that need a GPU, memory.
+Not covered: what only shows once data flow (the shapes of a packed row), kernels that need a GPU, activations.
 """
 
 import argparse
@@ -18,17 +19,23 @@ import json
 import math
 import sys
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from conf.facts import MODELS, facts_from_hf
+from conf.facts import MODELS, ModelFacts, facts_from_hf
+from conf.layout import problems
 from conf.load import load
 from conf.plan import parameters
+from conf.plan.hardware import GPUS
+from conf.plan.memory import memory
 from conf.schema import Run
 from trainer import bare, entry, tiny
 from trainer.faults import Fault
 
 TINY = "tiny://"
+COUNTED = (*parameters.KINDS, *bare.TRAINED, *bare.STATES)
+STATES_OF_A_NUMBER = 12  # bytes, at most
 
 
 def main() -> int:
@@ -36,42 +43,82 @@ def main() -> int:
     with entry.faults_in_one_line():
         if options.steps < 0:
             raise Fault(f"--steps: {options.steps} is no number of steps; 0 takes none")
-        run = load(options.conf, options.overrides)
+        run = load(options.conf, options.overrides, illegal=True)
         config = config_of(run)
         try:
             facts = facts_from_hf(config)
         except ValueError as error:
             raise Fault(f"model.source: {run.model.source}: {error}") from None
-        trained = _twin(run, config, options.steps) if options.steps else True
+        answer = {"twin": _twin(run, config, options.steps) if options.steps else None}
         bare.prepare()
+    answer |= rehearse(run, config, facts, options.all)
+    print(json.dumps(answer) if options.json else "\n".join(lines(answer)))
+    return 0 if answer["equal"] and not (answer["twin"] or {}).get("failed") else 1
+
+
+def rehearse(run: Run, config: dict[str, Any], facts: ModelFacts, every: bool = False) -> dict[str, Any]:
+    answer: dict[str, Any] = {"world": run.world, "equal": False, "refused": None, "stricter": [], "ranks": []}
     try:
-        counts = {rank: bare.count(run, config, rank) for rank in ranks(run, options.all)}
+        counts = {rank: bare.count(run, config, rank) for rank in ranks(run, every)}
     except bare.Refused as refusal:
-        print(f"refused by Megatron: {refusal}")
-        return 1
+        return answer | {"refused": str(refusal)}
+    if broken := problems(run, facts):
+        return answer | {"stricter": broken}
     expected = holdings(run, facts)
-    equal = True
     for rank, found in counts.items():
         stage = rank // (run.world // run.layout.pp)
-        equal &= _report(rank, stage, found, expected[stage])
-    print(f"{'equal' if equal else 'NOT EQUAL'}: {len(counts)} of {run.world} ranks built and counted")
-    return 0 if equal and trained else 1
+        differs = differences(found, expected[stage])
+        one = {"rank": rank, "stage": stage, "found": found, "planned": expected[stage], "differs": differs}
+        answer["ranks"].append(one)
+    return answer | {"equal": not any(one["differs"] for one in answer["ranks"])}
 
 
-def _twin(run: Run, config: dict[str, Any], steps: int) -> bool:
+def differences(found: Counter[str], planned: Counter[str]) -> list[str]:
+    """What is not as planned. Which rank's part of the optimizer the padding falls into does not count."""
+    slack = {"optimizer": STATES_OF_A_NUMBER * found[bare.PADDING]}
+    return [kind for kind in COUNTED if abs(found[kind] - planned[kind]) > slack.get(kind, 0)]
+
+
+def lines(answer: dict[str, Any]) -> Iterator[str]:
+    if twin := answer["twin"]:
+        losses = ", ".join(f"{loss:.4f}" for loss in twin["losses"])
+        yield f"the twin failed: {twin['failed']}" if twin["failed"] else f"twin on {twin['on']}: losses {losses}"
+    if answer["refused"]:
+        yield f"refused by Megatron: {answer['refused']}"
+    for line in answer["stricter"]:
+        yield f"refused, though Megatron would build it: {line}"
+    for one in answer["ranks"]:
+        found, planned = one["found"], one["planned"]
+        total = sum(found[kind] for kind in parameters.KINDS)
+        yield f"rank {one['rank']}, stage {one['stage']}: {total:,} parameters"
+        for kind in COUNTED:
+            if found[kind] or planned[kind]:
+                unit = " bytes" if kind in bare.STATES else ""
+                note = f"   planned: {planned[kind]:,}" if kind in one["differs"] else ""
+                yield f"    {kind:17} {found[kind]:>20,}{unit}{note}"
+        if found[bare.PADDING]:
+            yield f"    and {found[bare.PADDING]:,} numbers of padding among the gradients"
+    if answer["ranks"]:
+        verdict = "equal" if answer["equal"] else "NOT EQUAL"
+        yield f"{verdict}: {len(answer['ranks'])} of {answer['world']} ranks built and counted"
+
+
+def _twin(run: Run, config: dict[str, Any], steps: int) -> dict[str, Any]:
     """Before the rest, as ranks are forked from a process that has no group yet."""
     from trainer import twin
 
     try:
         small, losses = twin.train(run, config, steps)
     except RuntimeError as error:
-        print(f"the twin failed: {error}")
-        return False
+        return {"failed": str(error), "on": "", "losses": []}
+    whole = len(losses) == steps and all(map(math.isfinite, losses))
     cut = " ".join(
-        f"{key} {value}" for key, value in small.layout if value is not None and key not in ("nodes", "gpus_per_node")
+        f"{key} {value}"
+        for key, value in small.layout
+        if value is not None and key not in ("nodes", "gpus_per_node", "auto")
     )
-    print(f"twin on {small.layout.world} processes ({cut}): losses {', '.join(f'{loss:.4f}' for loss in losses)}")
-    return len(losses) == steps and all(map(math.isfinite, losses))
+    on = f"{small.layout.world} processes ({cut})"
+    return {"failed": "" if whole else f"{on}: losses {losses}", "on": on, "losses": losses}
 
 
 def config_of(run: Run) -> dict[str, Any]:
@@ -106,8 +153,8 @@ def ranks(run: Run, every: bool = False) -> range:
     return range(0, run.world, 1 if every else max(1, run.world // run.layout.pp))
 
 
-def holdings(run: Run, facts) -> dict[int, Counter[str]]:
-    """By pipeline rank, what conf/plan/parameters.py says that each of its ranks holds, and trains of it."""
+def holdings(run: Run, facts: ModelFacts) -> dict[int, Counter[str]]:
+    """By pipeline rank, what conf/plan says that each of its ranks holds, and trains of it."""
     found: dict[int, Counter[str]] = {}
     same_ranks = run.layout.ep == 1 and run.layout.etp == run.layout.tp
     for stage in parameters.stages(run, facts):
@@ -115,17 +162,9 @@ def holdings(run: Run, facts) -> dict[int, Counter[str]]:
         trained = (dense + experts, 0) if same_ranks else (dense, experts)
         held = parameters.held(run, facts, stage) | dict(zip(bare.TRAINED, trained, strict=True))
         found.setdefault(stage.rank, Counter()).update(held)
+    for one in memory(run, facts, GPUS["h100"]):  # whose size is of no account
+        found[one.rank].update({kind: getattr(one, kind) for kind in bare.STATES})
     return found
-
-
-def _report(rank: int, stage: int, found: Counter[str], expected: Counter[str]) -> bool:
-    kinds = [kind for kind in (*parameters.KINDS, *bare.TRAINED) if found[kind] or expected[kind]]
-    total = sum(found[kind] for kind in parameters.KINDS)
-    print(f"rank {rank}, stage {stage}: {total:,} parameters")
-    for kind in kinds:
-        note = "" if found[kind] == expected[kind] else f"   planned: {expected[kind]:,}"
-        print(f"    {kind:17} {found[kind]:>20,}{note}")
-    return found == expected
 
 
 def _arguments() -> argparse.Namespace:
@@ -135,6 +174,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("conf", help="a name (tiny), or the path of a YAML file")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="such as layout.tp=2 layout.nodes=8")
     parser.add_argument("--steps", type=int, default=0, metavar="N", help="real steps of a scaled-down twin")
+    parser.add_argument("--json", action="store_true", help="for programs: one line")
     parser.add_argument("--all", action="store_true", help="build every rank, not only the first of each stage")
     return parser.parse_intermixed_args()
 

@@ -13,10 +13,8 @@ import pytest
 
 from conf.facts import facts_from_hf, known
 from conf.layout import problems
-from conf.plan.parameters import KINDS
 from tests.trainer.drawn import MODELS, make_run, pair
 from trainer import rehearse, twin
-from trainer.bare import TRAINED
 
 # Megatron builds these, and would add up gradients, or gather tokens, of ranks that have different ones.
 STRICTER = re.compile(
@@ -61,8 +59,7 @@ def differences(run, config, counts) -> list[str]:
     return [
         f"rank {rank}: {kind} is {found.get(kind, 0)}, planned {want[kind]}"
         for (rank, found), want in zip(counts.items(), expected.values(), strict=True)
-        for kind in (*KINDS, *TRAINED)
-        if found.get(kind, 0) != want[kind]
+        for kind in rehearse.differences(Counter(found), want)
     ]
 
 
