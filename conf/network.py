@@ -180,12 +180,14 @@ def _of_any(run: Run) -> Iterator[Setting]:
     yield Setting(
         "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC", beat, "a rank stuck in a call of CUDA's ends, if nothing else saw it"
     )
-    # [torch] the flight recorder: dump on timeout needs a ring of more than 0 entries; an entry takes about 1 KB
-    yield Setting("TORCH_NCCL_TRACE_BUFFER_SIZE", "2000", "remember the last collectives of each rank")
+    # [torch] the flight recorder, by the names that torch 2.11 wants; an entry takes about 1 KB
+    yield Setting("TORCH_FR_BUFFER_SIZE", "2000", "remember the last collectives of each rank")
     yield Setting(
         "TORCH_NCCL_DUMP_ON_TIMEOUT", "1", "write them down when one runs out of time: shows who did not come"
     )
-    yield Setting("TORCH_NCCL_DEBUG_INFO_TEMP_FILE", f"{run.paths.logs}/collectives-", "where; the rank is appended")
+    yield Setting("TORCH_FR_DUMP_TEMP_FILE", f"{run.paths.logs}/collectives-", "where; the rank is appended")
+    # [torch] default 15000; seen on 2 H200: written after 8 s, and both ranks still there 50 s after the time was up
+    yield Setting("TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC", "5000", "and then end, after four times as long")
     yield Setting("NCCL_DEBUG", "WARN", "a line for what fails, which tells the cause of a failure; default: none")
     # [bridge] COMMON_PERF_ENV_VARS, in all recipes
     yield Setting("TORCH_NCCL_HIGH_PRIORITY", "1", "communication is waited for by all: its kernels go first")

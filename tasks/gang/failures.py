@@ -20,14 +20,15 @@ ranks died decides between equals only. tasks/gang/causes.py knows the texts, ta
 
 import re
 import signal
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from conf.schema import Run
 from tasks.gang.causes import ECHO, LINK, OWN, Cause, Kind, read
 
 FULL = 10**9  # bytes free under which a disk counts as full; a checkpoint's smallest file is more
-LONGEST = 300  # characters of an error's own line
+LONGEST = 200  # characters of an error's own line
 TERMINATED = (-signal.SIGTERM, 128 + signal.SIGTERM)  # torchrun ends ranks so once one has failed
 # Python's way to say what ended it: "RuntimeError: ...", "torch.OutOfMemoryError: ..."; torchrun puts [rank1]: before.
 ERROR = re.compile(r"^(?:\[rank\d+\]: ?)?(?:[\w.]+\.)?[A-Z]\w*(?:Error|Exception|Interrupt|Exit|Fault)\b.*")
@@ -90,6 +91,16 @@ def classify(evidence: Evidence, run: Run | None = None) -> Failure:
     return _by_silence(evidence) or _by_link(evidence) or _by_echo(evidence)
 
 
+def of_preflight(verdict: Mapping[str, Any], hosts: Sequence[str]) -> Failure | None:
+    """Of preflight.json; None where all hosts fit. `hosts` are named by node number, as the controller names them."""
+    if verdict["ok"]:
+        return None
+    more = len(verdict["lines"]) - 1
+    line = verdict["lines"][0] + (f" (and {more} more)" if more else "")
+    blamed = tuple(hosts[node] for node in verdict["nodes"])
+    return Failure("host", line, bool(blamed), blamed[0] if blamed else "", blamed=blamed)
+
+
 def _by_kernel(evidence: Evidence) -> Failure | None:
     for host, lines in evidence.kernel.items():
         cause = read(lines)
@@ -124,10 +135,11 @@ def _own_cause(rank: Rank) -> Cause | None:
         return cause
     if rank.code == 2 and (faults := [line for line in rank.lines if line.startswith("error: ")]):
         return Cause("user", faults[0], "", retry=False)  # the trainer's own words for it
-    if cause or not rank.code or rank.code < 0:
-        return None
-    errors = [line for line in rank.lines if ERROR.match(line)]
-    return Cause("unknown", errors[-1], "") if errors else None
+    errors = [(line, read([line])) for line in rank.lines if ERROR.match(line)]
+    own = [line for line, known in errors if known is None]
+    if not own or errors[0][1] or not rank.code or rank.code < 0:
+        return None  # what follows an echo is its consequence
+    return Cause("unknown", own[-1], "")
 
 
 def _of_rank(cause: Cause, rank: Rank, evidence: Evidence, run: Run | None) -> Failure:

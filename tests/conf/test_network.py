@@ -61,7 +61,7 @@ def test_what_else_depends_on_the_run():
     assert on("nvl72", "moe.dispatcher=flex", gpu="gb200")["NVLINK_DOMAIN_SIZE"] == "72"
     assert on("ib-h100", "moe.dispatcher=flex")["USE_MNNVL"] == "0"
     assert on(None, "gang.stall_seconds=1000")["TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC"] == "2000"
-    assert on(None)["TORCH_NCCL_DEBUG_INFO_TEMP_FILE"] == "runs/glm47/logs/collectives-"
+    assert on(None)["TORCH_FR_DUMP_TEMP_FILE"] == "runs/glm47/logs/collectives-"
     assert "NVTE_FWD_LAYERNORM_SM_MARGIN" not in on(None, conf="tiny")
 
 
@@ -75,8 +75,8 @@ def test_the_libraries_know_the_variables():
     every = {name for preset in PRESETS for name in on(preset, "layout.pp=2")}
     asked = [name for name in every if name.startswith("NCCL_")]
     assert len(asked) > 10 and [name for name in asked if name.encode() + b"\0" not in library] == []
-    known = words | {"TORCH_NCCL_DEBUG_INFO_TEMP_FILE"}  # in the library alone
-    assert [name for name in every if name.startswith("TORCH_NCCL_") and name not in known] == []
+    known = words | {"TORCH_FR_BUFFER_SIZE", "TORCH_FR_DUMP_TEMP_FILE"}  # in the library alone
+    assert [name for name in every if name.startswith("TORCH_") and name not in known] == []
 
 
 def test_neighbours_are_under_one_switch():

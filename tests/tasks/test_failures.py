@@ -8,7 +8,7 @@ import pytest
 
 from conf.load import load
 from tasks.gang.causes import ECHO, LINK, OWN, XIDS, read
-from tasks.gang.failures import Evidence, Failure, Rank, classify
+from tasks.gang.failures import Evidence, Failure, Rank, classify, of_preflight
 
 OOM = (
     "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB. GPU 3 has a total capacity of 79.11 GiB "
@@ -98,6 +98,27 @@ def test_of_two_causes_the_first_is_meant():
         Rank(1, "b", 1, 3, ("ValueError: first",), order=1.0),
     )
     assert classify(Evidence(ranks)).line == "unknown: rank 1 on b after step 3: ValueError: first"
+
+
+def test_an_error_that_no_table_knows_is_still_the_cause():
+    own = ("[rank1]: ValueError: a fault of rank 1", "terminate called without an active exception")
+    ranks = (
+        Rank(1, "b", 1, 3, own, order=2),
+        Rank(0, "a", 1, 3, (GLOO_CLOSED, "[rank0]: RuntimeError: later"), order=1),
+    )
+    failure = classify(Evidence(ranks))
+    assert failure.line == "unknown: rank 1 on b after step 3: ValueError: a fault of rank 1"
+    chain = ("KeyError: 'x'", "ValueError: x is missing", *TORCHRUN)
+    assert classify(Evidence((Rank(1, "b", 1, 3, chain),))).line.endswith("ValueError: x is missing")
+
+
+def test_preflight_names_the_hosts_to_leave_out():
+    lines = ["preflight: host b: torch is 2.10.0, elsewhere 2.11.0", "preflight: host b: 0.05 GB/s to any other host"]
+    failure = of_preflight({"ok": False, "lines": lines, "nodes": [1]}, ("a", "b", "c"))
+    assert failure == Failure("host", f"{lines[0]} (and 1 more)", True, "b", blamed=("b",))
+    refused = of_preflight({"ok": False, "lines": lines[:1], "nodes": []}, ("a", "b"))
+    assert refused == Failure("host", lines[0], False)
+    assert of_preflight({"ok": True, "lines": [], "nodes": []}, ("a", "b")) is None
 
 
 def test_the_trainers_own_fault_is_the_users():

@@ -1,0 +1,150 @@
+"""What a host and its GPUs are like before a run: versions, configuration, memory, disks, and what NVML says of a GPU.
+
+    of_host(run) -> dict        once per host
+    of_gpu(number) -> dict      once per GPU; {} where there is none, or no nvidia-ml-py to ask
+
+Facts only: trainer/misfits.py judges them. Not covered: fans, firmware, what the kernel's log says of the time before.
+"""
+
+import contextlib
+import hashlib
+import json
+import os
+import shutil
+import socket
+import time
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from conf.schema import Run
+
+ROOT = Path(__file__).parent.parent
+PACKAGES = ("torch", "megatron-core", "megatron-bridge", "transformer-engine", "nvidia-nccl-cu13", "transformers")
+BLOCK = 4 << 20
+# Reasons for lower clocks that a healthy GPU does not have. The cap of its power (0x4) is normal under full load.
+SLOWDOWNS = {0x8: "hardware slowdown", 0x40: "too hot (hardware)", 0x80: "power brake", 0x20: "too hot (software)"}
+
+
+def of_host(run: Run, disk_bytes: int) -> dict[str, Any]:
+    text = json.dumps(run.model_dump(mode="json"), sort_keys=True)
+    facts: dict[str, Any] = {"host": socket.gethostname(), "node": int(os.environ.get("GROUP_RANK", "0"))}
+    facts["versions"] = {name: _version(name) for name in PACKAGES} | {"the trainer's code": _code()}
+    facts["versions"]["the configuration"] = hashlib.sha256(text.encode()).hexdigest()[:12]
+    facts["adapters"] = _rdma()
+    facts["memory_available"] = _memory_available()
+    with contextlib.suppress(OSError):
+        facts["shm_free"] = shutil.disk_usage("/dev/shm").free
+    facts["disk"] = _disk(Path(run.paths.output), disk_bytes)
+    return facts
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "none"
+
+
+def _code() -> str:
+    """Of what runs here, committed or not."""
+    digest = hashlib.sha256()
+    for folder in ("conf", "trainer"):
+        for file in sorted((ROOT / folder).rglob("*.py")):
+            digest.update(str(file.relative_to(ROOT)).encode() + b"\0" + file.read_bytes())
+    return digest.hexdigest()[:12]
+
+
+def _rdma() -> dict[str, str]:
+    """State of the first port of each RDMA device, such as "4: ACTIVE"."""
+    found = {}
+    for device in sorted(Path("/sys/class/infiniband").glob("*")):
+        with contextlib.suppress(OSError):
+            found[device.name] = (device / "ports/1/state").read_text().strip()
+    return found
+
+
+def _memory_available() -> int:
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    return 0
+
+
+def _disk(folder: Path, size: int) -> dict[str, Any]:
+    """Bytes/s of one file, written with fsync and read past the page cache, and what is free."""
+    path = folder / f"preflight-{socket.gethostname()}-{os.getpid()}"
+    block = os.urandom(BLOCK)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        start = time.monotonic()
+        with path.open("wb", buffering=0) as file:
+            for _ in range(max(1, size // BLOCK)):
+                file.write(block)
+            os.fsync(file.fileno())
+            written = time.monotonic()
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        read_from = time.monotonic()
+        with path.open("rb", buffering=0) as file:
+            while file.read(BLOCK):
+                pass
+        read = time.monotonic()
+        size = path.stat().st_size
+        free = shutil.disk_usage(folder).free
+    except OSError as error:
+        return {"folder": str(folder), "error": os.strerror(error.errno or 0)}
+    finally:
+        with contextlib.suppress(OSError):
+            path.unlink(missing_ok=True)
+    return {"folder": str(folder), "write": size / (written - start), "read": size / (read - read_from), "free": free}
+
+
+def of_gpu(number: int) -> dict[str, Any]:
+    """By the number that torch has for it, while it works: clocks of an idle GPU say nothing."""
+    try:
+        import pynvml as nvml
+
+        nvml.nvmlInit()
+    except Exception:  # no package, no driver
+        return {}
+    import torch
+
+    properties = torch.cuda.get_device_properties(number)
+    facts: dict[str, Any] = {"name": properties.name, "driver": nvml.nvmlSystemGetDriverVersion()}
+
+    def ask(name: str, call, *arguments) -> None:
+        with contextlib.suppress(nvml.NVMLError):  # each generation leaves some out
+            facts[name] = call(*arguments)
+
+    gpu = nvml.nvmlDeviceGetHandleByUUID(f"GPU-{properties.uuid}".encode())
+    ask("clock", nvml.nvmlDeviceGetClockInfo, gpu, nvml.NVML_CLOCK_SM)
+    ask("clock_max", nvml.nvmlDeviceGetMaxClockInfo, gpu, nvml.NVML_CLOCK_SM)
+    ask("temperature", nvml.nvmlDeviceGetTemperature, gpu, nvml.NVML_TEMPERATURE_GPU)
+    ask("reasons", nvml.nvmlDeviceGetCurrentClocksThrottleReasons, gpu)
+    ask("ecc", nvml.nvmlDeviceGetTotalEccErrors, gpu, nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, nvml.NVML_VOLATILE_ECC)
+    ask("ecc_on", lambda: nvml.nvmlDeviceGetEccMode(gpu)[0])
+    ask("rows", lambda: list(nvml.nvmlDeviceGetRemappedRows(gpu)))  # corrected, uncorrected, pending, failed
+    ask("links", lambda: _links(nvml, gpu))
+    ask("pcie", lambda: [nvml.nvmlDeviceGetCurrPcieLinkWidth(gpu), nvml.nvmlDeviceGetMaxPcieLinkWidth(gpu)])
+    facts["slowed"] = [why for bit, why in SLOWDOWNS.items() if facts.get("reasons", 0) & bit]
+    return facts
+
+
+def taken(number: int) -> int:
+    """Bytes of a GPU that others have; to be asked before anything of ours is on it, except the context."""
+    import torch
+
+    free, total = torch.cuda.mem_get_info(number)
+    return total - free - torch.cuda.memory_reserved(number)
+
+
+def _links(nvml, gpu) -> dict[str, int]:
+    """NVLinks that are up, of how many there are."""
+    up = there = 0
+    for link in range(nvml.NVML_NVLINK_MAX_LINKS):
+        try:
+            up += nvml.nvmlDeviceGetNvLinkState(gpu, link)
+            there += 1
+        except nvml.NVMLError:
+            continue
+    return {"up": up, "there": there}

@@ -1,0 +1,227 @@
+"""Are these hosts fit to train on, together? Measured on all ranks in a minute at most, before the model is loaded.
+
+    torchrun ... -m trainer.preflight RESOLVED.yaml          on every host, as trainer.train is started
+    python -m trainer.preflight CONF [key=value ...]         on one
+
+Measures the bandwidth within and between hosts, the speed of GPUs and disks, and looks at GPUs' health and at versions
+(trainer/health.py). trainer/misfits.py says which hosts do not fit. Rank 0 writes <paths.logs>/preflight.json: ok, the
+lines, hosts to leave out (by name, and by number as nodes), every figure. Exit code 0: fit; 2: not, one line a fault.
+
+Hosts meet in pairs, at once and in rounds, each rank the rank of the same number, which is its rail: a slow host is
+slow to all, and only pairs tell whose fault it is. Without GPUs the same runs over gloo, with smaller messages. Not
+covered: hosts that cannot be reached at all (who starts a gang sees that first), SHARP, the storage of checkpoints
+beyond one file per host.
+"""
+
+import datetime
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+from conf.load import ConfigError
+from conf.network import PRESETS
+from conf.plan.hardware import GPUS, read
+from conf.schema import Run
+from trainer import entry, platform
+from trainer.console import say
+from trainer.faults import Fault
+from trainer.health import of_gpu, of_host, taken
+from trainer.misfits import Expected, as_dict, misfits, rounds, unique
+
+WITHIN = 60.0  # seconds until a rank that waits for another gives up
+ROUNDS = 15  # of pairs: all of 16 hosts; of more, each meets 15 others
+# Bytes of a message: NCCL reaches its speed at 100 MB and more; over gloo 8 MB take 10 ms
+REDUCED, SWAPPED, SPREAD = {"gpu": 256e6, "cpu": 8e6}, {"gpu": 64e6, "cpu": 8e6}, {"gpu": 64e6, "cpu": 4e6}
+WRITTEN = {"gpu": 1e9, "cpu": 64e6}  # bytes per host
+REPEATS = 3
+PRODUCT = {"gpu": 8192, "cpu": 512}  # rows of the square matrices that are multiplied
+
+
+def main(run: Run) -> None:
+    started = time.monotonic()
+    verdict = measure(run)
+    verdict["seconds"] = round(time.monotonic() - started, 1)
+    if os.environ["RANK"] == "0":
+        path = Path(run.paths.logs) / "preflight.json"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(verdict, indent=1) + "\n")
+        say(f"preflight: {summary(verdict)}")
+    if verdict["lines"]:
+        raise Fault("\n".join(verdict["lines"]))
+
+
+def measure(run: Run) -> dict[str, Any]:
+    """The same on every rank."""
+    import torch
+    from torch import distributed
+
+    kind = "gpu" if platform.has_gpu() else "cpu"
+    local = int(os.environ["LOCAL_RANK"])
+    device = torch.device("cuda", local) if kind == "gpu" else torch.device("cpu")
+    rank: dict[str, Any] = {"rank": int(os.environ["RANK"])}
+    if kind == "gpu":
+        torch.cuda.set_device(device)
+        torch.zeros(1, device=device)
+        rank["taken"] = taken(local)
+    else:
+        torch.set_num_threads(1)
+    within = datetime.timedelta(seconds=WITHIN)
+    backend = "cpu:gloo,cuda:nccl" if kind == "gpu" else "gloo"
+    distributed.init_process_group(backend, timeout=within, device_id=device if kind == "gpu" else None)
+    try:
+        return _measure(run, kind, device, rank)
+    finally:
+        distributed.destroy_process_group()
+
+
+def _measure(run: Run, kind: str, device, rank: dict[str, Any]) -> dict[str, Any]:
+    import torch
+    from torch import distributed
+
+    world, per_host = distributed.get_world_size(), int(os.environ["LOCAL_WORLD_SIZE"])
+    node, local = divmod(distributed.get_rank(), per_host)
+    groups = [distributed.new_group(range(n, n + per_host)) for n in range(0, world, per_host)]
+    mine = of_host(run, int(WRITTEN[kind])) if local == 0 else None
+    distributed.barrier(group=groups[node])
+    rank["speed"] = _product(torch, kind, device)
+    rank["gpu"] = of_gpu(local) if kind == "gpu" else {}
+
+    def tensor(size: float):
+        return torch.ones(int(size) // 4, device=device)
+
+    data = tensor(REDUCED[kind])
+    if per_host > 1:
+        rank["link"] = _bus(
+            _timed(torch, device, lambda: distributed.all_reduce(data, group=groups[node])), data, per_host
+        )
+    if world > 1:
+        rank["all_reduce"] = _bus(_timed(torch, device, lambda: distributed.all_reduce(data)), data, world)
+        sent = tensor(SPREAD[kind] // world * world)
+        sent = sent[: len(sent) // world * world]
+        got = torch.empty_like(sent)
+        seconds = _timed(torch, device, lambda: distributed.all_to_all_single(got, sent))
+        rank["all_to_all"] = sent.nbytes * (world - 1) / world / seconds
+    rank["pairs"] = _pairs(torch, device, tensor(SWAPPED[kind]), node, local, per_host, world)
+    told: list[Any] = [None] * world
+    distributed.all_gather_object(told, (rank, mine))
+    return _judged(run, told, per_host)
+
+
+def _product(torch, kind: str, device) -> float:
+    """FLOP/s of one large matrix product."""
+    size = PRODUCT[kind]
+    dtype = torch.bfloat16 if kind == "gpu" else torch.float32
+    a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
+    repeats = 20 if kind == "gpu" else 4
+    seconds = _timed(torch, device, lambda: [a @ b for _ in range(repeats)], together=False)
+    return repeats * 2 * size**3 / seconds
+
+
+def _timed(torch, device, operation, together: bool = True) -> float:
+    """Seconds of one, the fastest of a few: what disturbs only ever slows."""
+    from torch import distributed
+
+    best = float("inf")
+    for attempt in range(REPEATS + 1):  # the first one connects
+        if together:
+            distributed.all_reduce(torch.zeros(1))
+        start = time.perf_counter()
+        operation()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        best = min(best, time.perf_counter() - start) if attempt else best
+    return best
+
+
+def _bus(seconds: float, data, ranks: int) -> float:
+    """Bytes/s that each rank sends in an all-reduce, as NCCL's own tests count them."""
+    return 2 * (ranks - 1) / ranks * data.nbytes / seconds
+
+
+def _pairs(torch, device, sent, node: int, local: int, per_host: int, world: int) -> list[tuple[int, int, float]]:
+    """Node, partner and bytes/s each way, of each round that this rank took part in."""
+    from torch import distributed
+
+    got, found = torch.empty_like(sent), []
+    for pairs in rounds(world // per_host, ROUNDS):
+        partner = next((a + b - node for a, b in pairs if node in (a, b)), None)
+
+        def swap(partner=partner) -> None:
+            if partner is None:
+                return
+            other = partner * per_host + local
+            both = [distributed.P2POp(distributed.isend, sent, other), distributed.P2POp(distributed.irecv, got, other)]
+            for work in distributed.batch_isend_irecv(both):
+                work.wait()
+
+        seconds = _timed(torch, device, swap)
+        if partner is not None:
+            found.append((node, partner, sent.nbytes / seconds))
+    return found
+
+
+def _judged(run: Run, told: list[tuple[dict, dict | None]], per_host: int) -> dict[str, Any]:
+    ranks, hosts = [rank for rank, _ in told], [host for _, host in told if host]
+    for host, name in zip(hosts, unique([host["host"] for host in hosts]), strict=True):
+        host["host"] = name
+    names = [host["host"] for host in hosts]
+    pairs: dict[tuple[str, str], list[float]] = {}
+    for rank in ranks:
+        node, local = divmod(rank["rank"], per_host)
+        rank["host"] = names[node]
+        for _, partner, speed in rank.pop("pairs"):
+            pair = (names[min(node, partner)], names[max(node, partner)])
+            rails = pairs.setdefault(pair, [float("inf")] * per_host)
+            rails[local] = min(rails[local], speed)
+    found = misfits(hosts, ranks, pairs, _expected(run, ranks))
+    out = sorted({misfit.host for misfit in found if misfit.leave_out})
+    return {
+        "ok": not found,
+        "lines": [f"preflight: {misfit.line}" for misfit in found],
+        "leave_out": out,
+        "nodes": [names.index(name) for name in out],
+        "misfits": [as_dict(misfit) for misfit in found],
+        "hosts": hosts,
+        "ranks": ranks,
+        "pairs": [{"hosts": pair, "rails": rails} for pair, rails in pairs.items()],
+    }
+
+
+def _expected(run: Run, ranks: list[dict]) -> Expected:
+    preset = PRESETS[run.gang.network] if run.gang.network else None
+    name = (ranks[0].get("gpu") or {}).get("name", "").lower()
+    kind = next((key for key in sorted(GPUS, key=len, reverse=True) if key in name), None)
+    if kind is None:
+        return Expected(adapters=preset.adapters if preset else None)
+    try:
+        gpu = read(kind)
+    except ConfigError:
+        return Expected()
+    network = preset.network * 1e9 if preset and preset.network else None
+    return Expected(network, gpu.link, preset.adapters if preset else None)
+
+
+def summary(verdict: dict[str, Any]) -> str:
+    """One line of what was found."""
+    ranks, hosts = verdict["ranks"], verdict["hosts"]
+    parts = [f"{len(hosts)} host{'s' * (len(hosts) > 1)}, {len(ranks)} rank{'s' * (len(ranks) > 1)}"]
+    for key, name in (("link", "within a host"), ("all_reduce", "all-reduce"), ("all_to_all", "all-to-all")):
+        if values := [rank[key] for rank in ranks if key in rank]:
+            parts.append(f"{name} {min(values) / 1e9:.3g} GB/s")
+    if verdict["pairs"]:
+        slowest = min(verdict["pairs"], key=lambda pair: min(pair["rails"]))
+        parts.append(f"slowest pair {' and '.join(slowest['hosts'])} {min(slowest['rails']) / 1e9:.3g} GB/s")
+    parts.append(f"{min(rank['speed'] for rank in ranks) / 1e12:.3g} TFLOP/s")
+    count = len(verdict["lines"])
+    fit = f"{count} fault{'s' * (count > 1)}" if count else "all fit"
+    return f"{', '.join(parts)}: {fit}, in {verdict['seconds']} s"
+
+
+def nothing_to_check(run: Run) -> None:
+    """Pre-flight needs no file of the run's: it may come before the model is there."""
+
+
+if __name__ == "__main__":
+    entry.start(main, nothing_to_check)
