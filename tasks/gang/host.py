@@ -1,0 +1,87 @@
+"""What a host's kernel and driver know that its ranks do not: GPUs, killed processes, broken hardware.
+
+    host = Host()               when a member begins; it counts from here on
+    host.evidence()             {"oom_kills": 1, "kernel": ["NVRM: Xid (PCI:0000:02:00): 79, ..."]}
+    gpu()                       "NVIDIA H200", or None on a host without a GPU
+
+The kernel's log tells of the whole machine, a cgroup of this container alone: so killed processes are counted by the
+cgroup, and of the log only what concerns GPUs, disks and machine checks is taken. Where either cannot be read (a
+container without CAP_SYSLOG) it says nothing.
+"""
+
+import contextlib
+import functools
+import os
+import re
+import subprocess
+from pathlib import Path
+from typing import Any
+
+# NVIDIA's driver, file systems, disks, machine checks
+CONCERNS = re.compile(r"NVRM: |EXT4-fs error|XFS \(|blk_update_request|I/O error|nfs: server|Hardware Error|NVLink")
+MOST = 50  # lines
+RECORD = 8192  # bytes of /dev/kmsg's longest record
+
+
+class Host:
+    def __init__(self, root: Path = Path("/")):
+        self.root = root
+        self.kills = oom_kills(root)
+        self.log: int | None = None
+        with contextlib.suppress(OSError):
+            self.log = os.open(root / "dev/kmsg", os.O_RDONLY | os.O_NONBLOCK)
+            os.lseek(self.log, 0, os.SEEK_END)
+
+    def evidence(self) -> dict[str, Any]:
+        return {"oom_kills": max(0, oom_kills(self.root) - self.kills), "kernel": self._kernel()}
+
+    def _kernel(self) -> list[str]:
+        found: list[str] = []
+        while self.log is not None:
+            try:
+                record = os.read(self.log, RECORD)
+            except BrokenPipeError:  # older records were overwritten meanwhile
+                continue
+            except OSError:  # no more
+                break
+            if not record:
+                break
+            line = record.decode(errors="replace").partition(";")[2].partition("\n")[0]
+            if CONCERNS.search(line):
+                found.append(line)
+        return found[-MOST:]
+
+
+def oom_kills(root: Path = Path("/")) -> int:
+    """Processes of this cgroup that the kernel has killed for want of memory."""
+    found = 0
+    with contextlib.suppress(OSError):
+        for line in (root / "proc/self/cgroup").read_text().splitlines():
+            _, controllers, path = line.split(":", 2)
+            if "memory" in controllers.split(","):  # version 1
+                files = ("sys/fs/cgroup/memory{}/memory.oom_control", "sys/fs/cgroup/memory/memory.oom_control")
+            elif not controllers:
+                files = ("sys/fs/cgroup{}/memory.events", "sys/fs/cgroup/memory.events")
+            else:
+                continue
+            for file in files:  # inside a container its cgroup is the top one, whatever it is called outside
+                with contextlib.suppress(OSError):
+                    counted = re.search(r"^oom_kill (\d+)$", (root / file.format(path)).read_text(), re.MULTILINE)
+                    found = max(found, int(counted[1]) if counted else 0)
+                    break
+    return found
+
+
+@functools.cache
+def gpu(root: Path = Path("/")) -> str | None:
+    for file in sorted((root / "proc/driver/nvidia/gpus").glob("*/information")):
+        with contextlib.suppress(OSError):
+            if model := re.search(r"^Model:\s*(.+)$", file.read_text(), re.MULTILINE):
+                return model[1].strip()
+    try:
+        query = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
+        answer = subprocess.run(query, capture_output=True, text=True, timeout=20)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    names = answer.stdout.splitlines() if answer.returncode == 0 else []
+    return names[0].strip() if names else None
