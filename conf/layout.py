@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from math import lcm
 from typing import NamedTuple
 
+from conf import levers
 from conf.facts import ModelFacts
 from conf.schema import Layout, Run, Train
 
@@ -91,6 +92,16 @@ def _broken(run: Run, facts: ModelFacts | None) -> Iterator[Broken]:
         yield from _broken_dora(run, facts)
         yield from _broken_stages(run, facts)
         yield from _broken_rest(run, facts)
+        yield from _broken_fp8(run, facts)
+
+
+def _broken_fp8(run: Run, facts: ModelFacts) -> Iterator[Broken]:
+    layout = run.layout
+    for key, what, size, least in levers.widths(run, facts):
+        step = least * layout.cp * (layout.tp if layout.sp else 1)
+        near = _multiples(run.data.seq_length, step) if key == "data.seq_length" else _divisors(layout.world)
+        text = f"{what}: {size} is no multiple of {least}, which train.fp8 {run.train.fp8} needs"
+        yield Broken(f"fp8 {what}", key, text, near)
 
 
 def _broken_grids(layout: Layout) -> Iterator[Broken]:

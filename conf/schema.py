@@ -17,6 +17,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, ValidationInfo, field_validator
 
+from conf import levers
 from conf.data import Data, Rows
 from conf.sections import (
     Adapter,
@@ -28,14 +29,12 @@ from conf.sections import (
     Layout,
     Log,
     Model,
-    Moe,
-    Optimizer,
     Paths,
     Promote,
     Section,
     Track,
-    Train,
 )
+from conf.training import Moe, Optimizer, Train
 
 
 def spelled_out(layout: Any) -> Any:
@@ -126,6 +125,7 @@ def contradictions(run: Run) -> Iterator[tuple[str, str]]:
         yield "train.recompute_modules", "moe_act needs moe.grouped_gemm"
     if moe.balance == "none" and moe.aux_loss_coeff:
         yield "moe.aux_loss_coeff", "has no effect with moe.balance none"
+    yield from levers.contradictions(run)
 
 
 def json_schema() -> str:

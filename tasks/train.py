@@ -23,17 +23,24 @@ STEP_EVERY = 5.0  # seconds between lines of steps in the log
 IDENTITY = {
     "model": {"mtp", "mtp_loss_scale"},
     "data": {"seq_length", "packed", "seed"},  # the rest is in the data's own identity
-    "train": {"steps", "global_batch", "seed", "precision", "validate_every", "validate_batches", "stop_after"},
+    "train": {"steps", "global_batch", "seed", "precision", "validate_every", "validate_batches", "stop_after"}
+    | {"fp8", "fp8_weights"},
     "moe": {"aux_loss_coeff", "z_loss_coeff", "router_dtype", "freeze_router", "balance", "force_balance"},
     "checkpoint": {"save_optimizer", "keep"},
     "evaluate": {"parity_rows"},  # training writes down what it says of them
 }
+# Keys that came when there were artifacts already: by themselves they say what a run without them did.
+YOUNGER = {("train", "fp8"), ("train", "fp8_weights"), ("optimizer", "states"), ("optimizer", "gradients")}
 
 
 def stage(run: Run, base: Stage, data: Stage) -> Stage:
     config = run.model_dump(mode="json", include=IDENTITY)
     config |= run.model_dump(mode="json", include={"adapter", "optimizer"})
-    del config["optimizer"]["distributed"]
+    for key in ("distributed", "offload"):
+        del config["optimizer"][key]
+    for section, key in YOUNGER:
+        if config[section][key] == Run.model_fields[section].annotation.model_fields[key].default:
+            del config[section][key]
     if run.adapter.kind != "none" and run.adapter.experts == "shared":
         config["layout"] = {"ep": run.layout.ep}
     return Stage("train", VERSION, config, {"base": base.fingerprint, "data": data.fingerprint})

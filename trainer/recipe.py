@@ -4,7 +4,7 @@ import logging
 from pathlib import Path
 
 from conf.schema import Run
-from trainer import platform
+from trainer import levers, platform
 from trainer.model import make_provider
 
 
@@ -35,6 +35,7 @@ def make_config(run: Run, bridge, resume_step: int | None):
     from trainer.sequences import make_dataset
 
     train, optimizer, checkpoint = run.train, run.optimizer, run.checkpoint
+    levers.prepare(run, resume_step is not None)
     folder = str(checkpoint_folder(run))
     return ConfigContainer(
         model=make_provider(run, bridge),
@@ -63,6 +64,7 @@ def make_config(run: Run, bridge, resume_step: int | None):
             bf16=train.precision == "bf16",
             params_dtype=_dtype(train.precision),
             use_distributed_optimizer=optimizer.distributed,
+            **levers.optimizer_settings(run),
         ),
         scheduler=SchedulerConfig(
             lr_decay_style=optimizer.decay,
@@ -75,7 +77,7 @@ def make_config(run: Run, bridge, resume_step: int | None):
         ),
         ddp=DistributedDataParallelConfig(
             check_for_nan_in_grad=True,
-            grad_reduce_in_fp32=True,
+            grad_reduce_in_fp32=optimizer.gradients == "fp32",
             use_distributed_optimizer=optimizer.distributed,
             average_in_collective=False,  # with a loss per token the division comes last
         ),
@@ -109,7 +111,7 @@ def make_config(run: Run, bridge, resume_step: int | None):
         ),
         rng=RNGConfig(seed=train.seed),
         dist=DistributedInitConfig(distributed_backend=platform.backend()),
-        mixed_precision=None if train.precision == "fp32" else "bf16_mixed",
+        mixed_precision=levers.mixed_precision(run),
     )
 
 

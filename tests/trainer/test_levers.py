@@ -1,0 +1,40 @@
+"""Offloading the optimizer changes no loss, and is resumed to the last bit; what needs a GPU is refused without one."""
+
+from pathlib import Path
+
+import pytest
+
+BF16 = ("train.precision=bf16", "checkpoint.save_every=3")
+
+
+def losses(result) -> dict[int, float]:
+    assert result.code == 0, result.output
+    return {line["step"]: line["lm_loss"] for line in result.metrics if line["kind"] == "train"}
+
+
+@pytest.mark.parametrize("share, adapter", [(0.5, "none"), pytest.param(1.0, "lora", marks=pytest.mark.slow)])
+def test_offloaded_it_learns_the_same_and_resumes_exactly(share, adapter, configure, ranks, base, work):
+    base("glm4-moe")
+    name, kind = f"paths.output={work}/offload-{share}", f"adapter.kind={adapter}"
+    here = losses(ranks("train", configure("glm4-moe", f"paths.output={work}/here-{adapter}", kind, *BF16)))
+    away = (kind, *BF16, f"optimizer.offload={share}")
+    whole = losses(ranks("train", configure("glm4-moe", name, *away)))
+    assert whole[1] == here[1] and whole[6] < whole[1]
+    assert all(abs(whole[step] - here[step]) <= 2e-3 * here[step] for step in here), (whole, here)
+    cut = f"paths.output={work}/cut-{share}"
+    losses(ranks("train", configure("glm4-moe", cut, *away, "train.stop_after=3")))
+    assert losses(ranks("train", configure("glm4-moe", cut, *away))) == whole
+
+
+@pytest.mark.parametrize(
+    "changes, says",
+    [
+        (("train.fp8=blockwise",), "train.fp8: blockwise needs a GPU, and this host has none; null"),
+        (("optimizer.states=bf16",), "optimizer.states: bf16 needs a GPU, and this host has none; fp32"),
+    ],
+)
+def test_refused_without_a_gpu(changes, says, configure, ranks, base, work):
+    base("glm4-moe")
+    result = ranks("train", configure("glm4-moe", f"paths.output={work}/refused", *BF16, *changes))
+    assert result.code == 2 and says in result.output and "Traceback" not in result.output
+    assert not (Path(f"{work}/refused") / "checkpoints").exists()

@@ -1,0 +1,100 @@
+"""FP8, the types of the optimizer's states, and its offloading, as Megatron's settings; conf/levers.py has the rules.
+
+Layers compute in FP8 by Megatron-Bridge's own recipes, but that weights are kept in FP8 only where train.fp8_weights
+says so: the recipes do it unasked, for trained weights as well.
+
+The optimizer. Core's precision-aware one keeps the fp32 weight as 16 bits beside the bf16 weight, which a checkpoint
+that can be resumed at any layout does not bring back: the whole fp32 weight is kept. Offloading without the
+precision-aware one leaves the fp32 weights on the GPU, and cannot be resumed from such a checkpoint: it comes with it.
+"""
+
+from typing import Any
+
+from conf.levers import beyond_a_cpu
+from conf.schema import Run
+from trainer import platform
+from trainer.faults import Fault
+
+RECIPES = {
+    None: "bf16_mixed",
+    "current": "bf16_with_fp8_current_scaling_mixed",
+    "delayed": "bf16_with_fp8_delayed_scaling_mixed",
+    "blockwise": "bf16_with_fp8_subchannel_scaling_mixed",
+    "mxfp8": "bf16_with_mxfp8_mixed",
+}
+
+
+def mixed_precision(run: Run):
+    """None for fp32."""
+    from megatron.bridge.training.mixed_precision import get_mixed_precision_config
+
+    train, optimizer = run.train, run.optimizer
+    if train.precision == "fp32":
+        return None
+    found = get_mixed_precision_config(RECIPES[train.fp8])
+    found.fp8_param_gather = train.fp8_weights  # the config sets fp8_param to the same
+    found.reuse_grad_buf_for_mxfp8_param_ag = False
+    found.grad_reduce_in_fp32 = optimizer.gradients == "fp32"
+    if optimizer.states == "fp8" and not train.fp8:
+        # named even where there is no FP8, and core then loads states in FP8 without their scale
+        found.fp8_recipe = None
+    return found
+
+
+def optimizer_settings(run: Run) -> dict[str, Any]:
+    """What Megatron's OptimizerConfig takes besides the ordinary."""
+    import torch
+
+    optimizer = run.optimizer
+    if optimizer.states == "fp32" and not optimizer.offload:
+        return {}
+    # FP8 has no type of its own there
+    kept = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp8": torch.uint8}[optimizer.states]
+    found = {
+        "use_precision_aware_optimizer": True,
+        "store_param_remainders": False,
+        "exp_avg_dtype": kept,
+        "exp_avg_sq_dtype": kept,
+        "main_grads_dtype": torch.float32 if optimizer.gradients == "fp32" else torch.bfloat16,
+    }
+    if not optimizer.offload:
+        return found
+    return found | {
+        "optimizer_cpu_offload": True,
+        "optimizer_offload_fraction": optimizer.offload,
+        "overlap_cpu_optimizer_d2h_h2d": True,  # a weight goes up while the next is computed
+    }
+
+
+def prepare(run: Run, resumed: bool) -> None:
+    """Refuse what this machine cannot do, and repair what Megatron cannot."""
+    if not platform.has_gpu() and (missing := beyond_a_cpu(run)):
+        raise Fault(
+            "\n".join(f"{key}: {value} needs a GPU, and this host has none; {usual}" for key, value, usual in missing)
+        )
+    if not run.optimizer.offload:
+        return
+    if not platform.has_gpu():
+        from trainer.cpu import offload
+
+        offload.install()
+    _keep_counting()
+    if resumed and run.checkpoint.save_optimizer:
+        # Bridge copies the bf16 weights over the host's fp32 ones after any checkpoint, also one that has brought them.
+        from megatron.bridge.training import setup
+
+        setup.sync_hybrid_device_optimizer_fp32_master_copies = lambda optimizer: False
+
+
+def _keep_counting() -> None:
+    """Resumed, core's HybridDeviceOptimizer sets its GPU part back to the step it was resumed at, before every step."""
+    from megatron.core.optimizer.cpu_offloading.hybrid_optimizer import HybridDeviceOptimizer
+
+    original = HybridDeviceOptimizer._sync_hdo_param_groups_to_sub_optimizers
+
+    def hand_down(self) -> None:
+        original(self)
+        for group in self.param_groups:
+            group.pop("step", None)  # the parts have it now, and count on
+
+    HybridDeviceOptimizer._sync_hdo_param_groups_to_sub_optimizers = hand_down
