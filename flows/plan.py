@@ -4,6 +4,7 @@
     python -m flows.plan glm47 layout.etp=1 --gpu h200 --price 3.5
     python -m flows.plan glm47 --gpus 64 --gpu b200              layouts of so many GPUs, fastest first
     python -m flows.plan path/to/my.yaml --gpu my-gpu.yaml --json
+    python -m flows.plan glm47 --rehearse --steps 2              and Megatron's own verdict, with steps of a small twin
 
 NAME is a file, or a name in conf/, conf/planned/ or conf/documented/. Exit code: 0 legal and fits, 1 refused, 2 for a
 faulty call. --gpu and --price stand for hardware.gpu and hardware.price; layout.auto=true takes the best layout.
@@ -22,6 +23,9 @@ from conf.plan.hardware import GB, Gpu
 from conf.plan.search import Found, search
 from conf.plan.verdict import NothingFits, facts_of, plan, settle, settled_on
 from conf.schema import Run
+from tasks import rehearse
+from tasks.faults import Fault
+from tasks.launch import Broken
 
 REASONS = 12  # shown; --json has them all
 
@@ -42,8 +46,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("".join(f"error: {line}\n" for line in str(fault).splitlines()), end="", file=sys.stderr)
         return 2
     planned = plan(run, facts, gpu)
-    print(json.dumps(display.as_dict(planned), indent=2) if options.json else "\n".join(display.lines(planned)))
-    return 0 if planned.fits else 1
+    shown, text = display.as_dict(planned), list(display.lines(planned))
+    passed = planned.fits
+    if options.rehearse:
+        try:
+            answer = rehearse.rehearse(run, options.steps)
+        except (Fault, Broken) as failed:
+            print("".join(f"error: {line}\n" for line in str(failed).splitlines()), end="", file=sys.stderr)
+            return 2 if isinstance(failed, Fault) else 1
+        shown["rehearsal"] = answer
+        text += ["", "rehearsed with Megatron itself:", *answer["text"]]
+        passed = passed and rehearse.passed(answer)
+    print(json.dumps(shown, indent=2) if options.json else "\n".join(text))
+    return 0 if passed else 1
 
 
 def _hardware(options: argparse.Namespace) -> list[str]:
@@ -60,6 +75,10 @@ def _check(options: argparse.Namespace) -> None:
         wrong.append(f"--top: {options.top} is too small: it must be at least 1")
     if options.price is not None and not (math.isfinite(options.price) and options.price >= 0):
         wrong.append(f"--price: {options.price:g} is no price in USD per GPU and hour; it must be at least 0")
+    if options.steps < 0 or (options.steps and not options.rehearse):
+        wrong.append(f"--steps: {options.steps}: from 0, and of --rehearse")
+    if options.rehearse and options.gpus is not None:
+        wrong.append("--rehearse: is of one layout, and --gpus of many")
     if wrong:
         raise ConfigError(*wrong)
 
@@ -101,6 +120,8 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--gpus", metavar="N", type=int, help="search the layouts of so many GPUs")
     parser.add_argument("--price", metavar="USD", type=float, help="per GPU and hour")
     parser.add_argument("--top", metavar="N", type=int, default=10, help="layouts shown with --gpus (10)")
+    parser.add_argument("--rehearse", action="store_true", help="ask Megatron too: its model, on no memory, in 10 s")
+    parser.add_argument("--steps", metavar="N", type=int, default=0, help="with --rehearse: of a small twin")
     parser.add_argument("--json", action="store_true", help="for programs: one object")
     return parser.parse_intermixed_args(argv)
 

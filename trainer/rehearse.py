@@ -11,6 +11,8 @@ then takes real steps on this CPU (trainer/twin.py).
 Exit code 0: all is equal. 1: Megatron refuses the layout, counts differ, Megatron builds what conf/layout.py knows to
 train wrongly, or the twin fails. 2: what was asked is at fault.
 
+FP8, states of the optimizer in other types than fp32, and offloading are left out, and the answer says so.
+
 Not covered: what only shows once data flow (the shapes of a packed row), kernels that need a GPU, activations.
 """
 
@@ -26,9 +28,9 @@ from typing import Any
 from conf.facts import MODELS, ModelFacts, facts_from_hf
 from conf.layout import problems
 from conf.load import load
-from conf.plan import parameters
-from conf.plan.hardware import GPUS
+from conf.plan import hardware, parameters
 from conf.plan.memory import memory
+from conf.plan.verdict import settle
 from conf.schema import Run
 from trainer import bare, entry, tiny
 from trainer.faults import Fault
@@ -49,20 +51,24 @@ def main() -> int:
             facts = facts_from_hf(config)
         except ValueError as error:
             raise Fault(f"model.source: {run.model.source}: {error}") from None
+        run = settle(run, facts, hardware.of(run))
         answer = {"twin": _twin(run, config, options.steps) if options.steps else None}
         bare.prepare()
     answer |= rehearse(run, config, facts, options.all)
-    print(json.dumps(answer) if options.json else "\n".join(lines(answer)))
+    answer["text"] = list(lines(answer))
+    print(json.dumps(answer, indent=1) if options.json else "\n".join(answer["text"]))
     return 0 if answer["equal"] and not (answer["twin"] or {}).get("failed") else 1
 
 
 def rehearse(run: Run, config: dict[str, Any], facts: ModelFacts, every: bool = False) -> dict[str, Any]:
     answer: dict[str, Any] = {"world": run.world, "equal": False, "refused": None, "stricter": [], "ranks": []}
+    broken = problems(run, facts)
+    run, answer["without"] = _plainly(run)
     try:
         counts = {rank: bare.count(run, config, rank) for rank in ranks(run, every)}
     except bare.Refused as refusal:
         return answer | {"refused": str(refusal)}
-    if broken := problems(run, facts):
+    if broken:
         return answer | {"stricter": broken}
     expected = holdings(run, facts)
     for rank, found in counts.items():
@@ -71,6 +77,17 @@ def rehearse(run: Run, config: dict[str, Any], facts: ModelFacts, every: bool = 
         one = {"rank": rank, "stage": stage, "found": found, "planned": expected[stage], "differs": differs}
         answer["ranks"].append(one)
     return answer | {"equal": not any(one["differs"] for one in answer["ranks"])}
+
+
+def _plainly(run: Run) -> tuple[Run, list[str]]:
+    """The run without what takes the kernels of a GPU, or memory of a host; and the keys of that."""
+    left_out = {"train": {"fp8": None, "fp8_weights": False}, "optimizer": {"states": "fp32", "offload": 0.0}}
+    keys = []
+    for section, values in left_out.items():
+        before = getattr(run, section)
+        keys += [f"{section}.{key}" for key, value in values.items() if getattr(before, key) != value]
+        run = run.model_copy(update={section: before.model_copy(update=values)})
+    return run, keys
 
 
 def differences(found: Counter[str], planned: Counter[str]) -> list[str]:
@@ -87,6 +104,8 @@ def lines(answer: dict[str, Any]) -> Iterator[str]:
         yield f"refused by Megatron: {answer['refused']}"
     for line in answer["stricter"]:
         yield f"refused, though Megatron would build it: {line}"
+    if answer["without"] and not answer["refused"]:
+        yield f"without {', '.join(answer['without'])}"
     for one in answer["ranks"]:
         found, planned = one["found"], one["planned"]
         total = sum(found[kind] for kind in parameters.KINDS)
@@ -123,9 +142,10 @@ def _twin(run: Run, config: dict[str, Any], steps: int) -> dict[str, Any]:
 
 def config_of(run: Run) -> dict[str, Any]:
     """The model's config.json, without its weights."""
-    path, source = Path(run.paths.model) / "config.json", run.model.source
-    if path.is_file():
-        return _read(path)
+    source = run.model.source
+    for folder in (run.paths.model, source):
+        if (path := Path(folder) / "config.json").is_file():
+            return _read(path)
     if source.startswith(TINY):
         kind = source.removeprefix(TINY)
         if kind not in tiny.KINDS:
@@ -133,9 +153,9 @@ def config_of(run: Run) -> dict[str, Any]:
         return tiny.KINDS[kind]
     for file in sorted(MODELS.glob("*.json")):
         known = json.loads(file.read_text())
-        if known["source"].split()[0] == source:
+        if source in (file.stem, known["source"].removesuffix(" config.json")):
             return known["config"]
-    raise Fault(f"model.source: {source} is in no file of conf/models, and {path} does not exist")
+    raise Fault(f"model.source: {source} is in no file of conf/models, and {run.paths.model} has no config.json")
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -162,7 +182,7 @@ def holdings(run: Run, facts: ModelFacts) -> dict[int, Counter[str]]:
         trained = (dense + experts, 0) if same_ranks else (dense, experts)
         held = parameters.held(run, facts, stage) | dict(zip(bare.TRAINED, trained, strict=True))
         found.setdefault(stage.rank, Counter()).update(held)
-    for one in memory(run, facts, GPUS["h100"]):  # whose size is of no account
+    for one in memory(run, facts, hardware.GPUS["h100"]):  # whose size is of no account
         found[one.rank].update({kind: getattr(one, kind) for kind in bare.STATES})
     return found
 
