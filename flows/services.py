@@ -50,7 +50,7 @@ def up() -> int:
                 print(f"error: {name} did not come up; its log: {_folder() / f'{name}.log'}", file=sys.stderr)
                 return 1
     environment = _environment(running)
-    for pool in ("finetune-cpu", "finetune-gpu"):
+    for pool in ("finetune-cpu", "finetune-gpu", "finetune-nodes"):
         _prefect(environment, "work-pool", "create", pool, "--type", "process", "--overwrite")
     _prefect(environment, "--no-prompt", "deploy", "--all")
     for pool in ["finetune-cpu"] + ["finetune-gpu"] * _has_gpu():

@@ -38,14 +38,15 @@ def trainer(
     stop: Callable[[], bool],
     tick: Callable[[], None] = lambda: None,
     keep: Collection[str] = (),
+    changed: dict[str, str] | None = None,
 ) -> None:
     """python -m trainer.<command>; its log is <folder>/<command>.log, tick() is called twice a second.
 
-    `keep` names private variables of the environment that this command needs all the same.
+    `keep` names private variables of the environment that this command needs all the same; `changed` are others.
     """
     resolved = folder / "resolved.yaml"
     dump(run, resolved)
-    process([f"trainer.{command}", str(resolved)], folder / f"{command}.log", say, stop, tick, keep)
+    process([f"trainer.{command}", str(resolved)], folder / f"{command}.log", say, stop, tick, keep, changed)
 
 
 def process(
@@ -55,11 +56,12 @@ def process(
     stop: Callable[[], bool],
     tick: Callable[[], None] = lambda: None,
     keep: Collection[str] = (),
+    changed: dict[str, str] | None = None,
 ) -> None:
     """python -m <arguments> to its end. Raises Fault, Broken or Stopped."""
     private = {name for name in os.environ if name.startswith(PRIVATE) and name not in keep}
     environment = {name: value for name, value in os.environ.items() if name not in private}
-    environment |= {"PYTHONUNBUFFERED": "1", "PYTHONPATH": str(ROOT)}
+    environment |= {"PYTHONUNBUFFERED": "1", "PYTHONPATH": str(ROOT)} | (changed or {})
     running = subprocess.Popen(
         [sys.executable, "-m", "tasks.guard", sys.executable, "-m", *arguments],
         stdin=subprocess.PIPE,

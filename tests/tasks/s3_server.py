@@ -21,9 +21,9 @@ ENVIRONMENT = {
 
 
 @contextlib.contextmanager
-def running() -> Iterator[tuple[str, int]]:
+def running(host: str = "127.0.0.1") -> Iterator[tuple[str, int]]:
     """Address and process id."""
-    child = subprocess.Popen([sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    child = subprocess.Popen([sys.executable, __file__, host], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert child.stdin and child.stdout
     try:
         yield child.stdout.readline().strip(), child.pid
@@ -39,7 +39,7 @@ if __name__ == "__main__":
     from moto.server import ThreadedMotoServer
 
     logging.getLogger("werkzeug").setLevel(logging.ERROR)
-    server = ThreadedMotoServer("127.0.0.1", port=0, verbose=False)
+    server = ThreadedMotoServer((sys.argv[1:] or ["127.0.0.1"])[0], port=0, verbose=False)
     server.start()
     print("http://{}:{}".format(*server.get_host_and_port()), flush=True)
     sys.stdin.read()

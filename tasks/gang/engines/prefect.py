@@ -1,0 +1,148 @@
+"""A member on each of N workers of a Prefect work pool: runs of the deployment node/<gang.pool> (flows/node.py).
+
+For hosts that one has anyway, without a scheduler: `prefect worker start --pool finetune-nodes --limit 1` on each, and
+nothing else. Prefect knows no gangs, so what makes one is here: free workers are counted before any run is made, a
+turn in the store keeps gangs from reaching for the same hosts, and what did not start in time is given back.
+
+A worker counts while it renews within the interval that it has promised, by the server's own clock; a shorter
+PREFECT_WORKER_HEARTBEAT_SECONDS (30) is noticed sooner. Not covered: workers with a limit above 1.
+"""
+
+import contextlib
+import threading
+import time
+from datetime import UTC, datetime
+from email.utils import parsedate_to_datetime
+from uuid import UUID
+
+import httpx
+from prefect.client.orchestration import SyncPrefectClient, get_client
+from prefect.client.schemas.filters import (
+    FlowRunFilter,
+    FlowRunFilterState,
+    FlowRunFilterStateType,
+    FlowRunFilterTags,
+    WorkPoolFilter,
+    WorkPoolFilterName,
+)
+from prefect.client.schemas.objects import StateType
+from prefect.deployments import run_deployment
+from prefect.exceptions import ObjectNotFound
+from prefect.states import Cancelled, Cancelling
+
+from conf.schema import Run
+from tasks.faults import Fault
+from tasks.gang.board import Board
+from tasks.gang.engines import command
+
+BUSY = [StateType.PENDING, StateType.RUNNING, StateType.CANCELLING]
+MISSED = 2.0  # heartbeats; and some seconds for the server to note one
+POLLED = 3.0
+LEAVE_WITHIN = 10.0
+
+
+class Runs:
+    """Of one attempt. A thread asks for their states: the server may be away."""
+
+    def __init__(self, ids: list[UUID]):
+        self.ids = ids
+        self.states: dict[UUID, bool] = {}
+        self._over = threading.Event()
+        threading.Thread(target=self._poll, daemon=True, name="flow runs").start()
+
+    def alive(self) -> dict[int, bool | None]:
+        return {node: self.states.get(id) for node, id in enumerate(self.ids)}
+
+    def cancel(self) -> None:
+        """Those that have not ended by themselves are told to; whose host is gone is written off."""
+        self._over.set()
+        with contextlib.suppress(httpx.HTTPError), get_client(sync_client=True) as client:
+            _end(client, self.ids)
+
+    def _poll(self) -> None:
+        while not self._over.wait(POLLED):
+            with contextlib.suppress(Exception), get_client(sync_client=True) as client:
+                for id in self.ids:
+                    state = client.read_flow_run(id).state
+                    self.states[id] = not (state and state.is_final())
+
+
+def turn(run: Run) -> str | None:
+    return run.gang.pool
+
+
+def capacity(run: Run) -> str | None:
+    pool, n = run.gang.pool, run.layout.nodes
+    try:
+        with get_client(sync_client=True) as client:
+            free = _free(client, pool)
+    except ObjectNotFound:
+        raise Fault(f"gang.pool: {pool}: no such work pool; prefect work-pool create {pool} --type process") from None
+    except httpx.HTTPError as error:
+        return f"the Prefect server does not answer ({type(error).__name__})"
+    if free >= n:
+        return None
+    return f"{n} of pool {pool}, where {free} worker{' is' if free == 1 else 's are'} free"
+
+
+def start(run: Run, board: Board, n: int) -> Runs:
+    with get_client(sync_client=True) as client:  # of an earlier controller that is gone
+        filter_ = FlowRunFilter(
+            tags=FlowRunFilterTags(all_=[f"gang:{board.gang}"]),
+            state=FlowRunFilterState(type=FlowRunFilterStateType(any_=[*BUSY, StateType.SCHEDULED])),
+        )
+        _end(client, [run.id for run in client.read_flow_runs(flow_run_filter=filter_)])
+    ids: list[UUID] = []
+    try:
+        for node in range(n):
+            flow_run = run_deployment(
+                f"node/{run.gang.pool}",
+                parameters={"arguments": command(board, node)},
+                flow_run_name=f"{board.gang}-{board.attempt}-{node}",
+                tags=[f"gang:{board.gang}"],
+                timeout=0,
+                as_subflow=True,
+            )
+            ids.append(flow_run.id)  # type: ignore[union-attr]
+    except ObjectNotFound:
+        raise Fault(f"gang.pool: no deployment node/{run.gang.pool}; prefect deploy --name {run.gang.pool}") from None
+    except BaseException:
+        Runs(ids).cancel()
+        raise
+    return Runs(ids)
+
+
+def _free(client: SyncPrefectClient, pool: str) -> int:
+    now, alive = _server_time(client), 0
+    client.read_work_pool(pool)  # that there is one
+    for worker in client.read_workers_for_work_pool(pool):
+        beat, promised = worker.last_heartbeat_time, worker.heartbeat_interval_seconds or 30
+        alive += bool(beat and (now - beat).total_seconds() < MISSED * promised + 3)
+    busy = client.count_flow_runs(
+        flow_run_filter=FlowRunFilter(state=FlowRunFilterState(type=FlowRunFilterStateType(any_=BUSY))),
+        work_pool_filter=WorkPoolFilter(name=WorkPoolFilterName(any_=[pool])),
+    )
+    return max(0, alive - busy)
+
+
+def _server_time(client: SyncPrefectClient) -> datetime:
+    date = client._client.get("/health").headers.get("date")
+    return parsedate_to_datetime(date) if date else datetime.now(UTC)
+
+
+def _end(client: SyncPrefectClient, ids: list[UUID]) -> None:
+    until, left = time.monotonic() + LEAVE_WITHIN, list(ids)
+    while left:
+        states = {id: client.read_flow_run(id).state for id in left}
+        left = [id for id, state in states.items() if not (state and state.is_final())]
+        waiting = [id for id in left if (state := states[id]) and state.is_scheduled()]
+        late = time.monotonic() > until
+        for id in left if late else waiting:
+            client.set_flow_run_state(id, Cancelled(message="its gang is over"), force=True)
+        if late:
+            return
+        if not waiting:
+            for id in left:
+                if (state := states[id]) and not state.is_cancelling() and time.monotonic() > until - LEAVE_WITHIN / 2:
+                    client.set_flow_run_state(id, Cancelling(message="its gang is over"))
+            time.sleep(0.5 if left else 0)

@@ -1,0 +1,49 @@
+"""Gangs on hosts of their own addresses, each with a Prefect worker: what a flow that asks for three of them sees."""
+
+import json
+import os
+import re
+from unittest import mock
+
+import pytest
+
+from tasks.store import open_store
+from tests.flows.world import wait_for
+from tests.gang import world as worlds
+from tests.gang.conftest import same
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+
+
+@pytest.fixture(scope="module")
+def hosts(tmp_path_factory):
+    if why := worlds.missing():
+        pytest.skip(why)
+    with worlds.world(tmp_path_factory.mktemp("hosts"), 2) as made:
+        yield made
+
+
+def losses(made: worlds.World, **environment: str) -> dict[int, float]:
+    """Of the training artifact in the store."""
+    with mock.patch.dict(os.environ, made.environment | environment):
+        store = open_store(os.environ["FINETUNE_STORE"])
+        (name,) = (key for key in store.keys("train") if key.endswith("/files/metrics.jsonl"))
+        found = store.read(f"train/{name}")
+    assert found
+    lines = [json.loads(line) for line in found[0].splitlines()]
+    return {line["step"]: line["lm_loss"] for line in lines if line["kind"] == "train"}
+
+
+def test_a_gang_waits_without_holding_hosts_and_trains_as_one_process_does(hosts):
+    own = {"FINETUNE_STORE": str(hosts.folder / "one"), "FINETUNE_RUNS": str(hosts.folder / "runs-one")}
+    assert hosts.flow("--until", "train", "gang.engine=local", **own).wait(200) == 0
+    (hosts.folder / "flow.log").unlink()
+    flow = hosts.flow("--until", "train", "layout.nodes=3", "layout.ep=1")
+    log = hosts.folder / "flow.log"
+    wait_for(lambda: "waits for hosts: 3 of pool finetune-nodes, where 2 workers are free" in log.read_text(), 90)
+    assert hosts.training() == []
+    hosts.join(2)
+    assert flow.wait(150) == 0, log.read_text()
+    assert re.search(r"attempt 1: (10\.213\.0\.1\d(, )?){3} train", log.read_text())
+    assert same(losses(hosts), losses(hosts, **own))
+    wait_for(lambda: hosts.training() == [], 10)

@@ -1,0 +1,248 @@
+"""Hosts as network namespaces of this machine, each with an address and a Prefect worker of its own; and their store.
+
+    with world(folder, hosts=3) as made: made.flow("--until", "train") ...
+
+A bridge joins them; this machine is 10.213.0.1 on it, with Prefect's server and S3. What can happen to hosts is a
+method each. The file system is one: it is what FINETUNE_RUNS has to be. Needs root and ip (iproute2).
+"""
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+
+from tests.flows.world import end, wait_for
+from tests.tasks import s3_server
+
+ROOT = Path(__file__).parents[2]
+BIN = Path(sys.executable).parent
+POOL = "finetune-nodes"
+NET = "10.213.0"
+BRIDGE = "gangbr"
+CONF = """
+name: hosts
+model: {source: "tiny://glm4-moe"}
+data: {source: "tiny://tickets", seq_length: 64, validation: 0.04, test: 0.04}
+adapter: {rank: 16, alpha: 32}
+train: {steps: 40, global_batch: 24, micro_batch: 4, precision: fp32}
+optimizer: {lr: 1e-3, warmup_steps: 5}
+checkpoint: {save_every: 10}
+gang: {engine: prefect, start_within: 60, stall_seconds: 20}
+"""
+
+
+def missing() -> str:
+    """Why there can be no such world here; empty where there can."""
+    if os.geteuid() or not shutil.which("ip"):
+        return "network namespaces need root, and ip of iproute2"
+    made = ip("netns", "add", "gangprobe", check=False)
+    ip("netns", "del", "gangprobe", check=False)
+    return f"no network namespaces here: {made.stderr}" if made.returncode else ""
+
+
+@dataclass
+class World:
+    folder: Path
+    environment: dict[str, str]
+    servers: dict[str, psutil.Process] = field(default_factory=dict)
+    workers: dict[int, subprocess.Popen] = field(default_factory=dict)
+    stack: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
+
+    def join(self, host: int) -> None:
+        """A host of its own address, with a worker."""
+        name, address = f"gang{host}", f"{NET}.{host + 10}/24"
+        ip("netns", "add", name)
+        ip("link", "add", f"gv{host}", "type", "veth", "peer", "name", "eth0", "netns", name)
+        ip("link", "set", f"gv{host}", "master", BRIDGE, "up")
+        ip("-n", name, "addr", "add", address, "dev", "eth0")
+        ip("-n", name, "link", "set", "eth0", "up")
+        ip("-n", name, "link", "set", "lo", "up")
+        self.work(host)
+
+    def work(self, host: int) -> None:
+        command = [BIN / "prefect", "worker", "start", "--pool", POOL, "--limit", "1", "--name", f"host{host}"]
+        with (self.folder / f"worker{host}.log").open("a") as log:
+            self.workers[host] = subprocess.Popen(
+                ["ip", "netns", "exec", f"gang{host}", *command],
+                cwd=ROOT,
+                env=self.environment,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+
+    def cut(self, host: int) -> None:
+        ip("link", "set", f"gv{host}", "down")
+
+    def heal(self, host: int) -> None:
+        ip("link", "set", f"gv{host}", "up")
+
+    def processes(self, host: int) -> list[psutil.Process]:
+        pids = ip("netns", "pids", f"gang{host}", check=False).stdout.split()
+        return [p for pid in pids if (p := _process(int(pid)))]
+
+    def kill_host(self, host: int) -> None:
+        """Power off: everything of it is gone at once, and its link is down."""
+        self.cut(host)
+        while found := self.processes(host):
+            for process in found:
+                with contextlib.suppress(psutil.Error):
+                    process.kill()
+            time.sleep(0.05)
+        self.workers.pop(host).wait()
+
+    def members(self, host: int) -> list[psutil.Process]:
+        return [p for p in self.processes(host) if "tasks.gang.member" in _line(p) and "tasks.guard" not in _line(p)]
+
+    def ranks(self, host: int) -> list[psutil.Process]:
+        found = [p for p in self.processes(host) if "trainer.train" in _line(p)]
+        return [p for p in found if "torch.distributed.run" not in _line(p)]
+
+    def training(self) -> list[psutil.Process]:
+        """Every process of every gang on every host: what may not outlive it."""
+        marks = ("tasks.gang.member", "torch.distributed.run", "trainer.train")
+        return [p for host in self.workers for p in self.processes(host) if any(mark in _line(p) for mark in marks)]
+
+    def flow(self, *arguments: str, **environment: str) -> subprocess.Popen:
+        """python -m flows.finetune, on this machine, to <folder>/flow.log."""
+        with (self.folder / "flow.log").open("a") as log:
+            return subprocess.Popen(
+                [sys.executable, "-m", "flows.finetune", str(self.folder / "hosts.yaml"), *arguments],
+                cwd=ROOT,
+                env=self.environment | environment,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+            )
+
+    def prefect(self, *arguments: str) -> None:
+        command = [BIN / "prefect", *arguments]
+        done = subprocess.run(command, cwd=ROOT, env=self.environment, capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout + done.stderr
+
+    def serve(self) -> None:
+        """Prefect's server, on the same port and data each time."""
+        port = self.environment["PREFECT_API_URL"].rpartition(":")[2].partition("/")[0]
+        with (self.folder / "prefect.log").open("a") as log:
+            server = subprocess.Popen(
+                [BIN / "prefect", "server", "start", "--host", f"{NET}.1", "--port", port],
+                cwd=self.folder,
+                env={**self.environment, "PREFECT_API_URL": ""},
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+        self.servers["prefect"] = psutil.Process(server.pid)
+        self.stack.callback(end, server)
+
+        def answers() -> bool:
+            with contextlib.suppress(OSError):
+                urllib.request.urlopen(f"{self.environment['PREFECT_API_URL']}/health", timeout=5).close()
+                return True
+            return False
+
+        wait_for(answers, 120)
+
+    def lines(self) -> list[dict]:
+        """Of the metrics of the training under way, or of the one that ended last."""
+        runs = Path(self.environment["FINETUNE_RUNS"])
+        for path in runs.glob("work/train-*/files/metrics.jsonl"):
+            with contextlib.suppress(OSError, ValueError):
+                return [json.loads(line) for line in path.read_text().splitlines()]
+        return []
+
+    def step(self) -> int:
+        return max((line["step"] for line in self.lines() if line["kind"] == "train"), default=0)
+
+
+@contextlib.contextmanager
+def world(folder: Path, hosts: int) -> Iterator[World]:
+    clean()
+    with contextlib.ExitStack() as stack:
+        stack.callback(clean)
+        ip("link", "add", BRIDGE, "type", "bridge")
+        ip("addr", "add", f"{NET}.1/24", "dev", BRIDGE)
+        ip("link", "set", BRIDGE, "up")
+        endpoint, s3 = stack.enter_context(s3_server.running(f"{NET}.1"))
+        environment = os.environ | s3_server.ENVIRONMENT
+        environment |= {
+            "AWS_ENDPOINT_URL": endpoint,
+            "FINETUNE_STORE": "s3://finetune/main",
+            "FINETUNE_RUNS": str(folder / "runs"),
+            "PREFECT_API_URL": f"http://{NET}.1:4217/api",
+            "PREFECT_HOME": str(folder / "prefect"),
+            "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
+            "PREFECT_WORKER_HEARTBEAT_SECONDS": "5",
+            "PREFECT_WORKER_QUERY_SECONDS": "2",
+            "MLFLOW_DISABLE_TELEMETRY": "true",
+            "PYTHONDONTWRITEBYTECODE": "",
+            "NO_COLOR": "1",
+        }
+        made = World(folder, environment, stack=stack)
+        made.servers["s3"] = psutil.Process(s3)
+        stack.callback(_resume, made.servers["s3"])
+        _make_bucket(environment)
+        made.serve()
+        made.prefect("work-pool", "create", POOL, "--type", "process")
+        made.prefect("--no-prompt", "deploy", "--name", POOL)
+        (folder / "hosts.yaml").write_text(CONF)
+        for host in range(hosts):
+            made.join(host)
+        yield made
+
+
+def clean() -> None:
+    """Also what a test that was killed has left: its names are nobody else's."""
+    for line in ip("netns", "list", check=False).stdout.splitlines():
+        name = line.split()[0]
+        if name.startswith("gang"):
+            for pid in ip("netns", "pids", name, check=False).stdout.split():
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(int(pid), signal.SIGKILL)
+            ip("netns", "del", name, check=False)
+            ip("link", "del", f"gv{name.removeprefix('gang')}", check=False)
+    ip("link", "del", BRIDGE, check=False)
+
+
+def ip(*arguments: str, check: bool = True) -> subprocess.CompletedProcess:
+    return subprocess.run(["ip", *arguments], check=check, capture_output=True, text=True)
+
+
+def _make_bucket(environment: dict[str, str]) -> None:
+    import boto3
+
+    names = ("aws_access_key_id", "aws_secret_access_key", "aws_session_token")
+    settings = {name: environment[name.upper()] for name in names}
+    client = boto3.client("s3", endpoint_url=environment["AWS_ENDPOINT_URL"], region_name="us-east-1", **settings)
+    client.create_bucket(Bucket="finetune")
+    client.close()
+
+
+def _resume(process: psutil.Process) -> None:
+    with contextlib.suppress(psutil.Error):
+        process.resume()
+
+
+def _process(pid: int) -> psutil.Process | None:
+    with contextlib.suppress(psutil.Error):
+        process = psutil.Process(pid)
+        return None if process.status() == psutil.STATUS_ZOMBIE else process
+    return None
+
+
+def _line(process: psutil.Process) -> list[str]:
+    with contextlib.suppress(psutil.Error):
+        return process.cmdline()
+    return []
