@@ -120,9 +120,7 @@ def _one_host(run: Run) -> Run:
     """`layout: auto` alone: all GPUs of a host."""
     from conf.plan import hardware  # which reads files as this module does
 
-    return run.model_copy(
-        update={"layout": run.layout.model_copy(update={"gpus_per_node": hardware.of(run).per_host})}
-    )
+    return run.model_copy(update={"layout": run.layout.model_copy(update={"gpus_per_node": hardware.of(run).per_host})})
 
 
 def dump(run: Run, path: str | os.PathLike[str]) -> None:

@@ -5,7 +5,7 @@ import sys
 
 from conf.changes import from_overrides
 from conf.load import ConfigError, load
-from tasks import forecast, pipeline
+from tasks import forecast, pipeline, plan
 from tasks.faults import Fault
 from tasks.session import open_run_store
 
@@ -21,7 +21,12 @@ def command(flow, description: str) -> int:
         if first and last and pipeline.ORDER.index(first) > pipeline.ORDER.index(last):
             raise Fault(f"--from {first} lies behind --until {last}")
         if options.dry_run:
-            print("\n".join(forecast.lines(run, pipeline.stages(run), open_run_store(), first, last)))
+            planned = plan.settle(run)
+            if fault := plan.refusal(planned):
+                raise Fault(fault)
+            run = planned.run
+            would = forecast.lines(run, pipeline.stages(run), open_run_store(), first, last)
+            print("\n".join([*would, plan.summary(planned)]))
             return 0
     except (ConfigError, Fault) as fault:
         print("".join(f"error: {line}\n" for line in str(fault).splitlines()), end="", file=sys.stderr)

@@ -4,6 +4,7 @@
     python -m flows.finetune glm47 optimizer.lr=2e-4 --dry-run     what would run, what is there already, and the cost
     prefect deployment run finetune/glm47                          on a work pool (prefect.yaml)
 
+A run whose plan does not fit ends before anything is downloaded (hardware.gate).
 A stage whose artifact is in the store already ends as Cached. One that was interrupted goes on where it was.
 """
 
@@ -26,6 +27,7 @@ from tasks.evaluate import evaluate
 from tasks.export import export
 from tasks.faults import Fault
 from tasks.pipeline import ORDER, stages
+from tasks.plan import plan, tell
 from tasks.prepare import prepare
 from tasks.promote import promote
 from tasks.session import Session
@@ -45,7 +47,7 @@ def finetune(
     first: Stage | None = None,  # pyright: ignore[reportInvalidTypeForm]
     last: Stage | None = None,  # pyright: ignore[reportInvalidTypeForm]
 ) -> State:
-    """Download, convert, prepare, train, export, evaluate and promote; what is there already is not made again.
+    """Plan, download, convert, prepare, train, export, evaluate and promote; what is there already is not made again.
 
     Args:
         conf: The configuration in conf/ that the run starts from.
@@ -54,11 +56,12 @@ def finetune(
         last: End after this stage.
     """
     try:
-        run = load(conf, as_overrides(changes))
-        asked = stages(run)
+        planned = plan.submit(load(conf, as_overrides(changes))).result()  # legal? fits? from config.json alone
+        asked = stages(planned.run)
     except (ConfigError, Fault) as fault:
         return Failed(message=str(fault))
-    with Session(run, asked, flow_run.id, flow_run.name, first, last) as session:
+    with Session(planned.run, asked, flow_run.id, flow_run.name, first, last) as session:
+        tell(session, planned)
         model = download.submit(session)  # GLM-4.7: 716 GB
         data = prepare.submit(session, model)  # the tokenizer is the model's
         base = convert.submit(session, model)  # as large again; 1 minute for each 4 GB and process
@@ -69,7 +72,7 @@ def finetune(
         promoted = promote.submit(session, tuned, before, after)
         for future in (model, data, base, before, trained, tuned, after, promoted):
             future.wait()
-        report.publish(session)
+        report.publish(session, planned)
     return session.verdict()
 
 

@@ -68,7 +68,7 @@ def prepare(session: Session, model: Artifact) -> State:
         )
         report = json.loads((files / "report.json").read_text("utf-8"))
         tracked = session.tracked("prepare")
-        tracked.report(files / "report.json")
+        tracked.drawn(files / "report.json", "report.json", "data")
         for name, rows in data_report.tables(report).items():
             tracked.table(rows, f"{name}.json")
         made = json.loads((files / "prepared.json").read_text("utf-8"))

@@ -5,9 +5,10 @@ import json
 
 from prefect.artifacts import create_markdown_artifact
 
-from tasks import data_report
+from conf.plan.verdict import Plan
+from tasks import data_report, plan
 from tasks.artifact import Artifact
-from tasks.markdown import code, words
+from tasks.markdown import code, table, words
 from tasks.progress import clock
 from tasks.session import Session
 from tasks.tracking.address import public
@@ -38,7 +39,7 @@ def lines(session: Session) -> list[str]:
     return found
 
 
-def page(session: Session) -> str:
+def page(session: Session, planned: Plan) -> str:
     """In Markdown."""
     text = [f"# {session.name}", "", "| stage | state | time | made in | artifact |", "|---|---|---|---|---|"]
     for name in session.stages:
@@ -47,6 +48,7 @@ def page(session: Session) -> str:
             took = clock(made.made["seconds"]) if made else ""
             where = f"`{made.key}`" if made else outcome.reason.replace("|", "\\|").replace("\n", " ")
             text.append(f"| {name} | {outcome.state} | {clock(outcome.seconds)} | {took} | {where} |")
+    text += ["", "## Plan", "", f"{words(planned.verdict)}.", *_plan(session, planned)]
     if data := _data(session):
         text += ["", "## Data", "", f"{data_report.headline(data)}."]
         text += ["", *(f"- {words(line)}" for line in data.get("warnings", []))]
@@ -70,6 +72,18 @@ def page(session: Session) -> str:
 def _artifact(session: Session, name: str) -> Artifact | None:
     outcome = session.outcomes.get(name)
     return outcome.artifact if outcome else None
+
+
+def _plan(session: Session, planned: Plan) -> list[str]:
+    """Beside what was measured, unless that was at another time, and maybe at another layout."""
+    outcome = session.outcomes.get("train")
+    if not outcome or outcome.state != "Completed" or not outcome.artifact:
+        return []
+    rows = plan.beside(planned, outcome.artifact.result)
+    return table(
+        ("", "planned", "measured", "measured / planned"),
+        [(name, f"{was:.3g}", f"{found:.3g}", f"{found / was:.2f}") for name, was, found in rows],
+    )
 
 
 def _data(session: Session) -> dict:
@@ -119,9 +133,9 @@ def _link(where: str) -> str:
     return f"[{where}]({where})" if where.startswith("http") else f"`{where}`"
 
 
-def publish(session: Session) -> None:
+def publish(session: Session, planned: Plan) -> None:
     """The page as a Prefect artifact, the table in the terminal, the figures of the whole in MLflow."""
-    create_markdown_artifact(page(session), key=f"report-{session.run.name}", description=session.name)
+    create_markdown_artifact(page(session, planned), key=f"report-{session.run.name}", description=session.name)
     for name, base, tuned in _gains(session):
         session.tell({f"base/{name}": base, f"tuned/{name}": tuned})
     if trained := _artifact(session, "train"):

@@ -175,6 +175,10 @@ class Session(AbstractContextManager):
         """Metrics of the run as a whole."""
         self._tracking.metrics(values)
 
+    def draw(self, content: bytes, name: str, of: str) -> None:
+        """A JSON file of the run as a whole, and its figures."""
+        self._tracking.drawn(content, name, of)
+
     def _obtain(self, name: str, make: Callable[[Work], dict[str, Any]], valid: Callable[[Artifact], bool]) -> Artifact:
         stage, say = self.stages[name], get_run_logger().info
         anew = name in self._anew

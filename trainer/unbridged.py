@@ -7,9 +7,9 @@ the router's scores and such, which change no shape, are left at Megatron's defa
 from dataclasses import dataclass
 from functools import partial
 
-from conf.facts import GPT2, ModelFacts
+from conf.facts import GPT2, UNBRIDGED, ModelFacts
 
-FAMILIES = (GPT2, "MixtralForCausalLM", "Qwen2MoeForCausalLM")
+FAMILIES = UNBRIDGED
 
 
 @dataclass(frozen=True)

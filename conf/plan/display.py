@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from conf.layout import Grid
-from conf.plan import parameters
+from conf.plan import parameters, picture
 from conf.plan.hardware import GB, Gpu
 from conf.plan.memory import StageMemory
 from conf.plan.search import Candidate, Found
@@ -34,6 +34,8 @@ def lines(plan: Plan) -> Iterator[str]:
         yield f"grids    {_grids(plan.run.layout, plan.cut)}; microbatches per step {plan.cut.microbatches}"
         yield ""
         yield from _memory_table(plan)
+        yield ""
+        yield from picture.lines(plan)
         yield ""
         yield from _time_lines(plan)
         yield from (
@@ -161,6 +163,7 @@ def as_dict(plan: Plan) -> dict[str, Any]:
         "grid": vars(plan.cut) if plan.cut else None,
         "fullest": plan.fullest.rank if plan.stages else None,
         "stages": [{"rank": s.rank, **s.items, "total": s.total, "over": s.over} for s in plan.stages],
+        "picture": picture.as_dict(plan),
         "time": dict(vars(time)) if time else None,
         "host": [need._asdict() for need in plan.hosts],
         "instead": found_dict(plan.found, plan.gpu, SUGGESTED) if plan.found else None,

@@ -2,6 +2,7 @@
 
     plan(run, facts, gpu) -> Plan          of the configuration's own layout; searches for others where it is refused
     facts_of(run) -> ModelFacts            from conf/models, by the model's Hub id, or from its folder's config.json
+    facts_in(config, place) -> ModelFacts  of a config.json from elsewhere
     settle(run, facts, gpu) -> Run         with the layout that layout.auto asks for
 
 A layout is settled before it is planned. Of those that fit auto takes the fastest that leaves more room than a plan may
@@ -122,12 +123,17 @@ def _read(config: Path) -> ModelFacts:
         raise ConfigError(f"{config}: {error.strerror}") from None
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{config}: not JSON: {error}") from None
+    return facts_in(read, f"{config.parent}/")
+
+
+def facts_in(config: Any, place: str) -> ModelFacts:
+    """Of a config.json that was read; `place` stands before its name where it is at fault."""
     try:
-        return facts_from_hf(read)
+        return facts_from_hf(config)
     except ValueError as error:  # a line that begins with config.json
-        raise ConfigError(f"{config.parent}/{error}") from None
+        raise ConfigError(f"{place}{error}") from None
     except (TypeError, AttributeError) as error:
-        raise ConfigError(f"{config}: no model's configuration: {error}") from None
+        raise ConfigError(f"{place}config.json: no model's configuration: {error}") from None
 
 
 def _instead(run: Run, facts: ModelFacts, gpu: Gpu) -> dict[str, Any]:

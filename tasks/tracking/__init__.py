@@ -83,11 +83,11 @@ class Stage:
         if copy := self._copy(content, name):
             self._tell(do="file", name=name, file=copy)
 
-    def report(self, path: Path) -> None:
-        """Keeps the report.json of prepared data, and its figures."""
-        if copy := self._copy(path, path.name):
-            self._tell(do="file", name=path.name, file=copy)
-            self._tell(do="plots", file=copy, of="data")
+    def drawn(self, content: bytes | Path, name: str, of: str) -> None:
+        """Keeps a JSON file and its figures: of data, the report.json of prepared data; of a plan, its plan.json."""
+        if copy := self._copy(content, name):
+            self._tell(do="file", name=name, file=copy)
+            self._tell(do="plots", file=copy, of=of)
 
     def table(self, rows: list[dict], name: str) -> None:
         """In the format of mlflow.log_table, which MLflow's page of evaluations shows and compares; replaces it."""

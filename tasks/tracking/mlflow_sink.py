@@ -195,9 +195,9 @@ class MlflowSink:
         self._upload(runs[event["run"]], Path(event["file"]), event["name"])
 
     def _plots(self, event: dict, runs: dict, attempt: str) -> None:
-        from tasks.tracking import data_plots, plots
+        from tasks.tracking import data_plots, plan_plots, plots
 
-        draw = data_plots if event.get("of") == "data" else plots
+        draw = {"data": data_plots, "plan": plan_plots}.get(event.get("of", ""), plots)
         try:
             drawn = draw.figures(draw.read(Path(event["file"])))
         except Exception as error:

@@ -54,6 +54,12 @@ def test_a_plain_run(run):
         (["tiny", "--from", "publish"], "publish: no stage; there are download"),
         (["tiny", "--from", "export", "--until", "train"], "--from export lies behind --until train"),
         (["tiny", "data.source=tiny://x", "--dry-run"], "data.source: tiny://x: no such data"),
+        (
+            ["tiny", "layout.gpus_per_node=3", "layout.ep=3", "train.global_batch=48", "--dry-run"],
+            "plan: layout.ep: 3 does not divide the 8 experts; nearest legal: 1. On 3 cpu fits: layout.ep=1",
+        ),
+        (["tiny", "hardware.gpu=h1000", "--dry-run"], "hardware.gpu: 'h1000' is none of a100, h100"),
+        (["tiny", "model.source=tiny://bert", "--dry-run"], "model.source: tiny://bert: unknown model; known are "),
         (["tiny", "evaluate.tasks=[nowhere.yaml]", "--dry-run"], "evaluate.tasks: nowhere.yaml: no such file"),
         (
             ["tiny", "promote.model=a/b", "--dry-run"],
@@ -105,11 +111,11 @@ def test_a_dry_run_names_every_stage_and_starts_none(run, tmp_path):
     outside.write_text(TINY)
     code, errors, output = run(str(outside), "--dry-run")
     assert (code, errors, run.calls) == (0, "", [])
-    lines = output.splitlines()
-    assert [line.split()[0] for line in lines[:-1]] == list(pipeline.ORDER)
-    assert all(" miss " in line and "was made yet" in line for line in lines[:-1])
-    assert lines[-1].startswith("known cost: 0:00")
-    assert run("tiny", "--dry-run", "--until", "convert")[2].count("\n") == 4
+    *lines, cost, planned = output.splitlines()
+    assert [line.split()[0] for line in lines] == list(pipeline.ORDER)
+    assert all(" miss " in line and "was made yet" in line for line in lines)
+    assert cost.startswith("known cost: 0:00") and planned.startswith("plan  legal and fits: stage 0, ")
+    assert run("tiny", "--dry-run", "--until", "convert")[2].count("\n") == 5
     assert run("tiny", "--dry-run")[2] == output  # the same run from another file
 
 

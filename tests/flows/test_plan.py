@@ -67,8 +67,9 @@ def test_a_preset(ask, name, expected):
     assert planned["gpu"] == GPUS_OF.get(name, "h100")
 
 
-def test_the_tiny_model_s_facts_are_those_of_the_one_that_is_made():
-    assert known("tiny-glm4-moe") == facts_from_hf(KINDS["glm4-moe"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_tiny_model_s_facts_are_those_of_the_one_that_is_made(kind):
+    assert known(f"tiny-{kind}") == facts_from_hf(KINDS[kind])
 
 
 def test_what_a_seed_cannot_do_comes_with_layouts_that_fit(ask):

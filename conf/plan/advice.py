@@ -1,0 +1,53 @@
+"""What to say, in one line, of a plan that is refused: why, and which keys make it one that fits.
+
+refusal(plan)            both
+changes(before, after)   the keys in which two runs differ, as overrides of a command line
+"""
+
+import json
+
+from conf.plan.search import Found
+from conf.plan.verdict import WITH_LORA, Plan
+from conf.schema import Run
+
+NAMED = 2  # layouts that fit, the fastest of them
+
+
+def refusal(plan: Plan) -> str:
+    assert not plan.fits
+    why = "; ".join(plan.problems) if plan.problems else plan.verdict.removeprefix("refused: ")
+    return f"{why}. {_instead(plan)}"
+
+
+def changes(before: Run, after: Run) -> str:
+    old, new = (run.model_dump(mode="json") for run in (before, after))
+    return " ".join(
+        f"{section}.{key}={_shown(value)}"
+        for section, keys in new.items()
+        if isinstance(keys, dict)
+        for key, value in keys.items()
+        if value != old[section][key]
+    )
+
+
+def _instead(plan: Plan) -> str:
+    there = f"{plan.run.world} {plan.gpu.name}"
+    if plan.not_searched:
+        return f"Nothing else was looked for: {plan.not_searched}"
+    assert plan.found
+    if plan.found.fitting:
+        return f"On {there} fits: {_fitting(plan.run, plan.found)}"
+    if plan.with_lora and plan.with_lora.fitting:
+        return f"No layout of {there} fits; with {WITH_LORA} does: {_fitting(plan.run, plan.with_lora)}"
+    closest = plan.found.closest
+    lacks = f"; the closest, {changes(plan.run, closest.applied(plan.run))}, {closest.verdict}" if closest else ""
+    return f"No layout of {there} fits{lacks}; take more or larger GPUs"
+
+
+def _fitting(run: Run, found: Found) -> str:
+    return ", or ".join(changes(run, one.applied(run)) or "this layout" for one in found.fitting[:NAMED])
+
+
+def _shown(value: object) -> str:
+    """As YAML, without a blank that a shell would cut at."""
+    return value if isinstance(value, str) else json.dumps(value, separators=(",", ":")).replace('"', "")

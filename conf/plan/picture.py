@@ -1,0 +1,190 @@
+"""Which GPU holds what: the pipeline's stages, and the share of each GPU of a host in what its stage holds.
+
+    lines(plan)      for a terminal: a line per stage, then a block per host; hosts that hold alike share one
+    as_dict(plan)    the same for programs, and for the figure in MLflow
+
+Ranks are numbered as core does: tp innermost, then cp, dp and the pipeline; in the grid of experts etp, ep, edp and the
+pipeline. So which share a GPU holds depends on its place in its stage alone, and copies of a share (cp, dp, edp) follow
+one another. All GPUs of a stage hold as many parameters, so that where one is fullest all of its stage are.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any
+
+from conf.layout import shares
+from conf.plan import parameters
+from conf.plan.verdict import Plan
+from conf.schema import Run
+
+STAGES = 16  # shown, of those that differ in which layers they hold and in nothing else
+BLOCKS = 8  # of hosts, shown
+
+
+@dataclass(frozen=True)
+class Share:
+    """What one GPU holds; shares count from 1."""
+
+    stage: int  # of the pipeline, counted from the first of its host
+    tp: int  # its part of what tp cuts
+    experts: tuple[int, int]  # the first and the last that it has; (0, -1): none
+    etp: int  # its part of each of them
+
+
+@dataclass(frozen=True)
+class Block:
+    """Hosts whose GPUs hold the same shares, each of its own stages."""
+
+    hosts: tuple[int, ...]
+    shares: tuple[Share, ...]  # by GPU
+
+
+def lines(plan: Plan) -> Iterator[str]:
+    """Of a legal plan."""
+    run, facts, each = plan.run, plan.facts, _per_stage(plan.run)
+    fullest, whole = plan.fullest.rank, stages(plan)
+    yield f"GPUs of a stage: {each}; layers by number, from 0"
+    middle = len(whole) - STAGES
+    for place, stage in enumerate(whole):
+        if middle > 0 and STAGES // 2 <= place < STAGES // 2 + middle and stage["rank"] != fullest:
+            if place == STAGES // 2:
+                yield f"  ... {middle} stages like those beside them ..."
+            continue
+        first, last = stage["gpus"]
+        besides = "".join(f", {name}" for name in ("embedding", "mtp", "output") if stage[name])
+        mark = "  * fullest" if stage["rank"] == fullest else ""
+        yield f"  stage {stage['rank']:<3} GPU {_span(first, last):<11} layers {_spans(stage['layers'])}{besides}{mark}"
+    found = blocks(run, facts.experts)
+    for block in found[:BLOCKS]:
+        yield _title(block, plan)
+        rows = list(_rows(block, plan))
+        width = max(5, *(len(cell) for _, cells, _ in rows for cell in cells))
+        for name, cells, what in rows:
+            yield f"    {name:<8}{' '.join(cell.rjust(width) for cell in cells)}  {what}".rstrip()
+    if (rest := len(found) - BLOCKS) > 0:
+        yield f"  and {rest} more kinds of hosts, which --json has"
+
+
+def stages(plan: Plan) -> list[dict[str, Any]]:
+    """By pipeline rank: its GPUs, the runs of layers that it holds, and what else."""
+    run, each = plan.run, _per_stage(plan.run)
+    starts = _starts(run, plan.facts.layers)
+    found = []
+    for rank, mine in groupby(parameters.stages(run, plan.facts), key=lambda stage: stage.rank):
+        mine = list(mine)
+        held = [(starts[stage.virtual, rank], sum(kind != "mtp" for kind in stage.layers)) for stage in mine]
+        kinds = [kind for stage in mine for kind in stage.layers]
+        found.append(
+            {
+                "rank": rank,
+                "gpus": [rank * each, rank * each + each - 1],
+                "layers": [[first, first + count - 1] for first, count in held if count],
+                "kinds": {kind: kinds.count(kind) for kind in dict.fromkeys(kinds)},
+                "embedding": any(stage.embedding for stage in mine),
+                "mtp": "mtp" in kinds,
+                "output": any(stage.output for stage in mine),
+                "fullest": rank == plan.fullest.rank,
+            }
+        )
+    return found
+
+
+def blocks(run: Run, experts: int) -> list[Block]:
+    """Of all hosts, the distinct ones."""
+    layout, each = run.layout, _per_stage(run)
+    found: dict[tuple[Share, ...], list[int]] = {}
+    for host in range(layout.nodes):
+        first = host * layout.gpus_per_node
+        held = tuple(
+            _share(run, experts, rank % each, rank // each - first // each)
+            for rank in range(first, first + layout.gpus_per_node)
+        )
+        found.setdefault(held, []).append(host)
+    return [Block(tuple(hosts), held) for held, hosts in found.items()]
+
+
+def as_dict(plan: Plan) -> dict[str, Any] | None:
+    if not plan.stages:
+        return None
+    layout = plan.run.layout
+    return {
+        "stages": stages(plan),
+        "of": {"tp": layout.tp, "etp": layout.etp, "experts": plan.facts.experts},
+        "hosts": [
+            {"hosts": list(block.hosts), "gpus": [dict(vars(share)) for share in block.shares]}
+            for block in blocks(plan.run, plan.facts.experts)
+        ],
+    }
+
+
+def _share(run: Run, experts: int, place: int, stage: int) -> Share:
+    """Of the GPU at this place in its stage."""
+    layout = run.layout
+    count = experts // layout.ep
+    first = place // layout.etp % layout.ep * count
+    return Share(stage, place % layout.tp + 1, (first, first + count - 1), place % layout.etp + 1)
+
+
+def _per_stage(run: Run) -> int:
+    return run.layout.world // run.layout.pp
+
+
+def _starts(run: Run, layers: int) -> dict[tuple[int, int], int]:
+    """The first layer of each virtual stage of each pipeline rank."""
+    counts, vpp, layer = shares(run.layout, layers), run.layout.vpp or 1, 0
+    found = {}
+    for virtual in range(vpp):
+        for rank, count in enumerate(counts):
+            found[virtual, rank] = layer
+            layer += count // vpp
+    return found
+
+
+def _title(block: Block, plan: Plan) -> str:
+    per_host, each = plan.run.layout.gpus_per_node, _per_stage(plan.run)
+    on = sorted({(host * per_host + place) // each for host in block.hosts for place in range(per_host)})
+    name = "host" if len(block.hosts) == 1 else "hosts"
+    mark = "  * fullest" if plan.fullest.rank in on else ""
+    which = f"stage{'s' * (len(on) > 1)} {_runs(on)}"
+    return f"  {name} {_runs(list(block.hosts))}: {which}{mark}"
+
+
+def _rows(block: Block, plan: Plan) -> Iterator[tuple[str, list[str], str]]:
+    """Name, a cell for each GPU of the host, and what the cells mean."""
+    layout, experts, held = plan.run.layout, plan.facts.experts, block.shares
+    yield "GPU", [str(n) for n in range(len(held))], ""
+    if len({share.stage for share in held}) > 1:
+        first = block.hosts[0] * layout.gpus_per_node // _per_stage(plan.run)
+        numbers = [first + share.stage for share in held]
+        yield "stage", [f"{n}{'*' if n == plan.fullest.rank else ''}" for n in numbers], _alike(block)
+    if layout.tp > 1:
+        yield "tp", [f"{share.tp}/{layout.tp}" for share in held], "part of each layer"
+    if experts:
+        yield "experts", [_span(*share.experts) for share in held], f"of {experts}"
+    if layout.etp > 1:
+        yield "etp", [f"{share.etp}/{layout.etp}" for share in held], "part of each expert"
+
+
+def _alike(block: Block) -> str:
+    return f"of host {block.hosts[0]}, and so on" if len(block.hosts) > 1 else ""
+
+
+def _runs(numbers: list[int]) -> str:
+    """0-3, 8 for [0, 1, 2, 3, 8]; what is longer than a few runs is cut."""
+    spans: list[list[int]] = []
+    for number in numbers:
+        if spans and number == spans[-1][1] + 1:
+            spans[-1][1] = number
+        else:
+            spans.append([number, number])
+    return _spans(spans)
+
+
+def _spans(spans: list[list[int]], most: int = 6) -> str:
+    shown = ", ".join(_span(first, last) for first, last in spans[:most])
+    return shown + (f", ... ({len(spans)} in all)" if len(spans) > most else "")
+
+
+def _span(first: int, last: int) -> str:
+    return "none" if last < first else str(first) if first == last else f"{first}-{last}"

@@ -1,0 +1,136 @@
+"""Stage zero: what the run needs, from the model's config.json alone, before anything is downloaded or paid for.
+
+    planned = settle(run)       fetches some KB; ConfigError or Fault for what no plan can be made of
+    refusal(planned)            why the flow ends here, with what would fit; "" where it goes on
+
+layout.auto is settled here: planned.run is what all stages get. hardware.gate: warn goes on with a run that does not
+fit; one that is illegal, or whose model cannot be converted, ends in any case. conf/plan/ has the arithmetic.
+"""
+
+import json
+from typing import Any
+
+from prefect import State, get_run_logger, task
+from prefect.artifacts import create_markdown_artifact
+from prefect.states import Completed, Failed
+
+from conf.facts import UNBRIDGED, ModelFacts
+from conf.load import ConfigError
+from conf.plan import advice, display, hardware, picture, verdict
+from conf.plan.hardware import GB
+from conf.plan.verdict import Plan
+from conf.schema import Run
+from tasks import hub
+from tasks.faults import Fault
+from tasks.hub import config_json
+from tasks.markdown import fenced, table, words
+from tasks.session import OPTIONS, Session
+
+
+@task(name="plan", **OPTIONS)
+def plan(run: Run) -> State:
+    """Plan: legal, fits, how long, how much."""
+    try:
+        planned = settle(run)
+    except (ConfigError, Fault) as fault:
+        return Failed(message=str(fault), data=Fault(str(fault)))
+    create_markdown_artifact(page(planned), key=f"plan-{run.name}", description=planned.verdict)
+    if fault := refusal(planned):
+        return Failed(message=fault, data=Fault(fault))
+    say = get_run_logger()
+    (say.info if planned.fits else say.warning)(summary(planned))
+    return Completed(message=planned.verdict, data=planned)
+
+
+def settle(run: Run) -> Plan:
+    facts = _facts(run)
+    settled = verdict.settle(run, facts, hardware.of(run))
+    return verdict.plan(settled, facts, hardware.of(settled))
+
+
+def refusal(planned: Plan) -> str:
+    if planned.fits or (planned.legal and planned.run.hardware.gate == "warn"):
+        return ""
+    go_on = "; hardware.gate=warn goes on all the same" if planned.legal else ""
+    return f"plan: {advice.refusal(planned)}{go_on}"
+
+
+def summary(planned: Plan) -> str:
+    """A line for terminals and logs."""
+    time, train = planned.time, planned.run.train
+    if time is None:
+        return f"plan  {planned.verdict}"
+    cost = "" if time.cost is None else f", {time.cost:,.0f} USD"
+    return f"plan  {planned.verdict}; {time.likely:.3g} s a step, {time.hours:.3g} hours for {train.steps} steps{cost}"
+
+
+def page(planned: Plan) -> str:
+    """In Markdown."""
+    text = [f"# Plan of {words(planned.run.name)}", "", f"**{words(planned.verdict)}**"]
+    text += table(("", "planned"), [(name, words(value)) for name, value in _rows(planned)])
+    text += ["", fenced("\n".join(picture.lines(planned))), ""] if planned.stages else [""]
+    return "\n".join([*text, "## In full", "", fenced("\n".join(display.lines(planned)))]) + "\n"
+
+
+def tell(session: Session, planned: Plan) -> None:
+    """The plan, its figures and its numbers, in MLflow's run of the flow."""
+    session.draw(json.dumps(display.as_dict(planned), indent=1).encode(), "plan.json", "plan")
+    session.tell({f"plan/{name}": value for name, value in numbers(planned).items()})
+
+
+def numbers(planned: Plan) -> dict[str, float]:
+    """What a measured run can be held against, and what it costs."""
+    found = {"memory_gb": planned.fullest.total / GB, "allocated_gb": _allocated(planned)}
+    if time := planned.time:
+        found |= {"step_seconds": time.likely, "tokens_per_second": time.tokens_per_second, "hours": time.hours}
+        found |= {} if time.cost is None else {"cost_usd": time.cost}
+    return found
+
+
+def beside(planned: Plan, trained: dict[str, Any]) -> list[tuple[str, float, float]]:
+    """What was planned and what training has measured: name, planned, measured."""
+    found = [("GB of the fullest rank, by its allocator", _allocated(planned), trained["peak_memory_gb"])]
+    if planned.time:
+        found.insert(0, ("seconds of a step", planned.time.likely, trained["median_step_seconds"]))
+    return found
+
+
+def _allocated(planned: Plan) -> float:
+    """GB that training reports as memory_gb: what PyTorch has handed out; on a CPU, all that the process holds."""
+    stage = planned.fullest
+    return (stage.allocated if planned.gpu.cuda else stage.total - stage.margin) / GB
+
+
+def _rows(planned: Plan) -> list[tuple[str, str]]:
+    layout, gpu = planned.run.layout, planned.gpu
+    rows = [("GPUs", f"{layout.world} {gpu.name}, {gpu.memory / GB:.1f} GB each"), ("layout", display.degrees(layout))]
+    rows += [("illegal", line) for line in planned.problems]
+    if planned.stages:
+        stage = planned.fullest
+        rows.append(("fullest GPU", f"{stage.total / GB:.1f} GB, of pipeline stage {stage.rank}"))
+    if time := planned.time:
+        rows.append(("step", f"{time.likely:.3g} s ({time.low:.3g} to {time.high:.3g})"))
+        rows.append(("run", f"{planned.run.train.steps} steps, {time.hours:.3g} hours"))
+        rows += [] if time.cost is None else [("cost", f"{time.cost:,.0f} USD at {gpu.price:g} per GPU and hour")]
+    return rows + [
+        (f"hosts, {need.stage}", f"{need.memory / GB:.0f} GB memory, {need.disk / GB:.0f} GB disk")
+        for need in planned.hosts
+    ]
+
+
+def _facts(run: Run) -> ModelFacts:
+    source = run.model.source
+    if hub.kind(source) == "tiny":
+        return verdict.facts_of(run)
+    config = config_json.read(source, run.model.revision)
+    facts = verdict.facts_in(config, f"model.source: {source}: ")
+    if facts.architecture in UNBRIDGED:
+        others = "it does that of GLM-4.5 to 4.7, DeepSeek-V3, Qwen3 and Llama"
+        raise Fault(f"model.source: {source}: Megatron-Bridge does not convert {facts.architecture}; {others}")
+    if quantized := config.get("quantization_config"):
+        method = quantized.get("quant_method", "") if isinstance(quantized, dict) else ""
+        raise Fault(
+            f"model.source: {source}: its config.json has a quantization_config{method and f' ({method})'}, and only "
+            "bf16 and fp32 can be converted; name a release, or a folder with a copy, in bf16"
+        )
+    return facts

@@ -1,0 +1,88 @@
+"""The figure of a plan, from its plan.json, as PNG: the memory of every pipeline stage, and which GPU holds what."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from tasks.tracking.plots import png
+
+GB = 1e9
+PARTS = ("weights", "gradients", "optimizer", "adapters", "activations")
+STAGES = 32  # drawn; a longer pipeline shows the first, the last and the fullest
+HOSTS = 8  # kinds of hosts that are drawn
+
+
+def read(path: Path) -> dict[str, Any]:
+    return json.loads(path.read_text("utf-8"))
+
+
+def figures(plan: dict[str, Any]) -> dict[str, bytes]:
+    """None of an illegal layout, which has no stages."""
+    if not plan["stages"]:
+        return {}
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    stages, hosts = _shown(plan), plan["picture"]["hosts"][:HOSTS]
+    tall = (1.5 + 0.3 * len(stages), 1.0 + 0.6 * len(hosts))
+    drawing = Figure(figsize=(11, sum(tall)), dpi=110, layout="constrained")
+    FigureCanvasAgg(drawing)
+    above, below = drawing.subplots(2, 1, height_ratios=tall)
+    _memory(above, plan, stages)
+    _holders(below, plan, hosts)
+    return {"plan": png(drawing)}
+
+
+def _shown(plan: dict[str, Any]) -> list[dict[str, Any]]:
+    stages = plan["stages"]
+    if len(stages) <= STAGES:
+        return stages
+    ends = {*range(STAGES // 2), *range(len(stages) - STAGES // 2, len(stages)), plan["fullest"]}
+    return [stages[place] for place in sorted(ends)]
+
+
+def _memory(axes: Any, plan: dict[str, Any], stages: list[dict[str, Any]]) -> None:
+    names = [f"stage {stage['rank']}{'  fullest' if stage['rank'] == plan['fullest'] else ''}" for stage in stages]
+    left = [0.0] * len(stages)
+    besides = [key for key in stages[0] if key not in (*PARTS, "rank", "total", "over")]
+    for label, keys in (*((part, [part]) for part in PARTS), ("besides", besides)):
+        widths = [sum(stage[key] for key in keys) / GB for stage in stages]
+        axes.barh(names, widths, left=left, label=label)
+        left = [start + width for start, width in zip(left, widths, strict=True)]
+    axes.axvline(plan["gpu_memory"] / GB, color="black", linestyle="--", label=plan["gpu"])
+    axes.invert_yaxis()
+    axes.set(title=f"{plan['name']}: {plan['verdict']}"[:110], xlabel="GB on each GPU of the stage")
+    axes.grid(axis="x", alpha=0.3)
+    axes.legend(loc="upper left", bbox_to_anchor=(1, 1), fontsize=8)
+
+
+def _holders(axes: Any, plan: dict[str, Any], hosts: list[dict[str, Any]]) -> None:
+    """A row for each kind of host, a cell for each GPU; a colour for each stage of the host's."""
+    from matplotlib import colormaps
+
+    of, colours = plan["picture"]["of"], colormaps["Pastel1"].colors
+    widest = max(len(host["gpus"]) for host in hosts)
+    for row, host in enumerate(hosts):
+        for gpu, share in enumerate(host["gpus"]):
+            axes.add_patch(_cell(gpu, row, colours[share["stage"] % len(colours)]))
+            axes.text(gpu + 0.5, row + 0.5, _text(share, of), ha="center", va="center", fontsize=7)
+    names = [f"hosts {', '.join(map(str, host['hosts'][:4]))}{', ...' * (len(host['hosts']) > 4)}" for host in hosts]
+    axes.set(xlim=(0, widest), ylim=(len(hosts), 0), title="What each GPU holds; a colour is a stage", xlabel="GPU")
+    axes.set_yticks([row + 0.5 for row in range(len(hosts))], names)
+    axes.set_xticks([gpu + 0.5 for gpu in range(widest)], [str(gpu) for gpu in range(widest)])
+
+
+def _cell(gpu: int, row: int, colour: Any) -> Any:
+    from matplotlib.patches import Rectangle
+
+    return Rectangle((gpu, row), 1, 1, facecolor=colour, edgecolor="white")
+
+
+def _text(share: dict[str, Any], of: dict[str, int]) -> str:
+    lines = [f"tp {share['tp']}/{of['tp']}"] if of["tp"] > 1 else []
+    if of["experts"]:
+        first, last = share["experts"]
+        lines.append(f"experts {first}-{last}")
+    if of["etp"] > 1:
+        lines.append(f"etp {share['etp']}/{of['etp']}")
+    return "\n".join(lines) or "whole"
