@@ -39,6 +39,9 @@ def start(main: Callable[[Run], None], check: Callable[[Run], None], alone: bool
     _die_with_agent()
     with faults_in_one_line():
         run = load(options.conf, options.overrides)
+        if run.layout.auto:
+            says = "python -m flows.plan says which one flows.finetune would take"
+            raise Fault(f"layout.auto: true, but a trainer wants a layout that is written down; {says}")
         if alone:
             check(run)
             main(run)

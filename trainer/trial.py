@@ -32,6 +32,7 @@ import numpy as np
 from conf.facts import GPT2, ModelFacts, facts_from_hf
 from conf.layout import problems
 from conf.load import dump, load
+from conf.plan import hardware, verdict
 from conf.plan.hardware import GPUS, Gpu, read
 from conf.plan.memory import StageMemory, memory
 from conf.plan.timing import timing
@@ -55,6 +56,7 @@ def main() -> int:
         run = load(options.conf, options.overrides, illegal=True)
         config = config_of(run)
         whole = facts_from_hf(config)
+        run = verdict.settle(run, whole, hardware.of(run))
         if options.layers is not None:
             config = cut(config, options.layers)
         facts = facts_from_hf(config)
