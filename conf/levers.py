@@ -88,10 +88,11 @@ def widths(run: "Run", facts: ModelFacts) -> Iterator[tuple[str, str, int, int]]
 def unsupported(run: "Run", gpu: "Gpu") -> list[str]:
     """A line for what this kind of GPU cannot do."""
     found, fp8 = [], run.train.fp8
-    if fp8 and gpu.cuda and not CAPABLE[fp8][0] <= gpu.capability < CAPABLE[fp8][1]:
-        able = [name for name, (least, below) in CAPABLE.items() if least <= gpu.capability < below]
-        right = f"{gpu.name} takes {' or '.join(able)}" if able else f"{gpu.name} has no FP8; null"
-        found.append(f"train.fp8: {fp8} is nothing that {gpu.name} computes; {right}")
+    able = [name for name, (least, below) in CAPABLE.items() if least <= gpu.capability < below]
+    if fp8 and gpu.cuda and "fp8" not in gpu.tflops:
+        found.append(f"train.fp8: {fp8}, but {gpu.name} has no FP8; null")
+    elif fp8 and gpu.cuda and fp8 not in able:
+        found.append(f"train.fp8: {fp8} is nothing that {gpu.name} computes; it takes {', '.join(able) or 'null'}")
     if not gpu.cuda:
         found += [f"{key}: {value} needs a GPU; on a CPU {usual}" for key, value, usual in beyond_a_cpu(run)]
     return found

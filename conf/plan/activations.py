@@ -10,6 +10,9 @@ Read off the layers that a GPU run builds: megatron-core 0.19 (attention.py, mlp
     gated MLP       keeps both halves of fc1's output
     experts         see each token top_k times: micro_batch * sequence / cp / (tp if sp) * top_k * etp on average
     permutations    keep maps of indices; all-to-all and un-permutation keep no tokens
+    FP8             trained layers keep their input in FP8, but where another layer keeps it in bf16 anyhow (core's
+                    save_original_input, which delayed scaling cannot); adapters compute in bf16 and keep that, but
+                    those of each expert. The tokens of an expert are filled up to a multiple of 16 (mxfp8: 32)
 
 Not covered: buffers of DeepEP (dispatcher flex), activation offloading, hidden and attention dropout (fine-tuning here
 has none), the pieces that a ring of cp ranks holds while it turns, and the weight that DoRA takes the norm of.
@@ -17,6 +20,7 @@ has none), the pieces that a ring of cp ranks holds while it turns, and the weig
 
 from dataclasses import dataclass
 
+from conf import levers
 from conf.facts import ModelFacts
 from conf.schema import Run
 
@@ -25,6 +29,8 @@ IMBALANCE = 1.2
 # Bytes per token and expert that routing keeps: logits, scores, probabilities, the loss's scores (fp32 each), the map
 # (bool), and the permutation's map of rows (two int32 a piece).
 ROUTING = 4 * 4 + 1 + 2 * 4
+# Bytes of a number in FP8, with its share of a scale: of 4 bytes for 128 numbers, or of 1 for 32.
+LOW = {"current": 1.0, "delayed": 1.0, "blockwise": 1 + 4 / 128, "mxfp8": 1 + 1 / 32}
 # Where Bridge turns bias_activation_fusion on (GPT-2: this project). Elsewhere a gated MLP keeps silu's output too, and
 # experts their output before it is multiplied with the router's probability.
 FUSED = ("Glm4MoeForCausalLM", "DeepseekV3ForCausalLM", "LlamaForCausalLM", "GPT2LMHeadModel")
@@ -47,7 +53,9 @@ def tokens(run: Run, facts: ModelFacts) -> Tokens:
     local = whole // layout.tp if layout.sp else whole
     uneven = IMBALANCE if layout.ep > 1 and not run.moe.force_balance else 1.0
     routed = local * facts.top_k * layout.etp if facts.experts else 0
-    return Tokens(whole, local, routed, int(routed * uneven), 4 if train.precision == "fp32" else 2)
+    # on average half of what is filled up to
+    filled = facts.experts // layout.ep * levers.MULTIPLE[train.fp8] // 2 if train.fp8 and facts.experts else 0
+    return Tokens(whole, local, routed, int(routed * uneven) + filled, 4 if train.precision == "fp32" else 2)
 
 
 def kinds(facts: ModelFacts) -> list[str]:
@@ -90,7 +98,10 @@ def working(run: Run, facts: ModelFacts, kind: str) -> dict[str, int]:
         bare = run.model_copy(update={"train": run.train.model_copy(update={"recompute_modules": ()})})
         again = sum(parts(bare, facts, kind).values()) - sum(parts(run, facts, kind).values())
     gate = 2 if facts.gated else 1
-    dense = t.local * facts.hidden * 2 + t.whole * max(attention_width(facts), facts.ffn * gate) // run.layout.tp
+    width = t.whole * max(attention_width(facts), facts.ffn * gate) // run.layout.tp
+    dense = t.local * facts.hidden * 2 + width
+    # A gradient in FP8, where weights are trained in both layouts.
+    low = LOW.get(run.train.fp8 or "", 0.0) * (2 if run.adapter.kind == "none" else 1)
     dispatch = 0
     if kind != "dense" and facts.experts:
         # Gradients of fc1's output and of its input, the latter once from the weight and once from the adapter; then
@@ -100,7 +111,9 @@ def working(run: Run, facts: ModelFacts, kind: str) -> dict[str, int]:
         # etp sums up the experts' output in fp32
         dispatch = t.busiest * (inner + copies * facts.hidden) * t.byte
         dispatch += t.busiest * facts.hidden * 4 if run.layout.etp > 1 else 0
-    return {"dispatch": dispatch, "working": again + dense * t.byte}
+        if low:  # and the tokens before they were filled up
+            dispatch += int(t.busiest * (inner * low + facts.hidden * t.byte))
+    return {"dispatch": dispatch, "working": again + dense * t.byte + int(width * low)}
 
 
 def logits(run: Run, facts: ModelFacts) -> int:
@@ -116,15 +129,22 @@ def _adapted(run: Run, name: str) -> bool:
     return run.adapter.kind != "none" and name in run.adapter.targets
 
 
-def _input(run: Run, t: Tokens, name: str, size: int, held: bool = False, drops: bool = False) -> int:
+def _input(
+    run: Run, t: Tokens, name: str, size: int, held: bool = False, drops: bool = False, grouped: bool = False
+) -> int:
     """What a linear layer keeps of `size` inputs. held: another layer keeps them; drops: they are computed again."""
+    fp8, each = run.train.fp8, t.byte
     if run.adapter.kind == "none":
+        if fp8:
+            return 0 if drops or (held and fp8 != "delayed") else int(size * LOW[fp8])
         return 0 if held or drops else size * t.byte
     if not _adapted(run, name):
         return 0
+    if fp8 and grouped and run.adapter.experts == "each" and run.moe.grouped_gemm:
+        each = LOW[fp8]
     if run.adapter.dropout:
-        return size * (t.byte + 1)  # its own copy, which no recompute drops
-    return 0 if held or drops else size * t.byte
+        return int(size * (each + 1))  # its own copy, which no recompute drops
+    return 0 if held or drops else int(size * each)
 
 
 def _lora(run: Run, t: Tokens, name: str, rows: int, out: int) -> int:
@@ -163,6 +183,8 @@ def _attention(run: Run, facts: ModelFacts, t: Tokens) -> int:
         # the low-rank q and kv, before and after their norms
         inner += t.local * 2 * (facts.q_rank + facts.kv_rank + facts.qk_rope)
         total = inner * t.byte + _input(run, t, "linear_q_down_proj", t.local * facts.hidden)
+        if run.train.fp8 and run.adapter.kind == "none" and facts.q_rank:  # each has its own copy in FP8
+            total += _input(run, t, "linear_kv_down_proj", t.local * facts.hidden)
         for name in ("linear_q_down_proj", "linear_q_up_proj", "linear_kv_down_proj", "linear_kv_up_proj"):
             total += _lora(run, t, name, t.whole, 0)
     else:
@@ -197,8 +219,8 @@ def _moe(run: Run, facts: ModelFacts, t: Tokens) -> dict[str, int]:
     if "moe" in again:  # the input of the whole, which is the norm's output
         return {"experts": t.local * facts.hidden * t.byte}
     inner = t.busiest * facts.expert_ffn // etp
-    experts = _input(run, t, "linear_fc1", t.busiest * facts.hidden) + inner * gate * t.byte
-    experts += _input(run, t, "linear_fc2", inner, drops="moe_act" in again)
+    experts = _input(run, t, "linear_fc1", t.busiest * facts.hidden, grouped=True) + inner * gate * t.byte
+    experts += _input(run, t, "linear_fc2", inner, drops="moe_act" in again, grouped=True)
     experts += 0 if "moe_act" in again else 2 * _apart(facts) * inner * t.byte
     experts += _lora(run, t, "linear_fc1", t.busiest, gate * facts.expert_ffn // etp)
     experts += _lora(run, t, "linear_fc2", t.busiest, facts.hidden)
@@ -207,7 +229,11 @@ def _moe(run: Run, facts: ModelFacts, t: Tokens) -> dict[str, int]:
     if facts.shared_ffn and "shared_experts" not in again:
         # without tp, fc1's input is the norm's output, which the router keeps
         shared = _dense(run, t, facts, facts.shared_ffn, facts.hidden)
-        if not run.layout.sp and not (run.adapter.kind != "none" and run.adapter.dropout):
+        if (
+            not run.layout.sp
+            and not (run.adapter.kind != "none" and run.adapter.dropout)
+            and run.train.fp8 != "delayed"
+        ):
             shared -= _input(run, t, "linear_fc1", t.whole * facts.hidden)
         found["shared experts"] = shared
     return found

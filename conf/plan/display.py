@@ -1,7 +1,7 @@
 """What a plan says to people, and as_dict() to programs; both for the ranked table of search() as well.
 
-A stage's bar has a letter for each thirtieth of the GPU: W weights, G gradients, O optimizer, A adapters,
-a activations, . all else; ! is what lacks.
+A stage's bar has a letter for each thirtieth of the GPU: W weights, G gradients, O optimizer, A adapters, F copies of
+weights in FP8, a activations, . all else; ! is what lacks.
 """
 
 from collections.abc import Iterator
@@ -17,7 +17,7 @@ from conf.schema import Layout, Run
 
 BAR = 30  # characters for all of a GPU's memory
 # What a bar draws; the rest of a stage's memory is buffers, context and margin, the same for every layout.
-DRAWN = {"weights": "W", "gradients": "G", "optimizer": "O", "adapters": "A", "activations": "a"}
+DRAWN = {"weights": "W", "gradients": "G", "optimizer": "O", "adapters": "A", "copies": "F", "activations": "a"}
 BESIDES = ("logits", "dispatch", "working", "buffers", "context", "margin")
 SUGGESTED = 3
 
@@ -77,13 +77,14 @@ def _grids(layout: Layout, cut: Grid) -> str:
 
 def _memory_table(plan: Plan) -> Iterator[str]:
     """GB of the fullest rank of every stage; each W, G, ... of the bar is a BARth of the GPU."""
-    columns = [*DRAWN, "besides", "total"]
+    drawn = [name for name in DRAWN if name != "copies" or plan.fullest.copies]
+    columns = [*drawn, "besides", "total"]
     layers = [sum(len(s.layers) for s in group) for group in _by_rank(plan)]
     each = plan.run.layout.world // len(plan.stages)  # the pipeline is the outermost of core's dimensions
     yield f"stage  {'GPUs':>9}  layers  " + "  ".join(f"{name:>{max(7, len(name))}}" for name in columns)
     for stage, count in zip(plan.stages, layers, strict=True):
         items = stage.items
-        figures = [items[name] for name in DRAWN] + [sum(items[name] for name in BESIDES), stage.total]
+        figures = [items[name] for name in drawn] + [sum(items[name] for name in BESIDES), stage.total]
         cells = (f"{n / GB:>{max(7, len(name))}.1f}" for n, name in zip(figures, columns, strict=True))
         mark = "  <- fullest" if stage is plan.fullest else ""
         ranks = f"{stage.rank * each}-{stage.rank * each + each - 1}" if each > 1 else str(stage.rank)

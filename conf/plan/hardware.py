@@ -16,6 +16,8 @@ are a guess that ranks layouts of tiny models; no time is predicted from them.
     network: 25       # GB/s per GPU and direction to other hosts
     per_host: 8
     price: 1.2        # USD per GPU and hour; may be left out
+    capability: 8.9   # CUDA's compute capability: which FP8 there is; left out, 9.0 where fp8 is given
+    bus: 25           # GB/s per GPU and direction to the host's memory; left out, 55 (PCIe 5)
 
 Not covered: power limits and clocks of one machine, hosts whose GPUs differ, topologies of the network.
 """
@@ -25,6 +27,7 @@ from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from math import isfinite
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -57,40 +60,51 @@ class Gpu:
     price: float | None = None  # USD per GPU and hour
     domain: int = 0  # GPUs that NVLink joins; 0 = those of a host
     cuda: bool = True  # False = a CPU
+    capability: float = 9.0  # CUDA's compute capability
+    bus: float = 55 * GB  # bytes/s per GPU and direction to the host's memory: of 64 over PCIe 5
+    host: float = 75 * GB  # bytes/s of the host's memory, a GPU's share: 16 channels of DDR5-4800 for 8 in a DGX H100
 
     @property
     def joined(self) -> int:
         return self.domain or self.per_host
+
+    @property
+    def transposes(self) -> bool:
+        """Whether a product in FP8 wants its operands laid out one way only, so that weights are kept in both."""
+        return self.capability < 10 or 12 <= self.capability < 13
 
 
 # TFLOPS are dense: half of the figure that data sheets star "with sparsity". fp32 is without tensor cores, as PyTorch
 # computes by default. link is half of NVLink's advertised figure, which counts both directions. Memory is what
 # torch.cuda.get_device_properties().total_memory gives. network is one 400 Gb/s adapter per GPU (A100: 200), as in the
 # DGX and HGX reference designs.
+# The rest is of a DGX or HGX: PCIe 4 or 5, and all channels of both sockets' memory, an eighth of it.
+A100: dict[str, Any] = {"capability": 8.0, "bus": 25 * GB, "host": 51 * GB}
+B200: dict[str, Any] = {"capability": 10.0, "host": 90 * GB}
+# Two GPUs share a Grace: its NVLink-C2C of 450 GB/s a direction, and its memory of 512 GB/s.
+GRACE: dict[str, Any] = {"domain": 72, "capability": 10.0, "bus": 200 * GB, "host": 256 * GB}
 GPUS = {
     gpu.name: gpu
     for gpu in (
         # NVIDIA A100 80GB SXM data sheet (2021); NVLink 600 GB/s; no FP8
-        Gpu("a100", int(79.1 * GIB), {"fp32": 19.5, "bf16": 312}, 2039 * GB, 300 * GB, 25 * GB, 8),
+        Gpu("a100", int(79.1 * GIB), {"fp32": 19.5, "bf16": 312}, 2039 * GB, 300 * GB, 25 * GB, 8, **A100),
         # NVIDIA H100 SXM5 data sheet (2023): 1979 and 3958 with sparsity; NVLink 900 GB/s
         Gpu("h100", int(79.1 * GIB), {"fp32": 67, "bf16": 989.5, "fp8": 1979}, 3350 * GB, 450 * GB, 50 * GB, 8),
         # NVIDIA H200 SXM data sheet (2024): H100's compute, 141 GB of HBM3e
         Gpu("h200", int(139.8 * GIB), {"fp32": 67, "bf16": 989.5, "fp8": 1979}, 4800 * GB, 450 * GB, 50 * GB, 8),
         # NVIDIA HGX B200 data sheet (2025), per GPU: 4.5 and 9 PFLOPS with sparsity; 180 GB; NVLink 1.8 TB/s
-        Gpu("b200", int(178.3 * GIB), {"fp32": 75, "bf16": 2250, "fp8": 4500}, 7700 * GB, 900 * GB, 50 * GB, 8),
+        Gpu("b200", int(178.3 * GIB), {"fp32": 75, "bf16": 2250, "fp8": 4500}, 7700 * GB, 900 * GB, 50 * GB, 8, **B200),
         # NVIDIA GB200 NVL72 data sheet (2025), a 72nd of it: 186 GB; 4 GPUs to a host, 72 on one NVLink
-        Gpu(
-            "gb200", int(184 * GIB), {"fp32": 80, "bf16": 2500, "fp8": 5000}, 8000 * GB, 900 * GB, 50 * GB, 4, None, 72
-        ),
+        Gpu("gb200", int(184 * GIB), {"fp32": 80, "bf16": 2500, "fp8": 5000}, 8000 * GB, 900 * GB, 50 * GB, 4, **GRACE),
     )
 }
 
-CPU = Gpu("cpu", 0, {"fp32": 0.1, "bf16": 0.1}, 20 * GB, 5 * GB, 1 * GB, 1, cuda=False)
+CPU = Gpu("cpu", 0, {"fp32": 0.1, "bf16": 0.1}, 20 * GB, 5 * GB, 1 * GB, 1, cuda=False, capability=0)
 NAMES = (*GPUS, CPU.name)
 LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))  # of a container
 
 NEEDED = ("name", "memory", "bf16", "hbm", "link", "network", "per_host")
-OPTIONAL = ("fp8", "fp32", "price")
+OPTIONAL = ("fp8", "fp32", "price", "capability", "bus")
 
 
 def of(run: Run, gpus: int | None = None) -> Gpu:
@@ -132,6 +146,8 @@ def read(wanted: str, place: str = "gpu") -> Gpu:
         network=given["network"] * GB,
         per_host=given["per_host"],
         price=given.get("price"),
+        capability=given.get("capability", 9.0 if "fp8" in given else 8.0),
+        bus=given.get("bus", 55) * GB,
     )
 
 

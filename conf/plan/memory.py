@@ -3,13 +3,9 @@
     memory(run, facts, gpu)    a StageMemory per pipeline rank
     host(run, facts)           a HostNeed per stage of the flow
 
-By Megatron's rules of allocation. A parameter takes 2 bytes in bf16, 4 in fp32. A trained one takes 4 more for its
-gradient, which is reduced in fp32, and the optimizer's share: two moments, and in bf16 the fp32 parameter, 12 bytes
-(8 in fp32), with the distributed optimizer cut over the copies of the parameter: dp * cp of them for dense layers,
-edp for experts. Frozen parameters take neither. Activations are in conf/plan/activations.py.
-
-Not covered: FP8 weights, states of the optimizer in host memory or lower precision (no key asks for them yet), and the
-padding of gradient buffers, less than 64 numbers per parameter and lcm(dp, 128) per 40M of them.
+By Megatron's rules of allocation: what lies with the parameters is in conf/plan/states.py, what passes through them in
+conf/plan/activations.py. A rank is fullest in the backward pass of a layer, or at the loss; or, where that is more, in
+the step of the optimizer or while weights are loaded.
 """
 
 from collections import Counter
@@ -19,9 +15,10 @@ from typing import Any, NamedTuple
 
 from conf.facts import ModelFacts
 from conf.layout import Grid, grid
-from conf.plan import activations, parameters
+from conf.plan import activations, parameters, states
 from conf.plan.hardware import GIB, Gpu
 from conf.plan.parameters import Stage
+from conf.plan.states import state_bytes
 from conf.schema import Layout, Run
 
 CONTEXT = int(
@@ -45,6 +42,7 @@ class StageMemory:
     gradients: int
     optimizer: int
     adapters: int  # the adapters' weights
+    copies: int  # of weights, in FP8
     activations: int  # kept from forward to backward, of all microbatches in flight
     logits: int  # at the loss; 0 if a layer's backward pass takes more
     dispatch: int  # tokens on their way to experts and back
@@ -89,6 +87,7 @@ class Holding:
     parameters: int  # without adapters
     adapters: int
     trained: tuple[int, int]  # dense, of experts
+    quantized: int  # of the parameters, those that are multiplied in FP8 where anything is
 
 
 def memory(run: Run, facts: ModelFacts, gpu: Gpu, memo: dict[Any, Any] | None = None) -> list[StageMemory]:
@@ -103,16 +102,19 @@ def fullest(run: Run, facts: ModelFacts, gpu: Gpu, memo: dict[Any, Any]) -> Stag
     cut, costs = grid(run.layout, run.train), _costs(run, facts, memo)
     first: dict[Any, Holding] = {}
     for holding in holdings(run, facts, memo):
-        first.setdefault((holding.parameters, holding.trained, holding.output, *holding.layers.items()), holding)
+        kind = (holding.parameters, holding.trained, holding.quantized, holding.output, *holding.layers.items())
+        first.setdefault(kind, holding)
     found = [_rank(run, facts, gpu, cut, holding, costs) for holding in first.values()]
     return max(found, key=lambda stage: stage.total)
 
 
-def lasting(run: Run, facts: ModelFacts, memo: dict[Any, Any]) -> int:
+def lasting(run: Run, facts: ModelFacts, gpu: Gpu, memo: dict[Any, Any]) -> int:
     """Bytes of weights, gradients and optimizer on the fullest rank, whatever passes through it."""
-    byte, cut = 4 if run.train.precision == "fp32" else 2, grid(run.layout, run.train)
+    cut, byte = grid(run.layout, run.train), states.byte(run)
     return max(
-        (one.parameters + one.adapters) * byte + sum(state_bytes(run, cut, *one.trained))
+        sum(states.weights(run, gpu, one.parameters, one.quantized))
+        + one.adapters * byte
+        + sum(state_bytes(run, cut, *one.trained))
         for one in holdings(run, facts, memo)
     )
 
@@ -137,14 +139,15 @@ def holdings(run: Run, facts: ModelFacts, memo: dict[Any, Any]) -> list[Holding]
 
 def _holding(run: Run, facts: ModelFacts, rank: int, stages: list[Stage]) -> Holding:
     layers: Counter[str] = Counter()
-    counts = [0, 0, 0, 0]
+    counts = [0, 0, 0, 0, 0]
     for stage in stages:
         layers.update(stage.layers)
         held, trained = parameters.held(run, facts, stage), parameters.trainable(run, facts, stage)
         adapters = sum(count for key, count in held.items() if key.startswith("adapters"))
-        more = (sum(held.values()) - adapters, adapters, *trained)
+        more = (sum(held.values()) - adapters, adapters, *trained, parameters.quantized(run, facts, stage))
         counts = [one + other for one, other in zip(counts, more, strict=True)]
-    return Holding(rank, layers, any(stage.output for stage in stages), counts[0], counts[1], (counts[2], counts[3]))
+    output, (base, adapters, dense, expert, low) = any(stage.output for stage in stages), counts
+    return Holding(rank, layers, output, base, adapters, (dense, expert), low)
 
 
 def _costs(run: Run, facts: ModelFacts, memo: dict[Any, Any]) -> dict[str, tuple[int, dict[str, int]]]:
@@ -168,19 +171,11 @@ def in_flight(layout: Layout, microbatches: int, rank: int) -> float:
     return min(chunks, microbatches * layout.vpp) / layout.vpp
 
 
-def state_bytes(run: Run, cut: Grid, dense: int, expert: int) -> tuple[int, int]:
-    """Gradients and optimizer of so many trained parameters of one rank, those of experts apart."""
-    each = 8 if run.train.precision == "fp32" else 12
-    if not run.optimizer.distributed:
-        return 4 * (dense + expert), each * (dense + expert)
-    return 4 * (dense + expert), each * (ceil(dense / (cut.dp * run.layout.cp)) + ceil(expert / cut.edp))
-
-
 def _rank(
     run: Run, facts: ModelFacts, gpu: Gpu, cut: Grid, holding: Holding, costs: dict[str, tuple[int, dict[str, int]]]
 ) -> StageMemory:
-    byte = 4 if run.train.precision == "fp32" else 2
     gradients, optimizer = state_bytes(run, cut, *holding.trained)
+    weights, copies = states.weights(run, gpu, holding.parameters, holding.quantized)
     blocks = dict(holding.layers)
     if run.train.recompute == "full":  # blocks keep their input; MTP layers are recomputed one by one
         blocks = {kind: n if kind == "mtp" else ceil(n / run.train.recompute_layers) for kind, n in blocks.items()}
@@ -190,13 +185,16 @@ def _rank(
     gradient = _largest_gradient(run, facts, holding)
     moments = [{"logits": 0, **costs[kind][1], "working": costs[kind][1]["working"] + gradient} for kind in blocks]
     moments += [costs["loss"][1]] if holding.output else []
+    passing = states.passing(run, cut, *holding.trained, holding.quantized)
+    moments += [{"logits": 0, "dispatch": 0, "working": passing - kept}]
     peak = max(moments, key=lambda moment: sum(moment.values()))
     return StageMemory(
         rank=holding.rank,
-        weights=holding.parameters * byte,
+        weights=weights,
         gradients=gradients,
         optimizer=optimizer,
-        adapters=holding.adapters * byte,
+        adapters=holding.adapters * states.byte(run),
+        copies=copies,
         activations=kept,
         **peak,
         buffers=WORKSPACE + NCCL_GROUP * _groups(run.layout, cut) if gpu.cuda else 0,
@@ -226,10 +224,10 @@ def _groups(layout: Layout, cut: Grid) -> int:
 
 def host(run: Run, facts: ModelFacts) -> list[HostNeed]:
     """Memory and disk besides the GPUs'; each stage writes what its own row says, and what is above it stays."""
-    count, byte = parameters.total(facts), 4 if run.train.precision == "fp32" else 2
-    trained = _trained(run, facts)
+    count, byte, trained = parameters.total(facts), states.byte(run), _trained(run, facts)
     released = count * 2  # as published, in bf16
-    states = (8 if byte == 4 else 12) * trained if run.checkpoint.save_optimizer else 0
+    kept = (8 if byte == 4 else 12) * trained if run.checkpoint.save_optimizer else 0  # in fp32, however it is held
+    away = int(states.AWAY * trained * run.optimizer.offload)
     written = ceil(run.train.steps / run.checkpoint.save_every)
     # a new checkpoint is whole before the oldest goes
     copies = min(written, run.checkpoint.keep + 1) if run.checkpoint.keep else written
@@ -240,7 +238,7 @@ def host(run: Run, facts: ModelFacts) -> list[HostNeed]:
         HostNeed("download", GIB, released),
         HostNeed("convert", count * byte + file, count * byte),  # the ranks together hold the model once
         # saving copies what is trained into host memory before it writes
-        HostNeed("train", trained * byte + states, copies * (trained * byte + states)),
+        HostNeed("train", trained * byte + kept + away, copies * (trained * byte + kept)),
         HostNeed("export", 2 * file, exported),
     ]
 

@@ -3,6 +3,7 @@
     stages(run, facts)              what lies where: a Stage per pipeline rank, or per virtual stage of one
     held(run, facts, stage)         parameters on one rank of it, by kind; all ranks of a stage hold as many
     trainable(run, facts, stage)    how many of them are trained: (dense, of experts)
+    quantized(run, facts, stage)    how many lie in matrices that train.fp8 multiplies in FP8
     total(facts), active(facts)     of the released checkpoint; of what one token passes through
 
 As Megatron-Bridge 0.6 and megatron-core 0.19 build them, to the parameter; trainer/rehearse.py compares. The layout is
@@ -14,7 +15,7 @@ Not covered: routers' expert biases, which are buffers in Megatron; total() coun
 """
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from conf.facts import ModelFacts
 from conf.layout import shares
@@ -97,6 +98,15 @@ def trainable(run: Run, facts: ModelFacts, stage: Stage) -> tuple[int, int]:
     return sum(found.values()) - found["experts"] - frozen, found["experts"]
 
 
+def quantized(run: Run, facts: ModelFacts, stage: Stage) -> int:
+    layers = list(stage.layers)
+    if run.train.fp8 == "current":  # Bridge's recipe leaves the model's first and last layer in bf16
+        ordinary = [kind for kind in layers if kind != "mtp"]
+        first, last = stage.rank == stage.virtual == 0, stage.output
+        layers = ordinary[first : len(ordinary) - last] + [kind for kind in layers if kind == "mtp"]
+    return sum(_matrices(run, facts, kind) * count for kind, count in Counter(layers).items())
+
+
 def total(facts: ModelFacts) -> int:
     """As in the released checkpoint, whose MTP layers repeat the embedding and the output layer."""
     return _whole(facts, facts.experts) + facts.mtp_layers * (
@@ -153,6 +163,17 @@ def _weights(facts: ModelFacts, kind: str, tp: int, etp: int) -> dict[str, int]:
     found["router"] = facts.experts * facts.hidden
     gate = facts.hidden if facts.shared_gate else 0
     return found | {"shared_experts": sum(_size(linear, tp) for linear in _mlp(facts.shared_ffn, facts)) + gate}
+
+
+def _matrices(run: Run, facts: ModelFacts, kind: str) -> int:
+    """Of one layer on one rank, without biases, the router and adapters."""
+    layout, base = run.layout, facts.kinds[-1] if kind == "mtp" else kind
+    dense = _attention(facts) + _mlp(facts.ffn if base == "dense" else facts.shared_ffn, facts)
+    found = sum(_size(replace(linear, bias=False), layout.tp) for linear in dense)
+    if base == "moe":
+        experts = sum(_size(replace(linear, bias=False), layout.etp) for linear in _expert(facts))
+        found += facts.experts // layout.ep * experts
+    return found + (2 * facts.hidden * facts.hidden // layout.tp if kind == "mtp" else 0)
 
 
 def _attention(facts: ModelFacts) -> list[_Linear]:

@@ -70,7 +70,7 @@ def search(run: Run, facts: ModelFacts, gpu: Gpu, gpus: int) -> Found:
     closest: Candidate | None = None
     for layout in _layouts(run, facts, gpu, gpus, reasons):
         bare = run.model_copy(update={"layout": layout, "train": _smallest(run.train)})
-        if (excess := lasting(bare, facts, memo) - gpu.memory) > 0:
+        if (excess := lasting(bare, facts, gpu, memo) - gpu.memory) > 0:
             reasons["does not fit: weights, gradients and optimizer alone are more than a GPU has"] += 1
             if closest is None or excess < closest.over:
                 closest = min(filter(None, (closest, _tried(bare, facts, gpu, memo))), key=lambda one: one.over)

@@ -1,0 +1,76 @@
+"""Bytes that lie with a rank's parameters: weights, their copies in FP8, gradients and the optimizer, here and there.
+
+    weights(run, gpu, parameters, quantized)    weights, and copies of them in FP8
+    state_bytes(run, cut, dense, expert)        gradients and optimizer of so many trained parameters of one rank
+    host_bytes(run, cut, dense, expert)         the optimizer's on the host, of one rank
+    passing(run, cut, dense, expert, quantized) what lies besides for a moment, while no activations do
+
+A parameter takes 2 bytes in bf16, 4 in fp32. A trained one takes 4 more for its gradient, or 2 (optimizer.gradients),
+and the optimizer's share: two means of 4 bytes each, or 2 or 1 (optimizer.states), and in bf16 the fp32 weight. The
+share is cut over the copies of the parameter by the distributed optimizer: dp * cp of them for dense layers, edp for
+experts. Frozen parameters take neither.
+
+Offloaded, a parameter leaves nothing here. On the host it takes 16 bytes: weight, gradient and two means, all in fp32.
+
+FP8. Transformer Engine makes a copy of each weight in the first microbatch of a step and keeps it; for the gradient of
+the input it needs the transposed one too, but where products in FP8 take either layout (Blackwell, one scale for a
+tensor). Blocks of 128 x 128 have an fp32 scale, in either copy; those of 32 (mxfp8) one byte. With train.fp8_weights
+the copies are all there is, after loading, which writes them from bf16.
+
+Not covered: the padding of gradient buffers, less than 64 numbers per parameter and lcm(dp, 128) per 40M of them; and
+that offloading goes by whole weights.
+"""
+
+from math import ceil
+
+from conf.layout import Grid
+from conf.plan.hardware import Gpu
+from conf.schema import Run
+
+MEANS = {"fp32": 8, "bf16": 4, "fp8": 2}  # bytes of both
+AWAY = 16  # bytes of an offloaded parameter on the host
+
+
+def byte(run: Run) -> int:
+    return 4 if run.train.precision == "fp32" else 2
+
+
+def copy_bytes(run: Run, gpu: Gpu) -> float:
+    """Of a weight in FP8, for products in both directions."""
+    scale = {"blockwise": 4 / 128**2, "mxfp8": 1 / 32}.get(run.train.fp8 or "", 0.0)
+    return (2 if scale or gpu.transposes else 1) * (1 + scale)
+
+
+def weights(run: Run, gpu: Gpu, parameters: int, quantized: int) -> tuple[int, int]:
+    copies = ceil(quantized * copy_bytes(run, gpu)) if run.train.fp8 else 0
+    if run.train.fp8_weights:
+        return (parameters - quantized) * byte(run) + copies, 0
+    return parameters * byte(run), copies
+
+
+def state_bytes(run: Run, cut: Grid, dense: int, expert: int) -> tuple[int, int]:
+    gradient = 2 if run.optimizer.gradients == "bf16" else 4
+    each = MEANS[run.optimizer.states] + (4 if byte(run) == 2 else 0)
+    return gradient * (dense + expert), each * (_share(run, cut, dense, expert) - _away(run, cut, dense, expert))
+
+
+def host_bytes(run: Run, cut: Grid, dense: int, expert: int) -> int:
+    return AWAY * _away(run, cut, dense, expert)
+
+
+def passing(run: Run, cut: Grid, dense: int, expert: int, quantized: int) -> int:
+    here = _share(run, cut, dense, expert) - _away(run, cut, dense, expert)
+    # All means in FP8 are unpacked to fp32 for the step, else gradients in bf16 are.
+    step = 8 * here if run.optimizer.states == "fp8" else 4 * here if run.optimizer.gradients == "bf16" else 0
+    return max(step, quantized * byte(run) if run.train.fp8_weights else 0)
+
+
+def _share(run: Run, cut: Grid, dense: int, expert: int) -> int:
+    """Parameters whose states the optimizer of one rank has."""
+    if not run.optimizer.distributed:
+        return dense + expert
+    return ceil(dense / (cut.dp * run.layout.cp)) + ceil(expert / cut.edp)
+
+
+def _away(run: Run, cut: Grid, dense: int, expert: int) -> int:
+    return int(_share(run, cut, dense, expert) * run.optimizer.offload)
