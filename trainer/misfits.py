@@ -17,13 +17,14 @@ from typing import Any
 
 GB = 1e9
 # A figure below this share of the others' counts as slow. GPUs have their own links and adapters, and differ by a few
-# percent; processes on a CPU share its cores, and differ by tens.
-AGAINST_OTHERS = {"gpu": 0.75, "cpu": 0.35}
+# percent; processes without them share cores with whatever else runs: of those only links between hosts are judged.
+AGAINST_OTHERS = {"gpu": 0.75, "cpu": 0.2}
 AGAINST_SHEET = 0.5  # of the data sheet's figure: NCCL gets 0.8 of it with large messages, 0.6 in an all-to-all
 DISK_SHARE, DISK_ENOUGH = 0.25, 200e6  # of the others' speed; bytes/s that are enough however fast others are
-ROOM = 2 * GB  # of disk, under which a run is not begun
+ROOM = {"gpu": 2 * GB, "cpu": 0}  # of disk, under which a run is not begun; tiny models need little
 SHM = 64e6  # bytes of /dev/shm: the default of containers, in which NCCL and data loaders fail
 TAKEN = 2 * GB  # of a GPU's memory by others; a context of ours is 0.5 GB
+LEFT_OUT = "; to be left out"
 CLOCK = 0.6  # of the highest clock, under load
 
 
@@ -41,6 +42,10 @@ class Misfit:
         rank = f", rank {self.rank}" if self.rank is not None else ""
         return f"host {self.host}{rank}: {self.what}"
 
+    def told(self, node: int) -> str:
+        """For whoever started the ranks: which node, and whether it is to be left out."""
+        return f"preflight: node {node}, {self.line}{LEFT_OUT if self.leave_out else ''}"
+
 
 Pairs = Mapping[tuple[str, str], Sequence[float]]  # bytes/s between two hosts, by local rank
 
@@ -56,10 +61,14 @@ class Expected:
 
 def misfits(hosts: Sequence[Mapping], ranks: Sequence[Mapping], pairs: Pairs, expected: Expected) -> list[Misfit]:
     """hosts: health.of_host's, with "host" unique. ranks: host, rank, speed, link, gpu (health.of_gpu's), taken."""
-    found = [*_versions(hosts, ranks), *_disks(hosts), *_memory(hosts), *_adapters(hosts, expected.adapters)]
+    kind = "gpu" if any(rank.get("gpu") for rank in ranks) else "cpu"
+    bound = AGAINST_OTHERS[kind]
+    found = [*_versions(hosts, ranks), *_disks(hosts, ROOM[kind]), *_memory(hosts)]
+    found += _adapters(hosts, expected.adapters)
+    if kind == "cpu":
+        return found + slow_hosts(pairs, bound, None)
     for rank in ranks:
         found += _gpu(rank)
-    bound = AGAINST_OTHERS["gpu" if any(rank.get("gpu") for rank in ranks) else "cpu"]
     found += _slow_ranks(ranks, "speed", bound, None, "computes", "TFLOP/s", 1e12)
     found += _slow_ranks(ranks, "link", bound, expected.link, "reaches the others of its host with", "GB/s", GB)
     found += slow_hosts(pairs, bound, expected.network)
@@ -79,15 +88,15 @@ def _versions(hosts: Sequence[Mapping], ranks: Sequence[Mapping]) -> Iterable[Mi
                 yield Misfit(host, f"{name} is {has}, elsewhere {usual}")
 
 
-def _disks(hosts: Sequence[Mapping]) -> Iterable[Misfit]:
+def _disks(hosts: Sequence[Mapping], room: float) -> Iterable[Misfit]:
     disks = {host["host"]: host["disk"] for host in hosts}
     whole = {host: disk for host, disk in disks.items() if "error" not in disk}
     for host, disk in disks.items():
         if "error" in disk:
             yield Misfit(host, f"{disk['folder']}: {disk['error']}")
-        elif disk["free"] < ROOM:
-            what = f"{disk['folder']}: {disk['free'] / GB:.1f} GB are free, {ROOM / GB:.0f} are wanted"
-            yield Misfit(host, what, measured=disk["free"], expected=ROOM)
+        elif disk["free"] < room:
+            what = f"{disk['folder']}: {disk['free'] / GB:.1f} GB are free, {room / GB:.0f} are wanted"
+            yield Misfit(host, what, measured=disk["free"], expected=room)
     for way in ("write", "read"):
         usual = median_high([disk[way] for disk in whole.values()]) if len(whole) > 2 else 0
         for host, disk in whole.items():

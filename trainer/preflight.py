@@ -3,6 +3,8 @@
     torchrun ... -m trainer.preflight RESOLVED.yaml          on every host, as trainer.train is started
     python -m trainer.preflight CONF [key=value ...]         on one
 
+trainer.train does the same by itself where a gang starts it, unless gang.preflight is false.
+
 Measures the bandwidth within and between hosts, the speed of GPUs and disks, and looks at GPUs' health and at versions
 (trainer/health.py). trainer/misfits.py says which hosts do not fit. Rank 0 writes <paths.logs>/preflight.json: ok, the
 lines, hosts to leave out (by name, and by number as nodes), every figure. Exit code 0: fit; 2: not, one line a fault.
@@ -34,7 +36,7 @@ WITHIN = 60.0  # seconds until a rank that waits for another gives up
 ROUNDS = 15  # of pairs: all of 16 hosts; of more, each meets 15 others
 # Bytes of a message: NCCL reaches its speed at 100 MB and more; over gloo 8 MB take 10 ms
 REDUCED, SWAPPED, SPREAD = {"gpu": 256e6, "cpu": 8e6}, {"gpu": 64e6, "cpu": 8e6}, {"gpu": 64e6, "cpu": 4e6}
-WRITTEN = {"gpu": 1e9, "cpu": 64e6}  # bytes per host
+WRITTEN = {"gpu": 1e9, "cpu": 16e6}  # bytes per host
 REPEATS = 3
 PRODUCT = {"gpu": 8192, "cpu": 512}  # rows of the square matrices that are multiplied
 
@@ -56,6 +58,8 @@ def measure(run: Run) -> dict[str, Any]:
     """The same on every rank."""
     import torch
     from torch import distributed
+    from torch.distributed.distributed_c10d import PrefixStore
+    from torch.distributed.rendezvous import rendezvous
 
     kind = "gpu" if platform.has_gpu() else "cpu"
     local = int(os.environ["LOCAL_RANK"])
@@ -65,15 +69,18 @@ def measure(run: Run) -> dict[str, Any]:
         torch.cuda.set_device(device)
         torch.zeros(1, device=device)
         rank["taken"] = taken(local)
-    else:
-        torch.set_num_threads(1)
     within = datetime.timedelta(seconds=WITHIN)
     backend = "cpu:gloo,cuda:nccl" if kind == "gpu" else "gloo"
-    distributed.init_process_group(backend, timeout=within, device_id=device if kind == "gpu" else None)
+    # A store of its own: training meets in the same place afterwards, and is not to find what was written here.
+    store, number, world = next(rendezvous("env://", timeout=within))
+    store, gpu = PrefixStore("preflight", store), device if kind == "gpu" else None
+    distributed.init_process_group(backend, store=store, rank=number, world_size=world, timeout=within, device_id=gpu)
     try:
         return _measure(run, kind, device, rank)
     finally:
         distributed.destroy_process_group()
+        if kind == "gpu":
+            torch.cuda.empty_cache()
 
 
 def _measure(run: Run, kind: str, device, rank: dict[str, Any]) -> dict[str, Any]:
@@ -179,7 +186,7 @@ def _judged(run: Run, told: list[tuple[dict, dict | None]], per_host: int) -> di
     out = sorted({misfit.host for misfit in found if misfit.leave_out})
     return {
         "ok": not found,
-        "lines": [f"preflight: {misfit.line}" for misfit in found],
+        "lines": [misfit.told(names.index(misfit.host)) for misfit in found],
         "leave_out": out,
         "nodes": [names.index(name) for name in out],
         "misfits": [as_dict(misfit) for misfit in found],

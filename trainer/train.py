@@ -14,7 +14,7 @@ import shutil
 from pathlib import Path
 
 from conf.schema import Run
-from trainer import agreement, checkpoints, entry, inputs, life, platform
+from trainer import agreement, checkpoints, entry, inputs, life, platform, preflight
 from trainer.console import megatron_to, say
 from trainer.faults import WRITER_DIED, Fault, line_of
 from trainer.recipe import checkpoint_folder, last_step, load_only, make_config
@@ -33,6 +33,8 @@ def main(run: Run) -> None:
             say(f"train: removed {folder / name}, the rest of an interrupted save")
 
     platform.start()
+    if run.gang.preflight and "GANG_ATTEMPT" in os.environ:
+        preflight.main(run)
     from megatron.bridge.training.finetune import finetune
     from megatron.bridge.training.gpt_step import forward_step
 

@@ -237,7 +237,10 @@ def _verdict(run: Run, lookout: Lookout, nodes: dict, hosts: dict[int, str], gon
             ranks.append(rank)
     stalled = any(told.get("stalled") for node in nodes.values() for told in node.get("failed", ()))
     free = {hosts[k]: node["free"] for k, node in nodes.items() if "free" in node}
-    return classify(Evidence(tuple(ranks), tuple(hosts[k] for k in sorted(gone)), free=free, stalled=stalled), run)
+    kernel = {hosts[k]: tuple(node.get("kernel", ())) for k, node in nodes.items()}
+    kills = {hosts[k]: node.get("oom_kills", 0) for k, node in nodes.items()}
+    lost = tuple(hosts[k] for k in sorted(gone))
+    return classify(Evidence(tuple(ranks), lost, kernel, kills, free, stalled=stalled), run)
 
 
 def _preempted(nodes: dict) -> Failure:

@@ -20,9 +20,8 @@ ranks died decides between equals only. tasks/gang/causes.py knows the texts, ta
 
 import re
 import signal
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any
 
 from conf.schema import Run
 from tasks.gang.causes import ECHO, LINK, OWN, Cause, Kind, read
@@ -32,6 +31,7 @@ LONGEST = 200  # characters of an error's own line
 TERMINATED = (-signal.SIGTERM, 128 + signal.SIGTERM)  # torchrun ends ranks so once one has failed
 # Python's way to say what ended it: "RuntimeError: ...", "torch.OutOfMemoryError: ..."; torchrun puts [rank1]: before.
 ERROR = re.compile(r"^(?:\[rank\d+\]: ?)?(?:[\w.]+\.)?[A-Z]\w*(?:Error|Exception|Interrupt|Exit|Fault)\b.*")
+PREFLIGHT = re.compile(r"preflight: node (?P<node>\d+), host .*?(?P<out>; to be left out)?$")
 SEQUENCE = re.compile(r"WorkNCCL\(SeqNum=(\d+), OpType=(\w+)")
 
 
@@ -79,7 +79,7 @@ def classify(evidence: Evidence, run: Run | None = None) -> Failure:
     told = read(evidence.engine)
     if told and told.strength == OWN:
         return _of_host(told, _named(evidence, told.says), evidence)
-    found = _by_kernel(evidence) or _by_text(evidence, run) or _by_signal(evidence)
+    found = _by_preflight(evidence) or _by_kernel(evidence) or _by_text(evidence, run) or _by_signal(evidence)
     if found:
         return found
     if evidence.gone:
@@ -91,13 +91,18 @@ def classify(evidence: Evidence, run: Run | None = None) -> Failure:
     return _by_silence(evidence) or _by_link(evidence) or _by_echo(evidence)
 
 
-def of_preflight(verdict: Mapping[str, Any], hosts: Sequence[str]) -> Failure | None:
-    """Of preflight.json; None where all hosts fit. `hosts` are named by node number, as the controller names them."""
-    if verdict["ok"]:
+def _by_preflight(evidence: Evidence) -> Failure | None:
+    """trainer/preflight.py says the same on all ranks; a host that is to be left out goes by the number of its node."""
+    found = {}
+    for rank in evidence.ranks:
+        found |= {line: match for line in rank.lines if (match := PREFLIGHT.search(line))}
+    if not found:
         return None
-    more = len(verdict["lines"]) - 1
-    line = verdict["lines"][0] + (f" (and {more} more)" if more else "")
-    blamed = tuple(hosts[node] for node in verdict["nodes"])
+    nodes = sorted({int(match["node"]) for match in found.values() if match["out"]})
+    hosts = [*dict.fromkeys(rank.host for rank in sorted(evidence.ranks, key=lambda rank: rank.rank))]
+    blamed = tuple(hosts[node] for node in nodes if node < len(hosts))
+    more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
+    line = f"host: {_shortened(next(iter(found)))}{more}"
     return Failure("host", line, bool(blamed), blamed[0] if blamed else "", blamed=blamed)
 
 

@@ -25,6 +25,7 @@ from pathlib import Path
 from conf.load import load
 from tasks.gang import witness
 from tasks.gang.board import Board
+from tasks.gang.host import Host
 from tasks.gang.link import Link
 from tasks.gang.ranks import Ranks, Start
 from tasks.processes import started
@@ -90,7 +91,7 @@ def _train(link: Link, board: Board, node: int, folder: Path, told: threading.Ev
     order = [int(k) for k in word["order"]]
     name = f"{board.gang}-{board.attempt}"
     start = Start(run, conf, name, order.index(node), link.me["address"], tuple(word["master"]))
-    ranks = Ranks(start, folder / "run")
+    host, ranks = Host(), Ranks(start, folder / "run")
     link.say(state="running")
     said, grace, why, look = time.monotonic(), 0.0, "", "running"
     while look == "running":
@@ -105,7 +106,7 @@ def _train(link: Link, board: Board, node: int, folder: Path, told: threading.Ev
             link.say(ranks=ranks.signs(), free=ranks.free_disk())
     if look == "failed":
         failed = ranks.post_mortem()
-        link.say(state="failed", failed=failed, free=ranks.free_disk())
+        link.say(state="failed", failed=failed, free=ranks.free_disk(), **host.evidence())
         ranks.end(0)
         link.say(over=True)
         return "failed: " + "; ".join(f"rank {one['rank']} code {one['code']}" for one in failed), 1

@@ -18,8 +18,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from conf import network
 from conf.schema import Run
-from tasks.gang import witness
+from tasks.gang import host, witness
 from tasks.launch import PRIVATE, ROOT
 from tasks.processes import started
 
@@ -57,7 +58,8 @@ class Ranks:
         command += ["--master-addr", start.master[0], "--master-port", str(start.master[1])]
         command += ["--log-dir", str(folder / "ranks"), "--redirects", "3"]
         command += ["-m", "trainer.train", str(start.conf)]
-        environment = {name: value for name, value in os.environ.items() if not name.startswith(PRIVATE)}
+        environment = network.environment(start.run, host.gpu())  # what this host says already wins
+        environment |= {name: value for name, value in os.environ.items() if not name.startswith(PRIVATE)}
         environment |= {"PYTHONUNBUFFERED": "1", "PYTHONPATH": str(ROOT), "LIFE_FOLDER": str(folder / "life")}
         environment |= {"GANG_ATTEMPT": start.name, "TRAINER_FAULT_FILE": str(folder / "fault")}
         environment.setdefault("OMP_NUM_THREADS", "1")

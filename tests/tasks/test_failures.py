@@ -8,7 +8,7 @@ import pytest
 
 from conf.load import load
 from tasks.gang.causes import ECHO, LINK, OWN, XIDS, read
-from tasks.gang.failures import Evidence, Failure, Rank, classify, of_preflight
+from tasks.gang.failures import Evidence, Failure, Rank, classify
 
 OOM = (
     "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB. GPU 3 has a total capacity of 79.11 GiB "
@@ -113,12 +113,15 @@ def test_an_error_that_no_table_knows_is_still_the_cause():
 
 
 def test_preflight_names_the_hosts_to_leave_out():
-    lines = ["preflight: host b: torch is 2.10.0, elsewhere 2.11.0", "preflight: host b: 0.05 GB/s to any other host"]
-    failure = of_preflight({"ok": False, "lines": lines, "nodes": [1]}, ("a", "b", "c"))
-    assert failure == Failure("host", f"{lines[0]} (and 1 more)", True, "b", blamed=("b",))
-    refused = of_preflight({"ok": False, "lines": lines[:1], "nodes": []}, ("a", "b"))
-    assert refused == Failure("host", lines[0], False)
-    assert of_preflight({"ok": True, "lines": [], "nodes": []}, ("a", "b")) is None
+    slow = "error: preflight: node 1, host b: 0.05 GB/s to any other host, 1 are usual; to be left out"
+    other = "error: preflight: node 1, host b: torch is 2.10.0, elsewhere 2.11.0; to be left out"
+    ranks = tuple(Rank(n, "abc"[n // 2], 2, 0, (slow, other), n) for n in range(6))
+    failure = classify(Evidence(ranks))
+    assert (failure.kind, failure.retry, failure.host, failure.blamed) == ("host", True, "b", ("b",))
+    assert failure.line == f"host: {slow.removeprefix('error: ')} (and 1 more)"
+    either = "error: preflight: node 0, host a: 1 GB/s to host b, 50 by the data sheet; one of the two"
+    refused = classify(Evidence((Rank(0, "a", 2, 0, (either,)), Rank(1, "b", 2, 0, (either,)))))
+    assert (refused.retry, refused.blamed) == (False, ())
 
 
 def test_the_trainers_own_fault_is_the_users():

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from conf.load import load
 from trainer.health import of_host
-from trainer.misfits import Expected, misfits, rounds, slow_hosts, unique
+from trainer.misfits import Expected, Misfit, misfits, rounds, slow_hosts, unique
 
 ROOT = Path(__file__).parents[2]
 GB = 1e9
@@ -103,6 +103,8 @@ def test_other_versions_and_configurations_are_named():
     assert lines(ranks=ranks) == ["host c: the driver is 570.1, elsewhere 580.159.04"]
     ranks = [rank(n, "abc"[n], GPU if n else None) for n in range(3)]
     assert "host a: the GPU is none, elsewhere NVIDIA H200" in lines(ranks=ranks)
+    assert Misfit("b", "x").told(1) == "preflight: node 1, host b: x; to be left out"
+    assert Misfit("b", "x", False, 3).told(1) == "preflight: node 1, host b, rank 3: x"
 
 
 @pytest.mark.parametrize(
@@ -139,9 +141,10 @@ def test_slow_and_taken_gpus_are_named():
 
 def test_disks_memory_and_adapters_are_looked_at():
     disk = host("x")["disk"]
-    assert lines([host("a"), host("b", disk=disk | {"free": 1e9}), host("c")]) == [
-        "host b: runs/x: 1.0 GB are free, 2 are wanted"
-    ]
+    full = [host("a"), host("b", disk=disk | {"free": 1e9}), host("c")]
+    on_gpus = [rank(n, "abc"[n], GPU) for n in range(3)]
+    assert lines(full, on_gpus) == ["host b: runs/x: 1.0 GB are free, 2 are wanted"]
+    assert lines(full) == []  # a tiny model's checkpoints have room
     assert lines([host("a"), host("b", disk={"folder": "runs/x", "error": "Read-only file system"}), host("c")]) == [
         "host b: runs/x: Read-only file system"
     ]
@@ -225,8 +228,9 @@ def test_a_host_with_another_configuration_is_named_over_gloo(tmp_path):
     verdict = json.loads((tmp_path / "logs/preflight.json").read_text())
     name = f"{socket.gethostname()}/1"
     assert verdict["leave_out"] == [name] and verdict["nodes"] == [1] and not verdict["ok"]
-    assert any(
-        "the configuration is" in line and line.startswith(f"preflight: host {name}") for line in verdict["lines"]
+    assert re.fullmatch(
+        f"preflight: node 1, host {name}: the configuration is [0-9a-f]+, elsewhere [0-9a-f]+; to be left out",
+        verdict["lines"][0],
     )
     assert len(verdict["pairs"]) == 3 and all(pair["rails"][0] > 0 for pair in verdict["pairs"])
     assert outputs[0][0].startswith("preflight: 3 hosts, 3 ranks") and verdict["seconds"] < 60
