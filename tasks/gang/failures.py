@@ -26,6 +26,7 @@ from dataclasses import dataclass, field
 from conf.schema import Run
 from tasks.gang.causes import ECHO, LINK, OWN, Cause, Kind, read
 
+SURE: tuple[Kind, ...] = ("host", "memory")  # what the kernel knows better than any process
 FULL = 10**9  # bytes free under which a disk counts as full; a checkpoint's smallest file is more
 LONGEST = 200  # characters of an error's own line
 TERMINATED = (-signal.SIGTERM, 128 + signal.SIGTERM)  # torchrun ends ranks so once one has failed
@@ -79,7 +80,8 @@ def classify(evidence: Evidence, run: Run | None = None) -> Failure:
     told = read(evidence.engine)
     if told and told.strength == OWN:
         return _of_host(told, _named(evidence, told.says), evidence)
-    found = _by_preflight(evidence) or _by_kernel(evidence) or _by_text(evidence, run) or _by_signal(evidence)
+    found = _by_preflight(evidence) or _by_kernel(evidence, SURE) or _by_text(evidence, run)
+    found = found or _by_kernel(evidence, None) or _by_signal(evidence)
     if found:
         return found
     if evidence.gone:
@@ -106,9 +108,10 @@ def _by_preflight(evidence: Evidence) -> Failure | None:
     return Failure("host", line, bool(blamed), blamed[0] if blamed else "", blamed=blamed)
 
 
-def _by_kernel(evidence: Evidence) -> Failure | None:
+def _by_kernel(evidence: Evidence, kinds: tuple[Kind, ...] | None) -> Failure | None:
+    """A broken GPU explains whatever its rank says; a kernel that went wrong, or some disk, does not."""
     for host, lines in evidence.kernel.items():
-        cause = read(lines)
+        cause = read(line for line in lines if (found := read([line])) and (kinds is None or found.kind in kinds))
         if cause and cause.strength == OWN:
             return _of_host(cause, host, evidence)
     for host, count in evidence.oom_kills.items():

@@ -149,6 +149,16 @@ def test_a_broken_gpu_explains_what_its_rank_says():
     assert "fell off the bus" in failure.line and "Xid" in failure.line
 
 
+def test_what_is_not_sure_of_the_kernel_comes_after_a_rank_s_own_words():
+    lines = (XID.format(13), "[3.0] blk_update_request: I/O error, dev loop0, sector 0")
+    told = Rank(5, "b", 1, 40, ("IndexError: index out of range in self",), order=1)
+    assert classify(Evidence((told,), kernel={"b": lines})).kind == "data"
+    silent = Rank(5, "b", -signal.SIGABRT, 40, (), order=1)
+    failure = classify(Evidence((silent,), kernel={"b": lines[:1]}))
+    assert (failure.kind, failure.host, failure.blamed) == ("unknown", "b", ())
+    assert "a kernel did what it must not" in failure.line
+
+
 def test_a_host_that_is_gone_explains_echoes():
     ranks = (Rank(0, "a", 1, 7, (GLOO_RESET,), order=1), Rank(1, "b", None, 7, ("step 7/20",)))
     failure = classify(Evidence(ranks, gone=("b",)))
