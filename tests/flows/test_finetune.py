@@ -58,6 +58,9 @@ def test_mlflow_has_each_step_once_and_every_stage(place, first):
     assert stages["train"].inputs.dataset_inputs
     figures = {item.path for item in client.list_artifacts(stages["train"].info.run_id, "figures")}
     assert {"figures/loss.png", "figures/learning_rate.png", "figures/gradient_norm.png"} <= figures
+    kept = {item.path for folder in ("", "figures") for item in client.list_artifacts(parent.info.run_id, folder)}
+    assert {"plan.json", "figures/plan.png"} <= kept
+    assert parent.data.metrics["plan/allocated_gb"] > 0 and parent.data.metrics["peak_memory_gb"] > 0
     prepared = stages["prepare"]
     assert prepared.data.metrics["rows_kept"] == 1600 and 0 < prepared.data.metrics["learned_share"] < 1
     kept = {item.path for folder in ("", "figures") for item in client.list_artifacts(prepared.info.run_id, folder)}
@@ -76,7 +79,10 @@ def test_prefect_has_the_report(place, first):
     reports = place.ask_prefect("artifacts/filter", flow_runs={"id": {"any_": [run["id"]]}})
     (data,) = [report for report in reports if report["key"] == "data-quick"]
     assert "| `tiny://tickets` | pairs |" in data["data"]
+    (planned,) = [report for report in reports if report["key"] == "plan-quick"]
+    assert "legal and fits" in planned["data"] and "stage 0" in planned["data"]
     reports = [report for report in reports if report["key"] == "report-quick"]
+    assert "| GB of the fullest rank, by its allocator | " in reports[0]["data"]
     assert "held_out/exact_match" in reports[0]["data"]
     assert "data:image/png;base64," in reports[0]["data"]
 
@@ -130,6 +136,24 @@ def test_a_lost_and_a_damaged_artifact_are_made_again_and_no_other(place, first,
     found = states(place.run())
     assert [name for name, state in found.items() if state == "Completed"] == ["download", "convert"]
     assert found["train"] == found["promote"] == "Cached"
+
+
+def test_what_does_not_fit_ends_before_anything_is_downloaded(place, tmp_path):
+    gpu = tmp_path / "small.yaml"
+    gpu.write_text("{name: small, memory: 1, bf16: 1, hbm: 100, link: 10, network: 1, per_host: 1}")
+    own = {"FINETUNE_STORE": str(tmp_path / "store"), "FINETUNE_RUNS": str(tmp_path / "runs")}
+    output = place.run(f"hardware.gpu={gpu}", code=2, **own)
+    (error,) = [line for line in output.splitlines() if line.startswith("error: ")]
+    assert error.startswith("error: plan: legal, and lacks 0.") and "on small" in error
+    assert not [*tmp_path.glob("store/*")] and not [*tmp_path.glob("runs/*")] and "Traceback" not in output
+    output = place.run(f"hardware.gpu={gpu}", "hardware.gate=warn", "--until", "download", **own)
+    assert states(output)["download"] == "Completed" and "legal, and lacks" in output
+
+
+def test_auto_is_settled_before_any_stage(place, first):
+    """Of two processes on this host; what bears identity is as written by hand, so that all is there already."""
+    output = place.run("layout.auto=true", "layout.gpus_per_node=2", "--dry-run")
+    assert misses(output) == {} and "plan  legal and fits" in output
 
 
 def test_two_flows_on_an_empty_store_convert_once(place, tmp_path):

@@ -1,0 +1,180 @@
+"""tasks/plan.py: a plan of what a source's config.json says, refused before anything else of it is fetched."""
+
+import json
+import shutil
+
+import boto3
+import pytest
+
+from conf.facts import MODELS
+from conf.load import ConfigError, load
+from conf.plan import display, picture
+from tasks import convert, plan, prepare, train
+from tasks.artifact import Stage
+from tasks.faults import Fault
+from tasks.tracking import plan_plots
+from tests import stand_in_hub
+from tests.tasks import s3_server
+
+CONFIG = json.loads((MODELS / "glm47.json").read_text())["config"]
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A release of 1 MB more than its config.json."""
+    made = tmp_path / "model"
+    made.mkdir()
+    (made / "config.json").write_text(json.dumps(CONFIG))
+    (made / "model.safetensors").write_bytes(bytes(2**20))
+    return made
+
+
+@pytest.fixture
+def hub(tmp_path, monkeypatch):
+    with stand_in_hub.serve(tmp_path / "hub") as server:
+        monkeypatch.setenv("HF_ENDPOINT", server.url)
+        yield server
+
+
+def of(source: object, *overrides: str):
+    return load("glm47", [f"model.source={source}", *overrides])
+
+
+def test_of_the_hub_comes_config_json_and_nothing_else(hub, folder):
+    first = hub.publish("models/org/glm", folder)
+    planned = plan.settle(of("org/glm"))
+    assert planned.fits and plan.refusal(planned) == ""
+    assert {*hub.sent} == {"config.json"} and hub.sent["config.json"] < 10_000
+    (folder / "config.json").write_text(json.dumps(CONFIG | {"num_hidden_layers": 200}))
+    hub.publish("models/org/glm", folder)
+    assert plan.refusal(plan.settle(of("org/glm"))).startswith("plan: legal, and lacks ")
+    assert plan.settle(of("org/glm", f"model.revision={first}")).fits
+
+
+def test_of_a_folder_and_of_s3(folder, monkeypatch):
+    assert plan.settle(of(folder)).fits
+    with s3_server.running() as (endpoint, _):
+        for name, value in (s3_server.ENVIRONMENT | {"AWS_ENDPOINT_URL": endpoint}).items():
+            monkeypatch.setenv(name, value)
+        client = boto3.client("s3", endpoint_url=endpoint)
+        client.create_bucket(Bucket="models")
+        client.upload_file(str(folder / "config.json"), "models", "glm/config.json")
+        client.close()
+        assert plan.settle(of("s3://models/glm")).fits
+        with pytest.raises(Fault, match=r"^s3://models/other: no config.json there"):
+            plan.settle(of("s3://models/other"))
+
+
+@pytest.mark.parametrize(
+    "change, says",
+    [
+        (
+            {"quantization_config": {"quant_method": "fp8"}},
+            r"its config.json has a quantization_config \(fp8\), and only",
+        ),
+        (
+            {"architectures": ["MixtralForCausalLM"]},
+            "Megatron-Bridge does not convert MixtralForCausalLM; it does that",
+        ),
+        ({"num_hidden_layers": -3}, "config.json: num_hidden_layers is -3, which is no size from 1"),
+        ({"num_attention_heads": "96"}, "config.json: num_attention_heads is '96'"),
+    ],
+)
+def test_what_cannot_be_planned_or_converted_is_one_line(folder, change, says):
+    (folder / "config.json").write_text(json.dumps(CONFIG | change))
+    with pytest.raises((Fault, ConfigError), match=f"^model.source: {folder}: {says}") as error:
+        plan.settle(of(folder))
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{", "[" * 9999])
+def test_a_damaged_config_json(folder, text):
+    (folder / "config.json").write_text(text)
+    with pytest.raises(Fault, match=r"its config\.json is not JSON"):
+        plan.settle(of(folder))
+    shutil.rmtree(folder)
+    with pytest.raises(Fault, match="no such folder"):
+        plan.settle(of(folder))
+
+
+def test_what_does_not_fit_is_refused_in_a_line_that_mends_it(folder):
+    refused = plan.refusal(plan.settle(of(folder, "layout.etp=1")))
+    assert refused.startswith("plan: legal, and lacks 3") and "\n" not in refused
+    assert refused.endswith("; hardware.gate=warn goes on all the same")
+    better = refused.partition("On 32 h100 fits: ")[2].partition(", or ")[0].split()
+    assert plan.settle(of(folder, "layout.etp=1", *[key for key in better if key != "layout.etp=1"])).fits
+    assert plan.refusal(plan.settle(of(folder, "layout.etp=1", "hardware.gate=warn"))) == ""
+
+
+def test_no_gate_lets_an_illegal_layout_pass(folder):
+    keys = ["layout.pp=32", "layout.tp=1", "layout.sp=false", "layout.ep=1", "layout.etp=1", "hardware.gate=warn"]
+    refused = plan.refusal(plan.settle(of(folder, *keys)))
+    assert refused.startswith("plan: layout.pp: 32 ranks do not share 92 layers evenly")
+    assert "hardware.gate" not in refused and "\n" not in refused
+
+
+def test_full_fine_tuning_that_fits_nowhere_is_told_of_lora(folder):
+    refused = plan.refusal(plan.settle(of(folder, "adapter.kind=none")))
+    assert "No layout of 32 h100 fits; with adapter.kind=lora adapter.experts=shared does: " in refused
+
+
+def test_auto_is_the_run_that_could_have_been_written_by_hand(folder):
+    """In every way that counts: what stages get, what MLflow logs, all fingerprints."""
+    planned = plan.settle(of(folder, "layout.auto=true"))
+    run = planned.run
+    assert planned.fits and not run.layout.auto and run.world == 32
+    layout = {key: value for key, value in run.layout.model_dump(mode="json").items() if key != "auto"}
+    keys = [f"layout.{key}={json.dumps(value)}" for key, value in layout.items()]
+    train_keys = run.train.model_dump(mode="json", include={"micro_batch", "recompute", "recompute_modules"})
+    keys += [f"train.{key}={json.dumps(value)}" for key, value in train_keys.items()]
+    by_hand = of(folder, *keys)
+    assert by_hand == run
+    assert _fingerprints(by_hand) == _fingerprints(run)
+
+
+def test_hardware_bears_no_identity(folder):
+    other = of(folder, "hardware.gpu=b200", "hardware.price=9", "hardware.gate=warn")
+    assert _fingerprints(other) == _fingerprints(of(folder))
+
+
+def test_auto_where_nothing_fits(folder):
+    with pytest.raises(ConfigError, match=r"^layout.auto: no layout of 8 h100 is legal and fits; closest is does not"):
+        plan.settle(of(folder, "layout.auto=true", "layout.nodes=1"))
+
+
+def test_what_was_measured_stands_beside():
+    planned = plan.settle(load("glm47-b200", ["model.source=tiny://glm4-moe", "layout.nodes=1", "layout.pp=1"]))
+    rows = plan.beside(planned, {"median_step_seconds": 2.0, "peak_memory_gb": 90.0})
+    assert [(name.split()[0], measured) for name, _, measured in rows] == [("seconds", 2.0), ("GB", 90.0)]
+    assert {"memory_gb", "allocated_gb", "step_seconds", "hours"} <= {*plan.numbers(planned)}
+
+
+def test_a_cpu_is_this_host_and_no_time_is_promised():
+    planned = plan.settle(load("tiny", ["layout.gpus_per_node=2", "train.micro_batch=8"]))
+    assert planned.time is None and planned.fits and planned.gpu.memory < planned.fullest.capacity * 2
+    assert "step_seconds" not in plan.numbers(planned) and len(plan.beside(planned, {"peak_memory_gb": 1.0})) == 1
+    assert "s a step" not in plan.summary(planned)
+
+
+def _fingerprints(run) -> list[str]:
+    model = Stage("download", 1, {})
+    base, data = convert.stage(run, model), Stage("prepare", prepare.VERSION, {})
+    return [stage.fingerprint for stage in (base, train.stage(run, base, data))]
+
+
+@pytest.mark.parametrize("overrides", [[], ["layout.nodes=128", "train.global_batch=512"]])
+def test_its_figure(overrides):
+    """Of 32 GPUs and of 1,024; an illegal layout has none."""
+    planned = plan.settle(
+        load("glm47-b200", ["model.source=tiny://glm4-moe", "layout.pp=4", "layout.ep=8", *overrides])
+    )
+    (image,) = plan_plots.figures(json.loads(json.dumps(display.as_dict(planned)))).values()
+    assert image.startswith(b"\x89PNG") and len(image) > 10_000
+    assert plan_plots.figures({"stages": []}) == {}
+
+
+def test_its_page_says_what_the_terminal_says():
+    planned = plan.settle(load("glm47-b200", ["model.source=tiny://glm4-moe", "layout.pp=2", "hardware.price=2"]))
+    page = plan.page(planned)
+    assert "legal and fits" in page and "| cost | " in page
+    assert all(line in page for line in (*picture.lines(planned), *display.lines(planned)))
