@@ -80,7 +80,7 @@ def load(path: str | os.PathLike[str], overrides: Sequence[str] = (), illegal: b
     """illegal: the layout may be, as whoever plans says so himself."""
     file, shown = _find(os.fspath(path))
     try:
-        data, wrong = _parse(file.read_text("utf-8"), shown)
+        data, wrong = parse(file.read_text("utf-8"), shown)
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{shown}: {getattr(error, 'strerror', None) or error}") from None
     if not wrong and not isinstance(data, dict):
@@ -177,7 +177,8 @@ def _find(path: str) -> tuple[Path, str]:
     return file, shown
 
 
-def _parse(text: str, shown: str) -> tuple[Any, list[str]]:
+def parse(text: str, shown: str) -> tuple[Any, list[str]]:
+    """What the YAML says, and what is wrong with it."""
     try:
         loader = _Loader(text)
         value = loader.get_single_data()
@@ -198,7 +199,7 @@ def read_overrides(overrides: Iterable[str]) -> tuple[dict[str, Any], dict[str, 
     for override in overrides:
         place = f"override {override}"
         key, equals, text = override.partition("=")
-        value, not_yaml = _parse(text, place)
+        value, not_yaml = parse(text, place)
         if not equals:
             wrong.append(f"{place}: not of the form key=value")
         elif key in SECTIONS:

@@ -36,6 +36,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         _check(options)
         run = load(options.conf, [*options.overrides, *_hardware(options)], illegal=True)
         gpu, facts = hardware.of(run, options.gpus), facts_of(run)
+        if run.layout.gpus_per_node > gpu.joined:
+            text = f"{run.layout.gpus_per_node}, but one host of {gpu.name} has {gpu.per_host}"
+            raise ConfigError(f"layout.gpus_per_node: {text}; --gpu takes a .yaml of another")
         if options.gpus is not None:
             return _search(run, facts, gpu, options.gpus, options)
         try:

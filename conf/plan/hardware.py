@@ -29,9 +29,7 @@ from math import isfinite
 from pathlib import Path
 from typing import Any
 
-import yaml
-
-from conf.load import ConfigError
+from conf.load import MOST, ConfigError, parse
 from conf.schema import Run
 
 GIB = 2**30
@@ -103,6 +101,7 @@ CPU = Gpu("cpu", 0, {"fp32": 0.1, "bf16": 0.1}, 20 * GB, 5 * GB, 1 * GB, 1, cuda
 NAMES = (*GPUS, CPU.name)
 LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))  # of a container
 
+LARGEST = 10**6  # of any figure of a user's own GPU
 NEEDED = ("name", "memory", "bf16", "hbm", "link", "network", "per_host")
 OPTIONAL = ("fp8", "fp32", "price", "capability", "bus")
 
@@ -127,11 +126,11 @@ def read(wanted: str, place: str = "gpu") -> Gpu:
     if not wanted.endswith((".yaml", ".yml")):
         raise ConfigError(f"{place}: {wanted!r} is none of {', '.join(NAMES)}, and no .yaml file of your own")
     try:
-        given = yaml.safe_load(Path(wanted).read_text("utf-8"))
+        given, wrong = parse(Path(wanted).read_text("utf-8"), wanted)
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{wanted}: {getattr(error, 'strerror', None) or error}") from None
-    except (yaml.YAMLError, RecursionError, ValueError) as error:
-        raise ConfigError(f"{wanted}: not YAML: {error}") from None
+    if wrong:
+        raise ConfigError(*wrong)
     if not isinstance(given, dict):
         raise ConfigError(f"{wanted}: takes the keys {', '.join(NEEDED + OPTIONAL)}")
     if wrong := [f"{wanted}: {line}" for line in _faults(given)]:
@@ -177,13 +176,15 @@ def _faults(given: dict) -> list[str]:
             meant = f"did you mean {near[0]}?" if near else f"the keys here are {', '.join(NEEDED + OPTIONAL)}"
             faults.append(f"{key}: unknown key; {meant}")
         elif key == "name":
-            if not isinstance(value, str) or not value:
+            if not isinstance(value, str) or not value.isprintable() or not value:
                 faults.append(f"name: {value!r} is no text; quote it to make it one")
         elif key == "per_host":
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                faults.append(f"per_host: {value!r} is no number of GPUs; it must be an integer of at least 1")
+            if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= MOST:
+                faults.append(f"per_host: {value!r} is no number of GPUs; it must be an integer from 1 to {MOST}")
         elif not isinstance(value, int | float) or isinstance(value, bool) or not isfinite(value):
             faults.append(f"{key}: {value!r} is no number")
         elif value < 0 or (value == 0 and key != "price"):
             faults.append(f"{key}: {value!r} is too small: it must be above 0")
+        elif value > LARGEST:
+            faults.append(f"{key}: {value!r} is too large: it must be at most {LARGEST}")
     return faults

@@ -2,8 +2,8 @@
 
 import pytest
 
-from conf.load import ConfigError
-from conf.plan.hardware import GB, GIB, GPUS, priced, read
+from conf.load import ConfigError, load
+from conf.plan.hardware import GB, GIB, GPUS, of, priced, read
 
 OWN = {"name": "l40s", "memory": 44.4, "bf16": 362, "hbm": 864, "link": 32, "network": 25, "per_host": 8}
 
@@ -38,12 +38,15 @@ def test_reads_a_gpu_of_ones_own(tmp_path):
         ({"hbm": 0}, "hbm: 0 is too small: it must be above 0"),
         ({"bf16": "fast"}, "bf16: 'fast' is no number"),
         ({"bf16": "true"}, "bf16: True is no number"),
-        ({"link": ".inf"}, "link: inf is no number"),
-        ({"network": ".nan"}, "network: nan is no number"),
-        ({"per_host": 7.5}, "per_host: 7.5 is no number of GPUs; it must be an integer of at least 1"),
+        ({"link": ".inf"}, "link: '.inf' is no number"),
+        ({"network": ".nan"}, "network: '.nan' is no number"),
+        ({"per_host": 7.5}, "per_host: 7.5 is no number of GPUs; it must be an integer from 1 to 65536"),
+        ({"per_host": 10**20}, f"per_host: {10**20} is no number of GPUs; it must be an integer from 1 to 65536"),
+        ({"memory": "1e300"}, "memory: 1e+300 is too large: it must be at most 1000000"),
         ({"per_host": None}, "per_host: required, and missing"),
         ({"memroy": 80}, "memroy: unknown key; did you mean memory?"),
         ({"price": -1}, "price: -1 is too small: it must be above 0"),
+        ({"name": '"a\\nb"'}, "name: 'a\\nb' is no text; quote it to make it one"),
         ({"name": 90}, "name: 90 is no text; quote it to make it one"),
     ],
 )
@@ -62,7 +65,15 @@ def test_says_all_that_is_wrong(tmp_path):
 
 @pytest.mark.parametrize(
     "text, says",
-    [("", "takes the keys name, memory"), ("- a", "takes the keys"), ("{", "not YAML"), ("a: !!int b", "not YAML")],
+    [
+        ("", "takes the keys name, memory"),
+        ("- a", "takes the keys"),
+        ("{", ":1: while parsing a flow node"),
+        ("a: !!int b", "not YAML"),
+        ("name: a\nname: b\n", ":2: name: again; first on line 1"),
+        ("{[1]: 2}", ":1: while constructing a mapping, found unhashable key"),
+        ("!!python/object:x {}", ":1: could not determine a constructor"),
+    ],
 )
 def test_refuses_what_is_no_section(tmp_path, text, says):
     file = tmp_path / "gpu.yaml"
@@ -73,7 +84,7 @@ def test_refuses_what_is_no_section(tmp_path, text, says):
 
 
 def test_refuses_unknown_names():
-    with pytest.raises(ConfigError, match=r"^gpu: 'h300' is none of a100, h100, h200, b200, gb200, and no \.yaml"):
+    with pytest.raises(ConfigError, match=r"^gpu: 'h300' is none of a100, h100, h200, b200, gb200, cpu, and no \.yaml"):
         read("h300")
     with pytest.raises(ConfigError, match=r"^none\.yaml: No such file or directory$"):
         read("none.yaml")
@@ -85,3 +96,19 @@ def test_price():
     for wrong in (-1.0, float("nan"), float("inf")):
         with pytest.raises(ConfigError, match="is no price"):
             priced(GPUS["h100"], wrong)
+
+
+def test_the_gpu_of_a_run():
+    """What is written, else what the name holds, else the usual one; a CPU is shared by the processes on it."""
+    gpus = {
+        "glm47": ["h100"],
+        "glm47-b200": ["b200", "hardware.gpu=null"],
+        "tiny": ["cpu", "hardware.gpu=null"],
+        "qwen3-235b": ["a100", "name=on-a100", "hardware.gpu=null"],
+        "llama31-70b": ["h100", "hardware.gpu=null", "hardware.price=2"],
+    }
+    for name, (gpu, *overrides) in gpus.items():
+        assert of(load(name, overrides)).name == gpu
+    assert of(load("llama31-70b", ["hardware.price=2"])).price == 2
+    alone, of_two = of(load("tiny")), of(load("tiny", ["layout.gpus_per_node=2", "train.micro_batch=8"]))
+    assert not alone.cuda and of_two.memory == alone.memory // 2 and of_two.per_host == 2

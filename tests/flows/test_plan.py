@@ -166,6 +166,7 @@ def test_search_ranks_and_gives_reasons(ask, capsys):
             "override layout.nodes=9000: layout.nodes: 9000 x 8 is more",
         ),
         (["glm47", "--gpu", "h1000"], "hardware.gpu: 'h1000' is none of a100, h100"),
+        (["glm47", "layout.gpus_per_node=16"], "layout.gpus_per_node: 16, but one host of h100 has 8"),
         (["glm47", "--price", "-1"], "--price: -1 is no price"),
         (["glm47", "--price", "nan"], "--price: nan is no price"),
         (["glm47", "--top", "0"], "--top: 0 is too small"),
@@ -196,6 +197,27 @@ def test_a_gpu_of_one_s_own_with_a_typo(capsys, tmp_path):
     file.write_text("{name: x, memory: 40, bf16: 300, hmb: 2000, hbm: 2000, link: 300, network: 25, per_host: 8}")
     assert main(["glm47", "--gpu", str(file)]) == 2
     assert capsys.readouterr().err == f"error: {file}: hmb: unknown key; did you mean hbm?\n"
+
+
+def test_auto_is_the_best_layout_and_says_so_where_there_is_none(ask, capsys):
+    code, planned = ask("glm47", "layout.auto=true")
+    best = ask("glm47", "--gpus", "32", "--top", "40")[1]["layouts"]
+    roomy = next(one for one in best if "may be wrong by" not in one["verdict"])
+    assert (code, planned["layout"], planned["time"]["likely"]) == (0, roomy["layout"], roomy["seconds"])
+    code, none = ask("glm47", "layout.auto=true", "layout.nodes=1")
+    assert (code, none["layouts"], none["gpus"]) == (1, [], 8) and none["closest"]["over"] > 0
+    assert main(["glm47", "layout.auto=true", "layout.nodes=1"]) == 1
+    assert "no layout of 8 h100 is legal and fits" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("layout", ["auto", "{auto: true, nodes: 1}", "{auto: true, tp: 3, ep: 7}"])
+def test_auto_alone_is_one_host_of_the_gpu(ask, tmp_path, layout):
+    file = tmp_path / "mine.yaml"
+    text = (FOLDER / "glm47-b200.yaml").read_text()
+    head, _, rest = text.partition("\nlayout:\n")
+    file.write_text(f"{head}\nlayout: {layout}\n\nhardware:{rest.partition('hardware:')[2]}")
+    code, planned = ask(str(file))
+    assert (code, planned["gpus"], planned["layout"]["auto"]) == (0, 8, False)
 
 
 @pytest.mark.parametrize("name, code", [("glm47", 0), ("llama31-405b", 0), ("qwen2-moe", 0)])
