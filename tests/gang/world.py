@@ -18,6 +18,7 @@ import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -57,10 +58,13 @@ class World:
     servers: dict[str, psutil.Process] = field(default_factory=dict)
     workers: dict[int, subprocess.Popen] = field(default_factory=dict)
     stack: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
+    running: Any = None  # the flow under way
 
     def join(self, host: int) -> None:
         """A host of its own address, with a worker."""
         name, address = f"gang{host}", f"{NET}.{host + 10}/24"
+        ip("link", "del", f"gv{host}", check=False)  # of a host that was removed
+        ip("netns", "del", name, check=False)
         ip("netns", "add", name)
         ip("link", "add", f"gv{host}", "type", "veth", "peer", "name", "eth0", "netns", name)
         ip("link", "set", f"gv{host}", "master", BRIDGE, "up")
@@ -171,6 +175,8 @@ class World:
 def world(folder: Path, hosts: int) -> Iterator[World]:
     clean()
     with contextlib.ExitStack() as stack:
+        workers: dict[int, subprocess.Popen] = {}
+        stack.callback(lambda: [worker.wait() for worker in workers.values()])
         stack.callback(clean)
         ip("link", "add", BRIDGE, "type", "bridge")
         ip("addr", "add", f"{NET}.1/24", "dev", BRIDGE)
@@ -190,7 +196,7 @@ def world(folder: Path, hosts: int) -> Iterator[World]:
             "PYTHONDONTWRITEBYTECODE": "",
             "NO_COLOR": "1",
         }
-        made = World(folder, environment, stack=stack)
+        made = World(folder, environment, workers=workers, stack=stack)
         made.servers["s3"] = psutil.Process(s3)
         stack.callback(_resume, made.servers["s3"])
         _make_bucket(environment)

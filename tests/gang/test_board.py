@@ -1,0 +1,155 @@
+"""What members and controller make of the board: who may write, who lives, and when a member has to end."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tasks.gang import link as links
+from tasks.gang import witness
+from tasks.gang.board import STALE, Board, Notice, Watch, newest_attempt
+from tasks.gang.link import Link
+from tasks.gang.lookout import Lookout
+from tasks.store import open_store
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def board(tmp_path) -> Board:
+    return Board(open_store(str(tmp_path / "store")), "gang", 1)
+
+
+def member(board: Board, node: int = 0) -> Link:
+    return Link(board, node, {"by": f"member {node}", "state": "waiting"})
+
+
+def wait_for(condition, seconds: float = 10) -> None:
+    until = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < until
+        time.sleep(0.02)
+
+
+def test_one_member_per_number_and_none_joins_what_is_over(board):
+    lookout = Lookout(board, "")
+    assert lookout.begin()
+    assert not Lookout(board, "").begin()
+    first = member(board)
+    assert first.join()
+    assert not member(board).join()
+    wait_for(lambda: lookout.nodes.get(0, {}).get("state") == "waiting")
+    lookout.say(state="stop", reason="over")
+    wait_for(lambda: first.why_stop() == "stop: over")
+    assert not member(board, 1).join()
+    first.end(5)
+    lookout.end(5)
+    assert newest_attempt(board.store, "gang") == 1
+
+
+def test_what_a_member_says_reaches_the_controller_and_so_does_its_log(board, tmp_path):
+    lookout = Lookout(board, "")
+    lookout.begin()
+    one = member(board)
+    one.join()
+    log = tmp_path / "log"
+    log.write_text("step 1\nste")
+    one.logs = {"rank00000.out": log}
+    one.say(state="failed", failed=[{"rank": 0}])
+    wait_for(lambda: lookout.nodes.get(0, {}).get("failed") == [{"rank": 0}])
+    assert lookout.order_of_failure(0) == 0
+    wait_for(lambda: list(lookout.lines) == ["step 1"])
+    log.write_text("step 1\nstep 2\n")
+    one.end(5)
+    lookout.end(5)
+    assert list(lookout.lines) == ["step 1", "step 2"]
+
+
+def test_a_notice_that_another_has_written_is_lost(board):
+    mine = Notice(board, "nodes/0.json")
+    assert mine.create({"by": "me"})
+    assert mine.write({"by": "me", "state": "running"})
+    board.write("nodes/0.json", json.dumps({"by": "you"}).encode())
+    assert not mine.write({"by": "me"})
+    assert board.read("nodes/0.json") == {"by": "you"}
+
+
+def test_only_what_changes_is_alive():
+    watch = Watch()
+    assert watch.look({"beats/0": "a", "beats/1": "a"}) == {"beats/0", "beats/1"}
+    watch.at = {name: at - 20 for name, at in watch.at.items()}
+    assert watch.look({"beats/0": "b", "beats/1": "a"}) == {"beats/0"}
+    assert watch.age("beats/0") < 1 and watch.age("beats/1") >= 20
+    watch.forgive()
+    assert watch.age("beats/1") < 1
+
+
+@pytest.mark.parametrize(
+    "answered, fresh, witnessed, ends",
+    [
+        (0, 0, 0, ""),
+        (1, STALE + 2, 0, "the controller is gone"),
+        (STALE + 1, STALE + 2, 0, ""),  # the store is away, a witness is there
+        (STALE + 1, 2 * STALE + 2, 0, ""),
+        (STALE + 1, STALE + 1, STALE + 1, "cut off"),
+        (60, 60, 0, ""),
+    ],
+)
+def test_when_a_member_has_to_end(board, answered, fresh, witnessed, ends):
+    one, now = member(board), time.monotonic()
+    one.answered, one.fresh, one.witnessed = now - answered, now - fresh, now - witnessed
+    assert one.why_stop().startswith(ends) and bool(one.why_stop()) == bool(ends)
+
+
+def test_a_witness_that_knows_of_a_later_attempt_ends_it(board, monkeypatch):
+    monkeypatch.setattr(links, "ASKED_AFTER", 0.0)
+    port = witness.serve(lambda: {"gang": "gang", "attempt": 2, "state": "go"})
+    lookout = Lookout(board, "")
+    lookout.begin()
+    one = member(board)
+    one.met = True
+    one.join()
+    one.word = one.word | {"addresses": ["127.0.0.1"], "port": port}
+    one.board.store.delete("")
+    one.answered = time.monotonic() - 1
+    wait_for(lambda: "attempt" in one.why_stop())
+    one.end(0)
+    lookout.end(0)
+
+
+RANK = """
+import os, sys
+os.environ.update(RANK=sys.argv[1], WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=sys.argv[2],
+                  GANG_ATTEMPT=sys.argv[3])
+from trainer import life
+life.MEET_WITHIN = 4.0
+life.meet()
+print("met")
+"""
+MASTER = """
+import sys, time
+from torch.distributed import TCPStore
+store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+print(store.port, flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_rank_of_a_dead_attempt_never_gets_by_a_new_master():
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen([sys.executable, "-c", MASTER], cwd=ROOT, **pipes) as master:
+        port = master.stdout.readline().strip()
+        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+        names = [("0", "gang-2"), ("1", "gang-1"), ("1", "gang-2")]
+        ranks = [
+            subprocess.Popen([sys.executable, "-c", RANK, rank, port, name], cwd=ROOT, env=environment, **pipes)
+            for rank, name in names
+        ]
+        said = [rank.communicate(timeout=60) for rank in ranks]
+        master.stdin.close()
+    assert [out.strip() for out, _ in said] == ["met", "", "met"], said
+    assert "1 of 2 ranks of gang-1 met" in said[1][1]
