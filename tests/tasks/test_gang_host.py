@@ -63,6 +63,8 @@ def test_the_kernel_s_log_is_read_from_now_on():
 @pytest.fixture
 def cgroup():
     """A cgroup of 64 MB under this process's own; of version 1 or 2."""
+    if "SwapTotal:             0 kB" not in Path("/proc/meminfo").read_text():
+        pytest.skip("with swap the kernel kills nobody")
     for line in Path("/proc/self/cgroup").read_text().splitlines():
         _, controllers, path = line.split(":", 2)
         base = Path("/sys/fs/cgroup/memory" if controllers == "memory" else "/sys/fs/cgroup")
