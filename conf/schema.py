@@ -17,7 +17,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, ValidationInfo, field_validator
 
-from conf import levers
+from conf import clusters, levers
+from conf.clusters import Kubernetes, Slurm
 from conf.data import Data, Rows
 from conf.sections import (
     Adapter,
@@ -61,6 +62,8 @@ class Run(Section):
     export: Export = Field(default_factory=Export)
     evaluate: Evaluate = Field(default_factory=Evaluate)
     gang: Gang = Field(default_factory=Gang)
+    slurm: Slurm = Field(default_factory=Slurm)
+    kubernetes: Kubernetes = Field(default_factory=Kubernetes)
     promote: Promote = Field(default_factory=Promote, validate_default=True)
     track: Track = Field(default_factory=Track)
     paths: Paths = Field(default_factory=Paths, validate_default=True)
@@ -126,6 +129,7 @@ def contradictions(run: Run) -> Iterator[tuple[str, str]]:
     if moe.balance == "none" and moe.aux_loss_coeff:
         yield "moe.aux_loss_coeff", "has no effect with moe.balance none"
     yield from levers.contradictions(run)
+    yield from clusters.contradictions(run.gang.engine, run.kubernetes)
 
 
 def json_schema() -> str:

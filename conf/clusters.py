@@ -1,0 +1,118 @@
+"""The sections slurm and kubernetes: what a run over several hosts asks a cluster for, where gang.engine is its name.
+
+Nothing here is a secret: the keys hold names of environment variables and of Kubernetes' Secrets, never values.
+Hosts and GPUs per host are the layout's. Not covered: Slurm's heterogeneous jobs, other schedulers of Kubernetes.
+"""
+
+import re
+from collections.abc import Iterator
+from typing import Annotated, Any
+
+from pydantic import Field
+
+from conf.sections import Count, Section, Text
+
+Variable = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
+Setting = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*=")]
+Label = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_./-]*=[A-Za-z0-9_.-]*$")]
+Amount = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9.-]*(/[A-Za-z0-9_.-]+)?=[0-9.]+([KMGTP]i?|m)?$")]
+Name = Annotated[str, Field(pattern=r"^[a-z0-9]([a-z0-9.-]*[a-z0-9])?$")]
+
+# Names that boto3's own chain knows.
+AWS = (
+    "AWS_ACCESS_KEY_ID",
+    "AWS_SECRET_ACCESS_KEY",
+    "AWS_SESSION_TOKEN",
+    "AWS_PROFILE",
+    "AWS_DEFAULT_REGION",
+    "AWS_ENDPOINT_URL",
+)
+SECRET = re.compile(r"SECRET|TOKEN|PASSW|PRIVATE|CREDENTIAL|(ACCESS|API)_?KEY", re.IGNORECASE)
+
+
+def listed(default: tuple[str, ...], description: str) -> Any:
+    # strict=False lets a YAML list become a tuple
+    return Field(default=default, strict=False, description=description)
+
+
+class Slurm(Section):
+    """For gang.engine slurm: one job of all hosts. What is null is left to the cluster's defaults."""
+
+    partition: Text | None = Field(default=None, description="partitions, separated by commas")
+    account: Text | None = Field(default=None, description="who pays")
+    qos: Text | None = Field(default=None, description="quality of service")
+    time: Annotated[str, Field(pattern=r"^([0-9]+-)?[0-9]+(:[0-9]+){0,2}$")] | None = Field(
+        default=None, description="limit of one attempt, as 2-00:00:00; the next one goes on from its checkpoint"
+    )
+    gpus: Annotated[str, Field(pattern=r"^(--gpus-per-node=$|--gres=gpu(:[a-z0-9_.-]+)?:$|none$)")] = Field(
+        default="--gpus-per-node=",
+        description="how GPUs are asked for, in front of their number: --gpus-per-node=, --gres=gpu:, --gres=gpu:h100: "
+        "or none",
+    )
+    exclusive: bool = Field(default=True, description="whole hosts, with all their processors and memory")
+    constraint: Text | None = Field(default=None, description="features that the hosts have, as h100&ib")
+    image: Text | None = Field(default=None, description="container that pyxis starts on each host; null = none")
+    mounts: tuple[Text, ...] = listed((), "of the container, as /shared:/shared; FINETUNE_RUNS has to be among them")
+    options: tuple[Annotated[str, Field(pattern=r"^-")], ...] = listed((), "more of sbatch's, as --reservation=llm")
+    setup: tuple[Text, ...] = listed((), "lines that the script runs first, as module load cuda")
+    export: tuple[Variable, ...] = listed(AWS, "variables that members get from whoever submits; by name, as secrets")
+    python: Text | None = Field(default=None, description="interpreter on the hosts; null = the one of the flow")
+    folder: Text | None = Field(default=None, description="this project on the hosts; null = where the flow has it")
+    grace: Count = Field(default=20, description="seconds that a training told to end has to save a checkpoint")
+
+
+class Kubernetes(Section):
+    """For gang.engine kubernetes: one JobSet, a pod per host, which Kueue admits whole."""
+
+    context: Text | None = Field(default=None, description="of kubectl's configuration; null = the current one")
+    namespace: Name | None = Field(default=None, description="null = the context's")
+    image: Text | None = Field(default=None, description="container image that holds this project; required")
+    queue: Name | None = Field(
+        default=None, description="Kueue's LocalQueue; null = no Kueue: gangs of this project take turns in starting"
+    )
+    priority: Name | None = Field(default=None, description="Kueue's WorkloadPriorityClass")
+    topology: Text | None = Field(
+        default=None, description="label of nodes that Kueue prefers to be equal for all pods, as a rack's"
+    )
+    gpus: Text | None = Field(default="nvidia.com/gpu", description="resource that GPUs are; null = none")
+    cpu: Annotated[str, Field(pattern=r"^[0-9.]+m?$")] | None = Field(
+        default=None, description="processors per pod, as 96"
+    )
+    memory: Annotated[str, Field(pattern=r"^[0-9.]+[KMGT]i?$")] | None = Field(
+        default=None, description="of a pod, as 1500Gi; what is in shm counts"
+    )
+    resources: tuple[Amount, ...] = listed((), "others per pod, as rdma/ib=8, vpc.amazonaws.com/efa=32 or hugepages")
+    shm: Annotated[str, Field(pattern=r"^[0-9]+([KMGT]i)$")] = Field(
+        default="64Gi", description="/dev/shm, through which NCCL and data loaders go; 64 MB without"
+    )
+    claim: Name | None = Field(
+        default=None, description="PersistentVolumeClaim, ReadWriteMany, that is mounted where FINETUNE_RUNS is"
+    )
+    selector: tuple[Label, ...] = listed((), "labels that nodes have, as cloud.google.com/gke-accelerator=nvidia-h100")
+    tolerations: tuple[Text, ...] = listed(("nvidia.com/gpu",), "taints of nodes that pods may run on all the same")
+    host_network: bool = Field(default=False, description="where RDMA adapters are no resources of their own")
+    account: Name | None = Field(default=None, description="service account of the pods, as for an S3 role")
+    secrets: tuple[Name, ...] = listed((), "Secrets whose keys become environment variables, as AWS_ACCESS_KEY_ID")
+    pull_secrets: tuple[Name, ...] = listed((), "Secrets of the image's registry")
+    env: tuple[Setting, ...] = listed((), "more variables, as NCCL_IB_HCA=mlx5; no secrets")
+    python: Text = Field(default="python", description="interpreter in the image")
+    folder: Text = Field(default="/workspace/finetune", description="this project in the image")
+    grace: Count = Field(default=20, description="seconds that a training told to end has to save a checkpoint")
+
+
+def contradictions(engine: str, kubernetes: Kubernetes) -> Iterator[tuple[str, str]]:
+    """Yields (key, problem), as conf/schema.py does."""
+    if engine == "kubernetes" and kubernetes.image is None:
+        yield "kubernetes.image", "required with gang.engine kubernetes, and missing"
+    for setting in kubernetes.env:
+        name = setting.partition("=")[0]
+        if SECRET.search(name):
+            yield (
+                "kubernetes.env",
+                f"{name} looks like a secret: put it into a Secret, and that into kubernetes.secrets",
+            )
+    reserved = {"cpu": "kubernetes.cpu", "memory": "kubernetes.memory", kubernetes.gpus: "layout.gpus_per_node"}
+    for resource in kubernetes.resources:
+        name = resource.partition("=")[0]
+        if name in reserved:
+            yield "kubernetes.resources", f"{name} is said by {reserved[name]}"
