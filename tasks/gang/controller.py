@@ -12,7 +12,6 @@ one of them again is not refused.
 """
 
 import contextlib
-import dataclasses
 import json
 import secrets
 import time
@@ -25,9 +24,11 @@ from conf.schema import Run
 from tasks import lease
 from tasks.faults import Fault, Stopped
 from tasks.gang import restart
-from tasks.gang.board import STALE, Board, Watch, newest_attempt
+from tasks.gang.board import STALE, Board, newest_attempt
 from tasks.gang.engines import Engine, Handle, engine_of
-from tasks.gang.failures import Evidence, Failure, Rank, classify
+from tasks.gang.evidence import host_names, of_attempt, preempted
+from tasks.gang.failures import Failure
+from tasks.gang.fence import ENDED_BY_ITSELF, wait_for_the_last
 from tasks.gang.lookout import Lookout
 from tasks.gang.restart import Attempt
 from tasks.launch import Broken
@@ -35,7 +36,6 @@ from tasks.store import Store, open_store
 
 TICK = 0.5
 SETTLE = 2.5  # seconds between the first report of a failure and the verdict: others may know better
-ENDED_BY_ITSELF = STALE + 10  # seconds after its last renewal in which a member that is cut off ends, whatever happens
 ASKED = 3.0  # seconds between questions about capacity
 LEAVE_WITHIN = 20.0
 # Whom a run over several hosts may leave a half-written checkpoint of is settled by marks: trainer/checkpoints.py.
@@ -72,7 +72,7 @@ def train(
     """Raises Fault, Broken or Stopped."""
     board_store = open_store(store.uri, hasty=True)
     gang = Gang(name, folder, board_store, engine_of(run), say, stop, tick)
-    _fence(gang)
+    wait_for_the_last(board_store, name, say, lambda: _pause(gang, 1.0))
     attempts: list[Attempt] = []
     while True:
         outcome = _attempt(gang, run)
@@ -103,7 +103,7 @@ def _attempt(gang: Gang, run: Run) -> Outcome:
         finally:
             (gang.folder / "probe").unlink(missing_ok=True)
     try:
-        hosts = _hosts(lookout)
+        hosts = host_names(lookout)
         gang.say(f"attempt {board.attempt}: {', '.join(hosts.values())} train; logs in {gang.store.link(board.place)}")
         failure = _watch(gang, run, lookout, handle, hosts)
     except Stopped:
@@ -187,7 +187,7 @@ def _gather(gang: Gang, run: Run, lookout: Lookout, handle: Handle) -> Outcome |
             continue
         failure = Failure("host", line, True)
         _end(gang, run, lookout, handle, line, save=False)
-        return Outcome(tuple(_hosts(lookout).values()), failure)
+        return Outcome(tuple(host_names(lookout).values()), failure)
 
 
 def _go(lookout: Lookout, run: Run) -> None:
@@ -211,7 +211,7 @@ def _watch(gang: Gang, run: Run, lookout: Lookout, handle: Handle, hosts: dict[i
         nodes = dict(lookout.nodes)
         states = {k: nodes[k]["state"] for k in hosts}
         if all(state == "done" for state in states.values()):
-            return None if _newest(run) >= _last_step(run) else _preempted(nodes)
+            return None if _newest(run) >= _last_step(run) else preempted(nodes)
         ended = {k for k, alive in handle.alive().items() if alive is False}
         over = {k for k, state in states.items() if state in ("done", "failed", "preempted", "stopped", "stopping")}
         gone = {k for k in hosts if k not in over and (k in ended or lookout.silence(k) > run.gang.silent_after)}
@@ -222,31 +222,7 @@ def _watch(gang: Gang, run: Run, lookout: Lookout, handle: Handle, hosts: dict[i
             if not wrong:  # whoever was silent is back
                 first = None
                 continue
-            return _verdict(run, lookout, nodes, hosts, gone)
-
-
-def _verdict(run: Run, lookout: Lookout, nodes: dict, hosts: dict[int, str], gone: set[int]) -> Failure:
-    if any(node["state"] == "preempted" for node in nodes.values()):
-        return _preempted(nodes)
-    ranks = []
-    for place, k in enumerate(hosts):
-        order = lookout.order_of_failure(k)
-        for told in nodes[k].get("failed") or nodes[k].get("ranks") or []:
-            rank = Rank(told["rank"], hosts[k], told.get("code"), told["step"], tuple(told.get("lines", ())))
-            rank = dataclasses.replace(rank, order=order + place / 1e6, silent=told["silent"], state=told["state"])
-            ranks.append(rank)
-    stalled = any(told.get("stalled") for node in nodes.values() for told in node.get("failed", ()))
-    free = {hosts[k]: node["free"] for k, node in nodes.items() if "free" in node}
-    kernel = {hosts[k]: tuple(node.get("kernel", ())) for k, node in nodes.items()}
-    kills = {hosts[k]: node.get("oom_kills", 0) for k, node in nodes.items()}
-    lost = tuple(hosts[k] for k in sorted(gone))
-    return classify(Evidence(tuple(ranks), lost, kernel, kills, free, stalled=stalled), run)
-
-
-def _preempted(nodes: dict) -> Failure:
-    host = next((node["host"] for node in nodes.values() if node["state"] == "preempted"), "")
-    step = max((told["step"] for node in nodes.values() for told in node.get("ranks", ())), default=0)
-    return Failure("preempted", f"preempted: {host or 'a host'} was told to end", True, host, step=step)
+            return of_attempt(run, lookout, nodes, hosts, gone)
 
 
 def _end(gang: Gang, run: Run, lookout: Lookout, handle: Handle | None, reason: str, save: bool) -> None:
@@ -268,43 +244,10 @@ def _end(gang: Gang, run: Run, lookout: Lookout, handle: Handle | None, reason: 
     lookout.end(LEAVE_WITHIN)
 
 
-def _fence(gang: Gang) -> None:
-    """Whatever an earlier controller has left behind is over, once this returns."""
-    number = newest_attempt(gang.store, gang.name)
-    board = Board(gang.store, gang.name, number)
-    word = board.read("gang.json") if number else None
-    if word is None or word.get("closed"):
-        return
-    word |= {"state": "stop", "reason": "its controller was replaced", "save": False, "by": secrets.token_hex(8)}
-    board.write("gang.json", json.dumps(word).encode())
-    gang.say(f"waits until attempt {number}, whose controller is gone, has ended")
-    watch = Watch()
-    watch.look(board.tags())
-    while True:
-        nodes = [name for name in watch.seen if name.startswith("nodes/")]
-        left = [name for name in nodes if not (board.read(name) or {}).get("over")]
-        beats = [f"beats/{name[6:-5]}" for name in left]
-        if all(watch.age(beat) > ENDED_BY_ITSELF for beat in beats):
-            break
-        _pause(gang, 1.0)
-        watch.look(board.tags())
-    word["closed"] = True
-    board.write("gang.json", json.dumps(word).encode())
-
-
 def _give_up(run: Run, failure: Failure, line: str) -> None:
     if failure.kind == "memory":
         line += f"; {restart.advice(run)}"
     raise Fault(line) if failure.kind in ("user", "data", "memory") else Broken(line)
-
-
-def _hosts(lookout: Lookout) -> dict[int, str]:
-    """Name by member; with the address where a name is not enough."""
-    nodes = dict(sorted(lookout.nodes.items()))
-    names = [node["host"] for node in nodes.values()]
-    shown = {k: node["host"] if names.count(node["host"]) == 1 else node["address"] for k, node in nodes.items()}
-    unique = len({*shown.values()}) == len(shown)
-    return shown if unique else {k: f"{nodes[k]['host']}/{k}" for k in nodes}
 
 
 def _pass_on(gang: Gang, lookout: Lookout) -> None:

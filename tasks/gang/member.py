@@ -20,6 +20,7 @@ import sys
 import tempfile
 import threading
 import time
+import traceback
 from pathlib import Path
 
 from conf.load import load
@@ -74,7 +75,13 @@ def _take_part(board: Board, node: int, folder: Path, told: threading.Event, sta
     while not (why := _why_stop(link, told, starters)) and link.word["state"] == "gathering":
         time.sleep(TICK)
     if not why:
-        why, code = _train(link, board, node, folder, told, starters)
+        try:
+            why, code = _train(link, board, node, folder, told, starters)
+        except Exception as error:  # of this host, before its ranks began: their own end is told otherwise
+            lines = "".join(traceback.format_exception(error)).splitlines()[-30:]
+            one = {"rank": -1, "code": 1, "step": 0, "lines": lines, "silent": False, "state": "", "stalled": False}
+            link.say(state="failed", failed=[one])
+            why, code = lines[-1], 1
     else:
         link.say(state="stopped", reason=why, over=True)
         code = 0

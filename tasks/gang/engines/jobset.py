@@ -1,0 +1,101 @@
+"""The JobSet that a gang is to Kubernetes: an indexed job of a pod per host.
+
+Secrets come by the names of Secrets, and storage by the name of a claim. Kueue knows the gang by a label. Checked
+against JobSet v1alpha2 (tests/gang/test_kubernetes.py).
+"""
+
+import os
+from typing import Any
+
+from conf.schema import Run
+
+QUEUE = "kueue.x-k8s.io/queue-name"
+LAST_WORDS = 15  # seconds that a member needs behind its grace, to say what became of it
+FORGOTTEN_AFTER = 3600  # seconds that an ended JobSet stays, where nobody is left to remove it
+NO_RDMA = (None, "ethernet")
+
+
+def jobset(run: Run, name: str, arguments: list[str], labels: dict[str, str] | None = None) -> dict[str, Any]:
+    section = run.kubernetes
+    queue = {QUEUE: section.queue} if section.queue else {}
+    priority = {"kueue.x-k8s.io/priority-class": section.priority} if section.priority else {}
+    namespace = {"namespace": section.namespace} if section.namespace else {}
+    topology = {"kueue.x-k8s.io/podset-preferred-topology": section.topology} if section.topology else {}
+    job = {
+        "completionMode": "Indexed",  # a pod's number is its member's
+        "completions": run.layout.nodes,
+        "parallelism": run.layout.nodes,
+        "backoffLimitPerIndex": 0,
+        "podReplacementPolicy": "Failed",
+        "template": {
+            "metadata": {"labels": labels or {}} | ({"annotations": topology} if topology else {}),
+            "spec": _pod(run, arguments),
+        },
+    }
+    return {
+        "apiVersion": "jobset.x-k8s.io/v1alpha2",
+        "kind": "JobSet",
+        "metadata": {"name": name, **namespace, "labels": {**(labels or {}), **queue, **priority}},
+        "spec": {
+            "failurePolicy": {"maxRestarts": 0},
+            "network": {"enableDNSHostnames": False},  # addresses go over the board
+            "ttlSecondsAfterFinished": FORGOTTEN_AFTER,
+            "replicatedJobs": [{"name": "node", "replicas": 1, "template": {"spec": job}}],
+        },
+    }
+
+
+def _pod(run: Run, arguments: list[str]) -> dict[str, Any]:
+    section = run.kubernetes
+    env: list[dict[str, Any]] = [
+        {"name": "PYTHONUNBUFFERED", "value": "1"},
+        {"name": "GUARD_GRACE", "value": str(section.grace)},
+        {"name": "GANG_ADDRESS", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}},
+        {"name": "GANG_HOST", "valueFrom": {"fieldRef": {"fieldPath": "spec.nodeName"}}},
+    ]
+    env += [{"name": name, "value": value} for name, _, value in (setting.partition("=") for setting in section.env)]
+    resources = {section.gpus: str(run.layout.gpus_per_node)} if section.gpus else {}
+    resources |= {name: value for name in ("cpu", "memory") if (value := getattr(section, name))}
+    resources |= dict(setting.split("=", 1) for setting in section.resources)
+    container: dict[str, Any] = {
+        "name": "member",
+        "image": section.image,
+        "workingDir": section.folder,
+        "command": arguments,
+        "stdin": True,  # stays open, though nobody writes to it: a member ends when it closes
+        "env": env,
+        "volumeMounts": [{"name": "shm", "mountPath": "/dev/shm"}, {"name": "runs", "mountPath": shared()}],
+    }
+    if section.secrets:
+        container["envFrom"] = [{"secretRef": {"name": name}} for name in section.secrets]
+    if resources:
+        container["resources"] = {"requests": resources, "limits": dict(resources)}
+    if run.gang.network not in NO_RDMA:
+        container["securityContext"] = {"capabilities": {"add": ["IPC_LOCK"]}}  # adapters read pinned memory
+    pod: dict[str, Any] = {
+        "restartPolicy": "Never",
+        "terminationGracePeriodSeconds": section.grace + LAST_WORDS,
+        "enableServiceLinks": False,  # else a variable for every service of the namespace
+        "automountServiceAccountToken": False,
+        "containers": [container],
+        "volumes": [
+            {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": section.shm}},
+            {"name": "runs", "persistentVolumeClaim": {"claimName": section.claim}},
+        ],
+    }
+    if section.host_network:
+        pod |= {"hostNetwork": True, "dnsPolicy": "ClusterFirstWithHostNet"}
+    if section.account:
+        pod["serviceAccountName"] = section.account
+    if section.pull_secrets:
+        pod["imagePullSecrets"] = [{"name": name} for name in section.pull_secrets]
+    if section.selector:
+        pod["nodeSelector"] = dict(label.split("=", 1) for label in section.selector)
+    if section.tolerations:
+        pod["tolerations"] = [{"key": key, "operator": "Exists"} for key in section.tolerations]
+    return pod
+
+
+def shared() -> str:
+    """FINETUNE_RUNS: where the flow has it, pods have it too."""
+    return os.path.abspath(os.environ.get("FINETUNE_RUNS", "runs"))

@@ -1,0 +1,184 @@
+"""Members as pods of one JobSet, which Kueue admits whole or leaves in its queue.
+
+    python -m flows.gang NAME --engine kubernetes        prints the manifest
+
+For clusters that have Kubernetes 1.29 or newer with JobSet, and Kueue where gangs of several people compete. The flow
+runs where kubectl reaches the cluster: outside of it, or in a pod whose service account may make JobSets.
+
+JobSet, since a PyTorchJob brings a rendezvous of its own that the board makes needless, and Kubeflow's newer TrainJob
+makes a JobSet in turn. Kueue, since it works beside the cluster's own scheduler and gives a gang its hosts at once,
+while Volcano would replace that scheduler. A pod that ends does not end the others (backoffLimitPerIndex), and none is
+begun again, as the controller stops them once it knows why, and attempts are its own.
+
+NeMo-Run 0.11's KubeflowExecutor is not used: it makes TrainJobs, whose operator starts torchrun on its own account.
+
+Not covered: leaving hosts out by name, Volcano, dynamic resource allocation.
+"""
+
+import hashlib
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from conf.schema import Run
+from tasks.faults import Fault
+from tasks.gang.board import Board
+from tasks.gang.engines import client, command
+from tasks.gang.engines.client import Asked, State
+from tasks.gang.engines.jobset import LAST_WORDS, QUEUE, jobset, shared
+
+LEAVE_WITHIN = 30.0  # seconds behind the grace of pods, for the cluster to take pods away
+FORGOTTEN_AFTER = 3600  # seconds that an ended JobSet stays, where nobody is left to remove it
+NO_RDMA = (None, "ethernet")
+AWAY = re.compile(
+    r"[Uu]nable to connect|connection .* refused|timed? ?out|ServiceUnavailable|InternalError|TooMany|EOF"
+)
+
+
+class Pods:
+    """Of one JobSet."""
+
+    def __init__(self, run: Run, name: str, n: int):
+        self.kubectl, self.name, self.n, self.grace = _kubectl(run), name, n, run.kubernetes.grace
+        self._seen: set[int] = set()
+        self._asked = Asked(n, self._look)
+
+    def alive(self) -> dict[int, bool | None]:
+        return self._asked.state.alive
+
+    def waits(self) -> str | None:
+        return self._asked.state.waits
+
+    def words(self) -> tuple[str, ...]:
+        return self._asked.state.words
+
+    def cancel(self) -> None:
+        client.run([*self.kubectl, "delete", "jobset", self.name, *REMOVE])
+        self._seen |= {*range(self.n)}
+        self._asked.wait(self.grace + LAST_WORDS + LEAVE_WITHIN, lambda state: not any(state.alive.values()))
+        self._asked.end()
+
+    def _look(self) -> State | None:
+        jobset = self._get("jobset", self.name)
+        pods = self._get("pods", f"--selector=jobset.sigs.k8s.io/jobset-name={self.name}")
+        if jobset is None or pods is None:
+            return None
+        waits = None
+        if jobset.get("spec", {}).get("suspend"):
+            queue = jobset["metadata"]["labels"].get(QUEUE, "")
+            workload = self._get("workloads.kueue.x-k8s.io", f"--selector={JOB}={jobset['metadata']['uid']}")
+            waits = f"Kueue's queue {queue}: {_quota((workload or {}).get('items', []))}"
+        found = dict(_index(pod) for pod in pods["items"])
+        self._seen |= {*found}
+        return State(alive_of(found, self.n, self._seen), waits, words_of(pods["items"]))
+
+    def _get(self, *what: str) -> dict[str, Any] | None:
+        """Empty where there is none; None where nobody knows."""
+        found = client.run([*self.kubectl, "get", *what, "--ignore-not-found", "--output=json"])
+        return None if found.code else json.loads(found.output or "{}")
+
+
+def turn(run: Run) -> str | None:
+    """Without Kueue a gang is given its hosts one by one."""
+    section = run.kubernetes
+    return None if section.queue else f"kubernetes-{section.context or ''}-{section.namespace or ''}"
+
+
+def capacity(run: Run) -> str | None:
+    """Whether the cluster would take such a JobSet at all; when it runs is the queue's affair."""
+    tried = [_create(run, jobset(run, "test", ["true"]), "--dry-run=server")]
+    if run.kubernetes.queue:
+        tried.append(client.run([*_kubectl(run), "get", "localqueues.kueue.x-k8s.io", run.kubernetes.queue]))
+    line = "; ".join(one.line for one in tried if one.code)
+    if line and not AWAY.search(line):
+        raise Fault(f"kubernetes: {line}")
+    return f"the Kubernetes cluster does not answer ({line})" if line else None
+
+
+def start(run: Run, board: Board, n: int) -> Pods:
+    assert n == run.layout.nodes
+    place = board.store.uri.removeprefix("file://")
+    if not board.store.uri.startswith("s3:") and not Path(place).is_relative_to(shared()):
+        raise Fault(f"FINETUNE_STORE: {place}: pods have s3:// stores, and folders in FINETUNE_RUNS, {shared()}")
+    old = f"--selector=finetune/gang={_label(board)}"  # of an earlier controller that is gone
+    client.run([*_kubectl(run), "delete", "jobsets", old, *REMOVE])
+    made = _create(run, _of(run, board))
+    if made.code:
+        raise Fault(f"kubernetes: {made.line}")
+    return Pods(run, _name(run, board), n)
+
+
+def manifest(run: Run, board: Board) -> str:
+    return yaml.safe_dump(_of(run, board), sort_keys=False, width=1000)
+
+
+def alive_of(pods: dict[int, str], n: int, seen: set[int]) -> dict[int, bool | None]:
+    """By member, from the phases of pods: one that is not there yet waits, one that was there is over."""
+    phases = {node: pods.get(node) for node in range(n)}
+    return {
+        node: node not in seen if phase is None else None if phase == "Unknown" else phase in ("Pending", "Running")
+        for node, phase in phases.items()
+    }
+
+
+def words_of(pods: list[dict[str, Any]]) -> tuple[str, ...]:
+    """What the cluster says of pods that ended badly, or cannot begin; with the node's name, where they have one."""
+    words: dict[str, None] = {}
+    for pod in pods:
+        status, node = pod.get("status", {}), pod.get("spec", {}).get("nodeName", "no node yet")
+        said = [(status.get("reason"), status.get("message"))] if status.get("phase") == "Failed" else []
+        for condition in status.get("conditions", []):
+            type_, holds = condition["type"], condition["status"] == "True"
+            if (type_ == "DisruptionTarget" and holds) or (type_ == "PodScheduled" and not holds):
+                said.append((f"{type_} {condition.get('reason', '')}", condition.get("message")))
+        for container in status.get("containerStatuses", []):
+            state = container.get("state", {})
+            ended, waits = state.get("terminated", {}), state.get("waiting", {})
+            if ended.get("exitCode"):
+                said.append((ended.get("reason"), f"exit code {ended['exitCode']}"))
+            elif waits.get("reason", "ContainerCreating") not in ("ContainerCreating", "PodInitializing"):
+                said.append((waits["reason"], waits.get("message")))
+        words |= {f"{node}: {': '.join(filter(None, pair))}": None for pair in said if any(pair)}
+    return tuple(words)
+
+
+def _create(run: Run, what: dict[str, Any], *more: str) -> client.Result:
+    return client.run([*_kubectl(run), "create", "--filename=-", "--output=name", *more], json.dumps(what))
+
+
+def _of(run: Run, board: Board) -> dict[str, Any]:
+    python = run.kubernetes.python
+    member = [python, "-m", "tasks.guard", python, "-m", *command(board, 0)[:-1], "$(JOB_COMPLETION_INDEX)"]
+    labels = {"finetune/run": run.name[:63].strip("-"), "finetune/gang": _label(board)}
+    return jobset(run, _name(run, board), member, labels)
+
+
+def _kubectl(run: Run) -> list[str]:
+    pairs = (("context", run.kubernetes.context), ("namespace", run.kubernetes.namespace))
+    return ["kubectl", *(f"--{name}={value}" for name, value in pairs if value)]
+
+
+def _label(board: Board) -> str:
+    """Gangs of other stores may be called the same."""
+    return hashlib.sha256(f"{board.store.uri} {board.gang}".encode()).hexdigest()[:12]
+
+
+def _name(run: Run, board: Board) -> str:
+    """Short enough for the names of pods, which have 20 characters more; begins with a letter."""
+    return f"ft-{run.name[:20].rstrip('-')}-{_label(board)[:8]}-{board.attempt}"
+
+
+def _index(pod: dict[str, Any]) -> tuple[int, str]:
+    metadata = pod["metadata"]
+    return int((metadata.get("labels", {}) | metadata.get("annotations", {}))[INDEX]), pod["status"].get("phase", "")
+
+
+def _quota(workloads: list[dict[str, Any]]) -> str:
+    conditions = [one for load in workloads for one in load.get("status", {}).get("conditions", [])]
+    waiting = (
+        one.get("message", "") for one in conditions if one["type"] == "QuotaReserved" and one["status"] != "True"
+    )
+    return next(waiting, "not looked at yet")

@@ -1,0 +1,164 @@
+"""Members on hosts that Slurm gives: one job of all hosts, in it one srun, which starts a member on each of them.
+
+    python -m flows.gang NAME --engine slurm        prints the script
+
+For clusters that have Slurm. It gives a job all its hosts or none, queues it, and takes it back by its own rules, so
+that gangs need no turns and no count of free hosts. The flow runs where sbatch is, as a worker on a login host.
+
+What the script's options are for: a host that fails, or a member that ends, does not end the others (--no-kill,
+--kill-on-bad-exit=0), as the controller stops them once it knows why; a job is never begun again by Slurm
+(--no-requeue), as attempts are the controller's; before the time limit, training is told to save (--signal). Slurm
+ends what is left of a job, also when srun is killed: its members' standard input closes, and slurmd kills what it
+started. After scancel that takes KillWait (30 s by default) at most, and a save has no longer than that.
+
+NeMo-Run 0.11's SlurmExecutor is not used: its script holds the values of variables, secrets among them, ends all tasks
+with the first and gives them no standard input; its 110 packages cannot be imported with the newest leptonai that they
+ask for. Only #SBATCH lines would be left to share.
+
+Not covered: leaving hosts out by name, arrays and heterogeneous jobs, requests by GPU instead of by host.
+"""
+
+import re
+import shlex
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from conf.schema import Run
+from tasks.faults import Fault
+from tasks.gang.board import Board
+from tasks.gang.engines import client, command
+from tasks.gang.engines.client import Asked, State
+from tasks.launch import ROOT
+
+LEAVE_WITHIN = 60.0  # KillWait, and what slurmd needs to clean up
+WAITING = ("PENDING", "CONFIGURING", "REQUEUED")
+ALIVE = ("RUNNING", "COMPLETING", "SUSPENDED", "STOPPED", "RESIZING", "SIGNALING", "STAGE_OUT")
+# Of sbatch, where a later try may be answered otherwise.
+AWAY = re.compile(r"[Uu]nable to contact|timed out|[Cc]onnection|temporar|try again|no answer|Zero Bytes|protocol")
+QUEUED = re.compile(r"not available now|[Rr]esources temporarily|currently (?:busy|not available)")
+SAID = re.compile(r"^(?:\d+: )?(?:slurmstepd\S*|srun): (?:error: )?(?=.*(?:error|CANCELLED|oom|[Ff]ail|[Kk]illed))")
+TAIL = 1 << 16  # bytes of the job's output in which Slurm's own lines are looked for
+
+
+class Job:
+    """One job of n members. What becomes of each by itself only the board knows."""
+
+    def __init__(self, id: str, n: int, log: Path):
+        self.id, self.n, self.log = id, n, log
+        self._asked = Asked(n, self._look)
+
+    def alive(self) -> dict[int, bool | None]:
+        return self._asked.state.alive
+
+    def waits(self) -> str | None:
+        return self._asked.state.waits
+
+    def words(self) -> tuple[str, ...]:
+        """Slurm's own lines among what the job has written."""
+        if not self.log.exists():
+            return ()
+        with self.log.open("rb") as file:
+            file.seek(max(0, self.log.stat().st_size - TAIL))
+            lines = file.read().decode(errors="replace").splitlines()
+        return tuple(line for line in lines if SAID.match(line))
+
+    def cancel(self) -> None:
+        if not self._is_over(self._asked.state):
+            client.run(["scancel", self.id])
+            self._asked.wait(LEAVE_WITHIN, self._is_over)
+        self._asked.end()
+
+    def _is_over(self, state: State) -> bool:
+        return state.alive[0] is False
+
+    def _look(self) -> State | None:
+        found = client.run(["squeue", "--noheader", "--states=all", "--jobs", self.id, "--format=%T|%r"])
+        if found.code and "Invalid job id" not in found.error:
+            return None
+        state, _, reason = found.output.strip().partition("|")  # a job that is long over is not known any more
+        alive = dict.fromkeys(range(self.n), state in WAITING + ALIVE)
+        return State(alive, f"Slurm's job {self.id} is pending: {reason}" if state in WAITING else None)
+
+
+def turn(run: Run) -> str | None:
+    return None
+
+
+def capacity(run: Run) -> str | None:
+    """Whether such a job is possible at all; when, is the queue's affair."""
+    tried = client.run(["sbatch", "--test-only", *options(run, "test"), "--wrap=true"])
+    if tried.code == 0 or QUEUED.search(tried.line):
+        return None
+    if AWAY.search(tried.line):
+        return f"Slurm does not answer ({tried.line})"
+    raise Fault(f"slurm: {tried.line}")
+
+
+def start(run: Run, board: Board, n: int) -> Job:
+    assert n == run.layout.nodes
+    Path(run.paths.logs).mkdir(parents=True, exist_ok=True)
+    client.run(["scancel", "--me", f"--name={_name(run, board.gang)}"])  # of an earlier controller that is gone
+    made = client.run(["sbatch", "--parsable"], script(run, board))
+    if made.code:
+        raise Fault(f"slurm: {made.line}")
+    id = made.output.strip().partition(";")[0]  # the cluster's name follows where there are several
+    return Job(id, n, Path(str(_log(run)).replace("%j", id)))
+
+
+def options(run: Run, gang: str) -> list[str]:
+    """sbatch's, in the order of the script."""
+    slurm = run.slurm
+    found = [f"--job-name={_name(run, gang)}", f"--nodes={run.layout.nodes}", "--ntasks-per-node=1"]
+    if slurm.gpus != "none":
+        found.append(f"{slurm.gpus}{run.layout.gpus_per_node}")
+    if slurm.exclusive:
+        found += ["--exclusive", "--mem=0"]
+    for key in ("partition", "account", "qos", "time", "constraint"):
+        if value := getattr(slurm, key):
+            found.append(f"--{key}={value}")
+    if slurm.time:
+        found.append(f"--signal=TERM@{slurm.grace + 60}")  # may come 60 s early, by sbatch's manual
+    found += ["--no-requeue", "--no-kill", f"--export={','.join(slurm.export) or 'NONE'}"]
+    found += [f"--chdir={_folder(run)}" if not slurm.image else "--chdir=/", f"--output={_log(run)}"]
+    return [*found, "--open-mode=append", *slurm.options]
+
+
+def script(run: Run, board: Board) -> str:
+    return "\n".join(_script(run, board)) + "\n"
+
+
+def _script(run: Run, board: Board) -> Iterator[str]:
+    slurm, python = run.slurm, run.slurm.python or sys.executable
+    yield "#!/bin/bash"
+    yield from (f"#SBATCH {_quoted(option)}" for option in options(run, board.gang))
+    yield ""
+    yield "# A member ends when its standard input does: nobody writes to this one, and it stays open while srun lives."
+    yield 'held=$(mktemp -u) && mkfifo -m 600 "$held" && exec 0<>"$held" && rm "$held"'
+    yield f"export GUARD_GRACE={slurm.grace} PYTHONUNBUFFERED=1"
+    yield from slurm.setup
+    starts = ["srun", "--no-kill", "--kill-on-bad-exit=0", "--wait=0", "--cpu-bind=none", "--export=ALL", "--label"]
+    if slurm.image:
+        mounts = [f"--container-mounts={','.join(slurm.mounts)}"] if slurm.mounts else []
+        starts += [f"--container-image={slurm.image}", *mounts, f"--container-workdir={_folder(run)}"]
+    member = [python, "-m", "tasks.guard", python, "-m", *command(board, 0)[:-1]]
+    line = f'GANG_HOST="$SLURMD_NODENAME" exec {shlex.join(member)} "$SLURM_NODEID"'
+    yield f"exec {shlex.join(starts)} \\"
+    yield f"    bash -c {shlex.quote(line)}"
+
+
+def _quoted(option: str) -> str:
+    """Slurm reads these lines with quotes, and leaves all else as it is."""
+    return f'"{option}"' if re.search(r"\s", option) else option
+
+
+def _name(run: Run, gang: str) -> str:
+    return f"{run.name}-{gang}"
+
+
+def _log(run: Run) -> Path:
+    return Path(run.paths.logs) / "slurm-%j.log"
+
+
+def _folder(run: Run) -> str:
+    return run.slurm.folder or str(ROOT)

@@ -1,0 +1,44 @@
+"""What the members of an attempt have told of its end, as evidence for a verdict (tasks/gang/failures.py)."""
+
+from dataclasses import replace
+
+from conf.schema import Run
+from tasks.gang.failures import Evidence, Failure, Rank, classify
+from tasks.gang.lookout import Lookout
+
+
+def of_attempt(run: Run, lookout: Lookout, nodes: dict, hosts: dict[int, str], gone: set[int]) -> Failure:
+    if any(node["state"] == "preempted" for node in nodes.values()):
+        return preempted(nodes)
+    for k, node in nodes.items():
+        if node["state"] in ("stopping", "stopped"):  # nobody told it to: it lost what started it, or the gang
+            step = max((told["step"] for told in node.get("ranks", ())), default=0)
+            return Failure("host", f"host: {hosts[k]}: {node['reason']}", True, hosts[k], step=step)
+    ranks = []
+    for place, k in enumerate(hosts):
+        order = lookout.order_of_failure(k)
+        for told in nodes[k].get("failed") or nodes[k].get("ranks") or []:
+            rank = Rank(told["rank"], hosts[k], told.get("code"), told["step"], tuple(told.get("lines", ())))
+            rank = replace(rank, order=order + place / 1e6, silent=told["silent"], state=told["state"])
+            ranks.append(rank)
+    stalled = any(told.get("stalled") for node in nodes.values() for told in node.get("failed", ()))
+    free = {hosts[k]: node["free"] for k, node in nodes.items() if "free" in node}
+    kernel = {hosts[k]: tuple(node.get("kernel", ())) for k, node in nodes.items()}
+    kills = {hosts[k]: node.get("oom_kills", 0) for k, node in nodes.items()}
+    lost = tuple(hosts[k] for k in sorted(gone))
+    return classify(Evidence(tuple(ranks), lost, kernel, kills, free, stalled=stalled), run)
+
+
+def preempted(nodes: dict) -> Failure:
+    host = next((node["host"] for node in nodes.values() if node["state"] == "preempted"), "")
+    step = max((told["step"] for node in nodes.values() for told in node.get("ranks", ())), default=0)
+    return Failure("preempted", f"preempted: {host or 'a host'} was told to end", True, host, step=step)
+
+
+def host_names(lookout: Lookout) -> dict[int, str]:
+    """Name by member; with the address where a name is not enough."""
+    nodes = dict(sorted(lookout.nodes.items()))
+    names = [node["host"] for node in nodes.values()]
+    shown = {k: node["host"] if names.count(node["host"]) == 1 else node["address"] for k, node in nodes.items()}
+    unique = len({*shown.values()}) == len(shown)
+    return shown if unique else {k: f"{nodes[k]['host']}/{k}" for k in nodes}
