@@ -158,11 +158,11 @@ def _slow_ranks(
     if not values:
         return
     usual, hosts = median_high(values.values()), {rank["rank"]: rank["host"] for rank in ranks}
-    limit, name = max((bound * usual, "usual"), (AGAINST_SHEET * (sheet or 0), "by the data sheet"))
+    limit, name = max((bound * usual, "are usual"), (AGAINST_SHEET * (sheet or 0), "by the data sheet"))
     for rank, value in values.items():
         if value < limit:
-            held = usual if name == "usual" else sheet or 0
-            what = f"{does} {value / scale:.3g} {unit}, {name} are {held / scale:.3g}"
+            held = usual if name == "are usual" else sheet or 0
+            what = f"{does} {value / scale:.3g} {unit}, {held / scale:.3g} {name}"
             yield Misfit(hosts[rank], what, True, rank, value, held)
 
 

@@ -127,14 +127,14 @@ def test_sick_gpus_are_named(change, line):
 def test_slow_and_taken_gpus_are_named():
     ranks = [rank(n, "abc"[n], GPU) for n in range(3)]
     assert lines(ranks=[*ranks[:2], rank(2, "c", GPU, speed=400e12)]) == [
-        "host c, rank 2: computes 400 TFLOP/s, usual are 700"
+        "host c, rank 2: computes 400 TFLOP/s, 700 are usual"
     ]
     assert lines(ranks=[*ranks[:2], rank(2, "c", GPU, taken=40 * GB)]) == [
         "host c, rank 2: another process has 40.0 GB of the GPU's memory"
     ]
     slow = [rank(n, "abc"[n], GPU, link=20 * GB) for n in range(3)]
     assert lines(ranks=slow, expected=Expected(link=450 * GB)) == [
-        f"host {'abc'[n]}, rank {n}: reaches the others of its host with 20 GB/s, by the data sheet are 450"
+        f"host {'abc'[n]}, rank {n}: reaches the others of its host with 20 GB/s, 450 by the data sheet"
         for n in range(3)
     ]
 
