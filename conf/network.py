@@ -186,7 +186,7 @@ def _of_any(run: Run) -> Iterator[Setting]:
         "TORCH_NCCL_DUMP_ON_TIMEOUT", "1", "write them down when one runs out of time: shows who did not come"
     )
     yield Setting("TORCH_FR_DUMP_TEMP_FILE", f"{run.paths.logs}/collectives-", "where; the rank is appended")
-    # [torch] default 15000; seen on 2 H200: written after 8 s, both ranks still there after 50 s; with 5000 gone after 24
+    # [torch] default 15000; seen on 2 H200: written after 8 s, both ranks still there after 50 s; with 5000 for 24 s
     yield Setting("TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC", "5000", "and then end, after four times as long")
     yield Setting("NCCL_DEBUG", "WARN", "a line for what fails, which tells the cause of a failure; default: none")
     # [bridge] COMMON_PERF_ENV_VARS, in all recipes
