@@ -35,12 +35,7 @@ from conf.schema import Run
 GIB = 2**30
 GB = 10**9
 
-# What training gets of a data sheet's figure.
-GEMM = 0.75  # of TFLOPS in one large matrix product: clocks fall under load; 0.7 to 0.8 is what 8192^3 gets on H100
-ATTENTION = 0.53  # flash attention over long sequences: 0.65 forward and 0.5 backward, FlashAttention-3's paper on H100
-ATTENTION_HALF = 1024  # tokens at which it is half as fast; the same paper's figures from 512 to 16k for causal masks
-ATTENTION_64 = 0.7  # of that at a head width of 64: fewer products for each exponential
-HBM = 0.8  # of bytes/s in kernels that only move data; STREAM gets 0.8 to 0.9
+# What training gets of a data sheet's figure between GPUs; of a GPU's own, see conf/plan/rates.py.
 LINK = 0.8  # NVLink: NCCL's bus bandwidth for 100 MB and more
 NETWORK = 0.8  # InfiniBand or RoCE with all hosts busy at once
 ALL_TO_ALL = 0.6  # of link and network: many small messages, of which the largest is waited for

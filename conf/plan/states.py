@@ -51,26 +51,24 @@ def weights(run: Run, gpu: Gpu, parameters: int, quantized: int) -> tuple[int, i
 def state_bytes(run: Run, cut: Grid, dense: int, expert: int) -> tuple[int, int]:
     gradient = 2 if run.optimizer.gradients == "bf16" else 4
     each = MEANS[run.optimizer.states] + (4 if byte(run) == 2 else 0)
-    return gradient * (dense + expert), each * (_share(run, cut, dense, expert) - _away(run, cut, dense, expert))
+    return gradient * (dense + expert), each * shares(run, cut, dense, expert)[0]
 
 
 def host_bytes(run: Run, cut: Grid, dense: int, expert: int) -> int:
-    return AWAY * _away(run, cut, dense, expert)
+    return AWAY * shares(run, cut, dense, expert)[1]
 
 
 def passing(run: Run, cut: Grid, dense: int, expert: int, quantized: int) -> int:
-    here = _share(run, cut, dense, expert) - _away(run, cut, dense, expert)
+    here, _ = shares(run, cut, dense, expert)
     # All means in FP8 are unpacked to fp32 for the step, else gradients in bf16 are.
     step = 8 * here if run.optimizer.states == "fp8" else 4 * here if run.optimizer.gradients == "bf16" else 0
     return max(step, quantized * byte(run) if run.train.fp8_weights else 0)
 
 
-def _share(run: Run, cut: Grid, dense: int, expert: int) -> int:
-    """Parameters whose states the optimizer of one rank has."""
+def shares(run: Run, cut: Grid, dense: int, expert: int) -> tuple[int, int]:
+    """Parameters whose states the optimizer of one rank has, here and on the host."""
     if not run.optimizer.distributed:
-        return dense + expert
-    return ceil(dense / (cut.dp * run.layout.cp)) + ceil(expert / cut.edp)
-
-
-def _away(run: Run, cut: Grid, dense: int, expert: int) -> int:
-    return int(_share(run, cut, dense, expert) * run.optimizer.offload)
+        return dense + expert, 0
+    whole = ceil(dense / (cut.dp * run.layout.cp)) + ceil(expert / cut.edp)
+    away = int(whole * run.optimizer.offload)
+    return whole - away, away

@@ -2,7 +2,8 @@
 
     products(run, facts, kind)    matrix products: their sizes on one rank, and whether their weight is trained
     attention(run, facts)         FLOPs of the products of tokens with tokens, forward; causal, so half of the square
-    moved(run, facts, kind)       bytes that norms, activation functions, rotations and permutations read and write
+    moved(run, facts, kind)       bytes that norms, activation functions, rotations and permutations read and write, if
+                                  each is one kernel
     exchanged(run, facts, kind)   bytes of the layer's collectives, forward, by dimension
 
 Not covered: packed rows, whose attention ends at their own start, so that it costs less than is said here.
@@ -28,6 +29,12 @@ class Product(NamedTuple):
     @property
     def flops(self) -> float:
         return 2.0 * self.m * self.n * self.k * self.batch
+
+
+class Move(NamedTuple):
+    name: str  # of a kind of kernels, whose rates are in conf/plan/rates.py
+    forward: float  # bytes
+    backward: float
 
 
 def products(run: Run, facts: ModelFacts, kind: str) -> list[Product]:
@@ -58,30 +65,45 @@ def attention(run: Run, facts: ModelFacts) -> float:
     return 2.0 * t.whole * run.data.seq_length * facts.heads * width / run.layout.tp / 2
 
 
-def moved(run: Run, facts: ModelFacts, kind: str) -> float:
+def moved(run: Run, facts: ModelFacts, kind: str) -> list[Move]:
     t, tp = tokens(run, facts), run.layout.tp
     gate = 2 if facts.gated else 1
-    # two norms (read, write), two residual sums (read twice, write)
-    numbers = t.local * facts.hidden * (2 * 2 + 2 * 3)
-    # q, k and v: made contiguous, rotated, and normed where the model does that; each read and written
-    numbers += t.whole * attention_width(facts) / tp * (6 if facts.qk_norm else 4)
+    row = t.local * facts.hidden
+    numbers = [
+        ("norm", 2 * row * 2, 2 * row * 3),
+        ("add", 2 * row * 3, 2 * row * 3),  # two residual sums
+        # q, k and v: made contiguous, rotated, and normed where the model does that; each read and written
+        ("rotate", *[t.whole * attention_width(facts) / tp * (6 if facts.qk_norm else 4)] * 2),
+    ]
+    if run.train.fp8 in ("current", "blockwise") and (facts.attention_bias or facts.linear_bias):
+        # a bias's gradient is summed up before the gradient is quantized; else a product does both
+        numbers.append(("add", 0, t.whole * attention_width(facts) / tp))
     if run.layout.cp > 1:
         # q, k and v are cut in two pieces and joined; the outputs of each step of the ring are added up in fp32
         steps = t.whole * facts.heads * (facts.v_head if facts.kv_rank else facts.head_dim) / tp * run.layout.cp
-        numbers += t.whole * attention_width(facts) / tp * 4 + steps * (1 + 2 + 2)
+        numbers += [("add", *[t.whole * attention_width(facts) / tp * 4 + steps * (1 + 2 + 2)] * 2)]
+
+    def activation(name: str, size: float) -> tuple[str, float, float]:
+        return name, size * (gate + 1), size * (2 * gate + 1)
+
     if kind == "dense" or not facts.experts:
-        numbers += t.whole * facts.ffn / tp * (gate + 1)
+        numbers.append(activation("activation" if facts.gated else "gelu", t.whole * facts.ffn / tp))
     else:
         # tokens are permuted, sorted by expert, and both undone: read and written each time
-        numbers += t.busiest * (8 * facts.hidden + (gate + 1) * facts.expert_ffn / run.layout.etp)
-        numbers += t.whole * facts.shared_ffn / tp * (gate + 1) + 3 * t.local * facts.hidden
+        numbers += [("permute", *[t.busiest * 8 * facts.hidden] * 2), ("add", 3 * row, 3 * row)]
+        numbers += [activation("weighted activation", t.busiest * facts.expert_ffn / run.layout.etp)]
+        numbers += [activation("shared activation", t.whole * facts.shared_ffn / tp)]
+        if run.train.fp8:  # experts' tokens are filled up, and cut again
+            numbers += [("add", *[t.busiest * 4 * facts.hidden] * 2)]
     for product in products(run, facts, kind):
-        if (
-            product.part == "adapters"
-        ):  # its output is added: read twice and written; dropout reads and writes its input
-            rows = product.m * product.batch
-            numbers += rows * (3 * product.n if product.k <= run.adapter.rank else 2.5 * product.k * _drops(run))
-    return numbers * t.byte
+        if product.part == "adapters":
+            rows, outer = product.m * product.batch, product.k > run.adapter.rank
+            # what B gives is added: read twice and written, as is what A gives back; dropout reads and writes A's input
+            drops = 2.5 * product.k * _drops(run) * outer
+            numbers.append(
+                ("add", rows * (drops + 3 * product.n * (not outer)), rows * (drops + 3 * product.k * outer))
+            )
+    return [Move(name, forward * t.byte, backward * t.byte) for name, forward, backward in numbers]
 
 
 def exchanged(run: Run, facts: ModelFacts, kind: str) -> dict[str, float]:
@@ -136,7 +158,8 @@ def _attention_products(run: Run, facts: ModelFacts, t: Tokens) -> list[Product]
         sizes += [("linear_q_up_proj", t.whole, query, facts.q_rank)]
     else:
         sizes += [("linear_q_proj", t.whole, query, facts.hidden)]
-    found = [Product("attention", m, n, k, 1, full) for _, m, n, k in sizes]
+    part = {"linear_kv_up_proj": "latent", "linear_q_up_proj": "latent"}
+    found = [Product(part.get(name, "attention"), m, n, k, 1, full) for name, m, n, k in sizes]
     for name, m, n, k in sizes:
         found += _adapter(run, name, m, k, n, 1)
     return found

@@ -8,7 +8,8 @@ import pytest
 from conf.facts import known
 from conf.load import load
 from conf.plan.hardware import GPUS, LINK, NETWORK, priced
-from conf.plan.timing import gathered, timing
+from conf.plan.timing import timing
+from conf.plan.traffic import gathered
 
 H200 = GPUS["h200"]
 ALONE = {f"layout.{key}": 1 for key in ("nodes", "gpus_per_node", "tp", "ep", "etp")} | {"layout.sp": "false"}

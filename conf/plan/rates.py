@@ -1,0 +1,142 @@
+"""Seconds that one GPU and its host need for the parts of a layer: how far they stay below their data sheets.
+
+    product, quantizing, attention, moving      on the GPU
+    starting                                    on the host, which starts the kernels: eager PyTorch, no CUDA graphs
+    updating                                    the optimizer's step, here and on the host
+
+Shares and seconds were measured on an H200 with 16 cores by tests/gpu/calibrate.py (torch 2.11, TE 2.20; November
+2026), on bare products, kernels and layers of 256 tokens. No run that a plan is compared with went into them.
+
+Not covered: experts that are not computed in one grouped product; sizes of matrices that fit a GPU's tiles badly.
+"""
+
+from typing import NamedTuple
+
+from conf.facts import ModelFacts
+from conf.plan import work
+from conf.plan.hardware import Gpu
+from conf.plan.memory import Holding
+from conf.schema import Run
+
+# Of TFLOPS in one large product: in bf16 0.68 to 0.79 at 8192 tokens; in FP8 0.72 bare, and less with scales by block.
+# What small ones get follows, as their bytes come on top.
+GEMM = {"fp32": 0.75, "bf16": 0.75, "current": 0.72, "delayed": 0.72, "blockwise": 0.64, "mxfp8": 0.64}
+# Of TFLOPS in causal attention over long sequences, forward and backward together, and the tokens at which it is half.
+ATTENTION, ATTENTION_HALF = 0.58, 900
+ATTENTION_64 = 0.75  # of that at a head width of 64: fewer products for each exponential
+ATTENTION_BACKWARD = 2.5  # flash attention computes 5 products backward, 2 forward
+HBM = 0.8  # of bytes/s beside products; copies and sums get 0.88
+# Of bytes/s by kernels that move data, forward and backward. Without torch's compiler, which trainer/platform.py turns
+# off, an activation function is many kernels where one would do.
+MOVES = {
+    "norm": (0.26, 0.31),
+    "add": (0.88, 0.88),
+    "rotate": (0.46, 0.31),
+    "permute": (0.35, 0.38),
+    "activation": (0.22, 0.10),
+    "shared activation": (0.22, 0.10),
+    "gelu": (0.8, 0.8),  # GPT-2, which is planned for Bridge's own loop: that has the compiler make one kernel of it
+    "weighted activation": (0.11, 0.04),  # with the router's probabilities, in fp32
+}
+QUANTIZE = {"current": 0.47, "delayed": 0.6, "blockwise": 0.58, "mxfp8": 0.58}  # current reads twice, to find the scale
+KERNEL = 4e-6  # that a product, of however many experts, or a kernel of quantizing takes more, to start and to end
+KERNELS = {
+    "current": 3,
+    "delayed": 1,
+    "blockwise": 1,
+    "mxfp8": 1,
+}  # to quantize: the largest number, the scale, the copy
+LOSS = 65  # bytes per logit and direction together, at HBM: 17 ps on an H200
+
+# Seconds of the host for one layer, forward and backward.
+DENSE, MOE = (1.0e-3, 1.0e-3), (5.0e-3, 3.6e-3)
+ADAPTERS, FP8 = (0.9e-3, 0.6e-3), (0.6e-3, 0.4e-3)  # more, where there are any
+# For each expert of a rank, its two products: forward; backward with its weights trained, and frozen. In FP8 inputs and
+# gradients are quantized expert by expert.
+EXPERT = {
+    "bf16": (35e-6, 83e-6, 30e-6),
+    "current": (97e-6, 166e-6, 92e-6),
+    "delayed": (70e-6, 130e-6, 66e-6),
+    "blockwise": (62e-6, 123e-6, 59e-6),
+    "mxfp8": (62e-6, 123e-6, 59e-6),
+}
+WEIGHT = {"current": 25e-6, "delayed": 10e-6, "blockwise": 10e-6, "mxfp8": 10e-6}  # once a step, to quantize a weight
+
+ADAM = 0.66  # of bytes/s; gradient, weight and two means are read, all but the gradient written, and the bf16 weight
+ADDED = 0.58  # a gradient in bf16 is added to the fp32 sum: APEX, which would do it in the product, is not installed
+HOST = 0.8  # of the host's bytes/s, by torch's fused AdamW
+
+
+class Host(NamedTuple):
+    forward: float
+    backward: float
+    experts: float  # of forward, what comes after the host has waited for the GPU to count tokens
+
+
+def fp8(run: Run, part: str) -> str | None:
+    """The recipe that a product is computed by; adapters, the router and the logits stay in bf16."""
+    return run.train.fp8 if part in ("attention", "latent", "mlp", "experts", "shared experts", "mtp") else None
+
+
+def product(run: Run, gpu: Gpu, one: work.Product) -> float:
+    """Computing, then bytes; a large product hides the one behind the other, a small one nothing."""
+    low = fp8(run, one.part)
+    precision = "fp32" if one.part == "router" else run.train.precision  # routing scores are computed in fp32
+    byte = 4 if precision == "fp32" else 1 if low else 2
+    size = ((one.m + one.n) * one.k * byte + one.m * one.n * max(byte, 2)) * one.batch
+    peak = gpu.tflops["fp8" if low else precision] * 1e12
+    return one.flops / (peak * GEMM[low or precision]) + size / (gpu.hbm * HBM) + KERNEL
+
+
+def quantizing(run: Run, gpu: Gpu, one: work.Product) -> tuple[float, float]:
+    """Of the input forward, and of the gradient backward; where the weight is trained, in both layouts."""
+    low = fp8(run, one.part)
+    if not low:
+        return 0.0, 0.0
+    each, start = (4 if one.trained else 3) * one.batch / (gpu.hbm * QUANTIZE[low]), one.batch * KERNELS[low] * KERNEL
+    return one.m * one.k * each + start, one.m * one.n * each + start
+
+
+def anew(run: Run, facts: ModelFacts, gpu: Gpu, held: Holding) -> float:
+    """Of a rank's weights, in the first microbatch of a step."""
+    low = run.train.fp8
+    if not low or run.train.fp8_weights:
+        return 0.0
+    layers = sum(held.layers.values())
+    weights = 4 * layers + 2 * facts.experts // run.layout.ep * (layers - held.layers.get("dense", 0))
+    return 4 * held.quantized / (gpu.hbm * QUANTIZE[low]) + weights * WEIGHT[low]
+
+
+def moving(gpu: Gpu, moves: list[work.Move]) -> tuple[float, float]:
+    forward = sum(move.forward / (gpu.hbm * MOVES[move.name][0]) for move in moves)
+    return forward, sum(move.backward / (gpu.hbm * MOVES[move.name][1]) for move in moves)
+
+
+def attention(run: Run, facts: ModelFacts, gpu: Gpu) -> float:
+    """Forward."""
+    length = run.data.seq_length / run.layout.cp  # a ring computes piece by piece
+    narrow = ATTENTION_64 if not facts.kv_rank and facts.head_dim <= 64 else 1.0
+    share = ATTENTION * narrow * length / (length + ATTENTION_HALF)
+    return work.attention(run, facts) / (gpu.tflops[run.train.precision] * 1e12 * share)
+
+
+def starting(run: Run, facts: ModelFacts, kind: str) -> Host:
+    routed, full = kind != "dense" and facts.experts > 0, run.adapter.kind == "none"
+    forward, backward = MOE if routed else DENSE
+    for more, there in ((ADAPTERS, not full), (FP8, run.train.fp8)):
+        forward, backward = (forward + more[0], backward + more[1]) if there else (forward, backward)
+    if not routed:
+        return Host(forward, backward, 0.0)
+    once, trained, frozen = EXPERT[run.train.fp8 or "bf16"]
+    experts = facts.experts // run.layout.ep
+    return Host(forward, backward + experts * (trained if full else frozen), experts * once)
+
+
+def updating(run: Run, gpu: Gpu, here: float, away: float, held: float, microbatches: int) -> float:
+    """The step of so many parameters here and on the host, and gradients of `held` ones zeroed and added up."""
+    each = {"fp32": 30, "bf16": 22, "fp8": 58}[run.optimizer.states]  # means in FP8 are unpacked, and packed again
+    gradient = 2 if run.optimizer.gradients == "bf16" else 4
+    added = held * (2 * gradient / HBM + (2 + 2 * gradient) * microbatches / ADDED) / gpu.hbm
+    # gradients go down and weights come up while others are computed: each reads and writes 28 bytes on the host
+    host = max(away * 4 / gpu.bus, away * 28 / (gpu.host * HOST))
+    return max(here * each / (gpu.hbm * ADAM), host) + added

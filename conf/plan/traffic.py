@@ -1,0 +1,73 @@
+"""What of a layer crosses to other GPUs, and how long they wait for it.
+
+    collectives(run, facts, gpu, kind, attention)    of one layer and one pass: bytes and seconds by dimension
+    hop(run, facts, gpu)                             of one microbatch, between stages
+    gathered(gpu, size, ranks, stride)               seconds of one collective
+
+Where a group of ranks lies follows from core's order of ranks, tp-cp-ep-dp-pp, tp innermost: a group whose ranks are
+`stride` apart has domain / stride of them on one NVLink, and the rest of its traffic goes over the network.
+"""
+
+from math import ceil
+
+from conf.facts import ModelFacts
+from conf.plan import work
+from conf.plan.activations import tokens
+from conf.plan.hardware import ALL_TO_ALL, LINK, NETWORK, Gpu
+from conf.schema import Run
+
+LATENCY = 20e-6  # s per collective and microbatch, of NCCL's kernel and its peers' arrival
+
+
+def collectives(
+    run: Run, facts: ModelFacts, gpu: Gpu, kind: str, attention: float
+) -> tuple[dict[str, float], dict[str, float]]:
+    """Bytes that a rank sends in one pass of a layer, and seconds that it waits for them."""
+    layout, sent, waited = run.layout, {}, {}
+    strides = {"tp": 1, "etp": 1, "cp": layout.tp, "ep": layout.etp}
+    for dim, size in work.exchanged(run, facts, kind).items():
+        ranks = getattr(layout, dim)
+        if ranks == 1 or not size:
+            continue
+        if dim == "ep":
+            seconds, sent[dim] = _all_to_all(gpu, size, ranks, strides[dim]), size * (ranks - 1) / ranks
+            waited[dim] = seconds * uneven(run, facts) + 2 * LATENCY
+        elif dim == "cp":
+            sent[dim] = size
+            inside = strides[dim] * ranks <= gpu.joined
+            ring = size / (gpu.link * LINK if inside else gpu.network * NETWORK)
+            waited[dim] = max(0.0, ring - attention) + LATENCY * (ranks - 1)
+        else:
+            sent[dim] = size * (ranks - 1) / ranks
+            waited[dim] = gathered(gpu, size, ranks, strides[dim]) + 4 * LATENCY
+    return sent, waited
+
+
+def uneven(run: Run, facts: ModelFacts) -> float:
+    t = tokens(run, facts)
+    return t.busiest / t.routed if t.routed else 1.0
+
+
+def gathered(gpu: Gpu, size: float, ranks: int, stride: int) -> float:
+    """Seconds to gather `size` bytes, or to reduce and scatter them, in rings over every link at once."""
+    here = max(1, min(ranks, gpu.joined // stride))
+    away = ceil(ranks / here)
+    inside = size * (ranks - 1) / ranks / (gpu.link * LINK) if here > 1 else 0.0
+    return max(inside, size * (away - 1) / away / (here * gpu.network * NETWORK))
+
+
+def _all_to_all(gpu: Gpu, size: float, ranks: int, stride: int) -> float:
+    here = max(1, min(ranks, gpu.joined // stride))
+    inside = size * (here - 1) / ranks / (gpu.link * ALL_TO_ALL)
+    return max(inside, size * (ranks - here) / ranks / (gpu.network * ALL_TO_ALL))
+
+
+def hop(run: Run, facts: ModelFacts, gpu: Gpu) -> tuple[float, float]:
+    """Seconds and bytes of a microbatch between stages, there and back, for each virtual stage."""
+    layout = run.layout
+    if layout.pp == 1:
+        return 0.0, 0.0
+    t = tokens(run, facts)
+    size = t.local * facts.hidden * t.byte
+    rate = gpu.link * LINK if layout.world <= gpu.joined else gpu.network * NETWORK
+    return 2 * (layout.vpp or 1) * (size / rate + LATENCY), 2.0 * (layout.vpp or 1) * size
