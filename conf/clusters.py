@@ -66,7 +66,7 @@ class Kubernetes(Section):
 
     context: Text | None = Field(default=None, description="of kubectl's configuration; null = the current one")
     namespace: Name | None = Field(default=None, description="null = the context's")
-    image: Text | None = Field(default=None, description="container image that holds this project; required")
+    image: Text | None = Field(default=None, description="container image that holds this project")
     queue: Name | None = Field(
         default=None, description="Kueue's LocalQueue; null = no Kueue: gangs of this project take turns in starting"
     )
@@ -102,8 +102,9 @@ class Kubernetes(Section):
 
 def contradictions(engine: str, kubernetes: Kubernetes) -> Iterator[tuple[str, str]]:
     """Yields (key, problem), as conf/schema.py does."""
-    if engine == "kubernetes" and kubernetes.image is None:
-        yield "kubernetes.image", "required with gang.engine kubernetes, and missing"
+    for key in ("image", "claim"):
+        if engine == "kubernetes" and getattr(kubernetes, key) is None:
+            yield f"kubernetes.{key}", "required with gang.engine kubernetes, and missing"
     for setting in kubernetes.env:
         name = setting.partition("=")[0]
         if SECRET.search(name):

@@ -162,8 +162,14 @@ def _announce(gang: Gang, run: Run) -> tuple[Board, Lookout]:
 def _gather(gang: Gang, run: Run, lookout: Lookout, handle: Handle) -> Outcome | None:
     """Until all are there. The outcome where they do not come in time, or one ends first."""
     token, until, told = (gang.folder / "probe").read_text(), time.monotonic() + run.gang.start_within, -1
+    queued = None
     while True:
         _pause(gang, TICK)
+        if why := handle.waits():
+            until = time.monotonic() + run.gang.start_within
+            if why != queued:
+                queued = why
+                gang.say(f"waits for hosts: {why}")
         nodes, n = dict(lookout.nodes), run.layout.nodes
         for node in nodes.values():
             if node["probe"] != token:
@@ -185,6 +191,7 @@ def _gather(gang: Gang, run: Run, lookout: Lookout, handle: Handle) -> Outcome |
             line = f"host: {len(waiting)} of {n} hosts came within {run.gang.start_within:.0f} s"
         else:
             continue
+        line = "; ".join((line, *handle.words()[-1:]))
         failure = Failure("host", line, True)
         _end(gang, run, lookout, handle, line, save=False)
         return Outcome(tuple(host_names(lookout).values()), failure)
@@ -222,7 +229,7 @@ def _watch(gang: Gang, run: Run, lookout: Lookout, handle: Handle, hosts: dict[i
             if not wrong:  # whoever was silent is back
                 first = None
                 continue
-            return of_attempt(run, lookout, nodes, hosts, gone)
+            return of_attempt(run, lookout, nodes, hosts, gone, handle.words())
 
 
 def _end(gang: Gang, run: Run, lookout: Lookout, handle: Handle | None, reason: str, save: bool) -> None:

@@ -7,7 +7,9 @@ from tasks.gang.failures import Evidence, Failure, Rank, classify
 from tasks.gang.lookout import Lookout
 
 
-def of_attempt(run: Run, lookout: Lookout, nodes: dict, hosts: dict[int, str], gone: set[int]) -> Failure:
+def of_attempt(
+    run: Run, lookout: Lookout, nodes: dict, hosts: dict[int, str], gone: set[int], engine: tuple[str, ...] = ()
+) -> Failure:
     if any(node["state"] == "preempted" for node in nodes.values()):
         return preempted(nodes)
     for k, node in nodes.items():
@@ -26,7 +28,7 @@ def of_attempt(run: Run, lookout: Lookout, nodes: dict, hosts: dict[int, str], g
     kernel = {hosts[k]: tuple(node.get("kernel", ())) for k, node in nodes.items()}
     kills = {hosts[k]: node.get("oom_kills", 0) for k, node in nodes.items()}
     lost = tuple(hosts[k] for k in sorted(gone))
-    return classify(Evidence(tuple(ranks), lost, kernel, kills, free, stalled=stalled), run)
+    return classify(Evidence(tuple(ranks), lost, kernel, kills, free, engine, stalled), run)
 
 
 def preempted(nodes: dict) -> Failure:

@@ -7,7 +7,8 @@ of the store come from this host's own environment. It ends within seconds of: t
 while the store answers; a later attempt; a starter that is gone; being cut off from store and witnesses alike. A store
 that is away by itself ends nothing. Exit code 0: done, or stopped in order; 1: failed.
 
-GANG_ADDRESS names the address that others reach this host at, where the first that answers is not the right one.
+GANG_ADDRESS names the address that others reach this host at, where the first that answers is not the right one, and
+GANG_HOST the host, where a container calls itself otherwise.
 """
 
 import argparse
@@ -52,7 +53,8 @@ def main() -> int:
 
 
 def _take_part(board: Board, node: int, folder: Path, told: threading.Event, starters: list[str]) -> int:
-    me = {"by": secrets.token_hex(8), "host": socket.gethostname(), "state": "waiting"}
+    host = os.environ.get("GANG_HOST") or socket.gethostname()
+    me = {"by": secrets.token_hex(8), "host": host, "state": "waiting"}
     link = Link(board, node, me)
 
     def word() -> dict:

@@ -284,7 +284,7 @@ def runs(draw) -> Run:
     train |= {"steps": draw(st.integers(11, 99)), "recompute": "selective", "recompute_layers": 1}
     train["global_batch"] *= train["micro_batch"] * data["layout"]["nodes"] * data["layout"]["gpus_per_node"]
     train |= {"fp8": None, "fp8_weights": False}
-    data["kubernetes"] |= {"image": "an-image", "resources": (), "env": ()}
+    data["kubernetes"] |= {"image": "an-image", "claim": "a-claim", "resources": (), "env": ()}
     optimizer |= {"distributed": True, "states": "fp32", "gradients": "fp32", "offload": 0.0}
     if train["precision"] == "bf16":
         train["fp8"] = draw(st.sampled_from([None, "current", "blockwise", "mxfp8"]))

@@ -21,6 +21,14 @@ class Handle(Protocol):
         """By member: True = runs or waits to run, False = is over, None = unknown. Never waits."""
         ...
 
+    def waits(self) -> str | None:
+        """What it waits for, while a queue of the engine's own has given it no host yet: that time does not count."""
+        ...
+
+    def words(self) -> tuple[str, ...]:
+        """What the engine itself says of how members ended, line by line."""
+        ...
+
     def cancel(self) -> None:
         """End what still runs or waits, and forget what the engine thinks is running."""
         ...

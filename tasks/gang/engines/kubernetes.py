@@ -31,10 +31,11 @@ from tasks.gang.engines.client import Asked, State
 from tasks.gang.engines.jobset import LAST_WORDS, QUEUE, jobset, shared
 
 LEAVE_WITHIN = 30.0  # seconds behind the grace of pods, for the cluster to take pods away
-FORGOTTEN_AFTER = 3600  # seconds that an ended JobSet stays, where nobody is left to remove it
-NO_RDMA = (None, "ethernet")
+JOB = "kueue.x-k8s.io/job-uid"
+INDEX = "batch.kubernetes.io/job-completion-index"
+REMOVE = ("--ignore-not-found", "--wait=false", "--cascade=foreground")
 AWAY = re.compile(
-    r"[Uu]nable to connect|connection .* refused|timed? ?out|ServiceUnavailable|InternalError|TooMany|EOF"
+    r"[Uu]nable to connect|connection .* refused|timed? ?out|ServiceUnavailable|InternalError|TooMany|EOF|no answer"
 )
 
 

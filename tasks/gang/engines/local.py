@@ -26,6 +26,12 @@ class Members:
     def alive(self) -> dict[int, bool | None]:
         return {node: process.poll() is None for node, process in enumerate(self.processes)}
 
+    def waits(self) -> str | None:
+        return None
+
+    def words(self) -> tuple[str, ...]:
+        return ()
+
     def cancel(self) -> None:
         for process in self.processes:
             if process.stdin and not process.stdin.closed:

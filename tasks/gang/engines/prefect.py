@@ -53,6 +53,12 @@ class Runs:
     def alive(self) -> dict[int, bool | None]:
         return {node: self.states.get(id) for node, id in enumerate(self.ids)}
 
+    def waits(self) -> str | None:
+        return None
+
+    def words(self) -> tuple[str, ...]:
+        return ()
+
     def cancel(self) -> None:
         """Those that have not ended by themselves are told to; whose host is gone is written off."""
         self._over.set()
