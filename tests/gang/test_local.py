@@ -54,7 +54,7 @@ def step(folder: Path) -> int:
     return json.loads(lines[-1])["step"] if lines else 0
 
 
-def wait_for_step(folder: Path, number: int, seconds: float = 60) -> None:
+def wait_for_step(folder: Path, number: int, seconds: float = 120) -> None:
     until = time.monotonic() + seconds
     while step(folder) < number:
         assert time.monotonic() < until, (folder / "output.txt").read_text()
