@@ -67,7 +67,11 @@ def degrees(layout: Layout) -> str:
 def _batches(run: Run) -> str:
     train = run.train
     batch = f"batch {train.global_batch} of {run.data.seq_length} tokens, micro {train.micro_batch}"
-    return f"{batch}, recompute {train.recompute}"
+    low = f", fp8 {train.fp8}{' weights too' if train.fp8_weights else ''}" if train.fp8 else ""
+    kept = {"means in": run.optimizer.states, "gradients in": run.optimizer.gradients}
+    said = "".join(f", {what} {dtype}" for what, dtype in kept.items() if dtype != "fp32")
+    away = f", {run.optimizer.offload:.0%} of the optimizer on the host" if run.optimizer.offload else ""
+    return f"{batch}, recompute {train.recompute}{low}{said}{away}"
 
 
 def _grids(layout: Layout, cut: Grid) -> str:
@@ -135,6 +139,7 @@ def suggestions(found: Found, gpus: int, gpu: Gpu) -> Iterator[str]:
 def ranking(candidates: list[Candidate], gpu: Gpu) -> Iterator[str]:
     for place, one in enumerate(candidates, 1):
         choice = f"micro {one.train.micro_batch} recompute {one.train.recompute}"
+        choice += f" offload {one.optimizer.offload:g}" if one.optimizer.offload else ""
         figures = f"{one.seconds:8.3g} s  " if gpu.cuda else ""
         figures += f"{one.memory / GB:6.1f} GB"
         figures += "" if gpu.price is None else f"  {_cost(one, gpu):,.0f} USD"
@@ -187,6 +192,7 @@ def _candidate_dict(one: Candidate, gpu: Gpu) -> dict[str, Any]:
         "micro_batch": one.train.micro_batch,
         "recompute": one.train.recompute,
         "recompute_modules": list(one.train.recompute_modules),
+        "offload": one.optimizer.offload,
         "seconds": one.seconds if one.over <= 0 and gpu.cuda else None,
         "cost": _cost(one, gpu) if one.over <= 0 and gpu.price is not None else None,
         "memory": one.memory,

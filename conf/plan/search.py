@@ -3,9 +3,10 @@
     search(run, facts, gpu, gpus) -> Found
 
 Tried are all degrees that divide the GPUs, micro batches of 1 to 8 and none, selective and full recompute; sp wherever
-tp > 1, as it costs nothing. The global batch, the model and what is trained stay. Stages share the layers evenly, or
-the last one, which has the loss to compute, takes fewer. Not tried, as never best: tp or etp over the network, cp that
-leaves a rank less than 1024 tokens, and more than 4 virtual stages.
+tp > 1, as it costs nothing. What does not fit otherwise is tried with half and with all of the optimizer on the host,
+where it may lie there (conf/levers.py) and would make room enough. FP8, the global batch, the model and what is trained
+stay. Stages share the layers evenly, or the last one, which has the loss to compute, takes fewer. Not tried, as never
+best: tp or etp over the network, cp that leaves a rank less than 1024 tokens, and more than 4 virtual stages.
 """
 
 from collections import Counter
@@ -15,18 +16,20 @@ from itertools import product
 from math import ceil, inf
 from typing import Any
 
+from conf import levers
 from conf.facts import ModelFacts
 from conf.layout import problems
 from conf.load import ConfigError
 from conf.plan.hardware import GB, Gpu
-from conf.plan.memory import fullest, lasting
+from conf.plan.memory import StageMemory, fullest, lasting
 from conf.plan.timing import step
-from conf.schema import Layout, Run, Train
+from conf.schema import Layout, Optimizer, Run, Train
 
 TIGHT = 0.1  # what plans and measured runs have differed by
 FEWEST_TOKENS = 1024
 MICRO_BATCHES = (1, 2, 4, 8)
 VIRTUAL = (None, 2, 4)
+OFFLOADS = (0.5, 1.0)
 
 
 @dataclass(frozen=True)
@@ -37,10 +40,11 @@ class Candidate:
     memory: int  # bytes on the fullest rank
     stage: int  # pipeline rank that is fullest
     over: int  # bytes that lack; negative = room
+    optimizer: Optimizer  # with its offload
 
     def applied(self, run: Run) -> Run:
         """The run with all that was chosen."""
-        return run.model_copy(update={"layout": self.layout, "train": self.train})
+        return run.model_copy(update={"layout": self.layout, "train": self.train, "optimizer": self.optimizer})
 
     @property
     def tight(self) -> bool:
@@ -65,23 +69,27 @@ def search(run: Run, facts: ModelFacts, gpu: Gpu, gpus: int) -> Found:
     if gpus < 1 or (gpus > gpu.per_host and gpus % gpu.per_host):
         raise ConfigError(f"gpus: {gpus} is neither up to {gpu.per_host}, one {gpu.name} host, nor a multiple of it")
     reasons: Counter[str] = Counter()
+    if unable := levers.unsupported(run, gpu):
+        return Found([], None, Counter(f"illegal: {line}" for line in unable))
     memo: dict[Any, Any] = {}
     fitting: list[Candidate] = []
     closest: Candidate | None = None
+    offloads = _offloads(run, gpu)
     for layout in _layouts(run, facts, gpu, gpus, reasons):
         bare = run.model_copy(update={"layout": layout, "train": _smallest(run.train)})
-        if (excess := lasting(bare, facts, gpu, memo) - gpu.memory) > 0:
+        if (excess := lasting(_offloaded(bare, offloads[-1]), facts, gpu, memo) - gpu.memory) > 0:
             reasons["does not fit: weights, gradients and optimizer alone are more than a GPU has"] += 1
             if closest is None or excess < closest.over:
-                closest = min(filter(None, (closest, _tried(bare, facts, gpu, memo))), key=lambda one: one.over)
+                one = _candidate(bare, fullest(bare, facts, gpu, memo))
+                closest = min(filter(None, (closest, one)), key=lambda one: one.over)
             continue
         lacks: dict[str, str] = {}  # by recompute: a larger micro batch lacks no less
         for train in _trains(run, facts, layout, reasons):
             if train.recompute in lacks:
                 reasons[lacks[train.recompute]] += 1
                 continue
-            tried = run.model_copy(update={"layout": layout, "train": train})
-            one = _tried(tried, facts, gpu, memo)
+            tried, stage = _least(bare.model_copy(update={"train": train}), facts, gpu, offloads, memo)
+            one = _candidate(tried, stage)
             if one.over <= 0:
                 fitting.append(replace(one, seconds=step(tried, facts, gpu, memo).seconds))
                 continue
@@ -92,9 +100,34 @@ def search(run: Run, facts: ModelFacts, gpu: Gpu, gpus: int) -> Found:
     return Found(fitting, closest, reasons)
 
 
-def _tried(run: Run, facts: ModelFacts, gpu: Gpu, memo: dict[Any, Any]) -> Candidate:
+def _least(
+    run: Run, facts: ModelFacts, gpu: Gpu, offloads: list[float], memo: dict[Any, Any]
+) -> tuple[Run, StageMemory]:
+    """With the least on the host that lets it fit; as it is, where no share does."""
     stage = fullest(run, facts, gpu, memo)
-    return Candidate(run.layout, run.train, inf, stage.total, stage.rank, stage.over)
+    kept = 1 - run.optimizer.offload
+    for share in offloads[1:] if stage.over > 0 else ():
+        if stage.over > stage.optimizer * (share - run.optimizer.offload) / kept:
+            continue
+        tried = _offloaded(run, share)
+        if (found := fullest(tried, facts, gpu, memo)).over <= 0:
+            return tried, found
+    return run, stage
+
+
+def _offloads(run: Run, gpu: Gpu) -> list[float]:
+    """The run's own share first."""
+    own = run.optimizer.offload
+    larger = [share for share in OFFLOADS if share > own and not list(levers.contradictions(_offloaded(run, share)))]
+    return [own, *(larger if gpu.cuda else [])]
+
+
+def _offloaded(run: Run, share: float) -> Run:
+    return run.model_copy(update={"optimizer": run.optimizer.model_copy(update={"offload": share})})
+
+
+def _candidate(run: Run, stage: StageMemory) -> Candidate:
+    return Candidate(run.layout, run.train, inf, stage.total, stage.rank, stage.over, run.optimizer)
 
 
 def _smallest(train: Train) -> Train:

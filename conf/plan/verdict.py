@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, get_args
 
+from conf import levers
 from conf.facts import MODELS, ModelFacts, facts_from_hf, known
 from conf.layout import Grid, grid, problems
 from conf.load import ConfigError
@@ -74,7 +75,7 @@ class Plan:
 
 
 def plan(run: Run, facts: ModelFacts, gpu: Gpu) -> Plan:
-    if broken := problems(run, facts):
+    if broken := problems(run, facts) + levers.unsupported(run, gpu):
         return Plan(run, facts, gpu, tuple(broken), **_instead(run, facts, gpu))
     stages = tuple(memory(run, facts, gpu))
     whole = {"cut": grid(run.layout, run.train), "stages": stages, "hosts": tuple(host(run, facts))}

@@ -110,6 +110,71 @@ def test_what_megatron_held_on_a_cpu(changes, measured):
     assert [(one.weights, one.gradients, one.optimizer, one.adapters) for one in stages] == measured
 
 
+@pytest.mark.parametrize(
+    "changes, gradient, state, away",
+    [
+        ({"optimizer__states": "bf16"}, 4, 4 + 4, 0),
+        ({"optimizer__states": "fp8"}, 4, 4 + 2, 0),
+        ({"optimizer__gradients": "bf16"}, 2, 12, 0),
+        ({"optimizer__offload": 1.0}, 4, 0, 16),
+        ({"optimizer__offload": 0.5}, 4, 6, 8),
+    ],
+)
+def test_states_of_the_optimizer(changes, gradient, state, away):
+    made = alone(**changes, layout__gpus_per_node=2)
+    found = one(made)
+    assert (found.weights, found.gradients) == (2 * COUNT, gradient * COUNT)
+    assert abs(found.optimizer - state * COUNT // 2) <= 12
+    usual = {need.stage: need.memory for need in host(alone(layout__gpus_per_node=2), TINY)}
+    assert {need.stage: need.memory for need in host(made, TINY)}["train"] - usual["train"] == away * COUNT
+
+
+def test_means_in_fp8_are_unpacked_for_the_step():
+    facts = replace(known("llama31-70b"), layers=4)
+    found = one(alone(optimizer__states="fp8", data__seq_length=256), facts)
+    assert found.activations + found.working + found.logits == 8 * (found.weights // 2)
+
+
+@pytest.mark.parametrize(
+    "recipe, gpu, copies",
+    [
+        ("current", "h200", 2),  # products want the weight and its transpose
+        ("delayed", "h200", 2),
+        ("blockwise", "h200", 2 * (1 + 4 / 128**2)),
+        ("current", "b200", 1),
+        ("mxfp8", "b200", 2 * (1 + 1 / 32)),
+    ],
+)
+def test_copies_of_weights_in_fp8(recipe, gpu, copies):
+    """Of all layers' matrices; by the recipe for current, the first and the last layer stay in bf16."""
+    facts = replace(TINY, layers=4)
+    layers = 2 if recipe == "current" else 4
+    options = {"adapter__kind": "lora", "adapter__targets": "[linear_qkv]", "train__fp8": recipe}
+    found = memory(alone(**options), facts, GPUS[gpu])[0]
+    assert found.copies == pytest.approx(copies * layers * (LAYER - 2 * 64), abs=1)
+    bare = memory(alone(**{**options, "train__fp8": "null"}), facts, GPUS[gpu])[0]
+    assert (bare.copies, bare.weights) == (0, found.weights)
+    if recipe != "mxfp8":
+        alike = memory(alone(**options, train__fp8_weights=True), facts, GPUS[gpu])[0]
+        assert (alike.weights + 2 * layers * (LAYER - 2 * 64), alike.copies) == (bare.weights + found.copies, 0)
+
+
+def test_stages_share_the_copies():
+    options = {"adapter__kind": "lora", "adapter__targets": "[linear_qkv]", "train__fp8": "current"}
+    facts = replace(TINY, layers=4)
+    split = memory(alone(**options, layout__gpus_per_node=2, layout__pp=2), facts, H200)
+    assert [stage.copies for stage in split] == [one(alone(**options), facts).copies // 2] * 2
+
+
+def test_trained_layers_keep_inputs_in_fp8():
+    for name in ("llama31-70b", "glm47", "deepseek-v3"):
+        high, low = (one(alone(train__fp8=fp8), known(name)).activations for fp8 in ("null", "current"))
+        assert 0.6 * high < low < 0.95 * high
+        frozen = {"adapter__kind": "lora", "adapter__experts": "shared"}
+        high, low = (one(alone(**frozen, train__fp8=fp8), known(name)).activations for fp8 in ("null", "current"))
+        assert high <= low < 1.03 * high  # adapters keep theirs in bf16, of tokens that are filled up
+
+
 def test_cp_ranks_share_the_optimizer_too():
     assert one(alone(layout__gpus_per_node=2, layout__cp=2)).optimizer == 12 * COUNT // 2
 
@@ -246,15 +311,21 @@ def test_hosts():
 # layers of GLM-4.7, forced balance, dropout 0.05, one adapter for all experts, and Transformer Engine's cross entropy,
 # which needs no fp32 copy of the logits.
 @pytest.mark.parametrize(
-    "recompute, modules, measured", [("full", "[]", 52e9), ("selective", "[moe_act,layernorm]", 68e9)]
+    "recompute, modules, fp8, measured",
+    [
+        ("full", "[]", "null", 52e9),
+        ("selective", "[moe_act,layernorm]", "null", 68e9),
+        ("full", "[]", "blockwise", 93e9),
+    ],
 )
-def test_measured_slice_of_glm47(monkeypatch, recompute, modules, measured):
+def test_measured_slice_of_glm47(monkeypatch, recompute, modules, fp8, measured):
     facts = replace(known("glm47"), layers=6, dense_layers=1, mtp_layers=0)
     monkeypatch.setattr(activations, "logits", lambda run, facts: 8192 * facts.vocab * 2)
     made = alone(
         adapter__kind="lora",
         train__recompute=recompute,
         train__recompute_modules=modules,
+        train__fp8=fp8,
         moe__force_balance=True,
         train__global_batch=8,
     )

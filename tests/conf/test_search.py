@@ -39,6 +39,28 @@ def test_the_whole_batch_on_more_gpus_than_it_has_sequences_needs_other_cuts():
     assert "illegal: layout.ep: 64 does not divide the 160 experts" in found.reasons
 
 
+def test_offloads_only_what_does_not_fit_otherwise():
+    """70B in full on 8 H100: 12 bytes a parameter for the optimizer are 105 GB a GPU."""
+    run, facts = load("llama31-70b", ["adapter.kind=none", "layout.nodes=1", "layout.pp=1"]), known("llama31-70b")
+    found = search(run, facts, H100, 8)
+    assert found.fitting and all(one.optimizer.offload == 1 for one in found.fitting)
+    best = found.fitting[0].applied(run)
+    assert best.optimizer.offload == 1 and not problems(best, facts)
+    assert max(stage.total for stage in memory(best, facts, H100)) == found.fitting[0].memory
+    assert any(one.optimizer.offload == 0.5 for one in search(run, facts, GPUS["h200"], 8).fitting)
+    assert all(one.optimizer.offload == 0 for one in search(run, facts, H100, 64).fitting if one.layout.pp > 1)
+    for stays in ("optimizer.states=bf16", "optimizer.distributed=false"):
+        kept = load("llama31-70b", ["adapter.kind=none", "layout.nodes=1", "layout.pp=1", stays])
+        assert all(one.optimizer.offload == 0 for one in search(kept, facts, H100, 8).fitting)
+
+
+def test_what_the_gpu_cannot_compute_is_all_there_is_to_say():
+    found = search(load("glm47", ["train.fp8=mxfp8"]), known("glm47"), H100, 32)
+    assert not found.fitting
+    line = "train.fp8: mxfp8 is nothing that h100 computes; it takes current, delayed, blockwise"
+    assert dict(found.reasons) == {f"illegal: {line}": 1}
+
+
 def test_says_why_nothing_fits():
     found = search(load("glm47"), known("glm47"), H100, 8)
     assert not found.fitting and found.closest

@@ -183,6 +183,37 @@ def test_measured_steps_of_gpt2(layout, micro_batch, batch, measured, within):
     assert timing(made, known("gpt2-large"), H200).likely == pytest.approx(measured, rel=within)
 
 
+# In FP8 by Bridge's recipes, which keep trained weights in FP8 as well: casting them anew in each step is not planned.
+# For current scaling 0.504 to 0.514 was seen, which is missed by a quarter.
+@pytest.mark.parametrize("fp8, measured, within", [("delayed", 0.467, 0.25), ("current", 0.509, 0.26)])
+def test_measured_steps_of_gpt2_in_fp8(fp8, measured, within):
+    made = alone(data__seq_length=1024, train__micro_batch=32, train__global_batch=32, train__fp8=fp8)
+    assert timing(made, known("gpt2-large"), H200).likely == pytest.approx(measured, rel=within)
+
+
+def test_measured_slice_of_glm47_in_fp8():
+    facts = replace(known("glm47"), layers=6, dense_layers=1, mtp_layers=0)
+    options = {"adapter__kind": "lora", "train__recompute": "full", "moe__force_balance": True}
+    made = alone(**options, train__fp8="blockwise", train__global_batch=8)
+    assert timing(made, facts, H200).likely == pytest.approx(5.337, rel=0.25)
+    assert timing(made, facts, H200).likely > timing(alone(**options, train__global_batch=8), facts, H200).likely
+
+
+def test_fp8_computes_no_less_and_large_products_sooner():
+    facts = known("llama31-70b")
+    high, low = (timing(alone(train__fp8=fp8), facts, H200) for fp8 in ("null", "current"))
+    assert low.flops == high.flops and 0.5 * high.likely < low.likely < 0.9 * high.likely
+
+
+def test_offloading_takes_time_by_the_slower_of_bus_and_host():
+    facts, made = known("llama31-70b"), alone(layout__gpus_per_node=8, optimizer__offload=1.0)
+    here = timing(alone(layout__gpus_per_node=8), facts, H200).likely
+    away = timing(made, facts, H200).likely
+    assert away > here + 70e9 / 8 * 4 / H200.bus
+    assert timing(made, facts, replace(H200, host=H200.host / 2)).likely > away + 1
+    assert timing(made, facts, replace(H200, bus=H200.bus * 2)).likely == away
+
+
 def test_small_layers_wait_for_their_host():
     """512 tokens of a small model take the same time on any GPU."""
     facts = known("gpt2-large")
