@@ -170,7 +170,11 @@ def advice(run: Run, gpu: str = "h100") -> str:
 
 
 def _changes(run: Run, one: Candidate) -> list[str]:
-    pairs = (("layout", run.layout, one.layout), ("train", run.train, one.train))
+    pairs = (
+        ("layout", run.layout, one.layout),
+        ("train", run.train, one.train),
+        ("optimizer", run.optimizer, one.optimizer),
+    )
     return [
         f"{section}.{key}={_shown(getattr(new, key))}"
         for section, old, new in pairs
