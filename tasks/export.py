@@ -5,6 +5,7 @@ from prefect import State, task
 from conf.schema import Run
 from tasks import launch
 from tasks.artifact import Artifact, Stage, Work
+from tasks.convert import on_one_host
 from tasks.session import OPTIONS, Session
 
 VERSION = 1
@@ -28,7 +29,9 @@ def export(session: Session, model: Artifact, base: Artifact, trained: Artifact)
             "export": work.folder / "files",
             "logs": work.folder / "logs",
         }
-        launch.trainer("export", session.at(**paths), work.folder, work.say, session.stopped(work))
+        run = session.at(**paths)
+        run = on_one_host(run) if run.layout.nodes > 1 else run  # whose processes share the files among them
+        launch.trainer("export", run, work.folder, work.say, session.stopped(work))
         return {"uri": session.store.link(f"{session.stages['export'].key}/files/merged")}
 
     return session.obtain("export", make)
