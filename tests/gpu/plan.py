@@ -127,7 +127,7 @@ def main() -> int:
         if one.gpus != options.gpus or time.monotonic() - started > options.minutes * 60:
             continue
         began = time.monotonic()
-        row = {"name": one.name, "group": one.group, "known": one.known, **take(one)}
+        row = {**take(one), "name": one.name, "group": one.group, "known": one.known}
         rows.append(row | {"took": round(time.monotonic() - began, 1)})
         print(line(rows[-1]), flush=True)
         (options.out / "plan.json").write_text(json.dumps(rows, indent=1) + "\n")
