@@ -89,7 +89,7 @@ def numbers(planned: Plan) -> dict[str, float]:
 
 def beside(planned: Plan, trained: dict[str, Any]) -> list[tuple[str, float, float]]:
     """What was planned and what training has measured: name, planned, measured."""
-    found = [("GB of the fullest rank, by its allocator", _allocated(planned), trained["peak_memory_gb"])]
+    found = [("GB that the fullest rank has allocated", _allocated(planned), trained["peak_memory_gb"])]
     if planned.time:
         found.insert(0, ("seconds of a step", planned.time.likely, trained["median_step_seconds"]))
     return found

@@ -82,7 +82,7 @@ def test_prefect_has_the_report(place, first):
     (planned,) = [report for report in reports if report["key"] == "plan-quick"]
     assert "legal and fits" in planned["data"] and "stage 0" in planned["data"]
     reports = [report for report in reports if report["key"] == "report-quick"]
-    assert "| GB of the fullest rank, by its allocator | " in reports[0]["data"]
+    assert "| GB that the fullest rank has allocated | " in reports[0]["data"]
     assert "held_out/exact_match" in reports[0]["data"]
     assert "data:image/png;base64," in reports[0]["data"]
 
