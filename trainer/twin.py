@@ -62,8 +62,11 @@ def make(run: Run, kind: str, steps: int, folder: Path) -> Run:
         "global_batch": copies * layout.pp,
         "micro_batch": 1,
         "precision": "fp32",
+        "fp8": None,
+        "fp8_weights": False,
         "stop_after": None,
     }
+    optimizer = {"lr": 5e-3, "warmup_steps": 0, "states": "fp32", "gradients": "fp32", "offload": 0.0}
     adapter = {"rank": 8, "alpha": 16}
     places = {key: str(folder / key) for key in ("model", "base", "output", "logs")}
     sections: dict[str, Any] = {
@@ -71,7 +74,7 @@ def make(run: Run, kind: str, steps: int, folder: Path) -> Run:
         "data": Data(seq_length=64, template="{input} {output}", packed=packed, seed=run.data.seed),
         "train": run.train.model_copy(update={**train, "recompute_layers": 1, "validate_every": 0}),
         "adapter": run.adapter.model_copy(update=adapter),
-        "optimizer": run.optimizer.model_copy(update={"lr": 5e-3, "warmup_steps": 0}),
+        "optimizer": run.optimizer.model_copy(update=optimizer),
         "checkpoint": run.checkpoint.model_copy(update={"save_every": steps}),
         "paths": run.paths.model_copy(update={**places, "data": str(folder / "prepared" / "data")}),
     }
