@@ -57,7 +57,8 @@ class Lookout:
         if time.monotonic() - self.answered > AWAY:
             return 0.0
         with self._turn:
-            return self._watch.age(f"beats/{node}") if f"beats/{node}" in self._watch.at else 0.0
+            beat = f"beats/{node}"  # what has joined and never renewed is judged by when it joined
+            return self._watch.age(beat if beat in self._watch.at else f"nodes/{node}.json")
 
     def order_of_failure(self, node: int) -> int:
         return self._first_failed.index(node) if node in self._first_failed else len(self._first_failed)
