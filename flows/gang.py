@@ -1,0 +1,64 @@
+"""Gang: what a run over several hosts would submit to Slurm or Kubernetes, without submitting it.
+
+    python -m flows.gang glm47 --engine slurm                    the batch script
+    python -m flows.gang glm47 --engine kubernetes kubernetes.image=registry/finetune kubernetes.claim=runs
+    python -m flows.gang my.yaml                                 by its own gang.engine
+
+FINETUNE_STORE and FINETUNE_RUNS count as in a flow; the gang's name, made of the stage's fingerprint there, is a
+stand-in here. What is printed can be given to sbatch or kubectl as it is, to see what the cluster says of it (sbatch
+--test-only, kubectl create --dry-run=server): members of a gang that nobody controls end at once.
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from conf.load import ConfigError, load
+from conf.plan.hardware import of
+from conf.plan.verdict import facts_of, settle
+from conf.schema import Run
+from tasks.faults import Fault
+from tasks.gang.board import Board
+from tasks.gang.engines import kubernetes, slurm
+from tasks.session import open_run_store, runs_folder
+
+GANG = "train-0123456789abcdef"
+SHOWN = {"slurm": slurm.script, "kubernetes": kubernetes.manifest}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    options = _arguments(argv)
+    try:
+        engine = [f"gang.engine={options.engine}"] if options.engine else []
+        run = load(options.conf, [*options.overrides, *engine])
+        if run.layout.auto:
+            run = settle(run, facts_of(run), of(run))
+        if run.gang.engine not in SHOWN:
+            raise Fault(f"gang.engine: {run.gang.engine} submits nothing; --engine is {' or '.join(SHOWN)}")
+        print(SHOWN[run.gang.engine](_in_a_flow(run), Board(open_run_store(), GANG, 1)), end="")
+    except (ConfigError, Fault) as fault:
+        print("".join(f"error: {line}\n" for line in str(fault).splitlines()), end="", file=sys.stderr)
+        return 2
+    return 0
+
+
+def _in_a_flow(run: Run) -> Run:
+    logs = str(runs_folder() / "work" / GANG / "logs")
+    return run.model_copy(update={"paths": run.paths.model_copy(update={"logs": logs})})
+
+
+def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m flows.gang",
+        usage=argparse.SUPPRESS,  # a fault is one line
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("conf", metavar="NAME", help="a name in conf/, or a YAML file")
+    parser.add_argument("overrides", metavar="KEY=VALUE", nargs="*", help="such as slurm.partition=h100")
+    parser.add_argument("--engine", choices=SHOWN, help="in place of gang.engine")
+    return parser.parse_intermixed_args(argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,165 @@
+"""The Slurm engine: its script, and a real Slurm that gets it. Skipped where Debian's slurm-wlm and munge are not."""
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from conf.load import load
+from conf.schema import Run
+from flows import gang
+from tasks.faults import Fault
+from tasks.gang.board import Board
+from tasks.gang.engines import slurm
+from tasks.store import open_store
+from tests.gang import driver, slurm_cluster
+from tests.gang.conftest import ROOT, losses, same
+
+GOLDEN = Path(__file__).parent / "golden"
+GLM = ["slurm.partition=h100", "slurm.time=2-00:00:00", "slurm.folder=/shared/finetune", "slurm.python=/opt/bin/python"]
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory):
+    if missing := slurm_cluster.missing():
+        pytest.skip(f"no Slurm here: {missing}")
+    with slurm_cluster.cluster(tmp_path_factory.mktemp("slurm")) as conf:
+        yield conf
+
+
+@pytest.fixture
+def here(cluster, monkeypatch):
+    """This process is on that cluster's login host; overrides of a run on two of its nodes."""
+    monkeypatch.setenv("SLURM_CONF", str(cluster))
+    chosen = {"gang.engine": "slurm", "layout.nodes": "2", "slurm.gpus": "none"}
+    return chosen | {"slurm.setup": f"[export SLURM_CONF={cluster}]"}
+
+
+def glm(capsys, monkeypatch, *overrides: str) -> str:
+    monkeypatch.setenv("FINETUNE_STORE", "s3://bucket/finetune")
+    monkeypatch.setenv("FINETUNE_RUNS", "/shared/runs")
+    assert gang.main(["glm47", "--engine", "slurm", *GLM, *overrides]) == 0
+    return capsys.readouterr().out
+
+
+def tiny(here: dict[str, str], tmp_path: Path, changes: dict[str, str] | None = None) -> Run:
+    chosen = here | {"paths.logs": f"{tmp_path}/logs"} | (changes or {})
+    return load("tiny", [f"{key}={value}" for key, value in chosen.items()], illegal=True)
+
+
+def wait_for(so, seconds: float = 30) -> None:
+    until = time.monotonic() + seconds
+    while not so():
+        assert time.monotonic() < until
+        time.sleep(0.1)
+
+
+def of_job(id: str) -> list[psutil.Process]:
+    """Processes that this Slurm job has started on this host."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if process.environ().get("SLURM_JOB_ID") == id:
+                found.append(process)
+        except psutil.Error:
+            continue
+    return found
+
+
+@pytest.mark.parametrize("name, overrides", [
+    ("glm47.slurm.sh", []),
+    ("glm47-pyxis.slurm.sh", ["slurm.image=registry/finetune.sqsh", "slurm.mounts=[/shared:/shared]",
+                              "slurm.setup=[module load cuda]", "slurm.options=[--comment=fine tuning]"]),
+])  # fmt: skip
+def test_the_script_of_glm47_is_the_golden_one(name, overrides, capsys, monkeypatch):
+    assert glm(capsys, monkeypatch, *overrides) == (GOLDEN / name).read_text()
+
+
+def test_the_script_holds_names_of_secrets_and_no_values(capsys, monkeypatch):
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "very-secret")
+    text = glm(capsys, monkeypatch)
+    assert "AWS_SECRET_ACCESS_KEY" in text
+    assert "very-secret" not in text
+
+
+def test_a_real_slurm_takes_the_script_of_glm47(here, capsys, monkeypatch, tmp_path):
+    (tmp_path / "script").write_text(glm(capsys, monkeypatch))
+    done = subprocess.run(["sbatch", "--test-only", tmp_path / "script"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "using 8 processors on nodes n[1-4] in partition h100" in done.stderr
+
+
+@pytest.mark.parametrize("changes, says", [
+    ({"layout.nodes": "5"}, "not available"),
+    ({"slurm.partition": "nix"}, "invalid partition specified: nix"),
+    ({"slurm.gpus": '"--gres=gpu:"', "layout.gpus_per_node": "9"}, "not available"),
+])  # fmt: skip
+def test_what_slurm_can_never_give_is_the_user_s_fault(changes, says, here, tmp_path):
+    with pytest.raises(Fault, match=says):
+        slurm.capacity(tiny(here, tmp_path, changes))
+
+
+def test_a_slurm_that_is_away_is_waited_for(cluster, here, monkeypatch, tmp_path):
+    conf = tmp_path / "slurm.conf"
+    text = cluster.read_text()
+    port = next(line for line in text.splitlines() if line.startswith("SlurmctldPort"))
+    conf.write_text(text.replace(port, "SlurmctldPort=1") + "MessageTimeout=2\n")
+    monkeypatch.setenv("SLURM_CONF", str(conf))
+    assert "does not answer" in str(slurm.capacity(tiny(here, tmp_path)))
+
+
+def test_members_start_on_all_nodes_and_a_gang_without_a_controller_is_over(here, tmp_path):
+    run = tiny(here, tmp_path)
+    assert slurm.capacity(run) is None
+    job = slurm.start(run, Board(open_store(str(tmp_path / "store")), "train-x", 1), 2)
+    wait_for(lambda: job.alive() == {0: False, 1: False})
+    said = job.log.read_text()
+    assert "0: gangs/train-x/1: no such attempt" in said and "1: gangs/train-x/1: no such attempt" in said
+    job.cancel()
+
+
+def test_a_job_that_waits_says_for_what_and_is_cancelled_in_the_queue(here, tmp_path):
+    blocker = subprocess.run(
+        ["sbatch", "--parsable", "--nodes=3", "--exclusive", "--output=/dev/null", "--wrap=sleep 300"],
+        capture_output=True, text=True, check=True,
+    ).stdout.strip()  # fmt: skip
+    run = tiny(here, tmp_path)
+    assert slurm.capacity(run) is None  # there is a queue for that
+    job = slurm.start(run, Board(open_store(str(tmp_path / "store")), "train-y", 1), 2)
+    wait_for(lambda: "Resources" in str(job.waits()))
+    assert job.alive() == {0: True, 1: True}
+    job.cancel()
+    assert job.alive() == {0: False, 1: False}
+    subprocess.run(["scancel", blocker], check=True)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(280)
+def test_a_gang_on_slurm_goes_on_without_its_srun_and_ends_with_the_loss_of_one_host(here, work, alone):
+    folder = work / "slurm"
+    folder.mkdir()
+    command = [sys.executable, driver.__file__, work / "conf.yaml", folder, work / "store"]
+    overrides = [f"{key}={value}" for key, value in (here | {"paths.data": work / "one/data"}).items()]
+    with (folder / "output.txt").open("w") as output:
+        running = subprocess.Popen([*command, *overrides], cwd=ROOT, env=os.environ, stdout=output, stderr=output)
+    try:
+        metrics = folder / "files/metrics.jsonl"
+        wait_for(lambda: metrics.exists() and len(metrics.read_text().splitlines()) > 12, 90)
+        id = next((folder / "logs").glob("slurm-*.log")).stem.removeprefix("slurm-")
+        below = of_job(id)
+        sruns = [process for process in below if process.name() == "srun"]
+        assert sruns and len([p for p in below if "trainer.train" in p.cmdline()]) >= 2
+        for process in sruns:
+            process.kill()
+        _, alive = psutil.wait_procs(below, 20)
+        assert alive == []
+        assert running.wait(180) == 0, (folder / "output.txt").read_text()
+    finally:
+        running.kill()
+        running.wait()
+    assert "attempt 2" in (folder / "output.txt").read_text()
+    assert same(losses(folder / "files"), alone)
