@@ -158,15 +158,15 @@ def _layouts(run: Run, facts: ModelFacts, gpu: Gpu, gpus: int, reasons: Counter[
         for ep, etp, vpp in product(degrees["ep"], degrees["etp"], VIRTUAL):
             if gpus % (ep * etp * pp) or (vpp and (pp == 1 or _last(facts, pp) or facts.layers // pp % vpp)):
                 continue
-            if vpp and run.train.global_batch // dp % pp:  # before problems(), which would look for what is near
+            if vpp and run.train.global_batch // dp % pp:
                 reasons["illegal: with vpp the microbatches are a multiple of pp"] += 1
                 continue
             update = {"tp": tp, "cp": cp, "pp": pp, "ep": ep, "etp": etp, "vpp": vpp, "sp": tp > 1}
             layout = whole.model_copy(update={**update, "last_stage_layers": _last(facts, pp)})
             one = run.train.model_copy(update={"micro_batch": 1, "recompute": "none", "recompute_modules": ()})
-            broken = problems(run.model_copy(update={"layout": layout, "train": one}), facts)
+            broken = problems(run.model_copy(update={"layout": layout, "train": one}), facts, suggest=False)
             if broken:
-                reasons[f"illegal: {_rule(broken[0])}"] += 1
+                reasons[f"illegal: {broken[0]}"] += 1
             else:
                 yield layout
 
@@ -178,10 +178,10 @@ def _degrees(run: Run, facts: ModelFacts, gpu: Gpu, whole: Layout, key: str, rea
         if key == "pp":
             update["last_stage_layers"] = _last(facts, degree)
         layout = whole.model_copy(update=update)
-        broken = problems(run.model_copy(update={"layout": layout}), facts)
+        broken = problems(run.model_copy(update={"layout": layout}), facts, suggest=False)
         rules = [line for line in broken if line.startswith((f"layout.{key}:", "layout.last_stage_layers:"))]
         if rules:
-            reasons[f"illegal: {_rule(rules[0])}"] += 1
+            reasons[f"illegal: {rules[0]}"] += 1
         elif key in ("tp", "etp") and degree > gpu.joined:
             reasons[f"not tried: {key} {degree} leaves the {gpu.joined} GPUs of one NVLink"] += 1
         elif key == "cp" and degree > 1 and run.data.seq_length < degree * FEWEST_TOKENS:
@@ -215,7 +215,3 @@ def _trains(run: Run, facts: ModelFacts, layout: Layout, reasons: Counter[str]) 
             reasons["illegal: with vpp the microbatches are a multiple of pp"] += 1
         else:
             yield run.train.model_copy(update={**choice, "micro_batch": micro_batch})
-
-
-def _rule(line: str) -> str:
-    return line.partition("; nearest legal")[0]
