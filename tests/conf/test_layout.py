@@ -1,13 +1,16 @@
 """conf/layout.py: the two grids, what each rule says, and that the values it offers are legal."""
 
-import re
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
+import yaml
 
 from conf.facts import facts_from_hf
 from conf.layout import Grid, grid, problems
 from conf.load import load
 from conf.schema import Run, sections
+from tests.trainer.drawn import pair
 
 GLM = {
     "num_hidden_layers": 92,
@@ -176,7 +179,7 @@ OF_MODEL = [
     (
         GLM,
         run(8, pp=8),
-        "layout.pp: 8 ranks do not share 92 layers evenly (or set first_ and last_stage_layers); nearest",
+        "layout.pp: 8 ranks do not share 92 layers evenly; nearest legal: 2, 4; or layout.last_stage_layers 8",
     ),
     (
         GLM,
@@ -226,14 +229,18 @@ OF_MODEL += [
     (
         GLM,
         run(8, ep=2, kind="dora", grouped_gemm=False),
-        "layout.ep: 2, but dora trains experts wrongly over ep; leave",
+        "layout.ep: 2, but dora trains experts wrongly over ep; nearest legal: 1; or adapter.targets [li",
     ),
     (
         GLM,
         run(8, pp=2, vpp=2, first_stage_layers=46, last_stage_layers=46),
-        "layout.vpp: 2, but core divides by the number of stages between the first and the last, which is 0; set one",
+        "layout.vpp: 2, but core divides by the number of stages between the first and the last, which is 0; near",
     ),
-    (GLM, run(8, dispatcher="flex"), "moe.dispatcher: flex needs experts spread over ranks, and ep * etp is 1"),
+    (
+        GLM,
+        run(8, dispatcher="flex"),
+        "moe.dispatcher: flex needs experts spread over ranks, and ep 1 * etp 1 is 1; nea",
+    ),
     (
         GLM,
         run(8, recompute="selective", recompute_modules=["mla_up_proj"]),
@@ -255,11 +262,49 @@ def test_values_offered_mend_what_they_are_offered_for(config, broken, line):
     facts = facts_from_hf(config) if config else None
     before = problems(broken, facts)
     for problem in before:
-        section, key = problem.partition(":")[0].split(".")
-        for text in re.findall(r"\w+", problem.partition("nearest legal:")[2]):
-            value = text == "true" if text in ("true", "false") else int(text)
-            changed = getattr(broken, section).model_copy(update={key: value})
+        for key, value in offered(problem):
+            section, name = key.split(".")
+            changed = getattr(broken, section).model_copy(update={name: value})
             assert len(problems(broken.model_copy(update={section: changed}), facts)) < len(before), (problem, value)
+
+
+@pytest.mark.parametrize("hundred", [0, pytest.param(1, marks=pytest.mark.slow)])
+def test_values_offered_mend_any_layout(hundred):
+    """No value that is offered breaks a rule that held, and what it was offered for holds."""
+    seen = 0
+    for seed in range(300 * hundred, 300 * hundred + 300):
+        config, drawn = pair(seed)
+        facts = facts_from_hf(config)
+        found = problems(drawn, facts)
+        assert [line.partition("; ")[0] for line in found] == [
+            line.partition("; ")[0] for line in problems(drawn, facts, suggest=False)
+        ]
+        for problem in found:
+            for key, value in offered(problem):
+                section, name = key.split(".")
+                changed = getattr(drawn, section).model_copy(update={name: value})
+                after = problems(drawn.model_copy(update={section: changed}), facts, suggest=False)
+                assert problem.partition("; ")[0] not in after and len(after) < len(found), (
+                    seed,
+                    problem,
+                    value,
+                    after,
+                )
+                type(changed).model_validate(changed.model_dump(), strict=False)
+                seen += 1
+    assert seen > 100
+
+
+def offered(problem: str) -> Iterator[tuple[str, Any]]:
+    """Keys and values, as the line has them."""
+    own, _, rest = problem.partition("; nearest legal: ")[2].partition("; or ")
+    rest = rest or problem.partition("; legal with ")[2]
+    for value in yaml.safe_load(f"[{own}]"):
+        yield problem.partition(":")[0], tuple(value) if isinstance(value, list) else value
+    for other in filter(None, rest.split(" or ")):
+        key, _, text = other.partition(" ")
+        value = yaml.safe_load(text)
+        yield key, tuple(value) if isinstance(value, list) else value
 
 
 def test_model_rules_wait_for_the_model():

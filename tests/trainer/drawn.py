@@ -43,6 +43,7 @@ GPT2 = {
 MODELS: dict[str, dict[str, Any]] = KINDS | {"mixtral": MIXTRAL, "qwen2-moe": QWEN2_MOE, "gpt2": GPT2}
 MLA = ["linear_q_down_proj", "linear_q_up_proj", "linear_kv_down_proj", "linear_kv_up_proj"]
 TARGETS = ["linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"]
+MODULES = ["core_attn", "moe_act", "layernorm", "mla_up_proj", "mlp", "moe", "shared_experts"]
 UNTIED = ("Glm4MoeForCausalLM", "DeepseekV3ForCausalLM")  # whatever their config.json says
 
 
@@ -82,7 +83,7 @@ def pair(seed: int) -> tuple[dict[str, Any], Run]:
     for key in ("first_k_dense_replace", "decoder_sparse_step"):
         if key in config:
             config[key] = pick([1, 2])
-    if family == "Glm4MoeForCausalLM":
+    if family in UNTIED:
         config["num_nextn_predict_layers"] = pick([0, 0, 1, 2])
     if latent:
         config |= {"q_lora_rank": pick([None, 24, 36, 48]), "kv_lora_rank": pick([16, 24, 30]), "n_group": 1}
@@ -122,11 +123,24 @@ def _run(rng: random.Random, config: dict[str, Any], layers: int) -> Run:
     kind = pick(["lora", "lora", "dora", "none"])
     targets = rng.sample(TARGETS + mla, rng.randint(1, 4))
     adapter = {"kind": kind, "rank": pick([24, 24, 24, 6]), "targets": targets, "experts": pick(["each", "shared"])}
+    grouped = pick([True, True, False])
+    recompute = pick(["none", "none", "full", "selective"])
+    spent: dict[str, Any] = {"recompute": recompute}
+    if recompute == "full":
+        spent["recompute_layers"] = pick([1, 1, 2])
+    if recompute == "selective":
+        modules = [name for name in MODULES if grouped or name != "moe_act"]  # else conf.schema refuses it
+        spent["recompute_modules"] = rng.sample(modules, rng.randint(1, 3))
     return make_run(
         layout=layout,
         adapter=adapter,
         model={"source": "drawn", "mtp": pick([True, True, False])},
         data={"seq_length": pick([48, 96]) if rng.random() < 0.95 else 90, "packed": packed},
-        train={"global_batch": batch, "micro_batch": micro, "steps": 10},
-        moe={"grouped_gemm": pick([True, True, False])},
+        train={"global_batch": batch, "micro_batch": micro, "precision": pick(["bf16", "bf16", "fp32"]), **spent},
+        optimizer={"distributed": pick([True, True, False])},
+        moe={
+            "grouped_gemm": grouped,
+            "dispatcher": pick(["alltoall"] * 4 + ["allgather", "flex"]),
+            "freeze_router": pick([False, False, True]),
+        },
     )

@@ -1,0 +1,189 @@
+"""Rules of a layout that need the model's sizes: megatron-core 0.19's and Megatron-Bridge 0.6's own.
+
+broken(run, facts, counts) yields what is broken; `counts` are the layers of each pipeline rank, none if they do not
+come out even. conf/layout.py has the rules that need no model, and makes lines of both.
+"""
+
+from collections.abc import Collection, Iterator, Mapping
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+from conf import levers
+from conf.facts import ModelFacts
+from conf.schema import Run
+
+# Megatron cuts the input of these layers over tp, that of all others is whole.
+ROW_PARALLEL = {"linear_proj", "linear_fc2"}
+# The first of two low-rank products is whole on every rank of tp.
+WHOLE = {"linear_q_down_proj", "linear_kv_down_proj"}
+
+
+class Broken(NamedTuple):
+    rule: str
+    key: str
+    text: str
+    candidates: Collection[Any] = ()  # values of key worth a try; of those that are no numbers, the best first
+    others: Mapping[str, Collection[Any]] = MappingProxyType({})  # the same of other keys, the best first
+
+
+def broken(run: Run, facts: ModelFacts, counts: list[int]) -> Iterator[Broken]:
+    yield from _widths(run, facts)
+    yield from _dora(run, facts)
+    yield from _stages(run, facts, counts)
+    yield from _rest(run, facts)
+    yield from _fp8(run, facts)
+
+
+def divisors(number: int) -> list[int]:
+    return [n for n in range(1, number + 1) if number % n == 0]
+
+
+def multiples(near: int, step: int) -> list[int]:
+    return [step * n for n in range(max(1, near // step - 8), near // step + 9)]
+
+
+def _widths(run: Run, facts: ModelFacts) -> Iterator[Broken]:
+    layout, adapter = run.layout, run.adapter
+    adapted = _adapted(run, facts)
+    inside_experts = adapted & {"linear_fc1", "linear_fc2"} if facts.experts else set()
+    if not facts.ffn and not facts.shared_ffn:
+        adapted -= {"linear_fc1", "linear_fc2"}  # experts are the only MLPs, and those are not cut by tp
+    mtp = facts.mtp_layers if run.model.mtp else 0
+    cut_by_tp = {
+        "attention heads": facts.heads,
+        "width of query, key and value": (facts.heads + 2 * facts.kv_heads) * facts.head_dim,
+        "vocabulary": facts.padded_vocab(layout.tp),
+        "dense layers' width": facts.ffn,
+        "shared experts' width": facts.shared_ffn,
+        "hidden size, which multi-token prediction cuts": facts.hidden if mtp else 0,
+        "hidden size, the output of adapters": facts.hidden if adapted & ROW_PARALLEL else 0,
+        "width of the low-rank query": facts.q_rank if "linear_q_down_proj" in adapted else 0,
+        "width of the low-rank key-value": facts.kv_rank + facts.qk_rope if "linear_kv_down_proj" in adapted else 0,
+        "adapter.rank": adapter.rank if adapted - ROW_PARALLEL else 0,
+    }
+    cut_by_etp = {
+        "experts' width": facts.expert_ffn,
+        "hidden size, the output of experts' adapters": facts.hidden if "linear_fc2" in inside_experts else 0,
+        "adapter.rank of experts": adapter.rank if "linear_fc1" in inside_experts else 0,
+    }
+    for key, cuts in (("tp", cut_by_tp), ("etp", cut_by_etp if facts.experts else {})):
+        for name, size in cuts.items():
+            if size % getattr(layout, key):
+                degree = getattr(layout, key)
+                text = f"{degree} does not divide the {name}, {size}"
+                others = {"adapter.rank": sorted(multiples(size, degree), key=lambda n: abs(n - size))}
+                ranked = others if name.startswith("adapter.rank") else {}
+                yield Broken(f"{key} {name}", f"layout.{key}", text, divisors(layout.world), ranked)
+    if facts.kv_heads % layout.tp and layout.tp % facts.kv_heads:
+        text = f"{layout.tp} is neither divisor nor multiple of the {facts.kv_heads} key-value heads"
+        yield Broken("kv heads", "layout.tp", text, divisors(layout.world))
+    if facts.experts % layout.ep:
+        text = f"{layout.ep} does not divide the {facts.experts} experts"
+        yield Broken("experts", "layout.ep", text, divisors(layout.world))
+    for key in ("ep", "etp"):
+        if not facts.experts and getattr(layout, key) > 1:
+            yield Broken(
+                f"{key} of dense", f"layout.{key}", f"{getattr(layout, key)}, but the model has no experts", [1]
+            )
+
+
+def _adapted(run: Run, facts: ModelFacts) -> set[str]:
+    """Those of adapter.targets that the model has."""
+    latent = {"linear_q_down_proj", "linear_q_up_proj"} if facts.q_rank else {"linear_q_proj"}
+    latent |= {"linear_kv_down_proj", "linear_kv_up_proj"}
+    there = {"linear_proj", "linear_fc1", "linear_fc2"} | (latent if facts.kv_rank else {"linear_qkv"})
+    return there & set(run.adapter.targets) if run.adapter.kind != "none" else set()
+
+
+def _dora(run: Run, facts: ModelFacts) -> Iterator[Broken]:
+    """What the norms of DoRA's weights have no place for."""
+    layout, adapted, targets = run.layout, _adapted(run, facts), run.adapter.targets
+    if run.adapter.kind != "dora":
+        return
+    if facts.experts and (inside := adapted & {"linear_fc1", "linear_fc2"}):
+        without = {"adapter.targets": _without(targets, {"linear_fc1", "linear_fc2"})}
+        if run.moe.grouped_gemm:
+            # Bridge's DoRALinear takes the norm of one weight, a grouped layer has one per expert
+            text = f"dora fits no grouped experts, whose {' and '.join(sorted(inside))} adapter.targets names"
+            yield Broken("dora", "adapter.kind", text, ["lora"], without)
+        elif layout.ep > 1:
+            # Bridge does not mark their adapters as experts', so that gradients of different experts are added up
+            text = f"{layout.ep}, but dora trains experts wrongly over ep"
+            yield Broken("dora of experts over ep", "layout.ep", text, [1], without)
+        elif layout.etp != layout.tp:
+            # Bridge cuts an expert's adapter over tp, and its ranks then see different tokens
+            text = f"{layout.etp}, but dora cuts the adapters of experts by tp, {layout.tp}"
+            yield Broken("dora of experts", "layout.etp", text, [layout.tp], without)
+    if layout.sp and run.adapter.dropout and adapted - ROW_PARALLEL:
+        # Bridge sends the input, gathered over tp, through the base layer, which gathers it again
+        text = f"{run.adapter.dropout}, but dora under sp takes none"
+        yield Broken("dora dropout", "adapter.dropout", text, [0.0])
+    if layout.tp > 1 and (whole := sorted(adapted & WHOLE)):
+        text = f"dora fits no {' and '.join(whole)} under tp {layout.tp}, each rank of which holds them whole"
+        yield Broken(
+            "dora of whole layers", "adapter.kind", text, ["lora"], {"adapter.targets": _without(targets, WHOLE)}
+        )
+
+
+def _without(values: tuple[Any, ...], gone: Collection[Any]) -> list[tuple[Any, ...]]:
+    """What is left of a list, if anything is: as the only candidate."""
+    left = tuple(value for value in values if value not in gone)
+    return [left] if left else []
+
+
+def _rest(run: Run, facts: ModelFacts) -> Iterator[Broken]:
+    layout, train = run.layout, run.train
+    if layout.cp > 1 and facts.angles % (2 * layout.cp):
+        text = f"{layout.cp} does not cut the {facts.angles} rotations of latent attention into 2 pieces each"
+        yield Broken("angles", "layout.cp", text, divisors(layout.world))
+    if facts.positions and run.data.seq_length > facts.positions:
+        text = f"{run.data.seq_length}, but the model has learned {facts.positions} positions"
+        yield Broken("positions", "data.seq_length", text, [facts.positions])
+    if facts.experts and run.moe.dispatcher == "flex" and layout.ep * layout.etp == 1:
+        text = f"flex needs experts spread over ranks, and ep {layout.ep} * etp {layout.etp} is 1"
+        yield Broken("flex", "moe.dispatcher", text, ["alltoall"])
+    modules = train.recompute_modules if train.recompute == "selective" else ()
+    for module, there, lack in (
+        ("mla_up_proj", facts.kv_rank, "has no latent attention"),
+        ("moe_act", facts.experts, "has no experts"),
+    ):
+        if module in modules and not there:
+            text = f"{module} is none of this model's layers, which {lack}"
+            yield Broken(module, "train.recompute_modules", text, _without(modules, {module}))
+
+
+def _stages(run: Run, facts: ModelFacts, counts: list[int]) -> Iterator[Broken]:
+    layout, vpp = run.layout, run.layout.vpp or 1
+    each = facts.layers / layout.pp
+    last = {"layout.last_stage_layers": sorted(range(1, facts.layers), key=lambda n: abs(n - each))}
+    if not counts and (layout.first_stage_layers or layout.last_stage_layers):
+        key = "first_stage_layers" if layout.first_stage_layers else "last_stage_layers"
+        ends = f"first {layout.first_stage_layers or 'even'} and last {layout.last_stage_layers or 'even'}"
+        text = (
+            f"{ends} do not add up to {facts.layers} layers with the same number on each other of the {layout.pp} ranks"
+        )
+        yield Broken("stages", f"layout.{key}", text, range(1, facts.layers))
+    elif not counts:
+        text = f"{layout.pp} ranks do not share {facts.layers} layers evenly"
+        yield Broken("stages", "layout.pp", text, divisors(layout.world), last)
+    elif layout.vpp and layout.pp == 2 and layout.first_stage_layers and layout.last_stage_layers:
+        text = f"{layout.vpp}, but core divides by the number of stages between the first and the last, which is 0"
+        yield Broken("nothing between", "layout.vpp", text, [None], {"layout.last_stage_layers": [None]})
+    elif any(count % vpp for count in counts):
+        text = f"{vpp} does not divide the layers of each pipeline rank, {', '.join(map(str, sorted(set(counts))))}"
+        yield Broken("virtual stages", "layout.vpp", text, [*range(2, max(counts) + 1), None])
+    if layout.vpp and not counts and facts.layers % (layout.pp * vpp):
+        text = f"pp {layout.pp} * vpp {vpp} = {layout.pp * vpp} stages do not share {facts.layers} layers"
+        yield Broken("virtual stages", "layout.vpp", text, [*range(2, facts.layers // layout.pp + 1), None])
+    if facts.mtp_layers and run.model.mtp and run.train.recompute == "full" and run.train.recompute_layers > 1:
+        text = f"{run.train.recompute_layers}, but multi-token-prediction layers are recomputed one by one"
+        yield Broken("mtp recompute", "train.recompute_layers", text, [1])
+
+
+def _fp8(run: Run, facts: ModelFacts) -> Iterator[Broken]:
+    layout = run.layout
+    for key, what, size, least in levers.widths(run, facts):
+        step = least * layout.cp * (layout.tp if layout.sp else 1)
+        near = multiples(run.data.seq_length, step) if key == "data.seq_length" else divisors(layout.world)
+        text = f"{what}: {size} is no multiple of {least}, which train.fp8 {run.train.fp8} needs"
+        yield Broken(f"fp8 {what}", key, text, near)
