@@ -13,6 +13,7 @@ import re
 import warnings
 from collections import Counter
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -128,8 +129,24 @@ def _on_meta() -> Iterator[None]:
         mock.patch.object(torch.cuda, "current_device", return_value=torch.device("meta")),
         mock.patch.object(ParallelLinearAdapter, "_synchronize_shared_expert_parameters"),
         mock.patch.object(adapters, "draw_initial_values"),
-        contextlib.nullcontext() if platform.has_gpu() else _as_strict_as_te(),
+        contextlib.nullcontext() if platform.has_gpu() else _as_with_a_gpu(),
         _types_of_a_gpu(),
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def _as_with_a_gpu() -> Iterator[None]:
+    """What Megatron asks of a GPU, and of packages that are installed beside one."""
+    import torch
+    from megatron.core.transformer.moe import token_dispatcher
+
+    hopper = SimpleNamespace(name="NVIDIA H100", major=9, minor=0, multi_processor_count=132, total_memory=80 * 2**30)
+    with (
+        mock.patch.object(torch.cuda, "get_device_properties", return_value=hopper),
+        mock.patch.object(token_dispatcher, "fused_dispatch"),
+        mock.patch.object(token_dispatcher, "set_deepep_num_sms"),
+        _as_strict_as_te(),
     ):
         yield
 
@@ -174,10 +191,16 @@ def _build(run: Run, config: dict[str, Any]) -> tuple[list, Any]:
 
     # Bridge turns sequence parallelism off where tp is 1; core refuses it.
     ModelParallelConfig(tensor_model_parallel_size=run.layout.tp, sequence_parallel=run.layout.sp)
-    with mock.patch.object(sequences, "make_dataset", _no_data):
-        whole = make_config(run, open_bridge(config), None)
+    bridge, stands_in = open_bridge(config), not platform.has_gpu()
+    with (
+        mock.patch.object(sequences, "make_dataset", _no_data),
+        mock.patch.object(platform, "has_gpu", return_value=True),
+    ):
+        whole = make_config(run, bridge, None)
     whole.checkpoint.pretrained_checkpoint = whole.checkpoint.save = whole.checkpoint.save_interval = None
     provider = whole.model
+    if stands_in:  # Transformer Engine itself must have these kernels
+        provider.apply_rope_fusion = provider.moe_permute_fusion = provider.moe_router_fusion = False
     # Bridge's own way to an adapter insists on a checkpoint of the model below it.
     whole.peft, adapter = None, make_adapter(run)
     if adapter:

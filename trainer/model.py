@@ -59,7 +59,9 @@ def make_provider(run: Run, bridge, load_weights: bool = False):
     if provider.num_moe_experts:
         if run.adapter.kind != "none":
             provider.moe_router_bias_update_rate = 0.0  # the bias is no weight of the adapter: moving it would be lost
-            provider.moe_shared_expert_overlap = False  # it communicates outside the layers that adapters wrap
+        # It communicates outside the layers that adapters wrap, and core refuses it with the other two.
+        if run.adapter.kind != "none" or moe.dispatcher == "allgather" or "shared_experts" in train.recompute_modules:
+            provider.moe_shared_expert_overlap = False
         if moe.freeze_router:
             provider.moe_router_bias_update_rate = 0.0
             provider.register_pre_wrap_hook(_freeze_routers)
