@@ -146,7 +146,6 @@ def _as_with_a_gpu() -> Iterator[None]:
         mock.patch.object(torch.cuda, "get_device_properties", return_value=hopper),
         mock.patch.object(token_dispatcher, "fused_dispatch"),
         mock.patch.object(token_dispatcher, "set_deepep_num_sms"),
-        _as_strict_as_te(),
     ):
         yield
 
@@ -163,21 +162,6 @@ def _types_of_a_gpu():
             return found.replace("torch.meta.", "torch.cuda.").replace("cuda.meta", "cuda") if named else found
 
     return Names()
-
-
-def _as_strict_as_te():
-    """The stand-in for Transformer Engine rounds where that refuses to cut a layer."""
-    from megatron.core.tensor_parallel.utils import divide
-    from transformer_engine.pytorch.linear import Linear
-
-    make = Linear.__init__
-
-    def strict(self, in_features, out_features, *args, tp_size=1, parallel_mode=None, **kwargs):
-        if parallel_mode:
-            divide(in_features if parallel_mode == "row" else out_features, tp_size)
-        make(self, in_features, out_features, *args, tp_size=tp_size, parallel_mode=parallel_mode, **kwargs)
-
-    return mock.patch.object(Linear, "__init__", strict)
 
 
 def _build(run: Run, config: dict[str, Any]) -> tuple[list, Any]:

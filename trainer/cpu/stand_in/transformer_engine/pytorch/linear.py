@@ -6,6 +6,12 @@ from torch import nn
 from transformer_engine.pytorch.norm import normalize
 
 
+def _divide(width: int, ranks: int) -> int:
+    if width % ranks:
+        raise ValueError(f"{width} is not divisible by {ranks}")
+    return width // ranks
+
+
 class _Base(nn.Module):
     """What the three share: initialisation under Megatron's random-state tracker, and an empty FP8 state."""
 
@@ -75,8 +81,8 @@ class Linear(_Base):
         self.parallel_mode, self.tp_size, self.tp_group = parallel_mode, tp_size, tp_group
         self.sequence_parallel = sequence_parallel and tp_size > 1 and parallel_mode is not None
         self.fuse_wgrad_accumulation, self.use_bias, self.return_bias = fuse_wgrad_accumulation, bias, return_bias
-        self.in_features = in_features // tp_size if parallel_mode == "row" else in_features
-        self.out_features = out_features // tp_size if parallel_mode == "column" else out_features
+        self.in_features = _divide(in_features, tp_size) if parallel_mode == "row" else in_features
+        self.out_features = _divide(out_features, tp_size) if parallel_mode == "column" else out_features
         self._make_parameters()
 
     def _make_parameters(self) -> None:
