@@ -75,9 +75,7 @@ class Kubernetes(Section):
         default=None, description="label of nodes that Kueue prefers to be equal for all pods, as a rack's"
     )
     gpus: Text | None = Field(default="nvidia.com/gpu", description="resource that GPUs are; null = none")
-    cpu: Annotated[str, Field(pattern=r"^[0-9.]+m?$")] | None = Field(
-        default=None, description="processors per pod, as 96"
-    )
+    cpu: Count | None = Field(default=None, description="processors per pod")
     memory: Annotated[str, Field(pattern=r"^[0-9.]+[KMGT]i?$")] | None = Field(
         default=None, description="of a pod, as 1500Gi; what is in shm counts"
     )

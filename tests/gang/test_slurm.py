@@ -86,6 +86,18 @@ def test_the_script_holds_names_of_secrets_and_no_values(capsys, monkeypatch):
     assert "very-secret" not in text
 
 
+def test_slurm_s_own_lines_are_told_from_what_members_say(tmp_path):
+    own = [
+        "slurmstepd: error: *** JOB 42 ON node7 CANCELLED AT 2026-11-21T10:00:00 DUE TO PREEMPTION ***",
+        "slurmstepd-n1: error: Detected 1 oom_kill event in StepId=42.0. Some of your processes may have been killed",
+        "srun: error: Node failure on node7",
+    ]
+    others = ["0: member 0 of gangs/x/1: failed: rank 1", "srun: got SIGCONT", "1: srun is killed"]
+    (tmp_path / "log").write_text("\n".join([*others, *own, *others]))
+    assert list(slurm.said(tmp_path / "log")) == own
+    assert slurm.said(tmp_path / "none") == ()
+
+
 def test_a_real_slurm_takes_the_script_of_glm47(here, capsys, monkeypatch, tmp_path):
     (tmp_path / "script").write_text(glm(capsys, monkeypatch))
     done = subprocess.run(["sbatch", "--test-only", tmp_path / "script"], capture_output=True, text=True)

@@ -55,7 +55,7 @@ def _pod(run: Run, arguments: list[str]) -> dict[str, Any]:
     ]
     env += [{"name": name, "value": value} for name, _, value in (setting.partition("=") for setting in section.env)]
     resources = {section.gpus: str(run.layout.gpus_per_node)} if section.gpus else {}
-    resources |= {name: value for name in ("cpu", "memory") if (value := getattr(section, name))}
+    resources |= {name: str(value) for name in ("cpu", "memory") if (value := getattr(section, name))}
     resources |= dict(setting.split("=", 1) for setting in section.resources)
     container: dict[str, Any] = {
         "name": "member",

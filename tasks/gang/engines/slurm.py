@@ -37,7 +37,7 @@ ALIVE = ("RUNNING", "COMPLETING", "SUSPENDED", "STOPPED", "RESIZING", "SIGNALING
 # Of sbatch, where a later try may be answered otherwise.
 AWAY = re.compile(r"[Uu]nable to contact|timed out|[Cc]onnection|temporar|try again|no answer|Zero Bytes|protocol")
 QUEUED = re.compile(r"not available now|[Rr]esources temporarily|currently (?:busy|not available)")
-SAID = re.compile(r"^(?:\d+: )?(?:slurmstepd\S*|srun): (?:error: )?(?=.*(?:error|CANCELLED|oom|[Ff]ail|[Kk]illed))")
+SAID = re.compile(r"^(?:\d+: )?(?:slurmstepd[\w.-]*|srun): .*(?:CANCELLED|oom|[Ff]ail|[Kk]illed|[Oo]ut [Oo]f)")
 TAIL = 1 << 16  # bytes of the job's output in which Slurm's own lines are looked for
 
 
@@ -55,13 +55,7 @@ class Job:
         return self._asked.state.waits
 
     def words(self) -> tuple[str, ...]:
-        """Slurm's own lines among what the job has written."""
-        if not self.log.exists():
-            return ()
-        with self.log.open("rb") as file:
-            file.seek(max(0, self.log.stat().st_size - TAIL))
-            lines = file.read().decode(errors="replace").splitlines()
-        return tuple(line for line in lines if SAID.match(line))
+        return said(self.log)
 
     def cancel(self) -> None:
         if not self._is_over(self._asked.state):
@@ -122,6 +116,16 @@ def options(run: Run, gang: str) -> list[str]:
     found += ["--no-requeue", "--no-kill", f"--export={','.join(slurm.export) or 'NONE'}"]
     found += [f"--chdir={_folder(run)}" if not slurm.image else "--chdir=/", f"--output={_log(run)}"]
     return [*found, "--open-mode=append", *slurm.options]
+
+
+def said(log: Path) -> tuple[str, ...]:
+    """Slurm's own lines of how members ended, among what the job has written."""
+    if not log.exists():
+        return ()
+    with log.open("rb") as file:
+        file.seek(max(0, log.stat().st_size - TAIL))
+        lines = file.read().decode(errors="replace").splitlines()
+    return tuple(line for line in lines if SAID.match(line))
 
 
 def script(run: Run, board: Board) -> str:
