@@ -31,7 +31,8 @@ class Lost(RuntimeError):
 class Lease:
     def __init__(self, store: Store, key: str, tag: str, content: dict):
         self.store, self.key, self._tag, self._content = store, key, tag, content
-        self.lost = threading.Event()
+        self.lost = threading.Event()  # it may be somebody else's by now: this process was silent for too long
+        self.taken = threading.Event()  # it is somebody else's
         self._done, self._turn = threading.Event(), threading.Lock()
         self._renewed = time.monotonic()
         self._thread = threading.Thread(target=self._renew, daemon=True, name=f"lease {key}")
@@ -39,8 +40,12 @@ class Lease:
 
     def confirm(self) -> None:
         """Raises unless the lease is still held. Asks the store if this process may have been silent for too long."""
-        if not self.lost.is_set() and time.monotonic() - self._renewed > EXPIRES / 2:
-            self._beat()
+        if not self.taken.is_set() and time.monotonic() - self._renewed > EXPIRES / 2:
+            try:
+                self._beat()
+            except Exception:
+                if not self.lost.is_set():
+                    raise
         if self.lost.is_set():
             raise Lost(f"{self.store.link(self.key)}: taken over by another flow; this one was silent for {EXPIRES} s")
 
@@ -52,7 +57,7 @@ class Lease:
                 self.store.remove(self.key, self._tag)
 
     def _renew(self) -> None:
-        while not self._done.wait(RENEWED) and not self.lost.is_set():
+        while not self._done.wait(RENEWED) and not self.taken.is_set():
             try:
                 self._beat()
             except Exception:  # the store cannot be reached: it may come back before the lease is over
@@ -67,10 +72,12 @@ class Lease:
             if tag is None:  # a renewal whose answer got lost has changed the tag all the same
                 found = self.store.read(self.key)
                 if found is None or _decode(found[0]).get("id") != self._content["id"]:
+                    self.taken.set()
                     self.lost.set()
                     return
                 tag = found[1]
             self._tag, self._renewed = tag, began
+            self.lost.clear()  # where the store was away, it was so for others, too
 
 
 @contextlib.contextmanager

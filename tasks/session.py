@@ -118,9 +118,13 @@ class Session(AbstractContextManager):
         """A folder of this host that holds the artifact's files. Never write there."""
         return artifact.local(made, self.store, self.folder / "cache", Progress("fetch", "bytes").update)
 
-    def stopped(self, work: Work) -> Callable[[], bool]:
-        """Says whether work has to end: the run is cancelled, or the work has become somebody else's."""
-        return lambda: self._ending.is_set() or work.lease.lost.is_set()
+    def stopped(self, work: Work, fenced: bool = False) -> Callable[[], bool]:
+        """Says whether work has to end: the run is cancelled, or the work has become somebody else's.
+
+        A store that is away may hide the latter. Work whose successor would wait for its end goes on meanwhile.
+        """
+        lost = work.lease.taken if fenced else work.lease.lost
+        return lambda: self._ending.is_set() or lost.is_set()
 
     def obtain(
         self, name: str, make: Callable[[Work], dict[str, Any]], valid: Callable[[Artifact], bool] = lambda _: True

@@ -69,13 +69,14 @@ def train(session: Session, model: Artifact, base: Artifact, data: Artifact) -> 
         for split, context in (("training", "training"), ("validation", "validation")):
             count = data.result["rows"][split]
             tracked.dataset(f"{run.name}-{split}", data.digest, session.store.link(f"{data.key}/files"), context, count)
-        say, stop = _Thinned(work.say), session.stopped(work)
+        several = run.layout.nodes > 1 or run.gang.engine != "local"
+        say, stop = _Thinned(work.say), session.stopped(work, fenced=several)
 
         def tick() -> None:
             bar.update(newest(metrics, "step")[0], run.train.steps)
 
         try:
-            if run.layout.nodes > 1 or run.gang.engine != "local":
+            if several:
                 controller.train(run, work.folder, session.store, work.folder.name, say, stop, tick)
             else:
                 launch.trainer("train", run, work.folder, say, stop, tick)
