@@ -30,6 +30,12 @@ UNBRIDGED = ("GPT2LMHeadModel", "MixtralForCausalLM", "Qwen2MoeForCausalLM")
 BIASED = ("Qwen2ForCausalLM", "Qwen2MoeForCausalLM")
 NORMED = ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM")
 GPT2 = "GPT2LMHeadModel"
+# What Megatron-Bridge 0.6 takes for granted of a family, whatever its config.json says.
+GRANTED: dict[str, dict[str, Any]] = {
+    "Glm4MoeForCausalLM": {"n_shared_experts": 1, "tie_word_embeddings": False},
+    "DeepseekV3ForCausalLM": {"moe_layer_freq": 1, "tie_word_embeddings": False, "attention_bias": False},
+    "Qwen3MoeForCausalLM": {"decoder_sparse_step": 1, "mlp_only_layers": [], "attention_bias": False},
+}
 LIMIT = 2**24  # no size of any model is larger
 
 
@@ -105,6 +111,11 @@ def facts_from_hf(config: dict[str, Any]) -> ModelFacts:
         return value
 
     architecture = next(iter(config.get("architectures") or ()), "")
+    for key, value in GRANTED.get(architecture, {}).items():
+        if config.get(key, value) not in (value, None):
+            raise ValueError(
+                f"config.json: {key} is {config[key]!r}, and Megatron-Bridge builds {architecture} with {value!r} alone"
+            )
     facts = _gpt2(config, size) if architecture == GPT2 else _by_llamas_names(config, architecture, size)
     _check(facts)
     return facts
@@ -214,5 +225,7 @@ def _check(facts: ModelFacts) -> None:
         text = f"first_k_dense_replace is {facts.dense_layers}, of {facts.layers} layers"
     elif facts.mtp_layers > facts.layers:
         text = f"num_nextn_predict_layers is {facts.mtp_layers}, beside {facts.layers} layers"
+    elif facts.architecture == "DeepseekV3ForCausalLM" and not facts.shared_ffn:
+        text = "n_shared_experts is 0, and Megatron-Bridge builds this family with one or more"
     if text:
         raise ValueError(f"config.json: {text}")

@@ -16,7 +16,7 @@ LLAMA = {
     "intermediate_size": 11008,
 }
 MOE = LLAMA | {
-    "architectures": ["Qwen3MoeForCausalLM"],
+    "architectures": ["Qwen2MoeForCausalLM"],
     "num_experts": 8,
     "num_experts_per_tok": 2,
     "moe_intermediate_size": 768,
@@ -119,6 +119,18 @@ def test_facts_that_are_no_sizes(value):
         (MOE | {"first_k_dense_replace": 33}, "first_k_dense_replace is 33, of 32 layers"),
         (MOE | {"decoder_sparse_step": 0}, "decoder_sparse_step is 0, which is no size from 1"),
         (MOE | {"mlp_only_layers": [32]}, "mlp_only_layers is [32], which is no list of layers from 0 to 31"),
+        (
+            MOE | {"architectures": ["Qwen3MoeForCausalLM"], "decoder_sparse_step": 2},
+            "decoder_sparse_step is 2, and Megatron-Bridge builds Qwen3MoeForCausalLM with 1 alone",
+        ),
+        (
+            MOE | {"architectures": ["Qwen3MoeForCausalLM"], "mlp_only_layers": [3]},
+            "mlp_only_layers is [3], and Megatron-Bridge builds Qwen3MoeForCausalLM with [] alone",
+        ),
+        (
+            MOE | LATENT | {"architectures": ["DeepseekV3ForCausalLM"], "n_shared_experts": 0},
+            "n_shared_experts is 0, and Megatron-Bridge builds this family with one or more",
+        ),
         (LLAMA | LATENT | {"v_head_dim": None}, "v_head_dim is None, which is no size from 1"),
     ],
 )
