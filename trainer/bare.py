@@ -230,21 +230,27 @@ class _Stepping(Exception):
 def _step_off(run: Run, chunks: list) -> None:
     """What Megatron only checks in a step, up to the first product."""
     import torch
-    from megatron.core import parallel_state
+    from megatron.core import parallel_state, tensor_parallel
     from megatron.core.num_microbatches_calculator import ConstantNumMicroBatchesCalculator
     from megatron.core.pipeline_parallel import get_forward_backward_func
     from megatron.core.tensor_parallel import mappings
     from megatron.core.transformer.moe.moe_layer import MoELayer
+    from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionLayer
 
     train, dp = run.train, parallel_state.get_data_parallel_world_size()
     microbatches = ConstantNumMicroBatchesCalculator(train.global_batch, train.micro_batch, dp, False, 1).get()
     if run.layout.sp:  # as the embedding cuts its output
         tokens = torch.empty(run.data.seq_length // run.layout.cp, 1, 1, device="meta")
         mappings.reduce_scatter_to_sequence_parallel_region(tokens)
-    for layer in (module for chunk in chunks for module in chunk.modules() if isinstance(module, MoELayer)):
+    modules = [module for chunk in chunks for module in chunk.modules()]
+    for layer in (module for module in modules if isinstance(module, MoELayer)):
         with mock.patch.object(layer, "route", side_effect=_Stepping), contextlib.suppress(_Stepping):
             layer.train()(torch.empty(1, 1, layer.config.hidden_size, device="meta"))
         break
+    for layer in (module for module in modules if isinstance(module, MultiTokenPredictionLayer)):
+        with mock.patch.object(tensor_parallel, "checkpoint", side_effect=_Stepping), contextlib.suppress(_Stepping):
+            if train.recompute == "full":
+                layer._checkpointed_forward(None, None)
     if parallel_state.is_pipeline_first_stage(ignore_virtual=True) and run.layout.vpp:
         with contextlib.suppress(_Stepping):
             get_forward_backward_func()(

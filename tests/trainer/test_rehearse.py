@@ -13,6 +13,7 @@ import pytest
 
 from conf.facts import facts_from_hf, known
 from conf.layout import problems
+from conf.load import FOLDERS, load
 from tests.trainer.drawn import MODELS, make_run, pair
 from trainer import rehearse, twin
 
@@ -119,6 +120,40 @@ def test_verdicts_are_megatrons(ask):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("name", sorted(path.stem for folder in FOLDERS for path in folder.glob("*.yaml")))
+def test_every_preset_is_as_megatron_builds_it(ask, name):
+    run = load(name, illegal=True)
+    config = rehearse.config_of(run)
+    answer, ours = ask(run, config), problems(run, facts_from_hf(config))
+    assert bool(ours) == ("refused" in answer), (ours, answer)
+    assert ours or not differences(run, config, answer["counts"])
+
+
+@pytest.mark.parametrize("dispatcher", ["alltoall", "allgather", "flex"])
+def test_shared_experts_are_computed_beside_the_others_only_where_core_allows_it(ask, dispatcher):
+    """On a GPU; which a rehearsal on a CPU has to know of."""
+    train = {"global_batch": 16, "steps": 1}
+    train |= {"recompute": "selective", "recompute_modules": ["shared_experts"]} if dispatcher == "alltoall" else {}
+    run = make_run(layout=cut("ep=2"), adapter={"kind": "none"}, moe={"dispatcher": dispatcher}, train=train)
+    assert "counts" in ask(run, MODELS["glm4-moe"])
+
+
+def test_recomputing_several_layers_of_which_one_is_mtp(ask):
+    train = {"global_batch": 16, "steps": 1, "recompute": "full", "recompute_layers": 2}
+    answer = ask(make_run(layout=cut("pp=2"), train=train), MODELS["glm4-moe-mtp"])
+    assert answer["refused"] == "recompute_num_layers must be 1 for MTP recompute"
+
+
+def test_the_padding_of_buffers_is_no_difference(ask):
+    """With so many copies a rank's part of them is smaller than what lies between two parameters."""
+    run = make_run(layout={"gpus_per_node": 94}, adapter={"rank": 3}, train={"global_batch": 94, "steps": 1})
+    (found,) = ask(run, MODELS["llama"])["counts"].values()
+    assert found["padding"] > 0 and not differences(run, MODELS["llama"], {0: found})
+    assert found["gradients"] == 4 * found["trained_dense"]
+    assert differences(run, MODELS["llama"], {0: found | {"optimizer": 2 * found["optimizer"] + 12 * found["padding"]}})
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("hundred", range(10))
 def test_a_thousand_verdicts_are_megatrons(ask, hundred):
     found = verdicts(ask, range(100 * hundred, 100 * hundred + 100))
@@ -176,6 +211,24 @@ def test_a_twin_takes_real_steps(cut, line):
     code, text = command("glm47", *cut.split(), "model.mtp=false", "train.global_batch=32", "--steps", "2")
     assert code == 0, text
     assert text.startswith(line) and text.splitlines()[0].count(",") == 1
+
+
+PRESETS = ("llama31-70b", "llama31-405b", "glm47", "glm47-b200", "qwen3-235b", "deepseek-v3-64", "deepseek-v3-512")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PRESETS)
+def test_every_preset_has_a_twin(name):
+    code, text = command(name, "--steps", "2")
+    assert code == 0, text
+    assert text.startswith("twin on 8 processes (") and text.splitlines()[-1].startswith("equal: ")
+
+
+@pytest.mark.parametrize("name", ["mixtral-8x7b", "qwen2-moe", "gpt2-large"])
+def test_what_has_no_tiny_model_has_no_twin(name):
+    code, text = command(name, "--steps", "2")
+    assert (code, text.count("\n")) == (2, 1)
+    assert "--steps: there is no tiny model of " in text
 
 
 @pytest.mark.parametrize(
