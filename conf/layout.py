@@ -63,7 +63,8 @@ def shares(layout: Layout, layers: int) -> list[int]:
 def problems(run: Run, facts: ModelFacts | None = None, suggest: bool = True) -> list[str]:
     """One line per broken rule: key, values, and the nearest values, of that key or another, that mend it.
 
-    Such a value breaks no rule that holds now. Looking for some takes longer than looking for what is broken.
+    Such values break no rule that holds now. Two keys are changed at most: whole layouts are conf/plan/search.py's. To
+    look for values takes longer than to look for what is broken.
     """
     found = list(_broken(run, facts))
     rules = {one.rule for one in found}
@@ -71,8 +72,9 @@ def problems(run: Run, facts: ModelFacts | None = None, suggest: bool = True) ->
 
 
 def _mended(run: Run, facts: ModelFacts | None, broken: Broken, rules: set[str]) -> str:
+    keep = rules - {broken.rule}
     value = _get(run, broken.key)
-    near = list(_legal(run, facts, broken, broken.key, broken.candidates, rules))
+    near = list(_legal(run, facts, broken.key, broken.candidates, keep))
     numbers = sorted(one for one in near if isinstance(one, int | float) and not isinstance(value, bool))
     if numbers and value is not None:
         below, above = [one for one in numbers if one < value], [one for one in numbers if one > value]
@@ -80,20 +82,45 @@ def _mended(run: Run, facts: ModelFacts | None, broken: Broken, rules: set[str])
     text = f"; nearest legal: {', '.join(map(_show, near[:2]))}" if near else ""
     others = []
     for key, candidates in broken.others.items():
-        if (other := next(_legal(run, facts, broken, key, candidates, rules), NONE)) is not NONE:
+        if (other := next(_legal(run, facts, key, candidates, keep), NONE)) is not NONE:
             others.append(f"{key} {_show(other)}")
+    if not near and not others:
+        others = _two_at_once(run, facts, broken, keep)
     return f"{text}; {'or' if text else 'legal with'} {' or '.join(others)}" if others else text
 
 
-def _legal(
-    run: Run, facts: ModelFacts | None, broken: Broken, key: str, candidates: Collection[Any], rules: set[str]
-) -> Iterator[Any]:
-    section, _, name = key.partition(".")
-    before = getattr(run, section)
+def _legal(run: Run, facts: ModelFacts | None, key: str, candidates: Collection[Any], keep: set[str]) -> Iterator[Any]:
+    """Values other than that of now with which no rules are broken but those of `keep`."""
     for candidate in candidates:
-        after = run.model_copy(update={section: before.model_copy(update={name: candidate})})
-        if candidate != getattr(before, name) and {one.rule for one in _broken(after, facts)} <= rules - {broken.rule}:
+        if candidate != _get(run, key) and {one.rule for one in _broken(_with(run, key, candidate), facts)} <= keep:
             yield candidate
+
+
+def _two_at_once(run: Run, facts: ModelFacts | None, broken: Broken, keep: set[str]) -> list[str]:
+    """The nearest value that breaks one rule that held, with a value of another key that mends that."""
+    for key, candidates in {broken.key: broken.candidates, **broken.others}.items():
+        for candidate in _by_distance(candidates, _get(run, key)):
+            half = _with(run, key, candidate)
+            after = list(_broken(half, facts))
+            fresh = [one for one in after if one.rule not in keep]
+            if len(fresh) != 1 or fresh[0].rule == broken.rule or fresh[0].key == key:
+                continue
+            second = fresh[0].key
+            rest = _by_distance(fresh[0].candidates, _get(half, second))
+            if (other := next(_legal(half, facts, second, rest, keep), NONE)) is not NONE:
+                return [f"{key} {_show(candidate)} and {second} {_show(other)}"]
+    return []
+
+
+def _by_distance(candidates: Collection[Any], value: Any) -> list[Any]:
+    """Of numbers the nearest first; others stay as they are."""
+    numbers = all(isinstance(one, int | float) for one in (*candidates, value))
+    return sorted(candidates, key=lambda one: abs(one - value)) if numbers else list(candidates)
+
+
+def _with(run: Run, key: str, value: Any) -> Run:
+    section, _, name = key.partition(".")
+    return run.model_copy(update={section: getattr(run, section).model_copy(update={name: value})})
 
 
 def _get(run: Run, key: str) -> Any:

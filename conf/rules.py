@@ -149,7 +149,8 @@ def _rest(run: Run, facts: ModelFacts) -> Iterator[Broken]:
     ):
         if module in modules and not there:
             text = f"{module} is none of this model's layers, which {lack}"
-            yield Broken(module, "train.recompute_modules", text, _without(modules, {module}))
+            left = _without(modules, {module}) or [("layernorm",)]  # which every model has
+            yield Broken(module, "train.recompute_modules", text, left)
 
 
 def _stages(run: Run, facts: ModelFacts, counts: list[int]) -> Iterator[Broken]:
