@@ -72,7 +72,8 @@ class Job:
             return None
         state, _, reason = found.output.strip().partition("|")  # a job that is long over is not known any more
         alive = dict.fromkeys(range(self.n), state in WAITING + ALIVE)
-        return State(alive, f"Slurm's job {self.id} is pending: {reason}" if state in WAITING else None)
+        why = "not looked at yet" if reason == "None" else reason
+        return State(alive, f"Slurm's job {self.id} is pending: {why}" if state in WAITING else None)
 
 
 def turn(run: Run) -> str | None:
