@@ -133,7 +133,7 @@ def kill_flow(made: World) -> None:
 
 
 def cancel(made: World) -> None:
-    made.running.send_signal(2)
+    made.running.send_signal(signal.SIGTERM)  # SIGINT is ignored by what a shell starts in the background
 
 
 def later(seconds: float, what: Callable[[], None]) -> None:
