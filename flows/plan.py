@@ -90,7 +90,7 @@ def _search(run: Run, facts: ModelFacts, gpu: Gpu, gpus: int, options: argparse.
     found = search(run, facts, gpu, gpus)
     if options.json:
         head = {"name": run.name, "model": run.model.source, "gpu": gpu.name, "gpu_memory": gpu.memory}
-        whole = {**head, "gpus": gpus, **display.found_dict(found, gpu, options.top)}
+        whole = {**head, "gpus": gpus, **display.found_dict(found, found.fitting[: options.top], gpu)}
         print(json.dumps(whole, indent=2))
     else:
         print("\n".join(_table(run, gpu, gpus, found, options.top)))

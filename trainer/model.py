@@ -80,7 +80,7 @@ def make_provider(run: Run, bridge, load_weights: bool = False):
         provider.recompute_method, provider.recompute_num_layers = "uniform", train.recompute_layers
     if train.recompute == "selective":
         provider.recompute_modules = list(train.recompute_modules)
-    platform.without_fused_kernels(provider)
+    platform.choose_kernels(provider)
     return provider
 
 

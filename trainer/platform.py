@@ -8,6 +8,7 @@ trainer/compat.py explains. Without one it puts trainer/cpu between Megatron and
 import functools
 import gc
 import os
+import shutil
 import sys
 import warnings
 from pathlib import Path
@@ -31,7 +32,10 @@ def start() -> None:
     # Bridge's deprecations and its list of kernels that are not installed: 40 lines that no user can act on.
     warnings.filterwarnings("ignore", module=r"(megatron|torch|transformers|trainer\.cpu\.cuda)\b")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
+    # Routing gives every step other sizes of tensors: what the allocator holds and cannot use fell from 11 to 5 % of
+    # the peak on full fine-tuning of GLM's layers, on an H200. Read at the first allocation.
+    os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    os.environ.setdefault("TORCHDYNAMO_DISABLE", "0" if has_gpu() and _c_compiler() else "1")
     os.environ.setdefault("HF_HUB_OFFLINE", "1")  # everything a rank reads was put on its disk beforehand
     # Read when torch is loaded. OpenMP's threads else spin while they wait for one another, for 16 ms an operation when
     # the kernel has put them on one CPU: 10 s in the first step.
@@ -51,6 +55,13 @@ def start() -> None:
     gc.enable()
 
 
+def _c_compiler() -> str | None:
+    """Triton needs one. With Megatron's activation functions compiled, a step on an H200 takes 0.66 of the time for
+    GPT2-large and 0.9 for layers of GLM-4.7, of what it takes without.
+    """
+    return os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang") or shutil.which("cc")
+
+
 def _put_cpu_below() -> None:
     import torch
 
@@ -63,10 +74,16 @@ def _put_cpu_below() -> None:
     cuda.install()
 
 
-def without_fused_kernels(provider) -> None:
-    """Turn off what exists only as a CUDA kernel. The function that the model computes stays the same."""
+def choose_kernels(provider) -> None:
+    """Fused ones where there is a GPU and they gain something. The function that the model computes stays the same."""
     provider.gradient_accumulation_fusion = False  # needs APEX, which no wheel brings, on a GPU as well
     if has_gpu():
+        # Megatron's own makes two copies of the logits in fp32; Transformer Engine's works in their place.
+        provider.cross_entropy_loss_fusion, provider.cross_entropy_fusion_impl = True, "te"
+        # There is no dropout, of which the fused kernel would keep a mask for every token, layer and hidden number.
+        provider.bias_dropout_fusion = provider.hidden_dropout > 0
+        # Of a gated layer both halves are kept, and no more; Bridge leaves it off for Qwen.
+        provider.bias_activation_fusion = provider.bias_activation_fusion or provider.gated_linear_unit
         return
     provider.apply_rope_fusion = False
     provider.bias_activation_fusion = False

@@ -7,7 +7,7 @@ Read off the layers that a GPU run builds: megatron-core 0.19 (attention.py, mlp
                     input needs the weight alone. An adapter keeps its own input instead, and with dropout a copy with
                     a mask of 1 byte. Under sequence parallelism adapters keep that input gathered, not cut by tp
     attention       keeps q, k, v, its output; no matrix of tokens by tokens, but in fp32, which has no fused kernel
-    gated MLP       keeps both halves of fc1's output
+    gated MLP       keeps both halves of fc1's output: trainer/platform.py has silu and the product in one kernel
     experts         see each token top_k times: micro_batch * sequence / cp / (tp if sp) * top_k * etp on average
     permutations    keep maps of indices; all-to-all and un-permutation keep no tokens
     FP8             trained layers keep their input in FP8, but where another layer keeps it in bf16 anyhow (core's
@@ -31,9 +31,6 @@ IMBALANCE = 1.2
 ROUTING = 4 * 4 + 1 + 2 * 4
 # Bytes of a number in FP8, with its share of a scale: of 4 bytes for 128 numbers, or of 1 for 32.
 LOW = {"current": 1.0, "delayed": 1.0, "blockwise": 1 + 4 / 128, "mxfp8": 1 + 1 / 32}
-# Where Bridge turns bias_activation_fusion on (GPT-2: this project). Elsewhere a gated MLP keeps silu's output too, and
-# experts their output before it is multiplied with the router's probability.
-FUSED = ("Glm4MoeForCausalLM", "DeepseekV3ForCausalLM", "LlamaForCausalLM", "GPT2LMHeadModel")
 
 
 @dataclass(frozen=True)
@@ -117,12 +114,10 @@ def working(run: Run, facts: ModelFacts, kind: str) -> dict[str, int]:
 
 
 def logits(run: Run, facts: ModelFacts) -> int:
-    """Bytes while the loss is computed: the logits, and cross entropy's fp32 softmax, of MTP layers one more each."""
+    """Bytes while the loss is computed, of the model and of each MTP layer: their gradient takes the logits' place."""
     t = tokens(run, facts)
     rows = t.whole * facts.padded_vocab(run.layout.tp) // run.layout.tp
-    mtp = facts.mtp_layers if run.model.mtp else 0
-    # In fp32 the softmax is computed in place.
-    return rows * (4 * (1 + mtp) + (t.byte if t.byte == 2 else 0))
+    return rows * t.byte * (1 + (facts.mtp_layers if run.model.mtp else 0))
 
 
 def _adapted(run: Run, name: str) -> bool:
@@ -152,11 +147,6 @@ def _lora(run: Run, t: Tokens, name: str, rows: int, out: int) -> int:
     if not _adapted(run, name):
         return 0
     return rows * (run.adapter.rank + (out if run.adapter.kind == "dora" else 0)) * t.byte
-
-
-def _apart(facts: ModelFacts) -> int:
-    """1 where the steps of the activation function are kernels of their own."""
-    return int(facts.gated and facts.architecture not in FUSED)
 
 
 def _norms(run: Run, facts: ModelFacts, t: Tokens, kind: str) -> int:
@@ -209,7 +199,7 @@ def _dense(run: Run, t: Tokens, facts: ModelFacts, width: int, hidden: int) -> i
     gathered = t.whole if run.adapter.kind != "none" else t.local
     inner, gate = t.whole * width // run.layout.tp, 2 if facts.gated else 1
     total = _input(run, t, "linear_fc1", gathered * hidden) + inner * gate * t.byte
-    total += _input(run, t, "linear_fc2", inner) + _apart(facts) * inner * t.byte
+    total += _input(run, t, "linear_fc2", inner)
     total += _lora(run, t, "linear_fc1", t.whole, gate * width // run.layout.tp)
     return total + _lora(run, t, "linear_fc2", t.whole, hidden)
 
@@ -221,7 +211,6 @@ def _moe(run: Run, facts: ModelFacts, t: Tokens) -> dict[str, int]:
     inner = t.busiest * facts.expert_ffn // etp
     experts = _input(run, t, "linear_fc1", t.busiest * facts.hidden, grouped=True) + inner * gate * t.byte
     experts += _input(run, t, "linear_fc2", inner, drops="moe_act" in again, grouped=True)
-    experts += 0 if "moe_act" in again else 2 * _apart(facts) * inner * t.byte
     experts += _lora(run, t, "linear_fc1", t.busiest, gate * facts.expert_ffn // etp)
     experts += _lora(run, t, "linear_fc2", t.busiest, facts.hidden)
     experts += t.busiest * (4 + 4 + 4)  # probabilities, and the sort's map of rows there and back

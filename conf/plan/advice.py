@@ -35,17 +35,19 @@ def _instead(plan: Plan) -> str:
     if plan.not_searched:
         return f"Nothing else was looked for: {plan.not_searched}"
     assert plan.found
-    if plan.found.fitting:
+    lora = plan.with_lora and plan.with_lora.fitting
+    if plan.found.fitting and not lora:
         return f"On {there} fits: {_fitting(plan.run, plan.found)}"
-    if plan.with_lora and plan.with_lora.fitting:
-        return f"No layout of {there} fits; with {WITH_LORA} does: {_fitting(plan.run, plan.with_lora)}"
+    if plan.with_lora and lora:
+        room = " with room" if plan.found.fitting else ""
+        return f"No layout of {there} fits{room}; with {WITH_LORA} does: {_fitting(plan.run, plan.with_lora)}"
     closest = plan.found.closest
     lacks = f"; the closest, {changes(plan.run, closest.applied(plan.run))}, {closest.verdict}" if closest else ""
     return f"No layout of {there} fits{lacks}; take more or larger GPUs"
 
 
 def _fitting(run: Run, found: Found) -> str:
-    return ", or ".join(changes(run, one.applied(run)) or "this layout" for one in found.fitting[:NAMED])
+    return ", or ".join(changes(run, one.applied(run)) or "this layout" for one in found.offered[:NAMED])
 
 
 def _shown(value: object) -> str:

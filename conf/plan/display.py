@@ -127,8 +127,9 @@ def _time_lines(plan: Plan) -> Iterator[str]:
 
 def suggestions(found: Found, gpus: int, gpu: Gpu) -> Iterator[str]:
     if found.fitting:
-        yield f"instead  {len(found.fitting)} layouts of {gpus} {gpu.name} are legal and fit; the fastest:"
-        yield from (f"  {row}" for row in ranking(found.fitting[:SUGGESTED], gpu))
+        room = " with room" if found.roomy else ""
+        yield f"instead  {len(found.fitting)} layouts of {gpus} {gpu.name} are legal and fit; the fastest{room}:"
+        yield from (f"  {row}" for row in ranking(found.offered[:SUGGESTED], gpu))
         return
     yield f"instead  no layout of {gpus} {gpu.name} is legal and fits"
     if found.closest:
@@ -172,15 +173,19 @@ def as_dict(plan: Plan) -> dict[str, Any]:
         "picture": picture.as_dict(plan),
         "time": dict(vars(time)) if time else None,
         "host": [need._asdict() for need in plan.hosts],
-        "instead": found_dict(plan.found, plan.gpu, SUGGESTED) if plan.found else None,
-        "instead_with_lora": found_dict(plan.with_lora, plan.gpu, SUGGESTED) if plan.with_lora else None,
+        "instead": _instead_dict(plan.found, plan.gpu) if plan.found else None,
+        "instead_with_lora": _instead_dict(plan.with_lora, plan.gpu) if plan.with_lora else None,
     }
 
 
-def found_dict(found: Found, gpu: Gpu, top: int) -> dict[str, Any]:
+def _instead_dict(found: Found, gpu: Gpu) -> dict[str, Any]:
+    return found_dict(found, found.offered[:SUGGESTED], gpu)
+
+
+def found_dict(found: Found, shown: list[Candidate], gpu: Gpu) -> dict[str, Any]:
     return {
         "fitting": len(found.fitting),
-        "layouts": [_candidate_dict(one, gpu) for one in found.fitting[:top]],
+        "layouts": [_candidate_dict(one, gpu) for one in shown],
         "closest": _candidate_dict(found.closest, gpu) if found.closest else None,
         "reasons": dict(found.reasons.most_common()),
     }

@@ -21,14 +21,16 @@ from conf.plan.parameters import Stage
 from conf.plan.states import state_bytes
 from conf.schema import Layout, Run
 
-CONTEXT = int(
-    1.0 * GIB
-)  # CUDA's context, 0.5 on Hopper; code of PyTorch's, TE's and NCCL's kernels; not torch's to see
+# Not torch's to see, and read off an H200 (tests/gpu/calibrate.py): CUDA's context with the code of cuBLAS, Transformer
+# Engine and attention, and the buffers of a communicator of NCCL's.
+CONTEXT, NCCL_GROUP = int(0.74e9), int(0.45e9)
+# Megatron sends through these even where one rank is alone in them: the world, tp, the ranks that share a model, dp
+# with and without cp, and edp. An H200 had 3.4 to 3.9 GB in use besides torch's in steps on one and two GPUs.
+ALWAYS = 6
 PROCESS = int(0.8 * GIB)  # the libraries of a rank on a CPU, resident: 0.97 GB were seen with a tiny model
 WORKSPACE = int(0.2 * GIB)  # cuBLAS and Transformer Engine: 32 MiB per stream, and as much per grouped product
-NCCL_GROUP = 256 * 2**20  # buffers of one communicator: 24 to 32 channels of 4 MiB and more, and half again for p2p
 # What the caching allocator holds and cannot use, of memory that comes and goes; weights and states lie in few blocks.
-# Segments are rounded to 2 MiB, and routing gives every microbatch other sizes. expandable_segments would halve it.
+# Routing gives every microbatch other sizes; expandable segments, which trainer/platform.py asks for, have halved it.
 FRAGMENTS = 0.08
 DRY = 0.02  # of all a GPU has: below it the allocator empties its cache again and again
 
@@ -184,7 +186,9 @@ def _rank(
     # What is live besides at the fullest moment: in the backward pass of a layer, or at the loss.
     gradient = _largest_gradient(run, facts, holding)
     moments = [{"logits": 0, **costs[kind][1], "working": costs[kind][1]["working"] + gradient} for kind in blocks]
-    moments += [costs["loss"][1]] if holding.output else []
+    if holding.output:  # its weight's gradient as well
+        output = _trained_bytes(run, facts.padded_vocab(run.layout.tp) // run.layout.tp * facts.hidden)
+        moments += [{**costs["loss"][1], "working": output}]
     passing = states.passing(run, cut, *holding.trained, holding.quantized)
     moments += [{"logits": 0, "dispatch": 0, "working": passing - kept}]
     peak = max(moments, key=lambda moment: sum(moment.values()))
@@ -197,7 +201,7 @@ def _rank(
         copies=copies,
         activations=kept,
         **peak,
-        buffers=WORKSPACE + NCCL_GROUP * _groups(run.layout, cut) if gpu.cuda else 0,
+        buffers=WORKSPACE + NCCL_GROUP * _groups(run.layout) if gpu.cuda else 0,
         context=CONTEXT if gpu.cuda else PROCESS,
         margin=int((kept + sum(peak.values())) * FRAGMENTS),
         capacity=gpu.memory,
@@ -206,20 +210,21 @@ def _rank(
 
 def _largest_gradient(run: Run, facts: ModelFacts, holding: Holding) -> int:
     """Of one layer's weight before it is added to the fp32 sum: fusing the two takes APEX, which is not installed."""
-    if run.adapter.kind != "none":
-        return 0
     layout, gate = run.layout, 2 if facts.gated else 1
     sizes = [facts.hidden * facts.ffn * gate // layout.tp]
     if facts.experts and holding.layers.keys() & {"moe", "mtp"}:
         # one product computes the gradients of all experts of a rank
         sizes.append(facts.experts // layout.ep * facts.hidden * facts.expert_ffn * gate // layout.etp)
-    return max(sizes) * (4 if run.train.precision == "fp32" else 2)
+    return _trained_bytes(run, max(sizes))
 
 
-def _groups(layout: Layout, cut: Grid) -> int:
-    """Communicators that a rank sends large messages through; the world's own counts."""
-    degrees = (layout.tp, layout.cp, layout.pp, cut.dp * layout.cp, layout.ep, layout.etp, cut.edp)
-    return sum(degree > 1 for degree in degrees) + (layout.world > 1)
+def _trained_bytes(run: Run, weights: int) -> int:
+    return weights * states.byte(run) if run.adapter.kind == "none" else 0
+
+
+def _groups(layout: Layout) -> int:
+    """Communicators that a rank has opened."""
+    return ALWAYS + sum(degree > 1 for degree in (layout.cp, layout.pp, layout.ep, layout.etp))
 
 
 def host(run: Run, facts: ModelFacts) -> list[HostNeed]:

@@ -5,7 +5,7 @@
     updating                                    the optimizer's step, here and on the host
 
 Shares and seconds were measured on an H200 with 16 cores by tests/gpu/calibrate.py (torch 2.11, TE 2.20; November
-2026), on bare products, kernels and layers of 256 tokens. No run that a plan is compared with went into them.
+2026), on bare products, kernels and layers of 256 tokens; GEMM and EACH were set by steps of trainer.trial as well.
 
 Not covered: experts that are not computed in one grouped product; sizes of matrices that fit a GPU's tiles badly.
 """
@@ -18,25 +18,24 @@ from conf.plan.hardware import Gpu
 from conf.plan.memory import Holding
 from conf.schema import Run
 
-# Of TFLOPS in one large product: in bf16 0.68 to 0.79 at 8192 tokens; in FP8 0.72 bare, and less with scales by block.
-# What small ones get follows, as their bytes come on top.
-GEMM = {"fp32": 0.75, "bf16": 0.75, "current": 0.72, "delayed": 0.72, "blockwise": 0.64, "mxfp8": 0.64}
+# Of TFLOPS in one large product. Bare ones get 0.68 to 0.79 at 8192 tokens in bf16 and 0.72 in FP8, less with scales by
+# block; in steps of Llama's layers, which keep a GPU at its power limit, 0.07 less. The bytes of each come on top.
+GEMM = {"fp32": 0.75, "bf16": 0.68, "current": 0.65, "delayed": 0.65, "blockwise": 0.58, "mxfp8": 0.58}
 # Of TFLOPS in causal attention over long sequences, forward and backward together, and the tokens at which it is half.
 ATTENTION, ATTENTION_HALF = 0.58, 900
 ATTENTION_64 = 0.75  # of that at a head width of 64: fewer products for each exponential
 ATTENTION_BACKWARD = 2.5  # flash attention computes 5 products backward, 2 forward
 HBM = 0.8  # of bytes/s beside products; copies and sums get 0.88
-# Of bytes/s by kernels that move data, forward and backward. Without torch's compiler, which trainer/platform.py turns
-# off, an activation function is many kernels where one would do.
+# Of bytes/s by kernels that move data, forward and backward. torch's compiler makes one kernel of an activation.
 MOVES = {
     "norm": (0.26, 0.31),
     "add": (0.88, 0.88),
     "rotate": (0.46, 0.31),
     "permute": (0.35, 0.38),
-    "activation": (0.22, 0.10),
-    "shared activation": (0.22, 0.10),
-    "gelu": (0.8, 0.8),  # GPT-2, which is planned for Bridge's own loop: that has the compiler make one kernel of it
-    "weighted activation": (0.11, 0.04),  # with the router's probabilities, in fp32
+    "activation": (0.8, 0.8),
+    "shared activation": (0.8, 0.8),
+    "weighted activation": (0.8, 0.8),  # with the router's probabilities
+    "gelu": (0.8, 0.8),
 }
 QUANTIZE = {"current": 0.47, "delayed": 0.6, "blockwise": 0.58, "mxfp8": 0.58}  # current reads twice, to find the scale
 KERNEL = 4e-6  # that a product, of however many experts, or a kernel of quantizing takes more, to start and to end
@@ -46,10 +45,11 @@ KERNELS = {
     "blockwise": 1,
     "mxfp8": 1,
 }  # to quantize: the largest number, the scale, the copy
-LOSS = 65  # bytes per logit and direction together, at HBM: 17 ps on an H200
+LOSS = 10  # bytes per logit in 2 bytes: read twice and written, and once more for the way back
 
 # Seconds of the host for one layer, forward and backward.
 DENSE, MOE = (1.0e-3, 1.0e-3), (5.0e-3, 3.6e-3)
+EACH = (0.33e-3, 0.33e-3)  # more, for each expert of a rank that has adapters of its own; from trainer.trial
 ADAPTERS, FP8 = (0.9e-3, 0.6e-3), (0.6e-3, 0.4e-3)  # more, where there are any
 # For each expert of a rank, its two products: forward; backward with its weights trained, and frozen. In FP8 inputs and
 # gradients are quantized expert by expert.
@@ -129,7 +129,13 @@ def starting(run: Run, facts: ModelFacts, kind: str) -> Host:
         return Host(forward, backward, 0.0)
     once, trained, frozen = EXPERT[run.train.fp8 or "bf16"]
     experts = facts.experts // run.layout.ep
-    return Host(forward, backward + experts * (trained if full else frozen), experts * once)
+    alone = EACH if not full and run.adapter.experts == "each" and _adapts_experts(run) else (0.0, 0.0)
+    backward += experts * ((trained if full else frozen) + alone[1])
+    return Host(forward, backward, experts * (once + alone[0]))
+
+
+def _adapts_experts(run: Run) -> bool:
+    return bool({"linear_fc1", "linear_fc2"} & {*run.adapter.targets})
 
 
 def updating(run: Run, gpu: Gpu, here: float, away: float, held: float, microbatches: int) -> float:

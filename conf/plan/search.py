@@ -64,6 +64,15 @@ class Found:
     closest: Candidate | None  # of those that do not fit, the one that lacks least
     reasons: Counter[str] = field(default_factory=Counter)  # why the others fail, and how many
 
+    @property
+    def offered(self) -> list[Candidate]:
+        """The same, first those that fit even if the plan is somewhat wrong."""
+        return sorted(self.fitting, key=lambda one: one.tight)
+
+    @property
+    def roomy(self) -> bool:
+        return any(not one.tight for one in self.fitting)
+
 
 def search(run: Run, facts: ModelFacts, gpu: Gpu, gpus: int) -> Found:
     if gpus < 1 or (gpus > gpu.per_host and gpus % gpu.per_host):

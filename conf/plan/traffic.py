@@ -17,6 +17,7 @@ from conf.plan.hardware import ALL_TO_ALL, LINK, NETWORK, Gpu
 from conf.schema import Run
 
 LATENCY = 20e-6  # s per collective and microbatch, of NCCL's kernel and its peers' arrival
+MESSAGE = 3e-6  # s per peer of an all-to-all beyond the host: of a send and a receive beside their bytes
 
 
 def collectives(
@@ -59,7 +60,7 @@ def gathered(gpu: Gpu, size: float, ranks: int, stride: int) -> float:
 def _all_to_all(gpu: Gpu, size: float, ranks: int, stride: int) -> float:
     here = max(1, min(ranks, gpu.joined // stride))
     inside = size * (here - 1) / ranks / (gpu.link * ALL_TO_ALL)
-    return max(inside, size * (ranks - here) / ranks / (gpu.network * ALL_TO_ALL))
+    return max(inside, size * (ranks - here) / ranks / (gpu.network * ALL_TO_ALL)) + (ranks - here) * MESSAGE
 
 
 def hop(run: Run, facts: ModelFacts, gpu: Gpu) -> tuple[float, float]:

@@ -8,7 +8,8 @@
 A layout is settled before it is planned. Of those that fit auto takes the fastest that leaves more room than a plan may
 be wrong by, and where none does, the fastest.
 
-Full fine-tuning that fits nowhere on its GPUs is searched for with LoRA as well. conf/plan/display.py shows a plan.
+Full fine-tuning that fits nowhere on its GPUs, or only just, is searched for with LoRA as well. What shows a plan is
+conf/plan/display.py.
 """
 
 import json
@@ -47,7 +48,7 @@ class Plan:
     time: Timing | None = None  # not of a CPU
     hosts: tuple[HostNeed, ...] = ()
     found: Found | None = None  # instead, where the layout is refused
-    with_lora: Found | None = None  # where full fine-tuning fits nowhere
+    with_lora: Found | None = None  # where full fine-tuning fits nowhere with room
     not_searched: str = ""
 
     @property
@@ -91,8 +92,7 @@ def settle(run: Run, facts: ModelFacts, gpu: Gpu) -> Run:
     if not found.fitting:
         lacks = f"; closest is {found.closest.verdict}" if found.closest else ""
         raise NothingFits(f"layout.auto: no layout of {run.world} {gpu.name} is legal and fits{lacks}")
-    roomy = (one for one in found.fitting if not one.tight)
-    return next(roomy, found.fitting[0]).applied(run)
+    return found.offered[0].applied(run)
 
 
 def settled_on(run: Run, gpu: Gpu) -> Gpu:
@@ -140,7 +140,7 @@ def facts_in(config: Any, place: str) -> ModelFacts:
 def _instead(run: Run, facts: ModelFacts, gpu: Gpu) -> dict[str, Any]:
     try:
         found = search(run, facts, gpu, run.layout.world)
-        if found.fitting or run.adapter.kind != "none":
+        if found.roomy or run.adapter.kind != "none":
             return {"found": found}
         with_lora = run.model_copy(update={"adapter": Adapter(targets=TARGETS, experts="shared")})
         return {"found": found, "with_lora": search(with_lora, facts, gpu, run.layout.world)}

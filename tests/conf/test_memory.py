@@ -320,7 +320,6 @@ def test_hosts():
 )
 def test_measured_slice_of_glm47(monkeypatch, recompute, modules, fp8, measured):
     facts = replace(known("glm47"), layers=6, dense_layers=1, mtp_layers=0)
-    monkeypatch.setattr(activations, "logits", lambda run, facts: 8192 * facts.vocab * 2)
     made = alone(
         adapter__kind="lora",
         train__recompute=recompute,
@@ -333,7 +332,8 @@ def test_measured_slice_of_glm47(monkeypatch, recompute, modules, fp8, measured)
 
 
 # nvidia-smi in the published runs of GPT2-large: 16 heads, 1024 tokens, no distributed optimizer, and dropout of 0.1,
-# which keeps masks that a fine-tuning run has not: 2 bytes per token, layer and hidden number.
+# which keeps masks that a fine-tuning run has not: 2 bytes per token, layer and hidden number. Their loss was computed
+# on two copies of the logits in fp32.
 @pytest.mark.parametrize(
     "layout, batch, measured",
     [
@@ -357,9 +357,10 @@ def test_published_runs_of_gpt2(layout, batch, measured):
     stages = memory(made, known("gpt2-large-16-heads"), H200)
     for stage, seen in zip(stages, measured, strict=True):
         masks = 2 * 36 * 1280 * batch * 1024 // (ranks if layout.get("sp") or "tp" not in layout else 1)
-        assert stage.total + masks == pytest.approx(seen * 2**20, rel=0.12)
+        copies = 8 * batch * 1024 * 50304 // (1 if "pp" in layout else ranks) if stage is stages[-1] else 0
+        assert stage.total + masks + copies == pytest.approx(seen * 2**20, rel=0.12)
 
 
 def test_room_is_counted_in_bytes():
     found = one(alone())
-    assert found.capacity == H200.memory and found.total < 2 * GIB
+    assert found.capacity == H200.memory and found.total < 4 * GIB  # CUDA and NCCL

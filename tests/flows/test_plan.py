@@ -75,12 +75,14 @@ def test_a_tiny_model_s_facts_are_those_of_the_one_that_is_made(kind):
 def test_what_a_seed_cannot_do_comes_with_layouts_that_fit(ask):
     planned = ask("deepseek-v3-64-as-documented")[1]
     assert planned["problems"][0].startswith("layout.ep: etp 1 * ep 32 * pp 16 = 512 does not divide the 64 processes")
-    assert planned["instead"]["layouts"] == []  # nothing takes 12 TB of 5.4
+    for one in planned["instead"]["layouts"]:  # 12 TB do not fit into 5.4, but for what hosts hold
+        assert one["offload"] == 1 and "less than a plan may be wrong by" in one["verdict"]
     suggested = planned["instead_with_lora"]["layouts"]
     assert len(suggested) == 3
     one = suggested[1]
     degrees = [f"layout.{key}={json.dumps(value)}" for key, value in one["layout"].items()]
-    code, again = ask("deepseek-v3-64", *degrees, f"train.recompute={one['recompute']}")
+    again = [f"train.recompute={one['recompute']}", f"train.recompute_modules={json.dumps(one['recompute_modules'])}"]
+    code, again = ask("deepseek-v3-64", *degrees, *again, f"train.micro_batch={one['micro_batch']}")
     assert (code, max(stage["total"] for stage in again["stages"])) == (0, one["memory"])
 
 

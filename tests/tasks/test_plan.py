@@ -115,7 +115,7 @@ def test_no_gate_lets_an_illegal_layout_pass(folder):
 
 def test_full_fine_tuning_that_fits_nowhere_is_told_of_lora(folder):
     refused = plan.refusal(plan.settle(of(folder, "adapter.kind=none")))
-    assert "No layout of 32 h100 fits; with adapter.kind=lora adapter.experts=shared does: " in refused
+    assert "No layout of 32 h100 fits with room; with adapter.kind=lora adapter.experts=shared does: " in refused
 
 
 def test_auto_is_the_run_that_could_have_been_written_by_hand(folder):
