@@ -7,8 +7,8 @@ them fails. What they died of is one line (tasks/gang/failures.py), what follows
 the next attempt goes on from the newest complete checkpoint. No attempt begins before every member of the last one is
 known to be over, or must have ended itself: a member that nobody hears from stops after STALE seconds.
 
-The folder lies on storage that all hosts share. Not covered: hosts to be left out are named, but an engine that gives
-one of them again is not refused.
+The folder lies on storage that all hosts share. Not covered: hosts to be left out are named to the engine; one
+that it gives all the same is not refused.
 """
 
 import contextlib
@@ -74,8 +74,9 @@ def train(
     gang = Gang(name, folder, board_store, engine_of(run), say, stop, tick)
     wait_for_the_last(board_store, name, say, lambda: _pause(gang, 1.0))
     attempts: list[Attempt] = []
+    without: tuple[str, ...] = ()
     while True:
-        outcome = _attempt(gang, run)
+        outcome = _attempt(gang, run, without)
         if outcome.failure is None:
             return
         attempts.append(Attempt(outcome.failure, outcome.hosts, _newest(run)))
@@ -83,17 +84,18 @@ def train(
         if next_.action == "stop":
             _give_up(run, outcome.failure, next_.line)
         say(f"{outcome.failure.line}; {next_.line}")
+        without = next_.without
         if next_.action == "fewer" and (fewer := restart.shrunk(run, next_.nodes)):
             run = fewer
         _pause(gang, next_.wait)
 
 
-def _attempt(gang: Gang, run: Run) -> Outcome:
+def _attempt(gang: Gang, run: Run, without: tuple[str, ...]) -> Outcome:
     with _turn(gang, run):
         board, lookout = _announce(gang, run)
         handle = None
         try:
-            handle = gang.engine.start(run, board, run.layout.nodes)
+            handle = gang.engine.start(run, board, run.layout.nodes, without)
             if failure := _gather(gang, run, lookout, handle):
                 return failure
             _go(lookout, run)

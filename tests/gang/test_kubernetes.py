@@ -71,6 +71,27 @@ def test_the_types_would_see_a_wrong_field(change, capsys, monkeypatch):
         check(manifest)
 
 
+def test_hosts_to_be_left_out_are_taken_last(capsys, monkeypatch):
+    run = load("glm47", ["gang.engine=kubernetes", *LEAST])
+    manifest = kubernetes.jobset(run, "x", ["true"], without=("node7", "node8"))
+    check(manifest)
+    assert manifest["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]["affinity"] == {
+        "nodeAffinity": {
+            "preferredDuringSchedulingIgnoredDuringExecution": [
+                {
+                    "weight": 100,
+                    "preference": {
+                        "matchFields": [
+                            {"key": "metadata.name", "operator": "NotIn", "values": ["node7"]},
+                            {"key": "metadata.name", "operator": "NotIn", "values": ["node8"]},
+                        ]
+                    },
+                }
+            ]
+        }
+    }
+
+
 def test_names_are_labels_of_the_domain_name_system_at_any_length():
     run = load("tiny", ["gang.engine=kubernetes", *LEAST]).model_copy(update={"name": "0-" + "long-" * 30})
     board = Board(open_store("s3://bucket/x"), "train-0123456789abcdef", 99_999)

@@ -137,6 +137,15 @@ def test_members_start_on_all_nodes_and_a_gang_without_a_controller_is_over(here
     job.cancel()
 
 
+@pytest.mark.parametrize("without, given", [(("n1", "n2"), "n[3-4]"), (("n1", "n2", "n3"), "n[1-2]"), ((), "n[1-2]")])
+def test_hosts_to_be_left_out_are_given_only_where_there_are_no_others(without, given, here, tmp_path):
+    job = slurm.start(tiny(here, tmp_path), Board(open_store(str(tmp_path / "store")), "train-z", 1), 2, without)
+    wait_for(lambda: job.alive() == {0: False, 1: False})
+    asked = ["squeue", "-h", "-tall", f"-j{job.id}", "-o%N"]
+    assert subprocess.run(asked, capture_output=True, text=True).stdout.strip() == given
+    job.cancel()
+
+
 def test_a_job_that_waits_says_for_what_and_is_cancelled_in_the_queue(here, tmp_path):
     blocker = subprocess.run(
         ["sbatch", "--parsable", "--nodes=3", "--exclusive", "--output=/dev/null", "--wrap=sleep 300"],

@@ -5,7 +5,8 @@ An engine is a module with three functions; each starts `python -m tasks.guard p
 
     turn(run) -> str | None         name of what gangs compete for, where starting is not all or nothing by itself
     capacity(run) -> str | None     None = enough hosts are free, else what it waits for; Fault where they never will be
-    start(run, board, n) -> Handle  N members, 0 to n - 1, of board's attempt
+    start(run, board, n, without) -> Handle     N members, 0 to n - 1, of board's attempt; on these hosts only where it
+                                    knows hosts by name, and has no others
 """
 
 import importlib
@@ -37,7 +38,7 @@ class Handle(Protocol):
 class Engine(Protocol):
     turn: Callable[[Run], str | None]
     capacity: Callable[[Run], str | None]
-    start: Callable[[Run, Board, int], Handle]
+    start: Callable[[Run, Board, int, tuple[str, ...]], Handle]
 
 
 def engine_of(run: Run) -> Engine:

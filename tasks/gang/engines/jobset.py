@@ -15,7 +15,9 @@ FORGOTTEN_AFTER = 3600  # seconds that an ended JobSet stays, where nobody is le
 NO_RDMA = (None, "ethernet")
 
 
-def jobset(run: Run, name: str, arguments: list[str], labels: dict[str, str] | None = None) -> dict[str, Any]:
+def jobset(
+    run: Run, name: str, arguments: list[str], labels: dict[str, str] | None = None, without: tuple[str, ...] = ()
+) -> dict[str, Any]:
     section = run.kubernetes
     queue = {QUEUE: section.queue} if section.queue else {}
     priority = {"kueue.x-k8s.io/priority-class": section.priority} if section.priority else {}
@@ -29,7 +31,7 @@ def jobset(run: Run, name: str, arguments: list[str], labels: dict[str, str] | N
         "podReplacementPolicy": "Failed",
         "template": {
             "metadata": {"labels": labels or {}} | ({"annotations": topology} if topology else {}),
-            "spec": _pod(run, arguments),
+            "spec": _pod(run, arguments) | ({"affinity": _others(without)} if without else {}),
         },
     }
     return {
@@ -94,6 +96,13 @@ def _pod(run: Run, arguments: list[str]) -> dict[str, Any]:
     if section.tolerations:
         pod["tolerations"] = [{"key": key, "operator": "Exists"} for key in section.tolerations]
     return pod
+
+
+def _others(without: tuple[str, ...]) -> dict[str, Any]:
+    """Nodes of other names, as long as there are any."""
+    fields = [{"key": "metadata.name", "operator": "NotIn", "values": [host]} for host in without]  # one value each
+    others = {"weight": 100, "preference": {"matchFields": fields}}
+    return {"nodeAffinity": {"preferredDuringSchedulingIgnoredDuringExecution": [others]}}
 
 
 def shared() -> str:

@@ -12,7 +12,7 @@ begun again, as the controller stops them once it knows why, and attempts are it
 
 NeMo-Run 0.11's KubeflowExecutor is not used: it makes TrainJobs, whose operator starts torchrun on its own account.
 
-Not covered: leaving hosts out by name, Volcano, dynamic resource allocation.
+Not covered: Volcano, dynamic resource allocation.
 """
 
 import hashlib
@@ -99,14 +99,14 @@ def capacity(run: Run) -> str | None:
     return f"the Kubernetes cluster does not answer ({line})" if line else None
 
 
-def start(run: Run, board: Board, n: int) -> Pods:
+def start(run: Run, board: Board, n: int, without: tuple[str, ...] = ()) -> Pods:
     assert n == run.layout.nodes
     place = board.store.uri.removeprefix("file://")
     if not board.store.uri.startswith("s3:") and not Path(place).is_relative_to(shared()):
         raise Fault(f"FINETUNE_STORE: {place}: pods have s3:// stores, and folders in FINETUNE_RUNS, {shared()}")
     old = f"--selector=finetune/gang={_label(board)}"  # of an earlier controller that is gone
     client.run([*_kubectl(run), "delete", "jobsets", old, *REMOVE])
-    made = _create(run, _of(run, board))
+    made = _create(run, _of(run, board, without))
     if made.code:
         raise Fault(f"kubernetes: {made.line}")
     return Pods(run, _name(run, board), n)
@@ -150,11 +150,11 @@ def _create(run: Run, what: dict[str, Any], *more: str) -> client.Result:
     return client.run([*_kubectl(run), "create", "--filename=-", "--output=name", *more], json.dumps(what))
 
 
-def _of(run: Run, board: Board) -> dict[str, Any]:
+def _of(run: Run, board: Board, without: tuple[str, ...] = ()) -> dict[str, Any]:
     python = run.kubernetes.python
     member = [python, "-m", "tasks.guard", python, "-m", *command(board, 0)[:-1], "$(JOB_COMPLETION_INDEX)"]
     labels = {"finetune/run": run.name[:63].strip("-"), "finetune/gang": _label(board)}
-    return jobset(run, _name(run, board), member, labels)
+    return jobset(run, _name(run, board), member, labels, without)
 
 
 def _kubectl(run: Run) -> list[str]:

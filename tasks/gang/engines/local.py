@@ -58,7 +58,7 @@ def capacity(run: Run) -> str | None:
     return None
 
 
-def start(run: Run, board: Board, n: int) -> Members:
+def start(run: Run, board: Board, n: int, without: tuple[str, ...] = ()) -> Members:
     logs = Path(run.paths.logs)
     logs.mkdir(parents=True, exist_ok=True)
     each, processes = run.layout.gpus_per_node, []

@@ -91,7 +91,7 @@ def capacity(run: Run) -> str | None:
     return f"{n} of pool {pool}, where {free} worker{' is' if free == 1 else 's are'} free"
 
 
-def start(run: Run, board: Board, n: int) -> Runs:
+def start(run: Run, board: Board, n: int, without: tuple[str, ...] = ()) -> Runs:
     with get_client(sync_client=True) as client:  # of an earlier controller that is gone
         filter_ = FlowRunFilter(
             tags=FlowRunFilterTags(all_=[f"gang:{board.gang}"]),

@@ -15,7 +15,7 @@ NeMo-Run 0.11's SlurmExecutor is not used: its script holds the values of variab
 with the first and gives them no standard input; its 110 packages cannot be imported with the newest leptonai that they
 ask for. Only #SBATCH lines would be left to share.
 
-Not covered: leaving hosts out by name, arrays and heterogeneous jobs, requests by GPU instead of by host.
+Not covered: arrays and heterogeneous jobs, requests by GPU instead of by host.
 """
 
 import re
@@ -90,11 +90,14 @@ def capacity(run: Run) -> str | None:
     raise Fault(f"slurm: {tried.line}")
 
 
-def start(run: Run, board: Board, n: int) -> Job:
+def start(run: Run, board: Board, n: int, without: tuple[str, ...] = ()) -> Job:
     assert n == run.layout.nodes
     Path(run.paths.logs).mkdir(parents=True, exist_ok=True)
     client.run(["scancel", "--me", f"--name={_name(run, board.gang)}"])  # of an earlier controller that is gone
-    made = client.run(["sbatch", "--parsable"], script(run, board))
+    others = [f"--exclude={','.join(without)}"] if without else []
+    if others and client.run(["sbatch", "--test-only", *options(run, "test"), *others, "--wrap=true"]).code:
+        others = []  # there are no others: Slurm itself knows of those that are down
+    made = client.run(["sbatch", "--parsable", *others], script(run, board))
     if made.code:
         raise Fault(f"slurm: {made.line}")
     id = made.output.strip().partition(";")[0]  # the cluster's name follows where there are several
