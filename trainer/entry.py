@@ -129,13 +129,9 @@ def _check_world(run: Run) -> None:
 
 
 def _alone() -> dict[str, str]:
-    import socket
-
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
+    """At port 0, for which the system takes a free one: one that was found free before may be taken by then."""
     ranks = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
-    return ranks | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    return ranks | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
 
 
 def _torchrun(run: Run, module: str) -> int:
