@@ -143,7 +143,8 @@ LEFT_OUT = {
     "NCCL_DEBUG=INFO": "thousands of lines per rank; WARN is set, and names what fails",
     "NCCL_HOSTID": "NCCL takes host name and boot id; set it where containers of one host differ in these",
     "NCCL_ASYNC_ERROR_HANDLING": "the old name of TORCH_NCCL_ASYNC_ERROR_HANDLING",
-    "TORCHDYNAMO_DISABLE=1": "the trainer sets it itself",
+    "TORCHDYNAMO_DISABLE=1": "the trainer sets it on a CPU; on a GPU compiled activations are faster",
+    "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True": "the trainer sets it itself, on one host as well",
 }
 
 
@@ -196,10 +197,6 @@ def _of_any(run: Run) -> Iterator[Setting]:
 
 def _of_model(run: Run, blackwell: bool) -> Iterator[Setting]:
     layout = run.layout
-    # three of the older systems, and 410 recipes of [bridge]; [core] looks for the variable by this, its older, name
-    yield Setting(
-        "PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True", "routing gives each step other sizes: less waste"
-    )
     # two of the older systems; [bridge] 427 of 443 recipes: buffers in every GPU, which recomputation could use
     yield Setting("NCCL_NVLS_ENABLE", "0", "NVLink SHARP takes memory of each communicator, and MoE has many")
     if blackwell:
