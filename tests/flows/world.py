@@ -104,7 +104,7 @@ def world(folder: Path) -> Iterator[World]:
             "PYTHONDONTWRITEBYTECODE": "",
             "NO_COLOR": "1",
         }
-        _make_bucket(environment)
+        s3_server.make_bucket(environment)
         ports = [_free_port(), _free_port()]
         prefect, mlflow = f"http://127.0.0.1:{ports[0]}/api", f"http://127.0.0.1:{ports[1]}"
         page = {"PREFECT_SERVER_UI_API_URL": prefect}  # which the server's page asks; at 4200 unless told
@@ -116,16 +116,6 @@ def world(folder: Path) -> Iterator[World]:
         made = World(folder, environment | servers, prefect, mlflow)
         made.conf.write_text(CONF)
         yield made
-
-
-def _make_bucket(environment: dict[str, str]) -> None:
-    import boto3
-
-    names = ("aws_access_key_id", "aws_secret_access_key", "aws_session_token")
-    settings = {name: environment[name.upper()] for name in names}
-    client = boto3.client("s3", endpoint_url=environment["AWS_ENDPOINT_URL"], region_name="us-east-1", **settings)
-    client.create_bucket(Bucket="finetune")
-    client.close()
 
 
 def _serve(stack: contextlib.ExitStack, folder: Path, environment: dict, health: str, command: str, *arguments) -> None:

@@ -199,7 +199,7 @@ def world(folder: Path, hosts: int) -> Iterator[World]:
         made = World(folder, environment, workers=workers, stack=stack)
         made.servers["s3"] = psutil.Process(s3)
         stack.callback(_resume, made.servers["s3"])
-        _make_bucket(environment)
+        s3_server.make_bucket(environment)
         made.serve()
         made.prefect("work-pool", "create", POOL, "--type", "process")
         made.prefect("--no-prompt", "deploy", "--name", POOL)
@@ -224,16 +224,6 @@ def clean() -> None:
 
 def ip(*arguments: str, check: bool = True) -> subprocess.CompletedProcess:
     return subprocess.run(["ip", *arguments], check=check, capture_output=True, text=True)
-
-
-def _make_bucket(environment: dict[str, str]) -> None:
-    import boto3
-
-    names = ("aws_access_key_id", "aws_secret_access_key", "aws_session_token")
-    settings = {name: environment[name.upper()] for name in names}
-    client = boto3.client("s3", endpoint_url=environment["AWS_ENDPOINT_URL"], region_name="us-east-1", **settings)
-    client.create_bucket(Bucket="finetune")
-    client.close()
 
 
 def _resume(process: psutil.Process) -> None:

@@ -33,6 +33,17 @@ def running(host: str = "127.0.0.1") -> Iterator[tuple[str, int]]:
         child.stdout.close()
 
 
+def make_bucket(environment: dict[str, str]) -> None:
+    """The one that the tests' stores lie in."""
+    import boto3
+
+    names = ("aws_access_key_id", "aws_secret_access_key", "aws_session_token")
+    settings = {name: environment[name.upper()] for name in names}
+    client = boto3.client("s3", endpoint_url=environment["AWS_ENDPOINT_URL"], region_name="us-east-1", **settings)
+    client.create_bucket(Bucket="finetune")
+    client.close()
+
+
 if __name__ == "__main__":
     import logging
 
