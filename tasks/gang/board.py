@@ -46,7 +46,9 @@ class Board:
         return (json.loads(found[0]), found[1]) if found else None
 
     def tags(self) -> dict[str, str]:
-        return {name: tag for name, (_, tag) in self.store.keys(self.place).items()}
+        """Of notices and renewals. Pieces of logs are not listed: they grow in number for as long as a run does."""
+        found = ((kind, self.store.keys(f"{self.place}/{kind}")) for kind in ("nodes", "beats"))
+        return {f"{kind}/{name}": tag for kind, keys in found for name, (_, tag) in keys.items()}
 
     def text(self, name: str) -> str:
         found = self.store.read(f"{self.place}/{name}")

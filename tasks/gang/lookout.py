@@ -1,6 +1,6 @@
 """The controller's side of the board: a thread that renews its word, sees who renews, and reads what is new.
 
-One listing a second says who lives; only notices that changed are read, and what rank 0 prints. The thread may hang for
+Two listings a second say who lives; only notices that changed are read, and what rank 0 prints. The thread may hang for
 as long as the store does: no member is blamed for that time.
 """
 
@@ -26,7 +26,7 @@ class Lookout:
         self._first_failed: list[int] = []
         self._watch, self._turn = Watch(), threading.Lock()
         self._wake, self._over = threading.Event(), threading.Event()
-        self._unsaid, self._pending = False, b""
+        self._unsaid, self._pending, self._pieces = False, b"", 0
         self._notice = Notice(board, "gang.json")
         self.word: dict[str, Any] = {"by": secrets.token_hex(8), "state": "gathering", "beat": 0, "probe": probe}
         port = witness.serve(self._answer)
@@ -109,6 +109,12 @@ class Lookout:
                 if told["state"] == "failed" and node not in self._first_failed:
                     self._first_failed.append(node)
                 self.nodes[node] = told
-            elif kind == "logs" and "/rank00000.out." in name:
-                *whole, self._pending = (self._pending + self.board.text(name).encode()).split(b"\n")
-                self.lines.extend(line.decode(errors="replace") for line in whole)
+        self._read_log()
+
+    def _read_log(self) -> None:
+        """What rank 0 has printed since, on the first member in order."""
+        log = f"{self.board.place}/logs/{self.word.get('order', [0])[0]}/rank00000.out"
+        while found := self.board.store.read(f"{log}.{self._pieces:05d}"):
+            self._pieces += 1
+            *whole, self._pending = (self._pending + found[0]).split(b"\n")
+            self.lines.extend(line.decode(errors="replace") for line in whole)
