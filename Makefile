@@ -9,7 +9,7 @@ STAMP := .venv/.synced-$(EXTRA)
 # Runs on this host keep Prefect's database with all else in runs/.
 WITH_PREFECT := mkdir -p runs/prefect && PREFECT_HOME=$${PREFECT_HOME:-$(CURDIR)/runs/prefect}
 
-.PHONY: help setup tiny up down test slow doctor lint layouts bench-store bench-flow bench-data faults gpu gpu-kit schema clean
+.PHONY: help setup tiny up down test slow doctor lint layouts bench-store bench-flow bench-data faults scale gpu gpu-kit schema clean
 
 help: ## list these targets (the default)
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-11s  %s\n", $$1, $$2 }' Makefile
@@ -64,6 +64,9 @@ bench-data: $(STAMP) ## measure preparation of data beside Megatron-Bridge's
 N ?= 5
 faults: $(STAMP) ## kill, stop and cut off hosts of gangs on this machine, N times each, and print what became of them
 	$(PYTHON) -m tests.gang.faults $(N)
+
+scale: $(STAMP) ## measure the control path of a gang of 1000 fake hosts, and when a dead one is noticed
+	$(PYTHON) -m tests.gang.scale
 
 gpu: ## compare training on this GPU with the CPU
 	bash tests/gpu/run

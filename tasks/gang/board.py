@@ -40,9 +40,11 @@ class Board:
         found = self.store.read(f"{self.place}/{name}")
         return json.loads(found[0]) if found else None
 
-    def pulse(self) -> tuple[dict[str, Any], str] | None:
-        """The controller's word and its tag, which changes with every renewal."""
+    def pulse(self, last: tuple[dict[str, Any], str] | None = None) -> tuple[dict[str, Any], str] | None:
+        """The controller's word and its tag, which changes with every renewal; the last one as long as it has not."""
         found = self.store.read(f"{self.place}/gang.json")
+        if found and last and found[1] == last[1]:
+            return last  # that of 1000 hosts takes a millisecond to decode
         return (json.loads(found[0]), found[1]) if found else None
 
     def tags(self) -> dict[str, str]:

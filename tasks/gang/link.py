@@ -94,7 +94,7 @@ class Link:
             self._wake.wait(POLLED)
 
     def _read(self) -> None:
-        found = self.board.pulse()
+        found = self.board.pulse((self.word, self._tag))
         now = time.monotonic()
         away = now - self.answered > RENEWED + STALE / 3
         self.answered = now

@@ -1,0 +1,261 @@
+"""The control path of a gang with many hosts, on this one: what it costs, and when a dead host is noticed.
+
+    python -m tests.gang.scale [NODES] [--minutes M]         make scale: 1000 nodes
+
+Real are the controller, and what each member does on the board (tasks/gang/link.py): it reads what the controller
+says each second, renews each 3 s, ships a log that grows, and reports 8 ranks every 10 s. Nobody trains. A store of
+files in memory stands between them. Once all train, and after M minutes of that, one host dies without a word.
+
+Printed: seconds until all had joined, until all had heard go, from death to verdict, from verdict until all others had
+stopped; cores that the controller took and that the members took together while all trained; objects on the board. Exit
+code 1 where the controller took a core, or the death took 30 s to be noticed. The members take most of a core, and
+where others leave them less they are slow to renew, and count as dead: on a busy machine give it a better priority.
+
+Not covered: the latency of an object store, and what each request costs there.
+"""
+
+import argparse
+import itertools
+import os
+import random
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from conf.load import load
+from conf.schema import Run
+from tasks.gang import controller
+from tasks.gang.board import POLLED, RENEWED, Board
+from tasks.gang.link import SHIPPED, Link
+from tasks.gang.lookout import Lookout
+from tasks.launch import Broken
+from tasks.store import open_store
+from tests.gang.conftest import ROOT
+
+RANKS = 8
+TOLD = 10.0  # as tasks/gang/member.py
+PROCESSES = 4  # for the members; the one that dies has its own
+CONF = """
+name: scale
+model: {{source: none}}
+data: {{seq_length: 64, template: "{{input}} {{output}}"}}
+train: {{steps: 1, global_batch: {nodes}, micro_batch: 1, precision: fp32}}
+optimizer: {{lr: 1e-3}}
+checkpoint: {{save_every: 1}}
+gang: {{start_within: 300, retries: 0}}
+layout: {{nodes: {nodes}}}
+paths: {{model: none, base: none, data: none, output: "{folder}/out", logs: "{folder}/logs", parity: none}}
+"""
+
+
+@dataclass
+class Found:
+    joined: float = 0.0
+    went: float = 0.0
+    noticed: float = 0.0
+    stopped: float = 0.0
+    controller: float = 0.0  # cores
+    members: float = 0.0
+    objects: int = 0
+    verdict: str = ""
+
+
+class Engine:
+    """Starts members in a few processes; knows nothing of how they are."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        self.processes: list[subprocess.Popen] = []
+
+    def turn(self, run: Run) -> str | None:
+        return None
+
+    def capacity(self, run: Run, without: tuple[str, ...] = ()) -> str | None:
+        return None
+
+    def start(self, run: Run, board: Board, n: int, without: tuple[str, ...] = ()) -> "Engine":
+        cuts = [(n - 1) * k // PROCESSES for k in range(PROCESSES + 1)] + [n]
+        for first, end in itertools.pairwise(cuts):
+            where = [board.store.uri, board.gang, str(board.attempt), str(first), str(end), str(self.folder)]
+            line = [sys.executable, "-m", "tests.gang.scale", "--members", *where]
+            self.processes.append(subprocess.Popen(line, cwd=ROOT, stdin=subprocess.PIPE))
+        return self
+
+    def alive(self) -> dict[int, bool | None]:
+        return {}
+
+    def waits(self) -> str | None:
+        return None
+
+    def words(self) -> tuple[str, ...]:
+        return ()
+
+    def cancel(self) -> None:
+        for process in self.processes:
+            process.stdin.close()  # type: ignore[union-attr]
+            process.wait(60)
+
+    def seconds(self) -> float:
+        """Of processor time so far."""
+        used = [psutil.Process(process.pid).cpu_times() for process in self.processes if process.poll() is None]
+        return sum(one.user + one.system for one in used)
+
+
+class Member(Link):
+    """As tasks/gang/link.py has it, without threads of its own: 2000 of them would wait for one another here."""
+
+    def join(self) -> bool:
+        self.word, self._tag = self.board.pulse() or ({}, "")
+        self.beat, self.renewed, self.shipped = 0, -random.uniform(0, RENEWED), -random.uniform(0, SHIPPED)
+        self.due = 0.0
+        return self._notice.create(self.me)
+
+    def work(self) -> None:
+        now = time.monotonic()
+        self._read()
+        if self._unsaid:
+            self._write()
+        if now - self.renewed > RENEWED:
+            self.beat, self.renewed = self.beat + 1, now
+            self.board.write(f"beats/{self.node}", str(self.beat).encode())
+        if now - self.shipped > SHIPPED:
+            self.shipped = now
+            self._ship()
+
+    def train(self, log: Path) -> None:
+        """What it has to say at this moment."""
+        now, step = time.monotonic(), int(time.monotonic())
+        first = self.node * RANKS
+        if not self.due:
+            self.due = now + random.uniform(0, TOLD)
+            self.logs = {f"rank{first:05d}.out": log}
+            self.say(state="running")
+        elif now > self.due:
+            self.due += TOLD
+            self.say(free=10**12, ranks=[_sign(rank, step) for rank in range(first, first + RANKS)])
+        with log.open("a") as file:
+            file.write(f"step {step}, loss 1.0\n")
+
+
+def members(uri: str, gang: str, attempt: str, first: str, end: str, folder: str) -> int:
+    """Until standard input ends, members first to end - 1: each looks at the board once in POLLED seconds."""
+    closed = threading.Event()
+    threading.Thread(target=lambda: (sys.stdin.read(), closed.set()), daemon=True).start()
+    board = Board(open_store(uri, hasty=True), gang, int(attempt))
+    found = board.pulse()
+    assert found is not None
+    probe, here = Path(found[0]["probe"]).read_text(), []
+    for node in range(int(first), int(end)):
+        me = {"by": str(node), "host": f"host{node:04d}", "address": f"10.0.{node // 256}.{node % 256}", "port": 4000}
+        here.append(Member(board, node, me | {"master_port": 4001, "state": "waiting", "probe": probe}))
+        assert here[-1].join(), node
+    began, turns = time.monotonic(), 0
+    while here and not closed.is_set():
+        for place, one in enumerate(now := list(here)):
+            time.sleep(max(0.0, began + (turns + place / len(now)) * POLLED - time.monotonic()))
+            one.work()
+            if why := one.why_stop():
+                one.say(state="stopped", reason=why, over=True)
+                one.work()
+                here.remove(one)
+            elif one.word["state"] == "go":
+                one.train(Path(folder) / f"node{one.node}.log")
+        turns = max(turns + 1, int((time.monotonic() - began) / POLLED))
+    return 0
+
+
+def _sign(rank: int, step: int) -> dict:
+    seen = {"age": 0.5, "idle": 0.5, "state": "S", "silent": False, "stalled": False}
+    return {"rank": rank, "pid": rank, "step": step, "phase": "training"} | seen
+
+
+class Seen(Lookout):
+    """The controller's, and when it said what."""
+
+    last: "Seen"
+
+    def __init__(self, board: Board, probe: str):
+        super().__init__(board, probe)
+        self.at: dict[str, float] = {}
+        Seen.last = self
+
+    def say(self, **news) -> None:
+        self.at.setdefault(news.get("state", ""), time.monotonic())
+        super().say(**news)
+
+    def all(self, state: str, but: int = 0) -> float:
+        """When all have said so, but so many."""
+        while sum(one["state"] == state for one in self.nodes.values()) < len(self.nodes) - but:
+            time.sleep(0.1)
+        return time.monotonic()
+
+
+def measure(nodes: int, seconds: float, folder: Path) -> Found:
+    found, engine = Found(), Engine(folder / "logs")
+    for name in ("logs", "out", "work"):
+        (folder / name).mkdir()
+    (folder / "conf.yaml").write_text(CONF.format(nodes=nodes, folder=folder))
+    store, began, went = open_store(str(folder / "store")), time.monotonic(), threading.Event()
+
+    def cores() -> tuple[float, float]:
+        own = time.process_time()
+        return own, engine.seconds()
+
+    def watch() -> None:
+        went.wait()
+        seen = Seen.last
+        found.joined, found.went = seen.at["go"] - began, seen.all("running") - seen.at["go"]
+        since, before = time.monotonic(), cores()
+        time.sleep(seconds)
+        passed, after = time.monotonic() - since, cores()
+        found.controller, found.members = ((after[k] - before[k]) / passed for k in (0, 1))
+        found.objects = len(store.keys(seen.board.place))
+        dead = time.monotonic()
+        engine.processes[-1].kill()
+        stopped = seen.all("stopped", but=1)
+        found.noticed, found.stopped = seen.at["stop"] - dead, stopped - seen.at["stop"]
+
+    def say(line: str) -> None:
+        if "train; logs" in line:
+            went.set()
+
+    watcher = threading.Thread(target=watch, daemon=True)
+    watcher.start()
+    setattr(controller, "Lookout", Seen)  # noqa: B010
+    setattr(controller, "engine_of", lambda _: engine)  # noqa: B010
+    try:
+        controller.train(load(folder / "conf.yaml"), folder / "work", store, "scale", say, lambda: False)
+    except Broken as error:
+        found.verdict = str(error)
+    watcher.join(10)
+    return found
+
+
+def main() -> int:
+    if sys.argv[1:2] == ["--members"]:
+        return members(*sys.argv[2:])
+    parser = argparse.ArgumentParser(prog="python -m tests.gang.scale", description=__doc__.partition("\n")[0])
+    parser.add_argument("nodes", nargs="?", type=int, default=1000)
+    parser.add_argument("--minutes", type=float, default=1.0, help="of training before a host dies")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="scale-", dir="/dev/shm", ignore_cleanup_errors=True) as folder:
+        found = measure(options.nodes, 60 * options.minutes, Path(folder))
+    print(
+        f"{options.nodes} nodes on {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}\n"
+        f"seconds: {found.joined:.1f} until all had joined, {found.went:.1f} until all had heard go, "
+        f"{found.noticed:.1f} from a death to the verdict, {found.stopped:.1f} until all others had stopped\n"
+        f"cores: {found.controller:.2f} the controller, {found.members:.2f} all members\n"
+        f"objects on the board: {found.objects}\n{found.verdict[:200]}"
+    )
+    died = f"host{options.nodes - 1:04d}"
+    return 0 if died in found.verdict and 0 < found.noticed < 30 and 0 < found.controller < 1 else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
