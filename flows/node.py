@@ -1,36 +1,69 @@
 """One host of a gang, as a run of the deployment node/<pool>: tasks/gang/engines/prefect.py makes N of them at once.
 
 Not to be started by hand. What it starts ends with this process, and with the worker above it, by whatever they die.
+A host is called by its worker's name here. One that the gang leaves out passes the run on to another worker.
 """
 
+import contextlib
 import os
+import socket
 import tempfile
+import time
 from pathlib import Path
+from uuid import UUID
 
+import httpx
 import psutil
 from prefect import State, flow, get_run_logger
+from prefect.client.orchestration import get_client
+from prefect.runtime import flow_run
 from prefect.states import Completed, Failed
 
 from tasks import launch
+from tasks.gang.engines.prefect import PASSED_ON
 from tasks.processes import started
+
+POLLED = 1.0  # seconds
 
 
 @flow(name="node", persist_result=False)
-def node(arguments: list[str]) -> State:
+def node(arguments: list[str], without: list[str] | None = None) -> State:
     """Be one host of a run over several.
 
     Args:
         arguments: Of the member, after python -m.
+        without: Hosts that take no part.
     """
+    host = os.environ.get("PREFECT__WORKER_NAME") or socket.gethostname()
+    if host in (without or ()):
+        return _pass_on()
     starters = [f"--starter={pid}:{started(pid)}" for pid in _until_worker()]
     keep = [name for name in os.environ if name.startswith("AWS_")]  # the store's; ranks get none of them
     with tempfile.TemporaryDirectory(prefix="node-") as folder:
         try:
             log = Path(folder) / "member.log"
-            launch.process([*arguments, *starters], log, get_run_logger().info, lambda: False, keep=keep)
+            say, told = get_run_logger().info, {"GANG_HOST": host}
+            launch.process([*arguments, *starters], log, say, lambda: False, keep=keep, changed=told)
         except launch.Broken as error:
             return Failed(message=str(error))
     return Completed(message="over")
+
+
+def _pass_on() -> State:
+    """Holds this worker until another has the run: it would take it again."""
+    with get_client(sync_client=True) as client:
+        mine = client.read_flow_run(UUID(flow_run.id))
+        assert mine.deployment_id
+        other = client.create_flow_run_from_deployment(
+            mine.deployment_id, parameters=mine.parameters, name=mine.name, tags=mine.tags, idempotency_key=str(mine.id)
+        )
+        waits = True
+        while waits:
+            time.sleep(POLLED)
+            with contextlib.suppress(httpx.HTTPError):  # the server may be away
+                state = client.read_flow_run(other.id).state
+                waits = state is None or state.is_scheduled()
+    return Completed(message=PASSED_ON.format(other.id))
 
 
 def _until_worker() -> list[int]:

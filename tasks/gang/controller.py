@@ -7,8 +7,9 @@ them fails. What they died of is one line (tasks/gang/failures.py), what follows
 the next attempt goes on from the newest complete checkpoint. No attempt begins before every member of the last one is
 known to be over, or must have ended itself: a member that nobody hears from stops after STALE seconds.
 
-The folder lies on storage that all hosts share. Not covered: hosts to be left out are named to the engine; one
-that it gives all the same is not refused.
+Where gang.min_nodes allows fewer hosts, the next attempt takes as many as there are, and those after it all again once
+there are enough. The folder lies on storage that all hosts share. Not covered: a gang that has begun does not grow
+before its next attempt; hosts that Slurm or Kubernetes has lost by itself are waited for.
 """
 
 import contextlib
@@ -75,23 +76,26 @@ def train(
     wait_for_the_last(board_store, name, say, lambda: _pause(gang, 1.0))
     attempts: list[Attempt] = []
     without: tuple[str, ...] = ()
+    wanted = run
     while True:
         outcome = _attempt(gang, run, without)
         if outcome.failure is None:
             return
         attempts.append(Attempt(outcome.failure, outcome.hosts, _newest(run)))
-        next_ = restart.decide(attempts, run, run.gang.retries, run.gang.min_nodes)
+        available = _available(gang, wanted, restart.left_out(attempts))
+        facts, gpu = restart.limits(wanted)
+        next_ = restart.decide(attempts, wanted, run.gang.retries, run.gang.min_nodes, available, facts, gpu)
         if next_.action == "stop":
             _give_up(run, outcome.failure, next_.line)
         say(f"{outcome.failure.line}; {next_.line}")
         without = next_.without
-        if next_.action == "fewer" and (fewer := restart.shrunk(run, next_.nodes)):
-            run = fewer
+        if available is not None:
+            run = restart.shrunk(wanted, next_.nodes) or wanted
         _pause(gang, next_.wait)
 
 
 def _attempt(gang: Gang, run: Run, without: tuple[str, ...]) -> Outcome:
-    with _turn(gang, run):
+    with _turn(gang, run, without):
         board, lookout = _announce(gang, run)
         handle = None
         try:
@@ -119,14 +123,14 @@ def _attempt(gang: Gang, run: Run, without: tuple[str, ...]) -> Outcome:
 
 
 @contextlib.contextmanager
-def _turn(gang: Gang, run: Run) -> Iterator[None]:
+def _turn(gang: Gang, run: Run, without: tuple[str, ...]) -> Iterator[None]:
     """Enough hosts are free, and no other gang reaches for them until this one has them or has given them back.
 
     Nobody waits for hosts while it holds the turn: a gang that needs many does not keep one that needs few.
     """
     told, key = "", gang.engine.turn(run)
     while True:
-        why = gang.engine.capacity(run)
+        why = gang.engine.capacity(run, without)
         if why is None:
             break
         if why != told:
@@ -137,14 +141,20 @@ def _turn(gang: Gang, run: Run) -> Iterator[None]:
         yield
         return
     with lease.hold(gang.store, f"gangs/turns/{key}.json", gang.say, gang.name, gang.stop):
-        if why := gang.engine.capacity(run):
+        if why := gang.engine.capacity(run, without):
             again = True
         else:
             again = False
             yield
     if again:
-        with _turn(gang, run):
+        with _turn(gang, run, without):
             yield
+
+
+def _available(gang: Gang, wanted: Run, without: tuple[str, ...]) -> int | None:
+    """Hosts, those that are left out counted in. None where nobody wants to know, or the engine does not."""
+    found = gang.engine.available(wanted, without) if wanted.gang.min_nodes else None
+    return None if found is None else found + len(without)
 
 
 def _announce(gang: Gang, run: Run) -> tuple[Board, Lookout]:

@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 from conf.schema import Run
+from tasks.gang.causes import OWN, read
 from tasks.gang.failures import Evidence, Failure, Rank, classify
 from tasks.gang.lookout import Lookout
 
@@ -10,9 +11,13 @@ from tasks.gang.lookout import Lookout
 def of_attempt(
     run: Run, lookout: Lookout, nodes: dict, hosts: dict[int, str], gone: set[int], engine: tuple[str, ...] = ()
 ) -> Failure:
-    if any(node["state"] == "preempted" for node in nodes.values()):
+    said = read(engine)
+    known = said is not None and said.strength == OWN  # who told a host to end knows why it did
+    if not known and any(node["state"] == "preempted" for node in nodes.values()):
         return preempted(nodes)
     for k, node in nodes.items():
+        if known:
+            break
         if node["state"] in ("stopping", "stopped"):  # nobody told it to: it lost what started it, or the gang
             step = max((told["step"] for told in node.get("ranks", ())), default=0)
             return Failure("host", f"host: {hosts[k]}: {node['reason']}", True, hosts[k], step=step)

@@ -1,6 +1,7 @@
 """What comes after a failed attempt: again, without a host, on fewer hosts, or the end. Pure: history in, decision out.
 
     decide(attempts, run, retries=3, min_nodes=2, available=None) -> Decision
+    limits(run) -> facts, gpu                          what fewer hosts are held against, as far as it is known
     shrunk(run, nodes, facts) -> Run | None            the same run on fewer hosts, if its layout allows
     advice(run) -> str                                 what to change when memory was not enough, from the plan
 
@@ -26,7 +27,7 @@ from typing import Literal
 from conf.facts import ModelFacts
 from conf.layout import problems
 from conf.load import ConfigError
-from conf.plan.hardware import GB, Gpu, read
+from conf.plan.hardware import GB, Gpu, of, read
 from conf.plan.search import Candidate, search
 from conf.plan.verdict import facts_of, plan
 from conf.schema import Run
@@ -69,7 +70,9 @@ def decide(
     facts: ModelFacts | None = None,
     gpu: Gpu | None = None,
 ) -> Decision:
-    """available: hosts that the engine could give, broken ones counted in; None = unknown, ask by starting.
+    """run: with all the hosts that it wants, also where the last attempt had fewer.
+
+    available: hosts that the engine could give, broken ones counted in; None = unknown, ask by starting.
 
     With facts of the model a smaller layout is held against them, with its gpu also the memory that it takes.
     """
@@ -89,7 +92,7 @@ def decide(
     wait = 0.0
     if failure.kind not in RETRY_AT_ONCE:
         wait = min(LONGEST_WAIT, WAIT * 2 ** (len(counted) - 1))
-    nodes = len(last.hosts)
+    nodes = run.layout.nodes
     if available is not None and available - len(out) < nodes:
         fewer = _fewer(run, available - len(out), min_nodes, facts, gpu)
         if fewer:
@@ -150,6 +153,13 @@ def shrunk(run: Run, nodes: int, facts: ModelFacts | None = None, gpu: Gpu | Non
     if gpu and facts and not plan(fewer, facts, gpu).fits:
         return None
     return fewer
+
+
+def limits(run: Run) -> tuple[ModelFacts | None, Gpu | None]:
+    try:
+        return facts_of(run), of(run) if run.hardware.gate == "stop" else None
+    except ConfigError:
+        return None, None
 
 
 def advice(run: Run, gpu: str = "h100") -> str:

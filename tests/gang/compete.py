@@ -136,7 +136,7 @@ class Pool:
     def turn(self, run: Run) -> str | None:
         return "pool" if self.turns else None
 
-    def capacity(self, run: Run) -> str | None:
+    def capacity(self, run: Run, without: tuple[str, ...] = ()) -> str | None:
         free = self.hosts - len(self.busy | self.down)
         return None if free >= run.layout.nodes else f"{run.layout.nodes}, where {free} are free"
 

@@ -5,6 +5,7 @@ import os
 import re
 from unittest import mock
 
+import psutil
 import pytest
 
 from tasks.store import open_store
@@ -12,7 +13,7 @@ from tests.flows.world import wait_for
 from tests.gang import world as worlds
 from tests.gang.conftest import same
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(500)]
 
 
 @pytest.fixture(scope="module")
@@ -44,6 +45,33 @@ def test_a_gang_waits_without_holding_hosts_and_trains_as_one_process_does(hosts
     assert hosts.training() == []
     hosts.join(2)
     assert flow.wait(150) == 0, log.read_text()
-    assert re.search(r"attempt 1: (10\.213\.0\.1\d(, )?){3} train", log.read_text())
+    assert re.search(r"attempt 1: (host\d(, )?){3} train", log.read_text())
     assert same(losses(hosts), losses(hosts, **own))
+    wait_for(lambda: hosts.training() == [], 10)
+
+
+def test_a_host_that_is_left_out_hands_back_what_it_gets(hosts):
+    """Its worker goes on, and is the first to take the run that another one waits for."""
+    if 2 not in hosts.workers:
+        hosts.join(2)
+    log = hosts.folder / "flow.log"
+    log.unlink(missing_ok=True)
+    flow = hosts.flow("--until", "train", "layout.nodes=2", "layout.ep=1", "train.seed=7")
+    wait_for(lambda: hosts.step() > 12 and "attempt 1:" in log.read_text(), 240)
+    busy = [host for host in hosts.workers if hosts.members(host)]
+    (idle,) = hosts.workers.keys() - {*busy}
+    out = busy[0]
+    worker = hosts.folder / f"worker{out}.log"
+    hosts.members(out)[0].kill()
+    wait_for(lambda: f"goes on without host{out}" in log.read_text(), 60)
+    slow = psutil.Process(hosts.workers[idle].pid)
+    slow.suspend()
+    try:
+        wait_for(lambda: "-2-" in worker.read_text(), 60)
+    finally:
+        slow.resume()
+    assert flow.wait(150) == 0, log.read_text()
+    (second,) = re.findall(r"attempt 2: (.*) train;", log.read_text())
+    assert {*second.split(", ")} == {f"host{host}" for host in hosts.workers} - {f"host{out}"}
+    assert "attempt 3" not in log.read_text()
     wait_for(lambda: hosts.training() == [], 10)

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -131,3 +132,16 @@ def test_a_fault_of_the_user_s_ends_it_at_once(start, folder):
     assert gang.wait(90) == 1
     assert "Fault" in output(folder) and "nothing is learned after 2 steps" in output(folder)
     assert "attempt 2" not in output(folder)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(200)
+def test_a_host_that_does_not_come_back_is_gone_on_without(start, folder, alone):
+    gang = start("gang.min_nodes=1")
+    wait_for_step(folder, 12)
+    members(gang)[0].kill()
+    assert gang.wait(150) == 0, output(folder)
+    assert re.search(r"(\S+/\d) no longer answers; goes on with 1 of 2 hosts, without \1\n", output(folder))
+    (hosts,) = re.findall(r"attempt 2: (.*) train;", output(folder))
+    assert "," not in hosts and hosts not in output(folder).partition("goes on")[2].splitlines()[0]
+    assert same(losses(folder / "files"), alone)

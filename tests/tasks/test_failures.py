@@ -3,11 +3,14 @@
 import csv
 import signal
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from conf.load import load
 from tasks.gang.causes import ECHO, LINK, OWN, XIDS, read
+from tasks.gang.evidence import of_attempt
 from tasks.gang.failures import Evidence, Failure, Rank, classify
 
 OOM = (
@@ -207,6 +210,24 @@ def test_preemption_and_cancelling():
     assert (failure.kind, failure.retry, failure.host, failure.blamed) == ("preempted", True, "node7", ())
     assert classify(Evidence(ranks)).kind == "preempted"
     assert classify(Evidence(ranks, cancelled=True)) == Failure("user", "cancelled", False, step=5)
+
+
+@pytest.mark.parametrize("state", ["preempted", "stopped"])
+def test_why_a_host_was_told_to_end_is_the_schedulers_to_say(state):
+    ranks = [{"rank": rank, "step": 5, "silent": False, "state": ""} for rank in range(2)]
+    told = {"state": state, "reason": "told to end"}
+    nodes = {k: told | {"host": f"node{k + 7}", "ranks": [ranks[k]]} for k in range(2)}
+    lookout: Any = SimpleNamespace(order_of_failure=lambda k: k)
+
+    def verdict(*engine: str) -> Failure:
+        return of_attempt(load("tiny"), lookout, nodes, {0: "node7", 1: "node8"}, set(), engine)
+
+    unsaid = verdict("slurmstepd: error: *** STEP 42.0 ON node8 CANCELLED AT 2026-11-21T10:00:00 ***")
+    assert unsaid.kind == ("preempted" if state == "preempted" else "host") and unsaid.blamed == ()
+    lost = verdict("slurmstepd: error: *** JOB 42 ON node8 CANCELLED AT 2026-11-21T10:00:00 DUE TO NODE FAILURE ***")
+    assert (lost.kind, lost.host, lost.blamed, lost.step) == ("host", "node8", ("node8",), 5)
+    late = verdict("slurmstepd: error: *** JOB 42 ON node7 CANCELLED AT 2026-11-21T10:00:00 DUE TO TIME LIMIT ***")
+    assert late.kind == "preempted" and "time limit" in late.line
 
 
 def test_nothing_at_all_is_said_so():

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from conf.facts import known
@@ -65,6 +65,13 @@ def test_fewer_hosts_only_where_allowed_and_legal():
     assert decide(history, GLM, retries=3, min_nodes=1, available=5).nodes == 4
 
 
+def test_once_there_are_enough_hosts_all_are_taken_again():
+    history = [attempt("host", "b", blamed=("b",)), attempt("network", checkpoint=9, hosts=("a", "c"))]
+    assert decide(history, GLM, retries=3, min_nodes=1, available=4, facts=known("glm47")).nodes == 2
+    decision = decide(history, GLM, retries=3, min_nodes=1, available=5, facts=known("glm47"))
+    assert (decision.action, decision.nodes, decision.without) == ("retry without", 4, ("b",))
+
+
 def test_preemption_does_not_count_until_it_is_all_that_happens():
     taken = [attempt("preempted")] * (FRUITLESS - 1)
     assert decide(taken, GLM, retries=0).action == "retry"
@@ -124,6 +131,7 @@ def test_advice_is_a_configuration_that_takes_less():
 KINDS = ("host", "network", "storage", "preempted", "hang", "unknown")
 
 
+@settings(deadline=None)  # the first call imports what plans
 @given(
     st.lists(
         st.tuples(st.sampled_from(KINDS), st.sampled_from(HOSTS), st.integers(0, 30), st.booleans()),

@@ -1,12 +1,14 @@
 """Who starts a process group on each of N hosts: local, prefect, slurm or kubernetes, behind one interface.
 
-An engine is a module with three functions; each starts `python -m tasks.guard python -m tasks.gang.member --store URI
+An engine is a module with four functions; each starts `python -m tasks.guard python -m tasks.gang.member --store URI
 --gang ID --attempt N --node K` per host, and none of them schedules by itself.
 
     turn(run) -> str | None         name of what gangs compete for, where starting is not all or nothing by itself
-    capacity(run) -> str | None     None = enough hosts are free, else what it waits for; Fault where they never will be
-    start(run, board, n, without) -> Handle     N members, 0 to n - 1, of board's attempt; on these hosts only where it
-                                    knows hosts by name, and has no others
+    capacity(run, without) -> str | None    None = enough hosts are free, else what it waits for; Fault where they never
+                                    will be
+    available(run, without) -> int | None   hosts that there are but for these, free or not; None = it does not know
+    start(run, board, n, without) -> Handle     N members, 0 to n - 1, of board's attempt; on the hosts to be left out
+                                    never, or where it has no others
 """
 
 import importlib
@@ -37,7 +39,8 @@ class Handle(Protocol):
 
 class Engine(Protocol):
     turn: Callable[[Run], str | None]
-    capacity: Callable[[Run], str | None]
+    capacity: Callable[[Run, tuple[str, ...]], str | None]
+    available: Callable[[Run, tuple[str, ...]], int | None]
     start: Callable[[Run, Board, int, tuple[str, ...]], Handle]
 
 

@@ -88,7 +88,7 @@ def turn(run: Run) -> str | None:
     return None if section.queue else f"kubernetes-{section.context or ''}-{section.namespace or ''}"
 
 
-def capacity(run: Run) -> str | None:
+def capacity(run: Run, without: tuple[str, ...] = ()) -> str | None:
     """Whether the cluster would take such a JobSet at all; when it runs is the queue's affair."""
     tried = [_create(run, jobset(run, "test", ["true"]), "--dry-run=server")]
     if run.kubernetes.queue:
@@ -97,6 +97,11 @@ def capacity(run: Run) -> str | None:
     if line and not AWAY.search(line):
         raise Fault(f"kubernetes: {line}")
     return f"the Kubernetes cluster does not answer ({line})" if line else None
+
+
+def available(run: Run, without: tuple[str, ...] = ()) -> int | None:
+    """Kueue counts quota, and a cluster may grow."""
+    return None
 
 
 def start(run: Run, board: Board, n: int, without: tuple[str, ...] = ()) -> Pods:

@@ -1,10 +1,12 @@
 """All members on this host: to rehearse a gang, and to train several small layouts' worth of GPUs without a network.
 
-Members are children under tasks/guard.py and end with this process. Each gets its share of the GPUs.
+Members are children under tasks/guard.py and end with this process. Each stands for a host, called NAME/0 and so on,
+which has its share of the GPUs; without GPUs there are as many as the run wants. Whoever is left out is one of these.
 """
 
 import os
 import re
+import socket
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -48,7 +50,7 @@ def turn(run: Run) -> str | None:
     return None
 
 
-def capacity(run: Run) -> str | None:
+def capacity(run: Run, without: tuple[str, ...] = ()) -> str | None:
     here, needed = _gpus(), run.world
     if here and needed > here:
         raise Fault(
@@ -58,14 +60,22 @@ def capacity(run: Run) -> str | None:
     return None
 
 
+def available(run: Run, without: tuple[str, ...] = ()) -> int | None:
+    here = _gpus() // run.layout.gpus_per_node or run.layout.nodes
+    return sum(_name(host) not in without for host in range(here))
+
+
 def start(run: Run, board: Board, n: int, without: tuple[str, ...] = ()) -> Members:
     logs = Path(run.paths.logs)
     logs.mkdir(parents=True, exist_ok=True)
     each, processes = run.layout.gpus_per_node, []
-    for node in range(n):
+    there = range(_gpus() // each or n + len(without))
+    hosts = sorted(there, key=lambda host: _name(host) in without)[:n]  # where there are no others, those all the same
+    for node, host in enumerate(hosts):
         environment = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1", "GANG_ADDRESS": "127.0.0.1"}
+        environment["GANG_HOST"] = _name(host)
         if _gpus():
-            environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, range(node * each, (node + 1) * each)))
+            environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, range(host * each, (host + 1) * each)))
         with (logs / f"member{node}.log").open("a") as log:
             processes.append(
                 subprocess.Popen(
@@ -77,6 +87,10 @@ def start(run: Run, board: Board, n: int, without: tuple[str, ...] = ()) -> Memb
                 )
             )
     return Members(processes)
+
+
+def _name(host: int) -> str:
+    return f"{socket.gethostname()}/{host}"
 
 
 def _gpus() -> int:

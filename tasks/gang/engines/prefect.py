@@ -1,18 +1,24 @@
 """A member on each of N workers of a Prefect work pool: runs of the deployment node/<gang.pool> (flows/node.py).
 
-For hosts that one has anyway, without a scheduler: `prefect worker start --pool finetune-nodes --limit 1` on each, and
-nothing else. Prefect knows no gangs, so what makes one is here: free workers are counted before any run is made, a
-turn in the store keeps gangs from reaching for the same hosts, and what did not start in time is given back.
+For hosts that one has anyway, without a scheduler, each with a worker of its own name (`prefect worker start --pool
+finetune-nodes --limit 1 --name HOST`) and nothing else. Prefect knows no gangs, so what makes one is here: free workers
+are counted before any run is made, a turn in the store keeps gangs from reaching for the same hosts, and what did not
+start in time is given back.
+
+A host is called by its worker's name. Any worker takes any run: that of a host to be left out passes the run on, and
+holds its worker until another has taken it (flows/node.py); it takes part all the same where there are too few others.
 
 A worker counts while it renews within the interval that it has promised, by the server's own clock; a shorter
 PREFECT_WORKER_HEARTBEAT_SECONDS (30) is noticed sooner. Not covered: workers with a limit above 1.
 """
 
 import contextlib
+import re
 import threading
 import time
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
+from typing import Any
 from uuid import UUID
 
 import httpx
@@ -35,6 +41,7 @@ from tasks.faults import Fault
 from tasks.gang.board import Board
 from tasks.gang.engines import command
 
+PASSED_ON = "passed on to {}"  # the last word of a run on a host that is to be left out
 BUSY = [StateType.PENDING, StateType.RUNNING, StateType.CANCELLING]
 MISSED = 2.0  # heartbeats; and some seconds for the server to note one
 POLLED = 3.0
@@ -44,8 +51,8 @@ LEAVE_WITHIN = 10.0
 class Runs:
     """Of one attempt. A thread asks for their states: the server may be away."""
 
-    def __init__(self, ids: list[UUID]):
-        self.ids = ids
+    def __init__(self, gang: str, ids: list[UUID]):
+        self.gang, self.ids = gang, ids
         self.states: dict[UUID, bool] = {}
         self._over = threading.Event()
         threading.Thread(target=self._poll, daemon=True, name="flow runs").start()
@@ -63,47 +70,55 @@ class Runs:
         """Those that have not ended by themselves are told to; whose host is gone is written off."""
         self._over.set()
         with contextlib.suppress(httpx.HTTPError), get_client(sync_client=True) as client:
-            _end(client, self.ids)
+            _end(client, [*self.ids, *_left(client, self.gang)])
 
     def _poll(self) -> None:
         while not self._over.wait(POLLED):
             with contextlib.suppress(Exception), get_client(sync_client=True) as client:
-                for id in self.ids:
+                for node, id in enumerate(self.ids):
                     state = client.read_flow_run(id).state
-                    self.states[id] = not (state and state.is_final())
+                    if state and (other := re.fullmatch(PASSED_ON.format("(.*)"), state.message or "")):
+                        self.ids[node] = UUID(other[1])
+                    else:
+                        self.states[id] = not (state and state.is_final())
 
 
 def turn(run: Run) -> str | None:
     return run.gang.pool
 
 
-def capacity(run: Run) -> str | None:
+def capacity(run: Run, without: tuple[str, ...] = ()) -> str | None:
     pool, n = run.gang.pool, run.layout.nodes
     try:
         with get_client(sync_client=True) as client:
-            free = _free(client, pool)
+            without = _out(client, run, without)
+            free = _free(client, pool, without)
     except ObjectNotFound:
         raise Fault(f"gang.pool: {pool}: no such work pool; prefect work-pool create {pool} --type process") from None
     except httpx.HTTPError as error:
         return f"the Prefect server does not answer ({type(error).__name__})"
     if free >= n:
         return None
-    return f"{n} of pool {pool}, where {free} worker{' is' if free == 1 else 's are'} free"
+    others = f", without {', '.join(without)}" if without else ""
+    return f"{n} of pool {pool}, where {free} worker{' is' if free == 1 else 's are'} free{others}"
+
+
+def available(run: Run, without: tuple[str, ...] = ()) -> int | None:
+    with contextlib.suppress(httpx.HTTPError, ObjectNotFound), get_client(sync_client=True) as client:
+        return len(_alive(client, run.gang.pool) - {*without})
+    return None
 
 
 def start(run: Run, board: Board, n: int, without: tuple[str, ...] = ()) -> Runs:
     with get_client(sync_client=True) as client:  # of an earlier controller that is gone
-        filter_ = FlowRunFilter(
-            tags=FlowRunFilterTags(all_=[f"gang:{board.gang}"]),
-            state=FlowRunFilterState(type=FlowRunFilterStateType(any_=[*BUSY, StateType.SCHEDULED])),
-        )
-        _end(client, [run.id for run in client.read_flow_runs(flow_run_filter=filter_)])
+        _end(client, _left(client, board.gang))
+        without = _out(client, run, without)
     ids: list[UUID] = []
     try:
         for node in range(n):
             flow_run = run_deployment(
                 f"node/{run.gang.pool}",
-                parameters={"arguments": command(board, node)},
+                parameters={"arguments": command(board, node), "without": [*without]},
                 flow_run_name=f"{board.gang}-{board.attempt}-{node}",
                 tags=[f"gang:{board.gang}"],
                 timeout=0,
@@ -113,22 +128,46 @@ def start(run: Run, board: Board, n: int, without: tuple[str, ...] = ()) -> Runs
     except ObjectNotFound:
         raise Fault(f"gang.pool: no deployment node/{run.gang.pool}; prefect deploy --name {run.gang.pool}") from None
     except BaseException:
-        Runs(ids).cancel()
+        Runs(board.gang, ids).cancel()
         raise
-    return Runs(ids)
+    return Runs(board.gang, ids)
 
 
-def _free(client: SyncPrefectClient, pool: str) -> int:
-    now, alive = _server_time(client), 0
+def _out(client: SyncPrefectClient, run: Run, without: tuple[str, ...]) -> tuple[str, ...]:
+    """Nobody, where there are too few others: a host that was cut off may be back, and retries are counted."""
+    return without if len(_alive(client, run.gang.pool) - {*without}) >= run.layout.nodes else ()
+
+
+def _free(client: SyncPrefectClient, pool: str, without: tuple[str, ...]) -> int:
+    alive = _alive(client, pool)
+    asked: Any = {
+        "flow_run_filter": FlowRunFilter(state=FlowRunFilterState(type=FlowRunFilterStateType(any_=BUSY))),
+        "work_pool_filter": WorkPoolFilter(name=WorkPoolFilterName(any_=[pool])),
+    }
+    busy = client.count_flow_runs(**asked)
+    if alive & {*without}:
+        busy -= sum(run.labels.get("prefect.worker.name") in without for run in client.read_flow_runs(**asked))
+    return max(0, len(alive - {*without}) - busy)
+
+
+def _alive(client: SyncPrefectClient, pool: str) -> set[str]:
+    """Workers by name."""
+    now, alive = _server_time(client), set()
     client.read_work_pool(pool)  # that there is one
     for worker in client.read_workers_for_work_pool(pool):
         beat, promised = worker.last_heartbeat_time, worker.heartbeat_interval_seconds or 30
-        alive += bool(beat and (now - beat).total_seconds() < MISSED * promised + 3)
-    busy = client.count_flow_runs(
-        flow_run_filter=FlowRunFilter(state=FlowRunFilterState(type=FlowRunFilterStateType(any_=BUSY))),
-        work_pool_filter=WorkPoolFilter(name=WorkPoolFilterName(any_=[pool])),
+        if beat and (now - beat).total_seconds() < MISSED * promised + 3:
+            alive.add(worker.name)
+    return alive
+
+
+def _left(client: SyncPrefectClient, gang: str) -> list[UUID]:
+    """Runs of this gang that are not over, also those that another run has passed on."""
+    states = FlowRunFilterState(type=FlowRunFilterStateType(any_=[*BUSY, StateType.SCHEDULED]))
+    found = client.read_flow_runs(
+        flow_run_filter=FlowRunFilter(tags=FlowRunFilterTags(all_=[f"gang:{gang}"]), state=states)
     )
-    return max(0, alive - busy)
+    return [run.id for run in found]
 
 
 def _server_time(client: SyncPrefectClient) -> datetime:

@@ -80,7 +80,7 @@ def turn(run: Run) -> str | None:
     return None
 
 
-def capacity(run: Run) -> str | None:
+def capacity(run: Run, without: tuple[str, ...] = ()) -> str | None:
     """Whether such a job is possible at all; when, is the queue's affair."""
     tried = client.run(["sbatch", "--test-only", *options(run, "test"), "--wrap=true"])
     if tried.code == 0 or QUEUED.search(tried.line):
@@ -88,6 +88,11 @@ def capacity(run: Run) -> str | None:
     if AWAY.search(tried.line):
         return f"Slurm does not answer ({tried.line})"
     raise Fault(f"slurm: {tried.line}")
+
+
+def available(run: Run, without: tuple[str, ...] = ()) -> int | None:
+    """Of those that are down Slurm knows, and waits by itself."""
+    return None
 
 
 def start(run: Run, board: Board, n: int, without: tuple[str, ...] = ()) -> Job:
