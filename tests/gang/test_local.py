@@ -76,6 +76,7 @@ def output(folder: Path) -> str:
     return (folder / "output.txt").read_text()
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(200)
 def test_a_killed_rank_is_named_and_the_loss_is_that_of_one_host(start, folder, alone):
     gang = start()
