@@ -35,7 +35,6 @@ MOVES = {
     "activation": (0.8, 0.8),
     "shared activation": (0.8, 0.8),
     "weighted activation": (0.8, 0.8),  # with the router's probabilities
-    "gelu": (0.8, 0.8),
 }
 QUANTIZE = {"current": 0.47, "delayed": 0.6, "blockwise": 0.58, "mxfp8": 0.58}  # current reads twice, to find the scale
 KERNEL = 4e-6  # that a product, of however many experts, or a kernel of quantizing takes more, to start and to end
@@ -49,7 +48,7 @@ LOSS = 10  # bytes per logit in 2 bytes: read twice and written, and once more f
 
 # Seconds of the host for one layer, forward and backward.
 DENSE, MOE = (1.0e-3, 1.0e-3), (5.0e-3, 3.6e-3)
-EACH = (0.33e-3, 0.33e-3)  # more, for each expert of a rank that has adapters of its own; from trainer.trial
+EACH = 0.33e-3  # more in each direction, for each expert of a rank that has adapters of its own; from trainer.trial
 ADAPTERS, FP8 = (0.9e-3, 0.6e-3), (0.6e-3, 0.4e-3)  # more, where there are any
 # For each expert of a rank, its two products: forward; backward with its weights trained, and frozen. In FP8 inputs and
 # gradients are quantized expert by expert.
@@ -129,9 +128,9 @@ def starting(run: Run, facts: ModelFacts, kind: str) -> Host:
         return Host(forward, backward, 0.0)
     once, trained, frozen = EXPERT[run.train.fp8 or "bf16"]
     experts = facts.experts // run.layout.ep
-    alone = EACH if not full and run.adapter.experts == "each" and _adapts_experts(run) else (0.0, 0.0)
-    backward += experts * ((trained if full else frozen) + alone[1])
-    return Host(forward, backward, experts * (once + alone[0]))
+    alone = EACH if not full and run.adapter.experts == "each" and _adapts_experts(run) else 0.0
+    backward += experts * ((trained if full else frozen) + alone)
+    return Host(forward, backward, experts * (once + alone))
 
 
 def _adapts_experts(run: Run) -> bool:

@@ -205,7 +205,7 @@ AGAIN = {
     "layernorm": {"norm"},
     "moe_act": {"weighted activation"},
     "mla_up_proj": {"latent"},
-    "mlp": {"mlp", "activation", "gelu"},
+    "mlp": {"mlp", "activation"},
     "moe": {"router", "experts", "shared experts", "permute", "weighted activation", "shared activation"},
     "shared_experts": {"shared experts", "shared activation"},
 }

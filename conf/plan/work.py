@@ -87,7 +87,7 @@ def moved(run: Run, facts: ModelFacts, kind: str) -> list[Move]:
         return name, size * (gate + 1), size * (2 * gate + 1)
 
     if kind == "dense" or not facts.experts:
-        numbers.append(activation("activation" if facts.gated else "gelu", t.whole * facts.ffn / tp))
+        numbers.append(activation("activation", t.whole * facts.ffn / tp))
     else:
         # tokens are permuted, sorted by expert, and both undone: read and written each time
         numbers += [("permute", *[t.busiest * 8 * facts.hidden] * 2), ("add", 3 * row, 3 * row)]
