@@ -25,6 +25,7 @@ from conf.schema import Run
 from tasks import lease
 from tasks.faults import Fault, Stopped
 from tasks.gang import restart
+from tasks.gang.aside import aside
 from tasks.gang.board import STALE, Board, newest_attempt
 from tasks.gang.engines import Engine, Handle, engine_of
 from tasks.gang.evidence import host_names, of_attempt, preempted
@@ -70,10 +71,13 @@ def train(
     stop: Callable[[], bool],
     tick: Callable[[], None] = lambda: None,
 ) -> None:
-    """Raises Fault, Broken or Stopped."""
-    board_store = open_store(store.uri, hasty=True)
-    gang = Gang(name, folder, board_store, engine_of(run), say, stop, tick)
-    wait_for_the_last(board_store, name, say, lambda: _pause(gang, 1.0))
+    """Raises Fault, Broken or Stopped. say and tick are called by another thread, and not waited for."""
+    with aside(say, tick) as (say_later, tick_later):
+        _train(run, Gang(name, folder, open_store(store.uri, hasty=True), engine_of(run), say_later, stop, tick_later))
+
+
+def _train(run: Run, gang: Gang) -> None:
+    wait_for_the_last(gang.store, gang.name, gang.say, lambda: _pause(gang, 1.0))
     attempts: list[Attempt] = []
     without: tuple[str, ...] = ()
     wanted = run
@@ -87,7 +91,7 @@ def train(
         next_ = restart.decide(attempts, wanted, run.gang.retries, run.gang.min_nodes, available, facts, gpu)
         if next_.action == "stop":
             _give_up(run, outcome.failure, next_.line)
-        say(f"{outcome.failure.line}; {next_.line}")
+        gang.say(f"{outcome.failure.line}; {next_.line}")
         without = next_.without
         if available is not None:
             run = restart.shrunk(wanted, next_.nodes) or wanted
