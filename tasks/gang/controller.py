@@ -1,6 +1,6 @@
 """Trains one run on several hosts, attempt after attempt, until it is done or no attempt can help.
 
-    train(run, folder, store, gang, say, stop, tick)
+    train(run, folder, store, gang, say, stop, tick, teller)
 
 An attempt takes all the hosts it needs or none; its members are told to go at once, and to stop at once when one of
 them fails. What they died of is one line (tasks/gang/failures.py), what follows is a rule (tasks/gang/restart.py), and
@@ -28,9 +28,10 @@ from tasks.gang import restart
 from tasks.gang.aside import aside
 from tasks.gang.board import STALE, Board, newest_attempt
 from tasks.gang.engines import Engine, Handle, engine_of
-from tasks.gang.evidence import host_names, of_attempt, preempted
+from tasks.gang.evidence import host_names, of_attempt, preempted, was_told
 from tasks.gang.failures import Failure
 from tasks.gang.fence import ENDED_BY_ITSELF, wait_for_the_last
+from tasks.gang.history import History, Teller
 from tasks.gang.lookout import Lookout
 from tasks.gang.restart import Attempt
 from tasks.launch import Broken
@@ -54,6 +55,7 @@ class Gang:
     say: Callable[[str], None]
     stop: Callable[[], bool]
     tick: Callable[[], None]
+    teller: Teller
 
 
 @dataclass(frozen=True)
@@ -70,10 +72,13 @@ def train(
     say: Callable[[str], None],
     stop: Callable[[], bool],
     tick: Callable[[], None] = lambda: None,
+    teller: Teller | None = None,
 ) -> None:
     """Raises Fault, Broken or Stopped. say and tick are called by another thread, and not waited for."""
+    teller = teller or Teller(History(name, run.name, ""), folder / "files/metrics.jsonl")
+    hasty = open_store(store.uri, hasty=True)
     with aside(say, tick) as (say_later, tick_later):
-        _train(run, Gang(name, folder, open_store(store.uri, hasty=True), engine_of(run), say_later, stop, tick_later))
+        _train(run, Gang(name, folder, hasty, engine_of(run), say_later, stop, tick_later, teller))
 
 
 def _train(run: Run, gang: Gang) -> None:
@@ -89,6 +94,7 @@ def _train(run: Run, gang: Gang) -> None:
         available = _available(gang, wanted, restart.left_out(attempts))
         facts, gpu = restart.limits(wanted)
         next_ = restart.decide(attempts, wanted, run.gang.retries, run.gang.min_nodes, available, facts, gpu)
+        gang.teller.follows(next_.line)
         if next_.action == "stop":
             _give_up(run, outcome.failure, next_.line)
         gang.say(f"{outcome.failure.line}; {next_.line}")
@@ -101,6 +107,7 @@ def _train(run: Run, gang: Gang) -> None:
 def _attempt(gang: Gang, run: Run, without: tuple[str, ...]) -> Outcome:
     with _turn(gang, run, without):
         board, lookout = _announce(gang, run)
+        gang.teller.begins(board.attempt)
         handle = None
         try:
             handle = gang.engine.start(run, board, run.layout.nodes, without)
@@ -114,6 +121,7 @@ def _attempt(gang: Gang, run: Run, without: tuple[str, ...]) -> Outcome:
             (gang.folder / "probe").unlink(missing_ok=True)
     try:
         hosts = host_names(lookout)
+        gang.teller.trains(hosts, lookout.nodes, run.layout.gpus_per_node, _newest(run))
         gang.say(f"attempt {board.attempt}: {', '.join(hosts.values())} train; logs in {gang.store.link(board.place)}")
         failure = _watch(gang, run, lookout, handle, hosts)
     except Stopped:
@@ -122,7 +130,8 @@ def _attempt(gang: Gang, run: Run, without: tuple[str, ...]) -> Outcome:
     except BaseException as error:
         _end(gang, run, lookout, handle, f"{type(error).__name__}: {error}", save=False)
         raise
-    _end(gang, run, lookout, handle, failure.line if failure else "done", save=False)
+    saves = failure is not None and failure.kind == "preempted"
+    _end(gang, run, lookout, handle, failure.line if failure else "done", save=saves)
     return Outcome(tuple(hosts.values()), failure)
 
 
@@ -238,6 +247,8 @@ def _watch(gang: Gang, run: Run, lookout: Lookout, handle: Handle, hosts: dict[i
         ended = {k for k, alive in handle.alive().items() if alive is False}
         over = {k for k, state in states.items() if state in ("done", "failed", "preempted", "stopped", "stopping")}
         gone = {k for k in hosts if k not in over and (k in ended or lookout.silence(k) > run.gang.silent_after)}
+        if any(was_told(node) for node in nodes.values()) and lookout.word["state"] == "go":
+            lookout.say(state="stop", reason="a host was told to end", save=True)  # all save, or none has a checkpoint
         wrong = gone or any(state not in ("running", "waiting", "done") for state in states.values())
         if wrong and first is None:
             first = time.monotonic()
@@ -251,6 +262,7 @@ def _watch(gang: Gang, run: Run, lookout: Lookout, handle: Handle, hosts: dict[i
 def _end(gang: Gang, run: Run, lookout: Lookout, handle: Handle | None, reason: str, save: bool) -> None:
     """Returns once no member can be alive."""
     lookout.say(state="stop", reason=reason, save=save)
+    gang.teller.ends(reason)
     since = time.monotonic()
     while handle is not None:
         _pass_on(gang, lookout)
