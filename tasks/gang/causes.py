@@ -87,6 +87,7 @@ RULES = (
           "preempted", "the scheduler took the host back"),
     _rule(r"DUE TO TIME LIMIT", "preempted", "the time limit of the job is over"),
     _rule(r"[Ee]victed.*(?:ephemeral-storage|disk)|DiskPressure", "storage", "the host's disk is full", blames=True),
+    _rule(r"this host's own disk is full", "host", "", blames=True),  # tasks/gang/ranks.py
     # Memory: of the GPU, of the host, of /dev/shm
     _rule(r"CUDA out of memory|CUDA error: out of memory|CUBLAS_STATUS_ALLOC_FAILED|torch\.OutOfMemoryError", "memory",
           "the GPU's memory is full", retry=False),

@@ -30,6 +30,7 @@ SILENT = {"T": 6.0, "t": 6.0, "D": 20.0}
 SILENT_ELSE = 60.0
 DEATH = re.compile(r"failed \(exitcode: (-?\d+)\) local_rank: (\d+)")
 SHOWN = 30  # last lines of a failed rank's log
+LEAST = 1 << 20  # bytes of this host's own disk, below which neither signs of life nor logs can be relied on
 AFTER = 0.7  # seconds between a rank's death and the look at what all of them left
 
 
@@ -81,7 +82,7 @@ class Ranks:
         code = self.process.poll()
         if code == 0:
             return "done"
-        dead = code is not None or self._deaths() or list(self._life().glob("error*.json"))
+        dead = code is not None or self._full() or self._deaths() or list(self._life().glob("error*.json"))
         if dead and self.failed_at is None:
             self.failed_at = time.monotonic()
         if self.failed_at is not None:
@@ -127,6 +128,9 @@ class Ranks:
                 | {"silent": sign.get("silent", False), "state": sign.get("state", "")}
                 | {"stalled": sign.get("stalled", False)}
             )
+        if full := self._full():
+            found[0]["lines"].insert(0, full)
+            found[0]["code"] = found[0]["code"] or 1
         if not deaths and self.process.poll() not in (None, 0):  # torchrun itself
             found[0]["lines"] += self.log.read_text(errors="replace").splitlines()[-SHOWN:]
             found[0]["code"] = found[0]["code"] or self.process.returncode
@@ -158,10 +162,16 @@ class Ranks:
             time.sleep(0.05)
 
     def free_disk(self) -> int:
+        """Where checkpoints go: a file system that all hosts share."""
         folder = Path(self.run.paths.output)
         while not folder.exists():
             folder = folder.parent
         return shutil.disk_usage(folder).free
+
+    def _full(self) -> str:
+        """What there is to say of the disk that signs of life and logs are on, if that is full."""
+        free = shutil.disk_usage(self.folder).free
+        return f"this host's own disk is full: {free / 1e6:.1f} MB free at {self.folder}" if free < LEAST else ""
 
     def _life(self) -> Path:
         return self.folder / "life"

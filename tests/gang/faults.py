@@ -1,11 +1,13 @@
-"""What happens to gangs, and what becomes of them: a table of faults, each at a random moment of a real run.
+"""What happens to gangs, and what becomes of them: faults at random moments of real runs, and a table.
 
-    python -m tests.gang.faults [N] [--only NAME ...] [--seed N]        N times each; make faults N=1
+    python -m tests.gang.faults [N] [--only NAME ...] [--seed N] [--keep FOLDER]      N times each; make faults N=1
 
-Three hosts of four (tests/gang/world.py), tiny GLM-4-MoE, a checkpoint every 10 steps. For each fault: seconds until it
-is noticed (the controller's word on the board says stop), until no process of the attempt is left anywhere, and until
-the next step is made; how many steps were made twice; processes left after the end. Right is a run that ends with every
-step once and the losses of an undisturbed run. Exit code 1 if any is not. About 2 minutes a fault on 2 cores.
+Three hosts of four (tests/gang/world.py), tiny GLM-4-MoE, a checkpoint every 10 steps. A fault (tests/gang/harm.py) is
+done to one run again and again, each time after a later checkpoint, as far as it goes; the run has to end all the same.
+Measured: seconds until it is noticed (the board says stop), until no process of the attempt is left on any host, and
+until the next step is made; how many steps were made twice; processes that were left. Right is: under 30 s each, at
+most one interval between checkpoints lost, no process left, and a run that ends with every step once and the losses of
+an undisturbed one. Exit code 1 if any is not. About a minute for each on 2 cores.
 """
 
 import argparse
@@ -13,152 +15,87 @@ import contextlib
 import json
 import os
 import random
+import shutil
 import signal
+import statistics
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
-from unittest import mock
 
 import psutil
 
 from tasks.gang.board import Board, newest_attempt
-from tasks.store import open_store
+from tasks.store import Store, open_store
 from tests.flows.world import wait_for
 from tests.gang.conftest import same
+from tests.gang.harm import FAULTS, Fault, mended
 from tests.gang.world import World, missing, world
 
-STEPS = 80
-OUTAGE = 60.0
-RUN = ("--from", "train", "--until", "train", f"train.steps={STEPS}", "layout.nodes=3")
-HOSTS = 4
+HOSTS, NODES = 4, 3
+INTERVAL = 10  # steps between checkpoints
+FIRST, LAST = INTERVAL + 1, 2 * INTERVAL + 4  # steps after the one that a run goes on from, of which a fault takes one
+TAIL = 15  # steps that a run makes after the last one
+SCHEDULE = 2000  # train.steps of all runs: train.stop_after ends them, so that their losses are one's
+SOON = 30.0  # seconds
+RUN_WITHIN = 900.0
+
+
+@dataclass
+class Case:
+    """One fault, once."""
+
+    at: int = 0  # step
+    noticed: float | None = None
+    clean: float | None = None
+    resumed: float | None = None
+    lost: int = 0
+    orphans: int = 0
+    says: str = ""
+
+    def wrong(self) -> Iterator[str]:
+        for what in ("noticed", "clean"):
+            if (seconds := getattr(self, what)) and seconds > SOON:
+                yield f"{what} after {seconds:.0f} s"
+        if self.lost > INTERVAL:
+            yield f"{self.lost} steps lost"
+        if self.orphans:
+            yield f"{self.orphans} processes left"
+
+    def __str__(self) -> str:
+        seconds = {"noticed": self.noticed, "clean": self.clean, "next step": self.resumed}
+        told = [f"{what} after {value:.1f} s" for what, value in seconds.items() if value is not None]
+        return ", ".join([f"after step {self.at}", *told, f"{self.lost} steps lost", self.says]).removesuffix(", ")
 
 
 @dataclass
 class Row:
+    """A fault, as often as it was done."""
+
     fault: str
-    ended: str = "no"
-    noticed: float | None = None
-    clean: float | None = None
-    resumed: float | None = None
-    lost: int | None = None
+    cases: list[Case] = field(default_factory=list)
+    runs: int = 0
     attempts: int = 0
-    orphans: int = 0
-    difference: float | None = None
-    says: str = ""
+    difference: float = 0.0
+    wrong: list[str] = field(default_factory=list)
 
-    @property
-    def right(self) -> bool:
-        quick = all((seconds or 0) < 30 for seconds in (self.noticed, self.clean))
-        return self.ended == "yes" and not self.orphans and quick and (self.lost or 0) <= 20
-
-
-def busy(made: World) -> list[int]:
-    return [host for host in made.workers if made.members(host)]
-
-
-def signal_rank(made: World, number: int) -> None:
-    random.choice(made.ranks(random.choice(busy(made)))).send_signal(number)
+    def __str__(self) -> str:
+        cells = [self.fault, f"{len(self.cases)} in {self.runs}", "; ".join(self.wrong) or "yes"]
+        for what in ("noticed", "clean", "resumed"):
+            seconds = [value for case in self.cases if (value := getattr(case, what)) is not None]
+            cells.append(f"{statistics.median(seconds):.1f}, {max(seconds):.1f}" if seconds else "")
+        lost = max((case.lost for case in self.cases), default=0)
+        orphans = sum(case.orphans for case in self.cases)
+        return "| " + " | ".join(map(str, (*cells, lost, self.attempts, orphans, f"{self.difference:.0e}"))) + " |"
 
 
-def crash_rank(made: World) -> None:
-    """As its own defect would: an abort."""
-    signal_rank(made, 6)
-
-
-def kill_rank(made: World) -> None:
-    signal_rank(made, 9)
-
-
-def stop_rank(made: World) -> None:
-    signal_rank(made, 19)
-
-
-def kill_member(made: World) -> None:
-    made.members(random.choice(busy(made)))[0].kill()
-
-
-def kill_worker(made: World) -> None:
-    host = random.choice(busy(made))
-    made.workers[host].kill()
-    made.workers[host].wait()
-    later(20, lambda: made.work(host))
-
-
-def remove_host(made: World) -> None:
-    host = random.choice(busy(made))
-    made.kill_host(host)
-    later(45, lambda: made.join(host))
-
-
-def partition(made: World) -> None:
-    host = random.choice(busy(made))
-    made.cut(host)
-    later(OUTAGE, lambda: made.heal(host))
-
-
-def restart_prefect(made: World) -> None:
-    server = made.servers["prefect"]
-    for process in [*server.children(recursive=True), server]:
-        with contextlib.suppress(psutil.Error):
-            process.kill()
-    later(5, made.serve)
-
-
-def silence_store(made: World) -> None:
-    made.servers["s3"].suspend()
-    later(OUTAGE, made.servers["s3"].resume)
-
-
-def kill_while_saving(made: World) -> None:
-    folder = Path(made.environment["FINETUNE_RUNS"])
-
-    def half() -> bool:
-        saves = folder.glob("work/train-*/files/checkpoints/iter_*")
-        return any(not (path / "complete.json").exists() for path in saves)
-
-    until = time.monotonic() + 60
-    while not half():
-        assert time.monotonic() < until
-        time.sleep(0.002)
-    kill_rank(made)
-
-
-def kill_flow(made: World) -> None:
-    made.running.kill()
-    made.running.wait()
-
-
-def cancel(made: World) -> None:
-    made.running.send_signal(signal.SIGTERM)  # SIGINT is ignored by what a shell starts in the background
-
-
-def later(seconds: float, what: Callable[[], None]) -> None:
-    thread = threading.Timer(seconds, what)
-    LATER.append(thread)
-    thread.start()
-
-
-LATER: list[threading.Timer] = []
-FAULTS: dict[str, Callable[[World], None]] = {
-    "rank crash": crash_rank,
-    "rank SIGKILL": kill_rank,
-    "rank SIGSTOP": stop_rank,
-    "member SIGKILL": kill_member,
-    "worker SIGKILL": kill_worker,
-    "flow SIGKILL": kill_flow,
-    "host removed": remove_host,
-    "partition, 60 s": partition,
-    "Prefect restart": restart_prefect,
-    "store away, 60 s": silence_store,
-    "killed in a save": kill_while_saving,
-    "cancel": cancel,
-}
-GOES_ON = ("Prefect restart", "store away, 60 s")  # nothing is to be noticed, and nothing lost
-STARTED_AGAIN = ("flow SIGKILL", "cancel")  # by whoever started it
+HEAD = (
+    "| fault | times, in runs | ends right | noticed: median, longest | clean | next step | steps lost, most "
+    "| attempts | processes left | difference of losses |\n" + "|---" * 10 + "|"
+)
 
 
 def main() -> int:
@@ -168,136 +105,151 @@ def main() -> int:
         return 0
     random.seed(options.seed)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # what was started is ended
-    rows = []
+    faults = {name: FAULTS[name] for name in options.only or FAULTS}
+    rows: list[Row] = []
     with tempfile.TemporaryDirectory(prefix="faults-") as folder, world(Path(folder), HOSTS) as made:
-        first = made.flow(*RUN)
-        expected: dict[int, float] = {}
-        while first.poll() is None:
-            expected = losses(made) or expected
-            time.sleep(0.3)
-        assert first.returncode == 0, (made.folder / "flow.log").read_text()
-        expected |= losses_in_store(made)
-        print(HEAD, flush=True)
-        for name in options.only or FAULTS:
-            for _ in range(options.times):
-                rows.append(_one(made, name, expected))
-                print(_line(rows[-1]), flush=True)
-                if not rows[-1].right:
-                    keep = Path(tempfile.gettempdir()) / f"fault-{name.replace(' ', '-')}.log"
-                    keep.write_text((made.folder / "flow.log").read_text())
-                    print(f"its log: {keep}", file=sys.stderr, flush=True)
-    return 0 if all(row.right for row in rows) else 1
+        os.environ.update(made.environment)
+        expected = _undisturbed(made, max(_steps(fault, options.times) for fault in faults.values()))
+        for name, fault in faults.items():
+            rows.append(Row(name))
+            while len(rows[-1].cases) < options.times and not rows[-1].wrong:
+                _one_run(made, fault, rows[-1], options.times - len(rows[-1].cases), expected)
+            if rows[-1].wrong:
+                keep = Path(options.keep or tempfile.gettempdir()) / f"fault-{name.replace(' ', '-')}.log"
+                shutil.copy(made.folder / "flow.log", keep)
+                print(f"{name}: {'; '.join(rows[-1].wrong)}; its log: {keep}", flush=True)
+    print("", HEAD, *rows, sep="\n", flush=True)
+    return 1 if any(row.wrong for row in rows) else 0
 
 
-def _one(made: World, name: str, expected: dict[int, float]) -> Row:
-    row, moment = Row(name), random.randint(11, 30)
+def _steps(fault: Fault, times: int) -> int:
+    return LAST + TAIL + fault.steps * min(times, fault.each_run or times)
+
+
+def _undisturbed(made: World, steps: int) -> dict[int, float]:
+    began = time.monotonic()
+    flow = _start(made, steps)
+    gang = _gang(made, flow)
+    assert flow.wait(RUN_WITHIN) == 0, (made.folder / "flow.log").read_text()
+    print(f"undisturbed: {steps} steps in {time.monotonic() - began:.0f} s", flush=True)
+    return _losses(gang)
+
+
+def _one_run(made: World, fault: Fault, row: Row, times: int, expected: dict[int, float]) -> None:
+    times = min(times, fault.each_run or times)
+    steps = _steps(fault, times)
     (made.folder / "flow.log").unlink(missing_ok=True)
-    made.running = made.flow(*RUN)
-    wait_for(lambda: made.step() >= moment or made.running.poll() is not None, 120)
-    attempt = _attempt(made)
-    before, at = made.training(), made.step()
-    began, wall = time.monotonic(), time.time()
-    FAULTS[name](made)
-    if name == "killed in a save":
-        began, wall, at = time.monotonic(), time.time(), made.step()
-    watcher = threading.Thread(target=_notice, args=(made, attempt, row, began), daemon=True)
-    if name not in GOES_ON:
-        watcher.start()
-        _, alive = psutil.wait_procs(before, 60)
-        row.clean = time.monotonic() - began
-        row.orphans += len(alive)
-    if name in STARTED_AGAIN:
-        made.running.wait(60)
-        made.running = made.flow(*RUN)
+    for failed in made.folder.glob("runs/work/train-*"):
+        shutil.rmtree(failed)
+    made.running = _start(made, steps)
+    row.runs += 1
     try:
-        while made.running.poll() is None and time.monotonic() - began < 600:
-            _see_resumed(made, row, wall, at)
-            time.sleep(0.3)
+        gang = _gang(made, made.running)
+        first, base = newest_attempt(_store(), gang), 0
+        for _ in range(times):
+            moment = base + random.randint(FIRST, LAST)
+            wait_for(lambda at=moment: made.step() >= at or made.running.poll() is not None, RUN_WITHIN)
+            if made.running.poll() is not None or not made.training():
+                break  # it was quicker than its faults: those left are another run's
+            time.sleep(random.uniform(0, 0.5))
+            case = _case(made, fault, gang, steps)
+            row.cases.append(case)
+            row.wrong += case.wrong()
+            print(f"{row.fault} {len(row.cases)}: {case}", flush=True)
+            mended()
+            base = made.step() // INTERVAL * INTERVAL
+        if made.running.wait(RUN_WITHIN):
+            row.wrong.append("ends with an error")
+        row.attempts += newest_attempt(_store(), gang) - first + 1
+        _compare(row, _losses(gang), {step: expected[step] for step in range(1, steps + 1)})
+    except (TimeoutError, AssertionError) as error:
+        row.wrong.append(f"{type(error).__name__}: {error}")
     finally:
         made.running.kill()
-    for thread in LATER:
-        thread.join()
-    LATER.clear()
-    found = losses_in_store(made)
-    row.attempts = _attempt(made) - attempt + 1
-    ended = made.running.wait() == 0 and found.keys() == expected.keys()
-    row.ended = "yes" if ended and same(found, expected, 1e-3) else "other losses" if ended else "no"
-    if ended:
-        row.difference = max(abs(found[step] - expected[step]) / expected[step] for step in expected)
+        made.running.wait()
+        mended()
     with contextlib.suppress(TimeoutError):
         wait_for(lambda: not made.training(), 15)
-    row.orphans += len(made.training())
-    return row
+    if left := made.training():
+        row.wrong.append(f"{len(left)} processes left after the end")
 
 
-def _notice(made: World, attempt: int, row: Row, began: float) -> None:
-    with mock.patch.dict(os.environ, made.environment):
-        board = Board(open_store(made.environment["FINETUNE_STORE"], hasty=True), _gang(made), attempt)
-        while row.noticed is None and time.monotonic() - began < 90:
-            with contextlib.suppress(Exception):
-                word = board.read("gang.json") or {}
-                stopped = any((board.read(f"nodes/{k}.json") or {}).get("reason") for k in range(3))
-                if word.get("state") == "stop" or stopped:
-                    row.noticed, row.says = time.monotonic() - began, word.get("reason", "")
-            time.sleep(0.2)
+def _case(made: World, fault: Fault, gang: str, steps: int) -> Case:
+    case, attempt, before = Case(), newest_attempt(_store(), gang), made.training()
+    fault.do(made)
+    began, wall = time.monotonic(), time.time()
+    case.at = made.step()
+    if fault.goes_on:
+        return case
+    watcher = threading.Thread(target=_notice, args=(Board(_store(), gang, attempt), case, began), daemon=True)
+    watcher.start()
+    _, alive = psutil.wait_procs(before, 2 * SOON)
+    case.clean, case.orphans = time.monotonic() - began, len(alive)
+    if fault.again:
+        made.running.wait(2 * SOON)
+        made.running = _start(made, steps)
+    wait_for(lambda: _goes_on(made, case, wall) or made.running.poll() is not None, 300)
+    watcher.join(2 * SOON)
+    return case
 
 
-def _see_resumed(made: World, row: Row, wall: float, at: int) -> None:
-    if row.resumed is not None:
-        return
+def _notice(board: Board, case: Case, began: float) -> None:
+    while case.noticed is None and time.monotonic() - began < 3 * SOON:
+        with contextlib.suppress(Exception):
+            word = board.read("gang.json") or {}
+            stopped = any((board.read(f"nodes/{k}.json") or {}).get("reason") for k in range(NODES))
+            if word.get("state") == "stop" or stopped:
+                case.noticed, case.says = time.monotonic() - began, word.get("reason", "")
+        time.sleep(0.2)
+
+
+def _goes_on(made: World, case: Case, wall: float) -> bool:
     lines = made.lines()
     starts = [line for line in lines if line["kind"] == "start" and line["time"] > wall]
-    if not starts:
+    steps = [line for line in lines if starts and line["kind"] == "train" and line["time"] > starts[-1]["time"]]
+    if not steps:
+        return False
+    case.resumed = steps[0]["time"] - wall
+    case.lost = max(0, case.at - starts[-1]["step"])
+    return True
+
+
+def _compare(row: Row, found: dict[int, float], expected: dict[int, float]) -> None:
+    if found.keys() != expected.keys():
+        row.wrong.append(f"{len(found)} steps of {len(expected)}")
         return
-    steps = [line for line in lines if line["kind"] == "train" and line["time"] > starts[-1]["time"]]
-    if steps:
-        row.resumed = steps[0]["time"] - wall
-        row.lost = max(0, at - starts[-1]["step"])
+    row.difference = max([row.difference, *(abs(found[s] - expected[s]) / expected[s] for s in expected)])
+    if not same(found, expected):
+        row.wrong.append("other losses")
 
 
-def losses(made: World) -> dict[int, float]:
-    return {line["step"]: line["lm_loss"] for line in made.lines() if line["kind"] == "train"}
+def _start(made: World, steps: int):
+    fixed = [f"layout.nodes={NODES}", f"train.steps={SCHEDULE}", f"checkpoint.save_every={INTERVAL}"]
+    return made.flow("--from", "train", "--until", "train", *fixed, f"train.stop_after={steps}")
 
 
-def losses_in_store(made: World) -> dict[int, float]:
-    with mock.patch.dict(os.environ, made.environment):
-        store = open_store(made.environment["FINETUNE_STORE"])
-        found = store.read(f"{_gang(made).replace('-', '/', 1)}/files/metrics.jsonl")
+def _gang(made: World, flow) -> str:
+    """Of the run under way: the folder that it works in."""
+    log, found = made.folder / "flow.log", []
+    wait_for(lambda: "attempt" in log.read_text() or flow.poll() is not None, 300)
+    for line in log.read_text().splitlines():
+        if "Task run 'train" in line and " train/" in line:
+            found.append(line.partition(" train/")[2].partition(":")[0])
+    assert found, log.read_text()
+    return f"train-{found[-1]}"
+
+
+def _losses(gang: str) -> dict[int, float]:
+    """Of the artifact in the store."""
+    found = _store().read(f"{gang.replace('-', '/', 1)}/files/metrics.jsonl")
     lines = [json.loads(line) for line in found[0].splitlines()] if found else []
     steps = [line for line in lines if line["kind"] == "train"]
-    assert len(steps) == len({line["step"] for line in steps})
+    assert len(steps) == len({line["step"] for line in steps}), "a step twice"
     return {line["step"]: line["lm_loss"] for line in steps}
 
 
-def _gang(made: World) -> str:
-    """There is one, of all the runs here."""
-    if not GANG:
-        with mock.patch.dict(os.environ, made.environment):
-            names = open_store(made.environment["FINETUNE_STORE"]).keys("gangs")
-        GANG.append(next(name.partition("/")[0] for name in names if name.startswith("train-")))
-    return GANG[0]
-
-
-GANG: list[str] = []
-
-
-def _attempt(made: World) -> int:
-    with mock.patch.dict(os.environ, made.environment):
-        return newest_attempt(open_store(made.environment["FINETUNE_STORE"]), _gang(made))
-
-
-HEAD = (
-    "| fault | ends right | noticed after | clean after | next step after | steps lost | attempts | orphans "
-    "| largest difference | what it was |\n" + "|---" * 10 + "|"
-)
-
-
-def _line(row: Row) -> str:
-    seconds = [f"{value:.1f} s" if value is not None else "" for value in (row.noticed, row.clean, row.resumed)]
-    lost = "" if row.lost is None else row.lost
-    difference = "" if row.difference is None else f"{row.difference:.1e}"
-    cells = [row.fault, row.ended, *seconds, lost, row.attempts, row.orphans, difference, row.says]
-    return "| " + " | ".join(map(str, cells)) + " |"
+def _store() -> Store:
+    return open_store(os.environ["FINETUNE_STORE"], hasty=True)
 
 
 def _arguments() -> argparse.Namespace:
@@ -305,6 +257,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("times", metavar="N", type=int, nargs="?", default=5)
     parser.add_argument("--only", nargs="+", metavar="NAME", choices=FAULTS)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--keep", metavar="FOLDER", help="for logs of runs that went wrong; default: temporary files'")
     return parser.parse_args()
 
 

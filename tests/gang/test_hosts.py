@@ -1,4 +1,4 @@
-"""Gangs on hosts of their own addresses, each with a Prefect worker: what a flow that asks for three of them sees."""
+"""Gangs on hosts of their own addresses, each with a Prefect worker: what a flow that asks for some of them sees."""
 
 import json
 import os
@@ -13,7 +13,10 @@ from tests.flows.world import wait_for
 from tests.gang import world as worlds
 from tests.gang.conftest import same
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(500)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+
+INSIDE = ("layout.gpus_per_node=2", "layout.tp=2", "layout.sp=true", "layout.ep=2")  # of each host
 
 
 @pytest.fixture(scope="module")
@@ -22,6 +25,14 @@ def hosts(tmp_path_factory):
         pytest.skip(why)
     with worlds.world(tmp_path_factory.mktemp("hosts"), 2) as made:
         yield made
+
+
+@pytest.fixture(scope="module")
+def alone(hosts) -> dict[int, float]:
+    """Losses of one process."""
+    own = {"FINETUNE_STORE": str(hosts.folder / "one"), "FINETUNE_RUNS": str(hosts.folder / "runs-one")}
+    assert hosts.flow("--until", "train", "gang.engine=local", **own).wait(200) == 0
+    return losses(hosts, **own)
 
 
 def losses(made: worlds.World, **environment: str) -> dict[int, float]:
@@ -35,18 +46,37 @@ def losses(made: worlds.World, **environment: str) -> dict[int, float]:
     return {line["step"]: line["lm_loss"] for line in lines if line["kind"] == "train"}
 
 
-def test_a_gang_waits_without_holding_hosts_and_trains_as_one_process_does(hosts):
-    own = {"FINETUNE_STORE": str(hosts.folder / "one"), "FINETUNE_RUNS": str(hosts.folder / "runs-one")}
-    assert hosts.flow("--until", "train", "gang.engine=local", **own).wait(200) == 0
-    (hosts.folder / "flow.log").unlink()
-    flow = hosts.flow("--until", "train", "layout.nodes=3", "layout.ep=1")
+def test_a_gang_waits_without_holding_hosts_and_trains_as_one_process_does(hosts, alone):
     log = hosts.folder / "flow.log"
+    log.unlink()
+    flow = hosts.flow("--until", "train", "layout.nodes=3", "layout.ep=1")
     wait_for(lambda: "waits for hosts: 3 of pool finetune-nodes, where 2 workers are free" in log.read_text(), 90)
     assert hosts.training() == []
     hosts.join(2)
     assert flow.wait(150) == 0, log.read_text()
     assert re.search(r"attempt 1: (host\d(, )?){3} train", log.read_text())
-    assert same(losses(hosts), losses(hosts, **own))
+    assert same(losses(hosts), alone)
+    wait_for(lambda: hosts.training() == [], 10)
+
+
+@pytest.mark.parametrize("count, across", [(3, "dp 3, ep 2"), (4, "pp 2, vpp None, cp 1, dp 2, ep 2")])
+def test_tensor_and_expert_parallel_inside_and_the_rest_across_hosts(hosts, alone, count, across):
+    """Where there is one worker less than hosts that are asked for, none is held until it comes."""
+    log = hosts.folder / "flow.log"
+    log.unlink(missing_ok=True)
+    for host in {*range(count - 1)} - {*hosts.workers}:
+        hosts.join(host)
+    shape = (*INSIDE, f"layout.nodes={count}", f"layout.pp={2 if 'pp 2' in across else 1}")
+    flow = hosts.flow("--from", "train", "--until", "train", *shape)
+    if count - 1 not in hosts.workers:
+        waits = f"waits for hosts: {count} of pool finetune-nodes, where {count - 1} workers are free"
+        wait_for(lambda: waits in log.read_text(), 90)
+        assert hosts.training() == []
+        hosts.join(count - 1)
+    assert flow.wait(400) == 0, log.read_text()
+    assert re.search(rf"attempt \d+: (host\d(, )?){{{count}}} train", log.read_text())
+    assert "tp 2, sp True" in log.read_text() and across in log.read_text()
+    assert same(losses(hosts), alone)
     wait_for(lambda: hosts.training() == [], 10)
 
 

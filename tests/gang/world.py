@@ -3,7 +3,8 @@
     with world(folder, hosts=3) as made: made.flow("--until", "train") ...
 
 A bridge joins them; this machine is 10.213.0.1 on it, with Prefect's server and S3. What can happen to hosts is a
-method each. The file system is one: it is what FINETUNE_RUNS has to be. Needs root and ip (iproute2).
+method each. The file system is one, as FINETUNE_RUNS has to be; temporary files are on a disk of each host's own. Needs
+root and ip (iproute2).
 """
 
 import contextlib
@@ -30,6 +31,7 @@ BIN = Path(sys.executable).parent
 POOL = "finetune-nodes"
 NET = "10.213.0"
 BRIDGE = "gangbr"
+DISK = 64 << 20  # bytes of a host's own disk
 CONF = """
 name: hosts
 model: {source: "tiny://glm4-moe"}
@@ -71,6 +73,11 @@ class World:
         ip("-n", name, "addr", "add", address, "dev", "eth0")
         ip("-n", name, "link", "set", "eth0", "up")
         ip("-n", name, "link", "set", "lo", "up")
+        self.disk(host).mkdir(exist_ok=True)
+        if not self.disk(host).is_mount():
+            mount = ["mount", "-t", "tmpfs", "-o", f"size={DISK}", "tmpfs", self.disk(host)]
+            subprocess.run(mount, check=True)
+            self.stack.callback(subprocess.run, ["umount", "--lazy", self.disk(host)])
         self.work(host)
 
     def work(self, host: int) -> None:
@@ -79,12 +86,24 @@ class World:
             self.workers[host] = subprocess.Popen(
                 ["ip", "netns", "exec", f"gang{host}", *command],
                 cwd=ROOT,
-                env=self.environment,
+                env=self.environment | {"TMPDIR": str(self.disk(host))},
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
                 start_new_session=True,
             )
+
+    def disk(self, host: int) -> Path:
+        return self.folder / f"disk{host}"
+
+    def fill(self, host: int) -> None:
+        """To the last byte."""
+        with contextlib.suppress(OSError), (self.disk(host) / "full").open("wb", buffering=0) as file:
+            while file.write(bytes(1 << 20)):
+                pass
+
+    def empty(self, host: int) -> None:
+        (self.disk(host) / "full").unlink()
 
     def cut(self, host: int) -> None:
         ip("link", "set", f"gv{host}", "down")

@@ -197,6 +197,13 @@ def test_a_disk_that_is_full_everywhere_is_no_hosts_fault():
     assert classify(Evidence(ranks)).blamed == ()
 
 
+def test_a_host_whose_own_disk_is_full_is_left_out():
+    full = "this host's own disk is full: 0.3 MB free at /tmp/gang-a/run"
+    ranks = (Rank(0, "a", 1, 7, (GLOO_CLOSED,)), Rank(1, "b", 1, 7, (full, "OSError: No space left on device"), 1))
+    found = classify(Evidence(ranks, free={"a": 0, "b": 0}))
+    assert (found.kind, found.blamed) == ("host", ("b",)) and found.line.endswith(full)
+
+
 def test_data_names_its_samples():
     run = load("tiny")
     failure = classify(Evidence((Rank(0, "a", 1, 3, ("IndexError: index out of range in self",)),)), run)
