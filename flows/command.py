@@ -1,10 +1,10 @@
 """python -m flows.finetune: reads and checks what is asked for, before Prefect starts anything."""
 
 import argparse
-import sys
 
 from conf.changes import from_overrides
 from conf.load import ConfigError, load
+from flows.arguments import of_a_run, refused
 from tasks import forecast, pipeline, plan
 from tasks.faults import Fault
 from tasks.session import open_run_store
@@ -29,28 +29,23 @@ def command(flow, description: str) -> int:
             print("\n".join([*would, plan.summary(planned)]))
             return 0
     except (ConfigError, Fault) as fault:
-        print("".join(f"error: {line}\n" for line in str(fault).splitlines()), end="", file=sys.stderr)
-        return 2
+        return refused(fault)
     # All was checked above, and the deployments' form knows neither files outside of conf/ nor nulls.
     state = flow.with_options(validate_parameters=False)(
         conf=options.conf, changes=from_overrides(options.overrides), first=first, last=last, return_state=True
     )
     if state.is_failed() and state.message:
-        print("".join(f"error: {line}\n" for line in state.message.splitlines()), end="", file=sys.stderr)
+        refused(state.message)
     return 0 if state.is_completed() else 1 if state.name == "Crashed" else 2
 
 
 def _arguments(description: str) -> argparse.Namespace:
     stages = ", ".join(pipeline.ORDER)
-    parser = argparse.ArgumentParser(
-        prog="python -m flows.finetune",
-        description=description,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog=f"Stages, in order: {stages}. FINETUNE_STORE names the store (s3://bucket/prefix or a folder), "
-        "FINETUNE_RUNS the local folder for work and caches (runs), MLFLOW_TRACKING_URI the tracking server.",
+    parser = of_a_run("flows.finetune", description, example="optimizer.lr=2e-4", default="tiny")
+    parser.epilog = (
+        f"Stages, in order: {stages}. FINETUNE_STORE names the store (s3://bucket/prefix or a folder), "
+        "FINETUNE_RUNS the local folder for work and caches (runs), MLFLOW_TRACKING_URI the tracking server."
     )
-    parser.add_argument("conf", metavar="CONF", nargs="?", default="tiny", help="a name in conf/, or a YAML file")
-    parser.add_argument("overrides", metavar="KEY=VALUE", nargs="*", help="such as optimizer.lr=2e-4")
     parser.add_argument("--until", dest="last", metavar="STAGE", help="end after this stage")
     parser.add_argument("--from", dest="first", metavar="STAGE", help="make this stage and all behind it anew")
     parser.add_argument("--dry-run", action="store_true", help="print what would run and what it would cost")

@@ -17,6 +17,7 @@ from conf.load import ConfigError, load
 from conf.plan.hardware import of
 from conf.plan.verdict import facts_of, settle
 from conf.schema import Run
+from flows.arguments import of_a_run, refused
 from tasks.faults import Fault
 from tasks.gang.board import Board
 from tasks.gang.engines import kubernetes, slurm
@@ -37,8 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise Fault(f"gang.engine: {run.gang.engine} submits nothing; --engine is {' or '.join(SHOWN)}")
         print(SHOWN[run.gang.engine](_in_a_flow(run), Board(open_run_store(), GANG, 1)), end="")
     except (ConfigError, Fault) as fault:
-        print("".join(f"error: {line}\n" for line in str(fault).splitlines()), end="", file=sys.stderr)
-        return 2
+        return refused(fault)
     return 0
 
 
@@ -48,14 +48,7 @@ def _in_a_flow(run: Run) -> Run:
 
 
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m flows.gang",
-        usage=argparse.SUPPRESS,  # a fault is one line
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("conf", metavar="NAME", help="a name in conf/, or a YAML file")
-    parser.add_argument("overrides", metavar="KEY=VALUE", nargs="*", help="such as slurm.partition=h100")
+    parser = of_a_run("flows.gang", __doc__, example="slurm.partition=h100")
     parser.add_argument("--engine", choices=SHOWN, help="in place of gang.engine")
     return parser.parse_intermixed_args(argv)
 

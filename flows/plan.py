@@ -23,6 +23,7 @@ from conf.plan.hardware import GB, Gpu
 from conf.plan.search import Found, search
 from conf.plan.verdict import NothingFits, facts_of, plan, settle, settled_on
 from conf.schema import Run
+from flows.arguments import of_a_run, refused
 from tasks import rehearse
 from tasks.faults import Fault
 from tasks.launch import Broken
@@ -46,8 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         except NothingFits:
             return _search(run, facts, settled_on(run, gpu), run.world, options)
     except ConfigError as fault:
-        print("".join(f"error: {line}\n" for line in str(fault).splitlines()), end="", file=sys.stderr)
-        return 2
+        return refused(fault)
     planned = plan(run, facts, gpu)
     shown, text = display.as_dict(planned), list(display.lines(planned))
     passed = planned.fits
@@ -55,8 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         try:
             answer = rehearse.rehearse(run, options.steps)
         except (Fault, Broken) as failed:
-            print("".join(f"error: {line}\n" for line in str(failed).splitlines()), end="", file=sys.stderr)
-            return 2 if isinstance(failed, Fault) else 1
+            return refused(failed, code=2 if isinstance(failed, Fault) else 1)
         shown["rehearsal"] = answer
         text += ["", "rehearsed with Megatron itself:", *answer["text"]]
         passed = passed and rehearse.passed(answer)
@@ -111,14 +110,7 @@ def _table(run: Run, gpu: Gpu, gpus: int, found: Found, top: int) -> Iterator[st
 
 
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m flows.plan",
-        usage=argparse.SUPPRESS,  # a fault is one line
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("conf", metavar="NAME", help="a name in conf/ or its folders, or a YAML file")
-    parser.add_argument("overrides", metavar="KEY=VALUE", nargs="*", help="such as layout.ep=16")
+    parser = of_a_run("flows.plan", __doc__, example="layout.ep=16", names="a name in conf/ or its folders")
     parser.add_argument("--gpu", metavar="KIND", help=f"{', '.join(hardware.NAMES)}, or a .yaml of your own")
     parser.add_argument("--gpus", metavar="N", type=int, help="search the layouts of so many GPUs")
     parser.add_argument("--price", metavar="USD", type=float, help="per GPU and hour")

@@ -12,7 +12,7 @@ from prefect import State, task
 from conf.schema import Run
 from tasks import launch
 from tasks.artifact import Artifact, Stage, Work
-from tasks.gang import controller
+from tasks.gang import controller, page
 from tasks.progress import Progress, newest
 from tasks.session import OPTIONS, Session
 from tasks.tracking import plots
@@ -77,7 +77,9 @@ def train(session: Session, model: Artifact, base: Artifact, data: Artifact) -> 
 
         try:
             if several:
-                controller.train(run, work.folder, session.store, work.folder.name, say, stop, tick)
+                gang = work.folder.name
+                with page.told(session, run, gang, metrics) as teller:
+                    controller.train(run, work.folder, session.store, gang, say, stop, tick, teller)
             else:
                 launch.trainer("train", run, work.folder, say, stop, tick)
         finally:

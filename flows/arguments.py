@@ -1,0 +1,30 @@
+"""What command lines have in common: a run's configuration with overrides, and a fault in lines of its own."""
+
+import argparse
+import sys
+
+
+def parser(module: str, description: str | None) -> argparse.ArgumentParser:
+    return argparse.ArgumentParser(
+        prog=f"python -m {module}",
+        usage=argparse.SUPPRESS,  # a fault is one line
+        description=description,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+
+
+def of_a_run(
+    module: str, description: str | None, example: str, names: str = "a name in conf/", default: str | None = None
+) -> argparse.ArgumentParser:
+    """Takes NAME [KEY=VALUE ...]; parse_intermixed_args lets options stand anywhere among them."""
+    made = parser(module, description)
+    optional = {"nargs": "?", "default": default} if default else {}
+    made.add_argument("conf", metavar="NAME", help=f"{names}, or a YAML file", **optional)
+    made.add_argument("overrides", metavar="KEY=VALUE", nargs="*", help=f"such as {example}")
+    return made
+
+
+def refused(fault: object, code: int = 2) -> int:
+    """Says it; the exit code, 2 for what the caller can mend."""
+    print("".join(f"error: {line}\n" for line in str(fault).splitlines()), end="", file=sys.stderr)
+    return code

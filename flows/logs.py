@@ -1,0 +1,292 @@
+"""Logs: what the ranks of a gang have printed, from the store, while they run and afterwards.
+
+    python -m flows.logs                                   gangs, newest first, and how each attempt ended
+    python -m flows.logs train-6a8e                        rank 0 of the newest attempt
+    python -m flows.logs train-6a8e --attempt 1 --rank 17 --err --tail 50
+    python -m flows.logs train-6a8e --host node7           all ranks of that host
+    python -m flows.logs train-6a8e --torchrun             torchrun of each host
+    python -m flows.logs --follow                          as it comes, and on with the next attempt
+
+A gang is named by its training's fingerprint, or the part of it that tells it apart, by its configuration or by its
+flow run; options alone mean the newest. FINETUNE_STORE and FINETUNE_RUNS count as in a flow. Exit code: 0; 2 for what
+does not exist.
+"""
+
+import argparse
+import contextlib
+import os
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from datetime import datetime
+from difflib import get_close_matches
+
+from flows.arguments import parser, refused
+from tasks import lease
+from tasks.faults import Fault
+from tasks.gang import history, logs
+from tasks.gang.board import Board
+from tasks.gang.history import DONE, Attempt, History, Host
+from tasks.gang.logs import Log
+from tasks.session import open_run_store
+from tasks.store import Store
+
+POLLED = 1.0
+AGAIN_WITHIN = 20.0  # seconds in which a flow tries a task again that has failed
+SHOWN = 8  # attempts of a gang in the list, and hosts
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    options = _arguments(argv)
+    try:
+        store = open_run_store()
+        if options == _arguments([]):
+            print("\n".join(listing(store)))
+            return 0
+        gang = _named(store, options.gang)
+        if options.follow:
+            for line in following(store, gang, options):
+                print(line, flush=True)
+            return 0
+        for line in whole(store, gang, options):
+            print(line)
+    except Fault as fault:
+        return refused(fault)
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:  # whoever reads this has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return 0
+
+
+def listing(store: Store) -> Iterator[str]:
+    gangs = history.every(store)
+    if not gangs:
+        yield f"no gang has trained yet, in {store.uri}"
+    silent = _silent(store, gangs)
+    for told in gangs:
+        names = [host.name for host in told.hosts]
+        hosts = ", ".join(names[:SHOWN]) + (f" and {len(names) - SHOWN} more" if len(names) > SHOWN else "")
+        state = "nobody controls it" if told.gang in silent else history.state(told)
+        yield f"{told.gang}  {told.run}  {told.flow}  {state}"
+        yield f"    hosts {hosts or 'have not come yet'}"
+        attempts = history.settled(told)
+        if len(attempts) > SHOWN:
+            yield f"    {len(attempts) - SHOWN} attempts before"
+        yield from (f"    {_line(one)}" for one in attempts[-SHOWN:])
+
+
+def whole(store: Store, gang: str, options: argparse.Namespace) -> Iterator[str]:
+    number, hosts = _attempt(store, gang, options.attempt)
+    sources = _sources(Board(store, gang, number), hosts, options)
+    for log in sources:
+        with contextlib.suppress(StopIteration):
+            lines = _all(log, options.tail)
+            first = next(lines)
+            yield from _title(log, len(sources) > 1)
+            yield first
+            yield from lines
+
+
+def following(store: Store, gang: str, options: argparse.Namespace) -> Iterator[str]:
+    """Of one attempt after the other, until there will be no other."""
+    number = options.attempt or max(1, logs.newest(store, gang))
+    tail = options.tail
+    while True:
+        board = Board(store, gang, number)
+        if hosts := _gathered(board):
+            sources = _sources(board, hosts, options)
+            yield from _followed(board, sources, tail)
+        else:
+            _say(f"attempt {number} ended before all hosts had come")
+        if options.attempt or not _another(store, gang, number):
+            return
+        number, tail = number + 1, None
+
+
+def _followed(board: Board, sources: list[Log], tail: int | None) -> Iterator[str]:
+    shown: Log | None = None
+    started = tail is None
+    while True:
+        over = _closed(board)  # asked before the logs are: what is said last is shipped before that
+        for log in sources:
+            lines = list(log.lines()) if started else log.tail(tail or 0)
+            lines += log.last() if over else []
+            if lines and shown is not log:
+                yield from _title(log, len(sources) > 1)
+                shown = log
+            yield from lines
+        started = True
+        if over:
+            return
+        time.sleep(POLLED)
+
+
+def _gathered(board: Board) -> tuple[Host, ...]:
+    """Its hosts, once all have come; none where the attempt ends before."""
+    told = False
+    while not (hosts := _hosts(board)):
+        if _closed(board):
+            break
+        if not told:
+            _say(f"attempt {board.attempt} waits for its hosts")
+            told = True
+        time.sleep(POLLED)
+    return hosts
+
+
+def _another(store: Store, gang: str, number: int) -> bool:
+    """Waits for the next attempt, or for the word that there is none."""
+    since, told = None, False
+    while not store.read(f"gangs/{gang}/{number + 1}/gang.json"):
+        known = history.read(store, gang)
+        if known is None or (known.end and known.attempts[-1].number <= number):
+            since = since or time.monotonic()
+            patience = 0.0 if known and known.end == DONE else AGAIN_WITHIN
+            if time.monotonic() - since >= patience:
+                _say(f"{gang}: {history.state(known) if known else 'no more attempts'}")
+                return False
+        elif not told:
+            ended = next((one for one in known.attempts if one.number == number), None)
+            _say(f"attempt {number}: {ended.how}; {ended.next}" if ended else f"attempt {number} has ended")
+            told = True
+        time.sleep(POLLED)
+    return True
+
+
+def _closed(board: Board) -> bool:
+    """Its controller has ended it, or is gone for good: there is a later attempt."""
+    word = board.read("gang.json") or {}
+    later = board.store.read(f"gangs/{board.gang}/{board.attempt + 1}/gang.json")
+    return bool(word.get("closed") or later)
+
+
+def _all(log: Log, tail: int | None) -> Iterator[str]:
+    if tail is None:
+        yield from log.lines()
+        yield from log.last()
+    else:
+        lines = log.tail(tail)
+        yield from [*lines, *log.last()][-tail:] if tail else []
+
+
+def _sources(board: Board, hosts: tuple[Host, ...], options: argparse.Namespace) -> list[Log]:
+    kind = "err" if options.err else "out"
+    if options.torchrun:
+        found = [logs.of_torchrun(board, host) for host in hosts]
+    elif options.host is not None:
+        names = [host.name for host in hosts]
+        if options.host not in names:
+            raise Fault(f"--host: {options.host}: no host of attempt {board.attempt}; {_nearest(options.host, names)}")
+        found = logs.of_host(board, hosts[names.index(options.host)], kind)
+    else:
+        rank = options.rank or 0
+        one = logs.of_rank(board, hosts, rank, kind)
+        if one is None:
+            last = hosts[-1].first + hosts[-1].ranks - 1
+            raise Fault(f"--rank: {rank} is none of attempt {board.attempt}, which has 0 to {last}")
+        found = [one]
+    if len(found) == 1:
+        _say(f"{board.gang}, attempt {board.attempt}, {found[0].title}, {'stderr' if options.err else 'stdout'}")
+    else:
+        _say(f"{board.gang}, attempt {board.attempt}")
+    return found
+
+
+def _attempt(store: Store, gang: str, wanted: int | None) -> tuple[int, tuple[Host, ...]]:
+    """The newest that has trained, where none is asked for."""
+    newest = logs.newest(store, gang)
+    if wanted is not None:
+        if not 1 <= wanted <= newest:
+            raise Fault(f"--attempt: {wanted}: {gang} has {f'1 to {newest}' if newest else 'none'}")
+        if hosts := _hosts(Board(store, gang, wanted)):
+            return wanted, hosts
+        raise Fault(f"--attempt: {wanted}: not all of its hosts have come, and no rank has begun")
+    for number in range(newest, 0, -1):
+        if hosts := _hosts(Board(store, gang, number)):
+            return number, hosts
+    raise Fault(f"{gang}: no rank has begun yet; --follow waits for it")
+
+
+def _hosts(board: Board) -> tuple[Host, ...]:
+    known = history.read(board.store, board.gang)
+    told = [one.hosts for one in known.attempts if one.number == board.attempt] if known else []
+    return (told[0] if told else ()) or logs.hosts_of(board)
+
+
+def _named(store: Store, name: str | None) -> str:
+    gangs = history.every(store)
+    if name is None:
+        if not gangs:
+            raise Fault(f"no gang has trained yet, in {store.uri}")
+        return gangs[0].gang
+    part = name.replace("train/", "train-")
+    found = [one for one in gangs if one.gang.startswith((part, f"train-{part}"))] if part else []
+    found = found or [one for one in gangs if name in (one.run, one.flow)]
+    if len(found) == 1:
+        return found[0].gang
+    if not found and "/" not in part and store.read(f"gangs/{part}/1/gang.json"):
+        return part  # of a controller that has kept no history
+    if found:
+        several = ", ".join(f"{one.gang} ({one.flow})" for one in found[:SHOWN])
+        raise Fault(f"{name}: names {len(found)} gangs, the newest first: {several}")
+    names = [word for one in gangs for word in (one.gang, one.run, one.flow)]
+    raise Fault(f"{name}: no such gang; {_nearest(part, names)}")
+
+
+def _nearest(name: str, names: list[str]) -> str:
+    near = get_close_matches(name, names, n=1, cutoff=0.4)
+    meant = f"did you mean {near[0]}? " if near else ""
+    there = list(dict.fromkeys(names))
+    more = f" and {len(there) - SHOWN} more" if len(there) > SHOWN else ""
+    return f"{meant}there {'are' if len(there) != 1 else 'is'} {', '.join(there[:SHOWN]) or 'none'}{more}"
+
+
+def _silent(store: Store, gangs: list[History]) -> set[str]:
+    """Of the gangs that have not ended: those whose lease nobody renews. Clocks are not compared: it waits to see."""
+    leases = {told.gang: f"{told.gang.replace('train-', 'train/', 1)}/lease.json" for told in gangs if not told.end}
+    first = {gang: store.read(key) for gang, key in leases.items()}
+    silent = {gang for gang, key in leases.items() if not lease.holder(store, key)}
+    waiting, until = {*leases} - silent, time.monotonic() + 2 * lease.RENEWED
+    while waiting and time.monotonic() < until:
+        time.sleep(POLLED / 2)
+        waiting = {gang for gang in waiting if store.read(leases[gang]) == first[gang]}
+    return silent | waiting
+
+
+def _line(one: Attempt) -> str:
+    began = datetime.fromtimestamp(one.began).strftime("%Y-%m-%d %H:%M")
+    steps = f"steps {one.start} to {one.reached}" if one.ended else f"from step {one.start}"
+    how = f"{one.how}{'; ' if one.next else ''}{one.next}" if one.ended else "trains" if one.hosts else "gathers"
+    return f"{one.number:>3}  {began}  {f'{steps}  ' if one.hosts else ''}{how}"
+
+
+def _title(log: Log, several: bool) -> list[str]:
+    return [f"==> {log.title} <=="] if several else []
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    made = parser("flows.logs", __doc__)
+    made.add_argument("gang", metavar="GANG", nargs="?", help="train-FINGERPRINT or its beginning, or a run's name")
+    made.add_argument("--attempt", metavar="N", type=int, help="the newest that has begun, unless told")
+    of = made.add_mutually_exclusive_group()
+    of.add_argument("--rank", metavar="R", type=int, help="0 unless told")
+    of.add_argument("--host", metavar="NAME", help="all ranks of it")
+    of.add_argument("--torchrun", action="store_true", help="what torchrun itself has said, on each host")
+    made.add_argument("--err", action="store_true", help="what went to stderr instead")
+    made.add_argument("--tail", metavar="N", type=int, help="the last lines of each log alone")
+    made.add_argument("--follow", action="store_true", help="go on with what comes, until the gang ends")
+    options = made.parse_args(argv)
+    if options.tail is not None and options.tail < 0:
+        made.error(f"--tail: {options.tail} is no number of lines")
+    if options.torchrun and options.err:
+        made.error("--err: torchrun has one log")
+    return options
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,101 @@
+"""What the ranks of a gang's attempt have printed, read from the store: pieces as they came, and as they come.
+
+    gangs/<gang>/<attempt>/logs/<member>/rank00003.out.00000
+
+Pieces are asked for by number and never listed: they grow in number for as long as a run does.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import yaml
+
+from tasks.gang.board import Board
+from tasks.gang.history import Host
+from tasks.store import Store
+
+
+@dataclass
+class Log:
+    """One file, read on from where it was left."""
+
+    board: Board
+    name: str  # as 0/rank00000.out
+    title: str
+    piece: int = 0
+    rest: bytes = b""  # of a line that is not whole yet
+
+    def lines(self) -> Iterator[str]:
+        """Whole lines that are new."""
+        while (block := self._read(self.piece)) is not None:
+            self.piece += 1
+            *whole, self.rest = (self.rest + block).split(b"\n")
+            yield from map(_text, whole)
+
+    def last(self) -> list[str]:
+        """What no line's end has followed."""
+        rest, self.rest = self.rest, b""
+        return [_text(rest)] if rest else []
+
+    def tail(self, count: int) -> list[str]:
+        """The last whole lines; lines() gives what comes later."""
+        self.piece = end = self._count()
+        found, block = [], b""
+        while end > 0 and len(found) <= count:
+            end -= 1
+            block = (self._read(end) or b"") + block
+            *found, self.rest = block.split(b"\n")
+        return [_text(line) for line in found[max(0, len(found) - count) :]]
+
+    def _count(self) -> int:
+        """Of pieces: doubled until there is none, then halved."""
+        below, above = 0, 1
+        while self._read(above - 1) is not None:
+            below, above = above, 2 * above
+        while above - below > 1:
+            middle = (above + below) // 2
+            below, above = (middle, above) if self._read(middle - 1) is not None else (below, middle)
+        return below
+
+    def _read(self, piece: int) -> bytes | None:
+        found = self.board.store.read(f"{self.board.place}/logs/{self.name}.{piece:05d}")
+        return found[0] if found else None
+
+
+def of_rank(board: Board, hosts: tuple[Host, ...], rank: int, kind: str) -> Log | None:
+    host = next((host for host in hosts if host.first <= rank < host.first + host.ranks), None)
+    return _of(board, host, rank, kind) if host else None
+
+
+def of_host(board: Board, host: Host, kind: str) -> list[Log]:
+    return [_of(board, host, rank, kind) for rank in range(host.first, host.first + host.ranks)]
+
+
+def of_torchrun(board: Board, host: Host) -> Log:
+    return Log(board, f"{host.member}/torchrun.log", f"torchrun on {host.name}")
+
+
+def newest(store: Store, gang: str, known: int = 0) -> int:
+    """Number of the newest attempt; the board has them without a gap."""
+    while store.read(f"gangs/{gang}/{known + 1}/gang.json"):
+        known += 1
+    return known
+
+
+def hosts_of(board: Board) -> tuple[Host, ...]:
+    """As the board has them, where no history does; none before all have come."""
+    order = (board.read("gang.json") or {}).get("order", [])
+    each = yaml.safe_load(board.text("resolved.yaml"))["layout"]["gpus_per_node"] if order else 0
+    nodes = [board.read(f"nodes/{member}.json") or {} for member in order]
+    return tuple(
+        Host(node.get("host", ""), node.get("address", ""), member, place * each, each)
+        for place, (member, node) in enumerate(zip(order, nodes, strict=True))
+    )
+
+
+def _of(board: Board, host: Host, rank: int, kind: str) -> Log:
+    return Log(board, f"{host.member}/rank{rank:05d}.{kind}", f"rank {rank} on {host.name}")
+
+
+def _text(line: bytes) -> str:
+    return line.decode(errors="replace")

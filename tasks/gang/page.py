@@ -1,0 +1,170 @@
+"""A gang's page in Prefect, its line in MLflow and its history in the store, as its attempts begin and end.
+
+    with told(session, run, gang, metrics) as teller:
+        controller.train(..., teller)
+
+A thread carries them, the newest alone: a service that is away holds nobody up, and is told when it is back.
+"""
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from prefect.client.orchestration import get_client
+from prefect.client.schemas.actions import ArtifactCreate, ArtifactUpdate
+from prefect.context import TaskRunContext
+
+from conf.schema import Run
+from tasks.gang import history
+from tasks.gang.history import DONE, Attempt, History, Teller, settled, state
+from tasks.markdown import code, fenced, table, words
+from tasks.progress import clock
+from tasks.session import Session
+from tasks.store import Store
+from tasks.tracking import Stage
+
+AGAIN = 5.0  # seconds between tries
+LAST_WORDS = 5.0  # seconds that the end of a training waits for the page; the thread goes on beside what follows
+SHOWN = 50  # hosts and attempts on the page
+
+
+@contextlib.contextmanager
+def told(session: Session, run: Run, gang: str, metrics: Path) -> Iterator[Teller]:
+    carrier = Carrier(session.store, gang, PrefectPage(f"gang-{run.name}"))
+    tracked = session.tracked("train")
+
+    def tell(news: History) -> None:
+        tag(tracked, news)
+        carrier.take(news)
+
+    teller = Teller(History(gang, run.name, session.name), metrics, tell)
+    try:
+        with teller.over():
+            yield teller
+    finally:
+        carrier.close(LAST_WORDS)
+
+
+def tag(tracked: Stage, news: History) -> None:
+    """Returns at once: the journal of MLflow waits, nobody else does."""
+    names = [host.name for host in news.hosts]
+    tags: dict[str, Any] = {"finetune.gang": news.gang, "finetune.gang.hosts": ", ".join(names)}
+    if news.attempts:
+        tags["finetune.gang.attempts"] = news.attempts[-1].number
+    if news.failure:
+        tags["finetune.gang.last_failure"] = news.failure
+    tracked.tags(tags)
+
+
+class Carrier:
+    """Sends the newest history to the store and to the page, each until it has taken it."""
+
+    def __init__(self, store: Store, gang: str, show: Callable[[str, str], None]):
+        self.store, self.gang, self.show = store, gang, show
+        self.newest: History | None = None
+        self._earlier: History | None = None
+        self._wake, self._closing = threading.Event(), threading.Event()
+        self._thread = threading.Thread(target=self._carry, daemon=True, name=f"page of {gang}")
+        self._thread.start()
+
+    def take(self, news: History) -> None:
+        self.newest = news
+        self._wake.set()
+
+    def close(self, within: float) -> None:
+        self._closing.set()
+        self._wake.set()
+        self._thread.join(within)
+
+    def _carry(self) -> None:
+        recalled, kept, shown = False, None, None
+        while True:
+            closing, news = self._closing.is_set(), self.newest
+            with contextlib.suppress(Exception):  # the store is away
+                if not recalled:
+                    self._earlier, recalled = history.read(self.store, self.gang), True
+                if news is not None and news is not kept:
+                    history.write(self.store, news.behind(self._earlier))
+                    kept = news
+            with contextlib.suppress(Exception):  # Prefect's server is
+                if news is not None and news is not shown:
+                    whole = news.behind(self._earlier)
+                    self.show(page(whole, self.store), state(whole))
+                    shown = news
+            late = news is not kept or news is not shown
+            if closing and not late and news is self.newest:
+                return
+            self._wake.wait(AGAIN if late else None)
+            self._wake.clear()
+
+
+@dataclass
+class PrefectPage:
+    """An artifact of the task that runs when this is made; the first call makes it, the others change it."""
+
+    key: str
+
+    def __post_init__(self) -> None:
+        context = TaskRunContext.get()
+        self.task_run = context.task_run if context else None
+        self.artifact: Any = None
+
+    def __call__(self, text: str, description: str) -> None:
+        if self.task_run is None:
+            return
+        with get_client(sync_client=True) as client:
+            if self.artifact is not None:
+                client.update_artifact(self.artifact, ArtifactUpdate(data=text, description=description))
+                return
+            new = ArtifactCreate(
+                key=self.key,
+                type="markdown",
+                description=description,
+                data=text,
+                task_run_id=self.task_run.id,
+                flow_run_id=self.task_run.flow_run_id,
+            )
+            self.artifact = client.create_artifact(new).id
+
+
+def page(told: History, store: Store) -> str:
+    """In Markdown."""
+    text = [f"# Gang of {words(told.run)}", "", f"**{words(state(told))}**", ""]
+    text.append(f"`{told.gang}`, controlled by {words(told.flow)}")
+    hosts = told.hosts
+    rows = [(code(one.name), code(one.address), _ranks(one.first, one.ranks)) for one in hosts[:SHOWN]]
+    text += ["", f"## Hosts: {len(hosts)}", *table(("host", "address", "ranks"), rows)] if rows else []
+    text += [f"\nand {len(hosts) - SHOWN} more"] if len(hosts) > SHOWN else []
+    head = ("attempt", "began (UTC)", "took", "steps", "ended with", "then", "hosts")
+    text += ["", f"## Attempts: {told.attempts[-1].number}"]
+    text += table(head, [_row(one) for one in settled(told)[: -SHOWN - 1 : -1]])
+    place = store.link(f"gangs/{told.gang}")
+    place = f"[{place}]({place})" if place.startswith("http") else f"`{place}`"
+    text += ["", "## Logs", "", f"Of every rank, in {place}, below ATTEMPT/logs. To read them:", ""]
+    return "\n".join([*text, fenced("\n".join(_commands(told)))]) + "\n"
+
+
+def _row(one: Attempt) -> tuple[str, ...]:
+    began = datetime.fromtimestamp(one.began, UTC).strftime("%m-%d %H:%M:%S")
+    took = clock(one.ended - one.began) if one.ended else ""
+    steps = f"{one.start} to {one.reached}" if one.ended else f"from {one.start}"
+    hosts = str(len(one.hosts)) if one.hosts else ""
+    return str(one.number), began, took, steps if one.hosts else "", words(one.how), words(one.next), hosts
+
+
+def _commands(told: History) -> list[str]:
+    line = f"python -m flows.logs {told.gang}"
+    failed = next((one for one in reversed(told.attempts) if one.hosts and one.how not in ("", DONE)), None)
+    found = [line, f"{line} --follow"] if not told.end else [line]
+    if failed:
+        worst = next((host for host in failed.hosts if host.name in failed.how), failed.hosts[0])
+        found += [f"{line} --attempt {failed.number} --host {worst.name} --err"]
+    return found
+
+
+def _ranks(first: int, count: int) -> str:
+    return str(first) if count == 1 else f"{first} to {first + count - 1}"
