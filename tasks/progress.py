@@ -1,4 +1,7 @@
-"""How far a long stage is, as a Prefect progress artifact: percent, amounts, time left."""
+"""How far a long stage is, as a Prefect progress artifact: percent, amounts, time left.
+
+Only bars need Prefect: a gang's controller by itself reads what is newest without it.
+"""
 
 import contextlib
 import json
@@ -6,10 +9,6 @@ import threading
 import time
 from pathlib import Path
 from typing import Any
-
-from prefect.client.orchestration import get_client
-from prefect.client.schemas.actions import ArtifactCreate, ArtifactUpdate
-from prefect.context import TaskRunContext
 
 SHOWN_AFTER = 2.0  # seconds: what ends sooner needs no bar
 EVERY = 2.0
@@ -19,6 +18,8 @@ class Progress:
     """update() may be called as often as wanted, from any thread; a server that is away is not waited for."""
 
     def __init__(self, key: str, unit: str):
+        from prefect.context import TaskRunContext
+
         context = TaskRunContext.get()
         self.task_run = context.task_run if context else None
         self.key, self.unit = key, unit
@@ -48,6 +49,9 @@ class Progress:
         return f"{done:.0f} of {total:.0f} {self.unit}{left}"
 
     def _tell(self, percent: float, text: str) -> None:
+        from prefect.client.orchestration import get_client
+        from prefect.client.schemas.actions import ArtifactCreate, ArtifactUpdate
+
         try:
             with get_client(sync_client=True) as client:
                 if self.artifact is None:
