@@ -1,0 +1,183 @@
+"""What happens to gangs on GPUs, and what becomes of them: two hosts of one GPU each, both of this machine.
+
+    tests/gpu/run gang.py OUT [--layout NAME ...] [--fault NAME ...] [--seconds S] [--seed N]      8 minutes on two H200
+    python tests/gpu/gang.py OUT --cpu-only                                                        tests this script
+
+One GPU trains tiny GLM-4-MoE first; then, for each layout, a gang does (tests/gang/driver.py, pre-flight on, a
+checkpoint every 10 steps), and the faults come to it one after another, each 11 to 19 steps after it has got over the
+last one. Over TCP, NCCL uses sockets alone, as between hosts without RDMA; else NVLink, where it cannot tell a peer
+that died from one that is late. For each fault: seconds until it is noticed (the board says stop), until no process of
+the attempt is left, until nvidia-smi shows as much free memory as before all, and until the next step; steps that were
+made twice; processes left. Right is a gang that names the cause, leaves nothing, and has the losses of one GPU.
+A controller that has ended is started again once all is clean. OUT/gang.txt and .json grow with each fault; what all
+ranks said is in OUT/LAYOUT.log. Exit code 1 if any is not right.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import asdict
+from pathlib import Path
+
+from gang_faults import FAULTS, Row, meet
+from gang_life import MARK, ROOT, SAVED, Gang, end, losses, memory, wait
+
+BOUND = 1e-3  # relative
+LOGGED = 20000  # characters of each piece of a log
+SETTINGS = [f"checkpoint.save_every={SAVED}", "train.validate_every=0", "optimizer.lr=1e-3", "hardware.gpu=h200"]
+SETTINGS += ["train.global_batch=8", "train.micro_batch=2", "gang.start_within=60"]
+LAYOUTS = {
+    "pp2 TCP": ("layout.pp=2", True),
+    "dp2 ep2": ("layout.ep=2", False),
+    "dp2 TCP": ("layout.ep=1", True),
+    "pp2": ("layout.pp=2", False),
+    "dp2 ep2 TCP": ("layout.ep=2", True),
+}
+ONE = {"output": "", "logs": "logs", "parity": "parity.json"}
+TCP = {"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1"}
+
+
+def live(gang: Gang, faults: list[str], expected: dict[int, float], out: "Out", until: float) -> list[Row]:
+    """A gang's whole life; a row for the time before the first fault, too."""
+    rows, idle = [Row(gang.name, "none")], memory()
+    gang.folder.mkdir()
+    gang.start()
+    try:
+        for name in faults:
+            if time.time() > until - 60 or gang.step() >= max(expected):
+                break
+            rows.append(meet(gang, name, idle, until))
+            out.write(rows)
+        with contextlib.suppress(TimeoutError):
+            wait(gang.ended, gang, seconds=max(1.0, min(60.0, until - time.time())))
+        assert gang.controller
+        ended = gang.controller.poll() == 0
+    finally:
+        end(gang)
+        out.log(gang)
+    rows[-1].orphans += len(gang.pids())
+    rows[-1].wrong = rows[-1].wrong or ("" if ended else "it did not end")
+    compare(rows, gang, expected)
+    out.write(rows)
+    return rows
+
+
+def compare(rows: list[Row], gang: Gang, expected: dict[int, float]) -> None:
+    found = losses(gang.lines())
+    for row, following in zip(rows, [*rows[1:], None], strict=True):
+        last = following.first if following else max(found, default=0)
+        steps = range(row.first + 1, last + 1)
+        if missing := [step for step in steps if step not in found or step not in expected]:
+            row.wrong = row.wrong or f"step {missing[0]} is missing"
+            continue
+        row.difference = max((abs(found[step] / expected[step] - 1) for step in steps), default=None)
+        if row.difference is not None and not row.difference <= BOUND:
+            row.wrong = row.wrong or "other losses"
+
+
+class Out:
+    """The table, and what is kept for whoever wants to know more."""
+
+    def __init__(self, folder: Path):
+        folder.mkdir(parents=True, exist_ok=True)
+        self.folder, self.rows = folder, {}
+
+    def write(self, rows: list[Row]) -> None:
+        self.rows[rows[0].layout] = rows
+        every = [row for of in self.rows.values() for row in of]
+        (self.folder / "gang.json").write_text(json.dumps([asdict(row) for row in every], indent=1) + "\n")
+        (self.folder / "gang.txt").write_text("\n".join([HEAD, *map(line, every)]) + "\n")
+
+    def log(self, gang: Gang) -> None:
+        with (self.folder / f"{gang.folder.name}.log").open("w") as file:
+            print(gang.output(), file=file)
+            for path in sorted(gang.board().glob("*/nodes/*.json")) + sorted(gang.board().glob("*/logs/*/*")):
+                print(
+                    f"\n===== {path.relative_to(gang.board())}\n{path.read_text(errors='replace')[-20000:]}", file=file
+                )
+
+
+HEAD = (
+    "| layout | fault | right | noticed | clean | memory free | next step | steps twice | orphans "
+    "| largest difference | what is said |\n" + "|---" * 11 + "|"
+)
+
+
+def line(row: Row) -> str:
+    seconds = ["" if value is None else f"{value:.1f}" for value in (row.noticed, row.clean, row.freed, row.resumed)]
+    difference = "" if row.difference is None else f"{row.difference:.1e}"
+    lost = "" if row.lost is None else row.lost
+    cells = [row.layout, row.fault, row.wrong or "yes", *seconds, lost, row.orphans, difference, row.says]
+    return "| " + " | ".join(map(str, cells)) + " |"
+
+
+def prepare(work: Path, environment: dict[str, str], steps: int) -> tuple[list[str], dict[int, float]]:
+    """Model, data, conversion, and what one GPU makes of them: settings of all gangs, and losses by step."""
+    paths = [f"paths.{name}={work / name}" for name in ("model", "base", "data")]
+    one = [
+        f"paths.output={work / 'one'}",
+        f"paths.logs={work / 'one/logs'}",
+        f"paths.parity={work / 'one/parity.json'}",
+    ]
+    settings = [*SETTINGS, f"train.steps={steps}"]
+    commands = [["tiny", "glm4-moe", str(work / "model"), "--dtype", "float32"]]
+    commands += [["tiny", "data", str(work / "data"), "--rows", "512"], ["convert", "tiny", *paths, *one]]
+    commands += [["train", "tiny", *settings, *paths, *one]]
+    for command, *arguments in commands:
+        done = subprocess.run(
+            [sys.executable, "-m", f"trainer.{command}", *arguments],
+            cwd=ROOT, env=environment, capture_output=True, text=True,
+        )  # fmt: skip
+        if done.returncode:
+            raise RuntimeError(f"trainer.{command}: {done.stdout[-3000:]}{done.stderr[-3000:]}")
+    lines = [json.loads(line) for line in (work / "one/metrics.jsonl").read_text().splitlines()]
+    return [*settings, *paths[:2], f"paths.data={work / 'one/data'}"], losses(lines)
+
+
+def main() -> int:
+    options = _arguments()
+    if len(memory()) < 2 and not options.cpu_only:
+        print("two GPUs are wanted, and nvidia-smi shows fewer", file=sys.stderr)
+        return 2
+    random.seed(options.seed)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # what was started is ended
+    until, out, rows = time.time() + options.seconds, Out(options.out), []
+    # Transformer Engine multiplies fp32 in TF32 else, good to three digits.
+    environment = os.environ | {"NVIDIA_TF32_OVERRIDE": "0", "PYTHONUNBUFFERED": "1"}
+    with tempfile.TemporaryDirectory(prefix="gang-") as folder:
+        work = Path(folder)
+        settings, expected = prepare(work, environment, options.steps)
+        print(f"{time.time() - until + options.seconds:.0f} s to prepare\n{HEAD}", flush=True)
+        for name in options.layout or LAYOUTS:
+            place, (layout, tcp) = work / name.replace(" ", "-"), LAYOUTS[name]
+            command = [sys.executable, str(ROOT / "tests/gang/driver.py"), "tiny", str(place), str(work / "store")]
+            command += [*settings, "layout.nodes=2", "layout.gpus_per_node=1", layout]
+            gang = Gang(name, place, command, environment | (TCP if tcp else {}) | {MARK: str(place)})
+            faults = [fault for fault in options.fault or FAULTS if not options.cpu_only or fault != "memory taken"]
+            if time.time() < until - 90:
+                rows += live(gang, faults, expected, out, until)
+                print("\n".join(map(line, rows[-len(faults) - 1 :])), flush=True)
+    return 0 if rows and not any(row.wrong for row in rows) else 1
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("out", type=Path, metavar="OUT")
+    parser.add_argument("--layout", nargs="+", metavar="NAME", choices=LAYOUTS)
+    parser.add_argument("--fault", nargs="+", metavar="NAME", choices=FAULTS)
+    parser.add_argument("--seconds", type=float, default=540, help="nothing new is begun late (default 540)")
+    parser.add_argument("--steps", type=int, default=240, help="of each run; a fault takes about 20 (default 240)")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--cpu-only", action="store_true", help="without GPUs, and without the fault of their memory")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
