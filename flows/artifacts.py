@@ -6,13 +6,15 @@
     python -m flows.artifacts gc [--days N] [--delete]     prints what would go; --delete removes it
 
 An artifact stays while a run refers to it, or it is an input of one that stays, or a version in MLflow's registry is
-made of it. Runs older than --days refer to nothing. The part of a fingerprint that tells it apart is enough.
+made of it. Runs older than --days refer to nothing. Boards and logs of a gang (python -m flows.logs) go with its
+training, or once that is complete and older than --days. The part of a fingerprint that tells it apart is enough.
 """
 
 import argparse
 import json
 import sys
 import time
+from collections import Counter
 from collections.abc import Sequence
 from datetime import datetime
 from typing import Any
@@ -20,11 +22,13 @@ from typing import Any
 from tasks import artifact, lease
 from tasks.artifact import Artifact, Missing
 from tasks.faults import Fault
+from tasks.gang import history
 from tasks.progress import clock, size
 from tasks.session import open_run_store
 from tasks.store import Store
 
 OWN = ("runs", "pins", "gangs")  # folders of the store that hold no artifacts
+DAY = 86400.0  # seconds
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -54,6 +58,9 @@ def show_all(store: Store, stage: str) -> int:
         spent = f"{size(made.size):>9}  {clock(made.made['seconds']):>8}"
         print(f"{when}  {made.key:<28}  {spent}  by {made.made.get('flow', '')}")
     print(f"{len(found)} artifacts, {size(sum(made.size for made in found))}, in {store.uri}")
+    gangs = _gangs(store.keys("gangs")) if stage in ("", "train") else None
+    if gangs:
+        print(f"{len(gangs)} gangs' boards and logs, {size(gangs.total())}; python -m flows.logs lists them")
     return 0
 
 
@@ -89,7 +96,8 @@ def verify(store: Store, several: list[Artifact], damaged: Sequence[str] = ()) -
 def collect(store: Store, days: float | None, delete: bool) -> int:
     """Without `delete`, only says what would go."""
     everything = {made.key: made for made in artifact.every(store)}
-    folders = {"/".join(name.split("/")[:2]) for name in store.keys("") if name.count("/") > 1}
+    there = store.keys("")
+    folders = {"/".join(name.split("/")[:2]) for name in there if name.count("/") > 1}
     folders = {folder for folder in folders if folder.partition("/")[0] not in OWN}
     makers = {key: lease.holder(store, f"{key}/lease.json") for key in folders}
     making = {key for key, maker in makers.items() if maker}
@@ -106,6 +114,19 @@ def collect(store: Store, days: float | None, delete: bool) -> int:
         if delete:
             store.remove(f"{key}/{artifact.RECORD}")  # first: from here on it is no artifact
             store.delete(key)
+    gangs = _gangs({name.removeprefix("gangs/"): facts for name, facts in there.items() if name.startswith("gangs/")})
+    limit = None if days is None else time.time() - days * DAY
+    for gang in sorted(gangs):
+        training = gang.replace("-", "/", 1)
+        made = everything.get(training)
+        past = made is not None and limit is not None and made.made["at"] < limit
+        if training in making or (training in kept and not past):
+            continue
+        freed += gangs[gang]
+        print(f"{'removes' if delete else 'would remove'} gangs/{gang}  {size(gangs[gang])}")
+        if delete:
+            store.delete(f"gangs/{gang}")
+            store.remove(f"{history.FOLDER}/{gang}.json")
     for run in old if delete else []:
         store.remove(f"runs/{run}")
     print(f"{size(freed)} {'freed' if delete else 'to free; --delete does it'}")
@@ -137,8 +158,19 @@ def _with_inputs(keys: set[str], everything: dict[str, Artifact]) -> set[str]:
 def _older_than(store: Store, days: float, making: set[str]) -> list[str]:
     """Of the runs that make nothing now: a long training may read what it was given weeks ago."""
     runs = {name: _note(store, f"runs/{name}") for name in store.keys("runs")}
-    limit = time.time() - days * 86400
+    limit = time.time() - days * DAY
     return [name for name, run in runs.items() if run["started"] < limit and making.isdisjoint(run["artifacts"])]
+
+
+def _gangs(listed: dict[str, tuple[int, str]]) -> Counter[str]:
+    """Bytes of each gang, of what lies below gangs/."""
+    found: Counter[str] = Counter()
+    for name, (length, _) in listed.items():
+        folder, _, rest = name.partition("/")
+        gang = rest.removesuffix(".json") if f"gangs/{folder}" == history.FOLDER else folder
+        if gang.startswith("train-"):
+            found[gang] += length
+    return found
 
 
 def _note(store: Store, key: str) -> dict[str, Any]:
