@@ -58,7 +58,6 @@ class Slurm(Section):
     export: tuple[Variable, ...] = listed(AWS, "variables that members get from whoever submits; by name, as secrets")
     python: Text | None = Field(default=None, description="interpreter on the hosts; null = the one of the flow")
     folder: Text | None = Field(default=None, description="this project on the hosts; null = where the flow has it")
-    grace: Count = Field(default=20, description="seconds that a training told to end has to save a checkpoint")
 
 
 class Kubernetes(Section):
@@ -95,7 +94,6 @@ class Kubernetes(Section):
     env: tuple[Setting, ...] = listed((), "more variables, as NCCL_IB_HCA=mlx5; no secrets")
     python: Text = Field(default="python", description="interpreter in the image")
     folder: Text = Field(default="/workspace/finetune", description="this project in the image")
-    grace: Count = Field(default=20, description="seconds that a training told to end has to save a checkpoint")
 
 
 def contradictions(engine: str, kubernetes: Kubernetes) -> Iterator[tuple[str, str]]:

@@ -195,6 +195,9 @@ class Gang(Section):
         default=3, ge=0, description="new attempts after hosts failed; a later checkpoint starts the count again"
     )
     min_nodes: Degree | None = Field(default=None, description="fewest hosts to go on with; null = layout.nodes")
+    grace: int = Field(  # told after 2 s, 8 to say what became of it: all is over before Prefect's worker kills, at 30
+        default=20, ge=1, le=20, description="seconds that a training told to end has to save a checkpoint"
+    )
     preflight: bool = Field(default=True, description="measure hosts and network before the model is loaded")
     network: Literal["ib-h100", "roce", "efa-p5", "efa-p6-b200", "nvl72", "ethernet"] | None = Field(
         default=None, description="preset of conf/network.py for the network between hosts; null = none"

@@ -27,12 +27,13 @@ POLLED = 1.0  # seconds
 
 
 @flow(name="node", persist_result=False)
-def node(arguments: list[str], without: list[str] | None = None) -> State:
+def node(arguments: list[str], without: list[str] | None = None, grace: int = 29) -> State:
     """Be one host of a run over several.
 
     Args:
         arguments: Of the member, after python -m.
         without: Hosts that take no part.
+        grace: Seconds that it may take to end. Prefect's worker kills a run that it has cancelled after 30.
     """
     host = os.environ.get("PREFECT__WORKER_NAME") or socket.gethostname()
     if host in (without or ()):
@@ -42,7 +43,7 @@ def node(arguments: list[str], without: list[str] | None = None) -> State:
     with tempfile.TemporaryDirectory(prefix="node-") as folder:
         try:
             log = Path(folder) / "member.log"
-            say, told = get_run_logger().info, {"GANG_HOST": host}
+            say, told = get_run_logger().info, {"GANG_HOST": host, "GUARD_GRACE": str(grace)}
             launch.process([*arguments, *starters], log, say, lambda: False, keep=keep, changed=told)
         except launch.Broken as error:
             return Failed(message=str(error))

@@ -13,7 +13,7 @@ def of_attempt(
 ) -> Failure:
     said = read(engine)
     known = said is not None and said.strength == OWN  # who told a host to end knows why it did
-    if not known and any(node["state"] == "preempted" for node in nodes.values()):
+    if not known and any(was_told(node) for node in nodes.values()):
         return preempted(nodes)
     for k, node in nodes.items():
         if known:
@@ -36,8 +36,13 @@ def of_attempt(
     return classify(Evidence(tuple(ranks), lost, kernel, kills, free, engine, stalled), run)
 
 
+def was_told(node: dict) -> bool:
+    """To end, by who started it: the whole gang may then save a checkpoint."""
+    return node["state"] == "preempted" or node.get("told", False)
+
+
 def preempted(nodes: dict) -> Failure:
-    host = next((node["host"] for node in nodes.values() if node["state"] == "preempted"), "")
+    host = next((node["host"] for node in nodes.values() if was_told(node)), "")
     step = max((told["step"] for node in nodes.values() for told in node.get("ranks", ())), default=0)
     return Failure("preempted", f"preempted: {host or 'a host'} was told to end", True, host, step=step)
 

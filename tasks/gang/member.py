@@ -36,7 +36,6 @@ from tasks.store import open_store
 TICK = 0.3
 TOLD = 10.0  # seconds between reports of steps
 LAST_WORDS = 8.0  # seconds for the last report and logs
-GRACE = float(os.environ.get("GUARD_GRACE", "5"))
 
 
 def main() -> int:
@@ -107,7 +106,7 @@ def _train(link: Link, board: Board, node: int, folder: Path, told: threading.Ev
         time.sleep(TICK)
         link.logs = ranks.logs()
         if why := _why_stop(link, told, starters):
-            grace = GRACE if told.is_set() or link.word.get("save") else 0.0
+            grace = run.gang.grace if told.is_set() or link.word.get("save") else 0.0
             break
         look = ranks.look()
         if time.monotonic() - said > TOLD:
@@ -122,7 +121,7 @@ def _train(link: Link, board: Board, node: int, folder: Path, told: threading.Ev
     if look == "done":
         link.say(state="done", over=True)
         return "done", 0
-    link.say(state="stopping", reason=why, ranks=ranks.signs())
+    link.say(state="stopping", reason=why, told=told.is_set(), ranks=ranks.signs())
     ranks.end(grace)
     link.say(state="preempted" if told.is_set() else "stopped", reason=why, over=True)
     return why, 0

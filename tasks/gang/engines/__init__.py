@@ -18,6 +18,8 @@ from typing import Protocol
 from conf.schema import Run
 from tasks.gang.board import Board
 
+LAST_WORDS = 9  # seconds that a member needs behind its grace, to say what became of it
+
 
 class Handle(Protocol):
     def alive(self) -> dict[int, bool | None]:
@@ -47,6 +49,11 @@ class Engine(Protocol):
 def engine_of(run: Run) -> Engine:
     module = importlib.import_module(f"tasks.gang.engines.{run.gang.engine}")
     return module  # type: ignore[return-value]
+
+
+def guarded(run: Run) -> int:
+    """GUARD_GRACE of each member: it may save a checkpoint, and say so."""
+    return run.gang.grace + LAST_WORDS
 
 
 def command(board: Board, node: int) -> list[str]:

@@ -8,9 +8,9 @@ import os
 from typing import Any
 
 from conf.schema import Run
+from tasks.gang.engines import guarded
 
 QUEUE = "kueue.x-k8s.io/queue-name"
-LAST_WORDS = 15  # seconds that a member needs behind its grace, to say what became of it
 FORGOTTEN_AFTER = 3600  # seconds that an ended JobSet stays, where nobody is left to remove it
 NO_RDMA = (None, "ethernet")
 
@@ -51,7 +51,7 @@ def _pod(run: Run, arguments: list[str]) -> dict[str, Any]:
     section = run.kubernetes
     env: list[dict[str, Any]] = [
         {"name": "PYTHONUNBUFFERED", "value": "1"},
-        {"name": "GUARD_GRACE", "value": str(section.grace)},
+        {"name": "GUARD_GRACE", "value": str(guarded(run))},
         {"name": "GANG_ADDRESS", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}},
         {"name": "GANG_HOST", "valueFrom": {"fieldRef": {"fieldPath": "spec.nodeName"}}},
     ]
@@ -76,7 +76,7 @@ def _pod(run: Run, arguments: list[str]) -> dict[str, Any]:
         container["securityContext"] = {"capabilities": {"add": ["IPC_LOCK"]}}  # adapters read pinned memory
     pod: dict[str, Any] = {
         "restartPolicy": "Never",
-        "terminationGracePeriodSeconds": section.grace + LAST_WORDS,
+        "terminationGracePeriodSeconds": guarded(run) + 1,
         "enableServiceLinks": False,  # else a variable for every service of the namespace
         "automountServiceAccountToken": False,
         "containers": [container],

@@ -26,9 +26,9 @@ import yaml
 from conf.schema import Run
 from tasks.faults import Fault
 from tasks.gang.board import Board
-from tasks.gang.engines import client, command
+from tasks.gang.engines import client, command, guarded
 from tasks.gang.engines.client import Asked, State
-from tasks.gang.engines.jobset import LAST_WORDS, QUEUE, jobset, shared
+from tasks.gang.engines.jobset import QUEUE, jobset, shared
 
 LEAVE_WITHIN = 30.0  # seconds behind the grace of pods, for the cluster to take pods away
 JOB = "kueue.x-k8s.io/job-uid"
@@ -43,7 +43,7 @@ class Pods:
     """Of one JobSet."""
 
     def __init__(self, run: Run, name: str, n: int):
-        self.kubectl, self.name, self.n, self.grace = _kubectl(run), name, n, run.kubernetes.grace
+        self.kubectl, self.name, self.n, self.grace = _kubectl(run), name, n, guarded(run)
         self._seen: set[int] = set()
         self._asked = Asked(n, self._look)
 
@@ -59,7 +59,7 @@ class Pods:
     def cancel(self) -> None:
         client.run([*self.kubectl, "delete", "jobset", self.name, *REMOVE])
         self._seen |= {*range(self.n)}
-        self._asked.wait(self.grace + LAST_WORDS + LEAVE_WITHIN, lambda state: not any(state.alive.values()))
+        self._asked.wait(self.grace + LEAVE_WITHIN, lambda state: not any(state.alive.values()))
         self._asked.end()
 
     def _look(self) -> State | None:

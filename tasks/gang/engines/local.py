@@ -15,10 +15,10 @@ from pathlib import Path
 from conf.schema import Run
 from tasks.faults import Fault
 from tasks.gang.board import Board
-from tasks.gang.engines import command
+from tasks.gang.engines import command, guarded
 from tasks.launch import ROOT
 
-LEAVE_WITHIN = 20.0
+LEAVE_WITHIN = 35.0  # the guard kills sooner
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ def start(run: Run, board: Board, n: int, without: tuple[str, ...] = ()) -> Memb
     hosts = sorted(there, key=lambda host: _name(host) in without)[:n]  # where there are no others, those all the same
     for node, host in enumerate(hosts):
         environment = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1", "GANG_ADDRESS": "127.0.0.1"}
-        environment["GANG_HOST"] = _name(host)
+        environment |= {"GANG_HOST": _name(host), "GUARD_GRACE": str(guarded(run))}
         if _gpus():
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, range(host * each, (host + 1) * each)))
         with (logs / f"member{node}.log").open("a") as log:

@@ -39,7 +39,7 @@ from prefect.states import Cancelled, Cancelling
 from conf.schema import Run
 from tasks.faults import Fault
 from tasks.gang.board import Board
-from tasks.gang.engines import command
+from tasks.gang.engines import command, guarded
 
 PASSED_ON = "passed on to {}"  # the last word of a run on a host that is to be left out
 BUSY = [StateType.PENDING, StateType.RUNNING, StateType.CANCELLING]
@@ -118,7 +118,7 @@ def start(run: Run, board: Board, n: int, without: tuple[str, ...] = ()) -> Runs
         for node in range(n):
             flow_run = run_deployment(
                 f"node/{run.gang.pool}",
-                parameters={"arguments": command(board, node), "without": [*without]},
+                parameters={"arguments": command(board, node), "without": [*without], "grace": guarded(run)},
                 flow_run_name=f"{board.gang}-{board.attempt}-{node}",
                 tags=[f"gang:{board.gang}"],
                 timeout=0,

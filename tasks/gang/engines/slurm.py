@@ -27,7 +27,7 @@ from pathlib import Path
 from conf.schema import Run
 from tasks.faults import Fault
 from tasks.gang.board import Board
-from tasks.gang.engines import client, command
+from tasks.gang.engines import client, command, guarded
 from tasks.gang.engines.client import Asked, State
 from tasks.launch import ROOT
 
@@ -121,7 +121,7 @@ def options(run: Run, gang: str) -> list[str]:
         if value := getattr(slurm, key):
             found.append(f"--{key}={value}")
     if slurm.time:
-        found.append(f"--signal=TERM@{slurm.grace + 60}")  # may come 60 s early, by sbatch's manual
+        found.append(f"--signal=TERM@{guarded(run) + 60}")  # may come 60 s early, by sbatch's manual
     found += ["--no-requeue", "--no-kill", f"--export={','.join(slurm.export) or 'NONE'}"]
     found += [f"--chdir={_folder(run)}" if not slurm.image else "--chdir=/", f"--output={_log(run)}"]
     return [*found, "--open-mode=append", *slurm.options]
@@ -148,7 +148,7 @@ def _script(run: Run, board: Board) -> Iterator[str]:
     yield ""
     yield "# A member ends when its standard input does: nobody writes to this one, and it stays open while srun lives."
     yield 'held=$(mktemp -u) && mkfifo -m 600 "$held" && exec 0<>"$held" && rm "$held"'
-    yield f"export GUARD_GRACE={slurm.grace} PYTHONUNBUFFERED=1"
+    yield f"export GUARD_GRACE={guarded(run)} PYTHONUNBUFFERED=1"
     yield from slurm.setup
     starts = ["srun", "--no-kill", "--kill-on-bad-exit=0", "--wait=0", "--cpu-bind=none", "--export=ALL", "--label"]
     if slurm.image:

@@ -7,7 +7,7 @@
 #SBATCH --mem=0
 #SBATCH --partition=h100
 #SBATCH --time=2-00:00:00
-#SBATCH --signal=TERM@80
+#SBATCH --signal=TERM@89
 #SBATCH --no-requeue
 #SBATCH --no-kill
 #SBATCH --export=AWS_ACCESS_KEY_ID,AWS_SECRET_ACCESS_KEY,AWS_SESSION_TOKEN,AWS_PROFILE,AWS_DEFAULT_REGION,AWS_ENDPOINT_URL
@@ -17,6 +17,6 @@
 
 # A member ends when its standard input does: nobody writes to this one, and it stays open while srun lives.
 held=$(mktemp -u) && mkfifo -m 600 "$held" && exec 0<>"$held" && rm "$held"
-export GUARD_GRACE=20 PYTHONUNBUFFERED=1
+export GUARD_GRACE=29 PYTHONUNBUFFERED=1
 exec srun --no-kill --kill-on-bad-exit=0 --wait=0 --cpu-bind=none --export=ALL --label \
     bash -c 'GANG_HOST="$SLURMD_NODENAME" exec /opt/bin/python -m tasks.guard /opt/bin/python -m tasks.gang.member --store s3://bucket/finetune --gang train-0123456789abcdef --attempt 1 --node "$SLURM_NODEID"'
