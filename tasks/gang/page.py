@@ -7,6 +7,7 @@ A thread carries them, the newest alone: a service that is away holds nobody up,
 """
 
 import contextlib
+import re
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -161,9 +162,16 @@ def _commands(told: History) -> list[str]:
     failed = next((one for one in reversed(told.attempts) if one.hosts and one.how not in ("", DONE)), None)
     found = [line, f"{line} --follow"] if not told.end else [line]
     if failed:
-        worst = next((host for host in failed.hosts if host.name in failed.how), failed.hosts[0])
-        found += [f"{line} --attempt {failed.number} --host {worst.name} --err"]
+        found.append(f"{line} --attempt {failed.number}{_whose(failed)} --err")
     return found
+
+
+def _whose(failed: Attempt) -> str:
+    """The option that names the first to blame, as far as the line of its end does."""
+    if rank := re.search(r"\brank (\d+) on ", failed.how):
+        return f" --rank {rank[1]}"
+    named = {*re.split(r"[ :;,]+", failed.how)}
+    return next((f" --host {host.name}" for host in failed.hosts if host.name in named), "")
 
 
 def _ranks(first: int, count: int) -> str:

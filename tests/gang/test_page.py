@@ -1,0 +1,187 @@
+"""What the controller tells of its attempts: the history in the store, Prefect's page, MLflow's tags."""
+
+import json
+import threading
+import time
+from types import SimpleNamespace
+
+import pytest
+
+from tasks.gang import history, page
+from tasks.gang.history import History, Teller, read, settled, state
+from tasks.gang.page import Carrier, PrefectPage
+from tasks.store import open_store
+
+NAMES = {0: "n1", 2: "n2"}
+NODES = {0: {"address": "10.0.0.1"}, 2: {"address": "10.0.0.3"}}
+KILLED = "host: rank 3 on n2 after step 14: killed by SIGKILL"
+
+
+@pytest.fixture
+def store(tmp_path):
+    return open_store(str(tmp_path / "store"))
+
+
+@pytest.fixture
+def teller(tmp_path) -> Teller:
+    return Teller(History("train-0123", "tiny", "tiny-1"), tmp_path / "metrics.jsonl")
+
+
+def step(teller: Teller, number: int) -> None:
+    with teller.metrics.open("a") as file:
+        file.write(json.dumps({"kind": "train", "step": number}) + "\n")
+
+
+def two_attempts(teller: Teller) -> History:
+    teller.begins(1)
+    teller.trains(NAMES, NODES, 2, 0)
+    step(teller, 14)
+    teller.ends(KILLED)
+    teller.follows(f"{KILLED}; goes on from step 10")
+    teller.begins(2)
+    return teller.history
+
+
+def wait_for(condition, seconds: float = 10) -> None:
+    until = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < until
+        time.sleep(0.02)
+
+
+def test_what_an_attempt_did(teller):
+    two_attempts(teller)
+    first, second = teller.history.attempts
+    assert [(host.name, host.member, host.first, host.ranks) for host in first.hosts] == [
+        ("a", 0, 0, 2),
+        ("b", 2, 2, 2),
+    ]
+    assert (first.start, first.reached, first.how, first.next) == (0, 14, KILLED, "goes on from step 10")
+    assert first.ended >= first.began and second.ended is None
+    assert state(teller.history) == "attempt 2 waits for its hosts"
+    teller.trains(NAMES, NODES, 2, 10)
+    assert state(teller.history) == "attempt 2 trains on 2 hosts"
+    teller.ends("storage: full")  # before any step: what the last one wrote down is not this one's
+    assert (teller.history.attempts[1].start, teller.history.attempts[1].reached) == (10, 10)
+    assert teller.history.failure == "storage: full"
+
+
+def test_how_it_all_ends(teller):
+    two_attempts(teller)
+    with teller.over():
+        teller.ends("done")
+    assert state(teller.history) == "done" and teller.history.failure == KILLED
+    with pytest.raises(RuntimeError), teller.over():
+        raise RuntimeError("memory: full")
+    assert state(teller.history) == "ended: memory: full"
+
+
+def test_the_page_has_hosts_attempts_and_commands(teller, store):
+    text = page.page(two_attempts(teller), store)
+    assert "| `n2` | `10.0.0.3` | 2 to 3 |" in text
+    assert "| 0 to 14 | host: rank 3 on n2 after step 14: killed by SIGKILL | goes on from step 10 | 2 |" in text
+    assert text.index("\n| 2 | ") < text.index("\n| 1 | ")  # the newest first
+    assert "python -m flows.logs train-0123 --follow\n" in text
+    assert "python -m flows.logs train-0123 --attempt 1 --rank 3 --err\n" in text
+    assert store.link("gangs/train-0123") in text
+
+
+@pytest.mark.parametrize(
+    "how, options",
+    [
+        ("hang: rank 17 on n2: stopped (SIGSTOP or a debugger)", " --rank 17 --err"),
+        ("host: n2 no longer answers", " --host n2 --err"),
+        ("hang: no rank makes a step after 12", " --err"),
+    ],
+)
+def test_whose_log_is_worth_reading(how, options, teller, store):
+    teller.begins(1)
+    teller.trains(NAMES, NODES, 2, 0)
+    teller.ends(how)
+    assert f" --attempt 1{options}\n" in page.page(teller.history, store)
+
+
+def test_nothing_that_a_log_says_means_anything_on_the_page(teller, store):
+    teller.begins(1)
+    teller.ends("user: | <img src=x> [a](http://b) `c`\nsecond line")
+    line = next(line for line in page.page(teller.history, store).splitlines() if line.startswith("| 1 |"))
+    assert r"user: \| \<img src=x\> \[a\](http://b) \`c\` second line" in line and line.count("|") == 9
+
+
+def test_a_large_gang_s_page_stays_small(teller, store):
+    names = {k: f"node{k}" for k in range(1000)}
+    for number in range(1, 1 + history.KEPT + 5):
+        teller.begins(number)
+    teller.trains(names, {k: {"address": "10.0.0.1"} for k in names}, 8, 0)
+    assert len(teller.history.attempts) == history.KEPT
+    text = page.page(teller.history, store)
+    assert len(text) < 10_000 and "and 950 more" in text and f"## Attempts: {history.KEPT + 5}" in text
+
+
+def test_another_flow_goes_on_with_the_history(teller, store):
+    history.write(store, two_attempts(teller))
+    later = Teller(History("train-0123", "tiny", "tiny-2"), teller.metrics)
+    shown: list[str] = []
+    carrier = Carrier(store, "train-0123", lambda text, _: shown.append(text))
+    later.tell = carrier.take
+    later.begins(3)
+    carrier.close(5)
+    told = read(store, "train-0123")
+    assert told and [one.number for one in told.attempts] == [1, 2, 3] and told.flow == "tiny-2"
+    assert settled(told)[1].how == "its flow ended without a word" and settled(told)[2].ended is None
+    assert "its flow ended without a word" in shown[-1]
+    assert [one.gang for one in history.every(store)] == ["train-0123"]
+
+
+def test_a_server_that_hangs_delays_nobody(teller, store):
+    hangs = threading.Event()
+    carrier = Carrier(store, "train-0123", lambda *_: hangs.wait(30))
+    began = time.monotonic()
+    teller.tell = carrier.take
+    two_attempts(teller)
+    wait_for(lambda: read(store, "train-0123"))
+    carrier.close(0.2)
+    assert time.monotonic() - began < 5
+    hangs.set()
+    wait_for(lambda: len(read(store, "train-0123").attempts) == 2)
+
+
+def test_a_server_that_comes_back_gets_the_newest(teller, store, monkeypatch):
+    monkeypatch.setattr(page, "AGAIN", 0.05)
+    shown: list[str] = []
+    away = threading.Event()
+
+    def show(_: str, description: str) -> None:
+        if not away.is_set():
+            raise ConnectionError
+        shown.append(description)
+
+    carrier = Carrier(store, "train-0123", show)
+    teller.tell = carrier.take
+    two_attempts(teller)
+    wait_for(lambda: read(store, "train-0123") and len(read(store, "train-0123").attempts) == 2)
+    away.set()
+    wait_for(lambda: shown)
+    carrier.close(5)
+    assert shown == ["attempt 2 waits for its hosts"]
+
+
+def test_a_damaged_history_is_none(store):
+    for content in (b"", b"{}", b"[]", b'{"attempts": 7}'):
+        store.write("gangs/history/train-0123.json", content)
+        assert read(store, "train-0123") is None and history.every(store) == []
+
+
+def test_mlflow_gets_hosts_attempts_and_the_last_failure(teller):
+    tags: dict = {}
+    page.tag(SimpleNamespace(tags=tags.update), two_attempts(teller))
+    assert tags == {
+        "finetune.gang": "train-0123",
+        "finetune.gang.hosts": "n1, n2",
+        "finetune.gang.attempts": 2,
+        "finetune.gang.last_failure": KILLED,
+    }
+
+
+def test_without_a_task_of_prefect_s_there_is_no_page():
+    PrefectPage("gang-tiny")("text", "description")
