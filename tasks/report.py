@@ -8,6 +8,8 @@ from prefect.artifacts import create_markdown_artifact
 from conf.plan.verdict import Plan
 from tasks import data_report, plan
 from tasks.artifact import Artifact
+from tasks.gang import history
+from tasks.gang import page as gang
 from tasks.markdown import code, table, words
 from tasks.progress import clock
 from tasks.session import Session
@@ -63,7 +65,7 @@ def page(session: Session, planned: Plan) -> str:
         text += ["", "| prompt | base | tuned | reference |", "|---|---|---|---|"]
         text += ["| " + " | ".join(code(cell) for cell in row) + " |" for row in answers[:ANSWERS]]
     if image := _loss(session):
-        text += ["", "## Training", "", f"![loss](data:image/png;base64,{image})"]
+        text += ["", "## Training", "", f"![loss](data:image/png;base64,{image})", *_gang(session)]
     text += ["", "## Where", "", *(f"- {name}: {_link(where)}" for name, where in _places(session).items())]
     text += ["- Prefect, MLflow and the store keep all of it; `python -m flows.artifacts show` has the lineage"]
     return "\n".join(text) + "\n"
@@ -118,6 +120,12 @@ def _loss(session: Session) -> str:
     made = _artifact(session, "train")
     image = session.store.read(f"{made.key}/files/loss.png") if made else None
     return base64.b64encode(image[0]).decode() if image else ""
+
+
+def _gang(session: Session) -> list[str]:
+    """Where the training was of several hosts."""
+    told = history.read(session.store, session.stages["train"].key.replace("/", "-"))
+    return ["", gang.brief(told)] if told and told.attempts else []
 
 
 def _places(session: Session) -> dict[str, str]:

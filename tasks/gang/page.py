@@ -134,19 +134,32 @@ class PrefectPage:
 
 def page(told: History, store: Store) -> str:
     """In Markdown."""
-    text = [f"# Gang of {words(told.run)}", "", f"**{words(state(told))}**", ""]
-    text.append(f"`{told.gang}`, controlled by {words(told.flow)}")
+    text = [f"# Gang of {words(told.run)}", "", f"`{told.gang}`, controlled by {words(told.flow)}"]
     hosts = told.hosts
     rows = [(code(one.name), code(one.address), _ranks(one.first, one.ranks)) for one in hosts[:SHOWN]]
     text += ["", f"## Hosts: {len(hosts)}", *table(("host", "address", "ranks"), rows)] if rows else []
     text += [f"\nand {len(hosts) - SHOWN} more"] if len(hosts) > SHOWN else []
-    head = ("attempt", "began (UTC)", "took", "steps", "ended with", "then", "hosts")
+    attempts = settled(told)[: -SHOWN - 1 : -1]
     text += ["", f"## Attempts: {told.attempts[-1].number}"]
-    text += table(head, [_row(one) for one in settled(told)[: -SHOWN - 1 : -1]])
+    text += table(("attempt", "began (UTC)", "took", "steps", "hosts"), map(_row, attempts))
+    text += ["", *(line for one in attempts if one.how for line in _end(one))]  # longer than a table shows
     place = store.link(f"gangs/{told.gang}")
     place = f"[{place}]({place})" if place.startswith("http") else f"`{place}`"
     text += ["", "## Logs", "", f"Of every rank, in {place}, below ATTEMPT/logs. To read them:", ""]
     return "\n".join([*text, fenced("\n".join(_commands(told)))]) + "\n"
+
+
+def brief(told: History) -> str:
+    """A line for the report of the run."""
+    count = told.attempts[-1].number
+    line = f"{words(state(told))}, on {len(told.hosts)} hosts, in {count} attempt{'s' * (count > 1)}"
+    failure = f"; the last failure was {words(told.failure)}" if told.failure else ""
+    return f"Gang: {line}{failure}. `{_command(told)}`"
+
+
+def _end(one: Attempt) -> tuple[str, ...]:
+    then = (f"    - then: {words(one.next)}",) if one.next else ()
+    return (f"- attempt {one.number}: {words(one.how)}", *then)
 
 
 def _row(one: Attempt) -> tuple[str, ...]:
@@ -154,16 +167,20 @@ def _row(one: Attempt) -> tuple[str, ...]:
     took = clock(one.ended - one.began) if one.ended else ""
     steps = f"{one.start} to {one.reached}" if one.ended else f"from {one.start}"
     hosts = str(len(one.hosts)) if one.hosts else ""
-    return str(one.number), began, took, steps if one.hosts else "", words(one.how), words(one.next), hosts
+    return str(one.number), began, took, steps if one.hosts else "", hosts
 
 
 def _commands(told: History) -> list[str]:
-    line = f"python -m flows.logs {told.gang}"
+    line = _command(told)
     failed = next((one for one in reversed(told.attempts) if one.hosts and one.how not in ("", DONE)), None)
     found = [line, f"{line} --follow"] if not told.end else [line]
     if failed:
         found.append(f"{line} --attempt {failed.number}{_whose(failed)} --err")
     return found
+
+
+def _command(told: History) -> str:
+    return f"python -m flows.logs {told.gang}"
 
 
 def _whose(failed: Attempt) -> str:

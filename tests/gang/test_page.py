@@ -53,8 +53,8 @@ def test_what_an_attempt_did(teller):
     two_attempts(teller)
     first, second = teller.history.attempts
     assert [(host.name, host.member, host.first, host.ranks) for host in first.hosts] == [
-        ("a", 0, 0, 2),
-        ("b", 2, 2, 2),
+        ("n1", 0, 0, 2),
+        ("n2", 2, 2, 2),
     ]
     assert (first.start, first.reached, first.how, first.next) == (0, 14, KILLED, "goes on from step 10")
     assert first.ended >= first.began and second.ended is None
@@ -79,7 +79,8 @@ def test_how_it_all_ends(teller):
 def test_the_page_has_hosts_attempts_and_commands(teller, store):
     text = page.page(two_attempts(teller), store)
     assert "| `n2` | `10.0.0.3` | 2 to 3 |" in text
-    assert "| 0 to 14 | host: rank 3 on n2 after step 14: killed by SIGKILL | goes on from step 10 | 2 |" in text
+    assert "| 0 to 14 | 2 |\n" in text
+    assert f"\n- attempt 1: {KILLED}\n    - then: goes on from step 10\n" in text
     assert text.index("\n| 2 | ") < text.index("\n| 1 | ")  # the newest first
     assert "python -m flows.logs train-0123 --follow\n" in text
     assert "python -m flows.logs train-0123 --attempt 1 --rank 3 --err\n" in text
@@ -104,8 +105,8 @@ def test_whose_log_is_worth_reading(how, options, teller, store):
 def test_nothing_that_a_log_says_means_anything_on_the_page(teller, store):
     teller.begins(1)
     teller.ends("user: | <img src=x> [a](http://b) `c`\nsecond line")
-    line = next(line for line in page.page(teller.history, store).splitlines() if line.startswith("| 1 |"))
-    assert r"user: \| \<img src=x\> \[a\](http://b) \`c\` second line" in line and line.count("|") == 9
+    line = next(line for line in page.page(teller.history, store).splitlines() if line.startswith("- attempt 1: "))
+    assert line == r"- attempt 1: user: \| \<img src=x\> \[a\](http://b) \`c\` second line"
 
 
 def test_a_large_gang_s_page_stays_small(teller, store):
@@ -164,6 +165,14 @@ def test_a_server_that_comes_back_gets_the_newest(teller, store, monkeypatch):
     wait_for(lambda: shown)
     carrier.close(5)
     assert shown == ["attempt 2 waits for its hosts"]
+
+
+def test_the_report_has_a_line(teller):
+    line = page.brief(two_attempts(teller))
+    assert line.startswith(
+        "Gang: attempt 2 waits for its hosts, on 2 hosts, in 2 attempts; the last failure was host: "
+    )
+    assert line.endswith(f"{KILLED}. `python -m flows.logs train-0123`")
 
 
 def test_a_damaged_history_is_none(store):
