@@ -2,6 +2,7 @@
 
     gangs/<gang>/<attempt>/gang.json       the controller's word: gathering, go or stop; renewed, or it is worth nothing
                           /resolved.yaml   the configuration that all ranks get
+                          /peers.json      where each member's witness answers; apart, as the word is read each second
                           /nodes/<k>.json  what member k is and does: its state, its ranks, what it died of
                           /beats/<k>       renewed while member k lives
                           /logs/<k>/...    output of its ranks, in pieces as they came
@@ -14,7 +15,6 @@ Calls to the store are made by the caller's own thread, and may take as long as 
 """
 
 import json
-import re
 import time
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,6 +23,7 @@ from tasks.store import Store
 
 RENEWED = 3.0  # seconds between renewals, of the controller and of each member
 POLLED = 1.0  # seconds between looks at what others wrote
+PEERS = "peers.json"
 STALE = 15.0  # seconds without a renewal by the controller after which its word is worth nothing
 
 
@@ -107,9 +108,14 @@ class Watch:
 
 
 def newest_attempt(store: Store, gang: str) -> int:
-    """0 where there was none."""
-    numbers = (re.match(r"(\d+)/gang\.json$", name) for name in store.keys(f"gangs/{gang}"))
-    return max((int(found[1]) for found in numbers if found), default=0)
+    """0 where there was none. By doubling and halving: numbers have no gaps, and to list logs of months takes long."""
+    below, above = 0, 1
+    while store.read(f"gangs/{gang}/{above}/gang.json"):
+        below, above = above, 2 * above
+    while above - below > 1:
+        middle = (above + below) // 2
+        below, above = (middle, above) if store.read(f"gangs/{gang}/{middle}/gang.json") else (below, middle)
+    return below
 
 
 def _encode(content: dict[str, Any]) -> bytes:

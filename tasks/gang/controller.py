@@ -9,59 +9,42 @@ known to be over, or must have ended itself: a member that nobody hears from sto
 
 Where gang.min_nodes allows fewer hosts, the next attempt takes as many as there are, and those after it all again once
 there are enough. The folder lies on storage that all hosts share. Not covered: a gang that has begun does not grow
-before its next attempt; hosts that Slurm or Kubernetes has lost by itself are waited for.
+before its next attempt.
 """
 
 import contextlib
 import json
-import secrets
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from conf.load import as_yaml
 from conf.schema import Run
-from tasks import lease
 from tasks.faults import Fault, Stopped
 from tasks.gang import restart
 from tasks.gang.aside import aside
-from tasks.gang.board import STALE, Board, newest_attempt
-from tasks.gang.engines import Engine, Handle, engine_of
+from tasks.gang.engines import Handle, engine_of
 from tasks.gang.evidence import host_names, of_attempt, preempted, was_told
 from tasks.gang.failures import Failure
 from tasks.gang.fence import ENDED_BY_ITSELF, wait_for_the_last
+from tasks.gang.gang import TICK, Gang
 from tasks.gang.history import History, Teller
 from tasks.gang.lookout import Lookout
 from tasks.gang.restart import Attempt
+from tasks.gang.start import announce, gather, go, turn
 from tasks.launch import Broken
 from tasks.store import Store, open_store
 
-TICK = 0.5
 SETTLE = 2.5  # seconds between the first report of a failure and the verdict: others may know better
-ASKED = 3.0  # seconds between questions about capacity
 LEAVE_WITHIN = 20.0
 # Whom a run over several hosts may leave a half-written checkpoint of is settled by marks: trainer/checkpoints.py.
-
-
-@dataclass(frozen=True)
-class Gang:
-    """What stays the same over all attempts."""
-
-    name: str
-    folder: Path
-    store: Store
-    engine: Engine
-    say: Callable[[str], None]
-    stop: Callable[[], bool]
-    tick: Callable[[], None]
-    teller: Teller
 
 
 @dataclass(frozen=True)
 class Outcome:
     hosts: tuple[str, ...]
     failure: Failure | None  # None = done
+    came: int | None = None  # hosts that there were, where others did not come in time
 
 
 def train(
@@ -78,11 +61,11 @@ def train(
     teller = teller or Teller(History(name, run.name, ""), folder / "files/metrics.jsonl")
     hasty = open_store(store.uri, hasty=True)
     with aside(say, tick) as (say_later, tick_later):
-        _train(run, Gang(name, folder, hasty, engine_of(run), say_later, stop, tick_later, teller))
+        _train(run, Gang(name, folder, run, hasty, engine_of(run), say_later, stop, tick_later, teller))
 
 
 def _train(run: Run, gang: Gang) -> None:
-    wait_for_the_last(gang.store, gang.name, gang.say, lambda: _pause(gang, 1.0))
+    wait_for_the_last(gang.store, gang.name, gang.say, lambda: gang.pause(1.0))
     attempts: list[Attempt] = []
     without: tuple[str, ...] = ()
     wanted = run
@@ -91,7 +74,9 @@ def _train(run: Run, gang: Gang) -> None:
         if outcome.failure is None:
             return
         attempts.append(Attempt(outcome.failure, outcome.hosts, _newest(run)))
-        available = _available(gang, wanted, restart.left_out(attempts))
+        out = restart.left_out(attempts)
+        left = gang.available(out) if outcome.came is None else outcome.came
+        available = None if left is None else left + len(out)
         facts, gpu = restart.limits(wanted)
         next_ = restart.decide(attempts, wanted, run.gang.retries, run.gang.min_nodes, available, facts, gpu)
         gang.teller.follows(next_.line)
@@ -101,26 +86,26 @@ def _train(run: Run, gang: Gang) -> None:
         without = next_.without
         if available is not None:
             run = restart.shrunk(wanted, next_.nodes) or wanted
-        _pause(gang, next_.wait)
+        gang.pause(next_.wait)
 
 
 def _attempt(gang: Gang, run: Run, without: tuple[str, ...]) -> Outcome:
-    with _turn(gang, run, without):
-        board, lookout = _announce(gang, run)
+    with turn(gang, run, without) as run:
+        board, lookout = announce(gang, run)
         gang.teller.begins(board.attempt)
         handle = None
         try:
             handle = gang.engine.start(run, board, run.layout.nodes, without)
-            if failure := _gather(gang, run, lookout, handle):
-                return failure
-            _go(lookout, run)
+            if missing := gather(gang, run, without, lookout, handle):
+                _end(gang, run, lookout, handle, missing.failure.line, save=False)
+                return Outcome(tuple(host_names(lookout).values()), missing.failure, missing.came)
+            hosts = go(lookout)
         except BaseException as error:
             _end(gang, run, lookout, handle, str(error) or type(error).__name__, save=False)
             raise
         finally:
             (gang.folder / "probe").unlink(missing_ok=True)
     try:
-        hosts = host_names(lookout)
         gang.teller.trains(hosts, lookout.nodes, run.layout.gpus_per_node, _newest(run))
         gang.say(f"attempt {board.attempt}: {', '.join(hosts.values())} train; logs in {gang.store.link(board.place)}")
         failure = _watch(gang, run, lookout, handle, hosts)
@@ -135,107 +120,12 @@ def _attempt(gang: Gang, run: Run, without: tuple[str, ...]) -> Outcome:
     return Outcome(tuple(hosts.values()), failure)
 
 
-@contextlib.contextmanager
-def _turn(gang: Gang, run: Run, without: tuple[str, ...]) -> Iterator[None]:
-    """Enough hosts are free, and no other gang reaches for them until this one has them or has given them back.
-
-    Nobody waits for hosts while it holds the turn: a gang that needs many does not keep one that needs few.
-    """
-    told, key = "", gang.engine.turn(run)
-    while True:
-        why = gang.engine.capacity(run, without)
-        if why is None:
-            break
-        if why != told:
-            gang.say(f"waits for hosts: {why}")
-            told = why
-        _pause(gang, ASKED)
-    if key is None:
-        yield
-        return
-    with lease.hold(gang.store, f"gangs/turns/{key}.json", gang.say, gang.name, gang.stop):
-        if why := gang.engine.capacity(run, without):
-            again = True
-        else:
-            again = False
-            yield
-    if again:
-        with _turn(gang, run, without):
-            yield
-
-
-def _available(gang: Gang, wanted: Run, without: tuple[str, ...]) -> int | None:
-    """Hosts, those that are left out counted in. None where nobody wants to know, or the engine does not."""
-    found = gang.engine.available(wanted, without) if wanted.gang.min_nodes else None
-    return None if found is None else found + len(without)
-
-
-def _announce(gang: Gang, run: Run) -> tuple[Board, Lookout]:
-    """The next attempt, on the board."""
-    token = secrets.token_hex(8)
-    (gang.folder / "probe").write_text(token)
-    number = newest_attempt(gang.store, gang.name)
-    while True:
-        number += 1
-        board = Board(gang.store, gang.name, number)
-        board.write("resolved.yaml", as_yaml(run).encode())
-        lookout = Lookout(board, str(gang.folder / "probe"))
-        if lookout.begin():
-            return board, lookout
-
-
-def _gather(gang: Gang, run: Run, lookout: Lookout, handle: Handle) -> Outcome | None:
-    """Until all are there. The outcome where they do not come in time, or one ends first."""
-    token, until, told = (gang.folder / "probe").read_text(), time.monotonic() + run.gang.start_within, -1
-    queued = None
-    while True:
-        _pause(gang, TICK)
-        if why := handle.waits():
-            until = time.monotonic() + run.gang.start_within
-            if why != queued:
-                queued = why
-                gang.say(f"waits for hosts: {why}")
-        nodes, n = dict(lookout.nodes), run.layout.nodes
-        for node in nodes.values():
-            if node["probe"] != token:
-                raise Fault(
-                    f"FINETUNE_RUNS: {gang.folder} is not the same storage on {node['host']} ({node['address']}); "
-                    "name a folder of a file system that all hosts share"
-                )
-        waiting = [k for k, node in nodes.items() if node["state"] == "waiting" and lookout.silence(k) < STALE]
-        if len(waiting) == n:
-            return None
-        if len(waiting) != told:
-            told = len(waiting)
-            gang.say(f"attempt {lookout.board.attempt}: {told} of {n} hosts are there")
-        over = [k for k, alive in handle.alive().items() if alive is False]
-        over += [k for k, node in nodes.items() if k not in waiting]
-        if over:
-            line = f"host: member {over[0]} ended before the gang was complete; its log says why"
-        elif time.monotonic() > until:
-            line = f"host: {len(waiting)} of {n} hosts came within {run.gang.start_within:.0f} s"
-        else:
-            continue
-        line = "; ".join((line, *handle.words()[-1:]))
-        failure = Failure("host", line, True)
-        _end(gang, run, lookout, handle, line, save=False)
-        return Outcome(tuple(host_names(lookout).values()), failure)
-
-
-def _go(lookout: Lookout, run: Run) -> None:
-    nodes = dict(sorted(lookout.nodes.items()))
-    order = list(nodes)
-    first = nodes[order[0]]
-    peers = {str(k): [node["address"], node["port"]] for k, node in nodes.items()}
-    lookout.say(state="go", order=order, master=[first["address"], first["master_port"]], peers=peers)
-
-
 def _watch(gang: Gang, run: Run, lookout: Lookout, handle: Handle, hosts: dict[int, str]) -> Failure | None:
     """Until all are done, or one has failed."""
     first: float | None = None
     gone: set[int] = set()
     while True:
-        _pause(gang, TICK)
+        gang.pause(TICK)
         _pass_on(gang, lookout)
         gang.tick()
         if lookout.lost:
@@ -288,17 +178,6 @@ def _give_up(run: Run, failure: Failure, line: str) -> None:
 def _pass_on(gang: Gang, lookout: Lookout) -> None:
     while lookout.lines:
         gang.say(lookout.lines.popleft())
-
-
-def _pause(gang: Gang, seconds: float) -> None:
-    until = time.monotonic() + seconds
-    while True:
-        if gang.stop():
-            raise Stopped(f"{gang.name}: stopped")
-        left = until - time.monotonic()
-        if left <= 0:
-            return
-        time.sleep(min(left, TICK))
 
 
 def _last_step(run: Run) -> int:

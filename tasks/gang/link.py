@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from tasks.gang import witness
-from tasks.gang.board import POLLED, RENEWED, STALE, Board, Notice
+from tasks.gang.board import PEERS, POLLED, RENEWED, STALE, Board, Notice
 
 SHIPPED = 3.0  # seconds between pieces of a log
 PIECE = 1 << 20  # bytes at most
@@ -22,6 +22,7 @@ class Link:
     def __init__(self, board: Board, node: int, me: dict[str, Any]):
         self.board, self.node, self.me = board, node, me
         self.word: dict[str, Any] = {}
+        self.peers: dict[str, list] = {}  # once the controller has said go
         self.fresh = self.answered = self.witnessed = time.monotonic()
         self.met = False  # the controller was reached from here
         self.told = ""  # what a witness knows that ends this member
@@ -104,6 +105,8 @@ class Link:
         if found[1] != self._tag or away:  # after an outage the controller has its time anew
             self.fresh = now
         self.word, self._tag = found
+        if self.word["state"] == "go" and not self.peers:
+            self.peers = self.board.read(PEERS) or {}
 
     def _write(self) -> None:
         with self._turn:
@@ -145,6 +148,6 @@ class Link:
         port = self.word.get("port", 0)
         if self.met:
             return [(address, port) for address in self.word["addresses"]]
-        others = [tuple(peer) for k, peer in self.word.get("peers", {}).items() if k != str(self.node)]
+        others = [tuple(peer) for k, peer in self.peers.items() if k != str(self.node)]
         first = self.node % max(1, len(others))
         return (others[first:] + others[:first])[:WITNESSES]

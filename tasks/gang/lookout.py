@@ -5,13 +5,14 @@ as long as the store does: no member is blamed for that time.
 """
 
 import collections
+import json
 import secrets
 import threading
 import time
 from typing import Any
 
 from tasks.gang import witness
-from tasks.gang.board import POLLED, RENEWED, Board, Notice, Watch
+from tasks.gang.board import PEERS, POLLED, RENEWED, Board, Notice, Watch
 
 AWAY = 6.0  # seconds without an answer: the store was away, not the members
 
@@ -23,10 +24,11 @@ class Lookout:
         self.lines: collections.deque[str] = collections.deque(maxlen=10_000)
         self.answered = time.monotonic()
         self.lost = False  # somebody else controls this attempt
+        self.peers: dict[str, list] = {}  # address and port of each member, on the board before the word that says go
         self._first_failed: list[int] = []
         self._watch, self._turn = Watch(), threading.Lock()
         self._wake, self._over = threading.Event(), threading.Event()
-        self._unsaid, self._pending, self._pieces = False, b"", 0
+        self._unsaid, self._told_peers, self._pending, self._pieces = False, False, b"", 0
         self._notice = Notice(board, "gang.json")
         self.word: dict[str, Any] = {"by": secrets.token_hex(8), "state": "gathering", "beat": 0, "probe": probe}
         port = witness.serve(self._answer)
@@ -89,6 +91,9 @@ class Lookout:
             self.word["beat"] += 1
             content = dict(self.word)
         try:
+            if content["state"] == "go" and not self._told_peers:
+                self.board.write(PEERS, json.dumps(self.peers).encode())
+                self._told_peers = True
             self.lost = self.lost or not self._notice.write(content)
         except Exception:
             self._unsaid = True

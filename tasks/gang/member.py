@@ -7,8 +7,9 @@ of the store come from this host's own environment. It ends within seconds of: t
 while the store answers; a later attempt; a starter that is gone; being cut off from store and witnesses alike. A store
 that is away by itself ends nothing. Exit code 0: done, or stopped in order; 1: failed.
 
-GANG_ADDRESS names the address that others reach this host at, where the first that answers is not the right one, and
-GANG_HOST the host, where a container calls itself otherwise.
+GANG_ADDRESS names the address that others reach this host at, where the first that answers is not the right one,
+GANG_HOST the host, where a container calls itself otherwise, and GANG_PLACE where it stands (conf/network.py,
+rank_order), if Slurm does not say so itself.
 """
 
 import argparse
@@ -68,6 +69,7 @@ def _take_part(board: Board, node: int, folder: Path, told: threading.Event, sta
     address = os.environ.get("GANG_ADDRESS") or (met[1] if met else witness.addresses()[0])
     me |= {"address": address, "port": port, "master_port": witness.free_port()}
     me["probe"] = _probe(first[0])
+    me["place"] = os.environ.get("GANG_PLACE") or os.environ.get("SLURM_TOPOLOGY_ADDR", "")
     link.met = met is not None
     if not link.join():
         print(f"{board.place}: over, or another process is member {node}")

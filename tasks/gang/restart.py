@@ -1,6 +1,7 @@
 """What comes after a failed attempt: again, without a host, on fewer hosts, or the end. Pure: history in, decision out.
 
     decide(attempts, run, retries=3, min_nodes=2, available=None) -> Decision
+    fewer(run, left, min_nodes, facts, gpu) -> int | None      how many of those that are left to go on with
     limits(run) -> facts, gpu                          what fewer hosts are held against, as far as it is known
     shrunk(run, nodes, facts) -> Run | None            the same run on fewer hosts, if its layout allows
     advice(run) -> str                                 what to change when memory was not enough, from the plan
@@ -94,12 +95,10 @@ def decide(
         wait = min(LONGEST_WAIT, WAIT * 2 ** (len(counted) - 1))
     nodes = run.layout.nodes
     if available is not None and available - len(out) < nodes:
-        fewer = _fewer(run, available - len(out), min_nodes, facts, gpu)
-        if fewer:
-            line = (
-                f"goes on with {fewer} of {run.layout.nodes} hosts, without {', '.join(out) or 'those that are gone'}"
-            )
-            return Decision("fewer", line, out, fewer, wait)
+        left = fewer(run, available - len(out), min_nodes, facts, gpu)
+        if left:
+            line = f"goes on with {left} of {run.layout.nodes} hosts, without {', '.join(out) or 'those that are gone'}"
+            return Decision("fewer", line, out, left, wait)
     if out:
         return Decision("retry without", f"goes on without {', '.join(out)}", out, nodes, wait)
     return Decision("retry", f"goes on from step {last.checkpoint}", (), nodes, wait)
@@ -135,7 +134,8 @@ def _repeats(counted: Sequence[Attempt]) -> bool:
     return same and last.failure.host != before.failure.host
 
 
-def _fewer(run: Run, left: int, min_nodes: int | None, facts: ModelFacts | None, gpu: Gpu | None) -> int | None:
+def fewer(run: Run, left: int, min_nodes: int | None, facts: ModelFacts | None, gpu: Gpu | None) -> int | None:
+    """How many of the hosts that are left to go on with."""
     if min_nodes is None:
         return None
     counts = range(min(left, run.layout.nodes - 1), min_nodes - 1, -1)
@@ -147,12 +147,12 @@ def shrunk(run: Run, nodes: int, facts: ModelFacts | None = None, gpu: Gpu | Non
     if nodes < 1:
         return None
     layout = run.layout.model_copy(update={"nodes": nodes})
-    fewer = run.model_copy(update={"layout": layout})
-    if problems(fewer, facts):
+    smaller = run.model_copy(update={"layout": layout})
+    if problems(smaller, facts):
         return None
-    if gpu and facts and not plan(fewer, facts, gpu).fits:
+    if gpu and facts and not plan(smaller, facts, gpu).fits:
         return None
-    return fewer
+    return smaller
 
 
 def limits(run: Run) -> tuple[ModelFacts | None, Gpu | None]:

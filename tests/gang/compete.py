@@ -30,7 +30,8 @@ from conf.schema import Run
 from tasks import lease
 from tasks.faults import Fault
 from tasks.gang import board as boards
-from tasks.gang import controller, fence, link, lookout
+from tasks.gang import controller, fence, link, lookout, start
+from tasks.gang import gang as gang_module
 from tasks.gang.board import Board
 from tasks.gang.link import Link
 from tasks.launch import Broken
@@ -43,7 +44,9 @@ TIMES = {
     link: ("RENEWED", "POLLED", "STALE", "SHIPPED", "ASKED_AFTER"),
     lookout: ("RENEWED", "POLLED", "AWAY"),
     fence: ("STALE", "ENDED_BY_ITSELF"),
-    controller: ("TICK", "SETTLE", "ASKED", "STALE", "ENDED_BY_ITSELF"),
+    gang_module: ("TICK",),
+    start: ("TICK", "ASKED", "STALE"),
+    controller: ("TICK", "SETTLE", "ENDED_BY_ITSELF"),
     lease: ("RENEWED", "EXPIRES", "POLLED"),
 }
 CONF = """

@@ -30,7 +30,7 @@ import psutil
 
 from conf.load import load
 from conf.schema import Run
-from tasks.gang import controller
+from tasks.gang import controller, start
 from tasks.gang.board import POLLED, RENEWED, Board
 from tasks.gang.link import SHIPPED, Link
 from tasks.gang.lookout import Lookout
@@ -77,6 +77,9 @@ class Engine:
         return None
 
     def capacity(self, run: Run, without: tuple[str, ...] = ()) -> str | None:
+        return None
+
+    def available(self, run: Run, without: tuple[str, ...] = ()) -> int | None:
         return None
 
     def start(self, run: Run, board: Board, n: int, without: tuple[str, ...] = ()) -> "Engine":
@@ -227,7 +230,7 @@ def measure(nodes: int, seconds: float, folder: Path) -> Found:
 
     watcher = threading.Thread(target=watch, daemon=True)
     watcher.start()
-    setattr(controller, "Lookout", Seen)  # noqa: B010
+    setattr(start, "Lookout", Seen)  # noqa: B010
     setattr(controller, "engine_of", lambda _: engine)  # noqa: B010
     try:
         controller.train(load(folder / "conf.yaml"), folder / "work", store, "scale", say, lambda: False)

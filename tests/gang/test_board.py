@@ -69,6 +69,26 @@ def test_what_a_member_says_reaches_the_controller_and_so_does_its_log(board, tm
     assert list(lookout.lines) == ["step 1", "step 2"]
 
 
+@pytest.mark.parametrize("attempts", [0, 1, 2, 3, 4, 7, 8, 9, 30])
+def test_the_newest_attempt_is_found(board, attempts):
+    for number in range(1, attempts + 1):
+        board.store.write(f"gangs/gang/{number}/gang.json", b"{}")
+    assert newest_attempt(board.store, "gang") == attempts
+
+
+def test_a_member_knows_the_others_once_the_controller_has_said_go(board):
+    lookout = Lookout(board, "")
+    lookout.begin()
+    one = member(board)
+    one.join()
+    lookout.peers = {"0": ["10.0.0.1", 1], "1": ["10.0.0.2", 2]}
+    lookout.say(state="go")
+    wait_for(lambda: one._witnesses() == [("10.0.0.2", 2)])
+    assert "peers" not in one.word
+    one.end(5)
+    lookout.end(5)
+
+
 def test_a_notice_that_another_has_written_is_lost(board):
     mine = Notice(board, "nodes/0.json")
     assert mine.create({"by": "me"})

@@ -10,7 +10,9 @@ import pytest
 
 from conf.load import load
 from conf.schema import Run
+from tasks.faults import Stopped
 from tasks.gang import controller
+from tasks.gang.aside import aside
 from tasks.gang.board import Board
 from tasks.gang.link import Link
 from tasks.launch import Broken
@@ -33,10 +35,12 @@ class Hosts:
     """An engine of hosts by name. What a member does on one, attempt by attempt, is in `acts`; else it trains."""
 
     names: list[str]
-    acts: dict[str, list[str]] = field(default_factory=dict)  # train, die, fail, silent for a while, never come
+    acts: dict[str, list[str]] = field(default_factory=dict)  # train, die, fail, fail later, silent, told, never
     places: dict[str, str] = field(default_factory=dict)
     given: list[list[str]] = field(default_factory=list)  # of each attempt, by member
-    words: list[dict] = field(default_factory=list)  # the controller's, as members saw it when they went
+    words: dict[str, dict] = field(default_factory=dict)  # the controller's, as members saw it when they went
+    saved: list[str] = field(default_factory=list)  # those that were told to save before they end
+    store: Store | None = None
     busy: set[str] = field(default_factory=set)
     trained: threading.Event = field(default_factory=threading.Event)  # members end their training then
     over: list[str] = field(default_factory=list)
@@ -63,7 +67,7 @@ class Hosts:
         return Handle(threads)
 
     def be(self, host: str, node: int, board: Board, run: Run) -> None:
-        act = (self.acts.get(host) or ["train"]).pop(0) if self.acts.get(host) else "train"
+        act = self.acts[host].pop(0) if self.acts.get(host) else "train"
         try:
             if act != "never":
                 self.member(host, node, board, run, act)
@@ -74,7 +78,8 @@ class Hosts:
     def member(self, host: str, node: int, board: Board, run: Run, act: str) -> None:
         found = board.pulse()
         assert found
-        store = Mortal(board.store, host)
+        assert self.store
+        store = Mortal(self.store, host)
         me = {"by": f"{host} {board.attempt}", "host": host, "state": "waiting", "address": host, "port": 1}
         me |= {"master_port": 2, "probe": Path(found[0]["probe"]).read_text(), "place": self.places.get(host, "")}
         one = Link(Board(store, board.gang, board.attempt), node, me)  # type: ignore[arg-type]
@@ -87,18 +92,22 @@ class Hosts:
                 continue
             if not went:
                 went = True
-                self.words.append(one.word)
+                self.words[me["by"]] = one.word
                 one.say(state="running")
+            if act == "told":
+                one.say(state="stopping", reason="told to end", told=True)
+                act = "wait"
             if act == "die":
                 store.dead.set()
                 one.end(0)
                 return
-            if act == "fail":
+            if act.startswith("fail"):
+                time.sleep(0.5 * (act == "fail later"))
                 break
             if act == "silent":
                 act = "train"
                 store.dead.set()
-                time.sleep(8 / FASTER)
+                time.sleep(13 / FASTER)
                 store.dead.clear()
             if act == "train" and self.trained.is_set():
                 mark(run)
@@ -106,7 +115,9 @@ class Hosts:
                 one.end(5)
                 return
         if why:
-            one.say(state="stopped", reason=why, over=True)
+            if one.word.get("save"):
+                self.saved.append(host)
+            one.say(state="preempted" if act == "wait" else "stopped", reason=why, over=True)
         else:
             told = {"rank": node, "code": 1, "step": 0, "silent": False, "state": "", "stalled": False}
             one.say(state="failed", failed=[told | {"lines": [f"RuntimeError: of {host}"]}], over=True)
@@ -163,20 +174,30 @@ class Gang:
         thread.start()
         return thread
 
+    def ends_well(self) -> None:
+        self.train()
+        if self.error:
+            raise self.error
+
 
 @pytest.fixture
 def gang(tmp_path, monkeypatch):
     """gang(hosts, overrides) -> a controller that is to be started."""
 
-    def gang(hosts: Hosts, *overrides: str) -> Gang:
+    stores: dict[str, Store] = {}
+
+    def gang(hosts: Hosts, *overrides: str, nodes: int = 0, uri: str = "first") -> Gang:
+        hosts.store = hosts.store or open_store(str(tmp_path / "store"))
+        stores[uri] = Mortal(hosts.store, uri)  # type: ignore[assignment]
+        monkeypatch.setattr(controller, "open_store", lambda uri, hasty: stores[uri])
         monkeypatch.setattr(controller, "engine_of", lambda run: hosts)
         conf = tmp_path / "gang.yaml"
-        conf.write_text(CONF.format(name="gang", nodes=len(hosts.names), folder=tmp_path))
-        run = load(conf, list(overrides))
+        conf.write_text(CONF.format(name="gang", nodes=nodes or len(hosts.names), folder=tmp_path))
+        run = load(conf, [*overrides, *(["gang.start_within=20"] if "start_within" not in str(overrides) else [])])
         run = run.model_copy(update={"gang": run.gang.model_copy(update={"silent_after": 12 / FASTER})})
-        folder = tmp_path / "work"
-        folder.mkdir(exist_ok=True)
-        return Gang(run, folder, open_store(str(tmp_path / "store")))
+        folder = tmp_path / uri
+        folder.mkdir()
+        return Gang(run, folder, stores[uri])
 
     return gang
 
@@ -193,7 +214,118 @@ def test_what_shows_progress_may_hang_and_a_dead_host_is_noticed_all_the_same(ga
     one = gang(hosts, "gang.retries=0")
     one.tick = lambda: hangs.wait(60)
     running, began = one.start(), time.monotonic()
-    running.join(30)
+    running.join(40)
     hangs.set()
     assert isinstance(one.error, Broken) and "b no longer answers" in str(one.error)
-    assert time.monotonic() - began < 15
+    assert time.monotonic() - began < 30
+
+
+def test_lines_come_in_their_order_and_all_of_them():
+    found: list[str] = []
+    with aside(found.append, lambda: None) as (say, tick):
+        for number in range(1000):
+            say(str(number))
+            tick()
+    assert found == [str(number) for number in range(1000)]
+
+
+def test_a_gang_that_is_not_complete_in_time_gives_its_hosts_back(gang):
+    hosts = Hosts(["a", "b"], {"b": ["never"]})
+    hosts.trained.set()
+    one = gang(hosts, "gang.start_within=3")
+    one.ends_well()
+    assert "host: 1 of 2 hosts came within 3 s; goes on from step 0" in one.lines
+    assert hosts.over[:2] == ["b 1", "a 1"] and len(hosts.given) == 2
+
+
+def test_the_first_failure_is_the_one_that_is_told(gang):
+    one = gang(Hosts(["a", "b"], {"a": ["fail later"], "b": ["fail"]}), "gang.retries=0")
+    with pytest.raises(Broken, match="of b"):
+        one.ends_well()
+
+
+def test_a_member_that_is_silent_for_a_while_is_waited_for(gang, monkeypatch):
+    monkeypatch.setattr(controller, "SETTLE", 5.0)
+    hosts = Hosts(["a", "b"], {"b": ["silent"]})
+    threading.Timer(3, hosts.trained.set).start()
+    one = gang(hosts)
+    one.run = one.run.model_copy(update={"gang": one.run.gang.model_copy(update={"silent_after": 1.0})})
+    one.ends_well()
+    assert len(hosts.given) == 1
+
+
+def test_a_second_controller_waits_until_the_first_one_s_members_are_over(gang):
+    hosts = Hosts(["a", "b"])
+    first = gang(hosts)
+    first.start()
+    wait_for(lambda: len(hosts.words) == 2)
+    first.store.dead.set()  # its process is gone
+    hosts.trained.set()
+    second = gang(hosts, uri="second")
+    second.ends_well()
+    assert "waits until attempt 1, whose controller is gone, has ended" in second.lines
+    assert {*hosts.over[:2]} == {"a 1", "b 1"} and len(hosts.given) == 2
+    first.cancelled.set()
+
+
+def test_fewer_hosts_begin_where_there_are_fewer_at_the_first_start(gang):
+    hosts = Hosts(["a", "b"])
+    hosts.trained.set()
+    one = gang(hosts, "gang.start_within=1", "gang.min_nodes=2", nodes=3)
+    one.ends_well()
+    assert "2 of 3 hosts are there after 1 s; goes on with 2" in one.lines
+    assert [len(given) for given in hosts.given] == [2]
+
+
+def test_fewer_hosts_go_on_where_one_does_not_come(gang):
+    hosts = Hosts(["a", "b", "c"], {"c": ["never"]})
+    hosts.trained.set()
+    one = gang(hosts, "gang.start_within=3", "gang.min_nodes=2")
+    one.ends_well()
+    line = "host: 2 of 3 hosts came within 3 s; goes on with 2 of 3 hosts, without those that are gone"
+    assert line in one.lines
+    assert [len(given) for given in hosts.given] == [3, 2]
+
+
+def test_hosts_that_others_use_are_waited_for_with_all(gang):
+    hosts = Hosts(["a", "b", "c"], busy={"c"})
+    hosts.trained.set()
+    one = gang(hosts, "gang.start_within=0.5", "gang.min_nodes=1")
+    running = one.start()
+    time.sleep(2)
+    assert hosts.given == []
+    hosts.busy.clear()
+    running.join(20)
+    assert one.error is None and [len(given) for given in hosts.given] == [3]
+
+
+def test_ranks_follow_the_places_of_hosts_and_the_first_host_is_the_master(gang):
+    hosts = Hosts(["n1", "n2", "n10"], places={"n1": "rack2", "n2": "rack1", "n10": "rack1"})
+    hosts.trained.set()
+    one = gang(hosts)
+    one.ends_well()
+    word = hosts.words["n1 1"]
+    assert word["order"] == [1, 2, 0] and word["master"] == ["n2", 2] and "peers" not in word
+    assert any(line.startswith("attempt 1: n2, n10, n1 train;") for line in one.lines)
+
+
+def test_cancelled_all_save_and_end(gang):
+    hosts = Hosts(["a", "b"])
+    one = gang(hosts)
+    running = one.start()
+    wait_for(lambda: len(hosts.words) == 2)
+    one.cancelled.set()
+    running.join(20)
+    assert isinstance(one.error, Stopped)
+    assert sorted(hosts.saved) == ["a", "b"] and sorted(hosts.over) == ["a 1", "b 1"]
+
+
+def test_where_one_host_is_told_to_end_all_save(gang):
+    hosts = Hosts(["a", "b", "c"], {"b": ["told"]})
+    one = gang(hosts)
+    running = one.start()
+    wait_for(lambda: len(hosts.saved) == 3)
+    hosts.trained.set()
+    running.join(20)
+    assert one.error is None
+    assert "preempted: b was told to end; goes on from step 0" in one.lines

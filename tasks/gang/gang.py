@@ -1,0 +1,53 @@
+"""What stays the same over all attempts of a gang, for those who start, watch and end them."""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from conf.schema import Run
+from tasks.faults import Stopped
+from tasks.gang import restart
+from tasks.gang.engines import Engine
+from tasks.gang.history import Teller
+from tasks.store import Store
+
+TICK = 0.5
+
+
+@dataclass(frozen=True)
+class Gang:
+    name: str
+    folder: Path
+    wanted: Run  # with all the hosts that it wants, also where an attempt has fewer
+    store: Store
+    engine: Engine
+    say: Callable[[str], None]
+    stop: Callable[[], bool]
+    tick: Callable[[], None]
+    teller: Teller
+
+    def pause(self, seconds: float) -> None:
+        """Raises Stopped as soon as the gang is cancelled."""
+        until = time.monotonic() + seconds
+        while True:
+            if self.stop():
+                raise Stopped(f"{self.name}: stopped")
+            left = until - time.monotonic()
+            if left <= 0:
+                return
+            time.sleep(min(left, TICK))
+
+    def available(self, without: tuple[str, ...]) -> int | None:
+        """Hosts but for these, free or not. None where nobody wants to know, or the engine does not."""
+        return self.engine.available(self.wanted, without) if self.wanted.gang.min_nodes else None
+
+    def smaller(self, without: tuple[str, ...]) -> tuple[Run, int] | None:
+        """The run on as many hosts as there are, and their number; None where all are to be waited for."""
+        left = self.available(without)
+        if left is None or left >= self.wanted.layout.nodes:
+            return None
+        facts, gpu = restart.limits(self.wanted)
+        nodes = restart.fewer(self.wanted, left, self.wanted.gang.min_nodes, facts, gpu)
+        run = restart.shrunk(self.wanted, nodes) if nodes else None
+        return (run, left) if run else None

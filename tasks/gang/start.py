@@ -1,0 +1,147 @@
+"""The start of a gang's attempt: enough hosts are waited for, asked for, gathered, and told to go all at once.
+
+Where gang.min_nodes allows fewer, those that there are do after gang.start_within of waiting, by the rules that hold
+after a failure (tasks/gang/restart.py). Hosts that others use are waited for all the same.
+"""
+
+import contextlib
+import secrets
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from conf.load import as_yaml
+from conf.network import rank_order
+from conf.schema import Run
+from tasks import lease
+from tasks.faults import Fault
+from tasks.gang.board import STALE, Board, newest_attempt
+from tasks.gang.engines import Handle
+from tasks.gang.evidence import host_names
+from tasks.gang.failures import Failure
+from tasks.gang.gang import TICK, Gang
+from tasks.gang.lookout import Lookout
+
+ASKED = 3.0  # seconds between questions about capacity
+
+
+@dataclass(frozen=True)
+class Missing:
+    """Why an attempt could not begin."""
+
+    failure: Failure
+    came: int | None = None  # hosts that there were, where others did not come in time
+
+
+@contextlib.contextmanager
+def turn(gang: Gang, run: Run, without: tuple[str, ...]) -> Iterator[Run]:
+    """Enough hosts are free, and no other gang reaches for them until this one has them or has given them back.
+
+    Nobody waits for hosts while it holds the turn: a gang that needs many does not keep one that needs few.
+    """
+    key = gang.engine.turn(run)
+    while True:
+        run = _enough(gang, run, without)
+        if key is None:
+            yield run
+            return
+        with lease.hold(gang.store, f"gangs/turns/{key}.json", gang.say, gang.name, gang.stop):
+            if gang.engine.capacity(run, without) is None:
+                yield run
+                return
+
+
+def _enough(gang: Gang, run: Run, without: tuple[str, ...]) -> Run:
+    """Once that many hosts are free: the run, or the same on fewer."""
+    told, since = "", time.monotonic()
+    while why := gang.engine.capacity(run, without):
+        if why != told:
+            gang.say(f"waits for hosts: {why}")
+            told = why
+        gang.pause(ASKED)
+        if time.monotonic() - since > run.gang.start_within:
+            smaller = gang.smaller(without)
+            found = smaller[0] if smaller else gang.wanted
+            if found.layout.nodes < run.layout.nodes:
+                assert smaller
+                gang.say(
+                    f"{smaller[1]} of {gang.wanted.layout.nodes} hosts are there after {run.gang.start_within:.0f} s; "
+                    f"goes on with {found.layout.nodes}"
+                )
+            run = found
+    return run
+
+
+def announce(gang: Gang, run: Run) -> tuple[Board, Lookout]:
+    """The next attempt, on the board."""
+    token = secrets.token_hex(8)
+    (gang.folder / "probe").write_text(token)
+    number = newest_attempt(gang.store, gang.name)
+    while True:
+        number += 1
+        board = Board(gang.store, gang.name, number)
+        board.write("resolved.yaml", as_yaml(run).encode())
+        lookout = Lookout(board, str(gang.folder / "probe"))
+        if lookout.begin():
+            return board, lookout
+
+
+def gather(gang: Gang, run: Run, without: tuple[str, ...], lookout: Lookout, handle: Handle) -> Missing | None:
+    """Until all are there. What is missing where they do not come in time, or one ends first."""
+    token, told, n = (gang.folder / "probe").read_text(), -1, run.layout.nodes
+    until = look = time.monotonic() + run.gang.start_within
+    queued = None
+    while True:
+        gang.pause(TICK)
+        if why := handle.waits():
+            until = time.monotonic() + run.gang.start_within
+            if why != queued:
+                queued = why
+                gang.say(f"waits for hosts: {why}")
+        nodes = dict(lookout.nodes)
+        _check_storage(gang, nodes, token)
+        waiting = [k for k, node in nodes.items() if node["state"] == "waiting" and lookout.silence(k) < STALE]
+        if len(waiting) == n:
+            return None
+        if len(waiting) != told:
+            told = len(waiting)
+            gang.say(f"attempt {lookout.board.attempt}: {told} of {n} hosts are there")
+        over = [k for k, alive in handle.alive().items() if alive is False]
+        over += [k for k, node in nodes.items() if k not in waiting]
+        came = None
+        if over:
+            line = f"host: member {over[0]} ended before the gang was complete; its log says why"
+        elif time.monotonic() > until:
+            line = f"host: {len(waiting)} of {n} hosts came within {run.gang.start_within:.0f} s"
+            came = len(waiting)
+        elif why and time.monotonic() > look:  # a queue waits for hosts that are down as for those that others use
+            look = until
+            smaller = gang.smaller(without)
+            if smaller is None or smaller[0].layout.nodes >= n:
+                continue
+            came = smaller[1]
+            line = f"host: {came} of {n} hosts are there after {run.gang.start_within:.0f} s; {why}"
+        else:
+            continue
+        return Missing(Failure("host", "; ".join(dict.fromkeys((line, *handle.words()[-1:]))), True), came)
+
+
+def go(lookout: Lookout) -> dict[int, str]:
+    """Hosts by member, in the order of their ranks: the first is the master."""
+    nodes = dict(lookout.nodes)
+    names = host_names(lookout)
+    members = {name: k for k, name in names.items()}
+    order = [members[name] for name in rank_order({name: nodes[k].get("place", "") for k, name in names.items()})]
+    first = nodes[order[0]]
+    lookout.peers = {str(k): [node["address"], node["port"]] for k, node in nodes.items()}
+    lookout.say(state="go", order=order, master=[first["address"], first["master_port"]])
+    return {k: names[k] for k in order}
+
+
+def _check_storage(gang: Gang, nodes: dict, token: str) -> None:
+    for node in nodes.values():
+        if node["probe"] != token:
+            raise Fault(
+                f"FINETUNE_RUNS: {gang.folder} is not the same storage on {node['host']} ({node['address']}); "
+                "name a folder of a file system that all hosts share"
+            )
