@@ -9,7 +9,7 @@ A stage whose artifact is in the store already ends as Cached. One that was inte
 """
 
 import sys
-from datetime import UTC, datetime
+from datetime import UTC
 from pathlib import PurePath
 from typing import Literal
 
@@ -37,7 +37,8 @@ Stage = Literal[*ORDER]  # type: ignore[valid-type]
 
 
 def name_of_run() -> str:
-    return f"{PurePath(flow_run.parameters['conf']).stem}-{datetime.now(UTC):%m%d-%H%M%S}"
+    """The same when it goes on after a crash (flows/automations.py)."""
+    return f"{PurePath(flow_run.parameters['conf']).stem}-{flow_run.scheduled_start_time.astimezone(UTC):%m%d-%H%M%S}"
 
 
 @flow(name="finetune", flow_run_name=name_of_run, persist_result=False)

@@ -53,6 +53,7 @@ def up() -> int:
     for pool in ("finetune-cpu", "finetune-gpu", "finetune-nodes"):
         _prefect(environment, "work-pool", "create", pool, "--type", "process", "--overwrite")
     _prefect(environment, "--no-prompt", "deploy", "--all")
+    _done(environment, sys.executable, "-m", "flows.automations")
     for pool in ["finetune-cpu"] + ["finetune-gpu"] * _has_gpu():
         if f"worker-{pool}" not in running:
             command = [BIN / "prefect", "worker", "start", "--pool", pool, "--name", f"{pool}-{socket.gethostname()}"]
@@ -105,9 +106,13 @@ def _environment(running: dict) -> dict[str, str]:
 
 
 def _prefect(environment: dict[str, str], *arguments: str) -> None:
-    done = subprocess.run([BIN / "prefect", *arguments], env=environment, capture_output=True, text=True)
+    _done(environment, str(BIN / "prefect"), *arguments)
+
+
+def _done(environment: dict[str, str], *command: str) -> None:
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
     if done.returncode:
-        sys.exit(f"error: prefect {' '.join(arguments)}: {done.stdout}{done.stderr}")
+        sys.exit(f"error: {' '.join([Path(command[0]).name, *command[1:]])}: {done.stdout}{done.stderr}")
 
 
 def _without_servers() -> dict[str, str]:
