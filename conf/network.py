@@ -10,7 +10,8 @@ theirs (NCCL_IB_HCA, NCCL_IB_TC, NCCL_IB_GID_INDEX, NCCL_SOCKET_IFNAME) is set o
 
 rank_order(places) is the order of hosts: those under one switch are neighbours, as pipeline and data parallel groups
 talk to neighbours most. A host's place is GANG_PLACE of its environment (of its Prefect worker, or by slurm.export and
-kubernetes.env), else SLURM_TOPOLOGY_ADDR, which Slurm sets where it knows the network (TopologyPlugin=topology/tree).
+kubernetes.env), else SLURM_TOPOLOGY_ADDR, which Slurm sets where it knows the network (TopologyPlugin=topology/tree);
+with kubernetes.topology it is the number of the pod, as Kueue puts neighbours next to one another.
 Within a host the local rank is the number of the GPU on the bus (CUDA_DEVICE_ORDER), so that
 rank i of each host sits on the same rail: NCCL then meets it over one switch, and all-to-all goes through NVLink to the
 GPU of the right rail (PXN, on by default).

@@ -207,6 +207,27 @@ def test_a_cluster_that_does_not_answer_knows_nothing(cluster, tmp_path, monkeyp
     handle.cancel()
 
 
+def test_hosts_that_there_are(cluster):
+    assert kubernetes.available(tiny()) is None  # who may not see nodes
+    ready = {"type": "Ready", "status": "True"}
+    fits = {"conditions": [ready], "allocatable": {"nvidia.com/gpu": "8", "cpu": "180"}}
+    gpus = [{"key": "nvidia.com/gpu", "effect": "NoSchedule"}]
+    nodes = {
+        "fits": ({"taints": gpus}, fits),
+        "also": ({"taints": [{"key": "maintenance", "effect": "PreferNoSchedule"}]}, fits),
+        "cordoned": ({"unschedulable": True}, fits),
+        "tainted": ({"taints": [*gpus, {"key": "other-team", "effect": "NoSchedule"}]}, fits),
+        "without GPUs": ({}, fits | {"allocatable": {"cpu": "180"}}),
+        "away": ({}, fits | {"conditions": [ready | {"status": "Unknown"}]}),
+    }
+    items = [{"metadata": {"name": name}, "spec": spec, "status": status} for name, (spec, status) in nodes.items()]
+    (cluster / "nodes.json").write_text(json.dumps({"items": items}))
+    assert kubernetes.available(tiny("kubernetes.selector=[kind=h100]")) == 2
+    assert kubernetes.available(tiny(), ("also",)) == 1
+    assert kubernetes.available(tiny("layout.gpus_per_node=9")) == 0
+    assert "get nodes --output=json --selector=kind=h100" in (cluster / "calls.txt").read_text()
+
+
 def test_a_store_that_pods_do_not_have_is_named(cluster, tmp_path):
     with pytest.raises(Fault, match=r"FINETUNE_STORE: /elsewhere: pods have s3:// stores, and folders in"):
         kubernetes.start(tiny(), Board(open_store("/elsewhere"), "train-x", 1), 2)

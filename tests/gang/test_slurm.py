@@ -161,6 +161,30 @@ def test_a_job_that_waits_says_for_what_and_is_cancelled_in_the_queue(here, tmp_
     subprocess.run(["scancel", blocker], check=True)
 
 
+def down(hosts: str) -> None:
+    subprocess.run(["scontrol", "update", f"node={hosts}", "state=down", "reason=test"], check=True)
+
+
+def up(hosts: str) -> None:
+    # refused where they are back by themselves
+    subprocess.run(["scontrol", "update", f"node={hosts}", "state=resume"], stderr=subprocess.DEVNULL)
+
+
+def test_hosts_that_are_down_are_waited_for_and_not_counted(here, tmp_path):
+    run = tiny(here, tmp_path)
+    assert slurm.available(run) == 4 and slurm.available(run, ("n1", "n2")) == 2
+    down("n[2-4]")
+    try:
+        assert slurm.available(run) == 1
+        assert slurm.capacity(run) == "2 of Slurm's, of which 1 is neither down nor drained"
+        assert slurm.capacity(tiny(here, tmp_path, {"layout.nodes": "1"})) is None
+        with pytest.raises(Fault, match="not available"):
+            slurm.capacity(tiny(here, tmp_path, {"layout.nodes": "5"}))
+    finally:
+        up("n[2-4]")
+    wait_for(lambda: slurm.available(run) == 4 and slurm.capacity(run) is None, 60)
+
+
 @pytest.fixture
 def train(here, work, request):
     """train() -> a controller under way on that cluster, in a folder of the test's name, and the folder."""
@@ -210,7 +234,7 @@ def test_it_goes_on_after(fault, train, alone):
     elif fault == "Slurm takes the job back":
         subprocess.run(["scancel", id], check=True)
     elif fault == "a node is down":
-        subprocess.run(["scontrol", "update", "node=n2", "state=down", "reason=test"], check=True)
+        down("n2")
     else:
         next(process for process in below if process.cmdline()[2:3] == ["tasks.gang.member"]).kill()
     try:
@@ -218,10 +242,22 @@ def test_it_goes_on_after(fault, train, alone):
         assert running.wait(180) == 0, (folder / "output.txt").read_text()
     finally:
         if fault == "a node is down":
-            subprocess.run(
-                ["scontrol", "update", "node=n2", "state=resume"], stderr=subprocess.DEVNULL
-            )  # where it is not back by itself
+            up("n2")
     assert "attempt 2" in (folder / "output.txt").read_text()
+    assert same(losses(folder / "files"), alone)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(280)
+def test_it_goes_on_with_fewer_where_hosts_are_down(train, alone):
+    running, folder = train("gang.min_nodes=1", "gang.start_within=5")
+    under_way(folder)
+    down("n[2-4]")
+    try:
+        assert running.wait(180) == 0, (folder / "output.txt").read_text()
+    finally:
+        up("n[2-4]")
+    assert "goes on with 1 of 2 hosts" in (folder / "output.txt").read_text()
     assert same(losses(folder / "files"), alone)
 
 

@@ -55,6 +55,9 @@ def _pod(run: Run, arguments: list[str]) -> dict[str, Any]:
         {"name": "GANG_ADDRESS", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}},
         {"name": "GANG_HOST", "valueFrom": {"fieldRef": {"fieldPath": "spec.nodeName"}}},
     ]
+    if section.topology:  # Kueue then puts pods of neighbouring numbers next to one another
+        index = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
+        env.append({"name": "GANG_PLACE", "valueFrom": {"fieldRef": {"fieldPath": index}}})
     env += [{"name": name, "value": value} for name, _, value in (setting.partition("=") for setting in section.env)]
     resources = {section.gpus: str(run.layout.gpus_per_node)} if section.gpus else {}
     resources |= {name: str(value) for name in ("cpu", "memory") if (value := getattr(section, name))}

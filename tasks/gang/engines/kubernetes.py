@@ -100,8 +100,12 @@ def capacity(run: Run, without: tuple[str, ...] = ()) -> str | None:
 
 
 def available(run: Run, without: tuple[str, ...] = ()) -> int | None:
-    """Kueue counts quota, and a cluster may grow."""
-    return None
+    """Nodes that are ready, whoever uses them. Those that a cluster would add count once they are there."""
+    found = client.run([*_kubectl(run), "get", "nodes", "--output=json", *_selector(run)])
+    if found.code:  # as for who may not see them
+        return None
+    nodes = json.loads(found.output)["items"]
+    return sum(node["metadata"]["name"] not in without and _usable(node, run) for node in nodes)
 
 
 def start(run: Run, board: Board, n: int, without: tuple[str, ...] = ()) -> Pods:
@@ -165,6 +169,19 @@ def _of(run: Run, board: Board, without: tuple[str, ...] = ()) -> dict[str, Any]
 def _kubectl(run: Run) -> list[str]:
     pairs = (("context", run.kubernetes.context), ("namespace", run.kubernetes.namespace))
     return ["kubectl", *(f"--{name}={value}" for name, value in pairs if value)]
+
+
+def _selector(run: Run) -> list[str]:
+    return [f"--selector={','.join(run.kubernetes.selector)}"] if run.kubernetes.selector else []
+
+
+def _usable(node: dict[str, Any], run: Run) -> bool:
+    spec, status, section = node.get("spec", {}), node.get("status", {}), run.kubernetes
+    ready = any(one["type"] == "Ready" and one["status"] == "True" for one in status.get("conditions", ()))
+    taints = [one["key"] for one in spec.get("taints", ()) if one["effect"] != "PreferNoSchedule"]
+    gpus = int(status.get("allocatable", {}).get(section.gpus, 0)) if section.gpus else run.layout.gpus_per_node
+    there = ready and not spec.get("unschedulable") and {*taints} <= {*section.tolerations}
+    return there and gpus >= run.layout.gpus_per_node
 
 
 def _label(board: Board) -> str:

@@ -16,6 +16,7 @@ import contextlib
 import re
 import threading
 import time
+from collections.abc import Iterator
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 from typing import Any
@@ -25,13 +26,15 @@ import httpx
 from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.client.schemas.filters import (
     FlowRunFilter,
+    FlowRunFilterId,
     FlowRunFilterState,
     FlowRunFilterStateType,
     FlowRunFilterTags,
     WorkPoolFilter,
     WorkPoolFilterName,
 )
-from prefect.client.schemas.objects import StateType
+from prefect.client.schemas.objects import FlowRun, State, StateType
+from prefect.client.schemas.sorting import FlowRunSort
 from prefect.deployments import run_deployment
 from prefect.exceptions import ObjectNotFound
 from prefect.states import Cancelled, Cancelling
@@ -46,6 +49,7 @@ BUSY = [StateType.PENDING, StateType.RUNNING, StateType.CANCELLING]
 MISSED = 2.0  # heartbeats; and some seconds for the server to note one
 POLLED = 3.0
 LEAVE_WITHIN = 10.0
+PAGE = 200  # flow runs
 
 
 class Runs:
@@ -75,11 +79,12 @@ class Runs:
     def _poll(self) -> None:
         while not self._over.wait(POLLED):
             with contextlib.suppress(Exception), get_client(sync_client=True) as client:
+                states = _states(client, self.ids)
                 for node, id in enumerate(self.ids):
-                    state = client.read_flow_run(id).state
+                    state = states.get(id)
                     if state and (other := re.fullmatch(PASSED_ON.format("(.*)"), state.message or "")):
                         self.ids[node] = UUID(other[1])
-                    else:
+                    elif id in states:
                         self.states[id] = not (state and state.is_final())
 
 
@@ -146,7 +151,7 @@ def _free(client: SyncPrefectClient, pool: str, without: tuple[str, ...]) -> int
     }
     busy = client.count_flow_runs(**asked)
     if alive & {*without}:
-        busy -= sum(run.labels.get("prefect.worker.name") in without for run in client.read_flow_runs(**asked))
+        busy -= sum(run.labels.get("prefect.worker.name") in without for run in _runs(client, **asked))
     return max(0, len(alive - {*without}) - busy)
 
 
@@ -164,10 +169,23 @@ def _alive(client: SyncPrefectClient, pool: str) -> set[str]:
 def _left(client: SyncPrefectClient, gang: str) -> list[UUID]:
     """Runs of this gang that are not over, also those that another run has passed on."""
     states = FlowRunFilterState(type=FlowRunFilterStateType(any_=[*BUSY, StateType.SCHEDULED]))
-    found = client.read_flow_runs(
-        flow_run_filter=FlowRunFilter(tags=FlowRunFilterTags(all_=[f"gang:{gang}"]), state=states)
-    )
-    return [run.id for run in found]
+    wanted = FlowRunFilter(tags=FlowRunFilterTags(all_=[f"gang:{gang}"]), state=states)
+    return [run.id for run in _runs(client, flow_run_filter=wanted)]
+
+
+def _states(client: SyncPrefectClient, ids: list[UUID]) -> dict[UUID, State | None]:
+    wanted = FlowRunFilter(id=FlowRunFilterId(any_=ids))
+    return {run.id: run.state for run in _runs(client, flow_run_filter=wanted)}
+
+
+def _runs(client: SyncPrefectClient, **asked: Any) -> Iterator[FlowRun]:
+    """All of them: the server gives 200 at a time."""
+    found: list[FlowRun] | None = None
+    offset = 0
+    while found is None or len(found) == PAGE:
+        found = client.read_flow_runs(limit=PAGE, offset=offset, sort=FlowRunSort.ID_DESC, **asked)
+        offset += len(found)
+        yield from found
 
 
 def _server_time(client: SyncPrefectClient) -> datetime:
@@ -178,7 +196,7 @@ def _server_time(client: SyncPrefectClient) -> datetime:
 def _end(client: SyncPrefectClient, ids: list[UUID]) -> None:
     until, left = time.monotonic() + LEAVE_WITHIN, list(ids)
     while left:
-        states = {id: client.read_flow_run(id).state for id in left}
+        states = _states(client, left)
         left = [id for id, state in states.items() if not (state and state.is_final())]
         waiting = [id for id in left if (state := states[id]) and state.is_scheduled()]
         late = time.monotonic() > until

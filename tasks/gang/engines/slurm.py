@@ -38,6 +38,8 @@ ALIVE = ("RUNNING", "COMPLETING", "SUSPENDED", "STOPPED", "RESIZING", "SIGNALING
 AWAY = re.compile(r"[Uu]nable to contact|timed out|[Cc]onnection|temporar|try again|no answer|Zero Bytes|protocol")
 QUEUED = re.compile(r"not available now|[Rr]esources temporarily|currently (?:busy|not available)")
 SAID = re.compile(r"^(?:\d+: )?(?:slurmstepd[\w.-]*|srun): .*(?:CANCELLED|oom|[Ff]ail|[Kk]illed|[Oo]ut [Oo]f)")
+# sinfo's states of nodes that are there or can be, whoever uses them; behind them * is no answer, $ maintenance
+USABLE = re.compile(r"(idle|alloc|mix|comp|plnd|resv)[~#%@^+-]?$")
 TAIL = 1 << 16  # bytes of the job's output in which Slurm's own lines are looked for
 
 
@@ -87,12 +89,19 @@ def capacity(run: Run, without: tuple[str, ...] = ()) -> str | None:
         return None
     if AWAY.search(tried.line):
         return f"Slurm does not answer ({tried.line})"
+    n, there = run.layout.nodes, _hosts(run) or []
+    if any(len(hosts) >= n > sum(hosts.values()) for hosts in there):  # for sbatch that is no other fault
+        up = max(sum(hosts.values()) for hosts in there)
+        return f"{n} of Slurm's, of which {up} {'is' if up == 1 else 'are'} neither down nor drained"
     raise Fault(f"slurm: {tried.line}")
 
 
 def available(run: Run, without: tuple[str, ...] = ()) -> int | None:
-    """Of those that are down Slurm knows, and waits by itself."""
-    return None
+    """Of the partition that has the most; features that slurm.constraint asks for are not looked at."""
+    there = _hosts(run)
+    if there is None:
+        return None
+    return max((sum(up for host, up in hosts.items() if host not in without) for hosts in there), default=None)
 
 
 def start(run: Run, board: Board, n: int, without: tuple[str, ...] = ()) -> Job:
@@ -139,6 +148,17 @@ def said(log: Path) -> tuple[str, ...]:
 
 def script(run: Run, board: Board) -> str:
     return "\n".join(_script(run, board)) + "\n"
+
+
+def _hosts(run: Run) -> list[dict[str, bool]] | None:
+    """Of each partition that the run may have: whether each is there, whoever uses it. None where nobody knows."""
+    asked = [f"--partition={run.slurm.partition}"] if run.slurm.partition else []
+    found = client.run(["sinfo", "--noheader", "--Node", "--format=%P|%N|%t", *asked])
+    partitions: dict[str, dict[str, bool]] = {}
+    for partition, host, state in (line.split("|") for line in found.output.splitlines()):
+        if asked or partition.endswith("*"):  # the default one
+            partitions.setdefault(partition, {})[host] = USABLE.match(state) is not None
+    return None if found.code else [*partitions.values()]
 
 
 def _script(run: Run, board: Board) -> Iterator[str]:
