@@ -3,6 +3,7 @@
 import json
 import subprocess
 import time
+import urllib.error
 
 import psutil
 import pytest
@@ -16,7 +17,7 @@ from tests.flows.world import BIN, ROOT, World, end, wait_for
 def worker(place: World):
     """Everything deployed, and a worker that runs it."""
     for pool in ("finetune-cpu", "finetune-gpu", "finetune-nodes"):
-        prefect(place, "work-pool", "create", pool, "--type", "process")
+        place.ask_prefect("work_pools/", name=pool, type="process")
     prefect(place, "--no-prompt", "deploy", "--all")
     command = [BIN / "prefect", "worker", "start", "--pool", "finetune-cpu"]
     with (place.folder / "worker.log").open("w") as log:
@@ -54,18 +55,29 @@ def test_the_form_shows_help_limits_and_choices(place, worker):
 
 
 @pytest.mark.parametrize(
-    "parameter, reason",
+    "parameters, reason",
     [
-        ("conf=tinny", "tinny"),
-        ('changes={"optimizer": {"lr": -1}}', "minimum"),
-        ('changes={"train": {"stps": 1}}', "stps"),
-        ('changes={"model": {"source": 3}}', "source"),
-        ("last=trian", "trian"),
+        ({"conf": "tinny"}, "tinny"),
+        ({"changes": {"optimizer": {"lr": -1}}}, "minimum"),
+        ({"changes": {"train": {"stps": 1}}}, "stps"),
+        ({"changes": {"model": {"source": 3}}}, "source"),
+        ({"last": "trian"}, "trian"),
     ],
 )
-def test_a_bad_parameter_is_refused_before_a_run_exists(place, worker, parameter, reason):
+def test_a_bad_parameter_is_refused_before_a_run_exists(place, worker, parameters, reason):
     before = len(place.ask_prefect("flow_runs/filter"))
-    assert reason in prefect(place, "deployment", "run", "finetune/tiny", "-p", parameter, code=1)
+    (deployment,) = place.ask_prefect("deployments/filter", deployments={"name": {"any_": ["tiny"]}})
+    with pytest.raises(urllib.error.HTTPError) as refused:
+        place.ask_prefect(f"deployments/{deployment['id']}/create_flow_run", parameters=parameters)
+    with refused.value as answer:
+        assert (answer.code, reason in answer.read().decode()) == (409, True)
+    assert len(place.ask_prefect("flow_runs/filter")) == before
+
+
+def test_the_command_line_says_what_is_refused(place, worker):
+    before = len(place.ask_prefect("flow_runs/filter"))
+    parameter = 'changes={"optimizer": {"lr": -1}}'
+    assert "minimum" in prefect(place, "deployment", "run", "finetune/tiny", "-p", parameter, code=1)
     assert len(place.ask_prefect("flow_runs/filter")) == before
 
 

@@ -108,17 +108,23 @@ def world(folder: Path) -> Iterator[World]:
         ports = [_free_port(), _free_port()]
         prefect, mlflow = f"http://127.0.0.1:{ports[0]}/api", f"http://127.0.0.1:{ports[1]}"
         page = {"PREFECT_SERVER_UI_API_URL": prefect}  # which the server's page asks; at 4200 unless told
-        _serve(stack, folder, environment | page, f"{prefect}/health", "prefect", "server", "start", "--port", ports[0])
+        server = ["prefect", "server", "start", "--port", ports[0]]
+        waits = [_serve(stack, folder, environment | page, f"{prefect}/health", *server)]
         kept = ["--backend-store-uri", f"sqlite:///{folder}/mlflow.db", "--artifacts-destination", f"{folder}/kept"]
         start = ["mlflow", "server", "--port", ports[1], "--workers", 1]
-        _serve(stack, folder, environment, f"{mlflow}/health", *start, *kept)
+        waits += [_serve(stack, folder, environment, f"{mlflow}/health", *start, *kept)]
+        for wait in waits:
+            wait()
         servers = {"PREFECT_API_URL": prefect, "MLFLOW_TRACKING_URI": mlflow}
         made = World(folder, environment | servers, prefect, mlflow)
         made.conf.write_text(CONF)
         yield made
 
 
-def _serve(stack: contextlib.ExitStack, folder: Path, environment: dict, health: str, command: str, *arguments) -> None:
+def _serve(
+    stack: contextlib.ExitStack, folder: Path, environment: dict, health: str, command: str, *arguments
+) -> Callable:
+    """Starts it; what comes back waits until it answers, so that several can start side by side."""
     log = stack.enter_context((folder / f"{command}.log").open("w"))
     process = subprocess.Popen(
         [BIN / command, *map(str, arguments)],
@@ -129,13 +135,17 @@ def _serve(stack: contextlib.ExitStack, folder: Path, environment: dict, health:
         start_new_session=True,
     )
     stack.callback(end, process)
-    for _ in range(600):
-        try:
-            return urllib.request.urlopen(health, timeout=5).close()
-        except OSError:
-            assert process.poll() is None, Path(log.name).read_text()
-            time.sleep(0.1)
-    raise TimeoutError(f"{command} does not start")
+
+    def wait() -> None:
+        for _ in range(600):
+            try:
+                return urllib.request.urlopen(health, timeout=5).close()
+            except OSError:
+                assert process.poll() is None, Path(log.name).read_text()
+                time.sleep(0.1)
+        raise TimeoutError(f"{command} does not start")
+
+    return wait
 
 
 def end(process: subprocess.Popen) -> None:
