@@ -25,7 +25,7 @@ from flows.arguments import parser, refused
 from tasks import lease
 from tasks.faults import Fault
 from tasks.gang import history, logs
-from tasks.gang.board import Board
+from tasks.gang.board import Board, newest_attempt
 from tasks.gang.history import DONE, Attempt, History, Host
 from tasks.gang.logs import Log
 from tasks.session import open_run_store
@@ -90,7 +90,7 @@ def whole(store: Store, gang: str, options: argparse.Namespace) -> Iterator[str]
 
 def following(store: Store, gang: str, options: argparse.Namespace) -> Iterator[str]:
     """Of one attempt after the other, until there will be no other."""
-    number = options.attempt or max(1, logs.newest(store, gang))
+    number = options.attempt or max(1, newest_attempt(store, gang))
     tail = options.tail
     while True:
         board = Board(store, gang, number)
@@ -111,7 +111,7 @@ def _followed(board: Board, sources: list[Log], tail: int | None) -> Iterator[st
         over = _closed(board)  # asked before the logs are: what is said last is shipped before that
         for log in sources:
             lines = list(log.lines()) if started else log.tail(tail or 0)
-            lines += log.last() if over else []
+            lines += log.unended() if over else []
             if lines and shown is not log:
                 yield from _title(log, len(sources) > 1)
                 shown = log
@@ -164,10 +164,10 @@ def _closed(board: Board) -> bool:
 def _all(log: Log, tail: int | None) -> Iterator[str]:
     if tail is None:
         yield from log.lines()
-        yield from log.last()
+        yield from log.unended()
     else:
         lines = log.tail(tail)
-        yield from [*lines, *log.last()][-tail:] if tail else []
+        yield from [*lines, *log.unended()][-tail:] if tail else []
 
 
 def _sources(board: Board, hosts: tuple[Host, ...], options: argparse.Namespace) -> list[Log]:
@@ -195,7 +195,7 @@ def _sources(board: Board, hosts: tuple[Host, ...], options: argparse.Namespace)
 
 def _attempt(store: Store, gang: str, wanted: int | None) -> tuple[int, tuple[Host, ...]]:
     """The newest that has trained, where none is asked for."""
-    newest = logs.newest(store, gang)
+    newest = newest_attempt(store, gang)
     if wanted is not None:
         if not 1 <= wanted <= newest:
             raise Fault(f"--attempt: {wanted}: {gang} has {f'1 to {newest}' if newest else 'none'}")

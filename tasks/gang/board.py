@@ -16,6 +16,7 @@ Calls to the store are made by the caller's own thread, and may take as long as 
 
 import json
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -108,13 +109,18 @@ class Watch:
 
 
 def newest_attempt(store: Store, gang: str) -> int:
-    """0 where there was none. By doubling and halving: numbers have no gaps, and to list logs of months takes long."""
+    """0 where there was none."""
+    return last(lambda number: store.read(f"gangs/{gang}/{number}/gang.json") is not None)
+
+
+def last(there: Callable[[int], bool]) -> int:
+    """Of what is numbered from 1 on without gaps. By doubling and halving: to list logs of months takes long."""
     below, above = 0, 1
-    while store.read(f"gangs/{gang}/{above}/gang.json"):
+    while there(above):
         below, above = above, 2 * above
     while above - below > 1:
         middle = (above + below) // 2
-        below, above = (middle, above) if store.read(f"gangs/{gang}/{middle}/gang.json") else (below, middle)
+        below, above = (middle, above) if there(middle) else (below, middle)
     return below
 
 

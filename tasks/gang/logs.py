@@ -10,9 +10,8 @@ from dataclasses import dataclass
 
 import yaml
 
-from tasks.gang.board import Board
+from tasks.gang.board import Board, last
 from tasks.gang.history import Host
-from tasks.store import Store
 
 
 @dataclass
@@ -32,30 +31,20 @@ class Log:
             *whole, self.rest = (self.rest + block).split(b"\n")
             yield from map(_text, whole)
 
-    def last(self) -> list[str]:
+    def unended(self) -> list[str]:
         """What no line's end has followed."""
         rest, self.rest = self.rest, b""
         return [_text(rest)] if rest else []
 
     def tail(self, count: int) -> list[str]:
         """The last whole lines; lines() gives what comes later."""
-        self.piece = end = self._count()
+        self.piece = end = last(lambda count: self._read(count - 1) is not None)
         found, block = [], b""
         while end > 0 and len(found) <= count:
             end -= 1
             block = (self._read(end) or b"") + block
             *found, self.rest = block.split(b"\n")
         return [_text(line) for line in found[max(0, len(found) - count) :]]
-
-    def _count(self) -> int:
-        """Of pieces: doubled until there is none, then halved."""
-        below, above = 0, 1
-        while self._read(above - 1) is not None:
-            below, above = above, 2 * above
-        while above - below > 1:
-            middle = (above + below) // 2
-            below, above = (middle, above) if self._read(middle - 1) is not None else (below, middle)
-        return below
 
     def _read(self, piece: int) -> bytes | None:
         found = self.board.store.read(f"{self.board.place}/logs/{self.name}.{piece:05d}")
@@ -73,13 +62,6 @@ def of_host(board: Board, host: Host, kind: str) -> list[Log]:
 
 def of_torchrun(board: Board, host: Host) -> Log:
     return Log(board, f"{host.member}/torchrun.log", f"torchrun on {host.name}")
-
-
-def newest(store: Store, gang: str, known: int = 0) -> int:
-    """Number of the newest attempt; the board has them without a gap."""
-    while store.read(f"gangs/{gang}/{known + 1}/gang.json"):
-        known += 1
-    return known
 
 
 def hosts_of(board: Board) -> tuple[Host, ...]:

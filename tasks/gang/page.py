@@ -3,12 +3,13 @@
     with told(session, run, gang, metrics) as teller:
         controller.train(..., teller)
 
-A thread carries them, the newest alone: a service that is away holds nobody up, and is told when it is back.
+A thread for each carries them, the newest alone: one that is away holds nobody up, and is told when it is back.
 """
 
 import contextlib
 import re
 import threading
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -29,25 +30,30 @@ from tasks.store import Store
 from tasks.tracking import Stage
 
 AGAIN = 5.0  # seconds between tries
-LAST_WORDS = 5.0  # seconds that the end of a training waits for the page; the thread goes on beside what follows
+LAST_WORDS = 5.0  # seconds that the end of a training waits for both; their threads go on beside what follows
 SHOWN = 50  # hosts and attempts on the page
 
 
 @contextlib.contextmanager
 def told(session: Session, run: Run, gang: str, metrics: Path) -> Iterator[Teller]:
-    carrier = Carrier(session.store, gang, PrefectPage(f"gang-{run.name}"))
-    tracked = session.tracked("train")
+    store, show = session.store, PrefectPage(f"gang-{run.name}")
+    earlier, tracked = Earlier(store, gang), session.tracked("train")
+    keeps = Carrier(lambda news: history.write(store, earlier.before(news)), f"history of {gang}")
+    shows = Carrier(lambda news: show(earlier.before(news), store), f"page of {gang}")
 
     def tell(news: History) -> None:
         tag(tracked, news)
-        carrier.take(news)
+        keeps.take(news)
+        shows.take(news)
 
     teller = Teller(History(gang, run.name, session.name), metrics, tell)
     try:
         with teller.over():
             yield teller
     finally:
-        carrier.close(LAST_WORDS)
+        until = time.monotonic() + LAST_WORDS
+        for carrier in (keeps, shows):
+            carrier.close(max(0.0, until - time.monotonic()))
 
 
 def tag(tracked: Stage, news: History) -> None:
@@ -62,18 +68,16 @@ def tag(tracked: Stage, news: History) -> None:
 
 
 class Carrier:
-    """Sends the newest history to the store and to the page, each until it has taken it."""
+    """Gives the newest history to a service, in a thread of its own, until it has taken it."""
 
-    def __init__(self, store: Store, gang: str, show: Callable[[str, str], None]):
-        self.store, self.gang, self.show = store, gang, show
-        self.newest: History | None = None
-        self._earlier: History | None = None
+    def __init__(self, give: Callable[[History], None], name: str):
+        self.give, self._newest = give, None
         self._wake, self._closing = threading.Event(), threading.Event()
-        self._thread = threading.Thread(target=self._carry, daemon=True, name=f"page of {gang}")
+        self._thread = threading.Thread(target=self._carry, daemon=True, name=name)
         self._thread.start()
 
     def take(self, news: History) -> None:
-        self.newest = news
+        self._newest = news
         self._wake.set()
 
     def close(self, within: float) -> None:
@@ -82,25 +86,31 @@ class Carrier:
         self._thread.join(within)
 
     def _carry(self) -> None:
-        recalled, kept, shown = False, None, None
+        given = None
         while True:
-            closing, news = self._closing.is_set(), self.newest
-            with contextlib.suppress(Exception):  # the store is away
-                if not recalled:
-                    self._earlier, recalled = history.read(self.store, self.gang), True
-                if news is not None and news is not kept:
-                    history.write(self.store, news.behind(self._earlier))
-                    kept = news
-            with contextlib.suppress(Exception):  # Prefect's server is
-                if news is not None and news is not shown:
-                    whole = news.behind(self._earlier)
-                    self.show(page(whole, self.store), state(whole))
-                    shown = news
-            late = news is not kept or news is not shown
-            if closing and not late and news is self.newest:
+            closing, news = self._closing.is_set(), self._newest
+            with contextlib.suppress(Exception):  # the service is away
+                if news is not None and news is not given:
+                    self.give(news)
+                    given = news
+            if closing and given is self._newest:
                 return
-            self._wake.wait(AGAIN if late else None)
+            self._wake.wait(AGAIN if news is not given else None)
             self._wake.clear()
+
+
+class Earlier:
+    """What flow runs before this one have told of the gang, read once."""
+
+    def __init__(self, store: Store, gang: str):
+        self.store, self.gang = store, gang
+        self._turn, self._read, self._told = threading.Lock(), False, None
+
+    def before(self, news: History) -> History:
+        with self._turn:
+            if not self._read:
+                self._told, self._read = history.read(self.store, self.gang), True
+            return news.behind(self._told)
 
 
 @dataclass
@@ -114,9 +124,10 @@ class PrefectPage:
         self.task_run = context.task_run if context else None
         self.artifact: Any = None
 
-    def __call__(self, text: str, description: str) -> None:
+    def __call__(self, told: History, store: Store) -> None:
         if self.task_run is None:
             return
+        text, description = page(told, store), state(told)
         with get_client(sync_client=True) as client:
             if self.artifact is not None:
                 client.update_artifact(self.artifact, ArtifactUpdate(data=text, description=description))

@@ -9,7 +9,7 @@ import pytest
 
 from tasks.gang import history, page
 from tasks.gang.history import History, Teller, read, settled, state
-from tasks.gang.page import Carrier, PrefectPage
+from tasks.gang.page import Carrier, Earlier, PrefectPage
 from tasks.store import open_store
 
 NAMES = {0: "n1", 2: "n2"}
@@ -121,50 +121,69 @@ def test_a_large_gang_s_page_stays_small(teller, store):
 
 def test_another_flow_goes_on_with_the_history(teller, store):
     history.write(store, two_attempts(teller))
+    earlier = Earlier(store, "train-0123")
     later = Teller(History("train-0123", "tiny", "tiny-2"), teller.metrics)
-    shown: list[str] = []
-    carrier = Carrier(store, "train-0123", lambda text, _: shown.append(text))
-    later.tell = carrier.take
-    later.begins(3)
-    carrier.close(5)
+    for number in (3, 4):
+        later.begins(number)
+        history.write(store, earlier.before(later.history))
     told = read(store, "train-0123")
-    assert told and [one.number for one in told.attempts] == [1, 2, 3] and told.flow == "tiny-2"
-    assert settled(told)[1].how == "its flow ended without a word" and settled(told)[2].ended is None
-    assert "its flow ended without a word" in shown[-1]
+    assert told and [one.number for one in told.attempts] == [1, 2, 3, 4] and told.flow == "tiny-2"
+    assert settled(told)[1].how == "its flow ended without a word" and settled(told)[3].ended is None
+    assert "its flow ended without a word" in page.page(told, store)
     assert [one.gang for one in history.every(store)] == ["train-0123"]
 
 
-def test_a_server_that_hangs_delays_nobody(teller, store):
-    hangs = threading.Event()
-    carrier = Carrier(store, "train-0123", lambda *_: hangs.wait(30))
-    began = time.monotonic()
-    teller.tell = carrier.take
-    two_attempts(teller)
-    wait_for(lambda: read(store, "train-0123"))
-    carrier.close(0.2)
-    assert time.monotonic() - began < 5
+class Toy(SimpleNamespace):
+    """A session, as far as a page needs one."""
+
+    def __init__(self, store):
+        tags: dict = {}
+        super().__init__(store=store, name="tiny-1", tags=tags)
+
+    def tracked(self, _: str):
+        return SimpleNamespace(tags=self.tags.update)
+
+
+def test_a_server_that_hangs_delays_neither_training_nor_history(teller, store, monkeypatch):
+    hangs, asked = threading.Event(), threading.Event()
+
+    def show(*_):
+        asked.set()
+        hangs.wait(30)
+
+    monkeypatch.setattr(page, "PrefectPage", lambda _: show)
+    monkeypatch.setattr(page, "LAST_WORDS", 0.3)
+    session, began = Toy(store), time.monotonic()
+    with page.told(session, SimpleNamespace(name="tiny"), "train-0123", teller.metrics) as told:
+        told.begins(1)
+        assert asked.wait(10)
+        told.ends(KILLED)
+        wait_for(lambda: (kept := read(store, "train-0123")) and kept.attempts[0].how == KILLED)
+    assert time.monotonic() - began < 10
+    wait_for(lambda: read(store, "train-0123").end == "done")
+    assert session.tags["finetune.gang.last_failure"] == KILLED
     hangs.set()
-    wait_for(lambda: len(read(store, "train-0123").attempts) == 2)
 
 
-def test_a_server_that_comes_back_gets_the_newest(teller, store, monkeypatch):
+def test_a_service_that_comes_back_gets_the_newest(teller, monkeypatch):
     monkeypatch.setattr(page, "AGAIN", 0.05)
-    shown: list[str] = []
-    away = threading.Event()
+    given: list[History] = []
+    tried, back = threading.Event(), threading.Event()
 
-    def show(_: str, description: str) -> None:
-        if not away.is_set():
+    def give(news: History) -> None:
+        tried.set()
+        if not back.is_set():
             raise ConnectionError
-        shown.append(description)
+        given.append(news)
 
-    carrier = Carrier(store, "train-0123", show)
+    carrier = Carrier(give, "toy")
     teller.tell = carrier.take
     two_attempts(teller)
-    wait_for(lambda: read(store, "train-0123") and len(read(store, "train-0123").attempts) == 2)
-    away.set()
-    wait_for(lambda: shown)
+    assert tried.wait(10)
+    back.set()
+    wait_for(lambda: given)
     carrier.close(5)
-    assert shown == ["attempt 2 waits for its hosts"]
+    assert given == [teller.history]
 
 
 def test_the_report_has_a_line(teller):
@@ -193,4 +212,4 @@ def test_mlflow_gets_hosts_attempts_and_the_last_failure(teller):
 
 
 def test_without_a_task_of_prefect_s_there_is_no_page():
-    PrefectPage("gang-tiny")("text", "description")
+    PrefectPage("gang-tiny")(History("train-0123", "tiny", "tiny-1"), None)
