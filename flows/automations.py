@@ -3,10 +3,11 @@
     python -m flows.automations              make or update them on the server that PREFECT_API_URL names
     python -m flows.automations --delete     remove them
 
-One sets a run to Crashed that has sent heartbeats and then none: a worker that lives does so itself, but nobody does
-where the host is gone. The other gives a run of the flow finetune that has crashed back to its pool: same run, same
-parameters, and each stage goes on where it was. What was cancelled, has failed, or has not run since it was given back
-(it cannot be imported, say) is left alone, and so are runs that no deployment made: only those have a pool.
+A run that has sent heartbeats and then none is set to Crashed: a worker that lives does so itself, but where its host
+is gone nobody does. A run of the flow finetune that has crashed awaits its restart for a minute and goes back to its
+pool: same run, same parameters, and each stage goes on where it was. What was cancelled, has failed, or has not run
+since its last restart (it cannot be imported, say) is left alone, and so are runs that no deployment made: those have
+no pool.
 """
 
 import argparse
@@ -24,9 +25,13 @@ from prefect.settings import get_current_settings
 # Ten beats (prefect.yaml). Narrower than three, healthy runs were found dead, and while the server is away nobody is
 # heard. A process that was found dead and lives holds the lease of its stage: its successor waits for that.
 SILENT = timedelta(seconds=300)
+# A worker tells of a death twice, the second time some seconds after the first (12 were seen). A run that has started
+# again by then loses its place among those that its deployment allows at once, and Prefect ends it for that.
+PAUSE = timedelta(seconds=60)
 RESTARTS = 5  # of one run
 REMEMBERED = timedelta(days=365)  # how long ago a run may have started that is given back
 FLOW_RUN = "prefect.flow-run"
+AWAITING = "AwaitingRestart"  # of the type CRASHED: such a run cannot crash again
 ENDS = {f"{FLOW_RUN}.{name}" for name in ("Completed", "Failed", "Cancelled", "Crashed")}
 DEPLOYED = {"prefect.resource.role": "deployment"}
 
@@ -35,8 +40,8 @@ def _of_flow(*names: str) -> dict[str, str | list[str]]:
     return {"prefect.resource.role": "flow", "prefect.resource.name": list(names)}
 
 
-def _to(state: StateType, message: str) -> ChangeFlowRunState:
-    return ChangeFlowRunState(state=state, name=None, message=message, force=False)
+def _to(state: StateType, message: str, name: str | None = None) -> ChangeFlowRunState:
+    return ChangeFlowRunState(state=state, name=name, message=message, force=name is not None)
 
 
 AUTOMATIONS = (
@@ -57,7 +62,7 @@ AUTOMATIONS = (
     # The count rises with each Running, and each Running allows one restart: what crashes before it has none. A stage
     # that failed for no known reason ends its run in a state that is called Crashed too, of the type FAILED.
     AutomationCore(
-        name="finetune: a run that has crashed goes on",
+        name="finetune: a run that has crashed awaits its restart",
         description=f"At most {RESTARTS} times. python -m flows.automations made this.",
         trigger=EventTrigger(
             posture=Posture.Reactive,
@@ -71,6 +76,20 @@ AUTOMATIONS = (
             after={f"{FLOW_RUN}.Running"},
             expect={f"{FLOW_RUN}.Crashed"},
             within=REMEMBERED,
+        ),
+        actions=[_to(StateType.CRASHED, f"goes on in {PAUSE.seconds} s", AWAITING)],
+    ),
+    AutomationCore(
+        name="finetune: a run that awaits its restart goes on",
+        description="On its work pool. python -m flows.automations made this.",
+        trigger=EventTrigger(
+            posture=Posture.Proactive,
+            match={"prefect.resource.id": f"{FLOW_RUN}.*"},
+            match_related=[_of_flow("finetune"), DEPLOYED],
+            for_each={"prefect.resource.id"},
+            after={f"{FLOW_RUN}.{AWAITING}"},
+            expect={f"{FLOW_RUN}.Scheduled", f"{FLOW_RUN}.Running"} | ENDS,  # somebody was faster
+            within=PAUSE,
         ),
         actions=[_to(StateType.SCHEDULED, "goes on after a crash")],
     ),
