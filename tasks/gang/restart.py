@@ -105,13 +105,16 @@ def decide(
 
 
 def left_out(attempts: Iterable[Attempt]) -> tuple[str, ...]:
+    """The last to fail first."""
     out: Counter[str] = Counter()
-    for attempt in attempts:
-        for host in attempt.failure.blamed:
-            out[host] += SUSPECT
-        if attempt.failure.host and attempt.failure.kind in ("host", "hang", "network", "storage"):
-            out[attempt.failure.host] += 1
-    return tuple(sorted(host for host, count in out.items() if count >= SUSPECT))
+    last: dict[str, int] = {}
+    for number, attempt in enumerate(attempts):
+        suspects = {attempt.failure.host} if attempt.failure.kind in ("host", "hang", "network", "storage") else set()
+        for host in suspects.union(attempt.failure.blamed) - {""}:
+            out[host] += SUSPECT if host in attempt.failure.blamed else 1
+            last[host] = number
+    hosts = (host for host, count in out.items() if count >= SUSPECT)
+    return tuple(sorted(hosts, key=lambda host: (-last[host], host)))
 
 
 def _since_progress(attempts: Sequence[Attempt]) -> list[Attempt]:

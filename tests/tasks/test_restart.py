@@ -11,6 +11,7 @@ from conf.layout import problems
 from conf.load import load
 from conf.plan.hardware import read as read_gpu
 from conf.plan.verdict import plan
+from tasks.gang.engines import spared
 from tasks.gang.failures import Failure
 from tasks.gang.restart import FRUITLESS, LONGEST_WAIT, Attempt, advice, decide, shrunk
 
@@ -51,7 +52,13 @@ def test_a_broken_host_is_left_out_at_once_a_suspect_the_second_time():
     assert decide(suspect[:1], GLM, retries=3).action == "retry"
     assert decide(suspect, GLM, retries=3).without == ("c",)
     gone = [attempt("host", "b", blamed=("b",)), attempt("host", "d", blamed=("d",), hosts=("a", "c", "d", "e"))]
-    assert decide(gone, GLM, retries=3).without == ("b", "d")
+    assert decide(gone, GLM, retries=3).without == ("d", "b")
+
+
+def test_of_hosts_left_out_the_first_to_have_failed_takes_part_again_first():
+    there = {"a", "b", "c", "d"}
+    for needed, out in [(2, ("d", "b")), (3, ("d",)), (4, ()), (5, ())]:
+        assert spared(("d", "b"), lambda out, needed=needed: len(there - {*out}) >= needed) == out
 
 
 def test_fewer_hosts_only_where_allowed_and_legal():

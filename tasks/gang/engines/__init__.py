@@ -9,6 +9,8 @@ An engine is a module with four functions; each starts `python -m tasks.guard py
     available(run, without) -> int | None   hosts that there are but for these, free or not; None = it does not know
     start(run, board, n, without) -> Handle     N members, 0 to n - 1, of board's attempt; on the hosts to be left out
                                     never, or where it has no others
+
+`without` begins with the host that failed last: where there are too few others, it is the last to take part again.
 """
 
 import importlib
@@ -54,6 +56,13 @@ def engine_of(run: Run) -> Engine:
 def guarded(run: Run) -> int:
     """GUARD_GRACE of each member: it may save a checkpoint, and say so."""
     return run.gang.grace + LAST_WORDS
+
+
+def spared(without: tuple[str, ...], enough: Callable[[tuple[str, ...]], bool]) -> tuple[str, ...]:
+    """Of the hosts to be left out, those that there are others for."""
+    while without and not enough(without):
+        without = without[:-1]
+    return without
 
 
 def command(board: Board, node: int) -> list[str]:

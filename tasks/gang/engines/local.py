@@ -15,7 +15,7 @@ from pathlib import Path
 from conf.schema import Run
 from tasks.faults import Fault
 from tasks.gang.board import Board
-from tasks.gang.engines import command, guarded
+from tasks.gang.engines import command, guarded, spared
 from tasks.launch import ROOT
 
 LEAVE_WITHIN = 35.0  # the guard kills sooner
@@ -70,7 +70,8 @@ def start(run: Run, board: Board, n: int, without: tuple[str, ...] = ()) -> Memb
     logs.mkdir(parents=True, exist_ok=True)
     each, processes = run.layout.gpus_per_node, []
     there = range(_gpus() // each or n + len(without))
-    hosts = sorted(there, key=lambda host: _name(host) in without)[:n]  # where there are no others, those all the same
+    out = spared(without, lambda out: sum(_name(host) not in out for host in there) >= n)
+    hosts = [host for host in there if _name(host) not in out][:n]
     for node, host in enumerate(hosts):
         environment = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1", "GANG_ADDRESS": "127.0.0.1"}
         environment |= {"GANG_HOST": _name(host), "GUARD_GRACE": str(guarded(run))}

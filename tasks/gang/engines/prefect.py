@@ -42,7 +42,7 @@ from prefect.states import Cancelled, Cancelling
 from conf.schema import Run
 from tasks.faults import Fault
 from tasks.gang.board import Board
-from tasks.gang.engines import command, guarded
+from tasks.gang.engines import command, guarded, spared
 
 PASSED_ON = "passed on to {}"  # the last word of a run on a host that is to be left out
 BUSY = [StateType.PENDING, StateType.RUNNING, StateType.CANCELLING]
@@ -139,8 +139,9 @@ def start(run: Run, board: Board, n: int, without: tuple[str, ...] = ()) -> Runs
 
 
 def _out(client: SyncPrefectClient, run: Run, without: tuple[str, ...]) -> tuple[str, ...]:
-    """Nobody, where there are too few others: a host that was cut off may be back, and retries are counted."""
-    return without if len(_alive(client, run.gang.pool) - {*without}) >= run.layout.nodes else ()
+    """Where there are too few others, a host that was cut off may be back; and retries are counted."""
+    alive = _alive(client, run.gang.pool)
+    return spared(without, lambda out: len(alive - {*out}) >= run.layout.nodes)
 
 
 def _free(client: SyncPrefectClient, pool: str, without: tuple[str, ...]) -> int:

@@ -27,7 +27,7 @@ from pathlib import Path
 from conf.schema import Run
 from tasks.faults import Fault
 from tasks.gang.board import Board
-from tasks.gang.engines import client, command, guarded
+from tasks.gang.engines import client, command, guarded, spared
 from tasks.gang.engines.client import Asked, State
 from tasks.launch import ROOT
 
@@ -108,14 +108,20 @@ def start(run: Run, board: Board, n: int, without: tuple[str, ...] = ()) -> Job:
     assert n == run.layout.nodes
     Path(run.paths.logs).mkdir(parents=True, exist_ok=True)
     client.run(["scancel", "--me", f"--name={_name(run, board.gang)}"])  # of an earlier controller that is gone
-    others = [f"--exclude={','.join(without)}"] if without else []
-    if others and client.run(["sbatch", "--test-only", *options(run, "test"), *others, "--wrap=true"]).code:
-        others = []  # there are no others: Slurm itself knows of those that are down
-    made = client.run(["sbatch", "--parsable", *others], script(run, board))
+
+    def enough(out: tuple[str, ...]) -> bool:
+        return not client.run(["sbatch", "--test-only", *options(run, "test"), *_but(out), "--wrap=true"]).code
+
+    others = spared(without, enough)  # where there are none, Slurm itself knows of those that are down
+    made = client.run(["sbatch", "--parsable", *_but(others)], script(run, board))
     if made.code:
         raise Fault(f"slurm: {made.line}")
     id = made.output.strip().partition(";")[0]  # the cluster's name follows where there are several
     return Job(id, n, Path(str(_log(run)).replace("%j", id)))
+
+
+def _but(out: tuple[str, ...]) -> list[str]:
+    return [f"--exclude={','.join(out)}"] if out else []
 
 
 def options(run: Run, gang: str) -> list[str]:
