@@ -179,30 +179,40 @@ def test_a_fault_leaves_what_was_there(place):
     assert digests(place.data) == was
 
 
-@pytest.mark.parametrize(
-    ("line", "said"),
-    [
-        (b'{"input": "a", "outp', "rows.jsonl:3: not JSON"),
-        (b'{"input": "a"}', "rows.jsonl:3: output: no such column"),
-        (b'{"input": "a", "output": ""}', "rows.jsonl:3: output: empty"),
-        (b'{"input": "a", "output": 12}', "rows.jsonl:3: output: not text: 12"),
-        (b'{"input": "a", "output": "\xff"}', "rows.jsonl:3: not UTF-8"),
-        (b"[1]", "rows.jsonl:3: no object"),
-        (b'{"input": "a", "output": "\\ud800"}', "rows.jsonl:3: output: half of a surrogate pair"),
-    ],
-)
-def test_bad_rows_are_named_or_counted(place, line, said):
+BAD_ROWS = {
+    b'{"input": "a", "outp': "rows.jsonl:3: not JSON",
+    b'{"input": "a"}': "rows.jsonl:3: output: no such column",
+    b'{"input": "a", "output": ""}': "rows.jsonl:3: output: empty",
+    b'{"input": "a", "output": 12}': "rows.jsonl:3: output: not text: 12",
+    b'{"input": "a", "output": "\xff"}': "rows.jsonl:3: not UTF-8",
+    b"[1]": "rows.jsonl:3: no object",
+    b'{"input": "a", "output": "\\ud800"}': "rows.jsonl:3: output: half of a surrogate pair",
+}
+
+
+def write_with(place, *lines: bytes) -> None:
+    """60 good rows, and these from the third line on."""
     good = [json.dumps(row).encode() for row in rows(60)]
-    (place.folder / "rows.jsonl").write_bytes(b"\n".join([good[0], b"", line, *good[1:]]))
+    (place.folder / "rows.jsonl").write_bytes(b"\n".join([good[0], b"", *lines, *good[1:]]))
+
+
+@pytest.mark.parametrize(("line", "said"), BAD_ROWS.items())
+def test_a_bad_row_is_named(place, line, said):
+    write_with(place, line)
     code, output = place.run()
     assert code == 2
     assert f"error: {said}" in output
     assert "data.bad_rows=drop" in output
+
+
+def test_bad_rows_are_counted(place):
+    write_with(place, *BAD_ROWS)
     code, output = place.run("data.bad_rows=drop")
     assert code == 0, output
-    (reason,) = place.report()["dropped"].values()
-    assert reason["count"] == 1
-    assert reason["samples"][0]["place"].endswith("rows.jsonl:3")
+    reasons = place.report()["dropped"].values()
+    assert [reason["count"] for reason in reasons] == [1] * len(BAD_ROWS)
+    places = sorted(reason["samples"][0]["place"] for reason in reasons)
+    assert places == [f"rows.jsonl:{3 + n}" for n in range(len(BAD_ROWS))]
     assert place.report()["rows"]["kept"] == 60
 
 
