@@ -250,7 +250,7 @@ def test_it_goes_on_after(fault, train, alone):
 @pytest.mark.slow
 @pytest.mark.timeout(280)
 def test_it_goes_on_with_fewer_where_hosts_are_down(train, alone):
-    running, folder = train("gang.min_nodes=1", "gang.start_within=5")
+    running, folder = train("gang.min_nodes=1")
     under_way(folder)
     down("n[2-4]")
     try:
