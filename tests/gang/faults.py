@@ -18,6 +18,7 @@ import random
 import shutil
 import signal
 import statistics
+import subprocess
 import sys
 import tempfile
 import threading
@@ -123,7 +124,7 @@ def main() -> int:
 
 
 def _steps(fault: Fault, times: int) -> int:
-    return LAST + TAIL + fault.steps * min(times, fault.each_run or times)
+    return LAST + TAIL + fault.steps * times
 
 
 def _undisturbed(made: World, steps: int) -> dict[int, float]:
@@ -136,7 +137,6 @@ def _undisturbed(made: World, steps: int) -> dict[int, float]:
 
 
 def _one_run(made: World, fault: Fault, row: Row, times: int, expected: dict[int, float]) -> None:
-    times = min(times, fault.each_run or times)
     steps = _steps(fault, times)
     (made.folder / "flow.log").unlink(missing_ok=True)
     for failed in made.folder.glob("runs/work/train-*"):
@@ -160,9 +160,12 @@ def _one_run(made: World, fault: Fault, row: Row, times: int, expected: dict[int
             base = made.step() // INTERVAL * INTERVAL
         if made.running.wait(RUN_WITHIN):
             row.wrong.append("ends with an error")
-        row.attempts += newest_attempt(_store(), gang) - first + 1
+        attempts = newest_attempt(_store(), gang) - first + 1
+        row.attempts += attempts
+        if fault.goes_on and attempts > 1:
+            row.wrong.append("began again, which it need not have")
         _compare(row, _losses(gang), {step: expected[step] for step in range(1, steps + 1)})
-    except (TimeoutError, AssertionError) as error:
+    except (TimeoutError, subprocess.TimeoutExpired, AssertionError, LookupError, psutil.Error) as error:
         row.wrong.append(f"{type(error).__name__}: {error}")
     finally:
         made.running.kill()

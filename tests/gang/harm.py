@@ -21,7 +21,6 @@ HALF_WITHIN = 60.0
 class Fault:
     do: Callable[[World], None]
     steps: int = 24  # that a run makes meanwhile, and what it loses
-    each_run: int | None = None  # how often in one run; None = as often as is asked for
     goes_on: bool = False  # nothing is to be noticed, and nothing lost
     again: bool = False  # whoever started the flow starts it again
 
@@ -32,10 +31,6 @@ def busy(made: World) -> list[int]:
 
 def signal_rank(made: World, number: int) -> None:
     random.choice(made.ranks(random.choice(busy(made)))).send_signal(number)
-
-
-def kill_member(made: World) -> None:
-    made.members(random.choice(busy(made)))[0].kill()
 
 
 def kill_worker(made: World) -> None:
@@ -120,13 +115,12 @@ FAULTS: dict[str, Fault] = {
     "rank crash": Fault(lambda made: signal_rank(made, 6)),  # as its own defect would: an abort
     "rank SIGKILL": Fault(lambda made: signal_rank(made, 9)),
     "rank SIGSTOP": Fault(lambda made: signal_rank(made, 19)),
-    "member SIGKILL": Fault(kill_member),
     "worker SIGKILL": Fault(kill_worker),
     "flow SIGKILL": Fault(kill_flow, again=True),
     "host removed": Fault(remove_host, steps=80),
     "partition, 60 s": Fault(partition, steps=125),
     "Prefect restart": Fault(restart_prefect, steps=40, goes_on=True),
-    "store away, 60 s": Fault(silence_store, steps=200, each_run=1, goes_on=True),
+    "store away, 60 s": Fault(silence_store, steps=200, goes_on=True),
     "killed in a save": Fault(kill_while_saving, steps=32),
     "disk full": Fault(fill_disk, steps=40),
     "cancel": Fault(cancel, again=True),
