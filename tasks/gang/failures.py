@@ -30,8 +30,9 @@ SURE: tuple[Kind, ...] = ("host", "memory")  # what the kernel knows better than
 FULL = 10**9  # bytes free under which a disk counts as full; a checkpoint's smallest file is more
 LONGEST = 200  # characters of an error's own line
 TERMINATED = (-signal.SIGTERM, 128 + signal.SIGTERM)  # torchrun ends ranks so once one has failed
-# Python's way to say what ended it: "RuntimeError: ...", "torch.OutOfMemoryError: ..."; torchrun puts [rank1]: before.
-ERROR = re.compile(r"^(?:\[rank\d+\]: ?)?(?:[\w.]+\.)?[A-Z]\w*(?:Error|Exception|Interrupt|Exit|Fault)\b.*")
+# Python's way to say what ended it: "RuntimeError: ...", "torch.OutOfMemoryError: ..."; torch puts [rank1]: before, on
+# a GPU twice.
+ERROR = re.compile(r"^(?:\[rank\d+\]: ?)*(?:[\w.]+\.)?[A-Z]\w*(?:Error|Exception|Interrupt|Exit|Fault)\b.*")
 PREFLIGHT = re.compile(r"preflight: node (?P<node>\d+), host .*?(?P<out>; to be left out)?$")
 SEQUENCE = re.compile(r"WorkNCCL\(SeqNum=(\d+), OpType=(\w+)")
 
@@ -276,5 +277,5 @@ def _quoted(says: str, means: str) -> str:
 
 
 def _shortened(line: str) -> str:
-    line = re.sub(r"^(\[rank\d+\]: ?|error: )", "", line)  # torchrun's and the trainer's marks
+    line = re.sub(r"^((\[rank\d+\]: ?)+|error: )", "", line)  # torch's and the trainer's marks
     return line if len(line) <= LONGEST else line[:LONGEST] + "..."

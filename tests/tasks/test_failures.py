@@ -115,6 +115,14 @@ def test_an_error_that_no_table_knows_is_still_the_cause():
     assert classify(Evidence((Rank(1, "b", 1, 3, chain),))).line.endswith("ValueError: x is missing")
 
 
+def test_a_mark_that_stands_twice_is_no_part_of_the_error():
+    """As two ranks on H200s had it."""
+    known = "[rank1]: [rank1]: RuntimeError: CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"
+    for line, kind in ((known, "memory"), ("[rank1]: [rank1]: ValueError: a fault of rank 1", "unknown")):
+        found = classify(Evidence((Rank(1, "b", 1, 0, (line,)),)))
+        assert found.kind == kind and "[rank1]" not in found.line and line[20:] in found.line
+
+
 def test_preflight_names_the_hosts_to_leave_out():
     slow = "error: preflight: node 1, host b: 0.05 GB/s to any other host, 1 are usual; to be left out"
     other = "error: preflight: node 1, host b: torch is 2.10.0, elsewhere 2.11.0; to be left out"
