@@ -30,6 +30,7 @@ from gang_faults import FAULTS, Row, meet
 from gang_life import MARK, ROOT, SAVED, Gang, end, losses, memory, wait
 
 BOUND = 1e-3  # relative
+SHORT, LAST = 60.0, 3 * SAVED  # seconds and steps with which no other fault is begun
 LOGGED = 20000  # characters of each piece of a log
 SETTINGS = [f"checkpoint.save_every={SAVED}", "train.validate_every=0", "optimizer.lr=1e-3", "hardware.gpu=h200"]
 SETTINGS += ["train.global_batch=8", "train.micro_batch=2", "gang.start_within=60"]
@@ -48,22 +49,22 @@ def live(gang: Gang, faults: list[str], expected: dict[int, float], out: "Out", 
     """A gang's whole life; a row for the time before the first fault, too."""
     rows, idle = [Row(gang.name, "none")], memory()
     gang.folder.mkdir()
-    gang.start()
     try:
         for name in faults:
-            if time.time() > until - 60 or gang.step() >= max(expected):
+            if time.time() > until - SHORT or gang.step() > max(expected) - LAST:
                 break
             rows.append(meet(gang, name, idle, until))
             out.write(rows)
         with contextlib.suppress(TimeoutError):
-            wait(gang.ended, gang, seconds=max(1.0, min(60.0, until - time.time())))
+            wait(gang.ended, gang, seconds=max(1.0, until - time.time()))
         assert gang.controller
-        ended = gang.controller.poll() == 0
+        code = gang.controller.poll()
     finally:
         end(gang)
         out.log(gang)
+    if code or (code is None and time.time() < until):
+        rows[-1].wrong = rows[-1].wrong or "it does not end"
     rows[-1].orphans += len(gang.pids())
-    rows[-1].wrong = rows[-1].wrong or ("" if ended else "it did not end")
     compare(rows, gang, expected)
     out.write(rows)
     return rows
@@ -131,10 +132,8 @@ def prepare(work: Path, environment: dict[str, str], steps: int) -> tuple[list[s
     commands += [["tiny", "data", str(work / "data"), "--rows", "512"], ["convert", "tiny", *paths, *one]]
     commands += [["train", "tiny", *settings, *paths, *one]]
     for command, *arguments in commands:
-        done = subprocess.run(
-            [sys.executable, "-m", f"trainer.{command}", *arguments],
-            cwd=ROOT, env=environment, capture_output=True, text=True,
-        )  # fmt: skip
+        line = [sys.executable, "-m", f"trainer.{command}", *arguments]
+        done = subprocess.run(line, cwd=ROOT, env=environment, capture_output=True, text=True)
         if done.returncode:
             raise RuntimeError(f"trainer.{command}: {done.stdout[-3000:]}{done.stderr[-3000:]}")
     lines = [json.loads(line) for line in (work / "one/metrics.jsonl").read_text().splitlines()]

@@ -71,9 +71,8 @@ def kill_while_saving(gang: Gang) -> None:
 
 def take_memory(gang: Gang) -> None:
     """While ranks load: between pre-flight, which would refuse such a GPU, and the first step."""
-    if not gang.ended():
+    if gang.controller:
         gang.wait_for_steps()
-        assert gang.controller
         gang.controller.terminate()
         gang.controller.wait()
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": str(random.randrange(2)), "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
@@ -84,7 +83,7 @@ def take_memory(gang: Gang) -> None:
     gang.greedy.stdout.readline()
     checked, began = gang.folder / "logs/preflight.json", time.time()
     gang.start()
-    wait(lambda: checked.stat().st_mtime > began or gang.ended(), gang)
+    wait(lambda: (checked.exists() and checked.stat().st_mtime > began) or gang.ended(), gang)
     time.sleep(random.uniform(0, 4))
     stdin = gang.greedy.stdin
     gang.strike(lambda: (stdin.write(b"\n"), stdin.flush())[1])
@@ -97,7 +96,7 @@ FAULTS: dict[str, tuple[Callable[[Gang], None], str]] = {  # and what the contro
     "SIGKILL in a save": (kill_while_saving, r"host: rank \d on \S+/\d after step \d+: killed by SIGKILL"),
     "controller SIGKILL": (kill_controller, r"waits until attempt \d+, whose controller is gone, has ended"),
     "cancel": (cancel, r"Stopped: \S+: stopped"),
-    "memory taken": (take_memory, r"Fault: memory: rank \d on \S+/\d: .*; (try|no layout)"),
+    "memory taken": (take_memory, r"Fault: memory: rank \d on \S+/\d( after step \d+)?: .*; (try|no layout)"),
 }
 
 
@@ -114,7 +113,7 @@ def meet(gang: Gang, name: str, idle: list[int], until: float) -> Row:
         if row.clean is not None and gang.ended() and gang.greedy:
             release(gang)
         if row.freed is None and row.clean is not None and free(idle):
-            row.freed = passed
+            row.freed = time.time() - gang.struck
         if row.freed is not None and gang.ended():
             gang.start()
         see_resumed(gang, row)
@@ -123,10 +122,11 @@ def meet(gang: Gang, name: str, idle: list[int], until: float) -> Row:
     row.orphans = len(gang.before & gang.pids())
     found = re.search(f"({says}).*", gang.output()[gang.said :])
     row.says = found[0] if found else " / ".join(re.findall(TOLD, gang.output()[gang.said :]))
-    if not found:
+    if row.resumed is None:
+        row.first = gang.step()
+        row.wrong = "it does not go on" if time.time() < until else "out of time"
+    elif not found:
         row.wrong = "another cause"
-    elif row.resumed is None:
-        row.wrong = "it does not go on"
     elif row.orphans or row.clean is None or row.freed is None:
         row.wrong = "something is left"
     return row

@@ -110,7 +110,9 @@ class Gang:
         return words[0].get("state") == "stop" or any(word.get("reason") for word in words[1:])
 
     def wait_for_steps(self) -> None:
-        """A random number of them since the last start, past a checkpoint."""
+        """A random number of them since the last start, past a checkpoint; begins where nobody has."""
+        if self.controller is None:
+            self.start()
         since, number = self.struck, random.randint(SAVED + 1, 2 * SAVED - 1)
 
         def there() -> bool:

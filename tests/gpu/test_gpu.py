@@ -25,16 +25,40 @@ COMPARE = runpy.run_path(str(FOLDER / "compare.py"))
 SLIM = runpy.run_path(str(FOLDER / "slim_fatbin.py"))["slim"]
 
 
+def gpus() -> int:
+    found = shutil.which("nvidia-smi")
+    listed = subprocess.run([found, "-L"], capture_output=True, text=True).stdout if found else ""
+    return sum(line.startswith("GPU ") for line in listed.splitlines())
+
+
 @pytest.mark.gpu
 @pytest.mark.timeout(1200)
 def test_the_gpu_trains_what_the_cpu_trains():
-    if (
-        not shutil.which("nvidia-smi")
-        or "GPU 0" not in subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True).stdout
-    ):
+    if gpus() < 1:
         pytest.skip("no GPU here")
     done = subprocess.run(["bash", FOLDER / "run"], capture_output=True, text=True)
     assert json.loads(done.stdout.splitlines()[-1])["passed"], done.stdout + done.stderr
+
+
+@pytest.mark.gpu
+@pytest.mark.timeout(900)
+def test_gangs_on_two_gpus_survive(tmp_path):
+    if gpus() < 2:
+        pytest.skip("fewer than two GPUs here")
+    done = subprocess.run(["bash", FOLDER / "run", "gang.py", tmp_path], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_the_script_for_gangs_on_gpus(tmp_path):
+    """A cancelled gang, over gloo."""
+    command = [sys.executable, FOLDER / "gang.py", tmp_path, "--cpu-only", "--steps", "50", "--seconds", "800"]
+    done = subprocess.run([*command, "--layout", "dp2 ep2", "--fault", "cancel"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    before, cancelled = json.loads((tmp_path / "gang.json").read_text())
+    assert before["difference"] < 1e-5 and cancelled["difference"] < 1e-5
+    assert (cancelled["lost"], cancelled["orphans"]) == (0, 0) and cancelled["noticed"] < cancelled["clean"] < 30
 
 
 @pytest.mark.slow
