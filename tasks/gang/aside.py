@@ -1,15 +1,16 @@
-"""What the controller tells the outside goes by a thread of its own: a server that hangs delays no watch.
+"""What the controller tells the outside goes by threads of their own: a server that hangs delays no watch.
 
     with aside(say, tick) as (say, tick): ...       both return at once
 
 Lines come in their order, and all before the block ends, if whoever gets them takes them within TOLD_WITHIN seconds.
-Ticks that are late are one.
+Ticks that are late are one, and the last one comes at the end. Neither waits for the other.
 """
 
 import contextlib
 import contextvars
 import queue
 import threading
+import time
 from collections.abc import Callable, Iterator
 
 TOLD_WITHIN = 3.0  # a cancelled flow run has 30 s, most of which a checkpoint may take
@@ -19,28 +20,37 @@ TOLD_WITHIN = 3.0  # a cancelled flow run has 30 s, most of which a checkpoint m
 def aside(
     say: Callable[[str], None], tick: Callable[[], None]
 ) -> Iterator[tuple[Callable[[str], None], Callable[[], None]]]:
-    lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()  # an empty one is a tick, None the end
-    due = threading.Event()
+    lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+    due, over = threading.Event(), threading.Event()
 
     def pass_on() -> None:
         while (line := lines.get()) is not None:
-            with contextlib.suppress(Exception):  # a line or a progress bar that gets lost is not worth a gang
-                if line:
-                    say(line)
-                else:
-                    due.clear()
-                    tick()
+            with contextlib.suppress(Exception):  # a line that gets lost is not worth a gang
+                say(line)
 
-    def later() -> None:
-        if not due.is_set():
-            due.set()
-            lines.put("")
+    def go_on() -> None:
+        last = False
+        while not last:
+            due.wait()
+            due.clear()
+            last = over.is_set()
+            with contextlib.suppress(Exception):  # neither is a progress bar
+                tick()
 
-    context = contextvars.copy_context()  # Prefect knows by it whose lines they are
-    thread = threading.Thread(target=context.run, args=(pass_on,), daemon=True, name="aside")
-    thread.start()
+    threads = [_started(work) for work in (pass_on, go_on)]
     try:
-        yield (lambda line: lines.put(line or " ")), later
+        yield lines.put, due.set
     finally:
         lines.put(None)
-        thread.join(TOLD_WITHIN)
+        over.set()
+        due.set()
+        until = time.monotonic() + TOLD_WITHIN
+        for thread in threads:
+            thread.join(max(0.0, until - time.monotonic()))
+
+
+def _started(work: Callable[[], None]) -> threading.Thread:
+    context = contextvars.copy_context()  # Prefect knows by it whose lines they are
+    thread = threading.Thread(target=context.run, args=(work,), daemon=True, name=f"aside: {work.__name__}")
+    thread.start()
+    return thread

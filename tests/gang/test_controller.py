@@ -229,6 +229,22 @@ def test_lines_come_in_their_order_and_all_of_them():
     assert found == [str(number) for number in range(1000)]
 
 
+def test_lines_do_not_wait_for_what_shows_progress():
+    found: list[str] = []
+    hangs, ticks = threading.Event(), threading.Event()
+
+    def hang() -> None:
+        ticks.set()
+        hangs.wait(20)
+
+    with aside(found.append, hang) as (say, tick):
+        tick()
+        assert ticks.wait(5)
+        say("a line")
+        wait_for(lambda: found == ["a line"], 5)
+        hangs.set()
+
+
 def test_a_gang_that_is_not_complete_in_time_gives_its_hosts_back(gang):
     hosts = Hosts(["a", "b"], {"b": ["never"]})
     hosts.trained.set()
