@@ -28,7 +28,7 @@ from typing import Literal
 from conf.facts import ModelFacts
 from conf.layout import problems
 from conf.load import ConfigError
-from conf.plan.hardware import GB, Gpu, of, read
+from conf.plan.hardware import GB, Gpu, of
 from conf.plan.search import Candidate, search
 from conf.plan.verdict import facts_of, plan
 from conf.schema import Run
@@ -165,10 +165,10 @@ def limits(run: Run) -> tuple[ModelFacts | None, Gpu | None]:
         return None, None
 
 
-def advice(run: Run, gpu: str = "h100") -> str:
+def advice(run: Run) -> str:
     """Overrides that need a tenth less memory than what was not enough: few of them, and about as fast as any."""
     try:
-        facts, kind = facts_of(run), read(gpu)
+        facts, kind = facts_of(run), of(run)
         now = plan(run, facts, kind)
         enough = ROOM * min(now.fullest.total if now.stages else kind.memory, kind.memory)
         found = [one for one in search(run, facts, kind, run.layout.world).fitting if one.memory <= enough]

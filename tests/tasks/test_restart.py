@@ -125,7 +125,7 @@ def test_a_shrunk_run_fits_or_is_none():
 
 
 def test_advice_is_a_configuration_that_takes_less():
-    said = advice(GLM, "h100")
+    said = advice(GLM)
     changes = said.removeprefix("try ").partition(": ")[0].split()
     assert changes and load("glm47", changes)
     assert "GB instead of" in said
