@@ -129,7 +129,7 @@ def test_advice_is_a_configuration_that_takes_less():
     changes = said.removeprefix("try ").partition(": ")[0].split()
     assert changes and load("glm47", changes)
     assert "GB instead of" in said
-    assert advice(load("tiny"), "h100").startswith("no layout of 1 h100 takes less")
+    assert advice(load("tiny", ["hardware.gpu=h100"])).startswith("no layout of 1 h100 takes less")
     assert advice(GLM.model_copy(update={"model": GLM.model.model_copy(update={"source": "x/y"})})).startswith(
         "no advice"
     )
