@@ -199,7 +199,7 @@ def test_a_run_that_is_cancelled_stays_so(deployed):
         flow = flow_of(host)
         deployed.ask_prefect(f"flow_runs/{id}/set_state", state={"type": "CANCELLING"})
         wait_for(lambda: run_of(deployed, id)["state_type"] == "CANCELLED", 120)
-        assert not flow.is_running()
+        wait_for(lambda: not flow.is_running(), 30)
         time.sleep(30)  # a worker asks every 10 s
         run = run_of(deployed, id)
         assert (run["state_type"], run["run_count"]) == ("CANCELLED", 1)
