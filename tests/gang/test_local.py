@@ -127,6 +127,7 @@ def test_cancelled_it_saves_and_leaves_nothing(start, folder, work):
     assert [*folder.glob("files/checkpoints/iter_*/complete.json")]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(100)
 def test_a_fault_of_the_user_s_ends_it_at_once(start, folder):
     gang = start("optimizer.lr=1e-300")
