@@ -15,6 +15,7 @@ before its next attempt.
 import contextlib
 import json
 import time
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -70,7 +71,7 @@ def _train(run: Run, gang: Gang) -> None:
     without: tuple[str, ...] = ()
     wanted = run
     while True:
-        outcome = _attempt(gang, run, without)
+        outcome = _survived(gang, run, without)
         if outcome.failure is None:
             return
         attempts.append(Attempt(outcome.failure, outcome.hosts, _newest(run)))
@@ -87,6 +88,17 @@ def _train(run: Run, gang: Gang) -> None:
         if available is not None:
             run = restart.shrunk(wanted, next_.nodes) or wanted
         gang.pause(next_.wait)
+
+
+def _survived(gang: Gang, run: Run, without: tuple[str, ...]) -> Outcome:
+    """A store or a scheduler that does not answer when an attempt begins may do so for the next one."""
+    try:
+        return _attempt(gang, run, without)
+    except (Fault, Broken, Stopped):
+        raise
+    except Exception as error:
+        gang.say(traceback.format_exc())
+        return Outcome((), Failure("network", f"network: no attempt: {type(error).__name__}: {error}", True))
 
 
 def _attempt(gang: Gang, run: Run, without: tuple[str, ...]) -> Outcome:

@@ -40,6 +40,7 @@ class Hosts:
     given: list[list[str]] = field(default_factory=list)  # of each attempt, by member
     words: dict[str, dict] = field(default_factory=dict)  # the controller's, as members saw it when they went
     saved: list[str] = field(default_factory=list)  # those that were told to save before they end
+    away: list[str] = field(default_factory=list)  # what is said instead of a start
     store: Store | None = None
     busy: set[str] = field(default_factory=set)
     trained: threading.Event = field(default_factory=threading.Event)  # members end their training then
@@ -56,6 +57,8 @@ class Hosts:
         return sum(name not in without for name in self.names)
 
     def start(self, run: Run, board: Board, n: int, without: tuple[str, ...] = ()) -> "Handle":
+        if self.away:
+            raise ConnectionError(self.away.pop())
         free = [name for name in self.names if name not in self.busy]
         chosen = sorted(free, key=lambda name: name in without)[:n]
         self.given.append(chosen)
@@ -252,6 +255,15 @@ def test_a_gang_that_is_not_complete_in_time_gives_its_hosts_back(gang):
     one.ends_well()
     assert "host: 1 of 2 hosts came within 3 s; goes on from step 0" in one.lines
     assert hosts.over[:2] == ["b 1", "a 1"] and len(hosts.given) == 2
+
+
+def test_a_scheduler_that_does_not_answer_is_asked_again(gang):
+    hosts = Hosts(["a", "b"], away=["no answer"])
+    hosts.trained.set()
+    one = gang(hosts)
+    one.ends_well()
+    assert "network: no attempt: ConnectionError: no answer; goes on from step 0" in one.lines
+    assert hosts.given == [["a", "b"]]
 
 
 def test_the_first_failure_is_the_one_that_is_told(gang):

@@ -8,7 +8,8 @@ An engine is a module with four functions; each starts `python -m tasks.guard py
                                     will be
     available(run, without) -> int | None   hosts that there are but for these, free or not; None = it does not know
     start(run, board, n, without) -> Handle     N members, 0 to n - 1, of board's attempt; on the hosts to be left out
-                                    never, or where it has no others
+                                    never, or where it has no others. Fault where it will never do so; any other
+                                    error counts as a failed attempt
 
 `without` begins with the host that failed last: where there are too few others, it is the last to take part again.
 """

@@ -117,7 +117,7 @@ def start(run: Run, board: Board, n: int, without: tuple[str, ...] = ()) -> Pods
     client.run([*_kubectl(run), "delete", "jobsets", old, *REMOVE])
     made = _create(run, _of(run, board, without))
     if made.code:
-        raise Fault(f"kubernetes: {made.line}")
+        raise (ConnectionError if AWAY.search(made.line) else Fault)(f"kubernetes: {made.line}")
     return Pods(run, _name(run, board), n)
 
 

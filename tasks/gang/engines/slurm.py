@@ -115,7 +115,7 @@ def start(run: Run, board: Board, n: int, without: tuple[str, ...] = ()) -> Job:
     others = spared(without, enough)  # where there are none, Slurm itself knows of those that are down
     made = client.run(["sbatch", "--parsable", *_but(others)], script(run, board))
     if made.code:
-        raise Fault(f"slurm: {made.line}")
+        raise (ConnectionError if AWAY.search(made.line) else Fault)(f"slurm: {made.line}")
     id = made.output.strip().partition(";")[0]  # the cluster's name follows where there are several
     return Job(id, n, Path(str(_log(run)).replace("%j", id)))
 
