@@ -190,7 +190,10 @@ class Pool:
         probe = Path(found[0]["probe"]) if found else Path()
         me = {"by": f"{host} {place.attempt.place}", "host": f"host{host}-{self.names[host]}", "state": "waiting"}
         me |= {"address": f"10.0.0.{host}", "port": 1, "master_port": 2}
-        me["probe"] = probe.read_text() if probe.is_file() else ""
+        try:
+            me["probe"] = probe.read_text()
+        except OSError:  # its controller is over already
+            me["probe"] = ""
         store = Mortal(self.store, me["host"])
         one = Link(Board(store, place.attempt.gang, place.attempt.attempt), place.node, me)  # type: ignore[arg-type]
         if not me["probe"] or not one.join():

@@ -137,8 +137,9 @@ def test_members_start_on_all_nodes_and_a_gang_without_a_controller_is_over(here
     job.cancel()
 
 
-@pytest.mark.parametrize("without, given", [(("n1", "n2"), "n[3-4]"), (("n1", "n2", "n3"), "n[1-2]"), ((), "n[1-2]")])
+@pytest.mark.parametrize("without, given", [(("n1", "n2"), "n[3-4]"), (("n1", "n2", "n3"), "n[3-4]"), ((), "n[1-2]")])
 def test_hosts_to_be_left_out_are_given_only_where_there_are_no_others(without, given, here, tmp_path):
+    """The first to have failed, which is named last, before the others."""
     job = slurm.start(tiny(here, tmp_path), Board(open_store(str(tmp_path / "store")), "train-z", 1), 2, without)
     wait_for(lambda: job.alive() == {0: False, 1: False})
     asked = ["squeue", "-h", "-tall", f"-j{job.id}", "-o%N"]
