@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,13 @@ optimizer: {lr: 5e-3, warmup_steps: 5}
 checkpoint: {save_every: 10}
 gang: {start_within: 60}
 """
+
+
+def wait_for(condition, seconds: float = 10) -> None:
+    until = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < until
+        time.sleep(0.02)
 
 
 def losses(output: Path) -> dict[int, float]:

@@ -15,6 +15,7 @@ from tasks.gang.board import STALE, Board, Notice, Watch, newest_attempt
 from tasks.gang.link import Link
 from tasks.gang.lookout import Lookout
 from tasks.store import open_store
+from tests.gang.conftest import wait_for
 
 ROOT = Path(__file__).parents[2]
 
@@ -26,13 +27,6 @@ def board(tmp_path) -> Board:
 
 def member(board: Board, node: int = 0) -> Link:
     return Link(board, node, {"by": f"member {node}", "state": "waiting"})
-
-
-def wait_for(condition, seconds: float = 10) -> None:
-    until = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < until
-        time.sleep(0.02)
 
 
 def test_one_member_per_number_and_none_joins_what_is_over(board):

@@ -18,6 +18,7 @@ from tasks.gang.link import Link
 from tasks.launch import Broken
 from tasks.store import Store, open_store
 from tests.gang.compete import CONF, TIMES, Mortal
+from tests.gang.conftest import wait_for
 
 FASTER = 10.0
 STEPS = 1
@@ -205,13 +206,6 @@ def gang(tmp_path, monkeypatch):
     return gang
 
 
-def wait_for(so, seconds: float = 20) -> None:
-    until = time.monotonic() + seconds
-    while not so():
-        assert time.monotonic() < until
-        time.sleep(0.02)
-
-
 def test_what_shows_progress_may_hang_and_a_dead_host_is_noticed_all_the_same(gang):
     hosts, hangs = Hosts(["a", "b"], {"b": ["die"]}), threading.Event()
     one = gang(hosts, "gang.retries=0")
@@ -286,7 +280,7 @@ def test_a_second_controller_waits_until_the_first_one_s_members_are_over(gang):
     hosts = Hosts(["a", "b"])
     first = gang(hosts)
     first.start()
-    wait_for(lambda: len(hosts.words) == 2)
+    wait_for(lambda: len(hosts.words) == 2, 20)
     first.store.dead.set()  # its process is gone
     hosts.trained.set()
     second = gang(hosts, uri="second")
@@ -341,7 +335,7 @@ def test_cancelled_all_save_and_end(gang):
     hosts = Hosts(["a", "b"])
     one = gang(hosts)
     running = one.start()
-    wait_for(lambda: len(hosts.words) == 2)
+    wait_for(lambda: len(hosts.words) == 2, 20)
     one.cancelled.set()
     running.join(20)
     assert isinstance(one.error, Stopped)
@@ -352,7 +346,7 @@ def test_where_one_host_is_told_to_end_all_save(gang):
     hosts = Hosts(["a", "b", "c"], {"b": ["told"]})
     one = gang(hosts)
     running = one.start()
-    wait_for(lambda: len(hosts.saved) == 3)
+    wait_for(lambda: len(hosts.saved) == 3, 20)
     hosts.trained.set()
     running.join(20)
     assert one.error is None

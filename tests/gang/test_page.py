@@ -11,6 +11,7 @@ from tasks.gang import history, page
 from tasks.gang.history import History, Teller, read, settled, state
 from tasks.gang.page import Carrier, Earlier, PrefectPage
 from tasks.store import open_store
+from tests.gang.conftest import wait_for
 
 NAMES = {0: "n1", 2: "n2"}
 NODES = {0: {"address": "10.0.0.1"}, 2: {"address": "10.0.0.3"}}
@@ -40,13 +41,6 @@ def two_attempts(teller: Teller) -> History:
     teller.follows(f"{KILLED}; goes on from step 10")
     teller.begins(2)
     return teller.history
-
-
-def wait_for(condition, seconds: float = 10) -> None:
-    until = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < until
-        time.sleep(0.02)
 
 
 def test_what_an_attempt_did(teller):
