@@ -1,4 +1,4 @@
-"""Models and layouts drawn at random: small, of every family, about half of them legal."""
+"""What tests draw: rows of tokens, and models and layouts, small, of every family, about half of them legal."""
 
 import random
 from math import lcm
@@ -45,6 +45,15 @@ MLA = ["linear_q_down_proj", "linear_q_up_proj", "linear_kv_down_proj", "linear_
 TARGETS = ["linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"]
 MODULES = ["core_attn", "moe_act", "layernorm", "mla_up_proj", "mlp", "moe", "shared_experts"]
 UNTIED = ("Glm4MoeForCausalLM", "DeepseekV3ForCausalLM")  # whatever their config.json says
+
+
+def tokens(rows: int, length: int, vocabulary: int, seed: int = 0) -> list[list[int]]:
+    """Rows that differ from one another, of tokens that differ: on copies of one token most functions look alike."""
+    rng = random.Random(seed)
+    found = [[rng.randrange(vocabulary) for _ in range(length)] for _ in range(rows)]
+    assert len({tuple(row) for row in found}) == rows
+    assert all(len(set(row)) > min(length, vocabulary) // 2 for row in found)
+    return found
 
 
 def make_run(**sections: dict[str, Any]) -> Run:

@@ -1,7 +1,6 @@
 """What was trained is what is exported: transformers and PEFT compute Megatron's logits from it."""
 
 import json
-import random
 import shutil
 import subprocess
 import sys
@@ -15,12 +14,13 @@ import torch
 from safetensors.torch import load_file
 from torch.distributed.checkpoint.state_dict_saver import save as save_torch_dist
 
+from tests.trainer import drawn
 from trainer import checkpoints, tiny
 
 HERE = Path(__file__).parent
 BOUND = 1e-4  # of the largest logit; what is found is 3e-6 and less
 ROUNDING = 1e-6
-TOKENS = [[random.Random(row).randrange(500) for _ in range(48)] for row in range(2)]
+TOKENS = drawn.tokens(rows=2, length=48, vocabulary=500)
 MLA = "[linear_q_down_proj,linear_q_up_proj,linear_kv_down_proj,linear_kv_up_proj,linear_proj,linear_fc1,linear_fc2]"
 
 

@@ -466,7 +466,8 @@ def measured(path: Path) -> tuple[int, int]:
 @pytest.mark.parametrize("name", ["array.json", "one group.parquet", "one batch.arrow", "a.csv.gz", "shared.parquet"])
 def test_memory_does_not_grow_with_the_file(tmp_path, name):
     """200 MB: a single array, row group or batch, or a value that all rows share and that lies in the file once."""
-    words = [random.Random(0).randbytes(500).hex() for _ in range(100)]
+    draw = random.Random(0)
+    words = [draw.randbytes(500).hex() for _ in range(100)]
     rows = [{"input": f"{number} {words[number % 100]}", "output": f"{number}"} for number in range(200_000)]
     if name == "shared.parquet":
         rows = [{"input": "x" * 20_000, "output": f"{number}"} for number in range(10_000)]
