@@ -18,23 +18,31 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable
+from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
 
 from conf.load import ConfigError, dump, load
 from conf.schema import Run
-from trainer import life, platform
+from trainer import life, ownership, platform
 from trainer.faults import Fault, line_of
 
 FAULT_FILE = "TRAINER_FAULT_FILE"
 LIBC = ctypes.CDLL(None)
 PR_SET_PDEATHSIG = 1
 
+Owned = Callable[[Run], AbstractContextManager[None]]
 
-def start(main: Callable[[Run], None], check: Callable[[Run], None], alone: bool = False) -> None:
+
+def start(
+    main: Callable[[Run], None], check: Callable[[Run], None], alone: bool = False, writes: str | None = None
+) -> None:
     """Run a command's main(run) on every rank after check(run) has passed. Does not return on failure.
 
-    With `alone`, the layout is another command's: there is one process, which is no rank of anything.
+    With `alone`, the layout is another command's: there is one process, which is no rank of anything. `writes` is the
+    key of paths that names the folder to be written: trainer/ownership.py sees to it that nobody else writes it.
     """
+    owned = partial(ownership.hold, key=writes) if writes else contextlib.nullcontext
     options = _arguments()
     _die_with_agent()
     with faults_in_one_line():
@@ -43,32 +51,36 @@ def start(main: Callable[[Run], None], check: Callable[[Run], None], alone: bool
             says = "python -m flows.plan says which one flows.finetune would take"
             raise Fault(f"layout.auto: true, but a trainer wants a layout that is written down; {says}")
         if alone:
-            check(run)
-            main(run)
+            with owned(run):
+                check(run)
+                main(run)
         elif "RANK" in os.environ:
             _check_world(run)
-            _be_rank(main, check, run)
+            _be_rank(main, check, run, owned)
         elif run.world == 1:
-            check(run)
-            os.environ.update(_alone())
-            main(run)
+            with owned(run):
+                check(run)
+                os.environ.update(_alone())
+                main(run)
         else:
             if run.layout.nodes > 1:
                 raise Fault(
                     f"layout.nodes: {run.layout.nodes} hosts; start one torchrun per host, or override layout.nodes=1"
                 )
-            check(run)
-            sys.exit(_torchrun(run, sys.modules["__main__"].__spec__.name))
+            with owned(run):
+                check(run)
+                sys.exit(_torchrun(run, sys.modules["__main__"].__spec__.name))
 
 
-def _be_rank(main: Callable[[Run], None], check: Callable[[Run], None], run: Run) -> None:
+def _be_rank(main: Callable[[Run], None], check: Callable[[Run], None], run: Run, owned: Owned) -> None:
     life.begin()
     try:
         check(run)
         if "GANG_ATTEMPT" in os.environ:
             platform.start()  # before torch is loaded
             life.meet()
-        main(run)
+        with owned(run):  # only rank 0 asks, and the others wait for it before they write
+            main(run)
     except Exception as error:
         life.failed(error)
         raise
@@ -140,7 +152,8 @@ def _torchrun(run: Run, module: str) -> int:
         dump(run, resolved)
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
         command += ["--nproc-per-node", str(run.layout.gpus_per_node), "-m", module, str(resolved)]
-        environment = os.environ | {FAULT_FILE: str(fault), "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
+        environment = os.environ | {FAULT_FILE: str(fault), ownership.OWNED: "1"}
+        environment |= {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
         ranks = subprocess.Popen(
             command,
             env=environment,

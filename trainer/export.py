@@ -74,4 +74,4 @@ def _write(run: Run, trained, formats: tuple[str, ...], partial: Path) -> dict:
 
 
 if __name__ == "__main__":
-    entry.start(main, inputs.check_export)
+    entry.start(main, inputs.check_export, writes="export")

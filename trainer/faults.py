@@ -1,9 +1,10 @@
 """A fault of the person who started the command, or of the host: one line on stderr, exit code 2, no stack trace."""
 
 import os
-from errno import EACCES, EDQUOT, ENOSPC, EROFS
+from errno import EACCES, EDQUOT, ENOSPC, EPERM, EROFS
 
 WRITER_DIED = "Worker failure"  # megatron-core's words; it passes on the kind of the writer's error, not its text
+CANNOT_WRITE = (EACCES, EPERM, EROFS)
 HOST = (EACCES, EDQUOT, ENOSPC, EROFS)
 
 

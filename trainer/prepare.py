@@ -109,4 +109,4 @@ def check(run: Run) -> None:
 
 
 if __name__ == "__main__":
-    entry.start(main, check, alone=True)
+    entry.start(main, check, alone=True, writes="data")
