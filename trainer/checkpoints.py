@@ -10,6 +10,7 @@ import re
 import shutil
 from pathlib import Path
 
+from conf.output_marks import MARKER
 from trainer.faults import Fault
 
 MARK = "complete.json"
@@ -18,7 +19,8 @@ MARK = "complete.json"
 def mark(folder: Path, **facts) -> None:
     """Declare the checkpoint in this folder complete. `facts` are kept with the list of its files."""
     files = {str(f.relative_to(folder)): f.stat().st_size for f in sorted(folder.rglob("*")) if f.is_file()}
-    files.pop(MARK, None)
+    for name in (MARK, MARKER):
+        files.pop(name, None)
     text = json.dumps({**facts, "files": files}, indent=1)
     partial = folder / (MARK + ".partial")
     with partial.open("w") as f:

@@ -18,6 +18,7 @@ import os
 import warnings
 from pathlib import Path
 
+from conf.output_marks import BASE
 from conf.schema import Run
 from trainer import checkpoints, entry, inputs, platform, released, whole_folder
 from trainer.console import megatron_to, say
@@ -59,7 +60,7 @@ def _convert(run: Run, model: released.Model, sums: dict[str, str], facts: dict)
     base = Path(run.paths.base)
     left_out = set() if run.model.mtp else released.of_mtp(model)
     facts["left_out"] = sorted(left_out)
-    with megatron_to(Path(run.paths.logs)), whole_folder.write(base, facts) as partial:
+    with megatron_to(Path(run.paths.logs)), whole_folder.write(base, facts, BASE) as partial:
         bridge = open_bridge(run)
         provider = make_provider(run, bridge)
         provider.perform_initialization = False

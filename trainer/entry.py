@@ -24,7 +24,7 @@ from pathlib import Path
 
 from conf.load import ConfigError, dump, load
 from conf.schema import Run
-from trainer import life, ownership, platform
+from trainer import life, ownership, places, platform
 from trainer.faults import Fault, line_of
 
 FAULT_FILE = "TRAINER_FAULT_FILE"
@@ -40,7 +40,8 @@ def start(
     """Run a command's main(run) on every rank after check(run) has passed. Does not return on failure.
 
     With `alone`, the layout is another command's: there is one process, which is no rank of anything. `writes` is the
-    key of paths that names the folder to be written: trainer/ownership.py sees to it that nobody else writes it.
+    key of paths that names the folder to be written: trainer/places.py says whether it may be, before anything is, and
+    trainer/ownership.py sees to it that nobody else writes it.
     """
     owned = partial(ownership.hold, key=writes) if writes else contextlib.nullcontext
     options = _arguments()
@@ -50,13 +51,15 @@ def start(
         if run.layout.auto:
             says = "python -m flows.plan says which one flows.finetune would take"
             raise Fault(f"layout.auto: true, but a trainer wants a layout that is written down; {says}")
+        if writes and "RANK" not in os.environ:
+            places.check(run, writes)
         if alone:
             with owned(run):
                 check(run)
                 main(run)
         elif "RANK" in os.environ:
             _check_world(run)
-            _be_rank(main, check, run, owned)
+            _be_rank(main, check, run, owned, writes)
         elif run.world == 1:
             with owned(run):
                 check(run)
@@ -72,9 +75,13 @@ def start(
                 sys.exit(_torchrun(run, sys.modules["__main__"].__spec__.name))
 
 
-def _be_rank(main: Callable[[Run], None], check: Callable[[Run], None], run: Run, owned: Owned) -> None:
+def _be_rank(
+    main: Callable[[Run], None], check: Callable[[Run], None], run: Run, owned: Owned, writes: str | None
+) -> None:
     life.begin()
     try:
+        if writes:
+            places.check(run, writes)
         check(run)
         if "GANG_ATTEMPT" in os.environ:
             platform.start()  # before torch is loaded

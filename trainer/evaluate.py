@@ -24,10 +24,13 @@ import traceback
 from collections import deque
 from pathlib import Path
 
+from conf import output_marks
+from conf.output_marks import EVALUATION
 from conf.schema import Run
 from trainer import agreement, entry, held_out, inputs, lm_tasks, serving
 from trainer.console import say
 from trainer.faults import line_of
+from trainer.places import take
 
 SAY_EVERY = 5.0  # seconds
 LOG_LINES = 15  # shown of log.txt when something breaks
@@ -35,7 +38,7 @@ LOG_LINES = 15  # shown of log.txt when something breaks
 
 def main(run: Run) -> None:
     started, folder = time.monotonic(), Path(run.paths.evaluation)
-    folder.mkdir(parents=True, exist_ok=True)
+    take(folder, EVALUATION)
     (folder / "results.json").unlink(missing_ok=True)
     log = folder / "log.txt"
     begin = log.stat().st_size if log.exists() else 0
@@ -49,6 +52,7 @@ def main(run: Run) -> None:
         sys.exit(1)
     results |= {"seconds": round(time.monotonic() - started, 1), "versions": _versions()}
     _write(folder / "results.json", results)
+    output_marks.finished(folder)
     for name, value in results["metrics"].items():
         say(f"evaluate: {name} {value:.4f}")
     if results["parity"]:

@@ -13,6 +13,7 @@ Nothing is exported if a trained tensor has no place in the released model, or a
 
 from pathlib import Path
 
+from conf.output_marks import EXPORT
 from conf.schema import Run
 from trainer import checkpoints, entry, inputs, platform, whole_folder
 from trainer.console import megatron_to, say
@@ -36,7 +37,7 @@ def main(run: Run) -> None:
         facts = {"step": step, "digest": trained.digest, "formats": formats}
         if "adapter" in formats:
             peft_format.check(trained)
-        with whole_folder.write(target, facts) as partial:
+        with whole_folder.write(target, facts, EXPORT) as partial:
             facts |= _write(run, trained, formats, partial)
     say(f"export: {target} holds {' and '.join(formats)} of {folder}, {len(trained.adapters)} weights merged")
     if left_out := facts.get("left_out"):

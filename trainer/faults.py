@@ -3,6 +3,8 @@
 import os
 from errno import EACCES, EDQUOT, ENOSPC, EPERM, EROFS
 
+from conf.output_marks import Foreign
+
 WRITER_DIED = "Worker failure"  # megatron-core's words; it passes on the kind of the writer's error, not its text
 CANNOT_WRITE = (EACCES, EPERM, EROFS)
 HOST = (EACCES, EDQUOT, ENOSPC, EROFS)
@@ -19,7 +21,7 @@ def line_of(error: BaseException) -> str | None:
     """
     seen: BaseException | None = error
     while seen is not None:
-        if isinstance(seen, Fault):
+        if isinstance(seen, Fault | Foreign):
             return str(seen)
         if isinstance(seen, OSError) and seen.errno in HOST:
             return f"{seen.filename or 'disk'}: {os.strerror(seen.errno)}"

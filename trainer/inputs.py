@@ -11,8 +11,9 @@ from pathlib import Path
 
 from conf.facts import facts_from_hf
 from conf.layout import problems
+from conf.output_marks import TRAINING
 from conf.schema import Run
-from trainer import checkpoints, prepared
+from trainer import checkpoints, places, prepared
 from trainer.faults import Fault
 
 BYTES = {"F64": 8, "I64": 8, "F32": 4, "I32": 4, "F16": 2, "BF16": 2, "I16": 2}  # any other type: 1, or not checked
@@ -28,6 +29,8 @@ def check_train(run: Run) -> None:
     config = check_model(run)
     checkpoints.require(Path(run.paths.base), "paths.base", "python -m trainer.convert")
     _check_layout(run, config)
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        places.take(Path(run.paths.output), TRAINING)
     if "RANK" not in os.environ:  # ranks find made what the process before them has made
         prepared.make(run)
     prepared.check(run)

@@ -12,15 +12,19 @@ Reads data.source (or the parts of data.mixture) and the tokenizer in paths.mode
     prepared.json                                   every file with its digest; training refuses what has been changed
 
 The work is done a few megabytes at a time by data.processes processes, in a folder beside paths.data; killed, it goes
-on where it was. What was in paths.data stays there until all is made. Memory grows by about 100 bytes a row.
+on where it was. What was prepared before stays there until all is made; rows made by hand, and what else is not
+trainer.prepare's, are never replaced. Memory grows by about 100 bytes a row.
 """
 
+import os
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from conf import output_marks
 from conf.data import Part
+from conf.output_marks import DATA, PREPARING
 from conf.schema import Run
 from trainer import entry
 from trainer.console import say
@@ -29,6 +33,7 @@ from trainer.data.chunks import Plan
 from trainer.data.progress import Progress
 from trainer.data.spool import Spool
 from trainer.faults import Fault
+from trainer.places import check_one
 
 
 def main(run: Run) -> None:
@@ -54,7 +59,11 @@ def prepare(run: Run, parts: Sequence[Part], splits: Sequence[int | None], out: 
     tokens = tokenizer.load(Path(run.paths.model), run.model.trust_remote_code)
     if tokens.eos_token_id is None:
         raise Fault(f"paths.model: {run.paths.model}: the tokenizer names no eos_token, which pads sequences")
+    out = Path(os.path.realpath(out))
     folder = out.with_name(f"{out.name}-preparing")
+    check_one(out, DATA)
+    check_one(folder, PREPARING)
+    output_marks.recover(out, DATA)
     made = identity.begin(folder, wanted)
     found = [_shape(part) for part in parts]
     template = templates.choose(run.data, tokens, _kind(found))

@@ -1,43 +1,53 @@
 """A folder that all ranks of a command write together, and that is there whole or not at all.
 
 Everything is written into <folder>.partial, on storage that all ranks see. What was there before under the same name
-stays until the new folder is complete: synced to disk, marked (trainer/checkpoints.py), and then renamed into place.
-A rank that fails takes the partial folder with it; what a killed process leaves is removed by the next attempt.
+stays until the new folder is complete: synced to disk, marked (trainer/checkpoints.py), and then given the name in one
+step (conf/output_marks.py). A rank that fails takes the partial folder with it; what a killed process leaves is removed
+by the next attempt. Where a link has the name, the folder that it leads to is replaced, on its own disk.
 """
 
 import contextlib
 import errno
 import os
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from conf import output_marks
+from conf.output_marks import PARTIAL, Kind
 from trainer import checkpoints
 from trainer.faults import Fault
+from trainer.places import check_one, take
 
 # Megatron's writer processes pass on that they failed, and not why.
 FAILED = ("No space left on device", "CheckpointException ranks")
 
 
 @contextlib.contextmanager
-def write(folder: Path, facts: dict[str, Any]) -> Iterator[Path]:
+def write(folder: Path, facts: dict[str, Any], kind: Kind) -> Iterator[Path]:
     """Yields the folder to write into. `facts` go into the mark, as they are when the block ends on rank 0."""
-    partial, first = folder.with_name(folder.name + ".partial"), rank() == 0
+    place, first = Path(os.path.realpath(folder)), rank() == 0
+    partial = place.with_name(place.name + PARTIAL)
+    check_one(place, kind)
+    check_one(partial, kind)
+    barrier()
     try:
         if first:
-            _remove(partial)
-            partial.mkdir(parents=True)
+            output_marks.recover(place, kind)
+            output_marks.remove(partial, kind)
+            take(partial, kind)
         barrier()
         yield partial
         barrier()
         if first:
             _sync(partial)
             checkpoints.mark(partial, **facts)
-            _put_in_place(partial, folder)
+            output_marks.finished(partial)
+            output_marks.put_in_place(partial, place, kind)
         barrier()
     except BaseException as error:
-        _remove(partial)
+        with contextlib.suppress(OSError, output_marks.Foreign):  # another rank may be at it as well
+            output_marks.remove(partial, kind)
         if _is_of_the_disk(error):
             text = f"{folder}: could not be written, the disk is full or fails; what there was of it is removed again"
             raise Fault(text) from error
@@ -77,19 +87,6 @@ def _sync(folder: Path) -> None:
             os.fsync(descriptor)  # of the file, whoever wrote it
         finally:
             os.close(descriptor)
-
-
-def _put_in_place(partial: Path, folder: Path) -> None:
-    old = folder.with_name(folder.name + ".old")
-    _remove(old)
-    if folder.exists():
-        folder.rename(old)
-    partial.rename(folder)
-    _remove(old)
-
-
-def _remove(folder: Path) -> None:
-    shutil.rmtree(folder, ignore_errors=True)
 
 
 def _is_of_the_disk(error: BaseException | None) -> bool:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file, save_file
 
+from conf.output_marks import BASE
 from trainer import checkpoints, tiny, whole_folder
 from trainer.faults import Fault
 
@@ -156,11 +157,11 @@ def test_what_is_there_already_is_left_alone_and_what_changed_is_replaced(start,
 @pytest.mark.parametrize("wrapped", [False, True])
 def test_a_full_disk_is_one_line_and_leaves_what_was_there(wrapped, tmp_path):
     folder = tmp_path / "base"
-    with whole_folder.write(folder, {"version": 1}) as partial:
+    with whole_folder.write(folder, {"architecture": "old"}, BASE) as partial:
         (partial / "weights").write_text("old")
 
     def fill():
-        with whole_folder.write(folder, {"version": 2}) as partial:
+        with whole_folder.write(folder, {"architecture": "new"}, BASE) as partial:
             (partial / "weights").write_text("half")
             full = OSError(errno.ENOSPC, "No space left on device")
             if wrapped:
@@ -169,6 +170,6 @@ def test_a_full_disk_is_one_line_and_leaves_what_was_there(wrapped, tmp_path):
 
     with pytest.raises(Fault, match=f"{folder}: could not be written, the disk is full"):
         fill()
-    assert checkpoints.require(folder, "", "")["version"] == 1
+    assert checkpoints.require(folder, "", "")["architecture"] == "old"
     assert (folder / "weights").read_text() == "old"
     assert [path.name for path in tmp_path.iterdir()] == ["base"]

@@ -21,10 +21,11 @@ def original(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("original")
     tiny.make_model("glm4-moe", folder / "model")
     tiny.make_data(folder / "given", rows=128)
-    prepared.make(configure(folder, f"paths.data={folder / 'given'}", f"paths.output={folder}"))  # into folder/data
+    prepared.make(configure(folder, f"paths.data={folder / 'given'}", f"paths.output={folder / 'made'}"))
+    shutil.copytree(folder / "made/data", folder / "data")
     (folder / "base").mkdir()
     (folder / "base" / "weights").write_text("stand for the converted model")
-    checkpoints.mark(folder / "base")
+    checkpoints.mark(folder / "base", architecture="Toy")
     return folder
 
 

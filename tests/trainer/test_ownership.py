@@ -22,7 +22,8 @@ ROOT = Path(__file__).parents[2]
 TOY = """
 import os, sys, time
 from pathlib import Path
-from trainer import entry, ownership
+from conf.output_marks import TRAINING
+from trainer import entry, ownership, places
 
 ownership.RENEWED = 0.1
 
@@ -36,7 +37,7 @@ def main(run):
         time.sleep(0.02)
 
 if __name__ == "__main__":
-    entry.start(main, lambda run: None, writes="output")
+    entry.start(main, lambda run: places.take(Path(run.paths.output), TRAINING), writes="output")
 """
 
 

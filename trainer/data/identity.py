@@ -11,7 +11,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from conf import output_marks
 from conf.data import Part, Rows
+from conf.output_marks import DATA, PREPARING
 from conf.schema import Run
 from trainer.data import packing, sources, tokenizer
 from trainer.faults import Fault
@@ -63,8 +65,8 @@ def begin(folder: Path, identity: dict[str, Any]) -> Path:
     """The folder to write into. What an earlier attempt has done is kept if it was after the same."""
     file, text = folder / "identity.json", json.dumps(identity, indent=1)
     if not (file.exists() and file.read_text() == text):
-        shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir(parents=True)
+        output_marks.remove(folder, PREPARING)
+        output_marks.begin(folder, PREPARING)
         file.write_text(text)
     made = folder / "files"
     shutil.rmtree(made, ignore_errors=True)
@@ -73,15 +75,11 @@ def begin(folder: Path, identity: dict[str, Any]) -> Path:
 
 
 def finish(made: Path, identity: dict[str, Any], facts: dict[str, Any], out: Path) -> None:
-    """Puts what was made in the place of what was there."""
+    """Gives what was made the name `out`; what had it before is removed."""
     entries = {file.name: {"size": file.stat().st_size, "sha256": digest(file)} for file in sorted(made.iterdir())}
     write(made / MANIFEST, identity | facts | {"files": entries})
-    old = made.with_name("old")
-    shutil.rmtree(old, ignore_errors=True)
-    if out.exists():
-        out.rename(old)
-    made.rename(out)
-    shutil.rmtree(made.parent)
+    output_marks.put_in_place(made, out, DATA)
+    output_marks.remove(made.parent, PREPARING)
 
 
 def write(file: Path, value: dict[str, Any]) -> None:

@@ -1,0 +1,323 @@
+"""What on a disk may be replaced: only what this project has made. And which paths of one command must not meet.
+
+    problems(place, BASE)           lines that say why no converted model may be put there; none where one may
+    meetings(inputs, outputs)       lines for paths that coincide, contain one another, or are links to such
+    begin(folder, BASE)             makes the folder and marks it, before anything else is written into it
+    put_in_place(made, place, BASE) gives a finished folder its name; what had the name before is removed
+    remove(folder, BASE)            removes a folder, if it is one of these
+
+A folder is known by its mark: the file that is written last into what is whole (complete.json, prepared.json), or the
+file MARKER, which is written first, so that half-made output is known too. Output that is replaced as a whole may hold
+nothing but what its mark lists: a file that somebody has put beside is named, and nothing is replaced. Training and
+evaluation write into their folder and leave all other files there alone.
+
+Not covered: whoever puts a file into a folder in the moment in which it is removed.
+"""
+
+import ctypes
+import errno
+import json
+import os
+import shutil
+import stat
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any
+
+MARKER = ".finetune"
+OWNER = ".owner."  # trainer/ownership.py: who writes there now
+PARTIAL = ".partial"  # beside an output that is replaced as a whole: where it is made
+ASIDE = ".replaced"  # where the one before waits, on a file system that cannot exchange two names
+LONGEST = 255 - len("-preparing")  # bytes of a name
+AT_FDCWD, RENAME_EXCHANGE = -100, 2
+LIBC = ctypes.CDLL(None, use_errno=True)
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of output, and how it is known."""
+
+    what: str
+    maker: str  # the module that makes it
+    mark: str = ""  # a JSON file that tells what is whole
+    keys: frozenset[str] = frozenset()  # of that file
+    whole: bool = True  # replaced as a whole, by a folder that is made beside it
+    names: tuple[str, ...] = ()  # patterns of what the maker writes at the top, where the mark does not list it
+    other_marks: tuple[tuple[str, frozenset[str]], ...] = ()  # pattern, and keys of the first line
+
+
+BASE = Kind("a converted model", "trainer.convert", "complete.json", frozenset({"architecture", "files"}))
+EXPORT = Kind("an exported model", "trainer.export", "complete.json", frozenset({"formats", "files"}))
+DATA = Kind("prepared data", "trainer.prepare", "prepared.json", frozenset({"settings", "sources", "files"}))
+PREPARING = Kind(
+    "an unfinished preparation",
+    "trainer.prepare",
+    "identity.json",
+    frozenset({"settings", "sources"}),
+    names=("identity.json", "progress.jsonl", "files", "old", "*.chunk", "*-[0-9]*-[0-9]*.[0-9]*"),
+)
+TRAINING = Kind(
+    "a training run",
+    "trainer.train",
+    whole=False,
+    other_marks=(
+        ("metrics.jsonl", frozenset({"kind", "step"})),
+        ("checkpoints/iter_*/complete.json", frozenset({"step", "files"})),
+        ("data/prepared.json", DATA.keys),
+        ("data-preparing/identity.json", PREPARING.keys),
+    ),
+)
+EVALUATION = Kind(
+    "an evaluation",
+    "trainer.evaluate",
+    "results.json",
+    frozenset({"metrics", "rows", "samples"}),
+    whole=False,
+    other_marks=(("progress.jsonl", frozenset({"done", "total", "what"})),),
+)
+LOGS = Kind("logs", "", whole=False)  # only ever appended to
+PARITY = Kind("what training says of fixed prompts", "trainer.train", keys=frozenset({"step", "asked", "rows"}))
+
+
+class Foreign(ValueError):
+    """What stands in the way is not this project's."""
+
+
+def problems(place: str | Path, kind: Kind) -> Iterator[str]:
+    """Why this kind of output may not be put there. Each line begins with the path."""
+    lines = _unusable(Path(place)) or _in_the_way(Path(place), kind) or _read_only(Path(place), kind)
+    yield from (f"{place}: {line}" for line in lines)
+
+
+def meetings(
+    inputs: Mapping[str, Collection[str | Path]],
+    outputs: Mapping[str, str | Path],
+    nested: Collection[tuple[str, str]] = (),
+) -> Iterator[tuple[str, str]]:
+    """Outputs that would destroy another path, and how. `nested` are pairs of which the first may lie in the second.
+
+    Folders are compared by device and inode as well, so that mounts and names that differ in case alone count.
+    """
+    spots = {name: _Spot.of(path) for name, path in outputs.items()}
+    pairs = []
+    for other, paths in inputs.items():
+        found = [_Spot.of(path) for path in paths]
+        for name, out in spots.items():
+            if spot := next((spot for spot in found if out.relation(spot)), None):
+                pairs.append((name, out, other, spot))
+    pairs += [(name, out, other, spots[other]) for name, out in spots.items() for other in spots if other > name]
+    for name, out, other, spot in pairs:
+        relation = out.relation(spot)
+        if ((name, other) in nested and relation == "inside") or ((other, name) in nested and relation == "around"):
+            continue
+        if relation:
+            words = {"same": f"is {other} as well", "inside": f"lies inside {other}", "around": f"holds {other}"}
+            shown = "" if relation == "same" and out.path == spot.path else f" ({spot.path})"
+            yield name, f"{out.path}: {words[relation]}{shown}; every output needs a folder of its own"
+
+
+def begin(folder: Path, kind: Kind) -> None:
+    """Make the folder, marked as this kind of output before anything else is in it. Several may do so at once."""
+    folder = Path(os.path.realpath(folder))  # a link to what is not there yet is followed
+    folder.mkdir(parents=True, exist_ok=True)
+    partial = folder / f"{MARKER}.{os.getpid()}"
+    partial.write_text(json.dumps({"what": kind.what, "maker": kind.maker}) + "\n")
+    partial.replace(folder / MARKER)
+
+
+def finished(folder: Path) -> None:
+    """The mark of what is whole is there: the other one can go."""
+    (folder / MARKER).unlink(missing_ok=True)
+
+
+def put_in_place(made: Path, place: Path, kind: Kind) -> None:
+    """At every moment there is the old folder or the new one under the name. Both are on one file system."""
+    if not os.path.lexists(place):
+        made.rename(place)
+    else:
+        if lines := _in_the_way(place, kind):
+            raise Foreign(f"{place}: {lines[0]}")
+        _exchange(made, place, kind)
+        remove(made, kind)
+    _sync(place.parent)
+
+
+def recover(place: Path, kind: Kind) -> None:
+    """Give an output its name back that a crash in the middle of an exchange has left aside."""
+    aside = place.with_name(place.name + ASIDE)
+    if not os.path.lexists(place) and aside.is_dir() and is_made(aside, kind):
+        aside.rename(place)
+
+
+def remove(folder: Path, kind: Kind) -> None:
+    """Remove the folder, if it is there and this kind of output. The mark goes last: a rest is still known."""
+    if not os.path.lexists(folder):
+        return
+    if lines := _in_the_way(folder, kind):
+        raise Foreign(f"{folder}: {lines[0]}")
+    if any(folder.iterdir()):
+        begin(folder, kind)
+    for entry in [entry for entry in folder.iterdir() if entry.name != MARKER]:
+        if entry.is_dir() and not entry.is_symlink():
+            shutil.rmtree(entry)
+        else:
+            entry.unlink(missing_ok=True)
+    finished(folder)
+    folder.rmdir()
+
+
+def is_made(folder: Path, kind: Kind) -> bool:
+    """Whether it bears a mark of this kind, of this version or of an earlier one."""
+    if _holds(folder / MARKER, frozenset({"what"})).get("what") == kind.what:
+        return True
+    if kind.mark and _holds(folder / kind.mark, kind.keys):
+        return True
+    return any(_holds(path, keys) for pattern, keys in kind.other_marks for path in folder.glob(pattern))
+
+
+def _unusable(place: Path) -> list[str]:
+    """Of the path itself, and what stands where its folders would be."""
+    if "\0" in str(place):
+        return ["holds a null character"]
+    limits = dict.fromkeys(place.parts[:-1], 255) | {place.name: LONGEST}
+    for part, limit in limits.items():
+        if (length := len(os.fsencode(part))) > limit:
+            return [f"a name of {length} bytes ({part[:20]}...); at most {limit} are possible"]
+    if len(os.fsencode(place.absolute())) > 3800:
+        return [f"a path of {len(os.fsencode(place.absolute()))} bytes; at most 3800 are possible"]
+    real = Path(os.path.realpath(place))
+    if real.is_symlink():
+        return ["a link that leads back to itself"]
+    there = _existing(real)
+    if there != real and not there.is_dir():
+        return [f"{there} is a file, so nothing can lie inside it; name a folder"]
+    return []
+
+
+def _in_the_way(place: Path, kind: Kind) -> list[str]:
+    """What lies there and is not this kind of output."""
+    real = Path(os.path.realpath(place))
+    if not os.path.lexists(real):
+        return []
+    if kind is PARITY:
+        return [] if real.is_file() and _holds(real, kind.keys) else [f"is there, and is not {kind.what}; {_CHOOSE}"]
+    mode = real.lstat().st_mode
+    if not stat.S_ISDIR(mode):
+        return [f"{'a file' if stat.S_ISREG(mode) else 'something'} that is no folder stands there; {_CHOOSE}"]
+    names = sorted(entry.name for entry in real.iterdir() if not entry.name.startswith((MARKER, OWNER)))
+    if kind is LOGS or not names:
+        return []
+    if not is_made(real, kind):
+        if kind is DATA and "training.jsonl" in names:
+            return [
+                "holds rows made by hand (training.jsonl): python -m trainer.train prepares those by itself; "
+                "name another paths.data to prepare others"
+            ]
+        by = f"python -m {kind.maker}"
+        return [f"holds {_some(names)}, which {by} has not made: it replaces only {kind.what}; {_CHOOSE}"]
+    if not kind.whole:
+        return []
+    foreign = _beside(real, kind)
+    return [f"holds {_some(foreign)} beside {kind.what}; move it elsewhere first"] if foreign else []
+
+
+def _beside(folder: Path, kind: Kind) -> list[str]:
+    """Files in a folder of this kind that its maker has not put there, as far as its mark tells."""
+    if kind.names:
+        known = (*kind.names, f"{MARKER}*")
+        return sorted(entry.name for entry in folder.iterdir() if not any(fnmatch(entry.name, n) for n in known))
+    mark = _holds(folder / kind.mark, kind.keys)
+    if not mark or (folder / MARKER).exists():
+        return []  # half-made: what is to come in there is not known yet
+    listed = {*mark["files"], kind.mark, f"{kind.mark}{PARTIAL}"}
+    found = []
+    for here, _, names in os.walk(folder):
+        found += [os.path.relpath(os.path.join(here, name), folder) for name in names]
+    return sorted(name for name in found if name not in listed and not name.startswith(MARKER))
+
+
+def _read_only(place: Path, kind: Kind) -> list[str]:
+    real = Path(os.path.realpath(place))
+    if kind.whole and os.path.ismount(real):
+        return ["a mount point, which cannot be replaced; name a folder inside it"]
+    for folder in {real, real.parent} if kind.whole else {real}:
+        there = _existing(folder)
+        if there.is_dir() and not os.access(there, os.W_OK | os.X_OK):
+            return [f"{there} cannot be written to; change its permissions, or {_CHOOSE}"]
+    return []
+
+
+_CHOOSE = "name another place, or move that elsewhere"
+
+
+@dataclass(frozen=True)
+class _Spot:
+    """A path, and all by which it can be met."""
+
+    path: str
+    real: Path
+    id: tuple[int, int] | None
+    above: frozenset[tuple[int, int]]  # of the folders in which it lies
+
+    @classmethod
+    def of(cls, path: str | Path) -> "_Spot":
+        real = Path(os.path.realpath(str(path).replace("\0", "")))
+        return cls(str(path), real, _id(real), frozenset(id for above in real.parents if (id := _id(above))))
+
+    def relation(self, other: "_Spot") -> str:
+        if self.real == other.real or (self.id and self.id == other.id):
+            return "same"
+        if other.real in self.real.parents or other.id in self.above:
+            return "inside"
+        return "around" if self.real in other.real.parents or self.id in other.above else ""
+
+
+def _id(path: Path) -> tuple[int, int] | None:
+    try:
+        facts = path.stat()
+    except (OSError, ValueError):
+        return None
+    return facts.st_dev, facts.st_ino
+
+
+def _existing(path: Path) -> Path:
+    return next(there for there in (path, *path.parents) if os.path.lexists(there))
+
+
+def _holds(file: Path, keys: frozenset[str]) -> dict[str, Any]:
+    """The JSON object in the file, or in its first line, if it has these keys; else an empty one."""
+    try:
+        with file.open("rb") as stream:
+            text = stream.readline() if file.suffix == ".jsonl" else stream.read()
+        found = json.loads(text)
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) and keys <= found.keys() else {}
+
+
+def _some(names: list[str]) -> str:
+    return names[0] + (f" and {len(names) - 1} more" if len(names) > 1 else "")
+
+
+def _exchange(made: Path, place: Path, kind: Kind) -> None:
+    """Both names in one step where the file system can; else in two, between which recover() finds the old one."""
+    done = LIBC.renameat2(AT_FDCWD, os.fsencode(made), AT_FDCWD, os.fsencode(place), RENAME_EXCHANGE)
+    if done == 0:
+        return
+    if (error := ctypes.get_errno()) not in (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP):
+        raise OSError(error, os.strerror(error), str(place))
+    aside = place.with_name(place.name + ASIDE)
+    remove(aside, kind)
+    place.rename(aside)
+    made.rename(place)
+    aside.rename(made)
+
+
+def _sync(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

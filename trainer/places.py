@@ -1,0 +1,125 @@
+"""Where each command reads and writes, checked before it does either: conf/output_marks.py has the rules.
+
+Nothing that this project has not made is replaced, and no output meets an input or another output. All that is wrong is
+said at once, a line for each path.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from conf.output_marks import (
+    BASE,
+    DATA,
+    EVALUATION,
+    EXPORT,
+    LOGS,
+    PARITY,
+    PARTIAL,
+    PREPARING,
+    TRAINING,
+    Kind,
+    begin,
+    meetings,
+    problems,
+)
+from conf.schema import Run
+from trainer.data import sources
+from trainer.faults import Fault
+
+Inputs = dict[str, list[str | Path]]
+Outputs = dict[str, tuple[str | Path, Kind]]
+
+NESTED = (("paths.parity", "paths.output"), ("paths.logs", "paths.output"))  # the first may lie in the second
+
+
+def check_convert(run: Run) -> None:
+    base = run.paths.base
+    beside = {"beside paths.base": (f"{base}{PARTIAL}", BASE)}
+    _check(_inputs(run, "model"), {"paths.base": (base, BASE), "paths.logs": (run.paths.logs, LOGS)} | beside)
+
+
+def check_prepare(run: Run) -> None:
+    data = run.paths.data
+    beside = {"beside paths.data": (f"{data}-preparing", PREPARING)}
+    template = {"data.template": [run.data.template]} if run.data.template.endswith(".jinja") else {}
+    _check(_inputs(run, "model") | _sources(run) | template, {"paths.data": (data, DATA)} | beside)
+
+
+def check_train(run: Run) -> None:
+    paths = run.paths
+    outputs = {"output": (paths.output, TRAINING), "logs": (paths.logs, LOGS), "parity": (paths.parity, PARITY)}
+    named = {f"paths.{name}": output for name, output in outputs.items()}
+    _check(_inputs(run, "model", "base", "data") | _sources(run), named)
+
+
+def check_export(run: Run) -> None:
+    export = run.paths.export
+    beside = {"beside paths.export": (f"{export}{PARTIAL}", EXPORT)}
+    outputs = {"paths.export": (export, EXPORT), "paths.logs": (run.paths.logs, LOGS)}
+    _check(_inputs(run, "model", "base", "output"), outputs | beside)
+
+
+def check_evaluate(run: Run) -> None:
+    tasks: Inputs = {"evaluate.tasks": [task for task in run.evaluate.tasks if task.endswith((".yaml", ".yml"))]}
+    inputs = _inputs(run, "served", "data", "parity") | tasks
+    _check(inputs, {"paths.evaluation": (run.paths.evaluation, EVALUATION)})
+
+
+CHECKS = {
+    "base": check_convert,
+    "data": check_prepare,
+    "output": check_train,
+    "export": check_export,
+    "evaluation": check_evaluate,
+}
+
+
+def check(run: Run, writes: str) -> None:
+    """Of the command that writes paths.<writes>."""
+    CHECKS[writes](run)
+
+
+def check_one(place: Path, kind: Kind) -> None:
+    """Of an output that no key names."""
+    if lines := [*problems(place, kind)]:
+        raise Fault("\n".join(lines))
+
+
+def take(folder: Path, kind: Kind) -> Path:
+    """The folder, made and marked as this project's; a fault if something else is there."""
+    check_one(folder, kind)
+    begin(folder, kind)
+    return folder
+
+
+def _check(inputs: Inputs, outputs: Outputs) -> None:
+    found = [*meetings(inputs, {name: place for name, (place, _) in outputs.items()}, NESTED)]
+    met = {name for name, _ in found}
+    found += [(name, line) for name, out in outputs.items() if name not in met for line in problems(*out)]
+    if found:
+        raise Fault("\n".join(f"{name}: {line}" for name, line in found))
+
+
+def _inputs(run: Run, *names: str) -> Inputs:
+    return {f"paths.{name}": [getattr(run.paths, name)] for name in names}
+
+
+def _sources(run: Run) -> Inputs:
+    """Folders and files of rows on this disk; files too, as a folder or a pattern may lead elsewhere by links."""
+    return {name: [*_of_source(source)] for name, source in _named(run) if sources.is_local(source)}
+
+
+def _named(run: Run) -> Iterator[tuple[str, str]]:
+    for number, part in enumerate(run.data.parts):
+        if part.source:
+            yield (f"data.mixture[{number}].source" if run.data.mixture else "data.source"), part.source
+
+
+def _of_source(source: str) -> Iterator[str | Path]:
+    path = Path(source).expanduser()
+    if path.exists():
+        yield path
+    try:
+        yield from sources.files(source)
+    except Fault:  # preparation says it
+        return
