@@ -1,14 +1,11 @@
-"""Stage: training, by Megatron-Bridge in processes of its own, from the newest complete checkpoint.
-
-The layout bears no identity: losses are the same at every layout (README, Layouts), but for adapters that all experts
-of a rank share. Neither do recomputation, kernels, logging, and how often a checkpoint is saved.
-"""
+"""Stage: training, by Megatron-Bridge in processes of its own, from the newest complete checkpoint."""
 
 import re
 import time
 
 from prefect import State, task
 
+from conf import identity
 from conf.schema import Run
 from tasks import launch
 from tasks.artifact import Artifact, Stage, Work
@@ -17,33 +14,12 @@ from tasks.progress import Progress, newest
 from tasks.session import OPTIONS, Session
 from tasks.tracking import plots
 
-VERSION = 1
 STEP_EVERY = 5.0  # seconds between lines of steps in the log
-
-IDENTITY = {
-    "model": {"mtp", "mtp_loss_scale"},
-    "data": {"seq_length", "packed", "seed"},  # the rest is in the data's own identity
-    "train": {"steps", "global_batch", "seed", "precision", "validate_every", "validate_batches", "stop_after"}
-    | {"fp8", "fp8_weights"},
-    "moe": {"aux_loss_coeff", "z_loss_coeff", "router_dtype", "freeze_router", "balance", "force_balance"},
-    "checkpoint": {"save_optimizer", "keep"},
-    "evaluate": {"parity_rows"},  # training writes down what it says of them
-}
-# Keys that came when there were artifacts already: by themselves they say what a run without them did.
-YOUNGER = {("train", "fp8"), ("train", "fp8_weights"), ("optimizer", "states"), ("optimizer", "gradients")}
 
 
 def stage(run: Run, base: Stage, data: Stage) -> Stage:
-    config = run.model_dump(mode="json", include=IDENTITY)
-    config |= run.model_dump(mode="json", include={"adapter", "optimizer"})
-    for key in ("distributed", "offload"):
-        del config["optimizer"][key]
-    for section, key in YOUNGER:
-        if config[section][key] == Run.model_fields[section].annotation.model_fields[key].default:
-            del config[section][key]
-    if run.adapter.kind != "none" and run.adapter.experts == "shared":
-        config["layout"] = {"ep": run.layout.ep}
-    return Stage("train", VERSION, config, {"base": base.fingerprint, "data": data.fingerprint})
+    inputs = {"base": base.fingerprint, "data": data.fingerprint}
+    return Stage("train", identity.VERSION, identity.of_training(run), inputs)
 
 
 @task(name="train", **OPTIONS)

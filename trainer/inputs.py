@@ -13,8 +13,9 @@ from conf.facts import facts_from_hf
 from conf.layout import problems
 from conf.output_marks import TRAINING
 from conf.schema import Run
-from trainer import checkpoints, places, prepared
+from trainer import checkpoints, places, prepared, resume
 from trainer.faults import Fault
+from trainer.recipe import checkpoint_folder
 
 BYTES = {"F64": 8, "I64": 8, "F32": 4, "I32": 4, "F16": 2, "BF16": 2, "I16": 2}  # any other type: 1, or not checked
 
@@ -29,11 +30,13 @@ def check_train(run: Run) -> None:
     config = check_model(run)
     checkpoints.require(Path(run.paths.base), "paths.base", "python -m trainer.convert")
     _check_layout(run, config)
+    resume.check(run, checkpoint_folder(run))
     if os.environ.get("LOCAL_RANK", "0") == "0":
         places.take(Path(run.paths.output), TRAINING)
     if "RANK" not in os.environ:  # ranks find made what the process before them has made
         prepared.make(run)
     prepared.check(run)
+    resume.check_data(run, checkpoint_folder(run))
 
 
 def check_export(run: Run) -> None:

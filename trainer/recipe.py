@@ -4,7 +4,8 @@ import logging
 from pathlib import Path
 
 from conf.schema import Run
-from trainer import levers, platform
+from trainer import checkpoints, levers, platform
+from trainer.console import say
 from trainer.model import make_provider
 
 
@@ -103,7 +104,7 @@ def make_config(run: Run, bridge, resume_step: int | None):
             save_optim=checkpoint.save_optimizer,
             save_rng=checkpoint.save_optimizer,
             load_optim=checkpoint.save_optimizer,
-            load_rng=checkpoint.save_optimizer,
+            load_rng=checkpoint.save_optimizer and _has_random_states(run, resume_step),
             ckpt_format="torch_dist",
             fully_parallel_save=True,
             # The optimizer's state by parameter, not by rank: it can be resumed at any other layout.
@@ -140,6 +141,17 @@ def make_adapter(run: Run):
     if adapter.kind == "dora":
         return DoRA(**shared)
     return LoRA(**shared, share_expert_adapters=adapter.experts == "shared")
+
+
+def _has_random_states(run: Run, resume_step: int | None) -> bool:
+    if not resume_step:
+        return False
+    from trainer import resharding
+
+    found = resharding.has_random_states(checkpoints.step_folder(checkpoint_folder(run), resume_step), run.layout)
+    if not found:
+        say("train: the checkpoint's random states are another layout's: dropout goes on with new ones")
+    return found
 
 
 def _dtype(precision: str):

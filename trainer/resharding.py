@@ -5,10 +5,19 @@ many there are depends on the layout, and on whether a pipeline stage holds expe
 tensors by parameter, independent of that, but learning rate and step number by optimizer, as the first rank has them:
 going from ep=1 to ep=2 ends in "Expected 2 entries in state dict, but got 4". install() hands each optimizer the saved
 settings of the parameter group that matches its own. Can go when ChainedOptimizer.load_state_dict does.
+
+Random states are cut by pipeline and tensor ranks, and with ep > 1 by all ranks. Megatron-Bridge asks for them wherever
+pp and tp are the checkpoint's, and at another ep ends in "Missing key in checkpoint state_dict: rng_state/shard_...":
+has_random_states() says beforehand whether there are such. Can go when its load_checkpoint compares ep as well.
 """
+
+from pathlib import Path
 
 from megatron.core.optimizer import ChainedOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+
+from conf.sections import Layout
 
 
 def install() -> None:
@@ -24,6 +33,15 @@ def install() -> None:
             self._synchronize_steps()
 
     ChainedOptimizer.load_state_dict = load_state_dict
+
+
+def has_random_states(folder: Path, layout: Layout) -> bool:
+    """Whether a checkpoint holds random states that ranks of this layout can take up."""
+    shape = [layout.pp, layout.tp]
+    if layout.ep > 1:
+        shape.append(layout.world // (layout.pp * layout.tp))
+    name = f"rng_state/shard_{'.'.join('0' for _ in shape)}_{'.'.join(map(str, shape))}"
+    return name in FileSystemReader(folder).read_metadata().state_dict_metadata
 
 
 def _parts(state_dict: dict, count: int) -> list[dict]:

@@ -6,7 +6,7 @@ from megatron.bridge.training.callbacks import Callback
 from torch import distributed
 
 from conf.schema import Run
-from trainer import checkpoints
+from trainer import checkpoints, resume
 from trainer.console import say
 from trainer.recipe import checkpoint_folder
 
@@ -14,12 +14,14 @@ from trainer.recipe import checkpoint_folder
 class Saves(Callback):
     def __init__(self, run: Run, metrics):
         self.folder, self.metrics = checkpoint_folder(run), metrics
+        self.training = resume.record(run)  # as it is now: nobody is to edit it under a running training
 
     def on_checkpoint_save(self, context) -> None:
         """Called on every rank, after all have written and passed a barrier."""
         if distributed.get_rank() == 0:
             step = context.state.train_state.step
             folder = checkpoints.step_folder(self.folder, step)
-            checkpoints.mark(folder, step=step, samples=context.state.train_state.consumed_train_samples)
+            samples = context.state.train_state.consumed_train_samples
+            checkpoints.mark(folder, step=step, samples=samples, training=self.training)
             self.metrics.write({"kind": "checkpoint", "step": step, "time": time.time(), "folder": str(folder)})
             say(f"step {step}: checkpoint {folder}")

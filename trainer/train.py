@@ -14,7 +14,7 @@ import shutil
 from pathlib import Path
 
 from conf.schema import Run
-from trainer import agreement, checkpoints, entry, inputs, life, platform, preflight
+from trainer import agreement, checkpoints, entry, inputs, life, platform, preflight, resume
 from trainer.console import megatron_to, say
 from trainer.faults import WRITER_DIED, Fault, line_of
 from trainer.recipe import checkpoint_folder, last_step, load_only, make_config
@@ -31,6 +31,7 @@ def main(run: Run) -> None:
     if os.environ["RANK"] == "0":
         for name in checkpoints.remove_incomplete(folder):
             say(f"train: removed {folder / name}, the rest of an interrupted save")
+        resume.tell(run, folder)
 
     platform.start()
     if run.gang.preflight and "GANG_ATTEMPT" in os.environ:

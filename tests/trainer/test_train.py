@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from trainer import checkpoints
+from trainer import checkpoints, resume
 
 
 def losses(result) -> dict[int, float]:
@@ -39,6 +39,21 @@ def test_metrics_say_what_a_step_did(undisturbed):
     assert losses(result)[6] < losses(result)[1]
 
 
+def test_a_checkpoint_records_what_it_is_of(undisturbed, configure):
+    """Also as far as Megatron-Bridge's own file does: it is all that older checkpoints have."""
+    run, _ = undisturbed
+    folder = Path(run.paths.output) / "checkpoints"
+    cut = ["layout.gpus_per_node=4", "layout.ep=2", "layout.tp=2", "layout.sp=true"]
+    same = configure("glm4-moe", f"paths.output={run.paths.output}", *cut, "train.micro_batch=2")
+    resume.check(same, folder)
+    resume.check_data(same, folder)
+    recorded = json.loads((folder / "iter_0000006" / checkpoints.MARK).read_text())["training"]
+    assert recorded["base"]["digest"] and len(recorded["tokens"]) == 64
+    known = resume._from_bridge(folder / "iter_0000006" / "run_config.yaml")
+    assert {*resume.IN_BRIDGE, "train.precision", "adapter.kind", "adapter.experts"} == {*known}
+    assert known.items() <= recorded["keys"].items()
+
+
 def test_killed_between_checkpoints_it_repeats_the_lost_steps_to_the_last_bit(undisturbed, configure, ranks, work):
     _, whole = undisturbed
     run = configure("glm4-moe", f"paths.output={work}/killed", "checkpoint.save_every=3")
@@ -50,7 +65,7 @@ def test_killed_between_checkpoints_it_repeats_the_lost_steps_to_the_last_bit(un
     assert losses(resumed) == losses(whole)
 
 
-@pytest.mark.parametrize("layout", ["tp=2 sp=true ep=2", "pp=2 vpp=2", "pp=4", "dp=2"])
+@pytest.mark.parametrize("layout", ["tp=2 sp=true ep=2", "pp=2 vpp=2", "pp=4", "dp=2", "ep=2"])
 def test_resumes_at_another_layout(layout, undisturbed, configure, ranks, work):
     _, whole = undisturbed
     output = f"paths.output={work}/{layout.replace(' ', '-')}"

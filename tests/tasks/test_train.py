@@ -1,0 +1,33 @@
+"""tasks/train.py: what a training is found by again."""
+
+import pytest
+
+from conf.load import load
+from tasks import train
+from tasks.artifact import Stage
+
+
+def fingerprint(conf: str, *overrides: str) -> str:
+    inputs = (Stage(name, 1, {}, {}) for name in ("convert", "prepare"))
+    return train.stage(load(conf, overrides), *inputs).fingerprint
+
+
+@pytest.mark.parametrize(
+    ("conf", "overrides", "made"),
+    [
+        ("tiny", (), "b0de775add7353fd"),
+        ("tiny", ("adapter.kind=none",), "00ab09fe5cf563b9"),
+        ("tiny", ("optimizer.lr=0.01", "train.stop_after=1"), "ef613f618c7d0b17"),
+        ("tiny", ("adapter.experts=shared",), "284a2eaae041f565"),
+        ("llama31-70b", ("adapter.kind=none",), "98d2b28d357d3643"),
+        ("llama31-405b", ("train.fp8=current",), "1cc527040ec7070b"),
+    ],
+)
+def test_what_was_trained_before_is_found_again(conf, overrides, made):
+    """Fingerprints of version 4906b5a: an edit that changes one throws away what others have paid for."""
+    assert fingerprint(conf, *overrides) == made
+
+
+def test_a_layout_is_no_part_of_it():
+    cut = ("layout.gpus_per_node=4", "layout.tp=2", "layout.sp=true", "layout.ep=2", "train.micro_batch=8")
+    assert fingerprint("tiny", *cut) == fingerprint("tiny")

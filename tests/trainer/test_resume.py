@@ -1,0 +1,223 @@
+"""trainer/resume.py: a checkpoint knows what it is of, and a resume says what differs and what may. No Megatron."""
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from conf import identity
+from conf.load import load
+from trainer import checkpoints, resume
+from trainer.faults import Fault
+
+ROOT = Path(__file__).parents[2]
+LAYOUT = ("nodes", "gpus_per_node", "tp", "pp", "vpp", "cp", "ep", "etp", "sp", "first_stage_layers")
+FREE = {
+    *(f"layout.{key}" for key in (*LAYOUT, "last_stage_layers", "auto")),
+    *(f"train.{key}" for key in ("micro_batch", "recompute", "recompute_modules", "recompute_layers")),
+    *(f"train.{key}" for key in ("stop_after", "validate_every", "validate_batches")),
+    *("moe.dispatcher", "moe.grouped_gemm", "checkpoint.save_every", "checkpoint.keep"),
+}
+HELD = {
+    *(f"adapter.{key}" for key in ("kind", "rank", "alpha", "dropout", "targets", "experts")),
+    *(f"optimizer.{key}" for key in ("lr", "min_lr", "warmup_steps", "decay", "weight_decay", "beta1", "beta2", "eps")),
+    *(f"optimizer.{key}" for key in ("clip_grad", "distributed", "states", "gradients", "offload")),
+    *(f"train.{key}" for key in ("steps", "global_batch", "seed", "precision", "fp8", "fp8_weights")),
+    *(f"moe.{key}" for key in ("aux_loss_coeff", "z_loss_coeff", "router_dtype", "freeze_router", "balance")),
+    *("moe.force_balance", "checkpoint.save_optimizer", "model.mtp", "model.mtp_loss_scale"),
+    *("data.seq_length", "data.packed", "data.seed"),
+}
+
+
+@pytest.fixture
+def run(tmp_path):
+    """Of a run with a complete checkpoint, of step 3."""
+    base(tmp_path / "base", "a" * 64)
+    tokens(tmp_path / "data", "b" * 64)
+    run = configure(tmp_path)
+    save(run)
+    return run
+
+
+def configure(folder: Path, *overrides: str):
+    paths = [f"paths.{key}={folder / key}" for key in ("base", "data", "output")]
+    return load("tiny", [*paths, *overrides])
+
+
+def base(folder: Path, digest: str, **facts) -> None:
+    folder.mkdir(exist_ok=True)
+    checkpoints.mark(folder, **({"digest": digest, "precision": "fp32", "mtp": True} | facts))
+
+
+def tokens(folder: Path, digest: str, **others: str) -> None:
+    """What trainer.prepare leaves, as far as it says which tokens there are."""
+    folder.mkdir(exist_ok=True)
+    sums = {"training.idx.parquet": digest, "training.jsonl": "c" * 64, "validation.jsonl": "d" * 64} | others
+    files = {name: {"size": 1, "sha256": sha256} for name, sha256 in sums.items()}
+    facts = {"kind": "sft", "files": files, "settings": {}, "sources": [], "tokenizer": "", "rows": {}, "sequences": {}}
+    (folder / "prepared.json").write_text(json.dumps(facts | {"vocab_size": 512, "pad_id": 0}))
+
+
+def checkpoint(run, step: int = 3) -> Path:
+    return checkpoints.step_folder(Path(run.paths.output) / "checkpoints", step)
+
+
+def save(run, **changes) -> None:
+    checkpoint(run).mkdir(parents=True, exist_ok=True)
+    checkpoints.mark(checkpoint(run), step=3, training=resume.record(run) | changes)
+
+
+def check(run) -> None:
+    folder = Path(run.paths.output) / "checkpoints"
+    resume.check(run, folder)
+    resume.check_data(run, folder)
+
+
+def test_a_run_goes_on_from_its_own_checkpoint_and_from_none(run, tmp_path):
+    check(run)
+    shutil.rmtree(checkpoint(run))
+    check(configure(tmp_path, "adapter.rank=4"))
+
+
+def test_every_key_that_is_recorded_is_known_to_be_free_or_held(run):
+    """A new key is a decision: whether a resume may change it."""
+    assert {*identity.recorded(run)} == FREE | HELD
+    assert not FREE & HELD
+
+
+def other(value):
+    """Another value of the same kind, as a configuration might have had it."""
+    if isinstance(value, bool) or value is None:
+        return not value
+    if isinstance(value, int | float):
+        return value + 1
+    return value[:-1] if isinstance(value, list) and value else f"other than {value}"
+
+
+@pytest.mark.parametrize("key", sorted(HELD))
+def test_a_checkpoint_of_another_value_is_refused_by_its_key(key, run):
+    keys = identity.recorded(run)
+    save(run, keys=keys | {key: other(keys[key])})
+    with pytest.raises(Fault) as refused:
+        check(run)
+    now, was = json.dumps(keys[key]), json.dumps(other(keys[key]))
+    assert str(refused.value).startswith(f"{key}: {now}, but {checkpoint(run)} was trained with {was}; set it back, or")
+    assert "name another paths.output" in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+def test_what_does_not_bear_on_the_weights_may_differ_and_is_told(run, capfd):
+    keys = identity.recorded(run)
+    save(run, keys=keys | {key: other(keys[key]) for key in FREE})
+    check(run)
+    resume.tell(run, Path(run.paths.output) / "checkpoints")
+    said = capfd.readouterr().out
+    assert said.startswith("train: goes on from iter_0000003 with ")
+    assert f"layout.tp {other(keys['layout.tp'])} -> {keys['layout.tp']}" in said
+    assert all(key in said for key in FREE)
+    assert said.count("\n") == 1
+
+
+def test_the_newest_complete_checkpoint_counts(run, tmp_path):
+    changed = configure(tmp_path, "adapter.alpha=64")
+    checkpoint(run, 6).mkdir()
+    checkpoints.mark(checkpoint(run, 6), step=6, training=resume.record(changed))
+    check(changed)
+    (checkpoint(run, 6) / checkpoints.MARK).unlink()
+    with pytest.raises(Fault, match=r"adapter.alpha: 64, but .*iter_0000003 was trained with"):
+        check(changed)
+
+
+def test_a_base_of_other_tensors_is_refused_and_of_the_same_is_not(run, tmp_path):
+    base(tmp_path / "base", "a" * 64, stamps={"another": [1, 2]}, tools={"torch": "3.0"})
+    check(run)  # converted again
+    for digest, facts, named in (("e" * 64, {}, "digest"), ("a" * 64, {"precision": "bf16"}, "precision")):
+        base(tmp_path / "base", digest, **facts)
+        with pytest.raises(Fault, match=rf"^paths.base: {tmp_path}/base: {named} .* was trained on a base of [a\"f]"):
+            check(run)
+
+
+def test_other_tokens_are_refused_and_the_same_are_not(run, tmp_path):
+    tokens(tmp_path / "data", "b" * 64, **{"test.jsonl": "1" * 64, "report.json": "2" * 64})
+    check(run)  # prepared again, elsewhere
+    tokens(tmp_path / "data", "e" * 64)
+    with pytest.raises(Fault, match=rf"^paths.data: {tmp_path}/data: other tokens than .*iter_0000003 was trained on"):
+        check(run)
+
+
+def test_another_version_of_training_does_not_go_on(run):
+    save(run, version=identity.VERSION + 1)
+    with pytest.raises(Fault, match=rf"was trained by version {identity.VERSION + 1} .*, and this is"):
+        check(run)
+
+
+def test_the_order_of_targets_and_an_adapter_that_nobody_trains_do_not_differ(run, tmp_path):
+    targets = identity.recorded(run)["adapter.targets"]
+    save(run, keys=identity.recorded(run) | {"adapter.targets": targets[::-1]})
+    check(run)
+    save(configure(tmp_path, "adapter.kind=none", "adapter.rank=4"))
+    check(configure(tmp_path, "adapter.kind=none", "adapter.rank=8"))
+
+
+def test_a_key_that_came_later_was_at_its_default(run, tmp_path):
+    keys = identity.recorded(run)
+    del keys["optimizer.states"]
+    save(run, keys=keys)
+    check(run)
+    bf16 = run.model_copy(update={"optimizer": run.optimizer.model_copy(update={"states": "bf16"})})
+    with pytest.raises(Fault, match=r'^optimizer.states: "bf16", but .* was trained with "fp32"'):
+        check(bf16)
+
+
+BRIDGE = """
+checkpoint: {save_optim: true}
+dataset: {seed: 1234, seq_length: 256}
+optimizer: {lr: 0.002, min_lr: 0.0, weight_decay: 0.1, adam_beta1: 0.9, adam_beta2: 0.95, adam_eps: 1.0e-08}
+peft: {_target_: trainer.adapters.LoRA, dim: 8, alpha: 16, dropout: 0.0, target_modules: [linear_qkv]}
+rng: {seed: 1234}
+scheduler: {lr_decay_iters: 30, lr_decay_style: cosine, lr_warmup_iters: 5}
+train: {global_batch_size: 16}
+"""
+
+
+def test_a_checkpoint_without_a_record_is_compared_by_megatron_s_own_or_not_at_all(run, capfd):
+    checkpoints.mark(checkpoint(run), step=3)
+    check(run)
+    resume.tell(run, Path(run.paths.output) / "checkpoints")
+    said = capfd.readouterr().out
+    assert "iter_0000003 does not record what it was trained on: nothing, base and data could not be compared" in said
+    (checkpoint(run) / "run_config.yaml").write_text(BRIDGE.replace("optimizer: {", "optimizer: {bf16: false, "))
+    checkpoints.mark(checkpoint(run), step=3)
+    with pytest.raises(Fault, match=r'adapter.targets: .* was trained with \["linear_qkv"\]'):
+        check(run)
+
+
+def test_the_command_says_all_of_it_and_ends_with_2_before_anything_starts(configure_model, tmp_path):
+    """Once accepted without a word, or stack traces."""
+    run = configure_model
+    changes = ["adapter.targets=[linear_qkv]", "adapter.alpha=64", "adapter.rank=4", "optimizer.lr=0.1", "data.seed=3"]
+    changes += ["train.global_batch=8", "train.micro_batch=8"]
+    base(tmp_path / "base", "f" * 64)
+    result = subprocess.run(
+        [sys.executable, "-m", "trainer.train", "tiny", *changes]
+        + [f"paths.{key}={getattr(run.paths, key)}" for key in ("model", "base", "data", "output")],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert result.returncode == 2
+    lines = result.stderr.splitlines()
+    expected = ["adapter.alpha", "adapter.rank", "adapter.targets", "data.seed", "optimizer.lr", "train.global_batch"]
+    assert sorted(line.split(": ")[1] for line in lines) == [*expected[:4], "optimizer.lr", "paths.base", expected[-1]]
+    assert all(line.startswith("error: ") for line in lines)
+
+
+@pytest.fixture
+def configure_model(configure, run, tmp_path):
+    """The run, with a model that is whole."""
+    model = configure("llama").paths.model
+    return run.model_copy(update={"paths": run.paths.model_copy(update={"model": model})})

@@ -1,0 +1,156 @@
+"""Whether a run may go on from the checkpoints in its output folder: each one's mark says what it is of.
+
+The mark records the keys of the run that saved it (conf/identity.py), what its base was made from, and the digest of
+the tokens that it was trained on. A resume may change the layout, the batch of a rank, recomputation, kernels and what
+is reported; it may change nothing that decides which weights come out, the learning rate's schedule included: half of
+one schedule and half of another is a third training, which nobody could repeat.
+
+Checkpoints that were saved before marks had such a record are compared by what Megatron-Bridge's run_config.yaml says
+of them; their base and data cannot be compared.
+"""
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from conf import identity
+from conf.schema import Run
+from trainer import checkpoints, prepared
+from trainer.console import say
+from trainer.faults import Fault
+
+SCHEDULE = ("train.steps", "optimizer.lr", "optimizer.min_lr", "optimizer.warmup_steps", "optimizer.decay")
+OF_BASE = ("digest", "precision", "mtp")
+# Megatron-Bridge's names in run_config.yaml, by ours.
+IN_BRIDGE = {
+    "adapter.rank": "peft.dim",
+    "adapter.alpha": "peft.alpha",
+    "adapter.dropout": "peft.dropout",
+    "adapter.targets": "peft.target_modules",
+    "train.global_batch": "train.global_batch_size",
+    "train.seed": "rng.seed",
+    "train.steps": "scheduler.lr_decay_iters",
+    "optimizer.lr": "optimizer.lr",
+    "optimizer.min_lr": "optimizer.min_lr",
+    "optimizer.warmup_steps": "scheduler.lr_warmup_iters",
+    "optimizer.decay": "scheduler.lr_decay_style",
+    "optimizer.weight_decay": "optimizer.weight_decay",
+    "optimizer.beta1": "optimizer.adam_beta1",
+    "optimizer.beta2": "optimizer.adam_beta2",
+    "optimizer.eps": "optimizer.adam_eps",
+    "optimizer.clip_grad": "optimizer.clip_grad",
+    "data.seed": "dataset.seed",
+    "data.seq_length": "dataset.seq_length",
+}
+
+
+def record(run: Run) -> dict[str, Any]:
+    """What a checkpoint's mark says of the training that saves it."""
+    return {"version": identity.VERSION, "keys": identity.recorded(run), "base": _base(run), "tokens": _tokens(run)}
+
+
+def check(run: Run, folder: Path) -> None:
+    """Raises a Fault with a line for each key that differs from the newest checkpoint's, and may not."""
+    if (newest := _newest(folder)) is None:
+        return
+    place, was = newest
+    lines = []
+    if was.get("version", identity.VERSION) != identity.VERSION:
+        text = f"by version {was['version']} of this program's training, and this is {identity.VERSION}"
+        lines.append(f"{place}: was trained {text}; start again in another paths.output")
+    changes = identity.changed(was["keys"], identity.recorded(run))
+    lines += [_line(key, *values, place) for key, values in changes.items() if not identity.may_change(key)]
+    now = _base(run)
+    for fact in OF_BASE:
+        before = was.get("base", {}).get(fact)
+        if before is not None and now[fact] is not None and before != now[fact]:
+            text = f"{fact} {_short(now[fact])}, but {place} was trained on a base of {_short(before)}"
+            lines.append(
+                f"paths.base: {run.paths.base}: {text}; convert what that was made from, or name another paths.output"
+            )
+    if lines:
+        raise Fault("\n".join(lines))
+
+
+def check_data(run: Run, folder: Path) -> None:
+    newest = _newest(folder)
+    before = newest[1].get("tokens") if newest else None
+    if newest and before and before != _tokens(run):
+        raise Fault(
+            f"paths.data: {prepared.folder(run)}: other tokens than {newest[0]} was trained on; prepare those again, "
+            "or name another paths.output"
+        )
+
+
+def tell(run: Run, folder: Path) -> None:
+    """Say what differs and may, and what could not be compared."""
+    if (newest := _newest(folder)) is None:
+        return
+    place, was = newest
+    if "tokens" not in was:
+        known = f"{len(was['keys'])} keys were compared with its run_config.yaml" if was["keys"] else "nothing"
+        say(f"train: {place} does not record what it was trained on: {known}, base and data could not be compared")
+    changes = identity.changed(was["keys"], identity.recorded(run))
+    shown = [f"{key} {json.dumps(old)} -> {json.dumps(new)}" for key, (old, new) in changes.items()]
+    if shown:
+        say(f"train: goes on from {place.name} with {', '.join(shown)}")
+    if not run.checkpoint.save_optimizer:
+        say(f"train: goes on from {place.name} with a new optimizer: checkpoint.save_optimizer is false")
+
+
+def _newest(folder: Path) -> tuple[Path, dict[str, Any]] | None:
+    """The checkpoint that training would go on from, and its record, as far as there is one."""
+    steps = checkpoints.complete_steps(folder)
+    if not steps:
+        return None
+    place = checkpoints.step_folder(folder, steps[-1])
+    found = (checkpoints.read_mark(place) or {}).get("training")
+    if found is None:
+        return place, {"keys": _from_bridge(place / "run_config.yaml")}
+    return place, found | {"keys": identity.completed(found["keys"])}
+
+
+def _line(key: str, was: Any, now: Any, place: Path) -> str:
+    text = f"{key}: {json.dumps(now)}, but {place} was trained with {json.dumps(was)}; set it back, or "
+    if key in SCHEDULE:
+        return text + "name another paths.output; to train its weights further, export them as that run's paths.model"
+    return text + "name another paths.output"
+
+
+def _short(value: Any) -> str:
+    return value[:12] if isinstance(value, str) else json.dumps(value)
+
+
+def _base(run: Run) -> dict[str, Any]:
+    mark = checkpoints.read_mark(Path(run.paths.base)) or {}
+    return {fact: mark.get(fact) for fact in OF_BASE}
+
+
+def _tokens(run: Run) -> str:
+    """Of the files that training reads: rows stand beside them for people, and name no token."""
+    files = prepared.load(prepared.folder(run)).files
+    read = {name: entry["sha256"] for name, entry in files.items() if name.startswith("training.")}
+    read = {name: sha256 for name, sha256 in read.items() if ".jsonl" not in name} or read
+    return hashlib.sha256(json.dumps(read, sort_keys=True).encode()).hexdigest()
+
+
+def _from_bridge(path: Path) -> dict[str, Any]:
+    try:
+        config = yaml.safe_load(path.read_text())
+        found = {ours: _at(config, theirs) for ours, theirs in IN_BRIDGE.items()}
+        peft, precise = config["peft"], config["optimizer"]["bf16"]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, yaml.YAMLError):
+        return {}
+    found["train.precision"] = "bf16" if precise else "fp32"
+    found["adapter.kind"] = peft["_target_"].rpartition(".")[2].lower() if peft else "none"
+    if peft and "share_expert_adapters" in peft:
+        found["adapter.experts"] = "shared" if peft["share_expert_adapters"] else "each"
+    return {key: value for key, value in found.items() if value is not None}
+
+
+def _at(config: dict[str, Any], path: str) -> Any:
+    section, _, key = path.partition(".")
+    return (config[section] or {}).get(key)
