@@ -8,7 +8,8 @@ Writes <paths.export>/merged, the released checkpoint with what was trained, for
 PEFT; and complete.json. The checkpoint may come from any layout. No model is built and no GPU is used: files are
 written one after another, one weight in memory at a time.
 
-Nothing is exported if a trained tensor has no place in the released model, or a released one nothing to fill it.
+Nothing is exported if a trained tensor has no place in the released model, or a released one nothing to fill it; nor if
+a tensor of the checkpoint is not the one that training had in memory when it saved, or is left unused.
 """
 
 from pathlib import Path
@@ -19,6 +20,7 @@ from trainer import checkpoints, entry, inputs, platform, whole_folder
 from trainer.console import megatron_to, say
 from trainer.faults import Fault
 from trainer.recipe import checkpoint_folder
+from trainer.released import enumerate_names
 
 
 def main(run: Run) -> None:
@@ -34,11 +36,12 @@ def main(run: Run) -> None:
         folder, step = _checkpoint(run)
         trained = find(run, folder)
         formats = run.export.formats or (("merged", "adapter") if trained.adapters else ("merged",))
-        facts = {"step": step, "digest": trained.digest, "formats": formats}
+        facts = {"step": step, "digest": trained.digest, "formats": formats} | _trained_facts(trained)
         if "adapter" in formats:
             peft_format.check(trained)
         with whole_folder.write(target, facts, EXPORT) as partial:
             facts |= _write(run, trained, formats, partial)
+    say(f"export: {_compared(trained.stored)}")
     say(f"export: {target} holds {' and '.join(formats)} of {folder}, {len(trained.adapters)} weights merged")
     if left_out := facts.get("left_out"):
         say(f"export: adapter/ lacks {len(left_out)} of them, of MTP layers, which transformers does not build")
@@ -59,6 +62,34 @@ def _checkpoint(run: Run) -> tuple[Path, int]:
     return checkpoints.step_folder(folder, step), step
 
 
+def _trained_facts(trained) -> dict:
+    """What an evaluation has to know of the weights that it serves: trainer/agreement.py."""
+    from trainer import digests
+
+    in_memory = trained.stored.in_memory
+    if in_memory is None:
+        return {}
+    return {"trained": {"weights": digests.of_all(in_memory["digests"]), "prompts": in_memory["prompts"]}}
+
+
+def _compared(stored) -> str:
+    if stored.in_memory is None:
+        return f"{stored.folder} has no digests of what was in memory, so its tensors were not compared"
+    count, step = len(stored.digests), stored.in_memory["step"]
+    return f"{count} of {count} trained tensors are those that were in memory at step {step}, by their digests"
+
+
+def _require_all_used(trained) -> None:
+    """Each trained tensor was read for a weight of the merged model, by one rank or another."""
+    seen = set().union(*whole_folder.gather(trained.stored.seen))
+    unused = sorted(trained.stored.places.keys() - seen)
+    if unused:
+        raise Fault(
+            f"{trained.stored.folder}: {len(unused)} trained tensors are in no exported weight: "
+            f"{enumerate_names(unused)}"
+        )
+
+
 def _write(run: Run, trained, formats: tuple[str, ...], partial: Path) -> dict:
     from trainer import merged_format, peft_format
 
@@ -69,6 +100,7 @@ def _write(run: Run, trained, formats: tuple[str, ...], partial: Path) -> dict:
             merged_format.write_file(trained, file, partial / "merged")
         if whole_folder.rank() == 0:
             facts["chat_template"] = merged_format.copy_other_files(trained.model, partial / "merged")
+        _require_all_used(trained)
     if "adapter" in formats and whole_folder.rank() == 0:
         facts["left_out"] = peft_format.write(trained, partial / "adapter", run.model.source)
     return facts

@@ -80,7 +80,7 @@ def find_adapters(stored: Stored, registry, model: Model) -> dict[str, Adapter]:
             layers[match["layer"], match["expert"]][match["role"]] = place
         else:
             strange.append(name)
-    alpha, adapters = _settings(stored)["alpha"], {}
+    alpha, adapters = _alpha(stored), {}
     for (layer, expert), places in layers.items():
         name = f"{layer}.weight{expert}"
         found = mapping.parts(registry, name)
@@ -89,7 +89,10 @@ def find_adapters(stored: Stored, registry, model: Model) -> dict[str, Adapter]:
             continue
         for part in found:
             adapter = Adapter(places["linear_in"], places["linear_out"], places.get("weight_magnitude"), part, alpha)
-            if _fits(adapter, model, sum(model.tensors[p.name].shape[0] for p in found if p.name in model.tensors)):
+            fits = part.name not in adapters  # a weight has one adapter
+            if fits and _fits(
+                adapter, model, sum(model.tensors[p.name].shape[0] for p in found if p.name in model.tensors)
+            ):
                 adapters[part.name] = adapter
             else:
                 strange.append(f"{name} (for {part.name})")
@@ -109,6 +112,7 @@ def find_values(stored: Stored, registry, model: Model, elsewhere: set[str]) -> 
         if found is None or any(part.name not in model.tensors for part in found):
             strange.append(name)
             continue
+        strange += [f"{name} (for {part.name}, once more)" for part in found if part.name in values]
         for part in found:
             values[part.name] = NewValue(place, part, name in VOCABULARY)
     missing = [name for name in model.tensors if name not in values and name not in elsewhere]
@@ -144,9 +148,15 @@ def load(folder: Path, entry: released.Entry) -> torch.Tensor:
     return torch.frombuffer(found, dtype=DTYPES[entry.dtype]).view(entry.shape)
 
 
-def _settings(stored: Stored) -> dict:
-    """Of the adapter, as it was trained."""
-    return yaml.safe_load((stored.folder / "run_config.yaml").read_text())["peft"]
+def _alpha(stored: Stored) -> float:
+    """Of the adapter, as Megatron-Bridge has written it down, which is as training had it in memory."""
+    written = yaml.safe_load((stored.folder / "run_config.yaml").read_text())["peft"]["alpha"]
+    used = stored.in_memory["alpha"] if stored.in_memory else written
+    if written != used:
+        raise Fault(
+            f"{stored.folder / 'run_config.yaml'}: peft.alpha is {written}; the adapter was trained with {used}"
+        )
+    return used
 
 
 def _fits(adapter: Adapter, model: Model, rows: int) -> bool:

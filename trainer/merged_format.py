@@ -2,7 +2,8 @@
 
 Each file keeps its header, byte by byte, so every tensor lies where it lay. One weight at a time is in memory. Once a
 file is written it is read back: what was not trained must have the released checksum, a merged weight must be what the
-adapter's factors give when multiplied once more, and nothing may be infinite or not a number.
+adapter's factors give when multiplied once more, a new value what was written, and nothing may be infinite or not a
+number.
 
 Configuration, tokenizer and chat template are copied, the model card is not: it describes another model.
 """
@@ -28,6 +29,7 @@ def write_file(trained: Trained, file: str, folder: Path) -> None:
     )
     target = folder / file
     target.parent.mkdir(parents=True, exist_ok=True)
+    written: dict[str, str] = {}
     with (trained.model.folder / file).open("rb") as old, target.open("wb") as new:
         new.write(old.read(entries[0][0]))  # the header
         for start, name, entry in entries:
@@ -37,9 +39,13 @@ def write_file(trained: Trained, file: str, folder: Path) -> None:
                 released.copy(old, new, entry)
             else:
                 assert tensor.shape == entry.shape, f"{name}: {tensor.shape} is not the released {entry.shape}"
+                if trained.copies.get(name, name) in trained.values:
+                    written[name] = (
+                        hashlib.sha256(as_bytes(tensor)).hexdigest() if tensor.isfinite().all() else "not finite"
+                    )
                 new.write(as_bytes(tensor))
     target.chmod(READABLE)
-    _check_file(trained, target, entries)
+    _check_file(trained, target, entries, written)
 
 
 def copy_other_files(model: Model, folder: Path) -> str | None:
@@ -56,16 +62,16 @@ def as_bytes(tensor: torch.Tensor):
     return tensor.contiguous().flatten().view(torch.uint8).numpy().data
 
 
-def _check_file(trained: Trained, target: Path, entries: list) -> None:
-    wrong = [name for _, name, entry in entries if not _is_right(trained, target, name, entry)]
+def _check_file(trained: Trained, target: Path, entries: list, written: dict[str, str]) -> None:
+    wrong = [name for _, name, entry in entries if not _is_right(trained, target, name, entry, written)]
     if wrong:
         raise Fault(f"{target}: read back, {len(wrong)} tensors are wrong: {enumerate_names(wrong)}")
 
 
-def _is_right(trained: Trained, target: Path, name: str, entry: Entry) -> bool:
+def _is_right(trained: Trained, target: Path, name: str, entry: Entry, written: dict[str, str]) -> bool:
     source = trained.copies.get(name, name)
     if source in trained.values:
-        return bool(merge.load(target.parent, entry).isfinite().all())
+        return released.checksum(target, entry) == written[name]
     if source not in trained.adapters:
         return released.checksum(target, entry) == trained.sums[name]
     adapter, before = trained.adapters[source], trained.model.tensors[source]

@@ -1,4 +1,7 @@
-"""Marks each checkpoint complete once Megatron has written all of it."""
+"""Marks each checkpoint complete once Megatron has written all of it.
+
+The digests of the trained tensors, as they are in memory, are written beside it first: trainer/digests.py.
+"""
 
 import time
 
@@ -6,21 +9,25 @@ from megatron.bridge.training.callbacks import Callback
 from torch import distributed
 
 from conf.schema import Run
-from trainer import checkpoints, resume
+from trainer import agreement, checkpoints, digests, model_digests, resume
 from trainer.console import say
 from trainer.recipe import checkpoint_folder
 
 
 class Saves(Callback):
     def __init__(self, run: Run, metrics):
-        self.folder, self.metrics = checkpoint_folder(run), metrics
+        self.run, self.folder, self.metrics = run, checkpoint_folder(run), metrics
         self.training = resume.record(run)  # as it is now: nobody is to edit it under a running training
 
     def on_checkpoint_save(self, context) -> None:
         """Called on every rank, after all have written and passed a barrier."""
+        of_tensors = model_digests.of_model(context.model, context.state.cfg.peft)
+        alpha = model_digests.alpha(context.model)
         if distributed.get_rank() == 0:
             step = context.state.train_state.step
             folder = checkpoints.step_folder(self.folder, step)
+            facts = {"step": step, "alpha": alpha, "prompts": len(agreement.rows(self.run)), "digests": of_tensors}
+            digests.write(folder, facts)
             samples = context.state.train_state.consumed_train_samples
             checkpoints.mark(folder, step=step, samples=samples, training=self.training)
             self.metrics.write({"kind": "checkpoint", "step": step, "time": time.time(), "folder": str(folder)})

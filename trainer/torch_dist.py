@@ -6,18 +6,25 @@ the pieces that a layer or an expert needs, so memory stays that of one weight m
 the model first, in memory, at some layout.
 
 The optimizer's tensors, random states and Transformer Engine's _extra_state are left aside.
+
+Where training has left digests of what it had in memory (trainer/digests.py), every weight that is read is held against
+its own: a weight that is missing, of another layer, of another step or put together wrongly is named.
 """
 
 import io
 import itertools
 import re
 from collections import defaultdict
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
+
+from trainer import digests
+from trainer.faults import Fault
+from trainer.released import enumerate_names
 
 NOT_WEIGHTS = re.compile(r"^(optimizer|rng_state|common_state|rerun_state_machine_state)\b|_extra_state")
 STACKED_LAYERS = re.compile(r"^(?P<stack>(?:\w+\.)*layers)\.(?=\D)")
@@ -27,6 +34,7 @@ STACKED_LAYERS = re.compile(r"^(?P<stack>(?:\w+\.)*layers)\.(?=\D)")
 class Place:
     """Where a weight lies: a stored tensor, the indices of layer and expert in it, and the pieces that hold it."""
 
+    name: str
     key: str
     index: tuple[int, ...]
     shape: tuple[int, ...]
@@ -39,6 +47,12 @@ class Stored:
     folder: Path
     metadata: Metadata
     places: dict[str, Place]  # by Megatron's name; of an expert's weight as in a grouped layer: ...linear_fc1.weight7
+    in_memory: dict | None = None  # what digests.read() gives
+    seen: set[str] = field(default_factory=set)  # names of the weights that were read
+
+    @property
+    def digests(self) -> dict[str, str]:
+        return self.in_memory["digests"] if self.in_memory else {}
 
 
 def open_checkpoint(folder: Path) -> Stored:
@@ -47,7 +61,18 @@ def open_checkpoint(folder: Path) -> Stored:
     for key, stored in metadata.state_dict_metadata.items():
         if isinstance(stored, TensorStorageMetadata) and not NOT_WEIGHTS.search(key):
             places |= dict(_places(key, stored))
-    return Stored(folder, metadata, places)
+    return Stored(folder, metadata, places, digests.read(folder))
+
+
+def require_all(stored: Stored) -> None:
+    """The checkpoint holds the weights that training had in memory, and no others, by their names."""
+    known, found = stored.digests.keys(), stored.places.keys()
+    if known and known != found:
+        raise Fault(
+            f"{stored.folder}: {len(known - found)} of the {len(known)} tensors that training had in memory are not in "
+            f"it: {enumerate_names(sorted(known - found)) or 'none'}; {len(found - known)} were not in memory: "
+            f"{enumerate_names(sorted(found - known)) or 'none'}"
+        )
 
 
 def read(stored: Stored, place: Place) -> torch.Tensor:
@@ -61,31 +86,52 @@ def read(stored: Stored, place: Place) -> torch.Tensor:
         target = tuple(slice(o, o + n) for o, n in zip(chunk.offsets[depth:], chunk.sizes[depth:], strict=True))
         whole[target] = piece
         filled += piece.numel()
-    assert filled == whole.numel(), f"{place.key}{list(place.index)}: {filled} of {whole.numel()} elements are stored"
+    if filled != whole.numel():
+        raise Fault(f"{stored.folder}: {place.name}: {filled} of its {whole.numel()} elements are stored")
+    stored.seen.add(place.name)
+    _check(stored, place.name, whole)
     return whole
 
 
+def _check(stored: Stored, name: str, whole: torch.Tensor) -> None:
+    if not stored.digests:
+        return
+    found, expected = digests.digest(whole), stored.digests[name]
+    if found != expected:
+        same = [other for other, digest in stored.digests.items() if digest == found]
+        what = f"it is that of {same[0]}" if same else "it is of another step or another run, or damaged"
+        raise Fault(f"{stored.folder}: {name} is not the tensor that training had in memory: {what}")
+
+
+def depth(key: str) -> int:
+    """How many of a stored tensor's first dimensions count layers and experts."""
+    return bool(STACKED_LAYERS.match(key)) + (".experts.experts." in key)
+
+
+def name_of(key: str, index: tuple[int, ...]) -> str:
+    """Megatron's name of the weight at this index of layer and expert."""
+    name = key.replace(".experts.experts.", ".experts.")
+    if STACKED_LAYERS.match(key):
+        name = STACKED_LAYERS.sub(rf"\g<stack>.{index[0]}.", name)
+    return name + str(index[-1]) if ".experts.experts." in key else name
+
+
 def _places(key: str, stored: TensorStorageMetadata):
-    shape = tuple(stored.size)
-    layers = shape[:1] if STACKED_LAYERS.match(key) else ()
-    experts = shape[len(layers) : len(layers) + 1] if ".experts.experts." in key else ()
-    depth = len(layers) + len(experts)
+    count = depth(key)
     chunks = defaultdict(list)
     for chunk in stored.chunks:
-        spans = zip(chunk.offsets[:depth], chunk.sizes[:depth], strict=True)
+        spans = zip(chunk.offsets[:count], chunk.sizes[:count], strict=True)
         for index in itertools.product(*(range(start, start + size) for start, size in spans)):
             chunks[index].append(chunk)
     for index, pieces in chunks.items():
-        name = key.replace(".experts.experts.", ".experts.")
-        if layers:
-            name = STACKED_LAYERS.sub(rf"\g<stack>.{index[0]}.", name)
-        if experts:
-            name += str(index[-1])
-        yield name, Place(key, index, shape[depth:], stored.properties.dtype, tuple(pieces))
+        name = name_of(key, index)
+        yield name, Place(name, key, index, tuple(stored.size)[count:], stored.properties.dtype, tuple(pieces))
 
 
 def _load(stored: Stored, key: str, offsets) -> torch.Tensor:
-    place = stored.metadata.storage_data[MetadataIndex(key, offsets)]
+    place = stored.metadata.storage_data.get(MetadataIndex(key, offsets))
+    if place is None:
+        raise Fault(f"{stored.folder}: {key}: the piece at {tuple(offsets)} is in no file")
     with (stored.folder / place.relative_path).open("rb") as f:
         f.seek(place.offset)
         return torch.load(io.BytesIO(f.read(place.length)), map_location="cpu", weights_only=True)

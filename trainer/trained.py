@@ -56,7 +56,8 @@ def find(run: Run, folder: Path) -> Trained:
     copies = released.repeated(model)
     sums = {name: row[2] for name, row in recorded.items()}
     trained = Trained(model, made["digest"], sums, stored, config, copies=copies)
-    if any(".adapter." in name for name in stored.places):
+    torch_dist.require_all(stored)
+    if any(".adapter." in name for name in stored.places | stored.digests):
         trained.adapters.update(merge.find_adapters(stored, registry, model))
     else:
         computed = {name for name in model.tensors if released.COMPUTED.search(name)}

@@ -1,0 +1,74 @@
+"""Digests of what a model in training has in memory, by the names under which a checkpoint holds it.
+
+Every rank adds up the pieces that are its own (Megatron's main replicas); only numbers travel, 16 bytes and a name a
+tensor. On a GPU this takes three passes over the trained weights; nothing is copied but a few million elements at once.
+"""
+
+import itertools
+
+import torch
+from megatron.bridge.training.checkpointing import apply_peft_adapter_filter_to_state_dict
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories, is_main_replica
+from megatron.core.utils import unwrap_model
+from torch import distributed
+
+from trainer import digests, torch_dist
+
+METADATA = {"singleton_local_shards": False}  # as Bridge asks for it when it saves
+
+
+@torch.no_grad()
+def of_model(model, adapter) -> dict[str, str] | None:
+    """Of the adapter's tensors, or of all where there is none; on rank 0, None on the others. All ranks take part."""
+    state = {f"model{i}": chunk.sharded_state_dict(metadata=METADATA) for i, chunk in enumerate(unwrap_model(model))}
+    if adapter is not None:
+        state = apply_peft_adapter_filter_to_state_dict(state, adapter)
+    apply_factories(state)
+    pieces = [value for value in nested_values(state) if _is_mine(value)]
+    everyone = [None] * distributed.get_world_size() if distributed.get_rank() == 0 else None
+    distributed.gather_object(_sums(pieces), everyone)
+    if everyone is None:
+        return None
+    total: dict[str, int] = {}
+    for of_rank in everyone:
+        for name, number in of_rank.items():
+            total[name] = total.get(name, 0) + number
+    return {name: digests.text(number) for name, number in total.items()}
+
+
+def alpha(model) -> float | None:
+    """The adapters' numerator of their scale, as it is in use; on every rank."""
+    mine = {module.adapter.alpha for chunk in unwrap_model(model) for module in chunk.modules() if _has_adapter(module)}
+    everyone = [None] * distributed.get_world_size()
+    distributed.all_gather_object(everyone, mine)
+    found = set().union(*everyone)
+    assert len(found) <= 1, f"adapters of several alphas: {found}"
+    return next(iter(found), None)
+
+
+def _has_adapter(module) -> bool:
+    return hasattr(getattr(module, "adapter", None), "alpha")
+
+
+def _is_mine(value) -> bool:
+    return (
+        isinstance(value, ShardedTensor)
+        and is_main_replica(value.replica_id)
+        and not torch_dist.NOT_WEIGHTS.search(value.key)
+    )
+
+
+def _sums(pieces: list[ShardedTensor]) -> dict[str, int]:
+    names, numbers = [], []
+    for piece in pieces:
+        depth = torch_dist.depth(piece.key)
+        data = piece.data.reshape((1,) * piece.prepend_axis_num + tuple(piece.data.shape))
+        numbers.append(digests.sums(data, piece.global_offset, depth).flatten())
+        spans = zip(piece.global_offset[:depth], data.shape[:depth], strict=True)
+        indices = itertools.product(*(range(start, start + size) for start, size in spans))
+        names += [torch_dist.name_of(piece.key, index) for index in indices]
+    found: dict[str, int] = {}
+    for name, number in zip(names, torch.cat(numbers).tolist() if numbers else [], strict=True):  # the one wait
+        found[name] = found.get(name, 0) + number
+    return found
