@@ -28,7 +28,8 @@ from pathlib import Path
 from typing import NamedTuple
 from urllib.parse import unquote, urlsplit
 
-from flows.packages import installed, locked
+from flows import scheduling
+from flows.packages import clashes, installed, locked
 
 ROOT = Path(__file__).resolve().parent.parent
 GB = 10**9
@@ -70,7 +71,8 @@ def environment(extra: str) -> list[Finding]:
     if sys.version_info[:2] != (3, 12):
         return [Finding("fail", "python", f"{version}, the packages need 3.12", f"make setup EXTRA={extra}")]
     have = installed()
-    return [Finding("ok", "python", version), packages(have, extra), torch(have)]
+    bad = [Finding("fail", "packages", clash, f"EXTRA={extra} sh setup.sh") for clash in clashes(have)]
+    return [Finding("ok", "python", version), packages(have, extra), *bad, torch(have)]
 
 
 def query_gpus() -> tuple[list[list[str]], str]:
@@ -222,6 +224,24 @@ def service(name: str, variable: str, default: str) -> Finding:
     return Finding(status, name, f"the server at {variable}: {answer}", f"unset {variable}  # then {default}")
 
 
+def schedules(prefect: Finding) -> list[Finding]:
+    """Whether the server starts runs: the one that PREFECT_API_URL names, or else that of make up."""
+    up = scheduling.of_make_up(Path(os.environ.get("FINETUNE_RUNS", ROOT / "runs")))
+    api = os.environ.get("PREFECT_API_URL", "").rstrip("/") or (up["address"] + "/api" if up else "")
+    if prefect.status != "ok" or not api:
+        return [Finding("info", "schedule", "no server that answers: no schedule runs")]
+    troubles = scheduling.failing_services(Path(up["log"]), up["log_from"]) if up and "log" in up else []
+    try:
+        deployments = scheduling.active(api)
+        troubles += scheduling.unscheduled(api, deployments) + scheduling.unattended(api, deployments)
+    except scheduling.Silent as silent:
+        troubles.append(scheduling.Trouble(False, f"not looked at: the server {silent}", "prefect version"))
+    if not troubles:
+        count = sum(len(deployment["schedules"]) for deployment in deployments)
+        return [Finding("ok", "schedule", f"{count} active, none without its next run or a worker")]
+    return [Finding("fail" if is_fatal else "warn", "schedule", fact, mend) for is_fatal, fact, mend in troubles]
+
+
 def tracking() -> Finding:
     uri = os.environ.get("MLFLOW_TRACKING_URI", "")
     scheme = uri.partition(":")[0]
@@ -260,6 +280,7 @@ def diagnose(extra: str | None) -> tuple[str, list[Finding]]:
     on_gpu = bool(cards)
     host = "gpu" if on_gpu else "cpu"
     cache = Path(os.environ.get("HF_HOME", "~/.cache/huggingface")).expanduser()
+    prefect = service("prefect", "PREFECT_API_URL", "an ephemeral server for each run")
     return host, [
         *environment(extra or host),
         gpus(cards, trouble),
@@ -271,7 +292,8 @@ def diagnose(extra: str | None) -> tuple[str, list[Finding]]:
         disk("cache", cache, on_gpu),
         store(),
         tracking(),
-        service("prefect", "PREFECT_API_URL", "an ephemeral server for each run"),
+        prefect,
+        *schedules(prefect),
         hub(cache),
     ]
 

@@ -18,6 +18,24 @@ def installed() -> dict[str, str]:
     return found
 
 
+# Prefect's minor version, a package and the first of its versions that does not go with it although Prefect allows it.
+CLASHES = [("3.8", "sqlalchemy", (2, 1), "the server's scheduler fails, no schedule starts a run")]
+
+
+def clashes(have: dict[str, str]) -> list[str]:
+    """Installed pairs that are known not to work, and what does not."""
+    prefect = have.get("prefect", "")
+    return [
+        f"{name} {have[name]} with prefect {prefect}: {lack}"
+        for minor, name, first, lack in CLASHES
+        if prefect.startswith(minor + ".") and name in have and _number(have[name]) >= first
+    ]
+
+
+def _number(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in re.findall(r"\d+", version)[:2])
+
+
 def holds(marker: str, environment: dict[str, str]) -> bool:
     """Whether an environment marker of the lock is true. Markers are Python's own syntax over a few names."""
 

@@ -16,16 +16,18 @@ import socket
 import subprocess
 import sys
 import time
-import urllib.error
 import urllib.request
 from pathlib import Path
 
+from flows import packages, scheduling
+from flows.scheduling import Trouble
 from tasks.processes import started
 from tasks.session import runs_folder
 
 HOST = "127.0.0.1"
 READY_WITHIN = 120.0  # both servers make their databases at the first start
 LEAVE_WITHIN = 20.0  # a worker that is told to leave cancels its runs first
+SCHEDULED_WITHIN = 45.0  # the scheduler looks at what was deployed each 5 s, a worker that was started comes in 5
 QUIET = {"MLFLOW_DISABLE_TELEMETRY": "true", "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}
 BIN = Path(sys.executable).parent
 
@@ -51,19 +53,22 @@ def up() -> int:
                 return 1
     environment = _environment(running)
     for pool in ("finetune-cpu", "finetune-gpu", "finetune-nodes"):
-        _prefect(environment, "work-pool", "create", pool, "--type", "process", "--overwrite")
-    _prefect(environment, "--no-prompt", "deploy", "--all")
-    _done(environment, sys.executable, "-m", "flows.automations")
+        if not _answers(f"{environment['PREFECT_API_URL']}/work_pools/{pool}", 30):  # what was edited there stays
+            _done(environment, str(BIN / "prefect"), "work-pool", "create", pool, "--type", "process")
+    print(_done(environment, sys.executable, "-m", "flows.deploy"), end="")
     for pool in ["finetune-cpu"] + ["finetune-gpu"] * _has_gpu():
         if f"worker-{pool}" not in running:
             command = [BIN / "prefect", "worker", "start", "--pool", pool, "--name", f"{pool}-{socket.gethostname()}"]
             running[f"worker-{pool}"] = _start(f"worker-{pool}", command, "", environment)
             _save(running)
     status()
+    troubles = _troubles(running, environment["PREFECT_API_URL"])
     print(f"\nexport PREFECT_API_URL={environment['PREFECT_API_URL']}")
     print(f"export MLFLOW_TRACKING_URI={environment['MLFLOW_TRACKING_URI']}")
     print(f"{_shown(BIN / 'prefect')} deployment run finetune/tiny --watch")
-    return 0
+    for is_fatal, fact, mend in troubles:
+        print(f"{'error' if is_fatal else 'warning'}: {fact}  ->  {mend}", file=sys.stderr)
+    return int(any(trouble.is_fatal for trouble in troubles))
 
 
 def down() -> int:
@@ -88,6 +93,25 @@ def status() -> int:
     return 0 if running else 1
 
 
+def _troubles(running: dict, api: str) -> list[Trouble]:
+    """What keeps schedules from running. The scheduler takes some seconds after a deployment, and a worker to come."""
+    own = [f"work pool {name.partition('-')[2]} " for name in running if name.startswith("worker-")]
+    until = time.monotonic() + SCHEDULED_WITHIN
+    try:
+        deployments = scheduling.active(api)
+        while True:
+            dead, unattended = scheduling.unscheduled(api, deployments, 0), scheduling.unattended(api, deployments)
+            if time.monotonic() > until or not (dead or any(pool in one.fact for one in unattended for pool in own)):
+                break
+            time.sleep(1)
+    except scheduling.Silent as silent:
+        dead, unattended = [Trouble(True, f"schedules: Prefect's server {silent}", "make doctor")], []
+    server = running["prefect"]
+    errors = scheduling.failing_services(Path(server["log"]), server["log_from"]) if "log" in server else []
+    clashes = [Trouble(True, clash, "sh setup.sh") for clash in packages.clashes(packages.installed())]
+    return clashes + errors + dead + unattended
+
+
 def _server(name: str, port: int) -> list:
     if name == "prefect":
         return [BIN / "prefect", "server", "start", "--host", HOST, "--port", str(port)]
@@ -105,14 +129,11 @@ def _environment(running: dict) -> dict[str, str]:
     return os.environ | addresses | {"FINETUNE_RUNS": str(runs_folder())}
 
 
-def _prefect(environment: dict[str, str], *arguments: str) -> None:
-    _done(environment, str(BIN / "prefect"), *arguments)
-
-
-def _done(environment: dict[str, str], *command: str) -> None:
+def _done(environment: dict[str, str], *command: str) -> str:
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     if done.returncode:
         sys.exit(f"error: {' '.join([Path(command[0]).name, *command[1:]])}: {done.stdout}{done.stderr}")
+    return done.stdout
 
 
 def _without_servers() -> dict[str, str]:
@@ -120,7 +141,9 @@ def _without_servers() -> dict[str, str]:
 
 
 def _start(name: str, command: list, address: str, environment: dict[str, str]) -> dict:
-    with (_folder() / f"{name}.log").open("a") as log:
+    path = _folder() / f"{name}.log"
+    with path.open("a") as log:
+        begin = log.tell()
         process = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
@@ -129,7 +152,8 @@ def _start(name: str, command: list, address: str, environment: dict[str, str]) 
             env=environment,
             start_new_session=True,
         )
-    return {"pid": process.pid, "started": started(process.pid), "address": address}
+    place = {"address": address, "log": str(path), "log_from": begin}
+    return {"pid": process.pid, "started": started(process.pid)} | place
 
 
 def _running() -> dict[str, dict]:
@@ -161,12 +185,18 @@ def _wait(processes: list[dict]) -> None:
 def _is_healthy(url: str, process: dict) -> bool:
     until = time.monotonic() + READY_WITHIN
     while time.monotonic() < until and started(process["pid"]) == process["started"]:
-        try:
-            with urllib.request.urlopen(url, timeout=2):
-                return True
-        except (urllib.error.URLError, OSError):
-            time.sleep(0.2)
+        if _answers(url):
+            return True
+        time.sleep(0.2)
     return False
+
+
+def _answers(url: str, seconds: float = 2) -> bool:
+    try:
+        with urllib.request.urlopen(url, timeout=seconds):
+            return True
+    except OSError:
+        return False
 
 
 def _free_port(first: int) -> int:

@@ -1,5 +1,7 @@
 """Tells a process from a later one of the same number."""
 
+from __future__ import annotations  # flows/doctor.py runs on Python 3.8
+
 from pathlib import Path
 
 

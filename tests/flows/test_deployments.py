@@ -2,14 +2,18 @@
 
 import json
 import subprocess
+import sys
 import time
 import urllib.error
+import urllib.request
+from types import SimpleNamespace
 
 import psutil
 import pytest
 import yaml
 
 from conf.load import FOLDER
+from flows import deploy, scheduling
 from tests.flows.world import BIN, ROOT, World, end, wait_for
 
 
@@ -18,7 +22,7 @@ def worker(place: World):
     """Everything deployed, and a worker that runs it."""
     for pool in ("finetune-cpu", "finetune-gpu", "finetune-nodes"):
         place.ask_prefect("work_pools/", name=pool, type="process")
-    prefect(place, "--no-prompt", "deploy", "--all")
+    redeploy(place)
     command = [BIN / "prefect", "worker", "start", "--pool", "finetune-cpu"]
     with (place.folder / "worker.log").open("w") as log:
         to_log = {"stdout": log, "stderr": log, "start_new_session": True}
@@ -35,13 +39,124 @@ def prefect(place: World, *arguments: str, code: int = 0) -> str:
     return done.stdout + done.stderr
 
 
+def redeploy(place: World, *names: str) -> str:
+    command = [sys.executable, "-m", "flows.deploy", *names]
+    done = subprocess.run(command, cwd=ROOT, env=place.environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
+def deployment(place: World, name: str) -> dict:
+    return place.ask_prefect("deployments/filter", deployments={"name": {"any_": [name]}})[0]
+
+
+def edit(place: World, path: str, method: str, body: object) -> None:
+    request = urllib.request.Request(f"{place.prefect}/{path}", json.dumps(body).encode(), method=method)
+    request.add_header("Content-Type", "application/json")
+    urllib.request.urlopen(request, timeout=30).close()
+
+
 def test_every_configuration_has_a_deployment_with_a_schedule_that_is_off():
     deployments = yaml.safe_load((ROOT / "prefect.yaml").read_text())["deployments"]
     by_name = {deployment["name"]: deployment for deployment in deployments}
     assert {path.stem for path in FOLDER.glob("*.yaml")} <= {*by_name}
     for deployment in (one for one in deployments if one["entrypoint"].startswith("flows/finetune.py")):
         assert deployment["concurrency_limit"]["collision_strategy"] == "ENQUEUE"
-        assert all(schedule["active"] is False for schedule in deployment.get("schedules", []))
+        assert all(schedule["active"] is False for schedule in deployment.get("first_schedules", []))
+
+
+def test_prefect_yaml_names_no_schedules_which_each_deployment_would_take_for_all_there_are():
+    for deployment in yaml.safe_load((ROOT / "prefect.yaml").read_text())["deployments"]:
+        assert not {"schedule", "schedules", "paused"} & {*deployment}
+
+
+def test_schedules_survive_every_redeploy_and_start_runs_at_once(place, worker):
+    """Also by prefect's own command, which knows nothing of them."""
+    tiny = deployment(place, "tiny")
+    (weekly,) = tiny["schedules"]
+    assert (weekly["active"], weekly["slug"], weekly["schedule"]["cron"]) == (False, "weekly", "0 3 * * 1")
+    path = f"deployments/{tiny['id']}/schedules"
+    prefect(
+        place, "deployment", "schedule", "create", "finetune/tiny", "--cron", "4 5 * * *", "--timezone", "Asia/Tokyo"
+    )
+    edited = {"active": True, "schedule": {"cron": "7 3 * * 6", "timezone": "Europe/Berlin"}}
+    edit(place, f"{path}/{weekly['id']}", "PATCH", edited)
+
+    def schedules() -> dict:
+        kept = deployment(place, "tiny")["schedules"]
+        return {one["id"]: (one["active"], one["schedule"], one["parameters"], one["slug"]) for one in kept}
+
+    def planned() -> set[str]:
+        runs = place.ask_prefect("flow_runs/filter", flow_runs={"deployment_id": {"any_": [tiny["id"]]}})
+        return {run["created_by"]["id"] for run in runs if run["auto_scheduled"]}
+
+    before = schedules()
+    assert len(before) == 2
+    try:
+        for deploy_again in (
+            lambda: prefect(place, "--no-prompt", "deploy", "--name", "tiny"),
+            lambda: redeploy(place, "tiny"),
+        ):
+            deploy_again()
+            assert schedules() == before
+            wait_for(lambda: planned() == {*before}, 30)
+        api = place.prefect
+        assert scheduling.unscheduled(api, scheduling.active(api), 0) == []
+        assert scheduling.failing_services(place.folder / "prefect.log") == []
+    finally:
+        for id in schedules():
+            edit(place, f"{path}/{id}", "DELETE", {})
+
+
+def test_what_was_edited_on_the_server_stays_and_is_said(place, worker):
+    glm47 = deployment(place, "glm47")
+    edits = {
+        "paused": True,
+        "parameters": {"conf": "glm47", "last": "prepare"},
+        "tags": ["gpu", "mine"],
+        "description": "mine",
+        "job_variables": {"env": {"PREFECT_FLOWS_HEARTBEAT_FREQUENCY": "45"}},
+        "concurrency_limit": 7,
+    }
+    edit(place, f"deployments/{glm47['id']}", "PATCH", edits)
+    edit(place, f"deployments/{glm47['id']}/schedules/{glm47['schedules'][0]['id']}", "DELETE", {})
+    said = redeploy(place, "glm47")
+    there = deployment(place, "glm47")
+    assert there["schedules"] == []
+    assert {name: there[name] for name in edits if name != "concurrency_limit"} | {
+        "concurrency_limit": there["global_concurrency_limit"]["limit"]
+    } == edits
+    for field in edits:
+        assert f"finetune/glm47: {field} stays as edited, " in said
+    assert "concurrency_limit stays as edited, 7; prefect.yaml has 1" in said
+
+    edit(place, f"deployments/{glm47['id']}", "PATCH", {name: glm47[name] for name in edits} | {"concurrency_limit": 1})
+    assert "stays as edited" not in redeploy(place, "glm47")
+
+
+def test_a_deployment_that_nobody_has_edited_follows_prefect_yaml():
+    there = SimpleNamespace(
+        paused=False,
+        parameters={"conf": "a"},
+        tags=["x"],
+        description="d",
+        job_variables={},
+        global_concurrency_limit=None,
+    )
+    deployed = {field: deploy.digest(value) for field, value in deploy.editable(there).items()}
+    wanted = {"name": "a", "parameters": {"conf": "b"}, "tags": ["y"], "concurrency_limit": {"limit": 2}}
+    before = json.dumps(wanted)
+    assert deploy.keep("finetune/a", wanted, deploy.edits(there, deployed)) == set()
+    assert json.dumps(wanted) == before
+    assert deploy.edits(there, {}) == {}  # a server that flows.deploy has not seen
+    there.paused = True
+    assert deploy.edits(there, {}) == {"paused": True}
+
+
+def test_a_deployment_that_is_not_there_is_named_with_those_that_are(capsys):
+    assert deploy.main(["tinny"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: tinny: not in prefect.yaml; it has tiny, glm47,")
 
 
 def test_the_form_shows_help_limits_and_choices(place, worker):

@@ -105,7 +105,7 @@ def world(folder: Path) -> Iterator[World]:
             "NO_COLOR": "1",
         }
         s3_server.make_bucket(environment)
-        ports = [_free_port(), _free_port()]
+        ports = [free_port(), free_port()]
         prefect, mlflow = f"http://127.0.0.1:{ports[0]}/api", f"http://127.0.0.1:{ports[1]}"
         page = {"PREFECT_SERVER_UI_API_URL": prefect}  # which the server's page asks; at 4200 unless told
         server = ["prefect", "server", "start", "--port", ports[0]]
@@ -137,7 +137,7 @@ def _serve(
     stack.callback(end, process)
 
     def wait() -> None:
-        for _ in range(600):
+        for _ in range(2400):
             try:
                 return urllib.request.urlopen(health, timeout=5).close()
             except OSError:
@@ -159,7 +159,7 @@ def end(process: subprocess.Popen) -> None:
         process.wait()
 
 
-def _free_port() -> int:
+def free_port() -> int:
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         return s.getsockname()[1]

@@ -1,0 +1,149 @@
+"""Deploys what prefect.yaml has on the server that PREFECT_API_URL names, and keeps what was set there by hand.
+
+    python -m flows.deploy [NAME ...]        all deployments, or those, and the automations
+
+A new deployment starts with its `first_schedules`. From then on its schedules belong to the server: neither this nor a
+plain `prefect deploy --all`, which finds no `schedules` in prefect.yaml, touches one. This keeps as well what was
+edited since the last time, in the UI or otherwise: parameters, limits, whether a deployment is paused. What stays
+different from prefect.yaml is printed. What nobody has edited follows prefect.yaml.
+"""
+
+import argparse
+import hashlib
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import httpx
+import yaml
+from prefect.client.orchestration import SyncPrefectClient, get_client
+from prefect.client.schemas.actions import VariableCreate, VariableUpdate
+from prefect.client.schemas.responses import DeploymentResponse
+from prefect.exceptions import ObjectNotFound, PrefectException
+from prefect.settings import get_current_settings
+
+from flows import automations
+
+ROOT = Path(__file__).resolve().parent.parent
+FILE = ROOT / "prefect.yaml"
+FIRST = "first_schedules"  # no key of Prefect's: it replaces all schedules of a deployment by those of its own key
+DEPLOYED = "finetune_deployed"  # a variable on the server: digests of what the last deployment set
+FLOWS = {"flows/finetune.py:finetune": "finetune", "flows/node.py:node": "node"}
+# What the form in Prefect's UI edits.
+EDITABLE = ("paused", "parameters", "tags", "description", "job_variables")
+LIMIT = "concurrency_limit"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m flows.deploy", description=__doc__.partition("\n")[0])
+    parser.add_argument("names", nargs="*", metavar="NAME", help="of a deployment (default: all of them)")
+    names = parser.parse_args(argv).names
+    wanted = yaml.safe_load(FILE.read_text())
+    there = [deployment["name"] for deployment in wanted["deployments"]]
+    if unknown := {*names} - {*there}:
+        print(f"error: {', '.join(sorted(unknown))}: not in prefect.yaml; it has {', '.join(there)}", file=sys.stderr)
+        return 2
+    wanted["deployments"] = [one for one in wanted["deployments"] if not names or one["name"] in names]
+    address = get_current_settings().api.url
+    if not address:
+        print("error: PREFECT_API_URL: names no server; make up starts one on this host", file=sys.stderr)
+        return 2
+    try:
+        with get_client(sync_client=True) as client:
+            failed = deploy(client, wanted)
+    except (httpx.HTTPError, PrefectException) as error:
+        print(f"error: {address}: {str(error).splitlines()[0]}", file=sys.stderr)
+        return 2
+    return failed or automations.main([])
+
+
+def deploy(client: SyncPrefectClient, wanted: dict) -> int:
+    """Exit code of `prefect deploy`, whose reason is printed."""
+    deployed = read_deployed(client)
+    kept = {}
+    for deployment in wanted["deployments"]:
+        name = f"{FLOWS[deployment['entrypoint']]}/{deployment['name']}"
+        first = deployment.pop(FIRST, [])
+        if there := find(client, name):
+            kept[name] = keep(name, deployment, edits(there, deployed.get(name, {})))
+        else:
+            kept[name] = set()
+            deployment["schedules"] = first
+    with tempfile.NamedTemporaryFile("w", suffix=".yaml") as file:
+        yaml.safe_dump(wanted, file, sort_keys=False)
+        file.flush()
+        prefect = [str(Path(sys.executable).parent / "prefect"), "--no-prompt", "deploy", "--all"]
+        done = subprocess.run([*prefect, "--prefect-file", file.name], cwd=ROOT, capture_output=True, text=True)
+    there = {name: find(client, name) for name in kept}
+    if done.returncode or None in there.values():
+        print(f"error: prefect deploy: {done.stdout}{done.stderr}", file=sys.stderr)
+        return done.returncode or 1
+    for name, fields in kept.items():
+        now = {field: digest(value) for field, value in editable(there[name]).items()}
+        deployed[name] = now | {field: deployed.get(name, UNEDITED)[field] for field in fields}
+    write_deployed(client, deployed)
+    return 0
+
+
+def find(client: SyncPrefectClient, name: str) -> DeploymentResponse | None:
+    try:
+        return client.read_deployment_by_name(name)
+    except ObjectNotFound:
+        return None
+
+
+def editable(there: DeploymentResponse) -> dict:
+    limit = there.global_concurrency_limit
+    return {field: getattr(there, field) for field in EDITABLE} | {LIMIT: limit.limit if limit else None}
+
+
+def edits(there: DeploymentResponse, deployed: dict[str, str]) -> dict:
+    """Each value that is another than the last deployment left there."""
+    before = deployed or UNEDITED
+    return {name: value for name, value in editable(there).items() if before.get(name, digest(value)) != digest(value)}
+
+
+def keep(name: str, deployment: dict, edited: dict) -> set[str]:
+    """Put edited values into what is to be deployed; name those that prefect.yaml has otherwise."""
+    kept = set()
+    for field, value in edited.items():
+        holder, key = deployment, field
+        if field == "job_variables":
+            holder = deployment["work_pool"] = {**deployment["work_pool"]}  # YAML's aliases are one object
+        elif field == LIMIT and isinstance(deployment.get(field), dict):
+            holder = deployment[field] = {**deployment[field]}
+            key = "limit"
+        if holder.get(key) != value:
+            declared = json.dumps(holder[key]) if key in holder else "nothing"
+            print(f"{name}: {field} stays as edited, {json.dumps(value)}; prefect.yaml has {declared}")
+            holder[key] = value
+            kept.add(field)
+    return kept
+
+
+def read_deployed(client: SyncPrefectClient) -> dict[str, dict[str, str]]:
+    variable = client.read_variable_by_name(DEPLOYED)
+    return variable.value if variable and isinstance(variable.value, dict) else {}
+
+
+def write_deployed(client: SyncPrefectClient, deployed: dict[str, dict[str, str]]) -> None:
+    if client.read_variable_by_name(DEPLOYED):
+        client.update_variable(VariableUpdate(name=DEPLOYED, value=deployed))
+    else:
+        client.create_variable(VariableCreate(name=DEPLOYED, value=deployed))
+
+
+def digest(value: object) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:6]
+
+
+# Where the last deployment is not known, whether a deployment is paused: prefect.yaml never says so, `prefect deploy`
+# ends it each time.
+UNEDITED = {"paused": digest(False)}
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,199 @@
+"""Whether a Prefect server starts scheduled runs, and what keeps it from that.
+
+Standard library alone, for Python 3.8: flows/doctor.py says what this finds, and so does `make up`. Three things are
+looked at: errors that the server of `make up` logs again and again, active schedules whose next runs the server has not
+made, and what becomes of runs that are due. Nothing that an address may hold is passed on.
+"""
+
+from __future__ import annotations
+
+import base64
+import calendar
+import http.client
+import json
+import os
+import re
+import time
+import urllib.error
+import urllib.request
+from collections import Counter
+from pathlib import Path
+from typing import NamedTuple
+from urllib.parse import unquote, urlsplit
+
+from tasks.processes import started
+
+RECENT = 150  # seconds: twice as long as the longest of the server's loops, and a margin
+SETTLED = 90  # seconds from a change of a schedule; the scheduler looks at all of them each 60
+TAIL = 10**6  # bytes of a log
+PAGE = 200  # the most that the server gives at once
+LATE = 60  # seconds; a worker looks each 10
+LOGGED = re.compile(r"(\d\d):(\d\d):(\d\d)\.\d+ \| (?:ERROR|CRITICAL) *\| (\S+) - (.*)")
+OF_SERVICES = ("docket", "prefect.server")  # uvicorn's are errors of single requests
+
+
+class Trouble(NamedTuple):
+    is_fatal: bool  # schedules do not run, or what depends on that service does not happen
+    fact: str
+    mend: str
+
+
+class Silent(Exception):
+    """The server does not answer, or not to this caller."""
+
+
+def of_make_up(runs: Path) -> dict | None:
+    """The server that `make up` started, if it runs: its address, when it was started, and where its log begins."""
+    try:
+        server = json.loads((runs / "services/processes.json").read_text())["prefect"]
+    except (OSError, ValueError, KeyError):
+        return None
+    return server if started(server["pid"]) == server["started"] else None
+
+
+def failing_services(log: Path, start: int = 0) -> list[Trouble]:
+    """Services of a server whose log holds the same error again and again, up to now; `start` is where its log begins.
+
+    One error is no failing service: each goes on with its next turn.
+    """
+    with log.open("rb") as file:
+        size = file.seek(0, os.SEEK_END)
+        file.seek(max(start if start <= size else 0, size - TAIL))  # emptied since
+        lines = file.read().decode(errors="replace").splitlines()
+    counts, reasons, service = Counter(), {}, ""
+    for line in lines:
+        found = LOGGED.match(line)
+        if found:
+            hour, minute, second, logger, message = found.groups()
+            now = time.localtime()
+            age = (now.tm_hour - int(hour)) * 3600 + (now.tm_min - int(minute)) * 60 + now.tm_sec - int(second)
+            is_one = logger.startswith(OF_SERVICES) and age % 86400 <= RECENT
+            service = _service(logger, message) if is_one else ""
+            counts[service] += 1
+            reasons[service] = message
+        elif re.match(r"\d\d:\d\d:\d\d\.\d+ \| ", line):
+            service = ""
+        elif service and re.match(r"[\w.]+(: |$)", line):  # the last line of a stack trace, without its indentation
+            reasons[service] = line
+    return [
+        Trouble(True, f"{service} failed {count} times in {RECENT} s: {reasons[service][:200]}", f"less +G {log}")
+        for service, count in counts.items()
+        if service and count > 1
+    ]
+
+
+def _service(logger: str, message: str) -> str:
+    """What failed: docket names the function with its arguments, others log in their own module's name."""
+    called = re.search(r"(\w+)\(", message) if logger.startswith("docket") else None
+    return called.group(1) if called else logger
+
+
+def active(api: str) -> list[dict]:
+    """Deployments that run by a schedule, with their schedules."""
+    deployments = [one for one in _all(api, "deployments/filter", "deployments") if not one["paused"]]
+    for deployment in deployments:
+        deployment["schedules"] = [schedule for schedule in deployment["schedules"] if schedule["active"]]
+    return [deployment for deployment in deployments if deployment["schedules"]]
+
+
+def unscheduled(api: str, deployments: list[dict], settled: float | None = None) -> list[Trouble]:
+    """Active schedules without a next run, although they have stood for some time: the scheduler does not work."""
+    now, settled = time.time(), SETTLED if settled is None else settled
+    dead = []
+    for deployment in deployments:
+        schedules = [schedule for schedule in deployment["schedules"] if _has_next(schedule["schedule"])]
+        changed = max([deployment["updated"], *(schedule["updated"] for schedule in deployment["schedules"])])
+        if not schedules or now - calendar.timegm(time.strptime(changed[:19], "%Y-%m-%dT%H:%M:%S")) < settled:
+            continue
+        made = {(run.get("created_by") or {}).get("id") for run in _scheduled(api, deployment, after_=_written(now))}
+        dead += [f"{deployment['name']} ({_shown(one['schedule'])})" for one in schedules if one["id"] not in made]
+    if not dead:
+        return []
+    fact = f"the server's scheduler does not work: no next run of active schedules: {_list(dead)}"
+    return [Trouble(True, fact, "make down; make up  # else the server's log says why")]
+
+
+def unattended(api: str, deployments: list[dict]) -> list[Trouble]:
+    """Active schedules whose runs nobody will take, and runs that nobody took in time."""
+    pools = {pool["name"]: pool for pool in _all(api, "work_pools/filter", "work_pools")} if deployments else {}
+    waiting, late = {}, []
+    for deployment in deployments:
+        pool = pools.get(deployment["work_pool_name"], {"status": "NOT_READY", "is_paused": False})
+        if pool["is_paused"] or pool.get("status") == "NOT_READY":
+            waiting.setdefault((deployment["work_pool_name"], pool["is_paused"]), []).append(deployment["name"])
+        runs = _scheduled(api, deployment, before_=_written(time.time() - LATE))
+        late += [f"{len(runs)} of {deployment['name']}"] * bool(runs)
+    troubles = []
+    for (pool, is_paused), names in waiting.items():
+        start = f"prefect work-pool resume {pool}" if is_paused else f"prefect worker start --pool {pool}"
+        lack = "is paused" if is_paused else "has no worker"
+        fact = f"nobody takes scheduled runs of {_list(names)}: work pool {pool} {lack}"
+        troubles.append(Trouble(False, fact, start))
+    if late:
+        fact = f"runs are late, and all start, one after another, once they are taken: {_list(late)}"
+        troubles.append(Trouble(False, fact, "prefect flow-run ls --state Late  # and prefect flow-run cancel ID"))
+    return troubles
+
+
+def _has_next(rule: dict) -> bool:
+    """Whether it surely has a run within the 100 days that the scheduler looks ahead."""
+    if "interval" in rule:
+        return rule["interval"] <= 90 * 86400
+    fields = rule.get("cron", "").split()
+    if len(fields) != 5 or fields[3] != "*":
+        return False  # once a year, @monthly, a calendar rule that may have ended
+    return fields[2] in ("*", "?") or any(day.isdigit() and int(day) <= 28 for day in fields[2].split(","))
+
+
+def _shown(rule: dict) -> str:
+    if "cron" in rule:
+        return f"{rule['cron']} {rule.get('timezone') or 'UTC'}"
+    return f"each {rule['interval']:.0f} s"
+
+
+def _list(names: list[str]) -> str:
+    return ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")
+
+
+def _written(seconds: float) -> str:
+    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(seconds))
+
+
+def _scheduled(api: str, deployment: dict, **between: str) -> list[dict]:
+    runs = {
+        "deployment_id": {"any_": [deployment["id"]]},
+        "state": {"type": {"any_": ["SCHEDULED"]}},
+        "next_scheduled_start_time": between,
+    }
+    return [run for run in _all(api, "flow_runs/filter", "flow_runs", runs) if run["auto_scheduled"]]
+
+
+def _all(api: str, path: str, kind: str, wanted: dict | None = None) -> list[dict]:
+    found = []
+    while len(found) % PAGE == 0:
+        body = {"limit": PAGE, "offset": len(found)}
+        if wanted:
+            body[kind] = wanted
+        page = _ask(f"{api}/{path}", body)
+        if not page:
+            break
+        found += page
+    return found
+
+
+def _ask(url: str, body: dict) -> list[dict]:
+    parts = urlsplit(url)
+    account, _, host = parts.netloc.rpartition("@")
+    request = urllib.request.Request(parts._replace(netloc=host).geturl(), json.dumps(body).encode(), method="POST")
+    request.add_header("Content-Type", "application/json")
+    account = unquote(account) or os.environ.get("PREFECT_API_AUTH_STRING", "")
+    if account:
+        request.add_header("Authorization", "Basic " + base64.b64encode(account.encode()).decode())
+    elif os.environ.get("PREFECT_API_KEY"):
+        request.add_header("Authorization", "Bearer " + os.environ["PREFECT_API_KEY"])
+    try:
+        with urllib.request.urlopen(request, timeout=10) as answer:
+            return json.loads(answer.read().decode())
+    except (OSError, ValueError, http.client.HTTPException) as error:
+        code = f"answers {error.code}" if isinstance(error, urllib.error.HTTPError) else "does not answer"
+        raise Silent(code) from None
