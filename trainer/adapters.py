@@ -2,18 +2,22 @@
 
 Initial values. Bridge draws each rank's piece of A from that rank's random stream, so the adapter that a run starts
 from depends on its layout and its device. Here the whole A of a layer is drawn on the CPU from a generator seeded by
-the layer's name (and expert), and every rank keeps its piece: the same on 1 process and on 32 GPUs. B starts at zero.
+the layer's name (and expert), and every rank keeps its piece: the same on 1 process and on 32 GPUs. B starts at zero;
+only comparisons of layouts draw it too (SPREAD_OF_B), as zeros hide what B multiplies.
 
 Experts. Bridge 0.6.2's adapter per expert is wrong under expert tensor parallelism, and nothing says so: on fc1 it
 gathers the hidden values outside autograd, so A gets no gradient; on fc2 each rank multiplies only its own part of the
 hidden values, and the dispatcher then adds up copies of the result. ExpertAdapter repairs both.
 
 DoRA. Bridge takes the norm of a row-parallel weight over one rank's columns only; DoRALinear takes it over all. Bridge
-does not mark the magnitudes' gradients as partial (row-parallel) or cut (column-parallel) over ranks either.
+does not mark the magnitudes' gradients as partial (row-parallel) or cut (column-parallel) over ranks either, and saves
+those of a fused gate and up as each rank has them, so that a resume at another tp took gates' for ups'.
+
+Sequence parallelism: trainer/sequence_parallel.py.
 
 Recompute. What is computed again gets no gradient, or fails, where its input needs none: in a first layer behind a
 frozen embedding. Bridge sees to that for full recompute alone; _recompute_from_the_start does for single modules too.
-The four can go when Bridge does the same; tests/trainer/test_layouts.py and test_train.py hold each.
+Each can go when Bridge does the same; tests/trainer/test_layouts.py and test_train.py hold each.
 """
 
 import hashlib
@@ -27,7 +31,12 @@ from megatron.bridge.peft.utils import GroupedExpertLinearAdapter
 from megatron.core import parallel_state
 from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
 from megatron.core.tensor_parallel import mappings, set_tensor_model_parallel_attributes
+from megatron.core.transformer.mlp import apply_swiglu_sharded_factory
 from torch import nn
+
+from trainer import sequence_parallel
+
+SPREAD_OF_B = 0.0  # as a part of A's; trainer/layouts.py and tests set another
 
 
 @dataclass
@@ -37,6 +46,7 @@ class LoRA(lora.LoRA):
     def __call__(self, model, training: bool = True):
         lora.GroupedExpertLinearAdapter = ExpertAdapter
         model = super().__call__(model, training)
+        sequence_parallel.give_every_adapter_all_tokens(model)
         draw_initial_values(model, self.seed)
         _recompute_from_the_start(model)
         return model
@@ -47,8 +57,9 @@ class DoRA(dora.DoRA):
     seed: int = 0
 
     def __call__(self, model, training: bool = True):
-        dora.DoRALinear = DoRALinear
+        dora.DoRALinear, dora.ParallelLinearDoRAAdapter = DoRALinear, DoRAAdapter
         model = super().__call__(model, training)
+        sequence_parallel.give_every_adapter_all_tokens(model)
         draw_initial_values(model, self.seed)
         for chunk in model if isinstance(model, list) else [model]:
             for module in chunk.modules():
@@ -87,25 +98,31 @@ def draw_initial_values(model, seed: int) -> None:
     chunks = model if isinstance(model, list) else [model]
     for stage, chunk in enumerate(chunks):
         for name, parameter in chunk.named_parameters():
+            whole = _megatron_local_name_to_global(chunks, chunk.config, name, stage)
+            if name.endswith(".adapter.linear_in.weight"):
+                parameter.copy_(_piece(whole, parameter, seed))
             if name.endswith(".adapter.linear_out.weight"):
                 parameter.zero_()
-            if name.endswith(".adapter.linear_in.weight"):
-                whole = _megatron_local_name_to_global(chunks, chunk.config, name, stage)
-                parameter.copy_(_piece(whole, parameter, seed))
+                if SPREAD_OF_B:
+                    gated = chunk.config.gated_linear_unit and ".linear_fc1." in name
+                    parameter.copy_(_piece(whole, parameter, seed, 2 if gated else 1) * SPREAD_OF_B)
 
 
-def _piece(name: str, parameter, seed: int) -> torch.Tensor:
+def _piece(name: str, parameter, seed: int, parts: int = 1) -> torch.Tensor:
+    """`parts`: of how many matrices, each of which is cut, the parameter holds one below the other."""
     if ".experts." in name:
         group = parallel_state.get_expert_tensor_parallel_group()
     else:
         group = parallel_state.get_tensor_model_parallel_group()
     ways = group.size() if getattr(parameter, "tensor_model_parallel", False) else 1
     if parameter.ndim == 2:
-        return _cut(_draw(name, parameter, parameter.partition_dim, ways, seed), parameter.partition_dim, ways, group)
+        dim = parameter.partition_dim
+        return _cut(_draw(name, parameter, dim, ways, seed), dim, ways, group, parts)
     first = parallel_state.get_expert_model_parallel_rank() * len(parameter)
     dim = parameter.partition_dim - 1  # [experts, rank, in]: the cut is in the matrix behind the experts
     pieces = (
-        _cut(_draw(f"{name}{first + i}", one, dim, ways, seed), dim, ways, group) for i, one in enumerate(parameter)
+        _cut(_draw(f"{name}{first + i}", one, dim, ways, seed), dim, ways, group, parts)
+        for i, one in enumerate(parameter)
     )
     return torch.stack(list(pieces))
 
@@ -118,8 +135,10 @@ def _draw(name: str, like, dim: int, ways: int, seed: int) -> torch.Tensor:
     return torch.randn(shape, generator=generator, device="cpu") * math.sqrt(2 / sum(shape))
 
 
-def _cut(whole: torch.Tensor, dim: int, ways: int, group) -> torch.Tensor:
-    return whole.chunk(ways, dim)[group.rank()] if ways > 1 else whole
+def _cut(whole: torch.Tensor, dim: int, ways: int, group, parts: int) -> torch.Tensor:
+    if ways == 1:
+        return whole
+    return torch.cat([part.chunk(ways, dim)[group.rank()] for part in whole.chunk(parts, dim)], dim)
 
 
 class ExpertAdapter(GroupedExpertLinearAdapter):
@@ -151,6 +170,16 @@ class _Sum(nn.Module):
     def forward(self, x):
         x = mappings.reduce_from_tensor_model_parallel_region(x, group=self.group)
         return mappings.copy_to_tensor_model_parallel_region(x, group=self.group)
+
+
+class DoRAAdapter(dora_layers.ParallelLinearDoRAAdapter):
+    """Saves the magnitudes of a fused gate and up as Bridge saves B: whole at any tp, gates before ups."""
+
+    def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None):
+        state, key = super().sharded_state_dict(prefix, sharded_offsets, metadata), f"{prefix}weight_magnitude"
+        if "linear_fc1" in self.base_linear_name and self.config.gated_linear_unit:
+            state[key] = apply_swiglu_sharded_factory(state[key], sharded_offsets)
+        return state
 
 
 class DoRALinear(dora_layers.DoRALinear):

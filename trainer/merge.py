@@ -49,8 +49,8 @@ class Adapter:
         if self.magnitude is None:
             return None
         whole = torch_dist.read(stored, self.magnitude)
-        # Bridge saves the magnitudes of a fused gate and up as each tensor-parallel rank has them, gate before up; B,
-        # saved in twice as many pieces, comes back whole.
+        # Checkpoints up to November 2026 have the magnitudes of a fused gate and up as each tensor-parallel rank had
+        # them, gate before up; B, saved in twice as many pieces, comes back whole.
         ways = len(self.magnitude.chunks)
         if self.part.role in ("gate", "up") and ways > 1 and len(self.b.chunks) == 2 * ways:
             whole = whole.view(ways, 2, -1).transpose(0, 1).reshape(-1)

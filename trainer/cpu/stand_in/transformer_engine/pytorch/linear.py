@@ -155,10 +155,22 @@ class LayerNormLinear(Linear):
         if not self.return_layernorm_output:
             return out
         if self.return_layernorm_output_gathered and self.sequence_parallel:
-            from megatron.core.tensor_parallel import mappings
-
-            normed = mappings.gather_from_sequence_parallel_region(normed, group=self.tp_group)
+            normed = _GatherWithoutGradient.apply(normed, self.tp_group)
         return (*out, normed) if self.return_bias else (out, normed)
+
+
+class _GatherWithoutGradient(torch.autograd.Function):
+    """As in TE since 2.4: whatever comes back through a norm's output that was returned gathered is dropped."""
+
+    @staticmethod
+    def forward(ctx, x, group):
+        parts = [torch.empty_like(x) for _ in range(group.size())]
+        torch.distributed.all_gather(parts, x.contiguous(), group=group)
+        return torch.cat(parts)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return None, None
 
 
 class GroupedLinear(_Base):

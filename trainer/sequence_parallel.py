@@ -1,0 +1,52 @@
+"""Adapters under sequence parallelism (tp > 1, layout.sp): each has to see all tokens, in both directions.
+
+Behind a fused norm (linear_qkv, a dense linear_fc1, MLA's up projections). Megatron-Bridge 0.6.2 has Transformer
+Engine's layer return the norm's output gathered over tp and hands it to the adapter. Transformer Engine's backward adds
+what comes back through that output where it is not gathered, and drops it where it is: since 2.4, still in 2.20.2
+(pytorch/module/layernorm_linear.py; up to 2.3 it was added in both cases). So what an adapter gives to the gradient of
+its input was lost without a word: nothing while B is zero, more with every step, and wrong in every layer below. Here
+the layer returns its own tokens, whose gradient every version adds, and they are gathered in front of the adapter, by
+megatron-core's mapping, whose backward sums over ranks. Dropout, which the adapter begins with, draws as before.
+
+Of a layer that is whole on every rank (MLA's down projections). Each rank has its own tokens, but Bridge cuts the
+adapter over tp and puts together what the ranks have made of different tokens. Here such an adapter gets all tokens and
+gives each rank its own. Without sp every rank has all tokens, and Bridge is right.
+
+The first can go when Bridge no longer asks for a gathered output, or when it demands a Transformer Engine whose
+backward adds it; the second when Bridge gathers for such layers. tests/trainer/test_gradients.py holds both, and
+tests/gpu/gradients.py on GPUs.
+"""
+
+from megatron.bridge.peft.adapter_wrapper import AdapterWrapper
+from megatron.bridge.peft.utils import ParallelLinearAdapter
+from megatron.core.extensions.transformer_engine import TEColumnParallelLinear, TELinear, TERowParallelLinear
+from megatron.core.tensor_parallel import mappings
+
+
+def give_every_adapter_all_tokens(model) -> None:
+    """`model`: a stage, or a list of them, that has just been given its adapters."""
+    for chunk in model if isinstance(model, list) else [model]:
+        for module in chunk.modules():
+            if not isinstance(module, AdapterWrapper) or not isinstance(module.adapter, ParallelLinearAdapter):
+                continue
+            layer, adapter = module.to_wrap, module.adapter
+            if getattr(layer, "return_layernorm_output_gathered", False):
+                layer.return_layernorm_output_gathered = False
+                adapter.disable_sequence_parallel_comm = True  # Bridge's own gathering comes behind the dropout
+                adapter.register_forward_pre_hook(_gather)
+            elif _is_whole(layer) and layer.config.sequence_parallel:
+                adapter.register_forward_pre_hook(_gather)
+                adapter.register_forward_hook(_scatter)
+
+
+def _is_whole(layer) -> bool:
+    return isinstance(layer, TELinear) and not isinstance(layer, TEColumnParallelLinear | TERowParallelLinear)
+
+
+def _gather(adapter, inputs):
+    tokens, *rest = inputs
+    return (mappings.gather_from_sequence_parallel_region(tokens, group=adapter.tp_group), *rest)
+
+
+def _scatter(adapter, _inputs, output):
+    return mappings.scatter_to_sequence_parallel_region(output, group=adapter.tp_group)
