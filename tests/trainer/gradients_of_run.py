@@ -1,0 +1,195 @@
+"""Trains a few steps at some layout and compares every gradient of the first, and all losses, with one process's.
+
+Megatron-Bridge's own loop, with the run's data, model and optimizer; B is drawn, as zeros hide what it multiplies. The
+gradients are those that the optimizer gets: finished, summed over ranks, before clipping. They are told apart and put
+together as a checkpoint's tensors are, by name and place, so that each rank's piece is compared, replicas too.
+
+For test_gradients.py, which asks by request.json in paths.output, and for tests/gpu/gradients.py.
+"""
+
+import json
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from conf.schema import Run
+
+
+def main(run: Run) -> None:
+    """On forked ranks: rank_server.py."""
+    from torch import distributed
+
+    folder = Path(run.paths.output)
+    request = json.loads((folder / "request.json").read_text())
+    found = compare(run, Path(request["reference"]), request["before"])
+    if distributed.get_rank() == 0:
+        (folder / "answer.json").write_text(json.dumps(found))
+
+
+def start(run: Run) -> None:
+    """The process group; Megatron leaves alone what it finds."""
+    import os
+
+    import torch
+
+    from trainer import platform
+
+    platform.start()
+    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    if not torch.distributed.is_initialized():
+        meeting = os.environ.get("MEETING", "env://")
+        rank = int(os.environ["RANK"])
+        torch.distributed.init_process_group(platform.backend(), meeting, rank=rank, world_size=run.world)
+
+
+def compare(run: Run, reference: Path, before: bool = False) -> dict[str, Any]:
+    """Train, and compare with `reference`; a run of one process without one writes it. `before`: without the repair."""
+    start(run)
+    import torch
+
+    losses, pieces = train(run, before)
+    if not reference.exists():
+        assert run.world == 1, reference
+        torch.save({"losses": losses, "tensors": dict(_whole(pieces))}, reference.with_suffix(".partial"))
+        reference.with_suffix(".partial").rename(reference)
+        return {"losses": losses, "tensors": len(pieces)}
+    expected = torch.load(reference)
+    mine = list(_differences(pieces, expected["tensors"]))
+    every: list[Any] = [None] * run.world
+    torch.distributed.all_gather_object(every, (mine, {piece.key for piece in pieces}))
+    missing = expected["tensors"].keys() ^ set().union(*(keys for _, keys in every))
+    assert not missing, f"gradients of other tensors than one process has: {sorted(missing)[:4]}"
+    rows = [row for rank, _ in every for row in rank]
+    return {
+        "losses": losses,
+        "loss": max((abs(a - b) / abs(b) for a, b in zip(losses, expected["losses"], strict=True)), default=0.0),
+        "compared": len(rows),
+        "gradient": max(rows, key=lambda row: row["difference"]),
+        "cosine": min(rows, key=lambda row: row["cosine"]),
+        "whole_cosine": _whole_cosine(rows),
+        "over": sorted({row["name"] for row in rows if not row["difference"] <= 1e-4}),
+    }
+
+
+def train(run: Run, before: bool) -> tuple[list[float], list]:
+    """Losses of all steps, and this rank's pieces of the first step's gradients."""
+    from megatron.bridge.training.callbacks import Callback
+    from megatron.bridge.training.finetune import finetune
+    from megatron.bridge.training.gpt_step import forward_step
+
+    from trainer import adapters, sequence_parallel
+    from trainer.metrics import _from_last_stage
+    from trainer.model import open_bridge
+    from trainer.recipe import make_config
+
+    losses: list[float] = []
+    pieces: list = []
+
+    class Recorder(Callback):
+        def on_train_start(self, context) -> None:
+            step = context.optimizer.step
+
+            def first():
+                pieces.extend(_gradients(context.model))
+                context.optimizer.step = step
+                return step()
+
+            context.optimizer.step = first
+
+        def on_train_step_end(self, context) -> None:
+            last = context.loss_dict.get("lm loss", 0.0) if context.loss_dict else 0.0
+            losses.extend(_from_last_stage([float(last)]))
+
+    adapters.SPREAD_OF_B = 1.0
+    repair = sequence_parallel.give_every_adapter_all_tokens
+    if before:
+        sequence_parallel.give_every_adapter_all_tokens = lambda model: None
+    try:
+        config = make_config(run, open_bridge(run), None)
+        config.checkpoint.save = None
+        finetune(config, forward_step, callbacks=[Recorder()])
+    finally:
+        sequence_parallel.give_every_adapter_all_tokens = repair
+        adapters.SPREAD_OF_B = 0.0
+    return losses, pieces
+
+
+def _gradients(chunks: list) -> Iterator:
+    """megatron-core's description of every trained tensor's piece on this rank, with the gradient as its data."""
+    from megatron.core.dist_checkpointing.dict_utils import nested_values
+    from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories
+    from megatron.core.utils import unwrap_model
+
+    for chunk in chunks:
+        _complete(chunk)
+        weights = [(p, p.data) for p in chunk.parameters() if p.requires_grad]
+        storages = {p.main_grad.untyped_storage().data_ptr() for p, _ in weights}
+        for parameter, _ in weights:
+            parameter.data = parameter.main_grad
+        state = unwrap_model(chunk).sharded_state_dict()
+        apply_factories(state)
+        count = 0
+        for value in nested_values(state):
+            if isinstance(value, ShardedTensor) and value.data.untyped_storage().data_ptr() in storages:
+                value.data = value.data.detach().float().cpu().clone()
+                count += value.data.numel()
+                yield value
+        assert count == sum(p.numel() for p, _ in weights), "other gradients than those of the trained weights"
+        for parameter, weight in weights:
+            parameter.data = weight
+
+
+def _complete(chunk) -> None:
+    """With the distributed optimizer a rank's gradients are summed over ranks only in its own part of each buffer."""
+    import torch
+    from megatron.core.distributed.param_and_grad_buffer import shard_buffer
+
+    for group in chunk.bucket_groups + chunk.expert_parallel_bucket_groups:
+        if not group.ddp_config.use_distributed_optimizer:
+            continue
+        ranks = group.intra_distributed_optimizer_instance_group
+        for bucket in group.buckets:
+            own = shard_buffer(bucket.grad_data, ranks.size())[ranks.rank()].clone()
+            torch.distributed.all_gather_into_tensor(bucket.grad_data, own, group=ranks)
+
+
+def _whole(pieces: list) -> Iterator:
+    """Every tensor by its key, put together from the pieces of a single process."""
+    import torch
+
+    tensors: dict[str, Any] = {}
+    for piece in pieces:
+        whole = tensors.setdefault(piece.key, torch.full(piece.global_shape, math.nan))
+        whole[_place(piece)] = piece.data.reshape(whole[_place(piece)].shape)
+    for key, whole in tensors.items():
+        assert not whole.isnan().any(), f"{key}: no gradient of a part"
+        yield key, whole
+
+
+def _place(piece) -> tuple[slice, ...]:
+    lengths = (1,) * piece.prepend_axis_num + tuple(piece.local_shape)
+    return tuple(slice(at, at + length) for at, length in zip(piece.global_offset, lengths, strict=True))
+
+
+def _differences(pieces: list, expected: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    for piece in pieces:
+        whole = expected[piece.key].double()
+        should = whole[_place(piece)].flatten()
+        found = piece.data.double().flatten()
+        norm, own = float(should.norm()), float(found.norm())
+        least = 1e-3 * float(whole.norm()) * math.sqrt(should.numel() / whole.numel())  # an expert without tokens
+        layer = ".".join(map(str, piece.global_offset[: piece.prepend_axis_num]))
+        product = float(should @ found)
+        yield {
+            "name": f"{piece.key}{'@' if layer else ''}{layer}",
+            "difference": float((found - should).norm()) / max(norm, least, 1e-30),
+            "cosine": product / (norm * own) if norm > least and own > 0 else float(norm <= least),
+            "sums": (product, norm**2, own**2),
+        }
+
+
+def _whole_cosine(rows: list[dict[str, Any]]) -> float:
+    """Of all gradients as one vector. Adds up replicas as often as they are there."""
+    product, one, other = (sum(row["sums"][i] for row in rows) for i in range(3))
+    return product / math.sqrt(one * other)
