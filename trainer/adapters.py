@@ -191,7 +191,8 @@ class DoRALinear(dora_layers.DoRALinear):
         if bias is None and inside is not None and inside.numel() and self._adapter_enabled:
             # Bridge multiplies W x + b + B A x; the magnitudes of DoRA are those of the weight.
             output = output + inside * (1 - self.adapter.get_weight_magnitude() / self._get_weight_norm())
-        return output, bias
+        # Bridge makes [1, tokens, width] of [tokens, width], which latent attention has where sequences are packed.
+        return output.squeeze(0) if output.ndim > x.ndim else output, bias
 
     def _get_weight_norm(self):
         if not self.adapter.input_is_parallel:
