@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from conf.sections import Count, Section, Seed, Text
+from conf.sections import Count, Number, Place, Section, Seed, Text
 
 Column = Annotated[str, Field(min_length=1, pattern=r"^[^{}]+$")]
 
@@ -14,7 +14,7 @@ PLAIN = r"[^{}]*\{input\}[^{}]*\{output\}"
 class Rows(Section):
     """Where rows lie, and which of their columns hold what."""
 
-    source: Text | None = Field(
+    source: Place | None = Field(
         default=None,
         description="Hugging Face data set id, file, folder of files, s3:// URI, or tiny://tickets; files are JSON "
         "lines, JSON, CSV, TSV, Parquet or Arrow, compressed or not",
@@ -48,7 +48,7 @@ class Data(Rows):
         default=(), strict=False, description="several sources with weights, in place of data.source"
     )
     rows: Count | None = Field(default=None, description="take this many rows, chosen by their content; null = all")
-    rows_seed: int = Field(default=0, ge=0, description="another seed chooses other rows")
+    rows_seed: Number = Field(default=0, description="another seed chooses other rows")
     validation: float = Field(default=0.05, ge=0, lt=1, description="share of rows that validate during training")
     test: float = Field(default=0.05, ge=0, lt=1, description="share of rows held out for evaluation")
     duplicates: Literal["keep", "drop"] = Field(default="keep", description="rows that have occurred before")
@@ -78,7 +78,9 @@ class Data(Rows):
         default="assistant",
         description="tokens that count in the loss: the last answer, every turn of the assistant, or all",
     )
-    workers: int = Field(default=0, ge=0, description="loader processes per rank; 0 = none, enough for token files")
+    workers: int = Field(
+        default=0, ge=0, le=1024, description="loader processes per rank; 0 = none, enough for token files"
+    )
     processes: Count | None = Field(default=None, description="of preparation; null = one per core")
     seed: Seed = Field(default=1234, description="order of the sequences, and which rows share one; Megatron's default")
 

@@ -27,13 +27,16 @@ import yaml
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from conf import layout
+from conf import layout, regular_files
+from conf.faults import Fault
 from conf.schema import Run, contradictions, dotted_keys, sections, spelled_out
 
 FOLDER = Path(__file__).parent
 # Names are looked for here; only what lies in FOLDER itself is offered to run.
 FOLDERS = (FOLDER, FOLDER / "planned", FOLDER / "documented")
 MOST = 2**16  # GPUs of a run
+LARGEST = 2**20  # bytes of a configuration
+LONGEST = 300  # characters of a value in a message
 KEYS = dotted_keys()
 SECTIONS = list(sections())
 MAPS = [
@@ -55,11 +58,15 @@ WORDS = {
     "literal_error": "is not one of {expected}",
     "string_pattern_mismatch": "does not match {pattern}",
     "string_too_short": "is empty",
+    "string_too_long": "is too long: it must have at most {max_length} characters",
     "greater_than": "is too small: it must be above {gt}",
     "greater_than_equal": "is too small: it must be at least {ge}",
     "less_than": "is too large: it must be below {lt}",
     "less_than_equal": "is too large: it must be at most {le}",
 }
+
+# PyYAML's way to say that a value does not fit its tag, as in !!int ten, !!int "" or !!set [a].
+UNFIT = (ValueError, KeyError, AttributeError, TypeError, IndexError, ArithmeticError)
 
 RESOLVERS = {
     "null": r"~|null|Null|NULL|",
@@ -69,7 +76,7 @@ RESOLVERS = {
 }
 
 
-class ConfigError(ValueError):
+class ConfigError(Fault):
     """Everything that is wrong with a configuration; args are the lines."""
 
     def __str__(self) -> str:
@@ -79,10 +86,7 @@ class ConfigError(ValueError):
 def load(path: str | os.PathLike[str], overrides: Sequence[str] = (), illegal: bool = False) -> Run:
     """illegal: the layout may be, as whoever plans says so himself."""
     file, shown = _find(os.fspath(path))
-    try:
-        data, wrong = parse(file.read_text("utf-8"), shown)
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{shown}: {getattr(error, 'strerror', None) or error}") from None
+    data, wrong = parse(read_text(file, shown), shown)
     if not wrong and not isinstance(data, dict):
         wrong.append(
             f"{shown}: {'empty' if data is None else _show(data)}; it takes the sections {', '.join(SECTIONS)}"
@@ -153,6 +157,9 @@ class _Loader(yaml.SafeLoader):
                 first[key.value] = line
         return super().construct_mapping(node, deep)
 
+    def flatten_mapping(self, node: yaml.MappingNode) -> None:
+        """Merge keys, which YAML 1.2 has no more, stay unknown tags: maps merged in maps grow without a limit."""
+
 
 class _Dumper(yaml.SafeDumper):
     """Quotes what _Loader would misread."""
@@ -164,6 +171,15 @@ for _name, _pattern in RESOLVERS.items():
 _Dumper.yaml_implicit_resolvers = _Loader.yaml_implicit_resolvers
 
 
+def read_text(file: Path, shown: str) -> str:
+    try:
+        return regular_files.read(file, LARGEST).decode("utf-8")
+    except Fault as fault:
+        raise ConfigError(str(fault).replace(str(file), shown, 1)) from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{shown}: {error}") from None
+
+
 def _find(path: str) -> tuple[Path, str]:
     if not re.fullmatch(r"[\w-]+", path):
         file, shown = Path(path), path
@@ -171,7 +187,7 @@ def _find(path: str) -> tuple[Path, str]:
         files = [folder / f"{path}.yaml" for folder in FOLDERS]
         file = next((file for file in files if file.exists()), files[0])
         shown = str(file.relative_to(FOLDER.parent))
-    if not file.exists():
+    if not regular_files.is_there(file):
         known = ", ".join(sorted(file.stem for folder in FOLDERS for file in folder.glob("*.yaml")))
         raise ConfigError(f"no such configuration: {path}; there are: {known}")
     return file, shown
@@ -185,8 +201,7 @@ def parse(text: str, shown: str) -> tuple[Any, list[str]]:
     except yaml.MarkedYAMLError as error:
         line = f":{error.problem_mark.line + 1}" if error.problem_mark else ""
         return None, [f"{shown}{line}: {', '.join(filter(None, (error.context, error.problem)))}"]
-    except (yaml.YAMLError, RecursionError, ValueError, KeyError, AttributeError) as error:
-        # the last three are PyYAML's way to say that a value does not fit its tag, as in !!int ten
+    except (yaml.YAMLError, RecursionError, *UNFIT) as error:
         return None, [f"{shown}: not YAML: {error}"]
     return value, [f"{shown}:{line}: {key}: again; first on line {first}" for line, key, first in loader.duplicates]
 
@@ -235,7 +250,8 @@ def _describe(detail: ErrorDetails, shown: str, places: dict[str, str]) -> str:
 def _show(value: Any) -> str:
     if isinstance(value, dict | list):
         return "a section" if isinstance(value, dict) else "a list"
-    return json.dumps(value, ensure_ascii=False, default=str)
+    text = json.dumps(value, ensure_ascii=False, default=str)
+    return text if len(text) <= LONGEST else f"{text[:LONGEST]}..."
 
 
 def _meant(key: str) -> str:

@@ -37,6 +37,8 @@ from conf.sections import (
 )
 from conf.training import Moe, Optimizer, Train
 
+LINES = ("slurm.setup",)  # lists whose entries may be equal: lines of a script
+
 
 def spelled_out(layout: Any) -> Any:
     """`layout: auto` is short for a section."""
@@ -46,7 +48,9 @@ def spelled_out(layout: Any) -> Any:
 class Run(Section):
     """One fine-tuning run."""
 
-    name: str = Field(pattern=r"^[a-z0-9-]+$", description="names the run's folder, and the run to people")
+    name: str = Field(
+        pattern=r"^[a-z0-9-]+$", max_length=100, description="names the run's folder, and the run to people"
+    )
     model: Model
     data: Data
     adapter: Adapter = Field(default_factory=Adapter)
@@ -97,6 +101,7 @@ def dotted_keys() -> list[str]:
 def contradictions(run: Run) -> Iterator[tuple[str, str]]:
     """Yields (key, problem) for values that are right alone and wrong together."""
     train, optimizer, moe = run.train, run.optimizer, run.moe
+    yield from _repetitions(run)
     if run.adapter.kind != "none" and not run.adapter.targets:
         yield "adapter.targets", f"empty, but adapter.kind is {run.adapter.kind}"
     if "adapter" in (run.export.formats or ()) and run.adapter.kind == "none":
@@ -130,6 +135,15 @@ def contradictions(run: Run) -> Iterator[tuple[str, str]]:
         yield "moe.aux_loss_coeff", "has no effect with moe.balance none"
     yield from levers.contradictions(run)
     yield from clusters.contradictions(run.gang.engine, run.kubernetes)
+
+
+def _repetitions(run: Run) -> Iterator[tuple[str, str]]:
+    """Lists name things, and nothing is meant by naming one twice."""
+    for section in sections():
+        for key, values in getattr(run, section):
+            again = {str(value) for value in values if values.count(value) > 1} if isinstance(values, tuple) else set()
+            if again and f"{section}.{key}" not in LINES:
+                yield f"{section}.{key}", f"{sorted(again)[0]} stands in it twice"
 
 
 def json_schema() -> str:

@@ -6,6 +6,7 @@ Models are strict ("1" is no integer, neither is 1.0 or true), closed (an unknow
 from typing import Annotated, Any, Literal
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
     ConfigDict,
     Field,
@@ -17,10 +18,32 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
+COUNTED = 2**31 - 1  # what 32 bits count; a run of as many steps of as many rows still counts in 64
+LONGEST = 255  # bytes of a file's name; file systems take no more
+
 Degree = Annotated[int, Field(ge=1, le=65536)]
-Count = Annotated[int, Field(ge=1)]
+Count = Annotated[int, Field(ge=1, le=COUNTED)]
+Number = Annotated[int, Field(ge=0, le=COUNTED)]
 Seed = Annotated[int, Field(ge=1, lt=2**31)]  # Megatron refuses 0, and NumPy takes 32 bits
-Text = Annotated[str, Field(min_length=1)]
+
+
+def _without_nul(value: str) -> str:
+    if "\0" in value:
+        raise PydanticCustomError("nul", "holds a NUL, which no name and no line of text has")
+    return value
+
+
+def _is_path(value: str) -> str:
+    """No file system has a longer name, and pathlib raises for one where it should say that nothing is there."""
+    if any(len(name.encode()) > LONGEST for name in value.split("/")) or len(value.encode()) >= 4096:
+        raise PydanticCustomError("path", f"a name in it is longer than {LONGEST} bytes, or all of it than 4095")
+    if value.startswith("~") and value[1:2] not in ("", "/"):
+        raise PydanticCustomError("path", "of other users' folders no short form is taken; write the path out")
+    return value
+
+
+Text = Annotated[str, Field(min_length=1), AfterValidator(_without_nul)]
+Place = Annotated[Text, AfterValidator(_is_path)]  # a path, or what may be one
 
 AdapterTarget = Literal[
     "linear_qkv",
@@ -51,7 +74,7 @@ class Section(BaseModel):
 class Model(Section):
     """The released model that the run starts from."""
 
-    source: Text = Field(
+    source: Place = Field(
         description="Hugging Face Hub id, folder, s3:// URI, or tiny://KIND, which trainer.tiny makes; for the flow"
     )
     revision: Text = Field(default="main", description="branch, tag or commit on the Hub; pin a commit to repeat a run")
@@ -90,7 +113,9 @@ class Layout(Section):
     gpus_per_node: Degree = Field(default=1, description="processes per host: one per GPU, or gloo processes on a CPU")
     tp: Degree = Field(default=1, description="tensor parallel: cuts attention and dense layers; keep it within a host")
     pp: Degree = Field(default=1, description="pipeline parallel: cuts the stack of layers into stages")
-    vpp: int | None = Field(default=None, ge=2, description="stages per pipeline rank (interleaved schedule); null = 1")
+    vpp: int | None = Field(
+        default=None, ge=2, le=65536, description="stages per pipeline rank (interleaved schedule); null = 1"
+    )
     cp: Degree = Field(default=1, description="context parallel: cuts sequences")
     ep: Degree = Field(default=1, description="expert parallel: spreads the experts; no factor of tp*cp*pp*dp")
     etp: Degree = Field(default=1, description="tensor parallel inside each expert; Megatron's own default would be tp")
@@ -114,7 +139,7 @@ class Layout(Section):
 class Hardware(Section):
     """What the run is planned for; never part of what identifies it."""
 
-    gpu: Text | None = Field(
+    gpu: Place | None = Field(
         default=None,
         description="a100, h100, h200, b200, gb200, cpu, or a .yaml of your own (conf/plan/hardware.py); null = the "
         "one that the run's name holds, else cpu for tiny://KIND and h100 for any other model",
@@ -145,7 +170,7 @@ class Log(Section):
 class Export(Section):
     """What is made of a trained checkpoint, for others to load."""
 
-    checkpoint: Annotated[Literal["latest", "base"] | Annotated[int, Field(ge=1)], WrapValidator(_one_problem)] = Field(
+    checkpoint: Annotated[Literal["latest", "base"] | Count, WrapValidator(_one_problem)] = Field(
         default="latest", description="which to export: the newest, the untrained base, or a step"
     )
     formats: tuple[Literal["merged", "adapter"], ...] | None = Field(
@@ -156,7 +181,7 @@ class Export(Section):
 class Evaluate(Section):
     """What the base and the tuned model are asked, served by vLLM."""
 
-    tasks: tuple[Text, ...] = Field(
+    tasks: tuple[Place, ...] = Field(
         default=("held_out",),
         strict=False,
         description="held_out = the data's test split; else lm-eval's names, or paths of task files (YAML)",
@@ -166,8 +191,8 @@ class Evaluate(Section):
     samples: Count = Field(default=20, description="rows per task in the table of prompts, answers and references")
     precision: Literal["fp32", "bf16"] | None = Field(default=None, description="of serving; null = train.precision")
     gpus: Degree | None = Field(default=None, description="tensor parallel degree of vLLM; null = all GPUs of the host")
-    parity_rows: int = Field(
-        default=8, ge=0, description="prompts whose log-probabilities training and serving must agree on; 0 = none"
+    parity_rows: Number = Field(
+        default=8, description="prompts whose log-probabilities training and serving must agree on; 0 = none"
     )
     parity_bound: float | None = Field(
         default=None,
@@ -191,8 +216,8 @@ class Gang(Section):
     quiet_seconds: float = Field(
         default=3600, gt=0, description="seconds that loading, validation or a save may take without a step"
     )
-    retries: int = Field(
-        default=3, ge=0, description="new attempts after hosts failed; a later checkpoint starts the count again"
+    retries: Number = Field(
+        default=3, description="new attempts after hosts failed; a later checkpoint starts the count again"
     )
     min_nodes: Degree | None = Field(default=None, description="fewest hosts to go on with; null = layout.nodes")
     grace: int = Field(  # told after 2 s, 8 to say what became of it: all is over before Prefect's worker kills, at 30
@@ -222,15 +247,15 @@ class Track(Section):
 class Paths(Section):
     """Where things lie for this run; never part of what identifies it. {name} stands for the run's name."""
 
-    model: Text = Field(default="runs/{name}/model", description="released checkpoint, Hugging Face format")
-    base: Text = Field(default="runs/{name}/base", description="the same, converted to Megatron's torch_dist format")
-    data: Text = Field(default="runs/{name}/data", description="training.jsonl and validation.jsonl")
-    output: Text = Field(default="runs/{name}/output", description="checkpoints and metrics of this run")
-    logs: Text = Field(default="runs/{name}/logs", description="what Megatron prints, a file per rank")
-    export: Text = Field(default="runs/{name}/export", description="the trained model in Hugging Face's formats")
-    served: Text = Field(default="runs/{name}/export/merged", description="the model that is evaluated")
-    parity: Text = Field(default="runs/{name}/output/parity.json", description="what training says of fixed prompts")
-    evaluation: Text = Field(default="runs/{name}/evaluation", description="scores and answers")
+    model: Place = Field(default="runs/{name}/model", description="released checkpoint, Hugging Face format")
+    base: Place = Field(default="runs/{name}/base", description="the same, converted to Megatron's torch_dist format")
+    data: Place = Field(default="runs/{name}/data", description="training.jsonl and validation.jsonl")
+    output: Place = Field(default="runs/{name}/output", description="checkpoints and metrics of this run")
+    logs: Place = Field(default="runs/{name}/logs", description="what Megatron prints, a file per rank")
+    export: Place = Field(default="runs/{name}/export", description="the trained model in Hugging Face's formats")
+    served: Place = Field(default="runs/{name}/export/merged", description="the model that is evaluated")
+    parity: Place = Field(default="runs/{name}/output/parity.json", description="what training says of fixed prompts")
+    evaluation: Place = Field(default="runs/{name}/evaluation", description="scores and answers")
 
     @field_validator("*", mode="before")
     @classmethod

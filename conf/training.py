@@ -7,7 +7,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from conf.sections import Count, Section, Seed
+from conf.sections import Count, Number, Section, Seed
 
 RecomputeModule = Literal["core_attn", "moe_act", "layernorm", "mla_up_proj", "mlp", "moe", "shared_experts"]
 
@@ -34,7 +34,7 @@ class Train(Section):
         default=(), strict=False, description="for selective; moe_act, layernorm are cheap"
     )
     recompute_layers: Count = Field(default=1, description="for full: layers per block; 1 = least memory")
-    validate_every: int = Field(default=0, ge=0, description="steps between validations; 0 = never")
+    validate_every: Number = Field(default=0, description="steps between validations; 0 = never")
     validate_batches: Count = Field(default=10, description="global batches per validation")
     stop_after: Count | None = Field(
         default=None, description="end after this step, schedule unchanged; for rehearsals"
@@ -46,7 +46,7 @@ class Optimizer(Section):
 
     lr: float = Field(gt=0, le=1, description="highest learning rate, reached after warmup")
     min_lr: float = Field(default=0.0, ge=0, description="learning rate at the last step")
-    warmup_steps: int = Field(default=0, ge=0, description="steps of linear rise from 0")
+    warmup_steps: Number = Field(default=0, description="steps of linear rise from 0")
     decay: Literal["cosine", "linear", "constant"] = Field(
         default="cosine", description="shape of the fall from lr to min_lr"
     )

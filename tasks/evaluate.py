@@ -2,10 +2,13 @@
 
 import hashlib
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 from prefect import State, task
 
+from conf import regular_files
+from conf.load import UNFIT
 from conf.schema import Run
 from tasks import launch
 from tasks.artifact import Artifact, Stage, Work
@@ -65,12 +68,27 @@ def _content(path: str) -> str:
         raise Fault(f"evaluate.tasks: {path}: no such file")
     import yaml
 
-    text = file.read_bytes()
+    text = regular_files.read(file)
     digest = hashlib.sha256(text)
     loader = type("Loader", (yaml.SafeLoader,), {})
     loader.add_multi_constructor("!", lambda *_: None)  # lm-eval's !function
-    named = (yaml.load(text, loader) or {}).get("dataset_kwargs", {}).get("data_files", {})
-    for name in [named] if isinstance(named, str) else sorted(named.values()) if isinstance(named, dict) else named:
+    try:
+        settings = yaml.load(text, loader)
+    except (yaml.YAMLError, RecursionError, *UNFIT) as error:
+        raise Fault(f"evaluate.tasks: {path}: not YAML: {' '.join(str(error).split())}") from None
+    kept = settings.get("dataset_kwargs") or {} if isinstance(settings, dict) else None
+    if not isinstance(kept, dict):
+        raise Fault(f"evaluate.tasks: {path}: no task of lm-eval, which is a section of keys")
+    named = kept.get("data_files")
+    for name in sorted(_texts(named)) if isinstance(named, dict) else _texts(named):
         if Path(name).is_file():
             digest.update(Path(name).read_bytes())
     return digest.hexdigest()
+
+
+def _texts(value: object) -> Iterator[str]:
+    """All texts in nested lists and sections."""
+    if isinstance(value, str):
+        yield value
+    for inner in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
+        yield from _texts(inner)

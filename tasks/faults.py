@@ -1,8 +1,8 @@
-"""A fault of the person who started the flow, or of a service it needs: one line, and no stack trace."""
+"""How a task ends that cannot do its work: by a fault, which is one line, or because it was told to."""
 
+from conf.faults import Fault
 
-class Fault(ValueError):
-    """What is wrong, with the value, and what would be right."""
+__all__ = ["Fault", "Stopped"]
 
 
 class Stopped(RuntimeError):

@@ -16,6 +16,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from conf import regular_files
 from tasks.faults import Fault
 
 SETTLED = 2.0  # seconds; FAT has that grain, ext4 4 ms
@@ -54,7 +55,7 @@ def _stamp(file: Path) -> Stamp:
 
 
 def _digest(file: Path) -> str:
-    with file.open("rb") as stream:
+    with regular_files.open_regular(file) as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 

@@ -14,8 +14,9 @@ from prefect import State, get_run_logger, task
 from prefect.artifacts import create_markdown_artifact
 from prefect.states import Completed, Failed
 
-from conf.facts import UNBRIDGED, ModelFacts
+from conf.facts import ModelFacts
 from conf.load import ConfigError
+from conf.model_files import whole
 from conf.plan import advice, display, hardware, picture, verdict
 from conf.plan.hardware import GB
 from conf.plan.verdict import Plan
@@ -124,9 +125,8 @@ def _facts(run: Run) -> ModelFacts:
         return verdict.facts_of(run)
     config = config_json.read(source, run.model.revision)
     facts = verdict.facts_in(config, f"model.source: {source}: ")
-    if facts.architecture in UNBRIDGED:
-        others = "it does that of GLM-4.5 to 4.7, DeepSeek-V3, Qwen3 and Llama"
-        raise Fault(f"model.source: {source}: Megatron-Bridge does not convert {facts.architecture}; {others}")
+    if refused := whole.not_converted(config):
+        raise Fault(f"model.source: {source}: {refused}")
     if quantized := config.get("quantization_config"):
         method = quantized.get("quant_method", "") if isinstance(quantized, dict) else ""
         raise Fault(

@@ -12,7 +12,7 @@ from typing import Any
 from prefect import State, task
 from prefect.artifacts import create_markdown_artifact
 
-from conf import layout
+from conf import layout, regular_files
 from conf.data import Data, Part
 from conf.schema import Run
 from tasks import data_report, launch, sources
@@ -120,6 +120,6 @@ def _here(session: Session, model: Artifact, work: Work) -> Run:
 def _template(name: str) -> str:
     """Digest of a Jinja file: its place bears no identity."""
     try:
-        return f"sha256:{hashlib.sha256(Path(name).expanduser().read_bytes()).hexdigest()}.jinja"
-    except OSError as error:
-        raise Fault(f"data.template: {name}: {error.strerror}") from None
+        return f"sha256:{hashlib.sha256(regular_files.read(Path(name).expanduser())).hexdigest()}.jinja"
+    except Fault as fault:
+        raise Fault(f"data.template: {fault}") from None

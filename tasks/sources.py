@@ -97,6 +97,8 @@ def _files(source: str, key: str) -> list[Path]:
         names = row_files.among(file.relative_to(path).as_posix() for file in path.rglob("*") if file.is_file())
         found = [path / name for name in names]
     elif path.exists():
+        if not path.is_file():
+            raise Fault(f"{key}: {source}: neither a file nor a folder")
         found = [path] if row_files.format_of(path) else []
     else:
         matches = [Path(name) for name in glob.glob(str(path), recursive=True)]

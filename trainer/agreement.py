@@ -8,6 +8,7 @@ import hashlib
 import json
 from pathlib import Path
 
+from conf.model_files import config_json
 from conf.schema import Run
 from trainer import asked
 from trainer.data.rows import Row
@@ -83,7 +84,7 @@ def _differences(row: dict, served: list) -> list[float]:
 
 def _bound(run: Run, precision: str) -> float:
     """Merged weights are rounded to the type of the release: with bf16 weights nothing is as exact as fp32."""
-    config = json.loads((Path(run.paths.served) / "config.json").read_text())
+    config = config_json.read(Path(run.paths.served) / config_json.NAME)
     weights = config.get("dtype") or config.get("torch_dtype")
     return BOUNDS["fp32" if precision == "fp32" and weights == "float32" else "bf16"]
 

@@ -25,6 +25,7 @@ from collections import deque
 from pathlib import Path
 
 from conf import output_marks
+from conf.model_files import config_json
 from conf.output_marks import EVALUATION
 from conf.schema import Run
 from trainer import agreement, entry, held_out, inputs, lm_tasks, serving
@@ -87,7 +88,7 @@ def _length(run: Run, elsewhere: bool) -> int:
     """Tokens of prompt and answer together: memory for them is set aside when vLLM starts."""
     needed = run.data.seq_length + run.evaluate.max_tokens
     needed = max(needed, 4096) if elsewhere else needed  # few-shot prompts of lm-eval's tasks
-    config = json.loads((Path(run.paths.served) / "config.json").read_text())
+    config = config_json.read(Path(run.paths.served) / config_json.NAME)
     return min(needed, config.get("max_position_embeddings") or needed)
 
 

@@ -3,15 +3,14 @@
 import os
 from errno import EACCES, EDQUOT, ENOSPC, EPERM, EROFS
 
+from conf.faults import Fault
 from conf.output_marks import Foreign
+
+__all__ = ["WRITER_DIED", "Fault", "line_of"]
 
 WRITER_DIED = "Worker failure"  # megatron-core's words; it passes on the kind of the writer's error, not its text
 CANNOT_WRITE = (EACCES, EPERM, EROFS)
 HOST = (EACCES, EDQUOT, ENOSPC, EROFS)
-
-
-class Fault(ValueError):
-    """What is wrong, with the value, and what would be right."""
 
 
 def line_of(error: BaseException) -> str | None:

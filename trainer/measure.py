@@ -27,6 +27,7 @@ from unittest import mock
 
 from conf.facts import facts_from_hf
 from conf.layout import problems
+from conf.model_files import config_json
 from conf.schema import Run
 from trainer import entry, platform
 from trainer.console import megatron_to
@@ -40,7 +41,7 @@ def check(run: Run) -> None:
     path = Path(run.paths.model) / "config.json"
     if not path.is_file():
         raise Fault(f"paths.model: {path}: no such file; python -m trainer.trial makes it")
-    if found := problems(run, facts_from_hf(json.loads(path.read_text()))):
+    if found := problems(run, facts_from_hf(config_json.read(path))):
         raise Fault("\n".join(found))
 
 
@@ -80,7 +81,7 @@ def configuration(run: Run):
     from trainer.bare import open_bridge
     from trainer.recipe import make_adapter, make_config
 
-    config = json.loads((Path(run.paths.model) / "config.json").read_text())
+    config = config_json.read(Path(run.paths.model) / config_json.NAME)
     found = make_config(run, open_bridge(config), None)
     # Bridge's own way to an adapter insists on a checkpoint of the model below it.
     if adapter := make_adapter(run):

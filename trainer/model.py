@@ -1,8 +1,8 @@
 """From a run's configuration to Megatron-Bridge's description of the model, the same for every command."""
 
-import json
 from pathlib import Path
 
+from conf.model_files import config_json
 from conf.schema import Run
 from trainer import lazy_bridge, platform
 
@@ -10,7 +10,7 @@ from trainer import lazy_bridge, platform
 def open_bridge(run: Run):
     """Megatron-Bridge's converter for the released checkpoint in run.paths.model."""
     folder = Path(run.paths.model)
-    lazy_bridge.load_family(json.loads((folder / "config.json").read_text())["architectures"][0])
+    lazy_bridge.load_family(config_json.architecture(config_json.read(folder / config_json.NAME)))
     from megatron.bridge.models.conversion.auto_bridge import AutoBridge
 
     return AutoBridge.from_hf_pretrained(str(folder), trust_remote_code=run.model.trust_remote_code)

@@ -25,9 +25,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from conf import regular_files
 from conf.facts import MODELS, ModelFacts, facts_from_hf
 from conf.layout import problems
 from conf.load import load
+from conf.model_files import config_json
 from conf.plan import hardware, parameters
 from conf.plan.memory import memory
 from conf.plan.verdict import settle
@@ -144,7 +146,7 @@ def config_of(run: Run) -> dict[str, Any]:
     """The model's config.json, without its weights."""
     source = run.model.source
     for folder in (run.paths.model, source):
-        if (path := Path(folder) / "config.json").is_file():
+        if regular_files.is_there(path := Path(folder) / config_json.NAME):
             return _read(path)
     if source.startswith(TINY):
         kind = source.removeprefix(TINY)
@@ -159,11 +161,8 @@ def config_of(run: Run) -> dict[str, Any]:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    try:
-        found = json.loads(path.read_text())
-    except ValueError as error:
-        raise Fault(f"{path}: not readable as JSON ({error})") from None
-    if not isinstance(found, dict) or not found.get("architectures"):
+    found = config_json.read(path)
+    if not config_json.architecture(found):
         raise Fault(f"{path}: architectures is missing, so the kind of model is unknown")
     return found
 

@@ -8,28 +8,20 @@ import hashlib
 import json
 import os
 import re
-import struct
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
+from conf.model_files import config_json, weights
+from conf.model_files.weights import Entry
 from trainer.faults import Fault
 
 SOURCE = "source.json"  # beside a converted model: what each released tensor was
 BLOCK = 16 * 2**20
 # Left over in old Llama checkpoints; every model class computes it.
 COMPUTED = re.compile(r"\.rotary_emb\.inv_freq$")
-
-
-@dataclass(frozen=True)
-class Entry:
-    dtype: str
-    shape: tuple[int, ...]
-    file: str
-    start: int  # of its bytes in the file
-    size: int
 
 
 @dataclass(frozen=True)
@@ -48,18 +40,7 @@ class Model:
 
 
 def read(folder: Path) -> Model:
-    index = folder / "model.safetensors.index.json"
-    listed = json.loads(index.read_text())["weight_map"] if index.exists() else {}
-    tensors = {}
-    for file in sorted(set(listed.values())) or ["model.safetensors"]:
-        for name, entry in _header(folder, file).items():
-            if listed and listed.get(name) != file:
-                raise Fault(f"{folder / file}: holds {name}, which {index.name} does not list there")
-            tensors[name] = entry
-    missing = sorted(set(listed) - set(tensors))
-    if missing:
-        raise Fault(f"{index}: lists {enumerate_names(missing)}, which the files do not hold")
-    return Model(folder, json.loads((folder / "config.json").read_text()), tensors)
+    return Model(folder, config_json.read(folder / config_json.NAME), weights.tensors(folder))
 
 
 def repeated(model: Model) -> dict[str, str]:
@@ -122,21 +103,6 @@ def enumerate_names(names: Iterable[str], limit: int = 10) -> str:
     names = list(names)
     more = f" and {len(names) - limit} more" if len(names) > limit else ""
     return ", ".join(names[:limit]) + more
-
-
-def _header(folder: Path, file: str) -> dict[str, Entry]:
-    with (folder / file).open("rb") as f:
-        (length,) = struct.unpack("<Q", f.read(8))
-        header = json.loads(f.read(length))
-    header.pop("__metadata__", None)
-    return {
-        name: Entry(h["dtype"], tuple(h["shape"]), file, 8 + length + h["data_offsets"][0], _size(h["data_offsets"]))
-        for name, h in header.items()
-    }
-
-
-def _size(offsets: list[int]) -> int:
-    return offsets[1] - offsets[0]
 
 
 def _blocks(f: BinaryIO, entry: Entry) -> Iterator[bytes]:

@@ -29,7 +29,7 @@ from math import isfinite
 from pathlib import Path
 from typing import Any
 
-from conf.load import MOST, ConfigError, parse
+from conf.load import MOST, ConfigError, parse, read_text
 from conf.schema import Run
 
 GIB = 2**30
@@ -120,10 +120,7 @@ def read(wanted: str, place: str = "gpu") -> Gpu:
         return replace(CPU, memory=_host_memory())
     if not wanted.endswith((".yaml", ".yml")):
         raise ConfigError(f"{place}: {wanted!r} is none of {', '.join(NAMES)}, and no .yaml file of your own")
-    try:
-        given, wrong = parse(Path(wanted).read_text("utf-8"), wanted)
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{wanted}: {getattr(error, 'strerror', None) or error}") from None
+    given, wrong = parse(read_text(Path(wanted), wanted), wanted)
     if wrong:
         raise ConfigError(*wrong)
     if not isinstance(given, dict):

@@ -17,10 +17,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, get_args
 
-from conf import levers
+from conf import levers, regular_files
 from conf.facts import MODELS, ModelFacts, facts_from_hf, known
+from conf.faults import Fault
 from conf.layout import Grid, grid, problems
 from conf.load import ConfigError
+from conf.model_files import json_object
 from conf.plan.hardware import GB, Gpu
 from conf.plan.memory import HostNeed, StageMemory, host, memory
 from conf.plan.search import TIGHT, Found, search
@@ -111,7 +113,7 @@ def facts_of(run: Run) -> ModelFacts:
     if source in names:
         return known(names[source])
     for folder in (source, run.paths.model):
-        if (config := Path(folder) / "config.json").is_file():
+        if regular_files.is_there(config := Path(folder) / "config.json"):
             return _read(config)
     ids = ", ".join(name for name in names if "/" in name)
     raise ConfigError(f"model.source: {source}: unknown model; known are {ids}; {HINT}")
@@ -119,11 +121,9 @@ def facts_of(run: Run) -> ModelFacts:
 
 def _read(config: Path) -> ModelFacts:
     try:
-        read = json.loads(config.read_text("utf-8"))
-    except OSError as error:
-        raise ConfigError(f"{config}: {error.strerror}") from None
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{config}: not JSON: {error}") from None
+        read = json_object.read(config)
+    except Fault as fault:
+        raise ConfigError(str(fault)) from None
     return facts_in(read, f"{config.parent}/")
 
 

@@ -24,6 +24,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from threading import Event, Lock
 
+from conf import regular_files
 from tasks.faults import Fault
 from tasks.hub import api, s3_source, wanted
 from tasks.hub.digests import holds
@@ -275,12 +276,12 @@ def _resolve_folder(source: str) -> Resolved:
 
     def one(name: str, stopped: Event) -> None:
         path = folder / name
+        if path.is_symlink() and not path.exists():
+            raise Fault(f"{path}: a link to {path.readlink()}, which is not there; fetch the model again")
         try:
-            with path.open("rb") as file:
+            with regular_files.open_regular(path) as file:
                 digests[name] = f"sha256:{hashlib.file_digest(file, 'sha256').hexdigest()}"
                 sizes[name] = file.tell()
-        except FileNotFoundError:
-            raise Fault(f"{path}: a link to {path.readlink()}, which is not there; fetch the model again") from None
         except OSError as error:
             raise Fault(f"{path}: {error.strerror}") from None
 

@@ -3,17 +3,17 @@
 Not covered: tiny://KIND, which is on no disk yet.
 """
 
-import json
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from threading import Event
 from typing import Any
 
+from conf import regular_files
+from conf.model_files import json_object
+from conf.model_files.config_json import NAME
 from tasks import hub
 from tasks.faults import Fault
 from tasks.hub import api
-
-NAME = "config.json"
 
 
 def read(source: str, revision: str) -> dict[str, Any]:
@@ -23,13 +23,7 @@ def read(source: str, revision: str) -> dict[str, Any]:
     text = {"hub": _of_hub, "folder": _of_folder, "s3": _of_s3}[where](source, revision)
     if text is None:
         raise Fault(f"{source}: no {NAME} there; a model has one beside its weights")
-    try:
-        found = json.loads(text)
-    except (ValueError, RecursionError):
-        found = None
-    if not isinstance(found, dict):
-        raise Fault(f"{source}: its {NAME} is not JSON with a section of keys; the model is damaged")
-    return found
+    return json_object.parse(text, f"{source}: its {NAME}")
 
 
 def _of_hub(source: str, revision: str) -> bytes | None:
@@ -51,12 +45,7 @@ def _of_hub(source: str, revision: str) -> bytes | None:
 
 def _of_folder(source: str, revision: str) -> bytes | None:
     path = Path(source).expanduser() / NAME
-    try:
-        return path.read_bytes()
-    except FileNotFoundError:
-        return None
-    except OSError as error:
-        raise Fault(f"{path}: {error.strerror}") from None
+    return regular_files.read(path) if regular_files.is_there(path) else None
 
 
 def _of_s3(source: str, revision: str) -> bytes | None:

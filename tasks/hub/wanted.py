@@ -5,11 +5,12 @@ What is left out is listed with the reason. Names decide what is fetched; the sm
 model is taken at all: not one that asks to run code, nor one that lacks shards.
 """
 
-import json
 import re
 from collections.abc import Iterable
 from pathlib import Path, PurePosixPath
 
+from conf import regular_files
+from conf.model_files import json_object, weights
 from tasks.faults import Fault
 
 OTHER_COPIES = {"original", "onnx", "openvino", "coreml", "tflite", "metal", "gguf"}  # folders
@@ -78,7 +79,7 @@ def unsafe_name(name: str) -> bool:
 
 def refuse_code(source: str, folder: Path, names: Iterable[str]) -> None:
     for name in (name for name in names if name in CONFIGS):
-        if "auto_map" in _read_json(source, folder / name):
+        if "auto_map" in json_object.parse(regular_files.read(folder / name), f"{source}: its {name}"):
             raise Fault(
                 f"{source}: the auto_map in its {name} asks to run code of the repository; read that code and allow it "
                 f"by {TRUST}, or take a revision for transformers' own classes"
@@ -87,20 +88,10 @@ def refuse_code(source: str, folder: Path, names: Iterable[str]) -> None:
 
 def require_shards(source: str, folder: Path, names: Iterable[str], files: Iterable[str]) -> None:
     for name in (name for name in names if name.endswith(".safetensors.index.json")):
-        shards = _read_json(source, folder / name).get("weight_map", {}).values()
+        shards = weights.index(folder / name, f"{source}: its {name}").values()
         lost = {(Path(name).parent / shard).as_posix() for shard in shards} - set(files)
         if lost:
             raise Fault(f"{source}: {name} lists {min(lost)}, which is not there; the model is incomplete")
-
-
-def _read_json(source: str, path: Path) -> dict:
-    try:
-        value = json.loads(path.read_text("utf-8"))
-    except ValueError:
-        value = None
-    if not isinstance(value, dict):
-        raise Fault(f"{source}: its {path.name} is not JSON with a section of keys; the model is damaged")
-    return value
 
 
 def _format(name: str) -> str:

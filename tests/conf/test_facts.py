@@ -104,9 +104,9 @@ def test_facts_that_are_no_sizes(value):
 @pytest.mark.parametrize(
     "config, line",
     [
-        ({}, "num_hidden_layers is None, which is no size"),
-        ({"architectures": ["GPT2LMHeadModel"], "n_embd": 8}, "n_head is None, which is no size"),
-        ({"architectures": ["T5ForConditionalGeneration"], "d_model": 8}, "num_hidden_layers is None, which is no"),
+        ({}, "num_hidden_layers is null, which is no size"),
+        ({"architectures": ["GPT2LMHeadModel"], "n_embd": 8}, "n_head is null, which is no size"),
+        ({"architectures": ["T5ForConditionalGeneration"], "d_model": 8}, "num_hidden_layers is null, which is no"),
         (LLAMA | {"vocab_size": -5}, "vocab_size is -5, which is no size from 1"),
         (
             LLAMA | {"num_attention_heads": 24},
@@ -115,7 +115,7 @@ def test_facts_that_are_no_sizes(value):
         (LLAMA | {"num_key_value_heads": 5}, "num_key_value_heads is 5, which does not divide num_attention_heads, 32"),
         (LLAMA | {"num_nextn_predict_layers": 33}, "num_nextn_predict_layers is 33, beside 32 layers"),
         (MOE | {"num_experts_per_tok": 9}, "num_experts_per_tok is 9, of 8 experts"),
-        (MOE | {"num_experts_per_tok": None}, "num_experts_per_tok is None, which is no size from 1"),
+        (MOE | {"num_experts_per_tok": None}, "num_experts_per_tok is null, which is no size from 1"),
         (MOE | {"first_k_dense_replace": 33}, "first_k_dense_replace is 33, of 32 layers"),
         (MOE | {"decoder_sparse_step": 0}, "decoder_sparse_step is 0, which is no size from 1"),
         (MOE | {"mlp_only_layers": [32]}, "mlp_only_layers is [32], which is no list of layers from 0 to 31"),
@@ -131,7 +131,7 @@ def test_facts_that_are_no_sizes(value):
             MOE | LATENT | {"architectures": ["DeepseekV3ForCausalLM"], "n_shared_experts": 0},
             "n_shared_experts is 0, and Megatron-Bridge builds this family with one or more",
         ),
-        (LLAMA | LATENT | {"v_head_dim": None}, "v_head_dim is None, which is no size from 1"),
+        (LLAMA | LATENT | {"v_head_dim": None}, "v_head_dim is null, which is no size from 1"),
     ],
 )
 def test_what_is_no_model(config, line):

@@ -139,7 +139,7 @@ def test_file_that_cannot_be_read(conf, tmp_path):
     assert {"glm47", "mixtral-8x7b", "qwen3-235b-as-documented"} <= {*names}
     assert lines("nope") == [f"no such configuration: nope; there are: {', '.join(names)}"]
     assert lines("./run.yml") == [f"no such configuration: ./run.yml; there are: {', '.join(names)}"]
-    assert lines(tmp_path) == [f"{tmp_path}: Is a directory"]
+    assert lines(tmp_path) == [f"{tmp_path}: a folder, and no file"]
     Path("run.yaml").write_bytes(b"\xff")
     assert lines("run.yaml")[0].startswith("run.yaml: 'utf-8' codec")
 
@@ -242,7 +242,9 @@ def values(field: dict[str, Any]) -> st.SearchStrategy[Any]:
             return st.from_regex(pattern.replace("$", r"\Z"), fullmatch=True)
         case {"type": "string"}:
             traps = st.sampled_from(["1e-4", "null", "~", "yes", "0x1F", "2026-01-01", " a: b #c", "=", "<<", "-", "'"])
-            return traps | st.text(st.characters(codec="utf-8"), min_size=1)
+            return traps | st.text(st.characters(codec="utf-8", exclude_characters="\0"), min_size=1).filter(
+                _is_no_home
+            )
         case {"type": "integer"}:
             return st.integers(field.get("minimum", 0), min(10, field.get("maximum", 10)))
         case {"type": "number"}:
@@ -251,7 +253,7 @@ def values(field: dict[str, Any]) -> st.SearchStrategy[Any]:
                 low, low + 1, exclude_min="exclusiveMinimum" in field, exclude_max="exclusiveMaximum" in field
             )
         case {"type": "array", "items": item}:
-            return st.lists(values(item), min_size=1, max_size=3)
+            return st.lists(values(item), min_size=1, max_size=3, unique_by=repr)
         case {"$ref": "#/$defs/Part"}:
             return section(Part.model_json_schema())
         case {"type": "object"}:
@@ -259,6 +261,11 @@ def values(field: dict[str, Any]) -> st.SearchStrategy[Any]:
         case {"type": kind}:
             return {"boolean": st.booleans(), "null": st.none()}[kind]
     raise AssertionError(field)
+
+
+def _is_no_home(text: str) -> bool:
+    """~name is no path that is taken."""
+    return not text.startswith("~")
 
 
 def section(schema: dict[str, Any]) -> st.SearchStrategy[dict[str, Any]]:

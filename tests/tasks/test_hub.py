@@ -168,7 +168,7 @@ def test_code_of_a_repository_needs_trust(served, model, tmp_path, config):
         (lambda model: (model / SHARDS[1]).unlink(), f"lists {SHARDS[1]}"),
         (lambda model: [(model / shard).unlink() for shard in SHARDS], "no file of weights"),
         (lambda model: [(model / shard).rename(model / f"{shard}.gguf") for shard in SHARDS], "only .gguf"),
-        (lambda model: (model / "config.json").write_text("<html>"), "config.json is not JSON"),
+        (lambda model: (model / "config.json").write_text("<html>"), "config.json: not readable as JSON"),
     ],
 )
 def test_incomplete_models_are_refused(served, model, tmp_path, spoil, words):

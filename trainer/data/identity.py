@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from conf import output_marks
+from conf import output_marks, regular_files
 from conf.data import Part, Rows
 from conf.output_marks import DATA, PREPARING
 from conf.schema import Run
@@ -88,7 +88,7 @@ def write(file: Path, value: dict[str, Any]) -> None:
 
 def digest(path: Path) -> str:
     try:
-        with path.open("rb") as file:
+        with regular_files.open_regular(path) as file:
             return hashlib.file_digest(file, "sha256").hexdigest()
     except OSError as error:
         raise Fault(f"{path}: {error.strerror}") from None

@@ -86,6 +86,8 @@ def files(source: str) -> list[Path]:
             raise Fault(f"data.source: {source}: no file in this folder ends in one of {row_files.ENDINGS}")
         return found
     if path.exists():
+        if not path.is_file():
+            raise Fault(f"data.source: {source}: neither a file nor a folder")
         if not row_files.format_of(path):
             raise Fault(f"data.source: {source}: ends in none of {row_files.ENDINGS}")
         return [path]

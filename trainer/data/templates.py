@@ -21,6 +21,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from conf import regular_files
 from conf.data import PLAIN, Data
 from trainer.data import anomalies, chat, plain
 from trainer.data import tokenizer as tokenizers
@@ -224,11 +225,11 @@ def _file(name: str) -> tuple[Kind, str, str]:
     from transformers.utils.chat_template_utils import _compile_jinja_template
 
     try:
-        text = Path(name).read_text(encoding="utf-8")
-    except OSError as error:
-        raise Fault(f"data.template: {name}: {error.strerror}, in {Path.cwd()}") from None
+        text = regular_files.read(Path(name)).decode("utf-8")
     except UnicodeDecodeError as error:
         raise Fault(f"data.template: {name}: not UTF-8 at byte {error.start}") from None
+    except Fault as fault:
+        raise Fault(f"data.template: {fault}, in {Path.cwd()}") from None
     try:
         environment = _compile_jinja_template(text).environment
         used = meta.find_undeclared_variables(environment.parse(text))

@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from conf import regular_files
 from trainer.compat import import_transformers
 from trainer.faults import Fault
 
@@ -164,7 +165,7 @@ def digest(folder: Path) -> str:
 
 
 def _sha256(path: Path) -> str:
-    with path.open("rb") as stream:
+    with regular_files.open_regular(path) as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 

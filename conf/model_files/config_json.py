@@ -1,0 +1,140 @@
+"""config.json: the architecture that it names, and the types and ranges of keys that have one meaning in all families.
+
+    read(path) -> dict             a config.json that was checked; Fault for what is none
+    check(config)                  of one that was read; ValueError of one line that begins with config.json
+    architecture(config) -> str    "" where none is named
+
+Sizes are conf/facts.py's, which knows the limits of each. Keys without an entry here may hold anything.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from conf.faults import Fault
+from conf.model_files import json_object
+from conf.model_files.json_object import show
+
+NAME = "config.json"
+
+Test = Callable[[Any], bool]
+
+
+def _number(value: Any) -> bool:
+    return type(value) in (int, float)
+
+
+def _integer(value: Any) -> bool:
+    return type(value) is int and 0 <= value < 2**31
+
+
+def _positive(value: Any) -> bool:
+    return _number(value) and 0 < value < 1e30
+
+
+def _share(value: Any) -> bool:
+    return _number(value) and 0 <= value <= 1
+
+
+def _flag(value: Any) -> bool:
+    return type(value) is bool
+
+
+def _text(value: Any) -> bool:
+    return isinstance(value, str) and bool(value)
+
+
+def _object(value: Any) -> bool:
+    return isinstance(value, dict)
+
+
+def _ids(value: Any) -> bool:
+    return _integer(value) or (isinstance(value, list) and bool(value) and all(map(_integer, value)))
+
+
+# What a key has to be, in words and as a test. Lists of several keys share one.
+KINDS: dict[str, tuple[Test, tuple[str, ...]]] = {
+    "no number above 0 and below 1": (
+        lambda value: _number(value) and 0 < value < 1,
+        ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon"),
+    ),
+    "no number above 0": (_positive, ("rope_theta", "routed_scaling_factor")),
+    "no number from 0 to 1": (
+        _share,
+        ("partial_rotary_factor", "attention_dropout", "hidden_dropout", "initializer_range", "router_aux_loss_coef"),
+    ),
+    "neither true nor false": (
+        _flag,
+        (
+            "tie_word_embeddings",
+            "attention_bias",
+            "mlp_bias",
+            "use_qk_norm",
+            "norm_topk_prob",
+            "use_cache",
+            "output_router_logits",
+            "use_sliding_window",
+        ),
+    ),
+    "no text": (_text, ("model_type", "hidden_act", "hidden_activation", "dtype", "torch_dtype", "scoring_func")),
+    "no size": (
+        lambda value: _integer(value) and value > 0,
+        ("max_position_embeddings", "n_group", "topk_group", "pretraining_tp"),
+    ),
+    "no integer from 0": (_integer, ("sliding_window", "max_window_layers", "bos_token_id", "pad_token_id")),
+    "neither an id nor a list of ids": (_ids, ("eos_token_id",)),
+    "no object": (_object, ("rope_scaling", "rope_parameters", "quantization_config", "auto_map", "id2label")),
+}
+TESTS = {key: (what, test) for what, (test, keys) in KINDS.items() for key in keys}
+# transformers takes no null for these.
+NEEDED = {"rms_norm_eps", "hidden_act", "tie_word_embeddings", "attention_bias", "use_cache", "max_position_embeddings"}
+# Within rope_scaling and rope_parameters.
+ROPE: dict[str, tuple[str, Test]] = {
+    **dict.fromkeys(("rope_type", "type"), ("no text", _text)),
+    **dict.fromkeys(("rope_theta", "factor", "original_max_position_embeddings"), ("no number above 0", _positive)),
+    **dict.fromkeys(
+        ("beta_fast", "beta_slow", "low_freq_factor", "high_freq_factor"), ("no number above 0", _positive)
+    ),
+    **dict.fromkeys(("mscale", "mscale_all_dim", "attention_factor"), ("no number", _number)),
+    "partial_rotary_factor": ("no number from 0 to 1", _share),
+}
+IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+
+
+def read(path: Path) -> dict[str, Any]:
+    config = json_object.read(path)
+    try:
+        check(config)
+    except ValueError as error:
+        raise Fault(f"{path.parent}/{error}") from None
+    return config
+
+
+def check(config: dict[str, Any]) -> None:
+    architecture(config)
+    _check_keys(config, TESTS, "")
+    for section in ("rope_scaling", "rope_parameters"):
+        _check_keys(config.get(section) or {}, ROPE, f"{section}.")
+    rows = config.get("vocab_size")
+    for key in IDS:
+        ids = config.get(key)
+        if _integer(rows) and max(ids if isinstance(ids, list) else [ids or 0]) >= rows:
+            raise ValueError(f"{NAME}: {key} is {show(ids)}, and vocab_size is {rows}")
+
+
+def architecture(config: dict[str, Any]) -> str:
+    """The first of those that the config.json names, which is what transformers and Megatron-Bridge go by."""
+    found = config.get("architectures")
+    if found is None or found == []:
+        return ""
+    if not isinstance(found, list) or not all(_text(name) and name.isidentifier() for name in found):
+        raise ValueError(f"{NAME}: architectures is {show(found)}, which is no list of names of architectures")
+    return found[0]
+
+
+def _check_keys(found: dict[str, Any], tests: dict[str, tuple[str, Test]], place: str) -> None:
+    for key in found.keys() & tests.keys():
+        what, test = tests[key]
+        value = found[key]
+        if (value is not None or key in NEEDED) and not test(value):
+            raise ValueError(f"{NAME}: {place}{key} is {show(value)}, which is {what}")

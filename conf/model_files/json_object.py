@@ -1,0 +1,82 @@
+"""JSON as its standard has it, and an object at its top; everything else is a Fault of one line.
+
+Python's own reader takes more: NaN and Infinity, a key twice, half a surrogate pair. So a file that it accepts may be
+refused, or read as something else, by the libraries that read it after us.
+"""
+
+import json
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+from conf import regular_files
+from conf.faults import Fault
+
+SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
+
+
+class _Refused(ValueError):
+    """What JSON has no place for."""
+
+
+def read(path: Path) -> dict[str, Any]:
+    return parse(regular_files.read(path), str(path))
+
+
+def parse(content: bytes, shown: str) -> dict[str, Any]:
+    """`shown` names the file where it is at fault."""
+    try:
+        text = content.decode("utf-8")
+        found = json.loads(
+            text, object_pairs_hook=_object, parse_constant=_constant, parse_float=_number, parse_int=_integer
+        )
+        if SURROGATE.search(text):
+            json.dumps(found, ensure_ascii=False).encode("utf-8")
+    except RecursionError:
+        raise Fault(f"{shown}: not readable as JSON (its brackets are nested too deeply)") from None
+    except UnicodeError:
+        raise Fault(f"{shown}: not readable as JSON (its text is no UTF-8)") from None
+    except ValueError as error:
+        raise Fault(f"{shown}: not readable as JSON ({' '.join(str(error).split())[:200]})") from None
+    if not isinstance(found, dict):
+        raise Fault(f"{shown}: holds {kind(found)}, not an object")
+    return found
+
+
+def kind(value: Any) -> str:
+    """What JSON calls it."""
+    names = {dict: "an object", list: "a list", str: "a text", bool: "true or false", type(None): "null"}
+    return names.get(type(value), "a number")
+
+
+def show(value: Any) -> str:
+    """A value for a message, which stays one line however long the value is."""
+    text = json.dumps(value, ensure_ascii=True, default=str)
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        seen: set[str] = set()
+        again = next(key for key, _ in pairs if key in seen or seen.add(key))
+        raise _Refused(f"the key {show(again)} stands there twice")
+    return found
+
+
+def _constant(name: str) -> Any:
+    raise _Refused(f"{name} is no JSON number")
+
+
+def _number(text: str) -> float:
+    found = float(text)
+    if not math.isfinite(found):
+        raise _Refused(f"the number {text[:40]} is too large")
+    return found
+
+
+def _integer(text: str) -> int:
+    if len(text) > 100:  # Python refuses to read thousands of digits, and nothing counts so far
+        raise _Refused(f"the number {text[:20]}... is too large")
+    return int(text)

@@ -1,0 +1,158 @@
+"""The tokenizer's files of a model folder: their structure, and that every token has a row in the embedding.
+
+What the tokenizers library makes of them is not looked at here: trainer/data/tokenizer.py loads them.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from conf import regular_files
+from conf.faults import Fault
+from conf.model_files import json_object
+from conf.model_files.json_object import show
+
+WHOLE, SETTINGS, SPECIAL, ADDED = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+)
+OTHERS = ("tokenizer.model", "tiktoken.model", "vocab.json", "vocab.txt")
+NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+SEVERAL = ("additional_special_tokens", "extra_special_tokens")
+
+
+def check(folder: Path, rows: int | None) -> None:
+    """`rows` are those of the embedding: the config.json's vocab_size."""
+    files = {name: json_object.read(folder / name) for name in (WHOLE, SETTINGS, SPECIAL, ADDED) if _is(folder, name)}
+    if WHOLE not in files:
+        others = [name for name in OTHERS if _is(folder, name)]
+        if not others and SETTINGS not in files:
+            raise Fault(f"{folder}: no tokenizer ({WHOLE}); take it from the released model")
+        for name in others:
+            regular_files.open_regular(folder / name).close()
+    ids = dict(_ids_of_whole(folder / WHOLE, files[WHOLE])) if WHOLE in files else {}
+    named: dict[str, Path] = {}
+    for name, found in files.items():
+        path = folder / name
+        if name == SETTINGS:
+            _check_template(path, found)
+            ids |= _fit(path, dict(_ids_of_settings(path, found)), rows)
+        if name == ADDED:
+            ids |= _fit(path, dict(_ids_by_text(path, found, "")), rows)
+        if name in (SETTINGS, SPECIAL):
+            named |= dict.fromkeys(_named(path, found), path)
+        if name == WHOLE:
+            _fit(path, ids, rows)
+    if WHOLE in files and rows is not None:
+        _check_new(named, ids, rows)
+
+
+def _is(folder: Path, name: str) -> bool:
+    return regular_files.is_there(folder / name)
+
+
+def _fit(path: Path, ids: dict[str, int], rows: int | None) -> dict[str, int]:
+    if ids and rows is not None and max(ids.values()) >= rows:
+        raise Fault(
+            f"{path}: token id {max(ids.values())} does not fit the model, whose vocab_size is {rows}: "
+            "this tokenizer belongs to another model"
+        )
+    return ids
+
+
+def _check_new(named: dict[str, Path], ids: dict[str, int], rows: int) -> None:
+    """transformers gives a special token that the vocabulary lacks an id of its own, behind all others."""
+    new = [token for token in named if token not in ids]
+    if new and max(ids.values(), default=-1) + len(new) >= rows:
+        raise Fault(
+            f"{named[new[0]]}: the special token {show(new[0])} is not in {WHOLE}, and a new one has no row in the "
+            f"model, whose vocab_size is {rows}"
+        )
+
+
+def _ids_of_whole(path: Path, found: dict[str, Any]) -> Iterator[tuple[str, int]]:
+    model = found.get("model")
+    if not isinstance(model, dict):
+        raise Fault(f"{path}: model is {show(model)}, which is no object")
+    vocabulary = model.get("vocab")
+    if isinstance(vocabulary, dict):
+        yield from _ids_by_text(path, vocabulary, "model.vocab: ")
+    elif isinstance(vocabulary, list):  # of unigrams: a text and its score
+        for number, pair in enumerate(vocabulary):
+            if not (isinstance(pair, list) and len(pair) == 2 and isinstance(pair[0], str) and _score(pair[1])):
+                raise Fault(f"{path}: model.vocab: {show(pair)} is no text with its score")
+            yield pair[0], number
+    else:
+        raise Fault(f"{path}: model.vocab is {show(vocabulary)}, which is no vocabulary")
+    merges = model.get("merges", [])
+    if not isinstance(merges, list) or not all(map(_is_merge, merges)):
+        raise Fault(f"{path}: model.merges is no list of pairs of texts")
+    added = found.get("added_tokens") or []
+    if not isinstance(added, list):
+        raise Fault(f"{path}: added_tokens is {show(added)}, which is no list")
+    for token in added:
+        if not isinstance(token, dict) or not isinstance(token.get("content"), str) or not _is_id(token.get("id")):
+            raise Fault(f"{path}: added_tokens: {show(token)} is no object with an id and its content")
+        yield token["content"], token["id"]
+
+
+def _ids_of_settings(path: Path, found: dict[str, Any]) -> Iterator[tuple[str, int]]:
+    decoder = found.get("added_tokens_decoder") or {}
+    if not isinstance(decoder, dict):
+        raise Fault(f"{path}: added_tokens_decoder is {show(decoder)}, which is no object")
+    for number, token in decoder.items():
+        content = token.get("content") if isinstance(token, dict) else token
+        if not (number.isascii() and number.isdigit() and len(number) < 10 and isinstance(content, str)):
+            raise Fault(f"{path}: added_tokens_decoder: {show({number: token})} is no id with a token")
+        yield content, int(number)
+
+
+def _ids_by_text(path: Path, found: dict[str, Any], place: str) -> Iterator[tuple[str, int]]:
+    for text, number in found.items():
+        if not _is_id(number):
+            raise Fault(f"{path}: {place}the id of {show(text)} is {show(number)}, which is no id")
+        yield text, number
+
+
+def _named(path: Path, found: dict[str, Any]) -> Iterator[str]:
+    """Special tokens that the file names."""
+    for key in (*NAMED, *SEVERAL):
+        value = found.get(key)
+        several = value if key in SEVERAL and isinstance(value, list) else [value]
+        if key in SEVERAL and isinstance(value, dict):
+            several = list(value.values())
+        for token in several:
+            content = token.get("content") if isinstance(token, dict) else token
+            if not isinstance(content, str) and token is not None:
+                raise Fault(f"{path}: {key} is {show(value)}, which names no token")
+            if content:
+                yield content
+
+
+def _check_template(path: Path, found: dict[str, Any]) -> None:
+    template = found.get("chat_template")
+    named = template if isinstance(template, list) else []
+    if template is None or isinstance(template, str):
+        return
+    if not named or not all(isinstance(one, dict) and _texts(one, "name", "template") for one in named):
+        raise Fault(f"{path}: chat_template is {show(template)}, which is no template, and no list of named ones")
+
+
+def _texts(found: dict[str, Any], *keys: str) -> bool:
+    return all(isinstance(found.get(key), str) for key in keys)
+
+
+def _is_merge(merge: Any) -> bool:
+    if isinstance(merge, list):
+        return len(merge) == 2 and all(isinstance(half, str) for half in merge)
+    return isinstance(merge, str)
+
+
+def _is_id(value: Any) -> bool:
+    return type(value) is int and 0 <= value < 2**31
+
+
+def _score(value: Any) -> bool:
+    return type(value) in (int, float)

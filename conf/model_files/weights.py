@@ -1,0 +1,75 @@
+"""The tensors of a released model: which file holds which, by its index and by the files' own headers.
+
+The two must agree, tensor by tensor: else who loads by the index has other tensors than who loads whole files. Links
+are followed: the Hub's cache is made of them.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from conf import regular_files
+from conf.faults import Fault
+from conf.model_files import json_object, safetensors_header
+
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+
+
+@dataclass(frozen=True)
+class Entry:
+    dtype: str
+    shape: tuple[int, ...]
+    file: str
+    start: int  # of its bytes in the file
+    size: int
+
+
+def tensors(folder: Path) -> dict[str, Entry]:
+    """Every tensor, by name."""
+    listed = index(folder / INDEX) if regular_files.is_there(folder / INDEX) else {}
+    files = sorted(set(listed.values())) or [SINGLE]
+    missing = [file for file in files if not regular_files.is_there(folder / file)]
+    if missing and not listed:
+        raise Fault(f"{folder}: neither {SINGLE} nor {INDEX}; only safetensors are read")
+    if missing:
+        raise Fault(f"{folder}: {len(missing)} of the {len(files)} shards in {INDEX} are missing: {missing[0]}")
+    found: dict[str, Entry] = {}
+    for file in files:
+        for name, tensor in safetensors_header.read(folder / file).items():
+            if listed and listed.get(name) != file:
+                raise Fault(f"{folder / file}: holds {json_object.show(name)}, which {INDEX} does not list there")
+            found[name] = Entry(tensor.dtype, tensor.shape, file, tensor.start, tensor.size)
+    if lost := sorted(listed.keys() - found.keys()):
+        more = f" and {len(lost) - 1} more" if len(lost) > 1 else ""
+        raise Fault(f"{folder / INDEX}: lists {json_object.show(lost[0])}{more}, which the files do not hold")
+    if not found:
+        raise Fault(f"{folder}: its files hold no tensor; download them again")
+    return found
+
+
+def size(folder: Path) -> int:
+    """Bytes of all tensors."""
+    return sum(entry.size for entry in tensors(folder).values())
+
+
+def index(path: Path, shown: str = "") -> dict[str, str]:
+    """The file of each tensor, as a model's index has it. `shown` names the index in a fault, else its path does."""
+    shown = shown or str(path)
+    listed = json_object.parse(regular_files.read(path), shown).get("weight_map")
+    if not isinstance(listed, dict) or not listed:
+        raise Fault(f"{shown}: weight_map is missing, or no object that names a file for each tensor")
+    for name, file in listed.items():
+        if not is_plain(file):
+            text = f"{json_object.show(name)} lies in {json_object.show(file)}"
+            raise Fault(f"{shown}: weight_map: {text}, which is no name of a file in this folder")
+    return listed
+
+
+def is_plain(name: object) -> bool:
+    """Whether it names a file right in a folder, and nothing elsewhere."""
+    return (
+        isinstance(name, str)
+        and 0 < len(name.encode()) <= 255
+        and name not in (".", "..")
+        and name.isprintable()
+        and not {"/", "\\"} & set(name)
+    )

@@ -1,0 +1,67 @@
+"""Whether a released model's files describe one and the same model: config.json, weights and tokenizer."""
+
+import re
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from conf.facts import CONVERTED, ModelFacts, facts_from_hf
+from conf.faults import Fault
+from conf.model_files import config_json, tokenizer_files, weights
+from conf.model_files.weights import Entry
+from conf.plan import parameters
+
+LAYER = re.compile(r"model\.layers\.(\d{1,6})\.")
+EMBEDDING = "model.embed_tokens.weight"
+
+
+def check(folder: Path) -> tuple[dict[str, Any], dict[str, Entry]]:
+    """config.json and tensors of a folder that can be served; Fault for what is damaged."""
+    config = config_json.read(folder / config_json.NAME)
+    if not config_json.architecture(config):
+        raise Fault(f"{folder / config_json.NAME}: architectures is missing, so the kind of model is unknown")
+    tensors = weights.tensors(folder)
+    rows = config.get("vocab_size")
+    tokenizer_files.check(folder, rows if type(rows) is int else None)
+    return config, tensors
+
+
+def check_released(folder: Path) -> tuple[dict[str, Any], ModelFacts]:
+    """config.json and sizes of a folder whose model can be converted, and trained, here."""
+    config, tensors = check(folder)
+    place = folder / config_json.NAME
+    if refused := not_converted(config):
+        raise Fault(f"{place}: {refused}")
+    try:
+        facts = facts_from_hf(config)
+    except ValueError as error:  # a line that begins with config.json
+        raise Fault(f"{folder}/{error}") from None
+    _check_sizes(place, facts, tensors)
+    return config, facts
+
+
+def not_converted(config: dict[str, Any]) -> str:
+    """Why the model cannot be converted here, by its architecture; "" where it can."""
+    architecture = config_json.architecture(config)
+    if architecture not in CONVERTED:
+        return f"{architecture or 'no architecture'} is not converted or trained here; {', '.join(CONVERTED)} are"
+    if config.get("model_type") != CONVERTED[architecture]:
+        kind = config_json.show(config.get("model_type"))
+        return f"model_type is {kind}, and that of {architecture} is {CONVERTED[architecture]}"
+    return ""
+
+
+def _check_sizes(place: Path, facts: ModelFacts, tensors: dict[str, Entry]) -> None:
+    """Before a model of config.json's sizes is built: Megatron would take the memory, or the time, for all of it."""
+    layers = {int(match[1]) for match in map(LAYER.match, tensors) if match}
+    most = facts.layers + facts.mtp_layers
+    if not layers or not facts.layers <= max(layers) + 1 <= most:
+        text = f"num_hidden_layers is {facts.layers} and num_nextn_predict_layers {facts.mtp_layers}"
+        raise Fault(f"{place}: {text}, but the weights have {max(layers, default=-1) + 1} layers")
+    embedding = tensors.get(EMBEDDING)
+    if embedding and embedding.shape != (facts.vocab, facts.hidden):
+        text = f"vocab_size is {facts.vocab} and hidden_size {facts.hidden}"
+        raise Fault(f"{place}: {text}, but {EMBEDDING} is {list(embedding.shape)}")
+    described, there = parameters.total(facts), sum(prod(entry.shape) for entry in tensors.values())
+    if not there / 2 <= described <= 2 * there:
+        raise Fault(f"{place}: describes a model of {described:,} parameters, but the weights have {there:,}")

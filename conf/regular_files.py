@@ -1,0 +1,57 @@
+"""Open and read files that a caller has named: regular ones alone, as a FIFO or a device may block for ever.
+
+Whatever is wrong with such a path is a Fault that names it.
+"""
+
+import os
+import stat
+from pathlib import Path
+from typing import BinaryIO
+
+from conf.faults import Fault
+
+KINDS = {
+    stat.S_IFDIR: "a folder",
+    stat.S_IFIFO: "a FIFO",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+}
+LARGEST = 100_000_000  # bytes read whole; the safetensors library allows that many for a header
+
+
+def open_regular(path: Path) -> BinaryIO:
+    """Open a file for reading; a link to one counts."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # of a FIFO this does not wait
+    except FileNotFoundError:
+        raise Fault(f"{path}: no such file") from None
+    except (OSError, ValueError) as error:  # ValueError: a NUL in the name
+        shown = str(path) if str(path).isprintable() else repr(str(path))
+        raise Fault(f"{shown}: {getattr(error, 'strerror', None) or error}") from None
+    mode = os.fstat(descriptor).st_mode
+    if not stat.S_ISREG(mode):
+        os.close(descriptor)
+        raise Fault(f"{path}: {KINDS.get(stat.S_IFMT(mode), 'something else')}, and no file")
+    return os.fdopen(descriptor, "rb")
+
+
+def read(path: Path, largest: int = LARGEST) -> bytes:
+    """Read a whole file of at most so many bytes."""
+    with open_regular(path) as file:
+        try:
+            found = file.read(largest + 1)
+        except OSError as error:
+            raise Fault(f"{path}: {error.strerror}") from None
+    if len(found) > largest:
+        raise Fault(f"{path}: larger than {largest} bytes, the most that is read of such a file")
+    return found
+
+
+def is_there(path: Path) -> bool:
+    """Whether anything has this name, a link to nothing included. Unlike Path.exists() this raises for no name."""
+    try:
+        os.lstat(path)
+    except (OSError, ValueError):
+        return False
+    return True
