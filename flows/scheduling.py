@@ -29,7 +29,8 @@ TAIL = 10**6  # bytes of a log
 PAGE = 200  # the most that the server gives at once
 LATE = 60  # seconds; a worker looks each 10
 LOGGED = re.compile(r"(\d\d):(\d\d):(\d\d)\.\d+ \| (?:ERROR|CRITICAL) *\| (\S+) - (.*)")
-OF_SERVICES = ("docket", "prefect.server")  # uvicorn's are errors of single requests
+OF_SERVICES = ("docket", "prefect.server.services", "prefect.server.events")  # others' are errors of single requests
+BUSY = "database is locked"  # SQLite on a host that has too much to do; the next turn may do
 
 
 class Trouble(NamedTuple):
@@ -74,9 +75,10 @@ def failing_services(log: Path, start: int = 0) -> list[Trouble]:
         elif re.match(r"\d\d:\d\d:\d\d\.\d+ \| ", line):
             service = ""
         elif service and re.match(r"[\w.]+(: |$)", line):  # the last line of a stack trace, without its indentation
-            reasons[service] = line
+            reasons[service] = line[:200]
+    mend = f"less +G {log}"
     return [
-        Trouble(True, f"{service} failed {count} times in {RECENT} s: {reasons[service][:200]}", f"less +G {log}")
+        Trouble(BUSY not in reasons[service], f"{service} failed {count} times in {RECENT} s: {reasons[service]}", mend)
         for service, count in counts.items()
         if service and count > 1
     ]

@@ -102,7 +102,7 @@ def test_schedules_survive_every_redeploy_and_start_runs_at_once(place, worker):
             wait_for(lambda: planned() == {*before}, 30)
         api = place.prefect
         assert scheduling.unscheduled(api, scheduling.active(api), 0) == []
-        assert scheduling.failing_services(place.folder / "prefect.log") == []
+        assert not any(one.is_fatal for one in scheduling.failing_services(place.folder / "prefect.log"))
     finally:
         for id in schedules():
             edit(place, f"{path}/{id}", "DELETE", {})

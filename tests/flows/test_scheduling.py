@@ -70,12 +70,24 @@ def test_a_service_that_fails_again_and_again_is_named_with_its_reason(log):
         ago(1, DEAD),  # one failure: the next turn may do
         ago(7200, DEAD) + ago(7140, DEAD),  # mended since
         ago(2, REQUEST) + ago(1, REQUEST),  # a client that went away
+        ago(2, REQUEST.replace("uvicorn.error", "prefect.server.utilities.worker_channel")) * 2,
         ago(2, DEAD) + ago(1, DEAD.replace("schedule_recent_deployments", "monitor_late_runs")),  # each once
     ],
 )
 def test_a_healthy_server_s_log_accuses_nobody(log, text):
     log.write_text(text)
     assert scheduling.failing_services(log) == []
+
+
+def test_a_host_that_is_too_busy_is_a_warning_alone(log):
+    """Seen on one with a load of 30: a healthy server's services, that find SQLite locked twice in a while."""
+    busy = DEAD.replace(
+        "sqlalchemy.exc.InvalidRequestError: Can't", "sqlalchemy.exc.OperationalError: database is locked"
+    )
+    log.write_text(ago(30, busy) + ago(1, busy))
+    (trouble,) = scheduling.failing_services(log)
+    assert not trouble.is_fatal
+    assert "database is locked" in trouble.fact
 
 
 def test_errors_of_the_server_before_this_one_do_not_count(log):

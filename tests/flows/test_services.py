@@ -1,0 +1,72 @@
+"""`make up` as a user has it: in a folder of its own, again and again, with schedules that start runs."""
+
+import os
+import subprocess
+import sys
+from datetime import UTC, datetime, timedelta
+
+import pytest
+
+from tests.flows.test_deployments import deployment, edit, prefect
+from tests.flows.world import ROOT, World, wait_for
+
+LATEST = timedelta(seconds=60)  # a worker asks each 10 s; the rest is for a machine that has much to do
+
+
+@pytest.fixture
+def services(tmp_path):
+    """Calls `python -m flows.services`; nothing of it is left afterwards."""
+    environment = {name: value for name, value in os.environ.items() if name != "PREFECT_API_URL"}
+    environment |= {"FINETUNE_RUNS": str(tmp_path / "runs"), "PREFECT_HOME": str(tmp_path / "prefect"), "NO_COLOR": "1"}
+
+    def call(do: str, code: int = 0, **more: str) -> str:
+        command = [sys.executable, "-m", "flows.services", do]
+        done = subprocess.run(command, cwd=ROOT, env=environment | more, capture_output=True, text=True)
+        assert done.returncode == code, done.stdout + done.stderr
+        return done.stdout + done.stderr
+
+    call.environment = environment
+    yield call
+    call("down")
+
+
+def of(services, tmp_path, output: str) -> World:
+    """The servers of `make up`, by the lines that it prints."""
+    addresses = dict(line[len("export ") :].split("=", 1) for line in output.splitlines() if line.startswith("export "))
+    return World(tmp_path, services.environment | addresses, addresses["PREFECT_API_URL"], "")
+
+
+def a_minute_ahead(place: World) -> datetime:
+    """Makes the schedule by hand; says when its run is due."""
+    due = (datetime.now(UTC) + timedelta(seconds=100)).replace(second=0, microsecond=0)
+    cron = f"{due.minute} {due.hour} {due.day} {due.month} *"
+    prefect(place, "deployment", "schedule", "create", "finetune/tiny", "--cron", cron, "--timezone", "UTC")
+    return due
+
+
+def runs_due(place: World, due: datetime) -> list[dict]:
+    between = {"after_": (due - timedelta(seconds=1)).isoformat(), "before_": (due + timedelta(seconds=1)).isoformat()}
+    runs = place.ask_prefect("flow_runs/filter", flow_runs={"expected_start_time": between})
+    return [run for run in runs if run["state_type"] == "COMPLETED"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_a_cron_a_minute_ahead_runs_before_and_after_a_second_make_up(services, tmp_path):
+    place = of(services, tmp_path, services("up"))
+    tiny = deployment(place, "tiny")
+    edit(place, f"deployments/{tiny['id']}", "PATCH", {"parameters": {"conf": "tiny", "last": "download"}})
+    for again in (False, True):
+        due = a_minute_ahead(place)
+        if again:
+            before = deployment(place, "tiny")["schedules"]
+            assert 'parameters stays as edited, {"conf": "tiny", "last": "download"}' in services("up")
+            assert deployment(place, "tiny")["schedules"] == before
+        (run,) = wait_for(lambda due=due: runs_due(place, due), 400)
+        assert (run["auto_scheduled"], run["created_by"]["type"]) == (True, "SCHEDULE")
+        late = datetime.fromisoformat(run["start_time"]) - due
+        assert timedelta() <= late < LATEST, late
+
+    services("down")
+    place = of(services, tmp_path, services("up"))
+    assert deployment(place, "tiny")["schedules"] == before
