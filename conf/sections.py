@@ -186,6 +186,11 @@ class Evaluate(Section):
         strict=False,
         description="held_out = the data's test split; else lm-eval's names, or paths of task files (YAML)",
     )
+    base: Literal["required", "optional"] = Field(
+        default="required",
+        description="what becomes of a run whose base model cannot be evaluated: required = nothing is trained; "
+        "optional = it is, and nothing is promoted",
+    )
     rows: Count | None = Field(default=200, description="rows per task; null = all")
     max_tokens: Count = Field(default=256, description="longest answer to a held-out prompt")
     samples: Count = Field(default=20, description="rows per task in the table of prompts, answers and references")

@@ -66,11 +66,13 @@ def finetune(
         model = download.submit(session)  # GLM-4.7: 716 GB
         data = prepare.submit(session, model)  # the tokenizer is the model's
         base = convert.submit(session, model)  # as large again; 1 minute for each 4 GB and process
-        before = evaluate.submit(session, "base", model, data)  # beside conversion and training
-        trained = train.submit(session, model, base, data)  # the hours and the money
+        before = evaluate.submit(session, "base", model, data)  # without GPUs beside training, with them before it
+        first_of_all = session.before_training(before)
+        trained = train.submit(session, model, base, data, wait_for=first_of_all)  # the hours and the money
         tuned = export.submit(session, model, base, trained)  # as large again
         after = evaluate.submit(session, "tuned", tuned, data, trained)
         promoted = promote.submit(session, tuned, before, after)
+        session.needs(before)
         for future in (model, data, base, before, trained, tuned, after, promoted):
             future.wait()
         report.publish(session, planned)

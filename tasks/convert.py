@@ -26,7 +26,7 @@ def convert(session: Session, model: Artifact) -> State:
         if run.layout.nodes > 1:
             launch.trainer("convert", on_one_host(run), work.folder, say, stop, changed={"CUDA_VISIBLE_DEVICES": ""})
         else:
-            launch.trainer("convert", run, work.folder, say, stop)
+            launch.trainer("convert", run, work.folder, say, stop, turn=session.turn("convert", say))
         return {}
 
     return session.obtain("convert", make)

@@ -1,5 +1,6 @@
 """Stage: what a model answers, base or tuned, served by vLLM; and whether serving agrees with training."""
 
+import contextlib
 import hashlib
 import json
 from collections.abc import Iterator
@@ -17,11 +18,13 @@ from tasks.progress import Progress, newest
 from tasks.session import OPTIONS, Session
 
 VERSION = 1
+SHOWN = 5  # last lines of vLLM's log
 
 
 def stage(run: Run, model: Stage, data: Stage, trained: Stage | None = None) -> Stage:
     config = run.model_dump(mode="json", include={"evaluate"})
-    del config["evaluate"]["gpus"]
+    for key in ("gpus", "base"):
+        del config["evaluate"][key]
     config["precision"] = config["evaluate"].pop("precision") or run.train.precision
     config["task_files"] = {task: _content(task) for task in run.evaluate.tasks if task.endswith((".yaml", ".yml"))}
     inputs = {"model": model.fingerprint, "data": data.fingerprint}
@@ -40,14 +43,18 @@ def evaluate(session: Session, which: str, model: Artifact, data: Artifact, trai
         paths["served"] = served / "merged" if trained else served
         paths["parity"] = session.local(trained) / "parity.json" if trained else work.folder / "none.json"
         bar = Progress(name, "rows")
-        launch.trainer(
-            "evaluate",
-            session.at(**paths),
-            work.folder,
-            work.say,
-            session.stopped(work),
-            lambda: bar.update(*newest(output / "progress.jsonl", "done", "total")),
-        )
+        try:
+            launch.trainer(
+                "evaluate",
+                session.at(**paths),
+                work.folder,
+                work.say,
+                session.stopped(work),
+                lambda: bar.update(*newest(output / "progress.jsonl", "done", "total")),
+                turn=session.turn(name, work.say),
+            )
+        except launch.Crashed as crash:
+            raise launch.Crashed(_last_words(crash, output / "log.txt")) from None
         found = json.loads((output / "results.json").read_text())
         tracked = session.tracked(name)
         tracked.table(
@@ -59,6 +66,15 @@ def evaluate(session: Session, which: str, model: Artifact, data: Artifact, trai
         return {"metrics": found["metrics"], "parity": found["parity"], "chat_template": found["chat_template"]}
 
     return session.obtain(name, make)
+
+
+def _last_words(crash: launch.Crashed, log: Path) -> str:
+    """A crash in one line, and the last that vLLM has said: a log of its own keeps that."""
+    first = str(crash).partition(";")[0]
+    with contextlib.suppress(OSError):
+        last = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()][-SHOWN:]
+        return "\n".join([f"{first}; vLLM does not serve this model here; its last lines, of {log}:", *last])
+    return str(crash)
 
 
 def _content(path: str) -> str:

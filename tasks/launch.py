@@ -5,14 +5,18 @@ the trainer printed; it becomes a Fault. Any other failure shows the last lines,
 """
 
 import collections
+import contextlib
 import os
 import select
+import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
+from conf import host_gpus
 from conf.load import dump
 from conf.schema import Run
 from tasks.faults import Fault, Stopped
@@ -26,8 +30,24 @@ LONGEST = 1 << 16  # bytes of a line; the rest is the next one
 PRIVATE = ("AWS_", "HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "MLFLOW_", "PREFECT_", "WANDB_API_KEY")
 
 
+# Signals that a process gets for what its own native code does: the next start ends in the same way.
+OWN_DOING = {128 + number for number in (signal.SIGILL, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGSEGV)}
+
+
 class Broken(RuntimeError):
     """A command failed through no fault of the caller's that it knows of."""
+
+
+class Crashed(Broken):
+    """Its own native code has ended it, at once and without a word (segmentation fault, abort)."""
+
+
+@dataclass(frozen=True)
+class Turn:
+    """For a command that uses this host's GPUs."""
+
+    what: str  # what others are told while it has them
+    waits: Callable[[str], None]  # is told what it waits for; "" once it waits no longer
 
 
 def trainer(
@@ -39,6 +59,7 @@ def trainer(
     tick: Callable[[], None] = lambda: None,
     keep: Collection[str] = (),
     changed: dict[str, str] | None = None,
+    turn: Turn | None = None,
 ) -> None:
     """python -m trainer.<command>; its log is <folder>/<command>.log, tick() is called twice a second.
 
@@ -46,7 +67,7 @@ def trainer(
     """
     resolved = folder / "resolved.yaml"
     dump(run, resolved)
-    process([f"trainer.{command}", str(resolved)], folder / f"{command}.log", say, stop, tick, keep, changed)
+    process([f"trainer.{command}", str(resolved)], folder / f"{command}.log", say, stop, tick, keep, changed, turn)
 
 
 def process(
@@ -57,18 +78,26 @@ def process(
     tick: Callable[[], None] = lambda: None,
     keep: Collection[str] = (),
     changed: dict[str, str] | None = None,
+    turn: Turn | None = None,
 ) -> None:
-    """python -m <arguments> to its end. Raises Fault, Broken or Stopped."""
+    """python -m <arguments> to its end. Raises Fault, Broken or Stopped.
+
+    With a turn, it waits until it has this host's GPUs, and its guard keeps them until nothing of it is left.
+    """
     private = {name for name in os.environ if name.startswith(PRIVATE) and name not in keep}
     environment = {name: value for name, value in os.environ.items() if name not in private}
     environment |= {"PYTHONUNBUFFERED": "1", "PYTHONPATH": str(ROOT)} | (changed or {})
-    running = subprocess.Popen(
-        [sys.executable, "-m", "tasks.guard", sys.executable, "-m", *arguments],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        env=environment,
-    )
+    with _gpus(turn, stop) as hold:
+        if hold is None:
+            raise Stopped(f"{arguments[0]}: stopped while it waited for GPUs")
+        running = subprocess.Popen(
+            [sys.executable, "-m", "tasks.guard", sys.executable, "-m", *arguments],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            env=environment | hold.environment,
+            pass_fds=hold.descriptors,
+        )
     assert running.stdin and running.stdout
     last: collections.deque[str] = collections.deque(maxlen=SHOWN)
     stopped = False
@@ -96,7 +125,26 @@ def process(
         raise Fault("\n".join(faults or last) or f"{arguments[0]} ended with code 2 and said nothing; see {log}")
     if running.returncode:
         shown = "\n".join(last) or "(none)"
-        raise Broken(f"{arguments[0]} failed with code {running.returncode}; its last lines, of {log}:\n{shown}")
+        kind = Crashed if running.returncode in OWN_DOING else Broken
+        raise kind(f"{arguments[0]} failed with {_code(running.returncode)}; its last lines, of {log}:\n{shown}")
+
+
+@contextlib.contextmanager
+def _gpus(turn: Turn | None, stop: Callable[[], bool]) -> Iterator[host_gpus.Hold | None]:
+    if turn is None:
+        yield host_gpus.Hold()
+        return
+    with host_gpus.taken(turn.what, turn.waits, stop) as hold:
+        turn.waits("")
+        yield hold
+
+
+def _code(code: int) -> str:
+    """For people: 139 is a segmentation fault."""
+    with contextlib.suppress(ValueError):
+        if code > 128:
+            return f"code {code} ({signal.strsignal(signal.Signals(code - 128))})"
+    return f"code {code}"
 
 
 def _lines(output: int, running: subprocess.Popen) -> Iterator[str | None]:

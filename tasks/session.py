@@ -14,12 +14,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
-from prefect import State, get_run_logger
+from prefect import State, allow_failure, get_run_logger
 from prefect.cache_policies import NO_CACHE
+from prefect.futures import PrefectFuture
 from prefect.states import Completed, Failed
 
+from conf import host_gpus
 from conf.schema import Run
-from tasks import artifact, tracking
+from tasks import artifact, launch, tracking
 from tasks.artifact import Artifact, Stage, Work
 from tasks.faults import Fault, Stopped
 from tasks.progress import Progress
@@ -40,9 +42,14 @@ class Outcome:
     reason: str = ""
 
 
-def _may_pass(task, task_run, state: State) -> bool:
-    """Whether another attempt can help; it goes on where the last one ended."""
+def may_pass(task, task_run, state: State) -> bool:
+    """Whether another attempt can help that goes on where the last one ended."""
     return not isinstance(state.result(raise_on_failure=False), Fault | Stopped)
+
+
+def _may_pass(task, task_run, state: State) -> bool:
+    """Whether another attempt can help that begins again: a crash in native code comes again."""
+    return not isinstance(state.result(raise_on_failure=False), Fault | Stopped | launch.Crashed)
 
 
 OPTIONS: dict[str, Any] = {
@@ -70,6 +77,7 @@ class Session(AbstractContextManager):
         self.folder, self.store = runs_folder(), open_run_store()
         self.outcomes: dict[str, Outcome] = {}
         self.started = time.time()
+        self.pointless = ""  # why nothing is to be trained any more
         self._ending = threading.Event()
         order = list(stages)
         self._asked = order[: order.index(last) + 1] if last else order
@@ -84,18 +92,30 @@ class Session(AbstractContextManager):
         self._tracking = tracking.start(
             self.folder, None, track.experiment, self.id, self.name, tags, _flat(self.run), track.wandb
         )
-        self._note("running")
+        try:
+            self._note("running")
+        except Fault as fault:
+            self._tracking.end("FAILED", str(fault))
+            self._tracking.close(0.0)
+            raise
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, *_: object) -> None:
         """Also when the run is cancelled: whatever was started is stopped."""
         self._ending.set()
-        status = "KILLED" if kind else "FAILED" if self.verdict().is_failed() else "FINISHED"
+        verdict = self.verdict()
+        if kind:
+            status = "FAILED" if issubclass(kind, Exception) else "KILLED"  # a signal is no Exception
+            reason = f"{kind.__name__}: {error}"
+        else:
+            status, reason = ("FAILED", verdict.message or "") if verdict.is_failed() else ("FINISHED", "")
         self._note(status.lower())
-        for name, tracked in self._tracked.items():
-            if name not in self.outcomes:
-                tracked.end("KILLED")
-        self._tracking.end(status, str(error or ""))
+        for name, tracked in self._tracked.items():  # but for those that have ended already
+            if outcome := self.outcomes.get(name):
+                tracked.end("KILLED" if status == "KILLED" else "FAILED", outcome.reason)
+            else:
+                tracked.end("KILLED", reason)
+        self._tracking.end(status, reason)
         if line := self._tracking.close(0.0 if kind else TOLD_WITHIN):
             print(line)
 
@@ -103,6 +123,8 @@ class Session(AbstractContextManager):
         """The state that the flow ends in."""
         states = [outcome.state for outcome in self.outcomes.values()]
         ends = {name: o.reason for name, o in self.outcomes.items() if o.state in ("Failed", "Crashed")}
+        if ends and self.pointless and "train" not in self.outcomes:
+            ends["train"] = f"not started: {self.pointless}"
         if ends or len(states) < len(self.stages):
             message = "\n".join(f"{name}: {reason}" for name, reason in ends.items()) or "not all stages have run"
             return Failed(message=message, name="Crashed" if "Crashed" in states else "Failed")
@@ -125,6 +147,38 @@ class Session(AbstractContextManager):
         """
         lost = work.lease.taken if fenced else work.lease.lost
         return lambda: self._ending.is_set() or lost.is_set()
+
+    def turn(self, name: str, say: Callable[[str], None]) -> launch.Turn:
+        """Of a stage that uses this host's GPUs, which others may have: what it waits for is told everywhere."""
+        began: list[float] = []
+
+        def waits(line: str) -> None:
+            tracked = self.tracked(name)
+            if line:
+                began.append(time.monotonic())
+                say(line)
+                tracked.tags({"finetune.waits": line})
+            elif began:
+                tracked.tags({"finetune.waits": "no longer"})
+                tracked.metrics({"gpu_wait_seconds": time.monotonic() - began[0]})
+
+        return launch.Turn(f"{name} of {self.name}", waits)
+
+    def before_training(self, base: PrefectFuture) -> list[Any] | None:
+        """What training waits for beside its inputs: a base that cannot be evaluated is found before the hours.
+
+        Without GPUs, and on this host alone, both go on beside one another.
+        """
+        if self.run.gang.engine == "local" and not host_gpus.visible():
+            return None
+        return [base] if self.run.evaluate.base == "required" else [allow_failure(base)]
+
+    def needs(self, base: PrefectFuture) -> None:
+        """Waits for the base's evaluation. Where that is over without a result, nothing is trained (evaluate.base)."""
+        base.wait()
+        outcome = self.outcomes.get("evaluate-base")
+        if outcome and outcome.state in ("Failed", "Crashed") and self.run.evaluate.base == "required":
+            self.pointless = "evaluate-base has failed; with evaluate.base=optional it would train all the same"
 
     def obtain(
         self, name: str, make: Callable[[Work], dict[str, Any]], valid: Callable[[Artifact], bool] = lambda _: True

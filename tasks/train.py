@@ -9,9 +9,10 @@ from conf import identity
 from conf.schema import Run
 from tasks import launch
 from tasks.artifact import Artifact, Stage, Work
+from tasks.faults import Fault, Stopped
 from tasks.gang import controller, page
 from tasks.progress import Progress, newest
-from tasks.session import OPTIONS, Session
+from tasks.session import OPTIONS, Session, may_pass
 from tasks.tracking import plots
 
 STEP_EVERY = 5.0  # seconds between lines of steps in the log
@@ -22,11 +23,14 @@ def stage(run: Run, base: Stage, data: Stage) -> Stage:
     return Stage("train", identity.VERSION, identity.of_training(run), inputs)
 
 
-@task(name="train", **OPTIONS)
+# A checkpoint may lie behind what crashed: it is gone on with.
+@task(name="train", **OPTIONS | {"retry_condition_fn": may_pass})
 def train(session: Session, model: Artifact, base: Artifact, data: Artifact) -> State:
     """Train with Megatron-Bridge."""
 
     def make(work: Work) -> dict:
+        if session.pointless:
+            raise Fault(f"not started: {session.pointless}")
         output = work.folder / "files"
         paths = {
             "model": session.local(model),
@@ -46,7 +50,10 @@ def train(session: Session, model: Artifact, base: Artifact, data: Artifact) -> 
             count = data.result["rows"][split]
             tracked.dataset(f"{run.name}-{split}", data.digest, session.store.link(f"{data.key}/files"), context, count)
         several = run.layout.nodes > 1 or run.gang.engine != "local"
-        say, stop = _Thinned(work.say), session.stopped(work, fenced=several)
+        say, stopped = _Thinned(work.say), session.stopped(work, fenced=several)
+
+        def stop() -> bool:
+            return stopped() or bool(session.pointless)
 
         def tick() -> None:
             bar.update(newest(metrics, "step")[0], run.train.steps)
@@ -57,7 +64,11 @@ def train(session: Session, model: Artifact, base: Artifact, data: Artifact) -> 
                 with page.told(session, run, gang, metrics) as teller:
                     controller.train(run, work.folder, session.store, gang, say, stop, tick, teller)
             else:
-                launch.trainer("train", run, work.folder, say, stop, tick)
+                launch.trainer("train", run, work.folder, say, stop, tick, turn=session.turn("train", say))
+        except Stopped:
+            if session.pointless:
+                raise Fault(f"stopped: {session.pointless}") from None
+            raise
         finally:
             tracked.unfollow()
         lines = plots.read(metrics)

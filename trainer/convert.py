@@ -84,4 +84,4 @@ def _checksums(model: released.Model) -> dict[str, str]:
 
 
 if __name__ == "__main__":
-    entry.start(main, inputs.check_convert, writes="base")
+    entry.start(main, inputs.check_convert, writes="base", gpus=True)

@@ -22,9 +22,11 @@ from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 
+from conf import host_gpus
 from conf.load import ConfigError, dump, load
 from conf.schema import Run
 from trainer import life, ownership, places, platform
+from trainer.console import say
 from trainer.faults import Fault, line_of
 
 FAULT_FILE = "TRAINER_FAULT_FILE"
@@ -35,13 +37,18 @@ Owned = Callable[[Run], AbstractContextManager[None]]
 
 
 def start(
-    main: Callable[[Run], None], check: Callable[[Run], None], alone: bool = False, writes: str | None = None
+    main: Callable[[Run], None],
+    check: Callable[[Run], None],
+    alone: bool = False,
+    writes: str | None = None,
+    gpus: bool = False,
 ) -> None:
     """Run a command's main(run) on every rank after check(run) has passed. Does not return on failure.
 
     With `alone`, the layout is another command's: there is one process, which is no rank of anything. `writes` is the
     key of paths that names the folder to be written: trainer/places.py says whether it may be, before anything is, and
-    trainer/ownership.py sees to it that nobody else writes it.
+    trainer/ownership.py sees to it that nobody else writes it. With `gpus`, it waits until no other command has
+    those of this host; ranks that somebody else starts do not.
     """
     owned = partial(ownership.hold, key=writes) if writes else contextlib.nullcontext
     options = _arguments()
@@ -56,6 +63,7 @@ def start(
         if alone:
             with owned(run):
                 check(run)
+                _take_gpus(run, gpus)
                 main(run)
         elif "RANK" in os.environ:
             _check_world(run)
@@ -63,6 +71,7 @@ def start(
         elif run.world == 1:
             with owned(run):
                 check(run)
+                _take_gpus(run, gpus)
                 os.environ.update(_alone())
                 main(run)
         else:
@@ -72,7 +81,15 @@ def start(
                 )
             with owned(run):
                 check(run)
+                _take_gpus(run, gpus)
                 sys.exit(_torchrun(run, sys.modules["__main__"].__spec__.name))
+
+
+def _take_gpus(run: Run, gpus: bool) -> None:
+    """Until this process ends. A flow that has started it has taken them already."""
+    if gpus:
+        command = sys.modules["__main__"].__spec__.name.rpartition(".")[2]
+        host_gpus.take(f"{command} of {run.name}, started by hand", say)
 
 
 def _be_rank(

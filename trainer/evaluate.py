@@ -139,4 +139,4 @@ def _show_failure(error: Exception, log: Path, begin: int) -> None:
 
 
 if __name__ == "__main__":
-    entry.start(main, inputs.check_evaluate, alone=True, writes="evaluation")
+    entry.start(main, inputs.check_evaluate, alone=True, writes="evaluation", gpus=True)

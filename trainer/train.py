@@ -79,4 +79,4 @@ def _is_failure(record: logging.LogRecord) -> bool:
 
 
 if __name__ == "__main__":
-    entry.start(main, inputs.check_train, writes="output")
+    entry.start(main, inputs.check_train, writes="output", gpus=True)

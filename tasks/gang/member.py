@@ -25,6 +25,7 @@ import time
 import traceback
 from pathlib import Path
 
+from conf import host_gpus
 from conf.load import load
 from tasks.gang import witness
 from tasks.gang.board import Board
@@ -71,7 +72,7 @@ def _take_part(board: Board, node: int, folder: Path, told: threading.Event, sta
     me["probe"] = _probe(first[0])
     me["place"] = os.environ.get("GANG_PLACE") or os.environ.get("SLURM_TOPOLOGY_ADDR", "")
     link.met = met is not None
-    if not link.join():
+    if not _take_gpus(board, folder, told, starters) or not link.join():
         print(f"{board.place}: over, or another process is member {node}")
         return 1
     print(f"member {node} of {board.place} on {me['host']} ({address})", flush=True)
@@ -132,11 +133,40 @@ def _train(link: Link, board: Board, node: int, folder: Path, told: threading.Ev
 def _why_stop(link: Link, told: threading.Event, starters: list[str]) -> str:
     if told.is_set():
         return "told to end"
+    return _gone(starters) or link.why_stop()
+
+
+def _gone(starters: list[str]) -> str:
     for starter in starters:
         pid, _, born = starter.partition(":")
         if started(int(pid)) != born:
             return f"its starter, process {pid}, is gone"
-    return link.why_stop()
+    return ""
+
+
+def _take_gpus(board: Board, folder: Path, told: threading.Event, starters: list[str]) -> bool:
+    """Those of this host that its ranks will use, once nobody else has them; they are this process's until it ends.
+
+    A member that waits for them has not come yet. False where the attempt does not wait for it any more.
+    """
+    gpus = host_gpus.visible()
+    if not gpus:
+        return True
+    conf = folder / "resolved.yaml"
+    conf.write_text(board.text("resolved.yaml"))
+
+    def over() -> bool:
+        try:
+            word = board.pulse()
+        except Exception:  # the store is away
+            return told.is_set() or bool(_gone(starters))
+        return told.is_set() or bool(_gone(starters)) or word is None or word[0]["state"] != "gathering"
+
+    def say(line: str) -> None:
+        print(line, flush=True)
+
+    here = gpus[: load(conf).layout.gpus_per_node]
+    return host_gpus.take(f"train of {board.gang}", say, over, here) is not None
 
 
 def _probe(word: dict) -> str:

@@ -9,9 +9,11 @@ import re
 import socket
 import subprocess
 import sys
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from conf import host_gpus
 from conf.schema import Run
 from tasks.faults import Fault
 from tasks.gang.board import Board
@@ -19,6 +21,7 @@ from tasks.gang.engines import command, guarded, spared
 from tasks.launch import ROOT
 
 LEAVE_WITHIN = 35.0  # the guard kills sooner
+TAKEN_WITHIN = 10.0
 
 
 @dataclass(frozen=True)
@@ -57,7 +60,8 @@ def capacity(run: Run, without: tuple[str, ...] = ()) -> str | None:
             f"gang.engine: local, but layout.nodes {run.layout.nodes} x layout.gpus_per_node "
             f"{run.layout.gpus_per_node} is more than the {here} GPUs of this host; prefect, slurm or kubernetes"
         )
-    return None
+    owner = host_gpus.held(_of(_hosts(run, run.layout.nodes, without), run))
+    return f"GPUs of this host, which {owner}" if owner else None
 
 
 def available(run: Run, without: tuple[str, ...] = ()) -> int | None:
@@ -69,9 +73,13 @@ def start(run: Run, board: Board, n: int, without: tuple[str, ...] = ()) -> Memb
     logs = Path(run.paths.logs)
     logs.mkdir(parents=True, exist_ok=True)
     each, processes = run.layout.gpus_per_node, []
-    there = range(_gpus() // each or n + len(without))
-    out = spared(without, lambda out: sum(_name(host) not in out for host in there) >= n)
-    hosts = [host for host in there if _name(host) not in out][:n]
+    hosts = _hosts(run, n, without)
+    given_up = time.monotonic() + TAKEN_WITHIN  # somebody was faster since capacity() was asked
+    hold = host_gpus.take(
+        f"train of {board.gang}", lambda _: None, lambda: time.monotonic() > given_up, _of(hosts, run)
+    )
+    if hold is None:
+        raise TimeoutError("others have taken the GPUs of this host")
     for node, host in enumerate(hosts):
         environment = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1", "GANG_ADDRESS": "127.0.0.1"}
         environment |= {"GANG_HOST": _name(host), "GUARD_GRACE": str(guarded(run))}
@@ -84,10 +92,24 @@ def start(run: Run, board: Board, n: int, without: tuple[str, ...] = ()) -> Memb
                     stdin=subprocess.PIPE,
                     stdout=log,
                     stderr=log,
-                    env=environment,
+                    env=environment | hold.environment,
+                    pass_fds=hold.descriptors,  # all of them: they are free when the last member is over
                 )
             )
+    hold.close()
     return Members(processes)
+
+
+def _hosts(run: Run, n: int, without: tuple[str, ...]) -> list[int]:
+    there = range(_gpus() // run.layout.gpus_per_node or n + len(without))
+    out = spared(without, lambda out: sum(_name(host) not in out for host in there) >= n)
+    return [host for host in there if _name(host) not in out][:n]
+
+
+def _of(hosts: list[int], run: Run) -> tuple[str, ...]:
+    """The GPUs of these."""
+    each, gpus = run.layout.gpus_per_node, host_gpus.listed()
+    return tuple(gpu for host in hosts for gpu in gpus[host * each : (host + 1) * each])
 
 
 def _name(host: int) -> str:

@@ -1,0 +1,247 @@
+"""conf/host_gpus.py with real processes and kills; nvidia-smi is a script that reads what a test writes."""
+
+import json
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from conf import host_gpus
+
+ROOT = Path(__file__).parents[2]
+# A process that takes its turns: says when it has the GPUs, and notes it where two at once would be seen.
+HOLDER = """
+import sys, time
+from conf import host_gpus
+hold = host_gpus.take(sys.argv[1], lambda line: print(line, flush=True))
+print("has", *hold.gpus, flush=True)
+time.sleep(float(sys.argv[2]))
+"""
+
+
+@pytest.fixture
+def host(tmp_path, monkeypatch):
+    """host(uuid=MiB, ...): the GPUs that nvidia-smi shows from now on."""
+    fake_nvidia_smi(tmp_path, monkeypatch.setenv)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.delenv(host_gpus.HELD, raising=False)
+
+    def host(**memory: int) -> None:
+        show_gpus(tmp_path, {f"GPU-{name}": used for name, used in memory.items()})
+
+    return host
+
+
+def fake_nvidia_smi(folder: Path, setenv) -> None:
+    """On PATH, with locks of its own; setenv(name, value) changes the environment."""
+    script = folder / "bin/nvidia-smi"
+    script.parent.mkdir()
+    script.write_text(f"""#!/bin/sh
+case "$1" in
+-L) cat {folder}/listed ;;
+*memory.used) cat {folder}/used ;;
+*) echo "4711, python" ;;
+esac
+""")
+    script.chmod(0o755)
+    setenv("PATH", f"{script.parent}:{os.environ['PATH']}")
+    setenv("FINETUNE_LOCKS", str(folder / "locks"))
+
+
+def show_gpus(folder: Path, used: dict[str, int]) -> None:
+    listed = [f"GPU {n}: NVIDIA H200 (UUID: {gpu})\n" for n, gpu in enumerate(used)]
+    for name, lines in ("listed", listed), ("used", [f"{gpu}, {mib}\n" for gpu, mib in used.items()]):
+        partial = folder / f"{name}.partial"
+        partial.write_text("".join(lines))
+        partial.rename(folder / name)
+
+
+def holder(what: str, seconds: float = 60.0, **environment: str) -> subprocess.Popen:
+    command = [sys.executable, "-c", HOLDER, what, str(seconds)]
+    return subprocess.Popen(command, cwd=ROOT, env=os.environ | environment, stdout=subprocess.PIPE, text=True)
+
+
+def test_on_a_host_without_gpus_nobody_waits_and_nothing_is_written(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setenv("FINETUNE_LOCKS", str(tmp_path / "locks"))
+    first, second = (host_gpus.take(name, pytest.fail) for name in ("train", "evaluate"))
+    assert first == second == host_gpus.Hold() and not (tmp_path / "locks").exists()
+
+
+def test_the_second_waits_and_says_for_whom_until_the_first_is_killed(host):
+    host(a=0, b=0)
+    first = holder("train of tiny-1")
+    assert first.stdout.readline() == "has GPU-a GPU-b\n"
+    second = holder("evaluate-base of tiny-2")
+    said = second.stdout.readline()
+    assert re.fullmatch(
+        r"evaluate-base of tiny-2 waits for the GPUs of this host, which train of tiny-1 has had for \d s\n", said
+    )
+    first.kill()
+    killed = time.monotonic()
+    assert second.stdout.readline().startswith("evaluate-base of tiny-2 has the GPUs of this host, after")
+    assert second.stdout.readline() == "has GPU-a GPU-b\n" and time.monotonic() - killed < 3
+    for process in (first, second):
+        process.kill()
+        process.communicate()
+
+
+def test_who_waits_can_be_cancelled_and_has_nothing_then(host):
+    host(a=0)
+    first = holder("train")
+    first.stdout.readline()
+    said, began = [], time.monotonic()
+    assert host_gpus.take("evaluate", said.append, lambda: time.monotonic() - began > 1) is None
+    assert len(said) == 1 and time.monotonic() - began < 3
+    assert host_gpus.held(("GPU-a",)).startswith("train has had for")
+    first.kill()
+    first.communicate()
+    assert host_gpus.held(("GPU-a",)) is None
+
+
+def test_different_gpus_are_had_at_once_and_all_or_none_of_them(host, monkeypatch):
+    host(a=0, b=0, c=0)
+    one = holder("one", CUDA_VISIBLE_DEVICES="2")
+    assert one.stdout.readline() == "has GPU-c\n"
+    two = holder("two", CUDA_VISIBLE_DEVICES="GPU-a")
+    assert two.stdout.readline() == "has GPU-a\n"
+    all_of_them = holder("three")
+    assert "three waits for the GPUs of this host, which two has had" in all_of_them.stdout.readline()
+    assert host_gpus.held(("GPU-b",)) is None, "who waits for one holds no other"
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert host_gpus.visible() == ()
+    for process in (one, two, all_of_them):
+        process.kill()
+        process.communicate()
+
+
+def test_whoever_is_passed_the_descriptors_has_them_when_the_taker_is_gone(host):
+    host(a=0)
+    with host_gpus.taken("train", pytest.fail) as hold:
+        child = subprocess.Popen(["sleep", "60"], pass_fds=hold.descriptors)
+        other = subprocess.Popen(["sleep", "60"])
+    assert host_gpus.held(hold.gpus).startswith("train has had for")
+    child.kill()
+    child.wait()
+    assert host_gpus.held(hold.gpus) is None
+    other.kill()
+    other.wait()
+
+
+def test_a_starter_that_holds_them_is_not_waited_for(host):
+    host(a=0)
+    with host_gpus.taken("flow", pytest.fail) as hold:
+        ours = holder("train", 0, **hold.environment)
+        assert ours.communicate(timeout=20)[0] == "has\n"
+
+
+def test_the_memory_of_a_dead_process_is_waited_for(host, monkeypatch):
+    host(a=90_000, b=3)
+    said: list[str] = []
+
+    def say(line: str) -> None:
+        said.append(line)
+        host(a=200, b=3)
+
+    began = time.monotonic()
+    with host_gpus.taken("train", say):
+        assert time.monotonic() - began < 5
+    assert said == ["train waits for the memory of its GPUs: 87.9 GiB are not free yet"]
+
+
+def test_memory_of_somebody_who_stays_is_named_and_not_waited_for_for_ever(host, monkeypatch):
+    monkeypatch.setattr(host_gpus, "UNCHANGED", 0.5)
+    host(a=2048)
+    said: list[str] = []
+    with host_gpus.taken("train", said.append) as hold:
+        assert hold.gpus == ("GPU-a",)
+    expected = "train begins although 2.0 GiB of its GPUs are in use by others: process 4711, python"
+    assert said[1:] == [expected]
+
+
+def test_two_never_have_one_gpu_while_processes_are_killed_at_any_moment(host, tmp_path):
+    """Each holder notes beginning and end in a file of its GPU; a killed one leaves a beginning without an end."""
+    host(a=0, b=0)
+    code = """
+import os, sys, time
+from conf import host_gpus
+while True:
+    with host_gpus.taken("toy", lambda line: None) as hold:
+        for gpu in hold.gpus:
+            os.open(f"{sys.argv[1]}/{gpu}-{os.getpid()}", os.O_CREAT | os.O_WRONLY)
+        time.sleep(0.02)
+        for gpu in hold.gpus:
+            os.unlink(f"{sys.argv[1]}/{gpu}-{os.getpid()}")
+"""
+    marks = tmp_path / "marks"
+    marks.mkdir()
+
+    def start(visible: str) -> subprocess.Popen:
+        environment = os.environ | {"CUDA_VISIBLE_DEVICES": visible}
+        return subprocess.Popen([sys.executable, "-c", code, str(marks)], cwd=ROOT, env=environment)
+
+    draw = random.Random(13)
+    choices = ["0", "1", "0,1", "1,0"]
+    living = [start(choice) for choice in choices]
+    until, seen = time.monotonic() + 6, 0
+    try:
+        while time.monotonic() < until:
+            time.sleep(draw.uniform(0.01, 0.1))
+            pids = {process.pid for process in living}
+            found = [path.name.rpartition("-") for path in marks.iterdir()]
+            having = [gpu for gpu, _, pid in found if int(pid) in pids]
+            seen += len(having)
+            assert len(having) == len({*having}), found
+            if draw.random() < 0.1:
+                victim = living.pop(draw.randrange(len(living)))
+                victim.kill()
+                victim.wait()
+                living.append(start(draw.choice(choices)))
+    finally:
+        for process in living:
+            process.kill()
+            process.wait()
+    assert seen > 5
+    with host_gpus.taken("after all", lambda line: None) as hold:
+        assert hold.gpus == ("GPU-a", "GPU-b")
+
+
+def test_a_damaged_note_and_another_account_s_umask_are_no_obstacle(host, tmp_path):
+    host(a=0)
+    before = os.umask(0o077)
+    try:
+        with host_gpus.taken("train", pytest.fail):
+            file = tmp_path / "locks/GPU-a.lock"
+            assert json.loads(file.read_text())["what"] == "train"
+            assert file.stat().st_mode & 0o777 == 0o666 and file.parent.stat().st_mode & 0o7777 == 0o1777
+            file.write_text("{half")
+            assert host_gpus.held(("GPU-a",)).startswith("another process has had for")
+    finally:
+        os.umask(before)
+
+
+def test_a_trainer_started_by_hand_waits_too_and_ctrl_c_ends_it(host, tmp_path):
+    host(a=0)
+    conf = tmp_path / "toy.yaml"
+    conf.write_text((ROOT / "conf/tiny.yaml").read_text())
+    code = (
+        "import sys; from trainer import entry; sys.argv = ['toy', 'tiny']\n"
+        "entry.start(lambda run: print('runs', flush=True), lambda run: None, alone=True, gpus=True)\n"
+    )
+    (tmp_path / "toy_command.py").write_text(code)
+    environment = os.environ | {"PYTHONPATH": f"{ROOT}:{tmp_path}", "PYTHONUNBUFFERED": "1"}
+    command = [sys.executable, "-m", "toy_command"]
+    with host_gpus.taken("train of flow-1", pytest.fail):
+        waits = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
+        assert "toy_command of tiny, started by hand waits for the GPUs" in waits.stdout.readline()
+        waits.send_signal(signal.SIGINT)
+        assert waits.wait(20) != 0
+        waits.stdout.close()
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.stdout == "runs\n", done.stderr
