@@ -1,0 +1,205 @@
+"""The order of a flow's stages, and what becomes of it when one crashes; toys in place of the trainer's commands."""
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.conf.test_host_gpus import fake_nvidia_smi, show_gpus
+from tests.flows import toy_trainer
+from tests.flows.world import ROOT, World, states, wait_for
+
+ON_GPUS = ("convert", "evaluate-base", "train", "evaluate-tuned")
+
+
+@dataclass(frozen=True)
+class Toys:
+    """A folder with toys, and a host with or without a GPU."""
+
+    place: World
+    folder: Path
+    environment: dict[str, str]
+
+    def start(self, name: str, *arguments: str, **fates: str) -> subprocess.Popen:
+        toy = json.dumps({stage.replace("_", "-"): fate for stage, fate in fates.items()})
+        own = {
+            "TOY": toy,
+            "FINETUNE_RUNS": str(self.folder / name),
+            "FINETUNE_STORE": str(self.folder / name / "store"),
+        }
+        command = [sys.executable, "-m", "flows.finetune", str(self.place.conf), *arguments]
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+        return subprocess.Popen(command, cwd=self.folder, env=self.environment | own, **pipes)
+
+    def run(self, name: str, *arguments: str, code: int = 0, **fates: str) -> str:
+        process = self.start(name, *arguments, **fates)
+        output = process.communicate(timeout=120)[0]
+        assert process.returncode == code, output
+        return output
+
+    def spans(self) -> dict[str, list[tuple[float, float]]]:
+        """Beginnings and ends by stage, in order."""
+        found: dict[str, list] = {}
+        for name, what, at in toy_trainer.events(self.folder):
+            if what == "begins":
+                found.setdefault(name, []).append((at, float("inf")))
+            else:
+                found[name][-1] = (found[name][-1][0], at)
+        return found
+
+    def begun(self, name: str) -> bool:
+        return name in self.spans()
+
+    def together(self) -> set[tuple[str, str]]:
+        """Stages for GPUs that ran at one time."""
+        spans = [(begin, end, name) for name in ON_GPUS for begin, end in self.spans().get(name, [])]
+        return {(a[2], b[2]) for a in spans for b in spans if a < b and b[0] < a[1]}
+
+    def mlflow(self, flow: str) -> dict[str, tuple[str, str]]:
+        """Status and reason of MLflow's runs of a flow run, by stage; "" is the flow's own."""
+        from mlflow import MlflowClient
+
+        client = MlflowClient(self.place.mlflow)
+        (parent,) = client.search_runs(["1"], f"tags.`mlflow.runName` = '{flow}'")
+        runs = [parent, *client.search_runs(["1"], f"tags.`mlflow.parentRunId` = '{parent.info.run_id}'")]
+        return {
+            run.data.tags.get("finetune.stage", ""): (run.info.status, run.data.tags.get("finetune.reason", ""))
+            for run in runs
+        }
+
+
+@pytest.fixture
+def toys(place, tmp_path):
+    """On a host without GPUs."""
+    toy_trainer.install(tmp_path)
+    return Toys(place, tmp_path, place.environment | {"PYTHONPATH": str(ROOT), "GUARD_GRACE": "1"})
+
+
+@pytest.fixture
+def gpu(toys):
+    """On a host with one."""
+    fake_nvidia_smi(toys.folder, toys.environment.__setitem__)
+    show_gpus(toys.folder, {"GPU-a": 4})
+    return toys
+
+
+def test_on_a_gpu_no_two_stages_run_at_once_and_the_base_is_evaluated_before_training(gpu):
+    output = gpu.run("one")
+    assert set(states(output).values()) == {"Completed"} and gpu.together() == set()
+    spans = gpu.spans()
+    assert spans["evaluate-base"][0][1] < spans["train"][0][0]
+
+
+def test_without_a_gpu_training_does_not_wait_for_the_evaluation_of_the_base(toys):
+    flow = toys.start("one", evaluate_base="slow")
+    wait_for(lambda: toys.begun("export"))
+    (toys.folder / "go").touch()
+    output = flow.communicate(timeout=120)[0]
+    assert set(states(output).values()) == {"Completed"}
+
+
+def test_two_flows_on_one_host_take_turns_and_say_for_whom_they_wait(gpu):
+    first = gpu.start("one", "--until", "evaluate-base", evaluate_base="slow")
+    wait_for(lambda: gpu.begun("evaluate-base"))
+    second = gpu.start("two", "optimizer.lr=1e-3")
+    time.sleep(8)
+    assert len(gpu.spans()["evaluate-base"]) == 1 and second.poll() is None
+    (gpu.folder / "go").touch()
+    outputs = [process.communicate(timeout=120)[0] for process in (first, second)]
+    assert [first.returncode, second.returncode] == [0, 0], outputs
+    assert (
+        f"waits for the GPUs of this host, which evaluate-base of {gpu.place.name_of(outputs[0])} has had" in outputs[1]
+    )
+    assert gpu.together() == set() and set(states(outputs[1]).values()) == {"Completed"}
+
+
+def test_a_flow_that_waits_is_cancelled_at_once_and_one_that_is_killed_gives_its_hold_up(gpu):
+    first = gpu.start("one", "--until", "evaluate-base", evaluate_base="slow")
+    wait_for(lambda: gpu.begun("evaluate-base"))
+    second = gpu.start("two", "--until", "convert")
+    wait_for(lambda: (gpu.folder / "two/work").exists() and [*(gpu.folder / "two/work").glob("convert-*")])
+    time.sleep(1)
+    told = time.monotonic()
+    second.send_signal(signal.SIGINT)
+    second.communicate(timeout=30)
+    assert time.monotonic() - told < 10 and len(gpu.spans()["convert"]) == 1  # the first flow's own
+    first.kill()
+    first.communicate()
+    third = gpu.run("three", "--until", "convert")
+    assert states(third)["convert"] == "Completed"
+
+
+@pytest.mark.parametrize("fate, code, state", [("crash", 1, "Crashed"), ("fault", 2, "Failed")])
+def test_a_base_that_cannot_be_evaluated_ends_the_run_before_training(gpu, fate, code, state):
+    output = gpu.run("one", code=code, evaluate_base=fate)
+    found = states(output)
+    assert (found["evaluate-base"], found["train"]) == (state, "NotRun") and not gpu.begun("train")
+    assert len(gpu.spans()["evaluate-base"]) == 1, "what crashes in native code is not tried again"
+    assert "error: train: not started: evaluate-base has failed; with evaluate.base=optional it would" in output
+    if fate == "crash":
+        error = output[output.index("error: evaluate-base: ") :].splitlines()
+        assert "failed with code 139 (Segmentation fault); vLLM does not serve this model here" in error[0]
+        assert error[2] == "error: ERROR head_dim 24 is not supported"
+
+
+def test_a_key_lets_it_train_all_the_same_and_nothing_is_promoted(gpu):
+    output = gpu.run("one", "evaluate.base=optional", code=1, evaluate_base="crash")
+    found = states(output)
+    assert found == {
+        **dict.fromkeys(("download", "prepare", "convert", "train", "export", "evaluate-tuned"), "Completed"),
+        "evaluate-base": "Crashed",
+        "promote": "NotRun",
+    }
+    assert gpu.together() == set()
+
+
+def test_without_a_gpu_training_beside_it_is_stopped(toys):
+    flow = toys.start("one", train="slow", evaluate_base="late-crash")
+    output = flow.communicate(timeout=120)[0]
+    assert states(output)["train"] == "Failed" and flow.returncode == 1
+    assert "error: train: stopped: evaluate-base has failed" in output
+
+
+@pytest.mark.parametrize("fate", ["crash", "fail", "fault"])
+def test_every_run_in_mlflow_ends_and_says_why(toys, fate):
+    output = toys.run("one", "--until", "evaluate-base", code=2 if fate == "fault" else 1, evaluate_base=fate)
+    found = toys.mlflow(toys.place.name_of(output))
+    assert {status for status, _ in found.values()} == {"FINISHED", "FAILED"}
+    reason = {"crash": "code 139", "fail": "ValueError: no", "fault": "evaluate.toy: wrong"}[fate]
+    for stage in ("evaluate-base", ""):
+        status, said = found[stage]
+        assert status == "FAILED" and reason in said
+
+
+def test_every_run_in_mlflow_ends_when_the_flow_is_cancelled(toys):
+    flow = toys.start("one", evaluate_base="slow", train="slow")
+    wait_for(lambda: toys.begun("train"))
+    time.sleep(3)  # MLflow has the runs
+    flow.send_signal(signal.SIGTERM)
+    name = toys.place.name_of(flow.communicate(timeout=60)[0])
+    ended = wait_for(lambda: _all_ended(toys, name), 60)
+    assert ended["train"][0] == ended["evaluate-base"][0] == ended[""][0] == "KILLED"
+    assert ended["train"][1] and ended[""][1]
+
+
+def test_every_run_in_mlflow_ends_after_a_flow_that_was_killed(toys):
+    flow = toys.start("one", evaluate_base="slow", train="slow")
+    wait_for(lambda: toys.begun("train"))
+    time.sleep(3)
+    flow.kill()
+    name = toys.place.name_of(flow.communicate()[0])
+    command = [sys.executable, "-m", "tasks.tracking", str(toys.folder / "one")]
+    subprocess.run(command, cwd=ROOT, env=toys.environment, check=True, capture_output=True)
+    found = toys.mlflow(name)
+    for stage in ("train", "evaluate-base", ""):
+        assert found[stage] == ("KILLED", "its process died")
+
+
+def _all_ended(toys: Toys, name: str) -> dict | None:
+    found = toys.mlflow(name)
+    return None if any(status == "RUNNING" for status, _ in found.values()) else found

@@ -1,0 +1,109 @@
+"""Every trainer command as a toy: writes what its stage looks for, and does what TOY says. Half a second each.
+
+    install(folder)     makes folder/trainer with a module for each; a flow that is started in folder runs those
+
+TOY is JSON: what befalls a stage, by name (evaluate-base and evaluate-tuned apart): {"evaluate-base": "crash"}.
+crash = a segmentation fault; fail = exit code 1; fault = exit code 2; slow = waits for the file folder/go; late-crash =
+once training has begun. Each appends its name, "begins" or "ends" and the time to folder/events.
+"""
+
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+COMMANDS = ("tiny", "prepare", "convert", "train", "export", "evaluate")
+
+
+def install(folder: Path) -> None:
+    place = folder / "trainer"
+    place.mkdir(parents=True)
+    for name in ("__init__", *COMMANDS):
+        body = "" if name == "__init__" else f"from tests.flows import toy_trainer\ntoy_trainer.main({name!r})\n"
+        (place / f"{name}.py").write_text(body)
+
+
+def events(folder: Path) -> list[tuple[str, str, float]]:
+    """Stage, begins or ends, when."""
+    path = folder / "events"
+    lines = [line.split() for line in path.read_text().splitlines()] if path.exists() else []
+    return [(name, what, float(at)) for name, what, at in lines]
+
+
+def main(command: str) -> None:
+    if command == "tiny":
+        return _write(Path(sys.argv[2]) / "config.json", {})
+    import yaml
+
+    run = yaml.safe_load(Path(sys.argv[1]).read_text())
+    paths = {name: Path(path) for name, path in run["paths"].items()}
+    name = command
+    if command == "evaluate":
+        name += "-tuned" if paths["parity"].exists() else "-base"
+    fate = json.loads(os.environ.get("TOY", "{}")).get(name, "")
+    _event(name, "begins")
+    print(f"{name}: toy", flush=True)
+    signal.signal(signal.SIGTERM, lambda *_: _leave(name))
+    if command == "evaluate":
+        paths["evaluation"].mkdir(parents=True, exist_ok=True)
+        (paths["evaluation"] / "log.txt").write_text("INFO loads\nERROR head_dim 24 is not supported\n")
+    while fate == "slow" and not Path("go").exists():
+        time.sleep(0.05)
+    while fate == "late-crash" and "train begins" not in Path("events").read_text():
+        time.sleep(0.05)
+    if fate.endswith("crash"):
+        _event(name, "ends")
+        os.kill(os.getpid(), signal.SIGSEGV)
+    if fate in ("fail", "fault"):
+        _event(name, "ends")
+        print("error: evaluate.toy: wrong" if fate == "fault" else "ValueError: no", file=sys.stderr)
+        sys.exit({"fail": 1, "fault": 2}[fate])
+    globals()[f"_{command}"](paths)
+    time.sleep(0.3)
+    _event(name, "ends")
+
+
+def _leave(name: str) -> None:
+    _event(name, "ends")
+    sys.exit(1)
+
+
+def _prepare(paths: dict[str, Path]) -> None:
+    tokens = {split: {"rows": 4, "tokens": 40, "learned": 20} for split in ("training", "validation", "test")}
+    rows = {"read": 12, "kept": 12, "training": 4, "validation": 4, "test": 4}
+    report = {"rows": rows, "tokens": tokens, "dropped": {}, "sources": [], "template": {}}
+    _write(paths["data"] / "report.json", report)
+    _write(paths["data"] / "prepared.json", {"kind": "pairs", "rows": rows, "sequences": rows})
+
+
+def _convert(paths: dict[str, Path]) -> None:
+    _write(paths["base"] / "complete.json", {})
+
+
+def _train(paths: dict[str, Path]) -> None:
+    keys = {"lm_loss": 2.0, "step_seconds": 0.1, "memory_gb": 0.1, "lr": 1e-3}
+    lines = [json.dumps({"kind": "train", "step": step, "time": time.time()} | keys) for step in (1, 2)]
+    (paths["output"] / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    _write(paths["parity"], {})
+
+
+def _export(paths: dict[str, Path]) -> None:
+    _write(paths["export"] / "merged/config.json", {})
+
+
+def _evaluate(paths: dict[str, Path]) -> None:
+    score = 1.0 if paths["parity"].exists() else 0.0
+    found = {"metrics": {"held_out/exact_match": score}, "samples": {}, "parity": None, "chat_template": None}
+    _write(paths["evaluation"] / "results.json", found)
+
+
+def _write(path: Path, content: dict) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(content))
+
+
+def _event(name: str, what: str) -> None:
+    with Path("events").open("a") as file:
+        file.write(f"{name} {what} {time.time()}\n")

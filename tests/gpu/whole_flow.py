@@ -1,0 +1,282 @@
+"""The whole flow of a 10 GB model on this host's GPU: does each stage end, and none have the GPU beside another?
+
+    tests/gpu/run whole_flow.py OUT                                     7 minutes on one H200, 35 GB of disk
+    python tests/gpu/whole_flow.py OUT --size tiny --work FOLDER        rehearses it on a CPU in 3 minutes
+
+The model is a Qwen3-MoE of 4.8 billion random weights in bf16 with a small tokenizer, the data are 1600 tickets packed
+to 1024 tokens; LoRA, 20 steps. nvidia-smi is asked for the GPU's memory each second, and the processes for the stage
+that runs: OUT/memory.csv. OUT/whole_flow.txt has a row a stage with the most memory in it and before it, the time line,
+and what became of the run; OUT/flow.log all that was said. Exit code 1 where a stage has not ended well, two were on
+the GPU at once, training began before the base's evaluation was over, or the promotion gives no reason.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import zlib
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+
+ROOT = Path(__file__).resolve().parents[2]
+ON_GPU = ("convert", "evaluate-base", "train", "evaluate-tuned")
+STAGES = ("download", "prepare", "convert", "evaluate-base", "train", "export", "evaluate-tuned", "promote")
+BLOCK = 32 << 20  # numbers that all tensors are windows of
+SIZES = {  # parameters: 15 layers of 321 million; 3 layers of 230 thousand
+    "10gb": dict(num_hidden_layers=15, hidden_size=2048, intermediate_size=6144, moe_intermediate_size=768)
+    | dict(num_attention_heads=32, num_key_value_heads=4, head_dim=128, num_experts=64, num_experts_per_tok=8),
+    "tiny": dict(num_hidden_layers=3, hidden_size=128, intermediate_size=256, moe_intermediate_size=64)
+    | dict(num_attention_heads=4, num_key_value_heads=2, head_dim=64, num_experts=8, num_experts_per_tok=2),
+}
+CONF = """\
+name: whole
+model: {{source: {model}}}
+data: {{source: {data}, seq_length: 1024, packed: true, template: "{{input}} {{output}}", validation: 0.15, test: 0.04}}
+adapter: {{rank: 16, alpha: 32}}
+hardware: {{gpu: {gpu}, gate: warn}}
+train: {{steps: {steps}, global_batch: 8, micro_batch: 1, precision: {precision}, validate_every: {steps},
+  validate_batches: 1}}
+optimizer: {{lr: 1e-3, warmup_steps: 2}}
+checkpoint: {{save_every: {steps}}}
+evaluate: {{rows: 20, max_tokens: 8}}
+"""
+
+
+def make_model(folder: Path, size: str, shards: int = 8) -> int:
+    """Bytes of it. Each tensor is a window of one block of random numbers, at a place that follows from its name."""
+    import numpy as np
+
+    from trainer import tiny
+
+    tokens = dict(bos_token_id=None, eos_token_id=0, pad_token_id=1)
+    config = tiny.COMMON | tiny.QWEN3_MOE | SIZES[size] | tokens | dict(dtype="bfloat16", max_position_embeddings=4096)
+    shapes = tiny.model_shapes(config)
+    largest = max(int(np.prod(shape)) for shape in shapes.values())
+    drawn = np.random.default_rng(13).standard_normal(BLOCK, dtype=np.float32)
+    blocks = {}
+    for name, centre, spread in ("weight", 0.0, 0.08 if size == "tiny" else 0.02), ("norm", 1.0, 0.1):
+        numbers = ((centre + spread * drawn).view(np.uint32) >> 16).astype(np.uint16)  # bf16
+        blocks[name] = np.concatenate([numbers, numbers[:largest]])
+    names = list(shapes)
+    parts = [names[n * len(names) // shards : (n + 1) * len(names) // shards] for n in range(shards)]
+    files = [f"model-{n + 1:05d}-of-{shards:05d}.safetensors" for n in range(shards)]
+
+    def window(name: str):
+        start = zlib.crc32(name.encode()) % BLOCK
+        block = blocks["norm" if name.endswith("norm.weight") else "weight"]
+        return block[start : start + int(np.prod(shapes[name]))]
+
+    def write(part: list[str], file: str) -> int:
+        header, at = {"__metadata__": {"format": "pt"}}, 0
+        for name in part:
+            end = at + 2 * int(np.prod(shapes[name]))
+            header[name] = {"dtype": "BF16", "shape": list(shapes[name]), "data_offsets": [at, end]}
+            at = end
+        text = json.dumps(header).encode()
+        text += b" " * (-len(text) % 8)
+        with (folder / file).open("wb") as f:
+            f.write(len(text).to_bytes(8, "little") + text)
+            for name in part:
+                f.write(memoryview(window(name)))
+        return at
+
+    folder.mkdir(parents=True)
+    with ThreadPoolExecutor(shards) as threads:
+        total = sum(threads.map(write, parts, files))
+    tiny.make_tokenizer(folder, config["vocab_size"])
+    weight_map = {name: file for part, file in zip(parts, files, strict=True) for name in part}
+    tiny.write_json(folder / "config.json", config)
+    tiny.write_json(folder / "generation_config.json", tokens)
+    index = dict(metadata=dict(total_size=total), weight_map=weight_map)
+    tiny.write_json(folder / "model.safetensors.index.json", index)
+    return total
+
+
+def make_data(file: Path) -> None:
+    from trainer.tickets import tickets
+
+    rows = [json.dumps({"input": prompt, "output": team}) for prompt, team in tickets(1600, 13).items()]
+    file.write_text("\n".join(rows) + "\n")
+
+
+@dataclass
+class Samples:
+    """A row a second: seconds since the beginning, MiB of the fullest GPU, stages that run."""
+
+    out: Path
+    began: float
+    gpu: bool
+    rows: list[tuple[float, int, tuple[str, ...]]] = field(default_factory=list)
+    over: threading.Event = field(default_factory=threading.Event)
+
+    def run(self) -> None:
+        with self.out.open("w") as file:
+            file.write("seconds,gpu_mib,stages\n")
+            while not self.over.wait(max(0.0, self.began + len(self.rows) - time.monotonic())):
+                row = (time.monotonic() - self.began, gpu_memory(), tuple(stages_running()))
+                self.rows.append(row)
+                file.write(f"{row[0]:.1f},{row[1]},{'+'.join(row[2])}\n")
+                file.flush()
+
+    def of(self, stage: str) -> list[int]:
+        """Numbers of its rows."""
+        return [number for number, row in enumerate(self.rows) if stage in row[2]]
+
+
+def gpu_memory() -> int:
+    query = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
+    with contextlib.suppress(OSError):
+        answer = subprocess.run(query, capture_output=True, text=True)
+        return max((int(line) for line in answer.stdout.split() if line.isdigit()), default=0)
+    return 0
+
+
+def stages_running() -> Iterator[str]:
+    """Of all flows on this host: a stage is there from the start of its guard to that one's end."""
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error, OSError):
+            line = process.cmdline()
+            found = re.search(r"tasks\.guard .* trainer\.(\w+) (\S+)", " ".join(line))
+            if found and found[1] == "evaluate":
+                base = "none.json" in Path(found[2]).read_text()
+                yield f"evaluate-{'base' if base else 'tuned'}"
+            elif found:
+                yield found[1]
+
+
+def run_flow(conf: Path, out: Path, environment: dict[str, str], seconds: float) -> tuple[int | None, str]:
+    """Exit code, None where it took too long, and what it said."""
+    log = out / "flow.log"
+    with log.open("w") as file:
+        command = [sys.executable, "-m", "flows.finetune", str(conf)]
+        flow = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=file, stderr=file)
+        try:
+            code = flow.wait(seconds)
+        except subprocess.TimeoutExpired:
+            code = None
+            flow.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                flow.wait(20)
+            flow.kill()
+            flow.wait()
+    return code, log.read_text(errors="replace")
+
+
+def judge(code: int | None, said: str, samples: Samples) -> tuple[list[str], list[str]]:
+    """The report's lines, and what is wrong."""
+    wrong = [] if code == 0 else [f"the flow's exit code is {code}"]
+    states = dict(re.findall(r"^([a-z-]+) +([A-Z]\w+) +[\d.]+ s", said, re.MULTILINE))
+    wrong += [f"{name}: {states.get(name, 'missing')}" for name in STAGES if states.get(name) != "Completed"]
+    lines = ["| stage | state | from s | to s | GiB before it | most GiB | beside |", "|---" * 7 + "|"]
+    for name in STAGES:
+        there = samples.of(name)
+        if not there:
+            lines.append(f"| {name} | {states.get(name, '')} | | | | | |")
+            continue
+        beside = {other for number in there for other in samples.rows[number][2]} - {name}
+        before = samples.rows[max(0, there[0] - 1)][1]
+        most = max(samples.rows[number][1] for number in there)
+        at = [samples.rows[there[end]][0] for end in (0, -1)]
+        figures = [f"{at[0]:.0f}", f"{at[1]:.0f}", f"{before / 1024:.1f}", f"{most / 1024:.1f}"]
+        lines.append("| " + " | ".join([name, states.get(name, ""), *figures, ", ".join(sorted(beside))]) + " |")
+    if samples.gpu:
+        for seconds, _, running in samples.rows:
+            if len(both := [name for name in running if name in ON_GPU]) > 1:
+                wrong.append(f"{' and '.join(both)} are on the GPU at once, after {seconds:.0f} s")
+                break
+        base, trained = samples.of("evaluate-base"), samples.of("train")
+        if base and trained and base[-1] >= trained[0]:
+            wrong.append("training began before the base's evaluation was over")
+    promoted = re.search(r"^whole version .*(against|measured).*$", said, re.MULTILINE)
+    wrong += [] if promoted else ["no reason why it was promoted or not"]
+    waits = re.findall(r"\S+ of \S+ (?:waits for the|has the|begins although).*", said)
+    lines += ["", *dict.fromkeys(waits), "", promoted[0] if promoted else "", *re.findall(r"held_out/.*", said)]
+    return lines, wrong
+
+
+def time_line(samples: Samples, every: int = 5) -> list[str]:
+    """The most memory of each few seconds, as a bar."""
+    most = max((row[1] for row in samples.rows), default=0) or 1
+    found = []
+    for first in range(0, len(samples.rows), every):
+        some = samples.rows[first : first + every]
+        memory, names = max(row[1] for row in some), dict.fromkeys(name for row in some for name in row[2])
+        bar = "#" * round(40 * memory / most)
+        found.append(f"{some[0][0]:4.0f} s {memory / 1024:6.1f} GiB {bar.ljust(40)} {' '.join(names)}".rstrip())
+    return found
+
+
+def main() -> int:
+    options = _arguments()
+    sys.path.insert(0, str(ROOT))
+    options.out.mkdir(parents=True, exist_ok=True)
+    work = Path(tempfile.mkdtemp(prefix="whole-", dir=options.work))
+    try:
+        return _measure(options, work)
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+
+
+def _measure(options: argparse.Namespace, work: Path) -> int:
+    gpu = gpu_memory() > 0 or Path("/dev/nvidiactl").exists()
+    free = shutil.disk_usage(work).free / 1e9
+    began = time.monotonic()
+    total = make_model(work / "model", options.size)
+    print(f"a model of {total / 1e9:.2f} GB in {time.monotonic() - began:.1f} s; {free:.0f} GB were free", flush=True)
+    make_data(work / "rows.jsonl")
+    conf = work / "whole.yaml"
+    kind = dict(gpu="h200", precision="bf16") if gpu else dict(gpu="cpu", precision="fp32")
+    conf.write_text(CONF.format(model=work / "model", data=work / "rows.jsonl", steps=options.steps, **kind))
+    own = {"FINETUNE_RUNS": str(work / "runs"), "PREFECT_HOME": str(work / "prefect"), "NO_COLOR": "1"}
+    own |= {"PYTHONUNBUFFERED": "1", "PREFECT_SERVER_ANALYTICS_ENABLED": "false"}
+    samples = Samples(options.out / "memory.csv", time.monotonic(), gpu)
+    sampler = threading.Thread(target=samples.run, daemon=True)
+    sampler.start()
+    without = {name: value for name, value in os.environ.items() if name not in ("FINETUNE_STORE", "PREFECT_API_URL")}
+    code, said = run_flow(conf, options.out, without | own, options.seconds)
+    samples.over.set()
+    sampler.join()
+    lines, wrong = judge(code, said, samples)
+    used = sum(file.stat().st_size for file in {f.stat().st_ino: f for f in work.rglob("*") if f.is_file()}.values())
+    head = f"{options.size}: {total / 1e9:.2f} GB in bf16, {options.steps} steps; {used / 1e9:.1f} GB of disk, "
+    head += f"{time.monotonic() - samples.began:.0f} s"
+    report = [head, "", *lines, "", *time_line(samples), "", *([f"WRONG: {line}" for line in wrong] or ["all right"])]
+    (options.out / "whole_flow.txt").write_text("\n".join(report) + "\n")
+    print("\n".join(report))
+    if wrong:
+        _keep_logs(work / "runs/work", options.out / "logs.txt")
+        print(said[-6000:])
+    return 1 if wrong else 0
+
+
+def _keep_logs(folder: Path, out: Path) -> None:
+    """The end of what every stage that is not over has written."""
+    with out.open("w") as file:
+        for path in sorted([*folder.rglob("*.log"), *folder.rglob("log*.txt"), *folder.rglob("logs/*")]):
+            if path.is_file():
+                file.write(f"\n===== {path.relative_to(folder)}\n{path.read_text(errors='replace')[-30000:]}\n")
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("out", type=Path, metavar="OUT")
+    parser.add_argument("--size", choices=SIZES, default="10gb")
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--seconds", type=float, default=500, help="that the flow may take (default 500)")
+    parser.add_argument("--work", type=Path, help="folder for model and artifacts (default a temporary one)")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
