@@ -96,7 +96,7 @@ class Session(AbstractContextManager):
             self._note("running")
         except Fault as fault:
             self._tracking.end("FAILED", str(fault))
-            self._tracking.close(0.0)
+            self._tracking.close(0.0)  # it has not begun to ship: another process does
             raise
         return self
 
@@ -116,7 +116,8 @@ class Session(AbstractContextManager):
             else:
                 tracked.end("KILLED", reason)
         self._tracking.end(status, reason)
-        if line := self._tracking.close(0.0 if kind else TOLD_WITHIN):
+        killed = status == "KILLED"
+        if line := self._tracking.close(0.0 if killed else TOLD_WITHIN, hand_over=killed):
             print(line)
 
     def verdict(self) -> State:

@@ -203,18 +203,16 @@ class Tracking(Stage):
             for thread in (*self._shippers, self._watch):
                 thread.start()
 
-    def close(self, timeout: float = 10.0) -> str | None:
+    def close(self, timeout: float = 10.0, hand_over: bool = False) -> str | None:
         """Waits at most that long for what is still on its way; one line if some of it has to wait on the disk.
 
         A flow that found everything made has not begun to ship, and is over in less time than MLflow's import takes:
-        a process of its own ships then, which nobody waits for.
+        a process of its own ships then, which nobody waits for. So it does, with `hand_over`, for one that is killed
+        and has no time left.
         """
         if not self.shipping:
             self._journal.release()
-            command = [sys.executable, "-m", "tasks.tracking", str(self._runs), "--timeout", str(HANDED_OVER)]
-            nothing = [(os.POSIX_SPAWN_OPEN, number, os.devnull, os.O_RDWR, 0) for number in range(3)]
-            environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
-            os.posix_spawn(sys.executable, command, environment, file_actions=nothing, setsid=True)
+            self._hand_over()
             return None
         self._closing.set()
         self._watch.join(1.0)
@@ -224,10 +222,19 @@ class Tracking(Stage):
         late = [s for s in self._shippers if not s.close(max(0.0, until - time.monotonic()))]
         if not late:
             return None
+        if hand_over:
+            self._hand_over("--after", str(os.getpid()))
+            return None
         waiting, reason = self._journal.waiting(late[0].service), late[0].trouble or "it is slow"
         where = public(self._address) if late[0].service == "mlflow" else "Weights & Biases"
         place = self._journal.folder
         return f"tracking: {waiting} events for {where} wait in {place} ({reason}); the next flow ships them"
+
+    def _hand_over(self, *options: str) -> None:
+        command = [sys.executable, "-m", "tasks.tracking", str(self._runs), "--timeout", str(HANDED_OVER), *options]
+        nothing = [(os.POSIX_SPAWN_OPEN, number, os.devnull, os.O_RDWR, 0) for number in range(3)]
+        environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
+        os.posix_spawn(sys.executable, command, environment, file_actions=nothing, setsid=True)
 
     def _begin(self, run: str, name: str, parent: str | None, tags: dict, id: str, shared: bool = False) -> None:
         event = {

@@ -2,16 +2,24 @@
 
 import argparse
 import sys
+import time
 from pathlib import Path
 
+from tasks.processes import started
 from tasks.tracking.shipping import drain
+
+LEAVES_WITHIN = 30.0  # seconds; a worker kills a cancelled flow after that
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tasks.tracking", description="Ship what killed flows left behind.")
     parser.add_argument("runs", metavar="RUNS", type=Path, help="the local folder of runs")
     parser.add_argument("--timeout", type=float, default=600.0, help="seconds to wait for a service (600)")
+    parser.add_argument("--after", type=int, metavar="PID", help="begin once this process is over, or in 30 s")
     args = parser.parse_args()
+    until = time.monotonic() + LEAVES_WITHIN
+    while args.after and started(args.after) and time.monotonic() < until:
+        time.sleep(0.2)
     lines = drain(args.runs.absolute() / "tracking", args.timeout)
     print("\n".join(lines or ["nothing waits"]))
     return int(any(": they wait: " in line for line in lines))

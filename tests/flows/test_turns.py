@@ -12,7 +12,7 @@ import pytest
 
 from tests.conf.test_host_gpus import fake_nvidia_smi, show_gpus
 from tests.flows import toy_trainer
-from tests.flows.world import ROOT, World, states, wait_for
+from tests.flows.world import CONF, ROOT, World, states, wait_for
 
 ON_GPUS = ("convert", "evaluate-base", "train", "evaluate-tuned")
 
@@ -32,13 +32,15 @@ class Toys:
             "FINETUNE_RUNS": str(self.folder / name),
             "FINETUNE_STORE": str(self.folder / name / "store"),
         }
-        command = [sys.executable, "-m", "flows.finetune", str(self.place.conf), *arguments]
+        conf = self.folder / "toys.yaml"
+        conf.write_text(CONF.replace("name: quick", "name: toys"))
+        command = [sys.executable, "-m", "flows.finetune", str(conf), *arguments]
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
         return subprocess.Popen(command, cwd=self.folder, env=self.environment | own, **pipes)
 
     def run(self, name: str, *arguments: str, code: int = 0, **fates: str) -> str:
         process = self.start(name, *arguments, **fates)
-        output = process.communicate(timeout=120)[0]
+        output = process.communicate(timeout=200)[0]
         assert process.returncode == code, output
         return output
 
@@ -99,7 +101,7 @@ def test_without_a_gpu_training_does_not_wait_for_the_evaluation_of_the_base(toy
     flow = toys.start("one", evaluate_base="slow")
     wait_for(lambda: toys.begun("export"))
     (toys.folder / "go").touch()
-    output = flow.communicate(timeout=120)[0]
+    output = flow.communicate(timeout=200)[0]
     assert set(states(output).values()) == {"Completed"}
 
 
@@ -110,7 +112,7 @@ def test_two_flows_on_one_host_take_turns_and_say_for_whom_they_wait(gpu):
     time.sleep(8)
     assert len(gpu.spans()["evaluate-base"]) == 1 and second.poll() is None
     (gpu.folder / "go").touch()
-    outputs = [process.communicate(timeout=120)[0] for process in (first, second)]
+    outputs = [process.communicate(timeout=200)[0] for process in (first, second)]
     assert [first.returncode, second.returncode] == [0, 0], outputs
     assert (
         f"waits for the GPUs of this host, which evaluate-base of {gpu.place.name_of(outputs[0])} has had" in outputs[1]
@@ -160,7 +162,7 @@ def test_a_key_lets_it_train_all_the_same_and_nothing_is_promoted(gpu):
 
 def test_without_a_gpu_training_beside_it_is_stopped(toys):
     flow = toys.start("one", train="slow", evaluate_base="late-crash")
-    output = flow.communicate(timeout=120)[0]
+    output = flow.communicate(timeout=200)[0]
     assert states(output)["train"] == "Failed" and flow.returncode == 1
     assert "error: train: stopped: evaluate-base has failed" in output
 

@@ -115,6 +115,7 @@ class Samples:
     """A row a second: seconds since the beginning, MiB of the fullest GPU, stages that run."""
 
     out: Path
+    work: Path
     began: float
     gpu: bool
     rows: list[tuple[float, int, tuple[str, ...]]] = field(default_factory=list)
@@ -124,7 +125,7 @@ class Samples:
         with self.out.open("w") as file:
             file.write("seconds,gpu_mib,stages\n")
             while not self.over.wait(max(0.0, self.began + len(self.rows) - time.monotonic())):
-                row = (time.monotonic() - self.began, gpu_memory(), tuple(stages_running()))
+                row = (time.monotonic() - self.began, gpu_memory(), tuple(stages_running(self.work)))
                 self.rows.append(row)
                 file.write(f"{row[0]:.1f},{row[1]},{'+'.join(row[2])}\n")
                 file.flush()
@@ -142,12 +143,12 @@ def gpu_memory() -> int:
     return 0
 
 
-def stages_running() -> Iterator[str]:
-    """Of all flows on this host: a stage is there from the start of its guard to that one's end."""
+def stages_running(work: Path) -> Iterator[str]:
+    """Of the flow in this folder: a stage is there from the start of its guard to that one's end."""
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error, OSError):
             line = process.cmdline()
-            found = re.search(r"tasks\.guard .* trainer\.(\w+) (\S+)", " ".join(line))
+            found = re.search(rf"tasks\.guard .* trainer\.(\w+) ({work}/\S+)", " ".join(line))
             if found and found[1] == "evaluate":
                 base = "none.json" in Path(found[2]).read_text()
                 yield f"evaluate-{'base' if base else 'tuned'}"
@@ -201,7 +202,13 @@ def judge(code: int | None, said: str, samples: Samples) -> tuple[list[str], lis
     promoted = re.search(r"^whole version .*(against|measured).*$", said, re.MULTILINE)
     wrong += [] if promoted else ["no reason why it was promoted or not"]
     waits = re.findall(r"\S+ of \S+ (?:waits for the|has the|begins although).*", said)
-    lines += ["", *dict.fromkeys(waits), "", promoted[0] if promoted else "", *re.findall(r"held_out/.*", said)]
+    lines += [
+        "",
+        *dict.fromkeys(waits),
+        "",
+        promoted[0] if promoted else "",
+        *re.findall(r"^held_out/\S+ +\S+ +\S+$", said, re.MULTILINE),
+    ]
     return lines, wrong
 
 
@@ -240,7 +247,7 @@ def _measure(options: argparse.Namespace, work: Path) -> int:
     conf.write_text(CONF.format(model=work / "model", data=work / "rows.jsonl", steps=options.steps, **kind))
     own = {"FINETUNE_RUNS": str(work / "runs"), "PREFECT_HOME": str(work / "prefect"), "NO_COLOR": "1"}
     own |= {"PYTHONUNBUFFERED": "1", "PREFECT_SERVER_ANALYTICS_ENABLED": "false"}
-    samples = Samples(options.out / "memory.csv", time.monotonic(), gpu)
+    samples = Samples(options.out / "memory.csv", work, time.monotonic(), gpu)
     sampler = threading.Thread(target=samples.run, daemon=True)
     sampler.start()
     without = {name: value for name, value in os.environ.items() if name not in ("FINETUNE_STORE", "PREFECT_API_URL")}
