@@ -29,7 +29,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from multiprocessing.connection import wait
 from pathlib import Path
-from random import Random
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -70,6 +69,8 @@ train: {steps: 20, global_batch: 2, precision: fp32}
 optimizer: {lr: 1e-3}
 checkpoint: {save_every: 20}
 """
+
+MOVED, AFTER = 4, 1e-2  # tokens that may go to another expert in fp32, and what losses may differ by after it
 
 
 @dataclass(frozen=True)
@@ -194,12 +195,14 @@ class Rehearsal:
 
     def _prepare(self, asked: list[Row]) -> None:
         """Models, converted on the CPU, and their data."""
+        from gradients_of_run import make_data
+
         from conf.load import load
         from trainer import prepared, tiny
 
         (self.folder / "conf.yaml").write_text(CONF)
         if not (self.folder / "given").exists():
-            _make_data(self.folder / "given", tiny.WORDS)
+            make_data(self.folder / "given")
         conversions = []
         models = {name: kind for name, (kind, _) in MODELS.items() if any(row.model == name for row in asked)}
         for name, kind in models.items():
@@ -262,18 +265,6 @@ class Rehearsal:
 
     def _seconds(self) -> float:
         return time.monotonic() - self.started
-
-
-def _make_data(folder: Path, words: list[str]) -> None:
-    """Rows of many lengths, half of each learned, so that every piece of a sequence has tokens with gradients."""
-    random = Random(0)
-    folder.mkdir()
-    for split, count in ("training", 64), ("validation", 8):
-        rows = [
-            {key: " ".join(random.choices(words, k=random.randint(3, 22))) for key in ("input", "output")}
-            for _ in range(count)
-        ]
-        (folder / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 class Team:
@@ -481,7 +472,10 @@ def _is_right(row: Row, result: dict[str, Any]) -> bool:
         return False
     if row.precision == "bf16":
         return result["whole_cosine"] >= COSINE[row.model]
-    return result["gradient"]["difference"] <= BOUND and result["loss"] <= BOUND
+    routed = not result["moved"] or (
+        result["same_routes"] and result["moved"] <= MOVED and result["loss_after"] <= AFTER
+    )
+    return result["gradient"]["difference"] <= BOUND and result["loss"] <= BOUND and bool(routed)
 
 
 def _as_it_should_be(row: Row, result: dict[str, Any] | None, before: bool) -> bool:
@@ -503,6 +497,9 @@ def _line(row: Row, result: dict[str, Any]) -> str:
         text = f"cosine of all {result['whole_cosine']:.6f}, least {cosine['cosine']:.4f} {cosine['name']}"
     else:
         text = f"gradient {gradient['difference']:.1e} {gradient['name']}, loss {result['loss']:.1e}"
+        if result["moved"]:
+            text += f" ({result['moved']:.0f} tokens to other experts from step {result['same_routes'] + 1} on, "
+            text += f"then {result['loss_after']:.1e})"
     return f"{start}  {'ok  ' if _is_right(row, result) else 'OFF '}  {text}"
 
 

@@ -11,9 +11,21 @@ import json
 import math
 from collections.abc import Iterator
 from pathlib import Path
+from random import Random
 from typing import Any
 
 from conf.schema import Run
+from trainer.tiny import WORDS
+
+
+def make_data(folder: Path) -> None:
+    """Rows of many lengths, half of each learned, so that every part of a sequence of 128 tokens has gradients."""
+    random = Random(0)
+    folder.mkdir()
+    for split, count in ("training", 64), ("validation", 8):
+        texts = [" ".join(random.choices(WORDS, k=random.randint(3, 22))) for _ in range(2 * count)]
+        rows = [{"input": one, "output": other} for one, other in zip(texts[::2], texts[1::2], strict=True)]
+        (folder / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 def main(run: Run) -> None:
@@ -48,10 +60,11 @@ def compare(run: Run, reference: Path, before: bool = False) -> dict[str, Any]:
     start(run)
     import torch
 
-    losses, pieces = train(run, before)
+    losses, loads, pieces = train(run, before)
     if not reference.exists():
         assert run.world == 1, reference
-        torch.save({"losses": losses, "tensors": dict(_whole(pieces))}, reference.with_suffix(".partial"))
+        found = {"losses": losses, "loads": loads, "tensors": dict(_whole(pieces))}
+        torch.save(found, reference.with_suffix(".partial"))
         reference.with_suffix(".partial").rename(reference)
         return {"losses": losses, "tensors": len(pieces)}
     expected = torch.load(reference)
@@ -61,9 +74,17 @@ def compare(run: Run, reference: Path, before: bool = False) -> dict[str, Any]:
     missing = expected["tensors"].keys() ^ set().union(*(keys for _, keys in every))
     assert not missing, f"gradients of other tensors than one process has: {sorted(missing)[:4]}"
     rows = [row for rank, _ in every for row in rank]
+    off = [abs(a - b) / abs(b) for a, b in zip(losses, expected["losses"], strict=True)]
+    moved = [
+        sum(abs(a - b) for a, b in zip(*step, strict=True)) / 2 for step in zip(loads, expected["loads"], strict=True)
+    ]
+    same = next((step for step, tokens in enumerate(moved) if tokens), len(moved))
     return {
         "losses": losses,
-        "loss": max((abs(a - b) / abs(b) for a, b in zip(losses, expected["losses"], strict=True)), default=0.0),
+        "loss": max(off[:same], default=0.0),
+        "same_routes": same,  # steps
+        "moved": moved[same] if same < len(moved) else 0,  # tokens of all layers, in the first step after those
+        "loss_after": max(off[same:], default=0.0),
         "compared": len(rows),
         "gradient": max(rows, key=lambda row: row["difference"]),
         "cosine": min(rows, key=lambda row: row["cosine"]),
@@ -72,11 +93,13 @@ def compare(run: Run, reference: Path, before: bool = False) -> dict[str, Any]:
     }
 
 
-def train(run: Run, before: bool) -> tuple[list[float], list]:
-    """Losses of all steps, and this rank's pieces of the first step's gradients."""
+def train(run: Run, before: bool) -> tuple[list[float], list[list[float]], list]:
+    """Of all steps the losses and each expert's tokens, and this rank's pieces of the first step's gradients."""
+    import torch
     from megatron.bridge.training.callbacks import Callback
     from megatron.bridge.training.finetune import finetune
     from megatron.bridge.training.gpt_step import forward_step
+    from megatron.core.transformer.moe.router import TopKRouter
 
     from trainer import adapters, sequence_parallel
     from trainer.metrics import _from_last_stage
@@ -84,10 +107,16 @@ def train(run: Run, before: bool) -> tuple[list[float], list]:
     from trainer.recipe import make_config
 
     losses: list[float] = []
+    loads: list[list[float]] = []
     pieces: list = []
 
     class Recorder(Callback):
         def on_train_start(self, context) -> None:
+            model = context.state.cfg.model
+            self.table = torch.zeros(model.num_layers, model.num_moe_experts or 0, device="cuda")
+            for module in (module for chunk in context.model for module in chunk.modules()):
+                if isinstance(module, TopKRouter):
+                    module.register_forward_hook(self.count)
             step = context.optimizer.step
 
             def first():
@@ -100,6 +129,12 @@ def train(run: Run, before: bool) -> tuple[list[float], list]:
         def on_train_step_end(self, context) -> None:
             last = context.loss_dict.get("lm loss", 0.0) if context.loss_dict else 0.0
             losses.extend(_from_last_stage([float(last)]))
+            torch.distributed.all_reduce(self.table)
+            loads.append(self.table.flatten().tolist())
+            self.table.zero_()
+
+        def count(self, router, _inputs, outputs) -> None:
+            self.table[router.layer_number - 1] += outputs[1].detach().sum(0)
 
     adapters.SPREAD_OF_B = 1.0
     repair = sequence_parallel.give_every_adapter_all_tokens
@@ -112,7 +147,7 @@ def train(run: Run, before: bool) -> tuple[list[float], list]:
     finally:
         sequence_parallel.give_every_adapter_all_tokens = repair
         adapters.SPREAD_OF_B = 0.0
-    return losses, pieces
+    return losses, loads, pieces
 
 
 def _gradients(chunks: list) -> Iterator:
