@@ -44,7 +44,9 @@ def of_training(run: Run) -> dict[str, Any]:
         if config[section][key] == _default(section, key):
             del config[section][key]
     if run.adapter.kind != "none" and run.adapter.experts == "shared":
-        config["layout"] = {"ep": run.layout.ep}
+        # They are the same model at any ep since each counts once in the norm of gradients (trainer/shared_experts.py).
+        # Those of before were so at ep 1 alone, whose artifacts this finds again.
+        config["layout"] = {"ep": 1}
     return config
 
 

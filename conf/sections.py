@@ -101,8 +101,8 @@ class Adapter(Section):
     )
     experts: Literal["each", "shared"] = Field(
         default="each",
-        description="each = one adapter per expert: the same model at any ep, and PEFT can load it; "
-        "shared = one for all experts of an expert-parallel rank: smaller, but another model at another ep",
+        description="each = one adapter per expert, which PEFT can load; shared = one for all experts of a layer: "
+        "smaller; both are the same model at any layout",
     )
 
 

@@ -34,7 +34,7 @@ from megatron.core.tensor_parallel import mappings, set_tensor_model_parallel_at
 from megatron.core.transformer.mlp import apply_swiglu_sharded_factory
 from torch import nn
 
-from trainer import sequence_parallel
+from trainer import sequence_parallel, shared_experts
 
 SPREAD_OF_B = 0.0  # as a part of A's; trainer/layouts.py and tests set another
 
@@ -45,8 +45,10 @@ class LoRA(lora.LoRA):
 
     def __call__(self, model, training: bool = True):
         lora.GroupedExpertLinearAdapter = ExpertAdapter
+        shared_experts.install()
         model = super().__call__(model, training)
         sequence_parallel.give_every_adapter_all_tokens(model)
+        shared_experts.count_once(model)
         draw_initial_values(model, self.seed)
         _recompute_from_the_start(model)
         return model

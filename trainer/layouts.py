@@ -16,7 +16,7 @@ import shutil
 import sys
 import tempfile
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from conf.load import load
@@ -31,6 +31,7 @@ class Case:
     model: str
     cut: str  # key=value pairs of layout; processes are counted from them
     packed: bool = False
+    shared: bool = False  # adapter.experts: shared
     differs: str = ""  # why another function is computed, in which case the difference has no bound
 
     @property
@@ -38,7 +39,7 @@ class Case:
         return " ".join((self.model, self.cut.replace("=true", "").replace("=", "") or "single", *self.flags()))
 
     def flags(self) -> list[str]:
-        return ["packed"] if self.packed else []
+        return [name for name in ("packed", "shared") if getattr(self, name)]
 
 
 MTP_CP = "each rank normalises the MTP loss by its own tokens"
@@ -62,11 +63,13 @@ MOE = (
     "tp=2 sp=true pp=2 ep=2 etp=2 dp=2",
     "tp=2 sp=true pp=2 cp=2 ep=4",
 )
+SHARED = ("dp=2", "ep=4", "pp=2 ep=2", "tp=2 sp=true ep=2", "tp=2 sp=true etp=2", "tp=2 sp=true ep=2 etp=2")
 TABLE = (
     *(Case("llama", cut) for cut in DENSE),
     *(Case("llama", cut, packed=True) for cut in ("dp=2", "tp=2 sp=true", "pp=2", "pp=4", "pp=2 vpp=2", "cp=2")),
     *(Case("glm4-moe", cut) for cut in MOE),
     *(Case("glm4-moe", cut, packed=True) for cut in ("dp=2", "tp=2 sp=true", "pp=2", "pp=4", "cp=2", "ep=2")),
+    *(Case("glm4-moe", cut, shared=True) for cut in SHARED),
     *(Case("glm4-moe-mtp", cut) for cut in ("dp=2", "tp=2 sp=true", "pp=2", "ep=2")),
     Case("glm4-moe-mtp", "cp=2", differs=MTP_CP),
     *(Case("qwen3-moe", cut) for cut in ("tp=2 sp=true ep=2", "pp=2 ep=2", "cp=2")),
@@ -90,16 +93,16 @@ def main() -> None:
 
 def _rehearse(cases: list[Case], folder: Path, steps: int) -> list[dict]:
     print(f"{'layout':58} {'processes':>9} {'difference':>11} {'seconds':>8}")
-    references: dict[tuple[str, bool], list[float]] = {}
+    references: dict[Case, list[float]] = {}
     rows = []
     for case in cases:
-        key = (case.model, case.packed)
-        if key not in references:
+        single = replace(case, cut="", differs="")
+        if single not in references:
             _prepare(case.model, case.packed, folder)
-            references[key] = _losses(Case(*key[:1], "", case.packed), folder, steps)
+            references[single] = _losses(single, folder, steps)
         started = time.monotonic()
-        losses = _losses(case, folder, steps)
-        pairs = zip(losses, references[key], strict=True) if len(losses) == len(references[key]) else ()
+        losses, expected = _losses(case, folder, steps), references[single]
+        pairs = zip(losses, expected, strict=True) if len(losses) == len(expected) else ()
         difference = max((abs(a - b) / abs(b) for a, b in pairs), default=float("nan"))
         ok = difference <= BOUND or (bool(case.differs) and difference == difference)
         row = {"layout": case.name, "processes": _run(case, folder, steps).world, "difference": difference, "ok": ok}
@@ -148,10 +151,11 @@ def _run(case: Case, folder: Path, steps: int) -> Run:
         [
             f"paths.model={folder / case.model}",
             f"paths.base={folder / case.model}-base",
-            f"paths.data={folder / '-'.join([case.model, 'prepared', *case.flags()])}/data",
+            f"paths.data={folder / case.model}-prepared{'-packed' if case.packed else ''}/data",
             f"paths.output={output}",
             f"layout.gpus_per_node={world}",
             f"data.packed={str(case.packed).lower()}",
+            f"adapter.experts={'shared' if case.shared else 'each'}",
             f"train.steps={steps}",
             f"checkpoint.save_every={steps}",
             *(f"layout.{key}={value}" for key, value in cut.items()),

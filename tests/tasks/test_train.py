@@ -30,4 +30,5 @@ def test_what_was_trained_before_is_found_again(conf, overrides, made):
 
 def test_a_layout_is_no_part_of_it():
     cut = ("layout.gpus_per_node=4", "layout.tp=2", "layout.sp=true", "layout.ep=2", "train.micro_batch=8")
-    assert fingerprint("tiny", *cut) == fingerprint("tiny")
+    for experts in ("adapter.experts=each", "adapter.experts=shared"):
+        assert fingerprint("tiny", experts, *cut) == fingerprint("tiny", experts)

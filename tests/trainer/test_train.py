@@ -12,6 +12,10 @@ def losses(result) -> dict[int, float]:
     return {line["step"]: line["lm_loss"] for line in result.metrics if line["kind"] == "train"}
 
 
+def norms(result) -> dict[int, float]:
+    return {line["step"]: line["grad_norm"] for line in result.metrics if line["kind"] == "train"}
+
+
 def close(found: dict, expected: dict, bound: float) -> bool:
     return found.keys() == expected.keys() and all(abs(found[s] - expected[s]) <= bound * expected[s] for s in found)
 
@@ -150,6 +154,26 @@ def test_dora_is_the_same_model_at_tensor_parallel_two(configure, ranks, base, w
     cut = ["layout.gpus_per_node=2", "layout.tp=2", "layout.sp=true"]
     two = ranks("train", configure("llama", f"paths.output={work}/dora2", "adapter.kind=dora", *cut))
     assert close(losses(two), losses(one), 1e-4), two.output[-2000:]
+
+
+@pytest.mark.parametrize(
+    "cut",
+    [
+        "layout.gpus_per_node=2 layout.ep=2",
+        pytest.param(
+            "layout.gpus_per_node=4 layout.tp=2 layout.sp=true layout.ep=2 layout.etp=2", marks=pytest.mark.slow
+        ),
+    ],
+)
+def test_an_adapter_that_experts_share_is_the_same_model_at_any_layout(cut, configure, ranks, base, work):
+    """Its copies count once in the norm of gradients, by which they are clipped, and etp cuts it rightly."""
+    base("glm4-moe")
+    shared = ("adapter.experts=shared", "train.steps=3", "optimizer.clip_grad=0.1")
+    one = ranks("train", configure("glm4-moe", f"paths.output={work}/shared-one", *shared))
+    many = ranks("train", configure("glm4-moe", f"paths.output={work}/shared-{len(cut)}", *shared, *cut.split()))
+    assert many.code == 0, many.output
+    assert close(losses(many), losses(one), 1e-5)
+    assert close(norms(many), norms(one), 1e-4)
 
 
 def test_packed_is_the_same_loss_as_unpacked(configure, ranks, base, work):
