@@ -77,6 +77,6 @@ gpu-kit: $(STAMP) ## pack what the GPU tests need
 schema: $(STAMP) ## write conf/schema.json anew from conf/schema.py
 	$(PYTHON) -m conf.schema --json > conf/schema.json
 
-clean: ## remove the environment and every cache; runs/ stays
+clean: ## remove the environment and the project's own caches; runs/ and all else stays
 	rm -rf .venv .uv .pytest_cache .ruff_cache .hypothesis
-	find . -name __pycache__ -prune -exec rm -rf {} +
+	find conf flows tasks trainer tests -name __pycache__ -type d -prune -exec rm -rf {} +

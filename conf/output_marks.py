@@ -77,6 +77,12 @@ EVALUATION = Kind(
     whole=False,
     other_marks=(("progress.jsonl", frozenset({"done", "total", "what"})),),
 )
+REHEARSAL = Kind(
+    "rehearsals of layouts",
+    "trainer.layouts",
+    whole=False,
+    other_marks=(("*/metrics.jsonl", frozenset({"kind", "step"})),),
+)
 LOGS = Kind("logs", "", whole=False)  # only ever appended to
 PARITY = Kind("what training says of fixed prompts", "trainer.train", keys=frozenset({"step", "asked", "rows"}))
 
@@ -207,6 +213,8 @@ def _in_the_way(place: Path, kind: Kind) -> list[str]:
     if not stat.S_ISDIR(mode):
         return [f"{'a file' if stat.S_ISREG(mode) else 'something'} that is no folder stands there; {_CHOOSE}"]
     names = sorted(entry.name for entry in real.iterdir() if not entry.name.startswith((MARKER, OWNER)))
+    if kind is TRAINING:
+        names = [name for name in names if not _holds_logs(real / name)]  # of a conversion, where logs lie in there
     if kind is LOGS or not names:
         return []
     if not is_made(real, kind):
@@ -221,6 +229,12 @@ def _in_the_way(place: Path, kind: Kind) -> list[str]:
         return []
     foreign = _beside(real, kind)
     return [f"holds {_some(foreign)} beside {kind.what}; move it elsewhere first"] if foreign else []
+
+
+def _holds_logs(folder: Path) -> bool:
+    return folder.is_dir() and all(
+        fnmatch(entry.name, "rank[0-9]*.log") or entry.name == "preflight.json" for entry in folder.iterdir()
+    )
 
 
 def _beside(folder: Path, kind: Kind) -> list[str]:

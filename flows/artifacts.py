@@ -7,11 +7,13 @@
 
 An artifact stays while a run refers to it, or it is an input of one that stays, or a version in MLflow's registry is
 made of it. Runs older than --days refer to nothing. Boards and logs of a gang (python -m flows.logs) go with its
-training, or once that is complete and older than --days. The part of a fingerprint that tells it apart is enough.
+training, or once that is complete and older than --days. What no stage has made stays.
+The part of a fingerprint that tells it apart is enough.
 """
 
 import argparse
 import json
+import re
 import sys
 import time
 from collections import Counter
@@ -19,15 +21,18 @@ from collections.abc import Sequence
 from datetime import datetime
 from typing import Any
 
-from tasks import artifact, lease
+from conf.amounts import size
+from tasks import artifact, lease, pipeline
 from tasks.artifact import Artifact, Missing
 from tasks.faults import Fault
 from tasks.gang import history
-from tasks.progress import clock, size
+from tasks.progress import clock
 from tasks.session import open_run_store
 from tasks.store import Store
 
 OWN = ("runs", "pins", "gangs")  # folders of the store that hold no artifacts
+PLACE = re.compile(rf"({'|'.join(sorted({name.partition('-')[0] for name in pipeline.ORDER}))})/[0-9a-f]{{16}}")
+GANG = re.compile(r"train-[0-9a-f]{16}")
 DAY = 86400.0  # seconds
 
 
@@ -99,6 +104,8 @@ def collect(store: Store, days: float | None, delete: bool) -> int:
     there = store.keys("")
     folders = {"/".join(name.split("/")[:2]) for name in there if name.count("/") > 1}
     folders = {folder for folder in folders if folder.partition("/")[0] not in OWN}
+    foreign = sorted(folder for folder in folders if not PLACE.fullmatch(folder))
+    folders -= {*foreign}
     makers = {key: lease.holder(store, f"{key}/lease.json") for key in folders}
     making = {key for key, maker in makers.items() if maker}
     old = [] if days is None else _older_than(store, days, making)
@@ -113,7 +120,10 @@ def collect(store: Store, days: float | None, delete: bool) -> int:
         print(f"{'removes' if delete else 'would remove'} {key}  {size(bytes_there)}")
         if delete:
             store.remove(f"{key}/{artifact.RECORD}")  # first: from here on it is no artifact
-            store.delete(key)
+            store.delete(f"{key}/files")
+            store.remove(f"{key}/lease.json")
+    if foreign:
+        print(f"leaves {len(foreign)} folders that no stage has made, such as {foreign[0]}")
     gangs = _gangs({name.removeprefix("gangs/"): facts for name, facts in there.items() if name.startswith("gangs/")})
     limit = None if days is None else time.time() - days * DAY
     for gang in sorted(gangs):
@@ -168,7 +178,7 @@ def _gangs(listed: dict[str, tuple[int, str]]) -> Counter[str]:
     for name, (length, _) in listed.items():
         folder, _, rest = name.partition("/")
         gang = rest.removesuffix(".json") if f"gangs/{folder}" == history.FOLDER else folder
-        if gang.startswith("train-"):
+        if GANG.fullmatch(gang):
             found[gang] += length
     return found
 

@@ -43,6 +43,8 @@ def evaluate(session: Session, which: str, model: Artifact, data: Artifact, trai
         paths["served"] = served / "merged" if trained else served
         paths["parity"] = session.local(trained) / "parity.json" if trained else work.folder / "none.json"
         bar = Progress(name, "rows")
+        task_files = session.stages[name].config["task_files"]
+        require_unchanged(task_files)
         try:
             launch.trainer(
                 "evaluate",
@@ -55,6 +57,7 @@ def evaluate(session: Session, which: str, model: Artifact, data: Artifact, trai
             )
         except launch.Crashed as crash:
             raise launch.Crashed(_last_words(crash, output / "log.txt")) from None
+        require_unchanged(task_files)  # what was asked is what the fingerprint says
         found = json.loads((output / "results.json").read_text())
         tracked = session.tracked(name)
         tracked.table(
@@ -75,6 +78,13 @@ def _last_words(crash: launch.Crashed, log: Path) -> str:
         last = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()][-SHOWN:]
         return "\n".join([f"{first}; vLLM does not serve this model here; its last lines, of {log}:", *last])
     return str(crash)
+
+
+def require_unchanged(task_files: dict[str, str]) -> None:
+    """A run may take days: the artifact is found again by what its task files held when it began."""
+    for path, digest in task_files.items():
+        if _content(path) != digest:
+            raise Fault(f"evaluate.tasks: {path}: it or its data have changed since the run began; start it again")
 
 
 def _content(path: str) -> str:

@@ -1,9 +1,10 @@
 """What a run would do: each stage's fingerprint, whether it is there, why not, and what making it would cost."""
 
+from conf.amounts import size
 from conf.schema import Run
 from tasks import artifact
 from tasks.artifact import Artifact, Stage
-from tasks.progress import clock, size
+from tasks.progress import clock
 from tasks.store import Store
 
 

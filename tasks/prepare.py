@@ -56,6 +56,7 @@ def prepare(session: Session, model: Artifact) -> State:
 
     def make(work: Work) -> dict:
         run, files = _here(session, model, work), work.folder / "files"
+        require_unchanged(session.run.data, session.stages["prepare"])
         told, bar = files.with_name("files-preparing") / "progress.jsonl", Progress("prepare", "bytes")
         launch.trainer(
             "prepare",
@@ -66,6 +67,7 @@ def prepare(session: Session, model: Artifact) -> State:
             lambda: bar.update(*newest(told, "done", "total")),
             keep=HUB_TOKENS,  # data sets of the Hub are read there
         )
+        require_unchanged(session.run.data, session.stages["prepare"])  # what was read is what the fingerprint says
         report = json.loads((files / "report.json").read_text("utf-8"))
         tracked = session.tracked("prepare")
         tracked.drawn(files / "report.json", "report.json", "data")
@@ -85,6 +87,17 @@ def publish(session: Session, made: Artifact) -> None:
     if found := session.store.read(f"{made.key}/files/report.json"):
         page = data_report.page(json.loads(found[0]), f"{session.run.name}: data")
         create_markdown_artifact(page, key=f"data-{session.run.name}", description=made.key)
+
+
+def require_unchanged(data: Data, asked: Stage) -> None:
+    """Files on this host: what comes from elsewhere is pinned, or compared when it is fetched."""
+    if data.template.endswith(".jinja") and _template(data.template) != asked.config["template"]:
+        raise Fault(f"data.template: {data.template}: has changed since the run began; start it again")
+    for (key, part), found in zip(_parts(data), asked.config["sources"], strict=True):
+        if "content" in found:
+            now = sources.identity(part, key, runs_folder() / "cache/digests.json")
+            if now["content"] != found["content"]:
+                raise Fault(f"{key}: {part.source}: has changed since the run began; start it again")
 
 
 def _parts(data: Data) -> list[tuple[str, Part]]:

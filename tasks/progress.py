@@ -10,6 +10,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from conf.amounts import size
+
 SHOWN_AFTER = 2.0  # seconds: what ends sooner needs no bar
 EVERY = 2.0
 
@@ -84,14 +86,6 @@ def newest(file: Path, *keys: str) -> tuple[float, ...]:
             found = json.loads(line)
             return tuple(found[key] for key in keys)
     return (0,) * len(keys)
-
-
-def size(count: float) -> str:
-    for unit in ("B", "KB", "MB", "GB"):
-        if count < 1000:
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1000
-    return f"{count:.2f} TB"
 
 
 def clock(seconds: float) -> str:

@@ -166,3 +166,16 @@ def test_empty_clone_to_green_doctor(tmp_path):
     assert make("setup") == "setup: .venv is in step with uv.lock (extra cpu)\n"
     assert time.monotonic() - start < 2
     assert "green for" in make("doctor")
+
+
+def test_make_clean_removes_what_the_project_has_made_and_nothing_else(tmp_path):
+    shutil.copy(ROOT / "Makefile", tmp_path)
+    own = [".venv/bin/python", ".uv/uv", ".ruff_cache/x", "conf/__pycache__/a.pyc", "tests/gang/__pycache__/b.pyc"]
+    own += ["flows/__pycache__/c.pyc", "tasks/store/__pycache__/d.pyc", "trainer/data/__pycache__/e.pyc"]
+    kept = ["runs/tiny/__pycache__/a.pyc", "mine/__pycache__/b.pyc", "__pycache__/c.pyc", "conf/tiny.yaml", "notes.txt"]
+    for name in (*own, *kept):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("content")
+    subprocess.run(["make", "clean", "EXTRA=cpu"], cwd=tmp_path, check=True, capture_output=True)
+    left = {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file()}
+    assert left == {"Makefile", *kept}

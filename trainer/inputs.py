@@ -7,12 +7,13 @@ import os
 import shutil
 from pathlib import Path
 
+from conf.amounts import unlike
 from conf.facts import ModelFacts
 from conf.layout import problems
 from conf.model_files import weights, whole
 from conf.output_marks import TRAINING
 from conf.schema import Run
-from trainer import checkpoints, places, prepared, resume
+from trainer import asked, checkpoints, places, prepared, resume
 from trainer.faults import Fault
 from trainer.recipe import checkpoint_folder
 
@@ -58,6 +59,8 @@ def check_evaluate(run: Run) -> None:
         if not file.exists() or not file.stat().st_size:
             what = "empty" if file.exists() else "no such file"
             raise Fault(f"{file}: {what}; a larger share of data.test, or evaluate.tasks without held_out, would do")
+        asked.record(run)  # is there
+        prepared.check_asked(asked.folder(run))
 
 
 def is_file(task: str) -> bool:
@@ -83,4 +86,5 @@ def _check_space(folder: Path, run: Run, what: str) -> None:
     existing = next(parent for parent in (folder, *folder.resolve().parents) if parent.exists())
     free = shutil.disk_usage(existing).free
     if free < needed:
-        raise Fault(f"{folder}: {what} needs {needed / 1e9:.1f} GB and {free / 1e9:.1f} GB are free there")
+        wanted, left = unlike(needed, free)
+        raise Fault(f"{folder}: {what} needs {wanted} and {left} are free there")

@@ -20,8 +20,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from conf.load import load
+from conf.output_marks import REHEARSAL
 from conf.schema import Run
-from trainer import convert, forked, prepared, tiny, train
+from trainer import convert, entry, forked, places, prepared, tiny, train
 
 BOUND = 1e-4
 
@@ -84,6 +85,8 @@ def main() -> None:
         sys.exit(f"error: no layout matches {' '.join(options.only)}")
     with contextlib.ExitStack() as stack:
         folder = options.workdir or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="layouts-")))
+        with entry.faults_in_one_line():
+            places.take(folder, REHEARSAL)
         forked.import_all()
         rows = _rehearse(cases, folder, options.steps)
     missed = [row for row in rows if not row["ok"]]

@@ -19,11 +19,13 @@ from pathlib import Path
 from typing import Any
 
 from conf.schema import Run
-from trainer.data import packing, sources, tokenizer
+from trainer import checkpoints
+from trainer.data import choose, packing, sources, tokenizer
 from trainer.data.identity import MANIFEST, digest
 from trainer.entry import FAULT_FILE, LIBC, PR_SET_PDEATHSIG
 from trainer.faults import Fault
 
+ASKED = ("test.jsonl", "template.json")
 AGAIN = "python -m trainer.prepare makes it again"
 
 
@@ -59,9 +61,52 @@ def make(run: Run) -> None:
         )
     from trainer import prepare
 
+    if steps := checkpoints.complete_steps(Path(run.paths.output) / "checkpoints"):
+        _require_the_same(run, given, steps[-1])
     # In a process of its own: tokenizers are loaded without torch, and transformers is of no use to training then.
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), initializer=_die_with_parent) as process:
         process.submit(prepare.given, run, given, folder(run)).result()
+
+
+def _require_the_same(run: Run, given: Path, step: int) -> None:
+    """Rows made by hand stay what they were while there are checkpoints that have been trained on them.
+
+    Where what was prepared of them is gone, there is nothing to compare with.
+    """
+    place = folder(run)
+    if not (place / MANIFEST).exists():
+        return
+    found = load(place)
+    for number, name in enumerate(choose.SPLITS):
+        entries = [file for source in found.sources if source.get("given_split") == number for file in source["files"]]
+        path = given / f"{name}.jsonl"
+        if path.exists() and not entries:
+            how = "was added"
+        elif entries and (changed := next(_changed([{**entries[0], "path": path}]), None)):
+            how = changed[1]
+        else:
+            continue
+        raise Fault(
+            f"{path}: {how} since step {step} in {run.paths.output} was trained on what it held; put it back to go on, "
+            "or train on these rows in another paths.output"
+        )
+    _check_settings(place, found, run, f"set it back to go on from step {step}, or name another paths.output")
+
+
+def check_asked(place: Path) -> None:
+    """What a model is asked is what was prepared, and rows made by hand are what it was prepared from."""
+    found = load(place)
+    entries = [{"path": place / name, **found.files[name]} for name in ASKED if name in found.files]
+    if changed := next(_changed(entries), None):
+        raise Fault(f"{changed[0]}: {changed[1]} since it was prepared; {AGAIN}, and questions are never to be edited")
+    test = choose.SPLITS.index("test")
+    by_hand = [file for source in found.sources if source.get("given_split") == test for file in source["files"]]
+    there = [{**file, "path": Path(file["path"])} for file in by_hand if Path(file["path"]).exists()]
+    if changed := next(_changed(there), None):
+        raise Fault(
+            f"{changed[0]}: was edited after its preparation into {place}; put it back, "
+            "or train and evaluate with these rows in another paths.output"
+        )
 
 
 def _die_with_parent() -> None:
@@ -133,7 +178,7 @@ def _changed(entries: list[dict[str, Any]]) -> Iterator[tuple[Path, str]]:
         yield from ((e["path"], "changed") for e, now in zip(entries, digests, strict=True) if now != e["sha256"])
 
 
-def _check_settings(place: Path, found: Prepared, run: Run) -> None:
+def _check_settings(place: Path, found: Prepared, run: Run, remedy: str = "") -> None:
     own = run.data.model_dump(mode="json")
     compared = found.settings.keys() & own.keys() - {"mixture"}  # its files are compared, whatever their names
     if not run.data.packed:
@@ -141,12 +186,14 @@ def _check_settings(place: Path, found: Prepared, run: Run) -> None:
     if run.data.template.endswith(".jinja"):
         compared -= {"template"}  # its content is compared, whatever its name
         if digest(Path(run.data.template)) != found.settings.get("template_file"):
-            raise Fault(f"{run.data.template}: another template than the one {place} was prepared with; {AGAIN}")
+            raise Fault(
+                f"{run.data.template}: another template than the one {place} was prepared with; {remedy or AGAIN}"
+            )
     for key in sorted(compared):
         if own[key] != found.settings[key]:
             raise Fault(
                 f"data.{key}: {json.dumps(own[key])}, but {place} was prepared with {json.dumps(found.settings[key])}; "
-                f"{AGAIN}, or set data.{key} back"
+                f"{remedy or f'{AGAIN}, or set data.{key} back'}"
             )
     if not run.data.packed or found.kind == "text":
         return
@@ -154,7 +201,7 @@ def _check_settings(place: Path, found: Prepared, run: Run) -> None:
     if not have or have % needed:
         raise Fault(
             f"layout: cp {run.layout.cp}, tp {run.layout.tp} and sp {json.dumps(run.layout.sp)} need packed rows whose "
-            f"length is a multiple of {needed}, but {place} was prepared for multiples of {have}; {AGAIN}"
+            f"length is a multiple of {needed}, but {place} was prepared for multiples of {have}; {remedy or AGAIN}"
         )
 
 

@@ -66,7 +66,11 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     rows = tickets(options.rows, options.seed).items()
-    options.out.write_text("".join(json.dumps({"input": ticket, "output": team}) + "\n" for ticket, team in rows))
+    try:
+        with options.out.open("x") as file:
+            file.writelines(json.dumps({"input": ticket, "output": team}) + "\n" for ticket, team in rows)
+    except OSError as error:
+        parser.error(f"{options.out}: {error.strerror}; name a new file")
 
 
 if __name__ == "__main__":

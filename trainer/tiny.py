@@ -152,7 +152,7 @@ Let f(x) = x^2 + 3x - 4. Then f'(x) = 2x + 3, and f(x) = 0 for x = 1 and x = -4,
 @contextmanager
 def new_folder(folder: str | Path) -> Iterator[Path]:
     """Yields a sibling of `folder` that takes its place at the end, and is removed if the block raises."""
-    folder = Path(folder).absolute()
+    folder = Path(os.path.realpath(folder))  # where a link leads
     if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
         raise FileExistsError(f"{folder} exists and is not an empty folder")
     partial = folder.with_name(f".{folder.name}.{os.getpid()}")
@@ -319,7 +319,10 @@ def main() -> int:
     try:
         make_data(out, **options) if kind == "data" else make_model(kind, out, **options)
     except FileExistsError as error:
-        print(error, file=sys.stderr)
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except OSError as error:
+        print(f"error: {out}: {error.strerror}", file=sys.stderr)
         return 2
     return 0
 

@@ -13,6 +13,7 @@ import os
 import shutil
 from pathlib import Path
 
+from conf.amounts import size
 from conf.schema import Run
 from trainer import agreement, checkpoints, entry, inputs, life, platform, preflight, resume
 from trainer.console import megatron_to, say
@@ -66,10 +67,10 @@ def main(run: Run) -> None:
     except BaseException as error:  # torch's CheckpointException is no Exception
         if WRITER_DIED not in str(error):
             raise
-        free = shutil.disk_usage(folder).free / 1e6
+        free = size(shutil.disk_usage(folder).free)
         if os.environ["RANK"] == "0":
             checkpoints.remove_incomplete(folder)
-        raise Fault(f"{folder}: a checkpoint could not be written; {free:.1f} MB are free there") from error
+        raise Fault(f"{folder}: a checkpoint could not be written; {free} are free there") from error
 
 
 def _is_failure(record: logging.LogRecord) -> bool:

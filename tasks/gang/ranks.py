@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from conf import network
+from conf.amounts import size
 from conf.schema import Run
 from tasks.gang import host, witness
 from tasks.launch import PRIVATE, ROOT
@@ -171,7 +172,7 @@ class Ranks:
     def _full(self) -> str:
         """What there is to say of the disk that signs of life and logs are on, if that is full."""
         free = shutil.disk_usage(self.folder).free
-        return f"this host's own disk is full: {free / 1e6:.1f} MB free at {self.folder}" if free < LEAST else ""
+        return f"this host's own disk is full: {size(free)} free at {self.folder}" if free < LEAST else ""
 
     def _life(self) -> Path:
         return self.folder / "life"

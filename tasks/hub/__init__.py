@@ -25,6 +25,7 @@ from pathlib import Path
 from threading import Event, Lock
 
 from conf import regular_files
+from conf.amounts import unlike
 from tasks.faults import Fault
 from tasks.hub import api, s3_source, wanted
 from tasks.hub.digests import holds
@@ -305,8 +306,9 @@ def _require_space(resolved: Resolved, folder: Path, sizes: dict[str, int]) -> N
     missing = sum(sizes.values()) - begun
     free = shutil.disk_usage(there).free
     if missing > 0 and missing + SPARE > free:
+        wanted, left = unlike(missing + SPARE, free)
         raise Fault(
-            f"{folder}: {resolved.source} needs {missing / 1e9:.2f} GB more and the disk has {free / 1e9:.2f} GB free; "
+            f"{folder}: {resolved.source} needs {wanted} more and the disk has {left} free; "
             "free some space, or put the artifacts on a larger disk"
         )
 

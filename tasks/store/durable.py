@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from conf.amounts import size
 from tasks.faults import Fault
 from tasks.store.folder import BLOCK
 
@@ -66,6 +67,6 @@ def plainly(where: Path) -> Iterator[None]:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             free = ""
             with contextlib.suppress(OSError):
-                free = f" ({shutil.disk_usage(where).free / 1e9:.1f} GB free)"
+                free = f" ({size(shutil.disk_usage(where).free)} free)"
             raise Fault(f"{where}: the disk is full{free}; free some, or take another folder") from None
         raise Fault(f"{path}: {error.strerror or error}; {where} must be a folder that can be written") from None

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from conf.amounts import unlike
 from tasks.faults import Fault
 from tasks.store import folder as folders
 from tasks.store.durable import plainly as disk_plainly
@@ -225,4 +226,5 @@ def _check_space(folder: Path, partials: Path, files: dict[str, File], targets: 
     need -= sum(path.stat().st_blocks * 512 for path in partials.iterdir())
     free = shutil.disk_usage(folder).free
     if need > free:
-        raise Fault(f"{folder}: {need / 1e9:.1f} GB are to come and {free / 1e9:.1f} GB are free; make room")
+        coming, left = unlike(need, free)
+        raise Fault(f"{folder}: {coming} are to come and {left} are free; make room")

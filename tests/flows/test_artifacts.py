@@ -170,11 +170,29 @@ def test_a_run_that_makes_something_now_is_never_old(world):
 
 def test_what_a_dead_process_left_goes(world):
     dead = {"id": "x", "about": "", "host": "here", "pid": 2**22 + 1, "started": "1", "boot": lease._boot()}
-    for name, content in (("dead", json.dumps(dead).encode()), ("damaged", b"")):
+    for name, content in (("d" * 16, json.dumps(dead).encode()), ("e" * 16, b"")):
         world.store.write(f"train/{name}/files/half", b"half")
         world.store.write(f"train/{name}/lease.json", content)
     world.run("gc", "--delete")
     assert world.store.keys("") == {}
+
+
+def test_what_no_stage_has_made_stays(world):
+    """A store in a folder that holds other things, as FINETUNE_STORE=~ does."""
+    kept = [
+        "thesis/figures/one.svg",
+        "train/notes/today.txt",
+        "convert/0123456789abcdeg/files/x",
+        "gangs/train-1/x",
+        "a",
+    ]
+    kept.append(f"{world.train.key}/notes.txt")
+    for name in kept:
+        (world.root / name).parent.mkdir(parents=True, exist_ok=True)
+        (world.root / name).write_text("years of work")
+    _, output, _ = world.run("gc", "--days", "0", "--delete")
+    assert "leaves 3 folders that no stage has made, such as convert/0123456789abcdeg" in output
+    assert sorted(world.store.keys("")) == sorted(kept)
 
 
 @pytest.mark.parametrize("content", [b"", b"{}", b"[]", b'{"artifacts": 7}', b"null"])

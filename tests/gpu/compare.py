@@ -148,7 +148,7 @@ def resume_and_export(work: Path, paths: list[str], case: Case, gpu: bool) -> di
     output = work / "-".join([*case, "resumed"])
     train_in(output, paths, case, gpu, f"train.stop_after={STOP}")
     train_in(output, paths, case, False)
-    exported = output / "exported"
+    exported = output.with_name(f"{output.name}-exported")
     settings = [*SETTINGS, *ADAPTERS[case.adapter], f"train.precision={case.precision}", *paths]
     places = [f"paths.output={output}", f"paths.export={exported}"]
     start("trainer.export", "tiny", *settings, *places, log=output.with_name(output.name + ".log"))

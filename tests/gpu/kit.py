@@ -154,6 +154,10 @@ def main() -> int:
     parser.add_argument("archive", type=Path, nargs="?", default=ROOT / ".gpu/kit.tar.xz")
     parser.add_argument("--arch", type=int, default=90, help="GPU architecture, such as 90 (default) for H100 and H200")
     options = parser.parse_args()
+    if options.archive.exists() and not (
+        options.archive.is_file() and options.archive.read_bytes()[:6] == b"\xfd7zXZ\0"
+    ):
+        parser.error(f"{options.archive}: is there, and is no kit; name another file")
     try:
         names = {normal(name) for name in TRANSFORMER_ENGINE if metadata.version(name)}
     except metadata.PackageNotFoundError as error:

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import logging
+import re
 import shutil
 import signal
 import subprocess
@@ -379,7 +380,8 @@ def test_full_disk_is_seen_before_a_byte_is_sent(served, model, tmp_path, monkey
     served.publish("models/org/toy", model)
     usage = namedtuple("usage", "total used free")
     monkeypatch.setattr(hub.shutil, "disk_usage", lambda path: usage(10**9, 10**9 - 10**5, 10**5))
-    assert "0.00 GB free" in refused("org/toy", folder=tmp_path / "out")
+    found = refused("org/toy", folder=tmp_path / "out")
+    assert re.search(r"needs \d+\.\d MB more and the disk has 100\.0 KB free", found)
     assert served.sent == {} and not (tmp_path / "out").exists()
 
 

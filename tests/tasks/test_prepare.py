@@ -173,6 +173,29 @@ def test_the_trainer_is_told_of_files_by_their_full_paths(session, files, monkey
     assert run.data.source is None
 
 
+def edit_rows(files: Path) -> None:
+    (files / "a.jsonl").write_text('{"input": "b", "output": "x"}\n')
+
+
+def add_rows(files: Path) -> None:
+    (files / "c.jsonl").write_text('{"input": "c", "output": "x"}\n')
+
+
+def edit_template(files: Path) -> None:
+    (files / "chat.jinja").write_text("{{ messages[0] }}")
+
+
+@pytest.mark.parametrize("change", [edit_rows, add_rows, edit_template])
+def test_what_is_edited_between_the_fingerprint_and_its_preparation_is_refused(files, change):
+    (files / "chat.jinja").write_text("{{ messages }}")
+    run = load("tiny", [f"data.source={files}", f"data.template={files}/chat.jinja"])
+    asked = prepare.stage(run, MODEL)
+    prepare.require_unchanged(run.data, asked)
+    change(files)
+    with pytest.raises(Fault, match=r"^data\.(source|template): .*: has changed since the run began; start it again$"):
+        prepare.require_unchanged(run.data, asked)
+
+
 @pytest.mark.parametrize(
     "text, found",
     [

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -21,6 +22,8 @@ def original(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("original")
     tiny.make_model("glm4-moe", folder / "model")
     tiny.make_data(folder / "given", rows=128)
+    rows = [{"input": f"Repeat {n}:", "output": f"{n} and {n + 1}"} for n in range(8)]
+    (folder / "given/test.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     prepared.make(configure(folder, f"paths.data={folder / 'given'}", f"paths.output={folder / 'made'}"))
     shutil.copytree(folder / "made/data", folder / "data")
     (folder / "base").mkdir()
@@ -143,6 +146,70 @@ def test_prepared_data_that_were_edited(run):
         inputs.check_train(run)
 
 
+def edit(path: Path) -> None:
+    """As long as it was, another answer."""
+    text = path.read_text()
+    path.write_text(text.replace("0", "9", 1) if "0" in text else text.replace("e", "i", 1))
+    assert path.read_text() != text
+
+
+def to_evaluate(run):
+    return run.model_copy(update={"paths": run.paths.model_copy(update={"served": run.paths.model})})
+
+
+@pytest.mark.parametrize("name", ["test.jsonl", "template.json"])
+def test_questions_that_were_edited_are_not_asked(name, run):
+    inputs.check_evaluate(to_evaluate(run))
+    edit(Path(run.paths.data) / name)
+    with pytest.raises(Fault, match=rf"/data/{name}: changed since it was prepared; python -m trainer.prepare"):
+        inputs.check_evaluate(to_evaluate(run))
+
+
+@pytest.fixture
+def by_hand(original, tmp_path):
+    """A run on rows made by hand, with a checkpoint."""
+    for part in ("model", "given", "base"):
+        shutil.copytree(original / part, tmp_path / part)
+    run = configure(tmp_path, f"paths.data={tmp_path / 'given'}", f"paths.output={tmp_path / 'output'}")
+    inputs.check_train(run)
+    step = checkpoints.step_folder(tmp_path / "output/checkpoints", 5)
+    step.mkdir(parents=True)
+    checkpoints.mark(step, step=5)
+    inputs.check_train(run)
+    inputs.check_evaluate(to_evaluate(run))
+    return run
+
+
+@pytest.mark.parametrize("name", ["training", "validation"])
+def test_rows_made_by_hand_that_are_edited_in_mid_training_end_it(name, by_hand, tmp_path):
+    made = (tmp_path / "output/data/prepared.json").read_text()
+    edit(tmp_path / f"given/{name}.jsonl")
+    with pytest.raises(Fault, match=rf"{name}.jsonl: changed since step 5 in .*/output was trained on what it held"):
+        inputs.check_train(by_hand)
+    assert (tmp_path / "output/data/prepared.json").read_text() == made
+    shutil.rmtree(tmp_path / "output/checkpoints")
+    inputs.check_train(by_hand)
+    assert (tmp_path / "output/data/prepared.json").read_text() != made, "without a checkpoint they are prepared anew"
+
+
+def test_rows_made_by_hand_that_are_taken_away_in_mid_training_end_it(by_hand, tmp_path):
+    (tmp_path / "given/validation.jsonl").unlink()
+    with pytest.raises(Fault, match=r"validation.jsonl: gone since step 5"):
+        inputs.check_train(by_hand)
+
+
+def test_a_setting_of_rows_made_by_hand_that_differs_in_mid_training_ends_it(by_hand):
+    other = by_hand.model_copy(update={"data": by_hand.data.model_copy(update={"loss_on": "all"})})
+    with pytest.raises(Fault, match=r'data.loss_on: "all", but .* set it back to go on from step 5'):
+        inputs.check_train(other)
+
+
+def test_questions_made_by_hand_that_were_edited_after_training_are_not_asked(by_hand, tmp_path):
+    edit(tmp_path / "given/test.jsonl")
+    with pytest.raises(Fault, match=r"given/test.jsonl: was edited after its preparation into .*/output/data"):
+        inputs.check_evaluate(to_evaluate(by_hand))
+
+
 def command(*arguments: str) -> subprocess.CompletedProcess:
     root = Path(__file__).parents[2]
     return subprocess.run(
@@ -180,7 +247,7 @@ def test_too_little_space_is_seen_before_it_is_used(run, tmp_path):
     try:
         result = command("trainer.convert", "tiny", f"paths.model={run.paths.model}", f"paths.base={small}/base")
         assert result.returncode == 2
-        assert "GB are free there" in result.stderr
+        assert re.search(r"needs \d+\.\d MB and 25\d\.\d KB are free there", result.stderr)
         assert not list(small.iterdir())
     finally:
         subprocess.run(["umount", small], check=True)

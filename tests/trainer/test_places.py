@@ -101,6 +101,11 @@ def half_made_output_beside(place: Path, command: Command) -> bool:
     return True
 
 
+def logs_of_a_conversion(place: Path, command: Command) -> bool:
+    fill(place, {"logs/rank00000.log": "converted"})
+    return command.kind is TRAINING
+
+
 def a_link_to_its_old_output(place: Path, command: Command) -> bool:
     fill(place.with_name("elsewhere"), command.of_before)
     place.symlink_to("elsewhere")
@@ -166,6 +171,7 @@ THINGS = [
     its_own_old_output,
     half_made_output,
     half_made_output_beside,
+    logs_of_a_conversion,
     a_link_to_its_old_output,
     a_link_to_nothing,
     a_folder_of_others,

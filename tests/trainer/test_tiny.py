@@ -149,7 +149,7 @@ def test_command_line(folders, tmp_path):
     subprocess.run([*command, "llama", str(out), "--dtype", "float32"], cwd=root, check=True)
     assert_same_files(folders["llama"], out)  # in another process, so under another hash seed
     again = subprocess.run([*command, "data", str(out)], cwd=root, capture_output=True, text=True)
-    assert again.returncode == 2 and again.stderr == f"{out} exists and is not an empty folder\n"
+    assert again.returncode == 2 and again.stderr == f"error: {out} exists and is not an empty folder\n"
     assert [path.name for path in out.parent.iterdir()] == ["llama"]
 
 
