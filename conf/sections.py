@@ -80,6 +80,11 @@ class Model(Section):
     revision: Text = Field(default="main", description="branch, tag or commit on the Hub; pin a commit to repeat a run")
     trust_remote_code: bool = Field(default=False, description="run Python code that the checkpoint brings along")
     unsafe_weights: bool = Field(default=False, description="fetch pickled weights too: reading one can run code")
+    ignore_config: tuple[Text, ...] = Field(
+        default=(),
+        strict=False,
+        description="keys of config.json that Megatron-Bridge does not read, and that do not matter to you",
+    )
     mtp: bool = Field(default=True, description="train the multi-token-prediction layers, where the model has them")
     mtp_loss_scale: float = Field(
         default=0.3, ge=0, description="weight of their loss; 0.3 is Bridge's value for GLM-4.5+"
@@ -184,7 +189,8 @@ class Evaluate(Section):
     tasks: tuple[Place, ...] = Field(
         default=("held_out",),
         strict=False,
-        description="held_out = the data's test split; else lm-eval's names, or paths of task files (YAML)",
+        description="held_out = the data's test split; else lm-eval's names, or paths of task files (YAML); "
+        "empty = no evaluation, and no promotion",
     )
     base: Literal["required", "optional"] = Field(
         default="required",

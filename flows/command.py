@@ -22,7 +22,7 @@ def command(flow, description: str) -> int:
             raise Fault(f"--from {first} lies behind --until {last}")
         if options.dry_run:
             planned = plan.settle(run)
-            if fault := plan.refusal(planned):
+            if fault := plan.refusal(planned) or plan.unserved(planned, last):
                 raise Fault(fault)
             run = planned.run
             would = forecast.lines(run, pipeline.stages(run), open_run_store(), first, last)

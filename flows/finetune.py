@@ -57,7 +57,7 @@ def finetune(
         last: End after this stage.
     """
     try:
-        planned = plan.submit(load(conf, as_overrides(changes))).result()  # legal? fits? from config.json alone
+        planned = plan.submit(load(conf, as_overrides(changes)), last).result()  # from config.json alone
         asked = stages(planned.run)
     except (ConfigError, Fault) as fault:
         return Failed(message=str(fault))

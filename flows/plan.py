@@ -7,7 +7,8 @@
     python -m flows.plan glm47 --rehearse --steps 2              and Megatron's own verdict, with steps of a small twin
 
 NAME is a file, or a name in conf/, conf/planned/ or conf/documented/. Exit code: 0 legal and fits, 1 refused, 2 for a
-faulty call. --gpu and --price stand for hardware.gpu and hardware.price; layout.auto=true takes the best layout.
+faulty call, and where the model cannot be converted: then the plan is that of a copy that can. --gpu and --price stand
+for hardware.gpu and hardware.price; layout.auto=true takes the best layout.
 """
 
 import argparse
@@ -16,12 +17,13 @@ import math
 import sys
 from collections.abc import Iterator, Sequence
 
-from conf.facts import ModelFacts
+from conf.conversion import obstacles
+from conf.facts import UNBRIDGED, ModelFacts
 from conf.load import MOST, ConfigError, load
 from conf.plan import display, hardware
 from conf.plan.hardware import GB, Gpu
 from conf.plan.search import Found, search
-from conf.plan.verdict import NothingFits, facts_of, plan, settle, settled_on
+from conf.plan.verdict import NothingFits, config_of, facts_of, plan, settle, settled_on
 from conf.schema import Run
 from flows.arguments import of_a_run, refused
 from tasks import rehearse
@@ -37,15 +39,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         _check(options)
         run = load(options.conf, [*options.overrides, *_hardware(options)], illegal=True)
         gpu, facts = hardware.of(run, options.gpus), facts_of(run)
+        cannot = _obstacles(run, facts)
         if run.layout.gpus_per_node > gpu.joined:
             text = f"{run.layout.gpus_per_node}, but one host of {gpu.name} has {gpu.per_host}"
             raise ConfigError(f"layout.gpus_per_node: {text}; --gpu takes a .yaml of another")
         if options.gpus is not None:
-            return _search(run, facts, gpu, options.gpus, options)
+            return _told(cannot, _search(run, facts, gpu, options.gpus, options))
         try:
             run = settle(run, facts, gpu)
         except NothingFits:
-            return _search(run, facts, settled_on(run, gpu), run.world, options)
+            return _told(cannot, _search(run, facts, settled_on(run, gpu), run.world, options))
     except ConfigError as fault:
         return refused(fault)
     planned = plan(run, facts, gpu)
@@ -59,8 +62,23 @@ def main(argv: Sequence[str] | None = None) -> int:
         shown["rehearsal"] = answer
         text += ["", "rehearsed with Megatron itself:", *answer["text"]]
         passed = passed and rehearse.passed(answer)
+    if cannot:
+        shown["obstacles"] = cannot
+        text.append("refused all the same: the model cannot be converted; the plan is that of a copy that can")
     print(json.dumps(shown, indent=2) if options.json else "\n".join(text))
-    return 0 if passed else 1
+    return _told(cannot, 0 if passed else 1)
+
+
+def _obstacles(run: Run, facts: ModelFacts) -> list[str]:
+    """Why the model cannot be converted. Those that are here for their plan alone need not be."""
+    if facts.architecture in UNBRIDGED:
+        return []
+    found = obstacles(config_of(run)[0], run.model.ignore_config)
+    return [f"model.source: {run.model.source}: {line}" for line in found]
+
+
+def _told(cannot: list[str], code: int) -> int:
+    return refused(ConfigError(*cannot)) if cannot else code
 
 
 def _hardware(options: argparse.Namespace) -> list[str]:

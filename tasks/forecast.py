@@ -4,6 +4,7 @@ from conf.amounts import size
 from conf.schema import Run
 from tasks import artifact
 from tasks.artifact import Artifact, Stage
+from tasks.order import asked
 from tasks.progress import clock
 from tasks.store import Store
 
@@ -11,11 +12,10 @@ from tasks.store import Store
 def lines(run: Run, stages: dict[str, Stage], store: Store, first: str | None, last: str | None) -> list[str]:
     """For the terminal. Costs are those of the most similar artifact that was made before."""
     order = list(stages)
-    asked = order[: order.index(last) + 1] if last else order
     anew = order[order.index(first) :] if first else []
     width = max(map(len, order))
     found, seconds = [], 0.0
-    for name in asked:
+    for name in asked(run, last):
         stage = stages[name]
         there = artifact.find(stage, store)
         if isinstance(there, Artifact) and name not in anew:

@@ -3,8 +3,7 @@
 from conf.schema import Run
 from tasks import convert, download, evaluate, export, prepare, promote, train
 from tasks.artifact import Stage
-
-ORDER = ("download", "prepare", "convert", "evaluate-base", "train", "export", "evaluate-tuned", "promote")
+from tasks.order import ORDER
 
 
 def stages(run: Run) -> dict[str, Stage]:

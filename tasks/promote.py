@@ -40,7 +40,7 @@ def stage(run: Run, tuned: Stage, before: Stage, after: Stage) -> Stage:
         raise Fault(f"promote.model: {run.promote.model}: MLflow's registry takes no name with a slash, colon or quote")
     asked = run.evaluate.tasks
     names_known = not any(task.endswith((".yaml", ".yml")) for task in asked)  # a task file has its own name inside
-    if names_known and not run.promote.metric.startswith(asked):  # mmlu also yields mmlu_anatomy/acc
+    if asked and names_known and not run.promote.metric.startswith(asked):  # mmlu also yields mmlu_anatomy/acc
         raise Fault(f"promote.metric: {run.promote.metric} is of none of evaluate.tasks: {', '.join(asked)}")
     config = run.promote.model_dump(mode="json")
     inputs = {"tuned": tuned.fingerprint, "before": before.fingerprint, "after": after.fingerprint}

@@ -1,7 +1,8 @@
 """One run of the flow: its configuration, the store, what each stage asks for, and what became of it.
 
 A stage's task calls obtain(name, make). It ends in a state that says how: Cached, Completed, Failed with one line, or
-NotAsked for what lies behind the last stage that was asked for. All is told to MLflow as well (tasks/tracking.py).
+NotAsked for what lies behind the last stage that was asked for, and for evaluations where evaluate.tasks is empty. All
+is told to MLflow as well (tasks/tracking.py).
 """
 
 import json
@@ -24,6 +25,7 @@ from conf.schema import Run
 from tasks import artifact, launch, tracking
 from tasks.artifact import Artifact, Stage, Work
 from tasks.faults import Fault, Stopped
+from tasks.order import OF_EVALUATION, asked
 from tasks.progress import Progress
 from tasks.store import Store, open_store
 from tasks.tracking.address import resolve
@@ -80,7 +82,7 @@ class Session(AbstractContextManager):
         self.pointless = ""  # why nothing is to be trained any more
         self._ending = threading.Event()
         order = list(stages)
-        self._asked = order[: order.index(last) + 1] if last else order
+        self._asked = asked(run, last)
         self._anew = order[order.index(first) :] if first else []
         self._tracked: dict[str, tracking.Stage] = {}
 
@@ -187,7 +189,9 @@ class Session(AbstractContextManager):
         """The stage's artifact, made if need be, as the state that its task ends in."""
         if name not in self._asked:
             self.outcomes[name] = Outcome("NotAsked", 0.0)
-            return Completed(name="NotAsked", message="lies behind the last stage that was asked for")
+            unevaluated = name in OF_EVALUATION and not self.run.evaluate.tasks
+            why = "evaluate.tasks is empty" if unevaluated else "lies behind the last stage that was asked for"
+            return Completed(name="NotAsked", message=why)
         start = time.monotonic()
         try:
             made = self._obtain(name, make, valid)

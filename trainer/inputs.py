@@ -8,6 +8,7 @@ import shutil
 from pathlib import Path
 
 from conf.amounts import unlike
+from conf.conversion import obstacles
 from conf.facts import ModelFacts
 from conf.layout import problems
 from conf.model_files import weights, whole
@@ -69,11 +70,14 @@ def is_file(task: str) -> bool:
 
 
 def check_model(run: Run) -> ModelFacts:
-    """The released checkpoint is whole, and can be converted. Returns its sizes."""
+    """The released checkpoint is whole, and is converted to what config.json says. Returns its sizes."""
     folder = Path(run.paths.model)
     if not folder.is_dir():
         raise Fault(f"paths.model: {folder}: no such folder; it holds the released checkpoint in Hugging Face format")
-    return whole.check_released(folder)[1]
+    config, facts = whole.check_released(folder)
+    if found := obstacles(config, run.model.ignore_config):
+        raise Fault("\n".join(f"{folder}: {line}" for line in found))
+    return facts
 
 
 def _check_layout(run: Run, facts: ModelFacts) -> None:

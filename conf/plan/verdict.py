@@ -2,6 +2,7 @@
 
     plan(run, facts, gpu) -> Plan          of the configuration's own layout; searches for others where it is refused
     facts_of(run) -> ModelFacts            from conf/models, by the model's Hub id, or from its folder's config.json
+    config_of(run) -> config, place        the same, unread
     facts_in(config, place) -> ModelFacts  of a config.json from elsewhere
     settle(run, facts, gpu) -> Run         with the layout that layout.auto asks for
 
@@ -18,7 +19,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from conf import levers, regular_files
-from conf.facts import MODELS, ModelFacts, facts_from_hf, known
+from conf.facts import MODELS, ModelFacts, facts_from_hf
 from conf.faults import Fault
 from conf.layout import Grid, grid, problems
 from conf.load import ConfigError
@@ -103,28 +104,33 @@ def settled_on(run: Run, gpu: Gpu) -> Gpu:
 
 
 def facts_of(run: Run) -> ModelFacts:
+    config, place = config_of(run)
+    return facts_in(config, place)
+
+
+def config_of(run: Run) -> tuple[Any, str]:
+    """The model's config.json, as far as it is here, and what stands before its name where it is at fault."""
     source = run.model.source
     names = {}  # the study of GPT-2 has trained a variant that is on no Hub: it goes by its file's name
     for file in sorted(MODELS.glob("*.json")):
-        says = str(json.loads(file.read_text("utf-8"))["source"])
-        names[file.stem] = file.stem
-        if says.endswith(" config.json"):
-            names[says.removesuffix(" config.json")] = file.stem
+        held = json.loads(file.read_text("utf-8"))
+        names[file.stem] = held["config"]
+        if held["source"].endswith(" config.json"):
+            names[held["source"].removesuffix(" config.json")] = held["config"]
     if source in names:
-        return known(names[source])
+        return names[source], ""
     for folder in (source, run.paths.model):
         if regular_files.is_there(config := Path(folder) / "config.json"):
-            return _read(config)
+            return _read(config), f"{config.parent}/"
     ids = ", ".join(name for name in names if "/" in name)
     raise ConfigError(f"model.source: {source}: unknown model; known are {ids}; {HINT}")
 
 
-def _read(config: Path) -> ModelFacts:
+def _read(config: Path) -> Any:
     try:
-        read = json_object.read(config)
+        return json_object.read(config)
     except Fault as fault:
         raise ConfigError(str(fault)) from None
-    return facts_in(read, f"{config.parent}/")
 
 
 def facts_in(config: Any, place: str) -> ModelFacts:

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from conf.facts import facts_from_hf, known
+from conf.facts import MODELS, facts_from_hf, known
 from conf.load import FOLDER
 from flows.plan import main
 from tests.flows.world import ROOT
@@ -44,14 +44,44 @@ PRESETS = {
 
 
 @pytest.fixture
-def ask(capsys):
+def bf16(tmp_path):
+    """Where a copy of DeepSeek-V3 in bf16 would lie, as far as a plan reads it."""
+    config = json.loads((MODELS / "deepseek-v3.json").read_text())["config"]
+    del config["quantization_config"]
+    (tmp_path / "bf16").mkdir()
+    (tmp_path / "bf16/config.json").write_text(json.dumps(config))
+    return tmp_path / "bf16"
+
+
+@pytest.fixture
+def ask(capsys, bf16):
     def ask(*arguments: str):
-        code = main([*arguments, "--json"])
+        copy = [f"model.source={bf16}"] if arguments[0].startswith("deepseek-v3") else []
+        code = main([*arguments, *copy, "--json"])
         said = capsys.readouterr()
         assert said.err == ""
         return code, json.loads(said.out)
 
     return ask
+
+
+@pytest.mark.parametrize("name", ["deepseek-v3-64", "deepseek-v3-512", "deepseek-v3-64-as-documented"])
+def test_a_release_in_fp8_is_refused_with_the_way_to_bf16(capsys, name):
+    assert main([name]) == 2
+    said = capsys.readouterr()
+    assert said.err.startswith("error: model.source: deepseek-ai/DeepSeek-V3-0324: its config.json has a quantization_")
+    assert "inference/fp8_cast_bf16.py" in said.err and said.err.count("\n") == 1
+    assert said.out.splitlines()[-1].startswith("refused all the same: the model cannot be converted")
+    assert main([name, "--json"]) == 2
+    assert "(fp8)" in json.loads(capsys.readouterr().out)["obstacles"][0]
+
+
+def test_a_function_that_would_be_lost_is_refused(capsys, tmp_path):
+    config = json.loads((MODELS / "qwen3-235b.json").read_text())["config"]
+    (tmp_path / "config.json").write_text(json.dumps(config | {"use_sliding_window": True}))
+    assert main(["qwen3-235b", f"model.source={tmp_path}"]) == 2
+    assert "config.json: use_sliding_window is true, and Megatron-Bridge builds" in capsys.readouterr().err
+    assert main(["qwen3-235b", f"model.source={tmp_path}", "model.ignore_config=[use_sliding_window]"]) == 0
 
 
 def test_every_preset_is_expected_somehow():

@@ -76,6 +76,11 @@ def test_of_a_folder_and_of_s3(folder, monkeypatch):
             {"architectures": ["MixtralForCausalLM"]},
             "MixtralForCausalLM is not converted or trained here; Glm4MoeForCausalLM, ",
         ),
+        (
+            {"use_sliding_window": True, "clip_qkv": 8.0},
+            "config.json: use_sliding_window is true, which Megatron-Bridge does not read of Glm4MoeForCausalLM; "
+            "config.json: clip_qkv is 8.0, which",
+        ),
         ({"num_hidden_layers": -3}, "config.json: num_hidden_layers is -3, which is no size from 1"),
         ({"num_attention_heads": "96"}, 'config.json: num_attention_heads is "96"'),
     ],
@@ -104,6 +109,17 @@ def test_what_does_not_fit_is_refused_in_a_line_that_mends_it(folder):
     better = refused.partition("On 32 h100 fits: ")[2].partition(", or ")[0].split()
     assert plan.settle(of(folder, "layout.etp=1", *[key for key in better if key != "layout.etp=1"])).fits
     assert plan.refusal(plan.settle(of(folder, "layout.etp=1", "hardware.gate=warn"))) == ""
+
+
+def test_a_model_that_vllm_cannot_serve_is_refused_where_it_would_be_evaluated(folder):
+    """On this host, whose vLLM is that for CPUs."""
+    (folder / "config.json").write_text(json.dumps(CONFIG | {"head_dim": 24}))
+    planned = plan.settle(of(folder))
+    refused = plan.unserved(planned, None)
+    assert refused.startswith(f"plan: vLLM cannot serve {folder}: head_dim is 24, and on a CPU vLLM serves heads of 32")
+    assert refused.endswith(". evaluate.tasks=[] trains and exports it without evaluation, and promotes nothing")
+    assert plan.unserved(planned, "train") == refused and plan.unserved(planned, "convert") == ""
+    assert plan.unserved(plan.settle(of(folder, "evaluate.tasks=[]")), None) == ""
 
 
 def test_no_gate_lets_an_illegal_layout_pass(folder):

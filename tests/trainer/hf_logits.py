@@ -1,27 +1,50 @@
-"""Logits of transformers' models in fp32, with a PEFT adapter where one is given. Started by test_export.py.
+"""Logits of transformers' models in fp32, with a PEFT adapter where one is given.
 
-Reads one JSON list of jobs, each with model, adapter (or null), tokens and out.
+Reads one JSON list of jobs, each with model, adapter (or null), tokens and out. With `draw`, the model is made first,
+of the config.json in its folder, and every tensor of it is drawn at random.
 """
 
 import json
 import sys
 import warnings
+import zlib
 
 
 def main() -> None:
     sys.modules["transformer_engine"] = None  # PEFT imports it if it is there; on a CPU only its empty shell is
     import torch
     from peft import PeftModel
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM
 
     for job in json.load(sys.stdin):
-        model = AutoModelForCausalLM.from_pretrained(job["model"], dtype=torch.float32, attn_implementation="eager")
+        if job.get("draw"):
+            config = AutoConfig.from_pretrained(job["model"])
+            model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager")
+            draw(model)
+            model.save_pretrained(f"{job['model']}/weights")
+        else:
+            model = AutoModelForCausalLM.from_pretrained(job["model"], dtype=torch.float32, attn_implementation="eager")
         if job["adapter"]:
             with warnings.catch_warnings():
                 warnings.filterwarnings("error", message=".*(missing|unexpected).*keys.*")
                 model = PeftModel.from_pretrained(model, job["adapter"])
         with torch.no_grad():
             torch.save(model.eval()(torch.tensor(job["tokens"])).logits, job["out"])
+
+
+def draw(model) -> None:
+    """Norms around 1, biases around 0, all else with a spread that gives logits of about 1 at a width of 128."""
+    import torch
+
+    with torch.no_grad():
+        for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+            if name.endswith("inv_freq"):
+                continue
+            noise = torch.randn(tensor.shape, generator=torch.Generator().manual_seed(zlib.crc32(name.encode())))
+            if "norm" in name:
+                tensor.copy_(1 + 0.2 * noise)
+            else:
+                tensor.copy_((0.2 if name.endswith("bias") else 0.08) * noise)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,9 @@
-"""Logits of Megatron's model; reads jobs, one line of JSON each. Started by test_export.py.
+"""Logits of Megatron's model; reads jobs, one line of JSON each.
 
 A job has run, tokens and out. With `checkpoint` it is that checkpoint's model: the adapter on top of the base, or all
 weights where run.adapter.kind is none. With `invent`, the adapter gets random values and is saved there as training
-would save it. The weights that Megatron-Bridge would export go into the same file as the logits.
+would save it. The weights that Megatron-Bridge would export go into the same file as the logits. With `released`, that
+folder's weights are those of the model in run.paths.model, without an adapter, and none are exported.
 """
 
 import json
@@ -39,8 +40,11 @@ def answer(run: Run, job: dict) -> None:
     provider.finalize()
     provider.initialize_model_parallel(seed=1)
     model = provider.provide_distributed_model(wrap_with_ddp=False)
-    adapter = make_adapter(run)
-    load(model, Path(run.paths.base) / "iter_0000000")
+    adapter = None if "released" in job else make_adapter(run)
+    if "released" in job:
+        load_released(bridge, model, job["released"])
+    else:
+        load(model, Path(run.paths.base) / "iter_0000000")
     if adapter and ("invent" in job or "checkpoint" in job):
         model = adapter(model, training=False)
     if "checkpoint" in job:
@@ -54,10 +58,19 @@ def answer(run: Run, job: dict) -> None:
         logits = model[0](tokens, torch.arange(tokens.shape[1]).expand_as(tokens), None).float()
     shares = [torch.empty_like(logits) for _ in range(run.layout.tp)]  # of the vocabulary
     torch.distributed.all_gather(shares, logits.contiguous())
-    weights = dict(bridge.export_hf_weights(model, cpu=True, show_progress=False))
+    weights = {} if "released" in job else dict(bridge.export_hf_weights(model, cpu=True, show_progress=False))
     if torch.distributed.get_rank() == 0:
         torch.save({"logits": torch.cat(shares, -1), "weights": weights}, job["out"])
     torch.distributed.destroy_process_group()
+
+
+def load_released(bridge, model, folder: str) -> None:
+    """Every tensor of the model, or none."""
+    from trainer import census
+
+    census.fill_with_nan(model)
+    bridge.load_hf_weights(model, folder)
+    assert not census.unfilled(model)
 
 
 def state_of(model, part: str) -> dict:

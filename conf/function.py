@@ -1,0 +1,206 @@
+"""Whether Megatron's model computes the function that a config.json describes, by Megatron-Bridge 0.6.2.
+
+    unread(config) -> ["num_experts is ...", ...]      a line for each key that would not reach Megatron's model
+
+Bridge copies the keys that it knows into Megatron's configuration, takes others for granted, and says nothing of the
+rest: a sliding window, a clipped query or another kind of rotary scaling is dropped, and every weight still finds its
+place. So each key of a config.json is held against these tables:
+
+    READ        arrives with any value
+    LEFT        bears on no logit: token ids, dropout, losses of training, how a model is generated from
+    ONLY        Bridge does not read it, and computes what one of these values says
+    ROTATIONS   the kinds of rotary embeddings, and what is read of each
+    any other   passes when its value says nothing (null, false, 0, 1, empty), or is text: no model of these computes
+                by a text that its transformers class does not declare
+
+A key that is absent, or null, has the default of transformers 5.12. tests/trainer/test_function.py holds each entry
+against the logits of transformers, and the tables against its classes.
+"""
+
+import json
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+BRIDGE = "0.6.2"  # the release of Megatron-Bridge that the tables were read from
+SIZES = {"num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads"}
+SIZES |= {"vocab_size"}
+EXPERTS = {"num_experts_per_tok", "moe_intermediate_size"}
+SIGMOID_EXPERTS = EXPERTS | {"n_routed_experts", "num_local_experts", "n_shared_experts", "first_k_dense_replace"}
+SIGMOID_EXPERTS |= {"routed_scaling_factor", "n_group", "topk_group", "num_nextn_predict_layers", "moe_layer_freq"}
+LATENT = {"q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"}
+ROTARY = {"rope_theta", "rope_parameters", "rope_scaling"}
+LEFT = {
+    *("architectures", "model_type", "auto_map", "transformers_version", "torch_dtype", "dtype", "quantization_config"),
+    *("bos_token_id", "eos_token_id", "pad_token_id", "unk_token_id", "sep_token_id", "decoder_start_token_id"),
+    *("max_position_embeddings", "model_max_length", "n_positions", "initializer_range", "use_cache", "pretraining_tp"),
+    *("attention_dropout", "hidden_dropout", "router_aux_loss_coef", "aux_loss_alpha", "seq_aux", "ep_size"),
+    *("output_router_logits", "output_attentions", "output_hidden_states", "return_dict", "return_dict_in_generate"),
+    *("chunk_size_feed_forward", "id2label", "label2id", "num_labels", "problem_type", "task_specific_params"),
+    *("max_length", "min_length", "do_sample", "temperature", "top_k", "top_p", "num_beams", "repetition_penalty"),
+    *("length_penalty", "typical_p", "num_return_sequences", "max_new_tokens", "no_repeat_ngram_size"),
+    *("pruned_heads", "torchscript", "tie_encoder_decoder", "use_bfloat16", "output_scores", "qk_head_dim"),
+}
+PREFIXES = ("_", "unsloth_")  # of what tools note for themselves
+FULL = "full_attention"
+WINDOWS = {"sliding_window", "max_window_layers"}  # say nothing while use_sliding_window is false
+SHOWN = 60  # characters of a value
+ANY: Any = object()
+
+
+@dataclass(frozen=True)
+class Rotation:
+    """A kind of rotary embedding."""
+
+    read: Mapping[str, Any] = field(default_factory=dict)  # ANY, or the only values
+    needs: tuple[str, ...] = ()  # written down, as defaults differ
+
+
+@dataclass(frozen=True)
+class Family:
+    read: Collection[str]
+    only: Mapping[str, tuple[Any, ...]]
+    rotations: Mapping[str, Rotation]
+    defaults: Mapping[str, Any] = field(default_factory=dict)  # transformers', where a rule needs them
+    same: Mapping[str, str] = field(default_factory=dict)  # keys that transformers writes, by the key they repeat
+
+
+DEFAULT = {"default": Rotation()}
+LINEAR = {"linear": Rotation({"factor": ANY}, ("factor",))}
+YARNS = {"factor": ANY, "original_max_position_embeddings": ANY, "beta_fast": ANY, "beta_slow": ANY}
+YARNS |= {"mscale": ANY, "mscale_all_dim": ANY}
+GIVEN = ("factor", "beta_fast", "beta_slow", "original_max_position_embeddings")
+YARN = {"yarn": Rotation(YARNS | {"truncate": ANY}, GIVEN)}
+LATENT_YARN = {"yarn": Rotation(YARNS | {"truncate": (True,)}, ("factor",))}
+OF_LLAMA3 = {"low_freq_factor": (1,), "high_freq_factor": (4,), "original_max_position_embeddings": (8192,)}
+LLAMA3 = {"llama3": Rotation({"factor": ANY} | OF_LLAMA3, ("factor", *OF_LLAMA3))}
+PLAIN = SIZES | ROTARY | {"rms_norm_eps", "head_dim", "tie_word_embeddings"}
+SILU = {"hidden_act": ("silu",)}  # on a GPU Megatron's fused gelu is another one
+QWENS = SILU | {"use_sliding_window": (False,)}
+SIGMOID = SILU | {"norm_topk_prob": (True,), "scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",)}
+FAMILIES = {
+    "Glm4MoeForCausalLM": Family(
+        PLAIN | SIGMOID_EXPERTS | {"attention_bias", "use_qk_norm", "partial_rotary_factor"},
+        SIGMOID,
+        DEFAULT,
+        {"n_group": 1, "topk_group": 1, "num_experts_per_tok": 8, "partial_rotary_factor": 0.5},
+    ),
+    "DeepseekV3ForCausalLM": Family(
+        SIZES | ROTARY | SIGMOID_EXPERTS | LATENT | {"tie_word_embeddings", "attention_bias"},
+        # the norms inside latent attention have this epsilon in transformers, whatever config.json says
+        SIGMOID | {"rope_interleave": (True,), "rms_norm_eps": (1e-6,)},
+        DEFAULT | LATENT_YARN,
+        {"n_group": 8, "topk_group": 4, "num_experts_per_tok": 8},
+        {"head_dim": "qk_rope_head_dim"},
+    ),
+    "Qwen3MoeForCausalLM": Family(
+        PLAIN
+        | EXPERTS
+        | {"num_experts", "num_local_experts", "norm_topk_prob"}
+        | {"attention_bias", "decoder_sparse_step", "mlp_only_layers"},
+        QWENS,
+        DEFAULT | YARN,
+    ),
+    "Qwen3ForCausalLM": Family(PLAIN, QWENS | {"attention_bias": (False,)}, DEFAULT | YARN),
+    "Qwen2ForCausalLM": Family(PLAIN | {"attention_bias"}, QWENS, DEFAULT | YARN),
+    "LlamaForCausalLM": Family(
+        PLAIN, SILU | {"attention_bias": (False,), "mlp_bias": (False,)}, DEFAULT | LINEAR | LLAMA3 | YARN
+    ),
+    "OlmoeForCausalLM": Family(
+        SIZES | ROTARY | {"rms_norm_eps", "head_dim", "num_experts", "num_local_experts", "num_experts_per_tok"},
+        SILU
+        | {"norm_topk_prob": (False,), "attention_bias": (False,), "clip_qkv": (None,)}
+        | {"tie_word_embeddings": (False,), "scoring_func": ("softmax",)},
+        DEFAULT | YARN,
+        {},
+        {"num_key_value_heads": "num_attention_heads"},
+    ),
+}
+
+
+def unread(config: Mapping[str, Any], ignored: Collection[str] = ()) -> list[str]:
+    """Of a family that is converted here; `ignored` are keys that the user answers for."""
+    family = FAMILIES[_name(config)]
+    found = [*_unread(config, family), *_rotation(config, family), *_routing(config, family)]
+    return [f"{key} is {text}" for key, text in found if key.partition(".")[0] not in ignored and key not in ignored]
+
+
+def _unread(config: Mapping[str, Any], family: Family) -> Iterator[tuple[str, str]]:
+    builds = f"and Megatron-Bridge builds {_name(config)} with"
+    for key, value in config.items():
+        if key in family.same and value is not None:
+            if value != config.get(family.same[key], value):
+                yield key, f"{_show(value)}, {builds} that of {family.same[key]} alone"
+        elif key in family.only:
+            if value is not None and not _among(value, family.only[key]):
+                yield key, f"{_show(value)}, {builds} {_show(family.only[key][0])} alone"
+        elif key == "layer_types":
+            if any(kind != FULL for kind in value or ()):
+                yield key, f"{_show(value)}, {builds} {FULL} alone"
+        elif key in WINDOWS and "use_sliding_window" in family.only:
+            continue
+        elif not (key in family.read or key in LEFT or key.startswith(PREFIXES) or _says_nothing(value)):
+            yield key, f"{_show(value)}, which Megatron-Bridge does not read of {_name(config)}"
+
+
+def _rotation(config: Mapping[str, Any], family: Family) -> Iterator[tuple[str, str]]:
+    """transformers takes rope_scaling, its older name, where both are given."""
+    key = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
+    given = config.get(key) or {}
+    if not isinstance(given, dict):
+        yield key, f"{_show(given)}, which is no section of keys"
+        return
+    kind = given.get("rope_type", given.get("type", "default"))
+    rotation = family.rotations.get(kind) if isinstance(kind, str) else None
+    if rotation is None:
+        reads = f"it reads {', '.join(family.rotations)}"
+        yield f"{key}.rope_type", f"{_show(kind)}, which Megatron-Bridge does not read of {_name(config)}; {reads}"
+        return
+    factor = "partial_rotary_factor"
+    share = config[factor] if config.get(factor) is not None else family.defaults.get(factor, 1)
+    right = {"rope_type": ANY, "type": ANY, "rope_theta": ANY, factor: (share,)} | dict(rotation.read)
+    for name, value in given.items():
+        if value is None or right.get(name) is ANY or (name not in right and _says_nothing(value)):
+            continue
+        if name not in right:
+            yield f"{key}.{name}", f"{_show(value)}, which Megatron-Bridge does not read of {_name(config)}"
+        elif not _among(value, right[name]):
+            yield f"{key}.{name}", f"{_show(value)}, and Megatron computes with {_show(right[name][0])} alone"
+    for name in rotation.needs:
+        if given.get(name) is None:
+            yield f"{key}.{name}", "absent, and Megatron has another default than transformers; write it down"
+    if "mscale" in rotation.read and bool(given.get("mscale")) != bool(given.get("mscale_all_dim")):
+        yield f"{key}.mscale", "given without mscale_all_dim or the other way round: Megatron would scale otherwise"
+
+
+def _routing(config: Mapping[str, Any], family: Family) -> Iterator[tuple[str, str]]:
+    """Of one expert, Megatron leaves the weight what it is; of several it makes the sum 1.
+
+    transformers ranks groups by the sum of their best 2 experts, Megatron by that of the best top_k / topk_group.
+    """
+    of = {**family.defaults, **{key: value for key, value in config.items() if value is not None}}
+    each = of.get("num_experts_per_tok")
+    if each == 1 and True in (of.get("norm_topk_prob"), "n_group" in family.defaults):
+        yield "num_experts_per_tok", "1, and Megatron makes the weights of a token's experts sum to 1 only of several"
+    groups, kept = of.get("n_group"), of.get("topk_group")
+    sizes = "n_group" in family.defaults and all(type(size) is int and size > 0 for size in (groups, kept, each))
+    if sizes and groups != kept and each // kept != 2:
+        text = f"the {groups} groups by their best {each // kept} experts, and not by 2"
+        yield "topk_group", f"{kept}, of which Megatron would rank {text}"
+
+
+def _says_nothing(value: Any) -> bool:
+    return isinstance(value, str) or value in (None, False, 0, [], {}) or (type(value) is not bool and value == 1)
+
+
+def _among(value: Any, right: tuple[Any, ...]) -> bool:
+    return any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in right)
+
+
+def _name(config: Mapping[str, Any]) -> str:
+    return config["architectures"][0]
+
+
+def _show(value: Any) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= SHOWN else f"{text[:SHOWN]}..."

