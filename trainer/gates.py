@@ -1,21 +1,35 @@
-"""Two steps in, is anything being learned? If not, stop with the reason instead of burning a night of GPUs.
+"""A few steps in, does everything learn that is trained? If not, stop with the reason instead of wasting GPUs.
 
-Frozen bases combined with recomputation have given finite losses and zero gradients in several frameworks. The gate
-looks at what must follow from learning: a gradient norm above 0, and weights that differ from the start. It also writes
-down what really runs, as Megatron's finished configuration has it: the layout, and what is recomputed.
+Frozen bases combined with recomputation have given finite losses and zero gradients in several frameworks, and so do
+adapters that are not attached, or only to some layers. After STEPS steps each trained tensor must have had a gradient
+and have changed; trainer/learning.py is the verdict. With adapters, A has no gradient while B is zero: it is looked at
+a step later. The gate also writes down what really runs, as Megatron's finished configuration has it.
+
+What it costs, in the first steps of each start alone: sums per tensor on the device, digests (trainer/digests.py) of
+what is trained before and after, one wait for the device a look, and numbers and names sent between ranks.
 """
 
+import re
+from dataclasses import dataclass
+from functools import partial
+
 import torch
+from megatron.bridge.models.conversion.model_bridge import _megatron_local_name_to_global
 from megatron.bridge.training.callbacks import Callback
 from megatron.core import parallel_state
+from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.utils import unwrap_model
 from torch import distributed
 
 from conf.schema import Run
+from trainer import digests, learning
 from trainer.console import say
 from trainer.faults import Fault
+from trainer.learning import Key, Seen, Verdict
 
 STEPS = 2  # the first may have a learning rate of 0, where the warm-up begins
+A = ".adapter.linear_in.weight"
+ONE_EXPERT = re.compile(r"\.local_experts\.(\d+)\.|\.experts\..*\.(?:weight|bias)(\d+)$")
 
 
 class Gates(Callback):
@@ -23,51 +37,202 @@ class Gates(Callback):
         self.run, self.metrics, self.steps = run, metrics, 0
 
     def on_train_start(self, context) -> None:
-        self.before = _fingerprints(context)
         effective = _effective(context.state.cfg.model)
         self.metrics.write({"kind": "effective", "step": context.state.train_state.step, **effective})
         say("running with " + ", ".join(f"{key} {value}" for key, value in effective.items()))
+        self.tensors = [tensor for tensor in _trained(context.model) if not _learns_nothing(tensor.name, context)]
+        self.tokens = Tokens(context.model)
+        self.before = self._values()
+        self.gradients = torch.zeros_like(self.before[0], dtype=torch.bool)
 
     def on_train_step_end(self, context) -> None:
         self.steps += 1
-        if self.steps != STEPS:
+        if self.steps > STEPS + 1 or not hasattr(self, "tensors"):
             return
-        after = _fingerprints(context)
-        still = sorted(name for name, value in after.items() if value == self.before[name])
-        reasons = []
-        if not (context.grad_norm and context.grad_norm > 0):
-            reasons.append(f"the gradient norm is {context.grad_norm}")
-        if still:
-            shown = ", ".join(still[:3]) + (f" and {len(still) - 3} more" if len(still) > 3 else "")
-            reasons.append(f"{len(still)} of {len(after)} watched tensors have not changed ({shown})")
-        del self.before
-        _stop_together(reasons)
+        self.gradients |= _per_part(self.tensors, _gradient) != 0
+        if self.steps == STEPS:
+            found, self.needed = self._seen(), self.tokens.take()
+            factors = {key: seen for key, seen in found.items() if key[0].endswith(A)}
+            others = {key: seen for key, seen in found.items() if key not in factors}
+            self._require(context, learning.judge(others, self.needed))
+            self.gradients.zero_()
+            if not factors:
+                self._end()
+        elif self.steps == STEPS + 1:
+            factors = {key: seen for key, seen in self._seen().items() if key[0].endswith(A)}
+            # An expert whose B is still zero, because it got no token before, has no gradient for A either.
+            needed = {layer: experts & self.needed[layer] for layer, experts in self.tokens.take().items()}
+            self._require(context, learning.judge(factors, needed, every_layer=False))
+            self._end()
+
+    def on_train_end(self, context) -> None:
+        if self.steps < STEPS:
+            say(f"learning check: not made, since this start took {self.steps} steps and {STEPS} are needed")
+
+    def _end(self) -> None:
+        self.tokens.remove()
+        del self.tensors, self.before, self.gradients, self.tokens
+
+    def _values(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Digests of the model's values and of the optimizer's exact copies."""
+        return _per_part(self.tensors, _digest), _per_part(self.tensors, _exact_digest)
+
+    def _seen(self) -> dict[Key, Seen]:
+        """Of the whole model, on every rank."""
+        values, exact = ((now != before).tolist() for now, before in zip(self._values(), self.before, strict=True))
+        flags = zip(self.gradients.tolist(), values, exact, strict=True)
+        mine = {}
+        for tensor in self.tensors:
+            for key in tensor.keys:
+                gradient, changed, moved = next(flags)
+                copied = _exact(tensor.parameter) is not None
+                mine[key] = Seen(gradient, changed, moved if copied else None, tensor.parameter.element_size() < 4)
+        everyone = [None] * distributed.get_world_size()
+        distributed.all_gather_object(everyone, mine)
+        return learning.combined(everyone)
+
+    def _require(self, context, verdict: Verdict) -> None:
+        """On all ranks alike, so that none is left waiting for the others."""
+        norm, faults = context.grad_norm, verdict.faults
+        if not (norm and norm > 0):
+            faults = [f"the gradient norm is {norm}", *faults]
+        if faults:
+            what = "not everything is learned" if verdict.learned else "nothing is learned"
+            more = f" (and {len(faults) - 1} more like it)" if len(faults) > 1 else ""
+            raise Fault(f"{what} after {self.steps} steps: {faults[0]}{more}")
+        what = f"all {verdict.count} {self._what()} learn: {verdict}"
+        say(f"learning check: after {self.steps} steps {what}; gradient norm {norm:.3g}")
+
+    def _what(self) -> str:
+        if self.run.adapter.kind == "none":
+            return "weights"
+        magnitudes = " and magnitudes" if self.run.adapter.kind == "dora" else ""
+        return "inner matrices (A) of adapters" if self.steps > STEPS else f"outer matrices (B){magnitudes} of adapters"
 
 
-def _fingerprints(context) -> dict[str, float]:
-    """Of each adapter's B outside the experts, of which some may get no token; of the master weights without one."""
-    adapters = {
-        name: parameter
-        for stage, chunk in enumerate(unwrap_model(context.model))
-        for name, parameter in ((f"stage {stage} {n}", p) for n, p in chunk.named_parameters())
-        if name.endswith(".adapter.linear_out.weight") and ".experts." not in name
-    }
-    if not adapters:
-        # bf16 weights may round two small steps away; the optimizer's fp32 copies, of which a rank has a shard, do not.
-        shards = [p for group in context.optimizer.param_groups for p in group["params"] if p.numel()]
-        adapters = {f"weights of rank {distributed.get_rank()}": torch.stack([p.double().sum() for p in shards])}
-    return {name: float(p.detach().double().abs().sum()) for name, p in adapters.items()}
+@dataclass(frozen=True)
+class Tensor:
+    """What is trained, as this rank has it: one tensor, or those of several experts in one."""
+
+    name: str
+    parameter: torch.nn.Parameter
+    keys: tuple[Key, ...]
 
 
-def _stop_together(reasons: list[str]) -> None:
-    """Raise the same fault on all ranks if any has a reason, so that none is left waiting for the others."""
-    everyone = [None] * distributed.get_world_size()
-    rank, stage = distributed.get_rank(), parallel_state.get_pipeline_model_parallel_rank()
-    distributed.all_gather_object(everyone, [f"rank {rank} (pipeline stage {stage}): {reason}" for reason in reasons])
-    found = [reason for of_rank in everyone for reason in of_rank]
-    if found:
-        more = f" (and {len(found) - 1} more like it)" if len(found) > 1 else ""
-        raise Fault(f"nothing is learned after {STEPS} steps: {found[0]}{more}")
+class Tokens:
+    """Which experts got a token at which their layer's output has a gradient: those must learn.
+
+    A hook on the router keeps which token goes where, one on the layer's output which tokens have a gradient.
+    """
+
+    def __init__(self, model):
+        self.routes: dict[str, torch.Tensor] = {}
+        self.reached: dict[str, torch.Tensor] = {}
+        self.hooks = []
+        for layer, module in _expert_layers(model):
+            self.reached[layer] = torch.zeros(module.config.num_moe_experts, dtype=torch.bool, device="cuda")
+            self.hooks.append(module.router.register_forward_hook(partial(self._route, layer)))
+            self.hooks.append(module.register_forward_hook(partial(self._watch, layer)))
+
+    def take(self) -> dict[str, set[int]]:
+        """Of the whole model, since the last call; on every rank."""
+        mine = {layer: reached.nonzero().flatten().tolist() for layer, reached in self.reached.items()}
+        for reached in self.reached.values():
+            reached.zero_()
+        everyone = [None] * distributed.get_world_size()
+        distributed.all_gather_object(everyone, mine)
+        found: dict[str, set[int]] = {}
+        for of_rank in everyone:
+            for layer, experts in of_rank.items():
+                found.setdefault(layer, set()).update(experts)
+        return found
+
+    def remove(self) -> None:
+        for hook in self.hooks:
+            hook.remove()
+
+    def _route(self, layer: str, _router, _inputs, outputs) -> None:
+        self.routes[layer] = outputs[1].detach().bool()
+
+    def _watch(self, layer: str, _module, _inputs, outputs) -> None:
+        output, routes = outputs[0], self.routes.pop(layer, None)
+        if output.requires_grad and routes is not None:  # the first pass of a layer that is computed again does not
+            output.register_hook(partial(self._reach, layer, routes))
+
+    def _reach(self, layer: str, routes: torch.Tensor, gradient: torch.Tensor) -> None:
+        bears = (gradient != 0).flatten(0, -2).any(-1)
+        self.reached[layer] |= (routes & bears[:, None]).any(0)
+
+
+def _trained(model) -> list[Tensor]:
+    chunks, found = unwrap_model(model), []
+    for stage, chunk in enumerate(chunks):
+        for name, parameter in chunk.named_parameters():
+            if parameter.requires_grad:
+                whole = _megatron_local_name_to_global(chunks, chunk.config, name, stage)
+                found.append(Tensor(whole, parameter, tuple(_keys(whole, parameter, chunk.config.num_moe_experts))))
+    return found
+
+
+def _keys(name: str, parameter, experts: int | None) -> list[Key]:
+    if ".experts." not in name:
+        return [(name, None)]
+    ways, rank = (
+        parallel_state.get_expert_model_parallel_world_size(),
+        parallel_state.get_expert_model_parallel_rank(),
+    )
+    first = experts // ways * rank
+    if ".adapter." in name and parameter.ndim == 3:
+        return [(name, first + i) for i in range(len(parameter))]
+    if match := ONE_EXPERT.search(name):
+        number = int(match[1] or match[2])
+        return [(name, first + number if ".adapter." in name else number)]  # Bridge numbers adapters by rank
+    return [(name, None)]  # one adapter for all experts of a layer
+
+
+def _expert_layers(model):
+    chunks, weight = unwrap_model(model), ".router.weight"
+    for stage, chunk in enumerate(chunks):
+        for name, module in chunk.named_modules():
+            if isinstance(module, MoELayer):
+                whole = _megatron_local_name_to_global(chunks, chunk.config, name + weight, stage)
+                yield whole.removesuffix(weight), module
+
+
+def _learns_nothing(name: str, context) -> bool:
+    """By the run's own configuration: losses of weight zero, and a router that has nothing to weigh."""
+    model = context.state.cfg.model
+    mute = name.startswith("mtp.") and not model.mtp_loss_scaling_factor
+    return mute or (".router." in name and model.moe_router_topk == 1)
+
+
+def _per_part(tensors: list[Tensor], measure) -> torch.Tensor:
+    """One number for each tensor, or for each expert of one."""
+    return torch.cat([measure(t.parameter, int(len(t.keys) > 1)).reshape(-1).expand(len(t.keys)) for t in tensors])
+
+
+def _gradient(parameter, depth: int) -> torch.Tensor:
+    gradient = getattr(parameter, "main_grad", parameter.grad)
+    if gradient is None:
+        return torch.zeros(parameter.shape[:depth], device=parameter.device)
+    return torch.linalg.vector_norm(gradient.flatten(depth), ord=float("inf"), dim=-1).float()
+
+
+def _digest(parameter, depth: int) -> torch.Tensor:
+    return digests.sums(parameter, (0,) * parameter.ndim, depth)
+
+
+def _exact(parameter) -> torch.Tensor | None:
+    """The optimizer's fp32 copy of coarse weights, or this rank's part of it; experts in one tensor share an answer."""
+    copy = getattr(parameter, "main_param", None)
+    return copy if copy is not None and copy.numel() and copy.device == parameter.device else None
+
+
+def _exact_digest(parameter, depth: int) -> torch.Tensor:
+    copy = _exact(parameter)
+    if copy is None:
+        return torch.zeros(1, dtype=torch.int64, device=parameter.device)
+    return digests.sums(copy, (0,) * copy.ndim)
 
 
 def _effective(model) -> dict:

@@ -22,7 +22,7 @@ train: {steps: 6, global_batch: 4, precision: fp32}
 optimizer: {lr: 5e-3}
 checkpoint: {save_every: 100}
 """
-NEED_DATA = ("train", "masks", "gradients_of_run")
+NEED_DATA = ("train", "train_detached", "masks", "gradients_of_run")
 
 
 @pytest.fixture(scope="session")

@@ -1,0 +1,31 @@
+"""Trains while no gradient reaches some of the trained tensors, as where they are detached.
+
+paths.output/detached.json says which: those with this part in their names, and on which expert-parallel ranks.
+"""
+
+import json
+from pathlib import Path
+
+from conf.schema import Run
+from trainer import train
+
+
+def main(run: Run) -> None:
+    asked = json.loads((Path(run.paths.output) / "detached.json").read_text())
+    from megatron.core import parallel_state
+    from megatron.core.utils import unwrap_model
+
+    from trainer.gates import Gates
+
+    original = Gates.on_train_start
+
+    def detached(self, context):
+        original(self, context)
+        for chunk in unwrap_model(context.model):
+            for name, parameter in chunk.named_parameters():
+                here = parallel_state.get_expert_model_parallel_rank() in asked.get("ranks", [0, 1])
+                if parameter.requires_grad and asked["name"] in name and here:
+                    parameter.register_hook(lambda gradient: gradient * 0)
+
+    Gates.on_train_start = detached
+    train.main(run)
