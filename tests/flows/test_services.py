@@ -51,7 +51,7 @@ def runs_due(place: World, due: datetime) -> list[dict]:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1200)
+@pytest.mark.timeout(1800)
 def test_a_cron_a_minute_ahead_runs_before_and_after_a_second_make_up(services, tmp_path):
     place = of(services, tmp_path, services("up"))
     tiny = deployment(place, "tiny")
