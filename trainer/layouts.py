@@ -3,8 +3,9 @@
     python -m trainer.layouts [--only PART ...] [--steps N] [--workdir FOLDER]
 
 Trains LoRA on tiny models in fp32 at each layout of TABLE, on up to 8 gloo processes, and prints the largest relative
-difference of any step's loss from that of one process. Ends with one line of JSON; exit code 1 if a layout that
-computes the same function is off by more than BOUND. About 10 minutes on 2 cores.
+difference of any step's loss from that of one process. B is drawn like A: from a B of zeros, with which runs start,
+what adapters give to their input's gradient is nothing at first and little after ten steps. Ends with one line of JSON;
+exit code 1 if a layout that computes the same function is off by more than BOUND. About 10 minutes on 2 cores.
 
 Importing Megatron takes longer than training here, so it is imported once, and the ranks of each layout are forked.
 """
@@ -22,9 +23,10 @@ from pathlib import Path
 from conf.load import load
 from conf.output_marks import REHEARSAL
 from conf.schema import Run
-from trainer import convert, entry, forked, places, prepared, tiny, train
+from trainer import convert, entry, forked, places, platform, prepared, tiny, train
 
 BOUND = 1e-4
+LATENT = "linear_q_down_proj,linear_q_up_proj,linear_kv_down_proj,linear_kv_up_proj,linear_proj,linear_fc1,linear_fc2"
 
 
 @dataclass(frozen=True)
@@ -162,6 +164,7 @@ def _run(case: Case, folder: Path, steps: int) -> Run:
             f"train.steps={steps}",
             f"checkpoint.save_every={steps}",
             *(f"layout.{key}={value}" for key, value in cut.items()),
+            *([f"adapter.targets=[{LATENT}]"] if case.model == "deepseek-v3" else []),
         ],
     )
 
@@ -177,11 +180,19 @@ def _write_conf(folder: Path) -> Path:
     return path
 
 
+def _train(run: Run) -> None:
+    platform.start()
+    from trainer import adapters
+
+    adapters.SPREAD_OF_B = 1.0
+    train.main(run)
+
+
 def _losses(case: Case, folder: Path, steps: int) -> list[float]:
     run = _run(case, folder, steps)
     output, log = Path(run.paths.output), Path(run.paths.output).with_suffix(".log")
     shutil.rmtree(output, ignore_errors=True)
-    if forked.call(train.main, run, log):
+    if forked.call(_train, run, log):
         print("".join(log.read_text().splitlines(keepends=True)[-5:]), end="", file=sys.stderr)
     path = output / "metrics.jsonl"
     lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
