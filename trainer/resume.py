@@ -49,7 +49,8 @@ IN_BRIDGE = {
 
 def record(run: Run) -> dict[str, Any]:
     """What a checkpoint's mark says of the training that saves it."""
-    return {"version": identity.VERSION, "keys": identity.recorded(run), "base": _base(run), "tokens": _tokens(run)}
+    found = {"version": identity.VERSION, "keys": identity.recorded(run), "base": _base(run), "tokens": _tokens(run)}
+    return found | {"magnitudes": "whole"}
 
 
 def check(run: Run, folder: Path) -> None:
@@ -61,6 +62,10 @@ def check(run: Run, folder: Path) -> None:
     if was.get("version", identity.VERSION) != identity.VERSION:
         text = f"by version {was['version']} of this program's training, and this is {identity.VERSION}"
         lines.append(f"{place}: was trained {text}; start again in another paths.output")
+    ways = _ways_of_magnitudes(place) if run.adapter.kind == "dora" and was.get("magnitudes") != "whole" else 1
+    if ways > 1 and "linear_fc1" in run.adapter.targets:
+        text = f"{place} has DoRA's magnitudes of linear_fc1 in the order of {ways} tensor-parallel ranks"
+        lines.append(f"{text}, which this version cannot go on from; export it as it is, or name another paths.output")
     changes = identity.changed(was["keys"], identity.recorded(run))
     lines += [_line(key, *values, place) for key, values in changes.items() if not identity.may_change(key)]
     now = _base(run)
@@ -149,6 +154,15 @@ def _from_bridge(path: Path) -> dict[str, Any]:
     if peft and "share_expert_adapters" in peft:
         found["adapter.experts"] = "shared" if peft["share_expert_adapters"] else "each"
     return {key: value for key, value in found.items() if value is not None}
+
+
+def _ways_of_magnitudes(place: Path) -> int:
+    """Of how many ranks gates and ups lie one behind the other, as Megatron-Bridge saves them."""
+    try:
+        model = yaml.safe_load((place / "run_config.yaml").read_text())["model"]
+        return model["tensor_model_parallel_size"] if model["gated_linear_unit"] else 1
+    except (OSError, ValueError, KeyError, TypeError, yaml.YAMLError):
+        return 1
 
 
 def _at(config: dict[str, Any], path: str) -> Any:

@@ -73,8 +73,6 @@ def megatron(exported, ranks, work):
     for name, case in CASES.items():
         folder = Path(exported.runs[name].paths.output) / "checkpoints"
         jobs[name]["checkpoint" if case.layout else "invent"] = str(folder / f"iter_000000{3 if case.layout else 1}")
-        if name == "dora":  # at the layout of its training: Bridge loads DoRA's magnitudes of fc1 in another order else
-            jobs[name]["run"] = reconfigured(exported.runs[name], case.layout)
     lines = []
     for number, job in enumerate(jobs.values()):
         job |= {"tokens": TOKENS, "out": f"{work}/megatron-{number}.pt", "run": job["run"].model_dump(mode="json")}
@@ -105,11 +103,6 @@ def transformers(megatron, exported, work):
 
 def cut(layout: str) -> list[str]:
     return [f"layout.{pair}" for pair in layout.split()]
-
-
-def reconfigured(run, layout: str):
-    keys = dict(pair.split("=") for pair in layout.split())
-    return run.model_copy(update={"layout": run.layout.model_copy(update={k: int(v) for k, v in keys.items()})})
 
 
 def done(result) -> None:

@@ -195,6 +195,24 @@ def test_a_checkpoint_without_a_record_is_compared_by_megatron_s_own_or_not_at_a
         check(run)
 
 
+def test_magnitudes_in_the_order_of_ranks_are_not_taken_for_whole_ones(tmp_path, run):
+    dora = run.model_copy(
+        update={"adapter": run.adapter.model_copy(update={"kind": "dora", "targets": ("linear_fc1",)})}
+    )
+    mark = {key: value for key, value in resume.record(dora).items() if key != "magnitudes"}
+    for ranks, gated in (1, "true"), (2, "false"):
+        config = f"model: {{gated_linear_unit: {gated}, tensor_model_parallel_size: {ranks}}}\n"
+        (checkpoint(dora) / "run_config.yaml").write_text(config)
+        checkpoints.mark(checkpoint(dora), step=3, training=mark)
+        check(dora)
+    (checkpoint(dora) / "run_config.yaml").write_text(config.replace("false", "true"))
+    checkpoints.mark(checkpoint(dora), step=3, training=mark)
+    with pytest.raises(Fault, match="magnitudes of linear_fc1 in the order of 2 tensor-parallel ranks"):
+        check(dora)
+    save(dora)
+    check(dora)
+
+
 def test_the_command_says_all_of_it_and_ends_with_2_before_anything_starts(configure_model, tmp_path):
     """Once accepted without a word, or stack traces."""
     run = configure_model
