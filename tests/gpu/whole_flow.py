@@ -12,6 +12,7 @@ the GPU at once, training began before the base's evaluation was over, or the pr
 
 import argparse
 import contextlib
+import importlib.util
 import json
 import os
 import re
@@ -247,6 +248,8 @@ def _measure(options: argparse.Namespace, work: Path) -> int:
     conf.write_text(CONF.format(model=work / "model", data=work / "rows.jsonl", steps=options.steps, **kind))
     own = {"FINETUNE_RUNS": str(work / "runs"), "PREFECT_HOME": str(work / "prefect"), "NO_COLOR": "1"}
     own |= {"PYTHONUNBUFFERED": "1", "PREFECT_SERVER_ANALYTICS_ENABLED": "false"}
+    if importlib.util.find_spec("flashinfer") is None:  # vLLM does not start else
+        own["VLLM_USE_FLASHINFER_SAMPLER"] = "0"
     samples = Samples(options.out / "memory.csv", work, time.monotonic(), gpu)
     sampler = threading.Thread(target=samples.run, daemon=True)
     sampler.start()
