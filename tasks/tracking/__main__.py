@@ -8,14 +8,14 @@ from pathlib import Path
 from tasks.processes import started
 from tasks.tracking.shipping import drain
 
-LEAVES_WITHIN = 30.0  # seconds; a worker kills a cancelled flow after that
+LEAVES_WITHIN = 60.0  # seconds; a worker kills a cancelled flow after that
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tasks.tracking", description="Ship what killed flows left behind.")
     parser.add_argument("runs", metavar="RUNS", type=Path, help="the local folder of runs")
     parser.add_argument("--timeout", type=float, default=600.0, help="seconds to wait for a service (600)")
-    parser.add_argument("--after", type=int, metavar="PID", help="begin once this process is over, or in 30 s")
+    parser.add_argument("--after", type=int, metavar="PID", help="begin once this process is over, or in a minute")
     args = parser.parse_args()
     until = time.monotonic() + LEAVES_WITHIN
     while args.after and started(args.after) and time.monotonic() < until:

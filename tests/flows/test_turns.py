@@ -5,7 +5,7 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
@@ -14,6 +14,7 @@ from tests.conf.test_host_gpus import fake_nvidia_smi, show_gpus
 from tests.flows import toy_trainer
 from tests.flows.world import CONF, ROOT, World, states, wait_for
 
+LONG = 180.0  # seconds, on a busy machine
 ON_GPUS = ("convert", "evaluate-base", "train", "evaluate-tuned")
 
 
@@ -24,6 +25,7 @@ class Toys:
     place: World
     folder: Path
     environment: dict[str, str]
+    started: list[subprocess.Popen] = field(default_factory=list)
 
     def start(self, name: str, *arguments: str, **fates: str) -> subprocess.Popen:
         toy = json.dumps({stage.replace("_", "-"): fate for stage, fate in fates.items()})
@@ -37,7 +39,8 @@ class Toys:
         command = [sys.executable, "-m", "flows.finetune", str(conf), *arguments]
         with (self.folder / f"{name}.txt").open("w") as said:
             environment = self.environment | own
-            return subprocess.Popen(command, cwd=self.folder, env=environment, stdout=said, stderr=said)
+            self.started.append(subprocess.Popen(command, cwd=self.folder, env=environment, stdout=said, stderr=said))
+        return self.started[-1]
 
     def said(self, name: str) -> str:
         return (self.folder / f"{name}.txt").read_text()
@@ -85,7 +88,11 @@ class Toys:
 def toys(place, tmp_path):
     """On a host without GPUs."""
     toy_trainer.install(tmp_path)
-    return Toys(place, tmp_path, place.environment | {"PYTHONPATH": str(ROOT), "GUARD_GRACE": "1"})
+    made = Toys(place, tmp_path, place.environment | {"PYTHONPATH": str(ROOT), "GUARD_GRACE": "1"})
+    yield made
+    for flow in made.started:
+        flow.kill()
+        flow.wait()
 
 
 @pytest.fixture
@@ -106,7 +113,7 @@ def test_on_a_gpu_no_two_stages_run_at_once_and_the_base_is_evaluated_before_tra
 @pytest.mark.slow
 def test_without_a_gpu_training_does_not_wait_for_the_evaluation_of_the_base(toys):
     flow = toys.start("one", evaluate_base="slow")
-    wait_for(lambda: toys.begun("export"))
+    wait_for(lambda: toys.begun("export"), LONG)
     (toys.folder / "go").touch()
     assert flow.wait(200) == 0
     assert set(states(toys.said("one")).values()) == {"Completed"}
@@ -115,9 +122,9 @@ def test_without_a_gpu_training_does_not_wait_for_the_evaluation_of_the_base(toy
 @pytest.mark.slow
 def test_two_flows_on_one_host_take_turns_and_say_for_whom_they_wait(gpu):
     first = gpu.start("one", "--until", "evaluate-base", evaluate_base="slow")
-    wait_for(lambda: gpu.begun("evaluate-base"))
+    wait_for(lambda: gpu.begun("evaluate-base"), LONG)
     second = gpu.start("two", "optimizer.lr=1e-3")
-    wait_for(lambda: "waits for the GPUs of this host" in gpu.said("two"))
+    wait_for(lambda: "waits for the GPUs of this host" in gpu.said("two"), LONG)
     assert len(gpu.spans()["evaluate-base"]) == 1 and second.poll() is None
     (gpu.folder / "go").touch()
     assert [first.wait(200), second.wait(200)] == [0, 0]
@@ -129,9 +136,9 @@ def test_two_flows_on_one_host_take_turns_and_say_for_whom_they_wait(gpu):
 @pytest.mark.slow
 def test_a_flow_that_waits_is_cancelled_at_once_and_one_that_is_killed_gives_its_hold_up(gpu):
     first = gpu.start("one", "--until", "evaluate-base", evaluate_base="slow")
-    wait_for(lambda: gpu.begun("evaluate-base"))
+    wait_for(lambda: gpu.begun("evaluate-base"), LONG)
     second = gpu.start("two", "--until", "convert")
-    wait_for(lambda: "waits for the GPUs of this host" in gpu.said("two"))
+    wait_for(lambda: "waits for the GPUs of this host" in gpu.said("two"), LONG)
     told = time.monotonic()
     second.send_signal(signal.SIGINT)
     second.wait(60)
@@ -183,12 +190,12 @@ def test_without_a_gpu_training_beside_it_is_stopped(toys):
 
 def test_every_run_in_mlflow_ends_when_the_flow_is_cancelled(toys):
     flow = toys.start("one", evaluate_base="slow", train="slow")
-    wait_for(lambda: toys.begun("train"))
+    wait_for(lambda: toys.begun("train"), LONG)
     time.sleep(3)  # MLflow has the runs
     flow.send_signal(signal.SIGTERM)
     flow.wait(60)
     name = toys.place.name_of(toys.said("one"))
-    ended = wait_for(lambda: _all_ended(toys, name), 60)
+    ended = wait_for(lambda: _all_ended(toys, name), LONG)
     assert ended["train"][0] == ended["evaluate-base"][0] == ended[""][0] == "KILLED"
     assert ended["train"][1] and ended[""][1]
 
@@ -196,7 +203,7 @@ def test_every_run_in_mlflow_ends_when_the_flow_is_cancelled(toys):
 @pytest.mark.slow
 def test_every_run_in_mlflow_ends_after_a_flow_that_was_killed(toys):
     flow = toys.start("one", evaluate_base="slow", train="slow")
-    wait_for(lambda: toys.begun("train"))
+    wait_for(lambda: toys.begun("train"), LONG)
     time.sleep(3)
     flow.kill()
     flow.wait()
