@@ -1,0 +1,75 @@
+"""Members of a gang and the GPUs of their host: a gang on one host takes them before it starts, others as they join."""
+
+import subprocess
+import threading
+
+import pytest
+
+from conf import host_gpus
+from conf.load import as_yaml, load
+from tasks.gang import member
+from tasks.gang.board import Board
+from tasks.gang.engines import local
+from tasks.store import open_store
+from tests.conf.test_host_gpus import fake_nvidia_smi, show_gpus
+
+TWO_HOSTS = ["layout.nodes=2", "layout.gpus_per_node=1", "train.micro_batch=8"]
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    """Of two hosts of one GPU each, on a machine with four."""
+    fake_nvidia_smi(tmp_path, monkeypatch.setenv)
+    show_gpus(tmp_path, dict.fromkeys(("GPU-a", "GPU-b", "GPU-c", "GPU-d"), 4))
+    monkeypatch.setattr(local, "_gpus", lambda: 4)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    return load("tiny", [*TWO_HOSTS, f"paths.logs={tmp_path / 'logs'}"])
+
+
+@pytest.fixture
+def board(tmp_path, run):
+    made = Board(open_store(str(tmp_path / "store")), "gang-1", 1)
+    made.write("resolved.yaml", as_yaml(run).encode())
+    made.write("gang.json", b'{"state": "gathering"}')
+    return made
+
+
+def test_a_gang_on_this_host_waits_for_the_gpus_that_it_would_use_and_no_others(run, monkeypatch):
+    with host_gpus.taken("train of a", pytest.fail, gpus=("GPU-d",)):
+        assert local.capacity(run) is None
+    with host_gpus.taken("evaluate-base of b", pytest.fail, gpus=("GPU-b",)):
+        assert local.capacity(run).startswith("GPUs of this host, which evaluate-base of b has had for")
+
+
+def test_its_members_have_all_of_them_until_the_last_is_over(run, board, monkeypatch):
+    monkeypatch.setattr(local, "command", lambda board, node: ["timeit", "-n1", "-r1", "import time; time.sleep(30)"])
+    members = local.start(run, board, 2)
+    assert host_gpus.held(("GPU-a",)).startswith("train of gang-1 has had for")
+    members.processes[0].stdin.close()
+    members.processes[0].wait()
+    assert host_gpus.held(("GPU-b",)) and host_gpus.held(("GPU-c",)) is None
+    members.cancel()
+    assert host_gpus.held(("GPU-a", "GPU-b")) is None
+
+
+def test_a_gang_that_somebody_was_faster_than_does_not_wait_for_ever(run, board, monkeypatch):
+    monkeypatch.setattr(local, "TAKEN_WITHIN", 0.6)
+    with (
+        host_gpus.taken("train of a", pytest.fail, gpus=("GPU-a",)),
+        pytest.raises(TimeoutError, match="others have taken the GPUs of this host"),
+    ):
+        local.start(run, board, 2)
+
+
+def test_a_member_joins_once_its_gpu_is_free_and_not_where_its_attempt_is_over(run, board, tmp_path, capsys):
+    def join() -> bool:
+        return member._take_gpus(board, tmp_path, threading.Event(), [])
+
+    with host_gpus.taken("train of a", pytest.fail, gpus=("GPU-a",)):
+        threading.Timer(1.0, lambda: board.write("gang.json", b'{"state": "stop"}')).start()
+        assert not join()
+    assert "train of gang-1 waits for the GPUs of this host, which train of a has had" in capsys.readouterr().out
+    board.write("gang.json", b'{"state": "gathering"}')
+    child = subprocess.Popen(["sleep", "0.1"])  # what the member starts does not keep them
+    assert join() and host_gpus.held(("GPU-a",)) and host_gpus.held(("GPU-b",)) is None
+    child.wait()
