@@ -14,6 +14,7 @@ evaluation write into their folder and leave all other files there alone.
 Not covered: whoever puts a file into a folder in the moment in which it is removed.
 """
 
+import contextlib
 import ctypes
 import errno
 import json
@@ -163,8 +164,9 @@ def remove(folder: Path, kind: Kind) -> None:
         return
     if lines := _in_the_way(folder, kind):
         raise Foreign(f"{folder}: {lines[0]}")
-    if any(folder.iterdir()):
-        begin(folder, kind)
+    if any(folder.iterdir()) and not (folder / MARKER).exists():
+        with contextlib.suppress(OSError):  # a full disk: what is removed makes room
+            begin(folder, kind)
     for entry in [entry for entry in folder.iterdir() if entry.name != MARKER]:
         if entry.is_dir() and not entry.is_symlink():
             shutil.rmtree(entry)

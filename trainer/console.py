@@ -6,6 +6,8 @@ import os
 import sys
 from pathlib import Path
 
+WRITER = "megatron.core.dist_checkpointing.strategies.filesystem_async"  # what ends it is raised as well, and told once
+
 
 def say(text: str) -> None:
     """One line, from rank 0."""
@@ -23,6 +25,7 @@ def megatron_to(folder: Path):
     with path.open("a", buffering=1) as log, contextlib.redirect_stdout(log):
         errors = logging.StreamHandler(sys.__stderr__)
         errors.setLevel(logging.ERROR)
+        errors.addFilter(lambda record: record.name != WRITER)
         root.handlers = [logging.StreamHandler(log), errors]
         logging.captureWarnings(True)
         try:

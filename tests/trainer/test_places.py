@@ -442,6 +442,30 @@ def test_a_removal_that_is_cut_short_can_be_gone_on_with(tmp_path, monkeypatch):
     assert not folder.exists()
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small tmpfs needs root")
+@pytest.mark.parametrize("marked", [True, False])
+def test_half_made_output_is_removed_from_a_full_disk(marked, tmp_path):
+    small = tmp_path / "small"
+    small.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", small]
+    mounted = subprocess.run(mount, capture_output=True, check=False)
+    if mounted.returncode:
+        pytest.skip(f"no tmpfs here: {mounted.stderr.decode().strip()}")
+    try:
+        folder = small / "base.partial"
+        if marked:
+            output_marks.begin(folder, BASE)
+            fill(folder, {"half": "of it"})
+        else:
+            fill(folder, COMMANDS["convert"].of_before)
+        with pytest.raises(OSError, match="No space left"):
+            (folder / "weights").write_bytes(bytes(1 << 20))
+        output_marks.remove(folder, BASE)
+        assert not [*small.iterdir()]
+    finally:
+        subprocess.run(["umount", small], check=True)
+
+
 def command(*arguments: str) -> subprocess.CompletedProcess:
     return subprocess.run([sys.executable, "-m", *arguments], cwd=ROOT, capture_output=True, text=True, check=False)
 
