@@ -167,7 +167,7 @@ def test_faults_are_one_line_before_anything_is_loaded(change, fault, trained, t
     ("file", "text", "fault"),
     [
         ("test.jsonl", "", "test.jsonl: empty"),
-        ("test.jsonl", '{"input": "a", "output": "b"}\n{"input": "a"}\n', "test.jsonl:2: input or output missing"),
+        ("test.jsonl", '{"input": "a", "output": "b"}\n{"input": "a"}\n', "test.jsonl: changed from"),
         ("template.json", None, "not prepared: no template.json; python -m trainer.prepare"),
         ("prepared.json", None, "not prepared: python -m trainer.prepare"),
     ],
