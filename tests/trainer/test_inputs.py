@@ -49,6 +49,17 @@ def test_accepts_what_is_whole(run):
     inputs.check_convert(run)
 
 
+def test_a_key_that_would_not_reach_megatron_s_model_is_named_and_can_be_answered_for(run):
+    file = Path(run.paths.model) / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"norm_topk_prob": False, "sliding_window": 8}))
+    with pytest.raises(
+        Fault, match=r"(?s)config\.json: norm_topk_prob is false, .* config\.json: sliding_window is 8, "
+    ):
+        inputs.check_convert(run)
+    ignored = run.model.model_copy(update={"ignore_config": ("norm_topk_prob", "sliding_window")})
+    inputs.check_convert(run.model_copy(update={"model": ignored}))
+
+
 def shard(run) -> Path:
     return sorted(Path(run.paths.model).glob("*.safetensors"))[0]
 
