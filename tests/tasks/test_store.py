@@ -478,7 +478,7 @@ def test_two_processes_share_one_folder(s3, tmp_path):
 def test_a_full_disk_is_one_line(tmp_path, s3, monkeypatch):
     store = open_store(s3)
     files = store.put(make(tmp_path / "source", {"a": 3}), "art")
-    with pytest.raises(Fault, match=r"1000\.0 GB are to come .* make room"):
+    with pytest.raises(Fault, match=r"1\.00 TB are to come .* make room"):
         store.get("art", {"a": replace(files["a"], size=10**12)}, tmp_path / "back")
     monkeypatch.setattr(os, "link", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")))
     with pytest.raises(Fault, match=r"the disk is full .* free some"):
