@@ -34,6 +34,8 @@ CONVERTED = {
     "Qwen3MoeForCausalLM": "qwen3_moe",
     "OlmoeForCausalLM": "olmoe",
     "LlamaForCausalLM": "llama",
+    "Qwen2ForCausalLM": "qwen2",
+    "Qwen3ForCausalLM": "qwen3",
 }
 # Those that Megatron-Bridge 0.6 does not convert: for plans and rehearsals alone.
 UNBRIDGED = ("GPT2LMHeadModel", "MixtralForCausalLM", "Qwen2MoeForCausalLM")

@@ -35,7 +35,8 @@ FOLDER = Path(__file__).parent
 # Names are looked for here; only what lies in FOLDER itself is offered to run.
 FOLDERS = (FOLDER, FOLDER / "planned", FOLDER / "documented")
 MOST = 2**16  # GPUs of a run
-LARGEST = 2**20  # bytes of a configuration
+LARGEST = 2**18  # bytes of a configuration; 2 s of reading
+MANY = 20  # lines about keys that stand there twice
 LONGEST = 300  # characters of a value in a message
 KEYS = dotted_keys()
 SECTIONS = list(sections())
@@ -203,7 +204,9 @@ def parse(text: str, shown: str) -> tuple[Any, list[str]]:
         return None, [f"{shown}{line}: {', '.join(filter(None, (error.context, error.problem)))}"]
     except (yaml.YAMLError, RecursionError, *UNFIT) as error:
         return None, [f"{shown}: not YAML: {error}"]
-    return value, [f"{shown}:{line}: {key}: again; first on line {first}" for line, key, first in loader.duplicates]
+    return value, [
+        f"{shown}:{line}: {key}: again; first on line {first}" for line, key, first in loader.duplicates[:MANY]
+    ]
 
 
 def read_overrides(overrides: Iterable[str]) -> tuple[dict[str, Any], dict[str, str], list[str]]:

@@ -3,6 +3,8 @@
 import json
 from pathlib import Path
 
+from conf import regular_files
+from conf.model_files import json_object
 from conf.schema import Run
 from trainer import prepared
 from trainer.data import templates, tokenizer
@@ -31,12 +33,12 @@ def folder(run: Run) -> Path:
 
 def record(run: Run) -> dict:
     path = folder(run) / RECORD
+    if not regular_files.is_there(path):
+        raise Fault(f"paths.data: {path.parent}: not prepared: no {RECORD}; python -m trainer.prepare")
     try:
-        return json.loads(path.read_text())
-    except FileNotFoundError:
-        raise Fault(f"paths.data: {path.parent}: not prepared: no {RECORD}; python -m trainer.prepare") from None
-    except ValueError as error:
-        raise Fault(f"{path}: {error}; python -m trainer.prepare writes it anew") from None
+        return json_object.read(path)
+    except Fault as fault:
+        raise Fault(f"{fault}; python -m trainer.prepare writes it anew") from None
 
 
 def read(path: Path, rows: int | None) -> list[Row]:

@@ -10,6 +10,7 @@ import re
 import shutil
 from pathlib import Path
 
+from conf.model_files import json_object
 from conf.output_marks import MARKER
 from trainer.faults import Fault
 
@@ -33,9 +34,9 @@ def mark(folder: Path, **facts) -> None:
 def read_mark(folder: Path) -> dict | None:
     """The facts of a complete checkpoint; None where the mark or any file that it lists is missing or cut."""
     try:
-        facts = json.loads((folder / MARK).read_text())
+        facts = json_object.read(folder / MARK)
         whole = all((folder / name).stat().st_size == size for name, size in facts["files"].items())
-    except (OSError, ValueError, KeyError):
+    except (OSError, ValueError, KeyError, AttributeError, TypeError):  # another's file, or an edited one
         return None
     return facts if whole else None
 

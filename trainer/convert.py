@@ -80,7 +80,10 @@ def _convert(run: Run, model: released.Model, sums: dict[str, str], facts: dict)
 
 def _checksums(model: released.Model) -> dict[str, str]:
     parts = whole_folder.gather(released.checksums(model, model.files()[whole_folder.rank() :: whole_folder.ranks()]))
-    return {name: checksum for part in parts for name, checksum in part.items()}
+    if infinite := sorted(name for _, names in parts for name in names):
+        text = f"{len(infinite)} tensors hold numbers that are infinite or not a number"
+        raise Fault(f"{model.folder}: {text}: {released.enumerate_names(infinite)}; download it again")
+    return {name: checksum for sums, _ in parts for name, checksum in sums.items()}
 
 
 if __name__ == "__main__":

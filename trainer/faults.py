@@ -1,7 +1,7 @@
 """A fault of the person who started the command, or of the host: one line on stderr, exit code 2, no stack trace."""
 
 import os
-from errno import EACCES, EDQUOT, ENOSPC, EPERM, EROFS
+from errno import EACCES, EDQUOT, ELOOP, ENAMETOOLONG, ENOSPC, ENOTDIR, EPERM, EROFS
 
 from conf.faults import Fault
 from conf.output_marks import Foreign
@@ -10,7 +10,7 @@ __all__ = ["WRITER_DIED", "Fault", "line_of"]
 
 WRITER_DIED = "Worker failure"  # megatron-core's words; it passes on the kind of the writer's error, not its text
 CANNOT_WRITE = (EACCES, EPERM, EROFS)
-HOST = (EACCES, EDQUOT, ENOSPC, EROFS)
+HOST = (EACCES, EDQUOT, ENOSPC, EROFS, ELOOP, ENAMETOOLONG, ENOTDIR)
 
 
 def line_of(error: BaseException) -> str | None:

@@ -64,6 +64,12 @@ def as_bytes(tensor: torch.Tensor):
 
 def _check_file(trained: Trained, target: Path, entries: list, written: dict[str, str]) -> None:
     wrong = [name for _, name, entry in entries if not _is_right(trained, target, name, entry, written)]
+    edited = [name for name in wrong if not _is_released(trained, trained.copies.get(name, name))]
+    if edited:
+        raise Fault(
+            f"{trained.model.folder}: {len(edited)} tensors are not those that the base was converted from: "
+            f"{enumerate_names(edited)}; put the released files back, or convert and train again"
+        )
     if wrong:
         raise Fault(f"{target}: read back, {len(wrong)} tensors are wrong: {enumerate_names(wrong)}")
 
@@ -74,10 +80,16 @@ def _is_right(trained: Trained, target: Path, name: str, entry: Entry, written: 
         return released.checksum(target, entry) == written[name]
     if source not in trained.adapters:
         return released.checksum(target, entry) == trained.sums[name]
+    if not _is_released(trained, source):
+        return False
     adapter, before = trained.adapters[source], trained.model.tensors[source]
-    if released.checksum(trained.model.folder / before.file, before) != trained.sums[source]:
-        return False  # the release is not the one that was trained
     factors = adapter.factors(trained.stored, trained.config)
     magnitude = adapter.magnitudes(trained.stored, trained.config)
     found = merge.load(target.parent, entry)
     return merge.is_merged(found, merge.load(trained.model.folder, before), *factors, adapter.scale, magnitude)
+
+
+def _is_released(trained: Trained, name: str) -> bool:
+    """Whether the release still holds the tensor that the base was made from."""
+    entry = trained.model.tensors[name]
+    return released.checksum(trained.model.folder / entry.file, entry) == trained.sums[name]

@@ -5,6 +5,7 @@ from pathlib import Path
 from conf.model_files import config_json
 from conf.schema import Run
 from trainer import lazy_bridge, platform
+from trainer.faults import Fault
 
 
 def open_bridge(run: Run):
@@ -13,7 +14,19 @@ def open_bridge(run: Run):
     lazy_bridge.load_family(config_json.architecture(config_json.read(folder / config_json.NAME)))
     from megatron.bridge.models.conversion.auto_bridge import AutoBridge
 
-    return AutoBridge.from_hf_pretrained(str(folder), trust_remote_code=run.model.trust_remote_code)
+    try:
+        return AutoBridge.from_hf_pretrained(str(folder), trust_remote_code=run.model.trust_remote_code)
+    except (ImportError, MemoryError):
+        raise
+    except Exception as error:  # of any kind: nothing is read but the folder's config.json, and its code if trusted
+        raise Fault(f"{folder / config_json.NAME}: transformers does not take it: {_cause(error)}") from error
+
+
+def _cause(error: BaseException) -> str:
+    """What was wrong first, on one line: Bridge takes any error for one of the network and raises its own."""
+    while error.__cause__ or error.__context__:
+        error = error.__cause__ or error.__context__
+    return " ".join(str(error).split())[:300] or type(error).__name__
 
 
 def make_provider(run: Run, bridge, load_weights: bool = False):

@@ -18,6 +18,8 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from conf import regular_files
+from conf.model_files import json_object
 from conf.schema import Run
 from trainer import checkpoints
 from trainer.data import choose, packing, sources, tokenizer
@@ -116,12 +118,33 @@ def _die_with_parent() -> None:
 def load(folder: Path) -> Prepared:
     path = folder / MANIFEST
     try:
-        found = json.loads(path.read_text())
-        return Prepared(**{field.name: found[field.name] for field in fields(Prepared)})
-    except FileNotFoundError:
-        raise Fault(f"paths.data: {folder}: no {MANIFEST}; python -m trainer.prepare makes it") from None
-    except (ValueError, KeyError, TypeError) as error:
+        found = json_object.read(path)
+        return _structured(Prepared(**{field.name: found[field.name] for field in fields(Prepared)}))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        if not regular_files.is_there(path):
+            raise Fault(f"paths.data: {folder}: no {MANIFEST}; python -m trainer.prepare makes it") from None
         raise Fault(f"{path}: not what trainer.prepare writes ({type(error).__name__}: {error}); {AGAIN}") from None
+
+
+def _structured(found: Prepared) -> Prepared:
+    """Raises where a value is of another type than the ones that are written."""
+    sources = [file for source in found.sources for file in source.get("files") or []]
+    paths = [*found.files, *(file["path"] for file in sources)]
+    entries = [*found.files.values(), *sources]
+    digests = [found.tokenizer, *(entry["sha256"] for entry in entries)]
+    counts = [*(entry["size"] for entry in entries), *found.rows.values(), *found.sequences.values()]
+    counts += [
+        found.settings.get("multiple", 0),
+        found.vocab_size,
+        found.pad_id,
+        found.sequences["training"],
+        found.sequences["validation"],
+    ]
+    if not all(isinstance(text, str) and "\0" not in text for text in (found.kind, *paths, *digests)):
+        raise TypeError("a path or a digest is no text")
+    if not all(type(count) is int for count in counts) or not isinstance(found.settings, dict):
+        raise TypeError("a count is no integer, or settings are no section")
+    return found
 
 
 def check(run: Run) -> Prepared:

@@ -14,12 +14,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
+import numpy as np
+
 from conf.model_files import config_json, weights
 from conf.model_files.weights import Entry
 from trainer.faults import Fault
 
 SOURCE = "source.json"  # beside a converted model: what each released tensor was
 BLOCK = 16 * 2**20
+# Bits of the exponent, and the unsigned integer that holds them.
+EXPONENTS: dict[str, tuple[str, np.unsignedinteger]] = {
+    "F64": ("<u8", np.uint64(0x7FF0000000000000)),
+    "F32": ("<u4", np.uint32(0x7F800000)),
+    "F16": ("<u2", np.uint16(0x7C00)),
+    "BF16": ("<u2", np.uint16(0x7F80)),
+}
 # Left over in old Llama checkpoints; every model class computes it.
 COMPUTED = re.compile(r"\.rotary_emb\.inv_freq$")
 
@@ -71,22 +80,22 @@ def of_mtp(model: Model) -> set[str]:
     return {name for name in model.tensors if prefixes and name.startswith(prefixes)}
 
 
-def checksums(model: Model, files: Iterable[str]) -> dict[str, str]:
-    """SHA-256 of each tensor in these files; the files are read once, from several threads."""
+def checksums(model: Model, files: Iterable[str]) -> tuple[dict[str, str], list[str]]:
+    """SHA-256 of each tensor in these files, and the names of those in which not every number is finite.
+
+    The files are read once, from several threads.
+    """
     wanted = set(files)
     entries = {name: entry for name, entry in model.tensors.items() if entry.file in wanted}
     threads = max(1, (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
     with ThreadPoolExecutor(threads) as pool:
-        sums = pool.map(lambda entry: checksum(model.folder / entry.file, entry), entries.values())
-        return dict(zip(entries, sums, strict=True))
+        found = list(pool.map(lambda entry: _read(model.folder / entry.file, entry), entries.values()))
+    sums = {name: checksum for name, (checksum, _) in zip(entries, found, strict=True)}
+    return sums, [name for name, (_, finite) in zip(entries, found, strict=True) if not finite]
 
 
 def checksum(path: Path, entry: Entry) -> str:
-    found = hashlib.sha256()
-    with path.open("rb", buffering=0) as f:
-        for block in _blocks(f, entry):
-            found.update(block)
-    return found.hexdigest()
+    return _read(path, entry)[0]
 
 
 def copy(old: BinaryIO, new: BinaryIO, entry: Entry) -> None:
@@ -103,6 +112,25 @@ def enumerate_names(names: Iterable[str], limit: int = 10) -> str:
     names = list(names)
     more = f" and {len(names) - limit} more" if len(names) > limit else ""
     return ", ".join(names[:limit]) + more
+
+
+def _read(path: Path, entry: Entry) -> tuple[str, bool]:
+    """The checksum, and whether all numbers are finite."""
+    found, finite = hashlib.sha256(), True
+    with path.open("rb") as f:
+        for block in _blocks(f, entry):
+            found.update(block)
+            finite = finite and _is_finite(block, entry.dtype)
+    return found.hexdigest(), finite
+
+
+def _is_finite(block: bytes, dtype: str) -> bool:
+    """Infinite and not a number are those whose exponent has all bits set. Integers and FP8 always are."""
+    if dtype not in EXPONENTS:
+        return True
+    width, exponent = EXPONENTS[dtype]
+    numbers = np.frombuffer(block, width)
+    return not numbers.size or bool((numbers & exponent).max() < exponent)
 
 
 def _blocks(f: BinaryIO, entry: Entry) -> Iterator[bytes]:

@@ -22,6 +22,7 @@ import torch
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
 
+from conf import regular_files
 from trainer import digests
 from trainer.faults import Fault
 from trainer.released import enumerate_names
@@ -56,7 +57,12 @@ class Stored:
 
 
 def open_checkpoint(folder: Path) -> Stored:
-    metadata = FileSystemReader(folder).read_metadata()
+    try:
+        metadata = FileSystemReader(folder).read_metadata()
+    except OSError as error:
+        raise Fault(f"{error.filename or folder}: {error.strerror}") from None
+    except Exception as error:  # of any kind, as pickle raises
+        raise Fault(f"{folder / '.metadata'}: damaged ({type(error).__name__}); take another checkpoint") from None
     places = {}
     for key, stored in metadata.state_dict_metadata.items():
         if isinstance(stored, TensorStorageMetadata) and not NOT_WEIGHTS.search(key):
@@ -132,6 +138,11 @@ def _load(stored: Stored, key: str, offsets) -> torch.Tensor:
     place = stored.metadata.storage_data.get(MetadataIndex(key, offsets))
     if place is None:
         raise Fault(f"{stored.folder}: {key}: the piece at {tuple(offsets)} is in no file")
-    with (stored.folder / place.relative_path).open("rb") as f:
+    path = stored.folder / place.relative_path
+    with regular_files.open_regular(path) as f:
         f.seek(place.offset)
-        return torch.load(io.BytesIO(f.read(place.length)), map_location="cpu", weights_only=True)
+        content = f.read(place.length)
+    try:
+        return torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+    except Exception as error:  # of any kind, as zipfile and pickle raise
+        raise Fault(f"{path}: damaged where {key} lies ({type(error).__name__}); take another checkpoint") from None

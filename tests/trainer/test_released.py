@@ -1,0 +1,76 @@
+"""Released weights as a conversion reads them: infinite numbers and edited files are said by the tensor's name."""
+
+import struct
+from math import prod
+from pathlib import Path
+
+import pytest
+
+from conf.load import load
+from tests import small_model
+from tests.small_model import SHARDS, read_shard, write_shard
+from trainer import convert, released
+from trainer.faults import Fault
+
+# What each type calls infinite, minus infinite, not a number, and its largest number.
+VALUES = {
+    "BF16": ("<H", 0x7F80, 0xFF80, 0x7FC1, 0x7F7F),
+    "F16": ("<H", 0x7C00, 0xFC00, 0x7E01, 0x7BFF),
+    "F32": ("<I", 0x7F800000, 0xFF800000, 0x7FC00001, 0x7F7FFFFF),
+    "F64": ("<Q", 0x7FF << 52, 0xFFF << 52, (0x7FF << 52) + 1, (0x7FF << 52) - 1),
+}
+
+
+@pytest.fixture
+def model(tmp_path) -> Path:
+    small_model.write(tmp_path / "model")
+    return tmp_path / "model"
+
+
+def with_value(model: Path, dtype: str, value: int) -> str:
+    """One number of the second tensor of a shard that holds numbers of this type alone. Returns the tensor's name."""
+    header, _ = read_shard(model / SHARDS[0])
+    width, at, entries = struct.calcsize(VALUES[dtype][0]), 0, {}
+    for name, entry in header.items():
+        count = prod(entry["shape"])
+        entries[name] = entry | {"dtype": dtype, "data_offsets": [at, at + count * width]}
+        at += count * width
+    name = list(entries)[1]
+    content = bytearray(at)
+    struct.pack_into(VALUES[dtype][0], content, entries[name]["data_offsets"][1] - width, value)
+    write_shard(model / SHARDS[0], entries, bytes(content))
+    return name
+
+
+@pytest.mark.parametrize("dtype", VALUES)
+def test_a_tensor_that_holds_an_infinite_number_is_named_and_not_converted(model, dtype):
+    for value in VALUES[dtype][1:4]:
+        name = with_value(model, dtype, value)
+        with pytest.raises(Fault, match=f"^{model}: 1 tensors hold numbers that are infinite or not .*: {name}; down"):
+            convert._checksums(released.read(model))
+
+
+@pytest.mark.parametrize("dtype", VALUES)
+def test_the_largest_number_is_finite(model, dtype):
+    name = with_value(model, dtype, VALUES[dtype][4])
+    assert name in convert._checksums(released.read(model))
+
+
+def test_a_config_json_that_transformers_does_not_take_is_one_line_with_its_reason():
+    """Bridge takes any error for one of the network."""
+    from trainer.model import _cause
+
+    error = OSError("network issues")
+    error.__cause__ = ValueError("head_dim: no\nint")
+    assert _cause(error) == "head_dim: no int"
+
+
+def test_olmoe_is_refused_at_tp2():
+    from conf.facts import facts_from_hf
+    from conf.layout import problems
+
+    config = small_model.CONFIG | {"architectures": ["OlmoeForCausalLM"], "model_type": "olmoe"}
+    run = load("tiny", ["layout.tp=2", "layout.sp=true", "layout.gpus_per_node=2"])
+    found = problems(run, facts_from_hf(config))
+    assert [line for line in found if "OLMoE norms queries and keys over all heads" in line]
+    assert not [line for line in problems(load("tiny"), facts_from_hf(config)) if "OLMoE" in line]
