@@ -1,0 +1,260 @@
+"""Whatever is in the files that a run reads, and whatever they are: a line, no stack trace, no hang, nothing changed.
+
+Each draw damages a whole set of inputs in one to three places, and calls what every command checks before it writes.
+Draws are the same each time (derandomize); what failed once stands below as an example.
+"""
+
+import hashlib
+import json
+import os
+import shutil
+import signal
+import stat
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+
+from conf.faults import Fault
+from conf.load import load
+from conf.schema import Run
+from tasks import hub, plan
+from tests import small_model
+from tests.damage import Become, Raw, Say, Set
+from tests.drawn_damage import CONFIG, DAMAGE, DEEP, INDEX, NORM, RUN, SETTINGS, SHARD, TOKENIZER, YAML, as_override
+from trainer import checkpoints, inputs, places
+from trainer.data import tokenizer
+from trainer.faults import line_of
+
+SECONDS = 10
+SPLITS = ("training", "validation", "test")
+FEW, MANY = 200, 2000
+
+
+@pytest.fixture(scope="module")
+def original(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("original") / "world"
+    small_model.write(folder / "model")
+    for name in ("base", "data", "bystander"):
+        (folder / name).mkdir()
+    (folder / "bystander" / "rows.jsonl").write_text("mine\n")
+    (folder / "base" / "weights").write_text("stand for the converted model")
+    (folder / "base" / "source.json").write_text(json.dumps({"model.norm.weight": ["BF16", [16], "0" * 64]}))
+    facts = {"architecture": "Qwen3MoeForCausalLM", "precision": "bf16", "mtp": True, "stamps": {}, "digest": "0" * 64}
+    checkpoints.mark(folder / "base", **facts, tensors=1, left_out=[])
+    row = b'{"input": "a", "output": "b"}\n'
+    for name in SPLITS:
+        (folder / "data" / f"{name}.jsonl").write_bytes(row * 4)
+    digest = hashlib.sha256(row * 4).hexdigest()
+    prepared = {
+        "kind": "sft",
+        "files": {f"{name}.jsonl": {"size": 4 * len(row), "sha256": digest} for name in SPLITS}
+        | {"template.json": {"size": 2, "sha256": hashlib.sha256(b"{}").hexdigest()}},
+        "settings": {"seq_length": 64},
+        "sources": [],
+        "tokenizer": tokenizer.digest(folder / "model"),
+        "rows": {"training": 4, "validation": 4, "test": 4},
+        "sequences": {"training": 4, "validation": 4, "test": 4},
+        "vocab_size": 48,
+        "pad_id": 0,
+    }
+    (folder / "data" / "prepared.json").write_text(json.dumps(prepared))
+    (folder / "data" / "template.json").write_text("{}")
+    (folder / RUN).write_text(json.dumps(YAML))  # which is YAML too
+    return folder
+
+
+@contextmanager
+def in_time() -> Iterator[None]:
+    """10 s of work, or of waiting without any: on a busy machine the clock says nothing."""
+    began = time.process_time()
+    used = began
+
+    def over(*_: object) -> None:
+        nonlocal used
+        now = time.process_time()
+        if now - began > SECONDS or now - used < 0.05:
+            raise TimeoutError(f"after {now - began:.1f} s of work")
+        used = now
+        signal.alarm(SECONDS)
+
+    before = signal.signal(signal.SIGALRM, over)
+    signal.alarm(SECONDS)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def fetch(run: Run) -> None:
+    """As stage download does, of a folder."""
+    if hub.kind(run.model.source) == "folder":
+        hub.fetch(hub.resolve(run.model.source), Path("out/fetched"), False, False)
+
+
+def checked(check: Callable[[Run], None], writes: str) -> Callable[[Run], None]:
+    def both(run: Run) -> None:
+        try:
+            places.check(run, writes)
+            check(run)
+        except OSError as error:  # trainer/entry.py has a line for some
+            if line := line_of(error):
+                raise Fault(line) from None
+            raise
+
+    return both
+
+
+CHECKS: dict[str, Callable[[Run], Any]] = {
+    "plan": plan.settle,
+    "download": fetch,
+    "convert": checked(inputs.check_convert, "base"),
+    "prepare": lambda run: places.check(run, "data"),
+    "train": checked(inputs.check_train, "output"),
+    "export": checked(inputs.check_export, "export"),
+    "evaluate": checked(inputs.check_evaluate, "evaluation"),
+}
+
+
+def outputs(folder: Path) -> list[str]:
+    return [f"paths.{name}=out/{name}" for name in ("output", "logs", "export", "evaluation", "parity")]
+
+
+def said(call: Callable[[], Any]) -> str:
+    """The lines of a fault; "" where there is none. Anything else that is raised is the test's failure."""
+    text = ""
+    try:
+        with in_time():
+            call()
+    except Fault as fault:
+        text = str(fault)
+        assert text.strip() and len(text) < 20_000
+    return text
+
+
+def all_said(folder: Path, overrides: list[str]) -> dict[str, str]:
+    found: dict[str, str] = {}
+    runs: list[Run] = []
+    given = [f"paths.{name}={name}" for name in ("model", "base", "data")] + ["paths.served=model"]
+    mine = {text.partition("=")[0] for text in overrides}
+    given = [text for text in given + outputs(folder) if text.partition("=")[0] not in mine]
+    found["load"] = said(lambda: runs.append(load("./run.yaml", given + overrides)))
+    for run in runs:
+        if run.layout.auto:  # the trainer refuses it; the plan settles it
+            found["plan"] = said(lambda run=run: plan.settle(run))
+            continue
+        found |= {name: said(lambda check=check, run=run: check(run)) for name, check in CHECKS.items()}
+    return found
+
+
+def content(folder: Path) -> dict[str, tuple]:
+    """All that lies in a folder, outputs aside."""
+    found = {}
+    for path in sorted(folder.rglob("*")):
+        name, status = str(path.relative_to(folder)), path.lstat()
+        if name.split("/")[0] == "out":
+            continue
+        small = stat.S_ISREG(status.st_mode) and status.st_size < 10**7
+        found[name] = (status.st_mode, status.st_size, path.read_bytes() if small else b"")
+    return found
+
+
+@pytest.fixture(scope="module")
+def damaged(original, tmp_path_factory):
+    """damaged(damage): what every command says of the inputs, so damaged; nothing outside its outputs may change."""
+    home = Path.cwd()
+    environment = dict(os.environ)
+    place = tmp_path_factory.mktemp("damaged") / "world"
+
+    def damaged(damage) -> dict[str, str]:
+        os.chdir(home)
+        shutil.rmtree(place, ignore_errors=True)
+        shutil.copytree(original, place)
+        for one in damage:
+            one.apply(place)
+        before = content(place)
+        os.chdir(place)
+        os.environ["RANK"] = "0"  # so that training does not prepare rows by itself
+        try:
+            found = all_said(place, [one.text for one in damage if isinstance(one, Say)])
+        finally:
+            os.chdir(home)
+            os.environ.clear()
+            os.environ.update(environment)
+        kept = {name.split("/")[0] for name in before}  # what is beside them may be an output that the damage names
+        after = {name: one for name, one in content(place).items() if name.split("/")[0] in kept}
+        assert after == before, "a file outside the outputs has changed"
+        return found
+
+    yield damaged
+    shutil.rmtree(place, ignore_errors=True)
+
+
+def test_undamaged_inputs_pass_every_check(damaged):
+    assert {name: line for name, line in damaged([]).items() if line} == {}
+
+
+LISTS = st.lists(DAMAGE, min_size=1, max_size=3)
+DRAWN = dict(
+    derandomize=True,
+    deadline=None,
+    database=None,
+    print_blob=True,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow, HealthCheck.data_too_large],
+)
+FOUND = [  # by hand, in the version of 22 November
+    [Set(CONFIG, ("architectures",), "Qwen3MoeForCausalLM")],
+    [Set(CONFIG, ("architectures",), 7)],
+    [Set(CONFIG, ("architectures", 0), "MixtralForCausalLM")],
+    [Set(CONFIG, ("architectures", 0), "Qwen2MoeForCausalLM")],
+    [Set(CONFIG, ("architectures", 0), "GptOssForCausalLM")],
+    [Set(CONFIG, ("architectures", 0), "Unheard")],
+    [Set(CONFIG, ("rms_norm_eps",), "x")],
+    [Set(CONFIG, ("rms_norm_eps",), float("nan"))],
+    [Set(CONFIG, ("num_hidden_layers",), 2**24)],
+    [Set(SHARD, (NORM, "shape"), "16")],
+    [Set(SHARD, ("more",), {})],
+    [Raw(CONFIG, DEEP[0])],
+    [Raw(SHARD, (200_000).to_bytes(8, "little") + DEEP[0])],
+    [Become(SHARD, "folder")],
+    [Become(SHARD, "FIFO")],
+    [Set(INDEX, ("weight_map", NORM), 3)],
+    [Set(TOKENIZER, ("model",), None)],
+    [Set(TOKENIZER, ("model",), {"a": {}})],
+    [Set(TOKENIZER, ("model", "vocab", "a"), {})],
+    [Set(SETTINGS, ("added_tokens_decoder", "99"), {"content": "<new>"})],
+    [as_override("paths.model", "x" * 256)],
+    [as_override("paths.base", "run.yaml/x")],
+    [as_override("paths.base", "x" * 256)],
+    [as_override("model.source", "x" * 256)],
+    [as_override("train.steps", 10**26)],
+    [as_override("adapter.targets", ["linear_qkv", "linear_qkv"])],
+]
+
+
+@pytest.mark.parametrize("damage", FOUND, ids=lambda damage: str(damage[0])[:60])
+def test_what_was_found_by_hand_is_refused_in_a_line(damaged, damage):
+    assert any(damaged(damage).values())
+
+
+@settings(max_examples=FEW, **DRAWN)
+@given(LISTS)
+@example([Raw(RUN, b"a: !!int ''")])
+@example([Raw(RUN, b"hardware: {gpu: ./model.yaml}")])
+@pytest.mark.timeout(1200, method="thread")
+def test_no_damage_ends_in_a_stack_trace_a_hang_or_a_changed_file(damaged, damage):
+    damaged(damage)
+
+
+@pytest.mark.slow
+@settings(max_examples=MANY, **DRAWN)
+@given(LISTS)
+@pytest.mark.timeout(7200, method="thread")
+def test_nor_do_ten_times_as_many(damaged, damage):
+    damaged(damage)
