@@ -10,8 +10,10 @@ were prepared with. Other tasks are lm-eval's, by name
     progress.jsonl     appended to while it runs: done and total rows, of what
     log.txt            what vLLM and lm-eval print
 
-Where paths.parity exists, the served model must find the same log-probabilities for the same tokens as training did
-(trainer/parity.py): else results.json says parity.ok false, and the command ends with a fault.
+The served model must find the same log-probabilities for the same tokens as training did, which are in paths.parity
+(trainer/parity.py): else results.json says parity.ok false, and the command ends with a fault. So it does, before
+anything is loaded, where the export says that it was trained and that file is missing or of other weights. What was
+compared, or why nothing was, is said in a line.
 """
 
 import hashlib
@@ -56,6 +58,7 @@ def main(run: Run) -> None:
     output_marks.finished(folder)
     for name, value in results["metrics"].items():
         say(f"evaluate: {name} {value:.4f}")
+    say(f"evaluate: {agreement.told(results['parity'], results['parity_not_compared'])}")
     if results["parity"]:
         agreement.require(results["parity"])
     say(f"evaluate: {folder / 'results.json'}, after {results['seconds']} s")
@@ -79,7 +82,7 @@ def evaluate(run: Run, progress: "Progress") -> dict:
         for key, found in lm_tasks.ask(run, served, tasks[name]).items():
             results[key] |= found
     progress.task = "parity"
-    results["parity"] = agreement.compare(run, served, precision)
+    results["parity"], results["parity_not_compared"] = agreement.compare(run, served, precision)
     results["chat_template"] = _chat_template(Path(run.paths.served))
     return results
 

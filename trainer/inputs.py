@@ -14,7 +14,7 @@ from conf.layout import problems
 from conf.model_files import weights, whole
 from conf.output_marks import TRAINING
 from conf.schema import Run
-from trainer import asked, checkpoints, places, prepared, resume
+from trainer import agreement, asked, checkpoints, places, prepared, resume
 from trainer.faults import Fault
 from trainer.recipe import checkpoint_folder
 
@@ -52,6 +52,7 @@ def check_evaluate(run: Run) -> None:
     if not tasks:
         raise Fault("evaluate.tasks: empty; held_out is the data's test split")
     whole.check(folder)
+    agreement.expected(run)
     for name in tasks:
         if name.endswith((".yaml", ".yml")) and not is_file(name):
             raise Fault(f"evaluate.tasks: {name}: no such file in {Path.cwd()}")

@@ -1,7 +1,9 @@
 """What the trained model says of fixed prompts, written before its last checkpoint counts as complete.
 
 The log-probability of each token of the first rows of test.jsonl (else of validation.jsonl, else of training.jsonl), by
-base and adapter as they were trained, at whatever layout. trainer/agreement.py asks the served model the same.
+base and adapter as they were trained, at whatever layout. trainer/agreement.py asks the served model the same. With an
+adapter, the same of the base alone is written beside: the difference is what the adapter does, and what a served model
+may lose none of. A digest of the trained weights says which weights it was that answered.
 
 Called when a checkpoint has been written and is not yet marked: a run whose training is complete then has parity.json,
 and nothing that is computed here can find its way into a checkpoint. A finished run without it (it was deleted, or
@@ -23,7 +25,7 @@ from megatron.core.utils import get_model_config
 from torch import distributed
 
 from conf.schema import Run
-from trainer import agreement, asked
+from trainer import agreement, asked, digests, model_digests
 from trainer.console import say
 from trainer.recipe import last_step
 
@@ -49,14 +51,22 @@ def record(run: Run, context) -> None:
         return
     template = asked.template(run, run.paths.model)
     prompts = [list(chain(*template.tokens(row))) for row in rows]
-    log_probs = _log_probs(run, context, prompts)
+    log_probs, adapter = _log_probs(run, context, prompts), context.state.cfg.peft
+    of_base = None
+    if adapter is not None:
+        with adapter.disable_adapter(context.model):
+            of_base = _log_probs(run, context, prompts)
+    of_tensors = model_digests.of_model(context.model, adapter)
     if distributed.get_rank() == 0:
         found = [
             {"prompt": template.prompt(row), "tokens": tokens, "log_probs": log_probs[i][: len(tokens) - 1]}
             for i, (row, tokens) in enumerate(zip(rows, prompts, strict=True))
         ]
+        for i, row in enumerate(found if of_base else []):
+            row["base_log_probs"] = of_base[i][: len(row["log_probs"])]
         facts = {"step": context.state.train_state.step, "asked": agreement.fingerprint(run)}
-        _write(Path(run.paths.parity), facts | {"precision": run.train.precision, "rows": found})
+        facts |= {"weights": digests.of_all(of_tensors), "precision": run.train.precision}
+        _write(Path(run.paths.parity), facts | {"rows": found})
         say(f"parity: log-probabilities of {len(rows)} prompts in {run.paths.parity}")
 
 

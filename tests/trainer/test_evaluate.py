@@ -92,6 +92,9 @@ def test_the_served_model_is_the_trained_one(evaluated):
     parity = evaluated.results["parity"]
     assert parity["ok"] and parity["prompts"] == 8 and parity["step"] == 6
     assert parity["mean"] <= parity["max"] < 1e-4 < parity["bound"]
+    assert abs(parity["lost"]["share"]) < 1e-4 and parity["lost"]["effect"] > 0.1
+    said = "evaluate: parity: 8 prompts of "
+    assert [line.startswith(said) for line in evaluated.output.splitlines() if "parity" in line].count(True) == 1
 
 
 def test_held_out_likelihood_is_that_of_training_for_the_answers_tokens(evaluated, trained):
@@ -139,10 +142,21 @@ def test_a_model_without_the_adapter_is_not_taken_for_the_trained_one(trained, e
     result = evaluate(base.model_copy(update={"evaluate": base.evaluate.model_copy(update={"rows": 1})}), tmp_path)
     assert result.code == 2
     assert "error: parity: the served model is not the trained one of step 6" in result.errors
-    assert "the bound is 0.001 (evaluate.parity_bound); worst" in result.errors
+    assert "the bound is 0.001 (evaluate.parity_bound); " in result.errors
+    assert "of what the adapter does is lost, the bound is 1%; worst" in result.errors
     assert result.errors.count("\n") == 1
     assert result.results["parity"]["ok"] is False
     assert result.results["parity"]["mean"] > 0.001
+
+
+def test_a_missing_record_of_what_training_says_ends_the_evaluation_of_an_export(trained, tmp_path):
+    """Before anything is loaded. The export's mark says that there is one."""
+    paths = {"parity": str(tmp_path / "parity.json"), "evaluation": str(tmp_path / "evaluation")}
+    result = evaluate(trained.model_copy(update={"paths": trained.paths.model_copy(update=paths)}), tmp_path)
+    assert result.code == 2
+    said = f"error: paths.parity: {tmp_path}/parity.json: no such file; {trained.paths.served} was trained to step 6"
+    assert said in result.errors
+    assert result.errors.count("\n") == 1
 
 
 @pytest.mark.parametrize(

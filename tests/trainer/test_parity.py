@@ -6,13 +6,15 @@ from pathlib import Path
 
 import pytest
 
+from trainer import digests
+
 
 def recorded(run) -> dict:
     return json.loads(Path(run.paths.parity).read_text())
 
 
-def log_probs(found: dict) -> list[float]:
-    return [value for row in found["rows"] for value in row["log_probs"]]
+def log_probs(found: dict, key: str = "log_probs") -> list[float]:
+    return [value for row in found["rows"] for value in row[key]]
 
 
 def numbers(result) -> list[dict]:
@@ -71,6 +73,17 @@ def test_tokens_are_those_of_training(single, work):
     assert found["step"] == 6
 
 
+def test_what_the_adapter_does_is_written_beside(single):
+    """The base's answers, without the adapter; and a digest of the weights that answered."""
+    run, _ = single
+    found = recorded(run)
+    with_adapter, without = log_probs(found), log_probs(found, "base_log_probs")
+    assert len(with_adapter) == len(without)
+    assert sum(abs(a - b) for a, b in zip(with_adapter, without, strict=True)) / len(without) > 0.1
+    checkpoint = Path(run.paths.output) / "checkpoints/iter_0000006"
+    assert found["weights"] == digests.of_all(digests.read(checkpoint)["digests"])
+
+
 @pytest.mark.parametrize("layout", ["tp=2 sp=true ep=2", "pp=2 vpp=2", "cp=2", "ep=2"])
 def test_the_layout_changes_nothing(layout, single, configure, ranks, work):
     """The run is finished: it loads its last checkpoint at this layout and takes no step."""
@@ -81,5 +94,8 @@ def test_the_layout_changes_nothing(layout, single, configure, ranks, work):
     again = ranks("train", configure("glm4-moe", *paths, "layout.gpus_per_node=2", *cut))
     assert again.code == 0, again.output
     assert again.metrics == result.metrics
-    one, two = log_probs(recorded(run)), log_probs(json.loads(parity.read_text()))
-    assert max(abs(a - b) for a, b in zip(one, two, strict=True)) < 1e-4
+    before, after = recorded(run), json.loads(parity.read_text())
+    for key in ("log_probs", "base_log_probs"):
+        one, two = log_probs(before, key), log_probs(after, key)
+        assert max(abs(a - b) for a, b in zip(one, two, strict=True)) < 1e-4
+    assert after["weights"] == before["weights"]  # to the last bit, as loaded at this layout
