@@ -5,7 +5,8 @@
 
 Models of four layers with random weights, adapters with B drawn. In fp32 (no TF32) 20 steps: every piece of every
 gradient of the first step, on every rank, and every step's loss, within 1e-4 of one process's. In bf16 one step, whose
-gradients are compared by cosine. --before leaves trainer/sequence_parallel.py out: LoRA and DoRA under sp must fail.
+gradients are as near to those in fp32, by cosine, as one process in bf16 is. --before leaves
+trainer/sequence_parallel.py out: LoRA and DoRA under sp must fail.
 
 One process per GPU lives through all rows of its number of GPUs. A row that takes more than --row-seconds is a row
 that hangs: its processes are killed, and others go on with the next. After --seconds no row is begun. Each row is a
@@ -35,7 +36,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests/trainer")]
 
 BOUND = 1e-4
-COSINE = {"dense": 0.999, "moe": 0.95, "mla": 0.95}  # in bf16 a token may go to another expert at another layout
+ROUNDING = 1.5  # how much farther from fp32 than one process in bf16 the gradients of a layout in bf16 may be
 DENSE = ("tp=2", "tp=2 sp=true", "tp=4 sp=true", "cp=2", "pp=2 vpp=2", "dp=2")
 MOE = (
     "tp=2 sp=true",
@@ -94,6 +95,10 @@ class Row:
     @property
     def reference(self) -> "Row":
         return Row(self.model, self.kind, "", self.packed, self.precision)
+
+    @property
+    def exact(self) -> "Row":
+        return Row(self.model, self.kind, "", self.packed, "fp32")
 
     @property
     def fails_before(self) -> bool:
@@ -170,7 +175,7 @@ class Rehearsal:
         self.spawns = options.device == "gpu" or options.spawn
 
     def run(self, asked: list[Row]) -> dict[Row, dict[str, Any]]:
-        references = list(dict.fromkeys(row.reference for row in asked))
+        references = list(dict.fromkeys(one for row in asked for one in (row.exact, row.reference)))
         phases = {1: references} | {world: [row for row in asked if row.world == world] for world in (4, 2)}
         if not self.spawns:
             self._prepare(asked)
@@ -180,7 +185,7 @@ class Rehearsal:
         if self.spawns:
             self._prepare(asked)
         for world, phase in phases.items():
-            ready = [row for row in phase if row.world == 1 or self._known(row.reference)]
+            ready = [row for row in phase if row.world == 1 or (self._known(row.reference) and self._known(row.exact))]
             for row in phase:
                 if row not in ready:
                     self._note(row, {"error": "no reference"})
@@ -399,9 +404,10 @@ def _train(row: Row, folder: Path, options: argparse.Namespace) -> dict[str, Any
         os.environ.pop(name, None)  # Megatron sets them by the first model's precision and refuses others
     steps = options.steps if row.precision == "fp32" else 1
     run = _run(row, folder, steps)
-    exact = options.device == "gpu" and row.precision == "fp32" and (row.packed or "cp=" in row.cut)
-    with _stand_in_attention() if exact else contextlib.nullcontext():
-        found = compare(run, reference_file(folder, row.reference, options.steps), options.before)
+    plain = options.device == "gpu" and row.precision == "fp32" and (row.packed or "cp=" in row.cut)
+    exact = reference_file(folder, row.exact, options.steps) if row.precision == "bf16" and row.cut else None
+    with _stand_in_attention() if plain else contextlib.nullcontext():
+        found = compare(run, reference_file(folder, row.reference, options.steps), options.before, exact)
     gc.collect()
     if options.device == "gpu":
         torch.cuda.empty_cache()
@@ -471,7 +477,8 @@ def _is_right(row: Row, result: dict[str, Any]) -> bool:
     if "gradient" not in result:
         return False
     if row.precision == "bf16":
-        return result["whole_cosine"] >= COSINE[row.model]
+        # as near to the gradient in fp32 as one process in bf16 is: rounding sends some tokens to other experts
+        return 1 - result["exact_cosine"] <= ROUNDING * (1 - result["single_cosine"])
     routed = not result["moved"] or (
         result["same_routes"] and result["moved"] <= MOVED and result["loss_after"] <= AFTER
     )
@@ -494,7 +501,8 @@ def _line(row: Row, result: dict[str, Any]) -> str:
         return f"{start}  reference"
     gradient, cosine = result["gradient"], result["cosine"]
     if row.precision == "bf16":
-        text = f"cosine of all {result['whole_cosine']:.6f}, least {cosine['cosine']:.4f} {cosine['name']}"
+        text = f"cosine with fp32 {result['exact_cosine']:.6f}, of one process {result['single_cosine']:.6f}; "
+        text += f"with one process in bf16 {result['whole_cosine']:.6f}, least {cosine['cosine']:.4f} {cosine['name']}"
     else:
         text = f"gradient {gradient['difference']:.1e} {gradient['name']}, loss {result['loss']:.1e}"
         if result["moved"]:

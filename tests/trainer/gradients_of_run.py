@@ -55,8 +55,11 @@ def start(run: Run) -> None:
         torch.distributed.init_process_group(platform.backend(), meeting, rank=rank, world_size=run.world)
 
 
-def compare(run: Run, reference: Path, before: bool = False) -> dict[str, Any]:
-    """Train, and compare with `reference`; a run of one process without one writes it. `before`: without the repair."""
+def compare(run: Run, reference: Path, before: bool = False, exact: Path | None = None) -> dict[str, Any]:
+    """Train, and compare with `reference`; a run of one process without one writes it. `before`: without the repair.
+
+    `exact` is the same of fp32, for a run in bf16.
+    """
     start(run)
     import torch
 
@@ -74,6 +77,7 @@ def compare(run: Run, reference: Path, before: bool = False) -> dict[str, Any]:
     missing = expected["tensors"].keys() ^ set().union(*(keys for _, keys in every))
     assert not missing, f"gradients of other tensors than one process has: {sorted(missing)[:4]}"
     rows = [row for rank, _ in every for row in rank]
+    near = _nearness(pieces, expected["tensors"], exact, run.world) if exact else {}
     off = [abs(a - b) / abs(b) for a, b in zip(losses, expected["losses"], strict=True)]
     moved = [
         sum(abs(a - b) for a, b in zip(*step, strict=True)) / 2 for step in zip(loads, expected["loads"], strict=True)
@@ -90,6 +94,22 @@ def compare(run: Run, reference: Path, before: bool = False) -> dict[str, Any]:
         "cosine": min(rows, key=lambda row: row["cosine"]),
         "whole_cosine": _whole_cosine(rows),
         "over": sorted({row["name"] for row in rows if not row["difference"] <= 1e-4}),
+        **near,
+    }
+
+
+def _nearness(pieces: list, single: dict[str, Any], exact: Path, world: int) -> dict[str, float]:
+    """Cosines with the gradients of one process in fp32: of these ranks, and of one process in the same precision."""
+    import torch
+
+    true = torch.load(exact)["tensors"]
+    every: list[Any] = [None] * world
+    torch.distributed.all_gather_object(every, list(_differences(pieces, true)))
+    own = sum(float(single[key].double().flatten() @ whole.double().flatten()) for key, whole in true.items())
+    lengths = [math.sqrt(sum(float(whole.double().norm()) ** 2 for whole in side.values())) for side in (single, true)]
+    return {
+        "exact_cosine": _whole_cosine([row for rank in every for row in rank]),
+        "single_cosine": own / math.prod(lengths),
     }
 
 
