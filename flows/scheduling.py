@@ -120,7 +120,9 @@ def unattended(api: str, deployments: list[dict]) -> list[Trouble]:
     pools = {pool["name"]: pool for pool in _all(api, "work_pools/filter", "work_pools")} if deployments else {}
     waiting, late = {}, []
     for deployment in deployments:
-        pool = pools.get(deployment["work_pool_name"], {"status": "NOT_READY", "is_paused": False})
+        pool = pools.get(
+            deployment["work_pool_name"], {"status": "", "is_paused": False}
+        )  # none: its own process serves it
         if pool["is_paused"] or pool.get("status") == "NOT_READY":
             waiting.setdefault((deployment["work_pool_name"], pool["is_paused"]), []).append(deployment["name"])
         runs = _scheduled(api, deployment, before_=_written(time.time() - LATE))

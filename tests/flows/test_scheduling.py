@@ -200,7 +200,8 @@ def test_what_is_off_or_new_needs_no_next_run(known):
 
 def test_pools_that_nobody_works_for_are_named_once_a_schedule_is_on():
     known = [deployment("glm47", WEEKLY, pool="deserted"), deployment("tiny", WEEKLY, pool="stopped")]
-    with prefect([*known, deployment("calm", pool="deserted")], late=[run("tiny-0", "tiny")] * 3) as api:
+    known += [deployment("calm", pool="deserted"), deployment("served", WEEKLY, pool=None)]
+    with prefect(known, late=[run("tiny-0", "tiny")] * 3) as api:
         troubles = scheduling.unattended(api, scheduling.active(api))
     assert [(one.is_fatal, one.fact) for one in troubles] == [
         (False, "nobody takes scheduled runs of glm47: work pool deserted has no worker"),
