@@ -134,7 +134,7 @@ def unattended(api: str, deployments: list[dict]) -> list[Trouble]:
         fact = f"nobody takes scheduled runs of {_list(names)}: work pool {pool} {lack}"
         troubles.append(Trouble(False, fact, start))
     if late:
-        fact = f"runs are late, and all start, one after another, once they are taken: {_list(late)}"
+        fact = f"runs are late, and all start once they are taken: {_list(late)}"
         troubles.append(Trouble(False, fact, "prefect flow-run ls --state Late  # and prefect flow-run cancel ID"))
     return troubles
 

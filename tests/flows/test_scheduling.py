@@ -206,7 +206,7 @@ def test_pools_that_nobody_works_for_are_named_once_a_schedule_is_on():
     assert [(one.is_fatal, one.fact) for one in troubles] == [
         (False, "nobody takes scheduled runs of glm47: work pool deserted has no worker"),
         (False, "nobody takes scheduled runs of tiny: work pool stopped is paused"),
-        (False, "runs are late, and all start, one after another, once they are taken: 3 of tiny"),
+        (False, "runs are late, and all start once they are taken: 3 of tiny"),
     ]
     assert [one.mend for one in troubles[:2]] == [
         "prefect worker start --pool deserted",

@@ -13,21 +13,28 @@ from tests.flows.world import ROOT, World, wait_for
 LATEST = timedelta(seconds=60)  # a worker asks each 10 s; the rest is for a machine that has much to do
 
 
+class Services:
+    """`python -m flows.services` with these variables."""
+
+    def __init__(self, environment: dict[str, str]):
+        self.environment = environment
+
+    def __call__(self, do: str) -> str:
+        command = [sys.executable, "-m", "flows.services", do]
+        done = subprocess.run(command, cwd=ROOT, env=self.environment, capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+
 @pytest.fixture
 def services(tmp_path):
-    """Calls `python -m flows.services`; nothing of it is left afterwards."""
+    """In a folder of its own; nothing of it is left afterwards."""
     environment = {name: value for name, value in os.environ.items() if name != "PREFECT_API_URL"}
     environment |= {"FINETUNE_RUNS": str(tmp_path / "runs"), "PREFECT_HOME": str(tmp_path / "prefect"), "NO_COLOR": "1"}
 
-    def call(do: str, code: int = 0, **more: str) -> str:
-        command = [sys.executable, "-m", "flows.services", do]
-        done = subprocess.run(command, cwd=ROOT, env=environment | more, capture_output=True, text=True)
-        assert done.returncode == code, done.stdout + done.stderr
-        return done.stdout + done.stderr
-
-    call.environment = environment
-    yield call
-    call("down")
+    made = Services(environment)
+    yield made
+    made("down")
 
 
 def of(services, tmp_path, output: str) -> World:
@@ -56,6 +63,7 @@ def test_a_cron_a_minute_ahead_runs_before_and_after_a_second_make_up(services, 
     place = of(services, tmp_path, services("up"))
     tiny = deployment(place, "tiny")
     edit(place, f"deployments/{tiny['id']}", "PATCH", {"parameters": {"conf": "tiny", "last": "download"}})
+    before = tiny["schedules"]
     for again in (False, True):
         due = a_minute_ahead(place)
         if again:
