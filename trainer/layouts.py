@@ -175,7 +175,7 @@ def _write_conf(folder: Path) -> Path:
         "name: layouts\nmodel: {source: made by trainer.tiny}\n"
         'data: {seq_length: 64, template: "{input} {output}"}\n'
         "adapter: {rank: 8, alpha: 16}\ntrain: {steps: 10, global_batch: 4, precision: fp32}\n"
-        "optimizer: {lr: 5e-3}\ncheckpoint: {save_every: 10}\n"
+        "optimizer: {lr: 1e-3}\ncheckpoint: {save_every: 10}\n"
     )
     return path
 
