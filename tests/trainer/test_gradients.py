@@ -80,5 +80,5 @@ def test_what_a_gathered_norm_s_output_loses_is_seen_in_every_layer_below_the_la
 @pytest.mark.slow
 def test_tokens_that_an_adapter_of_a_whole_layer_mixes_are_seen(compare):
     found = compare("deepseek-v3", "lora", SP, False, targets=DOWN, before=True)
-    assert found["gradient"]["difference"] > 0.1 and found["loss"] > BOUND
+    assert found["gradient"]["difference"] > 0.1 and max(found["loss"], found["loss_after"]) > BOUND
     assert compare("deepseek-v3", "lora", SP, False, targets=DOWN)["over"] == []
