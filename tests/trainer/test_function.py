@@ -49,6 +49,7 @@ def llama3(**keys: float) -> dict[str, Any]:
     return rope("llama3", **usual | keys)
 
 
+WHOLE = {"factor": 4.0, "original_max_position_embeddings": 16, "beta_fast": 32.0, "beta_slow": 1.0}
 LINEAR = rope("linear", factor=4.0)
 HEADS = {"num_attention_heads": 2, "num_key_value_heads": 1}
 NO_MATTER = {"initializer_range": 0.5, "attention_dropout": 0.3, "use_cache": False, "pretraining_tp": 2}
@@ -85,6 +86,7 @@ READ = [
     ("llama", {"rope_parameters": None, "rope_scaling": {"type": "linear", "factor": 4.0}, "rope_theta": 1e4}),
     *(("llama", llama3(factor=factor)) for factor in (4.0, 32.0)),
     ("olmoe", {"intermediate_size": 96}),
+    *(("qwen3-moe", rope("yarn", **WHOLE, truncate=truncate)) for truncate in (True, False)),
 ]
 # What Bridge drops, or reads otherwise than transformers.
 LOST = [
@@ -100,7 +102,7 @@ LOST = [
     ("deepseek-v3", {"rms_norm_eps": 0.3}),
     ("deepseek-v3", {"rope_interleave": False}),
     *(("deepseek-v3", yarn(**{key: 0.7})) for key in ("mscale", "mscale_all_dim", "attention_factor")),
-    ("deepseek-v3", yarn(truncate=False)),
+    ("deepseek-v3", rope("yarn", **WHOLE, truncate=False)),
     ("qwen3-moe", {"attention_bias": True}),
     ("qwen3", {"attention_bias": True}),
     ("llama", llama3(original_max_position_embeddings=64)),
