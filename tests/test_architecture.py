@@ -1,5 +1,5 @@
 """The rules of the tree that no linter knows: who imports whom, what modules are called and how long they get, and that
-the README's file tree is the tree.
+what the pages name is there: docs/architecture.md's file tree, and every path, command and link of every page.
 """
 
 import ast
@@ -93,9 +93,9 @@ def test_a_module_has_one_subject():
     assert [str(path.relative_to(ROOT)) for path in MODULES if len(path.read_text().splitlines()) > 350] == []
 
 
-def tree(readme: str) -> list[str]:
-    """Paths of the README's file tree: the code block that has flows/, an entry a line, its first word the name."""
-    block = next((block for block in readme.split("```")[1::2] if re.search(r"^\W*flows/", block, re.MULTILINE)), "")
+def tree(page: str) -> list[str]:
+    """Paths of a page's file tree: the code block that has flows/, an entry a line, its first word the name."""
+    block = next((block for block in page.split("```")[1::2] if re.search(r"^\W*flows/", block, re.MULTILINE)), "")
     paths, open_folders = [], []
     for line in block.splitlines()[1:]:
         entry = line.lstrip(" │├└─")
@@ -110,9 +110,7 @@ def tree(readme: str) -> list[str]:
     return paths
 
 
-def test_readme_shows_the_tree():
-    if not (ROOT / "README.md").is_file():
-        pytest.skip("no README.md")
+def test_the_architecture_page_shows_the_tree():
     git = ["git", "ls-files", *OWN, "tests"]
     listing = subprocess.run(git, cwd=ROOT, capture_output=True, text=True)
     if listing.returncode:
@@ -121,9 +119,15 @@ def test_readme_shows_the_tree():
     folders = {f"{folder}/" for name in tracked for folder in PurePath(name).parents[:-1]}
     entries = {*tracked, *folders}
     top = [name for name in sorted(entries) if name.rstrip("/").count("/") == 1 and not name.endswith("__init__.py")]
-    shown = [entry for entry in tree((ROOT / "README.md").read_text()) if entry.partition("/")[0] in {*OWN, "tests"}]
+    shown = [
+        entry
+        for entry in tree((ROOT / "docs/architecture.md").read_text())
+        if entry.partition("/")[0] in {*OWN, "tests"}
+    ]
 
-    assert [name for name in top if not any(fnmatch(name, entry) for entry in shown)] == [], "not in the README's tree"
+    assert [name for name in top if not any(fnmatch(name, entry) for entry in shown)] == [], (
+        "not in the tree of docs/architecture.md"
+    )
     assert [entry for entry in shown if not any(fnmatch(name, entry) for name in entries)] == [], "not there"
 
 
@@ -161,3 +165,45 @@ def test_an_element_drawn_many_times_is_seen(tmp_path):
         "same = {n: np.random.default_rng(0).random() for n in range(2)}\n"
     )
     assert sorted(redrawn(module)) == [1, 3]
+
+
+def pages() -> list[Path]:
+    return [ROOT / name for name in ("README.md", "CONTRIBUTING.md")] + sorted((ROOT / "docs").rglob("*.md"))
+
+
+def dead_references(text: str, place: Path) -> list[str]:
+    """Paths, commands, make targets and links of a page that lead nowhere."""
+    found = []
+    for name in re.findall(r"(?<![\w./-])((?:flows|tasks|trainer|conf|contract|tests|docs)/[\w/.-]*\w/?)", text):
+        if "..." not in name and not (ROOT / name).exists() and not (ROOT / f"{name}.py").exists():
+            found.append(name)
+    for name in re.findall(r"python -m ((?:flows|tasks|trainer|conf|tests)[\w.]*\w)", text):
+        path = ROOT / name.replace(".", "/")
+        if not path.with_suffix(".py").is_file() and not (path / "__main__.py").is_file():
+            found.append(f"python -m {name}")
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    for line in re.findall(r"^    make ([a-z-]+)|`make ([a-z-]+)", text, re.MULTILINE):
+        if (name := line[0] or line[1]) not in targets:
+            found.append(f"make {name}")
+    for link in re.findall(r"\]\(([^)#:]+)\)", text):
+        if not (place.parent / link).exists():
+            found.append(link)
+    return found
+
+
+def test_what_a_page_names_is_there():
+    assert {str(page): dead for page in pages() if (dead := dead_references(page.read_text(), page))} == {}
+
+
+def test_a_dead_reference_is_seen():
+    page = "`trainer/gone.py`, conf/load.py, `python -m trainer.nothing`, `make nonsense`, [x](nowhere.md), `make test`"
+    assert dead_references(page, ROOT / "README.md") == [
+        "trainer/gone.py",
+        "python -m trainer.nothing",
+        "make nonsense",
+        "nowhere.md",
+    ]
+
+
+def test_the_readme_is_short():
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 150
