@@ -218,7 +218,7 @@ def test_a_file_with_a_template(text, expected, family, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        (None, "mine.jinja: No such file"),
+        (None, "data.template: mine.jinja: no such file"),
         ("{{ question }}", "uses neither messages, nor input and output; it uses question"),
         ("{% for %}", "mine.jinja: "),
         (b"\xff", "not UTF-8 at byte 0"),
