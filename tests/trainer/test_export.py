@@ -222,7 +222,8 @@ def test_a_release_that_changed_after_the_conversion_is_noticed(configure, ranks
     paths = (f"paths.model={tmp_path}/model", f"paths.base={run.paths.base}", f"paths.output={run.paths.output}")
     result = ranks("export", configure("glm4-moe-mtp", *paths, f"paths.export={tmp_path}/export"))
     assert result.code == 2
-    assert "model-00001-of-00002.safetensors: read back, 1 tensors are wrong: model.layers." in result.output
+    assert f"{tmp_path}/model: 1 tensors are not those that the base was converted from: model.layers." in result.output
+    assert "put the released files back, or convert and train again" in result.output
     assert not (tmp_path / "export").exists()
 
 
