@@ -1,10 +1,10 @@
 """The whole flow of a 10 GB model on this host's GPU: does each stage end, and none have the GPU beside another?
 
-    tests/gpu/run whole_flow.py OUT                                     7 minutes on one H200, 35 GB of disk
+    tests/gpu/run whole_flow.py OUT                                     about 9 minutes on one H200, 35 GB of disk
     python tests/gpu/whole_flow.py OUT --size tiny --work FOLDER        rehearses it on a CPU in 3 minutes
 
 The model is a Qwen3-MoE of 4.8 billion random weights in bf16 with a small tokenizer, the data are 1600 tickets packed
-to 1024 tokens; LoRA, 20 steps. nvidia-smi is asked for the GPU's memory each second, and the processes for the stage
+to 1024 tokens; LoRA, 10 steps. nvidia-smi is asked for the GPU's memory each second, and the processes for the stage
 that runs: OUT/memory.csv. OUT/whole_flow.txt has a row a stage with the most memory in it and before it, the time line,
 and what became of the run; OUT/flow.log all that was said. Exit code 1 where a stage has not ended well, two were on
 the GPU at once, training began before the base's evaluation was over, or the promotion gives no reason.
@@ -282,8 +282,8 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("out", type=Path, metavar="OUT")
     parser.add_argument("--size", choices=SIZES, default="10gb")
-    parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--seconds", type=float, default=500, help="that the flow may take (default 500)")
+    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--seconds", type=float, default=570, help="that the flow may take (default 570)")
     parser.add_argument("--work", type=Path, help="folder for model and artifacts (default a temporary one)")
     return parser.parse_args()
 
