@@ -57,7 +57,9 @@ def tokens(folder: Path, digest: str, **others: str) -> None:
     folder.mkdir(exist_ok=True)
     sums = {"training.idx.parquet": digest, "training.jsonl": "c" * 64, "validation.jsonl": "d" * 64} | others
     files = {name: {"size": 1, "sha256": sha256} for name, sha256 in sums.items()}
-    facts = {"kind": "sft", "files": files, "settings": {}, "sources": [], "tokenizer": "", "rows": {}, "sequences": {}}
+    rows = {"training": 8, "validation": 4, "test": 0}
+    facts = {"kind": "sft", "files": files, "settings": {}, "sources": [], "tokenizer": "", "rows": rows}
+    facts["sequences"] = rows
     (folder / "prepared.json").write_text(json.dumps(facts | {"vocab_size": 512, "pad_id": 0}))
 
 
