@@ -139,6 +139,18 @@ def test_full_fine_tuning_names_weights_that_decay_alone_has_changed(detached):
     assert re.search(said, result.output), result.output
 
 
+@pytest.mark.slow
+def test_steps_that_bf16_rounds_away_are_seen_in_the_optimizer_s_copies(configure, ranks, base, work):
+    """Of norms near 1, no step of a small learning rate shows in bf16; each of two ranks has a part of the copies."""
+    bf16 = ("train.precision=bf16", f"paths.base={work}/bf16-base")
+    assert ranks("convert", configure("glm4-moe-mtp", *bf16)).code == 0
+    full = ("adapter.kind=none", "optimizer.lr=1e-6", "train.steps=3", "layout.gpus_per_node=2")
+    paths = (f"paths.output={work}/rounded", f"paths.parity={work}/rounded/parity.json")
+    result = ranks("train", configure("glm4-moe-mtp", *bf16, *full, *paths))
+    assert result.code == 0, result.output
+    assert re.search(r"learning check: after 2 steps all \d+ weights learn: .* norms, 1 of output layer", result.output)
+
+
 def test_what_was_checked_is_said_at_each_start(configure, ranks, base, work):
     base("glm4-moe")
     paths = (f"paths.output={work}/said", f"paths.parity={work}/said/parity.json", "checkpoint.save_every=4")

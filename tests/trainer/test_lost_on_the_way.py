@@ -121,7 +121,13 @@ def test_what_training_had_in_memory_is_exported_and_said(altered):
     )
 
 
-@pytest.mark.parametrize("change", FAULTS, ids=lambda change: change.__name__)
+SLOW = (lose_half_of_the_experts_from_the_metadata, swap_two_experts, scale_a_little)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [pytest.param(change, marks=[pytest.mark.slow] * (change in SLOW), id=change.__name__) for change in FAULTS],
+)
 def test_a_checkpoint_that_lost_or_confused_trained_tensors_is_not_exported(change, altered, tmp_path):
     result = altered(change)
     assert result.code == 2, result.output
