@@ -25,6 +25,7 @@ from tasks.processes import started
 
 RECENT = 150  # seconds: twice as long as the longest of the server's loops, and a margin
 SETTLED = 90  # seconds from a change of a schedule; the scheduler looks at all of them each 60
+BUSY_WAITS = (0.5, 2, 5, None)  # seconds after each 503
 TAIL = 10**6  # bytes of a log
 PAGE = 200  # the most that the server gives at once
 LATE = 60  # seconds; a worker looks each 10
@@ -195,9 +196,15 @@ def _ask(url: str, body: dict) -> list[dict]:
         request.add_header("Authorization", "Basic " + base64.b64encode(account.encode()).decode())
     elif os.environ.get("PREFECT_API_KEY"):
         request.add_header("Authorization", "Bearer " + os.environ["PREFECT_API_KEY"])
-    try:
-        with urllib.request.urlopen(request, timeout=10) as answer:
-            return json.loads(answer.read().decode())
-    except (OSError, ValueError, http.client.HTTPException) as error:
-        code = f"answers {error.code}" if isinstance(error, urllib.error.HTTPError) else "does not answer"
-        raise Silent(code) from None
+    for wait in BUSY_WAITS:
+        try:
+            with urllib.request.urlopen(request, timeout=10) as answer:
+                return json.loads(answer.read().decode())
+        except urllib.error.HTTPError as error:
+            error.close()
+            if error.code != 503 or wait is None:
+                raise Silent(f"answers {error.code}") from None
+            time.sleep(wait)  # its database is locked
+        except (OSError, ValueError, http.client.HTTPException):
+            break
+    raise Silent("does not answer")

@@ -53,7 +53,15 @@ def deployment(place: World, name: str) -> dict:
 def edit(place: World, path: str, method: str, body: object) -> None:
     request = urllib.request.Request(f"{place.prefect}/{path}", json.dumps(body).encode(), method=method)
     request.add_header("Content-Type", "application/json")
-    urllib.request.urlopen(request, timeout=30).close()
+    for _ in range(10):
+        try:
+            return urllib.request.urlopen(request, timeout=30).close()
+        except urllib.error.HTTPError as answer:
+            answer.close()
+            if answer.code != 503:  # SQLite is locked; Prefect's own client asks again as well
+                raise
+            time.sleep(2)
+    raise TimeoutError(path)
 
 
 def test_every_configuration_has_a_deployment_with_a_schedule_that_is_off():

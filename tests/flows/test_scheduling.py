@@ -134,12 +134,16 @@ POOLS = [
 
 
 @contextmanager
-def prefect(deployments: list[dict], coming: list[dict] = (), late: list[dict] = ()):
-    """A server that knows these; yields its address."""
+def prefect(deployments: list[dict], coming: list[dict] = (), late: list[dict] = (), refusals: list[int] = ()):
+    """A server that knows these, and refuses with these codes first; yields its address."""
+    refused = iter(refusals)
 
     class Answer(BaseHTTPRequestHandler):
         def do_POST(self):
             asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            if code := next(refused, None):
+                self.send_response(code)
+                return self.end_headers()
             found = {"/api/deployments/filter": deployments, "/api/work_pools/filter": POOLS}.get(self.path)
             if found is None:
                 between = asked["flow_runs"]["next_scheduled_start_time"]
@@ -198,6 +202,19 @@ def test_what_is_off_or_new_needs_no_next_run(known):
         assert scheduling.unscheduled(api, scheduling.active(api)) == []
 
 
+def test_a_server_that_is_busy_is_asked_again(monkeypatch):
+    monkeypatch.setattr(scheduling, "BUSY_WAITS", (0, 0, None))
+    with prefect([deployment("a", WEEKLY)], refusals=[503] * 2) as api:
+        assert [one["name"] for one in scheduling.active(api)] == ["a"]
+
+
+@pytest.mark.parametrize(("refusals", "line"), [([503] * 3, "answers 503"), ([401], "answers 401")])
+def test_a_server_that_refuses_is_said_to(monkeypatch, refusals, line):
+    monkeypatch.setattr(scheduling, "BUSY_WAITS", (0, 0, None))
+    with prefect([deployment("a", WEEKLY)], refusals=refusals) as api, pytest.raises(scheduling.Silent, match=line):
+        scheduling.active(api)
+
+
 def test_pools_that_nobody_works_for_are_named_once_a_schedule_is_on():
     known = [deployment("glm47", WEEKLY, pool="deserted"), deployment("tiny", WEEKLY, pool="stopped")]
     known += [deployment("calm", pool="deserted"), deployment("served", WEEKLY, pool=None)]
@@ -251,7 +268,7 @@ def test_a_scheduler_that_raises_is_noticed_by_both_commands(tmp_path, monkeypat
         to_log = {"stdout": file, "stderr": file, "env": environment, "start_new_session": True, "cwd": tmp_path}
         server = subprocess.Popen([BIN / "prefect", "server", "start", "--port", str(port)], **to_log)
     try:
-        wait_for(lambda: services._answers(f"{api}/health"), 120)
+        wait_for(lambda: services._answers(f"{api}/health"), 250)
         world = World(tmp_path, {}, api, "")
         flow = world.ask_prefect("flows/", name="toy")
         schedules = [{"active": True, "schedule": {"cron": "* * * * *", "timezone": "UTC"}}]
