@@ -138,7 +138,7 @@ def test_a_starter_that_holds_them_is_not_waited_for(host):
     host(a=0)
     with host_gpus.taken("flow", pytest.fail) as hold:
         ours = holder("train", 0, **hold.environment)
-        assert ours.communicate(timeout=20)[0] == "has\n"
+        assert ours.communicate(timeout=90)[0] == "has\n"
 
 
 def test_the_memory_of_a_dead_process_is_waited_for(host, monkeypatch):
