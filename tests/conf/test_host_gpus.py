@@ -241,7 +241,7 @@ def test_a_trainer_started_by_hand_waits_too_and_ctrl_c_ends_it(host, tmp_path):
         waits = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
         assert "toy_command of tiny, started by hand waits for the GPUs" in waits.stdout.readline()
         waits.send_signal(signal.SIGINT)
-        assert waits.wait(20) != 0
+        assert waits.wait(90) != 0
         waits.stdout.close()
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.stdout == "runs\n", done.stderr
