@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 import time
+import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -66,10 +67,18 @@ class World:
         return output
 
     def ask_prefect(self, path: str, **body: object) -> list[dict]:
+        """What the server answers; while its database is busy it answers 503, and is asked again."""
         request = urllib.request.Request(f"{self.prefect}/{path}", json.dumps(body).encode())
         request.add_header("Content-Type", "application/json")
-        with urllib.request.urlopen(request, timeout=30) as answer:
-            return json.load(answer)
+        until = time.monotonic() + 30
+        while True:
+            try:
+                with urllib.request.urlopen(request, timeout=30) as answer:
+                    return json.load(answer)
+            except urllib.error.HTTPError as error:
+                if error.code != 503 or time.monotonic() > until:
+                    raise
+            time.sleep(0.5)
 
 
 def states(output: str) -> dict[str, str]:
