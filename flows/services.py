@@ -19,9 +19,9 @@ import time
 import urllib.request
 from pathlib import Path
 
+from conf.processes import started
 from flows import packages, scheduling
 from flows.scheduling import Trouble
-from tasks.processes import started
 from tasks.session import runs_folder
 
 HOST = "127.0.0.1"

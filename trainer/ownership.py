@@ -27,6 +27,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from conf.processes import started
 from conf.schema import Run
 from trainer.console import say
 from trainer.faults import CANNOT_WRITE, Fault
@@ -112,7 +113,7 @@ def _wait_for_end(newest: Path, key: str, place: Path, me: dict[str, Any]) -> No
     while seen is not None and time.monotonic() < until:
         owner = _read(newest)
         if owner.get("boot") == me["boot"]:
-            if _born(owner["pid"]) != owner["born"]:
+            if started(owner["pid"]) != owner["born"]:
                 return
             raise Fault(_refusal(owner, key, place))
         if _is_earlier_attempt(owner.get("attempt", ""), me["attempt"]):
@@ -199,15 +200,7 @@ def _myself() -> dict[str, Any]:
         "host": socket.gethostname(),
         "boot": Path("/proc/sys/kernel/random/boot_id").read_text().strip() + os.readlink("/proc/self/ns/pid"),
         "pid": pid,
-        "born": _born(pid),
+        "born": started(pid),
         "attempt": os.environ.get("GANG_ATTEMPT", ""),
         "since": datetime.now().astimezone().isoformat(" ", "seconds"),
     }
-
-
-def _born(pid: int) -> str | None:
-    """When a process was started, in clock ticks since boot; None where there is none."""
-    with contextlib.suppress(OSError):
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        return None if fields[0] == "Z" else fields[19]
-    return None

@@ -27,12 +27,12 @@ from pathlib import Path
 
 from conf import host_gpus
 from conf.load import load
+from conf.processes import started
 from tasks.gang import witness
 from tasks.gang.board import Board
 from tasks.gang.host import Host
 from tasks.gang.link import Link
 from tasks.gang.ranks import Ranks, Start
-from tasks.processes import started
 from tasks.store import open_store
 
 TICK = 0.3

@@ -20,10 +20,10 @@ from typing import Any
 
 from conf import network
 from conf.amounts import size
+from conf.processes import started
 from conf.schema import Run
 from tasks.gang import host, witness
 from tasks.launch import PRIVATE, ROOT
-from tasks.processes import started
 
 # Seconds without a sign of life, by the state of the process in /proc: one that is stopped (T) will not come back by
 # itself, a disk or driver (D) may answer late, and any other may hold its interpreter for long, as an import does.

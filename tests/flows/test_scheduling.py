@@ -10,8 +10,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
+from conf.processes import started
 from flows import doctor, packages, scheduling, services
-from tasks.processes import started
 from tests.flows.world import BIN, World, end, free_port, wait_for
 
 # What Prefect 3.8.8 wrote with SQLAlchemy 2.1.9, shortened: NOW is when.
