@@ -74,9 +74,9 @@ gpu: ## compare training on this GPU with the CPU
 gpu-kit: $(STAMP) ## pack what the GPU tests need
 	$(PYTHON) tests/gpu/kit.py
 
-schema: $(STAMP) ## write conf/schema.json anew from conf/schema.py
+schema: $(STAMP) ## write conf/schema.json anew from conf/schema/run.py
 	$(PYTHON) -m conf.schema --json > conf/schema.json
 
 clean: ## remove the environment and the project's own caches; runs/ and all else stays
 	rm -rf .venv .uv .pytest_cache .ruff_cache .hypothesis
-	find conf flows tasks trainer tests -name __pycache__ -type d -prune -exec rm -rf {} +
+	find contract conf flows tasks trainer tests -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -6,7 +6,8 @@ CONF is a file, or the bare name of one in conf/, conf/planned/ or conf/document
 key, as in train.steps=20; the value is YAML and may be a list, and no key may be given twice.
 
 Keys and values are checked first, each by itself. Once those are right, they are weighed against one another and
-against the arithmetic of the layout (conf/layout.py); the rules that need the model's sizes wait for its config.json.
+against the arithmetic of the layout (conf/rules/layout.py); the rules that need the model's sizes wait for its
+config.json.
 
 YAML is read as in its version 1.2: 1e-4 is a number, yes and on are strings, 010 is no octal number. Duplicate keys
 are refused.
@@ -18,25 +19,27 @@ import os
 import re
 import secrets
 import sys
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, get_origin
 
-import yaml
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from conf import layout, regular_files
-from conf.faults import Fault
-from conf.schema import Run, contradictions, dotted_keys, sections, spelled_out
+from conf import strict_yaml
+from conf.planner import hardware
+from conf.rules import layout
+from conf.rules.contradictions import contradictions
+from conf.schema.run import Run, dotted_keys, sections, spelled_out
+from conf.schema.sections import MOST
+from conf.strict_yaml import parse, read_text
+from contract import regular_files
+from contract.faults import ConfigError
 
 FOLDER = Path(__file__).parent
 # Names are looked for here; only what lies in FOLDER itself is offered to run.
 FOLDERS = (FOLDER, FOLDER / "planned", FOLDER / "documented")
-MOST = 2**16  # GPUs of a run
-LARGEST = 2**18  # bytes of a configuration; 2 s of reading
-MANY = 20  # lines about keys that stand there twice
 LONGEST = 300  # characters of a value in a message
 KEYS = dotted_keys()
 SECTIONS = list(sections())
@@ -67,21 +70,6 @@ WORDS = {
 }
 
 # PyYAML's way to say that a value does not fit its tag, as in !!int ten, !!int "" or !!set [a].
-UNFIT = (ValueError, KeyError, AttributeError, TypeError, IndexError, ArithmeticError)
-
-RESOLVERS = {
-    "null": r"~|null|Null|NULL|",
-    "bool": r"true|True|TRUE|false|False|FALSE",
-    "int": r"[-+]?(0|[1-9][0-9]{0,99})",  # Python refuses to read thousands of digits
-    "float": r"[-+]?(\.[0-9]+|[0-9]+\.[0-9]*)([eE][-+]?[0-9]+)?|[-+]?[0-9]+[eE][-+]?[0-9]+",
-}
-
-
-class ConfigError(Fault):
-    """Everything that is wrong with a configuration; args are the lines."""
-
-    def __str__(self) -> str:
-        return "\n".join(" ".join(line.splitlines()) for line in self.args)
 
 
 def load(path: str | os.PathLike[str], overrides: Sequence[str] = (), illegal: bool = False) -> Run:
@@ -123,8 +111,6 @@ def load(path: str | os.PathLike[str], overrides: Sequence[str] = (), illegal: b
 
 def _one_host(run: Run) -> Run:
     """`layout: auto` alone: all GPUs of a host."""
-    from conf.plan import hardware  # which reads files as this module does
-
     return run.model_copy(update={"layout": run.layout.model_copy(update={"gpus_per_node": hardware.of(run).per_host})})
 
 
@@ -140,45 +126,7 @@ def dump(run: Run, path: str | os.PathLike[str]) -> None:
 
 
 def as_yaml(run: Run) -> str:
-    return yaml.dump(run.model_dump(mode="json"), Dumper=_Dumper, sort_keys=False)
-
-
-class _Loader(yaml.SafeLoader):
-    def __init__(self, text: str) -> None:
-        super().__init__(text)
-        self.duplicates: list[tuple[int, str, int]] = []  # line, key, line where it stood first
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
-        first: dict[str, int] = {}
-        for key, _ in node.value:
-            line = key.start_mark.line + 1
-            if isinstance(key, yaml.ScalarNode) and key.value in first:
-                self.duplicates.append((line, key.value, first[key.value]))
-            elif isinstance(key, yaml.ScalarNode):
-                first[key.value] = line
-        return super().construct_mapping(node, deep)
-
-    def flatten_mapping(self, node: yaml.MappingNode) -> None:
-        """Merge keys, which YAML 1.2 has no more, stay unknown tags: maps merged in maps grow without a limit."""
-
-
-class _Dumper(yaml.SafeDumper):
-    """Quotes what _Loader would misread."""
-
-
-_Loader.yaml_implicit_resolvers = {}
-for _name, _pattern in RESOLVERS.items():
-    _Loader.add_implicit_resolver(f"tag:yaml.org,2002:{_name}", re.compile(f"(?:{_pattern})$"), None)
-_Dumper.yaml_implicit_resolvers = _Loader.yaml_implicit_resolvers
-
-
-def read_text(file: Path, shown: str) -> str:
-    try:
-        return regular_files.read(file, LARGEST).decode("utf-8")
-    except Fault as fault:
-        raise ConfigError(str(fault).replace(str(file), shown, 1)) from None
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{shown}: {error}") from None
+    return strict_yaml.dump(run.model_dump(mode="json"))
 
 
 def _find(path: str) -> tuple[Path, str]:
@@ -192,21 +140,6 @@ def _find(path: str) -> tuple[Path, str]:
         known = ", ".join(sorted(file.stem for folder in FOLDERS for file in folder.glob("*.yaml")))
         raise ConfigError(f"no such configuration: {path}; there are: {known}")
     return file, shown
-
-
-def parse(text: str, shown: str) -> tuple[Any, list[str]]:
-    """What the YAML says, and what is wrong with it."""
-    try:
-        loader = _Loader(text)
-        value = loader.get_single_data()
-    except yaml.MarkedYAMLError as error:
-        line = f":{error.problem_mark.line + 1}" if error.problem_mark else ""
-        return None, [f"{shown}{line}: {', '.join(filter(None, (error.context, error.problem)))}"]
-    except (yaml.YAMLError, RecursionError, *UNFIT) as error:
-        return None, [f"{shown}: not YAML: {error}"]
-    return value, [
-        f"{shown}:{line}: {key}: again; first on line {first}" for line, key, first in loader.duplicates[:MANY]
-    ]
 
 
 def read_overrides(overrides: Iterable[str]) -> tuple[dict[str, Any], dict[str, str], list[str]]:

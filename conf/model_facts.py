@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from conf.model_files import config_json
-from conf.model_files.json_object import show
+from contract.json_object import show
 
 MODELS = Path(__file__).parent / "models"
 FAMILIES = (

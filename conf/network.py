@@ -26,8 +26,9 @@ import textwrap
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from conf.load import ConfigError, load
-from conf.schema import Run
+from conf.load import load
+from conf.schema.run import Run
+from contract.faults import ConfigError
 
 BLACKWELL = ("b200", "gb200", "b300", "gb300")
 
@@ -152,7 +153,8 @@ LEFT_OUT = {
 
 
 def environment(run: Run, gpu: str | None) -> dict[str, str]:
-    """gpu: one of conf/plan/hardware.py's names, or the name that its driver gives; None = a CPU, which needs none."""
+    """gpu: one of conf/planner/hardware.py's names, or the name that its driver gives; None = a CPU, which needs
+    none."""
     return {setting.name: setting.value for setting in settings(run, gpu)}
 
 

@@ -1,6 +1,6 @@
 """Changes to a named configuration, typed: what a form or a command line may say on top of conf/NAME.yaml.
 
-Changes has the sections and keys of conf/schema.py, all of them optional; none is declared here again.
+Changes has the sections and keys of conf/schema/run.py, all of them optional; none is declared here again.
 """
 
 import json
@@ -10,7 +10,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, create_model
 
 from conf.load import FOLDER, read_overrides
-from conf.schema import sections
+from conf.schema.run import sections
 
 Name = Literal[*sorted(file.stem for file in FOLDER.glob("*.yaml"))]  # type: ignore[valid-type]
 

@@ -1,9 +1,9 @@
 """A folder that all ranks of a command write together, and that is there whole or not at all.
 
 Everything is written into <folder>.partial, on storage that all ranks see. What was there before under the same name
-stays until the new folder is complete: synced to disk, marked (trainer/checkpoints.py), and then given the name in one
-step (conf/output_marks.py). A rank that fails takes the partial folder with it; what a killed process leaves is removed
-by the next attempt. Where a link has the name, the folder that it leads to is replaced, on its own disk.
+stays until the new folder is complete: synced to disk, marked (contract/checkpoints.py), and then given the name in one
+step (contract/output_marks.py). A rank that fails takes the partial folder with it; what a killed process leaves is
+removed by the next attempt. Where a link has the name, the folder that it leads to is replaced, on its own disk.
 """
 
 import contextlib
@@ -13,11 +13,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from conf import output_marks
-from conf.output_marks import PARTIAL, Kind
-from trainer import checkpoints
-from trainer.faults import Fault
-from trainer.places import check_one, take
+from contract import checkpoints, output_marks
+from contract.faults import Fault
+from contract.output_marks import PARTIAL, Kind, check_one, take
 
 # Megatron's writer processes pass on that they failed, and not why.
 FAILED = ("No space left on device", "CheckpointException ranks")

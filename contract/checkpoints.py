@@ -10,9 +10,9 @@ import re
 import shutil
 from pathlib import Path
 
-from conf.model_files import json_object
-from conf.output_marks import MARKER
-from trainer.faults import Fault
+from contract import json_object
+from contract.faults import Fault
+from contract.output_marks import MARKER
 
 MARK = "complete.json"
 

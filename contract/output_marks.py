@@ -27,8 +27,10 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
+from contract.faults import Fault
+
 MARKER = ".finetune"
-OWNER = ".owner."  # trainer/ownership.py: who writes there now
+OWNER = ".owner."  # trainer/startup/ownership.py: who writes there now
 PARTIAL = ".partial"  # beside an output that is replaced as a whole: where it is made
 ASIDE = ".replaced"  # where the one before waits, on a file system that cannot exchange two names
 LONGEST = 255 - len("-preparing")  # bytes of a name
@@ -88,7 +90,7 @@ LOGS = Kind("logs", "", whole=False)  # only ever appended to
 PARITY = Kind("what training says of fixed prompts", "trainer.train", keys=frozenset({"step", "asked", "rows"}))
 
 
-class Foreign(ValueError):
+class Foreign(Fault):
     """What stands in the way is not this project's."""
 
 
@@ -96,6 +98,19 @@ def problems(place: str | Path, kind: Kind) -> Iterator[str]:
     """Why this kind of output may not be put there. Each line begins with the path."""
     lines = _unusable(Path(place)) or _in_the_way(Path(place), kind) or _read_only(Path(place), kind)
     yield from (f"{place}: {line}" for line in lines)
+
+
+def check_one(place: Path, kind: Kind) -> None:
+    """Of an output that no key names."""
+    if lines := [*problems(place, kind)]:
+        raise Foreign("\n".join(lines))
+
+
+def take(folder: Path, kind: Kind) -> Path:
+    """The folder, made and marked as this project's; a fault if something else is there."""
+    check_one(folder, kind)
+    begin(folder, kind)
+    return folder
 
 
 def meetings(

@@ -8,7 +8,7 @@ import stat
 from pathlib import Path
 from typing import BinaryIO
 
-from conf.faults import Fault
+from contract.faults import Fault
 
 KINDS = {
     stat.S_IFDIR: "a folder",

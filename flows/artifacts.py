@@ -21,13 +21,14 @@ from collections.abc import Sequence
 from datetime import datetime
 from typing import Any
 
-from conf.amounts import size
-from tasks import artifact, lease, pipeline
-from tasks.artifact import Artifact, Missing
-from tasks.faults import Fault
-from tasks.gang import history
-from tasks.progress import clock
-from tasks.session import open_run_store
+from contract.amounts import size
+from contract.faults import Fault
+from tasks.gang.history import timeline
+from tasks.run import artifact, lease
+from tasks.run.artifact import Artifact, Missing
+from tasks.run.progress import clock
+from tasks.run.session import open_run_store
+from tasks.stages import pipeline
 from tasks.store import Store
 
 OWN = ("runs", "pins", "gangs")  # folders of the store that hold no artifacts
@@ -136,7 +137,7 @@ def collect(store: Store, days: float | None, delete: bool) -> int:
         print(f"{'removes' if delete else 'would remove'} gangs/{gang}  {size(gangs[gang])}")
         if delete:
             store.delete(f"gangs/{gang}")
-            store.remove(f"{history.FOLDER}/{gang}.json")
+            store.remove(f"{timeline.FOLDER}/{gang}.json")
     for run in old if delete else []:
         store.remove(f"runs/{run}")
     print(f"{size(freed)} {'freed' if delete else 'to free; --delete does it'}")
@@ -177,7 +178,7 @@ def _gangs(listed: dict[str, tuple[int, str]]) -> Counter[str]:
     found: Counter[str] = Counter()
     for name, (length, _) in listed.items():
         folder, _, rest = name.partition("/")
-        gang = rest.removesuffix(".json") if f"gangs/{folder}" == history.FOLDER else folder
+        gang = rest.removesuffix(".json") if f"gangs/{folder}" == timeline.FOLDER else folder
         if GANG.fullmatch(gang):
             found[gang] += length
     return found

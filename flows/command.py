@@ -2,12 +2,13 @@
 
 import argparse
 
-from conf.changes import from_overrides
-from conf.load import ConfigError, load
+from conf.load import load
+from conf.overrides import from_overrides
+from contract.faults import ConfigError, Fault
 from flows.arguments import of_a_run, refused
-from tasks import forecast, pipeline, plan
-from tasks.faults import Fault
-from tasks.session import open_run_store
+from tasks.run import forecast
+from tasks.run.session import open_run_store
+from tasks.stages import pipeline, plan
 
 
 def command(flow, description: str) -> int:

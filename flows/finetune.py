@@ -17,21 +17,21 @@ from prefect import State, flow
 from prefect.runtime import flow_run
 from prefect.states import Failed
 
-from conf.changes import Changes, Name, as_overrides
-from conf.load import ConfigError, load
+from conf.load import load
+from conf.overrides import Changes, Name, as_overrides
+from contract.faults import ConfigError, Fault
 from flows.command import command
-from tasks import report
-from tasks.convert import convert
-from tasks.download import download
-from tasks.evaluate import evaluate
-from tasks.export import export
-from tasks.faults import Fault
-from tasks.pipeline import ORDER, stages
-from tasks.plan import plan, tell
-from tasks.prepare import prepare
-from tasks.promote import promote
-from tasks.session import Session
-from tasks.train import train
+from tasks.run.session import Session
+from tasks.stages import run_report
+from tasks.stages.convert import convert
+from tasks.stages.download import download
+from tasks.stages.evaluate import evaluate
+from tasks.stages.export import export
+from tasks.stages.pipeline import ORDER, stages
+from tasks.stages.plan import plan, tell
+from tasks.stages.prepare import prepare
+from tasks.stages.promote import promote
+from tasks.stages.train import train
 
 Stage = Literal[*ORDER]  # type: ignore[valid-type]
 
@@ -75,7 +75,7 @@ def finetune(
         session.needs(before)
         for future in (model, data, base, before, trained, tuned, after, promoted):
             future.wait()
-        report.publish(session, planned)
+        run_report.publish(session, planned)
     return session.verdict()
 
 

@@ -13,15 +13,15 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from conf.load import ConfigError, load
-from conf.plan.hardware import of
-from conf.plan.verdict import facts_of, settle
-from conf.schema import Run
+from conf.load import load
+from conf.planner.hardware import of
+from conf.planner.verdict import facts_of, settle
+from conf.schema.run import Run
+from contract.faults import ConfigError, Fault
 from flows.arguments import of_a_run, refused
-from tasks.faults import Fault
 from tasks.gang.board import Board
 from tasks.gang.engines import kubernetes, slurm
-from tasks.session import open_run_store, runs_folder
+from tasks.run.session import open_run_store, runs_folder
 
 GANG = "train-0123456789abcdef"
 SHOWN = {"slurm": slurm.script, "kubernetes": kubernetes.manifest}

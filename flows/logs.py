@@ -21,14 +21,14 @@ from collections.abc import Iterator, Sequence
 from datetime import datetime
 from difflib import get_close_matches
 
+from contract.faults import Fault
 from flows.arguments import parser, refused
-from tasks import lease
-from tasks.faults import Fault
-from tasks.gang import history, logs
 from tasks.gang.board import Board, newest_attempt
-from tasks.gang.history import DONE, Attempt, History, Host
-from tasks.gang.logs import Log
-from tasks.session import open_run_store
+from tasks.gang.history import logs, timeline
+from tasks.gang.history.logs import Log
+from tasks.gang.history.timeline import DONE, Attempt, History, Host
+from tasks.run import lease
+from tasks.run.session import open_run_store
 from tasks.store import Store
 
 POLLED = 1.0
@@ -60,17 +60,17 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def listing(store: Store) -> Iterator[str]:
-    gangs = history.every(store)
+    gangs = timeline.every(store)
     if not gangs:
         yield f"no gang has trained yet, in {store.uri}"
     silent = _silent(store, gangs)
     for told in gangs:
         names = [host.name for host in told.hosts]
         hosts = ", ".join(names[:SHOWN]) + (f" and {len(names) - SHOWN} more" if len(names) > SHOWN else "")
-        state = "nobody controls it" if told.gang in silent else history.state(told)
+        state = "nobody controls it" if told.gang in silent else timeline.state(told)
         yield f"{told.gang}  {told.run}  {told.flow}  {state}"
         yield f"    hosts {hosts or 'have not come yet'}"
-        attempts = history.settled(told)
+        attempts = timeline.settled(told)
         if len(attempts) > SHOWN:
             yield f"    {len(attempts) - SHOWN} attempts before"
         yield from (f"    {_line(one)}" for one in attempts[-SHOWN:])
@@ -139,12 +139,12 @@ def _another(store: Store, gang: str, number: int) -> bool:
     """Waits for the next attempt, or for the word that there is none."""
     since, told = None, False
     while not store.read(f"gangs/{gang}/{number + 1}/gang.json"):
-        known = history.read(store, gang)
+        known = timeline.read(store, gang)
         if known is None or (known.end and known.attempts[-1].number <= number):
             since = since or time.monotonic()
             patience = 0.0 if known and known.end == DONE else AGAIN_WITHIN
             if time.monotonic() - since >= patience:
-                _say(f"{gang}: {history.state(known) if known else 'no more attempts'}")
+                _say(f"{gang}: {timeline.state(known) if known else 'no more attempts'}")
                 return False
         elif not told:
             ended = next((one for one in known.attempts if one.number == number), None)
@@ -209,13 +209,13 @@ def _attempt(store: Store, gang: str, wanted: int | None) -> tuple[int, tuple[Ho
 
 
 def _hosts(board: Board) -> tuple[Host, ...]:
-    known = history.read(board.store, board.gang)
+    known = timeline.read(board.store, board.gang)
     told = [one.hosts for one in known.attempts if one.number == board.attempt] if known else []
     return (told[0] if told else ()) or logs.hosts_of(board)
 
 
 def _named(store: Store, name: str | None) -> str:
-    gangs = history.every(store)
+    gangs = timeline.every(store)
     if name is None:
         if not gangs:
             raise Fault(f"no gang has trained yet, in {store.uri}")

@@ -19,9 +19,9 @@ from prefect.client.orchestration import get_client
 from prefect.runtime import flow_run
 from prefect.states import Completed, Failed
 
-from conf.processes import started
-from tasks import launch
+from contract.processes import started
 from tasks.gang.engines.prefect import PASSED_ON
+from tasks.run import launch
 
 POLLED = 1.0  # seconds
 

@@ -17,18 +17,19 @@ import math
 import sys
 from collections.abc import Iterator, Sequence
 
-from conf.conversion import obstacles
-from conf.facts import UNBRIDGED, ModelFacts
-from conf.load import MOST, ConfigError, load
-from conf.plan import display, hardware
-from conf.plan.hardware import GB, Gpu
-from conf.plan.search import Found, search
-from conf.plan.verdict import NothingFits, config_of, facts_of, plan, settle, settled_on
-from conf.schema import Run
+from conf.load import load
+from conf.model_facts import UNBRIDGED, ModelFacts
+from conf.planner import display, hardware
+from conf.planner.hardware import GB, Gpu
+from conf.planner.search import Found, search
+from conf.planner.verdict import NothingFits, config_of, facts_of, plan, settle, settled_on
+from conf.rules.conversion import obstacles
+from conf.schema.run import Run
+from conf.schema.sections import MOST
+from contract.faults import ConfigError, Fault
 from flows.arguments import of_a_run, refused
-from tasks import rehearse
-from tasks.faults import Fault
-from tasks.launch import Broken
+from tasks.run.launch import Broken
+from tasks.stages import rehearse
 
 REASONS = 12  # shown; --json has them all
 

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import NamedTuple
 from urllib.parse import unquote, urlsplit
 
-from conf.processes import started
+from contract.processes import started
 
 RECENT = 150  # seconds: twice as long as the longest of the server's loops, and a margin
 SETTLED = 90  # seconds from a change of a schedule; the scheduler looks at all of them each 60

@@ -19,10 +19,10 @@ import time
 import urllib.request
 from pathlib import Path
 
-from conf.processes import started
+from contract.processes import started
 from flows import packages, scheduling
 from flows.scheduling import Trouble
-from tasks.session import runs_folder
+from tasks.run.session import runs_folder
 
 HOST = "127.0.0.1"
 READY_WITHIN = 300.0  # both servers make their databases at the first start; a busy host took more than 120

@@ -7,10 +7,10 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from trainer import tiny
+from trainer.rehearsal import tiny_models
 
 # 2 layers, 4 experts; heads of 8. Nothing below can serve it, all that reads its files can.
-CONFIG: dict[str, Any] = tiny.KINDS["qwen3-moe"] | {
+CONFIG: dict[str, Any] = tiny_models.KINDS["qwen3-moe"] | {
     "num_hidden_layers": 2,
     "hidden_size": 16,
     "intermediate_size": 32,
@@ -33,7 +33,7 @@ LETTERS = "abcdefghijklmnopqrstuvwxyz .:?0123456789"
 
 def write(folder: Path) -> None:
     folder.mkdir(parents=True)
-    shapes = tiny.model_shapes(CONFIG)
+    shapes = tiny_models.model_shapes(CONFIG)
     names = list(shapes)
     parts = dict(zip(SHARDS, (names[: len(names) // 2], names[len(names) // 2 :]), strict=True))
     for shard, part in parts.items():

@@ -53,14 +53,14 @@ def test_imports_point_one_way():
 def test_trespassing_is_seen_in_every_form(tmp_path, monkeypatch):
     monkeypatch.setattr(sys.modules[__name__], "ROOT", tmp_path)
     (tmp_path / "tasks").mkdir()
-    module = tmp_path / "tasks/train.py"
+    module = tmp_path / "tasks/stages/train.py"
     module.write_text(
         "import os, torch.nn\nfrom flows import plan\ndef f():\n    from .. import conf, trainer\n    import conf\n"
     )
     assert trespasses(module) == [
-        "tasks/train.py:1 imports torch.nn",
-        "tasks/train.py:2 imports flows.plan",
-        "tasks/train.py:4 imports trainer",
+        "tasks/stages/train.py:1 imports torch.nn",
+        "tasks/stages/train.py:2 imports flows.plan",
+        "tasks/stages/train.py:4 imports trainer",
     ]
 
 

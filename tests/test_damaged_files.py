@@ -20,16 +20,17 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from conf.faults import Fault
 from conf.load import load
-from conf.schema import Run
-from tasks import hub, plan
+from conf.schema.run import Run
+from contract import checkpoints
+from contract.faults import Fault, line_of
+from tasks.sources import hub
+from tasks.stages import plan
 from tests import small_model
 from tests.damage import Become, Drop, Raw, Say, Set
 from tests.drawn_damage import CONFIG, DAMAGE, DEEP, INDEX, NORM, RUN, SETTINGS, SHARD, TOKENIZER, YAML, as_override
-from trainer import checkpoints, inputs, places
-from trainer.data import tokenizer
-from trainer.faults import line_of
+from trainer.checks import inputs, places
+from trainer.data.tokens import tokenizer
 
 SECONDS = 10
 SPLITS = ("training", "validation", "test")
@@ -98,12 +99,12 @@ def fetch(run: Run) -> None:
         hub.fetch(hub.resolve(run.model.source), Path("out/fetched"), False, False)
 
 
-def checked(check: Callable[[Run], None], writes: str) -> Callable[[Run], None]:
+def checked(check: Callable[[Run], None], may_write: Callable[[Run], None]) -> Callable[[Run], None]:
     def both(run: Run) -> None:
         try:
-            places.check(run, writes)
+            may_write(run)
             check(run)
-        except OSError as error:  # trainer/entry.py has a line for some
+        except OSError as error:  # trainer/startup/entry.py has a line for some
             if line := line_of(error):
                 raise Fault(line) from None
             raise
@@ -114,11 +115,11 @@ def checked(check: Callable[[Run], None], writes: str) -> Callable[[Run], None]:
 CHECKS: dict[str, Callable[[Run], Any]] = {
     "plan": plan.settle,
     "download": fetch,
-    "convert": checked(inputs.check_convert, "base"),
-    "prepare": lambda run: places.check(run, "data"),
-    "train": checked(inputs.check_train, "output"),
-    "export": checked(inputs.check_export, "export"),
-    "evaluate": checked(inputs.check_evaluate, "evaluation"),
+    "convert": checked(inputs.check_convert, places.check_convert),
+    "prepare": places.check_prepare,
+    "train": checked(inputs.check_train, places.check_train),
+    "export": checked(inputs.check_export, places.check_export),
+    "evaluate": checked(inputs.check_evaluate, places.check_evaluate),
 }
 
 

@@ -18,25 +18,28 @@ import os
 import warnings
 from pathlib import Path
 
-from conf.output_marks import BASE
-from conf.schema import Run
-from trainer import checkpoints, entry, inputs, platform, released, whole_folder
-from trainer.console import megatron_to, say
-from trainer.faults import Fault
+from conf.schema.run import Run
+from contract import atomic_folder, checkpoints
+from contract.faults import Fault
+from contract.output_marks import BASE
+from trainer.checks import inputs, places
+from trainer.startup import device, entry
+from trainer.startup.console import megatron_to, say
+from trainer.weights import released
 
 TOOLS = ("megatron-bridge", "megatron-core", "torch", "transformers")
 
 
 def main(run: Run) -> None:
-    platform.start()
+    device.start()
     import torch
 
-    if platform.has_gpu():
+    if device.has_gpu():
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    torch.distributed.init_process_group(platform.backend())
+    torch.distributed.init_process_group(device.backend())
     model, base = released.read(Path(run.paths.model)), Path(run.paths.base)
     facts = {"architecture": model.config["architectures"][0], "precision": run.train.precision, "mtp": run.model.mtp}
-    before, stamps = whole_folder.gather((checkpoints.read_mark(base) or {}, model.stamps()))[0]  # as rank 0 sees them
+    before, stamps = atomic_folder.gather((checkpoints.read_mark(base) or {}, model.stamps()))[0]  # as rank 0 sees them
     same = all(before.get(key) == value for key, value in facts.items())
     if same and before["stamps"] == stamps:
         say(f"convert: {base} is already there, from these {before['tensors']} tensors")
@@ -53,33 +56,35 @@ def main(run: Run) -> None:
 
 
 def _convert(run: Run, model: released.Model, sums: dict[str, str], facts: dict) -> None:
-    from trainer import census
-    from trainer.model import make_provider, open_bridge
+    from trainer.megatron.model import make_provider, open_bridge
+    from trainer.weights import coverage
 
     warnings.filterwarnings("ignore", "ModelProviderMixin-based")  # no user can migrate it
     base = Path(run.paths.base)
     left_out = set() if run.model.mtp else released.of_mtp(model)
     facts["left_out"] = sorted(left_out)
-    with megatron_to(Path(run.paths.logs)), whole_folder.write(base, facts, BASE) as partial:
+    with megatron_to(Path(run.paths.logs)), atomic_folder.write(base, facts, BASE) as partial:
         bridge = open_bridge(run)
         provider = make_provider(run, bridge)
         provider.perform_initialization = False
         provider.finalize()
         provider.initialize_model_parallel(seed=run.train.seed)
         chunks = provider.provide_distributed_model(wrap_with_ddp=False)
-        census.check(census.demand(bridge, chunks), model, sums, left_out)
-        census.fill_with_nan(chunks)
+        coverage.check(coverage.demand(bridge, chunks), model, sums, left_out)
+        coverage.fill_with_nan(chunks)
         bridge.load_hf_weights(chunks)
-        if holes := census.unfilled(chunks):
+        if holes := coverage.unfilled(chunks):
             raise Fault(f"{model.folder}: not filled, or not a number: {released.enumerate_names(holes)}")
         bridge.save_megatron_model(chunks, partial)
-        if whole_folder.rank() == 0:
+        if atomic_folder.rank() == 0:
             rows = {name: [t.dtype, t.shape, sums[name]] for name, t in model.tensors.items()}
             (partial / released.SOURCE).write_text(json.dumps(rows))
 
 
 def _checksums(model: released.Model) -> dict[str, str]:
-    parts = whole_folder.gather(released.checksums(model, model.files()[whole_folder.rank() :: whole_folder.ranks()]))
+    parts = atomic_folder.gather(
+        released.checksums(model, model.files()[atomic_folder.rank() :: atomic_folder.ranks()])
+    )
     if infinite := sorted(name for _, names in parts for name in names):
         text = f"{len(infinite)} tensors hold numbers that are infinite or not a number"
         raise Fault(f"{model.folder}: {text}: {released.enumerate_names(infinite)}; download it again")
@@ -87,4 +92,4 @@ def _checksums(model: released.Model) -> dict[str, str]:
 
 
 if __name__ == "__main__":
-    entry.start(main, inputs.check_convert, writes="base", gpus=True)
+    entry.start(main, inputs.check_convert, writes="base", may_write=places.check_convert, gpus=True)

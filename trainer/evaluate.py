@@ -11,9 +11,9 @@ were prepared with. Other tasks are lm-eval's, by name
     log.txt            what vLLM and lm-eval print
 
 The served model must find the same log-probabilities for the same tokens as training did, which are in paths.parity
-(trainer/parity.py): else results.json says parity.ok false, and the command ends with a fault. So it does, before
-anything is loaded, where the export says that it was trained and that file is missing or of other weights. What was
-compared, or why nothing was, is said in a line.
+(trainer/training/parity.py): else results.json says parity.ok false, and the command ends with a fault. So it does,
+before anything is loaded, where the export says that it was trained and that file is missing or of other weights. What
+was compared, or why nothing was, is said in a line.
 """
 
 import hashlib
@@ -26,14 +26,15 @@ import traceback
 from collections import deque
 from pathlib import Path
 
-from conf import output_marks
 from conf.model_files import config_json
-from conf.output_marks import EVALUATION
-from conf.schema import Run
-from trainer import agreement, entry, held_out, inputs, lm_tasks, serving
-from trainer.console import say
-from trainer.faults import line_of
-from trainer.places import take
+from conf.schema.run import Run
+from contract import output_marks
+from contract.faults import line_of
+from contract.output_marks import EVALUATION, take
+from trainer.checks import inputs, places
+from trainer.serving import agreement, engine, held_out, lm_tasks, prompts
+from trainer.startup import entry
+from trainer.startup.console import say
 
 SAY_EVERY = 5.0  # seconds
 LOG_LINES = 15  # shown of log.txt when something breaks
@@ -46,7 +47,7 @@ def main(run: Run) -> None:
     log = folder / "log.txt"
     begin = log.stat().st_size if log.exists() else 0
     try:
-        with serving.output_to(log):
+        with engine.output_to(log):
             results = evaluate(run, Progress(folder / "progress.jsonl"))
     except Exception as error:
         if line_of(error):
@@ -68,12 +69,12 @@ def evaluate(run: Run, progress: "Progress") -> dict:
     names = list(run.evaluate.tasks)
     elsewhere = [name for name in names if name != held_out.NAME]
     precision = run.evaluate.precision or run.train.precision
-    serving.prepare(online=any(not inputs.is_file(name) for name in elsewhere))
+    engine.prepare(online=any(not prompts.is_task_file(name) for name in elsewhere))
     test = held_out.read(run) if held_out.NAME in names else None
     tasks = lm_tasks.load(run, names, test)
-    say(f"evaluate: starting vLLM on this host's {serving.device()} for {run.paths.served}")
+    say(f"evaluate: starting vLLM on this host's {engine.device()} for {run.paths.served}")
     began = time.monotonic()
-    served = serving.serve(run, precision, _length(run, bool(elsewhere)), progress)
+    served = engine.serve(run, precision, _length(run, bool(elsewhere)), progress)
     say(f"evaluate: vLLM answers in {precision}, after {time.monotonic() - began:.1f} s")
     results = {"metrics": {}, "rows": {}, "samples": {}}
     for name in names:
@@ -142,4 +143,6 @@ def _show_failure(error: Exception, log: Path, begin: int) -> None:
 
 
 if __name__ == "__main__":
-    entry.start(main, inputs.check_evaluate, alone=True, writes="evaluation", gpus=True)
+    entry.start(
+        main, inputs.check_evaluate, alone=True, writes="evaluation", may_write=places.check_evaluate, gpus=True
+    )

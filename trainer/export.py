@@ -14,21 +14,23 @@ a tensor of the checkpoint is not the one that training had in memory when it sa
 
 from pathlib import Path
 
-from conf.output_marks import EXPORT
-from conf.schema import Run
-from trainer import checkpoints, entry, inputs, platform, whole_folder
-from trainer.console import megatron_to, say
-from trainer.faults import Fault
-from trainer.recipe import checkpoint_folder
-from trainer.released import enumerate_names
+from conf.schema.run import Run
+from contract import atomic_folder, checkpoints
+from contract.faults import Fault
+from contract.output_marks import EXPORT
+from trainer.checks import inputs, places
+from trainer.megatron.recipe import checkpoint_folder
+from trainer.startup import device, entry
+from trainer.startup.console import megatron_to, say
+from trainer.weights.released import enumerate_names
 
 
 def main(run: Run) -> None:
-    platform.start()
+    device.start()
     from torch import distributed
 
-    from trainer import peft_format
-    from trainer.trained import find
+    from trainer.weights import peft_format
+    from trainer.weights.trained import find
 
     distributed.init_process_group("gloo")
     target = Path(run.paths.export)
@@ -39,7 +41,7 @@ def main(run: Run) -> None:
         facts = {"step": step, "digest": trained.digest, "formats": formats} | _trained_facts(trained)
         if "adapter" in formats:
             peft_format.check(trained)
-        with whole_folder.write(target, facts, EXPORT) as partial:
+        with atomic_folder.write(target, facts, EXPORT) as partial:
             facts |= _write(run, trained, formats, partial)
     say(f"export: {_compared(trained.stored)}")
     say(f"export: {target} holds {' and '.join(formats)} of {folder}, {len(trained.adapters)} weights merged")
@@ -63,8 +65,8 @@ def _checkpoint(run: Run) -> tuple[Path, int]:
 
 
 def _trained_facts(trained) -> dict:
-    """What an evaluation has to know of the weights that it serves: trainer/agreement.py."""
-    from trainer import digests
+    """What an evaluation has to know of the weights that it serves: trainer/serving/agreement.py."""
+    from trainer.weights import digests
 
     in_memory = trained.stored.in_memory
     if in_memory is None:
@@ -81,7 +83,7 @@ def _compared(stored) -> str:
 
 def _require_all_used(trained) -> None:
     """Each trained tensor was read for a weight of the merged model, by one rank or another."""
-    seen = set().union(*whole_folder.gather(trained.stored.seen))
+    seen = set().union(*atomic_folder.gather(trained.stored.seen))
     unused = sorted(trained.stored.places.keys() - seen)
     if unused:
         raise Fault(
@@ -91,20 +93,20 @@ def _require_all_used(trained) -> None:
 
 
 def _write(run: Run, trained, formats: tuple[str, ...], partial: Path) -> dict:
-    from trainer import merged_format, peft_format
+    from trainer.weights import merged_format, peft_format
 
     facts = {}
     if "merged" in formats:
         (partial / "merged").mkdir(exist_ok=True)
-        for file in trained.model.files()[whole_folder.rank() :: whole_folder.ranks()]:
+        for file in trained.model.files()[atomic_folder.rank() :: atomic_folder.ranks()]:
             merged_format.write_file(trained, file, partial / "merged")
-        if whole_folder.rank() == 0:
+        if atomic_folder.rank() == 0:
             facts["chat_template"] = merged_format.copy_other_files(trained.model, partial / "merged")
         _require_all_used(trained)
-    if "adapter" in formats and whole_folder.rank() == 0:
+    if "adapter" in formats and atomic_folder.rank() == 0:
         facts["left_out"] = peft_format.write(trained, partial / "adapter", run.model.source)
     return facts
 
 
 if __name__ == "__main__":
-    entry.start(main, inputs.check_export, writes="export")
+    entry.start(main, inputs.check_export, writes="export", may_write=places.check_export)

@@ -21,9 +21,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from conf.load import load
-from conf.output_marks import REHEARSAL
-from conf.schema import Run
-from trainer import convert, entry, forked, places, platform, prepared, tiny, train
+from conf.schema.run import Run
+from contract import output_marks
+from contract.output_marks import REHEARSAL
+from trainer import convert, train
+from trainer.data import prepared
+from trainer.rehearsal import forked_ranks, tiny_models
+from trainer.startup import device, entry
 
 BOUND = 1e-4
 LATENT = "linear_q_down_proj,linear_q_up_proj,linear_kv_down_proj,linear_kv_up_proj,linear_proj,linear_fc1,linear_fc2"
@@ -88,8 +92,8 @@ def main() -> None:
     with contextlib.ExitStack() as stack:
         folder = options.workdir or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="layouts-")))
         with entry.faults_in_one_line():
-            places.take(folder, REHEARSAL)
-        forked.import_all()
+            output_marks.take(folder, REHEARSAL)
+        forked_ranks.import_all()
         rows = _rehearse(cases, folder, options.steps)
     missed = [row for row in rows if not row["ok"]]
     print(json.dumps({"command": "layouts", "bound": BOUND, "missed": len(missed), "rows": rows}))
@@ -130,16 +134,16 @@ def _arguments() -> argparse.Namespace:
 
 def _prepare(model: str, packed: bool, folder: Path) -> None:
     if not (folder / model).exists():
-        tiny.make_model(model, folder / model, dtype="float32")
+        tiny_models.make_model(model, folder / model, dtype="float32")
     if not (folder / "given").exists():
-        tiny.make_data(folder / "given", rows=64)
+        tiny_models.make_data(folder / "given", rows=64)
     if not (folder / f"{model}-base").exists():
-        forked.call(convert.main, _run(Case(model, ""), folder, 1), folder / f"{model}-base.log")
+        forked_ranks.call(convert.main, _run(Case(model, ""), folder, 1), folder / f"{model}-base.log")
     run = _run(Case(model, "", packed), folder, 1)
     if not Path(run.paths.data).exists():
         paths = {"data": str(folder / "given"), "output": str(Path(run.paths.data).parent)}
         given = run.model_copy(update={"paths": run.paths.model_copy(update=paths)})
-        forked.call(prepared.make, given, folder / f"{model}-data.log")
+        forked_ranks.call(prepared.make, given, folder / f"{model}-data.log")
 
 
 def _run(case: Case, folder: Path, steps: int) -> Run:
@@ -181,8 +185,8 @@ def _write_conf(folder: Path) -> Path:
 
 
 def _train(run: Run) -> None:
-    platform.start()
-    from trainer import adapters
+    device.start()
+    from trainer.megatron import adapters
 
     adapters.SPREAD_OF_B = 1.0
     train.main(run)
@@ -192,7 +196,7 @@ def _losses(case: Case, folder: Path, steps: int) -> list[float]:
     run = _run(case, folder, steps)
     output, log = Path(run.paths.output), Path(run.paths.output).with_suffix(".log")
     shutil.rmtree(output, ignore_errors=True)
-    if forked.call(_train, run, log):
+    if forked_ranks.call(_train, run, log):
         print("".join(log.read_text().splitlines(keepends=True)[-5:]), end="", file=sys.stderr)
     path = output / "metrics.jsonl"
     lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []

@@ -25,13 +25,13 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from conf.facts import facts_from_hf
-from conf.layout import problems
+from conf.model_facts import facts_from_hf
 from conf.model_files import config_json
-from conf.schema import Run
-from trainer import entry, platform
-from trainer.console import megatron_to
-from trainer.faults import Fault
+from conf.rules.layout import problems
+from conf.schema.run import Run
+from contract.faults import Fault
+from trainer.startup import device, entry
+from trainer.startup.console import megatron_to
 
 RESULT, EXHAUSTED = "measured.json", "out-of-memory.json"
 SILENCED = "megatron.bridge.training.pretrain"
@@ -46,15 +46,15 @@ def check(run: Run) -> None:
 
 
 def main(run: Run) -> None:
-    platform.start()
+    device.start()
     import torch
     from megatron.bridge.training.gpt_step import forward_step
     from megatron.bridge.training.pretrain import pretrain
 
-    from trainer import adapters
+    from trainer.megatron import adapters
 
     here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    if platform.has_gpu() and here > torch.cuda.device_count():
+    if device.has_gpu() and here > torch.cuda.device_count():
         raise Fault(f"layout.gpus_per_node: {here}, but this host has {torch.cuda.device_count()}")
     logging.getLogger(SILENCED).addFilter(lambda record: not _is_exhausted(record.exc_info))
     output = Path(run.paths.output)
@@ -78,8 +78,8 @@ def configuration(run: Run):
     from megatron.bridge.training.config import TokenizerConfig
     from megatron.core.tokenizers.text.libraries.null_tokenizer import NullTokenizer
 
-    from trainer.bare import open_bridge
-    from trainer.recipe import make_adapter, make_config
+    from trainer.megatron.recipe import make_adapter, make_config
+    from trainer.rehearsal.meta_model import open_bridge
 
     config = config_json.read(Path(run.paths.model) / config_json.NAME)
     found = make_config(run, open_bridge(config), None)
@@ -122,7 +122,7 @@ def _clock(file: Path):
                 "reserved": torch.cuda.max_memory_reserved(),
                 "used": whole - free,
                 "whole": whole,
-                "device": torch.cuda.get_device_name() if platform.has_gpu() else "cpu",
+                "device": torch.cuda.get_device_name() if device.has_gpu() else "cpu",
             }
             every: list[Any] = [None] * distributed.get_world_size()
             distributed.all_gather_object(every, mine)
@@ -147,7 +147,7 @@ def held(chunks: list, optimizer) -> dict[str, int]:
         for tensor in _states(one):
             if _place(tensor) not in own:
                 own.add(_place(tensor))
-                away = platform.has_gpu() and tensor.device.type == "cpu"
+                away = device.has_gpu() and tensor.device.type == "cpu"
                 found["host_states" if away else "optimizer"] += tensor.untyped_storage().nbytes()
     return found
 

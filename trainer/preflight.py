@@ -6,8 +6,9 @@
 trainer.train does the same by itself where a gang starts it, unless gang.preflight is false.
 
 Measures the bandwidth within and between hosts, the speed of GPUs and disks, and looks at GPUs' health and at versions
-(trainer/health.py). trainer/misfits.py says which hosts do not fit. Rank 0 writes <paths.logs>/preflight.json: ok, the
-lines, hosts to leave out (by name, and by number as nodes), every figure. Exit code 0: fit; 2: not, one line a fault.
+(trainer/hosts/health.py). trainer/hosts/host_verdict.py says which hosts do not fit. Rank 0 writes
+<paths.logs>/preflight.json: ok, the lines, hosts to leave out (by name, and by number as nodes), every figure. Exit
+code 0: fit; 2: not, one line a fault.
 
 Hosts meet in pairs, at once and in rounds, each rank the rank of the same number, which is its rail: a slow host is
 slow to all, and only pairs tell whose fault it is. Without GPUs the same runs over gloo, with smaller messages. Not
@@ -22,15 +23,15 @@ import time
 from pathlib import Path
 from typing import Any
 
-from conf.load import ConfigError
 from conf.network import PRESETS
-from conf.plan.hardware import GPUS, read
-from conf.schema import Run
-from trainer import entry, platform
-from trainer.console import say
-from trainer.faults import Fault
-from trainer.health import of_gpu, of_host, taken
-from trainer.misfits import Expected, as_dict, misfits, rounds, unique
+from conf.planner.hardware import GPUS, read
+from conf.schema.run import Run
+from contract.faults import ConfigError, Fault
+from trainer.hosts.health import of_gpu, of_host, taken
+from trainer.hosts.host_verdict import Expected, as_dict, misfits, rounds, unique
+from trainer.startup import entry
+from trainer.startup.console import say
+from trainer.startup.device import has_gpu
 
 WITHIN = 60.0  # seconds until a rank that waits for another gives up
 ROUNDS = 15  # of pairs: all of 16 hosts; of more, each meets 15 others
@@ -61,7 +62,7 @@ def measure(run: Run) -> dict[str, Any]:
     from torch.distributed.distributed_c10d import PrefixStore
     from torch.distributed.rendezvous import rendezvous
 
-    kind = "gpu" if platform.has_gpu() else "cpu"
+    kind = "gpu" if has_gpu() else "cpu"
     local = int(os.environ["LOCAL_RANK"])
     device = torch.device("cuda", local) if kind == "gpu" else torch.device("cpu")
     rank: dict[str, Any] = {"rank": int(os.environ["RANK"])}

@@ -2,14 +2,14 @@
 
     python -m trainer.rehearse CONF [--all] [--steps N] [--json] [key=value ...]
 
-One rank of each pipeline stage, or every rank with --all, is built without memory (trainer/bare.py), after Megatron
-has checked the configuration as before training. Its parameters are compared, kind by kind, with what
-conf/plan/parameters.py says, and the bytes of gradients and optimizer with conf/plan/memory.py. The model is that of
-paths.model, of a tiny://KIND, or one that conf/models knows by its source. With --steps, a scaled-down twin of the run
-then takes real steps on this CPU (trainer/twin.py).
+One rank of each pipeline stage, or every rank with --all, is built without memory (trainer/rehearsal/meta_model.py),
+after Megatron has checked the configuration as before training. Its parameters are compared, kind by kind, with what
+conf/planner/parameters.py says, and the bytes of gradients and optimizer with conf/planner/memory.py. The model is
+that of paths.model, of a tiny://KIND, or one that conf/models knows by its source. With --steps, a scaled-down twin of
+the run then takes real steps on this CPU (trainer/rehearsal/scaled_down.py).
 
-Exit code 0: all is equal. 1: Megatron refuses the layout, counts differ, Megatron builds what conf/layout.py knows to
-train wrongly, or the twin fails. 2: what was asked is at fault.
+Exit code 0: all is equal. 1: Megatron refuses the layout, counts differ, Megatron builds what conf/rules/layout.py
+knows to train wrongly, or the twin fails. 2: what was asked is at fault.
 
 FP8, states of the optimizer in other types than fp32, and offloading are left out, and the answer says so.
 
@@ -25,20 +25,21 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from conf import regular_files
-from conf.facts import MODELS, ModelFacts, facts_from_hf
-from conf.layout import problems
 from conf.load import load
+from conf.model_facts import MODELS, ModelFacts, facts_from_hf
 from conf.model_files import config_json
-from conf.plan import hardware, parameters
-from conf.plan.memory import memory
-from conf.plan.verdict import settle
-from conf.schema import Run
-from trainer import bare, entry, tiny
-from trainer.faults import Fault
+from conf.planner import hardware, parameters
+from conf.planner.memory import memory
+from conf.planner.verdict import settle
+from conf.rules.layout import problems
+from conf.schema.run import Run
+from contract import regular_files
+from contract.faults import Fault
+from trainer.rehearsal import meta_model, tiny_models
+from trainer.startup import entry
 
 TINY = "tiny://"
-COUNTED = (*parameters.KINDS, *bare.TRAINED, *bare.STATES)
+COUNTED = (*parameters.KINDS, *meta_model.TRAINED, *meta_model.STATES)
 STATES_OF_A_NUMBER = 12  # bytes, at most
 
 
@@ -55,7 +56,7 @@ def main() -> int:
             raise Fault(f"model.source: {run.model.source}: {error}") from None
         run = settle(run, facts, hardware.of(run))
         answer = {"twin": _twin(run, config, options.steps) if options.steps else None}
-        bare.prepare()
+        meta_model.prepare()
     answer |= rehearse(run, config, facts, options.all)
     answer["text"] = list(lines(answer))
     print(json.dumps(answer, indent=1) if options.json else "\n".join(answer["text"]))
@@ -67,8 +68,8 @@ def rehearse(run: Run, config: dict[str, Any], facts: ModelFacts, every: bool = 
     broken = problems(run, facts)
     run, answer["without"] = _plainly(run)
     try:
-        counts = {rank: bare.count(run, config, rank) for rank in ranks(run, every)}
-    except bare.Refused as refusal:
+        counts = {rank: meta_model.count(run, config, rank) for rank in ranks(run, every)}
+    except meta_model.Refused as refusal:
         return answer | {"refused": str(refusal)}
     if broken:
         return answer | {"stricter": broken}
@@ -94,14 +95,18 @@ def _plainly(run: Run) -> tuple[Run, list[str]]:
 
 def differences(found: Counter[str], planned: Counter[str]) -> list[str]:
     """What is not as planned. Which rank's part of the optimizer the padding falls into does not count."""
-    slack = {"optimizer": STATES_OF_A_NUMBER * found[bare.PADDING]}
+    slack = {"optimizer": STATES_OF_A_NUMBER * found[meta_model.PADDING]}
     return [kind for kind in COUNTED if abs(found[kind] - planned[kind]) > slack.get(kind, 0)]
 
 
 def lines(answer: dict[str, Any]) -> Iterator[str]:
-    if twin := answer["twin"]:
-        losses = ", ".join(f"{loss:.4f}" for loss in twin["losses"])
-        yield f"the twin failed: {twin['failed']}" if twin["failed"] else f"twin on {twin['on']}: losses {losses}"
+    if scaled_down := answer["twin"]:
+        losses = ", ".join(f"{loss:.4f}" for loss in scaled_down["losses"])
+        yield (
+            f"the twin failed: {scaled_down['failed']}"
+            if scaled_down["failed"]
+            else f"twin on {scaled_down['on']}: losses {losses}"
+        )
     if answer["refused"]:
         yield f"refused by Megatron: {answer['refused']}"
     for line in answer["stricter"]:
@@ -114,11 +119,11 @@ def lines(answer: dict[str, Any]) -> Iterator[str]:
         yield f"rank {one['rank']}, stage {one['stage']}: {total:,} parameters"
         for kind in COUNTED:
             if found[kind] or planned[kind]:
-                unit = " bytes" if kind in bare.STATES else ""
+                unit = " bytes" if kind in meta_model.STATES else ""
                 note = f"   planned: {planned[kind]:,}" if kind in one["differs"] else ""
                 yield f"    {kind:17} {found[kind]:>20,}{unit}{note}"
-        if found[bare.PADDING]:
-            yield f"    and {found[bare.PADDING]:,} numbers of padding among the gradients"
+        if found[meta_model.PADDING]:
+            yield f"    and {found[meta_model.PADDING]:,} numbers of padding among the gradients"
     if answer["ranks"]:
         verdict = "equal" if answer["equal"] else "NOT EQUAL"
         yield f"{verdict}: {len(answer['ranks'])} of {answer['world']} ranks built and counted"
@@ -126,10 +131,13 @@ def lines(answer: dict[str, Any]) -> Iterator[str]:
 
 def _twin(run: Run, config: dict[str, Any], steps: int) -> dict[str, Any]:
     """Before the rest, as ranks are forked from a process that has no group yet."""
-    from trainer import twin
+    from trainer.rehearsal import forked_ranks, scaled_down
+
+    forked_ranks.import_all()
+    from trainer import convert, train
 
     try:
-        small, losses = twin.train(run, config, steps)
+        small, losses = scaled_down.train(run, config, steps, convert.main, train.main)
     except RuntimeError as error:
         return {"failed": str(error), "on": "", "losses": []}
     whole = len(losses) == steps and all(map(math.isfinite, losses))
@@ -150,9 +158,9 @@ def config_of(run: Run) -> dict[str, Any]:
             return _read(path)
     if source.startswith(TINY):
         kind = source.removeprefix(TINY)
-        if kind not in tiny.KINDS:
-            raise Fault(f"model.source: {source} is no tiny model; there are {', '.join(tiny.KINDS)}")
-        return tiny.KINDS[kind]
+        if kind not in tiny_models.KINDS:
+            raise Fault(f"model.source: {source} is no tiny model; there are {', '.join(tiny_models.KINDS)}")
+        return tiny_models.KINDS[kind]
     for file in sorted(MODELS.glob("*.json")):
         known = json.loads(file.read_text())
         if source in (file.stem, known["source"].removesuffix(" config.json")):
@@ -179,10 +187,10 @@ def holdings(run: Run, facts: ModelFacts) -> dict[int, Counter[str]]:
     for stage in parameters.stages(run, facts):
         dense, experts = parameters.trainable(run, facts, stage)
         trained = (dense + experts, 0) if same_ranks else (dense, experts)
-        held = parameters.held(run, facts, stage) | dict(zip(bare.TRAINED, trained, strict=True))
+        held = parameters.held(run, facts, stage) | dict(zip(meta_model.TRAINED, trained, strict=True))
         found.setdefault(stage.rank, Counter()).update(held)
     for one in memory(run, facts, hardware.GPUS["h100"]):  # whose size is of no account
-        found[one.rank].update({kind: getattr(one, kind) for kind in bare.STATES})
+        found[one.rank].update({kind: getattr(one, kind) for kind in meta_model.STATES})
     return found
 
 

@@ -13,12 +13,17 @@ import os
 import shutil
 from pathlib import Path
 
-from conf.amounts import size
-from conf.schema import Run
-from trainer import agreement, checkpoints, entry, inputs, life, platform, preflight, resume
-from trainer.console import megatron_to, say
-from trainer.faults import WRITER_DIED, Fault, line_of
-from trainer.recipe import checkpoint_folder, last_step, load_only, make_config
+from conf.schema.run import Run
+from contract import checkpoints
+from contract.amounts import size
+from contract.faults import WRITER_DIED, Fault, line_of
+from trainer import preflight
+from trainer.checks import inputs, places
+from trainer.megatron.recipe import checkpoint_folder, last_step, load_only, make_config
+from trainer.serving import agreement
+from trainer.startup import device, entry, heartbeat
+from trainer.startup.console import megatron_to, say
+from trainer.training import resume
 
 
 def main(run: Run) -> None:
@@ -34,18 +39,18 @@ def main(run: Run) -> None:
             say(f"train: removed {folder / name}, the rest of an interrupted save")
         resume.tell(run, folder)
 
-    platform.start()
+    device.start()
     if run.gang.preflight and "GANG_ATTEMPT" in os.environ:
         preflight.main(run)
     from megatron.bridge.training.finetune import finetune
     from megatron.bridge.training.gpt_step import forward_step
 
-    from trainer import resharding
-    from trainer.gates import Gates
-    from trainer.metrics import Metrics
-    from trainer.model import open_bridge
-    from trainer.parity import Parity
-    from trainer.saves import Saves
+    from trainer.megatron.model import open_bridge
+    from trainer.patches import resharding
+    from trainer.training.learning_check import Gates
+    from trainer.training.mark_checkpoints import Saves
+    from trainer.training.metrics import Metrics
+    from trainer.training.parity import Parity
 
     resharding.install()
     logging.getLogger("megatron.bridge.training.pretrain").addFilter(_is_failure)
@@ -59,7 +64,7 @@ def main(run: Run) -> None:
                 callbacks = [parity]
             else:
                 metrics = Metrics(run, Path(run.paths.output) / "metrics.jsonl", start)
-                callbacks = [metrics, Gates(run, metrics), parity, Saves(run, metrics), life.callback()]
+                callbacks = [metrics, Gates(run, metrics), parity, Saves(run, metrics), heartbeat.callback()]
             finetune(config, forward_step, callbacks=callbacks)
     except SystemExit as leave:  # Bridge's way to end after SIGTERM, once its checkpoint is written
         if leave.code:
@@ -80,4 +85,4 @@ def _is_failure(record: logging.LogRecord) -> bool:
 
 
 if __name__ == "__main__":
-    entry.start(main, inputs.check_train, writes="output", gpus=True)
+    entry.start(main, inputs.check_train, writes="output", may_write=places.check_train, gpus=True)

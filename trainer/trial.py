@@ -29,20 +29,20 @@ from typing import Any
 
 import numpy as np
 
-from conf.facts import GPT2, ModelFacts, facts_from_hf
-from conf.layout import problems
 from conf.load import dump, load
-from conf.plan import hardware, verdict
-from conf.plan.hardware import GPUS, Gpu, read
-from conf.plan.memory import StageMemory, memory
-from conf.plan.timing import timing
-from conf.schema import Run
-from trainer import entry
-from trainer.data import sequences_file
+from conf.model_facts import GPT2, ModelFacts, facts_from_hf
+from conf.planner import hardware, verdict
+from conf.planner.hardware import GPUS, Gpu, read
+from conf.planner.memory import StageMemory, memory
+from conf.planner.timing import timing
+from conf.rules.layout import problems
+from conf.schema.run import Run
+from contract.faults import Fault
 from trainer.data.identity import MANIFEST
-from trainer.faults import Fault
+from trainer.data.write import sequences_file
 from trainer.measure import EXHAUSTED, RESULT
 from trainer.rehearse import config_of
+from trainer.startup import entry
 
 WARM = 2  # steps: kernels are chosen, states are made, the allocator has seen all sizes
 STATES = ("weights", "adapters", "gradients", "optimizer")

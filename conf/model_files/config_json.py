@@ -4,16 +4,16 @@
     check(config)                  of one that was read; ValueError of one line that begins with config.json
     architecture(config) -> str    "" where none is named
 
-Sizes are conf/facts.py's, which knows the limits of each. Keys without an entry here may hold anything.
+Sizes are conf/model_facts.py's, which knows the limits of each. Keys without an entry here may hold anything.
 """
 
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from conf.faults import Fault
-from conf.model_files import json_object
-from conf.model_files.json_object import show
+from contract import json_object
+from contract.faults import Fault
+from contract.json_object import show
 
 NAME = "config.json"
 

@@ -10,9 +10,9 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from conf.faults import Fault
-from conf.model_files import json_object
-from conf.regular_files import LARGEST, open_regular
+from contract import json_object
+from contract.faults import Fault
+from contract.regular_files import LARGEST, open_regular
 
 # Bits of an element, of every type that safetensors 0.8 knows.
 BITS = {

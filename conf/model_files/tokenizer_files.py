@@ -1,16 +1,15 @@
 """The tokenizer's files of a model folder: their structure, and that every token has a row in the embedding.
 
-What the tokenizers library makes of them is not looked at here: trainer/data/tokenizer.py loads them.
+What the tokenizers library makes of them is not looked at here: trainer/data/tokens/tokenizer.py loads them.
 """
 
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from conf import regular_files
-from conf.faults import Fault
-from conf.model_files import json_object
-from conf.model_files.json_object import show
+from contract import json_object, regular_files
+from contract.faults import Fault
+from contract.json_object import show
 
 WHOLE, SETTINGS, SPECIAL, ADDED = (
     "tokenizer.json",

@@ -7,9 +7,9 @@ are followed: the Hub's cache is made of them.
 from dataclasses import dataclass
 from pathlib import Path
 
-from conf import regular_files
-from conf.faults import Fault
-from conf.model_files import json_object, safetensors_header
+from conf.model_files import safetensors_header
+from contract import json_object, regular_files
+from contract.faults import Fault
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 

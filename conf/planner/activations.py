@@ -7,7 +7,7 @@ Read off the layers that a GPU run builds: megatron-core 0.19 (attention.py, mlp
                     input needs the weight alone. An adapter keeps its own input instead, and with dropout a copy with
                     a mask of 1 byte. Under sequence parallelism adapters keep that input gathered, not cut by tp
     attention       keeps q, k, v, its output; no matrix of tokens by tokens, but in fp32, which has no fused kernel
-    gated MLP       keeps both halves of fc1's output: trainer/platform.py has silu and the product in one kernel
+    gated MLP       keeps both halves of fc1's output: trainer/startup/device.py has silu and the product in one kernel
     experts         see each token top_k times: micro_batch * sequence / cp / (tp if sp) * top_k * etp on average
     permutations    keep maps of indices; all-to-all and un-permutation keep no tokens
     FP8             trained layers keep their input in FP8, but where another layer keeps it in bf16 anyhow (core's
@@ -20,9 +20,9 @@ has none), the pieces that a ring of cp ranks holds while it turns, and the weig
 
 from dataclasses import dataclass
 
-from conf import levers
-from conf.facts import ModelFacts
-from conf.schema import Run
+from conf.model_facts import ModelFacts
+from conf.rules import precision
+from conf.schema.run import Run
 
 # Tokens of the busiest expert-parallel rank over the average: a router is balanced by a loss, not by force.
 IMBALANCE = 1.2
@@ -51,7 +51,7 @@ def tokens(run: Run, facts: ModelFacts) -> Tokens:
     uneven = IMBALANCE if layout.ep > 1 and not run.moe.force_balance else 1.0
     routed = local * facts.top_k * layout.etp if facts.experts else 0
     # on average half of what is filled up to
-    filled = facts.experts // layout.ep * levers.MULTIPLE[train.fp8] // 2 if train.fp8 and facts.experts else 0
+    filled = facts.experts // layout.ep * precision.MULTIPLE[train.fp8] // 2 if train.fp8 and facts.experts else 0
     return Tokens(whole, local, routed, int(routed * uneven) + filled, 4 if train.precision == "fp32" else 2)
 
 

@@ -6,9 +6,9 @@ changes(before, after)   the keys in which two runs differ, as overrides of a co
 
 import json
 
-from conf.plan.search import Found
-from conf.plan.verdict import WITH_LORA, Plan
-from conf.schema import Run
+from conf.planner.search import Found
+from conf.planner.verdict import WITH_LORA, Plan
+from conf.schema.run import Run
 
 NAMED = 2  # layouts that fit, the fastest of them
 

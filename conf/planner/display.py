@@ -7,13 +7,13 @@ weights in FP8, a activations, . all else; ! is what lacks.
 from collections.abc import Iterator
 from typing import Any
 
-from conf.layout import Grid
-from conf.plan import parameters, picture
-from conf.plan.hardware import GB, Gpu
-from conf.plan.memory import StageMemory
-from conf.plan.search import Candidate, Found
-from conf.plan.verdict import WITH_LORA, Plan
-from conf.schema import Layout, Run
+from conf.planner import parameters, picture
+from conf.planner.hardware import GB, Gpu
+from conf.planner.memory import StageMemory
+from conf.planner.search import Candidate, Found
+from conf.planner.verdict import WITH_LORA, Plan
+from conf.rules.layout import Grid
+from conf.schema.run import Layout, Run
 
 BAR = 30  # characters for all of a GPU's memory
 # What a bar draws; the rest of a stage's memory is buffers, context and margin, the same for every layout.

@@ -29,13 +29,15 @@ from math import isfinite
 from pathlib import Path
 from typing import Any
 
-from conf.load import MOST, ConfigError, parse, read_text
-from conf.schema import Run
+from conf.schema.run import Run
+from conf.schema.sections import MOST
+from conf.strict_yaml import parse, read_text
+from contract.faults import ConfigError
 
 GIB = 2**30
 GB = 10**9
 
-# What training gets of a data sheet's figure between GPUs; of a GPU's own, see conf/plan/rates.py.
+# What training gets of a data sheet's figure between GPUs; of a GPU's own, see conf/planner/rates.py.
 LINK = 0.8  # NVLink: NCCL's bus bandwidth for 100 MB and more
 NETWORK = 0.8  # InfiniBand or RoCE with all hosts busy at once
 ALL_TO_ALL = 0.6  # of link and network: many small messages, of which the largest is waited for

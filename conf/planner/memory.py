@@ -3,9 +3,9 @@
     memory(run, facts, gpu)    a StageMemory per pipeline rank
     host(run, facts)           a HostNeed per stage of the flow
 
-By Megatron's rules of allocation: what lies with the parameters is in conf/plan/states.py, what passes through them in
-conf/plan/activations.py. A rank is fullest in the backward pass of a layer, or at the loss; or, where that is more, in
-the step of the optimizer or while weights are loaded.
+By Megatron's rules of allocation: what lies with the parameters is in conf/planner/states.py, what passes through them
+in conf/planner/activations.py. A rank is fullest in the backward pass of a layer, or at the loss; or, where that is
+more, in the step of the optimizer or while weights are loaded.
 """
 
 from collections import Counter
@@ -13,13 +13,13 @@ from dataclasses import dataclass, replace
 from math import ceil
 from typing import Any, NamedTuple
 
-from conf.facts import ModelFacts
-from conf.layout import Grid, grid
-from conf.plan import activations, parameters, states
-from conf.plan.hardware import GIB, Gpu
-from conf.plan.parameters import Stage
-from conf.plan.states import state_bytes
-from conf.schema import Layout, Run
+from conf.model_facts import ModelFacts
+from conf.planner import activations, parameters, states
+from conf.planner.hardware import GIB, Gpu
+from conf.planner.parameters import Stage
+from conf.planner.states import state_bytes
+from conf.rules.layout import Grid, grid
+from conf.schema.run import Layout, Run
 
 # Not torch's to see, and read off an H200 (tests/gpu/calibrate.py): CUDA's context with the code of cuBLAS, Transformer
 # Engine and attention, and the buffers of a communicator of NCCL's.
@@ -30,7 +30,8 @@ ALWAYS = 6
 PROCESS = int(0.8 * GIB)  # the libraries of a rank on a CPU, resident: 0.97 GB were seen with a tiny model
 WORKSPACE = int(0.2 * GIB)  # cuBLAS and Transformer Engine: 32 MiB per stream, and as much per grouped product
 # What the caching allocator holds and cannot use, of memory that comes and goes; weights and states lie in few blocks.
-# Routing gives every microbatch other sizes; expandable segments, which trainer/platform.py asks for, have halved it.
+# Routing gives every microbatch other sizes; expandable segments, which trainer/startup/device.py asks for, have
+# halved it.
 FRAGMENTS = 0.08
 DRY = 0.02  # of all a GPU has: below it the allocator empties its cache again and again
 

@@ -7,7 +7,7 @@
     total(facts), active(facts)     of the released checkpoint; of what one token passes through
 
 As Megatron-Bridge 0.6 and megatron-core 0.19 build them, to the parameter; trainer/rehearse.py compares. The layout is
-taken to be legal (conf/layout.py). Every rank of tp holds whole norms, routers and MLA's down projections, and an
+taken to be legal (conf/rules/layout.py). Every rank of tp holds whole norms, routers and MLA's down projections, and an
 adapter, all of which is cut: rank * (in + out) / tp. Layers of multi-token prediction lie on the last stage, which
 then has an embedding of its own.
 
@@ -17,9 +17,9 @@ Not covered: routers' expert biases, which are buffers in Megatron; total() coun
 from collections import Counter
 from dataclasses import dataclass, replace
 
-from conf.facts import ModelFacts
-from conf.layout import shares
-from conf.schema import Run
+from conf.model_facts import ModelFacts
+from conf.rules.layout import shares
+from conf.schema.run import Run
 
 KINDS = (
     "embedding",

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
-from conf.layout import shares
-from conf.plan import parameters
-from conf.plan.verdict import Plan
-from conf.schema import Run
+from conf.planner import parameters
+from conf.planner.verdict import Plan
+from conf.rules.layout import shares
+from conf.schema.run import Run
 
 STAGES = 16  # shown, of those that differ in which layers they hold and in nothing else
 BLOCKS = 8  # of hosts, shown

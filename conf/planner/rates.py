@@ -12,11 +12,11 @@ Not covered: experts that are not computed in one grouped product; sizes of matr
 
 from typing import NamedTuple
 
-from conf.facts import ModelFacts
-from conf.plan import work
-from conf.plan.hardware import Gpu
-from conf.plan.memory import Holding
-from conf.schema import Run
+from conf.model_facts import ModelFacts
+from conf.planner import work
+from conf.planner.hardware import Gpu
+from conf.planner.memory import Holding
+from conf.schema.run import Run
 
 # Of TFLOPS in one large product. Bare ones get 0.68 to 0.79 at 8192 tokens in bf16 and 0.72 in FP8, less with scales by
 # block; in steps of Llama's layers, which keep a GPU at its power limit, 0.07 less. The bytes of each come on top.

@@ -4,9 +4,10 @@
 
 Tried are all degrees that divide the GPUs, micro batches of 1 to 8 and none, selective and full recompute; sp wherever
 tp > 1, as it costs nothing. What does not fit otherwise is tried with half and with all of the optimizer on the host,
-where it may lie there (conf/levers.py) and would make room enough. FP8, the global batch, the model and what is trained
-stay. Stages share the layers evenly, or the last one, which has the loss to compute, takes fewer. Not tried, as never
-best: tp or etp over the network, cp that leaves a rank less than 1024 tokens, and more than 4 virtual stages.
+where it may lie there (conf/rules/precision.py) and would make room enough. FP8, the global batch, the model and what
+is trained stay. Stages share the layers evenly, or the last one, which has the loss to compute, takes fewer. Not
+tried, as never best: tp or etp over the network, cp that leaves a rank less than 1024 tokens, and more than 4 virtual
+stages.
 """
 
 from collections import Counter
@@ -16,14 +17,15 @@ from itertools import product
 from math import ceil, inf
 from typing import Any
 
-from conf import levers
-from conf.facts import ModelFacts
-from conf.layout import problems
-from conf.load import ConfigError
-from conf.plan.hardware import GB, Gpu
-from conf.plan.memory import StageMemory, fullest, lasting
-from conf.plan.timing import step
-from conf.schema import Layout, Optimizer, Run, Train
+from conf.model_facts import ModelFacts
+from conf.planner.gpu_limits import unsupported
+from conf.planner.hardware import GB, Gpu
+from conf.planner.memory import StageMemory, fullest, lasting
+from conf.planner.timing import step
+from conf.rules import precision
+from conf.rules.layout import problems
+from conf.schema.run import Layout, Optimizer, Run, Train
+from contract.faults import ConfigError
 
 TIGHT = 0.1  # what plans and measured runs have differed by
 FEWEST_TOKENS = 1024
@@ -78,7 +80,7 @@ def search(run: Run, facts: ModelFacts, gpu: Gpu, gpus: int) -> Found:
     if gpus < 1 or (gpus > gpu.per_host and gpus % gpu.per_host):
         raise ConfigError(f"gpus: {gpus} is neither up to {gpu.per_host}, one {gpu.name} host, nor a multiple of it")
     reasons: Counter[str] = Counter()
-    if unable := levers.unsupported(run, gpu):
+    if unable := unsupported(run, gpu):
         return Found([], None, Counter(f"illegal: {line}" for line in unable))
     memo: dict[Any, Any] = {}
     fitting: list[Candidate] = []
@@ -127,7 +129,7 @@ def _least(
 def _offloads(run: Run, gpu: Gpu) -> list[float]:
     """The run's own share first."""
     own = run.optimizer.offload
-    larger = [share for share in OFFLOADS if share > own and not list(levers.contradictions(_offloaded(run, share)))]
+    larger = [share for share in OFFLOADS if share > own and not list(precision.contradictions(_offloaded(run, share)))]
     return [own, *(larger if gpu.cuda else [])]
 
 

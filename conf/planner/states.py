@@ -23,9 +23,9 @@ that offloading goes by whole weights.
 
 from math import ceil
 
-from conf.layout import Grid
-from conf.plan.hardware import Gpu
-from conf.schema import Run
+from conf.planner.hardware import Gpu
+from conf.rules.layout import Grid
+from conf.schema.run import Run
 
 MEANS = {"fp32": 8, "bf16": 4, "fp8": 2}  # bytes of both
 AWAY = 16  # bytes of an offloaded parameter on the host

@@ -4,11 +4,11 @@
 
 Each matrix product takes its FLOPs at a share of the data sheet's rate and its bytes at a share of memory's; all else
 that a layer does takes its bytes; a layer takes no less than the time its host needs to start its kernels, nor do its
-experts, whose tokens the host waits to be counted (conf/plan/rates.py). A frozen weight has no gradient of its own, so
-its layer costs 4 FLOPs a weight and token instead of 6, and recompute adds 2.
+experts, whose tokens the host waits to be counted (conf/planner/rates.py). A frozen weight has no gradient of its own,
+so its layer costs 4 FLOPs a weight and token instead of 6, and recompute adds 2.
 
 Collectives of a layer are not hidden behind computing (Megatron's defaults), but for cp's ring, which attention hides
-(conf/plan/traffic.py).
+(conf/planner/traffic.py).
 
 Not covered: loading of data, validation, checkpoints, stragglers.
 """
@@ -16,15 +16,15 @@ Not covered: loading of data, validation, checkpoints, stragglers.
 from dataclasses import dataclass
 from typing import Any
 
-from conf.facts import ModelFacts
-from conf.layout import grid
-from conf.plan import rates, work
-from conf.plan.activations import kinds
-from conf.plan.hardware import Gpu
-from conf.plan.memory import Holding, holdings
-from conf.plan.states import byte, shares
-from conf.plan.traffic import LATENCY, collectives, gathered, hop, uneven
-from conf.schema import Run
+from conf.model_facts import ModelFacts
+from conf.planner import rates, work
+from conf.planner.activations import kinds
+from conf.planner.hardware import Gpu
+from conf.planner.memory import Holding, holdings
+from conf.planner.states import byte, shares
+from conf.planner.traffic import LATENCY, collectives, gathered, hop, uneven
+from conf.rules.layout import grid
+from conf.schema.run import Run
 
 LOW, HIGH = 0.8, 1.3  # of the likely time: rates differ so much by clocks, drivers and shapes
 

@@ -10,11 +10,11 @@ Where a group of ranks lies follows from core's order of ranks, tp-cp-ep-dp-pp, 
 
 from math import ceil
 
-from conf.facts import ModelFacts
-from conf.plan import work
-from conf.plan.activations import tokens
-from conf.plan.hardware import ALL_TO_ALL, LINK, NETWORK, Gpu
-from conf.schema import Run
+from conf.model_facts import ModelFacts
+from conf.planner import work
+from conf.planner.activations import tokens
+from conf.planner.hardware import ALL_TO_ALL, LINK, NETWORK, Gpu
+from conf.schema.run import Run
 
 LATENCY = 20e-6  # s per collective and microbatch, of NCCL's kernel and its peers' arrival
 MESSAGE = 3e-6  # s per peer of an all-to-all beyond the host: of a send and a receive beside their bytes

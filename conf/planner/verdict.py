@@ -10,7 +10,7 @@ A layout is settled before it is planned. Of those that fit auto takes the faste
 be wrong by, and where none does, the fastest.
 
 Full fine-tuning that fits nowhere on its GPUs, or only just, is searched for with LoRA as well. What shows a plan is
-conf/plan/display.py.
+conf/planner/display.py.
 """
 
 import json
@@ -18,18 +18,17 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, get_args
 
-from conf import levers, regular_files
-from conf.facts import MODELS, ModelFacts, facts_from_hf
-from conf.faults import Fault
-from conf.layout import Grid, grid, problems
-from conf.load import ConfigError
-from conf.model_files import json_object
-from conf.plan.hardware import GB, Gpu
-from conf.plan.memory import HostNeed, StageMemory, host, memory
-from conf.plan.search import TIGHT, Found, search
-from conf.plan.timing import Timing, timing
-from conf.schema import Run
-from conf.sections import Adapter, AdapterTarget
+from conf.model_facts import MODELS, ModelFacts, facts_from_hf
+from conf.planner.gpu_limits import unsupported
+from conf.planner.hardware import GB, Gpu
+from conf.planner.memory import HostNeed, StageMemory, host, memory
+from conf.planner.search import TIGHT, Found, search
+from conf.planner.timing import Timing, timing
+from conf.rules.layout import Grid, grid, problems
+from conf.schema.run import Run
+from conf.schema.sections import Adapter, AdapterTarget
+from contract import json_object, regular_files
+from contract.faults import ConfigError, Fault
 
 TARGETS = get_args(AdapterTarget)  # those that a model lacks do not count
 WITH_LORA = "adapter.kind=lora adapter.experts=shared"
@@ -79,7 +78,7 @@ class Plan:
 
 
 def plan(run: Run, facts: ModelFacts, gpu: Gpu) -> Plan:
-    if broken := problems(run, facts) + levers.unsupported(run, gpu):
+    if broken := problems(run, facts) + unsupported(run, gpu):
         return Plan(run, facts, gpu, tuple(broken), **_instead(run, facts, gpu))
     stages = tuple(memory(run, facts, gpu))
     whole = {"cut": grid(run.layout, run.train), "stages": stages, "hosts": tuple(host(run, facts))}

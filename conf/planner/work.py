@@ -11,9 +11,9 @@ Not covered: packed rows, whose attention ends at their own start, so that it co
 
 from typing import NamedTuple
 
-from conf.facts import ModelFacts
-from conf.plan.activations import Tokens, attention_width, tokens
-from conf.schema import Run
+from conf.model_facts import ModelFacts
+from conf.planner.activations import Tokens, attention_width, tokens
+from conf.schema.run import Run
 
 
 class Product(NamedTuple):
@@ -32,7 +32,7 @@ class Product(NamedTuple):
 
 
 class Move(NamedTuple):
-    name: str  # of a kind of kernels, whose rates are in conf/plan/rates.py
+    name: str  # of a kind of kernels, whose rates are in conf/planner/rates.py
     forward: float  # bytes
     backward: float
 

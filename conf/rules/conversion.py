@@ -8,8 +8,9 @@ Where there is none, trainer.convert checks every tensor.
 from collections.abc import Collection
 from typing import Any
 
-from conf.function import unread
-from conf.model_files import config_json, whole
+from conf.model_facts import CONVERTED
+from conf.model_files import config_json
+from conf.rules.function import unread
 
 IGNORE = "model.ignore_config lists keys that do not matter to you"
 DEEPSEEK = "DeepseekV3ForCausalLM"
@@ -20,7 +21,7 @@ FP8_CAST = (
 
 
 def obstacles(config: dict[str, Any], ignored: Collection[str] = ()) -> list[str]:
-    if refused := whole.not_converted(config):
+    if refused := not_converted(config):
         return [refused]
     found = [f"config.json: {line}" for line in unread(config, ignored)]
     if found:
@@ -33,3 +34,14 @@ def obstacles(config: dict[str, Any], ignored: Collection[str] = ()) -> list[str
             f"converted; name a release, or a folder with a copy, in bf16{copy}"
         )
     return found
+
+
+def not_converted(config: dict[str, Any]) -> str:
+    """Why the model cannot be converted here, by its architecture; "" where it can."""
+    architecture = config_json.architecture(config)
+    if architecture not in CONVERTED:
+        return f"{architecture or 'no architecture'} is not converted or trained here; {', '.join(CONVERTED)} are"
+    if config.get("model_type") != CONVERTED[architecture]:
+        kind = config_json.show(config.get("model_type"))
+        return f"model_type is {kind}, and that of {architecture} is {CONVERTED[architecture]}"
+    return ""

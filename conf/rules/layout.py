@@ -8,7 +8,7 @@ Two grids share the same processes:
 ep is no factor of the first: tp 2, ep 8, etp 2 on 32 processes gives dp 16 and edp 2.
 
 problems() knows two kinds of rules: those that a configuration can break by itself, checked whenever one is loaded,
-and those that need the sizes of the model (conf/rules.py), checked once its config.json is here. They are
+and those that need the sizes of the model (conf/rules/model.py), checked once its config.json is here. They are
 megatron-core 0.19's and Megatron-Bridge 0.6's own, found out before a process is started. Memory is not covered: a
 legal layout may not fit.
 """
@@ -18,9 +18,9 @@ from dataclasses import dataclass
 from math import lcm
 from typing import Any
 
-from conf.facts import ModelFacts
-from conf.rules import Broken, broken, divisors, multiples
-from conf.schema import Layout, Run, Train
+from conf.model_facts import ModelFacts
+from conf.rules.model import Broken, broken, divisors, multiples
+from conf.schema.run import Layout, Run, Train
 
 NONE = object()  # not even None
 
@@ -63,8 +63,8 @@ def shares(layout: Layout, layers: int) -> list[int]:
 def problems(run: Run, facts: ModelFacts | None = None, suggest: bool = True) -> list[str]:
     """One line per broken rule: key, values, and the nearest values, of that key or another, that mend it.
 
-    Such values break no rule that holds now. Two keys are changed at most: whole layouts are conf/plan/search.py's. To
-    look for values takes longer than to look for what is broken.
+    Such values break no rule that holds now. Two keys are changed at most: whole layouts are conf/planner/search.py's.
+    To look for values takes longer than to look for what is broken.
     """
     found = list(_broken(run, facts))
     rules = {one.rule for one in found}

@@ -1,16 +1,16 @@
 """Rules of a layout that need the model's sizes: megatron-core 0.19's and Megatron-Bridge 0.6's own.
 
 broken(run, facts, counts) yields what is broken; `counts` are the layers of each pipeline rank, none if they do not
-come out even. conf/layout.py has the rules that need no model, and makes lines of both.
+come out even. conf/rules/layout.py has the rules that need no model, and makes lines of both.
 """
 
 from collections.abc import Collection, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from conf import levers
-from conf.facts import ModelFacts
-from conf.schema import Run
+from conf.model_facts import ModelFacts
+from conf.rules import precision
+from conf.schema.run import Run
 
 # Megatron cuts the input of these layers over tp, that of all others is whole.
 ROW_PARALLEL = {"linear_proj", "linear_fc2"}
@@ -187,7 +187,7 @@ def _stages(run: Run, facts: ModelFacts, counts: list[int]) -> Iterator[Broken]:
 
 def _fp8(run: Run, facts: ModelFacts) -> Iterator[Broken]:
     layout = run.layout
-    for key, what, size, least in levers.widths(run, facts):
+    for key, what, size, least in precision.widths(run, facts):
         step = least * layout.cp * (layout.tp if layout.sp else 1)
         near = multiples(run.data.seq_length, step) if key == "data.seq_length" else divisors(layout.world)
         text = f"{what}: {size} is no multiple of {least}, which train.fp8 {run.train.fp8} needs"

@@ -1,8 +1,8 @@
 """What of FP8, precision of the optimizer's states and offloading goes together, and with what.
 
-    contradictions(run)      (key, problem) for values that are right alone and wrong together; conf/schema.py asks
-    widths(run, facts)       sizes that FP8 needs as a multiple of something; conf/layout.py asks
-    unsupported(run, gpu)    what a kind of GPU cannot do; conf/plan/verdict.py asks
+    contradictions(run)      (key, problem) for values that are right alone and wrong together;
+    conf/rules/contradictions.py asks
+    widths(run, facts)       sizes that FP8 needs as a multiple of something; conf/rules/layout.py asks
     beyond_a_cpu(run)        what a CPU cannot do; the trainer asks
 
 Read off Transformer Engine 2.20 (quantization.py, utils.py, optimizers/fused_adam.py), megatron-core 0.19 (optimizer/,
@@ -10,13 +10,9 @@ transformer_config.py) and Megatron-Bridge 0.6 (training/mixed_precision.py).
 """
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
-from conf.facts import ModelFacts
-
-if TYPE_CHECKING:
-    from conf.plan.hardware import Gpu
-    from conf.schema import Run
+from conf.model_facts import ModelFacts
+from conf.schema.run import Run
 
 MULTIPLE = {"current": 16, "delayed": 16, "blockwise": 16, "mxfp8": 32}  # of both sides of a weight
 ROWS = {"current": 8, "delayed": 8, "blockwise": 8, "mxfp8": 32}  # of the tokens that a rank multiplies with it
@@ -24,7 +20,7 @@ ROWS = {"current": 8, "delayed": 8, "blockwise": 8, "mxfp8": 32}  # of the token
 CAPABLE = {"current": (8.9, 99), "delayed": (8.9, 99), "blockwise": (9.0, 99), "mxfp8": (10.0, 12.0)}
 
 
-def contradictions(run: "Run") -> Iterator[tuple[str, str]]:
+def contradictions(run: Run) -> Iterator[tuple[str, str]]:
     yield from _of_fp8(run)
     optimizer, precision = run.optimizer, run.train.precision
     for key, usual in (("states", "fp32"), ("gradients", "fp32"), ("offload", 0.0)):
@@ -41,7 +37,7 @@ def contradictions(run: "Run") -> Iterator[tuple[str, str]]:
         yield "optimizer.states", f"fp8 cannot be resumed with train.fp8 {run.train.fp8}; bf16 can"
 
 
-def _of_fp8(run: "Run") -> Iterator[tuple[str, str]]:
+def _of_fp8(run: Run) -> Iterator[tuple[str, str]]:
     train, kind = run.train, run.adapter.kind
     if train.fp8 and train.precision != "bf16":
         yield "train.fp8", f"{train.fp8} needs train.precision bf16, and it is {train.precision}"
@@ -61,7 +57,7 @@ def _of_fp8(run: "Run") -> Iterator[tuple[str, str]]:
         yield "train.recompute_modules", f"{min(modules)} is not recomputed under train.fp8 delayed; current allows it"
 
 
-def widths(run: "Run", facts: ModelFacts) -> Iterator[tuple[str, str, int, int]]:
+def widths(run: Run, facts: ModelFacts) -> Iterator[tuple[str, str, int, int]]:
     """(key, what, size, the number that has to divide it) for each size that FP8 has no product for."""
     layout, fp8 = run.layout, run.train.fp8
     if not fp8:
@@ -85,20 +81,7 @@ def widths(run: "Run", facts: ModelFacts) -> Iterator[tuple[str, str, int, int]]
         yield "data.seq_length", "tokens of a rank's microbatch", rows, ROWS[fp8]
 
 
-def unsupported(run: "Run", gpu: "Gpu") -> list[str]:
-    """A line for what this kind of GPU cannot do."""
-    found, fp8 = [], run.train.fp8
-    able = [name for name, (least, below) in CAPABLE.items() if least <= gpu.capability < below]
-    if fp8 and gpu.cuda and "fp8" not in gpu.tflops:
-        found.append(f"train.fp8: {fp8}, but {gpu.name} has no FP8; null")
-    elif fp8 and gpu.cuda and fp8 not in able:
-        found.append(f"train.fp8: {fp8} is nothing that {gpu.name} computes; it takes {', '.join(able) or 'null'}")
-    if not gpu.cuda:
-        found += [f"{key}: {value} needs a GPU; on a CPU {usual}" for key, value, usual in beyond_a_cpu(run)]
-    return found
-
-
-def beyond_a_cpu(run: "Run") -> list[tuple[str, str, str]]:
+def beyond_a_cpu(run: Run) -> list[tuple[str, str, str]]:
     """(key, value, what a CPU takes) of what only CUDA kernels do."""
     found = []
     if run.train.fp8:

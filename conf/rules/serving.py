@@ -9,8 +9,8 @@ with the vLLM that is installed. Not covered: memory, and what other families th
 
 from collections.abc import Iterator
 
-from conf.facts import ModelFacts
-from conf.schema import Run
+from conf.model_facts import ModelFacts
+from conf.schema.run import Run
 
 SERVED = (
     "Glm4MoeForCausalLM",

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from conf.sections import Count, Section, Text
+from conf.schema.sections import Count, Section, Text
 
 Variable = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
 Setting = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*=")]
@@ -97,7 +97,7 @@ class Kubernetes(Section):
 
 
 def contradictions(engine: str, kubernetes: Kubernetes) -> Iterator[tuple[str, str]]:
-    """Yields (key, problem), as conf/schema.py does."""
+    """Yields (key, problem), as conf/schema/run.py does."""
     for key in ("image", "claim"):
         if engine == "kubernetes" and getattr(kubernetes, key) is None:
             yield f"kubernetes.{key}", "required with gang.engine kubernetes, and missing"

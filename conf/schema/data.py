@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from conf.sections import Count, Number, Place, Section, Seed, Text
+from conf.schema.sections import Count, Number, Place, Section, Seed, Text
 
 Column = Annotated[str, Field(min_length=1, pattern=r"^[^{}]+$")]
 

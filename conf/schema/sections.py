@@ -1,4 +1,4 @@
-"""The sections of a run's YAML: every key with its type, default, limits and meaning. conf/schema.py joins them.
+"""The sections of a run's YAML: every key with its type, default, limits and meaning. conf/schema/run.py joins them.
 
 Models are strict ("1" is no integer, neither is 1.0 or true), closed (an unknown key is an error) and frozen.
 """
@@ -21,7 +21,8 @@ from pydantic_core import PydanticCustomError
 COUNTED = 2**31 - 1  # what 32 bits count; a run of as many steps of as many rows still counts in 64
 LONGEST = 255  # bytes of a file's name; file systems take no more
 
-Degree = Annotated[int, Field(ge=1, le=65536)]
+MOST = 2**16  # GPUs of a run
+Degree = Annotated[int, Field(ge=1, le=MOST)]
 Count = Annotated[int, Field(ge=1, le=COUNTED)]
 Number = Annotated[int, Field(ge=0, le=COUNTED)]
 Seed = Annotated[int, Field(ge=1, lt=2**31)]  # Megatron refuses 0, and NumPy takes 32 bits
@@ -112,7 +113,8 @@ class Adapter(Section):
 
 
 class Layout(Section):
-    """Processes and how the model is cut: tp*cp*pp*dp = etp*ep*pp*edp = nodes*gpus_per_node. See conf/layout.py."""
+    """Processes and how the model is cut: tp*cp*pp*dp = etp*ep*pp*edp = nodes*gpus_per_node. See
+    conf/rules/layout.py."""
 
     nodes: Degree = Field(default=1, description="hosts")
     gpus_per_node: Degree = Field(default=1, description="processes per host: one per GPU, or gloo processes on a CPU")
@@ -146,7 +148,7 @@ class Hardware(Section):
 
     gpu: Place | None = Field(
         default=None,
-        description="a100, h100, h200, b200, gb200, cpu, or a .yaml of your own (conf/plan/hardware.py); null = the "
+        description="a100, h100, h200, b200, gb200, cpu, or a .yaml of your own (conf/planner/hardware.py); null = the "
         "one that the run's name holds, else cpu for tiny://KIND and h100 for any other model",
     )
     price: float | None = Field(default=None, ge=0, description="USD per GPU and hour; null = the .yaml's, if any")

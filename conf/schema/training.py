@@ -1,13 +1,13 @@
 """The sections `train`, `optimizer` and `moe` of a run's YAML: what a step does, and how its memory is spent.
 
-Which of their values go together stands in conf/levers.py.
+Which of their values go together stands in conf/rules/precision.py.
 """
 
 from typing import Literal
 
 from pydantic import Field
 
-from conf.sections import Count, Number, Section, Seed
+from conf.schema.sections import Count, Number, Section, Seed
 
 RecomputeModule = Literal["core_attn", "moe_act", "layernorm", "mla_up_proj", "mlp", "moe", "shared_experts"]
 

@@ -1,7 +1,7 @@
 """The start of a gang's attempt: enough hosts are waited for, asked for, gathered, and told to go all at once.
 
 Where gang.min_nodes allows fewer, those that there are do after gang.start_within of waiting, by the rules that hold
-after a failure (tasks/gang/restart.py). Hosts that others use are waited for all the same.
+after a failure (tasks/gang/diagnosis/next_step.py). Hosts that others use are waited for all the same.
 """
 
 import contextlib
@@ -12,15 +12,15 @@ from dataclasses import dataclass
 
 from conf.load import as_yaml
 from conf.network import rank_order
-from conf.schema import Run
-from tasks import lease
-from tasks.faults import Fault
+from conf.schema.run import Run
+from contract.faults import Fault
 from tasks.gang.board import STALE, Board, newest_attempt
+from tasks.gang.context import TICK, Gang
+from tasks.gang.controller_link import Lookout
+from tasks.gang.diagnosis.classify import Failure
+from tasks.gang.diagnosis.evidence import host_names
 from tasks.gang.engines import Handle
-from tasks.gang.evidence import host_names
-from tasks.gang.failures import Failure
-from tasks.gang.gang import TICK, Gang
-from tasks.gang.lookout import Lookout
+from tasks.run import lease
 
 ASKED = 3.0  # seconds between questions about capacity
 

@@ -5,11 +5,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from conf.schema import Run
-from tasks.faults import Stopped
-from tasks.gang import restart
+from conf.schema.run import Run
+from contract.faults import Stopped
+from tasks.gang.diagnosis import next_step
 from tasks.gang.engines import Engine
-from tasks.gang.history import Teller
+from tasks.gang.history.timeline import Teller
 from tasks.store import Store
 
 TICK = 0.5
@@ -47,7 +47,7 @@ class Gang:
         left = self.available(without)
         if left is None or left >= self.wanted.layout.nodes:
             return None
-        facts, gpu = restart.limits(self.wanted)
-        nodes = restart.fewer(self.wanted, left, self.wanted.gang.min_nodes, facts, gpu)
-        run = restart.shrunk(self.wanted, nodes) if nodes else None
+        facts, gpu = next_step.limits(self.wanted)
+        nodes = next_step.fewer(self.wanted, left, self.wanted.gang.min_nodes, facts, gpu)
+        run = next_step.shrunk(self.wanted, nodes) if nodes else None
         return (run, left) if run else None

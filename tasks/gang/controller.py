@@ -3,9 +3,10 @@
     train(run, folder, store, gang, say, stop, tick, teller)
 
 An attempt takes all the hosts it needs or none; its members are told to go at once, and to stop at once when one of
-them fails. What they died of is one line (tasks/gang/failures.py), what follows is a rule (tasks/gang/restart.py), and
-the next attempt goes on from the newest complete checkpoint. No attempt begins before every member of the last one is
-known to be over, or must have ended itself: a member that nobody hears from stops after STALE seconds.
+them fails. What they died of is one line (tasks/gang/diagnosis/classify.py), what follows is a rule
+(tasks/gang/diagnosis/next_step.py), and the next attempt goes on from the newest complete checkpoint. No attempt
+begins before every member of the last one is known to be over, or must have ended itself: a member that nobody hears
+from stops after STALE seconds.
 
 Where gang.min_nodes allows fewer hosts, the next attempt takes as many as there are, and those after it all again once
 there are enough. The folder lies on storage that all hosts share. Not covered: a gang that has begun does not grow
@@ -20,25 +21,25 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from conf.schema import Run
-from tasks.faults import Fault, Stopped
-from tasks.gang import restart
-from tasks.gang.aside import aside
+from conf.schema.run import Run
+from contract.faults import Fault, Stopped
+from tasks.gang.attempt import announce, gather, go, turn
+from tasks.gang.background import aside
+from tasks.gang.context import TICK, Gang
+from tasks.gang.controller_link import Lookout
+from tasks.gang.diagnosis import next_step
+from tasks.gang.diagnosis.classify import Failure
+from tasks.gang.diagnosis.evidence import host_names, of_attempt, preempted, was_told
+from tasks.gang.diagnosis.next_step import Attempt
 from tasks.gang.engines import Handle, engine_of
-from tasks.gang.evidence import host_names, of_attempt, preempted, was_told
-from tasks.gang.failures import Failure
-from tasks.gang.fence import ENDED_BY_ITSELF, wait_for_the_last
-from tasks.gang.gang import TICK, Gang
-from tasks.gang.history import History, Teller
-from tasks.gang.lookout import Lookout
-from tasks.gang.restart import Attempt
-from tasks.gang.start import announce, gather, go, turn
-from tasks.launch import Broken
+from tasks.gang.history.timeline import History, Teller
+from tasks.gang.previous_attempt import ENDED_BY_ITSELF, wait_for_the_last
+from tasks.run.launch import Broken
 from tasks.store import Store, open_store
 
 SETTLE = 2.5  # seconds between the first report of a failure and the verdict: others may know better
 LEAVE_WITHIN = 20.0
-# Whom a run over several hosts may leave a half-written checkpoint of is settled by marks: trainer/checkpoints.py.
+# Whom a run over several hosts may leave a half-written checkpoint of is settled by marks: contract/checkpoints.py.
 
 
 @dataclass(frozen=True)
@@ -75,18 +76,18 @@ def _train(run: Run, gang: Gang) -> None:
         if outcome.failure is None:
             return
         attempts.append(Attempt(outcome.failure, outcome.hosts, _newest(run)))
-        out = restart.left_out(attempts)
+        out = next_step.left_out(attempts)
         left = gang.available(out) if outcome.came is None else outcome.came
         available = None if left is None else left + len(out)
-        facts, gpu = restart.limits(wanted)
-        next_ = restart.decide(attempts, wanted, run.gang.retries, run.gang.min_nodes, available, facts, gpu)
+        facts, gpu = next_step.limits(wanted)
+        next_ = next_step.decide(attempts, wanted, run.gang.retries, run.gang.min_nodes, available, facts, gpu)
         gang.teller.follows(next_.line)
         if next_.action == "stop":
             _give_up(run, outcome.failure, next_.line)
         gang.say(f"{outcome.failure.line}; {next_.line}")
         without = next_.without
         if available is not None:
-            run = restart.shrunk(wanted, next_.nodes) or wanted
+            run = next_step.shrunk(wanted, next_.nodes) or wanted
         gang.pause(next_.wait)
 
 
@@ -183,7 +184,7 @@ def _end(gang: Gang, run: Run, lookout: Lookout, handle: Handle | None, reason: 
 
 def _give_up(run: Run, failure: Failure, line: str) -> None:
     if failure.kind == "memory":
-        line += f"; {restart.advice(run)}"
+        line += f"; {next_step.advice(run)}"
     raise Fault(line) if failure.kind in ("user", "data", "memory") else Broken(line)
 
 
@@ -197,7 +198,7 @@ def _last_step(run: Run) -> int:
 
 
 def _newest(run: Run) -> int:
-    """Step of the newest checkpoint that is marked complete (trainer/checkpoints.py); 0 where there is none."""
+    """Step of the newest checkpoint that is marked complete (contract/checkpoints.py); 0 where there is none."""
     steps = [0]
     for mark in Path(run.paths.output).glob("checkpoints/iter_*/complete.json"):
         with contextlib.suppress(OSError, ValueError, KeyError):

@@ -11,7 +11,7 @@ import threading
 import time
 from typing import Any
 
-from tasks.gang import witness
+from tasks.gang import peer_probe
 from tasks.gang.board import PEERS, POLLED, RENEWED, Board, Notice, Watch
 
 AWAY = 6.0  # seconds without an answer: the store was away, not the members
@@ -31,8 +31,8 @@ class Lookout:
         self._unsaid, self._told_peers, self._pending, self._pieces = False, False, b"", 0
         self._notice = Notice(board, "gang.json")
         self.word: dict[str, Any] = {"by": secrets.token_hex(8), "state": "gathering", "beat": 0, "probe": probe}
-        port = witness.serve(self._answer)
-        self.word |= {"addresses": witness.addresses(), "port": port}
+        port = peer_probe.serve(self._answer)
+        self.word |= {"addresses": peer_probe.addresses(), "port": port}
         self._thread = threading.Thread(target=self._look, daemon=True, name="lookout")
 
     def begin(self) -> bool:

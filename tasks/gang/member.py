@@ -1,6 +1,6 @@
 """One host of a gang's attempt: joins, waits for go, runs the ranks, and leaves none of them behind.
 
-    python -m tasks.guard python -m tasks.gang.member --store URI --gang ID --attempt N --node K
+    python -m tasks.run.guard python -m tasks.gang.member --store URI --gang ID --attempt N --node K
 
 Every engine starts it so, under the guard with standard input held open; both end when their starter does. Credentials
 of the store come from this host's own environment. It ends within seconds of: the controller's stop, or its silence
@@ -25,13 +25,13 @@ import time
 import traceback
 from pathlib import Path
 
-from conf import host_gpus
 from conf.load import load
-from conf.processes import started
-from tasks.gang import witness
+from contract import host_gpus
+from contract.processes import started
+from tasks.gang import peer_probe
 from tasks.gang.board import Board
-from tasks.gang.host import Host
-from tasks.gang.link import Link
+from tasks.gang.diagnosis.host_evidence import Host
+from tasks.gang.member_link import Link
 from tasks.gang.ranks import Ranks, Start
 from tasks.store import open_store
 
@@ -61,14 +61,14 @@ def _take_part(board: Board, node: int, folder: Path, told: threading.Event, sta
     def word() -> dict:
         return {"gang": board.gang, "attempt": board.attempt, "state": link.word.get("state", "")}
 
-    port = witness.serve(word)
+    port = peer_probe.serve(word)
     first = board.pulse()
     if first is None:
         print(f"{board.place}: no such attempt")
         return 1
-    met = witness.reached(first[0]["addresses"], first[0]["port"])
-    address = os.environ.get("GANG_ADDRESS") or (met[1] if met else witness.addresses()[0])
-    me |= {"address": address, "port": port, "master_port": witness.free_port()}
+    met = peer_probe.reached(first[0]["addresses"], first[0]["port"])
+    address = os.environ.get("GANG_ADDRESS") or (met[1] if met else peer_probe.addresses()[0])
+    me |= {"address": address, "port": port, "master_port": peer_probe.free_port()}
     me["probe"] = _probe(first[0])
     me["place"] = os.environ.get("GANG_PLACE") or os.environ.get("SLURM_TOPOLOGY_ADDR", "")
     link.met = met is not None

@@ -1,7 +1,7 @@
 """A member's side of the board: a thread that reads the controller's word, renews this member's, and ships logs.
 
 The thread may hang for as long as the store does; what it knows stands in plain attributes, with the moments by this
-host's clock. Where the store is silent a second thread asks the witnesses (tasks/gang/witness.py).
+host's clock. Where the store is silent a second thread asks the witnesses (tasks/gang/peer_probe.py).
 """
 
 import threading
@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from tasks.gang import witness
+from tasks.gang import peer_probe
 from tasks.gang.board import PEERS, POLLED, RENEWED, STALE, Board, Notice
 
 SHIPPED = 3.0  # seconds between pieces of a log
@@ -135,7 +135,7 @@ class Link:
                 self.witnessed = time.monotonic()
                 continue
             for address, port in self._witnesses():
-                said = witness.ask(address, port)
+                said = peer_probe.ask(address, port)
                 if said is None or said.get("gang") != self.board.gang:
                     continue
                 if said["attempt"] != self.board.attempt or said["state"] == "stop":

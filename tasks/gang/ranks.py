@@ -1,8 +1,8 @@
 """The ranks of one host: torchrun and what it started, and how each of them is.
 
 A rank is dead by torchrun's word, or by its own account before that; it is silent when the thread that writes its signs
-of life (trainer/life.py) says nothing, and stalled when that thread lives and no step is made. All times are this
-host's monotonic clock. Ranks end with torchrun, whatever it dies of (trainer/entry.py).
+of life (trainer/startup/heartbeat.py) says nothing, and stalled when that thread lives and no step is made. All times
+are this host's monotonic clock. Ranks end with torchrun, whatever it dies of (trainer/startup/entry.py).
 """
 
 import contextlib
@@ -19,11 +19,12 @@ from pathlib import Path
 from typing import Any
 
 from conf import network
-from conf.amounts import size
-from conf.processes import started
-from conf.schema import Run
-from tasks.gang import host, witness
-from tasks.launch import PRIVATE, ROOT
+from conf.schema.run import Run
+from contract.amounts import size
+from contract.processes import started
+from tasks.gang import peer_probe
+from tasks.gang.diagnosis import host_evidence
+from tasks.run.launch import PRIVATE, ROOT
 
 # Seconds without a sign of life, by the state of the process in /proc: one that is stopped (T) will not come back by
 # itself, a disk or driver (D) may answer late, and any other may hold its interpreter for long, as an import does.
@@ -60,12 +61,12 @@ class Ranks:
         command += ["--master-addr", start.master[0], "--master-port", str(start.master[1])]
         command += ["--log-dir", str(folder / "ranks"), "--redirects", "3"]
         command += ["-m", "trainer.train", str(start.conf)]
-        environment = network.environment(start.run, host.gpu())  # what this host says already wins
+        environment = network.environment(start.run, host_evidence.gpu())  # what this host says already wins
         environment |= {name: value for name, value in os.environ.items() if not name.startswith(PRIVATE)}
         environment |= {"PYTHONUNBUFFERED": "1", "PYTHONPATH": str(ROOT), "LIFE_FOLDER": str(folder / "life")}
         environment |= {"GANG_ATTEMPT": start.name, "TRAINER_FAULT_FILE": str(folder / "fault")}
         environment.setdefault("OMP_NUM_THREADS", "1")
-        if name := witness.interface(start.address):  # gloo and NCCL else guess, by the name of the host
+        if name := peer_probe.interface(start.address):  # gloo and NCCL else guess, by the name of the host
             environment.setdefault("GLOO_SOCKET_IFNAME", name)
             environment.setdefault("NCCL_SOCKET_IFNAME", f"={name}")
         self.log = folder / "torchrun.log"

@@ -1,11 +1,12 @@
-"""The report of preparation (report.json, by trainer/data/report.py) for people: a page, tables of samples, figures.
+"""The report of preparation (report.json, by trainer/data/write/report.py) for people: a page, tables of samples,
+figures.
 
 Parts of the report that do not apply, such as packing, are absent, and so is what is said of them.
 """
 
 from typing import Any
 
-from tasks.markdown import code, fenced, table, words
+from tasks.pages.markdown import code, fenced, table, words
 
 SPLITS = ("training", "validation", "test")
 EXAMPLE = 4000  # characters of it that are shown

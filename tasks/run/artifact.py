@@ -2,7 +2,7 @@
 
     <store>/<stage>/<fingerprint>/files/...         the artifact
                                  /artifact.json     its record, written last: without one there is no artifact
-                                 /lease.json        who is making it now (tasks/lease.py)
+                                 /lease.json        who is making it now (tasks/run/lease.py)
 
 The fingerprint is derived from the stage, the version of its code, the configuration that bears identity and the
 fingerprints of its inputs: known before anything is made, and never from where it runs. A record counts only while
@@ -20,8 +20,8 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from tasks import lease
-from tasks.faults import Fault
+from contract.faults import Fault
+from tasks.run import lease
 from tasks.store import File, Store
 from tasks.store.folder import PARTIAL, walk
 

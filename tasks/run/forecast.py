@@ -1,11 +1,11 @@
 """What a run would do: each stage's fingerprint, whether it is there, why not, and what making it would cost."""
 
-from conf.amounts import size
-from conf.schema import Run
-from tasks import artifact
-from tasks.artifact import Artifact, Stage
-from tasks.order import asked
-from tasks.progress import clock
+from conf.schema.run import Run
+from contract.amounts import size
+from tasks.run import artifact
+from tasks.run.artifact import Artifact, Stage
+from tasks.run.order import asked
+from tasks.run.progress import clock
 from tasks.store import Store
 
 

@@ -1,12 +1,12 @@
 """Runs a command so that nothing of it outlives whoever asked for it, however that one dies.
 
-    python -m tasks.guard COMMAND ...       with standard input held open by the one who asks
+    python -m tasks.run.guard COMMAND ...       with standard input held open by the one who asks
 
 Its standard input is a pipe that nobody writes to: when it closes, whoever held it is gone or wants an end. The command
 then gets SIGTERM, GRACE seconds to leave (a training saves a checkpoint), then SIGKILL. A SIGTERM to this process does
 the same. All that the command starts, in whatever sessions, comes back to this process when its parents die (it is
 their subreaper), and is killed before this process leaves. If this process itself is killed, the kernel kills the
-command, and torchrun's ranks see to their own end (trainer/entry.py). The exit code is the command's.
+command, and torchrun's ranks see to their own end (trainer/startup/entry.py). The exit code is the command's.
 
 Standard library only: it starts in 30 ms.
 """

@@ -1,7 +1,7 @@
 """Starts a trainer command for one resolved configuration, and passes on what it says.
 
-The command runs under tasks/guard.py: it ends when this process does. Exit code 2 is a fault of the user's, whose line
-the trainer printed; it becomes a Fault. Any other failure shows the last lines, and where the rest is.
+The command runs under tasks/run/guard.py: it ends when this process does. Exit code 2 is a fault of the user's, whose
+line the trainer printed; it becomes a Fault. Any other failure shows the last lines, and where the rest is.
 """
 
 import collections
@@ -16,12 +16,12 @@ from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from conf import host_gpus
 from conf.load import dump
-from conf.schema import Run
-from tasks.faults import Fault, Stopped
+from conf.schema.run import Run
+from contract import host_gpus
+from contract.faults import Fault, Stopped
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 TICK = 0.5
 SHOWN = 20  # last lines of a failed command
 LONGEST = 1 << 16  # bytes of a line; the rest is the next one
@@ -91,7 +91,7 @@ def process(
         if hold is None:
             raise Stopped(f"{arguments[0]}: stopped while it waited for GPUs")
         running = subprocess.Popen(
-            [sys.executable, "-m", "tasks.guard", sys.executable, "-m", *arguments],
+            [sys.executable, "-m", "tasks.run.guard", sys.executable, "-m", *arguments],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

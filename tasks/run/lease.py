@@ -15,8 +15,8 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from conf.processes import started
-from tasks.faults import Stopped
+from contract.faults import Stopped
+from contract.processes import started
 from tasks.store import Store
 
 RENEWED = 5.0  # seconds between renewals

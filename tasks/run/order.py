@@ -1,6 +1,6 @@
 """The stages of a run, in order, and which of them are asked for."""
 
-from conf.schema import Run
+from conf.schema.run import Run
 
 ORDER = ("download", "prepare", "convert", "evaluate-base", "train", "export", "evaluate-tuned", "promote")
 OF_EVALUATION = ("evaluate-base", "evaluate-tuned", "promote")

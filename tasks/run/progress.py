@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from conf.amounts import size
+from contract.amounts import size
 
 SHOWN_AFTER = 2.0  # seconds: what ends sooner needs no bar
 EVERY = 2.0

@@ -2,7 +2,7 @@
 
 A stage's task calls obtain(name, make). It ends in a state that says how: Cached, Completed, Failed with one line, or
 NotAsked for what lies behind the last stage that was asked for, and for evaluations where evaluate.tasks is empty. All
-is told to MLflow as well (tasks/tracking.py).
+is told to MLflow as well (tasks/tracking/).
 """
 
 import json
@@ -20,13 +20,14 @@ from prefect.cache_policies import NO_CACHE
 from prefect.futures import PrefectFuture
 from prefect.states import Completed, Failed
 
-from conf import host_gpus
-from conf.schema import Run
-from tasks import artifact, launch, tracking
-from tasks.artifact import Artifact, Stage, Work
-from tasks.faults import Fault, Stopped
-from tasks.order import OF_EVALUATION, asked
-from tasks.progress import Progress
+from conf.schema.run import Run
+from contract import host_gpus
+from contract.faults import Fault, Stopped
+from tasks import tracking
+from tasks.run import artifact, launch
+from tasks.run.artifact import Artifact, Stage, Work
+from tasks.run.order import OF_EVALUATION, asked
+from tasks.run.progress import Progress
 from tasks.store import Store, open_store
 from tasks.tracking.address import resolve
 
@@ -55,7 +56,7 @@ def _may_pass(task, task_run, state: State) -> bool:
 
 
 OPTIONS: dict[str, Any] = {
-    "cache_policy": NO_CACHE,  # tasks/artifact.py finds what was made before
+    "cache_policy": NO_CACHE,  # tasks/run/artifact.py finds what was made before
     "persist_result": False,
     "retries": 1,
     "retry_delay_seconds": 5,

@@ -16,8 +16,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from conf import regular_files
-from tasks.faults import Fault
+from contract import regular_files
+from contract.faults import Fault
 
 SETTLED = 2.0  # seconds; FAT has that grain, ext4 4 ms
 LARGE = 1 << 20  # bytes; what is smaller is read in less time than its digest is looked up

@@ -13,12 +13,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from conf import row_files
-from conf.data import Part
-from tasks import hub
-from tasks.faults import Fault
-from tasks.file_digests import digests
-from tasks.hub import api, s3_source, wanted
+from conf.schema import row_files
+from conf.schema.data import Part
+from contract.faults import Fault
+from tasks.sources import hub
+from tasks.sources.file_digests import digests
+from tasks.sources.hub import api, file_choice, s3_source
 
 TICKETS = "tiny://tickets"
 
@@ -124,7 +124,7 @@ def _objects(source: str, key: str) -> tuple[str, dict[str, tuple[int, str]]]:
             f"{key}: {source}: none of the {len(objects)} objects there is a file of rows, such as {min(objects)}; "
             f"they end in {row_files.ENDINGS}"
         )
-    if bad := next((name for name in found if wanted.unsafe_name(name)), None):
+    if bad := next((name for name in found if file_choice.unsafe_name(name)), None):
         raise Fault(f"{key}: {source}: {bad!r} is no name of a file inside a folder; rename it")
     return uri, {name: objects[name] for name in found}
 

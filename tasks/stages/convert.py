@@ -2,11 +2,11 @@
 
 from prefect import State, task
 
-from conf.schema import Run
-from conf.sections import Layout
-from tasks import launch
-from tasks.artifact import Artifact, Stage, Work
-from tasks.session import OPTIONS, Session
+from conf.schema.run import Run
+from conf.schema.sections import Layout
+from tasks.run import launch
+from tasks.run.artifact import Artifact, Stage, Work
+from tasks.run.session import OPTIONS, Session
 
 VERSION = 1
 

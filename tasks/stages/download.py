@@ -2,12 +2,13 @@
 
 from prefect import State, task
 
-from conf.schema import Run
-from tasks import hub, launch
-from tasks.artifact import Stage, Work
-from tasks.faults import Fault
-from tasks.progress import Progress
-from tasks.session import OPTIONS, Session
+from conf.schema.run import Run
+from contract.faults import Fault
+from tasks.run import launch
+from tasks.run.artifact import Stage, Work
+from tasks.run.progress import Progress
+from tasks.run.session import OPTIONS, Session
+from tasks.sources import hub
 
 VERSION = 1
 

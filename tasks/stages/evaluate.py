@@ -8,14 +8,14 @@ from pathlib import Path
 
 from prefect import State, task
 
-from conf import regular_files
-from conf.load import UNFIT
-from conf.schema import Run
-from tasks import launch
-from tasks.artifact import Artifact, Stage, Work
-from tasks.faults import Fault
-from tasks.progress import Progress, newest
-from tasks.session import OPTIONS, Session
+from conf.schema.run import Run
+from conf.strict_yaml import UNFIT
+from contract import regular_files
+from contract.faults import Fault
+from tasks.run import launch
+from tasks.run.artifact import Artifact, Stage, Work
+from tasks.run.progress import Progress, newest
+from tasks.run.session import OPTIONS, Session
 
 VERSION = 1
 SHOWN = 5  # last lines of vLLM's log

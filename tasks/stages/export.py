@@ -2,11 +2,11 @@
 
 from prefect import State, task
 
-from conf.schema import Run
-from tasks import launch
-from tasks.artifact import Artifact, Stage, Work
-from tasks.convert import on_one_host
-from tasks.session import OPTIONS, Session
+from conf.schema.run import Run
+from tasks.run import launch
+from tasks.run.artifact import Artifact, Stage, Work
+from tasks.run.session import OPTIONS, Session
+from tasks.stages.convert import on_one_host
 
 VERSION = 1
 

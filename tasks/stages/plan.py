@@ -16,19 +16,18 @@ from prefect import State, get_run_logger, task
 from prefect.artifacts import create_markdown_artifact
 from prefect.states import Completed, Failed
 
-from conf import conversion, served
-from conf.facts import ModelFacts
-from conf.load import ConfigError
-from conf.plan import advice, display, hardware, picture, verdict
-from conf.plan.hardware import GB
-from conf.plan.verdict import Plan
-from conf.schema import Run
-from tasks import hub
-from tasks.faults import Fault
-from tasks.hub import config_json
-from tasks.markdown import fenced, table, words
-from tasks.order import OF_EVALUATION, asked
-from tasks.session import OPTIONS, Session
+from conf.model_facts import ModelFacts
+from conf.planner import advice, display, hardware, picture, verdict
+from conf.planner.hardware import GB
+from conf.planner.verdict import Plan
+from conf.rules import conversion, serving
+from conf.schema.run import Run
+from contract.faults import ConfigError, Fault
+from tasks.pages.markdown import fenced, table, words
+from tasks.run.order import OF_EVALUATION, asked
+from tasks.run.session import OPTIONS, Session
+from tasks.sources import hub
+from tasks.sources.hub import config_json
 
 
 @task(name="plan", **OPTIONS)
@@ -64,7 +63,7 @@ def unserved(planned: Plan, last: str | None) -> str:
     run = planned.run
     if not {*asked(run, last)} & {*OF_EVALUATION}:
         return ""
-    found = served.unservable(run, planned.facts, cpu=not planned.gpu.cuda or _is_cpu_build())
+    found = serving.unservable(run, planned.facts, cpu=not planned.gpu.cuda or _is_cpu_build())
     way = "evaluate.tasks=[] trains and exports it without evaluation, and promotes nothing"
     return f"plan: vLLM cannot serve {run.model.source}: {'; '.join(found)}. {way}" if found else ""
 

@@ -12,15 +12,18 @@ from typing import Any
 from prefect import State, task
 from prefect.artifacts import create_markdown_artifact
 
-from conf import layout, regular_files
-from conf.data import Data, Part
-from conf.schema import Run
-from tasks import data_report, launch, sources
-from tasks.artifact import Artifact, Stage, Work
-from tasks.faults import Fault
-from tasks.hub import wanted
-from tasks.progress import Progress, newest
-from tasks.session import OPTIONS, Session, runs_folder
+from conf.rules import layout
+from conf.schema.data import Data, Part
+from conf.schema.run import Run
+from contract import regular_files
+from contract.faults import Fault
+from tasks.pages import data_report
+from tasks.run import launch
+from tasks.run.artifact import Artifact, Stage, Work
+from tasks.run.progress import Progress, newest
+from tasks.run.session import OPTIONS, Session, runs_folder
+from tasks.sources import row_sources
+from tasks.sources.hub import file_choice
 
 VERSION = 2
 HUB_TOKENS = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")
@@ -44,7 +47,7 @@ def stage(run: Run, model: Stage) -> Stage:
     memory = runs_folder() / "cache/digests.json"
     config["sources"] = [
         part.model_dump(mode="json", include={*WHAT, *(("weight",) if data.mixture else ())}, exclude_none=True)
-        | sources.identity(part, key, memory)
+        | row_sources.identity(part, key, memory)
         for key, part in _parts(data)
     ]
     return Stage("prepare", VERSION, config, {"model": model.fingerprint})
@@ -95,7 +98,7 @@ def require_unchanged(data: Data, asked: Stage) -> None:
         raise Fault(f"data.template: {data.template}: has changed since the run began; start it again")
     for (key, part), found in zip(_parts(data), asked.config["sources"], strict=True):
         if "content" in found:
-            now = sources.identity(part, key, runs_folder() / "cache/digests.json")
+            now = row_sources.identity(part, key, runs_folder() / "cache/digests.json")
             if now["content"] != found["content"]:
                 raise Fault(f"{key}: {part.source}: has changed since the run began; start it again")
 
@@ -114,13 +117,13 @@ def _here(session: Session, model: Artifact, work: Work) -> Run:
     """The run as its sources and the tokenizer lie on this host."""
     fetched = Progress("fetch-data", "bytes").update
     parts = [
-        sources.local(part, found, key, work.folder / f"source-{number}", fetched)
+        row_sources.local(part, found, key, work.folder / f"source-{number}", fetched)
         for number, ((key, part), found) in enumerate(
             zip(_parts(session.run.data), session.stages["prepare"].config["sources"], strict=True)
         )
     ]
     tokenizer = work.folder / "tokenizer"
-    weights = {".safetensors", *wanted.PICKLES}
+    weights = {".safetensors", *file_choice.PICKLES}
     small = {name: file for name, file in model.files.items() if Path(name).suffix.lower() not in weights}
     session.store.get(f"{model.key}/files", small, tokenizer)
     run = session.at(model=tokenizer, data=work.folder / "files", logs=work.folder / "logs")

@@ -17,11 +17,11 @@ from pathlib import Path
 import httpx
 from prefect import State, task
 
-from conf.schema import Run
-from tasks import artifact
-from tasks.artifact import Artifact, Missing, Stage, Work, canonical
-from tasks.faults import Fault
-from tasks.session import OPTIONS, Session
+from conf.schema.run import Run
+from contract.faults import Fault
+from tasks.run import artifact
+from tasks.run.artifact import Artifact, Missing, Stage, Work, canonical
+from tasks.run.session import OPTIONS, Session
 from tasks.tracking.address import public
 
 VERSION = 1

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from conf.load import dump
-from conf.schema import Run
-from tasks import launch
+from conf.schema.run import Run
+from tasks.run import launch
 
 
 def rehearse(run: Run, steps: int = 0) -> dict[str, Any]:

@@ -5,14 +5,15 @@ import time
 
 from prefect import State, task
 
-from conf import identity
-from conf.schema import Run
-from tasks import launch
-from tasks.artifact import Artifact, Stage, Work
-from tasks.faults import Fault, Stopped
-from tasks.gang import controller, page
-from tasks.progress import Progress, newest
-from tasks.session import OPTIONS, Session, may_pass
+from conf.schema import identity
+from conf.schema.run import Run
+from contract.faults import Fault, Stopped
+from tasks.gang import controller
+from tasks.gang.history import prefect_page
+from tasks.run import launch
+from tasks.run.artifact import Artifact, Stage, Work
+from tasks.run.progress import Progress, newest
+from tasks.run.session import OPTIONS, Session, may_pass
 from tasks.tracking import plots
 
 STEP_EVERY = 5.0  # seconds between lines of steps in the log
@@ -61,7 +62,7 @@ def train(session: Session, model: Artifact, base: Artifact, data: Artifact) -> 
         try:
             if several:
                 gang = work.folder.name
-                with page.told(session, run, gang, metrics) as teller:
+                with prefect_page.told(session, run, gang, metrics) as teller:
                     controller.train(run, work.folder, session.store, gang, say, stop, tick, teller)
             else:
                 launch.trainer("train", run, work.folder, say, stop, tick, turn=session.turn("train", say))

@@ -4,7 +4,7 @@
     open_store("file:///mnt/runs")     a folder, also on NFS, also as a plain path (tasks/store/local.py)
 
 Keys and names are relative, with slashes; `prefix` means what lies below prefix + "/". All methods are safe to call
-from several threads, processes and hosts. What is wrong with the caller's store or folder is a tasks.faults.Fault of
+from several threads, processes and hosts. What is wrong with the caller's store or folder is a contract.faults.Fault of
 one line, in which no credential ever stands.
 
 Not covered: other stores than these, object versions, encryption keys of one's own (use the bucket's default).
@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Protocol
 from urllib.parse import unquote, urlsplit
 
-from tasks.faults import Fault
+from contract.faults import Fault
 from tasks.store.folder import File, Progress
 
 __all__ = ["File", "Progress", "Store", "open_store"]

@@ -9,8 +9,8 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from conf.amounts import size
-from tasks.faults import Fault
+from contract.amounts import size
+from contract.faults import Fault
 from tasks.store.folder import BLOCK
 
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-from tasks.faults import Fault
+from contract.faults import Fault
 
 BLOCK = 1 << 20  # bytes read at a time: hashlib lets other threads run meanwhile, and 16 threads hold 16 MiB
 # Transfers at a time: a core hashes and sends some 400 MB/s, a connection carries about 80. With 10 on 2 cores, uploads

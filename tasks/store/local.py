@@ -21,7 +21,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from tasks.faults import Fault
+from contract.faults import Fault
 from tasks.store import folder as folders
 from tasks.store.durable import copy, into_place, plainly, sync, tag_of, write_durably
 from tasks.store.folder import File, Meter, Progress, checked, work_through

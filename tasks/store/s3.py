@@ -10,28 +10,22 @@ An object's tag is its ETag. Its SHA-256 is stored with it as metadata and is wh
 
 import contextlib
 import functools
-import logging
-import os
 import secrets
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tasks.faults import Fault
-from tasks.store.folder import THREADS, File, Progress, checked
+from contract.faults import Fault
+from tasks.store import s3_download, s3_upload
+from tasks.store.folder import File, Progress
+from tasks.store.s3_bucket import S3Bucket, tag_of
 from tasks.store.s3_errors import ABSENT, ATTEMPTS, REFUSED, Refused, broken, code_of, lost, pause, plainly
 
 
 @dataclass(frozen=True)
-class S3Store:
-    bucket: str
-    prefix: str
-    hasty: bool = False
-
-    @property
-    def uri(self) -> str:
-        return f"s3://{self.bucket}/{self.prefix}".rstrip("/")
+class S3Store(S3Bucket):
+    """The object store on S3."""
 
     def read(self, key: str) -> tuple[bytes, str] | None:
         for attempt in range(ATTEMPTS):
@@ -73,27 +67,13 @@ class S3Store:
         except Refused:
             return False
 
-    def keys(self, prefix: str) -> dict[str, tuple[int, str]]:
-        below = self.below(prefix)
-        with plainly(self):
-            pages = self.client.get_paginator("list_objects_v2").paginate(Bucket=self.bucket, Prefix=below)
-            found = (entry for page in pages for entry in page.get("Contents", ()))
-            # "folders" that consoles make are empty objects whose names end in a slash
-            return {e["Key"][len(below) :]: (e["Size"], tag_of(e)) for e in found if not e["Key"].endswith("/")}
-
     def put(self, folder: Path, prefix: str, progress: Progress | None = None) -> dict[str, File]:
-        from tasks.store import s3_upload
-
         return s3_upload.put(self, folder, prefix, progress)
 
     def get(self, prefix: str, files: dict[str, File], folder: Path, progress: Progress | None = None) -> None:
-        from tasks.store import s3_download
-
         s3_download.get(self, prefix, files, folder, progress)
 
     def changed(self, prefix: str, files: dict[str, File], deep: bool = False) -> dict[str, str]:
-        from tasks.store import s3_download
-
         return s3_download.changed(self, prefix, files, deep)
 
     def place(self, prefix: str) -> Path | None:
@@ -110,64 +90,6 @@ class S3Store:
                 for upload in ids:
                     self.abort(key, upload)
         return sum(size for size, _ in there.values())
-
-    def remove_all(self, prefix: str, names: Any) -> None:
-        below, names = self.below(prefix), list(names)
-        with plainly(self):
-            for start in range(0, len(names), 1000):  # as many as one request takes
-                batch = [{"Key": below + name} for name in names[start : start + 1000]]
-                gone = self.client.delete_objects(Bucket=self.bucket, Delete={"Objects": batch, "Quiet": True})
-                for error in gone.get("Errors", ()):
-                    raise Fault(f"s3://{self.bucket}/{error['Key']}: not deleted: {error.get('Code')}; see its policy")
-
-    def uploads(self, prefix: str) -> dict[str, list[str]]:
-        """Multipart uploads under way below the prefix: their ids by key, the newest last."""
-        found: dict[str, list[tuple[str, str]]] = {}
-        pages = self.client.get_paginator("list_multipart_uploads")
-        for page in pages.paginate(Bucket=self.bucket, Prefix=self.below(prefix)):
-            for upload in page.get("Uploads", ()):
-                found.setdefault(upload["Key"], []).append((str(upload["Initiated"]), upload["UploadId"]))
-        return {key: [upload for _, upload in sorted(ids)] for key, ids in found.items()}
-
-    def abort(self, key: str, upload: str) -> None:
-        try:
-            self.client.abort_multipart_upload(Bucket=self.bucket, Key=key, UploadId=upload)
-        except Exception as error:
-            if code_of(error) not in ("NoSuchUpload", "404"):
-                raise
-
-    def at(self, *names: str) -> str:
-        name = checked("/".join(part for part in names if part))
-        return f"{self.prefix}/{name}" if self.prefix else name
-
-    def below(self, prefix: str) -> str:
-        return self.at(prefix) + "/" if prefix else self.prefix + "/" if self.prefix else ""
-
-    @functools.cached_property
-    def client(self) -> Any:
-        import boto3
-        from botocore.config import Config
-
-        logger = logging.getLogger("botocore")  # at DEBUG it writes the headers that sign each request, tokens included
-        if logger.getEffectiveLevel() < logging.INFO:
-            logger.setLevel(logging.INFO)
-        settings: dict[str, Any] = {}
-        if not os.environ.get("AWS_MAX_ATTEMPTS") and not os.environ.get("AWS_RETRY_MODE"):
-            settings["retries"] = {"mode": "standard", "max_attempts": 2 if self.hasty else ATTEMPTS}
-        if os.environ.get("AWS_ENDPOINT_URL") or os.environ.get("AWS_ENDPOINT_URL_S3"):
-            settings["s3"] = {"addressing_style": "path"}  # stores beside Amazon's rarely have a host name per bucket
-        with plainly(self, "no client"):
-            return boto3.session.Session().client(
-                "s3",
-                config=Config(
-                    connect_timeout=2 if self.hasty else 10,
-                    read_timeout=4 if self.hasty else 60,
-                    tcp_keepalive=True,
-                    max_pool_connections=THREADS,
-                    response_checksum_validation="when_required",  # every file's SHA-256 is checked instead
-                    **settings,
-                ),
-            )
 
     @functools.cached_property
     def conditional(self) -> bool:
@@ -215,7 +137,3 @@ class S3Store:
                             return tag_of(there)
                 return None
         return None
-
-
-def tag_of(answer: dict) -> str:
-    return answer["ETag"].strip('"')

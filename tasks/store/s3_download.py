@@ -16,17 +16,14 @@ import threading
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from conf.amounts import unlike
-from tasks.faults import Fault
+from contract.amounts import unlike
+from contract.faults import Fault
 from tasks.store import folder as folders
 from tasks.store.durable import plainly as disk_plainly
 from tasks.store.folder import BLOCK, File, Meter, Progress, Task, work_through
+from tasks.store.s3_bucket import S3Bucket
 from tasks.store.s3_errors import ABSENT, ATTEMPTS, broken, code_of, lost, pause, plainly
-
-if TYPE_CHECKING:
-    from tasks.store.s3 import S3Store
 
 PIECE = 8 << 20  # what an interruption costs at most, per thread
 RANGE = 8  # pieces per request: of 64 MiB, the 30 ms that a request costs are a few percent
@@ -49,7 +46,7 @@ class Download:
         return self.partial.with_suffix(".pieces")
 
 
-def get(store: "S3Store", prefix: str, files: dict[str, File], folder: Path, progress: Progress | None) -> None:
+def get(store: S3Bucket, prefix: str, files: dict[str, File], folder: Path, progress: Progress | None) -> None:
     meter = Meter(progress, sum(file.size for file in files.values()))
     with disk_plainly(folder), plainly(store):
         targets = folders.inside(folder, files)
@@ -65,7 +62,7 @@ def get(store: "S3Store", prefix: str, files: dict[str, File], folder: Path, pro
     meter.end()
 
 
-def changed(store: "S3Store", prefix: str, files: dict[str, File], deep: bool) -> dict[str, str]:
+def changed(store: S3Bucket, prefix: str, files: dict[str, File], deep: bool) -> dict[str, str]:
     there, wrong = store.keys(prefix), {}
 
     def one(name: str, file: File) -> None:
@@ -92,7 +89,7 @@ def changed(store: "S3Store", prefix: str, files: dict[str, File], deep: bool) -
     return {name: wrong[name] for name in files if name in wrong}
 
 
-def _begin(store: "S3Store", d: Download, meter: Meter) -> Iterable[Task] | None:
+def _begin(store: S3Bucket, d: Download, meter: Meter) -> Iterable[Task] | None:
     if folders.matches(d.target, d.file):
         meter.add(d.file.size)
         return None
@@ -107,7 +104,7 @@ def _begin(store: "S3Store", d: Download, meter: Meter) -> Iterable[Task] | None
     return _ranges(store, d, meter)
 
 
-def _ranges(store: "S3Store", d: Download, meter: Meter) -> list[Task]:
+def _ranges(store: S3Bucket, d: Download, meter: Meter) -> list[Task]:
     done = _read_journal(d)
     pieces = -(-d.file.size // PIECE)
     d.resumed = bool(done)
@@ -128,7 +125,7 @@ def _ranges(store: "S3Store", d: Download, meter: Meter) -> list[Task]:
     return [functools.partial(_fetch, store, d, span[0], span[-1] + 1, meter) for span in reversed(spans)]
 
 
-def _fetch(store: "S3Store", d: Download, first: int, last: int, meter: Meter) -> Iterable[Task] | None:
+def _fetch(store: S3Bucket, d: Download, first: int, last: int, meter: Meter) -> Iterable[Task] | None:
     at = first * PIECE
     stop = min(last * PIECE, d.file.size)
     with d.partial.open("r+b", buffering=0) as f, d.journal.open("ab", buffering=0) as journal:
@@ -147,7 +144,7 @@ def _fetch(store: "S3Store", d: Download, first: int, last: int, meter: Meter) -
         return None if d.left else [lambda: _verify(store, d, meter)]
 
 
-def _verify(store: "S3Store", d: Download, meter: Meter) -> Iterable[Task] | None:
+def _verify(store: S3Bucket, d: Download, meter: Meter) -> Iterable[Task] | None:
     if folders.sha256(d.partial) != d.file.sha256:
         d.partial.unlink()
         d.journal.unlink()
@@ -166,7 +163,7 @@ class Gone(Fault):
     what = ""
 
 
-def stream(store: "S3Store", key: str, start: int, stop: int, size: int) -> Iterator[bytes]:
+def stream(store: S3Bucket, key: str, start: int, stop: int, size: int) -> Iterator[bytes]:
     """The bytes from start to stop of an object of this size; goes on where a connection broke."""
     at, broke = start, 0
     while at < stop:
@@ -194,13 +191,13 @@ def stream(store: "S3Store", key: str, start: int, stop: int, size: int) -> Iter
             pause(broke)
 
 
-def _gone(store: "S3Store", key: str, what: str) -> Gone:
+def _gone(store: S3Bucket, key: str, what: str) -> Gone:
     gone = Gone(f"s3://{store.bucket}/{key}: {what}; make it again")
     gone.what = what
     return gone
 
 
-def _not_as_recorded(store: "S3Store", d: Download) -> Fault:
+def _not_as_recorded(store: S3Bucket, d: Download) -> Fault:
     return Fault(f"s3://{store.bucket}/{d.key}: its content is not what was recorded; make it again")
 
 

@@ -9,13 +9,20 @@ import functools
 import secrets
 import time
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, NoReturn
+from typing import Any, NoReturn, Protocol
 from urllib.parse import urlsplit
 
-from tasks.faults import Fault
+from contract.faults import Fault
 
-if TYPE_CHECKING:
-    from tasks.store.s3 import S3Store
+
+class Named(Protocol):
+    """What is talked to: its address without secrets, and boto3's client for it."""
+
+    @property
+    def uri(self) -> str: ...
+    @property
+    def client(self) -> Any: ...
+
 
 ATTEMPTS = 8
 REFUSED = {"PreconditionFailed", "412", "ConditionalRequestConflict", "409", "NoSuchKey", "404"}
@@ -61,7 +68,7 @@ def pause(attempt: int) -> None:
 
 
 @contextlib.contextmanager
-def plainly(store: "S3Store", stage: str = "") -> Iterator[None]:
+def plainly(store: Named, stage: str = "") -> Iterator[None]:
     """botocore's exceptions as one line of our own words: theirs may hold a key's id or an address with a password."""
     from botocore.exceptions import BotoCoreError, ClientError
 
@@ -75,7 +82,7 @@ def plainly(store: "S3Store", stage: str = "") -> Iterator[None]:
         raise Fault(f"{store.uri}: no S3 client; AWS_ENDPOINT_URL or the region is not valid") from None
 
 
-def _explain(store: "S3Store", error: Exception, stage: str) -> NoReturn:
+def _explain(store: Named, error: Exception, stage: str) -> NoReturn:
     kind, code = type(error).__name__, code_of(error)
     operation = getattr(error, "operation_name", "")
     if code in REFUSED:
@@ -104,6 +111,6 @@ def _explain(store: "S3Store", error: Exception, stage: str) -> NoReturn:
     raise Fault(f"{store.uri}: {text}") from None
 
 
-def _endpoint(store: "S3Store") -> str:
+def _endpoint(store: Named) -> str:
     parts = urlsplit(store.client.meta.endpoint_url)
     return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}"

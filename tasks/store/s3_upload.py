@@ -19,17 +19,14 @@ import zlib
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from tasks.faults import Fault
+from contract.faults import Fault
 from tasks.store import folder as folders
 from tasks.store.durable import plainly as disk_plainly
 from tasks.store.folder import BLOCK, File, Meter, Progress, Task, work_through
-from tasks.store.s3 import tag_of
+from tasks.store.s3_bucket import S3Bucket, tag_of
 from tasks.store.s3_errors import Refused, code_of, plainly
-
-if TYPE_CHECKING:
-    from tasks.store.s3 import S3Store
 
 PART = 16 << 20  # S3 wants at least 5 MiB; per request some 30 ms go by without data
 RESTARTS = 3  # of a multipart upload that somebody else aborted
@@ -60,7 +57,7 @@ class Upload:
         return self.moment[0]
 
 
-def put(store: "S3Store", folder: Path, prefix: str, progress: Progress | None) -> dict[str, File]:
+def put(store: S3Bucket, folder: Path, prefix: str, progress: Progress | None) -> dict[str, File]:
     sources = folders.walk(folder)
     there = store.keys(prefix)
     moments = {name: moment(path) for name, path in sources.items()}
@@ -92,7 +89,7 @@ def interleaved(tasks: list[Task], sizes: list[int]) -> list[Task]:
 
 @dataclass(frozen=True)
 class Job:
-    store: "S3Store"
+    store: S3Bucket
     prefix: str
     there: dict[str, tuple[int, str]]
     under_way: dict[str, list[str]]
@@ -292,6 +289,6 @@ def crc_text(crc: int) -> str:
     return base64.b64encode(crc.to_bytes(4, "big")).decode()
 
 
-def checksums(store: "S3Store") -> bool:
+def checksums(store: S3Bucket) -> bool:
     """Off by AWS_REQUEST_CHECKSUM_CALCULATION=when_required, for stores that do not know these headers."""
     return store.client.meta.config.request_checksum_calculation == "when_supported"

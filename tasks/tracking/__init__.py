@@ -29,7 +29,7 @@ import threading
 import time
 from pathlib import Path
 
-from tasks.faults import Fault
+from contract.faults import Fault
 from tasks.tracking import journal, machine
 from tasks.tracking.address import clean, public, resolve
 from tasks.tracking.journal import Journal

@@ -5,7 +5,7 @@ import sys
 import time
 from pathlib import Path
 
-from conf.processes import started
+from contract.processes import started
 from tasks.tracking.shipping import drain
 
 LEAVES_WITHIN = 60.0  # seconds; a worker kills a cancelled flow after that

@@ -5,7 +5,7 @@ import re
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from tasks.faults import Fault
+from contract.faults import Fault
 
 SCHEMES = {"http", "https", "sqlite", "postgresql", "mysql", "mssql", "databricks"}
 

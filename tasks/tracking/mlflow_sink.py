@@ -38,7 +38,7 @@ from mlflow.entities import (  # noqa: E402
 from mlflow.exceptions import MlflowException, RestException  # noqa: E402
 
 from tasks.tracking.address import clean  # noqa: E402
-from tasks.tracking.shipping import Away, Refused  # noqa: E402
+from tasks.tracking.outages import Away, Refused  # noqa: E402
 
 MOST = 1000  # entities of one log_batch; MLflow takes no more
 REFUSALS = {

@@ -17,19 +17,12 @@ from typing import Protocol
 from tasks.tracking import journal
 from tasks.tracking.address import clean, with_password
 from tasks.tracking.journal import Journal
+from tasks.tracking.outages import Away, Refused
 
 log = logging.getLogger("finetune.tracking")
 
 PAUSE = 0.3  # seconds between rounds while all is well, so that one call carries several events
 PATIENCE = 10.0  # seconds between tries at most
-
-
-class Away(Exception):
-    """The service does not answer, or answers that it cannot now."""
-
-
-class Refused(Exception):
-    """The service will never take this."""
 
 
 class Sink(Protocol):

@@ -12,7 +12,7 @@ from pathlib import Path
 import wandb
 
 from tasks.tracking.address import clean
-from tasks.tracking.shipping import Away
+from tasks.tracking.outages import Away
 
 
 class WandbSink:

@@ -141,9 +141,9 @@ def memory(pid: int) -> float:
 
 def bridge(folder: Path, source: Path, workers: int) -> float:
     """Materialise, index and pack, as Megatron-Bridge does it."""
-    from trainer import platform
+    from trainer.startup import device
 
-    platform.start()
+    device.start()
     import datasets
     from megatron.bridge.data.builders import gpt_sft
     from megatron.bridge.data.datasets.utils import build_index_files

@@ -31,7 +31,7 @@ from tests.tasks import s3_server
 
 ROOT = Path(__file__).parents[2]
 BUCKET = "bench"
-WAYS = {"ours": "tasks/store.py", "loop": "loop of upload_file/download_file", "manager": "TransferManager"}
+WAYS = {"ours": "tasks/store/s3.py", "loop": "loop of upload_file/download_file", "manager": "TransferManager"}
 
 
 def sizes(total: int, count: int) -> list[int]:

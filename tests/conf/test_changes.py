@@ -1,13 +1,13 @@
-"""conf/changes.py: a form's changes are checked as the configuration is, and arrive there unchanged."""
+"""conf/overrides.py: a form's changes are checked as the configuration is, and arrive there unchanged."""
 
 import json
 
 import pytest
 from pydantic import ValidationError
 
-from conf.changes import Changes, as_overrides, from_overrides
 from conf.load import load
-from conf.schema import sections
+from conf.overrides import Changes, as_overrides, from_overrides
+from conf.schema.run import sections
 
 
 @pytest.mark.parametrize(

@@ -1,10 +1,11 @@
-"""conf/facts.py: what is read of each family's config.json, and that one which is no model's is refused by name."""
+"""conf/model_facts.py: what is read of each family's config.json, and that one which is no model's is refused by
+name."""
 
 import re
 
 import pytest
 
-from conf.facts import MODELS, ModelFacts, facts_from_hf, known
+from conf.model_facts import MODELS, ModelFacts, facts_from_hf, known
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],

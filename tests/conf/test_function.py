@@ -1,4 +1,5 @@
-"""conf/function.py: keys of config.json that would not reach Megatron's model are named; those of releases pass."""
+"""conf/rules/function.py: keys of config.json that would not reach Megatron's model are named; those of releases
+pass."""
 
 import ast
 import json
@@ -8,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from conf.conversion import obstacles
-from conf.facts import CONVERTED, MODELS, UNBRIDGED
-from conf.function import BRIDGE, FAMILIES, LEFT, WINDOWS, unread
-from trainer.tiny import KINDS
+from conf.model_facts import CONVERTED, MODELS, UNBRIDGED
+from conf.rules.conversion import obstacles
+from conf.rules.function import BRIDGE, FAMILIES, LEFT, WINDOWS, unread
+from trainer.rehearsal.tiny_models import KINDS
 
 # What releases say beside their sizes.
 TOKENS = {"bos_token_id": 1, "eos_token_id": [2, 3], "pad_token_id": 4, "use_cache": True, "torch_dtype": "bfloat16"}
@@ -154,4 +155,6 @@ def test_the_tables_know_every_key_of_transformers(architecture):
 
 
 def test_the_tables_were_read_from_the_installed_bridge():
-    assert version("megatron-bridge") == BRIDGE, "read conf/function.py against this release, and run its slow tests"
+    assert version("megatron-bridge") == BRIDGE, (
+        "read conf/rules/function.py against this release, and run its slow tests"
+    )

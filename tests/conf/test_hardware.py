@@ -1,9 +1,10 @@
-"""conf/plan/hardware.py: the figures hang together, and a user's own GPU is read strictly."""
+"""conf/planner/hardware.py: the figures hang together, and a user's own GPU is read strictly."""
 
 import pytest
 
-from conf.load import ConfigError, load
-from conf.plan.hardware import GB, GIB, GPUS, of, priced, read
+from conf.load import load
+from conf.planner.hardware import GB, GIB, GPUS, of, priced, read
+from contract.faults import ConfigError
 
 OWN = {"name": "l40s", "memory": 44.4, "bf16": 362, "hbm": 864, "link": 32, "network": 25, "per_host": 8}
 

@@ -1,4 +1,4 @@
-"""conf/host_gpus.py with real processes and kills; nvidia-smi is a script that reads what a test writes."""
+"""contract/host_gpus.py with real processes and kills; nvidia-smi is a script that reads what a test writes."""
 
 import json
 import os
@@ -12,13 +12,13 @@ from pathlib import Path
 
 import pytest
 
-from conf import host_gpus
+from contract import host_gpus
 
 ROOT = Path(__file__).parents[2]
 # A process that takes its turns: says when it has the GPUs, and notes it where two at once would be seen.
 HOLDER = """
 import sys, time
-from conf import host_gpus
+from contract import host_gpus
 hold = host_gpus.take(sys.argv[1], lambda line: print(line, flush=True))
 print("has", *hold.gpus, flush=True)
 time.sleep(float(sys.argv[2]))
@@ -170,7 +170,7 @@ def test_two_never_have_one_gpu_while_processes_are_killed_at_any_moment(host, t
     host(a=0, b=0)
     code = """
 import os, sys, time
-from conf import host_gpus
+from contract import host_gpus
 while True:
     with host_gpus.taken("toy", lambda line: None) as hold:
         for gpu in hold.gpus:

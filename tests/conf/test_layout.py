@@ -1,4 +1,4 @@
-"""conf/layout.py: the two grids, what each rule says, and that the values it offers are legal."""
+"""conf/rules/layout.py: the two grids, what each rule says, and that the values it offers are legal."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 import yaml
 
-from conf.facts import facts_from_hf
-from conf.layout import Grid, grid, problems
 from conf.load import load
-from conf.schema import Run, sections
+from conf.model_facts import facts_from_hf
+from conf.rules.layout import Grid, grid, problems
+from conf.schema.run import Run, sections
 from tests.trainer.drawn import pair
 
 GLM = {

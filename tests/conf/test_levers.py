@@ -1,13 +1,16 @@
-"""conf/levers.py: what goes together, what a width or a GPU rules out, and that a line says what would be right."""
+"""conf/rules/precision.py: what goes together, what a width or a GPU rules out, and that a line says what would be
+right."""
 
 import pytest
 
-from conf.facts import known
-from conf.layout import problems
-from conf.levers import beyond_a_cpu, unsupported, widths
-from conf.load import ConfigError, load
-from conf.plan.hardware import CPU, GPUS
-from conf.plan.rates import fp8
+from conf.load import load
+from conf.model_facts import known
+from conf.planner.gpu_limits import unsupported
+from conf.planner.hardware import CPU, GPUS
+from conf.planner.rates import fp8
+from conf.rules.layout import problems
+from conf.rules.precision import beyond_a_cpu, widths
+from contract.faults import ConfigError
 
 FULL = "adapter.kind=none"
 

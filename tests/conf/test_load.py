@@ -12,10 +12,12 @@ import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
-from conf import layout
-from conf.data import Part, Rows
-from conf.load import FOLDER, ConfigError, dump, load, main
-from conf.schema import Run, contradictions, sections
+from conf.load import FOLDER, dump, load, main
+from conf.rules import layout
+from conf.rules.contradictions import contradictions
+from conf.schema.data import Part, Rows
+from conf.schema.run import Run, sections
+from contract.faults import ConfigError
 
 RIGHT = """\
 name: a-run

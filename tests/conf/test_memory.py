@@ -1,15 +1,15 @@
-"""conf/plan/memory.py: parameters to the byte, activations by what they may never do, and against measured runs."""
+"""conf/planner/memory.py: parameters to the byte, activations by what they may never do, and against measured runs."""
 
 from dataclasses import replace
 from itertools import pairwise
 
 import pytest
 
-from conf.facts import facts_from_hf, known
 from conf.load import load
-from conf.plan import activations
-from conf.plan.hardware import GIB, GPUS
-from conf.plan.memory import host, in_flight, memory
+from conf.model_facts import facts_from_hf, known
+from conf.planner import activations
+from conf.planner.hardware import GIB, GPUS
+from conf.planner.memory import host, in_flight, memory
 
 H200 = GPUS["h200"]
 # Small enough to be counted by hand.

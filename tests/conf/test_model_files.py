@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 
-from conf.facts import CONVERTED
-from conf.faults import Fault
-from conf.function import FAMILIES
-from conf.model_files import safetensors_header, whole
+from conf.model_facts import CONVERTED
+from conf.model_files import safetensors_header
+from conf.planner import released_model
+from conf.rules.function import FAMILIES
+from contract.faults import Fault
 from tests import small_model
 from tests.small_model import SHARDS, read_shard, write_shard
 
@@ -39,7 +40,7 @@ def model(original, tmp_path) -> Path:
 
 
 def test_a_whole_model_is_accepted(model):
-    config, facts = whole.check_released(model)
+    config, facts = released_model.check_released(model)
     assert (config["model_type"], facts.layers, facts.experts) == ("qwen3_moe", 2, 4)
 
 
@@ -49,7 +50,7 @@ def test_every_architecture_that_is_converted_has_a_table_of_what_is_read_of_it(
 
 def refused(model: Path) -> str:
     with pytest.raises(Fault) as error:
-        whole.check_released(model)
+        released_model.check_released(model)
     text = str(error.value)
     assert "\n" not in text and text.startswith(str(model))
     return text
@@ -259,7 +260,7 @@ def test_a_tokenizer_s_file_that_is_wrong_is_named(model, name, edit, what):
 def test_a_token_that_only_the_tokenizer_s_settings_name_needs_a_row_too(model):
     """transformers would give it the id 42, and the model of this vocabulary ends at 41."""
     change(model, SETTINGS, lambda found: found | {"pad_token": "<|new|>"})
-    whole.check_released(model)  # there are 48 rows, and 42 tokens
+    released_model.check_released(model)  # there are 48 rows, and 42 tokens
     vocabulary = {f"t{number}": number for number in range(42, 48)}
     change(model, TOKENIZER, lambda found: found["model"]["vocab"].update(vocabulary))
     assert 'the special token "<|new|>" is not in tokenizer.json, and a new one has no row' in refused(model)

@@ -11,7 +11,7 @@ import pytest
 
 from conf.load import load
 from conf.network import LEFT_OUT, PRESETS, environment, rank_order, settings
-from conf.sections import Gang
+from conf.schema.sections import Gang
 
 ROOT = Path(__file__).parents[2]
 

@@ -1,4 +1,4 @@
-"""conf/plan/parameters.py: what can be counted by hand, and that the parts of a model make the whole.
+"""conf/planner/parameters.py: what can be counted by hand, and that the parts of a model make the whole.
 
 tests/trainer/test_rehearse.py compares with the models that Megatron builds.
 """
@@ -10,10 +10,10 @@ from math import prod
 
 import pytest
 
-from conf.facts import MODELS, facts_from_hf, known
-from conf.plan.parameters import Stage, active, held, stages, total, trainable
+from conf.model_facts import MODELS, facts_from_hf, known
+from conf.planner.parameters import Stage, active, held, stages, total, trainable
 from tests.trainer.drawn import make_run
-from trainer import tiny
+from trainer.rehearsal import tiny_models
 
 NAMES = sorted(path.stem for path in MODELS.glob("*.json"))
 NO_ADAPTER = {"kind": "none"}
@@ -24,9 +24,9 @@ def layout(**keys):
     return make_run(layout={"gpus_per_node": world, **keys}, adapter=NO_ADAPTER)
 
 
-@pytest.mark.parametrize("kind", tiny.KINDS)
+@pytest.mark.parametrize("kind", tiny_models.KINDS)
 def test_total_is_what_the_released_files_hold(kind, tmp_path):
-    tiny.make_model(kind, tmp_path / kind)
+    tiny_models.make_model(kind, tmp_path / kind)
     found = 0
     for shard in (tmp_path / kind).glob("*.safetensors"):
         data = shard.read_bytes()

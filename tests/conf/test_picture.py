@@ -1,13 +1,14 @@
-"""conf/plan/picture.py: no part of the model is left out or held by too many, and a thousand GPUs are a screenful."""
+"""conf/planner/picture.py: no part of the model is left out or held by too many, and a thousand GPUs are a
+screenful."""
 
 from collections import Counter
 
 import pytest
 
 from conf.load import load
-from conf.plan.hardware import GPUS
-from conf.plan.picture import as_dict, blocks, lines, stages
-from conf.plan.verdict import facts_of, plan
+from conf.planner.hardware import GPUS
+from conf.planner.picture import as_dict, blocks, lines, stages
+from conf.planner.verdict import facts_of, plan
 
 NAMES = ["glm47", "glm47-b200", "qwen3-235b", "deepseek-v3-64", "deepseek-v3-512", "qwen2-moe", "mixtral-8x7b"]
 

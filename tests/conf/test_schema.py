@@ -1,22 +1,22 @@
-"""conf/schema.py: every key is documented, and the committed JSON schema is the models' own."""
+"""conf/schema/run.py: every key is documented, and the committed JSON schema is the models' own."""
 
 import json
-from pathlib import Path
 
 import pytest
 from pydantic import ValidationError
 
-from conf import schema
 from conf.load import FOLDER, load
+from conf.schema import run as schema
+from conf.schema import table
 
 
 def test_committed_json_schema_is_in_step():
     written = (FOLDER / "schema.json").read_text()
-    assert written == schema.json_schema(), "run: python -m conf.schema --json > conf/schema.json"
+    assert written == table.json_schema(), "run: python -m conf.schema --json > conf/schema.json"
 
 
 def test_every_key_is_described_and_in_the_table():
-    lines = list(schema.table(160))
+    lines = list(table.table(160))
     for key in schema.dotted_keys():
         assert any(line.startswith(f"{key} ") for line in lines), key
     for kind in schema.sections().values():
@@ -25,11 +25,11 @@ def test_every_key_is_described_and_in_the_table():
 
 
 def test_table_fits_no_narrow_terminal_and_still_prints():
-    assert list(schema.table(1))
+    assert list(table.table(1))
 
 
 def test_json_schema_closes_every_section():
-    sections = json.loads(schema.json_schema())["$defs"].values()
+    sections = json.loads(table.json_schema())["$defs"].values()
     assert all(section["additionalProperties"] is False for section in sections)
 
 
@@ -37,4 +37,4 @@ def test_runs_are_frozen_and_hashable():
     run = load("tiny")
     with pytest.raises(ValidationError):
         run.train.steps = 3
-    assert hash(run) == hash(load(Path(schema.__file__).parent / "tiny.yaml"))
+    assert hash(run) == hash(load(FOLDER / "tiny.yaml"))

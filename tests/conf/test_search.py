@@ -1,4 +1,4 @@
-"""conf/plan/search.py: what it offers is legal and fits, the best comes first, and it is quick."""
+"""conf/planner/search.py: what it offers is legal and fits, the best comes first, and it is quick."""
 
 import time
 from dataclasses import replace
@@ -6,13 +6,14 @@ from itertools import pairwise
 
 import pytest
 
-from conf.facts import known
-from conf.layout import problems
-from conf.load import ConfigError, load
-from conf.plan.hardware import GIB, GPUS
-from conf.plan.memory import memory
-from conf.plan.search import search
-from conf.plan.timing import timing
+from conf.load import load
+from conf.model_facts import known
+from conf.planner.hardware import GIB, GPUS
+from conf.planner.memory import memory
+from conf.planner.search import search
+from conf.planner.timing import timing
+from conf.rules.layout import problems
+from contract.faults import ConfigError
 
 H100 = GPUS["h100"]
 

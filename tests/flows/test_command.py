@@ -5,10 +5,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from conf.changes import as_overrides
 from conf.load import FOLDER, load
+from conf.overrides import as_overrides
 from flows.command import command
-from tasks import pipeline
+from tasks.stages import pipeline
 
 TINY = (FOLDER / "tiny.yaml").read_text()
 

@@ -8,10 +8,10 @@ from types import SimpleNamespace
 import pytest
 
 from flows import logs
-from tasks import lease
-from tasks.gang import history
 from tasks.gang.board import Board
-from tasks.gang.history import History, Teller
+from tasks.gang.history import timeline
+from tasks.gang.history.timeline import History, Teller
+from tasks.run import lease
 from tasks.store import open_store
 from tests.tasks import s3_server
 
@@ -41,7 +41,7 @@ def world(request, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(logs, "POLLED", 0.05)
     monkeypatch.setattr(logs, "AGAIN_WITHIN", 0.0)
     store = open_store(uri)
-    teller = Teller(History(GANG, "tiny", "tiny-1121"), tmp_path / "metrics", lambda news: history.write(store, news))
+    teller = Teller(History(GANG, "tiny", "tiny-1121"), tmp_path / "metrics", lambda news: timeline.write(store, news))
 
     def attempt(number: int) -> Board:
         board = Board(store, GANG, number)
@@ -179,14 +179,14 @@ def test_a_faulty_call_is_one_line(arguments, complaint, capsys):
 
 def test_a_name_of_several_gangs_lists_them(two):
     other = "train-6b00000000000000"
-    history.write(two.store, History(other, "tiny", "tiny-1122", two.teller.history.attempts, "done"))
+    timeline.write(two.store, History(other, "tiny", "tiny-1122", two.teller.history.attempts, "done"))
     code, _, errors = two.ask("tiny")
     assert code == 2 and errors.startswith("error: tiny: names 2 gangs, the newest first: train-6")
     assert other in errors and GANG in errors
 
 
 def test_a_gang_without_a_history_is_read_from_its_board(two):
-    two.store.remove(f"{history.FOLDER}/{GANG}.json")
+    two.store.remove(f"{timeline.FOLDER}/{GANG}.json")
     assert two.ask(GANG, "--attempt", "1", "--host", "b", "--tail", "1")[1].splitlines()[1::2] == [
         "rank 2 two",
         "rank 3 two",

@@ -7,11 +7,11 @@ import time
 
 import pytest
 
-from conf.facts import MODELS, facts_from_hf, known
 from conf.load import FOLDER
+from conf.model_facts import MODELS, facts_from_hf, known
 from flows.plan import main
 from tests.flows.world import ROOT
-from trainer.tiny import KINDS
+from trainer.rehearsal.tiny_models import KINDS
 
 SIX = {
     "1": [],

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from flows import plan
-from tasks import launch
+from tasks.run import launch
 
 
 def test_megatron_s_answer_joins_the_plan(capsys):

@@ -10,7 +10,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from conf.processes import started
+from contract.processes import started
 from flows import doctor, packages, scheduling, services
 from tests.flows.world import BIN, World, end, free_port, wait_for
 

@@ -26,26 +26,26 @@ from pathlib import Path
 from typing import Any
 
 from conf.load import load
-from conf.schema import Run
-from tasks import lease
-from tasks.faults import Fault
+from conf.schema.run import Run
+from contract.faults import Fault
+from tasks.gang import attempt, controller, controller_link, member_link, previous_attempt
 from tasks.gang import board as boards
-from tasks.gang import controller, fence, link, lookout, start
-from tasks.gang import gang as gang_module
+from tasks.gang import context as gang_module
 from tasks.gang.board import Board
-from tasks.gang.link import Link
-from tasks.launch import Broken
+from tasks.gang.member_link import Link
+from tasks.run import lease
+from tasks.run.launch import Broken
 from tasks.store import Store, open_store
 
 FASTER = 20.0
 ENDS_WITHIN = 60.0  # seconds for a trial
 TIMES = {
     boards: ("RENEWED", "POLLED", "STALE"),
-    link: ("RENEWED", "POLLED", "STALE", "SHIPPED", "ASKED_AFTER"),
-    lookout: ("RENEWED", "POLLED", "AWAY"),
-    fence: ("STALE", "ENDED_BY_ITSELF"),
+    member_link: ("RENEWED", "POLLED", "STALE", "SHIPPED", "ASKED_AFTER"),
+    controller_link: ("RENEWED", "POLLED", "AWAY"),
+    previous_attempt: ("STALE", "ENDED_BY_ITSELF"),
     gang_module: ("TICK",),
-    start: ("TICK", "ASKED", "STALE"),
+    attempt: ("TICK", "ASKED", "STALE"),
     controller: ("TICK", "SETTLE", "ENDED_BY_ITSELF"),
     lease: ("RENEWED", "EXPIRES", "POLLED"),
 }

@@ -1,6 +1,7 @@
 """A controller by itself, for tests: python tests/gang/driver.py CONF FOLDER STORE [key=value ...]
 
-Trains as tasks/train.py has it done, without Prefect. SIGTERM is the user's cancel. The last line says how it ended.
+Trains as tasks/stages/train.py has it done, without Prefect. SIGTERM is the user's cancel. The last line says how it
+ended.
 """
 
 import signal
@@ -12,9 +13,9 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from conf.load import load
-from tasks.faults import Fault, Stopped
+from contract.faults import Fault, Stopped
 from tasks.gang import controller
-from tasks.launch import Broken
+from tasks.run.launch import Broken
 from tasks.store import open_store
 
 

@@ -2,9 +2,9 @@
 
     python -m tests.gang.scale [NODES] [--minutes M]         make scale: 1000 nodes
 
-Real are the controller, and what each member does on the board (tasks/gang/link.py): it reads what the controller
-says each second, renews each 3 s, ships a log that grows, and reports 8 ranks every 10 s. Nobody trains. A store of
-files in memory stands between them. Once all train, and after M minutes of that, one host dies without a word.
+Real are the controller, and what each member does on the board (tasks/gang/member_link.py): it reads what the
+controller says each second, renews each 3 s, ships a log that grows, and reports 8 ranks every 10 s. Nobody trains. A
+store of files in memory stands between them. Once all train, and after M minutes of that, one host dies without a word.
 
 Printed: seconds until all had joined, until all had heard go, from death to verdict, from verdict until all others had
 stopped; cores that the controller took and that the members took together while all trained; objects on the board. Exit
@@ -29,12 +29,12 @@ from pathlib import Path
 import psutil
 
 from conf.load import load
-from conf.schema import Run
-from tasks.gang import controller, start
+from conf.schema.run import Run
+from tasks.gang import attempt, controller
 from tasks.gang.board import POLLED, RENEWED, Board
-from tasks.gang.link import SHIPPED, Link
-from tasks.gang.lookout import Lookout
-from tasks.launch import Broken
+from tasks.gang.controller_link import Lookout
+from tasks.gang.member_link import SHIPPED, Link
+from tasks.run.launch import Broken
 from tasks.store import open_store
 from tests.gang.conftest import ROOT
 
@@ -111,7 +111,7 @@ class Engine:
 
 
 class Member(Link):
-    """As tasks/gang/link.py has it, without threads of its own: 2000 of them would wait for one another here."""
+    """As tasks/gang/member_link.py has it, without threads of its own: 2000 of them would wait for one another here."""
 
     def join(self) -> bool:
         self.word, self._tag = self.board.pulse() or ({}, "")
@@ -230,7 +230,7 @@ def measure(nodes: int, seconds: float, folder: Path) -> Found:
 
     watcher = threading.Thread(target=watch, daemon=True)
     watcher.start()
-    setattr(start, "Lookout", Seen)  # noqa: B010
+    setattr(attempt, "Lookout", Seen)  # noqa: B010
     setattr(controller, "engine_of", lambda _: engine)  # noqa: B010
     try:
         controller.train(load(folder / "conf.yaml"), folder / "work", store, "scale", say, lambda: False)

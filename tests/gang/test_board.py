@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from tasks.gang import link as links
-from tasks.gang import witness
+from tasks.gang import member_link as links
+from tasks.gang import peer_probe
 from tasks.gang.board import STALE, Board, Notice, Watch, newest_attempt
-from tasks.gang.link import Link
-from tasks.gang.lookout import Lookout
+from tasks.gang.controller_link import Lookout
+from tasks.gang.member_link import Link
 from tasks.store import open_store
 from tests.gang.conftest import wait_for
 
@@ -121,7 +121,7 @@ def test_when_a_member_has_to_end(board, answered, fresh, witnessed, ends):
 
 def test_a_witness_that_knows_of_a_later_attempt_ends_it(board, monkeypatch):
     monkeypatch.setattr(links, "ASKED_AFTER", 0.0)
-    port = witness.serve(lambda: {"gang": "gang", "attempt": 2, "state": "go"})
+    port = peer_probe.serve(lambda: {"gang": "gang", "attempt": 2, "state": "go"})
     lookout = Lookout(board, "")
     lookout.begin()
     one = member(board)
@@ -139,9 +139,9 @@ RANK = """
 import os, sys
 os.environ.update(RANK=sys.argv[1], WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=sys.argv[2],
                   GANG_ATTEMPT=sys.argv[3])
-from trainer import life
-life.MEET_WITHIN = 4.0
-life.meet()
+from trainer.startup import heartbeat
+heartbeat.MEET_WITHIN = 4.0
+heartbeat.meet()
 print("met")
 """
 MASTER = """

@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 
 from conf.load import load
-from conf.schema import Run
-from tasks.faults import Stopped
+from conf.schema.run import Run
+from contract.faults import Stopped
 from tasks.gang import controller
-from tasks.gang.aside import aside
+from tasks.gang.background import aside
 from tasks.gang.board import Board
-from tasks.gang.link import Link
-from tasks.launch import Broken
+from tasks.gang.member_link import Link
+from tasks.run.launch import Broken
 from tasks.store import Store, open_store
 from tests.gang.compete import CONF, TIMES, Mortal
 from tests.gang.conftest import wait_for

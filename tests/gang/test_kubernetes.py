@@ -15,10 +15,10 @@ import yaml
 from kubeflow_trainer_api.models.jobset_v1alpha2_job_set import JobsetV1alpha2JobSet
 from pydantic import ValidationError
 
-from conf.load import ConfigError, load
-from conf.schema import Run
+from conf.load import load
+from conf.schema.run import Run
+from contract.faults import ConfigError, Fault
 from flows import gang
-from tasks.faults import Fault
 from tasks.gang.board import Board
 from tasks.gang.engines import kubernetes
 from tasks.store import open_store

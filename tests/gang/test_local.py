@@ -69,7 +69,7 @@ def ranks(of: subprocess.Popen) -> list[psutil.Process]:
 
 def members(of: subprocess.Popen) -> list[psutil.Process]:
     found = psutil.Process(of.pid).children(recursive=True)
-    return [p for p in found if "tasks.gang.member" in p.cmdline() and "tasks.guard" not in p.cmdline()]
+    return [p for p in found if "tasks.gang.member" in p.cmdline() and "tasks.run.guard" not in p.cmdline()]
 
 
 def output(folder: Path) -> str:

@@ -7,9 +7,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from tasks.gang import history, page
-from tasks.gang.history import History, Teller, read, settled, state
-from tasks.gang.page import Carrier, Earlier, PrefectPage
+from tasks.gang.history import prefect_page, timeline
+from tasks.gang.history.prefect_page import Carrier, Earlier, PrefectPage
+from tasks.gang.history.timeline import History, Teller, read, settled, state
 from tasks.store import open_store
 from tests.gang.conftest import wait_for
 
@@ -71,7 +71,7 @@ def test_how_it_all_ends(teller):
 
 
 def test_the_page_has_hosts_attempts_and_commands(teller, store):
-    text = page.page(two_attempts(teller), store)
+    text = prefect_page.page(two_attempts(teller), store)
     assert "| `n2` | `10.0.0.3` | 2 to 3 |" in text
     assert "| 0 to 14 | 2 |\n" in text
     assert f"\n- attempt 1: {KILLED}\n    - then: goes on from step 10\n" in text
@@ -93,38 +93,40 @@ def test_whose_log_is_worth_reading(how, options, teller, store):
     teller.begins(1)
     teller.trains(NAMES, NODES, 2, 0)
     teller.ends(how)
-    assert f" --attempt 1{options}\n" in page.page(teller.history, store)
+    assert f" --attempt 1{options}\n" in prefect_page.page(teller.history, store)
 
 
 def test_nothing_that_a_log_says_means_anything_on_the_page(teller, store):
     teller.begins(1)
     teller.ends("user: | <img src=x> [a](http://b) `c`\nsecond line")
-    line = next(line for line in page.page(teller.history, store).splitlines() if line.startswith("- attempt 1: "))
+    line = next(
+        line for line in prefect_page.page(teller.history, store).splitlines() if line.startswith("- attempt 1: ")
+    )
     assert line == r"- attempt 1: user: \| \<img src=x\> \[a\](http://b) \`c\` second line"
 
 
 def test_a_large_gang_s_page_stays_small(teller, store):
     names = {k: f"node{k}" for k in range(1000)}
-    for number in range(1, 1 + history.KEPT + 5):
+    for number in range(1, 1 + timeline.KEPT + 5):
         teller.begins(number)
     teller.trains(names, {k: {"address": "10.0.0.1"} for k in names}, 8, 0)
-    assert len(teller.history.attempts) == history.KEPT
-    text = page.page(teller.history, store)
-    assert len(text) < 10_000 and "and 950 more" in text and f"## Attempts: {history.KEPT + 5}" in text
+    assert len(teller.history.attempts) == timeline.KEPT
+    text = prefect_page.page(teller.history, store)
+    assert len(text) < 10_000 and "and 950 more" in text and f"## Attempts: {timeline.KEPT + 5}" in text
 
 
 def test_another_flow_goes_on_with_the_history(teller, store):
-    history.write(store, two_attempts(teller))
+    timeline.write(store, two_attempts(teller))
     earlier = Earlier(store, "train-0123")
     later = Teller(History("train-0123", "tiny", "tiny-2"), teller.metrics)
     for number in (3, 4):
         later.begins(number)
-        history.write(store, earlier.before(later.history))
+        timeline.write(store, earlier.before(later.history))
     told = read(store, "train-0123")
     assert told and [one.number for one in told.attempts] == [1, 2, 3, 4] and told.flow == "tiny-2"
     assert settled(told)[1].how == "its flow ended without a word" and settled(told)[3].ended is None
-    assert "its flow ended without a word" in page.page(told, store)
-    assert [one.gang for one in history.every(store)] == ["train-0123"]
+    assert "its flow ended without a word" in prefect_page.page(told, store)
+    assert [one.gang for one in timeline.every(store)] == ["train-0123"]
 
 
 class Toy(SimpleNamespace):
@@ -145,10 +147,10 @@ def test_a_server_that_hangs_delays_neither_training_nor_history(teller, store, 
         asked.set()
         hangs.wait(30)
 
-    monkeypatch.setattr(page, "PrefectPage", lambda _: show)
-    monkeypatch.setattr(page, "LAST_WORDS", 0.3)
+    monkeypatch.setattr(prefect_page, "PrefectPage", lambda _: show)
+    monkeypatch.setattr(prefect_page, "LAST_WORDS", 0.3)
     session, began = Toy(store), time.monotonic()
-    with page.told(session, SimpleNamespace(name="tiny"), "train-0123", teller.metrics) as told:
+    with prefect_page.told(session, SimpleNamespace(name="tiny"), "train-0123", teller.metrics) as told:
         told.begins(1)
         assert asked.wait(10)
         told.ends(KILLED)
@@ -160,7 +162,7 @@ def test_a_server_that_hangs_delays_neither_training_nor_history(teller, store, 
 
 
 def test_a_service_that_comes_back_gets_the_newest(teller, monkeypatch):
-    monkeypatch.setattr(page, "AGAIN", 0.05)
+    monkeypatch.setattr(prefect_page, "AGAIN", 0.05)
     given: list[History] = []
     tried, back = threading.Event(), threading.Event()
 
@@ -181,7 +183,7 @@ def test_a_service_that_comes_back_gets_the_newest(teller, monkeypatch):
 
 
 def test_the_report_has_a_line(teller):
-    line = page.brief(two_attempts(teller))
+    line = prefect_page.brief(two_attempts(teller))
     assert line.startswith(
         "Gang: attempt 2 waits for its hosts, on 2 hosts, in 2 attempts; the last failure was host: "
     )
@@ -191,12 +193,12 @@ def test_the_report_has_a_line(teller):
 def test_a_damaged_history_is_none(store):
     for content in (b"", b"{}", b"[]", b'{"attempts": 7}'):
         store.write("gangs/history/train-0123.json", content)
-        assert read(store, "train-0123") is None and history.every(store) == []
+        assert read(store, "train-0123") is None and timeline.every(store) == []
 
 
 def test_mlflow_gets_hosts_attempts_and_the_last_failure(teller):
     tags: dict = {}
-    page.tag(SimpleNamespace(tags=tags.update), two_attempts(teller))
+    prefect_page.tag(SimpleNamespace(tags=tags.update), two_attempts(teller))
     assert tags == {
         "finetune.gang": "train-0123",
         "finetune.gang.hosts": "n1, n2",

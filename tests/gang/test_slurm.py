@@ -12,9 +12,9 @@ import psutil
 import pytest
 
 from conf.load import load
-from conf.schema import Run
+from conf.schema.run import Run
+from contract.faults import Fault
 from flows import gang
-from tasks.faults import Fault
 from tasks.gang.board import Board
 from tasks.gang.engines import slurm
 from tasks.store import open_store

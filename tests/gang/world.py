@@ -126,7 +126,9 @@ class World:
         self.workers.pop(host).wait()
 
     def members(self, host: int) -> list[psutil.Process]:
-        return [p for p in self.processes(host) if "tasks.gang.member" in _line(p) and "tasks.guard" not in _line(p)]
+        return [
+            p for p in self.processes(host) if "tasks.gang.member" in _line(p) and "tasks.run.guard" not in _line(p)
+        ]
 
     def ranks(self, host: int) -> list[psutil.Process]:
         found = [p for p in self.processes(host) if "trainer.train" in _line(p)]

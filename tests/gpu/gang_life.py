@@ -85,7 +85,7 @@ class Gang:
         return self.processes("trainer.train", "torch.distributed.run")
 
     def members(self) -> list[psutil.Process]:
-        return self.processes("tasks.gang.member", "tasks.guard")
+        return self.processes("tasks.gang.member", "tasks.run.guard")
 
     def lines(self) -> list[dict]:
         with contextlib.suppress(OSError, ValueError):

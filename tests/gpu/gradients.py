@@ -6,7 +6,7 @@
 Models of four layers with random weights, adapters with B drawn. In fp32 (no TF32) 20 steps: every piece of every
 gradient of the first step, on every rank, and every step's loss, within 1e-4 of one process's. In bf16 one step, whose
 gradients are as near to those in fp32, by cosine, as one process in bf16 is. --before leaves
-trainer/sequence_parallel.py out: LoRA and DoRA under sp must fail.
+trainer/patches/sequence_parallel.py out: LoRA and DoRA under sp must fail.
 
 One process per GPU lives through all rows of its number of GPUs. A row that takes more than --row-seconds is a row
 that hangs: its processes are killed, and others go on with the next. After --seconds no row is begun. Each row is a
@@ -58,7 +58,7 @@ TARGETS = {
     ("moe", "lora"): "linear_qkv,linear_proj,linear_fc1,linear_fc2",
     ("mla", "lora"): f"{MLA},linear_proj,linear_fc1,linear_fc2",
     ("dense", "dora"): "linear_qkv,linear_proj,linear_fc1,linear_fc2",
-    ("moe", "dora"): "linear_qkv,linear_proj",  # conf/rules.py says what DoRA does not fit
+    ("moe", "dora"): "linear_qkv,linear_proj",  # conf/rules/model.py says what DoRA does not fit
     ("mla", "dora"): "linear_q_up_proj,linear_kv_up_proj,linear_proj",
 }
 CONF = """
@@ -203,7 +203,8 @@ class Rehearsal:
         from gradients_of_run import make_data
 
         from conf.load import load
-        from trainer import prepared, tiny
+        from trainer.data import prepared
+        from trainer.rehearsal import tiny_models
 
         (self.folder / "conf.yaml").write_text(CONF)
         if not (self.folder / "given").exists():
@@ -214,8 +215,8 @@ class Rehearsal:
             if (self.folder / name).exists():
                 continue
             # Four key-value heads, over four tensor ranks.
-            tiny.KINDS[name] = tiny.KINDS[kind] | {"num_key_value_heads": 4}
-            tiny.make_model(name, self.folder / name, dtype="float32")
+            tiny_models.KINDS[name] = tiny_models.KINDS[kind] | {"num_key_value_heads": 4}
+            tiny_models.make_model(name, self.folder / name, dtype="float32")
             command = [sys.executable, "-m", "trainer.convert", str(self.folder / "conf.yaml")]
             command += [*self._paths(name), f"paths.output={self.folder / name}-convert"]
             with (self.options.out / f"convert-{name}.log").open("w") as log:
@@ -373,9 +374,9 @@ def _path() -> Iterator[str]:
 
 
 def _import_all() -> None:
-    from trainer import forked
+    from trainer.rehearsal import forked_ranks
 
-    forked.import_all()
+    forked_ranks.import_all()
     _keep_groups()
 
 
@@ -450,7 +451,7 @@ def _stand_in_attention():
     import transformer_engine.pytorch as te
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
-    path = ROOT / "trainer/cpu/stand_in/transformer_engine/pytorch/attention.py"
+    path = ROOT / "trainer/startup/cpu/stand_in/transformer_engine/pytorch/attention.py"
     spec = importlib.util.spec_from_file_location("stand_in_attention", path)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)

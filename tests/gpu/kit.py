@@ -61,15 +61,16 @@ runpy.run_module(module, run_name="__main__", alter_sys=True)
 AS_ON_A_GPU = """
 import importlib, pkgutil, sys
 import trainer
-from trainer import platform
-platform.has_gpu = lambda: True
-platform.start()
+from trainer.startup import device
+device.has_gpu = lambda: True
+device.start()
 import transformer_engine.pytorch
-for module in pkgutil.iter_modules(trainer.__path__, "trainer."):
-    importlib.import_module(module.name)
+for module in pkgutil.walk_packages(trainer.__path__, "trainer."):
+    if not module.name.startswith("trainer.startup.cpu"):
+        importlib.import_module(module.name)
 from conf.load import load
-from trainer.model import open_bridge
-from trainer.recipe import make_config
+from trainer.megatron.model import open_bridge
+from trainer.megatron.recipe import make_config
 run = load("tiny", sys.argv[1:])
 make_config(run, open_bridge(run), None)
 """

@@ -24,11 +24,11 @@ FP8 = {"current": "tensorwise", "delayed": "delayed", "blockwise": "blockwise"}
 def layers() -> None:
     import torch
 
-    from trainer import platform
+    from trainer.startup import device
 
-    platform.start()
+    device.start()
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="29419", RANK="0", WORLD_SIZE="1", LOCAL_RANK="0")
-    torch.distributed.init_process_group(platform.backend())
+    torch.distributed.init_process_group(device.backend())
     for low, adapter in product(("bf16", *FP8), ("none", "lora")):
         tried(f"dense {adapter} {low}", per_layer, 0, adapter, low)
     for experts, adapter, low in product((8, 32, 160), ("none", "lora"), ("bf16", "blockwise")):
@@ -54,9 +54,9 @@ def build(experts: int, adapter: str, low: str, count: int):
     from megatron.core import parallel_state
 
     from conf.load import load
-    from trainer.bare import open_bridge
-    from trainer.model import make_provider
-    from trainer.recipe import make_adapter
+    from trainer.megatron.model import make_provider
+    from trainer.megatron.recipe import make_adapter
+    from trainer.rehearsal.meta_model import open_bridge
 
     name = "glm47" if experts else "llama31-70b"
     config = copy.deepcopy(json.loads((ROOT / "conf/models" / f"{name}.json").read_text())["config"])

@@ -1,6 +1,6 @@
 """Kernels that move data, the loss and the optimizer: a section of calibrate.py.
 
-As training has them: without torch's compiler, which makes one kernel of several (trainer/platform.py).
+As training has them: without torch's compiler, which makes one kernel of several (trainer/startup/device.py).
 """
 
 from typing import Any
@@ -9,9 +9,9 @@ from calibrate import EXPERTS, HIDDEN, INNER, TOKENS, VOCAB, ms, normal, tried
 
 
 def moved() -> None:
-    from trainer import platform
+    from trainer.startup import device
 
-    platform.start()
+    device.start()
     for name, measure in {
         "copy": copy,
         "add": add,

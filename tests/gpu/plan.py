@@ -184,11 +184,12 @@ def note(row: dict[str, Any]) -> str:
 def planned(one: Trial) -> str:
     """What is planned on an H200."""
     sys.path.insert(0, str(ROOT))
-    from conf.facts import facts_from_hf
-    from conf.load import ConfigError, load
-    from conf.plan.hardware import GPUS
-    from conf.plan.memory import memory
-    from conf.plan.timing import timing
+    from conf.load import load
+    from conf.model_facts import facts_from_hf
+    from conf.planner.hardware import GPUS
+    from conf.planner.memory import memory
+    from conf.planner.timing import timing
+    from contract.faults import ConfigError
     from trainer.rehearse import config_of
     from trainer.trial import cut
 

@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from conf.facts import facts_from_hf
-from conf.layout import problems
 from conf.load import load
-from conf.plan.hardware import GPUS
-from conf.plan.memory import memory
-from conf.schema import dotted_keys
+from conf.model_facts import facts_from_hf
+from conf.planner.hardware import GPUS
+from conf.planner.memory import memory
+from conf.rules.layout import problems
+from conf.schema.run import dotted_keys
 from trainer.rehearse import config_of
 from trainer.trial import cut
 

@@ -58,11 +58,17 @@ def make_model(folder: Path, size: str, shards: int = 8) -> int:
     """Bytes of it. Each tensor is a window of one block of random numbers, at a place that follows from its name."""
     import numpy as np
 
-    from trainer import tiny
+    from trainer.rehearsal import tiny_models
 
     tokens = dict(bos_token_id=None, eos_token_id=0, pad_token_id=1)
-    config = tiny.COMMON | tiny.QWEN3_MOE | SIZES[size] | tokens | dict(dtype="bfloat16", max_position_embeddings=4096)
-    shapes = tiny.model_shapes(config)
+    config = (
+        tiny_models.COMMON
+        | tiny_models.QWEN3_MOE
+        | SIZES[size]
+        | tokens
+        | dict(dtype="bfloat16", max_position_embeddings=4096)
+    )
+    shapes = tiny_models.model_shapes(config)
     largest = max(int(np.prod(shape)) for shape in shapes.values())
     drawn = np.random.default_rng(13).standard_normal(BLOCK, dtype=np.float32)
     blocks = {}
@@ -95,17 +101,17 @@ def make_model(folder: Path, size: str, shards: int = 8) -> int:
     folder.mkdir(parents=True)
     with ThreadPoolExecutor(shards) as threads:
         total = sum(threads.map(write, parts, files))
-    tiny.make_tokenizer(folder, config["vocab_size"])
+    tiny_models.make_tokenizer(folder, config["vocab_size"])
     weight_map = {name: file for part, file in zip(parts, files, strict=True) for name in part}
-    tiny.write_json(folder / "config.json", config)
-    tiny.write_json(folder / "generation_config.json", tokens)
+    tiny_models.write_json(folder / "config.json", config)
+    tiny_models.write_json(folder / "generation_config.json", tokens)
     index = dict(metadata=dict(total_size=total), weight_map=weight_map)
-    tiny.write_json(folder / "model.safetensors.index.json", index)
+    tiny_models.write_json(folder / "model.safetensors.index.json", index)
     return total
 
 
 def make_data(file: Path) -> None:
-    from trainer.tickets import tickets
+    from trainer.data.tickets import tickets
 
     rows = [json.dumps({"input": prompt, "output": team}) for prompt, team in tickets(1600, 13).items()]
     file.write_text("\n".join(rows) + "\n")

@@ -1,4 +1,4 @@
-"""tasks/artifact.py, in a folder and in S3 (moto's server): what is made once, made again, and why."""
+"""tasks/run/artifact.py, in a folder and in S3 (moto's server): what is made once, made again, and why."""
 
 import json
 import math
@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from tasks import artifact
-from tasks.artifact import RECORD, Artifact, Missing, Stage, canonical
-from tasks.faults import Fault, Stopped
+from contract.faults import Fault, Stopped
+from tasks.run import artifact
+from tasks.run.artifact import RECORD, Artifact, Missing, Stage, canonical
 from tasks.store import open_store
 from tests.tasks import s3_server
 from tests.tasks.toy_stage import STAGE, makings, obtain
@@ -348,5 +348,5 @@ def test_what_was_made_anew_replaces_the_copy_with_all_its_files(s3, tmp_path):
 
 
 def test_importing_it_is_cheap():
-    code = "import sys, tasks.artifact; sys.exit(bool({'boto3', 'numpy', 'prefect', 'pydantic'} & {*sys.modules}))"
+    code = "import sys, tasks.run.artifact; sys.exit(bool({'boto3', 'numpy', 'prefect', 'pydantic'} & {*sys.modules}))"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0

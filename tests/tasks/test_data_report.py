@@ -1,4 +1,5 @@
-"""tasks/data_report.py and what draws it: a report as a page, in which nothing that the data say has a meaning."""
+"""tasks/pages/data_report.py and what draws it: a report as a page, in which nothing that the data say has a
+meaning."""
 
 import copy
 import json
@@ -9,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from markdown_it import MarkdownIt
 
-from tasks import data_report, markdown
+from tasks.pages import data_report, markdown
 from tasks.tracking import data_plots
 
 NASTY = "a|b `code` </td><script>x</script> ![i](http://e.vil) \x00\x1b[1m \ud800\n\n# head"

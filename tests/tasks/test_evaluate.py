@@ -1,13 +1,13 @@
-"""tasks/evaluate.py: what is asked is what the fingerprint says."""
+"""tasks/stages/evaluate.py: what is asked is what the fingerprint says."""
 
 from pathlib import Path
 
 import pytest
 
 from conf.load import load
-from tasks import evaluate
-from tasks.artifact import Stage
-from tasks.faults import Fault
+from contract.faults import Fault
+from tasks.run.artifact import Stage
+from tasks.stages import evaluate
 
 
 @pytest.mark.parametrize("edited", ["sums.yaml", "sums.jsonl"])

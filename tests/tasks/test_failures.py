@@ -1,4 +1,5 @@
-"""tasks/gang/failures.py. The texts in tests/assets/failures.tsv were seen by others or here; the table says where."""
+"""tasks/gang/diagnosis/classify.py. The texts in tests/assets/failures.tsv were seen by others or here; the table says
+where."""
 
 import csv
 import signal
@@ -9,9 +10,9 @@ from typing import Any
 import pytest
 
 from conf.load import load
-from tasks.gang.causes import ECHO, LINK, OWN, XIDS, read
-from tasks.gang.evidence import of_attempt
-from tasks.gang.failures import Evidence, Failure, Rank, classify
+from tasks.gang.diagnosis.causes import ECHO, LINK, OWN, XIDS, read
+from tasks.gang.diagnosis.classify import Evidence, Failure, Rank, classify
+from tasks.gang.diagnosis.evidence import of_attempt
 
 OOM = (
     "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB. GPU 3 has a total capacity of 79.11 GiB "

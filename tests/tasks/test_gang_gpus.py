@@ -5,8 +5,8 @@ import threading
 
 import pytest
 
-from conf import host_gpus
 from conf.load import as_yaml, load
+from contract import host_gpus
 from tasks.gang import member
 from tasks.gang.board import Board
 from tasks.gang.engines import local

@@ -1,4 +1,4 @@
-"""tasks/gang/host.py: on a made-up root, and on this machine's own kernel where that can be done."""
+"""tasks/gang/diagnosis/host_evidence.py: on a made-up root, and on this machine's own kernel where that can be done."""
 
 import os
 import signal
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tasks.gang.host import Host, gpu, oom_kills
+from tasks.gang.diagnosis.host_evidence import Host, gpu, oom_kills
 
 
 def put(path: Path, text: str) -> None:
@@ -89,7 +89,7 @@ def cgroup():
 
 def test_a_process_that_the_kernel_killed_is_counted(cgroup):
     code = (
-        "import sys; from pathlib import Path; from tasks.gang.host import Host\n"
+        "import sys; from pathlib import Path; from tasks.gang.diagnosis.host_evidence import Host\n"
         "import os, subprocess\n"
         f"Path({str(cgroup / 'cgroup.procs')!r}).write_text(str(os.getpid()))\n"
         "host = Host()\n"

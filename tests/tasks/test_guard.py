@@ -1,4 +1,4 @@
-"""tasks/guard.py: whoever asked dies or changes his mind, and nothing of the command is left."""
+"""tasks/run/guard.py: whoever asked dies or changes his mind, and nothing of the command is left."""
 
 import os
 import signal
@@ -54,7 +54,7 @@ def marked(mark: str) -> list[int]:
 
 
 def guarded(code: str, *python: str) -> subprocess.Popen:
-    command = [sys.executable, "-m", "tasks.guard", sys.executable, *python, "-c", code]
+    command = [sys.executable, "-m", "tasks.run.guard", sys.executable, *python, "-c", code]
     return subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
 
@@ -90,7 +90,7 @@ def test_a_signal_s_code_is_as_a_shell_s(mark, number):
 
 
 def test_a_command_that_is_not_there():
-    command = [sys.executable, "-m", "tasks.guard", "/no/such/program"]
+    command = [sys.executable, "-m", "tasks.run.guard", "/no/such/program"]
     done = subprocess.run(command, cwd=ROOT, stdin=subprocess.PIPE, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (127, "/no/such/program: No such file or directory\n")
 
@@ -142,8 +142,8 @@ def test_terminated_again_and_again_it_still_waits_for_its_grace(mark):
 def test_the_asker_is_killed(mark, tmp_path):
     asker = f"""
 import subprocess, sys, time
-guard = subprocess.Popen([sys.executable, "-m", "tasks.guard", sys.executable, "-c", {DAEMON!r}], stdin=subprocess.PIPE)
-time.sleep(60)
+guard = subprocess.Popen([sys.executable, "-m", "tasks.run.guard", sys.executable, "-c", {DAEMON!r}],
+stdin=subprocess.PIPE) time.sleep(60)
 """
     process = subprocess.Popen([sys.executable, "-c", asker], cwd=ROOT, stdout=subprocess.PIPE, text=True)
     started(process)

@@ -22,9 +22,9 @@ from huggingface_hub import constants, hf_hub_download, snapshot_download
 from huggingface_hub.utils import disable_progress_bars
 from safetensors.numpy import load_file, save_file
 
-from tasks import hub
-from tasks.faults import Fault
-from tasks.hub import api, digests, wanted
+from contract.faults import Fault
+from tasks.sources import hub
+from tasks.sources.hub import api, digests, file_choice
 from tests import stand_in_hub
 from tests.tasks import s3_server
 
@@ -548,7 +548,7 @@ def test_very_large_files_go_through_huggingface_hub(served, model, tmp_path, mo
 
 def test_importing_costs_nothing_heavy():
     code = (
-        "import sys, tasks.hub; early = {'huggingface_hub', 'httpx', 'boto3'} & set(sys.modules)\n"
+        "import sys, tasks.sources.hub; early = {'huggingface_hub', 'httpx', 'boto3'} & set(sys.modules)\n"
         "import huggingface_hub, huggingface_hub.hf_api, huggingface_hub.file_download\n"
         "print(early, {'torch', 'transformers', 'tensorflow', 'numpy'} & set(sys.modules))"
     )
@@ -567,7 +567,9 @@ def test_stand_in_serves_data_sets_too(served, tmp_path):
 
 
 def test_choice_of_files_by_name_alone():
-    chosen, left_out = wanted.choose(["consolidated.safetensors", "consolidated.safetensors.index.json"], False, False)
+    chosen, left_out = file_choice.choose(
+        ["consolidated.safetensors", "consolidated.safetensors.index.json"], False, False
+    )
     assert (len(chosen), left_out) == (2, {}), "the only weights there are"
 
 

@@ -1,4 +1,4 @@
-"""tasks/launch.py, with small modules in place of a trainer's."""
+"""tasks/run/launch.py, with small modules in place of a trainer's."""
 
 import os
 import resource
@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from conf.load import load
-from tasks import launch
-from tasks.faults import Fault, Stopped
-from tasks.launch import Broken
+from contract.faults import Fault, Stopped
+from tasks.run import launch
+from tasks.run.launch import Broken
 
 ROOT = Path(__file__).parents[2]
 
@@ -168,5 +168,5 @@ def test_a_trainer_gets_its_whole_configuration(tmp_path, monkeypatch):
 
 
 def test_importing_it_is_cheap():
-    code = "import sys, tasks.guard; sys.exit(bool({'numpy', 'prefect', 'pydantic', 'asyncio'} & {*sys.modules}))"
+    code = "import sys, tasks.run.guard; sys.exit(bool({'numpy', 'prefect', 'pydantic', 'asyncio'} & {*sys.modules}))"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0

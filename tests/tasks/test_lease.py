@@ -1,4 +1,4 @@
-"""tasks/lease.py: one of several works, and whoever is gone or silent for too long loses the work."""
+"""tasks/run/lease.py: one of several works, and whoever is gone or silent for too long loses the work."""
 
 import json
 import os
@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from tasks import artifact, lease
-from tasks.artifact import Artifact
-from tasks.faults import Fault, Stopped
-from tasks.lease import Lost, hold, holder
+from contract.faults import Fault, Stopped
+from tasks.run import artifact, lease
+from tasks.run.artifact import Artifact
+from tasks.run.lease import Lost, hold, holder
 from tasks.store import open_store
 from tests.tasks import s3_server
 from tests.tasks.toy_stage import STAGE, makings, obtain
@@ -208,7 +208,7 @@ def test_a_holder_that_slept_beyond_its_time_records_nothing(store, start, tmp_p
     if other == "has made it":
         wake()
     assert not made.cached
-    assert "tasks.lease.Lost" in taken[0] and "taken over by another flow" in taken[0]
+    assert "tasks.run.lease.Lost" in taken[0] and "taken over by another flow" in taken[0]
     found = artifact.find(STAGE, store, deep=True)
     assert isinstance(found, Artifact) and found.digest == made.digest
     assert makings(tmp_path) == ["toy", "toy"]

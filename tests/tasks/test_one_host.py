@@ -2,9 +2,9 @@
 
 import pytest
 
-from conf.layout import problems
 from conf.load import FOLDER, load
-from tasks.convert import on_one_host
+from conf.rules.layout import problems
+from tasks.stages.convert import on_one_host
 
 SEVERAL = [path.stem for path in FOLDER.glob("*.yaml") if load(path.stem).layout.nodes > 1]
 

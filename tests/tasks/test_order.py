@@ -1,9 +1,9 @@
-"""tasks/order.py: which stages a run asks for; one without questions is trained and exported, and not promoted."""
+"""tasks/run/order.py: which stages a run asks for; one without questions is trained and exported, and not promoted."""
 
 from conf.load import load
-from tasks import promote
-from tasks.artifact import Stage
-from tasks.order import ORDER, asked
+from tasks.run.artifact import Stage
+from tasks.run.order import ORDER, asked
+from tasks.stages import promote
 
 WITHOUT = ["download", "prepare", "convert", "train", "export"]
 

@@ -1,4 +1,4 @@
-"""tasks/plan.py: a plan of what a source's config.json says, refused before anything else of it is fetched."""
+"""tasks/stages/plan.py: a plan of what a source's config.json says, refused before anything else of it is fetched."""
 
 import json
 import shutil
@@ -6,12 +6,12 @@ import shutil
 import boto3
 import pytest
 
-from conf.facts import MODELS
-from conf.load import ConfigError, load
-from conf.plan import display, picture
-from tasks import convert, plan, prepare, train
-from tasks.artifact import Stage
-from tasks.faults import Fault
+from conf.load import load
+from conf.model_facts import MODELS
+from conf.planner import display, picture
+from contract.faults import ConfigError, Fault
+from tasks.run.artifact import Stage
+from tasks.stages import convert, plan, prepare, train
 from tasks.tracking import plan_plots
 from tests import stand_in_hub
 from tests.tasks import s3_server

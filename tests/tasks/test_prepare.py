@@ -1,15 +1,16 @@
-"""tasks/prepare.py: what prepared data are made from, and what makes them anew."""
+"""tasks/stages/prepare.py: what prepared data are made from, and what makes them anew."""
 
 from pathlib import Path
 
 import pytest
 
 from conf.load import load
-from tasks import artifact, pipeline, prepare
-from tasks.artifact import Stage, Work
-from tasks.faults import Fault
-from tasks.progress import newest
-from tasks.session import Session
+from contract.faults import Fault
+from tasks.run import artifact
+from tasks.run.artifact import Stage, Work
+from tasks.run.progress import newest
+from tasks.run.session import Session
+from tasks.stages import pipeline, prepare
 
 MODEL = Stage("download", 1, {"commit": "one"})
 

@@ -1,4 +1,4 @@
-"""tasks/promote.py against MLflow's own registry in a sqlite file: who is challenger, who champion, and why."""
+"""tasks/stages/promote.py against MLflow's own registry in a sqlite file: who is challenger, who champion, and why."""
 
 import logging
 from dataclasses import dataclass, field
@@ -8,10 +8,11 @@ from types import SimpleNamespace
 import pytest
 
 from conf.load import load
-from tasks import artifact, promote
-from tasks.artifact import Stage
-from tasks.faults import Fault
-from tasks.promote import Rival, decide
+from contract.faults import Fault
+from tasks.run import artifact
+from tasks.run.artifact import Stage
+from tasks.stages import promote
+from tasks.stages.promote import Rival, decide
 from tasks.store import open_store
 
 METRIC = "held_out/exact_match"
@@ -51,7 +52,7 @@ class Toy:
         return None
 
     def obtain(self, name, make, valid):
-        """tasks/session.py's, less Prefect and tracking."""
+        """tasks/run/session.py's, less Prefect and tracking."""
         stage = self.stages[name]
         found = artifact.find(stage, self.store)
         anew = isinstance(found, artifact.Artifact) and not valid(found)

@@ -1,4 +1,4 @@
-"""tasks/gang/restart.py, by histories of attempts."""
+"""tasks/gang/diagnosis/next_step.py, by histories of attempts."""
 
 from dataclasses import replace
 
@@ -6,14 +6,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from conf.facts import known
-from conf.layout import problems
 from conf.load import load
-from conf.plan.hardware import read as read_gpu
-from conf.plan.verdict import plan
+from conf.model_facts import known
+from conf.planner.hardware import read as read_gpu
+from conf.planner.verdict import plan
+from conf.rules.layout import problems
+from tasks.gang.diagnosis.classify import Failure
+from tasks.gang.diagnosis.next_step import FRUITLESS, LONGEST_WAIT, Attempt, advice, decide, shrunk
 from tasks.gang.engines import spared
-from tasks.gang.failures import Failure
-from tasks.gang.restart import FRUITLESS, LONGEST_WAIT, Attempt, advice, decide, shrunk
 
 HOSTS = ("a", "b", "c", "d")
 GLM = load("glm47")

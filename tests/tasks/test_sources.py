@@ -1,4 +1,5 @@
-"""tasks/sources.py and tasks/file_digests.py: what a source is known by, and how it comes to this host."""
+"""tasks/sources/row_sources.py and tasks/sources/file_digests.py: what a source is known by, and how it comes to this
+host."""
 
 import json
 import os
@@ -10,10 +11,10 @@ import boto3
 import pytest
 from boto3.s3.transfer import TransferConfig
 
-from conf.data import Part
-from tasks import file_digests, hub, sources
-from tasks.faults import Fault
-from tasks.hub import api
+from conf.schema.data import Part
+from contract.faults import Fault
+from tasks.sources import file_digests, hub, row_sources
+from tasks.sources.hub import api
 from tests import stand_in_hub
 from tests.tasks import s3_server
 
@@ -29,7 +30,7 @@ def memory(tmp_path) -> Path:
 @pytest.fixture
 def identity(memory):
     """Of a source that is named by its text."""
-    return lambda source, **columns: sources.identity(Part(source=str(source), **columns), KEY, memory)
+    return lambda source, **columns: row_sources.identity(Part(source=str(source), **columns), KEY, memory)
 
 
 def written(path: Path, text: str = LINE) -> Path:
@@ -65,7 +66,7 @@ def test_a_path_may_be_relative_or_begin_with_a_tilde(identity, tmp_path, monkey
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path))
     assert identity("x.jsonl") == identity("./x.jsonl") == identity("~/x.jsonl") == identity(file)
-    part = sources.local(Part(source="~/x.jsonl", weight=2), identity("x.jsonl"), KEY, tmp_path / "work")
+    part = row_sources.local(Part(source="~/x.jsonl", weight=2), identity("x.jsonl"), KEY, tmp_path / "work")
     assert part == Part(source=str(file), weight=2)
 
 
@@ -124,10 +125,10 @@ def test_what_is_no_source_is_said_before_anyone_is_asked(identity, source, comp
 
 
 def test_tickets_are_known_by_their_name(identity, tmp_path):
-    found = identity(sources.TICKETS)
+    found = identity(row_sources.TICKETS)
     assert found == {"source": "tiny://tickets"}
-    part = Part(source=sources.TICKETS)
-    assert sources.local(part, found, KEY, tmp_path) == part
+    part = Part(source=row_sources.TICKETS)
+    assert row_sources.local(part, found, KEY, tmp_path) == part
 
 
 def test_a_file_that_may_not_be_read_is_named(identity, tmp_path, monkeypatch):
@@ -251,7 +252,7 @@ def test_a_data_set_is_known_by_its_commit(dataset, identity, tmp_path):
     found = identity("org/data", config="en", split="test")
     assert found == {"source": "org/data", "config": "en", "split": "test", "commit": commit}
     assert identity("org/data", config="en", split="test", revision=commit) == found
-    assert sources.local(Part(source="org/data"), found, KEY, tmp_path) == Part(source="org/data", revision=commit)
+    assert row_sources.local(Part(source="org/data"), found, KEY, tmp_path) == Part(source="org/data", revision=commit)
     written(tmp_path / "set/train.jsonl", LINE * 2)
     moved = dataset.publish("datasets/org/data", tmp_path / "set")
     assert identity("org/data")["commit"] == moved != commit
@@ -311,7 +312,7 @@ def test_objects_are_fetched_as_they_were_listed(bucket, identity, tmp_path):
     part, work = Part(source=f"{bucket.uri}/set", shape="pairs"), tmp_path / "work"
     found = identity(part.source)
     told: list[tuple[int, int]] = []
-    local = sources.local(part, found, KEY, work, lambda *progress: told.append(progress))
+    local = row_sources.local(part, found, KEY, work, lambda *progress: told.append(progress))
     assert local == Part(source=str(work), shape="pairs")
     assert {str(p.relative_to(work)): p.read_text() for p in work.rglob("*.jsonl")} == {
         "a.jsonl": LINE,
@@ -321,14 +322,14 @@ def test_objects_are_fetched_as_they_were_listed(bucket, identity, tmp_path):
     assert "content" in identity(work)
     bucket.put("set/a.jsonl", LINE * 3)
     with pytest.raises(Fault, match=r"^data.source: s3://.*/set: its objects have changed since the run began"):
-        sources.local(part, found, KEY, work)
+        row_sources.local(part, found, KEY, work)
 
 
 def test_one_object_is_fetched_alone(bucket, identity, tmp_path):
     bucket.put("a.jsonl")
     bucket.put("b.jsonl")
     part = Part(source=f"{bucket.uri}/a.jsonl")
-    sources.local(part, identity(part.source), KEY, tmp_path / "work")
+    row_sources.local(part, identity(part.source), KEY, tmp_path / "work")
     assert [path.name for path in (tmp_path / "work").iterdir()] == ["a.jsonl"]
 
 
@@ -355,7 +356,7 @@ def test_a_fetch_goes_on_where_it_was(bucket, identity, tmp_path, monkeypatch):
         count(meter, size, **how)
 
     monkeypatch.setattr(hub._Meter, "add", add)
-    sources.local(part, found, KEY, work)
+    row_sources.local(part, found, KEY, work)
     assert all((work / f"{name}.parquet").read_bytes() == body + name.encode() for name in ("whole", "half", "damaged"))
     assert sum(sent) == (2 << 20) + len("half") + 2 * (len(body) + len("damaged")) - 1000
     assert not (work / hub.PARTIAL).exists()

@@ -20,7 +20,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tasks.faults import Fault
+from contract.faults import Fault
 from tasks.store import folder as folders
 from tasks.store import open_store
 from tests.tasks import s3_server

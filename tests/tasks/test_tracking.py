@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from contract.faults import Fault
 from tasks import tracking
-from tasks.faults import Fault
 from tasks.tracking.address import public
 from tasks.tracking.tail import Tail, metrics
 from tests.tasks.toy_flow import resume, write

@@ -1,10 +1,10 @@
-"""tasks/train.py: what a training is found by again."""
+"""tasks/stages/train.py: what a training is found by again."""
 
 import pytest
 
 from conf.load import load
-from tasks import train
-from tasks.artifact import Stage
+from tasks.run.artifact import Stage
+from tasks.stages import train
 
 
 def fingerprint(conf: str, *overrides: str) -> str:

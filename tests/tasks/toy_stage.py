@@ -10,8 +10,8 @@ import sys
 import time
 from pathlib import Path
 
-from tasks import artifact, lease
-from tasks.artifact import Artifact, Stage, Work
+from tasks.run import artifact, lease
+from tasks.run.artifact import Artifact, Stage, Work
 from tasks.store import Store, open_store
 
 STAGE = Stage("toy", 1, {"size": 3, "optimizer": {"lr": 0.001}}, {"model": "0123456789abcdef"})

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from conf.schema import Run
+from conf.schema.run import Run
 
 
 def main(run: Run) -> None:

@@ -12,9 +12,9 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from conf.schema import Run
-from trainer import platform
-from trainer.data import packing, sequences_file
+from conf.schema.run import Run
+from trainer.data.write import packing, sequences_file
+from trainer.startup import device
 
 
 class Tokens:
@@ -28,12 +28,12 @@ class Tokens:
 
 
 def main(run: Run) -> None:
-    platform.start()
+    device.start()
     from megatron.bridge.data.utils import get_dataset_provider
     from megatron.bridge.training.tokenizers.config import TokenizerConfig
     from megatron.bridge.training.tokenizers.tokenizer import build_tokenizer
 
-    from trainer.sequences import make_dataset
+    from trainer.megatron.sequences import make_dataset
 
     tokenizer = build_tokenizer(TokenizerConfig(tokenizer_type="HuggingFaceTokenizer", tokenizer_model=run.paths.model))
     text = bridge_config(run)

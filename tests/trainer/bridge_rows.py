@@ -8,7 +8,7 @@ leaves made.json there: rows, for each case those, each with ids and learned of 
 import json
 from pathlib import Path
 
-from conf.schema import Run
+from conf.schema.run import Run
 
 
 def main(run: Run) -> None:

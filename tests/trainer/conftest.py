@@ -10,8 +10,9 @@ from types import SimpleNamespace
 import pytest
 
 from conf.load import load
-from trainer import prepared, tiny
-from trainer.data import packing
+from trainer.data import prepared
+from trainer.data.write import packing
+from trainer.rehearsal import tiny_models
 
 CONF = """
 name: test
@@ -29,7 +30,7 @@ NEED_DATA = ("train", "train_detached", "masks", "gradients_of_run")
 def work(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("work")
     (folder / "conf.yaml").write_text(CONF)
-    tiny.make_data(folder / "data", rows=64)
+    tiny_models.make_data(folder / "data", rows=64)
     return folder
 
 
@@ -39,7 +40,7 @@ def configure(work):
 
     def configure(model: str, *overrides: str):
         if not (work / model).exists():
-            tiny.make_model(model, work / model, dtype="float32")
+            tiny_models.make_model(model, work / model, dtype="float32")
         paths = [f"paths.model={work / model}", f"paths.base={work / model}-base", f"paths.data={work / 'data'}"]
         mine = {override.split("=")[0] for override in overrides}
         return load(work / "conf.yaml", [path for path in paths if path.split("=")[0] not in mine] + list(overrides))

@@ -4,8 +4,8 @@ import random
 from math import lcm
 from typing import Any
 
-from conf.schema import Run
-from trainer.tiny import KINDS
+from conf.schema.run import Run
+from trainer.rehearsal.tiny_models import KINDS
 
 MIXTRAL = {
     "architectures": ["MixtralForCausalLM"],
@@ -138,7 +138,7 @@ def _run(rng: random.Random, config: dict[str, Any], layers: int) -> Run:
     if recompute == "full":
         spent["recompute_layers"] = pick([1, 1, 2])
     if recompute == "selective":
-        modules = [name for name in MODULES if grouped or name != "moe_act"]  # else conf.schema refuses it
+        modules = [name for name in MODULES if grouped or name != "moe_act"]  # else conf.schema.run refuses it
         spent["recompute_modules"] = rng.sample(modules, rng.randint(1, 3))
     return make_run(
         layout=layout,

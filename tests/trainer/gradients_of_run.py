@@ -14,8 +14,8 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from conf.schema import Run
-from trainer.tiny import WORDS
+from conf.schema.run import Run
+from trainer.rehearsal.tiny_models import WORDS
 
 
 def make_data(folder: Path) -> None:
@@ -45,14 +45,14 @@ def start(run: Run) -> None:
 
     import torch
 
-    from trainer import platform
+    from trainer.startup import device
 
-    platform.start()
+    device.start()
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     if not torch.distributed.is_initialized():
         meeting = os.environ.get("MEETING", "env://")
         rank = int(os.environ["RANK"])
-        torch.distributed.init_process_group(platform.backend(), meeting, rank=rank, world_size=run.world)
+        torch.distributed.init_process_group(device.backend(), meeting, rank=rank, world_size=run.world)
 
 
 def compare(run: Run, reference: Path, before: bool = False, exact: Path | None = None) -> dict[str, Any]:
@@ -121,10 +121,11 @@ def train(run: Run, before: bool) -> tuple[list[float], list[list[float]], list]
     from megatron.bridge.training.gpt_step import forward_step
     from megatron.core.transformer.moe.router import TopKRouter
 
-    from trainer import adapters, sequence_parallel
-    from trainer.metrics import _from_last_stage
-    from trainer.model import open_bridge
-    from trainer.recipe import make_config
+    from trainer.megatron import adapters
+    from trainer.megatron.model import open_bridge
+    from trainer.megatron.recipe import make_config
+    from trainer.patches import sequence_parallel
+    from trainer.training.metrics import _from_last_stage
 
     losses: list[float] = []
     loads: list[list[float]] = []

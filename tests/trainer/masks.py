@@ -2,13 +2,14 @@
 
 import json
 
-from conf.schema import Run
-from trainer import platform
+from conf.schema.run import Run
+from trainer.startup import device
 
 
 def main(run: Run) -> None:
-    platform.start()
-    from trainer import prepared, sequences
+    device.start()
+    from trainer.data import prepared
+    from trainer.megatron import sequences
 
     place = prepared.folder(run)
     rows = sequences.Rows(sequences.file(place, "training"), run.data.seq_length, prepared.load(place).pad_id)

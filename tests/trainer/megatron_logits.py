@@ -12,18 +12,19 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from conf.schema import Run
-from trainer import checkpoints, forked
+from conf.schema.run import Run
+from contract import checkpoints
+from trainer.rehearsal import forked_ranks
 
 
 def main() -> None:
     replies = sys.stdout
     sys.stdout = sys.stderr
-    forked.import_all()
+    forked_ranks.import_all()
     for line in sys.stdin:
         job = json.loads(line)
         run = Run.model_validate_json(json.dumps(job["run"]))
-        code = forked.call(lambda run, job=job: answer(run, job), run, Path(job["out"]).with_suffix(".log"))
+        code = forked_ranks.call(lambda run, job=job: answer(run, job), run, Path(job["out"]).with_suffix(".log"))
         replies.write(json.dumps(code) + "\n")
         replies.flush()
 
@@ -31,8 +32,8 @@ def main() -> None:
 def answer(run: Run, job: dict) -> None:
     import torch
 
-    from trainer.model import make_provider, open_bridge
-    from trainer.recipe import make_adapter
+    from trainer.megatron.model import make_provider, open_bridge
+    from trainer.megatron.recipe import make_adapter
 
     torch.distributed.init_process_group("gloo")
     bridge = open_bridge(run)
@@ -66,11 +67,11 @@ def answer(run: Run, job: dict) -> None:
 
 def load_released(bridge, model, folder: str) -> None:
     """Every tensor of the model, or none."""
-    from trainer import census
+    from trainer.weights import coverage
 
-    census.fill_with_nan(model)
+    coverage.fill_with_nan(model)
     bridge.load_hf_weights(model, folder)
-    assert not census.unfilled(model)
+    assert not coverage.unfilled(model)
 
 
 def state_of(model, part: str) -> dict:

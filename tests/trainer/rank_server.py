@@ -7,19 +7,19 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from conf.schema import Run
-from trainer import forked
+from conf.schema.run import Run
+from trainer.rehearsal import forked_ranks
 
 
 def main() -> None:
     replies = sys.stdout
     sys.stdout = sys.stderr
-    forked.import_all()
+    forked_ranks.import_all()
     for line in sys.stdin:
         request = json.loads(line)
         run = Run.model_validate_json(json.dumps(request["run"]))
         command = _command(request["command"])
-        code = forked.call(command, run, Path(request["log"]), _reached(run, request["kill_at"]))
+        code = forked_ranks.call(command, run, Path(request["log"]), _reached(run, request["kill_at"]))
         replies.write(json.dumps(code) + "\n")
         replies.flush()
 

@@ -7,21 +7,22 @@ In: {"run": ..., "config": ...}. Out: {"counts": {rank: {kind: parameters}}} of 
 import json
 import sys
 
-from conf.schema import Run
-from trainer import bare, rehearse
+from conf.schema.run import Run
+from trainer import rehearse
+from trainer.rehearsal import meta_model
 
 
 def answer(run: Run, config: dict) -> dict:
     try:
-        return {"counts": {rank: bare.count(run, config, rank) for rank in rehearse.ranks(run)}}
-    except bare.Refused as refusal:
+        return {"counts": {rank: meta_model.count(run, config, rank) for rank in rehearse.ranks(run)}}
+    except meta_model.Refused as refusal:
         return {"refused": str(refusal)}
 
 
 if __name__ == "__main__":
     out = sys.stdout
     sys.stdout = sys.stderr
-    bare.prepare()
+    meta_model.prepare()
     for line in sys.stdin:
         asked = json.loads(line)
         print(json.dumps(answer(Run.model_validate(asked["run"], strict=False), asked["config"])), file=out, flush=True)

@@ -6,8 +6,8 @@ import random
 import pytest
 
 from conf.load import load
-from trainer import agreement
-from trainer.faults import Fault
+from contract.faults import Fault
+from trainer.serving import agreement
 
 BOUND = agreement.BOUNDS["bf16"]
 

@@ -7,10 +7,11 @@ import pyarrow.parquet as parquet
 import pytest
 
 from conf.load import load
-from conf.schema import Run
+from conf.schema.run import Run
+from contract.faults import Fault
 from tests.trainer.data import folders
-from trainer import asked, held_out, prepare
-from trainer.faults import Fault
+from trainer import prepare
+from trainer.serving import held_out, prompts
 
 CHATS = [
     {
@@ -49,7 +50,7 @@ def test_prompts_answers_and_tokens(family, run):
     made = run(family, *(["data.stop=<|user|>"] if family == "glm" else []))
     test = held_out.read(made)
     assert len(test.rows) == 5
-    tokenizer = asked.template(made, made.paths.served).tokenizer
+    tokenizer = prompts.template(made, made.paths.served).tokenizer
     for row in test.rows:
         assert tokenizer.decode(row.prompt_ids) == row.prompt
         assert tokenizer.decode(row.learned_ids) == row.learned
@@ -79,8 +80,8 @@ def test_a_call_of_a_tool_is_an_answer(run):
 @pytest.mark.parametrize("family", ["chatml", "qwen3", "plain"])
 def test_they_are_the_tokens_of_the_token_files(family, run):
     made = run(family)
-    template = asked.template(made, made.paths.model)
-    rows = asked.read(Path(made.paths.data) / "training.jsonl", None)
+    template = prompts.template(made, made.paths.model)
+    rows = prompts.read(Path(made.paths.data) / "training.jsonl", None)
     table = parquet.read_table(Path(made.paths.data) / "training.idx.parquet").to_pydict()
     assert len(rows) == len(table["input_ids"])
     for row, ids in zip(rows, table["input_ids"], strict=True):
@@ -92,8 +93,8 @@ def test_what_is_not_prepared_or_of_another_run_is_refused(run, tmp_path):
     made = run("chatml")
     other = made.model_copy(update={"paths": made.paths.model_copy(update={"data": str(tmp_path / "elsewhere")})})
     with pytest.raises(Fault, match=r"paths.data: .*no prepared.json; python -m trainer.prepare"):
-        asked.template(other, made.paths.model)
-    record = Path(asked.folder(made)) / asked.RECORD
+        prompts.template(other, made.paths.model)
+    record = Path(prompts.folder(made)) / prompts.RECORD
     record.write_text("{")
     with pytest.raises(Fault, match=r"template.json: .* writes it anew"):
-        asked.template(made, made.paths.model)
+        prompts.template(made, made.paths.model)

@@ -2,7 +2,8 @@
 
 import logging
 
-from trainer import console, train
+from trainer import train
+from trainer.startup import console
 
 
 def test_what_a_writer_says_of_a_full_disk_goes_to_the_log_alone(tmp_path, capfd, monkeypatch):

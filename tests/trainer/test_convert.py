@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file, save_file
 
-from conf.output_marks import BASE
-from trainer import checkpoints, tiny, whole_folder
-from trainer.faults import Fault
+from contract import atomic_folder, checkpoints
+from contract.faults import Fault
+from contract.output_marks import BASE
+from trainer.rehearsal import tiny_models
 
 # Converted at these layouts, in this precision; exported on one process.
 CASES = [
@@ -30,7 +31,7 @@ def start(configure, ranks, tmp_path):
     def start(command: str, kind: str, *overrides: str):
         model = tmp_path / "model"
         if not model.exists():
-            tiny.make_model(kind, model)
+            tiny_models.make_model(kind, model)
         paths = [f"paths.{name}={tmp_path / name}" for name in ("model", "base", "output", "export")]
         return ranks(command, configure(kind, *paths, "export.checkpoint=base", *overrides))
 
@@ -117,7 +118,7 @@ def other_head(tensors):
     ],
 )
 def test_what_does_not_fit_is_named(kind, change, said, start, tmp_path):
-    tiny.make_model(kind, tmp_path / "model")
+    tiny_models.make_model(kind, tmp_path / "model")
     rewrite(tmp_path / "model", change)
     result = start("convert", kind, "layout.pp=2", "layout.gpus_per_node=2")
     assert result.code == 2
@@ -128,7 +129,7 @@ def test_what_does_not_fit_is_named(kind, change, said, start, tmp_path):
 
 
 def test_a_parameter_that_nothing_fills_is_named(start, tmp_path):
-    tiny.make_model("llama", tmp_path / "model")
+    tiny_models.make_model("llama", tmp_path / "model")
     config = tmp_path / "model/config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | {"attention_bias": True}))
     result = start("convert", "llama")
@@ -157,11 +158,11 @@ def test_what_is_there_already_is_left_alone_and_what_changed_is_replaced(start,
 @pytest.mark.parametrize("wrapped", [False, True])
 def test_a_full_disk_is_one_line_and_leaves_what_was_there(wrapped, tmp_path):
     folder = tmp_path / "base"
-    with whole_folder.write(folder, {"architecture": "old"}, BASE) as partial:
+    with atomic_folder.write(folder, {"architecture": "old"}, BASE) as partial:
         (partial / "weights").write_text("old")
 
     def fill():
-        with whole_folder.write(folder, {"architecture": "new"}, BASE) as partial:
+        with atomic_folder.write(folder, {"architecture": "new"}, BASE) as partial:
             (partial / "weights").write_text("half")
             full = OSError(errno.ENOSPC, "No space left on device")
             if wrapped:

@@ -8,12 +8,12 @@ import pytest
 from hypothesis import HealthCheck, assume, example, given, settings
 from hypothesis import strategies as st
 
-from conf.faults import Fault
 from conf.load import load
+from contract.faults import Fault
 from tests import small_model
 from tests.damage import Set
 from tests.drawn_damage import CONFIG, SETTINGS, SHARD, SPECIAL, TOKENIZER, YAML, in_json
-from trainer import inputs
+from trainer.checks import inputs
 
 MODEL = st.one_of(in_json(CONFIG), in_json(CONFIG), *map(in_json, (SETTINGS, SHARD, SPECIAL, TOKENIZER)))
 QUIET = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow, HealthCheck.filter_too_much]

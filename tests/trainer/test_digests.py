@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from trainer import digests, torch_dist
+from trainer.weights import digests, torch_dist
 
 
 def pieces(whole: torch.Tensor, cuts: tuple[int, ...]):

@@ -1,4 +1,4 @@
-"""trainer/entry.py: ranks end with the torchrun that started them. Toy ranks: no Megatron, no process group."""
+"""trainer/startup/entry.py: ranks end with the torchrun that started them. Toy ranks: no Megatron, no process group."""
 
 import os
 import signal
@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[2]
 RANK = """
 import os, signal, sys, time
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
-from trainer import entry
+from trainer.startup import entry
 entry._die_with_agent()
 print(os.getpid(), flush=True)
 time.sleep(60)
@@ -104,7 +104,7 @@ def test_a_process_that_no_torchrun_started_outlives_its_parent(started, monkeyp
 TOY = """
 import os, signal, sys, time
 from conf.load import load
-from trainer import entry
+from trainer.startup import entry
 
 def leave(*_):
     time.sleep(0.3)

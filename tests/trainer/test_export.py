@@ -14,8 +14,9 @@ import torch
 from safetensors.torch import load_file
 from torch.distributed.checkpoint.state_dict_saver import save as save_torch_dist
 
+from contract import checkpoints
 from tests.trainer import drawn
-from trainer import checkpoints, tiny
+from trainer.rehearsal import tiny_models
 
 HERE = Path(__file__).parent
 BOUND = 1e-4  # of the largest logit; what is found is 3e-6 and less
@@ -117,7 +118,7 @@ def weights(folder: str | Path) -> dict[str, torch.Tensor]:
     return {name: tensor for file in Path(folder).glob("*.safetensors") for name, tensor in load_file(file).items()}
 
 
-@pytest.mark.parametrize("kind", tiny.KINDS)
+@pytest.mark.parametrize("kind", tiny_models.KINDS)
 def test_the_converted_model_is_the_released_one(kind, megatron, transformers):
     assert difference(megatron[kind]["logits"], transformers[kind, "base"]) < BOUND
 

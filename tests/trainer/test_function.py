@@ -1,4 +1,4 @@
-"""What conf/function.py lets pass is the same function in Megatron, and what it refuses as lost is another one.
+"""What conf/rules/function.py lets pass is the same function in Megatron, and what it refuses as lost is another one.
 
 Models of every family are drawn with keys that are not the default. Rows that differ go through transformers' model
 and through Megatron-Bridge's, of the same weights, in fp32. One process of each asks all of them: 8 minutes.
@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 import torch
 
-from conf.facts import facts_from_hf
-from conf.function import unread
+from conf.model_facts import facts_from_hf
+from conf.rules.function import unread
 from tests.trainer import drawn
-from trainer.tiny import COMMON, KINDS
+from trainer.rehearsal.tiny_models import COMMON, KINDS
 
 HERE = Path(__file__).parent
 BOUND = 1e-4  # of the largest logit; what is found is 2e-6 and less

@@ -11,8 +11,11 @@ from pathlib import Path
 import pytest
 
 from conf.load import load
-from trainer import checkpoints, inputs, prepared, tiny
-from trainer.faults import Fault
+from contract import checkpoints
+from contract.faults import Fault
+from trainer.checks import inputs
+from trainer.data import prepared
+from trainer.rehearsal import tiny_models
 
 LONG = ("data.seq_length=512",)  # as the longest rows
 
@@ -20,8 +23,8 @@ LONG = ("data.seq_length=512",)  # as the longest rows
 @pytest.fixture(scope="module")
 def original(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("original")
-    tiny.make_model("glm4-moe", folder / "model")
-    tiny.make_data(folder / "given", rows=128)
+    tiny_models.make_model("glm4-moe", folder / "model")
+    tiny_models.make_data(folder / "given", rows=128)
     rows = [{"input": f"Repeat {n}:", "output": f"{n} and {n + 1}"} for n in range(8)]
     (folder / "given/test.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     prepared.make(configure(folder, f"paths.data={folder / 'given'}", f"paths.output={folder / 'made'}"))

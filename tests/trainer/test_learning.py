@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from trainer.learning import Seen, combined, judge, kind_of
+from trainer.training.learning_verdict import Seen, combined, judge, kind_of
 
 LEARNS = Seen(gradient=True, changed=True, exact=None, rounded=False)
 DETACHED = Seen(gradient=False, changed=False, exact=None, rounded=False)

@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch.distributed.checkpoint.state_dict_saver import save as save_torch_dist
 
-from trainer import checkpoints, torch_dist
+from contract import checkpoints
+from trainer.weights import torch_dist
 
 FC1 = "decoder.layers.2.mlp.experts.experts.linear_fc1"
 QKV = "decoder.layers.{}.self_attention.linear_qkv.adapter.linear_out.weight"

@@ -1,4 +1,4 @@
-"""trainer/ownership.py: a folder has one owner, whose death frees it. Toy commands: no Megatron."""
+"""trainer/startup/ownership.py: a folder has one owner, whose death frees it. Toy commands: no Megatron."""
 
 import json
 import os
@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from conf.load import load
-from trainer import ownership
-from trainer.faults import Fault
+from contract.faults import Fault
+from trainer.startup import ownership
 
 ROOT = Path(__file__).parents[2]
 
@@ -22,8 +22,9 @@ ROOT = Path(__file__).parents[2]
 TOY = """
 import os, sys, time
 from pathlib import Path
-from conf.output_marks import TRAINING
-from trainer import entry, ownership, places
+from contract.output_marks import TRAINING
+from trainer.checks import places
+from trainer.startup import entry, ownership
 
 ownership.RENEWED = 0.1
 
@@ -37,7 +38,7 @@ def main(run):
         time.sleep(0.02)
 
 if __name__ == "__main__":
-    entry.start(main, lambda run: places.take(Path(run.paths.output), TRAINING), writes="output")
+    entry.start(main, lambda run: output_marks.take(Path(run.paths.output), TRAINING), writes="output")
 """
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from trainer import digests
+from trainer.weights import digests
 
 
 def recorded(run) -> dict:

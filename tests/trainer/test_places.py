@@ -13,12 +13,14 @@ from pathlib import Path
 
 import pytest
 
-from conf import output_marks
 from conf.load import load
-from conf.output_marks import BASE, DATA, EVALUATION, EXPORT, PREPARING, TRAINING, Kind
-from trainer import evaluate, places, tiny, whole_folder
+from contract import atomic_folder, output_marks
+from contract.faults import Fault
+from contract.output_marks import BASE, DATA, EVALUATION, EXPORT, PREPARING, TRAINING, Kind
+from trainer import evaluate
+from trainer.checks import places
 from trainer.data import identity
-from trainer.faults import Fault
+from trainer.rehearsal import tiny_models
 
 ROOT = Path(__file__).parents[2]
 
@@ -223,7 +225,7 @@ def work(command: Command, place: Path) -> None:
     if command.kind in (BASE, EXPORT):
         facts = json.loads(command.of_before["complete.json"])
         del facts["files"]
-        with whole_folder.write(place, facts, command.kind) as partial:
+        with atomic_folder.write(place, facts, command.kind) as partial:
             (partial / "new").write_text("new")
     elif command.kind is DATA:
         place = Path(os.path.realpath(place))
@@ -231,7 +233,7 @@ def work(command: Command, place: Path) -> None:
         (made / "new").write_text("new")
         identity.finish(made, {"settings": {}, "sources": []}, {}, place)
     else:
-        places.take(place, command.kind)
+        output_marks.take(place, command.kind)
         (place / "new").write_text("new")
 
 
@@ -472,7 +474,7 @@ def command(*arguments: str) -> subprocess.CompletedProcess:
 
 @pytest.fixture
 def model(tmp_path) -> Path:
-    tiny.make_model("llama", tmp_path / "model")
+    tiny_models.make_model("llama", tmp_path / "model")
     return tmp_path / "model"
 
 
@@ -501,7 +503,7 @@ def test_the_commands_leave_alone_what_is_not_theirs(model, tmp_path):
 
 
 def test_evaluation_marks_its_folder_until_its_results_do(tmp_path):
-    folder = places.take(tmp_path / "evaluation", EVALUATION)
+    folder = output_marks.take(tmp_path / "evaluation", EVALUATION)
     evaluate._write(folder / "results.json", {"metrics": {}, "rows": {}, "samples": {}})
     output_marks.finished(folder)
     assert output_marks.is_made(folder, EVALUATION)

@@ -6,16 +6,18 @@ import sys
 
 import pytest
 
-from trainer import lazy_bridge, platform
+from trainer.patches import lazy_bridge
+from trainer.startup import device
 
 # In a process of its own: in this one, another test may have imported anything.
 PROBE = """
 import importlib.util, json, sys
-from trainer import platform
+from trainer.startup import device
 
-platform.start()
+device.start()
 import megatron.bridge.training.finetune, megatron.bridge.training.gpt_step
-from trainer import adapters, lazy_bridge, recipe
+from trainer.megatron import adapters, recipe
+from trainer.patches import lazy_bridge
 
 lazy_bridge.load_family("Glm4MoeForCausalLM")
 import torch
@@ -101,7 +103,7 @@ def test_leaves_out_what_training_does_not_use(started):
         "megatron.core.models.hybrid.hybrid_layer_specs",
         "megatron.energon",
         "modelopt.torch.quantization",
-    } | (set() if platform.has_gpu() else compiler)
+    } | (set() if device.has_gpu() else compiler)
     assert unused & set(started["imported"]) == set()
 
 
@@ -117,7 +119,7 @@ def test_saves_without_another_process(started):
     assert started["queue"] == "queue"
 
 
-@pytest.mark.skipif(platform.has_gpu(), reason="the emulation is for hosts without one")
+@pytest.mark.skipif(device.has_gpu(), reason="the emulation is for hosts without one")
 class TestOnACPU:
     def test_every_name_of_the_gpu_means_the_cpu(self, started):
         assert set(started["devices"]) == {"cpu"}

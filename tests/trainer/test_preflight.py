@@ -17,8 +17,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from conf.load import load
-from trainer.health import of_host
-from trainer.misfits import Expected, Misfit, misfits, rounds, slow_hosts, unique
+from trainer.hosts.health import of_host
+from trainer.hosts.host_verdict import Expected, Misfit, misfits, rounds, slow_hosts, unique
 
 ROOT = Path(__file__).parents[2]
 GB = 1e9

@@ -15,7 +15,7 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
-from trainer.tiny import make_model
+from trainer.rehearsal.tiny_models import make_model
 
 ROOT = Path(__file__).parents[2]
 CONF = """

@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 
 from conf.load import load
-from trainer import prepared, tiny
-from trainer.data import tokenizer
-from trainer.faults import Fault
+from contract.faults import Fault
+from trainer.data import prepared
+from trainer.data.tokens import tokenizer
+from trainer.rehearsal import tiny_models
 
 SETTINGS = ("seq_length", "packed", "template", "loss_on", "stop", "seed")
 
@@ -18,7 +19,7 @@ SETTINGS = ("seq_length", "packed", "template", "loss_on", "stop", "seed")
 @pytest.fixture(scope="module")
 def model(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("prepared") / "model"
-    tiny.make_model("llama", folder)
+    tiny_models.make_model("llama", folder)
     return folder
 
 
@@ -145,7 +146,7 @@ def test_packed_rows_must_divide_over_the_layout(place, configure):
 
 
 def test_another_tokenizer(place, configure, tmp_path):
-    tiny.make_model("llama", tmp_path / "other", seed=1)
+    tiny_models.make_model("llama", tmp_path / "other", seed=1)
     path = tmp_path / "other" / "tokenizer.json"
     prepared.check(configure(f"paths.model={tmp_path / 'other'}"))  # other weights, the same tokens
     path.write_text(path.read_text().replace("Ġ", "G"))

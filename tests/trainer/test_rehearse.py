@@ -1,4 +1,4 @@
-"""trainer/rehearse.py: Megatron's models and verdicts against conf/plan/parameters.py and conf/layout.py.
+"""trainer/rehearse.py: Megatron's models and verdicts against conf/planner/parameters.py and conf/rules/layout.py.
 
 The models are built for real, on no memory: in one process that imports Megatron once (tests/trainer/rehearsals.py).
 """
@@ -12,11 +12,12 @@ from itertools import product
 
 import pytest
 
-from conf.facts import facts_from_hf, known
-from conf.layout import problems
 from conf.load import FOLDERS, load
+from conf.model_facts import facts_from_hf, known
+from conf.rules.layout import problems
 from tests.trainer.drawn import MODELS, make_run, pair
-from trainer import rehearse, twin
+from trainer import rehearse
+from trainer.rehearsal import scaled_down
 
 # Megatron builds these, and would add up gradients, or gather tokens, of ranks that have different ones.
 STRICTER = re.compile(
@@ -258,7 +259,7 @@ def test_what_has_no_tiny_model_has_no_twin(name):
     ],
 )
 def test_twins_are_as_large_as_fits(layout, scaled):
-    found = twin.scale(make_run(layout={"gpus_per_node": 1, **layout}).layout, layers=4)
-    assert found.world <= twin.RANKS
+    found = scaled_down.scale(make_run(layout={"gpus_per_node": 1, **layout}).layout, layers=4)
+    assert found.world <= scaled_down.RANKS
     assert {key: getattr(found, key) for key in scaled} == scaled
     assert found.last_stage_layers == (1 if "first_stage_layers" in layout else None)

@@ -7,10 +7,11 @@ from pathlib import Path
 import pytest
 
 from conf.load import load
+from contract.faults import Fault
 from tests import small_model
 from tests.small_model import SHARDS, read_shard, write_shard
-from trainer import convert, released
-from trainer.faults import Fault
+from trainer import convert
+from trainer.weights import released
 
 # What each type calls infinite, minus infinite, not a number, and its largest number.
 VALUES = {
@@ -58,7 +59,7 @@ def test_the_largest_number_is_finite(model, dtype):
 
 def test_a_config_json_that_transformers_does_not_take_is_one_line_with_its_reason():
     """Bridge takes any error for one of the network."""
-    from trainer.model import _cause
+    from trainer.megatron.model import _cause
 
     error = OSError("network issues")
     error.__cause__ = ValueError("head_dim: no\nint")
@@ -66,8 +67,8 @@ def test_a_config_json_that_transformers_does_not_take_is_one_line_with_its_reas
 
 
 def test_olmoe_is_refused_at_tp2():
-    from conf.facts import facts_from_hf
-    from conf.layout import problems
+    from conf.model_facts import facts_from_hf
+    from conf.rules.layout import problems
 
     config = small_model.CONFIG | {"architectures": ["OlmoeForCausalLM"], "model_type": "olmoe"}
     run = load("tiny", ["layout.tp=2", "layout.sp=true", "layout.gpus_per_node=2"])

@@ -1,4 +1,5 @@
-"""trainer/resume.py: a checkpoint knows what it is of, and a resume says what differs and what may. No Megatron."""
+"""trainer/training/resume.py: a checkpoint knows what it is of, and a resume says what differs and what may. No
+Megatron."""
 
 import json
 import shutil
@@ -8,10 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from conf import identity
 from conf.load import load
-from trainer import checkpoints, resume
-from trainer.faults import Fault
+from conf.schema import identity
+from contract import checkpoints
+from contract.faults import Fault
+from trainer.training import resume
 
 ROOT = Path(__file__).parents[2]
 LAYOUT = ("nodes", "gpus_per_node", "tp", "pp", "vpp", "cp", "ep", "etp", "sp", "first_stage_layers")
@@ -178,7 +180,7 @@ BRIDGE = """
 checkpoint: {save_optim: true}
 dataset: {seed: 1234, seq_length: 256}
 optimizer: {lr: 0.002, min_lr: 0.0, weight_decay: 0.1, adam_beta1: 0.9, adam_beta2: 0.95, adam_eps: 1.0e-08}
-peft: {_target_: trainer.adapters.LoRA, dim: 8, alpha: 16, dropout: 0.0, target_modules: [linear_qkv]}
+peft: {_target_: trainer.megatron.adapters.LoRA, dim: 8, alpha: 16, dropout: 0.0, target_modules: [linear_qkv]}
 rng: {seed: 1234}
 scheduler: {lr_decay_iters: 30, lr_decay_style: cosine, lr_warmup_iters: 5}
 train: {global_batch_size: 16}

@@ -4,7 +4,8 @@ import json
 
 import numpy as np
 
-from trainer.data import indexed, tokenizer
+from trainer.data.tokens import tokenizer
+from trainer.data.write import indexed
 
 
 def compared(result) -> dict:

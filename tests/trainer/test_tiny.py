@@ -12,7 +12,7 @@ import torch
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from trainer.tiny import KINDS, SPECIAL_TOKENS, make_data, make_model
+from trainer.rehearsal.tiny_models import KINDS, SPECIAL_TOKENS, make_data, make_model
 
 CHAT = [
     {"role": "system", "content": "Be brief."},

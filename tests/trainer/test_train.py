@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from trainer import checkpoints, resume
+from contract import checkpoints
+from trainer.training import resume
 
 
 def losses(result) -> dict[int, float]:
@@ -205,7 +206,7 @@ def test_a_frozen_router_stays_as_released(configure, ranks, base, work):
 
 
 def weights(folder: Path) -> dict:
-    from trainer import torch_dist
+    from trainer.weights import torch_dist
 
     found = torch_dist.open_checkpoint(folder)
     return {name: torch_dist.read(found, place) for name, place in found.places.items()}

@@ -6,11 +6,11 @@ import sys
 
 import pytest
 
-from conf.facts import facts_from_hf
 from conf.load import load
-from conf.plan.hardware import GPUS
+from conf.model_facts import facts_from_hf
+from conf.planner.hardware import GPUS
+from contract.faults import Fault
 from trainer import trial
-from trainer.faults import Fault
 from trainer.rehearse import config_of
 
 

@@ -6,7 +6,7 @@ paths.output/detached.json says which: those with this part in their names, and 
 import json
 from pathlib import Path
 
-from conf.schema import Run
+from conf.schema.run import Run
 from trainer import train
 
 
@@ -15,7 +15,7 @@ def main(run: Run) -> None:
     from megatron.core import parallel_state
     from megatron.core.utils import unwrap_model
 
-    from trainer.gates import Gates
+    from trainer.training.learning_check import Gates
 
     original = Gates.on_train_start
 

@@ -7,16 +7,20 @@ import os
 import shutil
 from pathlib import Path
 
-from conf.amounts import unlike
-from conf.conversion import obstacles
-from conf.facts import ModelFacts
-from conf.layout import problems
-from conf.model_files import weights, whole
-from conf.output_marks import TRAINING
-from conf.schema import Run
-from trainer import agreement, asked, checkpoints, places, prepared, resume
-from trainer.faults import Fault
-from trainer.recipe import checkpoint_folder
+from conf.model_facts import ModelFacts
+from conf.model_files import weights
+from conf.planner import released_model
+from conf.rules.conversion import obstacles
+from conf.rules.layout import problems
+from conf.schema.run import Run
+from contract import checkpoints, output_marks
+from contract.amounts import unlike
+from contract.faults import Fault
+from contract.output_marks import TRAINING
+from trainer.data import prepared
+from trainer.megatron.recipe import checkpoint_folder
+from trainer.serving import agreement, prompts
+from trainer.training import resume
 
 
 def check_convert(run: Run) -> None:
@@ -31,7 +35,7 @@ def check_train(run: Run) -> None:
     _check_layout(run, facts)
     resume.check(run, checkpoint_folder(run))
     if os.environ.get("LOCAL_RANK", "0") == "0":
-        places.take(Path(run.paths.output), TRAINING)
+        output_marks.take(Path(run.paths.output), TRAINING)
     if "RANK" not in os.environ:  # ranks find made what the process before them has made
         prepared.make(run)
     prepared.check(run)
@@ -51,23 +55,18 @@ def check_evaluate(run: Run) -> None:
         raise Fault(f"paths.served: {folder}: no such folder; it holds a model in Hugging Face format (trainer.export)")
     if not tasks:
         raise Fault("evaluate.tasks: empty; held_out is the data's test split")
-    whole.check(folder)
+    released_model.check(folder)
     agreement.expected(run)
     for name in tasks:
-        if name.endswith((".yaml", ".yml")) and not is_file(name):
+        if name.endswith((".yaml", ".yml")) and not prompts.is_task_file(name):
             raise Fault(f"evaluate.tasks: {name}: no such file in {Path.cwd()}")
     if "held_out" in tasks:
         file = Path(run.paths.data) / "test.jsonl"
         if not file.exists() or not file.stat().st_size:
             what = "empty" if file.exists() else "no such file"
             raise Fault(f"{file}: {what}; a larger share of data.test, or evaluate.tasks without held_out, would do")
-        asked.record(run)  # is there
-        prepared.check_asked(asked.folder(run))
-
-
-def is_file(task: str) -> bool:
-    """Whether an evaluation task is a file of one's own, not a name that lm-eval knows."""
-    return task.endswith((".yaml", ".yml")) and Path(task).is_file()
+        prompts.record(run)  # is there
+        prepared.check_asked(prompts.folder(run))
 
 
 def check_model(run: Run) -> ModelFacts:
@@ -75,7 +74,7 @@ def check_model(run: Run) -> ModelFacts:
     folder = Path(run.paths.model)
     if not folder.is_dir():
         raise Fault(f"paths.model: {folder}: no such folder; it holds the released checkpoint in Hugging Face format")
-    config, facts = whole.check_released(folder)
+    config, facts = released_model.check_released(folder)
     if found := obstacles(config, run.model.ignore_config):
         raise Fault("\n".join(f"{folder}: {line}" for line in found))
     return facts

@@ -1,4 +1,4 @@
-"""Where each command reads and writes, checked before it does either: conf/output_marks.py has the rules.
+"""Where each command reads and writes, checked before it does either: contract/output_marks.py has the rules.
 
 Nothing that this project has not made is replaced, and no output meets an input or another output. All that is wrong is
 said at once, a line for each path.
@@ -7,7 +7,9 @@ said at once, a line for each path.
 from collections.abc import Iterator
 from pathlib import Path
 
-from conf.output_marks import (
+from conf.schema.run import Run
+from contract.faults import Fault
+from contract.output_marks import (
     BASE,
     DATA,
     EVALUATION,
@@ -18,13 +20,10 @@ from conf.output_marks import (
     PREPARING,
     TRAINING,
     Kind,
-    begin,
     meetings,
     problems,
 )
-from conf.schema import Run
-from trainer.data import sources
-from trainer.faults import Fault
+from trainer.data.read import sources
 
 Inputs = dict[str, list[str | Path]]
 Outputs = dict[str, tuple[str | Path, Kind]]
@@ -63,33 +62,6 @@ def check_evaluate(run: Run) -> None:
     tasks: Inputs = {"evaluate.tasks": [task for task in run.evaluate.tasks if task.endswith((".yaml", ".yml"))]}
     inputs = _inputs(run, "served", "data", "parity") | tasks
     _check(inputs, {"paths.evaluation": (run.paths.evaluation, EVALUATION)})
-
-
-CHECKS = {
-    "base": check_convert,
-    "data": check_prepare,
-    "output": check_train,
-    "export": check_export,
-    "evaluation": check_evaluate,
-}
-
-
-def check(run: Run, writes: str) -> None:
-    """Of the command that writes paths.<writes>."""
-    CHECKS[writes](run)
-
-
-def check_one(place: Path, kind: Kind) -> None:
-    """Of an output that no key names."""
-    if lines := [*problems(place, kind)]:
-        raise Fault("\n".join(lines))
-
-
-def take(folder: Path, kind: Kind) -> Path:
-    """The folder, made and marked as this project's; a fault if something else is there."""
-    check_one(folder, kind)
-    begin(folder, kind)
-    return folder
 
 
 def _check(inputs: Inputs, outputs: Outputs) -> None:

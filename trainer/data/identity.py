@@ -11,12 +11,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from conf import output_marks, regular_files
-from conf.data import Part, Rows
-from conf.output_marks import DATA, PREPARING
-from conf.schema import Run
-from trainer.data import packing, sources, tokenizer
-from trainer.faults import Fault
+from conf.schema.data import Part, Rows
+from conf.schema.run import Run
+from contract import output_marks, regular_files
+from contract.faults import Fault
+from contract.output_marks import DATA, PREPARING
+from trainer.data.read import sources
+from trainer.data.tokens import tokenizer
+from trainer.data.write import packing
 
 VERSION = 1  # of what is written; what another one has written is made anew
 MANIFEST = "prepared.json"

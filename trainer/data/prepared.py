@@ -18,14 +18,15 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from conf import regular_files
-from conf.model_files import json_object
-from conf.schema import Run
-from trainer import checkpoints
-from trainer.data import choose, packing, sources, tokenizer
+from conf.schema.run import Run
+from contract import checkpoints, json_object, regular_files
+from contract.faults import Fault
+from trainer.data import preparation
 from trainer.data.identity import MANIFEST, digest
-from trainer.entry import FAULT_FILE, LIBC, PR_SET_PDEATHSIG
-from trainer.faults import Fault
+from trainer.data.read import choose, sources
+from trainer.data.tokens import tokenizer
+from trainer.data.write import packing
+from trainer.startup.entry import FAULT_FILE, LIBC, PR_SET_PDEATHSIG
 
 ASKED = ("test.jsonl", "template.json")
 AGAIN = "python -m trainer.prepare makes it again"
@@ -61,13 +62,11 @@ def make(run: Run) -> None:
             f"paths.data: {given}: neither {MANIFEST} (python -m trainer.prepare makes it) nor {rows.name}, "
             "with one JSON object a line"
         )
-    from trainer import prepare
-
     if steps := checkpoints.complete_steps(Path(run.paths.output) / "checkpoints"):
         _require_the_same(run, given, steps[-1])
     # In a process of its own: tokenizers are loaded without torch, and transformers is of no use to training then.
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), initializer=_die_with_parent) as process:
-        process.submit(prepare.given, run, given, folder(run)).result()
+        process.submit(preparation.given, run, given, folder(run)).result()
 
 
 def _require_the_same(run: Run, given: Path, step: int) -> None:

@@ -1,6 +1,6 @@
 """Tickets to a shop and the team that each belongs to: a task that the tiny model learns in half a minute.
 
-    python -m trainer.tickets OUT.jsonl [--rows N] [--seed N]
+    python -m trainer.data.tickets OUT.jsonl [--rows N] [--seed N]
 
 Each row is a customer's sentence among a name, an order number and a greeting that differ from row to row; no row
 occurs twice. A model that has not seen the task names none of the teams. Equal arguments give equal bytes.
@@ -60,7 +60,7 @@ def tickets(rows: int, seed: int) -> dict[str, str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m trainer.tickets", description="Tickets and their teams.")
+    parser = argparse.ArgumentParser(prog="python -m trainer.data.tickets", description="Tickets and their teams.")
     parser.add_argument("out", type=Path)
     parser.add_argument("--rows", type=int, default=1600)
     parser.add_argument("--seed", type=int, default=0)

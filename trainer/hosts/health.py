@@ -3,7 +3,8 @@
     of_host(run) -> dict        once per host
     of_gpu(number) -> dict      once per GPU; {} where there is none, or no nvidia-ml-py to ask
 
-Facts only: trainer/misfits.py judges them. Not covered: fans, firmware, what the kernel's log says of the time before.
+Facts only: trainer/hosts/host_verdict.py judges them. Not covered: fans, firmware, what the kernel's log says of the
+time before.
 """
 
 import contextlib
@@ -17,9 +18,9 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from conf.schema import Run
+from conf.schema.run import Run
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 PACKAGES = ("torch", "megatron-core", "megatron-bridge", "transformer-engine", "nvidia-nccl-cu13", "transformers")
 BLOCK = 4 << 20
 # Reasons for lower clocks that a healthy GPU does not have. The cap of its power (0x4) is normal under full load.
@@ -49,7 +50,7 @@ def _version(package: str) -> str:
 def _code() -> str:
     """Of what runs here, committed or not."""
     digest = hashlib.sha256()
-    for folder in ("conf", "trainer"):
+    for folder in ("contract", "conf", "trainer"):
         for file in sorted((ROOT / folder).rglob("*.py")):
             digest.update(str(file.relative_to(ROOT)).encode() + b"\0" + file.read_bytes())
     return digest.hexdigest()[:12]

@@ -2,7 +2,7 @@
 
     misfits(hosts, ranks, pairs, expected) -> list[Fault]
 
-A figure is held against the makers' where they are known (conf/plan/hardware.py), else against the other hosts': a
+A figure is held against the makers' where they are known (conf/planner/hardware.py), else against the other hosts': a
 host is slow when it is slow against everybody, so each is judged by its best pair, and three hosts of which one is slow
 already tell which. Two hosts can only tell that one of them is: neither is left out, and the gang is refused.
 

@@ -13,11 +13,11 @@ DoRA. Bridge takes the norm of a row-parallel weight over one rank's columns onl
 does not mark the magnitudes' gradients as partial (row-parallel) or cut (column-parallel) over ranks either, and saves
 those of a fused gate and up as each rank has them, so that a resume at another tp took gates' for ups'.
 
-Sequence parallelism: trainer/sequence_parallel.py.
+Sequence parallelism: trainer/patches/sequence_parallel.py.
 
 Recompute. What is computed again gets no gradient, or fails, where its input needs none: in a first layer behind a
 frozen embedding. Bridge sees to that for full recompute alone; _recompute_from_the_start does for single modules too.
-Each can go when Bridge does the same; tests/trainer/test_layouts.py and test_train.py hold each.
+Each can go when Bridge does the same; trainer/layouts.py and tests/trainer/test_train.py hold each.
 """
 
 import hashlib
@@ -34,7 +34,7 @@ from megatron.core.tensor_parallel import mappings, set_tensor_model_parallel_at
 from megatron.core.transformer.mlp import apply_swiglu_sharded_factory
 from torch import nn
 
-from trainer import sequence_parallel, shared_experts
+from trainer.patches import sequence_parallel, shared_experts
 
 SPREAD_OF_B = 0.0  # as a part of A's; trainer/layouts.py and tests set another
 

@@ -3,9 +3,10 @@
 from pathlib import Path
 
 from conf.model_files import config_json
-from conf.schema import Run
-from trainer import lazy_bridge, platform
-from trainer.faults import Fault
+from conf.schema.run import Run
+from contract.faults import Fault
+from trainer.patches import lazy_bridge
+from trainer.startup import device
 
 
 def open_bridge(run: Run):
@@ -93,7 +94,7 @@ def make_provider(run: Run, bridge, load_weights: bool = False):
         provider.recompute_method, provider.recompute_num_layers = "uniform", train.recompute_layers
     if train.recompute == "selective":
         provider.recompute_modules = list(train.recompute_modules)
-    platform.choose_kernels(provider)
+    device.choose_kernels(provider)
     return provider
 
 

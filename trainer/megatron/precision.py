@@ -1,4 +1,5 @@
-"""FP8, the types of the optimizer's states, and its offloading, as Megatron's settings; conf/levers.py has the rules.
+"""FP8, the types of the optimizer's states, and its offloading, as Megatron's settings; conf/rules/precision.py has
+the rules.
 
 Layers compute in FP8 by Megatron-Bridge's own recipes, but that weights are kept in FP8 only where train.fp8_weights
 says so: the recipes do it unasked, for trained weights as well.
@@ -10,10 +11,10 @@ precision-aware one leaves the fp32 weights on the GPU, and cannot be resumed fr
 
 from typing import Any
 
-from conf.levers import beyond_a_cpu
-from conf.schema import Run
-from trainer import platform
-from trainer.faults import Fault
+from conf.rules.precision import beyond_a_cpu
+from conf.schema.run import Run
+from contract.faults import Fault
+from trainer.startup import device
 
 RECIPES = {
     None: "bf16_mixed",
@@ -68,14 +69,14 @@ def optimizer_settings(run: Run) -> dict[str, Any]:
 
 def prepare(run: Run, resumed: bool) -> None:
     """Refuse what this machine cannot do, and repair what Megatron cannot."""
-    if not platform.has_gpu() and (missing := beyond_a_cpu(run)):
+    if not device.has_gpu() and (missing := beyond_a_cpu(run)):
         raise Fault(
             "\n".join(f"{key}: {value} needs a GPU, and this host has none; {usual}" for key, value, usual in missing)
         )
     if not run.optimizer.offload:
         return
-    if not platform.has_gpu():
-        from trainer.cpu import offload
+    if not device.has_gpu():
+        from trainer.startup.cpu import offload
 
         offload.install()
     _keep_counting()

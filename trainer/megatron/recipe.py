@@ -3,10 +3,12 @@
 import logging
 from pathlib import Path
 
-from conf.schema import Run
-from trainer import checkpoints, levers, platform
-from trainer.console import say
-from trainer.model import make_provider
+from conf.schema.run import Run
+from contract import checkpoints
+from trainer.megatron import precision
+from trainer.megatron.model import make_provider
+from trainer.startup import device
+from trainer.startup.console import say
 
 
 def checkpoint_folder(run: Run) -> Path:
@@ -33,10 +35,10 @@ def make_config(run: Run, bridge, resume_step: int | None):
         ValidationConfig,
     )
 
-    from trainer.sequences import make_dataset
+    from trainer.megatron.sequences import make_dataset
 
     train, optimizer, checkpoint = run.train, run.optimizer, run.checkpoint
-    levers.prepare(run, resume_step is not None)
+    precision.prepare(run, resume_step is not None)
     folder = str(checkpoint_folder(run))
     return ConfigContainer(
         model=make_provider(run, bridge),
@@ -65,7 +67,7 @@ def make_config(run: Run, bridge, resume_step: int | None):
             bf16=train.precision == "bf16",
             params_dtype=_dtype(train.precision),
             use_distributed_optimizer=optimizer.distributed,
-            **levers.optimizer_settings(run),
+            **precision.optimizer_settings(run),
         ),
         scheduler=SchedulerConfig(
             lr_decay_style=optimizer.decay,
@@ -91,7 +93,7 @@ def make_config(run: Run, bridge, resume_step: int | None):
         logger=LoggerConfig(
             log_interval=run.log.every,
             tensorboard_dir=None,
-            skip_train_metrics_log=True,  # trainer/metrics.py writes them, with fewer synchronisations
+            skip_train_metrics_log=True,  # trainer/training/metrics.py writes them, with fewer synchronisations
             logging_level=logging.ERROR,
         ),
         checkpoint=CheckpointConfig(
@@ -111,8 +113,8 @@ def make_config(run: Run, bridge, resume_step: int | None):
             dist_ckpt_optim_fully_reshardable=True,
         ),
         rng=RNGConfig(seed=train.seed),
-        dist=DistributedInitConfig(distributed_backend=platform.backend()),
-        mixed_precision=levers.mixed_precision(run),
+        dist=DistributedInitConfig(distributed_backend=device.backend()),
+        mixed_precision=precision.mixed_precision(run),
     )
 
 
@@ -136,7 +138,7 @@ def make_adapter(run: Run):
         "dropout": adapter.dropout,
         "seed": run.train.seed,
     }
-    from trainer.adapters import DoRA, LoRA
+    from trainer.megatron.adapters import DoRA, LoRA
 
     if adapter.kind == "dora":
         return DoRA(**shared)
@@ -146,7 +148,7 @@ def make_adapter(run: Run):
 def _has_random_states(run: Run, resume_step: int | None) -> bool:
     if not resume_step:
         return False
-    from trainer import resharding
+    from trainer.patches import resharding
 
     found = resharding.has_random_states(checkpoints.step_folder(checkpoint_folder(run), resume_step), run.layout)
     if not found:

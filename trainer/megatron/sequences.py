@@ -1,4 +1,4 @@
-"""What Megatron-Bridge's loop reads prepared data by (trainer/prepared.py): token files, never text.
+"""What Megatron-Bridge's loop reads prepared data by (trainer/data/prepared.py): token files, never text.
 
 Packed sequences are read by Bridge's own dataset. It has none for sequences of one row that are tokens already: Rows
 gives the batches that its GPTSFTDataset would make of the same rows, padded to data.seq_length. Texts, for pretraining,
@@ -19,9 +19,9 @@ from megatron.bridge.data.packing import PackedSequenceSpecs
 from megatron.bridge.training.config import GPTDatasetConfig
 from torch.utils.data import Dataset
 
-from conf.schema import Run
-from trainer import prepared
-from trainer.data import packing
+from conf.schema.run import Run
+from trainer.data import prepared
+from trainer.data.write import packing
 
 
 def make_dataset(run: Run):

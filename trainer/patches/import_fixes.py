@@ -35,7 +35,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from trainer import lazy_bridge
+from trainer.patches import lazy_bridge
 
 HIDDEN = (
     "accelerate",

@@ -27,7 +27,7 @@ LAZY = (ROOT, "megatron.training", "megatron.core.inference")
 
 def install() -> None:
     """Enter the packages below LAZY lazily from now on. Call before the first import of megatron.bridge."""
-    assert ROOT not in sys.modules, f"{ROOT} was imported before trainer.lazy_bridge.install()"
+    assert ROOT not in sys.modules, f"{ROOT} was imported before trainer.patches.lazy_bridge.install()"
     sys.meta_path.insert(0, _Finder())
 
 

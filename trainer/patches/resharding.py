@@ -17,7 +17,7 @@ from megatron.core.optimizer import ChainedOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 
-from conf.sections import Layout
+from conf.schema.sections import Layout
 
 
 def install() -> None:

@@ -7,10 +7,10 @@ ep 1, 2 and 4 to 2e-7 where gradients are not clipped. Two things were still wro
 The norm of all gradients counted every copy: 5 to 20 % too large at ep 2 and 4, and clipping with it. count_once()
 leaves one.
 
-Under expert tensor parallelism the adapter was wrong as the one per expert is (trainer/adapters.py), also where experts
-are not grouped: fc2's ranks multiplied only their own part of the hidden values, and the dispatcher added up copies of
-the result; fc1's A got its gradient from one rank's columns of B alone. Losses were off by 1.6 % after ten steps at
-etp 2. Adapter repairs both.
+Under expert tensor parallelism the adapter was wrong as the one per expert is (trainer/megatron/adapters.py), also
+where experts are not grouped: fc2's ranks multiplied only their own part of the hidden values, and the dispatcher
+added up copies of the result; fc1's A got its gradient from one rank's columns of B alone. Losses were off by 1.6 %
+after ten steps at etp 2. Adapter repairs both.
 
 Each can go when Bridge does the same; the rows "shared" of trainer/layouts.py hold them.
 """

@@ -12,17 +12,17 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from conf.schema import Run
-from trainer import entry, platform
+from conf.schema.run import Run
+from trainer.startup import device, entry
 
 
 def import_all() -> None:
     os.environ["LOCAL_WORLD_SIZE"] = str(os.cpu_count())  # one thread a rank
-    platform.start()
+    device.start()
     import megatron.bridge.training.finetune
     import megatron.bridge.training.gpt_step  # noqa: F401
 
-    from trainer import adapters, gates, lazy_bridge, metrics, parity, saves  # noqa: F401
+    from trainer.patches import lazy_bridge
 
     for family in ("Glm4Moe", "Qwen3Moe", "DeepseekV3", "Llama"):
         lazy_bridge.load_family(f"{family}ForCausalLM")

@@ -17,10 +17,10 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
-from conf.facts import facts_from_hf
-from conf.schema import Run
-from trainer import platform
-from trainer.faults import Fault
+from conf.model_facts import facts_from_hf
+from conf.schema.run import Run
+from contract.faults import Fault
+from trainer.startup import device
 
 REFUSALS = (ValueError, AssertionError, RuntimeError, NotImplementedError, AttributeError, ArithmeticError)
 
@@ -39,14 +39,15 @@ class Refused(Exception):
 def prepare() -> None:
     """Import Megatron, once in a process."""
     os.environ.setdefault("RANK", "0")
-    platform.start()
+    device.start()
     warnings.filterwarnings("ignore", "ModelProviderMixin-based")  # no user can migrate it
 
     logging.getLogger("megatron").setLevel(logging.ERROR)
 
 
 def count(run: Run, config: dict[str, Any], rank: int) -> Counter[str]:
-    """Parameters of one rank by the kinds of conf/plan/parameters.py, those of TRAINED, and STATES. Raises Refused."""
+    """Parameters of one rank by the kinds of conf/planner/parameters.py, those of TRAINED, and STATES. Raises
+    Refused."""
     with _megatrons_words(), _world(run, rank), _on_meta(), contextlib.redirect_stdout(None):
         chunks, optimizer = _build(run, config)
         _step_off(run, chunks)
@@ -122,14 +123,14 @@ def _on_meta() -> Iterator[None]:
     import torch
     from megatron.bridge.peft.utils import ParallelLinearAdapter
 
-    from trainer import adapters
+    from trainer.megatron import adapters
 
     with (
         mock.patch.dict(os.environ),  # Megatron notes the kind of attention there, and refuses another
         mock.patch.object(torch.cuda, "current_device", return_value=torch.device("meta")),
         mock.patch.object(ParallelLinearAdapter, "_synchronize_shared_expert_parameters"),
         mock.patch.object(adapters, "draw_initial_values"),
-        contextlib.nullcontext() if platform.has_gpu() else _as_with_a_gpu(),
+        contextlib.nullcontext() if device.has_gpu() else _as_with_a_gpu(),
         _types_of_a_gpu(),
     ):
         yield
@@ -170,15 +171,15 @@ def _build(run: Run, config: dict[str, Any]) -> tuple[list, Any]:
     from megatron.bridge.training.optim import setup_optimizer
     from megatron.core.model_parallel_config import ModelParallelConfig
 
-    from trainer import sequences
-    from trainer.recipe import make_adapter, make_config
+    from trainer.megatron import sequences
+    from trainer.megatron.recipe import make_adapter, make_config
 
     # Bridge turns sequence parallelism off where tp is 1; core refuses it.
     ModelParallelConfig(tensor_model_parallel_size=run.layout.tp, sequence_parallel=run.layout.sp)
-    bridge, stands_in = open_bridge(config), not platform.has_gpu()
+    bridge, stands_in = open_bridge(config), not device.has_gpu()
     with (
         mock.patch.object(sequences, "make_dataset", _no_data),
-        mock.patch.object(platform, "has_gpu", return_value=True),
+        mock.patch.object(device, "has_gpu", return_value=True),
     ):
         whole = make_config(run, bridge, None)
     whole.checkpoint.pretrained_checkpoint = whole.checkpoint.save = whole.checkpoint.save_interval = None
@@ -198,10 +199,11 @@ def _build(run: Run, config: dict[str, Any]) -> tuple[list, Any]:
 
 def open_bridge(config: dict[str, Any]):
     architecture = config["architectures"][0]
-    from trainer import lazy_bridge, unbridged
+    from trainer.patches import lazy_bridge
+    from trainer.weights import shape_only
 
-    if architecture in unbridged.FAMILIES:
-        return unbridged.Unbridged(facts_from_hf(config))
+    if architecture in shape_only.FAMILIES:
+        return shape_only.Unbridged(facts_from_hf(config))
     lazy_bridge.load_family(architecture)
     from megatron.bridge.models.conversion.auto_bridge import AutoBridge
     from transformers import AutoConfig
@@ -210,7 +212,7 @@ def open_bridge(config: dict[str, Any]):
 
 
 def _no_data(run: Run):
-    """What of trainer/sequences.py bears on validation; a rehearsal has no files."""
+    """What of trainer/megatron/sequences.py bears on validation; a rehearsal has no files."""
     from megatron.bridge.data.packing.config import PackedSequenceSpecs
     from megatron.bridge.training.config import GPTSFTDatasetConfig
 

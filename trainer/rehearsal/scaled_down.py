@@ -1,6 +1,6 @@
 """A scaled-down twin of a run: real steps of the same kind of layout on a tiny model of the same family, on this CPU.
 
-train(run, config, steps) takes the steps in up to RANKS gloo processes, and returns the twin and the losses. Degrees
+train() takes the steps in up to RANKS gloo processes, and returns the twin and the losses. Degrees
 above what 4 tiny layers and 8 experts can be cut into are lowered, and copies are dropped where there are too many.
 What is kept: which dimensions are cut, sp, vpp, packing, the adapter, recompute, the distributed optimizer.
 
@@ -10,51 +10,54 @@ Not covered: families without a tiny model (trainer/tiny.py), where layers lie o
 import json
 import math
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from conf.data import Data
-from conf.facts import facts_from_hf
-from conf.layout import problems
-from conf.schema import Layout, Run
-from trainer import forked, tiny
-from trainer.faults import Fault
+from conf.model_facts import facts_from_hf
+from conf.rules.layout import problems
+from conf.schema.data import Data
+from conf.schema.run import Layout, Run
+from contract.faults import Fault
+from trainer.data import prepared
+from trainer.rehearsal import forked_ranks, tiny_models
 
 RANKS = 8
 LIMITS = {"tp": 2, "pp": 2, "cp": 2, "ep": 4, "etp": 2}
-FAMILIES = {config["architectures"][0]: kind for kind, config in tiny.KINDS.items() if not kind.endswith("-mtp")}
+FAMILIES = {config["architectures"][0]: kind for kind, config in tiny_models.KINDS.items() if not kind.endswith("-mtp")}
 
 
-def train(run: Run, config: dict[str, Any], steps: int) -> tuple[Run, list[float]]:
-    """Raises Fault where there can be no twin, and RuntimeError where its ranks fail."""
+def train(
+    run: Run, config: dict[str, Any], steps: int, convert: Callable[[Run], None], take_steps: Callable[[Run], None]
+) -> tuple[Run, list[float]]:
+    """`convert` and `take_steps` are what the commands of trainer/convert.py and trainer/train.py do.
+
+    Raises Fault where there can be no twin, and RuntimeError where its ranks fail.
+    """
     architecture = config["architectures"][0]
     if architecture not in FAMILIES:
         raise Fault(f"--steps: there is no tiny model of {architecture}; there are {', '.join(FAMILIES)}")
     kind = FAMILIES[architecture] + ("-mtp" if _trains_mtp(run, config) and architecture.startswith("Glm4") else "")
-    forked.import_all()
-    from trainer import convert, prepared
-    from trainer import train as training
-
     with tempfile.TemporaryDirectory(prefix="twin-") as name:
         folder = Path(name)
         twin = make(run, kind, steps, folder)
-        if found := problems(twin, facts_from_hf(tiny.KINDS[kind])):
+        if found := problems(twin, facts_from_hf(tiny_models.KINDS[kind])):
             raise Fault(f"--steps: no twin of this layout on {RANKS} processes: {found[0]}")
-        tiny.make_model(kind, folder / "model", dtype="float32")
-        tiny.make_data(folder / "given", rows=64)
+        tiny_models.make_model(kind, folder / "model", dtype="float32")
+        tiny_models.make_data(folder / "given", rows=64)
         alone = twin.model_copy(update={"layout": Layout()})
         paths = {"data": str(folder / "given"), "output": str(folder / "prepared")}
         rows = alone.model_copy(update={"paths": alone.paths.model_copy(update=paths)})
-        for command, asked in ((convert.main, alone), (prepared.make, rows), (training.main, twin)):
+        for command, asked in ((convert, alone), (prepared.make, rows), (take_steps, twin)):
             log = folder / f"{command.__module__}.log"
-            if forked.call(command, asked, log):
+            if forked_ranks.call(command, asked, log):
                 raise RuntimeError("".join(log.read_text().splitlines(keepends=True)[-5:]))
         lines = map(json.loads, (folder / "output" / "metrics.jsonl").read_text().splitlines())
         return twin, [line["lm_loss"] for line in lines if line["kind"] == "train"]
 
 
 def make(run: Run, kind: str, steps: int, folder: Path) -> Run:
-    layout = scale(run.layout, tiny.KINDS[kind]["num_hidden_layers"])
+    layout = scale(run.layout, tiny_models.KINDS[kind]["num_hidden_layers"])
     copies = layout.world // (layout.tp * layout.cp * layout.pp)
     packed = run.data.packed
     train = {

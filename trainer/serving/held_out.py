@@ -13,10 +13,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from conf.schema import Run
-from trainer import asked
-from trainer.data.templates import Template
-from trainer.faults import Fault
+from conf.schema.run import Run
+from contract.faults import Fault
+from trainer.data.tokens.templates import Template
+from trainer.serving import prompts
 
 NAME = "held_out"
 LIKELIHOOD = "held_out_likelihood"
@@ -46,14 +46,14 @@ class Test:
 
 
 def read(run: Run) -> Test:
-    template = asked.template(run, run.paths.served)
-    found = asked.read(file(run), run.evaluate.rows)
+    template = prompts.template(run, run.paths.served)
+    found = prompts.read(file(run), run.evaluate.rows)
     rows = [_row(template, row, f"{file(run)}:{number}") for number, row in enumerate(found, 1)]
     return Test(rows, template.ends_by_text)
 
 
 def file(run: Run) -> Path:
-    return asked.folder(run) / "test.jsonl"
+    return prompts.folder(run) / "test.jsonl"
 
 
 def tasks(run: Run, test: Test) -> list[dict]:

@@ -4,16 +4,16 @@ import random
 from difflib import get_close_matches
 from typing import Any
 
-from conf.schema import Run
-from trainer import held_out, inputs
-from trainer.faults import Fault
+from conf.schema.run import Run
+from contract.faults import Fault
+from trainer.serving import held_out, prompts
 
 
 def load(run: Run, names: list[str], test: held_out.Test | None) -> dict[str, dict]:
     """name -> what lm-eval calls a task dictionary. Data that are not on this disk are downloaded."""
     from lm_eval.tasks import TaskManager
 
-    known = any(name != held_out.NAME and not inputs.is_file(name) for name in names)
+    known = any(name != held_out.NAME and not prompts.is_task_file(name) for name in names)
     manager = TaskManager(include_defaults=known)  # reading lm-eval's 14,000 task files takes seconds
     tasks = {}
     for name in names:
@@ -29,7 +29,7 @@ def load(run: Run, names: list[str], test: held_out.Test | None) -> dict[str, di
 
 
 def _load_other(manager, name: str) -> dict:
-    if not inputs.is_file(name) and name not in manager.all_tasks:
+    if not prompts.is_task_file(name) and name not in manager.all_tasks:
         near = get_close_matches(name, [held_out.NAME, *manager.all_tasks], n=3)
         meant = f"; did you mean {', '.join(near)}?" if near else ""
         raise Fault(f"evaluate.tasks: {name} is neither held_out, nor a task of lm-eval, nor a YAML file{meant}")

@@ -3,14 +3,13 @@
 import json
 from pathlib import Path
 
-from conf import regular_files
-from conf.model_files import json_object
-from conf.schema import Run
-from trainer import prepared
-from trainer.data import templates, tokenizer
+from conf.schema.run import Run
+from contract import json_object, regular_files
+from contract.faults import Fault
+from trainer.data import prepared
 from trainer.data.rows import Row
-from trainer.data.templates import Template
-from trainer.faults import Fault
+from trainer.data.tokens import templates, tokenizer
+from trainer.data.tokens.templates import Template
 
 RECORD = "template.json"
 
@@ -62,3 +61,8 @@ def _row(line: str, place: str) -> Row:
     if isinstance(row, dict) and isinstance(row.get("messages"), list):
         return row
     raise Fault(f"{place}: input or output missing, or not text; python -m trainer.prepare writes it anew")
+
+
+def is_task_file(task: str) -> bool:
+    """Whether an evaluation task is a file of one's own, not a name that lm-eval knows."""
+    return task.endswith((".yaml", ".yml")) and Path(task).is_file()

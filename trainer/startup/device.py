@@ -1,8 +1,9 @@
 """Decides once per process whether Megatron runs on this host's GPU or, over gloo, on its CPU.
 
 start() comes before the first import of Megatron in every entry point. With a GPU it changes nothing but what
-trainer/compat.py explains. Without one it puts trainer/cpu between Megatron and the machine: torch.cuda's functions
-(cpu/cuda.py), Transformer Engine's modules (cpu/stand_in) and one operation that gloo wants called differently.
+trainer/patches/import_fixes.py explains. Without one it puts trainer/cpu between Megatron and the machine:
+torch.cuda's functions (cpu/cuda.py), Transformer Engine's modules (cpu/stand_in) and one operation that gloo wants
+called differently.
 """
 
 import functools
@@ -43,12 +44,12 @@ def start() -> None:
     gc.disable()  # of the 470000 objects that imports make, none is garbage: looking for some takes 2 s
     if not has_gpu():
         _put_cpu_below()
-    from trainer import compat, lazy_bridge
+    from trainer.patches import import_fixes, lazy_bridge
 
     lazy_bridge.install()
-    compat.install(compiles=has_gpu())
+    import_fixes.install(compiles=has_gpu())
     if not has_gpu():
-        from trainer.cpu import cuda
+        from trainer.startup.cpu import cuda
 
         cuda.join_random_states()
     gc.freeze()
@@ -65,7 +66,7 @@ def _c_compiler() -> str | None:
 def _put_cpu_below() -> None:
     import torch
 
-    from trainer.cpu import cuda, gloo
+    from trainer.startup.cpu import cuda, gloo
 
     sys.path.insert(0, str(Path(__file__).parent / "cpu" / "stand_in"))
     # 8 ranks on 2 cores, each with a thread per core, would spend their time waiting for one another.

@@ -22,12 +22,12 @@ from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 
-from conf import host_gpus
-from conf.load import ConfigError, dump, load
-from conf.schema import Run
-from trainer import life, ownership, places, platform
-from trainer.console import say
-from trainer.faults import Fault, line_of
+from conf.load import dump, load
+from conf.schema.run import Run
+from contract import host_gpus
+from contract.faults import ConfigError, Fault, line_of
+from trainer.startup import device, heartbeat, ownership
+from trainer.startup.console import say
 
 FAULT_FILE = "TRAINER_FAULT_FILE"
 LIBC = ctypes.CDLL(None)
@@ -41,13 +41,14 @@ def start(
     check: Callable[[Run], None],
     alone: bool = False,
     writes: str | None = None,
+    may_write: Callable[[Run], None] | None = None,
     gpus: bool = False,
 ) -> None:
     """Run a command's main(run) on every rank after check(run) has passed. Does not return on failure.
 
     With `alone`, the layout is another command's: there is one process, which is no rank of anything. `writes` is the
-    key of paths that names the folder to be written: trainer/places.py says whether it may be, before anything is, and
-    trainer/ownership.py sees to it that nobody else writes it. With `gpus`, it waits until no other command has
+    key of paths that names the folder to be written: may_write(run) says whether it may be, before anything is, and
+    trainer/startup/ownership.py sees to it that nobody else writes it. With `gpus`, it waits until no other command has
     those of this host; ranks that somebody else starts do not.
     """
     owned = partial(ownership.hold, key=writes) if writes else contextlib.nullcontext
@@ -58,8 +59,8 @@ def start(
         if run.layout.auto:
             says = "python -m flows.plan says which one flows.finetune would take"
             raise Fault(f"layout.auto: true, but a trainer wants a layout that is written down; {says}")
-        if writes and "RANK" not in os.environ:
-            places.check(run, writes)
+        if may_write and "RANK" not in os.environ:
+            may_write(run)
         if alone:
             with owned(run):
                 check(run)
@@ -67,7 +68,7 @@ def start(
                 main(run)
         elif "RANK" in os.environ:
             _check_world(run)
-            _be_rank(main, check, run, owned, writes)
+            _be_rank(main, check, run, owned, may_write)
         elif run.world == 1:
             with owned(run):
                 check(run)
@@ -93,20 +94,24 @@ def _take_gpus(run: Run, gpus: bool) -> None:
 
 
 def _be_rank(
-    main: Callable[[Run], None], check: Callable[[Run], None], run: Run, owned: Owned, writes: str | None
+    main: Callable[[Run], None],
+    check: Callable[[Run], None],
+    run: Run,
+    owned: Owned,
+    may_write: Callable[[Run], None] | None,
 ) -> None:
-    life.begin()
+    heartbeat.begin()
     try:
-        if writes:
-            places.check(run, writes)
+        if may_write:
+            may_write(run)
         check(run)
         if "GANG_ATTEMPT" in os.environ:
-            platform.start()  # before torch is loaded
-            life.meet()
+            device.start()  # before torch is loaded
+            heartbeat.meet()
         with owned(run):  # only rank 0 asks, and the others wait for it before they write
             main(run)
     except Exception as error:
-        life.failed(error)
+        heartbeat.failed(error)
         raise
 
 

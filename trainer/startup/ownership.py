@@ -27,10 +27,10 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from conf.processes import started
-from conf.schema import Run
-from trainer.console import say
-from trainer.faults import CANNOT_WRITE, Fault
+from conf.schema.run import Run
+from contract.faults import CANNOT_WRITE, Fault
+from contract.processes import started
+from trainer.startup.console import say
 
 RENEWED = 5.0  # seconds between touches
 EXPIRES = 60.0  # longer than NFS keeps what it knows of a file, and than an import holds the interpreter

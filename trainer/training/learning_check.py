@@ -2,11 +2,13 @@
 
 Frozen bases combined with recomputation have given finite losses and zero gradients in several frameworks, and so do
 adapters that are not attached, or only to some layers. After STEPS steps each trained tensor must have had a gradient
-and have changed; trainer/learning.py is the verdict. With adapters, A has no gradient while B is zero: it is looked at
-a step later. The gate also writes down what really runs, as Megatron's finished configuration has it.
+and have changed; trainer/training/learning_verdict.py is the verdict. With adapters, A has no gradient while B is
+zero: it is looked at a step later. The gate also writes down what really runs, as Megatron's finished configuration
+has it.
 
-What it costs, in the first steps of each start alone: sums per tensor on the device, digests (trainer/digests.py) of
-what is trained before and after, one wait for the device a look, and numbers and names sent between ranks.
+What it costs, in the first steps of each start alone: sums per tensor on the device, digests
+(trainer/weights/digests.py) of what is trained before and after, one wait for the device a look, and numbers and names
+sent between ranks.
 """
 
 import re
@@ -21,11 +23,12 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.utils import unwrap_model
 from torch import distributed
 
-from conf.schema import Run
-from trainer import digests, learning
-from trainer.console import say
-from trainer.faults import Fault
-from trainer.learning import Key, Seen, Verdict
+from conf.schema.run import Run
+from contract.faults import Fault
+from trainer.startup.console import say
+from trainer.training import learning_verdict
+from trainer.training.learning_verdict import Key, Seen, Verdict
+from trainer.weights import digests
 
 STEPS = 2  # the first may have a learning rate of 0, where the warm-up begins
 A = ".adapter.linear_in.weight"
@@ -54,7 +57,7 @@ class Gates(Callback):
             found, self.needed = self._seen(), self.tokens.take()
             factors = {key: seen for key, seen in found.items() if key[0].endswith(A)}
             others = {key: seen for key, seen in found.items() if key not in factors}
-            self._require(context, learning.judge(others, self.needed))
+            self._require(context, learning_verdict.judge(others, self.needed))
             self.gradients.zero_()
             if not factors:
                 self._end()
@@ -62,7 +65,7 @@ class Gates(Callback):
             factors = {key: seen for key, seen in self._seen().items() if key[0].endswith(A)}
             # An expert whose B is still zero, because it got no token before, has no gradient for A either.
             needed = {layer: experts & self.needed[layer] for layer, experts in self.tokens.take().items()}
-            self._require(context, learning.judge(factors, needed, every_layer=False))
+            self._require(context, learning_verdict.judge(factors, needed, every_layer=False))
             self._end()
 
     def on_train_end(self, context) -> None:
@@ -89,7 +92,7 @@ class Gates(Callback):
                 mine[key] = Seen(gradient, changed, moved if copied else None, tensor.parameter.element_size() < 4)
         everyone = [None] * distributed.get_world_size()
         distributed.all_gather_object(everyone, mine)
-        return learning.combined(everyone)
+        return learning_verdict.combined(everyone)
 
     def _require(self, context, verdict: Verdict) -> None:
         """On all ranks alike, so that none is left waiting for the others."""

@@ -4,15 +4,15 @@ A tensor learns if a gradient other than zero has reached it and its values have
 decay changes a weight that no gradient reaches, and a weight that the optimizer was not given has a gradient.
 
 Experts. One that got no token cannot learn; neither can one whose tokens bear on no loss, such as padding behind the
-last answer. trainer/gates.py therefore notes which experts got a token at which the layer's output has a gradient:
-each of those must learn. The others may, and are counted. And a layer none of whose experts got such a token is at
-fault, whatever its experts did.
+last answer. trainer/training/learning_check.py therefore notes which experts got a token at which the layer's output
+has a gradient: each of those must learn. The others may, and are counted. And a layer none of whose experts got such a
+token is at fault, whatever its experts did.
 """
 
 from collections import Counter, defaultdict
 from dataclasses import dataclass
 
-from trainer.released import enumerate_names
+from trainer.weights.released import enumerate_names
 
 Key = tuple[str, int | None]  # Megatron's name of a tensor, and the expert where the tensor holds several
 SHOWN = 3

@@ -1,6 +1,6 @@
 """Marks each checkpoint complete once Megatron has written all of it.
 
-The digests of the trained tensors, as they are in memory, are written beside it first: trainer/digests.py.
+The digests of the trained tensors, as they are in memory, are written beside it first: trainer/weights/digests.py.
 """
 
 import time
@@ -8,10 +8,13 @@ import time
 from megatron.bridge.training.callbacks import Callback
 from torch import distributed
 
-from conf.schema import Run
-from trainer import agreement, checkpoints, digests, model_digests, resume
-from trainer.console import say
-from trainer.recipe import checkpoint_folder
+from conf.schema.run import Run
+from contract import checkpoints
+from trainer.megatron.recipe import checkpoint_folder
+from trainer.serving import agreement
+from trainer.startup.console import say
+from trainer.training import resume
+from trainer.weights import digests, model_digests
 
 
 class Saves(Callback):

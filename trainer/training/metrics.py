@@ -28,9 +28,9 @@ from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelpe
 from megatron.core.utils import unwrap_model
 from torch import distributed
 
-from conf.schema import Run
-from trainer.console import say
-from trainer.recipe import last_step
+from conf.schema.run import Run
+from trainer.megatron.recipe import last_step
+from trainer.startup.console import say
 
 # Dense bf16 TFLOP/s of one device by a part of its name, from NVIDIA's datasheets.
 PEAKS = {"GB200": 2500.0, "B200": 2250.0, "H200": 989.0, "H100": 989.0, "A100": 312.0}

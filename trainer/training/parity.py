@@ -1,9 +1,9 @@
-"""What the trained model says of fixed prompts, written before its last checkpoint counts as complete.
+"""What the trained model says of fixed rows_of_tokens, written before its last checkpoint counts as complete.
 
 The log-probability of each token of the first rows of test.jsonl (else of validation.jsonl, else of training.jsonl), by
-base and adapter as they were trained, at whatever layout. trainer/agreement.py asks the served model the same. With an
-adapter, the same of the base alone is written beside: the difference is what the adapter does, and what a served model
-may lose none of. A digest of the trained weights says which weights it was that answered.
+base and adapter as they were trained, at whatever layout. trainer/serving/agreement.py asks the served model the same.
+With an adapter, the same of the base alone is written beside: the difference is what the adapter does, and what a
+served model may lose none of. A digest of the trained weights says which weights it was that answered.
 
 Called when a checkpoint has been written and is not yet marked: a run whose training is complete then has parity.json,
 and nothing that is computed here can find its way into a checkpoint. A finished run without it (it was deleted, or
@@ -24,10 +24,11 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.utils import get_model_config
 from torch import distributed
 
-from conf.schema import Run
-from trainer import agreement, asked, digests, model_digests
-from trainer.console import say
-from trainer.recipe import last_step
+from conf.schema.run import Run
+from trainer.megatron.recipe import last_step
+from trainer.serving import agreement, prompts
+from trainer.startup.console import say
+from trainer.weights import digests, model_digests
 
 
 class Parity(Callback):
@@ -49,18 +50,18 @@ def record(run: Run, context) -> None:
     rows = agreement.rows(run)
     if not rows:
         return
-    template = asked.template(run, run.paths.model)
-    prompts = [list(chain(*template.tokens(row))) for row in rows]
-    log_probs, adapter = _log_probs(run, context, prompts), context.state.cfg.peft
+    template = prompts.template(run, run.paths.model)
+    rows_of_tokens = [list(chain(*template.tokens(row))) for row in rows]
+    log_probs, adapter = _log_probs(run, context, rows_of_tokens), context.state.cfg.peft
     of_base = None
     if adapter is not None:
         with adapter.disable_adapter(context.model):
-            of_base = _log_probs(run, context, prompts)
+            of_base = _log_probs(run, context, rows_of_tokens)
     of_tensors = model_digests.of_model(context.model, adapter)
     if distributed.get_rank() == 0:
         found = [
             {"prompt": template.prompt(row), "tokens": tokens, "log_probs": log_probs[i][: len(tokens) - 1]}
-            for i, (row, tokens) in enumerate(zip(rows, prompts, strict=True))
+            for i, (row, tokens) in enumerate(zip(rows, rows_of_tokens, strict=True))
         ]
         for i, row in enumerate(found if of_base else []):
             row["base_log_probs"] = of_base[i][: len(row["log_probs"])]
@@ -70,13 +71,13 @@ def record(run: Run, context) -> None:
         say(f"parity: log-probabilities of {len(rows)} prompts in {run.paths.parity}")
 
 
-def _log_probs(run: Run, context, prompts: list[list[int]]) -> list[list[float]]:
+def _log_probs(run: Run, context, rows_of_tokens: list[list[int]]) -> list[list[float]]:
     """Of each prompt's tokens but the first, with numbers of no meaning where a prompt is shorter than the longest."""
     chunks, layout = context.model, run.layout
     pieces = lcm(16, (2 * layout.cp if layout.cp > 1 else 1) * (layout.tp if layout.sp else 1))
-    longest = max(len(tokens) for tokens in prompts) - 1
+    longest = max(len(tokens) for tokens in rows_of_tokens) - 1
     length = min(-(-longest // pieces) * pieces, run.data.seq_length)
-    batches = [_batch(tokens, length) for tokens in prompts]
+    batches = [_batch(tokens, length) for tokens in rows_of_tokens]
     batches += batches[-1:] * (-len(batches) % layout.pp)  # interleaved stages work in groups of pp
 
     training, config = [chunk.training for chunk in chunks], get_model_config(chunks[0])

@@ -1,9 +1,9 @@
 """Whether a run may go on from the checkpoints in its output folder: each one's mark says what it is of.
 
-The mark records the keys of the run that saved it (conf/identity.py), what its base was made from, and the digest of
-the tokens that it was trained on. A resume may change the layout, the batch of a rank, recomputation, kernels and what
-is reported; it may change nothing that decides which weights come out, the learning rate's schedule included: half of
-one schedule and half of another is a third training, which nobody could repeat.
+The mark records the keys of the run that saved it (conf/schema/identity.py), what its base was made from, and the
+digest of the tokens that it was trained on. A resume may change the layout, the batch of a rank, recomputation,
+kernels and what is reported; it may change nothing that decides which weights come out, the learning rate's schedule
+included: half of one schedule and half of another is a third training, which nobody could repeat.
 
 Checkpoints that were saved before marks had such a record are compared by what Megatron-Bridge's run_config.yaml says
 of them; their base and data cannot be compared.
@@ -16,11 +16,12 @@ from typing import Any
 
 import yaml
 
-from conf import identity
-from conf.schema import Run
-from trainer import checkpoints, prepared
-from trainer.console import say
-from trainer.faults import Fault
+from conf.schema import identity
+from conf.schema.run import Run
+from contract import checkpoints
+from contract.faults import Fault
+from trainer.data import prepared
+from trainer.startup.console import say
 
 SCHEDULE = ("train.steps", "optimizer.lr", "optimizer.min_lr", "optimizer.warmup_steps", "optimizer.decay")
 OF_BASE = ("digest", "precision", "mtp")

@@ -12,10 +12,10 @@ from megatron.bridge.models.conversion.model_bridge import _megatron_local_name_
 from megatron.bridge.models.conversion.param_mapping import AutoMapping
 from megatron.bridge.models.conversion.utils import get_module_and_param_from_name, persistent_buffers, unwrap_model
 
-from trainer import released
-from trainer.faults import Fault
-from trainer.released import enumerate_names
-from trainer.whole_folder import gather
+from contract.atomic_folder import gather
+from contract.faults import Fault
+from trainer.weights import released
+from trainer.weights.released import enumerate_names
 
 VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")
 Shape = tuple[int, ...]

@@ -5,8 +5,8 @@ the whole tensor gives. The sum over a tensor is therefore the sum over its piec
 up what it holds, and no tensor is gathered. The number of a position is a product of odd numbers, one per dimension,
 so no single element can change unseen; that two changes cancel out is as likely as guessing 64 bits.
 
-Training writes the digests of what it has in memory (trainer/model_digests.py); an export holds against them what it
-reads (trainer/torch_dist.py). This is a proof against loss and confusion, not against forgery.
+Training writes the digests of what it has in memory (trainer/weights/model_digests.py); an export holds against them
+what it reads (trainer/weights/torch_dist.py). This is a proof against loss and confusion, not against forgery.
 """
 
 import hashlib

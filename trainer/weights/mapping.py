@@ -11,7 +11,7 @@ import torch
 from megatron.bridge.models.conversion import param_mapping
 from megatron.bridge.models.conversion.param_mapping import split_qkv_biases, split_qkv_weights
 
-from trainer.faults import Fault
+from contract.faults import Fault
 
 PLAIN = (
     param_mapping.AutoMapping,

@@ -15,11 +15,11 @@ from pathlib import Path
 import torch
 import yaml
 
-from trainer import mapping, released, torch_dist
-from trainer.faults import Fault
-from trainer.mapping import Part
-from trainer.released import Model, enumerate_names
-from trainer.torch_dist import Place, Stored
+from contract.faults import Fault
+from trainer.weights import mapping, released, torch_dist
+from trainer.weights.mapping import Part
+from trainer.weights.released import Model, enumerate_names
+from trainer.weights.torch_dist import Place, Stored
 
 ADAPTER = re.compile(
     r"(?P<layer>.+)\.adapter\.(?P<role>linear_in|linear_out|weight_magnitude)(\.weight)?(?P<expert>\d*)$"

@@ -14,10 +14,10 @@ from pathlib import Path
 
 import torch
 
-from trainer import merge, released
-from trainer.faults import Fault
-from trainer.released import Entry, Model, enumerate_names
-from trainer.trained import Trained
+from contract.faults import Fault
+from trainer.weights import merge, released
+from trainer.weights.released import Entry, Model, enumerate_names
+from trainer.weights.trained import Trained
 
 NOT_COPIED = {".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".md"}
 READABLE = 0o644  # safetensors makes files that only their owner can read

@@ -13,7 +13,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factor
 from megatron.core.utils import unwrap_model
 from torch import distributed
 
-from trainer import digests, torch_dist
+from trainer.weights import digests, torch_dist
 
 METADATA = {"singleton_local_shards": False}  # as Bridge asks for it when it saves
 

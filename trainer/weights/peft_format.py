@@ -24,11 +24,11 @@ from typing import NamedTuple
 
 import torch
 
-from trainer import released
-from trainer.faults import Fault
-from trainer.merge import DTYPES, Adapter
-from trainer.merged_format import READABLE, as_bytes
-from trainer.trained import Trained
+from contract.faults import Fault
+from trainer.weights import released
+from trainer.weights.merge import DTYPES, Adapter
+from trainer.weights.merged_format import READABLE, as_bytes
+from trainer.weights.trained import Trained
 
 EXPERT = re.compile(r"(?P<experts>.+\.mlp\.experts)\.(?P<number>\d+)\.(?P<leaf>gate|up|down)_proj\.weight$")
 MLP = ("gate_proj", "up_proj", "down_proj")

@@ -1,7 +1,8 @@
 """The tensors of a released checkpoint: names, types, shapes, places and checksums, read without a tensor library.
 
 The checksum of a tensor is that of its bytes, wherever they lie, so the digest of a model does not depend on how it is
-cut into files. trainer/inputs.py has checked beforehand that the files are there and as long as their headers say.
+cut into files. trainer/checks/inputs.py has checked beforehand that the files are there and as long as their headers
+say.
 """
 
 import hashlib
@@ -18,7 +19,7 @@ import numpy as np
 
 from conf.model_files import config_json, weights
 from conf.model_files.weights import Entry
-from trainer.faults import Fault
+from contract.faults import Fault
 
 SOURCE = "source.json"  # beside a converted model: what each released tensor was
 BLOCK = 16 * 2**20

@@ -7,14 +7,14 @@ the router's scores and such, which change no shape, are left at Megatron's defa
 from dataclasses import dataclass
 from functools import partial
 
-from conf.facts import GPT2, UNBRIDGED, ModelFacts
+from conf.model_facts import GPT2, UNBRIDGED, ModelFacts
 
 FAMILIES = UNBRIDGED
 
 
 @dataclass(frozen=True)
 class Unbridged:
-    """Takes the place of an AutoBridge in trainer.model.make_provider()."""
+    """Takes the place of an AutoBridge in trainer.megatron.model.make_provider()."""
 
     facts: ModelFacts
 

@@ -7,8 +7,8 @@ the model first, in memory, at some layout.
 
 The optimizer's tensors, random states and Transformer Engine's _extra_state are left aside.
 
-Where training has left digests of what it had in memory (trainer/digests.py), every weight that is read is held against
-its own: a weight that is missing, of another layer, of another step or put together wrongly is named.
+Where training has left digests of what it had in memory (trainer/weights/digests.py), every weight that is read is
+held against its own: a weight that is missing, of another layer, of another step or put together wrongly is named.
 """
 
 import io
@@ -22,10 +22,10 @@ import torch
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
 
-from conf import regular_files
-from trainer import digests
-from trainer.faults import Fault
-from trainer.released import enumerate_names
+from contract import regular_files
+from contract.faults import Fault
+from trainer.weights import digests
+from trainer.weights.released import enumerate_names
 
 NOT_WEIGHTS = re.compile(r"^(optimizer|rng_state|common_state|rerun_state_machine_state)\b|_extra_state")
 STACKED_LAYERS = re.compile(r"^(?P<stack>(?:\w+\.)*layers)\.(?=\D)")

@@ -6,13 +6,14 @@ from pathlib import Path
 
 import torch
 
-from conf.schema import Run
-from trainer import checkpoints, merge, released, torch_dist
-from trainer.faults import Fault
-from trainer.merge import Adapter, NewValue
-from trainer.model import open_bridge
-from trainer.released import Model
-from trainer.torch_dist import Stored
+from conf.schema.run import Run
+from contract import checkpoints
+from contract.faults import Fault
+from trainer.megatron.model import open_bridge
+from trainer.weights import merge, released, torch_dist
+from trainer.weights.merge import Adapter, NewValue
+from trainer.weights.released import Model
+from trainer.weights.torch_dist import Stored
 
 CONVERT = "python -m trainer.convert"
 

@@ -9,9 +9,9 @@ cause tells these apart, so that the order in which ranks died matters only betw
     LINK     a connection that failed; it may be somebody's death as seen from afar
     ECHO     certainly somebody else's failure: a peer closed, a watchdog ran out, torchrun stops what is left
 
-Kinds: user, memory, data, host, network, storage, preempted, hang, unknown; tasks/gang/failures.py says what follows
-from each. Texts are those of torch 2.11, NCCL 2.28, CUDA 13, Linux 6, Slurm 24 and Kubernetes 1.33 (tests have real
-ones). Not covered: texts in other languages than English, errors of AMD's libraries.
+Kinds: user, memory, data, host, network, storage, preempted, hang, unknown; tasks/gang/diagnosis/classify.py says what
+follows from each. Texts are those of torch 2.11, NCCL 2.28, CUDA 13, Linux 6, Slurm 24 and Kubernetes 1.33 (tests have
+real ones). Not covered: texts in other languages than English, errors of AMD's libraries.
 """
 
 import re

@@ -4,7 +4,8 @@
 
 Of N ranks one has a cause, the others lost it. So a text that is a cause in itself comes before a death by a signal,
 that before a host that is gone, that before ranks that hang, and connections that failed come last; the order in which
-ranks died decides between equals only. tasks/gang/causes.py knows the texts, tasks/gang/restart.py what to do next.
+ranks died decides between equals only. tasks/gang/diagnosis/causes.py knows the texts,
+tasks/gang/diagnosis/next_step.py what to do next.
 
     kind        for example                               retry
     user        configuration, environment, checkpoint    no: it would fail again
@@ -23,8 +24,8 @@ import signal
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from conf.schema import Run
-from tasks.gang.causes import ECHO, LINK, OWN, Cause, Kind, read
+from conf.schema.run import Run
+from tasks.gang.diagnosis.causes import ECHO, LINK, OWN, Cause, Kind, read
 
 SURE: tuple[Kind, ...] = ("host", "memory")  # what the kernel knows better than any process
 FULL = 10**9  # bytes free under which a disk counts as full; a checkpoint's smallest file is more

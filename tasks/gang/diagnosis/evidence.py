@@ -1,11 +1,11 @@
-"""What the members of an attempt have told of its end, as evidence for a verdict (tasks/gang/failures.py)."""
+"""What the members of an attempt have told of its end, as evidence for a verdict (tasks/gang/diagnosis/classify.py)."""
 
 from dataclasses import replace
 
-from conf.schema import Run
-from tasks.gang.causes import OWN, read
-from tasks.gang.failures import Evidence, Failure, Rank, classify
-from tasks.gang.lookout import Lookout
+from conf.schema.run import Run
+from tasks.gang.controller_link import Lookout
+from tasks.gang.diagnosis.causes import OWN, read
+from tasks.gang.diagnosis.classify import Evidence, Failure, Rank, classify
 
 
 def of_attempt(

@@ -25,14 +25,14 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from conf.facts import ModelFacts
-from conf.layout import problems
-from conf.load import ConfigError
-from conf.plan.hardware import GB, Gpu, of
-from conf.plan.search import Candidate, search
-from conf.plan.verdict import facts_of, plan
-from conf.schema import Run
-from tasks.gang.failures import Failure
+from conf.model_facts import ModelFacts
+from conf.planner.hardware import GB, Gpu, of
+from conf.planner.search import Candidate, search
+from conf.planner.verdict import facts_of, plan
+from conf.rules.layout import problems
+from conf.schema.run import Run
+from contract.faults import ConfigError
+from tasks.gang.diagnosis.classify import Failure
 
 Action = Literal["retry", "retry without", "fewer", "stop"]
 

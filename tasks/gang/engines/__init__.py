@@ -1,7 +1,7 @@
 """Who starts a process group on each of N hosts: local, prefect, slurm or kubernetes, behind one interface.
 
-An engine is a module with four functions; each starts `python -m tasks.guard python -m tasks.gang.member --store URI
---gang ID --attempt N --node K` per host, and none of them schedules by itself.
+An engine is a module with four functions; each starts `python -m tasks.run.guard python -m tasks.gang.member --store
+URI --gang ID --attempt N --node K` per host, and none of them schedules by itself.
 
     turn(run) -> str | None         name of what gangs compete for, where starting is not all or nothing by itself
     capacity(run, without) -> str | None    None = enough hosts are free, else what it waits for; Fault where they never
@@ -18,7 +18,7 @@ import importlib
 from collections.abc import Callable
 from typing import Protocol
 
-from conf.schema import Run
+from conf.schema.run import Run
 from tasks.gang.board import Board
 
 LAST_WORDS = 9  # seconds that a member needs behind its grace, to say what became of it

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from tasks.faults import Fault
+from contract.faults import Fault
 
 LONGEST = 60.0  # seconds for one command
 POLLED = 3.0

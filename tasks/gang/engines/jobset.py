@@ -7,7 +7,7 @@ against JobSet v1alpha2 (tests/gang/test_kubernetes.py).
 import os
 from typing import Any
 
-from conf.schema import Run
+from conf.schema.run import Run
 from tasks.gang.engines import guarded
 
 QUEUE = "kueue.x-k8s.io/queue-name"

@@ -23,8 +23,8 @@ from typing import Any
 
 import yaml
 
-from conf.schema import Run
-from tasks.faults import Fault
+from conf.schema.run import Run
+from contract.faults import Fault
 from tasks.gang.board import Board
 from tasks.gang.engines import client, command, guarded
 from tasks.gang.engines.client import Asked, State
@@ -161,7 +161,7 @@ def _create(run: Run, what: dict[str, Any], *more: str) -> client.Result:
 
 def _of(run: Run, board: Board, without: tuple[str, ...] = ()) -> dict[str, Any]:
     python = run.kubernetes.python
-    member = [python, "-m", "tasks.guard", python, "-m", *command(board, 0)[:-1], "$(JOB_COMPLETION_INDEX)"]
+    member = [python, "-m", "tasks.run.guard", python, "-m", *command(board, 0)[:-1], "$(JOB_COMPLETION_INDEX)"]
     labels = {"finetune/run": run.name[:63].strip("-"), "finetune/gang": _label(board)}
     return jobset(run, _name(run, board), member, labels, without)
 

@@ -1,7 +1,8 @@
 """All members on this host: to rehearse a gang, and to train several small layouts' worth of GPUs without a network.
 
-Members are children under tasks/guard.py and end with this process. Each stands for a host, called NAME/0 and so on,
-which has its share of the GPUs; without GPUs there are as many as the run wants. Whoever is left out is one of these.
+Members are children under tasks/run/guard.py and end with this process. Each stands for a host, called NAME/0 and so
+on, which has its share of the GPUs; without GPUs there are as many as the run wants. Whoever is left out is one of
+these.
 """
 
 import os
@@ -13,12 +14,12 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from conf import host_gpus
-from conf.schema import Run
-from tasks.faults import Fault
+from conf.schema.run import Run
+from contract import host_gpus
+from contract.faults import Fault
 from tasks.gang.board import Board
 from tasks.gang.engines import command, guarded, spared
-from tasks.launch import ROOT
+from tasks.run.launch import ROOT
 
 LEAVE_WITHIN = 35.0  # the guard kills sooner
 TAKEN_WITHIN = 10.0
@@ -88,7 +89,7 @@ def start(run: Run, board: Board, n: int, without: tuple[str, ...] = ()) -> Memb
         with (logs / f"member{node}.log").open("a") as log:
             processes.append(
                 subprocess.Popen(
-                    [sys.executable, "-m", "tasks.guard", sys.executable, "-m", *command(board, node)],
+                    [sys.executable, "-m", "tasks.run.guard", sys.executable, "-m", *command(board, node)],
                     stdin=subprocess.PIPE,
                     stdout=log,
                     stderr=log,

@@ -39,8 +39,8 @@ from prefect.deployments import run_deployment
 from prefect.exceptions import ObjectNotFound
 from prefect.states import Cancelled, Cancelling
 
-from conf.schema import Run
-from tasks.faults import Fault
+from conf.schema.run import Run
+from contract.faults import Fault
 from tasks.gang.board import Board
 from tasks.gang.engines import command, guarded, spared
 

@@ -24,12 +24,12 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from conf.schema import Run
-from tasks.faults import Fault
+from conf.schema.run import Run
+from contract.faults import Fault
 from tasks.gang.board import Board
 from tasks.gang.engines import client, command, guarded, spared
 from tasks.gang.engines.client import Asked, State
-from tasks.launch import ROOT
+from tasks.run.launch import ROOT
 
 LEAVE_WITHIN = 60.0  # KillWait, and what slurmd needs to clean up
 WAITING = ("PENDING", "CONFIGURING", "REQUEUED")
@@ -180,7 +180,7 @@ def _script(run: Run, board: Board) -> Iterator[str]:
     if slurm.image:
         mounts = [f"--container-mounts={','.join(slurm.mounts)}"] if slurm.mounts else []
         starts += [f"--container-image={slurm.image}", *mounts, f"--container-workdir={_folder(run)}"]
-    member = [python, "-m", "tasks.guard", python, "-m", *command(board, 0)[:-1]]
+    member = [python, "-m", "tasks.run.guard", python, "-m", *command(board, 0)[:-1]]
     line = f'GANG_HOST="$SLURMD_NODENAME" exec {shlex.join(member)} "$SLURM_NODEID"'
     yield f"exec {shlex.join(starts)} \\"
     yield f"    bash -c {shlex.quote(line)}"

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import yaml
 
 from tasks.gang.board import Board, last
-from tasks.gang.history import Host
+from tasks.gang.history.timeline import Host
 
 
 @dataclass

@@ -20,12 +20,12 @@ from prefect.client.orchestration import get_client
 from prefect.client.schemas.actions import ArtifactCreate, ArtifactUpdate
 from prefect.context import TaskRunContext
 
-from conf.schema import Run
-from tasks.gang import history
-from tasks.gang.history import DONE, Attempt, History, Teller, settled, state
-from tasks.markdown import code, fenced, table, words
-from tasks.progress import clock
-from tasks.session import Session
+from conf.schema.run import Run
+from tasks.gang.history import timeline
+from tasks.gang.history.timeline import DONE, Attempt, History, Teller, settled, state
+from tasks.pages.markdown import code, fenced, table, words
+from tasks.run.progress import clock
+from tasks.run.session import Session
 from tasks.store import Store
 from tasks.tracking import Stage
 
@@ -38,7 +38,7 @@ SHOWN = 50  # hosts and attempts on the page
 def told(session: Session, run: Run, gang: str, metrics: Path) -> Iterator[Teller]:
     store, show = session.store, PrefectPage(f"gang-{run.name}")
     earlier, tracked = Earlier(store, gang), session.tracked("train")
-    keeps = Carrier(lambda news: history.write(store, earlier.before(news)), f"history of {gang}")
+    keeps = Carrier(lambda news: timeline.write(store, earlier.before(news)), f"history of {gang}")
     shows = Carrier(lambda news: show(earlier.before(news), store), f"page of {gang}")
 
     def tell(news: History) -> None:
@@ -109,7 +109,7 @@ class Earlier:
     def before(self, news: History) -> History:
         with self._turn:
             if not self._read:
-                self._told, self._read = history.read(self.store, self.gang), True
+                self._told, self._read = timeline.read(self.store, self.gang), True
             return news.behind(self._told)
 
 

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from tasks.progress import newest
+from tasks.run.progress import newest
 from tasks.store import Store
 
 FOLDER = "gangs/history"

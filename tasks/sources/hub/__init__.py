@@ -24,11 +24,11 @@ from difflib import get_close_matches
 from pathlib import Path
 from threading import Event, Lock
 
-from conf import regular_files
-from conf.amounts import unlike
-from tasks.faults import Fault
-from tasks.hub import api, s3_source, wanted
-from tasks.hub.digests import holds
+from contract import regular_files
+from contract.amounts import unlike
+from contract.faults import Fault
+from tasks.sources.hub import api, file_choice, s3_source
+from tasks.sources.hub.digests import holds
 
 PARTIAL = ".partial"
 PARALLEL = 8  # files at a time, as snapshot_download has it
@@ -84,7 +84,7 @@ def resolve(source: str, revision: str = "main") -> Resolved:
         commit, sizes, digests = api.describe(source, revision or "main")
     except api.NotThere as fault:
         raise Fault(f"{fault}{_near(Path(source))}") from None
-    if bad := [name for name in sizes if wanted.unsafe_name(name)]:
+    if bad := [name for name in sizes if file_choice.unsafe_name(name)]:
         raise Fault(f"{source}: {bad[0]!r} is no name of a file inside a folder; do not use this repository")
     return Resolved("hub", source, commit, sizes, digests)
 
@@ -94,8 +94,8 @@ def fetch(
 ) -> dict:
     """Bring the files that a model needs into the folder. What they are, what was left out, and why."""
     started = time.monotonic()
-    chosen, left_out = wanted.choose(resolved.files, unsafe_weights, trust_remote_code)
-    wanted.require_weights(resolved.source, chosen, resolved.files, unsafe_weights)
+    chosen, left_out = file_choice.choose(resolved.files, unsafe_weights, trust_remote_code)
+    file_choice.require_weights(resolved.source, chosen, resolved.files, unsafe_weights)
     bring = {"hub": _from_hub, "folder": _from_folder, "s3": _from_s3}[resolved.kind]
     sizes = {name: resolved.files[name] for name in chosen}
     _require_space(resolved, folder, sizes)
@@ -105,8 +105,8 @@ def fetch(
         (folder / PARTIAL).mkdir(parents=True, exist_ok=True)
         bring(resolved, described, folder, meter)  # some MB, that can say why the rest should not come
         if not trust_remote_code:
-            wanted.refuse_code(resolved.source, folder, described)
-        wanted.require_shards(resolved.source, folder, described, resolved.files)
+            file_choice.refuse_code(resolved.source, folder, described)
+        file_choice.require_shards(resolved.source, folder, described, resolved.files)
         bring(resolved, [name for name in chosen if name not in described], folder, meter)
         shutil.rmtree(folder / PARTIAL)
     except OSError as error:
@@ -306,9 +306,9 @@ def _require_space(resolved: Resolved, folder: Path, sizes: dict[str, int]) -> N
     missing = sum(sizes.values()) - begun
     free = shutil.disk_usage(there).free
     if missing > 0 and missing + SPARE > free:
-        wanted, left = unlike(missing + SPARE, free)
+        file_choice, left = unlike(missing + SPARE, free)
         raise Fault(
-            f"{folder}: {resolved.source} needs {wanted} more and the disk has {left} free; "
+            f"{folder}: {resolved.source} needs {file_choice} more and the disk has {left} free; "
             "free some space, or put the artifacts on a larger disk"
         )
 

@@ -6,7 +6,7 @@
 huggingface_hub 1.33 gives a partial file a random name and deletes it on failure: an interrupted shard of 5 GB starts
 anew, and what a SIGKILL leaves is never used. So the bytes are asked for here, through its session, its headers and its
 errors, into a partial file with a fixed name. That is plain HTTP: Xet's protocol is not used, and files above 50 GB,
-which the Hub serves by Xet alone, go through hf_hub_download (tasks/hub.py).
+which the Hub serves by Xet alone, go through hf_hub_download (tasks/sources/hub/).
 
 HF_ENDPOINT, HF_TOKEN (or the file that `hf auth login` writes) and HF_HUB_OFFLINE count as they stand at the call.
 The token is in no text that is raised here.
@@ -24,8 +24,8 @@ from pathlib import Path
 from threading import Event
 from urllib.parse import urlsplit
 
-from tasks.faults import Fault
-from tasks.hub.digests import CHUNK, Check
+from contract.faults import Fault
+from tasks.sources.hub.digests import CHUNK, Check
 
 WAITS = (0.5, 1, 2, 4, 8, 16)  # seconds before each further attempt; a file that grew starts again from the first
 LONGEST_WAIT = 330  # the Hub counts requests over windows of 300 s

@@ -8,12 +8,11 @@ from tempfile import TemporaryDirectory
 from threading import Event
 from typing import Any
 
-from conf import regular_files
-from conf.model_files import json_object
 from conf.model_files.config_json import NAME
-from tasks import hub
-from tasks.faults import Fault
-from tasks.hub import api
+from contract import json_object, regular_files
+from contract.faults import Fault
+from tasks.sources import hub
+from tasks.sources.hub import api
 
 
 def read(source: str, revision: str) -> dict[str, Any]:

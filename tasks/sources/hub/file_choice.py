@@ -9,9 +9,9 @@ import re
 from collections.abc import Iterable
 from pathlib import Path, PurePosixPath
 
-from conf import regular_files
-from conf.model_files import json_object, weights
-from tasks.faults import Fault
+from conf.model_files import weights
+from contract import json_object, regular_files
+from contract.faults import Fault
 
 OTHER_COPIES = {"original", "onnx", "openvino", "coreml", "tflite", "metal", "gguf"}  # folders
 OTHER_FORMATS = {

@@ -7,8 +7,8 @@ from concurrent.futures import CancelledError
 from pathlib import Path
 from threading import Event
 
-from tasks.faults import Fault
-from tasks.hub.digests import CHUNK, Check
+from contract.faults import Fault
+from tasks.sources.hub.digests import CHUNK, Check
 
 
 def look(uri: str) -> tuple[str, dict[str, tuple[int, str]]]:

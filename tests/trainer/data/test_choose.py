@@ -3,8 +3,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from conf.data import Data, Part
-from trainer.data.choose import SPLITS, chosen, copies, key, splits
+from conf.schema.data import Data, Part
+from trainer.data.read.choose import SPLITS, chosen, copies, key, splits
 
 ROWS = [{"input": f"question {n}", "output": f"answer {n % 7}"} for n in range(4000)]
 KEYS = np.array([key(row) for row in ROWS], np.uint64)

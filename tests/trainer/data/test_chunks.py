@@ -8,10 +8,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from conf.data import Data
-from trainer import tiny
-from trainer.data import chunks, shapes, sources, templates, tokenizer
-from trainer.data.spool import LEARNED, Spool
+from conf.schema.data import Data
+from trainer.data.read import shapes, sources
+from trainer.data.tokens import templates, tokenizer
+from trainer.data.write import chunks
+from trainer.data.write.spool import LEARNED, Spool
+from trainer.rehearsal import tiny_models
 
 TEXT = st.text(max_size=20)
 VALUES = st.recursive(
@@ -40,7 +42,7 @@ FIRST = {
 @pytest.fixture(scope="module")
 def tokens(tmp_path_factory):
     folder = tmp_path_factory.mktemp("chunks") / "model"
-    tiny.make_model("glm4-moe", folder)
+    tiny_models.make_model("glm4-moe", folder)
     return tokenizer.load(folder, trust_remote_code=False)
 
 

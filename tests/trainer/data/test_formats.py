@@ -1,4 +1,5 @@
-"""trainer/data/formats.py and what is behind it: the same rows from every format, cut anywhere; faults of files."""
+"""trainer/data/read/formats.py and what is behind it: the same rows from every format, cut anywhere; faults of
+files."""
 
 import bz2
 import csv
@@ -18,9 +19,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainer.data import formats
+from contract.faults import Fault
+from trainer.data.read import formats
 from trainer.data.rows import Bad
-from trainer.faults import Fault
 
 ROOT = Path(__file__).parents[3]
 COMPRESSIONS = ("", ".gz", ".bz2", ".xz", ".zst", ".lz4")
@@ -431,9 +432,9 @@ def test_a_file_that_shrinks_between_cutting_and_loading(tmp_path):
 
 
 def test_a_line_without_an_end(tmp_path, monkeypatch):
-    monkeypatch.setattr("trainer.data.lines.LONGEST", 1 << 20)
-    monkeypatch.setattr("trainer.data.json_array.LONGEST", 1 << 20)
-    monkeypatch.setattr("trainer.data.cells.LONGEST", 1 << 20)
+    monkeypatch.setattr("trainer.data.read.lines.LONGEST", 1 << 20)
+    monkeypatch.setattr("trainer.data.read.json_array.LONGEST", 1 << 20)
+    monkeypatch.setattr("trainer.data.tokens.cells.LONGEST", 1 << 20)
     long = b"x" * (6 << 20)
     assert "a line of more than 1 MiB, which begins with" in fault(file(tmp_path, "a.jsonl", long))
     assert "a line of more than 1 MiB" in fault(file(tmp_path, "a.txt.gz", gzip.compress(long)))
@@ -446,7 +447,8 @@ def test_a_line_without_an_end(tmp_path, monkeypatch):
 MEASURE = """
 import resource, sys
 from pathlib import Path
-from trainer.data import formats, tables
+from trainer.data.read import formats
+from trainer.data.read import tables
 peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 before, rows = peak(), 0
 for _, load in formats.pieces(Path(sys.argv[1])):

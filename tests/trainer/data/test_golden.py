@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
-from conf.data import Data
 from conf.load import load
+from conf.schema.data import Data
 from tests.trainer.data import folders
-from trainer import tiny
-from trainer.data import templates, tokenizer
-from trainer.data.encoded import Encoded
+from trainer.data.tokens import templates, tokenizer
+from trainer.data.tokens.encoded import Encoded
+from trainer.rehearsal import tiny_models
 
 PAIRS = [
     {"input": "What is 17 + 25?", "output": "The answer is 42."},
@@ -64,7 +64,7 @@ LOSS = {"answer": "last_turn", "assistant": "assistant", "all": "full"}
 @pytest.fixture(scope="module")
 def cases(tmp_path_factory) -> dict[str, dict]:
     root = tmp_path_factory.mktemp("golden")
-    tiny.make_model("glm4-moe", root / "tiny")
+    tiny_models.make_model("glm4-moe", root / "tiny")
     for family in folders.FAMILIES:
         folders.make(root / family, family)
     plain: dict[str, Any] = {"rows": PAIRS, "prompt_template": "{prompt}", "separator": " ", "text": "{input} {output}"}

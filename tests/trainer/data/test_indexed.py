@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from trainer.data import indexed, indexes
+from trainer.data.write import indexed, indexes
 
 
 @pytest.mark.parametrize("rows", [1, 2, 300])

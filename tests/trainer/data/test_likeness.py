@@ -2,8 +2,8 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainer.data import likeness
-from trainer.data.likeness import agree, bands, first_equal, signatures
+from trainer.data.read import likeness
+from trainer.data.read.likeness import agree, bands, first_equal, signatures
 
 
 def signed(*rows: list[int]) -> np.ndarray:

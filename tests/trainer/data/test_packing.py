@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from conf.load import load
-from trainer.data import packing
-from trainer.faults import Fault
+from contract.faults import Fault
+from trainer.data.write import packing
 
 RANDOM = np.random.default_rng(7)
 LENGTHS = {

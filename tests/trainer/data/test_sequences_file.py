@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pyarrow import parquet
 
-from trainer.data import packing, sequences_file
+from trainer.data.write import packing, sequences_file
 
 EOS = 0
 

@@ -7,10 +7,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from conf.data import Part
-from trainer.data import rows, shapes
+from conf.schema.data import Part
+from contract.faults import Fault
+from trainer.data import rows
+from trainer.data.read import shapes
 from trainer.data.rows import Bad
-from trainer.faults import Fault
 
 USER, ANSWER = {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}
 TURNS = [USER, ANSWER]

@@ -1,4 +1,5 @@
-"""trainer/data/sources.py: which files a source is, and its rows in numbered chunks; a stand-in serves the Hub's."""
+"""trainer/data/read/sources.py: which files a source is, and its rows in numbered chunks; a stand-in serves the
+Hub's."""
 
 import gzip
 import json
@@ -9,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from conf.data import Part
+from conf.schema.data import Part
+from contract.faults import Fault
 from tests import stand_in_hub
-from trainer.data import formats, sources
+from trainer.data.read import formats, sources
 from trainer.data.rows import Bad
-from trainer.faults import Fault
 
 ROOT = Path(__file__).parents[3]
 NAMES = ("a.jsonl", "b.csv", "deep/c.json", "deep/d.jsonl.gz", "e.parquet", "f.arrow")
@@ -207,8 +208,8 @@ def test_files_need_neither_datasets_nor_torch(tmp_path):
     written(tmp_path / "a.jsonl", [{"a": 1}])
     code = f"""
 import sys
-from conf.data import Part
-from trainer.data import sources
+from conf.schema.data import Part
+from trainer.data.read import sources
 sources.columns(Part(source={str(tmp_path / "a.jsonl")!r}))
 print(sorted({{"datasets", "torch", "transformers", "pyarrow", "megatron"}} & set(sys.modules)))
 """
@@ -220,8 +221,9 @@ print(sorted({{"datasets", "torch", "transformers", "pyarrow", "megatron"}} & se
 
 ASK = """
 import json, sys
-from conf.data import Part
-from trainer.data import hub, sources
+from conf.schema.data import Part
+from trainer.data.read import hub
+from trainer.data.read import sources
 hub.ROWS = 10
 for settings, commit, done in json.load(sys.stdin):
     part = Part(**settings)

@@ -1,8 +1,8 @@
 import numpy as np
 import pytest
 
-from trainer.data import spool
-from trainer.data.spool import LEARNED, ChunkFile, Sequences, Spool
+from trainer.data.write import spool
+from trainer.data.write.spool import LEARNED, ChunkFile, Sequences, Spool
 
 RANDOM = np.random.Generator(np.random.PCG64(0))
 ROWS = [RANDOM.integers(0, 1 << 20, size).astype(np.uint32) for size in RANDOM.integers(1, 9, 40)]

@@ -10,13 +10,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from conf.data import Data
+from conf.schema.data import Data
+from contract.faults import Fault
 from tests.trainer.data import folders
-from trainer.data import templates, tokenizer
-from trainer.data.encoded import Encoded
 from trainer.data.rows import Bad
-from trainer.data.templates import Template
-from trainer.faults import Fault
+from trainer.data.tokens import templates, tokenizer
+from trainer.data.tokens.encoded import Encoded
+from trainer.data.tokens.templates import Template
 
 PAIR = {"input": "17 + 25?", "output": "It is 42."}
 CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 1, "b": 2}}}
@@ -356,7 +356,7 @@ def test_loading_needs_no_torch_and_says_nothing(tmp_path):
     code = f"""
 import sys
 from pathlib import Path
-from trainer.data import tokenizer
+from trainer.data.tokens import tokenizer
 tokenizer.load(Path({str(folder)!r}), False)
 assert "torch" not in sys.modules
 import torch

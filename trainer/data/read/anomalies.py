@@ -8,13 +8,10 @@ generation prompt differs          a served model is shown something else than s
 """
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
-from trainer.data.encoded import Encoded
 from trainer.data.rows import Row
-
-if TYPE_CHECKING:
-    from trainer.data.templates import Template
+from trainer.data.tokens.encoded import Encoded
+from trainer.data.tokens.template_text import TemplateText
 
 NAMES = (
     "special token in a row's text",
@@ -25,7 +22,7 @@ NAMES = (
 )
 
 
-def find(template: "Template", encoded: Sequence[Encoded], rows: Sequence[Row]) -> dict[str, list[int]]:
+def find(template: TemplateText, encoded: Sequence[Encoded], rows: Sequence[Row]) -> dict[str, list[int]]:
     """The rows' positions by what is odd about them."""
     special, tokenizer = set(template.special.values()), template.tokenizer
     stops = template.kind == "text" or bool(template.stop)
@@ -41,7 +38,7 @@ def find(template: "Template", encoded: Sequence[Encoded], rows: Sequence[Row]) 
     return dict(zip(NAMES, found, strict=True))
 
 
-def _names_special(template: "Template", text: str) -> bool:
+def _names_special(template: TemplateText, text: str) -> bool:
     return any(start in text for start in template.special_starts) and bool(template.special_names.search(text))
 
 

@@ -10,8 +10,8 @@ import hashlib
 
 import numpy as np
 
-from conf.data import Data
-from trainer.data.likeness import first_equal
+from conf.schema.data import Data
+from trainer.data.read.likeness import first_equal
 from trainer.data.rows import Row, content
 
 SPLITS = ("training", "validation", "test")

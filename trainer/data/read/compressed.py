@@ -17,8 +17,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
-from conf.row_files import compression
-from trainer.faults import Fault
+from conf.schema.row_files import compression
+from contract.faults import Fault
 
 BLOCK = 2**18
 FOREIGN = {  # how files begin that are not what their name says

@@ -13,10 +13,11 @@ and each of them with .gz, .bz2, .xz, .zst or .lz4 after it. Where a file is cut
 from collections.abc import Iterator
 from pathlib import Path
 
-from conf.row_files import ENDINGS, TEXT, format_of
-from trainer.data import cells, json_array, lines
-from trainer.data.lines import Piece
-from trainer.faults import Fault
+from conf.schema.row_files import ENDINGS, TEXT, format_of
+from contract.faults import Fault
+from trainer.data.read import json_array, lines
+from trainer.data.read.lines import Piece
+from trainer.data.tokens import cells
 
 CHUNK = 2 * 2**20  # bytes of a piece, about; 0.7 s of work
 TABLES = (".parquet", ".arrow", ".feather")
@@ -26,7 +27,7 @@ def pieces(path: Path, size: int = 0) -> Iterator[Piece]:
     """In order: the bytes of the file up to a piece's end, and how to load its rows."""
     kind, size = format_of(path), size or CHUNK
     if kind in TABLES:
-        from trainer.data import tables  # pyarrow takes 50 MB, which lines of text do not need
+        from trainer.data.read import tables  # pyarrow takes 50 MB, which lines of text do not need
 
         return tables.parquet(path, size) if kind == ".parquet" else tables.arrow(path, size)
     if kind in (".csv", ".tsv"):

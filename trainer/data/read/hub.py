@@ -14,11 +14,11 @@ from functools import partial
 from itertools import batched
 from typing import Any
 
-from conf.data import Part
-from trainer.data.lines import Piece
+from conf.schema.data import Part
+from contract.faults import Fault
+from trainer.data.read.lines import Piece
+from trainer.data.read.tables import without_absent_keys
 from trainer.data.rows import Row, Rows
-from trainer.data.tables import without_absent_keys
-from trainer.faults import Fault
 
 ROWS = 1_000
 SIGNED = re.compile(r"""(https?://[^\s?'"]+)\?[^\s'"]*""")  # whoever has such an address may read

@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from trainer.data.compressed import reading_text
-from trainer.data.lines import BLANK, LONGEST, Piece, json_object
+from contract.faults import Fault
+from trainer.data.read.compressed import reading_text
+from trainer.data.read.lines import BLANK, LONGEST, Piece, json_object
 from trainer.data.rows import Rows
-from trainer.faults import Fault
 
 # A string and its closing quote, unless the block ends before that; or a mark. Possessive: a long string is no stack.
 TOKEN = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+("|\\?\Z)|[][{},]', re.DOTALL)

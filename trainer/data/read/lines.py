@@ -18,10 +18,10 @@ from typing import Any
 
 import orjson
 
-from conf.row_files import compression
-from trainer.data.compressed import BOM, faults, reading_text
+from conf.schema.row_files import compression
+from contract.faults import Fault
+from trainer.data.read.compressed import BOM, faults, reading_text
 from trainer.data.rows import Bad, Row, Rows, show
-from trainer.faults import Fault
 
 Piece = tuple[int, Callable[[], Rows]]  # bytes of the file up to its end, and its rows
 Parse = Callable[[bytes], Row | Bad]

@@ -14,10 +14,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from conf.data import Part
-from trainer.data import messages as conversations
+from conf.schema.data import Part
+from contract.faults import Fault
+from trainer.data.read import messages as conversations
 from trainer.data.rows import Bad, Row
-from trainer.faults import Fault
 
 Kind = Literal["pairs", "messages", "text"]
 PAIRS = (

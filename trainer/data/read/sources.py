@@ -1,7 +1,7 @@
 """Where rows come from: files, a data set on the Hub, or tickets made here; cut into numbered chunks.
 
 A file, a folder or a pattern (data/*.jsonl.gz) that is there counts before a data set on the Hub of that name. Which
-files of a folder are read: conf/row_files.py. Patterns take what they match.
+files of a folder are read: conf/schema/row_files.py. Patterns take what they match.
 
 Chunks are the same each time as long as the source is: whoever has done some of them may leave those out.
 """
@@ -11,13 +11,13 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from conf import row_files
-from conf.data import Part
-from trainer.data import formats
-from trainer.data.lines import Piece
+from conf.schema import row_files
+from conf.schema.data import Part
+from contract.faults import Fault
+from trainer.data.read import formats
+from trainer.data.read.lines import Piece
 from trainer.data.rows import Bad, Row, Rows
-from trainer.faults import Fault
-from trainer.tickets import tickets
+from trainer.data.tickets import tickets
 
 TINY, TICKETS, TICKET_ROWS = "tiny://", "tiny://tickets", 1600
 FIRST = 20  # rows that tell what a source holds
@@ -39,7 +39,7 @@ def chunks(part: Part, number: int, done: Callable[[int], bool], commit: str | N
     elif source.startswith(TINY):
         found = iter([(0, _tickets)])
     else:
-        from trainer.data import hub
+        from trainer.data.read import hub
 
         found = hub.pieces(part, commit, done)
     before = 0

@@ -20,11 +20,11 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from conf.row_files import compression
-from trainer.data.compressed import faults, reading
-from trainer.data.lines import Piece
+from conf.schema.row_files import compression
+from contract.faults import Fault
+from trainer.data.read.compressed import faults, reading
+from trainer.data.read.lines import Piece
 from trainer.data.rows import Bad, Row, Rows
-from trainer.faults import Fault
 
 ROWS = 20_000  # at most in a chunk
 BATCH = 200  # rows of Parquet decoded at once

@@ -10,10 +10,10 @@ from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
-from trainer.data.compressed import reading_text
-from trainer.data.lines import LONGEST, SURROGATE, Piece, bounded_line
+from contract.faults import Fault
+from trainer.data.read.compressed import reading_text
+from trainer.data.read.lines import LONGEST, SURROGATE, Piece, bounded_line
 from trainer.data.rows import Bad, Row, Rows, show
-from trainer.faults import Fault
 
 
 def pieces(path: Path, size: int, delimiter: str) -> Iterator[Piece]:

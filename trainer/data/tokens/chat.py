@@ -1,23 +1,21 @@
 """Conversations through a chat template or a Jinja file, rendered by transformers itself and tokenised in one piece.
 
-A pair of input and output is a conversation of two turns. What is learned: trainer/data/spans.py. A row that is too
-long loses tokens at the end of its longest message of a user, a system prompt or a tool; what the template writes, and
-what is learned, stays.
+A pair of input and output is a conversation of two turns. What is learned: trainer/data/tokens/spans.py. A row that is
+too long loses tokens at the end of its longest message of a user, a system prompt or a tool; what the template writes,
+and what is learned, stays.
 """
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import numpy as np
 
-from trainer.data import spans as spanned
-from trainer.data import tokenizer as tokenizers
-from trainer.data.encoded import Encoded
 from trainer.data.rows import Bad, Row
-from trainer.data.spans import Refused, Rendered, Span
-
-if TYPE_CHECKING:
-    from trainer.data.templates import Template
+from trainer.data.tokens import spans as spanned
+from trainer.data.tokens import tokenizer as tokenizers
+from trainer.data.tokens.encoded import Encoded
+from trainer.data.tokens.spans import Refused, Rendered, Span
+from trainer.data.tokens.template_text import TemplateText
 
 Messages = list[dict[str, Any]]
 MARK = "\ue000"  # stands for an answer, to see where the template puts it; a character for private use
@@ -29,7 +27,7 @@ def conversation(row: Row) -> Messages:
     return [{"role": "user", "content": row["input"]}, {"role": "assistant", "content": row["output"]}]
 
 
-def encode(template: "Template", rows: Sequence[Row]) -> list[Encoded | Bad]:
+def encode(template: TemplateText, rows: Sequence[Row]) -> list[Encoded | Bad]:
     done = [_try(template, row) for row in rows]
     texts = [one.text + template.appended(one.text) for one in done if isinstance(one, Rendered)]
     found = tokenizers.encodings(template.tokenizer, texts)
@@ -39,14 +37,14 @@ def encode(template: "Template", rows: Sequence[Row]) -> list[Encoded | Bad]:
     ]
 
 
-def _try(template: "Template", row: Row) -> Rendered | Bad:
+def _try(template: TemplateText, row: Row) -> Rendered | Bad:
     try:
         return rendered(template, row)
     except Refused as error:
         return error.bad
 
 
-def rendered(template: "Template", row: Row) -> Rendered:
+def rendered(template: TemplateText, row: Row) -> Rendered:
     if not template.uses_messages:
         return _around_answer(template, row)
     messages, tools = conversation(row), row.get("tools")
@@ -66,7 +64,7 @@ def rendered(template: "Template", row: Row) -> Rendered:
     return spanned.by_prefixes(shorter, messages, text, turns if template.loss_on == "assistant" else turns[-1:])
 
 
-def _around_answer(template: "Template", row: Row) -> Rendered:
+def _around_answer(template: TemplateText, row: Row) -> Rendered:
     """A Jinja file with input and output."""
     mark = MARK
     while mark in row["input"]:
@@ -83,7 +81,7 @@ def _around_answer(template: "Template", row: Row) -> Rendered:
 
 
 def render(
-    template: "Template",
+    template: TemplateText,
     messages: Messages,
     tools: list | None,
     prompt: bool = False,
@@ -114,7 +112,7 @@ def render(
     return texts[0], spans[0] if tracked else []
 
 
-def _encoded(template: "Template", row: Row, one: Rendered, encoding) -> Encoded | Bad:
+def _encoded(template: TemplateText, row: Row, one: Rendered, encoding) -> Encoded | Bad:
     ids = np.array(encoding.ids, dtype=np.int32)
     length = len(one.text) + len(template.appended(one.text))
     learned = np.zeros(len(ids), dtype=bool)
@@ -136,13 +134,13 @@ def _encoded(template: "Template", row: Row, one: Rendered, encoding) -> Encoded
     return _finished(template, ids, learned, start, 0, one.odd)
 
 
-def _finished(template: "Template", ids, learned, start: int, cut: int, odd: bool) -> Encoded | Bad:
+def _finished(template: TemplateText, ids, learned, start: int, cut: int, odd: bool) -> Encoded | Bad:
     counting = template.counting[ids]
     learned = counting if template.loss_on == "all" else learned & counting
     return Encoded(ids, learned, start, cut, odd) if learned.any() else Bad("nothing to learn", "messages")
 
 
-def _shortened(template: "Template", row: Row, one: Rendered, encoding, ids, learned, start: int) -> Encoded | Bad:
+def _shortened(template: TemplateText, row: Row, one: Rendered, encoding, ids, learned, start: int) -> Encoded | Bad:
     limit = template.limit
     excess = len(ids) - limit.tokens
     if limit.too_long != "truncate":
@@ -159,7 +157,7 @@ def _shortened(template: "Template", row: Row, one: Rendered, encoding, ids, lea
     return _finished(template, ids[kept], learned[kept], start - int((~kept[:start]).sum()), cut, one.odd)
 
 
-def _longest_first(template: "Template", row: Row, one: Rendered, encoding) -> list[Span]:
+def _longest_first(template: TemplateText, row: Row, one: Rendered, encoding) -> list[Span]:
     """Tokens of each message that is no answer, as far as its text can be found again."""
     found, place = [], 0
     contents = [(message["role"], message.get("content")) for message in conversation(row)]
@@ -174,7 +172,7 @@ def _longest_first(template: "Template", row: Row, one: Rendered, encoding) -> l
     return sorted(found, key=lambda span: span[0] - span[1])
 
 
-def prompt_and_answer(template: "Template", row: Row) -> tuple[str, str]:
+def prompt_and_answer(template: TemplateText, row: Row) -> tuple[str, str]:
     """The text up to the last answer, and the answer with its stop."""
     one = rendered(template, row)
     whole = one.text + template.appended(one.text)

@@ -7,35 +7,26 @@ would also cut an answer, which is refused here.
 """
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 
-from trainer.data import tokenizer as tokenizers
-from trainer.data.encoded import Encoded
 from trainer.data.rows import Bad, Row
-
-if TYPE_CHECKING:
-    from trainer.data.templates import Template
-
-
-def split(text: str) -> tuple[str, str, str]:
-    """(text before the input, text after it, a space or nothing in front of the answer)"""
-    before, between = text.removesuffix("{output}").split("{input}")
-    return before, between.removesuffix(" "), " " if between.endswith(" ") else ""
+from trainer.data.tokens import tokenizer as tokenizers
+from trainer.data.tokens.encoded import Encoded
+from trainer.data.tokens.template_text import TemplateText, split
 
 
-def prompt(template: "Template", row: Row) -> str:
+def prompt(template: TemplateText, row: Row) -> str:
     before, after, _ = split(template.text)
     return before + row["input"].strip(" ") + after
 
 
-def answer(template: "Template", row: Row) -> str:
+def answer(template: TemplateText, row: Row) -> str:
     """What follows the prompt, without its stop."""
     return template.space + row["output"].strip(" ")
 
 
-def encode(template: "Template", rows: Sequence[Row]) -> list[Encoded | Bad]:
+def encode(template: TemplateText, rows: Sequence[Row]) -> list[Encoded | Bad]:
     before, after, _ = split(template.text)
     end = template.end  # the end of text is an id, as Bridge has it; any other stop is text
     space, stop = template.space, "" if template.end else template.stop
@@ -45,7 +36,7 @@ def encode(template: "Template", rows: Sequence[Row]) -> list[Encoded | Bad]:
     return [_join(template, ids[i], ids[i + len(rows)], end) for i in range(len(rows))]
 
 
-def _join(template: "Template", prompt: list[int], answer: list[int], end: list[int]) -> Encoded | Bad:
+def _join(template: TemplateText, prompt: list[int], answer: list[int], end: list[int]) -> Encoded | Bad:
     limit, length = template.limit, len(prompt) + len(answer) + len(end)
     cut = length - limit.tokens
     if cut > 0:
@@ -63,7 +54,7 @@ def _join(template: "Template", prompt: list[int], answer: list[int], end: list[
     return Encoded(ids, learned, len(prompt), max(0, cut))
 
 
-def encode_text(template: "Template", rows: Sequence[Row]) -> list[Encoded | Bad]:
+def encode_text(template: TemplateText, rows: Sequence[Row]) -> list[Encoded | Bad]:
     """Documents, each with the end of text behind it. They are not cut: pretraining puts them in a row."""
     stop = "" if template.end else template.stop
     found = tokenizers.ids(template.tokenizer, [row["text"] + stop for row in rows])

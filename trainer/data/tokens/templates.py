@@ -1,9 +1,9 @@
 """How rows become text and tokens: data.template, chosen once for a run, recorded, and used again by evaluation.
 
-    plain    a text with {input} and {output}, as Megatron-Bridge's prompt-completion rows       trainer/data/plain.py
-    chat     the tokenizer's chat template, or a Jinja file that uses `messages`                  trainer/data/chat.py
-    jinja    a Jinja file that uses `input` and `output`                                          trainer/data/chat.py
-    text     documents for pretraining, each with the end of text behind it                       trainer/data/plain.py
+    plain    a text with {input} and {output}, as Megatron-Bridge's prompt-completion rows (plain.py)
+    chat     the tokenizer's chat template, or a Jinja file that uses `messages` (chat.py)
+    jinja    a Jinja file that uses `input` and `output` (chat.py)
+    text     documents for pretraining, each with the end of text behind it (plain.py)
 
 The record holds the template's text, what it is called with and what tells the tokenizer from another, so that nothing
 is read a second time that may have changed meanwhile. Templates that write the date (strftime_now) are rendered with
@@ -15,20 +15,21 @@ import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
-from conf import regular_files
-from conf.data import PLAIN, Data
-from trainer.data import anomalies, chat, plain
-from trainer.data import tokenizer as tokenizers
-from trainer.data.encoded import Encoded, Limit
+from conf.schema.data import PLAIN, Data
+from contract import regular_files
+from contract.faults import Fault
+from trainer.data.read import anomalies
 from trainer.data.rows import Bad, Row
-from trainer.data.tokenizer import Tokenizer
-from trainer.faults import Fault
+from trainer.data.tokens import chat, plain
+from trainer.data.tokens import tokenizer as tokenizers
+from trainer.data.tokens.encoded import Encoded, Limit
+from trainer.data.tokens.template_text import Kind, TemplateText
+from trainer.data.tokens.tokenizer import Tokenizer
 
 DEFAULT = "{input} {output}"
 CHAT = "chat template"
@@ -37,19 +38,11 @@ RESERVED = {"messages", "tools", "documents", "add_generation_prompt", "input", 
     "continue_final_message",
     "return_assistant_tokens_mask",
 }
-Kind = Literal["plain", "chat", "jinja", "text"]
 
 
 @dataclass(frozen=True)
-class Template:
-    kind: Kind
-    text: Any  # str; or, of a tokenizer with several chat templates, those by name
-    origin: str  # where the text comes from, for people
-    loss_on: str
-    stop: str  # text behind the last answer, learned with it
-    options: dict[str, bool | int | str]
-    limit: Limit
-    tokenizer: Tokenizer
+class Template(TemplateText):
+    """A template that rows are encoded with."""
 
     def encode(self, rows: Sequence[Row]) -> list[Encoded | Bad]:
         if self.kind == "text":
@@ -94,26 +87,6 @@ class Template:
         end = int(np.flatnonzero(found.learned)[-1]) + 1  # a line break behind the end of a turn may not be learned
         return ids[: found.start], ids[found.start : end]
 
-    def without_end(self, answer: str) -> str:
-        """What a model says before it stops."""
-        answer = answer.removesuffix(self.stop).rstrip()
-        end = next((name for name in self.special if answer.endswith(name)), "")
-        return answer.removesuffix(end)
-
-    @property
-    def ends_by_text(self) -> list[str]:
-        """What ends an answer besides the end of text, at which every model stops."""
-        return [self.stop] if self.stop and self.stop != self.tokenizer.eos_token else []
-
-    def source(self, tools: list | None) -> str:
-        """The Jinja text for a conversation with these tools, as transformers chooses it."""
-        if isinstance(self.text, str):
-            return self.text
-        return self.text["tool_use" if tools is not None and "tool_use" in self.text else "default"]
-
-    def appended(self, text: str) -> str:
-        return "" if text.endswith(self.stop) else self.stop
-
     def record(self) -> dict[str, Any]:
         """All that from_record() needs; JSON."""
         return {
@@ -133,43 +106,6 @@ class Template:
     def checks(self, encoded: Sequence[Encoded], rows: Sequence[Row]) -> dict[str, list[int]]:
         """Positions of rows that are odd, by what is odd about them."""
         return anomalies.find(self, encoded, rows)
-
-    @cached_property
-    def special(self) -> dict[str, int]:
-        return tokenizers.special(self.tokenizer)
-
-    @cached_property
-    def special_names(self) -> re.Pattern[str]:
-        return re.compile("|".join(map(re.escape, self.special)) or "(?!)")
-
-    @cached_property
-    def special_starts(self) -> set[str]:
-        """Cheap to look for: nearly all begin with "<|"."""
-        return {name[:2] for name in self.special}
-
-    @cached_property
-    def uses_messages(self) -> bool:
-        return self.kind == "chat"
-
-    @cached_property
-    def space(self) -> str:
-        """In front of a plain answer."""
-        space = plain.split(self.text)[2]
-        return "" if space and tokenizers.splits_words(self.tokenizer) else space
-
-    @cached_property
-    def end(self) -> list[int]:
-        """The stop as an id, where it is the end of text."""
-        is_end = self.stop and self.stop == self.tokenizer.eos_token
-        return [self.tokenizer.eos_token_id] if is_end else []
-
-    @cached_property
-    def counting(self) -> np.ndarray:
-        return tokenizers.counting(self.tokenizer)
-
-    @cached_property
-    def variables(self) -> dict[str, Any]:
-        return {**self.tokenizer.special_tokens_map, **self.options}
 
 
 def choose(data: Data, tokenizer: Tokenizer, kind: str) -> Template:

@@ -18,9 +18,9 @@ from typing import Any
 
 import numpy as np
 
-from conf import regular_files
-from trainer.compat import import_transformers
-from trainer.faults import Fault
+from contract import regular_files
+from contract.faults import Fault
+from trainer.patches.import_fixes import import_transformers
 
 Tokenizer = Any  # transformers' PreTrainedTokenizerBase, which cannot be named without importing it
 Encoding = Any  # tokenizers.Encoding: ids, and which characters became which token

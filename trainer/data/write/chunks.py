@@ -12,12 +12,13 @@ from typing import Any
 import numpy as np
 import orjson
 
-from conf.data import Data
-from trainer.data import choose, likeness, spool
+from conf.schema.data import Data
+from trainer.data.read import choose, likeness
+from trainer.data.read.shapes import Shape
+from trainer.data.read.sources import Chunk
 from trainer.data.rows import Bad, Row, Rows
-from trainer.data.shapes import Shape
-from trainer.data.sources import Chunk
-from trainer.data.templates import Template
+from trainer.data.tokens.templates import Template
+from trainer.data.write import spool
 
 BATCH = 512  # rows encoded at once; more would only hold more memory
 SAMPLES = 3  # rows shown of each reason in a chunk

@@ -7,12 +7,13 @@ from typing import Any
 
 import numpy as np
 
-from trainer.data import choose, indexed, indexes, packing, report, sequences_file
-from trainer.data.choose import SPLITS
-from trainer.data.chunks import Plan
-from trainer.data.spool import Sequences, Spool
-from trainer.data.work import Done
-from trainer.faults import Fault
+from contract.faults import Fault
+from trainer.data.read import choose
+from trainer.data.read.choose import SPLITS
+from trainer.data.write import indexed, indexes, packing, report, sequences_file
+from trainer.data.write.chunks import Plan
+from trainer.data.write.spool import Sequences, Spool
+from trainer.data.write.work import Done
 
 BLOCK = 1 << 22  # bytes written at once
 BATCH = 4096  # documents written at once

@@ -12,9 +12,9 @@ from bisect import bisect_left, insort
 
 import numpy as np
 
-from conf.layout import packing_multiple
-from conf.schema import Run
-from trainer.faults import Fault
+from conf.rules.layout import packing_multiple
+from conf.schema.run import Run
+from contract.faults import Fault
 
 
 def multiple(run: Run) -> int:

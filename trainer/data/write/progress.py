@@ -4,7 +4,7 @@ import json
 import time
 from pathlib import Path
 
-from trainer.console import say
+from trainer.startup.console import say
 
 SAY_EVERY = 10.0  # seconds
 WRITE_EVERY = 0.5

@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from trainer.data import likeness
-from trainer.data.choose import SPLITS
-from trainer.data.spool import Spool
+from trainer.data.read import likeness
+from trainer.data.read.choose import SPLITS
+from trainer.data.write.spool import Spool
 
 SAMPLES = 5  # rows shown of each kind
 BINS = 24

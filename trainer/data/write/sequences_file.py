@@ -19,7 +19,7 @@ import numpy as np
 import pyarrow as pa
 from pyarrow import parquet
 
-from trainer.data import packing
+from trainer.data.write import packing
 
 GROUP = 1 << 16  # tokens, or one sequence where that is longer
 SCHEMA = pa.schema(

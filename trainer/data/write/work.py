@@ -14,12 +14,13 @@ from typing import Any
 
 import numpy as np
 
-from conf.data import Data, Part
-from trainer.data import choose, chunks, sources
-from trainer.data.chunks import Plan
-from trainer.data.progress import Progress
-from trainer.data.spool import ChunkFile, Spool
-from trainer.faults import Fault
+from conf.schema.data import Data, Part
+from contract.faults import Fault
+from trainer.data.read import choose, sources
+from trainer.data.write import chunks
+from trainer.data.write.chunks import Plan
+from trainer.data.write.progress import Progress
+from trainer.data.write.spool import ChunkFile, Spool
 
 AHEAD = 2  # chunks in hand for each process
 SHOWN = 5  # bad rows in a fault

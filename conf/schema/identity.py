@@ -1,7 +1,7 @@
 """What makes a training the one that it is: those of its keys that decide which weights come out.
 
-tasks/train.py takes of_training() into the fingerprint of what it makes. A checkpoint keeps recorded() of the run that
-saved it, and trainer/resume.py compares that with the run that goes on from it.
+tasks/stages/train.py takes of_training() into the fingerprint of what it makes. A checkpoint keeps recorded() of the
+run that saved it, and trainer/training/resume.py compares that with the run that goes on from it.
 
 The layout bears no identity: losses are the same at every layout (README, Layouts). Neither do recomputation, kernels,
 logging, and how often a checkpoint is saved.
@@ -9,8 +9,8 @@ logging, and how often a checkpoint is saved.
 
 from typing import Any
 
-from conf.schema import Run, sections
-from conf.sections import Section
+from conf.schema.run import Run, sections
+from conf.schema.sections import Section
 
 VERSION = 1  # raised when the same keys would train something else
 
@@ -44,8 +44,8 @@ def of_training(run: Run) -> dict[str, Any]:
         if config[section][key] == _default(section, key):
             del config[section][key]
     if run.adapter.kind != "none" and run.adapter.experts == "shared":
-        # They are the same model at any ep since each counts once in the norm of gradients (trainer/shared_experts.py).
-        # Those of before were so at ep 1 alone, whose artifacts this finds again.
+        # They are the same model at any ep since each counts once in the norm of gradients
+        # (trainer/patches/shared_experts.py). Those of before were so at ep 1 alone, whose artifacts this finds again.
         config["layout"] = {"ep": 1}
     return config
 

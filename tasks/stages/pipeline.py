@@ -1,9 +1,9 @@
 """The stages of a run, in order, and what each is made from: all fingerprints, before anything is made."""
 
-from conf.schema import Run
-from tasks import convert, download, evaluate, export, prepare, promote, train
-from tasks.artifact import Stage
-from tasks.order import ORDER
+from conf.schema.run import Run
+from tasks.run.artifact import Stage
+from tasks.run.order import ORDER
+from tasks.stages import convert, download, evaluate, export, prepare, promote, train
 
 
 def stages(run: Run) -> dict[str, Stage]:

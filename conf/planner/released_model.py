@@ -5,11 +5,12 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from conf.facts import CONVERTED, ModelFacts, facts_from_hf
-from conf.faults import Fault
+from conf.model_facts import ModelFacts, facts_from_hf
 from conf.model_files import config_json, tokenizer_files, weights
 from conf.model_files.weights import Entry
-from conf.plan import parameters
+from conf.planner import parameters
+from conf.rules.conversion import not_converted
+from contract.faults import Fault
 
 LAYER = re.compile(r"model\.layers\.(\d{1,6})\.")
 EMBEDDING = "model.embed_tokens.weight"
@@ -38,17 +39,6 @@ def check_released(folder: Path) -> tuple[dict[str, Any], ModelFacts]:
         raise Fault(f"{folder}/{error}") from None
     _check_sizes(place, facts, tensors)
     return config, facts
-
-
-def not_converted(config: dict[str, Any]) -> str:
-    """Why the model cannot be converted here, by its architecture; "" where it can."""
-    architecture = config_json.architecture(config)
-    if architecture not in CONVERTED:
-        return f"{architecture or 'no architecture'} is not converted or trained here; {', '.join(CONVERTED)} are"
-    if config.get("model_type") != CONVERTED[architecture]:
-        kind = config_json.show(config.get("model_type"))
-        return f"model_type is {kind}, and that of {architecture} is {CONVERTED[architecture]}"
-    return ""
 
 
 def _check_sizes(place: Path, facts: ModelFacts, tensors: dict[str, Entry]) -> None:

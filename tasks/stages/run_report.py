@@ -5,14 +5,15 @@ import json
 
 from prefect.artifacts import create_markdown_artifact
 
-from conf.plan.verdict import Plan
-from tasks import data_report, plan
-from tasks.artifact import Artifact
-from tasks.gang import history
-from tasks.gang import page as gang
-from tasks.markdown import code, table, words
-from tasks.progress import clock
-from tasks.session import Session
+from conf.planner.verdict import Plan
+from tasks.gang.history import prefect_page as gang
+from tasks.gang.history import timeline
+from tasks.pages import data_report
+from tasks.pages.markdown import code, table, words
+from tasks.run.artifact import Artifact
+from tasks.run.progress import clock
+from tasks.run.session import Session
+from tasks.stages import plan
 from tasks.tracking.address import public
 
 ANSWERS = 8  # shown on the page; MLflow has the whole table
@@ -124,7 +125,7 @@ def _loss(session: Session) -> str:
 
 def _gang(session: Session) -> list[str]:
     """Where the training was of several hosts."""
-    told = history.read(session.store, session.stages["train"].key.replace("/", "-"))
+    told = timeline.read(session.store, session.stages["train"].key.replace("/", "-"))
     return ["", gang.brief(told)] if told and told.attempts else []
 
 

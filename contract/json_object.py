@@ -10,8 +10,8 @@ import re
 from pathlib import Path
 from typing import Any
 
-from conf import regular_files
-from conf.faults import Fault
+from contract import regular_files
+from contract.faults import Fault
 
 SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 

@@ -1,0 +1,58 @@
+"""Values of a run that are right alone and wrong together, but for those of its parallel layout (layout.py)."""
+
+from collections.abc import Iterator
+
+from conf.rules import precision
+from conf.schema import clusters
+from conf.schema.data import Rows
+from conf.schema.run import Run, sections
+
+LINES = ("slurm.setup",)  # lists whose entries may be equal: lines of a script
+
+
+def contradictions(run: Run) -> Iterator[tuple[str, str]]:
+    """Yields (key, problem) for values that are right alone and wrong together."""
+    train, optimizer, moe = run.train, run.optimizer, run.moe
+    yield from _repetitions(run)
+    if run.adapter.kind != "none" and not run.adapter.targets:
+        yield "adapter.targets", f"empty, but adapter.kind is {run.adapter.kind}"
+    if "adapter" in (run.export.formats or ()) and run.adapter.kind == "none":
+        yield "export.formats", "adapter, but adapter.kind is none: none is trained"
+    if "adapter" in (run.export.formats or ()) and run.export.checkpoint == "base":
+        yield "export.formats", "adapter, but the base has none"
+    if train.stop_after is not None and train.stop_after > train.steps:
+        yield "train.stop_after", f"{train.stop_after} lies behind the last step, {train.steps}"
+    if run.data.validation + run.data.test >= 1:
+        yield "data.test", f"{run.data.test} and data.validation {run.data.validation} leave nothing to train on"
+    if run.data.mixture:
+        for key in Rows.model_fields:
+            if getattr(run.data, key) != Rows.model_fields[key].default:
+                yield f"data.{key}", "has no effect with data.mixture: say it of its parts"
+    for number, part in enumerate(run.data.mixture):
+        if part.source is None:
+            yield f"data.mixture[{number}].source", "missing"
+    if optimizer.warmup_steps >= train.steps:
+        yield "optimizer.warmup_steps", f"{optimizer.warmup_steps} leaves none of the {train.steps} steps for the decay"
+    if optimizer.min_lr > optimizer.lr:
+        yield "optimizer.min_lr", f"{optimizer.min_lr} is above optimizer.lr {optimizer.lr}"
+    if train.recompute == "selective" and not train.recompute_modules:
+        yield "train.recompute_modules", "empty, but train.recompute is selective"
+    if train.recompute != "selective" and train.recompute_modules:
+        yield "train.recompute_modules", f"has no effect with train.recompute {train.recompute}"
+    if train.recompute != "full" and train.recompute_layers != 1:
+        yield "train.recompute_layers", f"has no effect with train.recompute {train.recompute}"
+    if "moe_act" in train.recompute_modules and not moe.grouped_gemm:
+        yield "train.recompute_modules", "moe_act needs moe.grouped_gemm"
+    if moe.balance == "none" and moe.aux_loss_coeff:
+        yield "moe.aux_loss_coeff", "has no effect with moe.balance none"
+    yield from precision.contradictions(run)
+    yield from clusters.contradictions(run.gang.engine, run.kubernetes)
+
+
+def _repetitions(run: Run) -> Iterator[tuple[str, str]]:
+    """Lists name things, and nothing is meant by naming one twice."""
+    for section in sections():
+        for key, values in getattr(run, section):
+            again = {str(value) for value in values if values.count(value) > 1} if isinstance(values, tuple) else set()
+            if again and f"{section}.{key}" not in LINES:
+                yield f"{section}.{key}", f"{sorted(again)[0]} stands in it twice"

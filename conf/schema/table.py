@@ -1,0 +1,37 @@
+"""All keys of a run as a table for people and as JSON schema for editors; conf/schema/__main__.py is the command."""
+
+import itertools
+import json
+import textwrap
+from collections.abc import Iterator
+from typing import Any
+
+from conf.schema.run import Run, sections
+
+
+def json_schema() -> str:
+    return json.dumps(Run.model_json_schema(), indent=2) + "\n"
+
+
+def table(width: int) -> Iterator[str]:
+    """Lines of the documented schema, folded to `width` where that leaves room for the meaning."""
+    rows = [("KEY", "TYPE", "DEFAULT", "CHOICES OR LIMITS", "MEANING")]
+    rows.append(_row("name", Run.model_json_schema()["properties"]["name"]))
+    for section, kind in sections().items():
+        rows += [_row(f"{section}.{key}", field) for key, field in kind.model_json_schema()["properties"].items()]
+    widths = [min(32, max(len(row[column]) for row in rows)) for column in range(4)]
+    widths.append(max(40, width - sum(widths) - 2 * len(widths)))
+    for row in rows:
+        cells = [textwrap.wrap(text, size) for text, size in zip(row, widths, strict=True)]
+        for line in itertools.zip_longest(*cells, fillvalue=""):
+            yield "  ".join(text.ljust(size) for text, size in zip(line, widths, strict=True)).rstrip()
+
+
+def _row(key: str, field: dict[str, Any]) -> tuple[str, str, str, str, str]:
+    alternatives = field.get("anyOf", [field])
+    kind = " or ".join(alternative["type"] for alternative in alternatives)
+    value = alternatives[0].get("items", alternatives[0])
+    signs = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "exclusiveMaximum": "<", "pattern": "matches"}
+    limits = value.get("enum") or [f"{sign} {value[limit]}" for limit, sign in signs.items() if limit in value]
+    default = json.dumps(field["default"]) if "default" in field else "(required)"
+    return key, kind, default, ", ".join(limits), field["description"]

@@ -1,0 +1,79 @@
+"""YAML as its version 1.2 reads it, strictly: duplicate keys are told, and nothing is merged or made."""
+
+import re
+from collections.abc import Hashable
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from contract import regular_files
+from contract.faults import ConfigError, Fault
+
+LARGEST = 2**18  # bytes of a configuration; 2 s of reading
+MANY = 20  # lines about keys that stand there twice
+UNFIT = (ValueError, KeyError, AttributeError, TypeError, IndexError, ArithmeticError)
+RESOLVERS = {
+    "null": r"~|null|Null|NULL|",
+    "bool": r"true|True|TRUE|false|False|FALSE",
+    "int": r"[-+]?(0|[1-9][0-9]{0,99})",  # Python refuses to read thousands of digits
+    "float": r"[-+]?(\.[0-9]+|[0-9]+\.[0-9]*)([eE][-+]?[0-9]+)?|[-+]?[0-9]+[eE][-+]?[0-9]+",
+}
+
+
+class Loader(yaml.SafeLoader):
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self.duplicates: list[tuple[int, str, int]] = []  # line, key, line where it stood first
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
+        first: dict[str, int] = {}
+        for key, _ in node.value:
+            line = key.start_mark.line + 1
+            if isinstance(key, yaml.ScalarNode) and key.value in first:
+                self.duplicates.append((line, key.value, first[key.value]))
+            elif isinstance(key, yaml.ScalarNode):
+                first[key.value] = line
+        return super().construct_mapping(node, deep)
+
+    def flatten_mapping(self, node: yaml.MappingNode) -> None:
+        """Merge keys, which YAML 1.2 has no more, stay unknown tags: maps merged in maps grow without a limit."""
+
+
+class Dumper(yaml.SafeDumper):
+    """Quotes what Loader would misread."""
+
+
+Loader.yaml_implicit_resolvers = {}
+for _name, _pattern in RESOLVERS.items():
+    Loader.add_implicit_resolver(f"tag:yaml.org,2002:{_name}", re.compile(f"(?:{_pattern})$"), None)
+Dumper.yaml_implicit_resolvers = Loader.yaml_implicit_resolvers
+
+
+def read_text(file: Path, shown: str) -> str:
+    try:
+        return regular_files.read(file, LARGEST).decode("utf-8")
+    except Fault as fault:
+        raise ConfigError(str(fault).replace(str(file), shown, 1)) from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{shown}: {error}") from None
+
+
+def parse(text: str, shown: str) -> tuple[Any, list[str]]:
+    """What the YAML says, and what is wrong with it."""
+    try:
+        loader = Loader(text)
+        value = loader.get_single_data()
+    except yaml.MarkedYAMLError as error:
+        line = f":{error.problem_mark.line + 1}" if error.problem_mark else ""
+        return None, [f"{shown}{line}: {', '.join(filter(None, (error.context, error.problem)))}"]
+    except (yaml.YAMLError, RecursionError, *UNFIT) as error:
+        return None, [f"{shown}: not YAML: {error}"]
+    return value, [
+        f"{shown}:{line}: {key}: again; first on line {first}" for line, key, first in loader.duplicates[:MANY]
+    ]
+
+
+def dump(value: Any) -> str:
+    """The value as YAML that parse() reads back."""
+    return yaml.dump(value, Dumper=Dumper, sort_keys=False)

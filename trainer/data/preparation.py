@@ -1,0 +1,94 @@
+"""Prepare data: rows of any source become tokens in a folder, a few megabytes at a time; trainer/prepare.py is its
+command."""
+
+import os
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from conf.schema.data import Part
+from conf.schema.run import Run
+from contract import output_marks
+from contract.faults import Fault
+from contract.output_marks import DATA, PREPARING, check_one
+from trainer.data import identity
+from trainer.data.read import choose, shapes, sources
+from trainer.data.tokens import templates, tokenizer
+from trainer.data.write import outputs, packing, work
+from trainer.data.write.chunks import Plan
+from trainer.data.write.progress import Progress
+from trainer.data.write.spool import Spool
+from trainer.startup.console import say
+
+
+def given(run: Run, folder: Path, out: Path) -> None:
+    """Files made by hand and split already: training.jsonl; validation.jsonl and test.jsonl where there are such."""
+    found = {number: folder / f"{name}.jsonl" for number, name in enumerate(choose.SPLITS)}
+    found = {number: file for number, file in found.items() if file.exists()}
+    prepare(run, [Part(source=str(file)) for file in found.values()], list(found), out)
+
+
+def prepare(run: Run, parts: Sequence[Part], splits: Sequence[int | None], out: Path) -> None:
+    """`splits` holds the split that all of a part belongs to, where that is given."""
+    start = time.monotonic()
+    if not parts:
+        raise Fault("data.source: required: a file, a folder, a Hub data set, or tiny://tickets")
+    wanted = identity.of(run, parts, splits)
+    if identity.is_made(out, wanted):
+        say(f"prepare: {out} is prepared already")
+        return
+    tokens = tokenizer.load(Path(run.paths.model), run.model.trust_remote_code)
+    if tokens.eos_token_id is None:
+        raise Fault(f"paths.model: {run.paths.model}: the tokenizer names no eos_token, which pads sequences")
+    out = Path(os.path.realpath(out))
+    folder = out.with_name(f"{out.name}-preparing")
+    check_one(out, DATA)
+    check_one(folder, PREPARING)
+    output_marks.recover(out, DATA)
+    made = identity.begin(folder, wanted)
+    found = [_shape(part) for part in parts]
+    template = templates.choose(run.data, tokens, _kind(found))
+    plan = Plan(run.data, tuple(found), tuple(splits), template, packing.multiple(run), folder)
+    done = work.run(plan, parts, Progress(folder / "progress.jsonl", sum(map(sources.total, parts))))
+    identity.unchanged(wanted, parts)
+    say("prepare: write")
+    report = outputs.write(plan, Spool(done.paths), done, made)
+    report["sources"] = [
+        {"source": part.source, "shape": shape.kind, "reason": shape.reason, "rows": rows}
+        for part, shape, rows in zip(parts, found, done.rows, strict=True)
+    ]
+    identity.write(made / "report.json", report)
+    identity.write(made / "template.json", report["template"])
+    identity.finish(made, wanted, _facts(report, template.kind, tokens), out)
+    _tell(report, time.monotonic() - start)
+
+
+def _shape(part: Part) -> shapes.Shape:
+    _, first, place = sources.columns(part)
+    shape = shapes.detect(part, first, place)
+    say(f"prepare: {part.source}: {shape.kind}: {shape.reason}")
+    return shape
+
+
+def _kind(found: Sequence[shapes.Shape]) -> str:
+    kinds = {shape.kind for shape in found}
+    if "text" in kinds and len(kinds) > 1:
+        raise Fault("data.mixture: texts for pretraining cannot be mixed with rows that have answers")
+    return next(kind for kind in ("text", "messages", "pairs") if kind in kinds)
+
+
+def _facts(report: dict[str, Any], kind: str, tokens: Any) -> dict[str, Any]:
+    """What training has to know."""
+    rows = {name: report["rows"][name] for name in choose.SPLITS}
+    packed = {name: entry["sequences"] for name, entry in report.get("packing", {}).items()}
+    vocabulary = {"vocab_size": len(tokens), "pad_id": tokens.eos_token_id}
+    return {"kind": "text" if kind == "text" else "sft", "rows": rows, "sequences": rows | packed} | vocabulary
+
+
+def _tell(report: dict[str, Any], seconds: float) -> None:
+    rows, tokens = report["rows"], sum(entry["tokens"] for entry in report["tokens"].values())
+    splits = ", ".join(f"{rows[name]:,} {name}" for name in choose.SPLITS)
+    say(f"prepare: {rows['kept']:,} of {rows['read']:,} rows ({splits}), {tokens:,} tokens, in {seconds:.1f} s")
+    for line in report["warnings"]:
+        say(f"prepare: warning: {line}")

@@ -1,0 +1,294 @@
+"""Tiny models with random weights, their tokenizer, and data that they learn; trainer/tiny.py is the command.
+
+The models have the structure of the released ones but not their proportions: nothing measured on them says anything
+about speed or memory. FP8 weights, tied embeddings and DeepSeek-V3's multi-token prediction are not covered.
+The files are written without transformers, whose model classes take 20 s and more to import on a small machine.
+"""
+
+import json
+import os
+import random
+import shutil
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+Config = dict[str, Any]
+Shapes = dict[str, tuple[int, ...]]
+
+# 4 layers split over 4 pipeline stages, or over 2 x 2 virtual ones; 2 key-value heads over 2 tensor ranks; 8 experts
+# over 4 expert ranks. A vocabulary of 512 needs no padding. vLLM's CPU attention needs heads of 32 or more.
+COMMON: Config = dict(
+    num_hidden_layers=4,
+    hidden_size=128,
+    intermediate_size=256,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    vocab_size=512,
+    max_position_embeddings=1024,
+    hidden_act="silu",
+    tie_word_embeddings=False,
+)
+MOE: Config = dict(moe_intermediate_size=64, num_experts_per_tok=2, norm_topk_prob=True)
+SIGMOID_MOE = MOE | dict(n_routed_experts=8, n_shared_experts=1, first_k_dense_replace=1, routed_scaling_factor=2.5)
+GLM4_MOE = SIGMOID_MOE | dict(
+    model_type="glm4_moe",
+    architectures=["Glm4MoeForCausalLM"],
+    head_dim=64,  # as in the releases, heads x head_dim is not hidden_size
+    attention_bias=True,
+    use_qk_norm=True,
+    rms_norm_eps=1e-5,
+    rope_parameters=dict(rope_type="default", rope_theta=1e6, partial_rotary_factor=0.5),
+    n_group=1,
+    topk_group=1,
+)
+DEEPSEEK_V3 = SIGMOID_MOE | dict(
+    model_type="deepseek_v3",
+    architectures=["DeepseekV3ForCausalLM"],
+    num_key_value_heads=4,  # latent attention has one per query head
+    q_lora_rank=96,
+    kv_lora_rank=64,
+    qk_nope_head_dim=32,
+    qk_rope_head_dim=32,
+    v_head_dim=32,
+    rms_norm_eps=1e-6,
+    rope_parameters=dict(rope_type="yarn", rope_theta=1e4, factor=4.0, original_max_position_embeddings=256)
+    | dict(beta_fast=32.0, beta_slow=1.0, mscale=1.0, mscale_all_dim=1.0),
+    # transformers ranks groups by their best 2 experts, Megatron by their best num_experts_per_tok / topk_group: that
+    # quotient has to be 2, as it is in the release.
+    n_group=2,
+    topk_group=1,
+    num_nextn_predict_layers=0,
+)
+QWEN3_MOE = MOE | dict(
+    model_type="qwen3_moe",
+    architectures=["Qwen3MoeForCausalLM"],
+    num_experts=8,
+    head_dim=64,
+    rms_norm_eps=1e-6,
+    rope_parameters=dict(rope_type="default", rope_theta=1e6),
+)
+LLAMA: Config = dict(
+    model_type="llama",
+    architectures=["LlamaForCausalLM"],
+    vocab_size=500,  # over 2 tensor ranks Megatron pads it to 504
+    head_dim=32,
+    rms_norm_eps=1e-5,
+    rope_parameters=dict(rope_type="default", rope_theta=5e5),
+)
+KINDS: dict[str, Config] = {
+    "glm4-moe": COMMON | GLM4_MOE | dict(num_nextn_predict_layers=0),
+    "glm4-moe-mtp": COMMON | GLM4_MOE | dict(num_nextn_predict_layers=1),
+    "deepseek-v3": COMMON | DEEPSEEK_V3,
+    "qwen3-moe": COMMON | QWEN3_MOE,
+    "llama": COMMON | LLAMA,
+}
+
+EOS, PAD = "<|endoftext|>", "<|pad|>"
+SPECIAL_TOKENS = [EOS, PAD, "<|system|>", "<|user|>", "<|assistant|>"]  # their ids are 0 to 4
+# The end of text is inside the generation block: it is a token that the assistant has to learn.
+CHAT_TEMPLATE = """\
+{%- for message in messages -%}
+{{- '<|' + message.role + '|>\\n' -}}
+{%- if message.role == 'assistant' -%}
+{%- generation -%}{{- message.content + eos_token -}}{%- endgeneration -%}
+{%- else -%}{{- message.content + '\\n' -}}{%- endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{- '<|assistant|>\\n' -}}{%- endif -%}
+"""
+WORDS = [
+    "apple",
+    "bridge",
+    "candle",
+    "desert",
+    "engine",
+    "forest",
+    "garden",
+    "hammer",
+    "island",
+    "jacket",
+    "kettle",
+    "ladder",
+    "marble",
+    "needle",
+    "orange",
+    "pencil",
+    "quarry",
+    "river",
+    "silver",
+    "table",
+    "umbrella",
+    "valley",
+    "window",
+    "yellow",
+    "zebra",
+]
+TOKENIZER_TEXT = """\
+What is 17 + 25? Repeat the words: the answer is 42, and the words are the same as those of the question.
+A model reads a sequence of tokens and predicts the next one. A mixture of experts sends each token to a few of its
+many experts; the router decides which ones, and the other experts do nothing for that token.
+def train(model, batches, optimizer):
+    for step, batch in enumerate(batches):
+        loss = model(batch["input"], labels=batch["output"])
+        loss.backward()
+        optimizer.step()
+        print(f"step {step}: loss {loss.item():.4f}")
+    return model
+Let f(x) = x^2 + 3x - 4. Then f'(x) = 2x + 3, and f(x) = 0 for x = 1 and x = -4, because (x - 1)(x + 4) = x^2 + 3x - 4.
+"""
+
+
+@contextmanager
+def new_folder(folder: str | Path) -> Iterator[Path]:
+    """Yields a sibling of `folder` that takes its place at the end, and is removed if the block raises."""
+    folder = Path(os.path.realpath(folder))  # where a link leads
+    if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
+        raise FileExistsError(f"{folder} exists and is not an empty folder")
+    partial = folder.with_name(f".{folder.name}.{os.getpid()}")
+    partial.mkdir(parents=True)
+    try:
+        yield partial
+        partial.rename(folder)  # replaces an empty folder and refuses any other
+    except BaseException:
+        shutil.rmtree(partial)
+        raise
+
+
+def write_json(path: Path, value: Config) -> None:
+    path.write_text(json.dumps(value, indent=2) + "\n")
+
+
+def make_tokenizer(folder: Path, vocab_size: int) -> None:
+    """Byte-level BPE with exactly `vocab_size` tokens: any text goes in and comes out again."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    settings: Config = dict(vocab_size=vocab_size, special_tokens=SPECIAL_TOKENS, show_progress=False)
+    trainer = trainers.BpeTrainer(**settings, initial_alphabet=pre_tokenizers.ByteLevel.alphabet())
+    tokenizer.train_from_iterator([TOKENIZER_TEXT, " ".join(WORDS)], trainer)
+    assert tokenizer.get_vocab_size() == vocab_size, "TOKENIZER_TEXT is too short for that many merges"
+    tokenizer.save(str(folder / "tokenizer.json"))
+    names = dict(eos_token=EOS, pad_token=PAD, additional_special_tokens=SPECIAL_TOKENS[2:])
+    limits = dict(model_max_length=COMMON["max_position_embeddings"], clean_up_tokenization_spaces=False)
+    write_json(folder / "tokenizer_config.json", dict(tokenizer_class="PreTrainedTokenizerFast") | names | limits)
+    (folder / "chat_template.jinja").write_text(CHAT_TEMPLATE)
+
+
+def attention_shapes(c: Config) -> Shapes:
+    hidden, heads = c["hidden_size"], c["num_attention_heads"]
+    if "kv_lora_rank" in c:
+        nope, rope, value = c["qk_nope_head_dim"], c["qk_rope_head_dim"], c["v_head_dim"]
+        return {
+            "self_attn.q_a_proj.weight": (c["q_lora_rank"], hidden),
+            "self_attn.q_a_layernorm.weight": (c["q_lora_rank"],),
+            "self_attn.q_b_proj.weight": (heads * (nope + rope), c["q_lora_rank"]),
+            "self_attn.kv_a_proj_with_mqa.weight": (c["kv_lora_rank"] + rope, hidden),
+            "self_attn.kv_a_layernorm.weight": (c["kv_lora_rank"],),
+            "self_attn.kv_b_proj.weight": (heads * (nope + value), c["kv_lora_rank"]),
+            "self_attn.o_proj.weight": (hidden, heads * value),
+        }
+    width, kv_heads = c["head_dim"], c["num_key_value_heads"]
+    shapes: Shapes = {"self_attn.o_proj.weight": (hidden, heads * width)}
+    for name, count in ("q", heads), ("k", kv_heads), ("v", kv_heads):
+        shapes[f"self_attn.{name}_proj.weight"] = (count * width, hidden)
+        if c.get("attention_bias"):
+            shapes[f"self_attn.{name}_proj.bias"] = (count * width,)
+        if name != "v" and c["model_type"] in ("glm4_moe", "qwen3_moe"):
+            shapes[f"self_attn.{name}_norm.weight"] = (width,)
+    return shapes
+
+
+def mlp_shapes(prefix: str, hidden: int, width: int) -> Shapes:
+    gate, up, down = (f"{prefix}.{name}_proj.weight" for name in ("gate", "up", "down"))
+    return {gate: (width, hidden), up: (width, hidden), down: (hidden, width)}
+
+
+def moe_shapes(c: Config) -> Shapes:
+    hidden, width = c["hidden_size"], c["moe_intermediate_size"]
+    experts = c["num_experts"] if "num_experts" in c else c["n_routed_experts"]
+    shapes: Shapes = {"mlp.gate.weight": (experts, hidden)}
+    for expert in range(experts):
+        shapes |= mlp_shapes(f"mlp.experts.{expert}", hidden, width)
+    if "n_shared_experts" in c:
+        shapes |= mlp_shapes("mlp.shared_experts", hidden, width * c["n_shared_experts"])
+        shapes["mlp.gate.e_score_correction_bias"] = (experts,)
+    return shapes
+
+
+def model_shapes(c: Config) -> Shapes:
+    """Every tensor under the name that the releases give it. Multi-token prediction has a layer after the last."""
+    hidden, vocab, layers = c["hidden_size"], c["vocab_size"], c["num_hidden_layers"]
+    dense_layers = c.get("first_k_dense_replace", 0) if "moe_intermediate_size" in c else layers
+    shapes: Shapes = {"model.embed_tokens.weight": (vocab, hidden)}
+    for layer in range(layers + c.get("num_nextn_predict_layers", 0)):
+        block = {"input_layernorm.weight": (hidden,), "post_attention_layernorm.weight": (hidden,)}
+        block |= attention_shapes(c)
+        block |= mlp_shapes("mlp", hidden, c["intermediate_size"]) if layer < dense_layers else moe_shapes(c)
+        if layer >= layers:
+            block |= {"enorm.weight": (hidden,), "hnorm.weight": (hidden,), "shared_head.norm.weight": (hidden,)}
+            block |= {"embed_tokens.weight": (vocab, hidden), "shared_head.head.weight": (vocab, hidden)}
+            block["eh_proj.weight"] = (hidden, 2 * hidden)
+        shapes |= {f"model.layers.{layer}.{name}": shape for name, shape in block.items()}
+    return shapes | {"model.norm.weight": (hidden,), "lm_head.weight": (vocab, hidden)}
+
+
+def draw_tensor(name: str, shape: tuple[int, ...], dtype, seed: int):
+    """Draws a tensor from its name, so that kinds which share a tensor share its values.
+
+    A spread of 0.08 gives logits of about unit spread at this width. Norm weights, biases and the router's correction
+    spread by 0.2 around what stands in for a missing one (1 or 0), so that a lost or swapped vector shows.
+    """
+    import torch
+
+    if ".embed_tokens." in name or ".shared_head.head." in name:  # the releases repeat the model's own in those layers
+        name = "lm_head.weight" if "head" in name else "model.embed_tokens.weight"
+    noise = torch.randn(shape, generator=torch.Generator().manual_seed(zlib.crc32(f"{seed} {name}".encode())))
+    if name.endswith("e_score_correction_bias"):
+        return 0.2 * noise  # float32 in every release
+    if name.endswith("norm.weight"):
+        return (1 + 0.2 * noise).to(dtype)
+    return ((0.2 if name.endswith("bias") else 0.08) * noise).to(dtype)
+
+
+def make_model(kind: str, folder: str | Path, seed: int = 0, dtype: str = "bfloat16") -> None:
+    """Writes the checkpoint folder of one of KINDS; raises FileExistsError if `folder` holds anything."""
+    import torch
+    from safetensors.torch import save_file
+
+    tokens = dict(bos_token_id=None, eos_token_id=SPECIAL_TOKENS.index(EOS), pad_token_id=SPECIAL_TOKENS.index(PAD))
+    config: Config = KINDS[kind] | tokens | dict(dtype=dtype)
+    tensors = {name: draw_tensor(name, s, getattr(torch, dtype), seed) for name, s in model_shapes(config).items()}
+    names = list(tensors)
+    # Two shards, because an export has to follow the index of the checkpoint that it started from.
+    first, second = names[: len(names) // 2], names[len(names) // 2 :]
+    shards = {"model-00001-of-00002.safetensors": first, "model-00002-of-00002.safetensors": second}
+    weight_map = {name: shard for shard, part in shards.items() for name in part}
+    metadata = dict(total_size=sum(tensor.nbytes for tensor in tensors.values()))
+    with new_folder(folder) as partial:
+        make_tokenizer(partial, config["vocab_size"])
+        write_json(partial / "config.json", config)
+        write_json(partial / "generation_config.json", tokens)
+        write_json(partial / "model.safetensors.index.json", dict(metadata=metadata, weight_map=weight_map))
+        for shard, part in shards.items():
+            save_file({name: tensors[name] for name in part}, partial / shard, metadata={"format": "pt"})
+
+
+def make_data(folder: str | Path, rows: int = 512, seed: int = 0) -> None:
+    """Writes `rows` examples for training and an eighth as many for validation: sums, and up to 48 words to repeat."""
+    rng = random.Random(seed)
+    answers: dict[str, str] = {}  # by question, so that none occurs twice
+    while len(answers) < rows + max(1, rows // 8):
+        if rng.random() < 0.5:
+            a, b = rng.randrange(100), rng.randrange(100)
+            answers[f"What is {a} + {b}?"] = str(a + b)
+        else:
+            words = " ".join(rng.choices(WORDS, k=rng.randint(1, 48)))
+            answers[f"Repeat the words: {words}"] = words
+    lines = [json.dumps(dict(input=question, output=answer)) + "\n" for question, answer in answers.items()]
+    with new_folder(folder) as partial:
+        (partial / "training.jsonl").write_text("".join(lines[:rows]))
+        (partial / "validation.jsonl").write_text("".join(lines[rows:]))
