@@ -53,30 +53,30 @@ layouts: $(STAMP) ## train at every parallel layout on this CPU and compare with
 	$(PYTHON) -m trainer.layouts
 
 bench-store: $(STAMP) ## measure transfers to S3 beside boto3's own
-	$(PYTHON) -m tests.bench.store
+	$(PYTHON) -m benchmarks.store
 
 bench-flow: $(STAMP) ## measure start-up, caching and orchestration
-	$(PYTHON) -m tests.bench.flow
+	$(PYTHON) -m benchmarks.flow
 
 bench-data: $(STAMP) ## measure preparation of data beside Megatron-Bridge's
-	$(PYTHON) -m tests.bench.data
+	$(PYTHON) -m benchmarks.data
 
 N ?= 5
 faults: $(STAMP) ## kill, stop and cut off hosts of gangs on this machine, N times each, and print what became of them
-	$(PYTHON) -m tests.gang.faults $(N)
+	$(PYTHON) -m benchmarks.gang_faults $(N)
 
 scale: $(STAMP) ## measure the control path of a gang of 1000 fake hosts, and when a dead one is noticed
-	$(PYTHON) -m tests.gang.scale
+	$(PYTHON) -m benchmarks.gang_scale
 
 gpu: ## compare training on this GPU with the CPU
-	bash tests/gpu/run
+	bash benchmarks/gpu/run
 
 gpu-kit: $(STAMP) ## pack what the GPU tests need
-	$(PYTHON) tests/gpu/kit.py
+	$(PYTHON) benchmarks/gpu/kit.py
 
 schema: $(STAMP) ## write conf/schema.json anew from conf/schema/run.py
 	$(PYTHON) -m conf.schema --json > conf/schema.json
 
 clean: ## remove the environment and the project's own caches; runs/ and all else stays
 	rm -rf .venv .uv .pytest_cache .ruff_cache .hypothesis
-	find contract conf flows tasks trainer tests -name __pycache__ -type d -prune -exec rm -rf {} +
+	find contract conf flows tasks trainer tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +

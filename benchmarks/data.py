@@ -1,6 +1,6 @@
 """How fast data are prepared, beside Megatron-Bridge's own preparation, the bare tokenizer and datasets.map.
 
-    python -m tests.bench.data [--mb 160] [--memory-gb 5]          make bench-data; about 35 minutes
+    python -m benchmarks.data [--mb 160] [--memory-gb 5]          make bench-data; about 35 minutes
 
 Rows of a prompt and an answer, 1.2 kB on average, of words that occur as often as those of a language, and a byte-level
 BPE of 32,000 tokens trained on them. The same rows, tokenizer, template, packing length and cores for all. Ours is
@@ -23,7 +23,7 @@ from pathlib import Path
 import numpy as np
 import psutil
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[1]
 CORES = len(os.sched_getaffinity(0))
 SEQ_LENGTH = 4096
 TOKENS = 32_000
@@ -249,7 +249,7 @@ def tokens(path: Path) -> int:
 
 def in_process(way: str, *arguments: object) -> float:
     """The function of that name in a process of its own, which prints its seconds last."""
-    code = f"from tests.bench import data; data.call({way!r})"
+    code = f"from benchmarks import data; data.call({way!r})"
     command = [sys.executable, "-c", code, *map(str, arguments)]
     environment = os.environ | {"HF_HUB_OFFLINE": "1", "HF_DATASETS_DISABLE_PROGRESS_BARS": "1"}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
@@ -264,7 +264,7 @@ def call(way: str) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m tests.bench.data", description="Preparation beside others.")
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.data", description="Preparation beside others.")
     parser.add_argument("--mb", type=int, default=160, help="size of the rows that all prepare")
     parser.add_argument(
         "--memory-gb", type=float, default=5, help="size of the file that memory is measured with; 0 = skip"

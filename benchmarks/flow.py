@@ -1,6 +1,6 @@
 """Start-up, caching and orchestration of the flow, each beside what it is compared with.
 
-    python -m tests.bench.flow          make bench-flow; about 6 minutes on 2 cores, on servers of its own
+    python -m benchmarks.flow          make bench-flow; about 6 minutes on 2 cores, on servers of its own
 
 The quick configuration of tests/flows/world.py, on S3, Prefect and MLflow over HTTP. Figures of processes are medians
 of ROUNDS runs, start of the process included.

@@ -1,13 +1,13 @@
 """What happens to gangs, and what becomes of them: faults at random moments of real runs, and a table.
 
-    python -m tests.gang.faults [N] [--only NAME ...] [--seed N] [--keep FOLDER]      N times each; make faults N=1
+    python -m benchmarks.gang_faults [N] [--only NAME ...] [--seed N] [--keep FOLDER]      N times each; make faults N=1
 
-Three hosts of four (tests/gang/world.py), tiny GLM-4-MoE, a checkpoint every 10 steps. A fault (tests/gang/harm.py) is
-done to one run again and again, each time after a later checkpoint, as far as it goes; the run has to end all the same.
-Measured: seconds until it is noticed (the board says stop), until no process of the attempt is left on any host, and
-until the next step is made; how many steps were made twice; processes that were left. Right is: under 30 s each, at
-most one interval between checkpoints lost, no process left, and a run that ends with every step once and the losses of
-an undisturbed one. Exit code 1 if any is not. About a minute for each on 2 cores.
+Three hosts of four (tests/tasks/gang/world.py), tiny GLM-4-MoE, a checkpoint every 10 steps. A fault
+(tests/tasks/gang/harm.py) is done to one run again and again, each time after a later checkpoint, as far as it goes;
+the run has to end all the same. Measured: seconds until it is noticed (the board says stop), until no process of the
+attempt is left on any host, and until the next step is made; how many steps were made twice; processes that were left.
+Right is: under 30 s each, at most one interval between checkpoints lost, no process left, and a run that ends with
+every step once and the losses of an undisturbed one. Exit code 1 if any is not. About a minute for each on 2 cores.
 """
 
 import argparse
@@ -32,9 +32,9 @@ import psutil
 from tasks.gang.board import Board, newest_attempt
 from tasks.store import Store, open_store
 from tests.flows.world import wait_for
-from tests.gang.conftest import same
-from tests.gang.harm import FAULTS, Fault, mended
-from tests.gang.world import World, missing, world
+from tests.tasks.gang.conftest import same
+from tests.tasks.gang.harm import FAULTS, Fault, mended
+from tests.tasks.gang.world import World, missing, world
 
 HOSTS, NODES = 4, 3
 INTERVAL = 10  # steps between checkpoints
@@ -256,7 +256,7 @@ def _store() -> Store:
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m tests.gang.faults", description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.gang_faults", description=__doc__.partition("\n")[0])
     parser.add_argument("times", metavar="N", type=int, nargs="?", default=5)
     parser.add_argument("--only", nargs="+", metavar="NAME", choices=FAULTS)
     parser.add_argument("--seed", type=int, default=1)

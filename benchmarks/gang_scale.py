@@ -1,6 +1,6 @@
 """The control path of a gang with many hosts, on this one: what it costs, and when a dead host is noticed.
 
-    python -m tests.gang.scale [NODES] [--minutes M]         make scale: 1000 nodes
+    python -m benchmarks.gang_scale [NODES] [--minutes M]         make scale: 1000 nodes
 
 Real are the controller, and what each member does on the board (tasks/gang/member_link.py): it reads what the
 controller says each second, renews each 3 s, ships a log that grows, and reports 8 ranks every 10 s. Nobody trains. A
@@ -36,7 +36,7 @@ from tasks.gang.controller_link import Lookout
 from tasks.gang.member_link import SHIPPED, Link
 from tasks.run.launch import Broken
 from tasks.store import open_store
-from tests.gang.conftest import ROOT
+from tests.tasks.gang.conftest import ROOT
 
 RANKS = 8
 TOLD = 10.0  # as tasks/gang/member.py
@@ -86,7 +86,7 @@ class Engine:
         cuts = [(n - 1) * k // PROCESSES for k in range(PROCESSES + 1)] + [n]
         for first, end in itertools.pairwise(cuts):
             where = [board.store.uri, board.gang, str(board.attempt), str(first), str(end), str(self.folder)]
-            line = [sys.executable, "-m", "tests.gang.scale", "--members", *where]
+            line = [sys.executable, "-m", "benchmarks.gang_scale", "--members", *where]
             self.processes.append(subprocess.Popen(line, cwd=ROOT, stdin=subprocess.PIPE))
         return self
 
@@ -230,8 +230,8 @@ def measure(nodes: int, seconds: float, folder: Path) -> Found:
 
     watcher = threading.Thread(target=watch, daemon=True)
     watcher.start()
-    setattr(attempt, "Lookout", Seen)  # noqa: B010
-    setattr(controller, "engine_of", lambda _: engine)  # noqa: B010
+    setattr(attempt, "Lookout", Seen)
+    setattr(controller, "engine_of", lambda _: engine)
     try:
         controller.train(load(folder / "conf.yaml"), folder / "work", store, "scale", say, lambda: False)
     except Broken as error:
@@ -243,7 +243,7 @@ def measure(nodes: int, seconds: float, folder: Path) -> Found:
 def main() -> int:
     if sys.argv[1:2] == ["--members"]:
         return members(*sys.argv[2:])
-    parser = argparse.ArgumentParser(prog="python -m tests.gang.scale", description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.gang_scale", description=__doc__.partition("\n")[0])
     parser.add_argument("nodes", nargs="?", type=int, default=1000)
     parser.add_argument("--minutes", type=float, default=1.0, help="of training before a host dies")
     options = parser.parse_args()

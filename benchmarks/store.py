@@ -1,6 +1,6 @@
 """How fast a folder goes to S3 and comes back: ours, boto3's upload_file in a loop, and its TransferManager.
 
-    python -m tests.bench.store [--gib 4] [--files 2000] [--rounds 1]
+    python -m benchmarks.store [--gib 4] [--files 2000] [--rounds 1]
 
 The S3 is moto's server in a process of its own, over HTTP on this host; each measurement is a process of its own, and
 the three take turns. TransferManager gets as many threads as ours. All three read and write the same disk, from the
@@ -27,9 +27,9 @@ import psutil
 
 from tasks.store import File, open_store
 from tasks.store.folder import THREADS, walk
-from tests.tasks import s3_server
+from tests.support import s3_server
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[1]
 BUCKET = "bench"
 WAYS = {"ours": "tasks/store/s3.py", "loop": "loop of upload_file/download_file", "manager": "TransferManager"}
 
@@ -104,7 +104,7 @@ def transfer(way: str, direction: str, folder: Path, prefix: str, known: Path) -
 
 def measure(server: psutil.Process, *arguments: object) -> dict[str, float]:
     before, start, host = server.cpu_times(), time.perf_counter(), psutil.cpu_times()
-    command = [sys.executable, "-m", "tests.bench.store", "--transfer", *map(str, arguments)]
+    command = [sys.executable, "-m", "benchmarks.store", "--transfer", *map(str, arguments)]
     child = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True)
     after, seconds = server.cpu_times(), time.perf_counter() - start
     figures = json.loads(child.stdout.splitlines()[-1])
@@ -115,7 +115,7 @@ def measure(server: psutil.Process, *arguments: object) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m tests.bench.store", description="Time transfers to and from S3.")
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.store", description="Time transfers to and from S3.")
     parser.add_argument("--gib", type=float, default=4)
     parser.add_argument("--files", type=int, default=2000)
     parser.add_argument("--rounds", type=int, default=1)

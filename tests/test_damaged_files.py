@@ -26,9 +26,21 @@ from contract import checkpoints
 from contract.faults import Fault, line_of
 from tasks.sources import hub
 from tasks.stages import plan
-from tests import small_model
-from tests.damage import Become, Drop, Raw, Say, Set
-from tests.drawn_damage import CONFIG, DAMAGE, DEEP, INDEX, NORM, RUN, SETTINGS, SHARD, TOKENIZER, YAML, as_override
+from tests.support import small_model
+from tests.support.damage import Become, Drop, Raw, Say, Set
+from tests.support.drawn_damage import (
+    CONFIG,
+    DAMAGE,
+    DEEP,
+    INDEX,
+    NORM,
+    RUN,
+    SETTINGS,
+    SHARD,
+    TOKENIZER,
+    YAML,
+    as_override,
+)
 from trainer.checks import inputs, places
 from trainer.data.tokens import tokenizer
 

@@ -19,7 +19,7 @@ from conf.schema.run import dotted_keys
 from trainer.rehearse import config_of
 from trainer.trial import cut
 
-FOLDER = Path(__file__).parent
+FOLDER = Path(__file__).parents[1] / "benchmarks" / "gpu"
 PLAN = runpy.run_path(str(FOLDER / "plan.py"))
 COMPARE = runpy.run_path(str(FOLDER / "compare.py"))
 SLIM = runpy.run_path(str(FOLDER / "slim_fatbin.py"))["slim"]

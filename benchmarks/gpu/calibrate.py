@@ -1,6 +1,6 @@
 """What this host's GPU gives for the kernels that training is made of: the figures that conf/plan/ may take its from.
 
-    tests/gpu/run calibrate.py OUT [--only SECTION ...]         2 to 3 minutes on one H200
+    benchmarks/gpu/run calibrate.py OUT [--only SECTION ...]         2 to 3 minutes on one H200
 
     context      bytes of the device that are gone before a tensor is made, library by library
     products     TFLOPS of matrix products, grouped ones and those in FP8; what quantizing takes (products.py)

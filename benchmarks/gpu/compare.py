@@ -1,6 +1,6 @@
 """Does a GPU train what the CPU trains? Tiny models, converted on the CPU, trained on both, resumed and exported.
 
-    python tests/gpu/compare.py [--cpu-only] [--record] [--keep FOLDER] [--out FOLDER]       make gpu calls it
+    python benchmarks/gpu/compare.py [--cpu-only] [--record] [--keep FOLDER] [--out FOLDER]       make gpu calls it
 
 For two kinds of model, LoRA and full fine-tuning, fp32 and bf16: ten steps on the GPU, with Transformer Engine and
 grouped GEMM, ten on the CPU, and golden.json's ten, recorded on a CPU once. Every loss of every step is compared.

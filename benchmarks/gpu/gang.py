@@ -1,9 +1,11 @@
 """What happens to gangs on GPUs, and what becomes of them: two hosts of one GPU each, both of this machine.
 
-    tests/gpu/run gang.py OUT [--layout NAME ...] [--fault NAME ...] [--seconds S] [--seed N]      8 minutes on two H200
-    python tests/gpu/gang.py OUT --cpu-only                                                        tests this script
+    benchmarks/gpu/run gang.py OUT [--layout NAME ...] [--fault NAME ...] [--seconds S] [--seed N]      8 minutes on
+    two H200
+    python benchmarks/gpu/gang.py OUT --cpu-only                                                        tests this
+    script
 
-One GPU trains tiny GLM-4-MoE first; then, for each layout, a gang does (tests/gang/driver.py, pre-flight on, a
+One GPU trains tiny GLM-4-MoE first; then, for each layout, a gang does (tests/tasks/gang/driver.py, pre-flight on, a
 checkpoint every 10 steps), and the faults come to it one after another, each 11 to 19 steps after it has got over the
 last one. Over TCP, NCCL uses sockets alone, as between hosts without RDMA; else NVLink, where it cannot tell a peer
 that died from one that is late. For each fault: seconds until it is noticed (the board says stop), until no process of
@@ -156,7 +158,13 @@ def main() -> int:
         print(f"{time.time() - until + options.seconds:.0f} s to prepare\n{HEAD}", flush=True)
         for name in options.layout or LAYOUTS:
             place, (layout, tcp) = work / name.replace(" ", "-"), LAYOUTS[name]
-            command = [sys.executable, str(ROOT / "tests/gang/driver.py"), "tiny", str(place), str(work / "store")]
+            command = [
+                sys.executable,
+                str(ROOT / "tests/tasks/gang/driver.py"),
+                "tiny",
+                str(place),
+                str(work / "store"),
+            ]
             command += [*settings, "layout.nodes=2", "layout.gpus_per_node=1", layout]
             gang = Gang(name, place, command, environment | (TCP if tcp else {}) | {MARK: str(place)})
             faults = [fault for fault in options.fault or FAULTS if not options.cpu_only or fault != "memory taken"]

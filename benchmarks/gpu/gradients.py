@@ -1,7 +1,8 @@
 """Gradients and losses of every layout on two and four GPUs beside those of one: LoRA, DoRA, full; dense, MoE, MLA.
 
-    tests/gpu/run gradients.py OUT [--gpus 4] [--only PART ...] [--without PART ...] [--before] [--seconds 540]
-    .venv/bin/python tests/gpu/gradients.py OUT --device cpu --gpus 2        the same rows over gloo, with the stand-in
+    benchmarks/gpu/run gradients.py OUT [--gpus 4] [--only PART ...] [--without PART ...] [--before] [--seconds 540]
+    .venv/bin/python benchmarks/gpu/gradients.py OUT --device cpu --gpus 2        the same rows over gloo, with the
+    stand-in
 
 Models of four layers with random weights, adapters with B drawn. In fp32 (no TF32) 20 steps: every piece of every
 gradient of the first step, on every rank, and every step's loss, within 1e-4 of one process's. In bf16 one step, whose
@@ -33,7 +34,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT), str(ROOT / "tests/trainer")]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests/support/ranks")]
 
 BOUND = 1e-4
 ROUNDING = 2  # how much farther from fp32 than one process in bf16 the gradients of a layout in bf16 may be

@@ -1,6 +1,6 @@
 """Pack what the GPU tests need, beyond this project and PyTorch, into one archive for a machine that reaches nothing.
 
-    python tests/gpu/kit.py [ARCHIVE] [--arch 90]       make gpu-kit; ARCHIVE is .gpu/kit.tar.xz by default
+    python benchmarks/gpu/kit.py [ARCHIVE] [--arch 90]       make gpu-kit; ARCHIVE is .gpu/kit.tar.xz by default
 
 Run it with the Python of an environment that has the project's packages and Transformer Engine with its torch part; no
 GPU is needed. The machine is taken to have Python 3.12 and torch with all that torch requires, nothing else.

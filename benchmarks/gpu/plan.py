@@ -1,7 +1,8 @@
 """Are the plan's figures right on this host's GPUs? Cut models take real steps, and are compared with their plans.
 
-    tests/gpu/run plan.py OUT [--gpus N] [--only PART ...] [--minutes M]       9 minutes on one H200
-    python tests/gpu/plan.py --list                                            what would run, and what is planned of it
+    benchmarks/gpu/run plan.py OUT [--gpus N] [--only PART ...] [--minutes M]       9 minutes on one H200
+    python benchmarks/gpu/plan.py --list                                            what would run, and what is planned
+    of it
 
 Each trial is python -m trainer.trial in a process of its own, with a time limit; one that fails, is too slow or runs
 out of memory is a row like any other. OUT/plan.json gets a row after each, OUT/plan.txt the table.

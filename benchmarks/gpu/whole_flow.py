@@ -1,7 +1,7 @@
 """The whole flow of a 10 GB model on this host's GPU: does each stage end, and none have the GPU beside another?
 
-    tests/gpu/run whole_flow.py OUT                                     about 9 minutes on one H200, 35 GB of disk
-    python tests/gpu/whole_flow.py OUT --size tiny --work FOLDER        rehearses it on a CPU in 3 minutes
+    benchmarks/gpu/run whole_flow.py OUT                                     about 9 minutes on one H200, 35 GB of disk
+    python benchmarks/gpu/whole_flow.py OUT --size tiny --work FOLDER        rehearses it on a CPU in 3 minutes
 
 The model is a Qwen3-MoE of 4.8 billion random weights in bf16 with a small tokenizer, the data are 1600 tickets packed
 to 1024 tokens; LoRA, 10 steps. nvidia-smi is asked for the GPU's memory each second, and the processes for the stage

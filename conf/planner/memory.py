@@ -21,8 +21,8 @@ from conf.planner.states import state_bytes
 from conf.rules.layout import Grid, grid
 from conf.schema.run import Layout, Run
 
-# Not torch's to see, and read off an H200 (tests/gpu/calibrate.py): CUDA's context with the code of cuBLAS, Transformer
-# Engine and attention, and the buffers of a communicator of NCCL's.
+# Not torch's to see, and read off an H200 (benchmarks/gpu/calibrate.py): CUDA's context with the code of cuBLAS,
+# Transformer Engine and attention, and the buffers of a communicator of NCCL's.
 CONTEXT, NCCL_GROUP = int(0.74e9), int(0.45e9)
 # Megatron sends through these even where one rank is alone in them: the world, tp, the ranks that share a model, dp
 # with and without cp, and edp. An H200 had 3.4 to 3.9 GB in use besides torch's in steps on one and two GPUs.

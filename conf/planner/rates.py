@@ -4,7 +4,7 @@
     starting                                    on the host, which starts the kernels: eager PyTorch, no CUDA graphs
     updating                                    the optimizer's step, here and on the host
 
-Shares and seconds were measured on an H200 with 16 cores by tests/gpu/calibrate.py (torch 2.11, TE 2.20; November
+Shares and seconds were measured on an H200 with 16 cores by benchmarks/gpu/calibrate.py (torch 2.11, TE 2.20; November
 2026), on bare products, kernels and layers of 256 tokens; GEMM and EACH were set by steps of trainer.trial as well.
 
 Not covered: experts that are not computed in one grouped product; sizes of matrices that fit a GPU's tiles badly.

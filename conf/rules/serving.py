@@ -3,8 +3,8 @@
     unservable(run, facts, cpu) -> ["head_dim is 24, and ...", ...]      a line per reason; none: it probably can
 
 Asked before anything is downloaded: a model that is served by nothing would be trained to the end, unevaluated. vLLM
-has a kernel for any size of heads on a GPU, and for CPU_HEADS on a CPU. tests/conf/test_served.py compares the tables
-with the vLLM that is installed. Not covered: memory, and what other families than these want.
+has a kernel for any size of heads on a GPU, and for CPU_HEADS on a CPU. tests/conf/rules/test_serving.py compares the
+tables with the vLLM that is installed. Not covered: memory, and what other families than these want.
 """
 
 from collections.abc import Iterator

@@ -14,8 +14,8 @@ from conf.model_files import safetensors_header
 from conf.planner import released_model
 from conf.rules.function import FAMILIES
 from contract.faults import Fault
-from tests import small_model
-from tests.small_model import SHARDS, read_shard, write_shard
+from tests.support import small_model
+from tests.support.small_model import SHARDS, read_shard, write_shard
 
 INDEX, CONFIG, TOKENIZER, SETTINGS = (
     "model.safetensors.index.json",

@@ -11,8 +11,8 @@ from pathlib import Path
 import boto3
 import pytest
 
-from tests import stand_in_hub
 from tests.flows.world import ROOT, states
+from tests.support import stand_in_hub
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from tasks.gang.history import timeline
 from tasks.gang.history.timeline import History, Teller
 from tasks.run import lease
 from tasks.store import open_store
-from tests.tasks import s3_server
+from tests.support import s3_server
 
 GANG = "train-6a8e000000000000"
 HOSTS = {0: "a", 1: "b"}

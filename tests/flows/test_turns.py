@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.conf.test_host_gpus import fake_nvidia_smi, show_gpus
+from tests.contract.test_host_gpus import fake_nvidia_smi, show_gpus
 from tests.flows import toy_trainer
 from tests.flows.world import CONF, ROOT, World, states, wait_for
 

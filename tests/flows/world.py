@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.tasks import s3_server
+from tests.support import s3_server
 
 ROOT = Path(__file__).parents[2]
 BIN = Path(sys.executable).parent

@@ -8,7 +8,7 @@ TEXT = """\
 system\nuser\nassistant\nYou are a helpful assistant. What is 17 + 25? The answer is 42, and that is all there is to it.
 Call a tool: {"name": "add", "arguments": {"a": 1, "b": 2}} <tool_call> </tool_call> <think> </think> result of the call
 """
-ASSETS = Path(__file__).parents[2] / "assets" / "chat_templates"
+ASSETS = Path(__file__).parents[1] / "assets" / "chat_templates"
 FAMILIES = {
     "plain": (["<|endoftext|>"], {"eos_token": "<|endoftext|>"}),
     "chatml": (["<|im_start|>", "<|im_end|>", "<|pad|>"], {"eos_token": "<|im_end|>", "pad_token": "<|pad|>"}),

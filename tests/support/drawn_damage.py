@@ -6,9 +6,9 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from tests import small_model
-from tests.damage import Become, Cut, Drop, Flip, Raw, Say, Set, Twice
-from tests.small_model import SHARDS
+from tests.support import small_model
+from tests.support.damage import Become, Cut, Drop, Flip, Raw, Say, Set, Twice
+from tests.support.small_model import SHARDS
 
 CONFIG, INDEX, TOKENIZER, SETTINGS, SPECIAL = (
     f"model/{name}"

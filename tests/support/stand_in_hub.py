@@ -6,7 +6,7 @@
         ... HF_ENDPOINT=hub.url ...
         assert hub.sent["model-00001-of-00002.safetensors"] == 4096
 
-    python tests/stand_in_hub.py STATE models/org/name=FOLDER [datasets/org/data=FOLDER ...] [--port N]
+    python tests/support/stand_in_hub.py STATE models/org/name=FOLDER [datasets/org/data=FOLDER ...] [--port N]
 
 It answers what model_info, dataset_info, list_repo_tree, list_repo_refs, get_paths_info, hf_hub_download and
 snapshot_download ask, gated and private repositories included, with the Hub's status codes and headers as of

@@ -53,7 +53,7 @@ def ranks(tmp_path_factory):
     """ranks(command, run, kill_at=None) -> its exit code, output and metrics. kill_at: the step after which all die."""
     logs = tmp_path_factory.mktemp("logs")
     server = subprocess.Popen(
-        [sys.executable, Path(__file__).with_name("rank_server.py")],
+        [sys.executable, Path(__file__).parents[1] / "support" / "ranks" / "rank_server.py"],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,

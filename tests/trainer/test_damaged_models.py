@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from conf.load import load
 from contract.faults import Fault
-from tests import small_model
-from tests.damage import Set
-from tests.drawn_damage import CONFIG, SETTINGS, SHARD, SPECIAL, TOKENIZER, YAML, in_json
+from tests.support import small_model
+from tests.support.damage import Set
+from tests.support.drawn_damage import CONFIG, SETTINGS, SHARD, SPECIAL, TOKENIZER, YAML, in_json
 from trainer.checks import inputs
 
 MODEL = st.one_of(in_json(CONFIG), in_json(CONFIG), *map(in_json, (SETTINGS, SHARD, SPECIAL, TOKENIZER)))

@@ -15,13 +15,13 @@ from safetensors.torch import load_file
 from torch.distributed.checkpoint.state_dict_saver import save as save_torch_dist
 
 from contract import checkpoints
-from tests.trainer import drawn
+from tests.support import drawn_models
 from trainer.rehearsal import tiny_models
 
-HERE = Path(__file__).parent
+RANKS = Path(__file__).parents[1] / "support" / "ranks"
 BOUND = 1e-4  # of the largest logit; what is found is 3e-6 and less
 ROUNDING = 1e-6
-TOKENS = drawn.tokens(rows=2, length=48, vocabulary=500)
+TOKENS = drawn_models.tokens(rows=2, length=48, vocabulary=500)
 MLA = "[linear_q_down_proj,linear_q_up_proj,linear_kv_down_proj,linear_kv_up_proj,linear_proj,linear_fc1,linear_fc2]"
 
 
@@ -78,7 +78,7 @@ def megatron(exported, ranks, work):
     for number, job in enumerate(jobs.values()):
         job |= {"tokens": TOKENS, "out": f"{work}/megatron-{number}.pt", "run": job["run"].model_dump(mode="json")}
         lines.append(json.dumps(job))
-    command = [sys.executable, HERE / "megatron_logits.py"]
+    command = [sys.executable, RANKS / "megatron_logits.py"]
     found = subprocess.run(command, input="\n".join(lines), text=True, capture_output=True)
     assert found.stdout.split() == ["0"] * len(jobs), found.stderr[-4000:]
     for run in exported.runs.values():
@@ -96,7 +96,7 @@ def transformers(megatron, exported, work):
             jobs[name, "adapter"] = (run.paths.model, f"{run.paths.export}/adapter")
     outs = {key: f"{work}/transformers-{number}.pt" for number, key in enumerate(jobs)}
     lines = [{"model": m, "adapter": a, "tokens": TOKENS, "out": outs[key]} for key, (m, a) in jobs.items()]
-    command = [sys.executable, HERE / "hf_logits.py"]
+    command = [sys.executable, RANKS / "hf_logits.py"]
     found = subprocess.run(command, input=json.dumps(lines), text=True, capture_output=True)
     assert found.returncode == 0, found.stderr[-4000:]
     return {key: torch.load(out) for key, out in outs.items()}

@@ -16,12 +16,12 @@ import torch
 
 from conf.model_facts import facts_from_hf
 from conf.rules.function import unread
-from tests.trainer import drawn
+from tests.support import drawn_models
 from trainer.rehearsal.tiny_models import COMMON, KINDS
 
-HERE = Path(__file__).parent
+RANKS = Path(__file__).parents[1] / "support" / "ranks"
 BOUND = 1e-4  # of the largest logit; what is found is 2e-6 and less
-TOKENS = drawn.tokens(rows=2, length=48, vocabulary=500)
+TOKENS = drawn_models.tokens(rows=2, length=48, vocabulary=500)
 DEFAULT = {"rope_type": "default", "rope_theta": 1e6}
 DENSE = COMMON | {"rms_norm_eps": 1e-6, "rope_parameters": DEFAULT}
 OLMOE = DENSE | {"model_type": "olmoe", "architectures": ["OlmoeForCausalLM"], "num_key_value_heads": 4}
@@ -136,10 +136,10 @@ def logits(work, configure):
             {"run": run, "released": f"{folder}/weights", "tokens": TOKENS, "out": f"{folder}/megatron.pt"}
         )
     one = os.environ | {"OMP_NUM_THREADS": "1"}  # models this small gain nothing from more, and lose on a busy host
-    subprocess.run([sys.executable, HERE / "hf_logits.py"], input=json.dumps(released), text=True, check=True, env=one)
+    subprocess.run([sys.executable, RANKS / "hf_logits.py"], input=json.dumps(released), text=True, check=True, env=one)
     lines = "\n".join(map(json.dumps, converted))
     subprocess.run(
-        [sys.executable, HERE / "megatron_logits.py"], input=lines, text=True, check=True, capture_output=True
+        [sys.executable, RANKS / "megatron_logits.py"], input=lines, text=True, check=True, capture_output=True
     )
 
     def read(file: Path) -> torch.Tensor | None:

@@ -1,6 +1,7 @@
 """trainer/rehearse.py: Megatron's models and verdicts against conf/planner/parameters.py and conf/rules/layout.py.
 
-The models are built for real, on no memory: in one process that imports Megatron once (tests/trainer/rehearsals.py).
+The models are built for real, on no memory: in one process that imports Megatron once
+(tests/support/ranks/build_ranks.py).
 """
 
 import json
@@ -15,7 +16,7 @@ import pytest
 from conf.load import FOLDERS, load
 from conf.model_facts import facts_from_hf, known
 from conf.rules.layout import problems
-from tests.trainer.drawn import MODELS, make_run, pair
+from tests.support.drawn_models import MODELS, make_run, pair
 from trainer import rehearse
 from trainer.rehearsal import scaled_down
 
@@ -36,7 +37,7 @@ ADAPTERS = (
 @pytest.fixture(scope="session")
 def ask():
     """ask(run, config) -> {"counts": {rank: {kind: count}}} or {"refused": Megatron's words}."""
-    command = [sys.executable, "-W", "ignore", "-m", "tests.trainer.rehearsals"]
+    command = [sys.executable, "-W", "ignore", "-m", "tests.support.ranks.build_ranks"]
     pipe = subprocess.PIPE
     with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, text=True) as server:
 

@@ -13,8 +13,8 @@ adapter over tp and puts together what the ranks have made of different tokens. 
 gives each rank its own. Without sp every rank has all tokens, and Bridge is right.
 
 The first can go when Bridge no longer asks for a gathered output, or when it demands a Transformer Engine whose
-backward adds it; the second when Bridge gathers for such layers. tests/trainer/test_gradients.py holds both, and
-tests/gpu/gradients.py on GPUs.
+backward adds it; the second when Bridge gathers for such layers. tests/trainer/megatron/test_gradients.py holds both,
+and benchmarks/gpu/gradients.py on GPUs.
 """
 
 from megatron.bridge.peft.adapter_wrapper import AdapterWrapper

@@ -12,7 +12,7 @@ import pytest
 
 from conf.model_facts import MODELS, facts_from_hf, known
 from conf.planner.parameters import Stage, active, held, stages, total, trainable
-from tests.trainer.drawn import make_run
+from tests.support.drawn_models import make_run
 from trainer.rehearsal import tiny_models
 
 NAMES = sorted(path.stem for path in MODELS.glob("*.json"))

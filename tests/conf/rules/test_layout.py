@@ -10,7 +10,7 @@ from conf.load import load
 from conf.model_facts import facts_from_hf
 from conf.rules.layout import Grid, grid, problems
 from conf.schema.run import Run, sections
-from tests.trainer.drawn import pair
+from tests.support.drawn_models import pair
 
 GLM = {
     "num_hidden_layers": 92,

@@ -4,7 +4,7 @@ Megatron-Bridge's own loop, with the run's data, model and optimizer; B is drawn
 gradients are those that the optimizer gets: finished, summed over ranks, before clipping. They are told apart and put
 together as a checkpoint's tensors are, by name and place, so that each rank's piece is compared, replicas too.
 
-For test_gradients.py, which asks by request.json in paths.output, and for tests/gpu/gradients.py.
+For test_gradients.py, which asks by request.json in paths.output, and for benchmarks/gpu/gradients.py.
 """
 
 import json

@@ -1,6 +1,6 @@
 """Gangs that reach for the same hosts, in random trials, without training: do all of them get hosts in the end?
 
-    python -m tests.gang.compete [TRIALS] [--seed N] [--at-once N] [--no-turn]
+    python -m tests.tasks.gang.compete [TRIALS] [--seed N] [--at-once N] [--no-turn]
 
 Real are the controller, its turn, the board, leases and the members' side of the board; all of their times are divided
 by FASTER. The engine is a pool like Prefect's: it counts free hosts, and starts what is put into its queue where a host
@@ -294,7 +294,7 @@ def control(pool: Pool, run: Run, folder: Path, store: Mortal) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m tests.gang.compete", description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(prog="python -m tests.tasks.gang.compete", description=__doc__.partition("\n")[0])
     parser.add_argument("trials", nargs="?", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--at-once", type=int, default=10)
@@ -303,8 +303,8 @@ def main() -> int:
     for module, names in TIMES.items():
         for name in names:
             setattr(module, name, getattr(module, name) / FASTER)
-    setattr(controller, "open_store", lambda uri, hasty: STORES[uri])  # noqa: B010
-    setattr(controller, "engine_of", lambda run: POOLS[run.paths.output])  # noqa: B010
+    setattr(controller, "open_store", lambda uri, hasty: STORES[uri])
+    setattr(controller, "engine_of", lambda run: POOLS[run.paths.output])
     began, seeds = time.monotonic(), range(options.seed, options.seed + options.trials)
     with ThreadPoolExecutor(options.at_once) as at_once:
         results = list(at_once.map(lambda seed: trial(seed, not options.no_turn), seeds))

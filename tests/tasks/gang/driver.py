@@ -1,4 +1,4 @@
-"""A controller by itself, for tests: python tests/gang/driver.py CONF FOLDER STORE [key=value ...]
+"""A controller by itself, for tests: python tests/tasks/gang/driver.py CONF FOLDER STORE [key=value ...]
 
 Trains as tasks/stages/train.py has it done, without Prefect. SIGTERM is the user's cancel. The last line says how it
 ended.
@@ -10,7 +10,7 @@ import threading
 import time
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[2]))
+sys.path.insert(0, str(Path(__file__).parents[3]))
 
 from conf.load import load
 from contract.faults import Fault, Stopped

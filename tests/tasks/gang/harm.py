@@ -1,4 +1,5 @@
-"""What can happen to a gang on hosts as tests/gang/world.py makes them: FAULTS, by name; do(world) does it once."""
+"""What can happen to a gang on hosts as tests/tasks/gang/world.py makes them: FAULTS, by name; do(world) does it
+once."""
 
 import contextlib
 import random
@@ -10,7 +11,7 @@ from pathlib import Path
 
 import psutil
 
-from tests.gang.world import World
+from tests.tasks.gang.world import World
 
 OUTAGE = 60.0
 BACK = {"worker": 20.0, "disk": 30.0, "host": 45.0, "server": 5.0}  # seconds after which somebody has mended it

@@ -15,9 +15,9 @@ from tasks.gang.board import STALE, Board, Notice, Watch, newest_attempt
 from tasks.gang.controller_link import Lookout
 from tasks.gang.member_link import Link
 from tasks.store import open_store
-from tests.gang.conftest import wait_for
+from tests.tasks.gang.conftest import wait_for
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 @pytest.fixture

@@ -1,15 +1,16 @@
-"""Two to four gangs that reach for the same hosts: every one of them trains in the end (tests/gang/compete.py)."""
+"""Two to four gangs that reach for the same hosts: every one of them trains in the end
+(tests/tasks/gang/compete.py)."""
 
 import subprocess
 import sys
 
 import pytest
 
-from tests.gang.conftest import ROOT
+from tests.tasks.gang.conftest import ROOT
 
 
 def compete(*arguments: str) -> subprocess.CompletedProcess:
-    line = [sys.executable, "-m", "tests.gang.compete", *arguments]
+    line = [sys.executable, "-m", "tests.tasks.gang.compete", *arguments]
     return subprocess.run(line, cwd=ROOT, capture_output=True, text=True)
 
 

@@ -17,8 +17,8 @@ from tasks.gang.board import Board
 from tasks.gang.member_link import Link
 from tasks.run.launch import Broken
 from tasks.store import Store, open_store
-from tests.gang.compete import CONF, TIMES, Mortal
-from tests.gang.conftest import wait_for
+from tests.tasks.gang.compete import CONF, TIMES, Mortal
+from tests.tasks.gang.conftest import wait_for
 
 FASTER = 10.0
 STEPS = 1

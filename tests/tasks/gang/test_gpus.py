@@ -11,7 +11,7 @@ from tasks.gang import member
 from tasks.gang.board import Board
 from tasks.gang.engines import local
 from tasks.store import open_store
-from tests.conf.test_host_gpus import fake_nvidia_smi, show_gpus
+from tests.contract.test_host_gpus import fake_nvidia_smi, show_gpus
 
 TWO_HOSTS = ["layout.nodes=2", "layout.gpus_per_node=1", "train.micro_batch=8"]
 

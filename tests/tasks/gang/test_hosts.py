@@ -10,8 +10,8 @@ import pytest
 
 from tasks.store import open_store
 from tests.flows.world import wait_for
-from tests.gang import world as worlds
-from tests.gang.conftest import same
+from tests.tasks.gang import world as worlds
+from tests.tasks.gang.conftest import same
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 

@@ -12,8 +12,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.gang import driver
-from tests.gang.conftest import ROOT, losses, same
+from tests.tasks.gang import driver
+from tests.tasks.gang.conftest import ROOT, losses, same
 
 
 @pytest.fixture

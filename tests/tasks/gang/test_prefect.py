@@ -1,4 +1,4 @@
-"""The Prefect engine's questions to a server, which is a toy here; tests/gang/test_hosts.py has a real one."""
+"""The Prefect engine's questions to a server, which is a toy here; tests/tasks/gang/test_hosts.py has a real one."""
 
 from dataclasses import dataclass, field
 from typing import Any

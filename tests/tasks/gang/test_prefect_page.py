@@ -11,7 +11,7 @@ from tasks.gang.history import prefect_page, timeline
 from tasks.gang.history.prefect_page import Carrier, Earlier, PrefectPage
 from tasks.gang.history.timeline import History, Teller, read, settled, state
 from tasks.store import open_store
-from tests.gang.conftest import wait_for
+from tests.tasks.gang.conftest import wait_for
 
 NAMES = {0: "n1", 2: "n2"}
 NODES = {0: {"address": "10.0.0.1"}, 2: {"address": "10.0.0.3"}}

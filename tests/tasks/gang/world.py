@@ -24,9 +24,9 @@ from typing import Any
 import psutil
 
 from tests.flows.world import end, wait_for
-from tests.tasks import s3_server
+from tests.support import s3_server
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 BIN = Path(sys.executable).parent
 POOL = "finetune-nodes"
 NET = "10.213.0"

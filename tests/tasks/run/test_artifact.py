@@ -17,10 +17,10 @@ from contract.faults import Fault, Stopped
 from tasks.run import artifact
 from tasks.run.artifact import RECORD, Artifact, Missing, Stage, canonical
 from tasks.store import open_store
-from tests.tasks import s3_server
-from tests.tasks.toy_stage import STAGE, makings, obtain
+from tests.support import s3_server
+from tests.tasks.run.toy_stage import STAGE, makings, obtain
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 DOWNSTREAM = Stage("after", 1, {}, {"toy": STAGE.fingerprint})
 
 
@@ -82,7 +82,7 @@ def test_canonical_text():
 def test_a_fingerprint_comes_from_what_is_asked_for_alone(tmp_path):
     same = Stage("toy", 1, {"optimizer": {"lr": 1e-3}, "size": 3}, {"model": "0123456789abcdef"})
     assert same.fingerprint == STAGE.fingerprint
-    code = "from tests.tasks.toy_stage import STAGE; print(STAGE.fingerprint)"
+    code = "from tests.tasks.run.toy_stage import STAGE; print(STAGE.fingerprint)"
     environment = {"PYTHONPATH": str(ROOT), "HOME": str(tmp_path), "PYTHONHASHSEED": "7"}
     there = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert there.stdout.strip() == STAGE.fingerprint
@@ -280,7 +280,7 @@ def test_anew_begins_anew_and_then_goes_on(file, tmp_path):
 
 def run(store, folder, mode, **variables):
     environment = os.environ | {"RENEWED": "1", "EXPIRES": "5", "POLLED": "0.05"} | variables
-    command = [sys.executable, ROOT / "tests/tasks/toy_stage.py", store.uri, folder, mode]
+    command = [sys.executable, ROOT / "tests/tasks/run/toy_stage.py", store.uri, folder, mode]
     return subprocess.run(command, env=environment | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True)
 
 

@@ -14,7 +14,7 @@ from contract.faults import Fault, Stopped
 from tasks.run import launch
 from tasks.run.launch import Broken
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 @pytest.fixture

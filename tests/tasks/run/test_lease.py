@@ -17,10 +17,10 @@ from tasks.run import artifact, lease
 from tasks.run.artifact import Artifact
 from tasks.run.lease import Lost, hold, holder
 from tasks.store import open_store
-from tests.tasks import s3_server
-from tests.tasks.toy_stage import STAGE, makings, obtain
+from tests.support import s3_server
+from tests.tasks.run.toy_stage import STAGE, makings, obtain
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 KEY = "toy/0123/lease.json"
 
 
@@ -64,7 +64,7 @@ def start(tmp_path, monkeypatch):
 
     def start(store, mode: str, **variables: str) -> subprocess.Popen:
         times = {"RENEWED": "0.1", "EXPIRES": "1.0", "POLLED": "0.02"} | variables
-        command = [sys.executable, ROOT / "tests/tasks/toy_stage.py", store.uri, tmp_path, mode]
+        command = [sys.executable, ROOT / "tests/tasks/run/toy_stage.py", store.uri, tmp_path, mode]
         environment = os.environ | times | {"PYTHONPATH": str(ROOT)}
         process = subprocess.Popen(
             command, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT

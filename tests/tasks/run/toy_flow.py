@@ -1,4 +1,4 @@
-"""A flow that only tracks, for tests that kill it: python -m tests.tasks.toy_flow RUNS URI FLOW FILE STEPS.
+"""A flow that only tracks, for tests that kill it: python -m tests.tasks.run.toy_flow RUNS URI FLOW FILE STEPS.
 
 It trains as the trainer does: goes on after the last checkpoint (every 10 steps), dropping the lines of later steps.
 """

@@ -1,4 +1,4 @@
-"""A stage for tests, and a process that makes it: python tests/tasks/toy_stage.py STORE FOLDER MODE
+"""A stage for tests, and a process that makes it: python tests/tasks/run/toy_stage.py STORE FOLDER MODE
 
 MODE is what befalls it: well, slow (0.5 s of work), killed-before-the-record, or stopped (SIGSTOP when its work is
 done, which is another than others'). Each making appends a line to FOLDER/makings.

@@ -1,4 +1,4 @@
-"""Fetching released models, with huggingface_hub itself over HTTP against tests/stand_in_hub.py."""
+"""Fetching released models, with huggingface_hub itself over HTTP against tests/support/stand_in_hub.py."""
 
 import hashlib
 import json
@@ -25,10 +25,9 @@ from safetensors.numpy import load_file, save_file
 from contract.faults import Fault
 from tasks.sources import hub
 from tasks.sources.hub import api, digests, file_choice
-from tests import stand_in_hub
-from tests.tasks import s3_server
+from tests.support import s3_server, stand_in_hub
 
-ROOT = Path(__file__).parent.parent.parent
+ROOT = Path(__file__).parents[3]
 SHARDS = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
 TOKEN = "hf_markerOfASecret"
 

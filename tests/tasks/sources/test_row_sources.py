@@ -15,8 +15,7 @@ from conf.schema.data import Part
 from contract.faults import Fault
 from tasks.sources import file_digests, hub, row_sources
 from tasks.sources.hub import api
-from tests import stand_in_hub
-from tests.tasks import s3_server
+from tests.support import s3_server, stand_in_hub
 
 KEY = "data.source"
 LINE = '{"input": "a", "output": "b"}\n'

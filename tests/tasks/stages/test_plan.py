@@ -13,8 +13,7 @@ from contract.faults import ConfigError, Fault
 from tasks.run.artifact import Stage
 from tasks.stages import convert, plan, prepare, train
 from tasks.tracking import plan_plots
-from tests import stand_in_hub
-from tests.tasks import s3_server
+from tests.support import s3_server, stand_in_hub
 
 CONFIG = json.loads((MODELS / "glm47.json").read_text())["config"]
 

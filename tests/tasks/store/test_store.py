@@ -23,9 +23,9 @@ from hypothesis import strategies as st
 from contract.faults import Fault
 from tasks.store import folder as folders
 from tasks.store import open_store
-from tests.tasks import s3_server
+from tests.support import s3_server
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 MARKERS = ("AKIAMARKER", "secret-marker", "token-marker", "url-marker")
 
 
@@ -231,7 +231,7 @@ def test_more_than_a_thousand_objects(store, tmp_path):
 
 def test_many_pages_of_objects(s3, tmp_path):
     store = open_store(s3)
-    small = lambda params, **_: params.update(MaxKeys=20)  # noqa: E731
+    small = lambda params, **_: params.update(MaxKeys=20)
     store.client.meta.events.register("before-parameter-build.s3.ListObjectsV2", small)
     _many(store, tmp_path / "source", 101)
 

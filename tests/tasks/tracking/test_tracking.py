@@ -16,9 +16,9 @@ from contract.faults import Fault
 from tasks import tracking
 from tasks.tracking.address import public
 from tasks.tracking.tail import Tail, metrics
-from tests.tasks.toy_flow import resume, write
+from tests.tasks.run.toy_flow import resume, write
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 class Server:
@@ -84,7 +84,7 @@ def start(tmp_path, server, monkeypatch):
 
 
 def flow(tmp_path: Path, uri: str, name: str, file: Path, steps: int) -> subprocess.Popen:
-    command = [sys.executable, "-m", "tests.tasks.toy_flow", tmp_path, uri, name, file, str(steps)]
+    command = [sys.executable, "-m", "tests.tasks.run.toy_flow", tmp_path, uri, name, file, str(steps)]
     return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
 
 

@@ -225,7 +225,7 @@ def test_questions_made_by_hand_that_were_edited_after_training_are_not_asked(by
 
 
 def command(*arguments: str) -> subprocess.CompletedProcess:
-    root = Path(__file__).parents[2]
+    root = Path(__file__).parents[3]
     return subprocess.run(
         [sys.executable, "-m", *arguments], cwd=root, capture_output=True, text=True, timeout=100, check=False
     )

@@ -22,7 +22,7 @@ from trainer.checks import places
 from trainer.data import identity
 from trainer.rehearsal import tiny_models
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """Every gradient of a first step with B drawn is the same at every layout as on one process: gradients_of_run.py.
 
 The CPU's stand-in for Transformer Engine drops what comes back through a norm's output that was returned gathered, as
-the real one does. tests/gpu/gradients.py asks the same of the real one.
+the real one does. benchmarks/gpu/gradients.py asks the same of the real one.
 """
 
 import json
@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.trainer.gradients_of_run import make_data
+from tests.support.ranks.gradients_of_run import make_data
 
 BOUND = 1e-4
 DOWN = "linear_q_down_proj,linear_kv_down_proj"

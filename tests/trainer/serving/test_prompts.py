@@ -9,7 +9,7 @@ import pytest
 from conf.load import load
 from conf.schema.run import Run
 from contract.faults import Fault
-from tests.trainer.data import folders
+from tests.support import data_folders
 from trainer import prepare
 from trainer.serving import held_out, prompts
 
@@ -29,7 +29,7 @@ def run(tmp_path):
     """run(family, *overrides) -> a run whose data are prepared"""
 
     def run(family: str, *overrides: str) -> Run:
-        model = folders.make(tmp_path / family, family)
+        model = data_folders.make(tmp_path / family, family)
         (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in CHATS))
         (tmp_path / "conf.yaml").write_text(
             "name: test\nmodel: {source: none}\ntrain: {steps: 1, global_batch: 1}\n"

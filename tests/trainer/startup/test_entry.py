@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 # One rank: says who it is and waits. SIGTERM is for saving, so it does not end it.
 RANK = """

@@ -16,7 +16,7 @@ from conf.load import load
 from contract.faults import Fault
 from trainer.startup import ownership
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 # A command that writes paths.output: it says so, waits for its end, and dies where "break" is there.
 TOY = """

@@ -15,7 +15,7 @@ from contract import checkpoints
 from contract.faults import Fault
 from trainer.training import resume
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 LAYOUT = ("nodes", "gpus_per_node", "tp", "pp", "vpp", "cp", "ep", "etp", "sp", "first_stage_layers")
 FREE = {
     *(f"layout.{key}" for key in (*LAYOUT, "last_stage_layers", "auto")),

@@ -8,8 +8,8 @@ import pytest
 
 from conf.load import load
 from contract.faults import Fault
-from tests import small_model
-from tests.small_model import SHARDS, read_shard, write_shard
+from tests.support import small_model
+from tests.support.small_model import SHARDS, read_shard, write_shard
 from trainer import convert
 from trainer.weights import released
 

@@ -23,7 +23,7 @@ from contract.faults import Fault
 from trainer.data.read import formats
 from trainer.data.rows import Bad
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[4]
 COMPRESSIONS = ("", ".gz", ".bz2", ".xz", ".zst", ".lz4")
 TRICKY = [
     {"input": 'a "quoted", comma', "output": "line\nline\r\nline\ttab"},

@@ -12,11 +12,11 @@ import pytest
 
 from conf.schema.data import Part
 from contract.faults import Fault
-from tests import stand_in_hub
+from tests.support import stand_in_hub
 from trainer.data.read import formats, sources
 from trainer.data.rows import Bad
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[4]
 NAMES = ("a.jsonl", "b.csv", "deep/c.json", "deep/d.jsonl.gz", "e.parquet", "f.arrow")
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from conf.load import load
 from conf.schema.data import Data
-from tests.trainer.data import folders
+from tests.support import data_folders
 from trainer.data.tokens import templates, tokenizer
 from trainer.data.tokens.encoded import Encoded
 from trainer.rehearsal import tiny_models
@@ -65,8 +65,8 @@ LOSS = {"answer": "last_turn", "assistant": "assistant", "all": "full"}
 def cases(tmp_path_factory) -> dict[str, dict]:
     root = tmp_path_factory.mktemp("golden")
     tiny_models.make_model("glm4-moe", root / "tiny")
-    for family in folders.FAMILIES:
-        folders.make(root / family, family)
+    for family in data_folders.FAMILIES:
+        data_folders.make(root / family, family)
     plain: dict[str, Any] = {"rows": PAIRS, "prompt_template": "{prompt}", "separator": " ", "text": "{input} {output}"}
     asked = {"prompt_template": "Q: {prompt}\nA:", "text": "Q: {input}\nA: {output}"}
     tight = {"prompt_template": "<{prompt}>", "separator": "", "text": "<{input}>{output}"}

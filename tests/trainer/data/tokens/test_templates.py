@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from conf.schema.data import Data
 from contract.faults import Fault
-from tests.trainer.data import folders
+from tests.support import data_folders
 from trainer.data.rows import Bad
 from trainer.data.tokens import templates, tokenizer
 from trainer.data.tokens.encoded import Encoded
@@ -38,7 +38,7 @@ def family(tmp_path_factory):
 
     def family(name: str, template: str | None = None):
         if (name, template) not in loaded:
-            folder = folders.make(root / str(len(loaded)), name, template)
+            folder = data_folders.make(root / str(len(loaded)), name, template)
             loaded[name, template] = tokenizer.load(folder, False)
         return loaded[name, template]
 
@@ -174,7 +174,7 @@ def test_tools_and_calls(family):
 
 
 def test_several_named_chat_templates(tmp_path, family):
-    folder = folders.make(tmp_path / "named", "plain", "{% for m in messages %}{{ m.content }} {% endfor %}")
+    folder = data_folders.make(tmp_path / "named", "plain", "{% for m in messages %}{{ m.content }} {% endfor %}")
     (folder / "additional_chat_templates").mkdir()
     (folder / "additional_chat_templates" / "tool_use.jinja").write_text("{{ tools | length }} {{ messages }}")
     template = choose(tokenizer.load(folder, False))
@@ -289,7 +289,7 @@ def test_a_record_belongs_to_its_tokenizer(family, tmp_path):
         templates.from_record(record, family("llama3"))
     with pytest.raises(Fault, match="its chat template is not the one"):
         templates.from_record(record, family("chatml", "{{ messages }}"))
-    folder = folders.make(tmp_path / "renamed", "chatml")
+    folder = data_folders.make(tmp_path / "renamed", "chatml")
     config = json.loads((folder / "tokenizer_config.json").read_text())
     (folder / "tokenizer_config.json").write_text(json.dumps(config | {"eos_token": "<|pad|>"}))
     with pytest.raises(Fault, match="special tokens are"):
@@ -352,7 +352,7 @@ def test_a_tokenizer_in_python_does_for_plain_templates(tmp_path):
 
 
 def test_loading_needs_no_torch_and_says_nothing(tmp_path):
-    folder = folders.make(tmp_path / "plain", "plain")
+    folder = data_folders.make(tmp_path / "plain", "plain")
     code = f"""
 import sys
 from pathlib import Path
@@ -361,7 +361,7 @@ tokenizer.load(Path({str(folder)!r}), False)
 assert "torch" not in sys.modules
 import torch
 """
-    done = subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[3], capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[4], capture_output=True, text=True)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
