@@ -2,8 +2,8 @@
 
     python -m benchmarks.flow          make bench-flow; about 6 minutes on 2 cores, on servers of its own
 
-The quick configuration of tests/flows/world.py, on S3, Prefect and MLflow over HTTP. Figures of processes are medians
-of ROUNDS runs, start of the process included.
+The quick configuration of tests/support/flow_world.py, on S3, Prefect and MLflow over HTTP. Figures of processes are
+medians of ROUNDS runs, start of the process included.
 """
 
 import statistics
@@ -13,7 +13,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from tests.flows.world import ROOT, World, states, world
+from tests.support.flow_world import ROOT, World, states, world
 
 ROUNDS = 3
 EMPTY = "from prefect import flow, task\n@task\ndef f(): pass\n@flow\ndef g():\n    [f() for _ in range(8)]\ng()"

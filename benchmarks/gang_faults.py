@@ -31,7 +31,7 @@ import psutil
 
 from tasks.gang.board import Board, newest_attempt
 from tasks.store import Store, open_store
-from tests.flows.world import wait_for
+from tests.support.flow_world import wait_for
 from tests.tasks.gang.conftest import same
 from tests.tasks.gang.harm import FAULTS, Fault, mended
 from tests.tasks.gang.world import World, missing, world

@@ -29,6 +29,7 @@ from math import isfinite
 from pathlib import Path
 from typing import Any
 
+from conf.rules.precision import CAPABLE, beyond_a_cpu
 from conf.schema.run import Run
 from conf.schema.sections import MOST
 from conf.strict_yaml import parse, read_text
@@ -182,3 +183,16 @@ def _faults(given: dict) -> list[str]:
         elif value > LARGEST:
             faults.append(f"{key}: {value!r} is too large: it must be at most {LARGEST}")
     return faults
+
+
+def unsupported(run: Run, gpu: Gpu) -> list[str]:
+    """A line for what this kind of GPU cannot do."""
+    found, fp8 = [], run.train.fp8
+    able = [name for name, (least, below) in CAPABLE.items() if least <= gpu.capability < below]
+    if fp8 and gpu.cuda and "fp8" not in gpu.tflops:
+        found.append(f"train.fp8: {fp8}, but {gpu.name} has no FP8; null")
+    elif fp8 and gpu.cuda and fp8 not in able:
+        found.append(f"train.fp8: {fp8} is nothing that {gpu.name} computes; it takes {', '.join(able) or 'null'}")
+    if not gpu.cuda:
+        found += [f"{key}: {value} needs a GPU; on a CPU {usual}" for key, value, usual in beyond_a_cpu(run)]
+    return found

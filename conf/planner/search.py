@@ -18,8 +18,7 @@ from math import ceil, inf
 from typing import Any
 
 from conf.model_facts import ModelFacts
-from conf.planner.gpu_limits import unsupported
-from conf.planner.hardware import GB, Gpu
+from conf.planner.hardware import GB, Gpu, unsupported
 from conf.planner.memory import StageMemory, fullest, lasting
 from conf.planner.timing import step
 from conf.rules import precision

@@ -19,8 +19,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from conf.model_facts import MODELS, ModelFacts, facts_from_hf
-from conf.planner.gpu_limits import unsupported
-from conf.planner.hardware import GB, Gpu
+from conf.planner.hardware import GB, Gpu, unsupported
 from conf.planner.memory import HostNeed, StageMemory, host, memory
 from conf.planner.search import TIGHT, Found, search
 from conf.planner.timing import Timing, timing

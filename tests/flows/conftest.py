@@ -1,6 +1,6 @@
 import pytest
 
-from tests.flows.world import world
+from tests.support.flow_world import world
 
 
 @pytest.fixture(scope="session")

@@ -17,7 +17,7 @@ from prefect.server.events.schemas.automations import EventTrigger
 from prefect.server.events.schemas.events import ReceivedEvent
 
 from flows.automations import AUTOMATIONS, AWAITING, RESTARTS, SILENT
-from tests.flows.world import BIN, ROOT, World, end, wait_for
+from tests.support.flow_world import BIN, ROOT, World, end, wait_for
 
 CHANGES = {"train": {"steps": 200}, "checkpoint": {"save_every": 20}, "optimizer": {"lr": 2e-3}}
 SILENCE = 100  # seconds; more than three beats

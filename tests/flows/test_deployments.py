@@ -14,7 +14,7 @@ import yaml
 
 from conf.load import FOLDER
 from flows import deploy, scheduling
-from tests.flows.world import BIN, ROOT, World, end, wait_for
+from tests.support.flow_world import BIN, ROOT, World, end, wait_for
 
 
 @pytest.fixture(scope="module")

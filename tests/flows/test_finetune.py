@@ -10,7 +10,7 @@ import boto3
 import pytest
 
 from flows.command import command
-from tests.flows.world import MARKER, ROOT, states, wait_for
+from tests.support.flow_world import MARKER, ROOT, states, wait_for
 
 STAGES = ["download", "prepare", "convert", "evaluate-base", "train", "export", "evaluate-tuned", "promote"]
 

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from tests.flows.world import ROOT, World, states
+from tests.support.flow_world import ROOT, World, states
 
 
 @pytest.mark.slow

@@ -11,8 +11,8 @@ from pathlib import Path
 import boto3
 import pytest
 
-from tests.flows.world import ROOT, states
 from tests.support import stand_in_hub
+from tests.support.flow_world import ROOT, states
 
 
 @pytest.fixture

@@ -4,7 +4,7 @@ import shutil
 
 import pytest
 
-from tests.flows.world import World
+from tests.support.flow_world import World
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no chromium on PATH: apt-get install chromium")

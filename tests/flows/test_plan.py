@@ -10,7 +10,7 @@ import pytest
 from conf.load import FOLDER
 from conf.model_facts import MODELS, facts_from_hf, known
 from flows.plan import main
-from tests.flows.world import ROOT
+from tests.support.flow_world import ROOT
 from trainer.rehearsal.tiny_models import KINDS
 
 SIX = {

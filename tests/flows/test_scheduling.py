@@ -12,7 +12,7 @@ import pytest
 
 from contract.processes import started
 from flows import doctor, packages, scheduling, services
-from tests.flows.world import BIN, World, end, free_port, wait_for
+from tests.support.flow_world import BIN, World, end, free_port, wait_for
 
 # What Prefect 3.8.8 wrote with SQLAlchemy 2.1.9, shortened: NOW is when.
 DEAD = """NOW.819 | ERROR   | docket.dependencies - ↩ [ 97ms] schedule_recent_deployments(){schedule_recent}

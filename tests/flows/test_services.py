@@ -8,7 +8,7 @@ from datetime import UTC, datetime, timedelta
 import pytest
 
 from tests.flows.test_deployments import deployment, edit, prefect
-from tests.flows.world import ROOT, World, wait_for
+from tests.support.flow_world import ROOT, World, wait_for
 
 LATEST = timedelta(seconds=60)  # a worker asks each 10 s; the rest is for a machine that has much to do
 

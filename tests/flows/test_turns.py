@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from tests.contract.test_host_gpus import fake_nvidia_smi, show_gpus
-from tests.flows import toy_trainer
-from tests.flows.world import CONF, ROOT, World, states, wait_for
+from tests.support import toy_trainer
+from tests.support.flow_world import CONF, ROOT, World, states, wait_for
 
 LONG = 180.0  # seconds, on a busy machine
 ON_GPUS = ("convert", "evaluate-base", "train", "evaluate-tuned")

@@ -1,7 +1,7 @@
 """The JobSet that a gang is to Kubernetes: an indexed job of a pod per host.
 
 Secrets come by the names of Secrets, and storage by the name of a claim. Kueue knows the gang by a label. Checked
-against JobSet v1alpha2 (tests/tasks/gang/test_kubernetes.py).
+against JobSet v1alpha2 (tests/tasks/gang/engines/test_kubernetes.py).
 """
 
 import os

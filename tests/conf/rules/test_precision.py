@@ -5,8 +5,7 @@ import pytest
 
 from conf.load import load
 from conf.model_facts import known
-from conf.planner.gpu_limits import unsupported
-from conf.planner.hardware import CPU, GPUS
+from conf.planner.hardware import CPU, GPUS, unsupported
 from conf.planner.rates import fp8
 from conf.rules.layout import problems
 from conf.rules.precision import beyond_a_cpu, widths

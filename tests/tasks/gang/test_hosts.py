@@ -9,7 +9,7 @@ import psutil
 import pytest
 
 from tasks.store import open_store
-from tests.flows.world import wait_for
+from tests.support.flow_world import wait_for
 from tests.tasks.gang import world as worlds
 from tests.tasks.gang.conftest import same
 

@@ -23,8 +23,8 @@ from typing import Any
 
 import psutil
 
-from tests.flows.world import end, wait_for
 from tests.support import s3_server
+from tests.support.flow_world import end, wait_for
 
 ROOT = Path(__file__).parents[3]
 BIN = Path(sys.executable).parent

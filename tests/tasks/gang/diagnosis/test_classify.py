@@ -50,7 +50,7 @@ STRENGTHS = {"own": OWN, "link": LINK, "echo": ECHO}
 
 
 def golden() -> list[dict[str, str]]:
-    with (Path(__file__).parents[2] / "assets/failures.tsv").open() as rows:
+    with (Path(__file__).parents[3] / "assets/failures.tsv").open() as rows:
         return list(csv.DictReader(rows, delimiter="\t", quoting=csv.QUOTE_NONE))
 
 

@@ -97,6 +97,6 @@ def test_a_process_that_the_kernel_killed_is_counted(cgroup):
         "print(eats.returncode, host.evidence()['oom_kills'])\n"
         f"Path({str(cgroup.parent / 'cgroup.procs')!r}).write_text(str(os.getpid()))\n"
     )
-    root = Path(__file__).parents[3]
+    root = Path(__file__).parents[4]
     done = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, timeout=60)
     assert done.stdout.split() == [str(-signal.SIGKILL), "1"], done.stderr

@@ -22,7 +22,7 @@ from flows import gang
 from tasks.gang.board import Board
 from tasks.gang.engines import kubernetes
 from tasks.store import open_store
-from tests.tasks.gang import toy_kubectl
+from tests.tasks.gang.engines import toy_kubectl
 
 GOLDEN = Path(__file__).parent / "golden"
 LEAST = ["kubernetes.image=registry/finetune:1", "kubernetes.claim=runs"]

@@ -18,8 +18,9 @@ from flows import gang
 from tasks.gang.board import Board
 from tasks.gang.engines import slurm
 from tasks.store import open_store
-from tests.tasks.gang import driver, slurm_cluster
+from tests.tasks.gang import driver
 from tests.tasks.gang.conftest import ROOT, losses, same
+from tests.tasks.gang.engines import slurm_cluster
 
 GOLDEN = Path(__file__).parent / "golden"
 FAULTS = ["srun is killed", "Slurm takes the job back", "a node is down", "a member is killed"]
