@@ -230,8 +230,8 @@ def measure(nodes: int, seconds: float, folder: Path) -> Found:
 
     watcher = threading.Thread(target=watch, daemon=True)
     watcher.start()
-    setattr(attempt, "Lookout", Seen)
-    setattr(controller, "engine_of", lambda _: engine)
+    attempt.Lookout = Seen
+    controller.engine_of = lambda _: engine
     try:
         controller.train(load(folder / "conf.yaml"), folder / "work", store, "scale", say, lambda: False)
     except Broken as error:

@@ -1,7 +1,7 @@
-"""How work ends that cannot be done: a fault of the person who started it, of the host or of a service, or an order to
-stop.
+"""How work ends that cannot be done: by a fault, or by an order to stop.
 
-A fault is one line on stderr and exit code 2, without a stack trace.
+A fault is of the person who started the work, of the host or of a service. It is one line on stderr and exit code 2,
+without a stack trace.
 """
 
 import os

@@ -1,37 +1,106 @@
-"""The rules of the tree that no linter knows: who imports whom, what modules are called and how long they get, and that
-what the pages name is there: docs/architecture.md's file tree, and every path, command and link of every page.
+"""The rules of the tree that no linter knows: who imports whom, what a module may be called, how many share a room.
+
+Imports count wherever they stand, in functions and below TYPE_CHECKING too. Each rule is a function of the tree's root,
+and is tried on a planted violation.
 """
 
 import ast
-import re
 import subprocess
 import sys
+from collections import defaultdict
 from collections.abc import Iterator
-from fnmatch import fnmatch
-from pathlib import Path, PurePath
+from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[1]
 
-# flows -> tasks -> conf <- trainer: a task reaches the trainer by starting a process.
+# A task reaches the trainer by starting a process.
 OWN = {
-    "flows": {"flows", "tasks", "conf"},
-    "tasks": {"tasks", "conf"},
-    "conf": {"conf"},
-    "trainer": {"trainer", "conf"},
+    "flows": {"flows", "tasks", "conf", "contract"},
+    "tasks": {"tasks", "conf", "contract"},
+    "trainer": {"trainer", "conf", "contract"},
+    "conf": {"conf", "contract"},
+    "contract": {"contract"},
 }
 HEAVY = {"torch", "transformers", "megatron", "vllm", "transformer_engine"}
-FOREIGN = {"flows": HEAVY, "tasks": HEAVY, "conf": HEAVY, "trainer": {"prefect", "mlflow"}}
-STAND_IN = ROOT / "trainer/cpu/stand_in"  # named as the library it stands in for names its modules
+FOREIGN = {
+    "flows": HEAVY,
+    "tasks": HEAVY,
+    "conf": HEAVY | {"prefect", "mlflow", "boto3"},
+    "trainer": {"prefect", "mlflow"},
+}
+# Rooms of a folder from top to bottom: each may import those of the lines below its own. A module that lies directly in
+# trainer/ is a command; one directly in conf/ is a room by itself.
+ROOMS = {
+    "conf": [
+        {"network", "overrides"},
+        {"load"},
+        {"planner"},
+        {"rules"},
+        {"schema", "model_facts"},
+        {"model_files", "strict_yaml"},
+    ],
+    "tasks": [{"stages"}, {"gang"}, {"run", "sources"}, {"store", "tracking", "pages"}],
+    "trainer": [
+        {"commands"},
+        {"rehearsal", "checks"},
+        {"training"},
+        {"weights", "serving"},
+        {"megatron"},
+        {"data"},
+        {"hosts", "startup"},
+        {"patches"},
+    ],
+}
+MOST = 16  # modules of a room
+LONGEST = 500  # lines of a module
+VAGUE = {"utils", "util", "common", "helpers", "helper", "core", "misc"}
+# Names that say nothing to whoever opens the folder for the first time, and what stands for them.
+RIDDLES = {
+    "aside": "background",
+    "lookout": "controller_link",
+    "link": "member_link",
+    "witness": "peer_probe",
+    "fence": "previous_attempt",
+    "wanted": "file_choice",
+    "changes": "overrides",
+    "facts": "model_facts",
+    "levers": "precision",
+    "bare": "meta_model",
+    "twin": "scaled_down",
+    "asked": "prompts",
+    "misfits": "host_verdict",
+    "life": "heartbeat",
+    "gates": "learning_check",
+    "saves": "mark_checkpoints",
+    "census": "coverage",
+    "forked": "forked_ranks",
+    "unbridged": "shape_only",
+    "whole_folder": "atomic_folder",
+    "platform": "device",
+    "compat": "import_fixes",
+}
+IN_GANGS = {
+    "gang": "context",
+    "host": "host_evidence",
+    "failures": "classify",
+    "restart": "next_step",
+    "page": "prefect_page",
+}
+STAND_IN = "trainer/startup/cpu/stand_in"  # named as the library it stands in for names its modules
 
-MODULES = sorted(path for folder in OWN for path in (ROOT / folder).rglob("*.py"))
+
+def modules(root: Path) -> list[Path]:
+    """Relative to the root."""
+    found = [path.relative_to(root) for folder in OWN for path in (root / folder).rglob("*.py")]
+    return sorted(path for path in found if not path.as_posix().startswith(STAND_IN))
 
 
-def imports(path: Path) -> Iterator[tuple[int, str]]:
-    """Line and full name of all that a module imports, in functions too."""
-    package = path.relative_to(ROOT).parent.parts
-    for node in ast.walk(ast.parse(path.read_text())):
+def imports(root: Path, path: Path) -> Iterator[tuple[int, str]]:
+    """Line and full name of all that a module imports."""
+    package = path.parent.parts
+    for node in ast.walk(ast.parse((root / path).read_text())):
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -40,36 +109,207 @@ def imports(path: Path) -> Iterator[tuple[int, str]]:
             yield from ((node.lineno, ".".join([*source, alias.name])) for alias in node.names)
 
 
-def trespasses(path: Path) -> list[str]:
-    name = path.relative_to(ROOT)
-    closed = ({*OWN, "tests"} - OWN[name.parts[0]]) | FOREIGN[name.parts[0]]
-    return [f"{name}:{line} imports {what}" for line, what in imports(path) if what.partition(".")[0] in closed]
+def trespasses(root: Path) -> list[str]:
+    """Imports of a folder that may not be seen from there, or of a library that is too heavy for it."""
+    found = []
+    for path in modules(root):
+        top = path.parts[0]
+        closed = ({*OWN, "tests", "benchmarks"} - OWN[top]) | FOREIGN.get(top, set())
+        for line, name in imports(root, path):
+            package = name.partition(".")[0]
+            if package in closed or (top == "contract" and package not in {"contract", *sys.stdlib_module_names}):
+                found.append(f"{path}:{line} imports {name}")
+    return found
+
+
+def room(name: str) -> tuple[str, str]:
+    """Folder and room of a module's dotted name."""
+    folder, *rest = name.split(".")
+    return folder, "commands" if folder == "trainer" and len(rest) < 2 else rest[0] if rest else ""
+
+
+def graph(root: Path) -> dict[str, set[str]]:
+    """Dotted names of the tree's modules, and those of the tree's modules that each imports."""
+    files = {path: ".".join(path.with_suffix("").parts).removesuffix(".__init__") for path in modules(root)}
+    names, found = set(files.values()), defaultdict(set)
+    for path, name in files.items():
+        for _, what in imports(root, path):
+            target = what if what in names else what.rpartition(".")[0]
+            if target in names and target != name:
+                found[name].add(target)
+    return found
+
+
+def arrows_up(root: Path) -> list[str]:
+    """Imports of a room that lies above, or beside, in the order of ROOMS."""
+    levels = {(top, one): level for top, order in ROOMS.items() for level, line in enumerate(order) for one in line}
+    found = []
+    for name, targets in graph(root).items():
+        for target in sorted(targets):
+            here, there = room(name), room(target)
+            if here[0] == there[0] and here != there and here in levels and levels.get(there, -1) <= levels[here]:
+                found.append(f"{name} imports {target}")
+    return sorted(found)
+
+
+def unordered(root: Path) -> list[str]:
+    """Rooms that ROOMS does not place."""
+    there = {room(".".join(path.with_suffix("").parts)) for path in modules(root) if path.name != "__init__.py"}
+    placed = {(folder, one) for folder, order in ROOMS.items() for line in order for one in line}
+    return sorted(f"{folder}/{one}" for folder, one in there - placed if folder in ROOMS)
+
+
+def circles(root: Path) -> list[list[str]]:
+    """Groups of modules each of which imports itself by way of the others."""
+    edges = graph(root)
+
+    def reached(start: str) -> set[str]:
+        seen: set[str] = set()
+        waiting = list(edges.get(start, ()))
+        while waiting:
+            if (name := waiting.pop()) not in seen:
+                seen.add(name)
+                waiting += edges.get(name, ())
+        return seen
+
+    closure = {name: reached(name) for name in edges}
+    turning = {name for name, names in closure.items() if name in names}
+    groups = {frozenset(other for other in turning & closure[name] if name in closure[other]) for name in turning}
+    return sorted(sorted(group) for group in groups)
+
+
+def crowded(root: Path) -> list[str]:
+    rooms: dict[Path, int] = defaultdict(int)
+    for path in modules(root):
+        rooms[path.parent] += path.name not in ("__init__.py", "__main__.py")
+    return [f"{folder}: {count} modules" for folder, count in rooms.items() if count > MOST]
+
+
+def long_ones(root: Path) -> list[str]:
+    return [str(path) for path in modules(root) if len((root / path).read_text().splitlines()) > LONGEST]
+
+
+def riddles(root: Path) -> list[str]:
+    found = []
+    for path in modules(root):
+        known = RIDDLES | (IN_GANGS if path.is_relative_to("tasks/gang") else {})
+        if path.stem in known:
+            found.append(f"{path}: call it {known[path.stem]}")
+        found += [f"{path}: {name} says nothing" for name in sorted(VAGUE & {*path.parts, path.stem})]
+    return found
 
 
 def test_imports_point_one_way():
-    assert [trespass for path in MODULES for trespass in trespasses(path)] == []
+    assert trespasses(ROOT) == []
+    assert arrows_up(ROOT) == []
 
 
-def test_trespassing_is_seen_in_every_form(tmp_path, monkeypatch):
-    monkeypatch.setattr(sys.modules[__name__], "ROOT", tmp_path)
-    (tmp_path / "tasks").mkdir()
-    module = tmp_path / "tasks/stages/train.py"
-    module.write_text(
-        "import os, torch.nn\nfrom flows import plan\ndef f():\n    from .. import conf, trainer\n    import conf\n"
+def test_every_room_has_its_place_in_the_order():
+    assert unordered(ROOT) == []
+
+
+def test_no_modules_import_one_another_in_a_circle():
+    assert circles(ROOT) == []
+
+
+def test_a_room_is_not_crowded():
+    assert crowded(ROOT) == []
+
+
+def test_names_say_what_a_module_is_about():
+    assert riddles(ROOT) == []
+
+
+def test_a_module_has_one_subject():
+    """Rarely more than 300 lines; above 500 there are two."""
+    assert long_ones(ROOT) == []
+
+
+@pytest.fixture
+def plant(tmp_path):
+    """plant(path, text) -> the root of a tree that has this module too."""
+
+    def plant(name: str, text: str = "") -> Path:
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+        return tmp_path
+
+    return plant
+
+
+def test_trespassing_is_seen_in_every_form(plant):
+    plant("contract/faults.py", "import os.path, yaml\nfrom contract import amounts\nfrom conf import load\n")
+    root = plant(
+        "tasks/stages/train.py",
+        "import os, torch.nn\nfrom flows import plan\ndef f():\n    from ... import conf, trainer\n    import conf\n",
     )
-    assert trespasses(module) == [
+    assert trespasses(root) == [
+        "contract/faults.py:1 imports yaml",
+        "contract/faults.py:3 imports conf.load",
         "tasks/stages/train.py:1 imports torch.nn",
         "tasks/stages/train.py:2 imports flows.plan",
         "tasks/stages/train.py:4 imports trainer",
     ]
 
 
+def test_an_arrow_up_is_seen_wherever_it_stands(plant):
+    plant("trainer/train.py", "from trainer.training import metrics\n")
+    plant("trainer/training/metrics.py", "def f():\n    from trainer import train\n")
+    plant("trainer/weights/merge.py", "from trainer.serving.engine import ask\n")
+    plant("trainer/serving/engine.py")
+    plant("tasks/run/session.py", "if TYPE_CHECKING:\n    from tasks.gang import board\n")
+    root = plant("tasks/gang/board.py", "from tasks.run import session\n")
+    assert arrows_up(root) == [
+        "tasks.run.session imports tasks.gang.board",
+        "trainer.training.metrics imports trainer.train",
+        "trainer.weights.merge imports trainer.serving.engine",
+    ]
+
+
+def test_a_room_without_a_place_is_seen(plant):
+    plant("tasks/attic/old.py")
+    assert unordered(plant("tasks/run/session.py")) == ["tasks/attic"]
+
+
+def test_a_circle_is_seen_wherever_it_stands(plant):
+    plant("conf/load.py", "from conf import network\n")
+    plant("conf/network.py", "def f():\n    from conf.overrides import typed\n")
+    plant("conf/overrides.py", "if TYPE_CHECKING:\n    from conf.load import load\n")
+    root = plant("conf/model_facts.py", "from conf import load\n")
+    assert circles(root) == [["conf.load", "conf.network", "conf.overrides"]]
+
+
+def test_a_crowd_is_seen(plant):
+    for number in range(MOST):
+        root = plant(f"trainer/data/m{number}.py")
+    plant("trainer/data/__init__.py")
+    assert crowded(root) == []
+    assert crowded(plant("trainer/data/one_more.py")) == [f"trainer/data: {MOST + 1} modules"]
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["conf/levers.py", "tasks/gang/page.py", "tasks/gang/diagnosis/host.py", "conf/utils.py", "trainer/core/x.py"],
+)
+def test_a_name_that_says_nothing_is_seen(plant, name):
+    plant("tasks/pages/page.py")
+    (line,) = riddles(plant(name))
+    assert line.startswith(name)
+
+
+def test_a_long_module_is_seen(plant):
+    root = plant("conf/short.py", "\n" * LONGEST)
+    assert long_ones(root) == []
+    assert long_ones(plant("conf/long.py", "\n" * (LONGEST + 1))) == ["conf/long.py"]
+
+
 def test_host_side_starts_without_the_trainer_s_libraries():
     """What is imported indirectly counts too; and importing does nothing else."""
     names = [
-        ".".join(path.relative_to(ROOT).with_suffix("").parts)
-        for path in MODULES
-        if path.relative_to(ROOT).parts[0] != "trainer" and path.stem not in ("__init__", "__main__")
+        ".".join(path.with_suffix("").parts)
+        for path in modules(ROOT)
+        if path.parts[0] != "trainer" and path.stem not in ("__init__", "__main__")
     ]
     code = (
         "import importlib, sys\n"
@@ -80,130 +320,3 @@ def test_host_side_starts_without_the_trainer_s_libraries():
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
-
-
-def test_names_say_what_a_module_is_about():
-    vague = {"utils", "util", "common", "helpers", "helper", "core", "misc"}
-    names = [path.relative_to(ROOT) for path in MODULES if STAND_IN not in path.parents]
-    assert [str(name) for name in names if vague & {*name.parts, name.stem}] == []
-
-
-def test_a_module_has_one_subject():
-    """That is about 300 lines; past 350 there are two."""
-    assert [str(path.relative_to(ROOT)) for path in MODULES if len(path.read_text().splitlines()) > 350] == []
-
-
-def tree(page: str) -> list[str]:
-    """Paths of a page's file tree: the code block that has flows/, an entry a line, its first word the name."""
-    block = next((block for block in page.split("```")[1::2] if re.search(r"^\W*flows/", block, re.MULTILINE)), "")
-    paths, open_folders = [], []
-    for line in block.splitlines()[1:]:
-        entry = line.lstrip(" │├└─")
-        if not entry:
-            continue
-        column = len(line) - len(entry)
-        open_folders = [(at, folder) for at, folder in open_folders if at < column]
-        path = (open_folders[-1][1] if open_folders else "") + entry.split()[0]
-        paths.append(path)
-        if path.endswith("/"):
-            open_folders.append((column, path))
-    return paths
-
-
-def test_the_architecture_page_shows_the_tree():
-    git = ["git", "ls-files", *OWN, "tests"]
-    listing = subprocess.run(git, cwd=ROOT, capture_output=True, text=True)
-    if listing.returncode:
-        pytest.skip("no git repository")
-    tracked = [name for name in listing.stdout.splitlines() if (ROOT / name).is_file()]
-    folders = {f"{folder}/" for name in tracked for folder in PurePath(name).parents[:-1]}
-    entries = {*tracked, *folders}
-    top = [name for name in sorted(entries) if name.rstrip("/").count("/") == 1 and not name.endswith("__init__.py")]
-    shown = [
-        entry
-        for entry in tree((ROOT / "docs/architecture.md").read_text())
-        if entry.partition("/")[0] in {*OWN, "tests"}
-    ]
-
-    assert [name for name in top if not any(fnmatch(name, entry) for entry in shown)] == [], (
-        "not in the tree of docs/architecture.md"
-    )
-    assert [entry for entry in shown if not any(fnmatch(name, entry) for name in entries)] == [], "not there"
-
-
-def test_tree_is_read_in_either_drawing():
-    drawn = "```\n├── flows/   what happens\n│   ├── finetune.py  the pipeline\n└── tests/\n    └── gpu/\n```"
-    plain = "text\n```text\nflows/     what happens\n    finetune.py  the pipeline\n\ntests/\n    gpu/\n```\n"
-    assert tree(drawn) == tree(plain) == ["flows/", "flows/finetune.py", "tests/", "tests/gpu/"]
-    assert tree("```sh\nmake test\n```") == []
-
-
-def redrawn(path: Path) -> Iterator[int]:
-    """Lines of loops that draw each element from a generator made anew of what the loop does not change: all equal."""
-    for loop in ast.walk(ast.parse(path.read_text())):
-        if not isinstance(loop, ast.ListComp | ast.SetComp | ast.GeneratorExp | ast.DictComp):
-            continue
-        changed = {node.id for node in ast.walk(loop.generators[-1].target) if isinstance(node, ast.Name)}
-        parts = [loop.key, loop.value] if isinstance(loop, ast.DictComp) else [loop.elt]
-        for call in (node for part in parts for node in ast.walk(part) if isinstance(node, ast.Call)):
-            name = ast.unparse(call.func).rpartition(".")[2]
-            used = {node.id for node in ast.walk(call) if isinstance(node, ast.Name)}
-            if name in ("Random", "default_rng", "Generator", "manual_seed", "seed") and not used & changed:
-                yield call.lineno
-
-
-def test_no_test_draws_one_element_many_times():
-    found = [f"{path.relative_to(ROOT)}:{line}" for path in (ROOT / "tests").rglob("*.py") for line in redrawn(path)]
-    assert found == []
-
-
-def test_an_element_drawn_many_times_is_seen(tmp_path):
-    module = tmp_path / "test_drawn.py"
-    module.write_text(
-        "rows = [[Random(row).randrange(9) for _ in range(4)] for row in range(2)]\n"
-        "good = [Random(row).randrange(9) for row in range(2)]\n"
-        "same = {n: np.random.default_rng(0).random() for n in range(2)}\n"
-    )
-    assert sorted(redrawn(module)) == [1, 3]
-
-
-def pages() -> list[Path]:
-    return [ROOT / name for name in ("README.md", "CONTRIBUTING.md")] + sorted((ROOT / "docs").rglob("*.md"))
-
-
-def dead_references(text: str, place: Path) -> list[str]:
-    """Paths, commands, make targets and links of a page that lead nowhere."""
-    found = []
-    for name in re.findall(r"(?<![\w./-])((?:flows|tasks|trainer|conf|contract|tests|docs)/[\w/.-]*\w/?)", text):
-        if "..." not in name and not (ROOT / name).exists() and not (ROOT / f"{name}.py").exists():
-            found.append(name)
-    for name in re.findall(r"python -m ((?:flows|tasks|trainer|conf|tests)[\w.]*\w)", text):
-        path = ROOT / name.replace(".", "/")
-        if not path.with_suffix(".py").is_file() and not (path / "__main__.py").is_file():
-            found.append(f"python -m {name}")
-    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
-    for line in re.findall(r"^    make ([a-z-]+)|`make ([a-z-]+)", text, re.MULTILINE):
-        if (name := line[0] or line[1]) not in targets:
-            found.append(f"make {name}")
-    for link in re.findall(r"\]\(([^)#:]+)\)", text):
-        if not (place.parent / link).exists():
-            found.append(link)
-    return found
-
-
-def test_what_a_page_names_is_there():
-    assert {str(page): dead for page in pages() if (dead := dead_references(page.read_text(), page))} == {}
-
-
-def test_a_dead_reference_is_seen():
-    page = "`trainer/gone.py`, conf/load.py, `python -m trainer.nothing`, `make nonsense`, [x](nowhere.md), `make test`"
-    assert dead_references(page, ROOT / "README.md") == [
-        "trainer/gone.py",
-        "python -m trainer.nothing",
-        "make nonsense",
-        "nowhere.md",
-    ]
-
-
-def test_the_readme_is_short():
-    assert len((ROOT / "README.md").read_text().splitlines()) <= 150

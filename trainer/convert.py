@@ -19,13 +19,13 @@ import warnings
 from pathlib import Path
 
 from conf.schema.run import Run
-from contract import atomic_folder, checkpoints
+from contract import checkpoints
 from contract.faults import Fault
 from contract.output_marks import BASE
 from trainer.checks import inputs, places
 from trainer.startup import device, entry
 from trainer.startup.console import megatron_to, say
-from trainer.weights import released
+from trainer.weights import atomic_folder, released
 
 TOOLS = ("megatron-bridge", "megatron-core", "torch", "transformers")
 

@@ -15,13 +15,14 @@ a tensor of the checkpoint is not the one that training had in memory when it sa
 from pathlib import Path
 
 from conf.schema.run import Run
-from contract import atomic_folder, checkpoints
+from contract import checkpoints
 from contract.faults import Fault
 from contract.output_marks import EXPORT
 from trainer.checks import inputs, places
 from trainer.megatron.recipe import checkpoint_folder
 from trainer.startup import device, entry
 from trainer.startup.console import megatron_to, say
+from trainer.weights import atomic_folder
 from trainer.weights.released import enumerate_names
 
 

@@ -111,7 +111,7 @@ def _lock(partials: Path) -> IO[bytes]:
     while True:
         with contextlib.suppress(FileNotFoundError):
             partials.mkdir(exist_ok=True)
-            f = open(partials / "lock", "ab")
+            f = open(partials / "lock", "ab")  # noqa: SIM115  the caller closes it, which unlocks
             fcntl.flock(f, fcntl.LOCK_EX)
             with contextlib.suppress(FileNotFoundError):
                 if os.stat(partials / "lock").st_ino == os.fstat(f.fileno()).st_ino:

@@ -42,11 +42,11 @@ class S3Store(S3Bucket):
         raise lost(self.link(key))
 
     def create(self, key: str, data: bytes) -> str | None:
-        self.conditional
+        self.conditional  # noqa: B018
         return self._write_if(key, data, IfNoneMatch="*")
 
     def replace(self, key: str, data: bytes, tag: str) -> str | None:
-        self.conditional
+        self.conditional  # noqa: B018
         return self._write_if(key, data, IfMatch=f'"{tag}"')
 
     def write(self, key: str, data: bytes) -> str:
@@ -55,7 +55,7 @@ class S3Store(S3Bucket):
 
     def remove(self, key: str, tag: str | None = None) -> bool:
         if tag is not None:
-            self.conditional
+            self.conditional  # noqa: B018
         try:
             with plainly(self):
                 where = {"Bucket": self.bucket, "Key": self.at(key)}

@@ -51,7 +51,7 @@ def get(store: S3Bucket, prefix: str, files: dict[str, File], folder: Path, prog
     with disk_plainly(folder), plainly(store):
         targets = folders.inside(folder, files)
         folder.mkdir(parents=True, exist_ok=True)
-        store.client
+        store.client  # noqa: B018  made once, before the threads
         with folders.alone(folder) as partials:
             _check_space(folder, partials, files, targets)
             downloads = [

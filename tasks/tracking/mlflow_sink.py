@@ -24,8 +24,8 @@ os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "10")
 for _name in ("alembic", "mlflow.store.db.utils"):
     logging.getLogger(_name).setLevel(logging.WARNING)
 
-from mlflow import MlflowClient
-from mlflow.entities import (
+from mlflow import MlflowClient  # noqa: E402
+from mlflow.entities import (  # noqa: E402
     Dataset,
     DatasetInput,
     InputTag,
@@ -35,10 +35,10 @@ from mlflow.entities import (
     Param,
     RunTag,
 )
-from mlflow.exceptions import MlflowException, RestException
+from mlflow.exceptions import MlflowException, RestException  # noqa: E402
 
-from tasks.tracking.address import clean
-from tasks.tracking.outages import Away, Refused
+from tasks.tracking.address import clean  # noqa: E402
+from tasks.tracking.outages import Away, Refused  # noqa: E402
 
 MOST = 1000  # entities of one log_batch; MLflow takes no more
 REFUSALS = {

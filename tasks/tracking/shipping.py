@@ -73,9 +73,9 @@ class Shipper(threading.Thread):
             closing = last or self.closing.is_set()  # asked before the last look
             events = source.read(cursor["offset"])
             while events:
-                done = self._try(lambda: self._take(events, runs, source.meta["attempt"]))
+                done = self._try(lambda: self._take(events, runs, source.meta["attempt"]))  # noqa: B023
                 cursor = {"offset": events[done - 1][1], "runs": runs}
-                self._try(lambda: source.advance(self.service, cursor))
+                self._try(lambda: source.advance(self.service, cursor))  # noqa: B023
                 events = events[done:] or source.read(cursor["offset"])
             if closing:
                 return

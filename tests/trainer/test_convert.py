@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file, save_file
 
-from contract import atomic_folder, checkpoints
+from contract import checkpoints
 from contract.faults import Fault
 from contract.output_marks import BASE
 from trainer.rehearsal import tiny_models
+from trainer.weights import atomic_folder
 
 # Converted at these layouts, in this precision; exported on one process.
 CASES = [

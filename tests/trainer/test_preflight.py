@@ -38,7 +38,7 @@ def rank(number: int, of: str, gpu: dict | None = None, **changes) -> dict:
     return {"rank": number, "host": of, "speed": 700e12, "link": 300 * GB, "gpu": gpu or {}, "taken": 0, **changes}
 
 
-def lines(hosts=(), ranks=(), pairs=None, expected=Expected()) -> list[str]:
+def lines(hosts=(), ranks=(), pairs=None, expected=Expected()) -> list[str]:  # noqa: B008
     hosts = hosts or [host(name) for name in "abc"]
     ranks = ranks or [rank(n, one["host"]) for n, one in enumerate(hosts)]
     return [misfit.line for misfit in misfits(hosts, ranks, pairs or {}, expected)]

@@ -1,5 +1,4 @@
-"""Prepare data: rows of any source become tokens in a folder, a few megabytes at a time; trainer/prepare.py is its
-command."""
+"""Prepare data: rows of any source become tokens in a folder, a few megabytes at a time."""
 
 import os
 import time

@@ -1,5 +1,6 @@
-"""FP8, the types of the optimizer's states, and its offloading, as Megatron's settings; conf/rules/precision.py has
-the rules.
+"""FP8, the types of the optimizer's states, and its offloading, as Megatron's settings.
+
+The rules are in conf/rules/precision.py.
 
 Layers compute in FP8 by Megatron-Bridge's own recipes, but that weights are kept in FP8 only where train.fp8_weights
 says so: the recipes do it unasked, for trained weights as well.

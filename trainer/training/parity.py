@@ -1,4 +1,4 @@
-"""What the trained model says of fixed rows_of_tokens, written before its last checkpoint counts as complete.
+"""What the trained model says of fixed prompts, written before its last checkpoint counts as complete.
 
 The log-probability of each token of the first rows of test.jsonl (else of validation.jsonl, else of training.jsonl), by
 base and adapter as they were trained, at whatever layout. trainer/serving/agreement.py asks the served model the same.

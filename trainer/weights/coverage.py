@@ -12,9 +12,9 @@ from megatron.bridge.models.conversion.model_bridge import _megatron_local_name_
 from megatron.bridge.models.conversion.param_mapping import AutoMapping
 from megatron.bridge.models.conversion.utils import get_module_and_param_from_name, persistent_buffers, unwrap_model
 
-from contract.atomic_folder import gather
 from contract.faults import Fault
 from trainer.weights import released
+from trainer.weights.atomic_folder import gather
 from trainer.weights.released import enumerate_names
 
 VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")

@@ -105,7 +105,7 @@ def _module_rows(trained: Trained, name: str, adapter: Adapter) -> list[Row]:
         Row(f"{prefix}.lora_B.weight", (out, rank), adapter.b.dtype, lambda: factor(1)),
     ]
     if adapter.magnitude:
-        magnitudes = lambda: adapter.magnitudes(trained.stored, trained.config)
+        magnitudes = lambda: adapter.magnitudes(trained.stored, trained.config)  # noqa: E731
         rows.append(Row(f"{prefix}.lora_magnitude_vector", (out,), adapter.magnitude.dtype, magnitudes))
     return rows
 

@@ -303,8 +303,8 @@ def main() -> int:
     for module, names in TIMES.items():
         for name in names:
             setattr(module, name, getattr(module, name) / FASTER)
-    setattr(controller, "open_store", lambda uri, hasty: STORES[uri])
-    setattr(controller, "engine_of", lambda run: POOLS[run.paths.output])
+    controller.open_store = lambda uri, hasty: STORES[uri]
+    controller.engine_of = lambda run: POOLS[run.paths.output]
     began, seeds = time.monotonic(), range(options.seed, options.seed + options.trials)
     with ThreadPoolExecutor(options.at_once) as at_once:
         results = list(at_once.map(lambda seed: trial(seed, not options.no_turn), seeds))

@@ -231,7 +231,7 @@ def test_more_than_a_thousand_objects(store, tmp_path):
 
 def test_many_pages_of_objects(s3, tmp_path):
     store = open_store(s3)
-    small = lambda params, **_: params.update(MaxKeys=20)
+    small = lambda params, **_: params.update(MaxKeys=20)  # noqa: E731
     store.client.meta.events.register("before-parameter-build.s3.ListObjectsV2", small)
     _many(store, tmp_path / "source", 101)
 

@@ -14,13 +14,14 @@ from pathlib import Path
 import pytest
 
 from conf.load import load
-from contract import atomic_folder, output_marks
+from contract import output_marks
 from contract.faults import Fault
 from contract.output_marks import BASE, DATA, EVALUATION, EXPORT, PREPARING, TRAINING, Kind
 from trainer import evaluate
 from trainer.checks import places
 from trainer.data import identity
 from trainer.rehearsal import tiny_models
+from trainer.weights import atomic_folder
 
 ROOT = Path(__file__).parents[3]
 

@@ -15,9 +15,8 @@ from pathlib import Path
 
 from conf.schema.row_files import ENDINGS, TEXT, format_of
 from contract.faults import Fault
-from trainer.data.read import json_array, lines
+from trainer.data.read import cells, json_array, lines
 from trainer.data.read.lines import Piece
-from trainer.data.tokens import cells
 
 CHUNK = 2 * 2**20  # bytes of a piece, about; 0.7 s of work
 TABLES = (".parquet", ".arrow", ".feather")
