@@ -11,6 +11,8 @@ The bare tokenizer only encodes the texts, with a thread per core: nobody can be
 share (PSS) of all processes together, sampled while a file of --memory-gb is prepared.
 """
 
+# pyright: reportArgumentType=false
+
 import argparse
 import json
 import os

@@ -10,6 +10,8 @@ Right is: under 30 s each, at most one interval between checkpoints lost, no pro
 every step once and the losses of an undisturbed one. Exit code 1 if any is not. About a minute for each on 2 cores.
 """
 
+# pyright: reportOptionalMemberAccess=false
+
 import argparse
 import contextlib
 import json

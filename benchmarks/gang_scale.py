@@ -14,6 +14,8 @@ where others leave them less they are slow to renew, and count as dead: on a bus
 Not covered: the latency of an object store, and what each request costs there.
 """
 
+# pyright: reportOptionalMemberAccess=false
+
 import argparse
 import itertools
 import os

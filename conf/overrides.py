@@ -3,6 +3,8 @@
 Changes has the sections and keys of conf/schema/run.py, all of them optional; none is declared here again.
 """
 
+# pyright: reportArgumentType=false
+
 import json
 from collections.abc import Iterable
 from typing import Any, Literal

@@ -1,5 +1,7 @@
 """What command lines have in common: a run's configuration with overrides, and a fault in lines of its own."""
 
+# pyright: reportArgumentType=false
+
 import argparse
 import sys
 

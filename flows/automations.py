@@ -10,6 +10,8 @@ since its last restart (it cannot be imported, say) is left alone, and so are ru
 no pool.
 """
 
+# pyright: reportArgumentType=false, reportOptionalMemberAccess=false
+
 import argparse
 import sys
 from collections.abc import Sequence

@@ -8,6 +8,8 @@ edited since the last time, in the UI or otherwise: parameters, limits, whether 
 different from prefect.yaml is printed. What nobody has edited follows prefect.yaml.
 """
 
+# pyright: reportArgumentType=false, reportOptionalMemberAccess=false
+
 import argparse
 import hashlib
 import json

@@ -230,6 +230,7 @@ def schedules(prefect: Finding) -> list[Finding]:
     api = os.environ.get("PREFECT_API_URL", "").rstrip("/") or (up["address"] + "/api" if up else "")
     if prefect.status != "ok" or not api:
         return [Finding("info", "schedule", "no server that answers: no schedule runs")]
+    deployments = []
     troubles = scheduling.failing_services(Path(up["log"]), up["log_from"]) if up and "log" in up else []
     try:
         deployments = scheduling.active(api)

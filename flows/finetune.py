@@ -8,6 +8,8 @@ A run whose plan does not fit ends before anything is downloaded (hardware.gate)
 A stage whose artifact is in the store already ends as Cached. One that was interrupted goes on where it was.
 """
 
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportFunctionMemberAccess=false
+
 import sys
 from datetime import UTC
 from pathlib import PurePath

@@ -5,6 +5,8 @@ looked at: errors that the server of `make up` logs again and again, active sche
 made, and what becomes of runs that are due. Nothing that an address may hold is passed on.
 """
 
+# pyright: reportArgumentType=false
+
 from __future__ import annotations
 
 import base64

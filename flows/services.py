@@ -8,6 +8,8 @@
 listen on the loopback address alone. FINETUNE_RUNS moves it; ports are 4200 and 5000, or the next free ones.
 """
 
+# pyright: reportOptionalMemberAccess=false
+
 import argparse
 import json
 import os

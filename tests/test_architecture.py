@@ -282,8 +282,8 @@ def test_a_circle_is_seen_wherever_it_stands(plant):
 
 def test_a_crowd_is_seen(plant):
     for number in range(MOST):
-        root = plant(f"trainer/data/m{number}.py")
-    plant("trainer/data/__init__.py")
+        plant(f"trainer/data/m{number}.py")
+    root = plant("trainer/data/__init__.py")
     assert crowded(root) == []
     assert crowded(plant("trainer/data/one_more.py")) == [f"trainer/data: {MOST + 1} modules"]
 

@@ -16,6 +16,8 @@ before anything is loaded, where the export says that it was trained and that fi
 was compared, or why nothing was, is said in a line.
 """
 
+# pyright: reportArgumentType=false
+
 import hashlib
 import importlib.metadata
 import json

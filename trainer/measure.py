@@ -17,6 +17,8 @@ A rank that runs out of memory writes <paths.output>/out-of-memory.json instead,
 Not covered: saving, validation, and what only real data bring (rows of unequal length, routing as it is learned).
 """
 
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false
+
 import json
 import logging
 import os

@@ -16,6 +16,8 @@ covered: hosts that cannot be reached at all (who starts a gang sees that first)
 beyond one file per host.
 """
 
+# pyright: reportArgumentType=false
+
 import datetime
 import json
 import os

@@ -16,6 +16,8 @@ FP8, states of the optimizer in other types than fp32, and offloading are left o
 Not covered: what only shows once data flow (the shapes of a packed row), kernels that need a GPU, activations.
 """
 
+# pyright: reportArgumentType=false
+
 import argparse
 import json
 import math

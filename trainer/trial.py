@@ -16,6 +16,8 @@ Exit code 0: measured. 1: out of memory, which is a result as well, or a defect.
 Not covered: several hosts; data that are not of equal length; on a CPU, all but the sizes of states.
 """
 
+# pyright: reportArgumentType=false
+
 import argparse
 import json
 import statistics

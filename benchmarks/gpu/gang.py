@@ -15,6 +15,8 @@ A controller that has ended is started again once all is clean. OUT/gang.txt and
 ranks said is in OUT/LAYOUT.log. Exit code 1 if any is not right.
 """
 
+# pyright: reportOptionalMemberAccess=false
+
 import argparse
 import contextlib
 import json

@@ -4,6 +4,8 @@ Models so narrow that the device waits for the host, with 2 and with 6 layers: t
 is left that of a microbatch. As in training, with DistributedDataParallel around them.
 """
 
+# pyright: reportAttributeAccessIssue=false
+
 import copy
 import json
 import os

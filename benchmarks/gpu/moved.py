@@ -3,6 +3,8 @@
 As training has them: without torch's compiler, which makes one kernel of several (trainer/startup/device.py).
 """
 
+# pyright: reportArgumentType=false
+
 from typing import Any
 
 from calibrate import EXPERTS, HIDDEN, INNER, TOKENS, VOCAB, ms, normal, tried

@@ -1,5 +1,7 @@
 """Matrix products, grouped ones and those in FP8, and what quantizing takes: a section of calibrate.py."""
 
+# pyright: reportMissingImports=false
+
 from collections.abc import Callable
 from typing import Any
 

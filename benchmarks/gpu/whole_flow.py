@@ -10,6 +10,8 @@ and what became of the run; OUT/flow.log all that was said. Exit code 1 where a 
 the GPU at once, training began before the base's evaluation was over, or the promotion gives no reason.
 """
 
+# pyright: reportArgumentType=false, reportOptionalMemberAccess=false
+
 import argparse
 import contextlib
 import importlib.util

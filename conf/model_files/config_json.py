@@ -9,7 +9,7 @@ Sizes are conf/model_facts.py's, which knows the limits of each. Keys without an
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from contract import json_object
 from contract.faults import Fault
@@ -24,7 +24,7 @@ def _number(value: Any) -> bool:
     return type(value) in (int, float)
 
 
-def _integer(value: Any) -> bool:
+def _integer(value: Any) -> TypeGuard[int]:
     return type(value) is int and 0 <= value < 2**31
 
 

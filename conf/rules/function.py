@@ -179,10 +179,10 @@ def _routing(config: Mapping[str, Any], family: Family) -> Iterator[tuple[str, s
     transformers ranks groups by the sum of their best 2 experts, Megatron by that of the best top_k / topk_group.
     """
     of = {**family.defaults, **{key: value for key, value in config.items() if value is not None}}
-    each = of.get("num_experts_per_tok")
+    each = of.get("num_experts_per_tok", 0)
     if each == 1 and True in (of.get("norm_topk_prob"), "n_group" in family.defaults):
         yield "num_experts_per_tok", "1, and Megatron makes the weights of a token's experts sum to 1 only of several"
-    groups, kept = of.get("n_group"), of.get("topk_group")
+    groups, kept = of.get("n_group", 0), of.get("topk_group", 0)
     sizes = "n_group" in family.defaults and all(type(size) is int and size > 0 for size in (groups, kept, each))
     if sizes and groups != kept and each // kept != 2:
         text = f"the {groups} groups by their best {each // kept} experts, and not by 2"

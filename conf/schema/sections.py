@@ -3,6 +3,8 @@
 Models are strict ("1" is no integer, neither is 1.0 or true), closed (an unknown key is an error) and frozen.
 """
 
+# pyright: reportArgumentType=false
+
 from typing import Annotated, Any, Literal
 
 from pydantic import (

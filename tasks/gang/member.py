@@ -12,6 +12,8 @@ GANG_HOST the host, where a container calls itself otherwise, and GANG_PLACE whe
 rank_order), if Slurm does not say so itself.
 """
 
+# pyright: reportOptionalMemberAccess=false
+
 import argparse
 import os
 import secrets

@@ -3,6 +3,8 @@
 Only bars need Prefect: a gang's controller by itself reads what is newest without it.
 """
 
+# pyright: reportOptionalMemberAccess=false
+
 import contextlib
 import json
 import threading

@@ -7,6 +7,8 @@ Times have a grain, so a file that was changed less than SETTLED before it is re
 Not covered: clocks that are set back, and disks that are written to beside their file system.
 """
 
+# pyright: reportArgumentType=false
+
 import contextlib
 import hashlib
 import json

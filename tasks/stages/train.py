@@ -1,5 +1,7 @@
 """Stage: training, by Megatron-Bridge in processes of its own, from the newest complete checkpoint."""
 
+# pyright: reportArgumentType=false, reportCallIssue=false
+
 import re
 import time
 

@@ -1,5 +1,7 @@
 """An S3 bucket below a prefix: its client, and the requests that transfers and the store share."""
 
+# pyright: reportAttributeAccessIssue=false
+
 import functools
 import logging
 import os

@@ -18,6 +18,8 @@ after a crash continues it, and each step's metrics stand there once. Without on
 Not covered: large files. What a stage makes is named by its URI; files given here are copied.
 """
 
+# pyright: reportAttributeAccessIssue=false, reportOptionalMemberAccess=false
+
 import getpass
 import json
 import logging

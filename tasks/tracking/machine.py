@@ -4,6 +4,7 @@ Not covered: the other hosts of a gang; each would sample itself.
 """
 
 from functools import cache
+from typing import Any
 
 
 def sample() -> dict[str, float]:
@@ -47,7 +48,7 @@ def _gpus() -> dict[str, float]:
 
 
 @cache
-def _nvml():
+def _nvml() -> Any:
     """NVIDIA's library, if this host has GPUs."""
     try:
         import pynvml

@@ -8,12 +8,15 @@ keep the time of the event, which makes a repetition the same row.
 Imported by the shipping thread alone: mlflow takes 1.3 s to import, and a new sqlite database seconds of migrations.
 """
 
+# pyright: reportArgumentType=false
+
 import fcntl
 import json
 import logging
 import os
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -260,7 +263,7 @@ class MlflowSink:
         self.known[run.info.run_id] = Known(run.info.start_time, steps, dict(run.data.params))
 
 
-def _guard[T](call) -> T:
+def _guard[T](call: Callable[[], T]) -> T:
     try:
         return call()
     except (Refused, Away):

@@ -1,5 +1,7 @@
 """The figure of a plan, from its plan.json, as PNG: the memory of every pipeline stage, and which GPU holds what."""
 
+# pyright: reportAttributeAccessIssue=false
+
 import json
 from pathlib import Path
 from typing import Any

@@ -4,6 +4,8 @@ A training that resumes renames a shorter file over the old one and does some st
 each step of each kind comes out once. Half a line waits until its end is written.
 """
 
+# pyright: reportArgumentType=false
+
 import json
 import os
 from pathlib import Path

@@ -231,7 +231,7 @@ def test_a_trainer_started_by_hand_waits_too_and_ctrl_c_ends_it(host, tmp_path):
     conf = tmp_path / "toy.yaml"
     conf.write_text((ROOT / "conf/tiny.yaml").read_text())
     code = (
-        "import sys; from trainer import entry; sys.argv = ['toy', 'tiny']\n"
+        "import sys; from trainer.startup import entry; sys.argv = ['toy', 'tiny']\n"
         "entry.start(lambda run: print('runs', flush=True), lambda run: None, alone=True, gpus=True)\n"
     )
     (tmp_path / "toy_command.py").write_text(code)

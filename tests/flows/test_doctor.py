@@ -40,7 +40,7 @@ def server(status: int):
 
         do_HEAD = do_GET
 
-        def log_message(self, *_):
+        def log_message(self, format, *_):
             pass
 
     with ThreadingHTTPServer(("127.0.0.1", 0), Answer) as http:

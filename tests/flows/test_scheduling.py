@@ -153,7 +153,7 @@ def prefect(deployments: list[dict], coming: list[dict] = (), late: list[dict] =
             self.end_headers()
             self.wfile.write(json.dumps(found[asked["offset"] :][: asked["limit"]]).encode())
 
-        def log_message(self, *_):
+        def log_message(self, format, *_):
             pass
 
     with ThreadingHTTPServer(("127.0.0.1", 0), Answer) as http:

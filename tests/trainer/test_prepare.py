@@ -31,7 +31,9 @@ checkpoint: {{save_every: 1}}
 paths: {{model: {model}, data: data}}
 """
 # Chunks of a few kilobytes, so that small files have many.
-SMALL = "from trainer.data import formats; formats.CHUNK = 4096; import runpy, sys; sys.argv[0] = 'trainer.prepare'; "
+SMALL = (
+    "from trainer.data.read import formats; formats.CHUNK = 4096; import runpy, sys; sys.argv[0] = 'trainer.prepare'; "
+)
 SMALL += "runpy.run_module('trainer.prepare', run_name='__main__', alter_sys=True)"
 
 

@@ -4,6 +4,8 @@ Nothing that this project has not made is replaced, and no output meets an input
 said at once, a line for each path.
 """
 
+# pyright: reportArgumentType=false
+
 from collections.abc import Iterator
 from pathlib import Path
 

@@ -4,6 +4,8 @@
 <preparing>/identity.json     of what an interrupted preparation was after
 """
 
+# pyright: reportArgumentType=false
+
 import hashlib
 import json
 import shutil

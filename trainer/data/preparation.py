@@ -1,5 +1,7 @@
 """Prepare data: rows of any source become tokens in a folder, a few megabytes at a time."""
 
+# pyright: reportArgumentType=false
+
 import os
 import time
 from collections.abc import Sequence

@@ -20,6 +20,8 @@ frozen embedding. Bridge sees to that for full recompute alone; _recompute_from_
 Each can go when Bridge does the same; trainer/layouts.py and tests/trainer/test_train.py hold each.
 """
 
+# pyright: reportAttributeAccessIssue=false, reportOptionalMemberAccess=false
+
 import hashlib
 import math
 from dataclasses import dataclass

@@ -25,8 +25,8 @@ def open_bridge(run: Run):
 
 def _cause(error: BaseException) -> str:
     """What was wrong first, on one line: Bridge takes any error for one of the network and raises its own."""
-    while error.__cause__ or error.__context__:
-        error = error.__cause__ or error.__context__
+    while cause := error.__cause__ or error.__context__:
+        error = cause
     return " ".join(str(error).split())[:300] or type(error).__name__
 
 

@@ -10,6 +10,8 @@ that can be resumed at any layout does not bring back: the whole fp32 weight is 
 precision-aware one leaves the fp32 weights on the GPU, and cannot be resumed from such a checkpoint: it comes with it.
 """
 
+# pyright: reportAttributeAccessIssue=false
+
 from typing import Any
 
 from conf.rules.precision import beyond_a_cpu

@@ -1,5 +1,7 @@
 """A run's configuration as Megatron-Bridge's ConfigContainer: all settings of its loop that we depart from."""
 
+# pyright: reportArgumentType=false
+
 import logging
 from pathlib import Path
 

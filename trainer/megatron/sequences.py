@@ -7,6 +7,8 @@ are read by megatron-core's GPTDataset, whose indexes go to paths.output/cache. 
 The order is Bridge's: every epoch is a permutation drawn with data.seed.
 """
 
+# pyright: reportArgumentType=false
+
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any

@@ -24,6 +24,8 @@ To save a small checkpoint in 0.5 s instead of 5 to 10:
    this one. That process imports torch. Can go when FileSystemWriterAsync makes a queue of its own for execute_sync.
 """
 
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportMissingImports=false
+
 import contextlib
 import importlib.metadata
 import inspect

@@ -9,6 +9,8 @@ promised() is for single names that are imported unconditionally and then not us
 its place, and the module behind it is imported when the class is called.
 """
 
+# pyright: reportAttributeAccessIssue=false, reportOptionalMemberAccess=false
+
 import ast
 import contextlib
 import importlib
@@ -33,7 +35,9 @@ def install() -> None:
 
 def load_family(architecture: str) -> None:
     """Import the modules that register `architecture` (the first of config.json's architectures) with AutoBridge."""
-    models = Path(importlib.util.find_spec(f"{ROOT}.models").submodule_search_locations[0])
+    spec = importlib.util.find_spec(f"{ROOT}.models")
+    assert spec and spec.submodule_search_locations
+    models = Path(spec.submodule_search_locations[0])
     for file in sorted(models.rglob("*_bridge.py")):
         text = file.read_text()
         if (

@@ -17,6 +17,8 @@ backward adds it; the second when Bridge gathers for such layers. tests/trainer/
 and benchmarks/gpu/gradients.py on GPUs.
 """
 
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false
+
 from megatron.bridge.peft.adapter_wrapper import AdapterWrapper
 from megatron.bridge.peft.utils import ParallelLinearAdapter
 from megatron.core.extensions.transformer_engine import TEColumnParallelLinear, TELinear, TERowParallelLinear

@@ -15,6 +15,8 @@ after ten steps at etp 2. Adapter repairs both.
 Each can go when Bridge does the same; the rows "shared" of trainer/layouts.py hold them.
 """
 
+# pyright: reportAttributeAccessIssue=false, reportOptionalMemberAccess=false
+
 from megatron.bridge.peft import lora
 from megatron.bridge.peft.utils import ParallelLinearAdapter
 from megatron.core import parallel_state

@@ -6,6 +6,8 @@ adapters, the buffers of gradients, the optimizer and its states; then a step is
 product, for the checks that Megatron leaves until then.
 """
 
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false
+
 import contextlib
 import logging
 import os

@@ -8,6 +8,8 @@ Started without torchrun, a run of one process stays in this one; more are hande
 a failed child would bury the line that matters, so ranks leave their fault in a file and torchrun's report is dropped.
 """
 
+# pyright: reportOptionalMemberAccess=false
+
 import argparse
 import contextlib
 import ctypes

@@ -3,6 +3,8 @@
 The digests of the trained tensors, as they are in memory, are written beside it first: trainer/weights/digests.py.
 """
 
+# pyright: reportOptionalMemberAccess=false
+
 import time
 
 from megatron.bridge.training.callbacks import Callback

@@ -12,6 +12,8 @@ drops the lines of later steps, which an interrupted attempt left behind, so tha
     expert_load_max, expert_load_mean                     busiest expert's load over the mean load: worst layer, mean
 """
 
+# pyright: reportArgumentType=false, reportOptionalMemberAccess=false
+
 import json
 import os
 import time

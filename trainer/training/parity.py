@@ -10,6 +10,8 @@ and nothing that is computed here can find its way into a checkpoint. A finished
 other rows are asked for) loads its last checkpoint and takes no step: Megatron-Bridge calls back in between.
 """
 
+# pyright: reportArgumentType=false, reportOptionalMemberAccess=false
+
 import json
 import os
 from itertools import chain
@@ -63,8 +65,8 @@ def record(run: Run, context) -> None:
             {"prompt": template.prompt(row), "tokens": tokens, "log_probs": log_probs[i][: len(tokens) - 1]}
             for i, (row, tokens) in enumerate(zip(rows, rows_of_tokens, strict=True))
         ]
-        for i, row in enumerate(found if of_base else []):
-            row["base_log_probs"] = of_base[i][: len(row["log_probs"])]
+        for row, alone in zip(found, of_base or [], strict=bool(of_base)):
+            row["base_log_probs"] = alone[: len(row["log_probs"])]
         facts = {"step": context.state.train_state.step, "asked": agreement.fingerprint(run)}
         facts |= {"weights": digests.of_all(of_tensors), "precision": run.train.precision}
         _write(Path(run.paths.parity), facts | {"rows": found})

@@ -8,6 +8,8 @@ number.
 Configuration, tokenizer and chat template are copied, the model card is not: it describes another model.
 """
 
+# pyright: reportArgumentType=false
+
 import hashlib
 import shutil
 from pathlib import Path

@@ -4,6 +4,8 @@ Every rank adds up the pieces that are its own (Megatron's main replicas); only 
 tensor. On a GPU this takes three passes over the trained weights; nothing is copied but a few million elements at once.
 """
 
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportOptionalMemberAccess=false
+
 import itertools
 
 import torch

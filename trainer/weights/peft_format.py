@@ -14,6 +14,8 @@ their adapters. Their weights are named as `target_parameters` too. PEFT has no 
 transformers does not build multi-token-prediction layers, so their adapters cannot be in here: merged/ has them.
 """
 
+# pyright: reportArgumentType=false
+
 import json
 import re
 import struct

@@ -18,6 +18,8 @@ ask for. Only #SBATCH lines would be left to share.
 Not covered: arrays and heterogeneous jobs, requests by GPU instead of by host.
 """
 
+# pyright: reportArgumentType=false
+
 import re
 import shlex
 import sys

@@ -6,6 +6,8 @@ Times are of the clock of the host that runs the flow, and nothing is decided by
 wrote down; one that is made twice counts for both attempts.
 """
 
+# pyright: reportArgumentType=false
+
 import json
 import time
 from collections.abc import Callable, Iterator

@@ -11,6 +11,8 @@ fetch() may be killed and called again: whole files are hashed and kept, a half 
 Large files of a folder are linked where that is possible: replace them in the source, do not write into them.
 """
 
+# pyright: reportArgumentType=false
+
 import hashlib
 import json
 import os

@@ -26,7 +26,8 @@ def look(uri: str) -> tuple[str, dict[str, tuple[int, str]]]:
 
 
 def _facts(store, name: str) -> tuple[int, str]:
-    from tasks.store.s3 import plainly, tag_of
+    from tasks.store.s3_bucket import tag_of
+    from tasks.store.s3_errors import plainly
 
     with plainly(store):
         head = store.client.head_object(Bucket=store.bucket, Key=store.at(name))
@@ -35,7 +36,7 @@ def _facts(store, name: str) -> tuple[int, str]:
 
 def digest(store, name: str, size: int, tag: str) -> str:
     """What the object's content is checked against. A fault where it is not the one that was listed."""
-    from tasks.store.s3 import plainly
+    from tasks.store.s3_errors import plainly
 
     where = {"Bucket": store.bucket, "Key": store.at(name)}
     with plainly(store):
@@ -57,8 +58,8 @@ def digest(store, name: str, size: int, tag: str) -> str:
 
 def receive(store, name: str, part: Path, size: int, digest: str, count: Callable, stopped: Event) -> None:
     """Bring `part` to the whole object; what an earlier attempt left in it is kept."""
-    from tasks.store.s3 import plainly
     from tasks.store.s3_download import stream
+    from tasks.store.s3_errors import plainly
 
     for last in (False, True):
         check = Check(digest, size)

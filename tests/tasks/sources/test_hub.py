@@ -194,7 +194,7 @@ def test_killed_fetch_goes_on_where_it_was(served, tmp_path):
     served.publish("models/org/toy", model)
     served.inject(f"cdn/{blob(served, SHARDS[1])}", rate=2e6)
     code = (
-        "import sys; from pathlib import Path; from tasks import hub\n"
+        "import sys; from pathlib import Path; from tasks.sources import hub\n"
         "hub.fetch(hub.resolve('org/toy', 'main'), Path(sys.argv[1]), False, False)"
     )
     process = subprocess.Popen([sys.executable, "-c", code, tmp_path / "out"], cwd=ROOT, start_new_session=True)

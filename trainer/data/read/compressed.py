@@ -5,6 +5,8 @@
 Archives of several streams one after another are read through. What is wrong with a file is a fault that names it.
 """
 
+# pyright: reportArgumentType=false
+
 import bz2
 import errno
 import gzip

@@ -9,6 +9,8 @@ A system prompt stands first or nowhere, a user begins, a user's or a tool's mes
 by another only where that calls a tool, a tool answers a call, and an answer ends it all.
 """
 
+# pyright: reportOptionalMemberAccess=false
+
 import json
 import math
 import re

@@ -6,6 +6,8 @@ files of a folder are read: conf/schema/row_files.py. Patterns take what they ma
 Chunks are the same each time as long as the source is: whoever has done some of them may leave those out.
 """
 
+# pyright: reportAttributeAccessIssue=false
+
 import glob
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass

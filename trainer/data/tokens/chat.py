@@ -5,6 +5,8 @@ too long loses tokens at the end of its longest message of a user, a system prom
 and what is learned, stays.
 """
 
+# pyright: reportArgumentType=false
+
 from collections.abc import Sequence
 from typing import Any, cast
 

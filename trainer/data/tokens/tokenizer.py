@@ -8,6 +8,8 @@ Padding and truncation that tokenizer.json may ask for are switched off. Special
 writes those it wants, and their names in a text become their ids.
 """
 
+# pyright: reportArgumentType=false
+
 import contextlib
 import hashlib
 import os

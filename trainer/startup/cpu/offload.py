@@ -4,6 +4,8 @@ HybridDeviceOptimizer asks each weight whether it lies on a GPU, and each copy o
 it sorts them, every tensor answers yes but for pinned copies and what is made of them.
 """
 
+# pyright: reportAttributeAccessIssue=false
+
 import torch
 from megatron.core.optimizer.cpu_offloading.hybrid_optimizer import HybridDeviceOptimizer
 from torch.overrides import TorchFunctionMode
