@@ -78,9 +78,9 @@ def main(run: Run) -> None:
 def configuration(run: Run):
     """Of a training run, but for the weights, the tokenizer and the checkpoints."""
     from megatron.bridge.training.config import TokenizerConfig
-    from megatron.core.tokenizers.text.libraries.null_tokenizer import NullTokenizer
 
     from trainer.megatron.recipe import make_adapter, make_config
+    from trainer.patches import null_tokenizer
     from trainer.rehearsal.meta_model import open_bridge
 
     config = config_json.read(Path(run.paths.model) / config_json.NAME)
@@ -89,7 +89,7 @@ def configuration(run: Run):
     if adapter := make_adapter(run):
         found.peft = None
         found.model.register_pre_wrap_hook(lambda chunks: adapter(chunks, training=True))
-    NullTokenizer.eos_id = property(lambda self: self._eod_id)  # Bridge's packs ask for it by this name
+    null_tokenizer.install()
     padded = facts_from_hf(config).vocab_pad > 0
     found.tokenizer = TokenizerConfig(
         tokenizer_type="NullTokenizer", vocab_size=found.model.vocab_size, use_tokenizer_vocab_size=padded

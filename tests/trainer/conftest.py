@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from conf.load import load
+from tests.support.ranks.gradients_of_run import make_data
 from trainer.data import prepared
 from trainer.data.write import packing
 from trainer.rehearsal import tiny_models
@@ -23,7 +24,18 @@ train: {steps: 6, global_batch: 4, precision: fp32}
 optimizer: {lr: 5e-3}
 checkpoint: {save_every: 100}
 """
-NEED_DATA = ("train", "train_detached", "masks", "gradients_of_run")
+DOWN = "linear_q_down_proj,linear_kv_down_proj"
+UP = "linear_q_up_proj,linear_kv_up_proj,linear_proj"
+TARGETS = {
+    ("llama", "lora"): "linear_qkv,linear_proj,linear_fc1,linear_fc2",
+    ("glm4-moe", "lora"): "linear_qkv,linear_proj,linear_fc1,linear_fc2",
+    ("deepseek-v3", "lora"): f"{DOWN},{UP},linear_fc1,linear_fc2",
+    ("llama", "dora"): "linear_qkv,linear_proj,linear_fc1,linear_fc2",
+    ("glm4-moe", "dora"): "linear_qkv,linear_proj",
+    ("deepseek-v3", "dora"): UP,
+}
+ALONE = "alone"  # the cut of one process
+NEED_DATA = ("train", "train_detached", "masks", "gradients_of_run", "train_without")
 
 
 @pytest.fixture(scope="session")
@@ -92,6 +104,19 @@ def as_bridge(ranks):
     return as_bridge
 
 
+@pytest.fixture
+def unpatched(ranks, tmp_path):
+    """unpatched(function, **arguments): the result of that function of unpatched.py."""
+
+    def unpatched(function: str, **arguments):
+        (tmp_path / "request.json").write_text(json.dumps({"function": function, **arguments}))
+        result = ranks("unpatched", load("tiny", [f"paths.output={tmp_path}"]))
+        assert result.code == 0, result.output
+        return json.loads((tmp_path / "answer.json").read_text())
+
+    return unpatched
+
+
 @pytest.fixture(scope="session")
 def base(configure, ranks):
     """base(model): convert it once, at whatever layout."""
@@ -104,6 +129,40 @@ def base(configure, ranks):
             done.add(model)
 
     return base
+
+
+@pytest.fixture(scope="session")
+def compare(configure, base, ranks, work):
+    """compare(model, kind, cut, packed, targets="", without=(), settings=()) -> what gradients_of_run.compare() found.
+
+    `settings` are not those of the run that it is compared with.
+    """
+    make_data(work / "rows")
+
+    def compare(
+        model: str, kind: str, cut: str, packed: bool, targets: str = "", without=(), settings=(), both=()
+    ) -> dict:
+        base(model)
+        name = "-".join([model, kind, *(["packed"] if packed else []), *targets.split(","), *both])
+        shared = [f"paths.data={work}/rows", "data.seq_length=128", f"data.packed={str(packed).lower()}", *both]
+        shared += ["train.steps=3", "train.global_batch=2", "optimizer.lr=1e-3", f"adapter.kind={kind}"]
+        shared += [f"adapter.targets=[{targets or TARGETS[model, kind]}]"] if kind != "none" else []
+        reference = work / f"{name}.pt"
+        if not reference.exists():
+            ask(configure(model, *shared, f"paths.output={work}/{name}"), reference)
+        where = "-".join([name, *cut.split(), *settings, *without]).replace("layout.", "")
+        ways = [] if cut == ALONE else ["layout.gpus_per_node=2", *cut.split()]
+        return ask(configure(model, *shared, *settings, *ways, f"paths.output={work}/{where}"), reference, without)
+
+    def ask(run, reference: Path, without=()) -> dict:
+        folder = Path(run.paths.output)
+        folder.mkdir()
+        (folder / "request.json").write_text(json.dumps({"reference": str(reference), "without": without}))
+        result = ranks("gradients_of_run", run)
+        assert result.code == 0, result.output[-4000:]
+        return json.loads((folder / "answer.json").read_text())
+
+    return compare
 
 
 def _prepare(run, made: dict[str, Path]) -> None:

@@ -17,6 +17,7 @@ from typing import Any
 from conf.rules.precision import beyond_a_cpu
 from conf.schema.run import Run
 from contract.faults import Fault
+from trainer.patches import offloading
 from trainer.startup import device
 
 RECIPES = {
@@ -82,23 +83,6 @@ def prepare(run: Run, resumed: bool) -> None:
         from trainer.startup.cpu import offload
 
         offload.install()
-    _keep_counting()
+    offloading.keep_counting()
     if resumed and run.checkpoint.save_optimizer:
-        # Bridge copies the bf16 weights over the host's fp32 ones after any checkpoint, also one that has brought them.
-        from megatron.bridge.training import setup
-
-        setup.sync_hybrid_device_optimizer_fp32_master_copies = lambda optimizer: False
-
-
-def _keep_counting() -> None:
-    """Resumed, core's HybridDeviceOptimizer sets its GPU part back to the step it was resumed at, before every step."""
-    from megatron.core.optimizer.cpu_offloading.hybrid_optimizer import HybridDeviceOptimizer
-
-    original = HybridDeviceOptimizer._sync_hdo_param_groups_to_sub_optimizers
-
-    def hand_down(self) -> None:
-        original(self)
-        for group in self.param_groups:
-            group.pop("step", None)  # the parts have it now, and count on
-
-    HybridDeviceOptimizer._sync_hdo_param_groups_to_sub_optimizers = hand_down
+        offloading.keep_resumed_weights()

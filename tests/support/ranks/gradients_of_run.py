@@ -7,9 +7,11 @@ together as a checkpoint's tensors are, by name and place, so that each rank's p
 For test_gradients.py, which asks by request.json in paths.output, and for benchmarks/gpu/gradients.py.
 """
 
+import contextlib
+import importlib
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -34,7 +36,7 @@ def main(run: Run) -> None:
 
     folder = Path(run.paths.output)
     request = json.loads((folder / "request.json").read_text())
-    found = compare(run, Path(request["reference"]), request["before"])
+    found = compare(run, Path(request["reference"]), request["without"])
     if distributed.get_rank() == 0:
         (folder / "answer.json").write_text(json.dumps(found))
 
@@ -55,15 +57,15 @@ def start(run: Run) -> None:
         torch.distributed.init_process_group(device.backend(), meeting, rank=rank, world_size=run.world)
 
 
-def compare(run: Run, reference: Path, before: bool = False, exact: Path | None = None) -> dict[str, Any]:
-    """Train, and compare with `reference`; a run of one process without one writes it. `before`: without the repair.
+def compare(run: Run, reference: Path, without: Sequence[str] = (), exact: Path | None = None) -> dict[str, Any]:
+    """Train, and compare with `reference`; a run of one process without one writes it.
 
-    `exact` is the same of fp32, for a run in bf16.
+    `without` are names in trainer/patches that are left out. `exact` is the same of fp32, for a run in bf16.
     """
     start(run)
     import torch
 
-    losses, loads, pieces = train(run, before)
+    losses, loads, pieces = train(run, without)
     if not reference.exists():
         assert run.world == 1, reference
         found = {"losses": losses, "loads": loads, "tensors": dict(_whole(pieces))}
@@ -113,7 +115,7 @@ def _nearness(pieces: list, single: dict[str, Any], exact: Path, world: int) -> 
     }
 
 
-def train(run: Run, before: bool) -> tuple[list[float], list[list[float]], list]:
+def train(run: Run, without: Sequence[str]) -> tuple[list[float], list[list[float]], list]:
     """Of all steps the losses and each expert's tokens, and this rank's pieces of the first step's gradients."""
     import torch
     from megatron.bridge.training.callbacks import Callback
@@ -124,7 +126,6 @@ def train(run: Run, before: bool) -> tuple[list[float], list[list[float]], list]
     from trainer.megatron import adapters
     from trainer.megatron.model import open_bridge
     from trainer.megatron.recipe import make_config
-    from trainer.patches import sequence_parallel
     from trainer.training.metrics import _from_last_stage
 
     losses: list[float] = []
@@ -158,17 +159,37 @@ def train(run: Run, before: bool) -> tuple[list[float], list[list[float]], list]
             self.table[router.layer_number - 1] += outputs[1].detach().sum(0)
 
     adapters.SPREAD_OF_B = 1.0
-    repair = sequence_parallel.give_every_adapter_all_tokens
-    if before:
-        sequence_parallel.give_every_adapter_all_tokens = lambda model: None
     try:
-        config = make_config(run, open_bridge(run), None)
-        config.checkpoint.save = None
-        finetune(config, forward_step, callbacks=[Recorder()])
+        with contextlib.ExitStack() as stack:
+            for name in without:
+                stack.enter_context(left_out(name))
+            config = make_config(run, open_bridge(run), None)
+            config.checkpoint.save = None
+            finetune(config, forward_step, callbacks=[Recorder()])
     finally:
-        sequence_parallel.give_every_adapter_all_tokens = repair
         adapters.SPREAD_OF_B = 0.0
     return losses, loads, pieces
+
+
+@contextlib.contextmanager
+def left_out(name: str) -> Iterator[None]:
+    """Inside, a function of trainer/patches does nothing, and a method of a class there is the one that it overrides.
+
+    `name` is such as dora.DoRALinear.forward.
+    """
+    module, *owners, last = name.split(".")
+    owner: Any = importlib.import_module(f"trainer.patches.{module}")
+    for one in owners:
+        owner = getattr(owner, one)
+    original = getattr(owner, last)
+    if owners:
+        delattr(owner, last)
+    else:
+        setattr(owner, last, lambda *_: None)
+    try:
+        yield
+    finally:
+        setattr(owner, last, original)
 
 
 def _gradients(chunks: list) -> Iterator:
@@ -248,4 +269,4 @@ def _differences(pieces: list, expected: dict[str, Any]) -> Iterator[dict[str, A
 def _whole_cosine(rows: list[dict[str, Any]]) -> float:
     """Of all gradients as one vector. Adds up replicas as often as they are there."""
     product, one, other = (sum(row["sums"][i] for row in rows) for i in range(3))
-    return product / math.sqrt(one * other)
+    return product / math.sqrt(one * other) if other else 0.0

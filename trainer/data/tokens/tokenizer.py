@@ -22,7 +22,7 @@ import numpy as np
 
 from contract import regular_files
 from contract.faults import Fault
-from trainer.patches.import_fixes import import_transformers
+from trainer.patches.transformers_imports import import_transformers
 
 Tokenizer = Any  # transformers' PreTrainedTokenizerBase, which cannot be named without importing it
 Encoding = Any  # tokenizers.Encoding: ids, and which characters became which token

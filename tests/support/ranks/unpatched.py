@@ -1,0 +1,60 @@
+"""Megatron-core without trainer/patches, and patches at versions that are not theirs. See conftest.unpatched.
+
+main(run) calls the function that request.json in run.paths.output names, and leaves its result in answer.json.
+"""
+
+import importlib.metadata
+import json
+from importlib import import_module
+from pathlib import Path
+from types import SimpleNamespace
+
+from conf.schema.run import Run
+from contract.faults import Fault
+
+
+def main(run: Run) -> None:
+    folder = Path(run.paths.output)
+    request = json.loads((folder / "request.json").read_text())
+    answer = globals()[request.pop("function")](**request)
+    (folder / "answer.json").write_text(json.dumps(answer))
+
+
+def refused(functions: dict[str, list[str]]) -> dict[str, str]:
+    """The fault of each function, module by module, where every package has another version."""
+    patches = {name: import_module(f"trainer.patches.{name}") for name in functions}
+    importlib.metadata.version = lambda package: "99.1"
+    found = {}
+    for name, module in patches.items():
+        for function in functions[name]:
+            try:
+                getattr(module, function)(*([[]] if function not in ("install",) else []))
+            except Fault as fault:
+                found[f"{name}.{function}"] = str(fault)
+    return found
+
+
+def chain() -> str:
+    """What two optimizers say of the state of four."""
+    from megatron.core.optimizer import ChainedOptimizer
+
+    two = SimpleNamespace(chained_optimizers=[None, None])
+    try:
+        ChainedOptimizer.load_state_dict(two, dict.fromkeys(range(4)))
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def offloaded() -> int:
+    """The step that a part is at before its next, resumed at step 3 and at 5 by now."""
+    import torch
+    from megatron.core.optimizer.cpu_offloading.hybrid_optimizer import HybridDeviceOptimizer
+
+    weight = torch.zeros(1)
+    part = SimpleNamespace(param_groups=[{"params": [weight], "step": 5}])
+    resumed = SimpleNamespace(
+        param_groups=[{"params": [weight], "step": 3}], sub_optimizers=[part], param_to_inner_param={weight: weight}
+    )
+    HybridDeviceOptimizer._sync_hdo_param_groups_to_sub_optimizers(resumed)
+    return part.param_groups[0]["step"]

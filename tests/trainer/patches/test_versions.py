@@ -1,0 +1,85 @@
+"""A patch is refused for a version that it is not written for, in one line, before it changes anything."""
+
+import importlib.metadata
+import re
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+from contract.faults import Fault
+from trainer.patches import versions
+
+ROOT = Path(__file__).parents[3]
+PATCHES = sorted(path.stem for path in (ROOT / "trainer/patches").glob("[a-z]*.py") if path.stem != "versions")
+LIGHT = {
+    "checkpoint_writers": "install",
+    "import_fixes": "install",
+    "lazy_bridge": "install",
+    "null_tokenizer": "install",
+    "offloading": "keep_counting",
+    "transformers_imports": "import_transformers",
+    "vllm_cpu": "answer_for_vllm",
+}
+# They import Megatron when they are imported.
+HEAVY = {
+    "dora": ["install", "mark_magnitudes"],
+    "expert_adapters": ["install"],
+    "recompute": ["start_from_the_embedding"],
+    "resharding": ["install"],
+    "sequence_parallel": ["give_every_adapter_all_tokens"],
+    "shared_experts": ["install", "count_once"],
+}
+
+
+@pytest.fixture
+def other_version(monkeypatch):
+    """A version of every package that nothing is written for."""
+    monkeypatch.setattr(importlib.metadata, "version", lambda package: "99.1+cpu")
+    return "99.1"
+
+
+def written_for(patch: str) -> dict[str, tuple[str, ...]]:
+    """Read, not imported: some import Megatron."""
+    (found,) = re.findall(r"^WRITTEN_FOR = (.*)$", (ROOT / f"trainer/patches/{patch}.py").read_text(), re.MULTILINE)
+    return eval(found)
+
+
+def test_every_patch_is_tried_here():
+    assert sorted([*LIGHT, *HEAVY]) == PATCHES
+
+
+@pytest.mark.parametrize("patch, function", LIGHT.items())
+def test_another_version_is_one_line(patch, function, other_version):
+    arguments = [False] if patch == "import_fixes" else []
+    with pytest.raises(Fault) as refused:
+        getattr(import_module(f"trainer.patches.{patch}"), function)(*arguments)
+    (package, known), *_ = written_for(patch).items()
+    assert str(refused.value) == (
+        f"{package} 99.1: trainer/patches/{patch}.py is written for {known[0]}; install that (make setup), "
+        "or see what has to change (docs/development.md)"
+    )
+
+
+def test_another_version_is_one_line_where_megatron_is_there(unpatched):
+    found = unpatched("refused", functions=HEAVY)
+    assert found.keys() == {f"{patch}.{function}" for patch, functions in HEAVY.items() for function in functions}
+    for name, line in found.items():
+        assert re.fullmatch(r"megatron-\w+ 99\.1: trainer/patches/\w+\.py is written for .*; install that .*", line), (
+            name
+        )
+
+
+def test_a_package_that_is_not_there_is_said_to_be_missing():
+    with pytest.raises(Fault, match=r"^no-such is not installed: trainer/patches/x\.py is written for 1\.0 and 1\.1;"):
+        versions.check("trainer.patches.x", {"no-such": ("1.0", "1.1")})
+
+
+@pytest.mark.parametrize("patch", PATCHES)
+def test_it_is_written_for_what_is_installed_and_the_page_says_so(patch):
+    (row,) = (
+        line for line in (ROOT / "docs/development.md").read_text().splitlines() if line.startswith(f"| `{patch}`")
+    )
+    for package, known in written_for(patch).items():
+        assert versions.installed(package) in (*known, None)  # None: vLLM's CPU build, on a GPU
+        assert f"{package} {known[-1]}" in row

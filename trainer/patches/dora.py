@@ -1,0 +1,73 @@
+"""DoRA, the same at every layout.
+
+Megatron-Bridge takes the norm of a row-parallel weight over one rank's columns only; DoRALinear takes it over all.
+Bridge does not mark the magnitudes' gradients as partial (row-parallel) or cut (column-parallel) over ranks either, and
+saves those of a fused gate and up as each rank has them, so that a resume at another tp took gates' for ups'.
+
+Each can go when Bridge does the same; trainer/layouts.py and tests/trainer/megatron/test_gradients.py hold them.
+https://github.com/NVIDIA-NeMo/Megatron-Bridge/blob/main/src/megatron/bridge/peft/dora_layers.py
+"""
+
+# pyright: reportAttributeAccessIssue=false, reportOptionalMemberAccess=false
+
+import torch
+from megatron.bridge.peft import dora, dora_layers
+from megatron.core import parallel_state
+from megatron.core.tensor_parallel import mappings, set_tensor_model_parallel_attributes
+from megatron.core.transformer.mlp import apply_swiglu_sharded_factory
+
+from trainer.patches import versions
+
+WRITTEN_FOR = {"megatron-bridge": ("0.6.2",), "megatron-core": ("0.19.2",)}
+
+
+def install() -> None:
+    """Let Bridge's DoRA make layers and adapters of this module."""
+    versions.check(__name__, WRITTEN_FOR)
+    dora.DoRALinear, dora.ParallelLinearDoRAAdapter = DoRALinear, DoRAAdapter
+
+
+def mark_magnitudes(model) -> None:
+    """Mark how magnitudes lie over ranks: their gradients are summed and normed accordingly."""
+    versions.check(__name__, WRITTEN_FOR)
+    for chunk in model if isinstance(model, list) else [model]:
+        for module in chunk.modules():
+            if not isinstance(module, dora_layers.DoRALinear):
+                continue
+            magnitude = module.adapter.weight_magnitude
+            if module.adapter.input_is_parallel:  # whole, each rank sees its tokens
+                magnitude.sequence_parallel = module.to_wrap.config.sequence_parallel
+            else:
+                set_tensor_model_parallel_attributes(magnitude, True, 0, 1)
+
+
+class DoRAAdapter(dora_layers.ParallelLinearDoRAAdapter):
+    """Saves the magnitudes of a fused gate and up as Bridge saves B: whole at any tp, gates before ups."""
+
+    def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None):
+        state, key = super().sharded_state_dict(prefix, sharded_offsets, metadata), f"{prefix}weight_magnitude"
+        if "linear_fc1" in self.base_linear_name and self.config.gated_linear_unit:
+            state[key] = apply_swiglu_sharded_factory(state[key], sharded_offsets)
+        return state
+
+
+class DoRALinear(dora_layers.DoRALinear):
+    """DoRA whose norm covers the whole row of a weight that is cut over columns, and which leaves the bias alone."""
+
+    def forward(self, x):
+        output, bias = super().forward(x)
+        inside = getattr(self.to_wrap, "bias", None)
+        if bias is None and inside is not None and inside.numel() and self._adapter_enabled:
+            # Bridge multiplies W x + b + B A x; the magnitudes of DoRA are those of the weight.
+            output = output + inside * (1 - self.adapter.get_weight_magnitude() / self._get_weight_norm())
+        # Bridge makes [1, tokens, width] of [tokens, width], which latent attention has where sequences are packed.
+        return output.squeeze(0) if output.ndim > x.ndim else output, bias
+
+    def _get_weight_norm(self):
+        if not self.adapter.input_is_parallel:
+            return super()._get_weight_norm()
+        outer = mappings.gather_from_tensor_model_parallel_region(self.adapter.linear_out.weight.T).T
+        weight = self.to_wrap.weight + self.scaling * outer @ self.adapter.linear_in.weight
+        squares = weight.float().square().sum(1).detach()
+        torch.distributed.all_reduce(squares, group=parallel_state.get_tensor_model_parallel_group())
+        return squares.sqrt().to(weight.dtype)

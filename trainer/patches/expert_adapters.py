@@ -1,0 +1,57 @@
+"""One adapter per expert, right also where experts are cut over several ranks.
+
+Megatron-Bridge's adapter per expert is wrong under expert tensor parallelism, and nothing says so: on fc1 it gathers
+the hidden values outside autograd, so A gets no gradient; on fc2 each rank multiplies only its own part of the hidden
+values, and the dispatcher then adds up copies of the result. ExpertAdapter repairs both.
+
+Can go when Bridge does the same; trainer/layouts.py and tests/trainer/test_train.py hold it.
+https://github.com/NVIDIA-NeMo/Megatron-Bridge/blob/main/src/megatron/bridge/peft/utils.py
+"""
+
+# pyright: reportAttributeAccessIssue=false, reportOptionalMemberAccess=false
+
+from megatron.bridge.peft import lora
+from megatron.bridge.peft.utils import GroupedExpertLinearAdapter
+from megatron.core.tensor_parallel import mappings
+from torch import nn
+
+from trainer.patches import versions
+
+WRITTEN_FOR = {"megatron-bridge": ("0.6.2",), "megatron-core": ("0.19.2",)}
+
+
+def install() -> None:
+    """Let Bridge's LoRA make adapters of this module."""
+    versions.check(__name__, WRITTEN_FOR)
+    lora.GroupedExpertLinearAdapter = ExpertAdapter
+
+
+class ExpertAdapter(GroupedExpertLinearAdapter):
+    """One low-rank pair per expert, right also where each expert is cut over several ranks."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        if self.input_is_parallel and self.expert_tp_group is not None and self.expert_tp_group.size() > 1:
+            self.activation = _Sum(self.expert_tp_group)  # fc2: between A and B, where Bridge puts its activation
+
+    def _gather_along_last_dim(self, tensor):
+        group = self.expert_tp_group
+        if group is None or group.size() == 1:
+            return tensor
+        if not self.input_is_parallel:
+            return mappings.all_gather_last_dim_from_tensor_parallel_region(tensor, group=group)
+        # fc2: the dispatcher adds up the ranks' outputs, so a rank fills in its own columns and leaves the others 0.
+        width = tensor.shape[-1]
+        return nn.functional.pad(tensor, (group.rank() * width, (group.size() - 1 - group.rank()) * width))
+
+
+class _Sum(nn.Module):
+    """The sum over ranks, of values and of gradients: each rank holds a part of both."""
+
+    def __init__(self, group):
+        super().__init__()
+        self.group = group
+
+    def forward(self, x):
+        x = mappings.reduce_from_tensor_model_parallel_region(x, group=self.group)
+        return mappings.copy_to_tensor_model_parallel_region(x, group=self.group)

@@ -1,0 +1,22 @@
+"""Made-up tokens in packs.
+
+Megatron-Bridge's packed data sets ask a tokenizer for its eos_id
+(https://github.com/NVIDIA-NeMo/Megatron-Bridge/blob/main/src/megatron/bridge/data/packing/gpt_sft.py), and
+megatron-core's NullTokenizer has none
+(https://github.com/NVIDIA/Megatron-LM/blob/main/megatron/core/tokenizers/text/libraries/null_tokenizer.py).
+Can go when it has one.
+"""
+
+# pyright: reportAttributeAccessIssue=false
+
+from trainer.patches import versions
+
+WRITTEN_FOR = {"megatron-bridge": ("0.6.2",), "megatron-core": ("0.19.2",)}
+
+
+def install() -> None:
+    """Give the NullTokenizer its end of a document as its end of a sequence."""
+    versions.check(__name__, WRITTEN_FOR)
+    from megatron.core.tokenizers.text.libraries.null_tokenizer import NullTokenizer
+
+    NullTokenizer.eos_id = property(lambda self: self._eod_id)

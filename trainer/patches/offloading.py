@@ -1,0 +1,38 @@
+"""An offloaded optimizer, resumed as it was saved.
+
+1. Resumed, megatron-core's HybridDeviceOptimizer sets its GPU part back to the step it was resumed at, before every
+   step. Can go when _sync_hdo_param_groups_to_sub_optimizers leaves the step out:
+   https://github.com/NVIDIA/Megatron-LM/blob/main/megatron/core/optimizer/cpu_offloading/hybrid_optimizer.py
+2. Megatron-Bridge copies the bf16 weights over the host's fp32 ones after any checkpoint, also one that has brought
+   them. Can go when its setup asks what was loaded:
+   https://github.com/NVIDIA-NeMo/Megatron-Bridge/blob/main/src/megatron/bridge/training/setup.py
+
+tests/trainer/megatron/test_precision.py holds both.
+"""
+
+# pyright: reportAttributeAccessIssue=false
+
+from trainer.patches import versions
+
+WRITTEN_FOR = {"megatron-bridge": ("0.6.2",), "megatron-core": ("0.19.2",)}
+
+
+def keep_counting() -> None:
+    versions.check(__name__, WRITTEN_FOR)
+    from megatron.core.optimizer.cpu_offloading.hybrid_optimizer import HybridDeviceOptimizer
+
+    original = HybridDeviceOptimizer._sync_hdo_param_groups_to_sub_optimizers
+
+    def hand_down(self) -> None:
+        original(self)
+        for group in self.param_groups:
+            group.pop("step", None)  # the parts have it now, and count on
+
+    HybridDeviceOptimizer._sync_hdo_param_groups_to_sub_optimizers = hand_down
+
+
+def keep_resumed_weights() -> None:
+    versions.check(__name__, WRITTEN_FOR)
+    from megatron.bridge.training import setup
+
+    setup.sync_hybrid_device_optimizer_fp32_master_copies = lambda optimizer: False

@@ -1,0 +1,28 @@
+"""Recompute of single modules below adapters.
+
+What is computed again gets no gradient, or fails, where its input needs none: in a first layer behind a frozen
+embedding. Megatron-Bridge sees to that for full recompute alone; here also for single modules. Can go when its
+maybe_enable_recompute_inputs_grad no longer leaves them out; tests/trainer/test_train.py holds it.
+https://github.com/NVIDIA-NeMo/Megatron-Bridge/blob/main/src/megatron/bridge/peft/recompute.py
+"""
+
+import torch
+from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
+
+from trainer.patches import versions
+
+WRITTEN_FOR = {"megatron-bridge": ("0.6.2",)}
+
+
+def start_from_the_embedding(model) -> None:
+    """Give the embedding's output, which no weight needs a gradient of, one all the same."""
+    versions.check(__name__, WRITTEN_FOR)
+    for chunk in model if isinstance(model, list) else [model]:
+        for module in chunk.modules():
+            if isinstance(module, LanguageModelEmbedding) and module.config.recompute_granularity == "selective":
+                module.register_forward_hook(_needs_gradient)
+
+
+def _needs_gradient(_module, _inputs, output: torch.Tensor) -> None:
+    if torch.is_grad_enabled():
+        output.requires_grad_()

@@ -1,0 +1,57 @@
+"""transformers, imported in 2 s less.
+
+It reads the metadata of all 350 installed packages to look up five
+(https://github.com/huggingface/transformers/blob/main/src/transformers/utils/import_utils.py), and its 480 model
+folders twice, in its own __init__ and in that of its models. Can go when it looks up what it needs.
+"""
+
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false
+
+import contextlib
+import importlib.metadata
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from trainer.patches import versions
+
+WRITTEN_FOR = {"transformers": ("5.12.1",)}
+
+
+def import_transformers() -> None:
+    """Import transformers.models once, without reading what it does not need."""
+    versions.check(__name__, WRITTEN_FOR)
+    everything = importlib.metadata.packages_distributions
+    importlib.metadata.packages_distributions = lambda: _Distributions(everything)
+    from transformers.utils import import_utils
+
+    importlib.metadata.packages_distributions = everything
+    scan = import_utils.define_import_structure
+    # As transformers/__init__.py has called it: the result was kept.
+    by_backend = scan(Path(import_utils.__file__).parents[1] / "models", prefix="models")
+    import_utils.define_import_structure = lambda path: {
+        backends: {name.removeprefix("models."): names for name, names in modules.items() if name.startswith("models.")}
+        for backends, modules in by_backend.items()
+    }
+    import transformers.models  # noqa: F401
+
+    import_utils.define_import_structure = scan
+
+
+class _Distributions(dict):
+    """importlib.metadata.packages_distributions(), but a distribution named like the package is found at once."""
+
+    def __init__(self, everything: Callable[[], Mapping[str, list[str]]]):
+        super().__init__()
+        self.everything = everything
+
+    def __missing__(self, package: str) -> list[str]:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            importlib.metadata.version(package)
+            return [package]
+        return self.everything()[package]
+
+    def get(self, package: str, default=None):
+        try:
+            return self[package]
+        except KeyError:
+            return default

