@@ -30,8 +30,10 @@ up: $(STAMP) ## start a Prefect server, MLflow and workers on this host
 down: ## stop what make up started
 	@$(WITH_PREFECT) $(PYTHON) -m flows.services down
 
-test: $(STAMP) ## run the tests that need no GPU and little time
-	$(PYTHON) -m pytest
+# Much of a test is waiting for servers and imports: three at a time keep two cores busy. A file's tests stay together.
+JOBS ?= 3
+test: $(STAMP) ## run the tests that need no GPU and little time, JOBS files at a time
+	$(PYTHON) -m pytest -n $(JOBS) --dist loadfile -rs
 
 slow: $(STAMP) ## run the tests that take minutes
 	$(PYTHON) -m pytest -m slow
