@@ -9,10 +9,10 @@ STAMP := .venv/.synced-$(EXTRA)
 # Runs on this host keep Prefect's database with all else in runs/.
 WITH_PREFECT := mkdir -p runs/prefect && PREFECT_HOME=$${PREFECT_HOME:-$(CURDIR)/runs/prefect}
 
-.PHONY: help setup tiny up down test slow doctor lint layouts bench-store bench-flow bench-data faults scale gpu gpu-kit schema clean
+.PHONY: help setup tiny up down test slow doctor lint layouts bench-store bench-flow bench-data faults scale gpu gpu-kit schema licences clean
 
 help: ## list these targets (the default)
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-11s  %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-15s  %s\n", $$1, $$2 }' Makefile
 
 setup: $(STAMP) ## make .venv from uv.lock; instant when it is in step
 	@echo "setup: .venv is in step with uv.lock (extra $(EXTRA))"
@@ -78,6 +78,9 @@ gpu-kit: $(STAMP) ## pack what the GPU tests need
 
 schema: $(STAMP) ## write conf/schema.json anew from conf/schema/run.py
 	$(PYTHON) -m conf.schema --json > conf/schema.json
+
+licences: $(STAMP) ## list the licences of the installed packages
+	@$(PYTHON) -m flows.licences
 
 clean: ## remove the environment and the project's own caches; runs/ and all else stays
 	rm -rf .venv .uv .pytest_cache .ruff_cache .hypothesis
