@@ -1,16 +1,16 @@
-"""Read a run's YAML, strictly, and say all that is wrong with it at once, one line each.
+"""Read a run's YAML strictly, and report all that is wrong with it at once, one line each.
 
     python -m conf.load CONF [KEY=VALUE ...]      print the resolved configuration; exit 2 with the problems on stderr
 
-CONF is a file, or the bare name of one in conf/, conf/planned/ or conf/documented/. KEY=VALUE overrides one dotted
-key, as in train.steps=20; the value is YAML and may be a list, and no key may be given twice.
+CONF is a file, or the bare name of one in conf/, conf/planned/ or conf/documented/. KEY=VALUE overrides one dotted key,
+as in train.steps=20; the value is YAML and may be a list, and no key may be given twice.
 
 Keys and values are checked first, each by itself. Once those are right, they are weighed against one another and
 against the arithmetic of the layout (conf/rules/layout.py); the rules that need the model's sizes wait for its
 config.json.
 
-YAML is read as in its version 1.2: 1e-4 is a number, yes and on are strings, 010 is no octal number. Duplicate keys
-are refused.
+YAML is read as in its version 1.2: 1e-4 is a number, yes and on are strings, 010 is no octal number. Duplicate keys are
+refused.
 """
 
 import argparse
@@ -73,7 +73,10 @@ WORDS = {
 
 
 def load(path: str | os.PathLike[str], overrides: Sequence[str] = (), illegal: bool = False) -> Run:
-    """illegal: the layout may be, as whoever plans says so himself."""
+    """Read and check a configuration with its overrides.
+
+    `illegal` lets a layout that breaks rules pass, as the planner reports the broken rules itself.
+    """
     file, shown = _find(os.fspath(path))
     data, wrong = parse(read_text(file, shown), shown)
     if not wrong and not isinstance(data, dict):
@@ -110,12 +113,12 @@ def load(path: str | os.PathLike[str], overrides: Sequence[str] = (), illegal: b
 
 
 def _one_host(run: Run) -> Run:
-    """`layout: auto` alone: all GPUs of a host."""
+    """Spell out `layout: auto` without a number of GPUs: it means all GPUs of a host."""
     return run.model_copy(update={"layout": run.layout.model_copy(update={"gpus_per_node": hardware.of(run).per_host})})
 
 
 def dump(run: Run, path: str | os.PathLike[str]) -> None:
-    """Writes all keys of the run; load() of the file gives an equal Run. The file is whole or not there."""
+    """Write all keys of the run; load() of the file gives an equal Run. The file is whole or not there."""
     path = Path(path)
     partial = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     try:
@@ -143,7 +146,7 @@ def _find(path: str) -> tuple[Path, str]:
 
 
 def read_overrides(overrides: Iterable[str]) -> tuple[dict[str, Any], dict[str, str], list[str]]:
-    """Values by key, the text of each override by key, and what is wrong with the others."""
+    """Values by key, the text of each override by key, and the problems of overrides that cannot be read."""
     values: dict[str, Any] = {}
     places: dict[str, str] = {}
     wrong: list[str] = []
@@ -191,7 +194,10 @@ def _show(value: Any) -> str:
 
 
 def _meant(key: str) -> str:
-    """The key that was probably meant: the same name elsewhere, else a similar one beside it, else a similar one."""
+    """The key that was probably meant.
+
+    A key of the same name elsewhere comes first, then a similar one beside it, then any similar one.
+    """
     known = KEYS + SECTIONS
     section, _, name = key.rpartition(".")
     same = [other for other in known if other.rpartition(".")[2] == name]

@@ -1,4 +1,4 @@
-"""GPUs: what the makers' data sheets say, how much of it training gets, and a user's own GPU from a small YAML.
+"""Kinds of GPUs with the figures of their data sheets, and a user's own GPU from a small YAML.
 
     of(run)                               what hardware.gpu and hardware.price name; the rule for null stands there
     read("h200"), read("my-gpu.yaml")
@@ -105,7 +105,7 @@ OPTIONAL = ("fp8", "fp32", "price", "capability", "bus")
 
 
 def of(run: Run, gpus: int | None = None) -> Gpu:
-    """What the run is planned for; `gpus`: in all, where that is not the layout's number."""
+    """The kind of GPU that the run is planned for. `gpus` is the total number, where that is not the layout's."""
     named = next((word for word in run.name.split("-") if word in NAMES), None)
     usual = CPU.name if run.model.source.startswith("tiny://") else "h100"
     gpu = priced(read(run.hardware.gpu or named or usual, "hardware.gpu"), run.hardware.price)
@@ -116,7 +116,7 @@ def of(run: Run, gpus: int | None = None) -> Gpu:
 
 
 def read(wanted: str, place: str = "gpu") -> Gpu:
-    """One of GPUS by its name, this host's CPU, or a user's own from a YAML file."""
+    """Find a GPU: one of GPUS by its name, this host's CPU, or a user's own from a YAML file."""
     if wanted.lower() in GPUS:
         return GPUS[wanted.lower()]
     if wanted.lower() == CPU.name:
@@ -155,7 +155,7 @@ def _host_memory() -> int:
 
 
 def priced(gpu: Gpu, price: float | None) -> Gpu:
-    """The same at another price."""
+    """The same GPU at another price."""
     if price is None:
         return gpu
     if not isfinite(price) or price < 0:
@@ -186,7 +186,7 @@ def _faults(given: dict) -> list[str]:
 
 
 def unsupported(run: Run, gpu: Gpu) -> list[str]:
-    """A line for what this kind of GPU cannot do."""
+    """Lines for settings of the run that this kind of GPU cannot do."""
     found, fp8 = [], run.train.fp8
     able = [name for name, (least, below) in CAPABLE.items() if least <= gpu.capability < below]
     if fp8 and gpu.cuda and "fp8" not in gpu.tflops:

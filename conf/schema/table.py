@@ -1,4 +1,4 @@
-"""All keys of a run as a table for people and as JSON schema for editors; conf/schema/__main__.py is the command."""
+"""Documented keys of a run: a table for people, a JSON schema for editors. conf/schema/__main__.py is the command."""
 
 import itertools
 import json
