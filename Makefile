@@ -30,8 +30,8 @@ up: $(STAMP) ## start a Prefect server, MLflow and workers on this host
 down: ## stop what make up started
 	@$(WITH_PREFECT) $(PYTHON) -m flows.services down
 
-# Much of a test is waiting for servers and imports: three at a time keep two cores busy. A file's tests stay together.
-JOBS ?= 3
+# Much of a test is waiting for servers and imports: two at a time keep two cores busy. A file's tests stay together.
+JOBS ?= 2
 test: $(STAMP) ## run the tests that need no GPU and little time, JOBS files at a time
 	$(PYTHON) -m pytest -n $(JOBS) --dist loadfile -rs
 
