@@ -1,6 +1,7 @@
 """One line for a plan that is refused: the reason, and the keys that make it a plan that fits.
 
-refusal(plan)            both changes(before, after)   the keys in which two runs differ, as overrides of a command line
+refusal(plan)            both
+changes(before, after)   the keys in which two runs differ, as overrides of a command line
 """
 
 import json
