@@ -30,10 +30,11 @@ up: $(STAMP) ## start a Prefect server, MLflow and workers on this host
 down: ## stop what make up started
 	@$(WITH_PREFECT) $(PYTHON) -m flows.services down
 
-# Much of a test is waiting for servers and imports: two at a time keep two cores busy. A file's tests stay together.
+# Much of a test is waiting for servers and imports. What runs together is in tests/conftest.py; in the order of folders,
+# as those that take longest come early.
 JOBS ?= 2
 test: $(STAMP) ## run the tests that need no GPU and little time, JOBS files at a time
-	$(PYTHON) -m pytest -n $(JOBS) --dist loadfile -rs
+	$(PYTHON) -m pytest -n $(JOBS) --dist loadscope --no-loadscope-reorder -rs
 
 slow: $(STAMP) ## run the tests that take minutes
 	$(PYTHON) -m pytest -m slow
