@@ -14,7 +14,6 @@ refused.
 """
 
 import argparse
-import json
 import os
 import re
 import secrets
@@ -25,9 +24,9 @@ from pathlib import Path
 from typing import Any, get_origin
 
 from pydantic import ValidationError
-from pydantic_core import ErrorDetails
 
 from conf import strict_yaml
+from conf.error_lines import key_of, line, show
 from conf.planner import hardware
 from conf.rules import layout
 from conf.rules.contradictions import contradictions
@@ -40,7 +39,6 @@ from contract.faults import ConfigError
 FOLDER = Path(__file__).parent
 # Names are looked for here; only what lies in FOLDER itself is offered to run.
 FOLDERS = (FOLDER, FOLDER / "planned", FOLDER / "documented")
-LONGEST = 300  # characters of a value in a message
 KEYS = dotted_keys()
 SECTIONS = list(sections())
 MAPS = [
@@ -49,27 +47,6 @@ MAPS = [
     for key, field in kind.model_fields.items()
     if get_origin(field.annotation) is dict
 ]
-
-# What pydantic's kinds of errors are called here; the value goes in front. Any other kind keeps pydantic's words.
-WORDS = {
-    "int_type": "is not an integer",
-    "float_type": "is not a number",
-    "finite_number": "is not a finite number",
-    "string_type": "is not a string",
-    "bool_type": "is not true or false",
-    "tuple_type": "is not a list",
-    "model_type": "is not a section of keys",
-    "literal_error": "is not one of {expected}",
-    "string_pattern_mismatch": "does not match {pattern}",
-    "string_too_short": "is empty",
-    "string_too_long": "is too long: it must have at most {max_length} characters",
-    "greater_than": "is too small: it must be above {gt}",
-    "greater_than_equal": "is too small: it must be at least {ge}",
-    "less_than": "is too large: it must be below {lt}",
-    "less_than_equal": "is too large: it must be at most {le}",
-}
-
-# PyYAML's way to say that a value does not fit its tag, as in !!int ten, !!int "" or !!set [a].
 
 
 def load(path: str | os.PathLike[str], overrides: Sequence[str] = (), illegal: bool = False) -> Run:
@@ -80,9 +57,7 @@ def load(path: str | os.PathLike[str], overrides: Sequence[str] = (), illegal: b
     file, shown = _find(os.fspath(path))
     data, wrong = parse(read_text(file, shown), shown)
     if not wrong and not isinstance(data, dict):
-        wrong.append(
-            f"{shown}: {'empty' if data is None else _show(data)}; it takes the sections {', '.join(SECTIONS)}"
-        )
+        wrong.append(f"{shown}: {'empty' if data is None else show(data)}; it takes the sections {', '.join(SECTIONS)}")
     values, places, wrong_overrides = read_overrides(overrides)
     wrong += wrong_overrides
     if not isinstance(data, dict):
@@ -97,7 +72,8 @@ def load(path: str | os.PathLike[str], overrides: Sequence[str] = (), illegal: b
     try:
         run = Run.model_validate(data)
     except ValidationError as error:
-        wrong += [_describe(detail, shown, places) for detail in error.errors(include_url=False)]
+        details = error.errors(include_url=False)
+        wrong += [f"{places.get(key_of(detail), shown)}: {line(detail, _meant)}" for detail in details]
         raise ConfigError(*wrong) from None
     if not wrong:
         wrong += [f"{places.get(key, shown)}: {key}: {text}" for key, text in contradictions(run)]
@@ -106,7 +82,7 @@ def load(path: str | os.PathLike[str], overrides: Sequence[str] = (), illegal: b
             place = next((places[key] for key in ("layout.nodes", "layout.gpus_per_node") if key in places), shown)
             raise ConfigError(*wrong, f"{place}: layout.nodes: {nodes} x {each} is more than {MOST} GPUs")
         broken = [] if illegal or run.layout.auto else layout.problems(run)
-        wrong += [f"{places.get(line.partition(':')[0], shown)}: {line}" for line in broken]
+        wrong += [f"{places.get(text.partition(':')[0], shown)}: {text}" for text in broken]
     if wrong:
         raise ConfigError(*wrong)
     return _one_host(run) if run.layout.auto and "gpus_per_node" not in run.layout.model_fields_set else run
@@ -167,30 +143,6 @@ def read_overrides(overrides: Iterable[str]) -> tuple[dict[str, Any], dict[str, 
         else:
             values[key], places[key] = value, place
     return values, places, wrong
-
-
-def _describe(detail: ErrorDetails, shown: str, places: dict[str, str]) -> str:
-    kind, value = detail["type"], detail["input"]
-    # an integer is a place in a list, unless it is itself a wrong key
-    key = ".".join(str(part) for part in detail["loc"] if isinstance(part, str) or kind == "invalid_key")
-    if kind in ("extra_forbidden", "invalid_key"):
-        text = f"unknown key{_meant(key)}"
-    elif kind == "missing":
-        text = "required, and missing"
-    elif kind in WORDS:
-        text = f"{_show(value)} {WORDS[kind].format(**detail.get('ctx', {}))}"
-        if kind == "string_type" and isinstance(value, int | float):
-            text += "; quote it to make it one"
-    else:
-        text = f"{_show(value)}: {detail['msg']}"
-    return f"{places.get(key, shown)}: {key}: {text}"
-
-
-def _show(value: Any) -> str:
-    if isinstance(value, dict | list):
-        return "a section" if isinstance(value, dict) else "a list"
-    text = json.dumps(value, ensure_ascii=False, default=str)
-    return text if len(text) <= LONGEST else f"{text[:LONGEST]}..."
 
 
 def _meant(key: str) -> str:
