@@ -9,7 +9,7 @@ STAMP := .venv/.synced-$(EXTRA)
 # Runs on this host keep Prefect's database with all else in runs/.
 WITH_PREFECT := mkdir -p runs/prefect && PREFECT_HOME=$${PREFECT_HOME:-$(CURDIR)/runs/prefect}
 
-.PHONY: help setup tiny up down test slow doctor lint layouts bench-store bench-flow bench-data faults scale gpu gpu-kit schema licences clean
+.PHONY: help setup tiny up down test slow doctor lint layouts bench-store bench-flow bench-data bench-libraries faults scale gpu gpu-kit schema licences clean
 
 help: ## list these targets (the default)
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-15s  %s\n", $$1, $$2 }' Makefile
@@ -55,21 +55,27 @@ lint: $(STAMP) ## check style, format and types
 layouts: $(STAMP) ## train at every parallel layout on this CPU and compare with one process
 	$(PYTHON) -m trainer.layouts
 
+# SHORT=1: at most five minutes each, with smaller files and fewer rounds.
+SHORT ?=
+SHORTLY := $(if $(SHORT),--short)
 bench-store: $(STAMP) ## measure transfers to S3 beside boto3's own
-	$(PYTHON) -m benchmarks.store
+	$(PYTHON) -m benchmarks.store $(SHORTLY)
 
 bench-flow: $(STAMP) ## measure start-up, caching and orchestration
-	$(PYTHON) -m benchmarks.flow
+	$(PYTHON) -m benchmarks.flow $(SHORTLY)
 
 bench-data: $(STAMP) ## measure preparation of data beside Megatron-Bridge's
-	$(PYTHON) -m benchmarks.data
+	$(PYTHON) -m benchmarks.data $(SHORTLY)
+
+bench-libraries: $(STAMP) ## measure what a library does already beside ours; docs/adr/ has the decisions
+	$(PYTHON) -m benchmarks.libraries
 
 N ?= 5
 faults: $(STAMP) ## kill, stop and cut off hosts of gangs on this machine, N times each, and print what became of them
-	$(PYTHON) -m benchmarks.gang_faults $(N)
+	$(PYTHON) -m benchmarks.gang_faults $(N) $(SHORTLY)
 
 scale: $(STAMP) ## measure the control path of a gang of 1000 fake hosts, and when a dead one is noticed
-	$(PYTHON) -m benchmarks.gang_scale
+	$(PYTHON) -m benchmarks.gang_scale $(SHORTLY)
 
 gpu: ## compare training on this GPU with the CPU
 	bash benchmarks/gpu/run
