@@ -83,8 +83,10 @@ gpu: ## compare training on this GPU with the CPU
 gpu-kit: $(STAMP) ## pack what the GPU tests need
 	$(PYTHON) benchmarks/gpu/kit.py
 
-schema: $(STAMP) ## write conf/schema.json anew from conf/schema/run.py
+schema: $(STAMP) ## write conf/schema.json and the tables of docs/configuration.md anew
 	$(PYTHON) -m conf.schema --json > conf/schema.json
+	$(PYTHON) -m conf.schema --page > .keys.md && sed -i -e '/^## Keys/q' docs/configuration.md && \
+		{ echo; cat .keys.md; } >> docs/configuration.md && rm .keys.md
 
 licences: $(STAMP) ## list the licences of the installed packages
 	@$(PYTHON) -m flows.licences
