@@ -9,10 +9,10 @@ STAMP := .venv/.synced-$(EXTRA)
 # Runs on this host keep Prefect's database with all else in runs/.
 WITH_PREFECT := mkdir -p runs/prefect && PREFECT_HOME=$${PREFECT_HOME:-$(CURDIR)/runs/prefect}
 
-.PHONY: help setup tiny up down test slow doctor lint layouts bench-store bench-flow bench-data faults scale gpu gpu-kit schema clean
+.PHONY: help setup tiny up down test slow doctor lint layouts bench-store bench-flow bench-data bench-libraries faults scale gpu gpu-kit schema licences clean
 
 help: ## list these targets (the default)
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-11s  %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-15s  %s\n", $$1, $$2 }' Makefile
 
 setup: $(STAMP) ## make .venv from uv.lock; instant when it is in step
 	@echo "setup: .venv is in step with uv.lock (extra $(EXTRA))"
@@ -30,8 +30,11 @@ up: $(STAMP) ## start a Prefect server, MLflow and workers on this host
 down: ## stop what make up started
 	@$(WITH_PREFECT) $(PYTHON) -m flows.services down
 
-test: $(STAMP) ## run the tests that need no GPU and little time
-	$(PYTHON) -m pytest
+# Much of a test is waiting for servers and imports. What runs together is in tests/conftest.py; in the order of folders,
+# as those that take longest come early.
+JOBS ?= 2
+test: $(STAMP) ## run the tests that need no GPU and little time, JOBS files at a time
+	$(PYTHON) -m pytest -n $(JOBS) --dist loadscope --no-loadscope-reorder -rs
 
 slow: $(STAMP) ## run the tests that take minutes
 	$(PYTHON) -m pytest -m slow
@@ -52,21 +55,27 @@ lint: $(STAMP) ## check style, format and types
 layouts: $(STAMP) ## train at every parallel layout on this CPU and compare with one process
 	$(PYTHON) -m trainer.layouts
 
+# SHORT=1: at most five minutes each, with smaller files and fewer rounds.
+SHORT ?=
+SHORTLY := $(if $(SHORT),--short)
 bench-store: $(STAMP) ## measure transfers to S3 beside boto3's own
-	$(PYTHON) -m benchmarks.store
+	$(PYTHON) -m benchmarks.store $(SHORTLY)
 
 bench-flow: $(STAMP) ## measure start-up, caching and orchestration
-	$(PYTHON) -m benchmarks.flow
+	$(PYTHON) -m benchmarks.flow $(SHORTLY)
 
 bench-data: $(STAMP) ## measure preparation of data beside Megatron-Bridge's
-	$(PYTHON) -m benchmarks.data
+	$(PYTHON) -m benchmarks.data $(SHORTLY)
+
+bench-libraries: $(STAMP) ## measure what a library does already beside ours; docs/adr/ has the decisions
+	$(PYTHON) -m benchmarks.libraries
 
 N ?= 5
 faults: $(STAMP) ## kill, stop and cut off hosts of gangs on this machine, N times each, and print what became of them
-	$(PYTHON) -m benchmarks.gang_faults $(N)
+	$(PYTHON) -m benchmarks.gang_faults $(N) $(SHORTLY)
 
 scale: $(STAMP) ## measure the control path of a gang of 1000 fake hosts, and when a dead one is noticed
-	$(PYTHON) -m benchmarks.gang_scale
+	$(PYTHON) -m benchmarks.gang_scale $(SHORTLY)
 
 gpu: ## compare training on this GPU with the CPU
 	bash benchmarks/gpu/run
@@ -74,8 +83,13 @@ gpu: ## compare training on this GPU with the CPU
 gpu-kit: $(STAMP) ## pack what the GPU tests need
 	$(PYTHON) benchmarks/gpu/kit.py
 
-schema: $(STAMP) ## write conf/schema.json anew from conf/schema/run.py
+schema: $(STAMP) ## write conf/schema.json and the tables of docs/configuration.md anew
 	$(PYTHON) -m conf.schema --json > conf/schema.json
+	$(PYTHON) -m conf.schema --page > .keys.md && sed -i -e '/^## Keys/q' docs/configuration.md && \
+		{ echo; cat .keys.md; } >> docs/configuration.md && rm .keys.md
+
+licences: $(STAMP) ## list the licences of the installed packages
+	@$(PYTHON) -m flows.licences
 
 clean: ## remove the environment and the project's own caches; runs/ and all else stays
 	rm -rf .venv .uv .pytest_cache .ruff_cache .hypothesis

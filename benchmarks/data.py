@@ -1,6 +1,7 @@
 """How fast data are prepared, beside Megatron-Bridge's own preparation, the bare tokenizer and datasets.map.
 
     python -m benchmarks.data [--mb 160] [--memory-gb 5]          make bench-data; about 35 minutes
+    python -m benchmarks.data --short     24 MB, and 0.1 GB for memory: 3 minutes     make bench-data SHORT=1
 
 Rows of a prompt and an answer, 1.2 kB on average, of words that occur as often as those of a language, and a byte-level
 BPE of 32,000 tokens trained on them. The same rows, tokenizer, template, packing length and cores for all. Ours is
@@ -18,12 +19,13 @@ import json
 import os
 import subprocess
 import sys
-import tempfile
 import time
 from pathlib import Path
 
 import numpy as np
 import psutil
+
+from benchmarks.workspace import workspace
 
 ROOT = Path(__file__).parents[1]
 CORES = len(os.sched_getaffinity(0))
@@ -271,28 +273,33 @@ def main() -> None:
     parser.add_argument(
         "--memory-gb", type=float, default=5, help="size of the file that memory is measured with; 0 = skip"
     )
+    parser.add_argument("--short", action="store_true", help="as --mb 24 --memory-gb 0.1; our start weighs more then")
     parser.add_argument("--folder", help="where to write; default: a temporary folder")
     options = parser.parse_args()
-    with tempfile.TemporaryDirectory(dir=options.folder) as name:
-        folder = Path(name)
+    if options.short:
+        options.mb, options.memory_gb = 24, 0.1
+    with workspace("data", options.folder) as folder:
         make_tokenizer(folder / "tokenizer")
         source = folder / "rows.jsonl"
         count = generate(source, options.mb * 1_000_000, 2)
         mine, _ = ours(folder, source, watched=False)
         total = tokens(folder / "ours-rows")
-        seconds = {
-            "ours, all of it": mine,
-            "Megatron-Bridge, as it is": in_process("bridge", folder, source, 1),
-            f"Megatron-Bridge, {CORES} tokenizer workers": in_process("bridge", folder, source, CORES),
-            "bare encode_batch": in_process("bare", folder, source),
-            f"datasets.map, {CORES} processes (tokens only)": in_process("mapped", folder, source),
+        print(f"{count:,} rows, {source.stat().st_size / 1e6:.0f} MB, {total:,} tokens, {CORES} cores", flush=True)
+        others = {
+            "Megatron-Bridge, as it is": ("bridge", 1),
+            f"Megatron-Bridge, {CORES} tokenizer workers": ("bridge", CORES),
+            "bare encode_batch": ("bare",),
+            f"datasets.map, {CORES} processes (tokens only)": ("mapped",),
         }
-        compare(folder, source)
-        print(f"{count:,} rows, {source.stat().st_size / 1e6:.0f} MB, {total:,} tokens, {CORES} cores; same output")
-        width = max(map(len, seconds))
+        width = max(map(len, others))
         print(f"{'':{width}}  seconds  tokens/s  ours is faster by")
-        for name, spent in seconds.items():
-            print(f"{name:{width}}  {spent:7.1f}  {total / spent / 1e6:6.2f} M  {spent / mine:17.2f}")
+        print(f"{'ours, all of it':{width}}  {mine:7.1f}  {total / mine / 1e6:6.2f} M", flush=True)
+        for name, (way, *workers) in others.items():
+            spent = in_process(way, folder, source, *workers)
+            print(f"{name:{width}}  {spent:7.1f}  {total / spent / 1e6:6.2f} M  {spent / mine:17.2f}", flush=True)
+            if (way, *workers) == ("bridge", 1):
+                compare(folder, source)
+                print("its rows, index, token ids and loss masks are the same as ours", flush=True)
         if options.memory_gb:
             large = folder / "large.jsonl"
             enlarge(source, large, int(options.memory_gb * 1e9))

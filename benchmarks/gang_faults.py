@@ -1,6 +1,7 @@
 """What happens to gangs, and what becomes of them: faults at random moments of real runs, and a table.
 
     python -m benchmarks.gang_faults [N] [--only NAME ...] [--seed N] [--keep FOLDER]      N times each; make faults N=1
+    python -m benchmarks.gang_faults --short      FEW of them, once each: 4 minutes      make faults SHORT=1
 
 Three hosts of four (tests/tasks/gang/world.py), tiny GLM-4-MoE, a checkpoint every 10 steps. A fault
 (tests/tasks/gang/harm.py) is done to one run again and again, each time after a later checkpoint, as far as it goes;
@@ -31,6 +32,7 @@ from pathlib import Path
 
 import psutil
 
+from benchmarks.workspace import workspace
 from tasks.gang.board import Board, newest_attempt
 from tasks.store import Store, open_store
 from tests.support.flow_world import wait_for
@@ -45,6 +47,7 @@ TAIL = 15  # steps that a run makes after the last one
 SCHEDULE = 2000  # train.steps of all runs: train.stop_after ends them, so that their losses are one's
 SOON = 30.0  # seconds
 RUN_WITHIN = 900.0
+FEW = ("rank SIGKILL", "host removed")  # a defect of one process, and a machine that is gone
 
 
 @dataclass
@@ -110,7 +113,7 @@ def main() -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # what was started is ended
     faults = {name: FAULTS[name] for name in options.only or FAULTS}
     rows: list[Row] = []
-    with tempfile.TemporaryDirectory(prefix="faults-") as folder, world(Path(folder), HOSTS) as made:
+    with workspace("faults") as folder, world(folder, HOSTS) as made:
         os.environ.update(made.environment)
         expected = _undisturbed(made, max(_steps(fault, options.times) for fault in faults.values()))
         for name, fault in faults.items():
@@ -261,9 +264,13 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gang_faults", description=__doc__.partition("\n")[0])
     parser.add_argument("times", metavar="N", type=int, nargs="?", default=5)
     parser.add_argument("--only", nargs="+", metavar="NAME", choices=FAULTS)
+    parser.add_argument("--short", action="store_true", help=f"as 1 --only {' '.join(map(repr, FEW))}")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--keep", metavar="FOLDER", help="for logs of runs that went wrong; default: temporary files'")
-    return parser.parse_args()
+    options = parser.parse_args()
+    if options.short:
+        options.times, options.only = 1, [*FEW]
+    return options
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """The control path of a gang with many hosts, on this one: what it costs, and when a dead host is noticed.
 
     python -m benchmarks.gang_scale [NODES] [--minutes M]         make scale: 1000 nodes
+    python -m benchmarks.gang_scale --short      200 nodes, a quarter of a minute: 1 minute      make scale SHORT=1
 
 Real are the controller, and what each member does on the board (tasks/gang/member_link.py): it reads what the
 controller says each second, renews each 3 s, ships a log that grows, and reports 8 ranks every 10 s. Nobody trains. A
@@ -22,7 +23,6 @@ import os
 import random
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from dataclasses import dataclass
@@ -30,6 +30,7 @@ from pathlib import Path
 
 import psutil
 
+from benchmarks.workspace import workspace
 from conf.load import load
 from conf.schema.run import Run
 from tasks.gang import attempt, controller
@@ -216,15 +217,21 @@ def measure(nodes: int, seconds: float, folder: Path) -> Found:
         went.wait()
         seen = Seen.last
         found.joined, found.went = seen.at["go"] - began, seen.all("running") - seen.at["go"]
+        print(f"{found.joined:.1f} s until all had joined, {found.went:.1f} s until all had heard go", flush=True)
         since, before = time.monotonic(), cores()
         time.sleep(seconds)
         passed, after = time.monotonic() - since, cores()
         found.controller, found.members = ((after[k] - before[k]) / passed for k in (0, 1))
         found.objects = len(store.keys(seen.board.place))
+        print(f"{found.controller:.2f} cores the controller, {found.members:.2f} all members", flush=True)
         dead = time.monotonic()
         engine.processes[-1].kill()
         stopped = seen.all("stopped", but=1)
         found.noticed, found.stopped = seen.at["stop"] - dead, stopped - seen.at["stop"]
+        print(
+            f"{found.noticed:.1f} s from a death to the verdict, {found.stopped:.1f} s until all others had stopped",
+            flush=True,
+        )
 
     def say(line: str) -> None:
         if "train; logs" in line:
@@ -248,16 +255,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gang_scale", description=__doc__.partition("\n")[0])
     parser.add_argument("nodes", nargs="?", type=int, default=1000)
     parser.add_argument("--minutes", type=float, default=1.0, help="of training before a host dies")
+    parser.add_argument("--short", action="store_true", help="as 200 --minutes 0.25")
     options = parser.parse_args()
-    with tempfile.TemporaryDirectory(prefix="scale-", dir="/dev/shm", ignore_cleanup_errors=True) as folder:
-        found = measure(options.nodes, 60 * options.minutes, Path(folder))
-    print(
-        f"{options.nodes} nodes on {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}\n"
-        f"seconds: {found.joined:.1f} until all had joined, {found.went:.1f} until all had heard go, "
-        f"{found.noticed:.1f} from a death to the verdict, {found.stopped:.1f} until all others had stopped\n"
-        f"cores: {found.controller:.2f} the controller, {found.members:.2f} all members\n"
-        f"objects on the board: {found.objects}\n{found.verdict[:200]}"
-    )
+    if options.short:
+        options.nodes, options.minutes = 200, 0.25
+    print(f"{options.nodes} nodes on {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}", flush=True)
+    with workspace("scale", "/dev/shm") as folder:
+        found = measure(options.nodes, 60 * options.minutes, folder)
+    print(f"objects on the board: {found.objects}\n{found.verdict[:200]}")
     died = f"host{options.nodes - 1:04d}"
     return 0 if died in found.verdict and 0 < found.noticed < 30 and 0 < found.controller < 1 else 1
 

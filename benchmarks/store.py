@@ -1,6 +1,7 @@
 """How fast a folder goes to S3 and comes back: ours, boto3's upload_file in a loop, and its TransferManager.
 
-    python -m benchmarks.store [--gib 4] [--files 2000] [--rounds 1]
+    python -m benchmarks.store [--gib 4] [--files 2000] [--rounds 1]          make bench-store; 9 minutes
+    python -m benchmarks.store --short      a quarter of a GiB in 200 files: 1 minute   make bench-store SHORT=1
 
 The S3 is moto's server in a process of its own, over HTTP on this host; each measurement is a process of its own, and
 the three take turns. TransferManager gets as many threads as ours. All three read and write the same disk, from the
@@ -19,12 +20,12 @@ import resource
 import shutil
 import subprocess
 import sys
-import tempfile
 import time
 from pathlib import Path
 
 import psutil
 
+from benchmarks.workspace import workspace
 from tasks.store import File, open_store
 from tasks.store.folder import THREADS, walk
 from tests.support import s3_server
@@ -119,18 +120,21 @@ def main() -> None:
     parser.add_argument("--gib", type=float, default=4)
     parser.add_argument("--files", type=int, default=2000)
     parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--short", action="store_true", help="as --gib 0.25 --files 200")
     parser.add_argument("--transfer", nargs=5, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.transfer:
         way, direction, folder, prefix, known = options.transfer
         return transfer(way, direction, Path(folder), prefix, Path(known))
+    if options.short:
+        options.gib, options.files = 0.25, 200
     if options.files < 100 or options.gib * 2**30 < options.files * 10_000:
         parser.error("--files takes 100 or more, and --gib 10 KB or more for each")
     if options.gib > 4.3:
         parser.error("--gib takes 4.3 at most: the largest file would pass 1 GB, and moto's memory this host's")
-    with tempfile.TemporaryDirectory(prefix="bench-store-") as temporary, s3_server.running() as (url, pid):
+    with workspace("store") as folder, s3_server.running() as (url, pid):
         os.environ.update(s3_server.ENVIRONMENT, AWS_ENDPOINT_URL=url)
-        compare(Path(temporary), psutil.Process(pid), int(options.gib * 2**30), options.files, options.rounds)
+        compare(folder, psutil.Process(pid), int(options.gib * 2**30), options.files, options.rounds)
 
 
 def compare(folder: Path, server: psutil.Process, total: int, count: int, rounds: int) -> None:
@@ -149,7 +153,9 @@ def compare(folder: Path, server: psutil.Process, total: int, count: int, rounds
                 place = folder / ("source" if direction == "up" else "back")
                 figures = measure(server, way, direction, place, prefix, folder / "files.json")
                 results.setdefault((direction, way), []).append(figures)
-                print(f"  {direction:5}{way:8} {figures['seconds']:7.1f} s", flush=True)
+                ours = [run["seconds"] for run in results.get((direction, "ours"), ())]
+                ratio = f"   ours is {figures['seconds'] / min(ours):.2f} x" if ours and way != "ours" else ""
+                print(f"  {direction:5}{way:8} {figures['seconds']:7.1f} s{ratio}", flush=True)
                 if direction == "down":
                     shutil.rmtree(place)
                 elif way != "ours":

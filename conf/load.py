@@ -1,20 +1,19 @@
-"""Read a run's YAML, strictly, and say all that is wrong with it at once, one line each.
+"""Read a run's YAML strictly, and report all that is wrong with it at once, one line each.
 
     python -m conf.load CONF [KEY=VALUE ...]      print the resolved configuration; exit 2 with the problems on stderr
 
-CONF is a file, or the bare name of one in conf/, conf/planned/ or conf/documented/. KEY=VALUE overrides one dotted
-key, as in train.steps=20; the value is YAML and may be a list, and no key may be given twice.
+CONF is a file, or the bare name of one in conf/, conf/planned/ or conf/documented/. KEY=VALUE overrides one dotted key,
+as in train.steps=20; the value is YAML and may be a list, and no key may be given twice.
 
 Keys and values are checked first, each by itself. Once those are right, they are weighed against one another and
 against the arithmetic of the layout (conf/rules/layout.py); the rules that need the model's sizes wait for its
 config.json.
 
-YAML is read as in its version 1.2: 1e-4 is a number, yes and on are strings, 010 is no octal number. Duplicate keys
-are refused.
+YAML is read as in its version 1.2: 1e-4 is a number, yes and on are strings, 010 is no octal number. Duplicate keys are
+refused.
 """
 
 import argparse
-import json
 import os
 import re
 import secrets
@@ -25,9 +24,9 @@ from pathlib import Path
 from typing import Any, get_origin
 
 from pydantic import ValidationError
-from pydantic_core import ErrorDetails
 
 from conf import strict_yaml
+from conf.error_lines import key_of, line, show
 from conf.planner import hardware
 from conf.rules import layout
 from conf.rules.contradictions import contradictions
@@ -40,7 +39,6 @@ from contract.faults import ConfigError
 FOLDER = Path(__file__).parent
 # Names are looked for here; only what lies in FOLDER itself is offered to run.
 FOLDERS = (FOLDER, FOLDER / "planned", FOLDER / "documented")
-LONGEST = 300  # characters of a value in a message
 KEYS = dotted_keys()
 SECTIONS = list(sections())
 MAPS = [
@@ -50,36 +48,16 @@ MAPS = [
     if get_origin(field.annotation) is dict
 ]
 
-# What pydantic's kinds of errors are called here; the value goes in front. Any other kind keeps pydantic's words.
-WORDS = {
-    "int_type": "is not an integer",
-    "float_type": "is not a number",
-    "finite_number": "is not a finite number",
-    "string_type": "is not a string",
-    "bool_type": "is not true or false",
-    "tuple_type": "is not a list",
-    "model_type": "is not a section of keys",
-    "literal_error": "is not one of {expected}",
-    "string_pattern_mismatch": "does not match {pattern}",
-    "string_too_short": "is empty",
-    "string_too_long": "is too long: it must have at most {max_length} characters",
-    "greater_than": "is too small: it must be above {gt}",
-    "greater_than_equal": "is too small: it must be at least {ge}",
-    "less_than": "is too large: it must be below {lt}",
-    "less_than_equal": "is too large: it must be at most {le}",
-}
-
-# PyYAML's way to say that a value does not fit its tag, as in !!int ten, !!int "" or !!set [a].
-
 
 def load(path: str | os.PathLike[str], overrides: Sequence[str] = (), illegal: bool = False) -> Run:
-    """illegal: the layout may be, as whoever plans says so himself."""
+    """Read and check a configuration with its overrides.
+
+    `illegal` lets a layout that breaks rules pass, as the planner reports the broken rules itself.
+    """
     file, shown = _find(os.fspath(path))
     data, wrong = parse(read_text(file, shown), shown)
     if not wrong and not isinstance(data, dict):
-        wrong.append(
-            f"{shown}: {'empty' if data is None else _show(data)}; it takes the sections {', '.join(SECTIONS)}"
-        )
+        wrong.append(f"{shown}: {'empty' if data is None else show(data)}; it takes the sections {', '.join(SECTIONS)}")
     values, places, wrong_overrides = read_overrides(overrides)
     wrong += wrong_overrides
     if not isinstance(data, dict):
@@ -94,7 +72,8 @@ def load(path: str | os.PathLike[str], overrides: Sequence[str] = (), illegal: b
     try:
         run = Run.model_validate(data)
     except ValidationError as error:
-        wrong += [_describe(detail, shown, places) for detail in error.errors(include_url=False)]
+        details = error.errors(include_url=False)
+        wrong += [f"{places.get(key_of(detail), shown)}: {line(detail, _meant)}" for detail in details]
         raise ConfigError(*wrong) from None
     if not wrong:
         wrong += [f"{places.get(key, shown)}: {key}: {text}" for key, text in contradictions(run)]
@@ -103,19 +82,19 @@ def load(path: str | os.PathLike[str], overrides: Sequence[str] = (), illegal: b
             place = next((places[key] for key in ("layout.nodes", "layout.gpus_per_node") if key in places), shown)
             raise ConfigError(*wrong, f"{place}: layout.nodes: {nodes} x {each} is more than {MOST} GPUs")
         broken = [] if illegal or run.layout.auto else layout.problems(run)
-        wrong += [f"{places.get(line.partition(':')[0], shown)}: {line}" for line in broken]
+        wrong += [f"{places.get(text.partition(':')[0], shown)}: {text}" for text in broken]
     if wrong:
         raise ConfigError(*wrong)
     return _one_host(run) if run.layout.auto and "gpus_per_node" not in run.layout.model_fields_set else run
 
 
 def _one_host(run: Run) -> Run:
-    """`layout: auto` alone: all GPUs of a host."""
+    """Spell out `layout: auto` without a number of GPUs: it means all GPUs of a host."""
     return run.model_copy(update={"layout": run.layout.model_copy(update={"gpus_per_node": hardware.of(run).per_host})})
 
 
 def dump(run: Run, path: str | os.PathLike[str]) -> None:
-    """Writes all keys of the run; load() of the file gives an equal Run. The file is whole or not there."""
+    """Write all keys of the run; load() of the file gives an equal Run. The file is whole or not there."""
     path = Path(path)
     partial = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     try:
@@ -143,7 +122,7 @@ def _find(path: str) -> tuple[Path, str]:
 
 
 def read_overrides(overrides: Iterable[str]) -> tuple[dict[str, Any], dict[str, str], list[str]]:
-    """Values by key, the text of each override by key, and what is wrong with the others."""
+    """Values by key, the text of each override by key, and the problems of overrides that cannot be read."""
     values: dict[str, Any] = {}
     places: dict[str, str] = {}
     wrong: list[str] = []
@@ -166,32 +145,11 @@ def read_overrides(overrides: Iterable[str]) -> tuple[dict[str, Any], dict[str, 
     return values, places, wrong
 
 
-def _describe(detail: ErrorDetails, shown: str, places: dict[str, str]) -> str:
-    kind, value = detail["type"], detail["input"]
-    # an integer is a place in a list, unless it is itself a wrong key
-    key = ".".join(str(part) for part in detail["loc"] if isinstance(part, str) or kind == "invalid_key")
-    if kind in ("extra_forbidden", "invalid_key"):
-        text = f"unknown key{_meant(key)}"
-    elif kind == "missing":
-        text = "required, and missing"
-    elif kind in WORDS:
-        text = f"{_show(value)} {WORDS[kind].format(**detail.get('ctx', {}))}"
-        if kind == "string_type" and isinstance(value, int | float):
-            text += "; quote it to make it one"
-    else:
-        text = f"{_show(value)}: {detail['msg']}"
-    return f"{places.get(key, shown)}: {key}: {text}"
-
-
-def _show(value: Any) -> str:
-    if isinstance(value, dict | list):
-        return "a section" if isinstance(value, dict) else "a list"
-    text = json.dumps(value, ensure_ascii=False, default=str)
-    return text if len(text) <= LONGEST else f"{text[:LONGEST]}..."
-
-
 def _meant(key: str) -> str:
-    """The key that was probably meant: the same name elsewhere, else a similar one beside it, else a similar one."""
+    """The key that was probably meant.
+
+    A key of the same name elsewhere comes first, then a similar one beside it, then any similar one.
+    """
     known = KEYS + SECTIONS
     section, _, name = key.rpartition(".")
     same = [other for other in known if other.rpartition(".")[2] == name]

@@ -1,10 +1,10 @@
-"""What arithmetic has to know of a model, read from its config.json.
+"""Sizes and kinds of layers of a model, read from its config.json: the facts that the arithmetic needs.
 
     facts_from_hf(config)    of a config.json that was read; ValueError of one line for what is no model
     known(name)              of conf/models/NAME.json: {"source": where it is from, "config": its config.json, trimmed}
 
-Counts are exact for the families in FAMILIES. Others work by the names that Llama, GLM-4.5+, DeepSeek-V3, Qwen-MoE
-and Mixtral use. Not covered: biases on Llama's o_proj alone, norms of q and k over all heads, other kinds of layers.
+Counts are exact for the families in FAMILIES. Others work by the names that Llama, GLM-4.5+, DeepSeek-V3, Qwen-MoE and
+Mixtral use. Not covered: biases on Llama's o_proj alone, norms of q and k over all heads, other kinds of layers.
 """
 
 import json
@@ -93,7 +93,7 @@ class ModelFacts:
     architecture: str = ""
 
     def kind(self, layer: int) -> str:
-        """dense or moe."""
+        """Kind of a layer: dense or moe."""
         if layer < self.dense_layers or layer in self.dense_too or not self.experts:
             return "dense"
         return "moe" if (layer + 1) % self.moe_step == 0 else "dense"
@@ -118,7 +118,7 @@ def known(name: str) -> ModelFacts:
 
 def facts_from_hf(config: dict[str, Any]) -> ModelFacts:
     def size(*names: str, default: int | None = None, least: int = 0) -> int:
-        """Of the names that a size goes by, the first that is given."""
+        """Value of the first given name of those that a size goes by."""
         given = {name: config[name] for name in names if config.get(name) is not None}
         if not given and default is not None:
             return default
@@ -141,7 +141,10 @@ def facts_from_hf(config: dict[str, Any]) -> ModelFacts:
 
 
 def _gpt2(config: dict[str, Any], size: Callable[..., int]) -> ModelFacts:
-    """Megatron pads its vocabulary, as there is no released checkpoint to be loaded: Bridge converts no GPT-2."""
+    """Facts of a GPT-2.
+
+    Megatron pads its vocabulary, as there is no released checkpoint to be loaded: Bridge converts no GPT-2.
+    """
     hidden, heads, layers = (size(name, least=1) for name in ("n_embd", "n_head", "n_layer"))
     return ModelFacts(
         layers=layers,
@@ -216,7 +219,7 @@ def _head_dim(whole: str, hidden: int, parts: str, heads: int) -> int:
 
 
 def _angles(config: dict[str, Any]) -> int:
-    """Bridge takes YaRN's; core has a default for whatever else."""
+    """Number of rotations of latent attention. Bridge takes YaRN's; core has a default for all other kinds."""
     scaling = config.get("rope_scaling") or config.get("rope_parameters")
     if not isinstance(scaling, dict) or "yarn" not in (scaling.get("type"), scaling.get("rope_type")):
         return 4096
@@ -234,7 +237,7 @@ def _layers_in(config: dict[str, Any], name: str, layers: int) -> tuple[int, ...
 
 
 def _check(facts: ModelFacts) -> None:
-    """What no key can be blamed for alone."""
+    """Raise ValueError for values that contradict one another, so that no single key is wrong."""
     text = ""
     if facts.heads % facts.kv_heads:
         text = f"num_key_value_heads is {facts.kv_heads}, which does not divide num_attention_heads, {facts.heads}"

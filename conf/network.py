@@ -153,13 +153,16 @@ LEFT_OUT = {
 
 
 def environment(run: Run, gpu: str | None) -> dict[str, str]:
-    """gpu: one of conf/planner/hardware.py's names, or the name that its driver gives; None = a CPU, which needs
-    none."""
+    """Environment variables that a rank of this run starts with.
+
+    `gpu` is one of conf/planner/hardware.py's names, or the name that the GPU's driver gives. None means a CPU, which
+    needs none of them.
+    """
     return {setting.name: setting.value for setting in settings(run, gpu)}
 
 
 def settings(run: Run, gpu: str | None) -> list[Setting]:
-    """A later one of the same name replaces an earlier one."""
+    """Settings of a run, each with its reason. A later one replaces an earlier one of the same name."""
     if gpu is None:
         return []
     found = {setting.name: setting for setting in (*_of_any(run), *_of_model(run, is_blackwell(gpu)))}
@@ -176,7 +179,7 @@ def is_blackwell(gpu: str) -> bool:
 
 
 def _of_any(run: Run) -> Iterator[Setting]:
-    """Failures are to be found quickly, once, and with their cause."""
+    """Settings of every run on GPUs. They make sure that failures are found quickly, once, and with their cause."""
     # [torch] 3 = SkipCleanUp, torch's own default; torchrun would set 1, which first calls ncclCommAbort
     yield Setting(
         "TORCH_NCCL_ASYNC_ERROR_HANDLING", "3", "end at an error at once: aborting NCCL first may hang itself"
@@ -222,13 +225,13 @@ def _of_model(run: Run, blackwell: bool) -> Iterator[Setting]:
 
 
 def _of_flex(rack: bool) -> Iterator[Setting]:
-    """[bridge] what DeepEP's HybridEP reads."""
+    """Settings that DeepEP's HybridEP reads; their source is [bridge]."""
     yield Setting("USE_MNNVL", "1" if rack else "0", "whether NVLink joins hosts")
     yield Setting("NVLINK_DOMAIN_SIZE", "72" if rack else "8", "GPUs that NVLink joins")
 
 
 def rank_order(places: Mapping[str, str]) -> list[str]:
-    """Hosts by their place, such as a rack or Slurm's SLURM_TOPOLOGY_ADDR ("spine.leaf.host"), then by name.
+    """Sort hosts by their place, such as a rack or Slurm's SLURM_TOPOLOGY_ADDR ("spine.leaf.host"), then by name.
 
     Numbers count as numbers, so that host10 comes after host9.
     """

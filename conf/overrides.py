@@ -1,4 +1,4 @@
-"""Changes to a named configuration, typed: what a form or a command line may say on top of conf/NAME.yaml.
+"""Typed changes to a named configuration: the keys that a form or a command line may set on top of conf/NAME.yaml.
 
 Changes has the sections and keys of conf/schema/run.py, all of them optional; none is declared here again.
 """
@@ -41,7 +41,10 @@ Changes = create_model(  # pyright: ignore[reportCallIssue]
 
 
 def as_overrides(changes: Any) -> list[str]:
-    """key=value for each change. In a form a null says nothing; in a dict, as from_overrides makes, it is a value."""
+    """Write each change as key=value.
+
+    In a form a null says nothing; in a dict, as from_overrides() makes it, a null is a value.
+    """
     found = changes.model_dump(mode="json", exclude_none=True) if isinstance(changes, BaseModel) else changes or {}
     values: dict[str, Any] = {}
     for name, value in found.items():
@@ -50,7 +53,7 @@ def as_overrides(changes: Any) -> list[str]:
 
 
 def from_overrides(overrides: Iterable[str]) -> dict[str, Any]:
-    """The values of key=value by section, read as conf.load reads them, which has accepted them."""
+    """Values of key=value texts by section. They are read as conf.load reads them, which has accepted them."""
     values, _, _ = read_overrides(overrides)
     changes: dict[str, Any] = {}
     for key, value in values.items():

@@ -1,4 +1,4 @@
-"""YAML as its version 1.2 reads it, strictly: duplicate keys are told, and nothing is merged or made."""
+"""Strict reader of YAML 1.2: duplicate keys are reported, nothing is merged, and no objects are made."""
 
 import re
 from collections.abc import Hashable
@@ -37,11 +37,11 @@ class Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
     def flatten_mapping(self, node: yaml.MappingNode) -> None:
-        """Merge keys, which YAML 1.2 has no more, stay unknown tags: maps merged in maps grow without a limit."""
+        """Leave merge keys, which YAML 1.2 no longer has, as unknown tags: maps merged in maps grow without a limit."""
 
 
 class Dumper(yaml.SafeDumper):
-    """Quotes what Loader would misread."""
+    """Dumper that quotes texts which Loader would misread."""
 
 
 Loader.yaml_implicit_resolvers = {}
@@ -60,7 +60,7 @@ def read_text(file: Path, shown: str) -> str:
 
 
 def parse(text: str, shown: str) -> tuple[Any, list[str]]:
-    """What the YAML says, and what is wrong with it."""
+    """Parse a YAML text. Returns its value and the problems."""
     try:
         loader = Loader(text)
         value = loader.get_single_data()

@@ -1,4 +1,4 @@
-"""Which checkpoints count: those with a mark, written last, that lists every file and its size.
+"""Marks of complete checkpoints. A mark is written last, and lists every file with its size.
 
 Megatron's own tracker file names the newest checkpoint, not whether all of it is there. A mark is renamed into place
 after every rank has written and synced; whatever has none is the rest of a save that was cut short.
@@ -18,7 +18,7 @@ MARK = "complete.json"
 
 
 def mark(folder: Path, **facts) -> None:
-    """Declare the checkpoint in this folder complete. `facts` are kept with the list of its files."""
+    """Declare the checkpoint in this folder complete. The mark keeps `facts` beside the list of files."""
     files = {str(f.relative_to(folder)): f.stat().st_size for f in sorted(folder.rglob("*")) if f.is_file()}
     for name in (MARK, MARKER):
         files.pop(name, None)
@@ -32,7 +32,7 @@ def mark(folder: Path, **facts) -> None:
 
 
 def read_mark(folder: Path) -> dict | None:
-    """The facts of a complete checkpoint; None where the mark or any file that it lists is missing or cut."""
+    """The facts in the mark of a complete checkpoint; None where the mark or a file that it lists is missing or cut."""
     try:
         facts = json_object.read(folder / MARK)
         whole = all((folder / name).stat().st_size == size for name, size in facts["files"].items())
@@ -42,7 +42,7 @@ def read_mark(folder: Path) -> dict | None:
 
 
 def require(folder: Path, what: str, remedy: str) -> dict:
-    """The facts of a checkpoint that a command cannot do without."""
+    """The facts of a checkpoint that a command needs. Raises a Fault with the remedy where it is not complete."""
     if not folder.is_dir():
         raise Fault(f"{folder}: no such folder; {what} is made by {remedy}")
     facts = read_mark(folder)

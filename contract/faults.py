@@ -1,7 +1,7 @@
-"""How work ends that cannot be done: by a fault, or by an order to stop.
+"""Exceptions for work that cannot be done: a fault, or an order to stop.
 
-A fault is of the person who started the work, of the host or of a service. It is one line on stderr and exit code 2,
-without a stack trace.
+A fault lies with the person who started the work, with the host or with a service. It is shown as one line on stderr
+with exit code 2, without a stack trace.
 """
 
 import os
@@ -13,24 +13,25 @@ HOST = (EACCES, EDQUOT, ENOSPC, EROFS, ELOOP, ENAMETOOLONG, ENOTDIR)
 
 
 class Fault(ValueError):
-    """What is wrong, with the value, and what would be right."""
+    """A problem that the caller can mend. The message says what is wrong, with the value, and what would be right."""
 
 
 class ConfigError(Fault):
-    """Everything that is wrong with a configuration; args are the lines."""
+    """All problems of a configuration; args are the lines."""
 
     def __str__(self) -> str:
         return "\n".join(" ".join(line.splitlines()) for line in self.args)
 
 
 class Stopped(RuntimeError):
-    """The flow is being cancelled, or the work is somebody else's by now."""
+    """An order to stop: the flow is being cancelled, or another process has taken over the work."""
 
 
 def line_of(error: BaseException) -> str | None:
-    """The line for an error that is no defect of this program; None for one that is.
+    """The line to show for an error that is no defect of this program; None for a defect.
 
-    A disk that fills up while Megatron saves comes as an error of its own that holds the first one, or only its text.
+    When a disk fills up while Megatron saves, the error is one of Megatron's own. It holds the first error, or only its
+    text.
     """
     seen: BaseException | None = error
     while seen is not None:

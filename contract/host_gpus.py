@@ -1,17 +1,17 @@
-"""Who has the GPUs of this host: one tree of processes at a time.
+"""Locks on the GPUs of this host: one tree of processes has them at a time.
 
     with host_gpus.taken("train of tiny-1122", say, stop) as hold:
         subprocess.Popen(command, pass_fds=hold.descriptors, env=os.environ | hold.environment)
 
 A GPU is a file, <folder>/<its UUID>.lock, and belongs to whoever has locked it (flock). A lock lives as long as a
-process that has the descriptor, so that one which was killed keeps nothing, and no clock is asked. What stands in the
-file is for people: who has it, and since when. All GPUs that are wanted are taken at once or none of them, so that
+process that has the descriptor. So a killed process keeps nothing, and no clock is asked. The content of the file is
+for people: who has it, and since when. A process takes all the GPUs that it wants at once or none of them, so that
 nobody waits for one while holding another. The GPUs of a host are those that nvidia-smi lists and CUDA_VISIBLE_DEVICES
 leaves; where there are none, nothing is waited for. HOST_GPUS_HELD in the environment says that a starter holds them
 for this process.
 
-FINETUNE_LOCKS names another folder: containers that share GPUs have to share it. Not covered: who was first among those
-that wait, and programs that take no turns (of them the memory that they use is reported).
+FINETUNE_LOCKS names another folder: containers that share GPUs have to share it. Not covered: the order of those that
+wait, and programs that take no turns (the memory that they use is reported).
 """
 
 import contextlib
@@ -37,7 +37,10 @@ ANSWERS_WITHIN = 60.0
 
 @dataclass(frozen=True)
 class Hold:
-    """GPUs that this process has until it closes them, and with it whoever was passed the descriptors."""
+    """GPUs that this process has until it closes the hold.
+
+    Processes that were passed the descriptors have them as well.
+    """
 
     gpus: tuple[str, ...] = ()
     descriptors: tuple[int, ...] = ()
@@ -57,7 +60,7 @@ def listed() -> tuple[str, ...]:
 
 
 def visible() -> tuple[str, ...]:
-    """Those that a process with this environment can use."""
+    """UUIDs of the GPUs that a process with this environment can use."""
     wanted = os.environ.get("CUDA_VISIBLE_DEVICES")
     gpus = listed()
     if wanted is None or not gpus:
@@ -78,9 +81,10 @@ def taken(
     stop: Callable[[], bool] = lambda: False,
     gpus: tuple[str, ...] | None = None,
 ) -> Iterator[Hold | None]:
-    """Waits until nobody has these GPUs (else all visible ones) nor their memory, and has them.
+    """Wait until nobody has these GPUs (default: all visible ones) nor uses their memory, and take them.
 
-    None where stop() came first. `what` is what others are told while they wait for this.
+    The result is None where stop() came first. `what` is the text that others are told while they wait for this
+    process.
     """
     hold = take(what, say, stop, gpus)
     try:
@@ -96,7 +100,7 @@ def take(
     stop: Callable[[], bool] = lambda: False,
     gpus: tuple[str, ...] | None = None,
 ) -> Hold | None:
-    """As `taken`, for as long as this process lives or until it closes the hold."""
+    """Do the same as `taken`, but keep the GPUs until this process ends or closes the hold."""
     gpus = visible() if gpus is None else gpus
     if not gpus or HELD in os.environ:
         return Hold()
@@ -119,7 +123,7 @@ def take(
 
 
 def held(gpus: tuple[str, ...]) -> str | None:
-    """Who has one of these now, for people; None where nobody does."""
+    """The present owner of one of these GPUs, as text for people; None where nobody has one."""
     found = _try(gpus)
     if isinstance(found, dict):
         return _owner(found)
@@ -128,7 +132,7 @@ def held(gpus: tuple[str, ...]) -> str | None:
 
 
 def _try(gpus: tuple[str, ...]) -> tuple[int, ...] | dict:
-    """Descriptors of all of them, or what stands in the file of one that somebody has."""
+    """Lock all of these GPUs and return the descriptors, or return the content of the file of one that somebody has."""
     descriptors: list[int] = []
     try:
         for gpu in sorted(gpus):
@@ -153,7 +157,10 @@ def folder() -> Path:
 
 
 def _open(gpu: str) -> int:
-    """For every account of this host. Linux lets nobody create a file anew that is another's, in a folder for all."""
+    """Open the lock file of a GPU, writable for every account of this host.
+
+    In a folder that all may write to, Linux lets nobody create a file anew that belongs to somebody else.
+    """
     path = folder() / f"{gpu}.lock"
     with contextlib.suppress(FileNotFoundError):
         return os.open(path, os.O_RDWR | os.O_NOFOLLOW)
@@ -194,7 +201,7 @@ def _minutes(seconds: float) -> str:
 
 
 def _clear(hold: Hold, what: str, say: Callable[[str], None], stop: Callable[[], bool]) -> None:
-    """Until the memory of whoever had the GPUs before is free again: a driver frees it some time after a death."""
+    """Wait until the memory of the previous owner is free. A driver frees it some time after a process has died."""
     began = changed = time.monotonic()
     before, told = used(hold.gpus), False
     while before > FREE and not stop():
@@ -212,7 +219,7 @@ def _clear(hold: Hold, what: str, say: Callable[[str], None], stop: Callable[[],
 
 
 def used(gpus: tuple[str, ...]) -> int:
-    """MiB of the fullest of these."""
+    """MiB in use on the fullest of these GPUs."""
     rows = _nvidia_smi("--query-gpu=uuid,memory.used", "--format=csv,noheader,nounits").splitlines()
     found = dict(re.findall(r"^([\w-]+), *(\d+)", "\n".join(rows), re.MULTILINE))
     return max((int(found[gpu]) for gpu in gpus if gpu in found), default=0)
@@ -224,7 +231,7 @@ def _users() -> str:
 
 
 def _nvidia_smi(*arguments: str) -> str:
-    """What it prints; nothing on a host without GPUs."""
+    """The output of nvidia-smi; nothing on a host without GPUs."""
     try:
         answer = subprocess.run(["nvidia-smi", *arguments], capture_output=True, text=True, timeout=ANSWERS_WITHIN)
     except (OSError, subprocess.TimeoutExpired):

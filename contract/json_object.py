@@ -1,7 +1,7 @@
-"""JSON as its standard has it, and an object at its top; everything else is a Fault of one line.
+"""Strict reader of JSON with an object at its top; everything else is a Fault of one line.
 
-Python's own reader takes more: NaN and Infinity, a key twice, half a surrogate pair. So a file that it accepts may be
-refused, or read as something else, by the libraries that read it after us.
+Python's own reader takes more: NaN and Infinity, a key twice, half a surrogate pair. The libraries that read a file
+after us may refuse it, or read something else from it.
 """
 
 import json
@@ -17,7 +17,7 @@ SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
 class _Refused(ValueError):
-    """What JSON has no place for."""
+    """A value that JSON does not have."""
 
 
 def read(path: Path) -> dict[str, Any]:
@@ -25,7 +25,7 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def parse(content: bytes, shown: str) -> dict[str, Any]:
-    """`shown` names the file where it is at fault."""
+    """Parse a JSON object. `shown` names the file in a fault."""
     try:
         text = content.decode("utf-8")
         found = json.loads(
@@ -45,13 +45,13 @@ def parse(content: bytes, shown: str) -> dict[str, Any]:
 
 
 def kind(value: Any) -> str:
-    """What JSON calls it."""
+    """The name that JSON has for the type of a value."""
     names = {dict: "an object", list: "a list", str: "a text", bool: "true or false", type(None): "null"}
     return names.get(type(value), "a number")
 
 
 def show(value: Any) -> str:
-    """A value for a message, which stays one line however long the value is."""
+    """A value as text for a message. It stays one line however long the value is."""
     text = json.dumps(value, ensure_ascii=True, default=str)
     return text if len(text) <= 80 else f"{text[:77]}..."
 

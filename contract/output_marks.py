@@ -1,4 +1,4 @@
-"""What on a disk may be replaced: only what this project has made. And which paths of one command must not meet.
+"""Marks of output folders: only what this project has made may be replaced, and paths of one command may not collide.
 
     problems(place, BASE)           lines that say why no converted model may be put there; none where one may
     meetings(inputs, outputs)       lines for paths that coincide, contain one another, or are links to such
@@ -40,7 +40,7 @@ LIBC = ctypes.CDLL(None, use_errno=True)
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of output, and how it is known."""
+    """A kind of output, and the mark that it is known by."""
 
     what: str
     maker: str  # the module that makes it
@@ -91,23 +91,23 @@ PARITY = Kind("what training says of fixed prompts", "trainer.train", keys=froze
 
 
 class Foreign(Fault):
-    """What stands in the way is not this project's."""
+    """The place is taken by something that this project has not made."""
 
 
 def problems(place: str | Path, kind: Kind) -> Iterator[str]:
-    """Why this kind of output may not be put there. Each line begins with the path."""
+    """Reasons why this kind of output may not be put there. Each line begins with the path."""
     lines = _unusable(Path(place)) or _in_the_way(Path(place), kind) or _read_only(Path(place), kind)
     yield from (f"{place}: {line}" for line in lines)
 
 
 def check_one(place: Path, kind: Kind) -> None:
-    """Of an output that no key names."""
+    """Raise Foreign where an output that no key names may not be put there."""
     if lines := [*problems(place, kind)]:
         raise Foreign("\n".join(lines))
 
 
 def take(folder: Path, kind: Kind) -> Path:
-    """The folder, made and marked as this project's; a fault if something else is there."""
+    """Make the folder, mark it as this project's and return it; a fault if something else is there."""
     check_one(folder, kind)
     begin(folder, kind)
     return folder
@@ -150,12 +150,15 @@ def begin(folder: Path, kind: Kind) -> None:
 
 
 def finished(folder: Path) -> None:
-    """The mark of what is whole is there: the other one can go."""
+    """Remove the first mark, as the mark of a complete output is there."""
     (folder / MARKER).unlink(missing_ok=True)
 
 
 def put_in_place(made: Path, place: Path, kind: Kind) -> None:
-    """At every moment there is the old folder or the new one under the name. Both are on one file system."""
+    """Give a finished folder its name. At every moment the name leads to the old folder or to the new one.
+
+    Both folders are on one file system.
+    """
     if not os.path.lexists(place):
         made.rename(place)
     else:
@@ -167,14 +170,14 @@ def put_in_place(made: Path, place: Path, kind: Kind) -> None:
 
 
 def recover(place: Path, kind: Kind) -> None:
-    """Give an output its name back that a crash in the middle of an exchange has left aside."""
+    """Give an output its name back, if a crash in the middle of an exchange has left it without."""
     aside = place.with_name(place.name + ASIDE)
     if not os.path.lexists(place) and aside.is_dir() and is_made(aside, kind):
         aside.rename(place)
 
 
 def remove(folder: Path, kind: Kind) -> None:
-    """Remove the folder, if it is there and this kind of output. The mark goes last: a rest is still known."""
+    """Remove the folder, if it is there and is this kind of output. The mark goes last, so that a rest is known."""
     if not os.path.lexists(folder):
         return
     if lines := _in_the_way(folder, kind):
@@ -192,7 +195,7 @@ def remove(folder: Path, kind: Kind) -> None:
 
 
 def is_made(folder: Path, kind: Kind) -> bool:
-    """Whether it bears a mark of this kind, of this version or of an earlier one."""
+    """Whether the folder bears a mark of this kind, of this version or of an earlier one."""
     if _holds(folder / MARKER, frozenset({"what"})).get("what") == kind.what:
         return True
     if kind.mark and _holds(folder / kind.mark, kind.keys):
@@ -201,7 +204,7 @@ def is_made(folder: Path, kind: Kind) -> bool:
 
 
 def _unusable(place: Path) -> list[str]:
-    """Of the path itself, and what stands where its folders would be."""
+    """Reasons why the path itself, or something that stands where its folders would be, cannot be used."""
     if "\0" in str(place):
         return ["holds a null character"]
     limits = dict.fromkeys(place.parts[:-1], 255) | {place.name: LONGEST}
@@ -220,7 +223,7 @@ def _unusable(place: Path) -> list[str]:
 
 
 def _in_the_way(place: Path, kind: Kind) -> list[str]:
-    """What lies there and is not this kind of output."""
+    """Lines for things at this place that are not this kind of output."""
     real = Path(os.path.realpath(place))
     if not os.path.lexists(real):
         return []
@@ -255,7 +258,7 @@ def _holds_logs(folder: Path) -> bool:
 
 
 def _beside(folder: Path, kind: Kind) -> list[str]:
-    """Files in a folder of this kind that its maker has not put there, as far as its mark tells."""
+    """Files in a folder of this kind that its maker has not put there, as far as the mark tells."""
     if kind.names:
         known = (*kind.names, f"{MARKER}*")
         return sorted(entry.name for entry in folder.iterdir() if not any(fnmatch(entry.name, n) for n in known))
@@ -285,7 +288,7 @@ _CHOOSE = "name another place, or move that elsewhere"
 
 @dataclass(frozen=True)
 class _Spot:
-    """A path, and all by which it can be met."""
+    """A path, and everything by which another path can collide with it."""
 
     path: str
     real: Path
@@ -333,7 +336,10 @@ def _some(names: list[str]) -> str:
 
 
 def _exchange(made: Path, place: Path, kind: Kind) -> None:
-    """Both names in one step where the file system can; else in two, between which recover() finds the old one."""
+    """Exchange both names, in one step where the file system can do that.
+
+    It takes two steps elsewhere; recover() mends a crash between them.
+    """
     done = LIBC.renameat2(AT_FDCWD, os.fsencode(made), AT_FDCWD, os.fsencode(place), RENAME_EXCHANGE)
     if done == 0:
         return

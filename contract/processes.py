@@ -1,4 +1,4 @@
-"""Tells a process from a later one of the same number."""
+"""Identity of a process: its number and start time tell it from a later process of the same number."""
 
 from __future__ import annotations  # flows/doctor.py runs on Python 3.8
 
@@ -6,7 +6,7 @@ from pathlib import Path
 
 
 def started(pid: int) -> str | None:
-    """When a process was started, in clock ticks since boot; None where there is no such process."""
+    """The time at which a process was started, in clock ticks since boot; None where there is no such process."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:

@@ -1,4 +1,4 @@
-"""Open and read files that a caller has named: regular ones alone, as a FIFO or a device may block for ever.
+"""Open and read files that a caller has named. Only regular ones are read, as a FIFO or a device may block for ever.
 
 Whatever is wrong with such a path is a Fault that names it.
 """
@@ -49,7 +49,7 @@ def read(path: Path, largest: int = LARGEST) -> bytes:
 
 
 def is_there(path: Path) -> bool:
-    """Whether anything has this name, a link to nothing included. Unlike Path.exists() this raises for no name."""
+    """Whether anything has this name, a broken link included. Unlike Path.exists() this raises for no name."""
     try:
         os.lstat(path)
     except (OSError, ValueError):

@@ -1,7 +1,29 @@
-"""Prefect reads its settings when it is imported: no test meets those of the account that runs it."""
+"""No test meets the account's own Prefect; processes that tests start use one thread each; tests run side by side.
 
+Prefect reads its settings when it is imported. Models of tests are too small for two threads to gain anything, and
+threads that wait for one another by spinning take the time of what else runs.
+"""
+
+import atexit
 import os
+import shutil
 import tempfile
 
+from xdist.scheduler import LoadScopeScheduling
+
 os.environ["PREFECT_HOME"] = tempfile.mkdtemp(prefix="prefect-")
+atexit.register(shutil.rmtree, os.environ["PREFECT_HOME"], ignore_errors=True)
 os.environ.pop("PREFECT_API_URL", None)
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+class BySetup(LoadScopeScheduling):
+    """Keeps tests in one process that share what takes long to make: a file's, and all that use flows' servers."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        file = nodeid.partition("::")[0]
+        return "tests/flows" if file.startswith("tests/flows/") else file
+
+
+def pytest_xdist_make_scheduler(config, log) -> BySetup:
+    return BySetup(config, log)

@@ -39,7 +39,7 @@ ROOMS = {
         {"planner"},
         {"rules"},
         {"schema", "model_facts"},
-        {"model_files", "strict_yaml"},
+        {"model_files", "strict_yaml", "error_lines"},
     ],
     "tasks": [{"stages"}, {"gang"}, {"run", "sources"}, {"store", "tracking", "pages"}],
     "trainer": [

@@ -171,7 +171,8 @@ def test_empty_clone_to_green_doctor(tmp_path):
 def test_make_clean_removes_what_the_project_has_made_and_nothing_else(tmp_path):
     shutil.copy(ROOT / "Makefile", tmp_path)
     own = [".venv/bin/python", ".uv/uv", ".ruff_cache/x", "conf/__pycache__/a.pyc", "benchmarks/__pycache__/b.pyc"]
-    own += ["flows/__pycache__/c.pyc", "tasks/store/__pycache__/d.pyc", "trainer/data/__pycache__/e.pyc"]
+    own += ["contract/__pycache__/f.pyc", "tests/support/__pycache__/g.pyc", "flows/__pycache__/c.pyc"]
+    own += ["tasks/store/__pycache__/d.pyc", "trainer/data/__pycache__/e.pyc"]
     kept = ["runs/tiny/__pycache__/a.pyc", "mine/__pycache__/b.pyc", "__pycache__/c.pyc", "conf/tiny.yaml", "notes.txt"]
     for name in (*own, *kept):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""config.json: the architecture that it names, and the types and ranges of keys that have one meaning in all families.
+"""Checks of config.json: the architecture that it names, and types and ranges of keys that all families share.
 
     read(path) -> dict             a config.json that was checked; Fault for what is none
     check(config)                  of one that was read; ValueError of one line that begins with config.json
@@ -123,7 +123,7 @@ def check(config: dict[str, Any]) -> None:
 
 
 def architecture(config: dict[str, Any]) -> str:
-    """The first of those that the config.json names, which is what transformers and Megatron-Bridge go by."""
+    """The first architecture that the config.json names. transformers and Megatron-Bridge go by the first one too."""
     found = config.get("architectures")
     if found is None or found == []:
         return ""

@@ -1,4 +1,4 @@
-"""The tokenizer's files of a model folder: their structure, and that every token has a row in the embedding.
+"""Checks of the tokenizer's files of a model folder: their structure, and that every token has a row in the embedding.
 
 What the tokenizers library makes of them is not looked at here: trainer/data/tokens/tokenizer.py loads them.
 """
@@ -23,7 +23,7 @@ SEVERAL = ("additional_special_tokens", "extra_special_tokens")
 
 
 def check(folder: Path, rows: int | None) -> None:
-    """`rows` are those of the embedding: the config.json's vocab_size."""
+    """Check the tokenizer's files. `rows` is the number of rows of the embedding: the config.json's vocab_size."""
     files = {name: json_object.read(folder / name) for name in (WHOLE, SETTINGS, SPECIAL, ADDED) if _is(folder, name)}
     if WHOLE not in files:
         others = [name for name in OTHERS if _is(folder, name)]
@@ -62,7 +62,7 @@ def _fit(path: Path, ids: dict[str, int], rows: int | None) -> dict[str, int]:
 
 
 def _check_new(named: dict[str, Path], ids: dict[str, int], rows: int) -> None:
-    """transformers gives a special token that the vocabulary lacks an id of its own, behind all others."""
+    """Check that special tokens that the vocabulary lacks have rows: transformers gives them ids behind all others."""
     new = [token for token in named if token not in ids]
     if new and max(ids.values(), default=-1) + len(new) >= rows:
         raise Fault(

@@ -1,4 +1,4 @@
-"""The tensors of a released model: which file holds which, by its index and by the files' own headers.
+"""Tensors of a released model, and the file of each, by the model's index and by the files' own headers.
 
 The two must agree, tensor by tensor: else who loads by the index has other tensors than who loads whole files. Links
 are followed: the Hub's cache is made of them.
@@ -52,7 +52,7 @@ def size(folder: Path) -> int:
 
 
 def index(path: Path, shown: str = "") -> dict[str, str]:
-    """The file of each tensor, as a model's index has it. `shown` names the index in a fault, else its path does."""
+    """The file of each tensor, as a model's index has it. A fault names the index as `shown`, or by its path."""
     shown = shown or str(path)
     listed = json_object.parse(regular_files.read(path), shown).get("weight_map")
     if not isinstance(listed, dict) or not listed:
@@ -65,7 +65,7 @@ def index(path: Path, shown: str = "") -> dict[str, str]:
 
 
 def is_plain(name: object) -> bool:
-    """Whether it names a file right in a folder, and nothing elsewhere."""
+    """Whether this names a file directly in a folder, and nothing elsewhere."""
     return (
         isinstance(name, str)
         and 0 < len(name.encode()) <= 255

@@ -1,4 +1,4 @@
-"""Bytes that one layer keeps from forward to backward, and what it needs besides while it runs.
+"""Bytes that one layer keeps from forward to backward, and bytes that it needs besides while it runs.
 
 Read off the layers that a GPU run builds: megatron-core 0.19 (attention.py, mlp.py, moe/), Transformer Engine 2.20
 (fused norm and linear, fused attention, grouped linears, permutation), Megatron-Bridge 0.6 (adapters). The rules:
@@ -35,7 +35,7 @@ LOW = {"current": 1.0, "delayed": 1.0, "blockwise": 1 + 4 / 128, "mxfp8": 1 + 1 
 
 @dataclass(frozen=True)
 class Tokens:
-    """Of one microbatch, on one rank."""
+    """Numbers of tokens of one microbatch on one rank."""
 
     whole: int  # of the rank's part of the sequence
     local: int  # the same, cut by sequence parallelism: what norms and routers see
@@ -56,12 +56,12 @@ def tokens(run: Run, facts: ModelFacts) -> Tokens:
 
 
 def kinds(facts: ModelFacts) -> list[str]:
-    """Of layers that a model may have; an mtp layer is one of the last kind and more."""
+    """Kinds of layers that a model may have. An mtp layer is one of the last kind with additions."""
     return ["dense", *(["moe"] if facts.experts else []), "mtp"]
 
 
 def kept(run: Run, facts: ModelFacts, kind: str) -> int:
-    """Bytes from forward to backward of one layer ("dense", "moe" or "mtp") and one microbatch."""
+    """Bytes that one layer ("dense", "moe" or "mtp") keeps of one microbatch from forward to backward."""
     if run.train.recompute == "full":
         t = tokens(run, facts)
         return t.local * facts.hidden * t.byte  # recompute_layers is the caller's: one such input for each block
@@ -69,7 +69,7 @@ def kept(run: Run, facts: ModelFacts, kind: str) -> int:
 
 
 def parts(run: Run, facts: ModelFacts, kind: str) -> dict[str, int]:
-    """The same without full recompute, by part of the layer."""
+    """Bytes that a layer keeps from forward to backward without full recompute, by part of the layer."""
     mtp = kind == "mtp"
     if mtp:
         kind = facts.kind(facts.layers - 1)
@@ -85,7 +85,10 @@ def parts(run: Run, facts: ModelFacts, kind: str) -> dict[str, int]:
 
 
 def working(run: Run, facts: ModelFacts, kind: str) -> dict[str, int]:
-    """Bytes beyond what is kept while a layer runs backward: recomputed activations, gradients, tokens on their way."""
+    """Bytes that a layer needs in its backward pass besides those that it keeps.
+
+    They are recomputed activations, gradients, and tokens on their way.
+    """
     t = tokens(run, facts)
     again = 0
     if run.train.recompute == "full":
@@ -114,7 +117,7 @@ def working(run: Run, facts: ModelFacts, kind: str) -> dict[str, int]:
 
 
 def logits(run: Run, facts: ModelFacts) -> int:
-    """Bytes while the loss is computed, of the model and of each MTP layer: their gradient takes the logits' place."""
+    """Bytes while the loss is computed, of the model and of each MTP layer. The gradient takes the logits' place."""
     t = tokens(run, facts)
     rows = t.whole * facts.padded_vocab(run.layout.tp) // run.layout.tp
     return rows * t.byte * (1 + (facts.mtp_layers if run.model.mtp else 0))
@@ -127,7 +130,10 @@ def _adapted(run: Run, name: str) -> bool:
 def _input(
     run: Run, t: Tokens, name: str, size: int, held: bool = False, drops: bool = False, grouped: bool = False
 ) -> int:
-    """What a linear layer keeps of `size` inputs. held: another layer keeps them; drops: they are computed again."""
+    """Bytes that a linear layer keeps of `size` inputs.
+
+    `held` means that another layer keeps them, and `drops` that they are computed again.
+    """
     fp8, each = run.train.fp8, t.byte
     if run.adapter.kind == "none":
         if fp8:
@@ -143,21 +149,27 @@ def _input(
 
 
 def _lora(run: Run, t: Tokens, name: str, rows: int, out: int) -> int:
-    """What an adapter keeps besides its input: what lies between A and B; DoRA also the output that it scales."""
+    """Bytes that an adapter keeps besides its input: the values between A and B.
+
+    DoRA also keeps the output that it scales.
+    """
     if not _adapted(run, name):
         return 0
     return rows * (run.adapter.rank + (out if run.adapter.kind == "dora" else 0)) * t.byte
 
 
 def _norms(run: Run, facts: ModelFacts, t: Tokens, kind: str) -> int:
-    """The layer's input and the sum behind attention, which norms keep; before experts, the norm's output too."""
+    """Bytes that norms keep: the layer's input and the sum behind attention.
+
+    Before experts, they keep the norm's output too.
+    """
     drops = "layernorm" in run.train.recompute_modules or "moe" in run.train.recompute_modules
     out = 0 if kind == "dense" or drops else 1
     return t.local * facts.hidden * t.byte * (2 + out)
 
 
 def attention_width(facts: ModelFacts) -> int:
-    """Of q, k and v of all heads together."""
+    """Width of q, k and v of all heads together."""
     if facts.kv_rank:
         return facts.heads * (2 * (facts.qk_nope + facts.qk_rope) + facts.v_head)
     return (facts.heads + 2 * facts.kv_heads) * facts.head_dim
@@ -195,7 +207,7 @@ def _attention(run: Run, facts: ModelFacts, t: Tokens) -> int:
 
 
 def _dense(run: Run, t: Tokens, facts: ModelFacts, width: int, hidden: int) -> int:
-    """A dense MLP, or the shared experts."""
+    """Bytes that a dense MLP or the shared experts keep."""
     gathered = t.whole if run.adapter.kind != "none" else t.local
     inner, gate = t.whole * width // run.layout.tp, 2 if facts.gated else 1
     total = _input(run, t, "linear_fc1", gathered * hidden) + inner * gate * t.byte

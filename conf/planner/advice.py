@@ -1,4 +1,4 @@
-"""What to say, in one line, of a plan that is refused: why, and which keys make it one that fits.
+"""One line for a plan that is refused: the reason, and the keys that make it a plan that fits.
 
 refusal(plan)            both
 changes(before, after)   the keys in which two runs differ, as overrides of a command line
@@ -51,5 +51,5 @@ def _fitting(run: Run, found: Found) -> str:
 
 
 def _shown(value: object) -> str:
-    """As YAML, without a blank that a shell would cut at."""
+    """A value as YAML, without a blank that a shell would cut at."""
     return value if isinstance(value, str) else json.dumps(value, separators=(",", ":")).replace('"', "")

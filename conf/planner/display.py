@@ -1,7 +1,7 @@
-"""What a plan says to people, and as_dict() to programs; both for the ranked table of search() as well.
+"""A plan as text for people, and as as_dict() for programs; both for the ranked table of search() as well.
 
 A stage's bar has a letter for each thirtieth of the GPU: W weights, G gradients, O optimizer, A adapters, F copies of
-weights in FP8, a activations, . all else; ! is what lacks.
+weights in FP8, a activations, . all else. A ! stands for memory that is missing.
 """
 
 from collections.abc import Iterator
@@ -80,7 +80,7 @@ def _grids(layout: Layout, cut: Grid) -> str:
 
 
 def _memory_table(plan: Plan) -> Iterator[str]:
-    """GB of the fullest rank of every stage; each W, G, ... of the bar is a BARth of the GPU."""
+    """Table of GB on the fullest rank of every stage. Each W, G, ... of the bar is a BARth of the GPU."""
     drawn = [name for name in DRAWN if name != "copies" or plan.fullest.copies]
     columns = [*drawn, "besides", "total"]
     layers = [sum(len(s.layers) for s in group) for group in _by_rank(plan)]
@@ -104,7 +104,11 @@ def _by_rank(plan: Plan) -> list[list[parameters.Stage]]:
 
 
 def _bar(stage: StageMemory) -> str:
-    """Drawn by where a part ends, so that what rounds to nothing does not shift the others; a ! is what lacks."""
+    """The bar of a stage.
+
+    Each part is drawn up to where it ends, so that a part that rounds to nothing does not shift the others. A ! stands
+    for memory that is missing.
+    """
     text, end = "", 0
     for name, letter in (*DRAWN.items(), ("", ".")):
         end += stage.items[name] if name else sum(stage.items[item] for item in BESIDES)
@@ -148,7 +152,7 @@ def ranking(candidates: list[Candidate], gpu: Gpu) -> Iterator[str]:
 
 
 def _cost(one: Candidate, gpu: Gpu) -> float:
-    """USD of all steps."""
+    """Price of all steps in USD."""
     return one.seconds * one.train.steps / 3600 * one.layout.world * (gpu.price or 0.0)
 
 

@@ -1,4 +1,4 @@
-"""GPUs: what the makers' data sheets say, how much of it training gets, and a user's own GPU from a small YAML.
+"""Kinds of GPUs with the figures of their data sheets, and a user's own GPU from a small YAML.
 
     of(run)                               what hardware.gpu and hardware.price name; the rule for null stands there
     read("h200"), read("my-gpu.yaml")
@@ -27,11 +27,15 @@ from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from math import isfinite
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+from pydantic import AfterValidator, Field, ValidationError
+from pydantic_core import PydanticCustomError
+
+from conf.error_lines import line
 from conf.rules.precision import CAPABLE, beyond_a_cpu
 from conf.schema.run import Run
-from conf.schema.sections import MOST
+from conf.schema.sections import Degree, Section
 from conf.strict_yaml import parse, read_text
 from contract.faults import ConfigError
 
@@ -99,13 +103,49 @@ CPU = Gpu("cpu", 0, {"fp32": 0.1, "bf16": 0.1}, 20 * GB, 5 * GB, 1 * GB, 1, cuda
 NAMES = (*GPUS, CPU.name)
 LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))  # of a container
 
-LARGEST = 10**6  # of any figure of a user's own GPU
-NEEDED = ("name", "memory", "bf16", "hbm", "link", "network", "per_host")
-OPTIONAL = ("fp8", "fp32", "price", "capability", "bus")
+Figure = Annotated[float, Field(gt=0, le=10**6)]
+
+
+def _printable(value: str) -> str:
+    if not value.isprintable():
+        raise PydanticCustomError("unprintable", "holds what cannot be printed in a line")
+    return value
+
+
+class OwnGpu(Section):
+    """A user's own GPU, as the file says it; this module's first lines have the units."""
+
+    name: Annotated[str, Field(min_length=1), AfterValidator(_printable)]
+    memory: Figure
+    bf16: Figure
+    hbm: Figure
+    link: Figure
+    network: Figure
+    per_host: Degree
+    fp8: Figure | None = None
+    fp32: Figure | None = None
+    price: Annotated[float, Field(ge=0, le=10**6)] | None = None
+    capability: Figure | None = None
+    bus: Figure = 55
+
+    def gpu(self) -> Gpu:
+        fp32 = self.fp32 or self.bf16 / 16  # the ratio on A100 and H100
+        return Gpu(
+            name=self.name,
+            memory=int(self.memory * GIB),
+            tflops={"fp32": fp32, "bf16": self.bf16} | ({"fp8": self.fp8} if self.fp8 else {}),
+            hbm=self.hbm * GB,
+            link=self.link * GB,
+            network=self.network * GB,
+            per_host=self.per_host,
+            price=self.price,
+            capability=self.capability or (9.0 if self.fp8 else 8.0),
+            bus=self.bus * GB,
+        )
 
 
 def of(run: Run, gpus: int | None = None) -> Gpu:
-    """What the run is planned for; `gpus`: in all, where that is not the layout's number."""
+    """The kind of GPU that the run is planned for. `gpus` is the total number, where that is not the layout's."""
     named = next((word for word in run.name.split("-") if word in NAMES), None)
     usual = CPU.name if run.model.source.startswith("tiny://") else "h100"
     gpu = priced(read(run.hardware.gpu or named or usual, "hardware.gpu"), run.hardware.price)
@@ -116,7 +156,7 @@ def of(run: Run, gpus: int | None = None) -> Gpu:
 
 
 def read(wanted: str, place: str = "gpu") -> Gpu:
-    """One of GPUS by its name, this host's CPU, or a user's own from a YAML file."""
+    """Find a GPU: one of GPUS by its name, this host's CPU, or a user's own from a YAML file."""
     if wanted.lower() in GPUS:
         return GPUS[wanted.lower()]
     if wanted.lower() == CPU.name:
@@ -127,22 +167,17 @@ def read(wanted: str, place: str = "gpu") -> Gpu:
     if wrong:
         raise ConfigError(*wrong)
     if not isinstance(given, dict):
-        raise ConfigError(f"{wanted}: takes the keys {', '.join(NEEDED + OPTIONAL)}")
-    if wrong := [f"{wanted}: {line}" for line in _faults(given)]:
-        raise ConfigError(*wrong)
-    tflops = {key: float(given[key]) for key in ("fp32", "bf16", "fp8") if key in given}
-    return Gpu(
-        name=given["name"],
-        memory=int(given["memory"] * GIB),
-        tflops={"fp32": tflops["bf16"] / 16, **tflops},  # the ratio on A100 and H100
-        hbm=given["hbm"] * GB,
-        link=given["link"] * GB,
-        network=given["network"] * GB,
-        per_host=given["per_host"],
-        price=given.get("price"),
-        capability=given.get("capability", 9.0 if "fp8" in given else 8.0),
-        bus=given.get("bus", 55) * GB,
-    )
+        raise ConfigError(f"{wanted}: takes the keys {', '.join(OwnGpu.model_fields)}")
+    try:
+        return OwnGpu.model_validate(given).gpu()
+    except ValidationError as error:
+        details = error.errors(include_url=False)
+        raise ConfigError(*(f"{wanted}: {line(detail, _meant)}" for detail in details)) from None
+
+
+def _meant(key: str) -> str:
+    near = get_close_matches(key, OwnGpu.model_fields, n=1)
+    return f"; did you mean {near[0]}?" if near else f"; the keys here are {', '.join(OwnGpu.model_fields)}"
 
 
 def _host_memory() -> int:
@@ -155,7 +190,7 @@ def _host_memory() -> int:
 
 
 def priced(gpu: Gpu, price: float | None) -> Gpu:
-    """The same at another price."""
+    """The same GPU at another price."""
     if price is None:
         return gpu
     if not isfinite(price) or price < 0:
@@ -163,30 +198,8 @@ def priced(gpu: Gpu, price: float | None) -> Gpu:
     return replace(gpu, price=price)
 
 
-def _faults(given: dict) -> list[str]:
-    faults = [f"{key}: required, and missing" for key in NEEDED if key not in given]
-    for key, value in given.items():
-        if key not in NEEDED + OPTIONAL:
-            near = get_close_matches(str(key), NEEDED + OPTIONAL, n=1)
-            meant = f"did you mean {near[0]}?" if near else f"the keys here are {', '.join(NEEDED + OPTIONAL)}"
-            faults.append(f"{key}: unknown key; {meant}")
-        elif key == "name":
-            if not isinstance(value, str) or not value.isprintable() or not value:
-                faults.append(f"name: {value!r} is no text; quote it to make it one")
-        elif key == "per_host":
-            if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= MOST:
-                faults.append(f"per_host: {value!r} is no number of GPUs; it must be an integer from 1 to {MOST}")
-        elif not isinstance(value, int | float) or isinstance(value, bool) or not isfinite(value):
-            faults.append(f"{key}: {value!r} is no number")
-        elif value < 0 or (value == 0 and key != "price"):
-            faults.append(f"{key}: {value!r} is too small: it must be above 0")
-        elif value > LARGEST:
-            faults.append(f"{key}: {value!r} is too large: it must be at most {LARGEST}")
-    return faults
-
-
 def unsupported(run: Run, gpu: Gpu) -> list[str]:
-    """A line for what this kind of GPU cannot do."""
+    """Lines for settings of the run that this kind of GPU cannot do."""
     found, fp8 = [], run.train.fp8
     able = [name for name, (least, below) in CAPABLE.items() if least <= gpu.capability < below]
     if fp8 and gpu.cuda and "fp8" not in gpu.tflops:

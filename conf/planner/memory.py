@@ -1,11 +1,11 @@
-"""What a run takes: bytes of GPU memory on the fullest rank of each pipeline stage; memory and disk of hosts.
+"""Memory that a run takes: on the fullest GPU of each pipeline stage, and with the disk on the hosts.
 
     memory(run, facts, gpu)    a StageMemory per pipeline rank
     host(run, facts)           a HostNeed per stage of the flow
 
-By Megatron's rules of allocation: what lies with the parameters is in conf/planner/states.py, what passes through them
-in conf/planner/activations.py. A rank is fullest in the backward pass of a layer, or at the loss; or, where that is
-more, in the step of the optimizer or while weights are loaded.
+Megatron's rules of allocation hold. conf/planner/states.py has what lies with the parameters,
+conf/planner/activations.py what passes through them. A rank is fullest in the backward pass of a layer, or at the loss.
+Where that is more, it is fullest in the step of the optimizer or while weights are loaded.
 """
 
 from collections import Counter
@@ -65,12 +65,12 @@ class StageMemory:
 
     @property
     def allocated(self) -> int:
-        """What torch.cuda.max_memory_allocated() shows."""
+        """The figure that torch.cuda.max_memory_allocated() shows."""
         return self.total - self.context - self.buffers - self.margin
 
     @property
     def over(self) -> int:
-        """Bytes that lack; negative = room."""
+        """Bytes that are missing; a negative number is room."""
         return self.total - int(self.capacity * (1 - DRY))
 
 
@@ -82,7 +82,7 @@ class HostNeed(NamedTuple):
 
 @dataclass(frozen=True)
 class Holding:
-    """What a pipeline rank holds whatever passes through it; parameters are counted on one GPU."""
+    """Layers and parameters that a pipeline rank holds at all times. Parameters are counted on one GPU."""
 
     rank: int
     layers: dict[str, int]  # how many of each kind
@@ -94,14 +94,20 @@ class Holding:
 
 
 def memory(run: Run, facts: ModelFacts, gpu: Gpu, memo: dict[Any, Any] | None = None) -> list[StageMemory]:
-    """Takes a legal layout. memo keeps what plans of the same run at other layouts share."""
+    """Memory of each pipeline stage of a legal layout.
+
+    `memo` keeps values that plans of this run at other layouts share.
+    """
     memo = {} if memo is None else memo
     cut, costs = grid(run.layout, run.train), _costs(run, facts, memo)
     return [_rank(run, facts, gpu, cut, holding, costs) for holding in holdings(run, facts, memo)]
 
 
 def fullest(run: Run, facts: ModelFacts, gpu: Gpu, memo: dict[Any, Any]) -> StageMemory:
-    """Of all pipeline ranks. Of those that hold the same, the first has most microbatches in flight."""
+    """The pipeline stage that takes the most memory.
+
+    Only the first of the ranks that hold the same is computed, as it has most microbatches in flight.
+    """
     cut, costs = grid(run.layout, run.train), _costs(run, facts, memo)
     first: dict[Any, Holding] = {}
     for holding in holdings(run, facts, memo):
@@ -112,7 +118,7 @@ def fullest(run: Run, facts: ModelFacts, gpu: Gpu, memo: dict[Any, Any]) -> Stag
 
 
 def lasting(run: Run, facts: ModelFacts, gpu: Gpu, memo: dict[Any, Any]) -> int:
-    """Bytes of weights, gradients and optimizer on the fullest rank, whatever passes through it."""
+    """Bytes of weights, gradients and optimizer on the fullest rank. They lie there at all times."""
     cut, byte = grid(run.layout, run.train), states.byte(run)
     return max(
         sum(states.weights(run, gpu, one.parameters, one.quantized))
@@ -154,7 +160,7 @@ def _holding(run: Run, facts: ModelFacts, rank: int, stages: list[Stage]) -> Hol
 
 
 def _costs(run: Run, facts: ModelFacts, memo: dict[Any, Any]) -> dict[str, tuple[int, dict[str, int]]]:
-    """By kind of layer: what it keeps, and what it works with; of the loss, the logits."""
+    """Bytes that each kind of layer keeps, and those that it works with. The loss works with the logits."""
     layout, train = run.layout, run.train
     key = ("costs", layout.tp, layout.cp, layout.ep, layout.etp, layout.sp, train.micro_batch, train.recompute)
     if key not in memo:
@@ -166,7 +172,7 @@ def _costs(run: Run, facts: ModelFacts, memo: dict[Any, Any]) -> dict[str, tuple
 
 
 def in_flight(layout: Layout, microbatches: int, rank: int) -> float:
-    """Microbatches whose activations a pipeline rank keeps at once, in units of all its layers."""
+    """Number of microbatches whose activations a pipeline rank keeps at once, in units of all its layers."""
     if layout.vpp is None:
         return min(microbatches, layout.pp - rank)
     # warm-up of core's interleaved schedule, in chunks, and the one that runs
@@ -210,7 +216,10 @@ def _rank(
 
 
 def _largest_gradient(run: Run, facts: ModelFacts, holding: Holding) -> int:
-    """Of one layer's weight before it is added to the fp32 sum: fusing the two takes APEX, which is not installed."""
+    """Bytes of the largest gradient of a weight, before it is added to the fp32 sum.
+
+    Fusing the two would take APEX, which is not installed.
+    """
     layout, gate = run.layout, 2 if facts.gated else 1
     sizes = [facts.hidden * facts.ffn * gate // layout.tp]
     if facts.experts and holding.layers.keys() & {"moe", "mtp"}:
@@ -224,12 +233,12 @@ def _trained_bytes(run: Run, weights: int) -> int:
 
 
 def _groups(layout: Layout) -> int:
-    """Communicators that a rank has opened."""
+    """Number of communicators that a rank has opened."""
     return ALWAYS + sum(degree > 1 for degree in (layout.cp, layout.pp, layout.ep, layout.etp))
 
 
 def host(run: Run, facts: ModelFacts) -> list[HostNeed]:
-    """Memory and disk besides the GPUs'; each stage writes what its own row says, and what is above it stays."""
+    """Memory and disk of the hosts. Each stage writes what its own row says; files of the rows above it stay."""
     count, byte, trained = parameters.total(facts), states.byte(run), _trained(run, facts)
     released = count * 2  # as published, in bf16
     kept = (8 if byte == 4 else 12) * trained if run.checkpoint.save_optimizer else 0  # in fp32, however it is held
@@ -250,7 +259,10 @@ def host(run: Run, facts: ModelFacts) -> list[HostNeed]:
 
 
 def _trained(run: Run, facts: ModelFacts) -> int:
-    """Trained parameters of the whole model; norms and routers, which every rank of tp has whole, count once a rank."""
+    """Trained parameters of the whole model.
+
+    Every rank of tp has norms and routers whole, so they count once a rank.
+    """
     if run.adapter.kind == "none":
         return parameters.total(facts)
     layout, found = run.layout, 0

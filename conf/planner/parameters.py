@@ -1,4 +1,4 @@
-"""Parameters: of the whole model, and of what one rank of each pipeline stage holds of it.
+"""Numbers of parameters: of the whole model, and of the part that one rank of each pipeline stage holds.
 
     stages(run, facts)              what lies where: a Stage per pipeline rank, or per virtual stage of one
     held(run, facts, stage)         parameters on one rank of it, by kind; all ranks of a stage hold as many
@@ -8,8 +8,8 @@
 
 As Megatron-Bridge 0.6 and megatron-core 0.19 build them, to the parameter; trainer/rehearse.py compares. The layout is
 taken to be legal (conf/rules/layout.py). Every rank of tp holds whole norms, routers and MLA's down projections, and an
-adapter, all of which is cut: rank * (in + out) / tp. Layers of multi-token prediction lie on the last stage, which
-then has an embedding of its own.
+adapter, all of which is cut: rank * (in + out) / tp. Layers of multi-token prediction lie on the last stage, which then
+has an embedding of its own.
 
 Not covered: routers' expert biases, which are buffers in Megatron; total() counts them, as the released files do.
 """
@@ -47,7 +47,7 @@ class Stage:
 
 @dataclass(frozen=True)
 class _Linear:
-    """A layer's matrix: what goes in and out of it, uncut."""
+    """A layer's matrix with its uncut input and output sizes."""
 
     name: str  # Megatron's, as in adapter.targets
     into: int
@@ -57,7 +57,10 @@ class _Linear:
 
 
 def stages(run: Run, facts: ModelFacts) -> list[Stage]:
-    """By rank, then by virtual stage. With vpp 2, of 4 layers on 2 ranks the first has 0 and 2, the other 1 and 3."""
+    """Stages by rank, then by virtual stage.
+
+    With vpp 2, of 4 layers on 2 ranks the first has 0 and 2, the other 1 and 3.
+    """
     layout, vpp = run.layout, run.layout.vpp or 1
     counts = shares(layout, facts.layers)
     assert counts, f"illegal layout: {layout} of {facts.layers} layers"
@@ -108,14 +111,17 @@ def quantized(run: Run, facts: ModelFacts, stage: Stage) -> int:
 
 
 def total(facts: ModelFacts) -> int:
-    """As in the released checkpoint, whose MTP layers repeat the embedding and the output layer."""
+    """Parameters of the released checkpoint, whose MTP layers repeat the embedding and the output layer."""
     return _whole(facts, facts.experts) + facts.mtp_layers * (
         _layer_size(facts, facts.kinds[-1], facts.experts) + _mtp(facts, 1) + 2 * facts.vocab * facts.hidden
     )
 
 
 def active(facts: ModelFacts) -> int:
-    """Per token, without multi-token prediction, which only training uses; the embedding counts whole, as is usual."""
+    """Parameters that one token passes through.
+
+    Multi-token prediction is left out, as only training uses it. The embedding counts whole, as is usual.
+    """
     return _whole(facts, facts.top_k)
 
 
@@ -151,7 +157,7 @@ def _layer(run: Run, facts: ModelFacts, kind: str) -> Counter[str]:
 
 
 def _weights(facts: ModelFacts, kind: str, tp: int, etp: int) -> dict[str, int]:
-    """Of one dense or MoE layer without its routed experts."""
+    """Parameters of one dense or MoE layer without its routed experts."""
     norm = facts.hidden * (2 if facts.layernorm else 1)
     query_key = (facts.q_rank + facts.kv_rank if facts.kv_rank else 2 * facts.head_dim) if facts.qk_norm else 0
     found = {
@@ -166,7 +172,7 @@ def _weights(facts: ModelFacts, kind: str, tp: int, etp: int) -> dict[str, int]:
 
 
 def _matrices(run: Run, facts: ModelFacts, kind: str) -> int:
-    """Of one layer on one rank, without biases, the router and adapters."""
+    """Parameters in the matrices of one layer on one rank, without biases, the router and adapters."""
     layout, base = run.layout, facts.kinds[-1] if kind == "mtp" else kind
     dense = _attention(facts) + _mlp(facts.ffn if base == "dense" else facts.shared_ffn, facts)
     found = sum(_size(replace(linear, bias=False), layout.tp) for linear in dense)
@@ -210,7 +216,7 @@ def _expert(facts: ModelFacts) -> list[_Linear]:
 
 
 def _mtp(facts: ModelFacts, tp: int) -> int:
-    """The projection of hidden states and embeddings, their norms and the last one."""
+    """Parameters that an MTP layer adds: the projection of hidden states and embeddings, and three norms."""
     return 2 * facts.hidden * facts.hidden // tp + 3 * facts.hidden * (2 if facts.layernorm else 1)
 
 

@@ -1,4 +1,4 @@
-"""Which GPU holds what: the pipeline's stages, and the share of each GPU of a host in what its stage holds.
+"""Picture of which GPU holds what: the pipeline's stages, and each GPU's share in its stage.
 
     lines(plan)      for a terminal: a line per stage, then a block per host; hosts that hold alike share one
     as_dict(plan)    the same for programs, and for the figure in MLflow
@@ -24,7 +24,7 @@ BLOCKS = 8  # of hosts, shown
 
 @dataclass(frozen=True)
 class Share:
-    """What one GPU holds; shares count from 1."""
+    """The part of a stage that one GPU holds; shares count from 1."""
 
     stage: int  # of the pipeline, counted from the first of its host
     tp: int  # its part of what tp cuts
@@ -41,7 +41,7 @@ class Block:
 
 
 def lines(plan: Plan) -> Iterator[str]:
-    """Of a legal plan."""
+    """Lines of a legal plan for a terminal."""
     run, facts, each = plan.run, plan.facts, _per_stage(plan.run)
     fullest, whole = plan.fullest.rank, stages(plan)
     yield f"GPUs of a stage: {each}; layers by number, from 0"
@@ -67,7 +67,7 @@ def lines(plan: Plan) -> Iterator[str]:
 
 
 def stages(plan: Plan) -> list[dict[str, Any]]:
-    """By pipeline rank: its GPUs, the runs of layers that it holds, and what else."""
+    """Pipeline ranks in order: the GPUs, the runs of layers and the other parts of each."""
     run, each = plan.run, _per_stage(plan.run)
     starts = _starts(run, plan.facts.layers)
     found = []
@@ -91,7 +91,7 @@ def stages(plan: Plan) -> list[dict[str, Any]]:
 
 
 def blocks(run: Run, experts: int) -> list[Block]:
-    """Of all hosts, the distinct ones."""
+    """Distinct blocks of hosts."""
     layout, each = run.layout, _per_stage(run)
     found: dict[tuple[Share, ...], list[int]] = {}
     for host in range(layout.nodes):
@@ -119,7 +119,7 @@ def as_dict(plan: Plan) -> dict[str, Any] | None:
 
 
 def _share(run: Run, experts: int, place: int, stage: int) -> Share:
-    """Of the GPU at this place in its stage."""
+    """The share of the GPU at this place in its stage."""
     layout = run.layout
     count = experts // layout.ep
     first = place // layout.etp % layout.ep * count
@@ -151,7 +151,7 @@ def _title(block: Block, plan: Plan) -> str:
 
 
 def _rows(block: Block, plan: Plan) -> Iterator[tuple[str, list[str], str]]:
-    """Name, a cell for each GPU of the host, and what the cells mean."""
+    """Rows of a block: the name, a cell for each GPU of the host, and the meaning of the cells."""
     layout, experts, held = plan.run.layout, plan.facts.experts, block.shares
     yield "GPU", [str(n) for n in range(len(held))], ""
     if len({share.stage for share in held}) > 1:
@@ -171,7 +171,7 @@ def _alike(block: Block) -> str:
 
 
 def _runs(numbers: list[int]) -> str:
-    """0-3, 8 for [0, 1, 2, 3, 8]; what is longer than a few runs is cut."""
+    """Numbers as runs: 0-3, 8 for [0, 1, 2, 3, 8]. A text longer than a few runs is cut."""
     spans: list[list[int]] = []
     for number in numbers:
         if spans and number == spans[-1][1] + 1:

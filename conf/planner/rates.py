@@ -1,4 +1,4 @@
-"""Seconds that one GPU and its host need for the parts of a layer: how far they stay below their data sheets.
+"""Seconds that one GPU and its host need for the parts of a layer, which is more than their data sheets promise.
 
     product, quantizing, attention, moving      on the GPU
     starting                                    on the host, which starts the kernels: eager PyTorch, no CUDA graphs
@@ -73,12 +73,15 @@ class Host(NamedTuple):
 
 
 def fp8(run: Run, part: str) -> str | None:
-    """The recipe that a product is computed by; adapters, the router and the logits stay in bf16."""
+    """The FP8 recipe of a product; None for adapters, the router and the logits, which stay in bf16."""
     return run.train.fp8 if part in ("attention", "latent", "mlp", "experts", "shared experts", "mtp") else None
 
 
 def product(run: Run, gpu: Gpu, one: work.Product) -> float:
-    """Computing, then bytes; a large product hides the one behind the other, a small one nothing."""
+    """Seconds of a matrix product: those of computing plus those of moving its bytes.
+
+    A large product hides the one behind the other, a small one nothing.
+    """
     low = fp8(run, one.part)
     precision = "fp32" if one.part == "router" else run.train.precision  # routing scores are computed in fp32
     byte = 4 if precision == "fp32" else 1 if low else 2
@@ -88,7 +91,10 @@ def product(run: Run, gpu: Gpu, one: work.Product) -> float:
 
 
 def quantizing(run: Run, gpu: Gpu, one: work.Product) -> tuple[float, float]:
-    """Of the input forward, and of the gradient backward; where the weight is trained, in both layouts."""
+    """Seconds to quantize the input in the forward pass and the gradient in the backward pass.
+
+    Where the weight is trained, both are quantized in both layouts.
+    """
     low = fp8(run, one.part)
     if not low:
         return 0.0, 0.0
@@ -97,7 +103,7 @@ def quantizing(run: Run, gpu: Gpu, one: work.Product) -> tuple[float, float]:
 
 
 def anew(run: Run, facts: ModelFacts, gpu: Gpu, held: Holding) -> float:
-    """Of a rank's weights, in the first microbatch of a step."""
+    """Seconds to quantize a rank's weights, once in the first microbatch of each step."""
     low = run.train.fp8
     if not low or run.train.fp8_weights:
         return 0.0
@@ -112,7 +118,7 @@ def moving(gpu: Gpu, moves: list[work.Move]) -> tuple[float, float]:
 
 
 def attention(run: Run, facts: ModelFacts, gpu: Gpu) -> float:
-    """Forward."""
+    """Seconds of attention in the forward pass."""
     length = run.data.seq_length / run.layout.cp  # a ring computes piece by piece
     narrow = ATTENTION_64 if not facts.kv_rank and facts.head_dim <= 64 else 1.0
     share = ATTENTION * narrow * length / (length + ATTENTION_HALF)
@@ -138,7 +144,10 @@ def _adapts_experts(run: Run) -> bool:
 
 
 def updating(run: Run, gpu: Gpu, here: float, away: float, held: float, microbatches: int) -> float:
-    """The step of so many parameters here and on the host, and gradients of `held` ones zeroed and added up."""
+    """Seconds of the optimizer's step for `here` parameters on the GPU and `away` parameters on the host.
+
+    The gradients of `held` parameters are zeroed and added up as well.
+    """
     each = {"fp32": 30, "bf16": 22, "fp8": 58}[run.optimizer.states]  # means in FP8 are unpacked, and packed again
     gradient = 2 if run.optimizer.gradients == "bf16" else 4
     added = held * (2 * gradient / HBM + (2 + 2 * gradient) * microbatches / ADDED) / gpu.hbm

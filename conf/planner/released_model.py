@@ -1,4 +1,4 @@
-"""Whether a released model's files describe one and the same model: config.json, weights and tokenizer."""
+"""Check that a released model's files describe one and the same model: config.json, weights and tokenizer."""
 
 import re
 from math import prod
@@ -17,7 +17,7 @@ EMBEDDING = "model.embed_tokens.weight"
 
 
 def check(folder: Path) -> tuple[dict[str, Any], dict[str, Entry]]:
-    """config.json and tensors of a folder that can be served; Fault for what is damaged."""
+    """Read config.json and tensors of a folder that can be served; a Fault names what is damaged."""
     config = config_json.read(folder / config_json.NAME)
     if not config_json.architecture(config):
         raise Fault(f"{folder / config_json.NAME}: architectures is missing, so the kind of model is unknown")
@@ -28,7 +28,7 @@ def check(folder: Path) -> tuple[dict[str, Any], dict[str, Entry]]:
 
 
 def check_released(folder: Path) -> tuple[dict[str, Any], ModelFacts]:
-    """config.json and sizes of a folder whose model can be converted, and trained, here."""
+    """Read config.json and sizes of a folder whose model can be converted and trained here."""
     config, tensors = check(folder)
     place = folder / config_json.NAME
     if refused := not_converted(config):
@@ -42,7 +42,7 @@ def check_released(folder: Path) -> tuple[dict[str, Any], ModelFacts]:
 
 
 def _check_sizes(place: Path, facts: ModelFacts, tensors: dict[str, Entry]) -> None:
-    """Before a model of config.json's sizes is built: Megatron would take the memory, or the time, for all of it."""
+    """Check the sizes before a model is built from them. Megatron would take the memory, or the time, for all of it."""
     layers = {int(match[1]) for match in map(LAYER.match, tensors) if match}
     most = facts.layers + facts.mtp_layers
     if not layers or not facts.layers <= max(layers) + 1 <= most:

@@ -1,13 +1,15 @@
-"""The layouts of a run on so many GPUs that fit, the fastest first, and why the others do not.
+"""Search for the layouts of a run on so many GPUs that fit, the fastest first, with the reasons why others do not.
 
     search(run, facts, gpu, gpus) -> Found
 
-Tried are all degrees that divide the GPUs, micro batches of 1 to 8 and none, selective and full recompute; sp wherever
-tp > 1, as it costs nothing. What does not fit otherwise is tried with half and with all of the optimizer on the host,
-where it may lie there (conf/rules/precision.py) and would make room enough. FP8, the global batch, the model and what
-is trained stay. Stages share the layers evenly, or the last one, which has the loss to compute, takes fewer. Not
-tried, as never best: tp or etp over the network, cp that leaves a rank less than 1024 tokens, and more than 4 virtual
-stages.
+The search tries all degrees that divide the GPUs, micro batches of 1 to 8, and no, selective and full recompute. It
+takes sp wherever tp > 1, as that costs nothing. A layout that does not fit otherwise is tried with half and with all of
+the optimizer on the host, where it may lie there (conf/rules/precision.py) and would make room enough. FP8, the global
+batch, the model and what is trained stay. Stages share the layers evenly, or the last one takes fewer, as it has the
+loss to compute.
+
+Some layouts are never best and are not tried: tp or etp over the network, cp that leaves a rank less than 1024 tokens,
+and more than 4 virtual stages.
 """
 
 from collections import Counter
@@ -44,7 +46,7 @@ class Candidate:
     optimizer: Optimizer  # with its offload
 
     def applied(self, run: Run) -> Run:
-        """The run with all that was chosen."""
+        """The run with everything that was chosen."""
         return run.model_copy(update={"layout": self.layout, "train": self.train, "optimizer": self.optimizer})
 
     @property
@@ -67,7 +69,7 @@ class Found:
 
     @property
     def offered(self) -> list[Candidate]:
-        """The same, first those that fit even if the plan is somewhat wrong."""
+        """The fitting candidates; those that fit even if the plan is somewhat wrong come first."""
         return sorted(self.fitting, key=lambda one: one.tight)
 
     @property
@@ -113,7 +115,7 @@ def search(run: Run, facts: ModelFacts, gpu: Gpu, gpus: int) -> Found:
 def _least(
     run: Run, facts: ModelFacts, gpu: Gpu, offloads: list[float], memo: dict[Any, Any]
 ) -> tuple[Run, StageMemory]:
-    """With the least on the host that lets it fit; as it is, where no share does."""
+    """The run with the smallest share on the host that lets it fit; the run as it is where no share does."""
     stage = fullest(run, facts, gpu, memo)
     kept = 1 - run.optimizer.offload
     for share in offloads[1:] if stage.over > 0 else ():
@@ -126,7 +128,7 @@ def _least(
 
 
 def _offloads(run: Run, gpu: Gpu) -> list[float]:
-    """The run's own share first."""
+    """Shares of the optimizer to try on the host. The run's own share comes first."""
     own = run.optimizer.offload
     larger = [share for share in OFFLOADS if share > own and not list(precision.contradictions(_offloaded(run, share)))]
     return [own, *(larger if gpu.cuda else [])]
@@ -147,7 +149,7 @@ def _smallest(train: Train) -> Train:
 
 
 def _lack(one: Candidate) -> str:
-    """Coarse, so that thousands of layouts give a few reasons."""
+    """The reason why a layout does not fit. It is coarse, so that thousands of layouts give a few reasons."""
     for limit in (10, 100):
         if one.over < limit * GB:
             return f"does not fit by up to {limit} GB on stage {one.stage}"
@@ -201,7 +203,7 @@ def _degrees(run: Run, facts: ModelFacts, gpu: Gpu, whole: Layout, key: str, rea
 
 
 def _last(facts: ModelFacts, pp: int) -> int | None:
-    """Layers of the last stage where they do not come out even; 0 is no answer of problems()'s."""
+    """Number of layers of the last stage where layers do not come out even; problems() never suggests 0."""
     if pp == 1 or facts.layers % pp == 0:
         return None
     last = facts.layers - (pp - 1) * ceil(facts.layers / pp)

@@ -1,4 +1,4 @@
-"""Bytes that lie with a rank's parameters: weights, their copies in FP8, gradients and the optimizer, here and there.
+"""Bytes that lie with a rank's parameters: weights, their copies in FP8, gradients and the optimizer's states.
 
     weights(run, gpu, parameters, quantized)    weights, and copies of them in FP8
     state_bytes(run, cut, dense, expert)        gradients and optimizer of so many trained parameters of one rank
@@ -36,7 +36,7 @@ def byte(run: Run) -> int:
 
 
 def copy_bytes(run: Run, gpu: Gpu) -> float:
-    """Of a weight in FP8, for products in both directions."""
+    """Bytes of the copies of one weight in FP8, for products in both directions."""
     scale = {"blockwise": 4 / 128**2, "mxfp8": 1 / 32}.get(run.train.fp8 or "", 0.0)
     return (2 if scale or gpu.transposes else 1) * (1 + scale)
 
@@ -66,7 +66,7 @@ def passing(run: Run, cut: Grid, dense: int, expert: int, quantized: int) -> int
 
 
 def shares(run: Run, cut: Grid, dense: int, expert: int) -> tuple[int, int]:
-    """Parameters whose states the optimizer of one rank has, here and on the host."""
+    """Numbers of parameters whose states the optimizer of one rank has, on the GPU and on the host."""
     if not run.optimizer.distributed:
         return dense + expert, 0
     whole = ceil(dense / (cut.dp * run.layout.cp)) + ceil(expert / cut.edp)

@@ -1,4 +1,4 @@
-"""How long a step takes, and the run, and what it costs.
+"""Duration of a step and of the run, and the price.
 
     timing(run, facts, gpu) -> Timing
 
@@ -76,7 +76,7 @@ class Step:
 
 
 def step(run: Run, facts: ModelFacts, gpu: Gpu, memo: dict[Any, Any]) -> Step:
-    """Takes a legal layout. memo keeps what steps of the same run at other layouts share."""
+    """Time of a step of a legal layout. `memo` keeps values that steps of this run at other layouts share."""
     layout, layers, held = run.layout, _layers(run, facts, gpu, memo), holdings(run, facts, memo)
     between, _ = hop(run, facts, gpu)
     first, last = _ends(run, facts, gpu, memo)
@@ -101,7 +101,7 @@ def step(run: Run, facts: ModelFacts, gpu: Gpu, memo: dict[Any, Any]) -> Step:
 
 
 def timing(run: Run, facts: ModelFacts, gpu: Gpu) -> Timing:
-    """Takes a legal layout."""
+    """Time and price of a run with a legal layout."""
     memo: dict[Any, Any] = {}
     layout, one, layers = run.layout, step(run, facts, gpu, memo), _layers(run, facts, gpu, memo)
     microbatches, seconds = grid(layout, run.train).microbatches, one.seconds
@@ -154,7 +154,7 @@ def _layers(run: Run, facts: ModelFacts, gpu: Gpu, memo: dict[Any, Any]) -> dict
 
 
 def _ends(run: Run, facts: ModelFacts, gpu: Gpu, memo: dict[Any, Any]) -> tuple[float, float]:
-    """Seconds more that the first and the last layer take in bf16, where Bridge's recipe leaves them so."""
+    """Additional seconds of the first and the last layer in bf16, where Bridge's recipe leaves them in bf16."""
     if run.train.fp8 != "current":
         return 0.0, 0.0
     plain = run.model_copy(update={"train": run.train.model_copy(update={"fp8": None})})
@@ -164,7 +164,7 @@ def _ends(run: Run, facts: ModelFacts, gpu: Gpu, memo: dict[Any, Any]) -> tuple[
 
 
 def layer(run: Run, facts: ModelFacts, gpu: Gpu, kind: str) -> Layer:
-    """One layer and one microbatch."""
+    """Time of one layer and one microbatch."""
     products, moves = work.products(run, facts, kind), work.moved(run, facts, kind)
     costs = [
         (product, _product(run, facts, gpu, product), *rates.quantizing(run, gpu, product)) for product in products
@@ -232,7 +232,10 @@ def _loss(run: Run, facts: ModelFacts, gpu: Gpu) -> Layer:
 
 
 def _reduction(run: Run, gpu: Gpu, held: list[Holding]) -> tuple[float, float, float]:
-    """Once a step: bytes that the fullest rank sends over its copies, the seconds, and those of the optimizer."""
+    """Costs of the reduction of gradients, once a step.
+
+    They are the bytes that the fullest rank sends over its copies, their seconds, and the seconds of the optimizer.
+    """
     layout, cut = run.layout, grid(run.layout, run.train)
     gradient = 2 if run.optimizer.gradients == "bf16" else 4
     most = (0.0, 0.0, 0.0)

@@ -1,4 +1,4 @@
-"""What of a layer crosses to other GPUs, and how long they wait for it.
+"""Traffic of a layer to other GPUs, and the time that they wait for it.
 
     collectives(run, facts, gpu, kind, attention)    of one layer and one pass: bytes and seconds by dimension
     hop(run, facts, gpu)                             of one microbatch, between stages
@@ -64,7 +64,7 @@ def _all_to_all(gpu: Gpu, size: float, ranks: int, stride: int) -> float:
 
 
 def hop(run: Run, facts: ModelFacts, gpu: Gpu) -> tuple[float, float]:
-    """Seconds and bytes of a microbatch between stages, there and back, for each virtual stage."""
+    """Seconds and bytes of a microbatch between stages, forward and back, for each virtual stage."""
     layout = run.layout
     if layout.pp == 1:
         return 0.0, 0.0

@@ -1,4 +1,4 @@
-"""One answer about a configuration: is its layout legal, does it fit, how long does it take; what would fit instead.
+"""Verdict on a configuration: is its layout legal, does it fit, how long does it take, and which layout would fit.
 
     plan(run, facts, gpu) -> Plan          of the configuration's own layout; searches for others where it is refused
     facts_of(run) -> ModelFacts            from conf/models, by the model's Hub id, or from its folder's config.json
@@ -35,7 +35,7 @@ HINT = "a folder with the model's config.json works as well, as model.source or 
 
 
 class NothingFits(ConfigError):
-    """layout.auto was asked for, and there is no such layout."""
+    """No layout fits where layout.auto asked for one."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ def plan(run: Run, facts: ModelFacts, gpu: Gpu) -> Plan:
 
 
 def settle(run: Run, facts: ModelFacts, gpu: Gpu) -> Run:
-    """Any run whose layout is written down stays as it is."""
+    """Replace layout.auto by the best layout that fits. A run whose layout is written down stays as it is."""
     if not run.layout.auto:
         return run
     found = search(run, facts, settled_on(run, gpu), run.world)
@@ -97,7 +97,7 @@ def settle(run: Run, facts: ModelFacts, gpu: Gpu) -> Run:
 
 
 def settled_on(run: Run, gpu: Gpu) -> Gpu:
-    """The GPU in hosts of the run's size, which layout.auto keeps."""
+    """The GPU in hosts of the run's size; layout.auto keeps that size."""
     return replace(gpu, per_host=run.layout.gpus_per_node)
 
 
@@ -107,7 +107,7 @@ def facts_of(run: Run) -> ModelFacts:
 
 
 def config_of(run: Run) -> tuple[Any, str]:
-    """The model's config.json, as far as it is here, and what stands before its name where it is at fault."""
+    """The model's config.json, if it is known or lies here, and the prefix of its name in error messages."""
     source = run.model.source
     names = {}  # the study of GPT-2 has trained a variant that is on no Hub: it goes by its file's name
     for file in sorted(MODELS.glob("*.json")):
@@ -132,7 +132,7 @@ def _read(config: Path) -> Any:
 
 
 def facts_in(config: Any, place: str) -> ModelFacts:
-    """Of a config.json that was read; `place` stands before its name where it is at fault."""
+    """Facts of a config.json that was read. `place` stands before its name in error messages."""
     try:
         return facts_from_hf(config)
     except ValueError as error:  # a line that begins with config.json

@@ -1,4 +1,4 @@
-"""What a rank computes and moves for one layer and one microbatch, and what of it crosses to other ranks.
+"""Work of a rank for one layer and one microbatch: FLOPs, bytes moved, and bytes exchanged with other ranks.
 
     products(run, facts, kind)    matrix products: their sizes on one rank, and whether their weight is trained
     attention(run, facts)         FLOPs of the products of tokens with tokens, forward; causal, so half of the square
@@ -17,7 +17,7 @@ from conf.schema.run import Run
 
 
 class Product(NamedTuple):
-    """[m, k] times [k, n], `batch` times."""
+    """A matrix product: [m, k] times [k, n], `batch` times."""
 
     part: str
     m: float
@@ -53,7 +53,7 @@ def products(run: Run, facts: ModelFacts, kind: str) -> list[Product]:
 
 
 def output(run: Run, facts: ModelFacts) -> list[Product]:
-    """The logits, of the model and of each MTP layer."""
+    """Products that make the logits, of the model and of each MTP layer."""
     t = tokens(run, facts)
     one = Product("logits", t.whole, facts.padded_vocab(run.layout.tp) // run.layout.tp, facts.hidden, 1, _full(run))
     return [one] * (1 + (facts.mtp_layers if run.model.mtp else 0))
@@ -107,7 +107,10 @@ def moved(run: Run, facts: ModelFacts, kind: str) -> list[Move]:
 
 
 def exchanged(run: Run, facts: ModelFacts, kind: str) -> dict[str, float]:
-    """Of tp and etp the whole tensor that is gathered or scattered, of the others what one rank sends."""
+    """Bytes of the layer's collectives by dimension.
+
+    For tp and etp the whole tensor counts that is gathered or scattered, for the others the bytes that one rank sends.
+    """
     t, layout, adapters = tokens(run, facts), run.layout, run.adapter
     row = t.whole * facts.hidden * t.byte
     blocks = 2 if kind == "dense" or facts.shared_ffn or not facts.experts else 1  # attention, and what tp else cuts
@@ -177,7 +180,7 @@ def _mlp(run: Run, facts: ModelFacts, part: str, rows: float, width: int, cut: i
 
 
 def _adapter(run: Run, name: str, rows: float, k: int, n: int, cut: int, batch: int = 1) -> list[Product]:
-    """A, whose inner width is cut where it is column-parallel, and B."""
+    """Products of an adapter: A, whose inner width is cut where it is column-parallel, and B."""
     if _full(run) or name not in run.adapter.targets:
         return []
     rank = run.adapter.rank

@@ -1,4 +1,4 @@
-"""Values of a run that are right alone and wrong together, but for those of its parallel layout (layout.py)."""
+"""Rules for values of a run that are right alone and wrong together, except for its parallel layout (layout.py)."""
 
 from collections.abc import Iterator
 
@@ -11,7 +11,7 @@ LINES = ("slurm.setup",)  # lists whose entries may be equal: lines of a script
 
 
 def contradictions(run: Run) -> Iterator[tuple[str, str]]:
-    """Yields (key, problem) for values that are right alone and wrong together."""
+    """Yield (key, problem) for values that are right alone and wrong together."""
     train, optimizer, moe = run.train, run.optimizer, run.moe
     yield from _repetitions(run)
     if run.adapter.kind != "none" and not run.adapter.targets:
@@ -50,7 +50,7 @@ def contradictions(run: Run) -> Iterator[tuple[str, str]]:
 
 
 def _repetitions(run: Run) -> Iterator[tuple[str, str]]:
-    """Lists name things, and nothing is meant by naming one twice."""
+    """Find names that a list holds twice. Lists name things, and a second mention has no meaning."""
     for section in sections():
         for key, values in getattr(run, section):
             again = {str(value) for value in values if values.count(value) > 1} if isinstance(values, tuple) else set()

@@ -1,4 +1,4 @@
-"""Whether a released model can be converted, as its config.json says before anything else is downloaded.
+"""Obstacles to the conversion of a released model, found in its config.json before anything else is downloaded.
 
     obstacles(config, ignored) -> ["its config.json has a quantization_config ...", ...]     a line per reason
 
@@ -37,7 +37,7 @@ def obstacles(config: dict[str, Any], ignored: Collection[str] = ()) -> list[str
 
 
 def not_converted(config: dict[str, Any]) -> str:
-    """Why the model cannot be converted here, by its architecture; "" where it can."""
+    """The reason why a model of this architecture cannot be converted here; "" where it can."""
     architecture = config_json.architecture(config)
     if architecture not in CONVERTED:
         return f"{architecture or 'no architecture'} is not converted or trained here; {', '.join(CONVERTED)} are"

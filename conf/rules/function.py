@@ -1,4 +1,4 @@
-"""Whether Megatron's model computes the function that a config.json describes, by Megatron-Bridge 0.6.2.
+"""Check that Megatron's model computes the function that a config.json describes, by Megatron-Bridge 0.6.2.
 
     unread(config) -> ["num_experts is ...", ...]      a line for each key that would not reach Megatron's model
 
@@ -119,7 +119,10 @@ FAMILIES = {
 
 
 def unread(config: Mapping[str, Any], ignored: Collection[str] = ()) -> list[str]:
-    """Of a family that is converted here; `ignored` are keys that the user answers for."""
+    """Lines for keys that would not reach Megatron's model, of a family that is converted here.
+
+    `ignored` are keys that the user answers for.
+    """
     family = FAMILIES[_name(config)]
     found = [*_unread(config, family), *_rotation(config, family), *_routing(config, family)]
     return [f"{key} is {text}" for key, text in found if key.partition(".")[0] not in ignored and key not in ignored]
@@ -144,7 +147,7 @@ def _unread(config: Mapping[str, Any], family: Family) -> Iterator[tuple[str, st
 
 
 def _rotation(config: Mapping[str, Any], family: Family) -> Iterator[tuple[str, str]]:
-    """transformers takes rope_scaling, its older name, where both are given."""
+    """Check rotary scaling. transformers takes rope_scaling, the older name, where both are given."""
     key = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
     given = config.get(key) or {}
     if not isinstance(given, dict):
@@ -174,8 +177,9 @@ def _rotation(config: Mapping[str, Any], family: Family) -> Iterator[tuple[str, 
 
 
 def _routing(config: Mapping[str, Any], family: Family) -> Iterator[tuple[str, str]]:
-    """Of one expert, Megatron leaves the weight what it is; of several it makes the sum 1.
+    """Check the routing of tokens to experts.
 
+    With one expert a token, Megatron leaves its weight as it is; with several it makes the sum of the weights 1.
     transformers ranks groups by the sum of their best 2 experts, Megatron by that of the best top_k / topk_group.
     """
     of = {**family.defaults, **{key: value for key, value in config.items() if value is not None}}

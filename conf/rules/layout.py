@@ -1,4 +1,4 @@
-"""The arithmetic of a parallel layout: which cuts of a model over processes are legal, and what would be instead.
+"""Arithmetic of a parallel layout: which cuts of a model over processes are legal, and the nearest legal values.
 
 Two grids share the same processes:
 
@@ -7,8 +7,8 @@ Two grids share the same processes:
 
 ep is no factor of the first: tp 2, ep 8, etp 2 on 32 processes gives dp 16 and edp 2.
 
-problems() knows two kinds of rules: those that a configuration can break by itself, checked whenever one is loaded,
-and those that need the sizes of the model (conf/rules/model.py), checked once its config.json is here. They are
+problems() knows two kinds of rules: those that a configuration can break by itself, checked whenever one is loaded, and
+those that need the sizes of the model (conf/rules/model.py), checked once its config.json is here. They are
 megatron-core 0.19's and Megatron-Bridge 0.6's own, found out before a process is started. Memory is not covered: a
 legal layout may not fit.
 """
@@ -33,7 +33,7 @@ class Grid:
 
 
 def grid(layout: Layout, train: Train) -> Grid:
-    """Takes a legal layout."""
+    """Sizes of the grids of a legal layout."""
     dp, rest = divmod(layout.world, layout.tp * layout.cp * layout.pp)
     edp, expert_rest = divmod(layout.world, layout.etp * layout.ep * layout.pp)
     microbatches, batch_rest = divmod(train.global_batch, train.micro_batch * dp) if dp else (0, 1)
@@ -42,7 +42,7 @@ def grid(layout: Layout, train: Train) -> Grid:
 
 
 def packing_multiple(layout: Layout) -> int:
-    """What the length of every row of a packed sequence is a multiple of.
+    """The number that must divide the length of every row of a packed sequence.
 
     Each row is cut over cp and sp on its own, so each must divide. 16 serves most layouts, which then train on the same
     packed sequences; it costs 8 tokens a row.
@@ -51,7 +51,7 @@ def packing_multiple(layout: Layout) -> int:
 
 
 def shares(layout: Layout, layers: int) -> list[int]:
-    """Layers of each pipeline rank; empty if they do not come out even."""
+    """Numbers of layers of each pipeline rank; empty if they do not come out even."""
     first, last = ([count] if count else [] for count in (layout.first_stage_layers, layout.last_stage_layers))
     middle = layout.pp - len(first) - len(last)
     rest = layers - sum(first) - sum(last)
@@ -64,7 +64,7 @@ def problems(run: Run, facts: ModelFacts | None = None, suggest: bool = True) ->
     """One line per broken rule: key, values, and the nearest values, of that key or another, that mend it.
 
     Such values break no rule that holds now. Two keys are changed at most: whole layouts are conf/planner/search.py's.
-    To look for values takes longer than to look for what is broken.
+    It takes longer to look for values than to look for broken rules.
     """
     found = list(_broken(run, facts))
     rules = {one.rule for one in found}
@@ -90,14 +90,14 @@ def _mended(run: Run, facts: ModelFacts | None, broken: Broken, rules: set[str])
 
 
 def _legal(run: Run, facts: ModelFacts | None, key: str, candidates: Collection[Any], keep: set[str]) -> Iterator[Any]:
-    """Values other than that of now with which no rules are broken but those of `keep`."""
+    """Values other than the present one that break no rules but those of `keep`."""
     for candidate in candidates:
         if candidate != _get(run, key) and {one.rule for one in _broken(_with(run, key, candidate), facts)} <= keep:
             yield candidate
 
 
 def _two_at_once(run: Run, facts: ModelFacts | None, broken: Broken, keep: set[str]) -> list[str]:
-    """The nearest value that breaks one rule that held, with a value of another key that mends that."""
+    """The nearest value that breaks one rule that held, with a value of another key that mends that rule."""
     for key, candidates in {broken.key: broken.candidates, **broken.others}.items():
         for candidate in _by_distance(candidates, _get(run, key)):
             half = _with(run, key, candidate)
@@ -113,7 +113,7 @@ def _two_at_once(run: Run, facts: ModelFacts | None, broken: Broken, keep: set[s
 
 
 def _by_distance(candidates: Collection[Any], value: Any) -> list[Any]:
-    """Of numbers the nearest first; others stay as they are."""
+    """Sort numbers by their distance to the value; other candidates stay as they are."""
     numbers = all(isinstance(one, int | float) for one in (*candidates, value))
     return sorted(candidates, key=lambda one: abs(one - value)) if numbers else list(candidates)
 
@@ -129,7 +129,7 @@ def _get(run: Run, key: str) -> Any:
 
 
 def _show(value: Any) -> str:
-    """As YAML has it."""
+    """A value as YAML has it."""
     if isinstance(value, tuple):
         return f"[{', '.join(map(_show, value))}]"
     return "null" if value is None else str(value).lower()

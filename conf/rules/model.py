@@ -92,7 +92,7 @@ def _widths(run: Run, facts: ModelFacts) -> Iterator[Broken]:
 
 
 def _adapted(run: Run, facts: ModelFacts) -> set[str]:
-    """Those of adapter.targets that the model has."""
+    """The names in adapter.targets that the model has."""
     latent = {"linear_q_down_proj", "linear_q_up_proj"} if facts.q_rank else {"linear_q_proj"}
     latent |= {"linear_kv_down_proj", "linear_kv_up_proj"}
     there = {"linear_proj", "linear_fc1", "linear_fc2"} | (latent if facts.kv_rank else {"linear_qkv"})
@@ -100,7 +100,7 @@ def _adapted(run: Run, facts: ModelFacts) -> set[str]:
 
 
 def _dora(run: Run, facts: ModelFacts) -> Iterator[Broken]:
-    """What the norms of DoRA's weights have no place for."""
+    """Rules for layers that the norms of DoRA's weights do not fit."""
     layout, adapted, targets = run.layout, _adapted(run, facts), run.adapter.targets
     if run.adapter.kind != "dora":
         return
@@ -130,7 +130,7 @@ def _dora(run: Run, facts: ModelFacts) -> Iterator[Broken]:
 
 
 def _without(values: tuple[Any, ...], gone: Collection[Any]) -> list[tuple[Any, ...]]:
-    """What is left of a list, if anything is: as the only candidate."""
+    """The rest of a list, as the only candidate; no candidate where nothing is left."""
     left = tuple(value for value in values if value not in gone)
     return [left] if left else []
 

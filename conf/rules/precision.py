@@ -1,4 +1,4 @@
-"""What of FP8, precision of the optimizer's states and offloading goes together, and with what.
+"""Rules for FP8, the precision of the optimizer's states and offloading: what goes together, and with what.
 
     contradictions(run)      (key, problem) for values that are right alone and wrong together;
     conf/rules/contradictions.py asks
@@ -58,7 +58,7 @@ def _of_fp8(run: Run) -> Iterator[tuple[str, str]]:
 
 
 def widths(run: Run, facts: ModelFacts) -> Iterator[tuple[str, str, int, int]]:
-    """(key, what, size, the number that has to divide it) for each size that FP8 has no product for."""
+    """Sizes that FP8 has no product for: (key, what, size, the number that has to divide it)."""
     layout, fp8 = run.layout, run.train.fp8
     if not fp8:
         return
@@ -82,7 +82,7 @@ def widths(run: Run, facts: ModelFacts) -> Iterator[tuple[str, str, int, int]]:
 
 
 def beyond_a_cpu(run: Run) -> list[tuple[str, str, str]]:
-    """(key, value, what a CPU takes) of what only CUDA kernels do."""
+    """Settings that only CUDA kernels can do: (key, value, value that a CPU takes)."""
     found = []
     if run.train.fp8:
         found.append(("train.fp8", run.train.fp8, "null"))

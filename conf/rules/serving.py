@@ -1,10 +1,10 @@
-"""Whether vLLM 0.26 can serve a model, as its config.json and the run say beforehand.
+"""Reasons why vLLM 0.26 cannot serve a model, as its config.json and the run say beforehand.
 
     unservable(run, facts, cpu) -> ["head_dim is 24, and ...", ...]      a line per reason; none: it probably can
 
-Asked before anything is downloaded: a model that is served by nothing would be trained to the end, unevaluated. vLLM
+The check runs before anything is downloaded: a model that nothing serves would be trained to the end, unevaluated. vLLM
 has a kernel for any size of heads on a GPU, and for CPU_HEADS on a CPU. tests/conf/rules/test_serving.py compares the
-tables with the vLLM that is installed. Not covered: memory, and what other families than these want.
+tables with the vLLM that is installed. Not covered: memory, and the needs of families other than these.
 """
 
 from collections.abc import Iterator
@@ -42,7 +42,7 @@ def _on_cpu(facts: ModelFacts) -> Iterator[str]:
 
 
 def _over(run: Run, facts: ModelFacts) -> Iterator[str]:
-    """Cut over the GPUs that are asked for: those of the host are known to nobody here."""
+    """Check that the model can be cut over the GPUs that are asked for. Nothing here knows the GPUs of the host."""
     gpus = run.evaluate.gpus or 1
     widths = {
         "num_attention_heads": facts.heads,

@@ -2,21 +2,27 @@
 
     python -m conf.schema            a table of all keys
     python -m conf.schema --json     the JSON schema, which editors use to complete and check conf/*.yaml
+    python -m conf.schema --page     tables in Markdown, which end docs/configuration.md
 
-The table is as wide as the terminal.
+The table is as wide as the terminal; make schema writes both files.
 """
 
 import argparse
 import shutil
 
-from conf.schema.table import json_schema, table
+from conf.schema.table import json_schema, markdown, table
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m conf.schema", description="Print the keys of a run's YAML.")
-    parser.add_argument("--json", action="store_true", help="print the JSON schema instead of a table")
-    if parser.parse_args().json:
+    instead = parser.add_mutually_exclusive_group()
+    instead.add_argument("--json", action="store_true", help="print the JSON schema instead of a table")
+    instead.add_argument("--page", action="store_true", help="print tables in Markdown instead of a table")
+    asked = parser.parse_args()
+    if asked.json:
         print(json_schema(), end="")
+    elif asked.page:
+        print(markdown(), end="")
     else:
         print("\n".join(table(shutil.get_terminal_size((160, 50)).columns)))
 

@@ -1,7 +1,7 @@
-"""The sections slurm and kubernetes: what a run over several hosts asks a cluster for, where gang.engine is its name.
+"""Sections slurm and kubernetes: what a run over several hosts asks of a cluster, where gang.engine is its name.
 
-Nothing here is a secret: the keys hold names of environment variables and of Kubernetes' Secrets, never values.
-Hosts and GPUs per host are the layout's. Not covered: Slurm's heterogeneous jobs, other schedulers of Kubernetes.
+Nothing here is a secret: the keys hold names of environment variables and of Kubernetes' Secrets, never values. Hosts
+and GPUs per host are the layout's. Not covered: Slurm's heterogeneous jobs, other schedulers of Kubernetes.
 """
 
 import re
@@ -36,7 +36,7 @@ def listed(default: tuple[str, ...], description: str) -> Any:
 
 
 class Slurm(Section):
-    """For gang.engine slurm: one job of all hosts. What is null is left to the cluster's defaults."""
+    """One Slurm job of all hosts, for gang.engine slurm. Keys that are null are left to the cluster's defaults."""
 
     partition: Text | None = Field(default=None, description="partitions, separated by commas")
     account: Text | None = Field(default=None, description="who pays")
@@ -61,7 +61,7 @@ class Slurm(Section):
 
 
 class Kubernetes(Section):
-    """For gang.engine kubernetes: one JobSet, a pod per host, which Kueue admits whole."""
+    """One JobSet with a pod per host, for gang.engine kubernetes. Kueue admits it as a whole."""
 
     context: Text | None = Field(default=None, description="of kubectl's configuration; null = the current one")
     namespace: Name | None = Field(default=None, description="null = the context's")
@@ -97,7 +97,7 @@ class Kubernetes(Section):
 
 
 def contradictions(engine: str, kubernetes: Kubernetes) -> Iterator[tuple[str, str]]:
-    """Yields (key, problem), as conf/schema/run.py does."""
+    """Yield (key, problem), as conf/schema/run.py does."""
     for key in ("image", "claim"):
         if engine == "kubernetes" and getattr(kubernetes, key) is None:
             yield f"kubernetes.{key}", "required with gang.engine kubernetes, and missing"

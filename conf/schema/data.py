@@ -1,4 +1,4 @@
-"""The section `data` of a run's YAML: where rows come from, what they mean, and how they become sequences of tokens."""
+"""Section `data` of a run's YAML: where rows come from, what they mean, and how they become sequences of tokens."""
 
 from typing import Annotated, Literal
 
@@ -12,7 +12,7 @@ PLAIN = r"[^{}]*\{input\}[^{}]*\{output\}"
 
 
 class Rows(Section):
-    """Where rows lie, and which of their columns hold what."""
+    """Place of the rows, and which of their columns hold what."""
 
     source: Place | None = Field(
         default=None,

@@ -1,4 +1,4 @@
-"""What makes a training the one that it is: those of its keys that decide which weights come out.
+"""Identity of a training: the keys that decide which weights come out.
 
 tasks/stages/train.py takes of_training() into the fingerprint of what it makes. A checkpoint keeps recorded() of the
 run that saved it, and trainer/training/resume.py compares that with the run that goes on from it.
@@ -51,18 +51,18 @@ def of_training(run: Run) -> dict[str, Any]:
 
 
 def recorded(run: Run) -> dict[str, Any]:
-    """What a checkpoint says of the run that saved it, by dotted key."""
+    """The record, by dotted key, that a checkpoint keeps of the run that saved it."""
     found = run.model_dump(mode="json")
     return {key: found[section][name] for key in _keys() for section, name in [key.split(".")]}
 
 
 def completed(record: dict[str, Any]) -> dict[str, Any]:
-    """A record with the keys that came after it: they were at their defaults."""
+    """A record with the keys that came after it. A key that was not there yet was at its default."""
     return {key: _default(*key.split(".")) for key in _keys()} | record
 
 
 def changed(before: dict[str, Any], now: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """Keys that both records have with different values, as they were and are."""
+    """Keys that both records have with different values; the values before and now."""
     untrained = before.get("adapter.kind") == now["adapter.kind"] == "none"  # an adapter's other keys say nothing then
     pairs = {key: (before[key], value) for key, value in now.items() if key in before}
     return {
@@ -92,5 +92,5 @@ def _kind(section: str) -> type[Section]:
 
 
 def _plain(value: Any) -> Any:
-    """The targets of an adapter are the same in any order."""
+    """A value in plain types. The targets of an adapter are sorted, as their order has no meaning."""
     return sorted(value) if isinstance(value, list | tuple) else value

@@ -1,8 +1,8 @@
-"""Which files hold rows, by their names: the flow asks it of folders and object stores, preparation of what it reads.
+"""Names of files that hold rows. The flow checks folders and object stores by them, preparation the files it reads.
 
-Of a folder all files with a known ending are rows, those in folders within it too, in the order of their names. Hidden
-ones, index files and the descriptions that `datasets` leaves beside its files are not; nor is .txt beside files of
-other kinds, where it is a README or a licence.
+In a folder all files with a known ending are rows, those in folders within it too, in the order of their names. Hidden
+files, index files and the descriptions that `datasets` leaves beside its files are not rows. A .txt beside files of
+other kinds is none either, as it is a README or a licence there.
 """
 
 from collections.abc import Iterable
@@ -16,20 +16,20 @@ DESCRIPTIONS = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", 
 
 
 def compression(name: str | PurePath) -> str:
-    """The ending that says how a file is compressed, or nothing."""
+    """The ending that says how a file is compressed; "" where it is not."""
     ending = PurePath(name).suffix.lower()
     return ending if ending in COMPRESSED else ""
 
 
 def format_of(name: str | PurePath) -> str:
-    """The ending that says what the file is, compression aside; nothing for what holds no rows."""
+    """The ending that says what the file is, without its compression; "" for a file that holds no rows."""
     path = PurePath(name)
     ending = (path.with_suffix("") if compression(path) else path).suffix.lower()
     return ending if ending in FORMATS else ""
 
 
 def among(names: Iterable[str]) -> list[str]:
-    """Of all that lies in a folder what is read, in its order; names are relative to the folder, with slashes."""
+    """Select the files of a folder that are read, in their order. Names are relative to the folder, with slashes."""
     paths = sorted(PurePosixPath(name) for name in names)
     found = [
         path

@@ -1,4 +1,4 @@
-"""A run's YAML: its sections, which conf/schema/sections.py defines, and the rules between their keys.
+"""Schema of a run's YAML: its sections, which conf/schema/sections.py defines, and the rules between their keys.
 
     python -m conf.schema            a table of all keys
     python -m conf.schema --json     the JSON schema, which editors use to complete and check conf/*.yaml
@@ -32,7 +32,7 @@ from conf.schema.training import Moe, Optimizer, Train
 
 
 def spelled_out(layout: Any) -> Any:
-    """`layout: auto` is short for a section."""
+    """Replace the short form `layout: auto` by a section."""
     return {"auto": True} if layout == "auto" else layout
 
 

@@ -1,4 +1,4 @@
-"""The sections of a run's YAML: every key with its type, default, limits and meaning. conf/schema/run.py joins them.
+"""Sections of a run's YAML: every key with its type, default, limits and meaning. conf/schema/run.py joins them.
 
 Models are strict ("1" is no integer, neither is 1.0 or true), closed (an unknown key is an error) and frozen.
 """
@@ -37,7 +37,10 @@ def _without_nul(value: str) -> str:
 
 
 def _is_path(value: str) -> str:
-    """No file system has a longer name, and pathlib raises for one where it should say that nothing is there."""
+    """Check a path's length.
+
+    No file system has a longer name, and pathlib raises for one instead of finding nothing.
+    """
     if any(len(name.encode()) > LONGEST for name in value.split("/")) or len(value.encode()) >= 4096:
         raise PydanticCustomError("path", f"a name in it is longer than {LONGEST} bytes, or all of it than 4095")
     if value.startswith("~") and value[1:2] not in ("", "/"):
@@ -63,7 +66,7 @@ AdapterTarget = Literal[
 
 
 def _one_problem(value: Any, validate: ValidatorFunctionWrapHandler) -> Any:
-    """Pydantic reports each alternative of a union by itself, under a name that nobody wrote."""
+    """Report one problem for a union. Pydantic reports each alternative by itself, under a name that nobody wrote."""
     try:
         return validate(value)
     except ValidationError:
@@ -95,7 +98,7 @@ class Model(Section):
 
 
 class Adapter(Section):
-    """What is trained: a low-rank adapter, or every weight."""
+    """The part of the model that is trained: a low-rank adapter, or every weight."""
 
     kind: Literal["lora", "dora", "none"] = Field(default="lora", description="none = full fine-tuning")
     rank: Count = Field(default=32, description="inner width of the adapter")
@@ -115,8 +118,10 @@ class Adapter(Section):
 
 
 class Layout(Section):
-    """Processes and how the model is cut: tp*cp*pp*dp = etp*ep*pp*edp = nodes*gpus_per_node. See
-    conf/rules/layout.py."""
+    """Processes and how the model is cut: tp*cp*pp*dp = etp*ep*pp*edp = nodes*gpus_per_node.
+
+    conf/rules/layout.py has the rules.
+    """
 
     nodes: Degree = Field(default=1, description="hosts")
     gpus_per_node: Degree = Field(default=1, description="processes per host: one per GPU, or gloo processes on a CPU")
@@ -141,12 +146,12 @@ class Layout(Section):
 
     @property
     def world(self) -> int:
-        """Processes of the run."""
+        """Number of processes of the run."""
         return self.nodes * self.gpus_per_node
 
 
 class Hardware(Section):
-    """What the run is planned for; never part of what identifies it."""
+    """The hardware that the run is planned for; never part of the run's identity."""
 
     gpu: Place | None = Field(
         default=None,
@@ -160,7 +165,7 @@ class Hardware(Section):
 
 
 class Checkpoint(Section):
-    """What is saved during training."""
+    """Checkpoints that are saved during training."""
 
     save_every: Count = Field(description="steps between checkpoints; the last step is always saved")
     keep: Count | None = Field(default=None, description="newest complete checkpoints that stay; null = all")
@@ -168,7 +173,7 @@ class Checkpoint(Section):
 
 
 class Log(Section):
-    """What is reported while training."""
+    """Reports while training."""
 
     every: Count = Field(default=1, description="steps between lines of metrics")
     peak_tflops: float | None = Field(
@@ -177,7 +182,7 @@ class Log(Section):
 
 
 class Export(Section):
-    """What is made of a trained checkpoint, for others to load."""
+    """Formats that a trained checkpoint is exported to, for others to load."""
 
     checkpoint: Annotated[Literal["latest", "base"] | Count, WrapValidator(_one_problem)] = Field(
         default="latest", description="which to export: the newest, the untrained base, or a step"
@@ -188,7 +193,7 @@ class Export(Section):
 
 
 class Evaluate(Section):
-    """What the base and the tuned model are asked, served by vLLM."""
+    """Evaluation of the base and the tuned model, which vLLM serves."""
 
     tasks: tuple[Place, ...] = Field(
         default=("held_out",),
@@ -218,7 +223,7 @@ class Evaluate(Section):
 
 
 class Gang(Section):
-    """How a run over several hosts is started, watched and gone on with; never part of what identifies it."""
+    """Start, watch and restart of a run over several hosts; never part of the run's identity."""
 
     engine: Literal["local", "prefect", "slurm", "kubernetes"] = Field(
         default="local", description="who starts a process group per host; local = all of them on this one"
@@ -245,7 +250,7 @@ class Gang(Section):
 
 
 class Promote(Section):
-    """What becomes of the tuned model in MLflow's registry."""
+    """Promotion of the tuned model in MLflow's registry."""
 
     model: Text = Field(default="{name}", description="registered model; {name} stands for the run's name")
     metric: Text = Field(default="held_out/exact_match", description="task/metric that decides; higher is better")
@@ -253,14 +258,14 @@ class Promote(Section):
 
 
 class Track(Section):
-    """Where metrics go. The server is MLFLOW_TRACKING_URI's, or a file in runs/."""
+    """Destination of metrics. The server is MLFLOW_TRACKING_URI's, or a file in runs/."""
 
     experiment: Text = Field(default="finetune", description="MLflow's experiment")
     wandb: Text | None = Field(default=None, description="Weights & Biases project that gets the metrics too")
 
 
 class Paths(Section):
-    """Where things lie for this run; never part of what identifies it. {name} stands for the run's name."""
+    """Places of this run's files; never part of the run's identity. {name} stands for the run's name."""
 
     model: Place = Field(default="runs/{name}/model", description="released checkpoint, Hugging Face format")
     base: Place = Field(default="runs/{name}/base", description="the same, converted to Megatron's torch_dist format")

@@ -1,4 +1,4 @@
-"""All keys of a run as a table for people and as JSON schema for editors; conf/schema/__main__.py is the command."""
+"""Documented keys of a run: a table for people, a JSON schema for editors. conf/schema/__main__.py is the command."""
 
 import itertools
 import json
@@ -25,6 +25,18 @@ def table(width: int) -> Iterator[str]:
         cells = [textwrap.wrap(text, size) for text, size in zip(row, widths, strict=True)]
         for line in itertools.zip_longest(*cells, fillvalue=""):
             yield "  ".join(text.ljust(size) for text, size in zip(line, widths, strict=True)).rstrip()
+
+
+def markdown() -> str:
+    """All keys as Markdown: a table for each section, as docs/configuration.md has them."""
+    parts = []
+    for section, kind in sections().items():
+        rows = [_row(key, field) for key, field in kind.model_json_schema()["properties"].items()]
+        cells = [(f"`{key}`", type_, f"`{value}`", meaning) for key, type_, value, _, meaning in rows]
+        lines = [" | ".join(cell.replace("|", "\\|") for cell in row) for row in cells]
+        table = "\n".join(f"| {line} |" for line in ("key | type | default | meaning", "--- | --- | --- | ---", *lines))
+        parts.append(f"### {section}\n\n{table}\n")
+    return "\n".join(parts)
 
 
 def _row(key: str, field: dict[str, Any]) -> tuple[str, str, str, str, str]:

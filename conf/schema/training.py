@@ -1,4 +1,4 @@
-"""The sections `train`, `optimizer` and `moe` of a run's YAML: what a step does, and how its memory is spent.
+"""Sections `train`, `optimizer` and `moe` of a run's YAML: what a step does, and how its memory is spent.
 
 Which of their values go together stands in conf/rules/precision.py.
 """
@@ -13,7 +13,7 @@ RecomputeModule = Literal["core_attn", "moe_act", "layernorm", "mla_up_proj", "m
 
 
 class Train(Section):
-    """Steps, batches and how the memory of activations is spent."""
+    """Steps, batches and the memory for activations."""
 
     steps: Count = Field(description="optimizer steps of the whole schedule")
     global_batch: Count = Field(description="sequences per step, over all ranks")

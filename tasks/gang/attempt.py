@@ -1,7 +1,8 @@
-"""The start of a gang's attempt: enough hosts are waited for, asked for, gathered, and told to go all at once.
+"""Begin of a gang's attempt: wait for enough hosts, ask for them, gather them, and let all go at once.
 
-Where gang.min_nodes allows fewer, those that there are do after gang.start_within of waiting, by the rules that hold
-after a failure (tasks/gang/diagnosis/next_step.py). Hosts that others use are waited for all the same.
+Where gang.min_nodes allows fewer hosts, the attempt takes those that there are after gang.start_within of waiting, by
+the rules that hold after a failure (tasks/gang/diagnosis/next_step.py). Hosts that others use are waited for all the
+same.
 """
 
 import contextlib
@@ -27,7 +28,7 @@ ASKED = 3.0  # seconds between questions about capacity
 
 @dataclass(frozen=True)
 class Missing:
-    """Why an attempt could not begin."""
+    """The reason why an attempt could not begin."""
 
     failure: Failure
     came: int | None = None  # hosts that there were, where others did not come in time
@@ -35,7 +36,7 @@ class Missing:
 
 @contextlib.contextmanager
 def turn(gang: Gang, run: Run, without: tuple[str, ...]) -> Iterator[Run]:
-    """Enough hosts are free, and no other gang reaches for them until this one has them or has given them back.
+    """Wait until enough hosts are free, and keep other gangs from them until this gang has them or has given them back.
 
     Nobody waits for hosts while it holds the turn: a gang that needs many does not keep one that needs few.
     """
@@ -52,7 +53,7 @@ def turn(gang: Gang, run: Run, without: tuple[str, ...]) -> Iterator[Run]:
 
 
 def _enough(gang: Gang, run: Run, without: tuple[str, ...]) -> Run:
-    """Once that many hosts are free: the run, or the same on fewer."""
+    """Wait until that many hosts are free. Returns the run, or the same run on fewer hosts."""
     told, since = "", time.monotonic()
     while why := gang.engine.capacity(run, without):
         if why != told:
@@ -73,7 +74,7 @@ def _enough(gang: Gang, run: Run, without: tuple[str, ...]) -> Run:
 
 
 def announce(gang: Gang, run: Run) -> tuple[Board, Lookout]:
-    """The next attempt, on the board."""
+    """Put the next attempt on the board."""
     token = secrets.token_hex(8)
     (gang.folder / "probe").write_text(token)
     number = newest_attempt(gang.store, gang.name)
@@ -87,7 +88,7 @@ def announce(gang: Gang, run: Run) -> tuple[Board, Lookout]:
 
 
 def gather(gang: Gang, run: Run, without: tuple[str, ...], lookout: Lookout, handle: Handle) -> Missing | None:
-    """Until all are there. What is missing where they do not come in time, or one ends first."""
+    """Wait until all members are there. Returns a Missing if they do not come in time, or if one ends first."""
     token, told, n = (gang.folder / "probe").read_text(), -1, run.layout.nodes
     until = look = time.monotonic() + run.gang.start_within
     queued = None
@@ -127,7 +128,7 @@ def gather(gang: Gang, run: Run, without: tuple[str, ...], lookout: Lookout, han
 
 
 def go(lookout: Lookout) -> dict[int, str]:
-    """Hosts by member, in the order of their ranks: the first is the master."""
+    """Let all members go. Returns their hosts by member, in the order of their ranks; the first is the master."""
     nodes = dict(lookout.nodes)
     names = host_names(lookout)
     members = {name: k for k, name in names.items()}

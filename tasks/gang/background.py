@@ -1,9 +1,9 @@
-"""What the controller tells the outside goes by threads of their own: a server that hangs delays no watch.
+"""Background threads for the controller's reports to the outside, so that a server that hangs delays no watch.
 
     with aside(say, tick) as (say, tick): ...       both return at once
 
-Lines come in their order, and all before the block ends, if whoever gets them takes them within TOLD_WITHIN seconds.
-Ticks that are late are one, and the last one comes at the end. Neither waits for the other.
+Lines come in their order, and all before the block ends, if the receiver takes them within TOLD_WITHIN seconds. Ticks
+that are late are merged into one, and the last one comes at the end. Neither waits for the other.
 """
 
 import contextlib

@@ -1,4 +1,4 @@
-"""The board of a gang's attempt, in the store: what controller and members tell one another, without a port to open.
+"""Board of a gang's attempt, in the store: controller and members write messages there, without a port to open.
 
     gangs/<gang>/<attempt>/gang.json       the controller's word: gathering, go or stop; renewed, or it is worth nothing
                           /resolved.yaml   the configuration that all ranks get
@@ -7,9 +7,9 @@
                           /beats/<k>       renewed while member k lives
                           /logs/<k>/...    output of its ranks, in pieces as they came
 
-A board object has one writer. Who creates it owns it: a second member of the same number is refused. No clock is
-compared with another host's: alive is what was seen to change. Renewals are apart from what is said, so that one
-listing tells the controller who lives, and it reads only what is new.
+A board object has one writer. The process that creates it owns it: a second member of the same number is refused. No
+clock is compared with another host's. A process counts as alive while its objects are seen to change. Renewals are
+apart from messages, so that one listing tells the controller who lives, and it reads only what is new.
 
 Calls to the store are made by the caller's own thread, and may take as long as the store does.
 """
@@ -43,14 +43,17 @@ class Board:
         return json.loads(found[0]) if found else None
 
     def pulse(self, last: tuple[dict[str, Any], str] | None = None) -> tuple[dict[str, Any], str] | None:
-        """The controller's word and its tag, which changes with every renewal; the last one as long as it has not."""
+        """The controller's word and its tag, which changes with every renewal.
+
+        The result is `last` as long as it has not changed.
+        """
         found = self.store.read(f"{self.place}/gang.json")
         if found and last and found[1] == last[1]:
             return last  # that of 1000 hosts takes a millisecond to decode
         return (json.loads(found[0]), found[1]) if found else None
 
     def tags(self) -> dict[str, str]:
-        """Of notices and renewals. Pieces of logs are not listed: they grow in number for as long as a run does."""
+        """Tags of notices and renewals. Pieces of logs are not listed: their number grows for as long as a run does."""
         found = ((kind, self.store.keys(f"{self.place}/{kind}")) for kind in ("nodes", "beats"))
         return {f"{kind}/{name}": tag for kind, keys in found for name, (_, tag) in keys.items()}
 
@@ -63,7 +66,7 @@ class Board:
 
 
 class Notice:
-    """A JSON object of the board that this process alone writes. Lost where somebody else has written it."""
+    """A JSON object of the board that this process alone writes. It is lost where another process has written it."""
 
     def __init__(self, board: Board, name: str):
         self.board, self.key, self.tag = board, f"{board.place}/{name}", ""
@@ -73,7 +76,7 @@ class Notice:
         return bool(self.tag)
 
     def write(self, content: dict[str, Any]) -> bool:
-        """Whether it is still this process's."""
+        """Write the content. Returns whether the object is still this process's."""
         data = _encode(content)
         tag = self.board.store.replace(self.key, data, self.tag)
         if tag is None:  # an answer that got lost has changed the tag all the same
@@ -87,13 +90,16 @@ class Notice:
 
 @dataclass
 class Watch:
-    """Who was seen to renew, and when, by this process's clock. Time in which the store was away does not count."""
+    """Renewals that were seen, with the time by this process's clock.
+
+    Time in which the store was away does not count.
+    """
 
     seen: dict[str, str] = field(default_factory=dict)
     at: dict[str, float] = field(default_factory=dict)
 
     def look(self, tags: dict[str, str]) -> set[str]:
-        """Names whose tag has changed since the last look."""
+        """The names whose tag has changed since the last look."""
         now = time.monotonic()
         changed = {name for name, tag in tags.items() if self.seen.get(name) != tag}
         self.at |= dict.fromkeys(changed, now)
@@ -101,7 +107,7 @@ class Watch:
         return changed
 
     def forgive(self) -> None:
-        """The store was away: everyone has its time anew."""
+        """Give every process its full time again, as the store was away."""
         self.at = dict.fromkeys(self.at, time.monotonic())
 
     def age(self, name: str) -> float:
@@ -109,12 +115,15 @@ class Watch:
 
 
 def newest_attempt(store: Store, gang: str) -> int:
-    """0 where there was none."""
+    """Number of the newest attempt; 0 where there was none."""
     return last(lambda number: store.read(f"gangs/{gang}/{number}/gang.json") is not None)
 
 
 def last(there: Callable[[int], bool]) -> int:
-    """Of what is numbered from 1 on without gaps. By doubling and halving: to list logs of months takes long."""
+    """Largest n for which there(n), where the numbers from 1 on have no gaps.
+
+    The search doubles and then halves, because listing months of logs takes long.
+    """
     below, above = 0, 1
     while there(above):
         below, above = above, 2 * above

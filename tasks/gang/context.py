@@ -1,4 +1,4 @@
-"""What stays the same over all attempts of a gang, for those who start, watch and end them."""
+"""Context of a gang: everything that stays the same over its attempts, for those who start, watch and end them."""
 
 import time
 from collections.abc import Callable
@@ -28,7 +28,7 @@ class Gang:
     teller: Teller
 
     def pause(self, seconds: float) -> None:
-        """Raises Stopped as soon as the gang is cancelled."""
+        """Sleep. Raises Stopped as soon as the gang is cancelled."""
         until = time.monotonic() + seconds
         while True:
             if self.stop():
@@ -39,11 +39,11 @@ class Gang:
             time.sleep(min(left, TICK))
 
     def available(self, without: tuple[str, ...]) -> int | None:
-        """Hosts but for these, free or not. None where nobody wants to know, or the engine does not."""
+        """Number of hosts but for these, free or not. None where it is of no use, or the engine does not know it."""
         return self.engine.available(self.wanted, without) if self.wanted.gang.min_nodes else None
 
     def smaller(self, without: tuple[str, ...]) -> tuple[Run, int] | None:
-        """The run on as many hosts as there are, and their number; None where all are to be waited for."""
+        """The run on as many hosts as there are, and their number; None where the gang waits for all hosts."""
         left = self.available(without)
         if left is None or left >= self.wanted.layout.nodes:
             return None

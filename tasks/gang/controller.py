@@ -1,12 +1,12 @@
-"""Trains one run on several hosts, attempt after attempt, until it is done or no attempt can help.
+"""Controller of a gang: it trains one run on several hosts, attempt after attempt, until none is needed or can help.
 
     train(run, folder, store, gang, say, stop, tick, teller)
 
-An attempt takes all the hosts it needs or none; its members are told to go at once, and to stop at once when one of
-them fails. What they died of is one line (tasks/gang/diagnosis/classify.py), what follows is a rule
-(tasks/gang/diagnosis/next_step.py), and the next attempt goes on from the newest complete checkpoint. No attempt
-begins before every member of the last one is known to be over, or must have ended itself: a member that nobody hears
-from stops after STALE seconds.
+An attempt takes all the hosts it needs or none. Its members are told to go at once, and to stop at once when one of
+them fails. The cause of their end becomes one line (tasks/gang/diagnosis/classify.py), a rule decides what follows
+(tasks/gang/diagnosis/next_step.py), and the next attempt goes on from the newest complete checkpoint. No attempt begins
+before every member of the last one is known to be over, or must have ended itself: a member that nobody hears from
+stops after STALE seconds.
 
 Where gang.min_nodes allows fewer hosts, the next attempt takes as many as there are, and those after it all again once
 there are enough. The folder lies on storage that all hosts share. Not covered: a gang that has begun does not grow
@@ -59,7 +59,10 @@ def train(
     tick: Callable[[], None] = lambda: None,
     teller: Teller | None = None,
 ) -> None:
-    """Raises Fault, Broken or Stopped. say and tick are called by another thread, and not waited for."""
+    """Train the run to its end. Raises Fault, Broken or Stopped.
+
+    Another thread calls `say` and `tick`, and nothing waits for them.
+    """
     teller = teller or Teller(History(name, run.name, ""), folder / "files/metrics.jsonl")
     hasty = open_store(store.uri, hasty=True)
     with aside(say, tick) as (say_later, tick_later):
@@ -92,7 +95,10 @@ def _train(run: Run, gang: Gang) -> None:
 
 
 def _survived(gang: Gang, run: Run, without: tuple[str, ...]) -> Outcome:
-    """A store or a scheduler that does not answer when an attempt begins may do so for the next one."""
+    """Make an attempt, and turn an unexpected error into its failure.
+
+    A store or a scheduler that does not answer when an attempt begins may do so for the next one.
+    """
     try:
         return _attempt(gang, run, without)
     except (Fault, Broken, Stopped):
@@ -134,7 +140,7 @@ def _attempt(gang: Gang, run: Run, without: tuple[str, ...]) -> Outcome:
 
 
 def _watch(gang: Gang, run: Run, lookout: Lookout, handle: Handle, hosts: dict[int, str]) -> Failure | None:
-    """Until all are done, or one has failed."""
+    """Watch an attempt until all members are done, or one has failed."""
     first: float | None = None
     gone: set[int] = set()
     while True:
@@ -163,7 +169,7 @@ def _watch(gang: Gang, run: Run, lookout: Lookout, handle: Handle, hosts: dict[i
 
 
 def _end(gang: Gang, run: Run, lookout: Lookout, handle: Handle | None, reason: str, save: bool) -> None:
-    """Returns once no member can be alive."""
+    """Stop an attempt. Returns once no member can be alive."""
     lookout.say(state="stop", reason=reason, save=save)
     gang.teller.ends(reason)
     since = time.monotonic()

@@ -1,7 +1,7 @@
-"""The controller's side of the board: a thread that renews its word, sees who renews, and reads what is new.
+"""Controller's side of the board: a thread that renews its word, sees who renews, and reads what is new.
 
-Two listings a second say who lives; only notices that changed are read, and what rank 0 prints. The thread may hang for
-as long as the store does: no member is blamed for that time.
+Two listings a second say who lives. Only notices that changed are read, and the output of rank 0. The thread may hang
+for as long as the store does: no member is blamed for that time.
 """
 
 import collections
@@ -36,7 +36,7 @@ class Lookout:
         self._thread = threading.Thread(target=self._look, daemon=True, name="lookout")
 
     def begin(self) -> bool:
-        """False where this attempt is somebody's already."""
+        """Create the attempt on the board. Returns False where another controller has it already."""
         if not self._notice.create(self.word):
             return False
         self._thread.start()
@@ -117,7 +117,7 @@ class Lookout:
         self._read_log()
 
     def _read_log(self) -> None:
-        """What rank 0 has printed since, on the first member in order."""
+        """Read the new output of rank 0, which is on the first member in order."""
         log = f"{self.board.place}/logs/{self.word.get('order', [0])[0]}/rank00000.out"
         while found := self.board.store.read(f"{log}.{self._pieces:05d}"):
             self._pieces += 1

@@ -1,14 +1,16 @@
-"""One host of a gang's attempt: joins, waits for go, runs the ranks, and leaves none of them behind.
+"""Member of a gang's attempt on one host: it joins, waits for go, runs the ranks, and leaves none of them behind.
 
     python -m tasks.run.guard python -m tasks.gang.member --store URI --gang ID --attempt N --node K
 
 Every engine starts it so, under the guard with standard input held open; both end when their starter does. Credentials
-of the store come from this host's own environment. It ends within seconds of: the controller's stop, or its silence
-while the store answers; a later attempt; a starter that is gone; being cut off from store and witnesses alike. A store
-that is away by itself ends nothing. Exit code 0: done, or stopped in order; 1: failed.
+of the store come from this host's own environment.
 
-GANG_ADDRESS names the address that others reach this host at, where the first that answers is not the right one,
-GANG_HOST the host, where a container calls itself otherwise, and GANG_PLACE where it stands (conf/network.py,
+It ends within seconds of the controller's stop, or of its silence while the store answers; of a later attempt; of the
+end of its starter; and of being cut off from store and witnesses alike. A store that is away by itself ends nothing.
+Exit code 0: done, or stopped in order; 1: failed.
+
+GANG_ADDRESS names the address that others reach this host at, where the first that answers is not the right one.
+GANG_HOST names the host, where a container calls itself otherwise. GANG_PLACE names where it stands (conf/network.py,
 rank_order), if Slurm does not say so itself.
 """
 
@@ -147,9 +149,11 @@ def _gone(starters: list[str]) -> str:
 
 
 def _take_gpus(board: Board, folder: Path, told: threading.Event, starters: list[str]) -> bool:
-    """Those of this host that its ranks will use, once nobody else has them; they are this process's until it ends.
+    """Take the GPUs of this host that its ranks will use, once nobody else has them.
 
-    A member that waits for them has not come yet. False where the attempt does not wait for it any more.
+    This process keeps them until it ends.
+
+    A member that waits for them does not count as there. Returns False where the attempt no longer waits for it.
     """
     gpus = host_gpus.visible()
     if not gpus:
@@ -172,7 +176,10 @@ def _take_gpus(board: Board, folder: Path, told: threading.Event, starters: list
 
 
 def _probe(word: dict) -> str:
-    """What this host finds where the controller has put something: proof of the same storage."""
+    """Content of the controller's probe file as this host sees it.
+
+    The right content proves that both use the same storage.
+    """
     try:
         return Path(word["probe"]).read_text()
     except OSError:

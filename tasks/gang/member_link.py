@@ -1,6 +1,6 @@
-"""A member's side of the board: a thread that reads the controller's word, renews this member's, and ships logs.
+"""Member's side of the board: a thread that reads the controller's word, renews this member's, and ships logs.
 
-The thread may hang for as long as the store does; what it knows stands in plain attributes, with the moments by this
+The thread may hang for as long as the store does. What it knows stands in plain attributes, with the moments by this
 host's clock. Where the store is silent a second thread asks the witnesses (tasks/gang/peer_probe.py).
 """
 
@@ -35,7 +35,7 @@ class Link:
         self._threads: list[threading.Thread] = []
 
     def join(self) -> bool:
-        """False where somebody else is this member, or there is no such attempt."""
+        """Join the attempt. Returns False where another process is this member, or there is no such attempt."""
         self.word, self._tag = self.board.pulse() or ({}, "")
         if self.word.get("state") != "gathering" or not self._notice.create(self.me):
             return False
@@ -45,20 +45,20 @@ class Link:
         return True
 
     def say(self, **news: Any) -> None:
-        """Told to the controller as soon as the store takes it."""
+        """Report news to the controller as soon as the store takes it."""
         with self._turn:
             self.me |= news
             self._unsaid = True
         self._wake.set()
 
     def end(self, within: float) -> None:
-        """What is to be said and shipped is, if the store takes it in time."""
+        """Write and ship the rest, if the store takes it in time."""
         self._over.set()
         self._wake.set()
         self._threads[0].join(within)
 
     def why_stop(self) -> str:
-        """Why this member has to end; empty while it may go on."""
+        """The reason why this member has to end; empty while it may go on."""
         if self.word.get("state") == "stop":
             return f"stop: {self.word.get('reason', '')}"
         if self.stolen:
@@ -144,7 +144,7 @@ class Link:
                 break
 
     def _witnesses(self) -> list[tuple[str, int]]:
-        """The controller alone, where it can be reached: others do not know of a later attempt."""
+        """Addresses to ask. The controller's alone, where it can be reached: others do not know of a later attempt."""
         port = self.word.get("port", 0)
         if self.met:
             return [(address, port) for address in self.word["addresses"]]

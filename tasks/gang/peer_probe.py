@@ -1,10 +1,10 @@
-"""What tells a store that is away from a host that is cut off: a port of each process of a gang that says who it is.
+"""Probe by which a member tells a store that is away from being cut off: each process of a gang answers on a port.
 
-Whoever connects gets one line of JSON, and is not listened to: nothing can be asked for, and nothing secret is said.
-Where the store does not answer, a member goes on while a witness does: the controller, if it was ever reached from
-here, as it alone knows of a later attempt; else up to three other members.
+A connection gets one line of JSON that says who the process is. Nothing is read from it, so nothing can be asked for,
+and nothing secret is said. Where the store does not answer, a member goes on while a witness does. The witness is the
+controller, if it was ever reached from here, as it alone knows of a later attempt; else up to three other members.
 
-Also which address of this host others reach. Not covered: IPv6.
+The module also finds the address of this host that others reach. Not covered: IPv6.
 """
 
 import contextlib
@@ -20,14 +20,14 @@ PATIENCE = 2.0  # seconds for an answer
 
 
 def serve(word: Callable[[], dict[str, Any]]) -> int:
-    """Answers with word() for as long as this process lives; the port."""
+    """Answer with word() for as long as this process lives. Returns the port."""
     server = socket.create_server(("", 0), backlog=64)
     threading.Thread(target=_answer, args=(server, word), daemon=True, name="witness").start()
     return server.getsockname()[1]
 
 
 def ask(address: str, port: int) -> dict[str, Any] | None:
-    """What the other end says; None where nobody answers."""
+    """Answer of the other end; None where nobody answers."""
     try:
         with socket.create_connection((address, port), timeout=PATIENCE) as connection:
             said = b""
@@ -39,13 +39,13 @@ def ask(address: str, port: int) -> dict[str, Any] | None:
 
 
 def addresses() -> list[str]:
-    """Of this host, those that only it can reach last."""
+    """Addresses of this host. Those that only it can reach come last."""
     found = [a.address for of in psutil.net_if_addrs().values() for a in of if a.family == socket.AF_INET]
     return sorted(dict.fromkeys(found), key=lambda address: address.startswith("127."))
 
 
 def reached(theirs: list[str], port: int) -> tuple[str, str] | None:
-    """Which of their addresses answers, and which of ours they see then."""
+    """The first of their addresses that answers, and the address of ours that they see then."""
     for address in theirs:
         with contextlib.suppress(OSError), socket.create_connection((address, port), timeout=PATIENCE) as connection:
             return address, connection.getsockname()[0]

@@ -1,4 +1,7 @@
-"""No attempt begins before the last one is over: its members have said so, or must have ended themselves."""
+"""End of the previous attempt: no attempt begins before all members of the last one are over.
+
+They have said so, or must have ended themselves.
+"""
 
 import json
 import secrets
@@ -11,7 +14,7 @@ ENDED_BY_ITSELF = STALE + 10  # seconds after its last renewal in which a member
 
 
 def wait_for_the_last(store: Store, gang: str, say: Callable[[str], None], pause: Callable[[], None]) -> None:
-    """Whatever an earlier controller has left behind is over, once this returns."""
+    """Wait until everything that an earlier controller has left behind is over."""
     number = newest_attempt(store, gang)
     board = Board(store, gang, number)
     word = board.read("gang.json") if number else None

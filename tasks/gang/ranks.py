@@ -1,6 +1,6 @@
-"""The ranks of one host: torchrun and what it started, and how each of them is.
+"""Ranks of one host: torchrun and the processes that it started, and the state of each of them.
 
-A rank is dead by torchrun's word, or by its own account before that; it is silent when the thread that writes its signs
+A rank is dead by torchrun's word, or by its own account before that. It is silent when the thread that writes its signs
 of life (trainer/startup/heartbeat.py) says nothing, and stalled when that thread lives and no step is made. All times
 are this host's monotonic clock. Ranks end with torchrun, whatever it dies of (trainer/startup/entry.py).
 """
@@ -38,7 +38,7 @@ AFTER = 0.7  # seconds between a rank's death and the look at what all of them l
 
 @dataclass(frozen=True)
 class Start:
-    """All that torchrun is to be told."""
+    """Arguments of torchrun."""
 
     run: Run
     conf: Path  # the resolved configuration
@@ -80,7 +80,10 @@ class Ranks:
             )
 
     def look(self) -> str:
-        """running, done or failed. Between a first death and failed all have a moment to leave what they know."""
+        """State of the ranks: running, done or failed.
+
+        Between a first death and failed all have a moment to leave what they know.
+        """
         code = self.process.poll()
         if code == 0:
             return "done"
@@ -92,7 +95,7 @@ class Ranks:
         return "failed" if any(sign["silent"] or sign["stalled"] for sign in self.signs()) else "running"
 
     def signs(self) -> list[dict[str, Any]]:
-        """Of every rank that has begun: what it does, and since when it has said nothing."""
+        """Signs of every rank that has begun: its activity, and since when it has been silent."""
         now, gang, found = time.monotonic(), self.run.gang, []
         for path in sorted(self._life().glob("rank*.json")):
             with contextlib.suppress(OSError, ValueError, KeyError):
@@ -111,7 +114,7 @@ class Ranks:
         return found
 
     def post_mortem(self) -> list[dict[str, Any]]:
-        """Of every rank: how it ended, and the last that it said."""
+        """End of every rank: how it ended, and its last lines."""
         deaths, told = self._deaths(), {sign["rank"]: sign for sign in self.signs()}
         found = []
         for local in range(self.count):
@@ -139,7 +142,7 @@ class Ranks:
         return found
 
     def logs(self) -> dict[str, Path]:
-        """Files that grow, by the names that they have on the board."""
+        """Growing files, by the names that they have on the board."""
         found = {"torchrun.log": self.log}
         for path in sorted((self.folder / "ranks").rglob("std*.log")):
             if path.parent.name.isdigit():
@@ -147,7 +150,7 @@ class Ranks:
         return found
 
     def end(self, grace: float) -> None:
-        """With grace, ranks may save a checkpoint first. None of them is left afterwards."""
+        """End all ranks. With grace, they may save a checkpoint first. None of them is left afterwards."""
         pids = {pid: started(pid) for sign in self.signs() if (pid := sign["pid"])}
         if grace and self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
@@ -164,14 +167,14 @@ class Ranks:
             time.sleep(0.05)
 
     def free_disk(self) -> int:
-        """Where checkpoints go: a file system that all hosts share."""
+        """Free bytes of the file system that checkpoints go to, which all hosts share."""
         folder = Path(self.run.paths.output)
         while not folder.exists():
             folder = folder.parent
         return shutil.disk_usage(folder).free
 
     def _full(self) -> str:
-        """What there is to say of the disk that signs of life and logs are on, if that is full."""
+        """A line on the disk of logs and signs of life, if that is full."""
         free = shutil.disk_usage(self.folder).free
         return f"this host's own disk is full: {size(free)} free at {self.folder}" if free < LEAST else ""
 
@@ -179,7 +182,7 @@ class Ranks:
         return self.folder / "life"
 
     def _deaths(self) -> dict[int, int]:
-        """Exit code by local rank, as torchrun tells it; those that it ended itself are not among them."""
+        """Exit codes by local rank, as torchrun reports them, without the ranks that torchrun itself ended."""
         return {int(local): int(code) for code, local in DEATH.findall(self.log.read_text(errors="replace"))}
 
     def _tail(self, local: int) -> list[str]:
@@ -203,7 +206,7 @@ os.execv(sys.argv[2], sys.argv[2:])
 
 
 def _state(pid: int) -> str:
-    """As /proc has it; empty where there is no such process."""
+    """State of a process as /proc has it; empty where there is no such process."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:

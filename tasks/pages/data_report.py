@@ -1,7 +1,6 @@
-"""The report of preparation (report.json, by trainer/data/write/report.py) for people: a page, tables of samples,
-figures.
+"""Pages, tables of samples and figures of the report of preparation (report.json, by trainer/data/write/report.py).
 
-Parts of the report that do not apply, such as packing, are absent, and so is what is said of them.
+Parts of the report that do not apply, such as packing, are absent. The page then does not mention them.
 """
 
 from typing import Any
@@ -17,7 +16,7 @@ Report = dict[str, Any]
 
 
 def numbers(report: Report) -> dict[str, Any]:
-    """The figures that say most, for MLflow."""
+    """The most telling figures, for MLflow."""
     rows, tokens = report["rows"], report["tokens"]
     packing = report.get("packing", {}).get("training", {})
     found = {
@@ -42,7 +41,7 @@ def numbers(report: Report) -> dict[str, Any]:
 
 
 def tables(report: Report) -> dict[str, list[dict[str, Any]]]:
-    """Samples of the rows that were left out, and of those that are odd, by the name of the table."""
+    """Samples of the rows that were left out and of those that are odd, by the name of the table."""
     found = {
         "left_out": [
             {"reason": reason, "rows": entry["count"], **sample}
@@ -67,7 +66,7 @@ def headline(report: Report) -> str:
 
 
 def page(report: Report, title: str) -> str:
-    """In Markdown."""
+    """The report in Markdown."""
     text = [f"# {words(title)}", "", f"{words(headline(report))}."]
     if warnings := report.get("warnings"):
         text += ["", "**Worth a look:**", "", *(f"- {words(line)}" for line in warnings)]
@@ -116,7 +115,7 @@ def _tokens(report: Report) -> list[str]:
 
 
 def histogram(found: dict[str, list[int]] | None) -> list[str]:
-    """A line for each bin, from the first to the last that holds something."""
+    """Lines of a histogram, one for each bin from the first to the last that holds something."""
     if not found or not any(found["counts"]):
         return []
     edges, counts = found["edges"], found["counts"]
@@ -186,7 +185,7 @@ def _left_out(report: Report) -> int:
 
 
 def _place(sample: dict[str, Any]) -> str:
-    """Of a row, and what is wrong there."""
+    """Place of a row, and the problem there."""
     return " ".join(filter(None, (code(str(sample.get(key) or ""), 120) for key in ("place", "field", "shown"))))
 
 

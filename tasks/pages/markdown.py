@@ -1,4 +1,4 @@
-"""Pieces of Markdown for Prefect's pages, in which nothing that data or a model say has a meaning."""
+"""Pieces of Markdown for Prefect's pages. Texts from data or a model are escaped, so that they change nothing."""
 
 import re
 from collections.abc import Iterable, Sequence
@@ -7,30 +7,30 @@ SHOWN = 60  # characters of a cell
 
 
 def code(text: str, most: int = SHOWN) -> str:
-    """In one line, as it may stand in a table."""
+    """Text as code in one line, which may stand in a table."""
     text = " ".join(clean(text).split())
     shown = text if len(text) <= most else text[: most - 3] + "..."
     return "`" + shown.replace("`", "'").replace("|", "¦") + "`" if shown else ""
 
 
 def words(text: str) -> str:
-    """In one line, as plain text."""
+    """Text as plain words in one line."""
     return re.sub(r"([\\`*_{}\[\]<>#|~$!&])", r"\\\1", " ".join(clean(text).split()))
 
 
 def fenced(text: str) -> str:
-    """As a block, every line as it is."""
+    """Text as a block, every line as it is."""
     fence = "`" * max(3, 1 + max(map(len, re.findall("`+", text)), default=0))
     return f"{fence}text\n{clean(text)}\n{fence}"
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
-    """Lines; the cells are Markdown already."""
+    """Lines of a table. The cells are Markdown already."""
     rows = ["| " + " | ".join(row) + " |" for row in rows]
     return ["", "| " + " | ".join(head) + " |", "|" + "---|" * len(head), *rows] if rows else []
 
 
 def clean(text: str) -> str:
-    """Without what a database or a browser does not take: halves of surrogate pairs, and control characters."""
+    """Remove what a database or a browser does not take: halves of surrogate pairs, and control characters."""
     text = text.encode("utf-8", "replace").decode()
     return re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", "\N{REPLACEMENT CHARACTER}", text)

@@ -1,12 +1,13 @@
-"""What a stage makes, found again by what it was made from.
+"""Artifacts of stages, each found again by a fingerprint of everything that it was made from.
 
     <store>/<stage>/<fingerprint>/files/...         the artifact
                                  /artifact.json     its record, written last: without one there is no artifact
                                  /lease.json        who is making it now (tasks/run/lease.py)
 
 The fingerprint is derived from the stage, the version of its code, the configuration that bears identity and the
-fingerprints of its inputs: known before anything is made, and never from where it runs. A record counts only while
-every file that it names is there with the content it had; what is missing or differs is made again, and nothing else.
+fingerprints of its inputs. It is known before anything is made, and never depends on where the stage runs. A record
+counts only while every file that it names is there with the content it had. A file that is missing or differs makes the
+stage run again, and no other stage.
 """
 
 import contextlib
@@ -30,7 +31,7 @@ RECORD = "artifact.json"
 
 @dataclass(frozen=True)
 class Stage:
-    """What is asked for."""
+    """A stage that is asked for, with everything that its artifact depends on."""
 
     name: str
     version: int  # raised when the stage's code would make something else of the same
@@ -48,7 +49,7 @@ class Stage:
 
 @dataclass(frozen=True)
 class Artifact:
-    """What is there, as its record says."""
+    """An artifact that is in the store, as its record says."""
 
     stage: Stage
     files: dict[str, File]
@@ -66,21 +67,21 @@ class Artifact:
 
     @property
     def digest(self) -> str:
-        """Of the content: what was made from the same may still differ in it."""
+        """Digest of the content. Two artifacts made from the same inputs may still differ in it."""
         lines = [f"{name} {file.sha256}\n" for name, file in sorted(self.files.items())]
         return hashlib.sha256("".join(lines).encode()).hexdigest()[:16]
 
 
 @dataclass(frozen=True)
 class Missing:
-    """Why there is no artifact that could be used."""
+    """The reason why there is no artifact that could be used."""
 
     reason: str
 
 
 @dataclass(frozen=True)
 class Work:
-    """Where a stage makes something: a folder that a later attempt finds again, and the lease on the work."""
+    """A folder in which a stage makes something, and the lease on the work. A later attempt finds the folder again."""
 
     folder: Path
     lease: lease.Lease
@@ -88,7 +89,7 @@ class Work:
 
 
 def canonical(value: Any) -> str:
-    """The one JSON text of a value. Refuses what has none."""
+    """The one JSON text of a value. Refuses a value that has none."""
     for place, item in _leaves(value, ""):
         if not (item is None or isinstance(item, str | bool | int | float | dict | list | tuple)):  # empty ones
             raise TypeError(f"{place}: a {type(item).__name__} has no place in a fingerprint")
@@ -98,7 +99,7 @@ def canonical(value: Any) -> str:
 
 
 def find(stage: Stage, store: Store, deep: bool = False) -> Artifact | Missing:
-    """The artifact, if it is there as recorded; else why not."""
+    """The artifact, if it is there as recorded; else the reason why not."""
     artifact = read(store, stage.key)
     if artifact is None:
         return Missing("its record is damaged" if store.read(f"{stage.key}/{RECORD}") else _drift(stage, store))
@@ -120,7 +121,7 @@ def obtain(
     progress: Callable[[int, int], None] | None = None,
     stop: Callable[[], bool] = lambda: False,
 ) -> Artifact:
-    """The artifact: from the store, or made now by make(Work), which fills Work.folder and returns the result."""
+    """Return the artifact from the store, or make it by make(Work), which fills Work.folder and returns the result."""
     asked = time.time()
     if not anew and isinstance(found := find(stage, store), Artifact):
         return found
@@ -155,7 +156,7 @@ def obtain(
 
 
 def read(store: Store, key: str) -> Artifact | None:
-    """What the record at <stage>/<fingerprint> says, whether or not its files are there. None if damaged."""
+    """The record at <stage>/<fingerprint>, whether or not its files are there. None if it is damaged."""
     found = store.read(f"{key}/{RECORD}")
     if found is None:
         return None
@@ -195,13 +196,13 @@ def local(artifact: Artifact, store: Store, cache: Path, progress: Callable[[int
 
 
 def nearest(stage: Stage, store: Store) -> Artifact | None:
-    """Of the artifacts of this stage the one made from the most similar, the newest of several."""
+    """The artifact of this stage that was made from the most similar inputs, the newest of several."""
     others = [artifact for artifact in every(store, stage.name) if artifact.key != stage.key]
     return min(others, key=lambda a: (len(differences(a.stage, stage)), -a.made.get("at", 0)), default=None)
 
 
 def differences(was: Stage, now: Stage) -> list[str]:
-    """What differs, field by field: `optimizer.lr: 0.001 -> 0.002`."""
+    """Differences, field by field: `optimizer.lr: 0.001 -> 0.002`."""
     before, after = dict(_leaves(_identity(was), "")), dict(_leaves(_identity(now), ""))
     shown = [(key, _show(before, key), _show(after, key)) for key in sorted({*before, *after})]
     return [f"{key}: {was} -> {now}" for key, was, now in shown if was != now]
@@ -238,7 +239,7 @@ def _show(values: dict[str, Any], key: str) -> str:
 
 
 def _while_held(held: lease.Lease, progress: Callable[[int, int], None] | None) -> Callable[[int, int], None]:
-    """Ends a transfer that would write over what somebody else makes by now."""
+    """Wrap progress so that it ends a transfer that would write over what another process makes by now."""
 
     def update(done: int, total: int) -> None:
         held.confirm()

@@ -1,4 +1,4 @@
-"""What a run would do: each stage's fingerprint, whether it is there, why not, and what making it would cost."""
+"""Forecast of a run: each stage's fingerprint, whether it is there, why not, and the likely cost of making it."""
 
 from conf.schema.run import Run
 from contract.amounts import size
@@ -10,7 +10,7 @@ from tasks.store import Store
 
 
 def lines(run: Run, stages: dict[str, Stage], store: Store, first: str | None, last: str | None) -> list[str]:
-    """For the terminal. Costs are those of the most similar artifact that was made before."""
+    """Lines of the forecast for the terminal. Costs are those of the most similar artifact that was made before."""
     order = list(stages)
     anew = order[order.index(first) :] if first else []
     width = max(map(len, order))

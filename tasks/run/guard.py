@@ -1,14 +1,14 @@
-"""Runs a command so that nothing of it outlives whoever asked for it, however that one dies.
+"""Run a command so that nothing of it outlives the process that asked for it, however that one dies.
 
     python -m tasks.run.guard COMMAND ...       with standard input held open by the one who asks
 
-Its standard input is a pipe that nobody writes to: when it closes, whoever held it is gone or wants an end. The command
-then gets SIGTERM, GRACE seconds to leave (a training saves a checkpoint), then SIGKILL. A SIGTERM to this process does
-the same. All that the command starts, in whatever sessions, comes back to this process when its parents die (it is
-their subreaper), and is killed before this process leaves. If this process itself is killed, the kernel kills the
-command, and torchrun's ranks see to their own end (trainer/startup/entry.py). The exit code is the command's.
+Its standard input is a pipe that nobody writes to. When it closes, the process that held it is gone or wants an end.
+The command then gets SIGTERM, GRACE seconds to leave (a training saves a checkpoint), then SIGKILL. A SIGTERM to this
+process does the same. All that the command starts, in whatever sessions, comes back to this process when its parents
+die (it is their subreaper), and is killed before this process leaves. If this process itself is killed, the kernel
+kills the command, and torchrun's ranks see to their own end (trainer/startup/entry.py). The exit code is the command's.
 
-Standard library only: it starts in 30 ms.
+It uses the standard library only, so that it starts in 30 ms.
 """
 
 import contextlib
@@ -72,7 +72,7 @@ def _signal(pid: int, number: int) -> None:
 
 
 def _kill_all_descendants() -> None:
-    """Until none is left: one that was just forked is found in the next round."""
+    """Kill descendants until none is left. One that was just forked is found in the next round."""
     while pids := _children(os.getpid()):
         for pid in pids:
             _signal(pid, signal.SIGKILL)
@@ -81,7 +81,7 @@ def _kill_all_descendants() -> None:
 
 
 def _children(parent: int) -> list[int]:
-    """From every process's stat file: not every kernel lists the children of one."""
+    """Child processes, from every process's stat file: not every kernel lists the children of a process."""
     found = []
     for entry in os.listdir("/proc"):
         try:

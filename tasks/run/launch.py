@@ -1,4 +1,4 @@
-"""Starts a trainer command for one resolved configuration, and passes on what it says.
+"""Start a trainer command for one resolved configuration, and pass on its output.
 
 The command runs under tasks/run/guard.py: it ends when this process does. Exit code 2 is a fault of the user's, whose
 line the trainer printed; it becomes a Fault. Any other failure shows the last lines, and where the rest is.
@@ -35,16 +35,16 @@ OWN_DOING = {128 + number for number in (signal.SIGILL, signal.SIGABRT, signal.S
 
 
 class Broken(RuntimeError):
-    """A command failed through no fault of the caller's that it knows of."""
+    """A failed command, where no fault of the caller's is known."""
 
 
 class Crashed(Broken):
-    """Its own native code has ended it, at once and without a word (segmentation fault, abort)."""
+    """A command that its own native code has ended, without a message (segmentation fault, abort)."""
 
 
 @dataclass(frozen=True)
 class Turn:
-    """For a command that uses this host's GPUs."""
+    """The turn of a command that uses this host's GPUs."""
 
     what: str  # what others are told while it has them
     waits: Callable[[str], None]  # is told what it waits for; "" once it waits no longer
@@ -61,7 +61,7 @@ def trainer(
     changed: dict[str, str] | None = None,
     turn: Turn | None = None,
 ) -> None:
-    """python -m trainer.<command>; its log is <folder>/<command>.log, tick() is called twice a second.
+    """Run python -m trainer.<command>. Its log is <folder>/<command>.log, and tick() is called twice a second.
 
     `keep` names private variables of the environment that this command needs all the same; `changed` are others.
     """
@@ -80,9 +80,9 @@ def process(
     changed: dict[str, str] | None = None,
     turn: Turn | None = None,
 ) -> None:
-    """python -m <arguments> to its end. Raises Fault, Broken or Stopped.
+    """Run python -m <arguments> to its end. Raises Fault, Broken or Stopped.
 
-    With a turn, it waits until it has this host's GPUs, and its guard keeps them until nothing of it is left.
+    With a turn, it waits until it has this host's GPUs. Its guard keeps them until nothing of it is left.
     """
     private = {name for name in os.environ if name.startswith(PRIVATE) and name not in keep}
     environment = {name: value for name, value in os.environ.items() if name not in private}
@@ -140,7 +140,7 @@ def _gpus(turn: Turn | None, stop: Callable[[], bool]) -> Iterator[host_gpus.Hol
 
 
 def _code(code: int) -> str:
-    """For people: 139 is a segmentation fault."""
+    """An exit code for people: 139 is a segmentation fault."""
     with contextlib.suppress(ValueError):
         if code > 128:
             return f"code {code} ({signal.strsignal(signal.Signals(code - 128))})"
@@ -148,7 +148,7 @@ def _code(code: int) -> str:
 
 
 def _lines(output: int, running: subprocess.Popen) -> Iterator[str | None]:
-    """Lines as they come, and None every TICK, also while there are many or none. Holds one line at a time."""
+    """Lines as they come, and None every TICK, also while there are many or none. One line at a time is kept."""
     pending, ticks_at = b"", time.monotonic()
     while True:
         now = time.monotonic()

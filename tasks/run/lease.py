@@ -1,8 +1,8 @@
-"""Who is working on an artifact: a small object in the store that its holder renews and that dies with its holder.
+"""Lease on the work on an artifact: a small object in the store that its holder renews and that dies with its holder.
 
-No clock is compared with another host's: a waiter takes a lease over when it has itself seen it unchanged for EXPIRES
+No clock is compared with another host's. A waiter takes a lease over when it has itself seen it unchanged for EXPIRES
 seconds, or at once where the holder was a process of this host that is gone. Every change is conditional on the
-object's tag, so of two that reach for a lease one gets it.
+object's tag, so that one process gets a lease that two reach for.
 """
 
 import contextlib
@@ -25,7 +25,7 @@ POLLED = 1.0
 
 
 class Lost(RuntimeError):
-    """The lease was taken over by somebody else: this process was silent for too long."""
+    """The lease was taken over by another process: this one was silent for too long."""
 
 
 class Lease:
@@ -39,7 +39,7 @@ class Lease:
         self._thread.start()
 
     def confirm(self) -> None:
-        """Raises unless the lease is still held. Asks the store if this process may have been silent for too long."""
+        """Raise unless the lease is still held. Asks the store if this process may have been silent for too long."""
         if not self.taken.is_set() and time.monotonic() - self._renewed > EXPIRES / 2:
             try:
                 self._beat()
@@ -88,7 +88,7 @@ def hold(
     about: str = "",
     stop: Callable[[], bool] = lambda: False,
 ) -> Iterator[Lease]:
-    """Waits until the lease is free or dead, and holds it. waiting(text) is told once whom it waits for."""
+    """Wait until the lease is free or dead, and hold it. waiting(text) is called once with the name of the holder."""
     content = {"id": secrets.token_hex(8), "beat": 0, "about": about} | _myself()
     lease = Lease(store, key, _take(store, key, content, waiting, stop), content)
     try:
@@ -98,7 +98,7 @@ def hold(
 
 
 def holder(store: Store, key: str) -> str | None:
-    """Who holds the lease, for people; None where nobody does, or a dead process of this host."""
+    """The holder of the lease, as text for people; None where there is none, or a dead process of this host."""
     found = store.read(key)
     other = _decode(found[0]) if found else {}
     return _name(other) if other and not _is_gone(other) else None
@@ -132,7 +132,7 @@ def _myself() -> dict:
 
 
 def _boot() -> str:
-    """Of this start of this machine; containers that share it are told apart by their process namespace."""
+    """Identity of this start of this machine. Containers that share it are told apart by their process namespace."""
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip() + os.readlink("/proc/self/ns/pid")
 
 
@@ -146,7 +146,7 @@ def _name(content: dict) -> str:
 
 
 def _decode(data: bytes) -> dict:
-    """Empty where it is damaged: nobody renews such a lease, so it expires like any other."""
+    """Content of a lease; empty where it is damaged. Nobody renews such a lease, so it expires like any other."""
     try:
         content = json.loads(data)
     except ValueError:

@@ -1,6 +1,6 @@
-"""How far a long stage is, as a Prefect progress artifact: percent, amounts, time left.
+"""Progress of a long stage as a Prefect progress artifact: percent, amounts, time left.
 
-Only bars need Prefect: a gang's controller by itself reads what is newest without it.
+Only bars need Prefect. A gang's controller by itself reads the newest figures without it.
 """
 
 # pyright: reportOptionalMemberAccess=false
@@ -19,7 +19,10 @@ EVERY = 2.0
 
 
 class Progress:
-    """update() may be called as often as wanted, from any thread; a server that is away is not waited for."""
+    """A progress bar that update() moves.
+
+    It may be called from any thread, and never waits for a server that is away.
+    """
 
     def __init__(self, key: str, unit: str):
         from prefect.context import TaskRunContext
@@ -76,7 +79,7 @@ class Progress:
 
 
 def newest(file: Path, *keys: str) -> tuple[float, ...]:
-    """What the last line of a growing file of JSON lines says that has these keys; zeros before there is one."""
+    """Values of the last line with these keys in a growing file of JSON lines; zeros before there is one."""
     try:
         with file.open("rb") as lines:
             lines.seek(max(0, file.stat().st_size - 4096))

@@ -1,8 +1,8 @@
-"""One run of the flow: its configuration, the store, what each stage asks for, and what became of it.
+"""One run of the flow: its configuration, the store, what each stage asks for, and how each stage ended.
 
 A stage's task calls obtain(name, make). It ends in a state that says how: Cached, Completed, Failed with one line, or
-NotAsked for what lies behind the last stage that was asked for, and for evaluations where evaluate.tasks is empty. All
-is told to MLflow as well (tasks/tracking/).
+NotAsked. NotAsked is for stages behind the last one that was asked for, and for evaluations where evaluate.tasks is
+empty. MLflow is told everything as well (tasks/tracking/).
 """
 
 import json
@@ -37,7 +37,7 @@ TOLD_WITHIN = 15.0  # seconds that the end of a run waits for a slow tracking se
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a stage."""
+    """The end of a stage."""
 
     state: str  # Cached, Completed, Failed (the caller can mend it), Crashed (nobody knows yet), NotAsked
     seconds: float
@@ -51,7 +51,7 @@ def may_pass(task, task_run, state: State) -> bool:
 
 
 def _may_pass(task, task_run, state: State) -> bool:
-    """Whether another attempt can help that begins again: a crash in native code comes again."""
+    """Whether another attempt can help that begins again. A crash in native code would come again."""
     return not isinstance(state.result(raise_on_failure=False), Fault | Stopped | launch.Crashed)
 
 
@@ -65,7 +65,7 @@ OPTIONS: dict[str, Any] = {
 
 
 def runs_folder() -> Path:
-    """Where everything local lies."""
+    """The folder of all local files."""
     return Path(os.environ.get("FINETUNE_RUNS", "runs")).absolute()
 
 
@@ -104,7 +104,7 @@ class Session(AbstractContextManager):
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, *_: object) -> None:
-        """Also when the run is cancelled: whatever was started is stopped."""
+        """Stop everything that was started, also when the run is cancelled."""
         self._ending.set()
         verdict = self.verdict()
         if kind:
@@ -145,7 +145,7 @@ class Session(AbstractContextManager):
         return artifact.local(made, self.store, self.folder / "cache", Progress("fetch", "bytes").update)
 
     def stopped(self, work: Work, fenced: bool = False) -> Callable[[], bool]:
-        """Says whether work has to end: the run is cancelled, or the work has become somebody else's.
+        """Return a function that says whether work has to end: the run is cancelled, or another process has the work.
 
         A store that is away may hide the latter. Work whose successor would wait for its end goes on meanwhile.
         """
@@ -153,7 +153,10 @@ class Session(AbstractContextManager):
         return lambda: self._ending.is_set() or lost.is_set()
 
     def turn(self, name: str, say: Callable[[str], None]) -> launch.Turn:
-        """Of a stage that uses this host's GPUs, which others may have: what it waits for is told everywhere."""
+        """Turn of a stage that uses this host's GPUs, which others may have.
+
+        The reason for waiting is reported everywhere.
+        """
         began: list[float] = []
 
         def waits(line: str) -> None:
@@ -169,7 +172,7 @@ class Session(AbstractContextManager):
         return launch.Turn(f"{name} of {self.name}", waits)
 
     def before_training(self, base: PrefectFuture) -> list[Any] | None:
-        """What training waits for beside its inputs: a base that cannot be evaluated is found before the hours.
+        """Tasks that training waits for beside its inputs: a base that cannot be evaluated is found before the hours.
 
         Without GPUs, and on this host alone, both go on beside one another.
         """
@@ -178,7 +181,7 @@ class Session(AbstractContextManager):
         return [base] if self.run.evaluate.base == "required" else [allow_failure(base)]
 
     def needs(self, base: PrefectFuture) -> None:
-        """Waits for the base's evaluation. Where that is over without a result, nothing is trained (evaluate.base)."""
+        """Wait for the base's evaluation. Where it ends without a result, nothing is trained (evaluate.base)."""
         base.wait()
         outcome = self.outcomes.get("evaluate-base")
         if outcome and outcome.state in ("Failed", "Crashed") and self.run.evaluate.base == "required":
@@ -187,7 +190,7 @@ class Session(AbstractContextManager):
     def obtain(
         self, name: str, make: Callable[[Work], dict[str, Any]], valid: Callable[[Artifact], bool] = lambda _: True
     ) -> State:
-        """The stage's artifact, made if need be, as the state that its task ends in."""
+        """Make the stage's artifact if need be, and return the state that its task ends in."""
         if name not in self._asked:
             self.outcomes[name] = Outcome("NotAsked", 0.0)
             unevaluated = name in OF_EVALUATION and not self.run.evaluate.tasks
@@ -212,7 +215,7 @@ class Session(AbstractContextManager):
         return Completed(name=state, message=made.key + spent, data=made)
 
     def tracked(self, name: str) -> tracking.Stage:
-        """The stage's run in MLflow. Training is one run however often it is gone on with."""
+        """The stage's run in MLflow. Training is one run however often it is continued."""
         if name not in self._tracked:
             stage = self.stages[name]
             id = f"train-{stage.fingerprint}" if name == "train" else None
@@ -236,11 +239,11 @@ class Session(AbstractContextManager):
         return link or ""
 
     def tell(self, values: dict[str, float]) -> None:
-        """Metrics of the run as a whole."""
+        """Log metrics of the run as a whole."""
         self._tracking.metrics(values)
 
     def draw(self, content: bytes, name: str, of: str) -> None:
-        """A JSON file of the run as a whole, and its figures."""
+        """Log a JSON file of the run as a whole, and its figures."""
         self._tracking.drawn(content, name, of)
 
     def _obtain(self, name: str, make: Callable[[Work], dict[str, Any]], valid: Callable[[Artifact], bool]) -> Artifact:
@@ -276,7 +279,7 @@ class Session(AbstractContextManager):
         tracked.end("FINISHED")
 
     def _note(self, status: str) -> None:
-        """What this run refers to: flows.artifacts keeps it."""
+        """Write down which artifacts this run refers to: flows.artifacts keeps them."""
         keys = [stage.key for stage in self.stages.values()]
         note = {"name": self.name, "conf": self.run.name, "started": self.started, "status": status, "artifacts": keys}
         try:

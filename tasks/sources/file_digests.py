@@ -1,8 +1,8 @@
-"""SHA-256 of files, remembered: a source of 5 GB is not read again each time a run begins.
+"""Remembered SHA-256 digests of files, so that a source of 5 GB is not read again each time a run begins.
 
 A digest counts as long as the file has the size, the inode and the times that it had. The time of its inode's last
-change (ctime) is among them: every write moves it, and nobody can set it, as they can the time of the last write.
-Times have a grain, so a file that was changed less than SETTLED before it is read is not remembered.
+change (ctime) is among them: every write moves it, and nobody can set it, as they can the time of the last write. Times
+have a grain, so a file that was changed less than SETTLED before it is read is not remembered.
 
 Not covered: clocks that are set back, and disks that are written to beside their file system.
 """
@@ -28,7 +28,7 @@ Stamp = list[int]
 
 
 def digests(files: Sequence[Path], memory: Path) -> list[str]:
-    """Of each file; `memory` is a file that may be lost at any time."""
+    """Digest of each file. `memory` is a file that may be lost at any time."""
     known = _read(memory)
     found, fresh = [], {}
     for file in files:

@@ -1,10 +1,10 @@
-"""Where the data come from: what each source holds now, and how the host that prepares them gets at it.
+"""Sources of rows: the present content of each, and how the host that prepares them gets at it.
 
     identity(part, "data.source", memory)      files by their content, the Hub by its commit, S3 by sizes and ETags
     local(part, identity, folder, progress)    the part as preparation reads it: S3 fetched, the Hub at the commit
 
-A file that was moved or renamed is the same source; its ending counts, as it says how the file is read. What the files
-hold is not looked at here: trainer/prepare.py reads them.
+A file that was moved or renamed is the same source. Its ending counts, as it says how the file is read.
+trainer/prepare.py reads the files; their rows are not looked at here.
 """
 
 import glob
@@ -24,7 +24,7 @@ TICKETS = "tiny://tickets"
 
 
 def kind(source: str, key: str) -> str:
-    """tiny, s3, local or hub; `key` is what the configuration calls the source."""
+    """Kind of a source: tiny, s3, local or hub. `key` is the source's name in the configuration."""
     scheme, separator, _ = source.partition("://")
     if separator:
         if scheme == "tiny" and source != TICKETS:
@@ -43,7 +43,10 @@ def kind(source: str, key: str) -> str:
 
 
 def identity(part: Part, key: str, memory: Path) -> dict[str, Any]:
-    """What makes two sources the same; `memory` holds digests of files that were read before."""
+    """Identity of a source: equal for two sources with the same rows.
+
+    `memory` holds digests of files that were read before.
+    """
     assert part.source
     match kind(part.source, key):
         case "tiny":
@@ -60,7 +63,10 @@ def identity(part: Part, key: str, memory: Path) -> dict[str, Any]:
 def local(
     part: Part, found: dict[str, Any], key: str, folder: Path, progress: Callable[[int, int], None] | None = None
 ) -> Part:
-    """The part as it is read on this host, as its identity found it. What was fetched before is not fetched again."""
+    """Fetch the content that identity() found, and return the part as it is read on this host.
+
+    Nothing is fetched twice.
+    """
     assert part.source
     match kind(part.source, key):
         case "hub":
@@ -91,7 +97,7 @@ def _content(source: str, key: str, memory: Path) -> str:
 
 
 def _files(source: str, key: str) -> list[Path]:
-    """As preparation reads them, in that order."""
+    """Files in the order in which preparation reads them."""
     path = Path(source).expanduser()
     if path.is_dir():
         names = row_files.among(file.relative_to(path).as_posix() for file in path.rglob("*") if file.is_file())
@@ -111,7 +117,7 @@ def _files(source: str, key: str) -> list[Path]:
 
 
 def _objects(source: str, key: str) -> tuple[str, dict[str, tuple[int, str]]]:
-    """The URI above, and size and ETag of each object of rows by its name below that."""
+    """The URI above all objects of rows, and the size and ETag of each by its name below that URI."""
     try:
         uri, objects = s3_source.look(source)
     except Fault as fault:

@@ -1,4 +1,7 @@
-"""Stage: the released model in Megatron's torch_dist format, every tensor accounted for. Readable at any layout."""
+"""Stage convert: the released model in Megatron's torch_dist format, with every tensor accounted for.
+
+The result can be read at any layout.
+"""
 
 from prefect import State, task
 
@@ -35,7 +38,7 @@ def convert(session: Session, model: Artifact) -> State:
 def on_one_host(run: Run) -> Run:
     """The run in a few processes of this host's memory: a model that takes several hosts' GPUs fits there, once.
 
-    Cut over experts alone, as every process holds all else: 34 GB of GLM-4.7's 716.
+    It is cut over experts alone, as every process holds everything else: 34 GB of GLM-4.7's 716.
     """
     count = next(n for n in (4, 2, 1) if run.layout.ep % n == 0 and run.train.global_batch % n == 0)
     layout = Layout(gpus_per_node=count, ep=count)

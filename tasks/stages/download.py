@@ -1,4 +1,4 @@
-"""Stage: the released model, at one commit, as its publisher's files."""
+"""Stage download: the released model, at one commit, as its publisher's files."""
 
 from prefect import State, task
 
@@ -14,7 +14,10 @@ VERSION = 1
 
 
 def stage(run: Run) -> Stage:
-    """At the commit, or the content, that the source has now. A folder's path bears no identity, its content does."""
+    """The stage at the commit, or the content, that the source has now.
+
+    A folder's path bears no identity, its content does.
+    """
     model = run.model
     kind = hub.kind(model.source)
     if kind == "tiny":

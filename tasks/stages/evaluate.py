@@ -1,4 +1,4 @@
-"""Stage: what a model answers, base or tuned, served by vLLM; and whether serving agrees with training."""
+"""Stage evaluate: answers of a model, base or tuned, served by vLLM; and whether serving agrees with training."""
 
 import contextlib
 import hashlib
@@ -72,7 +72,7 @@ def evaluate(session: Session, which: str, model: Artifact, data: Artifact, trai
 
 
 def _last_words(crash: launch.Crashed, log: Path) -> str:
-    """A crash in one line, and the last that vLLM has said: a log of its own keeps that."""
+    """A crash in one line, and the last lines of vLLM, which are in a log of its own."""
     first = str(crash).partition(";")[0]
     with contextlib.suppress(OSError):
         last = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()][-SHOWN:]
@@ -81,7 +81,10 @@ def _last_words(crash: launch.Crashed, log: Path) -> str:
 
 
 def require_unchanged(task_files: dict[str, str]) -> None:
-    """A run may take days: the artifact is found again by what its task files held when it began."""
+    """Refuse task files that have changed since the run began, which may be days ago.
+
+    The artifact is found again by the content that they had then.
+    """
     for path, digest in task_files.items():
         if _content(path) != digest:
             raise Fault(f"evaluate.tasks: {path}: it or its data have changed since the run began; start it again")

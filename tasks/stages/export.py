@@ -1,4 +1,4 @@
-"""Stage: the trained model in Hugging Face's formats: merged, for any server, and the adapter by itself."""
+"""Stage export: the trained model in Hugging Face's formats: merged, for any server, and the adapter by itself."""
 
 from prefect import State, task
 

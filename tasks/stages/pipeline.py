@@ -1,4 +1,7 @@
-"""The stages of a run, in order, and what each is made from: all fingerprints, before anything is made."""
+"""Pipeline of a run: the stages in order, and the inputs of each.
+
+All fingerprints are known before anything is made.
+"""
 
 from conf.schema.run import Run
 from tasks.run.artifact import Stage
@@ -7,7 +10,7 @@ from tasks.stages import convert, download, evaluate, export, prepare, promote, 
 
 
 def stages(run: Run) -> dict[str, Stage]:
-    """By name, in ORDER. Asks the Hub or the store which commit or content the sources have now."""
+    """Stages by name, in ORDER. The Hub or the store is asked which commit or content the sources have now."""
     model = download.stage(run)
     data = prepare.stage(run, model)
     base = convert.stage(run, model)

@@ -1,11 +1,12 @@
-"""Stage zero: what the run needs, from the model's config.json alone, before anything is downloaded or paid for.
+"""Stage zero: the needs of the run, from the model's config.json alone, before anything is downloaded or paid for.
 
     planned = settle(run)       fetches some KB; ConfigError or Fault for what no plan can be made of
     refusal(planned)            why the flow ends here, with what would fit; "" where it goes on
     unserved(planned, last)     the same, for a model that could be trained and not evaluated
 
-layout.auto is settled here: planned.run is what all stages get. hardware.gate: warn goes on with a run that does not
-fit; one that is illegal, or whose model cannot be converted, ends in any case. conf/plan/ has the arithmetic.
+layout.auto is settled here: planned.run is the run that all stages get. hardware.gate: warn goes on with a run that
+does not fit. A run that is illegal, or whose model cannot be converted, ends in any case. conf/planner/ has the
+arithmetic.
 """
 
 import importlib.metadata
@@ -59,7 +60,7 @@ def refusal(planned: Plan) -> str:
 
 
 def unserved(planned: Plan, last: str | None) -> str:
-    """Why no evaluation that is asked for could be made; "" where one could, or none is asked for."""
+    """The reason why no evaluation that is asked for could be made; "" where one could, or none is asked for."""
     run = planned.run
     if not {*asked(run, last)} & {*OF_EVALUATION}:
         return ""
@@ -77,7 +78,7 @@ def _is_cpu_build() -> bool:
 
 
 def summary(planned: Plan) -> str:
-    """A line for terminals and logs."""
+    """The plan in one line for terminals and logs."""
     time, train = planned.time, planned.run.train
     if time is None:
         return f"plan  {planned.verdict}"
@@ -86,7 +87,7 @@ def summary(planned: Plan) -> str:
 
 
 def page(planned: Plan) -> str:
-    """In Markdown."""
+    """The plan in Markdown."""
     text = [f"# Plan of {words(planned.run.name)}", "", f"**{words(planned.verdict)}**"]
     text += table(("", "planned"), [(name, words(value)) for name, value in _rows(planned)])
     text += ["", fenced("\n".join(picture.lines(planned))), ""] if planned.stages else [""]
@@ -94,13 +95,13 @@ def page(planned: Plan) -> str:
 
 
 def tell(session: Session, planned: Plan) -> None:
-    """The plan, its figures and its numbers, in MLflow's run of the flow."""
+    """Log the plan, its figures and its numbers to MLflow's run of the flow."""
     session.draw(json.dumps(display.as_dict(planned), indent=1).encode(), "plan.json", "plan")
     session.tell({f"plan/{name}": value for name, value in numbers(planned).items()})
 
 
 def numbers(planned: Plan) -> dict[str, float]:
-    """What a measured run can be held against, and what it costs."""
+    """Numbers that a measured run can be held against, and the price."""
     found = {"memory_gb": planned.fullest.total / GB, "allocated_gb": _allocated(planned)}
     if time := planned.time:
         found |= {"step_seconds": time.likely, "tokens_per_second": time.tokens_per_second, "hours": time.hours}
@@ -109,7 +110,7 @@ def numbers(planned: Plan) -> dict[str, float]:
 
 
 def beside(planned: Plan, trained: dict[str, Any]) -> list[tuple[str, float, float]]:
-    """What was planned and what training has measured: name, planned, measured."""
+    """Planned figures beside those that training has measured: name, planned, measured."""
     found = [("GB that the fullest rank has allocated", _allocated(planned), trained["peak_memory_gb"])]
     if planned.time:
         found.insert(0, ("seconds of a step", planned.time.likely, trained["median_step_seconds"]))
@@ -117,7 +118,7 @@ def beside(planned: Plan, trained: dict[str, Any]) -> list[tuple[str, float, flo
 
 
 def _allocated(planned: Plan) -> float:
-    """GB that training reports as memory_gb: what PyTorch has handed out; on a CPU, all that the process holds."""
+    """GB that training reports as memory_gb: memory that PyTorch has handed out; on a CPU, all that a process holds."""
     stage = planned.fullest
     return (stage.allocated if planned.gpu.cuda else stage.total - stage.margin) / GB
 

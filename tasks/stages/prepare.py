@@ -1,7 +1,7 @@
-"""Stage: the data as training and evaluation read them: rows, their tokens, the template, and a report on all of it.
+"""Stage prepare: the data as training and evaluation read them: rows, their tokens, the template, and a report.
 
-The tokenizer comes from the model, so the model is an input; of its files no weights are fetched. How many processes
-work on it bears no identity, nor does where a source lies.
+The tokenizer comes from the model, so the model is an input. Of its files no weights are fetched. The number of
+processes bears no identity, and neither does the place of a source.
 """
 
 import hashlib
@@ -86,14 +86,14 @@ def prepare(session: Session, model: Artifact) -> State:
 
 
 def publish(session: Session, made: Artifact) -> None:
-    """The report as a page in Prefect, also of data that were prepared before."""
+    """Publish the report as a page in Prefect, also of data that were prepared before."""
     if found := session.store.read(f"{made.key}/files/report.json"):
         page = data_report.page(json.loads(found[0]), f"{session.run.name}: data")
         create_markdown_artifact(page, key=f"data-{session.run.name}", description=made.key)
 
 
 def require_unchanged(data: Data, asked: Stage) -> None:
-    """Files on this host: what comes from elsewhere is pinned, or compared when it is fetched."""
+    """Refuse files on this host that have changed. Other sources are pinned, or compared when they are fetched."""
     if data.template.endswith(".jinja") and _template(data.template) != asked.config["template"]:
         raise Fault(f"data.template: {data.template}: has changed since the run began; start it again")
     for (key, part), found in zip(_parts(data), asked.config["sources"], strict=True):
@@ -104,7 +104,7 @@ def require_unchanged(data: Data, asked: Stage) -> None:
 
 
 def _parts(data: Data) -> list[tuple[str, Part]]:
-    """Each source, and what the configuration calls it."""
+    """Sources, each with its name in the configuration."""
     if not data.mixture:
         return [("data.source", part) for part in data.parts]
     for number, part in enumerate(data.mixture):
@@ -114,7 +114,7 @@ def _parts(data: Data) -> list[tuple[str, Part]]:
 
 
 def _here(session: Session, model: Artifact, work: Work) -> Run:
-    """The run as its sources and the tokenizer lie on this host."""
+    """The run with the paths that its sources and the tokenizer have on this host."""
     fetched = Progress("fetch-data", "bytes").update
     parts = [
         row_sources.local(part, found, key, work.folder / f"source-{number}", fetched)
@@ -134,7 +134,7 @@ def _here(session: Session, model: Artifact, work: Work) -> Run:
 
 
 def _template(name: str) -> str:
-    """Digest of a Jinja file: its place bears no identity."""
+    """Digest of a Jinja file. Its path bears no identity."""
     try:
         return f"sha256:{hashlib.sha256(regular_files.read(Path(name).expanduser())).hexdigest()}.jinja"
     except Fault as fault:

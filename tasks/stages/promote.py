@@ -1,7 +1,7 @@
-"""Stage: the tuned model in MLflow's registry: challenger always, champion when it is better; and why.
+"""Stage promote: the tuned model in MLflow's registry. It becomes challenger always, and champion when it is better.
 
 A version's source is the merged model's URI in the store, checked to be there whole. A champion is measured by the
-value that its version carries as a tag; without a champion, the base model is the one to beat.
+value that its version carries as a tag. Without a champion, the base model is the one to beat.
 """
 
 import base64
@@ -29,7 +29,7 @@ VERSION = 1
 
 @dataclass(frozen=True)
 class Rival:
-    """What has to be beaten."""
+    """The model that has to be beaten."""
 
     name: str
     value: float | None  # of the metric; None where it was never measured
@@ -49,7 +49,7 @@ def stage(run: Run, tuned: Stage, before: Stage, after: Stage) -> Stage:
 
 @task(name="promote", **OPTIONS)
 def promote(session: Session, tuned: Artifact, before: Artifact, after: Artifact) -> State:
-    """Register, and promote what is better."""
+    """Register the model, and promote it if it is better."""
     settings = session.run.promote
 
     def make(work: Work) -> dict:
@@ -86,7 +86,7 @@ def promote(session: Session, tuned: Artifact, before: Artifact, after: Artifact
 
 
 def decide(metric: str, value: float, rival: Rival, margin: float) -> tuple[bool, str]:
-    """Whether it becomes champion, and why, for people."""
+    """Whether the model becomes champion, and the reason, as text for people."""
     if rival.value is None:
         return False, f"{rival.name} was never measured by {metric}, so nothing says that {value:.4g} is better"
     gain = round(value - rival.value, 9)  # 0.4 is not 0.1 above 0.3 by more than 0.1
@@ -123,7 +123,7 @@ def _by_alias(client, model: str, alias: str):
 
 
 def _register(client, session: Session, tuned: Artifact, tags: dict[str, str]) -> str:
-    """The version of this very model: an attempt that died after registering it left one behind."""
+    """The version of this very model. An attempt that died after registering it has left one behind."""
     from mlflow.exceptions import MlflowException
 
     name = session.run.promote.model
@@ -153,7 +153,7 @@ def _is(tags: dict[str, str], tuned: Artifact) -> bool:
 
 
 def _is_registered(uri: str, made: Artifact, tuned: Artifact) -> bool:
-    """Whether the registry has it. By one request to a server: MLflow's client takes 2 s to import."""
+    """Whether the registry has the model. One request to a server tells, as MLflow's client takes 2 s to import."""
     name, version = made.result["model"], made.result["version"]
     if uri.startswith("sqlite:///"):
         return _is_in_file(Path(uri.removeprefix("sqlite:///")), name, version, tuned)
@@ -178,7 +178,7 @@ def _is_registered(uri: str, made: Artifact, tuned: Artifact) -> bool:
 
 
 def _is_in_file(database: Path, name: str, version: str, tuned: Artifact) -> bool:
-    """The same of MLflow's local database, whose two tables have not changed since its version 1."""
+    """Whether MLflow's local database has the model. Its two tables have not changed since its version 1."""
     query = "SELECT 1 FROM model_versions WHERE name = ? AND version = ? AND current_stage != 'Deleted_Internal'"
     tags = "SELECT key, value FROM model_version_tags WHERE name = ? AND version = ?"
     if not database.is_file():
@@ -193,7 +193,7 @@ def _is_in_file(database: Path, name: str, version: str, tuned: Artifact) -> boo
 
 
 def _authorization() -> dict[str, str]:
-    """As MLflow's own client takes it from the environment."""
+    """Headers with credentials, as MLflow's own client takes them from the environment."""
     if token := os.environ.get("MLFLOW_TRACKING_TOKEN"):
         return {"Authorization": f"Bearer {token}"}
     if name := os.environ.get("MLFLOW_TRACKING_USERNAME"):

@@ -1,4 +1,4 @@
-"""Megatron's own verdict on a run's layout: trainer/rehearse.py in a process of its own, and its answer."""
+"""Rehearsal of a run's layout: Megatron's own verdict, by trainer/rehearse.py in a process of its own."""
 
 import json
 import tempfile
@@ -11,7 +11,10 @@ from tasks.run import launch
 
 
 def rehearse(run: Run, steps: int = 0) -> dict[str, Any]:
-    """Raises Fault where the caller is at fault, and Broken where the command itself fails."""
+    """Run the rehearsal and return its answer.
+
+    Raises Fault where the caller is at fault, and Broken where the command itself fails.
+    """
     said: list[str] = []
     with tempfile.TemporaryDirectory(prefix="rehearsal-") as name:
         resolved = Path(name) / "run.yaml"

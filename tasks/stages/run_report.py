@@ -1,4 +1,4 @@
-"""What a run did, for people: a table in the terminal, and a page in Prefect with the loss and the answers."""
+"""Report of a run, for people: a table in the terminal, and a page in Prefect with the loss and the answers."""
 
 import base64
 import json
@@ -20,7 +20,7 @@ ANSWERS = 8  # shown on the page; MLflow has the whole table
 
 
 def lines(session: Session) -> list[str]:
-    """For the terminal."""
+    """Lines of the report for the terminal."""
     rows = [("stage", "state", "time", "artifact")]
     for name in session.stages:
         if outcome := session.outcomes.get(name):
@@ -43,7 +43,7 @@ def lines(session: Session) -> list[str]:
 
 
 def page(session: Session, planned: Plan) -> str:
-    """In Markdown."""
+    """The report in Markdown."""
     text = [f"# {session.name}", "", "| stage | state | time | made in | artifact |", "|---|---|---|---|---|"]
     for name in session.stages:
         if outcome := session.outcomes.get(name):
@@ -78,7 +78,7 @@ def _artifact(session: Session, name: str) -> Artifact | None:
 
 
 def _plan(session: Session, planned: Plan) -> list[str]:
-    """Beside what was measured, unless that was at another time, and maybe at another layout."""
+    """Plan beside the measured figures, unless those are of another time, and maybe of another layout."""
     outcome = session.outcomes.get("train")
     if not outcome or outcome.state != "Completed" or not outcome.artifact:
         return []
@@ -124,7 +124,7 @@ def _loss(session: Session) -> str:
 
 
 def _gang(session: Session) -> list[str]:
-    """Where the training was of several hosts."""
+    """Lines about the gang, where the training took several hosts."""
     told = timeline.read(session.store, session.stages["train"].key.replace("/", "-"))
     return ["", gang.brief(told)] if told and told.attempts else []
 
@@ -143,7 +143,7 @@ def _link(where: str) -> str:
 
 
 def publish(session: Session, planned: Plan) -> None:
-    """The page as a Prefect artifact, the table in the terminal, the figures of the whole in MLflow."""
+    """Publish the page as a Prefect artifact, the table in the terminal, and the figures of the whole in MLflow."""
     create_markdown_artifact(page(session, planned), key=f"report-{session.run.name}", description=session.name)
     for name, base, tuned in _gains(session):
         session.tell({f"base/{name}": base, f"tuned/{name}": tuned})

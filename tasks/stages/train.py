@@ -1,4 +1,4 @@
-"""Stage: training, by Megatron-Bridge in processes of its own, from the newest complete checkpoint."""
+"""Stage train: training by Megatron-Bridge in processes of its own, from the newest complete checkpoint."""
 
 # pyright: reportArgumentType=false, reportCallIssue=false
 
@@ -83,7 +83,7 @@ def train(session: Session, model: Artifact, base: Artifact, data: Artifact) -> 
 
 
 class _Thinned:
-    """Passes on all lines but most of those of single steps: the progress bar and MLflow have each of them."""
+    """Filter that drops most lines of single steps, as the progress bar and MLflow have each of them."""
 
     def __init__(self, say):
         self.say, self.said = say, 0.0

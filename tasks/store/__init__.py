@@ -1,4 +1,4 @@
-"""The object store that every stage's output goes to: s3://bucket/prefix, or a folder, by one interface.
+"""Object store that every stage's output goes to: s3://bucket/prefix, or a folder, by one interface.
 
     open_store("s3://bucket/runs")     boto3 (tasks/store/s3.py); credentials and endpoint from its standard chain
     open_store("file:///mnt/runs")     a folder, also on NFS, also as a plain path (tasks/store/local.py)
@@ -25,7 +25,7 @@ __all__ = ["File", "Progress", "Store", "open_store"]
 class Store(Protocol):
     @property
     def uri(self) -> str:
-        """s3://bucket/prefix or file:///abs/path; no credentials."""
+        """Address of the store: s3://bucket/prefix or file:///abs/path, without credentials."""
         ...
 
     def read(self, key: str) -> tuple[bytes, str] | None:
@@ -33,19 +33,19 @@ class Store(Protocol):
         ...
 
     def create(self, key: str, data: bytes) -> str | None:
-        """Write only if absent, atomically; the tag, or None if it is already there."""
+        """Write only if absent, atomically. Returns the tag, or None if the object is already there."""
         ...
 
     def replace(self, key: str, data: bytes, tag: str) -> str | None:
-        """Write only over what has this tag; the new tag, or None if it changed meanwhile."""
+        """Write only over an object with this tag. Returns the new tag, or None if the object changed meanwhile."""
         ...
 
     def write(self, key: str, data: bytes) -> str:
-        """Write whatever was there; atomic, durable."""
+        """Write the object, whether or not there was one. The write is atomic and durable."""
         ...
 
     def remove(self, key: str, tag: str | None = None) -> bool:
-        """Remove it, with a tag only if it still has that; whether it was removed."""
+        """Remove the object; with a tag, only if it still has that tag. Returns whether it was removed."""
         ...
 
     def keys(self, prefix: str) -> dict[str, tuple[int, str]]:
@@ -53,37 +53,38 @@ class Store(Protocol):
         ...
 
     def put(self, folder: Path, prefix: str, progress: Progress | None = None) -> dict[str, File]:
-        """Make what lies below the prefix equal to the folder. Begun again, it sends only what is missing."""
+        """Make the content below the prefix equal to the folder. A transfer begun again sends only what is missing."""
         ...
 
     def get(self, prefix: str, files: dict[str, File], folder: Path, progress: Progress | None = None) -> None:
-        """Bring the files into the folder, each verified. Begun again, it fetches only what is missing."""
+        """Bring the files into the folder, each verified. A transfer begun again fetches only what is missing."""
         ...
 
     def changed(self, prefix: str, files: dict[str, File], deep: bool = False) -> dict[str, str]:
-        """What is wrong with each file that is not as recorded: "missing", "size 3, not 4" or "content differs".
+        """Problems of the files that are not as recorded: "missing", "size 3, not 4" or "content differs".
 
-        Where the tag is as recorded the content is taken to be so, unless deep; else it is read and hashed.
+        A file whose tag is as recorded is taken to have the recorded content. With `deep`, it is read and hashed
+        instead.
         """
         ...
 
     def place(self, prefix: str) -> Path | None:
-        """The folder where the files can be read in place, or None. Never write there."""
+        """The folder where the files can be read in place, or None. Callers must never write there."""
         ...
 
     def link(self, prefix: str) -> str:
-        """The URI of what lies below the prefix."""
+        """URI of the content below the prefix."""
         ...
 
     def delete(self, prefix: str) -> int:
-        """Remove all below the prefix; the bytes freed."""
+        """Remove everything below the prefix. Returns the number of bytes freed."""
         ...
 
 
 def open_store(uri: str, hasty: bool = False) -> Store:
     """The store at s3://bucket/prefix, file:///folder or a plain path. Nothing is contacted or made yet.
 
-    hasty: an S3 that does not answer within seconds is given up, by who asks again anyway.
+    `hasty` gives up on an S3 that does not answer within seconds. It is for callers that ask again anyway.
     """
     scheme, colon, _ = uri.partition("://")
     if not colon:

@@ -1,4 +1,4 @@
-"""Files on a disk that survive a crash: written, synced, then renamed; and what a disk refuses, in one line."""
+"""Files that survive a crash: written, synced, then renamed. A disk's refusal becomes one line."""
 
 import contextlib
 import errno
@@ -59,7 +59,7 @@ def copy(source, target) -> str:
 
 @contextlib.contextmanager
 def plainly(where: Path) -> Iterator[None]:
-    """The operating system's refusals as one line."""
+    """Turn the operating system's refusals into one line."""
     try:
         yield
     except OSError as error:

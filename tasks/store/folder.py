@@ -1,4 +1,4 @@
-"""A folder's files as both stores see them: which there are, their digests, and work spread over threads.
+"""Files of a folder as both stores see them: their names, their digests, and work spread over threads.
 
 Symbolic links are followed, so that a folder whose files lie elsewhere (as in Hugging Face's cache) is handed over
 whole; empty folders are left out, as an object store has none.
@@ -71,7 +71,7 @@ def checked(name: str) -> str:
 
 
 def inside(folder: Path, names: Iterable[str]) -> dict[str, Path]:
-    """Where each name goes below the folder. Makes the folders in between and refuses links that lead out."""
+    """Path of each name below the folder. Makes the folders in between and refuses links that lead out."""
     root = os.path.realpath(folder)
     places, seen = {}, set()
     for name in names:
@@ -100,7 +100,10 @@ def matches(path: Path, file: File) -> bool:
 
 @contextlib.contextmanager
 def alone(folder: Path) -> Iterator[Path]:
-    """A folder for partial files in the folder, while no other process fetches into it; removed when all went well."""
+    """A folder for partial files, while no other process fetches into the same folder.
+
+    It is removed when all went well.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     with _lock(folder / PARTIAL):
         yield folder / PARTIAL
@@ -120,7 +123,7 @@ def _lock(partials: Path) -> IO[bytes]:
 
 
 class Meter:
-    """Counts bytes from many threads; reports at most twice a second, and at the end."""
+    """Counter of bytes from many threads. It reports at most twice a second, and at the end."""
 
     def __init__(self, progress: Progress | None, total: int) -> None:
         self.progress, self.total, self.done = progress, total, 0
@@ -144,9 +147,9 @@ Task = Callable[[], "Iterable[Task] | None"]
 
 
 def work_through(tasks: Iterable[Task], threads: int = THREADS) -> None:
-    """Run tasks in threads, the last one first; what a task returns are tasks to be run next.
+    """Run tasks in threads, the last one first. A task returns tasks to be run next.
 
-    So whatever was begun is ended before more is begun. The first error stops the rest and is raised.
+    So tasks that have begun are ended before others begin. The first error stops the rest and is raised.
     """
     stack, errors, busy = list(tasks), [], 0
     turn = threading.Condition()

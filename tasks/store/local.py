@@ -1,4 +1,4 @@
-"""A folder as object store: hard links instead of copies where the disk allows, digests by several threads.
+"""Object store in a folder: hard links instead of copies where the disk allows, digests by several threads.
 
 An object is a file; its tag is made of inode, size and times. Beside the objects lies .store/: files not yet in place,
 the lock under which objects are compared and replaced, and the tags of files whose content was verified. The last is
@@ -181,7 +181,7 @@ class LocalStore:
             raise Fault(f"{self.link(prefix)}/{name}: missing from the store; make it again") from None
 
     def _files(self, prefix: str) -> Iterator[tuple[str, os.stat_result]]:
-        """Plain files only: whoever puts a link into the store cannot make it hand out what lies outside."""
+        """Plain files only: nobody can put a link into the store to make it hand out files that lie outside."""
         folder = self._below(prefix)
         for here, subfolders, names in os.walk(folder, onerror=_unless_gone):
             if here == str(self.root) and OWN in subfolders:
@@ -215,7 +215,7 @@ class LocalStore:
         into_place(partial, target)
 
     def _take_in(self, source: Path, target: Path) -> File:
-        """Link or copy one file into place, hash what is then there, and make it durable."""
+        """Link or copy one file into place, hash the file that is then there, and make it durable."""
         real = os.path.realpath(source)
         partial = self._partial()
         try:
@@ -244,7 +244,7 @@ class LocalStore:
             partial.unlink(missing_ok=True)
 
     def _copy_in(self, source: Path, partial: Path, target: Path) -> str:
-        """Copy, unless the same content is there already (from a run that was interrupted)."""
+        """Copy the file, unless an interrupted run has left the same content there already."""
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
             if os.lstat(target).st_size == source.stat().st_size:
                 digest = folders.sha256(source)
@@ -262,7 +262,10 @@ class LocalStore:
         return folder / uuid.uuid4().hex
 
     def _sweep(self) -> None:
-        """Remove what killed processes left. Its inode's change time is when it was made, also for a hard link."""
+        """Remove files that killed processes left.
+
+        The change time of a file's inode tells when it was made, also for a hard link.
+        """
         for path in self._partial().parent.iterdir():
             with contextlib.suppress(FileNotFoundError):
                 if path.stat().st_ctime < time.time() - FORGOTTEN:
@@ -270,7 +273,10 @@ class LocalStore:
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:
-        """Held for one comparison and one rename. A dead holder's lock is gone with its process, on NFS too."""
+        """Hold the lock for one comparison and one rename.
+
+        A dead holder's lock is gone with its process, on NFS too.
+        """
         with open(self._partial().parent.parent / "lock", "ab") as f:
             fcntl.flock(f, fcntl.LOCK_EX)
             yield

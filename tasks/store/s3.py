@@ -1,4 +1,4 @@
-"""An S3 bucket, or what lies below a prefix of it, as object store. Transfers of folders are tasks/store/s3_upload.py.
+"""Object store in an S3 bucket, or below a prefix of it. Transfers of folders are in tasks/store/s3_upload.py.
 
 Credentials, region and endpoint are found by boto3's standard chain (AWS_PROFILE, AWS_ACCESS_KEY_ID, roles;
 AWS_ENDPOINT_URL for another S3 than Amazon's) and appear in no message. Requests are tried 8 times with growing pauses
@@ -93,7 +93,7 @@ class S3Store(S3Bucket):
 
     @functools.cached_property
     def conditional(self) -> bool:
-        """Try conditional writes out on an object of our own: a store that ignores them would break every lease."""
+        """Try conditional writes out on an object of our own. A store that ignores them would break every lease."""
         key = f".probe-{secrets.token_hex(8)}"
         wrong = '"00000000000000000000000000000000"'
         where = {"Bucket": self.bucket, "Key": self.at(key)}

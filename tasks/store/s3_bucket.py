@@ -1,4 +1,4 @@
-"""An S3 bucket below a prefix: its client, and the requests that transfers and the store share."""
+"""Access to an S3 bucket below a prefix: its client, and the requests that transfers and the store share."""
 
 # pyright: reportAttributeAccessIssue=false
 
@@ -15,7 +15,7 @@ from tasks.store.s3_errors import ATTEMPTS, code_of, plainly
 
 @dataclass(frozen=True)
 class S3Bucket:
-    """Where a store lies on S3."""
+    """Place of a store on S3, with its client."""
 
     bucket: str
     prefix: str

@@ -1,4 +1,4 @@
-"""A folder from S3: ranges of large files by several threads, written where they belong, verified, then renamed.
+"""Download of a folder from S3: ranges of large files by several threads, verified, then renamed into place.
 
 Until then they lie in .partial/ in the folder, each with a journal of the 8 MiB pieces that are written. A transfer
 begun again fetches the pieces that no journal lists; a file that is already in the folder with the right size and
@@ -31,7 +31,7 @@ RANGE = 8  # pieces per request: of 64 MiB, the 30 ms that a request costs are a
 
 @dataclass
 class Download:
-    """One file on its way."""
+    """Download of one file."""
 
     key: str
     file: File
@@ -158,13 +158,13 @@ def _verify(store: S3Bucket, d: Download, meter: Meter) -> Iterable[Task] | None
 
 
 class Gone(Fault):
-    """The object is not there, or not of the size that was recorded."""
+    """The object is not there, or has another size than was recorded."""
 
     what = ""
 
 
 def stream(store: S3Bucket, key: str, start: int, stop: int, size: int) -> Iterator[bytes]:
-    """The bytes from start to stop of an object of this size; goes on where a connection broke."""
+    """Bytes from start to stop of an object of this size. A broken connection is continued."""
     at, broke = start, 0
     while at < stop:
         ranged = {} if (at, stop) == (0, size) else {"Range": f"bytes={at}-{stop - 1}"}
@@ -212,12 +212,12 @@ def _read_journal(d: Download) -> set[int]:
 
 
 def _partial_name(name: str, file: File) -> str:
-    """By the content wanted, so that what was begun of another version is not continued."""
+    """Name of a partial file, made from the content wanted, so that a part of another version is not continued."""
     return hashlib.sha256(f"{file.sha256} {name}".encode()).hexdigest()[:32] + ".part"
 
 
 def _check_space(folder: Path, partials: Path, files: dict[str, File], targets: dict[str, Path]) -> None:
-    """Before the first byte rather than after hours; the size of what is there stands for its being right."""
+    """Check the space before the first byte rather than after hours. A file of the right size counts as right."""
     there = {name for name, target in targets.items() if target.is_file() and target.stat().st_size == files[name].size}
     need = sum(file.size for name, file in files.items() if name not in there)
     need -= sum(path.stat().st_blocks * 512 for path in partials.iterdir())

@@ -1,7 +1,7 @@
-"""What S3 refuses, and what boto3 raises, in one line of our own words.
+"""Errors of S3 and of boto3 as one line in our own words.
 
-Theirs may hold a key's id, or an address with a password in it, so none of their text is passed on: only codes, names
-of exceptions and operations.
+Their own texts may hold a key's id, or an address with a password in it, so none of them is passed on. The line has
+only codes, names of exceptions and operations.
 """
 
 import contextlib
@@ -16,7 +16,7 @@ from contract.faults import Fault
 
 
 class Named(Protocol):
-    """What is talked to: its address without secrets, and boto3's client for it."""
+    """An S3 that requests go to: its address without secrets, and boto3's client for it."""
 
     @property
     def uri(self) -> str: ...
@@ -40,7 +40,7 @@ CREDENTIALS = {
 
 @functools.cache
 def broken() -> tuple[type[Exception], ...]:
-    """How a connection ends while an object's content comes in; botocore itself tries again only before that."""
+    """Exceptions by which a connection ends while content comes in; botocore itself tries again only before that."""
     from botocore.exceptions import IncompleteReadError, ReadTimeoutError, ResponseStreamingError
     from urllib3.exceptions import HTTPError
 
@@ -69,7 +69,10 @@ def pause(attempt: int) -> None:
 
 @contextlib.contextmanager
 def plainly(store: Named, stage: str = "") -> Iterator[None]:
-    """botocore's exceptions as one line of our own words: theirs may hold a key's id or an address with a password."""
+    """Turn botocore's exceptions into one line of our own words.
+
+    Their texts may hold a key's id or an address with a password.
+    """
     from botocore.exceptions import BotoCoreError, ClientError
 
     try:

@@ -1,12 +1,12 @@
-"""A folder to S3: files up to 16 MiB in one request, larger ones in parts, by several threads.
+"""Upload of a folder to S3: files up to 16 MiB in one request, larger ones in parts, by several threads.
 
 Each file is read twice: once for its SHA-256 (kept with the object as metadata, so it must be known first) and the
 CRC32 of every part, then for sending. The store compares what it receives with those CRCs, and the file's time is
 looked at before its upload is completed: one that changes in between is not stored under a wrong digest.
 
 An interrupted transfer goes on where it was: objects with the right size and SHA-256 are left alone, multipart uploads
-whose parts match the file are continued, those of a file that has changed are aborted. Memory: one part per thread,
-256 MiB at most; a file above 160 GB has larger parts, as S3 takes at most 10,000.
+whose parts match the file are continued, those of a file that has changed are aborted. Memory: one part per thread, 256
+MiB at most; a file above 160 GB has larger parts, as S3 takes at most 10,000.
 """
 
 import base64
@@ -37,7 +37,7 @@ buffers = threading.local()
 
 @dataclass
 class Upload:
-    """One file on its way."""
+    """Upload of one file."""
 
     name: str
     path: Path
@@ -80,7 +80,10 @@ def put(store: S3Bucket, folder: Path, prefix: str, progress: Progress | None) -
 
 
 def interleaved(tasks: list[Task], sizes: list[int]) -> list[Task]:
-    """Large and small by turns, the largest first: hashing a large file needs no network, sending small ones does."""
+    """Alternate large and small files, the largest first.
+
+    Hashing a large file needs no network, sending small ones does.
+    """
     order = sorted(range(len(tasks)), key=lambda i: sizes[i])  # the last is taken first
     half = len(order) // 2
     turns = [i for pair in zip(order[:half], order[half : 2 * half], strict=True) for i in pair] + order[2 * half :]
@@ -155,7 +158,7 @@ class Job:
         file.sent, file.resumed = {}, False
 
     def _resume(self, file: Upload) -> None:
-        """Continue the newest upload of this key whose parts are all as the file is now."""
+        """Continue the newest upload of this key whose parts all agree with the file."""
         for upload in reversed(self.under_way.get(file.key, ())):
             try:
                 pages = self.store.client.get_paginator("list_parts")
@@ -262,7 +265,10 @@ def part_size(file: Upload, number: int) -> int:
 
 
 def read_part(file: Upload, number: int) -> bytearray:
-    """In a buffer that the thread keeps: fresh memory for every part would cost as much time as its CRC."""
+    """Read a part into a buffer that the thread keeps.
+
+    Fresh memory for every part would cost as much time as its CRC.
+    """
     size = part_size(file, number)
     data = getattr(buffers, "part", None)
     if data is None or len(data) != size:
@@ -290,5 +296,8 @@ def crc_text(crc: int) -> str:
 
 
 def checksums(store: S3Bucket) -> bool:
-    """Off by AWS_REQUEST_CHECKSUM_CALCULATION=when_required, for stores that do not know these headers."""
+    """Whether parts are sent with checksums.
+
+    AWS_REQUEST_CHECKSUM_CALCULATION=when_required turns them off, for stores that do not know these headers.
+    """
     return store.client.meta.config.request_checksum_calculation == "when_supported"

@@ -1,4 +1,4 @@
-"""What a flow tells MLflow: a parent run per flow run and a nested run per stage, without ever waiting for it.
+"""Tracking in MLflow: a parent run per flow run and a nested run per stage. The flow never waits for it.
 
     t = tracking.start(runs, uri, "glm47", flow_run_id, "brisk-otter", tags={...}, params={...})
     t.ship()                                        # from now on, in threads
@@ -14,8 +14,8 @@
 Each call writes to a journal on the disk (journal.py) and returns; threads carry it to MLflow (shipping.py,
 mlflow_sink.py) and, where a project is set, the followed metrics to Weights & Biases. A stage with an id of its own,
 such as one made of its fingerprint, is one MLflow run across flow runs until it has finished: a flow that starts again
-after a crash continues it, and each step's metrics stand there once. Without one it belongs to this flow run.
-Not covered: large files. What a stage makes is named by its URI; files given here are copied.
+after a crash continues it, and each step's metrics stand there once. Without one it belongs to this flow run. Not
+covered: large files. What a stage makes is named by its URI; files given here are copied.
 """
 
 # pyright: reportAttributeAccessIssue=false, reportOptionalMemberAccess=false
@@ -46,7 +46,7 @@ STATUSES = ("FINISHED", "FAILED", "KILLED")
 
 
 class Stage:
-    """One MLflow run; everything here returns at once."""
+    """One MLflow run. Every method returns at once."""
 
     def __init__(self, own: Journal, run: str, stages: list["Stage"], shared: bool = False):
         self._journal, self.run, self._stages = own, run, stages
@@ -66,13 +66,16 @@ class Stage:
             self._tell(do="log", tags=some)
 
     def metrics(self, values: dict, step: int | None = None) -> None:
-        """With a step, its first value stays; without one, the last counts."""
+        """Log metrics. With a step, the first value of the step stays; without one, the last value counts."""
         at = _now()
         rows = [[_key(key), float(value), at, step or 0] for key, value in values.items() if value is not None]
         self._tell(do="log", metrics=rows, **({} if step is None else {"axis": "step"}))
 
     def follow(self, path: Path) -> None:
-        """Ships the metrics of a file that a training appends to, until unfollow() or the end. It may come later."""
+        """Ship the metrics of a file that a training appends to, until unfollow() or the end.
+
+        The file may come later.
+        """
         self._tail = Tail(path)
 
     def text(self, text: str, name: str) -> None:
@@ -86,13 +89,16 @@ class Stage:
             self._tell(do="file", name=name, file=copy)
 
     def drawn(self, content: bytes | Path, name: str, of: str) -> None:
-        """Keeps a JSON file and its figures: of data, the report.json of prepared data; of a plan, its plan.json."""
+        """Keep a JSON file and its figures: of data, the report.json of prepared data; of a plan, its plan.json."""
         if copy := self._copy(content, name):
             self._tell(do="file", name=name, file=copy)
             self._tell(do="plots", file=copy, of=of)
 
     def table(self, rows: list[dict], name: str) -> None:
-        """In the format of mlflow.log_table, which MLflow's page of evaluations shows and compares; replaces it."""
+        """Log a table in the format of mlflow.log_table, and replace an earlier one.
+
+        MLflow's page of evaluations shows and compares such tables.
+        """
         columns = list(dict.fromkeys(key for row in rows for key in row))
         table = {"columns": columns, "data": [[_plain(row.get(column)) for column in columns] for row in rows]}
         self.file(json.dumps(table, ensure_ascii=False, default=str).encode(), name)
@@ -101,7 +107,7 @@ class Stage:
         self._tell(do="log", tags={"mlflow.loggedArtifacts": tag})
 
     def dataset(self, name: str, digest: str, source: str, context: str, rows: int | None = None) -> None:
-        """An input; context is training, validation or evaluation. MLflow keeps 36 characters of a digest."""
+        """Log an input. `context` is training, validation or evaluation. MLflow keeps 36 characters of a digest."""
         source = public(source)
         kind = {"s3": "s3", "hf": "hf", "http": "http", "https": "http"}.get(source.partition("://")[0], "local")
         self._tell(
@@ -109,7 +115,7 @@ class Stage:
         )
 
     def model(self, name: str, uri: str, output: bool = False, tags: dict | None = None) -> None:
-        """A model that the stage starts from, or makes; the bytes stay where they are."""
+        """Log a model that the stage starts from, or makes. Its bytes stay where they are."""
         name = re.sub(r"[/:.%\"']", "-", name)  # which MLflow refuses in a name
         self._tell(do="model", name=name, uri=public(uri).replace("'", ""), output=output, tags=_tags(tags or {}))
 
@@ -126,7 +132,7 @@ class Stage:
         self._tell(do="end", status=status, time=_now(), tags=tags)
 
     def unfollow(self) -> None:
-        """Ships the rest of the followed file, and keeps a copy and its figures; the file itself may go then."""
+        """Ship the rest of the followed file, and keep a copy and its figures. The file itself may go then."""
         with self._mutex:
             if self._tail:
                 self._catch_up()
@@ -165,7 +171,7 @@ class Stage:
 
 
 class Tracking(Stage):
-    """The parent run, and the threads that carry everything."""
+    """The parent run, and the threads that carry all events."""
 
     def __init__(self, own: Journal, address: str, flow: str, root: Path):
         super().__init__(own, "flow", [])
@@ -191,7 +197,7 @@ class Tracking(Stage):
         return runs.get(id) or runs.get(f"{self._flow}.{id}")
 
     def links(self) -> dict[str, str]:
-        """Where MLflow's pages show the runs it has, by the ids of their stages; empty without a server."""
+        """URLs of MLflow's pages of the runs that it has, by the ids of their stages; empty without a server."""
         sink = self._shippers[0].sink
         if sink is None or not self._address.startswith("http"):
             return {}
@@ -199,18 +205,18 @@ class Tracking(Stage):
         return {id: f"{page}/{run}" for id, run in dict(self._shippers[0].runs).items()}
 
     def ship(self) -> None:
-        """Begin to ship while the flow runs: it has something to tell that somebody may watch."""
+        """Begin to ship while the flow runs, as it has something to report that somebody may watch."""
         if not self.shipping:
             self.shipping = True
             for thread in (*self._shippers, self._watch):
                 thread.start()
 
     def close(self, timeout: float = 10.0, hand_over: bool = False) -> str | None:
-        """Waits at most that long for what is still on its way; one line if some of it has to wait on the disk.
+        """Wait at most that long for the rest to be shipped. Returns one line if some of it has to wait on the disk.
 
-        A flow that found everything made has not begun to ship, and is over in less time than MLflow's import takes:
-        a process of its own ships then, which nobody waits for. So it does, with `hand_over`, for one that is killed
-        and has no time left.
+        A flow that found everything made has not begun to ship, and is over in less time than MLflow's import takes. A
+        process of its own ships then, which nobody waits for. `hand_over` starts such a process too, for a flow that is
+        killed and has no time left.
         """
         if not self.shipping:
             self._journal.release()
@@ -252,7 +258,7 @@ class Tracking(Stage):
         self._journal.append({**event, "time": _now(), "tags": tags})
 
     def _look(self) -> None:
-        """Reads the followed files once a second and the host's load at times, for the stages that are open."""
+        """Read the followed files once a second and the host's load at times, for the stages that are open."""
         started = sampled = time.monotonic()
         while not self._closing.wait(POLL):
             try:
@@ -327,5 +333,5 @@ def _now() -> int:
 
 
 def _plain(value):
-    """What a browser's JSON can read: it knows no NaN."""
+    """A value that a browser's JSON can read: it knows no NaN."""
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,4 +1,4 @@
-"""python -m tasks.tracking RUNS: ship what killed flows left behind; exit code 1 if some of it has to wait."""
+"""Ship the events that killed flows left behind: python -m tasks.tracking RUNS; exit code 1 if some have to wait."""
 
 import argparse
 import sys

@@ -1,4 +1,4 @@
-"""Where MLflow is: which address a flow uses, and how it is shown, which is without the password in it."""
+"""Address of MLflow: which one a flow uses, and how it is shown, which is without the password in it."""
 
 import os
 import re
@@ -11,7 +11,7 @@ SCHEMES = {"http", "https", "sqlite", "postgresql", "mysql", "mssql", "databrick
 
 
 def resolve(uri: str | None, runs: Path) -> str:
-    """As given, else from the environment, else a database in the folder of runs."""
+    """The address as given, else from the environment, else a database in the folder of runs."""
     uri = uri or os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{runs.absolute() / 'mlflow.db'}"
     if urlsplit(uri).scheme.partition("+")[0] not in SCHEMES:
         raise Fault(
@@ -22,7 +22,7 @@ def resolve(uri: str | None, runs: Path) -> str:
 
 
 def public(uri: str) -> str:
-    """Without user and password."""
+    """An address without user and password."""
     head, separator, rest = uri.partition("://")
     host, slash, path = rest.partition("/")
     return head + separator + host.rpartition("@")[2] + slash + path
@@ -35,7 +35,7 @@ def with_password(uri: str) -> str:
 
 
 def clean(text: str) -> str:
-    """A text in which no password of an address stands, nor one of MLflow's own variables."""
+    """A text without the passwords of addresses and of MLflow's own variables."""
     text = re.sub(r"://[^/\s]*@", "://", text)
     for name in ("MLFLOW_TRACKING_PASSWORD", "MLFLOW_TRACKING_TOKEN"):
         secret = os.environ.get(name, "")

@@ -14,7 +14,7 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def figures(report: dict[str, Any]) -> dict[str, bytes]:
-    """A figure without any values is left out."""
+    """Draw the figures. One without any values is left out."""
     drawn = {"token_lengths": _lengths(report), "left_out": _left_out(report), "packing": _packing(report)}
     return {name: image for name, image in drawn.items() if image}
 

@@ -1,4 +1,4 @@
-"""What a flow has to tell the tracking services, kept on disk until they have taken it: one folder per flow process.
+"""Journal of events for the tracking services, on disk until they have taken them: one folder per flow process.
 
     <runs>/tracking/<flow id>-<6 hex>/
         meta.json           which services, which experiment; no credentials
@@ -7,8 +7,8 @@
         cursor-<sink>.json  how far a service has got, and its names for our runs
         lock                held (flock) as long as the process lives: whoever can take it found a dead journal
 
-The folder disappears once every service has taken every event. Not covered: two hosts whose shared file system does
-not pass flock on between them.
+The folder disappears once every service has taken every event. Not covered: two hosts whose shared file system does not
+pass flock on between them.
 """
 
 import fcntl
@@ -39,7 +39,7 @@ class Journal:
         self._end_half_a_line()
 
     def append(self, *events: dict) -> None:
-        """A full disk loses the events, with one line to say so, and stops nobody's training."""
+        """Append events. A full disk loses them, with one line to say so, and stops nobody's training."""
         data = "".join(json.dumps(event) + "\n" for event in events).encode()
         with self._mutex:
             if self._closed:
@@ -57,7 +57,7 @@ class Journal:
             news.set()
 
     def keep(self, content: bytes | Path, name: str) -> str:
-        """A copy of a file, under the name it is to have; the path inside the folder."""
+        """Copy a file into the journal, under the name it is to have. Returns the path inside the folder."""
         place = Path("files", secrets.token_hex(4), Path(name).name)
         path = self.folder / place
         path.parent.mkdir(parents=True)
@@ -70,7 +70,7 @@ class Journal:
         return str(place)
 
     def read(self, offset: int) -> list[tuple[dict, int]]:
-        """Events from this offset on, each with the offset after it. What no one can read is passed over."""
+        """Events from this offset on, each with the offset after it. Lines that cannot be read are passed over."""
         found = []
         data = os.pread(self._events, READ, offset)
         if len(data) == READ and b"\n" not in data:
@@ -108,7 +108,7 @@ class Journal:
         return count
 
     def leave(self) -> None:
-        """One service has all of it; the last one to leave releases the journal."""
+        """Note that one service has everything. The last one to leave releases the journal."""
         with self._mutex:
             self._readers -= 1
             last = self._readers == 0
@@ -116,7 +116,7 @@ class Journal:
             self.release()
 
     def release(self) -> None:
-        """Close it; and remove it if nothing waits in it."""
+        """Close the journal, and remove it if nothing waits in it."""
         with self._mutex:
             self._closed = True
             if all(self.cursor(sink)["offset"] >= self.size for sink in self.meta["sinks"]):
@@ -141,7 +141,7 @@ def create(root: Path, id: str, meta: dict) -> Journal:
 
 
 def dead(root: Path) -> Iterator[Journal]:
-    """Journals whose processes are gone, the oldest first; the caller has each until it releases it."""
+    """Journals whose processes are gone, the oldest first. The caller has each until it releases it."""
     for folder in sorted(root.glob("[!.]*/"), key=_created):
         try:
             lock = os.open(folder / "lock", os.O_RDWR)

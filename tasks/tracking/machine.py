@@ -8,7 +8,7 @@ from typing import Any
 
 
 def sample() -> dict[str, float]:
-    """Since the sample before; the first one of a process has no CPU load."""
+    """Load since the sample before. The first sample of a process has no CPU load."""
     import psutil
 
     memory, disk, net = psutil.virtual_memory(), psutil.disk_usage("/"), psutil.net_io_counters()
@@ -49,7 +49,7 @@ def _gpus() -> dict[str, float]:
 
 @cache
 def _nvml() -> Any:
-    """NVIDIA's library, if this host has GPUs."""
+    """The NVML library of NVIDIA, if this host has GPUs."""
     try:
         import pynvml
 

@@ -1,11 +1,12 @@
-"""Tells MLflow the events of a journal, each as often as it takes and to the same effect as once.
+"""Sink that sends the events of a journal to MLflow. Repeating an event has the same effect as sending it once.
 
 A run is looked up by its tag finetune.id before it is made. A run that has the id and did not finish is continued: it
 runs again, below its new parent, and its old parent is marked KILLED if it still claims to run. Metrics of a followed
-file have one value per step: what MLflow has of a key, up to its highest step, is not sent again. The other metrics
+file have one value per step: steps of a key up to the highest that MLflow has are not sent again. The other metrics
 keep the time of the event, which makes a repetition the same row.
 
-Imported by the shipping thread alone: mlflow takes 1.3 s to import, and a new sqlite database seconds of migrations.
+Only the shipping thread imports this module: mlflow takes 1.3 s to import, and a new sqlite database seconds of
+migrations.
 """
 
 # pyright: reportArgumentType=false
@@ -57,7 +58,7 @@ log = logging.getLogger("finetune.tracking")
 
 @dataclass
 class Known:
-    """What MLflow has of a run."""
+    """State of a run in MLflow, as far as it is known here."""
 
     start: int
     steps: dict[str, int] = field(default_factory=dict)  # the highest, by metric
@@ -135,7 +136,7 @@ class MlflowSink:
                 raise
 
     def _log(self, events: list[dict], runs: dict, attempt: str) -> int:
-        """All that the first events have for one run, as far as one call carries it."""
+        """Log all that the first events have for one run, as far as one call carries it."""
         run, metrics, params, tags, taken = events[0]["run"], [], {}, {}, 0
         for event in events:
             rows = event.get("metrics", ())
@@ -168,7 +169,7 @@ class MlflowSink:
             self._some(run_id, entities[first : first + MOST])
 
     def _some(self, run_id: str, entities: list) -> None:
-        """One call; in halves, if something in it is refused, until that stands alone."""
+        """Send entities in one call; in halves, if MLflow refuses one of them, until that one stands alone."""
         kinds = [[e for e in entities if isinstance(e, kind)] for kind in (Metric, Param, RunTag)]
         if not entities:
             return
@@ -212,7 +213,10 @@ class MlflowSink:
                 self._upload(runs[event["run"]], path, f"figures/{path.name}")
 
     def _upload(self, run_id: str, path: Path, name: str) -> None:
-        """The artifact store may be another service than the tracking server, and must not hold up what that takes."""
+        """Upload a file.
+
+        The artifact store may be another service than the tracking server, and must not hold that up.
+        """
         folder = str(Path(name).parent)
         for pause in (1, 3, None):
             try:
@@ -231,7 +235,7 @@ class MlflowSink:
         self.client.log_inputs(runs[event["run"]], [DatasetInput(dataset, tags)])
 
     def _model(self, event: dict, runs: dict, attempt: str) -> None:
-        """One LoggedModel per address in an experiment; MLflow has no bytes of it."""
+        """Make one LoggedModel per address in an experiment; MLflow has no bytes of it."""
         run_id, key = runs[event["run"]], f"tags.`finetune.uri` = '{event['uri']}'"
         found = self.client.search_logged_models([self.experiment], key, max_results=1)
         if found:
@@ -248,7 +252,7 @@ class MlflowSink:
             self.client.log_inputs(run_id, models=[LoggedModelInput(model.model_id)])
 
     def _is_ours(self, run_id: str, attempt: str) -> bool:
-        """Whether no other flow has taken the run over; what MLflow has of it is learned again on the way."""
+        """Whether no other flow has taken the run over. MLflow's state of the run is read again on the way."""
         run = self.client.get_run(run_id)
         self._note(run)
         return run.data.tags.get("finetune.attempt") == attempt

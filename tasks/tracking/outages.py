@@ -1,4 +1,4 @@
-"""How a tracking service declines: for now, or for good."""
+"""Refusals of a tracking service: for now, or for good."""
 
 
 class Away(Exception):
@@ -6,4 +6,4 @@ class Away(Exception):
 
 
 class Refused(Exception):
-    """The service will never take this."""
+    """The service will never take this event."""

@@ -1,4 +1,4 @@
-"""The figure of a plan, from its plan.json, as PNG: the memory of every pipeline stage, and which GPU holds what."""
+"""Figure of a plan, from its plan.json, as PNG: the memory of every pipeline stage, and which GPU holds what."""
 
 # pyright: reportAttributeAccessIssue=false
 
@@ -19,7 +19,7 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def figures(plan: dict[str, Any]) -> dict[str, bytes]:
-    """None of an illegal layout, which has no stages."""
+    """Draw the figures of a plan; none of an illegal layout, which has no stages."""
     if not plan["stages"]:
         return {}
     from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -59,7 +59,7 @@ def _memory(axes: Any, plan: dict[str, Any], stages: list[dict[str, Any]]) -> No
 
 
 def _holders(axes: Any, plan: dict[str, Any], hosts: list[dict[str, Any]]) -> None:
-    """A row for each kind of host, a cell for each GPU; a colour for each stage of the host's."""
+    """Draw a row for each kind of host and a cell for each GPU, with a colour for each stage of the host's."""
     from matplotlib import colormaps
 
     of, colours = plan["picture"]["of"], colormaps["Pastel1"].colors

@@ -1,10 +1,13 @@
-"""Carries a journal's events to a service, in their order, for as long as it takes: in a thread that nobody waits for.
+"""Threads that carry a journal's events to a service, in their order, for as long as it takes. Nobody waits for them.
 
-A service is away for minutes or days: then the same event is tried again, at most 10 s apart. What it refuses for good
-(a parameter whose value changes, a run that somebody deleted) is dropped with one line, and the rest goes on.
-A sink has take(events, runs, attempt): it carries out one or more of the first events, says how many, notes
-its own names of runs in the dict `runs`, and raises Away if the service is, Refused if the first event cannot be had.
-Every event may come twice: whoever dies between the service's answer and the cursor's move tells it again.
+When a service is away for minutes or days, the same event is tried again, at most 10 s apart. An event that the service
+refuses for good (a parameter whose value changes, a run that somebody deleted) is dropped with one line, and the rest
+goes on.
+
+A sink has take(events, runs, attempt). It carries out one or more of the first events, returns how many, and notes its
+own names of runs in the dict `runs`. It raises Away if the service is away, and Refused if the service refuses the
+first event. Every event may come twice: a process that dies between the service's answer and the cursor's move sends it
+again.
 """
 
 import logging
@@ -30,7 +33,7 @@ class Sink(Protocol):
 
 
 class Shipper(threading.Thread):
-    """Carries a journal to one service; before that, what was left behind for the same service."""
+    """Thread that carries a journal to one service; before that, what was left behind for the same service."""
 
     def __init__(self, own: Journal, service: str, address: str, before: Iterable[Journal] = ()):
         super().__init__(name=f"ship {own.folder.name} to {service}", daemon=True)
@@ -54,12 +57,12 @@ class Shipper(threading.Thread):
         self.shipped.set()
 
     def finish(self) -> None:
-        """Ship what is there, and no more."""
+        """Ship the events that are there, and no more."""
         self.closing.set()
         self.start()
 
     def close(self, timeout: float) -> bool:
-        """Whether everything got there in time."""
+        """Whether all events got there in time."""
         self.closing.set()
         self.hurry.set()
         self.news.set()
@@ -129,7 +132,7 @@ def _open(service: str, address: str, own: Journal) -> Sink:
 
 
 def drain(root: Path, timeout: float) -> list[str]:
-    """Ship what killed processes left behind; a line for each of their journals."""
+    """Ship the journals that killed processes left behind. Returns a line for each of them."""
     lines, until = [], time.monotonic() + timeout
     for dead in journal.dead(root):
         end_the_dead(dead)
@@ -144,7 +147,7 @@ def drain(root: Path, timeout: float) -> list[str]:
 
 
 def end_the_dead(dead: Journal) -> None:
-    """A killed process could not say that its runs are over: say it, for those that nobody has taken over since."""
+    """End the runs of a killed process, which could not do so; those that another flow has taken over go on."""
     open_runs, at, offset = {}, 0, 0
     while events := dead.read(offset):
         offset = events[-1][1]
@@ -159,7 +162,7 @@ def end_the_dead(dead: Journal) -> None:
 
 
 def same_service(root: Path, uri: str) -> Iterable[Journal]:
-    """Dead journals for this service; the others are let go at once."""
+    """Dead journals for this service. The others are let go at once."""
     for dead in journal.dead(root):
         if dead.meta["uri"] == uri:
             yield dead

@@ -1,4 +1,4 @@
-"""Follows a JSONL file that another process appends to, and may replace: metrics.jsonl of a training.
+"""Reader of a JSONL file that another process appends to, and may replace: metrics.jsonl of a training.
 
 A training that resumes renames a shorter file over the old one and does some steps again. Those were read before, so
 each step of each kind comes out once. Half a line waits until its end is written.
@@ -22,7 +22,7 @@ class Tail:
         self._last: dict[str, int] = {}
 
     def lines(self) -> list[dict]:
-        """What is new, as far as it was read in one go; empty when nothing is."""
+        """New lines, as far as they were read in one go; empty when there are none."""
         if self._moved():
             self.close()
             try:
@@ -56,7 +56,7 @@ class Tail:
 
 
 def metrics(line: dict) -> list[list]:
-    """[key, value, milliseconds, step] for each number of a line of kind train, validation or start."""
+    """Numbers of a line of kind train, validation or start, each as [key, value, milliseconds, step]."""
     if line["kind"] not in ("train", "validation", "start"):
         return []
     prefix = "validation_" if line["kind"] == "validation" else ""

@@ -1,8 +1,8 @@
-"""Mirrors the followed metrics of a journal to Weights & Biases: a run per followed stage, its metrics by step.
+"""Sink that mirrors the followed metrics of a journal to Weights & Biases: a run per followed stage, metrics by step.
 
-Where runs go, and whether they go anywhere (WANDB_MODE=offline), wandb reads from its environment. A run is continued
-by its id; steps that wandb has are not told again. Offline it cannot be asked: steps that a killed process told without
-noting it are told twice, with the same values, and the service keeps one of them when they are synchronized.
+wandb reads from its environment where runs go, and whether they go anywhere (WANDB_MODE=offline). A run is continued by
+its id; steps that wandb has are not sent again. Offline it cannot be asked. Steps that a killed process sent without
+noting it are then sent twice, with the same values, and the service keeps one of them when they are synchronized.
 """
 
 import re

@@ -15,6 +15,11 @@ def test_committed_json_schema_is_in_step():
     assert written == table.json_schema(), "run: python -m conf.schema --json > conf/schema.json"
 
 
+def test_the_page_has_the_tables_of_all_keys():
+    page = (FOLDER.parent / "docs/configuration.md").read_text()
+    assert page.partition("## Keys\n\n")[2] == table.markdown(), "run: make schema"
+
+
 def test_every_key_is_described_and_in_the_table():
     lines = list(table.table(160))
     for key in schema.dotted_keys():

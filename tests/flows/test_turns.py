@@ -191,10 +191,9 @@ def test_without_a_gpu_training_beside_it_is_stopped(toys):
 def test_every_run_in_mlflow_ends_when_the_flow_is_cancelled(toys):
     flow = toys.start("one", evaluate_base="slow", train="slow")
     wait_for(lambda: toys.begun("train"), LONG)
-    time.sleep(3)  # MLflow has the runs
+    name = wait_for(lambda: _tracked(toys, "one"), LONG)
     flow.send_signal(signal.SIGTERM)
     flow.wait(60)
-    name = toys.place.name_of(toys.said("one"))
     ended = wait_for(lambda: _all_ended(toys, name), LONG)
     assert ended["train"][0] == ended["evaluate-base"][0] == ended[""][0] == "KILLED"
     assert ended["train"][1] and ended[""][1]
@@ -204,15 +203,20 @@ def test_every_run_in_mlflow_ends_when_the_flow_is_cancelled(toys):
 def test_every_run_in_mlflow_ends_after_a_flow_that_was_killed(toys):
     flow = toys.start("one", evaluate_base="slow", train="slow")
     wait_for(lambda: toys.begun("train"), LONG)
-    time.sleep(3)
+    name = wait_for(lambda: _tracked(toys, "one"), LONG)
     flow.kill()
     flow.wait()
-    name = toys.place.name_of(toys.said("one"))
     command = [sys.executable, "-m", "tasks.tracking", str(toys.folder / "one")]
     subprocess.run(command, cwd=ROOT, env=toys.environment, check=True, capture_output=True)
     found = toys.mlflow(name)
     for stage in ("train", "evaluate-base", ""):
         assert found[stage] == ("KILLED", "its process died")
+
+
+def _tracked(toys: Toys, flow: str) -> str | None:
+    """Name of the flow run, once MLflow has its runs of both stages."""
+    name = toys.place.name_of(toys.said(flow))
+    return name if name and {"train", "evaluate-base"} <= {*toys.mlflow(name)} else None
 
 
 def _all_ended(toys: Toys, name: str) -> dict | None:

@@ -58,9 +58,9 @@ class World:
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
         return subprocess.Popen(command, cwd=ROOT, env=self.environment | environment, **pipes)
 
-    def run(self, *arguments: object, code: int = 0, **environment: str) -> str:
+    def run(self, *arguments: object, code: int = 0, within: float = 280, **environment: str) -> str:
         process = self.start(*arguments, **environment)
-        output = process.communicate(timeout=280)[0]
+        output = process.communicate(timeout=within)[0]
         with (self.folder / "outputs.txt").open("a") as file:
             file.write(output)
         assert process.returncode == code, output

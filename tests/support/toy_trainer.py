@@ -21,7 +21,7 @@ def install(folder: Path) -> None:
     place = folder / "trainer"
     place.mkdir(parents=True)
     for name in ("__init__", *COMMANDS):
-        body = "" if name == "__init__" else f"from tests.flows import toy_trainer\ntoy_trainer.main({name!r})\n"
+        body = "" if name == "__init__" else f"from tests.support import toy_trainer\ntoy_trainer.main({name!r})\n"
         (place / f"{name}.py").write_text(body)
 
 

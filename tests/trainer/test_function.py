@@ -5,7 +5,6 @@ and through Megatron-Bridge's, of the same weights, in fp32. One process of each
 """
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -135,8 +134,7 @@ def logits(work, configure):
         converted.append(
             {"run": run, "released": f"{folder}/weights", "tokens": TOKENS, "out": f"{folder}/megatron.pt"}
         )
-    one = os.environ | {"OMP_NUM_THREADS": "1"}  # models this small gain nothing from more, and lose on a busy host
-    subprocess.run([sys.executable, RANKS / "hf_logits.py"], input=json.dumps(released), text=True, check=True, env=one)
+    subprocess.run([sys.executable, RANKS / "hf_logits.py"], input=json.dumps(released), text=True, check=True)
     lines = "\n".join(map(json.dumps, converted))
     subprocess.run(
         [sys.executable, RANKS / "megatron_logits.py"], input=lines, text=True, check=True, capture_output=True

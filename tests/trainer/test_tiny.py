@@ -157,7 +157,7 @@ def test_nothing_half_written_is_left(tmp_path, monkeypatch):
     def fail(*arguments):
         raise OSError("no space")
 
-    monkeypatch.setattr("trainer.tiny.write_json", fail)
+    monkeypatch.setattr("trainer.rehearsal.tiny_models.write_json", fail)
     with pytest.raises(OSError, match="no space"):
         make_model("llama", tmp_path / "llama")
     assert not list(tmp_path.iterdir())

@@ -65,7 +65,7 @@ def record(run: Run, context) -> None:
             {"prompt": template.prompt(row), "tokens": tokens, "log_probs": log_probs[i][: len(tokens) - 1]}
             for i, (row, tokens) in enumerate(zip(rows, rows_of_tokens, strict=True))
         ]
-        for row, alone in zip(found, of_base or [], strict=bool(of_base)):
+        for row, alone in zip(found, of_base or [], strict=False):
             row["base_log_probs"] = alone[: len(row["log_probs"])]
         facts = {"step": context.state.train_state.step, "asked": agreement.fingerprint(run)}
         facts |= {"weights": digests.of_all(of_tensors), "precision": run.train.precision}

@@ -1,4 +1,4 @@
-"""What the texts that a failed process leaves behind mean: a table, the surest first.
+"""Table of the texts that a failed process leaves behind and their meanings, the surest first.
 
     read(lines) -> Cause | None        the surest of what any of these lines says
 
@@ -163,7 +163,10 @@ RULES = (
 
 
 def read(lines: Iterable[str]) -> Cause | None:
-    """Of equals the first line's: what follows a failure in a log is mostly its consequence."""
+    """The surest cause of any line.
+
+    Of equals the first counts: what follows a failure in a log is mostly its consequence.
+    """
     best: Cause | None = None
     for line in lines:
         cause = _of(line.strip())

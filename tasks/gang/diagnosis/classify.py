@@ -1,4 +1,4 @@
-"""What a gang died of: one cause out of all that its ranks and hosts left behind, and what follows from it.
+"""Diagnosis of a failed attempt: one cause out of all that ranks and hosts left behind, and whether to try again.
 
     classify(Evidence(ranks=(Rank(0, "a", code=1, lines=("...",), order=7), ...), gone=("b",))) -> Failure
 
@@ -40,7 +40,7 @@ SEQUENCE = re.compile(r"WorkNCCL\(SeqNum=(\d+), OpType=(\w+)")
 
 @dataclass(frozen=True)
 class Rank:
-    """What one rank left behind, of the time before anybody stopped it."""
+    """Traces that one rank left behind before anybody stopped it."""
 
     rank: int
     host: str
@@ -76,7 +76,7 @@ class Failure:
 
 
 def classify(evidence: Evidence, run: Run | None = None) -> Failure:
-    """run names the samples of a data error's step."""
+    """Find the cause of a failed attempt. With the run, a data error's line names the samples of its step."""
     if evidence.cancelled:
         return Failure("user", "cancelled", False, step=_last_step(evidence))
     told = read(evidence.engine)
@@ -96,7 +96,10 @@ def classify(evidence: Evidence, run: Run | None = None) -> Failure:
 
 
 def _by_preflight(evidence: Evidence) -> Failure | None:
-    """trainer/preflight.py says the same on all ranks; a host that is to be left out goes by the number of its node."""
+    """Failure that trainer/preflight.py found.
+
+    All ranks print the same lines, which name a host by its node's number.
+    """
     found = {}
     for rank in evidence.ranks:
         found |= {line: match for line in rank.lines if (match := PREFLIGHT.search(line))}
@@ -111,7 +114,10 @@ def _by_preflight(evidence: Evidence) -> Failure | None:
 
 
 def _by_kernel(evidence: Evidence, kinds: tuple[Kind, ...] | None) -> Failure | None:
-    """A broken GPU explains whatever its rank says; a kernel that went wrong, or some disk, does not."""
+    """Failure that a host's kernel reports.
+
+    A broken GPU explains whatever its rank says; a kernel that went wrong, or some disk, does not.
+    """
     for host, lines in evidence.kernel.items():
         cause = read(line for line in lines if (found := read([line])) and (kinds is None or found.kind in kinds))
         if cause and cause.strength == OWN:
@@ -167,7 +173,7 @@ def _samples(run: Run, done: int) -> str:
 
 
 def _own_fault(cause: Cause, host: str, evidence: Evidence) -> bool:
-    """A disk that is full on all hosts is the shared one, and no host's fault."""
+    """Whether the host itself is at fault. A disk that is full on all hosts is the shared one, and no host's fault."""
     if cause.kind != "storage":
         return True
     others = [free for other, free in evidence.free.items() if other != host]
@@ -175,7 +181,10 @@ def _own_fault(cause: Cause, host: str, evidence: Evidence) -> bool:
 
 
 def _by_signal(evidence: Evidence) -> Failure | None:
-    """Who stops a gang ends ranks by SIGTERM, and later by SIGKILL: the first that died otherwise has a cause."""
+    """Failure of the first rank that a signal killed, unless that came from stopping the gang.
+
+    A gang is stopped by SIGTERM, and later by SIGKILL.
+    """
     killed = (rank for rank in evidence.ranks if rank.code is not None and rank.code < 0)
     for rank in sorted(killed, key=lambda rank: rank.order):
         cause = read(rank.lines)
@@ -222,7 +231,7 @@ def _by_link(evidence: Evidence) -> Failure | None:
 
 
 def _by_echo(evidence: Evidence) -> Failure:
-    """Nobody has a cause. Whoever says least, and never waited, is whom the others waited for."""
+    """Failure where no rank has a cause. The others waited for the rank that says least and never waited itself."""
     step = _last_step(evidence)
     echoes = {rank: cause for rank in evidence.ranks if (cause := read(rank.lines)) and cause.strength == ECHO}
     waiting = {rank: _sequence(rank) for rank, cause in echoes.items() if cause.kind == "hang"}

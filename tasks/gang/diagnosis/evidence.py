@@ -1,4 +1,4 @@
-"""What the members of an attempt have told of its end, as evidence for a verdict (tasks/gang/diagnosis/classify.py)."""
+"""Evidence of the end of an attempt, from its members' messages, for a verdict (tasks/gang/diagnosis/classify.py)."""
 
 from dataclasses import replace
 
@@ -37,7 +37,7 @@ def of_attempt(
 
 
 def was_told(node: dict) -> bool:
-    """To end, by who started it: the whole gang may then save a checkpoint."""
+    """Whether the member was told to end by the process that started it. The whole gang may then save a checkpoint."""
     return node["state"] == "preempted" or node.get("told", False)
 
 
@@ -48,7 +48,7 @@ def preempted(nodes: dict) -> Failure:
 
 
 def host_names(lookout: Lookout) -> dict[int, str]:
-    """Name by member; with the address where a name is not enough."""
+    """Name of each member's host, with the address where a name is not enough."""
     nodes = dict(sorted(lookout.nodes.items()))
     names = [node["host"] for node in nodes.values()]
     shown = {k: node["host"] if names.count(node["host"]) == 1 else node["address"] for k, node in nodes.items()}

@@ -1,4 +1,4 @@
-"""What a host's kernel and driver know that its ranks do not: GPUs, killed processes, broken hardware.
+"""Evidence from a host's kernel and driver that ranks do not have: GPUs, killed processes, broken hardware.
 
     host = Host()               when a member begins; it counts from here on
     host.evidence()             {"oom_kills": 1, "kernel": ["NVRM: Xid (PCI:0000:02:00): 79, ..."]}
@@ -53,7 +53,7 @@ class Host:
 
 
 def oom_kills(root: Path = Path("/")) -> int:
-    """Processes of this cgroup that the kernel has killed for want of memory."""
+    """Number of processes of this cgroup that the kernel has killed for lack of memory."""
     found = 0
     with contextlib.suppress(OSError):
         for line in (root / "proc/self/cgroup").read_text().splitlines():

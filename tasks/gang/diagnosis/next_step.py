@@ -1,4 +1,6 @@
-"""What comes after a failed attempt: again, without a host, on fewer hosts, or the end. Pure: history in, decision out.
+"""Next step after a failed attempt: again, without a host, on fewer hosts, or the end.
+
+Pure: history in, decision out.
 
     decide(attempts, run, retries=3, min_nodes=2, available=None) -> Decision
     fewer(run, left, min_nodes, facts, gpu) -> int | None      how many of those that are left to go on with
@@ -46,7 +48,7 @@ ROOM = 0.9  # of the memory that was not enough, by the plan; what plans and mea
 
 @dataclass(frozen=True)
 class Attempt:
-    """One that ended, as the controller saw it."""
+    """An attempt that has ended, as the controller saw it."""
 
     failure: Failure
     hosts: tuple[str, ...]
@@ -71,11 +73,12 @@ def decide(
     facts: ModelFacts | None = None,
     gpu: Gpu | None = None,
 ) -> Decision:
-    """run: with all the hosts that it wants, also where the last attempt had fewer.
+    """Decide what follows the last attempt.
 
-    available: hosts that the engine could give, broken ones counted in; None = unknown, ask by starting.
+    `run` has all the hosts that it wants, also where the last attempt had fewer. `available` is the number of hosts
+    that the engine could give, with broken ones; None means that it is unknown, and that starting will tell.
 
-    With facts of the model a smaller layout is held against them, with its gpu also the memory that it takes.
+    With `facts` of the model a smaller layout is checked against them, and with `gpu` also the memory that it takes.
     """
     last, failure = attempts[-1], attempts[-1].failure
     if not failure.retry:
@@ -105,7 +108,7 @@ def decide(
 
 
 def left_out(attempts: Iterable[Attempt]) -> tuple[str, ...]:
-    """The last to fail first."""
+    """Hosts to be left out. The last to fail comes first."""
     out: Counter[str] = Counter()
     last: dict[str, int] = {}
     for number, attempt in enumerate(attempts):
@@ -118,7 +121,7 @@ def left_out(attempts: Iterable[Attempt]) -> tuple[str, ...]:
 
 
 def _since_progress(attempts: Sequence[Attempt]) -> list[Attempt]:
-    """The last attempts whose checkpoint is the last one's, in order."""
+    """Attempts at the end of the history that ended with the newest checkpoint, in order."""
     newest = attempts[-1].checkpoint
     since: list[Attempt] = []
     for attempt in reversed(attempts):
@@ -138,7 +141,7 @@ def _repeats(counted: Sequence[Attempt]) -> bool:
 
 
 def fewer(run: Run, left: int, min_nodes: int | None, facts: ModelFacts | None, gpu: Gpu | None) -> int | None:
-    """How many of the hosts that are left to go on with."""
+    """Number of hosts to go on with, of those that are left."""
     if min_nodes is None:
         return None
     counts = range(min(left, run.layout.nodes - 1), min_nodes - 1, -1)
@@ -146,7 +149,10 @@ def fewer(run: Run, left: int, min_nodes: int | None, facts: ModelFacts | None, 
 
 
 def shrunk(run: Run, nodes: int, facts: ModelFacts | None = None, gpu: Gpu | None = None) -> Run | None:
-    """All degrees stay, dp and edp shrink; None where the layout is illegal then, or, with gpu, would not fit."""
+    """The run on fewer hosts. All degrees stay, dp and edp shrink.
+
+    The result is None where the layout is illegal then, or, with `gpu`, would not fit.
+    """
     if nodes < 1:
         return None
     layout = run.layout.model_copy(update={"nodes": nodes})
@@ -166,7 +172,7 @@ def limits(run: Run) -> tuple[ModelFacts | None, Gpu | None]:
 
 
 def advice(run: Run) -> str:
-    """Overrides that need a tenth less memory than what was not enough: few of them, and about as fast as any."""
+    """Overrides that need a tenth less memory than was missing before: few of them, and about as fast as any."""
     try:
         facts, kind = facts_of(run), of(run)
         now = plan(run, facts, kind)

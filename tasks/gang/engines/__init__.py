@@ -1,4 +1,4 @@
-"""Who starts a process group on each of N hosts: local, prefect, slurm or kubernetes, behind one interface.
+"""Engines that start a process group on each of N hosts: local, prefect, slurm or kubernetes, behind one interface.
 
 An engine is a module with four functions; each starts `python -m tasks.run.guard python -m tasks.gang.member --store
 URI --gang ID --attempt N --node K` per host, and none of them schedules by itself.
@@ -26,19 +26,22 @@ LAST_WORDS = 9  # seconds that a member needs behind its grace, to say what beca
 
 class Handle(Protocol):
     def alive(self) -> dict[int, bool | None]:
-        """By member: True = runs or waits to run, False = is over, None = unknown. Never waits."""
+        """State of each member: True = runs or waits to run, False = is over, None = unknown. The call never waits."""
         ...
 
     def waits(self) -> str | None:
-        """What it waits for, while a queue of the engine's own has given it no host yet: that time does not count."""
+        """The reason for waiting, while a queue of the engine's own has given the gang no host yet.
+
+        Time in that queue does not count.
+        """
         ...
 
     def words(self) -> tuple[str, ...]:
-        """What the engine itself says of how members ended, line by line."""
+        """Lines of the engine itself on how members ended."""
         ...
 
     def cancel(self) -> None:
-        """End what still runs or waits, and forget what the engine thinks is running."""
+        """End the members that still run or wait, and forget what the engine thinks is running."""
         ...
 
 
@@ -55,18 +58,18 @@ def engine_of(run: Run) -> Engine:
 
 
 def guarded(run: Run) -> int:
-    """GUARD_GRACE of each member: it may save a checkpoint, and say so."""
+    """GUARD_GRACE of each member, in which it may save a checkpoint and report it."""
     return run.gang.grace + LAST_WORDS
 
 
 def spared(without: tuple[str, ...], enough: Callable[[tuple[str, ...]], bool]) -> tuple[str, ...]:
-    """Of the hosts to be left out, those that there are others for."""
+    """The hosts to be left out that can be left out, as there are enough others."""
     while without and not enough(without):
         without = without[:-1]
     return without
 
 
 def command(board: Board, node: int) -> list[str]:
-    """What each engine starts, behind python -m."""
+    """Arguments behind python -m by which each engine starts a member."""
     place = ["--store", board.store.uri, "--gang", board.gang, "--attempt", str(board.attempt), "--node", str(node)]
     return ["tasks.gang.member", *place]

@@ -25,14 +25,14 @@ class Result:
 
     @property
     def line(self) -> str:
-        """What it says of its failure, without what it says twice."""
+        """The client's message on its failure, without repetitions."""
         lines = [line.strip() for line in (self.error or self.output).splitlines() if line.strip()]
         return "; ".join(dict.fromkeys(lines)) or f"ended with code {self.code}"
 
 
 @dataclass(frozen=True)
 class State:
-    """Of one attempt's members, as its scheduler knows them."""
+    """State of one attempt's members, as its scheduler knows them."""
 
     alive: dict[int, bool | None]
     waits: str | None = None  # why the scheduler has not given it any host yet
@@ -50,7 +50,10 @@ def run(command: Sequence[str], text: str = "") -> Result:
 
 
 class Asked:
-    """ask() gives the state; None = the scheduler did not answer."""
+    """Latest state of an attempt, from a thread that calls ask() again and again.
+
+    It is unknown while ask() returns None, as the scheduler does not answer.
+    """
 
     def __init__(self, n: int, ask: Callable[[], State | None]):
         self._n, self._ask, self._over = n, ask, threading.Event()
@@ -62,7 +65,7 @@ class Asked:
         return self._state if time.monotonic() - self._at < STALE else State(dict.fromkeys(range(self._n)))
 
     def wait(self, seconds: float, until: Callable[[State], bool]) -> None:
-        """At most so long, until its state is so."""
+        """Wait until the state is so, but no longer than these seconds."""
         ends = time.monotonic() + seconds
         while time.monotonic() < ends and not until(self.state):
             time.sleep(0.2)

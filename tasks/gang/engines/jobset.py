@@ -1,7 +1,7 @@
-"""The JobSet that a gang is to Kubernetes: an indexed job of a pod per host.
+"""JobSet of a gang for Kubernetes: an indexed job with a pod per host.
 
-Secrets come by the names of Secrets, and storage by the name of a claim. Kueue knows the gang by a label. Checked
-against JobSet v1alpha2 (tests/tasks/gang/engines/test_kubernetes.py).
+Secrets come by the names of Secrets, and storage by the name of a claim. Kueue knows the gang by a label. The manifest
+is checked against JobSet v1alpha2 (tests/tasks/gang/engines/test_kubernetes.py).
 """
 
 import os
@@ -102,12 +102,12 @@ def _pod(run: Run, arguments: list[str]) -> dict[str, Any]:
 
 
 def _others(without: tuple[str, ...]) -> dict[str, Any]:
-    """Nodes of other names, as long as there are any."""
+    """Affinity that prefers nodes of other names, as long as there are any."""
     fields = [{"key": "metadata.name", "operator": "NotIn", "values": [host]} for host in without]  # one value each
     others = {"weight": 100, "preference": {"matchFields": fields}}
     return {"nodeAffinity": {"preferredDuringSchedulingIgnoredDuringExecution": [others]}}
 
 
 def shared() -> str:
-    """FINETUNE_RUNS: where the flow has it, pods have it too."""
+    """The folder of FINETUNE_RUNS: pods have it at the same path as the flow."""
     return os.path.abspath(os.environ.get("FINETUNE_RUNS", "runs"))

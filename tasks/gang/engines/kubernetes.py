@@ -1,14 +1,15 @@
-"""Members as pods of one JobSet, which Kueue admits whole or leaves in its queue.
+"""Engine for Kubernetes: members as pods of one JobSet, which Kueue admits whole or leaves in its queue.
 
     python -m flows.gang NAME --engine kubernetes        prints the manifest
 
-For clusters that have Kubernetes 1.29 or newer with JobSet, and Kueue where gangs of several people compete. The flow
-runs where kubectl reaches the cluster: outside of it, or in a pod whose service account may make JobSets.
+It is for clusters that have Kubernetes 1.29 or newer with JobSet, and Kueue where gangs of several people compete. The
+flow runs where kubectl reaches the cluster: outside of it, or in a pod whose service account may make JobSets.
 
-JobSet, since a PyTorchJob brings a rendezvous of its own that the board makes needless, and Kubeflow's newer TrainJob
-makes a JobSet in turn. Kueue, since it works beside the cluster's own scheduler and gives a gang its hosts at once,
-while Volcano would replace that scheduler. A pod that ends does not end the others (backoffLimitPerIndex), and none is
-begun again, as the controller stops them once it knows why, and attempts are its own.
+It uses JobSet, since a PyTorchJob brings a rendezvous of its own that the board makes needless, and Kubeflow's newer
+TrainJob makes a JobSet in turn. It uses Kueue, since that works beside the cluster's own scheduler and gives a gang its
+hosts at once, while Volcano would replace that scheduler. A pod that ends does not end the others
+(backoffLimitPerIndex), as the controller stops them once it knows why. No pod is begun again, as attempts are the
+controller's own.
 
 NeMo-Run 0.11's KubeflowExecutor is not used: it makes TrainJobs, whose operator starts torchrun on its own account.
 
@@ -40,7 +41,7 @@ AWAY = re.compile(
 
 
 class Pods:
-    """Of one JobSet."""
+    """Pods of one JobSet."""
 
     def __init__(self, run: Run, name: str, n: int):
         self.kubectl, self.name, self.n, self.grace = _kubectl(run), name, n, guarded(run)
@@ -77,19 +78,19 @@ class Pods:
         return State(alive_of(found, self.n, self._seen), waits, words_of(pods["items"]))
 
     def _get(self, *what: str) -> dict[str, Any] | None:
-        """Empty where there is none; None where nobody knows."""
+        """The object that kubectl gets; empty where there is none, None where nobody knows."""
         found = client.run([*self.kubectl, "get", *what, "--ignore-not-found", "--output=json"])
         return None if found.code else json.loads(found.output or "{}")
 
 
 def turn(run: Run) -> str | None:
-    """Without Kueue a gang is given its hosts one by one."""
+    """Name of the gangs' turn. Without Kueue a gang is given its hosts one by one, and so gangs take turns."""
     section = run.kubernetes
     return None if section.queue else f"kubernetes-{section.context or ''}-{section.namespace or ''}"
 
 
 def capacity(run: Run, without: tuple[str, ...] = ()) -> str | None:
-    """Whether the cluster would take such a JobSet at all; when it runs is the queue's affair."""
+    """Raise a Fault where the cluster would never take such a JobSet. Its queue decides when the JobSet runs."""
     tried = [_create(run, jobset(run, "test", ["true"]), "--dry-run=server")]
     if run.kubernetes.queue:
         tried.append(client.run([*_kubectl(run), "get", "localqueues.kueue.x-k8s.io", run.kubernetes.queue]))
@@ -100,7 +101,7 @@ def capacity(run: Run, without: tuple[str, ...] = ()) -> str | None:
 
 
 def available(run: Run, without: tuple[str, ...] = ()) -> int | None:
-    """Nodes that are ready, whoever uses them. Those that a cluster would add count once they are there."""
+    """Number of nodes that are ready, whoever uses them. Nodes that a cluster would add count once they are there."""
     found = client.run([*_kubectl(run), "get", "nodes", "--output=json", *_selector(run)])
     if found.code:  # as for who may not see them
         return None
@@ -126,7 +127,7 @@ def manifest(run: Run, board: Board) -> str:
 
 
 def alive_of(pods: dict[int, str], n: int, seen: set[int]) -> dict[int, bool | None]:
-    """By member, from the phases of pods: one that is not there yet waits, one that was there is over."""
+    """State of each member from the phases of pods: a pod that is not there yet waits, one that was there is over."""
     phases = {node: pods.get(node) for node in range(n)}
     return {
         node: node not in seen if phase is None else None if phase == "Unknown" else phase in ("Pending", "Running")
@@ -135,7 +136,7 @@ def alive_of(pods: dict[int, str], n: int, seen: set[int]) -> dict[int, bool | N
 
 
 def words_of(pods: list[dict[str, Any]]) -> tuple[str, ...]:
-    """What the cluster says of pods that ended badly, or cannot begin; with the node's name, where they have one."""
+    """The cluster's messages on pods that ended badly or cannot begin, with the node's name where they have one."""
     words: dict[str, None] = {}
     for pod in pods:
         status, node = pod.get("status", {}), pod.get("spec", {}).get("nodeName", "no node yet")
@@ -185,12 +186,15 @@ def _usable(node: dict[str, Any], run: Run) -> bool:
 
 
 def _label(board: Board) -> str:
-    """Gangs of other stores may be called the same."""
+    """Label of a gang. It names the store too, as gangs of other stores may have the same name."""
     return hashlib.sha256(f"{board.store.uri} {board.gang}".encode()).hexdigest()[:12]
 
 
 def _name(run: Run, board: Board) -> str:
-    """Short enough for the names of pods, which have 20 characters more; begins with a letter."""
+    """Name of the JobSet.
+
+    It is short enough for the names of pods, which add 20 characters, and begins with a letter.
+    """
     return f"ft-{run.name[:20].rstrip('-')}-{_label(board)[:8]}-{board.attempt}"
 
 

@@ -1,8 +1,8 @@
-"""All members on this host: to rehearse a gang, and to train several small layouts' worth of GPUs without a network.
+"""Engine for members on this host: to rehearse a gang, and to train on GPUs as several small hosts without a network.
 
 Members are children under tasks/run/guard.py and end with this process. Each stands for a host, called NAME/0 and so
-on, which has its share of the GPUs; without GPUs there are as many as the run wants. Whoever is left out is one of
-these.
+on, which has its share of the GPUs. Without GPUs there are as many hosts as the run wants. The hosts to be left out are
+among these.
 """
 
 import os
@@ -108,7 +108,7 @@ def _hosts(run: Run, n: int, without: tuple[str, ...]) -> list[int]:
 
 
 def _of(hosts: list[int], run: Run) -> tuple[str, ...]:
-    """The GPUs of these."""
+    """GPUs of these hosts."""
     each, gpus = run.layout.gpus_per_node, host_gpus.listed()
     return tuple(gpu for host in hosts for gpu in gpus[host * each : (host + 1) * each])
 

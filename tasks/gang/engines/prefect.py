@@ -1,12 +1,12 @@
-"""A member on each of N workers of a Prefect work pool: runs of the deployment node/<gang.pool> (flows/node.py).
+"""Engine for workers of a Prefect work pool. A member is a run of the deployment node/<gang.pool> (flows/node.py).
 
-For hosts that one has anyway, without a scheduler, each with a worker of its own name (`prefect worker start --pool
-finetune-nodes --limit 1 --name HOST`) and nothing else. Prefect knows no gangs, so what makes one is here: free workers
-are counted before any run is made, a turn in the store keeps gangs from reaching for the same hosts, and what did not
-start in time is given back.
+It is for hosts that one has anyway, without a scheduler, each with a worker of its own name (`prefect worker start
+--pool finetune-nodes --limit 1 --name HOST`) and nothing else. Prefect knows no gangs, so this engine makes one: it
+counts free workers before any run is made, a turn in the store keeps gangs from reaching for the same hosts, and runs
+that did not start in time are given back.
 
-A host is called by its worker's name. Any worker takes any run: that of a host to be left out passes the run on, and
-holds its worker until another has taken it (flows/node.py); it takes part all the same where there are too few others.
+A host is called by its worker's name. Any worker takes any run. The worker of a host to be left out passes the run on,
+and is held until another has taken it (flows/node.py). It takes part all the same where there are too few others.
 
 A worker counts while it renews within the interval that it has promised, by the server's own clock; a shorter
 PREFECT_WORKER_HEARTBEAT_SECONDS (30) is noticed sooner. Not covered: workers with a limit above 1.
@@ -53,7 +53,7 @@ PAGE = 200  # flow runs
 
 
 class Runs:
-    """Of one attempt. A thread asks for their states: the server may be away."""
+    """Flow runs of one attempt. A thread asks for their states, as the server may be away."""
 
     def __init__(self, gang: str, ids: list[UUID]):
         self.gang, self.ids = gang, ids
@@ -71,7 +71,7 @@ class Runs:
         return ()
 
     def cancel(self) -> None:
-        """Those that have not ended by themselves are told to; whose host is gone is written off."""
+        """Cancel the runs that have not ended by themselves. A run whose host is gone is written off."""
         self._over.set()
         with contextlib.suppress(httpx.HTTPError), get_client(sync_client=True) as client:
             _end(client, [*self.ids, *_left(client, self.gang)])
@@ -139,7 +139,10 @@ def start(run: Run, board: Board, n: int, without: tuple[str, ...] = ()) -> Runs
 
 
 def _out(client: SyncPrefectClient, run: Run, without: tuple[str, ...]) -> tuple[str, ...]:
-    """Where there are too few others, a host that was cut off may be back; and retries are counted."""
+    """Hosts to be left out.
+
+    Where there are too few others, a host that was cut off may be back; and retries are counted.
+    """
     alive = _alive(client, run.gang.pool)
     return spared(without, lambda out: len(alive - {*out}) >= run.layout.nodes)
 
@@ -157,7 +160,7 @@ def _free(client: SyncPrefectClient, pool: str, without: tuple[str, ...]) -> int
 
 
 def _alive(client: SyncPrefectClient, pool: str) -> set[str]:
-    """Workers by name."""
+    """Names of the workers that are alive."""
     now, alive = _server_time(client), set()
     client.read_work_pool(pool)  # that there is one
     for worker in client.read_workers_for_work_pool(pool):
@@ -180,7 +183,7 @@ def _states(client: SyncPrefectClient, ids: list[UUID]) -> dict[UUID, State | No
 
 
 def _runs(client: SyncPrefectClient, **asked: Any) -> Iterator[FlowRun]:
-    """All of them: the server gives 200 at a time."""
+    """Read all flow runs; the server gives 200 at a time."""
     found: list[FlowRun] | None = None
     offset = 0
     while found is None or len(found) == PAGE:

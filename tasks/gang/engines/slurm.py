@@ -1,15 +1,16 @@
-"""Members on hosts that Slurm gives: one job of all hosts, in it one srun, which starts a member on each of them.
+"""Engine for Slurm: one job of all hosts with one srun in it, which starts a member on each of them.
 
     python -m flows.gang NAME --engine slurm        prints the script
 
-For clusters that have Slurm. It gives a job all its hosts or none, queues it, and takes it back by its own rules, so
-that gangs need no turns and no count of free hosts. The flow runs where sbatch is, as a worker on a login host.
+It is for clusters that have Slurm. Slurm gives a job all its hosts or none, queues it, and takes it back by its own
+rules, so that gangs need no turns and no count of free hosts. The flow runs where sbatch is, as a worker on a login
+host.
 
-What the script's options are for: a host that fails, or a member that ends, does not end the others (--no-kill,
---kill-on-bad-exit=0), as the controller stops them once it knows why; a job is never begun again by Slurm
-(--no-requeue), as attempts are the controller's; before the time limit, training is told to save (--signal). Slurm
-ends what is left of a job, also when srun is killed: its members' standard input closes, and slurmd kills what it
-started. After scancel that takes KillWait (30 s by default) at most, and a save has no longer than that.
+The script's options have these purposes. A host that fails, or a member that ends, does not end the others (--no-kill,
+--kill-on-bad-exit=0), as the controller stops them once it knows why. Slurm never begins a job again (--no-requeue), as
+attempts are the controller's. Before the time limit, training is told to save (--signal). Slurm ends what is left of a
+job, also when srun is killed: its members' standard input closes, and slurmd kills what it started. After scancel that
+takes KillWait (30 s by default) at most, and a save has no longer than that.
 
 NeMo-Run 0.11's SlurmExecutor is not used: its script holds the values of variables, secrets among them, ends all tasks
 with the first and gives them no standard input; its 110 packages cannot be imported with the newest leptonai that they
@@ -46,7 +47,7 @@ TAIL = 1 << 16  # bytes of the job's output in which Slurm's own lines are looke
 
 
 class Job:
-    """One job of n members. What becomes of each by itself only the board knows."""
+    """One job of n members. Only the board knows the state of each member."""
 
     def __init__(self, id: str, n: int, log: Path):
         self.id, self.n, self.log = id, n, log
@@ -85,7 +86,7 @@ def turn(run: Run) -> str | None:
 
 
 def capacity(run: Run, without: tuple[str, ...] = ()) -> str | None:
-    """Whether such a job is possible at all; when, is the queue's affair."""
+    """Raise a Fault where such a job is impossible. The queue decides when a possible one runs."""
     tried = client.run(["sbatch", "--test-only", *options(run, "test"), "--wrap=true"])
     if tried.code == 0 or QUEUED.search(tried.line):
         return None
@@ -99,7 +100,7 @@ def capacity(run: Run, without: tuple[str, ...] = ()) -> str | None:
 
 
 def available(run: Run, without: tuple[str, ...] = ()) -> int | None:
-    """Of the partition that has the most; features that slurm.constraint asks for are not looked at."""
+    """Number of hosts of the partition that has the most. Features that slurm.constraint asks for are not looked at."""
     there = _hosts(run)
     if there is None:
         return None
@@ -127,7 +128,7 @@ def _but(out: tuple[str, ...]) -> list[str]:
 
 
 def options(run: Run, gang: str) -> list[str]:
-    """sbatch's, in the order of the script."""
+    """Options of sbatch, in the order of the script."""
     slurm = run.slurm
     found = [f"--job-name={_name(run, gang)}", f"--nodes={run.layout.nodes}", "--ntasks-per-node=1"]
     if slurm.gpus != "none":
@@ -145,7 +146,7 @@ def options(run: Run, gang: str) -> list[str]:
 
 
 def said(log: Path) -> tuple[str, ...]:
-    """Slurm's own lines of how members ended, among what the job has written."""
+    """Lines of Slurm itself on how members ended, among all that the job has written."""
     if not log.exists():
         return ()
     with log.open("rb") as file:
@@ -159,7 +160,7 @@ def script(run: Run, board: Board) -> str:
 
 
 def _hosts(run: Run) -> list[dict[str, bool]] | None:
-    """Of each partition that the run may have: whether each is there, whoever uses it. None where nobody knows."""
+    """Hosts of each partition that the run may have: whether each is there, used or not. None where nobody knows."""
     asked = [f"--partition={run.slurm.partition}"] if run.slurm.partition else []
     found = client.run(["sinfo", "--noheader", "--Node", "--format=%P|%N|%t", *asked])
     partitions: dict[str, dict[str, bool]] = {}
@@ -189,7 +190,7 @@ def _script(run: Run, board: Board) -> Iterator[str]:
 
 
 def _quoted(option: str) -> str:
-    """Slurm reads these lines with quotes, and leaves all else as it is."""
+    """An option, in quotes where it holds a blank. Slurm reads quotes here, and leaves everything else as it is."""
     return f'"{option}"' if re.search(r"\s", option) else option
 
 

@@ -1,8 +1,8 @@
-"""What the ranks of a gang's attempt have printed, read from the store: pieces as they came, and as they come.
+"""Logs of the ranks of a gang's attempt, read from the store piece by piece, also while they grow.
 
     gangs/<gang>/<attempt>/logs/<member>/rank00003.out.00000
 
-Pieces are asked for by number and never listed: they grow in number for as long as a run does.
+Pieces are asked for by number and never listed: their number grows for as long as a run does.
 """
 
 from collections.abc import Iterator
@@ -16,7 +16,7 @@ from tasks.gang.history.timeline import Host
 
 @dataclass
 class Log:
-    """One file, read on from where it was left."""
+    """One file, read on from where the last reading ended."""
 
     board: Board
     name: str  # as 0/rank00000.out
@@ -25,19 +25,19 @@ class Log:
     rest: bytes = b""  # of a line that is not whole yet
 
     def lines(self) -> Iterator[str]:
-        """Whole lines that are new."""
+        """New whole lines."""
         while (block := self._read(self.piece)) is not None:
             self.piece += 1
             *whole, self.rest = (self.rest + block).split(b"\n")
             yield from map(_text, whole)
 
     def unended(self) -> list[str]:
-        """What no line's end has followed."""
+        """The last line, if no line's end has followed it."""
         rest, self.rest = self.rest, b""
         return [_text(rest)] if rest else []
 
     def tail(self, count: int) -> list[str]:
-        """The last whole lines; lines() gives what comes later."""
+        """The last whole lines. A later lines() gives what comes after them."""
         self.piece = end = last(lambda count: self._read(count - 1) is not None)
         found, block = [], b""
         while end > 0 and len(found) <= count:
@@ -65,7 +65,7 @@ def of_torchrun(board: Board, host: Host) -> Log:
 
 
 def hosts_of(board: Board) -> tuple[Host, ...]:
-    """As the board has them, where no history does; none before all have come."""
+    """Hosts from the board, for a gang without a history; none before all have come."""
     order = (board.read("gang.json") or {}).get("order", [])
     each = yaml.safe_load(board.text("resolved.yaml"))["layout"]["gpus_per_node"] if order else 0
     nodes = [board.read(f"nodes/{member}.json") or {} for member in order]

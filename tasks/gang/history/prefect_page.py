@@ -3,7 +3,8 @@
     with told(session, run, gang, metrics) as teller:
         controller.train(..., teller)
 
-A thread for each carries them, the newest alone: one that is away holds nobody up, and is told when it is back.
+A thread for each service carries the newest history only. A service that is away delays nobody, and gets it when it is
+back.
 """
 
 import contextlib
@@ -57,7 +58,7 @@ def told(session: Session, run: Run, gang: str, metrics: Path) -> Iterator[Telle
 
 
 def tag(tracked: Stage, news: History) -> None:
-    """Returns at once: the journal of MLflow waits, nobody else does."""
+    """Tag the run in MLflow. The call returns at once: the journal waits for MLflow, nobody else does."""
     names = [host.name for host in news.hosts]
     tags: dict[str, Any] = {"finetune.gang": news.gang, "finetune.gang.hosts": ", ".join(names)}
     if news.attempts:
@@ -68,7 +69,7 @@ def tag(tracked: Stage, news: History) -> None:
 
 
 class Carrier:
-    """Gives the newest history to a service, in a thread of its own, until it has taken it."""
+    """Thread that gives the newest history to a service until it has taken it."""
 
     def __init__(self, give: Callable[[History], None], name: str):
         self.give, self._newest = give, None
@@ -100,7 +101,7 @@ class Carrier:
 
 
 class Earlier:
-    """What flow runs before this one have told of the gang, read once."""
+    """History of the gang from earlier flow runs, read once."""
 
     def __init__(self, store: Store, gang: str):
         self.store, self.gang = store, gang
@@ -115,7 +116,7 @@ class Earlier:
 
 @dataclass
 class PrefectPage:
-    """An artifact of the task that runs when this is made; the first call makes it, the others change it."""
+    """An artifact of the task that runs when this is made. The first call creates it, the others change it."""
 
     key: str
 
@@ -144,7 +145,7 @@ class PrefectPage:
 
 
 def page(told: History, store: Store) -> str:
-    """In Markdown."""
+    """The page in Markdown."""
     text = [f"# Gang of {words(told.run)}", "", f"`{told.gang}`, controlled by {words(told.flow)}"]
     hosts = told.hosts
     rows = [(code(one.name), code(one.address), _ranks(one.first, one.ranks)) for one in hosts[:SHOWN]]
@@ -195,7 +196,7 @@ def _command(told: History) -> str:
 
 
 def _whose(failed: Attempt) -> str:
-    """The option that names the first to blame, as far as the line of its end does."""
+    """The option of flows.logs for the rank or host that is first to blame, if the failure's line names it."""
     if rank := re.search(r"\brank (\d+) on ", failed.how):
         return f" --rank {rank[1]}"
     named = {*re.split(r"[ :;,]+", failed.how)}

@@ -1,9 +1,9 @@
-"""What became of a gang's attempts, for people: the controller tells it, and the store keeps it beside the boards.
+"""History of a gang's attempts, for people: the controller reports it, and the store keeps it beside the boards.
 
     gangs/history/<gang>.json      one object per gang, so that one listing finds all gangs however long their logs are
 
-Times are of the clock of the host that runs the flow, and nothing is decided by them. A step is the last that rank 0
-wrote down; one that is made twice counts for both attempts.
+Times are of the clock of the host that runs the flow, and no decision depends on them. A step is the last that rank 0
+wrote down. A step that is made twice counts for both attempts.
 """
 
 # pyright: reportArgumentType=false
@@ -55,16 +55,16 @@ class History:
 
     @property
     def hosts(self) -> tuple[Host, ...]:
-        """The last that trained."""
+        """Hosts of the last attempt that trained."""
         return next((attempt.hosts for attempt in reversed(self.attempts) if attempt.hosts), ())
 
     @property
     def failure(self) -> str:
-        """The last one's line; empty where none has failed."""
+        """The line of the last failure; empty where no attempt has failed."""
         return next((one.how for one in reversed(self.attempts) if one.how not in ("", DONE)), "")
 
     def behind(self, earlier: "History | None") -> "History":
-        """With the attempts that an earlier flow run has told."""
+        """The history with the attempts of an earlier flow run in front."""
         first = self.attempts[0].number if self.attempts else 0
         before = [attempt for attempt in earlier.attempts if attempt.number < first] if earlier else []
         return replace(self, attempts=(*before, *self.attempts)[-KEPT:])
@@ -72,7 +72,7 @@ class History:
 
 @dataclass
 class Teller:
-    """What the controller calls. Each change is given to `tell`, which returns at once."""
+    """Recorder that the controller calls. Each change is given to `tell`, which returns at once."""
 
     history: History
     metrics: Path  # what rank 0 appends a line to at each step
@@ -83,7 +83,11 @@ class Teller:
         self._add(Attempt(number, time.time()))
 
     def trains(self, names: dict[int, str], nodes: dict[int, dict[str, Any]], each: int, start: int) -> None:
-        """names: of hosts by member, in the order of their ranks; nodes: what members say; each: ranks of a host."""
+        """Note that an attempt trains.
+
+        `names` are of hosts by member, in the order of their ranks; `nodes` are the members' messages; `each` is the
+        number of ranks of a host.
+        """
         hosts = tuple(Host(names[k], nodes[k]["address"], k, place * each, each) for place, k in enumerate(names))
         self._before = _stamp(self.metrics)
         self._change(hosts=hosts, start=start, reached=start)
@@ -100,7 +104,7 @@ class Teller:
 
     @contextmanager
     def over(self) -> Iterator[None]:
-        """Around all attempts: the end of the gang."""
+        """Note the end of the gang when the block around all attempts ends."""
         try:
             yield
         except BaseException as error:
@@ -121,7 +125,7 @@ class Teller:
 
 
 def read(store: Store, gang: str) -> History | None:
-    """None where there is none that can be read."""
+    """The history of a gang; None where there is none that can be read."""
     found = store.read(f"{FOLDER}/{gang}.json")
     try:
         told = json.loads(found[0]) if found else {}
@@ -136,14 +140,14 @@ def write(store: Store, history: History) -> None:
 
 
 def every(store: Store) -> list[History]:
-    """The one that began last comes first."""
+    """Histories of all gangs. The one that began last comes first."""
     names = (name.removesuffix(".json") for name in store.keys(FOLDER))
     found = [history for name in names if (history := read(store, name)) and history.attempts]
     return sorted(found, key=lambda history: history.attempts[-1].began, reverse=True)
 
 
 def state(told: History) -> str:
-    """In one line, as far as the controller has told."""
+    """State of a gang in one line, as far as the controller has reported it."""
     if told.end:
         return DONE if told.end == DONE else f"ended: {told.end}"
     last = told.attempts[-1]
@@ -155,7 +159,7 @@ def state(told: History) -> str:
 
 
 def settled(told: History) -> list[Attempt]:
-    """All attempts; one without an end, behind which there are others, had a controller that died."""
+    """All attempts. One without an end that others follow gets one: its controller died."""
     pairs = zip(told.attempts, (*told.attempts[1:], None), strict=True)
     lost = {"how": "its flow ended without a word", "next": "another flow went on"}
     return [replace(one, ended=later.began, **lost) if later and one.ended is None else one for one, later in pairs]

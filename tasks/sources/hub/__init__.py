@@ -52,7 +52,7 @@ class Resolved:
 
 
 def kind(source: str) -> str:
-    """hub, folder, s3 or tiny; a fault for what looks like a path and is none."""
+    """Kind of a source: hub, folder, s3 or tiny. Raises a Fault for a text that looks like a path and is none."""
     scheme, separator, _ = source.partition("://")
     if not source or (separator and scheme not in ("s3", "tiny")):
         raise Fault(f"{source}: not a source of models; it is org/name on the Hub, a folder, s3://... or tiny://...")
@@ -69,7 +69,7 @@ def kind(source: str) -> str:
 
 
 def resolve(source: str, revision: str = "main") -> Resolved:
-    """What the source holds now, pinned; the revision matters for the Hub alone."""
+    """Pin the present content of the source. The revision matters for the Hub alone."""
     what = kind(source)
     assert what != "tiny", "a tiny model is made, not fetched"
     if what == "folder":
@@ -94,7 +94,7 @@ def resolve(source: str, revision: str = "main") -> Resolved:
 def fetch(
     resolved: Resolved, folder: Path, unsafe_weights: bool, trust_remote_code: bool, progress: Progress | None = None
 ) -> dict:
-    """Bring the files that a model needs into the folder. What they are, what was left out, and why."""
+    """Bring the files that a model needs into the folder. Returns them, and the files left out with the reasons."""
     started = time.monotonic()
     chosen, left_out = file_choice.choose(resolved.files, unsafe_weights, trust_remote_code)
     file_choice.require_weights(resolved.source, chosen, resolved.files, unsafe_weights)
@@ -145,7 +145,10 @@ def fetch_objects(
 
 
 class _Meter:
-    """Bytes in place or on their way, told at most every half second; no thread waits for another that tells."""
+    """Counter of bytes in place or on their way, reported at most every half second.
+
+    No thread waits for another's report.
+    """
 
     def __init__(self, total: int, progress: Progress | None) -> None:
         self.total, self.done, self.sent = total, 0, 0
@@ -254,12 +257,12 @@ def _open_store(uri: str):
 
 
 def _part(folder: Path, name: str, digest: str) -> Path:
-    """Where a file grows, by the content wanted: what was begun of another commit is not continued."""
+    """The file that a download grows in, named by the content wanted: a part of another commit is not continued."""
     return folder / PARTIAL / hashlib.sha256(f"{name}\0{digest}".encode()).hexdigest()[:32]
 
 
 def _side_by_side(one: Callable[[str, Event], None], names: Iterable[str]) -> None:
-    """one(name, stopped) for each, some at a time. The first that fails stops the others, and is what is raised."""
+    """Call one(name, stopped) for each name, some at a time. The first error stops the others and is raised."""
     stopped = Event()
     with ThreadPoolExecutor(PARALLEL, thread_name_prefix="fetch") as pool:
         try:

@@ -1,15 +1,15 @@
-"""The Hub over HTTP: what a revision holds, and one file of it, resumed and verified.
+"""Client of the Hub over HTTP: the files of a revision, and the content of one file, resumed and verified.
 
     describe("zai-org/GLM-4.7", "main")     commit, sizes and digests of all files, by one call of the API
     receive(url, part, size, digest, ...)   one file; goes on where an earlier attempt, or process, stopped
 
-huggingface_hub 1.33 gives a partial file a random name and deletes it on failure: an interrupted shard of 5 GB starts
-anew, and what a SIGKILL leaves is never used. So the bytes are asked for here, through its session, its headers and its
-errors, into a partial file with a fixed name. That is plain HTTP: Xet's protocol is not used, and files above 50 GB,
-which the Hub serves by Xet alone, go through hf_hub_download (tasks/sources/hub/).
+huggingface_hub 1.33 gives a partial file a random name and deletes it on failure. An interrupted shard of 5 GB starts
+anew, and what a SIGKILL leaves is never used. So this module asks for the bytes, through that library's session,
+headers and errors, and writes them into a partial file with a fixed name. That is plain HTTP without Xet's protocol.
+Files above 50 GB, which the Hub serves by Xet alone, go through hf_hub_download (tasks/sources/hub/).
 
-HF_ENDPOINT, HF_TOKEN (or the file that `hf auth login` writes) and HF_HUB_OFFLINE count as they stand at the call.
-The token is in no text that is raised here.
+HF_ENDPOINT, HF_TOKEN (or the file that `hf auth login` writes) and HF_HUB_OFFLINE count as they stand at the call. No
+text that is raised here contains the token.
 """
 
 import errno
@@ -33,7 +33,7 @@ PASSING = {408, 425, 429, 500, 502, 503, 504, 520, 522, 524}
 
 
 class NotThere(Fault):
-    """No such model, as far as the Hub tells."""
+    """The Hub has no such model, or does not show it."""
 
 
 def endpoint() -> str:
@@ -43,7 +43,10 @@ def endpoint() -> str:
 
 
 def keep_addresses_out_of_logs() -> None:
-    """httpx logs each address at INFO, and those that the Hub redirects to are signed: whoever has one may read."""
+    """Silence httpx, which logs each address at INFO.
+
+    The addresses that the Hub redirects to are signed: whoever has one may read.
+    """
     for name in ("httpx", "httpcore"):
         if logging.getLogger(name).getEffectiveLevel() < logging.WARNING:
             logging.getLogger(name).setLevel(logging.WARNING)
@@ -78,7 +81,7 @@ def describe(name: str, revision: str) -> tuple[str, dict[str, int], dict[str, s
 
 
 def receive(url: str, part: Path, size: int, digest: str, count: Callable, stopped: Event) -> None:
-    """Bring `part` to the whole file at the url. What is in it already is kept, if the server continues it."""
+    """Bring `part` to the whole file at the url. Bytes that are in it already are kept, if the server continues it."""
     for last in (False, True):
         if _receive(url, part, size, digest, count, stopped):
             return
@@ -89,7 +92,7 @@ def receive(url: str, part: Path, size: int, digest: str, count: Callable, stopp
 
 
 def fault(error: Exception, name: str, revision: str) -> Exception:
-    """What the caller can do about it, in a line; the error itself where it is not the caller's or the Hub's."""
+    """A line that says what the caller can do about an error; the error itself where neither is at fault."""
     import httpx
     from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
 
@@ -255,7 +258,7 @@ def _offline(name: str) -> Fault:
 
 
 def _require_clean_token() -> None:
-    """What HTTP cannot carry would come back quoted in httpx's error."""
+    """Refuse a token that HTTP cannot carry: it would come back quoted in httpx's error."""
     from huggingface_hub import get_token
 
     token = get_token() or ""
@@ -271,6 +274,6 @@ def _token_source() -> str | None:
 
 
 def _shown(url: str) -> str:
-    """Without a user, a password or a signature."""
+    """A URL without a user, a password or a signature."""
     parts = urlsplit(url)
     return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}" if parts.scheme else url

@@ -1,4 +1,4 @@
-"""A model's config.json alone, from wherever the model lies: some KB that say what some hundred GB hold.
+"""Reader of a model's config.json, wherever the model lies: some KB that describe some hundred GB.
 
 Not covered: tiny://KIND, which is on no disk yet.
 """
@@ -16,7 +16,7 @@ from tasks.sources.hub import api
 
 
 def read(source: str, revision: str) -> dict[str, Any]:
-    """As the source has it now; a fault where it has none."""
+    """The config.json that the source has now. Raises a Fault where it has none."""
     where = hub.kind(source)
     assert where != "tiny"
     text = {"hub": _of_hub, "folder": _of_folder, "s3": _of_s3}[where](source, revision)

@@ -1,4 +1,4 @@
-"""Digests by which the Hub and S3 name a file's content, as one text each: what was sent is checked against it.
+"""Digests by which the Hub and S3 name a file's content, each as one text. Downloads are checked against them.
 
 sha256:HEX            large files of the Hub; what tasks.store keeps with an object
 git:HEX               the SHA-1 of a git blob: small files of the Hub
@@ -14,7 +14,7 @@ CHUNK = 2**20
 
 
 class Check:
-    """update() with all the content, then right() says whether it is what the digest names."""
+    """Running check of content against a digest: update() takes all the content, then right() tells the result."""
 
     def __init__(self, digest: str, size: int) -> None:
         self.kind, _, self.value = digest.partition(":")
@@ -54,7 +54,7 @@ class Check:
 
 
 def holds(path: Path, digest: str, size: int, count) -> bool:
-    """Whether the file is there and is what the digest names; its bytes are counted, if so."""
+    """Whether the file is there with the content that the digest names. Its bytes are counted, if so."""
     check = Check(digest, size)
     try:
         if path.stat().st_size != size:

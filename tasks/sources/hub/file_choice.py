@@ -1,8 +1,8 @@
-"""Which files of a released model are fetched: one copy of the weights, as safetensors, and what describes them.
+"""Choice of the files of a released model: one copy of the weights, as safetensors, and the files that describe them.
 
-Repositories carry the same weights in several formats (original/, GGUF, pickle, ONNX), state of training runs, code.
-What is left out is listed with the reason. Names decide what is fetched; the small JSON files among it, whether that
-model is taken at all: not one that asks to run code, nor one that lacks shards.
+Repositories carry the same weights in several formats (original/, GGUF, pickle, ONNX), state of training runs, and
+code. Each file that is left out is listed with the reason. Names decide which files are fetched. The content of the
+small JSON files decides whether the model is taken at all: not one that asks to run code, nor one that lacks shards.
 """
 
 import re
@@ -38,7 +38,7 @@ TRUST = "model.trust_remote_code=true"
 
 
 def choose(names: Iterable[str], unsafe_weights: bool, trust_remote_code: bool) -> tuple[list[str], dict[str, str]]:
-    """The names to fetch, and why each of the others is left out."""
+    """Names of the files to fetch, and the reason for each file that is left out."""
     names = sorted(names)
     left_out = {name: reason for name in names if (reason := _never(name, trust_remote_code))}
     rest = [name for name in names if name not in left_out]
@@ -57,7 +57,7 @@ def choose(names: Iterable[str], unsafe_weights: bool, trust_remote_code: bool) 
 
 
 def require_weights(source: str, chosen: Iterable[str], names: Iterable[str], unsafe_weights: bool) -> None:
-    """A fault where nothing is left to load, that says what there is instead and what allows it."""
+    """Raise a Fault where no weights are left to load. It says what there is instead and what allows it."""
     formats = {".safetensors", *(PICKLES if unsafe_weights else ())}
     if any(_format(name) in formats and not name.endswith(".json") for name in chosen):
         return
@@ -95,7 +95,7 @@ def require_shards(source: str, folder: Path, names: Iterable[str], files: Itera
 
 
 def _format(name: str) -> str:
-    """.safetensors for model.safetensors and for its model.safetensors.index.json."""
+    """Format of a file by its name: .safetensors for model.safetensors and for its model.safetensors.index.json."""
     return PurePosixPath(name.removesuffix(".index.json")).suffix.lower()
 
 
@@ -115,7 +115,7 @@ def _never(name: str, trust_remote_code: bool) -> str | None:
 
 
 def _copies(weights: list[str]) -> list[str]:
-    """Those that hold what others beside them hold: consolidated*.pth, model.fp16.safetensors."""
+    """Weights that hold what others beside them hold: consolidated*.pth, model.fp16.safetensors."""
 
     def second(name: str) -> bool:
         base = PurePosixPath(name).name

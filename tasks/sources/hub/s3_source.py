@@ -1,4 +1,4 @@
-"""Objects in S3 that any tool may have put there: their digests, as far as S3 knows them, and their bytes, resumed."""
+"""Objects in S3 that any tool may have put there: digests, as far as S3 knows them, and downloads that are resumed."""
 
 import contextlib
 import re
@@ -12,7 +12,7 @@ from tasks.sources.hub.digests import CHUNK, Check
 
 
 def look(uri: str) -> tuple[str, dict[str, tuple[int, str]]]:
-    """The object at the URI, or all that lies below it: the URI that names are relative to, and sizes and ETags."""
+    """Find the object at the URI, or all below it. Returns the URI that names are relative to, and sizes and ETags."""
     from tasks.store import open_store
     from tasks.store.s3_errors import Refused
 
@@ -35,7 +35,10 @@ def _facts(store, name: str) -> tuple[int, str]:
 
 
 def digest(store, name: str, size: int, tag: str) -> str:
-    """What the object's content is checked against. A fault where it is not the one that was listed."""
+    """The digest that the object's content is checked against.
+
+    Raises a Fault for another object than the one listed.
+    """
     from tasks.store.s3_errors import plainly
 
     where = {"Bucket": store.bucket, "Key": store.at(name)}
@@ -57,7 +60,7 @@ def digest(store, name: str, size: int, tag: str) -> str:
 
 
 def receive(store, name: str, part: Path, size: int, digest: str, count: Callable, stopped: Event) -> None:
-    """Bring `part` to the whole object; what an earlier attempt left in it is kept."""
+    """Bring `part` to the whole object. Bytes that an earlier attempt left in it are kept."""
     from tasks.store.s3_download import stream
     from tasks.store.s3_errors import plainly
 

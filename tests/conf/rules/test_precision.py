@@ -33,7 +33,7 @@ FULL = "adapter.kind=none"
         (["optimizer.offload=0.5", "optimizer.distributed=false"], "0.5 needs optimizer.distributed true"),
         (["optimizer.states=fp8", "optimizer.offload=0.5"], "fp8, but with optimizer.offload all states are fp32"),
         (["optimizer.states=fp8", "train.fp8=blockwise"], "fp8 cannot be resumed with train.fp8 blockwise; bf16 can"),
-        (["optimizer.offload=1.01"], "optimizer.offload: 1.01 is too large: it must be at most 1.0"),
+        (["optimizer.offload=1.01"], "optimizer.offload: 1.01 is too large: it must be at most 1"),
     ],
 )
 def test_contradictions_are_one_line(changes, says):

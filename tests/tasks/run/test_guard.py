@@ -143,7 +143,8 @@ def test_the_asker_is_killed(mark, tmp_path):
     asker = f"""
 import subprocess, sys, time
 guard = subprocess.Popen([sys.executable, "-m", "tasks.run.guard", sys.executable, "-c", {DAEMON!r}],
-stdin=subprocess.PIPE) time.sleep(60)
+                         stdin=subprocess.PIPE)
+time.sleep(60)
 """
     process = subprocess.Popen([sys.executable, "-c", asker], cwd=ROOT, stdout=subprocess.PIPE, text=True)
     started(process)

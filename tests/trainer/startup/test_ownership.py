@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[3]
 TOY = """
 import os, sys, time
 from pathlib import Path
-from contract.output_marks import TRAINING
+from contract.output_marks import TRAINING, take
 from trainer.checks import places
 from trainer.startup import entry, ownership
 
@@ -38,7 +38,8 @@ def main(run):
         time.sleep(0.02)
 
 if __name__ == "__main__":
-    entry.start(main, lambda run: output_marks.take(Path(run.paths.output), TRAINING), writes="output")
+    prepare = lambda run: take(Path(run.paths.output), TRAINING)
+    entry.start(main, prepare, writes="output", may_write=places.check_train)
 """
 
 

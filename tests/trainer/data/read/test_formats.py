@@ -434,7 +434,7 @@ def test_a_file_that_shrinks_between_cutting_and_loading(tmp_path):
 def test_a_line_without_an_end(tmp_path, monkeypatch):
     monkeypatch.setattr("trainer.data.read.lines.LONGEST", 1 << 20)
     monkeypatch.setattr("trainer.data.read.json_array.LONGEST", 1 << 20)
-    monkeypatch.setattr("trainer.data.tokens.cells.LONGEST", 1 << 20)
+    monkeypatch.setattr("trainer.data.read.cells.LONGEST", 1 << 20)
     long = b"x" * (6 << 20)
     assert "a line of more than 1 MiB, which begins with" in fault(file(tmp_path, "a.jsonl", long))
     assert "a line of more than 1 MiB" in fault(file(tmp_path, "a.txt.gz", gzip.compress(long)))

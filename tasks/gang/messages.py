@@ -1,0 +1,178 @@
+"""What a gang's controller and members tell one another: a dataclass per message, JSON in between.
+
+    Word        gang.json        the controller: gathering, go or stop
+    Peers       peers.json       the controller: where each member answers
+    Member      nodes/<k>.json   a member: what it is and does; with a Sign of each rank, or the End of each
+    Standing    a port           whoever is asked where the store does not answer (peer_probe.py)
+
+A field without a default is always written, one with a default where it has another value. Who takes part reads
+strictly: an unknown key, a missing one or one of another type is a Fault of one line, as it comes from another version
+of this project. Who looks back at an attempt, of whatever version, reads Board.read(): flows.logs, previous_attempt.py.
+"""
+
+import functools
+import json
+import types
+from dataclasses import MISSING, asdict, dataclass, fields, is_dataclass
+from typing import Any, Literal, Self, Union, get_args, get_origin, get_type_hints
+
+from contract.faults import Fault
+
+Address = tuple[str, int]  # host and port
+
+
+class Message:
+    """What from_json() and to_json() are for all of them."""
+
+    def to_json(self) -> bytes:
+        content = asdict(self)  # type: ignore[call-overload]
+        for one in fields(self):  # type: ignore[arg-type]
+            if one.default is not MISSING and content[one.name] == one.default:
+                del content[one.name]
+        return json.dumps(content, sort_keys=True).encode()
+
+    @classmethod
+    def from_json(cls, data: bytes, where: str) -> Self:
+        """Raises Fault, which names `where` it was read."""
+        return _read(data, cls, cls, where)
+
+
+@dataclass(frozen=True)
+class Word(Message):
+    """The controller's, renewed every few seconds, or it is worth nothing."""
+
+    by: str  # which process wrote it
+    state: Literal["gathering", "go", "stop"]
+    beat: int = 0  # a renewal changes it
+    probe: str = ""  # a file on the storage that all hosts share
+    addresses: tuple[str, ...] = ()  # of the controller's host
+    port: int = 0  # where it answers
+    order: tuple[int, ...] = ()  # go: members, in the order of their ranks
+    master: Address | None = None  # go: where ranks meet
+    reason: str = ""  # stop: why
+    save: bool = False  # stop: a checkpoint first
+    closed: bool = False  # no member is left
+
+
+@dataclass(frozen=True)
+class Sign(Message):
+    """How a rank is, by its own account and by its process."""
+
+    rank: int
+    pid: int
+    step: int
+    phase: str
+    age: float  # seconds since its thread of life wrote
+    idle: float  # seconds since its last step
+    state: str  # of the process in /proc, as T or D; empty where there is none
+    silent: bool
+    stalled: bool
+
+
+@dataclass(frozen=True)
+class End(Message):
+    """How a rank ended, and the last that it printed."""
+
+    rank: int
+    code: int | None  # exit code, negative = signal; None = it was alive
+    step: int
+    lines: tuple[str, ...]
+    silent: bool
+    state: str
+    stalled: bool
+
+
+@dataclass(frozen=True)
+class Member(Message):
+    by: str  # which process wrote it
+    host: str
+    state: Literal["waiting", "running", "stopping", "stopped", "preempted", "failed", "done"]
+    address: str = ""  # that others reach the host at
+    port: int = 0  # where the member answers
+    master_port: int = 0  # where ranks meet, if it is the first
+    probe: str = ""  # what it read where the controller wrote: proof of the same storage
+    place: str = ""  # where the host stands in the network
+    ranks: tuple[Sign, ...] = ()
+    failed: tuple[End, ...] = ()
+    free: int | None = None  # bytes, where checkpoints go
+    oom_kills: int = 0  # since it began
+    kernel: tuple[str, ...] = ()  # lines of the kernel's log, since it began
+    reason: str = ""  # why it stops
+    told: bool = False  # it was told to end by whoever started it
+    over: bool = False  # none of its ranks is left
+
+
+@dataclass(frozen=True)
+class Standing(Message):
+    gang: str
+    attempt: int
+    state: str  # of the Word that it knows
+
+
+@dataclass(frozen=True)
+class Peers:
+    """Written as one JSON object, address and port by member."""
+
+    at: dict[str, Address]
+
+    def to_json(self) -> bytes:
+        return json.dumps(self.at, sort_keys=True).encode()
+
+    @classmethod
+    def from_json(cls, data: bytes, where: str) -> Self:
+        return cls(_read(data, dict[str, Address], cls, where))
+
+
+def by(data: bytes) -> str | None:
+    """Which process wrote a message, of whatever kind and version."""
+    content = json.loads(data)
+    return content.get("by") if isinstance(content, dict) else None
+
+
+def _read(data: bytes, kind: Any, message: type, where: str) -> Any:
+    try:
+        return _decoded(json.loads(data), kind, "")
+    except ValueError as error:
+        raise Fault(
+            f"{where}: no {message.__name__} as this version of the project writes it ({error}); "
+            "the flow and all hosts of a gang run the same version"
+        ) from None
+
+
+@functools.cache
+def _hints(kind: type) -> dict[str, Any]:
+    return get_type_hints(kind)
+
+
+def _decoded(value: Any, kind: Any, name: str) -> Any:
+    """The value as this type has it. Raises ValueError with what is wrong, at `name`."""
+    origin, inner = get_origin(kind), get_args(kind)
+    if is_dataclass(kind):
+        return _message(value, kind, name)  # type: ignore[arg-type]
+    if origin in (Union, types.UnionType):
+        return None if value is None else _decoded(value, inner[0], name)
+    if origin is Literal and value in inner:
+        return value
+    if origin is tuple and isinstance(value, list):
+        if inner[-1] is Ellipsis:
+            return tuple(_decoded(one, inner[0], f"{name}[{i}]") for i, one in enumerate(value))
+        if len(value) == len(inner):
+            return tuple(_decoded(one, of, name) for one, of in zip(value, inner, strict=True))
+    if origin is dict and isinstance(value, dict):
+        return {key: _decoded(one, inner[1], f"{name}[{key}]") for key, one in value.items()}
+    if type(value) is kind or (kind is float and type(value) is int):
+        return value
+    wanted = f"one of {', '.join(inner)}" if origin is Literal else getattr(kind, "__name__", str(kind))
+    raise ValueError(f"{name or 'it'} is {json.dumps(value)[:60]}, not {wanted}")
+
+
+def _message(value: Any, kind: type, name: str) -> Any:
+    prefix = f"{name}." if name else ""
+    if not isinstance(value, dict):
+        raise ValueError(f"{name or 'it'} is no JSON object")
+    known = {one.name: one for one in fields(kind)}
+    if unknown := sorted(value.keys() - known.keys()):
+        raise ValueError(f"unknown key {prefix}{unknown[0]}")
+    if missing := [key for key, one in known.items() if key not in value and one.default is MISSING]:
+        raise ValueError(f"it lacks {prefix}{missing[0]}")
+    return kind(**{key: _decoded(one, _hints(kind)[key], f"{prefix}{key}") for key, one in value.items()})
