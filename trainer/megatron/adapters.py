@@ -74,7 +74,7 @@ class DoRA(dora.DoRA):
 
 
 def _recompute_from_the_start(model) -> None:
-    """The embedding's output, which no weight needs a gradient of, takes one all the same."""
+    """Make the embedding's output require a gradient, although no weight needs one of it."""
     for chunk in model if isinstance(model, list) else [model]:
         for module in chunk.modules():
             if isinstance(module, LanguageModelEmbedding) and module.config.recompute_granularity == "selective":
@@ -113,7 +113,10 @@ def draw_initial_values(model, seed: int) -> None:
 
 
 def _piece(name: str, parameter, seed: int, parts: int = 1) -> torch.Tensor:
-    """`parts`: of how many matrices, each of which is cut, the parameter holds one below the other."""
+    """Piece that this rank holds of a matrix that is drawn whole.
+
+    `parts` is the number of matrices, each of which is cut, that the parameter holds one below the other.
+    """
     if ".experts." in name:
         group = parallel_state.get_expert_tensor_parallel_group()
     else:
@@ -177,7 +180,10 @@ class _Sum(nn.Module):
 
 
 class DoRAAdapter(dora_layers.ParallelLinearDoRAAdapter):
-    """Saves the magnitudes of a fused gate and up as Bridge saves B: whole at any tp, gates before ups."""
+    """DoRA's adapter.
+
+    It saves the magnitudes of a fused gate and up as Bridge saves B: whole at any tp, gates before ups.
+    """
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None):
         state, key = super().sharded_state_dict(prefix, sharded_offsets, metadata), f"{prefix}weight_magnitude"

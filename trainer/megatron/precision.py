@@ -1,4 +1,4 @@
-"""FP8, the types of the optimizer's states, and its offloading, as Megatron's settings.
+"""Settings of Megatron for FP8, for the types of the optimizer's states, and for its offloading.
 
 The rules are in conf/rules/precision.py.
 
@@ -29,7 +29,7 @@ RECIPES = {
 
 
 def mixed_precision(run: Run):
-    """None for fp32."""
+    """Bridge's settings of mixed precision; None for fp32."""
     from megatron.bridge.training.mixed_precision import get_mixed_precision_config
 
     train, optimizer = run.train, run.optimizer
@@ -46,7 +46,7 @@ def mixed_precision(run: Run):
 
 
 def optimizer_settings(run: Run) -> dict[str, Any]:
-    """What Megatron's OptimizerConfig takes besides the ordinary."""
+    """Settings of Megatron's OptimizerConfig besides the ordinary ones."""
     import torch
 
     optimizer = run.optimizer
@@ -71,7 +71,7 @@ def optimizer_settings(run: Run) -> dict[str, Any]:
 
 
 def prepare(run: Run, resumed: bool) -> None:
-    """Refuse what this machine cannot do, and repair what Megatron cannot."""
+    """Refuse settings that this machine cannot do, and repair those that Megatron gets wrong."""
     if not device.has_gpu() and (missing := beyond_a_cpu(run)):
         raise Fault(
             "\n".join(f"{key}: {value} needs a GPU, and this host has none; {usual}" for key, value, usual in missing)
@@ -91,7 +91,10 @@ def prepare(run: Run, resumed: bool) -> None:
 
 
 def _keep_counting() -> None:
-    """Resumed, core's HybridDeviceOptimizer sets its GPU part back to the step it was resumed at, before every step."""
+    """Keep the step count of an offloaded optimizer that was resumed.
+
+    Core's HybridDeviceOptimizer otherwise sets its GPU part back to the step it was resumed at, before every step.
+    """
     from megatron.core.optimizer.cpu_offloading.hybrid_optimizer import HybridDeviceOptimizer
 
     original = HybridDeviceOptimizer._sync_hdo_param_groups_to_sub_optimizers

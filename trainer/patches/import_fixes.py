@@ -1,4 +1,4 @@
-"""What Megatron-Bridge 0.6.2 and megatron-core 0.19.2 need outside NVIDIA's containers, and when each can go.
+"""Fixes that Megatron-Bridge 0.6.2 and megatron-core 0.19.2 need outside NVIDIA's containers, and when each can go.
 
 To work at all:
 1. megatron.bridge.training.pretrain imports nvidia_resiliency_ext's CallWrapper for a type annotation. The package has
@@ -130,7 +130,7 @@ def install(compiles: bool) -> None:
 
 @contextlib.contextmanager
 def _no_compiler():
-    """torch._dynamo is not imported for functions that are only marked as not to be compiled."""
+    """Keep torch._dynamo from being imported for functions that are only marked as not to be compiled."""
     from torch.optim import Optimizer
 
     for method in (Optimizer.add_param_group, Optimizer.load_state_dict, Optimizer.state_dict, Optimizer.zero_grad):
@@ -164,7 +164,7 @@ def import_transformers() -> None:
 
 
 class _Distributions(dict):
-    """importlib.metadata.packages_distributions(), but a distribution named like the package is found at once."""
+    """Quick importlib.metadata.packages_distributions(): a distribution named like the package is found at once."""
 
     def __init__(self, everything: Callable[[], Mapping[str, list[str]]]):
         super().__init__()

@@ -26,7 +26,7 @@ from megatron.core.tensor_parallel import mappings
 
 
 def give_every_adapter_all_tokens(model) -> None:
-    """`model`: a stage, or a list of them, that has just been given its adapters."""
+    """Let each adapter of `model` see all tokens. `model` is a stage, or a list of them, with adapters just added."""
     for chunk in model if isinstance(model, list) else [model]:
         for module in chunk.modules():
             if not isinstance(module, AdapterWrapper) or not isinstance(module.adapter, ParallelLinearAdapter):
