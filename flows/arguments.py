@@ -1,4 +1,4 @@
-"""What command lines have in common: a run's configuration with overrides, and a fault in lines of its own."""
+"""Common parts of the command lines: a run's configuration with overrides, and a fault in lines of its own."""
 
 # pyright: reportArgumentType=false
 
@@ -18,7 +18,7 @@ def parser(module: str, description: str | None) -> argparse.ArgumentParser:
 def of_a_run(
     module: str, description: str | None, example: str, names: str = "a name in conf/", default: str | None = None
 ) -> argparse.ArgumentParser:
-    """Takes NAME [KEY=VALUE ...]; parse_intermixed_args lets options stand anywhere among them."""
+    """Make a parser for NAME [KEY=VALUE ...]; parse_intermixed_args lets options stand anywhere among them."""
     made = parser(module, description)
     optional = {"nargs": "?", "default": default} if default else {}
     made.add_argument("conf", metavar="NAME", help=f"{names}, or a YAML file", **optional)
@@ -27,6 +27,6 @@ def of_a_run(
 
 
 def refused(fault: object, code: int = 2) -> int:
-    """Says it; the exit code, 2 for what the caller can mend."""
+    """Print a fault. Returns the exit code, 2 for one that the caller can mend."""
     print("".join(f"error: {line}\n" for line in str(fault).splitlines()), end="", file=sys.stderr)
     return code

@@ -1,4 +1,4 @@
-"""What lies in the store: list it, see what it was made from, check it, and remove what nothing refers to.
+"""Content of the store: list it, see what it was made from, check it, and remove what nothing refers to.
 
     python -m flows.artifacts list [STAGE]
     python -m flows.artifacts show STAGE/FINGERPRINT       its record, what it came from, what was made of it
@@ -100,7 +100,7 @@ def verify(store: Store, several: list[Artifact], damaged: Sequence[str] = ()) -
 
 
 def collect(store: Store, days: float | None, delete: bool) -> int:
-    """Without `delete`, only says what would go."""
+    """Remove what nothing refers to. Without `delete`, only print what would be removed."""
     everything = {made.key: made for made in artifact.every(store)}
     there = store.keys("")
     folders = {"/".join(name.split("/")[:2]) for name in there if name.count("/") > 1}
@@ -145,7 +145,7 @@ def collect(store: Store, days: float | None, delete: bool) -> int:
 
 
 def _referred_to(store: Store, old: list[str]) -> set[str]:
-    """By the runs that are not old, and by what was promoted."""
+    """Artifacts that runs refer to, except for old runs, or that were promoted."""
     found: set[str] = set()
     for folder, left_out in (("runs", old), ("pins", [])):
         for name in store.keys(folder):
@@ -167,14 +167,14 @@ def _with_inputs(keys: set[str], everything: dict[str, Artifact]) -> set[str]:
 
 
 def _older_than(store: Store, days: float, making: set[str]) -> list[str]:
-    """Of the runs that make nothing now: a long training may read what it was given weeks ago."""
+    """Old runs, without those that make something now: a long training may read what it was given weeks ago."""
     runs = {name: _note(store, f"runs/{name}") for name in store.keys("runs")}
     limit = time.time() - days * DAY
     return [name for name, run in runs.items() if run["started"] < limit and making.isdisjoint(run["artifacts"])]
 
 
 def _gangs(listed: dict[str, tuple[int, str]]) -> Counter[str]:
-    """Bytes of each gang, of what lies below gangs/."""
+    """Bytes of each gang below gangs/."""
     found: Counter[str] = Counter()
     for name, (length, _) in listed.items():
         folder, _, rest = name.partition("/")
@@ -185,7 +185,7 @@ def _gangs(listed: dict[str, tuple[int, str]]) -> Counter[str]:
 
 
 def _note(store: Store, key: str) -> dict[str, Any]:
-    """Of a run or a pin. Nothing is removed while one of them cannot be read: who knows what it refers to."""
+    """Note of a run or a pin. Nothing is removed while one of them cannot be read, as it may refer to anything."""
     found = store.read(key)
     if found is None:  # removed this moment
         return {"artifacts": [], "started": 0.0}

@@ -1,4 +1,4 @@
-"""Automations of Prefect's server that let a run whose process or host dies go on by itself.
+"""Automations of Prefect's server that restart a run whose process or host dies.
 
     python -m flows.automations              make or update them on the server that PREFECT_API_URL names
     python -m flows.automations --delete     remove them
@@ -117,7 +117,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _make(client: SyncPrefectClient, wanted: AutomationCore) -> str:
-    """One that is right already is not touched: to update it is to forget which runs are under way."""
+    """Make or update an automation.
+
+    One that is right already is not touched: an update forgets which runs are under way.
+    """
     found = client.read_automations_by_name(wanted.name)
     if not found:
         client.create_automation(wanted)

@@ -1,4 +1,4 @@
-"""python -m flows.finetune: reads and checks what is asked for, before Prefect starts anything."""
+"""Command line of python -m flows.finetune. It reads and checks its arguments before Prefect starts anything."""
 
 import argparse
 
@@ -12,7 +12,7 @@ from tasks.stages import pipeline, plan
 
 
 def command(flow, description: str) -> int:
-    """The exit code: 0, 2 for what the caller can mend, 1 for anything else."""
+    """Run the flow and return the exit code: 0, 2 for a fault that the caller can mend, 1 for anything else."""
     options = _arguments(description)
     try:
         run = load(options.conf, options.overrides)

@@ -1,11 +1,11 @@
-"""Deploys what prefect.yaml has on the server that PREFECT_API_URL names, and keeps what was set there by hand.
+"""Deploy prefect.yaml on the server that PREFECT_API_URL names, and keep what was set there by hand.
 
     python -m flows.deploy [NAME ...]        all deployments, or those, and the automations
 
-A new deployment starts with its `first_schedules`. From then on its schedules belong to the server: neither this nor a
-plain `prefect deploy --all`, which finds no `schedules` in prefect.yaml, touches one. This keeps as well what was
-edited since the last time, in the UI or otherwise: parameters, limits, whether a deployment is paused. What stays
-different from prefect.yaml is printed. What nobody has edited follows prefect.yaml.
+A new deployment starts with its `first_schedules`. From then on its schedules belong to the server: neither this
+command nor a plain `prefect deploy --all`, which finds no `schedules` in prefect.yaml, touches one. The command also
+keeps edits that were made since the last time, in the UI or otherwise: parameters, limits, whether a deployment is
+paused. It prints what stays different from prefect.yaml. Values that nobody has edited follow prefect.yaml.
 """
 
 # pyright: reportArgumentType=false, reportOptionalMemberAccess=false
@@ -63,7 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def deploy(client: SyncPrefectClient, wanted: dict) -> int:
-    """Exit code of `prefect deploy`, whose reason is printed."""
+    """Run `prefect deploy` and return its exit code. The reason of a failure is printed."""
     deployed = read_deployed(client)
     kept = {}
     for deployment in wanted["deployments"]:
@@ -103,13 +103,13 @@ def editable(there: DeploymentResponse) -> dict:
 
 
 def edits(there: DeploymentResponse, deployed: dict[str, str]) -> dict:
-    """Each value that is another than the last deployment left there."""
+    """Values that are different from those that the last deployment left there."""
     before = deployed or UNEDITED
     return {name: value for name, value in editable(there).items() if before.get(name, digest(value)) != digest(value)}
 
 
 def keep(name: str, deployment: dict, edited: dict) -> set[str]:
-    """Put edited values into what is to be deployed; name those that prefect.yaml has otherwise."""
+    """Put edited values into the deployment. Returns the names of those that prefect.yaml has otherwise."""
     kept = set()
     for field, value in edited.items():
         holder, key = deployment, field

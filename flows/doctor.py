@@ -1,11 +1,11 @@
-"""What this host can do, one line a fact, and for each lack the one command that mends it.
+"""Check what this host can do: one line a fact, and for each lack the one command that mends it.
 
     python -m flows.doctor [--extra cpu|gpu] [--json]
 
-Runs on Python 3.8 and the standard library alone, because missing packages are among the things it diagnoses. Nothing
-is imported from the environment (torch alone would take seconds): versions come from the packages' metadata. Exit code
-1 when something fails; a host without a GPU is a sound host for runs on the CPU. Endpoints are named by the variable
-that holds them and never printed: a URL may carry a password.
+It runs on Python 3.8 and the standard library alone, because missing packages are among the things it diagnoses.
+Nothing is imported from the environment (torch alone would take seconds): versions come from the packages' metadata.
+Exit code 1 when something fails; a host without a GPU is a sound host for runs on the CPU. Endpoints are named by the
+variable that holds them and never printed: a URL may carry a password.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def environment(extra: str) -> list[Finding]:
 
 
 def query_gpus() -> tuple[list[list[str]], str]:
-    """Name, memory in MiB and driver version of every GPU; and why none can be listed, where something is amiss."""
+    """Name, memory in MiB and driver version of every GPU; and the reason, if there is one, why none can be listed."""
     query = ["nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader,nounits"]
     try:
         answer = subprocess.run(query, capture_output=True, text=True, timeout=30)
@@ -120,7 +120,7 @@ def network(on_gpu: bool, root: Path = Path("/")) -> Finding:
 
 
 def existing(folder: Path) -> Path:
-    """The folder, or where it would be made."""
+    """The folder if it exists, else the folder in which it would be made."""
     return next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
 
 
@@ -184,7 +184,10 @@ def open_files() -> Finding:
 
 
 def probe(url: str, method: str = "GET") -> int | str:
-    """HTTP status of an endpoint, or why there is none. An error's own text may quote the URL: it is not passed on."""
+    """HTTP status of an endpoint, or the reason why there is none.
+
+    An error's own text may quote the URL and is dropped.
+    """
     answer: list[int | str] = [f"no answer in {PROBE_SECONDS} s"]
 
     def ask() -> None:
@@ -213,7 +216,7 @@ def probe(url: str, method: str = "GET") -> int | str:
 
 
 def service(name: str, variable: str, default: str) -> Finding:
-    """A server that says at /health how it is."""
+    """Check a server that reports its state at /health."""
     url = os.environ.get(variable)
     if not url:
         return Finding("ok", name, default)
@@ -225,7 +228,7 @@ def service(name: str, variable: str, default: str) -> Finding:
 
 
 def schedules(prefect: Finding) -> list[Finding]:
-    """Whether the server starts runs: the one that PREFECT_API_URL names, or else that of make up."""
+    """Check that the server starts runs: the one that PREFECT_API_URL names, or else that of make up."""
     up = scheduling.of_make_up(Path(os.environ.get("FINETUNE_RUNS", ROOT / "runs")))
     api = os.environ.get("PREFECT_API_URL", "").rstrip("/") or (up["address"] + "/api" if up else "")
     if prefect.status != "ok" or not api:
@@ -276,7 +279,7 @@ def hub(cache: Path) -> Finding:
 
 
 def diagnose(extra: str | None) -> tuple[str, list[Finding]]:
-    """What kind of host this is, cpu or gpu, and everything found."""
+    """Kind of this host, cpu or gpu, and all findings."""
     cards, trouble = query_gpus()
     on_gpu = bool(cards)
     host = "gpu" if on_gpu else "cpu"

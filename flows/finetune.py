@@ -39,7 +39,7 @@ Stage = Literal[*ORDER]  # type: ignore[valid-type]
 
 
 def name_of_run() -> str:
-    """The same when it goes on after a crash (flows/automations.py)."""
+    """Name of a flow run. A run that goes on after a crash keeps it (flows/automations.py)."""
     return f"{PurePath(flow_run.parameters['conf']).stem}-{flow_run.scheduled_start_time.astimezone(UTC):%m%d-%H%M%S}"
 
 

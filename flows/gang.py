@@ -1,12 +1,12 @@
-"""Gang: what a run over several hosts would submit to Slurm or Kubernetes, without submitting it.
+"""Gang: print what a run over several hosts would submit to Slurm or Kubernetes, without submitting it.
 
     python -m flows.gang glm47 --engine slurm                    the batch script
     python -m flows.gang glm47 --engine kubernetes kubernetes.image=registry/finetune kubernetes.claim=runs
     python -m flows.gang my.yaml                                 by its own gang.engine
 
-FINETUNE_STORE and FINETUNE_RUNS count as in a flow; the gang's name, made of the stage's fingerprint there, is a
-stand-in here. What is printed can be given to sbatch or kubectl as it is, to see what the cluster says of it (sbatch
---test-only, kubectl create --dry-run=server): members of a gang that nobody controls end at once.
+FINETUNE_STORE and FINETUNE_RUNS count as in a flow. The gang's name is a stand-in here; a flow makes it of the stage's
+fingerprint. The output can be given to sbatch or kubectl as it is, to see what the cluster says of it (sbatch
+--test-only, kubectl create --dry-run=server). Members of a gang that nobody controls end at once.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""Logs: what the ranks of a gang have printed, from the store, while they run and afterwards.
+"""Logs: print the output of a gang's ranks from the store, while they run and afterwards.
 
     python -m flows.logs                                   gangs, newest first, and how each attempt ended
     python -m flows.logs train-6a8e                        rank 0 of the newest attempt
@@ -89,7 +89,7 @@ def whole(store: Store, gang: str, options: argparse.Namespace) -> Iterator[str]
 
 
 def following(store: Store, gang: str, options: argparse.Namespace) -> Iterator[str]:
-    """Of one attempt after the other, until there will be no other."""
+    """Lines of one attempt after the other, until there will be no other."""
     number = options.attempt or max(1, newest_attempt(store, gang))
     tail = options.tail
     while True:
@@ -123,7 +123,7 @@ def _followed(board: Board, sources: list[Log], tail: int | None) -> Iterator[st
 
 
 def _gathered(board: Board) -> tuple[Host, ...]:
-    """Its hosts, once all have come; none where the attempt ends before."""
+    """Hosts of an attempt, once all have come; none where the attempt ends before."""
     told = False
     while not (hosts := _hosts(board)):
         if _closed(board):
@@ -136,7 +136,7 @@ def _gathered(board: Board) -> tuple[Host, ...]:
 
 
 def _another(store: Store, gang: str, number: int) -> bool:
-    """Waits for the next attempt, or for the word that there is none."""
+    """Wait for the next attempt. Returns False once it is known that there is none."""
     since, told = None, False
     while not store.read(f"gangs/{gang}/{number + 1}/gang.json"):
         known = timeline.read(store, gang)
@@ -155,7 +155,7 @@ def _another(store: Store, gang: str, number: int) -> bool:
 
 
 def _closed(board: Board) -> bool:
-    """Its controller has ended it, or is gone for good: there is a later attempt."""
+    """Whether the attempt is over: its controller has ended it, or is gone for good, as there is a later attempt."""
     word = board.read("gang.json") or {}
     later = board.store.read(f"gangs/{board.gang}/{board.attempt + 1}/gang.json")
     return bool(word.get("closed") or later)
@@ -194,7 +194,7 @@ def _sources(board: Board, hosts: tuple[Host, ...], options: argparse.Namespace)
 
 
 def _attempt(store: Store, gang: str, wanted: int | None) -> tuple[int, tuple[Host, ...]]:
-    """The newest that has trained, where none is asked for."""
+    """The attempt that is asked for; else the newest that has trained."""
     newest = newest_attempt(store, gang)
     if wanted is not None:
         if not 1 <= wanted <= newest:
@@ -243,7 +243,7 @@ def _nearest(name: str, names: list[str]) -> str:
 
 
 def _silent(store: Store, gangs: list[History]) -> set[str]:
-    """Of the gangs that have not ended: those whose lease nobody renews. Clocks are not compared: it waits to see."""
+    """Gangs that have not ended and whose lease nobody renews. Clocks are not compared: the function waits to see."""
     leases = {told.gang: f"{told.gang.replace('train-', 'train/', 1)}/lease.json" for told in gangs if not told.end}
     first = {gang: store.read(key) for gang, key in leases.items()}
     silent = {gang for gang, key in leases.items() if not lease.holder(store, key)}

@@ -1,7 +1,8 @@
-"""One host of a gang, as a run of the deployment node/<pool>: tasks/gang/engines/prefect.py makes N of them at once.
+"""One host of a gang, as a run of the deployment node/<pool>. tasks/gang/engines/prefect.py makes N of them at once.
 
-Not to be started by hand. What it starts ends with this process, and with the worker above it, by whatever they die.
-A host is called by its worker's name here. One that the gang leaves out passes the run on to another worker.
+Nobody starts this flow by hand. The processes that it starts end with this process, and with the worker above it,
+however those die. A host is called by its worker's name here. A host that the gang leaves out passes the run on to
+another worker.
 """
 
 import contextlib
@@ -51,7 +52,7 @@ def node(arguments: list[str], without: list[str] | None = None, grace: int = 29
 
 
 def _pass_on() -> State:
-    """Holds this worker until another has the run: it would take it again."""
+    """Hold this worker until another has the run: it would take it again."""
     with get_client(sync_client=True) as client:
         mine = client.read_flow_run(UUID(flow_run.id))
         assert mine.deployment_id
@@ -68,7 +69,7 @@ def _pass_on() -> State:
 
 
 def _until_worker() -> list[int]:
-    """This process and those above it that are Prefect's."""
+    """Ids of this process and of those above it that are Prefect's."""
     me = psutil.Process()
     above = [parent.pid for parent in me.parents() if any(Path(part).name == "prefect" for part in parent.cmdline())]
     return [me.pid, *above]

@@ -1,4 +1,4 @@
-"""Which packages are installed, and which uv.lock asks for. Standard library only: it runs where they are missing."""
+"""Installed packages, and the packages that uv.lock asks for. Standard library only: it runs where they are missing."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ CLASHES = [("3.8", "sqlalchemy", (2, 1), "the server's scheduler fails, no sched
 
 
 def clashes(have: dict[str, str]) -> list[str]:
-    """Installed pairs that are known not to work, and what does not."""
+    """Installed pairs that are known not to work together, and what does not work."""
     prefect = have.get("prefect", "")
     return [
         f"{name} {have[name]} with prefect {prefect}: {lack}"

@@ -1,4 +1,4 @@
-"""Plan: what a run needs, before anything is paid for. Without a GPU, a network or a model's weights.
+"""Plan: the needs of a run, before anything is paid for. No GPU, network or weights are needed.
 
     python -m flows.plan glm47                                   its own layout: legal, fits, how long, which host
     python -m flows.plan glm47 layout.etp=1 --gpu h200 --price 3.5
@@ -71,7 +71,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _obstacles(run: Run, facts: ModelFacts) -> list[str]:
-    """Why the model cannot be converted. Those that are here for their plan alone need not be."""
+    """Reasons why the model cannot be converted. Models that are here for their plan alone need not be."""
     if facts.architecture in UNBRIDGED:
         return []
     found = obstacles(config_of(run)[0], run.model.ignore_config)

@@ -1,8 +1,8 @@
-"""Whether a Prefect server starts scheduled runs, and what keeps it from that.
+"""Check that a Prefect server starts scheduled runs, and find the reasons if it does not.
 
-Standard library alone, for Python 3.8: flows/doctor.py says what this finds, and so does `make up`. Three things are
+Standard library alone, for Python 3.8: flows/doctor.py reports these findings, and so does `make up`. Three things are
 looked at: errors that the server of `make up` logs again and again, active schedules whose next runs the server has not
-made, and what becomes of runs that are due. Nothing that an address may hold is passed on.
+made, and runs that are due and not taken. No part of an address is printed.
 """
 
 # pyright: reportArgumentType=false
@@ -47,7 +47,7 @@ class Silent(Exception):
 
 
 def of_make_up(runs: Path) -> dict | None:
-    """The server that `make up` started, if it runs: its address, when it was started, and where its log begins."""
+    """The server that `make up` started, if it runs: its address, its start time, and where its log begins."""
     try:
         server = json.loads((runs / "services/processes.json").read_text())["prefect"]
     except (OSError, ValueError, KeyError):
@@ -88,7 +88,7 @@ def failing_services(log: Path, start: int = 0) -> list[Trouble]:
 
 
 def _service(logger: str, message: str) -> str:
-    """What failed: docket names the function with its arguments, others log in their own module's name."""
+    """Name of the failing service. docket names the function with its arguments, others log in their module's name."""
     called = re.search(r"(\w+)\(", message) if logger.startswith("docket") else None
     return called.group(1) if called else logger
 
@@ -102,7 +102,7 @@ def active(api: str) -> list[dict]:
 
 
 def unscheduled(api: str, deployments: list[dict], settled: float | None = None) -> list[Trouble]:
-    """Active schedules without a next run, although they have stood for some time: the scheduler does not work."""
+    """Active schedules without a next run, although they have existed for some time: the scheduler does not work."""
     now, settled = time.time(), SETTLED if settled is None else settled
     dead = []
     for deployment in deployments:
@@ -143,7 +143,7 @@ def unattended(api: str, deployments: list[dict]) -> list[Trouble]:
 
 
 def _has_next(rule: dict) -> bool:
-    """Whether it surely has a run within the 100 days that the scheduler looks ahead."""
+    """Whether a schedule surely has a run within the 100 days that the scheduler looks ahead."""
     if "interval" in rule:
         return rule["interval"] <= 90 * 86400
     fields = rule.get("cron", "").split()

@@ -1,4 +1,4 @@
-"""A Prefect server, an MLflow server and workers on this host, for trying the deployments out.
+"""Services for trying the deployments out on this host: a Prefect server, an MLflow server and workers.
 
     python -m flows.services up          start what is not running, deploy everything, print the addresses
     python -m flows.services down        stop just those
@@ -96,7 +96,10 @@ def status() -> int:
 
 
 def _troubles(running: dict, api: str) -> list[Trouble]:
-    """What keeps schedules from running. The scheduler takes some seconds after a deployment, and a worker to come."""
+    """Problems that keep schedules from running.
+
+    The scheduler takes some seconds after a deployment, and a worker to come.
+    """
     own = [f"work pool {name.partition('-')[2]} " for name in running if name.startswith("worker-")]
     until = time.monotonic() + SCHEDULED_WITHIN
     try:
@@ -159,7 +162,7 @@ def _start(name: str, command: list, address: str, environment: dict[str, str]) 
 
 
 def _running() -> dict[str, dict]:
-    """Those of the file that still are what they were: a number alone may be another process by now."""
+    """Processes of the file that still are the same: a number alone may be another process by now."""
     path = _folder() / "processes.json"
     noted = json.loads(path.read_text()) if path.exists() else {}
     return {name: process for name, process in noted.items() if started(process["pid"]) == process["started"]}
@@ -170,7 +173,7 @@ def _save(running: dict) -> None:
 
 
 def _signal(process: dict, number: int) -> None:
-    """To its whole session: an MLflow server has workers of its own."""
+    """Send a signal to the process's whole session: an MLflow server has workers of its own."""
     if started(process["pid"]) == process["started"]:
         os.killpg(process["pid"], number)
 

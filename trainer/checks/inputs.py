@@ -1,4 +1,4 @@
-"""What a command needs on disk, checked without torch before any rank is started: in a second, but for the data.
+"""Checks of a command's inputs on disk, without torch, before any rank is started: in a second, but for the data.
 
 Each check raises a Fault of one line that names the file, what is wrong with it and what would be right.
 """
@@ -70,7 +70,7 @@ def check_evaluate(run: Run) -> None:
 
 
 def check_model(run: Run) -> ModelFacts:
-    """The released checkpoint is whole, and is converted to what config.json says. Returns its sizes."""
+    """Check that the released checkpoint is whole, and is converted to what config.json says. Returns its sizes."""
     folder = Path(run.paths.model)
     if not folder.is_dir():
         raise Fault(f"paths.model: {folder}: no such folder; it holds the released checkpoint in Hugging Face format")

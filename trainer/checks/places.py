@@ -1,7 +1,7 @@
-"""Where each command reads and writes, checked before it does either: contract/output_marks.py has the rules.
+"""Checks of the paths that a command reads and writes, before it does either; contract/output_marks.py has the rules.
 
-Nothing that this project has not made is replaced, and no output meets an input or another output. All that is wrong is
-said at once, a line for each path.
+Nothing that this project has not made is replaced, and no output meets an input or another output. All problems are
+reported at once, a line for each path.
 """
 
 # pyright: reportArgumentType=false
@@ -79,7 +79,7 @@ def _inputs(run: Run, *names: str) -> Inputs:
 
 
 def _sources(run: Run) -> Inputs:
-    """Folders and files of rows on this disk; files too, as a folder or a pattern may lead elsewhere by links."""
+    """Folders and files of rows on this disk. Files count too, as a folder or a pattern may lead elsewhere by links."""
     return {name: [*_of_source(source)] for name, source in _named(run) if sources.is_local(source)}
 
 

@@ -82,7 +82,10 @@ def draw_initial_values(model, seed: int) -> None:
 
 
 def _piece(name: str, parameter, seed: int, parts: int = 1) -> torch.Tensor:
-    """`parts`: of how many matrices, each of which is cut, the parameter holds one below the other."""
+    """Piece that this rank holds of a matrix that is drawn whole.
+
+    `parts` is the number of matrices, each of which is cut, that the parameter holds one below the other.
+    """
     if ".experts." in name:
         group = parallel_state.get_expert_tensor_parallel_group()
     else:

@@ -1,4 +1,4 @@
-"""From a run's configuration to Megatron-Bridge's description of the model, the same for every command."""
+"""Description of a run's model for Megatron-Bridge, made from the configuration in the same way for every command."""
 
 from pathlib import Path
 
@@ -24,7 +24,7 @@ def open_bridge(run: Run):
 
 
 def _cause(error: BaseException) -> str:
-    """What was wrong first, on one line: Bridge takes any error for one of the network and raises its own."""
+    """The first error as one line. Bridge takes any error for one of the network and raises its own."""
     while cause := error.__cause__ or error.__context__:
         error = cause
     return " ".join(str(error).split())[:300] or type(error).__name__

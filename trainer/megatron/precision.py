@@ -1,4 +1,4 @@
-"""FP8, the types of the optimizer's states, and its offloading, as Megatron's settings.
+"""Settings of Megatron for FP8, for the types of the optimizer's states, and for its offloading.
 
 The rules are in conf/rules/precision.py.
 
@@ -30,7 +30,7 @@ RECIPES = {
 
 
 def mixed_precision(run: Run):
-    """None for fp32."""
+    """Bridge's settings of mixed precision; None for fp32."""
     from megatron.bridge.training.mixed_precision import get_mixed_precision_config
 
     train, optimizer = run.train, run.optimizer
@@ -47,7 +47,7 @@ def mixed_precision(run: Run):
 
 
 def optimizer_settings(run: Run) -> dict[str, Any]:
-    """What Megatron's OptimizerConfig takes besides the ordinary."""
+    """Settings of Megatron's OptimizerConfig besides the ordinary ones."""
     import torch
 
     optimizer = run.optimizer
@@ -72,7 +72,7 @@ def optimizer_settings(run: Run) -> dict[str, Any]:
 
 
 def prepare(run: Run, resumed: bool) -> None:
-    """Refuse what this machine cannot do, and repair what Megatron cannot."""
+    """Refuse settings that this machine cannot do, and repair those that Megatron gets wrong."""
     if not device.has_gpu() and (missing := beyond_a_cpu(run)):
         raise Fault(
             "\n".join(f"{key}: {value} needs a GPU, and this host has none; {usual}" for key, value, usual in missing)

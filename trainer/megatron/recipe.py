@@ -1,4 +1,4 @@
-"""A run's configuration as Megatron-Bridge's ConfigContainer: all settings of its loop that we depart from."""
+"""Recipe of a run: its configuration as Megatron-Bridge's ConfigContainer, with all settings that we change."""
 
 # pyright: reportArgumentType=false
 
@@ -121,7 +121,7 @@ def make_config(run: Run, bridge, resume_step: int | None):
 
 
 def load_only(config) -> None:
-    """Turn a training run's configuration into that of loading its checkpoint, and no step."""
+    """Turn a training run's configuration into one that loads its checkpoint and takes no step."""
     config.validation.skip_train, config.validation.eval_iters = True, 0
     config.dataset.do_validation = False
     config.checkpoint.load_optim = config.checkpoint.load_rng = False

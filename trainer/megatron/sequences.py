@@ -1,4 +1,4 @@
-"""What Megatron-Bridge's loop reads prepared data by (trainer/data/prepared.py): token files, never text.
+"""Readers of prepared data (trainer/data/prepared.py) for Megatron-Bridge's loop: token files, never text.
 
 Packed sequences are read by Bridge's own dataset. It has none for sequences of one row that are tokens already: Rows
 gives the batches that its GPTSFTDataset would make of the same rows, padded to data.seq_length. Texts, for pretraining,
@@ -27,7 +27,7 @@ from trainer.data.write import packing
 
 
 def make_dataset(run: Run):
-    """For ConfigContainer.dataset."""
+    """Dataset settings for ConfigContainer.dataset."""
     place = prepared.folder(run)
     found = prepared.load(place)
     shared = {"seq_length": run.data.seq_length, "num_workers": run.data.workers}
@@ -78,7 +78,7 @@ def _texts(run: Run, place: Path, shared: dict[str, Any]) -> GPTDatasetConfig:
 
 @dataclass(kw_only=True)
 class TokenFiles(DatasetProvider):
-    """One row a sequence."""
+    """Dataset of token files with one row a sequence."""
 
     folder: str
     seq_length: int
@@ -93,7 +93,7 @@ class TokenFiles(DatasetProvider):
 
 
 class Rows(Dataset):
-    """The rows of a token file. The row group read last is kept."""
+    """Rows of a token file. The row group read last is kept."""
 
     def __init__(self, path: str, seq_length: int, pad_id: int):
         from pyarrow import parquet
@@ -109,7 +109,7 @@ class Rows(Dataset):
         return int(self.starts[-1])
 
     def __getitem__(self, row: int) -> tuple[np.ndarray, np.ndarray]:
-        """Ids, and for each whether the one after it is learned."""
+        """Ids of a row, and for each whether the one after it is learned."""
         group = int(np.searchsorted(self.starts, row, "right")) - 1
         if group != self.group:
             self._read(group)

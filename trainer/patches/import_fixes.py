@@ -1,4 +1,4 @@
-"""What Megatron-Bridge and megatron-core need to be imported outside NVIDIA's containers, and when each can go.
+"""Fixes that Megatron-Bridge and megatron-core need outside NVIDIA's containers, and when each can go.
 
 To work at all:
 1. megatron.bridge.training.pretrain imports nvidia_resiliency_ext's CallWrapper for a type annotation. The package has
@@ -119,7 +119,7 @@ def install(compiles: bool) -> None:
 
 @contextlib.contextmanager
 def _no_compiler():
-    """torch._dynamo is not imported for functions that are only marked as not to be compiled."""
+    """Keep torch._dynamo from being imported for functions that are only marked as not to be compiled."""
     from torch.optim import Optimizer
 
     for method in (Optimizer.add_param_group, Optimizer.load_state_dict, Optimizer.state_dict, Optimizer.zero_grad):

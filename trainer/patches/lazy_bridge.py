@@ -57,9 +57,9 @@ def load_family(architecture: str) -> None:
 
 @contextlib.contextmanager
 def promised(modules: dict[str, tuple[str, ...] | dict[str, object]]):
-    """Inside, `from module import name` returns a promise, or the value that is given for the name.
+    """Make `from module import name` return a promise, or the value that is given for the name, while the block runs.
 
-    Imports after it find the real modules, and so does whoever asks one of these modules for another name.
+    Imports after it find the real modules. Asking one of these modules for another name gives the real one as well.
     """
     absent = [module for module in modules if module not in sys.modules]
     for module in absent:
@@ -76,7 +76,7 @@ def promised(modules: dict[str, tuple[str, ...] | dict[str, object]]):
 
 
 class Promised(ModuleType):
-    """In sys.modules in the place of a module. Asked for anything but `values`, it makes way for the real one."""
+    """Module in sys.modules in the place of another. Asked for anything but `values`, it makes way for the real one."""
 
     def __init__(self, name: str, values: dict):
         super().__init__(name)
@@ -90,7 +90,7 @@ class Promised(ModuleType):
 
 
 class _Promise(type):
-    """The promises are classes, because some of their importers name them in a union of types or in isinstance()."""
+    """Metaclass of promises. They are classes, as some importers name them in a union of types or in isinstance()."""
 
     def __call__(cls, *args, **kwargs):
         return getattr(_real(cls.__module__), cls.__name__)(*args, **kwargs)
@@ -142,7 +142,7 @@ class _Loader(importlib.abc.Loader):
 
 
 def _reexported(source: str, package: str) -> dict[str, tuple[str, str]] | None:
-    """Name -> (module, attribute) of an __init__ that only imports; None for one that does anything else."""
+    """Table of name -> (module, attribute) for an __init__ that only imports; None for one that does anything else."""
     names = {}
     for node in ast.parse(source).body:
         if isinstance(node, ast.ImportFrom):

@@ -52,7 +52,7 @@ def has_random_states(folder: Path, layout: Layout) -> bool:
 
 
 def _parts(state_dict: dict, count: int) -> list[dict]:
-    """The tensors of each optimizer of this rank."""
+    """Tensors of each optimizer of this rank."""
     if count > 1:
         return [state_dict[i] for i in range(count)]
     return [{key: value for key, value in state_dict.items() if not isinstance(key, int)}]

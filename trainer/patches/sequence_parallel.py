@@ -32,7 +32,7 @@ WRITTEN_FOR = {"megatron-bridge": ("0.6.2",), "megatron-core": ("0.19.2",)}
 
 
 def give_every_adapter_all_tokens(model) -> None:
-    """`model`: a stage, or a list of them, that has just been given its adapters."""
+    """Let each adapter of `model` see all tokens. `model` is a stage, or a list of them, with adapters just added."""
     versions.check(__name__, WRITTEN_FOR)
     for chunk in model if isinstance(model, list) else [model]:
         for module in chunk.modules():

@@ -36,7 +36,7 @@ def install() -> None:
 
 
 def count_once(model) -> None:
-    """Let the copies of one adapter on several expert-parallel ranks be one in the norm of gradients."""
+    """Let the copies of one adapter on several expert-parallel ranks count as one in the norm of gradients."""
     versions.check(__name__, WRITTEN_FOR)
     if parallel_state.get_expert_model_parallel_rank() == 0:
         return
@@ -68,7 +68,10 @@ class Adapter(ParallelLinearAdapter):
 
 
 class _Hidden(nn.Module):
-    """What all ranks' columns of B multiply: gradients are added up, and so are values where each rank has a part."""
+    """Hidden values that all ranks' columns of B multiply.
+
+    Gradients are added up, and values too where each rank has a part.
+    """
 
     def __init__(self, group, of_parts: bool):
         super().__init__()

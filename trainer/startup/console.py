@@ -1,4 +1,4 @@
-"""What a person sees of a trainer command: our own lines. Megatron's go to a log per rank, for when they matter."""
+"""Console output of a trainer command: our own lines. Megatron's go to a log per rank, for when they matter."""
 
 import contextlib
 import logging
@@ -10,7 +10,7 @@ WRITER = "megatron.core.dist_checkpointing.strategies.filesystem_async"  # what 
 
 
 def say(text: str) -> None:
-    """One line, from rank 0."""
+    """Print one line, from rank 0."""
     if os.environ.get("RANK", "0") == "0":
         print(text, file=sys.__stdout__, flush=True)
 

@@ -1,7 +1,7 @@
-"""Decides once per process whether Megatron runs on this host's GPU or, over gloo, on its CPU.
+"""Choice, once per process, whether Megatron runs on this host's GPU or, over gloo, on its CPU.
 
 start() comes before the first import of Megatron in every entry point. With a GPU it changes nothing but what
-trainer/patches/import_fixes.py explains. Without one it puts trainer/cpu between Megatron and the machine:
+trainer/patches/import_fixes.py explains. Without one it puts trainer/startup/cpu between Megatron and the machine:
 torch.cuda's functions (cpu/cuda.py), Transformer Engine's modules (cpu/stand_in) and one operation that gloo wants
 called differently.
 """
@@ -27,7 +27,7 @@ def backend() -> str:
 
 
 def start() -> None:
-    """Prepare this process for Megatron. Idempotent."""
+    """Prepare this process for Megatron. A second call changes nothing."""
     if "megatron.core" in sys.modules:
         return
     # Bridge's deprecations and its list of kernels that are not installed: 40 lines that no user can act on.
@@ -57,8 +57,10 @@ def start() -> None:
 
 
 def _c_compiler() -> str | None:
-    """Triton needs one. With Megatron's activation functions compiled, a step on an H200 takes 0.66 of the time for
-    GPT2-large and 0.9 for layers of GLM-4.7, of what it takes without.
+    """The C compiler that Triton needs.
+
+    With Megatron's activation functions compiled, a step on an H200 takes 0.66 of the time for GPT2-large and 0.9 for
+    layers of GLM-4.7, of what it takes without.
     """
     return os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang") or shutil.which("cc")
 
@@ -76,7 +78,7 @@ def _put_cpu_below() -> None:
 
 
 def choose_kernels(provider) -> None:
-    """Fused ones where there is a GPU and they gain something. The function that the model computes stays the same."""
+    """Choose fused kernels where there is a GPU and they gain something. The model computes the same function."""
     provider.gradient_accumulation_fusion = False  # needs APEX, which no wheel brings, on a GPU as well
     if has_gpu():
         # Megatron's own makes two copies of the logits in fp32; Transformer Engine's works in their place.

@@ -1,11 +1,11 @@
-"""How every trainer command starts: read and check the configuration, start the ranks, put faults in one line.
+"""Start of every trainer command: read and check the configuration, start the ranks, put faults in one line.
 
     python -m trainer.train CONF [key=value ...]        checks, then runs layout.gpus_per_node processes on this host
     torchrun ... -m trainer.train RESOLVED.yaml         one rank of a run that somebody else starts
 
-Exit code 0 is success, 2 a fault of the person who started it (one line on stderr says which), 1 anything else.
-Started without torchrun, a run of one process stays in this one; more are handed to torchrun. Its own report of
-a failed child would bury the line that matters, so ranks leave their fault in a file and torchrun's report is dropped.
+Exit code 0 is success, 2 a fault of the person who started it (one line on stderr says which), 1 anything else. Started
+without torchrun, a run of one process stays in this process; more are handed to torchrun. Its own report of a failed
+child would bury the line that matters, so ranks leave their fault in a file and torchrun's report is dropped.
 """
 
 # pyright: reportOptionalMemberAccess=false
@@ -89,7 +89,7 @@ def start(
 
 
 def _take_gpus(run: Run, gpus: bool) -> None:
-    """Until this process ends. A flow that has started it has taken them already."""
+    """Take this host's GPUs until this process ends. A flow that has started it has taken them already."""
     if gpus:
         command = sys.modules["__main__"].__spec__.name.rpartition(".")[2]
         host_gpus.take(f"{command} of {run.name}, started by hand", say)
@@ -119,7 +119,7 @@ def _be_rank(
 
 @contextlib.contextmanager
 def faults_in_one_line():
-    """Turns what is not this program's defect into a line on stderr and exit code 2."""
+    """Turn an error that is no defect of this program into a line on stderr and exit code 2."""
     try:
         yield
     except ConfigError as error:
@@ -146,7 +146,7 @@ def _arguments() -> argparse.Namespace:
 
 
 def _die_with_agent() -> None:
-    """A rank of torchrun's ends when torchrun does, also when that is killed and can tell it nothing."""
+    """Make a rank end when torchrun does, also when torchrun is killed and cannot signal it."""
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return
     LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
@@ -155,7 +155,7 @@ def _die_with_agent() -> None:
 
 
 def _is_torchrun(pid: int) -> bool:
-    """In a container it may be the first process."""
+    """Whether this process is torchrun, which may be the first process in a container."""
     try:
         return b"torch" in Path(f"/proc/{pid}/cmdline").read_bytes()
     except OSError:
@@ -172,7 +172,10 @@ def _check_world(run: Run) -> None:
 
 
 def _alone() -> dict[str, str]:
-    """At port 0, for which the system takes a free one: one that was found free before may be taken by then."""
+    """Environment of a single process.
+
+    Its port is 0, for which the system takes a free one: a port that was found free before may be taken by then.
+    """
     ranks = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
     return ranks | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
 

@@ -1,4 +1,4 @@
-"""Signs of life of a rank, for whoever watches it on this host: a thread writes them once a second to a file.
+"""Heartbeat of a rank, for whoever watches it on this host: a thread writes signs of life to a file once a second.
 
 LIFE_FOLDER names the folder; without it nothing is written. rank<N>.json holds rank, pid, phase, the last step, how
 long the usual step takes, and the moments of all this by this host's monotonic clock. The thread falls silent when the
@@ -37,7 +37,7 @@ def phase(name: str) -> None:
 
 
 def step(number: int) -> None:
-    """A step has ended."""
+    """Note that a step has ended."""
     if signs["phase"] == "training":
         durations.append(time.monotonic() - signs["step_at"])
         del durations[:-USUAL]
@@ -47,7 +47,7 @@ def step(number: int) -> None:
 
 
 def failed(error: BaseException) -> None:
-    """What this rank dies of."""
+    """Write down the error that this rank dies of."""
     if "LIFE_FOLDER" not in os.environ:
         return
     lines = traceback.format_exception(error)
@@ -57,7 +57,7 @@ def failed(error: BaseException) -> None:
 
 
 def meet() -> None:
-    """Wait until all ranks of this attempt have said its name to its master: a rank of a dead attempt never gets by."""
+    """Wait until all ranks of this attempt have sent its name to its master. A rank of a dead attempt never gets by."""
     name = os.environ.get("GANG_ATTEMPT")
     if not name:
         return
@@ -79,7 +79,7 @@ def meet() -> None:
 
 
 def callback():
-    """For Megatron-Bridge's loop: tells what the rank does."""
+    """Callback for Megatron-Bridge's loop that notes what the rank does."""
     from megatron.bridge.training.callbacks import Callback
 
     class Signs(Callback):

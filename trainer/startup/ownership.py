@@ -1,4 +1,4 @@
-"""One owner of each folder that a command writes: a second start is refused before it deletes or writes anything.
+"""Ownership of each folder that a command writes: a second start is refused before it deletes or writes anything.
 
 The owner keeps a file in the folder, or beside one that is replaced as a whole: .owner.N says which process of which
 host it is, and since when. The owner touches it every RENEWED seconds, and removes it when it ends. Whoever finds one
@@ -77,7 +77,7 @@ def _try_to_take(run: Run, key: str) -> tuple[Path, Path, list[Path]] | None:
 
 
 def _place(folder: Path, key: str) -> Path:
-    """Path of the owner's file, without its number; the same for all names of the folder."""
+    """Path of the owner's file, without its number. It is the same for all names of the folder."""
     folder = folder.resolve()
     if key in REPLACED and folder.name:
         return folder.with_name(f".{folder.name}.owner")
@@ -85,7 +85,7 @@ def _place(folder: Path, key: str) -> Path:
 
 
 def _make_folder(folder: Path) -> list[Path]:
-    """The folders that were missing, innermost first."""
+    """Make the folder. Returns the folders that were missing, innermost first."""
     missing = [path for path in (folder, *folder.parents) if not path.exists()]
     folder.mkdir(parents=True, exist_ok=True)
     return missing
@@ -108,7 +108,7 @@ def _take(place: Path, key: str, me: dict[str, Any]) -> Path:
 
 
 def _wait_for_end(newest: Path, key: str, place: Path, me: dict[str, Any]) -> None:
-    """Returns once that owner is seen to be gone. Raises a Fault as soon as it is seen to live."""
+    """Wait until that owner is seen to be gone. Raises a Fault as soon as it is seen to live."""
     seen, until, told = _touched(newest), time.monotonic() + EXPIRES, False
     while seen is not None and time.monotonic() < until:
         owner = _read(newest)
@@ -142,7 +142,7 @@ def _name(owner: dict[str, Any]) -> str:
 
 
 def _is_earlier_attempt(theirs: str, mine: str) -> bool:
-    """Both are <gang>-<number>."""
+    """Whether theirs is an earlier attempt of the same gang. Both are <gang>-<number>."""
     (gang, _, earlier), (mine_of, _, later) = theirs.rpartition("-"), mine.rpartition("-")
     return bool(gang) and gang == mine_of and earlier.isdigit() and later.isdigit() and int(earlier) < int(later)
 
@@ -176,7 +176,7 @@ def _create(path: Path, content: dict[str, Any]) -> None:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """Empty where it is damaged, or just being written."""
+    """Content of an owner's file; empty where it is damaged, or just being written."""
     with contextlib.suppress(OSError, ValueError):
         content = json.loads(path.read_text())
         if isinstance(content, dict) and {"boot", "pid", "born"} <= {*content}:
@@ -185,7 +185,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _touched(path: Path) -> int | None:
-    """Opened first: a client of NFS then asks its server. None where the file is gone."""
+    """Time of the last touch; None where the file is gone. Opening it first makes a client of NFS ask its server."""
     try:
         with path.open("rb") as file:
             return os.fstat(file.fileno()).st_mtime_ns

@@ -1,12 +1,12 @@
-"""A few steps in, does everything learn that is trained? If not, stop with the reason instead of wasting GPUs.
+"""Check after a few steps that everything learns that is trained. If not, stop with the reason instead of wasting GPUs.
 
 Frozen bases combined with recomputation have given finite losses and zero gradients in several frameworks, and so do
 adapters that are not attached, or only to some layers. After STEPS steps each trained tensor must have had a gradient
-and have changed; trainer/training/learning_verdict.py is the verdict. With adapters, A has no gradient while B is
-zero: it is looked at a step later. The gate also writes down what really runs, as Megatron's finished configuration
+and have changed; trainer/training/learning_verdict.py gives the verdict. With adapters, A has no gradient while B is
+zero: it is looked at a step later. The check also writes down what really runs, as Megatron's finished configuration
 has it.
 
-What it costs, in the first steps of each start alone: sums per tensor on the device, digests
+It costs these things, in the first steps of each start alone: sums per tensor on the device, digests
 (trainer/weights/digests.py) of what is trained before and after, one wait for the device a look, and numbers and names
 sent between ranks.
 """
@@ -83,7 +83,7 @@ class Gates(Callback):
         return _per_part(self.tensors, _digest), _per_part(self.tensors, _exact_digest)
 
     def _seen(self) -> dict[Key, Seen]:
-        """Of the whole model, on every rank."""
+        """Observations on the whole model, on every rank."""
         values, exact = ((now != before).tolist() for now, before in zip(self._values(), self.before, strict=True))
         flags = zip(self.gradients.tolist(), values, exact, strict=True)
         mine = {}
@@ -97,7 +97,7 @@ class Gates(Callback):
         return learning_verdict.combined(everyone)
 
     def _require(self, context, verdict: Verdict) -> None:
-        """On all ranks alike, so that none is left waiting for the others."""
+        """Raise the verdict on all ranks alike, so that none is left waiting for the others."""
         norm, faults = context.grad_norm, verdict.faults
         if not (norm and norm > 0):
             faults = [f"the gradient norm is {norm}", *faults]
@@ -117,7 +117,7 @@ class Gates(Callback):
 
 @dataclass(frozen=True)
 class Tensor:
-    """What is trained, as this rank has it: one tensor, or those of several experts in one."""
+    """A trained tensor as this rank has it: one tensor, or those of several experts in one."""
 
     name: str
     parameter: torch.nn.Parameter
@@ -125,7 +125,7 @@ class Tensor:
 
 
 class Tokens:
-    """Which experts got a token at which their layer's output has a gradient: those must learn.
+    """Record of the experts that got a token at which their layer's output has a gradient: those must learn.
 
     A hook on the router keeps which token goes where, one on the layer's output which tokens have a gradient.
     """
@@ -140,7 +140,7 @@ class Tokens:
             self.hooks.append(module.register_forward_hook(partial(self._watch, layer)))
 
     def take(self) -> dict[str, set[int]]:
-        """Of the whole model, since the last call; on every rank."""
+        """Experts of the whole model since the last call, on every rank."""
         mine = {layer: reached.nonzero().flatten().tolist() for layer, reached in self.reached.items()}
         for reached in self.reached.values():
             reached.zero_()
@@ -205,7 +205,10 @@ def _expert_layers(model):
 
 
 def _learns_nothing(name: str, context) -> bool:
-    """By the run's own configuration: losses of weight zero, and a router that has nothing to weigh."""
+    """Whether the run's configuration keeps a tensor from learning.
+
+    It does so by losses of weight zero, and by a router that has nothing to weigh.
+    """
     model = context.state.cfg.model
     mute = name.startswith("mtp.") and not model.mtp_loss_scaling_factor
     return mute or (".router." in name and model.moe_router_topk == 1)

@@ -1,11 +1,11 @@
-"""The verdict of the learning check: does every trained tensor learn, of every kind, in every layer?
+"""Verdict of the learning check: whether every trained tensor learns, of every kind, in every layer.
 
-A tensor learns if a gradient other than zero has reached it and its values have changed. Both are asked for: weight
-decay changes a weight that no gradient reaches, and a weight that the optimizer was not given has a gradient.
+A tensor learns if a gradient other than zero has reached it and its values have changed. Both are needed: weight decay
+changes a weight that no gradient reaches, and a weight that the optimizer was not given has a gradient.
 
 Experts. One that got no token cannot learn; neither can one whose tokens bear on no loss, such as padding behind the
 last answer. trainer/training/learning_check.py therefore notes which experts got a token at which the layer's output
-has a gradient: each of those must learn. The others may, and are counted. And a layer none of whose experts got such a
+has a gradient: each of those must learn. The others may, and are counted. A layer none of whose experts got such a
 token is at fault, whatever its experts did.
 """
 
@@ -51,7 +51,7 @@ class Verdict:
 
 
 def combined(everyone: list[dict[Key, Seen]]) -> dict[Key, Seen]:
-    """What all ranks have seen: a gradient on any of them, a change on each that holds the tensor or a part of it."""
+    """Observations of all ranks: a gradient on any of them, a change on each that holds the tensor or a part of it."""
     found: dict[Key, Seen] = {}
     for of_rank in everyone:
         for key, one in of_rank.items():
@@ -67,7 +67,11 @@ def combined(everyone: list[dict[Key, Seen]]) -> dict[Key, Seen]:
 
 
 def judge(found: dict[Key, Seen], needed: dict[str, set[int]], every_layer: bool = True) -> Verdict:
-    """`needed`: by layer, the experts that got a token that bears on the loss; `every_layer` has to have one."""
+    """Judge whether every tensor learns.
+
+    `needed` has, by layer, the experts that got a token that bears on the loss. With `every_layer`, each layer must
+    have one.
+    """
     learned, total, idle = Counter(), Counter(), 0
     without: dict[tuple[str, str], list[str]] = defaultdict(list)
     layers: dict[str, set[str]] = defaultdict(set)

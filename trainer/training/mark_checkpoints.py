@@ -1,4 +1,4 @@
-"""Marks each checkpoint complete once Megatron has written all of it.
+"""Callback that marks each checkpoint complete once Megatron has written all of it.
 
 The digests of the trained tensors, as they are in memory, are written beside it first: trainer/weights/digests.py.
 """
@@ -25,7 +25,7 @@ class Saves(Callback):
         self.training = resume.record(run)  # as it is now: nobody is to edit it under a running training
 
     def on_checkpoint_save(self, context) -> None:
-        """Called on every rank, after all have written and passed a barrier."""
+        """Mark the checkpoint. Every rank gets this call after all have written and passed a barrier."""
         of_tensors = model_digests.of_model(context.model, context.state.cfg.peft)
         alpha = model_digests.alpha(context.model)
         if distributed.get_rank() == 0:

@@ -1,4 +1,4 @@
-"""Rank 0 appends one line of JSON per step to metrics.jsonl: the only way out of the training process for a number.
+"""Metrics of each step, which rank 0 appends to metrics.jsonl: the only way out of the training process for a number.
 
 Kinds of lines: start (layout, recompute, sizes), train, validation, checkpoint. A run that goes on from step N first
 drops the lines of later steps, which an interrupted attempt left behind, so that no step stands there twice.
@@ -152,7 +152,7 @@ class Metrics(Callback):
 
 
 class _Scalars(dict):
-    """Stands where Megatron expects a TensorBoard writer, and keeps what is written."""
+    """Writer in the place of Megatron's TensorBoard writer. It keeps all values."""
 
     def add_scalar(self, name: str, value, step: int) -> None:
         self[name] = float(value)
@@ -179,7 +179,7 @@ def _auxiliary_losses(model) -> dict[str, str]:
 
 
 def _from_last_stage(values: list[float]) -> list[float]:
-    """What the last pipeline stage holds, on every stage."""
+    """Values of the last pipeline stage, on every stage."""
     if parallel_state.get_pipeline_model_parallel_world_size() == 1:
         return values
     tensor = torch.tensor(values, dtype=torch.float64, device="cuda")

@@ -1,12 +1,12 @@
-"""What the trained model says of fixed prompts, written before its last checkpoint counts as complete.
+"""Parity record: log-probabilities of fixed prompts by the trained model, written before its last checkpoint is marked.
 
-The log-probability of each token of the first rows of test.jsonl (else of validation.jsonl, else of training.jsonl), by
-base and adapter as they were trained, at whatever layout. trainer/serving/agreement.py asks the served model the same.
-With an adapter, the same of the base alone is written beside: the difference is what the adapter does, and what a
-served model may lose none of. A digest of the trained weights says which weights it was that answered.
+The record has the log-probability of each token of the first rows of test.jsonl (else of validation.jsonl, else of
+training.jsonl), by base and adapter as they were trained, at whatever layout. trainer/serving/agreement.py asks the
+served model the same. With an adapter, the same of the base alone is written beside. The difference is the effect of
+the adapter, and a served model must not lose any of it. A digest of the trained weights says which weights answered.
 
-Called when a checkpoint has been written and is not yet marked: a run whose training is complete then has parity.json,
-and nothing that is computed here can find its way into a checkpoint. A finished run without it (it was deleted, or
+The record is made when a checkpoint has been written and is not yet marked. A run whose training is complete then has
+parity.json, and nothing that is computed here can get into a checkpoint. A finished run without it (it was deleted, or
 other rows are asked for) loads its last checkpoint and takes no step: Megatron-Bridge calls back in between.
 """
 
@@ -42,13 +42,13 @@ class Parity(Callback):
             record(self.run, context)
 
     def on_data_init_start(self, context) -> None:
-        """The model is there, with its checkpoint loaded."""
+        """Write the record of a finished run: the model is there, with its checkpoint loaded."""
         if context.state.cfg.validation.skip_train:
             record(self.run, context)
 
 
 def record(run: Run, context) -> None:
-    """Write paths.parity; every rank takes part."""
+    """Write paths.parity. Every rank takes part."""
     rows = agreement.rows(run)
     if not rows:
         return
@@ -74,7 +74,10 @@ def record(run: Run, context) -> None:
 
 
 def _log_probs(run: Run, context, rows_of_tokens: list[list[int]]) -> list[list[float]]:
-    """Of each prompt's tokens but the first, with numbers of no meaning where a prompt is shorter than the longest."""
+    """Log-probabilities of each prompt's tokens but the first.
+
+    Numbers behind the end of a shorter prompt have no meaning.
+    """
     chunks, layout = context.model, run.layout
     pieces = lcm(16, (2 * layout.cp if layout.cp > 1 else 1) * (layout.tp if layout.sp else 1))
     longest = max(len(tokens) for tokens in rows_of_tokens) - 1
@@ -113,7 +116,7 @@ def _log_probs(run: Run, context, rows_of_tokens: list[list[int]]) -> list[list[
 
 
 def _batch(tokens: list[int], length: int) -> dict[str, torch.Tensor]:
-    """One row as the data loader gives it. What stands behind a row changes nothing before it."""
+    """One row as the data loader gives it. Padding behind a row changes nothing before it."""
     padded = torch.tensor([tokens + [tokens[-1]] * (length + 1 - len(tokens))])
     return {
         "tokens": padded[:, :-1].contiguous(),
@@ -128,7 +131,7 @@ def _as_it_is(losses: torch.Tensor, non_loss_data: bool) -> torch.Tensor:
 
 
 def _whole_sequence(losses: torch.Tensor) -> torch.Tensor:
-    """With context parallelism a rank has one piece from either end of the sequence."""
+    """Join the sequence: with context parallelism a rank has one piece from either end of it."""
     ranks = parallel_state.get_context_parallel_world_size()
     if ranks == 1:
         return losses

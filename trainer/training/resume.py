@@ -1,12 +1,12 @@
-"""Whether a run may go on from the checkpoints in its output folder: each one's mark says what it is of.
+"""Check that a run may go on from the checkpoints in its output folder: each one's mark describes its training.
 
 The mark records the keys of the run that saved it (conf/schema/identity.py), what its base was made from, and the
-digest of the tokens that it was trained on. A resume may change the layout, the batch of a rank, recomputation,
-kernels and what is reported; it may change nothing that decides which weights come out, the learning rate's schedule
-included: half of one schedule and half of another is a third training, which nobody could repeat.
+digest of the tokens that it was trained on. A resume may change the layout, the batch of a rank, recomputation, kernels
+and reports. It may change nothing that decides which weights come out, the learning rate's schedule included: half of
+one schedule and half of another is a third training, which nobody could repeat.
 
-Checkpoints that were saved before marks had such a record are compared by what Megatron-Bridge's run_config.yaml says
-of them; their base and data cannot be compared.
+Checkpoints that were saved before marks had such a record are compared by Megatron-Bridge's run_config.yaml; their base
+and data cannot be compared.
 """
 
 import hashlib
@@ -49,13 +49,13 @@ IN_BRIDGE = {
 
 
 def record(run: Run) -> dict[str, Any]:
-    """What a checkpoint's mark says of the training that saves it."""
+    """Description, for a checkpoint's mark, of the training that saves it."""
     found = {"version": identity.VERSION, "keys": identity.recorded(run), "base": _base(run), "tokens": _tokens(run)}
     return found | {"magnitudes": "whole"}
 
 
 def check(run: Run, folder: Path) -> None:
-    """Raises a Fault with a line for each key that differs from the newest checkpoint's, and may not."""
+    """Raise a Fault with a line for each key that differs from the newest checkpoint's and may not."""
     if (newest := _newest(folder)) is None:
         return
     place, was = newest
@@ -92,7 +92,7 @@ def check_data(run: Run, folder: Path) -> None:
 
 
 def tell(run: Run, folder: Path) -> None:
-    """Say what differs and may, and what could not be compared."""
+    """Report differences that are allowed, and parts that could not be compared."""
     if (newest := _newest(folder)) is None:
         return
     place, was = newest
@@ -136,7 +136,7 @@ def _base(run: Run) -> dict[str, Any]:
 
 
 def _tokens(run: Run) -> str:
-    """Of the files that training reads: rows stand beside them for people, and name no token."""
+    """Digest of the token files that training reads. Rows stand beside them for people and do not count."""
     files = prepared.load(prepared.folder(run)).files
     read = {name: entry["sha256"] for name, entry in files.items() if name.startswith("training.")}
     read = {name: sha256 for name, sha256 in read.items() if ".jsonl" not in name} or read
@@ -158,7 +158,7 @@ def _from_bridge(path: Path) -> dict[str, Any]:
 
 
 def _ways_of_magnitudes(place: Path) -> int:
-    """Of how many ranks gates and ups lie one behind the other, as Megatron-Bridge saves them."""
+    """Number of ranks whose gates and ups lie one behind the other, as Megatron-Bridge saves them."""
     try:
         model = yaml.safe_load((place / "run_config.yaml").read_text())["model"]
         return model["tensor_model_parallel_size"] if model["gated_linear_unit"] else 1

@@ -23,7 +23,7 @@ FAILED = ("No space left on device", "CheckpointException ranks")
 
 @contextlib.contextmanager
 def write(folder: Path, facts: dict[str, Any], kind: Kind) -> Iterator[Path]:
-    """Yields the folder to write into. `facts` go into the mark, as they are when the block ends on rank 0."""
+    """Yield the folder to write into. `facts` go into the mark, as they are when the block ends on rank 0."""
     place, first = Path(os.path.realpath(folder)), rank() == 0
     partial = place.with_name(place.name + PARTIAL)
     check_one(place, kind)
@@ -88,7 +88,7 @@ def _sync(folder: Path) -> None:
 
 
 def _is_of_the_disk(error: BaseException | None) -> bool:
-    """Also where a library has wrapped the error, or passes on only a text from another process."""
+    """Whether the error is of the disk, also where a library has wrapped it, or passes on only its text."""
     while error is not None:
         text = str(error)
         if getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT) or any(sign in text for sign in FAILED):

@@ -1,4 +1,4 @@
-"""Before a conversion: does every released tensor have its place in Megatron's model, and the other way round?
+"""Check before a conversion that every released tensor has its place in Megatron's model, and the other way round.
 
 Megatron-Bridge logs a warning where a name has no mapping or a tensor is missing, and goes on: parameters then keep
 whatever was in memory, and released tensors (whole multi-token-prediction layers, in one version) are dropped. Here
@@ -23,14 +23,14 @@ Shape = tuple[int, ...]
 
 @dataclass
 class Demand:
-    """What the Megatron model wants to be filled with."""
+    """Tensors that the Megatron model has to be filled with."""
 
     shapes: dict[str, Shape]  # of released tensors, by their released names
     unmapped: list[str]  # Megatron's names of parameters that no released tensor would fill
 
 
 def demand(bridge, model) -> Demand:
-    """Of the whole model: each rank looks at its own part."""
+    """Demand of the whole model: each rank looks at its own part."""
     model = unwrap_model(model)
     registry = bridge._model_bridge.mapping_registry()
     shapes: dict[str, Shape] = {}
@@ -55,7 +55,7 @@ def demand(bridge, model) -> Demand:
 
 
 def check(wanted: Demand, model: released.Model, sums: dict[str, str], left_out: set[str]) -> None:
-    """Raise a Fault that names every kind of difference. `left_out` are released tensors not to be converted."""
+    """Raise a Fault that names every kind of difference. `left_out` are released tensors that are not converted."""
     tensors, copies = model.tensors, released.repeated(model)
     used = wanted.shapes.keys() | copies.keys() | left_out
     extra = [name for name in tensors if name not in used and not released.COMPUTED.search(name)]
@@ -85,7 +85,7 @@ def check(wanted: Demand, model: released.Model, sums: dict[str, str], left_out:
 
 
 def unfilled(model) -> list[str]:
-    """Names of tensors that hold a NaN: after fill_with_nan(), those that were not filled to the last element."""
+    """Names of tensors that hold a NaN. After fill_with_nan(), these were not filled to the last element."""
     model = unwrap_model(model)
     found = [
         _megatron_local_name_to_global(model, model[stage].config, name, stage)
@@ -102,7 +102,7 @@ def fill_with_nan(model) -> None:
 
 
 def _tensors(model):
-    """(stage, local name, tensor) of what a checkpoint of this rank's part holds."""
+    """Tensors that a checkpoint of this rank's part holds, each as (stage, local name, tensor)."""
     for stage, chunk in enumerate(model):
         for name, tensor in itertools.chain(chunk.named_parameters(), persistent_buffers(chunk)):
             if "_extra_state" not in name:

@@ -51,7 +51,7 @@ def text(number: int) -> str:
 
 
 def of_all(digests: dict[str, str]) -> str:
-    """One digest of many: a tensor's place among them is its name."""
+    """One digest of many. A tensor's place among them is its name."""
     return hashlib.sha256(json.dumps(sorted(digests.items())).encode()).hexdigest()
 
 
@@ -63,7 +63,7 @@ def write(folder: Path, facts: dict) -> None:
 
 
 def read(folder: Path) -> dict | None:
-    """None beside a checkpoint of a version that wrote none."""
+    """Digests beside a checkpoint; None where the version that saved it wrote none."""
     path = folder / FILE
     return json.loads(path.read_text()) if path.exists() else None
 

@@ -1,8 +1,8 @@
-"""From Megatron's names and fused layers to the released model's, by Megatron-Bridge's own tables.
+"""Mapping of Megatron's names and fused layers to the released model's, by Megatron-Bridge's own tables.
 
 Megatron computes queries, keys and values in one layer, and gate and up in one; the released models have them apart.
-What holds for the rows of such a weight holds for a bias, for the B of a low-rank adapter and for DoRA's magnitudes.
-Only mappings that cut a tensor into rows are known here; a model whose mapping does anything else is refused.
+The rows of a bias, of the B of a low-rank adapter and of DoRA's magnitudes are mapped like those of the weight. Only
+mappings that cut a tensor into rows are known here; a model whose mapping does anything else is refused.
 """
 
 from dataclasses import dataclass

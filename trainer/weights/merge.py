@@ -1,4 +1,4 @@
-"""What training changed, weight by weight: a low-rank adapter to be added, or a new value.
+"""Merge of trained weights into released ones, weight by weight: a low-rank adapter to be added, or a new value.
 
     LoRA   W' = W + scale * B @ A
     DoRA   W' = magnitude * (W + scale * B @ A) / norm of each row of it
@@ -72,7 +72,7 @@ class NewValue:
 
 
 def find_adapters(stored: Stored, registry, model: Model) -> dict[str, Adapter]:
-    """By released name. Every tensor of every adapter must end up in one, and fit it."""
+    """Adapters by released name. Every tensor of every adapter must end up in one, and fit it."""
     layers: dict[tuple[str, str], dict[str, Place]] = defaultdict(dict)
     strange = []
     for name, place in stored.places.items():
@@ -105,7 +105,7 @@ def find_adapters(stored: Stored, registry, model: Model) -> dict[str, Adapter]:
 
 
 def find_values(stored: Stored, registry, model: Model, elsewhere: set[str]) -> dict[str, NewValue]:
-    """By released name, for all of them but those that come from `elsewhere`; nothing may be left over."""
+    """New values of all weights but those that come from `elsewhere`, by released name. Nothing may be left over."""
     values, strange = {}, []
     for name, place in stored.places.items():
         found = mapping.parts(registry, name)
@@ -149,7 +149,7 @@ def load(folder: Path, entry: released.Entry) -> torch.Tensor:
 
 
 def _alpha(stored: Stored) -> float:
-    """Of the adapter, as Megatron-Bridge has written it down, which is as training had it in memory."""
+    """Alpha of the adapter, as Megatron-Bridge has written it down, which is as training had it in memory."""
     written = yaml.safe_load((stored.folder / "run_config.yaml").read_text())["peft"]["alpha"]
     used = stored.in_memory["alpha"] if stored.in_memory else written
     if written != used:

@@ -1,9 +1,9 @@
-"""Write the released checkpoint anew with what training changed: the same files, names, types, shapes and order.
+"""Writer of the merged model: the released checkpoint with the trained weights, in the same files, names and types.
 
-Each file keeps its header, byte by byte, so every tensor lies where it lay. One weight at a time is in memory. Once a
-file is written it is read back: what was not trained must have the released checksum, a merged weight must be what the
-adapter's factors give when multiplied once more, a new value what was written, and nothing may be infinite or not a
-number.
+Each file keeps its header, byte by byte, so every tensor keeps its shape and lies where it lay. One weight at a time is
+in memory. Once a file is written it is read back: a weight that was not trained must have the released checksum, a
+merged weight must be what the adapter's factors give when multiplied once more, a new value must be the one written,
+and nothing may be infinite or not a number.
 
 Configuration, tokenizer and chat template are copied, the model card is not: it describes another model.
 """
@@ -51,7 +51,7 @@ def write_file(trained: Trained, file: str, folder: Path) -> None:
 
 
 def copy_other_files(model: Model, folder: Path) -> str | None:
-    """Configuration, tokenizer, chat template. Returns the SHA-256 of the chat template, if there is one."""
+    """Copy configuration, tokenizer and chat template. Returns the SHA-256 of the chat template, if there is one."""
     for path in sorted(model.folder.iterdir()):
         if path.is_file() and path.suffix not in NOT_COPIED and not path.name.startswith("."):
             shutil.copyfile(path, folder / path.name)

@@ -1,6 +1,6 @@
-"""Digests of what a model in training has in memory, by the names under which a checkpoint holds it.
+"""Digests of the values that a model in training has in memory, by the names under which a checkpoint holds them.
 
-Every rank adds up the pieces that are its own (Megatron's main replicas); only numbers travel, 16 bytes and a name a
+Every rank adds up the pieces that are its own (Megatron's main replicas). Only numbers travel, 16 bytes and a name a
 tensor. On a GPU this takes three passes over the trained weights; nothing is copied but a few million elements at once.
 """
 
@@ -22,7 +22,7 @@ METADATA = {"singleton_local_shards": False}  # as Bridge asks for it when it sa
 
 @torch.no_grad()
 def of_model(model, adapter) -> dict[str, str] | None:
-    """Of the adapter's tensors, or of all where there is none; on rank 0, None on the others. All ranks take part."""
+    """Digests of the adapter's tensors, or of all where there is none; None on all ranks but 0. All ranks take part."""
     state = {f"model{i}": chunk.sharded_state_dict(metadata=METADATA) for i, chunk in enumerate(unwrap_model(model))}
     if adapter is not None:
         state = apply_peft_adapter_filter_to_state_dict(state, adapter)
@@ -40,7 +40,7 @@ def of_model(model, adapter) -> dict[str, str] | None:
 
 
 def alpha(model) -> float | None:
-    """The adapters' numerator of their scale, as it is in use; on every rank."""
+    """The numerator of the adapters' scale, as it is in use; on every rank."""
     mine = {module.adapter.alpha for chunk in unwrap_model(model) for module in chunk.modules() if _has_adapter(module)}
     everyone = [None] * distributed.get_world_size()
     distributed.all_gather_object(everyone, mine)

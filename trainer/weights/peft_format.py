@@ -59,7 +59,7 @@ def check(trained: Trained) -> None:
 
 
 def write(trained: Trained, folder: Path, source: str) -> list[str]:
-    """Returns the released names whose adapters are left out."""
+    """Write the adapter. Returns the released names whose adapters are left out."""
     adapters, moe = _expressible(trained), _has_experts(trained)
     rows, experts = [], defaultdict(dict)
     for name, adapter in adapters.items():
@@ -135,7 +135,7 @@ def _expert_rows(trained: Trained, name: str, experts: list[dict[str, Adapter]])
 
 
 def _leaves(expert: dict[str, Adapter]) -> dict[str, tuple[str, ...]]:
-    """transformers' parameters that this expert's adapters change, and the released weights in them."""
+    """Parameters of transformers that this expert's adapters change, and the released weights in them."""
     leaves = {"gate_up_proj": ("gate", "up"), "down_proj": ("down",)}
     return {leaf: parts for leaf, parts in leaves.items() if parts[0] in expert}
 
@@ -154,7 +154,7 @@ def _expressible_names(trained: Trained, names: set[str]) -> set[str]:
 
 
 def _ending(name: str, parts: int) -> str:
-    """What follows the layer's number, or the last part of it."""
+    """The part of a name behind the layer's number, or the last `parts` of it."""
     inside = re.sub(r"^.*\.layers\.\d+\.", "", name)
     return inside if parts > 1 else inside.rpartition(".")[2]
 

@@ -1,4 +1,4 @@
-"""The tensors of a released checkpoint: names, types, shapes, places and checksums, read without a tensor library.
+"""Tensors of a released checkpoint: names, types, shapes, places and checksums, read without a tensor library.
 
 The checksum of a tensor is that of its bytes, wherever they lie, so the digest of a model does not depend on how it is
 cut into files. trainer/checks/inputs.py has checked beforehand that the files are there and as long as their headers
@@ -116,7 +116,7 @@ def enumerate_names(names: Iterable[str], limit: int = 10) -> str:
 
 
 def _read(path: Path, entry: Entry) -> tuple[str, bool]:
-    """The checksum, and whether all numbers are finite."""
+    """Checksum of a tensor, and whether all its numbers are finite."""
     found, finite = hashlib.sha256(), True
     with path.open("rb") as f:
         for block in _blocks(f, entry):
@@ -126,7 +126,10 @@ def _read(path: Path, entry: Entry) -> tuple[str, bool]:
 
 
 def _is_finite(block: bytes, dtype: str) -> bool:
-    """Infinite and not a number are those whose exponent has all bits set. Integers and FP8 always are."""
+    """Whether all numbers are finite.
+
+    Numbers whose exponent has all bits set are infinite or not a number. Integers and FP8 always count as finite.
+    """
     if dtype not in EXPONENTS:
         return True
     width, exponent = EXPONENTS[dtype]

@@ -1,7 +1,7 @@
-"""Families that Megatron-Bridge 0.6 cannot convert, as the provider that it would make of their facts.
+"""Providers for families that Megatron-Bridge 0.6 cannot convert, made from their facts as Bridge would make them.
 
-For rehearsals, which need a model's shape and no weights: GPT-2, Mixtral and Qwen2-MoE. Scaling of rotary embeddings,
-the router's scores and such, which change no shape, are left at Megatron's defaults.
+They serve rehearsals, which need a model's shape and no weights: GPT-2, Mixtral and Qwen2-MoE. Scaling of rotary
+embeddings, the router's scores and other settings that change no shape are left at Megatron's defaults.
 """
 
 # pyright: reportArgumentType=false
@@ -16,7 +16,7 @@ FAMILIES = UNBRIDGED
 
 @dataclass(frozen=True)
 class Unbridged:
-    """Takes the place of an AutoBridge in trainer.megatron.model.make_provider()."""
+    """Replacement for an AutoBridge in trainer.megatron.model.make_provider()."""
 
     facts: ModelFacts
 

@@ -1,4 +1,4 @@
-"""Read tensors out of a torch_dist checkpoint by their Megatron names: one process, no model, no process group.
+"""Reader of a torch_dist checkpoint's tensors by their Megatron names: one process, no model, no process group.
 
 Such a checkpoint holds each tensor whole, under a name that does not depend on the layout it was saved at, in pieces
 that do. Layers that are all alike are stacked into one tensor, and so are the experts of a layer; read() touches only
@@ -33,7 +33,7 @@ STACKED_LAYERS = re.compile(r"^(?P<stack>(?:\w+\.)*layers)\.(?=\D)")
 
 @dataclass(frozen=True)
 class Place:
-    """Where a weight lies: a stored tensor, the indices of layer and expert in it, and the pieces that hold it."""
+    """Place of a weight: a stored tensor, the indices of layer and expert in it, and the pieces that hold it."""
 
     name: str
     key: str
@@ -71,7 +71,7 @@ def open_checkpoint(folder: Path) -> Stored:
 
 
 def require_all(stored: Stored) -> None:
-    """The checkpoint holds the weights that training had in memory, and no others, by their names."""
+    """Check that the checkpoint holds the weights that training had in memory, and no others, by their names."""
     known, found = stored.digests.keys(), stored.places.keys()
     if known and known != found:
         raise Fault(
@@ -82,7 +82,7 @@ def require_all(stored: Stored) -> None:
 
 
 def read(stored: Stored, place: Place) -> torch.Tensor:
-    """One weight, put together from the pieces that it was saved in."""
+    """Read one weight, put together from the pieces that it was saved in."""
     depth = len(place.index)
     whole = torch.empty(place.shape, dtype=place.dtype)
     filled = 0
@@ -110,7 +110,7 @@ def _check(stored: Stored, name: str, whole: torch.Tensor) -> None:
 
 
 def depth(key: str) -> int:
-    """How many of a stored tensor's first dimensions count layers and experts."""
+    """Number of a stored tensor's first dimensions that count layers and experts."""
     return bool(STACKED_LAYERS.match(key)) + (".experts.experts." in key)
 
 

@@ -1,4 +1,4 @@
-"""What was trained, matched with the released model: where each tensor of an export comes from."""
+"""Trained tensors, matched with the released model: where each tensor of an export comes from."""
 
 import json
 from dataclasses import dataclass, field
@@ -20,7 +20,7 @@ CONVERT = "python -m trainer.convert"
 
 @dataclass(frozen=True)
 class Trained:
-    """Where the tensors of the exported model come from; those in neither dictionary from the release."""
+    """Origin of the exported model's tensors. Those in neither dictionary come from the release."""
 
     model: Model
     digest: str  # of the release that the base was made from
@@ -46,7 +46,7 @@ class Trained:
 
 
 def find(run: Run, folder: Path) -> Trained:
-    """What was trained, matched with the released model: every tensor of both sides has its counterpart."""
+    """Match the trained tensors with the released model: every tensor of both sides must have its counterpart."""
     bridge = open_bridge(run)
     registry, config = bridge._model_bridge.mapping_registry(), bridge.to_megatron_provider(load_weights=False)
     model, stored = released.read(Path(run.paths.model)), torch_dist.open_checkpoint(folder)

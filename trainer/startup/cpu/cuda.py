@@ -1,4 +1,4 @@
-"""torch.cuda on a host that has none: streams that are already done, events that read the clock, a device named cpu.
+"""Stand-in for torch.cuda on a host without it: streams that are done, events that read the clock, a device named cpu.
 
 Megatron allocates on "cuda", asks for the current device, synchronises streams and keeps the GPU's random state. Here
 all of that means the CPU: device arguments are rewritten on their way into torch (DeviceMode), and the functions that
@@ -32,7 +32,10 @@ def install() -> None:
 
 
 def join_random_states() -> None:
-    """Let Megatron's per-rank random streams switch the CPU's generator; it reaches for the GPU's by a private way."""
+    """Let Megatron's per-rank random streams switch the CPU's generator.
+
+    Megatron reaches for the GPU's generator by a private way.
+    """
     from megatron.core.tensor_parallel import random
 
     random._get_cuda_rng_state = lambda device="cuda", clone=False, graph_safe=False: torch.get_rng_state()
@@ -40,7 +43,7 @@ def join_random_states() -> None:
 
 
 class DeviceMode(TorchFunctionMode):
-    """Every device that names CUDA becomes the CPU."""
+    """Mode in which every device that names CUDA becomes the CPU."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -135,7 +138,7 @@ def _set_seed(seed: int) -> None:
 
 
 def _set_rng_state(state: torch.Tensor) -> None:
-    """A GPU's state, 8 bytes of seed and 8 of offset, comes with a checkpoint saved there: its seed is taken."""
+    """Set the random state. A checkpoint from a GPU has 8 bytes of seed and 8 of offset; the seed is taken."""
     if len(state) == 16:
         _set_seed(int.from_bytes(bytes(state[:8].tolist()), "little") & (2**63 - 1))
     else:

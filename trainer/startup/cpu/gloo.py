@@ -1,4 +1,4 @@
-"""Gloo where Megatron counts on NCCL: an all-to-all takes sizes as tensors, and ranks may hold unequal shares.
+"""Adapter of gloo to calls that count on NCCL: an all-to-all takes sizes as tensors, and shares may be unequal.
 
 The shares are unequal where experts are cut over ranks that hold different numbers of tokens. Gloo wants equal ones, so
 they travel padded to the largest, and a reduce-scatter of unequal shares becomes a sum of which each keeps its part.

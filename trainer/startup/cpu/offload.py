@@ -1,7 +1,7 @@
-"""Core's offloaded optimizer where there is no GPU to be relieved: its "host" and its "device" are both this memory.
+"""Offloaded optimizer of core where there is no GPU to be relieved: its "host" and its "device" are both this memory.
 
-HybridDeviceOptimizer asks each weight whether it lies on a GPU, and each copy of one whether it does no longer. While
-it sorts them, every tensor answers yes but for pinned copies and what is made of them.
+HybridDeviceOptimizer asks each weight whether it lies on a GPU, and each copy of one whether it no longer does. While
+it sorts them, every tensor answers yes, except for pinned copies and tensors made of them.
 """
 
 # pyright: reportAttributeAccessIssue=false

@@ -1,4 +1,4 @@
-"""The switches of FP8, all of them off."""
+"""Switches of FP8, all of them off."""
 
 from contextlib import contextmanager
 

@@ -13,7 +13,7 @@ def _divide(width: int, ranks: int) -> int:
 
 
 class _Base(nn.Module):
-    """What the three share: initialisation under Megatron's random-state tracker, and an empty FP8 state."""
+    """Common base of the three: initialisation under Megatron's random-state tracker, and an empty FP8 state."""
 
     fp8 = False
     fp8_calibration = False
@@ -160,7 +160,7 @@ class LayerNormLinear(Linear):
 
 
 class _GatherWithoutGradient(torch.autograd.Function):
-    """As in TE since 2.4: whatever comes back through a norm's output that was returned gathered is dropped."""
+    """Gathering that drops the gradient of a norm's output that was returned gathered, as in TE since 2.4."""
 
     @staticmethod
     def forward(ctx, x, group):
