@@ -1,4 +1,4 @@
-"""How fast data are prepared, beside Megatron-Bridge's own preparation, the bare tokenizer and datasets.map.
+"""Speed of preparing data, beside Megatron-Bridge's own preparation, the bare tokenizer and datasets.map.
 
     python -m benchmarks.data [--mb 160] [--memory-gb 5]          make bench-data; about 35 minutes
     python -m benchmarks.data --short     24 MB, and 0.1 GB for memory: 3 minutes     make bench-data SHORT=1
@@ -58,7 +58,7 @@ def words(random: np.random.Generator) -> np.ndarray:
 
 
 def rows(count: int, seed: int):
-    """Pairs whose words follow Zipf's law."""
+    """Make pairs whose words follow Zipf's law."""
     random = np.random.Generator(np.random.PCG64(seed))
     known = words(np.random.Generator(np.random.PCG64(0)))
     for start in range(0, count, BLOCK):
@@ -77,7 +77,7 @@ def rows(count: int, seed: int):
 
 
 def generate(file: Path, size: int, seed: int) -> int:
-    """Lines until the file has that size; returns their number."""
+    """Write lines until the file has that size. Returns their number."""
     count = 0
     with file.open("w") as out:
         for row in rows(size // 100, seed):
@@ -89,7 +89,7 @@ def generate(file: Path, size: int, seed: int) -> int:
 
 
 def enlarge(source: Path, file: Path, size: int) -> None:
-    """The rows of a file again and again, each time with another number in front of their prompts."""
+    """Write the rows of a file again and again, each time with another number in front of their prompts."""
     lines = source.read_bytes().splitlines(keepends=True)
     start = len('{"input": "')
     with file.open("wb") as out:
@@ -120,7 +120,7 @@ def make_tokenizer(folder: Path) -> None:
 
 
 def ours(folder: Path, source: Path, watched: bool) -> tuple[float, float]:
-    """Seconds, and, where it is watched, which takes time, the most memory of all processes together in MB."""
+    """Seconds, and, where it is watched, the most memory of all processes together in MB. Watching takes time."""
     conf = folder / f"{source.stem}.yaml"
     conf.write_text(CONF % (source, SEQ_LENGTH, folder / "tokenizer", folder / f"ours-{source.stem}"))
     start = time.monotonic()
@@ -187,7 +187,7 @@ def bridge(folder: Path, source: Path, workers: int) -> float:
 
 
 def bare(folder: Path, source: Path) -> float:
-    """encode_batch of every prompt and every answer, a thread per core."""
+    """Run encode_batch on every prompt and every answer, with a thread per core."""
     from tokenizers import Tokenizer
 
     texts = []
@@ -202,7 +202,7 @@ def bare(folder: Path, source: Path) -> float:
 
 
 def mapped(folder: Path, source: Path) -> float:
-    """datasets.map in as many processes as there are cores."""
+    """Run datasets.map in as many processes as there are cores."""
     import datasets
     from tokenizers import Tokenizer
 
@@ -222,7 +222,7 @@ def mapped(folder: Path, source: Path) -> float:
 
 
 def compare(folder: Path, source: Path) -> None:
-    """Fails unless both hold the same."""
+    """Fail unless both hold the same."""
     mine, theirs = folder / f"ours-{source.stem}", folder / "bridge-1"
     for left, right in zip((mine / "training.jsonl").open(), (theirs / "training.jsonl").open(), strict=True):
         assert json.loads(left) == json.loads(right)
@@ -231,7 +231,7 @@ def compare(folder: Path, source: Path) -> None:
 
 
 def segments(path: Path) -> list[int]:
-    """What stands for each row's token ids and mask, in order of that."""
+    """Numbers that stand for each row's token ids and mask, sorted."""
     import pyarrow.parquet as pq
 
     found = []
@@ -252,7 +252,7 @@ def tokens(path: Path) -> int:
 
 
 def in_process(way: str, *arguments: object) -> float:
-    """The function of that name in a process of its own, which prints its seconds last."""
+    """Run the function of that name in a process of its own, which prints its seconds last."""
     code = f"from benchmarks import data; data.call({way!r})"
     command = [sys.executable, "-c", code, *map(str, arguments)]
     environment = os.environ | {"HF_HUB_OFFLINE": "1", "HF_DATASETS_DISABLE_PROGRESS_BARS": "1"}

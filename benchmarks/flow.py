@@ -1,4 +1,4 @@
-"""Start-up, caching and orchestration of the flow, each beside what it is compared with.
+"""Start-up, caching and orchestration of the flow, each measured beside a baseline.
 
     python -m benchmarks.flow             make bench-flow; about 6 minutes on 2 cores, on servers of its own
     python -m benchmarks.flow --short     each once, and no other learning rate: 3 minutes     make bench-flow SHORT=1

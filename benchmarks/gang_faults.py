@@ -1,4 +1,4 @@
-"""What happens to gangs, and what becomes of them: faults at random moments of real runs, and a table.
+"""Faults at random moments of real runs of gangs, and a table of how the gangs get over them.
 
     python -m benchmarks.gang_faults [N] [--only NAME ...] [--seed N] [--keep FOLDER]      N times each; make faults N=1
     python -m benchmarks.gang_faults --short      FEW of them, once each: 4 minutes      make faults SHORT=1
@@ -52,7 +52,7 @@ FEW = ("rank SIGKILL", "host removed")  # a defect of one process, and a machine
 
 @dataclass
 class Case:
-    """One fault, once."""
+    """One fault, done once."""
 
     at: int = 0  # step
     noticed: float | None = None
@@ -79,7 +79,7 @@ class Case:
 
 @dataclass
 class Row:
-    """A fault, as often as it was done."""
+    """Row of a fault, as often as it was done."""
 
     fault: str
     cases: list[Case] = field(default_factory=list)
@@ -237,7 +237,7 @@ def _start(made: World, steps: int):
 
 
 def _gang(made: World, flow) -> str:
-    """Of the run under way: the folder that it works in."""
+    """Folder that the run under way works in."""
     log, found = made.folder / "flow.log", []
     wait_for(lambda: "attempt" in log.read_text() or flow.poll() is not None, 300)
     for line in log.read_text().splitlines():
@@ -248,7 +248,7 @@ def _gang(made: World, flow) -> str:
 
 
 def _losses(gang: str) -> dict[int, float]:
-    """Of the artifact in the store."""
+    """Losses of the artifact in the store."""
     found = _store().read(f"{gang.replace('-', '/', 1)}/files/metrics.jsonl")
     lines = [json.loads(line) for line in found[0].splitlines()] if found else []
     steps = [line for line in lines if line["kind"] == "train"]

@@ -1,4 +1,4 @@
-"""The control path of a gang with many hosts, on this one: what it costs, and when a dead host is noticed.
+"""Cost of the control path of a gang with many hosts, on this one, and the time until a dead host is noticed.
 
     python -m benchmarks.gang_scale [NODES] [--minutes M]         make scale: 1000 nodes
     python -m benchmarks.gang_scale --short      200 nodes, a quarter of a minute: 1 minute      make scale SHORT=1
@@ -70,7 +70,7 @@ class Found:
 
 
 class Engine:
-    """Starts members in a few processes; knows nothing of how they are."""
+    """Engine that starts members in a few processes, and knows nothing of their state."""
 
     def __init__(self, folder: Path):
         self.folder = folder
@@ -108,13 +108,13 @@ class Engine:
             process.wait(60)
 
     def seconds(self) -> float:
-        """Of processor time so far."""
+        """Seconds of processor time so far."""
         used = [psutil.Process(process.pid).cpu_times() for process in self.processes if process.poll() is None]
         return sum(one.user + one.system for one in used)
 
 
 class Member(Link):
-    """As tasks/gang/member_link.py has it, without threads of its own: 2000 of them would wait for one another here."""
+    """Member as in tasks/gang/member_link.py, without threads of its own: 2000 would wait for one another here."""
 
     def join(self) -> bool:
         self.word, self._tag = self.board.pulse() or ({}, "")
@@ -135,7 +135,7 @@ class Member(Link):
             self._ship()
 
     def train(self, log: Path) -> None:
-        """What it has to say at this moment."""
+        """Write what a training member would write at this moment."""
         now, step = time.monotonic(), int(time.monotonic())
         first = self.node * RANKS
         if not self.due:
@@ -150,7 +150,7 @@ class Member(Link):
 
 
 def members(uri: str, gang: str, attempt: str, first: str, end: str, folder: str) -> int:
-    """Until standard input ends, members first to end - 1: each looks at the board once in POLLED seconds."""
+    """Run members first to end - 1 until standard input ends. Each looks at the board once in POLLED seconds."""
     closed = threading.Event()
     threading.Thread(target=lambda: (sys.stdin.read(), closed.set()), daemon=True).start()
     board = Board(open_store(uri, hasty=True), gang, int(attempt))
@@ -182,7 +182,7 @@ def _sign(rank: int, step: int) -> dict:
 
 
 class Seen(Lookout):
-    """The controller's, and when it said what."""
+    """Controller's messages, with the time of each."""
 
     last: "Seen"
 
@@ -196,7 +196,7 @@ class Seen(Lookout):
         super().say(**news)
 
     def all(self, state: str, but: int = 0) -> float:
-        """When all have said so, but so many."""
+        """Time at which all members, but so many, had this state."""
         while sum(one["state"] == state for one in self.nodes.values()) < len(self.nodes) - but:
             time.sleep(0.1)
         return time.monotonic()

@@ -1,4 +1,4 @@
-"""How fast a folder goes to S3 and comes back: ours, boto3's upload_file in a loop, and its TransferManager.
+"""Speed of a folder's way to S3 and back: ours, boto3's upload_file in a loop, and its TransferManager.
 
     python -m benchmarks.store [--gib 4] [--files 2000] [--rounds 1]          make bench-store; 9 minutes
     python -m benchmarks.store --short      a quarter of a GiB in 200 files: 1 minute   make bench-store SHORT=1
@@ -36,7 +36,7 @@ WAYS = {"ours": "tasks/store/s3.py", "loop": "loop of upload_file/download_file"
 
 
 def sizes(total: int, count: int) -> list[int]:
-    """From 1 KB to 1 GB: most files small, most bytes in a few large ones, as in a checkpoint."""
+    """Sizes from 1 KB to 1 GB: most files small, most bytes in a few large ones, as in a checkpoint."""
     draw = random.Random(0)
     large = [int(total * share) for share in (0.2325, 0.12, 0.12, *[0.05] * 6)]  # 1 GB of 4 GiB first
     few = min(20, count // 20)
@@ -62,7 +62,7 @@ def generate(folder: Path, total: int, count: int) -> int:
 
 
 def transfer(way: str, direction: str, folder: Path, prefix: str, known: Path) -> None:
-    """One measurement, in its own process; prints its figures as JSON."""
+    """Make one measurement, in its own process; prints its figures as JSON."""
     import boto3
     from botocore.config import Config
     from s3transfer.manager import TransferConfig, TransferManager

@@ -1,4 +1,4 @@
-"""pydantic's errors as lines for whoever wrote the file: the key, the value, and what would be right."""
+"""Lines that tell pydantic's errors to whoever wrote the file: the key, the value, and what would be right."""
 
 import json
 from collections.abc import Callable
@@ -29,12 +29,12 @@ WORDS = {
 
 
 def key_of(detail: ErrorDetails) -> str:
-    """Dotted; an integer is a place in a list, unless it is itself a wrong key."""
+    """Dotted key of an error. An integer is a place in a list, unless it is itself a wrong key."""
     return ".".join(str(part) for part in detail["loc"] if isinstance(part, str) or detail["type"] == "invalid_key")
 
 
 def line(detail: ErrorDetails, meant: Callable[[str], str]) -> str:
-    """One error; `meant` says of an unknown key which ones there are."""
+    """Line of one error. `meant` names, for an unknown key, the keys that were probably meant."""
     key, kind, value = key_of(detail), detail["type"], detail["input"]
     if kind in ("extra_forbidden", "invalid_key"):
         text = f"unknown key{meant(key)}"

@@ -91,7 +91,7 @@ def evaluate(run: Run, progress: "Progress") -> dict:
 
 
 def _length(run: Run, elsewhere: bool) -> int:
-    """Tokens of prompt and answer together: memory for them is set aside when vLLM starts."""
+    """Number of tokens of prompt and answer together. vLLM sets memory for them aside when it starts."""
     needed = run.data.seq_length + run.evaluate.max_tokens
     needed = max(needed, 4096) if elsewhere else needed  # few-shot prompts of lm-eval's tasks
     config = config_json.read(Path(run.paths.served) / config_json.NAME)
@@ -99,7 +99,7 @@ def _length(run: Run, elsewhere: bool) -> int:
 
 
 class Progress:
-    """Rows done, appended to progress.jsonl every second and said every few."""
+    """Counter of rows done. It appends to progress.jsonl every second, and prints a line every few seconds."""
 
     def __init__(self, path: Path):
         self.path, self.task = path, ""

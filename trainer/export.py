@@ -52,7 +52,7 @@ def main(run: Run) -> None:
 
 
 def _checkpoint(run: Run) -> tuple[Path, int]:
-    """The folder to export, and its step; 0 is the base."""
+    """Folder to export, and its step; 0 is the base."""
     if run.export.checkpoint == "base":
         return checkpoints.step_folder(Path(run.paths.base), 0), 0
     folder = checkpoint_folder(run)
@@ -66,7 +66,7 @@ def _checkpoint(run: Run) -> tuple[Path, int]:
 
 
 def _trained_facts(trained) -> dict:
-    """What an evaluation has to know of the weights that it serves: trainer/serving/agreement.py."""
+    """Facts on the weights that an evaluation has to know to serve them: trainer/serving/agreement.py."""
     from trainer.weights import digests
 
     in_memory = trained.stored.in_memory
@@ -83,7 +83,7 @@ def _compared(stored) -> str:
 
 
 def _require_all_used(trained) -> None:
-    """Each trained tensor was read for a weight of the merged model, by one rank or another."""
+    """Check that each trained tensor was read for a weight of the merged model, by one rank or another."""
     seen = set().union(*atomic_folder.gather(trained.stored.seen))
     unused = sorted(trained.stored.places.keys() - seen)
     if unused:

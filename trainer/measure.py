@@ -1,11 +1,11 @@
-"""A few real steps of a run on this machine, measured: with random weights, and with nothing written but the figures.
+"""Measure a few real steps of a run on this machine: with random weights, and with nothing written but the figures.
 
     python -m trainer.measure RESOLVED.yaml         trainer.trial starts it; or torchrun, on each of several hosts
 
 The recipe, the model, the adapter and the loop are those of trainer.train. The weights are drawn on the device, so that
 no checkpoint is needed; of paths.model only config.json is read. paths.data holds made-up tokens (trainer.trial).
 
-Writes <paths.output>/measured.json, a figure of each rank in a list:
+It writes <paths.output>/measured.json, a figure of each rank in a list:
 
     seconds                     from the end of a step to the end of the next, the first step left out
     weights, adapters, gradients, optimizer, host_states      bytes that stay, counted tensor by tensor
@@ -76,7 +76,7 @@ def main(run: Run) -> None:
 
 
 def configuration(run: Run):
-    """Of a training run, but for the weights, the tokenizer and the checkpoints."""
+    """Configuration of a training run, but for the weights, the tokenizer and the checkpoints."""
     from megatron.bridge.training.config import TokenizerConfig
 
     from trainer.megatron.recipe import make_adapter, make_config
@@ -99,7 +99,7 @@ def configuration(run: Run):
 
 
 def _clock(file: Path):
-    """A callback that times steps and, at the end, writes what all ranks have seen."""
+    """Callback that times steps and, at the end, writes the figures of all ranks."""
     import torch
     from megatron.bridge.training.callbacks import Callback
     from torch import distributed
@@ -155,7 +155,7 @@ def held(chunks: list, optimizer) -> dict[str, int]:
 
 
 def _size(tensor) -> int:
-    """Also of TE's quantized tensors, which are made of several."""
+    """Bytes of a tensor, also of TE's quantized tensors, which are made of several."""
     parts = [getattr(tensor, name, None) for name in ("_data", "_rowwise_data", "_columnwise_data")]
     parts = [part for part in parts if part is not None]
     return sum(part.numel() * part.element_size() for part in parts or [tensor])
@@ -167,7 +167,7 @@ def _place(tensor) -> int:
 
 
 def _optimizers(optimizer):
-    """Those of torch's kind below Megatron's, which chain, shard and offload."""
+    """Torch's optimizers below Megatron's, which chain, shard and offload."""
     for one in getattr(optimizer, "chained_optimizers", [optimizer]):
         inner = getattr(one, "optimizer", None)
         if inner is not None:

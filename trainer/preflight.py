@@ -1,12 +1,12 @@
-"""Are these hosts fit to train on, together? Measured on all ranks in a minute at most, before the model is loaded.
+"""Check on all ranks, in a minute at most, that these hosts are fit to train together, before the model is loaded.
 
     torchrun ... -m trainer.preflight RESOLVED.yaml          on every host, as trainer.train is started
     python -m trainer.preflight CONF [key=value ...]         on one
 
 trainer.train does the same by itself where a gang starts it, unless gang.preflight is false.
 
-Measures the bandwidth within and between hosts, the speed of GPUs and disks, and looks at GPUs' health and at versions
-(trainer/hosts/health.py). trainer/hosts/host_verdict.py says which hosts do not fit. Rank 0 writes
+The check measures the bandwidth within and between hosts and the speed of GPUs and disks, and looks at GPUs' health and
+at versions (trainer/hosts/health.py). trainer/hosts/host_verdict.py says which hosts do not fit. Rank 0 writes
 <paths.logs>/preflight.json: ok, the lines, hosts to leave out (by name, and by number as nodes), every figure. Exit
 code 0: fit; 2: not, one line a fault.
 
@@ -58,7 +58,7 @@ def main(run: Run) -> None:
 
 
 def measure(run: Run) -> dict[str, Any]:
-    """The same on every rank."""
+    """Measure everything, with the same result on every rank."""
     import torch
     from torch import distributed
     from torch.distributed.distributed_c10d import PrefixStore
@@ -130,7 +130,7 @@ def _product(torch, kind: str, device) -> float:
 
 
 def _timed(torch, device, operation, together: bool = True) -> float:
-    """Seconds of one, the fastest of a few: what disturbs only ever slows."""
+    """Seconds of one operation, the fastest of a few: disturbances only ever slow it."""
     from torch import distributed
 
     best = float("inf")
@@ -151,7 +151,7 @@ def _bus(seconds: float, data, ranks: int) -> float:
 
 
 def _pairs(torch, device, sent, node: int, local: int, per_host: int, world: int) -> list[tuple[int, int, float]]:
-    """Node, partner and bytes/s each way, of each round that this rank took part in."""
+    """Rounds that this rank took part in: node, partner and bytes/s each way."""
     from torch import distributed
 
     got, found = torch.empty_like(sent), []
@@ -214,7 +214,7 @@ def _expected(run: Run, ranks: list[dict]) -> Expected:
 
 
 def summary(verdict: dict[str, Any]) -> str:
-    """One line of what was found."""
+    """One line on the findings."""
     ranks, hosts = verdict["ranks"], verdict["hosts"]
     parts = [f"{len(hosts)} host{'s' * (len(hosts) > 1)}, {len(ranks)} rank{'s' * (len(ranks) > 1)}"]
     for key, name in (("link", "within a host"), ("all_reduce", "all-reduce"), ("all_to_all", "all-to-all")):
@@ -230,7 +230,7 @@ def summary(verdict: dict[str, Any]) -> str:
 
 
 def nothing_to_check(run: Run) -> None:
-    """Pre-flight needs no file of the run's: it may come before the model is there."""
+    """Check no input. Pre-flight needs no file of the run's: it may come before the model is there."""
 
 
 if __name__ == "__main__":

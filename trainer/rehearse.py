@@ -85,7 +85,7 @@ def rehearse(run: Run, config: dict[str, Any], facts: ModelFacts, every: bool = 
 
 
 def _plainly(run: Run) -> tuple[Run, list[str]]:
-    """The run without what takes the kernels of a GPU, or memory of a host; and the keys of that."""
+    """The run without settings that take the kernels of a GPU, or memory of a host; and the keys of those settings."""
     left_out = {"train": {"fp8": None, "fp8_weights": False}, "optimizer": {"states": "fp32", "offload": 0.0}}
     keys = []
     for section, values in left_out.items():
@@ -96,7 +96,7 @@ def _plainly(run: Run) -> tuple[Run, list[str]]:
 
 
 def differences(found: Counter[str], planned: Counter[str]) -> list[str]:
-    """What is not as planned. Which rank's part of the optimizer the padding falls into does not count."""
+    """Differences from the plan. It does not count which rank's part of the optimizer the padding falls into."""
     slack = {"optimizer": STATES_OF_A_NUMBER * found[meta_model.PADDING]}
     return [kind for kind in COUNTED if abs(found[kind] - planned[kind]) > slack.get(kind, 0)]
 
@@ -132,7 +132,7 @@ def lines(answer: dict[str, Any]) -> Iterator[str]:
 
 
 def _twin(run: Run, config: dict[str, Any], steps: int) -> dict[str, Any]:
-    """Before the rest, as ranks are forked from a process that has no group yet."""
+    """Train the scaled-down run. It comes before the rest, as ranks are forked from a process that has no group yet."""
     from trainer.rehearsal import forked_ranks, scaled_down
 
     forked_ranks.import_all()
@@ -178,12 +178,12 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def ranks(run: Run, every: bool = False) -> range:
-    """The first of each pipeline stage; core numbers ranks stage by stage."""
+    """Ranks to build: the first of each pipeline stage, or all. Core numbers ranks stage by stage."""
     return range(0, run.world, 1 if every else max(1, run.world // run.layout.pp))
 
 
 def holdings(run: Run, facts: ModelFacts) -> dict[int, Counter[str]]:
-    """By pipeline rank, what conf/plan says that each of its ranks holds, and trains of it."""
+    """Parameters that each rank of a pipeline stage holds, and trains, by the planner's arithmetic."""
     found: dict[int, Counter[str]] = {}
     same_ranks = run.layout.ep == 1 and run.layout.etp == run.layout.tp
     for stage in parameters.stages(run, facts):

@@ -1,4 +1,4 @@
-"""Tiny random checkpoints and data: every path from import to serving runs on them in seconds, on a CPU.
+"""Make tiny random checkpoints and data: every path from import to serving runs on them in seconds, on a CPU.
 
     python -m trainer.tiny KIND OUT [--seed N] [--dtype bfloat16|float32]
     python -m trainer.tiny data OUT [--rows N] [--seed N]

@@ -79,7 +79,10 @@ def main(run: Run) -> None:
 
 
 def _is_failure(record: logging.LogRecord) -> bool:
-    """Bridge logs whatever ends its loop as a failure, with a stack trace: an orderly end and a fault are none."""
+    """Whether a log record tells of a failure.
+
+    Bridge logs whatever ends its loop as a failure, with a stack trace: an orderly end and a fault are none.
+    """
     error = record.exc_info[1] if record.exc_info else None
     return not (isinstance(error, SystemExit) or (error and (line_of(error) or WRITER_DIED in str(error))))
 

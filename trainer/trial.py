@@ -1,17 +1,17 @@
-"""Take a few real steps of a run's layout on this machine, and compare time and memory with what the plan says of them.
+"""Take a few real steps of a run's layout on this machine, and compare time and memory with the plan.
 
     python -m trainer.trial CONF [--steps N] [--layers K] [--gpu KIND] [--json] [key=value ...]
 
     python -m trainer.trial glm47 --layers 6 layout.nodes=1 layout.gpus_per_node=1 layout.tp=1 layout.sp=false \\
         layout.ep=1 layout.etp=1 train.global_batch=4
 
-For the fifth of an hour before a large run is paid for: one host, the run's own recipe and kernels, and no download.
+It takes a fifth of an hour before a large run is paid for: one host, the run's own recipe and kernels, and no download.
 The model is cut to K layers, of which as large a share is dense as in the whole model, with all its MTP layers; its
-weights and tokens are drawn, and tokens are routed evenly. The plan is that of the cut model (conf/plan/), so that a
+weights and tokens are drawn, and tokens are routed evenly. The plan is that of the cut model (conf/planner/), so that a
 ratio of 1 here says that the plan of the whole model can be believed for this kind of layer and GPU. The step is the
-median of those after the first two. Without --gpu the plan is for the GPU that is found here, where it knows that.
+median of those after the first two. Without --gpu the plan is for the GPU that is found here, if it is known.
 
-Exit code 0: measured. 1: out of memory, which is a result as well, or a defect. 2: what was asked is at fault.
+Exit code 0: measured. 1: out of memory, which is a result as well, or a defect. 2: the arguments are at fault.
 
 Not covered: several hosts; data that are not of equal length; on a CPU, all but the sizes of states.
 """
@@ -78,7 +78,7 @@ def main() -> int:
 
 
 def cut(config: dict[str, Any], layers: int) -> dict[str, Any]:
-    """The model's config.json with so many layers, of every kind that it has."""
+    """Cut the model's config.json to so many layers, of every kind that it has."""
     facts = facts_from_hf(config)
     if not 1 <= layers <= facts.layers:
         raise Fault(f"--layers: {layers} is no number of layers from 1 to {facts.layers}")
@@ -95,7 +95,7 @@ def cut(config: dict[str, Any], layers: int) -> dict[str, Any]:
 
 
 def settle(run: Run, config: dict[str, Any], steps: int, folder: Path) -> Run:
-    """The run that is measured, all of it in this folder: model, tokens, and what comes out."""
+    """The run that is measured, with everything in this folder: model, tokens, and results."""
     names = ("model", "base", "data", "output", "logs", "export")
     paths = run.paths.model_copy(update={name: str(folder / name) for name in names})
     train = {"steps": steps, "stop_after": None, "validate_every": 0}
@@ -128,7 +128,7 @@ class MadeUp:
 
 
 def write_tokens(run: Run, vocab: int) -> None:
-    """Prepared data of one step, which training repeats."""
+    """Write prepared data of one step, which training repeats."""
     rows, place = run.train.global_batch, Path(run.paths.data)
     source = MadeUp(np.full(rows, run.data.seq_length + 1), vocab)
     file = place / "training.idx.parquet"
@@ -157,7 +157,7 @@ def _read(path: Path) -> Any:
 
 
 def known_gpu(device: str) -> Gpu | None:
-    """By the name that its driver has for it; of two that are in it, the longer: GB200, not B200."""
+    """GPU by the name that its driver has for it; of two names in it, the longer: GB200, not B200."""
     names = [name for name in GPUS if name in device.lower()]
     return GPUS[max(names, key=len)] if names else None
 

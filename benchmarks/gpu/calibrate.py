@@ -1,4 +1,4 @@
-"""What this host's GPU gives for the kernels that training is made of: the figures that conf/plan/ may take its from.
+"""Rates of this host's GPU for the kernels that training is made of, from which conf/planner/ may take its figures.
 
     benchmarks/gpu/run calibrate.py OUT [--only SECTION ...]         2 to 3 minutes on one H200
 
@@ -45,7 +45,7 @@ def tried(name: str, measure: Callable[..., dict[str, Any]], *arguments: Any) ->
 
 
 def ms(function: Callable[[], Any], times: int = 8, warm: int = 3, before: Callable[[], Any] = lambda: None) -> float:
-    """Of the device, between two events; what `before` does is not counted."""
+    """Milliseconds of the device, between two events. The work of `before` does not count."""
     import torch
 
     found = []
@@ -74,7 +74,7 @@ def host_us(function: Callable[[], Any], times: int = 200) -> float:
 
 
 def normal(*shape: int, dtype: str = "bfloat16", grad: bool = False):
-    """Random, as a product of zeros is faster."""
+    """Random numbers: a product of zeros is faster."""
     import torch
 
     return torch.randn(*shape, device="cuda", dtype=getattr(torch, dtype)).requires_grad_(grad)

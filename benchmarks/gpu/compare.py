@@ -1,4 +1,4 @@
-"""Does a GPU train what the CPU trains? Tiny models, converted on the CPU, trained on both, resumed and exported.
+"""Compare training on a GPU with training on the CPU: tiny models, converted, trained on both, resumed and exported.
 
     python benchmarks/gpu/compare.py [--cpu-only] [--record] [--keep FOLDER] [--out FOLDER]       make gpu calls it
 
@@ -56,7 +56,7 @@ CASES = [Case(*parts) for parts in product(("glm4-moe-mtp", "qwen3-moe"), ADAPTE
 
 
 class RunFailed(Exception):
-    """A trainer command that failed, with the end of its log."""
+    """Failure of a trainer command, with the end of its log."""
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -107,7 +107,7 @@ def name_of_gpu() -> str | None:
 
 
 def run_all(work: Path, gpu: bool) -> tuple[dict[tuple[str, Case], Any], list[str]]:
-    """Results by (name of the run, case), and what failed. A run that depends on another waits for it in its thread."""
+    """Results by (name of the run, case), and failures. A run that depends on another waits for it in its thread."""
     jobs: dict[tuple[str, Case], Future] = {}
     with ThreadPoolExecutor(max(2, os.cpu_count() or 2)) as pool:
         models = {kind: pool.submit(prepare, work, kind) for kind in {case.kind for case in CASES}}
@@ -137,14 +137,14 @@ def prepare(work: Path, kind: str) -> list[str]:
 
 
 def train(work: Path, paths: list[str], case: Case, name: str, gpu: bool) -> dict[str, Any]:
-    """Ten steps without interruption."""
+    """Train ten steps without interruption."""
     output = work / "-".join([*case, name])
     train_in(output, paths, case, gpu)
     return results(output)
 
 
 def resume_and_export(work: Path, paths: list[str], case: Case, gpu: bool) -> dict[str, Any]:
-    """Five steps on the GPU, the others on the CPU, then the merged model."""
+    """Train five steps on the GPU, the others on the CPU, and export the merged model."""
     output = work / "-".join([*case, "resumed"])
     train_in(output, paths, case, gpu, f"train.stop_after={STOP}")
     train_in(output, paths, case, False)
@@ -180,7 +180,7 @@ def start(module: str, *arguments: str, log: Path, gpu: bool = False, precision:
 
 
 def results(output: Path) -> dict[str, Any]:
-    """What a run wrote into metrics.jsonl: its losses, and the milliseconds of a step once it runs warm."""
+    """Results that a run wrote into metrics.jsonl: its losses, and the milliseconds of a step once it runs warm."""
     lines = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
     steps = [line for line in lines if line.get("kind") == "train"]
     if [line["step"] for line in steps] != list(range(1, STEPS + 1)):
@@ -190,7 +190,7 @@ def results(output: Path) -> dict[str, Any]:
 
 
 def changed_tensors(model: Path, exported: Path) -> str:
-    """How many of the model's tensors training has changed. The export has to have the same names and shapes."""
+    """Number of the model's tensors that training has changed. The export has to have the same names and shapes."""
     before, after = tensors(model), tensors(exported)
     names = {name for name in before.keys() | after.keys() if name not in before or name not in after}
     names |= {name for name in before.keys() & after.keys() if before[name].shape != after[name].shape}
@@ -245,7 +245,7 @@ def difference(one: Losses, other: Losses) -> float:
 
 
 def lines_of(rows: list[dict[str, Any]], found: dict[tuple[str, Case], Any]) -> list[str]:
-    """The table: a line a case, a column a pair; ! marks what is above the bound."""
+    """Lines of the table: a line a case, a column a pair; ! marks a figure above the bound."""
     pairs = list(dict.fromkeys(row["pair"] for row in rows))
     head = ["model", "adapter", "", "bound", *pairs, "ms/step", "exported: changed tensors"]
     cells = [head]

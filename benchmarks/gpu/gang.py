@@ -1,4 +1,4 @@
-"""What happens to gangs on GPUs, and what becomes of them: two hosts of one GPU each, both of this machine.
+"""Faults of gangs on GPUs, and how the gangs get over them: two hosts of one GPU each, both of this machine.
 
     benchmarks/gpu/run gang.py OUT [--layout NAME ...] [--fault NAME ...] [--seconds S] [--seed N]      8 minutes on
     two H200
@@ -50,7 +50,7 @@ TCP = {"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1"}
 
 
 def live(gang: Gang, faults: list[str], expected: dict[int, float], out: "Out", until: float) -> list[Row]:
-    """A gang's whole life; a row for the time before the first fault, too."""
+    """Run a gang through its whole life. Returns a row for each fault, and one for the time before the first."""
     rows, idle = [Row(gang.name, "none")], memory()
     gang.folder.mkdir()
     try:
@@ -88,7 +88,7 @@ def compare(rows: list[Row], gang: Gang, expected: dict[int, float]) -> None:
 
 
 class Out:
-    """The table, and what is kept for whoever wants to know more."""
+    """Writer of the table, and of files with more detail."""
 
     def __init__(self, folder: Path):
         folder.mkdir(parents=True, exist_ok=True)
@@ -124,7 +124,7 @@ def line(row: Row) -> str:
 
 
 def prepare(work: Path, environment: dict[str, str], steps: int) -> tuple[list[str], dict[int, float]]:
-    """Model, data, conversion, and what one GPU makes of them: settings of all gangs, and losses by step."""
+    """Prepare model, data and conversion, and train on one GPU. Returns settings of all gangs, and losses by step."""
     paths = [f"paths.{name}={work / name}" for name in ("model", "base", "data")]
     one = [
         f"paths.output={work / 'one'}",

@@ -1,4 +1,4 @@
-"""What happens to a gang of gang.py, and how that is measured."""
+"""Faults that are done to a gang of gang.py, and the measurement of their effects."""
 
 import os
 import random
@@ -70,7 +70,7 @@ def kill_while_saving(gang: Gang) -> None:
 
 
 def take_memory(gang: Gang) -> None:
-    """While ranks load: between pre-flight, which would refuse such a GPU, and the first step."""
+    """Take memory while ranks load: between pre-flight, which would refuse such a GPU, and the first step."""
     if gang.controller:
         gang.wait_for_steps()
         gang.controller.terminate()

@@ -63,7 +63,7 @@ class Gang:
         self.struck = time.time()
 
     def pids(self) -> set[int]:
-        """Of all that it has started, whosever children these are by now; without its controller."""
+        """Ids of all processes that it has started, whosever children these are by now, without its controller."""
         found, mark = set(), f"{MARK}={self.folder}\0".encode()
         for path in Path("/proc").glob("[0-9]*/environ"):
             with contextlib.suppress(OSError):
@@ -110,7 +110,7 @@ class Gang:
         return words[0].get("state") == "stop" or any(word.get("reason") for word in words[1:])
 
     def wait_for_steps(self) -> None:
-        """A random number of them since the last start, past a checkpoint; begins where nobody has."""
+        """Wait for a random number of steps since the last start, past a checkpoint. It begins where nobody has."""
         if self.controller is None:
             self.start()
         since, number = self.struck, random.randint(SAVED + 1, 2 * SAVED - 1)

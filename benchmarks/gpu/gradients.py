@@ -110,7 +110,7 @@ class Row:
 
 
 def rows() -> list[Row]:
-    """Those that show most come first."""
+    """Rows to be measured. Those that show most come first."""
     return [
         Row(model, kind, cut, packed, precision)
         for precision in ("fp32", "bf16")
@@ -203,7 +203,7 @@ class Rehearsal:
         return [Team(self, list(place)) for place in places[: len(todo)]]
 
     def _prepare(self, asked: list[Row]) -> None:
-        """Models, converted on the CPU, and their data."""
+        """Prepare models, converted on the CPU, and their data."""
         from gradients_of_run import make_data
 
         from conf.load import load
@@ -278,7 +278,7 @@ class Rehearsal:
 
 
 class Team:
-    """The processes, one per GPU, that train one row after the other."""
+    """Team of processes, one per GPU, that train one row after the other."""
 
     def __init__(self, rehearsal: Rehearsal, gpus: list[int]):
         self.rehearsal, self.gpus = rehearsal, gpus
@@ -321,7 +321,7 @@ class Team:
                 pipe.send(row)
 
     def look(self) -> dict[str, Any] | None:
-        """What became of the row, once that is known."""
+        """Result of the row, once it is known."""
         gone = False
         for rank, pipe in enumerate(self.pipes):
             try:
@@ -385,7 +385,7 @@ def _import_all() -> None:
 
 
 def _keep_groups() -> None:
-    """Communicators that a row has made serve the rows after it."""
+    """Keep communicators that a row has made, so that they serve the rows after it."""
     from megatron.core import parallel_state
 
     make, made = parallel_state.create_group, {}

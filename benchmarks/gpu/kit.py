@@ -1,4 +1,4 @@
-"""Pack what the GPU tests need, beyond this project and PyTorch, into one archive for a machine that reaches nothing.
+"""Pack everything that the GPU tests need, beyond this project and PyTorch, for a machine that reaches nothing.
 
     python benchmarks/gpu/kit.py [ARCHIVE] [--arch 90]       make gpu-kit; ARCHIVE is .gpu/kit.tar.xz by default
 

@@ -40,7 +40,7 @@ def layers() -> None:
 
 
 def per_layer(experts: int, adapter: str, low: str) -> dict[str, Any]:
-    """ms of a layer and of what is not in layers; `first`: of a microbatch that quantizes the weights."""
+    """Milliseconds of a layer, and of the rest. `first` is a microbatch that quantizes the weights."""
     # The larger first: core's tracker of balancing losses has room for as many layers as it sees at first.
     many, few = (timed(build(experts, adapter, low, count), low) for count in (MANY, FEW))
     found: dict[str, Any] = {}

@@ -1,6 +1,6 @@
 """Kernels that move data, the loss and the optimizer: a section of calibrate.py.
 
-As training has them: without torch's compiler, which makes one kernel of several (trainer/startup/device.py).
+They run as in training: without torch's compiler, which makes one kernel of several (trainer/startup/device.py).
 """
 
 # pyright: reportArgumentType=false
@@ -37,7 +37,7 @@ def rate(took: float, size: float) -> dict[str, Any]:
 
 
 def both(function, inputs: list, size_forward: float, size_backward: float) -> dict[str, Any]:
-    """Forward and backward of a function of one tensor."""
+    """Measure forward and backward of a function of one tensor."""
     import torch
 
     out: list[Any] = []
@@ -121,7 +121,7 @@ def rotate() -> dict[str, Any]:
 
 
 def loss() -> dict[str, Any]:
-    """Of one microbatch of GLM-4.7, and the bytes above its logits at the fullest moment."""
+    """Measure the loss of one microbatch of GLM-4.7, and the bytes above its logits at the fullest moment."""
     import torch
     from megatron.core.fusions.fused_cross_entropy import fused_vocab_parallel_cross_entropy
 
@@ -163,7 +163,7 @@ def fused_adam() -> dict[str, Any]:
 
 
 def added() -> dict[str, Any]:
-    """A bf16 gradient of a weight is added to the fp32 sum, as without APEX."""
+    """Measure how a bf16 gradient of a weight is added to the fp32 sum, as without APEX."""
     gradient, total = normal(2**29), normal(2**29, dtype="float32")
     return rate(ms(lambda: total.add_(gradient)), 10 * gradient.numel())
 
@@ -179,7 +179,7 @@ def bus() -> dict[str, Any]:
 
 
 def host_adam() -> dict[str, Any]:
-    """As megatron-core's offloading takes it, and what it could take."""
+    """Measure Adam on the host, as megatron-core's offloading takes it, and as it could."""
     import time
 
     import torch

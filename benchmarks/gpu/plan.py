@@ -1,4 +1,4 @@
-"""Are the plan's figures right on this host's GPUs? Cut models take real steps, and are compared with their plans.
+"""Compare the plan's figures with this host's GPUs: cut models take real steps beside their plans.
 
     benchmarks/gpu/run plan.py OUT [--gpus N] [--only PART ...] [--minutes M]       9 minutes on one H200
     python benchmarks/gpu/plan.py --list                                            what would run, and what is planned
@@ -140,7 +140,7 @@ def main() -> int:
 
 
 def take(one: Trial) -> dict[str, Any]:
-    """The trial's answer, or why there is none."""
+    """The trial's answer, or the reason why there is none."""
     environment = os.environ | {"PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"}
     pipe = subprocess.PIPE
     with subprocess.Popen(
@@ -165,7 +165,7 @@ def line(row: dict[str, Any]) -> str:
 
 
 def cells(row: dict[str, Any]) -> Iterator[str]:
-    """Of the rank that planned or measured most."""
+    """Cells of the rank that planned or measured most."""
     for key in SHOWN:
         both = [[rank[kind].get(key, 0) for rank in row.get("ranks", [])] for kind in ("measured", "planned")]
         measured, planned = (max(values, default=0) * (1e3 if key == "seconds" else 1e-9) for values in both)
@@ -183,7 +183,7 @@ def note(row: dict[str, Any]) -> str:
 
 
 def planned(one: Trial) -> str:
-    """What is planned on an H200."""
+    """Planned figures on an H200."""
     sys.path.insert(0, str(ROOT))
     from conf.load import load
     from conf.model_facts import facts_from_hf

@@ -1,4 +1,4 @@
-"""Matrix products, grouped ones and those in FP8, and what quantizing takes: a section of calibrate.py."""
+"""Matrix products, grouped ones and those in FP8, and the time of quantizing: a section of calibrate.py."""
 
 # pyright: reportMissingImports=false
 
@@ -55,7 +55,7 @@ def gemm(m: int, n: int, k: int, dtype: str = "bfloat16") -> dict[str, Any]:
 
 
 def scaled(n: int) -> dict[str, Any]:
-    """Of operands that are in FP8 already."""
+    """Measure products of operands that are in FP8 already."""
     import torch
 
     a, b = (normal(n, n).to(torch.float8_e4m3fn) for _ in range(2))
@@ -73,7 +73,7 @@ def linear(name: str, m: int, k: int, n: int) -> dict[str, Any]:
 
 
 def grouped(name: str, k: int, n: int) -> dict[str, Any]:
-    """8 of 160 experts for each of 8192 tokens, evenly; FP8 wants a multiple of 16 for each."""
+    """Measure 8 of 160 experts for each of 8192 tokens, evenly; FP8 wants a multiple of 16 for each."""
     import torch
     import transformer_engine.pytorch as te
 
@@ -84,7 +84,10 @@ def grouped(name: str, k: int, n: int) -> dict[str, Any]:
 
 
 def passes(name: str, layer, inputs: tuple, weights: list, flops: int) -> dict[str, Any]:
-    """ms forward, with weights quantized before or now; backward, trained and frozen; bytes kept for backward."""
+    """Milliseconds forward and backward, and bytes kept for backward.
+
+    Forward is measured with weights quantized before or now, backward with trained and with frozen ones.
+    """
     import torch
     import transformer_engine.pytorch as te
 

@@ -1,4 +1,4 @@
-"""The whole flow of a 10 GB model on this host's GPU: does each stage end, and none have the GPU beside another?
+"""Run the whole flow of a 10 GB model on this host's GPU, and check that each stage ends and has the GPU alone.
 
     benchmarks/gpu/run whole_flow.py OUT                                     about 9 minutes on one H200, 35 GB of disk
     python benchmarks/gpu/whole_flow.py OUT --size tiny --work FOLDER        rehearses it on a CPU in 3 minutes
@@ -57,7 +57,10 @@ evaluate: {{rows: 20, max_tokens: 8}}
 
 
 def make_model(folder: Path, size: str, shards: int = 8) -> int:
-    """Bytes of it. Each tensor is a window of one block of random numbers, at a place that follows from its name."""
+    """Write a model. Returns its bytes.
+
+    Each tensor is a window of one block of random numbers, at a place that follows from its name.
+    """
     import numpy as np
 
     from trainer.rehearsal import tiny_models
@@ -121,7 +124,7 @@ def make_data(file: Path) -> None:
 
 @dataclass
 class Samples:
-    """A row a second: seconds since the beginning, MiB of the fullest GPU, stages that run."""
+    """Samples, a row a second: seconds since the beginning, MiB of the fullest GPU, stages that run."""
 
     out: Path
     work: Path
@@ -140,7 +143,7 @@ class Samples:
                 file.flush()
 
     def of(self, stage: str) -> list[int]:
-        """Numbers of its rows."""
+        """Numbers of a stage's rows."""
         return [number for number, row in enumerate(self.rows) if stage in row[2]]
 
 
@@ -153,7 +156,7 @@ def gpu_memory() -> int:
 
 
 def stages_running(work: Path) -> Iterator[str]:
-    """Of the flow in this folder: a stage is there from the start of its guard to that one's end."""
+    """Stages of the flow in this folder that run: a stage is there from the start of its guard to that one's end."""
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error, OSError):
             line = process.cmdline()
@@ -166,7 +169,7 @@ def stages_running(work: Path) -> Iterator[str]:
 
 
 def run_flow(conf: Path, out: Path, environment: dict[str, str], seconds: float) -> tuple[int | None, str]:
-    """Exit code, None where it took too long, and what it said."""
+    """Run the flow. Returns its exit code, None where it took too long, and its output."""
     log = out / "flow.log"
     with log.open("w") as file:
         command = [sys.executable, "-m", "flows.finetune", str(conf)]
@@ -184,7 +187,7 @@ def run_flow(conf: Path, out: Path, environment: dict[str, str], seconds: float)
 
 
 def judge(code: int | None, said: str, samples: Samples) -> tuple[list[str], list[str]]:
-    """The report's lines, and what is wrong."""
+    """Lines of the report, and problems."""
     wrong = [] if code == 0 else [f"the flow's exit code is {code}"]
     states = dict(re.findall(r"^([a-z-]+) +([A-Z]\w+) +[\d.]+ s", said, re.MULTILINE))
     wrong += [f"{name}: {states.get(name, 'missing')}" for name in STAGES if states.get(name) != "Completed"]
@@ -222,7 +225,7 @@ def judge(code: int | None, said: str, samples: Samples) -> tuple[list[str], lis
 
 
 def time_line(samples: Samples, every: int = 5) -> list[str]:
-    """The most memory of each few seconds, as a bar."""
+    """Bars of the most memory of each few seconds."""
     most = max((row[1] for row in samples.rows), default=0) or 1
     found = []
     for first in range(0, len(samples.rows), every):
@@ -279,7 +282,7 @@ def _measure(options: argparse.Namespace, work: Path) -> int:
 
 
 def _keep_logs(folder: Path, out: Path) -> None:
-    """The end of what every stage that is not over has written."""
+    """Keep the end of the log of every stage that is not over."""
     with out.open("w") as file:
         for path in sorted([*folder.rglob("*.log"), *folder.rglob("log*.txt"), *folder.rglob("logs/*")]):
             if path.is_file():

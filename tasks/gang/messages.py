@@ -1,4 +1,4 @@
-"""What a gang's controller and members tell one another: a dataclass per message, JSON in between.
+"""Messages between a gang's controller and its members: a dataclass per message, JSON in between.
 
     Word        gang.json        the controller: gathering, go or stop
     Peers       peers.json       the controller: where each member answers
@@ -22,7 +22,7 @@ Address = tuple[str, int]  # host and port
 
 
 class Message:
-    """What from_json() and to_json() are for all of them."""
+    """Base of all messages, with from_json() and to_json()."""
 
     def to_json(self) -> bytes:
         content = asdict(self)  # type: ignore[call-overload]
@@ -33,13 +33,13 @@ class Message:
 
     @classmethod
     def from_json(cls, data: bytes, where: str) -> Self:
-        """Raises Fault, which names `where` it was read."""
+        """Read a message. Raises a Fault, which names `where` it was read."""
         return _read(data, cls, cls, where)
 
 
 @dataclass(frozen=True)
 class Word(Message):
-    """The controller's, renewed every few seconds, or it is worth nothing."""
+    """Message of the controller. It is renewed every few seconds, or it is worth nothing."""
 
     by: str  # which process wrote it
     state: Literal["gathering", "go", "stop"]
@@ -56,7 +56,7 @@ class Word(Message):
 
 @dataclass(frozen=True)
 class Sign(Message):
-    """How a rank is, by its own account and by its process."""
+    """State of a rank, by its own account and by its process."""
 
     rank: int
     pid: int
@@ -71,7 +71,7 @@ class Sign(Message):
 
 @dataclass(frozen=True)
 class End(Message):
-    """How a rank ended, and the last that it printed."""
+    """End of a rank, and the last lines that it printed."""
 
     rank: int
     code: int | None  # exit code, negative = signal; None = it was alive
@@ -111,7 +111,7 @@ class Standing(Message):
 
 @dataclass(frozen=True)
 class Peers:
-    """Written as one JSON object, address and port by member."""
+    """Address and port by member, written as one JSON object."""
 
     at: dict[str, Address]
 
@@ -124,7 +124,7 @@ class Peers:
 
 
 def by(data: bytes) -> str | None:
-    """Which process wrote a message, of whatever kind and version."""
+    """Name of the process that wrote a message, of whatever kind and version."""
     content = json.loads(data)
     return content.get("by") if isinstance(content, dict) else None
 

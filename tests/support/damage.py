@@ -120,7 +120,7 @@ class Say:
     text: str
 
     def apply(self, folder: Path) -> None:
-        """Nothing in the folder: whoever calls the command says it."""
+        """Change nothing in the folder: the caller puts the override on the command line."""
 
 
 def _free(path: Path) -> Path:
@@ -137,7 +137,7 @@ def _content(path: Path) -> bytes:
 
 
 def _edit(path: Path, edit) -> None:
-    """The JSON of a file, or a safetensors file's header; what is no such file any more stays as it is."""
+    """Edit the JSON of a file, or a safetensors file's header. A file that is no longer one of these stays as it is."""
     content = _content(path)
     start = struct.unpack("<Q", content[:8])[0] if path.suffix == ".safetensors" and len(content) > 8 else 0
     text, rest = (content[8 : 8 + start], content[8 + start :]) if start else (content, b"")

@@ -26,7 +26,7 @@ FAMILIES = {
 
 
 def make(folder: Path, family: str, template: str | None = None) -> Path:
-    """A folder such as AutoTokenizer reads; `template` instead of the family's."""
+    """Make a folder such as AutoTokenizer reads, with `template` instead of the family's."""
     special, names = FAMILIES[family]
     file = ASSETS / f"{family}.jinja"
     folder.mkdir(parents=True)
@@ -40,7 +40,10 @@ def make(folder: Path, family: str, template: str | None = None) -> Path:
 
 @functools.cache
 def _tokenizer(special: tuple[str, ...], trims: bool) -> str:
-    """`trims`: as Llama 3, whose post-processor takes spaces out of the characters of a token, and adds a beginning."""
+    """Make a tokenizer. One that `trims` is like Llama 3's.
+
+    Its post-processor takes spaces out of the characters of a token, and adds a beginning.
+    """
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
     tokenizer = Tokenizer(models.BPE())

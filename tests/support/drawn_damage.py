@@ -1,4 +1,4 @@
-"""What hypothesis draws of damage: in a model's files, a converted model, prepared data, a run's YAML and its paths."""
+"""Damage that hypothesis draws: in a model's files, a converted model, prepared data, a run's YAML and its paths."""
 
 import json
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""What tests draw: rows of tokens, and models and layouts, small, of every family, about half of them legal."""
+"""Inputs that tests draw: rows of tokens, and models and layouts, small, of every family, about half of them legal."""
 
 import random
 from math import lcm
@@ -57,7 +57,7 @@ def tokens(rows: int, length: int, vocabulary: int, seed: int = 0) -> list[list[
 
 
 def make_run(**sections: dict[str, Any]) -> Run:
-    """Bypasses conf.load, which would refuse what Megatron is to be asked about."""
+    """Make a run without conf.load, which would refuse layouts that Megatron is to be asked about."""
     data: dict[str, dict[str, Any]] = {
         "model": {"source": "drawn"},
         "data": {"seq_length": 96},
@@ -100,7 +100,7 @@ def pair(seed: int) -> tuple[dict[str, Any], Run]:
 
 
 def _run(rng: random.Random, config: dict[str, Any], layers: int) -> Run:
-    """Degrees that would fit, and now and then one that does not."""
+    """Draw a run with degrees that would fit, and now and then one that does not."""
     pick = rng.choice
     moe = "num_experts_per_tok" in config
     tp, pp, cp = pick([1, 1, 2, 2, 3, 4, 8]), pick([1, 1, 2, 2, 3, 4]), pick([1, 1, 1, 2, 3])

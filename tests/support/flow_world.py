@@ -1,4 +1,4 @@
-"""All that a flow talks to, on this host and on free ports: Prefect, MLflow, S3. Its secrets carry a marker."""
+"""Servers that a flow talks to, on this host and on free ports: Prefect, MLflow, S3. Their secrets carry a marker."""
 
 import contextlib
 import json
@@ -45,7 +45,7 @@ class World:
     mlflow: str
 
     def name_of(self, output: str) -> str:
-        """Of the flow run that printed this."""
+        """Name of the flow run that printed this."""
         return output.partition("Flow run '")[2].partition("'")[0]
 
     @property
@@ -53,7 +53,7 @@ class World:
         return self.folder / "quick.yaml"
 
     def start(self, *arguments: object, **environment: str) -> subprocess.Popen:
-        """python -m flows.finetune <the quick configuration> ..."""
+        """Start python -m flows.finetune <the quick configuration> ..."""
         command = [sys.executable, "-m", "flows.finetune", str(self.conf), *map(str, arguments)]
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
         return subprocess.Popen(command, cwd=ROOT, env=self.environment | environment, **pipes)
@@ -67,7 +67,7 @@ class World:
         return output
 
     def ask_prefect(self, path: str, **body: object) -> list[dict]:
-        """What the server answers; while its database is busy it answers 503, and is asked again."""
+        """Answer of the server. It is asked again while it answers 503, as its database is busy."""
         request = urllib.request.Request(f"{self.prefect}/{path}", json.dumps(body).encode())
         request.add_header("Content-Type", "application/json")
         until = time.monotonic() + 30
@@ -88,7 +88,7 @@ def states(output: str) -> dict[str, str]:
 
 
 def wait_for(condition: Callable, seconds: float = 60.0):
-    """What the condition answers, once that is something."""
+    """Wait for an answer of the condition, and return it."""
     until = time.monotonic() + seconds
     while time.monotonic() < until:
         if found := condition():
@@ -133,7 +133,7 @@ def world(folder: Path) -> Iterator[World]:
 def _serve(
     stack: contextlib.ExitStack, folder: Path, environment: dict, health: str, command: str, *arguments
 ) -> Callable:
-    """Starts it; what comes back waits until it answers, so that several can start side by side."""
+    """Start a server. Returns a function that waits until it answers, so that several can start side by side."""
     log = stack.enter_context((folder / f"{command}.log").open("w"))
     process = subprocess.Popen(
         [BIN / command, *map(str, arguments)],
@@ -158,7 +158,7 @@ def _serve(
 
 
 def end(process: subprocess.Popen) -> None:
-    """And all of its session."""
+    """End the process and all of its session."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, 15)
     try:

@@ -34,7 +34,7 @@ def running(host: str = "127.0.0.1") -> Iterator[tuple[str, int]]:
 
 
 def make_bucket(environment: dict[str, str]) -> None:
-    """The one that the tests' stores lie in."""
+    """Make the bucket that the tests' stores lie in."""
     import boto3
 
     names = ("aws_access_key_id", "aws_secret_access_key", "aws_session_token")

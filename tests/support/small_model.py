@@ -1,4 +1,4 @@
-"""A Qwen3-MoE of some 20 KB, written without torch: for tests that damage files by the thousand."""
+"""Small Qwen3-MoE of some 20 KB, written without torch: for tests that damage files by the thousand."""
 
 import json
 import random

@@ -59,7 +59,7 @@ class Repo:
 
 @dataclass
 class Trouble:
-    """What befalls the next `times` requests whose path has `match` in it."""
+    """Trouble for the next `times` requests whose path has `match` in it."""
 
     match: str
     times: int = 1
@@ -84,7 +84,7 @@ class Hub:
     lock: Lock = field(default_factory=Lock)
 
     def publish(self, repo: str, folder: Path, branch: str = "main", **traits: bool) -> str:
-        """A commit of what the folder holds now; the branch points to it. Traits: private, gated."""
+        """Commit the present content of the folder; the branch points to the commit. Traits: private, gated."""
         files = {}
         for path in sorted(path for path in folder.rglob("*") if path.is_file()):
             data = path.read_bytes()
@@ -137,7 +137,7 @@ class _Server(ThreadingHTTPServer):
     hub: Hub
 
     def handle_error(self, request, client_address) -> None:
-        """A client that went away is no news."""
+        """Ignore a client that went away."""
 
 
 class _Refused(Exception):
@@ -202,7 +202,7 @@ class _Handler(BaseHTTPRequestHandler):
         return (self.headers.get("Authorization") or "").removeprefix("Bearer ") or None
 
     def _visible(self, name: str) -> Repo:
-        """The repository, if whoever asks may know of it."""
+        """The repository, if the client may know of it."""
         hub, token = self.server.hub, self._token()
         if token and token not in hub.tokens:
             raise _Refused(401, None, "Invalid credentials in Authorization header")

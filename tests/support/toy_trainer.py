@@ -1,4 +1,4 @@
-"""Every trainer command as a toy: writes what its stage looks for, and does what TOY says. Half a second each.
+"""Toy of every trainer command: it writes what its stage looks for, and does what TOY says. Half a second each.
 
     install(folder)     makes folder/trainer with a module for each; a flow that is started in folder runs those
 
@@ -26,7 +26,7 @@ def install(folder: Path) -> None:
 
 
 def events(folder: Path) -> list[tuple[str, str, float]]:
-    """Stage, begins or ends, when."""
+    """Events in order: the stage, begins or ends, and the time."""
     path = folder / "events"
     lines = [line.split() for line in path.read_text().splitlines()] if path.exists() else []
     return [(name, what, float(at)) for name, what, at in lines]

@@ -1,4 +1,4 @@
-"""What prepared data depend on; and what of it is made already, wholly or in part.
+"""Identity of prepared data: everything that they depend on; and which of them are made already, wholly or in part.
 
 <paths.data>/prepared.json    written last; the identity of what is there, and the digest of each file
 <preparing>/identity.json     of what an interrupted preparation was after
@@ -42,7 +42,7 @@ def of(run: Run, parts: Sequence[Part], splits: Sequence[int | None]) -> dict[st
 
 
 def files(part: Part) -> list[dict[str, Any]]:
-    """Of a local source."""
+    """Files of a local source."""
     found = sources.files(part.source) if part.source and sources.is_local(part.source) else []
     return [{"path": str(path), "size": path.stat().st_size, "sha256": digest(path)} for path in found]
 
@@ -66,7 +66,7 @@ def is_made(out: Path, identity: dict[str, Any]) -> bool:
 
 
 def begin(folder: Path, identity: dict[str, Any]) -> Path:
-    """The folder to write into. What an earlier attempt has done is kept if it was after the same."""
+    """The folder to write into. Work of an earlier attempt is kept if it had the same identity."""
     file, text = folder / "identity.json", json.dumps(identity, indent=1)
     if not (file.exists() and file.read_text() == text):
         output_marks.remove(folder, PREPARING)
@@ -79,7 +79,7 @@ def begin(folder: Path, identity: dict[str, Any]) -> Path:
 
 
 def finish(made: Path, identity: dict[str, Any], facts: dict[str, Any], out: Path) -> None:
-    """Gives what was made the name `out`; what had it before is removed."""
+    """Give the finished folder the name `out`. A folder that had the name before is removed."""
     entries = {file.name: {"size": file.stat().st_size, "sha256": digest(file)} for file in sorted(made.iterdir())}
     write(made / MANIFEST, identity | facts | {"files": entries})
     output_marks.put_in_place(made, out, DATA)

@@ -1,4 +1,4 @@
-"""Prepare data: rows of any source become tokens in a folder, a few megabytes at a time."""
+"""Preparation of data: rows of any source become tokens in a folder, a few megabytes at a time."""
 
 # pyright: reportArgumentType=false
 
@@ -24,14 +24,14 @@ from trainer.startup.console import say
 
 
 def given(run: Run, folder: Path, out: Path) -> None:
-    """Files made by hand and split already: training.jsonl; validation.jsonl and test.jsonl where there are such."""
+    """Prepare files made by hand and split already: training.jsonl, and validation.jsonl and test.jsonl if there."""
     found = {number: folder / f"{name}.jsonl" for number, name in enumerate(choose.SPLITS)}
     found = {number: file for number, file in found.items() if file.exists()}
     prepare(run, [Part(source=str(file)) for file in found.values()], list(found), out)
 
 
 def prepare(run: Run, parts: Sequence[Part], splits: Sequence[int | None], out: Path) -> None:
-    """`splits` holds the split that all of a part belongs to, where that is given."""
+    """Prepare the data. `splits` holds the split that all of a part belongs to, where that is given."""
     start = time.monotonic()
     if not parts:
         raise Fault("data.source: required: a file, a folder, a Hub data set, or tiny://tickets")
@@ -80,7 +80,7 @@ def _kind(found: Sequence[shapes.Shape]) -> str:
 
 
 def _facts(report: dict[str, Any], kind: str, tokens: Any) -> dict[str, Any]:
-    """What training has to know."""
+    """Facts that training has to know."""
     rows = {name: report["rows"][name] for name in choose.SPLITS}
     packed = {name: entry["sequences"] for name, entry in report.get("packing", {}).items()}
     vocabulary = {"vocab_size": len(tokens), "pad_id": tokens.eos_token_id}

@@ -1,4 +1,4 @@
-"""Prepared data (trainer.prepare): where those of a run lie, and whether they are whole and fit the run.
+"""Prepared data (trainer.prepare): their place for a run, and whether they are whole and fit the run.
 
 prepared.json, written last, lists every file with its SHA-256, the settings, the tokenizer, and the sources' files.
 check() reads all of them again, at 1.5 GB/s, and says in one line what has been changed since. Rows made by hand, a
@@ -46,13 +46,13 @@ class Prepared:
 
 
 def folder(run: Run) -> Path:
-    """The prepared data of a run: paths.data, or what is made of rows by hand that lie there."""
+    """Folder of a run's prepared data: paths.data, or the folder that is made of rows by hand that lie there."""
     given = Path(run.paths.data)
     return given if (given / MANIFEST).exists() else Path(run.paths.output) / "data"
 
 
 def make(run: Run) -> None:
-    """Prepare rows made by hand, where that is not done yet. Nothing else is prepared here."""
+    """Prepare rows made by hand, where that is not done yet. No other data are prepared here."""
     given = Path(run.paths.data)
     if (given / MANIFEST).exists():
         return
@@ -70,9 +70,9 @@ def make(run: Run) -> None:
 
 
 def _require_the_same(run: Run, given: Path, step: int) -> None:
-    """Rows made by hand stay what they were while there are checkpoints that have been trained on them.
+    """Refuse rows made by hand that have changed since checkpoints have been trained on them.
 
-    Where what was prepared of them is gone, there is nothing to compare with.
+    Where the data prepared from them are gone, there is nothing to compare with.
     """
     place = folder(run)
     if not (place / MANIFEST).exists():
@@ -95,7 +95,7 @@ def _require_the_same(run: Run, given: Path, step: int) -> None:
 
 
 def check_asked(place: Path) -> None:
-    """What a model is asked is what was prepared, and rows made by hand are what it was prepared from."""
+    """Check that the prompts for evaluation are as prepared, and that rows made by hand are as they were then."""
     found = load(place)
     entries = [{"path": place / name, **found.files[name]} for name in ASKED if name in found.files]
     if changed := next(_changed(entries), None):
@@ -126,7 +126,7 @@ def load(folder: Path) -> Prepared:
 
 
 def _structured(found: Prepared) -> Prepared:
-    """Raises where a value is of another type than the ones that are written."""
+    """The record, once every value is of the type that is written. Raises where one is of another type."""
     sources = [file for source in found.sources for file in source.get("files") or []]
     paths = [*found.files, *(file["path"] for file in sources)]
     entries = [*found.files.values(), *sources]
@@ -177,7 +177,7 @@ def _check_sources(place: Path, found: Prepared, run: Run) -> None:
 
 
 def _sources_now(run: Run, number: int) -> list[Path]:
-    """Files that the run names itself count, wherever those that were prepared lay; none where they are not here."""
+    """Files that the run names itself, wherever those lay that were prepared; none where they are not here."""
     source = run.data.parts[number].source if number < len(run.data.parts) else None
     try:
         return sources.files(source) if source and sources.is_local(source) else []
@@ -186,7 +186,7 @@ def _sources_now(run: Run, number: int) -> list[Path]:
 
 
 def _changed(entries: list[dict[str, Any]]) -> Iterator[tuple[Path, str]]:
-    """Files that are not what they were, and how so."""
+    """Files that have changed, and how."""
     for entry in entries:
         path: Path = entry["path"]
         if not path.is_file():
@@ -236,7 +236,10 @@ def _check_tokenizer(place: Path, found: Prepared, run: Run) -> None:
 
 
 def _check_sizes(place: Path, found: Prepared, run: Run) -> None:
-    """Megatron-Bridge leaves incomplete global batches out, and stops where there is no complete one."""
+    """Check that there are enough rows.
+
+    Megatron-Bridge leaves incomplete global batches out, and stops where there is no complete one.
+    """
     batch, training, validation = run.train.global_batch, found.sequences["training"], found.sequences["validation"]
     if found.kind == "text":
         batch = 1  # texts are repeated until there are enough

@@ -1,4 +1,4 @@
-"""What the files of this folder pass to one another: rows of a source, canonical rows, and rows that are bad.
+"""Types that the files of this folder pass to one another: rows of a source, canonical rows, and rows that are bad.
 
 A canonical row is one of three dicts; content() is what it is known by, for splits, duplicates and subsets:
 
@@ -17,7 +17,7 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class Bad:
-    """Why a row cannot be used."""
+    """Reason why a row cannot be used."""
 
     reason: str  # few words, the same for all rows with this fault: rows are counted by it
     field: str = ""  # the column or the place within the row
@@ -26,7 +26,7 @@ class Bad:
 
 @dataclass(frozen=True)
 class Rows:
-    """The rows of a chunk as they lie in the source, in order; one that cannot be parsed is Bad."""
+    """Rows of a chunk as they lie in the source, in order. One that cannot be parsed is Bad."""
 
     values: list[Row | Bad]
     place: Callable[[int], str]  # of a row by its position here: "file.jsonl:17", "file.parquet row 17"

@@ -45,7 +45,7 @@ GREETINGS = ["Thanks", "Best", "Yours", "Regards"]
 
 
 def tickets(rows: int, seed: int) -> dict[str, str]:
-    """The team by ticket."""
+    """Tickets, and the team of each."""
     rng = random.Random(seed)
     found: dict[str, str] = {}
     while len(found) < rows:

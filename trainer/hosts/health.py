@@ -1,10 +1,10 @@
-"""What a host and its GPUs are like before a run: versions, configuration, memory, disks, and what NVML says of a GPU.
+"""Health of a host and its GPUs before a run: versions, configuration, memory, disks, and NVML's figures of a GPU.
 
     of_host(run) -> dict        once per host
     of_gpu(number) -> dict      once per GPU; {} where there is none, or no nvidia-ml-py to ask
 
-Facts only: trainer/hosts/host_verdict.py judges them. Not covered: fans, firmware, what the kernel's log says of the
-time before.
+The module collects facts only: trainer/hosts/host_verdict.py judges them. Not covered: fans, firmware, and the kernel's
+log of the time before.
 """
 
 import contextlib
@@ -48,7 +48,7 @@ def _version(package: str) -> str:
 
 
 def _code() -> str:
-    """Of what runs here, committed or not."""
+    """Digest of the code that runs here, committed or not."""
     digest = hashlib.sha256()
     for folder in ("contract", "conf", "trainer"):
         for file in sorted((ROOT / folder).rglob("*.py")):
@@ -73,7 +73,7 @@ def _memory_available() -> int:
 
 
 def _disk(folder: Path, size: int) -> dict[str, Any]:
-    """Bytes/s of one file, written with fsync and read past the page cache, and what is free."""
+    """Bytes/s of one file, written with fsync and read past the page cache, and the free space."""
     path = folder / f"preflight-{socket.gethostname()}-{os.getpid()}"
     block = os.urandom(BLOCK)
     try:
@@ -101,7 +101,7 @@ def _disk(folder: Path, size: int) -> dict[str, Any]:
 
 
 def of_gpu(number: int) -> dict[str, Any]:
-    """By the number that torch has for it, while it works: clocks of an idle GPU say nothing."""
+    """Health of a GPU, by the number that torch has for it, while it works: clocks of an idle GPU say nothing."""
     try:
         import pynvml as nvml
 
@@ -132,7 +132,7 @@ def of_gpu(number: int) -> dict[str, Any]:
 
 
 def taken(number: int) -> int:
-    """Bytes of a GPU that others have; to be asked before anything of ours is on it, except the context."""
+    """Bytes of a GPU that others have. It has to be asked before anything of ours is on it, except the context."""
     import torch
 
     free, total = torch.cuda.mem_get_info(number)
@@ -140,7 +140,7 @@ def taken(number: int) -> int:
 
 
 def _links(nvml, gpu) -> dict[str, int]:
-    """NVLinks that are up, of how many there are."""
+    """Number of NVLinks that are up, and of all NVLinks."""
     up = there = 0
     for link in range(nvml.NVML_NVLINK_MAX_LINKS):
         try:

@@ -1,4 +1,4 @@
-"""Which hosts do not fit a gang, from what pre-flight has measured on all of them. Pure: facts in, faults out.
+"""Verdict on hosts: which do not fit a gang, by what pre-flight has measured on all. Pure: facts in, faults out.
 
     misfits(hosts, ranks, pairs, expected) -> list[Fault]
 
@@ -43,7 +43,7 @@ class Misfit:
         return f"host {self.host}{rank}: {self.what}"
 
     def told(self, node: int) -> str:
-        """For whoever started the ranks: which node, and whether it is to be left out."""
+        """Line for the process that started the ranks: which node, and whether it is to be left out."""
         return f"preflight: node {node}, {self.line}{LEFT_OUT if self.leave_out else ''}"
 
 
@@ -52,7 +52,7 @@ Pairs = Mapping[tuple[str, str], Sequence[float]]  # bytes/s between two hosts, 
 
 @dataclass(frozen=True)
 class Expected:
-    """Bytes/s per GPU and direction, by the data sheets; None on a CPU."""
+    """Expected bytes/s per GPU and direction, by the data sheets; None on a CPU."""
 
     network: float | None = None
     link: float | None = None
@@ -60,7 +60,11 @@ class Expected:
 
 
 def misfits(hosts: Sequence[Mapping], ranks: Sequence[Mapping], pairs: Pairs, expected: Expected) -> list[Misfit]:
-    """hosts: health.of_host's, with "host" unique. ranks: host, rank, speed, link, gpu (health.of_gpu's), taken."""
+    """Find the hosts that do not fit.
+
+    `hosts` are health.of_host's facts, with a unique "host". `ranks` have host, rank, speed, link, gpu
+    (health.of_gpu's) and taken.
+    """
     kind = "gpu" if any(rank.get("gpu") for rank in ranks) else "cpu"
     bound = AGAINST_OTHERS[kind]
     found = [*_versions(hosts, ranks), *_disks(hosts, ROOM[kind]), *_memory(hosts)]
@@ -167,7 +171,7 @@ def _slow_ranks(
 
 
 def slow_hosts(pairs: Pairs, bound: float, sheet: float | None) -> list[Misfit]:
-    """Each host by the best that any pair of it reaches on a rail; the slowest rail of a host counts."""
+    """Judge each host by the best that any pair of it reaches on a rail; the slowest rail of a host counts."""
     hosts = sorted({host for pair in pairs for host in pair})
     if not hosts:
         return []
@@ -204,7 +208,10 @@ def slow_hosts(pairs: Pairs, bound: float, sheet: float | None) -> list[Misfit]:
 
 
 def rounds(hosts: int, most: int) -> list[list[tuple[int, int]]]:
-    """Who meets whom, at once and each with one other: all pairs in hosts - 1 rounds, of which `most` are kept."""
+    """Pairs of hosts that meet at once, each host with one other.
+
+    All pairs take hosts - 1 rounds; `most` of them are kept.
+    """
     places = list(range(hosts)) + ([-1] if hosts % 2 else [])
     found: list[list[tuple[int, int]]] = []
     for _ in range(len(places) - 1):
@@ -217,7 +224,7 @@ def rounds(hosts: int, most: int) -> list[list[tuple[int, int]]]:
 
 
 def unique(names: Sequence[str]) -> list[str]:
-    """Containers and namespaces of one host may bear one name."""
+    """Make names unique. Containers and namespaces of one host may bear one name."""
     return [name if names.count(name) == 1 else f"{name}/{node}" for node, name in enumerate(names)]
 
 

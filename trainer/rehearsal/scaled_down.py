@@ -1,8 +1,8 @@
-"""A scaled-down twin of a run: real steps of the same kind of layout on a tiny model of the same family, on this CPU.
+"""Scaled-down copy of a run: real steps of the same kind of layout on a tiny model of the same family, on this CPU.
 
-train() takes the steps in up to RANKS gloo processes, and returns the twin and the losses. Degrees
-above what 4 tiny layers and 8 experts can be cut into are lowered, and copies are dropped where there are too many.
-What is kept: which dimensions are cut, sp, vpp, packing, the adapter, recompute, the distributed optimizer.
+train() takes the steps in up to RANKS gloo processes, and returns the scaled-down run and the losses. Degrees above
+what 4 tiny layers and 8 experts can be cut into are lowered, and copies are dropped where there are too many. It keeps
+these properties: which dimensions are cut, sp, vpp, packing, the adapter, recompute, the distributed optimizer.
 
 Not covered: families without a tiny model (trainer/tiny.py), where layers lie on uneven stages beyond first or last.
 """
@@ -30,9 +30,10 @@ FAMILIES = {config["architectures"][0]: kind for kind, config in tiny_models.KIN
 def train(
     run: Run, config: dict[str, Any], steps: int, convert: Callable[[Run], None], take_steps: Callable[[Run], None]
 ) -> tuple[Run, list[float]]:
-    """`convert` and `take_steps` are what the commands of trainer/convert.py and trainer/train.py do.
+    """Train the scaled-down run. Returns it and the losses.
 
-    Raises Fault where there can be no twin, and RuntimeError where its ranks fail.
+    `convert` and `take_steps` do the work of the commands trainer/convert.py and trainer/train.py. Raises Fault where
+    the run cannot be scaled down, and RuntimeError where its ranks fail.
     """
     architecture = config["architectures"][0]
     if architecture not in FAMILIES:
@@ -85,7 +86,7 @@ def make(run: Run, kind: str, steps: int, folder: Path) -> Run:
 
 
 def scale(layout: Layout, layers: int) -> Layout:
-    """The largest layout of the same kind on RANKS processes; degrees are lowered to 2, expert ones first."""
+    """The largest layout of the same kind on RANKS processes. Degrees are lowered to 2, expert ones first."""
     degrees = {key: min(getattr(layout, key), limit) for key, limit in LIMITS.items()}
 
     def cut() -> int:

@@ -142,7 +142,7 @@ Let f(x) = x^2 + 3x - 4. Then f'(x) = 2x + 3, and f(x) = 0 for x = 1 and x = -4,
 
 @contextmanager
 def new_folder(folder: str | Path) -> Iterator[Path]:
-    """Yields a sibling of `folder` that takes its place at the end, and is removed if the block raises."""
+    """Yield a sibling of `folder` that takes its place at the end, and is removed if the block raises."""
     folder = Path(os.path.realpath(folder))  # where a link leads
     if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
         raise FileExistsError(f"{folder} exists and is not an empty folder")
@@ -161,7 +161,7 @@ def write_json(path: Path, value: Config) -> None:
 
 
 def make_tokenizer(folder: Path, vocab_size: int) -> None:
-    """Byte-level BPE with exactly `vocab_size` tokens: any text goes in and comes out again."""
+    """Make a byte-level BPE with exactly `vocab_size` tokens: any text goes in and comes out again."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE())
@@ -237,10 +237,10 @@ def model_shapes(c: Config) -> Shapes:
 
 
 def draw_tensor(name: str, shape: tuple[int, ...], dtype, seed: int):
-    """Draws a tensor from its name, so that kinds which share a tensor share its values.
+    """Draw a tensor from its name, so that kinds which share a tensor share its values.
 
     A spread of 0.08 gives logits of about unit spread at this width. Norm weights, biases and the router's correction
-    spread by 0.2 around what stands in for a missing one (1 or 0), so that a lost or swapped vector shows.
+    spread by 0.2 around the value that a missing one would have (1 or 0), so that a lost or swapped vector shows.
     """
     import torch
 
@@ -255,7 +255,7 @@ def draw_tensor(name: str, shape: tuple[int, ...], dtype, seed: int):
 
 
 def make_model(kind: str, folder: str | Path, seed: int = 0, dtype: str = "bfloat16") -> None:
-    """Writes the checkpoint folder of one of KINDS; raises FileExistsError if `folder` holds anything."""
+    """Write the checkpoint folder of one of KINDS. Raises FileExistsError if `folder` holds anything."""
     import torch
     from safetensors.torch import save_file
 
@@ -278,7 +278,7 @@ def make_model(kind: str, folder: str | Path, seed: int = 0, dtype: str = "bfloa
 
 
 def make_data(folder: str | Path, rows: int = 512, seed: int = 0) -> None:
-    """Writes `rows` examples for training and an eighth as many for validation: sums, and up to 48 words to repeat."""
+    """Write `rows` examples for training and an eighth as many for validation: sums, and up to 48 words to repeat."""
     rng = random.Random(seed)
     answers: dict[str, str] = {}  # by question, so that none occurs twice
     while len(answers) < rows + max(1, rows // 8):

@@ -1,14 +1,14 @@
-"""Whether the served model is the trained one: both must give the same tokens the same log-probabilities.
+"""Check that the served model is the trained one: both must give the same tokens the same log-probabilities.
 
-trainer/training/parity.py wrote what the trained model says; here the served one is asked. A merge that left the
-adapter out, a tokenizer or a rotary embedding that differs, weights of another step show here. A smaller loss shows
-against what the adapter does: `share` is the part of its effect (trained minus base) that serving lacks, by least
-squares over tokens. Rounding has no direction, so its share is near 0, and its own spread says how near: a bound that
-is measured.
+trainer/training/parity.py wrote the trained model's log-probabilities; here the served model is asked for its own. A
+merge that left the adapter out, a tokenizer or a rotary embedding that differs, or weights of another step show here. A
+smaller loss shows against the effect of the adapter: `share` is the part of its effect (trained minus base) that
+serving lacks, by least squares over tokens. Rounding has no direction, so its share is near 0, and its own spread says
+how near: a bound that is measured.
 
 Measured on a tiny GLM-4-MoE in bf16, 367 tokens: rounding 0.014 to 0.017 nats a token, share 0.0001 +- 0.0005; half of
-one layer's expert adapters lost after 8 steps 0.046 nats, which is within the bound, share 0.030 +- 0.002. What is lost
-below 1 % is for the digests that an export is held to (trainer/weights/digests.py) to show.
+one layer's expert adapters lost after 8 steps 0.046 nats, which is within the bound, share 0.030 +- 0.002. A loss below
+1 % is left to the digests that an export is held to (trainer/weights/digests.py).
 """
 
 import hashlib
@@ -31,20 +31,20 @@ OUTLIERS = 0.02  # of the tokens, those that differ most: sent to other experts 
 
 
 def rows(run: Run) -> list[Row]:
-    """What both are asked: the first rows held out of training, or of training itself where none are."""
+    """Rows that both models are asked for: the first held out of training, or of training itself where none are."""
     files = [prompts.folder(run) / f"{name}.jsonl" for name in ("test", "validation", "training")]
     found = next((file for file in files if file.exists() and file.stat().st_size), None)
     return prompts.read(found, run.evaluate.parity_rows) if found else []
 
 
 def fingerprint(run: Run) -> str:
-    """Changes with the tokens that are asked about."""
+    """Digest of the tokens that both models are asked about."""
     facts = [prompts.record(run), rows(run)]
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
 
 
 def is_recorded(run: Run, step: int) -> bool:
-    """Whether training has left what is to be compared: of this step, for these prompts."""
+    """Whether training has left a record to compare with, of this step and for these prompts."""
     if not run.evaluate.parity_rows or not rows(run):  # texts for pretraining have no prompts
         return True
     try:
@@ -55,7 +55,7 @@ def is_recorded(run: Run, step: int) -> bool:
 
 
 def expected(run: Run) -> tuple[dict | None, str]:
-    """What training wrote down, to be compared; or None, and why. A Fault where it is due and missing."""
+    """Record of training to compare with; or None, and the reason. Raises a Fault where it is due and missing."""
     path, served, mark = Path(run.paths.parity), run.paths.served, _mark(run)
     trained, instead = mark.get("trained"), "evaluate.parity_rows=0 compares nothing"
     if not run.evaluate.parity_rows:
@@ -85,7 +85,7 @@ def expected(run: Run) -> tuple[dict | None, str]:
 
 
 def compare(run: Run, served, precision: str) -> tuple[dict | None, str]:
-    """Differences over all tokens of all prompts; None, and why, if there is nothing to compare with."""
+    """Differences over all tokens of all prompts; or None, and the reason, if there is nothing to compare with."""
     trained, why = expected(run)
     if trained is None:
         return None, why
@@ -138,7 +138,7 @@ def require(parity: dict) -> None:
 
 
 def told(parity: dict | None, why: str) -> str:
-    """What was compared, in one line."""
+    """One line on what was compared."""
     if parity is None:
         return f"parity: not compared, because {why}"
     lost, worst, bound = parity["lost"], parity["worst"]["mean"], parity["bound"]
@@ -154,7 +154,7 @@ def told(parity: dict | None, why: str) -> str:
 
 
 def _mark(run: Run) -> dict:
-    """Of the export that the served folder is part of; empty where it is part of none."""
+    """Mark of the export that the served folder is part of; empty where it is part of none."""
     try:
         mark = json.loads((Path(run.paths.served).parent / "complete.json").read_text())
         return mark if "formats" in mark else {}
@@ -163,7 +163,7 @@ def _mark(run: Run) -> dict:
 
 
 def _lost(rows: list[dict], apart: list[float]) -> dict | None:
-    """The share of the adapter's effect that is missing, its standard error, and the effect in nats a token."""
+    """Share of the adapter's effect that is missing, its standard error, and the effect in nats a token."""
     if not all("base_log_probs" in row for row in rows):
         return None
     pairs = [(one, base) for row in rows for one, base in zip(row["log_probs"], row["base_log_probs"], strict=True)]
@@ -183,12 +183,18 @@ def _mean(values: list[float]) -> float:
 
 
 def _served(row: dict, at_each: list) -> list[float]:
-    """prompt_logprobs has nothing for the first token, and for each other one a dictionary that holds it."""
+    """Log-probabilities of a row's tokens by the served model.
+
+    prompt_logprobs has nothing for the first token, and for each other one a dictionary that holds it.
+    """
     return [at[token].logprob for token, at in zip(row["tokens"][1:], at_each[1:], strict=True)]
 
 
 def _bound(run: Run, precision: str) -> float:
-    """Merged weights are rounded to the type of the release: with bf16 weights nothing is as exact as fp32."""
+    """Bound on the differences.
+
+    Merged weights are rounded to the release's type: bf16 weights are not as exact as fp32.
+    """
     config = config_json.read(Path(run.paths.served) / config_json.NAME)
     weights = config.get("dtype") or config.get("torch_dtype")
     return BOUNDS["fp32" if precision == "fp32" and weights == "float32" else "bf16"]

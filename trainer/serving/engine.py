@@ -1,4 +1,4 @@
-"""A model served by vLLM in this process, on a GPU or a CPU, behind lm-eval's own vLLM class.
+"""Engine that serves a model by vLLM in this process, on a GPU or a CPU, behind lm-eval's own vLLM class.
 
 prepare() comes before the first import of vllm or lm_eval. It sets what both read from the environment, and makes up
 for what this installation lacks: trainer/patches/vllm_cpu.py, trainer/patches/transformers_imports.py.
@@ -94,7 +94,7 @@ def serve(run: Run, precision: str, length: int, progress: Progress):
 
 @contextlib.contextmanager
 def output_to(path: Path):
-    """Send all that this process and its children print to a file. sys.__stdout__ stays what it was, for say()."""
+    """Send all output of this process and its children to a file. sys.__stdout__ stays what it was, for say()."""
     sys.stdout.flush()
     sys.stderr.flush()
     before = os.dup(1), os.dup(2)

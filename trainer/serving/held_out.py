@@ -1,4 +1,4 @@
-"""The held-out test: what the model answers to prompts as training writes them, and how likely it finds the references.
+"""Held-out test: the model's answers to prompts as training writes them, and how likely it finds the references.
 
 Two lm-eval tasks over the same rows of test.jsonl, reported as one:
 
@@ -40,7 +40,7 @@ class Test:
     until: list[str]  # texts that end an answer
 
     def tokens(self) -> dict:
-        """By the text of a prompt, and by those of a prompt and its answer."""
+        """Token ids by the text of a prompt, and by the texts of a prompt and its answer."""
         pairs = {(row.prompt, row.learned): (row.prompt_ids, row.learned_ids) for row in self.rows}
         return {row.prompt: row.prompt_ids for row in reversed(self.rows)} | pairs
 
@@ -57,7 +57,7 @@ def file(run: Run) -> Path:
 
 
 def tasks(run: Run, test: Test) -> list[dict]:
-    """For lm_eval's TaskManager.load()."""
+    """Task configurations for lm_eval's TaskManager.load()."""
     from datasets import Dataset
 
     docs = [

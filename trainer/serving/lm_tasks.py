@@ -1,4 +1,4 @@
-"""lm-eval's tasks: found by name or file, asked of a served model, and their results as plain metrics and samples."""
+"""Tasks of lm-eval: found by name or file, asked of a served model, and their results as plain metrics and samples."""
 
 import random
 from difflib import get_close_matches
@@ -10,7 +10,10 @@ from trainer.serving import held_out, prompts
 
 
 def load(run: Run, names: list[str], test: held_out.Test | None) -> dict[str, dict]:
-    """name -> what lm-eval calls a task dictionary. Data that are not on this disk are downloaded."""
+    """Load the tasks by name, each as what lm-eval calls a task dictionary.
+
+    Data that are not on this disk are downloaded.
+    """
     from lm_eval.tasks import TaskManager
 
     known = any(name != held_out.NAME and not prompts.is_task_file(name) for name in names)
@@ -40,7 +43,7 @@ def _load_other(manager, name: str) -> dict:
 
 
 def ask(run: Run, served, tasks: dict) -> dict:
-    """metrics by "task/metric", number of rows by task, samples by task."""
+    """Ask the model. Returns metrics by "task/metric", the number of rows by task, and samples by task."""
     import numpy
     import torch
     from lm_eval import evaluator
@@ -71,7 +74,10 @@ def _shown(task: str) -> str:
 
 
 def _metric(key: str) -> str:
-    """exact_match,none -> exact_match; exact_match,strict-match -> exact_match/strict-match: MLflow has no comma."""
+    """Name of a metric without a comma, as MLflow takes none.
+
+    exact_match,none becomes exact_match, and exact_match,strict-match becomes exact_match/strict-match.
+    """
     metric, chosen = key.split(",", 1)
     return metric if chosen == "none" else f"{metric}/{chosen}"
 

@@ -15,12 +15,12 @@ RECORD = "template.json"
 
 
 def template(run: Run, model: str) -> Template:
-    """With the tokenizer of a model's folder, which has to be the one that the data were prepared with."""
+    """Template with the tokenizer of a model's folder, which has to be the one that the data were prepared with."""
     return templates.from_record(record(run), tokenizer.load(Path(model), run.model.trust_remote_code))
 
 
 def folder(run: Run) -> Path:
-    """Of the prepared data. Those of another run may lie where rows made by hand are prepared to."""
+    """Folder of the prepared data. Rows made by hand are prepared into one that may hold those of another run."""
     given, place = Path(run.paths.data), prepared.folder(run)
     if place == given:
         return place

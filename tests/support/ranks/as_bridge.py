@@ -1,4 +1,4 @@
-"""What Megatron-Bridge and megatron-core make of the same input, for tests/trainer/data. See conftest.as_bridge.
+"""Answers of Megatron-Bridge and megatron-core for the same input, for tests/trainer/data. See conftest.as_bridge.
 
 main(run) calls the function that request.json in run.paths.output names, there, and leaves its result in answer.json.
 """
@@ -20,7 +20,7 @@ def main(run: Run) -> None:
 
 
 def packs(lengths: str, capacity: int) -> int:
-    """How many of first_fit_shuffle."""
+    """Number of packs of first_fit_shuffle."""
     from megatron.bridge.data.packing.algorithms import first_fit_shuffle
 
     np.random.seed(1)
@@ -28,7 +28,7 @@ def packs(lengths: str, capacity: int) -> int:
 
 
 def packed_file(rows: list[dict], assignments: list[list[int]], pad_to: int, pad_id: int, capacity: int) -> None:
-    """Its packed Parquet for these packs, told by the lengths of their rows, each length being that of one row."""
+    """Write Bridge's packed Parquet for these packs, given by the lengths of their rows, each of one row alone."""
     from megatron.bridge.data.packing.algorithms import create_hist, fill_packing_strategy
     from megatron.bridge.data.packing.offline import _pre_pad_data_point
     from megatron.bridge.data.packing.parquet import write_packed_parquet
@@ -41,7 +41,7 @@ def packed_file(rows: list[dict], assignments: list[list[int]], pad_to: int, pad
 
 
 def read_packed(path: str, pad_to: int, eos: int) -> list[dict]:
-    """Each sequence as its dataset reads it."""
+    """Sequences as its dataset reads them."""
     from types import SimpleNamespace
 
     from megatron.bridge.data.packing.parquet import GPTSFTPackedParquetDataset
@@ -58,7 +58,7 @@ def read_packed(path: str, pad_to: int, eos: int) -> list[dict]:
 
 
 def index(jsonl: str) -> list[dict]:
-    """Builds its index, where there is none, and reads every row by it."""
+    """Build its index, where there is none, and read every row by it."""
     from megatron.bridge.data.datasets.utils import _JSONLMemMapDataset
 
     data = _JSONLMemMapDataset([jsonl], workers=1)

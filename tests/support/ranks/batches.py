@@ -1,4 +1,4 @@
-"""Compares the batches that training gets from token files with those that Megatron-Bridge makes of the rows' text.
+"""Compare the batches that training gets from token files with those that Megatron-Bridge makes of the rows' text.
 
 Bridge's dataset tokenises paths.data/training.jsonl; its tokens go into token files in paths.output/data, as
 trainer.prepare would write them. Prints, as JSON, what was compared. For test_sequences.py.
@@ -100,7 +100,7 @@ def write(run: Run, place: Path, datasets, eos: int) -> None:
 
 
 def batches(run: Run, dataset, rank: int):
-    """Of one of two data-parallel ranks, into the second epoch."""
+    """Batches of one of two data-parallel ranks, into the second epoch."""
     from megatron.bridge.data.loaders import cyclic_iter
     from megatron.bridge.data.samplers import build_pretraining_data_loader
 

@@ -1,4 +1,4 @@
-"""Trains a few steps at some layout and compares every gradient of the first, and all losses, with one process's.
+"""Train a few steps at some layout and compare every gradient of the first, and all losses, with one process's.
 
 Megatron-Bridge's own loop, with the run's data, model and optimizer; B is drawn, as zeros hide what it multiplies. The
 gradients are those that the optimizer gets: finished, summed over ranks, before clipping. They are told apart and put
@@ -21,7 +21,7 @@ from trainer.rehearsal.tiny_models import WORDS
 
 
 def make_data(folder: Path) -> None:
-    """Rows of many lengths, half of each learned, so that every part of a sequence of 128 tokens has gradients."""
+    """Make rows of many lengths, half of each learned, so that every part of a sequence of 128 tokens has gradients."""
     random = Random(0)
     folder.mkdir()
     for split, count in ("training", 64), ("validation", 8):
@@ -31,7 +31,7 @@ def make_data(folder: Path) -> None:
 
 
 def main(run: Run) -> None:
-    """On forked ranks: rank_server.py."""
+    """Train on forked ranks: rank_server.py."""
     from torch import distributed
 
     folder = Path(run.paths.output)
@@ -42,7 +42,7 @@ def main(run: Run) -> None:
 
 
 def start(run: Run) -> None:
-    """The process group; Megatron leaves alone what it finds."""
+    """Start the process group. Megatron leaves alone what it finds."""
     import os
 
     import torch
@@ -58,9 +58,9 @@ def start(run: Run) -> None:
 
 
 def compare(run: Run, reference: Path, without: Sequence[str] = (), exact: Path | None = None) -> dict[str, Any]:
-    """Train, and compare with `reference`; a run of one process without one writes it.
+    """Train, and compare with `reference`; a run of one process without a reference writes it.
 
-    `without` are names in trainer/patches that are left out. `exact` is the same of fp32, for a run in bf16.
+    `before` leaves the repair out. `exact` is the same of fp32, for a run in bf16.
     """
     start(run)
     import torch
@@ -116,7 +116,7 @@ def _nearness(pieces: list, single: dict[str, Any], exact: Path, world: int) -> 
 
 
 def train(run: Run, without: Sequence[str]) -> tuple[list[float], list[list[float]], list]:
-    """Of all steps the losses and each expert's tokens, and this rank's pieces of the first step's gradients."""
+    """Losses of all steps and each expert's tokens, and this rank's pieces of the first step's gradients."""
     import torch
     from megatron.bridge.training.callbacks import Callback
     from megatron.bridge.training.finetune import finetune
@@ -218,7 +218,7 @@ def _gradients(chunks: list) -> Iterator:
 
 
 def _complete(chunk) -> None:
-    """With the distributed optimizer a rank's gradients are summed over ranks only in its own part of each buffer."""
+    """Sum the gradients over ranks: the distributed optimizer does so only in its own part of each buffer."""
     import torch
     from megatron.core.distributed.param_and_grad_buffer import shard_buffer
 
@@ -232,7 +232,7 @@ def _complete(chunk) -> None:
 
 
 def _whole(pieces: list) -> Iterator:
-    """Every tensor by its key, put together from the pieces of a single process."""
+    """Put every tensor together from the pieces of a single process, by its key."""
     import torch
 
     tensors: dict[str, Any] = {}
@@ -267,6 +267,6 @@ def _differences(pieces: list, expected: dict[str, Any]) -> Iterator[dict[str, A
 
 
 def _whole_cosine(rows: list[dict[str, Any]]) -> float:
-    """Of all gradients as one vector. Adds up replicas as often as they are there."""
+    """Cosine of all gradients as one vector. Replicas are added up as often as they are there."""
     product, one, other = (sum(row["sums"][i] for row in rows) for i in range(3))
     return product / math.sqrt(one * other) if other else 0.0

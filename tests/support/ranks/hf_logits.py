@@ -1,7 +1,7 @@
 """Logits of transformers' models in fp32, with a PEFT adapter where one is given.
 
-Reads one JSON list of jobs, each with model, adapter (or null), tokens and out. With `draw`, the model is made first,
-of the config.json in its folder, and every tensor of it is drawn at random.
+The input is one JSON list of jobs, each with model, adapter (or null), tokens and out. With `draw`, the model is made
+first, of the config.json in its folder, and every tensor of it is drawn at random.
 """
 
 import json
@@ -33,7 +33,7 @@ def main() -> None:
 
 
 def draw(model) -> None:
-    """Norms around 1, biases around 0, all else with a spread that gives logits of about 1 at a width of 128."""
+    """Draw norms around 1, biases around 0, all else with a spread that gives logits of about 1 at a width of 128."""
     import torch
 
     with torch.no_grad():

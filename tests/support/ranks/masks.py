@@ -1,4 +1,4 @@
-"""Prints, as JSON, the tokens, labels and loss mask of the first rows as training sees them. For test_masks.py."""
+"""Print, as JSON, the tokens, labels and loss mask of the first rows as training sees them. For test_masks.py."""
 
 import json
 

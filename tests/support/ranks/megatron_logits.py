@@ -66,7 +66,7 @@ def answer(run: Run, job: dict) -> None:
 
 
 def load_released(bridge, model, folder: str) -> None:
-    """Every tensor of the model, or none."""
+    """Load every tensor of the model, or none."""
     from trainer.weights import coverage
 
     coverage.fill_with_nan(model)

@@ -1,4 +1,4 @@
-"""Reads requests, one line of JSON each, and runs trainer commands on forked ranks. Started by conftest.ranks."""
+"""Server that reads requests, one line of JSON each, and runs trainer commands on forked ranks. See conftest.ranks."""
 
 import importlib.util
 import json
@@ -25,7 +25,7 @@ def main() -> None:
 
 
 def _command(name: str):
-    """main() of a script beside this one, or of the trainer's module of that name."""
+    """Find main() of a script beside this one, or of the trainer's module of that name."""
     script = Path(__file__).with_name(f"{name}.py")
     if not script.exists():
         return importlib.import_module(f"trainer.{name}").main

@@ -1,6 +1,6 @@
-"""Trains while no gradient reaches some of the trained tensors, as where they are detached.
+"""Train while no gradient reaches some of the trained tensors, as where they are detached.
 
-paths.output/detached.json says which: those with this part in their names, and on which expert-parallel ranks.
+paths.output/detached.json names them by parts of their names, and says on which expert-parallel ranks.
 """
 
 import json

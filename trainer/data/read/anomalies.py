@@ -1,4 +1,4 @@
-"""What is odd about rows that could be made into tokens, for the report; none of it is an error.
+"""Anomalies of rows that could be made into tokens, for the report; none of them is an error.
 
 special token in a row's text      "<|im_end|>" written by a user ends a turn: an injection, or text rendered before
 answer without an end              what is learned last is no special token and no stop: a model would not stop
@@ -23,7 +23,7 @@ NAMES = (
 
 
 def find(template: TemplateText, encoded: Sequence[Encoded], rows: Sequence[Row]) -> dict[str, list[int]]:
-    """The rows' positions by what is odd about them."""
+    """Positions of odd rows, by anomaly."""
     special, tokenizer = set(template.special.values()), template.tokenizer
     stops = template.kind == "text" or bool(template.stop)
     unknown, bos = tokenizer.unk_token_id, tokenizer.bos_token_id
@@ -43,7 +43,7 @@ def _names_special(template: TemplateText, text: str) -> bool:
 
 
 def _endless(one: Encoded, special: set[int]) -> bool:
-    """Neither of the last two is special: a line break may follow the end of a turn."""
+    """Whether neither of the last two tokens is special: a line break may follow the end of a turn."""
     return special.isdisjoint(one.ids[one.learned][-2:].tolist())
 
 

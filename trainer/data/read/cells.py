@@ -1,4 +1,4 @@
-"""CSV and TSV: a header of columns, then a row of cells per record, all text; quoted cells may go over several lines.
+"""Reader of CSV and TSV: a header, then a row of cells per record, all text; quoted cells may go over several lines.
 
 The file is read here, because only from its start on is it known which line ends are within quotes. A chunk carries its
 records as bytes, and whoever loads it parses them again. Commas or tabs separate cells, double quotes quote them.
@@ -91,7 +91,7 @@ def _header(path: Path, reader: Iterator[list[str]], delimiter: str) -> tuple[st
 
 
 def _next(reader, path: Path) -> bool:
-    """Goes on by one record. What is wrong with it is said when it is loaded, unless it took all the rest along."""
+    """Go on by one record. A bad one is reported when it is loaded, unless it took all the rest along."""
     number = reader.line_num + 1
     try:
         next(reader)

@@ -1,4 +1,4 @@
-"""Which rows are taken, and which split each falls to: from their content alone.
+"""Choice of the rows that are taken, and of the split of each, from their content alone.
 
 The same rows are chosen on every machine, and rows that are added later move none from one split to another.
 
@@ -19,12 +19,12 @@ WHOLE = float(1 << 64)
 
 
 def key(row: Row) -> int:
-    """64 bits that stand for the row."""
+    """A number of 64 bits that stands for the row."""
     return int.from_bytes(hashlib.sha256(content(row)).digest()[:8])
 
 
 def splits(keys: np.ndarray, data: Data) -> np.ndarray:
-    """The place in SPLITS of each row."""
+    """Place in SPLITS of each row."""
     place = keys / WHOLE
     return np.where(place < data.test, 2, np.where(place < data.test + data.validation, 1, 0)).astype(np.int8)
 
@@ -59,12 +59,12 @@ def chosen(keys: np.ndarray, parts: np.ndarray, data: Data) -> np.ndarray:
 
 
 def copies(keys: np.ndarray) -> int:
-    """Rows that have occurred before."""
+    """Number of rows that have occurred before."""
     return len(keys) - len(np.unique(keys))
 
 
 def _lots(keys: np.ndarray, seed: int) -> np.ndarray:
-    """A number for each row that has nothing to do with its split; splitmix64."""
+    """A number for each row that does not depend on its split; splitmix64."""
     mixed = keys + np.uint64((seed + 1) * 0x9E3779B97F4A7C15 & (1 << 64) - 1)
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
         mixed = (mixed ^ (mixed >> np.uint64(shift))) * np.uint64(factor)

@@ -1,4 +1,4 @@
-"""A file's bytes as they were before it was compressed, by the ending of its name: gzip, bzip2, xz, zstd, lz4 or none.
+"""Reader of compressed files, by the ending of their names: gzip, bzip2, xz, zstd, lz4 or none.
 
     with reading(path) as (stream, position): ...    position(): bytes of the file itself that have been taken so far
 
@@ -49,7 +49,7 @@ def reading(path: Path) -> Iterator[tuple[io.BufferedReader, Callable[[], int]]]
 
 @contextmanager
 def reading_text(path: Path) -> Iterator[tuple[io.BufferedReader, Callable[[], int]]]:
-    """Without the byte order mark that some editors write."""
+    """Open a text without the byte order mark that some editors write."""
     with reading(path) as (stream, position):
         begin = stream.peek(32)[:32]
         if kind := next((kind for magic, kind in FOREIGN.items() if begin.startswith(magic)), None):
@@ -61,7 +61,7 @@ def reading_text(path: Path) -> Iterator[tuple[io.BufferedReader, Callable[[], i
 
 @contextmanager
 def faults(path: Path) -> Iterator[None]:
-    """Errors of the file's own, in a line that names it."""
+    """Turn the file's own errors into a line that names it."""
     try:
         yield
     except EOFError:

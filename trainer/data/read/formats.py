@@ -23,7 +23,7 @@ TABLES = (".parquet", ".arrow", ".feather")
 
 
 def pieces(path: Path, size: int = 0) -> Iterator[Piece]:
-    """In order: the bytes of the file up to a piece's end, and how to load its rows."""
+    """Pieces of a file in order: the bytes of the file up to a piece's end, and a function that loads its rows."""
     kind, size = format_of(path), size or CHUNK
     if kind in TABLES:
         from trainer.data.read import tables  # pyarrow takes 50 MB, which lines of text do not need

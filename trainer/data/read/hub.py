@@ -1,4 +1,4 @@
-"""A data set on the Hub, as `datasets` streams it at a commit: nothing of it is kept on this disk.
+"""Reader of a data set on the Hub, as `datasets` streams it at a commit: nothing of it is kept on this disk.
 
 A chunk is 1,000 rows, whatever their size. A stream is read in order: rows of chunks that are done are fetched and
 dropped, those at its start without becoming Python's objects. HF_ENDPOINT, HF_TOKEN and HF_HUB_OFFLINE count. Not
@@ -25,7 +25,10 @@ SIGNED = re.compile(r"""(https?://[^\s?'"]+)\?[^\s'"]*""")  # whoever has such a
 
 
 def pieces(part: Part, commit: str | None, done: Callable[[int], bool]) -> Iterator[Piece]:
-    """The bytes are not known, and so all 0. done() is true of no more chunks than there are."""
+    """Pieces of a data set.
+
+    Their bytes are not known, and so all 0. done() is true of no more chunks than there are.
+    """
     first = 0
     while done(first):
         yield 0, partial(_load, part, first * ROWS, ())
@@ -50,7 +53,7 @@ def _streamed(part: Part, commit: str | None, skipped: int) -> Iterator[Row]:
 
 
 def _imported() -> Any:
-    """Without torch, which `datasets` imports where it can: 10 s and 700 MB for nothing that is used here."""
+    """Import `datasets` without torch, which it imports where it can: 10 s and 700 MB that are not needed here."""
     before = os.environ.get("USE_TORCH")
     if "torch" not in sys.modules:
         os.environ["USE_TORCH"] = "0"

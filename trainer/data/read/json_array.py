@@ -1,4 +1,4 @@
-"""One JSON document that holds all rows: an array of objects, or an object with one list of objects in it.
+"""Reader of one JSON document that holds all rows: an array of objects, or an object with one list of objects in it.
 
     [{"input": ...}, ...]        {"version": 1, "data": [{"input": ...}, ...]}
 
@@ -27,9 +27,9 @@ LOOK = 2**24  # bytes of a first line that are looked at to tell lines from a do
 
 
 def is_document(path: Path) -> bool:
-    """Whether a .json file is one document. Else it holds a row per line.
+    """Whether a .json file is one document. A file that is none holds a row per line.
 
-    One line alone that is an object with one list of objects is a document.
+    A single line that is an object with one list of objects is a document.
     """
     with reading_text(path) as (stream, _):
         line = b"\n"
@@ -94,7 +94,7 @@ class _Window:
         return bool(block)
 
     def drop(self, end: int) -> bytes:
-        """Takes the buffer's first bytes away."""
+        """Remove the buffer's first bytes and return them."""
         gone, self.buffer = self.buffer[:end], self.buffer[end:]
         self.line += gone.count(b"\n")
         self.at -= end
@@ -103,7 +103,7 @@ class _Window:
 
 @dataclass
 class _Place:
-    """Where in a document its marks have led."""
+    """Place in a document that its marks have led to."""
 
     depth: int = 0
     rows_at: int = 0  # depth within the list of rows; 0 = not in it
@@ -178,7 +178,7 @@ def _check(place: _Place, window: _Window, path: Path) -> None:
 
 
 def _line(place: _Place, window: _Window) -> int:
-    """Of the row, or of what comes after the last mark."""
+    """Line of the row, or of the text after the last mark."""
     begin = place.begin if place.rows_at else window.at
     rest = window.buffer[begin:]
     return window.line + window.buffer.count(b"\n", 0, begin + len(rest) - len(rest.lstrip(BLANK)))

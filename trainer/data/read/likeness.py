@@ -1,4 +1,4 @@
-"""Which rows are alike, from a signature of each: exact copies, rows that share most of their token sequences.
+"""Likeness of rows, from a signature of each: exact copies, and rows that share most of their token sequences.
 
 A row's signature is, for each of HASHES hash functions, the least hash of its shingles (SHINGLE tokens in a row). The
 share of equal entries estimates the share of shingles that two rows have in common (MinHash). Rows that agree on a
@@ -20,7 +20,7 @@ _STEPS = _RNG.integers(0, 1 << 32, SHINGLE, dtype=np.uint32) | np.uint32(1)
 
 
 def signatures(tokens: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """One row of HASHES for each row of tokens, which lie one behind the other."""
+    """Signatures of rows, one of HASHES for each row of tokens, which lie one behind the other."""
     if not len(lengths):
         return np.empty((0, HASHES), np.uint32)
     padded = np.concatenate([tokens.astype(np.uint32), np.zeros(SHINGLE, np.uint32)])
@@ -44,7 +44,7 @@ def signatures(tokens: np.ndarray, lengths: np.ndarray) -> np.ndarray:
 
 
 def bands(signature: np.ndarray) -> list[np.ndarray]:
-    """For each band a number that equal bands have in common."""
+    """Numbers of each band of the signatures; equal bands have equal numbers."""
     width = HASHES // BANDS
     found = []
     for band in range(BANDS):
@@ -56,7 +56,7 @@ def bands(signature: np.ndarray) -> list[np.ndarray]:
 
 
 def first_equal(keys: np.ndarray) -> np.ndarray:
-    """For each row the first one with the same key: itself, where there is no earlier one. int32."""
+    """The first row with the same key, for each row: itself, where there is no earlier one. The type is int32."""
     if not len(keys):
         return np.empty(0, np.int32)
     order = np.argsort(keys, kind="stable").astype(np.int32)

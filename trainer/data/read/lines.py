@@ -1,4 +1,4 @@
-"""JSON lines and plain text: a row per line.
+"""Reader of JSON lines and plain text: a row per line.
 
 A file that is not compressed is cut into ranges of bytes that end where a line does; whoever loads a range reads it. A
 compressed one is read here, and its chunks carry their lines. Blank lines are no rows, but are counted as lines.
@@ -118,7 +118,10 @@ def _load_lines(path: Path, first: int, blob: bytes, parse: Parse) -> Rows:
 
 
 def _lines_before(path: Path, start: int) -> int:
-    """Counted only when a place is asked for, and on from where it was asked for last."""
+    """Number of lines before a position.
+
+    It is counted only when a place is asked for, and on from the last such place.
+    """
     with faults(path), path.open("rb") as file:
         status = os.fstat(file.fileno())
         stamp = status.st_mtime_ns, status.st_size
@@ -137,7 +140,7 @@ def _lines_before(path: Path, start: int) -> int:
 
 
 def _exact(line: bytes) -> Row | Bad:
-    """By json: what orjson refuses, or would change."""
+    """A line read by json, for lines that orjson refuses or would change."""
     try:
         row = json.loads(line.decode().rstrip())
     except UnicodeDecodeError as error:

@@ -1,9 +1,9 @@
-"""Conversations of many makes as one: role and content, tool calls as objects, in an order that a template accepts.
+"""Conversations of many formats made one: role and content, tool calls as objects, in an order that a template accepts.
 
-role/content and ShareGPT's from/value, by whatever name they call the two sides; content in parts of text; all of it as
-JSON in a text. Tool calls become {"type": "function", "function": {"name", "arguments"}} with arguments an object, as
-transformers wants them. Nulls are taken out of tool calls and tools: Parquet puts one into every object that lacks a
-key which another has.
+These are read: role/content and ShareGPT's from/value, by whatever name they call the two sides; content in parts of
+text; all of it as JSON in a text. Tool calls become {"type": "function", "function": {"name", "arguments"}} with
+arguments an object, as transformers wants them. Nulls are taken out of tool calls and tools: Parquet puts one into
+every object that lacks a key which another has.
 
 A system prompt stands first or nowhere, a user begins, a user's or a tool's message is answered, an answer is followed
 by another only where that calls a tool, a tool answers a call, and an answer ends it all.
@@ -38,7 +38,7 @@ class Unfit(Exception):
 
 
 def looks_like(value: object, sharegpt: bool) -> bool:
-    """Whether this may be a conversation, right or wrong."""
+    """Whether this may be a conversation, well-formed or not."""
     if isinstance(value, str):
         value = _parsed(value)
     if not isinstance(value, list) or not value or not isinstance(value[0], dict):
@@ -113,7 +113,7 @@ def tools(value: object, field: str) -> list[dict[str, Any]]:
 
 
 def check(messages: list[Message], field: str) -> None:
-    """The order of roles, and that nobody says nothing."""
+    """Check the order of roles, and that no message is empty."""
     if messages and messages[0]["role"] in SYSTEM and not messages[0]["content"].strip():
         del messages[0]  # some data sets have an empty one in every row
     answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
@@ -144,7 +144,7 @@ def _follows(message: Message, before: Message | None, number: int) -> bool:
 
 
 def text(value: object, field: str, empty: str) -> str:
-    """A text that can be written; with a reason for it, not an empty one."""
+    """A text that can be written. An empty one is refused if `empty` gives a reason."""
     if not isinstance(value, str):
         raise Unfit(Bad("not text", field, show(value)))
     if not value.isascii() and SURROGATE.search(value):
@@ -155,7 +155,7 @@ def text(value: object, field: str, empty: str) -> str:
 
 
 def _parsed(value: str) -> Any:
-    """JSON, or the text itself where it is none."""
+    """Value of a JSON text; the text itself where it is no JSON."""
     try:
         return json.loads(value)
     except (ValueError, RecursionError):
@@ -172,7 +172,7 @@ def _json(value: Any, field: str) -> Any:
 
 
 def clean(value: Any, field: str, depth: int = 0) -> Any:
-    """The same without nulls in objects; only what JSON can hold."""
+    """The same value without nulls in objects. Values that JSON cannot hold are refused."""
     if isinstance(value, dict):
         pairs = ((text(key, field, ""), one) for key, one in value.items() if one is not None)
         return {key: clean(one, f"{field}.{key}", depth + 1) for key, one in pairs} if depth < 64 else _deep(field)

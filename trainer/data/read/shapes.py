@@ -1,4 +1,4 @@
-"""What the columns of a source mean, told from their names and from the values of the first rows.
+"""Meaning of a source's columns, inferred from their names and from the values of the first rows.
 
 Columns that the configuration names win. Else each reading below is tried: its columns have to be there, and the first
 rows have to hold what it needs. Exactly one must fit; text alone counts only where nothing else does. Columns that
@@ -43,7 +43,7 @@ NONE = object()
 
 @dataclass(frozen=True)
 class Shape:
-    """How a row of the source becomes a canonical one."""
+    """Way in which a row of the source becomes a canonical one."""
 
     kind: Kind
     reason: str
@@ -106,7 +106,7 @@ def _told(columns: dict[str, str]) -> str:
 
 
 def _said(said: dict[str, str], rows: list[Row], names: list[str], place: str) -> dict[str, str]:
-    """Completes what the configuration says, where the other half of a pair has one name that it can have."""
+    """Complete what the configuration says, where the other half of a pair has one name that it can have."""
     kinds = [keys for keys in ({"text"}, {"messages"}, {"input"}) if keys & said.keys()]
     if len(kinds) > 1 or ("text" in said and len(said) > 1):
         raise Fault(
@@ -149,7 +149,7 @@ def _allowed(reading: dict[str, str], shape: str) -> bool:
 
 
 def _with_context(reading: dict[str, str], rows: list[Row]) -> dict[str, str]:
-    """Alpaca's optional input, appended to the instruction."""
+    """Reading with Alpaca's optional input, appended to the instruction."""
     if reading.get("input") == "instruction" and _has(rows, "input"):
         return {"input": "instruction", "context": "input", "output": reading["output"]}
     return reading
@@ -185,7 +185,7 @@ def _only(readings: list[dict[str, str]], rows: list[Row], names: list[str], pla
 
 
 def _listed(rows: list[Row], names: list[str]) -> str:
-    """Each column with the kind of its first value."""
+    """Columns, each with the kind of its first value."""
     return ", ".join(
         f"{name} ({_type(next((row[name] for row in rows if row.get(name) is not None), None))})" for name in names
     )
@@ -203,7 +203,7 @@ def _type(value: object) -> str:
 
 
 def _find(row: Row, column: str) -> Any:
-    """A column by its name, or by a path into objects; NONE where there is no such."""
+    """Value of a column by its name, or by a path into objects; NONE where there is no such column."""
     if column in row:
         return row[column]
     value: Any = row
@@ -261,5 +261,5 @@ def _reply(value: Any, column: str) -> list[dict[str, Any]]:
 
 
 def _printable(text: str) -> str:
-    """Halves of surrogate pairs as escapes: no report could hold them."""
+    """Text with halves of surrogate pairs as escapes: no report could hold them."""
     return text.encode(errors="backslashreplace").decode()

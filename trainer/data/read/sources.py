@@ -1,9 +1,9 @@
-"""Where rows come from: files, a data set on the Hub, or tickets made here; cut into numbered chunks.
+"""Rows of a source, cut into numbered chunks: files, a data set on the Hub, or tickets made here.
 
-A file, a folder or a pattern (data/*.jsonl.gz) that is there counts before a data set on the Hub of that name. Which
-files of a folder are read: conf/schema/row_files.py. Patterns take what they match.
+A file, a folder or a pattern (data/*.jsonl.gz) that is there counts before a data set on the Hub of that name.
+conf/schema/row_files.py says which files of a folder are read. Patterns take all files that they match.
 
-Chunks are the same each time as long as the source is: whoever has done some of them may leave those out.
+Chunks are the same each time as long as the source is: a caller that has done some of them may leave those out.
 """
 
 # pyright: reportAttributeAccessIssue=false
@@ -34,7 +34,7 @@ class Chunk:
 
 
 def chunks(part: Part, number: int, done: Callable[[int], bool], commit: str | None = None) -> Iterator[Chunk]:
-    """All of them; those that are done come without their rows."""
+    """All chunks of a source. Those that are done come without their rows."""
     source = _source(part)
     if is_local(source):
         found = _of_files(files(source))
@@ -72,7 +72,7 @@ def columns(part: Part, commit: str | None = None) -> tuple[list[str], list[Row]
 
 
 def is_local(source: str) -> bool:
-    """Whether these are files: such as are there, or what can be nothing else."""
+    """Whether these are files: files that are there, or a text that can be nothing else."""
     if "://" in source:
         return False
     named_as_one = source.startswith(("/", "./", "../", "~")) or glob.has_magic(source)
@@ -117,7 +117,7 @@ def _source(part: Part) -> str:
 
 
 def _of_files(paths: list[Path]) -> Iterator[Piece]:
-    """The last piece of a file counts for all that is left of it, such as the footer of a table."""
+    """Pieces of files. The last piece of a file counts for all that is left of it, such as the footer of a table."""
     before, held = 0, None
     for path in paths:
         size = path.stat().st_size

@@ -1,8 +1,8 @@
-"""Parquet and Arrow: rows as Python objects, a few megabytes at a time.
+"""Reader of Parquet and Arrow: rows as Python objects, a few megabytes at a time.
 
-Files are read here, a batch at a time, and a chunk carries its batches in Arrow's stream format. A
-row group of Parquet can be as large as the file and cannot be entered in the middle; nor does a small one say how large
-its rows are: a prompt that all rows share lies there once.
+Files are read here, a batch at a time, and a chunk carries its batches in Arrow's stream format. A row group of Parquet
+can be as large as the file and cannot be entered in the middle. A small one does not tell how large its rows are
+either: a prompt that all rows share lies there once.
 
 Arrow gives all objects of a list the same keys: those that an object of the source did not have are None, and are left
 out. A column that is None stays. Bytes, times and decimals are left as Python has them. Not covered: encrypted Parquet.
@@ -40,7 +40,7 @@ def parquet(path: Path, size: int) -> Iterator[Piece]:
 
 
 def arrow(path: Path, size: int) -> Iterator[Piece]:
-    """Both of Arrow's formats: the file is a stream behind a magic word, with an index at its end."""
+    """Read both of Arrow's formats: the file is a stream behind a magic word, with an index at its end."""
     with table_faults(path):
         if compression(path):
             with reading(path) as (stream, position):
@@ -64,7 +64,7 @@ def arrow(path: Path, size: int) -> Iterator[Piece]:
 
 
 def without_absent_keys(value: Any, within: bool = False) -> Any:
-    """Objects in lists lose the keys that are None."""
+    """The value, where objects in lists lose the keys that are None."""
     if isinstance(value, list):
         return [without_absent_keys(inner, True) for inner in value]
     if isinstance(value, dict):
@@ -107,7 +107,7 @@ def _of_stream(path: Path, reader: pa.RecordBatchReader, position: Callable[[], 
 
 
 def _carried(path: Path, spans: Iterable[Span], size: int) -> Iterator[Piece]:
-    """Cut at about the size, by the memory that rows take: in the file, equal values may lie once."""
+    """Pieces cut at about this size, by the memory that rows take: in the file, equal values may lie once."""
     held, taken, rows = [], 0, 0
     first, position = 1, 0
     for batch, before, after in spans:
@@ -147,7 +147,7 @@ def _load(path: Path, first: int, packed: bytes) -> Rows:
 
 
 def _row(batch: pa.RecordBatch, number: int) -> Row | Bad:
-    """One row of a batch in which some value cannot be had as a Python object."""
+    """One row of a batch in which some value has no Python object; a Bad where it is in this row."""
     row = {}
     for name, column in zip(batch.schema.names, batch.columns, strict=True):
         try:
@@ -166,7 +166,10 @@ def _require_names(path: Path, schema: pa.Schema) -> None:
 
 @contextmanager
 def _unpacked(path: Path) -> Iterator[tuple[Any, int]]:
-    """File and size. Parquet is read from its end: what is compressed as a whole has to lie unpacked somewhere."""
+    """File and size.
+
+    Parquet is read from its end: a file that is compressed as a whole has to lie unpacked somewhere.
+    """
     if not compression(path):
         with faults(path):
             size = path.stat().st_size

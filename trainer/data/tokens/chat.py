@@ -1,8 +1,8 @@
-"""Conversations through a chat template or a Jinja file, rendered by transformers itself and tokenised in one piece.
+"""Encoding of conversations by a chat template or a Jinja file, rendered by transformers and tokenised in one piece.
 
-A pair of input and output is a conversation of two turns. What is learned: trainer/data/tokens/spans.py. A row that is
-too long loses tokens at the end of its longest message of a user, a system prompt or a tool; what the template writes,
-and what is learned, stays.
+A pair of input and output is a conversation of two turns. trainer/data/tokens/spans.py decides what is learned. A row
+that is too long loses tokens at the end of its longest message of a user, a system prompt or a tool. Text of the
+template and text that is learned stay.
 """
 
 # pyright: reportArgumentType=false
@@ -67,7 +67,7 @@ def rendered(template: TemplateText, row: Row) -> Rendered:
 
 
 def _around_answer(template: TemplateText, row: Row) -> Rendered:
-    """A Jinja file with input and output."""
+    """Render a Jinja file with input and output."""
     mark = MARK
     while mark in row["input"]:
         mark += MARK
@@ -90,7 +90,7 @@ def render(
     tracked: bool = False,
     variables: dict[str, str] | None = None,
 ) -> tuple[str, list[Span]]:
-    """As tokenizer.apply_chat_template(tokenize=False) does it, and where {% generation %} stands."""
+    """Render as tokenizer.apply_chat_template(tokenize=False) does, and find where {% generation %} stands."""
     from transformers.utils.chat_template_utils import render_jinja_template
 
     source = template.source(tools)
@@ -160,7 +160,7 @@ def _shortened(template: TemplateText, row: Row, one: Rendered, encoding, ids, l
 
 
 def _longest_first(template: TemplateText, row: Row, one: Rendered, encoding) -> list[Span]:
-    """Tokens of each message that is no answer, as far as its text can be found again."""
+    """Spans of tokens of each message that is no answer, as far as its text can be found again."""
     found, place = [], 0
     contents = [(message["role"], message.get("content")) for message in conversation(row)]
     for role, content in contents:
@@ -175,7 +175,7 @@ def _longest_first(template: TemplateText, row: Row, one: Rendered, encoding) ->
 
 
 def prompt_and_answer(template: TemplateText, row: Row) -> tuple[str, str]:
-    """The text up to the last answer, and the answer with its stop."""
+    """Text up to the last answer, and the answer with its stop."""
     one = rendered(template, row)
     whole = one.text + template.appended(one.text)
     end = len(whole) if len(whole) > len(one.text) or not one.spans else one.spans[-1][1]

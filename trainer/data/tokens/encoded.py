@@ -1,4 +1,4 @@
-"""A row as tokens, and how long it may be."""
+"""Rows as tokens, and the limit on their length."""
 
 from dataclasses import dataclass
 
@@ -20,7 +20,7 @@ class Encoded:
 
 @dataclass(frozen=True)
 class Limit:
-    """Of a row's tokens. A packed sequence is stored with one more, which is only ever asked for."""
+    """Limit of a row's tokens. A packed sequence is stored with one more, which is only ever a label."""
 
     seq_length: int
     packed: bool

@@ -1,4 +1,4 @@
-"""A prompt and its answer around a text with {input} and {output}, or a text alone: as Megatron-Bridge makes them.
+"""Encoding as Megatron-Bridge does it: a text with {input} and {output} for prompt and answer, or a text alone.
 
 Prompt and answer are tokenised apart. A space before the answer is one token with the answer's first word, and so
 belongs to it: a prompt that ends in a space ends in a token that training has never seen there. All else before the
@@ -22,7 +22,7 @@ def prompt(template: TemplateText, row: Row) -> str:
 
 
 def answer(template: TemplateText, row: Row) -> str:
-    """What follows the prompt, without its stop."""
+    """Text behind the prompt, without its stop."""
     return template.space + row["output"].strip(" ")
 
 
@@ -55,7 +55,7 @@ def _join(template: TemplateText, prompt: list[int], answer: list[int], end: lis
 
 
 def encode_text(template: TemplateText, rows: Sequence[Row]) -> list[Encoded | Bad]:
-    """Documents, each with the end of text behind it. They are not cut: pretraining puts them in a row."""
+    """Encode documents, each with the end of text behind it. They are not cut: pretraining puts them in a row."""
     stop = "" if template.end else template.stop
     found = tokenizers.ids(template.tokenizer, [row["text"] + stop for row in rows])
     wholes = [np.array(ids + template.end, dtype=np.int32) for ids in found]

@@ -1,9 +1,10 @@
-"""Which characters of a rendered conversation are learned, and which tokens those are.
+"""Spans of a rendered conversation that are learned: which characters, and which tokens those are.
 
-Two ways to the characters. A template with {% generation %} says it itself, and transformers notes where. Any other is
-rendered again for each answer, up to it and with the generation prompt, which is what a served model is shown: what
-the whole has beyond that is learned, up to where the rendering with the answer ends. That the shorter renderings are
-how the whole begins is checked, since templates may drop what earlier turns have thought.
+There are two ways to find the characters. A template with {% generation %} marks them itself, and transformers notes
+where. Any other template renders the conversation again for each answer, up to it and with the generation prompt, which
+is what a served model is shown. The text that the whole has beyond that is learned, up to where the rendering with the
+answer ends. Each shorter rendering must be how the whole begins. That is checked, since templates may drop what earlier
+turns have thought.
 """
 
 import re
@@ -34,13 +35,16 @@ class Rendered:
 
 
 def by_tags(text: str, spans: list[Span], earlier: int) -> Rendered:
-    """Of a rendering with tags, of whose spans `earlier` ones lie in front of the last answer."""
+    """Text and spans of a rendering with tags. The first `earlier` spans lie in front of the last answer."""
     mine = spans[earlier:]
     return Rendered(text, spans, mine[0][0] if mine else len(text))
 
 
 def by_prefixes(render, messages: list[dict[str, Any]], text: str, turns: list[int]) -> Rendered:
-    """render(messages, generation_prompt) -> str; turns are those to learn, the last one last."""
+    """Text and spans by rendering the conversation up to each answer.
+
+    render(messages, generation_prompt) returns a text. `turns` are those to learn, the last one last.
+    """
     spans, odd = [], False
     for i in turns:
         start, odd = _start(render, messages, text, i)
@@ -78,10 +82,11 @@ def _changed(i: int) -> Bad:
 
 
 def tokens(encoding, span: Span, length: int, inside: bool) -> Span:
-    """The tokens of a span, in a text of `length` characters, as (first, last + 1).
+    """Tokens of a span, in a text of `length` characters, as (first, last + 1).
 
-    transformers takes the token of the first character to the first token of the last one. A character may be several
-    tokens, which all belong here, and a character that the tokenizer drops is none, which it does not foresee.
+    transformers goes from the token of the first character to the first token of the last one. A character may be
+    several tokens, which all belong here. It may also be none, if the tokenizer drops it, which transformers does not
+    foresee.
     """
     start, end = span
     first = _at(encoding, start, length)
@@ -94,7 +99,7 @@ def tokens(encoding, span: Span, length: int, inside: bool) -> Span:
 
 
 def _at(encoding, place: int, length: int) -> int:
-    """The first token of the character at a place, or of the next one that has a token."""
+    """Number of the first token of the character at a place, or of the next one that has a token."""
     for at in range(place, length):
         token = encoding.char_to_token(at)
         if token is not None:

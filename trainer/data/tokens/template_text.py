@@ -1,4 +1,4 @@
-"""What a template is: its text, what it is called with, and the tokenizer that reads it. Encoding is templates.py's."""
+"""Text of a template, the variables it is rendered with, and the tokenizer. Encoding is in templates.py."""
 
 import re
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ Kind = Literal["plain", "chat", "jinja", "text"]
 
 @dataclass(frozen=True)
 class TemplateText:
-    """A template's text and settings."""
+    """Text and settings of a template."""
 
     kind: Kind
     text: Any  # str; or, of a tokenizer with several chat templates, those by name
@@ -28,18 +28,18 @@ class TemplateText:
     tokenizer: Tokenizer
 
     def without_end(self, answer: str) -> str:
-        """What a model says before it stops."""
+        """The answer of a model without its stop."""
         answer = answer.removesuffix(self.stop).rstrip()
         end = next((name for name in self.special if answer.endswith(name)), "")
         return answer.removesuffix(end)
 
     @property
     def ends_by_text(self) -> list[str]:
-        """What ends an answer besides the end of text, at which every model stops."""
+        """Texts that end an answer besides the end of text, at which every model stops."""
         return [self.stop] if self.stop and self.stop != self.tokenizer.eos_token else []
 
     def source(self, tools: list | None) -> str:
-        """The Jinja text for a conversation with these tools, as transformers chooses it."""
+        """Jinja text for a conversation with these tools, as transformers chooses it."""
         if isinstance(self.text, str):
             return self.text
         return self.text["tool_use" if tools is not None and "tool_use" in self.text else "default"]
@@ -57,7 +57,7 @@ class TemplateText:
 
     @cached_property
     def special_starts(self) -> set[str]:
-        """Cheap to look for: nearly all begin with "<|"."""
+        """Beginnings of special tokens. They are cheap to look for: nearly all begin with "<|"."""
         return {name[:2] for name in self.special}
 
     @cached_property
@@ -66,13 +66,13 @@ class TemplateText:
 
     @cached_property
     def space(self) -> str:
-        """In front of a plain answer."""
+        """The space in front of a plain answer, or nothing."""
         space = split(self.text)[2]
         return "" if space and tokenizers.splits_words(self.tokenizer) else space
 
     @cached_property
     def end(self) -> list[int]:
-        """The stop as an id, where it is the end of text."""
+        """Ids of the stop, where it is the end of text; else none."""
         is_end = self.stop and self.stop == self.tokenizer.eos_token
         return [self.tokenizer.eos_token_id] if is_end else []
 
@@ -86,6 +86,6 @@ class TemplateText:
 
 
 def split(text: str) -> tuple[str, str, str]:
-    """(text before the input, text after it, a space or nothing in front of the answer)"""
+    """Parts of a plain template: the text before the input, the text after it, and a space before the answer or ""."""
     before, between = text.removesuffix("{output}").split("{input}")
     return before, between.removesuffix(" "), " " if between.endswith(" ") else ""

@@ -1,4 +1,4 @@
-"""How rows become text and tokens: data.template, chosen once for a run, recorded, and used again by evaluation.
+"""Templates, which turn rows into text and tokens: data.template, chosen once for a run, and used by evaluation too.
 
     plain    a text with {input} and {output}, as Megatron-Bridge's prompt-completion rows (plain.py)
     chat     the tokenizer's chat template, or a Jinja file that uses `messages` (chat.py)
@@ -55,7 +55,7 @@ class Template(TemplateText):
         return [row if isinstance(row, Bad) else next(found) for row in pairs]
 
     def line(self, row: Row) -> Row:
-        """The row of training.jsonl."""
+        """Make the row of training.jsonl."""
         if self.kind == "text":
             return {"text": row["text"]}
         if self.kind == "chat":
@@ -65,7 +65,7 @@ class Template(TemplateText):
         return {"input": pair["input"], "output": pair["output"]}
 
     def prompt(self, line: Row) -> str:
-        """What a model is asked: the text in front of the last answer."""
+        """Prompt for a model: the text in front of the last answer."""
         return plain.prompt(self, line) if self.kind == "plain" else chat.prompt_and_answer(self, line)[0]
 
     def answer(self, line: Row) -> str:
@@ -79,7 +79,7 @@ class Template(TemplateText):
         return line["output"] if "output" in line else line["messages"][-1].get("content") or ""
 
     def tokens(self, line: Row) -> tuple[list[int], list[int]]:
-        """Prompt and answer as training has them, cut where training cuts."""
+        """Tokens of prompt and answer as training has them, cut where training cuts."""
         (found,) = self.encode([line])
         if isinstance(found, Bad):
             raise Fault(f"{found.reason}: {found.field} {found.shown}")
@@ -88,7 +88,7 @@ class Template(TemplateText):
         return ids[: found.start], ids[found.start : end]
 
     def record(self) -> dict[str, Any]:
-        """All that from_record() needs; JSON."""
+        """Record for from_record(), as JSON."""
         return {
             "kind": self.kind,
             "text": self.text,
@@ -104,7 +104,7 @@ class Template(TemplateText):
         }
 
     def checks(self, encoded: Sequence[Encoded], rows: Sequence[Row]) -> dict[str, list[int]]:
-        """Positions of rows that are odd, by what is odd about them."""
+        """Positions of odd rows, by anomaly."""
         return anomalies.find(self, encoded, rows)
 
 
@@ -182,7 +182,7 @@ def _file(name: str) -> tuple[Kind, str, str]:
 
 
 def from_record(record: dict[str, Any], tokenizer: Tokenizer) -> Template:
-    """The template that a run was prepared with; the tokenizer has to be the one it was recorded with."""
+    """The template that a run was prepared with. The tokenizer has to be the one it was recorded with."""
     folder, facts = tokenizer.name_or_path, tokenizers.facts(tokenizer)
     for file, digest in record["tokenizer"]["files"].items():
         if facts["files"].get(file) != digest:
@@ -203,7 +203,7 @@ def from_record(record: dict[str, Any], tokenizer: Tokenizer) -> Template:
 
 
 def _pair(template: Template, row: Row) -> Row | Bad:
-    """A plain template's row; a conversation of one question and one answer is one."""
+    """Row for a plain template; a conversation of one question and one answer is one."""
     if "messages" not in row:
         return row
     messages = row["messages"]

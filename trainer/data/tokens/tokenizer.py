@@ -1,4 +1,4 @@
-"""The tokenizer of a checkpoint folder, as transformers loads it, and texts to ids in batches.
+"""Tokenizer of a checkpoint folder, as transformers loads it, and texts to ids in batches.
 
 load() needs 1.3 s and 80 MB where transformers' own way needs 13 s and 800 MB: it imports torch where it finds it, and
 no tokenizer uses it. Only a process that has imported neither before gets by without torch, and can then not use
@@ -95,7 +95,7 @@ def ids(tokenizer: Tokenizer, texts: Sequence[str]) -> list[list[int]]:
 
 
 def encodings(tokenizer: Tokenizer, texts: Sequence[str]) -> Iterator[Encoding]:
-    """The same ids, with the characters of each.
+    """Ids of each text, with the characters of each id.
 
     Post-processors add special tokens, which are not wanted here, and some of them take spaces out of the characters of
     a token (GPT-2, Llama 3): a turn that begins with one would have no first token.
@@ -124,13 +124,13 @@ def _batches(texts: Sequence[str]) -> Iterator[list[str]]:
 
 
 def splits_words(tokenizer: Tokenizer) -> bool:
-    """Whether a space makes no difference to what follows it. Bridge then leaves it out of the training text."""
+    """Whether a space makes no difference to the text behind it. Bridge then leaves it out of the training text."""
     first, second, both = ids(tokenizer, ["x", "y", "x y"])
     return both == first + second
 
 
 def counting(tokenizer: Tokenizer) -> np.ndarray:
-    """By id, whether it may count in the loss."""
+    """Flags by id: whether the token may count in the loss."""
     added = tokenizer.added_tokens_decoder
     found = np.ones(max(len(tokenizer), max(added, default=0) + 1), dtype=bool)
     found[[i for i, token in added.items() if str(token) in SKIPPED]] = False
@@ -144,7 +144,7 @@ def special(tokenizer: Tokenizer) -> dict[str, int]:
 
 
 def facts(tokenizer: Tokenizer) -> dict[str, Any]:
-    """What makes two tokenizers give the same ids: digests of their files, and the names of their special tokens."""
+    """Facts by which two tokenizers give the same ids: digests of their files, and the names of the special tokens."""
     folder = Path(tokenizer.name_or_path)
     names = (WHOLE,) if (folder / WHOLE).is_file() else FILES
     files = {name: _sha256(folder / name) for name in names if (folder / name).is_file()}
@@ -152,7 +152,7 @@ def facts(tokenizer: Tokenizer) -> dict[str, Any]:
 
 
 def digest(folder: Path) -> str:
-    """Of all files that a tokenizer and its chat template are loaded from, without loading them."""
+    """Digest of all files that a tokenizer and its chat template are loaded from, without loading them."""
     names = {
         WHOLE,
         *FILES,

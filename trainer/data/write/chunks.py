@@ -1,6 +1,6 @@
-"""The work on one chunk of a source: rows read, understood, turned into tokens, and kept in a file of the spool.
+"""Work on one chunk of a source: rows read, understood, turned into tokens, and kept in a file of the spool.
 
-What happened to each row that is not kept is in the file's facts: its reason, and the places of the first of its kind.
+The file's facts tell why rows are not kept: the number of each reason, and the places of the first of its kind.
 """
 
 import json
@@ -28,7 +28,7 @@ ANOMALOUS = 3  # rows shown of each anomaly in a chunk
 
 @dataclass(frozen=True)
 class Plan:
-    """What is the same for all chunks."""
+    """Settings that are the same for all chunks."""
 
     data: Data
     shapes: tuple[Shape, ...]  # of each part
@@ -43,7 +43,7 @@ def path(folder: Path, part: int, chunk: int, kind: str) -> Path:
 
 
 def scan(plan: Plan, chunk: Chunk, file: Path) -> None:
-    """Only what choosing needs."""
+    """Do only the work on a chunk that choosing rows needs."""
     rows, _, facts = _understand(plan, chunk.load(), plan.shapes[chunk.part])
     keys = np.fromiter(map(choose.key, rows), np.uint64, len(rows))
     parts = np.full(len(rows), chunk.part, np.int16)
@@ -51,7 +51,7 @@ def scan(plan: Plan, chunk: Chunk, file: Path) -> None:
 
 
 def encode(plan: Plan, chunk: Chunk, file: Path, chosen: np.ndarray | None) -> None:
-    """All of it, of the rows that are chosen."""
+    """Do all work on the rows of a chunk that are chosen."""
     loaded = chunk.load()
     rows, positions, facts = _understand(plan, loaded, plan.shapes[chunk.part])
     if chosen is not None:
@@ -69,7 +69,7 @@ def encode(plan: Plan, chunk: Chunk, file: Path, chosen: np.ndarray | None) -> N
 
 
 def _understand(plan: Plan, loaded: Rows, shape: Shape) -> tuple[list[Row], list[int], dict[str, Any]]:
-    """Canonical rows, where each stood in the chunk, and the facts on the others."""
+    """Canonical rows, the place of each in the chunk, and the facts on the others."""
     facts: dict[str, Any] = {"read": len(loaded.values), "dropped": {}}
     rows, positions = [], []
     for position, value in enumerate(loaded.values):
@@ -136,7 +136,7 @@ def _line(row: dict[str, Any]) -> bytes:
 
 
 def _asked(rows: list[Row]) -> np.ndarray:
-    """A key of what precedes the answer: a prompt of the test that training has seen is no test."""
+    """Keys of the texts before the answers: a prompt of the test that training has seen is no test."""
     prompts = (
         {"messages": row["messages"][:-1]} if "messages" in row else {"text": row.get("input") or row["text"]}
         for row in rows

@@ -1,8 +1,9 @@
-"""Tokens of documents as megatron-core's indexed dataset: PREFIX.bin holds the tokens, PREFIX.idx where each begins.
+"""Writer of megatron-core's indexed data sets: PREFIX.bin holds the tokens of documents, PREFIX.idx where each begins.
 
-Byte for byte what its IndexedDatasetBuilder writes when every document is one sequence, as its tools/preprocess_data.py
-does for pretraining. Written as the tokens come; the lengths alone stay in memory, 4 bytes a document until the end and
-28 then. Not covered: documents of several sequences, and the modes of multimodal data.
+The files equal, byte for byte, those of its IndexedDatasetBuilder when every document is one sequence, as its
+tools/preprocess_data.py writes them for pretraining. Tokens are written as they come. The lengths alone stay in memory,
+4 bytes a document until the end and 28 then. Not covered: documents of several sequences, and the modes of multimodal
+data.
 """
 
 import struct
@@ -17,7 +18,7 @@ UINT16, INT32 = 8, 4  # its codes of types
 
 
 def write(prefix: Path, batches: Iterable[tuple[np.ndarray, np.ndarray]], vocab_size: int) -> None:
-    """Each batch holds the ids of some documents one after another, and how many each document has."""
+    """Write batches. Each holds the ids of some documents one after another, and the number of each document's ids."""
     dtype, code = (np.uint16, UINT16) if vocab_size < 65500 else (np.int32, INT32)
     bin_file, idx_file = Path(f"{prefix}.bin"), Path(f"{prefix}.idx")
     lengths = [np.zeros(0, np.int32)]

@@ -1,4 +1,4 @@
-"""The files that training and evaluation read, written from the spool, and the report on them."""
+"""Writer of the files that training and evaluation read, from the spool, and of the report on them."""
 
 import itertools
 from collections.abc import Iterator
@@ -20,7 +20,7 @@ BATCH = 4096  # documents written at once
 
 
 def write(plan: Plan, spool: Spool, done: Done, folder: Path) -> dict[str, Any]:
-    """Returns the report."""
+    """Write the files. Returns the report."""
     data = plan.data
     count = int(spool.starts[-1])
     kept, copies = np.arange(count, dtype=np.int32), done.copies  # columns of all rows are read where they are needed
@@ -48,7 +48,7 @@ def write(plan: Plan, spool: Spool, done: Done, folder: Path) -> dict[str, Any]:
 
 
 def _write_tokens(name: str, sequences: Sequences, plan: Plan, folder: Path) -> dict[str, Any]:
-    """What training reads; of packed sequences it returns how full they are."""
+    """Write the files that training reads. Returns, for packed sequences, how full they are."""
     lengths, data, end = sequences.lengths, plan.data, plan.template.tokenizer.eos_token_id
     path = folder / f"{name}.idx.parquet"
     if not data.packed:
@@ -61,7 +61,7 @@ def _write_tokens(name: str, sequences: Sequences, plan: Plan, folder: Path) -> 
 
 
 def _write_lines(path: Path, sequences: Sequences) -> np.ndarray:
-    """Returns where the lines end."""
+    """Write lines of JSON. Returns where the lines end."""
     spool, rows = sequences.spool, sequences.rows
     with path.open("wb") as file:
         for chunk, start, end in spool.runs(rows, "line"):

@@ -1,4 +1,4 @@
-"""Which rows share a packed sequence: best fit in decreasing order of length, which leaves the least room unused.
+"""Packing of rows into sequences: best fit in decreasing order of length, which leaves the least room unused.
 
 Rows are placed a length at a time, not one by one: all rows of a length go into the packs with the smallest room that
 holds them, and packs that have been treated alike so far stay one range of numbers. The work grows with the number of
@@ -18,7 +18,7 @@ from contract.faults import Fault
 
 
 def multiple(run: Run) -> int:
-    """What the length of every packed row is a multiple of, and that of the sequence too."""
+    """The number that divides the length of every packed row, and of the sequence."""
     found, length = packing_multiple(run.layout), run.data.seq_length
     if run.data.packed and length % found:
         near = [found * part for part in (length // found, length // found + 1) if part]
@@ -30,12 +30,12 @@ def multiple(run: Run) -> int:
 
 
 def padded(lengths: np.ndarray, pad_to: int) -> np.ndarray:
-    """What rows of so many tokens count against a pack: one less, as the last token is only a label, rounded up."""
+    """Tokens that rows of these lengths count against a pack: one less, as the last is only a label, rounded up."""
     return -(-(lengths - 1) // pad_to) * pad_to
 
 
 def assign(lengths: np.ndarray, capacity: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """(order, bounds): pack i holds the rows order[bounds[i]:bounds[i + 1]], of `capacity` together at most."""
+    """Assign rows to packs: pack i holds the rows order[bounds[i]:bounds[i + 1]], of `capacity` together at most."""
     if not len(lengths):
         return np.zeros(0, np.int64), np.zeros(1, np.int64)
     shortest, longest = int(lengths.min()), int(lengths.max())
@@ -50,7 +50,7 @@ def assign(lengths: np.ndarray, capacity: int, seed: int) -> tuple[np.ndarray, n
 
 
 def _place(histogram: np.ndarray, capacity: int) -> tuple[np.ndarray, int]:
-    """The pack of every row, rows in decreasing order of length; and the number of packs."""
+    """Pack of every row, rows in decreasing order of length; and the number of packs."""
     placed: list[np.ndarray] = []
     rooms: list[int] = []  # sorted: room left in the packs that are not full
     packs: dict[int, list[range]] = {}  # by that room

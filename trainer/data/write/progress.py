@@ -1,4 +1,4 @@
-"""How far preparation is: lines on the console, and a file for whoever started it."""
+"""Progress of preparation: lines on the console, and a file for the process that started it."""
 
 import json
 import time
@@ -22,11 +22,11 @@ class Progress:
         self.rows: dict[int, int] = {}
 
     def rows_of(self, parts: int) -> list[int]:
-        """Rows read of each part in this phase."""
+        """Numbers of rows read of each part in this phase."""
         return [self.rows.get(part, 0) for part in range(parts)]
 
     def update(self, part: int, size: int, rows: int, fresh: bool) -> None:
-        """`fresh` bytes have been worked on now, the others were found done."""
+        """Count bytes and rows of a part. `fresh` bytes have been worked on now, the others were found done."""
         self.done += size
         self.fresh += size if fresh else 0
         self.rows[part] = self.rows.get(part, 0) + rows

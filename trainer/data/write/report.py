@@ -1,4 +1,4 @@
-"""What preparation found, as report.json: rows in and out, reasons, lengths, likeness, what is learned.
+"""Report of preparation, as report.json: rows in and out, reasons, lengths, likeness, what is learned.
 
 Equal data and settings give an equal report, to the byte: it holds no times.
 """
@@ -30,7 +30,7 @@ def merged(facts: Iterable[dict[str, Any]], key: str) -> dict[str, Any]:
 
 
 def lengths(tokens: np.ndarray, learned: np.ndarray) -> dict[str, Any]:
-    """Of the rows of one split."""
+    """Lengths of the rows of one split."""
     if not len(tokens):
         return {"rows": 0, "tokens": 0, "learned": 0}
     edges = np.unique(np.geomspace(1, tokens.max() + 1, BINS + 1).astype(np.int64))
@@ -59,7 +59,7 @@ def packing(tokens: np.ndarray, bounds: np.ndarray, capacity: int) -> dict[str, 
 
 
 def alike(spool: Spool, kept: np.ndarray, split: np.ndarray) -> dict[str, Any]:
-    """Rows that are exact copies of an earlier one, or nearly so; and those of them that lie across splits."""
+    """Rows that are exact copies of an earlier one, or nearly so; and which of them lie across splits."""
     numbers = np.arange(len(kept), dtype=np.int32)
     like = likeness.first_equal(spool.column("key", np.uint64, kept))
     exact = like != numbers
@@ -79,13 +79,13 @@ def alike(spool: Spool, kept: np.ndarray, split: np.ndarray) -> dict[str, Any]:
 
 
 def shared_prompts(asked: np.ndarray, split: np.ndarray) -> int:
-    """Rows of the test and of validation whose prompt training has as well."""
+    """Number of rows of the test and of validation whose prompt training has as well."""
     held_out = split != 0
     return int(np.isin(asked[held_out], asked[~held_out]).sum()) if held_out.any() else 0
 
 
 def warnings(report: dict[str, Any]) -> list[str]:
-    """What a person should look at before paying for a training run."""
+    """Warnings that a person should look at before paying for a training run."""
     found = []
     read = max(1, report["rows"]["read"])
     for reason, entry in report["dropped"].items():

@@ -1,13 +1,14 @@
-"""Sequences of tokens as Megatron-Bridge's packed Parquet, the file that training reads in place of text.
+"""Writer of token sequences as Megatron-Bridge's packed Parquet, the file that training reads in place of text.
 
     input_ids      list<int32>   the rows of a pack one after another
     loss_mask      list<int8>    1 where the next token is learned: labels stand one to the left of their tokens
     seq_start_id   list<int32>   where each row of the pack begins
 
 Values are those that Megatron-Bridge's own packing has for the same packs (data/packing/offline.py and algorithms.py).
-Written a row group of 65,536 tokens at a time, which is what training reads to get at one sequence: 1 ms, where groups
-of 250,000 take 3 to 7. The bytes of token ids are stored apart, lowest first, because the highest are mostly zero: 1.4
-bytes a token instead of 4, at 30 million tokens/s. Equal arguments give equal bytes with one version of pyarrow.
+The file is written a row group of 65,536 tokens at a time. Training reads a row group to get at one sequence: 1 ms,
+where groups of 250,000 take 3 to 7. The bytes of token ids are stored apart, lowest first, because the highest are
+mostly zero: 1.4 bytes a token instead of 4, at 30 million tokens/s. Equal arguments give equal bytes with one version
+of pyarrow.
 """
 
 from collections.abc import Iterator
@@ -51,9 +52,10 @@ class Source(Protocol):
 def write(
     path: Path, source: Source, order: np.ndarray, bounds: np.ndarray, *, pad_to: int | None, pad_id: int
 ) -> None:
-    """Sequence i holds the rows order[bounds[i]:bounds[i + 1]] of `source`.
+    """Write sequences. Sequence i holds the rows order[bounds[i]:bounds[i + 1]] of `source`.
 
-    Each row is filled up with pad_id to a multiple of pad_to and one more token, the last label. None: not filled up.
+    Each row is filled up with pad_id to a multiple of pad_to and one more token, the last label. With pad_to None it is
+    not filled up.
     """
     stored = source.lengths[order]
     if pad_to is not None:
@@ -75,7 +77,7 @@ def write(
 
 
 def _groups(ends: np.ndarray) -> Iterator[tuple[int, int]]:
-    """The first sequence of each row group, and the one behind its last."""
+    """Row groups: the first sequence of each, and the one behind its last."""
     first = 0
     while first < len(ends) - 1:
         last = max(first + 1, int(np.searchsorted(ends, ends[first] + GROUP, "right")) - 1)
@@ -111,5 +113,5 @@ def _table(source: Source, rows: np.ndarray, stored: np.ndarray, bounds: np.ndar
 
 
 def _array(values: np.ndarray) -> pa.Array:
-    """pa.array() would import pandas, to see whether these are its."""
+    """An Arrow array without pa.array(), which would import pandas to see whether the values are pandas' own."""
     return pa.Array.from_buffers(pa.from_numpy_dtype(values.dtype), len(values), [None, pa.py_buffer(values)])

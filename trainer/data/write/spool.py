@@ -1,9 +1,9 @@
-"""What each chunk of the source became, one file a chunk, and tokens read back from them by row.
+"""Spool of the work on chunks, one file for each chunk of the source, and tokens read back from it by row.
 
     spool/0-000012.chunk    arrays one behind the other; the header says what they are
 
-A file appears by rename when it is whole, so what a killed preparation leaves can be used as it is. Tokens are uint32;
-the top bit says that a token is learned. Files are read with pread: mapped pages would count as memory in use.
+A file appears by rename when it is whole, so files that a killed preparation leaves can be used as they are. Tokens are
+uint32; the top bit says that a token is learned. Files are read with pread: mapped pages would count as memory in use.
 """
 
 import itertools
@@ -38,7 +38,7 @@ def write(path: Path, arrays: dict[str, np.ndarray], facts: dict[str, Any]) -> N
 
 
 class ChunkFile:
-    """One chunk's arrays and facts."""
+    """Arrays and facts of one chunk."""
 
     def __init__(self, path: Path):
         self.file = os.open(path, os.O_RDONLY)
@@ -67,7 +67,7 @@ class ChunkFile:
         return np.frombuffer(parts[0] if len(parts) == 1 else b"".join(parts), kind)
 
     def ends(self, name: str) -> np.ndarray:
-        """Where each row ends, from the array of the rows' lengths; a 0 in front."""
+        """End of each row, from the array of the rows' lengths, with a 0 in front."""
         if name not in self.bounds:
             ends = np.zeros(self.places[name][1] + 1, np.uint32)  # of all chunks these are in memory: 4 bytes a row
             np.cumsum(self.read(name), dtype=np.uint32, out=ends[1:])
@@ -116,7 +116,7 @@ class Spool:
             yield self.chunk(number).facts
 
     def runs(self, rows: np.ndarray, lengths: str) -> Iterator[tuple[ChunkFile, int, int]]:
-        """Where the rows lie in their chunks, neighbours together; `lengths` names the array of what each takes."""
+        """Places of the rows in their chunks, neighbours together. `lengths` names the array of each row's length."""
         for start in range(0, len(rows), BLOCK):
             yield from self._runs(rows[start : start + BLOCK], lengths)
 

@@ -1,4 +1,4 @@
-"""All chunks of all sources, each done by one of several processes; what is done already is not done again."""
+"""Work on all chunks of all sources, each done by one of several processes. Chunks that are done are not done again."""
 
 import collections
 import ctypes
@@ -31,7 +31,7 @@ _plan: Plan  # of the processes forked from this one
 
 @dataclass(frozen=True)
 class Done:
-    """What became of all chunks."""
+    """Results of all chunks."""
 
     paths: list[Path]
     rows: list[int]  # read of each part
@@ -78,7 +78,7 @@ def _each(
     kind: str,
     chosen: Callable[[int], np.ndarray | None],
 ) -> list[Path]:
-    """The files of all chunks, in order; the pool makes those that are not there."""
+    """Files of all chunks, in order. The pool makes those that are not there."""
     paths: list[Path] = []
     waiting: collections.deque[tuple[sources.Chunk, Path, Future | None]] = collections.deque()
     for number, chunk in enumerate(_chunks(plan, parts, kind)):
@@ -120,7 +120,7 @@ def _finish(plan: Plan, chunk: sources.Chunk, path: Path, future: Future | None,
 
 
 def _refuse(dropped: dict[str, Any], data: Data) -> None:
-    """Raises a fault for the rows that the configuration does not let pass."""
+    """Raise a fault for the rows that the configuration does not let pass."""
     wrong = {
         reason: entry
         for reason, entry in dropped.items()
@@ -148,7 +148,7 @@ def _choose(paths: list[Path], data: Data) -> tuple[list[np.ndarray | None], int
 
 
 def _start(parent: int) -> None:
-    """A worker ends with its parent, also when that is killed."""
+    """Make a worker end with its parent, also when that is killed."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
