@@ -103,12 +103,12 @@ def test_refuses_gpus_that_are_no_hosts(gpus):
 
 @pytest.mark.parametrize("name, kind", [("glm47", "lora"), ("deepseek-v3", "none"), ("llama31-405b", "none")])
 def test_a_thousand_gpus_take_seconds(name, kind):
-    """In units of a loop that takes a third of a second on an idle core, because a busy host slows both."""
+    """In units of a loop that takes a quarter of a second on an idle core, because a busy host slows both."""
     run = load("glm47", ["train.global_batch=1024", f"adapter.kind={kind}"])
     found = []
     before = _seconds_of(_loop)
     taken = _seconds_of(lambda: found.append(search(run, known(name), H100, 1024)))
-    assert taken < 20 * (before + _seconds_of(_loop)) / 2
+    assert taken < 30 * (before + _seconds_of(_loop)) / 2
     assert found[0].fitting
 
 
