@@ -34,7 +34,7 @@ down: ## stop what make up started
 # as those that take longest come early.
 JOBS ?= 2
 test: $(STAMP) ## run the tests that need no GPU and little time, JOBS files at a time
-	$(PYTHON) -m pytest -n $(JOBS) --dist loadscope --no-loadscope-reorder -rs
+	$(PYTHON) -m pytest -n $(JOBS) --dist loadscope --no-loadscope-reorder -rfEs
 
 slow: $(STAMP) ## run the tests that take minutes
 	$(PYTHON) -m pytest -m slow
