@@ -70,7 +70,7 @@ class ModelFacts:
     expert_ffn: int = 0
     shared_ffn: int = 0  # inner width of all shared experts of a layer together
     dense_layers: int = 0  # the first that are dense whatever moe_step says; all layers of a dense model
-    moe_step: int = 1  # behind them every so manieth layer has experts
+    moe_step: int = 1  # n, where every n-th layer behind them has experts
     dense_too: tuple[int, ...] = ()  # more layers that are dense, counted from 0
     mtp_layers: int = 0
     # latent attention (DeepSeek-V3); kv_rank 0 = there is none, q_rank 0 = the query is no product of two

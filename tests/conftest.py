@@ -18,7 +18,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 class BySetup(LoadScopeScheduling):
-    """Keeps tests in one process that share what takes long to make: a file's, and all that use flows' servers."""
+    """Scheduling that keeps tests in one process that share a slow setup: a file's, and all that use flows' servers."""
 
     def _split_scope(self, nodeid: str) -> str:
         file = nodeid.partition("::")[0]

@@ -1,4 +1,4 @@
-"""What a library does already, beside what is done here: a figure for each decision in docs/adr/.
+"""Libraries beside the code that does their work here: a figure for each decision in docs/adr/.
 
     python -m benchmarks.libraries [ITEM ...]          make bench-libraries; all items: 4 minutes on 2 cores
 

@@ -1,4 +1,4 @@
-"""trainer/patches/lazy_bridge.py beside importing Megatron-Bridge as it is: seconds and CPU of a rank's imports."""
+"""Seconds and CPU of a rank's imports: trainer/patches/lazy_bridge.py beside importing Megatron-Bridge as it is."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""tasks/sources/hub/ beside huggingface_hub: bytes sent for a file of 64 MB that is interrupted, and that is killed."""
+"""Bytes sent for a file of 64 MB that is interrupted, or killed: tasks/sources/hub/ beside huggingface_hub."""
 
 import os
 import signal
@@ -72,7 +72,7 @@ class Run:
         return self._cell(begun)
 
     def broken_off(self) -> str:
-        """The connection is reset once; the same process goes on."""
+        """Reset the connection once; the same process goes on."""
         self._fresh()
         self.hub.inject("cdn/", drop_after=int(BREAK * SIZE))
         begun = time.monotonic()
@@ -80,7 +80,10 @@ class Run:
         return self._cell(begun) if ended == 0 else "fails"
 
     def breaking_for_good(self) -> str:
-        """It is reset, and then nothing answers for longer than a process has patience; a second one goes on."""
+        """Reset the connection, and answer nothing for longer than a process has patience.
+
+        A second process goes on.
+        """
         self._fresh()
         self.hub.inject("cdn/", drop_after=int(BREAK * SIZE))
         self.hub.inject("cdn/", status=404, times=100)

@@ -1,4 +1,4 @@
-"""tasks/tracking/machine.py beside MLflow's system metrics: what a sample takes, and what a server's absence does."""
+"""Cost of a sample, and the effect of a server's absence: tasks/tracking/machine.py beside MLflow's system metrics."""
 
 from pathlib import Path
 

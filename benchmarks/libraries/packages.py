@@ -1,4 +1,4 @@
-"""flows/packages.py beside `uv sync --check`: seconds, and what each notices of an environment."""
+"""Seconds, and findings about an environment: flows/packages.py beside `uv sync --check`."""
 
 import os
 import shutil
@@ -59,7 +59,7 @@ def _ours(environment: Path, extra: str) -> str:
 
 
 def _uv(uv: str, environment: Path, extra: str, *command: str) -> str:
-    """Only looks, by --check; and at the copy alone."""
+    """Run uv on the copy alone, where --check only looks."""
     settings = os.environ | {"UV_PROJECT_ENVIRONMENT": str(environment), "UV_OFFLINE": "1", "NO_COLOR": "1"}
     settings.pop("VIRTUAL_ENV", None)
     line = [uv, *command, "--extra", extra, "--no-progress"]

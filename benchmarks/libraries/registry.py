@@ -1,4 +1,4 @@
-"""SQL on MLflow's local database in tasks/stages/promote.py beside MlflowClient: is this version registered?"""
+"""Look-up of a registered version: SQL on MLflow's local database in tasks/stages/promote.py beside MlflowClient."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Calls that take turns, and what each took at the median."""
+"""Timing of calls that take turns, with the median of each."""
 
 import os
 import statistics
@@ -19,7 +19,7 @@ class Spent:
 
 
 def medians(calls: dict[str, Callable[[], object]], rounds: int) -> dict[str, Spent]:
-    """Of so many rounds, in each of which every call has one turn."""
+    """Medians of so many rounds, in each of which every call has one turn."""
     found: dict[str, list[Spent]] = {name: [] for name in calls}
     for _ in range(rounds):
         for name, call in calls.items():
@@ -38,7 +38,7 @@ def _timed(call: Callable[[], object]) -> Spent:
 
 
 def python(code: str, *arguments: object) -> str:
-    """What a process of its own prints."""
+    """Output of a process of its own."""
     command = [sys.executable, "-c", code, *map(str, arguments)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     if done.returncode:

@@ -1,4 +1,4 @@
-"""conf/strict_yaml.py beside ruamel.yaml: what each makes of traps, and seconds for a configuration of 100 KB."""
+"""Readings of traps, and seconds for a configuration of 100 KB: conf/strict_yaml.py beside ruamel.yaml."""
 
 from pathlib import Path
 from typing import Any

@@ -18,15 +18,17 @@ from conf.planner.hardware import Gpu
 from conf.planner.memory import Holding
 from conf.schema.run import Run
 
-# Of TFLOPS in one large product. Bare ones get 0.68 to 0.79 at 8192 tokens in bf16 and 0.72 in FP8, less with scales by
-# block; in steps of Llama's layers, which keep a GPU at its power limit, 0.07 less. The bytes of each come on top.
+# Share of TFLOPS in one large product. Bare ones get 0.68 to 0.79 at 8192 tokens in bf16 and 0.72 in FP8, less with
+# scales by block; in steps of Llama's layers, which keep a GPU at its power limit, 0.07 less. The bytes of each come on
+# top.
 GEMM = {"fp32": 0.75, "bf16": 0.68, "current": 0.65, "delayed": 0.65, "blockwise": 0.58, "mxfp8": 0.58}
-# Of TFLOPS in causal attention over long sequences, forward and backward together, and the tokens at which it is half.
+# Share of TFLOPS in causal attention over long sequences, forward and backward together, and the tokens at which it is
+# half.
 ATTENTION, ATTENTION_HALF = 0.58, 900
 ATTENTION_64 = 0.75  # of that at a head width of 64: fewer products for each exponential
 ATTENTION_BACKWARD = 2.5  # flash attention computes 5 products backward, 2 forward
 HBM = 0.8  # of bytes/s beside products; copies and sums get 0.88
-# Of bytes/s by kernels that move data, forward and backward. torch's compiler makes one kernel of an activation.
+# Share of bytes/s by kernels that move data, forward and backward. torch's compiler makes one kernel of an activation.
 MOVES = {
     "norm": (0.26, 0.31),
     "add": (0.88, 0.88),

@@ -39,7 +39,7 @@ from tasks.store import Store, open_store
 
 SETTLE = 2.5  # seconds between the first report of a failure and the verdict: others may know better
 LEAVE_WITHIN = 20.0
-# Whom a run over several hosts may leave a half-written checkpoint of is settled by marks: contract/checkpoints.py.
+# A half-written checkpoint is recognised by its missing mark: contract/checkpoints.py.
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ TICK = 0.5
 SHOWN = 20  # last lines of a failed command
 LONGEST = 1 << 16  # bytes of a line; the rest is the next one
 
-# What a trainer has no use for, and a log of its environment should not hold.
+# Variables that a trainer has no use for, and that a log of its environment should not hold.
 PRIVATE = ("AWS_", "HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "MLFLOW_", "PREFECT_", "WANDB_API_KEY")
 
 

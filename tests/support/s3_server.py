@@ -1,4 +1,4 @@
-"""moto's S3 in a process of its own, so that its threads and its memory are not the test's.
+"""Server of moto's S3 in a process of its own, so that its threads and its memory are not the test's.
 
 python tests/support/s3_server.py prints its address and serves until its standard input ends.
 """

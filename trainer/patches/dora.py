@@ -1,4 +1,4 @@
-"""DoRA, the same at every layout.
+"""Patch of DoRA that makes it the same at every layout.
 
 Megatron-Bridge takes the norm of a row-parallel weight over one rank's columns only; DoRALinear takes it over all.
 Bridge does not mark the magnitudes' gradients as partial (row-parallel) or cut (column-parallel) over ranks either, and
@@ -42,7 +42,10 @@ def mark_magnitudes(model) -> None:
 
 
 class DoRAAdapter(dora_layers.ParallelLinearDoRAAdapter):
-    """Saves the magnitudes of a fused gate and up as Bridge saves B: whole at any tp, gates before ups."""
+    """DoRA's adapter.
+
+    It saves the magnitudes of a fused gate and up as Bridge saves B: whole at any tp, gates first.
+    """
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None):
         state, key = super().sharded_state_dict(prefix, sharded_offsets, metadata), f"{prefix}weight_magnitude"

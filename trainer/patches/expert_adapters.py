@@ -1,4 +1,4 @@
-"""One adapter per expert, right also where experts are cut over several ranks.
+"""Patch of the adapter per expert that makes it right also where experts are cut over several ranks.
 
 Megatron-Bridge's adapter per expert is wrong under expert tensor parallelism, and nothing says so: on fc1 it gathers
 the hidden values outside autograd, so A gets no gradient; on fc2 each rank multiplies only its own part of the hidden

@@ -1,10 +1,10 @@
-"""Made-up tokens in packs.
+"""Patch for made-up tokens in packs: it gives megatron-core's NullTokenizer an eos_id.
 
 Megatron-Bridge's packed data sets ask a tokenizer for its eos_id
 (https://github.com/NVIDIA-NeMo/Megatron-Bridge/blob/main/src/megatron/bridge/data/packing/gpt_sft.py), and
 megatron-core's NullTokenizer has none
-(https://github.com/NVIDIA/Megatron-LM/blob/main/megatron/core/tokenizers/text/libraries/null_tokenizer.py).
-Can go when it has one.
+(https://github.com/NVIDIA/Megatron-LM/blob/main/megatron/core/tokenizers/text/libraries/null_tokenizer.py). The patch
+can go when it has one.
 """
 
 # pyright: reportAttributeAccessIssue=false

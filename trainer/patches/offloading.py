@@ -1,4 +1,4 @@
-"""An offloaded optimizer, resumed as it was saved.
+"""Patch that resumes an offloaded optimizer as it was saved.
 
 1. Resumed, megatron-core's HybridDeviceOptimizer sets its GPU part back to the step it was resumed at, before every
    step. Can go when _sync_hdo_param_groups_to_sub_optimizers leaves the step out:

@@ -1,4 +1,4 @@
-"""Recompute of single modules below adapters.
+"""Patch for recompute of single modules below adapters.
 
 What is computed again gets no gradient, or fails, where its input needs none: in a first layer behind a frozen
 embedding. Megatron-Bridge sees to that for full recompute alone; here also for single modules. Can go when its
@@ -15,7 +15,7 @@ WRITTEN_FOR = {"megatron-bridge": ("0.6.2",)}
 
 
 def start_from_the_embedding(model) -> None:
-    """Give the embedding's output, which no weight needs a gradient of, one all the same."""
+    """Make the embedding's output require a gradient, although no weight needs one of it."""
     versions.check(__name__, WRITTEN_FOR)
     for chunk in model if isinstance(model, list) else [model]:
         for module in chunk.modules():

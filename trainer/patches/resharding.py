@@ -1,4 +1,4 @@
-"""Resume the optimizer at another layout than the one that saved it.
+"""Patch that resumes the optimizer at another layout than the one that saved it.
 
 Megatron keeps one optimizer for dense weights and, where experts are cut differently, a second one for experts. How
 many there are depends on the layout, and on whether a pipeline stage holds experts at all. Its checkpoints hold the

@@ -1,4 +1,4 @@
-"""Adapters under sequence parallelism (tp > 1, layout.sp): each has to see all tokens, in both directions.
+"""Patch of adapters under sequence parallelism (tp > 1, layout.sp): each has to see all tokens, in both directions.
 
 Behind a fused norm (linear_qkv, a dense linear_fc1, MLA's up projections). Megatron-Bridge has Transformer
 Engine's layer return the norm's output gathered over tp and hands it to the adapter. Transformer Engine's backward adds

@@ -1,4 +1,4 @@
-"""One adapter for all experts of a layer, the same model at every layout.
+"""Patch of the one adapter for all experts of a layer that makes it the same model at every layout.
 
 Megatron-Bridge keeps a copy of such an adapter on each expert-parallel rank: it broadcasts the first one's values
 and adds up the gradients, so that all copies stay alike. Measured on a tiny MoE in fp32, that makes the same losses at

@@ -38,7 +38,7 @@ def import_transformers() -> None:
 
 
 class _Distributions(dict):
-    """importlib.metadata.packages_distributions(), but a distribution named like the package is found at once."""
+    """Quick importlib.metadata.packages_distributions(): a distribution named like the package is found at once."""
 
     def __init__(self, everything: Callable[[], Mapping[str, list[str]]]):
         super().__init__()

@@ -1,4 +1,4 @@
-"""The versions that the patches of this folder are written for. Any other is refused: a patch fits one upstream text.
+"""Versions that the patches of this folder are written for. Any other is refused: a patch fits one upstream text.
 
 Each module names its packages and versions in WRITTEN_FOR, and every function that changes a package calls check()
 first. tests/trainer/patches has, for each patch, a test that fails once upstream has mended what the patch is for.

@@ -85,7 +85,7 @@ def choose_kernels(provider) -> None:
         provider.cross_entropy_loss_fusion, provider.cross_entropy_fusion_impl = True, "te"
         # There is no dropout, of which the fused kernel would keep a mask for every token, layer and hidden number.
         provider.bias_dropout_fusion = provider.hidden_dropout > 0
-        # Of a gated layer both halves are kept, and no more; Bridge leaves it off for Qwen.
+        # A gated layer keeps both halves, and no more; Bridge leaves it off for Qwen.
         provider.bias_activation_fusion = provider.bias_activation_fusion or provider.gated_linear_unit
         return
     provider.apply_rope_fusion = False

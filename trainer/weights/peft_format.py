@@ -141,7 +141,7 @@ def _leaves(expert: dict[str, Adapter]) -> dict[str, tuple[str, ...]]:
 
 
 def _shortest(names: set[str], trained: Trained, parts: int) -> list[str]:
-    """Names to which PEFT's rule (equal, or the end of the full name) gives just these; short ones where they do."""
+    """Short names to which PEFT's rule (equal, or the end of the full name) gives just these; else the full names."""
     whole = _expressible_names(trained, names)
     short = {_ending(name, parts) for name in names}
     meant = {name for name in whole if any(name.endswith("." + ending) for ending in short)}

@@ -37,7 +37,7 @@ from tasks.run.launch import ROOT
 LEAVE_WITHIN = 60.0  # KillWait, and what slurmd needs to clean up
 WAITING = ("PENDING", "CONFIGURING", "REQUEUED")
 ALIVE = ("RUNNING", "COMPLETING", "SUSPENDED", "STOPPED", "RESIZING", "SIGNALING", "STAGE_OUT")
-# Of sbatch, where a later try may be answered otherwise.
+# Answers of sbatch after which a later try may succeed.
 AWAY = re.compile(r"[Uu]nable to contact|timed out|[Cc]onnection|temporar|try again|no answer|Zero Bytes|protocol")
 QUEUED = re.compile(r"not available now|[Rr]esources temporarily|currently (?:busy|not available)")
 SAID = re.compile(r"^(?:\d+: )?(?:slurmstepd[\w.-]*|srun): .*(?:CANCELLED|oom|[Ff]ail|[Kk]illed|[Oo]ut [Oo]f)")

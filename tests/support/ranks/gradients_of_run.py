@@ -173,7 +173,7 @@ def train(run: Run, without: Sequence[str]) -> tuple[list[float], list[list[floa
 
 @contextlib.contextmanager
 def left_out(name: str) -> Iterator[None]:
-    """Inside, a function of trainer/patches does nothing, and a method of a class there is the one that it overrides.
+    """Leave a patch out while the block runs: a function of trainer/patches does nothing, a method is the original.
 
     `name` is such as dora.DoRALinear.forward.
     """
@@ -193,7 +193,7 @@ def left_out(name: str) -> Iterator[None]:
 
 
 def _gradients(chunks: list) -> Iterator:
-    """megatron-core's description of every trained tensor's piece on this rank, with the gradient as its data."""
+    """Descriptions by megatron-core of every trained tensor's piece on this rank, with the gradient as its data."""
     from megatron.core.dist_checkpointing.dict_utils import nested_values
     from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories
     from megatron.core.utils import unwrap_model

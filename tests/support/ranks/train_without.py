@@ -1,4 +1,4 @@
-"""trainer.train without some of trainer/patches: those that request.json in paths.output names."""
+"""Run trainer.train without some of trainer/patches: those that request.json in paths.output names."""
 
 import contextlib
 import json

@@ -35,7 +35,7 @@ def refused(functions: dict[str, list[str]]) -> dict[str, str]:
 
 
 def chain() -> str:
-    """What two optimizers say of the state of four."""
+    """Error of two optimizers that are given the state of four; empty where there is none."""
     from megatron.core.optimizer import ChainedOptimizer
 
     two = SimpleNamespace(chained_optimizers=[None, None])

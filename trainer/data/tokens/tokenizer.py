@@ -28,7 +28,7 @@ Tokenizer = Any  # transformers' PreTrainedTokenizerBase, which cannot be named 
 Encoding = Any  # tokenizers.Encoding: ids, and which characters became which token
 
 BATCH = 1 << 20  # characters per call: an Encoding takes some 100 bytes for each
-# What decides on ids: tokenizer.json alone, or what there is instead.
+# Files that decide on ids: tokenizer.json alone, or those that stand in for it.
 WHOLE = "tokenizer.json"
 FILES = ("tokenizer.model", "tiktoken.model", "vocab.json", "vocab.txt", "merges.txt")
 
