@@ -35,7 +35,7 @@ from pydantic_core import PydanticCustomError
 from conf.error_lines import line
 from conf.rules.precision import CAPABLE, beyond_a_cpu
 from conf.schema.run import Run
-from conf.schema.sections import Degree, Section
+from conf.schema.sections import Degree, Strict
 from conf.strict_yaml import parse, read_text
 from contract.faults import ConfigError
 
@@ -112,7 +112,7 @@ def _printable(value: str) -> str:
     return value
 
 
-class OwnGpu(Section):
+class OwnGpu(Strict):
     """A user's own GPU, as the file says it; this module's first lines have the units."""
 
     name: Annotated[str, Field(min_length=1), AfterValidator(_printable)]

@@ -10,12 +10,16 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
+from conf.schema.bearing import NOWHERE
 from conf.schema.sections import Count, Section, Text
 
 Variable = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
 Setting = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*=")]
 Label = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_./-]*=[A-Za-z0-9_.-]*$")]
 Amount = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9.-]*(/[A-Za-z0-9_.-]+)?=[0-9.]+([KMGTP]i?|m)?$")]
+Limit = Annotated[str, Field(pattern=r"^([0-9]+-)?[0-9]+(:[0-9]+){0,2}$")]
+Memory = Annotated[str, Field(pattern=r"^[0-9.]+[KMGT]i?$")]
+Option = Annotated[str, Field(pattern=r"^-")]
 Name = Annotated[str, Field(pattern=r"^[a-z0-9]([a-z0-9.-]*[a-z0-9])?$")]
 
 # Names that boto3's own chain knows.
@@ -38,62 +42,92 @@ def listed(default: tuple[str, ...], description: str) -> Any:
 class Slurm(Section):
     """One Slurm job of all hosts, for gang.engine slurm. Keys that are null are left to the cluster's defaults."""
 
-    partition: Text | None = Field(default=None, description="partitions, separated by commas")
-    account: Text | None = Field(default=None, description="who pays")
-    qos: Text | None = Field(default=None, description="quality of service")
-    time: Annotated[str, Field(pattern=r"^([0-9]+-)?[0-9]+(:[0-9]+){0,2}$")] | None = Field(
+    partition: Annotated[Text | None, NOWHERE] = Field(default=None, description="partitions, separated by commas")
+    account: Annotated[Text | None, NOWHERE] = Field(default=None, description="who pays")
+    qos: Annotated[Text | None, NOWHERE] = Field(default=None, description="quality of service")
+    time: Annotated[Limit | None, NOWHERE] = Field(
         default=None, description="limit of one attempt, as 2-00:00:00; the next one goes on from its checkpoint"
     )
-    gpus: Annotated[str, Field(pattern=r"^(--gpus-per-node=$|--gres=gpu(:[a-z0-9_.-]+)?:$|none$)")] = Field(
+    gpus: Annotated[str, Field(pattern=r"^(--gpus-per-node=$|--gres=gpu(:[a-z0-9_.-]+)?:$|none$)"), NOWHERE] = Field(
         default="--gpus-per-node=",
         description="how GPUs are asked for, in front of their number: --gpus-per-node=, --gres=gpu:, --gres=gpu:h100: "
         "or none",
     )
-    exclusive: bool = Field(default=True, description="whole hosts, with all their processors and memory")
-    constraint: Text | None = Field(default=None, description="features that the hosts have, as h100&ib")
-    image: Text | None = Field(default=None, description="container that pyxis starts on each host; null = none")
-    mounts: tuple[Text, ...] = listed((), "of the container, as /shared:/shared; FINETUNE_RUNS has to be among them")
-    options: tuple[Annotated[str, Field(pattern=r"^-")], ...] = listed((), "more of sbatch's, as --reservation=llm")
-    setup: tuple[Text, ...] = listed((), "lines that the script runs first, as module load cuda")
-    export: tuple[Variable, ...] = listed(AWS, "variables that members get from whoever submits; by name, as secrets")
-    python: Text | None = Field(default=None, description="interpreter on the hosts; null = the one of the flow")
-    folder: Text | None = Field(default=None, description="this project on the hosts; null = where the flow has it")
+    exclusive: Annotated[bool, NOWHERE] = Field(
+        default=True, description="whole hosts, with all their processors and memory"
+    )
+    constraint: Annotated[Text | None, NOWHERE] = Field(
+        default=None, description="features that the hosts have, as h100&ib"
+    )
+    image: Annotated[Text | None, NOWHERE] = Field(
+        default=None, description="container that pyxis starts on each host; null = none"
+    )
+    mounts: Annotated[tuple[Text, ...], NOWHERE] = listed(
+        (), "of the container, as /shared:/shared; FINETUNE_RUNS has to be among them"
+    )
+    options: Annotated[tuple[Option, ...], NOWHERE] = listed((), "more of sbatch's, as --reservation=llm")
+    setup: Annotated[tuple[Text, ...], NOWHERE] = listed((), "lines that the script runs first, as module load cuda")
+    export: Annotated[tuple[Variable, ...], NOWHERE] = listed(
+        AWS, "variables that members get from whoever submits; by name, as secrets"
+    )
+    python: Annotated[Text | None, NOWHERE] = Field(
+        default=None, description="interpreter on the hosts; null = the one of the flow"
+    )
+    folder: Annotated[Text | None, NOWHERE] = Field(
+        default=None, description="this project on the hosts; null = where the flow has it"
+    )
 
 
 class Kubernetes(Section):
     """One JobSet with a pod per host, for gang.engine kubernetes. Kueue admits it as a whole."""
 
-    context: Text | None = Field(default=None, description="of kubectl's configuration; null = the current one")
-    namespace: Name | None = Field(default=None, description="null = the context's")
-    image: Text | None = Field(default=None, description="container image that holds this project")
-    queue: Name | None = Field(
+    context: Annotated[Text | None, NOWHERE] = Field(
+        default=None, description="of kubectl's configuration; null = the current one"
+    )
+    namespace: Annotated[Name | None, NOWHERE] = Field(default=None, description="null = the context's")
+    image: Annotated[Text | None, NOWHERE] = Field(default=None, description="container image that holds this project")
+    queue: Annotated[Name | None, NOWHERE] = Field(
         default=None, description="Kueue's LocalQueue; null = no Kueue: gangs of this project take turns in starting"
     )
-    priority: Name | None = Field(default=None, description="Kueue's WorkloadPriorityClass")
-    topology: Text | None = Field(
+    priority: Annotated[Name | None, NOWHERE] = Field(default=None, description="Kueue's WorkloadPriorityClass")
+    topology: Annotated[Text | None, NOWHERE] = Field(
         default=None, description="label of nodes that Kueue prefers to be equal for all pods, as a rack's"
     )
-    gpus: Text | None = Field(default="nvidia.com/gpu", description="resource that GPUs are; null = none")
-    cpu: Count | None = Field(default=None, description="processors per pod")
-    memory: Annotated[str, Field(pattern=r"^[0-9.]+[KMGT]i?$")] | None = Field(
+    gpus: Annotated[Text | None, NOWHERE] = Field(
+        default="nvidia.com/gpu", description="resource that GPUs are; null = none"
+    )
+    cpu: Annotated[Count | None, NOWHERE] = Field(default=None, description="processors per pod")
+    memory: Annotated[Memory | None, NOWHERE] = Field(
         default=None, description="of a pod, as 1500Gi; what is in shm counts"
     )
-    resources: tuple[Amount, ...] = listed((), "others per pod, as rdma/ib=8, vpc.amazonaws.com/efa=32 or hugepages")
-    shm: Annotated[str, Field(pattern=r"^[0-9]+([KMGT]i)$")] = Field(
+    resources: Annotated[tuple[Amount, ...], NOWHERE] = listed(
+        (), "others per pod, as rdma/ib=8, vpc.amazonaws.com/efa=32 or hugepages"
+    )
+    shm: Annotated[str, Field(pattern=r"^[0-9]+([KMGT]i)$"), NOWHERE] = Field(
         default="64Gi", description="/dev/shm, through which NCCL and data loaders go; 64 MB without"
     )
-    claim: Name | None = Field(
+    claim: Annotated[Name | None, NOWHERE] = Field(
         default=None, description="PersistentVolumeClaim, ReadWriteMany, that is mounted where FINETUNE_RUNS is"
     )
-    selector: tuple[Label, ...] = listed((), "labels that nodes have, as cloud.google.com/gke-accelerator=nvidia-h100")
-    tolerations: tuple[Text, ...] = listed(("nvidia.com/gpu",), "taints of nodes that pods may run on all the same")
-    host_network: bool = Field(default=False, description="where RDMA adapters are no resources of their own")
-    account: Name | None = Field(default=None, description="service account of the pods, as for an S3 role")
-    secrets: tuple[Name, ...] = listed((), "Secrets whose keys become environment variables, as AWS_ACCESS_KEY_ID")
-    pull_secrets: tuple[Name, ...] = listed((), "Secrets of the image's registry")
-    env: tuple[Setting, ...] = listed((), "more variables, as NCCL_IB_HCA=mlx5; no secrets")
-    python: Text = Field(default="python", description="interpreter in the image")
-    folder: Text = Field(default="/workspace/finetune", description="this project in the image")
+    selector: Annotated[tuple[Label, ...], NOWHERE] = listed(
+        (), "labels that nodes have, as cloud.google.com/gke-accelerator=nvidia-h100"
+    )
+    tolerations: Annotated[tuple[Text, ...], NOWHERE] = listed(
+        ("nvidia.com/gpu",), "taints of nodes that pods may run on all the same"
+    )
+    host_network: Annotated[bool, NOWHERE] = Field(
+        default=False, description="where RDMA adapters are no resources of their own"
+    )
+    account: Annotated[Name | None, NOWHERE] = Field(
+        default=None, description="service account of the pods, as for an S3 role"
+    )
+    secrets: Annotated[tuple[Name, ...], NOWHERE] = listed(
+        (), "Secrets whose keys become environment variables, as AWS_ACCESS_KEY_ID"
+    )
+    pull_secrets: Annotated[tuple[Name, ...], NOWHERE] = listed((), "Secrets of the image's registry")
+    env: Annotated[tuple[Setting, ...], NOWHERE] = listed((), "more variables, as NCCL_IB_HCA=mlx5; no secrets")
+    python: Annotated[Text, NOWHERE] = Field(default="python", description="interpreter in the image")
+    folder: Annotated[Text, NOWHERE] = Field(default="/workspace/finetune", description="this project in the image")
 
 
 def contradictions(engine: str, kubernetes: Kubernetes) -> Iterator[tuple[str, str]]:

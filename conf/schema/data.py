@@ -4,6 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
+from conf.schema.bearing import NOWHERE, bears
 from conf.schema.sections import Count, Number, Place, Section, Seed, Text
 
 Column = Annotated[str, Field(min_length=1, pattern=r"^[^{}]+$")]
@@ -14,75 +15,109 @@ PLAIN = r"[^{}]*\{input\}[^{}]*\{output\}"
 class Rows(Section):
     """Place of the rows, and which of their columns hold what."""
 
-    source: Place | None = Field(
+    source: Annotated[Place | None, bears(derived="prepare")] = Field(
         default=None,
         description="Hugging Face data set id, file, folder of files, s3:// URI, or tiny://tickets; files are JSON "
         "lines, JSON, CSV, TSV, Parquet or Arrow, compressed or not",
     )
-    revision: Text = Field(default="main", description="branch, tag or commit of the data set on the Hub")
-    config: Text | None = Field(default=None, description="configuration of the data set on the Hub")
-    split: Text = Field(default="train", description="split of the data set on the Hub")
-    shape: Literal["auto", "pairs", "messages", "sharegpt", "text"] = Field(
+    revision: Annotated[Text, bears(derived="prepare")] = Field(
+        default="main", description="branch, tag or commit of the data set on the Hub"
+    )
+    config: Annotated[Text | None, bears(derived="prepare")] = Field(
+        default=None, description="configuration of the data set on the Hub"
+    )
+    split: Annotated[Text, bears(derived="prepare")] = Field(
+        default="train", description="split of the data set on the Hub"
+    )
+    shape: Annotated[Literal["auto", "pairs", "messages", "sharegpt", "text"], bears("source")] = Field(
         default="auto",
         description="pairs = a prompt and its answer; messages, sharegpt = conversations; text = for pretraining; "
         "auto = told from the columns",
     )
-    input: Column | None = Field(default=None, description="column that holds the prompt; a.b = b inside of a")
-    output: Column | None = Field(default=None, description="column that holds the answer")
-    messages: Column | None = Field(default=None, description="column that holds the conversation")
-    tools: Column | None = Field(default=None, description="column that holds the tools that a conversation may call")
-    system: Column | None = Field(default=None, description="column that holds the system prompt")
-    text: Column | None = Field(default=None, description="column that holds the text, for pretraining")
+    input: Annotated[Column | None, bears("source", absent=None)] = Field(
+        default=None, description="column that holds the prompt; a.b = b inside of a"
+    )
+    output: Annotated[Column | None, bears("source", absent=None)] = Field(
+        default=None, description="column that holds the answer"
+    )
+    messages: Annotated[Column | None, bears("source", absent=None)] = Field(
+        default=None, description="column that holds the conversation"
+    )
+    tools: Annotated[Column | None, bears("source", absent=None)] = Field(
+        default=None, description="column that holds the tools that a conversation may call"
+    )
+    system: Annotated[Column | None, bears("source", absent=None)] = Field(
+        default=None, description="column that holds the system prompt"
+    )
+    text: Annotated[Column | None, bears("source", absent=None)] = Field(
+        default=None, description="column that holds the text, for pretraining"
+    )
 
 
 class Part(Rows):
     """One source of a mixture."""
 
-    weight: float = Field(default=1.0, gt=0, description="share of the mixture's rows, relative to the other weights")
+    weight: Annotated[float, bears("source")] = Field(
+        default=1.0, gt=0, description="share of the mixture's rows, relative to the other weights"
+    )
 
 
 class Data(Rows):
     """Rows, and how they become sequences of tokens."""
 
-    mixture: tuple[Part, ...] = Field(
+    mixture: Annotated[tuple[Part, ...], bears(derived="prepare")] = Field(
         default=(), strict=False, description="several sources with weights, in place of data.source"
     )
-    rows: Count | None = Field(default=None, description="take this many rows, chosen by their content; null = all")
-    rows_seed: Number = Field(default=0, description="another seed chooses other rows")
-    validation: float = Field(default=0.05, ge=0, lt=1, description="share of rows that validate during training")
-    test: float = Field(default=0.05, ge=0, lt=1, description="share of rows held out for evaluation")
-    duplicates: Literal["keep", "drop"] = Field(default="keep", description="rows that have occurred before")
-    bad_rows: Literal["error", "drop"] = Field(
+    rows: Annotated[Count | None, bears("prepare")] = Field(
+        default=None, description="take this many rows, chosen by their content; null = all"
+    )
+    rows_seed: Annotated[Number, bears("prepare")] = Field(default=0, description="another seed chooses other rows")
+    validation: Annotated[float, bears("prepare")] = Field(
+        default=0.05, ge=0, lt=1, description="share of rows that validate during training"
+    )
+    test: Annotated[float, bears("prepare")] = Field(
+        default=0.05, ge=0, lt=1, description="share of rows held out for evaluation"
+    )
+    duplicates: Annotated[Literal["keep", "drop"], bears("prepare")] = Field(
+        default="keep", description="rows that have occurred before"
+    )
+    bad_rows: Annotated[Literal["error", "drop"], bears("prepare")] = Field(
         default="error", description="rows that cannot be read or lack something; drop counts and shows them"
     )
-    too_long: Literal["drop", "truncate", "error"] = Field(
+    too_long: Annotated[Literal["drop", "truncate", "error"], bears("prepare")] = Field(
         default="drop", description="rows longer than a sequence; truncate cuts the prompt, never an answer"
     )
-    seq_length: Count = Field(description="tokens per sequence; a packed sequence holds several rows")
-    packed: bool = Field(default=False, description="several rows per sequence, attention kept apart: no padding")
-    template: str = Field(
+    seq_length: Annotated[Count, bears("prepare", "train")] = Field(
+        description="tokens per sequence; a packed sequence holds several rows"
+    )
+    packed: Annotated[bool, bears("prepare", "train")] = Field(
+        default=False, description="several rows per sequence, attention kept apart: no padding"
+    )
+    template: Annotated[str, bears("prepare")] = Field(
         default="auto",
         pattern=rf"^(auto|chat|[^{{}}]+\.jinja|{PLAIN})$",
         description="chat = the tokenizer's chat template; a text with {input} once, {output} once and last; a file "
         "NAME.jinja; auto = chat where the tokenizer has a template, else {input} {output}",
     )
-    template_options: dict[str, bool | int | str] = Field(
+    template_options: Annotated[dict[str, bool | int | str], bears("prepare")] = Field(
         default={}, description="variables for a chat template, such as {enable_thinking: false}"
     )
-    stop: str | None = Field(
+    stop: Annotated[str | None, bears("prepare")] = Field(
         default=None,
         description="text learned at the end of the last answer; null = what the template ends it with, or the end of "
         "text where it is no chat template",
     )
-    loss_on: Literal["answer", "assistant", "all"] = Field(
+    loss_on: Annotated[Literal["answer", "assistant", "all"], bears("prepare")] = Field(
         default="assistant",
         description="tokens that count in the loss: the last answer, every turn of the assistant, or all",
     )
-    workers: int = Field(
+    workers: Annotated[int, NOWHERE] = Field(
         default=0, ge=0, le=1024, description="loader processes per rank; 0 = none, enough for token files"
     )
-    processes: Count | None = Field(default=None, description="of preparation; null = one per core")
-    seed: Seed = Field(default=1234, description="order of the sequences, and which rows share one; Megatron's default")
+    processes: Annotated[Count | None, NOWHERE] = Field(default=None, description="of preparation; null = one per core")
+    seed: Annotated[Seed, bears("prepare", "train")] = Field(
+        default=1234, description="order of the sequences, and which rows share one; Megatron's default"
+    )
 
     def __hash__(self) -> int:
         return hash(self.model_dump_json())  # template_options is a dict

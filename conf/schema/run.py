@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, ValidationInfo, field_validator
 
+from conf.schema.bearing import bears
 from conf.schema.clusters import Kubernetes, Slurm
 from conf.schema.data import Data
 from conf.schema.sections import (
@@ -27,6 +28,7 @@ from conf.schema.sections import (
     Promote,
     Section,
     Track,
+    is_section,
 )
 from conf.schema.training import Moe, Optimizer, Train
 
@@ -39,7 +41,7 @@ def spelled_out(layout: Any) -> Any:
 class Run(Section):
     """One fine-tuning run."""
 
-    name: str = Field(
+    name: Annotated[str, bears(derived="promote")] = Field(
         pattern=r"^[a-z0-9-]+$", max_length=100, description="names the run's folder, and the run to people"
     )
     model: Model
@@ -81,7 +83,7 @@ class Run(Section):
 
 def sections() -> dict[str, type[Section]]:
     fields = ((name, field.annotation) for name, field in Run.model_fields.items())
-    return {name: kind for name, kind in fields if isinstance(kind, type) and issubclass(kind, Section)}
+    return {name: kind for name, kind in fields if is_section(kind)}
 
 
 def dotted_keys() -> list[str]:

@@ -20,6 +20,8 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
+from conf.schema.bearing import NOWHERE, bears, is_declared
+
 COUNTED = 2**31 - 1  # what 32 bits count; a run of as many steps of as many rows still counts in 64
 LONGEST = 255  # bytes of a file's name; file systems take no more
 
@@ -73,26 +75,50 @@ def _one_problem(value: Any, validate: ValidatorFunctionWrapHandler) -> Any:
         raise PydanticCustomError("checkpoint", "neither latest nor base nor the number of a step") from None
 
 
-class Section(BaseModel):
+class Strict(BaseModel):
     model_config = ConfigDict(strict=True, frozen=True, extra="forbid", allow_inf_nan=False)
+
+
+class Section(Strict):
+    """Keys of a run, each of which declares beside its type whether it bears identity."""
+
+    @classmethod
+    def __pydantic_init_subclass__(cls, **_: Any) -> None:
+        for key, field in cls.model_fields.items():
+            if not is_declared(field) and not is_section(field.annotation):
+                raise TypeError(
+                    f"{cls.__name__}.{key}: does not say whether it bears identity (conf/schema/bearing.py)"
+                )
+
+
+def is_section(annotation: Any) -> bool:
+    return isinstance(annotation, type) and issubclass(annotation, Section)
 
 
 class Model(Section):
     """The released model that the run starts from."""
 
-    source: Place = Field(
+    source: Annotated[Place, bears(derived="download")] = Field(
         description="Hugging Face Hub id, folder, s3:// URI, or tiny://KIND, which trainer.tiny makes; for the flow"
     )
-    revision: Text = Field(default="main", description="branch, tag or commit on the Hub; pin a commit to repeat a run")
-    trust_remote_code: bool = Field(default=False, description="run Python code that the checkpoint brings along")
-    unsafe_weights: bool = Field(default=False, description="fetch pickled weights too: reading one can run code")
-    ignore_config: tuple[Text, ...] = Field(
+    revision: Annotated[Text, bears(derived="download")] = Field(
+        default="main", description="branch, tag or commit on the Hub; pin a commit to repeat a run"
+    )
+    trust_remote_code: Annotated[bool, bears("download")] = Field(
+        default=False, description="run Python code that the checkpoint brings along"
+    )
+    unsafe_weights: Annotated[bool, bears("download")] = Field(
+        default=False, description="fetch pickled weights too: reading one can run code"
+    )
+    ignore_config: Annotated[tuple[Text, ...], NOWHERE] = Field(
         default=(),
         strict=False,
         description="keys of config.json that Megatron-Bridge does not read, and that do not matter to you",
     )
-    mtp: bool = Field(default=True, description="train the multi-token-prediction layers, where the model has them")
-    mtp_loss_scale: float = Field(
+    mtp: Annotated[bool, bears("convert", "train")] = Field(
+        default=True, description="train the multi-token-prediction layers, where the model has them"
+    )
+    mtp_loss_scale: Annotated[float, bears("train")] = Field(
         default=0.3, ge=0, description="weight of their loss; 0.3 is Bridge's value for GLM-4.5+"
     )
 
@@ -100,17 +126,21 @@ class Model(Section):
 class Adapter(Section):
     """The part of the model that is trained: a low-rank adapter, or every weight."""
 
-    kind: Literal["lora", "dora", "none"] = Field(default="lora", description="none = full fine-tuning")
-    rank: Count = Field(default=32, description="inner width of the adapter")
-    alpha: Count = Field(default=32, description="the adapter's output is scaled by alpha / rank")
-    dropout: float = Field(default=0.0, ge=0, lt=1, description="on the adapter's input")
+    kind: Annotated[Literal["lora", "dora", "none"], bears("train")] = Field(
+        default="lora", description="none = full fine-tuning"
+    )
+    rank: Annotated[Count, bears("train")] = Field(default=32, description="inner width of the adapter")
+    alpha: Annotated[Count, bears("train")] = Field(
+        default=32, description="the adapter's output is scaled by alpha / rank"
+    )
+    dropout: Annotated[float, bears("train")] = Field(default=0.0, ge=0, lt=1, description="on the adapter's input")
     # strict=False lets a YAML list become a tuple; the names in it stay strict
-    targets: tuple[AdapterTarget, ...] = Field(
+    targets: Annotated[tuple[AdapterTarget, ...], bears("train")] = Field(
         default=("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"),
         strict=False,
         description="Megatron's names of the layers that get an adapter; fc1 and fc2 include the experts",
     )
-    experts: Literal["each", "shared"] = Field(
+    experts: Annotated[Literal["each", "shared"], bears("train")] = Field(
         default="each",
         description="each = one adapter per expert, which PEFT can load; shared = one for all experts of a layer: "
         "smaller; both are the same model at any layout",
@@ -123,22 +153,36 @@ class Layout(Section):
     conf/rules/layout.py has the rules.
     """
 
-    nodes: Degree = Field(default=1, description="hosts")
-    gpus_per_node: Degree = Field(default=1, description="processes per host: one per GPU, or gloo processes on a CPU")
-    tp: Degree = Field(default=1, description="tensor parallel: cuts attention and dense layers; keep it within a host")
-    pp: Degree = Field(default=1, description="pipeline parallel: cuts the stack of layers into stages")
-    vpp: int | None = Field(
+    nodes: Annotated[Degree, NOWHERE] = Field(default=1, description="hosts")
+    gpus_per_node: Annotated[Degree, NOWHERE] = Field(
+        default=1, description="processes per host: one per GPU, or gloo processes on a CPU"
+    )
+    tp: Annotated[Degree, bears(derived="prepare")] = Field(
+        default=1, description="tensor parallel: cuts attention and dense layers; keep it within a host"
+    )
+    pp: Annotated[Degree, NOWHERE] = Field(
+        default=1, description="pipeline parallel: cuts the stack of layers into stages"
+    )
+    vpp: Annotated[int | None, NOWHERE] = Field(
         default=None, ge=2, le=65536, description="stages per pipeline rank (interleaved schedule); null = 1"
     )
-    cp: Degree = Field(default=1, description="context parallel: cuts sequences")
-    ep: Degree = Field(default=1, description="expert parallel: spreads the experts; no factor of tp*cp*pp*dp")
-    etp: Degree = Field(default=1, description="tensor parallel inside each expert; Megatron's own default would be tp")
-    sp: bool = Field(
+    cp: Annotated[Degree, bears(derived="prepare")] = Field(default=1, description="context parallel: cuts sequences")
+    ep: Annotated[Degree, NOWHERE] = Field(
+        default=1, description="expert parallel: spreads the experts; no factor of tp*cp*pp*dp"
+    )
+    etp: Annotated[Degree, NOWHERE] = Field(
+        default=1, description="tensor parallel inside each expert; Megatron's own default would be tp"
+    )
+    sp: Annotated[bool, bears(derived="prepare")] = Field(
         default=False, description="sequence parallel: cuts other activations too; MoE with tp > 1 needs it"
     )
-    first_stage_layers: Count | None = Field(default=None, description="layers on the first pipeline rank; null = even")
-    last_stage_layers: Count | None = Field(default=None, description="layers on the last pipeline rank; null = even")
-    auto: bool = Field(
+    first_stage_layers: Annotated[Count | None, NOWHERE] = Field(
+        default=None, description="layers on the first pipeline rank; null = even"
+    )
+    last_stage_layers: Annotated[Count | None, NOWHERE] = Field(
+        default=None, description="layers on the last pipeline rank; null = even"
+    )
+    auto: Annotated[bool, NOWHERE] = Field(
         default=False,
         description="the fastest layout of these nodes and gpus_per_node that fits is taken, with its micro_batch and "
         "recompute; what is written of those does not count. `layout: auto` = one host of hardware.gpu",
@@ -153,13 +197,15 @@ class Layout(Section):
 class Hardware(Section):
     """The hardware that the run is planned for; never part of the run's identity."""
 
-    gpu: Place | None = Field(
+    gpu: Annotated[Place | None, NOWHERE] = Field(
         default=None,
         description="a100, h100, h200, b200, gb200, cpu, or a .yaml of your own (conf/planner/hardware.py); null = the "
         "one that the run's name holds, else cpu for tiny://KIND and h100 for any other model",
     )
-    price: float | None = Field(default=None, ge=0, description="USD per GPU and hour; null = the .yaml's, if any")
-    gate: Literal["stop", "warn"] = Field(
+    price: Annotated[float | None, NOWHERE] = Field(
+        default=None, ge=0, description="USD per GPU and hour; null = the .yaml's, if any"
+    )
+    gate: Annotated[Literal["stop", "warn"], NOWHERE] = Field(
         default="stop", description="what a flow does whose plan does not fit; stop = before anything is downloaded"
     )
 
@@ -167,16 +213,22 @@ class Hardware(Section):
 class Checkpoint(Section):
     """Checkpoints that are saved during training."""
 
-    save_every: Count = Field(description="steps between checkpoints; the last step is always saved")
-    keep: Count | None = Field(default=None, description="newest complete checkpoints that stay; null = all")
-    save_optimizer: bool = Field(default=True, description="without it a run cannot resume where it was")
+    save_every: Annotated[Count, NOWHERE] = Field(
+        description="steps between checkpoints; the last step is always saved"
+    )
+    keep: Annotated[Count | None, bears("train", held=False)] = Field(
+        default=None, description="newest complete checkpoints that stay; null = all"
+    )
+    save_optimizer: Annotated[bool, bears("train")] = Field(
+        default=True, description="without it a run cannot resume where it was"
+    )
 
 
 class Log(Section):
     """Reports while training."""
 
-    every: Count = Field(default=1, description="steps between lines of metrics")
-    peak_tflops: float | None = Field(
+    every: Annotated[Count, NOWHERE] = Field(default=1, description="steps between lines of metrics")
+    peak_tflops: Annotated[float | None, NOWHERE] = Field(
         default=None, gt=0, description="per device, dense, for MFU; null = from the device's name"
     )
 
@@ -184,10 +236,10 @@ class Log(Section):
 class Export(Section):
     """Formats that a trained checkpoint is exported to, for others to load."""
 
-    checkpoint: Annotated[Literal["latest", "base"] | Count, WrapValidator(_one_problem)] = Field(
-        default="latest", description="which to export: the newest, the untrained base, or a step"
-    )
-    formats: tuple[Literal["merged", "adapter"], ...] | None = Field(
+    checkpoint: Annotated[
+        Annotated[Literal["latest", "base"] | Count, WrapValidator(_one_problem)], bears("export")
+    ] = Field(default="latest", description="which to export: the newest, the untrained base, or a step")
+    formats: Annotated[tuple[Literal["merged", "adapter"], ...] | None, bears("export")] = Field(
         default=None, strict=False, description="merged = the whole model; adapter = PEFT's; null = all that there is"
     )
 
@@ -195,87 +247,135 @@ class Export(Section):
 class Evaluate(Section):
     """Evaluation of the base and the tuned model, which vLLM serves."""
 
-    tasks: tuple[Place, ...] = Field(
+    tasks: Annotated[tuple[Place, ...], bears("evaluate")] = Field(
         default=("held_out",),
         strict=False,
         description="held_out = the data's test split; else lm-eval's names, or paths of task files (YAML); "
         "empty = no evaluation, and no promotion",
     )
-    base: Literal["required", "optional"] = Field(
+    base: Annotated[Literal["required", "optional"], NOWHERE] = Field(
         default="required",
         description="what becomes of a run whose base model cannot be evaluated: required = nothing is trained; "
         "optional = it is, and nothing is promoted",
     )
-    rows: Count | None = Field(default=200, description="rows per task; null = all")
-    max_tokens: Count = Field(default=256, description="longest answer to a held-out prompt")
-    samples: Count = Field(default=20, description="rows per task in the table of prompts, answers and references")
-    precision: Literal["fp32", "bf16"] | None = Field(default=None, description="of serving; null = train.precision")
-    gpus: Degree | None = Field(default=None, description="tensor parallel degree of vLLM; null = all GPUs of the host")
-    parity_rows: Number = Field(
+    rows: Annotated[Count | None, bears("evaluate")] = Field(default=200, description="rows per task; null = all")
+    max_tokens: Annotated[Count, bears("evaluate")] = Field(
+        default=256, description="longest answer to a held-out prompt"
+    )
+    samples: Annotated[Count, bears("evaluate")] = Field(
+        default=20, description="rows per task in the table of prompts, answers and references"
+    )
+    precision: Annotated[Literal["fp32", "bf16"] | None, bears(derived="evaluate")] = Field(
+        default=None, description="of serving; null = train.precision"
+    )
+    gpus: Annotated[Degree | None, NOWHERE] = Field(
+        default=None, description="tensor parallel degree of vLLM; null = all GPUs of the host"
+    )
+    parity_rows: Annotated[Number, bears("train", "evaluate", held=False)] = Field(
         default=8, description="prompts whose log-probabilities training and serving must agree on; 0 = none"
     )
-    parity_bound: float | None = Field(
+    parity_bound: Annotated[float | None, bears("evaluate")] = Field(
         default=None,
         gt=0,
         description="mean difference, nats per token; null = 1e-3 where all is fp32, else 0.05",
     )
-    seed: Seed = Field(default=1234, description="of lm-eval's few-shot choices; answers are greedy")
+    seed: Annotated[Seed, bears("evaluate")] = Field(
+        default=1234, description="of lm-eval's few-shot choices; answers are greedy"
+    )
 
 
 class Gang(Section):
     """Start, watch and restart of a run over several hosts; never part of the run's identity."""
 
-    engine: Literal["local", "prefect", "slurm", "kubernetes"] = Field(
+    engine: Annotated[Literal["local", "prefect", "slurm", "kubernetes"], NOWHERE] = Field(
         default="local", description="who starts a process group per host; local = all of them on this one"
     )
-    pool: Text = Field(default="finetune-nodes", description="for prefect: work pool with one worker per host")
-    start_within: float = Field(default=900, gt=0, description="seconds until all hosts are there, or are given back")
-    silent_after: float = Field(default=12, ge=9, description="seconds of silence after which a host counts as gone")
-    stall_factor: float = Field(default=10, ge=2, description="a step may take so many times the usual one's time")
-    stall_seconds: float = Field(default=120, gt=0, description="and at least so many seconds")
-    quiet_seconds: float = Field(
+    pool: Annotated[Text, NOWHERE] = Field(
+        default="finetune-nodes", description="for prefect: work pool with one worker per host"
+    )
+    start_within: Annotated[float, NOWHERE] = Field(
+        default=900, gt=0, description="seconds until all hosts are there, or are given back"
+    )
+    silent_after: Annotated[float, NOWHERE] = Field(
+        default=12, ge=9, description="seconds of silence after which a host counts as gone"
+    )
+    stall_factor: Annotated[float, NOWHERE] = Field(
+        default=10, ge=2, description="a step may take so many times the usual one's time"
+    )
+    stall_seconds: Annotated[float, NOWHERE] = Field(default=120, gt=0, description="and at least so many seconds")
+    quiet_seconds: Annotated[float, NOWHERE] = Field(
         default=3600, gt=0, description="seconds that loading, validation or a save may take without a step"
     )
-    retries: Number = Field(
+    retries: Annotated[Number, NOWHERE] = Field(
         default=3, description="new attempts after hosts failed; a later checkpoint starts the count again"
     )
-    min_nodes: Degree | None = Field(default=None, description="fewest hosts to go on with; null = layout.nodes")
-    grace: int = Field(  # told after 2 s, 8 to say what became of it: all is over before Prefect's worker kills, at 30
-        default=20, ge=1, le=20, description="seconds that a training told to end has to save a checkpoint"
+    min_nodes: Annotated[Degree | None, NOWHERE] = Field(
+        default=None, description="fewest hosts to go on with; null = layout.nodes"
     )
-    preflight: bool = Field(default=True, description="measure hosts and network before the model is loaded")
-    network: Literal["ib-h100", "roce", "efa-p5", "efa-p6-b200", "nvl72", "ethernet"] | None = Field(
-        default=None, description="preset of conf/network.py for the network between hosts; null = none"
+    grace: Annotated[int, NOWHERE] = (
+        Field(  # told after 2 s, 8 to say what became of it: all is over before Prefect's worker kills, at 30
+            default=20, ge=1, le=20, description="seconds that a training told to end has to save a checkpoint"
+        )
+    )
+    preflight: Annotated[bool, NOWHERE] = Field(
+        default=True, description="measure hosts and network before the model is loaded"
+    )
+    network: Annotated[Literal["ib-h100", "roce", "efa-p5", "efa-p6-b200", "nvl72", "ethernet"] | None, NOWHERE] = (
+        Field(default=None, description="preset of conf/network.py for the network between hosts; null = none")
     )
 
 
 class Promote(Section):
     """Promotion of the tuned model in MLflow's registry."""
 
-    model: Text = Field(default="{name}", description="registered model; {name} stands for the run's name")
-    metric: Text = Field(default="held_out/exact_match", description="task/metric that decides; higher is better")
-    margin: float = Field(default=0.0, ge=0, description="the champion is replaced by what beats it by more than this")
+    model: Annotated[Text, bears("promote")] = Field(
+        default="{name}", description="registered model; {name} stands for the run's name"
+    )
+    metric: Annotated[Text, bears("promote")] = Field(
+        default="held_out/exact_match", description="task/metric that decides; higher is better"
+    )
+    margin: Annotated[float, bears("promote")] = Field(
+        default=0.0, ge=0, description="the champion is replaced by what beats it by more than this"
+    )
 
 
 class Track(Section):
     """Destination of metrics. The server is MLFLOW_TRACKING_URI's, or a file in runs/."""
 
-    experiment: Text = Field(default="finetune", description="MLflow's experiment")
-    wandb: Text | None = Field(default=None, description="Weights & Biases project that gets the metrics too")
+    experiment: Annotated[Text, NOWHERE] = Field(default="finetune", description="MLflow's experiment")
+    wandb: Annotated[Text | None, NOWHERE] = Field(
+        default=None, description="Weights & Biases project that gets the metrics too"
+    )
 
 
 class Paths(Section):
     """Places of this run's files; never part of the run's identity. {name} stands for the run's name."""
 
-    model: Place = Field(default="runs/{name}/model", description="released checkpoint, Hugging Face format")
-    base: Place = Field(default="runs/{name}/base", description="the same, converted to Megatron's torch_dist format")
-    data: Place = Field(default="runs/{name}/data", description="training.jsonl and validation.jsonl")
-    output: Place = Field(default="runs/{name}/output", description="checkpoints and metrics of this run")
-    logs: Place = Field(default="runs/{name}/logs", description="what Megatron prints, a file per rank")
-    export: Place = Field(default="runs/{name}/export", description="the trained model in Hugging Face's formats")
-    served: Place = Field(default="runs/{name}/export/merged", description="the model that is evaluated")
-    parity: Place = Field(default="runs/{name}/output/parity.json", description="what training says of fixed prompts")
-    evaluation: Place = Field(default="runs/{name}/evaluation", description="scores and answers")
+    model: Annotated[Place, NOWHERE] = Field(
+        default="runs/{name}/model", description="released checkpoint, Hugging Face format"
+    )
+    base: Annotated[Place, NOWHERE] = Field(
+        default="runs/{name}/base", description="the same, converted to Megatron's torch_dist format"
+    )
+    data: Annotated[Place, NOWHERE] = Field(
+        default="runs/{name}/data", description="training.jsonl and validation.jsonl"
+    )
+    output: Annotated[Place, NOWHERE] = Field(
+        default="runs/{name}/output", description="checkpoints and metrics of this run"
+    )
+    logs: Annotated[Place, NOWHERE] = Field(
+        default="runs/{name}/logs", description="what Megatron prints, a file per rank"
+    )
+    export: Annotated[Place, NOWHERE] = Field(
+        default="runs/{name}/export", description="the trained model in Hugging Face's formats"
+    )
+    served: Annotated[Place, NOWHERE] = Field(
+        default="runs/{name}/export/merged", description="the model that is evaluated"
+    )
+    parity: Annotated[Place, NOWHERE] = Field(
+        default="runs/{name}/output/parity.json", description="what training says of fixed prompts"
+    )
+    evaluation: Annotated[Place, NOWHERE] = Field(default="runs/{name}/evaluation", description="scores and answers")
 
     @field_validator("*", mode="before")
     @classmethod

@@ -5,6 +5,7 @@ The result can be read at any layout.
 
 from prefect import State, task
 
+from conf.schema import identity
 from conf.schema.run import Run
 from conf.schema.sections import Layout
 from tasks.run import launch
@@ -15,8 +16,7 @@ VERSION = 1
 
 
 def stage(run: Run, model: Stage) -> Stage:
-    config = {"precision": run.train.precision, "mtp": run.model.mtp}
-    return Stage("convert", VERSION, config, {"model": model.fingerprint})
+    return Stage("convert", VERSION, identity.flat(run, "convert"), {"model": model.fingerprint})
 
 
 @task(name="convert", **OPTIONS)

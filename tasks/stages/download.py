@@ -2,6 +2,7 @@
 
 from prefect import State, task
 
+from conf.schema import identity
 from conf.schema.run import Run
 from contract.faults import Fault
 from tasks.run import launch
@@ -22,10 +23,8 @@ def stage(run: Run) -> Stage:
     kind = hub.kind(model.source)
     if kind == "tiny":
         return Stage("download", VERSION, {"source": model.source})
-    found = hub.resolve(model.source, model.revision)
-    config = {"commit": found.commit, "unsafe_weights": model.unsafe_weights}
-    config |= {} if kind == "folder" else {"source": model.source}
-    return Stage("download", VERSION, config | {"trust_remote_code": model.trust_remote_code})
+    config = identity.flat(run, "download") | {"commit": hub.resolve(model.source, model.revision).commit}
+    return Stage("download", VERSION, config | ({} if kind == "folder" else {"source": model.source}))
 
 
 @task(name="download", **OPTIONS)

@@ -5,9 +5,11 @@ import hashlib
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from prefect import State, task
 
+from conf.schema import identity
 from conf.schema.run import Run
 from conf.strict_yaml import UNFIT
 from contract import regular_files
@@ -22,10 +24,8 @@ SHOWN = 5  # last lines of vLLM's log
 
 
 def stage(run: Run, model: Stage, data: Stage, trained: Stage | None = None) -> Stage:
-    config = run.model_dump(mode="json", include={"evaluate"})
-    for key in ("gpus", "base"):
-        del config["evaluate"][key]
-    config["precision"] = config["evaluate"].pop("precision") or run.train.precision
+    config: dict[str, Any] = {**identity.of(run, "evaluate")}
+    config["precision"] = run.evaluate.precision or run.train.precision
     config["task_files"] = {task: _content(task) for task in run.evaluate.tasks if task.endswith((".yaml", ".yml"))}
     inputs = {"model": model.fingerprint, "data": data.fingerprint}
     return Stage("evaluate", VERSION, config, inputs | ({"trained": trained.fingerprint} if trained else {}))

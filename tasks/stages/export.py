@@ -2,6 +2,7 @@
 
 from prefect import State, task
 
+from conf.schema import identity
 from conf.schema.run import Run
 from tasks.run import launch
 from tasks.run.artifact import Artifact, Stage, Work
@@ -12,8 +13,7 @@ VERSION = 1
 
 
 def stage(run: Run, model: Stage, trained: Stage) -> Stage:
-    formats = list(run.export.formats) if run.export.formats else None
-    config = {"checkpoint": run.export.checkpoint, "formats": formats}
+    config = identity.flat(run, "export") | {"formats": list(run.export.formats or ()) or None}
     return Stage("export", VERSION, config, {"model": model.fingerprint, "trained": trained.fingerprint})
 
 

@@ -13,6 +13,7 @@ from prefect import State, task
 from prefect.artifacts import create_markdown_artifact
 
 from conf.rules import layout
+from conf.schema import identity
 from conf.schema.data import Data, Part
 from conf.schema.run import Run
 from contract import regular_files
@@ -28,26 +29,19 @@ from tasks.sources.hub import file_choice
 VERSION = 2
 HUB_TOKENS = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")
 
-WHAT = ("shape", "input", "output", "messages", "tools", "system", "text")  # of a source's columns
-HOW = {
-    *("rows", "rows_seed", "validation", "test", "duplicates", "bad_rows", "too_long", "seq_length", "packed"),
-    *("template", "template_options", "stop", "loss_on", "seed"),
-}
-
 
 def stage(run: Run, model: Stage) -> Stage:
     data = run.data
     if not data.parts:
         raise Fault("data.source: required by the flow: a Hub data set, files, s3://... or tiny://tickets")
-    config = data.model_dump(mode="json", include=HOW)
+    config = identity.flat(run, "prepare")
     if data.template.endswith(".jinja"):
         config["template"] = _template(data.template)
     if data.packed:
         config["multiple"] = layout.packing_multiple(run.layout)
     memory = runs_folder() / "cache/digests.json"
     config["sources"] = [
-        part.model_dump(mode="json", include={*WHAT, *(("weight",) if data.mixture else ())}, exclude_none=True)
-        | row_sources.identity(part, key, memory)
+        identity.of_section(part if data.mixture else data, "source") | row_sources.identity(part, key, memory)
         for key, part in _parts(data)
     ]
     return Stage("prepare", VERSION, config, {"model": model.fingerprint})

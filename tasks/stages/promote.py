@@ -17,6 +17,7 @@ from pathlib import Path
 import httpx
 from prefect import State, task
 
+from conf.schema import identity
 from conf.schema.run import Run
 from contract.faults import Fault
 from tasks.run import artifact
@@ -42,9 +43,8 @@ def stage(run: Run, tuned: Stage, before: Stage, after: Stage) -> Stage:
     names_known = not any(task.endswith((".yaml", ".yml")) for task in asked)  # a task file has its own name inside
     if asked and names_known and not run.promote.metric.startswith(asked):  # mmlu also yields mmlu_anatomy/acc
         raise Fault(f"promote.metric: {run.promote.metric} is of none of evaluate.tasks: {', '.join(asked)}")
-    config = run.promote.model_dump(mode="json")
     inputs = {"tuned": tuned.fingerprint, "before": before.fingerprint, "after": after.fingerprint}
-    return Stage("promote", VERSION, config, inputs)
+    return Stage("promote", VERSION, identity.flat(run, "promote"), inputs)
 
 
 @task(name="promote", **OPTIONS)

@@ -22,8 +22,12 @@ STEP_EVERY = 5.0  # seconds between lines of steps in the log
 
 
 def stage(run: Run, base: Stage, data: Stage) -> Stage:
-    inputs = {"base": base.fingerprint, "data": data.fingerprint}
-    return Stage("train", identity.VERSION, identity.of_training(run), inputs)
+    config = identity.of(run, "train")
+    if run.adapter.kind != "none" and run.adapter.experts == "shared":
+        # They are the same model at any ep since each counts once in the norm of gradients
+        # (trainer/patches/shared_experts.py). Those of before were so at ep 1 alone, whose artifacts this finds again.
+        config["layout"] = {"ep": 1}
+    return Stage("train", identity.VERSION, config, {"base": base.fingerprint, "data": data.fingerprint})
 
 
 # A checkpoint may lie behind what crashed: it is gone on with.

@@ -13,7 +13,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from conf.schema.data import Part, Rows
+from conf.schema.data import Part
+from conf.schema.identity import of_section
 from conf.schema.run import Run
 from contract import output_marks, regular_files
 from contract.faults import Fault
@@ -24,11 +25,10 @@ from trainer.data.write import packing
 
 VERSION = 1  # of what is written; what another one has written is made anew
 MANIFEST = "prepared.json"
-NOT_BEARING = {"workers", "processes", *Rows.model_fields}
 
 
 def of(run: Run, parts: Sequence[Part], splits: Sequence[int | None]) -> dict[str, Any]:
-    settings = run.data.model_dump(mode="json", exclude=NOT_BEARING)
+    settings = run.data.model_dump(mode="json", include={"mixture"}) | of_section(run.data, "prepare")
     if run.data.packed:
         settings["multiple"] = packing.multiple(run)
     if run.data.template.endswith(".jinja"):

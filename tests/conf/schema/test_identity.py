@@ -1,0 +1,179 @@
+"""conf/schema/bearing.py, conf/schema/identity.py: each key decides what it bears on, and artifacts are found again."""
+
+import json
+from collections import namedtuple
+from typing import Annotated, Any
+
+import pytest
+from pydantic import Field, TypeAdapter
+
+from conf.load import load
+from conf.schema import bearing, identity
+from conf.schema.bearing import NOWHERE, bears
+from conf.schema.data import Part
+from conf.schema.run import Run, sections
+from conf.schema.sections import Section
+from conf.schema.training import Train
+from tasks.sources import hub, row_sources
+from tasks.stages import pipeline
+
+# Fingerprints of all stages, in order, as of version 4906b5a: an edit that changes one throws away what others have
+# paid for. Those of adapters that experts share are younger where ep > 1: they were another model at each ep.
+MADE = [
+    (
+        "tiny",
+        "",
+        "ecdb0cbcb551ad59 a3610b4f3664e50c 704e7c13c8a768c4 c39aba8db4f7c34e "
+        "341d95974b572797 de69104a819a3fab c67ef9b1c731feeb 3fe6e2257ba3deb1",
+    ),
+    (
+        "glm47",
+        "",
+        "6fd97773102422f4 3b96f3784513004a ac712979fccde627 6eecf0d6371fba40 "
+        "4412480085a10072 b9ed9cd625ded2a8 d21388bc9c330776 fdefb98834d8899f",
+    ),
+    (
+        "glm47",
+        "adapter.experts=each",
+        "6fd97773102422f4 3b96f3784513004a ac712979fccde627 6eecf0d6371fba40 "
+        "5a88a1788c0221a9 6f85efc3eb2f2004 fae5153577f8e51b 216275a775b7e523",
+    ),
+    (
+        "tiny",
+        "model.source=tiny://dense adapter.kind=none evaluate.precision=bf16",
+        "2860f56845d3316e f8310ed52f17506c c820995b733e7d54 37fa7c2f693b9b03 "
+        "33d8f0c3d46b6f4b 0fb42ac4934cc775 65042ba8b55e3d44 8b2ceeb4a543ed74",
+    ),
+    (
+        "tiny",
+        "adapter.experts=shared train.stop_after=3 data.packed=true data.input=question train.micro_batch=1",
+        "ecdb0cbcb551ad59 46516345a32d4f51 704e7c13c8a768c4 53372a9f8a8b7fa6 "
+        "046fbc12f7083127 fb26fc8b56a6b0d7 17068617b7b1caf3 ef3035c26fdba191",
+    ),
+    (
+        "glm47",
+        "train.fp8=current optimizer.states=bf16 optimizer.gradients=bf16 adapter.kind=none",
+        "6fd97773102422f4 3b96f3784513004a ac712979fccde627 6eecf0d6371fba40 "
+        "c00af31eabc7aaf2 20bf6dc0d2f38565 f28ebda9cac2e6ea 548b039e3d5ad1f0",
+    ),
+    (
+        "glm47",
+        "adapter.experts=each model.revision=v2 model.unsafe_weights=true data.split=test data.rows=9 "
+        "export.formats=[merged] evaluate.rows=null promote.margin=0.1 moe.balance=none",
+        "9ed884aad601057d b0e673f03b63403e 019b05f7fd1169a7 ba1d3daf20c562b5 "
+        "d2224d82dda8d961 292214f798e42454 9d846d5f970bc928 723446d2ceee19a3",
+    ),
+    (
+        "glm47",
+        "optimizer.distributed=false log.every=7 gang.retries=9 evaluate.gpus=2 paths.model=elsewhere data.workers=3",
+        "6fd97773102422f4 3b96f3784513004a ac712979fccde627 6eecf0d6371fba40 "
+        "4412480085a10072 b9ed9cd625ded2a8 d21388bc9c330776 fdefb98834d8899f",
+    ),
+]
+KEYS = {f"{section}.{key}": field for section, kind in sections().items() for key, field in kind.model_fields.items()}
+PINNED = {key: bearing.of(field).absent for key, field in KEYS.items() if bearing.of(field).pinned}
+
+
+@pytest.fixture(autouse=True)
+def no_hub(monkeypatch, tmp_path):
+    """Each source is at a commit of its name and revision."""
+    resolved = namedtuple("resolved", "commit")
+    monkeypatch.setenv("FINETUNE_RUNS", str(tmp_path))
+    monkeypatch.setattr(hub, "resolve", lambda source, revision: resolved(f"commit of {source} at {revision}"))
+    monkeypatch.setattr(row_sources, "_commit", lambda source, revision, _: f"commit of {source} at {revision}")
+
+
+@pytest.mark.parametrize(("conf", "overrides", "made"), MADE)
+def test_what_was_made_before_is_found_again(conf, overrides, made):
+    stages = pipeline.stages(load(conf, overrides.split()))
+    assert {name: stage.fingerprint for name, stage in stages.items()} == dict(zip(stages, made.split(), strict=True))
+
+
+def other(value: Any) -> Any:
+    match value:
+        case None:
+            return "other"
+        case bool():
+            return not value
+        case int() | float():
+            return value + 1
+        case str():
+            return f"{value}-other"
+    return type(value)() if value else (Part(source="org/other"),)
+
+
+def with_other(run: Run, key: str) -> Run:
+    section, _, name = key.partition(".")
+    values = getattr(run, section)
+    value = "pairs" if key == "data.shape" else other(getattr(values, name))
+    return run.model_copy(update={section: values.model_copy(update={name: value})})
+
+
+@pytest.mark.filterwarnings("ignore:Pydantic serializer warnings")  # other values need not be legal here
+def test_a_value_counts_in_the_stages_that_its_key_declares_and_in_no_other():
+    run = load("glm47")
+    made = {stage.name: stage.config for stage in pipeline.stages(run).values()}
+    wrong = {}
+    for key, field in KEYS.items():
+        declared = bearing.of(field)
+        counts = {"prepare" if stage == "source" else stage for stage in declared.stages}
+        stages = pipeline.stages(with_other(run, key)).values()
+        found = {stage.name for stage in stages if stage.config != made[stage.name]}
+        if not counts <= found <= counts | {declared.derived}:
+            wrong[key] = found
+    assert wrong == {}
+
+
+def test_a_key_that_declares_nothing_is_refused():
+    with pytest.raises(TypeError, match=r"^Toy\.second: does not say whether it bears identity"):
+
+        class Toy(Section):
+            first: Annotated[int, NOWHERE] = Field(default=1, description="declared")
+            second: int = Field(default=1, description="not declared")
+
+
+class Toy(Section):
+    """A section whose last two keys came when there were artifacts."""
+
+    rank: Annotated[int, bears("train", "export")] = 8
+    every: Annotated[int, NOWHERE] = 1
+    scaled: Annotated[str | None, bears("train", absent=None)] = None
+    sizes: Annotated[tuple[int, ...], bears("train", absent=[1])] = (2,)
+
+
+def test_what_was_made_before_a_key_came_is_what_its_absence_means_and_not_its_default():
+    before = {"rank": 8}
+    assert identity.of_section(Toy(sizes=(1,)), "train") == before
+    assert identity.of_section(Toy(), "train") == before | {"sizes": [2]}
+    assert identity.of_section(Toy(scaled="rows"), "train") == before | {"scaled": "rows", "sizes": [2]}
+    assert identity.of_section(Toy(), "export") == before
+    assert identity.of_section(Toy(), "evaluate") == {}
+
+
+def test_a_default_that_changes_changes_nothing_of_what_there_is(monkeypatch):
+    run = load("tiny")
+    made, record = identity.of(run, "train"), {"train.steps": 30}
+    explicit = run.model_copy(update={"train": run.train.model_copy(update={"fp8": "current"})})
+    monkeypatch.setattr(Train.model_fields["fp8"], "default", "current")
+    assert identity.of(run, "train") == made
+    assert identity.of(explicit, "train")["train"] == made["train"] | {"fp8": "current"}
+    assert identity.completed(record)["train.fp8"] is None
+
+
+def test_absence_means_a_value_that_the_key_may_have():
+    for key, absent in PINNED.items():
+        field = KEYS[key]
+        assert TypeAdapter(Annotated[field.annotation, *field.metadata]).validate_json(json.dumps(absent)) == absent, (
+            key
+        )
+
+
+def test_a_resume_may_change_what_bears_on_no_step_and_not_what_megatron_cannot_read():
+    declared = {key: bearing.of(field) for key, field in KEYS.items()}
+    free = {key for key, one in declared.items() if "train" in one.stages and not one.held}
+    assert free == {
+        *("train.validate_every", "train.validate_batches", "train.stop_after", "checkpoint.keep"),
+        "evaluate.parity_rows",
+    }
+    held = {key for key, one in declared.items() if "train" not in one.stages and one.held}
+    assert held == {"optimizer.distributed", "optimizer.offload"}
