@@ -22,7 +22,7 @@ ALWAYS = object()  # equal to no value: a key that is in every identity
 
 @dataclass(frozen=True)
 class Bearing:
-    """What a key bears on."""
+    """Declaration of what a key bears on."""
 
     stages: frozenset[Stage]  # the value itself counts
     derived: Stage | None  # a stage whose code derives what counts from the value
@@ -43,7 +43,7 @@ NOWHERE = bears()
 
 
 def of(field: FieldInfo) -> Bearing:
-    """What a field of a section declares; conf/schema/sections.py refuses one that does not."""
+    """Declaration of a section's field. conf/schema/sections.py refuses a field without one."""
     (found,) = (one for one in field.metadata if isinstance(one, Bearing))
     return found
 

@@ -1,4 +1,4 @@
-"""What an artifact is made from, as far as a run's keys say it: computed from what each key declares.
+"""Identity of artifacts, as far as a run's keys say it: computed from what each key declares.
 
 The stages in tasks/stages/ take of() into the fingerprint of what they make, and add what they derive from keys: the
 content of files, a commit. A checkpoint keeps recorded() of the run that saved it, and trainer/training/resume.py
@@ -28,7 +28,7 @@ def of(run: Run, stage: Stage) -> dict[str, dict[str, Any]]:
 
 
 def flat(run: Run, stage: Stage) -> dict[str, Any]:
-    """The same by key alone."""
+    """Values of the keys that bear on the stage, by key alone."""
     found: dict[str, Any] = {}
     for values in of(run, stage).values():
         assert not found.keys() & values.keys(), f"two sections have the keys {found.keys() & values.keys()}"
@@ -37,7 +37,7 @@ def flat(run: Run, stage: Stage) -> dict[str, Any]:
 
 
 def of_section(section: Section, stage: Stage) -> dict[str, Any]:
-    """The same of one section, or of one source of data."""
+    """Values of the keys of one section, or of one source of data, that bear on the stage."""
     declared = {key: bearing.of(field) for key, field in type(section).model_fields.items()}
     values = section.model_dump(mode="json", include={key for key, one in declared.items() if stage in one.stages})
     return {key: value for key, value in values.items() if value != declared[key].absent}
