@@ -1,7 +1,7 @@
 """Speed of preparing data, beside Megatron-Bridge's own preparation, the bare tokenizer and datasets.map.
 
     python -m benchmarks.data [--mb 160] [--memory-gb 5]          make bench-data; about 35 minutes
-    python -m benchmarks.data --short     24 MB, and 0.1 GB for memory: 3 minutes     make bench-data SHORT=1
+    python -m benchmarks.data --short     16 MB, and 0.05 GB for memory: 3 minutes     make bench-data SHORT=1
 
 Rows of a prompt and an answer, 1.2 kB on average, of words that occur as often as those of a language, and a byte-level
 BPE of 32,000 tokens trained on them. The same rows, tokenizer, template, packing length and cores for all. Ours is
@@ -273,11 +273,11 @@ def main() -> None:
     parser.add_argument(
         "--memory-gb", type=float, default=5, help="size of the file that memory is measured with; 0 = skip"
     )
-    parser.add_argument("--short", action="store_true", help="as --mb 24 --memory-gb 0.1; our start weighs more then")
+    parser.add_argument("--short", action="store_true", help="as --mb 16 --memory-gb 0.05; our start weighs more then")
     parser.add_argument("--folder", help="where to write; default: a temporary folder")
     options = parser.parse_args()
     if options.short:
-        options.mb, options.memory_gb = 24, 0.1
+        options.mb, options.memory_gb = 16, 0.05
     with workspace("data", options.folder) as folder:
         make_tokenizer(folder / "tokenizer")
         source = folder / "rows.jsonl"

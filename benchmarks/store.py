@@ -1,12 +1,12 @@
 """Speed of a folder's way to S3 and back: ours, boto3's upload_file in a loop, and its TransferManager.
 
-    python -m benchmarks.store [--gib 4] [--files 2000] [--rounds 1]          make bench-store; 9 minutes
+    python -m benchmarks.store [--gib 4] [--files 2000] [--rounds 1]          make bench-store; 10 minutes
     python -m benchmarks.store --short      a quarter of a GiB in 200 files: 1 minute   make bench-store SHORT=1
 
 The S3 is moto's server in a process of its own, over HTTP on this host; each measurement is a process of its own, and
-the three take turns. TransferManager gets as many threads as ours. All three read and write the same disk, from the
-page cache. Needs three times --gib of disk and, because moto reads the whole object for each range that is asked for,
-up to 10 times the largest file (1 GB at most) of memory.
+all take turns. TransferManager gets as many threads as ours, and has its turn twice: with its own sizes of parts, and
+with ours. All read and write the same disk, from the page cache. Needs three times --gib of disk and, because moto
+reads the whole object for each range that is asked for, up to 10 times the largest file (1 GB at most) of memory.
 
 Not covered: a network. Against a server on the same cores the times are sums of both sides' work.
 """
@@ -28,11 +28,19 @@ import psutil
 from benchmarks.workspace import workspace
 from tasks.store import File, open_store
 from tasks.store.folder import THREADS, walk
+from tasks.store.s3_download import PIECE, RANGE
+from tasks.store.s3_upload import PART
 from tests.support import s3_server
 
 ROOT = Path(__file__).parents[1]
 BUCKET = "bench"
-WAYS = {"ours": "tasks/store/s3.py", "loop": "loop of upload_file/download_file", "manager": "TransferManager"}
+LONG = PIECE * RANGE  # bytes of a range of ours; TransferManager asks for 8 MiB unless told
+WAYS = {
+    "ours": "tasks/store/s3.py",
+    "loop": "loop of upload_file/download_file",
+    "manager": "TransferManager",
+    "ranges": "TransferManager, ranges as ours",
+}
 
 
 def sizes(total: int, count: int) -> list[int]:
@@ -87,7 +95,8 @@ def transfer(way: str, direction: str, folder: Path, prefix: str, known: Path) -
         for name in files:
             client.download_file(BUCKET, f"{prefix}/{name}", str(folder / name))
     else:
-        with TransferManager(client, TransferConfig(max_request_concurrency=THREADS)) as manager:
+        chunk = {} if way == "manager" else {"multipart_chunksize": PART if direction == "up" else LONG}
+        with TransferManager(client, TransferConfig(max_request_concurrency=THREADS, **chunk)) as manager:
             if direction == "up":
                 futures = [manager.upload(str(folder / name), BUCKET, f"{prefix}/{name}") for name in names]
             else:
@@ -146,7 +155,7 @@ def compare(folder: Path, server: psutil.Process, total: int, count: int, rounds
     store = open_store(f"s3://{BUCKET}")
     results: dict[tuple[str, str], list[dict[str, float]]] = {}
     for turn in range(rounds):
-        order = list(WAYS)[turn % 3 :] + list(WAYS)[: turn % 3]
+        order = [*WAYS][turn % len(WAYS) :] + [*WAYS][: turn % len(WAYS)]
         for direction in ("up", "down"):
             for way in order:
                 prefix = way if direction == "up" else "ours"  # all fetch the same objects

@@ -9,7 +9,17 @@ measured by benchmarks/store.py, gangs by benchmarks/gang_faults.py.
 import argparse
 import os
 
-from benchmarks.libraries import bridge, hub, json_array, machine, packages, registry, yaml_traps
+from benchmarks.libraries import (
+    bridge,
+    hub,
+    journal,
+    json_array,
+    machine,
+    orchestration,
+    packages,
+    registry,
+    yaml_traps,
+)
 from benchmarks.workspace import workspace
 
 ITEMS = {
@@ -19,7 +29,9 @@ ITEMS = {
     "packages": packages,
     "registry": registry,
     "machine": machine,
+    "journal": journal,
     "bridge": bridge,
+    "prefect": orchestration,
 }
 
 

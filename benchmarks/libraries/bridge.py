@@ -5,6 +5,7 @@ from pathlib import Path
 from benchmarks.libraries.turns import medians, python, show
 
 LAZY = """
+from trainer.patches import lazy_bridge
 from trainer.startup import device
 device.start()
 """
@@ -16,8 +17,9 @@ device.start()
 """
 REST = """
 import sys
-from trainer.rehearsal import forked_ranks
-forked_ranks.import_all()
+import megatron.bridge.training.finetune
+import megatron.bridge.training.gpt_step
+lazy_bridge.load_family("Glm4MoeForCausalLM")
 print(len(sys.modules))
 """
 
