@@ -33,7 +33,7 @@ import psutil
 from benchmarks.workspace import workspace
 from conf.load import load
 from conf.schema.run import Run
-from tasks.gang import attempt, controller
+from tasks.gang import attempt, controller, messages
 from tasks.gang.board import POLLED, RENEWED, Board
 from tasks.gang.controller_link import Lookout
 from tasks.gang.member_link import SHIPPED, Link
@@ -117,7 +117,9 @@ class Member(Link):
     """Member as in tasks/gang/member_link.py, without threads of its own: 2000 would wait for one another here."""
 
     def join(self) -> bool:
-        self.word, self._tag = self.board.pulse() or ({}, "")
+        found = self.board.pulse()
+        assert found is not None
+        self.word, self._tag = found
         self.beat, self.renewed, self.shipped = 0, -random.uniform(0, RENEWED), -random.uniform(0, SHIPPED)
         self.due = 0.0
         return self._notice.create(self.me)
@@ -144,7 +146,7 @@ class Member(Link):
             self.say(state="running")
         elif now > self.due:
             self.due += TOLD
-            self.say(free=10**12, ranks=[_sign(rank, step) for rank in range(first, first + RANKS)])
+            self.say(free=10**12, ranks=tuple(_sign(rank, step) for rank in range(first, first + RANKS)))
         with log.open("a") as file:
             file.write(f"step {step}, loss 1.0\n")
 
@@ -156,10 +158,11 @@ def members(uri: str, gang: str, attempt: str, first: str, end: str, folder: str
     board = Board(open_store(uri, hasty=True), gang, int(attempt))
     found = board.pulse()
     assert found is not None
-    probe, here = Path(found[0]["probe"]).read_text(), []
+    probe, here = Path(found[0].probe).read_text(), []
     for node in range(int(first), int(end)):
-        me = {"by": str(node), "host": f"host{node:04d}", "address": f"10.0.{node // 256}.{node % 256}", "port": 4000}
-        here.append(Member(board, node, me | {"master_port": 4001, "state": "waiting", "probe": probe}))
+        address = f"10.0.{node // 256}.{node % 256}"
+        me = messages.Member(str(node), f"host{node:04d}", "waiting", address, 4000, 4001, probe)
+        here.append(Member(board, node, me))
         assert here[-1].join(), node
     began, turns = time.monotonic(), 0
     while here and not closed.is_set():
@@ -170,15 +173,14 @@ def members(uri: str, gang: str, attempt: str, first: str, end: str, folder: str
                 one.say(state="stopped", reason=why, over=True)
                 one.work()
                 here.remove(one)
-            elif one.word["state"] == "go":
+            elif one.word.state == "go":
                 one.train(Path(folder) / f"node{one.node}.log")
         turns = max(turns + 1, int((time.monotonic() - began) / POLLED))
     return 0
 
 
-def _sign(rank: int, step: int) -> dict:
-    seen = {"age": 0.5, "idle": 0.5, "state": "S", "silent": False, "stalled": False}
-    return {"rank": rank, "pid": rank, "step": step, "phase": "training"} | seen
+def _sign(rank: int, step: int) -> messages.Sign:
+    return messages.Sign(rank, rank, step, "training", age=0.5, idle=0.5, state="S", silent=False, stalled=False)
 
 
 class Seen(Lookout):
@@ -197,7 +199,7 @@ class Seen(Lookout):
 
     def all(self, state: str, but: int = 0) -> float:
         """Time at which all members, but so many, had this state."""
-        while sum(one["state"] == state for one in self.nodes.values()) < len(self.nodes) - but:
+        while sum(one.state == state for one in self.nodes.values()) < len(self.nodes) - but:
             time.sleep(0.1)
         return time.monotonic()
 

@@ -21,6 +21,7 @@ from tasks.gang.controller_link import Lookout
 from tasks.gang.diagnosis.classify import Failure
 from tasks.gang.diagnosis.evidence import host_names
 from tasks.gang.engines import Handle
+from tasks.gang.messages import Member, Peers
 from tasks.run import lease
 
 ASKED = 3.0  # seconds between questions about capacity
@@ -99,9 +100,10 @@ def gather(gang: Gang, run: Run, without: tuple[str, ...], lookout: Lookout, han
             if why != queued:
                 queued = why
                 gang.say(f"waits for hosts: {why}")
+        lookout.check()
         nodes = dict(lookout.nodes)
         _check_storage(gang, nodes, token)
-        waiting = [k for k, node in nodes.items() if node["state"] == "waiting" and lookout.silence(k) < STALE]
+        waiting = [k for k, node in nodes.items() if node.state == "waiting" and lookout.silence(k) < STALE]
         if len(waiting) == n:
             return None
         if len(waiting) != told:
@@ -132,17 +134,17 @@ def go(lookout: Lookout) -> dict[int, str]:
     nodes = dict(lookout.nodes)
     names = host_names(lookout)
     members = {name: k for k, name in names.items()}
-    order = [members[name] for name in rank_order({name: nodes[k].get("place", "") for k, name in names.items()})]
+    order = [members[name] for name in rank_order({name: nodes[k].place for k, name in names.items()})]
     first = nodes[order[0]]
-    lookout.peers = {str(k): [node["address"], node["port"]] for k, node in nodes.items()}
-    lookout.say(state="go", order=order, master=[first["address"], first["master_port"]])
+    lookout.peers = Peers({str(k): (node.address, node.port) for k, node in nodes.items()})
+    lookout.say(state="go", order=tuple(order), master=(first.address, first.master_port))
     return {k: names[k] for k in order}
 
 
-def _check_storage(gang: Gang, nodes: dict, token: str) -> None:
+def _check_storage(gang: Gang, nodes: dict[int, Member], token: str) -> None:
     for node in nodes.values():
-        if node["probe"] != token:
+        if node.probe != token:
             raise Fault(
-                f"FINETUNE_RUNS: {gang.folder} is not the same storage on {node['host']} ({node['address']}); "
+                f"FINETUNE_RUNS: {gang.folder} is not the same storage on {node.host} ({node.address}); "
                 "name a folder of a file system that all hosts share"
             )

@@ -7,6 +7,8 @@
                           /beats/<k>       renewed while member k lives
                           /logs/<k>/...    output of its ranks, in pieces as they came
 
+tasks/gang/messages.py has what stands in each.
+
 A board object has one writer. The process that creates it owns it: a second member of the same number is refused. No
 clock is compared with another host's. A process counts as alive while its objects are seen to change. Renewals are
 apart from messages, so that one listing tells the controller who lives, and it reads only what is new.
@@ -20,6 +22,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from tasks.gang import messages
+from tasks.gang.messages import Member, Word
 from tasks.store import Store
 
 RENEWED = 3.0  # seconds between renewals, of the controller and of each member
@@ -39,18 +43,25 @@ class Board:
         return f"gangs/{self.gang}/{self.attempt}"
 
     def read(self, name: str) -> dict[str, Any] | None:
+        """Object of the board as it stands there: an attempt of the past may be another version's."""
         found = self.store.read(f"{self.place}/{name}")
         return json.loads(found[0]) if found else None
 
-    def pulse(self, last: tuple[dict[str, Any], str] | None = None) -> tuple[dict[str, Any], str] | None:
+    def member(self, node: int) -> Member | None:
+        name = f"{self.place}/nodes/{node}.json"
+        found = self.store.read(name)
+        return Member.from_json(found[0], name) if found else None
+
+    def pulse(self, last: tuple[Word, str] | None = None) -> tuple[Word, str] | None:
         """The controller's word and its tag, which changes with every renewal.
 
         The result is `last` as long as it has not changed.
         """
-        found = self.store.read(f"{self.place}/gang.json")
+        name = f"{self.place}/gang.json"
+        found = self.store.read(name)
         if found and last and found[1] == last[1]:
             return last  # that of 1000 hosts takes a millisecond to decode
-        return (json.loads(found[0]), found[1]) if found else None
+        return (Word.from_json(found[0], name), found[1]) if found else None
 
     def tags(self) -> dict[str, str]:
         """Tags of notices and renewals. Pieces of logs are not listed: their number grows for as long as a run does."""
@@ -66,22 +77,22 @@ class Board:
 
 
 class Notice:
-    """A JSON object of the board that this process alone writes. It is lost where another process has written it."""
+    """A message on the board that this process alone writes. It is lost where another process has written it."""
 
     def __init__(self, board: Board, name: str):
         self.board, self.key, self.tag = board, f"{board.place}/{name}", ""
 
-    def create(self, content: dict[str, Any]) -> bool:
-        self.tag = self.board.store.create(self.key, _encode(content)) or ""
+    def create(self, message: Word | Member) -> bool:
+        self.tag = self.board.store.create(self.key, message.to_json()) or ""
         return bool(self.tag)
 
-    def write(self, content: dict[str, Any]) -> bool:
-        """Write the content. Returns whether the object is still this process's."""
-        data = _encode(content)
+    def write(self, message: Word | Member) -> bool:
+        """Write the message. Returns whether the object is still this process's."""
+        data = message.to_json()
         tag = self.board.store.replace(self.key, data, self.tag)
         if tag is None:  # an answer that got lost has changed the tag all the same
             found = self.board.store.read(self.key)
-            if found is None or json.loads(found[0]).get("by") != content["by"]:
+            if found is None or messages.by(found[0]) != message.by:
                 return False
             tag = self.board.store.replace(self.key, data, found[1])
         self.tag = tag or self.tag
@@ -131,7 +142,3 @@ def last(there: Callable[[int], bool]) -> int:
         middle = (above + below) // 2
         below, above = (middle, above) if there(middle) else (below, middle)
     return below
-
-
-def _encode(content: dict[str, Any]) -> bytes:
-    return json.dumps(content, sort_keys=True).encode()

@@ -149,14 +149,15 @@ def _watch(gang: Gang, run: Run, lookout: Lookout, handle: Handle, hosts: dict[i
         gang.tick()
         if lookout.lost:
             raise Broken(f"{lookout.board.place}: another controller has taken it over")
+        lookout.check()
         nodes = dict(lookout.nodes)
-        states = {k: nodes[k]["state"] for k in hosts}
+        states = {k: nodes[k].state for k in hosts}
         if all(state == "done" for state in states.values()):
             return None if _newest(run) >= _last_step(run) else preempted(nodes)
         ended = {k for k, alive in handle.alive().items() if alive is False}
         over = {k for k, state in states.items() if state in ("done", "failed", "preempted", "stopped", "stopping")}
         gone = {k for k in hosts if k not in over and (k in ended or lookout.silence(k) > run.gang.silent_after)}
-        if any(was_told(node) for node in nodes.values()) and lookout.word["state"] == "go":
+        if any(was_told(node) for node in nodes.values()) and lookout.word.state == "go":
             lookout.say(state="stop", reason="a host was told to end", save=True)  # all save, or none has a checkpoint
         wrong = gone or any(state not in ("running", "waiting", "done") for state in states.values())
         if wrong and first is None:
@@ -176,7 +177,8 @@ def _end(gang: Gang, run: Run, lookout: Lookout, handle: Handle | None, reason: 
     while handle is not None:
         _pass_on(gang, lookout)
         engine, nodes = handle.alive(), dict(lookout.nodes)
-        left = [k for k in range(run.layout.nodes) if not nodes.get(k, {}).get("over") and engine.get(k) is not False]
+        over = {k for k, node in nodes.items() if node.over}
+        left = [k for k in range(run.layout.nodes) if k not in over and engine.get(k) is not False]
         joined = [k for k in left if k in nodes]
         quiet = all(lookout.silence(k) > ENDED_BY_ITSELF for k in joined)
         if not joined or quiet or time.monotonic() - since > 2 * ENDED_BY_ITSELF:

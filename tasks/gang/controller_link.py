@@ -5,14 +5,16 @@ for as long as the store does: no member is blamed for that time.
 """
 
 import collections
-import json
 import secrets
 import threading
 import time
+from dataclasses import replace
 from typing import Any
 
+from contract.faults import Fault
 from tasks.gang import peer_probe
 from tasks.gang.board import PEERS, POLLED, RENEWED, Board, Notice, Watch
+from tasks.gang.messages import Member, Peers, Standing, Word
 
 AWAY = 6.0  # seconds without an answer: the store was away, not the members
 
@@ -20,19 +22,24 @@ AWAY = 6.0  # seconds without an answer: the store was away, not the members
 class Lookout:
     def __init__(self, board: Board, probe: str):
         self.board = board
-        self.nodes: dict[int, dict[str, Any]] = {}
+        self.nodes: dict[int, Member] = {}
         self.lines: collections.deque[str] = collections.deque(maxlen=10_000)
         self.answered = time.monotonic()
         self.lost = False  # somebody else controls this attempt
-        self.peers: dict[str, list] = {}  # address and port of each member, on the board before the word that says go
+        self.foreign = ""  # what a member of another version is refused with
+        self.peers = Peers({})  # on the board before the word that says go
         self._first_failed: list[int] = []
         self._watch, self._turn = Watch(), threading.Lock()
         self._wake, self._over = threading.Event(), threading.Event()
         self._unsaid, self._told_peers, self._pending, self._pieces = False, False, b"", 0
         self._notice = Notice(board, "gang.json")
-        self.word: dict[str, Any] = {"by": secrets.token_hex(8), "state": "gathering", "beat": 0, "probe": probe}
-        port = peer_probe.serve(self._answer)
-        self.word |= {"addresses": peer_probe.addresses(), "port": port}
+        self.word = Word(
+            by=secrets.token_hex(8),
+            state="gathering",
+            probe=probe,
+            addresses=tuple(peer_probe.addresses()),
+            port=peer_probe.serve(self._answer),
+        )
         self._thread = threading.Thread(target=self._look, daemon=True, name="lookout")
 
     def begin(self) -> bool:
@@ -44,7 +51,7 @@ class Lookout:
 
     def say(self, **news: Any) -> None:
         with self._turn:
-            self.word |= news
+            self.word = replace(self.word, **news)
             self._unsaid = True
         self._wake.set()
 
@@ -65,8 +72,8 @@ class Lookout:
     def order_of_failure(self, node: int) -> int:
         return self._first_failed.index(node) if node in self._first_failed else len(self._first_failed)
 
-    def _answer(self) -> dict[str, Any]:
-        return {"gang": self.board.gang, "attempt": self.board.attempt, "state": self.word["state"]}
+    def _answer(self) -> Standing:
+        return Standing(self.board.gang, self.board.attempt, self.word.state)
 
     def _look(self) -> None:
         renewed = time.monotonic()
@@ -88,13 +95,12 @@ class Lookout:
     def _renew(self) -> None:
         with self._turn:
             self._unsaid = False
-            self.word["beat"] += 1
-            content = dict(self.word)
+            self.word = word = replace(self.word, beat=self.word.beat + 1)
         try:
-            if content["state"] == "go" and not self._told_peers:
-                self.board.write(PEERS, json.dumps(self.peers).encode())
+            if word.state == "go" and not self._told_peers:
+                self.board.write(PEERS, self.peers.to_json())
                 self._told_peers = True
-            self.lost = self.lost or not self._notice.write(content)
+            self.lost = self.lost or not self._notice.write(word)
         except Exception:
             self._unsaid = True
             raise
@@ -109,16 +115,30 @@ class Lookout:
         self.answered = now
         for name in sorted(changed):
             kind, _, rest = name.partition("/")
-            if kind == "nodes" and (told := self.board.read(name)):
-                node = int(rest.partition(".")[0])
-                if told["state"] == "failed" and node not in self._first_failed:
-                    self._first_failed.append(node)
-                self.nodes[node] = told
+            if kind == "nodes":
+                self._read_member(int(rest.partition(".")[0]))
         self._read_log()
+
+    def _read_member(self, node: int) -> None:
+        try:
+            told = self.board.member(node)
+        except Fault as fault:
+            self.foreign = str(fault)
+            return
+        if told is None:
+            return
+        if told.state == "failed" and node not in self._first_failed:
+            self._first_failed.append(node)
+        self.nodes[node] = told
+
+    def check(self) -> None:
+        """Raises Fault where a member is another version's."""
+        if self.foreign:
+            raise Fault(self.foreign)
 
     def _read_log(self) -> None:
         """Read the new output of rank 0, which is on the first member in order."""
-        log = f"{self.board.place}/logs/{self.word.get('order', [0])[0]}/rank00000.out"
+        log = f"{self.board.place}/logs/{(*self.word.order, 0)[0]}/rank00000.out"
         while found := self.board.store.read(f"{log}.{self._pieces:05d}"):
             self._pieces += 1
             *whole, self._pending = (self._pending + found[0]).split(b"\n")

@@ -27,15 +27,18 @@ import tempfile
 import threading
 import time
 import traceback
+from dataclasses import replace
 from pathlib import Path
 
 from conf.load import load
 from contract import host_gpus
+from contract.faults import Fault
 from contract.processes import started
 from tasks.gang import peer_probe
 from tasks.gang.board import Board
 from tasks.gang.diagnosis.host_evidence import Host
 from tasks.gang.member_link import Link
+from tasks.gang.messages import End, Member, Standing, Word
 from tasks.gang.ranks import Ranks, Start
 from tasks.store import open_store
 
@@ -53,42 +56,45 @@ def main() -> int:
     folder = Path(tempfile.mkdtemp(prefix="gang-"))
     try:
         return _take_part(board, options.node, folder, told, options.starter)
+    except Fault as fault:
+        print(fault, flush=True)
+        return 1
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
 
 def _take_part(board: Board, node: int, folder: Path, told: threading.Event, starters: list[str]) -> int:
     host = os.environ.get("GANG_HOST") or socket.gethostname()
-    me = {"by": secrets.token_hex(8), "host": host, "state": "waiting"}
-    link = Link(board, node, me)
-
-    def word() -> dict:
-        return {"gang": board.gang, "attempt": board.attempt, "state": link.word.get("state", "")}
-
-    port = peer_probe.serve(word)
+    link = Link(board, node, Member(secrets.token_hex(8), host, "waiting"))
+    port = peer_probe.serve(lambda: Standing(board.gang, board.attempt, link.word.state))
     first = board.pulse()
     if first is None:
         print(f"{board.place}: no such attempt")
         return 1
-    met = peer_probe.reached(first[0]["addresses"], first[0]["port"])
+    met = peer_probe.reached(first[0].addresses, first[0].port)
     address = os.environ.get("GANG_ADDRESS") or (met[1] if met else peer_probe.addresses()[0])
-    me |= {"address": address, "port": port, "master_port": peer_probe.free_port()}
-    me["probe"] = _probe(first[0])
-    me["place"] = os.environ.get("GANG_PLACE") or os.environ.get("SLURM_TOPOLOGY_ADDR", "")
+    link.me = replace(
+        link.me,
+        address=address,
+        port=port,
+        master_port=peer_probe.free_port(),
+        probe=_probe(first[0]),
+        place=os.environ.get("GANG_PLACE") or os.environ.get("SLURM_TOPOLOGY_ADDR", ""),
+    )
     link.met = met is not None
     if not _take_gpus(board, folder, told, starters) or not link.join():
         print(f"{board.place}: over, or another process is member {node}")
         return 1
-    print(f"member {node} of {board.place} on {me['host']} ({address})", flush=True)
-    while not (why := _why_stop(link, told, starters)) and link.word["state"] == "gathering":
+    print(f"member {node} of {board.place} on {host} ({address})", flush=True)
+    while not (why := _why_stop(link, told, starters)) and link.word.state == "gathering":
         time.sleep(TICK)
     if not why:
         try:
             why, code = _train(link, board, node, folder, told, starters)
         except Exception as error:  # of this host, before its ranks began: their own end is told otherwise
             lines = "".join(traceback.format_exception(error)).splitlines()[-30:]
-            one = {"rank": -1, "code": 1, "step": 0, "lines": lines, "silent": False, "state": "", "stalled": False}
-            link.say(state="failed", failed=[one])
+            one = End(rank=-1, code=1, step=0, lines=tuple(lines), silent=False, state="", stalled=False)
+            link.say(state="failed", failed=(one,))
             why, code = lines[-1], 1
     else:
         link.say(state="stopped", reason=why, over=True)
@@ -103,9 +109,9 @@ def _train(link: Link, board: Board, node: int, folder: Path, told: threading.Ev
     conf = folder / "resolved.yaml"
     conf.write_text(board.text("resolved.yaml"))
     run = load(conf)
-    order = [int(k) for k in word["order"]]
+    assert word.master, "the controller said go"
     name = f"{board.gang}-{board.attempt}"
-    start = Start(run, conf, name, order.index(node), link.me["address"], tuple(word["master"]))
+    start = Start(run, conf, name, word.order.index(node), link.me.address, word.master)
     host, ranks = Host(), Ranks(start, folder / "run")
     link.say(state="running")
     said, grace, why, look = time.monotonic(), 0.0, "", "running"
@@ -113,22 +119,22 @@ def _train(link: Link, board: Board, node: int, folder: Path, told: threading.Ev
         time.sleep(TICK)
         link.logs = ranks.logs()
         if why := _why_stop(link, told, starters):
-            grace = run.gang.grace if told.is_set() or link.word.get("save") else 0.0
+            grace = run.gang.grace if told.is_set() or link.word.save else 0.0
             break
         look = ranks.look()
         if time.monotonic() - said > TOLD:
             said = time.monotonic()
-            link.say(ranks=ranks.signs(), free=ranks.free_disk())
+            link.say(ranks=tuple(ranks.signs()), free=ranks.free_disk())
     if look == "failed":
-        failed = ranks.post_mortem()
+        failed = tuple(ranks.post_mortem())
         link.say(state="failed", failed=failed, free=ranks.free_disk(), **host.evidence())
         ranks.end(0)
         link.say(over=True)
-        return "failed: " + "; ".join(f"rank {one['rank']} code {one['code']}" for one in failed), 1
+        return "failed: " + "; ".join(f"rank {one.rank} code {one.code}" for one in failed), 1
     if look == "done":
         link.say(state="done", over=True)
         return "done", 0
-    link.say(state="stopping", reason=why, told=told.is_set(), ranks=ranks.signs())
+    link.say(state="stopping", reason=why, told=told.is_set(), ranks=tuple(ranks.signs()))
     ranks.end(grace)
     link.say(state="preempted" if told.is_set() else "stopped", reason=why, over=True)
     return why, 0
@@ -166,7 +172,7 @@ def _take_gpus(board: Board, folder: Path, told: threading.Event, starters: list
             word = board.pulse()
         except Exception:  # the store is away
             return told.is_set() or bool(_gone(starters))
-        return told.is_set() or bool(_gone(starters)) or word is None or word[0]["state"] != "gathering"
+        return told.is_set() or bool(_gone(starters)) or word is None or word[0].state != "gathering"
 
     def say(line: str) -> None:
         print(line, flush=True)
@@ -175,13 +181,13 @@ def _take_gpus(board: Board, folder: Path, told: threading.Event, starters: list
     return host_gpus.take(f"train of {board.gang}", say, over, here) is not None
 
 
-def _probe(word: dict) -> str:
+def _probe(word: Word) -> str:
     """Content of the controller's probe file as this host sees it.
 
     The right content proves that both use the same storage.
     """
     try:
-        return Path(word["probe"]).read_text()
+        return Path(word.probe).read_text()
     except OSError:
         return ""
 

@@ -6,11 +6,14 @@ host's clock. Where the store is silent a second thread asks the witnesses (task
 
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from contract.faults import Fault
 from tasks.gang import peer_probe
 from tasks.gang.board import PEERS, POLLED, RENEWED, STALE, Board, Notice
+from tasks.gang.messages import Address, Member, Peers, Word
 
 SHIPPED = 3.0  # seconds between pieces of a log
 PIECE = 1 << 20  # bytes at most
@@ -19,10 +22,10 @@ ASKED_AFTER = 4.0  # seconds without an answer of the store
 
 
 class Link:
-    def __init__(self, board: Board, node: int, me: dict[str, Any]):
+    def __init__(self, board: Board, node: int, me: Member):
         self.board, self.node, self.me = board, node, me
-        self.word: dict[str, Any] = {}
-        self.peers: dict[str, list] = {}  # once the controller has said go
+        self.word = Word("", "gathering")  # until the board has been read
+        self.peers = Peers({})  # once the controller has said go
         self.fresh = self.answered = self.witnessed = time.monotonic()
         self.met = False  # the controller was reached from here
         self.told = ""  # what a witness knows that ends this member
@@ -36,9 +39,10 @@ class Link:
 
     def join(self) -> bool:
         """Join the attempt. Returns False where another process is this member, or there is no such attempt."""
-        self.word, self._tag = self.board.pulse() or ({}, "")
-        if self.word.get("state") != "gathering" or not self._notice.create(self.me):
+        found = self.board.pulse()
+        if found is None or found[0].state != "gathering" or not self._notice.create(self.me):
             return False
+        self.word, self._tag = found
         for work, name in ((self._renew, "board"), (self._ask, "witnesses")):
             self._threads.append(threading.Thread(target=work, daemon=True, name=name))
             self._threads[-1].start()
@@ -47,7 +51,7 @@ class Link:
     def say(self, **news: Any) -> None:
         """Report news to the controller as soon as the store takes it."""
         with self._turn:
-            self.me |= news
+            self.me = replace(self.me, **news)
             self._unsaid = True
         self._wake.set()
 
@@ -59,8 +63,8 @@ class Link:
 
     def why_stop(self) -> str:
         """The reason why this member has to end; empty while it may go on."""
-        if self.word.get("state") == "stop":
-            return f"stop: {self.word.get('reason', '')}"
+        if self.word.state == "stop":
+            return f"stop: {self.word.reason}"
         if self.stolen:
             return "another process is this member"
         if self.told:
@@ -95,7 +99,11 @@ class Link:
             self._wake.wait(POLLED)
 
     def _read(self) -> None:
-        found = self.board.pulse((self.word, self._tag))
+        try:
+            found = self.board.pulse((self.word, self._tag))
+        except Fault as fault:  # the controller is another version's
+            self.told = str(fault)
+            return
         now = time.monotonic()
         away = now - self.answered > RENEWED + STALE / 3
         self.answered = now
@@ -105,15 +113,15 @@ class Link:
         if found[1] != self._tag or away:  # after an outage the controller has its time anew
             self.fresh = now
         self.word, self._tag = found
-        if self.word["state"] == "go" and not self.peers:
-            self.peers = self.board.read(PEERS) or {}
+        if self.word.state == "go" and not self.peers.at and (told := self.board.text(PEERS)):
+            self.peers = Peers.from_json(told.encode(), f"{self.board.place}/{PEERS}")
 
     def _write(self) -> None:
         with self._turn:
             self._unsaid = False
-            content = dict(self.me)
+            me = self.me
         try:
-            self.stolen = self.stolen or not self._notice.write(content)
+            self.stolen = self.stolen or not self._notice.write(me)
         except Exception:
             self._unsaid = True
             raise
@@ -136,18 +144,17 @@ class Link:
                 continue
             for address, port in self._witnesses():
                 said = peer_probe.ask(address, port)
-                if said is None or said.get("gang") != self.board.gang:
+                if said is None or said.gang != self.board.gang:
                     continue
-                if said["attempt"] != self.board.attempt or said["state"] == "stop":
-                    self.told = f"{address} is at attempt {said['attempt']}, {said['state']}"
+                if said.attempt != self.board.attempt or said.state == "stop":
+                    self.told = f"{address} is at attempt {said.attempt}, {said.state}"
                 self.witnessed = time.monotonic()
                 break
 
-    def _witnesses(self) -> list[tuple[str, int]]:
+    def _witnesses(self) -> list[Address]:
         """Addresses to ask. The controller's alone, where it can be reached: others do not know of a later attempt."""
-        port = self.word.get("port", 0)
         if self.met:
-            return [(address, port) for address in self.word["addresses"]]
-        others = [tuple(peer) for k, peer in self.peers.items() if k != str(self.node)]
+            return [(address, self.word.port) for address in self.word.addresses]
+        others = [peer for k, peer in self.peers.at.items() if k != str(self.node)]
         first = self.node % max(1, len(others))
         return (others[first:] + others[:first])[:WITNESSES]

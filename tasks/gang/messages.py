@@ -84,6 +84,8 @@ class End(Message):
 
 @dataclass(frozen=True)
 class Member(Message):
+    """What a member is and does."""
+
     by: str  # which process wrote it
     host: str
     state: Literal["waiting", "running", "stopping", "stopped", "preempted", "failed", "done"]
@@ -104,6 +106,8 @@ class Member(Message):
 
 @dataclass(frozen=True)
 class Standing(Message):
+    """What a process of a gang answers to whoever connects."""
+
     gang: str
     attempt: int
     state: str  # of the Word that it knows
@@ -145,7 +149,7 @@ def _hints(kind: type) -> dict[str, Any]:
 
 
 def _decoded(value: Any, kind: Any, name: str) -> Any:
-    """The value as this type has it. Raises ValueError with what is wrong, at `name`."""
+    """The value, as this type has it. Raises ValueError, which says what is wrong at `name`."""
     origin, inner = get_origin(kind), get_args(kind)
     if is_dataclass(kind):
         return _message(value, kind, name)  # type: ignore[arg-type]
@@ -157,7 +161,7 @@ def _decoded(value: Any, kind: Any, name: str) -> Any:
         if inner[-1] is Ellipsis:
             return tuple(_decoded(one, inner[0], f"{name}[{i}]") for i, one in enumerate(value))
         if len(value) == len(inner):
-            return tuple(_decoded(one, of, name) for one, of in zip(value, inner, strict=True))
+            return tuple(_decoded(one, inner[i], f"{name}[{i}]") for i, one in enumerate(value))
     if origin is dict and isinstance(value, dict):
         return {key: _decoded(one, inner[1], f"{name}[{key}]") for key, one in value.items()}
     if type(value) is kind or (kind is float and type(value) is int):

@@ -8,32 +8,32 @@ The module also finds the address of this host that others reach. Not covered: I
 """
 
 import contextlib
-import json
 import socket
 import threading
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterable
 
 import psutil
+
+from tasks.gang.messages import Standing
 
 PATIENCE = 2.0  # seconds for an answer
 
 
-def serve(word: Callable[[], dict[str, Any]]) -> int:
-    """Answer with word() for as long as this process lives. Returns the port."""
+def serve(standing: Callable[[], Standing]) -> int:
+    """Answer with standing() for as long as this process lives. Returns the port."""
     server = socket.create_server(("", 0), backlog=64)
-    threading.Thread(target=_answer, args=(server, word), daemon=True, name="witness").start()
+    threading.Thread(target=_answer, args=(server, standing), daemon=True, name="witness").start()
     return server.getsockname()[1]
 
 
-def ask(address: str, port: int) -> dict[str, Any] | None:
-    """Answer of the other end; None where nobody answers."""
+def ask(address: str, port: int) -> Standing | None:
+    """Answer of the other end; None where nobody answers, or nobody of this version."""
     try:
         with socket.create_connection((address, port), timeout=PATIENCE) as connection:
             said = b""
             while block := connection.recv(4096):
                 said += block
-            return json.loads(said)
+            return Standing.from_json(said, f"{address}:{port}")
     except (OSError, ValueError):
         return None
 
@@ -44,7 +44,7 @@ def addresses() -> list[str]:
     return sorted(dict.fromkeys(found), key=lambda address: address.startswith("127."))
 
 
-def reached(theirs: list[str], port: int) -> tuple[str, str] | None:
+def reached(theirs: Iterable[str], port: int) -> tuple[str, str] | None:
     """The first of their addresses that answers, and the address of ours that they see then."""
     for address in theirs:
         with contextlib.suppress(OSError), socket.create_connection((address, port), timeout=PATIENCE) as connection:
@@ -64,10 +64,10 @@ def free_port() -> int:
         return s.getsockname()[1]
 
 
-def _answer(server: socket.socket, word: Callable[[], dict[str, Any]]) -> None:
+def _answer(server: socket.socket, standing: Callable[[], Standing]) -> None:
     while True:
         with contextlib.suppress(OSError):
             connection, _ = server.accept()
             with connection:
                 connection.settimeout(PATIENCE)
-                connection.sendall(json.dumps(word()).encode())
+                connection.sendall(standing().to_json())

@@ -14,7 +14,7 @@ ENDED_BY_ITSELF = STALE + 10  # seconds after its last renewal in which a member
 
 
 def wait_for_the_last(store: Store, gang: str, say: Callable[[str], None], pause: Callable[[], None]) -> None:
-    """Wait until everything that an earlier controller has left behind is over."""
+    """Wait until everything that an earlier controller, of this version or another, has left behind is over."""
     number = newest_attempt(store, gang)
     board = Board(store, gang, number)
     word = board.read("gang.json") if number else None

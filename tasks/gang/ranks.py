@@ -14,7 +14,7 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from contract.amounts import size
 from contract.processes import started
 from tasks.gang import peer_probe
 from tasks.gang.diagnosis import host_evidence
+from tasks.gang.messages import Address, End, Sign
 from tasks.run.launch import PRIVATE, ROOT
 
 # Seconds without a sign of life, by the state of the process in /proc: one that is stopped (T) will not come back by
@@ -45,7 +46,7 @@ class Start:
     name: str  # gang and attempt
     node: int  # this host's place among all
     address: str  # of this host, as the others see it
-    master: tuple[str, int]
+    master: Address
 
 
 class Ranks:
@@ -92,9 +93,9 @@ class Ranks:
             self.failed_at = time.monotonic()
         if self.failed_at is not None:
             return "failed" if time.monotonic() - self.failed_at > AFTER else "running"
-        return "failed" if any(sign["silent"] or sign["stalled"] for sign in self.signs()) else "running"
+        return "failed" if any(sign.silent or sign.stalled for sign in self.signs()) else "running"
 
-    def signs(self) -> list[dict[str, Any]]:
+    def signs(self) -> list[Sign]:
         """Signs of every rank that has begun: its activity, and since when it has been silent."""
         now, gang, found = time.monotonic(), self.run.gang, []
         for path in sorted(self._life().glob("rank*.json")):
@@ -105,21 +106,25 @@ class Ranks:
                 longest = longest if sign["phase"] == "training" else gang.quiet_seconds
                 there = state not in ("", "Z")
                 silent = there and age > SILENT.get(state, SILENT_ELSE)
-                keys = ("rank", "pid", "step", "phase")
                 found.append(
-                    {key: sign[key] for key in keys}
-                    | {"age": round(age, 1), "idle": round(idle, 1), "state": state, "silent": silent}
-                    | {"stalled": there and not silent and idle > longest}
+                    Sign(
+                        **{key: sign[key] for key in ("rank", "pid", "step", "phase")},
+                        age=round(age, 1),
+                        idle=round(idle, 1),
+                        state=state,
+                        silent=silent,
+                        stalled=there and not silent and idle > longest,
+                    )
                 )
         return found
 
-    def post_mortem(self) -> list[dict[str, Any]]:
+    def post_mortem(self) -> list[End]:
         """End of every rank: how it ended, and its last lines."""
-        deaths, told = self._deaths(), {sign["rank"]: sign for sign in self.signs()}
-        found = []
+        deaths, told = self._deaths(), {sign.rank: sign for sign in self.signs()}
+        found: list[End] = []
         for local in range(self.count):
             rank = self.first + local
-            sign = told.get(rank, {})
+            sign = told.get(rank)
             error = _read(self._life() / f"error{rank}.json")
             lines = self._tail(local)
             for line in error.get("lines", []):
@@ -129,17 +134,23 @@ class Ranks:
             if (self.folder / "fault").exists() and (error or code == 2):
                 lines, code = (self.folder / "fault").read_text().splitlines(), 2
             found.append(
-                {"rank": rank, "code": code, "step": sign.get("step", 0), "lines": lines[-SHOWN:]}
-                | {"silent": sign.get("silent", False), "state": sign.get("state", "")}
-                | {"stalled": sign.get("stalled", False)}
+                End(
+                    rank=rank,
+                    code=code,
+                    step=sign.step if sign else 0,
+                    lines=tuple(lines[-SHOWN:]),
+                    silent=bool(sign and sign.silent),
+                    state=sign.state if sign else "",
+                    stalled=bool(sign and sign.stalled),
+                )
             )
+        first = found[0]
         if full := self._full():
-            found[0]["lines"].insert(0, full)
-            found[0]["code"] = found[0]["code"] or 1
+            first = replace(first, lines=(full, *first.lines), code=first.code or 1)
         if not deaths and self.process.poll() not in (None, 0):  # torchrun itself
-            found[0]["lines"] += self.log.read_text(errors="replace").splitlines()[-SHOWN:]
-            found[0]["code"] = found[0]["code"] or self.process.returncode
-        return found
+            last = self.log.read_text(errors="replace").splitlines()[-SHOWN:]
+            first = replace(first, lines=(*first.lines, *last), code=first.code or self.process.returncode)
+        return [first, *found[1:]]
 
     def logs(self) -> dict[str, Path]:
         """Growing files, by the names that they have on the board."""
@@ -151,7 +162,7 @@ class Ranks:
 
     def end(self, grace: float) -> None:
         """End all ranks. With grace, they may save a checkpoint first. None of them is left afterwards."""
-        pids = {pid: started(pid) for sign in self.signs() if (pid := sign["pid"])}
+        pids = {pid: started(pid) for sign in self.signs() if (pid := sign.pid)}
         if grace and self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
             with contextlib.suppress(subprocess.TimeoutExpired):

@@ -1,6 +1,5 @@
 """flows/logs.py: gangs are listed, and what their ranks have printed is found, in a folder and in S3."""
 
-import json
 import threading
 import time
 from types import SimpleNamespace
@@ -11,13 +10,14 @@ from flows import logs
 from tasks.gang.board import Board
 from tasks.gang.history import timeline
 from tasks.gang.history.timeline import History, Teller
+from tasks.gang.messages import Member, Word
 from tasks.run import lease
 from tasks.store import open_store
 from tests.support import s3_server
 
 GANG = "train-6a8e000000000000"
 HOSTS = {0: "a", 1: "b"}
-NODES = {k: {"host": name, "address": f"10.0.0.{k}"} for k, name in HOSTS.items()}
+NODES = {k: Member("x", name, "running", f"10.0.0.{k}") for k, name in HOSTS.items()}
 
 BOTH = pytest.mark.parametrize("world", ["folder", "s3"], indirect=True)
 
@@ -48,8 +48,8 @@ def world(request, tmp_path, monkeypatch, capsys):
         teller.begins(number)
         board.write("resolved.yaml", b"layout: {nodes: 2, gpus_per_node: 2}")
         for k, node in NODES.items():
-            board.write(f"nodes/{k}.json", json.dumps(node).encode())
-        board.write("gang.json", json.dumps({"order": [*HOSTS], "state": "go"}).encode())
+            board.write(f"nodes/{k}.json", node.to_json())
+        board.write("gang.json", Word("x", "go", order=(*HOSTS,)).to_json())
         teller.trains(HOSTS, NODES, 2, 0)
         return board
 
@@ -57,7 +57,7 @@ def world(request, tmp_path, monkeypatch, capsys):
         teller.ends(how)
         if following:
             teller.follows(following)
-        board.write("gang.json", json.dumps({"order": [*HOSTS], "state": "stop", "closed": True}).encode())
+        board.write("gang.json", Word("x", "stop", order=(*HOSTS,), closed=True).to_json())
 
     def ask(*arguments: str):
         code = logs.main(arguments)

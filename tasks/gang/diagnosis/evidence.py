@@ -6,10 +6,16 @@ from conf.schema.run import Run
 from tasks.gang.controller_link import Lookout
 from tasks.gang.diagnosis.causes import OWN, read
 from tasks.gang.diagnosis.classify import Evidence, Failure, Rank, classify
+from tasks.gang.messages import End, Member
 
 
 def of_attempt(
-    run: Run, lookout: Lookout, nodes: dict, hosts: dict[int, str], gone: set[int], engine: tuple[str, ...] = ()
+    run: Run,
+    lookout: Lookout,
+    nodes: dict[int, Member],
+    hosts: dict[int, str],
+    gone: set[int],
+    engine: tuple[str, ...] = (),
 ) -> Failure:
     said = read(engine)
     known = said is not None and said.strength == OWN  # who told a host to end knows why it did
@@ -18,39 +24,40 @@ def of_attempt(
     for k, node in nodes.items():
         if known:
             break
-        if node["state"] in ("stopping", "stopped"):  # nobody told it to: it lost what started it, or the gang
-            step = max((told["step"] for told in node.get("ranks", ())), default=0)
-            return Failure("host", f"host: {hosts[k]}: {node['reason']}", True, hosts[k], step=step)
+        if node.state in ("stopping", "stopped"):  # nobody told it to: it lost what started it, or the gang
+            step = max((sign.step for sign in node.ranks), default=0)
+            return Failure("host", f"host: {hosts[k]}: {node.reason}", True, hosts[k], step=step)
     ranks = []
     for place, k in enumerate(hosts):
         order = lookout.order_of_failure(k)
-        for told in nodes[k].get("failed") or nodes[k].get("ranks") or []:
-            rank = Rank(told["rank"], hosts[k], told.get("code"), told["step"], tuple(told.get("lines", ())))
-            rank = replace(rank, order=order + place / 1e6, silent=told["silent"], state=told["state"])
+        for told in nodes[k].failed or nodes[k].ranks:
+            code, lines = (told.code, told.lines) if isinstance(told, End) else (None, ())
+            rank = Rank(told.rank, hosts[k], code, told.step, lines)
+            rank = replace(rank, order=order + place / 1e6, silent=told.silent, state=told.state)
             ranks.append(rank)
-    stalled = any(told.get("stalled") for node in nodes.values() for told in node.get("failed", ()))
-    free = {hosts[k]: node["free"] for k, node in nodes.items() if "free" in node}
-    kernel = {hosts[k]: tuple(node.get("kernel", ())) for k, node in nodes.items()}
-    kills = {hosts[k]: node.get("oom_kills", 0) for k, node in nodes.items()}
+    stalled = any(end.stalled for node in nodes.values() for end in node.failed)
+    free = {hosts[k]: node.free for k, node in nodes.items() if node.free is not None}
+    kernel = {hosts[k]: node.kernel for k, node in nodes.items()}
+    kills = {hosts[k]: node.oom_kills for k, node in nodes.items()}
     lost = tuple(hosts[k] for k in sorted(gone))
     return classify(Evidence(tuple(ranks), lost, kernel, kills, free, engine, stalled), run)
 
 
-def was_told(node: dict) -> bool:
+def was_told(node: Member) -> bool:
     """Whether the member was told to end by the process that started it. The whole gang may then save a checkpoint."""
-    return node["state"] == "preempted" or node.get("told", False)
+    return node.state == "preempted" or node.told
 
 
-def preempted(nodes: dict) -> Failure:
-    host = next((node["host"] for node in nodes.values() if was_told(node)), "")
-    step = max((told["step"] for node in nodes.values() for told in node.get("ranks", ())), default=0)
+def preempted(nodes: dict[int, Member]) -> Failure:
+    host = next((node.host for node in nodes.values() if was_told(node)), "")
+    step = max((sign.step for node in nodes.values() for sign in node.ranks), default=0)
     return Failure("preempted", f"preempted: {host or 'a host'} was told to end", True, host, step=step)
 
 
 def host_names(lookout: Lookout) -> dict[int, str]:
     """Name of each member's host, with the address where a name is not enough."""
     nodes = dict(sorted(lookout.nodes.items()))
-    names = [node["host"] for node in nodes.values()]
-    shown = {k: node["host"] if names.count(node["host"]) == 1 else node["address"] for k, node in nodes.items()}
+    names = [node.host for node in nodes.values()]
+    shown = {k: node.host if names.count(node.host) == 1 else node.address for k, node in nodes.items()}
     unique = len({*shown.values()}) == len(shown)
-    return shown if unique else {k: f"{nodes[k]['host']}/{k}" for k in nodes}
+    return shown if unique else {k: f"{nodes[k].host}/{k}" for k in nodes}

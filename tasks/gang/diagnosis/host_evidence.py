@@ -1,7 +1,7 @@
 """Evidence from a host's kernel and driver that ranks do not have: GPUs, killed processes, broken hardware.
 
     host = Host()               when a member begins; it counts from here on
-    host.evidence()             {"oom_kills": 1, "kernel": ["NVRM: Xid (PCI:0000:02:00): 79, ..."]}
+    host.evidence()             {"oom_kills": 1, "kernel": ("NVRM: Xid (PCI:0000:02:00): 79, ...",)}, of a Member
     gpu()                       "NVIDIA H200", or None on a host without a GPU
 
 The kernel's log tells of the whole machine, a cgroup of this container alone: so killed processes are counted by the
@@ -33,7 +33,7 @@ class Host:
             os.lseek(self.log, 0, os.SEEK_END)
 
     def evidence(self) -> dict[str, Any]:
-        return {"oom_kills": max(0, oom_kills(self.root) - self.kills), "kernel": self._kernel()}
+        return {"oom_kills": max(0, oom_kills(self.root) - self.kills), "kernel": tuple(self._kernel())}
 
     def _kernel(self) -> list[str]:
         found: list[str] = []

@@ -16,6 +16,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from tasks.gang.messages import Member
 from tasks.run.progress import newest
 from tasks.store import Store
 
@@ -82,13 +83,13 @@ class Teller:
     def begins(self, number: int) -> None:
         self._add(Attempt(number, time.time()))
 
-    def trains(self, names: dict[int, str], nodes: dict[int, dict[str, Any]], each: int, start: int) -> None:
+    def trains(self, names: dict[int, str], nodes: dict[int, Member], each: int, start: int) -> None:
         """Note that an attempt trains.
 
         `names` are of hosts by member, in the order of their ranks; `nodes` are the members' messages; `each` is the
         number of ranks of a host.
         """
-        hosts = tuple(Host(names[k], nodes[k]["address"], k, place * each, each) for place, k in enumerate(names))
+        hosts = tuple(Host(names[k], nodes[k].address, k, place * each, each) for place, k in enumerate(names))
         self._before = _stamp(self.metrics)
         self._change(hosts=hosts, start=start, reached=start)
 

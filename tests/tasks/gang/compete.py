@@ -33,6 +33,7 @@ from tasks.gang import board as boards
 from tasks.gang import context as gang_module
 from tasks.gang.board import Board
 from tasks.gang.member_link import Link
+from tasks.gang.messages import Member
 from tasks.run import lease
 from tasks.run.launch import Broken
 from tasks.store import Store, open_store
@@ -187,16 +188,15 @@ class Pool:
         """Whether the host has died under it."""
         time.sleep(self.random.uniform(0, 0.15))
         found = place.attempt.pulse()
-        probe = Path(found[0]["probe"]) if found else Path()
-        me = {"by": f"{host} {place.attempt.place}", "host": f"host{host}-{self.names[host]}", "state": "waiting"}
-        me |= {"address": f"10.0.0.{host}", "port": 1, "master_port": 2}
         try:
-            me["probe"] = probe.read_text()
+            probe = Path(found[0].probe).read_text() if found else ""
         except OSError:  # its controller is over already
-            me["probe"] = ""
-        store = Mortal(self.store, me["host"])
+            probe = ""
+        name = f"host{host}-{self.names[host]}"
+        me = Member(f"{host} {place.attempt.place}", name, "waiting", f"10.0.0.{host}", 1, 2, probe)
+        store = Mortal(self.store, name)
         one = Link(Board(store, place.attempt.gang, place.attempt.attempt), place.node, me)  # type: ignore[arg-type]
-        if not me["probe"] or not one.join():
+        if not probe or not one.join():
             return False
         began, last = None, {}
         while not last:
@@ -207,7 +207,7 @@ class Pool:
                 return True
             if why := one.why_stop():
                 last = {"state": "stopped", "reason": why}
-            elif began is None and one.word["state"] == "go":
+            elif began is None and one.word.state == "go":
                 began = time.monotonic()
                 one.say(state="running")
             elif began is not None and time.monotonic() - began > place.seconds:

@@ -5,15 +5,18 @@ import os
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from contract.faults import Fault
 from tasks.gang import member_link as links
 from tasks.gang import peer_probe
 from tasks.gang.board import STALE, Board, Notice, Watch, newest_attempt
 from tasks.gang.controller_link import Lookout
 from tasks.gang.member_link import Link
+from tasks.gang.messages import End, Member, Peers, Standing
 from tasks.store import open_store
 from tests.tasks.gang.conftest import wait_for
 
@@ -26,7 +29,7 @@ def board(tmp_path) -> Board:
 
 
 def member(board: Board, node: int = 0) -> Link:
-    return Link(board, node, {"by": f"member {node}", "state": "waiting"})
+    return Link(board, node, Member(f"member {node}", f"host{node}", "waiting"))
 
 
 def test_one_member_per_number_and_none_joins_what_is_over(board):
@@ -36,7 +39,7 @@ def test_one_member_per_number_and_none_joins_what_is_over(board):
     first = member(board)
     assert first.join()
     assert not member(board).join()
-    wait_for(lambda: lookout.nodes.get(0, {}).get("state") == "waiting")
+    wait_for(lambda: 0 in lookout.nodes and lookout.nodes[0].state == "waiting")
     lookout.say(state="stop", reason="over")
     wait_for(lambda: first.why_stop() == "stop: over")
     assert not member(board, 1).join()
@@ -53,14 +56,39 @@ def test_what_a_member_says_reaches_the_controller_and_so_does_its_log(board, tm
     log = tmp_path / "log"
     log.write_text("step 1\nste")
     one.logs = {"rank00000.out": log}
-    one.say(state="failed", failed=[{"rank": 0}])
-    wait_for(lambda: lookout.nodes.get(0, {}).get("failed") == [{"rank": 0}])
+    end = End(rank=0, code=1, step=3, lines=("ValueError: x",), silent=False, state="", stalled=False)
+    one.say(state="failed", failed=(end,))
+    wait_for(lambda: 0 in lookout.nodes and lookout.nodes[0].failed == (end,))
     assert lookout.order_of_failure(0) == 0
     wait_for(lambda: list(lookout.lines) == ["step 1"])
     log.write_text("step 1\nstep 2\n")
     one.end(5)
     lookout.end(5)
     assert list(lookout.lines) == ["step 1", "step 2"]
+
+
+def test_a_member_of_another_version_is_named_and_no_other_suffers(board):
+    lookout = Lookout(board, "")
+    lookout.begin()
+    one = member(board)
+    one.join()
+    board.write("nodes/1.json", b'{"by": "1", "host": "host1", "state": "waiting", "colour": "red"}')
+    wait_for(lambda: lookout.foreign and 0 in lookout.nodes)
+    with pytest.raises(Fault, match=r"^gangs/gang/1/nodes/1\.json: no Member .* \(unknown key colour\);"):
+        lookout.check()
+    one.end(5)
+    lookout.end(5)
+
+
+def test_a_controller_of_another_version_ends_a_member(board):
+    lookout = Lookout(board, "")
+    lookout.begin()
+    one = member(board)
+    one.join()
+    lookout._notice.board.write("gang.json", b'{"by": "x", "state": "going"}')
+    wait_for(lambda: 'state is "going", not one of gathering, go, stop' in one.why_stop())
+    one.end(5)
+    lookout.end(5)
 
 
 @pytest.mark.parametrize("attempts", [0, 1, 2, 3, 4, 7, 8, 9, 30])
@@ -75,20 +103,19 @@ def test_a_member_knows_the_others_once_the_controller_has_said_go(board):
     lookout.begin()
     one = member(board)
     one.join()
-    lookout.peers = {"0": ["10.0.0.1", 1], "1": ["10.0.0.2", 2]}
+    lookout.peers = Peers({"0": ("10.0.0.1", 1), "1": ("10.0.0.2", 2)})
     lookout.say(state="go")
     wait_for(lambda: one._witnesses() == [("10.0.0.2", 2)])
-    assert "peers" not in one.word
     one.end(5)
     lookout.end(5)
 
 
 def test_a_notice_that_another_has_written_is_lost(board):
     mine = Notice(board, "nodes/0.json")
-    assert mine.create({"by": "me"})
-    assert mine.write({"by": "me", "state": "running"})
+    assert mine.create(Member("me", "host0", "waiting"))
+    assert mine.write(Member("me", "host0", "running"))
     board.write("nodes/0.json", json.dumps({"by": "you"}).encode())
-    assert not mine.write({"by": "me"})
+    assert not mine.write(Member("me", "host0", "done"))
     assert board.read("nodes/0.json") == {"by": "you"}
 
 
@@ -121,13 +148,13 @@ def test_when_a_member_has_to_end(board, answered, fresh, witnessed, ends):
 
 def test_a_witness_that_knows_of_a_later_attempt_ends_it(board, monkeypatch):
     monkeypatch.setattr(links, "ASKED_AFTER", 0.0)
-    port = peer_probe.serve(lambda: {"gang": "gang", "attempt": 2, "state": "go"})
+    port = peer_probe.serve(lambda: Standing("gang", 2, "go"))
     lookout = Lookout(board, "")
     lookout.begin()
     one = member(board)
     one.met = True
     one.join()
-    one.word = one.word | {"addresses": ["127.0.0.1"], "port": port}
+    one.word = replace(one.word, addresses=("127.0.0.1",), port=port)
     one.board.store.delete("")
     one.answered = time.monotonic() - 1
     wait_for(lambda: "attempt" in one.why_stop())

@@ -15,6 +15,7 @@ from tasks.gang import controller
 from tasks.gang.background import aside
 from tasks.gang.board import Board
 from tasks.gang.member_link import Link
+from tasks.gang.messages import End, Member
 from tasks.run.launch import Broken
 from tasks.store import Store, open_store
 from tests.tasks.gang.compete import CONF, TIMES, Mortal
@@ -84,19 +85,19 @@ class Hosts:
         assert found
         assert self.store
         store = Mortal(self.store, host)
-        me = {"by": f"{host} {board.attempt}", "host": host, "state": "waiting", "address": host, "port": 1}
-        me |= {"master_port": 2, "probe": Path(found[0]["probe"]).read_text(), "place": self.places.get(host, "")}
+        probe, place = Path(found[0].probe).read_text(), self.places.get(host, "")
+        me = Member(f"{host} {board.attempt}", host, "waiting", host, 1, 2, probe, place)
         one = Link(Board(store, board.gang, board.attempt), node, me)  # type: ignore[arg-type]
         if not one.join():
             return
         went = False
         while not (why := one.why_stop()):
             time.sleep(0.01)
-            if one.word["state"] != "go":
+            if one.word.state != "go":
                 continue
             if not went:
                 went = True
-                self.words[me["by"]] = one.word
+                self.words[me.by] = one.word
                 one.say(state="running")
             if act == "told":
                 one.say(state="stopping", reason="told to end", told=True)
@@ -119,12 +120,12 @@ class Hosts:
                 one.end(5)
                 return
         if why:
-            if one.word.get("save"):
+            if one.word.save:
                 self.saved.append(host)
             one.say(state="preempted" if act == "wait" else "stopped", reason=why, over=True)
         else:
-            told = {"rank": node, "code": 1, "step": 0, "silent": False, "state": "", "stalled": False}
-            one.say(state="failed", failed=[told | {"lines": [f"RuntimeError: of {host}"]}], over=True)
+            end = End(node, 1, 0, (f"RuntimeError: of {host}",), silent=False, state="", stalled=False)
+            one.say(state="failed", failed=(end,), over=True)
         one.end(5)
 
 
@@ -327,7 +328,7 @@ def test_ranks_follow_the_places_of_hosts_and_the_first_host_is_the_master(gang)
     one = gang(hosts)
     one.ends_well()
     word = hosts.words["n1 1"]
-    assert word["order"] == [1, 2, 0] and word["master"] == ["n2", 2] and "peers" not in word
+    assert (word.order, word.master) == ((1, 2, 0), ("n2", 2))
     assert any(line.startswith("attempt 1: n2, n10, n1 train;") for line in one.lines)
 
 

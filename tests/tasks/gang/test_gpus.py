@@ -10,6 +10,7 @@ from contract import host_gpus
 from tasks.gang import member
 from tasks.gang.board import Board
 from tasks.gang.engines import local
+from tasks.gang.messages import Word
 from tasks.store import open_store
 from tests.contract.test_host_gpus import fake_nvidia_smi, show_gpus
 
@@ -30,7 +31,7 @@ def run(tmp_path, monkeypatch):
 def board(tmp_path, run):
     made = Board(open_store(str(tmp_path / "store")), "gang-1", 1)
     made.write("resolved.yaml", as_yaml(run).encode())
-    made.write("gang.json", b'{"state": "gathering"}')
+    made.write("gang.json", Word("me", "gathering").to_json())
     return made
 
 
@@ -66,10 +67,10 @@ def test_a_member_joins_once_its_gpu_is_free_and_not_where_its_attempt_is_over(r
         return member._take_gpus(board, tmp_path, threading.Event(), [])
 
     with host_gpus.taken("train of a", pytest.fail, gpus=("GPU-a",)):
-        threading.Timer(1.0, lambda: board.write("gang.json", b'{"state": "stop"}')).start()
+        threading.Timer(1.0, lambda: board.write("gang.json", Word("me", "stop").to_json())).start()
         assert not join()
     assert "train of gang-1 waits for the GPUs of this host, which train of a has had" in capsys.readouterr().out
-    board.write("gang.json", b'{"state": "gathering"}')
+    board.write("gang.json", Word("me", "gathering").to_json())
     child = subprocess.Popen(["sleep", "0.1"])  # what the member starts does not keep them
     assert join() and host_gpus.held(("GPU-a",)) and host_gpus.held(("GPU-b",)) is None
     child.wait()

@@ -13,6 +13,7 @@ from conf.load import load
 from tasks.gang.diagnosis.causes import ECHO, LINK, OWN, XIDS, read
 from tasks.gang.diagnosis.classify import Evidence, Failure, Rank, classify
 from tasks.gang.diagnosis.evidence import of_attempt
+from tasks.gang.messages import Member, Sign
 
 OOM = (
     "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB. GPU 3 has a total capacity of 79.11 GiB "
@@ -230,9 +231,8 @@ def test_preemption_and_cancelling():
 
 @pytest.mark.parametrize("state", ["preempted", "stopped"])
 def test_why_a_host_was_told_to_end_is_the_schedulers_to_say(state):
-    ranks = [{"rank": rank, "step": 5, "silent": False, "state": ""} for rank in range(2)]
-    told = {"state": state, "reason": "told to end"}
-    nodes = {k: told | {"host": f"node{k + 7}", "ranks": [ranks[k]]} for k in range(2)}
+    signs = [Sign(k, 9, 5, "training", 0.0, 0.0, "", silent=False, stalled=False) for k in range(2)]
+    nodes = {k: Member("x", f"node{k + 7}", state, reason="told to end", ranks=(signs[k],)) for k in range(2)}
     lookout: Any = SimpleNamespace(order_of_failure=lambda k: k)
 
     def verdict(*engine: str) -> Failure:

@@ -35,7 +35,7 @@ def test_kills_are_counted_from_the_beginning(tmp_path, cgroup, file):
 
 
 def test_a_host_that_tells_nothing_has_no_evidence(tmp_path):
-    assert Host(tmp_path).evidence() == {"oom_kills": 0, "kernel": []}
+    assert Host(tmp_path).evidence() == {"oom_kills": 0, "kernel": ()}
 
 
 def test_the_gpu_s_name_is_the_driver_s(tmp_path):
@@ -57,7 +57,7 @@ def test_the_kernel_s_log_is_read_from_now_on():
     if not lines:
         pytest.skip("the kernel's log cannot be read here")
     assert "NVLink: a line of a test" in lines and "a line of no concern" not in lines
-    assert host.evidence()["kernel"] == []
+    assert host.evidence()["kernel"] == ()
 
 
 @pytest.fixture

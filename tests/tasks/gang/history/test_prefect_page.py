@@ -10,11 +10,12 @@ import pytest
 from tasks.gang.history import prefect_page, timeline
 from tasks.gang.history.prefect_page import Carrier, Earlier, PrefectPage
 from tasks.gang.history.timeline import History, Teller, read, settled, state
+from tasks.gang.messages import Member
 from tasks.store import open_store
 from tests.tasks.gang.conftest import wait_for
 
 NAMES = {0: "n1", 2: "n2"}
-NODES = {0: {"address": "10.0.0.1"}, 2: {"address": "10.0.0.3"}}
+NODES = {k: Member("x", f"host{k}", "running", f"10.0.0.{k + 1}") for k in (0, 2)}
 KILLED = "host: rank 3 on n2 after step 14: killed by SIGKILL"
 
 
@@ -109,7 +110,7 @@ def test_a_large_gang_s_page_stays_small(teller, store):
     names = {k: f"node{k}" for k in range(1000)}
     for number in range(1, 1 + timeline.KEPT + 5):
         teller.begins(number)
-    teller.trains(names, {k: {"address": "10.0.0.1"} for k in names}, 8, 0)
+    teller.trains(names, dict.fromkeys(names, NODES[0]), 8, 0)
     assert len(teller.history.attempts) == timeline.KEPT
     text = prefect_page.page(teller.history, store)
     assert len(text) < 10_000 and "and 950 more" in text and f"## Attempts: {timeline.KEPT + 5}" in text
