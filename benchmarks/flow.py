@@ -28,7 +28,7 @@ class Bench:
     rounds: int
 
     def run(self, *arguments: str, **environment: str) -> str:
-        return self.place.run(*arguments, within=3600, **environment)
+        return self.place.run(*arguments, code=0, within=3600, **environment)
 
     def median(self, call: Callable[[], object]) -> float:
         return statistics.median(seconds(call) for _ in range(self.rounds))
@@ -48,7 +48,9 @@ class Bench:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.flow", description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.flow", description="Time the flow: start-up, caching, orchestration."
+    )
     parser.add_argument("--short", action="store_true", help="each once, and no run with another learning rate")
     short = parser.parse_args().short
     with workspace("flow") as folder, world(folder) as place:

@@ -9,6 +9,8 @@ import contextlib, sqlite3, sys
 from pathlib import Path
 database = Path(sys.argv[1])
 with contextlib.closing(sqlite3.connect(f"file:{database}?mode=ro", uri=True)) as connection:
+    there = "SELECT 1 FROM model_versions WHERE name = ? AND version = ? AND current_stage != 'Deleted_Internal'"
+    assert connection.execute(there, ("toy", "1")).fetchone()
     query = "SELECT key, value FROM model_version_tags WHERE name = ? AND version = ?"
     print(dict(connection.execute(query, ("toy", "1")).fetchall()))
 """

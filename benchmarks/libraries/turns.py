@@ -5,7 +5,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,7 +18,7 @@ class Spent:
     cpu: float  # seconds of this process and of children that have ended
 
 
-def medians(calls: dict[str, Callable[[], object]], rounds: int) -> dict[str, Spent]:
+def medians(calls: Mapping[str, Callable[[], object]], rounds: int) -> dict[str, Spent]:
     """Medians of so many rounds, in each of which every call has one turn."""
     found: dict[str, list[Spent]] = {name: [] for name in calls}
     for _ in range(rounds):
