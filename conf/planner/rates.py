@@ -104,7 +104,7 @@ def quantizing(run: Run, gpu: Gpu, one: work.Product) -> tuple[float, float]:
     return one.m * one.k * each + start, one.m * one.n * each + start
 
 
-def anew(run: Run, facts: ModelFacts, gpu: Gpu, held: Holding) -> float:
+def quantizing_weights(run: Run, facts: ModelFacts, gpu: Gpu, held: Holding) -> float:
     """Seconds to quantize a rank's weights, once in the first microbatch of each step."""
     low = run.train.fp8
     if not low or run.train.fp8_weights:

@@ -89,7 +89,7 @@ def step(run: Run, facts: ModelFacts, gpu: Gpu, memo: dict[Any, Any]) -> Step:
     ]
     slowest = max(times)
     sent, reduced, updated = _reduction(run, gpu, held)
-    updated += max(rates.anew(run, facts, gpu, one) for one in held)
+    updated += max(rates.quantizing_weights(run, facts, gpu, one) for one in held)
     return Step(
         steady=slowest * grid(layout, run.train).microbatches,
         fill=(sum(times) - slowest) / (layout.vpp or 1),  # until the first microbatch has been through all other stages

@@ -110,24 +110,24 @@ def find(stage: Stage, store: Store, deep: bool = False) -> Artifact | Missing:
     return replace(artifact, cached=True)
 
 
-def obtain(
+def get_or_make(
     stage: Stage,
     store: Store,
     make: Callable[[Work], dict[str, Any]],
     work: Path,
     say: Callable[[str], None],
     made: dict[str, Any],
-    anew: bool = False,
+    make_again: bool = False,
     progress: Callable[[int, int], None] | None = None,
     stop: Callable[[], bool] = lambda: False,
 ) -> Artifact:
     """Return the artifact from the store, or make it by make(Work), which fills Work.folder and returns the result."""
     asked = time.time()
-    if not anew and isinstance(found := find(stage, store), Artifact):
+    if not make_again and isinstance(found := find(stage, store), Artifact):
         return found
     with lease.hold(store, f"{stage.key}/lease.json", say, str(made.get("flow", "")), stop) as held:
         found = find(stage, store)
-        if isinstance(found, Artifact) and (not anew or found.made["at"] > asked):
+        if isinstance(found, Artifact) and (not make_again or found.made["at"] > asked):
             return found  # somebody else has made it while this one waited
         say(f"{stage.key}: {found.reason if isinstance(found, Missing) else 'made anew, as asked for'}")
         folder = work / stage.key.replace("/", "-")

@@ -12,13 +12,13 @@ from tasks.store import Store
 def lines(run: Run, stages: dict[str, Stage], store: Store, first: str | None, last: str | None) -> list[str]:
     """Lines of the forecast for the terminal. Costs are those of the most similar artifact that was made before."""
     order = list(stages)
-    anew = order[order.index(first) :] if first else []
+    from_stage = order[order.index(first) :] if first else []
     width = max(map(len, order))
     found, seconds = [], 0.0
     for name in asked(run, last):
         stage = stages[name]
         there = artifact.find(stage, store)
-        if isinstance(there, Artifact) and name not in anew:
+        if isinstance(there, Artifact) and name not in from_stage:
             what = f"hit   {size(there.size)}, made in {clock(there.made['seconds'])} by {there.made['flow']}"
         else:
             known = there if isinstance(there, Artifact) else artifact.read(store, stage.key)

@@ -1,7 +1,7 @@
 """One run of the flow: its configuration, the store, what each stage asks for, and how each stage ended.
 
-A stage's task calls obtain(name, make). It ends in a state that says how: Cached, Completed, Failed with one line, or
-NotAsked. NotAsked is for stages behind the last one that was asked for, and for evaluations where evaluate.tasks is
+A stage's task calls get_or_make(name, make). It ends in a state that says how: Cached, Completed, Failed with one line,
+or NotAsked. NotAsked is for stages behind the last one that was asked for, and for evaluations where evaluate.tasks is
 empty. MLflow is told everything as well (tasks/tracking/).
 """
 
@@ -84,7 +84,7 @@ class Session(AbstractContextManager):
         self._ending = threading.Event()
         order = list(stages)
         self._asked = asked(run, last)
-        self._anew = order[order.index(first) :] if first else []
+        self._from_stage = order[order.index(first) :] if first else []
         self._tracked: dict[str, tracking.Stage] = {}
 
     def __enter__(self) -> Self:
@@ -187,7 +187,7 @@ class Session(AbstractContextManager):
         if outcome and outcome.state in ("Failed", "Crashed") and self.run.evaluate.base == "required":
             self.pointless = "evaluate-base has failed; with evaluate.base=optional it would train all the same"
 
-    def obtain(
+    def get_or_make(
         self, name: str, make: Callable[[Work], dict[str, Any]], valid: Callable[[Artifact], bool] = lambda _: True
     ) -> State:
         """Make the stage's artifact if need be, and return the state that its task ends in."""
@@ -198,7 +198,7 @@ class Session(AbstractContextManager):
             return Completed(name="NotAsked", message=why)
         start = time.monotonic()
         try:
-            made = self._obtain(name, make, valid)
+            made = self._get_or_make(name, make, valid)
         except Fault as fault:
             self.outcomes[name] = Outcome("Failed", time.monotonic() - start, reason=str(fault))
             self.tracked(name).end("FAILED", str(fault))
@@ -246,13 +246,15 @@ class Session(AbstractContextManager):
         """Log a JSON file of the run as a whole, and its figures."""
         self._tracking.drawn(content, name, of)
 
-    def _obtain(self, name: str, make: Callable[[Work], dict[str, Any]], valid: Callable[[Artifact], bool]) -> Artifact:
+    def _get_or_make(
+        self, name: str, make: Callable[[Work], dict[str, Any]], valid: Callable[[Artifact], bool]
+    ) -> Artifact:
         stage, say = self.stages[name], get_run_logger().info
-        anew = name in self._anew
-        if not anew and isinstance(found := artifact.find(stage, self.store), Artifact):
+        make_again = name in self._from_stage
+        if not make_again and isinstance(found := artifact.find(stage, self.store), Artifact):
             if valid(found):
                 return found
-            anew = True
+            make_again = True
 
         def tracked(work: Work) -> dict[str, Any]:
             self.tracked(name)
@@ -262,7 +264,7 @@ class Session(AbstractContextManager):
         made = {"flow": self.name, "run": self.run.name}
         progress = Progress(f"store-{name}", "bytes").update
         work, stop = self.folder / "work", self._ending.is_set
-        return artifact.obtain(stage, self.store, tracked, work, say, made, anew, progress, stop)
+        return artifact.get_or_make(stage, self.store, tracked, work, say, made, make_again, progress, stop)
 
     def _tell(self, name: str, made: Artifact) -> None:
         if made.cached and name == "train":  # whoever made it has told all of it; this run only points there

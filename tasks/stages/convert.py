@@ -32,7 +32,7 @@ def convert(session: Session, model: Artifact) -> State:
             launch.trainer("convert", run, work.folder, say, stop, turn=session.turn("convert", say))
         return {}
 
-    return session.obtain("convert", make)
+    return session.get_or_make("convert", make)
 
 
 def on_one_host(run: Run) -> Run:

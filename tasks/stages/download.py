@@ -45,4 +45,4 @@ def download(session: Session) -> State:
         result = hub.fetch(found, files, model.unsafe_weights, model.trust_remote_code, progress.update)
         return {"source": model.source, "commit": found.commit} | result
 
-    return session.obtain("download", make)
+    return session.get_or_make("download", make)

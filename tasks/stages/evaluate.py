@@ -68,7 +68,7 @@ def evaluate(session: Session, which: str, model: Artifact, data: Artifact, trai
         tracked.dataset(f"{session.run.name}-test", data.digest, link, "evaluation", data.result["rows"]["test"])
         return {"metrics": found["metrics"], "parity": found["parity"], "chat_template": found["chat_template"]}
 
-    return session.obtain(name, make)
+    return session.get_or_make(name, make)
 
 
 def _last_words(crash: launch.Crashed, log: Path) -> str:

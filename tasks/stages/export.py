@@ -34,4 +34,4 @@ def export(session: Session, model: Artifact, base: Artifact, trained: Artifact)
         launch.trainer("export", run, work.folder, work.say, session.stopped(work))
         return {"uri": session.store.link(f"{session.stages['export'].key}/files/merged")}
 
-    return session.obtain("export", make)
+    return session.get_or_make("export", make)

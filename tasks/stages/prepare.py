@@ -73,7 +73,7 @@ def prepare(session: Session, model: Artifact) -> State:
         made = json.loads((files / "prepared.json").read_text("utf-8"))
         return {key: made[key] for key in ("kind", "rows", "sequences")} | data_report.numbers(report)
 
-    state = session.obtain("prepare", make)
+    state = session.get_or_make("prepare", make)
     if outcome := session.outcomes["prepare"].artifact:
         publish(session, outcome)
     return state

@@ -82,7 +82,7 @@ def promote(session: Session, tuned: Artifact, before: Artifact, after: Artifact
         work.say(f"{settings.model} version {version} is {' and '.join(aliases)}: {reason}")
         return decision | {"uri": tuned.result["uri"]}
 
-    return session.obtain("promote", make, valid=lambda made: _is_registered(session.tracking_uri, made, tuned))
+    return session.get_or_make("promote", make, valid=lambda made: _is_registered(session.tracking_uri, made, tuned))
 
 
 def decide(metric: str, value: float, rival: Rival, margin: float) -> tuple[bool, str]:

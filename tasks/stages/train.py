@@ -83,7 +83,7 @@ def train(session: Session, model: Artifact, base: Artifact, data: Artifact) -> 
             (output / "loss.png").write_bytes(image)
         return _summary(lines)
 
-    return session.obtain("train", make)
+    return session.get_or_make("train", make)
 
 
 class _Thinned:

@@ -32,7 +32,7 @@ def world(tmp_path, monkeypatch, capsys):
             (work.folder / "files/content").write_text(f"{name} {config}")
             return {"loss": 0.5}
 
-        return artifact.obtain(stage, store, fill, tmp_path / "work", lambda _: None, {"flow": "toy-1"})
+        return artifact.get_or_make(stage, store, fill, tmp_path / "work", lambda _: None, {"flow": "toy-1"})
 
     def note(name: str, *made: Artifact, days: float = 0, folder: str = "runs"):
         content = {"artifacts": [one if isinstance(one, str) else one.key for one in made]}

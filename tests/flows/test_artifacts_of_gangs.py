@@ -34,7 +34,7 @@ def gang(store, tmp_path):
             return {}
 
         if complete:
-            artifact.obtain(stage, store, fill, tmp_path / "work", lambda _: None, {"flow": "toy"})
+            artifact.get_or_make(stage, store, fill, tmp_path / "work", lambda _: None, {"flow": "toy"})
             record = json.loads(store.read(f"{stage.key}/artifact.json")[0])
             record["made"]["at"] = at
             store.write(f"{stage.key}/artifact.json", json.dumps(record).encode())

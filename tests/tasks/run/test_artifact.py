@@ -18,7 +18,7 @@ from tasks.run import artifact
 from tasks.run.artifact import RECORD, Artifact, Missing, Stage, canonical
 from tasks.store import open_store
 from tests.support import s3_server
-from tests.tasks.run.toy_stage import STAGE, makings, obtain
+from tests.tasks.run.toy_stage import STAGE, get_or_make, makings
 
 ROOT = Path(__file__).parents[3]
 DOWNSTREAM = Stage("after", 1, {}, {"toy": STAGE.fingerprint})
@@ -92,7 +92,7 @@ def test_a_fingerprint_comes_from_what_is_asked_for_alone(tmp_path):
 
 def test_drift_is_named_field_by_field(file, tmp_path):
     assert artifact.find(STAGE, file) == Missing("no toy was made yet")
-    obtain(file, tmp_path)
+    get_or_make(file, tmp_path)
     now = replace(STAGE, version=2, config={"size": 3.0, "optimizer": {"lr": 0.002}, "rows": None, "targets": ["a"]})
     assert artifact.differences(STAGE, replace(now, inputs={"data": "ff"})) == [
         "code version: 1 -> 2",
@@ -119,7 +119,7 @@ def test_other_fingerprints_always_differ_in_a_field(was, now):
 def test_the_most_similar_is_compared_with(file, tmp_path):
     near, far = replace(STAGE, config={**STAGE.config, "x": 1}), replace(STAGE, config={"y": 1}, inputs={})
     for stage in (near, far):
-        obtain(file, tmp_path, stage=stage)
+        get_or_make(file, tmp_path, stage=stage)
     assert artifact.nearest(STAGE, file).key == near.key
 
 
@@ -127,8 +127,8 @@ def test_the_most_similar_is_compared_with(file, tmp_path):
 
 
 def test_made_once_and_found_again(store, tmp_path):
-    made = obtain(store, tmp_path)
-    again = obtain(store, tmp_path)
+    made = get_or_make(store, tmp_path)
+    again = get_or_make(store, tmp_path)
     assert (made.cached, again.cached) == (False, True)
     assert replace(again, cached=False) == made
     assert makings(tmp_path) == ["toy"]
@@ -141,8 +141,8 @@ def test_made_once_and_found_again(store, tmp_path):
 def test_a_tuple_in_a_configuration_is_found_again(file, tmp_path):
     """It comes back from the record as a list."""
     stage = replace(STAGE, config={"targets": ("a", "b"), "none": ()})
-    obtain(file, tmp_path, stage=stage)
-    assert obtain(file, tmp_path, stage=stage).cached
+    get_or_make(file, tmp_path, stage=stage)
+    assert get_or_make(file, tmp_path, stage=stage).cached
 
 
 def flip(path: Path) -> None:
@@ -166,14 +166,14 @@ DAMAGE = {
 @pytest.mark.parametrize("damage", DAMAGE.values(), ids=DAMAGE)
 def test_what_is_damaged_is_made_again_and_nothing_else(file, tmp_path, damage):
     for stage in (STAGE, DOWNSTREAM):
-        obtain(file, tmp_path, stage=stage)
+        get_or_make(file, tmp_path, stage=stage)
     damage(tmp_path / "store" / STAGE.key / "files/deep/text")
     assert isinstance(artifact.find(STAGE, file), Missing)
-    assert obtain(file, tmp_path, stage=DOWNSTREAM).cached
-    again = obtain(file, tmp_path)
+    assert get_or_make(file, tmp_path, stage=DOWNSTREAM).cached
+    again = get_or_make(file, tmp_path)
     assert not again.cached and text(file, again, tmp_path) == "made"
     assert makings(tmp_path) == ["toy", "after", "toy"]
-    assert obtain(file, tmp_path).cached and obtain(file, tmp_path, stage=DOWNSTREAM).cached
+    assert get_or_make(file, tmp_path).cached and get_or_make(file, tmp_path, stage=DOWNSTREAM).cached
 
 
 @pytest.mark.parametrize(
@@ -181,12 +181,12 @@ def test_what_is_damaged_is_made_again_and_nothing_else(file, tmp_path, damage):
 )
 def test_the_same_in_s3(s3, tmp_path, write):
     for stage in (STAGE, DOWNSTREAM):
-        obtain(s3, tmp_path, stage=stage)
+        get_or_make(s3, tmp_path, stage=stage)
     write(s3, f"{STAGE.key}/files/deep/text")
     assert artifact.find(STAGE, s3).reason in ("deep/text: missing", "deep/text: content differs")
-    assert obtain(s3, tmp_path, stage=DOWNSTREAM).cached
-    assert not obtain(s3, tmp_path).cached
-    assert obtain(s3, tmp_path).cached
+    assert get_or_make(s3, tmp_path, stage=DOWNSTREAM).cached
+    assert not get_or_make(s3, tmp_path).cached
+    assert get_or_make(s3, tmp_path).cached
     assert makings(tmp_path) == ["toy", "after", "toy"]
 
 
@@ -210,7 +210,7 @@ RECORDS = {
 
 @pytest.mark.parametrize("record", RECORDS.values(), ids=RECORDS)
 def test_a_damaged_record_is_no_record(file, tmp_path, record):
-    obtain(file, tmp_path)
+    get_or_make(file, tmp_path)
     content = json.loads(file.read(f"{STAGE.key}/{RECORD}")[0])
     if not isinstance(record, bytes):
         record(content)
@@ -218,13 +218,13 @@ def test_a_damaged_record_is_no_record(file, tmp_path, record):
     file.write(f"{STAGE.key}/{RECORD}", record)
     assert artifact.find(STAGE, file) == Missing("its record is damaged")
     assert list(artifact.every(file)) == []
-    assert not obtain(file, tmp_path).cached
-    assert obtain(file, tmp_path).cached
+    assert not get_or_make(file, tmp_path).cached
+    assert get_or_make(file, tmp_path).cached
 
 
 def test_names_in_a_record_that_lead_out_are_not_followed(file, tmp_path):
     """Whoever can write to the store still cannot have a file of this host read or written."""
-    made = obtain(file, tmp_path)
+    made = get_or_make(file, tmp_path)
     (tmp_path / "secret").write_text("constant")
     files = {"../../../../secret": made.files["constant"]}
     file.write(f"{STAGE.key}/{RECORD}", artifact._encode(replace(made, files=files)))
@@ -240,30 +240,30 @@ def test_what_fails_leaves_no_record_and_is_gone_on_with(store, tmp_path):
         raise RuntimeError("broken")
 
     with pytest.raises(RuntimeError, match="broken"):
-        obtain(store, tmp_path, then=breaks)
+        get_or_make(store, tmp_path, then=breaks)
     assert store.keys("") == {}  # the lease was released too
     seen = []
-    obtain(store, tmp_path, then=lambda work: seen.append((work.folder / "half").read_text()))
+    get_or_make(store, tmp_path, then=lambda work: seen.append((work.folder / "half").read_text()))
     assert seen == ["half"]
     assert not list((tmp_path / "work").iterdir())
 
 
 def test_making_nothing_is_a_fault(file, tmp_path):
     with pytest.raises(Fault, match=r"toy/\w+: made nothing"):
-        artifact.obtain(STAGE, file, lambda work: {}, tmp_path / "work", print, {})
+        artifact.get_or_make(STAGE, file, lambda work: {}, tmp_path / "work", print, {})
     assert isinstance(artifact.find(STAGE, file), Missing)
 
 
 def test_anew(store, tmp_path):
-    obtain(store, tmp_path, "first")
-    again = obtain(store, tmp_path, "second", anew=True)
+    get_or_make(store, tmp_path, "first")
+    again = get_or_make(store, tmp_path, "second", make_again=True)
     assert not again.cached and text(store, again, tmp_path / "cache") == "second"
     assert makings(tmp_path) == ["toy", "toy"]
 
 
 def test_anew_begins_anew_and_then_goes_on(file, tmp_path):
     """What a finished attempt failed to remove is no start; what a failed one left is."""
-    made = obtain(file, tmp_path)
+    made = get_or_make(file, tmp_path)
     left = tmp_path / "work" / made.key.replace("/", "-") / "files/left"
     left.parent.mkdir(parents=True)
     left.write_text("of old")
@@ -274,8 +274,8 @@ def test_anew_begins_anew_and_then_goes_on(file, tmp_path):
         raise RuntimeError("broken")
 
     with pytest.raises(RuntimeError, match="broken"):
-        obtain(file, tmp_path, then=breaks, anew=True)
-    assert "left" in obtain(file, tmp_path, anew=True).files
+        get_or_make(file, tmp_path, then=breaks, make_again=True)
+    assert "left" in get_or_make(file, tmp_path, make_again=True).files
 
 
 def run(store, folder, mode, **variables):
@@ -288,13 +288,13 @@ def test_killed_between_the_files_and_the_record(store, tmp_path):
     assert run(store, tmp_path, "killed-before-the-record").returncode == -signal.SIGKILL
     assert "files/deep/text" in store.keys(STAGE.key)
     assert isinstance(artifact.find(STAGE, store), Missing)
-    assert not obtain(store, tmp_path).cached
-    assert obtain(store, tmp_path).cached
+    assert not get_or_make(store, tmp_path).cached
+    assert get_or_make(store, tmp_path).cached
 
 
 def test_killed_while_it_is_made_again(file, tmp_path):
     """The old record must not vouch for a mixture."""
-    obtain(file, tmp_path, "old!")
+    get_or_make(file, tmp_path, "old!")
     flip(tmp_path / "store" / STAGE.key / "files/constant")
     assert run(file, tmp_path, "killed-before-the-record").returncode == -signal.SIGKILL
     assert isinstance(artifact.find(STAGE, file), Missing)
@@ -303,9 +303,9 @@ def test_killed_while_it_is_made_again(file, tmp_path):
 def test_stopped_while_somebody_else_makes_it(file, tmp_path):
     def then(work):
         with pytest.raises(Stopped):
-            obtain(file, tmp_path, stop=lambda: True)
+            get_or_make(file, tmp_path, stop=lambda: True)
 
-    obtain(file, tmp_path, then=then)
+    get_or_make(file, tmp_path, then=then)
     assert makings(tmp_path) == ["toy"]
 
 
@@ -313,7 +313,7 @@ def test_stopped_while_somebody_else_makes_it(file, tmp_path):
 
 
 def test_a_folder_needs_no_copy(file, tmp_path):
-    made = obtain(file, tmp_path)
+    made = get_or_make(file, tmp_path)
     assert artifact.local(made, file, tmp_path / "cache") == tmp_path / "store" / made.key / "files"
 
 
@@ -325,7 +325,7 @@ LOCAL = DAMAGE | {
 
 
 def test_a_copy_is_fetched_once(s3, tmp_path, monkeypatch):
-    made, fetched, get = obtain(s3, tmp_path), [], type(s3).get
+    made, fetched, get = get_or_make(s3, tmp_path), [], type(s3).get
     monkeypatch.setattr(type(s3), "get", lambda *rest: (fetched.append(1), get(*rest)))
     assert [text(s3, made, tmp_path / "cache") for _ in range(3)] == ["made"] * 3
     assert fetched == [1]
@@ -333,16 +333,16 @@ def test_a_copy_is_fetched_once(s3, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("damage", LOCAL.values(), ids=LOCAL)
 def test_a_damaged_copy_is_fetched_again(s3, tmp_path, damage):
-    made = obtain(s3, tmp_path)
+    made = get_or_make(s3, tmp_path)
     damage(artifact.local(made, s3, tmp_path / "cache") / "deep/text")
     assert text(s3, made, tmp_path / "cache") == "made"
 
 
 def test_what_was_made_anew_replaces_the_copy_with_all_its_files(s3, tmp_path):
     """A shard that is left over would be loaded with the others."""
-    first = obtain(s3, tmp_path, then=lambda work: (work.folder / "files/deep/third").write_text("3"))
+    first = get_or_make(s3, tmp_path, then=lambda work: (work.folder / "files/deep/third").write_text("3"))
     assert (artifact.local(first, s3, tmp_path / "cache") / "deep/third").exists()
-    second = obtain(s3, tmp_path, "next", anew=True)
+    second = get_or_make(s3, tmp_path, "next", make_again=True)
     assert text(s3, second, tmp_path / "cache") == "next"
     assert not (artifact.local(second, s3, tmp_path / "cache") / "deep/third").exists()
 

@@ -18,7 +18,7 @@ from tasks.run.artifact import Artifact
 from tasks.run.lease import Lost, hold, holder
 from tasks.store import open_store
 from tests.support import s3_server
-from tests.tasks.run.toy_stage import STAGE, makings, obtain
+from tests.tasks.run.toy_stage import STAGE, get_or_make, makings
 
 ROOT = Path(__file__).parents[3]
 KEY = "toy/0123/lease.json"
@@ -204,7 +204,7 @@ def test_a_holder_that_slept_beyond_its_time_records_nothing(store, start, tmp_p
         asleep.send_signal(signal.SIGCONT)
         taken.append(asleep.communicate(timeout=9)[0])
 
-    made = obtain(store, tmp_path, then=wake if other == "is making it" else lambda work: None)
+    made = get_or_make(store, tmp_path, then=wake if other == "is making it" else lambda work: None)
     if other == "has made it":
         wake()
     assert not made.cached
@@ -216,13 +216,13 @@ def test_a_holder_that_slept_beyond_its_time_records_nothing(store, start, tmp_p
 
 def test_a_record_that_a_sleeper_wrote_all_the_same_is_written_over(file, tmp_path):
     """It was stopped between its last look at the lease and its record."""
-    stale = obtain(file, tmp_path, "stale")
+    stale = get_or_make(file, tmp_path, "stale")
     record = f"{STAGE.key}/{artifact.RECORD}"
 
     def then(work):
         file.write(record, artifact._encode(stale))
 
-    made = obtain(file, tmp_path, "fresh", anew=True, then=then)
+    made = get_or_make(file, tmp_path, "fresh", make_again=True, then=then)
     assert artifact.read(file, STAGE.key).digest == made.digest != stale.digest
 
 

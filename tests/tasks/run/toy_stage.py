@@ -17,7 +17,7 @@ from tasks.store import Store, open_store
 STAGE = Stage("toy", 1, {"size": 3, "optimizer": {"lr": 0.001}}, {"model": "0123456789abcdef"})
 
 
-def obtain(
+def get_or_make(
     store: Store, folder: Path, text: str = "made", then=lambda work: None, stage: Stage = STAGE, **more
 ) -> Artifact:
     def make(work: Work) -> dict:
@@ -29,7 +29,7 @@ def obtain(
         then(work)
         return {"length": len(text)}
 
-    return artifact.obtain(stage, store, make, folder / "work", say, {"flow": "toy"}, **more)
+    return artifact.get_or_make(stage, store, make, folder / "work", say, {"flow": "toy"}, **more)
 
 
 def makings(folder: Path) -> list[str]:
@@ -59,7 +59,7 @@ def main(uri: str, folder: Path, mode: str) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
 
         type(store).put = killed
-    made = obtain(store, folder, mode if mode == "stopped" else "made", then)
+    made = get_or_make(store, folder, mode if mode == "stopped" else "made", then)
     say(f"{'cached' if made.cached else 'made'} {made.digest}")
 
 

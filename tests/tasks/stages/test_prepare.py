@@ -148,7 +148,7 @@ def session(files):
     def begin(*overrides: str) -> tuple[Session, artifact.Artifact, Work]:
         run = load("tiny", overrides)
         session = Session(run, {"prepare": prepare.stage(run, MODEL)}, "id", "name", None, None)
-        made = artifact.obtain(MODEL, session.store, fill, files / "work", lambda _: None, {"flow": "toy"})
+        made = artifact.get_or_make(MODEL, session.store, fill, files / "work", lambda _: None, {"flow": "toy"})
         return session, made, Work(files / "work/prepare", None, lambda _: None)  # type: ignore
 
     return begin

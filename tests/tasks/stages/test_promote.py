@@ -51,12 +51,12 @@ class Toy:
     def mlflow_run(self, name: str) -> None:
         return None
 
-    def obtain(self, name, make, valid):
+    def get_or_make(self, name, make, valid):
         """tasks/run/session.py's, less Prefect and tracking."""
         stage = self.stages[name]
         found = artifact.find(stage, self.store)
-        anew = isinstance(found, artifact.Artifact) and not valid(found)
-        return artifact.obtain(stage, self.store, make, self.work, self.said.append, {"flow": "toy"}, anew)
+        make_again = isinstance(found, artifact.Artifact) and not valid(found)
+        return artifact.get_or_make(stage, self.store, make, self.work, self.said.append, {"flow": "toy"}, make_again)
 
 
 @pytest.fixture(scope="module")
@@ -80,7 +80,7 @@ def world(tmp_path, empty_registry):
             (work.folder / "files/model").write_text(stage.fingerprint)
             return result
 
-        return artifact.obtain(stage, store, make, tmp_path / "work", lambda _: None, {"flow": "toy"})
+        return artifact.get_or_make(stage, store, make, tmp_path / "work", lambda _: None, {"flow": "toy"})
 
     def models(seed: int, score: float, base: float = 0.05, metric: str = METRIC):
         stage = Stage("export", 1, {"seed": seed})
