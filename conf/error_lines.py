@@ -51,7 +51,7 @@ def line(detail: ErrorDetails, meant: Callable[[str], str]) -> str:
 
 
 def _short(limit: Any) -> Any:
-    """0 for 0.0, which is what a limit of a number with a fraction is to pydantic."""
+    """A limit as text: 0 for 0.0, which is what a limit of a number with a fraction is to pydantic."""
     return int(limit) if isinstance(limit, float) and limit.is_integer() else limit
 
 

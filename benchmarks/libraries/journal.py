@@ -1,4 +1,4 @@
-"""tasks/tracking/ beside MLflow's client where no server answers: how long a call that logs a metric takes."""
+"""Time of a call that logs a metric where no server answers: tasks/tracking/ beside MLflow's client."""
 
 from pathlib import Path
 

@@ -132,7 +132,7 @@ class Lookout:
         self.nodes[node] = told
 
     def check(self) -> None:
-        """Raises Fault where a member is another version's."""
+        """Raise a Fault where a member is another version's."""
         if self.foreign:
             raise Fault(self.foreign)
 

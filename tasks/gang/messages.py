@@ -84,7 +84,7 @@ class End(Message):
 
 @dataclass(frozen=True)
 class Member(Message):
-    """What a member is and does."""
+    """State of a member, and what it does."""
 
     by: str  # which process wrote it
     host: str
@@ -106,7 +106,7 @@ class Member(Message):
 
 @dataclass(frozen=True)
 class Standing(Message):
-    """What a process of a gang answers to whoever connects."""
+    """Answer of a gang's process to whoever connects."""
 
     gang: str
     attempt: int
