@@ -1,16 +1,17 @@
 """Patch of adapters under sequence parallelism (tp > 1, layout.sp): each has to see all tokens, in both directions.
 
-Behind a fused norm (linear_qkv, a dense linear_fc1, MLA's up projections). Megatron-Bridge has Transformer
-Engine's layer return the norm's output gathered over tp and hands it to the adapter. Transformer Engine's backward adds
-what comes back through that output where it is not gathered, and drops it where it is: since 2.4, still in 2.20.2
-(pytorch/module/layernorm_linear.py; up to 2.3 it was added in both cases). So what an adapter gives to the gradient of
-its input was lost without a word: nothing while B is zero, more with every step, and wrong in every layer below. Here
-the layer returns its own tokens, whose gradient every version adds, and they are gathered in front of the adapter, by
-megatron-core's mapping, whose backward sums over ranks. Dropout, which the adapter begins with, draws as before.
+The first case is an adapter behind a fused norm (linear_qkv, a dense linear_fc1, MLA's up projections). Megatron-Bridge
+has Transformer Engine's layer return the norm's output gathered over tp and hands it to the adapter. Transformer
+Engine's backward adds what comes back through that output where it is not gathered, and drops it where it is: since
+2.4, still in 2.20.2 (pytorch/module/layernorm_linear.py; up to 2.3 it was added in both cases). So what an adapter
+gives to the gradient of its input was lost without a word: nothing while B is zero, more with every step, and wrong in
+every layer below. Here the layer returns its own tokens, whose gradient every version adds, and they are gathered in
+front of the adapter, by megatron-core's mapping, whose backward sums over ranks. Dropout, which the adapter begins
+with, draws as before.
 
-Of a layer that is whole on every rank (MLA's down projections). Each rank has its own tokens, but Bridge cuts the
-adapter over tp and puts together what the ranks have made of different tokens. Here such an adapter gets all tokens and
-gives each rank its own. Without sp every rank has all tokens, and Bridge is right.
+The second case is an adapter of a layer that is whole on every rank (MLA's down projections). Each rank has its own
+tokens, but Bridge cuts the adapter over tp and puts together what the ranks have made of different tokens. Here such an
+adapter gets all tokens and gives each rank its own. Without sp every rank has all tokens, and Bridge is right.
 
 The first can go when Bridge no longer asks for a gathered output, or when it demands a Transformer Engine whose
 backward adds it; the second when Bridge gathers for such layers. tests/trainer/megatron/test_gradients.py holds both,

@@ -60,7 +60,7 @@ def start(run: Run) -> None:
 def compare(run: Run, reference: Path, without: Sequence[str] = (), exact: Path | None = None) -> dict[str, Any]:
     """Train, and compare with `reference`; a run of one process without a reference writes it.
 
-    `before` leaves the repair out. `exact` is the same of fp32, for a run in bf16.
+    `without` are names in trainer/patches that are left out. `exact` is the same of fp32, for a run in bf16.
     """
     start(run)
     import torch
