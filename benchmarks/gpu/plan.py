@@ -7,7 +7,7 @@
 Each trial is python -m trainer.trial in a process of its own, with a time limit; one that fails, is too slow or runs
 out of memory is a row like any other. OUT/plan.json gets a row after each, OUT/plan.txt the table.
 
-    memory    settings that no constant of conf/plan/ was chosen by
+    memory    settings that no constant of conf/planner/ was chosen by
     rows      what was measured with bare Megatron-Bridge: GPT2-large, and 6 layers of GLM-4.7
     levers    FP8 and the optimizer's, of the same models
 
