@@ -26,7 +26,7 @@ def command(flow, description: str) -> int:
             if fault := plan.refusal(planned) or plan.unserved(planned, last):
                 raise Fault(fault)
             run = planned.run
-            would = forecast.lines(run, pipeline.stages(run), open_run_store(), first, last)
+            would = forecast.lines(pipeline.request(run, first, last), open_run_store(), run.world)
             print("\n".join([*would, plan.summary(planned)]))
             return 0
     except (ConfigError, Fault) as fault:

@@ -29,7 +29,7 @@ from tasks.stages.convert import convert
 from tasks.stages.download import download
 from tasks.stages.evaluate import evaluate
 from tasks.stages.export import export
-from tasks.stages.pipeline import ORDER, stages
+from tasks.stages.pipeline import ORDER, request
 from tasks.stages.plan import plan, tell
 from tasks.stages.prepare import prepare
 from tasks.stages.promote import promote
@@ -60,10 +60,10 @@ def finetune(
     """
     try:
         planned = plan.submit(load(conf, as_overrides(changes)), last).result()  # from config.json alone
-        asked = stages(planned.run)
+        asked = request(planned.run, first, last)
     except (ConfigError, Fault) as fault:
         return Failed(message=str(fault))
-    with Session(planned.run, asked, flow_run.id, flow_run.name, first, last) as session:
+    with Session(planned.run, asked, flow_run.id, flow_run.name) as session:
         tell(session, planned)
         model = download.submit(session)  # GLM-4.7: 716 GB
         data = prepare.submit(session, model)  # the tokenizer is the model's

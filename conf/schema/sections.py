@@ -5,7 +5,7 @@ Models are strict ("1" is no integer, neither is 1.0 or true), closed (an unknow
 
 # pyright: reportArgumentType=false
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeGuard
 
 from pydantic import (
     AfterValidator,
@@ -91,7 +91,7 @@ class Section(Strict):
                 )
 
 
-def is_section(annotation: Any) -> bool:
+def is_section(annotation: Any) -> TypeGuard[type[Section]]:
     return isinstance(annotation, type) and issubclass(annotation, Section)
 
 

@@ -1,24 +1,21 @@
 """Forecast of a run: each stage's fingerprint, whether it is there, why not, and the likely cost of making it."""
 
-from conf.schema.run import Run
 from contract.amounts import size
 from tasks.run import artifact
-from tasks.run.artifact import Artifact, Stage
-from tasks.run.order import asked
+from tasks.run.artifact import Artifact
 from tasks.run.progress import clock
+from tasks.run.request import Request
 from tasks.store import Store
 
 
-def lines(run: Run, stages: dict[str, Stage], store: Store, first: str | None, last: str | None) -> list[str]:
+def lines(request: Request, store: Store, processes: int) -> list[str]:
     """Lines of the forecast for the terminal. Costs are those of the most similar artifact that was made before."""
-    order = list(stages)
-    from_stage = order[order.index(first) :] if first else []
-    width = max(map(len, order))
+    width = max(map(len, request.stages))
     found, seconds = [], 0.0
-    for name in asked(run, last):
-        stage = stages[name]
+    asked = {name: stage for name, stage in request.stages.items() if name not in request.unasked}
+    for name, stage in asked.items():
         there = artifact.find(stage, store)
-        if isinstance(there, Artifact) and name not in from_stage:
+        if isinstance(there, Artifact) and name not in request.again:
             what = f"hit   {size(there.size)}, made in {clock(there.made['seconds'])} by {there.made['flow']}"
         else:
             known = there if isinstance(there, Artifact) else artifact.read(store, stage.key)
@@ -32,5 +29,5 @@ def lines(run: Run, stages: dict[str, Stage], store: Store, first: str | None, l
             what = f"miss  {reason}; {cost}"
             seconds += like.made["seconds"] if like else 0.0
         found.append(f"{name.ljust(width)}  {stage.fingerprint}  {what}")
-    hours = seconds / 3600 * run.world
+    hours = seconds / 3600 * processes
     return [*found, f"known cost: {clock(seconds)} in sequence, {hours:.2f} process hours"]

@@ -25,9 +25,9 @@ from contract import host_gpus
 from contract.faults import Fault, Stopped
 from tasks import tracking
 from tasks.run import artifact, launch
-from tasks.run.artifact import Artifact, Stage, Work
-from tasks.run.order import OF_EVALUATION, asked
+from tasks.run.artifact import Artifact, Work
 from tasks.run.progress import Progress
+from tasks.run.request import Request
 from tasks.store import Store, open_store
 from tasks.tracking.address import resolve
 
@@ -75,16 +75,13 @@ def open_run_store() -> Store:
 
 
 class Session(AbstractContextManager):
-    def __init__(self, run: Run, stages: dict[str, Stage], id: str, name: str, first: str | None, last: str | None):
-        self.run, self.stages, self.id, self.name = run, stages, id, name
+    def __init__(self, run: Run, request: Request, id: str, name: str):
+        self.run, self.request, self.stages, self.id, self.name = run, request, request.stages, id, name
         self.folder, self.store = runs_folder(), open_run_store()
         self.outcomes: dict[str, Outcome] = {}
         self.started = time.time()
         self.pointless = ""  # why nothing is to be trained any more
         self._ending = threading.Event()
-        order = list(stages)
-        self._asked = asked(run, last)
-        self._from_stage = order[order.index(first) :] if first else []
         self._tracked: dict[str, tracking.Stage] = {}
 
     def __enter__(self) -> Self:
@@ -191,10 +188,8 @@ class Session(AbstractContextManager):
         self, name: str, make: Callable[[Work], dict[str, Any]], valid: Callable[[Artifact], bool] = lambda _: True
     ) -> State:
         """Make the stage's artifact if need be, and return the state that its task ends in."""
-        if name not in self._asked:
+        if why := self.request.unasked.get(name):
             self.outcomes[name] = Outcome("NotAsked", 0.0)
-            unevaluated = name in OF_EVALUATION and not self.run.evaluate.tasks
-            why = "evaluate.tasks is empty" if unevaluated else "lies behind the last stage that was asked for"
             return Completed(name="NotAsked", message=why)
         start = time.monotonic()
         try:
@@ -250,7 +245,7 @@ class Session(AbstractContextManager):
         self, name: str, make: Callable[[Work], dict[str, Any]], valid: Callable[[Artifact], bool]
     ) -> Artifact:
         stage, say = self.stages[name], get_run_logger().info
-        make_again = name in self._from_stage
+        make_again = name in self.request.again
         if not make_again and isinstance(found := artifact.find(stage, self.store), Artifact):
             if valid(found):
                 return found

@@ -1,22 +1,75 @@
-"""Pipeline of a run: the stages in order, and the inputs of each.
+"""The stages of a run: what each is made from, and so all fingerprints, before anything is made.
 
-All fingerprints are known before anything is made.
+flows/finetune.py makes them, in this order and from these inputs (tests/tasks/stages/test_pipeline.py).
 """
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
 
 from conf.schema.run import Run
 from tasks.run.artifact import Stage
-from tasks.run.order import ORDER
+from tasks.run.request import Request
 from tasks.stages import convert, download, evaluate, export, prepare, promote, train
 
 
+@dataclass(frozen=True)
+class Kind:
+    """A stage of the pipeline, whatever the run."""
+
+    name: str
+    stage: Callable[..., Stage]  # of the run and its inputs: what is asked for
+    inputs: dict[str, str] = field(default_factory=dict)  # the stage that makes each, by the name that it has here
+    read: dict[str, str] = field(default_factory=dict)  # what it reads besides, which its inputs were made from
+    gpus: bool = False  # has this host's GPUs in its turn
+    of_evaluation: bool = False  # nothing to do without evaluate.tasks
+
+
+PIPELINE = (
+    Kind("download", download.stage),
+    Kind("prepare", prepare.stage, {"model": "download"}),
+    Kind("convert", convert.stage, {"model": "download"}, gpus=True),
+    Kind("evaluate-base", evaluate.stage, {"model": "download", "data": "prepare"}, gpus=True, of_evaluation=True),
+    Kind("train", train.stage, {"base": "convert", "data": "prepare"}, {"model": "download"}, gpus=True),
+    Kind("export", export.stage, {"model": "download", "trained": "train"}, {"base": "convert"}),
+    Kind(
+        "evaluate-tuned",
+        evaluate.stage,
+        {"model": "export", "data": "prepare", "trained": "train"},
+        gpus=True,
+        of_evaluation=True,
+    ),
+    Kind(
+        "promote",
+        promote.stage,
+        {"tuned": "export", "before": "evaluate-base", "after": "evaluate-tuned"},
+        of_evaluation=True,
+    ),
+)
+ORDER = tuple(kind.name for kind in PIPELINE)
+
+
+def request(run: Run, first: str | None = None, last: str | None = None) -> Request:
+    """The stages up to `last`, from `first` on made again. Asks the Hub or the store what the sources hold now."""
+    again = ORDER[ORDER.index(first) :] if first else ()
+    return Request(stages(run), unasked(run, last), frozenset(again))
+
+
 def stages(run: Run) -> dict[str, Stage]:
-    """Stages by name, in ORDER. The Hub or the store is asked which commit or content the sources have now."""
-    model = download.stage(run)
-    data = prepare.stage(run, model)
-    base = convert.stage(run, model)
-    before = evaluate.stage(run, model, data)
-    trained = train.stage(run, base, data)
-    tuned = export.stage(run, model, trained)
-    after = evaluate.stage(run, tuned, data, trained)
-    promoted = promote.stage(run, tuned, before, after)
-    return dict(zip(ORDER, (model, data, base, before, trained, tuned, after, promoted), strict=True))
+    """All stages of the run by name, in order."""
+    found: dict[str, Stage] = {}
+    for kind in PIPELINE:
+        found[kind.name] = kind.stage(run, **{name: found[maker] for name, maker in kind.inputs.items()})
+    return found
+
+
+def unasked(run: Run, last: str | None) -> dict[str, str]:
+    """Reasons, by name, for stages that are not to be made. Without evaluate.tasks nothing says what to promote."""
+    behind = ORDER[ORDER.index(last) + 1 :] if last else ()
+    reasons = dict.fromkeys(behind, "lies behind the last stage that was asked for")
+    if not run.evaluate.tasks:
+        reasons |= {kind.name: "evaluate.tasks is empty" for kind in PIPELINE if kind.of_evaluation}
+    return reasons
+
+
+def is_evaluated(run: Run, last: str | None) -> bool:
+    return any(kind.of_evaluation and kind.name not in unasked(run, last) for kind in PIPELINE)

@@ -25,10 +25,10 @@ from conf.rules import conversion, serving
 from conf.schema.run import Run
 from contract.faults import ConfigError, Fault
 from tasks.pages.markdown import fenced, table, words
-from tasks.run.order import OF_EVALUATION, asked
 from tasks.run.session import OPTIONS, Session
 from tasks.sources import hub
 from tasks.sources.hub import config_json
+from tasks.stages import pipeline
 
 
 @task(name="plan", **OPTIONS)
@@ -62,7 +62,7 @@ def refusal(planned: Plan) -> str:
 def unserved(planned: Plan, last: str | None) -> str:
     """The reason why no evaluation that is asked for could be made; "" where one could, or none is asked for."""
     run = planned.run
-    if not {*asked(run, last)} & {*OF_EVALUATION}:
+    if not pipeline.is_evaluated(run, last):
         return ""
     found = serving.unservable(run, planned.facts, cpu=not planned.gpu.cuda or _is_cpu_build())
     way = "evaluate.tasks=[] trains and exports it without evaluation, and promotes nothing"

@@ -9,6 +9,7 @@ from contract.faults import Fault
 from tasks.run import artifact
 from tasks.run.artifact import Stage, Work
 from tasks.run.progress import newest
+from tasks.run.request import Request
 from tasks.run.session import Session
 from tasks.stages import pipeline, prepare
 
@@ -147,7 +148,7 @@ def session(files):
 
     def begin(*overrides: str) -> tuple[Session, artifact.Artifact, Work]:
         run = load("tiny", overrides)
-        session = Session(run, {"prepare": prepare.stage(run, MODEL)}, "id", "name", None, None)
+        session = Session(run, Request({"prepare": prepare.stage(run, MODEL)}, {}), "id", "name")
         made = artifact.get_or_make(MODEL, session.store, fill, files / "work", lambda _: None, {"flow": "toy"})
         return session, made, Work(files / "work/prepare", None, lambda _: None)  # type: ignore
 

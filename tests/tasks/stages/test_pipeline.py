@@ -1,0 +1,125 @@
+"""tasks/stages/pipeline.py: the one list of stages, to which the flow and docs/pipeline.md are held."""
+
+import ast
+import inspect
+import re
+from itertools import pairwise
+from pathlib import Path
+from typing import get_args
+
+import pytest
+
+from conf.load import load
+from conf.schema import bearing
+from flows import finetune
+from tasks.run.artifact import Stage
+from tasks.stages import pipeline, promote
+from tasks.stages.pipeline import ORDER, PIPELINE
+
+PAGE = (Path(__file__).parents[3] / "docs/pipeline.md").read_text()
+FLOW = inspect.getsource(finetune)
+WITHOUT = ["download", "prepare", "convert", "train", "export"]
+
+
+def asked(*overrides: str, last: str | None = None) -> list[str]:
+    unasked = pipeline.unasked(load("tiny", overrides), last)
+    return [name for name in ORDER if name not in unasked]
+
+
+def test_all_stages_up_to_the_last_are_asked_for():
+    assert asked() == [*ORDER]
+    assert asked(last="evaluate-base") == [*ORDER[:4]]
+
+
+def test_without_questions_nothing_is_evaluated_and_nothing_promoted():
+    empty = "evaluate.tasks=[]"
+    assert asked(empty) == WITHOUT and asked(empty, last="train") == WITHOUT[:4]
+    assert pipeline.unasked(load("tiny", [empty]), "train") == {
+        **dict.fromkeys(("evaluate-base", "evaluate-tuned", "promote"), "evaluate.tasks is empty"),
+        "export": "lies behind the last stage that was asked for",
+    }
+    some = Stage("export", 1, {}, {})
+    assert promote.stage(load("tiny", [empty]), some, some, some).name == "promote"  # its metric is of no task
+
+
+def test_from_a_stage_on_all_is_made_again():
+    assert pipeline.request(load("tiny"), first="export").again == {"export", "evaluate-tuned", "promote"}
+    assert not pipeline.request(load("tiny")).again
+
+
+def test_a_stage_is_made_from_its_inputs():
+    stages = pipeline.stages(load("tiny"))
+    for kind in PIPELINE:
+        made_from = {name: stages[maker].fingerprint for name, maker in kind.inputs.items()}
+        assert stages[kind.name].inputs == made_from
+        made = {*kind.inputs.values()}
+        behind = made | {maker for name in made for maker in (kinds()[name].inputs | kinds()[name].read).values()}
+        assert {*kind.read.values()} <= behind  # so that what it reads is known by its fingerprint
+
+
+def test_a_key_can_bear_on_each_stage():
+    assert {stage.name for stage in pipeline.stages(load("tiny")).values()} | {"source"} == {*get_args(bearing.Stage)}
+
+
+def kinds() -> dict[str, pipeline.Kind]:
+    return {kind.name: kind for kind in PIPELINE}
+
+
+def calls(source: str) -> dict[str, dict[str, str]]:
+    """The stages that a flow submits, in order; what each is given, by the name that its task has for it."""
+    found: dict[str, dict[str, str]] = {}
+    made_by: dict[str, str] = {}
+    for line in ast.walk(ast.parse(source)):
+        if not isinstance(line, ast.Assign) or ".submit(session" not in (text := ast.unparse(line.value)):
+            continue
+        assert isinstance(line.value, ast.Call) and isinstance(line.targets[0], ast.Name)
+        task = text.partition(".")[0]
+        signature = inspect.signature(getattr(finetune, task).fn)
+        given = signature.bind(*map(ast.unparse, line.value.args)).arguments
+        name = "-".join([task, *([given["which"].strip("'")] if "which" in given else [])])
+        found[name] = {key: made_by[variable] for key, variable in given.items() if key not in ("session", "which")}
+        made_by[line.targets[0].id] = name
+    return found
+
+
+def test_the_flow_makes_these_stages_from_these_inputs():
+    assert calls(FLOW) == {kind.name: kind.inputs | kind.read for kind in PIPELINE}
+    assert [*calls(FLOW)] == [*ORDER]
+
+
+@pytest.mark.parametrize(
+    ("line", "other"),
+    [
+        ('evaluate.submit(session, "base", model, data)', 'evaluate.submit(session, "base", model, base)'),
+        ("promote.submit(session, tuned, before, after)", "promote.submit(session, tuned, after, before)"),
+        ("        base = convert.submit(session, model)", "        base = download.submit(session)"),
+    ],
+)
+def test_a_flow_that_makes_something_else_is_seen(line, other):
+    assert FLOW.count(line) == 1
+    assert calls(FLOW.replace(line, other)) != {kind.name: kind.inputs | kind.read for kind in PIPELINE}
+
+
+def test_a_stage_that_has_gpus_waits_for_its_turn():
+    for kind in PIPELINE:
+        module = inspect.getmodule(kind.stage)
+        assert module and ("session.turn(" in inspect.getsource(module)) == kind.gpus, kind.name
+
+
+def test_the_page_has_these_stages():
+    rows = re.findall(r"^\| ([a-z ]+) \| [^|]+ \| (yes|no) \|", PAGE, re.MULTILINE)
+    assert rows == [(kind.name.replace("-", " "), "yes" if kind.gpus else "no") for kind in PIPELINE]
+
+
+def test_the_page_s_picture_has_the_inputs_of_each_stage():
+    """Those that another input was made from may be left out."""
+    names = {"before": "evaluate-base", "after": "evaluate-tuned"}
+    arrows: set[tuple[str, str]] = set()
+    picture = PAGE.partition("```mermaid")[2].partition("```")[0]
+    for line in picture.splitlines():
+        stations = [re.sub(r"\[.*\]", "", station.strip()) for station in line.split("-->")]
+        arrows |= {(names.get(a, a), names.get(b, b)) for a, b in pairwise(stations)}
+    inputs = {(maker, kind.name) for kind in PIPELINE for maker in kind.inputs.values()}
+    assert arrows - inputs == {("plan", "download")}
+    for maker, name in inputs - arrows:
+        assert any((maker, between) in inputs and (between, name) in arrows for between in ORDER), (maker, name)
