@@ -16,7 +16,6 @@ refused.
 import argparse
 import os
 import re
-import secrets
 import sys
 from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
@@ -35,6 +34,7 @@ from conf.schema.sections import MOST
 from conf.strict_yaml import parse, read_text
 from contract import regular_files
 from contract.faults import ConfigError
+from contract.files import write_atomically
 
 FOLDER = Path(__file__).parent
 # Names are looked for here; only what lies in FOLDER itself is offered to run.
@@ -95,13 +95,7 @@ def _one_host(run: Run) -> Run:
 
 def dump(run: Run, path: str | os.PathLike[str]) -> None:
     """Write all keys of the run; load() of the file gives an equal Run. The file is whole or not there."""
-    path = Path(path)
-    partial = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
-    try:
-        partial.write_text(as_yaml(run), "utf-8")
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
+    write_atomically(path, as_yaml(run), durable=False)
 
 
 def as_yaml(run: Run) -> str:

@@ -5,13 +5,13 @@ after every rank has written and synced; whatever has none is the rest of a save
 """
 
 import json
-import os
 import re
 import shutil
 from pathlib import Path
 
 from contract import json_object
 from contract.faults import Fault
+from contract.files import is_partial, write_atomically
 from contract.output_marks import MARKER
 
 MARK = "complete.json"
@@ -19,16 +19,11 @@ MARK = "complete.json"
 
 def mark(folder: Path, **facts) -> None:
     """Declare the checkpoint in this folder complete. The mark keeps `facts` beside the list of files."""
-    files = {str(f.relative_to(folder)): f.stat().st_size for f in sorted(folder.rglob("*")) if f.is_file()}
+    paths = (path for path in sorted(folder.rglob("*")) if path.is_file() and not is_partial(path.name))
+    files = {str(path.relative_to(folder)): path.stat().st_size for path in paths}
     for name in (MARK, MARKER):
         files.pop(name, None)
-    text = json.dumps({**facts, "files": files}, indent=1)
-    partial = folder / (MARK + ".partial")
-    with partial.open("w") as f:
-        f.write(text)
-        f.flush()
-        os.fsync(f.fileno())
-    partial.rename(folder / MARK)
+    write_atomically(folder / MARK, json.dumps({**facts, "files": files}, indent=1), durable=True)
 
 
 def read_mark(folder: Path) -> dict | None:

@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from contract.faults import Fault
+from contract.files import is_partial, sync_folder, write_atomically
 
 MARKER = ".finetune"
 OWNER = ".owner."  # trainer/startup/ownership.py: who writes there now
@@ -144,9 +145,7 @@ def begin(folder: Path, kind: Kind) -> None:
     """Make the folder, marked as this kind of output before anything else is in it. Several may do so at once."""
     folder = Path(os.path.realpath(folder))  # a link to what is not there yet is followed
     folder.mkdir(parents=True, exist_ok=True)
-    partial = folder / f"{MARKER}.{os.getpid()}"
-    partial.write_text(json.dumps({"what": kind.what, "maker": kind.maker}) + "\n")
-    partial.replace(folder / MARKER)
+    write_atomically(folder / MARKER, json.dumps({"what": kind.what, "maker": kind.maker}) + "\n", durable=False)
 
 
 def finished(folder: Path) -> None:
@@ -166,7 +165,7 @@ def put_in_place(made: Path, place: Path, kind: Kind) -> None:
             raise Foreign(f"{place}: {lines[0]}")
         _exchange(made, place, kind)
         remove(made, kind)
-    _sync(place.parent)
+    sync_folder(place.parent)
 
 
 def recover(place: Path, kind: Kind) -> None:
@@ -232,7 +231,7 @@ def _in_the_way(place: Path, kind: Kind) -> list[str]:
     mode = real.lstat().st_mode
     if not stat.S_ISDIR(mode):
         return [f"{'a file' if stat.S_ISREG(mode) else 'something'} that is no folder stands there; {_CHOOSE}"]
-    names = sorted(entry.name for entry in real.iterdir() if not entry.name.startswith((MARKER, OWNER)))
+    names = sorted(entry.name for entry in real.iterdir() if not _is_ours(entry.name))
     if kind is TRAINING:
         names = [name for name in names if not _holds_logs(real / name)]  # of a conversion, where logs lie in there
     if kind is LOGS or not names:
@@ -261,7 +260,8 @@ def _beside(folder: Path, kind: Kind) -> list[str]:
     """Files in a folder of this kind that its maker has not put there, as far as the mark tells."""
     if kind.names:
         known = (*kind.names, f"{MARKER}*")
-        return sorted(entry.name for entry in folder.iterdir() if not any(fnmatch(entry.name, n) for n in known))
+        names = (entry.name for entry in folder.iterdir() if not is_partial(entry.name))
+        return sorted(name for name in names if not any(fnmatch(name, pattern) for pattern in known))
     mark = _holds(folder / kind.mark, kind.keys)
     if not mark or (folder / MARKER).exists():
         return []  # half-made: what is to come in there is not known yet
@@ -269,7 +269,17 @@ def _beside(folder: Path, kind: Kind) -> list[str]:
     found = []
     for here, _, names in os.walk(folder):
         found += [os.path.relpath(os.path.join(here, name), folder) for name in names]
-    return sorted(name for name in found if name not in listed and not name.startswith(MARKER))
+    return sorted(name for name in found if name not in listed and not name.startswith(MARKER) and not _is_rest(name))
+
+
+def _is_ours(name: str) -> bool:
+    """Whether a file of an output's folder is this project's own, and no output."""
+    return name.startswith((MARKER, OWNER)) or is_partial(name)
+
+
+def _is_rest(path: str) -> bool:
+    """Whether a process that was killed has left this file."""
+    return is_partial(os.path.basename(path))
 
 
 def _read_only(place: Path, kind: Kind) -> list[str]:
@@ -350,11 +360,3 @@ def _exchange(made: Path, place: Path, kind: Kind) -> None:
     place.rename(aside)
     made.rename(place)
     aside.rename(made)
-
-
-def _sync(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -21,7 +21,6 @@ was compared, or why nothing was, is said in a line.
 import hashlib
 import importlib.metadata
 import json
-import os
 import sys
 import time
 import traceback
@@ -32,6 +31,7 @@ from conf.model_files import config_json
 from conf.schema.run import Run
 from contract import output_marks
 from contract.faults import line_of
+from contract.files import write_atomically
 from contract.output_marks import EVALUATION, take
 from trainer.checks import inputs, places
 from trainer.serving import agreement, engine, held_out, lm_tasks, prompts
@@ -57,7 +57,7 @@ def main(run: Run) -> None:
         _show_failure(error, log, begin)
         sys.exit(1)
     results |= {"seconds": round(time.monotonic() - started, 1), "versions": _versions()}
-    _write(folder / "results.json", results)
+    write_atomically(folder / "results.json", json.dumps(results, indent=1, ensure_ascii=False), durable=True)
     output_marks.finished(folder)
     for name, value in results["metrics"].items():
         say(f"evaluate: {name} {value:.4f}")
@@ -123,15 +123,6 @@ def _chat_template(folder: Path) -> str | None:
 
 def _versions() -> dict[str, str]:
     return {name: importlib.metadata.version(name) for name in ("vllm", "lm_eval", "torch", "transformers")}
-
-
-def _write(path: Path, results: dict) -> None:
-    partial = path.with_suffix(".partial")
-    with partial.open("w") as f:
-        json.dump(results, f, indent=1, ensure_ascii=False)
-        f.flush()
-        os.fsync(f.fileno())
-    partial.rename(path)
 
 
 def _show_failure(error: Exception, log: Path, begin: int) -> None:

@@ -13,13 +13,13 @@ import contextlib
 import hashlib
 import json
 import os
-import secrets
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
 from contract import regular_files
 from contract.faults import Fault
+from contract.files import write_atomically
 
 SETTLED = 2.0  # seconds; FAT has that grain, ext4 4 ms
 LARGE = 1 << 20  # bytes; what is smaller is read in less time than its digest is looked up
@@ -70,8 +70,6 @@ def _read(memory: Path) -> dict[str, dict]:
 
 
 def _write(memory: Path, known: dict[str, dict]) -> None:
-    partial = memory.with_name(f".{memory.name}.{secrets.token_hex(4)}")
     with contextlib.suppress(OSError):  # a full disk, say: the next run reads the files again
         memory.parent.mkdir(parents=True, exist_ok=True)
-        partial.write_text(json.dumps(known, indent=1))
-        partial.replace(memory)
+        write_atomically(memory, json.dumps(known, indent=1), durable=False)

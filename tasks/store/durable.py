@@ -11,6 +11,7 @@ from pathlib import Path
 
 from contract.amounts import size
 from contract.faults import Fault
+from contract.files import sync_folder
 from tasks.store.folder import BLOCK
 
 
@@ -42,11 +43,7 @@ def into_place(partial: Path, target: Path) -> None:
 
 def sync(folder: Path) -> None:
     with contextlib.suppress(FileNotFoundError):
-        handle = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)
+        sync_folder(folder)
 
 
 def copy(source, target) -> str:

@@ -22,6 +22,8 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from contract.files import write_atomically
+
 log = logging.getLogger("finetune.tracking")
 
 READ = 4 << 20  # bytes of events.jsonl at a time
@@ -96,10 +98,7 @@ class Journal:
             return {"offset": 0, "runs": {}}
 
     def advance(self, sink: str, cursor: dict) -> None:
-        path = self.folder / f"cursor-{sink}.json"
-        partial = path.with_suffix(".partial")
-        partial.write_text(json.dumps(cursor))
-        partial.replace(path)
+        write_atomically(self.folder / f"cursor-{sink}.json", json.dumps(cursor), durable=False)
 
     def waiting(self, sink: str) -> int:
         offset, count = self.cursor(sink)["offset"], 0

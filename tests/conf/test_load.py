@@ -218,7 +218,7 @@ def test_dump_is_whole_or_not_there(conf, monkeypatch):
     run = load(conf(RIGHT))
     Path("dumped.yaml").write_text("old")
     with monkeypatch.context() as patch, pytest.raises(OSError, match="full"):
-        patch.setattr(Path, "replace", lambda *_: (_ for _ in ()).throw(OSError("disk full")))
+        patch.setattr(os, "replace", lambda *_: (_ for _ in ()).throw(OSError("disk full")))
         dump(run, "dumped.yaml")
     assert Path("dumped.yaml").read_text() == "old"
     dump(run, "dumped.yaml")

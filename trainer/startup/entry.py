@@ -28,6 +28,7 @@ from conf.load import dump, load
 from conf.schema.run import Run
 from contract import host_gpus
 from contract.faults import ConfigError, Fault, line_of
+from contract.files import write_atomically
 from trainer.startup import device, heartbeat, ownership
 from trainer.startup.console import say
 
@@ -220,8 +221,6 @@ def _forward(lines, fault: Path) -> None:
 def _report(lines: str) -> None:
     text = "".join(f"error: {line}\n" for line in lines.splitlines())
     if FAULT_FILE in os.environ:
-        partial = Path(f"{os.environ[FAULT_FILE]}.{os.environ['RANK']}")
-        partial.write_text(text)
-        partial.rename(os.environ[FAULT_FILE])
+        write_atomically(os.environ[FAULT_FILE], text, durable=False)
     elif os.environ.get("RANK", "0") == "0":
         sys.stderr.write(text)

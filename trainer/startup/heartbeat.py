@@ -16,6 +16,8 @@ import traceback
 from pathlib import Path
 from typing import Any
 
+from contract.files import write_atomically
+
 EVERY = 1.0
 USUAL = 20  # steps whose median is the usual one
 MEET_WITHIN = 300.0  # seconds; hosts start at once, but imports from a cold disk take minutes
@@ -114,7 +116,4 @@ def _write() -> None:
 
 
 def _put(name: str, content: dict[str, Any]) -> None:
-    path = Path(os.environ["LIFE_FOLDER"]) / name
-    partial = path.with_suffix(f".{threading.get_ident()}")
-    partial.write_text(json.dumps(content))
-    partial.replace(path)
+    write_atomically(Path(os.environ["LIFE_FOLDER"]) / name, json.dumps(content), durable=False)

@@ -31,6 +31,7 @@ from megatron.core.utils import unwrap_model
 from torch import distributed
 
 from conf.schema.run import Run
+from contract.files import write_atomically
 from trainer.megatron.recipe import last_step
 from trainer.startup.console import say
 
@@ -206,6 +207,4 @@ def _drop_after(path: Path, step: int) -> None:
                 kept.append(line + "\n")
         except ValueError:
             continue
-    partial = path.with_suffix(".partial")
-    partial.write_text("".join(kept))
-    partial.rename(path)
+    write_atomically(path, "".join(kept), durable=True)

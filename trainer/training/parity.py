@@ -13,7 +13,6 @@ other rows are asked for) loads its last checkpoint and takes no step: Megatron-
 # pyright: reportArgumentType=false, reportOptionalMemberAccess=false
 
 import json
-import os
 from itertools import chain
 from math import lcm
 from pathlib import Path
@@ -27,6 +26,7 @@ from megatron.core.utils import get_model_config
 from torch import distributed
 
 from conf.schema.run import Run
+from contract.files import write_atomically
 from trainer.megatron.recipe import last_step
 from trainer.serving import agreement, prompts
 from trainer.startup.console import say
@@ -143,9 +143,4 @@ def _whole_sequence(losses: torch.Tensor) -> torch.Tensor:
 
 def _write(path: Path, facts: dict) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(path.name + ".partial")
-    with partial.open("w") as f:
-        json.dump(facts, f, ensure_ascii=False)
-        f.flush()
-        os.fsync(f.fileno())
-    partial.rename(path)
+    write_atomically(path, json.dumps(facts, ensure_ascii=False), durable=True)

@@ -11,10 +11,11 @@ what it reads (trainer/weights/torch_dist.py). This is a proof against loss and 
 
 import hashlib
 import json
-import os
 from pathlib import Path
 
 import torch
+
+from contract.files import write_atomically
 
 FILE = "tensors.json"
 AT_ONCE = 2**22  # elements whose products are in memory together
@@ -56,10 +57,7 @@ def of_all(digests: dict[str, str]) -> str:
 
 
 def write(folder: Path, facts: dict) -> None:
-    with (folder / FILE).open("w") as f:
-        json.dump(facts, f)
-        f.flush()
-        os.fsync(f.fileno())
+    write_atomically(folder / FILE, json.dumps(facts), durable=True)
 
 
 def read(folder: Path) -> dict | None:

@@ -16,8 +16,8 @@ import pytest
 from conf.load import load
 from contract import output_marks
 from contract.faults import Fault
+from contract.files import write_atomically
 from contract.output_marks import BASE, DATA, EVALUATION, EXPORT, PREPARING, TRAINING, Kind
-from trainer import evaluate
 from trainer.checks import places
 from trainer.data import identity
 from trainer.rehearsal import tiny_models
@@ -505,7 +505,7 @@ def test_the_commands_leave_alone_what_is_not_theirs(model, tmp_path):
 
 def test_evaluation_marks_its_folder_until_its_results_do(tmp_path):
     folder = output_marks.take(tmp_path / "evaluation", EVALUATION)
-    evaluate._write(folder / "results.json", {"metrics": {}, "rows": {}, "samples": {}})
+    write_atomically(folder / "results.json", json.dumps({"metrics": {}, "rows": {}, "samples": {}}), durable=True)
     output_marks.finished(folder)
     assert output_marks.is_made(folder, EVALUATION)
     assert [path.name for path in folder.iterdir()] == ["results.json"]

@@ -17,6 +17,8 @@ from typing import Any
 
 import numpy as np
 
+from contract.files import open_atomically
+
 LEARNED = np.uint32(1 << 31)
 OPEN = 16384  # files of this process; packing reads chunks in any order
 KEPT_FREE = 128
@@ -27,14 +29,10 @@ HEADER = 8  # bytes that hold the header's length
 def write(path: Path, arrays: dict[str, np.ndarray], facts: dict[str, Any]) -> None:
     head = {name: [str(array.dtype), array.size] for name, array in arrays.items()}
     header = json.dumps({"arrays": head, "facts": facts}).encode()
-    partial = path.with_suffix(f".{os.getpid()}")
-    with partial.open("wb") as file:
+    with open_atomically(path, durable=True) as file:
         file.write(len(header).to_bytes(HEADER) + header)
         for array in arrays.values():
             file.write(np.ascontiguousarray(array).data)
-        file.flush()
-        os.fsync(file.fileno())
-    partial.rename(path)
 
 
 class ChunkFile:
