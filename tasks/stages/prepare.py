@@ -25,6 +25,7 @@ from tasks.run.progress import Progress, newest
 from tasks.run.session import OPTIONS, Session, runs_folder
 from tasks.sources import row_sources
 from tasks.sources.hub import file_choice
+from tasks.store import Store
 
 VERSION = 2
 HUB_TOKENS = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")
@@ -75,15 +76,15 @@ def prepare(session: Session, model: Artifact) -> State:
 
     state = session.get_or_make("prepare", make)
     if outcome := session.outcomes["prepare"].artifact:
-        publish(session, outcome)
+        publish(session.store, outcome, session.run.name)
     return state
 
 
-def publish(session: Session, made: Artifact) -> None:
+def publish(store: Store, made: Artifact, name: str) -> None:
     """Publish the report as a page in Prefect, also of data that were prepared before."""
-    if found := session.store.read(f"{made.key}/files/report.json"):
-        page = data_report.page(json.loads(found[0]), f"{session.run.name}: data")
-        create_markdown_artifact(page, key=f"data-{session.run.name}", description=made.key)
+    if found := store.read(f"{made.key}/files/report.json"):
+        page = data_report.page(json.loads(found[0]), f"{name}: data")
+        create_markdown_artifact(page, key=f"data-{name}", description=made.key)
 
 
 def require_unchanged(data: Data, asked: Stage) -> None:
