@@ -28,6 +28,7 @@ from dataclasses import dataclass
 
 from conf.load import load
 from conf.schema.run import Run
+from conf.schema.sections import Layout
 from contract.faults import ConfigError
 
 BLACKWELL = ("b200", "gb200", "b300", "gb300")
@@ -165,7 +166,7 @@ def settings(run: Run, gpu: str | None) -> list[Setting]:
     """Settings of a run, each with its reason. A later one replaces an earlier one of the same name."""
     if gpu is None:
         return []
-    found = {setting.name: setting for setting in (*_of_any(run), *_of_model(run, is_blackwell(gpu)))}
+    found = {setting.name: setting for setting in (*_of_any(run), *_of_model(run.layout, is_blackwell(gpu)))}
     if run.gang.network and run.layout.nodes > 1:
         chosen = PRESETS[run.gang.network]
         found |= {setting.name: setting for setting in chosen.settings}
@@ -203,8 +204,7 @@ def _of_any(run: Run) -> Iterator[Setting]:
     yield Setting("CUDA_DEVICE_ORDER", "PCI_BUS_ID", "local rank i is GPU i of every host, on the same rail")
 
 
-def _of_model(run: Run, blackwell: bool) -> Iterator[Setting]:
-    layout = run.layout
+def _of_model(layout: Layout, blackwell: bool) -> Iterator[Setting]:
     # two of the older systems; [bridge] 427 of 443 recipes: buffers in every GPU, which recomputation could use
     yield Setting("NCCL_NVLS_ENABLE", "0", "NVLink SHARP takes memory of each communicator, and MoE has many")
     if blackwell:

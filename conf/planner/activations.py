@@ -23,6 +23,8 @@ from dataclasses import dataclass
 from conf.model_facts import ModelFacts
 from conf.rules import precision
 from conf.schema.run import Run
+from conf.schema.sections import Adapter
+from conf.schema.training import Train
 
 # Tokens of the busiest expert-parallel rank over the average: a router is balanced by a loss, not by force.
 IMBALANCE = 1.2
@@ -74,7 +76,7 @@ def parts(run: Run, facts: ModelFacts, kind: str) -> dict[str, int]:
     if mtp:
         kind = facts.kind(facts.layers - 1)
     t = tokens(run, facts)
-    found = {"norms": _norms(run, facts, t, kind), "attention": _attention(run, facts, t)}
+    found = {"norms": _norms(run.train, facts, t, kind), "attention": _attention(run, facts, t)}
     if kind == "dense":
         found["mlp"] = 0 if "mlp" in run.train.recompute_modules else _dense(run, t, facts, facts.ffn, facts.hidden)
     else:
@@ -106,7 +108,7 @@ def working(run: Run, facts: ModelFacts, kind: str) -> dict[str, int]:
     if kind != "dense" and facts.experts:
         # Gradients of fc1's output and of its input, the latter once from the weight and once from the adapter; then
         # their sum. A forward pass has as many: tokens permuted, received and sorted.
-        copies = 3 if _adapted(run, "linear_fc1") else 2
+        copies = 3 if _adapted(run.adapter, "linear_fc1") else 2
         inner = facts.expert_ffn * gate // run.layout.etp
         # etp sums up the experts' output in fp32
         dispatch = t.busiest * (inner + copies * facts.hidden) * t.byte
@@ -123,8 +125,8 @@ def logits(run: Run, facts: ModelFacts) -> int:
     return rows * t.byte * (1 + (facts.mtp_layers if run.model.mtp else 0))
 
 
-def _adapted(run: Run, name: str) -> bool:
-    return run.adapter.kind != "none" and name in run.adapter.targets
+def _adapted(adapter: Adapter, name: str) -> bool:
+    return adapter.kind != "none" and name in adapter.targets
 
 
 def _input(
@@ -139,7 +141,7 @@ def _input(
         if fp8:
             return 0 if drops or (held and fp8 != "delayed") else int(size * LOW[fp8])
         return 0 if held or drops else size * t.byte
-    if not _adapted(run, name):
+    if not _adapted(run.adapter, name):
         return 0
     if fp8 and grouped and run.adapter.experts == "each" and run.moe.grouped_gemm:
         each = LOW[fp8]
@@ -153,17 +155,17 @@ def _lora(run: Run, t: Tokens, name: str, rows: int, out: int) -> int:
 
     DoRA also keeps the output that it scales.
     """
-    if not _adapted(run, name):
+    if not _adapted(run.adapter, name):
         return 0
     return rows * (run.adapter.rank + (out if run.adapter.kind == "dora" else 0)) * t.byte
 
 
-def _norms(run: Run, facts: ModelFacts, t: Tokens, kind: str) -> int:
+def _norms(train: Train, facts: ModelFacts, t: Tokens, kind: str) -> int:
     """Bytes that norms keep: the layer's input and the sum behind attention.
 
     Before experts, they keep the norm's output too.
     """
-    drops = "layernorm" in run.train.recompute_modules or "moe" in run.train.recompute_modules
+    drops = "layernorm" in train.recompute_modules or "moe" in train.recompute_modules
     out = 0 if kind == "dense" or drops else 1
     return t.local * facts.hidden * t.byte * (2 + out)
 

@@ -119,7 +119,7 @@ def fullest(run: Run, facts: ModelFacts, gpu: Gpu, memo: dict[Any, Any]) -> Stag
 
 def lasting(run: Run, facts: ModelFacts, gpu: Gpu, memo: dict[Any, Any]) -> int:
     """Bytes of weights, gradients and optimizer on the fullest rank. They lie there at all times."""
-    cut, byte = grid(run.layout, run.train), states.byte(run)
+    cut, byte = grid(run.layout, run.train), states.byte(run.train)
     return max(
         sum(states.weights(run, gpu, one.parameters, one.quantized))
         + one.adapters * byte
@@ -204,7 +204,7 @@ def _rank(
         weights=weights,
         gradients=gradients,
         optimizer=optimizer,
-        adapters=holding.adapters * states.byte(run),
+        adapters=holding.adapters * states.byte(run.train),
         copies=copies,
         activations=kept,
         **peak,
@@ -229,7 +229,7 @@ def _largest_gradient(run: Run, facts: ModelFacts, holding: Holding) -> int:
 
 
 def _trained_bytes(run: Run, weights: int) -> int:
-    return weights * states.byte(run) if run.adapter.kind == "none" else 0
+    return weights * states.byte(run.train) if run.adapter.kind == "none" else 0
 
 
 def _groups(layout: Layout) -> int:
@@ -239,7 +239,7 @@ def _groups(layout: Layout) -> int:
 
 def host(run: Run, facts: ModelFacts) -> list[HostNeed]:
     """Memory and disk of the hosts. Each stage writes what its own row says; files of the rows above it stay."""
-    count, byte, trained = parameters.total(facts), states.byte(run), _trained(run, facts)
+    count, byte, trained = parameters.total(facts), states.byte(run.train), _trained(run, facts)
     released = count * 2  # as published, in bf16
     kept = (8 if byte == 4 else 12) * trained if run.checkpoint.save_optimizer else 0  # in fp32, however it is held
     away = int(states.AWAY * trained * run.optimizer.offload)

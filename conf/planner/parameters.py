@@ -20,6 +20,7 @@ from dataclasses import dataclass, replace
 from conf.model_facts import ModelFacts
 from conf.rules.layout import shares
 from conf.schema.run import Run
+from conf.schema.sections import Adapter, Layout
 
 KINDS = (
     "embedding",
@@ -107,7 +108,7 @@ def quantized(run: Run, facts: ModelFacts, stage: Stage) -> int:
         ordinary = [kind for kind in layers if kind != "mtp"]
         first, last = stage.rank == stage.virtual == 0, stage.output
         layers = ordinary[first : len(ordinary) - last] + [kind for kind in layers if kind == "mtp"]
-    return sum(_matrices(run, facts, kind) * count for kind, count in Counter(layers).items())
+    return sum(_matrices(run.layout, facts, kind) * count for kind, count in Counter(layers).items())
 
 
 def total(facts: ModelFacts) -> int:
@@ -149,10 +150,10 @@ def _layer(run: Run, facts: ModelFacts, kind: str) -> Counter[str]:
     if run.adapter.kind == "none":
         return found
     dense = _attention(facts) + (_mlp(facts.ffn, facts) if base == "dense" else _mlp(facts.shared_ffn, facts))
-    found["adapters_dense"] = sum(_adapter(run, linear, layout.tp) for linear in dense)
+    found["adapters_dense"] = sum(_adapter(run.adapter, linear, layout.tp) for linear in dense)
     # without grouped products experts are modules of their own, and so are their adapters
     each = local if run.adapter.experts == "each" or not run.moe.grouped_gemm else min(local, 1)
-    found["adapters_experts"] = each * sum(_adapter(run, linear, layout.etp) for linear in _expert(facts))
+    found["adapters_experts"] = each * sum(_adapter(run.adapter, linear, layout.etp) for linear in _expert(facts))
     return found
 
 
@@ -171,9 +172,9 @@ def _weights(facts: ModelFacts, kind: str, tp: int, etp: int) -> dict[str, int]:
     return found | {"shared_experts": sum(_size(linear, tp) for linear in _mlp(facts.shared_ffn, facts)) + gate}
 
 
-def _matrices(run: Run, facts: ModelFacts, kind: str) -> int:
+def _matrices(layout: Layout, facts: ModelFacts, kind: str) -> int:
     """Parameters in the matrices of one layer on one rank, without biases, the router and adapters."""
-    layout, base = run.layout, facts.kinds[-1] if kind == "mtp" else kind
+    base = facts.kinds[-1] if kind == "mtp" else kind
     dense = _attention(facts) + _mlp(facts.ffn if base == "dense" else facts.shared_ffn, facts)
     found = sum(_size(replace(linear, bias=False), layout.tp) for linear in dense)
     if base == "moe":
@@ -226,10 +227,10 @@ def _size(linear: _Linear, tp: int = 1) -> int:
     return matrix + bias
 
 
-def _adapter(run: Run, linear: _Linear, tp: int) -> int:
-    if linear.name not in run.adapter.targets:
+def _adapter(adapter: Adapter, linear: _Linear, tp: int) -> int:
+    if linear.name not in adapter.targets:
         return 0
-    size = run.adapter.rank * (linear.into + linear.out) // tp
+    size = adapter.rank * (linear.into + linear.out) // tp
     # DoRA has one magnitude for each row of the weight that a rank holds
     rows = linear.out // tp if linear.cut == "column" else linear.out
-    return size + (rows if run.adapter.kind == "dora" else 0)
+    return size + (rows if adapter.kind == "dora" else 0)

@@ -17,6 +17,7 @@ from conf.planner import parameters
 from conf.planner.verdict import Plan
 from conf.rules.layout import shares
 from conf.schema.run import Run
+from conf.schema.sections import Layout
 
 STAGES = 16  # shown, of those that differ in which layers they hold and in nothing else
 BLOCKS = 8  # of hosts, shown
@@ -42,7 +43,7 @@ class Block:
 
 def lines(plan: Plan) -> Iterator[str]:
     """Lines of a legal plan for a terminal."""
-    run, facts, each = plan.run, plan.facts, _per_stage(plan.run)
+    run, facts, each = plan.run, plan.facts, _per_stage(plan.run.layout)
     fullest, whole = plan.fullest.rank, stages(plan)
     yield f"GPUs of a stage: {each}; layers by number, from 0"
     middle = len(whole) - STAGES
@@ -68,8 +69,8 @@ def lines(plan: Plan) -> Iterator[str]:
 
 def stages(plan: Plan) -> list[dict[str, Any]]:
     """Pipeline ranks in order: the GPUs, the runs of layers and the other parts of each."""
-    run, each = plan.run, _per_stage(plan.run)
-    starts = _starts(run, plan.facts.layers)
+    run, each = plan.run, _per_stage(plan.run.layout)
+    starts = _starts(run.layout, plan.facts.layers)
     found = []
     for rank, mine in groupby(parameters.stages(run, plan.facts), key=lambda stage: stage.rank):
         mine = list(mine)
@@ -92,12 +93,12 @@ def stages(plan: Plan) -> list[dict[str, Any]]:
 
 def blocks(run: Run, experts: int) -> list[Block]:
     """Distinct blocks of hosts."""
-    layout, each = run.layout, _per_stage(run)
+    layout, each = run.layout, _per_stage(run.layout)
     found: dict[tuple[Share, ...], list[int]] = {}
     for host in range(layout.nodes):
         first = host * layout.gpus_per_node
         held = tuple(
-            _share(run, experts, rank % each, rank // each - first // each)
+            _share(layout, experts, rank % each, rank // each - first // each)
             for rank in range(first, first + layout.gpus_per_node)
         )
         found.setdefault(held, []).append(host)
@@ -118,21 +119,20 @@ def as_dict(plan: Plan) -> dict[str, Any] | None:
     }
 
 
-def _share(run: Run, experts: int, place: int, stage: int) -> Share:
+def _share(layout: Layout, experts: int, place: int, stage: int) -> Share:
     """The share of the GPU at this place in its stage."""
-    layout = run.layout
     count = experts // layout.ep
     first = place // layout.etp % layout.ep * count
     return Share(stage, place % layout.tp + 1, (first, first + count - 1), place % layout.etp + 1)
 
 
-def _per_stage(run: Run) -> int:
-    return run.layout.world // run.layout.pp
+def _per_stage(layout: Layout) -> int:
+    return layout.world // layout.pp
 
 
-def _starts(run: Run, layers: int) -> dict[tuple[int, int], int]:
+def _starts(layout: Layout, layers: int) -> dict[tuple[int, int], int]:
     """The first layer of each virtual stage of each pipeline rank."""
-    counts, vpp, layer = shares(run.layout, layers), run.layout.vpp or 1, 0
+    counts, vpp, layer = shares(layout, layers), layout.vpp or 1, 0
     found = {}
     for virtual in range(vpp):
         for rank, count in enumerate(counts):
@@ -142,7 +142,7 @@ def _starts(run: Run, layers: int) -> dict[tuple[int, int], int]:
 
 
 def _title(block: Block, plan: Plan) -> str:
-    per_host, each = plan.run.layout.gpus_per_node, _per_stage(plan.run)
+    per_host, each = plan.run.layout.gpus_per_node, _per_stage(plan.run.layout)
     on = sorted({(host * per_host + place) // each for host in block.hosts for place in range(per_host)})
     name = "host" if len(block.hosts) == 1 else "hosts"
     mark = "  * fullest" if plan.fullest.rank in on else ""
@@ -155,7 +155,7 @@ def _rows(block: Block, plan: Plan) -> Iterator[tuple[str, list[str], str]]:
     layout, experts, held = plan.run.layout, plan.facts.experts, block.shares
     yield "GPU", [str(n) for n in range(len(held))], ""
     if len({share.stage for share in held}) > 1:
-        first = block.hosts[0] * layout.gpus_per_node // _per_stage(plan.run)
+        first = block.hosts[0] * layout.gpus_per_node // _per_stage(plan.run.layout)
         numbers = [first + share.stage for share in held]
         yield "stage", [f"{n}{'*' if n == plan.fullest.rank else ''}" for n in numbers], _alike(block)
     if layout.tp > 1:

@@ -17,6 +17,8 @@ from conf.planner import work
 from conf.planner.hardware import Gpu
 from conf.planner.memory import Holding
 from conf.schema.run import Run
+from conf.schema.sections import Adapter
+from conf.schema.training import Optimizer, Train
 
 # Share of TFLOPS in one large product. Bare ones get 0.68 to 0.79 at 8192 tokens in bf16 and 0.72 in FP8, less with
 # scales by block; in steps of Llama's layers, which keep a GPU at its power limit, 0.07 less. The bytes of each come on
@@ -74,9 +76,9 @@ class Host(NamedTuple):
     experts: float  # of forward, what comes after the host has waited for the GPU to count tokens
 
 
-def fp8(run: Run, part: str) -> str | None:
+def fp8(train: Train, part: str) -> str | None:
     """The FP8 recipe of a product; None for adapters, the router and the logits, which stay in bf16."""
-    return run.train.fp8 if part in ("attention", "latent", "mlp", "experts", "shared experts", "mtp") else None
+    return train.fp8 if part in ("attention", "latent", "mlp", "experts", "shared experts", "mtp") else None
 
 
 def product(run: Run, gpu: Gpu, one: work.Product) -> float:
@@ -84,7 +86,7 @@ def product(run: Run, gpu: Gpu, one: work.Product) -> float:
 
     A large product hides the one behind the other, a small one nothing.
     """
-    low = fp8(run, one.part)
+    low = fp8(run.train, one.part)
     precision = "fp32" if one.part == "router" else run.train.precision  # routing scores are computed in fp32
     byte = 4 if precision == "fp32" else 1 if low else 2
     size = ((one.m + one.n) * one.k * byte + one.m * one.n * max(byte, 2)) * one.batch
@@ -97,7 +99,7 @@ def quantizing(run: Run, gpu: Gpu, one: work.Product) -> tuple[float, float]:
 
     Where the weight is trained, both are quantized in both layouts.
     """
-    low = fp8(run, one.part)
+    low = fp8(run.train, one.part)
     if not low:
         return 0.0, 0.0
     each, start = (4 if one.trained else 3) * one.batch / (gpu.hbm * QUANTIZE[low]), one.batch * KERNELS[low] * KERNEL
@@ -136,22 +138,22 @@ def starting(run: Run, facts: ModelFacts, kind: str) -> Host:
         return Host(forward, backward, 0.0)
     once, trained, frozen = EXPERT[run.train.fp8 or "bf16"]
     experts = facts.experts // run.layout.ep
-    alone = EACH if not full and run.adapter.experts == "each" and _adapts_experts(run) else 0.0
+    alone = EACH if not full and run.adapter.experts == "each" and _adapts_experts(run.adapter) else 0.0
     backward += experts * ((trained if full else frozen) + alone)
     return Host(forward, backward, experts * (once + alone))
 
 
-def _adapts_experts(run: Run) -> bool:
-    return bool({"linear_fc1", "linear_fc2"} & {*run.adapter.targets})
+def _adapts_experts(adapter: Adapter) -> bool:
+    return bool({"linear_fc1", "linear_fc2"} & {*adapter.targets})
 
 
-def updating(run: Run, gpu: Gpu, here: float, away: float, held: float, microbatches: int) -> float:
+def updating(optimizer: Optimizer, gpu: Gpu, here: float, away: float, held: float, microbatches: int) -> float:
     """Seconds of the optimizer's step for `here` parameters on the GPU and `away` parameters on the host.
 
     The gradients of `held` parameters are zeroed and added up as well.
     """
-    each = {"fp32": 30, "bf16": 22, "fp8": 58}[run.optimizer.states]  # means in FP8 are unpacked, and packed again
-    gradient = 2 if run.optimizer.gradients == "bf16" else 4
+    each = {"fp32": 30, "bf16": 22, "fp8": 58}[optimizer.states]  # means in FP8 are unpacked, and packed again
+    gradient = 2 if optimizer.gradients == "bf16" else 4
     added = held * (2 * gradient / HBM + (2 + 2 * gradient) * microbatches / ADDED) / gpu.hbm
     # gradients go down and weights come up while others are computed: each reads and writes 28 bytes on the host
     host = max(away * 4 / gpu.bus, away * 28 / (gpu.host * HOST))

@@ -26,31 +26,32 @@ from math import ceil
 from conf.planner.hardware import Gpu
 from conf.rules.layout import Grid
 from conf.schema.run import Run
+from conf.schema.training import Train
 
 MEANS = {"fp32": 8, "bf16": 4, "fp8": 2}  # bytes of both
 AWAY = 16  # bytes of an offloaded parameter on the host
 
 
-def byte(run: Run) -> int:
-    return 4 if run.train.precision == "fp32" else 2
+def byte(train: Train) -> int:
+    return 4 if train.precision == "fp32" else 2
 
 
-def copy_bytes(run: Run, gpu: Gpu) -> float:
+def copy_bytes(train: Train, gpu: Gpu) -> float:
     """Bytes of the copies of one weight in FP8, for products in both directions."""
-    scale = {"blockwise": 4 / 128**2, "mxfp8": 1 / 32}.get(run.train.fp8 or "", 0.0)
+    scale = {"blockwise": 4 / 128**2, "mxfp8": 1 / 32}.get(train.fp8 or "", 0.0)
     return (2 if scale or gpu.transposes else 1) * (1 + scale)
 
 
 def weights(run: Run, gpu: Gpu, parameters: int, quantized: int) -> tuple[int, int]:
-    copies = ceil(quantized * copy_bytes(run, gpu)) if run.train.fp8 else 0
+    copies = ceil(quantized * copy_bytes(run.train, gpu)) if run.train.fp8 else 0
     if run.train.fp8_weights:
-        return (parameters - quantized) * byte(run) + copies, 0
-    return parameters * byte(run), copies
+        return (parameters - quantized) * byte(run.train) + copies, 0
+    return parameters * byte(run.train), copies
 
 
 def state_bytes(run: Run, cut: Grid, dense: int, expert: int) -> tuple[int, int]:
     gradient = 2 if run.optimizer.gradients == "bf16" else 4
-    each = MEANS[run.optimizer.states] + (4 if byte(run) == 2 else 0)
+    each = MEANS[run.optimizer.states] + (4 if byte(run.train) == 2 else 0)
     return gradient * (dense + expert), each * shares(run, cut, dense, expert)[0]
 
 
@@ -62,7 +63,7 @@ def passing(run: Run, cut: Grid, dense: int, expert: int, quantized: int) -> int
     here, _ = shares(run, cut, dense, expert)
     # All means in FP8 are unpacked to fp32 for the step, else gradients in bf16 are.
     step = 8 * here if run.optimizer.states == "fp8" else 4 * here if run.optimizer.gradients == "bf16" else 0
-    return max(step, quantized * byte(run) if run.train.fp8_weights else 0)
+    return max(step, quantized * byte(run.train) if run.train.fp8_weights else 0)
 
 
 def shares(run: Run, cut: Grid, dense: int, expert: int) -> tuple[int, int]:

@@ -25,6 +25,7 @@ from conf.planner.states import byte, shares
 from conf.planner.traffic import LATENCY, collectives, gathered, hop, uneven
 from conf.rules.layout import grid
 from conf.schema.run import Run
+from conf.schema.training import Train
 
 LOW, HIGH = 0.8, 1.3  # of the likely time: rates differ so much by clocks, drivers and shapes
 
@@ -181,7 +182,7 @@ def layer(run: Run, facts: ModelFacts, gpu: Gpu, kind: str) -> Layer:
     flops = {"scores": scores * (1 + rates.ATTENTION_BACKWARD)}
     for product in products:
         flops[product.part] = flops.get(product.part, 0) + product.flops * (3 if product.trained else 2)
-    again = _again(run)
+    again = _again(run.train)
     flops["recompute"] = sum(product.flops for product in products if product.part in again)
     flops["recompute"] += scores if "scores" in again else 0
     # whole layers talk again; of single modules, those that are recomputed here do not
@@ -212,10 +213,10 @@ AGAIN = {
 EVERY = {"attention", "latent", "adapters", "mtp", "scores"}.union(*AGAIN.values())
 
 
-def _again(run: Run) -> set[str]:
-    if run.train.recompute == "full":
+def _again(train: Train) -> set[str]:
+    if train.recompute == "full":
         return EVERY
-    return set().union(*(AGAIN[module] for module in run.train.recompute_modules))
+    return set().union(*(AGAIN[module] for module in train.recompute_modules))
 
 
 def _product(run: Run, facts: ModelFacts, gpu: Gpu, product: work.Product) -> float:
@@ -246,11 +247,11 @@ def _reduction(run: Run, gpu: Gpu, held: list[Holding]) -> tuple[float, float, f
             (expert, cut.edp, layout.ep * layout.etp),
         ):
             # gradients are scattered and weights gathered; without the distributed optimizer gradients are both
-            size = count * (gradient + (byte(run) if run.optimizer.distributed else gradient))
+            size = count * (gradient + (byte(run.train) if run.optimizer.distributed else gradient))
             if group > 1:
                 sent += size * (group - 1) / group
                 seconds += gathered(gpu, size, group, stride) + LATENCY
         here, away = shares(run, cut, dense, expert)
-        update = rates.updating(run, gpu, here, away, dense + expert, cut.microbatches)
+        update = rates.updating(run.optimizer, gpu, here, away, dense + expert, cut.microbatches)
         most = max(most, (sent, seconds, update), key=lambda figures: figures[1] + figures[2])
     return most

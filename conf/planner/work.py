@@ -14,6 +14,7 @@ from typing import NamedTuple
 from conf.model_facts import ModelFacts
 from conf.planner.activations import Tokens, attention_width, tokens
 from conf.schema.run import Run
+from conf.schema.sections import Adapter
 
 
 class Product(NamedTuple):
@@ -41,21 +42,25 @@ def products(run: Run, facts: ModelFacts, kind: str) -> list[Product]:
     t = tokens(run, facts)
     found = _attention_products(run, facts, t)
     if kind == "mtp":
-        found += [Product("mtp", t.whole, facts.hidden // run.layout.tp, 2 * facts.hidden, 1, _full(run))]
+        found += [Product("mtp", t.whole, facts.hidden // run.layout.tp, 2 * facts.hidden, 1, _full(run.adapter))]
         kind = facts.kind(facts.layers - 1)
     if kind == "dense":
-        return found + _mlp(run, facts, "mlp", t.whole, facts.ffn, run.layout.tp)
-    found.append(Product("router", t.local, facts.experts, facts.hidden, 1, _full(run) and not run.moe.freeze_router))
+        return found + _mlp(run.adapter, facts, "mlp", t.whole, facts.ffn, run.layout.tp)
+    found.append(
+        Product("router", t.local, facts.experts, facts.hidden, 1, _full(run.adapter) and not run.moe.freeze_router)
+    )
     if facts.shared_ffn:
-        found += _mlp(run, facts, "shared experts", t.whole, facts.shared_ffn, run.layout.tp)
+        found += _mlp(run.adapter, facts, "shared experts", t.whole, facts.shared_ffn, run.layout.tp)
     local = facts.experts // run.layout.ep
-    return found + _mlp(run, facts, "experts", t.routed, facts.expert_ffn, run.layout.etp, local)
+    return found + _mlp(run.adapter, facts, "experts", t.routed, facts.expert_ffn, run.layout.etp, local)
 
 
 def output(run: Run, facts: ModelFacts) -> list[Product]:
     """Products that make the logits, of the model and of each MTP layer."""
     t = tokens(run, facts)
-    one = Product("logits", t.whole, facts.padded_vocab(run.layout.tp) // run.layout.tp, facts.hidden, 1, _full(run))
+    one = Product(
+        "logits", t.whole, facts.padded_vocab(run.layout.tp) // run.layout.tp, facts.hidden, 1, _full(run.adapter)
+    )
     return [one] * (1 + (facts.mtp_layers if run.model.mtp else 0))
 
 
@@ -99,7 +104,7 @@ def moved(run: Run, facts: ModelFacts, kind: str) -> list[Move]:
         if product.part == "adapters":
             rows, outer = product.m * product.batch, product.k > run.adapter.rank
             # what B gives is added: read twice and written, as is what A gives back; dropout reads and writes A's input
-            drops = 2.5 * product.k * _drops(run) * outer
+            drops = 2.5 * product.k * _drops(run.adapter) * outer
             numbers.append(
                 ("add", rows * (drops + 3 * product.n * (not outer)), rows * (drops + 3 * product.k * outer))
             )
@@ -129,16 +134,16 @@ def exchanged(run: Run, facts: ModelFacts, kind: str) -> dict[str, float]:
     return found
 
 
-def _full(run: Run) -> bool:
-    return run.adapter.kind == "none"
+def _full(adapter: Adapter) -> bool:
+    return adapter.kind == "none"
 
 
-def _drops(run: Run) -> int:
-    return 1 if run.adapter.dropout else 0
+def _drops(adapter: Adapter) -> int:
+    return 1 if adapter.dropout else 0
 
 
 def _attention_products(run: Run, facts: ModelFacts, t: Tokens) -> list[Product]:
-    tp, full = run.layout.tp, _full(run)
+    tp, full = run.layout.tp, _full(run.adapter)
     if not facts.kv_rank:
         qkv = (facts.heads + 2 * facts.kv_heads) * facts.head_dim // tp
         out = facts.heads * facts.head_dim // tp
@@ -146,8 +151,8 @@ def _attention_products(run: Run, facts: ModelFacts, t: Tokens) -> list[Product]
             Product("attention", t.whole, qkv, facts.hidden, 1, full),
             Product("attention", t.whole, facts.hidden, out, 1, full),
         ]
-        found += _adapter(run, "linear_qkv", t.whole, facts.hidden, qkv, tp)
-        return found + _adapter(run, "linear_proj", t.whole, out, facts.hidden, 1)
+        found += _adapter(run.adapter, "linear_qkv", t.whole, facts.hidden, qkv, tp)
+        return found + _adapter(run.adapter, "linear_proj", t.whole, out, facts.hidden, 1)
     query = facts.heads * (facts.qk_nope + facts.qk_rope) // tp
     keys = facts.heads * (facts.qk_nope + facts.v_head) // tp
     out = facts.heads * facts.v_head // tp
@@ -164,24 +169,26 @@ def _attention_products(run: Run, facts: ModelFacts, t: Tokens) -> list[Product]
     part = {"linear_kv_up_proj": "latent", "linear_q_up_proj": "latent"}
     found = [Product(part.get(name, "attention"), m, n, k, 1, full) for name, m, n, k in sizes]
     for name, m, n, k in sizes:
-        found += _adapter(run, name, m, k, n, 1)
+        found += _adapter(run.adapter, name, m, k, n, 1)
     return found
 
 
-def _mlp(run: Run, facts: ModelFacts, part: str, rows: float, width: int, cut: int, experts: int = 1) -> list[Product]:
+def _mlp(
+    adapter: Adapter, facts: ModelFacts, part: str, rows: float, width: int, cut: int, experts: int = 1
+) -> list[Product]:
     inner, gate = width // cut, 2 if facts.gated else 1
     each = rows / experts
     return [
-        Product(part, each, gate * inner, facts.hidden, experts, _full(run)),
-        Product(part, each, facts.hidden, inner, experts, _full(run)),
-        *_adapter(run, "linear_fc1", each, facts.hidden, gate * inner, cut, experts),
-        *_adapter(run, "linear_fc2", each, inner, facts.hidden, 1, experts),
+        Product(part, each, gate * inner, facts.hidden, experts, _full(adapter)),
+        Product(part, each, facts.hidden, inner, experts, _full(adapter)),
+        *_adapter(adapter, "linear_fc1", each, facts.hidden, gate * inner, cut, experts),
+        *_adapter(adapter, "linear_fc2", each, inner, facts.hidden, 1, experts),
     ]
 
 
-def _adapter(run: Run, name: str, rows: float, k: int, n: int, cut: int, batch: int = 1) -> list[Product]:
+def _adapter(adapter: Adapter, name: str, rows: float, k: int, n: int, cut: int, batch: int = 1) -> list[Product]:
     """Products of an adapter: A, whose inner width is cut where it is column-parallel, and B."""
-    if _full(run) or name not in run.adapter.targets:
+    if _full(adapter) or name not in adapter.targets:
         return []
-    rank = run.adapter.rank
+    rank = adapter.rank
     return [Product("adapters", rows, rank // cut, k, batch), Product("adapters", rows, n, rank, batch)]

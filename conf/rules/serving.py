@@ -30,7 +30,7 @@ CPU_HEADS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 def unservable(run: Run, facts: ModelFacts, cpu: bool) -> list[str]:
     if facts.architecture not in SERVED:
         return [f"architectures is {facts.architecture}, and vLLM is known to serve {', '.join(SERVED)}"]
-    return list(_on_cpu(facts) if cpu else _over(run, facts))
+    return list(_on_cpu(facts) if cpu else _over(run.evaluate.gpus or 1, facts))
 
 
 def _on_cpu(facts: ModelFacts) -> Iterator[str]:
@@ -41,9 +41,8 @@ def _on_cpu(facts: ModelFacts) -> Iterator[str]:
         yield f"head_dim is {facts.head_dim}, and on a CPU vLLM serves heads of {sizes}"
 
 
-def _over(run: Run, facts: ModelFacts) -> Iterator[str]:
+def _over(gpus: int, facts: ModelFacts) -> Iterator[str]:
     """Check that the model can be cut over the GPUs that are asked for. Nothing here knows the GPUs of the host."""
-    gpus = run.evaluate.gpus or 1
     widths = {
         "num_attention_heads": facts.heads,
         "intermediate_size": facts.ffn,
