@@ -10,6 +10,7 @@ import pytest
 from conf.load import FOLDER
 from conf.model_facts import MODELS, facts_from_hf, known
 from flows.plan import main
+from tests.support.core_speed import slowdown
 from tests.support.flow_world import ROOT
 from trainer.rehearsal.tiny_models import KINDS
 
@@ -254,8 +255,8 @@ def test_auto_alone_is_one_host_of_the_gpu(ask, tmp_path, layout):
 
 @pytest.mark.parametrize("name, code", [("glm47", 0), ("llama31-405b", 0), ("qwen2-moe", 0)])
 def test_a_plan_takes_a_second(name, code):
-    """Of a core of its own; on one that it shares the same work takes up to twice as long."""
-    before = sum(resource.getrusage(resource.RUSAGE_CHILDREN)[:2])
+    """A second and a half of a core at most, or as much more as a busy host slows a core."""
+    slower, before = slowdown(), sum(resource.getrusage(resource.RUSAGE_CHILDREN)[:2])
     done = subprocess.run([sys.executable, "-m", "flows.plan", name], cwd=ROOT, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (code, "")
-    assert sum(resource.getrusage(resource.RUSAGE_CHILDREN)[:2]) - before < 2.5
+    assert sum(resource.getrusage(resource.RUSAGE_CHILDREN)[:2]) - before < 1.5 * max(slower, slowdown())
