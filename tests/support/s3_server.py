@@ -5,9 +5,11 @@ python tests/support/s3_server.py prints its address and serves until its standa
 
 import contextlib
 import os
+import secrets
 import subprocess
 import sys
 from collections.abc import Iterator
+from typing import Any
 
 ENVIRONMENT = {
     "AWS_ACCESS_KEY_ID": "AKIAMARKERMARKER",
@@ -31,6 +33,18 @@ def running(host: str = "127.0.0.1") -> Iterator[tuple[str, int]]:
         child.stdin.close()
         child.wait(20)
         child.stdout.close()
+
+
+def bucket_of_test(url: str, monkeypatch, kind: str = "bucket") -> tuple[Any, str]:
+    """Make a bucket for one test, which sees this server in its environment; boto3's client and the bucket's name."""
+    import boto3
+
+    for key, value in {**ENVIRONMENT, "AWS_ENDPOINT_URL": url}.items():
+        monkeypatch.setenv(key, value)
+    monkeypatch.delenv("AWS_PROFILE", raising=False)
+    client, name = boto3.client("s3"), f"{kind}-{secrets.token_hex(6)}"
+    client.create_bucket(Bucket=name)
+    return client, name
 
 
 def make_bucket(environment: dict[str, str]) -> None:

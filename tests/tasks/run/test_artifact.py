@@ -3,7 +3,6 @@
 import json
 import math
 import os
-import random
 import shutil
 import signal
 import subprocess
@@ -32,14 +31,7 @@ def server():
 
 @pytest.fixture
 def s3(server, monkeypatch):
-    import boto3
-
-    for key, value in s3_server.ENVIRONMENT.items():
-        monkeypatch.setenv(key, value)
-    monkeypatch.delenv("AWS_PROFILE", raising=False)
-    monkeypatch.setenv("AWS_ENDPOINT_URL", server)
-    bucket = f"bucket-{random.randrange(10**12)}"
-    boto3.client("s3").create_bucket(Bucket=bucket)
+    _, bucket = s3_server.bucket_of_test(server, monkeypatch)
     return open_store(f"s3://{bucket}/prefix")
 
 

@@ -14,7 +14,6 @@ from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 
-import boto3
 import numpy as np
 import pytest
 from boto3.s3.transfer import TransferConfig
@@ -467,11 +466,7 @@ def s3():
 
 @pytest.fixture
 def bucket(s3, monkeypatch):
-    for key, value in {**s3_server.ENVIRONMENT, "AWS_ENDPOINT_URL": s3}.items():
-        monkeypatch.setenv(key, value)
-    monkeypatch.delenv("AWS_PROFILE", raising=False)
-    client = boto3.client("s3")
-    client.create_bucket(Bucket=(name := f"models-{time.monotonic_ns()}"))
+    client, name = s3_server.bucket_of_test(s3, monkeypatch, "models")
     return SimpleNamespace(client=client, name=name, uri=f"s3://{name}/some/model")
 
 

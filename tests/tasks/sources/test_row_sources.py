@@ -7,7 +7,6 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 
-import boto3
 import pytest
 from boto3.s3.transfer import TransferConfig
 
@@ -281,11 +280,7 @@ def s3():
 
 @pytest.fixture
 def bucket(s3, monkeypatch):
-    for key, value in {**s3_server.ENVIRONMENT, "AWS_ENDPOINT_URL": s3}.items():
-        monkeypatch.setenv(key, value)
-    monkeypatch.delenv("AWS_PROFILE", raising=False)
-    client = boto3.client("s3")
-    client.create_bucket(Bucket=(name := f"rows-{time.monotonic_ns()}"))
+    client, name = s3_server.bucket_of_test(s3, monkeypatch, "rows")
 
     def put(key: str, body: str | bytes = LINE) -> str:
         return client.put_object(Bucket=name, Key=key, Body=body)["ETag"].strip('"')

@@ -38,14 +38,7 @@ def server():
 @pytest.fixture
 def s3(server, monkeypatch):
     """A bucket for this test alone."""
-    import boto3
-
-    for key, value in s3_server.ENVIRONMENT.items():
-        monkeypatch.setenv(key, value)
-    monkeypatch.delenv("AWS_PROFILE", raising=False)
-    monkeypatch.setenv("AWS_ENDPOINT_URL", server)
-    bucket = f"bucket-{random.randrange(10**12)}"
-    boto3.client("s3").create_bucket(Bucket=bucket)
+    _, bucket = s3_server.bucket_of_test(server, monkeypatch)
     return f"s3://{bucket}/some/prefix"
 
 
