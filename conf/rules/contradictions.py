@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from conf.rules import precision
+from conf.rules import precision, serving
 from conf.schema import clusters
 from conf.schema.data import Rows
 from conf.schema.run import Run, sections
@@ -46,6 +46,7 @@ def contradictions(run: Run) -> Iterator[tuple[str, str]]:
     if moe.balance == "none" and moe.aux_loss_coeff:
         yield "moe.aux_loss_coeff", "has no effect with moe.balance none"
     yield from precision.contradictions(run)
+    yield from serving.contradictions(run)
     yield from clusters.contradictions(run.gang.engine, run.kubernetes)
 
 

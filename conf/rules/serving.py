@@ -1,6 +1,7 @@
 """Reasons why vLLM 0.26 cannot serve a model, as its config.json and the run say beforehand.
 
     unservable(run, facts, cpu) -> ["head_dim is 24, and ...", ...]      a line per reason; none: it probably can
+    contradictions(run)                                                 (key, problem); contradictions.py asks
 
 The check runs before anything is downloaded: a model that nothing serves would be trained to the end, unevaluated. vLLM
 has a kernel for any size of heads on a GPU, and for CPU_HEADS on a CPU. tests/conf/rules/test_serving.py compares the
@@ -27,13 +28,47 @@ SERVED = (
 CPU_HEADS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 
 
+def contradictions(run: Run) -> Iterator[tuple[str, str]]:
+    evaluate, kind = run.evaluate, run.adapter.kind
+    if evaluate.quantization and (evaluate.precision or run.train.precision) != "bf16":
+        yield "evaluate.quantization", f"{evaluate.quantization} is of weights in bf16; evaluate.precision=bf16"
+    if evaluate.adapter == "merged":
+        return
+    if kind != "lora":
+        why = "there is no adapter" if kind == "none" else "vLLM adds products, and DoRA scales the weight"
+        yield "evaluate.adapter", f"{evaluate.adapter}, but adapter.kind is {kind}: {why}; merged"
+    elif "adapter" not in (run.export.formats or ("adapter",)):
+        yield "evaluate.adapter", f"{evaluate.adapter}, but export.formats lacks adapter"
+
+
 def unservable(run: Run, facts: ModelFacts, cpu: bool) -> list[str]:
     if facts.architecture not in SERVED:
         return [f"architectures is {facts.architecture}, and vLLM is known to serve {', '.join(SERVED)}"]
-    return list(_on_cpu(facts) if cpu else _over(run.evaluate.gpus or 1, facts))
+    found = list(_on_cpu(run, facts) if cpu else _over(run.evaluate.gpus or 1, facts))
+    if run.evaluate.expert_parallel and not facts.experts:
+        found.append("evaluate.expert_parallel is true, and the model has no experts")
+    return found + list(_unmerged(run, facts, cpu))
 
 
-def _on_cpu(facts: ModelFacts) -> Iterator[str]:
+def _unmerged(run: Run, facts: ModelFacts, cpu: bool) -> Iterator[str]:
+    """Parts of an adapter that vLLM cannot add to the base while it serves it."""
+    if run.evaluate.adapter == "merged":
+        return
+    merged = "evaluate.adapter=merged serves it"
+    if facts.kv_rank and "linear_kv_up_proj" in run.adapter.targets:
+        # vLLM takes both halves of kv_b_proj from the base's weight when it loads it, for decoding
+        yield f"linear_kv_up_proj's adapter counts in prompts and not in answers; {merged}, or train it without"
+    experts = [name for name in ("linear_fc1", "linear_fc2") if name in run.adapter.targets]
+    if facts.experts and cpu:
+        yield f"vLLM adds no adapter to a model with experts on a CPU; {merged}"
+    elif facts.experts and len(experts) == 1:
+        yield f"vLLM takes adapters of both linear_fc1 and linear_fc2, and not {experts[0]}'s alone; {merged}"
+    yield "evaluate.adapter is unmerged, which is not built yet; merged"
+
+
+def _on_cpu(run: Run, facts: ModelFacts) -> Iterator[str]:
+    if run.evaluate.quantization:
+        yield f"evaluate.quantization is {run.evaluate.quantization}, which needs a GPU; null"
     if facts.kv_rank:
         yield "kv_lora_rank: vLLM does no latent attention on a CPU"
     elif facts.head_dim not in CPU_HEADS:

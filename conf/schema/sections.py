@@ -268,8 +268,24 @@ class Evaluate(Section):
     precision: Annotated[Literal["fp32", "bf16"] | None, bears(derived="evaluate")] = Field(
         default=None, description="of serving; null = train.precision"
     )
+    quantization: Annotated[Literal["fp8"] | None, bears("evaluate", absent=None)] = Field(
+        default=None,
+        description="fp8 = weights are rounded to it while they are loaded: half of bf16's bytes, other answers",
+    )
+    adapter: Annotated[Literal["merged", "unmerged"], bears(derived="evaluate")] = Field(
+        default="merged",
+        description="what of a trained adapter is served: merged = the whole exported model; "
+        "unmerged = the released model with the exported adapter beside it",
+    )
     gpus: Annotated[Degree | None, NOWHERE] = Field(
         default=None, description="tensor parallel degree of vLLM; null = all GPUs of the host"
+    )
+    expert_parallel: Annotated[bool | None, NOWHERE] = Field(
+        default=None, description="spreads whole experts over these GPUs instead of a part of each; null = false"
+    )
+    eager: Annotated[bool | None, NOWHERE] = Field(
+        default=None,
+        description="neither compiles nor captures CUDA graphs: starts sooner, answers slower; null = false",
     )
     parity_rows: Annotated[Number, bears("train", "evaluate", held=False)] = Field(
         default=8, description="prompts whose log-probabilities training and serving must agree on; 0 = none"

@@ -27,6 +27,8 @@ def stage(run: Run, model: Stage, data: Stage, trained: Stage | None = None) -> 
     config: dict[str, Any] = {**identity.of(run, "evaluate")}
     config["precision"] = run.evaluate.precision or run.train.precision
     config["task_files"] = {task: _content(task) for task in run.evaluate.tasks if task.endswith((".yaml", ".yml"))}
+    if trained and run.evaluate.adapter != "merged":  # of a base there is no other way
+        config["adapter"] = run.evaluate.adapter
     inputs = {"model": model.fingerprint, "data": data.fingerprint}
     return Stage("evaluate", VERSION, config, inputs | ({"trained": trained.fingerprint} if trained else {}))
 

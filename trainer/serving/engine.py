@@ -26,6 +26,7 @@ OFFLINE = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "HF_EVALUATE_OFFLI
 ON_CPU = {"VLLM_CPU_KVCACHE_SPACE": "1", "TORCHDYNAMO_DISABLE": "1"}
 # Threads bound to cores one by one stand still when somebody else is on their core.
 ON_CPU |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_WAIT_POLICY": "PASSIVE"}
+QUANTIZATION = {"fp8": "fp8_per_channel"}  # a scale for each row of a weight, and for each token
 SEQUENCES = 256  # that vLLM computes at once; more than that gains nothing
 
 Progress = Callable[[int, int, str], None]  # rows done, rows in all, of what
@@ -88,7 +89,9 @@ def serve(run: Run, precision: str, length: int, progress: Progress):
         max_model_len=length,
         max_num_seqs=SEQUENCES,
         seed=run.evaluate.seed,
-        enforce_eager=vllm_cpu.is_installed(),
+        quantization=QUANTIZATION[run.evaluate.quantization] if run.evaluate.quantization else None,
+        enable_expert_parallel=bool(run.evaluate.expert_parallel) and gpus > 1,
+        enforce_eager=vllm_cpu.is_installed() or bool(run.evaluate.eager),
     )
 
 

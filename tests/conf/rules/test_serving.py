@@ -11,6 +11,7 @@ import pytest
 from conf.load import load
 from conf.model_facts import facts_from_hf, known
 from conf.rules.serving import CPU_HEADS, SERVED, unservable
+from contract.faults import ConfigError
 from trainer.rehearsal.tiny_models import KINDS
 
 
@@ -45,6 +46,32 @@ def test_what_the_gpus_of_evaluation_do_not_divide_is_named():
         "evaluate.gpus is 3, which does not divide moe_intermediate_size, 64",
         "evaluate.gpus is 3, which does not divide the width of shared experts, 64",
     ]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "line"),
+    [
+        ("evaluate.quantization=fp8", "evaluate.quantization: fp8 is of weights in bf16; evaluate.precision=bf16"),
+        ("evaluate.adapter=unmerged adapter.kind=none", "evaluate.adapter: unmerged, but adapter.kind is none"),
+        ("evaluate.adapter=unmerged adapter.kind=dora", "evaluate.adapter: unmerged, but adapter.kind is dora"),
+        ("evaluate.adapter=unmerged export.formats=[merged]", "unmerged, but export.formats lacks adapter"),
+    ],
+)
+def test_what_of_serving_does_not_go_together_is_named(overrides, line):
+    with pytest.raises(ConfigError) as raised:
+        load("tiny", overrides.split())
+    assert line in str(raised.value)
+
+
+def test_an_adapter_that_vllm_would_leave_out_is_refused_unmerged():
+    tiny = load("tiny", ["evaluate.adapter=unmerged"])
+    assert any(
+        "no adapter to a model with experts on a CPU" in line for line in unservable(tiny, known("glm47"), cpu=True)
+    )
+    latent = load("deepseek-v3-64", ["evaluate.adapter=unmerged"])
+    assert unservable(latent, known("deepseek-v3"), cpu=False)[0].startswith("linear_kv_up_proj's adapter")
+    half = load("glm47", ["evaluate.adapter=unmerged", "adapter.targets=[linear_qkv,linear_fc1]"])
+    assert "not linear_fc1's alone" in unservable(half, known("glm47"), cpu=False)[0]
 
 
 def test_the_tables_are_those_of_the_installed_vllm():

@@ -124,6 +124,13 @@ def test_a_value_counts_in_the_stages_that_its_key_declares_and_in_no_other():
     assert wrong == {}
 
 
+def test_an_adapter_that_is_served_unmerged_is_another_evaluation_of_the_tuned_model_alone():
+    made = pipeline.stages(load("glm47"))
+    found = pipeline.stages(load("glm47", ["evaluate.adapter=unmerged"]))
+    changed = [name for name in made if found[name].fingerprint != made[name].fingerprint]
+    assert changed == ["evaluate-tuned", "promote"]
+
+
 def test_a_key_that_declares_nothing_is_refused():
     with pytest.raises(TypeError, match=r"^Toy\.second: does not say whether it bears identity"):
 
