@@ -36,6 +36,7 @@ from conf.schema.run import Run
 from tasks.gang import attempt, controller, messages
 from tasks.gang.board import POLLED, RENEWED, Board
 from tasks.gang.controller_link import Lookout
+from tasks.gang.job import training
 from tasks.gang.member_link import SHIPPED, Link
 from tasks.run.launch import Broken
 from tasks.store import open_store
@@ -244,7 +245,7 @@ def measure(nodes: int, seconds: float, folder: Path) -> Found:
     attempt.Lookout = Seen
     controller.engine_of = lambda _: engine
     try:
-        controller.train(load(folder / "conf.yaml"), folder / "work", store, "scale", say, lambda: False)
+        controller.carry_out(training(load(folder / "conf.yaml")), folder / "work", store, "scale", say, lambda: False)
     except Broken as error:
         found.verdict = str(error)
     watcher.join(10)

@@ -63,11 +63,11 @@ def _enough(gang: Gang, run: Run, without: tuple[str, ...]) -> Run:
         gang.pause(ASKED)
         if time.monotonic() - since > run.gang.start_within:
             smaller = gang.smaller(without)
-            found = smaller[0] if smaller else gang.wanted
+            found = smaller[0] if smaller else gang.job.run
             if found.layout.nodes < run.layout.nodes:
                 assert smaller
                 gang.say(
-                    f"{smaller[1]} of {gang.wanted.layout.nodes} hosts are there after {run.gang.start_within:.0f} s; "
+                    f"{smaller[1]} of {gang.job.run.layout.nodes} hosts are there after {run.gang.start_within:.0f} s; "
                     f"goes on with {found.layout.nodes}"
                 )
             run = found
@@ -82,7 +82,8 @@ def announce(gang: Gang, run: Run) -> tuple[Board, Lookout]:
     while True:
         number += 1
         board = Board(gang.store, gang.name, number)
-        board.write("resolved.yaml", as_yaml(run).encode())
+        board.write("resolved.yaml", as_yaml(gang.job.conf or run).encode())
+        board.write("task.json", gang.job.task(run).to_json())
         lookout = Lookout(board, str(gang.folder / "probe"))
         if lookout.begin():
             return board, lookout

@@ -1,7 +1,8 @@
 """Board of a gang's attempt, in the store: controller and members write messages there, without a port to open.
 
     gangs/<gang>/<attempt>/gang.json       the controller's word: gathering, go or stop; renewed, or it is worth nothing
-                          /resolved.yaml   the configuration that all ranks get
+                          /task.json       the command that all ranks run
+                          /resolved.yaml   the configuration that they get
                           /peers.json      where each member's witness answers; apart, as the word is read each second
                           /nodes/<k>.json  what member k is and does: its state, its ranks, what it died of
                           /beats/<k>       renewed while member k lives
@@ -23,7 +24,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tasks.gang import messages
-from tasks.gang.messages import Member, Word
+from tasks.gang.messages import Member, Task, Word
 from tasks.store import Store
 
 RENEWED = 3.0  # seconds between renewals, of the controller and of each member
@@ -46,6 +47,10 @@ class Board:
         """Object of the board as it stands there: an attempt of the past may be another version's."""
         found = self.store.read(f"{self.place}/{name}")
         return json.loads(found[0]) if found else None
+
+    def task(self) -> Task:
+        name = f"{self.place}/task.json"
+        return Task.from_json(self.text("task.json").encode(), name)
 
     def member(self, node: int) -> Member | None:
         name = f"{self.place}/nodes/{node}.json"

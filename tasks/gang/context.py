@@ -10,6 +10,7 @@ from contract.faults import Stopped
 from tasks.gang.diagnosis import next_step
 from tasks.gang.engines import Engine
 from tasks.gang.history.timeline import Teller
+from tasks.gang.job import Job
 from tasks.store import Store
 
 TICK = 0.5
@@ -19,7 +20,7 @@ TICK = 0.5
 class Gang:
     name: str
     folder: Path
-    wanted: Run  # with all the hosts that it wants, also where an attempt has fewer
+    job: Job  # with all the hosts that it wants, also where an attempt has fewer
     store: Store
     engine: Engine
     say: Callable[[str], None]
@@ -40,14 +41,14 @@ class Gang:
 
     def available(self, without: tuple[str, ...]) -> int | None:
         """Number of hosts but for these, free or not. None where it is of no use, or the engine does not know it."""
-        return self.engine.available(self.wanted, without) if self.wanted.gang.min_nodes else None
+        return self.engine.available(self.job.run, without) if self.job.run.gang.min_nodes else None
 
     def smaller(self, without: tuple[str, ...]) -> tuple[Run, int] | None:
         """The run on as many hosts as there are, and their number; None where the gang waits for all hosts."""
         left = self.available(without)
-        if left is None or left >= self.wanted.layout.nodes:
+        if left is None or left >= self.job.run.layout.nodes:
             return None
-        facts, gpu = next_step.limits(self.wanted)
-        nodes = next_step.fewer(self.wanted, left, self.wanted.gang.min_nodes, facts, gpu)
-        run = next_step.shrunk(self.wanted, nodes) if nodes else None
+        facts, gpu = next_step.limits(self.job.run)
+        nodes = next_step.fewer(self.job.run, left, self.job.run.gang.min_nodes, facts, gpu)
+        run = next_step.shrunk(self.job.run, nodes) if nodes else None
         return (run, left) if run else None

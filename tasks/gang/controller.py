@@ -1,20 +1,19 @@
-"""Controller of a gang: it trains one run on several hosts, attempt after attempt, until none is needed or can help.
+"""Controller of a gang: it has a job done by several hosts, attempt after attempt, until none is needed or can help.
 
-    train(run, folder, store, gang, say, stop, tick, teller)
+    carry_out(training(run), folder, store, gang, say, stop, tick, teller)
 
 An attempt takes all the hosts it needs or none. Its members are told to go at once, and to stop at once when one of
 them fails. The cause of their end becomes one line (tasks/gang/diagnosis/classify.py), a rule decides what follows
 (tasks/gang/diagnosis/next_step.py), and the next attempt goes on from the newest complete checkpoint. No attempt begins
 before every member of the last one is known to be over, or must have ended itself: a member that nobody hears from
-stops after STALE seconds.
+stops after STALE seconds. A training is done when all its members are, an evaluation when its first one is: that one
+has the answers, and the others only compute.
 
 Where gang.min_nodes allows fewer hosts, the next attempt takes as many as there are, and those after it all again once
 there are enough. The folder lies on storage that all hosts share. Not covered: a gang that has begun does not grow
 before its next attempt.
 """
 
-import contextlib
-import json
 import time
 import traceback
 from collections.abc import Callable
@@ -33,13 +32,13 @@ from tasks.gang.diagnosis.evidence import host_names, of_attempt, preempted, was
 from tasks.gang.diagnosis.next_step import Attempt
 from tasks.gang.engines import Handle, engine_of
 from tasks.gang.history.timeline import History, Teller
+from tasks.gang.job import Job
 from tasks.gang.previous_attempt import ENDED_BY_ITSELF, wait_for_the_last
 from tasks.run.launch import Broken
 from tasks.store import Store, open_store
 
 SETTLE = 2.5  # seconds between the first report of a failure and the verdict: others may know better
 LEAVE_WITHIN = 20.0
-# A half-written checkpoint is recognised by its missing mark: contract/checkpoints.py.
 
 
 @dataclass(frozen=True)
@@ -49,8 +48,8 @@ class Outcome:
     came: int | None = None  # hosts that there were, where others did not come in time
 
 
-def train(
-    run: Run,
+def carry_out(
+    job: Job,
     folder: Path,
     store: Store,
     name: str,
@@ -59,26 +58,26 @@ def train(
     tick: Callable[[], None] = lambda: None,
     teller: Teller | None = None,
 ) -> None:
-    """Train the run to its end. Raises Fault, Broken or Stopped.
+    """Do the job to its end. Raises Fault, Broken or Stopped.
 
     Another thread calls `say` and `tick`, and nothing waits for them.
     """
-    teller = teller or Teller(History(name, run.name, ""), folder / "files/metrics.jsonl")
+    teller = teller or Teller(History(name, job.run.name, ""), folder / "files/metrics.jsonl")
     hasty = open_store(store.uri, hasty=True)
     with aside(say, tick) as (say_later, tick_later):
-        _train(run, Gang(name, folder, run, hasty, engine_of(run), say_later, stop, tick_later, teller))
+        _carry_out(Gang(name, folder, job, hasty, engine_of(job.run), say_later, stop, tick_later, teller))
 
 
-def _train(run: Run, gang: Gang) -> None:
+def _carry_out(gang: Gang) -> None:
+    run = wanted = gang.job.run
     wait_for_the_last(gang.store, gang.name, gang.say, lambda: gang.pause(1.0))
     attempts: list[Attempt] = []
     without: tuple[str, ...] = ()
-    wanted = run
     while True:
         outcome = _survived(gang, run, without)
         if outcome.failure is None:
             return
-        attempts.append(Attempt(outcome.failure, outcome.hosts, _newest(run)))
+        attempts.append(Attempt(outcome.failure, outcome.hosts, gang.job.newest()))
         out = next_step.left_out(attempts)
         left = gang.available(out) if outcome.came is None else outcome.came
         available = None if left is None else left + len(out)
@@ -86,7 +85,7 @@ def _train(run: Run, gang: Gang) -> None:
         next_ = next_step.decide(attempts, wanted, run.gang.retries, run.gang.min_nodes, available, facts, gpu)
         gang.teller.follows(next_.line)
         if next_.action == "stop":
-            _give_up(run, outcome.failure, next_.line)
+            _give_up(gang.job, run, outcome.failure, next_.line)
         gang.say(f"{outcome.failure.line}; {next_.line}")
         without = next_.without
         if available is not None:
@@ -125,8 +124,9 @@ def _attempt(gang: Gang, run: Run, without: tuple[str, ...]) -> Outcome:
         finally:
             (gang.folder / "probe").unlink(missing_ok=True)
     try:
-        gang.teller.trains(hosts, lookout.nodes, run.layout.gpus_per_node, _newest(run))
-        gang.say(f"attempt {board.attempt}: {', '.join(hosts.values())} train; logs in {gang.store.link(board.place)}")
+        job, link = gang.job, gang.store.link(board.place)
+        gang.teller.trains(hosts, lookout.nodes, job.task(run).ranks, job.newest())
+        gang.say(f"attempt {board.attempt}: {', '.join(hosts.values())} {job.command}; logs in {link}")
         failure = _watch(gang, run, lookout, handle, hosts)
     except Stopped:
         _end(gang, run, lookout, handle, "cancelled", save=True)
@@ -152,8 +152,8 @@ def _watch(gang: Gang, run: Run, lookout: Lookout, handle: Handle, hosts: dict[i
         lookout.check()
         nodes = dict(lookout.nodes)
         states = {k: nodes[k].state for k in hosts}
-        if all(state == "done" for state in states.values()):
-            return None if _newest(run) >= _last_step(run) else preempted(nodes)
+        if gang.job.is_over(list(states.values())):
+            return None if gang.job.is_done() else preempted(nodes)
         ended = {k for k, alive in handle.alive().items() if alive is False}
         over = {k for k, state in states.items() if state in ("done", "failed", "preempted", "stopped", "stopping")}
         gone = {k for k in hosts if k not in over and (k in ended or lookout.silence(k) > run.gang.silent_after)}
@@ -190,27 +190,12 @@ def _end(gang: Gang, run: Run, lookout: Lookout, handle: Handle | None, reason: 
     lookout.end(LEAVE_WITHIN)
 
 
-def _give_up(run: Run, failure: Failure, line: str) -> None:
+def _give_up(job: Job, run: Run, failure: Failure, line: str) -> None:
     if failure.kind == "memory":
-        line += f"; {next_step.advice(run)}"
+        line += f"; {job.advice or next_step.advice(run)}"
     raise Fault(line) if failure.kind in ("user", "data", "memory") else Broken(line)
 
 
 def _pass_on(gang: Gang, lookout: Lookout) -> None:
     while lookout.lines:
         gang.say(lookout.lines.popleft())
-
-
-def _last_step(run: Run) -> int:
-    return min(run.train.steps, run.train.stop_after or run.train.steps)
-
-
-def _newest(run: Run) -> int:
-    """Step of the newest checkpoint that is marked complete (contract/checkpoints.py); 0 where there is none."""
-    steps = [0]
-    for mark in Path(run.paths.output).glob("checkpoints/iter_*/complete.json"):
-        with contextlib.suppress(OSError, ValueError, KeyError):
-            files = json.loads(mark.read_text())["files"]
-            if all((mark.parent / name).stat().st_size == size for name, size in files.items()):
-                steps.append(int(mark.parent.name.removeprefix("iter_")))
-    return max(steps)

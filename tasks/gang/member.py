@@ -82,7 +82,7 @@ def _take_part(board: Board, node: int, folder: Path, told: threading.Event, sta
         place=os.environ.get("GANG_PLACE") or os.environ.get("SLURM_TOPOLOGY_ADDR", ""),
     )
     link.met = met is not None
-    if not _take_gpus(board, folder, told, starters) or not link.join():
+    if not _take_gpus(board, told, starters) or not link.join():
         print(f"{board.place}: over, or another process is member {node}")
         return 1
     print(f"member {node} of {board.place} on {host} ({address})", flush=True)
@@ -111,7 +111,7 @@ def _train(link: Link, board: Board, node: int, folder: Path, told: threading.Ev
     run = load(conf)
     assert word.master, "the controller said go"
     name = f"{board.gang}-{board.attempt}"
-    start = Start(run, conf, name, word.order.index(node), link.me.address, word.master)
+    start = Start(run, board.task(), conf, name, word.order.index(node), link.me.address, word.master)
     host, ranks = Host(), Ranks(start, folder / "run")
     link.say(state="running")
     said, grace, why, look = time.monotonic(), 0.0, "", "running"
@@ -154,7 +154,7 @@ def _gone(starters: list[str]) -> str:
     return ""
 
 
-def _take_gpus(board: Board, folder: Path, told: threading.Event, starters: list[str]) -> bool:
+def _take_gpus(board: Board, told: threading.Event, starters: list[str]) -> bool:
     """Take the GPUs of this host that its ranks will use, once nobody else has them.
 
     This process keeps them until it ends.
@@ -164,8 +164,7 @@ def _take_gpus(board: Board, folder: Path, told: threading.Event, starters: list
     gpus = host_gpus.visible()
     if not gpus:
         return True
-    conf = folder / "resolved.yaml"
-    conf.write_text(board.text("resolved.yaml"))
+    task = board.task()
 
     def over() -> bool:
         try:
@@ -177,8 +176,7 @@ def _take_gpus(board: Board, folder: Path, told: threading.Event, starters: list
     def say(line: str) -> None:
         print(line, flush=True)
 
-    here = gpus[: load(conf).layout.gpus_per_node]
-    return host_gpus.take(f"train of {board.gang}", say, over, here) is not None
+    return host_gpus.take(f"gang {board.gang}", say, over, gpus[: task.gpus]) is not None
 
 
 def _probe(word: Word) -> str:

@@ -1,6 +1,7 @@
 """Messages between a gang's controller and its members: a dataclass per message, JSON in between.
 
     Word        gang.json        the controller: gathering, go or stop
+    Task        task.json        the controller: what the members of the attempt run
     Peers       peers.json       the controller: where each member answers
     Member      nodes/<k>.json   a member: what it is and does; with a Sign of each rank, or the End of each
     Standing    a port           whoever is asked where the store does not answer (peer_probe.py)
@@ -52,6 +53,16 @@ class Word(Message):
     reason: str = ""  # stop: why
     save: bool = False  # stop: a checkpoint first
     closed: bool = False  # no member is left
+
+
+@dataclass(frozen=True)
+class Task(Message):
+    """Task of the members: a command of the trainer, which each runs below torchrun."""
+
+    command: str
+    nodes: int
+    gpus: int  # of each host
+    ranks: int  # that torchrun starts on each host
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from contract.amounts import size
 from contract.processes import started
 from tasks.gang import peer_probe
 from tasks.gang.diagnosis import host_evidence
-from tasks.gang.messages import Address, End, Sign
+from tasks.gang.messages import Address, End, Sign, Task
 from tasks.run.launch import PRIVATE, ROOT
 
 # Seconds without a sign of life, by the state of the process in /proc: one that is stopped (T) will not come back by
@@ -32,6 +32,7 @@ from tasks.run.launch import PRIVATE, ROOT
 SILENT = {"T": 6.0, "t": 6.0, "D": 20.0}
 SILENT_ELSE = 60.0
 DEATH = re.compile(r"failed \(exitcode: (-?\d+)\) local_rank: (\d+)")
+MEASURED = ("training", "answering")  # phases whose usual step a rank knows
 SHOWN = 30  # last lines of a failed rank's log
 LEAST = 1 << 20  # bytes of this host's own disk, below which neither signs of life nor logs can be relied on
 AFTER = 0.7  # seconds between a rank's death and the look at what all of them left
@@ -42,6 +43,7 @@ class Start:
     """Arguments of torchrun."""
 
     run: Run
+    task: Task
     conf: Path  # the resolved configuration
     name: str  # gang and attempt
     node: int  # this host's place among all
@@ -52,20 +54,23 @@ class Start:
 class Ranks:
     def __init__(self, start: Start, folder: Path):
         self.run, self.folder = start.run, folder
-        self.count = start.run.layout.gpus_per_node
+        paths = start.run.paths
+        self.writes = Path(paths.output if start.task.command == "train" else paths.evaluation)
+        self.count = start.task.ranks
         self.first = start.node * self.count
         self.failed_at: float | None = None
         (folder / "life").mkdir(parents=True)
         command = [sys.executable, "-m", "torch.distributed.run"]
-        command += ["--nnodes", str(start.run.layout.nodes), "--node-rank", str(start.node)]
+        command += ["--nnodes", str(start.task.nodes), "--node-rank", str(start.node)]
         command += ["--nproc-per-node", str(self.count), "--max-restarts", "0", "--rdzv-id", start.name]
         command += ["--master-addr", start.master[0], "--master-port", str(start.master[1])]
         command += ["--log-dir", str(folder / "ranks"), "--redirects", "3"]
-        command += ["-m", "trainer.train", str(start.conf)]
+        command += ["-m", f"trainer.{start.task.command}", str(start.conf)]
         environment = network.environment(start.run, host_evidence.gpu())  # what this host says already wins
         environment |= {name: value for name, value in os.environ.items() if not name.startswith(PRIVATE)}
         environment |= {"PYTHONUNBUFFERED": "1", "PYTHONPATH": str(ROOT), "LIFE_FOLDER": str(folder / "life")}
         environment |= {"GANG_ATTEMPT": start.name, "TRAINER_FAULT_FILE": str(folder / "fault")}
+        environment |= {"VLLM_HOST_IP": start.address}  # vLLM else asks for the route to the internet
         environment.setdefault("OMP_NUM_THREADS", "1")
         if name := peer_probe.interface(start.address):  # gloo and NCCL else guess, by the name of the host
             environment.setdefault("GLOO_SOCKET_IFNAME", name)
@@ -103,7 +108,7 @@ class Ranks:
                 sign = json.loads(path.read_text())
                 age, idle, state = now - sign["at"], now - sign["step_at"], _state(sign["pid"])
                 longest = max(gang.stall_seconds, gang.stall_factor * sign["usual"])
-                longest = longest if sign["phase"] == "training" else gang.quiet_seconds
+                longest = longest if sign["phase"] in MEASURED else gang.quiet_seconds
                 there = state not in ("", "Z")
                 silent = there and age > SILENT.get(state, SILENT_ELSE)
                 found.append(
@@ -178,8 +183,8 @@ class Ranks:
             time.sleep(0.05)
 
     def free_disk(self) -> int:
-        """Free bytes of the file system that checkpoints go to, which all hosts share."""
-        folder = Path(self.run.paths.output)
+        """Free bytes of the file system that the job writes to, which all hosts share."""
+        folder = self.writes
         while not folder.exists():
             folder = folder.parent
         return shutil.disk_usage(folder).free

@@ -12,6 +12,7 @@ from conf.schema.run import Run
 from contract.faults import Fault, Stopped
 from tasks.gang import controller
 from tasks.gang.history import prefect_page
+from tasks.gang.job import training
 from tasks.run import launch
 from tasks.run.artifact import Artifact, Stage, Work
 from tasks.run.progress import Progress, newest
@@ -69,7 +70,7 @@ def train(session: Session, model: Artifact, base: Artifact, data: Artifact) -> 
             if several:
                 gang = work.folder.name
                 with prefect_page.told(session, run, gang, metrics) as teller:
-                    controller.train(run, work.folder, session.store, gang, say, stop, tick, teller)
+                    controller.carry_out(training(run), work.folder, session.store, gang, say, stop, tick, teller)
             else:
                 launch.trainer("train", run, work.folder, say, stop, tick, turn=session.turn("train", say))
         except Stopped:

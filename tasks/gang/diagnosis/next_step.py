@@ -104,7 +104,8 @@ def decide(
             return Decision("fewer", line, out, left, wait)
     if out:
         return Decision("retry without", f"goes on without {', '.join(out)}", out, nodes, wait)
-    return Decision("retry", f"goes on from step {last.checkpoint}", (), nodes, wait)
+    line = f"goes on from step {last.checkpoint}" if last.checkpoint else "begins again"
+    return Decision("retry", line, (), nodes, wait)
 
 
 def left_out(attempts: Iterable[Attempt]) -> tuple[str, ...]:

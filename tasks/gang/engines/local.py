@@ -76,9 +76,7 @@ def start(run: Run, board: Board, n: int, without: tuple[str, ...] = ()) -> Memb
     each, processes = run.layout.gpus_per_node, []
     hosts = _hosts(run, n, without)
     given_up = time.monotonic() + TAKEN_WITHIN  # somebody was faster since capacity() was asked
-    hold = host_gpus.take(
-        f"train of {board.gang}", lambda _: None, lambda: time.monotonic() > given_up, _of(hosts, run)
-    )
+    hold = host_gpus.take(f"gang {board.gang}", lambda _: None, lambda: time.monotonic() > given_up, _of(hosts, run))
     if hold is None:
         raise TimeoutError("others have taken the GPUs of this host")
     for node, host in enumerate(hosts):

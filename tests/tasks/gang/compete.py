@@ -32,6 +32,7 @@ from tasks.gang import attempt, controller, controller_link, member_link, previo
 from tasks.gang import board as boards
 from tasks.gang import context as gang_module
 from tasks.gang.board import Board
+from tasks.gang.job import training
 from tasks.gang.member_link import Link
 from tasks.gang.messages import Member
 from tasks.run import lease
@@ -285,7 +286,7 @@ def control(pool: Pool, run: Run, folder: Path, store: Mortal) -> None:
     work = folder / store.uri.replace("/", "-")
     work.mkdir()
     try:
-        controller.train(run, work, store, run.name, lambda line: None, stop)  # type: ignore[arg-type]
+        controller.carry_out(training(run), work, store, run.name, lambda line: None, stop)  # type: ignore[arg-type]
     except (Fault, Broken) as error:
         pool.wrong.append(f"{run.name}: {error}")
     except (Dead, OSError) as error:

@@ -15,6 +15,7 @@ sys.path.insert(0, str(Path(__file__).parents[3]))
 from conf.load import load
 from contract.faults import Fault, Stopped
 from tasks.gang import controller
+from tasks.gang.job import training
 from tasks.run.launch import Broken
 from tasks.store import open_store
 
@@ -32,7 +33,7 @@ def main() -> int:
         print(f"{time.monotonic() - began:6.1f} {line}", flush=True)
 
     try:
-        controller.train(run, work, open_store(store), work.name, say, cancelled.is_set)
+        controller.carry_out(training(run), work, open_store(store), work.name, say, cancelled.is_set)
     except (Fault, Stopped, Broken) as error:
         say(f"{type(error).__name__}: {error}")
         return 1

@@ -14,6 +14,7 @@ from contract.faults import Stopped
 from tasks.gang import controller
 from tasks.gang.background import aside
 from tasks.gang.board import Board
+from tasks.gang.job import training
 from tasks.gang.member_link import Link
 from tasks.gang.messages import End, Member
 from tasks.run.launch import Broken
@@ -168,8 +169,8 @@ class Gang:
 
     def train(self) -> None:
         try:
-            controller.train(
-                self.run, self.folder, self.store, "gang", self.lines.append, self.cancelled.is_set, self.tick
+            controller.carry_out(
+                training(self.run), self.folder, self.store, "gang", self.lines.append, self.cancelled.is_set, self.tick
             )
         except BaseException as error:
             self.error = error
@@ -248,7 +249,7 @@ def test_a_gang_that_is_not_complete_in_time_gives_its_hosts_back(gang):
     hosts.trained.set()
     one = gang(hosts, "gang.start_within=3")
     one.ends_well()
-    assert "host: 1 of 2 hosts came within 3 s; goes on from step 0" in one.lines
+    assert "host: 1 of 2 hosts came within 3 s; begins again" in one.lines
     assert hosts.over[:2] == ["b 1", "a 1"] and len(hosts.given) == 2
 
 
@@ -257,7 +258,7 @@ def test_a_scheduler_that_does_not_answer_is_asked_again(gang):
     hosts.trained.set()
     one = gang(hosts)
     one.ends_well()
-    assert "network: no attempt: ConnectionError: no answer; goes on from step 0" in one.lines
+    assert "network: no attempt: ConnectionError: no answer; begins again" in one.lines
     assert hosts.given == [["a", "b"]]
 
 
@@ -351,4 +352,4 @@ def test_where_one_host_is_told_to_end_all_save(gang):
     hosts.trained.set()
     running.join(20)
     assert one.error is None
-    assert "preempted: b was told to end; goes on from step 0" in one.lines
+    assert "preempted: b was told to end; begins again" in one.lines

@@ -5,11 +5,12 @@ import threading
 
 import pytest
 
-from conf.load import as_yaml, load
+from conf.load import load
 from contract import host_gpus
 from tasks.gang import member
 from tasks.gang.board import Board
 from tasks.gang.engines import local
+from tasks.gang.job import training
 from tasks.gang.messages import Word
 from tasks.store import open_store
 from tests.contract.test_host_gpus import fake_nvidia_smi, show_gpus
@@ -30,7 +31,7 @@ def run(tmp_path, monkeypatch):
 @pytest.fixture
 def board(tmp_path, run):
     made = Board(open_store(str(tmp_path / "store")), "gang-1", 1)
-    made.write("resolved.yaml", as_yaml(run).encode())
+    made.write("task.json", training(run).task(run).to_json())
     made.write("gang.json", Word("me", "gathering").to_json())
     return made
 
@@ -45,7 +46,7 @@ def test_a_gang_on_this_host_waits_for_the_gpus_that_it_would_use_and_no_others(
 def test_its_members_have_all_of_them_until_the_last_is_over(run, board, monkeypatch):
     monkeypatch.setattr(local, "command", lambda board, node: ["timeit", "-n1", "-r1", "import time; time.sleep(30)"])
     members = local.start(run, board, 2)
-    assert host_gpus.held(("GPU-a",)).startswith("train of gang-1 has had for")
+    assert host_gpus.held(("GPU-a",)).startswith("gang gang-1 has had for")
     members.processes[0].stdin.close()
     members.processes[0].wait()
     assert host_gpus.held(("GPU-b",)) and host_gpus.held(("GPU-c",)) is None
@@ -62,14 +63,14 @@ def test_a_gang_that_somebody_was_faster_than_does_not_wait_for_ever(run, board,
         local.start(run, board, 2)
 
 
-def test_a_member_joins_once_its_gpu_is_free_and_not_where_its_attempt_is_over(run, board, tmp_path, capsys):
+def test_a_member_joins_once_its_gpu_is_free_and_not_where_its_attempt_is_over(run, board, capsys):
     def join() -> bool:
-        return member._take_gpus(board, tmp_path, threading.Event(), [])
+        return member._take_gpus(board, threading.Event(), [])
 
     with host_gpus.taken("train of a", pytest.fail, gpus=("GPU-a",)):
         threading.Timer(1.0, lambda: board.write("gang.json", Word("me", "stop").to_json())).start()
         assert not join()
-    assert "train of gang-1 waits for the GPUs of this host, which train of a has had" in capsys.readouterr().out
+    assert "gang gang-1 waits for the GPUs of this host, which train of a has had" in capsys.readouterr().out
     board.write("gang.json", Word("me", "gathering").to_json())
     child = subprocess.Popen(["sleep", "0.1"])  # what the member starts does not keep them
     assert join() and host_gpus.held(("GPU-a",)) and host_gpus.held(("GPU-b",)) is None
