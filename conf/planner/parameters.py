@@ -5,6 +5,7 @@
     trainable(run, facts, stage)    how many of them are trained: (dense, of experts)
     quantized(run, facts, stage)    how many lie in matrices that train.fp8 multiplies in FP8
     total(facts), active(facts)     of the released checkpoint; of what one token passes through
+    parts(facts, kind)              of one whole layer, dense or moe; linears(facts, kind) has its matrices but experts'
 
 As Megatron-Bridge 0.6 and megatron-core 0.19 build them, to the parameter; trainer/rehearse.py compares. The layout is
 taken to be legal (conf/rules/layout.py). Every rank of tp holds whole norms, routers and MLA's down projections, and an
@@ -47,7 +48,7 @@ class Stage:
 
 
 @dataclass(frozen=True)
-class _Linear:
+class Linear:
     """A layer's matrix with its uncut input and output sizes."""
 
     name: str  # Megatron's, as in adapter.targets
@@ -132,8 +133,19 @@ def _whole(facts: ModelFacts, experts: int) -> int:
     return ends + sum(_layer_size(facts, kind, experts) * n for kind, n in Counter(facts.kinds).items())
 
 
+def parts(facts: ModelFacts, kind: str, experts: int | None = None) -> dict[str, int]:
+    """Parameters of one whole layer by KINDS, with all of its experts or so many."""
+    count = 0 if kind != "moe" else facts.experts if experts is None else experts
+    return _weights(facts, kind, 1, 1) | {"experts": sum(map(_size, _expert(facts))) * count}
+
+
+def linears(facts: ModelFacts, kind: str) -> list[Linear]:
+    """Matrices of one layer, but for the router and the routed experts."""
+    return _attention(facts) + _mlp(facts.ffn if kind == "dense" else facts.shared_ffn, facts)
+
+
 def _layer_size(facts: ModelFacts, kind: str, experts: int) -> int:
-    found = _weights(facts, kind, 1, 1) | {"experts": sum(map(_size, _expert(facts))) * experts if kind == "moe" else 0}
+    found = parts(facts, kind, experts)
     return sum(found.values()) + (facts.experts if kind == "moe" and facts.expert_bias else 0)
 
 
@@ -149,8 +161,7 @@ def _layer(run: Run, facts: ModelFacts, kind: str) -> Counter[str]:
         found["norms"] += facts.hidden  # core norms the input of linear_q_proj a second time; no release has that norm
     if run.adapter.kind == "none":
         return found
-    dense = _attention(facts) + (_mlp(facts.ffn, facts) if base == "dense" else _mlp(facts.shared_ffn, facts))
-    found["adapters_dense"] = sum(_adapter(run.adapter, linear, layout.tp) for linear in dense)
+    found["adapters_dense"] = sum(_adapter(run.adapter, linear, layout.tp) for linear in linears(facts, base))
     # without grouped products experts are modules of their own, and so are their adapters
     each = local if run.adapter.experts == "each" or not run.moe.grouped_gemm else min(local, 1)
     found["adapters_experts"] = each * sum(_adapter(run.adapter, linear, layout.etp) for linear in _expert(facts))
@@ -175,44 +186,43 @@ def _weights(facts: ModelFacts, kind: str, tp: int, etp: int) -> dict[str, int]:
 def _matrices(layout: Layout, facts: ModelFacts, kind: str) -> int:
     """Parameters in the matrices of one layer on one rank, without biases, the router and adapters."""
     base = facts.kinds[-1] if kind == "mtp" else kind
-    dense = _attention(facts) + _mlp(facts.ffn if base == "dense" else facts.shared_ffn, facts)
-    found = sum(_size(replace(linear, bias=False), layout.tp) for linear in dense)
+    found = sum(_size(replace(linear, bias=False), layout.tp) for linear in linears(facts, base))
     if base == "moe":
         experts = sum(_size(replace(linear, bias=False), layout.etp) for linear in _expert(facts))
         found += facts.experts // layout.ep * experts
     return found + (2 * facts.hidden * facts.hidden // layout.tp if kind == "mtp" else 0)
 
 
-def _attention(facts: ModelFacts) -> list[_Linear]:
+def _attention(facts: ModelFacts) -> list[Linear]:
     hidden, heads, bias = facts.hidden, facts.heads, facts.attention_bias or facts.linear_bias
     if not facts.kv_rank:
         width = heads * facts.head_dim
         return [
-            _Linear("linear_qkv", hidden, width + 2 * facts.kv_heads * facts.head_dim, bias=bias),
-            _Linear("linear_proj", width, hidden, "row", bias=facts.linear_bias),
+            Linear("linear_qkv", hidden, width + 2 * facts.kv_heads * facts.head_dim, bias=bias),
+            Linear("linear_proj", width, hidden, "row", bias=facts.linear_bias),
         ]
     query = heads * (facts.qk_nope + facts.qk_rope)
     found = [
-        _Linear("linear_kv_down_proj", hidden, facts.kv_rank + facts.qk_rope, "whole"),
-        _Linear("linear_kv_up_proj", facts.kv_rank, heads * (facts.qk_nope + facts.v_head)),
-        _Linear("linear_proj", heads * facts.v_head, hidden, "row"),
+        Linear("linear_kv_down_proj", hidden, facts.kv_rank + facts.qk_rope, "whole"),
+        Linear("linear_kv_up_proj", facts.kv_rank, heads * (facts.qk_nope + facts.v_head)),
+        Linear("linear_proj", heads * facts.v_head, hidden, "row"),
     ]
     if not facts.q_rank:
-        return [*found, _Linear("linear_q_proj", hidden, query)]
-    down = _Linear("linear_q_down_proj", hidden, facts.q_rank, "whole")
-    return [*found, down, _Linear("linear_q_up_proj", facts.q_rank, query)]
+        return [*found, Linear("linear_q_proj", hidden, query)]
+    down = Linear("linear_q_down_proj", hidden, facts.q_rank, "whole")
+    return [*found, down, Linear("linear_q_up_proj", facts.q_rank, query)]
 
 
-def _mlp(width: int, facts: ModelFacts) -> list[_Linear]:
+def _mlp(width: int, facts: ModelFacts) -> list[Linear]:
     if not width:
         return []
     return [
-        _Linear("linear_fc1", facts.hidden, width * (2 if facts.gated else 1), bias=facts.linear_bias),
-        _Linear("linear_fc2", width, facts.hidden, "row", bias=facts.linear_bias),
+        Linear("linear_fc1", facts.hidden, width * (2 if facts.gated else 1), bias=facts.linear_bias),
+        Linear("linear_fc2", width, facts.hidden, "row", bias=facts.linear_bias),
     ]
 
 
-def _expert(facts: ModelFacts) -> list[_Linear]:
+def _expert(facts: ModelFacts) -> list[Linear]:
     return _mlp(facts.expert_ffn, facts)
 
 
@@ -221,13 +231,13 @@ def _mtp(facts: ModelFacts, tp: int) -> int:
     return 2 * facts.hidden * facts.hidden // tp + 3 * facts.hidden * (2 if facts.layernorm else 1)
 
 
-def _size(linear: _Linear, tp: int = 1) -> int:
+def _size(linear: Linear, tp: int = 1) -> int:
     matrix = linear.into * linear.out // (1 if linear.cut == "whole" else tp)
     bias = linear.out // (tp if linear.cut == "column" else 1) if linear.bias else 0
     return matrix + bias
 
 
-def _adapter(adapter: Adapter, linear: _Linear, tp: int) -> int:
+def _adapter(adapter: Adapter, linear: Linear, tp: int) -> int:
     if linear.name not in adapter.targets:
         return 0
     size = adapter.rank * (linear.into + linear.out) // tp

@@ -5,7 +5,7 @@
 
 The check runs before anything is downloaded: a model that nothing serves would be trained to the end, unevaluated. vLLM
 has a kernel for any size of heads on a GPU, and for CPU_HEADS on a CPU. tests/conf/rules/test_serving.py compares the
-tables with the vLLM that is installed. Not covered: memory, and the needs of families other than these.
+tables with the vLLM that is installed. conf/planner/serving/ has the memory. Not covered: other families than these.
 """
 
 from collections.abc import Iterator
@@ -25,6 +25,7 @@ SERVED = (
     "LlamaForCausalLM",
     "GPT2LMHeadModel",
 )
+FP8 = 8.9  # CUDA's compute capability that quantization takes
 CPU_HEADS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 
 
@@ -44,9 +45,12 @@ def contradictions(run: Run) -> Iterator[tuple[str, str]]:
 def unservable(run: Run, facts: ModelFacts, cpu: bool) -> list[str]:
     if facts.architecture not in SERVED:
         return [f"architectures is {facts.architecture}, and vLLM is known to serve {', '.join(SERVED)}"]
-    found = list(_on_cpu(run, facts) if cpu else _over(run.evaluate.gpus or 1, facts))
-    if run.evaluate.expert_parallel and not facts.experts:
+    evaluate = run.evaluate
+    found = list(_on_cpu(run, facts) if cpu else uncut(facts, evaluate.gpus or 1, bool(evaluate.expert_parallel)))
+    if evaluate.expert_parallel and not facts.experts:
         found.append("evaluate.expert_parallel is true, and the model has no experts")
+    if (evaluate.nodes or 1) > 1:
+        found.append(f"evaluate.nodes is {evaluate.nodes}, and evaluation over several hosts is not built yet; 1")
     return found + list(_unmerged(run, facts, cpu))
 
 
@@ -76,12 +80,12 @@ def _on_cpu(run: Run, facts: ModelFacts) -> Iterator[str]:
         yield f"head_dim is {facts.head_dim}, and on a CPU vLLM serves heads of {sizes}"
 
 
-def _over(gpus: int, facts: ModelFacts) -> Iterator[str]:
-    """Check that the model can be cut over the GPUs that are asked for. Nothing here knows the GPUs of the host."""
+def uncut(facts: ModelFacts, gpus: int, expert_parallel: bool = False) -> Iterator[str]:
+    """Reasons why the model cannot be cut over so many GPUs."""
     widths = {
         "num_attention_heads": facts.heads,
         "intermediate_size": facts.ffn,
-        "moe_intermediate_size": facts.expert_ffn,
+        "moe_intermediate_size": 0 if expert_parallel else facts.expert_ffn,
         "the width of shared experts": facts.shared_ffn,
     }
     for name, width in widths.items():

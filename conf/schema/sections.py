@@ -277,11 +277,17 @@ class Evaluate(Section):
         description="what of a trained adapter is served: merged = the whole exported model; "
         "unmerged = the released model with the exported adapter beside it",
     )
+    nodes: Annotated[Degree | None, NOWHERE] = Field(
+        default=None,
+        description="hosts that serve one model, each a stage of vLLM's pipeline; null = the fewest that hold it",
+    )
     gpus: Annotated[Degree | None, NOWHERE] = Field(
-        default=None, description="tensor parallel degree of vLLM; null = all GPUs of the host"
+        default=None,
+        description="GPUs of a host, vLLM's tensor parallel degree; null = the fewest that hold all questions at once",
     )
     expert_parallel: Annotated[bool | None, NOWHERE] = Field(
-        default=None, description="spreads whole experts over these GPUs instead of a part of each; null = false"
+        default=None,
+        description="spreads whole experts over these GPUs instead of a part of each; null = as the planner says",
     )
     eager: Annotated[bool | None, NOWHERE] = Field(
         default=None,

@@ -1,0 +1,1 @@
+"""Memory, layout and time of vLLM, which serves a model while it is evaluated."""

@@ -1,0 +1,62 @@
+"""Seconds of an evaluation by vLLM: start, weights, answers and log-likelihoods.
+
+    duration(run, facts, gpu, serving) -> Duration
+
+START and COMPILE were measured on an H200 with tiny models in bf16 (November 2026): 51 s until the first answer, of
+which compiling, the profile of graphs and their capture took 34, and 52 s with 9.6 GB of weights. All else is
+arithmetic: a step of decoding reads all weights of a GPU and the cache of its rows, as routers ask for most experts
+where many rows are answered at once; a prompt takes 2 FLOPs a weight and token. Rows count at their full length.
+
+Not covered: storage that several hosts read at once, a compile cache that is there already.
+"""
+
+from dataclasses import dataclass
+from math import ceil
+
+from conf.model_facts import ModelFacts
+from conf.planner import parameters
+from conf.planner.hardware import GB, Gpu
+from conf.planner.rates import GEMM, HBM
+from conf.planner.serving.layout import SEQUENCES, Serving
+from conf.planner.traffic import LATENCY
+from conf.schema.run import Run
+
+START, COMPILE = 17.0, 34.0  # imports, device and engine; what eager leaves out
+RANKS = 15.0  # for processes of more than one GPU to import the same, and to meet
+READ = 2 * GB  # bytes/s of a host's storage; its GPUs share what was read
+ASKED = 10.0  # for each task: lm-eval's own start, the first of all shapes
+LAYER = {False: 0.03e-3, True: 0.4e-3}  # of a host, to start a layer's kernels: from a graph, and eager
+ROWS = 1000  # where evaluate.rows is null: what the data hold, nobody knows yet
+
+
+@dataclass(frozen=True)
+class Duration:
+    start: float
+    load: float
+    answers: float
+    likelihoods: float
+
+    @property
+    def seconds(self) -> float:
+        return self.start + self.load + self.answers + self.likelihoods
+
+
+def duration(run: Run, facts: ModelFacts, gpu: Gpu, serving: Serving) -> Duration:
+    way, tasks = serving.way, max(1, len(run.evaluate.tasks))
+    rows = run.evaluate.rows or ROWS
+    at_once = max(1, min(serving.at_once, rows, SEQUENCES))
+    bytes_read = parameters.total(facts) * way.byte
+    low = "fp8" if way.quantized and "fp8" in gpu.tflops else "fp32" if way.byte == 4 else "bf16"
+    share = GEMM["current" if low == "fp8" else low]
+    flops = gpu.tflops[low] * 1e12 * share * way.tp  # stages of a pipeline wait for one another
+    prompts = 2 * parameters.active(facts) * rows * serving.row / flops
+    read = (serving.memory.weights + at_once * serving.row * serving.memory.token) / (gpu.hbm * HBM)
+    waits = facts.layers * ((2 * LATENCY if way.tp > 1 else 0) + LAYER[way.eager])
+    step = way.hosts * read + waits
+    answers = prompts + ceil(rows / at_once) * run.evaluate.max_tokens * step
+    return Duration(
+        start=START + (0 if way.eager else COMPILE) + (RANKS if way.tp * way.hosts > 1 else 0) + ASKED * tasks,
+        load=bytes_read / READ,
+        answers=tasks * answers,
+        likelihoods=tasks * prompts,
+    )

@@ -1,0 +1,183 @@
+"""Memory of vLLM 0.26 on the fullest of the GPUs that serve a model.
+
+    memory(model, way, gpu) -> ServedMemory
+
+Bytes on a GPU, of weights of w bytes a number (bf16 2, FP8 1 and a scale for each row) and B bytes of all else:
+
+    weights      w * (attention + dense MLP + shared experts + experts) / tp + B * (embedding, output) / tp + B * the
+                 rest, of a pipeline stage. Fewer key-value heads than tp are repeated; latent attention has its
+                 down-projections on every GPU, and its up-projections a second time, for decoding
+    adapters     rank * (in + out) of each matrix, for all experts, though one adapter is served
+    activations  T * [4 H + top_k * max(2 I, H) + top_k * I] * B    T tokens of a step; vLLM measures it at the start
+    sampler      rows at once * V * 12
+    graphs       measured 0.12 to 0.18 GB with 4 layers, some 2 GB with 92; none if eager
+    context      CUDA's, NCCL's and cuBLAS', as in training (conf/planner/memory.py)
+    cache        what is left of UTILIZATION of the GPU: keys and values of so many tokens,
+                 layers * 2 * key-value heads / tp * head width * B each (latent: layers * (rank + rope) * B, not cut)
+    prompts      T * V * (B + 8) for the log-probabilities of a prompt: vLLM does not count it, so it has to fit in what
+                 UTILIZATION leaves, and in what activations and sampler give back
+
+The figures of weights, cache and prompts are arithmetic from vLLM's own code; context was measured.
+Not covered: data parallel serving, fp32 weights of a router, layers that vLLM fuses to more than their matrices.
+"""
+
+from collections import Counter
+from dataclasses import dataclass
+from math import ceil
+
+from conf.model_facts import ModelFacts
+from conf.planner import parameters
+from conf.planner.hardware import Gpu
+from conf.planner.memory import CONTEXT, NCCL_GROUP, WORKSPACE
+from conf.schema.sections import Adapter
+
+UTILIZATION = 0.9  # of a GPU, by vLLM; with its own 0.92 the prompts' log-probabilities have less than they take
+BLOCK = 16  # tokens of a block of the cache
+FP8 = 1.001  # bytes of a weight, with an fp32 scale for each row of a matrix
+GRAPHS, GRAPHS_A_LAYER = 0.1e9, 0.02e9
+RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # of adapters: vLLM sets memory aside for the next of these
+PROMPTS = 3.2e9  # bytes of log-probabilities of prompts in a step, at most
+STEP = 8192  # tokens of a step, at most
+
+
+@dataclass(frozen=True)
+class Way:
+    """A way to serve a model."""
+
+    tp: int
+    hosts: int = 1  # stages of the pipeline
+    expert_parallel: bool = False
+    quantized: bool = False  # weights in FP8
+    eager: bool = False
+    byte: int = 2  # of all numbers that are not quantized
+    adapter: Adapter | None = None  # served beside the base
+    sequences: int = 256  # that are computed at once
+    tokens: int = 2048  # of a step
+
+
+@dataclass(frozen=True)
+class ServedMemory:
+    """Bytes on the fullest GPU."""
+
+    weights: int
+    adapters: int
+    activations: int
+    sampler: int
+    graphs: int
+    context: int
+    token: int  # of the cache, each
+    prompts: int
+    capacity: int  # of the GPU
+
+    @property
+    def fixed(self) -> int:
+        """Bytes that are taken before the first token."""
+        return self.weights + self.adapters + self.activations + self.sampler + self.graphs + self.context
+
+    @property
+    def cache(self) -> int:
+        """Bytes that are left for keys and values; below 0 nothing can be served."""
+        return int(self.capacity * UTILIZATION) - self.fixed
+
+    @property
+    def cached(self) -> int:
+        """Tokens that the cache holds."""
+        return max(0, self.cache) // self.token // BLOCK * BLOCK
+
+    @property
+    def taken(self) -> int:
+        """Bytes that nvidia-smi shows: vLLM takes the whole of its cache at the start."""
+        return self.fixed + max(0, self.cache)
+
+    def lacks(self, length: int) -> int:
+        """Bytes that are missing for one row of so many tokens and its log-probabilities; a negative number is room."""
+        free = self.capacity - int(self.capacity * UTILIZATION) + self.activations + self.sampler
+        return max(ceil(length / BLOCK) * BLOCK * self.token - self.cache, self.prompts - free)
+
+
+def tokens_of_a_step(facts: ModelFacts, byte: int, sequences: int) -> int:
+    """The largest power of two whose prompts' log-probabilities keep to PROMPTS."""
+    most = min(STEP, int(PROMPTS / (facts.vocab * (byte + 8))))
+    return max(1 << max(most, 1).bit_length() - 1, sequences)
+
+
+def memory(facts: ModelFacts, way: Way, gpu: Gpu) -> ServedMemory:
+    stages = [_stage(facts, way, place) for place in range(way.hosts)]
+    weights, adapters, token = max(stages)
+    width = max(2 * facts.ffn, facts.hidden) + facts.ffn
+    if facts.experts:
+        inner = facts.expert_ffn if way.expert_parallel else facts.expert_ffn / way.tp
+        width = facts.top_k * (max(2 * inner, facts.hidden) + inner)
+    groups = 1 + (way.tp > 1) + (way.hosts > 1) + way.expert_parallel
+    return ServedMemory(
+        weights=weights,
+        adapters=adapters,
+        activations=int(way.tokens * (4 * facts.hidden + width) * way.byte),
+        sampler=way.sequences * facts.vocab * 12,
+        graphs=0 if way.eager else int(GRAPHS + GRAPHS_A_LAYER * facts.layers / way.hosts),
+        context=CONTEXT + WORKSPACE + NCCL_GROUP * groups,
+        token=token,
+        prompts=way.tokens * facts.vocab * (way.byte + 8),
+        capacity=gpu.memory,
+    )
+
+
+def layers_of(stage: int, layers: int, stages: int) -> tuple[int, int]:
+    """First layer of a stage, and the one behind its last.
+
+    What does not share evenly goes to the last stage but one, and to those before it.
+    """
+    counts = [layers // stages] * stages
+    for more in range(layers % stages):
+        counts[-more - 2] += 1
+    return sum(counts[:stage]), sum(counts[: stage + 1])
+
+
+def _stage(facts: ModelFacts, way: Way, place: int) -> tuple[int, int, int]:
+    """Bytes of weights, of adapters, and of a token in the cache, on a GPU of a stage."""
+    first, end = layers_of(place, facts.layers, way.hosts)
+    kinds = Counter(facts.kinds[first:end])
+    weights = sum(_layer(facts, kind, way) * count for kind, count in kinds.items())
+    adapters = sum(_adapters(facts, kind, way) * count for kind, count in kinds.items())
+    ends = (place == 0) + (place == way.hosts - 1 and not (facts.tied and way.hosts == 1))
+    vocabulary = ceil(facts.vocab / 64 / way.tp) * 64 * facts.hidden
+    weights += (ends * vocabulary + (facts.positions * facts.hidden if place == 0 else 0)) * way.byte
+    return ceil(weights), adapters, max(1, _cached(facts, way) * (end - first))
+
+
+def _layer(facts: ModelFacts, kind: str, way: Way) -> float:
+    each = FP8 if way.quantized else way.byte
+    part = parameters.parts(facts, kind)
+    plain = part["norms"] + part.get("router", 0)
+    matrices = sum(part[name] for name in ("attention", "mlp", "shared_experts", "experts") if name in part)
+    if facts.kv_rank:
+        whole = facts.hidden * (facts.q_rank + facts.kv_rank + facts.qk_rope)
+        cut = whole + (matrices - whole) / way.tp
+        plain += facts.kv_rank * facts.heads * (facts.qk_nope + facts.v_head) // way.tp
+    else:
+        keys = 2 * facts.hidden * facts.kv_heads * facts.head_dim
+        cut = (matrices - keys) / way.tp + keys / min(way.tp, facts.kv_heads)
+    return cut * each + plain * way.byte
+
+
+def _cached(facts: ModelFacts, way: Way) -> int:
+    if facts.kv_rank:
+        return (facts.kv_rank + facts.qk_rope) * way.byte
+    return 2 * max(1, facts.kv_heads // way.tp) * facts.head_dim * way.byte
+
+
+def _adapters(facts: ModelFacts, kind: str, way: Way) -> int:
+    if way.adapter is None:
+        return 0
+    targets = way.adapter.targets
+    rank = next((one for one in RANKS if one >= way.adapter.rank), way.adapter.rank)
+    sizes = 0
+    for linear in parameters.linears(facts, kind):
+        if linear.name in targets:
+            into, out = linear.into, linear.out
+            sizes += into // way.tp + out if linear.cut == "row" else into + out // way.tp
+    if kind == "moe" and {"linear_fc1", "linear_fc2"} <= {*targets}:
+        inner = facts.expert_ffn if way.expert_parallel else facts.expert_ffn // way.tp
+        experts = ceil(facts.experts / way.tp) if way.expert_parallel else facts.experts
+        sizes += experts * (3 * facts.hidden + 3 * inner)
+    return sizes * rank * way.byte
