@@ -1,6 +1,7 @@
 """Score a model in Hugging Face format, served by vLLM, on held-out rows and on tasks of lm-eval.
 
     python -m trainer.evaluate CONF [key=value ...]        one process, on a GPU or a CPU
+    torchrun --nproc-per-node 1 ... -m trainer.evaluate RESOLVED.yaml     on each host of a gang; the first one writes
 
 Reads the model in paths.served and, for the task held_out, test.jsonl of the prepared data, with the template that they
 were prepared with. Other tasks are lm-eval's, by name
@@ -34,7 +35,7 @@ from contract.faults import line_of
 from contract.files import write_atomically
 from contract.output_marks import EVALUATION, take
 from trainer.checks import inputs, places
-from trainer.serving import agreement, engine, held_out, lm_tasks, prompts
+from trainer.serving import agreement, engine, held_out, hosts, lm_tasks, prompts
 from trainer.startup import entry
 from trainer.startup.console import say
 
@@ -43,6 +44,9 @@ LOG_LINES = 15  # shown of log.txt when something breaks
 
 
 def main(run: Run) -> None:
+    if hosts.only_computes():
+        engine.prepare(online=False)
+        engine.serve(run, _precision(run), _length(run, _asks_others(run)), lambda *_: None)
     started, folder = time.monotonic(), Path(run.paths.evaluation)
     take(folder, EVALUATION)
     (folder / "results.json").unlink(missing_ok=True)
@@ -70,13 +74,13 @@ def main(run: Run) -> None:
 def evaluate(run: Run, progress: "Progress") -> dict:
     names = list(run.evaluate.tasks)
     elsewhere = [name for name in names if name != held_out.NAME]
-    precision = run.evaluate.precision or run.train.precision
+    precision = _precision(run)
     engine.prepare(online=any(not prompts.is_task_file(name) for name in elsewhere))
     test = held_out.read(run) if held_out.NAME in names else None
     tasks = lm_tasks.load(run, names, test)
     say(f"evaluate: starting vLLM on this host's {engine.device()} for {run.paths.served}")
     began = time.monotonic()
-    served = engine.serve(run, precision, _length(run, bool(elsewhere)), progress)
+    served = engine.serve(run, precision, _length(run, _asks_others(run)), progress)
     say(f"evaluate: vLLM answers in {precision}, after {time.monotonic() - began:.1f} s")
     results = {"metrics": {}, "rows": {}, "samples": {}}
     for name in names:
@@ -88,6 +92,15 @@ def evaluate(run: Run, progress: "Progress") -> dict:
     results["parity"], results["parity_not_compared"] = agreement.compare(run, served, precision)
     results["chat_template"] = _chat_template(Path(run.paths.served))
     return results
+
+
+def _precision(run: Run) -> str:
+    return run.evaluate.precision or run.train.precision
+
+
+def _asks_others(run: Run) -> bool:
+    """Whether it is asked more than the data's own rows."""
+    return any(name != held_out.NAME for name in run.evaluate.tasks)
 
 
 def _length(run: Run, elsewhere: bool) -> int:

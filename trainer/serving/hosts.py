@@ -6,11 +6,14 @@ done, and lets them end with exit code 0 when one of their workers has died
 (https://github.com/vllm-project/vllm/issues/32136).
 """
 
+import itertools
 import os
 import socket
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, NoReturn
+
+from trainer.startup import heartbeat
 
 WITHIN = 300.0  # seconds that the first host may need to say its port
 # torchrun's, which vLLM's workers would take for their own: with TORCHELASTIC_USE_AGENT_STORE each of them would look
@@ -28,13 +31,23 @@ class Place:
     port: int  # at which vLLM's workers meet there
 
 
+def is_one_of_several() -> bool:
+    """Whether a gang started this process."""
+    return "GANG_ATTEMPT" in os.environ
+
+
+def only_computes() -> bool:
+    """Whether another host asks, and has the answers."""
+    return is_one_of_several() and os.environ.get("RANK", "0") != "0"
+
+
 def meet() -> Place | None:
     """Meet the other hosts of the gang. None where this process is in none."""
-    name = os.environ.get("GANG_ATTEMPT")
-    if not name:
+    if not is_one_of_several():
         return None
     from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
+    name = os.environ["GANG_ATTEMPT"]
     node, nodes = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     master, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     store = TCPStore(master, port, is_master=False, timeout=timedelta(seconds=WITHIN))
@@ -65,6 +78,20 @@ def follow(**arguments: Any) -> NoReturn:
     config = asked.create_engine_config(usage_context=UsageContext.LLM_CLASS)
     MultiprocExecutor(config, monitor_workers=False).start_worker_monitor(inline=True)
     raise RuntimeError("vLLM's workers of this host have ended, and nobody asked them to")
+
+
+def show_steps(engine: Any) -> None:
+    """Let each step of the engine count as a sign of life (trainer/startup/heartbeat.py)."""
+    step, made = engine.step, itertools.count()
+
+    def shown():
+        number = next(made)
+        heartbeat.phase("answering" if number else "first step")  # the first one may compile
+        outputs = step()
+        heartbeat.step(number + 1)
+        return outputs
+
+    engine.step = shown
 
 
 def _free_port(address: str) -> int:

@@ -49,7 +49,7 @@ def start(
 ) -> None:
     """Run a command's main(run) on every rank after check(run) has passed. Does not return on failure.
 
-    With `alone`, the layout is another command's: there is one process, which is no rank of anything. `writes` is the
+    With `alone`, the layout is another command's: there is one process, or one on each host of a gang. `writes` is the
     key of paths that names the folder to be written: may_write(run) says whether it may be, before anything is, and
     trainer/startup/ownership.py sees to it that nobody else writes it. With `gpus`, it waits until no other command has
     those of this host; ranks that somebody else starts do not.
@@ -64,14 +64,16 @@ def start(
             raise Fault(f"layout.auto: true, but a trainer wants a layout that is written down; {says}")
         if may_write and "RANK" not in os.environ:
             may_write(run)
-        if alone:
+        if alone and "GANG_ATTEMPT" in os.environ:
+            _be_rank(main, check, run, owned, may_write, trains=False)
+        elif alone:
             with owned(run):
                 check(run)
                 _take_gpus(run, gpus)
                 main(run)
         elif "RANK" in os.environ:
             _check_world(run)
-            _be_rank(main, check, run, owned, may_write)
+            _be_rank(main, check, run, owned, may_write, trains=True)
         elif run.world == 1:
             with owned(run):
                 check(run)
@@ -102,6 +104,7 @@ def _be_rank(
     run: Run,
     owned: Owned,
     may_write: Callable[[Run], None] | None,
+    trains: bool,
 ) -> None:
     heartbeat.begin()
     try:
@@ -109,10 +112,12 @@ def _be_rank(
             may_write(run)
         check(run)
         if "GANG_ATTEMPT" in os.environ:
-            device.start()  # before torch is loaded
+            if trains:
+                device.start()  # before torch is loaded
             heartbeat.meet()
         with owned(run):  # only rank 0 asks, and the others wait for it before they write
             main(run)
+        heartbeat.over()
     except Exception as error:
         heartbeat.failed(error)
         raise

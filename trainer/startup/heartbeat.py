@@ -20,6 +20,7 @@ from contract.files import write_atomically
 
 EVERY = 1.0
 USUAL = 20  # steps whose median is the usual one
+MEASURED = ("training", "answering")
 MEET_WITHIN = 300.0  # seconds; hosts start at once, but imports from a cold disk take minutes
 
 signs: dict[str, Any] = {"phase": "starting", "step": 0, "usual": 0.0}
@@ -40,12 +41,19 @@ def phase(name: str) -> None:
 
 def step(number: int) -> None:
     """Note that a step has ended."""
-    if signs["phase"] == "training":
+    if signs["phase"] in MEASURED:
         durations.append(time.monotonic() - signs["step_at"])
         del durations[:-USUAL]
         signs["usual"] = statistics.median(durations)
     signs["step"] = number
     phase("between steps")  # where saves happen, too
+
+
+def over() -> None:
+    """Note that this rank has made all that it was to make."""
+    if "LIFE_FOLDER" in os.environ:
+        phase("over")
+        _write()
 
 
 def failed(error: BaseException) -> None:
