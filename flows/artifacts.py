@@ -26,8 +26,8 @@ from contract.faults import Fault
 from tasks.gang.history import timeline
 from tasks.run import artifact, lease
 from tasks.run.artifact import Artifact, Missing
+from tasks.run.places import open_run_store
 from tasks.run.progress import clock
-from tasks.run.session import open_run_store
 from tasks.stages import pipeline
 from tasks.store import Store
 

@@ -7,7 +7,7 @@ from conf.overrides import from_overrides
 from contract.faults import ConfigError, Fault
 from flows.arguments import of_a_run, refused
 from tasks.run import forecast
-from tasks.run.session import open_run_store
+from tasks.run.places import open_run_store
 from tasks.stages import pipeline, plan
 
 

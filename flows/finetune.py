@@ -64,21 +64,21 @@ def finetune(
     except (ConfigError, Fault) as fault:
         return Failed(message=str(fault))
     with Session(planned.run, asked, flow_run.id, flow_run.name) as session:
-        tell(session, planned)
-        model = download.submit(session)  # GLM-4.7: 716 GB
-        data = prepare.submit(session, model)  # the tokenizer is the model's
-        base = convert.submit(session, model)  # as large again; 1 minute for each 4 GB and process
-        before = evaluate.submit(session, "base", model, data)  # without GPUs beside training, with them before it
-        first_of_all = session.before_training(before)
-        trained = train.submit(session, model, base, data, wait_for=first_of_all)  # the hours and the money
-        tuned = export.submit(session, model, base, trained)  # as large again
-        after = evaluate.submit(session, "tuned", tuned, data, trained)
-        promoted = promote.submit(session, tuned, before, after)
+        tell(session.tracking, planned)
+        model = download.submit(session.stage("download"))  # GLM-4.7: 716 GB
+        data = prepare.submit(session.stage("prepare"), model)  # the tokenizer is the model's
+        base = convert.submit(session.stage("convert"), model)  # as large again; 1 minute for each 4 GB and process
+        before = evaluate.submit(session.stage("evaluate-base"), model, data)  # on GPUs before training, else beside it
+        earlier = session.before_training(before)
+        trained = train.submit(session.stage("train"), model, base, data, wait_for=earlier)  # the hours and the money
+        tuned = export.submit(session.stage("export"), model, base, trained)  # as large again
+        after = evaluate.submit(session.stage("evaluate-tuned"), tuned, data, trained)
+        promoted = promote.submit(session.stage("promote"), tuned, before, after)
         session.needs(before)
         for future in (model, data, base, before, trained, tuned, after, promoted):
             future.wait()
-        run_report.publish(session, planned)
-    return session.verdict()
+        run_report.publish(planned, session.outcomes, session.store, session.tracking)
+    return session.outcomes.verdict()
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ from contract.faults import ConfigError, Fault
 from flows.arguments import of_a_run, refused
 from tasks.gang.board import Board
 from tasks.gang.engines import kubernetes, slurm
-from tasks.run.session import open_run_store, runs_folder
+from tasks.run.places import open_run_store, runs_folder
 
 GANG = "train-0123456789abcdef"
 SHOWN = {"slurm": slurm.script, "kubernetes": kubernetes.manifest}

@@ -28,7 +28,7 @@ from tasks.gang.history import logs, timeline
 from tasks.gang.history.logs import Log
 from tasks.gang.history.timeline import DONE, Attempt, History, Host
 from tasks.run import lease
-from tasks.run.session import open_run_store
+from tasks.run.places import open_run_store
 from tasks.store import Store
 
 POLLED = 1.0

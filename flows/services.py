@@ -24,7 +24,7 @@ from pathlib import Path
 from contract.processes import started
 from flows import packages, scheduling
 from flows.scheduling import Trouble
-from tasks.run.session import runs_folder
+from tasks.run.places import runs_folder
 
 HOST = "127.0.0.1"
 READY_WITHIN = 300.0  # both servers make their databases at the first start; a busy host took more than 120

@@ -10,7 +10,7 @@ from conf.schema.run import Run
 from conf.schema.sections import Layout
 from tasks.run import launch
 from tasks.run.artifact import Artifact, Stage, Work
-from tasks.run.session import OPTIONS, Session
+from tasks.run.stage_run import OPTIONS, StageRun
 
 VERSION = 1
 
@@ -20,19 +20,19 @@ def stage(run: Run, model: Stage) -> Stage:
 
 
 @task(name="convert", **OPTIONS)
-def convert(session: Session, model: Artifact) -> State:
+def convert(stage_run: StageRun, model: Artifact) -> State:
     """Convert to torch_dist."""
 
     def make(work: Work) -> dict:
-        paths = {"model": session.local(model), "base": work.folder / "files", "logs": work.folder / "logs"}
-        run, say, stop = session.at(**paths), work.say, session.stopped(work)
+        paths = {"model": stage_run.local(model), "base": work.folder / "files", "logs": work.folder / "logs"}
+        run, say, stop = stage_run.at(**paths), work.say, stage_run.stopped(work)
         if run.layout.nodes > 1:
             launch.trainer("convert", on_one_host(run), work.folder, say, stop, changed={"CUDA_VISIBLE_DEVICES": ""})
         else:
-            launch.trainer("convert", run, work.folder, say, stop, turn=session.turn("convert", say))
+            launch.trainer("convert", run, work.folder, say, stop, turn=stage_run.turn(say))
         return {}
 
-    return session.get_or_make("convert", make)
+    return stage_run.get_or_make(make)
 
 
 def on_one_host(run: Run) -> Run:

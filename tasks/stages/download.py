@@ -8,7 +8,7 @@ from contract.faults import Fault
 from tasks.run import launch
 from tasks.run.artifact import Stage, Work
 from tasks.run.progress import Progress
-from tasks.run.session import OPTIONS, Session
+from tasks.run.stage_run import OPTIONS, StageRun
 from tasks.sources import hub
 
 VERSION = 1
@@ -28,15 +28,15 @@ def stage(run: Run) -> Stage:
 
 
 @task(name="download", **OPTIONS)
-def download(session: Session) -> State:
+def download(stage_run: StageRun) -> State:
     """Fetch the released model."""
-    model, config = session.run.model, session.stages["download"].config
+    model, config = stage_run.run.model, stage_run.asked.config
 
     def make(work: Work) -> dict:
         files = work.folder / "files"
         if model.source.startswith("tiny://"):
             arguments = ["trainer.tiny", model.source.removeprefix("tiny://"), str(files), "--dtype", "float32"]
-            launch.process(arguments, work.folder / "tiny.log", work.say, session.stopped(work))
+            launch.process(arguments, work.folder / "tiny.log", work.say, stage_run.stopped(work))
             return {"source": model.source}
         found = hub.resolve(model.source, config["commit"] if hub.kind(model.source) == "hub" else "main")
         if found.commit != config["commit"]:
@@ -45,4 +45,4 @@ def download(session: Session) -> State:
         result = hub.fetch(found, files, model.unsafe_weights, model.trust_remote_code, progress.update)
         return {"source": model.source, "commit": found.commit} | result
 
-    return session.get_or_make("download", make)
+    return stage_run.get_or_make(make)

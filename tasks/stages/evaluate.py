@@ -19,7 +19,7 @@ from tasks.gang.job import evaluation
 from tasks.run import launch
 from tasks.run.artifact import Artifact, Stage, Work
 from tasks.run.progress import Progress, newest
-from tasks.run.session import OPTIONS, Session
+from tasks.run.stage_run import OPTIONS, StageRun
 
 VERSION = 1
 SHOWN = 5  # last lines of vLLM's log
@@ -35,47 +35,47 @@ def stage(run: Run, model: Stage, data: Stage, trained: Stage | None = None) -> 
     return Stage("evaluate", VERSION, config, inputs | ({"trained": trained.fingerprint} if trained else {}))
 
 
-@task(name="evaluate", task_run_name="evaluate-{which}", **OPTIONS)
-def evaluate(session: Session, which: str, model: Artifact, data: Artifact, trained: Artifact | None = None) -> State:
-    """Ask the model; `which` is base or tuned."""
-    name = f"evaluate-{which}"
+@task(name="evaluate", task_run_name="{stage_run.name}", **OPTIONS)
+def evaluate(stage_run: StageRun, model: Artifact, data: Artifact, trained: Artifact | None = None) -> State:
+    """Ask the model: the base, or what was trained."""
+    name = stage_run.name
 
     def make(work: Work) -> dict:
         output = work.folder / "files"
-        served = session.local(model)
-        paths = {"data": session.local(data), "evaluation": output, "logs": work.folder / "logs"}
+        served = stage_run.local(model)
+        paths = {"data": stage_run.local(data), "evaluation": output, "logs": work.folder / "logs"}
         paths["served"] = served / "merged" if trained else served
-        paths["parity"] = session.local(trained) / "parity.json" if trained else work.folder / "none.json"
+        paths["parity"] = stage_run.local(trained) / "parity.json" if trained else work.folder / "none.json"
         bar = Progress(name, "rows")
-        task_files = session.stages[name].config["task_files"]
+        task_files = stage_run.asked.config["task_files"]
         require_unchanged(task_files)
-        run = session.at(**paths)
+        run = stage_run.at(**paths)
         job = evaluation(run)
-        stopped = session.stopped(work, fenced=job is not None)
+        stopped = stage_run.stopped(work, fenced=job is not None)
 
         def tick() -> None:
             bar.update(*newest(output / "progress.jsonl", "done", "total"))
 
         try:
             if job:
-                controller.carry_out(job, work.folder, session.store, work.folder.name, work.say, stopped, tick)
+                controller.carry_out(job, work.folder, stage_run.store, work.folder.name, work.say, stopped, tick)
             else:
-                turn = session.turn(name, work.say)
+                turn = stage_run.turn(work.say)
                 launch.trainer("evaluate", run, work.folder, work.say, stopped, tick, turn=turn)
         except launch.Crashed as crash:
             raise launch.Crashed(_last_words(crash, output / "log.txt")) from None
         require_unchanged(task_files)  # what was asked is what the fingerprint says
         found = json.loads((output / "results.json").read_text())
-        tracked = session.tracked(name)
+        tracked = stage_run.tracked()
         tracked.table(
             [{"task": task, **row} for task, rows in found["samples"].items() for row in rows], "answers.json"
         )
-        tracked.model(f"{session.run.name}-{which}", session.store.link(f"{model.key}/files"))
-        link = session.store.link(f"{data.key}/files")
-        tracked.dataset(f"{session.run.name}-test", data.digest, link, "evaluation", data.result["rows"]["test"])
+        tracked.model(f"{run.name}-{name.removeprefix('evaluate-')}", stage_run.store.link(f"{model.key}/files"))
+        link = stage_run.store.link(f"{data.key}/files")
+        tracked.dataset(f"{run.name}-test", data.digest, link, "evaluation", data.result["rows"]["test"])
         return {"metrics": found["metrics"], "parity": found["parity"], "chat_template": found["chat_template"]}
 
-    return session.get_or_make(name, make)
+    return stage_run.get_or_make(make)
 
 
 def _last_words(crash: launch.Crashed, log: Path) -> str:

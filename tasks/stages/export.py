@@ -6,7 +6,7 @@ from conf.schema import identity
 from conf.schema.run import Run
 from tasks.run import launch
 from tasks.run.artifact import Artifact, Stage, Work
-from tasks.run.session import OPTIONS, Session
+from tasks.run.stage_run import OPTIONS, StageRun
 from tasks.stages.convert import on_one_host
 
 VERSION = 1
@@ -18,20 +18,20 @@ def stage(run: Run, model: Stage, trained: Stage) -> Stage:
 
 
 @task(name="export", **OPTIONS)
-def export(session: Session, model: Artifact, base: Artifact, trained: Artifact) -> State:
+def export(stage_run: StageRun, model: Artifact, base: Artifact, trained: Artifact) -> State:
     """Merge, and export to Hugging Face format."""
 
     def make(work: Work) -> dict:
         paths = {
-            "model": session.local(model),
-            "base": session.local(base),
-            "output": session.local(trained),
+            "model": stage_run.local(model),
+            "base": stage_run.local(base),
+            "output": stage_run.local(trained),
             "export": work.folder / "files",
             "logs": work.folder / "logs",
         }
-        run = session.at(**paths)
+        run = stage_run.at(**paths)
         run = on_one_host(run) if run.layout.nodes > 1 else run  # whose processes share the files among them
-        launch.trainer("export", run, work.folder, work.say, session.stopped(work))
-        return {"uri": session.store.link(f"{session.stages['export'].key}/files/merged")}
+        launch.trainer("export", run, work.folder, work.say, stage_run.stopped(work))
+        return {"uri": stage_run.store.link(f"{stage_run.asked.key}/files/merged")}
 
-    return session.get_or_make("export", make)
+    return stage_run.get_or_make(make)

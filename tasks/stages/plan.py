@@ -25,7 +25,8 @@ from conf.rules import conversion, serving
 from conf.schema.run import Run
 from contract.faults import ConfigError, Fault
 from tasks.pages.markdown import fenced, table, words
-from tasks.run.session import OPTIONS, Session
+from tasks.run.run_tracking import RunTracking
+from tasks.run.stage_run import OPTIONS
 from tasks.sources import hub
 from tasks.sources.hub import config_json
 from tasks.stages import pipeline
@@ -94,10 +95,10 @@ def page(planned: Plan) -> str:
     return "\n".join([*text, "## In full", "", fenced("\n".join(display.lines(planned)))]) + "\n"
 
 
-def tell(session: Session, planned: Plan) -> None:
+def tell(tracking: RunTracking, planned: Plan) -> None:
     """Log the plan, its figures and its numbers to MLflow's run of the flow."""
-    session.draw(json.dumps(display.as_dict(planned), indent=1).encode(), "plan.json", "plan")
-    session.tell({f"plan/{name}": value for name, value in numbers(planned).items()})
+    tracking.draw(json.dumps(display.as_dict(planned), indent=1).encode(), "plan.json", "plan")
+    tracking.tell({f"plan/{name}": value for name, value in numbers(planned).items()})
 
 
 def numbers(planned: Plan) -> dict[str, float]:

@@ -21,8 +21,9 @@ from contract.faults import Fault
 from tasks.pages import data_report
 from tasks.run import launch
 from tasks.run.artifact import Artifact, Stage, Work
+from tasks.run.places import runs_folder
 from tasks.run.progress import Progress, newest
-from tasks.run.session import OPTIONS, Session, runs_folder
+from tasks.run.stage_run import OPTIONS, StageRun
 from tasks.sources import row_sources
 from tasks.sources.hub import file_choice
 from tasks.store import Store
@@ -49,34 +50,34 @@ def stage(run: Run, model: Stage) -> Stage:
 
 
 @task(name="prepare", **OPTIONS)
-def prepare(session: Session, model: Artifact) -> State:
+def prepare(stage_run: StageRun, model: Artifact) -> State:
     """Prepare the data."""
 
     def make(work: Work) -> dict:
-        run, files = _here(session, model, work), work.folder / "files"
-        require_unchanged(session.run.data, session.stages["prepare"])
+        run, files = _here(stage_run, model, work), work.folder / "files"
+        require_unchanged(stage_run.run.data, stage_run.asked)
         told, bar = files.with_name("files-preparing") / "progress.jsonl", Progress("prepare", "bytes")
         launch.trainer(
             "prepare",
             run,
             work.folder,
             work.say,
-            session.stopped(work),
+            stage_run.stopped(work),
             lambda: bar.update(*newest(told, "done", "total")),
             keep=HUB_TOKENS,  # data sets of the Hub are read there
         )
-        require_unchanged(session.run.data, session.stages["prepare"])  # what was read is what the fingerprint says
+        require_unchanged(stage_run.run.data, stage_run.asked)  # what was read is what the fingerprint says
         report = json.loads((files / "report.json").read_text("utf-8"))
-        tracked = session.tracked("prepare")
+        tracked = stage_run.tracked()
         tracked.drawn(files / "report.json", "report.json", "data")
         for name, rows in data_report.tables(report).items():
             tracked.table(rows, f"{name}.json")
         made = json.loads((files / "prepared.json").read_text("utf-8"))
         return {key: made[key] for key in ("kind", "rows", "sequences")} | data_report.numbers(report)
 
-    state = session.get_or_make("prepare", make)
-    if outcome := session.outcomes["prepare"].artifact:
-        publish(session.store, outcome, session.run.name)
+    state = stage_run.get_or_make(make)
+    if isinstance(state.data, Artifact):
+        publish(stage_run.store, state.data, stage_run.run.name)
     return state
 
 
@@ -108,20 +109,20 @@ def _parts(data: Data) -> list[tuple[str, Part]]:
     return [(f"data.mixture[{number}].source", part) for number, part in enumerate(data.mixture)]
 
 
-def _here(session: Session, model: Artifact, work: Work) -> Run:
+def _here(stage_run: StageRun, model: Artifact, work: Work) -> Run:
     """The run with the paths that its sources and the tokenizer have on this host."""
     fetched = Progress("fetch-data", "bytes").update
     parts = [
         row_sources.local(part, found, key, work.folder / f"source-{number}", fetched)
         for number, ((key, part), found) in enumerate(
-            zip(_parts(session.run.data), session.stages["prepare"].config["sources"], strict=True)
+            zip(_parts(stage_run.run.data), stage_run.asked.config["sources"], strict=True)
         )
     ]
     tokenizer = work.folder / "tokenizer"
     weights = {".safetensors", *file_choice.PICKLES}
     small = {name: file for name, file in model.files.items() if Path(name).suffix.lower() not in weights}
-    session.store.get(f"{model.key}/files", small, tokenizer)
-    run = session.at(model=tokenizer, data=work.folder / "files", logs=work.folder / "logs")
+    stage_run.store.get(f"{model.key}/files", small, tokenizer)
+    run = stage_run.at(model=tokenizer, data=work.folder / "files", logs=work.folder / "logs")
     changes: dict[str, Any] = {"mixture": tuple(parts)}
     if not run.data.mixture:
         changes = {"source": parts[0].source, "revision": parts[0].revision}

@@ -22,7 +22,8 @@ from conf.schema.run import Run
 from contract.faults import Fault
 from tasks.run import artifact
 from tasks.run.artifact import Artifact, Missing, Stage, Work, canonical
-from tasks.run.session import OPTIONS, Session
+from tasks.run.run_tracking import RunTracking
+from tasks.run.stage_run import OPTIONS, StageRun
 from tasks.tracking.address import public
 
 VERSION = 1
@@ -48,13 +49,13 @@ def stage(run: Run, tuned: Stage, before: Stage, after: Stage) -> Stage:
 
 
 @task(name="promote", **OPTIONS)
-def promote(session: Session, tuned: Artifact, before: Artifact, after: Artifact) -> State:
+def promote(stage_run: StageRun, tuned: Artifact, before: Artifact, after: Artifact) -> State:
     """Register the model, and promote it if it is better."""
-    settings = session.run.promote
+    settings, tracking = stage_run.run.promote, stage_run.tracking
 
     def make(work: Work) -> dict:
-        client = registry(session.tracking_uri)
-        if isinstance(there := artifact.find(tuned.stage, session.store), Missing):
+        client = registry(tracking.uri)
+        if isinstance(there := artifact.find(tuned.stage, stage_run.store), Missing):
             raise Fault(f"{tuned.result['uri']}: not registered: {there.reason}")
         base, value = _value(before, settings.metric), _value(after, settings.metric)
         champion = _by_alias(client, settings.model, "champion")
@@ -69,20 +70,20 @@ def promote(session: Session, tuned: Artifact, before: Artifact, after: Artifact
         if champion and champion.tags.get("finetune.questions", questions) != questions:
             reason += f"; {rival.name} was asked other questions"
         tags = {settings.metric: repr(value), "reason": reason, "finetune.questions": questions}
-        version = _register(client, session, tuned, tags)
+        version = _register(client, settings.model, tracking, tuned, tags)
         client.set_registered_model_alias(settings.model, "challenger", version)
         if wins:
             client.set_registered_model_alias(settings.model, "champion", version)
         # Runs are forgotten in time; what the registry names stays (flows/artifacts.py).
         pin = {"artifacts": [tuned.key, before.key, after.key], "model": settings.model, "version": version}
-        session.store.write(f"pins/{settings.model}-{version}.json", json.dumps(pin).encode())
+        stage_run.store.write(f"pins/{settings.model}-{version}.json", json.dumps(pin).encode())
         aliases = ["challenger", *(["champion"] if wins else [])]
         decision = {"model": settings.model, "version": version, "aliases": aliases, "reason": reason, "value": value}
         (work.folder / "files/decision.json").write_text(json.dumps(decision, indent=1))
         work.say(f"{settings.model} version {version} is {' and '.join(aliases)}: {reason}")
         return decision | {"uri": tuned.result["uri"]}
 
-    return session.get_or_make("promote", make, valid=lambda made: _is_registered(session.tracking_uri, made, tuned))
+    return stage_run.get_or_make(make, valid=lambda made: _is_registered(tracking.uri, made, tuned))
 
 
 def decide(metric: str, value: float, rival: Rival, margin: float) -> tuple[bool, str]:
@@ -122,11 +123,10 @@ def _by_alias(client, model: str, alias: str):
         raise
 
 
-def _register(client, session: Session, tuned: Artifact, tags: dict[str, str]) -> str:
+def _register(client, name: str, tracking: RunTracking, tuned: Artifact, tags: dict[str, str]) -> str:
     """The version of this very model. An attempt that died after registering it has left one behind."""
     from mlflow.exceptions import MlflowException
 
-    name = session.run.promote.model
     try:
         client.create_registered_model(name)
     except MlflowException as error:
@@ -138,8 +138,8 @@ def _register(client, session: Session, tuned: Artifact, tags: dict[str, str]) -
             for key, value in tags.items():
                 client.set_model_version_tag(name, version.version, key, value)
             return version.version
-    uri, run_id = tuned.result["uri"], session.mlflow_run("train")
-    if session.tracking_uri.startswith("http"):  # a server takes no file:// but of its own; the tag has the true URI
+    uri, run_id = tuned.result["uri"], tracking.mlflow_run("train")
+    if tracking.uri.startswith("http"):  # a server takes no file:// but of its own; the tag has the true URI
         uri = re.sub("^file:", "folder:", uri)
     return client.create_model_version(name, uri, run_id=run_id, tags=tags).version
 

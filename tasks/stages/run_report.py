@@ -6,13 +6,15 @@ import json
 from prefect.artifacts import create_markdown_artifact
 
 from conf.planner.verdict import Plan
+from conf.schema.run import Run
 from tasks.gang.history import prefect_page as gang
 from tasks.gang.history import timeline
 from tasks.pages import data_report
 from tasks.pages.markdown import code, table, words
 from tasks.run.artifact import Artifact, Stage
+from tasks.run.outcomes import Outcome, Outcomes
 from tasks.run.progress import clock
-from tasks.run.session import Outcome, Session
+from tasks.run.run_tracking import RunTracking
 from tasks.stages import plan
 from tasks.store import Store
 from tasks.tracking.address import public
@@ -22,12 +24,12 @@ ANSWERS = 8  # shown on the page; MLflow has the whole table
 Made = dict[str, Artifact]  # by the name of the stage
 
 
-def lines(session: Session) -> list[str]:
+def lines(outcomes: Outcomes, places: dict[str, str]) -> list[str]:
     """Lines of the report for the terminal."""
-    made = _made(session.outcomes)
+    made = outcomes.made
     rows = [("stage", "state", "time", "artifact")]
-    for name in session.stages:
-        if outcome := session.outcomes.get(name):
+    for name in outcomes.stages:
+        if outcome := outcomes.by_stage.get(name):
             key = outcome.artifact.key if outcome.artifact else ""
             rows.append((name, outcome.state, f"{outcome.seconds:.1f} s", key))
         else:
@@ -42,22 +44,22 @@ def lines(session: Session) -> list[str]:
         result = promoted.result
         title = f"{result['model']} version {result['version']}: {' and '.join(result['aliases'])}."
         found += ["", f"{title} {result['reason']}"]
-    found += ["", *(f"{name}: {where}" for name, where in _places(session, made).items())]
+    found += ["", *(f"{name}: {where}" for name, where in places.items())]
     return found
 
 
-def page(session: Session, planned: Plan) -> str:
+def page(name: str, planned: Plan, outcomes: Outcomes, places: dict[str, str], store: Store) -> str:
     """The report in Markdown."""
-    made = _made(session.outcomes)
-    text = [f"# {session.name}", "", "| stage | state | time | made in | artifact |", "|---|---|---|---|---|"]
-    for name in session.stages:
-        if outcome := session.outcomes.get(name):
+    made = outcomes.made
+    text = [f"# {name}", "", "| stage | state | time | made in | artifact |", "|---|---|---|---|---|"]
+    for name in outcomes.stages:
+        if outcome := outcomes.by_stage.get(name):
             one = outcome.artifact
             took = clock(one.made["seconds"]) if one else ""
             where = f"`{one.key}`" if one else outcome.reason.replace("|", "\\|").replace("\n", " ")
             text.append(f"| {name} | {outcome.state} | {clock(outcome.seconds)} | {took} | {where} |")
-    text += ["", "## Plan", "", f"{words(planned.verdict)}.", *_plan(session.outcomes.get("train"), planned)]
-    if data := _data(session.store, made):
+    text += ["", "## Plan", "", f"{words(planned.verdict)}.", *_plan(outcomes.by_stage.get("train"), planned)]
+    if data := _data(store, made):
         text += ["", "## Data", "", f"{data_report.headline(data)}."]
         text += ["", *(f"- {words(line)}" for line in data.get("warnings", []))]
     if gains := _gains(made):
@@ -67,24 +69,20 @@ def page(session: Session, planned: Plan) -> str:
         result = promoted.result
         title = f"**{result['model']} version {result['version']}**: {' and '.join(result['aliases'])}."
         text += ["", f"{title} {result['reason']}"]
-    if answers := _answers(session.store, made):
+    if answers := _answers(store, made):
         text += ["", "| prompt | base | tuned | reference |", "|---|---|---|---|"]
         text += ["| " + " | ".join(code(cell) for cell in row) + " |" for row in answers[:ANSWERS]]
-    if image := _loss(session.store, made):
+    if image := _loss(store, made):
         text += [
             "",
             "## Training",
             "",
             f"![loss](data:image/png;base64,{image})",
-            *_gang(session.store, session.stages["train"]),
+            *_gang(store, outcomes.stages["train"]),
         ]
-    text += ["", "## Where", "", *(f"- {name}: {_link(where)}" for name, where in _places(session, made).items())]
+    text += ["", "## Where", "", *(f"- {name}: {_link(where)}" for name, where in places.items())]
     text += ["- Prefect, MLflow and the store keep all of it; `python -m flows.artifacts show` has the lineage"]
     return "\n".join(text) + "\n"
-
-
-def _made(outcomes: dict[str, Outcome]) -> Made:
-    return {name: outcome.artifact for name, outcome in outcomes.items() if outcome.artifact}
 
 
 def _plan(outcome: Outcome | None, planned: Plan) -> list[str]:
@@ -140,25 +138,27 @@ def _gang(store: Store, trained: Stage) -> list[str]:
     return ["", gang.brief(told)] if told and told.attempts else []
 
 
-def _places(session: Session, made: Made) -> dict[str, str]:
-    places = {"store": session.store.uri}
+def _places(run: Run, made: Made, store: Store, tracking: RunTracking) -> dict[str, str]:
+    places = {"store": store.uri}
     if tuned := made.get("export"):
         places["merged model"] = tuned.result["uri"]
-    uri = public(session.tracking_uri)
-    where = f"experiment {session.run.track.experiment}" if uri.startswith("http") else "make up shows it"
-    return places | {"MLflow": session.link() or f"{uri} ({where})"}
+    uri = public(tracking.uri)
+    where = f"experiment {run.track.experiment}" if uri.startswith("http") else "make up shows it"
+    return places | {"MLflow": tracking.link() or f"{uri} ({where})"}
 
 
 def _link(where: str) -> str:
     return f"[{where}]({where})" if where.startswith("http") else f"`{where}`"
 
 
-def publish(session: Session, planned: Plan) -> None:
+def publish(planned: Plan, outcomes: Outcomes, store: Store, tracking: RunTracking) -> None:
     """Publish the page as a Prefect artifact, the table in the terminal, and the figures of the whole in MLflow."""
-    create_markdown_artifact(page(session, planned), key=f"report-{session.run.name}", description=session.name)
-    made = _made(session.outcomes)
-    for name, base, tuned in _gains(made):
-        session.tell({f"base/{name}": base, f"tuned/{name}": tuned})
+    made, name = outcomes.made, tracking.name
+    places = _places(planned.run, made, store, tracking)
+    text = page(name, planned, outcomes, places, store)
+    create_markdown_artifact(text, key=f"report-{planned.run.name}", description=name)
+    for metric, base, tuned in _gains(made):
+        tracking.tell({f"base/{metric}": base, f"tuned/{metric}": tuned})
     if trained := made.get("train"):
-        session.tell({key: value for key, value in trained.result.items() if isinstance(value, int | float)})
-    print("\n".join(["", *lines(session), ""]))
+        tracking.tell({key: value for key, value in trained.result.items() if isinstance(value, int | float)})
+    print("\n".join(["", *lines(outcomes, places), ""]))

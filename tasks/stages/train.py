@@ -12,11 +12,12 @@ from conf.schema.run import Run
 from contract.faults import Fault, Stopped
 from tasks.gang import controller
 from tasks.gang.history import prefect_page
+from tasks.gang.history.timeline import History
 from tasks.gang.job import training
 from tasks.run import launch
 from tasks.run.artifact import Artifact, Stage, Work
 from tasks.run.progress import Progress, newest
-from tasks.run.session import OPTIONS, Session, may_pass
+from tasks.run.stage_run import OPTIONS, StageRun, may_pass
 from tasks.tracking import plots
 
 STEP_EVERY = 5.0  # seconds between lines of steps in the log
@@ -33,35 +34,35 @@ def stage(run: Run, base: Stage, data: Stage) -> Stage:
 
 # A checkpoint may lie behind what crashed: it is gone on with.
 @task(name="train", **OPTIONS | {"retry_condition_fn": may_pass})
-def train(session: Session, model: Artifact, base: Artifact, data: Artifact) -> State:
+def train(stage_run: StageRun, model: Artifact, base: Artifact, data: Artifact) -> State:
     """Train with Megatron-Bridge."""
 
     def make(work: Work) -> dict:
-        if session.pointless:
-            raise Fault(f"not started: {session.pointless}")
-        output = work.folder / "files"
+        if stage_run.pointless:
+            raise Fault(f"not started: {stage_run.pointless}")
+        output, store = work.folder / "files", stage_run.store
         paths = {
-            "model": session.local(model),
-            "base": session.local(base),
-            "data": session.local(data),
+            "model": stage_run.local(model),
+            "base": stage_run.local(base),
+            "data": stage_run.local(data),
             "output": output,
             "parity": output / "parity.json",
             "logs": work.folder / "logs",
         }
-        run = session.at(**paths)
+        run = stage_run.at(**paths)
         metrics = output / "metrics.jsonl"
         bar = Progress("train", "steps")
-        tracked = session.tracked("train")
+        tracked = stage_run.tracked()
         tracked.follow(metrics)
-        tracked.model(run.model.source, session.store.link(f"{model.key}/files"))
+        tracked.model(run.model.source, store.link(f"{model.key}/files"))
         for split, context in (("training", "training"), ("validation", "validation")):
             count = data.result["rows"][split]
-            tracked.dataset(f"{run.name}-{split}", data.digest, session.store.link(f"{data.key}/files"), context, count)
+            tracked.dataset(f"{run.name}-{split}", data.digest, store.link(f"{data.key}/files"), context, count)
         several = run.layout.nodes > 1 or run.gang.engine != "local"
-        say, stopped = _Thinned(work.say), session.stopped(work, fenced=several)
+        say, stopped = _Thinned(work.say), stage_run.stopped(work, fenced=several)
 
         def stop() -> bool:
-            return stopped() or bool(session.pointless)
+            return stopped() or bool(stage_run.pointless)
 
         def tick() -> None:
             bar.update(newest(metrics, "step")[0], run.train.steps)
@@ -69,13 +70,14 @@ def train(session: Session, model: Artifact, base: Artifact, data: Artifact) -> 
         try:
             if several:
                 gang = work.folder.name
-                with prefect_page.told(session, run, gang, metrics) as teller:
-                    controller.carry_out(training(run), work.folder, session.store, gang, say, stop, tick, teller)
+                history = History(gang, run.name, stage_run.tracking.name)
+                with prefect_page.told(history, metrics, store, tracked) as teller:
+                    controller.carry_out(training(run), work.folder, store, gang, say, stop, tick, teller)
             else:
-                launch.trainer("train", run, work.folder, say, stop, tick, turn=session.turn("train", say))
+                launch.trainer("train", run, work.folder, say, stop, tick, turn=stage_run.turn(say))
         except Stopped:
-            if session.pointless:
-                raise Fault(f"stopped: {session.pointless}") from None
+            if stage_run.pointless:
+                raise Fault(f"stopped: {stage_run.pointless}") from None
             raise
         finally:
             tracked.unfollow()
@@ -84,7 +86,7 @@ def train(session: Session, model: Artifact, base: Artifact, data: Artifact) -> 
             (output / "loss.png").write_bytes(image)
         return _summary(lines)
 
-    return session.get_or_make("train", make)
+    return stage_run.get_or_make(make)
 
 
 class _Thinned:

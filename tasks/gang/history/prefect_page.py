@@ -1,6 +1,6 @@
 """A gang's page in Prefect, its line in MLflow and its history in the store, as its attempts begin and end.
 
-    with told(session, run, gang, metrics) as teller:
+    with told(History(gang, run, flow), metrics, store, tracked) as teller:
         controller.train(..., teller)
 
 A thread for each service carries the newest history only. A service that is away delays nobody, and gets it when it is
@@ -21,12 +21,10 @@ from prefect.client.orchestration import get_client
 from prefect.client.schemas.actions import ArtifactCreate, ArtifactUpdate
 from prefect.context import TaskRunContext
 
-from conf.schema.run import Run
 from tasks.gang.history import timeline
 from tasks.gang.history.timeline import DONE, Attempt, History, Teller, settled, state
 from tasks.pages.markdown import code, fenced, table, words
 from tasks.run.progress import clock
-from tasks.run.session import Session
 from tasks.store import Store
 from tasks.tracking import Stage
 
@@ -36,18 +34,17 @@ SHOWN = 50  # hosts and attempts on the page
 
 
 @contextlib.contextmanager
-def told(session: Session, run: Run, gang: str, metrics: Path) -> Iterator[Teller]:
-    store, show = session.store, PrefectPage(f"gang-{run.name}")
-    earlier, tracked = Earlier(store, gang), session.tracked("train")
-    keeps = Carrier(lambda news: timeline.write(store, earlier.before(news)), f"history of {gang}")
-    shows = Carrier(lambda news: show(earlier.before(news), store), f"page of {gang}")
+def told(history: History, metrics: Path, store: Store, tracked: Stage) -> Iterator[Teller]:
+    show, earlier = PrefectPage(f"gang-{history.run}"), Earlier(store, history.gang)
+    keeps = Carrier(lambda news: timeline.write(store, earlier.before(news)), f"history of {history.gang}")
+    shows = Carrier(lambda news: show(earlier.before(news), store), f"page of {history.gang}")
 
     def tell(news: History) -> None:
         tag(tracked, news)
         keeps.take(news)
         shows.take(news)
 
-    teller = Teller(History(gang, run.name, session.name), metrics, tell)
+    teller = Teller(history, metrics, tell)
     try:
         with teller.over():
             yield teller

@@ -76,8 +76,9 @@ def calls(source: str) -> dict[str, dict[str, str]]:
         task = text.partition(".")[0]
         signature = inspect.signature(getattr(finetune, task).fn)
         given = signature.bind(*map(ast.unparse, line.value.args)).arguments
-        name = "-".join([task, *([given["which"].strip("'")] if "which" in given else [])])
-        found[name] = {key: made_by[variable] for key, variable in given.items() if key not in ("session", "which")}
+        name = given.pop("stage_run").removeprefix("session.stage('").removesuffix("')")
+        assert name.partition("-")[0] == task
+        found[name] = {key: made_by[variable] for key, variable in given.items()}
         made_by[line.targets[0].id] = name
     return found
 
@@ -90,9 +91,12 @@ def test_the_flow_makes_these_stages_from_these_inputs():
 @pytest.mark.parametrize(
     ("line", "other"),
     [
-        ('evaluate.submit(session, "base", model, data)', 'evaluate.submit(session, "base", model, base)'),
-        ("promote.submit(session, tuned, before, after)", "promote.submit(session, tuned, after, before)"),
-        ("        base = convert.submit(session, model)", "        base = download.submit(session)"),
+        ('session.stage("evaluate-base"), model, data)', 'session.stage("evaluate-base"), model, base)'),
+        ('session.stage("promote"), tuned, before, after)', 'session.stage("promote"), tuned, after, before)'),
+        (
+            '        base = convert.submit(session.stage("convert"), model)',
+            '        base = download.submit(session.stage("download"))',
+        ),
     ],
 )
 def test_a_flow_that_makes_something_else_is_seen(line, other):
@@ -103,7 +107,7 @@ def test_a_flow_that_makes_something_else_is_seen(line, other):
 def test_a_stage_that_has_gpus_waits_for_its_turn():
     for kind in PIPELINE:
         module = inspect.getmodule(kind.stage)
-        assert module and ("session.turn(" in inspect.getsource(module)) == kind.gpus, kind.name
+        assert module and ("stage_run.turn(" in inspect.getsource(module)) == kind.gpus, kind.name
 
 
 def test_the_page_has_these_stages():

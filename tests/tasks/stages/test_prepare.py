@@ -1,6 +1,7 @@
 """tasks/stages/prepare.py: what prepared data are made from, and what makes them anew."""
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -10,8 +11,9 @@ from tasks.run import artifact
 from tasks.run.artifact import Stage, Work
 from tasks.run.progress import newest
 from tasks.run.request import Request
-from tasks.run.session import Session
+from tasks.run.stage_run import StageRun
 from tasks.stages import pipeline, prepare
+from tasks.store import open_store
 
 MODEL = Stage("download", 1, {"commit": "one"})
 
@@ -136,8 +138,8 @@ def test_a_run_without_data_is_refused(files):
 
 
 @pytest.fixture
-def session(files):
-    """Of a run, and the model that it starts from."""
+def stage_run(files):
+    """Of the stage, and the model that the run starts from."""
 
     def fill(work: Work) -> dict:
         for name in ("config.json", "tokenizer.json", "vocab/tokenizer.model", "a.safetensors", "b.bin", "c.PTH"):
@@ -146,17 +148,19 @@ def session(files):
             path.write_text(name)
         return {}
 
-    def begin(*overrides: str) -> tuple[Session, artifact.Artifact, Work]:
+    def begin(*overrides: str) -> tuple[StageRun, artifact.Artifact, Work]:
         run = load("tiny", overrides)
-        session = Session(run, Request({"prepare": prepare.stage(run, MODEL)}, {}), "id", "name")
-        made = artifact.get_or_make(MODEL, session.store, fill, files / "work", lambda _: None, {"flow": "toy"})
-        return session, made, Work(files / "work/prepare", None, lambda _: None)  # type: ignore
+        asked, store = Request({"prepare": prepare.stage(run, MODEL)}, {}), open_store(str(files / "store"))
+        parts = SimpleNamespace(folder=files, tracking=None, outcomes=None, ending=None)
+        begun = StageRun("prepare", run, asked, store, **vars(parts))
+        made = artifact.get_or_make(MODEL, store, fill, files / "work", lambda _: None, {"flow": "toy"})
+        return begun, made, Work(files / "work/prepare", None, lambda _: None)  # type: ignore
 
     return begin
 
 
-def test_of_the_model_only_the_tokenizer_is_fetched(session, files):
-    run = prepare._here(*session())
+def test_of_the_model_only_the_tokenizer_is_fetched(stage_run, files):
+    run = prepare._here(*stage_run())
     folder = files / "work/prepare/tokenizer"
     assert run.paths.model == str(folder) and run.paths.data == str(files / "work/prepare/files")
     assert {path.name for path in folder.rglob("*") if path.is_file()} == {
@@ -164,11 +168,11 @@ def test_of_the_model_only_the_tokenizer_is_fetched(session, files):
     }
 
 
-def test_the_trainer_is_told_of_files_by_their_full_paths(session, files, monkeypatch):
+def test_the_trainer_is_told_of_files_by_their_full_paths(stage_run, files, monkeypatch):
     monkeypatch.chdir(files)
-    run = prepare._here(*session("data.source=a.jsonl", "data.rows=7"))
+    run = prepare._here(*stage_run("data.source=a.jsonl", "data.rows=7"))
     assert (run.data.source, run.data.rows, run.data.mixture) == (str(files / "a.jsonl"), 7, ())
-    run = prepare._here(*session(*mixture((Path("b.jsonl"), 2), (Path("a.jsonl"), 1))))
+    run = prepare._here(*stage_run(*mixture((Path("b.jsonl"), 2), (Path("a.jsonl"), 1))))
     assert [(part.source, part.weight) for part in run.data.mixture] == [
         *((str(files / "b.jsonl"), 2.0), (str(files / "a.jsonl"), 1.0))
     ]

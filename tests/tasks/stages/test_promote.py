@@ -39,24 +39,27 @@ def test_decisions(value, rival, margin, wins, says):
 
 @dataclass
 class Toy:
-    """As much of a session as promotion asks for."""
+    """As much of the stage's run as promotion asks for."""
 
     run: object
+    asked: Stage
     store: object
-    tracking_uri: str
+    tracking: SimpleNamespace
     work: Path
-    stages: dict = field(default_factory=dict)
     said: list = field(default_factory=list)
 
-    def mlflow_run(self, name: str) -> None:
-        return None
-
-    def get_or_make(self, name, make, valid):
-        """tasks/run/session.py's, less Prefect and tracking."""
-        stage = self.stages[name]
-        found = artifact.find(stage, self.store)
+    def get_or_make(self, make, valid):
+        """tasks/run/stage_run.py's, less Prefect and tracking."""
+        found = artifact.find(self.asked, self.store)
         make_again = isinstance(found, artifact.Artifact) and not valid(found)
-        return artifact.get_or_make(stage, self.store, make, self.work, self.said.append, {"flow": "toy"}, make_again)
+        return artifact.get_or_make(
+            self.asked, self.store, make, self.work, self.said.append, {"flow": "toy"}, make_again
+        )
+
+
+def tracked(uri: str) -> SimpleNamespace:
+    """As much of its tracking."""
+    return SimpleNamespace(uri=uri, mlflow_run=lambda name: None)
 
 
 @pytest.fixture(scope="module")
@@ -97,9 +100,9 @@ def world(tmp_path, empty_registry):
     def run(seed: int, score: float, *overrides: str, found=None, **more):
         tuned, before, after = found or models(seed, score, **more)
         run = load("tiny", ["promote.model=tickets", *overrides])
-        session = Toy(run, store, f"sqlite:///{database}", tmp_path / "work")
-        session.stages["promote"] = promote.stage(run, tuned.stage, before.stage, after.stage)
-        return promote.promote.fn(session, tuned, before, after)
+        asked = promote.stage(run, tuned.stage, before.stage, after.stage)
+        stage_run = Toy(run, asked, store, tracked(f"sqlite:///{database}"), tmp_path / "work")
+        return promote.promote.fn(stage_run, tuned, before, after)
 
     def wipe():
         database.write_bytes(empty_registry)
@@ -229,8 +232,7 @@ def test_a_server_is_not_given_a_folder_s_uri_as_a_source(world):
         create_model_version=lambda name, source, **more: created.append((source, more)) or SimpleNamespace(version=1),
     )
     tuned, _, _ = world.models(1, 0.6)
-    session = Toy(load("tiny"), world.store, "http://127.0.0.1:9", world.root)
-    assert promote._register(client, session, tuned, {}) == 1
+    assert promote._register(client, "tickets", tracked("http://127.0.0.1:9"), tuned, {}) == 1  # pyright: ignore
     source, more = created[0]
     assert source == tuned.result["uri"].replace("file://", "folder://")
     assert more["tags"]["finetune.uri"] == tuned.result["uri"]

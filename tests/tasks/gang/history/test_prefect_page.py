@@ -4,6 +4,7 @@ import json
 import threading
 import time
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -130,17 +131,6 @@ def test_another_flow_goes_on_with_the_history(teller, store):
     assert [one.gang for one in timeline.every(store)] == ["train-0123"]
 
 
-class Toy(SimpleNamespace):
-    """A session, as far as a page needs one."""
-
-    def __init__(self, store):
-        tags: dict = {}
-        super().__init__(store=store, name="tiny-1", tags=tags)
-
-    def tracked(self, _: str):
-        return SimpleNamespace(tags=self.tags.update)
-
-
 def test_a_server_that_hangs_delays_neither_training_nor_history(teller, store, monkeypatch):
     hangs, asked = threading.Event(), threading.Event()
 
@@ -150,15 +140,17 @@ def test_a_server_that_hangs_delays_neither_training_nor_history(teller, store, 
 
     monkeypatch.setattr(prefect_page, "PrefectPage", lambda _: show)
     monkeypatch.setattr(prefect_page, "LAST_WORDS", 0.3)
-    session, began = Toy(store), time.monotonic()
-    with prefect_page.told(session, SimpleNamespace(name="tiny"), "train-0123", teller.metrics) as told:
+    tags: dict = {}
+    tracked: Any = SimpleNamespace(tags=tags.update)
+    began, history = time.monotonic(), History("train-0123", "tiny", "tiny-1")
+    with prefect_page.told(history, teller.metrics, store, tracked) as told:
         told.begins(1)
         assert asked.wait(10)
         told.ends(KILLED)
         wait_for(lambda: (kept := read(store, "train-0123")) and kept.attempts[0].how == KILLED)
     assert time.monotonic() - began < 10
     wait_for(lambda: read(store, "train-0123").end == "done")
-    assert session.tags["finetune.gang.last_failure"] == KILLED
+    assert tags["finetune.gang.last_failure"] == KILLED
     hangs.set()
 
 

@@ -1,0 +1,48 @@
+"""The ends of a run's stages, and the state that the run itself ends in."""
+
+from dataclasses import dataclass
+
+from prefect import State
+from prefect.states import Completed, Failed
+
+from tasks.run.artifact import Artifact, Stage
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The end of a stage."""
+
+    state: str  # Cached, Completed, Failed (the caller can mend it), Crashed (nobody knows yet), NotAsked
+    seconds: float
+    artifact: Artifact | None = None
+    reason: str = ""
+
+    @property
+    def failed(self) -> bool:
+        return self.state in ("Failed", "Crashed")
+
+
+class Outcomes:
+    """The outcomes so far, by stage, in any order; the stages of the run in theirs."""
+
+    def __init__(self, stages: dict[str, Stage]):
+        self.stages = stages
+        self.by_stage: dict[str, Outcome] = {}
+        self.pointless = ""  # why nothing is to be trained any more
+
+    @property
+    def made(self) -> dict[str, Artifact]:
+        """Artifacts by the name of their stage."""
+        return {name: outcome.artifact for name, outcome in self.by_stage.items() if outcome.artifact}
+
+    def verdict(self) -> State:
+        """The state that the flow ends in."""
+        states = [outcome.state for outcome in self.by_stage.values()]
+        ends = {name: outcome.reason for name, outcome in self.by_stage.items() if outcome.failed}
+        if ends and self.pointless and "train" not in self.by_stage:
+            ends["train"] = f"not started: {self.pointless}"
+        if ends or len(states) < len(self.stages):
+            message = "\n".join(f"{name}: {reason}" for name, reason in ends.items()) or "not all stages have run"
+            return Failed(message=message, name="Crashed" if "Crashed" in states else "Failed")
+        cached = states.count("Cached")
+        return Completed(message=f"{cached} stages cached, {states.count('Completed')} made")

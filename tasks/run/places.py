@@ -1,0 +1,16 @@
+"""The places of this installation: the folder of its local files, and the store of its artifacts."""
+
+import os
+from pathlib import Path
+
+from tasks.store import Store, open_store
+
+
+def runs_folder() -> Path:
+    """The folder of all local files."""
+    return Path(os.environ.get("FINETUNE_RUNS", "runs")).absolute()
+
+
+def open_run_store() -> Store:
+    """The store that FINETUNE_STORE names."""
+    return open_store(os.environ.get("FINETUNE_STORE") or str(runs_folder() / "store"))

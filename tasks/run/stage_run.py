@@ -1,0 +1,154 @@
+"""The run of one stage: all that its task has of the flow's run, and how it makes an artifact once.
+
+Its task calls get_or_make(make), and ends in a state that says how: Cached, Completed, Failed with one line, or
+NotAsked. NotAsked is for stages behind the last one that was asked for, and for evaluations where evaluate.tasks is
+empty.
+"""
+
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from prefect import State, get_run_logger
+from prefect.cache_policies import NO_CACHE
+from prefect.states import Completed, Failed
+
+from conf.schema.run import Run
+from contract.faults import Fault, Stopped
+from tasks import tracking
+from tasks.run import artifact, launch
+from tasks.run.artifact import Artifact, Work
+from tasks.run.outcomes import Outcome, Outcomes
+from tasks.run.progress import Progress
+from tasks.run.request import Request
+from tasks.run.run_tracking import RunTracking
+from tasks.store import Store
+
+
+def may_pass(task, task_run, state: State) -> bool:
+    """Whether another attempt can help that goes on where the last one ended."""
+    return not isinstance(state.result(raise_on_failure=False), Fault | Stopped)
+
+
+def _may_pass(task, task_run, state: State) -> bool:
+    """Whether another attempt can help that begins again. A crash in native code would come again."""
+    return not isinstance(state.result(raise_on_failure=False), Fault | Stopped | launch.Crashed)
+
+
+OPTIONS: dict[str, Any] = {
+    "cache_policy": NO_CACHE,  # tasks/run/artifact.py finds what was made before
+    "persist_result": False,
+    "retries": 1,
+    "retry_delay_seconds": 5,
+    "retry_condition_fn": _may_pass,
+}
+
+
+class StageRun:
+    """The run of one stage. It is no dataclass, as Prefect would look for futures in all that it holds."""
+
+    def __init__(
+        self,
+        name: str,
+        run: Run,
+        request: Request,
+        store: Store,
+        folder: Path,
+        tracking: RunTracking,
+        outcomes: Outcomes,
+        ending: threading.Event,
+    ):
+        self.name, self.run, self.store, self.tracking = name, run, store, tracking
+        self.asked = request.stages[name]
+        self._unasked, self._make_again = request.unasked.get(name), name in request.again
+        self._folder, self._outcomes, self._ending = folder, outcomes, ending
+
+    def tracked(self) -> tracking.Stage:
+        """The stage's run in MLflow."""
+        return self.tracking.stage(self.name, self.asked)
+
+    @property
+    def pointless(self) -> str:
+        """The reason why nothing is to be trained any more."""
+        return self._outcomes.pointless
+
+    def at(self, **paths: Path) -> Run:
+        """The configuration with these paths."""
+        changed = self.run.paths.model_copy(update={key: str(path) for key, path in paths.items()})
+        return self.run.model_copy(update={"paths": changed})
+
+    def local(self, made: Artifact) -> Path:
+        """A folder of this host that holds the artifact's files. Never write there."""
+        return artifact.local(made, self.store, self._folder / "cache", Progress("fetch", "bytes").update)
+
+    def stopped(self, work: Work, fenced: bool = False) -> Callable[[], bool]:
+        """Return a function that says whether work has to end: the run is cancelled, or another process has the work.
+
+        A store that is away may hide the latter. Work whose successor would wait for its end goes on meanwhile.
+        """
+        lost = work.lease.taken if fenced else work.lease.lost
+        return lambda: self._ending.is_set() or lost.is_set()
+
+    def turn(self, say: Callable[[str], None]) -> launch.Turn:
+        """Turn of the stage at this host's GPUs, which others may have.
+
+        The reason for waiting is reported everywhere.
+        """
+        began: list[float] = []
+
+        def waits(line: str) -> None:
+            tracked = self.tracked()
+            if line:
+                began.append(time.monotonic())
+                say(line)
+                tracked.tags({"finetune.waits": line})
+            elif began:
+                tracked.tags({"finetune.waits": "no longer"})
+                tracked.metrics({"gpu_wait_seconds": time.monotonic() - began[0]})
+
+        return launch.Turn(f"{self.name} of {self.tracking.name}", waits)
+
+    def get_or_make(
+        self, make: Callable[[Work], dict[str, Any]], valid: Callable[[Artifact], bool] = lambda _: True
+    ) -> State:
+        """Make the stage's artifact if need be, and return the state that its task ends in."""
+        if self._unasked:
+            self._end(Outcome("NotAsked", 0.0))
+            return Completed(name="NotAsked", message=self._unasked)
+        start = time.monotonic()
+        try:
+            made = self._get_or_make(make, valid)
+        except Fault as fault:
+            self._end(Outcome("Failed", time.monotonic() - start, reason=str(fault)))
+            self.tracked().end("FAILED", str(fault))
+            return Failed(message=str(fault), data=fault)
+        except BaseException as error:  # the task may try again
+            self._end(Outcome("Crashed", time.monotonic() - start, reason=f"{type(error).__name__}: {error}"))
+            raise
+        state = "Cached" if made.cached else "Completed"
+        self._end(Outcome(state, time.monotonic() - start, made))
+        self.tracking.made(self.name, self.asked, made)
+        spent = f", made in {made.made['seconds']:.0f} s by {made.made['flow']}" if made.cached else ""
+        return Completed(name=state, message=made.key + spent, data=made)
+
+    def _end(self, outcome: Outcome) -> None:
+        self._outcomes.by_stage[self.name] = outcome
+
+    def _get_or_make(self, make: Callable[[Work], dict[str, Any]], valid: Callable[[Artifact], bool]) -> Artifact:
+        say, make_again = get_run_logger().info, self._make_again
+        if not make_again and isinstance(found := artifact.find(self.asked, self.store), Artifact):
+            if valid(found):
+                return found
+            make_again = True
+
+        def tracked(work: Work) -> dict[str, Any]:
+            self.tracked()
+            self.tracking.ship()
+            return make(work)
+
+        made = {"flow": self.tracking.name, "run": self.run.name}
+        progress = Progress(f"store-{self.name}", "bytes").update
+        work, stop = self._folder / "work", self._ending.is_set
+        return artifact.get_or_make(self.asked, self.store, tracked, work, say, made, make_again, progress, stop)
