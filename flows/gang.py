@@ -20,7 +20,7 @@ from conf.schema.run import Run
 from contract.faults import ConfigError, Fault
 from flows.arguments import of_a_run, refused
 from tasks.gang.board import Board
-from tasks.gang.engines import kubernetes, slurm
+from tasks.gang.engines import Demand, kubernetes, slurm
 from tasks.run.places import open_run_store, runs_folder
 
 GANG = "train-0123456789abcdef"
@@ -36,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             run = settle(run, facts_of(run), of(run))
         if run.gang.engine not in SHOWN:
             raise Fault(f"gang.engine: {run.gang.engine} submits nothing; --engine is {' or '.join(SHOWN)}")
-        print(SHOWN[run.gang.engine](_in_a_flow(run), Board(open_run_store(), GANG, 1)), end="")
+        print(SHOWN[run.gang.engine](Demand.of(_in_a_flow(run)), Board(open_run_store(), GANG, 1)), end="")
     except (ConfigError, Fault) as fault:
         return refused(fault)
     return 0

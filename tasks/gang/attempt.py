@@ -20,7 +20,7 @@ from tasks.gang.context import TICK, Gang
 from tasks.gang.controller_link import Lookout
 from tasks.gang.diagnosis.classify import Failure
 from tasks.gang.diagnosis.evidence import host_names
-from tasks.gang.engines import Handle
+from tasks.gang.engines import Demand, Handle
 from tasks.gang.messages import Member, Peers
 from tasks.run import lease
 
@@ -41,14 +41,14 @@ def turn(gang: Gang, run: Run, without: tuple[str, ...]) -> Iterator[Run]:
 
     Nobody waits for hosts while it holds the turn: a gang that needs many does not keep one that needs few.
     """
-    key = gang.engine.turn(run)
+    key = gang.engine.turn(Demand.of(run))
     while True:
         run = _enough(gang, run, without)
         if key is None:
             yield run
             return
         with lease.hold(gang.store, f"gangs/turns/{key}.json", gang.say, gang.name, gang.stop):
-            if gang.engine.capacity(run, without) is None:
+            if gang.engine.capacity(Demand.of(run), without) is None:
                 yield run
                 return
 
@@ -56,7 +56,7 @@ def turn(gang: Gang, run: Run, without: tuple[str, ...]) -> Iterator[Run]:
 def _enough(gang: Gang, run: Run, without: tuple[str, ...]) -> Run:
     """Wait until that many hosts are free. Returns the run, or the same run on fewer hosts."""
     told, since = "", time.monotonic()
-    while why := gang.engine.capacity(run, without):
+    while why := gang.engine.capacity(Demand.of(run), without):
         if why != told:
             gang.say(f"waits for hosts: {why}")
             told = why

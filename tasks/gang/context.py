@@ -8,7 +8,7 @@ from pathlib import Path
 from conf.schema.run import Run
 from contract.faults import Stopped
 from tasks.gang.diagnosis import next_step
-from tasks.gang.engines import Engine
+from tasks.gang.engines import Demand, Engine
 from tasks.gang.history.timeline import Teller
 from tasks.gang.job import Job
 from tasks.store import Store
@@ -41,7 +41,7 @@ class Gang:
 
     def available(self, without: tuple[str, ...]) -> int | None:
         """Number of hosts but for these, free or not. None where it is of no use, or the engine does not know it."""
-        return self.engine.available(self.job.run, without) if self.job.run.gang.min_nodes else None
+        return self.engine.available(Demand.of(self.job.run), without) if self.job.run.gang.min_nodes else None
 
     def smaller(self, without: tuple[str, ...]) -> tuple[Run, int] | None:
         """The run on as many hosts as there are, and their number; None where the gang waits for all hosts."""

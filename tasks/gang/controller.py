@@ -27,10 +27,10 @@ from tasks.gang.background import aside
 from tasks.gang.context import TICK, Gang
 from tasks.gang.controller_link import Lookout
 from tasks.gang.diagnosis import next_step
-from tasks.gang.diagnosis.classify import Failure
+from tasks.gang.diagnosis.classify import Failure, Reads
 from tasks.gang.diagnosis.evidence import host_names, of_attempt, preempted, was_told
 from tasks.gang.diagnosis.next_step import Attempt
-from tasks.gang.engines import Handle, engine_of
+from tasks.gang.engines import Demand, Handle, engine_of
 from tasks.gang.history.timeline import History, Teller
 from tasks.gang.job import Job
 from tasks.gang.previous_attempt import ENDED_BY_ITSELF, wait_for_the_last
@@ -113,7 +113,7 @@ def _attempt(gang: Gang, run: Run, without: tuple[str, ...]) -> Outcome:
         gang.teller.begins(board.attempt)
         handle = None
         try:
-            handle = gang.engine.start(run, board, run.layout.nodes, without)
+            handle = gang.engine.start(Demand.of(run), board, run.layout.nodes, without)
             if missing := gather(gang, run, without, lookout, handle):
                 _end(gang, run, lookout, handle, missing.failure.line, save=False)
                 return Outcome(tuple(host_names(lookout).values()), missing.failure, missing.came)
@@ -166,7 +166,8 @@ def _watch(gang: Gang, run: Run, lookout: Lookout, handle: Handle, hosts: dict[i
             if not wrong:  # whoever was silent is back
                 first = None
                 continue
-            return of_attempt(run, lookout, nodes, hosts, gone, handle.words())
+            reads = Reads(run.paths.data, run.train.global_batch)
+            return of_attempt(reads, lookout, nodes, hosts, gone, handle.words())
 
 
 def _end(gang: Gang, run: Run, lookout: Lookout, handle: Handle | None, reason: str, save: bool) -> None:

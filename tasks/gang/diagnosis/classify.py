@@ -24,7 +24,6 @@ import signal
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from conf.schema.run import Run
 from tasks.gang.diagnosis.causes import ECHO, LINK, OWN, Cause, Kind, read
 
 SURE: tuple[Kind, ...] = ("host", "memory")  # what the kernel knows better than any process
@@ -75,14 +74,27 @@ class Failure:
     blamed: tuple[str, ...] = ()  # hosts to leave out from now on
 
 
-def classify(evidence: Evidence, run: Run | None = None) -> Failure:
-    """Find the cause of a failed attempt. With the run, a data error's line names the samples of its step."""
+@dataclass(frozen=True)
+class Reads:
+    """Prepared data that training reads, a batch a step."""
+
+    data: str
+    batch: int
+
+    def behind(self, step: int) -> str:
+        """The samples of the step after this one."""
+        first = step * self.batch
+        return f"samples {first} to {first + self.batch - 1} of {self.data}, in training's order"
+
+
+def classify(evidence: Evidence, reads: Reads | None = None) -> Failure:
+    """Find the cause of a failed attempt. With `reads`, a data error's line names the samples of its step."""
     if evidence.cancelled:
         return Failure("user", "cancelled", False, step=_last_step(evidence))
     told = read(evidence.engine)
     if told and told.strength == OWN:
         return _of_host(told, _named(evidence, told.says), evidence)
-    found = _by_preflight(evidence) or _by_kernel(evidence, SURE) or _by_text(evidence, run)
+    found = _by_preflight(evidence) or _by_kernel(evidence, SURE) or _by_text(evidence, reads)
     found = found or _by_kernel(evidence, None) or _by_signal(evidence)
     if found:
         return found
@@ -137,11 +149,11 @@ def _of_host(cause: Cause, host: str, evidence: Evidence) -> Failure:
     return Failure(cause.kind, line, cause.retry, host, None, _last_step(evidence), blamed)
 
 
-def _by_text(evidence: Evidence, run: Run | None) -> Failure | None:
+def _by_text(evidence: Evidence, reads: Reads | None) -> Failure | None:
     for rank in sorted(evidence.ranks, key=lambda rank: rank.order):
         cause = _own_cause(rank)
         if cause:
-            return _of_rank(cause, rank, evidence, run)
+            return _of_rank(cause, rank, evidence, reads)
     return None
 
 
@@ -158,18 +170,13 @@ def _own_cause(rank: Rank) -> Cause | None:
     return Cause("unknown", own[-1], "")
 
 
-def _of_rank(cause: Cause, rank: Rank, evidence: Evidence, run: Run | None) -> Failure:
+def _of_rank(cause: Cause, rank: Rank, evidence: Evidence, reads: Reads | None) -> Failure:
     what = cause.means + _quoted(cause.says, cause.means)
-    if cause.kind == "data" and run and rank.step:
-        what += f"; step {rank.step + 1} reads {_samples(run, rank.step)}"
+    if cause.kind == "data" and reads and rank.step:
+        what += f"; step {rank.step + 1} reads {reads.behind(rank.step)}"
     blamed = (rank.host,) if cause.blames and _own_fault(cause, rank.host, evidence) else ()
     line = f"{cause.kind}: {_place(rank)}: {what}"
     return Failure(cause.kind, line, cause.retry, rank.host, rank.rank, rank.step, blamed)
-
-
-def _samples(run: Run, done: int) -> str:
-    first = done * run.train.global_batch
-    return f"samples {first} to {first + run.train.global_batch - 1} of {run.paths.data}, in training's order"
 
 
 def _own_fault(cause: Cause, host: str, evidence: Evidence) -> bool:

@@ -2,15 +2,14 @@
 
 from dataclasses import replace
 
-from conf.schema.run import Run
 from tasks.gang.controller_link import Lookout
 from tasks.gang.diagnosis.causes import OWN, read
-from tasks.gang.diagnosis.classify import Evidence, Failure, Rank, classify
+from tasks.gang.diagnosis.classify import Evidence, Failure, Rank, Reads, classify
 from tasks.gang.messages import End, Member
 
 
 def of_attempt(
-    run: Run,
+    reads: Reads,
     lookout: Lookout,
     nodes: dict[int, Member],
     hosts: dict[int, str],
@@ -40,7 +39,7 @@ def of_attempt(
     kernel = {hosts[k]: node.kernel for k, node in nodes.items()}
     kills = {hosts[k]: node.oom_kills for k, node in nodes.items()}
     lost = tuple(hosts[k] for k in sorted(gone))
-    return classify(Evidence(tuple(ranks), lost, kernel, kills, free, engine, stalled), run)
+    return classify(Evidence(tuple(ranks), lost, kernel, kills, free, engine, stalled), reads)
 
 
 def was_told(node: Member) -> bool:

@@ -3,12 +3,12 @@
 An engine is a module with four functions; each starts `python -m tasks.run.guard python -m tasks.gang.member --store
 URI --gang ID --attempt N --node K` per host, and none of them schedules by itself.
 
-    turn(run) -> str | None         name of what gangs compete for, where starting is not all or nothing by itself
-    capacity(run, without) -> str | None    None = enough hosts are free, else what it waits for; Fault where they never
-                                    will be
-    available(run, without) -> int | None   hosts that there are but for these, free or not; None = it does not know
-    start(run, board, n, without) -> Handle     N members, 0 to n - 1, of board's attempt; on the hosts to be left out
-                                    never, or where it has no others. Fault where it will never do so; any other
+    turn(demand) -> str | None      name of what gangs compete for, where starting is not all or nothing by itself
+    capacity(demand, without) -> str | None     None = enough hosts are free, else what it waits for; Fault where they
+                                    never will be
+    available(demand, without) -> int | None    hosts that there are but for these, free or not; None = it does not know
+    start(demand, board, n, without) -> Handle      N members, 0 to n - 1, of board's attempt; on the hosts to be left
+                                    out never, or where it has no others. Fault where it will never do so; any other
                                     error counts as a failed attempt
 
 `without` begins with the host that failed last: where there are too few others, it is the last to take part again.
@@ -16,12 +16,33 @@ URI --gang ID --attempt N --node K` per host, and none of them schedules by itse
 
 import importlib
 from collections.abc import Callable
-from typing import Protocol
+from dataclasses import dataclass
+from typing import Protocol, Self
 
+from conf.schema.clusters import Kubernetes, Slurm
 from conf.schema.run import Run
+from conf.schema.sections import Gang
 from tasks.gang.board import Board
 
 LAST_WORDS = 9  # seconds that a member needs behind its grace, to say what became of it
+
+
+@dataclass(frozen=True)
+class Demand:
+    """The hosts that a gang asks an engine for, and the settings that each engine has for them."""
+
+    name: str  # of the run
+    nodes: int
+    gpus_per_node: int
+    gang: Gang
+    slurm: Slurm
+    kubernetes: Kubernetes
+    logs: str
+
+    @classmethod
+    def of(cls, run: Run) -> Self:
+        layout = run.layout
+        return cls(run.name, layout.nodes, layout.gpus_per_node, run.gang, run.slurm, run.kubernetes, run.paths.logs)
 
 
 class Handle(Protocol):
@@ -46,10 +67,10 @@ class Handle(Protocol):
 
 
 class Engine(Protocol):
-    turn: Callable[[Run], str | None]
-    capacity: Callable[[Run, tuple[str, ...]], str | None]
-    available: Callable[[Run, tuple[str, ...]], int | None]
-    start: Callable[[Run, Board, int, tuple[str, ...]], Handle]
+    turn: Callable[[Demand], str | None]
+    capacity: Callable[[Demand, tuple[str, ...]], str | None]
+    available: Callable[[Demand, tuple[str, ...]], int | None]
+    start: Callable[[Demand, Board, int, tuple[str, ...]], Handle]
 
 
 def engine_of(run: Run) -> Engine:
@@ -57,9 +78,9 @@ def engine_of(run: Run) -> Engine:
     return module  # type: ignore[return-value]
 
 
-def guarded(run: Run) -> int:
+def guarded(gang: Gang) -> int:
     """GUARD_GRACE of each member, in which it may save a checkpoint and report it."""
-    return run.gang.grace + LAST_WORDS
+    return gang.grace + LAST_WORDS
 
 
 def spared(without: tuple[str, ...], enough: Callable[[tuple[str, ...]], bool]) -> tuple[str, ...]:

@@ -7,8 +7,7 @@ is checked against JobSet v1alpha2 (tests/tasks/gang/engines/test_kubernetes.py)
 import os
 from typing import Any
 
-from conf.schema.run import Run
-from tasks.gang.engines import guarded
+from tasks.gang.engines import Demand, guarded
 
 QUEUE = "kueue.x-k8s.io/queue-name"
 FORGOTTEN_AFTER = 3600  # seconds that an ended JobSet stays, where nobody is left to remove it
@@ -16,22 +15,22 @@ NO_RDMA = (None, "ethernet")
 
 
 def jobset(
-    run: Run, name: str, arguments: list[str], labels: dict[str, str] | None = None, without: tuple[str, ...] = ()
+    demand: Demand, name: str, arguments: list[str], labels: dict[str, str] | None = None, without: tuple[str, ...] = ()
 ) -> dict[str, Any]:
-    section = run.kubernetes
+    section = demand.kubernetes
     queue = {QUEUE: section.queue} if section.queue else {}
     priority = {"kueue.x-k8s.io/priority-class": section.priority} if section.priority else {}
     namespace = {"namespace": section.namespace} if section.namespace else {}
     topology = {"kueue.x-k8s.io/podset-preferred-topology": section.topology} if section.topology else {}
     job = {
         "completionMode": "Indexed",  # a pod's number is its member's
-        "completions": run.layout.nodes,
-        "parallelism": run.layout.nodes,
+        "completions": demand.nodes,
+        "parallelism": demand.nodes,
         "backoffLimitPerIndex": 0,
         "podReplacementPolicy": "Failed",
         "template": {
             "metadata": {"labels": labels or {}} | ({"annotations": topology} if topology else {}),
-            "spec": _pod(run, arguments) | ({"affinity": _others(without)} if without else {}),
+            "spec": _pod(demand, arguments) | ({"affinity": _others(without)} if without else {}),
         },
     }
     return {
@@ -47,11 +46,11 @@ def jobset(
     }
 
 
-def _pod(run: Run, arguments: list[str]) -> dict[str, Any]:
-    section = run.kubernetes
+def _pod(demand: Demand, arguments: list[str]) -> dict[str, Any]:
+    section = demand.kubernetes
     env: list[dict[str, Any]] = [
         {"name": "PYTHONUNBUFFERED", "value": "1"},
-        {"name": "GUARD_GRACE", "value": str(guarded(run))},
+        {"name": "GUARD_GRACE", "value": str(guarded(demand.gang))},
         {"name": "GANG_ADDRESS", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}},
         {"name": "GANG_HOST", "valueFrom": {"fieldRef": {"fieldPath": "spec.nodeName"}}},
     ]
@@ -59,7 +58,7 @@ def _pod(run: Run, arguments: list[str]) -> dict[str, Any]:
         index = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
         env.append({"name": "GANG_PLACE", "valueFrom": {"fieldRef": {"fieldPath": index}}})
     env += [{"name": name, "value": value} for name, _, value in (setting.partition("=") for setting in section.env)]
-    resources = {section.gpus: str(run.layout.gpus_per_node)} if section.gpus else {}
+    resources = {section.gpus: str(demand.gpus_per_node)} if section.gpus else {}
     resources |= {name: str(value) for name in ("cpu", "memory") if (value := getattr(section, name))}
     resources |= dict(setting.split("=", 1) for setting in section.resources)
     container: dict[str, Any] = {
@@ -75,11 +74,11 @@ def _pod(run: Run, arguments: list[str]) -> dict[str, Any]:
         container["envFrom"] = [{"secretRef": {"name": name}} for name in section.secrets]
     if resources:
         container["resources"] = {"requests": resources, "limits": dict(resources)}
-    if run.gang.network not in NO_RDMA:
+    if demand.gang.network not in NO_RDMA:
         container["securityContext"] = {"capabilities": {"add": ["IPC_LOCK"]}}  # adapters read pinned memory
     pod: dict[str, Any] = {
         "restartPolicy": "Never",
-        "terminationGracePeriodSeconds": guarded(run) + 1,
+        "terminationGracePeriodSeconds": guarded(demand.gang) + 1,
         "enableServiceLinks": False,  # else a variable for every service of the namespace
         "automountServiceAccountToken": False,
         "containers": [container],

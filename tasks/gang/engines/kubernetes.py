@@ -24,10 +24,10 @@ from typing import Any
 
 import yaml
 
-from conf.schema.run import Run
+from conf.schema.clusters import Kubernetes
 from contract.faults import Fault
 from tasks.gang.board import Board
-from tasks.gang.engines import client, command, guarded
+from tasks.gang.engines import Demand, client, command, guarded
 from tasks.gang.engines.client import Asked, State
 from tasks.gang.engines.jobset import QUEUE, jobset, shared
 
@@ -43,8 +43,8 @@ AWAY = re.compile(
 class Pods:
     """Pods of one JobSet."""
 
-    def __init__(self, run: Run, name: str, n: int):
-        self.kubectl, self.name, self.n, self.grace = _kubectl(run), name, n, guarded(run)
+    def __init__(self, kubectl: list[str], name: str, n: int, grace: int):
+        self.kubectl, self.name, self.n, self.grace = kubectl, name, n, grace
         self._seen: set[int] = set()
         self._asked = Asked(n, self._look)
 
@@ -83,47 +83,50 @@ class Pods:
         return None if found.code else json.loads(found.output or "{}")
 
 
-def turn(run: Run) -> str | None:
+def turn(demand: Demand) -> str | None:
     """Name of the gangs' turn. Without Kueue a gang is given its hosts one by one, and so gangs take turns."""
-    section = run.kubernetes
+    section = demand.kubernetes
     return None if section.queue else f"kubernetes-{section.context or ''}-{section.namespace or ''}"
 
 
-def capacity(run: Run, without: tuple[str, ...] = ()) -> str | None:
+def capacity(demand: Demand, without: tuple[str, ...] = ()) -> str | None:
     """Raise a Fault where the cluster would never take such a JobSet. Its queue decides when the JobSet runs."""
-    tried = [_create(run, jobset(run, "test", ["true"]), "--dry-run=server")]
-    if run.kubernetes.queue:
-        tried.append(client.run([*_kubectl(run), "get", "localqueues.kueue.x-k8s.io", run.kubernetes.queue]))
+    section = demand.kubernetes
+    tried = [_create(section, jobset(demand, "test", ["true"]), "--dry-run=server")]
+    if section.queue:
+        tried.append(client.run([*_kubectl(section), "get", "localqueues.kueue.x-k8s.io", section.queue]))
     line = "; ".join(one.line for one in tried if one.code)
     if line and not AWAY.search(line):
         raise Fault(f"kubernetes: {line}")
     return f"the Kubernetes cluster does not answer ({line})" if line else None
 
 
-def available(run: Run, without: tuple[str, ...] = ()) -> int | None:
+def available(demand: Demand, without: tuple[str, ...] = ()) -> int | None:
     """Number of nodes that are ready, whoever uses them. Nodes that a cluster would add count once they are there."""
-    found = client.run([*_kubectl(run), "get", "nodes", "--output=json", *_selector(run)])
+    section, each = demand.kubernetes, demand.gpus_per_node
+    found = client.run([*_kubectl(section), "get", "nodes", "--output=json", *_selector(section)])
     if found.code:  # as for who may not see them
         return None
     nodes = json.loads(found.output)["items"]
-    return sum(node["metadata"]["name"] not in without and _usable(node, run) for node in nodes)
+    return sum(node["metadata"]["name"] not in without and _usable(node, section, each) for node in nodes)
 
 
-def start(run: Run, board: Board, n: int, without: tuple[str, ...] = ()) -> Pods:
-    assert n == run.layout.nodes
+def start(demand: Demand, board: Board, n: int, without: tuple[str, ...] = ()) -> Pods:
+    assert n == demand.nodes
+    section = demand.kubernetes
     place = board.store.uri.removeprefix("file://")
     if not board.store.uri.startswith("s3:") and not Path(place).is_relative_to(shared()):
         raise Fault(f"FINETUNE_STORE: {place}: pods have s3:// stores, and folders in FINETUNE_RUNS, {shared()}")
     old = f"--selector=finetune/gang={_label(board)}"  # of an earlier controller that is gone
-    client.run([*_kubectl(run), "delete", "jobsets", old, *REMOVE])
-    made = _create(run, _of(run, board, without))
+    client.run([*_kubectl(section), "delete", "jobsets", old, *REMOVE])
+    made = _create(section, _of(demand, board, without))
     if made.code:
         raise (ConnectionError if AWAY.search(made.line) else Fault)(f"kubernetes: {made.line}")
-    return Pods(run, _name(run, board), n)
+    return Pods(_kubectl(section), _name(demand.name, board), n, guarded(demand.gang))
 
 
-def manifest(run: Run, board: Board) -> str:
-    return yaml.safe_dump(_of(run, board), sort_keys=False, width=1000)
+def manifest(demand: Demand, board: Board) -> str:
+    return yaml.safe_dump(_of(demand, board), sort_keys=False, width=1000)
 
 
 def alive_of(pods: dict[int, str], n: int, seen: set[int]) -> dict[int, bool | None]:
@@ -156,33 +159,33 @@ def words_of(pods: list[dict[str, Any]]) -> tuple[str, ...]:
     return tuple(words)
 
 
-def _create(run: Run, what: dict[str, Any], *more: str) -> client.Result:
-    return client.run([*_kubectl(run), "create", "--filename=-", "--output=name", *more], json.dumps(what))
+def _create(section: Kubernetes, what: dict[str, Any], *more: str) -> client.Result:
+    return client.run([*_kubectl(section), "create", "--filename=-", "--output=name", *more], json.dumps(what))
 
 
-def _of(run: Run, board: Board, without: tuple[str, ...] = ()) -> dict[str, Any]:
-    python = run.kubernetes.python
+def _of(demand: Demand, board: Board, without: tuple[str, ...] = ()) -> dict[str, Any]:
+    python = demand.kubernetes.python
     member = [python, "-m", "tasks.run.guard", python, "-m", *command(board, 0)[:-1], "$(JOB_COMPLETION_INDEX)"]
-    labels = {"finetune/run": run.name[:63].strip("-"), "finetune/gang": _label(board)}
-    return jobset(run, _name(run, board), member, labels, without)
+    labels = {"finetune/run": demand.name[:63].strip("-"), "finetune/gang": _label(board)}
+    return jobset(demand, _name(demand.name, board), member, labels, without)
 
 
-def _kubectl(run: Run) -> list[str]:
-    pairs = (("context", run.kubernetes.context), ("namespace", run.kubernetes.namespace))
+def _kubectl(section: Kubernetes) -> list[str]:
+    pairs = (("context", section.context), ("namespace", section.namespace))
     return ["kubectl", *(f"--{name}={value}" for name, value in pairs if value)]
 
 
-def _selector(run: Run) -> list[str]:
-    return [f"--selector={','.join(run.kubernetes.selector)}"] if run.kubernetes.selector else []
+def _selector(section: Kubernetes) -> list[str]:
+    return [f"--selector={','.join(section.selector)}"] if section.selector else []
 
 
-def _usable(node: dict[str, Any], run: Run) -> bool:
-    spec, status, section = node.get("spec", {}), node.get("status", {}), run.kubernetes
+def _usable(node: dict[str, Any], section: Kubernetes, needed: int) -> bool:
+    spec, status = node.get("spec", {}), node.get("status", {})
     ready = any(one["type"] == "Ready" and one["status"] == "True" for one in status.get("conditions", ()))
     taints = [one["key"] for one in spec.get("taints", ()) if one["effect"] != "PreferNoSchedule"]
-    gpus = int(status.get("allocatable", {}).get(section.gpus, 0)) if section.gpus else run.layout.gpus_per_node
+    gpus = int(status.get("allocatable", {}).get(section.gpus, 0)) if section.gpus else needed
     there = ready and not spec.get("unschedulable") and {*taints} <= {*section.tolerations}
-    return there and gpus >= run.layout.gpus_per_node
+    return there and gpus >= needed
 
 
 def _label(board: Board) -> str:
@@ -190,12 +193,12 @@ def _label(board: Board) -> str:
     return hashlib.sha256(f"{board.store.uri} {board.gang}".encode()).hexdigest()[:12]
 
 
-def _name(run: Run, board: Board) -> str:
+def _name(run: str, board: Board) -> str:
     """Name of the JobSet.
 
     It is short enough for the names of pods, which add 20 characters, and begins with a letter.
     """
-    return f"ft-{run.name[:20].rstrip('-')}-{_label(board)[:8]}-{board.attempt}"
+    return f"ft-{run[:20].rstrip('-')}-{_label(board)[:8]}-{board.attempt}"
 
 
 def _index(pod: dict[str, Any]) -> tuple[int, str]:

@@ -14,11 +14,10 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from conf.schema.run import Run
 from contract import host_gpus
 from contract.faults import Fault
 from tasks.gang.board import Board
-from tasks.gang.engines import command, guarded, spared
+from tasks.gang.engines import Demand, command, guarded, spared
 from tasks.run.launch import ROOT
 
 LEAVE_WITHIN = 35.0  # the guard kills sooner
@@ -50,38 +49,38 @@ class Members:
                 process.wait()
 
 
-def turn(run: Run) -> str | None:
+def turn(demand: Demand) -> str | None:
     return None
 
 
-def capacity(run: Run, without: tuple[str, ...] = ()) -> str | None:
-    here, needed = _gpus(), run.world
-    if here and needed > here:
+def capacity(demand: Demand, without: tuple[str, ...] = ()) -> str | None:
+    here, nodes, each = _gpus(), demand.nodes, demand.gpus_per_node
+    if here and nodes * each > here:
         raise Fault(
-            f"gang.engine: local, but layout.nodes {run.layout.nodes} x layout.gpus_per_node "
-            f"{run.layout.gpus_per_node} is more than the {here} GPUs of this host; prefect, slurm or kubernetes"
+            f"gang.engine: local, but layout.nodes {nodes} x layout.gpus_per_node "
+            f"{each} is more than the {here} GPUs of this host; prefect, slurm or kubernetes"
         )
-    owner = host_gpus.held(_of(_hosts(run, run.layout.nodes, without), run))
+    owner = host_gpus.held(_of(_hosts(each, nodes, without), each))
     return f"GPUs of this host, which {owner}" if owner else None
 
 
-def available(run: Run, without: tuple[str, ...] = ()) -> int | None:
-    here = _gpus() // run.layout.gpus_per_node or run.layout.nodes
+def available(demand: Demand, without: tuple[str, ...] = ()) -> int | None:
+    here = _gpus() // demand.gpus_per_node or demand.nodes
     return sum(_name(host) not in without for host in range(here))
 
 
-def start(run: Run, board: Board, n: int, without: tuple[str, ...] = ()) -> Members:
-    logs = Path(run.paths.logs)
+def start(demand: Demand, board: Board, n: int, without: tuple[str, ...] = ()) -> Members:
+    logs = Path(demand.logs)
     logs.mkdir(parents=True, exist_ok=True)
-    each, processes = run.layout.gpus_per_node, []
-    hosts = _hosts(run, n, without)
+    each, processes = demand.gpus_per_node, []
+    hosts = _hosts(each, n, without)
     given_up = time.monotonic() + TAKEN_WITHIN  # somebody was faster since capacity() was asked
-    hold = host_gpus.take(f"gang {board.gang}", lambda _: None, lambda: time.monotonic() > given_up, _of(hosts, run))
+    hold = host_gpus.take(f"gang {board.gang}", lambda _: None, lambda: time.monotonic() > given_up, _of(hosts, each))
     if hold is None:
         raise TimeoutError("others have taken the GPUs of this host")
     for node, host in enumerate(hosts):
         environment = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1", "GANG_ADDRESS": "127.0.0.1"}
-        environment |= {"GANG_HOST": _name(host), "GUARD_GRACE": str(guarded(run))}
+        environment |= {"GANG_HOST": _name(host), "GUARD_GRACE": str(guarded(demand.gang))}
         if _gpus():
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, range(host * each, (host + 1) * each)))
         with (logs / f"member{node}.log").open("a") as log:
@@ -99,15 +98,16 @@ def start(run: Run, board: Board, n: int, without: tuple[str, ...] = ()) -> Memb
     return Members(processes)
 
 
-def _hosts(run: Run, n: int, without: tuple[str, ...]) -> list[int]:
-    there = range(_gpus() // run.layout.gpus_per_node or n + len(without))
+def _hosts(each: int, n: int, without: tuple[str, ...]) -> list[int]:
+    """The hosts for n members that have so many GPUs each."""
+    there = range(_gpus() // each or n + len(without))
     out = spared(without, lambda out: sum(_name(host) not in out for host in there) >= n)
     return [host for host in there if _name(host) not in out][:n]
 
 
-def _of(hosts: list[int], run: Run) -> tuple[str, ...]:
+def _of(hosts: list[int], each: int) -> tuple[str, ...]:
     """GPUs of these hosts."""
-    each, gpus = run.layout.gpus_per_node, host_gpus.listed()
+    gpus = host_gpus.listed()
     return tuple(gpu for host in hosts for gpu in gpus[host * each : (host + 1) * each])
 
 

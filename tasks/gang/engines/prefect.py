@@ -39,10 +39,9 @@ from prefect.deployments import run_deployment
 from prefect.exceptions import ObjectNotFound
 from prefect.states import Cancelled, Cancelling
 
-from conf.schema.run import Run
 from contract.faults import Fault
 from tasks.gang.board import Board
-from tasks.gang.engines import command, guarded, spared
+from tasks.gang.engines import Demand, command, guarded, spared
 
 PASSED_ON = "passed on to {}"  # the last word of a run on a host that is to be left out
 BUSY = [StateType.PENDING, StateType.RUNNING, StateType.CANCELLING]
@@ -88,15 +87,15 @@ class Runs:
                         self.states[id] = not (state and state.is_final())
 
 
-def turn(run: Run) -> str | None:
-    return run.gang.pool
+def turn(demand: Demand) -> str | None:
+    return demand.gang.pool
 
 
-def capacity(run: Run, without: tuple[str, ...] = ()) -> str | None:
-    pool, n = run.gang.pool, run.layout.nodes
+def capacity(demand: Demand, without: tuple[str, ...] = ()) -> str | None:
+    pool, n = demand.gang.pool, demand.nodes
     try:
         with get_client(sync_client=True) as client:
-            without = _out(client, run, without)
+            without = _out(client, pool, n, without)
             free = _free(client, pool, without)
     except ObjectNotFound:
         raise Fault(f"gang.pool: {pool}: no such work pool; prefect work-pool create {pool} --type process") from None
@@ -108,22 +107,23 @@ def capacity(run: Run, without: tuple[str, ...] = ()) -> str | None:
     return f"{n} of pool {pool}, where {free} worker{' is' if free == 1 else 's are'} free{others}"
 
 
-def available(run: Run, without: tuple[str, ...] = ()) -> int | None:
+def available(demand: Demand, without: tuple[str, ...] = ()) -> int | None:
     with contextlib.suppress(httpx.HTTPError, ObjectNotFound), get_client(sync_client=True) as client:
-        return len(_alive(client, run.gang.pool) - {*without})
+        return len(_alive(client, demand.gang.pool) - {*without})
     return None
 
 
-def start(run: Run, board: Board, n: int, without: tuple[str, ...] = ()) -> Runs:
+def start(demand: Demand, board: Board, n: int, without: tuple[str, ...] = ()) -> Runs:
+    pool = demand.gang.pool
     with get_client(sync_client=True) as client:  # of an earlier controller that is gone
         _end(client, _left(client, board.gang))
-        without = _out(client, run, without)
+        without = _out(client, pool, demand.nodes, without)
     ids: list[UUID] = []
     try:
         for node in range(n):
             flow_run = run_deployment(
-                f"node/{run.gang.pool}",
-                parameters={"arguments": command(board, node), "without": [*without], "grace": guarded(run)},
+                f"node/{pool}",
+                parameters={"arguments": command(board, node), "without": [*without], "grace": guarded(demand.gang)},
                 flow_run_name=f"{board.gang}-{board.attempt}-{node}",
                 tags=[f"gang:{board.gang}"],
                 timeout=0,
@@ -131,20 +131,20 @@ def start(run: Run, board: Board, n: int, without: tuple[str, ...] = ()) -> Runs
             )
             ids.append(flow_run.id)  # type: ignore[union-attr]
     except ObjectNotFound:
-        raise Fault(f"gang.pool: no deployment node/{run.gang.pool}; prefect deploy --name {run.gang.pool}") from None
+        raise Fault(f"gang.pool: no deployment node/{pool}; prefect deploy --name {pool}") from None
     except BaseException:
         Runs(board.gang, ids).cancel()
         raise
     return Runs(board.gang, ids)
 
 
-def _out(client: SyncPrefectClient, run: Run, without: tuple[str, ...]) -> tuple[str, ...]:
+def _out(client: SyncPrefectClient, pool: str, nodes: int, without: tuple[str, ...]) -> tuple[str, ...]:
     """Hosts to be left out.
 
     Where there are too few others, a host that was cut off may be back; and retries are counted.
     """
-    alive = _alive(client, run.gang.pool)
-    return spared(without, lambda out: len(alive - {*out}) >= run.layout.nodes)
+    alive = _alive(client, pool)
+    return spared(without, lambda out: len(alive - {*out}) >= nodes)
 
 
 def _free(client: SyncPrefectClient, pool: str, without: tuple[str, ...]) -> int:

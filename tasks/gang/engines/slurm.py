@@ -27,10 +27,10 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from conf.schema.run import Run
+from conf.schema.clusters import Slurm
 from contract.faults import Fault
 from tasks.gang.board import Board
-from tasks.gang.engines import client, command, guarded, spared
+from tasks.gang.engines import Demand, client, command, guarded, spared
 from tasks.gang.engines.client import Asked, State
 from tasks.run.launch import ROOT
 
@@ -81,67 +81,67 @@ class Job:
         return State(alive, f"Slurm's job {self.id} is pending: {why}" if state in WAITING else None)
 
 
-def turn(run: Run) -> str | None:
+def turn(demand: Demand) -> str | None:
     return None
 
 
-def capacity(run: Run, without: tuple[str, ...] = ()) -> str | None:
+def capacity(demand: Demand, without: tuple[str, ...] = ()) -> str | None:
     """Raise a Fault where such a job is impossible. The queue decides when a possible one runs."""
-    tried = client.run(["sbatch", "--test-only", *options(run, "test"), "--wrap=true"])
+    tried = client.run(["sbatch", "--test-only", *options(demand, "test"), "--wrap=true"])
     if tried.code == 0 or QUEUED.search(tried.line):
         return None
     if AWAY.search(tried.line):
         return f"Slurm does not answer ({tried.line})"
-    n, there = run.layout.nodes, _hosts(run) or []
+    n, there = demand.nodes, _hosts(demand.slurm.partition) or []
     if any(len(hosts) >= n > sum(hosts.values()) for hosts in there):  # for sbatch that is no other fault
         up = max(sum(hosts.values()) for hosts in there)
         return f"{n} of Slurm's, of which {up} {'is' if up == 1 else 'are'} neither down nor drained"
     raise Fault(f"slurm: {tried.line}")
 
 
-def available(run: Run, without: tuple[str, ...] = ()) -> int | None:
+def available(demand: Demand, without: tuple[str, ...] = ()) -> int | None:
     """Number of hosts of the partition that has the most. Features that slurm.constraint asks for are not looked at."""
-    there = _hosts(run)
+    there = _hosts(demand.slurm.partition)
     if there is None:
         return None
     return max((sum(up for host, up in hosts.items() if host not in without) for hosts in there), default=None)
 
 
-def start(run: Run, board: Board, n: int, without: tuple[str, ...] = ()) -> Job:
-    assert n == run.layout.nodes
-    Path(run.paths.logs).mkdir(parents=True, exist_ok=True)
-    client.run(["scancel", "--me", f"--name={_name(run, board.gang)}"])  # of an earlier controller that is gone
+def start(demand: Demand, board: Board, n: int, without: tuple[str, ...] = ()) -> Job:
+    assert n == demand.nodes
+    Path(demand.logs).mkdir(parents=True, exist_ok=True)
+    client.run(["scancel", "--me", f"--name={demand.name}-{board.gang}"])  # of an earlier controller that is gone
 
     def enough(out: tuple[str, ...]) -> bool:
-        return not client.run(["sbatch", "--test-only", *options(run, "test"), *_but(out), "--wrap=true"]).code
+        return not client.run(["sbatch", "--test-only", *options(demand, "test"), *_but(out), "--wrap=true"]).code
 
     others = spared(without, enough)  # where there are none, Slurm itself knows of those that are down
-    made = client.run(["sbatch", "--parsable", *_but(others)], script(run, board))
+    made = client.run(["sbatch", "--parsable", *_but(others)], script(demand, board))
     if made.code:
         raise (ConnectionError if AWAY.search(made.line) else Fault)(f"slurm: {made.line}")
     id = made.output.strip().partition(";")[0]  # the cluster's name follows where there are several
-    return Job(id, n, Path(str(_log(run)).replace("%j", id)))
+    return Job(id, n, Path(str(_log(demand.logs)).replace("%j", id)))
 
 
 def _but(out: tuple[str, ...]) -> list[str]:
     return [f"--exclude={','.join(out)}"] if out else []
 
 
-def options(run: Run, gang: str) -> list[str]:
+def options(demand: Demand, gang: str) -> list[str]:
     """Options of sbatch, in the order of the script."""
-    slurm = run.slurm
-    found = [f"--job-name={_name(run, gang)}", f"--nodes={run.layout.nodes}", "--ntasks-per-node=1"]
+    slurm = demand.slurm
+    found = [f"--job-name={demand.name}-{gang}", f"--nodes={demand.nodes}", "--ntasks-per-node=1"]
     if slurm.gpus != "none":
-        found.append(f"{slurm.gpus}{run.layout.gpus_per_node}")
+        found.append(f"{slurm.gpus}{demand.gpus_per_node}")
     if slurm.exclusive:
         found += ["--exclusive", "--mem=0"]
     for key in ("partition", "account", "qos", "time", "constraint"):
         if value := getattr(slurm, key):
             found.append(f"--{key}={value}")
     if slurm.time:
-        found.append(f"--signal=TERM@{guarded(run) + 60}")  # may come 60 s early, by sbatch's manual
+        found.append(f"--signal=TERM@{guarded(demand.gang) + 60}")  # may come 60 s early, by sbatch's manual
     found += ["--no-requeue", "--no-kill", f"--export={','.join(slurm.export) or 'NONE'}"]
-    found += [f"--chdir={_folder(run)}" if not slurm.image else "--chdir=/", f"--output={_log(run)}"]
+    found += [f"--chdir={_folder(slurm)}" if not slurm.image else "--chdir=/", f"--output={_log(demand.logs)}"]
     return [*found, "--open-mode=append", *slurm.options]
 
 
@@ -155,13 +155,13 @@ def said(log: Path) -> tuple[str, ...]:
     return tuple(line for line in lines if SAID.match(line))
 
 
-def script(run: Run, board: Board) -> str:
-    return "\n".join(_script(run, board)) + "\n"
+def script(demand: Demand, board: Board) -> str:
+    return "\n".join(_script(demand, board)) + "\n"
 
 
-def _hosts(run: Run) -> list[dict[str, bool]] | None:
-    """Hosts of each partition that the run may have: whether each is there, used or not. None where nobody knows."""
-    asked = [f"--partition={run.slurm.partition}"] if run.slurm.partition else []
+def _hosts(named: str | None) -> list[dict[str, bool]] | None:
+    """Hosts of the partition, or of the default ones: whether each is there, used or not. None where nobody knows."""
+    asked = [f"--partition={named}"] if named else []
     found = client.run(["sinfo", "--noheader", "--Node", "--format=%P|%N|%t", *asked])
     partitions: dict[str, dict[str, bool]] = {}
     for partition, host, state in (line.split("|") for line in found.output.splitlines()):
@@ -170,19 +170,19 @@ def _hosts(run: Run) -> list[dict[str, bool]] | None:
     return None if found.code else [*partitions.values()]
 
 
-def _script(run: Run, board: Board) -> Iterator[str]:
-    slurm, python = run.slurm, run.slurm.python or sys.executable
+def _script(demand: Demand, board: Board) -> Iterator[str]:
+    slurm, python = demand.slurm, demand.slurm.python or sys.executable
     yield "#!/bin/bash"
-    yield from (f"#SBATCH {_quoted(option)}" for option in options(run, board.gang))
+    yield from (f"#SBATCH {_quoted(option)}" for option in options(demand, board.gang))
     yield ""
     yield "# A member ends when its standard input does: nobody writes to this one, and it stays open while srun lives."
     yield 'held=$(mktemp -u) && mkfifo -m 600 "$held" && exec 0<>"$held" && rm "$held"'
-    yield f"export GUARD_GRACE={guarded(run)} PYTHONUNBUFFERED=1"
+    yield f"export GUARD_GRACE={guarded(demand.gang)} PYTHONUNBUFFERED=1"
     yield from slurm.setup
     starts = ["srun", "--no-kill", "--kill-on-bad-exit=0", "--wait=0", "--cpu-bind=none", "--export=ALL", "--label"]
     if slurm.image:
         mounts = [f"--container-mounts={','.join(slurm.mounts)}"] if slurm.mounts else []
-        starts += [f"--container-image={slurm.image}", *mounts, f"--container-workdir={_folder(run)}"]
+        starts += [f"--container-image={slurm.image}", *mounts, f"--container-workdir={_folder(slurm)}"]
     member = [python, "-m", "tasks.run.guard", python, "-m", *command(board, 0)[:-1]]
     line = f'GANG_HOST="$SLURMD_NODENAME" exec {shlex.join(member)} "$SLURM_NODEID"'
     yield f"exec {shlex.join(starts)} \\"
@@ -194,13 +194,9 @@ def _quoted(option: str) -> str:
     return f'"{option}"' if re.search(r"\s", option) else option
 
 
-def _name(run: Run, gang: str) -> str:
-    return f"{run.name}-{gang}"
+def _log(logs: str) -> Path:
+    return Path(logs) / "slurm-%j.log"
 
 
-def _log(run: Run) -> Path:
-    return Path(run.paths.logs) / "slurm-%j.log"
-
-
-def _folder(run: Run) -> str:
-    return run.slurm.folder or str(ROOT)
+def _folder(slurm: Slurm) -> str:
+    return slurm.folder or str(ROOT)

@@ -32,6 +32,7 @@ from tasks.gang import attempt, controller, controller_link, member_link, previo
 from tasks.gang import board as boards
 from tasks.gang import context as gang_module
 from tasks.gang.board import Board
+from tasks.gang.engines import Demand
 from tasks.gang.job import training
 from tasks.gang.member_link import Link
 from tasks.gang.messages import Member
@@ -86,7 +87,7 @@ class Place:
 
     attempt: Board
     node: int
-    run: Run
+    output: str
     seconds: float  # that training takes
     taken: bool = False
     over: bool = False
@@ -135,24 +136,25 @@ class Pool:
     down: set[int] = field(default_factory=set)
     names: collections.Counter[int] = field(default_factory=collections.Counter)
     handles: list[Handle] = field(default_factory=list)
+    outputs: dict[str, str] = field(default_factory=dict)  # by the name of the run
     wrong: list[str] = field(default_factory=list)
     closed: threading.Event = field(default_factory=threading.Event)
 
-    def turn(self, run: Run) -> str | None:
+    def turn(self, demand: Demand) -> str | None:
         return "pool" if self.turns else None
 
-    def capacity(self, run: Run, without: tuple[str, ...] = ()) -> str | None:
+    def capacity(self, demand: Demand, without: tuple[str, ...] = ()) -> str | None:
         free = self.hosts - len(self.busy | self.down)
-        return None if free >= run.layout.nodes else f"{run.layout.nodes}, where {free} are free"
+        return None if free >= demand.nodes else f"{demand.nodes}, where {free} are free"
 
-    def start(self, run: Run, attempt: Board, n: int, without: tuple[str, ...] = ()) -> Handle:
+    def start(self, demand: Demand, attempt: Board, n: int, without: tuple[str, ...] = ()) -> Handle:
         store: Any = attempt.store
         if store.dead.is_set():
             raise Dead
         if any(handle.gathers for handle in self.handles):
-            self.wrong.append(f"{run.name} gathers while another does")
+            self.wrong.append(f"{demand.name} gathers while another does")
         seconds, real = self.random.uniform(0, 0.3), Board(self.store, attempt.gang, attempt.attempt)
-        self.handles.append(Handle(store, [Place(real, node, run, seconds) for node in range(n)]))
+        self.handles.append(Handle(store, [Place(real, node, self.outputs[demand.name], seconds) for node in range(n)]))
         for place in self.handles[-1].places:
             self.queue.append(place)
             time.sleep(0.01)  # as a request to a server takes
@@ -212,7 +214,7 @@ class Pool:
                 began = time.monotonic()
                 one.say(state="running")
             elif began is not None and time.monotonic() - began > place.seconds:
-                mark = Path(place.run.paths.output) / "checkpoints/iter_0000001/complete.json"
+                mark = Path(place.output) / "checkpoints/iter_0000001/complete.json"
                 mark.parent.mkdir(parents=True, exist_ok=True)
                 mark.write_text(json.dumps({"files": {}}))
                 last = {"state": "done"}
@@ -247,6 +249,7 @@ def trial(seed: int, turns: bool) -> Result:
             conf = Path(folder, f"gang{number}.yaml")
             conf.write_text(CONF.format(name=f"gang{number}", nodes=size, folder=folder))
             run = load(conf)
+            pool.outputs[run.name] = run.paths.output
             run = run.model_copy(update={"gang": run.gang.model_copy(update={"silent_after": 12 / FASTER})})
             dies_after = chance.uniform(0, 0.4) if chance.random() < 0.3 else None
             killed += dies_after is not None

@@ -14,6 +14,7 @@ from contract.faults import Stopped
 from tasks.gang import controller
 from tasks.gang.background import aside
 from tasks.gang.board import Board
+from tasks.gang.engines import Demand
 from tasks.gang.job import training
 from tasks.gang.member_link import Link
 from tasks.gang.messages import End, Member
@@ -45,21 +46,22 @@ class Hosts:
     saved: list[str] = field(default_factory=list)  # those that were told to save before they end
     away: list[str] = field(default_factory=list)  # what is said instead of a start
     store: Store | None = None
+    output: str = ""
     busy: set[str] = field(default_factory=set)
     trained: threading.Event = field(default_factory=threading.Event)  # members end their training then
     over: list[str] = field(default_factory=list)
 
-    def turn(self, run: Run) -> str | None:
+    def turn(self, demand: Demand) -> str | None:
         return "hosts"
 
-    def capacity(self, run: Run, without: tuple[str, ...] = ()) -> str | None:
+    def capacity(self, demand: Demand, without: tuple[str, ...] = ()) -> str | None:
         free = [name for name in self.names if name not in self.busy and name not in without]
-        return None if len(free) >= run.layout.nodes else f"{run.layout.nodes}, where {len(free)} are free"
+        return None if len(free) >= demand.nodes else f"{demand.nodes}, where {len(free)} are free"
 
-    def available(self, run: Run, without: tuple[str, ...] = ()) -> int | None:
+    def available(self, demand: Demand, without: tuple[str, ...] = ()) -> int | None:
         return sum(name not in without for name in self.names)
 
-    def start(self, run: Run, board: Board, n: int, without: tuple[str, ...] = ()) -> "Handle":
+    def start(self, demand: Demand, board: Board, n: int, without: tuple[str, ...] = ()) -> "Handle":
         if self.away:
             raise ConnectionError(self.away.pop())
         free = [name for name in self.names if name not in self.busy]
@@ -68,20 +70,20 @@ class Hosts:
         threads = []
         for node, host in enumerate(chosen):
             self.busy.add(host)
-            threads.append(threading.Thread(target=self.be, args=(host, node, board, run), daemon=True))
+            threads.append(threading.Thread(target=self.be, args=(host, node, board), daemon=True))
             threads[-1].start()
         return Handle(threads)
 
-    def be(self, host: str, node: int, board: Board, run: Run) -> None:
+    def be(self, host: str, node: int, board: Board) -> None:
         act = self.acts[host].pop(0) if self.acts.get(host) else "train"
         try:
             if act != "never":
-                self.member(host, node, board, run, act)
+                self.member(host, node, board, act)
         finally:
             self.over.append(f"{host} {board.attempt}")
             self.busy.discard(host)
 
-    def member(self, host: str, node: int, board: Board, run: Run, act: str) -> None:
+    def member(self, host: str, node: int, board: Board, act: str) -> None:
         found = board.pulse()
         assert found
         assert self.store
@@ -116,7 +118,7 @@ class Hosts:
                 time.sleep(13 / FASTER)
                 store.dead.clear()
             if act == "train" and self.trained.is_set():
-                mark(run)
+                mark(self.output)
                 one.say(state="done", over=True)
                 one.end(5)
                 return
@@ -148,9 +150,9 @@ class Handle:
             thread.join(10)
 
 
-def mark(run: Run) -> None:
+def mark(output: str) -> None:
     """All steps are made, and in a checkpoint."""
-    path = Path(run.paths.output) / f"checkpoints/iter_{STEPS:07d}/complete.json"
+    path = Path(output) / f"checkpoints/iter_{STEPS:07d}/complete.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps({"files": {}}))
 
@@ -201,6 +203,7 @@ def gang(tmp_path, monkeypatch):
         conf.write_text(CONF.format(name="gang", nodes=nodes or len(hosts.names), folder=tmp_path))
         run = load(conf, [*overrides, *(["gang.start_within=20"] if "start_within" not in str(overrides) else [])])
         run = run.model_copy(update={"gang": run.gang.model_copy(update={"silent_after": 12 / FASTER})})
+        hosts.output = run.paths.output
         folder = tmp_path / uri
         folder.mkdir()
         return Gang(run, folder, stores[uri])

@@ -9,7 +9,7 @@ from conf.load import load
 from contract import host_gpus
 from tasks.gang import member
 from tasks.gang.board import Board
-from tasks.gang.engines import local
+from tasks.gang.engines import Demand, local
 from tasks.gang.job import training
 from tasks.gang.messages import Word
 from tasks.store import open_store
@@ -38,14 +38,14 @@ def board(tmp_path, run):
 
 def test_a_gang_on_this_host_waits_for_the_gpus_that_it_would_use_and_no_others(run, monkeypatch):
     with host_gpus.taken("train of a", pytest.fail, gpus=("GPU-d",)):
-        assert local.capacity(run) is None
+        assert local.capacity(Demand.of(run)) is None
     with host_gpus.taken("evaluate-base of b", pytest.fail, gpus=("GPU-b",)):
-        assert local.capacity(run).startswith("GPUs of this host, which evaluate-base of b has had for")
+        assert local.capacity(Demand.of(run)).startswith("GPUs of this host, which evaluate-base of b has had for")
 
 
 def test_its_members_have_all_of_them_until_the_last_is_over(run, board, monkeypatch):
     monkeypatch.setattr(local, "command", lambda board, node: ["timeit", "-n1", "-r1", "import time; time.sleep(30)"])
-    members = local.start(run, board, 2)
+    members = local.start(Demand.of(run), board, 2)
     assert host_gpus.held(("GPU-a",)).startswith("gang gang-1 has had for")
     members.processes[0].stdin.close()
     members.processes[0].wait()
@@ -60,7 +60,7 @@ def test_a_gang_that_somebody_was_faster_than_does_not_wait_for_ever(run, board,
         host_gpus.taken("train of a", pytest.fail, gpus=("GPU-a",)),
         pytest.raises(TimeoutError, match="others have taken the GPUs of this host"),
     ):
-        local.start(run, board, 2)
+        local.start(Demand.of(run), board, 2)
 
 
 def test_a_member_joins_once_its_gpu_is_free_and_not_where_its_attempt_is_over(run, board, capsys):

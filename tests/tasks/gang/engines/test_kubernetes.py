@@ -16,11 +16,10 @@ from kubeflow_trainer_api.models.jobset_v1alpha2_job_set import JobsetV1alpha2Jo
 from pydantic import ValidationError
 
 from conf.load import load
-from conf.schema.run import Run
 from contract.faults import ConfigError, Fault
 from flows import gang
 from tasks.gang.board import Board
-from tasks.gang.engines import kubernetes
+from tasks.gang.engines import Demand, kubernetes
 from tasks.store import open_store
 from tests.tasks.gang.engines import toy_kubectl
 
@@ -72,8 +71,8 @@ def test_the_types_would_see_a_wrong_field(change, capsys, monkeypatch):
 
 
 def test_hosts_to_be_left_out_are_taken_last(capsys, monkeypatch):
-    run = load("glm47", ["gang.engine=kubernetes", *LEAST])
-    manifest = kubernetes.jobset(run, "x", ["true"], without=("node7", "node8"))
+    demand = Demand.of(load("glm47", ["gang.engine=kubernetes", *LEAST]))
+    manifest = kubernetes.jobset(demand, "x", ["true"], without=("node7", "node8"))
     check(manifest)
     assert manifest["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]["affinity"] == {
         "nodeAffinity": {
@@ -93,7 +92,7 @@ def test_hosts_to_be_left_out_are_taken_last(capsys, monkeypatch):
 
 
 def test_names_are_labels_of_the_domain_name_system_at_any_length():
-    run = load("tiny", ["gang.engine=kubernetes", *LEAST]).model_copy(update={"name": "0-" + "long-" * 30})
+    run = "0-" + "long-" * 30
     board = Board(open_store("s3://bucket/x"), "train-0123456789abcdef", 99_999)
     pod = f"{kubernetes._name(run, board)}-node-0-9999-abcde"
     assert len(pod) <= 63 and pod[0].isalpha() and "--" not in pod.replace("0-l", "")
@@ -128,8 +127,8 @@ def cluster(tmp_path, monkeypatch) -> Path:
     return folder
 
 
-def tiny(*overrides: str) -> Run:
-    return load("tiny", ["gang.engine=kubernetes", "layout.nodes=2", *LEAST, *overrides], illegal=True)
+def tiny(*overrides: str) -> Demand:
+    return Demand.of(load("tiny", ["gang.engine=kubernetes", "layout.nodes=2", *LEAST, *overrides], illegal=True))
 
 
 def board(tmp_path: Path) -> Board:

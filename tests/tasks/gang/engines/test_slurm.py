@@ -12,11 +12,10 @@ import psutil
 import pytest
 
 from conf.load import load
-from conf.schema.run import Run
 from contract.faults import Fault
 from flows import gang
 from tasks.gang.board import Board
-from tasks.gang.engines import slurm
+from tasks.gang.engines import Demand, slurm
 from tasks.store import open_store
 from tests.tasks.gang import driver
 from tests.tasks.gang.conftest import ROOT, losses, same
@@ -50,9 +49,9 @@ def glm(capsys, monkeypatch, *overrides: str) -> str:
     return capsys.readouterr().out
 
 
-def tiny(here: dict[str, str], tmp_path: Path, changes: dict[str, str] | None = None) -> Run:
+def tiny(here: dict[str, str], tmp_path: Path, changes: dict[str, str] | None = None) -> Demand:
     chosen = here | {"paths.logs": f"{tmp_path}/logs"} | (changes or {})
-    return load("tiny", [f"{key}={value}" for key, value in chosen.items()], illegal=True)
+    return Demand.of(load("tiny", [f"{key}={value}" for key, value in chosen.items()], illegal=True))
 
 
 def wait_for(so, seconds: float = 30) -> None:
@@ -129,9 +128,9 @@ def test_a_slurm_that_is_away_is_waited_for(cluster, here, monkeypatch, tmp_path
 
 
 def test_members_start_on_all_nodes_and_a_gang_without_a_controller_is_over(here, tmp_path):
-    run = tiny(here, tmp_path)
-    assert slurm.capacity(run) is None
-    job = slurm.start(run, Board(open_store(str(tmp_path / "store")), "train-x", 1), 2)
+    two = tiny(here, tmp_path)
+    assert slurm.capacity(two) is None
+    job = slurm.start(two, Board(open_store(str(tmp_path / "store")), "train-x", 1), 2)
     wait_for(lambda: job.alive() == {0: False, 1: False})
     said = job.log.read_text()
     assert "0: gangs/train-x/1: no such attempt" in said and "1: gangs/train-x/1: no such attempt" in said
@@ -153,9 +152,9 @@ def test_a_job_that_waits_says_for_what_and_is_cancelled_in_the_queue(here, tmp_
         ["sbatch", "--parsable", "--nodes=3", "--exclusive", "--output=/dev/null", "--wrap=sleep 300"],
         capture_output=True, text=True, check=True,
     ).stdout.strip()  # fmt: skip
-    run = tiny(here, tmp_path)
-    assert slurm.capacity(run) is None  # there is a queue for that
-    job = slurm.start(run, Board(open_store(str(tmp_path / "store")), "train-y", 1), 2)
+    two = tiny(here, tmp_path)
+    assert slurm.capacity(two) is None  # there is a queue for that
+    job = slurm.start(two, Board(open_store(str(tmp_path / "store")), "train-y", 1), 2)
     wait_for(lambda: "Resources" in str(job.waits()))
     assert job.alive() == {0: True, 1: True}
     job.cancel()
@@ -173,18 +172,18 @@ def up(hosts: str) -> None:
 
 
 def test_hosts_that_are_down_are_waited_for_and_not_counted(here, tmp_path):
-    run = tiny(here, tmp_path)
-    assert slurm.available(run) == 4 and slurm.available(run, ("n1", "n2")) == 2
+    two = tiny(here, tmp_path)
+    assert slurm.available(two) == 4 and slurm.available(two, ("n1", "n2")) == 2
     down("n[2-4]")
     try:
-        assert slurm.available(run) == 1
-        assert slurm.capacity(run) == "2 of Slurm's, of which 1 is neither down nor drained"
+        assert slurm.available(two) == 1
+        assert slurm.capacity(two) == "2 of Slurm's, of which 1 is neither down nor drained"
         assert slurm.capacity(tiny(here, tmp_path, {"layout.nodes": "1"})) is None
         with pytest.raises(Fault, match="not available"):
             slurm.capacity(tiny(here, tmp_path, {"layout.nodes": "5"}))
     finally:
         up("n[2-4]")
-    wait_for(lambda: slurm.available(run) == 4 and slurm.capacity(run) is None, 60)
+    wait_for(lambda: slurm.available(two) == 4 and slurm.capacity(two) is None, 60)
 
 
 @pytest.fixture
