@@ -6,9 +6,9 @@
     python -m flows.plan path/to/my.yaml --gpu my-gpu.yaml --json
     python -m flows.plan glm47 --rehearse --steps 2              and Megatron's own verdict, with steps of a small twin
 
-NAME is a file, or a name in conf/, conf/planned/ or conf/documented/. Exit code: 0 legal and fits, 1 refused, 2 for a
-faulty call, and where the model cannot be converted: then the plan is that of a copy that can. --gpu and --price stand
-for hardware.gpu and hardware.price; layout.auto=true takes the best layout.
+NAME is a file, or a name in conf/, conf/planned/ or conf/documented/. Exit code: 0 legal, fits and can be evaluated,
+1 refused, 2 for a faulty call, and where the model cannot be converted: then the plan is that of a copy that can.
+--gpu and --price stand for hardware.gpu and hardware.price; layout.auto=true takes the best layout.
 """
 
 import argparse
@@ -54,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return refused(fault)
     planned = plan(run, facts, gpu)
     shown, text = display.as_dict(planned), list(display.lines(planned))
-    passed = planned.fits
+    passed = planned.fits and not planned.unserved
     if options.rehearse:
         try:
             answer = rehearse.rehearse(run, options.steps)

@@ -11,6 +11,8 @@ from conf.planner import parameters, picture
 from conf.planner.hardware import GB, Gpu
 from conf.planner.memory import StageMemory
 from conf.planner.search import Candidate, Found
+from conf.planner.serving.memory import ServedMemory
+from conf.planner.stage_needs import StageNeed
 from conf.planner.verdict import WITH_LORA, Plan
 from conf.rules.layout import Grid
 from conf.schema.run import Layout, Run
@@ -20,6 +22,8 @@ BAR = 30  # characters for all of a GPU's memory
 DRAWN = {"weights": "W", "gradients": "G", "optimizer": "O", "adapters": "A", "copies": "F", "activations": "a"}
 BESIDES = ("logits", "dispatch", "working", "buffers", "context", "margin")
 SUGGESTED = 3
+COLUMNS = ("hosts", "GPUs", "GB a GPU", "GB a host", "GB disk", "time", "USD")  # of a stage
+WITHOUT = "evaluate.tasks=[] trains and exports it without evaluation, and promotes nothing"
 
 
 def lines(plan: Plan) -> Iterator[str]:
@@ -38,10 +42,10 @@ def lines(plan: Plan) -> Iterator[str]:
         yield from picture.lines(plan)
         yield ""
         yield from _time_lines(plan)
-        yield from (
-            f"host     {need.stage}: {need.memory / GB:.0f} GB memory over all hosts, {need.disk / GB:.0f} GB disk"
-            for need in plan.hosts
-        )
+        yield ""
+        yield from _stage_table(plan)
+        yield ""
+    yield from evaluation(plan)
     if plan.found:
         yield ""
         yield from suggestions(plan.found, layout.world, gpu)
@@ -129,6 +133,63 @@ def _time_lines(plan: Plan) -> Iterator[str]:
     yield f"run      {train.steps} steps, {time.hours:.3g} hours{cost}"
 
 
+def _stage_table(plan: Plan) -> Iterator[str]:
+    """Table of what each stage of the flow takes."""
+    rows = [("stage", *COLUMNS), *((need.stage, *cells(need)) for need in plan.needs)]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    for name, *figures in rows:
+        aligned = (figure.rjust(width) for figure, width in zip(figures, widths[1:], strict=True))
+        yield f"{name.ljust(widths[0])}  {'  '.join(aligned)}".rstrip()
+    yield f"all of them: {whole(plan)}"
+
+
+def cells(need: StageNeed) -> tuple[str, ...]:
+    """A stage's figures under COLUMNS. What a stage does not use, or nobody can say, is empty."""
+    gigabytes = [f"{n / GB:.1f}" if n else "" for n in (need.gpu_memory, need.memory, need.disk)]
+    cost = "" if need.cost is None else f"{need.cost:,.2f}" if need.cost < 10 else f"{need.cost:,.0f}"
+    time = "" if need.seconds is None else duration(need.seconds)
+    return str(need.hosts), str(need.gpus or ""), *gigabytes, time, cost
+
+
+def whole(plan: Plan) -> str:
+    """Disk, time and price of all stages together."""
+    found = [f"{sum(need.disk for need in plan.needs) / GB:,.0f} GB of disk"]
+    if plan.gpu.cuda:
+        found.append(f"{duration(sum(need.seconds or 0 for need in plan.needs))} in sequence")
+    if plan.gpu.price is not None:
+        found.append(f"{sum(need.cost or 0 for need in plan.needs):,.0f} USD")
+    return ", ".join(found)
+
+
+def duration(seconds: float) -> str:
+    return f"{seconds:.0f} s" if seconds < 100 else f"{seconds / 60:.0f} min" if seconds < 6000 else _hours(seconds)
+
+
+def _hours(seconds: float) -> str:
+    return f"{seconds / 3600:.1f} h" if seconds < 360_000 else f"{seconds / 86400:.0f} days"
+
+
+def evaluation(plan: Plan) -> Iterator[str]:
+    """Lines on how vLLM serves the model, or why it cannot."""
+    if one := plan.serving:
+        way, room = one.way, one.memory
+        spread = " with whole experts" * way.expert_parallel + " with the adapter beside it" * (way.adapter is not None)
+        graphs = "eager" if way.eager else "compiled"
+        kind = "fp8" if way.quantized else {2: "bf16", 4: "fp32"}[way.byte]
+        yield f"serving  {way.hosts} x {way.tp} {plan.gpu.name} in {kind}{spread}, {graphs}: each {_parts(room)}"
+        if one.lacks <= 0:
+            tokens = f"{room.cached:,} tokens, {one.at_once} rows of {one.row} at once"
+            yield f"cache    {tokens}; {way.tokens} tokens a step"
+    if plan.unserved:
+        yield f"refused  evaluation: {plan.unserved}; {WITHOUT}"
+
+
+def _parts(room: ServedMemory) -> str:
+    found = {"weights": room.weights, "adapters": room.adapters, "cache": max(0, room.cache)}
+    found["besides"] = room.taken - sum(found.values())
+    return ", ".join(f"{size / GB:.1f} GB {name}" for name, size in found.items() if size)
+
+
 def suggestions(found: Found, gpus: int, gpu: Gpu) -> Iterator[str]:
     if found.fitting:
         room = " with room" if found.roomy else ""
@@ -176,10 +237,22 @@ def as_dict(plan: Plan) -> dict[str, Any]:
         "stages": [{"rank": s.rank, **s.items, "total": s.total, "over": s.over} for s in plan.stages],
         "picture": picture.as_dict(plan),
         "time": dict(vars(time)) if time else None,
-        "host": [need._asdict() for need in plan.hosts],
+        "stage_needs": [dict(vars(need)) for need in plan.needs],
+        "evaluation": _evaluation_dict(plan) if plan.serving else None,
+        "unserved": plan.unserved,
         "instead": _instead_dict(plan.found, plan.gpu) if plan.found else None,
         "instead_with_lora": _instead_dict(plan.with_lora, plan.gpu) if plan.with_lora else None,
     }
+
+
+def _evaluation_dict(plan: Plan) -> dict[str, Any]:
+    one = plan.serving
+    assert one
+    way = {"nodes": one.way.hosts, "gpus": one.way.tp, "expert_parallel": one.way.expert_parallel}
+    way |= {"quantized": one.way.quantized, "eager": one.way.eager, "tokens_of_a_step": one.way.tokens}
+    room = {key: value for key, value in vars(one.memory).items() if key != "capacity"}
+    rows = {"row": one.row, "rows_at_once": one.at_once, "cached": one.memory.cached, "over": one.lacks}
+    return {**way, **room, "cache": one.memory.cache, "total": one.memory.taken, **rows}
 
 
 def _instead_dict(found: Found, gpu: Gpu) -> dict[str, Any]:

@@ -1,7 +1,6 @@
-"""Memory that a run takes: on the fullest GPU of each pipeline stage, and with the disk on the hosts.
+"""Memory that training takes on the fullest GPU of each pipeline stage.
 
     memory(run, facts, gpu)    a StageMemory per pipeline rank
-    host(run, facts)           a HostNeed per stage of the flow
 
 Megatron's rules of allocation hold. conf/planner/states.py has what lies with the parameters,
 conf/planner/activations.py what passes through them. A rank is fullest in the backward pass of a layer, or at the loss.
@@ -11,7 +10,7 @@ Where that is more, it is fullest in the step of the optimizer or while weights 
 from collections import Counter
 from dataclasses import dataclass, replace
 from math import ceil
-from typing import Any, NamedTuple
+from typing import Any
 
 from conf.model_facts import ModelFacts
 from conf.planner import activations, parameters, states
@@ -72,12 +71,6 @@ class StageMemory:
     def over(self) -> int:
         """Bytes that are missing; a negative number is room."""
         return self.total - int(self.capacity * (1 - DRY))
-
-
-class HostNeed(NamedTuple):
-    stage: str
-    memory: int  # bytes of all hosts together; each needs its part
-    disk: int  # bytes that stay, once, on storage that all hosts see
 
 
 @dataclass(frozen=True)
@@ -235,39 +228,3 @@ def _trained_bytes(run: Run, weights: int) -> int:
 def _groups(layout: Layout) -> int:
     """Number of communicators that a rank has opened."""
     return ALWAYS + sum(degree > 1 for degree in (layout.cp, layout.pp, layout.ep, layout.etp))
-
-
-def host(run: Run, facts: ModelFacts) -> list[HostNeed]:
-    """Memory and disk of the hosts. Each stage writes what its own row says; files of the rows above it stay."""
-    count, byte, trained = parameters.total(facts), states.byte(run.train), _trained(run, facts)
-    released = count * 2  # as published, in bf16
-    kept = (8 if byte == 4 else 12) * trained if run.checkpoint.save_optimizer else 0  # in fp32, however it is held
-    away = int(states.AWAY * trained * run.optimizer.offload)
-    written = ceil(run.train.steps / run.checkpoint.save_every)
-    # a new checkpoint is whole before the oldest goes
-    copies = min(written, run.checkpoint.keep + 1) if run.checkpoint.keep else written
-    formats = run.export.formats or (("merged",) if run.adapter.kind == "none" else ("merged", "adapter"))
-    exported = (released if "merged" in formats else 0) + (trained * byte if "adapter" in formats else 0)
-    file = 5 * 10**9  # of a release: one is read, one is written at a time
-    return [
-        HostNeed("download", GIB, released),
-        HostNeed("convert", count * byte + file, count * byte),  # the ranks together hold the model once
-        # saving copies what is trained into host memory before it writes
-        HostNeed("train", trained * byte + kept + away, copies * (trained * byte + kept)),
-        HostNeed("export", 2 * file, exported),
-    ]
-
-
-def _trained(run: Run, facts: ModelFacts) -> int:
-    """Trained parameters of the whole model.
-
-    Every rank of tp has norms and routers whole, so they count once a rank.
-    """
-    if run.adapter.kind == "none":
-        return parameters.total(facts)
-    layout, found = run.layout, 0
-    experts_of = 1 if run.adapter.experts == "shared" else layout.ep
-    for stage in parameters.stages(run, facts):
-        dense, expert = parameters.trainable(run, facts, stage)
-        found += dense * layout.tp + expert * layout.etp * experts_of
-    return found

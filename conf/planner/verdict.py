@@ -20,9 +20,13 @@ from typing import Any, get_args
 
 from conf.model_facts import MODELS, ModelFacts, facts_from_hf
 from conf.planner.hardware import GB, Gpu, unsupported
-from conf.planner.memory import HostNeed, StageMemory, host, memory
+from conf.planner.memory import StageMemory, memory
 from conf.planner.search import TIGHT, Found, search
+from conf.planner.serving import layout as served
+from conf.planner.serving.layout import Serving
+from conf.planner.stage_needs import StageNeed, stage_needs
 from conf.planner.timing import Timing, timing
+from conf.rules import serving
 from conf.rules.layout import Grid, grid, problems
 from conf.schema.run import Run
 from conf.schema.sections import Adapter, AdapterTarget
@@ -47,10 +51,12 @@ class Plan:
     cut: Grid | None = None  # this and what follows: of a legal layout
     stages: tuple[StageMemory, ...] = ()
     time: Timing | None = None  # not of a CPU
-    hosts: tuple[HostNeed, ...] = ()
+    needs: tuple[StageNeed, ...] = ()  # of every stage of the flow
     found: Found | None = None  # instead, where the layout is refused
     with_lora: Found | None = None  # where full fine-tuning fits nowhere with room
     not_searched: str = ""
+    serving: Serving | None = None  # the layout of the evaluation, on GPUs
+    unserved: str = ""  # why vLLM cannot serve the model, or not on hosts of the run
 
     @property
     def legal(self) -> bool:
@@ -77,23 +83,43 @@ class Plan:
 
 
 def plan(run: Run, facts: ModelFacts, gpu: Gpu) -> Plan:
+    evaluation = _evaluation(run, facts, gpu)
     if broken := problems(run, facts) + unsupported(run, gpu):
-        return Plan(run, facts, gpu, tuple(broken), **_instead(run, facts, gpu))
-    stages = tuple(memory(run, facts, gpu))
-    whole = {"cut": grid(run.layout, run.train), "stages": stages, "hosts": tuple(host(run, facts))}
-    legal = Plan(run, facts, gpu, (), time=timing(run, facts, gpu) if gpu.cuda else None, **whole)
-    return legal if legal.fits else Plan(**{**vars(legal), **_instead(run, facts, gpu)})
+        return Plan(run, facts, gpu, tuple(broken), **evaluation, **_instead(run, facts, gpu))
+    stages, time = tuple(memory(run, facts, gpu)), timing(run, facts, gpu) if gpu.cuda else None
+    needs = tuple(stage_needs(run, facts, gpu, stages, time, evaluation["serving"]))
+    whole = {"cut": grid(run.layout, run.train), "stages": stages, "time": time, "needs": needs}
+    legal = Plan(run, facts, gpu, (), **whole, **evaluation)
+    return legal if legal.fits else replace(legal, **_instead(run, facts, gpu))
+
+
+def _evaluation(run: Run, facts: ModelFacts, gpu: Gpu) -> dict[str, Any]:
+    """Layout of the evaluation, if one is asked for, and why it does not fit."""
+    if not run.evaluate.tasks:
+        return {"serving": None, "unserved": ""}
+    why = "; ".join(serving.unservable(run, facts, cpu=not gpu.cuda))
+    if why or not gpu.cuda:
+        return {"serving": None, "unserved": why}
+    return {"serving": served.choose(run, facts, gpu), "unserved": served.refusal(run, facts, gpu)}
 
 
 def settle(run: Run, facts: ModelFacts, gpu: Gpu) -> Run:
-    """Replace layout.auto by the best layout that fits. A run whose layout is written down stays as it is."""
+    """Replace layout.auto by the best layout that fits, and write down where the evaluation runs.
+
+    A layout that is written down stays as it is.
+    """
     if not run.layout.auto:
-        return run
+        return _with_evaluation(run, facts, gpu)
     found = search(run, facts, settled_on(run, gpu), run.world)
     if not found.fitting:
         lacks = f"; closest is {found.closest.verdict}" if found.closest else ""
         raise NothingFits(f"layout.auto: no layout of {run.world} {gpu.name} is legal and fits{lacks}")
-    return found.offered[0].applied(run)
+    return _with_evaluation(found.offered[0].applied(run), facts, gpu)
+
+
+def _with_evaluation(run: Run, facts: ModelFacts, gpu: Gpu) -> Run:
+    chosen = _evaluation(run, facts, gpu)["serving"]
+    return served.with_layout(run, chosen) if chosen and chosen.lacks <= 0 else run
 
 
 def settled_on(run: Run, gpu: Gpu) -> Gpu:

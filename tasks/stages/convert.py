@@ -5,9 +5,9 @@ The result can be read at any layout.
 
 from prefect import State, task
 
+from conf.planner.stage_needs import on_one_host
 from conf.schema import identity
 from conf.schema.run import Run
-from conf.schema.sections import Layout
 from tasks.run import launch
 from tasks.run.artifact import Artifact, Stage, Work
 from tasks.run.stage_run import OPTIONS, StageRun
@@ -33,14 +33,3 @@ def convert(stage_run: StageRun, model: Artifact) -> State:
         return {}
 
     return stage_run.get_or_make(make)
-
-
-def on_one_host(run: Run) -> Run:
-    """The run in a few processes of this host's memory: a model that takes several hosts' GPUs fits there, once.
-
-    It is cut over experts alone, as every process holds everything else: 34 GB of GLM-4.7's 716.
-    """
-    count = next(n for n in (4, 2, 1) if run.layout.ep % n == 0 and run.train.global_batch % n == 0)
-    layout = Layout(gpus_per_node=count, ep=count)
-    train = run.train.model_copy(update={"micro_batch": 1})
-    return run.model_copy(update={"layout": layout, "train": train})

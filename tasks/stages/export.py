@@ -2,12 +2,12 @@
 
 from prefect import State, task
 
+from conf.planner.stage_needs import on_one_host
 from conf.schema import identity
 from conf.schema.run import Run
 from tasks.run import launch
 from tasks.run.artifact import Artifact, Stage, Work
 from tasks.run.stage_run import OPTIONS, StageRun
-from tasks.stages.convert import on_one_host
 
 VERSION = 1
 

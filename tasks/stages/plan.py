@@ -11,7 +11,6 @@ arithmetic.
 
 import importlib.metadata
 import json
-from typing import Any
 
 from prefect import State, get_run_logger, task
 from prefect.artifacts import create_markdown_artifact
@@ -25,6 +24,7 @@ from conf.rules import conversion, serving
 from conf.schema.run import Run
 from contract.faults import ConfigError, Fault
 from tasks.pages.markdown import fenced, table, words
+from tasks.run.artifact import Artifact
 from tasks.run.run_tracking import RunTracking
 from tasks.run.stage_run import OPTIONS
 from tasks.sources import hub
@@ -65,9 +65,13 @@ def unserved(planned: Plan, last: str | None) -> str:
     run = planned.run
     if not pipeline.is_evaluated(run, last):
         return ""
-    found = serving.unservable(run, planned.facts, cpu=not planned.gpu.cuda or _is_cpu_build())
-    way = "evaluate.tasks=[] trains and exports it without evaluation, and promotes nothing"
-    return f"plan: vLLM cannot serve {run.model.source}: {'; '.join(found)}. {way}" if found else ""
+    found = "; ".join(serving.unservable(run, planned.facts, cpu=not planned.gpu.cuda or _is_cpu_build()))
+    if found:
+        return f"plan: vLLM cannot serve {run.model.source}: {found}. {display.WITHOUT}"
+    if planned.unserved and run.hardware.gate == "stop":
+        go_on = "hardware.gate=warn goes on all the same"
+        return f"plan: vLLM cannot serve {run.model.source}: {planned.unserved}; {display.WITHOUT}; {go_on}"
+    return ""
 
 
 def _is_cpu_build() -> bool:
@@ -84,13 +88,18 @@ def summary(planned: Plan) -> str:
     if time is None:
         return f"plan  {planned.verdict}"
     cost = "" if time.cost is None else f", {time.cost:,.0f} USD"
-    return f"plan  {planned.verdict}; {time.likely:.3g} s a step, {time.hours:.3g} hours for {train.steps} steps{cost}"
+    step = f"{time.likely:.3g} s a step, {time.hours:.3g} hours for {train.steps} steps{cost}"
+    return f"plan  {planned.verdict}; {step}; all stages: {display.whole(planned)}"
 
 
 def page(planned: Plan) -> str:
     """The plan in Markdown."""
     text = [f"# Plan of {words(planned.run.name)}", "", f"**{words(planned.verdict)}**"]
     text += table(("", "planned"), [(name, words(value)) for name, value in _rows(planned)])
+    if planned.needs:
+        text += ["", "## Stages", ""]
+        text += table(("stage", *display.COLUMNS), [(need.stage, *display.cells(need)) for need in planned.needs])
+        text += ["", f"All of them: {display.whole(planned)}."]
     text += ["", fenced("\n".join(picture.lines(planned))), ""] if planned.stages else [""]
     return "\n".join([*text, "## In full", "", fenced("\n".join(display.lines(planned)))]) + "\n"
 
@@ -110,11 +119,17 @@ def numbers(planned: Plan) -> dict[str, float]:
     return found
 
 
-def beside(planned: Plan, trained: dict[str, Any]) -> list[tuple[str, float, float]]:
-    """Planned figures beside those that training has measured: name, planned, measured."""
-    found = [("GB that the fullest rank has allocated", _allocated(planned), trained["peak_memory_gb"])]
-    if planned.time:
-        found.insert(0, ("seconds of a step", planned.time.likely, trained["median_step_seconds"]))
+def beside(planned: Plan, made: dict[str, Artifact]) -> list[tuple[str, float, float]]:
+    """Planned figures beside those of the stages that this run has made: name, planned, measured."""
+    found = []
+    if train := made.get("train"):
+        found += [("GB that the fullest rank has allocated", _allocated(planned), train.result["peak_memory_gb"])]
+        if planned.time:
+            found.insert(0, ("seconds of a step", planned.time.likely, train.result["median_step_seconds"]))
+    for need in planned.needs:
+        if one := made.get(need.stage):
+            found += [(f"seconds of {need.stage}", need.seconds, one.made["seconds"])] if need.seconds else []
+            found += [(f"GB on disk of {need.stage}", need.disk / GB, one.size / GB)] if need.disk else []
     return found
 
 
@@ -135,10 +150,8 @@ def _rows(planned: Plan) -> list[tuple[str, str]]:
         rows.append(("step", f"{time.likely:.3g} s ({time.low:.3g} to {time.high:.3g})"))
         rows.append(("run", f"{planned.run.train.steps} steps, {time.hours:.3g} hours"))
         rows += [] if time.cost is None else [("cost", f"{time.cost:,.0f} USD at {gpu.price:g} per GPU and hour")]
-    return rows + [
-        (f"hosts, {need.stage}", f"{need.memory / GB:.0f} GB memory, {need.disk / GB:.0f} GB disk")
-        for need in planned.hosts
-    ]
+    rows += [("evaluation", " ".join(line.split())) for line in display.evaluation(planned)]
+    return rows
 
 
 def _facts(run: Run) -> ModelFacts:

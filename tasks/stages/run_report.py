@@ -58,7 +58,7 @@ def page(name: str, planned: Plan, outcomes: Outcomes, places: dict[str, str], s
             took = clock(one.made["seconds"]) if one else ""
             where = f"`{one.key}`" if one else outcome.reason.replace("|", "\\|").replace("\n", " ")
             text.append(f"| {name} | {outcome.state} | {clock(outcome.seconds)} | {took} | {where} |")
-    text += ["", "## Plan", "", f"{words(planned.verdict)}.", *_plan(outcomes.by_stage.get("train"), planned)]
+    text += ["", "## Plan", "", f"{words(planned.verdict)}.", *_plan(outcomes.by_stage, planned)]
     if data := _data(store, made):
         text += ["", "## Data", "", f"{data_report.headline(data)}."]
         text += ["", *(f"- {words(line)}" for line in data.get("warnings", []))]
@@ -85,14 +85,12 @@ def page(name: str, planned: Plan, outcomes: Outcomes, places: dict[str, str], s
     return "\n".join(text) + "\n"
 
 
-def _plan(outcome: Outcome | None, planned: Plan) -> list[str]:
+def _plan(outcomes: dict[str, Outcome], planned: Plan) -> list[str]:
     """Plan beside the measured figures, unless those are of another time, and maybe of another layout."""
-    if not outcome or outcome.state != "Completed" or not outcome.artifact:
-        return []
-    rows = plan.beside(planned, outcome.artifact.result)
+    made = {name: one.artifact for name, one in outcomes.items() if one.state == "Completed" and one.artifact}
     return table(
         ("", "planned", "measured", "measured / planned"),
-        [(name, f"{was:.3g}", f"{found:.3g}", f"{found / was:.2f}") for name, was, found in rows],
+        [(name, f"{was:.3g}", f"{found:.3g}", f"{found / was:.2f}") for name, was, found in plan.beside(planned, made)],
     )
 
 

@@ -158,7 +158,7 @@ def test_people_see_the_fullest_gpu_and_the_cost(capsys):
     said = capsys.readouterr().out
     (marked,) = [line for line in said.splitlines() if "<- fullest" in line]
     assert marked.split()[:3] == ["0", "0-15", "8"]
-    assert " USD at 2 per GPU and hour" in said and "host     convert" in said
+    assert " USD at 2 per GPU and hour" in said and "\nconvert " in said and "\nserving  2 x 8 h100" in said
     assert said.splitlines()[-1].startswith("legal and fits: stage 0, ")
 
 

@@ -24,7 +24,7 @@ from conf.schema.sections import Evaluate
 SEQUENCES = 256  # that vLLM computes at once; more than that gains nothing
 FEW_SHOT = 4096  # tokens of prompt and answer that lm-eval's own tasks may take
 WORTH_GRAPHS = 2000  # steps of decoding; a graph saves 5 to 15 ms of each, and takes 34 s at the start
-HOSTS = 16  # most that are looked at, to say how many would do
+HOSTS = 16  # most that are looked at
 
 
 @dataclass(frozen=True)
@@ -50,11 +50,13 @@ class Serving:
 
 def choose(run: Run, facts: ModelFacts, gpu: Gpu) -> Serving:
     """The best layout on hosts of the run; where none fits, the one that lacks least."""
-    nodes, most = run.evaluate.nodes, min(run.layout.nodes, facts.layers)
-    found = [
-        _on(run, facts, gpu, run.layout.gpus_per_node, hosts) for hosts in ([nodes] if nodes else range(1, most + 1))
-    ]
-    return next((one for one in found if one.lacks <= 0), min(found, key=lambda one: one.lacks))
+    hosts = [run.evaluate.nodes] if run.evaluate.nodes else range(1, min(run.layout.nodes, facts.layers, HOSTS) + 1)
+    found = []
+    for count in hosts:
+        found.append(_on(run, facts, gpu, run.layout.gpus_per_node, count))
+        if found[-1].lacks <= 0:
+            return found[-1]
+    return min(found, key=lambda one: one.lacks)
 
 
 def on_host(run: Run, facts: ModelFacts, gpu: Gpu, gpus: int) -> Serving:

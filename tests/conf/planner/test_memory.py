@@ -9,7 +9,8 @@ from conf.load import load
 from conf.model_facts import facts_from_hf, known
 from conf.planner import activations
 from conf.planner.hardware import GIB, GPUS
-from conf.planner.memory import host, in_flight, memory
+from conf.planner.memory import in_flight, memory
+from conf.planner.stage_needs import stage_needs
 
 H200 = GPUS["h200"]
 # Small enough to be counted by hand.
@@ -125,8 +126,8 @@ def test_states_of_the_optimizer(changes, gradient, state, away):
     found = one(made)
     assert (found.weights, found.gradients) == (2 * COUNT, gradient * COUNT)
     assert abs(found.optimizer - state * COUNT // 2) <= 12
-    usual = {need.stage: need.memory for need in host(alone(layout__gpus_per_node=2), TINY)}
-    assert {need.stage: need.memory for need in host(made, TINY)}["train"] - usual["train"] == away * COUNT
+    usual = needs(alone(layout__gpus_per_node=2), TINY)
+    assert needs(made, TINY)["train"].memory - usual["train"].memory == away * COUNT
 
 
 def test_means_in_fp8_are_unpacked_for_the_step():
@@ -296,14 +297,19 @@ def test_items_add_up_and_only_the_last_stage_has_logits():
         assert (stage.over <= 0) == (stage.total <= stage.capacity * 0.98)
 
 
+def needs(run, facts):
+    found = stage_needs(run, facts, GPUS["h100"], tuple(memory(run, facts, GPUS["h100"])), None, None)
+    return {need.stage: need for need in found}
+
+
 def test_hosts():
     made = alone(checkpoint__keep=2, train__precision="bf16")
-    needs = {need.stage: need for need in host(made, TINY)}
-    assert needs["download"].disk == 2 * COUNT == needs["convert"].disk
-    assert needs["train"].disk == 3 * 14 * COUNT  # two, and the next before one of them goes
-    bare = {need.stage: need for need in host(alone(checkpoint__save_optimizer=False, checkpoint__keep=1), TINY)}
+    found = needs(made, TINY)
+    assert found["download"].disk == 2 * COUNT == found["convert"].disk
+    assert found["train"].disk == 3 * 14 * COUNT  # two, and the next before one of them goes
+    bare = needs(alone(checkpoint__save_optimizer=False, checkpoint__keep=1), TINY)
     assert bare["train"].disk == 2 * 2 * COUNT
-    lora = {need.stage: need for need in host(run(adapter__experts="each"), known("glm47"))}
+    lora = needs(run(adapter__experts="each"), known("glm47"))
     assert 27e9 * 14 < lora["train"].disk / 5 < 28.5e9 * 14  # conf/glm47.yaml counts 27B
 
 

@@ -1,17 +1,19 @@
 """conf/planner/verdict.py and display.py: whose facts a plan takes, and what it says."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
-from conf.load import load
+from conf.load import FOLDERS, load
 from conf.model_facts import MODELS, known
-from conf.planner import display
+from conf.planner import display, hardware
 from conf.planner.hardware import GPUS
-from conf.planner.verdict import facts_of, plan
+from conf.planner.verdict import facts_of, plan, settle
 from contract.faults import ConfigError
 
 H100 = GPUS["h100"]
+BEHIND = ["evaluate-base", "train", "export", "evaluate-tuned"]
 
 
 def of(source: str, *overrides: str):
@@ -102,3 +104,50 @@ def test_a_bar_is_as_long_as_what_a_gpu_has():
         rows = [line for line in display.lines(plan(run, facts_of(run), H100)) if line.count("|") == 2]
         assert len(rows) == run.layout.pp
         assert {len(row.split("|")[1]) for row in rows} == {display.BAR}
+
+
+@pytest.mark.parametrize(
+    "file", [file for folder in FOLDERS for file in sorted(folder.glob("*.yaml"))], ids=lambda f: f.stem
+)
+def test_every_configuration_ends_in_a_plan_that_can_finish(file):
+    """But for layouts as others have documented them, which need not fit; what they train could be evaluated."""
+    run = load(file.stem, illegal=True)
+    gpu, facts = hardware.of(run), facts_of(run)
+    planned = plan(settle(run, facts, gpu), facts, gpu)
+    assert planned.unserved == ""
+    if file.parent.name != "documented":
+        assert planned.fits and [need.stage for need in planned.needs][3:] == BEHIND
+        table = "\n".join(display.lines(planned))
+        assert all(f"\n{stage} " in table for stage in BEHIND)
+
+
+def test_hosts_of_an_evaluation_are_chosen_with_the_plan():
+    run, facts = load("glm47"), known("glm47")
+    planned = plan(settle(run, facts, H100), facts, H100)
+    needs = {need.stage: need for need in planned.needs}
+    assert (planned.run.evaluate.nodes, needs["evaluate-tuned"].hosts, needs["evaluate-base"].gpus) == (2, 2, 8)
+    assert needs["convert"].gpus == 0 and 716e9 < needs["convert"].memory < 850e9  # on one host, without its GPUs
+    said = list(display.lines(planned))
+    assert any(line.startswith("serving  2 x 8 h100 in bf16, compiled: each 45.5 GB weights") for line in said)
+    one = load("glm47", ["evaluate.quantization=fp8"])
+    assert settle(one, facts, H100).evaluate.nodes == 1
+
+
+def test_prices_of_all_stages_are_those_of_the_hosts_that_are_had():
+    gpu = replace(H100, price=2.0)
+    planned = plan(load("glm47"), known("glm47"), gpu)
+    for need in planned.needs:
+        if need.seconds is not None:
+            assert need.cost == pytest.approx(need.seconds / 3600 * need.hosts * 8 * 2.0)
+    assert planned.needs[2].cost is None and display.whole(planned).endswith(" USD")
+
+
+def test_a_model_that_no_host_of_the_run_serves_is_refused_in_words():
+    run = load("glm47", ["evaluate.nodes=1"])
+    planned = plan(run, known("glm47"), H100)
+    assert planned.fits and planned.unserved.startswith(
+        "93.5 GB on each of 8 h100, 88.3 of them weights, and 17.1 GB are"
+    )
+    assert sum("refused  evaluation: 93.5 GB" in line for line in display.lines(planned)) == 1
+    without = plan(load("glm47", ["evaluate.nodes=1", "evaluate.tasks=[]"]), known("glm47"), H100)
+    assert without.unserved == "" and all("evaluate" not in need.stage for need in without.needs)

@@ -3,8 +3,8 @@
 import pytest
 
 from conf.load import FOLDER, load
+from conf.planner.stage_needs import on_one_host
 from conf.rules.layout import problems
-from tasks.stages.convert import on_one_host
 
 SEVERAL = [path.stem for path in FOLDER.glob("*.yaml") if load(path.stem).layout.nodes > 1]
 

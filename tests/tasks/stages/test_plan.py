@@ -10,8 +10,9 @@ from conf.load import load
 from conf.model_facts import MODELS
 from conf.planner import display, picture
 from contract.faults import ConfigError, Fault
-from tasks.run.artifact import Stage
+from tasks.run.artifact import Artifact, Stage
 from tasks.stages import convert, plan, prepare, train
+from tasks.store.folder import File
 from tasks.tracking import plan_plots
 from tests.support import s3_server, stand_in_hub
 
@@ -142,6 +143,8 @@ def test_auto_is_the_run_that_could_have_been_written_by_hand(folder):
     keys = [f"layout.{key}={json.dumps(value)}" for key, value in layout.items()]
     train_keys = run.train.model_dump(mode="json", include={"micro_batch", "recompute", "recompute_modules"})
     keys += [f"train.{key}={json.dumps(value)}" for key, value in train_keys.items()]
+    evaluation = run.evaluate.model_dump(mode="json", include={"nodes", "gpus", "expert_parallel"})
+    keys += [f"evaluate.{key}={json.dumps(value)}" for key, value in evaluation.items()]
     by_hand = of(folder, *keys)
     assert by_hand == run
     assert _fingerprints(by_hand) == _fingerprints(run)
@@ -157,17 +160,29 @@ def test_auto_where_nothing_fits(folder):
         plan.settle(of(folder, "layout.auto=true", "layout.nodes=1"))
 
 
+def made(stage: str, seconds: float, size: int, **result: float) -> Artifact:
+    return Artifact(Stage(stage, 1, {}), {"file": File(size, "", "")}, result, {"seconds": seconds})
+
+
 def test_what_was_measured_stands_beside():
     planned = plan.settle(load("glm47-b200", ["model.source=tiny://glm4-moe", "layout.nodes=1", "layout.pp=1"]))
-    rows = plan.beside(planned, {"median_step_seconds": 2.0, "peak_memory_gb": 90.0})
-    assert [(name.split()[0], measured) for name, _, measured in rows] == [("seconds", 2.0), ("GB", 90.0)]
+    train = made("train", 90.0, 10**9, median_step_seconds=2.0, peak_memory_gb=90.0)
+    rows = plan.beside(planned, {"evaluate-base": made("evaluate", 40.0, 10**4), "train": train})
+    assert [(name, measured) for name, _, measured in rows] == [
+        ("seconds of a step", 2.0),
+        ("GB that the fullest rank has allocated", 90.0),
+        ("seconds of evaluate-base", 40.0),
+        ("seconds of train", 90.0),
+        ("GB on disk of train", 1.0),
+    ]
     assert {"memory_gb", "allocated_gb", "step_seconds", "hours"} <= {*plan.numbers(planned)}
 
 
 def test_a_cpu_is_this_host_and_no_time_is_promised():
     planned = plan.settle(load("tiny", ["layout.gpus_per_node=2", "train.micro_batch=8"]))
     assert planned.time is None and planned.fits and planned.gpu.memory < planned.fullest.capacity * 2
-    assert "step_seconds" not in plan.numbers(planned) and len(plan.beside(planned, {"peak_memory_gb": 1.0})) == 1
+    rows = plan.beside(planned, {"train": made("train", 9.0, 10**6, peak_memory_gb=1.0)})
+    assert [name.split()[0] for name, _, _ in rows] == ["GB", "GB"] and "step_seconds" not in plan.numbers(planned)
     assert "s a step" not in plan.summary(planned)
 
 

@@ -1,0 +1,145 @@
+"""Needs of every stage of a run: hosts, GPUs and their memory, memory of a host, disk, time and price.
+
+    stage_needs(run, facts, gpu, stages, time, serving) -> [StageNeed, ...]       in the order of the flow
+
+`stages` and `time` are the training's, `serving` is the layout of the evaluation (conf/planner/serving/). All stages
+but training and an evaluation on several hosts run on the flow's host, which has layout.gpus_per_node GPUs. Its GPUs
+are paid whether a stage uses them or not, so they count in each price; other hosts count while they are used.
+
+START and the rates of conversion and export were measured on one H200 with 9.6 GB of weights and one process (November
+2026: 63 s and 98 s), DOWNLOAD as well, from a folder of that host (12 s). That processes read and write beside one
+another, up to READ of the host's storage, is arithmetic, as are disk and memory.
+
+Not covered: preparation, whose rows nobody has counted yet; copies to a store that is no folder; checkpoints' time.
+"""
+
+from dataclasses import dataclass, replace
+from math import ceil
+
+from conf.model_facts import ModelFacts
+from conf.planner import parameters, states
+from conf.planner.hardware import GB, GIB, Gpu
+from conf.planner.memory import CONTEXT, NCCL_GROUP, PROCESS, WORKSPACE, StageMemory
+from conf.planner.serving.duration import READ, duration
+from conf.planner.serving.layout import Serving
+from conf.planner.timing import Timing
+from conf.schema.run import Run
+from conf.schema.sections import Layout
+
+START = 20.0  # seconds until a command of the trainer has imported what it needs, and its processes have met
+DOWNLOAD, CONVERT, EXPORT = 0.8 * GB, 0.22 * GB, 0.11 * GB  # bytes/s; of the last two, of a process
+FILE = 5 * GB  # of a release: one is read, one is written at a time
+OF_VLLM = 4 * GIB  # resident memory of a process of vLLM, beside files that it maps
+
+
+@dataclass(frozen=True)
+class StageNeed:
+    stage: str
+    hosts: int
+    gpus: int  # of each host
+    gpu_memory: int  # bytes on the fullest GPU
+    memory: int  # bytes of a host
+    disk: int  # bytes that stay, once, on storage that all hosts see
+    seconds: float | None = None  # None: nothing is known of it, or the hosts have no GPUs
+    cost: float | None = None  # USD
+
+
+def stage_needs(
+    run: Run, facts: ModelFacts, gpu: Gpu, stages: tuple[StageMemory, ...], time: Timing | None, serving: Serving | None
+) -> list[StageNeed]:
+    count, byte = parameters.total(facts), states.byte(run.train)
+    released = count * 2  # as published, in bf16
+    found = [
+        StageNeed("download", 1, 0, 0, GIB, released, released / DOWNLOAD),
+        _conversion(run, facts, gpu, stages, count * byte),
+        StageNeed("prepare", 1, 0, 0, GIB, 0),
+    ]
+    asked = [_evaluation(run, facts, gpu, serving)] if run.evaluate.tasks else []
+    found += [replace(one, stage="evaluate-base") for one in asked]
+    found += [_training(run, facts, stages, time, gpu), _export(run, facts, released)]
+    found += [replace(one, stage="evaluate-tuned") for one in asked]
+    if not gpu.cuda:  # no time is predicted there
+        return [replace(one, seconds=None) for one in found]
+    return [replace(one, cost=_cost(run, gpu, one)) for one in found]
+
+
+def on_one_host(run: Run) -> Run:
+    """The run in a few processes of one host's memory: a model that takes several hosts' GPUs fits there, once.
+
+    It is cut over experts alone, as every process holds everything else: 34 GB of GLM-4.7's 716.
+    """
+    count = next(n for n in (4, 2, 1) if run.layout.ep % n == 0 and run.train.global_batch % n == 0)
+    layout = Layout(gpus_per_node=count, ep=count)
+    train = run.train.model_copy(update={"micro_batch": 1})
+    return run.model_copy(update={"layout": layout, "train": train})
+
+
+def _conversion(run: Run, facts: ModelFacts, gpu: Gpu, stages: tuple[StageMemory, ...], written: int) -> StageNeed:
+    """Conversion on the GPUs of the layout, or, where that has several hosts, in the memory of one."""
+    gpus, held, shared = 0, 0, written
+    here = on_one_host(run) if run.layout.nodes > 1 else run
+    if run.layout.nodes == 1 and gpu.cuda:
+        gpus = run.layout.gpus_per_node
+        held = max(stage.weights for stage in stages) + CONTEXT + NCCL_GROUP + WORKSPACE
+    elif run.layout.nodes > 1:
+        kinds = [*facts.kinds, *facts.kinds[-1:] * facts.mtp_layers]
+        experts = sum(parameters.parts(facts, kind)["experts"] for kind in kinds) * states.byte(run.train)
+        shared = experts + (written - experts) * here.world
+    rate = min(CONVERT * here.world, READ / 3)  # read twice, and written
+    return StageNeed("convert", 1, gpus, held, shared + FILE, written, START + written / rate)
+
+
+def _training(run: Run, facts: ModelFacts, stages: tuple[StageMemory, ...], time: Timing | None, gpu: Gpu) -> StageNeed:
+    trained, byte = _trained(run, facts), states.byte(run.train)
+    kept = (8 if byte == 4 else 12) * trained if run.checkpoint.save_optimizer else 0  # in fp32, however it is held
+    away = int(states.AWAY * trained * run.optimizer.offload)
+    written = ceil(run.train.steps / run.checkpoint.save_every)
+    # a new checkpoint is whole before the oldest goes
+    copies = min(written, run.checkpoint.keep + 1) if run.checkpoint.keep else written
+    layout = run.layout
+    # saving copies what is trained into host memory before it writes
+    memory = (trained * byte + kept + away) // layout.nodes + (0 if gpu.cuda else sum(one.total for one in stages))
+    seconds = time.hours * 3600 + START + parameters.total(facts) * byte / READ if time else None
+    fullest = max(stage.total for stage in stages) if gpu.cuda else 0
+    gpus = layout.gpus_per_node if gpu.cuda else 0
+    return StageNeed("train", layout.nodes, gpus, fullest, memory, copies * (trained * byte + kept), seconds)
+
+
+def _export(run: Run, facts: ModelFacts, released: int) -> StageNeed:
+    formats = run.export.formats or (("merged",) if run.adapter.kind == "none" else ("merged", "adapter"))
+    here = on_one_host(run) if run.layout.nodes > 1 else run
+    whole = released if "merged" in formats else 0
+    written = whole + (_trained(run, facts) * states.byte(run.train) if "adapter" in formats else 0)
+    seconds = START + written / min(EXPORT * here.world, READ / 2)
+    return StageNeed("export", 1, 0, 0, 2 * FILE * here.world, written, seconds)
+
+
+def _evaluation(run: Run, facts: ModelFacts, gpu: Gpu, serving: Serving | None) -> StageNeed:
+    if serving is None:  # on a CPU: vLLM's cache is 1 GiB there (trainer/serving/engine.py)
+        byte = 4 if (run.evaluate.precision or run.train.precision) == "fp32" else 2
+        return StageNeed("evaluate", 1, 0, 0, parameters.total(facts) * byte + GIB + 2 * PROCESS, 0)
+    way = serving.way
+    seconds = duration(run, facts, gpu, serving).seconds
+    return StageNeed("evaluate", way.hosts, way.tp, serving.memory.taken, OF_VLLM * way.tp, 0, seconds)
+
+
+def _cost(run: Run, gpu: Gpu, need: StageNeed) -> float | None:
+    """Price of a stage: all GPUs of its hosts, and of the flow's own, for its time."""
+    if gpu.price is None or need.seconds is None:
+        return None
+    return need.seconds / 3600 * need.hosts * run.layout.gpus_per_node * gpu.price
+
+
+def _trained(run: Run, facts: ModelFacts) -> int:
+    """Trained parameters of the whole model.
+
+    Every rank of tp has norms and routers whole, so they count once a rank.
+    """
+    if run.adapter.kind == "none":
+        return parameters.total(facts)
+    layout, found = run.layout, 0
+    experts_of = 1 if run.adapter.experts == "shared" else layout.ep
+    for stage in parameters.stages(run, facts):
+        dense, expert = parameters.trainable(run, facts, stage)
+        found += dense * layout.tp + expert * layout.etp * experts_of
+    return found
