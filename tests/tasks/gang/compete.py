@@ -61,7 +61,9 @@ optimizer: {{lr: 1e-3}}
 checkpoint: {{save_every: 1}}
 gang: {{start_within: 1, retries: 100}}
 layout: {{nodes: {nodes}}}
-paths: {{model: none, base: none, data: none, output: "{folder}/{name}", logs: "{folder}/{name}", parity: none}}
+paths:
+  {{model: none, base: none, data: none, output: "{folder}/{name}", logs: "{folder}/{name}", parity: none,
+  evaluation: "{folder}/{name}/answers"}}
 """
 
 

@@ -3,6 +3,7 @@
 import json
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -15,9 +16,9 @@ from tasks.gang import controller
 from tasks.gang.background import aside
 from tasks.gang.board import Board
 from tasks.gang.engines import Demand
-from tasks.gang.job import training
+from tasks.gang.job import Job, evaluation, training
 from tasks.gang.member_link import Link
-from tasks.gang.messages import End, Member
+from tasks.gang.messages import End, Member, Task
 from tasks.run.launch import Broken
 from tasks.store import Store, open_store
 from tests.tasks.gang.compete import CONF, TIMES, Mortal
@@ -39,7 +40,7 @@ class Hosts:
     """An engine of hosts by name. What a member does on one, attempt by attempt, is in `acts`; else it trains."""
 
     names: list[str]
-    acts: dict[str, list[str]] = field(default_factory=dict)  # train, die, fail, fail later, silent, told, never
+    acts: dict[str, list[str]] = field(default_factory=dict)  # train, die, fail, fail later, silent, told, never, ...
     places: dict[str, str] = field(default_factory=dict)
     given: list[list[str]] = field(default_factory=list)  # of each attempt, by member
     words: dict[str, dict] = field(default_factory=dict)  # the controller's, as members saw it when they went
@@ -117,7 +118,7 @@ class Hosts:
                 store.dead.set()
                 time.sleep(13 / FASTER)
                 store.dead.clear()
-            if act == "train" and self.trained.is_set():
+            if act == "answer" or (act == "train" and self.trained.is_set()):
                 mark(self.output)
                 one.say(state="done", over=True)
                 one.end(5)
@@ -151,7 +152,10 @@ class Handle:
 
 
 def mark(output: str) -> None:
-    """All steps are made, and in a checkpoint."""
+    """All steps are made, and in a checkpoint; all answers are there."""
+    answers = Path(output) / "answers/results.json"
+    answers.parent.mkdir(parents=True, exist_ok=True)
+    answers.write_text("{}")
     path = Path(output) / f"checkpoints/iter_{STEPS:07d}/complete.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps({"files": {}}))
@@ -168,11 +172,14 @@ class Gang:
     cancelled: threading.Event = field(default_factory=threading.Event)
     error: BaseException | None = None
     tick: object = staticmethod(lambda: None)
+    job: Callable[[Run], Job | None] = training
 
     def train(self) -> None:
+        job = self.job(self.run)
+        assert job
         try:
             controller.carry_out(
-                training(self.run), self.folder, self.store, "gang", self.lines.append, self.cancelled.is_set, self.tick
+                job, self.folder, self.store, "gang", self.lines.append, self.cancelled.is_set, self.tick
             )
         except BaseException as error:
             self.error = error
@@ -324,6 +331,34 @@ def test_hosts_that_others_use_are_waited_for_with_all(gang):
     hosts.busy.clear()
     running.join(20)
     assert one.error is None and [len(given) for given in hosts.given] == [3]
+
+
+def test_an_evaluation_is_over_when_its_first_host_has_the_answers(gang):
+    hosts = Hosts(["a", "b", "c"], acts={"a": ["answer"], "b": ["compute"]})
+    one = gang(hosts, "layout.nodes=3", "gang.min_nodes=1", "evaluate.nodes=2")
+    one.job = evaluation
+    one.ends_well()
+    assert hosts.given == [["a", "b"]] and sorted(hosts.over) == ["a 1", "b 1"]
+    assert any(line.startswith("attempt 1: a, b evaluate; ") for line in one.lines)
+
+
+def test_an_evaluation_begins_again_on_as_many_hosts_where_one_that_computes_is_lost(gang):
+    hosts = Hosts(["a", "b", "c"], acts={"a": ["compute", "answer"], "b": ["die"], "c": ["compute"]})
+    one = gang(hosts, "gang.min_nodes=1", "evaluate.nodes=2")
+    one.job = evaluation
+    one.ends_well()
+    assert hosts.given == [["a", "b"], ["a", "c"]]
+    assert "host: b no longer answers; goes on without b" in one.lines
+
+
+def test_an_evaluation_is_no_gang_where_one_host_serves(gang):
+    run = gang(Hosts(["a"])).run
+    assert evaluation(run) is None
+    elsewhere = run.model_copy(update={"evaluate": run.evaluate.model_copy(update={"engine": "slurm", "gpus": 4})})
+    job = evaluation(elsewhere)
+    assert job and job.conf == elsewhere and job.run.gang.engine == "slurm"
+    assert (job.run.layout.nodes, job.run.layout.gpus_per_node) == (1, 4)
+    assert job.task(job.run) == Task("evaluate", nodes=1, gpus=4, ranks=1)
 
 
 def test_ranks_follow_the_places_of_hosts_and_the_first_host_is_the_master(gang):
