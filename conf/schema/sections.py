@@ -287,7 +287,7 @@ class Evaluate(Section):
     )
     engine: Annotated[Literal["local", "prefect", "slurm", "kubernetes"] | None, NOWHERE] = Field(
         default=None,
-        description="who starts it on hosts of its own; null = gang.engine if nodes is above 1, else this host",
+        description="who starts it on hosts of its own; null = gang.engine where several serve or this host has no GPU",
     )
     pool: Annotated[Text | None, NOWHERE] = Field(
         default=None, description="for prefect: work pool with a worker per host; null = gang.pool"

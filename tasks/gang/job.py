@@ -6,7 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from conf.planner import hardware
 from conf.schema.run import Run
+from contract import host_gpus
 from tasks.gang.messages import Task
 
 
@@ -51,13 +53,18 @@ def training(run: Run) -> Job:
 def evaluation(run: Run) -> Job | None:
     """Evaluation on hosts of its own, of which it takes all or none; None where the flow's own host evaluates."""
     asked, nodes = run.evaluate, run.evaluate.nodes or 1
-    if nodes == 1 and asked.engine is None:
+    if nodes == 1 and asked.engine is None and not _is_away(run):
         return None
     gpus = asked.gpus or run.layout.gpus_per_node
     layout = run.layout.model_copy(update={"nodes": nodes, "gpus_per_node": gpus})
     where = {"engine": asked.engine or run.gang.engine, "pool": asked.pool or run.gang.pool}
     gang = run.gang.model_copy(update={**where, "min_nodes": None})
     return Job("evaluate", run.model_copy(update={"layout": layout, "gang": gang}), run)
+
+
+def _is_away(run: Run) -> bool:
+    """Whether hosts of a gang have the GPUs of this run, and this host has none."""
+    return run.gang.engine != "local" and hardware.of(run).cuda and not host_gpus.visible()
 
 
 def _newest(output: Path) -> int:

@@ -356,6 +356,13 @@ def test_an_evaluation_is_no_gang_where_one_host_serves(gang):
     assert evaluation(run) is None
     elsewhere = run.model_copy(update={"evaluate": run.evaluate.model_copy(update={"engine": "slurm", "gpus": 4})})
     job = evaluation(elsewhere)
+    hosts_have_them = run.model_copy(
+        update={
+            "gang": run.gang.model_copy(update={"engine": "slurm"}),
+            "hardware": run.hardware.model_copy(update={"gpu": "h100"}),
+        }
+    )
+    assert evaluation(hosts_have_them)
     assert job and job.conf == elsewhere and job.run.gang.engine == "slurm"
     assert (job.run.layout.nodes, job.run.layout.gpus_per_node) == (1, 4)
     assert job.task(job.run) == Task("evaluate", nodes=1, gpus=4, ranks=1)
