@@ -15,6 +15,8 @@ from conf.strict_yaml import UNFIT
 from contract import regular_files
 from contract.faults import Fault
 from tasks.gang import controller
+from tasks.gang.history import prefect_page
+from tasks.gang.history.timeline import History
 from tasks.gang.job import evaluation
 from tasks.run import launch
 from tasks.run.artifact import Artifact, Stage, Work
@@ -58,7 +60,11 @@ def evaluate(stage_run: StageRun, model: Artifact, data: Artifact, trained: Arti
 
         try:
             if job:
-                controller.carry_out(job, work.folder, stage_run.store, work.folder.name, work.say, stopped, tick)
+                gang, store = work.folder.name, stage_run.store
+                history = History(gang, run.name, stage_run.tracking.name)
+                page = f"{name}-{run.name}"
+                with prefect_page.told(history, output / "metrics.jsonl", store, stage_run.tracked(), page) as teller:
+                    controller.carry_out(job, work.folder, store, gang, work.say, stopped, tick, teller)
             else:
                 turn = stage_run.turn(work.say)
                 launch.trainer("evaluate", run, work.folder, work.say, stopped, tick, turn=turn)

@@ -1,7 +1,7 @@
 """A gang's page in Prefect, its line in MLflow and its history in the store, as its attempts begin and end.
 
     with told(History(gang, run, flow), metrics, store, tracked) as teller:
-        controller.train(..., teller)
+        controller.carry_out(..., teller)
 
 A thread for each service carries the newest history only. A service that is away delays nobody, and gets it when it is
 back.
@@ -29,13 +29,14 @@ from tasks.store import Store
 from tasks.tracking import Stage
 
 AGAIN = 5.0  # seconds between tries
-LAST_WORDS = 5.0  # seconds that the end of a training waits for both; their threads go on beside what follows
+LAST_WORDS = 5.0  # seconds that the end of a job waits for both; their threads go on beside what follows
 SHOWN = 50  # hosts and attempts on the page
 
 
 @contextlib.contextmanager
-def told(history: History, metrics: Path, store: Store, tracked: Stage) -> Iterator[Teller]:
-    show, earlier = PrefectPage(f"gang-{history.run}"), Earlier(store, history.gang)
+def told(history: History, metrics: Path, store: Store, tracked: Stage, of: str | None = None) -> Iterator[Teller]:
+    """Tell all services of a gang. Its page is gang-<of>, by default of the run."""
+    show, earlier = PrefectPage(f"gang-{of or history.run}"), Earlier(store, history.gang)
     keeps = Carrier(lambda news: timeline.write(store, earlier.before(news)), f"history of {history.gang}")
     shows = Carrier(lambda news: show(earlier.before(news), store), f"page of {history.gang}")
 

@@ -156,7 +156,8 @@ def state(told: History) -> str:
         return f"attempt {last.number} has ended; {last.next or 'what follows is being decided'}"
     if not last.hosts:
         return f"attempt {last.number} waits for its hosts"
-    return f"attempt {last.number} trains on {len(last.hosts)} host{'s' * (len(last.hosts) > 1)}"
+    does = "evaluates" if told.gang.startswith("evaluate-") else "trains"
+    return f"attempt {last.number} {does} on {len(last.hosts)} host{'s' * (len(last.hosts) > 1)}"
 
 
 def settled(told: History) -> list[Attempt]:
