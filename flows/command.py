@@ -4,10 +4,13 @@ import argparse
 
 from conf.load import load
 from conf.overrides import from_overrides
+from conf.planner import display
+from conf.planner.verdict import Plan
 from contract.faults import ConfigError, Fault
 from flows.arguments import of_a_run, refused
 from tasks.run import forecast
 from tasks.run.places import open_run_store
+from tasks.run.request import Request
 from tasks.stages import pipeline, plan
 
 
@@ -26,8 +29,9 @@ def command(flow, description: str) -> int:
             if fault := plan.refusal(planned) or plan.unserved(planned, last):
                 raise Fault(fault)
             run = planned.run
-            would = forecast.lines(pipeline.request(run, first, last), open_run_store(), run.world)
-            print("\n".join([*would, plan.summary(planned)]))
+            asked = pipeline.request(run, first, last)
+            would = forecast.lines(asked, open_run_store(), run.world)
+            print("\n".join([*would, *_takes(planned, asked), plan.summary(planned)]))
             return 0
     except (ConfigError, Fault) as fault:
         return refused(fault)
@@ -38,6 +42,14 @@ def command(flow, description: str) -> int:
     if state.is_failed() and state.message:
         refused(state.message)
     return 0 if state.is_completed() else 1 if state.name == "Crashed" else 2
+
+
+def _takes(planned: Plan, asked: Request) -> list[str]:
+    """What the stages take that are asked for, and the evaluation if it is among them."""
+    needs = [need for need in planned.needs if need.stage in asked.stages and need.stage not in asked.unasked]
+    evaluated = any(need.stage.startswith("evaluate") for need in needs)
+    how = ["", *display.evaluation(planned)] if evaluated and planned.serving else []
+    return ["", *display.stage_table(planned, needs), *how, ""] if needs else []
 
 
 def _arguments(description: str) -> argparse.Namespace:

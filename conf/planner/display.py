@@ -4,7 +4,7 @@ A stage's bar has a letter for each thirtieth of the GPU: W weights, G gradients
 weights in FP8, a activations, . all else. A ! stands for memory that is missing.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from conf.planner import parameters, picture
@@ -14,6 +14,7 @@ from conf.planner.search import Candidate, Found
 from conf.planner.serving.memory import ServedMemory
 from conf.planner.stage_needs import StageNeed
 from conf.planner.verdict import WITH_LORA, Plan
+from conf.rules import gpus
 from conf.rules.layout import Grid
 from conf.schema.run import Layout, Run
 
@@ -43,7 +44,7 @@ def lines(plan: Plan) -> Iterator[str]:
         yield ""
         yield from _time_lines(plan)
         yield ""
-        yield from _stage_table(plan)
+        yield from stage_table(plan, plan.needs)
         yield ""
     yield from evaluation(plan)
     if plan.found:
@@ -55,6 +56,8 @@ def lines(plan: Plan) -> Iterator[str]:
     elif plan.not_searched:
         yield f"instead  nothing was searched for: {plan.not_searched}"
     yield plan.verdict
+    if plan.unserved:
+        yield f"refused all the same: evaluation: {plan.unserved}; {WITHOUT}"
 
 
 def degrees(layout: Layout) -> str:
@@ -133,14 +136,14 @@ def _time_lines(plan: Plan) -> Iterator[str]:
     yield f"run      {train.steps} steps, {time.hours:.3g} hours{cost}"
 
 
-def _stage_table(plan: Plan) -> Iterator[str]:
-    """Table of what each stage of the flow takes."""
-    rows = [("stage", *COLUMNS), *((need.stage, *cells(need)) for need in plan.needs)]
+def stage_table(plan: Plan, needs: Sequence[StageNeed]) -> Iterator[str]:
+    """Table of what stages of the flow take."""
+    rows = [("stage", *COLUMNS), *((need.stage, *cells(need)) for need in needs)]
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     for name, *figures in rows:
         aligned = (figure.rjust(width) for figure, width in zip(figures, widths[1:], strict=True))
         yield f"{name.ljust(widths[0])}  {'  '.join(aligned)}".rstrip()
-    yield f"all of them: {whole(plan)}"
+    yield f"all of them: {whole(plan, needs)}"
 
 
 def cells(need: StageNeed) -> tuple[str, ...]:
@@ -151,13 +154,13 @@ def cells(need: StageNeed) -> tuple[str, ...]:
     return str(need.hosts), str(need.gpus or ""), *gigabytes, time, cost
 
 
-def whole(plan: Plan) -> str:
-    """Disk, time and price of all stages together."""
-    found = [f"{sum(need.disk for need in plan.needs) / GB:,.0f} GB of disk"]
+def whole(plan: Plan, needs: Sequence[StageNeed]) -> str:
+    """Disk, time and price of stages together."""
+    found = [f"{sum(need.disk for need in needs) / GB:,.0f} GB of disk"]
     if plan.gpu.cuda:
-        found.append(f"{duration(sum(need.seconds or 0 for need in plan.needs))} in sequence")
+        found.append(f"{duration(sum(need.seconds or 0 for need in needs))} in sequence")
     if plan.gpu.price is not None:
-        found.append(f"{sum(need.cost or 0 for need in plan.needs):,.0f} USD")
+        found.append(f"{sum(need.cost or 0 for need in needs):,.0f} USD")
     return ", ".join(found)
 
 
@@ -170,7 +173,7 @@ def _hours(seconds: float) -> str:
 
 
 def evaluation(plan: Plan) -> Iterator[str]:
-    """Lines on how vLLM serves the model, or why it cannot."""
+    """Lines on how vLLM serves the model, and when the base is evaluated."""
     if one := plan.serving:
         way, room = one.way, one.memory
         spread = " with whole experts" * way.expert_parallel + " with the adapter beside it" * (way.adapter is not None)
@@ -180,8 +183,8 @@ def evaluation(plan: Plan) -> Iterator[str]:
         if one.lacks <= 0:
             tokens = f"{room.cached:,} tokens, {one.at_once} rows of {one.row} at once"
             yield f"cache    {tokens}; {way.tokens} tokens a step"
-    if plan.unserved:
-        yield f"refused  evaluation: {plan.unserved}; {WITHOUT}"
+            together = "beside" if gpus.beside(plan.run, plan.gpu.per_host) else "before"
+            yield f"turns    evaluate-base {together} train, on hosts of {plan.gpu.per_host} GPUs"
 
 
 def _parts(room: ServedMemory) -> str:

@@ -23,6 +23,7 @@ from conf.planner.memory import CONTEXT, NCCL_GROUP, PROCESS, WORKSPACE, StageMe
 from conf.planner.serving.duration import READ, duration
 from conf.planner.serving.layout import Serving
 from conf.planner.timing import Timing
+from conf.rules.gpus import takes
 from conf.schema.run import Run
 from conf.schema.sections import Layout
 
@@ -76,10 +77,9 @@ def on_one_host(run: Run) -> Run:
 
 def _conversion(run: Run, facts: ModelFacts, gpu: Gpu, stages: tuple[StageMemory, ...], written: int) -> StageNeed:
     """Conversion on the GPUs of the layout, or, where that has several hosts, in the memory of one."""
-    gpus, held, shared = 0, 0, written
+    held, shared, gpus = 0, written, (takes(run, "convert").gpus or 0) if gpu.cuda else 0
     here = on_one_host(run) if run.layout.nodes > 1 else run
-    if run.layout.nodes == 1 and gpu.cuda:
-        gpus = run.layout.gpus_per_node
+    if gpus:
         held = max(stage.weights for stage in stages) + CONTEXT + NCCL_GROUP + WORKSPACE
     elif run.layout.nodes > 1:
         kinds = [*facts.kinds, *facts.kinds[-1:] * facts.mtp_layers]
@@ -119,7 +119,7 @@ def _evaluation(run: Run, facts: ModelFacts, gpu: Gpu, serving: Serving | None) 
         byte = 4 if (run.evaluate.precision or run.train.precision) == "fp32" else 2
         return StageNeed("evaluate", 1, 0, 0, parameters.total(facts) * byte + GIB + 2 * PROCESS, 0)
     way = serving.way
-    seconds = duration(run, facts, gpu, serving).seconds
+    seconds = duration(run, facts, gpu, serving).seconds if serving.lacks <= 0 else None
     return StageNeed("evaluate", way.hosts, way.tp, serving.memory.taken, OF_VLLM * way.tp, 0, seconds)
 
 

@@ -89,7 +89,7 @@ def summary(planned: Plan) -> str:
         return f"plan  {planned.verdict}"
     cost = "" if time.cost is None else f", {time.cost:,.0f} USD"
     step = f"{time.likely:.3g} s a step, {time.hours:.3g} hours for {train.steps} steps{cost}"
-    return f"plan  {planned.verdict}; {step}; all stages: {display.whole(planned)}"
+    return f"plan  {planned.verdict}; {step}; all stages: {display.whole(planned, planned.needs)}"
 
 
 def page(planned: Plan) -> str:
@@ -99,7 +99,7 @@ def page(planned: Plan) -> str:
     if planned.needs:
         text += ["", "## Stages", ""]
         text += table(("stage", *display.COLUMNS), [(need.stage, *display.cells(need)) for need in planned.needs])
-        text += ["", f"All of them: {display.whole(planned)}."]
+        text += ["", f"All of them: {display.whole(planned, planned.needs)}."]
     text += ["", fenced("\n".join(picture.lines(planned))), ""] if planned.stages else [""]
     return "\n".join([*text, "## In full", "", fenced("\n".join(display.lines(planned)))]) + "\n"
 
@@ -151,7 +151,7 @@ def _rows(planned: Plan) -> list[tuple[str, str]]:
         rows.append(("run", f"{planned.run.train.steps} steps, {time.hours:.3g} hours"))
         rows += [] if time.cost is None else [("cost", f"{time.cost:,.0f} USD at {gpu.price:g} per GPU and hour")]
     rows += [("evaluation", " ".join(line.split())) for line in display.evaluation(planned)]
-    return rows
+    return rows + ([("evaluation refused", planned.unserved)] if planned.unserved else [])
 
 
 def _facts(run: Run) -> ModelFacts:

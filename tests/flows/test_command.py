@@ -106,16 +106,21 @@ def test_options_may_stand_anywhere(run):
     assert (run.calls[0]["first"], run.calls[0]["last"]) == ("train", "export")
 
 
+NEEDED = ["download", "convert", "prepare", "evaluate-base", "train", "export", "evaluate-tuned"]
+
+
 def test_a_dry_run_names_every_stage_and_starts_none(run, tmp_path):
     outside = tmp_path / "mine.yaml"
     outside.write_text(TINY)
     code, errors, output = run(str(outside), "--dry-run")
     assert (code, errors, run.calls) == (0, "", [])
-    *lines, cost, planned = output.splitlines()
+    stages, table, (planned,) = (part.splitlines() for part in output.split("\n\n"))
+    *lines, cost = stages
+    assert [line.split()[0] for line in table[1:-1]] == NEEDED
     assert [line.split()[0] for line in lines] == list(pipeline.ORDER)
     assert all(" miss " in line and "was made yet" in line for line in lines)
     assert cost.startswith("known cost: 0:00") and planned.startswith("plan  legal and fits: stage 0, ")
-    assert run("tiny", "--dry-run", "--until", "convert")[2].count("\n") == 5
+    assert run("tiny", "--dry-run", "--until", "convert")[2].count("\n") == 12
     assert run("tiny", "--dry-run")[2] == output  # the same run from another file
 
 

@@ -146,7 +146,8 @@ def _mends(run: Run, facts: ModelFacts, gpu: Gpu) -> Iterator[str]:
     evaluate = run.evaluate
     able = gpu.capability >= serving.FP8 and (evaluate.precision or run.train.precision) == "bf16"
     ways: list[dict[str, int | None]] = [{}, {"gpus": None}, {"nodes": None}, {"nodes": None, "gpus": None}]
-    ways += [{"nodes": 1, "gpus": gpu.per_host}] if not any(serving.uncut(facts, gpu.per_host)) else []
+    if not any(serving.uncut(facts, gpu.per_host)):
+        ways.append({"nodes": 1, "gpus": gpu.per_host})
     for quantization in dict.fromkeys((evaluate.quantization, "fp8" if able else None)):
         for way in ways:
             changes = {**way, "quantization": quantization}

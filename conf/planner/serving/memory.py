@@ -150,6 +150,8 @@ def _layer(facts: ModelFacts, kind: str, way: Way) -> float:
     part = parameters.parts(facts, kind)
     plain = part["norms"] + part.get("router", 0)
     matrices = sum(part[name] for name in ("attention", "mlp", "shared_experts", "experts") if name in part)
+    if kind == "moe" and way.expert_parallel:  # one GPU has one expert more where they do not share evenly
+        matrices += part["experts"] // facts.experts * (-facts.experts % way.tp)
     if facts.kv_rank:
         whole = facts.hidden * (facts.q_rank + facts.kv_rank + facts.qk_rope)
         cut = whole + (matrices - whole) / way.tp

@@ -139,7 +139,7 @@ def test_prices_of_all_stages_are_those_of_the_hosts_that_are_had():
     for need in planned.needs:
         if need.seconds is not None:
             assert need.cost == pytest.approx(need.seconds / 3600 * need.hosts * 8 * 2.0)
-    assert planned.needs[2].cost is None and display.whole(planned).endswith(" USD")
+    assert planned.needs[2].cost is None and display.whole(planned, planned.needs).endswith(" USD")
 
 
 def test_a_model_that_no_host_of_the_run_serves_is_refused_in_words():
@@ -148,6 +148,6 @@ def test_a_model_that_no_host_of_the_run_serves_is_refused_in_words():
     assert planned.fits and planned.unserved.startswith(
         "93.5 GB on each of 8 h100, 88.3 of them weights, and 17.1 GB are"
     )
-    assert sum("refused  evaluation: 93.5 GB" in line for line in display.lines(planned)) == 1
+    assert sum("refused all the same: evaluation: 93.5 GB" in line for line in display.lines(planned)) == 1
     without = plan(load("glm47", ["evaluate.nodes=1", "evaluate.tasks=[]"]), known("glm47"), H100)
     assert without.unserved == "" and all("evaluate" not in need.stage for need in without.needs)
