@@ -41,7 +41,7 @@ ROOMS = {
         {"schema", "model_facts"},
         {"model_files", "strict_yaml", "error_lines"},
     ],
-    "tasks": [{"stages"}, {"gang"}, {"run", "sources"}, {"store", "tracking", "pages"}],
+    "tasks": [{"serving"}, {"stages"}, {"gang"}, {"run", "sources"}, {"store", "tracking", "pages"}],
     "trainer": [
         {"commands"},
         {"rehearsal", "checks"},

@@ -27,7 +27,7 @@ SHOWN = 20  # last lines of a failed command
 LONGEST = 1 << 16  # bytes of a line; the rest is the next one
 
 # Variables that a trainer has no use for, and that a log of its environment should not hold.
-PRIVATE = ("AWS_", "HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "MLFLOW_", "PREFECT_", "WANDB_API_KEY")
+PRIVATE = ("AWS_", "HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "MLFLOW_", "PREFECT_", "VLLM_API_KEY", "WANDB_API_KEY")
 
 
 # Signals that a process gets for what its own native code does: the next start ends in the same way.

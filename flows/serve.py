@@ -1,0 +1,211 @@
+"""Serve a model that the flow has made, by vLLM's server with OpenAI's interface, on this host.
+
+    python -m flows.serve tiny-tickets                 the champion of the registered model, at http://127.0.0.1:8000/v1
+    python -m flows.serve tiny-tickets@7               version 7; @challenger and other aliases too
+    python -m flows.serve export/720f27b0              an export in the store; a run of the flow by its name
+    python -m flows.serve tiny-tickets --adapter       the released model with the adapter beside it, nothing merged
+    python -m flows.serve tiny-tickets --check         asks what the evaluation asked, and compares; then ends
+
+It runs until ctrl-C or SIGTERM, which end all of it. --check asks a server that runs at that address, else one that it
+starts. Exit codes: 0, 1 for a server that broke off or answers that differ, 2 for what the caller can mend.
+With VLLM_API_KEY in the environment, callers have to send that key; beyond this host it has to be there.
+"""
+
+# pyright: reportFunctionMemberAccess=false
+
+import argparse
+import ipaddress
+import json
+import os
+import shlex
+import signal
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import httpx
+from prefect import State, flow, get_run_logger
+from prefect.states import Completed, Failed
+
+from contract import host_gpus
+from contract.faults import Fault
+from contract.served_model import KEY, ServedModel
+from flows.arguments import parser, refused
+from tasks.run.launch import Broken, Turn
+from tasks.run.places import open_run_store, runs_folder
+from tasks.serving import artifacts, named, questions, server
+from tasks.serving.artifacts import Sources
+from tasks.tracking.address import resolve
+
+HOST, PORT = "127.0.0.1", 8000
+Say = Callable[[str], None]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    options = _arguments(argv)
+    ended = threading.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: ended.set())
+    try:
+        sources, served = prepare(options.name, options.host, options.port, options.adapter, options.length)
+        if options.check:
+            return check(sources, served, say, ended)
+        run(sources, served, say, ended.is_set)
+    except Fault as fault:
+        return refused(fault)
+    except Broken as broken:
+        return refused(broken, code=1)
+    say("stopped")
+    return 0
+
+
+@flow(name="serve", flow_run_name="serve-{model}", persist_result=False)
+def serve(model: str, host: str = HOST, port: int = PORT, adapter: bool = False, length: int | None = None) -> State:
+    """Serve a model until this run is cancelled.
+
+    Args:
+        model: A registered model (its champion), NAME@VERSION, export/FINGERPRINT or a run of the flow.
+        host: Address to listen at. Beyond this host, the worker's environment has to hold VLLM_API_KEY.
+        port: Port to listen at.
+        adapter: Serve the released model with the adapter beside it.
+        length: Tokens of a question and its answer; by default as many as memory holds.
+    """
+    try:
+        sources, served = prepare(model, host, port, adapter, length)
+        run(sources, served, get_run_logger().info, lambda: False)
+    except (Fault, Broken) as error:
+        return Failed(message=str(error))
+    return Completed(message="stopped")
+
+
+def prepare(name: str, host: str, port: int, adapter: bool, length: int | None) -> tuple[Sources, ServedModel]:
+    """Find what is to be served, and bring it to this host."""
+    _require_key(host)
+    store, folder = open_run_store(), runs_folder()
+    found = named.find(name, store, resolve(None, folder))
+    sources = artifacts.collect(found, store, adapter, gpus=bool(host_gpus.visible()))
+    return sources, artifacts.served_model(sources, store, folder / "cache", host=host, port=port, length=length)
+
+
+def run(sources: Sources, served: ServedModel, say: Say, stop: Callable[[], bool]) -> None:
+    """Serve until stop()."""
+    server.require_free(served.host, served.port)
+    title, address = f"{sources.named.title} ({sources.form}, {served.precision})", server.url(served)
+
+    def answered(seconds: float) -> None:
+        say(f"serving {title} at {address}/v1, after {seconds:.0f} s; ask:\n\n{how_to_ask(served)}")
+
+    say(f"{title}: {sources.named.export.key}, which takes its place at {address}")
+    _keep(title, served, say, stop, answered)
+
+
+def check(sources: Sources, served: ServedModel, say: Say, ended: threading.Event) -> int:
+    """Ask what the evaluation asked, and return the exit code. A server that is not there is started, and ended."""
+    if sources.evaluation is None:
+        raise Fault(f"{sources.named.title}: the store has no evaluation of {sources.named.export.key} to compare with")
+    store, cache = open_run_store(), runs_folder() / "cache"
+    asked = questions.of(artifacts.local(sources.evaluation, store, cache), Path(served.data))
+    if not asked:
+        raise Fault(f"{sources.evaluation.key}: it kept no answers of held_out (evaluate.tasks, evaluate.samples)")
+    told: list[questions.Compared] = []
+
+    def compare(_: float = 0.0) -> None:
+        required = 1.0 if served.precision == "fp32" else questions.NEARLY_ALL
+        limit, stop = sources.asked["max_tokens"], questions.stops(Path(served.data))
+        address, key = f"{server.url(served)}/v1", os.environ.get(KEY, "")
+        told.append(questions.ask(address, key, served.name, asked, limit, stop, required))
+        ended.set()
+
+    if _is_served(served):
+        compare()
+    else:
+        server.require_free(served.host, served.port)
+        _keep(f"{sources.named.title}, to be checked", served, say, ended.is_set, compare)
+    if not told:  # somebody has ended it before it answered
+        return 1
+    what = f"{len(asked)} questions of {sources.evaluation.key}, greedy, {sources.asked['max_tokens']} tokens at most"
+    say(f"check of {sources.named.title} ({sources.form}, {served.precision}): {what}")
+    say("\n".join(told[0].lines()))
+    return 0 if told[0].ok else 1
+
+
+def how_to_ask(served: ServedModel) -> str:
+    """Commands that ask the server, by curl and by OpenAI's client."""
+    content = questions.example(Path(served.data))
+    stop = questions.stops(Path(served.data))
+    asked = {"model": served.name, "temperature": 0, "messages": [{"role": "user", "content": content}]}
+    asked |= {"stop": stop} if stop else {}
+    address = f"{server.url(served)}/v1"
+    key = f' -H "Authorization: Bearer ${KEY}"' if os.environ.get(KEY) else ""
+    given = f'os.environ["{KEY}"]' if key else '"none"'
+    arguments = ", ".join(f"{name}={value!r}" for name, value in asked.items())
+    return (
+        f"    curl {address}/chat/completions -H 'Content-Type: application/json'{key} \\\n"
+        f"        -d {shlex.quote(json.dumps(asked, ensure_ascii=False))}\n\n"
+        + ("    import os\n" if key else "")
+        + "    from openai import OpenAI\n"
+        f'    client = OpenAI(base_url="{address}", api_key={given})\n'
+        f"    print(client.chat.completions.create({arguments}).choices[0].message.content)\n"
+    )
+
+
+def say(line: str) -> None:
+    print(line, flush=True)
+
+
+def _keep(
+    title: str, served: ServedModel, say: Say, stop: Callable[[], bool], answered: Callable[[float], None]
+) -> None:
+    turn = Turn(f"serving {title}", lambda line: say(line) if line else None)
+    server.keep(served, runs_folder() / "serve" / str(served.port), say, stop, answered, turn)
+
+
+def _is_served(served: ServedModel) -> bool:
+    """Whether a server at that address serves this very model. Another one there is refused."""
+    key = os.environ.get(KEY, "")
+    address = f"{server.url(served)}/v1/models"
+    try:
+        answer = httpx.get(address, headers={"Authorization": f"Bearer {key}"} if key else {}, timeout=10)
+    except httpx.ConnectError:
+        return False
+    except httpx.HTTPError as error:
+        raise Fault(f"{address} does not answer ({type(error).__name__}); --port names another") from None
+    if answer.status_code == 401:
+        raise Fault(f"{address} wants a key: {KEY} in the environment, as the server has it")
+    try:
+        there = {one["id"]: one["root"] for one in answer.json()["data"]}
+    except (ValueError, KeyError, TypeError):
+        raise Fault(f"{address} is no model server; --port names another") from None
+    wanted = served.adapter or served.model
+    if there.get(served.name) != wanted:
+        shown = ", ".join(f"{name} ({root})" for name, root in there.items())
+        raise Fault(f"{address} serves {shown}, not {served.name} ({wanted}); --port names another")
+    return True
+
+
+def _require_key(host: str) -> None:
+    try:
+        alone = host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        alone = False
+    if not alone and not os.environ.get(KEY):
+        raise Fault(
+            f"--host {host}: others reach it, and nothing asks them for a key; {KEY} in the environment does, and "
+            f"--host {HOST} is reached from this host alone"
+        )
+
+
+def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    made = parser("flows.serve", __doc__)
+    made.add_argument("name", metavar="NAME", help="a registered model, NAME@VERSION, export/FINGERPRINT, or a run")
+    made.add_argument("--host", default=HOST, help=f"address to listen at ({HOST})")
+    made.add_argument("--port", type=int, default=PORT, help=f"port to listen at ({PORT})")
+    made.add_argument("--adapter", action="store_true", help="serve the released model with the adapter beside it")
+    made.add_argument("--length", type=int, help="tokens of a question and its answer (as many as memory holds)")
+    made.add_argument("--check", action="store_true", help="ask what the evaluation asked, compare, and end")
+    return made.parse_args(argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

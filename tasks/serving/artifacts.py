@@ -1,0 +1,128 @@
+"""Artifacts that a served model is made of, and how it was evaluated: all from the lineage of its export.
+
+A server is given the precision and the quantization of the evaluation, and code from a model's folder only where the
+download was allowed to have it. An export without a merged model is served as base and adapter.
+"""
+
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from contract import json_object
+from contract.faults import Fault
+from contract.served_model import ServedModel
+from tasks.run import artifact
+from tasks.run.artifact import Artifact, Missing
+from tasks.run.progress import Progress
+from tasks.serving.named import Named
+from tasks.store import Store
+
+MERGED = "merged/config.json"
+ADAPTER = "adapter/adapter_config.json"
+# vLLM takes both halves of kv_b_proj from the base when it loads it: an adapter of it counts in prompts alone.
+SPLIT_ON_LOADING = "kv_b_proj"
+
+
+@dataclass(frozen=True)
+class Sources:
+    """An export with what it was made from, and its evaluation."""
+
+    named: Named
+    base: Artifact
+    data: Artifact
+    evaluation: Artifact | None
+    unmerged: bool  # served as base and adapter
+
+    @property
+    def form(self) -> str:
+        return "base and adapter" if self.unmerged else "merged"
+
+    @property
+    def asked(self) -> dict[str, Any]:
+        """Settings of the evaluation; empty where there is none."""
+        return self.evaluation.stage.config["evaluate"] if self.evaluation else {}
+
+
+def collect(named: Named, store: Store, adapter: bool, gpus: bool) -> Sources:
+    """Find the artifacts. `adapter` asks for the form of base and adapter; `gpus` says whether this host has any."""
+    export = named.export
+    merged = MERGED in export.files
+    if not merged and ADAPTER not in export.files:
+        raise Fault(f"{named.title}: {export.key} holds neither a merged model nor an adapter")
+    if adapter and ADAPTER not in export.files:
+        raise Fault(f"{named.title}: {export.key} holds no adapter (export.formats, or all weights were trained)")
+    base = _input(export, "model", "download", store)
+    trained = _input(export, "trained", "train", store, whole=False)
+    data = _input(trained, "data", "prepare", store)
+    sources = Sources(named, base, data, _evaluation(named, store), adapter or not merged)
+    if sources.unmerged:
+        _require_servable(sources, store, gpus)
+    return sources
+
+
+def served_model(sources: Sources, store: Store, cache: Path, **where: Any) -> ServedModel:
+    """Bring all files to this host, and say what is to be served."""
+    export = local(sources.named.export, store, cache)
+    base = local(sources.base, store, cache) if sources.unmerged else export / "merged"
+    return ServedModel(
+        name=sources.named.name,
+        model=str(base),
+        data=str(local(sources.data, store, cache)),
+        precision=sources.evaluation.stage.config["precision"] if sources.evaluation else _precision(base),
+        adapter=str(export / "adapter") if sources.unmerged else None,
+        quantization=sources.asked.get("quantization"),
+        trust_remote_code=bool(sources.base.stage.config.get("trust_remote_code", False)),
+        **where,
+    )
+
+
+def _input(made: Artifact, name: str, stage: str, store: Store, whole: bool = True) -> Artifact:
+    key = f"{stage}/{made.stage.inputs[name]}"
+    found = artifact.read(store, key)
+    if found and whole and isinstance(there := artifact.find(found.stage, store), Missing):
+        raise Fault(f"{made.key} was made from {key}, which is not whole in {store.uri}: {there.reason}")
+    if found is None:
+        raise Fault(f"{made.key} was made from {key}, which is not in {store.uri} any more")
+    return found
+
+
+def _evaluation(named: Named, store: Store) -> Artifact | None:
+    """The latest evaluation of this export."""
+    found = [
+        one for one in artifact.every(store, "evaluate") if one.stage.inputs["model"] == named.export.stage.fingerprint
+    ]
+    whole = [one for one in found if not isinstance(artifact.find(one.stage, store), Missing)]
+    return max(whole, key=lambda one: one.made["at"], default=None)
+
+
+def _require_servable(sources: Sources, store: Store, gpus: bool) -> None:
+    """Refuse an adapter that vLLM would leave out in part without a word, or cannot add at all."""
+    key = sources.named.export.key
+    found = store.read(f"{key}/files/{ADAPTER}")
+    config = json_object.parse(found[0] if found else b"", f"{key}: {ADAPTER}")
+    merged = "serve it merged" if MERGED in sources.named.export.files else "export it with export.formats=[merged]"
+    targets = [*(config.get("target_modules") or ()), *(config.get("target_parameters") or ())]
+    if config.get("use_dora"):
+        raise Fault(f"{sources.named.title}: its adapter is DoRA, which vLLM does not add; {merged}")
+    if any(SPLIT_ON_LOADING in target for target in targets):
+        raise Fault(
+            f"{sources.named.title}: its adapter is of {SPLIT_ON_LOADING} too, which vLLM would leave out of answers; "
+            f"{merged}"
+        )
+    if not gpus and any(re.search(r"(^|\.)experts\.", target) for target in targets):
+        raise Fault(
+            f"{sources.named.title}: its adapter is of experts too, which vLLM adds on a GPU, and this host has none; "
+            f"{merged}"
+        )
+
+
+def local(made: Artifact, store: Store, cache: Path) -> Path:
+    return artifact.local(made, store, cache, Progress("fetch", "bytes").update)
+
+
+def _precision(model: Path) -> str:
+    """The precision of a model that was not evaluated: that of its weights."""
+    config = json.loads((model / "config.json").read_text())
+    return "fp32" if (config.get("dtype") or config.get("torch_dtype")) == "float32" else "bf16"

@@ -1,0 +1,134 @@
+"""A server kept running: started under a guard, watched, and started again when it has crashed after it answered.
+
+what it does                               what follows
+does not come to answer                    Broken, with its last lines: the next start would end as this one
+a fault of the caller's (exit code 2)      Fault
+crashes, or falls silent                   it starts again after WAITS, each longer; after the last, Broken
+answers for STEADY seconds                 earlier crashes are forgotten
+"""
+
+import socket
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import httpx
+
+from contract.faults import Fault, Stopped
+from contract.served_model import KEY, ServedModel
+from tasks.run import launch
+from tasks.run.launch import Broken, Turn
+
+WAITS = (1.0, 5.0, 25.0, 60.0, 120.0)  # seconds before each new start
+STEADY = 1800.0
+LOOKED = 30.0  # seconds between looks at a server that answers
+ANSWERS_WITHIN = 10.0
+SILENT_AFTER = 3  # looks in a row without an answer
+LEAVES_WITHIN = 15  # seconds; answers under way have 10 of them (trainer/serving/api_server.py)
+COMMAND = "trainer.serve"
+FILE, LOG = "model.json", "server.log"
+
+
+def url(served: ServedModel) -> str:
+    """The address by which this host reaches the server."""
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(served.host, served.host)
+    return f"http://[{host}]:{served.port}" if ":" in host else f"http://{host}:{served.port}"
+
+
+def require_free(host: str, port: int) -> None:
+    """Refuse an address that cannot be had."""
+    try:
+        family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, socket.SOCK_STREAM) as tried:
+            tried.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            tried.bind(address)
+    except OSError as error:
+        raise Fault(f"{host} port {port}: {error.strerror}; --port takes another") from None
+
+
+@dataclass
+class Watch:
+    """The looks at one start of a server: twice a second until it answers, then each LOOKED."""
+
+    url: str
+    answered: Callable[[float], None]  # is told once, with the seconds that it took
+    began: float = field(default_factory=time.monotonic)
+    first: float | None = None  # when it answered first
+    looked: float = 0.0
+    missed: int = 0
+
+    def look(self) -> None:
+        now = time.monotonic()
+        if self.first is not None and now - self.looked < LOOKED:
+            return
+        self.looked = now
+        healthy = self._is_healthy(ANSWERS_WITHIN if self.first else 1.0)
+        if healthy and self.first is None:
+            self.first = now
+            self.answered(now - self.began)
+        self.missed = 0 if healthy or self.first is None else self.missed + 1
+
+    def is_silent(self) -> bool:
+        return self.missed >= SILENT_AFTER
+
+    def is_steady(self) -> bool:
+        return self.first is not None and time.monotonic() - self.first > STEADY
+
+    def _is_healthy(self, within: float) -> bool:
+        try:
+            return httpx.get(f"{self.url}/health", timeout=within).status_code == 200
+        except httpx.HTTPError:
+            return False
+
+
+def keep(
+    served: ServedModel,
+    folder: Path,
+    say: Callable[[str], None],
+    stop: Callable[[], bool],
+    answered: Callable[[float], None],
+    turn: Turn | None = None,
+) -> None:
+    """Serve until stop(). Its output is in the folder, and say() is told what it says of itself."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / LOG).unlink(missing_ok=True)
+    served.write(folder / FILE)
+    crashes = 0
+    while not stop():
+        watch = Watch(url(served), answered)
+        why = _once(folder, say, stop, watch, turn)
+        if stop():
+            return
+        if watch.first is None or (crashes == len(WAITS) and not watch.is_steady()):
+            raise Broken(why)
+        crashes = 1 if watch.is_steady() else crashes + 1
+        say(f"{why.splitlines()[0]}; its output is in {folder / LOG}; start {crashes} of {len(WAITS)} in a row follows")
+        until = time.monotonic() + WAITS[crashes - 1]
+        while time.monotonic() < until and not stop():
+            time.sleep(launch.TICK)
+
+
+def _once(folder: Path, say: Callable[[str], None], stop: Callable[[], bool], watch: Watch, turn: Turn | None) -> str:
+    """Run the server to its end, and return the reason why it ended."""
+
+    def told(line: str) -> None:
+        if line.startswith("serve: "):  # of its own; all else is vLLM's
+            say(line.removeprefix("serve: "))
+
+    try:
+        launch.process(
+            [COMMAND, str(folder / FILE)],
+            folder / LOG,
+            told,
+            lambda: stop() or watch.is_silent(),
+            watch.look,
+            keep=[KEY],
+            changed={"GUARD_GRACE": str(LEAVES_WITHIN)},
+            turn=turn,
+        )
+    except Stopped:
+        return f"the server has not answered {SILENT_AFTER} times in a row"
+    except Broken as broken:
+        return str(broken)
+    return "the server has ended by itself"

@@ -1,0 +1,159 @@
+"""Arguments of vLLM's server, chat templates made of a training's, and the paths that callers reach."""
+
+import asyncio
+import itertools
+import json
+from pathlib import Path
+
+import pytest
+from jinja2.exceptions import TemplateError
+from transformers.utils.chat_template_utils import render_jinja_template
+
+from conf.schema.data import Data
+from contract.faults import Fault
+from contract.served_model import ServedModel
+from tests.support import data_folders
+from trainer.data.tokens import templates, tokenizer
+from trainer.serving import api_server, chat_template
+from trainer.serving.public_paths import PublicPaths
+
+QUESTION = '  17 + 25? "{{ messages }}" \\n {input} \U0001f600'
+ANSWER = "It is 42."
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    return data_folders.make(tmp_path_factory.mktemp("model") / "chatml", "chatml")
+
+
+def template(model: Path, kind: str = "pairs", **data):
+    return templates.choose(Data(**{"seq_length": 512, **data}), tokenizer.load(model, False), kind)
+
+
+def rendered(text: str, messages: list[dict], **variables) -> str:
+    return render_jinja_template([messages], chat_template=text, add_generation_prompt=True, **variables)[0][0]
+
+
+PLAIN = ("{input} {output}", "Q: {input}\nA:{output}", '"{input}" \\ it\'s\n\n {output}')
+JINJA = (
+    "### {{ input }}\n### {{ output }}<|im_end|>",
+    "{% if brief %}Briefly: {% endif %}{{ input }} -> {{ output }}!\n",
+)
+
+
+@pytest.mark.parametrize("text", PLAIN)
+def test_a_question_in_a_chat_is_the_prompt_of_a_plain_template(model, text):
+    trained = template(model, template=text)
+    served = rendered(chat_template.of(trained), [{"role": "user", "content": QUESTION}])
+    assert served == trained.prompt({"input": QUESTION, "output": ANSWER})
+
+
+@pytest.mark.parametrize("text", JINJA)
+def test_a_question_in_a_chat_is_the_prompt_of_a_file_with_input_and_output(model, text, tmp_path):
+    (tmp_path / "own.jinja").write_text(text)
+    trained = template(model, template=str(tmp_path / "own.jinja"), template_options={"brief": True})
+    assert trained.kind == "jinja"
+    served = rendered(chat_template.of(trained), [{"role": "user", "content": QUESTION}])
+    assert served == trained.prompt({"input": QUESTION, "output": ANSWER})
+
+
+@pytest.mark.parametrize("roles", [[], ["system", "user"], ["user", "assistant", "user"]])
+def test_a_model_of_single_questions_takes_no_conversation(model, roles):
+    text = chat_template.of(template(model, template=PLAIN[0]))
+    with pytest.raises(TemplateError, match="trained on single questions"):
+        rendered(text, [{"role": role, "content": "x"} for role in roles])
+
+
+def test_a_file_for_messages_is_taken_as_it_is_and_the_tokenizers_own_needs_nothing(model, tmp_path):
+    (tmp_path / "own.jinja").write_text("{% for message in messages %}{{ message.content }}{% endfor %}")
+    assert chat_template.of(template(model, "messages", template=str(tmp_path / "own.jinja"))).startswith("{% for")
+    assert chat_template.of(template(model, "messages")) is None
+
+
+@pytest.fixture
+def served(model, tmp_path):
+    """served(...) -> the arguments, by name"""
+
+    def served(made=None, **changed) -> dict[str, str]:
+        (tmp_path / "data").mkdir()
+        (tmp_path / "data/template.json").write_text(json.dumps((made or template(model, "messages")).record()))
+        given = {"name": "tickets", "model": str(model), "data": str(tmp_path / "data"), "precision": "bf16"}
+        asked = ServedModel(**given | {"host": "127.0.0.1", "port": 8000} | changed)
+        found = api_server.arguments(asked, tmp_path)
+        places = [place for place, word in enumerate(found) if word.startswith("--")] + [len(found)]
+        return {found[one]: " ".join(found[one + 1 : two]) for one, two in itertools.pairwise(places)}
+
+    return served
+
+
+def test_it_is_served_as_it_was_asked_for(served):
+    found = served(length=4096, quantization="fp8_per_channel")
+    assert {"--served-model-name": "tickets", "--dtype": "bfloat16", "--max-model-len": "4096"}.items() <= found.items()
+    assert found["--quantization"] == "fp8_per_channel" and "--enable-lora" not in found
+
+
+def test_nothing_but_safetensors_and_no_code_of_the_model_unless_it_was_allowed(served):
+    found = served()
+    assert found["--load-format"] == "safetensors" and "--trust-remote-code" not in found
+    assert not {"--api-key", "--trust-request-chat-template"} & found.keys()
+
+
+def test_the_template_of_the_training_and_its_options_are_the_servers(served, model, tmp_path):
+    (tmp_path / "own.jinja").write_text("{% for message in messages %}{{ message.content }}{% endfor %}")
+    text = {"template": str(tmp_path / "own.jinja"), "template_options": {"enable_thinking": False}}
+    found = served(template(model, "messages", **text))
+    assert Path(found["--chat-template"]).read_text().startswith("{% for")
+    assert json.loads(found["--default-chat-template-kwargs"]) == {"enable_thinking": False}
+
+
+def test_another_tokenizer_than_that_of_the_training_is_refused(served, model, tmp_path):
+    other = template(data_folders.make(tmp_path / "glm", "glm"), "messages")
+    with pytest.raises(Fault, match=r"tokenizer.json is not the one that the data were prepared with"):
+        served(other)
+
+
+@pytest.mark.parametrize("experts", [False, True])
+def test_an_adapter_is_asked_for_by_the_name_and_the_base_by_another(served, tmp_path, experts):
+    targets = ["mlp.experts.down_proj"] if experts else ["mlp.shared_experts.down_proj.weight"]
+    (tmp_path / "adapter_config.json").write_text(json.dumps({"r": 20, "target_parameters": targets}))
+    found = served(adapter=str(tmp_path))
+    assert (found["--served-model-name"], found["--max-lora-rank"]) == ("tickets-base", "32")
+    asked = {"name": "tickets", "path": str(tmp_path), "is_3d_lora_weight": experts}
+    assert json.loads(found["--lora-modules"]) == asked
+    assert ("--enable-mixed-moe-lora-format" in found) is experts
+
+
+def test_an_adapter_of_too_high_a_rank_is_refused(served, tmp_path):
+    (tmp_path / "adapter_config.json").write_text('{"r": 1024}')
+    with pytest.raises(Fault, match="its rank is 1024, and vLLM serves up to 512; serve it merged"):
+        served(adapter=str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    "path, passes",
+    [
+        ("/v1/models", True),
+        ("/health", True),
+        ("/metrics", True),
+        ("/invocations", False),
+        ("/tokenize", False),
+        ("/v1", False),
+        ("/scale_elastic_ep", False),
+        ("/docs", False),
+        ("//v1/models", False),
+    ],
+)
+def test_callers_reach_what_the_key_guards_and_the_servers_health(path, passes):
+    reached, sent = [], []
+
+    async def app(scope, receive, send):
+        reached.append(scope["path"])
+
+    async def send(message):
+        sent.append(message.get("status"))
+
+    async def receive():
+        return {}
+
+    asyncio.run(PublicPaths(app)({"type": "http", "path": path}, receive, send))
+    assert (bool(reached), 404 in sent) == (passes, not passes)
