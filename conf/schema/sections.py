@@ -283,7 +283,8 @@ class Evaluate(Section):
     )
     gpus: Annotated[Degree | None, NOWHERE] = Field(
         default=None,
-        description="GPUs of a host, vLLM's tensor parallel degree; null = the fewest that hold all questions at once",
+        description="GPUs of a host, vLLM's tensor parallel degree; null = the fewest that hold all questions at once, "
+        "and without a plan all of the host",
     )
     engine: Annotated[Literal["local", "prefect", "slurm", "kubernetes"] | None, NOWHERE] = Field(
         default=None,

@@ -1,8 +1,9 @@
 """Layout of vLLM for an evaluation: how many hosts and GPUs, with which room for the cache, and why none would do.
 
-    choose(run, facts, gpu) -> Serving          on hosts of the run
-    on_host(run, facts, gpu, gpus) -> Serving   on one host of so many GPUs: the trainer asks with those it has
-    refusal(run, facts, gpu)                    why none fits on hosts of the run, with keys that mend it; or ""
+    choose(run, facts, gpu) -> Serving      on hosts of the run
+    of(run, facts, gpu, tp, hosts)          of so many GPUs on each of so many hosts
+    refusal(run, facts, gpu)                why none fits on hosts of the run, with keys that mend it; or ""
+    with_layout(run, chosen) -> Run         the run with what was chosen written down, which is what stages get
 
 One host is taken where one holds the model, and of it the fewest GPUs whose cache holds all questions at once; where
 none does, those that hold the most. On several hosts each is a stage of the pipeline, with all of its GPUs that divide
@@ -57,10 +58,6 @@ def choose(run: Run, facts: ModelFacts, gpu: Gpu) -> Serving:
         if found[-1].lacks <= 0:
             return found[-1]
     return min(found, key=lambda one: one.lacks)
-
-
-def on_host(run: Run, facts: ModelFacts, gpu: Gpu, gpus: int) -> Serving:
-    return _on(run, facts, gpu, gpus, 1)
 
 
 def _on(run: Run, facts: ModelFacts, gpu: Gpu, gpus: int, hosts: int) -> Serving:
@@ -122,7 +119,8 @@ def spreads_experts(run: Run, facts: ModelFacts, tp: int) -> bool:
 
 def with_layout(run: Run, chosen: Serving) -> Run:
     """The run with the layout of its evaluation written down."""
-    keys = {"nodes": chosen.way.hosts, "gpus": chosen.way.tp, "expert_parallel": chosen.way.expert_parallel}
+    way = chosen.way
+    keys = {"nodes": way.hosts, "gpus": way.tp, "expert_parallel": way.expert_parallel, "eager": way.eager}
     return run.model_copy(update={"evaluate": run.evaluate.model_copy(update=keys)})
 
 

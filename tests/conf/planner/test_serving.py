@@ -9,7 +9,7 @@ from conf.model_facts import known
 from conf.planner import parameters
 from conf.planner.hardware import GPUS
 from conf.planner.serving.duration import duration
-from conf.planner.serving.layout import Serving, choose, is_eager, on_host, refusal, with_layout
+from conf.planner.serving.layout import Serving, choose, is_eager, of, refusal, with_layout
 from conf.planner.serving.memory import Way, layers_of, memory, tokens_of_a_step
 
 H100, H200, B200, A100 = (GPUS[name] for name in ("h100", "h200", "b200", "a100"))
@@ -48,7 +48,7 @@ def test_a_qwen3_moe_as_an_h200_has_served_it():
     assert (found.weights + found.context) / 2**30 == pytest.approx(10.3, rel=0.03)
     assert found.taken == int(H200.memory * 0.9)
     run = load("qwen3-235b", ["evaluate.rows=20", "evaluate.max_tokens=8", "evaluate.eager=false"])
-    serving = on_host(run, facts, H200, 1)
+    serving = of(run, facts, H200, 1)
     assert duration(run, facts, H200, serving).seconds == pytest.approx(63, rel=0.15)
 
 
@@ -105,6 +105,7 @@ def test_what_is_chosen_is_what_could_have_been_written():
     run, facts = load("glm47"), known("glm47")
     written = with_layout(run, choose(run, facts, H100))
     assert (written.evaluate.nodes, written.evaluate.gpus, written.evaluate.expert_parallel) == (2, 8, False)
+    assert written.evaluate.eager is False  # 200 answers of 1024 tokens, 124 at once
     assert choose(written, facts, H100) == choose(run, facts, H100)
 
 

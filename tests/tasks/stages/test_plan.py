@@ -143,7 +143,7 @@ def test_auto_is_the_run_that_could_have_been_written_by_hand(folder):
     keys = [f"layout.{key}={json.dumps(value)}" for key, value in layout.items()]
     train_keys = run.train.model_dump(mode="json", include={"micro_batch", "recompute", "recompute_modules"})
     keys += [f"train.{key}={json.dumps(value)}" for key, value in train_keys.items()]
-    evaluation = run.evaluate.model_dump(mode="json", include={"nodes", "gpus", "expert_parallel"})
+    evaluation = run.evaluate.model_dump(mode="json", include={"nodes", "gpus", "expert_parallel", "eager"})
     keys += [f"evaluate.{key}={json.dumps(value)}" for key, value in evaluation.items()]
     by_hand = of(folder, *keys)
     assert by_hand == run
