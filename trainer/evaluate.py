@@ -10,11 +10,16 @@ were prepared with. Other tasks are lm-eval's, by name
     results.json       metrics ("held_out/exact_match"), rows, samples, parity, chat_template (SHA-256), versions
     progress.jsonl     appended to while it runs: done and total rows, of what
     log.txt            what vLLM and lm-eval print
+    log_probs.json     what the model says of the prompts of parity, where it is asked for them: a tuned one, and a
+                       base with evaluate.quantization
 
 The served model must find the same log-probabilities for the same tokens as training did, which are in paths.parity
 (trainer/training/parity.py): else results.json says parity.ok false, and the command ends with a fault. So it does,
-before anything is loaded, where the export says that it was trained and that file is missing or of other weights. What
-was compared, or why nothing was, is said in a line.
+before anything is loaded, where the export says that it was trained and that file is missing or of other weights. It
+must also say the same of tokens that it writes as of tokens that it reads (trainer/serving/decoding.py). What was
+compared, or why nothing was, is said in a line.
+
+With evaluate.adapter=unmerged the model is paths.model, with the adapter in paths.export beside it.
 """
 
 # pyright: reportArgumentType=false
@@ -28,14 +33,13 @@ import traceback
 from collections import deque
 from pathlib import Path
 
-from conf.model_files import config_json
 from conf.schema.run import Run
 from contract import output_marks
 from contract.faults import line_of
 from contract.files import write_atomically
 from contract.output_marks import EVALUATION, take
 from trainer.checks import inputs, places
-from trainer.serving import agreement, engine, held_out, hosts, lm_tasks, prompts
+from trainer.serving import agreement, engine, held_out, hosts, lm_tasks, prompts, unmerged
 from trainer.startup import entry
 from trainer.startup.console import say
 
@@ -45,8 +49,8 @@ LOG_LINES = 15  # shown of log.txt when something breaks
 
 def main(run: Run) -> None:
     if hosts.only_computes():
-        engine.prepare(online=False)
-        engine.serve(run, _precision(run), _length(run, _asks_others(run)), lambda *_: None)
+        engine.prepare(run, online=False)
+        engine.serve(run, _precision(run), lambda *_: None)
     started, folder = time.monotonic(), Path(run.paths.evaluation)
     take(folder, EVALUATION)
     (folder / "results.json").unlink(missing_ok=True)
@@ -75,13 +79,13 @@ def evaluate(run: Run, progress: "Progress") -> dict:
     names = list(run.evaluate.tasks)
     elsewhere = [name for name in names if name != held_out.NAME]
     precision = _precision(run)
-    engine.prepare(online=any(not prompts.is_task_file(name) for name in elsewhere))
+    engine.prepare(run, online=any(not prompts.is_task_file(name) for name in elsewhere))
     test = held_out.read(run) if held_out.NAME in names else None
     tasks = lm_tasks.load(run, names, test)
-    say(f"evaluate: starting vLLM on this host's {engine.device()} for {run.paths.served}")
+    say(f"evaluate: starting vLLM on this host's {engine.device()} for {_shown(run)}")
     began = time.monotonic()
-    served = engine.serve(run, precision, _length(run, _asks_others(run)), progress)
-    say(f"evaluate: vLLM answers in {precision}, after {time.monotonic() - began:.1f} s")
+    served = engine.serve(run, precision, progress)
+    say(f"evaluate: vLLM answers in {_kind(run, precision)}, after {time.monotonic() - began:.1f} s")
     results = {"metrics": {}, "rows": {}, "samples": {}}
     for name in names:
         progress.task = name
@@ -90,7 +94,9 @@ def evaluate(run: Run, progress: "Progress") -> dict:
             results[key] |= found
     progress.task = "parity"
     results["parity"], results["parity_not_compared"] = agreement.compare(run, served, precision)
-    results["chat_template"] = _chat_template(Path(run.paths.served))
+    if run.evaluate.quantization and results["parity"] is None:
+        agreement.write_base(run, served)
+    results["chat_template"] = _chat_template(unmerged.model(run))
     return results
 
 
@@ -98,17 +104,13 @@ def _precision(run: Run) -> str:
     return run.evaluate.precision or run.train.precision
 
 
-def _asks_others(run: Run) -> bool:
-    """Whether it is asked more than the data's own rows."""
-    return any(name != held_out.NAME for name in run.evaluate.tasks)
+def _shown(run: Run) -> str:
+    adapter = unmerged.find(run)
+    return f"{unmerged.model(run)}" + (f" and {adapter.folder} beside it" if adapter else "")
 
 
-def _length(run: Run, elsewhere: bool) -> int:
-    """Number of tokens of prompt and answer together. vLLM sets memory for them aside when it starts."""
-    needed = run.data.seq_length + run.evaluate.max_tokens
-    needed = max(needed, 4096) if elsewhere else needed  # few-shot prompts of lm-eval's tasks
-    config = config_json.read(Path(run.paths.served) / config_json.NAME)
-    return min(needed, config.get("max_position_embeddings") or needed)
+def _kind(run: Run, precision: str) -> str:
+    return f"{run.evaluate.quantization}, computed in {precision}" if run.evaluate.quantization else precision
 
 
 class Progress:

@@ -45,7 +45,8 @@ def main(run: Run) -> None:
         with atomic_folder.write(target, facts, EXPORT) as partial:
             facts |= _write(run, trained, formats, partial)
     say(f"export: {_compared(trained.stored)}")
-    say(f"export: {target} holds {' and '.join(formats)} of {folder}, {len(trained.adapters)} weights merged")
+    merged = f"{len(trained.adapters)} weights {'merged' if 'merged' in formats else 'adapted'}"
+    say(f"export: {target} holds {' and '.join(formats)} of {folder}, {merged}")
     if left_out := facts.get("left_out"):
         say(f"export: adapter/ lacks {len(left_out)} of them, of MTP layers, which transformers does not build")
     distributed.destroy_process_group()
@@ -82,9 +83,15 @@ def _compared(stored) -> str:
     return f"{count} of {count} trained tensors are those that were in memory at step {step}, by their digests"
 
 
-def _require_all_used(trained) -> None:
-    """Check that each trained tensor was read for a weight of the merged model, by one rank or another."""
+def _require_all_used(trained, left_out: list[str]) -> None:
+    """Check that each trained tensor was read for an exported weight, by one rank or another.
+
+    Those of adapters that are left out, and said to be, are none of them.
+    """
     seen = set().union(*atomic_folder.gather(trained.stored.seen))
+    for name in left_out:
+        adapter = trained.adapters[name]
+        seen |= {place.name for place in (adapter.a, adapter.b, adapter.magnitude) if place}
     unused = sorted(trained.stored.places.keys() - seen)
     if unused:
         raise Fault(
@@ -103,9 +110,11 @@ def _write(run: Run, trained, formats: tuple[str, ...], partial: Path) -> dict:
             merged_format.write_file(trained, file, partial / "merged")
         if atomic_folder.rank() == 0:
             facts["chat_template"] = merged_format.copy_other_files(trained.model, partial / "merged")
-        _require_all_used(trained)
+        _require_all_used(trained, [])
     if "adapter" in formats and atomic_folder.rank() == 0:
         facts["left_out"] = peft_format.write(trained, partial / "adapter", run.model.source)
+    if "merged" not in formats:
+        _require_all_used(trained, max(atomic_folder.gather(facts.get("left_out", [])), key=len))
     return facts
 
 

@@ -299,7 +299,8 @@ class Evaluate(Section):
     )
     eager: Annotated[bool | None, NOWHERE] = Field(
         default=None,
-        description="neither compiles nor captures CUDA graphs: starts sooner, answers slower; null = false",
+        description="neither compiles nor captures CUDA graphs: starts sooner, answers slower; "
+        "null = where graphs save less time than they take",
     )
     parity_rows: Annotated[Number, bears("train", "evaluate", held=False)] = Field(
         default=8, description="prompts whose log-probabilities training and serving must agree on; 0 = none"
@@ -406,6 +407,12 @@ class Paths(Section):
         default="runs/{name}/output/parity.json", description="what training says of fixed prompts"
     )
     evaluation: Annotated[Place, NOWHERE] = Field(default="runs/{name}/evaluation", description="scores and answers")
+    of_base: Annotated[Place, NOWHERE] = Field(
+        default="runs/{name}/evaluation-base", description="those of the base; for evaluate.quantization"
+    )
+    kernels: Annotated[Place, NOWHERE] = Field(
+        default="runs/kernels", description="what vLLM compiles on GPUs, kept between evaluations"
+    )
 
     @field_validator("*", mode="before")
     @classmethod

@@ -19,7 +19,7 @@ from contract.faults import Fault
 from contract.output_marks import TRAINING
 from trainer.data import prepared
 from trainer.megatron.recipe import checkpoint_folder
-from trainer.serving import agreement, prompts
+from trainer.serving import agreement, prompts, unmerged
 from trainer.training import resume
 
 
@@ -45,18 +45,24 @@ def check_train(run: Run) -> None:
 def check_export(run: Run) -> None:
     facts = check_model(run)
     checkpoints.require(Path(run.paths.base), "paths.base", "python -m trainer.convert")
-    _check_space(Path(run.paths.export), run, "the exported model")
+    if "merged" in (run.export.formats or ("merged",)):
+        _check_space(Path(run.paths.export), run, "the exported model")
     _check_layout(run, facts)
 
 
 def check_evaluate(run: Run) -> None:
-    folder, tasks = Path(run.paths.served), run.evaluate.tasks
+    folder, tasks = unmerged.model(run), run.evaluate.tasks
     if not folder.is_dir():
-        raise Fault(f"paths.served: {folder}: no such folder; it holds a model in Hugging Face format (trainer.export)")
+        key, maker = ("model", "the released checkpoint") if unmerged.is_asked(run) else ("served", "a model")
+        made = "" if unmerged.is_asked(run) else " (trainer.export)"
+        raise Fault(f"paths.{key}: {folder}: no such folder; it holds {maker} in Hugging Face format{made}")
     if not tasks:
         raise Fault("evaluate.tasks: empty; held_out is the data's test split")
     released_model.check(folder)
-    agreement.expected(run)
+    unmerged.find(run)
+    trained, _ = agreement.expected(run)
+    if trained and run.evaluate.quantization:
+        agreement.read_base(run, [row["tokens"] for row in trained["rows"]])
     for name in tasks:
         if name.endswith((".yaml", ".yml")) and not prompts.is_task_file(name):
             raise Fault(f"evaluate.tasks: {name}: no such file in {Path.cwd()}")

@@ -62,7 +62,9 @@ def check_export(run: Run) -> None:
 
 def check_evaluate(run: Run) -> None:
     tasks: Inputs = {"evaluate.tasks": [task for task in run.evaluate.tasks if task.endswith((".yaml", ".yml"))]}
-    inputs = _inputs(run, "served", "data", "parity") | tasks
+    served = ("model", "export") if run.evaluate.adapter == "unmerged" else ("served",)
+    base = ("of_base",) if run.evaluate.quantization else ()
+    inputs = _inputs(run, *served, *base, "data", "parity", "kernels") | tasks
     _check(inputs, {"paths.evaluation": (run.paths.evaluation, EVALUATION)})
 
 

@@ -4,7 +4,7 @@ prepare() comes before the first import of vllm or lm_eval. It sets what both re
 for what this installation lacks: trainer/patches/vllm_cpu.py, trainer/patches/transformers_imports.py.
 
 On a CPU vLLM does neither latent attention (DeepSeek-V3) nor heads of less than 32; it says so, and the command ends.
-trainer/serving/hosts.py serves a model on several hosts.
+trainer/serving/hosts.py serves a model on several hosts, trainer/serving/start_up.py has what makes it start sooner.
 """
 
 import contextlib
@@ -15,9 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from conf.schema.run import Run
+from contract.faults import Fault
 from trainer.patches import vllm_cpu
 from trainer.patches.transformers_imports import import_transformers
-from trainer.serving import hosts
+from trainer.serving import hosts, start_up, unmerged
 
 ENVIRONMENT = {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "TOKENIZERS_PARALLELISM": "false"}
 ONE_HOST = {"VLLM_HOST_IP": "127.0.0.1"}  # no other has to reach it
@@ -28,16 +29,15 @@ ON_CPU = {"VLLM_CPU_KVCACHE_SPACE": "1", "TORCHDYNAMO_DISABLE": "1"}
 # Threads bound to cores one by one stand still when somebody else is on their core.
 ON_CPU |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_WAIT_POLICY": "PASSIVE"}
 QUANTIZATION = {"fp8": "fp8_per_channel"}  # a scale for each row of a weight, and for each token
-SEQUENCES = 256  # that vLLM computes at once; more than that gains nothing
+CAPABLE = {"fp8": 89}  # compute capability of a GPU, from which on vLLM has kernels for it
 
 Progress = Callable[[int, int, str], None]  # rows done, rows in all, of what
 
 
-def prepare(online: bool) -> None:
+def prepare(run: Run, online: bool) -> None:
     os.environ.update(ENVIRONMENT | ({} if online else OFFLINE) | ({} if hosts.is_one_of_several() else ONE_HOST))
-    if vllm_cpu.is_installed():
-        for name, value in ON_CPU.items():
-            os.environ.setdefault(name, value)
+    for name, value in (ON_CPU if vllm_cpu.is_installed() else start_up.environment(_kernels(run))).items():
+        os.environ.setdefault(name, value)
     vllm_cpu.answer_for_vllm()
     with vllm_cpu.hidden():
         import_transformers()
@@ -47,10 +47,8 @@ def device() -> str:
     return "cpu" if vllm_cpu.is_installed() else "gpu"
 
 
-def serve(run: Run, precision: str, length: int, progress: Progress):
-    """The model in paths.served, ready to answer; an lm_eval.api.model.LM. It never returns where another host asks."""
-    import torch
-
+def serve(run: Run, precision: str, progress: Progress):
+    """The model with its adapter, ready to answer; an lm_eval.api.model.LM. Never returns where another host asks."""
     place = hosts.meet()
 
     with vllm_cpu.hidden():
@@ -61,6 +59,7 @@ def serve(run: Run, precision: str, length: int, progress: Progress):
 
     if place and place.node:
         vllm_causallms.LLM = hosts.follow  # with the arguments that lm-eval gives it on the first host, too
+    adapter = unmerged.find(run)
     lm_evals: Any = vllm_causallms.VLLM  # its decorator hides its class from type checkers
 
     class Served(lm_evals):
@@ -81,27 +80,79 @@ def serve(run: Run, precision: str, length: int, progress: Progress):
         def _model_generate(self, requests, generate=False, sampling_params=None):
             if not generate or sampling_params is None:
                 sampling_params = SamplingParams(temperature=0, prompt_logprobs=1, max_tokens=1, detokenize=False)
-            prompts = [TokensPrompt(prompt_token_ids=request) for request in requests]
-            what = "answers" if generate else "likelihoods"
-            return self.model.generate(prompts, sampling_params, use_tqdm=_bar(progress, what))
+            return self._ask(requests, sampling_params, "answers" if generate else "likelihoods")
 
-    gpus = 1 if vllm_cpu.is_installed() else run.evaluate.gpus or torch.cuda.device_count()
-    served = Served(
-        pretrained=run.paths.served,
-        dtype={"fp32": "float32", "bf16": "bfloat16"}[precision],
-        trust_remote_code=run.model.trust_remote_code,
-        tensor_parallel_size=gpus,
-        max_model_len=length,
-        max_num_seqs=SEQUENCES,
-        seed=run.evaluate.seed,
-        quantization=QUANTIZATION[run.evaluate.quantization] if run.evaluate.quantization else None,
-        enable_expert_parallel=bool(run.evaluate.expert_parallel) and gpus > 1,
-        enforce_eager=vllm_cpu.is_installed() or bool(run.evaluate.eager),
-        **hosts.arguments(place),
-    )
+        def _ask(self, requests, sampling_params, what: str):
+            prompts = [TokensPrompt(prompt_token_ids=request) for request in requests]
+            asked = {"lora_request": adapter.request()} if adapter else {}
+            return self.model.generate(prompts, sampling_params, use_tqdm=_bar(progress, what), **asked)
+
+        def read(self, requests: list[list[int]]) -> list[list[float]]:
+            """Log-probabilities of the tokens of each request but its first.
+
+            prompt_logprobs has nothing for the first token, and for each other one a dictionary that holds it.
+            """
+            outputs = self._model_generate(requests)
+            return [
+                [at[token].logprob for token, at in zip(tokens[1:], output.prompt_logprobs[1:], strict=True)]
+                for tokens, output in zip(requests, outputs, strict=True)
+            ]
+
+        def go_on(self, requests: list[list[int]], count: int) -> list[tuple[list[int], list[float]]]:
+            """Write so many tokens behind each request. Returns them and their log-probabilities as they were written."""
+            settings = SamplingParams(temperature=0, logprobs=1, max_tokens=count, ignore_eos=True, detokenize=False)
+            outputs = [output.outputs[0] for output in self._ask(requests, settings, "tokens")]
+            return [
+                (
+                    [*output.token_ids],
+                    [at[token].logprob for token, at in zip(output.token_ids, output.logprobs, strict=True)],
+                )
+                for output in outputs
+            ]
+
+    with contextlib.ExitStack() as stack:
+        path = unmerged.model(run)
+        if not vllm_cpu.is_installed() and not place:
+            path = stack.enter_context(start_up.fixed_name(_kernels(run), path, precision))
+        served = Served(pretrained=str(path), **arguments(run, precision, adapter), **hosts.arguments(place))
     if place:
         hosts.show_steps(served.model.llm_engine)
     return served
+
+
+def arguments(run: Run, precision: str, adapter: unmerged.Adapter | None) -> dict[str, Any]:
+    """Arguments of vLLM but the model's path."""
+    import torch
+
+    gpus = 1 if vllm_cpu.is_installed() else run.evaluate.gpus or torch.cuda.device_count()
+    spread = bool(run.evaluate.expert_parallel) and gpus > 1
+    found = {
+        "dtype": {"fp32": "float32", "bf16": "bfloat16"}[precision],
+        "trust_remote_code": run.model.trust_remote_code,
+        "seed": run.evaluate.seed,
+        "tensor_parallel_size": gpus,
+        "enable_expert_parallel": spread,
+        "quantization": _quantization(run),
+    }
+    found |= start_up.settings(run, start_up.length(run), precision, vllm_cpu.is_installed())
+    return found | (adapter.settings(gpus, spread) if adapter else {})
+
+
+def _kernels(run: Run) -> Path:
+    return Path(run.paths.kernels).absolute()
+
+
+def _quantization(run: Run) -> str | None:
+    """vLLM's name for the rounding of weights while they are loaded. Raises a Fault where this host cannot."""
+    kind = run.evaluate.quantization
+    if kind is None:
+        return None
+    from vllm.platforms import current_platform
+
+    if vllm_cpu.is_installed() or not current_platform.has_device_capability(CAPABLE[kind]):
+        least = f"{CAPABLE[kind] // 10}.{CAPABLE[kind] % 10}"
+        raise Fault(f"evaluate.quantization: {kind} needs GPUs of compute capability {least}, as an H100's")
+    return QUANTIZATION[kind]
 
 
 @contextlib.contextmanager

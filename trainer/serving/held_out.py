@@ -16,7 +16,7 @@ from pathlib import Path
 from conf.schema.run import Run
 from contract.faults import Fault
 from trainer.data.tokens.templates import Template
-from trainer.serving import prompts
+from trainer.serving import prompts, unmerged
 
 NAME = "held_out"
 LIKELIHOOD = "held_out_likelihood"
@@ -46,7 +46,7 @@ class Test:
 
 
 def read(run: Run) -> Test:
-    template = prompts.template(run, run.paths.served)
+    template = prompts.template(run, str(unmerged.model(run)))
     found = prompts.read(file(run), run.evaluate.rows)
     rows = [_row(template, row, f"{file(run)}:{number}") for number, row in enumerate(found, 1)]
     return Test(rows, template.ends_by_text)

@@ -95,6 +95,48 @@ def test_without_an_adapter_s_effect_that_is_said():
     assert parity["ok"] and "the effect of an adapter was not written down" in agreement.told(parity, "")
 
 
+def test_rounded_weights_are_held_to_their_rounded_base():
+    record, bound = invented(), agreement.BOUNDS["fp8"]
+    of_base, tuned = served(record, lost=1.0, noise=0.15), served(record, noise=0.15)
+    parity = agreement.judge(record, tuned, bound, of_base)
+    assert parity["ok"] and bound < parity["mean"] < parity["bound"] < parity["base"] / 3
+    assert agreement.judge(record, tuned, bound)["ok"] is False  # by itself it is too far away
+    assert "; the base, as rounded, is 0.788 nats apart" in agreement.told(parity, "")
+    for lost in (1.0, 0.5, 0.3):
+        assert not agreement.judge(record, served(record, lost=lost, noise=0.15), bound, of_base)["ok"], lost
+
+
+def test_an_adapter_that_does_little_is_held_to_the_bound():
+    record, bound = invented(effect=0.05), agreement.BOUNDS["fp8"]
+    of_base = served(record, lost=1.0, noise=0.02)
+    assert agreement.judge(record, served(record, noise=0.02), bound, of_base)["bound"] == bound
+
+
+@pytest.mark.parametrize(
+    ("record", "fault"),
+    [
+        (None, r"no such file; the base's evaluation with evaluate\.quantization=fp8 writes it"),
+        ("{", "not of these prompts"),
+        ({"quantization": "fp8", "rows": []}, "not of these prompts"),
+        ({"quantization": "fp8", "rows": [{"tokens": [1, 2, 3], "log_probs": [-1.0]}]}, "served otherwise"),
+        ({"quantization": None, "rows": [{"tokens": [1, 2, 3], "log_probs": [-1.0, -2.0]}]}, "served otherwise"),
+    ],
+)
+def test_a_base_that_says_nothing_of_the_prompts_is_a_fault(record, fault, tmp_path):
+    run = load("tiny", [f"paths.of_base={tmp_path}", "evaluate.quantization=fp8", "evaluate.precision=bf16"])
+    if record is not None:
+        (tmp_path / agreement.RECORD).write_text(record if isinstance(record, str) else json.dumps(record))
+    with pytest.raises(Fault, match=rf"^paths\.of_base: .*{fault}"):
+        agreement.read_base(run, [[1, 2, 3]])
+
+
+def test_what_a_base_says_is_found_by_its_tokens(tmp_path):
+    run = load("tiny", [f"paths.of_base={tmp_path}", "evaluate.quantization=fp8", "evaluate.precision=bf16"])
+    rows = [{"tokens": [4, 5], "log_probs": [-3.0]}, {"tokens": [1, 2, 3], "log_probs": [-1.0, -2.0]}]
+    (tmp_path / agreement.RECORD).write_text(json.dumps({"quantization": "fp8", "rows": rows}))
+    assert agreement.read_base(run, [[1, 2, 3], [4, 5]]) == [[-1.0, -2.0], [-3.0]]
+
+
 @pytest.fixture
 def due(tmp_path):
     """due(mark, record, *overrides) -> what is expected of a served folder with that mark, and that record."""
