@@ -36,9 +36,11 @@ ROOT = Path(__file__).resolve().parents[2]
 ON_GPU = ("convert", "evaluate-base", "train", "evaluate-tuned")
 STAGES = ("download", "prepare", "convert", "evaluate-base", "train", "export", "evaluate-tuned", "promote")
 BLOCK = 32 << 20  # numbers that all tensors are windows of
-SIZES = {  # parameters: 15 layers of 321 million; 3 layers of 230 thousand
-    "10gb": dict(num_hidden_layers=15, hidden_size=2048, intermediate_size=6144, moe_intermediate_size=768)
-    | dict(num_attention_heads=32, num_key_value_heads=4, head_dim=128, num_experts=64, num_experts_per_tok=8),
+WIDE = dict(hidden_size=2048, intermediate_size=6144, moe_intermediate_size=768)
+WIDE |= dict(num_attention_heads=32, num_key_value_heads=4, head_dim=128, num_experts=64, num_experts_per_tok=8)
+SIZES = {  # parameters: 15 or 5 layers of 321 million; 3 layers of 230 thousand
+    "10gb": WIDE | dict(num_hidden_layers=15),
+    "3gb": WIDE | dict(num_hidden_layers=5),
     "tiny": dict(num_hidden_layers=3, hidden_size=128, intermediate_size=256, moe_intermediate_size=64)
     | dict(num_attention_heads=4, num_key_value_heads=2, head_dim=64, num_experts=8, num_experts_per_tok=2),
 }
@@ -157,10 +159,12 @@ def gpu_memory() -> int:
 
 def stages_running(work: Path) -> Iterator[str]:
     """Stages of the flow in this folder that run: a stage is there from the start of its guard to that one's end."""
+    from tasks.run import guard  # known by the name that it is started by
+
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error, OSError):
             line = process.cmdline()
-            found = re.search(rf"tasks\.guard .* trainer\.(\w+) ({work}/\S+)", " ".join(line))
+            found = re.search(rf"{re.escape(guard.__name__)} .* trainer\.(\w+) ({work}/\S+)", " ".join(line))
             if found and found[1] == "evaluate":
                 base = "none.json" in Path(found[2]).read_text()
                 yield f"evaluate-{'base' if base else 'tuned'}"
@@ -203,6 +207,8 @@ def judge(code: int | None, said: str, samples: Samples) -> tuple[list[str], lis
         at = [samples.rows[there[end]][0] for end in (0, -1)]
         figures = [f"{at[0]:.0f}", f"{at[1]:.0f}", f"{before / 1024:.1f}", f"{most / 1024:.1f}"]
         lines.append("| " + " | ".join([name, states.get(name, ""), *figures, ", ".join(sorted(beside))]) + " |")
+    unseen = [name for name in ON_GPU if states.get(name) == "Completed" and not samples.of(name)]
+    wrong += [f"{name}: was never seen to run, so nothing is known of what ran beside it" for name in unseen]
     if samples.gpu:
         for seconds, _, running in samples.rows:
             if len(both := [name for name in running if name in ON_GPU]) > 1:
