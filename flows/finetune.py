@@ -15,7 +15,7 @@ from datetime import UTC
 from pathlib import PurePath
 from typing import Literal
 
-from prefect import State, flow
+from prefect import State, allow_failure, flow
 from prefect.runtime import flow_run
 from prefect.states import Failed
 
@@ -72,8 +72,8 @@ def finetune(
         earlier = session.before_training(before)
         trained = train.submit(session.stage("train"), model, base, data, wait_for=earlier)  # the hours and the money
         tuned = export.submit(session.stage("export"), model, base, trained)  # as large again
-        after = evaluate.submit(session.stage("evaluate-tuned"), tuned, data, trained)
-        promoted = promote.submit(session.stage("promote"), tuned, before, after)
+        after = evaluate.submit(session.stage("evaluate-tuned"), tuned, data, trained, model, allow_failure(before))
+        promoted = promote.submit(session.stage("promote"), tuned, before, after, model)
         session.needs(before)
         for future in (model, data, base, before, trained, tuned, after, promoted):
             future.wait()

@@ -67,7 +67,6 @@ def _unmerged(run: Run, facts: ModelFacts, cpu: bool) -> Iterator[str]:
         yield f"vLLM adds no adapter to a model with experts on a CPU; {merged}"
     elif facts.experts and len(experts) == 1:
         yield f"vLLM takes adapters of both linear_fc1 and linear_fc2, and not {experts[0]}'s alone; {merged}"
-    yield "evaluate.adapter is unmerged, which is not built yet; merged"
 
 
 def _on_cpu(run: Run, facts: ModelFacts) -> Iterator[str]:

@@ -83,6 +83,11 @@ class StageRun:
         """A folder of this host that holds the artifact's files. Never write there."""
         return artifact.local(made, self.store, self._folder / "cache", Progress("fetch", "bytes").update)
 
+    @property
+    def kernels(self) -> Path:
+        """Folder of this host's runs for what serving compiles."""
+        return self._folder / "kernels"
+
     def stopped(self, work: Work, fenced: bool = False) -> Callable[[], bool]:
         """Return a function that says whether work has to end: the run is cancelled, or another process has the work.
 

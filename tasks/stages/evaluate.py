@@ -27,31 +27,46 @@ VERSION = 1
 SHOWN = 5  # last lines of vLLM's log
 
 
-def stage(run: Run, model: Stage, data: Stage, trained: Stage | None = None) -> Stage:
+def stage(run: Run, model: Stage, data: Stage, trained: Stage | None = None, before: Stage | None = None) -> Stage:
     config: dict[str, Any] = {**identity.of(run, "evaluate")}
     config["precision"] = run.evaluate.precision or run.train.precision
     config["task_files"] = {task: _content(task) for task in run.evaluate.tasks if task.endswith((".yaml", ".yml"))}
     if trained and run.evaluate.adapter != "merged":  # of a base there is no other way
         config["adapter"] = run.evaluate.adapter
     inputs = {"model": model.fingerprint, "data": data.fingerprint}
-    return Stage("evaluate", VERSION, config, inputs | ({"trained": trained.fingerprint} if trained else {}))
+    inputs |= {"trained": trained.fingerprint} if trained else {}
+    inputs |= {"before": before.fingerprint} if before and run.evaluate.quantization else {}
+    return Stage("evaluate", VERSION, config, inputs)
 
 
 @task(name="evaluate", task_run_name="{stage_run.name}", **OPTIONS)
-def evaluate(stage_run: StageRun, model: Artifact, data: Artifact, trained: Artifact | None = None) -> State:
-    """Ask the model: the base, or what was trained."""
+def evaluate(
+    stage_run: StageRun,
+    model: Artifact,
+    data: Artifact,
+    trained: Artifact | None = None,
+    released: Artifact | None = None,
+    before: Any = None,
+) -> State:
+    """Ask the model: the base, or what was trained.
+
+    `before` is the base's evaluation, or what became of it: weights that are rounded are compared with it.
+    """
     name = stage_run.name
 
     def make(work: Work) -> dict:
         output = work.folder / "files"
-        served = stage_run.local(model)
         paths = {"data": stage_run.local(data), "evaluation": output, "logs": work.folder / "logs"}
-        paths["served"] = served / "merged" if trained else served
-        paths["parity"] = stage_run.local(trained) / "parity.json" if trained else work.folder / "none.json"
+        paths |= {"kernels": stage_run.kernels, "parity": work.folder / "none.json"}
+        if trained:
+            paths |= {"parity": stage_run.local(trained) / "parity.json", "of_base": work.folder / "none"}
+            if stage_run.run.evaluate.quantization:
+                paths["of_base"] = stage_run.local(_made(before))
+        paths |= _served(stage_run, model, released if trained else None)
         bar = Progress(name, "rows")
         task_files = stage_run.asked.config["task_files"]
         require_unchanged(task_files)
-        run = stage_run.at(**paths)
+        run = stage_run.at(**paths) if trained else _alone(stage_run.at(**paths))
         job = evaluation(run)
         stopped = stage_run.stopped(work, fenced=job is not None)
 
@@ -82,6 +97,29 @@ def evaluate(stage_run: StageRun, model: Artifact, data: Artifact, trained: Arti
         return {"metrics": found["metrics"], "parity": found["parity"], "chat_template": found["chat_template"]}
 
     return stage_run.get_or_make(make)
+
+
+def _served(stage_run: StageRun, model: Artifact, released: Artifact | None) -> dict[str, Path]:
+    """Paths of what is served: the base by itself, the merged model, or the base with the adapter of the export."""
+    if released is None:
+        return {"served": stage_run.local(model)}
+    if stage_run.run.evaluate.adapter == "merged":
+        return {"served": stage_run.local(model) / "merged"}
+    return {"model": stage_run.local(released), "export": stage_run.local(model)}
+
+
+def _alone(run: Run) -> Run:
+    """The run, with no adapter to be served: the base has none."""
+    return run.model_copy(update={"evaluate": run.evaluate.model_copy(update={"adapter": "merged"})})
+
+
+def _made(before: Any) -> Artifact:
+    if isinstance(before, Artifact):
+        return before
+    raise Fault(
+        "evaluate.quantization: the tuned model is held to the base, rounded in the same way, and evaluate-base has no "
+        "result; null holds it to training alone"
+    )
 
 
 def _last_words(crash: launch.Crashed, log: Path) -> str:

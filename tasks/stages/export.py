@@ -1,5 +1,7 @@
 """Stage export: the trained model in Hugging Face's formats: merged, for any server, and the adapter by itself."""
 
+from pathlib import Path
+
 from prefect import State, task
 
 from conf.planner.stage_needs import on_one_host
@@ -32,6 +34,17 @@ def export(stage_run: StageRun, model: Artifact, base: Artifact, trained: Artifa
         run = stage_run.at(**paths)
         run = on_one_host(run) if run.layout.nodes > 1 else run  # whose processes share the files among them
         launch.trainer("export", run, work.folder, work.say, stage_run.stopped(work))
-        return {"uri": stage_run.store.link(f"{stage_run.asked.key}/files/merged")}
+        return _links(stage_run, work.folder / "files", f"{model.key}/files")
 
     return stage_run.get_or_make(make)
+
+
+def _links(stage_run: StageRun, made: Path, released: str) -> dict[str, str]:
+    """Links to the model, or to the adapter where it was not merged; and to an adapter and its base where there is one.
+
+    `released` is the base's folder in the store.
+    """
+    link, exported, adapter = stage_run.store.link, f"{stage_run.asked.key}/files", (made / "adapter").is_dir()
+    beside = {"adapter": link(f"{exported}/adapter"), "base": link(released)} if adapter else {}
+    merged = (made / "merged").is_dir() or not adapter
+    return {"uri": link(f"{exported}/merged") if merged else beside["adapter"]} | beside

@@ -20,6 +20,7 @@ class Kind:
     stage: Callable[..., Stage]  # of the run and its inputs: what is asked for
     inputs: dict[str, str] = field(default_factory=dict)  # the stage that makes each, by the name that it has here
     read: dict[str, str] = field(default_factory=dict)  # what it reads besides, which its inputs were made from
+    also: dict[str, str] = field(default_factory=dict)  # inputs of a run whose keys ask for them, as its stage() says
     gpus: bool = False  # has this host's GPUs in its turn
     of_evaluation: bool = False  # nothing to do without evaluate.tasks
 
@@ -35,6 +36,8 @@ PIPELINE = (
         "evaluate-tuned",
         evaluate.stage,
         {"model": "export", "data": "prepare", "trained": "train"},
+        {"released": "download"},
+        {"before": "evaluate-base"},
         gpus=True,
         of_evaluation=True,
     ),
@@ -42,6 +45,7 @@ PIPELINE = (
         "promote",
         promote.stage,
         {"tuned": "export", "before": "evaluate-base", "after": "evaluate-tuned"},
+        {"released": "download"},
         of_evaluation=True,
     ),
 )
@@ -58,7 +62,8 @@ def stages(run: Run) -> dict[str, Stage]:
     """All stages of the run by name, in order."""
     found: dict[str, Stage] = {}
     for kind in PIPELINE:
-        found[kind.name] = kind.stage(run, **{name: found[maker] for name, maker in kind.inputs.items()})
+        inputs = {name: found[maker] for name, maker in (kind.inputs | kind.also).items()}
+        found[kind.name] = kind.stage(run, **inputs)
     return found
 
 

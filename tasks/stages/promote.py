@@ -1,7 +1,8 @@
 """Stage promote: the tuned model in MLflow's registry. It becomes challenger always, and champion when it is better.
 
-A version's source is the merged model's URI in the store, checked to be there whole. A champion is measured by the
-value that its version carries as a tag. Without a champion, the base model is the one to beat.
+A version's source is the merged model's URI in the store, checked to be there whole; or the adapter's, where that alone
+was exported, and its tags name the base in the store. A champion is measured by the value that its version carries as a
+tag. Without a champion, the base model is the one to beat.
 """
 
 import base64
@@ -49,14 +50,17 @@ def stage(run: Run, tuned: Stage, before: Stage, after: Stage) -> Stage:
 
 
 @task(name="promote", **OPTIONS)
-def promote(stage_run: StageRun, tuned: Artifact, before: Artifact, after: Artifact) -> State:
+def promote(
+    stage_run: StageRun, tuned: Artifact, before: Artifact, after: Artifact, released: Artifact | None = None
+) -> State:
     """Register the model, and promote it if it is better."""
     settings, tracking = stage_run.run.promote, stage_run.tracking
 
     def make(work: Work) -> dict:
         client = registry(tracking.uri)
-        if isinstance(there := artifact.find(tuned.stage, stage_run.store), Missing):
-            raise Fault(f"{tuned.result['uri']}: not registered: {there.reason}")
+        for what, needed in _needed(tuned, released).items():
+            if isinstance(there := artifact.find(needed, stage_run.store), Missing):
+                raise Fault(f"{tuned.result['uri']}: not registered: {what}{there.reason}")
         base, value = _value(before, settings.metric), _value(after, settings.metric)
         champion = _by_alias(client, settings.model, "champion")
         rival = Rival("the base model", base)
@@ -66,7 +70,8 @@ def promote(stage_run: StageRun, tuned: Artifact, before: Artifact, after: Artif
         wins, reason = decide(settings.metric, value, rival, settings.margin)
         if champion and _is(champion.tags, tuned):
             wins, reason = True, f"{settings.metric} {value:.4g}; it was champion before"
-        questions = canonical([after.stage.config, after.stage.inputs.get("data")])
+        asked = {key: value for key, value in after.stage.config.items() if key != "adapter"}  # that is how, not what
+        questions = canonical([asked, after.stage.inputs.get("data")])
         if champion and champion.tags.get("finetune.questions", questions) != questions:
             reason += f"; {rival.name} was asked other questions"
         tags = {settings.metric: repr(value), "reason": reason, "finetune.questions": questions}
@@ -84,6 +89,12 @@ def promote(stage_run: StageRun, tuned: Artifact, before: Artifact, after: Artif
         return decision | {"uri": tuned.result["uri"]}
 
     return stage_run.get_or_make(make, valid=lambda made: _is_registered(tracking.uri, made, tuned))
+
+
+def _needed(tuned: Artifact, released: Artifact | None) -> dict[str, Stage]:
+    """Stages without whose artifacts nobody can serve the model: an adapter needs its base."""
+    is_adapter = tuned.result["uri"] == tuned.result.get("adapter")
+    return {"": tuned.stage} | ({"its base: ": released.stage} if is_adapter and released else {})
 
 
 def decide(metric: str, value: float, rival: Rival, margin: float) -> tuple[bool, str]:
@@ -132,7 +143,7 @@ def _register(client, name: str, tracking: RunTracking, tuned: Artifact, tags: d
     except MlflowException as error:
         if error.error_code != "RESOURCE_ALREADY_EXISTS":
             raise
-    tags = tags | {"finetune.fingerprint": tuned.stage.fingerprint} | _identity(tuned)
+    tags = tags | {"finetune.fingerprint": tuned.stage.fingerprint} | _identity(tuned) | _parts(tuned)
     for version in client.search_model_versions(f"name = '{name}'"):
         if _is(version.tags, tuned):
             for key, value in tags.items():
@@ -146,6 +157,11 @@ def _register(client, name: str, tracking: RunTracking, tuned: Artifact, tags: d
 
 def _identity(tuned: Artifact) -> dict[str, str]:
     return {"finetune.uri": tuned.result["uri"], "finetune.digest": tuned.digest}
+
+
+def _parts(tuned: Artifact) -> dict[str, str]:
+    """Tags for those who serve the adapter beside its base."""
+    return {f"finetune.{part}": tuned.result[part] for part in ("adapter", "base") if part in tuned.result}
 
 
 def _is(tags: dict[str, str], tuned: Artifact) -> bool:

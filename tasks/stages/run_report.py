@@ -139,7 +139,8 @@ def _gang(store: Store, trained: Stage) -> list[str]:
 def _places(run: Run, made: Made, store: Store, tracking: RunTracking) -> dict[str, str]:
     places = {"store": store.uri}
     if tuned := made.get("export"):
-        places["merged model"] = tuned.result["uri"]
+        alone = tuned.result["uri"] == tuned.result.get("adapter")
+        places["adapter" if alone else "merged model"] = tuned.result["uri"]
     uri = public(tracking.uri)
     where = f"experiment {run.track.experiment}" if uri.startswith("http") else "make up shows it"
     return places | {"MLflow": tracking.link() or f"{uri} ({where})"}
