@@ -128,7 +128,7 @@ def _write(run: Run, asked: list[list[int]], found: list[list[float]], written: 
 
 
 def read_base(run: Run, asked: list[list[int]]) -> list[list[float]]:
-    """Log-probabilities of these tokens by the base, served in the same way. Raises a Fault where they are not known."""
+    """Log-probabilities of these tokens by the base, served in the same way. Raises a Fault where there are none."""
     path, kind = Path(run.paths.of_base) / RECORD, run.evaluate.quantization
     mend = f"the base's evaluation with evaluate.quantization={kind} writes it"
     try:

@@ -99,7 +99,7 @@ def serve(run: Run, precision: str, progress: Progress):
             ]
 
         def go_on(self, requests: list[list[int]], count: int) -> list[tuple[list[int], list[float]]]:
-            """Write so many tokens behind each request. Returns them and their log-probabilities as they were written."""
+            """Write so many tokens behind each request. Returns them, and their log-probabilities as written."""
             settings = SamplingParams(temperature=0, logprobs=1, max_tokens=count, ignore_eos=True, detokenize=False)
             outputs = [output.outputs[0] for output in self._ask(requests, settings, "tokens")]
             return [
