@@ -4,6 +4,8 @@ A fault lies with the person who started the work, with the host or with a servi
 with exit code 2, without a stack trace.
 """
 
+from __future__ import annotations  # flows/doctor.py runs on Python 3.8
+
 import os
 from errno import EACCES, EDQUOT, ELOOP, ENAMETOOLONG, ENOSPC, ENOTDIR, EPERM, EROFS
 

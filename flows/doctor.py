@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import NamedTuple
 from urllib.parse import unquote, urlsplit
 
+from contract import host_gpus
 from flows import scheduling
 from flows.packages import clashes, installed, locked
 
@@ -100,6 +101,15 @@ def gpus(cards: list[list[str]], trouble: str) -> Finding:
         mend = f"sudo apt-get install nvidia-driver-{DRIVER}-server"
         return Finding("fail", "gpu", f"{fact}; CUDA 13 needs {DRIVER} or newer", mend)
     return Finding("ok", "gpu", fact)
+
+
+def owners() -> list[Finding]:
+    """The owners of the GPUs, and those that wait for some."""
+    try:
+        return [Finding("info", "gpu", line) for line in host_gpus.standing()]
+    except OSError as error:
+        mend = f"sudo chmod 1777 {host_gpus.folder()}"
+        return [Finding("warn", "gpu", f"{host_gpus.folder()}: {error.strerror}: nobody's GPUs are seen", mend)]
 
 
 def network(on_gpu: bool, root: Path = Path("/")) -> Finding:
@@ -288,6 +298,7 @@ def diagnose(extra: str | None) -> tuple[str, list[Finding]]:
     return host, [
         *environment(extra or host),
         gpus(cards, trouble),
+        *owners(),
         network(on_gpu),
         memory(),
         shared_memory(on_gpu),

@@ -68,7 +68,7 @@ def finetune(
         model = download.submit(session.stage("download"))  # GLM-4.7: 716 GB
         data = prepare.submit(session.stage("prepare"), model)  # the tokenizer is the model's
         base = convert.submit(session.stage("convert"), model)  # as large again; 1 minute for each 4 GB and process
-        before = evaluate.submit(session.stage("evaluate-base"), model, data)  # on GPUs before training, else beside it
+        before = evaluate.submit(session.stage("evaluate-base"), model, data)  # before training, or beside it
         earlier = session.before_training(before)
         trained = train.submit(session.stage("train"), model, base, data, wait_for=earlier)  # the hours and the money
         tuned = export.submit(session.stage("export"), model, base, trained)  # as large again

@@ -157,7 +157,7 @@ def say(line: str) -> None:
 def _keep(
     title: str, served: ServedModel, say: Say, stop: Callable[[], bool], answered: Callable[[float], None]
 ) -> None:
-    turn = Turn(f"serving {title}", lambda line: say(line) if line else None)
+    turn = Turn(f"serving {title}", say, gpus=served.gpus)
     server.keep(served, runs_folder() / "serve" / str(served.port), say, stop, answered, turn)
 
 

@@ -92,4 +92,4 @@ def _checksums(model: released.Model) -> dict[str, str]:
 
 
 if __name__ == "__main__":
-    entry.start(main, inputs.check_convert, writes="base", may_write=places.check_convert, gpus=True)
+    entry.start(main, inputs.check_convert, writes="base", may_write=places.check_convert, gpus="convert")

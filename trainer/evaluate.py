@@ -152,5 +152,5 @@ def _show_failure(error: Exception, log: Path, begin: int) -> None:
 
 if __name__ == "__main__":
     entry.start(
-        main, inputs.check_evaluate, alone=True, writes="evaluation", may_write=places.check_evaluate, gpus=True
+        main, inputs.check_evaluate, alone=True, writes="evaluation", may_write=places.check_evaluate, gpus="evaluate"
     )

@@ -88,4 +88,4 @@ def _is_failure(record: logging.LogRecord) -> bool:
 
 
 if __name__ == "__main__":
-    entry.start(main, inputs.check_train, writes="output", may_write=places.check_train, gpus=True)
+    entry.start(main, inputs.check_train, writes="output", may_write=places.check_train, gpus="train")

@@ -20,6 +20,7 @@ Not covered: several hosts; data that are not of equal length; on a CPU, all but
 
 import argparse
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -37,8 +38,10 @@ from conf.planner import hardware, verdict
 from conf.planner.hardware import GPUS, Gpu, read
 from conf.planner.memory import StageMemory, memory
 from conf.planner.timing import timing
+from conf.rules.gpus import takes
 from conf.rules.layout import problems
 from conf.schema.run import Run
+from contract import host_gpus
 from contract.faults import Fault
 from trainer.data.identity import MANIFEST
 from trainer.data.write import sequences_file
@@ -67,7 +70,9 @@ def main() -> int:
         gpu = read(options.gpu) if options.gpu else None
         with tempfile.TemporaryDirectory(prefix="trial-") as folder:
             made = settle(run, config, options.steps, Path(folder))
-            code, ranks, exhausted = _measure(made, Path(folder))
+            what = f"trial of {run.name}, started by hand"
+            with host_gpus.taken(what, _to_stderr, count=takes(made, "train").gpus) as hold:
+                code, ranks, exhausted = _measure(made, Path(folder), hold.environment if hold else {})
     if not ranks and not exhausted:
         return code
     gpu = gpu or known_gpu(ranks[0]["device"] if ranks else "")
@@ -139,11 +144,17 @@ def write_tokens(run: Run, vocab: int) -> None:
     (place / MANIFEST).write_text(json.dumps(manifest))
 
 
-def _measure(run: Run, folder: Path) -> tuple[int, list[dict[str, Any]], dict[str, Any] | None]:
+def _to_stderr(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+def _measure(
+    run: Run, folder: Path, environment: dict[str, str]
+) -> tuple[int, list[dict[str, Any]], dict[str, Any] | None]:
     """Exit code, what every rank has measured, and the rank that ran out of memory."""
     dump(run, folder / "run.yaml")
     command = [sys.executable, "-m", "trainer.measure", str(folder / "run.yaml")]
-    code = subprocess.run(command, preexec_fn=_die_with_parent).returncode
+    code = subprocess.run(command, env=os.environ | environment, preexec_fn=_die_with_parent).returncode
     found = [_read(Path(run.paths.output) / name) for name in (RESULT, EXHAUSTED)]
     return (min(code, 2) if code >= 0 else 128 - code), found[0] or [], found[1]
 

@@ -31,7 +31,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from conf.load import load
-from contract import host_gpus
+from contract import host_gpus, nvidia_smi
 from contract.faults import Fault
 from contract.processes import started
 from tasks.gang import peer_probe
@@ -162,8 +162,7 @@ def _take_gpus(board: Board, told: threading.Event, starters: list[str]) -> bool
 
     A member that waits for them does not count as there. Returns False where the attempt no longer waits for it.
     """
-    gpus = host_gpus.visible()
-    if not gpus:
+    if not nvidia_smi.visible():
         return True
     task = board.task()
 
@@ -177,7 +176,9 @@ def _take_gpus(board: Board, told: threading.Event, starters: list[str]) -> bool
     def say(line: str) -> None:
         print(line, flush=True)
 
-    return host_gpus.take(f"gang {board.gang}", say, over, gpus[: task.gpus]) is not None
+    hold = host_gpus.take(f"gang {board.gang}", say, over, count=task.gpus)
+    os.environ.update(hold.environment if hold else {})
+    return hold is not None
 
 
 def _probe(word: Word) -> str:

@@ -47,7 +47,11 @@ class Turn:
     """The turn of a command that uses this host's GPUs."""
 
     what: str  # what others are told while it has them
-    waits: Callable[[str], None]  # is told what it waits for; "" once it waits no longer
+    waits: Callable[[str], None]  # is told what it waits for
+    has: Callable[[tuple[str, ...]], None] = lambda _: None  # is told which GPUs it has
+    gpus: int | None = None  # None = all that this process may use
+    flow: str = ""  # whose turns are served by rank
+    rank: int = 0
 
 
 def trainer(
@@ -82,7 +86,7 @@ def process(
 ) -> None:
     """Run python -m <arguments> to its end. Raises Fault, Broken or Stopped.
 
-    With a turn, it waits until it has this host's GPUs. Its guard keeps them until nothing of it is left.
+    With a turn, it waits until it has its share of this host's GPUs. Its guard keeps them until nothing of it is left.
     """
     private = {name for name in os.environ if name.startswith(PRIVATE) and name not in keep}
     environment = {name: value for name, value in os.environ.items() if name not in private}
@@ -134,8 +138,9 @@ def _gpus(turn: Turn | None, stop: Callable[[], bool]) -> Iterator[host_gpus.Hol
     if turn is None:
         yield host_gpus.Hold()
         return
-    with host_gpus.taken(turn.what, turn.waits, stop) as hold:
-        turn.waits("")
+    with host_gpus.taken(turn.what, turn.waits, stop, None, turn.gpus, turn.flow, turn.rank) as hold:
+        if hold:
+            turn.has(hold.gpus)
         yield hold
 
 

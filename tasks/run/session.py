@@ -13,8 +13,9 @@ from typing import Any, Self
 from prefect import allow_failure
 from prefect.futures import PrefectFuture
 
+from conf.rules import gpus
 from conf.schema.run import Run
-from contract import host_gpus
+from contract import nvidia_smi
 from contract.faults import Fault
 from tasks.run.outcomes import Outcomes
 from tasks.run.places import open_run_store, runs_folder
@@ -61,9 +62,9 @@ class Session(AbstractContextManager):
     def before_training(self, base: PrefectFuture) -> list[Any] | None:
         """Tasks that training waits for beside its inputs: a base that cannot be evaluated is found before the hours.
 
-        Without GPUs, and on this host alone, both go on beside one another.
+        Where this host has room for both (conf/rules/gpus.py), they go on beside one another.
         """
-        if self.run.gang.engine == "local" and not host_gpus.visible():
+        if gpus.beside(self.run, len(nvidia_smi.visible())):
             return None
         return [base] if self.run.evaluate.base == "required" else [allow_failure(base)]
 

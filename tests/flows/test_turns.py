@@ -111,6 +111,17 @@ def test_on_a_gpu_no_two_stages_run_at_once_and_the_base_is_evaluated_before_tra
 
 
 @pytest.mark.slow
+def test_where_there_is_room_for_both_the_base_is_evaluated_beside_training(gpu):
+    show_gpus(gpu.folder, {"GPU-a": 4, "GPU-b": 4})
+    flow = gpu.start("one", "evaluate.gpus=1", evaluate_base="slow")
+    wait_for(lambda: gpu.begun("export"), LONG)
+    (gpu.folder / "go").touch()
+    assert flow.wait(200) == 0
+    assert set(states(gpu.said("one")).values()) == {"Completed"} and ("evaluate-base", "train") in gpu.together()
+    assert "waits for" not in gpu.said("one")
+
+
+@pytest.mark.slow
 def test_without_a_gpu_training_does_not_wait_for_the_evaluation_of_the_base(toys):
     flow = toys.start("one", evaluate_base="slow")
     wait_for(lambda: toys.begun("export"), LONG)
@@ -124,12 +135,12 @@ def test_two_flows_on_one_host_take_turns_and_say_for_whom_they_wait(gpu):
     first = gpu.start("one", "--until", "evaluate-base", evaluate_base="slow")
     wait_for(lambda: gpu.begun("evaluate-base"), LONG)
     second = gpu.start("two", "optimizer.lr=1e-3")
-    wait_for(lambda: "waits for the GPUs of this host" in gpu.said("two"), LONG)
+    wait_for(lambda: "waits for 1 GPU: " in gpu.said("two"), LONG)
     assert len(gpu.spans()["evaluate-base"]) == 1 and second.poll() is None
     (gpu.folder / "go").touch()
     assert [first.wait(200), second.wait(200)] == [0, 0]
     whom = f"evaluate-base of {gpu.place.name_of(gpu.said('one'))}"
-    assert f"waits for the GPUs of this host, which {whom} has had" in gpu.said("two")
+    assert f"waits for 1 GPU: {whom} has had it for" in gpu.said("two")
     assert gpu.together() == set() and set(states(gpu.said("two")).values()) == {"Completed"}
 
 
@@ -138,7 +149,7 @@ def test_a_flow_that_waits_is_cancelled_at_once_and_one_that_is_killed_gives_its
     first = gpu.start("one", "--until", "evaluate-base", evaluate_base="slow")
     wait_for(lambda: gpu.begun("evaluate-base"), LONG)
     second = gpu.start("two", "--until", "convert")
-    wait_for(lambda: "waits for the GPUs of this host" in gpu.said("two"), LONG)
+    wait_for(lambda: "waits for 1 GPU: " in gpu.said("two"), LONG)
     told = time.monotonic()
     second.send_signal(signal.SIGINT)
     second.wait(60)

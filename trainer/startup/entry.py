@@ -25,6 +25,7 @@ from functools import partial
 from pathlib import Path
 
 from conf.load import dump, load
+from conf.rules.gpus import takes
 from conf.schema.run import Run
 from contract import host_gpus
 from contract.faults import ConfigError, Fault, line_of
@@ -45,14 +46,14 @@ def start(
     alone: bool = False,
     writes: str | None = None,
     may_write: Callable[[Run], None] | None = None,
-    gpus: bool = False,
+    gpus: str | None = None,
 ) -> None:
     """Run a command's main(run) on every rank after check(run) has passed. Does not return on failure.
 
     With `alone`, the layout is another command's: there is one process, or one on each host of a gang. `writes` is the
     key of paths that names the folder to be written: may_write(run) says whether it may be, before anything is, and
-    trainer/startup/ownership.py sees to it that nobody else writes it. With `gpus`, it waits until no other command has
-    those of this host; ranks that somebody else starts do not.
+    trainer/startup/ownership.py sees to it that nobody else writes it. `gpus` names the stage whose share of this
+    host's GPUs it takes, once nobody else has them; ranks that somebody else starts do not.
     """
     owned = partial(ownership.hold, key=writes) if writes else contextlib.nullcontext
     options = _arguments()
@@ -91,11 +92,15 @@ def start(
                 sys.exit(_torchrun(run, sys.modules["__main__"].__spec__.name))
 
 
-def _take_gpus(run: Run, gpus: bool) -> None:
-    """Take this host's GPUs until this process ends. A flow that has started it has taken them already."""
-    if gpus:
+def _take_gpus(run: Run, stage: str | None) -> None:
+    """Take the command's share of this host's GPUs until this process ends.
+
+    A flow that has started it has taken them already.
+    """
+    if stage:
         command = sys.modules["__main__"].__spec__.name.rpartition(".")[2]
-        host_gpus.take(f"{command} of {run.name}, started by hand", say)
+        hold = host_gpus.take(f"{command} of {run.name}, started by hand", say, count=takes(run, stage).gpus)
+        os.environ.update(hold.environment if hold else {})
 
 
 def _be_rank(

@@ -14,7 +14,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from contract import host_gpus
+from contract import host_gpus, nvidia_smi
 from contract.faults import Fault
 from tasks.gang.board import Board
 from tasks.gang.engines import Demand, command, guarded, spared
@@ -60,8 +60,8 @@ def capacity(demand: Demand, without: tuple[str, ...] = ()) -> str | None:
             f"gang.engine: local, but layout.nodes {nodes} x layout.gpus_per_node "
             f"{each} is more than the {here} GPUs of this host; prefect, slurm or kubernetes"
         )
-    owner = host_gpus.held(_of(_hosts(each, nodes, without), each))
-    return f"GPUs of this host, which {owner}" if owner else None
+    owner = host_gpus.wanted(_of(_hosts(each, nodes, without), each))
+    return f"{nodes * each} GPUs of this host: {owner}" if owner else None
 
 
 def available(demand: Demand, without: tuple[str, ...] = ()) -> int | None:
@@ -81,6 +81,7 @@ def start(demand: Demand, board: Board, n: int, without: tuple[str, ...] = ()) -
     for node, host in enumerate(hosts):
         environment = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1", "GANG_ADDRESS": "127.0.0.1"}
         environment |= {"GANG_HOST": _name(host), "GUARD_GRACE": str(guarded(demand.gang))}
+        environment |= hold.environment
         if _gpus():
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, range(host * each, (host + 1) * each)))
         with (logs / f"member{node}.log").open("a") as log:
@@ -90,7 +91,7 @@ def start(demand: Demand, board: Board, n: int, without: tuple[str, ...] = ()) -
                     stdin=subprocess.PIPE,
                     stdout=log,
                     stderr=log,
-                    env=environment | hold.environment,
+                    env=environment,
                     pass_fds=hold.descriptors,  # all of them: they are free when the last member is over
                 )
             )
@@ -107,7 +108,7 @@ def _hosts(each: int, n: int, without: tuple[str, ...]) -> list[int]:
 
 def _of(hosts: list[int], each: int) -> tuple[str, ...]:
     """GPUs of these hosts."""
-    gpus = host_gpus.listed()
+    gpus = nvidia_smi.listed()
     return tuple(gpu for host in hosts for gpu in gpus[host * each : (host + 1) * each])
 
 

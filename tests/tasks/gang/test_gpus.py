@@ -1,5 +1,6 @@
 """Members of a gang and the GPUs of their host: a gang on one host takes them before it starts, others as they join."""
 
+import os
 import subprocess
 import threading
 
@@ -40,13 +41,26 @@ def test_a_gang_on_this_host_waits_for_the_gpus_that_it_would_use_and_no_others(
     with host_gpus.taken("train of a", pytest.fail, gpus=("GPU-d",)):
         assert local.capacity(Demand.of(run)) is None
     with host_gpus.taken("evaluate-base of b", pytest.fail, gpus=("GPU-b",)):
-        assert local.capacity(Demand.of(run)).startswith("GPUs of this host, which evaluate-base of b has had for")
+        assert local.capacity(Demand.of(run)).startswith("2 GPUs of this host: evaluate-base of b has had 1 of 2 for")
+
+
+def test_a_gang_on_this_host_comes_after_those_that_wait(run, monkeypatch):
+    with host_gpus.taken("train of a", pytest.fail, gpus=("GPU-d",)):
+        over, said = threading.Event(), threading.Event()
+        asks = ("evaluate-base of b", lambda _: said.set(), over.is_set)
+        waits = threading.Thread(target=host_gpus.take, args=asks, daemon=True)
+        waits.start()
+        assert said.wait(10)
+        assert local.capacity(Demand.of(run)) == "2 GPUs of this host: evaluate-base of b waits for 4 GPUs of them"
+        over.set()
+        waits.join(10)
+        assert local.capacity(Demand.of(run)) is None
 
 
 def test_its_members_have_all_of_them_until_the_last_is_over(run, board, monkeypatch):
     monkeypatch.setattr(local, "command", lambda board, node: ["timeit", "-n1", "-r1", "import time; time.sleep(30)"])
     members = local.start(Demand.of(run), board, 2)
-    assert host_gpus.held(("GPU-a",)).startswith("gang gang-1 has had for")
+    assert host_gpus.held(("GPU-a",)).startswith("gang gang-1 has had it for")
     members.processes[0].stdin.close()
     members.processes[0].wait()
     assert host_gpus.held(("GPU-b",)) and host_gpus.held(("GPU-c",)) is None
@@ -63,15 +77,20 @@ def test_a_gang_that_somebody_was_faster_than_does_not_wait_for_ever(run, board,
         local.start(Demand.of(run), board, 2)
 
 
-def test_a_member_joins_once_its_gpu_is_free_and_not_where_its_attempt_is_over(run, board, capsys):
+def test_a_member_joins_once_its_gpu_is_free_and_not_where_its_attempt_is_over(run, board, capsys, monkeypatch):
+    for name in (host_gpus.HELD, "CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER"):  # which the member sets for its ranks
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+
     def join() -> bool:
         return member._take_gpus(board, threading.Event(), [])
 
-    with host_gpus.taken("train of a", pytest.fail, gpus=("GPU-a",)):
+    with host_gpus.taken("train of a", pytest.fail):
         threading.Timer(1.0, lambda: board.write("gang.json", Word("me", "stop").to_json())).start()
         assert not join()
-    assert "gang gang-1 waits for the GPUs of this host, which train of a has had" in capsys.readouterr().out
+    assert "gang gang-1 waits for 1 GPU: train of a has had them for" in capsys.readouterr().out
     board.write("gang.json", Word("me", "gathering").to_json())
     child = subprocess.Popen(["sleep", "0.1"])  # what the member starts does not keep them
     assert join() and host_gpus.held(("GPU-a",)) and host_gpus.held(("GPU-b",)) is None
     child.wait()
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == "0"
