@@ -109,7 +109,9 @@ def _export(run: Run, facts: ModelFacts, released: int) -> StageNeed:
     formats = run.export.formats or (("merged",) if run.adapter.kind == "none" else ("merged", "adapter"))
     here = on_one_host(run) if run.layout.nodes > 1 else run
     whole = released if "merged" in formats else 0
-    written = whole + (_trained(run, facts) * states.byte(run.train) if "adapter" in formats else 0)
+    # PEFT's files have an adapter for each expert, also where all of a layer share one
+    each = run.model_copy(update={"adapter": run.adapter.model_copy(update={"experts": "each"})})
+    written = whole + (_trained(each, facts) * states.byte(run.train) if "adapter" in formats else 0)
     seconds = START + written / min(EXPORT * here.world, READ / 2)
     return StageNeed("export", 1, 0, 0, 2 * FILE * here.world, written, seconds)
 

@@ -55,7 +55,7 @@ class Plan:
     found: Found | None = None  # instead, where the layout is refused
     with_lora: Found | None = None  # where full fine-tuning fits nowhere with room
     not_searched: str = ""
-    serving: Serving | None = None  # the layout of the evaluation, on GPUs
+    serving: Serving | None = None  # the layout of the evaluation, on GPUs that can serve the model
     unserved: str = ""  # why vLLM cannot serve the model, or not on hosts of the run
 
     @property
@@ -97,7 +97,7 @@ def _evaluation(run: Run, facts: ModelFacts, gpu: Gpu) -> dict[str, Any]:
     """Layout of the evaluation, if one is asked for, and why it does not fit."""
     if not run.evaluate.tasks:
         return {"serving": None, "unserved": ""}
-    why = "; ".join(serving.unservable(run, facts, cpu=not gpu.cuda))
+    why = "; ".join([*serving.unservable(run, facts, cpu=not gpu.cuda), *served.unsupported(run, gpu)])
     if why or not gpu.cuda:
         return {"serving": None, "unserved": why}
     return {"serving": served.choose(run, facts, gpu), "unserved": served.refusal(run, facts, gpu)}

@@ -66,12 +66,11 @@ def unserved(planned: Plan, last: str | None) -> str:
     if not pipeline.is_evaluated(run, last):
         return ""
     found = "; ".join(serving.unservable(run, planned.facts, cpu=not planned.gpu.cuda or _is_cpu_build()))
-    if found:
-        return f"plan: vLLM cannot serve {run.model.source}: {found}. {display.WITHOUT}"
-    if planned.unserved and run.hardware.gate == "stop":
-        go_on = "hardware.gate=warn goes on all the same"
-        return f"plan: vLLM cannot serve {run.model.source}: {planned.unserved}; {display.WITHOUT}; {go_on}"
-    return ""
+    found = found or planned.unserved
+    if not found or (found == planned.unserved and planned.serving and run.hardware.gate == "warn"):
+        return ""
+    go_on = "; hardware.gate=warn goes on all the same" if planned.serving and found == planned.unserved else ""
+    return f"plan: vLLM cannot serve {run.model.source}: {found}. {display.WITHOUT}{go_on}"
 
 
 def _is_cpu_build() -> bool:

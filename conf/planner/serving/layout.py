@@ -107,14 +107,10 @@ def is_eager(evaluate: Evaluate, at_once: int) -> bool:
 
 
 def spreads_experts(run: Run, facts: ModelFacts, tp: int) -> bool:
-    """Whether a GPU has whole experts: as asked for, or where parts do not do.
-
-    An adapter beside parts of all experts would take as much of each GPU as beside all of them.
-    """
-    if run.evaluate.expert_parallel is not None or tp == 1 or not facts.experts or facts.experts % tp:
-        return bool(run.evaluate.expert_parallel) and tp > 1
-    adapted = run.evaluate.adapter == "unmerged" and {"linear_fc1", "linear_fc2"} <= {*run.adapter.targets}
-    return adapted or facts.expert_ffn % tp > 0
+    """Whether a GPU has whole experts: as asked for, or where they cannot be cut but share evenly."""
+    if run.evaluate.expert_parallel is not None:
+        return run.evaluate.expert_parallel and tp > 1
+    return facts.experts > 0 and facts.expert_ffn % tp > 0 and facts.experts % tp == 0
 
 
 def with_layout(run: Run, chosen: Serving) -> Run:
@@ -124,10 +120,15 @@ def with_layout(run: Run, chosen: Serving) -> Run:
     return run.model_copy(update={"evaluate": run.evaluate.model_copy(update=keys)})
 
 
+def unsupported(run: Run, gpu: Gpu) -> list[str]:
+    """Lines for settings of the evaluation that this kind of GPU cannot do."""
+    if run.evaluate.quantization and gpu.cuda and gpu.capability < serving.FP8:
+        return [f"evaluate.quantization is {run.evaluate.quantization}, which {gpu.name} does not compute; null"]
+    return []
+
+
 def refusal(run: Run, facts: ModelFacts, gpu: Gpu) -> str:
     """The reason why vLLM cannot serve the model on hosts of the run, and what can; "" where it can."""
-    if run.evaluate.quantization and gpu.capability < serving.FP8:
-        return f"evaluate.quantization is {run.evaluate.quantization}, which {gpu.name} does not compute; null"
     here = choose(run, facts, gpu)
     if here.lacks <= 0:
         return ""

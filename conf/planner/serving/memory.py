@@ -7,7 +7,7 @@ Bytes on a GPU, of weights of w bytes a number (bf16 2, FP8 1 and a scale for ea
     weights      w * (attention + dense MLP + shared experts + experts) / tp + B * (embedding, output) / tp + B * the
                  rest, of a pipeline stage. Fewer key-value heads than tp are repeated; latent attention has its
                  down-projections on every GPU, and its up-projections a second time, for decoding
-    adapters     rank * (in + out) of each matrix, for all experts, though one adapter is served
+    adapters     rank * (in + out) of each matrix, and of all experts / tp, though few may have one of their own
     activations  T * [4 H + top_k * max(2 I, H) + top_k * I] * B    T tokens of a step; vLLM measures it at the start
     sampler      rows at once * V * 12
     graphs       measured 0.12 to 0.18 GB with 4 layers, some 2 GB with 92; none if eager
@@ -179,7 +179,6 @@ def _adapters(facts: ModelFacts, kind: str, way: Way) -> int:
             into, out = linear.into, linear.out
             sizes += into // way.tp + out if linear.cut == "row" else into + out // way.tp
     if kind == "moe" and {"linear_fc1", "linear_fc2"} <= {*targets}:
-        inner = facts.expert_ffn if way.expert_parallel else facts.expert_ffn // way.tp
-        experts = ceil(facts.experts / way.tp) if way.expert_parallel else facts.experts
-        sizes += experts * (3 * facts.hidden + 3 * inner)
+        # Whole adapters of a GPU's experts, or parts of all: trainer/serving/unmerged.py cuts both of their sides.
+        sizes += ceil(facts.experts / way.tp) * 3 * (facts.hidden + facts.expert_ffn)
     return sizes * rank * way.byte

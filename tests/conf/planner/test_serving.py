@@ -9,7 +9,7 @@ from conf.model_facts import known
 from conf.planner import parameters
 from conf.planner.hardware import GPUS
 from conf.planner.serving.duration import duration
-from conf.planner.serving.layout import Serving, choose, is_eager, of, refusal, with_layout
+from conf.planner.serving.layout import Serving, choose, is_eager, of, refusal, unsupported, with_layout
 from conf.planner.serving.memory import Way, layers_of, memory, tokens_of_a_step
 
 H100, H200, B200, A100 = (GPUS[name] for name in ("h100", "h200", "b200", "a100"))
@@ -69,19 +69,21 @@ def test_log_probabilities_of_prompts_have_a_bound():
     assert tokens_of_a_step(replace(known("glm47"), vocab=10**7), 2, 256) == 256
 
 
-def test_an_adapter_beside_parts_of_all_experts_takes_as_much_as_beside_all():
+def test_an_adapter_is_cut_as_its_model_is():
     run, facts = load("glm47", ["adapter.rank=32"]), known("glm47")
-    each, parts = (
-        memory(facts, Way(8, expert_parallel=ep, adapter=run.adapter), H100).adapters for ep in (True, False)
-    )
-    assert each == pytest.approx(2.4e9, rel=0.1) and parts > 5 * each
-    unmerged = load("glm47", ["evaluate.adapter=unmerged", "evaluate.quantization=fp8"])
-    assert choose(unmerged, facts, H100).way.expert_parallel
+    for way in (Way(8, adapter=run.adapter), Way(8, expert_parallel=True, adapter=run.adapter)):
+        assert memory(facts, way, H100).adapters == pytest.approx(2.4e9, rel=0.1)
+    assert memory(facts, Way(8), H100).adapters == 0
 
 
-def chosen(name: str, *overrides: str, gpu=H100) -> Serving:
+def test_experts_are_spread_where_they_cannot_be_cut():
+    facts = replace(known("glm47"), expert_ffn=1540, shared_ffn=1536)
+    assert chosen("glm47", facts=facts).way.expert_parallel and not chosen("glm47").way.expert_parallel
+
+
+def chosen(name: str, *overrides: str, gpu=H100, facts=None) -> Serving:
     model = name if name != "deepseek-v3-64" else "deepseek-v3"
-    return choose(load(name, overrides), known(model), gpu)
+    return choose(load(name, overrides), facts or known(model), gpu)
 
 
 def test_one_host_is_taken_where_one_does_and_then_the_fewest_gpus():
@@ -115,7 +117,6 @@ def test_what_is_chosen_is_what_could_have_been_written():
         ("glm47", "evaluate.nodes=1", H100, "17.1 GB are missing. These fit: evaluate.nodes=null, or evaluate.quantiz"),
         ("glm47", "evaluate.nodes=1 evaluate.gpus=2 evaluate.quantization=fp8", H100, "These fit: evaluate.gpus=null"),
         ("glm47", "evaluate.nodes=1", A100, "17.1 GB are missing. These fit: evaluate.nodes=null"),
-        ("glm47", "evaluate.quantization=fp8", A100, "evaluate.quantization is fp8, which a100 does not compute; null"),
         ("glm47", "layout=auto layout.nodes=1", H100, "17.1 GB are missing. These fit: evaluate.quantization=fp8"),
         (
             "llama31-405b",
@@ -134,6 +135,12 @@ def test_what_fits_nowhere_is_refused_with_keys_that_mend_it(name, overrides, gp
         overrides = [one for one in overrides if not one.startswith(key.partition("=")[0])] + [key]
     if "These fit" in line:
         assert refusal(load(name, overrides, illegal=True), known(name), gpu) == ""
+
+
+def test_a_gpu_without_fp8_is_named():
+    run = load("glm47", ["evaluate.quantization=fp8"])
+    assert unsupported(run, A100) == ["evaluate.quantization is fp8, which a100 does not compute; null"]
+    assert unsupported(run, H100) == [] == unsupported(load("glm47"), A100)
 
 
 def test_what_fits_is_not_refused():

@@ -122,6 +122,25 @@ def test_a_model_that_vllm_cannot_serve_is_refused_where_it_would_be_evaluated(f
     assert plan.unserved(plan.settle(of(folder, "evaluate.tasks=[]")), None) == ""
 
 
+@pytest.fixture
+def gpu_build(monkeypatch):
+    monkeypatch.setattr(plan, "_is_cpu_build", lambda: False)
+
+
+def test_an_evaluation_that_does_not_fit_is_refused_and_a_gate_lets_it_pass(folder, gpu_build):
+    refused = plan.unserved(plan.settle(of(folder, "evaluate.nodes=1")), None)
+    assert refused.startswith(f"plan: vLLM cannot serve {folder}: 93.5 GB on each of 8 h100, 88.3 of them weights")
+    assert refused.endswith("promotes nothing; hardware.gate=warn goes on all the same") and "\n" not in refused
+    assert plan.unserved(plan.settle(of(folder, "evaluate.nodes=1", "hardware.gate=warn")), None) == ""
+    assert plan.unserved(plan.settle(of(folder)), None) == ""
+
+
+def test_no_gate_lets_an_evaluation_pass_that_the_gpu_cannot_do(folder, gpu_build):
+    keys = ["evaluate.quantization=fp8", "hardware.gpu=a100", "hardware.gate=warn"]
+    refused = plan.unserved(plan.settle(of(folder, *keys)), None)
+    assert "which a100 does not compute; null" in refused and "hardware.gate" not in refused
+
+
 def test_no_gate_lets_an_illegal_layout_pass(folder):
     keys = ["layout.pp=32", "layout.tp=1", "layout.sp=false", "layout.ep=1", "layout.etp=1", "hardware.gate=warn"]
     refused = plan.refusal(plan.settle(of(folder, *keys)))
