@@ -41,8 +41,7 @@ from mlflow.entities import (  # noqa: E402
 )
 from mlflow.exceptions import MlflowException, RestException  # noqa: E402
 
-from tasks.tracking.address import clean  # noqa: E402
-from tasks.tracking.outages import Away, Refused  # noqa: E402
+from tasks.tracking.outages import Away, Refused, line_of  # noqa: E402
 
 MOST = 1000  # entities of one log_batch; MLflow takes no more
 REFUSALS = {
@@ -181,7 +180,7 @@ class MlflowSink:
             if error.error_code not in REFUSALS:
                 raise
             if len(entities) == 1:
-                log.warning("tracking: MLflow does not take %s: %s", entities[0].key, _line(error))
+                log.warning("tracking: MLflow does not take %s: %s", entities[0].key, line_of(error))
                 return
         middle = len(entities) // 2
         self._some(run_id, entities[:middle])
@@ -205,7 +204,7 @@ class MlflowSink:
         try:
             drawn = draw.figures(draw.read(Path(event["file"])))
         except Exception as error:
-            raise Refused(f"no figures: {_line(error)}") from None
+            raise Refused(f"no figures: {line_of(error)}") from None
         with tempfile.TemporaryDirectory() as folder:
             for name, png in drawn.items():
                 path = Path(folder, f"{name}.png")
@@ -224,7 +223,7 @@ class MlflowSink:
             except Exception as error:
                 self.client.get_run(run_id)  # raises if the server itself is away
                 if pause is None:
-                    raise Refused(f"{name}: {_line(error)}") from None
+                    raise Refused(f"{name}: {line_of(error)}") from None
                 time.sleep(pause)
 
     def _dataset(self, event: dict, runs: dict, attempt: str) -> None:
@@ -274,16 +273,11 @@ def _guard[T](call: Callable[[], T]) -> T:
         raise
     except MlflowException as error:
         kind = Refused if isinstance(error, RestException | MlflowException) and error.error_code in REFUSALS else Away
-        raise kind(_line(error)) from None
+        raise kind(line_of(error)) from None
     except (KeyError, TypeError, AttributeError) as error:
-        raise Refused(f"{type(error).__name__}: {_line(error)}") from None
+        raise Refused(f"{type(error).__name__}: {line_of(error)}") from None
     except Exception as error:
-        raise Away(_line(error)) from None
-
-
-def _line(error: Exception) -> str:
-    text = clean(" ".join(str(error).split()))
-    return text if len(text) < 300 else text[:300] + "..."
+        raise Away(line_of(error)) from None
 
 
 def _client(address: str) -> MlflowClient:
@@ -293,9 +287,20 @@ def _client(address: str) -> MlflowClient:
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.with_name(path.name + ".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # two that make the tables at once break them
+        if not path.exists():
+            _make_database(path)
         client = MlflowClient(address, address)
         _guard(lambda: client.search_experiments(max_results=1))
     return client
+
+
+def _make_database(path: Path) -> None:
+    """Make all tables beside the place, and put them there whole. MLflow never completes a database that has a part."""
+    begun = path.with_name(path.name + ".begun")
+    begun.unlink(missing_ok=True)  # of a disk that was full, or a process that was killed
+    address = f"sqlite:///{begun}"
+    _guard(lambda: MlflowClient(address, address).search_experiments(max_results=1))
+    begun.rename(path)
 
 
 def _experiment(client: MlflowClient, address: str, name: str) -> str:

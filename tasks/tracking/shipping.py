@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Protocol
 
 from tasks.tracking import journal
-from tasks.tracking.address import clean, with_password
+from tasks.tracking.address import with_password
 from tasks.tracking.journal import Journal
-from tasks.tracking.outages import Away, Refused
+from tasks.tracking.outages import Away, Refused, line_of
 
 log = logging.getLogger("finetune.tracking")
 
@@ -92,7 +92,7 @@ class Shipper(threading.Thread):
             except Away:
                 raise
             except Exception as error:
-                raise Away(f"{type(error).__name__}: {clean(str(error))}") from None
+                raise Away(f"{type(error).__name__}: {line_of(error)}") from None
         return self.sink
 
     def _take(self, events: list[tuple[dict, int]], runs: dict, attempt: str) -> int:

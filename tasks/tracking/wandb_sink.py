@@ -11,8 +11,7 @@ from pathlib import Path
 
 import wandb
 
-from tasks.tracking.address import clean
-from tasks.tracking.outages import Away
+from tasks.tracking.outages import Away, line_of
 
 
 class WandbSink:
@@ -32,7 +31,7 @@ class WandbSink:
             elif event.get("do") == "end" and event["run"] in self.runs:
                 self.runs.pop(event["run"]).finish(exit_code=int(event["status"] != "FINISHED"))
         except Exception as error:
-            raise Away(f"Weights & Biases: {clean(' '.join(str(error).split()))[:300]}") from None
+            raise Away(f"Weights & Biases: {line_of(error)}") from None
         return 1
 
     def _log(self, event: dict, runs: dict) -> None:
