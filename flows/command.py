@@ -8,7 +8,7 @@ from conf.planner import display
 from conf.planner.verdict import Plan
 from contract.faults import ConfigError, Fault
 from flows.arguments import of_a_run, refused
-from tasks.run import forecast
+from tasks.run import forecast, own_server
 from tasks.run.places import open_run_store
 from tasks.run.request import Request
 from tasks.stages import pipeline, plan
@@ -36,9 +36,13 @@ def command(flow, description: str) -> int:
     except (ConfigError, Fault) as fault:
         return refused(fault)
     # All was checked above, and the deployments' form knows neither files outside of conf/ nor nulls.
-    state = flow.with_options(validate_parameters=False)(
-        conf=options.conf, changes=from_overrides(options.overrides), first=first, last=last, return_state=True
-    )
+    try:
+        own_server.start()
+        state = flow.with_options(validate_parameters=False)(
+            conf=options.conf, changes=from_overrides(options.overrides), first=first, last=last, return_state=True
+        )
+    except KeyboardInterrupt:
+        return refused("interrupted; what was made is kept, and the same command goes on from there", code=130)
     if state.is_failed() and state.message:
         refused(state.message)
     return 0 if state.is_completed() else 1 if state.name == "Crashed" else 2

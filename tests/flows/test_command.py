@@ -8,6 +8,7 @@ import pytest
 from conf.load import FOLDER, load
 from conf.overrides import as_overrides
 from flows.command import command
+from tasks.run import own_server
 from tasks.stages import pipeline
 
 TINY = (FOLDER / "tiny.yaml").read_text()
@@ -18,6 +19,7 @@ def run(tmp_path, monkeypatch, capsys):
     """Runs a command line with a flow that only notes what it gets; returns code, errors, output."""
     monkeypatch.setenv("FINETUNE_RUNS", str(tmp_path / "runs"))
     monkeypatch.delenv("FINETUNE_STORE", raising=False)
+    monkeypatch.setattr(own_server, "start", lambda: None)
     calls: list[dict] = []
 
     def toy_flow(**parameters):
@@ -49,7 +51,7 @@ def test_a_plain_run(run):
         (["tiny", "optimizer.lr=7"], "override optimizer.lr=7: optimizer.lr: 7 is too large: it must be at most 1"),
         (["tiny", "optimizer"], "override optimizer: not of the form key=value"),
         (["tiny", "paths.output=/tmp/x"], "paths.output: where things lie is the flow's own affair"),
-        (["huge"], "no such configuration: huge; there are: deepseek-v3-512, "),
+        (["huge"], "no such configuration: huge; it is a file, or one of deepseek-v3-512, "),
         (["tiny", "--until", "trian"], "trian: no stage; there are download, prepare, convert"),
         (["tiny", "--from", "publish"], "publish: no stage; there are download"),
         (["tiny", "--from", "export", "--until", "train"], "--from export lies behind --until train"),
@@ -128,5 +130,16 @@ def test_a_failed_run_shows_why_and_how(run, monkeypatch, capsys):
     ends = {"is_completed": lambda: False, "is_failed": lambda: True}
     state = SimpleNamespace(**ends, message="train: a\nexport: b", name="Failed")
     monkeypatch.setattr(sys, "argv", ["finetune", "tiny"])
+    monkeypatch.setattr(own_server, "start", lambda: None)
     assert command(SimpleNamespace(with_options=lambda **_: lambda **_: state), "x") == 2
     assert capsys.readouterr().err == "error: train: a\nerror: export: b\n"
+
+
+def test_ctrl_c_ends_in_a_line(monkeypatch, capsys):
+    def interrupted(**_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(sys, "argv", ["finetune", "tiny"])
+    monkeypatch.setattr(own_server, "start", lambda: None)
+    assert command(SimpleNamespace(with_options=lambda **_: interrupted), "x") == 130
+    assert capsys.readouterr().err.startswith("error: interrupted; what was made is kept")

@@ -1,0 +1,29 @@
+"""Start the temporary server of a flow that has no standing one, out of the reach of Ctrl-C.
+
+A terminal sends SIGINT to every process of a command. A flow whose server is gone cannot say how it ended, and tries
+for minutes. Prefect starts the server without a process group of its own; what it inherits is the mask of the thread.
+"""
+
+import signal
+import threading
+from concurrent.futures import Future
+
+
+def start() -> None:
+    """Start it, where PREFECT_API_URL names no server."""
+    from prefect.server.api.server import SubprocessASGIServer  # a second of imports, which a dry run does without
+    from prefect.settings import get_current_settings
+
+    if get_current_settings().api.url:
+        return
+    started: Future[None] = Future()
+
+    def begin() -> None:
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:
+            started.set_result(SubprocessASGIServer().start())
+        except Exception as error:
+            started.set_exception(error)
+
+    threading.Thread(target=begin, daemon=True).start()  # Ctrl-C reaches this thread meanwhile
+    started.result()

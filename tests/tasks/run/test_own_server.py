@@ -1,0 +1,49 @@
+"""tasks/run/own_server.py: the server that Prefect starts for a flow outlives the Ctrl-C that ends the flow."""
+
+import signal
+import subprocess
+import sys
+
+import prefect.server.api.server as prefects
+import pytest
+from prefect.settings import PREFECT_API_URL, temporary_settings
+
+from tasks.run import own_server
+
+MASK = [sys.executable, "-c", "import signal; print(*signal.pthread_sigmask(signal.SIG_BLOCK, []))"]
+
+
+@pytest.fixture
+def started(monkeypatch):
+    """What a process that Prefect starts there finds blocked, per start."""
+    found: list[str] = []
+
+    class Toy:
+        def start(self):
+            found.append(subprocess.run(MASK, capture_output=True, text=True, check=True).stdout.strip())
+
+    monkeypatch.setattr(prefects, "SubprocessASGIServer", Toy)
+    return found
+
+
+def test_ctrl_c_reaches_the_flow_and_not_its_server(started):
+    with temporary_settings(restore_defaults={PREFECT_API_URL}):
+        own_server.start()
+    assert started == [str(signal.SIGINT.value)]
+    assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, [])
+
+
+def test_a_standing_server_is_used(started):
+    with temporary_settings({PREFECT_API_URL: "http://127.0.0.1:1/api"}):
+        own_server.start()
+    assert started == []
+
+
+def test_a_server_that_does_not_start_is_an_error(monkeypatch):
+    class Toy:
+        def start(self):
+            raise RuntimeError("no port")
+
+    monkeypatch.setattr(prefects, "SubprocessASGIServer", Toy)
+    with temporary_settings(restore_defaults={PREFECT_API_URL}), pytest.raises(RuntimeError, match="no port"):
+        own_server.start()
