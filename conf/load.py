@@ -110,8 +110,12 @@ def _find(path: str) -> tuple[Path, str]:
         file = next((file for file in files if file.exists()), files[0])
         shown = str(file.relative_to(FOLDER.parent))
     if not regular_files.is_there(file):
-        known = ", ".join(sorted(file.stem for folder in FOLDERS for file in folder.glob("*.yaml")))
-        raise ConfigError(f"no such configuration: {path}; there are: {known}")
+        known = sorted(file.stem for folder in FOLDERS for file in folder.glob("*.yaml"))
+        stem, likely = file.stem, get_close_matches(file.stem, known, n=1)
+        by_name = f"; did you mean {likely[0]}?" if likely else ""
+        beside = "" if path == stem or stem in known else regular_files.or_meant(file)
+        meant = beside or by_name or f"; it is a file, or one of {', '.join(known)}"
+        raise ConfigError(f"no such configuration: {path}{meant}")
     return file, shown
 
 

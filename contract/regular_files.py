@@ -5,6 +5,7 @@ Whatever is wrong with such a path is a Fault that names it.
 
 import os
 import stat
+from difflib import get_close_matches
 from pathlib import Path
 from typing import BinaryIO
 
@@ -55,3 +56,14 @@ def is_there(path: Path) -> bool:
     except (OSError, ValueError):
         return False
     return True
+
+
+def or_meant(path: Path) -> str:
+    """The end of a line about a path that is not there: what lies beside it under a like name, if anything."""
+    try:
+        while not path.parent.is_dir():
+            path = path.parent
+        near = get_close_matches(path.name, [entry.name for entry in path.parent.iterdir()], n=2)
+    except (OSError, ValueError):
+        return ""
+    return f"; did you mean {' or '.join(str(path.parent / name) for name in near)}?" if near else ""

@@ -3,7 +3,7 @@
 What the tokenizers library makes of them is not looked at here: trainer/data/tokens/tokenizer.py loads them.
 """
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ WHOLE, SETTINGS, SPECIAL, ADDED = (
     "added_tokens.json",
 )
 OTHERS = ("tokenizer.model", "tiktoken.model", "vocab.json", "vocab.txt")
+LACKS = f"no tokenizer ({WHOLE}); tokenizer.save_pretrained(FOLDER) writes one, or take the released model's"
 NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 SEVERAL = ("additional_special_tokens", "extra_special_tokens")
 
@@ -27,8 +28,8 @@ def check(folder: Path, rows: int | None) -> None:
     files = {name: json_object.read(folder / name) for name in (WHOLE, SETTINGS, SPECIAL, ADDED) if _is(folder, name)}
     if WHOLE not in files:
         others = [name for name in OTHERS if _is(folder, name)]
-        if not others and SETTINGS not in files:
-            raise Fault(f"{folder}: no tokenizer ({WHOLE}); take it from the released model")
+        if not are_among([*files, *others]):
+            raise Fault(f"{folder}: {LACKS}")
         for name in others:
             regular_files.open_regular(folder / name).close()
     ids = dict(_ids_of_whole(folder / WHOLE, files[WHOLE])) if WHOLE in files else {}
@@ -46,6 +47,11 @@ def check(folder: Path, rows: int | None) -> None:
             _fit(path, ids, rows)
     if WHOLE in files and rows is not None:
         _check_new(named, ids, rows)
+
+
+def are_among(names: Collection[str]) -> bool:
+    """Whether a model with files of these names has a tokenizer."""
+    return any(name in names for name in (WHOLE, SETTINGS, *OTHERS))
 
 
 def _is(folder: Path, name: str) -> bool:

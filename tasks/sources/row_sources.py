@@ -15,6 +15,7 @@ from typing import Any
 
 from conf.schema import row_files
 from conf.schema.data import Part
+from contract import regular_files
 from contract.faults import Fault
 from tasks.sources import hub
 from tasks.sources.file_digests import digests
@@ -38,7 +39,7 @@ def kind(source: str, key: str) -> str:
     if path.is_symlink():
         raise Fault(f"{key}: {source}: a link to {path.readlink()}, which is not there")
     if source.startswith(("/", ".", "~")) or source.count("/") > 1 or row_files.format_of(source):
-        raise Fault(f"{key}: {source}: no such file")
+        raise Fault(f"{key}: {source}: no such file{regular_files.or_meant(path)}")
     return "hub"
 
 

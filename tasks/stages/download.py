@@ -10,6 +10,7 @@ from tasks.run.artifact import Stage, Work
 from tasks.run.progress import Progress
 from tasks.run.stage_run import OPTIONS, StageRun
 from tasks.sources import hub
+from tasks.sources.hub import file_choice
 
 VERSION = 1
 
@@ -41,6 +42,7 @@ def download(stage_run: StageRun) -> State:
         found = hub.resolve(model.source, config["commit"] if hub.kind(model.source) == "hub" else "main")
         if found.commit != config["commit"]:
             raise Fault(f"{model.source}: its files have changed since the run began; start it again")
+        file_choice.require_tokenizer(model.source, found.files)
         progress = Progress("download", "bytes")
         result = hub.fetch(found, files, model.unsafe_weights, model.trust_remote_code, progress.update)
         return {"source": model.source, "commit": found.commit} | result

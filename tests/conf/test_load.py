@@ -140,8 +140,10 @@ def test_file_that_cannot_be_read(conf, tmp_path):
     conf("")
     names = sorted(file.stem for file in FOLDER.rglob("*.yaml"))
     assert {"glm47", "mixtral-8x7b", "qwen3-235b-as-documented"} <= {*names}
-    assert lines("nope") == [f"no such configuration: nope; there are: {', '.join(names)}"]
-    assert lines("./run.yml") == [f"no such configuration: ./run.yml; there are: {', '.join(names)}"]
+    assert lines("nope") == [f"no such configuration: nope; it is a file, or one of {', '.join(names)}"]
+    assert lines("glm-47") == ["no such configuration: glm-47; did you mean glm47?"]
+    assert lines("tiny.yaml") == ["no such configuration: tiny.yaml; did you mean tiny?"]
+    assert lines("./run.yml") == ["no such configuration: ./run.yml; did you mean run.yaml?"]
     assert lines(tmp_path) == [f"{tmp_path}: a folder, and no file"]
     Path("run.yaml").write_bytes(b"\xff")
     assert lines("run.yaml")[0].startswith("run.yaml: 'utf-8' codec")

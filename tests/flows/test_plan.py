@@ -185,7 +185,7 @@ def test_search_ranks_and_gives_reasons(ask, capsys):
 @pytest.mark.parametrize(
     "arguments, complaint",
     [
-        (["nope"], "no such configuration: nope; there are: "),
+        (["nope"], "no such configuration: nope; it is a file, or one of "),
         (["glm47", "layout.epp=2"], "override layout.epp=2: layout.epp: unknown key; did you mean layout.pp?"),
         (["glm47", "layout.tp=-2"], "override layout.tp=-2: layout.tp: -2 is too small: it must be at least 1"),
         (["glm47", "model.source=org/none"], "model.source: org/none: unknown model; known are "),

@@ -22,7 +22,6 @@ import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import FIRST_EXCEPTION, CancelledError, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
-from difflib import get_close_matches
 from pathlib import Path
 from threading import Event, Lock
 
@@ -55,16 +54,18 @@ def kind(source: str) -> str:
     """Kind of a source: hub, folder, s3 or tiny. Raises a Fault for a text that looks like a path and is none."""
     scheme, separator, _ = source.partition("://")
     if not source or (separator and scheme not in ("s3", "tiny")):
-        raise Fault(f"{source}: not a source of models; it is org/name on the Hub, a folder, s3://... or tiny://...")
+        raise Fault(
+            f"model.source: {source}: not a source of models; it is org/name on the Hub, a folder, s3://... or tiny://..."
+        )
     if separator:
         return scheme
     path = Path(source).expanduser()
     if path.is_dir():
         return "folder"
     if path.exists():
-        raise Fault(f"{source}: a file; a model is a folder with its config.json and weights")
+        raise Fault(f"model.source: {source}: a file; a model is a folder with its config.json and weights")
     if source.startswith((".", "/", "~")) or source.count("/") > 1:
-        raise Fault(f"{source}: no such folder{_near(path)}")
+        raise Fault(f"model.source: {source}: no such folder{regular_files.or_meant(path)}")
     return "hub"
 
 
@@ -85,7 +86,7 @@ def resolve(source: str, revision: str = "main") -> Resolved:
     try:
         commit, sizes, digests = api.describe(source, revision or "main")
     except api.NotThere as fault:
-        raise Fault(f"{fault}{_near(Path(source))}") from None
+        raise Fault(f"{fault}{regular_files.or_meant(Path(source))}") from None
     if bad := [name for name in sizes if file_choice.unsafe_name(name)]:
         raise Fault(f"{source}: {bad[0]!r} is no name of a file inside a folder; do not use this repository")
     return Resolved("hub", source, commit, sizes, digests)
@@ -311,16 +312,8 @@ def _require_space(resolved: Resolved, folder: Path, sizes: dict[str, int]) -> N
     missing = sum(sizes.values()) - begun
     free = shutil.disk_usage(there).free
     if missing > 0 and missing + SPARE > free:
-        file_choice, left = unlike(missing + SPARE, free)
+        needed, left = unlike(missing + SPARE, free)
         raise Fault(
-            f"{folder}: {resolved.source} needs {file_choice} more and the disk has {left} free; "
-            "free some space, or put the artifacts on a larger disk"
+            f"{folder}: {resolved.source} needs {needed} more and the disk has {left} free; "
+            "free some space, or name a folder on a larger disk by FINETUNE_RUNS"
         )
-
-
-def _near(path: Path) -> str:
-    """The folder beside the missing one that was probably meant."""
-    while not path.parent.is_dir():
-        path = path.parent
-    near = get_close_matches(path.name, [entry.name for entry in path.parent.iterdir() if entry.is_dir()], n=2)
-    return f"; did you mean {' or '.join(str(path.parent / name) for name in near)}?" if near else ""

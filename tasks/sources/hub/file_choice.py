@@ -6,10 +6,10 @@ small JSON files decides whether the model is taken at all: not one that asks to
 """
 
 import re
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from pathlib import Path, PurePosixPath
 
-from conf.model_files import weights
+from conf.model_files import tokenizer_files, weights
 from contract import json_object, regular_files
 from contract.faults import Fault
 
@@ -70,6 +70,12 @@ def require_weights(source: str, chosen: Iterable[str], names: Iterable[str], un
         )
     there = f"only {', '.join(others)}" if others else "no file of weights at all"
     raise Fault(f"{source}: {there}; a model with *.safetensors is needed")
+
+
+def require_tokenizer(source: str, names: Collection[str]) -> None:
+    """Raise a Fault where no stage could read rows. Without this the weights would be fetched first."""
+    if not tokenizer_files.are_among(names):
+        raise Fault(f"model.source: {source}: {tokenizer_files.LACKS}")
 
 
 def unsafe_name(name: str) -> bool:

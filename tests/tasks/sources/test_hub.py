@@ -455,6 +455,13 @@ def test_misspelled_folder_that_looks_like_the_hubs(served, model, tmp_path, mon
     assert "org/name" in refused("not a name")
 
 
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json"])
+def test_a_model_without_a_tokenizer_is_refused_before_its_weights_are_fetched(name):
+    file_choice.require_tokenizer("org/toy", [*SHARDS, name])
+    with pytest.raises(Fault, match=r"^model.source: org/toy: no tokenizer \(tokenizer.json\); tokenizer.save_pretr"):
+        file_choice.require_tokenizer("org/toy", SHARDS)
+
+
 # S3
 
 

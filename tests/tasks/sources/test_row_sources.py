@@ -373,3 +373,8 @@ def test_what_s3_does_not_have(bucket, identity, source, complaint):
 
 def test_a_bucket_that_is_none(bucket, identity):
     assert "no such bucket" in refused("s3://rows-that-are-none/set", identity)
+
+
+def test_a_misspelled_file_is_guessed(identity, tmp_path):
+    (tmp_path / "tickets.jsonl").touch()
+    assert refused(tmp_path / "tikets.jsonl", identity).endswith(f"did you mean {tmp_path}/tickets.jsonl?")
