@@ -248,6 +248,7 @@ def schedules(prefect: Finding) -> list[Finding]:
     try:
         deployments = scheduling.active(api)
         troubles += scheduling.unscheduled(api, deployments) + scheduling.unattended(api, deployments)
+        troubles += scheduling.untaken(api)
     except scheduling.Silent as silent:
         troubles.append(scheduling.Trouble(False, f"not looked at: the server {silent}", "prefect version"))
     if not troubles:
@@ -314,7 +315,7 @@ def diagnose(extra: str | None) -> tuple[str, list[Finding]]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Say what this host can do.")
+    parser = argparse.ArgumentParser("python -m flows.doctor", description="Say what this host can do.")
     parser.add_argument("--extra", choices=("cpu", "gpu"), help="the packages to expect (default: what the host is)")
     parser.add_argument("--json", action="store_true", help="for programs")
     options = parser.parse_args()

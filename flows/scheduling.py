@@ -1,8 +1,8 @@
 """Check that a Prefect server starts scheduled runs, and find the reasons if it does not.
 
-Standard library alone, for Python 3.8: flows/doctor.py reports these findings, and so does `make up`. Three things are
-looked at: errors that the server of `make up` logs again and again, active schedules whose next runs the server has not
-made, and runs that are due and not taken. No part of an address is printed.
+Standard library alone, for Python 3.8: flows/doctor.py reports these findings, and so does `make up`. Looked at are
+errors that the server of `make up` logs again and again, active schedules whose next runs the server has not made, and
+runs that are due and not taken. No part of an address is printed.
 """
 
 # pyright: reportArgumentType=false
@@ -123,23 +123,42 @@ def unattended(api: str, deployments: list[dict]) -> list[Trouble]:
     pools = {pool["name"]: pool for pool in _all(api, "work_pools/filter", "work_pools")} if deployments else {}
     waiting, late = {}, []
     for deployment in deployments:
-        pool = pools.get(
-            deployment["work_pool_name"], {"status": "", "is_paused": False}
-        )  # none: its own process serves it
-        if pool["is_paused"] or pool.get("status") == "NOT_READY":
-            waiting.setdefault((deployment["work_pool_name"], pool["is_paused"]), []).append(deployment["name"])
+        pool = pools.get(deployment["work_pool_name"])  # none: its own process serves it
+        if pool and _lack(pool):
+            waiting.setdefault(pool["name"], []).append(deployment["name"])
         runs = _scheduled(api, deployment, before_=_written(time.time() - LATE))
         late += [f"{len(runs)} of {deployment['name']}"] * bool(runs)
     troubles = []
-    for (pool, is_paused), names in waiting.items():
-        start = f"prefect work-pool resume {pool}" if is_paused else f"prefect worker start --pool {pool}"
-        lack = "is paused" if is_paused else "has no worker"
-        fact = f"nobody takes scheduled runs of {_list(names)}: work pool {pool} {lack}"
-        troubles.append(Trouble(False, fact, start))
+    for name, names in waiting.items():
+        fact = f"nobody takes scheduled runs of {_list(names)}: {_lack(pools[name])}"
+        troubles.append(Trouble(False, fact, _worker(pools[name])))
     if late:
         fact = f"runs are late, and all start once they are taken: {_list(late)}"
         troubles.append(Trouble(False, fact, "prefect flow-run ls --state Late  # and prefect flow-run cancel ID"))
     return troubles
+
+
+def untaken(api: str) -> list[Trouble]:
+    """Work pools without a worker, in which runs that somebody has started wait."""
+    pools = {pool["name"]: pool for pool in _all(api, "work_pools/filter", "work_pools")}
+    due = {"state": {"type": {"any_": ["SCHEDULED"]}}, "next_scheduled_start_time": {"before_": _written(time.time())}}
+    waiting = Counter(
+        run["work_pool_name"] for run in _all(api, "flow_runs/filter", "flow_runs", due) if not run["auto_scheduled"]
+    )
+    return [
+        Trouble(False, f"{_lack(pools[name])}, and runs that were started wait: {count}", _worker(pools[name]))
+        for name, count in sorted(waiting.items(), key=str)
+        if name in pools and _lack(pools[name])
+    ]
+
+
+def _lack(pool: dict) -> str:
+    lack = "is paused" if pool["is_paused"] else "has no worker" if pool.get("status") == "NOT_READY" else ""
+    return lack and f"work pool {pool['name']} {lack}"
+
+
+def _worker(pool: dict) -> str:
+    return f"prefect {'work-pool resume' if pool['is_paused'] else 'worker start --pool'} {pool['name']}"
 
 
 def _has_next(rule: dict) -> bool:

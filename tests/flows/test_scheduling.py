@@ -147,7 +147,7 @@ def prefect(deployments: list[dict], coming: list[dict] = (), late: list[dict] =
             found = {"/api/deployments/filter": deployments, "/api/work_pools/filter": POOLS}.get(self.path)
             if found is None:
                 between = asked["flow_runs"]["next_scheduled_start_time"]
-                of = asked["flow_runs"]["deployment_id"]["any_"]
+                of = asked["flow_runs"].get("deployment_id", {"any_": [one["deployment_id"] for one in late]})["any_"]
                 found = [one for one in (coming if "after_" in between else late) if one["deployment_id"] in of]
             self.send_response(200)
             self.end_headers()
@@ -227,6 +227,23 @@ def test_pools_that_nobody_works_for_are_named_once_a_schedule_is_on():
     assert [one.mend for one in troubles[:2]] == [
         "prefect worker start --pool deserted",
         "prefect work-pool resume stopped",
+    ]
+
+
+def test_runs_started_by_hand_that_wait_for_a_worker_are_named():
+    started = [
+        {"deployment_id": name, "auto_scheduled": False, "work_pool_name": pool}
+        for name, pool in [("a", "deserted"), ("b", "deserted"), ("c", "stopped"), ("d", "attended"), ("e", None)]
+    ]
+    with prefect([], late=[*started, run("f-0", "f") | {"work_pool_name": "deserted"}]) as api:
+        troubles = scheduling.untaken(api)
+    assert [(one.is_fatal, one.fact, one.mend) for one in troubles] == [
+        (
+            False,
+            "work pool deserted has no worker, and runs that were started wait: 2",
+            "prefect worker start --pool deserted",
+        ),
+        (False, "work pool stopped is paused, and runs that were started wait: 1", "prefect work-pool resume stopped"),
     ]
 
 
