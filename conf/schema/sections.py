@@ -148,7 +148,7 @@ class Adapter(Section):
 
 
 class Layout(Section):
-    """Processes and how the model is cut: tp*cp*pp*dp = etp*ep*pp*edp = nodes*gpus_per_node.
+    """Processes and how the model is cut: tp * cp * pp * dp = etp * ep * pp * edp = nodes * gpus_per_node.
 
     conf/rules/layout.py has the rules.
     """
@@ -168,7 +168,7 @@ class Layout(Section):
     )
     cp: Annotated[Degree, bears(derived="prepare")] = Field(default=1, description="context parallel: cuts sequences")
     ep: Annotated[Degree, NOWHERE] = Field(
-        default=1, description="expert parallel: spreads the experts; no factor of tp*cp*pp*dp"
+        default=1, description="expert parallel: spreads the experts; no factor of tp * cp * pp * dp"
     )
     etp: Annotated[Degree, NOWHERE] = Field(
         default=1, description="tensor parallel inside each expert; Megatron's own default would be tp"
