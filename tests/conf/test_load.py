@@ -236,6 +236,8 @@ def test_import_is_light():
 def values(field: dict[str, Any]) -> st.SearchStrategy[Any]:
     """What a JSON schema property allows."""
     match field:
+        case {"const": only}:
+            return st.just(only)
         case {"anyOf": alternatives}:
             return st.one_of(*map(values, alternatives))
         case {"enum": choices}:
@@ -247,9 +249,9 @@ def values(field: dict[str, Any]) -> st.SearchStrategy[Any]:
             return st.from_regex(pattern.replace("$", r"\Z"), fullmatch=True)
         case {"type": "string"}:
             traps = st.sampled_from(["1e-4", "null", "~", "yes", "0x1F", "2026-01-01", " a: b #c", "=", "<<", "-", "'"])
-            return traps | st.text(st.characters(codec="utf-8", exclude_characters="\0"), min_size=1).filter(
-                _is_no_home
-            )
+            return traps | st.text(
+                st.characters(codec="utf-8", exclude_characters="\0"), min_size=1, max_size=60
+            ).filter(_is_no_home)
         case {"type": "integer"}:
             return st.integers(field.get("minimum", 0), min(10, field.get("maximum", 10)))
         case {"type": "number"}:
