@@ -88,8 +88,8 @@ say "packages of uv.lock with extra $EXTRA (8 GB: under a minute from uv's cache
 # itself. Only a saving: a failure is none of setup's.
 store_byte_code() { PYTHONDONTWRITEBYTECODE='' .venv/bin/python -c "$1" >/dev/null 2>&1 & }
 store_byte_code 'import torch.distributed.run; from trainer.rehearsal import forked_ranks; forked_ranks.import_all()'
-store_byte_code 'from trainer.serving import engine; engine.prepare(False); from lm_eval import evaluator, tasks
-from lm_eval.models import vllm_causallms; from vllm import LLM; from vllm.v1.worker import cpu_worker, gpu_worker'
+store_byte_code 'from pathlib import Path; from trainer.serving import engine; engine.prepare(Path(), False); from lm_eval import evaluator, tasks
+from lm_eval.models import vllm_causallms; from vllm import LLM; from vllm.entrypoints.openai import api_server; from vllm.v1.worker import cpu_worker, gpu_worker'
 store_byte_code 'import flows.finetune, prefect.server.api.server, prefect.cli.root, tasks.tracking.mlflow_sink, boto3
 import mlflow.server, mlflow.store.tracking.sqlalchemy_store, mlflow.store.model_registry.sqlalchemy_store'
 wait

@@ -21,8 +21,9 @@ class ServedModel:
     precision: str  # fp32 or bf16
     host: str
     port: int
+    kernels: str  # folder for what vLLM compiles
     adapter: str | None = None  # folder in PEFT's format
-    quantization: str | None = None  # in vLLM's words
+    quantization: str | None = None  # as evaluate.quantization has it
     length: int | None = None  # tokens of a question and its answer; None: as many as memory holds
     gpus: int | None = None  # None: all that this host's environment leaves
     trust_remote_code: bool = False

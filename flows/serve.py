@@ -85,7 +85,8 @@ def prepare(name: str, host: str, port: int, adapter: bool, length: int | None) 
     store, folder = open_run_store(), runs_folder()
     found = named.find(name, store, resolve(None, folder))
     sources = artifacts.collect(found, store, adapter, gpus=bool(host_gpus.visible()))
-    return sources, artifacts.served_model(sources, store, folder / "cache", host=host, port=port, length=length)
+    where = {"host": host, "port": port, "kernels": str(folder / "kernels")}
+    return sources, artifacts.served_model(sources, store, folder / "cache", length=length, **where)
 
 
 def run(sources: Sources, served: ServedModel, say: Say, stop: Callable[[], bool]) -> None:
@@ -96,7 +97,7 @@ def run(sources: Sources, served: ServedModel, say: Say, stop: Callable[[], bool
     def answered(seconds: float) -> None:
         say(f"serving {title} at {address}/v1, after {seconds:.0f} s; ask:\n\n{how_to_ask(served)}")
 
-    say(f"{title}: {sources.named.export.key}, which takes its place at {address}")
+    say(f"{title}: {sources.named.export.key}, soon at {address}")
     _keep(title, served, say, stop, answered)
 
 

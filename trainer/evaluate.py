@@ -49,7 +49,7 @@ LOG_LINES = 15  # shown of log.txt when something breaks
 
 def main(run: Run) -> None:
     if hosts.only_computes():
-        engine.prepare(run, online=False)
+        engine.prepare(Path(run.paths.kernels), online=False)
         engine.serve(run, _precision(run), lambda *_: None)
     started, folder = time.monotonic(), Path(run.paths.evaluation)
     take(folder, EVALUATION)
@@ -79,7 +79,7 @@ def evaluate(run: Run, progress: "Progress") -> dict:
     names = list(run.evaluate.tasks)
     elsewhere = [name for name in names if name != held_out.NAME]
     precision = _precision(run)
-    engine.prepare(run, online=any(not prompts.is_task_file(name) for name in elsewhere))
+    engine.prepare(Path(run.paths.kernels), online=any(not prompts.is_task_file(name) for name in elsewhere))
     test = held_out.read(run) if held_out.NAME in names else None
     tasks = lm_tasks.load(run, names, test)
     say(f"evaluate: starting vLLM on this host's {engine.device()} for {_shown(run)}")

@@ -56,7 +56,8 @@ def collect(named: Named, store: Store, adapter: bool, gpus: bool) -> Sources:
     base = _input(export, "model", "download", store)
     trained = _input(export, "trained", "train", store, whole=False)
     data = _input(trained, "data", "prepare", store)
-    sources = Sources(named, base, data, _evaluation(named, store), adapter or not merged)
+    unmerged = adapter or not merged
+    sources = Sources(named, base, data, _evaluation(named, store, unmerged), unmerged)
     if sources.unmerged:
         _require_servable(sources, store, gpus)
     return sources
@@ -88,13 +89,17 @@ def _input(made: Artifact, name: str, stage: str, store: Store, whole: bool = Tr
     return found
 
 
-def _evaluation(named: Named, store: Store) -> Artifact | None:
-    """The latest evaluation of this export."""
+def _evaluation(named: Named, store: Store, unmerged: bool) -> Artifact | None:
+    """The latest evaluation of this export, in the form that is served if there is one of it."""
     found = [
         one for one in artifact.every(store, "evaluate") if one.stage.inputs["model"] == named.export.stage.fingerprint
     ]
     whole = [one for one in found if not isinstance(artifact.find(one.stage, store), Missing)]
-    return max(whole, key=lambda one: one.made["at"], default=None)
+
+    def fitness(one: Artifact) -> tuple[bool, float]:
+        return (one.stage.config.get("adapter", "merged") != "merged") == unmerged, one.made["at"]
+
+    return max(whole, key=fitness, default=None)
 
 
 def _require_servable(sources: Sources, store: Store, gpus: bool) -> None:

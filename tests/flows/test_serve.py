@@ -1,8 +1,13 @@
 """python -m flows.serve: what it says and refuses, in this process; and, slow, a model served and asked."""
 
 import json
-from pathlib import Path
+import subprocess
+import sys
+import textwrap
+import time
 
+import httpx
+import psutil
 import pytest
 
 from contract.served_model import KEY
@@ -10,8 +15,9 @@ from flows import serve
 from tasks.serving import questions, server
 from tasks.store import open_store
 from tests.support.exports import ROWS, evaluated, exported
+from tests.support.flow_world import CONF, MARKER, ROOT, World, end, free_port
 
-ROOT = Path(__file__).parents[2]
+READY = 280.0  # seconds, on a busy machine
 
 
 @pytest.fixture
@@ -100,3 +106,89 @@ def test_a_check_says_what_it_compared(made, answers, capsys, monkeypatch, diffe
     *_, what, found = [line for line in capsys.readouterr().out.splitlines() if not line.startswith("  ")]
     assert what == f"check of {made.key} (merged, fp32): 2 questions of {evaluation.key}, greedy, 8 tokens at most"
     assert found == f"chat {2 - differing} of 2 equal; all have to be"
+
+
+class Served:
+    """A server that was started by the command line, with a key that callers have to send."""
+
+    def __init__(self, place: World, *arguments: str):
+        self.port = free_port()
+        command = [sys.executable, "-m", "flows.serve", *arguments, "--port", str(self.port)]
+        self.environment = place.environment | {KEY: MARKER}
+        self.log = place.folder / f"serve-{self.port}.txt"
+        with self.log.open("w") as log:
+            self.process = subprocess.Popen(command, cwd=ROOT, env=self.environment, stdout=log, stderr=log)
+        until = time.monotonic() + READY
+        while "; ask:" not in self.said() and self.process.poll() is None and time.monotonic() < until:
+            time.sleep(0.5)
+        assert "; ask:" in self.said(), self.said()
+
+    def said(self) -> str:
+        return self.log.read_text()
+
+    def run(self, *command: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(command, cwd=ROOT, env=self.environment, capture_output=True, text=True, timeout=READY)
+
+    def printed(self) -> tuple[str, str]:
+        """The commands that it has printed: for a shell, and for Python."""
+        _, shell, python = self.said().partition("; ask:")[2].split("\n\n")[:3]
+        return textwrap.dedent(shell), textwrap.dedent(python)
+
+
+@pytest.fixture
+def start(place):
+    started: list[Served] = []
+
+    def start(*arguments: str) -> Served:
+        started.append(Served(place, *arguments))
+        return started[-1]
+
+    yield start
+    for one in started:
+        end(one.process)
+
+
+@pytest.fixture(scope="module")
+def dense(place) -> None:
+    """A model without experts, whose adapter a CPU can serve beside the base."""
+    text = CONF.replace("name: quick", "name: dense").replace("tiny://glm4-moe", "tiny://llama")
+    (place.folder / "dense.yaml").write_text(text)
+    command = [sys.executable, "-m", "flows.finetune", str(place.folder / "dense.yaml")]
+    subprocess.run(command, cwd=ROOT, env=place.environment, check=True, timeout=600, capture_output=True)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1500)
+def test_the_champion_answers_curl_and_openais_client_as_in_its_evaluation(place, first, start):
+    """All from S3 and MLflow's server. Callers without the key get nothing; ended, it leaves nothing."""
+    server = start("quick")
+    shell, python = server.printed()
+    curl = server.run("sh", "-c", shell)
+    answer = json.loads(curl.stdout)["choices"][0]["message"]["content"]
+    client = server.run(sys.executable, "-c", python)
+    assert client.stdout.rstrip("\n") == answer and answer, client.stderr
+    check = server.run(sys.executable, "-m", "flows.serve", "quick", "--check", "--port", str(server.port))
+    assert check.returncode == 0, check.stdout + check.stderr
+    assert "completions 20 of 20 equal, chat 20 of 20 equal; all have to be" in check.stdout
+    address = f"http://127.0.0.1:{server.port}"
+    assert httpx.get(f"{address}/v1/models").status_code == 401
+    assert [httpx.post(f"{address}/{path}", json={}).status_code for path in ("invocations", "tokenize")] == [404, 404]
+    children = psutil.Process(server.process.pid).children(recursive=True)
+    assert children and not any(MARKER in " ".join(child.cmdline()) for child in children)
+    server.process.terminate()
+    assert server.process.wait(30) == 0 and server.said().endswith("stopped\n")
+    assert not any(child.is_running() for child in children)
+    kept = place.folder / f"runs/serve/{server.port}"
+    assert MARKER not in server.said() + (kept / "server.log").read_text() + (kept / "model.json").read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1500)
+def test_an_adapter_beside_its_base_answers_as_the_merged_model(dense, start):
+    server = start("dense", "--adapter")
+    assert "serving dense version 1 (base and adapter, fp32)" in server.said()
+    check = server.run(sys.executable, "-m", "flows.serve", "dense", "--adapter", "--check", "--port", str(server.port))
+    assert check.returncode == 0, check.stdout + check.stderr
+    assert "completions 20 of 20 equal, chat 20 of 20 equal; all have to be" in check.stdout
+    merged = server.run(sys.executable, "-m", "flows.serve", "dense", "--check", "--port", str(server.port))
+    assert merged.returncode == 2 and "--port names another" in merged.stderr

@@ -34,9 +34,10 @@ CAPABLE = {"fp8": 89}  # compute capability of a GPU, from which on vLLM has ker
 Progress = Callable[[int, int, str], None]  # rows done, rows in all, of what
 
 
-def prepare(run: Run, online: bool) -> None:
+def prepare(kernels: Path, online: bool) -> None:
+    """Set the environment of vLLM. What it compiles is kept in the folder `kernels`."""
     os.environ.update(ENVIRONMENT | ({} if online else OFFLINE) | ({} if hosts.is_one_of_several() else ONE_HOST))
-    for name, value in (ON_CPU if vllm_cpu.is_installed() else start_up.environment(_kernels(run))).items():
+    for name, value in (ON_CPU if vllm_cpu.is_installed() else start_up.environment(kernels.absolute())).items():
         os.environ.setdefault(name, value)
     vllm_cpu.answer_for_vllm()
     with vllm_cpu.hidden():
@@ -113,7 +114,7 @@ def serve(run: Run, precision: str, progress: Progress):
     with contextlib.ExitStack() as stack:
         path = unmerged.model(run)
         if not vllm_cpu.is_installed() and not place:
-            path = stack.enter_context(start_up.fixed_name(_kernels(run), path, precision))
+            path = stack.enter_context(start_up.fixed_name(Path(run.paths.kernels).absolute(), path, precision))
         served = Served(pretrained=str(path), **arguments(run, precision, adapter), **hosts.arguments(place))
     if place:
         hosts.show_steps(served.model.llm_engine)
@@ -136,10 +137,6 @@ def arguments(run: Run, precision: str, adapter: unmerged.Adapter | None) -> dic
     }
     found |= start_up.settings(run, start_up.length(run), precision, vllm_cpu.is_installed())
     return found | (adapter.settings(gpus, spread) if adapter else {})
-
-
-def _kernels(run: Run) -> Path:
-    return Path(run.paths.kernels).absolute()
 
 
 def _quantization(run: Run) -> str | None:

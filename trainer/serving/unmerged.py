@@ -82,14 +82,18 @@ def find(run: Run) -> Adapter | None:
     """The adapter that is to be served beside the model, if one is. Raises a Fault where it is unfit."""
     if not is_asked(run):
         return None
-    folder = export(run) / "adapter"
+    name = f"{run.name}@{(mark(run).get('trained') or {}).get('weights', 'unmarked')[:16]}"
+    return read(export(run) / "adapter", name)
+
+
+def read(folder: Path, name: str) -> Adapter:
+    """The adapter of a folder in PEFT's format, to be asked for by this name."""
     config, tensors = _read(folder)
     rank = config.get("r")
     if not isinstance(rank, int) or isinstance(rank, bool) or not 1 <= rank <= RANKS[-1]:
         raise Fault(f"{folder / CONFIG}: r is {rank!r}; vLLM serves adapters of ranks up to {RANKS[-1]}")
     if config.get("use_dora") or any("lora_magnitude_vector" in name for name in tensors):
         raise Fault(f"{folder}: is a DoRA, which vLLM does not add while it serves; evaluate.adapter=merged")
-    name = f"{run.name}@{(mark(run).get('trained') or {}).get('weights', 'unmarked')[:16]}"
     return Adapter(folder, name, rank, frozenset(_layer(tensor) for tensor in tensors))
 
 

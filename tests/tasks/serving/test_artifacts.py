@@ -11,7 +11,7 @@ from tasks.serving.named import Named
 from tasks.store import open_store
 from tests.support.exports import evaluated, exported
 
-WHERE = {"host": "127.0.0.1", "port": 8000}
+WHERE = {"host": "127.0.0.1", "port": 8000, "kernels": "/nowhere"}
 
 
 @pytest.fixture
@@ -26,10 +26,10 @@ def served(store, made, adapter=False, gpus=False) -> ServedModel:
 
 def test_it_is_served_as_it_was_evaluated(store, tmp_path):
     made = exported(store, "first")
-    evaluated(store, made, ["team 0"], quantization="fp8_per_channel")
+    evaluated(store, made, ["team 0"], quantization="fp8")
     evaluated(store, exported(store, "second"), ["team 0"])
     found = served(store, made)
-    assert (found.precision, found.quantization, found.trust_remote_code) == ("fp32", "fp8_per_channel", False)
+    assert (found.precision, found.quantization, found.trust_remote_code) == ("fp32", "fp8", False)
     assert Path(found.model) == tmp_path / f"store/{made.key}/files/merged" and found.adapter is None
     assert (Path(found.data) / "test.jsonl").is_file()
 
@@ -88,7 +88,7 @@ def test_an_export_whose_data_are_gone_is_said(store):
 
 
 def test_the_file_of_a_served_model_is_read_strictly(tmp_path):
-    model = ServedModel("tickets", "m", "d", "fp32", "127.0.0.1", 8000)
+    model = ServedModel("tickets", "m", "d", "fp32", "127.0.0.1", 8000, "k")
     model.write(tmp_path / "model.json")
     assert ServedModel.read(tmp_path / "model.json") == model
     (tmp_path / "model.json").write_text('{"name": "tickets", "trust": true}')

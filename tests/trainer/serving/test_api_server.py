@@ -6,7 +6,9 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 from jinja2.exceptions import TemplateError
+from safetensors.torch import save_file
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from conf.schema.data import Data
@@ -74,12 +76,12 @@ def test_a_file_for_messages_is_taken_as_it_is_and_the_tokenizers_own_needs_noth
 def served(model, tmp_path):
     """served(...) -> the arguments, by name"""
 
-    def served(made=None, **changed) -> dict[str, str]:
+    def served(made=None, gpus=0, **changed) -> dict[str, str]:
         (tmp_path / "data").mkdir()
         (tmp_path / "data/template.json").write_text(json.dumps((made or template(model, "messages")).record()))
         given = {"name": "tickets", "model": str(model), "data": str(tmp_path / "data"), "precision": "bf16"}
-        asked = ServedModel(**given | {"host": "127.0.0.1", "port": 8000} | changed)
-        found = api_server.arguments(asked, tmp_path)
+        asked = ServedModel(**given | {"host": "127.0.0.1", "port": 8000, "kernels": "k"} | changed)
+        found = api_server.arguments(asked, tmp_path, gpus)
         places = [place for place, word in enumerate(found) if word.startswith("--")] + [len(found)]
         return {found[one]: " ".join(found[one + 1 : two]) for one, two in itertools.pairwise(places)}
 
@@ -87,9 +89,12 @@ def served(model, tmp_path):
 
 
 def test_it_is_served_as_it_was_asked_for(served):
-    found = served(length=4096, quantization="fp8_per_channel")
+    found = served(length=4096, quantization="fp8", gpus=4)
     assert {"--served-model-name": "tickets", "--dtype": "bfloat16", "--max-model-len": "4096"}.items() <= found.items()
-    assert found["--quantization"] == "fp8_per_channel" and "--enable-lora" not in found
+    assert (found["--quantization"], found["--tensor-parallel-size"]) == (
+        "fp8_per_channel",
+        "4",
+    ) and "--enable-lora" not in found
 
 
 def test_nothing_but_safetensors_and_no_code_of_the_model_unless_it_was_allowed(served):
@@ -114,19 +119,16 @@ def test_another_tokenizer_than_that_of_the_training_is_refused(served, model, t
 
 @pytest.mark.parametrize("experts", [False, True])
 def test_an_adapter_is_asked_for_by_the_name_and_the_base_by_another(served, tmp_path, experts):
-    targets = ["mlp.experts.down_proj"] if experts else ["mlp.shared_experts.down_proj.weight"]
-    (tmp_path / "adapter_config.json").write_text(json.dumps({"r": 20, "target_parameters": targets}))
-    found = served(adapter=str(tmp_path))
+    layer = "mlp.experts" if experts else "mlp.up_proj"
+    (tmp_path / "adapter_config.json").write_text('{"r": 20}')
+    weights = {f"base_model.model.model.layers.0.{layer}.lora_A.weight": torch.zeros(20, 4)}
+    save_file(weights, tmp_path / "adapter_model.safetensors")
+    found = served(adapter=str(tmp_path), gpus=2)
     assert (found["--served-model-name"], found["--max-lora-rank"]) == ("tickets-base", "32")
     asked = {"name": "tickets", "path": str(tmp_path), "is_3d_lora_weight": experts}
     assert json.loads(found["--lora-modules"]) == asked
-    assert ("--enable-mixed-moe-lora-format" in found) is experts
-
-
-def test_an_adapter_of_too_high_a_rank_is_refused(served, tmp_path):
-    (tmp_path / "adapter_config.json").write_text('{"r": 1024}')
-    with pytest.raises(Fault, match="its rank is 1024, and vLLM serves up to 512; serve it merged"):
-        served(adapter=str(tmp_path))
+    assert found["--lora-target-modules"] == layer.partition(".")[2]
+    assert {"--enable-mixed-moe-lora-format" in found, "--fully-sharded-loras" in found} == {experts}
 
 
 @pytest.mark.parametrize(
