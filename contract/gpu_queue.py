@@ -25,6 +25,7 @@ class Wish:
     flow: str = ""
     rank: int = 0  # among those of the flow: the lowest is first
     since: float = 0.0
+    pid: int = 0
 
 
 def in_order(wishes: Iterable[Wish]) -> list[Wish]:

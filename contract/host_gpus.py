@@ -32,6 +32,7 @@ from contract import gpu_queue, nvidia_smi
 from contract.faults import Fault
 from contract.gpu_queue import Wish
 from contract.nvidia_smi import listed, visible
+from contract.processes import suspended
 
 HELD = "HOST_GPUS_HELD"
 TRIED = 0.5  # seconds between tries
@@ -116,7 +117,7 @@ def take(
     queue, told, told_at, began = _Queue(), "", 0.0, time.monotonic()
     try:
         while not stop():
-            found = queue.ask(Wish(what, gpus, count, 0, flow, rank, time.time()), there)
+            found = queue.ask(Wish(what, gpus, count, 0, flow, rank, time.time(), os.getpid()), there)
             if isinstance(found, Hold):
                 if told:
                     names = found.devices.replace(",", ", ")
@@ -239,7 +240,11 @@ class _Queue:
 @contextlib.contextmanager
 def _turn() -> Iterator[bool]:
     """Have the right to look at all locks and to take some. The result is False where somebody else keeps it long."""
-    descriptor = _open(folder() / "turn.lock")
+    try:
+        descriptor = _open(folder() / "turn.lock")
+    except OSError as error:
+        needed = "it has to be a folder of this host that every account can write to"
+        raise Fault(f"FINETUNE_LOCKS: {folder()}: {error.strerror}; {needed}") from None
     until = time.monotonic() + 2 * TRIED
     try:
         while True:
@@ -332,12 +337,13 @@ def _read(descriptor: int) -> Owner:
 
 
 def _wish(path: Path, descriptor: int) -> list[Wish]:
-    """The wish in this file; none where it could not be written."""
+    """The wish in this file; none where it could not be written, or where its process is suspended."""
     try:
         found = json.loads(os.pread(descriptor, 1 << 16, 0))
         number, rank, since = int(path.name.partition("-")[0]), int(found["rank"]), float(found["since"])
         gpus, count = tuple(map(str, found["gpus"])), int(found["count"])
-        return [Wish(str(found["what"]), gpus, count, number, str(found["flow"]), rank, since)]
+        wish = Wish(str(found["what"]), gpus, count, number, str(found["flow"]), rank, since, int(found["pid"]))
+        return [] if suspended(wish.pid) else [wish]  # nobody waits for who does not look
     except (OSError, ValueError, KeyError, TypeError):
         return []
 

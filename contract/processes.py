@@ -1,4 +1,4 @@
-"""Identity of a process: its number and start time tell it from a later process of the same number."""
+"""Identity of a process, by its number and start time, and whether it goes on."""
 
 from __future__ import annotations  # flows/doctor.py runs on Python 3.8
 
@@ -7,8 +7,18 @@ from pathlib import Path
 
 def started(pid: int) -> str | None:
     """The time at which a process was started, in clock ticks since boot; None where there is no such process."""
+    fields = _stat(pid)
+    return None if not fields or fields[0] == "Z" else fields[19]
+
+
+def suspended(pid: int) -> bool:
+    """Whether somebody has stopped the process and not continued it, as Ctrl-Z does."""
+    return _stat(pid)[:1] in (["T"], ["t"])
+
+
+def _stat(pid: int) -> list[str]:
+    """What the kernel says of a process, from its state on."""
     try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
-        return None
-    return None if fields[0] == "Z" else fields[19]
+        return []

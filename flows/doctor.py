@@ -29,6 +29,7 @@ from typing import NamedTuple
 from urllib.parse import unquote, urlsplit
 
 from contract import host_gpus
+from contract.faults import Fault
 from flows import scheduling
 from flows.packages import clashes, installed, locked
 
@@ -107,9 +108,8 @@ def owners() -> list[Finding]:
     """The owners of the GPUs, and those that wait for some."""
     try:
         return [Finding("info", "gpu", line) for line in host_gpus.standing()]
-    except OSError as error:
-        mend = f"sudo chmod 1777 {host_gpus.folder()}"
-        return [Finding("warn", "gpu", f"{host_gpus.folder()}: {error.strerror}: nobody's GPUs are seen", mend)]
+    except Fault as fault:
+        return [Finding("fail", "gpu", str(fault), f"sudo chmod 1777 {host_gpus.folder()}")]
 
 
 def network(on_gpu: bool, root: Path = Path("/")) -> Finding:

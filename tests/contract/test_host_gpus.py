@@ -150,6 +150,20 @@ def test_who_has_which_and_who_waits_is_shown(host):
     assert host_gpus.standing() == [] and not [*(host_gpus.folder() / "queue").iterdir()]
 
 
+def test_nobody_waits_behind_a_process_that_was_suspended(host):
+    host(a=0, b=0)
+    with host_gpus.taken("train", pytest.fail, count=1):
+        waits = holder("all of them")
+        waits.stdout.readline()
+        stop = time.monotonic() + 1.2
+        assert host_gpus.take("one", lambda line: None, lambda: time.monotonic() > stop, count=1) is None
+        waits.send_signal(signal.SIGSTOP)
+        with host_gpus.taken("one", lambda line: None, count=1) as hold:
+            assert hold.gpus == ("GPU-b",)
+        waits.kill()
+        waits.communicate()
+
+
 def test_whoever_is_passed_the_descriptors_has_them_when_the_taker_is_gone(host):
     host(a=0)
     with host_gpus.taken("train", pytest.fail) as hold:

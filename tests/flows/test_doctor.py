@@ -149,7 +149,7 @@ def test_who_has_the_gpus_and_who_waits_is_shown(tmp_path, monkeypatch):
     (tmp_path / "locks/turn.lock").unlink()
     (tmp_path / "locks/turn.lock").mkdir()
     (finding,) = doctor.owners()
-    assert finding.status == "warn" and "nobody's GPUs are seen" in finding.fact
+    assert finding.status == "fail" and finding.fact.startswith(f"FINETUNE_LOCKS: {tmp_path}/locks: Is a directory; ")
 
 
 def test_rdma_that_is_of_no_use(tmp_path):
