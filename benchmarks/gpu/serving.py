@@ -11,7 +11,7 @@ training says and from the first way of serving, and how many tokens it writes a
 printed. Exit code 1 where one fails, or is further than the bound of bf16 from the first (FP8 has its own gate).
 """
 
-# pyright: reportArgumentType=false
+# pyright: reportArgumentType=false, reportOptionalMemberAccess=false
 
 import argparse
 import contextlib

@@ -25,3 +25,20 @@ def test_a_task_file_that_is_edited_while_the_run_goes_on_is_refused(edited, tmp
         Fault, match=r"^evaluate\.tasks: .*/sums\.yaml: it or its data have changed since the run began"
     ):
         evaluate.require_unchanged(asked)
+
+
+MODEL, DATA, TRAINED, BEFORE = (Stage(name, 1) for name in ("export", "prepare", "train", "evaluate"))
+
+
+def test_the_base_s_evaluation_is_an_input_where_weights_are_rounded_and_nowhere_else():
+    rounded = load("tiny", ["evaluate.quantization=fp8", "evaluate.precision=bf16"])
+    assert "before" not in evaluate.stage(load("tiny"), MODEL, DATA, TRAINED, BEFORE).inputs
+    assert "before" not in evaluate.stage(rounded, MODEL, DATA).inputs
+    assert evaluate.stage(rounded, MODEL, DATA, TRAINED, BEFORE).inputs["before"] == BEFORE.fingerprint
+
+
+def test_runs_of_one_base_share_its_evaluation_however_the_tuned_model_is_served():
+    merged, beside = load("tiny"), load("tiny", ["evaluate.adapter=unmerged"])
+    assert evaluate.stage(merged, MODEL, DATA).fingerprint == evaluate.stage(beside, MODEL, DATA).fingerprint
+    tuned = [evaluate.stage(run, MODEL, DATA, TRAINED, BEFORE).fingerprint for run in (merged, beside)]
+    assert tuned[0] != tuned[1]

@@ -97,19 +97,19 @@ def world(tmp_path, empty_registry):
         )
         return tuned, before, after
 
-    def run(seed: int, score: float, *overrides: str, found=None, **more):
+    def run(seed: int, score: float, *overrides: str, found=None, released=None, **more):
         tuned, before, after = found or models(seed, score, **more)
         run = load("tiny", ["promote.model=tickets", *overrides])
         asked = promote.stage(run, tuned.stage, before.stage, after.stage)
         stage_run = Toy(run, asked, store, tracked(f"sqlite:///{database}"), tmp_path / "work")
-        return promote.promote.fn(stage_run, tuned, before, after)
+        return promote.promote.fn(stage_run, tuned, before, after, released)
 
     def wipe():
         database.write_bytes(empty_registry)
 
     client = promote.registry(f"sqlite:///{database}")
     return SimpleNamespace(
-        run=run, models=models, wipe=wipe, client=client, store=store, root=tmp_path, database=database
+        run=run, made=made, models=models, wipe=wipe, client=client, store=store, root=tmp_path, database=database
     )
 
 
@@ -199,6 +199,22 @@ def test_a_model_that_is_not_there_is_not_registered(world):
     with pytest.raises(Fault, match=r"^file:///.*/merged: not registered: model: missing$"):
         world.run(1, 0.6, found=found)
     assert world.client.search_registered_models() == []
+
+
+def test_an_adapter_is_registered_with_its_base_which_has_to_be_there(world):
+    base = world.made(Stage("download", 1, {}), {})
+    stage, link = Stage("export", 1, {"formats": ["adapter"]}), world.store.link
+    parts = {"adapter": link(f"{stage.key}/files/adapter"), "base": link(f"{base.key}/files")}
+    tuned = world.made(stage, {"uri": parts["adapter"]} | parts)
+    found = (tuned, *world.models(1, 0.6)[1:])
+    assert world.run(1, 0.6, found=found, released=base).result["aliases"] == ["challenger", "champion"]
+    (version,) = versions(world)
+    assert version.source == version.tags["finetune.adapter"] == parts["adapter"]
+    assert version.tags["finetune.base"] == parts["base"]
+    world.wipe()
+    (world.root / "store" / base.key / "files/model").unlink()
+    with pytest.raises(Fault, match=r"^file:///.*/adapter: not registered: its base: model: missing$"):
+        world.run(1, 0.6, found=found, released=base)
 
 
 def test_a_wrong_metric_shows_what_there_is(world):
