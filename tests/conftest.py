@@ -1,12 +1,14 @@
 """No test meets the account's own Prefect; processes that tests start use one thread each; tests run side by side.
 
 Prefect reads its settings when it is imported. Models of tests are too small for two threads to gain anything, and
-threads that wait for one another by spinning take the time of what else runs.
+threads that wait for one another by spinning take the time of what else runs. Byte code is kept, whatever the caller's
+PYTHONDONTWRITEBYTECODE says: each worker and each of the hundreds of processes would compile the tree anew.
 """
 
 import atexit
 import os
 import shutil
+import sys
 import tempfile
 
 from xdist.scheduler import LoadScopeScheduling
@@ -15,6 +17,8 @@ os.environ["PREFECT_HOME"] = tempfile.mkdtemp(prefix="prefect-")
 atexit.register(shutil.rmtree, os.environ["PREFECT_HOME"], ignore_errors=True)
 os.environ.pop("PREFECT_API_URL", None)
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 
 
 class BySetup(LoadScopeScheduling):

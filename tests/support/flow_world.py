@@ -110,7 +110,6 @@ def world(folder: Path) -> Iterator[World]:
             "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
             "MLFLOW_DISABLE_TELEMETRY": "true",
             "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false",
-            "PYTHONDONTWRITEBYTECODE": "",
             "NO_COLOR": "1",
         }
         s3_server.make_bucket(environment)

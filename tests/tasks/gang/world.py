@@ -214,7 +214,6 @@ def world(folder: Path, hosts: int) -> Iterator[World]:
             "PREFECT_WORKER_HEARTBEAT_SECONDS": "5",
             "PREFECT_WORKER_QUERY_SECONDS": "2",
             "MLFLOW_DISABLE_TELEMETRY": "true",
-            "PYTHONDONTWRITEBYTECODE": "",
             "NO_COLOR": "1",
         }
         made = World(folder, environment, workers=workers, stack=stack)
