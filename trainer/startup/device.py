@@ -52,6 +52,7 @@ def start() -> None:
         from trainer.startup.cpu import cuda
 
         cuda.join_random_states()
+        cuda.copy_recomputed()
     gc.freeze()
     gc.enable()
 

@@ -42,10 +42,22 @@ def join_random_states() -> None:
     random._set_cuda_rng_state = lambda state, device=-1, graph_safe=False: _set_rng_state(state)
 
 
+def copy_recomputed() -> None:
+    """Copy what was recomputed into the storage that waits for it.
+
+    Megatron makes the two share their memory by a function in C++, which it compiles in every new environment: 15 s.
+    """
+    from megatron.core.tensor_parallel import random
+
+    random._share_storage_ext = SimpleNamespace(share_storage=_copy_storage)
+
+
 class DeviceMode(TorchFunctionMode):
     """Mode in which every device that names CUDA becomes the CPU."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
+        if not kwargs and func not in _BY_POSITION:
+            return func(*args)
         kwargs = kwargs or {}
         if "device" in kwargs:
             kwargs = {**kwargs, "device": _to_cpu(kwargs["device"])}
@@ -59,6 +71,10 @@ class DeviceMode(TorchFunctionMode):
             # Megatron sorts tensors into buffers by this name and knows only the CUDA ones.
             return func(*args).replace("torch.", "torch.cuda.")
         return func(*args, **kwargs)
+
+
+# What names a device, or tells of one, without a keyword.
+_BY_POSITION = {torch.Tensor.to, torch.Tensor.cuda, torch.Tensor.pin_memory, torch.Tensor.type}
 
 
 def _to_cpu(device):
@@ -135,6 +151,12 @@ def _resident():
 
 def _set_seed(seed: int) -> None:
     torch.default_generator.manual_seed(int(seed))
+
+
+def _copy_storage(to: torch.Tensor, of: torch.Tensor) -> None:
+    storage, found = to.untyped_storage(), of.untyped_storage()
+    storage.resize_(found.nbytes())
+    storage.copy_(found)
 
 
 def _set_rng_state(state: torch.Tensor) -> None:
