@@ -9,6 +9,17 @@ from contract import checkpoints
 from trainer.training import resume
 
 
+@pytest.fixture(scope="session")  # as what asks for it
+def configure(configure):
+    """Two sequences at a time, unless told: of a step of a tiny model, most is Python around its tensors."""
+
+    def two_at_a_time(model: str, *overrides: str):
+        told = any(override.startswith("train.micro_batch=") for override in overrides)
+        return configure(model, *overrides, *([] if told else ["train.micro_batch=2"]))
+
+    return two_at_a_time
+
+
 def losses(result) -> dict[int, float]:
     return {line["step"]: line["lm_loss"] for line in result.metrics if line["kind"] == "train"}
 
@@ -49,7 +60,7 @@ def test_a_checkpoint_records_what_it_is_of(undisturbed, configure):
     run, _ = undisturbed
     folder = Path(run.paths.output) / "checkpoints"
     cut = ["layout.gpus_per_node=4", "layout.ep=2", "layout.tp=2", "layout.sp=true"]
-    same = configure("glm4-moe", f"paths.output={run.paths.output}", *cut, "train.micro_batch=2")
+    same = configure("glm4-moe", f"paths.output={run.paths.output}", *cut, "train.micro_batch=1")
     resume.check(same, folder)
     resume.check_data(same, folder)
     recorded = json.loads((folder / "iter_0000006" / checkpoints.MARK).read_text())["training"]
@@ -186,7 +197,7 @@ def test_packed_is_the_same_loss_as_unpacked(configure, ranks, base, work):
     (work / "few" / "training.jsonl").write_text("".join(json.dumps(row) + "\n" for row in short))
     common = ["train.steps=1", f"paths.data={work}/few", "optimizer.warmup_steps=0", "optimizer.decay=constant"]
     apart = ranks("train", configure("llama", f"paths.output={work}/apart", *common, "train.global_batch=4"))
-    packed = ["train.global_batch=1", "data.packed=true", "data.seq_length=512"]
+    packed = ["train.global_batch=1", "train.micro_batch=1", "data.packed=true", "data.seq_length=512"]
     together = ranks("train", configure("llama", f"paths.output={work}/pack", *common, *packed))
     assert together.code == 0, together.output
     assert abs(losses(together)[1] - losses(apart)[1]) < 1e-5
