@@ -46,7 +46,7 @@ def work(tmp_path_factory) -> Path:
     text = CONF + "paths: {" + ", ".join(f"{key}: {folder / name}" for key, name in paths.items())
     (folder / "conf.yaml").write_text(text + f", logs: {folder / 'logs'}}}\n")
     commands = ("tiny glm4-moe {}/model --dtype float32", "tiny data {}/data --rows 64", "convert {}/conf.yaml")
-    for command in (*commands, "train {}/conf.yaml"):  # which prepares the data, too
+    for command in (*commands, "train {}/conf.yaml train.stop_after=1"):  # which prepares the data, too
         trainer(*command.format(folder).split())
     return folder
 
@@ -54,6 +54,7 @@ def work(tmp_path_factory) -> Path:
 @pytest.fixture(scope="session")
 def alone(work) -> dict[int, float]:
     """Losses of one process."""
+    trainer("train", str(work / "conf.yaml"))
     return losses(work / "one")
 
 
