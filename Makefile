@@ -30,8 +30,7 @@ up: $(STAMP) ## start a Prefect server, MLflow and workers on this host
 down: ## stop what make up started
 	@$(WITH_PREFECT) $(PYTHON) -m flows.services down
 
-# Much of a test is waiting for servers and imports. What runs together is in tests/conftest.py; in the order of folders,
-# as those that take longest come early.
+# Much of a test is waiting for servers and imports. What runs together, and what comes last, is in tests/conftest.py.
 JOBS ?= 2
 test: $(STAMP) ## run the tests that need no GPU and little time, JOBS files at a time
 	$(PYTHON) -m pytest -n $(JOBS) --dist loadscope --no-loadscope-reorder -rfEs

@@ -21,6 +21,14 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 
 
+LITTLE = ("tests/benchmarks/", "tests/conf/", "tests/contract/")  # folders whose files take seconds each
+
+
+def pytest_collection_modifyitems(items: list) -> None:
+    """Put what takes little last: the workers end together, where one else sits out another's last long file."""
+    items.sort(key=lambda item: item.nodeid.startswith(LITTLE))
+
+
 class BySetup(LoadScopeScheduling):
     """Scheduling that keeps tests in one process that share a slow setup: a file's, and all that use flows' servers."""
 

@@ -13,8 +13,6 @@ from uuid import uuid4
 import psutil
 import pytest
 import yaml
-from prefect.server.events.schemas.automations import EventTrigger
-from prefect.server.events.schemas.events import ReceivedEvent
 
 from flows.automations import AUTOMATIONS, AWAITING, RESTARTS, SILENT
 from tests.support.flow_world import BIN, ROOT, World, end, wait_for
@@ -26,6 +24,9 @@ ENGINES = ("prefect.engine", "prefect.flow_engine", "_workspace_runtime_bootstra
 
 def covers(trigger, name: str, flow: str = "finetune", deployed: bool = True, **labels: str) -> bool:
     """Whether the server would look at this event for that automation."""
+    from prefect.server.events.schemas.automations import EventTrigger
+    from prefect.server.events.schemas.events import ReceivedEvent
+
     related = [
         {"prefect.resource.id": "prefect.flow.1", "prefect.resource.role": "flow", "prefect.resource.name": flow}
     ]

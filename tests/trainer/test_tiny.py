@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from safetensors import safe_open
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from trainer.rehearsal.tiny_models import KINDS, SPECIAL_TOKENS, make_data, make_model
 
@@ -52,6 +51,8 @@ def assert_same_files(left: Path, right: Path) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_transformers_loads_every_tensor(folders, kind):
+    from transformers import AutoModelForCausalLM
+
     loaded: Any = AutoModelForCausalLM.from_pretrained(folders[kind], output_loading_info=True)
     model, info = loaded
     assert [type(model).__name__] == model.config.architectures
@@ -72,6 +73,8 @@ def test_transformers_loads_every_tensor(folders, kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_tokenizer(folders, kind):
+    from transformers import AutoTokenizer
+
     tokenizer = AutoTokenizer.from_pretrained(folders[kind])
     assert len(tokenizer) == KINDS[kind]["vocab_size"]
     assert tokenizer.convert_tokens_to_ids(SPECIAL_TOKENS) == [0, 1, 2, 3, 4]
@@ -88,6 +91,8 @@ def test_tokenizer(folders, kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_chat_template_marks_what_the_assistant_says(folders, kind):
+    from transformers import AutoTokenizer
+
     tokenizer = AutoTokenizer.from_pretrained(folders[kind])
     chat = tokenizer.apply_chat_template(CHAT, return_dict=True, return_assistant_tokens_mask=True)
     said = [token for token, mask in zip(chat["input_ids"], chat["assistant_masks"], strict=True) if mask]

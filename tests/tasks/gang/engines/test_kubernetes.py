@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 import yaml
-from kubeflow_trainer_api.models.jobset_v1alpha2_job_set import JobsetV1alpha2JobSet
 from pydantic import ValidationError
 
 from conf.load import load
@@ -42,6 +41,8 @@ def glm(capsys, monkeypatch, *overrides: str) -> str:
 
 def check(manifest: dict) -> None:
     """Every field is one of the API's and has its type: what the types do not know is gone when they are read."""
+    from kubeflow_trainer_api.models.jobset_v1alpha2_job_set import JobsetV1alpha2JobSet
+
     found = JobsetV1alpha2JobSet.from_dict(manifest)
     assert found is not None
     assert found.to_dict() == manifest
