@@ -44,6 +44,7 @@ evaluate: {{rows: 20, max_tokens: 8}}
 """
 PATHS = ("model", "base", "data", "output", "export")
 MERGED, BOUND = "merged", 0.05
+OF_BASE = "evaluations/base-fp8"
 
 
 @dataclass(frozen=True)
@@ -104,7 +105,9 @@ class Bench:
 
     def command(self, name: str, shown: str, *changes: str, gpus: str = "0") -> Result:
         arguments = [f"paths.{key}={self.work / key}" for key in PATHS]
-        arguments += [f"paths.logs={self.work / 'logs'}", f"paths.parity={self.work}/output/parity.json", *changes]
+        arguments += [f"paths.logs={self.work / 'logs'}", *changes]
+        if not any(change.startswith("paths.parity=") for change in changes):
+            arguments.append(f"paths.parity={self.work}/output/parity.json")
         began, log = time.monotonic(), self.logs / f"{shown.replace(', ', '-').replace(' ', '-')}.log"
         left = {key: value for key, value in os.environ.items() if key not in ("VLLM_CACHE_ROOT", "TRITON_CACHE_DIR")}
         own = {"CUDA_VISIBLE_DEVICES": gpus, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
@@ -138,8 +141,8 @@ class Bench:
             shutil.copytree(self.work / "export", served, copy_function=os.link)
             served = served / "merged"
         changes = [f"paths.evaluation={folder}", f"paths.kernels={self.work}/kernels-{way.lane}", *way.changes]
-        changes += [f"paths.served={served}", f"paths.of_base={self.work}/evaluations/base-fp8"]
-        changes += [f"paths.parity={self.work}/none.json"] if way.base else []
+        changes += [f"paths.served={served}"]
+        changes += [f"paths.parity={self.work}/none.json" if way.base else f"paths.of_base={self.work}/{OF_BASE}"]
         changes += [f"evaluate.gpus={len(gpus.split(','))}"]
         found = self.command("evaluate", way.name, *changes, gpus=gpus)
         with contextlib.suppress(OSError, ValueError):
