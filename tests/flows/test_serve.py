@@ -15,7 +15,7 @@ from flows import serve
 from tasks.serving import questions, server
 from tasks.store import open_store
 from tests.support.exports import ROWS, evaluated, exported
-from tests.support.flow_world import CONF, MARKER, ROOT, World, end, free_port
+from tests.support.flow_world import CONF, MARKER, ROOT, World, free_port
 
 READY = 280.0  # seconds, on a busy machine
 
@@ -145,7 +145,8 @@ def start(place):
 
     yield start
     for one in started:
-        end(one.process)
+        one.process.terminate()
+        one.process.wait(60)
 
 
 @pytest.fixture(scope="module")
