@@ -13,6 +13,8 @@ fails in one is a line of text in OUT/calibrate.json. Times are medians; rates c
 kernel's own reads and writes.
 """
 
+# pyright: reportMissingImports=false
+
 import argparse
 import json
 import os

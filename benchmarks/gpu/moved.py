@@ -3,7 +3,7 @@
 They run as in training: without torch's compiler, which makes one kernel of several (trainer/startup/device.py).
 """
 
-# pyright: reportArgumentType=false
+# pyright: reportArgumentType=false, reportMissingImports=false
 
 from typing import Any
 
