@@ -117,7 +117,9 @@ def test_a_mixture_counts_by_its_parts_and_their_weights(files):
     assert found != stage(*mixture((a, 1), (b, 2))) and found != stage(*mixture((b, 3), (a, 1)))
     b.rename(files / "c.jsonl")
     assert found == stage(*mixture((a, 1), (files / "c.jsonl", 3)))
-    with pytest.raises(Fault, match=r"^data\.mixture\[1\]\.source: .*/b\.jsonl: no such file$"):
+    with pytest.raises(
+        Fault, match=r"^data\.mixture\[1\]\.source: .*/b\.jsonl: no such file; did you mean .*/c\.jsonl"
+    ):
         stage(*mixture((a, 1), (b, 3)))
 
 
