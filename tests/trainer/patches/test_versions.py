@@ -19,7 +19,7 @@ LIGHT = {
     "null_tokenizer": "install",
     "offloading": "keep_counting",
     "transformers_imports": "import_transformers",
-    "vllm_cpu": "answer_for_vllm",
+    "vllm_cpu": "ask_in_process",
 }
 # They import Megatron when they are imported.
 HEAVY = {

