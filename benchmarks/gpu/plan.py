@@ -9,6 +9,7 @@ out of memory is a row like any other. OUT/plan.json gets a row after each, OUT/
 
     memory    settings that no constant of conf/planner/ was chosen by
     rows      what was measured with bare Megatron-Bridge: GPT2-large, and 6 layers of GLM-4.7
+    spread    layers of large models over two GPUs in every way
     levers    FP8 and the optimizer's, of the same models
 
 A trial of another number of GPUs than --gpus (1) is left out, and so is what would begin after M minutes.
@@ -67,6 +68,7 @@ NONE, WHOLE = "train.recompute=none train.recompute_modules=[]", "train.recomput
 CHEAP = "train.recompute=selective train.recompute_modules=[moe_act,layernorm]"
 LORA = "adapter.kind=lora adapter.dropout=0"
 SLICE = "model.mtp=false train.micro_batch=1 train.global_batch=8"
+SPREAD = f"{LORA} {CHEAP} model.mtp=false train.micro_batch=1 train.global_batch=8"
 GPT2 = "adapter.kind=none train.recompute=none"
 BOTH = "train.global_batch=64 train.micro_batch=64"
 
@@ -101,6 +103,20 @@ TRIALS = (
     Trial("gpt2 pp2", "rows", "gpt2-large", None, f"{GPT2} {BOTH} {gpus(2, pp=2)}", 12, (0.696, 0)),
     Trial("gpt2 pp2, 8 microbatches", "rows", "gpt2-large", None, f"{GPT2} train.global_batch=64 train.micro_batch=8 "
           f"{gpus(2, pp=2)}", 12, (1.010, 0)),
+    Trial("glm lora ep2", "spread", "glm47", 6, f"{SPREAD} {gpus(2, ep=2)}"),
+    Trial("glm lora tp2 sp ep2", "spread", "glm47", 6, f"{SPREAD} {gpus(2, tp=2, sp='true', ep=2)}"),
+    Trial("glm lora cp2 ep2", "spread", "glm47", 6, f"{SPREAD} {gpus(2, cp=2, ep=2)}"),
+    Trial("glm lora pp2", "spread", "glm47", 6, f"{SPREAD} {gpus(2, pp=2)}"),
+    Trial("llama lora dp2", "spread", "llama31-70b", 16, f"{SPREAD} {NONE} {gpus(2)}"),
+    Trial("llama lora tp2 sp", "spread", "llama31-70b", 16, f"{SPREAD} {NONE} {gpus(2, tp=2, sp='true')}"),
+    Trial("llama lora tp2", "spread", "llama31-70b", 16, f"{SPREAD} {NONE} {gpus(2, tp=2)}"),
+    Trial("llama lora cp2", "spread", "llama31-70b", 16, f"{SPREAD} {NONE} {gpus(2, cp=2)}"),
+    Trial("llama full tp2 sp", "spread", "llama31-70b", 4, f"{SPREAD} {NONE} adapter.kind=none "
+          f"{gpus(2, tp=2, sp='true')}"),
+    Trial("qwen lora ep2", "spread", "qwen3-235b", 12, f"{SPREAD} {gpus(2, ep=2)} data.seq_length=4096"),
+    Trial("qwen lora tp2 sp ep2", "spread", "qwen3-235b", 12, f"{SPREAD} {gpus(2, tp=2, sp='true', ep=2)} "
+          "data.seq_length=4096"),
+    Trial("qwen lora cp2 ep2", "spread", "qwen3-235b", 12, f"{SPREAD} {gpus(2, cp=2, ep=2)} data.seq_length=4096"),
     Trial("llama full, none, fp8", "levers", "llama31-70b", 3, f"{FULL} {NONE} data.seq_length=8192 train.fp8=current"),
     Trial("llama lora, full, fp8 weights", "levers", "llama31-70b", 20, f"{LORA} {TWO} {WHOLE} data.seq_length=8192 "
           "train.fp8=blockwise train.fp8_weights=true"),
