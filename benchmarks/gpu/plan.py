@@ -106,17 +106,17 @@ TRIALS = (
     Trial("glm lora ep2", "spread", "glm47", 6, f"{SPREAD} {gpus(2, ep=2)}"),
     Trial("glm lora tp2 sp ep2", "spread", "glm47", 6, f"{SPREAD} {gpus(2, tp=2, sp='true', ep=2)}"),
     Trial("glm lora cp2 ep2", "spread", "glm47", 6, f"{SPREAD} {gpus(2, cp=2, ep=2)}"),
-    Trial("glm lora pp2", "spread", "glm47", 6, f"{SPREAD} {gpus(2, pp=2)}"),
-    Trial("llama lora dp2", "spread", "llama31-70b", 16, f"{SPREAD} {NONE} {gpus(2)}"),
     Trial("llama lora tp2 sp", "spread", "llama31-70b", 16, f"{SPREAD} {NONE} {gpus(2, tp=2, sp='true')}"),
-    Trial("llama lora tp2", "spread", "llama31-70b", 16, f"{SPREAD} {NONE} {gpus(2, tp=2)}"),
     Trial("llama lora cp2", "spread", "llama31-70b", 16, f"{SPREAD} {NONE} {gpus(2, cp=2)}"),
-    Trial("llama full tp2 sp", "spread", "llama31-70b", 4, f"{SPREAD} {NONE} adapter.kind=none "
-          f"{gpus(2, tp=2, sp='true')}"),
+    Trial("llama lora dp2", "spread", "llama31-70b", 16, f"{SPREAD} {NONE} {gpus(2)}"),
     Trial("qwen lora ep2", "spread", "qwen3-235b", 12, f"{SPREAD} {gpus(2, ep=2)} data.seq_length=4096"),
     Trial("qwen lora tp2 sp ep2", "spread", "qwen3-235b", 12, f"{SPREAD} {gpus(2, tp=2, sp='true', ep=2)} "
           "data.seq_length=4096"),
+    Trial("llama full tp2 sp", "spread", "llama31-70b", 4, f"{SPREAD} {NONE} adapter.kind=none "
+          f"{gpus(2, tp=2, sp='true')}"),
+    Trial("glm lora pp2", "spread", "glm47", 6, f"{SPREAD} {gpus(2, pp=2)}"),
     Trial("qwen lora cp2 ep2", "spread", "qwen3-235b", 12, f"{SPREAD} {gpus(2, cp=2, ep=2)} data.seq_length=4096"),
+    Trial("llama lora tp2", "spread", "llama31-70b", 16, f"{SPREAD} {NONE} {gpus(2, tp=2)}"),
     Trial("llama full, none, fp8", "levers", "llama31-70b", 3, f"{FULL} {NONE} data.seq_length=8192 train.fp8=current"),
     Trial("llama lora, full, fp8 weights", "levers", "llama31-70b", 20, f"{LORA} {TWO} {WHOLE} data.seq_length=8192 "
           "train.fp8=blockwise train.fp8_weights=true"),
