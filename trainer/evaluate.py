@@ -33,6 +33,7 @@ import traceback
 from collections import deque
 from pathlib import Path
 
+from conf.rules.serving import precision
 from conf.schema.run import Run
 from contract import output_marks
 from contract.faults import line_of
@@ -50,7 +51,7 @@ LOG_LINES = 15  # shown of log.txt when something breaks
 def main(run: Run) -> None:
     if hosts.only_computes():
         engine.prepare(Path(run.paths.kernels), online=False)
-        engine.serve(run, _precision(run), lambda *_: None)
+        engine.serve(run, precision(run), lambda *_: None)
     started, folder = time.monotonic(), Path(run.paths.evaluation)
     take(folder, EVALUATION)
     (folder / "results.json").unlink(missing_ok=True)
@@ -78,14 +79,14 @@ def main(run: Run) -> None:
 def evaluate(run: Run, progress: "Progress") -> dict:
     names = list(run.evaluate.tasks)
     elsewhere = [name for name in names if name != held_out.NAME]
-    precision = _precision(run)
+    computed = precision(run)
     engine.prepare(Path(run.paths.kernels), online=any(not prompts.is_task_file(name) for name in elsewhere))
     test = held_out.read(run) if held_out.NAME in names else None
     tasks = lm_tasks.load(run, names, test)
     say(f"evaluate: starting vLLM on this host's {engine.device()} for {_shown(run)}")
     began = time.monotonic()
-    served = engine.serve(run, precision, progress)
-    say(f"evaluate: vLLM answers in {_kind(run, precision)}, after {time.monotonic() - began:.1f} s")
+    served = engine.serve(run, computed, progress)
+    say(f"evaluate: vLLM answers in {_kind(run, computed)}, after {time.monotonic() - began:.1f} s")
     results = {"metrics": {}, "rows": {}, "samples": {}}
     for name in names:
         progress.task = name
@@ -93,15 +94,11 @@ def evaluate(run: Run, progress: "Progress") -> dict:
         for key, found in lm_tasks.ask(run, served, tasks[name]).items():
             results[key] |= found
     progress.task = "parity"
-    results["parity"], results["parity_not_compared"] = agreement.compare(run, served, precision)
+    results["parity"], results["parity_not_compared"] = agreement.compare(run, served, computed)
     if run.evaluate.quantization and results["parity"] is None:
         agreement.write_base(run, served)
     results["chat_template"] = _chat_template(unmerged.model(run))
     return results
-
-
-def _precision(run: Run) -> str:
-    return run.evaluate.precision or run.train.precision
 
 
 def _shown(run: Run) -> str:
@@ -109,8 +106,8 @@ def _shown(run: Run) -> str:
     return f"{unmerged.model(run)}" + (f" and {adapter.folder} beside it" if adapter else "")
 
 
-def _kind(run: Run, precision: str) -> str:
-    return f"{run.evaluate.quantization}, computed in {precision}" if run.evaluate.quantization else precision
+def _kind(run: Run, computed: str) -> str:
+    return f"{run.evaluate.quantization}, computed in {computed}" if run.evaluate.quantization else computed
 
 
 class Progress:

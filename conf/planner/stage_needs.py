@@ -24,6 +24,7 @@ from conf.planner.serving.duration import READ, duration
 from conf.planner.serving.layout import Serving
 from conf.planner.timing import Timing
 from conf.rules.gpus import takes
+from conf.rules.serving import BYTES, precision
 from conf.schema.run import Run
 from conf.schema.sections import Layout
 
@@ -118,7 +119,7 @@ def _export(run: Run, facts: ModelFacts, released: int) -> StageNeed:
 
 def _evaluation(run: Run, facts: ModelFacts, gpu: Gpu, serving: Serving | None) -> StageNeed:
     if serving is None:  # on a CPU: vLLM's cache is 1 GiB there (trainer/serving/engine.py)
-        byte = 4 if (run.evaluate.precision or run.train.precision) == "fp32" else 2
+        byte = BYTES[precision(run)]
         return StageNeed("evaluate", 1, 0, 0, parameters.total(facts) * byte + GIB + 2 * PROCESS, 0)
     way = serving.way
     seconds = duration(run, facts, gpu, serving).seconds if serving.lacks <= 0 else None

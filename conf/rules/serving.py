@@ -2,6 +2,7 @@
 
     unservable(run, facts, cpu) -> ["head_dim is 24, and ...", ...]      a line per reason; none: it probably can
     contradictions(run)                                                 (key, problem); contradictions.py asks
+    precision(run)                                                      that an evaluation computes in
 
 The check runs before anything is downloaded: a model that nothing serves would be trained to the end, unevaluated. vLLM
 has a kernel for any size of heads on a GPU, and for CPU_HEADS on a CPU. tests/conf/rules/test_serving.py compares the
@@ -26,12 +27,18 @@ SERVED = (
     "GPT2LMHeadModel",
 )
 FP8 = 8.9  # CUDA's compute capability that quantization takes
+BYTES = {"fp32": 4, "bf16": 2}  # of a weight, by precision
 CPU_HEADS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
+
+
+def precision(run: Run) -> str:
+    """Precision that an evaluation computes in: that of training, where it has none of its own."""
+    return run.evaluate.precision or run.train.precision
 
 
 def contradictions(run: Run) -> Iterator[tuple[str, str]]:
     evaluate, kind = run.evaluate, run.adapter.kind
-    if evaluate.quantization and (evaluate.precision or run.train.precision) != "bf16":
+    if evaluate.quantization and precision(run) != "bf16":
         yield "evaluate.quantization", f"{evaluate.quantization} is of weights in bf16; evaluate.precision=bf16"
     if evaluate.adapter == "merged":
         return

@@ -9,6 +9,7 @@ from typing import Any
 
 from prefect import State, task
 
+from conf.rules import serving
 from conf.schema import identity
 from conf.schema.run import Run
 from conf.strict_yaml import UNFIT
@@ -29,7 +30,7 @@ SHOWN = 5  # last lines of vLLM's log
 
 def stage(run: Run, model: Stage, data: Stage, trained: Stage | None = None, before: Stage | None = None) -> Stage:
     config: dict[str, Any] = {**identity.of(run, "evaluate")}
-    config["precision"] = run.evaluate.precision or run.train.precision
+    config["precision"] = serving.precision(run)
     config["task_files"] = {task: _content(task) for task in run.evaluate.tasks if task.endswith((".yaml", ".yml"))}
     if trained and run.evaluate.adapter != "merged":  # of a base there is no other way
         config["adapter"] = run.evaluate.adapter

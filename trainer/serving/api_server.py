@@ -56,7 +56,7 @@ def arguments(asked: ServedModel, folder: Path, gpus: int) -> list[str]:
     template = templates.from_record(json_object.read(Path(asked.data) / prompts.RECORD), served)
     found = ["--model", asked.model, "--host", asked.host, "--port", str(asked.port)]
     found += ["--served-model-name", asked.name + (BASE if asked.adapter else "")]
-    found += ["--dtype", {"fp32": "float32", "bf16": "bfloat16"}[asked.precision]]
+    found += ["--dtype", engine.DTYPE[asked.precision]]
     found += ["--load-format", "safetensors", "--max-model-len", str(asked.length or "auto")]
     found += ["--max-num-seqs", str(SEQUENCES), "--allowed-origins", "[]", "--disable-uvicorn-access-log"]
     found += ["--middleware", "trainer.serving.public_paths.PublicPaths", "--shutdown-timeout", str(DRAINS)]

