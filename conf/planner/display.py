@@ -184,7 +184,9 @@ def evaluation(plan: Plan) -> Iterator[str]:
             tokens = f"{room.cached:,} tokens, {one.at_once} rows of {one.row} at once"
             yield f"cache    {tokens}; {way.tokens} tokens a step"
             together = "beside" if gpus.beside(plan.run, plan.gpu.per_host) else "before"
-            yield f"turns    evaluate-base {together} train, on hosts of {plan.gpu.per_host} GPUs"
+            turns = f"turns    evaluate-base {together} train, on hosts of {plan.gpu.per_host} GPUs"
+            where = f"; gang.engine {plan.run.gang.engine} finds one for evaluations if the flow's has none"
+            yield turns + where * gpus.may_leave(plan.run)
 
 
 def _parts(room: ServedMemory) -> str:

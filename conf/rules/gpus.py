@@ -2,6 +2,7 @@
 
     takes(run, "train") -> Share        GPUs of each host, on so many hosts
     beside(run, 8)                      whether the base is evaluated beside training on this host of 8 GPUs
+    may_leave(run)                      whether evaluations go to the hosts of training where the flow's has no GPUs
 
 contract/host_gpus.py gives single GPUs to stages; a stage has all that it takes or none. Stages that are not listed,
 such as export, compute on CPUs.
@@ -18,7 +19,12 @@ class Share:
 
     hosts: int
     gpus: int | None  # of each host; None = all that it has
-    here: bool  # on the host of the flow; else where the stage's engine finds hosts
+    engine: str | None = None  # that starts its members; None = the host of the flow runs the command itself
+
+    @property
+    def here(self) -> bool:
+        """Whether it is on the host of the flow, and not where its engine finds hosts."""
+        return self.engine in (None, "local")
 
     def of(self, host: int) -> int:
         """GPUs that the stage takes of a host that has so many."""
@@ -30,22 +36,31 @@ class Share:
         return self.hosts if self.here else 1
 
 
-NONE = Share(1, 0, True)
+NONE = Share(1, 0)
 
 
-def takes(run: Run, stage: str) -> Share:
-    """The share of a stage of the flow, or of a command of the trainer."""
+def takes(run: Run, stage: str, leaves: bool = False) -> Share:
+    """The share of a stage of the flow, or of a command of the trainer.
+
+    `leaves` says that the flow's host has no GPUs, and the run needs some: its evaluations leave it if they may.
+    """
     layout, evaluate, engine = run.layout, run.evaluate, run.gang.engine
     if stage == "convert" and layout.nodes == 1:  # a model of several hosts is converted in this host's memory
-        return Share(1, layout.gpus_per_node, True)
+        return Share(1, layout.gpus_per_node)
     if stage == "train":
-        return Share(layout.nodes, layout.gpus_per_node, engine == "local")
+        alone = layout.nodes == 1 and engine == "local"
+        return Share(layout.nodes, layout.gpus_per_node, None if alone else engine)
     if stage.partition("-")[0] == "evaluate":
         nodes = evaluate.nodes or 1
-        if nodes == 1 and evaluate.engine is None:
-            return Share(1, evaluate.gpus, True)
-        return Share(nodes, evaluate.gpus or layout.gpus_per_node, (evaluate.engine or engine) == "local")
+        if nodes == 1 and evaluate.engine is None and not (leaves and may_leave(run)):
+            return Share(1, evaluate.gpus)
+        return Share(nodes, evaluate.gpus or layout.gpus_per_node, evaluate.engine or engine)
     return NONE
+
+
+def may_leave(run: Run) -> bool:
+    """Whether an evaluation, which the flow's host would make, is sent to a host of training if that has no GPUs."""
+    return (run.evaluate.nodes or 1) == 1 and run.evaluate.engine is None and run.gang.engine != "local"
 
 
 def beside(run: Run, host: int) -> bool:

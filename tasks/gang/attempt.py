@@ -63,11 +63,11 @@ def _enough(gang: Gang, run: Run, without: tuple[str, ...]) -> Run:
         gang.pause(ASKED)
         if time.monotonic() - since > run.gang.start_within:
             smaller = gang.smaller(without)
-            found = smaller[0] if smaller else gang.job.run
+            found = smaller[0] if smaller else gang.run
             if found.layout.nodes < run.layout.nodes:
                 assert smaller
                 gang.say(
-                    f"{smaller[1]} of {gang.job.run.layout.nodes} hosts are there after {run.gang.start_within:.0f} s; "
+                    f"{smaller[1]} of {gang.run.layout.nodes} hosts are there after {run.gang.start_within:.0f} s; "
                     f"goes on with {found.layout.nodes}"
                 )
             run = found

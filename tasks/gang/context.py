@@ -28,6 +28,11 @@ class Gang:
     tick: Callable[[], None]
     teller: Teller
 
+    @property
+    def run(self) -> Run:
+        """The run on all the hosts that the job wants."""
+        return self.job.run
+
     def pause(self, seconds: float) -> None:
         """Sleep. Raises Stopped as soon as the gang is cancelled."""
         until = time.monotonic() + seconds
@@ -41,14 +46,14 @@ class Gang:
 
     def available(self, without: tuple[str, ...]) -> int | None:
         """Number of hosts but for these, free or not. None where it is of no use, or the engine does not know it."""
-        return self.engine.available(Demand.of(self.job.run), without) if self.job.run.gang.min_nodes else None
+        return self.engine.available(Demand.of(self.run), without) if self.run.gang.min_nodes else None
 
     def smaller(self, without: tuple[str, ...]) -> tuple[Run, int] | None:
         """The run on as many hosts as there are, and their number; None where the gang waits for all hosts."""
         left = self.available(without)
-        if left is None or left >= self.job.run.layout.nodes:
+        if left is None or left >= self.run.layout.nodes:
             return None
-        facts, gpu = next_step.limits(self.job.run)
-        nodes = next_step.fewer(self.job.run, left, self.job.run.gang.min_nodes, facts, gpu)
-        run = next_step.shrunk(self.job.run, nodes) if nodes else None
+        facts, gpu = next_step.limits(self.run)
+        nodes = next_step.fewer(self.run, left, self.run.gang.min_nodes, facts, gpu)
+        run = next_step.shrunk(self.run, nodes) if nodes else None
         return (run, left) if run else None

@@ -69,7 +69,7 @@ def carry_out(
 
 
 def _carry_out(gang: Gang) -> None:
-    run = wanted = gang.job.run
+    run = wanted = gang.run
     wait_for_the_last(gang.store, gang.name, gang.say, lambda: gang.pause(1.0))
     attempts: list[Attempt] = []
     without: tuple[str, ...] = ()

@@ -2,69 +2,112 @@
 
 import contextlib
 import json
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 from conf.planner import hardware
+from conf.rules import gpus
 from conf.schema.run import Run
-from contract import host_gpus
+from contract import nvidia_smi
 from tasks.gang.messages import Task
 
 
 @dataclass(frozen=True)
-class Job:
-    """Training of a run, or evaluation of one of its models."""
+class Job(ABC):
+    """The work that the hosts of a gang do together."""
 
-    command: str  # of the trainer
     run: Run  # as the engines read it: its layout has the hosts that the job wants, and their GPUs
-    conf: Run | None = None  # what the command reads, where that is another
+
+    command: ClassVar[str]  # of the trainer
+    advice: ClassVar[str] = ""  # keys that give more memory, where the plan knows none
+
+    @property
+    def conf(self) -> Run | None:
+        """The configuration that the command reads, where that is not an attempt's run."""
+        return None
 
     def task(self, run: Run) -> Task:
         """Message for the members of an attempt, whose hosts are those of `run`."""
         each = run.layout.gpus_per_node
-        return Task(self.command, run.layout.nodes, each, each if self.command == "train" else 1)
+        return Task(self.command, run.layout.nodes, each, self.ranks(each))
 
+    @abstractmethod
+    def ranks(self, gpus: int) -> int:
+        """Ranks on a host of so many GPUs."""
+
+    @abstractmethod
     def newest(self) -> int:
-        """Step of the newest checkpoint, which the next attempt goes on from. An evaluation begins again."""
-        return _newest(Path(self.run.paths.output)) if self.command == "train" else 0
+        """Step of the newest checkpoint, which the next attempt goes on from."""
 
-    @property
-    def advice(self) -> str:
-        """Keys that give more memory. The plan knows better ones for a training: empty."""
-        keys = "evaluate.nodes, evaluate.gpus and evaluate.quantization"
-        return "" if self.command == "train" else f"{keys} decide what a GPU has to hold"
-
+    @abstractmethod
     def is_over(self, states: Sequence[str]) -> bool:
-        """Whether the attempt is over in order, by the states of its members. The first one has the answers."""
-        return all(state == "done" for state in (states if self.command == "train" else states[:1]))
+        """Whether the attempt is over in order, by the states of its members."""
 
+    @abstractmethod
     def is_done(self) -> bool:
         """Whether all of it is made, once an attempt is over in order."""
-        if self.command == "train":
-            return self.newest() >= min(self.run.train.steps, self.run.train.stop_after or self.run.train.steps)
+
+
+@dataclass(frozen=True)
+class Training(Job):
+    command: ClassVar[str] = "train"
+
+    def ranks(self, gpus: int) -> int:
+        return gpus
+
+    def newest(self) -> int:
+        return _newest(Path(self.run.paths.output))
+
+    def is_over(self, states: Sequence[str]) -> bool:
+        return all(state == "done" for state in states)
+
+    def is_done(self) -> bool:
+        return self.newest() >= min(self.run.train.steps, self.run.train.stop_after or self.run.train.steps)
+
+
+@dataclass(frozen=True)
+class Evaluation(Job):
+    """Evaluation of one of a run's models. It begins again in each attempt, and its first member has the answers."""
+
+    asked: Run  # whose layout is the training's
+
+    command: ClassVar[str] = "evaluate"
+    advice: ClassVar[str] = "evaluate.nodes, evaluate.gpus and evaluate.quantization decide what a GPU has to hold"
+
+    @property
+    def conf(self) -> Run:
+        return self.asked
+
+    def ranks(self, gpus: int) -> int:
+        return 1
+
+    def newest(self) -> int:
+        return 0
+
+    def is_over(self, states: Sequence[str]) -> bool:
+        return states[:1] == ["done"]
+
+    def is_done(self) -> bool:
         return (Path(self.run.paths.evaluation) / "results.json").exists()
 
 
 def training(run: Run) -> Job:
-    return Job("train", run)
+    return Training(run)
 
 
 def evaluation(run: Run) -> Job | None:
     """Evaluation on hosts of its own, of which it takes all or none; None where the flow's own host evaluates."""
-    asked, nodes = run.evaluate, run.evaluate.nodes or 1
-    if nodes == 1 and asked.engine is None and not _is_away(run):
+    leaves = gpus.may_leave(run) and hardware.of(run).cuda and not nvidia_smi.visible()
+    share = gpus.takes(run, "evaluate", leaves)
+    if share.engine is None:
         return None
-    gpus = asked.gpus or run.layout.gpus_per_node
-    layout = run.layout.model_copy(update={"nodes": nodes, "gpus_per_node": gpus})
-    where = {"engine": asked.engine or run.gang.engine, "pool": asked.pool or run.gang.pool}
+    layout = run.layout.model_copy(update={"nodes": share.hosts, "gpus_per_node": share.gpus})
+    where = {"engine": share.engine, "pool": run.evaluate.pool or run.gang.pool}
     gang = run.gang.model_copy(update={**where, "min_nodes": None})
-    return Job("evaluate", run.model_copy(update={"layout": layout, "gang": gang}), run)
-
-
-def _is_away(run: Run) -> bool:
-    """Whether hosts of a gang have the GPUs of this run, and this host has none."""
-    return run.gang.engine != "local" and hardware.of(run).cuda and not host_gpus.visible()
+    return Evaluation(run.model_copy(update={"layout": layout, "gang": gang}), run)
 
 
 def _newest(output: Path) -> int:

@@ -7,6 +7,7 @@ import time
 
 from prefect import State, task
 
+from conf.rules.gpus import takes
 from conf.schema import identity
 from conf.schema.run import Run
 from contract.faults import Fault, Stopped
@@ -58,7 +59,7 @@ def train(stage_run: StageRun, model: Artifact, base: Artifact, data: Artifact) 
         for split, context in (("training", "training"), ("validation", "validation")):
             count = data.result["rows"][split]
             tracked.dataset(f"{run.name}-{split}", data.digest, store.link(f"{data.key}/files"), context, count)
-        several = run.layout.nodes > 1 or run.gang.engine != "local"
+        several = takes(run, "train").engine is not None
         say, stopped = _Thinned(work.say), stage_run.stopped(work, fenced=several)
 
         def stop() -> bool:

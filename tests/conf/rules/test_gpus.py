@@ -14,16 +14,16 @@ def run(*overrides: str) -> Run:
 @pytest.mark.parametrize(
     ("stage", "overrides", "share"),
     [
-        ("train", ["layout.gpus_per_node=4"], Share(1, 4, True)),
-        ("train", ["layout.nodes=2", "layout.gpus_per_node=2"], Share(2, 2, True)),
-        ("train", ["layout.nodes=2", "gang.engine=prefect"], Share(2, 1, False)),
-        ("convert", ["layout.gpus_per_node=4"], Share(1, 4, True)),
-        ("convert", ["layout.nodes=2"], Share(1, 0, True)),
-        ("evaluate-base", [], Share(1, None, True)),
-        ("evaluate-tuned", ["evaluate.gpus=2"], Share(1, 2, True)),
-        ("evaluate", ["evaluate.nodes=2", "layout.gpus_per_node=8", "gang.engine=slurm"], Share(2, 8, False)),
-        ("evaluate", ["evaluate.engine=prefect", "evaluate.gpus=4"], Share(1, 4, False)),
-        ("export", ["layout.gpus_per_node=8"], Share(1, 0, True)),
+        ("train", ["layout.gpus_per_node=4"], Share(1, 4)),
+        ("train", ["layout.nodes=2", "layout.gpus_per_node=2"], Share(2, 2, "local")),
+        ("train", ["layout.nodes=2", "gang.engine=prefect"], Share(2, 1, "prefect")),
+        ("convert", ["layout.gpus_per_node=4"], Share(1, 4)),
+        ("convert", ["layout.nodes=2"], Share(1, 0)),
+        ("evaluate-base", [], Share(1, None)),
+        ("evaluate-tuned", ["evaluate.gpus=2"], Share(1, 2)),
+        ("evaluate", ["evaluate.nodes=2", "layout.gpus_per_node=8", "gang.engine=slurm"], Share(2, 8, "slurm")),
+        ("evaluate", ["evaluate.engine=prefect", "evaluate.gpus=4"], Share(1, 4, "prefect")),
+        ("export", ["layout.gpus_per_node=8"], Share(1, 0)),
     ],
 )
 def test_a_stage_takes_what_its_command_uses(stage, overrides, share):
@@ -31,8 +31,15 @@ def test_a_stage_takes_what_its_command_uses(stage, overrides, share):
 
 
 def test_an_engine_on_the_flow_s_own_host_has_all_members_there():
-    assert Share(2, 2, True).of(8) == 4 and Share(2, 2, False).of(8) == 2
-    assert Share(1, None, True).of(8) == 8 and Share(1, 0, True).of(8) == 0
+    assert Share(2, 2, "local").of(8) == 4 and Share(2, 2, "slurm").of(8) == 2
+    assert Share(1, None).of(8) == 8 and Share(1, 0).of(8) == 0
+
+
+def test_evaluations_leave_a_flow_s_host_without_gpus_for_an_engine_that_finds_some():
+    away = run("gang.engine=slurm", "layout.gpus_per_node=8", "evaluate.gpus=4")
+    assert takes(away, "evaluate-base") == Share(1, 4)
+    assert takes(away, "evaluate-base", leaves=True) == Share(1, 4, "slurm") and not takes(away, "export", True).gpus
+    assert takes(run(), "evaluate-base", leaves=True).here
 
 
 @pytest.mark.parametrize(
