@@ -1,4 +1,4 @@
-"""Identity of a process, by its number and start time, and whether it goes on."""
+"""Identity of a process, by its number and start time, and its state."""
 
 from __future__ import annotations  # flows/doctor.py runs on Python 3.8
 
@@ -11,9 +11,14 @@ def started(pid: int) -> str | None:
     return None if not fields or fields[0] == "Z" else fields[19]
 
 
+def state(pid: int) -> str:
+    """State of a process, as /proc has it: R, S, D, T, Z and others; empty where there is no such process."""
+    return next(iter(_stat(pid)), "")
+
+
 def suspended(pid: int) -> bool:
     """Whether somebody has stopped the process and not continued it, as Ctrl-Z does."""
-    return _stat(pid)[:1] in (["T"], ["t"])
+    return state(pid) in ("T", "t")
 
 
 def _stat(pid: int) -> list[str]:

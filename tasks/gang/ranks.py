@@ -20,8 +20,9 @@ from typing import Any
 
 from conf import network
 from conf.schema.run import Run
+from contract import signs_of_life
 from contract.amounts import size
-from contract.processes import started
+from contract.processes import started, state
 from tasks.gang import peer_probe
 from tasks.gang.diagnosis import host_evidence
 from tasks.gang.messages import Address, End, Sign, Task
@@ -32,7 +33,6 @@ from tasks.run.launch import PRIVATE, ROOT
 SILENT = {"T": 6.0, "t": 6.0, "D": 20.0}
 SILENT_ELSE = 60.0
 DEATH = re.compile(r"failed \(exitcode: (-?\d+)\) local_rank: (\d+)")
-MEASURED = ("training", "answering")  # phases whose usual step a rank knows
 SHOWN = 30  # last lines of a failed rank's log
 LEAST = 1 << 20  # bytes of this host's own disk, below which neither signs of life nor logs can be relied on
 AFTER = 0.7  # seconds between a rank's death and the look at what all of them left
@@ -60,7 +60,7 @@ class Ranks:
         self.alone = start.task.command == "evaluate"  # torchrun waits minutes for those that only compute
         self.first = start.node * self.count
         self.failed_at: float | None = None
-        (folder / "life").mkdir(parents=True)
+        self._life().mkdir(parents=True)
         command = [sys.executable, "-m", "torch.distributed.run"]
         command += ["--nnodes", str(start.task.nodes), "--node-rank", str(start.node)]
         command += ["--nproc-per-node", str(self.count), "--max-restarts", "0", "--rdzv-id", start.name]
@@ -69,7 +69,7 @@ class Ranks:
         command += ["-m", f"trainer.{start.task.command}", str(start.conf)]
         environment = network.environment(start.run, host_evidence.gpu())  # what this host says already wins
         environment |= {name: value for name, value in os.environ.items() if not name.startswith(PRIVATE)}
-        environment |= {"PYTHONUNBUFFERED": "1", "PYTHONPATH": str(ROOT), "LIFE_FOLDER": str(folder / "life")}
+        environment |= {"PYTHONUNBUFFERED": "1", "PYTHONPATH": str(ROOT), signs_of_life.FOLDER: str(self._life())}
         environment |= {"GANG_ATTEMPT": start.name, "TRAINER_FAULT_FILE": str(folder / "fault")}
         environment |= {"VLLM_HOST_IP": start.address}  # vLLM else asks for the route to the internet
         environment.setdefault("OMP_NUM_THREADS", "1")
@@ -92,9 +92,9 @@ class Ranks:
         Between a first death and failed all have a moment to leave what they know.
         """
         code = self.process.poll()
-        if code == 0 or (self.alone and any(sign.phase == "over" for sign in self.signs())):
+        if code == 0 or (self.alone and any(sign.phase == signs_of_life.OVER for sign in self.signs())):
             return "done"
-        dead = code is not None or self._full() or self._deaths() or list(self._life().glob("error*.json"))
+        dead = code is not None or self._full() or self._deaths() or list(self._life().glob(signs_of_life.error("*")))
         if dead and self.failed_at is None:
             self.failed_at = time.monotonic()
         if self.failed_at is not None:
@@ -104,20 +104,20 @@ class Ranks:
     def signs(self) -> list[Sign]:
         """Signs of every rank that has begun: its activity, and since when it has been silent."""
         now, gang, found = time.monotonic(), self.run.gang, []
-        for path in sorted(self._life().glob("rank*.json")):
+        for path in sorted(self._life().glob(signs_of_life.sign("*"))):
             with contextlib.suppress(OSError, ValueError, KeyError):
                 sign = json.loads(path.read_text())
-                age, idle, state = now - sign["at"], now - sign["step_at"], _state(sign["pid"])
+                age, idle, kind = now - sign["at"], now - sign["step_at"], state(sign["pid"])
                 longest = max(gang.stall_seconds, gang.stall_factor * sign["usual"])
-                longest = longest if sign["phase"] in MEASURED else gang.quiet_seconds
-                there = state not in ("", "Z")
-                silent = there and age > SILENT.get(state, SILENT_ELSE)
+                longest = longest if sign["phase"] in signs_of_life.MEASURED else gang.quiet_seconds
+                there = kind not in ("", "Z")
+                silent = there and age > SILENT.get(kind, SILENT_ELSE)
                 found.append(
                     Sign(
                         **{key: sign[key] for key in ("rank", "pid", "step", "phase")},
                         age=round(age, 1),
                         idle=round(idle, 1),
-                        state=state,
+                        state=kind,
                         silent=silent,
                         stalled=there and not silent and idle > longest,
                     )
@@ -131,7 +131,7 @@ class Ranks:
         for local in range(self.count):
             rank = self.first + local
             sign = told.get(rank)
-            error = _read(self._life() / f"error{rank}.json")
+            error = _read(self._life() / signs_of_life.error(rank))
             lines = self._tail(local)
             for line in error.get("lines", []):
                 if line not in lines:
@@ -220,14 +220,6 @@ if os.getppid() != int(sys.argv[1]):
     os._exit(1)
 os.execv(sys.argv[2], sys.argv[2:])
 """
-
-
-def _state(pid: int) -> str:
-    """State of a process as /proc has it; empty where there is no such process."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except OSError:
-        return ""
 
 
 def _read(path: Path) -> dict[str, Any]:

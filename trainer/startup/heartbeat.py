@@ -1,9 +1,8 @@
 """Heartbeat of a rank, for whoever watches it on this host: a thread writes signs of life to a file once a second.
 
-LIFE_FOLDER names the folder; without it nothing is written. rank<N>.json holds rank, pid, phase, the last step, how
-long the usual step takes, and the moments of all this by this host's monotonic clock. The thread falls silent when the
-process is stopped, dead, or its interpreter is held by something that does not let go. error<N>.json is what a rank
-dies of, by its own account. A rank of a gang (GANG_ATTEMPT) does not begin before all its world have said that name.
+The files are those of contract/signs_of_life.py; without their folder nothing is written. The thread falls silent when
+the process is stopped, dead, or its interpreter is held by something that does not let go. A rank of a gang
+(GANG_ATTEMPT) does not begin before all its world have said that name.
 """
 
 import contextlib
@@ -16,11 +15,11 @@ import traceback
 from pathlib import Path
 from typing import Any
 
+from contract import signs_of_life
 from contract.files import write_atomically
 
 EVERY = 1.0
 USUAL = 20  # steps whose median is the usual one
-MEASURED = ("training", "answering")
 MEET_WITHIN = 300.0  # seconds; hosts start at once, but imports from a cold disk take minutes
 
 signs: dict[str, Any] = {"phase": "starting", "step": 0, "usual": 0.0}
@@ -28,7 +27,7 @@ durations: list[float] = []
 
 
 def begin() -> None:
-    if "LIFE_FOLDER" not in os.environ:
+    if signs_of_life.FOLDER not in os.environ:
         return
     signs.update(rank=int(os.environ["RANK"]), pid=os.getpid(), step_at=time.monotonic())
     _write()
@@ -41,7 +40,7 @@ def phase(name: str) -> None:
 
 def step(number: int) -> None:
     """Note that a step has ended."""
-    if signs["phase"] in MEASURED:
+    if signs["phase"] in signs_of_life.MEASURED:
         durations.append(time.monotonic() - signs["step_at"])
         del durations[:-USUAL]
         signs["usual"] = statistics.median(durations)
@@ -51,19 +50,19 @@ def step(number: int) -> None:
 
 def over() -> None:
     """Note that this rank has made all that it was to make."""
-    if "LIFE_FOLDER" in os.environ:
-        phase("over")
+    if signs_of_life.FOLDER in os.environ:
+        phase(signs_of_life.OVER)
         _write()
 
 
 def failed(error: BaseException) -> None:
     """Write down the error that this rank dies of."""
-    if "LIFE_FOLDER" not in os.environ:
+    if signs_of_life.FOLDER not in os.environ:
         return
     lines = traceback.format_exception(error)
     told = {"rank": signs.get("rank"), "step": signs["step"], "lines": "".join(lines).splitlines()[-30:]}
     with contextlib.suppress(OSError):
-        _put(f"error{signs.get('rank')}.json", told)
+        _put(signs_of_life.error(signs.get("rank", 0)), told)
 
 
 def meet() -> None:
@@ -120,8 +119,8 @@ def _beat() -> None:
 
 
 def _write() -> None:
-    _put(f"rank{signs['rank']}.json", signs | {"at": time.monotonic()})
+    _put(signs_of_life.sign(signs["rank"]), signs | {"at": time.monotonic()})
 
 
 def _put(name: str, content: dict[str, Any]) -> None:
-    write_atomically(Path(os.environ["LIFE_FOLDER"]) / name, json.dumps(content), durable=False)
+    write_atomically(Path(os.environ[signs_of_life.FOLDER]) / name, json.dumps(content), durable=False)
