@@ -1,4 +1,6 @@
-"""Numbers of bytes, as people read them."""
+"""Numbers of bytes and spans of time, as people read them."""
+
+from __future__ import annotations  # flows/doctor.py runs on Python 3.8
 
 UNITS = ("B", "KB", "MB", "GB", "TB")
 
@@ -10,6 +12,13 @@ def size(count: float) -> str:
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
         count /= 1000
     return f"{count:.2f} TB"
+
+
+def clock(seconds: float) -> str:
+    """Format a span of time in hours, minutes and seconds: 0:00:07, 27:30:00."""
+    minutes, seconds = divmod(max(0, round(seconds)), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{seconds:02}"
 
 
 def unlike(one: float, other: float) -> tuple[str, str]:

@@ -29,6 +29,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from contract import gpu_queue, nvidia_smi
+from contract.amounts import clock
 from contract.faults import Fault
 from contract.gpu_queue import Wish
 from contract.nvidia_smi import listed, visible
@@ -121,7 +122,7 @@ def take(
             if isinstance(found, Hold):
                 if told:
                     names = found.devices.replace(",", ", ")
-                    say(f"{what} has GPU {names} of this host, after {_clock(time.monotonic() - began)}")
+                    say(f"{what} has GPU {names} of this host, after {clock(time.monotonic() - began)}")
                 _clear(found, what, say, stop)
                 return found
             key, reason = found
@@ -160,9 +161,9 @@ def standing() -> list[str]:
     lines = []
     for owner in dict.fromkeys(owners.values()):
         names = nvidia_smi.devices(tuple(gpu for gpu in there if owners.get(gpu) == owner), there)
-        lines.append(f"{owner.what} has had GPU {names.replace(',', ', ')} for {_clock(time.time() - owner.since)}")
+        lines.append(f"{owner.what} has had GPU {names.replace(',', ', ')} for {clock(time.time() - owner.since)}")
     for wish in wishes:
-        lines.append(f"{wish.what} has waited for {_amount(wish.count)} for {_clock(time.time() - wish.since)}")
+        lines.append(f"{wish.what} has waited for {_amount(wish.count)} for {clock(time.time() - wish.since)}")
     return lines
 
 
@@ -354,18 +355,12 @@ def _said(owners: dict[str, Owner], gpus: tuple[str, ...]) -> str:
     for owner in dict.fromkeys(owners.values()):
         count = sum(one == owner for one in owners.values())
         them = f"{count} of {len(gpus)}" if count < len(gpus) else "it" if count == 1 else "them"
-        said.append(f"{owner.what} has had {them} for {_clock(time.time() - owner.since)}")
+        said.append(f"{owner.what} has had {them} for {clock(time.time() - owner.since)}")
     return "; ".join(said)
 
 
 def _amount(count: int) -> str:
     return f"{count} GPU{'s' * (count > 1)}"
-
-
-def _clock(seconds: float) -> str:
-    minutes, seconds = divmod(max(0, round(seconds)), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{seconds:02d}"
 
 
 def _clear(hold: Hold, what: str, say: Callable[[str], None], stop: Callable[[], bool]) -> None:

@@ -21,13 +21,12 @@ from collections.abc import Sequence
 from datetime import datetime
 from typing import Any
 
-from contract.amounts import size
+from contract.amounts import clock, size
 from contract.faults import Fault
 from tasks.gang.history import timeline
 from tasks.run import artifact, lease
 from tasks.run.artifact import Artifact, Missing
 from tasks.run.places import open_run_store
-from tasks.run.progress import clock
 from tasks.stages import pipeline
 from tasks.store import Store
 

@@ -1,9 +1,8 @@
 """Forecast of a run: each stage's fingerprint, whether it is there, why not, and the likely cost of making it."""
 
-from contract.amounts import size
+from contract.amounts import clock, size
 from tasks.run import artifact
 from tasks.run.artifact import Artifact
-from tasks.run.progress import clock
 from tasks.run.request import Request
 from tasks.store import Store
 

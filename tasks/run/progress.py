@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from contract.amounts import size
+from contract.amounts import clock, size
 
 SHOWN_AFTER = 2.0  # seconds: what ends sooner needs no bar
 EVERY = 2.0
@@ -91,9 +91,3 @@ def newest(file: Path, *keys: str) -> tuple[float, ...]:
             found = json.loads(line)
             return tuple(found[key] for key in keys)
     return (0,) * len(keys)
-
-
-def clock(seconds: float) -> str:
-    minutes, seconds = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"

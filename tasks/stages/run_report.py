@@ -7,13 +7,13 @@ from prefect.artifacts import create_markdown_artifact
 
 from conf.planner.verdict import Plan
 from conf.schema.run import Run
+from contract.amounts import clock
 from tasks.gang.history import prefect_page as gang
 from tasks.gang.history import timeline
 from tasks.pages import data_report
 from tasks.pages.markdown import code, table, words
 from tasks.run.artifact import Artifact, Stage
 from tasks.run.outcomes import Outcome, Outcomes
-from tasks.run.progress import clock
 from tasks.run.run_tracking import RunTracking
 from tasks.stages import plan
 from tasks.store import Store

@@ -21,10 +21,10 @@ from prefect.client.orchestration import get_client
 from prefect.client.schemas.actions import ArtifactCreate, ArtifactUpdate
 from prefect.context import TaskRunContext
 
+from contract.amounts import clock
 from tasks.gang.history import timeline
 from tasks.gang.history.timeline import DONE, Attempt, History, Teller, settled, state
 from tasks.pages.markdown import code, fenced, table, words
-from tasks.run.progress import clock
 from tasks.store import Store
 from tasks.tracking import Stage
 
