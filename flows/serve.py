@@ -32,8 +32,9 @@ from contract import host_gpus
 from contract.faults import Fault
 from contract.served_model import KEY, ServedModel
 from flows.arguments import parser, refused
+from tasks.run import artifact
 from tasks.run.launch import Broken, Turn
-from tasks.run.places import open_run_store, runs_folder
+from tasks.run.places import kernels_folder, open_run_store, runs_folder
 from tasks.serving import artifacts, named, questions, server
 from tasks.serving.artifacts import Sources
 from tasks.tracking.address import resolve
@@ -85,7 +86,7 @@ def prepare(name: str, host: str, port: int, adapter: bool, length: int | None) 
     store, folder = open_run_store(), runs_folder()
     found = named.find(name, store, resolve(None, folder))
     sources = artifacts.collect(found, store, adapter, gpus=bool(host_gpus.visible()))
-    where = {"host": host, "port": port, "kernels": str(folder / "kernels")}
+    where = {"host": host, "port": port, "kernels": str(kernels_folder())}
     return sources, artifacts.served_model(sources, store, folder / "cache", length=length, **where)
 
 
@@ -106,7 +107,7 @@ def check(sources: Sources, served: ServedModel, say: Say, ended: threading.Even
     if sources.evaluation is None:
         raise Fault(f"{sources.named.title}: the store has no evaluation of {sources.named.export.key} to compare with")
     store, cache = open_run_store(), runs_folder() / "cache"
-    asked = questions.of(artifacts.local(sources.evaluation, store, cache), Path(served.data))
+    asked = questions.of(artifact.local(sources.evaluation, store, cache), Path(served.data))
     if not asked:
         raise Fault(f"{sources.evaluation.key}: it kept no answers of held_out (evaluate.tasks, evaluate.samples)")
     told: list[questions.Compared] = []

@@ -28,6 +28,7 @@ SERVED = (
 )
 FP8 = 8.9  # CUDA's compute capability that quantization takes
 BYTES = {"fp32": 4, "bf16": 2}  # of a weight, by precision
+LATENT = "kv_b_proj"  # Hugging Face's name of linear_kv_up_proj
 CPU_HEADS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 
 
@@ -43,7 +44,7 @@ def contradictions(run: Run) -> Iterator[tuple[str, str]]:
     if evaluate.adapter == "merged":
         return
     if kind != "lora":
-        why = "there is no adapter" if kind == "none" else "vLLM adds products, and DoRA scales the weight"
+        why = "there is no adapter" if kind == "none" else next(unadded(dora=True))
         yield "evaluate.adapter", f"{evaluate.adapter}, but adapter.kind is {kind}: {why}; merged"
     elif "adapter" not in (run.export.formats or ("adapter",)):
         yield "evaluate.adapter", f"{evaluate.adapter}, but export.formats lacks adapter"
@@ -62,18 +63,26 @@ def unservable(run: Run, facts: ModelFacts, cpu: bool) -> list[str]:
 
 
 def _unmerged(run: Run, facts: ModelFacts, cpu: bool) -> Iterator[str]:
-    """Parts of an adapter that vLLM cannot add to the base while it serves it."""
+    """Reasons why the run's adapter cannot be served beside the base."""
     if run.evaluate.adapter == "merged":
         return
     merged = "evaluate.adapter=merged serves it"
-    if facts.kv_rank and "linear_kv_up_proj" in run.adapter.targets:
-        # vLLM takes both halves of kv_b_proj from the base's weight when it loads it, for decoding
-        yield f"linear_kv_up_proj's adapter counts in prompts and not in answers; {merged}, or train it without"
+    latent = facts.kv_rank > 0 and "linear_kv_up_proj" in run.adapter.targets
+    for reason in unadded(latent=latent, experts=facts.experts > 0, cpu=cpu):
+        yield f"{reason}; {merged}" + ", or train it without linear_kv_up_proj" * latent
     experts = [name for name in ("linear_fc1", "linear_fc2") if name in run.adapter.targets]
-    if facts.experts and cpu:
-        yield f"vLLM adds no adapter to a model with experts on a CPU; {merged}"
-    elif facts.experts and len(experts) == 1:
+    if facts.experts and not cpu and len(experts) == 1:
         yield f"vLLM takes adapters of both linear_fc1 and linear_fc2, and not {experts[0]}'s alone; {merged}"
+
+
+def unadded(*, dora: bool = False, latent: bool = False, experts: bool = False, cpu: bool = False) -> Iterator[str]:
+    """Reasons why vLLM cannot add an adapter to the base while it serves it, or would leave it out without a word."""
+    if dora:
+        yield "vLLM adds products, and DoRA scales the weight"
+    if latent:  # both halves of kv_b_proj are taken from the base's weight when it is loaded, for decoding
+        yield f"vLLM would leave the adapter of {LATENT} (linear_kv_up_proj) out of answers"
+    if experts and cpu:
+        yield "vLLM adds no adapter to a model with experts on a CPU, and needs a GPU for it"
 
 
 def _on_cpu(run: Run, facts: ModelFacts) -> Iterator[str]:

@@ -23,6 +23,7 @@ from typing import Any
 
 from contract.faults import Fault
 from tasks.run import lease
+from tasks.run.progress import Progress
 from tasks.store import File, Store
 from tasks.store.folder import PARTIAL, walk
 
@@ -178,7 +179,7 @@ def every(store: Store, stage: str = "") -> Iterator[Artifact]:
             yield artifact
 
 
-def local(artifact: Artifact, store: Store, cache: Path, progress: Callable[[int, int], None] | None = None) -> Path:
+def local(artifact: Artifact, store: Store, cache: Path) -> Path:
     """A folder of this host that holds the artifact's files: the store's own, or a copy in the cache."""
     if place := store.place(f"{artifact.key}/files"):
         return place
@@ -187,7 +188,7 @@ def local(artifact: Artifact, store: Store, cache: Path, progress: Callable[[int
     with contextlib.suppress(OSError, ValueError):  # half written by a process that was killed
         known = json.loads(stamps.read_text())
     if known != {"digest": artifact.digest, "files": _stamps(folder, artifact)}:
-        store.get(f"{artifact.key}/files", artifact.files, folder, progress)
+        store.get(f"{artifact.key}/files", artifact.files, folder, Progress("fetch", "bytes").update)
         for name, path in walk(folder).items():
             if name not in artifact.files and not name.startswith(f"{PARTIAL}/"):  # of what lay here before
                 path.unlink()

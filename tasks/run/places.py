@@ -11,6 +11,11 @@ def runs_folder() -> Path:
     return Path(os.environ.get("FINETUNE_RUNS", "runs")).absolute()
 
 
+def kernels_folder() -> Path:
+    """The folder for what serving compiles on this host."""
+    return runs_folder() / "kernels"
+
+
 def open_run_store() -> Store:
     """The store that FINETUNE_STORE names."""
     return open_store(os.environ.get("FINETUNE_STORE") or str(runs_folder() / "store"))

@@ -22,6 +22,7 @@ from tasks import tracking
 from tasks.run import artifact, launch
 from tasks.run.artifact import Artifact, Work
 from tasks.run.outcomes import Outcome, Outcomes
+from tasks.run.places import kernels_folder
 from tasks.run.progress import Progress
 from tasks.run.request import Request
 from tasks.run.run_tracking import RunTracking
@@ -82,12 +83,12 @@ class StageRun:
 
     def local(self, made: Artifact) -> Path:
         """A folder of this host that holds the artifact's files. Never write there."""
-        return artifact.local(made, self.store, self._folder / "cache", Progress("fetch", "bytes").update)
+        return artifact.local(made, self.store, self._folder / "cache")
 
     @property
     def kernels(self) -> Path:
         """Folder of this host's runs for what serving compiles."""
-        return self._folder / "kernels"
+        return kernels_folder()
 
     def stopped(self, work: Work, fenced: bool = False) -> Callable[[], bool]:
         """Return a function that says whether work has to end: the run is cancelled, or another process has the work.

@@ -10,19 +10,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from conf.rules import serving
 from contract import json_object
 from contract.faults import Fault
 from contract.served_model import ServedModel
 from tasks.run import artifact
 from tasks.run.artifact import Artifact, Missing
-from tasks.run.progress import Progress
 from tasks.serving.named import Named
 from tasks.store import Store
 
 MERGED = "merged/config.json"
 ADAPTER = "adapter/adapter_config.json"
-# vLLM takes both halves of kv_b_proj from the base when it loads it: an adapter of it counts in prompts alone.
-SPLIT_ON_LOADING = "kv_b_proj"
 
 
 @dataclass(frozen=True)
@@ -65,12 +63,12 @@ def collect(named: Named, store: Store, adapter: bool, gpus: bool) -> Sources:
 
 def served_model(sources: Sources, store: Store, cache: Path, **where: Any) -> ServedModel:
     """Bring all files to this host, and say what is to be served."""
-    export = local(sources.named.export, store, cache)
-    base = local(sources.base, store, cache) if sources.unmerged else export / "merged"
+    export = artifact.local(sources.named.export, store, cache)
+    base = artifact.local(sources.base, store, cache) if sources.unmerged else export / "merged"
     return ServedModel(
         name=sources.named.name,
         model=str(base),
-        data=str(local(sources.data, store, cache)),
+        data=str(artifact.local(sources.data, store, cache)),
         precision=sources.evaluation.stage.config["precision"] if sources.evaluation else _precision(base),
         adapter=str(export / "adapter") if sources.unmerged else None,
         quantization=sources.asked.get("quantization"),
@@ -109,22 +107,10 @@ def _require_servable(sources: Sources, store: Store, gpus: bool) -> None:
     config = json_object.parse(found[0] if found else b"", f"{key}: {ADAPTER}")
     merged = "serve it merged" if MERGED in sources.named.export.files else "export it with export.formats=[merged]"
     targets = [*(config.get("target_modules") or ()), *(config.get("target_parameters") or ())]
-    if config.get("use_dora"):
-        raise Fault(f"{sources.named.title}: its adapter is DoRA, which vLLM does not add; {merged}")
-    if any(SPLIT_ON_LOADING in target for target in targets):
-        raise Fault(
-            f"{sources.named.title}: its adapter is of {SPLIT_ON_LOADING} too, which vLLM would leave out of answers; "
-            f"{merged}"
-        )
-    if not gpus and any(re.search(r"(^|\.)experts\.", target) for target in targets):
-        raise Fault(
-            f"{sources.named.title}: its adapter is of experts too, which vLLM adds on a GPU, and this host has none; "
-            f"{merged}"
-        )
-
-
-def local(made: Artifact, store: Store, cache: Path) -> Path:
-    return artifact.local(made, store, cache, Progress("fetch", "bytes").update)
+    latent = any(serving.LATENT in target for target in targets)
+    experts = any(re.search(r"(^|\.)experts\.", target) for target in targets)
+    for reason in serving.unadded(dora=bool(config.get("use_dora")), latent=latent, experts=experts, cpu=not gpus):
+        raise Fault(f"{sources.named.title}: {reason}; {merged}")
 
 
 def _precision(model: Path) -> str:

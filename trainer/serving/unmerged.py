@@ -12,6 +12,7 @@ from typing import Any
 
 from conf.model_files import safetensors_header
 from conf.planner.serving.memory import RANKS
+from conf.rules.serving import LATENT, unadded
 from conf.schema.run import Run
 from contract import json_object
 from contract.faults import Fault
@@ -92,9 +93,11 @@ def read(folder: Path, name: str) -> Adapter:
     rank = config.get("r")
     if not isinstance(rank, int) or isinstance(rank, bool) or not 1 <= rank <= RANKS[-1]:
         raise Fault(f"{folder / CONFIG}: r is {rank!r}; vLLM serves adapters of ranks up to {RANKS[-1]}")
-    if config.get("use_dora") or any("lora_magnitude_vector" in name for name in tensors):
-        raise Fault(f"{folder}: is a DoRA, which vLLM does not add while it serves; evaluate.adapter=merged")
-    return Adapter(folder, name, rank, frozenset(_layer(tensor) for tensor in tensors))
+    dora = bool(config.get("use_dora")) or any("lora_magnitude_vector" in name for name in tensors)
+    layers = frozenset(_layer(tensor) for tensor in tensors)
+    for reason in unadded(dora=dora, latent=LATENT in layers):  # hosts without GPUs are refused before
+        raise Fault(f"{folder}: {reason}; evaluate.adapter=merged")
+    return Adapter(folder, name, rank, layers)
 
 
 def _layer(tensor: str) -> str:

@@ -53,16 +53,16 @@ def test_an_adapter_is_served_beside_the_base(store, asked, merged):
 @pytest.mark.parametrize(
     "adapter, gpus, said",
     [
-        ({"use_dora": True}, True, "its adapter is DoRA, which vLLM does not add; serve it merged"),
+        ({"use_dora": True}, True, "vLLM adds products, and DoRA scales the weight; serve it merged"),
         (
             {"target_modules": ["kv_b_proj"]},
             True,
-            "its adapter is of kv_b_proj too, which vLLM would leave out of answers",
+            "vLLM would leave the adapter of kv_b_proj (linear_kv_up_proj) out of answers",
         ),
         (
             {"target_parameters": ["mlp.experts.down_proj"]},
             False,
-            "its adapter is of experts too, which vLLM adds on a GPU",
+            "vLLM adds no adapter to a model with experts on a CPU",
         ),
         ({"target_parameters": ["mlp.experts.down_proj"]}, True, None),
         ({"target_parameters": ["mlp.shared_experts.up_proj.weight"]}, False, None),

@@ -72,8 +72,9 @@ def test_experts_are_announced_and_their_memory_is_cut(exported):
         ([DENSE], {"r": 513}, r"r is 513"),
         ([DENSE], {"r": True}, r"r is True"),
         ([DENSE], {"r": "16"}, r"r is '16'"),
-        ([DENSE], {"use_dora": True}, r"is a DoRA, .*evaluate\.adapter=merged"),
-        ([DENSE.replace("lora_A.weight", "lora_magnitude_vector")], {}, r"is a DoRA"),
+        ([DENSE], {"use_dora": True}, r"DoRA scales the weight; evaluate\.adapter=merged"),
+        ([DENSE.replace("lora_A.weight", "lora_magnitude_vector")], {}, r"DoRA scales the weight"),
+        ([DENSE.replace("q_proj", "kv_b_proj")], {}, r"kv_b_proj.* out of answers; evaluate\.adapter=merged"),
     ],
 )
 def test_adapters_that_vllm_cannot_add_are_refused(names, config, fault, exported):
