@@ -5,7 +5,8 @@
     updating                                    the optimizer's step, here and on the host
 
 Shares and seconds were measured on an H200 with 16 cores by benchmarks/gpu/calibrate.py (torch 2.11, TE 2.20; November
-2026), on bare products, kernels and layers of 256 tokens; GEMM and EACH were set by steps of trainer.trial as well.
+2026), on bare products, kernels and layers of 256 tokens; GEMM and EACH were set by steps of trainer.trial as well, and
+CROWD, RING and CALL by steps on two and four H200.
 
 Not covered: experts that are not computed in one grouped product; sizes of matrices that fit a GPU's tiles badly.
 """
@@ -50,10 +51,16 @@ KERNELS = {
 }  # to quantize: the largest number, the scale, the copy
 LOSS = 10  # bytes per logit in 2 bytes: read twice and written, and once more for the way back
 
-# Seconds of the host for one layer, forward and backward.
-DENSE, MOE = (1.0e-3, 1.0e-3), (5.0e-3, 3.6e-3)
+# Seconds of the host for one layer, forward and backward, of a rank that has its host to itself.
+DENSE, MOE, SHARED = (1.0e-3, 1.0e-3), (4.5e-3, 3.2e-3), (0.5e-3, 0.4e-3)  # SHARED: more, with shared experts
 EACH = 0.33e-3  # more in each direction, for each expert of a rank that has adapters of its own; from trainer.trial
-ADAPTERS, FP8 = (0.9e-3, 0.6e-3), (0.6e-3, 0.4e-3)  # more, where there are any
+ADAPTER, FP8 = (0.23e-3, 0.15e-3), (0.6e-3, 0.4e-3)  # more, for each layer with an adapter, and with FP8
+RING = (0.17e-3, 0.33e-3)  # more, for each step of cp's ring: a piece of attention, and its sum with the others
+# So many times slower is the host for each of so many ranks on it; more were not measured. A rank on a host of 4 H200
+# took 70 to 85 us for each kernel of a step, and 20 us on a host of its own.
+CROWD = {1: 1.0, 2: 1.5, 4: 2.05}
+# Of each collective, beside the above: to start it, and until the host of the slowest rank has done so too.
+CALL = 0.25e-3
 # For each expert of a rank, its two products: forward; backward with its weights trained, and frozen. In FP8 inputs and
 # gradients are quantized expert by expert.
 EXPERT = {
@@ -71,9 +78,11 @@ HOST = 0.8  # of the host's bytes/s, by torch's fused AdamW
 
 
 class Host(NamedTuple):
+    """Seconds of the host to start one layer's kernels and collectives."""
+
     forward: float
     backward: float
-    experts: float  # of forward, what comes after the host has waited for the GPU to count tokens
+    experts: float  # of forward, what comes right after the host has waited for the GPU to count tokens
 
 
 def fp8(train: Train, part: str) -> str | None:
@@ -131,16 +140,26 @@ def attention(run: Run, facts: ModelFacts, gpu: Gpu) -> float:
 
 def starting(run: Run, facts: ModelFacts, kind: str) -> Host:
     routed, full = kind != "dense" and facts.experts > 0, run.adapter.kind == "none"
-    forward, backward = MOE if routed else DENSE
-    for more, there in ((ADAPTERS, not full), (FP8, run.train.fp8)):
-        forward, backward = (forward + more[0], backward + more[1]) if there else (forward, backward)
-    if not routed:
-        return Host(forward, backward, 0.0)
-    once, trained, frozen = EXPERT[run.train.fp8 or "bf16"]
-    experts = facts.experts // run.layout.ep
-    alone = EACH if not full and run.adapter.experts == "each" and _adapts_experts(run.adapter) else 0.0
-    backward += experts * ((trained if full else frozen) + alone)
-    return Host(forward, backward, experts * (once + alone))
+    adapted = sum(product.part == "adapters" for product in work.products(run, facts, kind)) // 2
+    found = [0.0, 0.0]
+    for more, times in (
+        (MOE if routed else DENSE, 1),
+        (SHARED, routed and facts.shared_ffn > 0),
+        (ADAPTER, adapted),
+        (FP8, run.train.fp8 is not None),
+        (RING, run.layout.cp - 1),
+    ):
+        found = [have + each * times for have, each in zip(found, more, strict=True)]
+    crowd = max(more for ranks, more in CROWD.items() if ranks <= run.layout.gpus_per_node)
+    calls, back = work.calls(run, facts, kind)
+    experts = 0.0
+    if routed:
+        once, trained, frozen = EXPERT[run.train.fp8 or "bf16"]
+        alone = EACH if not full and run.adapter.experts == "each" and _adapts_experts(run.adapter) else 0.0
+        local = facts.experts // run.layout.ep
+        experts = local * (once + alone)
+        found = [found[0] + experts, found[1] + local * ((trained if full else frozen) + alone)]
+    return Host(found[0] * crowd + calls * CALL, found[1] * crowd + back * CALL, experts * crowd)
 
 
 def _adapts_experts(adapter: Adapter) -> bool:

@@ -3,9 +3,9 @@
     timing(run, facts, gpu) -> Timing
 
 Each matrix product takes its FLOPs at a share of the data sheet's rate and its bytes at a share of memory's; all else
-that a layer does takes its bytes; a layer takes no less than the time its host needs to start its kernels, nor do its
-experts, whose tokens the host waits to be counted (conf/planner/rates.py). A frozen weight has no gradient of its own,
-so its layer costs 4 FLOPs a weight and token instead of 6, and recompute adds 2.
+that a layer does takes its bytes; a layer takes no less than the time its host needs to start its kernels and
+collectives, nor do its experts, whose tokens the host waits to be counted (conf/planner/rates.py). A frozen weight has
+no gradient of its own, so its layer costs 4 FLOPs a weight and token instead of 6, and recompute adds 2.
 
 Collectives of a layer are not hidden behind computing (Megatron's defaults), but for cp's ring, which attention hides
 (conf/planner/traffic.py).
@@ -176,9 +176,10 @@ def layer(run: Run, facts: ModelFacts, gpu: Gpu, kind: str) -> Layer:
     host, talk = rates.starting(run, facts, kind), sum(waited.values())
     matrices = sum(seconds + before for _, seconds, before, _ in costs)
     experts = sum(seconds for product, seconds, *_ in costs if product.part == "experts")
-    forward = max(matrices - experts + attention + moved, host.forward) + max(experts, host.experts) + talk
+    # when the host has waited for the count of tokens, nothing is queued: experts start at the host's pace
+    forward = max(matrices - experts + max(experts, host.experts) + attention + moved + talk, host.forward)
     back = sum(seconds * (2 if product.trained else 1) + before for product, seconds, _, before in costs)
-    backward = max(back + rates.ATTENTION_BACKWARD * attention + moved_back, host.backward) + talk
+    backward = max(back + rates.ATTENTION_BACKWARD * attention + moved_back + talk, host.backward)
     flops = {"scores": scores * (1 + rates.ATTENTION_BACKWARD)}
     for product in products:
         flops[product.part] = flops.get(product.part, 0) + product.flops * (3 if product.trained else 2)

@@ -5,6 +5,7 @@
     moved(run, facts, kind)       bytes that norms, activation functions, rotations and permutations read and write, if
                                   each is one kernel
     exchanged(run, facts, kind)   bytes of the layer's collectives, forward, by dimension
+    calls(run, facts, kind)       their numbers, forward and backward
 
 Not covered: packed rows, whose attention ends at their own start, so that it costs less than is said here.
 """
@@ -15,6 +16,8 @@ from conf.model_facts import ModelFacts
 from conf.planner.activations import Tokens, attention_width, tokens
 from conf.schema.run import Run
 from conf.schema.sections import Adapter
+
+ROWS = ("linear_proj", "linear_fc2")  # layers that tp cuts by rows
 
 
 class Product(NamedTuple):
@@ -120,7 +123,7 @@ def exchanged(run: Run, facts: ModelFacts, kind: str) -> dict[str, float]:
     row = t.whole * facts.hidden * t.byte
     blocks = 2 if kind == "dense" or facts.shared_ffn or not facts.experts else 1  # attention, and what tp else cuts
     # an adapter of a row-parallel layer gathers its output's columns
-    rows = sum(name in adapters.targets for name in ("linear_proj", "linear_fc2")[:blocks])
+    rows = sum(name in adapters.targets for name in ROWS[:blocks])
     found = {"tp": row * (2 * blocks + (rows if adapters.kind != "none" else 0)) if layout.tp > 1 else 0.0}
     width = 2 * facts.kv_heads * facts.head_dim / min(layout.tp, facts.kv_heads)
     if facts.kv_rank:
@@ -132,6 +135,31 @@ def exchanged(run: Run, facts: ModelFacts, kind: str) -> dict[str, float]:
         # there in the model's precision, back summed in fp32
         found["etp"] = float(t.routed * facts.hidden * (t.byte + 4)) if layout.etp > 1 else 0.0
     return found
+
+
+def calls(run: Run, facts: ModelFacts, kind: str) -> tuple[int, int]:
+    """Numbers of the layer's collectives, forward and backward; each exchange of cp's ring is one."""
+    layout, adapter = run.layout, run.adapter
+    routed = kind != "dense" and facts.experts > 0
+    cut = 1 if routed and not facts.shared_ffn else 2  # attention, and what tp else cuts
+    forward = backward = 0
+    if layout.tp > 1:
+        names = [name for name in adapter.targets if cut == 2 or not name.startswith("linear_fc")]
+        # each layer gathers before and scatters behind, and again to compute the gradients of weights
+        forward, backward = 2 * cut, (3 if _full(adapter) else 2) * cut
+        # an adapter sums what A gives, or gathers it; one of a row-parallel layer gathers its output too
+        adapters = 0 if _full(adapter) else sum(2 if name in ROWS else 1 for name in names)
+        forward, backward = forward + adapters, backward + adapters
+    if layout.cp > 1:
+        forward, backward = forward + 2 * (layout.cp - 1), backward + 4 * (layout.cp - 1)
+    if routed and layout.ep > 1:
+        # tokens and their weights there, results back; and before that, counts of tokens
+        forward, backward = forward + 4, backward + 3
+        if not _full(adapter) and adapter.experts == "shared":  # A and B have their gradients summed at once
+            backward += 2 * sum(name in adapter.targets for name in ("linear_fc1", "linear_fc2"))
+    if routed and layout.etp > 1:
+        forward, backward = forward + 2, backward + 2
+    return forward, backward
 
 
 def _full(adapter: Adapter) -> bool:

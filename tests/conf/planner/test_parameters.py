@@ -40,9 +40,13 @@ def test_total_is_what_the_released_files_hold(kind, tmp_path):
     [
         ("glm47", 358.3, 33.6),
         ("deepseek-v3", 684.5, 37.6),
+        ("glm45-air", 110.5, 13.4),
         ("qwen3-235b", 235.1, 22.2),
+        ("qwen3-30b-a3b", 30.5, 3.4),
+        ("qwen3-8b", 8.2, 8.2),
         ("qwen2-moe", 57.4, 14.2),
         ("mixtral-8x7b", 46.7, 12.9),
+        ("llama31-8b", 8.0, 8.0),
         ("llama31-70b", 70.6, 70.6),
         ("llama31-405b", 405.9, 405.9),
     ],

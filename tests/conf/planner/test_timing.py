@@ -211,6 +211,47 @@ def test_measured_trials(name, layers, changes, measured):
     assert timing(made, facts, H200).likely == pytest.approx(measured, rel=0.25)
 
 
+# The same on four GPUs of one host, LoRA unless it says full. Small pieces of work wait there for all ranks' hosts.
+AIR = {"data__seq_length": 8192, "adapter__rank": 128, "train__global_batch": 8}
+AIR |= {"train__recompute": "selective", "train__recompute_modules": "[moe_act,layernorm]"}
+LLAMA = {"data__seq_length": 4096, "train__global_batch": 8, "layout__tp": 4, "layout__sp": True}
+QWEN = {"data__seq_length": 4096, "adapter__rank": 32, "train__global_batch": 8}
+
+
+@pytest.mark.parametrize(
+    "name, layers, changes, measured",
+    [
+        ("glm47", 20, AIR | {"layout__ep": 4}, 2.129),
+        ("glm47", 20, AIR | {"layout__pp": 2, "layout__ep": 2, "train__global_batch": 16}, 4.910),
+        ("glm45-air", 12, AIR | {"layout__ep": 4}, 1.120),
+        ("glm45-air", 12, AIR | {"layout__ep": 4, "layout__tp": 2, "layout__sp": True}, 1.850),
+        ("glm45-air", 46, AIR | {"layout__ep": 4, "layout__tp": 2, "layout__sp": True}, 7.951),
+        ("glm45-air", 12, AIR | {"layout__ep": 4, "layout__cp": 4}, 3.600),
+        ("llama31-70b", 16, LLAMA, 1.530),
+        ("llama31-70b", 80, LLAMA, 7.649),
+        ("llama31-70b", 16, LLAMA | {"adapter__kind": "none"}, 1.667),
+        ("qwen3-235b", 12, QWEN | {"layout__ep": 4}, 0.800),
+    ],
+)
+def test_measured_steps_on_four_gpus(name, layers, changes, measured):
+    facts = replace(known(name), layers=layers, mtp_layers=0)
+    facts = replace(facts, dense_layers=layers if not facts.experts else min(facts.dense_layers, 1))
+    lora = {"adapter__kind": "lora", "adapter__dropout": 0, "moe__force_balance": True}
+    made = alone(layout__gpus_per_node=4, **lora | changes)
+    assert timing(made, facts, H200).likely == pytest.approx(measured, rel=0.21)
+
+
+def test_a_rank_that_shares_its_host_waits_longer_for_it():
+    """With little work for each kernel, a step takes longer the more ranks and collectives there are."""
+    facts = replace(known("glm45-air"), layers=12, mtp_layers=0)
+    small = {"adapter__kind": "lora", "data__seq_length": 512, "moe__force_balance": True}
+    one = timing(alone(train__global_batch=1, **small), facts, H200).likely
+    four = timing(alone(train__global_batch=4, layout__gpus_per_node=4, layout__ep=4, **small), facts, H200).likely
+    tp = {"layout__gpus_per_node": 4, "layout__ep": 4, "layout__tp": 4, "layout__sp": True}
+    cut = timing(alone(train__global_batch=1, **tp, **small), facts, H200).likely
+    assert one < four < cut
+
+
 def test_fp8_computes_no_less_and_large_products_sooner():
     facts = known("llama31-70b")
     high, low = (timing(alone(train__fp8=fp8), facts, H200) for fp8 in ("null", "current"))
