@@ -53,7 +53,7 @@ def identity(part: Part, key: str, memory: Path) -> dict[str, Any]:
         case "tiny":
             return {"source": part.source}
         case "s3":
-            _, objects = _objects(part.source, key)
+            _, objects = row_objects(part.source, key)
             return {"objects": [[name, size, tag] for name, (size, tag) in sorted(objects.items())]}
         case "local":
             return {"content": _content(part.source, key, memory)}
@@ -75,7 +75,7 @@ def local(
         case "local":
             return part.model_copy(update={"source": str(Path(part.source).expanduser().absolute())})
         case "s3":
-            uri, objects = _objects(part.source, key)
+            uri, objects = row_objects(part.source, key)
             if [[name, size, tag] for name, (size, tag) in sorted(objects.items())] != found["objects"]:
                 raise Fault(f"{key}: {part.source}: its objects have changed since the run began; start it again")
             hub.fetch_objects(uri, objects, folder, progress)
@@ -117,7 +117,7 @@ def _files(source: str, key: str) -> list[Path]:
     return sorted(found)
 
 
-def _objects(source: str, key: str) -> tuple[str, dict[str, tuple[int, str]]]:
+def row_objects(source: str, key: str) -> tuple[str, dict[str, tuple[int, str]]]:
     """The URI above all objects of rows, and the size and ETag of each by its name below that URI."""
     try:
         uri, objects = s3_source.look(source)

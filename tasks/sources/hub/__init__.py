@@ -128,6 +128,20 @@ def fetch(
     }
 
 
+def fetch_described(resolved: Resolved, folder: Path, trust_remote_code: bool) -> None:
+    """Bring what describes a model of the Hub or of S3, its tokenizer among it, and no weights: some MB."""
+    chosen, _ = file_choice.choose(resolved.files, False, trust_remote_code)
+    names = [name for name in chosen if "/" not in name and not file_choice.is_weights(name)]
+    bring = {"hub": _from_hub, "s3": _from_s3}[resolved.kind]
+    try:
+        (folder / PARTIAL).mkdir(parents=True, exist_ok=True)
+        bring(resolved, names, folder, _Meter(0, None))
+    except OSError as error:
+        raise Fault(f"{error.filename or folder}: {error.strerror or error}") from None
+    if not trust_remote_code:
+        file_choice.refuse_code(resolved.source, folder, names)
+
+
 def fetch_objects(
     uri: str, objects: dict[str, tuple[int, str]], folder: Path, progress: Progress | None = None
 ) -> None:

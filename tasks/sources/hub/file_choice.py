@@ -59,7 +59,7 @@ def choose(names: Iterable[str], unsafe_weights: bool, trust_remote_code: bool) 
 def require_weights(source: str, chosen: Iterable[str], names: Iterable[str], unsafe_weights: bool) -> None:
     """Raise a Fault where no weights are left to load. It says what there is instead and what allows it."""
     formats = {".safetensors", *(PICKLES if unsafe_weights else ())}
-    if any(_format(name) in formats and not name.endswith(".json") for name in chosen):
+    if any(_format(name) in formats and is_weights(name) for name in chosen):
         return
     found = {_format(name) for name in names if not _never(name, True) or _format(name) in OTHER_FORMATS}
     pickles, others = sorted(found & PICKLES), sorted(found & OTHER_FORMATS)
@@ -76,6 +76,10 @@ def require_tokenizer(source: str, names: Collection[str]) -> None:
     """Raise a Fault where no stage could read rows. Without this the weights would be fetched first."""
     if not tokenizer_files.are_among(names):
         raise Fault(f"model.source: {source}: {tokenizer_files.LACKS}")
+
+
+def is_weights(name: str) -> bool:
+    return _format(name) in {".safetensors", *PICKLES} and not name.endswith(".json")
 
 
 def unsafe_name(name: str) -> bool:

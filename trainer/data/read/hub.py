@@ -37,6 +37,14 @@ def pieces(part: Part, commit: str | None, done: Callable[[int], bool]) -> Itera
         yield 0, partial(_load, part, number * ROWS, values)
 
 
+def count(part: Part) -> int | None:
+    """Number of rows of the split, as the data set's description has it; None where that says nothing."""
+    datasets = _imported()
+    with _faults(part, part.revision):
+        splits = datasets.load_dataset_builder(part.source, part.config, revision=part.revision).info.splits or {}
+    return splits[part.split].num_examples if part.split in splits else None
+
+
 def _load(part: Part, before: int, values: tuple[Row, ...]) -> Rows:
     return Rows(list(values), lambda row: f"{part.source} {part.split} row {before + row + 1}")
 

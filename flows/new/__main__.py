@@ -1,0 +1,302 @@
+"""Write a configuration of your own: a commented YAML that plans, fits and runs, and its deployment.
+
+    python -m flows.new                                            asks for what it needs
+    python -m flows.new Qwen/Qwen3-30B-A3B my.jsonl                for the GPUs of this host
+    python -m flows.new ./model my.csv --gpus 8xh100 --name helpdesk
+    python -m flows.new ./model my.csv data.input=ticket data.output=team adapter.rank=32 --print
+
+MODEL is org/name on the Hub, a folder or s3://...; DATA is a file, a folder, org/name on the Hub or s3://.... It reads
+the model's config.json and tokenizer and the first rows of the data; no weights. KEY=VALUE sets any key of
+python -m conf.schema; what follows from it is chosen by it. Without a terminal, or with --yes, nothing is asked.
+Exit codes: 0, 1 for a defect, 2 for what the caller can mend; then nothing was written.
+"""
+
+import argparse
+import re
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from conf.load import FOLDER, load, read_overrides
+from contract.faults import ConfigError, Fault, line_of
+from contract.files import write_atomically
+from contract.first_rows import FirstRows
+from flows.arguments import parser, refused
+from flows.new import choices, commented_yaml, deployment, machine, model, planned, rows
+from flows.new.machine import Machine
+from flows.new.planned import Settled
+from tasks.run.launch import Broken
+
+ROOT = FOLDER.parent
+DEPLOYMENTS = ROOT / "prefect.yaml"
+LONGEST = 60  # characters of a name that is made up
+
+# What is asked for on a terminal, and named where it is missing.
+MODEL = "org/name on the Hub, a folder, or s3://..."
+DATA = "a file, a folder, org/name on the Hub, or s3://..."
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    options = _arguments(argv)
+    try:
+        with tempfile.TemporaryDirectory(prefix="finetune-new-") as folder:
+            return _new(options, Path(folder))
+    except Broken as broken:
+        return refused(broken, code=1)
+    except (Fault, OSError) as error:
+        line = line_of(error)
+        if line is None:
+            raise
+        return refused(line)
+    except KeyboardInterrupt:
+        return refused("interrupted; nothing was written", code=130)
+
+
+def _new(options: argparse.Namespace, folder: Path) -> int:
+    asks = sys.stdin.isatty() and not options.yes
+    here, unknown = _this_host() if options.gpus is None or options.gpus.isdigit() else (None, "")
+    if asks:
+        options.model = options.model or _asked("Model (org/name on the Hub, a folder, s3://...)")
+        options.data = options.data or _asked("Data (a file, a folder, org/name on the Hub, s3://...)")
+        if options.gpus is None and not unknown:
+            usual = here.shown if here else "none here; enter for the fewest that fit"
+            options.gpus = _asked(f"GPUs, {machine.FORM} [{usual}]", empty=True) or None
+        options.name = options.name or _asked(f"Name [{_name(options)}]", empty=True) or None
+    name, path, wrong = _place(options)
+    given, _, unread = read_overrides(options.overrides)
+    wrong += unread
+    on: Machine | None = here
+    if unknown and options.gpus is None:
+        wrong.append(unknown)
+    elif options.gpus is not None:
+        try:
+            on = machine.parse(options.gpus, here)
+        except Fault as fault:
+            wrong.append(str(fault))
+    wrong += [
+        f"{what.upper()}: missing; {words}"
+        for what, words in (("model", MODEL), ("data", DATA))
+        if not getattr(options, what)
+    ]
+    looked = _look(options, given, wrong, folder)
+    if wrong or looked is None:
+        raise ConfigError(*wrong)
+    found, first = looked
+    given |= {"model.source": found.source, "data.source": rows.whole(options.data)}
+    settled = _settled(name, found, first, on, given)
+    text = _text(settled, found, path)
+    _check(text, name, folder)
+    if options.print:
+        print(text, end="")
+    else:
+        _write(path, text, settled, found)
+    _tell(settled, first, path, options.print)
+    return 0
+
+
+def _this_host() -> tuple[Machine | None, str]:
+    """The GPUs of this host, and why they cannot be used."""
+    try:
+        return machine.of_this_host(), ""
+    except Fault as fault:
+        return None, str(fault)
+
+
+def _asked(question: str, empty: bool = False) -> str:
+    while True:
+        print(f"{question}: ", end="", file=sys.stderr, flush=True)
+        line = sys.stdin.readline()
+        if not line:
+            raise KeyboardInterrupt
+        if line.strip() or empty:
+            return line.strip()
+
+
+def _place(options: argparse.Namespace) -> tuple[str, Path, list[str]]:
+    """Name and file of the configuration, and what is wrong with them."""
+    wanted = options.name or _name(options)
+    is_file = wanted.endswith((".yaml", ".yml")) or "/" in wanted
+    path = Path(wanted).expanduser().absolute() if is_file else FOLDER / f"{wanted}.yaml"
+    name = path.stem if is_file else wanted
+    if not re.fullmatch(r"[a-z0-9-]{1,100}", name):
+        return name, path, [f"--name: {name!r}: small letters, digits and dashes alone; as {_slug(name) or 'helpdesk'}"]
+    if is_file and path.suffix not in (".yaml", ".yml"):
+        return name, path, [f"--name: {wanted}: a file ends in .yaml; a name has no slash"]
+    if options.print:
+        return name, path, []
+    if not path.parent.is_dir():
+        return name, path, [f"--name: {path.parent}: no such folder"]
+    if (path.exists() or path.is_symlink()) and not options.force:
+        return name, path, [f"--name: {_shown(path)}: is there already; --force replaces it, another name keeps it"]
+    return name, path, []
+
+
+def _name(options: argparse.Namespace) -> str:
+    """A name made up from those of the model and the data."""
+    parts = [
+        re.sub(r"\.[a-z.]+$", "", (one or "").rstrip("/").rpartition("/")[2]) for one in (options.model, options.data)
+    ]
+    return _slug("-".join(filter(None, parts)))[:LONGEST].strip("-") or "mine"
+
+
+def _slug(text: str) -> str:
+    return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")
+
+
+def _look(
+    options: argparse.Namespace, given: dict[str, Any], wrong: list[str], folder: Path
+) -> tuple[model.Model, FirstRows] | None:
+    """Look at model and data. What is wrong with either is added to `wrong`."""
+    draft = folder / "draft.yaml"
+    draft.write_text(
+        "name: draft\ntrain: {steps: 2147483647, global_batch: 1}\noptimizer: {lr: 1e-4}\n"
+        "checkpoint: {save_every: 1}\ndata: {seq_length: 1024}\nmodel: {source: none}\n"
+    )
+    sources = {"model.source": options.model or "none", "data.source": options.data or "none"}
+    places = [f"{key}={commented_yaml.in_line(value)}" for key, value in sources.items() if key not in given]
+    try:
+        run = load(draft, [*options.overrides, *places], illegal=True)
+    except ConfigError as fault:
+        wrong += [line for line in str(fault).splitlines() if line not in wrong]
+        run = load(draft, places)  # what is wrong with model and data is said all the same
+    found = first = None
+    if options.model:
+        try:
+            found = model.read(run.model, folder / "model")
+        except Fault as fault:
+            wrong += str(fault).splitlines()
+    if options.data:
+        try:
+            rows.whole(options.data)
+            first = rows.look(run, found.tokenizer if found else None, folder / "look")
+        except Fault as fault:
+            wrong += str(fault).splitlines()
+    return (found, first) if found and first else None
+
+
+def _settled(name: str, found: model.Model, first: FirstRows, on: Machine | None, given: dict[str, Any]) -> Settled:
+    made: Callable[[Machine], choices.Choices] = partial(_choices, name, found, first, given)
+    try:
+        settled = planned.settle_on(on, found, made) if on else planned.choose_machine(found, made)
+        if why := settled.plan.unserved:
+            no_evaluation = partial(_choices, name, found, first, given, unserved=why)
+            settled = planned.settle_on(settled.machine, found, no_evaluation)
+    except ValidationError as error:
+        raise ConfigError(*(f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors())) from None
+    return settled
+
+
+def _choices(
+    name: str, found: model.Model, first: FirstRows, given: dict[str, Any], on: Machine, unserved: str = ""
+) -> choices.Choices:
+    made = choices.choose(name, found, first, on, given)
+    if unserved:
+        choices.without_evaluation(made, unserved)
+    return made
+
+
+def _text(settled: Settled, found: model.Model, path: Path) -> str:
+    kind = settled.run.adapter.kind
+    trained = "every weight trained" if kind == "none" else f"with {'LoRA' if kind == 'lora' else 'DoRA'}"
+    head = [
+        f"{found.shown} ({found.size}) {trained}, on {settled.machine.shown}.",
+        "",
+        "Written by python -m flows.new; every value may be changed. python -m conf.schema lists all keys.",
+        f"The plan was: {planned.told(settled)}.",
+    ]
+    return commented_yaml.text(settled.choices, head, path.parent == FOLDER)
+
+
+def _check(text: str, name: str, folder: Path) -> None:
+    """Read the file as the flow will, before it is anywhere."""
+    file = folder / f"{name}.yaml"
+    file.write_text(text)
+    load(file)
+
+
+def _write(path: Path, text: str, settled: Settled, found: model.Model) -> None:
+    """Write the configuration and its deployment, both or neither."""
+    if path.parent != FOLDER:
+        write_atomically(path, text, durable=False)
+        return
+    before = DEPLOYMENTS.read_text()
+    about = f"{found.shown} on {settled.machine.shown}, written by flows.new."
+    after = deployment.with_deployment(before, path.stem, about, settled.machine.gpu.cuda)
+    if after != before:
+        write_atomically(DEPLOYMENTS, after, durable=False)
+    try:
+        write_atomically(path, text, durable=False)
+    except BaseException:
+        if after != before:
+            write_atomically(DEPLOYMENTS, before, durable=False)
+        raise
+
+
+def _tell(settled: Settled, first: FirstRows, path: Path, printed: bool) -> None:
+    """Say what was chosen, and what comes next."""
+    where = sys.stderr if printed else sys.stdout
+    run, in_conf = settled.run, path.parent == FOLDER
+    wrote = "would write" if printed else "wrote"
+    say = partial(print, file=where)
+    say(f"{wrote} {_shown(path)}" + (f", and the deployment finetune/{path.stem} into prefect.yaml" if in_conf else ""))
+    say(f"  rows   {settled.choices.made['data.source'].why}")
+    if first.guessed:
+        say(f"         guessed from {first.guessed}; data.input=COLUMN data.output=COLUMN says otherwise")
+    say(f"  runs   {run.train.steps} steps of {run.train.global_batch} sequences on {settled.machine.shown}")
+    say(f"  plan   {planned.told(settled)}")
+    if not run.evaluate.tasks:
+        say(f"  note   no evaluation: {settled.choices.made['evaluate.tasks'].why}")
+    name, python = path.stem if in_conf else _shown(path), _python()
+    say("next:")
+    following = [
+        (f"-m flows.plan {name}", "memory, time and price of each stage; --gpu h200 --gpus 4 for others"),
+        (f"-m flows.finetune {name} --dry-run", "what would run"),
+        (f"-m flows.finetune {name}", "runs it; what was made is kept, and the same line goes on"),
+    ]
+    if run.evaluate.tasks:
+        following.append((f"-m flows.serve {run.promote.model}", "serves the tuned model, and prints how to ask it"))
+    if in_conf:
+        following.append((f"-m flows.deploy {name}", "puts it on Prefect's server; make up starts one here"))
+    width = max(len(command) for command, _ in following)
+    for command, what in following:
+        say(f"  {python} {command.ljust(width)}  # {what}")
+
+
+def _shown(path: Path) -> str:
+    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
+
+
+def _python() -> str:
+    on_path = shutil.which("python")
+    return "python" if on_path and Path(on_path) == Path(sys.executable) else _shown(Path(sys.executable))
+
+
+def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    made = parser("flows.new", __doc__)
+    made.add_argument("model", metavar="MODEL", nargs="?", help=MODEL)
+    made.add_argument("data", metavar="DATA", nargs="?", help=DATA)
+    made.add_argument("overrides", metavar="KEY=VALUE", nargs="*", help="such as data.input=ticket or adapter.rank=32")
+    made.add_argument("--gpus", metavar="GPUS", help=f"{machine.FORM}; by default those of this host")
+    made.add_argument("--name", metavar="NAME", help="conf/NAME.yaml, or a .yaml file elsewhere, which is not deployed")
+    made.add_argument("--yes", action="store_true", help="ask nothing")
+    made.add_argument("--force", action="store_true", help="replace a file that is there")
+    made.add_argument("--print", action="store_true", help="print the file and write nothing; also --dry-run")
+    made.add_argument("--dry-run", dest="print", action="store_true", help=argparse.SUPPRESS)
+    options = made.parse_intermixed_args(argv)
+    words = [word for word in (options.model, options.data, *options.overrides) if word is not None]
+    options.overrides = [word for word in words if re.match(r"[a-z_]+(\.[a-z0-9_]+)?=", word)]
+    named = [word for word in words if word not in options.overrides]
+    if len(named) > 2:
+        made.error(f"{named[2]}: MODEL and DATA are two; what else there is has the form key=value")
+    options.model, options.data = (*named, None, None)[:2]
+    return options
+
+
+if __name__ == "__main__":
+    sys.exit(main())

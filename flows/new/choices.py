@@ -1,0 +1,323 @@
+"""Choice of every value of a new configuration, each with its reason; from facts alone, nothing is read here.
+
+    choose(name, model, rows, machine, given) -> {key: Choice}     all but the layout
+    with_layout(choices, run, how)                                 and with what the planner has found
+
+What the caller gave stays as it is, and the values behind it follow from it.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from math import ceil
+from typing import Any
+
+from conf.model_facts import ModelFacts
+from conf.schema.run import Run
+from contract.faults import Fault
+from contract.first_rows import FirstRows
+from flows.new.machine import Machine
+from flows.new.model import Model, amount
+
+FEWEST = 20  # rows that can be split into training, validation and test
+UNKNOWN = 10_000  # rows, where nothing says how many there are
+LONGEST, LONGEST_ON_CPU = 8192, 2048  # tokens of a sequence, unless asked for
+PACK = 4096  # tokens of a packed sequence
+PACKED_FROM = 256  # packed sequences of an epoch, below which rows are worth a sequence each
+MOST_BAD = 0.1  # of the rows; with more, something else is wrong
+SHARES = (0.01, 0.02, 0.05, 0.1, 0.15, 0.2, 0.25, 0.3)
+TESTED = 200  # rows that are asked about, evaluate.rows
+SHORT = 12  # tokens of an answer that has one right wording
+MANY_EXPERTS = 32
+# Below so many parameters: the highest learning rate of LoRA and DoRA, and of all weights.
+RATES = ((1e7, 5e-3, 2e-3), (1e8, 2e-3, 5e-4), (1e9, 5e-4, 5e-5), (2e10, 2e-4, 1e-5), (float("inf"), 1e-4, 5e-6))
+
+
+@dataclass(frozen=True)
+class Choice:
+    value: Any
+    why: str
+
+
+@dataclass
+class Choices:
+    """Choices by dotted key, in the order in which they are made."""
+
+    given: dict[str, Any]
+    made: dict[str, Choice] = field(default_factory=dict)
+
+    def put(self, key: str, value: Any, why: str) -> Any:
+        """Choose the value, unless the caller has. Returns what was chosen."""
+        choice = Choice(self.given[key], "as asked") if key in self.given else Choice(value, why)
+        self.made[key] = choice
+        return choice.value
+
+    def get(self, key: str, default: Any) -> Any:
+        return self.made[key].value if key in self.made else self.given.get(key, default)
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """Sequences that the rows make, and rows in each."""
+
+    seq_length: int
+    packed: bool
+    each: float  # rows of a sequence; below 1 where a text makes several
+    why: str
+    why_packed: str
+
+
+def choose(name: str, model: Model, rows: FirstRows, machine: Machine, given: dict[str, Any]) -> Choices:
+    found = Choices(given)
+    count = UNKNOWN if rows.rows is None else rows.rows
+    if count < FEWEST:
+        raise Fault(f"data.source: {count} rows; {FEWEST} or more can be split into training, validation and test")
+    if rows.bad > MOST_BAD * rows.read:
+        raise Fault(f"data.source: {rows.bad} of the first {rows.read} rows cannot be used: {rows.bad_sample}")
+    found.put("name", name, "of the run's folder, its pages and the registered model")
+    found.made["model.source"] = Choice(model.source, model.size)
+    _put_others(found, "model")
+    _data(found, rows, count)
+    lengths = _lengths(found, model, rows, machine, count)
+    batch = given.get("train.global_batch") or global_batch(count * 0.85 / lengths.each, machine.gpus)
+    validating = _splits(found, rows, count, lengths, batch)
+    _put_others(found, "data")
+    kind = _adapter(found, model.facts)
+    found.put("hardware.gpu", machine.kind, machine.why)
+    _put_others(found, "hardware")
+    _training(found, rows, count, lengths, batch, validating)
+    _put_precision(found, machine)
+    _put_others(found, "train")
+    found.put("optimizer.lr", rate(kind, model.parameters), f"usual for {_kind(kind)} of {amount(model.parameters)}")
+    steps = found.get("train.steps", 1)
+    found.put("optimizer.warmup_steps", min(max(1, round(steps * 0.05)), steps - 1), "a twentieth of the steps")
+    _put_others(found, "optimizer")
+    found.put("checkpoint.save_every", max(1, ceil(steps / 5)), "five in the run; one that breaks off goes on from it")
+    found.put("checkpoint.keep", 2, "older ones are removed")
+    _put_others(found, "checkpoint")
+    _evaluation(found, rows, model, machine)
+    if machine.nodes > 1:
+        found.put("gang.engine", "prefect", "a worker on each host starts its part; or slurm, kubernetes")
+    for key in given:
+        if key.partition(".")[0] not in ("layout", "paths"):
+            found.made.setdefault(key, Choice(given[key], "as asked"))
+    return found
+
+
+def _put_others(found: Choices, section: str) -> None:
+    """Keys of the section that the caller gave, and that nothing here has an opinion on."""
+    for key, value in found.given.items():
+        if key.startswith(f"{section}."):
+            found.made.setdefault(key, Choice(value, "as asked"))
+
+
+def _data(found: Choices, rows: FirstRows, count: int) -> None:
+    size = f"{count:,} rows" if rows.whole else f"some {count:,} rows"
+    size = size if rows.rows is not None else "its rows are not counted"
+    found.made["data.source"] = Choice(found.given["data.source"], f"{size}; {rows.reason.partition(':')[0]}")
+    if rows.guessed:
+        for key in ("input", "output"):
+            found.put(f"data.{key}", rows.columns[key], f"guessed from {rows.guessed}; check it")
+    if rows.kind == "text":
+        return
+    words = {
+        "chat": "the tokenizer has a chat template, which is used",
+        "plain": "the tokenizer has no chat template: prompt, space, answer",
+        "": "the tokenizer's chat template, if it has one",
+    }
+    found.put("data.template", "auto", words.get(rows.template, "the template that was asked for"))
+    if rows.stop:
+        found.put("data.stop", rows.stop, "the chat template ends an answer by nothing; a model that learns this stops")
+    if rows.bad:
+        why = f"{rows.bad} of the first {rows.read} rows cannot be used, as: {rows.bad_sample}"
+        found.put("data.bad_rows", "drop", why)
+
+
+def _lengths(found: Choices, model: Model, rows: FirstRows, machine: Machine, count: int) -> Lengths:
+    most = min(model.context or LONGEST, LONGEST if machine.gpu.cuda else LONGEST_ON_CPU)
+    made = lengths(rows, count, most, machine.gpu.cuda, found.given)
+    found.put("data.seq_length", made.seq_length, made.why)
+    found.put("data.packed", made.packed, made.why_packed)
+    return made
+
+
+def lengths(rows: FirstRows, count: int, most: int, cuda: bool, given: dict[str, Any]) -> Lengths:
+    mean = sum(rows.tokens) / len(rows.tokens)
+    sample = "" if rows.template else ", guessed from characters"
+    if rows.kind == "text":
+        length = given.get("data.seq_length") or min(most, PACK if cuda else 512)
+        why = f"texts are cut into such pieces; they have {mean:.0f} tokens on average{sample}"
+        return Lengths(length, False, length / mean, why, "texts fill sequences by themselves")
+    longest = max(rows.tokens) if rows.whole and len(rows.tokens) == rows.read else ceil(max(rows.tokens) * 1.2)
+    asked = given.get("data.seq_length")
+    length = asked or min(_up(longest), most)
+    cut = sum(tokens > length for tokens in rows.tokens) / len(rows.tokens)
+    if cut == 1:
+        raise Fault(f"data.seq_length: {length}, and all rows are longer: the shortest has {min(rows.tokens)} tokens")
+    why = f"the longest row has {max(rows.tokens)} tokens, the average one {mean:.0f}{sample}"
+    why += f"; {cut:.1%} of rows are longer and left out" if cut else ""
+    room = asked or max(length, min(PACK, most))
+    if given.get("data.packed", cuda and count * 0.85 * mean / room >= PACKED_FROM and mean <= room / 2):
+        each = room / mean
+        why_packed = f"{each:.0f} rows share a sequence, and no GPU computes padding"
+        return Lengths(room, True, each, why, why_packed)
+    few = "too few rows to share sequences" if cuda else "a row is a sequence"
+    return Lengths(length, False, 1, why, few if mean <= room / 2 else "rows are nearly as long as sequences")
+
+
+def _up(tokens: int) -> int:
+    """A length that holds so many tokens, of which cutting sequences in parts leaves whole numbers."""
+    step = next(step for limit, step in ((512, 64), (4096, 256), (float("inf"), 1024)) if tokens <= limit)
+    return ceil(tokens / step) * step
+
+
+def global_batch(sequences: float, gpus: int) -> int:
+    """Sequences of a step: at most 32, at least 50 steps an epoch where there are so many rows; as many as GPUs."""
+    batch = 8
+    while batch < 32 and sequences / (2 * batch) >= 50:
+        batch *= 2
+    while batch > 1 and sequences / batch < 5:
+        batch //= 2
+    shared = ceil(batch / gpus) * gpus  # each GPU may then have a sequence of its own
+    return shared if sequences / shared >= 10 else batch
+
+
+def _splits(found: Choices, rows: FirstRows, count: int, lengths: Lengths, batch: int) -> int:
+    """Choose the rows that are held out. Returns the number of batches that validation has."""
+    tested = 0.0
+    if rows.kind != "text":
+        wanted = min(TESTED, max(10, count // 20))
+        share = held_out(rows.places, count, wanted, 0.0) or 0.1
+        held = f"some {count * share:,.0f} rows that training never sees: base and tuned model are asked about them"
+        tested = found.put("data.test", share, held)
+    else:
+        found.put("data.test", 0.0, "texts have no answers to compare")
+    needed = ceil(batch * lengths.each * (1.2 if lengths.packed else 1))
+    share = held_out(rows.places, count, needed, tested)
+    if share is None:
+        found.put("data.validation", 0.0, f"too few rows for a batch of {batch} beside training")
+        return 0
+    share = found.put("data.validation", share, f"some {count * share:,.0f} rows, enough for a batch of {batch}")
+    there = _between(rows.places, tested, tested + share) if rows.places else count * share * 0.8
+    return max(1, min(10, int(there / lengths.each / batch)))
+
+
+def held_out(places: Sequence[float], count: int, wanted: int, start: float) -> float | None:
+    """The smallest share with so many rows; None where that is too large a part of them.
+
+    A row's place between 0 and 1 decides on its split. Where places are not known, some rows more are wanted.
+    """
+    for share in SHARES:
+        if places and _between(places, start, start + share) >= wanted:
+            return share
+        if not places and count * share >= 1.3 * wanted + 10:
+            return share
+    return None
+
+
+def _between(places: Sequence[float], start: float, end: float) -> int:
+    return sum(start <= place < end for place in places)
+
+
+def _adapter(found: Choices, facts: ModelFacts) -> str:
+    kind = found.put("adapter.kind", "lora", "a small part is trained; dora costs more, none trains every weight")
+    if kind == "none":
+        return kind
+    rank = found.put("adapter.rank", 16, "enough for a task of one kind; 32 to 64 for much new knowledge")
+    found.put("adapter.alpha", 2 * rank, "twice the rank")
+    if facts.kv_rank:
+        query = ["linear_q_down_proj", "linear_q_up_proj"] if facts.q_rank else ["linear_q_proj"]
+        targets = [*query, "linear_kv_down_proj", "linear_kv_up_proj", "linear_proj", "linear_fc1", "linear_fc2"]
+        found.put("adapter.targets", targets, "every linear layer; this model has latent attention")
+    if facts.experts >= MANY_EXPERTS:
+        found.put("adapter.experts", "shared", f"one for all {facts.experts} experts of a layer; each would be large")
+    _put_others(found, "adapter")
+    return kind
+
+
+def rate(kind: str, parameters: int) -> float:
+    return next(full if kind == "none" else low for limit, low, full in RATES if parameters < limit)
+
+
+def _kind(kind: str) -> str:
+    return {"lora": "LoRA", "dora": "DoRA", "none": "all weights"}.get(kind, kind)
+
+
+def _training(found: Choices, rows: FirstRows, count: int, lengths: Lengths, batch: int, validating: int) -> None:
+    held = found.get("data.validation", 0.0) + found.get("data.test", 0.0)
+    sequences = count * (1 - held) / lengths.each
+    epochs = 1 if rows.kind == "text" or count > 20_000 else 2 if count > 2_000 else 3
+    often = "once" if epochs == 1 else f"{epochs} times"
+    of_rows = f"each row {often}: {sequences:,.0f} sequences / {batch} * {epochs}"
+    unknown = f"; the number of rows is not known, and taken as {UNKNOWN:,}" if rows.rows is None else ""
+    steps = found.put("train.steps", max(2, ceil(sequences * epochs / batch)), of_rows + unknown)
+    found.put("train.global_batch", batch, "sequences of a step; small, so that there are steps enough")
+    if validating:
+        found.put("train.validate_every", max(1, ceil(steps / 10)), "ten times in the run")
+        found.put("train.validate_batches", validating, "batches that the rows for validation fill")
+    else:
+        found.put("train.validate_every", 0, "never: no rows are held out for it")
+
+
+def _put_precision(found: Choices, machine: Machine) -> None:
+    if machine.gpu.cuda:
+        found.put("train.precision", "bf16", "half of fp32's memory, and what GPUs are fast in")
+    else:
+        found.put("train.precision", "fp32", "a CPU computes bf16 slower")
+
+
+def _evaluation(found: Choices, rows: FirstRows, model: Model, machine: Machine) -> None:
+    if rows.kind == "text":
+        found.put("evaluate.tasks", [], "texts have no answers to compare; nothing is promoted then")
+        _put_others(found, "evaluate")
+        return
+    answers = sorted(rows.answers)
+    longest = min(_up_answer(answers[-1]), model.context or LONGEST)
+    found.put("evaluate.max_tokens", longest, f"the longest answer has {answers[-1]} tokens")
+    if not machine.gpu.cuda:
+        found.put("evaluate.rows", 50, "a CPU answers slowly")
+    _put_others(found, "evaluate")
+    if answers[len(answers) // 2] <= SHORT and answers[-1] <= 2 * SHORT:
+        found.put("promote.metric", "held_out/exact_match", "answers are short: they are right or wrong")
+    else:
+        found.put("promote.metric", "held_out/log_likelihood", "answers are long: many wordings are right")
+    _put_others(found, "promote")
+
+
+def _up_answer(tokens: int) -> int:
+    return max(8, ceil(tokens * 1.25 / 8) * 8)
+
+
+def without_evaluation(found: Choices, why: str) -> None:
+    """Leave evaluation out, where nothing could serve the model."""
+    for key in [key for key in found.made if key.startswith(("evaluate.", "promote."))]:
+        del found.made[key]
+    found.made["evaluate.tasks"] = Choice([], f"{why}; nothing is promoted then")
+
+
+def with_layout(found: Choices, run: Run, how: str) -> None:
+    """Add the layout that the planner has found, and what belongs to it."""
+    usual = type(run.layout)()
+    same = [key for key in type(run.layout).model_fields if getattr(run.layout, key) == getattr(usual, key)]
+    shown = {key: value for key, value in run.layout if key not in same or key == "gpus_per_node"}
+    for number, (key, value) in enumerate(shown.items()):
+        found.put(f"layout.{key}", value, MEANING.get(key, "") if number else how)
+    found.put("train.micro_batch", run.train.micro_batch, "sequences that a GPU has at once; chosen with the layout")
+    if run.train.recompute != "none":
+        found.put("train.recompute", run.train.recompute, "saves memory for activations; chosen with the layout")
+        if run.train.recompute_modules:
+            found.put("train.recompute_modules", [*run.train.recompute_modules], "cheap ones")
+    if run.optimizer.offload:
+        found.put("optimizer.offload", run.optimizer.offload, "share on the host, as GPUs have no room for all of it")
+
+
+MEANING = {
+    "gpus_per_node": "of each host",
+    "tp": "parts of each layer",
+    "pp": "stages of layers",
+    "vpp": "stages of each rank",
+    "cp": "parts of each sequence",
+    "ep": "parts of the experts",
+    "etp": "parts of each expert",
+    "sp": "cuts activations as tp cuts layers",
+    "last_stage_layers": "the last stage computes the loss as well",
+}

@@ -1,0 +1,60 @@
+"""Choices as a commented YAML: each value with its reason behind it, or above it where the line would be long."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import yaml
+
+from conf.schema.run import Run
+from conf.strict_yaml import Dumper
+from flows.new.choices import Choices
+
+WIDTH = 120  # of a line with its comment; a longer comment stands above its key
+SCHEMA = "# yaml-language-server: $schema=schema.json"
+
+
+def text(found: Choices, head: Iterable[str], beside_schema: bool) -> str:
+    """The YAML of all choices, in the order of the schema."""
+    lines = [SCHEMA] if beside_schema else []
+    lines += [f"# {_line(one)}".rstrip() for one in head]
+    for section in Run.model_fields:
+        keys = [key for key in found.made if key.partition(".")[0] == section]
+        if not keys:
+            continue
+        if section != "name":
+            lines += ["", f"{section}:"]
+        for key in keys:
+            choice = found.made[key]
+            lines += _entry(key.rpartition(".")[2], choice.value, choice.why, "" if section == "name" else "  ")
+    return "\n".join(lines) + "\n"
+
+
+def _entry(key: str, value: Any, why: str, indent: str) -> list[str]:
+    entry, why = f"{indent}{key}: {in_line(value)}", _line(why)
+    if not why:
+        return [entry]
+    if len(entry) + len(why) + 3 <= WIDTH:
+        return [f"{entry} # {why}"]
+    return [*(f"{indent}# {part}" for part in _folded(why, WIDTH - len(indent) - 2)), entry]
+
+
+def in_line(value: Any) -> str:
+    if isinstance(value, float):
+        short = f"{value:g}"
+        return short if float(short) == value and not value.is_integer() else repr(value)
+    dumped = yaml.dump([value], Dumper=Dumper, default_flow_style=True, width=10**6, allow_unicode=True)
+    return dumped.strip()[1:-1]
+
+
+def _line(words: str) -> str:
+    """The words as one line that no comment breaks out of."""
+    return "".join(letter if letter.isprintable() else " " for letter in words).strip()
+
+
+def _folded(words: str, width: int) -> list[str]:
+    lines = [""]
+    for word in words.split(" "):
+        if lines[-1] and len(lines[-1]) + 1 + len(word) > width:
+            lines.append("")
+        lines[-1] = f"{lines[-1]} {word}".strip()
+    return lines

@@ -1,0 +1,108 @@
+"""GPUs that a new configuration is for: those that are named, those of this host, or the fewest that hold the model.
+
+parse("8xh100")          also h100, 4, 2x8xh200 (hosts x GPUs), 1xmy-gpu.yaml, cpu
+of_this_host()           what nvidia-smi lists and this process may use; None where there is none
+"""
+
+import re
+import subprocess
+from dataclasses import dataclass
+
+from conf.planner import hardware
+from conf.planner.hardware import CPU, GIB, GPUS, NAMES, Gpu
+from conf.schema.sections import MOST
+from contract import nvidia_smi
+from contract.faults import ConfigError, Fault
+
+FORM = "such as 8xh100, 1xa100, 2x8xh200 (hosts x GPUs), 1xmy-gpu.yaml or cpu"
+SAME = 0.94  # of a kind's memory: drivers and ECC take some, and a card of half the size has half
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Hosts, GPUs of each, and their kind."""
+
+    kind: str  # as hardware.gpu has it
+    gpu: Gpu
+    nodes: int
+    per_node: int
+    why: str
+
+    @property
+    def gpus(self) -> int:
+        return self.nodes * self.per_node
+
+    @property
+    def shown(self) -> str:
+        if not self.gpu.cuda:
+            return "this CPU"
+        return f"{self.gpus} {self.gpu.name}" + (f" on {self.nodes} hosts" if self.nodes > 1 else "")
+
+
+def parse(text: str, here: Machine | None = None) -> Machine:
+    """The machine that a text names. A number alone is of this host's kind."""
+    given = "".join(text.split())
+    found = re.fullmatch(r"(?:(\d{1,5})x)?(?:(\d{1,5})x)?([^\d].*)", given) or re.fullmatch(r"(\d{1,5})()()", given)
+    if not found:
+        raise Fault(f"--gpus: {text or 'nothing'}: not a number of GPUs and their kind, {FORM}")
+    first, second, kind = found.groups()
+    if not kind:
+        if here is None or not here.gpu.cuda:
+            raise Fault(f"--gpus: {text}: of which kind? This host has none; {FORM}")
+        kind = here.kind
+    try:
+        gpu = hardware.read(kind, "--gpus")
+    except ConfigError as fault:
+        if kind.endswith((".yaml", ".yml")):
+            raise
+        raise Fault(f"{fault}; {FORM}") from None
+    count = int(first or 1) * int(second or 1)
+    if not 1 <= count <= MOST:
+        raise Fault(f"--gpus: {text}: {count} is no number of GPUs from 1 to {MOST}")
+    if not gpu.cuda:
+        return Machine(CPU.name, gpu, 1, count, "as asked")
+    nodes, per_node = (int(first), int(second)) if second else (max(1, count // gpu.per_host), min(count, gpu.per_host))
+    if nodes * per_node != count or per_node > gpu.per_host:
+        raise Fault(f"--gpus: {text}: {count} GPUs are no whole hosts of {gpu.per_host} {gpu.name}")
+    return Machine(kind.lower() if kind.lower() in NAMES else kind, gpu, nodes, per_node, "as asked")
+
+
+def cpu(why: str) -> Machine:
+    return Machine(CPU.name, hardware.read(CPU.name), 1, 1, why)
+
+
+def several(kind: str, gpus: int, why: str) -> Machine:
+    gpu = hardware.read(kind)
+    return Machine(kind, gpu, max(1, gpus // gpu.per_host), min(gpus, gpu.per_host), why)
+
+
+def of_this_host() -> Machine | None:
+    """The GPUs of this host that this process may use. Raises a Fault for a kind that nobody has described."""
+    there = nvidia_smi.visible()
+    if not there:
+        return None
+    rows = _ask("--query-gpu=name,memory.total", "--format=csv,noheader,nounits").splitlines()
+    return _described(len(there), rows[0] if rows else "")
+
+
+def _described(count: int, row: str) -> Machine:
+    """The machine of so many GPUs, by a row of nvidia-smi: `NVIDIA H100 80GB HBM3, 81559`."""
+    name, _, memory = (part.strip() for part in row.rpartition(","))
+    size = int(memory) * 2**20 if memory.isdigit() else 0
+    words = re.split(r"[^a-z0-9]+", name.lower())
+    for kind, gpu in sorted(GPUS.items(), key=lambda pair: -pair[1].memory):
+        if kind in words and SAME * gpu.memory <= size <= gpu.memory / SAME:
+            return Machine(kind, gpu, 1, min(count, gpu.per_host), f"what this host has: {name}")
+    known = ", ".join(GPUS)
+    raise Fault(
+        f"--gpus: this host has {count} {name or 'GPUs'} of {size / GIB:.0f} GiB, of which no data sheet is known here "
+        f"({known}); --gpus {count}xmy-gpu.yaml takes a file: conf/planner/hardware.py begins with one"
+    )
+
+
+def _ask(*arguments: str) -> str:
+    try:
+        answer = subprocess.run(["nvidia-smi", *arguments], capture_output=True, text=True, timeout=60)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return answer.stdout if answer.returncode == 0 else ""

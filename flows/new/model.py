@@ -1,0 +1,102 @@
+"""The model that a new configuration is for: its config.json, sizes and tokenizer, and whether it can be trained here.
+
+    read(run.model, folder) -> Model      a Fault says why not, and what would be right
+
+Of a model on the Hub or on S3 config.json and the tokenizer are fetched, some MB; of a folder nothing is copied.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from conf.model_facts import ModelFacts
+from conf.model_files import tokenizer_files
+from conf.planner import parameters
+from conf.planner.verdict import facts_in
+from conf.rules import conversion
+from conf.schema.sections import Model as ModelSection
+from contract.faults import Fault
+from tasks.run import launch
+from tasks.sources import hub
+from tasks.sources.hub import config_json, file_choice
+
+CONTEXT = "max_position_embeddings"
+
+
+@dataclass(frozen=True)
+class Model:
+    """A released model, as far as a configuration needs to know it."""
+
+    source: str  # as model.source has it: folders by their whole path
+    config: dict[str, Any]
+    facts: ModelFacts
+    tokenizer: Path  # folder
+
+    @property
+    def parameters(self) -> int:
+        return parameters.total(self.facts)
+
+    @property
+    def context(self) -> int | None:
+        """Tokens that the model was made for."""
+        found = self.config.get(CONTEXT)
+        return found if type(found) is int and found > 0 else None
+
+    @property
+    def shown(self) -> str:
+        return self.source.rstrip("/").rpartition("/")[2] or self.source
+
+    @property
+    def size(self) -> str:
+        """Number of parameters, for people."""
+        active = parameters.active(self.facts)
+        of_token = f", {amount(active)} of them for each token" if active < 0.9 * self.parameters else ""
+        return f"{amount(self.parameters)} parameters{of_token}"
+
+
+def amount(count: float) -> str:
+    for size, letter in ((1e9, "B"), (1e6, "M")):
+        if count >= size:
+            return f"{count / size:.3g}{letter}"
+    return f"{count:,.0f}"
+
+
+def whole(source: str) -> str:
+    """The source as a worker elsewhere on this host would find it: a folder by its whole path."""
+    is_there = hub.kind(source) == "folder"
+    return str(Path(source).expanduser().resolve()) if is_there else source
+
+
+def read(wanted: ModelSection, folder: Path) -> Model:
+    """Look at a model. `folder` gets what has to be fetched for that."""
+    source = wanted.source
+    kind, place = hub.kind(source), f"model.source: {source}"
+    if kind == "tiny":
+        return _tiny(source, folder)
+    source = whole(source)
+    if kind == "folder":
+        names = [path.name for path in Path(source).iterdir()]
+        resolved = None
+    else:
+        resolved = hub.resolve(source, wanted.revision)
+        names = [*resolved.files]
+    config = config_json.read(source, wanted.revision)
+    if found := conversion.obstacles(config, wanted.ignore_config):
+        raise Fault(f"{place}: {'; '.join(found)}")
+    facts = facts_in(config, f"{place}: ")
+    chosen, _ = file_choice.choose(names, wanted.unsafe_weights, wanted.trust_remote_code)
+    file_choice.require_weights(place, chosen, names, wanted.unsafe_weights)
+    file_choice.require_tokenizer(source, names)
+    if resolved is None:
+        tokenizer_files.check(Path(source), config.get("vocab_size"))
+        return Model(source, config, facts, Path(source))
+    hub.fetch_described(resolved, folder, wanted.trust_remote_code)
+    return Model(source, config, facts, folder)
+
+
+def _tiny(source: str, folder: Path) -> Model:
+    """Make a model of this project's own, which lies nowhere."""
+    arguments = ["trainer.tiny", source.removeprefix("tiny://"), str(folder), "--dtype", "float32"]
+    launch.process(arguments, folder.with_suffix(".log"), lambda _: None, lambda: False)
+    config = config_json.read(str(folder), "main")
+    return Model(source, config, facts_in(config, f"model.source: {source}: "), folder)

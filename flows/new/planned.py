@@ -1,0 +1,109 @@
+"""The layout of a new configuration, by the planner's search, and its plan; the fewest GPUs where none were named."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from conf.planner import display, hardware
+from conf.planner.hardware import GB
+from conf.planner.search import Found, search
+from conf.planner.verdict import Plan, plan, settle, settled_on
+from conf.schema.run import Run
+from contract.faults import Fault
+from flows.new import machine as machines
+from flows.new.choices import Choices, with_layout
+from flows.new.machine import Machine
+from flows.new.model import Model
+
+ON_A_CPU = 2e8  # parameters; a larger model takes hours there
+KIND = "h100"  # where nobody says which GPUs there are
+COUNTS = (1, 2, 4, 8, 16, 32, 64, 128)
+
+
+@dataclass(frozen=True)
+class Settled:
+    machine: Machine
+    choices: Choices
+    run: Run
+    plan: Plan
+
+
+def settle_on(machine: Machine, model: Model, made: Callable[[Machine], Choices]) -> Settled:
+    """Settle the layout on these GPUs. A Fault says what is missing, and how many GPUs would do."""
+    found = _try(machine, model, made)
+    if isinstance(found, Settled):
+        return found
+    lacks = f"; the closest {found.closest.verdict}" if found.closest else ""
+    if not machine.gpu.cuda:
+        would = "--gpus 8xh100 plans it for such"
+    else:
+        more = (count for count in COUNTS if count > machine.gpus and _is_whole(machine.gpu.per_host, count))
+        enough = next(_fitting(machine.kind, more, model, made), None)
+        would = f"{enough.machine.shown} would do" if enough else "a larger GPU would do, or a smaller model"
+    raise Fault(f"--gpus: no layout of {model.source} is legal and fits on {machine.shown}{lacks}; {would}")
+
+
+def choose_machine(model: Model, made: Callable[[Machine], Choices]) -> Settled:
+    """Settle on this CPU for a small model, and on the fewest H100 for any other; this host has no GPU."""
+    if model.parameters < ON_A_CPU:
+        why = "this host has no GPU, and the model is small"
+        return settle_on(machines.cpu(why), model, made)
+    found = next(_fitting(KIND, iter(COUNTS), model, made), None)
+    if found is None:
+        raise Fault(f"--gpus: {model.source} fits on no {COUNTS[-1]} {KIND}; --gpus names others")
+    return found
+
+
+def _is_whole(per_host: int, count: int) -> bool:
+    return count <= per_host or count % per_host == 0
+
+
+def _fitting(kind: str, counts: Iterator[int], model: Model, made: Callable[[Machine], Choices]) -> Iterator[Settled]:
+    """Settle on more and more GPUs. Those where a plan could be wrong by more than is left are passed over."""
+    for count in counts:
+        why = f"the fewest that fit: this host has none, so --gpus says which there are; {KIND} is a guess"
+        found = _try(machines.several(kind, count, why), model, made)
+        if isinstance(found, Settled) and -found.plan.fullest.over > 0.1 * found.plan.fullest.total:
+            yield found
+
+
+def _try(machine: Machine, model: Model, made: Callable[[Machine], Choices]) -> Settled | Found:
+    choices = made(machine)
+    run = as_run(choices)
+    gpu = hardware.of(run)
+    if any(key.startswith("layout.") for key in choices.given):
+        run = settle(run, model.facts, gpu)
+    else:
+        layout = run.layout.model_copy(update={"nodes": machine.nodes, "gpus_per_node": machine.per_node})
+        run = run.model_copy(update={"layout": layout})
+        gpu = hardware.of(run)
+        found = search(run, model.facts, settled_on(run, gpu), run.world)
+        if not found.fitting:
+            return found
+        run = found.offered[0].applied(run)
+        count = len(found.fitting)
+        how = f"the fastest of {count} that fit" if count > 1 else "the only one that fits"
+        how = how if run.world > 1 else "one process"
+        with_layout(choices, run, how)
+    return Settled(machine, choices, run, plan(run, model.facts, gpu))
+
+
+def as_run(choices: Choices) -> Run:
+    nested: dict = {}
+    for key, choice in choices.made.items():
+        section, _, name = key.rpartition(".")
+        (nested.setdefault(section, {}) if section else nested)[name] = choice.value
+    for key, value in choices.given.items():
+        section, _, name = key.rpartition(".")
+        if section in ("layout", "paths"):
+            nested.setdefault(section, {})[name] = value
+    return Run.model_validate(nested)
+
+
+def told(found: Settled) -> str:
+    """Plan in a line, for people."""
+    time, stage = found.plan.time, found.plan.fullest
+    memory = f"{stage.total / GB:.2g} of {stage.capacity / GB:.3g} GB"
+    if time is None:
+        return f"{memory} of memory; no time is predicted on a CPU"
+    training = f"{display.duration(time.likely)} a step, {display.duration(time.hours * 3600)} of training"
+    return f"{memory} on the fullest GPU; {training}; all stages: {display.whole(found.plan, found.plan.needs)}"

@@ -1,0 +1,61 @@
+"""The rows that a new configuration is for, as trainer/first_rows.py finds them, which reads them as preparation does.
+
+    look(run, model folder, folder) -> FirstRows      a Fault says what is wrong with them
+
+Of objects on S3 the first is fetched; a data set of the Hub is streamed.
+"""
+
+from dataclasses import replace
+from pathlib import Path
+
+from conf.schema.data import Data
+from conf.schema.run import Run
+from contract.first_rows import FirstRows
+from tasks.run import launch
+from tasks.sources import hub, row_sources
+
+KEY = "data.source"
+HUB_TOKENS = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")
+
+
+def whole(source: str) -> str:
+    """The source as a worker elsewhere on this host would find it: files by their whole path."""
+    is_here = row_sources.kind(source, KEY) == "local"
+    return str(Path(source).expanduser().absolute()) if is_here else source
+
+
+def look(run: Run, tokenizer: Path | None, folder: Path) -> FirstRows:
+    """Look at the rows. `folder` gets what has to be fetched for that; without a tokenizer lengths are guesses."""
+    folder.mkdir()
+    data, share = _here(run.data, folder)
+    paths = run.paths.model_copy(
+        update={"model": str(tokenizer or folder / "none"), "logs": str(folder), "data": str(folder / "data")}
+    )
+    launch.trainer(
+        "first_rows",
+        run.model_copy(update={"data": data, "paths": paths}),
+        folder,
+        lambda _: None,
+        lambda: False,
+        keep=HUB_TOKENS,
+    )
+    found = FirstRows.read_from(folder / "first_rows.json")
+    if share == 1:
+        return found
+    return replace(found, rows=round((found.rows or 0) / share), whole=False, places=[])
+
+
+def _here(data: Data, folder: Path) -> tuple[Data, float]:
+    """The data as they are read on this host, and the share of all rows that this is, by bytes."""
+    assert data.source
+    kind = row_sources.kind(data.source, KEY)
+    if kind == "hub":  # which is asked for its commit: its answer says most
+        found = row_sources.identity(data.parts[0], KEY, folder / "digests.json")
+        return data.model_copy(update={"revision": found["commit"]}), 1
+    if kind != "s3":
+        return data, 1
+    uri, objects = row_sources.row_objects(data.source, KEY)
+    name = min(objects)
+    hub.fetch_objects(uri, {name: objects[name]}, folder / "rows")
+    sizes = {one: size for one, (size, _) in objects.items()}
+    return data.model_copy(update={"source": str(folder / "rows" / name)}), sizes[name] / (sum(sizes.values()) or 1)
