@@ -11,11 +11,12 @@ from concurrent.futures import Future
 
 def start() -> None:
     """Start it, where PREFECT_API_URL names no server."""
-    from prefect.server.api.server import SubprocessASGIServer  # a second of imports, which a dry run does without
     from prefect.settings import get_current_settings
 
     if get_current_settings().api.url:
         return
+    from prefect.server.api.server import SubprocessASGIServer  # seconds of imports, which other flows do without
+
     started: Future[None] = Future()
 
     def begin() -> None:

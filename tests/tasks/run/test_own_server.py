@@ -33,10 +33,11 @@ def test_ctrl_c_reaches_the_flow_and_not_its_server(started):
     assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, [])
 
 
-def test_a_standing_server_is_used(started):
+def test_a_standing_server_is_used_and_none_is_imported(started, monkeypatch):
+    monkeypatch.delitem(sys.modules, prefects.__name__)
     with temporary_settings({PREFECT_API_URL: "http://127.0.0.1:1/api"}):
         own_server.start()
-    assert started == []
+    assert started == [] and prefects.__name__ not in sys.modules
 
 
 def test_a_server_that_does_not_start_is_an_error(monkeypatch):
