@@ -1,13 +1,18 @@
 """Run the whole flow of a 10 GB model on this host's GPU, and check that each stage ends and has the GPU alone.
 
     benchmarks/gpu/run whole_flow.py OUT                                     about 9 minutes on one H200, 35 GB of disk
+    benchmarks/gpu/run whole_flow.py OUT --preset NAME --layers 8            a configuration of conf/, unchanged
     python benchmarks/gpu/whole_flow.py OUT --size tiny --work FOLDER        rehearses it on a CPU in 3 minutes
 
 The model is a Qwen3-MoE of 4.8 billion random weights in bf16 with a small tokenizer, the data are 1600 tickets packed
-to 1024 tokens; LoRA, 10 steps. nvidia-smi is asked for the GPU's memory each second, and the processes for the stage
-that runs: OUT/memory.csv. OUT/whole_flow.txt has a row a stage with the most memory in it and before it, the time line,
-and what became of the run; OUT/flow.log all that was said. Exit code 1 where a stage has not ended well, two were on
-the GPU at once, training began before the base's evaluation was over, or the promotion gives no reason.
+to 1024 tokens; LoRA, 10 steps. With --preset a stand-in of the Hub on this host has a model and a data set by the names
+that the configuration gives: the model with so many of its layers, at their widths, of random weights with a small
+tokenizer; the data questions in words with their answers in figures.
+
+nvidia-smi is asked for the GPU's memory each second, and the processes for the stage that runs: OUT/memory.csv.
+OUT/whole_flow.txt has a row a stage with the most memory in it and before it, the time line, and what became of the
+run; OUT/flow.log all that was said. Exit code 1 where a stage has not ended well, two were on the GPU at once, training
+began before the base's evaluation was over, or the promotion gives no reason.
 """
 
 # pyright: reportArgumentType=false, reportOptionalMemberAccess=false
@@ -58,7 +63,14 @@ evaluate: {{rows: 20, max_tokens: 8}}
 """
 
 
-def make_model(folder: Path, size: str, shards: int = 8) -> int:
+def of_size(size: str) -> dict:
+    """A config.json of a Qwen3-MoE."""
+    from trainer.rehearsal import tiny_models
+
+    return tiny_models.COMMON | tiny_models.QWEN3_MOE | SIZES[size] | dict(max_position_embeddings=4096)
+
+
+def make_model(folder: Path, config: dict, spread: float = 0.02, shards: int = 8) -> int:
     """Write a model. Returns its bytes.
 
     Each tensor is a window of one block of random numbers, at a place that follows from its name.
@@ -68,19 +80,13 @@ def make_model(folder: Path, size: str, shards: int = 8) -> int:
     from trainer.rehearsal import tiny_models
 
     tokens = dict(bos_token_id=None, eos_token_id=0, pad_token_id=1)
-    config = (
-        tiny_models.COMMON
-        | tiny_models.QWEN3_MOE
-        | SIZES[size]
-        | tokens
-        | dict(dtype="bfloat16", max_position_embeddings=4096)
-    )
+    config |= tokens | dict(dtype="bfloat16")
     shapes = tiny_models.model_shapes(config)
     largest = max(int(np.prod(shape)) for shape in shapes.values())
     drawn = np.random.default_rng(13).standard_normal(BLOCK, dtype=np.float32)
     blocks = {}
-    for name, centre, spread in ("weight", 0.0, 0.08 if size == "tiny" else 0.02), ("norm", 1.0, 0.1):
-        numbers = ((centre + spread * drawn).view(np.uint32) >> 16).astype(np.uint16)  # bf16
+    for name, centre, wide in ("weight", 0.0, spread), ("norm", 1.0, 0.1):
+        numbers = ((centre + wide * drawn).view(np.uint32) >> 16).astype(np.uint16)  # bf16
         blocks[name] = np.concatenate([numbers, numbers[:largest]])
     names = list(shapes)
     parts = [names[n * len(names) // shards : (n + 1) * len(names) // shards] for n in range(shards)]
@@ -108,13 +114,46 @@ def make_model(folder: Path, size: str, shards: int = 8) -> int:
     folder.mkdir(parents=True)
     with ThreadPoolExecutor(shards) as threads:
         total = sum(threads.map(write, parts, files))
-    tiny_models.make_tokenizer(folder, config["vocab_size"])
+    tiny_models.make_tokenizer(folder, tiny_models.COMMON["vocab_size"])
     weight_map = {name: file for part, file in zip(parts, files, strict=True) for name in part}
     tiny_models.write_json(folder / "config.json", config)
     tiny_models.write_json(folder / "generation_config.json", tokens)
     index = dict(metadata=dict(total_size=total), weight_map=weight_map)
     tiny_models.write_json(folder / "model.safetensors.index.json", index)
     return total
+
+
+@contextlib.contextmanager
+def preset(options: argparse.Namespace, work: Path) -> Iterator[tuple[str, dict[str, str]]]:
+    """Serve model and data of a preset by their names. Yields the command's word for it, and the environment."""
+    from conf.load import load
+    from tests.support import stand_in_hub
+    from trainer.rehearse import config_of
+    from trainer.trial import cut
+
+    run = load(options.preset)
+    make_model(work / "model", cut(config_of(run), options.layers))
+    make_questions(work / "rows", run.data.config, options.rows)
+    with stand_in_hub.serve(work / "hub") as hub:
+        hub.publish(f"models/{run.model.source}", work / "model")
+        hub.publish(f"datasets/{run.data.source}", work / "rows")
+        shutil.rmtree(work / "model")
+        yield options.preset, {"HF_ENDPOINT": hub.url, "HF_HOME": str(work / "home"), "HF_HUB_OFFLINE": "0"}
+
+
+def make_questions(folder: Path, config: str | None, rows: int) -> None:
+    """Write a data set as the Hub has it: questions in words, answers in figures."""
+    digits = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine"]
+    place = folder / (config or "data")
+    place.mkdir(parents=True)
+    lines = []
+    for number in range(rows):
+        some = [number // 100 % 10, number // 10 % 10, number % 10]
+        question = f"What is {' times '.join(digits[one] for one in some)}?"
+        lines.append({"question": question, "answer": f"#### {some[0] * some[1] * some[2]}"})
+    (place / "train.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    named = f"configs:\n- config_name: {config or 'default'}\n  data_files: {place.name}/*\n"
+    (folder / "README.md").write_text(f"---\n{named}---\n")
 
 
 def make_data(file: Path) -> None:
@@ -151,6 +190,7 @@ class Samples:
 
 def gpu_memory() -> int:
     query = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
+    query += ["-i", visible] if (visible := os.environ.get("CUDA_VISIBLE_DEVICES")) else []
     with contextlib.suppress(OSError):
         answer = subprocess.run(query, capture_output=True, text=True)
         return max((int(line) for line in answer.stdout.split() if line.isdigit()), default=0)
@@ -172,11 +212,11 @@ def stages_running(work: Path) -> Iterator[str]:
                 yield found[1]
 
 
-def run_flow(conf: Path, out: Path, environment: dict[str, str], seconds: float) -> tuple[int | None, str]:
+def run_flow(conf: str, out: Path, environment: dict[str, str], seconds: float) -> tuple[int | None, str]:
     """Run the flow. Returns its exit code, None where it took too long, and its output."""
     log = out / "flow.log"
     with log.open("w") as file:
-        command = [sys.executable, "-m", "flows.finetune", str(conf)]
+        command = [sys.executable, "-m", "flows.finetune", conf]
         flow = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=file, stderr=file)
         try:
             code = flow.wait(seconds)
@@ -217,7 +257,7 @@ def judge(code: int | None, said: str, samples: Samples) -> tuple[list[str], lis
         base, trained = samples.of("evaluate-base"), samples.of("train")
         if base and trained and base[-1] >= trained[0]:
             wrong.append("training began before the base's evaluation was over")
-    promoted = re.search(r"^whole version .*(against|measured).*$", said, re.MULTILINE)
+    promoted = re.search(r"^\S+ version .*(against|measured).*$", said, re.MULTILINE)
     wrong += [] if promoted else ["no reason why it was promoted or not"]
     waits = re.findall(r"\S+ of \S+ (?:waits for the|has the|begins although).*", said)
     lines += [
@@ -254,20 +294,33 @@ def main() -> int:
 
 
 def _measure(options: argparse.Namespace, work: Path) -> int:
-    gpu = gpu_memory() > 0 or Path("/dev/nvidiactl").exists()
-    free = shutil.disk_usage(work).free / 1e9
     began = time.monotonic()
-    total = make_model(work / "model", options.size)
-    print(f"a model of {total / 1e9:.2f} GB in {time.monotonic() - began:.1f} s; {free:.0f} GB were free", flush=True)
+    with (preset if options.preset else made)(options, work) as (conf, environment):
+        print(f"model and data are there after {time.monotonic() - began:.1f} s", flush=True)
+        return _watch(options, work, conf, environment)
+
+
+@contextlib.contextmanager
+def made(options: argparse.Namespace, work: Path) -> Iterator[tuple[str, dict[str, str]]]:
+    """Write a model, data and a configuration. Yields the configuration's path, and the environment."""
+    make_model(work / "model", of_size(options.size), 0.08 if options.size == "tiny" else 0.02)
     make_data(work / "rows.jsonl")
     conf = work / "whole.yaml"
-    kind = dict(gpu="h200", precision="bf16") if gpu else dict(gpu="cpu", precision="fp32")
+    kind = dict(gpu="h200", precision="bf16") if has_gpu() else dict(gpu="cpu", precision="fp32")
     conf.write_text(CONF.format(model=work / "model", data=work / "rows.jsonl", steps=options.steps, **kind))
-    own = {"FINETUNE_RUNS": str(work / "runs"), "PREFECT_HOME": str(work / "prefect"), "NO_COLOR": "1"}
+    yield str(conf), {}
+
+
+def has_gpu() -> bool:
+    return Path("/dev/nvidiactl").exists()
+
+
+def _watch(options: argparse.Namespace, work: Path, conf: str, environment: dict[str, str]) -> int:
+    own = {"FINETUNE_RUNS": str(work / "runs"), "PREFECT_HOME": str(work / "prefect"), "NO_COLOR": "1"} | environment
     own |= {"PYTHONUNBUFFERED": "1", "PREFECT_SERVER_ANALYTICS_ENABLED": "false"}
     if importlib.util.find_spec("flashinfer") is None:  # vLLM does not start else
         own["VLLM_USE_FLASHINFER_SAMPLER"] = "0"
-    samples = Samples(options.out / "memory.csv", work, time.monotonic(), gpu)
+    samples = Samples(options.out / "memory.csv", work, time.monotonic(), has_gpu())
     sampler = threading.Thread(target=samples.run, daemon=True)
     sampler.start()
     without = {name: value for name, value in os.environ.items() if name not in ("FINETUNE_STORE", "PREFECT_API_URL")}
@@ -276,8 +329,8 @@ def _measure(options: argparse.Namespace, work: Path) -> int:
     sampler.join()
     lines, wrong = judge(code, said, samples)
     used = sum(file.stat().st_size for file in {f.stat().st_ino: f for f in work.rglob("*") if f.is_file()}.values())
-    head = f"{options.size}: {total / 1e9:.2f} GB in bf16, {options.steps} steps; {used / 1e9:.1f} GB of disk, "
-    head += f"{time.monotonic() - samples.began:.0f} s"
+    what = f"{options.preset}, {options.layers} layers" if options.preset else f"{options.size}, {options.steps} steps"
+    head = f"{what}: {used / 1e9:.1f} GB of disk, {time.monotonic() - samples.began:.0f} s"
     report = [head, "", *lines, "", *time_line(samples), "", *([f"WRONG: {line}" for line in wrong] or ["all right"])]
     (options.out / "whole_flow.txt").write_text("\n".join(report) + "\n")
     print("\n".join(report))
@@ -299,6 +352,9 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("out", type=Path, metavar="OUT")
     parser.add_argument("--size", choices=SIZES, default="10gb")
+    parser.add_argument("--preset", metavar="NAME", help="run this configuration of conf/ instead, as it is")
+    parser.add_argument("--layers", type=int, default=8, help="of the preset's model (default 8)")
+    parser.add_argument("--rows", type=int, default=1000, help="of the preset's data (default 1000)")
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--seconds", type=float, default=570, help="that the flow may take (default 570)")
     parser.add_argument("--work", type=Path, help="folder for model and artifacts (default a temporary one)")
