@@ -148,9 +148,11 @@ def make_questions(folder: Path, config: str | None, rows: int) -> None:
     place.mkdir(parents=True)
     lines = []
     for number in range(rows):
-        some = [number // 100 % 10, number // 10 % 10, number % 10]
-        question = f"What is {' times '.join(digits[one] for one in some)}?"
-        lines.append({"question": question, "answer": f"#### {some[0] * some[1] * some[2]}"})
+        some = [int(digit) for digit in str(123_456_789 + 7919 * number)]  # as long as rows of gsm8k
+        asked, said, total = " times ".join(digits[one] for one in some), "", some[0]
+        for one in some[1:]:
+            said, total = f"{said}{total} times {one} is {total * one}.\n", total * one
+        lines.append({"question": f"What is {asked}, step by step?", "answer": f"{said}#### {total}"})
     (place / "train.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     named = f"configs:\n- config_name: {config or 'default'}\n  data_files: {place.name}/*\n"
     (folder / "README.md").write_text(f"---\n{named}---\n")
@@ -354,7 +356,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--size", choices=SIZES, default="10gb")
     parser.add_argument("--preset", metavar="NAME", help="run this configuration of conf/ instead, as it is")
     parser.add_argument("--layers", type=int, default=8, help="of the preset's model (default 8)")
-    parser.add_argument("--rows", type=int, default=1000, help="of the preset's data (default 1000)")
+    parser.add_argument("--rows", type=int, default=7473, help="of the preset's data (default 7473)")
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--seconds", type=float, default=570, help="that the flow may take (default 570)")
     parser.add_argument("--work", type=Path, help="folder for model and artifacts (default a temporary one)")
