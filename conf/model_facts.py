@@ -22,6 +22,7 @@ FAMILIES = (
     "Glm4MoeForCausalLM",
     "DeepseekV3ForCausalLM",
     "Qwen3MoeForCausalLM",
+    "Qwen3ForCausalLM",
     "Qwen2MoeForCausalLM",
     "MixtralForCausalLM",
     "LlamaForCausalLM",

@@ -80,6 +80,8 @@ TABLE = (
     *(Case("glm4-moe-mtp", cut) for cut in ("dp=2", "tp=2 sp=true", "pp=2", "ep=2")),
     Case("glm4-moe-mtp", "cp=2", differs=MTP_CP),
     *(Case("qwen3-moe", cut) for cut in ("tp=2 sp=true ep=2", "pp=2 ep=2", "cp=2")),
+    *(Case("qwen3", cut) for cut in ("tp=2 sp=true", "pp=2", "pp=2 vpp=2", "cp=2", "tp=2 sp=true pp=2 cp=2")),
+    Case("qwen3", "pp=2", packed=True),
     *(Case("deepseek-v3", cut) for cut in ("tp=2 sp=true ep=2", "pp=2 ep=2", "cp=2")),
 )
 

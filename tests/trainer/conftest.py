@@ -150,7 +150,7 @@ def compare(configure, base, ranks, work):
         reference = work / f"{name}.pt"
         if not reference.exists():
             ask(configure(model, *shared, f"paths.output={work}/{name}"), reference)
-        where = "-".join([name, *cut.split(), *settings, *without]).replace("layout.", "")
+        where = "-".join([name, *(cut.split() or ["copies"]), *settings, *without]).replace("layout.", "")
         ways = [] if cut == ALONE else ["layout.gpus_per_node=2", *cut.split()]
         return ask(configure(model, *shared, *settings, *ways, f"paths.output={work}/{where}"), reference, without)
 

@@ -22,6 +22,7 @@ CASES = [
     ("glm4-moe-mtp", "bf16", "pp=2 gpus_per_node=2"),
     ("deepseek-v3", "fp32", "pp=2 ep=2 gpus_per_node=4"),
     ("qwen3-moe", "bf16", "tp=2 sp=true etp=2 gpus_per_node=2"),
+    ("qwen3", "bf16", "tp=2 pp=2 gpus_per_node=4"),
 ]
 
 
@@ -90,6 +91,15 @@ def no_longer_extra(tensors):
     tensors["model.norm.weight"].zero_()
 
 
+def second_head(tensors):
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+
+
+def another_second_head(tensors):
+    second_head(tensors)
+    tensors["lm_head.weight"][7, 7] += 1
+
+
 def missing(tensors):
     del tensors["model.layers.2.mlp.up_proj.weight"]
 
@@ -116,6 +126,7 @@ def other_head(tensors):
         ("llama", wrong_shape, "model.layers.1.self_attn.k_proj.weight is [128, 128] and should be [64, 128]"),
         ("llama", transposed, "model.layers.3.mlp.down_proj.weight is [256, 128] and should be [128, 256]"),
         ("glm4-moe-mtp", other_head, "model.layers.4.shared_head.head.weight (of lm_head.weight)"),
+        ("qwen3", another_second_head, "lm_head.weight (of model.embed_tokens.weight)"),
     ],
 )
 def test_what_does_not_fit_is_named(kind, change, said, start, tmp_path):
@@ -127,6 +138,17 @@ def test_what_does_not_fit_is_named(kind, change, said, start, tmp_path):
     assert said in line
     assert not (tmp_path / "base").exists()
     assert not (tmp_path / "base.partial").exists()
+
+
+@pytest.mark.slow
+def test_a_vocabulary_that_is_released_twice_comes_back_twice(start, tmp_path):
+    """As that of Qwen3-0.6B."""
+    tiny_models.make_model("qwen3", tmp_path / "model")
+    rewrite(tmp_path / "model", second_head)
+    converted = start("convert", "qwen3", "layout.pp=2", "layout.gpus_per_node=2")
+    assert converted.code == 0, converted.output
+    assert start("export", "qwen3").code == 0
+    assert same_files(tmp_path / "model", tmp_path / "export/merged")
 
 
 def test_a_parameter_that_nothing_fills_is_named(start, tmp_path):

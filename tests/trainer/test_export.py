@@ -43,10 +43,11 @@ CASES = {
     "lora, experts' fc2 alone": Case("glm4-moe", ("adapter.targets=[linear_fc2]",)),
     "dora": Case("llama", ("adapter.kind=dora",), "tp=2 gpus_per_node=2"),
     "dora, biases": Case("glm4-moe", ("adapter.kind=dora", "adapter.targets=[linear_qkv,linear_proj]")),
+    "full, tied": Case("qwen3", ("adapter.kind=none",), "pp=2 gpus_per_node=2"),
     "full": Case("glm4-moe-mtp", ("adapter.kind=none",), "tp=2 sp=true ep=2 gpus_per_node=2"),
 }
 LORA = [name for name in CASES if name.startswith("lora")]
-ADAPTERS = [name for name in CASES if name != "full"]
+ADAPTERS = [name for name in CASES if not name.startswith("full")]
 
 
 @pytest.fixture(scope="module")
@@ -139,7 +140,7 @@ def test_the_adapter_makes_the_trained_model_of_the_released_one(name, megatron,
     assert difference(transformers[name, "adapter"], megatron[name]["logits"]) < BOUND
 
 
-@pytest.mark.parametrize("name", [*LORA, "full"])
+@pytest.mark.parametrize("name", [*LORA, "full", "full, tied"])
 def test_weights_are_those_that_bridge_exports(name, megatron, exported):
     """Multi-token prediction included. Bridge leaves out the copies, and does not merge DoRA's magnitudes."""
     ours, bridges = weights(Path(exported.runs[name].paths.export) / "merged"), megatron[name]["weights"]

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from conf.schema.run import Run
+from trainer.rehearsal import tiny_models
 from trainer.startup import device, entry
 
 
@@ -24,8 +25,8 @@ def import_all() -> None:
 
     from trainer.patches import lazy_bridge
 
-    for family in ("Glm4Moe", "Qwen3Moe", "DeepseekV3", "Llama"):
-        lazy_bridge.load_family(f"{family}ForCausalLM")
+    for architecture in sorted({config["architectures"][0] for config in tiny_models.KINDS.values()}):
+        lazy_bridge.load_family(architecture)
 
 
 def call(command: Callable[[Run], None], run: Run, log: Path, until: Callable[[], bool] = lambda: False) -> int:

@@ -1,7 +1,7 @@
 """Tiny models with random weights, their tokenizer, and data that they learn; trainer/tiny.py is the command.
 
 The models have the structure of the released ones but not their proportions: nothing measured on them says anything
-about speed or memory. FP8 weights, tied embeddings and DeepSeek-V3's multi-token prediction are not covered.
+about speed or memory. FP8 weights and DeepSeek-V3's multi-token prediction are not covered.
 The files are written without transformers, whose model classes take 20 s and more to import on a small machine.
 """
 
@@ -70,6 +70,14 @@ QWEN3_MOE = MOE | dict(
     rms_norm_eps=1e-6,
     rope_parameters=dict(rope_type="default", rope_theta=1e6),
 )
+QWEN3: Config = dict(
+    model_type="qwen3",
+    architectures=["Qwen3ForCausalLM"],
+    head_dim=64,
+    tie_word_embeddings=True,  # as up to 4B; the larger ones are not
+    rms_norm_eps=1e-6,
+    rope_parameters=dict(rope_type="default", rope_theta=1e6),
+)
 LLAMA: Config = dict(
     model_type="llama",
     architectures=["LlamaForCausalLM"],
@@ -83,6 +91,7 @@ KINDS: dict[str, Config] = {
     "glm4-moe-mtp": COMMON | GLM4_MOE | dict(num_nextn_predict_layers=1),
     "deepseek-v3": COMMON | DEEPSEEK_V3,
     "qwen3-moe": COMMON | QWEN3_MOE,
+    "qwen3": COMMON | QWEN3,
     "llama": COMMON | LLAMA,
 }
 
@@ -197,7 +206,7 @@ def attention_shapes(c: Config) -> Shapes:
         shapes[f"self_attn.{name}_proj.weight"] = (count * width, hidden)
         if c.get("attention_bias"):
             shapes[f"self_attn.{name}_proj.bias"] = (count * width,)
-        if name != "v" and c["model_type"] in ("glm4_moe", "qwen3_moe"):
+        if name != "v" and c["model_type"] in ("glm4_moe", "qwen3_moe", "qwen3"):
             shapes[f"self_attn.{name}_norm.weight"] = (width,)
     return shapes
 
@@ -233,7 +242,8 @@ def model_shapes(c: Config) -> Shapes:
             block |= {"embed_tokens.weight": (vocab, hidden), "shared_head.head.weight": (vocab, hidden)}
             block["eh_proj.weight"] = (hidden, 2 * hidden)
         shapes |= {f"model.layers.{layer}.{name}": shape for name, shape in block.items()}
-    return shapes | {"model.norm.weight": (hidden,), "lm_head.weight": (vocab, hidden)}
+    head: Shapes = {} if c["tie_word_embeddings"] else {"lm_head.weight": (vocab, hidden)}
+    return shapes | {"model.norm.weight": (hidden,)} | head
 
 
 def draw_tensor(name: str, shape: tuple[int, ...], dtype, seed: int):

@@ -56,6 +56,23 @@ def test_totals_are_those_of_the_model_cards(name, billions, billions_active):
     assert (round(total(facts) / 1e9, 1), round(active(facts) / 1e9, 1)) == (billions, billions_active)
 
 
+@pytest.mark.parametrize(
+    "billions, layers, hidden, ffn, heads, tied",
+    [
+        (0.6, 28, 1024, 3072, 16, True),
+        (1.7, 28, 2048, 6144, 16, True),
+        (4.0, 36, 2560, 9728, 32, True),
+        (14.8, 40, 5120, 17408, 40, False),
+        (32.8, 64, 5120, 25600, 64, False),
+    ],
+)
+def test_the_other_sizes_of_qwen3_are_those_of_their_cards(billions, layers, hidden, ffn, heads, tied):
+    sizes = {"num_hidden_layers": layers, "hidden_size": hidden, "intermediate_size": ffn}
+    sizes |= {"num_attention_heads": heads, "tie_word_embeddings": tied}
+    config = json.loads((MODELS / "qwen3-8b.json").read_text())["config"]
+    assert round(total(facts_from_hf(config | sizes)) / 1e9, 1) == billions
+
+
 def test_gpt2_by_hand():
     layer = 12 * 1280 * 1280 + 13 * 1280  # four matrices with biases, two norms with biases
     facts = known("gpt2-large")

@@ -28,6 +28,7 @@ RELEASES = {
     "Llama, by unsloth": ("llama", {"unsloth_fixed": True, "_name_or_path": "x", "auto_map": {"AutoConfig": "y.Z"}}),
     "Qwen3-MoE": ("qwen3-moe", WINDOWED | ROUTED | {"sliding_window": None, "mlp_only_layers": []}),
     "Qwen3-MoE, by transformers 5": ("qwen3-moe", WINDOWED | ROUTED | {"layer_types": 4 * ["full_attention"]}),
+    "Qwen3": ("qwen3", WINDOWED | {"sliding_window": None, "tie_word_embeddings": True}),
     "GLM-4.5": ("glm4-moe", ROUTED | {"attention_bias": True, "partial_rotary_factor": 0.5, "topk_group": 1}),
     "DeepSeek-V3": (
         "deepseek-v3",
@@ -42,7 +43,6 @@ RELEASES = {
         },
     ),
 }
-QWEN3 = {**KINDS["qwen3-moe"], "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}
 OLMOE = {"architectures": ["OlmoeForCausalLM"], "num_attention_heads": 16, "num_key_value_heads": 16, "num_experts": 64}
 LINEAR = {"rope_type": "linear", "factor": 4.0}
 YARN_OF_QWEN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
@@ -60,6 +60,9 @@ LOST = [
     (KINDS["qwen3-moe"], {"partial_rotary_factor": 0.25}, "partial_rotary_factor is 0.25, which"),
     (KINDS["qwen3-moe"], {"num_experts_per_tok": 1}, "num_experts_per_tok is 1, and Megatron makes the weights"),
     (KINDS["qwen3-moe"], {"hidden_act": "gelu"}, 'hidden_act is "gelu", and Megatron-Bridge builds'),
+    (KINDS["qwen3"], {"attention_bias": True}, "attention_bias is true, and Megatron-Bridge builds Qwen3ForCausalLM"),
+    (KINDS["qwen3"], {"use_sliding_window": True, "sliding_window": 8}, "use_sliding_window is true, and"),
+    (KINDS["qwen3"], {"rope_scaling": YARN_OF_QWEN}, "rope_scaling.beta_fast is absent, and Megatron has"),
     (OLMOE, {"clip_qkv": 8.0}, "clip_qkv is 8.0, and Megatron-Bridge builds OlmoeForCausalLM with null alone"),
     (OLMOE, {"norm_topk_prob": True}, "norm_topk_prob is true, and Megatron-Bridge builds"),
     (OLMOE, {"num_key_value_heads": 4}, "num_key_value_heads is 4, and Megatron-Bridge builds"),

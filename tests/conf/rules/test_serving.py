@@ -29,7 +29,9 @@ def test_latent_attention_wants_a_gpu():
     assert unservable(load("tiny"), facts, cpu=False) == []
 
 
-@pytest.mark.parametrize("name", ["glm47", "qwen3-235b", "llama31-70b", "deepseek-v3", "mixtral-8x7b", "gpt2-large"])
+@pytest.mark.parametrize(
+    "name", ["glm47", "qwen3-235b", "qwen3-8b", "llama31-70b", "deepseek-v3", "mixtral-8x7b", "gpt2-large"]
+)
 def test_released_models_can_be_served_on_a_host_of_8(name):
     lines = unservable(load("tiny", ["evaluate.gpus=4"]), known(name), cpu=False)
     assert lines == []
