@@ -95,7 +95,7 @@ def test_every_model_that_is_shipped_can_be_read():
 
 
 def test_an_unknown_name_is_told_the_known_ones():
-    with pytest.raises(ValueError, match=r"^glm-47: no such model in conf/models; there are deepseek-v3, glm47, "):
+    with pytest.raises(ValueError, match=r"^glm-47: no such model in conf/models; there are deepseek-v3, .*glm47, "):
         known("glm-47")
 
 
