@@ -105,5 +105,5 @@ def told(found: Settled) -> str:
     memory = f"{stage.total / GB:.2g} of {stage.capacity / GB:.3g} GB"
     if time is None:
         return f"{memory} of memory; no time is predicted on a CPU"
-    training = f"{display.duration(time.likely)} a step, {display.duration(time.hours * 3600)} of training"
+    training = f"{time.likely:.3g} s a step, {display.duration(time.hours * 3600)} of training"
     return f"{memory} on the fullest GPU; {training}; all stages: {display.whole(found.plan, found.plan.needs)}"
