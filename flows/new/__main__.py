@@ -37,6 +37,7 @@ ROOT = FOLDER.parent
 DEPLOYMENTS = ROOT / "prefect.yaml"
 LONGEST = 60  # characters of a name that is made up
 
+OTHERWISE = {"name": "--name names it", "model.source": "MODEL says so", "data.source": "DATA says so"}
 # What is asked for on a terminal, and named where it is missing.
 MODEL = "org/name on the Hub, a folder, or s3://..."
 DATA = "a file, a folder, org/name on the Hub, or s3://..."
@@ -70,7 +71,8 @@ def _new(options: argparse.Namespace, folder: Path) -> int:
         options.name = options.name or _asked(f"Name [{_name(options)}]", empty=True) or None
     name, path, wrong = _place(options)
     given, _, unread = read_overrides(options.overrides)
-    wrong += unread
+    wrong += unread + [f"{key}: {OTHERWISE[key]}" for key in given if key in OTHERWISE]
+    wrong += [f"{key}: where things lie is the flow's own affair" for key in given if key.startswith("paths.")]
     on: Machine | None = here
     if unknown and options.gpus is None:
         wrong.append(unknown)
@@ -217,7 +219,10 @@ def _check(text: str, name: str, folder: Path) -> None:
     """Read the file as the flow will, before it is anywhere."""
     file = folder / f"{name}.yaml"
     file.write_text(text)
-    load(file)
+    try:
+        load(file)
+    except ConfigError as fault:
+        raise ConfigError(*(line.removeprefix(f"{file}: ") for line in fault.args)) from None
 
 
 def _write(path: Path, text: str, settled: Settled, found: model.Model) -> None:

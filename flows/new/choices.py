@@ -97,9 +97,11 @@ def choose(name: str, model: Model, rows: FirstRows, machine: Machine, given: di
     _evaluation(found, rows, model, machine)
     if machine.nodes > 1:
         found.put("gang.engine", "prefect", "a worker on each host starts its part; or slurm, kubernetes")
+    if any(key.startswith("layout.") for key in given):
+        found.put("layout.nodes", machine.nodes, "hosts")
+        found.put("layout.gpus_per_node", machine.per_node, "of each host")
     for key in given:
-        if key.partition(".")[0] not in ("layout", "paths"):
-            found.made.setdefault(key, Choice(given[key], "as asked"))
+        found.made.setdefault(key, Choice(given[key], "as asked"))
     return found
 
 

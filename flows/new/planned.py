@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from conf.planner import display, hardware
+from conf.planner import advice, display, hardware
 from conf.planner.hardware import GB
 from conf.planner.search import Found, search
 from conf.planner.verdict import Plan, plan, settle, settled_on
@@ -31,6 +31,8 @@ def settle_on(machine: Machine, model: Model, made: Callable[[Machine], Choices]
     """Settle the layout on these GPUs. A Fault says what is missing, and how many GPUs would do."""
     found = _try(machine, model, made)
     if isinstance(found, Settled):
+        if not found.plan.fits:  # by what the caller gave
+            raise Fault(advice.refusal(found.plan))
         return found
     lacks = f"; the closest {found.closest.verdict}" if found.closest else ""
     if not machine.gpu.cuda:
@@ -70,9 +72,7 @@ def _try(machine: Machine, model: Model, made: Callable[[Machine], Choices]) -> 
     choices = made(machine)
     run = as_run(choices)
     gpu = hardware.of(run)
-    if any(key.startswith("layout.") for key in choices.given):
-        run = settle(run, model.facts, gpu)
-    else:
+    if not any(key.startswith("layout.") for key in choices.given):
         layout = run.layout.model_copy(update={"nodes": machine.nodes, "gpus_per_node": machine.per_node})
         run = run.model_copy(update={"layout": layout})
         gpu = hardware.of(run)
@@ -84,7 +84,8 @@ def _try(machine: Machine, model: Model, made: Callable[[Machine], Choices]) -> 
         how = f"the fastest of {count} that fit" if count > 1 else "the only one that fits"
         how = how if run.world > 1 else "one process"
         with_layout(choices, run, how)
-    return Settled(machine, choices, run, plan(run, model.facts, gpu))
+        run = as_run(choices)  # keys that the caller gave count more than what was found
+    return Settled(machine, choices, run, plan(settle(run, model.facts, gpu), model.facts, gpu))
 
 
 def as_run(choices: Choices) -> Run:
@@ -92,10 +93,6 @@ def as_run(choices: Choices) -> Run:
     for key, choice in choices.made.items():
         section, _, name = key.rpartition(".")
         (nested.setdefault(section, {}) if section else nested)[name] = choice.value
-    for key, value in choices.given.items():
-        section, _, name = key.rpartition(".")
-        if section in ("layout", "paths"):
-            nested.setdefault(section, {})[name] = value
     return Run.model_validate(nested)
 
 

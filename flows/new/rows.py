@@ -10,6 +10,8 @@ from pathlib import Path
 
 from conf.schema.data import Data
 from conf.schema.run import Run
+from conf.schema.sections import Adapter, Evaluate, Layout
+from conf.schema.training import Optimizer, Train
 from contract.first_rows import FirstRows
 from tasks.run import launch
 from tasks.sources import hub, row_sources
@@ -27,13 +29,20 @@ def whole(source: str) -> str:
 def look(run: Run, tokenizer: Path | None, folder: Path) -> FirstRows:
     """Look at the rows. `folder` gets what has to be fetched for that; without a tokenizer lengths are guesses."""
     folder.mkdir()
-    data, share = _here(run.data, folder)
+    data, share = _here(run.data.model_copy(update={"packed": False}), folder)
     paths = run.paths.model_copy(
         update={"model": str(tokenizer or folder / "none"), "logs": str(folder), "data": str(folder / "data")}
     )
+    bare = {
+        "adapter": Adapter(),
+        "layout": Layout(),
+        "train": Train(steps=1, global_batch=1),
+        "optimizer": Optimizer(lr=1e-4),
+        "evaluate": Evaluate(),
+    }
     launch.trainer(
         "first_rows",
-        run.model_copy(update={"data": data, "paths": paths}),
+        run.model_copy(update={**bare, "data": data, "paths": paths}),  # what rows are like depends on no more
         folder,
         lambda _: None,
         lambda: False,

@@ -199,6 +199,30 @@ def test_too_few_gpus_are_answered_with_how_many_would_do(place, capsys):
     assert "is legal and fits on 4 h100; the closest does not fit by" in line and "8 h100 would do" in line
 
 
+@pytest.mark.parametrize(
+    "given, complaint",
+    [
+        ("name=x", "name: --name names it"),
+        ("data.source=x.csv", "data.source: DATA says so"),
+        ("paths.output=x", "paths.output: where things lie is the flow's own affair"),
+        ("optimizer.warmup_steps=500", "optimizer.warmup_steps: 500 leaves none of the 102 steps for the decay"),
+        ("train.micro_batch=3", "train.global_batch: 8 is no multiple of micro_batch 3"),
+        ("layout.tp=3", "layout.tp: 3 does not divide the 1 processes"),
+    ],
+)
+def test_keys_that_do_not_go_with_the_rest(place, capsys, given, complaint):
+    assert new.main(["model", "desk.csv", given]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"error: {complaint}")
+    assert not [*(place / "conf").iterdir()]
+
+
+def test_a_layout_that_was_asked_for_is_not_searched_for(place):
+    assert new.main(["model", "desk.csv", "--gpus", "2xcpu", "layout.ep=2", "--name", "desk"]) == 0
+    layout = load(place / "conf/desk.yaml").layout
+    assert (layout.gpus_per_node, layout.ep, layout.tp) == (2, 2, 1)
+
+
 def test_a_full_disk_leaves_nothing_behind(place, capsys, monkeypatch):
     before = (place / "prefect.yaml").read_text()
     write = new.write_atomically
