@@ -22,8 +22,7 @@ def command(flow, description: str) -> int:
         for key in from_overrides(options.overrides).get("paths", {}):
             raise Fault(f"paths.{key}: where things lie is the flow's own affair; FINETUNE_RUNS names its folder")
         first, last = _stage(options.first), _stage(options.last)
-        if first and last and pipeline.ORDER.index(first) > pipeline.ORDER.index(last):
-            raise Fault(f"--from {first} lies behind --until {last}")
+        pipeline.require_order(first, last)
         if options.dry_run:
             planned = plan.settle(run)
             if fault := plan.refusal(planned) or plan.unserved(planned, last):
@@ -39,7 +38,11 @@ def command(flow, description: str) -> int:
     try:
         own_server.start()
         state = flow.with_options(validate_parameters=False)(
-            conf=options.conf, changes=from_overrides(options.overrides), first=first, last=last, return_state=True
+            conf=options.conf,
+            changes=from_overrides(options.overrides),
+            from_stage=first,
+            until_stage=last,
+            return_state=True,
         )
     except KeyboardInterrupt:
         return refused("interrupted; what was made is kept, and the same command goes on from there", code=130)
@@ -63,8 +66,9 @@ def _arguments(description: str) -> argparse.Namespace:
         f"Stages, in order: {stages}. FINETUNE_STORE names the store (s3://bucket/prefix or a folder), "
         "FINETUNE_RUNS the local folder for work and caches (runs), MLFLOW_TRACKING_URI the tracking server."
     )
-    parser.add_argument("--until", dest="last", metavar="STAGE", help="end after this stage")
-    parser.add_argument("--from", dest="first", metavar="STAGE", help="make this stage and all behind it anew")
+    parser.add_argument("--until-stage", "--until", dest="last", metavar="STAGE", help="end after this stage")
+    again = "make this stage and all behind it anew"
+    parser.add_argument("--from-stage", "--from", dest="first", metavar="STAGE", help=again)
     parser.add_argument("--dry-run", action="store_true", help="print what would run and what it would cost")
     return parser.parse_intermixed_args()
 

@@ -10,6 +10,7 @@ A stage whose artifact is in the store already ends as Cached. One that was inte
 
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportFunctionMemberAccess=false
 
+import inspect
 import sys
 from datetime import UTC
 from pathlib import PurePath
@@ -47,6 +48,8 @@ def name_of_run() -> str:
 def finetune(
     conf: Name = "tiny",  # pyright: ignore[reportInvalidTypeForm]: a choice that depends on what lies in conf/
     changes: Changes | None = None,  # pyright: ignore[reportInvalidTypeForm]
+    from_stage: Stage | None = None,  # pyright: ignore[reportInvalidTypeForm]
+    until_stage: Stage | None = None,  # pyright: ignore[reportInvalidTypeForm]
     first: Stage | None = None,  # pyright: ignore[reportInvalidTypeForm]
     last: Stage | None = None,  # pyright: ignore[reportInvalidTypeForm]
 ) -> State:
@@ -55,12 +58,15 @@ def finetune(
     Args:
         conf: The configuration in conf/ that the run starts from.
         changes: Keys that differ from it.
-        first: Make this stage and all behind it anew.
-        last: End after this stage.
+        from_stage: Make this stage and all behind it anew.
+        until_stage: End after this stage.
+        first: Former name of from_stage.
+        last: Former name of until_stage.
     """
+    until_stage = until_stage or last
     try:
-        planned = plan.submit(load(conf, as_overrides(changes)), last).result()  # from config.json alone
-        asked = request(planned.run, first, last)
+        planned = plan.submit(load(conf, as_overrides(changes)), until_stage).result()  # from config.json alone
+        asked = request(planned.run, from_stage or first, until_stage)
     except (ConfigError, Fault) as fault:
         return Failed(message=str(fault))
     with Session(planned.run, asked, flow_run.id, flow_run.name) as session:
@@ -79,6 +85,13 @@ def finetune(
             future.wait()
         run_report.publish(planned, session.outcomes, session.store, session.tracking)
     return session.outcomes.verdict()
+
+
+# Schedules, edited deployments and runs that a server restarts may have the former names. Forms show the others alone.
+_shown = inspect.signature(finetune.fn)
+finetune.__signature__ = _shown.replace(
+    parameters=[one for name, one in _shown.parameters.items() if name not in ("first", "last")]
+)
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from conf.schema.run import Run
+from contract.faults import Fault
 from tasks.run.artifact import Stage
 from tasks.run.request import Request
 from tasks.stages import convert, download, evaluate, export, prepare, promote, train
@@ -54,8 +55,14 @@ ORDER = tuple(kind.name for kind in PIPELINE)
 
 def request(run: Run, first: str | None = None, last: str | None = None) -> Request:
     """The stages up to `last`, from `first` on made again. Asks the Hub or the store what the sources hold now."""
+    require_order(first, last)
     again = ORDER[ORDER.index(first) :] if first else ()
     return Request(stages(run), unasked(run, last), frozenset(again))
+
+
+def require_order(first: str | None, last: str | None) -> None:
+    if first and last and ORDER.index(first) > ORDER.index(last):
+        raise Fault(f"from-stage {first} lies behind until-stage {last}: nothing would be made again")
 
 
 def stages(run: Run) -> dict[str, Stage]:

@@ -38,7 +38,7 @@ def run(tmp_path, monkeypatch, capsys):
 
 def test_a_plain_run(run):
     assert run()[0] == 0
-    assert run.calls == [{"conf": "tiny", "changes": {}, "first": None, "last": None, "return_state": True}]
+    assert run.calls == [{"conf": "tiny", "changes": {}, "from_stage": None, "until_stage": None, "return_state": True}]
 
 
 @pytest.mark.parametrize(
@@ -54,7 +54,7 @@ def test_a_plain_run(run):
         (["huge"], "no such configuration: huge; it is a file, or one of deepseek-v3-512, "),
         (["tiny", "--until", "trian"], "trian: no stage; there are download, prepare, convert"),
         (["tiny", "--from", "publish"], "publish: no stage; there are download"),
-        (["tiny", "--from", "export", "--until", "train"], "--from export lies behind --until train"),
+        (["tiny", "--from", "export", "--until", "train"], "from-stage export lies behind until-stage train"),
         (["tiny", "data.source=tiny://x", "--dry-run"], "data.source: tiny://x: no such data"),
         (
             ["tiny", "layout.gpus_per_node=3", "layout.ep=3", "train.global_batch=48", "--dry-run"],
@@ -103,9 +103,9 @@ def test_what_the_flow_gets_is_what_was_checked(run, tmp_path, overrides):
 
 
 def test_options_may_stand_anywhere(run):
-    assert run("--from", "train", "tiny", "train.steps=7", "--until", "export", "log.every=2")[0] == 0
+    assert run("--from", "train", "tiny", "train.steps=7", "--until-stage", "export", "log.every=2")[0] == 0
     assert run.calls[0]["changes"] == {"train": {"steps": 7}, "log": {"every": 2}}
-    assert (run.calls[0]["first"], run.calls[0]["last"]) == ("train", "export")
+    assert (run.calls[0]["from_stage"], run.calls[0]["until_stage"]) == ("train", "export")
 
 
 NEEDED = ["download", "convert", "prepare", "evaluate-base", "train", "export", "evaluate-tuned"]

@@ -174,7 +174,8 @@ def test_the_form_shows_help_limits_and_choices(place, worker):
     rate = schema["definitions"]["Optimizer"]["properties"]["lr"]
     assert rate["anyOf"][0] == {"exclusiveMinimum": 0, "maximum": 1, "type": "number"}
     assert rate["description"]
-    assert all("description" in schema["properties"][name] for name in ("conf", "changes", "first", "last"))
+    assert all("description" in schema["properties"][name] for name in ("conf", "changes", "from_stage", "until_stage"))
+    assert not {"first", "last"} & {*schema["properties"]}
 
 
 @pytest.mark.parametrize(
@@ -184,7 +185,7 @@ def test_the_form_shows_help_limits_and_choices(place, worker):
         ({"changes": {"optimizer": {"lr": -1}}}, "minimum"),
         ({"changes": {"train": {"stps": 1}}}, "stps"),
         ({"changes": {"model": {"source": 3}}}, "source"),
-        ({"last": "trian"}, "trian"),
+        ({"until_stage": "trian"}, "trian"),
     ],
 )
 def test_a_bad_parameter_is_refused_before_a_run_exists(place, worker, parameters, reason):
