@@ -41,6 +41,8 @@ FOLDER = Path(__file__).parent
 FOLDERS = (FOLDER, FOLDER / "planned", FOLDER / "documented")
 KEYS = dotted_keys()
 SECTIONS = list(sections())
+# Of each pair one key counts: an override of one takes the other out of the file.
+INSTEAD = (("train.steps", "train.epochs"), ("optimizer.warmup_steps", "optimizer.warmup"))
 MAPS = [
     f"{section}.{key}"
     for section, kind in sections().items()
@@ -63,12 +65,17 @@ def load(path: str | os.PathLike[str], overrides: Sequence[str] = (), illegal: b
     if not isinstance(data, dict):
         raise ConfigError(*wrong)
     data["layout"] = spelled_out(data.get("layout", {}))
+    _make_way(data, values)
     for key, value in values.items():
         section, _, name = key.rpartition(".")
         if not section:
             data[name] = value
         elif isinstance(data.get(section, {}), dict):  # else the section itself is reported
             data[section] = {**data.get(section, {}), name: value}
+    train = data.get("train")
+    if isinstance(train, dict) and train.get("steps") is None and train.get("epochs") is None:
+        place = places.get("train.steps", places.get("train.epochs", shown))
+        wrong.append(f"{place}: train.steps: required, and missing; or train.epochs, such as train.epochs: 1")
     try:
         run = Run.model_validate(data)
     except ValidationError as error:
@@ -86,6 +93,15 @@ def load(path: str | os.PathLike[str], overrides: Sequence[str] = (), illegal: b
     if wrong:
         raise ConfigError(*wrong)
     return _one_host(run) if run.layout.auto and "gpus_per_node" not in run.layout.model_fields_set else run
+
+
+def _make_way(data: dict[str, Any], values: dict[str, Any]) -> None:
+    """Take out of the file what an override says by another key. A form could not take it out."""
+    for pair in INSTEAD:
+        for key, other in (pair, pair[::-1]):
+            section, _, name = other.partition(".")
+            if values.get(key) is not None and other not in values and isinstance(data.get(section), dict):
+                data[section] = {own: value for own, value in data[section].items() if own != name}
 
 
 def _one_host(run: Run) -> Run:

@@ -16,6 +16,7 @@ import json
 import math
 import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from conf.load import load
 from conf.model_facts import UNBRIDGED, ModelFacts
@@ -23,12 +24,14 @@ from conf.planner import display, hardware
 from conf.planner.hardware import GB, Gpu
 from conf.planner.search import Found, search
 from conf.planner.verdict import NothingFits, config_of, facts_of, plan, settle, settled_on
+from conf.rules import schedule
 from conf.rules.conversion import obstacles
 from conf.schema.run import Run
 from conf.schema.sections import MOST
 from contract.faults import ConfigError, Fault
 from flows.arguments import of_a_run, refused
 from tasks.run.launch import Broken
+from tasks.sources import training_rows
 from tasks.stages import rehearse
 
 REASONS = 12  # shown; --json has them all
@@ -41,6 +44,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         run = load(options.conf, [*options.overrides, *_hardware(options)], illegal=True)
         gpu, facts = hardware.of(run, options.gpus), facts_of(run)
         cannot = _obstacles(run, facts)
+        assumed = ""
+        if run.train.epochs is not None:
+            sequences, assumed = training_rows.sequences(run)
+            run = schedule.assumed(run, sequences)
         if run.layout.gpus_per_node > gpu.joined:
             text = f"{run.layout.gpus_per_node}, but one host of {gpu.name} has {gpu.per_host}"
             raise ConfigError(f"layout.gpus_per_node: {text}; --gpu takes a .yaml of another")
@@ -52,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             return _told(cannot, _search(run, facts, settled_on(run, gpu), run.world, options))
     except ConfigError as fault:
         return refused(fault)
-    planned = plan(run, facts, gpu)
+    planned = replace(plan(run, facts, gpu), assumed=assumed)
     shown, text = display.as_dict(planned), list(display.lines(planned))
     passed = planned.fits and not planned.unserved
     if options.rehearse:

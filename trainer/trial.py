@@ -38,6 +38,7 @@ from conf.planner import hardware, verdict
 from conf.planner.hardware import GPUS, Gpu, read
 from conf.planner.memory import StageMemory, memory
 from conf.planner.timing import timing
+from conf.rules import schedule
 from conf.rules.gpus import takes
 from conf.rules.layout import problems
 from conf.schema.run import Run
@@ -103,15 +104,8 @@ def settle(run: Run, config: dict[str, Any], steps: int, folder: Path) -> Run:
     """The run that is measured, with everything in this folder: model, tokens, and results."""
     names = ("model", "base", "data", "output", "logs", "export")
     paths = run.paths.model_copy(update={name: str(folder / name) for name in names})
-    train = {"steps": steps, "stop_after": None, "validate_every": 0}
-    made = run.model_copy(
-        update={
-            "paths": paths,
-            "train": run.train.model_copy(update=train),
-            "optimizer": run.optimizer.model_copy(update={"warmup_steps": 0}),
-            "moe": run.moe.model_copy(update={"force_balance": True}),
-        }
-    )
+    moe = run.moe.model_copy(update={"force_balance": True})
+    made = schedule.of_steps(run, steps).model_copy(update={"paths": paths, "moe": moe})
     for name in names:
         (folder / name).mkdir()
     (folder / "model" / "config.json").write_text(json.dumps(config))

@@ -126,7 +126,7 @@ def logits(run: Run, facts: ModelFacts) -> int:
 
 
 def _adapted(adapter: Adapter, name: str) -> bool:
-    return adapter.kind != "none" and name in adapter.targets
+    return adapter.kind != "none" and name in adapter.names
 
 
 def _input(

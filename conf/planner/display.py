@@ -124,16 +124,28 @@ def _bar(stage: StageMemory) -> str:
 
 
 def _time_lines(plan: Plan) -> Iterator[str]:
-    time, train = plan.time, plan.run.train
+    time = plan.time
     if time is None:
         yield f"step     no time is predicted for a {plan.gpu.name}"
+        yield f"run      {length(plan)}"
         return
     rate = f"{time.tokens_per_second:.0f} tokens/s/GPU, {time.tflops:.0f} TFLOP/s/GPU"
     yield f"step     {time.likely:.3g} s likely, {time.low:.3g} to {time.high:.3g}; {rate}"
     waits = ", ".join(f"{dim} {seconds:.2g} s" for dim, (_, seconds) in time.communication.items() if seconds)
     yield f"waits    {waits or 'for no other GPU'}; {time.bubble:.0%} of a step for the pipeline"
-    cost = "" if time.cost is None else f", {time.cost:,.0f} USD at {plan.gpu.price:g} per GPU and hour"
-    yield f"run      {train.steps} steps, {time.hours:.3g} hours{cost}"
+    cost = "" if time.cost is None else f" at {plan.gpu.price:g} per GPU and hour"
+    yield f"run      {length(plan)}{cost}"
+
+
+def length(plan: Plan) -> str:
+    """Steps, hours and price of the training, and what was assumed of its data."""
+    time, epochs = plan.time, plan.run.train.epochs
+    of = "" if epochs is None else f"{epochs:g} epoch{'s' * (epochs != 1)}"
+    if plan.steps is None:
+        return f"{of} of sequences {plan.assumed}"
+    steps = f"{plan.steps} steps{f' = {of} of {plan.assumed}' if of else ''}"
+    hours = "" if time is None or time.hours is None else f", {time.hours:.3g} hours"
+    return f"{steps}{hours}{'' if time is None or time.cost is None else f', {time.cost:,.0f} USD'}"
 
 
 def stage_table(plan: Plan, needs: Sequence[StageNeed]) -> Iterator[str]:
@@ -158,7 +170,9 @@ def whole(plan: Plan, needs: Sequence[StageNeed]) -> str:
     """Disk, time and price of stages together."""
     found = [f"{sum(need.disk for need in needs) / GB:,.0f} GB of disk"]
     if plan.gpu.cuda:
-        found.append(f"{duration(sum(need.seconds or 0 for need in needs))} in sequence")
+        without = any(need.stage == "train" and need.seconds is None for need in needs)
+        seconds = duration(sum(need.seconds or 0 for need in needs))
+        found.append(f"{seconds} in sequence{' without train' if without else ''}")
     if plan.gpu.price is not None:
         found.append(f"{sum(need.cost or 0 for need in needs):,.0f} USD")
     return ", ".join(found)
@@ -213,13 +227,16 @@ def ranking(candidates: list[Candidate], gpu: Gpu) -> Iterator[str]:
         choice += f" offload {one.optimizer.offload:g}" if one.optimizer.offload else ""
         figures = f"{one.seconds:8.3g} s  " if gpu.cuda else ""
         figures += f"{one.memory / GB:6.1f} GB"
-        figures += "" if gpu.price is None else f"  {_cost(one, gpu):,.0f} USD"
+        cost = _cost(one, gpu)
+        figures += "" if cost is None else f"  {cost:,.0f} USD"
         yield f"{place:>3}. {figures}  {degrees(one.layout)}; {choice}; {one.verdict}"
 
 
-def _cost(one: Candidate, gpu: Gpu) -> float:
-    """Price of all steps in USD."""
-    return one.seconds * one.train.steps / 3600 * one.layout.world * (gpu.price or 0.0)
+def _cost(one: Candidate, gpu: Gpu) -> float | None:
+    """Price of all steps in USD, where both are known."""
+    if gpu.price is None or one.train.steps is None:
+        return None
+    return one.seconds * one.train.steps / 3600 * one.layout.world * gpu.price
 
 
 def as_dict(plan: Plan) -> dict[str, Any]:
@@ -281,7 +298,7 @@ def _candidate_dict(one: Candidate, gpu: Gpu) -> dict[str, Any]:
         "recompute_modules": list(one.train.recompute_modules),
         "offload": one.optimizer.offload,
         "seconds": one.seconds if one.over <= 0 and gpu.cuda else None,
-        "cost": _cost(one, gpu) if one.over <= 0 and gpu.price is not None else None,
+        "cost": _cost(one, gpu) if one.over <= 0 else None,
         "memory": one.memory,
         "over": one.over,
         "verdict": one.verdict,

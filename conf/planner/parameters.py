@@ -238,7 +238,7 @@ def _size(linear: Linear, tp: int = 1) -> int:
 
 
 def _adapter(adapter: Adapter, linear: Linear, tp: int) -> int:
-    if linear.name not in adapter.targets:
+    if linear.name not in adapter.names:
         return 0
     size = adapter.rank * (linear.into + linear.out) // tp
     # DoRA has one magnitude for each row of the weight that a rank holds

@@ -163,7 +163,7 @@ def starting(run: Run, facts: ModelFacts, kind: str) -> Host:
 
 
 def _adapts_experts(adapter: Adapter) -> bool:
-    return bool({"linear_fc1", "linear_fc2"} & {*adapter.targets})
+    return bool({"linear_fc1", "linear_fc2"} & {*adapter.names})
 
 
 def updating(optimizer: Optimizer, gpu: Gpu, here: float, away: float, held: float, microbatches: int) -> float:

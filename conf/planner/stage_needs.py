@@ -14,7 +14,6 @@ Not covered: preparation, whose rows nobody has counted yet; copies to a store t
 """
 
 from dataclasses import dataclass, replace
-from math import ceil
 
 from conf.model_facts import ModelFacts
 from conf.planner import parameters, states
@@ -23,6 +22,7 @@ from conf.planner.memory import CONTEXT, NCCL_GROUP, PROCESS, WORKSPACE, StageMe
 from conf.planner.serving.duration import READ, duration
 from conf.planner.serving.layout import Serving
 from conf.planner.timing import Timing
+from conf.rules import schedule
 from conf.rules.gpus import takes
 from conf.rules.serving import BYTES, precision
 from conf.schema.run import Run
@@ -94,13 +94,14 @@ def _training(run: Run, facts: ModelFacts, stages: tuple[StageMemory, ...], time
     trained, byte = _trained(run, facts), states.byte(run.train)
     kept = (8 if byte == 4 else 12) * trained if run.checkpoint.save_optimizer else 0  # in fp32, however it is held
     away = int(states.AWAY * trained * run.optimizer.offload)
-    written = ceil(run.train.steps / run.checkpoint.save_every)
+    written = schedule.saved(run)
     # a new checkpoint is whole before the oldest goes
     copies = min(written, run.checkpoint.keep + 1) if run.checkpoint.keep else written
     layout = run.layout
     # saving copies what is trained into host memory before it writes
     memory = (trained * byte + kept + away) // layout.nodes + (0 if gpu.cuda else sum(one.total for one in stages))
-    seconds = time.hours * 3600 + START + parameters.total(facts) * byte / READ if time else None
+    hours = time.hours if time else None
+    seconds = None if hours is None else hours * 3600 + START + parameters.total(facts) * byte / READ
     fullest = max(stage.total for stage in stages) if gpu.cuda else 0
     gpus = layout.gpus_per_node if gpu.cuda else 0
     return StageNeed("train", layout.nodes, gpus, fullest, memory, copies * (trained * byte + kept), seconds)

@@ -23,6 +23,7 @@ from conf.planner.hardware import Gpu
 from conf.planner.memory import Holding, holdings
 from conf.planner.states import byte, shares
 from conf.planner.traffic import LATENCY, collectives, gathered, hop, uneven
+from conf.rules import schedule
 from conf.rules.layout import grid
 from conf.schema.run import Run
 from conf.schema.training import Train
@@ -40,8 +41,8 @@ class Timing:
     high: float
     tokens_per_second: float  # and GPU
     tflops: float  # of model FLOPs, without recompute, per second and GPU; in units of 1e12
-    hours: float
-    cost: float | None  # USD; None where the GPU has no price
+    hours: float | None  # None where the steps follow from data that are not known
+    cost: float | None  # USD; None where the GPU has no price, too
 
 
 @dataclass(frozen=True)
@@ -119,8 +120,8 @@ def timing(run: Run, facts: ModelFacts, gpu: Gpu) -> Timing:
         for kind, n in [*held.layers.items(), ("loss", int(held.output))]:
             for part, count in layers[kind].flops.items():
                 flops[part] = flops.get(part, 0.0) + count * n * microbatches * layout.world / layout.pp
-    steps = min(run.train.steps, run.train.stop_after or run.train.steps)
-    hours = seconds * steps / 3600
+    steps = schedule.last_step(run)
+    hours = None if steps is None else seconds * steps / 3600
     return Timing(
         flops=flops,
         communication={dim: pair for dim, pair in communication.items() if pair[0]},
@@ -131,7 +132,7 @@ def timing(run: Run, facts: ModelFacts, gpu: Gpu) -> Timing:
         tokens_per_second=run.train.global_batch * run.data.seq_length / seconds / layout.world,
         tflops=(sum(flops.values()) - flops["recompute"]) / seconds / layout.world / 1e12,
         hours=hours,
-        cost=None if gpu.price is None else gpu.price * layout.world * hours,
+        cost=None if gpu.price is None or hours is None else gpu.price * layout.world * hours,
     )
 
 

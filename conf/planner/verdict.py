@@ -16,7 +16,7 @@ conf/planner/display.py.
 import json
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 from conf.model_facts import MODELS, ModelFacts, facts_from_hf
 from conf.planner.hardware import GB, Gpu, unsupported
@@ -26,14 +26,13 @@ from conf.planner.serving import layout as served
 from conf.planner.serving.layout import Serving
 from conf.planner.stage_needs import StageNeed, stage_needs
 from conf.planner.timing import Timing, timing
-from conf.rules import serving
+from conf.rules import schedule, serving
 from conf.rules.layout import Grid, grid, problems
 from conf.schema.run import Run
-from conf.schema.sections import Adapter, AdapterTarget
+from conf.schema.sections import Adapter
 from contract import json_object, regular_files
 from contract.faults import ConfigError, Fault
 
-TARGETS = get_args(AdapterTarget)  # those that a model lacks do not count
 WITH_LORA = "adapter.kind=lora adapter.experts=shared"
 HINT = "a folder with the model's config.json works as well, as model.source or paths.model"
 
@@ -55,6 +54,8 @@ class Plan:
     found: Found | None = None  # instead, where the layout is refused
     with_lora: Found | None = None  # where full fine-tuning fits nowhere with room
     not_searched: str = ""
+    steps: int | None = None  # of the training; None where they follow from data that are not known
+    assumed: str = ""  # of such data
     serving: Serving | None = None  # the layout of the evaluation, on GPUs that can serve the model
     unserved: str = ""  # why vLLM cannot serve the model, or not on hosts of the run
 
@@ -89,6 +90,7 @@ def plan(run: Run, facts: ModelFacts, gpu: Gpu) -> Plan:
     stages, time = tuple(memory(run, facts, gpu)), timing(run, facts, gpu) if gpu.cuda else None
     needs = tuple(stage_needs(run, facts, gpu, stages, time, evaluation["serving"]))
     whole = {"cut": grid(run.layout, run.train), "stages": stages, "time": time, "needs": needs}
+    whole["steps"] = schedule.last_step(run)
     legal = Plan(run, facts, gpu, (), **whole, **evaluation)
     return legal if legal.fits else replace(legal, **_instead(run, facts, gpu))
 
@@ -172,7 +174,7 @@ def _instead(run: Run, facts: ModelFacts, gpu: Gpu) -> dict[str, Any]:
         found = search(run, facts, gpu, run.layout.world)
         if found.roomy or run.adapter.kind != "none":
             return {"found": found}
-        with_lora = run.model_copy(update={"adapter": Adapter(targets=TARGETS, experts="shared")})
+        with_lora = run.model_copy(update={"adapter": Adapter(targets="all-linear", experts="shared")})
         return {"found": found, "with_lora": search(with_lora, facts, gpu, run.layout.world)}
     except ConfigError as error:  # a world that no such hosts make up
         return {"not_searched": str(error)}

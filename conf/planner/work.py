@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 from conf.model_facts import ModelFacts
 from conf.planner.activations import Tokens, attention_width, tokens
+from conf.rules.model import adapted
 from conf.schema.run import Run
 from conf.schema.sections import Adapter
 
@@ -123,7 +124,7 @@ def exchanged(run: Run, facts: ModelFacts, kind: str) -> dict[str, float]:
     row = t.whole * facts.hidden * t.byte
     blocks = 2 if kind == "dense" or facts.shared_ffn or not facts.experts else 1  # attention, and what tp else cuts
     # an adapter of a row-parallel layer gathers its output's columns
-    rows = sum(name in adapters.targets for name in ROWS[:blocks])
+    rows = sum(name in adapters.names for name in ROWS[:blocks])
     found = {"tp": row * (2 * blocks + (rows if adapters.kind != "none" else 0)) if layout.tp > 1 else 0.0}
     width = 2 * facts.kv_heads * facts.head_dim / min(layout.tp, facts.kv_heads)
     if facts.kv_rank:
@@ -144,7 +145,7 @@ def calls(run: Run, facts: ModelFacts, kind: str) -> tuple[int, int]:
     cut = 1 if routed and not facts.shared_ffn else 2  # attention, and what tp else cuts
     forward = backward = 0
     if layout.tp > 1:
-        names = [name for name in adapter.targets if cut == 2 or not name.startswith("linear_fc")]
+        names = [name for name in adapted(run, facts) if cut == 2 or not name.startswith("linear_fc")]
         # each layer gathers before and scatters behind, and again to compute the gradients of weights
         forward, backward = 2 * cut, (3 if _full(adapter) else 2) * cut
         # an adapter sums what A gives, or gathers it; one of a row-parallel layer gathers its output too
@@ -156,7 +157,7 @@ def calls(run: Run, facts: ModelFacts, kind: str) -> tuple[int, int]:
         # tokens and their weights there, results back; and before that, counts of tokens
         forward, backward = forward + 4, backward + 3
         if not _full(adapter) and adapter.experts == "shared":  # A and B have their gradients summed at once
-            backward += 2 * sum(name in adapter.targets for name in ("linear_fc1", "linear_fc2"))
+            backward += 2 * sum(name in adapter.names for name in ("linear_fc1", "linear_fc2"))
     if routed and layout.etp > 1:
         forward, backward = forward + 2, backward + 2
     return forward, backward
@@ -216,7 +217,7 @@ def _mlp(
 
 def _adapter(adapter: Adapter, name: str, rows: float, k: int, n: int, cut: int, batch: int = 1) -> list[Product]:
     """Products of an adapter: A, whose inner width is cut where it is column-parallel, and B."""
-    if _full(adapter) or name not in adapter.targets:
+    if _full(adapter) or name not in adapter.names:
         return []
     rank = adapter.rank
     return [Product("adapters", rows, rank // cut, k, batch), Product("adapters", rows, n, rank, batch)]

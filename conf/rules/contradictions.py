@@ -20,7 +20,9 @@ def contradictions(run: Run) -> Iterator[tuple[str, str]]:
         yield "export.formats", "adapter, but adapter.kind is none: none is trained"
     if "adapter" in (run.export.formats or ()) and run.export.checkpoint == "base":
         yield "export.formats", "adapter, but the base has none"
-    if train.stop_after is not None and train.stop_after > train.steps:
+    if train.steps is not None and train.epochs is not None:
+        yield "train.epochs", f"{train.epochs:g}, and train.steps is {train.steps}: one of both"
+    if train.stop_after is not None and train.steps is not None and train.stop_after > train.steps:
         yield "train.stop_after", f"{train.stop_after} lies behind the last step, {train.steps}"
     if run.data.validation + run.data.test >= 1:
         yield "data.test", f"{run.data.test} and data.validation {run.data.validation} leave nothing to train on"
@@ -31,7 +33,10 @@ def contradictions(run: Run) -> Iterator[tuple[str, str]]:
     for number, part in enumerate(run.data.mixture):
         if part.source is None:
             yield f"data.mixture[{number}].source", "missing"
-    if optimizer.warmup_steps >= train.steps:
+    if optimizer.warmup is not None and optimizer.warmup_steps:
+        also = f"optimizer.warmup_steps is {optimizer.warmup_steps}"
+        yield "optimizer.warmup", f"{optimizer.warmup:g}, and {also}: one of both"
+    if train.steps is not None and optimizer.warmup_steps >= train.steps:
         yield "optimizer.warmup_steps", f"{optimizer.warmup_steps} leaves none of the {train.steps} steps for the decay"
     if optimizer.min_lr > optimizer.lr:
         yield "optimizer.min_lr", f"{optimizer.min_lr} is above optimizer.lr {optimizer.lr}"

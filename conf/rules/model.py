@@ -44,10 +44,10 @@ def multiples(near: int, step: int) -> list[int]:
 
 def _widths(run: Run, facts: ModelFacts) -> Iterator[Broken]:
     layout, adapter = run.layout, run.adapter
-    adapted = _adapted(run, facts)
-    inside_experts = adapted & {"linear_fc1", "linear_fc2"} if facts.experts else set()
+    there = adapted(run, facts)
+    inside_experts = there & {"linear_fc1", "linear_fc2"} if facts.experts else set()
     if not facts.ffn and not facts.shared_ffn:
-        adapted -= {"linear_fc1", "linear_fc2"}  # experts are the only MLPs, and those are not cut by tp
+        there -= {"linear_fc1", "linear_fc2"}  # experts are the only MLPs, and those are not cut by tp
     mtp = facts.mtp_layers if run.model.mtp else 0
     cut_by_tp = {
         "attention heads": facts.heads,
@@ -56,10 +56,10 @@ def _widths(run: Run, facts: ModelFacts) -> Iterator[Broken]:
         "dense layers' width": facts.ffn,
         "shared experts' width": facts.shared_ffn,
         "hidden size, which multi-token prediction cuts": facts.hidden if mtp else 0,
-        "hidden size, the output of adapters": facts.hidden if adapted & ROW_PARALLEL else 0,
-        "width of the low-rank query": facts.q_rank if "linear_q_down_proj" in adapted else 0,
-        "width of the low-rank key-value": facts.kv_rank + facts.qk_rope if "linear_kv_down_proj" in adapted else 0,
-        "adapter.rank": adapter.rank if adapted - ROW_PARALLEL else 0,
+        "hidden size, the output of adapters": facts.hidden if there & ROW_PARALLEL else 0,
+        "width of the low-rank query": facts.q_rank if "linear_q_down_proj" in there else 0,
+        "width of the low-rank key-value": facts.kv_rank + facts.qk_rope if "linear_kv_down_proj" in there else 0,
+        "adapter.rank": adapter.rank if there - ROW_PARALLEL else 0,
     }
     cut_by_etp = {
         "experts' width": facts.expert_ffn,
@@ -91,20 +91,21 @@ def _widths(run: Run, facts: ModelFacts) -> Iterator[Broken]:
             )
 
 
-def _adapted(run: Run, facts: ModelFacts) -> set[str]:
-    """The names in adapter.targets that the model has."""
+def adapted(run: Run, facts: ModelFacts) -> set[str]:
+    """The names of adapter.targets that the model has."""
     latent = {"linear_q_down_proj", "linear_q_up_proj"} if facts.q_rank else {"linear_q_proj"}
     latent |= {"linear_kv_down_proj", "linear_kv_up_proj"}
     there = {"linear_proj", "linear_fc1", "linear_fc2"} | (latent if facts.kv_rank else {"linear_qkv"})
-    return there & set(run.adapter.targets) if run.adapter.kind != "none" else set()
+    return there & set(run.adapter.names) if run.adapter.kind != "none" else set()
 
 
 def _dora(run: Run, facts: ModelFacts) -> Iterator[Broken]:
     """Rules for layers that the norms of DoRA's weights do not fit."""
-    layout, adapted, targets = run.layout, _adapted(run, facts), run.adapter.targets
+    layout, there = run.layout, adapted(run, facts)
+    targets = tuple(name for name in run.adapter.names if name in there)
     if run.adapter.kind != "dora":
         return
-    if facts.experts and (inside := adapted & {"linear_fc1", "linear_fc2"}):
+    if facts.experts and (inside := there & {"linear_fc1", "linear_fc2"}):
         without = {"adapter.targets": _without(targets, {"linear_fc1", "linear_fc2"})}
         if run.moe.grouped_gemm:
             # Bridge's DoRALinear takes the norm of one weight, a grouped layer has one per expert
@@ -118,11 +119,11 @@ def _dora(run: Run, facts: ModelFacts) -> Iterator[Broken]:
             # Bridge cuts an expert's adapter over tp, and its ranks then see different tokens
             text = f"{layout.etp}, but dora cuts the adapters of experts by tp, {layout.tp}"
             yield Broken("dora of experts", "layout.etp", text, [layout.tp], without)
-    if layout.sp and run.adapter.dropout and adapted - ROW_PARALLEL:
+    if layout.sp and run.adapter.dropout and there - ROW_PARALLEL:
         # Bridge sends the input, gathered over tp, through the base layer, which gathers it again
         text = f"{run.adapter.dropout}, but dora under sp takes none"
         yield Broken("dora dropout", "adapter.dropout", text, [0.0])
-    if layout.tp > 1 and (whole := sorted(adapted & WHOLE)):
+    if layout.tp > 1 and (whole := sorted(there & WHOLE)):
         text = f"dora fits no {' and '.join(whole)} under tp {layout.tp}, each rank of which holds them whole"
         yield Broken(
             "dora of whole layers", "adapter.kind", text, ["lora"], {"adapter.targets": _without(targets, WHOLE)}

@@ -67,10 +67,10 @@ def _unmerged(run: Run, facts: ModelFacts, cpu: bool) -> Iterator[str]:
     if run.evaluate.adapter == "merged":
         return
     merged = "evaluate.adapter=merged serves it"
-    latent = facts.kv_rank > 0 and "linear_kv_up_proj" in run.adapter.targets
+    latent = facts.kv_rank > 0 and "linear_kv_up_proj" in run.adapter.names
     for reason in unadded(latent=latent, experts=facts.experts > 0, cpu=cpu):
         yield f"{reason}; {merged}" + ", or train it without linear_kv_up_proj" * latent
-    experts = [name for name in ("linear_fc1", "linear_fc2") if name in run.adapter.targets]
+    experts = [name for name in ("linear_fc1", "linear_fc2") if name in run.adapter.names]
     if facts.experts and not cpu and len(experts) == 1:
         yield f"vLLM takes adapters of both linear_fc1 and linear_fc2, and not {experts[0]}'s alone; {merged}"
 

@@ -5,13 +5,14 @@ Models are strict ("1" is no integer, neither is 1.0 or true), closed (an unknow
 
 # pyright: reportArgumentType=false
 
-from typing import Annotated, Any, Literal, TypeGuard
+from typing import Annotated, Any, Literal, TypeGuard, get_args
 
 from pydantic import (
     AfterValidator,
     BaseModel,
     ConfigDict,
     Field,
+    TypeAdapter,
     ValidationError,
     ValidationInfo,
     ValidatorFunctionWrapHandler,
@@ -65,6 +66,20 @@ AdapterTarget = Literal[
     "linear_kv_down_proj",
     "linear_kv_up_proj",
 ]
+AdapterTargets = tuple[AdapterTarget, ...]
+ALL_LINEAR = "all-linear"  # PEFT's word
+_LISTED = TypeAdapter(AdapterTargets)
+
+
+def _one_of_both(value: Any, validate: ValidatorFunctionWrapHandler) -> Any:
+    """Report the problems of the list, which is what a faulty value was meant to be."""
+    try:
+        return validate(value)
+    except ValidationError:
+        if isinstance(value, str):
+            text = f"neither {ALL_LINEAR} nor a list of {', '.join(get_args(AdapterTarget))}"
+            raise PydanticCustomError("targets", text) from None
+        return _LISTED.validate_python(value)
 
 
 def _one_problem(value: Any, validate: ValidatorFunctionWrapHandler) -> Any:
@@ -73,6 +88,20 @@ def _one_problem(value: Any, validate: ValidatorFunctionWrapHandler) -> Any:
         return validate(value)
     except ValidationError:
         raise PydanticCustomError("checkpoint", "neither latest nor base nor the number of a step") from None
+
+
+def _one_interval(value: Any, validate: ValidatorFunctionWrapHandler) -> Any:
+    try:
+        return validate(value)
+    except ValidationError:
+        text = "neither a number of steps nor epoch nor a share of all steps, above 0 and below 1"
+        raise PydanticCustomError("interval", text) from None
+
+
+# Steps between two events of a training, a share of all its steps, or once an epoch (conf/rules/schedule.py)
+Share = Annotated[float, Field(gt=0, lt=1)]
+Interval = Annotated[Literal["epoch"] | Count | Share, WrapValidator(_one_interval)]
+IntervalOrNever = Annotated[Literal["epoch"] | Number | Share, WrapValidator(_one_interval)]
 
 
 class Strict(BaseModel):
@@ -135,16 +164,24 @@ class Adapter(Section):
     )
     dropout: Annotated[float, bears("train")] = Field(default=0.0, ge=0, lt=1, description="on the adapter's input")
     # strict=False lets a YAML list become a tuple; the names in it stay strict
-    targets: Annotated[tuple[AdapterTarget, ...], bears("train")] = Field(
+    targets: Annotated[
+        Annotated[Literal["all-linear"] | Annotated[AdapterTargets, Field(strict=False)], WrapValidator(_one_of_both)],
+        bears("train"),
+    ] = Field(
         default=("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"),
-        strict=False,
-        description="Megatron's names of the layers that get an adapter; fc1 and fc2 include the experts",
+        description="Megatron's names of the layers that get an adapter; fc1 and fc2 include the experts; "
+        "all-linear = all that the model has of them: attention, dense layers, experts and shared experts",
     )
     experts: Annotated[Literal["each", "shared"], bears("train")] = Field(
         default="each",
         description="each = one adapter per expert, which PEFT can load; shared = one for all experts of a layer: "
         "smaller; both are the same model at any layout",
     )
+
+    @property
+    def names(self) -> AdapterTargets:
+        """Megatron's names of the layers that get an adapter. Those that a model lacks do not count."""
+        return get_args(AdapterTarget) if self.targets == ALL_LINEAR else self.targets
 
 
 class Layout(Section):
@@ -213,8 +250,9 @@ class Hardware(Section):
 class Checkpoint(Section):
     """Checkpoints that are saved during training."""
 
-    save_every: Annotated[Count, NOWHERE] = Field(
-        description="steps between checkpoints; the last step is always saved"
+    save_every: Annotated[Interval, NOWHERE] = Field(
+        description="steps between checkpoints; below 1 = share of all steps; epoch = once an epoch; the last step is "
+        "always saved"
     )
     keep: Annotated[Count | None, bears("train", held=False)] = Field(
         default=None, description="newest complete checkpoints that stay; null = all"

@@ -19,7 +19,7 @@ def table(width: int) -> Iterator[str]:
     rows.append(_row("name", Run.model_json_schema()["properties"]["name"]))
     for section, kind in sections().items():
         rows += [_row(f"{section}.{key}", field) for key, field in kind.model_json_schema()["properties"].items()]
-    widths = [min(32, max(len(row[column]) for row in rows)) for column in range(4)]
+    widths = [min(most, max(len(row[column]) for row in rows)) for column, most in enumerate((32, 20, 32, 32))]
     widths.append(max(40, width - sum(widths) - 2 * len(widths)))
     for row in rows:
         cells = [textwrap.wrap(text, size) for text, size in zip(row, widths, strict=True)]

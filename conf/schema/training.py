@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from conf.schema.bearing import NOWHERE, bears
-from conf.schema.sections import Count, Number, Section, Seed
+from conf.schema.sections import Count, IntervalOrNever, Number, Section, Seed
 
 RecomputeModule = Literal["core_attn", "moe_act", "layernorm", "mla_up_proj", "mlp", "moe", "shared_experts"]
 
@@ -16,7 +16,16 @@ RecomputeModule = Literal["core_attn", "moe_act", "layernorm", "mla_up_proj", "m
 class Train(Section):
     """Steps, batches and the memory for activations."""
 
-    steps: Annotated[Count, bears("train")] = Field(description="optimizer steps of the whole schedule")
+    steps: Annotated[Count | None, bears("train", absent=None)] = Field(
+        default=None, description="optimizer steps of the whole schedule; this or epochs is required"
+    )
+    epochs: Annotated[float | None, bears("train", absent=None)] = Field(
+        default=None,
+        gt=0,
+        le=10_000,
+        description="passes over the training sequences, such as 3 or 0.5; their steps are known once the data are "
+        "prepared",
+    )
     global_batch: Annotated[Count, bears("train")] = Field(description="sequences per step, over all ranks")
     micro_batch: Annotated[Count, NOWHERE] = Field(
         default=1, description="sequences per forward pass of a rank; 1 = least memory"
@@ -41,8 +50,9 @@ class Train(Section):
     recompute_layers: Annotated[Count, NOWHERE] = Field(
         default=1, description="for full: layers per block; 1 = least memory"
     )
-    validate_every: Annotated[Number, bears("train", held=False)] = Field(
-        default=0, description="steps between validations; 0 = never"
+    validate_every: Annotated[IntervalOrNever, bears("train", held=False)] = Field(
+        default=0,
+        description="steps between validations; below 1 = share of all steps; epoch = once an epoch; 0 = never",
     )
     validate_batches: Annotated[Count, bears("train", held=False)] = Field(
         default=10, description="global batches per validation"
@@ -58,6 +68,9 @@ class Optimizer(Section):
     lr: Annotated[float, bears("train")] = Field(gt=0, le=1, description="highest learning rate, reached after warmup")
     min_lr: Annotated[float, bears("train")] = Field(default=0.0, ge=0, description="learning rate at the last step")
     warmup_steps: Annotated[Number, bears("train")] = Field(default=0, description="steps of linear rise from 0")
+    warmup: Annotated[float | None, bears("train", absent=None)] = Field(
+        default=None, ge=0, lt=1, description="the same as a share of all steps, such as 0.03, in place of warmup_steps"
+    )
     decay: Annotated[Literal["cosine", "linear", "constant"], bears("train")] = Field(
         default="cosine", description="shape of the fall from lr to min_lr"
     )

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from conf.planner import hardware
-from conf.rules import gpus
+from conf.rules import gpus, schedule
 from conf.schema.run import Run
 from contract import nvidia_smi
 from tasks.gang.messages import Task
@@ -65,7 +65,8 @@ class Training(Job):
         return all(state == "done" for state in states)
 
     def is_done(self) -> bool:
-        return self.newest() >= min(self.run.train.steps, self.run.train.stop_after or self.run.train.steps)
+        last = schedule.last_step(self.run)
+        return last is not None and self.newest() >= last
 
 
 @dataclass(frozen=True)

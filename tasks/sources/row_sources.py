@@ -88,16 +88,16 @@ def _ending(name: str) -> str:
 
 
 def _content(source: str, key: str, memory: Path) -> str:
-    files = _files(source, key)
+    read = files(source, key)
     try:
-        found = digests(files, memory)
+        found = digests(read, memory)
     except Fault as fault:
         raise Fault(f"{key}: {fault}") from None
-    lines = [f"{_ending(file.name)} {digest}\n" for file, digest in zip(files, found, strict=True)]
+    lines = [f"{_ending(file.name)} {digest}\n" for file, digest in zip(read, found, strict=True)]
     return hashlib.sha256("".join(lines).encode()).hexdigest()
 
 
-def _files(source: str, key: str) -> list[Path]:
+def files(source: str, key: str) -> list[Path]:
     """Files in the order in which preparation reads them."""
     path = Path(source).expanduser()
     if path.is_dir():

@@ -11,6 +11,8 @@ arithmetic.
 
 import importlib.metadata
 import json
+from dataclasses import replace
+from typing import Any
 
 from prefect import State, get_run_logger, task
 from prefect.artifacts import create_markdown_artifact
@@ -20,14 +22,16 @@ from conf.model_facts import ModelFacts
 from conf.planner import advice, display, hardware, picture, verdict
 from conf.planner.hardware import GB
 from conf.planner.verdict import Plan
-from conf.rules import conversion, serving
+from conf.rules import conversion, schedule, serving
 from conf.schema.run import Run
 from contract.faults import ConfigError, Fault
 from tasks.pages.markdown import fenced, table, words
+from tasks.run import artifact
 from tasks.run.artifact import Artifact
+from tasks.run.places import open_run_store
 from tasks.run.run_tracking import RunTracking
 from tasks.run.stage_run import OPTIONS
-from tasks.sources import hub
+from tasks.sources import hub, training_rows
 from tasks.sources.hub import config_json
 from tasks.stages import pipeline
 
@@ -50,7 +54,17 @@ def plan(run: Run, last: str | None = None) -> State:
 def settle(run: Run) -> Plan:
     facts = _facts(run)
     settled = verdict.settle(run, facts, hardware.of(run))
-    return verdict.plan(settled, facts, hardware.of(settled))
+    if run.train.epochs is None:
+        return verdict.plan(settled, facts, hardware.of(settled))
+    sequences, assumed = training_rows.sequences(settled, _prepared(settled))
+    planned = verdict.plan(schedule.assumed(settled, sequences), facts, hardware.of(settled))
+    return replace(planned, run=settled, assumed=assumed)  # the steps themselves are known once the data are prepared
+
+
+def _prepared(run: Run) -> dict[str, Any] | None:
+    """What stage prepare has said of these data, if they are in the store."""
+    found = artifact.find(pipeline.stages(run)["prepare"], open_run_store())
+    return found.result if isinstance(found, artifact.Artifact) else None
 
 
 def refusal(planned: Plan) -> str:
@@ -83,11 +97,10 @@ def _is_cpu_build() -> bool:
 
 def summary(planned: Plan) -> str:
     """The plan in one line for terminals and logs."""
-    time, train = planned.time, planned.run.train
+    time = planned.time
     if time is None:
-        return f"plan  {planned.verdict}"
-    cost = "" if time.cost is None else f", {time.cost:,.0f} USD"
-    step = f"{time.likely:.3g} s a step, {time.hours:.3g} hours for {train.steps} steps{cost}"
+        return f"plan  {planned.verdict}" + (f"; {display.length(planned)}" if planned.stages else "")
+    step = f"{time.likely:.3g} s a step; {display.length(planned)}"
     return f"plan  {planned.verdict}; {step}; all stages: {display.whole(planned, planned.needs)}"
 
 
@@ -113,7 +126,8 @@ def numbers(planned: Plan) -> dict[str, float]:
     """Numbers that a measured run can be held against, and the price."""
     found = {"memory_gb": planned.fullest.total / GB, "allocated_gb": _allocated(planned)}
     if time := planned.time:
-        found |= {"step_seconds": time.likely, "tokens_per_second": time.tokens_per_second, "hours": time.hours}
+        found |= {"step_seconds": time.likely, "tokens_per_second": time.tokens_per_second}
+        found |= {} if time.hours is None else {"hours": time.hours}
         found |= {} if time.cost is None else {"cost_usd": time.cost}
     return found
 
@@ -147,7 +161,7 @@ def _rows(planned: Plan) -> list[tuple[str, str]]:
         rows.append(("fullest GPU", f"{stage.total / GB:.1f} GB, of pipeline stage {stage.rank}"))
     if time := planned.time:
         rows.append(("step", f"{time.likely:.3g} s ({time.low:.3g} to {time.high:.3g})"))
-        rows.append(("run", f"{planned.run.train.steps} steps, {time.hours:.3g} hours"))
+        rows.append(("run", display.length(planned)))
         rows += [] if time.cost is None else [("cost", f"{time.cost:,.0f} USD at {gpu.price:g} per GPU and hour")]
     rows += [("evaluation", " ".join(line.split())) for line in display.evaluation(planned)]
     return rows + ([("evaluation refused", planned.unserved)] if planned.unserved else [])

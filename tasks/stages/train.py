@@ -7,6 +7,7 @@ import time
 
 from prefect import State, task
 
+from conf.rules import schedule
 from conf.rules.gpus import takes
 from conf.schema import identity
 from conf.schema.run import Run
@@ -50,14 +51,17 @@ def train(stage_run: StageRun, model: Artifact, base: Artifact, data: Artifact) 
             "parity": output / "parity.json",
             "logs": work.folder / "logs",
         }
-        run = stage_run.at(**paths)
+        asked, made = stage_run.at(**paths), data.result
+        rows, tokens = made["sequences"]["training"], made.get("tokens_training", 0)
+        run = schedule.resolved(asked, schedule.sequences(asked, made["kind"], rows, tokens))
         metrics = output / "metrics.jsonl"
         bar = Progress("train", "steps")
         tracked = stage_run.tracked()
         tracked.follow(metrics)
+        tracked.params(_counted(run))
         tracked.model(run.model.source, store.link(f"{model.key}/files"))
         for split, context in (("training", "training"), ("validation", "validation")):
-            count = data.result["rows"][split]
+            count = made["rows"][split]
             tracked.dataset(f"{run.name}-{split}", data.digest, store.link(f"{data.key}/files"), context, count)
         several = takes(run, "train").engine is not None
         say, stopped = _Thinned(work.say), stage_run.stopped(work, fenced=several)
@@ -88,6 +92,16 @@ def train(stage_run: StageRun, model: Artifact, base: Artifact, data: Artifact) 
         return _summary(lines)
 
     return stage_run.get_or_make(make)
+
+
+def _counted(run: Run) -> dict[str, int | None]:
+    """What counts the steps of the run, as its schedule has it."""
+    return {
+        "schedule.steps": run.train.steps,
+        "schedule.warmup_steps": run.optimizer.warmup_steps,
+        "schedule.validate_every": run.train.validate_every,
+        "schedule.save_every": run.checkpoint.save_every,
+    }
 
 
 class _Thinned:

@@ -10,6 +10,7 @@ from pathlib import Path
 from conf.model_facts import ModelFacts
 from conf.model_files import weights
 from conf.planner import released_model
+from conf.rules import schedule
 from conf.rules.conversion import obstacles
 from conf.rules.layout import problems
 from conf.schema.run import Run
@@ -29,17 +30,24 @@ def check_convert(run: Run) -> None:
     _check_layout(run, facts)
 
 
-def check_train(run: Run) -> None:
+def check_train(run: Run) -> Run:
+    """Check what training reads. Returns the run with all its steps counted."""
     facts = check_model(run)
     checkpoints.require(Path(run.paths.base), "paths.base", "python -m trainer.convert")
     _check_layout(run, facts)
-    resume.check(run, checkpoint_folder(run))
+    if not schedule.needs_data(run):
+        run = schedule.resolved(run)
+        resume.check(run, checkpoint_folder(run))
     if os.environ.get("LOCAL_RANK", "0") == "0":
         output_marks.take(Path(run.paths.output), TRAINING)
     if "RANK" not in os.environ:  # ranks find made what the process before them has made
         prepared.make(run)
-    prepared.check(run)
+    found = prepared.check(run)
+    if schedule.needs_data(run):
+        run = schedule.resolved(run, prepared.of_an_epoch(run, found))
+        resume.check(run, checkpoint_folder(run))
     resume.check_data(run, checkpoint_folder(run))
+    return run
 
 
 def check_export(run: Run) -> None:

@@ -18,6 +18,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from conf.rules import schedule
 from conf.schema.run import Run
 from contract import checkpoints, json_object, regular_files
 from contract.faults import Fault
@@ -155,6 +156,14 @@ def check(run: Run) -> Prepared:
     _check_sources(place, found, run)
     _check_sizes(place, found, run)
     return found
+
+
+def of_an_epoch(run: Run, found: Prepared) -> int:
+    """Number of training sequences of one epoch."""
+    tokens = 0
+    if found.kind == "text":
+        tokens = json_object.read(folder(run) / "report.json")["tokens"]["training"]["tokens"]
+    return schedule.sequences(run, found.kind, found.sequences["training"], tokens)
 
 
 def _check_files(place: Path, found: Prepared) -> None:

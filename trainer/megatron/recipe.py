@@ -5,6 +5,7 @@
 import logging
 from pathlib import Path
 
+from conf.rules import schedule
 from conf.schema.run import Run
 from contract import checkpoints
 from trainer.megatron import precision
@@ -18,7 +19,9 @@ def checkpoint_folder(run: Run) -> Path:
 
 
 def last_step(run: Run) -> int:
-    return min(run.train.steps, run.train.stop_after or run.train.steps)
+    found = schedule.last_step(run)
+    assert found is not None, "checks.inputs.check_train has counted the steps"
+    return found
 
 
 def make_config(run: Run, bridge, resume_step: int | None):
@@ -134,7 +137,7 @@ def make_adapter(run: Run):
     if adapter.kind == "none":
         return None
     shared = {
-        "target_modules": list(adapter.targets),
+        "target_modules": list(adapter.names),
         "dim": adapter.rank,
         "alpha": adapter.alpha,
         "dropout": adapter.dropout,

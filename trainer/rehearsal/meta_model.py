@@ -20,6 +20,7 @@ from typing import Any
 from unittest import mock
 
 from conf.model_facts import facts_from_hf
+from conf.rules import schedule
 from conf.schema.run import Run
 from contract.faults import Fault
 from trainer.startup import device
@@ -188,7 +189,7 @@ def _build(run: Run, config: dict[str, Any]) -> tuple[list, Any]:
         mock.patch.object(sequences, "make_dataset", _no_data),
         mock.patch.object(device, "has_gpu", return_value=True),
     ):
-        whole = make_config(run, bridge, None)
+        whole = make_config(schedule.of_steps(run, run.train.steps or 1), bridge, None)
     whole.checkpoint.pretrained_checkpoint = whole.checkpoint.save = whole.checkpoint.save_interval = None
     provider = whole.model
     if stands_in:  # Transformer Engine itself must have these kernels

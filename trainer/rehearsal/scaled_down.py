@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from conf.model_facts import facts_from_hf
+from conf.rules import schedule
 from conf.rules.layout import problems
 from conf.schema.data import Data
 from conf.schema.run import Layout, Run
@@ -58,28 +59,26 @@ def train(
 
 
 def make(run: Run, kind: str, steps: int, folder: Path) -> Run:
+    run = schedule.of_steps(run, steps)
     layout = scale(run.layout, tiny_models.KINDS[kind]["num_hidden_layers"])
     copies = layout.world // (layout.tp * layout.cp * layout.pp)
     packed = run.data.packed
     train = {
-        "steps": steps,
         "global_batch": copies * layout.pp,
         "micro_batch": 1,
         "precision": "fp32",
         "fp8": None,
         "fp8_weights": False,
-        "stop_after": None,
     }
-    optimizer = {"lr": 5e-3, "warmup_steps": 0, "states": "fp32", "gradients": "fp32", "offload": 0.0}
+    optimizer = {"lr": 5e-3, "states": "fp32", "gradients": "fp32", "offload": 0.0}
     adapter = {"rank": 8, "alpha": 16}
     places = {key: str(folder / key) for key in ("model", "base", "output", "logs")}
     sections: dict[str, Any] = {
         "layout": layout,
         "data": Data(seq_length=64, template="{input} {output}", packed=packed, seed=run.data.seed),
-        "train": run.train.model_copy(update={**train, "recompute_layers": 1, "validate_every": 0}),
+        "train": run.train.model_copy(update={**train, "recompute_layers": 1}),
         "adapter": run.adapter.model_copy(update=adapter),
         "optimizer": run.optimizer.model_copy(update=optimizer),
-        "checkpoint": run.checkpoint.model_copy(update={"save_every": steps}),
         "paths": run.paths.model_copy(update={**places, "data": str(folder / "prepared" / "data")}),
     }
     return run.model_copy(update=sections)

@@ -42,13 +42,15 @@ Owned = Callable[[Run], AbstractContextManager[None]]
 
 def start(
     main: Callable[[Run], None],
-    check: Callable[[Run], None],
+    check: Callable[[Run], Run | None],
     alone: bool = False,
     writes: str | None = None,
     may_write: Callable[[Run], None] | None = None,
     gpus: str | None = None,
 ) -> None:
     """Run a command's main(run) on every rank after check(run) has passed. Does not return on failure.
+
+    A check that finds out more of the run, as from its data, returns the run that counts from then on.
 
     With `alone`, the layout is another command's: there is one process, or one on each host of a gang. `writes` is the
     key of paths that names the folder to be written: may_write(run) says whether it may be, before anything is, and
@@ -69,7 +71,7 @@ def start(
             _be_rank(main, check, run, owned, may_write, trains=False)
         elif alone:
             with owned(run):
-                check(run)
+                run = check(run) or run
                 _take_gpus(run, gpus)
                 main(run)
         elif "RANK" in os.environ:
@@ -77,7 +79,7 @@ def start(
             _be_rank(main, check, run, owned, may_write, trains=True)
         elif run.world == 1:
             with owned(run):
-                check(run)
+                run = check(run) or run
                 _take_gpus(run, gpus)
                 os.environ.update(_alone())
                 main(run)
@@ -87,7 +89,7 @@ def start(
                     f"layout.nodes: {run.layout.nodes} hosts; start one torchrun per host, or override layout.nodes=1"
                 )
             with owned(run):
-                check(run)
+                run = check(run) or run
                 _take_gpus(run, gpus)
                 sys.exit(_torchrun(run, sys.modules["__main__"].__spec__.name))
 
@@ -105,7 +107,7 @@ def _take_gpus(run: Run, stage: str | None) -> None:
 
 def _be_rank(
     main: Callable[[Run], None],
-    check: Callable[[Run], None],
+    check: Callable[[Run], Run | None],
     run: Run,
     owned: Owned,
     may_write: Callable[[Run], None] | None,
@@ -115,7 +117,7 @@ def _be_rank(
     try:
         if may_write:
             may_write(run)
-        check(run)
+        run = check(run) or run
         if "GANG_ATTEMPT" in os.environ:
             if trains:
                 device.start()  # before torch is loaded

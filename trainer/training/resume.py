@@ -64,7 +64,7 @@ def check(run: Run, folder: Path) -> None:
         text = f"by version {was['version']} of this program's training, and this is {identity.VERSION}"
         lines.append(f"{place}: was trained {text}; start again in another paths.output")
     ways = _ways_of_magnitudes(place) if run.adapter.kind == "dora" and was.get("magnitudes") != "whole" else 1
-    if ways > 1 and "linear_fc1" in run.adapter.targets:
+    if ways > 1 and "linear_fc1" in run.adapter.names:
         text = f"{place} has DoRA's magnitudes of linear_fc1 in the order of {ways} tensor-parallel ranks"
         lines.append(f"{text}, which this version cannot go on from; export it as it is, or name another paths.output")
     changes = identity.changed(was["keys"], identity.recorded(run))

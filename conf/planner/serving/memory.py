@@ -171,7 +171,7 @@ def _cached(facts: ModelFacts, way: Way) -> int:
 def _adapters(facts: ModelFacts, kind: str, way: Way) -> int:
     if way.adapter is None:
         return 0
-    targets = way.adapter.targets
+    targets = way.adapter.names
     rank = next((one for one in RANKS if one >= way.adapter.rank), way.adapter.rank)
     sizes = 0
     for linear in parameters.linears(facts, kind):

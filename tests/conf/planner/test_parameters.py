@@ -4,14 +4,20 @@ tests/trainer/test_rehearse.py compares with the models that Megatron builds.
 """
 
 import json
+import re
 import struct
 from dataclasses import replace
 from math import prod
 
 import pytest
 
+from conf.load import FOLDER, load
 from conf.model_facts import MODELS, facts_from_hf, known
-from conf.planner.parameters import Stage, active, held, stages, total, trainable
+from conf.planner import work
+from conf.planner.parameters import Stage, active, held, linears, stages, total, trainable
+from conf.planner.verdict import facts_of
+from conf.rules.layout import problems
+from conf.rules.model import adapted
 from tests.support.drawn_models import make_run
 from trainer.rehearsal import tiny_models
 
@@ -138,3 +144,28 @@ def test_what_is_trained():
     dora = make_run(adapter={"targets": ["linear_qkv"], "rank": 4, "kind": "dora"})
     width = (96 + 2 * 8) * 128
     assert trainable(dora, facts, stage) == (5 * (4 * (5120 + width) + width), 0)
+
+
+@pytest.mark.parametrize("name", ["glm47", "deepseek-v3-64", "llama31-70b"])
+def test_all_linear_is_the_list_of_what_the_model_has(name):
+    run = load(name, ["adapter.targets=all-linear"])
+    facts = facts_of(run)
+    has = sorted({linear.name for kind in facts.kinds for linear in linears(facts, kind)})
+    listed = load(name, [f"adapter.targets=[{','.join(has)}]"])
+    assert adapted(run, facts) == adapted(listed, facts) == {*has}
+    assert problems(run, facts) == problems(listed, facts)
+    for stage in stages(run, facts):
+        assert trainable(run, facts, stage) == trainable(listed, facts, stage)
+    assert all(work.calls(run, facts, kind) == work.calls(listed, facts, kind) for kind in facts.kinds)
+
+
+def test_the_word_all_linear_is_read_as_names_everywhere():
+    """A name is in the word all-linear as well, or not: `name in adapter.targets` would be wrong in silence."""
+    files = [file for room in ("conf", "tasks", "trainer", "flows") for file in (FOLDER.parent / room).rglob("*.py")]
+    code = {file.name: _code(file.read_text()) for file in files if file.parent.name != "schema"}
+    found = [name for name, lines in code.items() if re.search(r"adapters?\.targets\b(?![\"=])", lines)]
+    assert found == ["contradictions.py"]  # which asks whether it is empty
+
+
+def _code(text: str) -> str:
+    return "\n".join(line.partition("#")[0] for line in text.splitlines() if not re.search(r'"""|f"', line))

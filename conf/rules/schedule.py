@@ -1,0 +1,104 @@
+"""Length of a training: steps from epochs, and what is said as a share of them, once the data are prepared.
+
+    resolved(run, sequences) -> Run      each as a number of steps: what the trainer takes, and a checkpoint records
+    assumed(run, sequences) -> Run       the same for a plan, from an estimate: the epochs stay beside the steps
+
+An epoch is as many batches as hold all training sequences once, rounded up; packed sequences hold several rows. Shares
+are rounded up too. Decimal fractions are taken as they are written: 0.07 epochs of 100 sequences are 7.
+"""
+
+from fractions import Fraction
+from math import ceil
+from typing import Any
+
+from conf.rules.contradictions import contradictions
+from conf.schema.run import Run
+from conf.schema.sections import COUNTED
+from contract.faults import Fault
+
+
+def needs_data(run: Run) -> bool:
+    """Whether the number of training sequences decides on the schedule."""
+    return run.train.epochs is not None or "epoch" in (run.train.validate_every, run.checkpoint.save_every)
+
+
+def sequences(run: Run, kind: str, rows: int, tokens: int) -> int:
+    """Number of sequences of one epoch: as prepared, or as many as texts for pretraining fill."""
+    return max(1, tokens // run.data.seq_length) if kind == "text" else rows
+
+
+def resolved(run: Run, sequences: int = 0) -> Run:
+    """The run with all that counts steps as a number; `sequences` are those of training, if needs_data()."""
+    steps = _steps(run, sequences)
+    epoch = ceil(sequences / run.train.global_batch)
+
+    def interval(value: Any) -> int:
+        return epoch if value == "epoch" else _share(value, steps) if isinstance(value, float) else value
+
+    train = {"steps": steps, "epochs": None, "validate_every": interval(run.train.validate_every)}
+    optimizer: dict[str, Any] = {}
+    if run.optimizer.warmup is not None:
+        optimizer = {"warmup": None, "warmup_steps": min(_share(run.optimizer.warmup, steps), steps - 1)}
+    made = run.model_copy(
+        update={
+            "train": run.train.model_copy(update=train),
+            "optimizer": run.optimizer.model_copy(update=optimizer),
+            "checkpoint": run.checkpoint.model_copy(update={"save_every": interval(run.checkpoint.save_every)}),
+        }
+    )
+    told = f" (train.epochs: {run.train.epochs:g} of {sequences} sequences)" if run.train.epochs is not None else ""
+    if steps > COUNTED:
+        raise Fault(f"train.epochs: {steps} steps are more than {COUNTED}{told}")
+    if told and made.train.stop_after is not None:  # a rehearsal may be longer than the run
+        made = made.model_copy(update={"train": made.train.model_copy(update={"stop_after": _least(made)})})
+    if found := [f"{key}: {text}{told}" for key, text in contradictions(made)]:
+        raise Fault("\n".join(found))
+    return made
+
+
+def of_steps(run: Run, steps: int) -> Run:
+    """The run cut to so many steps at its highest learning rate, without validation: to measure or rehearse it."""
+    sections = {
+        "train": {"steps": steps, "epochs": None, "stop_after": None, "validate_every": 0},
+        "optimizer": {"warmup": None, "warmup_steps": 0},
+        "checkpoint": {"save_every": steps},
+    }
+    return run.model_copy(update={name: getattr(run, name).model_copy(update=keys) for name, keys in sections.items()})
+
+
+def assumed(run: Run, sequences: int | None) -> Run:
+    """The run for a plan. Without an estimate of its sequences, the steps of its epochs stay unknown."""
+    if run.train.epochs is None or sequences is None:
+        return run
+    return run.model_copy(update={"train": run.train.model_copy(update={"steps": _steps(run, sequences)})})
+
+
+def last_step(run: Run) -> int | None:
+    """The step that training ends at; None while the steps of its epochs are unknown."""
+    return None if run.train.steps is None else _least(run)
+
+
+def saved(run: Run) -> int:
+    """Number of checkpoints that the run writes, or the fewest while its steps are unknown."""
+    every, steps, epochs = run.checkpoint.save_every, run.train.steps, run.train.epochs
+    if every == "epoch":
+        return ceil(epochs or 1)
+    if isinstance(every, float):
+        return ceil(1 / Fraction(str(every)))
+    return ceil(steps / every) if steps else 1
+
+
+def _steps(run: Run, sequences: int) -> int:
+    if run.train.epochs is None:
+        assert run.train.steps is not None, "conf/load.py takes one of both"
+        return run.train.steps
+    return max(1, ceil(Fraction(str(run.train.epochs)) * sequences / run.train.global_batch))
+
+
+def _least(run: Run) -> int:
+    assert run.train.steps is not None
+    return min(run.train.steps, run.train.stop_after or run.train.steps)
+
+
+def _share(value: float, steps: int) -> int:
+    return ceil(Fraction(str(value)) * steps)
