@@ -44,6 +44,7 @@ class Choices:
 
     given: dict[str, Any]
     made: dict[str, Choice] = field(default_factory=dict)
+    sequences: int = 1  # of training, about: an epoch
 
     def put(self, key: str, value: Any, why: str) -> Any:
         """Choose the value, unless the caller has. Returns what was chosen."""
@@ -88,10 +89,10 @@ def choose(name: str, model: Model, rows: FirstRows, machine: Machine, given: di
     _put_precision(found, machine)
     _put_others(found, "train")
     found.put("optimizer.lr", rate(kind, model.parameters), f"usual for {_kind(kind)} of {amount(model.parameters)}")
-    steps = found.get("train.steps", 1)
-    found.put("optimizer.warmup_steps", min(max(1, round(steps * 0.05)), steps - 1), "a twentieth of the steps")
+    if "optimizer.warmup_steps" not in given:
+        found.put("optimizer.warmup", 0.05, "share of the steps in which the learning rate rises")
     _put_others(found, "optimizer")
-    found.put("checkpoint.save_every", max(1, ceil(steps / 5)), "five in the run; one that breaks off goes on from it")
+    found.put("checkpoint.save_every", 0.2, "share of the steps: five; a run that breaks off goes on from the last")
     found.put("checkpoint.keep", 2, "older ones are removed")
     _put_others(found, "checkpoint")
     _evaluation(found, rows, model, machine)
@@ -226,10 +227,7 @@ def _adapter(found: Choices, facts: ModelFacts) -> str:
         return kind
     rank = found.put("adapter.rank", 16, "enough for a task of one kind; 32 to 64 for much new knowledge")
     found.put("adapter.alpha", 2 * rank, "twice the rank")
-    if facts.kv_rank:
-        query = ["linear_q_down_proj", "linear_q_up_proj"] if facts.q_rank else ["linear_q_proj"]
-        targets = [*query, "linear_kv_down_proj", "linear_kv_up_proj", "linear_proj", "linear_fc1", "linear_fc2"]
-        found.put("adapter.targets", targets, "every linear layer; this model has latent attention")
+    found.put("adapter.targets", "all-linear", "attention, dense layers and experts")
     if facts.experts >= MANY_EXPERTS:
         found.put("adapter.experts", "shared", f"one for all {facts.experts} experts of a layer; each would be large")
     _put_others(found, "adapter")
@@ -246,15 +244,17 @@ def _kind(kind: str) -> str:
 
 def _training(found: Choices, rows: FirstRows, count: int, lengths: Lengths, batch: int, validating: int) -> None:
     held = found.get("data.validation", 0.0) + found.get("data.test", 0.0)
-    sequences = count * (1 - held) / lengths.each
-    epochs = 1 if rows.kind == "text" or count > 20_000 else 2 if count > 2_000 else 3
-    often = "once" if epochs == 1 else f"{epochs} times"
-    of_rows = f"each row {often}: {sequences:,.0f} sequences / {batch} * {epochs}"
-    unknown = f"; the number of rows is not known, and taken as {UNKNOWN:,}" if rows.rows is None else ""
-    steps = found.put("train.steps", max(2, ceil(sequences * epochs / batch)), of_rows + unknown)
+    found.sequences = max(1, round(count * (1 - held) / lengths.each))
+    if "train.steps" not in found.given:
+        epochs = 1 if rows.kind == "text" or count > 20_000 else 2 if count > 2_000 else 3
+        steps = f"{ceil(found.sequences * epochs / batch):,} steps"
+        unknown = f"; the number of rows is not known, and taken as {UNKNOWN:,}" if rows.rows is None else ""
+        found.put(
+            "train.epochs", epochs, f"times that each row is seen; {found.sequences:,} sequences, {steps}{unknown}"
+        )
     found.put("train.global_batch", batch, "sequences of a step; small, so that there are steps enough")
     if validating:
-        found.put("train.validate_every", max(1, ceil(steps / 10)), "ten times in the run")
+        found.put("train.validate_every", 0.1, "share of the steps: ten times in the run")
         found.put("train.validate_batches", validating, "batches that the rows for validation fill")
     else:
         found.put("train.validate_every", 0, "never: no rows are held out for it")

@@ -7,6 +7,7 @@ from conf.planner import advice, display, hardware
 from conf.planner.hardware import GB
 from conf.planner.search import Found, search
 from conf.planner.verdict import Plan, plan, settle, settled_on
+from conf.rules import schedule
 from conf.schema.run import Run
 from contract.faults import Fault
 from flows.new import machine as machines
@@ -85,6 +86,7 @@ def _try(machine: Machine, model: Model, made: Callable[[Machine], Choices]) -> 
         how = how if run.world > 1 else "one process"
         with_layout(choices, run, how)
         run = as_run(choices)  # keys that the caller gave count more than what was found
+    run = schedule.resolved(run, choices.sequences)
     return Settled(machine, choices, run, plan(settle(run, model.facts, gpu), model.facts, gpu))
 
 
@@ -102,5 +104,6 @@ def told(found: Settled) -> str:
     memory = f"{stage.total / GB:.2g} of {stage.capacity / GB:.3g} GB"
     if time is None:
         return f"{memory} of memory; no time is predicted on a CPU"
+    assert time.hours is not None, "its steps are resolved"
     training = f"{time.likely:.3g} s a step, {display.duration(time.hours * 3600)} of training"
     return f"{memory} on the fullest GPU; {training}; all stages: {display.whole(found.plan, found.plan.needs)}"

@@ -6,6 +6,7 @@ import pytest
 
 from conf.model_facts import known
 from conf.planner import hardware
+from conf.rules import schedule
 from conf.rules.contradictions import contradictions
 from contract.faults import Fault
 from contract.first_rows import FirstRows
@@ -45,16 +46,16 @@ def made(rows: FirstRows = TICKETS, on: Machine | None = None, name: str = "tiny
     run = as_run(found)
     assert list(contradictions(run)) == []
     assert all(choice.why for choice in found.made.values())
-    return run, found.made
+    return schedule.resolved(run, found.sequences), found.made
 
 
 def test_few_short_rows_on_a_cpu():
     run, why = made()
     assert (run.data.seq_length, run.data.packed, run.train.global_batch) == (64, False, 8)
-    assert run.train.steps == 102 and run.optimizer.warmup_steps == 5
+    assert run.train.steps == 102 and run.optimizer.warmup_steps == 6
     assert (run.train.precision, run.hardware.gpu, run.promote.metric) == ("fp32", "cpu", "held_out/exact_match")
-    assert run.train.validate_every and run.train.validate_batches == 1
-    assert why["train.steps"].why == "each row 3 times: 270 sequences / 8 * 3"
+    assert (run.train.validate_every, run.train.validate_batches, run.checkpoint.save_every) == (11, 1, 21)
+    assert why["train.epochs"] == choices.Choice(3, "times that each row is seen; 270 sequences, 102 steps")
 
 
 def test_many_rows_share_sequences_on_gpus():
@@ -75,10 +76,10 @@ def test_what_is_asked_for_stays_and_the_rest_follows_from_it():
     assert why["train.global_batch"].why == why["optimizer.beta2"].why == "as asked"
 
 
-def test_latent_attention_has_targets_of_its_own():
-    run, _ = made(name="tiny-deepseek-v3")
-    assert {"linear_q_down_proj", "linear_kv_up_proj"} <= {*run.adapter.targets}
-    assert "linear_qkv" not in run.adapter.targets
+def test_steps_and_warm_up_may_be_asked_for_by_number():
+    run, why = made(train__steps=40, optimizer__warmup_steps=3)
+    assert (run.train.steps, run.optimizer.warmup_steps, run.train.validate_every) == (40, 3, 4)
+    assert not {"train.epochs", "optimizer.warmup"} & {*why}
 
 
 def test_texts_are_not_evaluated():
@@ -111,7 +112,7 @@ def test_rows_of_which_nothing_can_be_learned(changed, complaint):
 
 def test_rows_that_nobody_has_counted():
     _, why = made(rows(rows=None, whole=False, places=[]))
-    assert "taken as 10,000" in why["train.steps"].why and "not counted" in why["data.source"].why
+    assert "taken as 10,000" in why["train.epochs"].why and "not counted" in why["data.source"].why
 
 
 @pytest.mark.parametrize(
