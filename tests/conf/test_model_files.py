@@ -62,11 +62,18 @@ def change(model: Path, name: str, edit: Callable[[Any], Any]) -> None:
     (model / name).write_text(json.dumps(found if edited is None else edited))
 
 
-@pytest.mark.parametrize("architecture", ["MixtralForCausalLM", "Qwen2MoeForCausalLM", "GptOssForCausalLM", "Unknown"])
+@pytest.mark.parametrize("architecture", ["MixtralForCausalLM", "Qwen2MoeForCausalLM", "Unknown"])
 def test_an_architecture_that_is_not_converted_here_is_told_those_that_are(model, architecture):
     change(model, CONFIG, lambda config: config | {"architectures": [architecture]})
     expected = f"{architecture} is not converted or trained here; {', '.join(CONVERTED)} are"
     assert refused(model) == f"{model}/config.json: {expected}"
+
+
+def test_a_family_that_is_not_taken_has_a_reason_and_another_to_take(model):
+    change(model, CONFIG, lambda config: config | {"architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss"})
+    said = refused(model)
+    assert said.startswith(f"{model}/config.json: GptOssForCausalLM is not converted or trained here: an export cannot")
+    assert "take Qwen/Qwen3-30B-A3B" in said
 
 
 @pytest.mark.parametrize("value", ["Qwen3MoeForCausalLM", 3, {"a": 1}, [3], [None], [[]], True])
