@@ -44,6 +44,8 @@ def command(flow, description: str) -> int:
             until_stage=last,
             return_state=True,
         )
+    except Fault as fault:
+        return refused(fault)
     except KeyboardInterrupt:
         return refused("interrupted; what was made is kept, and the same command goes on from there", code=130)
     if state.is_failed() and state.message:

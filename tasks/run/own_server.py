@@ -8,9 +8,13 @@ import signal
 import threading
 from concurrent.futures import Future
 
+from contract.faults import Fault
+
+WAITS = "PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS"
+
 
 def start() -> None:
-    """Start it, where PREFECT_API_URL names no server."""
+    """Start it, where PREFECT_API_URL names no server. A Fault where this host is too busy for it."""
     from prefect.settings import get_current_settings
 
     if get_current_settings().api.url:
@@ -23,6 +27,9 @@ def start() -> None:
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
             started.set_result(SubprocessASGIServer().start())
+        except RuntimeError as error:  # it has not answered in time, or has ended
+            line = (str(error).splitlines() or [""])[0].rstrip(".")
+            started.set_exception(Fault(f"Prefect: {line}; on a busy host {WAITS}=600 (seconds) waits longer"))
         except Exception as error:
             started.set_exception(error)
 

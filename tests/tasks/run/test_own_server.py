@@ -8,6 +8,7 @@ import prefect.server.api.server as prefects
 import pytest
 from prefect.settings import PREFECT_API_URL, temporary_settings
 
+from contract.faults import Fault
 from tasks.run import own_server
 
 MASK = [sys.executable, "-c", "import signal; print(*signal.pthread_sigmask(signal.SIG_BLOCK, []))"]
@@ -40,11 +41,14 @@ def test_a_standing_server_is_used_and_none_is_imported(started, monkeypatch):
     assert started == [] and prefects.__name__ not in sys.modules
 
 
-def test_a_server_that_does_not_start_is_an_error(monkeypatch):
+def test_a_server_that_does_not_start_is_a_fault_that_says_how_to_wait_longer(monkeypatch):
     class Toy:
         def start(self):
             raise RuntimeError("no port")
 
     monkeypatch.setattr(prefects, "SubprocessASGIServer", Toy)
-    with temporary_settings(restore_defaults={PREFECT_API_URL}), pytest.raises(RuntimeError, match="no port"):
+    with temporary_settings(restore_defaults={PREFECT_API_URL}), pytest.raises(Fault) as caught:
         own_server.start()
+    assert str(caught.value) == (
+        "Prefect: no port; on a busy host PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS=600 (seconds) waits longer"
+    )
