@@ -66,7 +66,7 @@ def _new(options: argparse.Namespace, folder: Path) -> int:
         options.model = options.model or _asked("Model (org/name on the Hub, a folder, s3://...)")
         options.data = options.data or _asked("Data (a file, a folder, org/name on the Hub, s3://...)")
         if options.gpus is None and not unknown:
-            usual = here.shown if here else "none here; enter for the fewest that fit"
+            usual = here.shown if here else "none here; enter for this CPU, or the fewest that fit"
             options.gpus = _asked(f"GPUs, {machine.FORM} [{usual}]", empty=True) or None
         options.name = options.name or _asked(f"Name [{_name(options)}]", empty=True) or None
     name, path, wrong = _place(options)
