@@ -1,6 +1,7 @@
 """Tiny models, their data, and a process that has imported Megatron and runs trainer commands on forked ranks."""
 
 import json
+import multiprocessing
 import shutil
 import subprocess
 import sys
@@ -36,6 +37,19 @@ TARGETS = {
 }
 ALONE = "alone"  # the cut of one process
 NEED_DATA = ("train", "train_detached", "masks", "gradients_of_run", "train_without")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def fork_to_prepare():
+    """Have trainer/data/prepared.py prepare rows made by hand in forks of a process that has the imports.
+
+    Most of the seconds that a process takes which is started for a few rows are imports.
+    """
+    contexts, forks = multiprocessing.get_context, multiprocessing.get_context("forkserver")
+    forks.set_forkserver_preload(["tests.support.for_preparation"])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(multiprocessing, "get_context", lambda kind=None: forks if kind == "spawn" else contexts(kind))
+        yield
 
 
 @pytest.fixture(scope="session")
