@@ -79,8 +79,8 @@ scale: $(STAMP) ## measure the control path of a gang of 1000 fake hosts, and wh
 gpu: ## compare training on this GPU with the CPU
 	bash benchmarks/gpu/run
 
-gpu-kit: $(STAMP) ## pack what the GPU tests need
-	$(PYTHON) benchmarks/gpu/kit.py
+gpu-kit: $(STAMP) ## pack what the GPU tests need; FLOW=1: the whole flow, in parts
+	$(PYTHON) benchmarks/gpu/kit.py $(if $(FLOW),--flow)
 
 schema: $(STAMP) ## write conf/schema.json and the tables of docs/configuration.md anew
 	$(PYTHON) -m conf.schema --json > conf/schema.json

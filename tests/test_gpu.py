@@ -124,10 +124,20 @@ def test_slim_keeps_one_architecture_s_machine_code(tmp_path):
     assert library.read_bytes() == b"\x7fELF" + after + b"host code" + fat_binary((2, 90, b"c" * 16)) + b"end"
 
 
+def test_slim_keeps_the_newest_ptx_of_what_has_no_machine_code(tmp_path):
+    library = tmp_path / "library.so"
+    library.write_bytes(fat_binary((2, 80, b"a" * 8), (1, 80, b"b" * 8), (1, 75, b"c" * 8), (1, 100, b"d" * 8)))
+
+    SLIM(library, 90)
+
+    after = fat_binary((2, 80, bytes(8)), (1, 80, b"b" * 8), (1, 75, bytes(8)), (1, 100, bytes(8)))
+    assert library.read_bytes() == after
+
+
 def test_slim_refuses_what_it_does_not_understand(tmp_path):
     library = tmp_path / "library.so"
     for content, reason in (
-        (fat_binary((2, 80, b"a" * 8)), "no machine code"),
+        (fat_binary((2, 80, b"a" * 8)), "no code for sm_90"),
         (fat_binary((7, 90, b"a" * 8)), "kind 7"),
     ):
         library.write_bytes(content)

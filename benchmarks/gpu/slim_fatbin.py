@@ -2,11 +2,12 @@
 
     python slim_fatbin.py LIBRARY [--arch 90]
 
-nvcc embeds "fat binaries": a header, then one entry per architecture with machine code (ELF) or PTX. Every entry but
-the machine code for the one architecture is overwritten with zeros, in place: no offset in the library moves, so the
-loader and the CUDA runtime still find everything, and zeros cost nothing in an archive. Of Transformer Engine 2.20's
-263 MB of GPU code 18 stay, and its library of 343 MB packs to 22. NVIDIA does not document the layout; where an entry
-does not look as expected, nothing is written.
+nvcc embeds "fat binaries": a header, then one entry per architecture with machine code (ELF) or PTX. Of each, the
+machine code for the one architecture stays, or, where there is none, the newest PTX that it can compile. All else is
+overwritten with zeros, in place: no offset in the library moves, so the loader and the CUDA runtime still find
+everything, and zeros cost nothing in an archive. Of Transformer Engine 2.20's 263 MB of GPU code 18 stay, and its
+library of 343 MB packs to 22. NVIDIA does not document the layout; where an entry does not look as expected, nothing is
+written.
 """
 
 import argparse
@@ -29,35 +30,42 @@ class Entry(NamedTuple):
     end: int
 
 
-def entries(data: bytearray) -> Iterator[Entry]:
-    """The code of every fat binary in a library."""
+def fat_binaries(data: bytearray) -> Iterator[list[Entry]]:
+    """The code of each fat binary in a library."""
     at = 0
     while (at := data.find(MAGIC, at)) >= 0:
         end = at + HEADER.size + HEADER.unpack_from(data, at)[-1]
         at += HEADER.size
+        found = []
         while at < end:
             kind, _, header, size, arch = ENTRY.unpack_from(data, at)
             if kind not in (PTX, ELF) or not ENTRY.size <= header <= 256:
                 raise ValueError(f"no entry of a fat binary at byte {at}: kind {kind}, header of {header} bytes")
-            yield Entry(kind, arch, at + header, at + header + size)
+            found.append(Entry(kind, arch, at + header, at + header + size))
             at += header + size
+        yield found
 
 
-def slim(path: Path, arch: int) -> None:
-    """Keep one architecture's machine code in the library at `path`; raises ValueError where it has none."""
+def runs_on(arch: int, found: list[Entry]) -> list[Entry]:
+    """What of a fat binary one architecture runs: its machine code, else the newest PTX that is not newer than it."""
+    machine_code = [entry for entry in found if (entry.kind, entry.arch) == (ELF, arch)]
+    ptx = [entry for entry in found if entry.kind == PTX and entry.arch <= arch]
+    return machine_code or sorted(ptx, key=lambda entry: entry.arch)[-1:]
+
+
+def slim(path: Path, arch: int, needed: bool = True) -> None:
+    """Keep what one architecture runs of the library at `path`; raises ValueError where it needs some and has none."""
     data = bytearray(path.read_bytes())
     kept = blanked = 0
-    for entry in entries(data):
-        size = entry.end - entry.start
-        if (entry.kind, entry.arch) == (ELF, arch):
-            kept += size
-        else:
-            data[entry.start : entry.end] = bytes(size)
-            blanked += size
-    if not kept:
-        raise ValueError(f"{path}: no machine code for sm_{arch}")
+    for found in fat_binaries(data):
+        for entry in {*found} - {*(stays := runs_on(arch, found))}:
+            data[entry.start : entry.end] = bytes(entry.end - entry.start)
+            blanked += entry.end - entry.start
+        kept += sum(entry.end - entry.start for entry in stays)
+    if needed and not kept:
+        raise ValueError(f"{path}: no code for sm_{arch}")
     path.write_bytes(data)
-    print(f"{path.name}: {kept / 1e6:.0f} MB of GPU code kept, {blanked / 1e6:.0f} MB blanked")
+    print(f"{path.name}: {kept / 1e6:.0f} MB of GPU code kept, {blanked / 1e6:.0f} MB blanked", flush=True)
 
 
 def main() -> int:
