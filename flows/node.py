@@ -44,8 +44,8 @@ def node(arguments: list[str], without: list[str] | None = None, grace: int = 29
     with tempfile.TemporaryDirectory(prefix="node-") as folder:
         try:
             log = Path(folder) / "member.log"
-            say, told = get_run_logger().info, {"GANG_HOST": host, "GUARD_GRACE": str(grace)}
-            launch.process([*arguments, *starters], log, say, lambda: False, keep=keep, changed=told)
+            say, told = get_run_logger().info, {"GANG_HOST": host}
+            launch.process([*arguments, *starters], log, say, lambda: False, keep=keep, changed=told, grace=grace)
         except launch.Broken as error:
             return Failed(message=str(error))
     return Completed(message="over")

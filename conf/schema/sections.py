@@ -383,7 +383,10 @@ class Gang(Section):
     )
     grace: Annotated[int, NOWHERE] = (
         Field(  # told after 2 s, 8 to say what became of it: all is over before Prefect's worker kills, at 30
-            default=20, ge=1, le=20, description="seconds that a training told to end has to save a checkpoint"
+            default=20,
+            ge=1,
+            le=20,
+            description="seconds that a training told to end has to save a checkpoint, on one host as on several",
         )
     )
     preflight: Annotated[bool, NOWHERE] = Field(

@@ -1,6 +1,6 @@
 """Member of a gang's attempt on one host: it joins, waits for go, runs the ranks, and leaves none of them behind.
 
-    python -m tasks.run.guard python -m tasks.gang.member --store URI --gang ID --attempt N --node K
+    python -m tasks.run.guard --grace=S python -m tasks.gang.member --store URI --gang ID --attempt N --node K
 
 Every engine starts it so, under the guard with standard input held open; both end when their starter does. Credentials
 of the store come from this host's own environment.

@@ -1,9 +1,9 @@
 """Run a command so that nothing of it outlives the process that asked for it, however that one dies.
 
-    python -m tasks.run.guard COMMAND ...       with standard input held open by the one who asks
+    python -m tasks.run.guard [--grace=SECONDS] COMMAND ...     with standard input held open by the one who asks
 
 Its standard input is a pipe that nobody writes to. When it closes, the process that held it is gone or wants an end.
-The command then gets SIGTERM, GRACE seconds to leave (a training saves a checkpoint), then SIGKILL. A SIGTERM to this
+The command then gets SIGTERM, its grace to leave (a training saves a checkpoint), then SIGKILL. A SIGTERM to this
 process does the same. All that the command starts, in whatever sessions, comes back to this process when its parents
 die (it is their subreaper), and is killed before this process leaves. If this process itself is killed, the kernel
 kills the command, and torchrun's ranks see to their own end (trainer/startup/entry.py). The exit code is the command's.
@@ -21,14 +21,18 @@ import sys
 import time
 from pathlib import Path
 
-GRACE = float(os.environ.get("GUARD_GRACE", "5"))  # a cancelled run is to leave nothing behind after 10 s
+GRACE = 5.0  # seconds, of what has nothing to save: a cancelled run is to leave nothing behind after 10
+OPTION = "--grace="
 ENDS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 
 libc = ctypes.CDLL(None, use_errno=True)
 
 
-def main() -> int:
+def main(*arguments: str) -> int:
+    """Run the command, and return its exit code."""
+    given = arguments[0].startswith(OPTION)
+    grace, command_line = (float(arguments[0][len(OPTION) :]), arguments[1:]) if given else (GRACE, arguments)
     libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     wake_read, wake_write = os.pipe()
     os.set_blocking(wake_write, False)
@@ -39,10 +43,10 @@ def main() -> int:
     os.environ["GUARD_PID"] = str(me)  # whoever finds itself this process's child may have lost its parent
     try:
         command = subprocess.Popen(
-            sys.argv[1:], stdin=subprocess.DEVNULL, start_new_session=True, preexec_fn=lambda: _die_with(me)
+            command_line, stdin=subprocess.DEVNULL, start_new_session=True, preexec_fn=lambda: _die_with(me)
         )
     except OSError as error:
-        print(f"{sys.argv[1]}: {error.strerror}", file=sys.stderr)
+        print(f"{command_line[0]}: {error.strerror}", file=sys.stderr)
         return 127
     ends_at = None
     while command.poll() is None:
@@ -51,13 +55,18 @@ def main() -> int:
         ready, _, _ = select.select(watched, [], [], left)
         told = os.read(wake_read, 64) if wake_read in ready else b""
         if ends_at is None and (0 in ready or {*ENDS} & {*told}):
-            ends_at = time.monotonic() + GRACE
+            ends_at = time.monotonic() + grace
             _signal(command.pid, signal.SIGTERM)
         elif ends_at and time.monotonic() >= ends_at:
             _signal(command.pid, signal.SIGKILL)
             command.wait()
     _kill_all_descendants()
     return command.returncode if command.returncode >= 0 else 128 - command.returncode
+
+
+def guarded(command: list[str], grace: float = GRACE, python: str = sys.executable) -> list[str]:
+    """The command under this guard, which gives it so many seconds to leave."""
+    return [python, "-m", "tasks.run.guard", f"{OPTION}{grace:g}", *command]
 
 
 def _die_with(parent: int) -> None:
@@ -94,4 +103,4 @@ def _children(parent: int) -> list[int]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(*sys.argv[1:]))

@@ -20,6 +20,7 @@ from conf.load import dump
 from conf.schema.run import Run
 from contract import host_gpus
 from contract.faults import Fault, Stopped
+from tasks.run.guard import GRACE, guarded
 
 ROOT = Path(__file__).resolve().parents[2]
 TICK = 0.5
@@ -67,11 +68,15 @@ def trainer(
 ) -> None:
     """Run python -m trainer.<command>. Its log is <folder>/<command>.log, and tick() is called twice a second.
 
+    A training that is stopped has gang.grace to save a checkpoint, on one host as on several.
+
     `keep` names private variables of the environment that this command needs all the same; `changed` are others.
     """
     resolved = folder / "resolved.yaml"
     dump(run, resolved)
-    process([f"trainer.{command}", str(resolved)], folder / f"{command}.log", say, stop, tick, keep, changed, turn)
+    arguments, log = [f"trainer.{command}", str(resolved)], folder / f"{command}.log"
+    grace = run.gang.grace if command == "train" else GRACE
+    process(arguments, log, say, stop, tick, keep, changed, turn, grace)
 
 
 def process(
@@ -83,8 +88,9 @@ def process(
     keep: Collection[str] = (),
     changed: dict[str, str] | None = None,
     turn: Turn | None = None,
+    grace: float = GRACE,
 ) -> None:
-    """Run python -m <arguments> to its end. Raises Fault, Broken or Stopped.
+    """Run python -m <arguments> to its end. Raises Fault, Broken or Stopped. It has `grace` seconds to leave.
 
     With a turn, it waits until it has its share of this host's GPUs. Its guard keeps them until nothing of it is left.
     """
@@ -95,7 +101,7 @@ def process(
         if hold is None:
             raise Stopped(f"{arguments[0]}: stopped while it waited for GPUs")
         running = subprocess.Popen(
-            [sys.executable, "-m", "tasks.run.guard", sys.executable, "-m", *arguments],
+            guarded([sys.executable, "-m", *arguments], grace),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

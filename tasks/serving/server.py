@@ -124,8 +124,8 @@ def _once(folder: Path, say: Callable[[str], None], stop: Callable[[], bool], wa
             lambda: stop() or watch.is_silent(),
             watch.look,
             keep=[KEY],
-            changed={"GUARD_GRACE": str(LEAVES_WITHIN)},
             turn=turn,
+            grace=LEAVES_WITHIN,
         )
     except Stopped:
         return f"the server has not answered {SILENT_AFTER} times in a row"

@@ -88,7 +88,7 @@ class Toys:
 def toys(place, tmp_path):
     """On a host without GPUs."""
     toy_trainer.install(tmp_path)
-    made = Toys(place, tmp_path, place.environment | {"PYTHONPATH": str(ROOT), "GUARD_GRACE": "1"})
+    made = Toys(place, tmp_path, place.environment | {"PYTHONPATH": str(ROOT)})
     yield made
     for flow in made.started:
         flow.kill()

@@ -1,7 +1,7 @@
 """Engines that start a process group on each of N hosts: local, prefect, slurm or kubernetes, behind one interface.
 
-An engine is a module with four functions; each starts `python -m tasks.run.guard python -m tasks.gang.member --store
-URI --gang ID --attempt N --node K` per host, and none of them schedules by itself.
+An engine is a module with four functions; each starts `python -m tasks.run.guard --grace=S python -m tasks.gang.member
+--store URI --gang ID --attempt N --node K` per host, and none of them schedules by itself.
 
     turn(demand) -> str | None      name of what gangs compete for, where starting is not all or nothing by itself
     capacity(demand, without) -> str | None     None = enough hosts are free, else what it waits for; Fault where they
@@ -15,6 +15,7 @@ URI --gang ID --attempt N --node K` per host, and none of them schedules by itse
 """
 
 import importlib
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol, Self
@@ -23,6 +24,7 @@ from conf.schema.clusters import Kubernetes, Slurm
 from conf.schema.run import Run
 from conf.schema.sections import Gang
 from tasks.gang.board import Board
+from tasks.run import guard
 
 LAST_WORDS = 9  # seconds that a member needs behind its grace, to say what became of it
 
@@ -78,8 +80,8 @@ def engine_of(run: Run) -> Engine:
     return module  # type: ignore[return-value]
 
 
-def guarded(gang: Gang) -> int:
-    """GUARD_GRACE of each member, in which it may save a checkpoint and report it."""
+def grace(gang: Gang) -> int:
+    """Seconds that each member has to leave, in which it may save a checkpoint and report it."""
     return gang.grace + LAST_WORDS
 
 
@@ -90,7 +92,13 @@ def spared(without: tuple[str, ...], enough: Callable[[tuple[str, ...]], bool]) 
     return without
 
 
+def guarded(gang: Gang, board: Board, node: str, python: str = sys.executable) -> list[str]:
+    """The command of a member under its guard; `node` is its number, or a variable that holds it."""
+    member = [python, "-m", *command(board, 0)[:-1], node]
+    return guard.guarded(member, grace(gang), python)
+
+
 def command(board: Board, node: int) -> list[str]:
-    """Arguments behind python -m by which each engine starts a member."""
+    """Arguments behind python -m that name a member."""
     place = ["--store", board.store.uri, "--gang", board.gang, "--attempt", str(board.attempt), "--node", str(node)]
     return ["tasks.gang.member", *place]

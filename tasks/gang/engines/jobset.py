@@ -7,7 +7,7 @@ is checked against JobSet v1alpha2 (tests/tasks/gang/engines/test_kubernetes.py)
 import os
 from typing import Any
 
-from tasks.gang.engines import Demand, guarded
+from tasks.gang.engines import Demand, grace
 
 QUEUE = "kueue.x-k8s.io/queue-name"
 FORGOTTEN_AFTER = 3600  # seconds that an ended JobSet stays, where nobody is left to remove it
@@ -50,7 +50,6 @@ def _pod(demand: Demand, arguments: list[str]) -> dict[str, Any]:
     section = demand.kubernetes
     env: list[dict[str, Any]] = [
         {"name": "PYTHONUNBUFFERED", "value": "1"},
-        {"name": "GUARD_GRACE", "value": str(guarded(demand.gang))},
         {"name": "GANG_ADDRESS", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}},
         {"name": "GANG_HOST", "valueFrom": {"fieldRef": {"fieldPath": "spec.nodeName"}}},
     ]
@@ -78,7 +77,7 @@ def _pod(demand: Demand, arguments: list[str]) -> dict[str, Any]:
         container["securityContext"] = {"capabilities": {"add": ["IPC_LOCK"]}}  # adapters read pinned memory
     pod: dict[str, Any] = {
         "restartPolicy": "Never",
-        "terminationGracePeriodSeconds": guarded(demand.gang) + 1,
+        "terminationGracePeriodSeconds": grace(demand.gang) + 1,
         "enableServiceLinks": False,  # else a variable for every service of the namespace
         "automountServiceAccountToken": False,
         "containers": [container],

@@ -27,7 +27,7 @@ import yaml
 from conf.schema.clusters import Kubernetes
 from contract.faults import Fault
 from tasks.gang.board import Board
-from tasks.gang.engines import Demand, client, command, guarded
+from tasks.gang.engines import Demand, client, grace, guarded
 from tasks.gang.engines.client import Asked, State
 from tasks.gang.engines.jobset import QUEUE, jobset, shared
 
@@ -122,7 +122,7 @@ def start(demand: Demand, board: Board, n: int, without: tuple[str, ...] = ()) -
     made = _create(section, _of(demand, board, without))
     if made.code:
         raise (ConnectionError if AWAY.search(made.line) else Fault)(f"kubernetes: {made.line}")
-    return Pods(_kubectl(section), _name(demand.name, board), n, guarded(demand.gang))
+    return Pods(_kubectl(section), _name(demand.name, board), n, grace(demand.gang))
 
 
 def manifest(demand: Demand, board: Board) -> str:
@@ -164,8 +164,7 @@ def _create(section: Kubernetes, what: dict[str, Any], *more: str) -> client.Res
 
 
 def _of(demand: Demand, board: Board, without: tuple[str, ...] = ()) -> dict[str, Any]:
-    python = demand.kubernetes.python
-    member = [python, "-m", "tasks.run.guard", python, "-m", *command(board, 0)[:-1], "$(JOB_COMPLETION_INDEX)"]
+    member = guarded(demand.gang, board, "$(JOB_COMPLETION_INDEX)", demand.kubernetes.python)
     labels = {"finetune/run": demand.name[:63].strip("-"), "finetune/gang": _label(board)}
     return jobset(demand, _name(demand.name, board), member, labels, without)
 

@@ -9,7 +9,6 @@ import os
 import re
 import socket
 import subprocess
-import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +16,7 @@ from pathlib import Path
 from contract import host_gpus, nvidia_smi
 from contract.faults import Fault
 from tasks.gang.board import Board
-from tasks.gang.engines import Demand, command, guarded, spared
+from tasks.gang.engines import Demand, guarded, spared
 from tasks.run.launch import ROOT
 
 LEAVE_WITHIN = 35.0  # the guard kills sooner
@@ -80,14 +79,13 @@ def start(demand: Demand, board: Board, n: int, without: tuple[str, ...] = ()) -
         raise TimeoutError("others have taken the GPUs of this host")
     for node, host in enumerate(hosts):
         environment = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1", "GANG_ADDRESS": "127.0.0.1"}
-        environment |= {"GANG_HOST": _name(host), "GUARD_GRACE": str(guarded(demand.gang))}
-        environment |= hold.environment
+        environment |= {"GANG_HOST": _name(host)} | hold.environment
         if _gpus():
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, range(host * each, (host + 1) * each)))
         with (logs / f"member{node}.log").open("a") as log:
             processes.append(
                 subprocess.Popen(
-                    [sys.executable, "-m", "tasks.run.guard", sys.executable, "-m", *command(board, node)],
+                    guarded(demand.gang, board, str(node)),
                     stdin=subprocess.PIPE,
                     stdout=log,
                     stderr=log,

@@ -41,7 +41,7 @@ from prefect.states import Cancelled, Cancelling
 
 from contract.faults import Fault
 from tasks.gang.board import Board
-from tasks.gang.engines import Demand, command, guarded, spared
+from tasks.gang.engines import Demand, command, grace, spared
 
 PASSED_ON = "passed on to {}"  # the last word of a run on a host that is to be left out
 BUSY = [StateType.PENDING, StateType.RUNNING, StateType.CANCELLING]
@@ -123,7 +123,7 @@ def start(demand: Demand, board: Board, n: int, without: tuple[str, ...] = ()) -
         for node in range(n):
             flow_run = run_deployment(
                 f"node/{pool}",
-                parameters={"arguments": command(board, node), "without": [*without], "grace": guarded(demand.gang)},
+                parameters={"arguments": command(board, node), "without": [*without], "grace": grace(demand.gang)},
                 flow_run_name=f"{board.gang}-{board.attempt}-{node}",
                 tags=[f"gang:{board.gang}"],
                 timeout=0,

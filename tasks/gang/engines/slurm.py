@@ -30,7 +30,7 @@ from pathlib import Path
 from conf.schema.clusters import Slurm
 from contract.faults import Fault
 from tasks.gang.board import Board
-from tasks.gang.engines import Demand, client, command, guarded, spared
+from tasks.gang.engines import Demand, client, grace, guarded, spared
 from tasks.gang.engines.client import Asked, State
 from tasks.run.launch import ROOT
 
@@ -139,7 +139,7 @@ def options(demand: Demand, gang: str) -> list[str]:
         if value := getattr(slurm, key):
             found.append(f"--{key}={value}")
     if slurm.time:
-        found.append(f"--signal=TERM@{guarded(demand.gang) + 60}")  # may come 60 s early, by sbatch's manual
+        found.append(f"--signal=TERM@{grace(demand.gang) + 60}")  # may come 60 s early, by sbatch's manual
     found += ["--no-requeue", "--no-kill", f"--export={','.join(slurm.export) or 'NONE'}"]
     found += [f"--chdir={_folder(slurm)}" if not slurm.image else "--chdir=/", f"--output={_log(demand.logs)}"]
     return [*found, "--open-mode=append", *slurm.options]
@@ -177,14 +177,14 @@ def _script(demand: Demand, board: Board) -> Iterator[str]:
     yield ""
     yield "# A member ends when its standard input does: nobody writes to this one, and it stays open while srun lives."
     yield 'held=$(mktemp -u) && mkfifo -m 600 "$held" && exec 0<>"$held" && rm "$held"'
-    yield f"export GUARD_GRACE={guarded(demand.gang)} PYTHONUNBUFFERED=1"
+    yield "export PYTHONUNBUFFERED=1"
     yield from slurm.setup
     starts = ["srun", "--no-kill", "--kill-on-bad-exit=0", "--wait=0", "--cpu-bind=none", "--export=ALL", "--label"]
     if slurm.image:
         mounts = [f"--container-mounts={','.join(slurm.mounts)}"] if slurm.mounts else []
         starts += [f"--container-image={slurm.image}", *mounts, f"--container-workdir={_folder(slurm)}"]
-    member = [python, "-m", "tasks.run.guard", python, "-m", *command(board, 0)[:-1]]
-    line = f'GANG_HOST="$SLURMD_NODENAME" exec {shlex.join(member)} "$SLURM_NODEID"'
+    member = shlex.join(guarded(demand.gang, board, "", python)[:-1])
+    line = f'GANG_HOST="$SLURMD_NODENAME" exec {member} "$SLURM_NODEID"'
     yield f"exec {shlex.join(starts)} \\"
     yield f"    bash -c {shlex.quote(line)}"
 

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tasks.run import guard
+
 ROOT = Path(__file__).parents[3]
 GRACE = 0.5
 GONE_WITHIN = GRACE + 2
@@ -35,7 +37,6 @@ def mark(monkeypatch):
     """In the environment of all that a test starts, so that whatever is left is found, and ended."""
     mark = uuid.uuid4().hex
     monkeypatch.setenv("MARK", mark)
-    monkeypatch.setenv("GUARD_GRACE", str(GRACE))
     yield mark
     for pid in marked(mark):
         os.kill(pid, signal.SIGKILL)
@@ -54,7 +55,7 @@ def marked(mark: str) -> list[int]:
 
 
 def guarded(code: str, *python: str) -> subprocess.Popen:
-    command = [sys.executable, "-m", "tasks.run.guard", sys.executable, *python, "-c", code]
+    command = guard.guarded([sys.executable, *python, "-c", code], GRACE)
     return subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
 
@@ -142,8 +143,7 @@ def test_terminated_again_and_again_it_still_waits_for_its_grace(mark):
 def test_the_asker_is_killed(mark, tmp_path):
     asker = f"""
 import subprocess, sys, time
-guard = subprocess.Popen([sys.executable, "-m", "tasks.run.guard", sys.executable, "-c", {DAEMON!r}],
-                         stdin=subprocess.PIPE)
+guard = subprocess.Popen({guard.guarded([sys.executable, "-c", DAEMON], GRACE)!r}, stdin=subprocess.PIPE)
 time.sleep(60)
 """
     process = subprocess.Popen([sys.executable, "-c", asker], cwd=ROOT, stdout=subprocess.PIPE, text=True)

@@ -13,6 +13,7 @@ from conf.load import load
 from contract.faults import Fault, Stopped
 from tasks.run import launch
 from tasks.run.launch import Broken
+from tasks.stages import plan
 
 ROOT = Path(__file__).parents[3]
 
@@ -22,13 +23,12 @@ def run(tmp_path, monkeypatch):
     """Starts python code as a module, and returns the lines that it said."""
     monkeypatch.setattr(launch, "ROOT", f"{ROOT}:{tmp_path}")
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    monkeypatch.setenv("GUARD_GRACE", "0.5")
 
     def run(code: str, stop=lambda: False, tick=lambda: None, say=None) -> list[str]:
         (tmp_path / "toy.py").write_text(code)
         said: list[str] = []
         monkeypatch.chdir(ROOT)
-        launch.process(["toy", "argument"], tmp_path / "toy.log", say or said.append, stop, tick)
+        launch.process(["toy", "argument"], tmp_path / "toy.log", say or said.append, stop, tick, grace=0.5)
         return said
 
     return run
@@ -170,3 +170,14 @@ def test_a_trainer_gets_its_whole_configuration(tmp_path, monkeypatch):
 def test_importing_it_is_cheap():
     code = "import sys, tasks.run.guard; sys.exit(bool({'numpy', 'prefect', 'pydantic', 'asyncio'} & {*sys.modules}))"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
+
+
+def test_a_training_has_the_grace_of_its_key_and_the_old_variable_is_refused(tmp_path, monkeypatch):
+    given = []
+    monkeypatch.setattr(launch, "process", lambda *arguments: given.append(arguments[-1]))
+    for command in ("train", "export"):
+        launch.trainer(command, load("tiny", ["gang.grace=7"]), tmp_path, print, lambda: False)
+    assert given == [7, launch.GRACE]
+    monkeypatch.setenv("GUARD_GRACE", "60")
+    with pytest.raises(Fault, match=r"^GUARD_GRACE: .*gang\.grace=20"):
+        plan.settle(load("tiny"))

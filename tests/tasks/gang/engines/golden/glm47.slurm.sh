@@ -17,6 +17,6 @@
 
 # A member ends when its standard input does: nobody writes to this one, and it stays open while srun lives.
 held=$(mktemp -u) && mkfifo -m 600 "$held" && exec 0<>"$held" && rm "$held"
-export GUARD_GRACE=29 PYTHONUNBUFFERED=1
+export PYTHONUNBUFFERED=1
 exec srun --no-kill --kill-on-bad-exit=0 --wait=0 --cpu-bind=none --export=ALL --label \
-    bash -c 'GANG_HOST="$SLURMD_NODENAME" exec /opt/bin/python -m tasks.run.guard /opt/bin/python -m tasks.gang.member --store s3://bucket/finetune --gang train-0123456789abcdef --attempt 1 --node "$SLURM_NODEID"'
+    bash -c 'GANG_HOST="$SLURMD_NODENAME" exec /opt/bin/python -m tasks.run.guard --grace=29 /opt/bin/python -m tasks.gang.member --store s3://bucket/finetune --gang train-0123456789abcdef --attempt 1 --node "$SLURM_NODEID"'
