@@ -30,26 +30,32 @@ class Progress:
         context = TaskRunContext.get()
         self.task_run = context.task_run if context else None
         self.key, self.unit = key, unit
-        self.started = self.told = 0.0
-        self.first: float | None = None  # what was there already when a killed attempt is gone on with
+        self.began = self.told = 0.0
+        self.there: float | None = None  # at the start: a killed attempt is gone on with
+        self.first: tuple[float, float] | None = (
+            None  # first amount beyond that, and when: what is slow at first is over
+        )
         self.artifact: Any = None
         self.lock = threading.Lock()
 
     def update(self, done: float, total: float) -> None:
         now = time.monotonic()
         with self.lock:
-            if self.first is None:
-                self.first, self.started = done, now
+            if self.there is None:
+                self.there, self.began = done, now
+            if self.first is None and done > self.there:
+                self.first = done, now
             last = done >= total and self.artifact is not None
-            if self.task_run is None or not total or now - self.started < SHOWN_AFTER:
+            if self.task_run is None or not total or now - self.began < SHOWN_AFTER:
                 return
             if now - self.told < EVERY and not last:
                 return
             self.told = now
-            self._tell(100 * done / total, self._describe(done, total, now - self.started))
+            self._tell(100 * done / total, self._describe(done, total, now))
 
-    def _describe(self, done: float, total: float, seconds: float) -> str:
-        rate = (done - (self.first or 0)) / seconds
+    def _describe(self, done: float, total: float, now: float) -> str:
+        first, since = self.first or (done, now)
+        rate = (done - first) / (now - since) if done > first else 0.0
         left = f", {clock((total - done) / rate)} left" if rate > 0 and done < total else ""
         if self.unit == "bytes":
             return f"{size(done)} of {size(total)}, {size(rate)}/s{left}"

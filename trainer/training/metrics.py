@@ -34,6 +34,7 @@ from conf.schema.run import Run
 from contract.files import write_atomically
 from trainer.megatron.recipe import last_step
 from trainer.startup.console import say
+from trainer.training.pace import Pace
 
 # Dense bf16 TFLOP/s of one device by a part of its name, from NVIDIA's datasheets.
 PEAKS = {"GB200": 2500.0, "B200": 2250.0, "H200": 989.0, "H100": 989.0, "A100": 312.0}
@@ -44,7 +45,7 @@ class Metrics(Callback):
         self.run, self.path = run, path
         self.first, self.started = start, time.monotonic()
         self.loads: dict[int, torch.Tensor] = {}
-        self.validated = -1
+        self.validated, self.pace = -1, Pace()
         if os.environ["RANK"] == "0":
             path.parent.mkdir(parents=True, exist_ok=True)
             _drop_after(path, start)
@@ -66,6 +67,7 @@ class Metrics(Callback):
 
     def on_train_step_end(self, context) -> None:
         step = context.state.train_state.step + 1
+        self.left = self.pace.left(step, last_step(self.run), time.monotonic())
         losses = self._losses(context, step)
         loads = self._expert_loads(context)
         if step % self.run.log.every and step != last_step(self.run):
@@ -145,10 +147,9 @@ class Metrics(Callback):
 
     def _say(self, line: dict) -> None:
         last, step = last_step(self.run), line["step"]
-        left = time.strftime("%H:%M:%S", time.gmtime((last - step) * line["step_seconds"]))
         say(
             f"step {step}/{last}  loss {line['lm_loss']:.4f}  grad norm {line['grad_norm']:.3g}  lr {line['lr']:.3g}  "
-            f"{line['step_seconds']:.2f} s  {line['tokens_per_second']:.0f} tokens/s  left {left}"
+            f"{line['step_seconds']:.2f} s  {line['tokens_per_second']:.0f} tokens/s{self.left}"
         )
 
 

@@ -1,0 +1,21 @@
+"""tasks/run/progress.py: what a bar says."""
+
+from types import SimpleNamespace
+
+from tasks.run import progress
+
+
+def test_a_bar_of_steps_does_not_count_what_comes_before_the_end_of_the_first_one(monkeypatch):
+    told, now = [], [0.0]
+    bar = progress.Progress("train", "steps")
+    bar.task_run, bar._tell = SimpleNamespace(), lambda percent, text: told.append(text)
+    monkeypatch.setattr(progress, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    for moment, step in ((0, 10), (60, 10), (120, 11), (122, 12), (130, 16)):
+        now[0] = moment
+        bar.update(step, 110)
+    assert told == [
+        "10 of 110 steps",
+        "11 of 110 steps",
+        "12 of 110 steps, 0:03:16 left",
+        "16 of 110 steps, 0:03:08 left",
+    ]
