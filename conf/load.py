@@ -32,7 +32,7 @@ from conf.rules.contradictions import contradictions
 from conf.schema.run import Run, dotted_keys, sections, spelled_out
 from conf.schema.sections import MOST
 from conf.strict_yaml import parse, read_text
-from contract import regular_files
+from contract import closed_pipe, regular_files
 from contract.faults import ConfigError
 from contract.files import write_atomically
 
@@ -188,4 +188,5 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    with closed_pipe.quiet():
+        sys.exit(main())

@@ -29,6 +29,7 @@ from dataclasses import dataclass
 from conf.load import load
 from conf.schema.run import Run
 from conf.schema.sections import Layout
+from contract import closed_pipe
 from contract.faults import ConfigError
 
 BLACKWELL = ("b200", "gb200", "b300", "gb300")
@@ -268,4 +269,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    with closed_pipe.quiet():
+        sys.exit(main())

@@ -21,6 +21,7 @@ from collections.abc import Sequence
 from datetime import datetime
 from typing import Any
 
+from contract import closed_pipe
 from contract.amounts import clock, size
 from contract.faults import Fault
 from tasks.gang.history import timeline
@@ -230,4 +231,5 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    with closed_pipe.quiet():
+        sys.exit(main())

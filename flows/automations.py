@@ -24,6 +24,8 @@ from prefect.client.schemas.objects import StateType
 from prefect.events.actions import ChangeFlowRunState
 from prefect.settings import get_current_settings
 
+from contract import closed_pipe
+
 # Ten beats (prefect.yaml). Narrower than three, healthy runs were found dead, and while the server is away nobody is
 # heard. A process that was found dead and lives holds the lease of its stage: its successor waits for that.
 SILENT = timedelta(seconds=300)
@@ -140,4 +142,5 @@ def _remove(client: SyncPrefectClient, wanted: AutomationCore) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    with closed_pipe.quiet():
+        sys.exit(main())

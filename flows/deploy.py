@@ -27,6 +27,7 @@ from prefect.client.schemas.responses import DeploymentResponse
 from prefect.exceptions import ObjectNotFound, PrefectException
 from prefect.settings import get_current_settings
 
+from contract import closed_pipe
 from flows import automations
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -148,4 +149,5 @@ UNEDITED = {"paused": digest(False)}
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    with closed_pipe.quiet():
+        sys.exit(main())

@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import NamedTuple
 from urllib.parse import unquote, urlsplit
 
-from contract import host_gpus
+from contract import closed_pipe, host_gpus
 from contract.faults import Fault
 from flows import scheduling
 from flows.packages import clashes, installed, locked
@@ -333,4 +333,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    with closed_pipe.quiet():
+        sys.exit(main())

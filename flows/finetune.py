@@ -22,6 +22,7 @@ from prefect.states import Failed
 
 from conf.load import load
 from conf.overrides import Changes, Name, as_overrides
+from contract import closed_pipe
 from contract.faults import ConfigError, Fault
 from flows.command import command
 from tasks.run.session import Session
@@ -95,4 +96,5 @@ finetune.__signature__ = _shown.replace(
 
 
 if __name__ == "__main__":
-    sys.exit(command(finetune, __doc__))
+    with closed_pipe.quiet():
+        sys.exit(command(finetune, __doc__))

@@ -17,6 +17,7 @@ from conf.load import load
 from conf.planner.hardware import of
 from conf.planner.verdict import facts_of, settle
 from conf.schema.run import Run
+from contract import closed_pipe
 from contract.faults import ConfigError, Fault
 from flows.arguments import of_a_run, refused
 from tasks.gang.board import Board
@@ -54,4 +55,5 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    with closed_pipe.quiet():
+        sys.exit(main())

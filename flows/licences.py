@@ -14,6 +14,8 @@ from collections import defaultdict
 from importlib.metadata import Distribution
 from pathlib import PurePath
 
+from contract import closed_pipe
+
 
 def stated(package: Distribution) -> str:
     """The licence that a package names."""
@@ -42,4 +44,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with closed_pipe.quiet():
+        main()

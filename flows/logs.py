@@ -21,6 +21,7 @@ from collections.abc import Iterator, Sequence
 from datetime import datetime
 from difflib import get_close_matches
 
+from contract import closed_pipe
 from contract.faults import Fault
 from flows.arguments import parser, refused
 from tasks.gang.board import Board, newest_attempt
@@ -289,4 +290,5 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    with closed_pipe.quiet():
+        sys.exit(main())

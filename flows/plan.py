@@ -28,6 +28,7 @@ from conf.rules import schedule
 from conf.rules.conversion import obstacles
 from conf.schema.run import Run
 from conf.schema.sections import MOST
+from contract import closed_pipe
 from contract.faults import ConfigError, Fault
 from flows.arguments import of_a_run, refused
 from tasks.run.launch import Broken
@@ -148,4 +149,5 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    with closed_pipe.quiet():
+        sys.exit(main())

@@ -28,7 +28,7 @@ import httpx
 from prefect import State, flow, get_run_logger
 from prefect.states import Completed, Failed
 
-from contract import host_gpus
+from contract import closed_pipe, host_gpus
 from contract.faults import Fault
 from contract.served_model import KEY, ServedModel
 from flows.arguments import parser, refused
@@ -210,4 +210,5 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    with closed_pipe.quiet():
+        sys.exit(main())

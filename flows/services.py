@@ -21,6 +21,7 @@ import time
 import urllib.request
 from pathlib import Path
 
+from contract import closed_pipe
 from contract.processes import started
 from flows import packages, scheduling
 from flows.scheduling import Trouble
@@ -231,4 +232,5 @@ def _shown(path: Path) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    with closed_pipe.quiet():
+        sys.exit(main())

@@ -22,7 +22,7 @@ from pathlib import Path
 
 from conf.load import load
 from conf.schema.run import Run
-from contract import output_marks
+from contract import closed_pipe, output_marks
 from contract.output_marks import REHEARSAL
 from trainer import convert, train
 from trainer.data import prepared
@@ -206,4 +206,5 @@ def _losses(case: Case, folder: Path, steps: int) -> list[float]:
 
 
 if __name__ == "__main__":
-    main()
+    with closed_pipe.quiet():
+        main()

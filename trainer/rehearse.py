@@ -35,7 +35,7 @@ from conf.planner.memory import memory
 from conf.planner.verdict import settle
 from conf.rules.layout import problems
 from conf.schema.run import Run
-from contract import regular_files
+from contract import closed_pipe, regular_files
 from contract.faults import Fault
 from trainer.rehearsal import meta_model, tiny_models
 from trainer.startup import entry
@@ -209,4 +209,5 @@ def _arguments() -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    with closed_pipe.quiet():
+        sys.exit(main())

@@ -12,6 +12,7 @@ import argparse
 import sys
 from pathlib import Path
 
+from contract import closed_pipe
 from trainer.rehearsal.tiny_models import KINDS, make_data, make_model
 
 
@@ -40,4 +41,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    with closed_pipe.quiet():
+        sys.exit(main())

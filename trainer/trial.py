@@ -42,7 +42,7 @@ from conf.rules import schedule
 from conf.rules.gpus import takes
 from conf.rules.layout import problems
 from conf.schema.run import Run
-from contract import host_gpus
+from contract import closed_pipe, host_gpus
 from contract.faults import Fault
 from trainer.data.identity import MANIFEST
 from trainer.data.write import sequences_file
@@ -235,4 +235,5 @@ def _arguments() -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    with closed_pipe.quiet():
+        sys.exit(main())

@@ -11,6 +11,7 @@ import argparse
 import shutil
 
 from conf.schema.table import json_schema, markdown, table
+from contract import closed_pipe
 
 
 def main() -> None:
@@ -28,4 +29,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with closed_pipe.quiet():
+        main()

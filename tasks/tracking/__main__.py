@@ -5,6 +5,7 @@ import sys
 import time
 from pathlib import Path
 
+from contract import closed_pipe
 from contract.processes import started
 from tasks.tracking.shipping import drain
 
@@ -26,4 +27,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    with closed_pipe.quiet():
+        sys.exit(main())

@@ -6,13 +6,19 @@ import os
 import sys
 from pathlib import Path
 
+from contract import closed_pipe
+
 WRITER = "megatron.core.dist_checkpointing.strategies.filesystem_async"  # what ends it is raised as well, and told once
 
 
 def say(text: str) -> None:
-    """Print one line, from rank 0."""
+    """Print one line, from rank 0. Where nobody reads any more, the work goes on without a word."""
     if os.environ.get("RANK", "0") == "0":
-        print(text, file=sys.__stdout__, flush=True)
+        assert sys.__stdout__
+        try:
+            print(text, file=sys.__stdout__, flush=True)
+        except BrokenPipeError:
+            closed_pipe.drop(sys.__stdout__)
 
 
 @contextlib.contextmanager

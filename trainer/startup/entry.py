@@ -27,7 +27,7 @@ from pathlib import Path
 from conf.load import dump, load
 from conf.rules.gpus import takes
 from conf.schema.run import Run
-from contract import host_gpus
+from contract import closed_pipe, host_gpus
 from contract.faults import ConfigError, Fault, line_of
 from contract.files import write_atomically
 from trainer.startup import device, heartbeat, ownership
@@ -40,6 +40,7 @@ PR_SET_PDEATHSIG = 1
 Owned = Callable[[Run], AbstractContextManager[None]]
 
 
+@closed_pipe.quiet()
 def start(
     main: Callable[[Run], None],
     check: Callable[[Run], Run | None],
