@@ -35,7 +35,9 @@ from flows.packages import clashes, installed, locked
 
 ROOT = Path(__file__).resolve().parent.parent
 GB = 10**9
-DRIVER = 580  # the first that runs CUDA 13, which uv.lock's torch is built for
+DRIVERS = {"12": 525, "13": 580}  # NVIDIA's first that runs programs of a CUDA, by its major version
+CUDA = "13"  # of uv.lock's torch
+GLIBC = (2, 31)  # wheels of uv.lock: Ubuntu 20.04, Debian 11 and RHEL 9 have it
 PROBE_SECONDS = 3
 CREDENTIALS = re.compile(
     "AWS_(ACCESS_KEY_ID|PROFILE|WEB_IDENTITY_TOKEN_FILE|CONTAINER_CREDENTIALS_(FULL|RELATIVE)_URI)"
@@ -68,6 +70,27 @@ def torch(have: dict[str, str]) -> Finding:
     return Finding("ok", "torch", ", ".join(f"{name} {have.get(name, 'missing')}" for name in names))
 
 
+def system(machine: os.uname_result, libc: str) -> Finding:
+    """Check what wheels are made for, and no package can bring."""
+    fact = f"{machine.sysname} {machine.machine}, {libc or 'no glibc'}"
+    wanted = f"{'.'.join(map(str, GLIBC))}"
+    if (machine.sysname, machine.machine) != ("Linux", "x86_64"):
+        return Finding("fail", "system", f"{fact}; the packages are for Linux on x86_64", "another host")
+    name, _, version = libc.partition(" ")
+    if name != "glibc" or tuple(int(part) for part in re.findall(r"\d+", version)[:2]) < GLIBC:
+        mend = "docker run ubuntu:24.04  # or a host of Ubuntu 20.04, Debian 11, RHEL 9 or newer"
+        return Finding("fail", "system", f"{fact}; the packages need glibc {wanted} or newer", mend)
+    return Finding("ok", "system", fact)
+
+
+def libc() -> str:
+    """Name and version of this host's C library, as "glibc 2.36"; empty where it is another."""
+    try:
+        return os.confstr("CS_GNU_LIBC_VERSION") or ""
+    except (OSError, ValueError):
+        return ""
+
+
 def environment(extra: str) -> list[Finding]:
     version = "{}.{}.{}".format(*sys.version_info[:3])
     if sys.version_info[:2] != (3, 12):
@@ -98,10 +121,14 @@ def gpus(cards: list[list[str]], trouble: str) -> Finding:
         return Finding("info", "gpu", "no GPU: training runs on the CPU over gloo")
     name, memory, driver = cards[0]
     fact = f"{len(cards)} x {name}, {memory} MiB each, driver {driver}"
-    if int(driver.split(".")[0]) < DRIVER:
-        mend = f"sudo apt-get install nvidia-driver-{DRIVER}-server"
-        return Finding("fail", "gpu", f"{fact}; CUDA 13 needs {DRIVER} or newer", mend)
-    return Finding("ok", "gpu", fact)
+    cuda = installed().get("nvidia-cuda-runtime", CUDA).split(".")[0]
+    least = DRIVERS.get(cuda, DRIVERS[CUDA])
+    if int(driver.split(".")[0]) < least:
+        mend = f"sudo apt-get install nvidia-driver-{least}-server && sudo reboot  # docs/gpu.md"
+        return Finding(
+            "fail", "gpu", f"{fact}; torch is built for CUDA {cuda}, and CUDA {cuda} needs {least} or newer", mend
+        )
+    return Finding("ok", "gpu", f"{fact}, new enough for CUDA {cuda}")
 
 
 def owners() -> list[Finding]:
@@ -297,6 +324,7 @@ def diagnose(extra: str | None) -> tuple[str, list[Finding]]:
     cache = Path(os.environ.get("HF_HOME", "~/.cache/huggingface")).expanduser()
     prefect = service("prefect", "PREFECT_API_URL", "an ephemeral server for each run")
     return host, [
+        system(os.uname(), libc()),
         *environment(extra or host),
         gpus(cards, trouble),
         *owners(),

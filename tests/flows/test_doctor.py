@@ -138,6 +138,31 @@ def test_gpus(tmp_path, monkeypatch, script, status, words):
     assert (finding.status, words in finding.fact) == (status, True), finding
 
 
+@pytest.mark.parametrize(
+    ("machine", "libc", "status", "words"),
+    [
+        ("x86_64", "glibc 2.39", "ok", "Linux x86_64, glibc 2.39"),
+        ("x86_64", "glibc 2.28", "fail", "the packages need glibc 2.31 or newer"),
+        ("x86_64", "", "fail", "no glibc"),
+        ("aarch64", "glibc 2.39", "fail", "for Linux on x86_64"),
+    ],
+)
+def test_a_host_that_no_wheel_is_made_for_is_named(machine, libc, status, words):
+    host = os.uname_result(("Linux", "host", "6", "1", machine))
+    finding = doctor.system(host, libc)
+    assert finding.status == status and words in finding.fact and bool(finding.mend) == (status == "fail")
+
+
+def test_the_driver_is_held_to_the_cuda_of_torch(monkeypatch):
+    card = [["NVIDIA H100", "81559", "550.54"]]
+    monkeypatch.setattr(doctor, "installed", lambda: {"nvidia-cuda-runtime": "13.0.96"})
+    old = doctor.gpus(card, "")
+    assert old.status == "fail" and "torch is built for CUDA 13, and CUDA 13 needs 580 or newer" in old.fact
+    monkeypatch.setattr(doctor, "installed", lambda: {"nvidia-cuda-runtime": "12.8.1"})
+    assert doctor.gpus(card, "").status == "ok"
+    assert doctor.CUDA == "13" and "torch==2.11.0" in (ROOT / "pyproject.toml").read_text()
+
+
 def test_who_has_the_gpus_and_who_waits_is_shown(tmp_path, monkeypatch):
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     fake_nvidia_smi(tmp_path, monkeypatch.setenv)
