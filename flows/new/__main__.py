@@ -24,6 +24,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from conf.load import FOLDER, load, read_overrides
+from contract import closed_pipe
 from contract.faults import ConfigError, Fault, line_of
 from contract.files import write_atomically
 from contract.first_rows import FirstRows
@@ -304,4 +305,5 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    with closed_pipe.quiet():
+        sys.exit(main())
