@@ -29,7 +29,7 @@ def command(flow, description: str) -> int:
                 raise Fault(fault)
             run = planned.run
             asked = pipeline.request(run, first, last)
-            would = forecast.lines(asked, open_run_store(), run.world)
+            would = forecast.lines(asked, open_run_store(), planned)
             print("\n".join([*would, *_takes(planned, asked), plan.summary(planned)]))
             return 0
     except (ConfigError, Fault) as fault:

@@ -16,7 +16,7 @@ import json
 import math
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -198,7 +198,11 @@ def local(artifact: Artifact, store: Store, cache: Path) -> Path:
 
 def nearest(stage: Stage, store: Store) -> Artifact | None:
     """The artifact of this stage that was made from the most similar inputs, the newest of several."""
-    others = [artifact for artifact in every(store, stage.name) if artifact.key != stage.key]
+    return most_similar([artifact for artifact in every(store, stage.name) if artifact.key != stage.key], stage)
+
+
+def most_similar(others: Iterable[Artifact], stage: Stage) -> Artifact | None:
+    """The one that differs least from the stage, the newest of several."""
     return min(others, key=lambda a: (len(differences(a.stage, stage)), -a.made.get("at", 0)), default=None)
 
 
