@@ -64,6 +64,7 @@ class StageRun:
     ):
         self.name, self.run, self.store, self.tracking = name, run, store, tracking
         self.asked = request.stages[name]
+        self.trains = "train" not in request.unasked
         self._unasked, self._make_again = request.unasked.get(name), name in request.again
         self._folder, self._outcomes, self._ending = folder, outcomes, ending
 
@@ -122,15 +123,22 @@ class StageRun:
         return launch.Turn(f"{self.name} of {flow}", waits, has, gpus, flow, rank)
 
     def get_or_make(
-        self, make: Callable[[Work], dict[str, Any]], valid: Callable[[Artifact], bool] = lambda _: True
+        self,
+        make: Callable[[Work], dict[str, Any]],
+        valid: Callable[[Artifact], bool] = lambda _: True,
+        require: Callable[[Artifact], None] = lambda _: None,
     ) -> State:
-        """Make the stage's artifact if need be, and return the state that its task ends in."""
+        """Make the stage's artifact if need be, and return the state that its task ends in.
+
+        `require` raises a Fault where this run cannot use the artifact, which is kept all the same.
+        """
         if self._unasked:
             self._end(Outcome("NotAsked", 0.0))
             return Completed(name="NotAsked", message=self._unasked)
         start = time.monotonic()
         try:
             made = self._get_or_make(make, valid)
+            require(made)
         except Fault as fault:
             self._end(Outcome("Failed", time.monotonic() - start, reason=str(fault)))
             self.tracked().end("FAILED", str(fault))

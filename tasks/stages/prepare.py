@@ -13,6 +13,7 @@ from prefect import State, task
 from prefect.artifacts import create_markdown_artifact
 
 from conf.rules import layout
+from conf.rules.sequences import lacking
 from conf.schema import identity
 from conf.schema.data import Data, Part
 from conf.schema.run import Run
@@ -75,10 +76,18 @@ def prepare(stage_run: StageRun, model: Artifact) -> State:
         made = json.loads((files / "prepared.json").read_text("utf-8"))
         return {key: made[key] for key in ("kind", "rows", "sequences")} | data_report.numbers(report)
 
-    state = stage_run.get_or_make(make)
-    if isinstance(state.data, Artifact):
-        publish(stage_run.store, state.data, stage_run.run.name)
-    return state
+    def require(made: Artifact) -> None:
+        publish(stage_run.store, made, stage_run.run.name)
+        if stage_run.trains:
+            require_enough(stage_run.run, made)
+
+    return stage_run.get_or_make(make, require=require)
+
+
+def require_enough(run: Run, made: Artifact) -> None:
+    """Refuse data that hold too few sequences to train with, before a base is evaluated and GPUs are paid."""
+    if lacks := lacking(run, made.key, *(made.result[key] for key in ("kind", "rows", "sequences"))):
+        raise Fault(lacks)
 
 
 def publish(store: Store, made: Artifact, name: str) -> None:

@@ -71,8 +71,8 @@ def _leave(name: str) -> None:
 
 
 def _prepare(paths: dict[str, Path]) -> None:
-    tokens = {split: {"rows": 4, "tokens": 40, "learned": 20} for split in ("training", "validation", "test")}
-    rows = {"read": 12, "kept": 12, "training": 4, "validation": 4, "test": 4}
+    tokens = {split: {"rows": 16, "tokens": 160, "learned": 80} for split in ("training", "validation", "test")}
+    rows = {"read": 48, "kept": 48, "training": 16, "validation": 16, "test": 16}
     report = {"rows": rows, "tokens": tokens, "dropped": {}, "sources": [], "template": {}}
     _write(paths["data"] / "report.json", report)
     _write(paths["data"] / "prepared.json", {"kind": "pairs", "rows": rows, "sequences": rows})

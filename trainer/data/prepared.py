@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from conf.rules import schedule
+from conf.rules.sequences import lacking
 from conf.schema.run import Run
 from contract import checkpoints, json_object, regular_files
 from contract.faults import Fault
@@ -245,26 +246,5 @@ def _check_tokenizer(place: Path, found: Prepared, run: Run) -> None:
 
 
 def _check_sizes(place: Path, found: Prepared, run: Run) -> None:
-    """Check that there are enough rows.
-
-    Megatron-Bridge leaves incomplete global batches out, and stops where there is no complete one.
-    """
-    batch, training, validation = run.train.global_batch, found.sequences["training"], found.sequences["validation"]
-    if found.kind == "text":
-        batch = 1  # texts are repeated until there are enough
-    if training < batch:
-        ways = [f"a train.global_batch of at most {training}"] if training else []
-        ways += ["more rows"]
-        if run.data.packed and found.rows["training"] >= batch:
-            ways += ["data.packed: false"]
-        packed = f", packed from {found.rows['training']} rows" if run.data.packed else ""
-        raise Fault(
-            f"train.global_batch: {batch}, but {place} holds {training} sequences for training{packed}; "
-            f"right would be {' or '.join(ways)}"
-        )
-    if run.train.validate_every and validation < batch:
-        raise Fault(
-            f"train.validate_every: {run.train.validate_every}, but {place} holds {validation} sequences for "
-            f"validation, fewer than one batch of {batch}; right would be a larger data.validation, a smaller "
-            "train.global_batch, or train.validate_every: 0"
-        )
+    if lacks := lacking(run, str(place), found.kind, found.rows, found.sequences):
+        raise Fault(lacks)

@@ -181,6 +181,21 @@ def test_the_trainer_is_told_of_files_by_their_full_paths(stage_run, files, monk
     assert run.data.source is None
 
 
+def test_data_that_are_too_few_to_train_with_are_refused_by_the_stage_that_has_counted_them(files):
+    """Fewer rows to validate with than a batch were noticed by train, after the base's evaluation."""
+    counts = {"training": 40, "validation": 3, "test": 4}
+    asked = stage()
+    result = {"kind": "sft", "rows": counts, "sequences": counts}
+    made = artifact.Artifact(asked, {}, result, {})
+    with pytest.raises(Fault) as raised:
+        prepare.require_enough(load("tiny", ["train.validate_every=5"]), made)
+    assert str(raised.value) == (
+        f"train.validate_every: 5, but {made.key} holds 3 sequences for validation, fewer than one batch of 16; right "
+        "would be a larger data.validation, a smaller train.global_batch, or train.validate_every: 0"
+    )
+    prepare.require_enough(load("tiny", ["train.validate_every=0"]), made)
+
+
 def edit_rows(files: Path) -> None:
     (files / "a.jsonl").write_text('{"input": "b", "output": "x"}\n')
 
