@@ -15,7 +15,7 @@ from contract.faults import Fault, Stopped
 from tasks.gang import controller
 from tasks.gang.history import prefect_page
 from tasks.gang.history.timeline import History
-from tasks.gang.job import training
+from tasks.gang.job import Job, training
 from tasks.run import launch
 from tasks.run.artifact import Artifact, Stage, Work
 from tasks.run.progress import Progress, newest
@@ -80,6 +80,7 @@ def train(stage_run: StageRun, model: Artifact, base: Artifact, data: Artifact) 
                     controller.carry_out(training(run), work.folder, store, gang, say, stop, tick, teller)
             else:
                 launch.trainer("train", run, work.folder, say, stop, tick, turn=stage_run.turn(say))
+                require_done(training(run))
         except Stopped:
             if stage_run.pointless:
                 raise Fault(f"stopped: {stage_run.pointless}") from None
@@ -92,6 +93,13 @@ def train(stage_run: StageRun, model: Artifact, base: Artifact, data: Artifact) 
         return _summary(lines)
 
     return stage_run.get_or_make(make)
+
+
+def require_done(job: Job) -> None:
+    """Refuse a training that somebody else has told to end: it saves a checkpoint, and leaves in order."""
+    if not job.is_done():
+        where = f"step {job.newest()} of {job.run.train.steps}"
+        raise launch.Broken(f"training was told to end, from outside, at {where}; it can go on there")
 
 
 def _counted(run: Run) -> dict[str, int | None]:

@@ -61,6 +61,8 @@ def main(command: str) -> None:
         print("error: evaluate.toy: wrong" if fate == "fault" else "ValueError: no", file=sys.stderr)
         sys.exit({"fail": 1, "fault": 2}[fate])
     globals()[f"_{command}"](paths)
+    if command == "train":
+        _write(paths["output"] / f"checkpoints/iter_{run['train']['steps']:07d}/complete.json", {"files": {}})
     time.sleep(0.3)
     _event(name, "ends")
 

@@ -1,9 +1,13 @@
 """tasks/stages/train.py: what a training is found by again."""
 
+import json
+
 import pytest
 
 from conf.load import load
+from tasks.gang.job import training
 from tasks.run.artifact import Stage
+from tasks.run.launch import Broken
 from tasks.stages import train
 
 
@@ -32,3 +36,19 @@ def test_a_layout_is_no_part_of_it():
     cut = ("layout.gpus_per_node=4", "layout.tp=2", "layout.sp=true", "layout.ep=2", "train.micro_batch=8")
     for experts in ("adapter.experts=each", "adapter.experts=shared"):
         assert fingerprint("tiny", experts, *cut) == fingerprint("tiny", experts)
+
+
+def test_a_training_that_was_told_to_end_from_outside_is_no_whole_one(tmp_path):
+    """It saves a checkpoint, and leaves with code 0: after 2 of 50 steps it was stored as a trained model."""
+    run = load("tiny", ["train.steps=50", f"paths.output={tmp_path}"])
+
+    def save(step: int) -> None:
+        mark = tmp_path / f"checkpoints/iter_{step:07d}/complete.json"
+        mark.parent.mkdir(parents=True)
+        mark.write_text(json.dumps({"files": {}}))
+
+    save(2)
+    with pytest.raises(Broken, match="told to end, from outside, at step 2 of 50; it can go on there"):
+        train.require_done(training(run))
+    save(50)
+    train.require_done(training(run))
