@@ -62,8 +62,8 @@ def _alike(name: str, stage: Stage, history: "_History", planned: Plan) -> Cost:
     if like is None:
         return Cost("nothing like it was made of this model yet")
     seconds, of = like.made["seconds"], ""
-    if name == "train" and {"steps", "median_step_seconds"} <= {*like.result}:
-        step, more = like.result["median_step_seconds"], planned.run.train.steps - like.result["steps"]
+    if name == "train" and (wanted := planned.run.train.steps) and {"steps", "median_step_seconds"} <= {*like.result}:
+        step, more = like.result["median_step_seconds"], wanted - like.result["steps"]
         seconds, of = max(step, seconds + more * step), f", at {step:.3g} s a step"
     return Cost(f"about {clock(seconds)}{of}, by the like of the same model", seconds)
 

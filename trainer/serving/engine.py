@@ -29,8 +29,8 @@ OFFLINE = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "HF_EVALUATE_OFFLI
 ON_CPU = {"VLLM_CPU_KVCACHE_SPACE": "1", "TORCHDYNAMO_DISABLE": "1"}
 # Threads bound to cores one by one stand still when somebody else is on their core.
 ON_CPU |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_WAIT_POLICY": "PASSIVE"}
-# What is given in fp32 is multiplied in fp32: with TF32, Triton's default, a model served in fp32 was 1.7e-3 nats a token
-# from the trained one on an H200.
+# What is given in fp32 is multiplied in fp32: with TF32, Triton's default, a model served in fp32 was 1.7e-3 nats a
+# token from the trained one on an H200.
 ON_GPU = {"TRITON_F32_DEFAULT": "ieee"}
 QUANTIZATION = {"fp8": "fp8_per_channel"}  # a scale for each row of a weight, and for each token
 DTYPE = {"fp32": "float32", "bf16": "bfloat16"}  # torch's names of our precisions

@@ -1,5 +1,6 @@
 """tasks/run/own_server.py: the server that Prefect starts for a flow outlives the Ctrl-C that ends the flow."""
 
+import os
 import signal
 import subprocess
 import sys
@@ -11,7 +12,8 @@ from prefect.settings import PREFECT_API_URL, temporary_settings
 from contract.faults import Fault
 from tasks.run import own_server
 
-MASK = [sys.executable, "-c", "import signal; print(*signal.pthread_sigmask(signal.SIG_BLOCK, []))"]
+CODE = "import os, signal, sys; print(*signal.pthread_sigmask(signal.SIG_BLOCK, []), *map(os.environ.get, sys.argv[1:]))"
+MASK = [sys.executable, "-c", CODE, *own_server.LEVELS]
 
 
 @pytest.fixture
@@ -30,7 +32,8 @@ def started(monkeypatch):
 def test_ctrl_c_reaches_the_flow_and_not_its_server(started):
     with temporary_settings(restore_defaults={PREFECT_API_URL}):
         own_server.start()
-    assert started == [str(signal.SIGINT.value)]
+    assert started == [f"{signal.SIGINT.value} CRITICAL CRITICAL"]
+    assert not {*own_server.LEVELS} & {*os.environ}
     assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, [])
 
 
