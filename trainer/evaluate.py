@@ -24,19 +24,24 @@ With evaluate.adapter=unmerged the model is paths.model, with the adapter in pat
 
 # pyright: reportArgumentType=false
 
+import contextlib
 import hashlib
 import importlib.metadata
 import json
+import shutil
 import sys
+import tempfile
 import time
 import traceback
 from collections import deque
+from collections.abc import Iterator
 from pathlib import Path
 
 from conf.rules.serving import precision
 from conf.schema.run import Run
 from contract import output_marks
-from contract.faults import line_of
+from contract.amounts import size
+from contract.faults import Fault, line_of
 from contract.files import write_atomically
 from contract.output_marks import EVALUATION, take
 from trainer.checks import inputs, places
@@ -52,7 +57,12 @@ def main(run: Run) -> None:
     if hosts.only_computes():
         engine.prepare(Path(run.paths.kernels), online=False)
         engine.serve(run, precision(run), lambda *_: None)
-    started, folder = time.monotonic(), Path(run.paths.evaluation)
+    with naming_the_disk(Path(run.paths.evaluation), Path(run.paths.kernels), Path(tempfile.gettempdir())):
+        _score(run, Path(run.paths.evaluation))
+
+
+def _score(run: Run, folder: Path) -> None:
+    started = time.monotonic()
     take(folder, EVALUATION)
     (folder / "results.json").unlink(missing_ok=True)
     log = folder / "log.txt"
@@ -74,6 +84,20 @@ def main(run: Run) -> None:
     if results["parity"]:
         agreement.require(results["parity"])
     say(f"evaluate: {folder / 'results.json'}, after {results['seconds']} s")
+
+
+@contextlib.contextmanager
+def naming_the_disk(*folders: Path) -> Iterator[None]:
+    """Name the folder with the least room in the line of a full disk: an error of writing names none."""
+    try:
+        yield
+    except Exception as error:
+        line = line_of(error) or ""
+        if not line.startswith("disk:"):
+            raise
+        there = [next(one for one in (path.absolute(), *path.absolute().parents) if one.exists()) for path in folders]
+        free, folder = min((shutil.disk_usage(one).free, str(one)) for one in there)
+        raise Fault(f"{folder}: {line.removeprefix('disk: ')}; {size(free)} are free there") from error
 
 
 def evaluate(run: Run, progress: "Progress") -> dict:

@@ -14,15 +14,17 @@ from conf.planner.search import Candidate, Found
 from conf.planner.serving.memory import ServedMemory
 from conf.planner.stage_needs import StageNeed
 from conf.planner.verdict import WITH_LORA, Plan
-from conf.rules import gpus
+from conf.rules import gpus, schedule
 from conf.rules.layout import Grid
 from conf.schema.run import Layout, Run
+from contract.amounts import size
 
 BAR = 30  # characters for all of a GPU's memory
 # What a bar draws; the rest of a stage's memory is buffers, context and margin, the same for every layout.
 DRAWN = {"weights": "W", "gradients": "G", "optimizer": "O", "adapters": "A", "copies": "F", "activations": "a"}
 BESIDES = ("logits", "dispatch", "working", "buffers", "context", "margin")
 SUGGESTED = 3
+MUCH, FEW = 10**12, 2  # bytes of checkpoints that are worth a word, and how many are enough to go on from
 COLUMNS = ("hosts", "GPUs", "GB a GPU", "GB a host", "GB disk", "time", "USD")  # of a stage
 WITHOUT = "evaluate.tasks=[] trains and exports it without evaluation, and promotes nothing"
 
@@ -156,6 +158,15 @@ def stage_table(plan: Plan, needs: Sequence[StageNeed]) -> Iterator[str]:
         aligned = (figure.rjust(width) for figure, width in zip(figures, widths[1:], strict=True))
         yield f"{name.ljust(widths[0])}  {'  '.join(aligned)}".rstrip()
     yield f"all of them: {whole(plan, needs)}"
+    train = next((need for need in needs if need.stage == "train"), None)
+    if train and train.disk > MUCH and plan.run.checkpoint.keep is None:
+        count = schedule.saved(plan.run)
+        if count > FEW + 1:
+            few = train.disk / count * (FEW + 1)  # a new one is whole before the oldest goes
+            yield (
+                f"warning: checkpoint.keep is null: all {count} checkpoints stay, {size(train.disk)}; "
+                f"checkpoint.keep={FEW} takes {size(few)}"
+            )
 
 
 def cells(need: StageNeed) -> tuple[str, ...]:

@@ -13,7 +13,7 @@ from typing import Any
 
 from prefect import State, get_run_logger
 from prefect.cache_policies import NO_CACHE
-from prefect.states import Completed, Failed
+from prefect.states import Cancelled, Completed, Failed
 
 from conf.rules.gpus import takes
 from conf.schema.run import Run
@@ -143,6 +143,9 @@ class StageRun:
             self._end(Outcome("Failed", time.monotonic() - start, reason=str(fault)))
             self.tracked().end("FAILED", str(fault))
             return Failed(message=str(fault), data=fault)
+        except Stopped as stopped:  # in order: the run is being cancelled, or another process has the work
+            self._end(Outcome("Crashed", time.monotonic() - start, reason=f"Stopped: {stopped}"))
+            return Cancelled(message=str(stopped))
         except BaseException as error:  # the task may try again
             self._end(Outcome("Crashed", time.monotonic() - start, reason=f"{type(error).__name__}: {error}"))
             raise

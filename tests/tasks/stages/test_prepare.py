@@ -6,9 +6,10 @@ from types import SimpleNamespace
 import pytest
 
 from conf.load import load
-from contract.faults import Fault
+from contract.faults import Fault, Stopped
 from tasks.run import artifact
 from tasks.run.artifact import Stage, Work
+from tasks.run.outcomes import Outcomes
 from tasks.run.progress import newest
 from tasks.run.request import Request
 from tasks.run.stage_run import StageRun
@@ -179,6 +180,20 @@ def test_the_trainer_is_told_of_files_by_their_full_paths(stage_run, files, monk
         *((str(files / "b.jsonl"), 2.0), (str(files / "a.jsonl"), 1.0))
     ]
     assert run.data.source is None
+
+
+def test_a_stage_that_is_stopped_ends_as_cancelled(stage_run, monkeypatch):
+    """Prefect shows a stack trace of what it raises once its retries are used up."""
+
+    def stop(*_: object) -> None:
+        raise Stopped("trainer.prepare: stopped")
+
+    begun, *_ = stage_run()
+    begun._outcomes = Outcomes({})
+    monkeypatch.setattr(begun, "_get_or_make", stop)
+    state = begun.get_or_make(lambda work: {})
+    assert state.is_cancelled() and state.message == "trainer.prepare: stopped"
+    assert begun._outcomes.by_stage["prepare"].failed
 
 
 def test_data_that_are_too_few_to_train_with_are_refused_by_the_stage_that_has_counted_them(files):
