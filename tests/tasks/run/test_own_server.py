@@ -12,7 +12,7 @@ from prefect.settings import PREFECT_API_URL, temporary_settings
 from contract.faults import Fault
 from tasks.run import own_server
 
-CODE = "import os, signal, sys; print(*signal.pthread_sigmask(signal.SIG_BLOCK, []), *map(os.environ.get, sys.argv[1:]))"
+CODE = "import os, signal, sys; print(*signal.pthread_sigmask(0, []), *map(os.environ.get, sys.argv[1:]))"
 MASK = [sys.executable, "-c", CODE, *own_server.LEVELS]
 
 
