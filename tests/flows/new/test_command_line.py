@@ -255,6 +255,7 @@ def test_a_deployment_is_added_once_and_its_words_are_quoted():
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_what_was_written_runs_through_the_whole_flow(tmp_path):
     """Rows and model of one's own, with names that nobody knows, on this CPU."""
     named = ("billing", "shipping", "returns", "accounts")
@@ -269,6 +270,6 @@ def test_what_was_written_runs_through_the_whole_flow(tmp_path):
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     command = [*python, "flows.finetune", tmp_path / "desk.yaml"]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=290)
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "desk version 1: challenger and champion" in done.stdout + done.stderr
