@@ -97,6 +97,10 @@ def read(wanted: ModelSection, folder: Path) -> Model:
 def _tiny(source: str, folder: Path) -> Model:
     """Make a model of this project's own, which lies nowhere."""
     arguments = ["trainer.tiny", source.removeprefix("tiny://"), str(folder), "--dtype", "float32"]
-    launch.process(arguments, folder.with_suffix(".log"), lambda _: None, lambda: False)
+    try:
+        launch.process(arguments, folder.with_suffix(".log"), lambda _: None, lambda: False)
+    except Fault as fault:
+        _, unknown, known = str(fault).rpartition("invalid choice: ")  # behind the lines of a usage
+        raise Fault(f"model.source: {source}: no such model: {known}") if unknown else fault from None
     config = config_json.read(str(folder), "main")
     return Model(source, config, facts_in(config, f"model.source: {source}: "), folder)
