@@ -81,6 +81,12 @@ class Data(Rows):
     duplicates: Annotated[Literal["keep", "drop"], bears("prepare")] = Field(
         default="keep", description="rows that have occurred before"
     )
+    near_copies: Annotated[Literal["keep", "drop"], bears("prepare", absent="keep")] = Field(
+        default="keep", description="rows of a split that are nearly an earlier one of it"
+    )
+    leaks: Annotated[Literal["keep", "drop"], bears("prepare", absent="keep")] = Field(
+        default="keep", description="rows of training that are nearly a row held out, or have its prompt"
+    )
     bad_rows: Annotated[Literal["error", "drop"], bears("prepare")] = Field(
         default="error", description="rows that cannot be read or lack something; drop counts and shows them"
     )

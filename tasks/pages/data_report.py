@@ -54,6 +54,7 @@ def tables(report: Report) -> dict[str, list[dict[str, Any]]]:
             for sample in entry["samples"]
         ],
     }
+    found["alike"] = [entry for entries in report.get("alike", {}).get("samples", {}).values() for entry in entries]
     return {name: rows for name, rows in found.items() if rows}
 
 
@@ -65,15 +66,15 @@ def headline(report: Report) -> str:
     return f"{rows['kept']:,} of {rows['read']:,} rows: {splits}; {total:,} tokens, {share}"
 
 
-def page(report: Report, title: str) -> str:
-    """The report in Markdown."""
+def page(report: Report, title: str, files: str = "") -> str:
+    """The report in Markdown. `files` is where the artifact's files lie."""
     text = [f"# {words(title)}", "", f"{words(headline(report))}."]
     if warnings := report.get("warnings"):
         text += ["", "**Worth a look:**", "", *(f"- {words(line)}" for line in warnings)]
     text += ["", "## Sources", *_sources(report)]
     text += _left_out_section(report)
     text += ["", "## Tokens", *_tokens(report), *_packing(report), "", *_checks(report)]
-    text += _anomalies(report)
+    text += _alike(report.get("alike"), files) + _anomalies(report)
     text += ["", "## Template", *_template(report["template"]), *_example(report.get("example"))]
     return "\n".join(text) + "\n"
 
@@ -151,6 +152,30 @@ def _checks(report: Report) -> list[str]:
     if report.get("tokens_per_second"):
         text.append(f"- speed: {report['tokens_per_second']:,.0f} tokens/s")
     return text
+
+
+def _alike(found: dict[str, Any] | None, files: str) -> list[str]:
+    """Leaks first, then copies and near copies, by file and line."""
+    if not found:
+        return []
+    total = ", ".join(f"{count:,} of {words(kind)}" for kind, count in found["counts"].items() if count)
+    rows = [
+        (
+            words(kind),
+            code(entry["row"], 120),
+            entry["split"],
+            code(entry["like"], 120),
+            entry["of"],
+            words(entry["by"]),
+        )
+        for kind in found["counts"]
+        for entry in found["samples"].get(kind, [])[:SAMPLES]
+    ]
+    return [
+        *("", "## Copies and leaks", "", f"{total}. All of them: {code(f'{files}/{found["file"]}', 300)}."),
+        *table(("what", "row", "in", "is like", "in", "by"), rows),
+        *("", "data.leaks, data.near_copies and data.duplicates: drop leaves them out."),
+    ]
 
 
 def _anomalies(report: Report) -> list[str]:

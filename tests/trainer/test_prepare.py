@@ -154,7 +154,7 @@ def test_compressed_mixed_and_limited(place):
     mixture = "[{source: a.jsonl.gz, weight: 3}, {source: b.csv}]"
     code, output = place.run("data.source=null", f"data.mixture={mixture}", "data.rows=200")
     assert code == 0, output
-    found = [json.loads(line) for file in place.data.glob("*.jsonl") for line in file.read_text().splitlines()]
+    found = [json.loads(line) for file in place.data.glob("[tv]*.jsonl") for line in file.read_text().splitlines()]
     assert len(found) == 200
     assert sum(row["output"].startswith("it is") for row in found) == 50
     assert place.report()["rows"]["not_chosen"] == 400

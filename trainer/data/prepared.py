@@ -20,6 +20,7 @@ from typing import Any
 
 from conf.rules import schedule
 from conf.rules.sequences import lacking
+from conf.schema import bearing, identity
 from conf.schema.run import Run
 from contract import checkpoints, json_object, regular_files
 from contract.faults import Fault
@@ -221,10 +222,12 @@ def _check_settings(place: Path, found: Prepared, run: Run, remedy: str = "") ->
             raise Fault(
                 f"{run.data.template}: another template than the one {place} was prepared with; {remedy or AGAIN}"
             )
-    for key in sorted(compared):
-        if own[key] != found.settings[key]:
+    later = identity.of_section(run.data, "prepare").keys() - found.settings.keys()  # were left out, at what that means
+    settings = found.settings | {key: bearing.of(type(run.data).model_fields[key]).absent for key in later}
+    for key in sorted(compared | {key for key in later if settings[key] is not bearing.ALWAYS}):
+        if own[key] != settings[key]:
             raise Fault(
-                f"data.{key}: {json.dumps(own[key])}, but {place} was prepared with {json.dumps(found.settings[key])}; "
+                f"data.{key}: {json.dumps(own[key])}, but {place} was prepared with {json.dumps(settings[key])}; "
                 f"{remedy or f'{AGAIN}, or set data.{key} back'}"
             )
     if not run.data.packed or found.kind == "text":

@@ -59,11 +59,15 @@ def pieces(path: Path, size: int) -> Iterator[Piece]:
 
 
 def _load(path: Path, first: int, blob: bytes, spans: list[tuple[int, int]]) -> Rows:
+    counted = (0, 0)  # bytes, and the lines in them: places are asked for one behind the other
+
     def place(row: int) -> str:
+        nonlocal counted
         begin, end = spans[row]
-        indent = end - begin - len(blob[begin:end].lstrip(BLANK))
-        lines = blob.count(b"\n", 0, begin + indent)
-        return f"{path}:{first + lines}"
+        at = end - len(blob[begin:end].lstrip(BLANK))
+        before, lines = counted if counted[0] <= at else (0, 0)
+        counted = at, lines + blob.count(b"\n", before, at)
+        return f"{path}:{first + counted[1]}"
 
     return Rows([json_object(blob[begin:end].strip(BLANK)) for begin, end in spans], place)
 

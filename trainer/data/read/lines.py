@@ -12,7 +12,7 @@ import json
 import os
 import re
 from collections.abc import Callable, Iterator
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -109,7 +109,8 @@ def _load_range(path: Path, start: int, stop: int, parse: Parse) -> Rows:
     if len(blob) != stop - start:
         raise Fault(f"{path}: has become shorter while it was read")
     values, numbers = parsed(blob.split(b"\n"), parse)
-    return Rows(values, lambda row: f"{path}:{_lines_before(path, start) + numbers[row] + 1}")
+    before = cache(lambda: _lines_before(path, start))
+    return Rows(values, lambda row: f"{path}:{before() + numbers[row] + 1}")
 
 
 def _load_lines(path: Path, first: int, blob: bytes, parse: Parse) -> Rows:

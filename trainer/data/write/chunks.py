@@ -57,12 +57,12 @@ def encode(plan: Plan, chunk: Chunk, file: Path, chosen: np.ndarray | None) -> N
     if chosen is not None:
         rows = [row for row, take in zip(rows, chosen, strict=True) if take]
         positions = [position for position, take in zip(positions, chosen, strict=True) if take]
-    facts["cut"], facts["cut_tokens"], facts["anomalies"] = 0, 0, {}
+    facts["cut"], facts["cut_tokens"], facts["anomalies"], facts["places"] = 0, 0, {}, []
     batches = [
         _batch(plan, rows[at : at + BATCH], positions[at : at + BATCH], loaded, facts, chunk.part)
         for at in range(0, len(rows), BATCH)
     ]
-    empty = _arrays([], [], plan, chunk.part)
+    empty = _arrays([], [], plan, chunk.part) | _places([], loaded, facts)
     names = empty if not batches else batches[0]
     arrays = {name: np.concatenate([batch[name] for batch in batches or [empty]]) for name in names}
     spool.write(file, arrays, facts)
@@ -103,7 +103,20 @@ def _batch(
             entry["count"] += len(found)
             missing = ANOMALOUS - len(entry["samples"])
             entry["samples"] += [loaded.place(places[at]) for at in found[: max(0, missing)]]
-    return _arrays(kept, encoded, plan, part)
+    return _arrays(kept, encoded, plan, part) | _places(places, loaded, facts)
+
+
+def _places(positions: list[int], loaded: Rows, facts: dict[str, Any]) -> dict[str, np.ndarray]:
+    """Line or number of each row, and what stands before it in the row's place: for all of a file that is one text."""
+    texts = [loaded.place(position) for position in positions]
+    stems = [text.rstrip("0123456789") for text in texts]
+    facts["places"] += [stem for stem in dict.fromkeys(stems) if stem not in facts["places"]]
+    index = {stem: number for number, stem in enumerate(facts["places"])}
+    numbers = (int(text[len(stem) :] or 0) for text, stem in zip(texts, stems, strict=True))
+    return {
+        "number": np.fromiter(numbers, np.int64, len(texts)),
+        "file": np.array([index[stem] for stem in stems], np.int16),
+    }
 
 
 def _arrays(rows: list[Row], encoded: Sequence[Any], plan: Plan, part: int) -> dict[str, np.ndarray]:

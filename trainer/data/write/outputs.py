@@ -10,7 +10,7 @@ import numpy as np
 from contract.faults import Fault
 from trainer.data.read import choose
 from trainer.data.read.choose import SPLITS
-from trainer.data.write import indexed, indexes, packing, report, sequences_file
+from trainer.data.write import alike, indexed, indexes, packing, report, sequences_file
 from trainer.data.write.chunks import Plan
 from trainer.data.write.spool import Sequences, Spool
 from trainer.data.write.work import Done
@@ -22,15 +22,17 @@ BATCH = 4096  # documents written at once
 def write(plan: Plan, spool: Spool, done: Done, folder: Path) -> dict[str, Any]:
     """Write the files. Returns the report."""
     data = plan.data
-    count = int(spool.starts[-1])
-    kept, copies = np.arange(count, dtype=np.int32), done.copies  # columns of all rows are read where they are needed
-    if data.duplicates == "drop" and not choose.first_pass(data):
-        taken = choose.chosen(spool.column("key", np.uint64), np.zeros(count, np.int16), data)
-        kept = np.flatnonzero(taken).astype(np.int32)
-        copies = count - len(kept)
+    kept = np.arange(int(spool.starts[-1]), dtype=np.int32)  # columns of all rows are read where they are needed
     split = spool.column("split", np.int8, kept)
     _check_splits(split, plan)
-    found: dict[str, Any] = {"tokens": {}, "packing": {}}
+    like = alike.find(spool, kept, split)
+    gone = alike.dropped(like, data)
+    found: dict[str, Any] = {"tokens": {}, "packing": {}, "alike": alike.write(folder, like, gone, spool, kept)}
+    copies = int(like.exact.sum()) if data.duplicates == "drop" and not choose.first_pass(data) else 0
+    found["dropped"], copies = int(gone.sum()) - copies, done.copies + copies
+    if gone.any():
+        kept, split, like = kept[~gone], split[~gone], like.only(~gone)
+        _check_splits(split, plan)
     for number, name in enumerate(SPLITS):
         rows = kept[split == number]
         sequences = Sequences(spool, rows, spool.column("length", np.int32, rows))
@@ -44,7 +46,7 @@ def write(plan: Plan, spool: Spool, done: Done, folder: Path) -> dict[str, Any]:
         indexes.write(lines, _write_lines(lines, sequences))
         if name != "test":
             found["packing"] |= _write_tokens(name, sequences, plan, folder)
-    return _report(found, plan, spool, done, kept, split, copies)
+    return _report(found, plan, spool, done, kept, like, copies)
 
 
 def _write_tokens(name: str, sequences: Sequences, plan: Plan, folder: Path) -> dict[str, Any]:
@@ -100,25 +102,25 @@ def _report(
     spool: Spool,
     done: Done,
     kept: np.ndarray,
-    split: np.ndarray,
+    like: alike.Alike,
     copies: int,
 ) -> dict[str, Any]:
     facts = list(spool.facts())
-    counts = {name: int((split == number).sum()) for number, name in enumerate(SPLITS)}
+    counts = {name: int((like.split == number).sum()) for number, name in enumerate(SPLITS)}
     dropped = report.merged(facts, "dropped")
     if copies:
         dropped["copy of an earlier row"] = {"count": copies, "samples": []}
+    if found["dropped"]:
+        dropped[f"like another row, in {alike.FILE}"] = {"count": found["dropped"], "samples": []}
     cut, tokens = sum(fact["cut"] for fact in facts), sum(fact["cut_tokens"] for fact in facts)
-    alike = report.alike(spool, kept, split)
-    asked = spool.column("asked", np.uint64, kept)
     total = sum(entry["tokens"] for entry in found["tokens"].values())
     result = {
         "rows": {"read": sum(done.rows), "kept": len(kept), "not_chosen": done.left - done.copies} | counts,
         "dropped": dropped,
         "tokens": found["tokens"],
         "truncated": {"rows": cut, "share": round(cut / len(kept), 6), "tokens_cut": tokens},
-        "duplicates": {key: alike[key] for key in ("exact", "near", "samples")},
-        "overlap": {"exact": report.shared_prompts(asked, split), "near": alike["near_across"]},
+        **alike.counts(like, kept),
+        **found["alike"],
         "learned_share": round(sum(entry["learned"] for entry in found["tokens"].values()) / total, 6),
         "anomalies": report.merged(facts, "anomalies"),
         "template": plan.template.record(),

@@ -8,9 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from trainer.data.read import likeness
 from trainer.data.read.choose import SPLITS
-from trainer.data.write.spool import Spool
 
 SAMPLES = 5  # rows shown of each kind
 BINS = 24
@@ -58,32 +56,6 @@ def packing(tokens: np.ndarray, bounds: np.ndarray, capacity: int) -> dict[str, 
     }
 
 
-def alike(spool: Spool, kept: np.ndarray, split: np.ndarray) -> dict[str, Any]:
-    """Rows that are exact copies of an earlier one, or nearly so; and which of them lie across splits."""
-    numbers = np.arange(len(kept), dtype=np.int32)
-    like = likeness.first_equal(spool.column("key", np.uint64, kept))
-    exact = like != numbers
-    like[~exact] = -1
-    near = np.zeros(len(kept), bool)
-    for number in range(likeness.BANDS):
-        head = likeness.first_equal(spool.column(f"band{number}", np.uint64, kept))
-        rows = np.flatnonzero((head != numbers) & ~exact & ~near)
-        for block in np.array_split(rows, max(1, len(rows) // 20_000)):
-            same = likeness.agree(_signatures(spool, kept[block]), _signatures(spool, kept[head[block]]))
-            near[block[same]] = True
-            like[block[same]] = head[block[same]]
-    held_out = (split != 0) | (split[np.maximum(like, 0)] != 0)
-    across = near & held_out & (split != split[np.maximum(like, 0)])
-    samples = [[int(kept[row]), int(kept[like[row]])] for row in np.flatnonzero(near)[:SAMPLES]]
-    return {"exact": int(exact.sum()), "near": int(near.sum()), "near_across": int(across.sum()), "samples": samples}
-
-
-def shared_prompts(asked: np.ndarray, split: np.ndarray) -> int:
-    """Number of rows of the test and of validation whose prompt training has as well."""
-    held_out = split != 0
-    return int(np.isin(asked[held_out], asked[~held_out]).sum()) if held_out.any() else 0
-
-
 def warnings(report: dict[str, Any]) -> list[str]:
     """Warnings that a person should look at before paying for a training run."""
     found = []
@@ -96,7 +68,7 @@ def warnings(report: dict[str, Any]) -> list[str]:
     if report["overlap"]["exact"]:
         found.append(f"{report['overlap']['exact']} rows held out have a prompt that training has too")
     if report["overlap"]["near"]:
-        found.append(f"{report['overlap']['near']} rows held out are nearly rows of another split")
+        found.append(f"{report['overlap']['near']} rows are nearly a row of another split")
     kept = max(1, report["rows"]["kept"])
     for name, count in (("copies of another", "exact"), ("nearly another", "near")):
         if report["duplicates"][count] / kept > FEW:
@@ -115,15 +87,4 @@ def warnings(report: dict[str, Any]) -> list[str]:
         entry = report.get("packing", {}).get(name)
         if entry and entry["efficiency"] < 0.8 and entry["sequences"] > 1:
             found.append(f"packed sequences of {name} are only {entry['efficiency']:.0%} full")
-    return found
-
-
-def _signatures(spool: Spool, rows: np.ndarray) -> np.ndarray:
-    width = likeness.HASHES
-    found = np.empty((len(rows), width), np.uint32)
-    chunks = np.searchsorted(spool.starts, rows, side="right") - 1
-    for number in np.unique(chunks):
-        mine = np.flatnonzero(chunks == number)
-        table = spool.chunk(int(number)).read("signature").reshape(-1, width)
-        found[mine] = table[rows[mine] - spool.starts[number]]
     return found

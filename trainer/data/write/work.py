@@ -65,7 +65,7 @@ def _run(plan: Plan, parts: list[Part], progress: Progress, pool: ProcessPoolExe
         scanned = _each(plan, parts, progress, pool, ahead, "scan", lambda number: None)
         chosen, left, copies = _choose(scanned, plan.data)
     progress.begin("tokenize")
-    paths = _each(plan, parts, progress, pool, ahead, "rows", lambda number: chosen[number] if chosen else None)
+    paths = _each(plan, parts, progress, pool, ahead, "tokens", lambda number: chosen[number] if chosen else None)
     return Done(paths, progress.rows_of(len(parts)), left, copies)
 
 
