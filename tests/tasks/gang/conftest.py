@@ -8,6 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from conf.load import load
+from trainer.data import prepared
+from trainer.rehearsal import tiny_models
+
 ROOT = Path(__file__).parents[3]
 CONF = """
 name: gang
@@ -45,9 +49,10 @@ def work(tmp_path_factory) -> Path:
     paths = {"model": "model", "base": "base", "data": "data", "output": "one", "parity": "one/parity.json"}
     text = CONF + "paths: {" + ", ".join(f"{key}: {folder / name}" for key, name in paths.items())
     (folder / "conf.yaml").write_text(text + f", logs: {folder / 'logs'}}}\n")
-    commands = ("tiny glm4-moe {}/model --dtype float32", "tiny data {}/data --rows 64", "convert {}/conf.yaml")
-    for command in (*commands, "train {}/conf.yaml train.stop_after=1"):  # which prepares the data, too
-        trainer(*command.format(folder).split())
+    tiny_models.make_model("glm4-moe", folder / "model", dtype="float32")
+    tiny_models.make_data(folder / "data", rows=64)
+    prepared.make(load(folder / "conf.yaml"))
+    trainer("convert", str(folder / "conf.yaml"))
     return folder
 
 
