@@ -93,7 +93,7 @@ def require_enough(run: Run, made: Artifact) -> None:
 def publish(store: Store, made: Artifact, name: str) -> None:
     """Publish the report as a page in Prefect, also of data that were prepared before."""
     if found := store.read(f"{made.key}/files/report.json"):
-        page = data_report.page(json.loads(found[0]), f"{name}: data", store.link(f"{made.key}/files/"))
+        page = data_report.page(json.loads(found[0]), f"{name}: data", store.link(f"{made.key}/files"))
         create_markdown_artifact(page, key=f"data-{name}", description=made.key)
 
 
