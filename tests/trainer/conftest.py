@@ -62,14 +62,18 @@ def work(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="session")
 def configure(work):
-    """configure(model, *overrides) -> Run"""
+    """configure(model, *overrides) -> Run
+
+    Rows go two at a time, unless told or packed: of a step of a tiny model, most is Python around its tensors.
+    """
 
     def configure(model: str, *overrides: str):
         if not (work / model).exists():
             tiny_models.make_model(model, work / model, dtype="float32")
         paths = [f"paths.model={work / model}", f"paths.base={work / model}-base", f"paths.data={work / 'data'}"]
+        given = [*paths, f"train.micro_batch={1 if 'data.packed=true' in overrides else 2}"]
         mine = {override.split("=")[0] for override in overrides}
-        return load(work / "conf.yaml", [path for path in paths if path.split("=")[0] not in mine] + list(overrides))
+        return load(work / "conf.yaml", [one for one in given if one.split("=")[0] not in mine] + list(overrides))
 
     return configure
 
@@ -159,7 +163,13 @@ def compare(configure, base, ranks, work):
         base(model)
         name = "-".join([model, kind, *(["packed"] if packed else []), *targets.split(","), *both])
         shared = [f"paths.data={work}/rows", "data.seq_length=128", f"data.packed={str(packed).lower()}", *both]
-        shared += ["train.steps=3", "train.global_batch=2", "optimizer.lr=1e-3", f"adapter.kind={kind}"]
+        shared += [
+            "train.steps=3",
+            "train.global_batch=2",
+            "train.micro_batch=1",
+            "optimizer.lr=1e-3",
+            f"adapter.kind={kind}",
+        ]
         shared += [f"adapter.targets=[{targets or TARGETS[model, kind]}]"] if kind != "none" else []
         reference = work / f"{name}.pt"
         if not reference.exists():

@@ -9,17 +9,6 @@ from contract import checkpoints
 from trainer.training import resume
 
 
-@pytest.fixture(scope="session")  # as what asks for it
-def configure(configure):
-    """Two sequences at a time, unless told: of a step of a tiny model, most is Python around its tensors."""
-
-    def two_at_a_time(model: str, *overrides: str):
-        told = any(override.startswith("train.micro_batch=") for override in overrides)
-        return configure(model, *overrides, *([] if told else ["train.micro_batch=2"]))
-
-    return two_at_a_time
-
-
 def losses(result) -> dict[int, float]:
     return {line["step"]: line["lm_loss"] for line in result.metrics if line["kind"] == "train"}
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-BF16 = ("train.precision=bf16", "checkpoint.save_every=3")
+BF16 = ("train.precision=bf16", "train.micro_batch=1", "checkpoint.save_every=3")
 
 
 def losses(result) -> dict[int, float]:
