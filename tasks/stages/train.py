@@ -102,7 +102,7 @@ def require_done(job: Job) -> None:
         raise launch.Broken(f"training was told to end, from outside, at {where}; it can go on there")
 
 
-def _counted(run: Run) -> dict[str, int | None]:
+def _counted(run: Run) -> dict[str, object]:
     """What counts the steps of the run, as its schedule has it."""
     return {
         "schedule.steps": run.train.steps,

@@ -33,7 +33,7 @@ def make_dataset(run: Run):
     shared = {"seq_length": run.data.seq_length, "num_workers": run.data.workers}
     if found.kind == "text":
         return _texts(run, place, shared)
-    shared |= {"seed": run.data.seed, "dataloader_type": "batch", "do_validation": run.train.validate_every > 0}
+    shared |= {"seed": run.data.seed, "dataloader_type": "batch", "do_validation": bool(run.train.validate_every)}
     if run.data.packed:
         return _packs(run, place, shared)
     return TokenFiles(folder=str(place), pad_id=found.pad_id, **shared)

@@ -1,5 +1,6 @@
 """tasks/stages/prepare.py: what prepared data are made from, and what makes them anew."""
 
+import json
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -248,3 +249,13 @@ def test_progress_is_the_last_whole_line(tmp_path, text, found):
     (tmp_path / "progress.jsonl").write_text(text)
     assert newest(tmp_path / "progress.jsonl", "done", "total") == found
     assert newest(tmp_path / "none.jsonl", "step") == (0,)
+
+
+def test_the_page_names_the_list_where_it_lies_in_the_store(tmp_path, monkeypatch):
+    store, pages = open_store(str(tmp_path / "store")), []
+    report = {"rows": dict.fromkeys(("read", "kept", "training", "validation", "test"), 0), "tokens": {}, "sources": []}
+    report |= {"dropped": {}, "template": {}, "alike": {"file": "alike.jsonl", "counts": {"copy": 1}, "samples": {}}}
+    store.write("prepare/1/files/report.json", json.dumps(report).encode())
+    monkeypatch.setattr(prepare, "create_markdown_artifact", lambda page, **_: pages.append(page))
+    prepare.publish(store, SimpleNamespace(key="prepare/1"), "tiny")
+    assert f"`{store.link('prepare/1/files')}/alike.jsonl`" in pages[0]
