@@ -9,7 +9,7 @@ STAMP := .venv/.synced-$(EXTRA)
 # Runs on this host keep Prefect's database with all else in runs/.
 WITH_PREFECT := mkdir -p runs/prefect && PREFECT_HOME=$${PREFECT_HOME:-$(CURDIR)/runs/prefect}
 
-.PHONY: help setup tiny up down test slow doctor lint layouts bench-store bench-flow bench-data bench-libraries faults scale gpu gpu-kit schema licences clean
+.PHONY: help setup tiny up down test slow doctor lint layouts bench-store bench-flow bench-data bench-libraries faults scale gpu gpu-kit schema presets licences clean
 
 help: ## list these targets (the default)
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-15s  %s\n", $$1, $$2 }' Makefile
@@ -86,6 +86,9 @@ schema: $(STAMP) ## write conf/schema.json and the tables of docs/configuration.
 	$(PYTHON) -m conf.schema --json > conf/schema.json
 	$(PYTHON) -m conf.schema --page > .keys.md && sed -i -e '/^## Keys/q' docs/configuration.md && \
 		{ echo; cat .keys.md; } >> docs/configuration.md && rm .keys.md
+
+presets: $(STAMP) ## write README's table of configurations anew
+	$(PYTHON) -m conf.presets README.md
 
 licences: $(STAMP) ## list the licences of the installed packages
 	@$(PYTHON) -m flows.licences

@@ -23,7 +23,7 @@ from conf.model_facts import UNBRIDGED, ModelFacts
 from conf.planner import display, hardware
 from conf.planner.hardware import GB, Gpu
 from conf.planner.search import Found, search
-from conf.planner.verdict import NothingFits, config_of, facts_of, plan, settle, settled_on
+from conf.planner.verdict import NothingFits, compared, config_of, facts_of, plan, settle, settled_on
 from conf.rules import schedule
 from conf.rules.conversion import obstacles
 from conf.schema.run import Run
@@ -60,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             return _told(cannot, _search(run, facts, settled_on(run, gpu), run.world, options))
     except ConfigError as fault:
         return refused(fault)
-    planned = replace(plan(run, facts, gpu), assumed=assumed)
+    planned = compared(replace(plan(run, facts, gpu), assumed=assumed))
     shown, text = display.as_dict(planned), list(display.lines(planned))
     passed = planned.fits and not planned.unserved
     if options.rehearse:

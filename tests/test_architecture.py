@@ -34,7 +34,7 @@ FOREIGN = {
 # trainer/ is a command; one directly in conf/ is a room by itself.
 ROOMS = {
     "conf": [
-        {"network", "overrides"},
+        {"network", "overrides", "presets"},
         {"load"},
         {"planner"},
         {"rules"},

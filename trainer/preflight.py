@@ -26,9 +26,9 @@ from pathlib import Path
 from typing import Any
 
 from conf.network import PRESETS
-from conf.planner.hardware import GPUS, read
+from conf.planner.hardware import by_device
 from conf.schema.run import Run
-from contract.faults import ConfigError, Fault
+from contract.faults import Fault
 from trainer.hosts.health import of_gpu, of_host, taken
 from trainer.hosts.host_verdict import Expected, as_dict, misfits, rounds, unique
 from trainer.startup import entry
@@ -201,14 +201,9 @@ def _judged(run: Run, told: list[tuple[dict, dict | None]], per_host: int) -> di
 
 def _expected(run: Run, ranks: list[dict]) -> Expected:
     preset = PRESETS[run.gang.network] if run.gang.network else None
-    name = (ranks[0].get("gpu") or {}).get("name", "").lower()
-    kind = next((key for key in sorted(GPUS, key=len, reverse=True) if key in name), None)
-    if kind is None:
+    gpu = by_device((ranks[0].get("gpu") or {}).get("name", ""))
+    if gpu is None:
         return Expected(adapters=preset.adapters if preset else None)
-    try:
-        gpu = read(kind)
-    except ConfigError:
-        return Expected()
     network = preset.network * 1e9 if preset and preset.network else None
     return Expected(network, gpu.link, preset.adapters if preset else None)
 

@@ -3,7 +3,7 @@
     python -m trainer.trial CONF [--steps N] [--layers K] [--gpu KIND] [--json] [key=value ...]
 
     python -m trainer.trial glm47 --layers 6 layout.nodes=1 layout.gpus_per_node=1 layout.tp=1 layout.sp=false \\
-        layout.ep=1 layout.etp=1 train.global_batch=4
+        layout.pp=1 layout.vpp=null layout.ep=1 train.global_batch=4
 
 It takes a fifth of an hour before a large run is paid for: one host, the run's own recipe and kernels, and no download.
 The model is cut to K layers, of which as large a share is dense as in the whole model, with all its MTP layers; its
@@ -35,7 +35,7 @@ import numpy as np
 from conf.load import dump, load
 from conf.model_facts import GPT2, ModelFacts, facts_from_hf
 from conf.planner import hardware, verdict
-from conf.planner.hardware import GPUS, Gpu, read
+from conf.planner.hardware import GPUS, Gpu, by_device, read
 from conf.planner.memory import StageMemory, memory
 from conf.planner.timing import timing
 from conf.rules import schedule
@@ -76,7 +76,7 @@ def main() -> int:
                 code, ranks, exhausted = _measure(made, Path(folder), hold.environment if hold else {})
     if not ranks and not exhausted:
         return code
-    gpu = gpu or known_gpu(ranks[0]["device"] if ranks else "")
+    gpu = gpu or by_device(ranks[0]["device"] if ranks else "")
     answer = compare(made, facts, gpu, ranks) | {"layers": facts.layers, "of_layers": whole.layers}
     answer |= {"steps": options.steps, "out_of_memory": exhausted}
     print(json.dumps(answer) if options.json else "\n".join(lines(answer)))
@@ -159,12 +159,6 @@ def _die_with_parent() -> None:
 
 def _read(path: Path) -> Any:
     return json.loads(path.read_text()) if path.exists() else None
-
-
-def known_gpu(device: str) -> Gpu | None:
-    """GPU by the name that its driver has for it; of two names in it, the longer: GB200, not B200."""
-    names = [name for name in GPUS if name in device.lower()]
-    return GPUS[max(names, key=len)] if names else None
 
 
 def compare(run: Run, facts: ModelFacts, gpu: Gpu | None, ranks: list[dict[str, Any]]) -> dict[str, Any]:

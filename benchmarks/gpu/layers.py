@@ -19,7 +19,10 @@ from calibrate import ROOT, tried
 TOKENS, FEW, MANY, TIMES = 256, 2, 6, 6
 NARROW = {"hidden_size": 512, "num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 64, "vocab_size": 1024}
 NARROW |= {"intermediate_size": 1536}
-ALONE = [f"layout.{key}=1" for key in ("nodes", "gpus_per_node", "tp", "pp", "cp", "ep", "etp")] + ["layout.sp=false"]
+ALONE = [f"layout.{key}=1" for key in ("nodes", "gpus_per_node", "tp", "pp", "cp", "ep", "etp")] + [
+    "layout.sp=false",
+    "layout.vpp=null",
+]
 FP8 = {"current": "tensorwise", "delayed": "delayed", "blockwise": "blockwise"}
 
 

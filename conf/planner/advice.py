@@ -1,12 +1,6 @@
-"""One line for a plan that is refused: the reason, and the keys that make it a plan that fits.
+"""One line for a plan that is refused: the reason, and the keys that make it a plan that fits."""
 
-refusal(plan)            both
-changes(before, after)   the keys in which two runs differ, as overrides of a command line
-"""
-
-import json
-
-from conf.planner.search import Found
+from conf.planner.search import Found, changes
 from conf.planner.verdict import WITH_LORA, Plan
 from conf.schema.run import Run
 
@@ -17,17 +11,6 @@ def refusal(plan: Plan) -> str:
     assert not plan.fits
     why = "; ".join(plan.problems) if plan.problems else plan.verdict.removeprefix("refused: ")
     return f"{why}. {_instead(plan)}"
-
-
-def changes(before: Run, after: Run) -> str:
-    old, new = (run.model_dump(mode="json") for run in (before, after))
-    return " ".join(
-        f"{section}.{key}={_shown(value)}"
-        for section, keys in new.items()
-        if isinstance(keys, dict)
-        for key, value in keys.items()
-        if value != old[section][key]
-    )
 
 
 def _instead(plan: Plan) -> str:
@@ -48,8 +31,3 @@ def _instead(plan: Plan) -> str:
 
 def _fitting(run: Run, found: Found) -> str:
     return ", or ".join(changes(run, one.applied(run)) or "this layout" for one in found.offered[:NAMED])
-
-
-def _shown(value: object) -> str:
-    """A value as YAML, without a blank that a shell would cut at."""
-    return value if isinstance(value, str) else json.dumps(value, separators=(",", ":")).replace('"', "")

@@ -10,10 +10,10 @@ from typing import Any
 from conf.planner import parameters, picture
 from conf.planner.hardware import GB, Gpu
 from conf.planner.memory import StageMemory
-from conf.planner.search import Candidate, Found
+from conf.planner.search import Candidate, Found, changes
 from conf.planner.serving.memory import ServedMemory
 from conf.planner.stage_needs import StageNeed
-from conf.planner.verdict import WITH_LORA, Plan
+from conf.planner.verdict import LARGEST, WITH_LORA, Plan
 from conf.rules import gpus, schedule
 from conf.rules.layout import Grid
 from conf.schema.run import Layout, Run
@@ -137,6 +137,10 @@ def _time_lines(plan: Plan) -> Iterator[str]:
     yield f"waits    {waits or 'for no other GPU'}; {time.bubble:.0%} of a step for the pipeline"
     cost = "" if time.cost is None else f" at {plan.gpu.price:g} per GPU and hour"
     yield f"run      {length(plan)}{cost}"
+    if plan.compared:
+        yield f"faster   {_faster(plan, time.likely)}"
+    elif plan.fits and plan.run.world > LARGEST:
+        yield f"faster   not looked for beyond {LARGEST} GPUs; --gpus {plan.run.world} does"
 
 
 def length(plan: Plan) -> str:
@@ -148,6 +152,14 @@ def length(plan: Plan) -> str:
     steps = f"{plan.steps} steps{f' = {of} of {plan.assumed}' if of else ''}"
     hours = "" if time is None or time.hours is None else f", {time.hours:.3g} hours"
     return f"{steps}{hours}{'' if time is None or time.cost is None else f', {time.cost:,.0f} USD'}"
+
+
+def _faster(plan: Plan, seconds: float) -> str:
+    one = plan.faster
+    if one is None:
+        return f"no layout of {plan.run.world} {plan.gpu.name} that leaves room was found"
+    keys = changes(plan.run, one.applied(plan.run))
+    return f"{seconds / one.seconds:.2f} times, {one.seconds:.3g} s a step, {-one.over / GB:.1f} GB left: {keys}"
 
 
 def stage_table(plan: Plan, needs: Sequence[StageNeed]) -> Iterator[str]:
@@ -270,6 +282,7 @@ def as_dict(plan: Plan) -> dict[str, Any]:
         "stages": [{"rank": s.rank, **s.items, "total": s.total, "over": s.over} for s in plan.stages],
         "picture": picture.as_dict(plan),
         "time": dict(vars(time)) if time else None,
+        "faster": _candidate_dict(plan.faster, plan.gpu) if plan.faster else None,
         "stage_needs": [dict(vars(need)) for need in plan.needs],
         "evaluation": _evaluation_dict(plan) if plan.serving else None,
         "unserved": plan.unserved,

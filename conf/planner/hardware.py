@@ -2,6 +2,7 @@
 
     of(run)                               what hardware.gpu and hardware.price name; the rule for null stands there
     read("h200"), read("my-gpu.yaml")
+    by_device("NVIDIA H200")              the kind that a driver says
 
 cpu is this host: its memory, shared by all processes that the layout starts on it, with no CUDA and no NCCL. Its rates
 are a guess that ranks layouts of tiny models; no time is predicted from them.
@@ -23,6 +24,7 @@ Not covered: power limits and clocks of one machine, hosts whose GPUs differ, to
 """
 
 import os
+import re
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from math import isfinite
@@ -79,23 +81,54 @@ class Gpu:
 # torch.cuda.get_device_properties().total_memory gives. network is one 400 Gb/s adapter per GPU (A100: 200), as in the
 # DGX and HGX reference designs.
 # The rest is of a DGX or HGX: PCIe 4 or 5, and all channels of both sockets' memory, an eighth of it.
-A100: dict[str, Any] = {"capability": 8.0, "bus": 25 * GB, "host": 51 * GB}
-B200: dict[str, Any] = {"capability": 10.0, "host": 90 * GB}
+# price is about what renting one cost by the hour, without commitment, in 2026; offers differ by a factor of two.
+A100: dict[str, Any] = {"capability": 8.0, "bus": 25 * GB, "host": 51 * GB, "price": 1.8}
+B200: dict[str, Any] = {"capability": 10.0, "host": 90 * GB, "price": 5.5}
 # Two GPUs share a Grace: its NVLink-C2C of 450 GB/s a direction, and its memory of 512 GB/s.
-GRACE: dict[str, Any] = {"domain": 72, "capability": 10.0, "bus": 200 * GB, "host": 256 * GB}
+GRACE: dict[str, Any] = {"domain": 72, "capability": 10.0, "bus": 200 * GB, "host": 256 * GB, "price": 7.0}
+# Cards without NVLink: PCIe 4 between them, and 100 Gb/s for 8 of them to other hosts.
+CARD: dict[str, Any] = {"link": 25 * GB, "network": 1.5 * GB, "per_host": 8, "bus": 25 * GB, "host": 40 * GB}
 GPUS = {
     gpu.name: gpu
     for gpu in (
         # NVIDIA A100 80GB SXM data sheet (2021); NVLink 600 GB/s; no FP8
         Gpu("a100", int(79.1 * GIB), {"fp32": 19.5, "bf16": 312}, 2039 * GB, 300 * GB, 25 * GB, 8, **A100),
         # NVIDIA H100 SXM5 data sheet (2023): 1979 and 3958 with sparsity; NVLink 900 GB/s
-        Gpu("h100", int(79.1 * GIB), {"fp32": 67, "bf16": 989.5, "fp8": 1979}, 3350 * GB, 450 * GB, 50 * GB, 8),
+        Gpu("h100", int(79.1 * GIB), {"fp32": 67, "bf16": 989.5, "fp8": 1979}, 3350 * GB, 450 * GB, 50 * GB, 8, 2.8),
         # NVIDIA H200 SXM data sheet (2024): H100's compute, 141 GB of HBM3e
-        Gpu("h200", int(139.8 * GIB), {"fp32": 67, "bf16": 989.5, "fp8": 1979}, 4800 * GB, 450 * GB, 50 * GB, 8),
+        Gpu("h200", int(139.8 * GIB), {"fp32": 67, "bf16": 989.5, "fp8": 1979}, 4800 * GB, 450 * GB, 50 * GB, 8, 3.5),
         # NVIDIA HGX B200 data sheet (2025), per GPU: 4.5 and 9 PFLOPS with sparsity; 180 GB; NVLink 1.8 TB/s
         Gpu("b200", int(178.3 * GIB), {"fp32": 75, "bf16": 2250, "fp8": 4500}, 7700 * GB, 900 * GB, 50 * GB, 8, **B200),
         # NVIDIA GB200 NVL72 data sheet (2025), a 72nd of it: 186 GB; 4 GPUs to a host, 72 on one NVLink
         Gpu("gb200", int(184 * GIB), {"fp32": 80, "bf16": 2500, "fp8": 5000}, 8000 * GB, 900 * GB, 50 * GB, 4, **GRACE),
+        # NVIDIA L4 data sheet (2023): 242 and 485 with sparsity
+        Gpu(
+            "l4", int(22 * GIB), {"fp32": 30.3, "bf16": 121, "fp8": 242.5}, 300 * GB, capability=8.9, price=0.8, **CARD
+        ),
+        # NVIDIA A10 data sheet (2021): 250 with sparsity; no FP8
+        Gpu("a10", int(22 * GIB), {"fp32": 31.2, "bf16": 125}, 600 * GB, capability=8.6, price=0.9, **CARD),
+        # NVIDIA Ada architecture white paper (2022), GeForce RTX 4090: with sums in fp32
+        Gpu(
+            "rtx4090",
+            int(23.6 * GIB),
+            {"fp32": 82.6, "bf16": 165.2, "fp8": 330.3},
+            1008 * GB,
+            capability=8.9,
+            price=0.6,
+            **CARD,
+        ),
+        # NVIDIA RTX A6000 data sheet (2020): 310 with sparsity; no FP8
+        Gpu("a6000", int(47.5 * GIB), {"fp32": 38.7, "bf16": 154.8}, 768 * GB, capability=8.6, price=0.8, **CARD),
+        # NVIDIA L40S data sheet (2023): 733 and 1466 with sparsity
+        Gpu(
+            "l40s",
+            int(44.4 * GIB),
+            {"fp32": 91.6, "bf16": 362, "fp8": 733},
+            864 * GB,
+            capability=8.9,
+            price=1.3,
+            **CARD,
+        ),
     )
 }
 
@@ -173,6 +206,16 @@ def read(wanted: str, place: str = "gpu") -> Gpu:
     except ValidationError as error:
         details = error.errors(include_url=False)
         raise ConfigError(*(f"{wanted}: {line(detail, _meant)}" for detail in details)) from None
+
+
+def by_device(name: str) -> Gpu | None:
+    """The GPU that a driver calls by this name."""
+
+    def meant(kind: str) -> bool:  # as RTX 4090; a GB200 is no B200, and an L40 no L4
+        spaced = re.sub(r"(?<=[a-z])(?=\d)", " ?", kind)
+        return bool(re.search(rf"(?<![a-z]){spaced}(?![\ds])", name.lower()))
+
+    return next((gpu for kind, gpu in GPUS.items() if meant(kind)), None)
 
 
 def _meant(key: str) -> str:

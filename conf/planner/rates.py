@@ -58,7 +58,7 @@ ADAPTER, FP8 = (0.23e-3, 0.15e-3), (0.6e-3, 0.4e-3)  # more, for each layer with
 RING = (0.17e-3, 0.33e-3)  # more, for each step of cp's ring: a piece of attention, and its sum with the others
 # So many times slower is the host for each of so many ranks on it; more were not measured. A rank on a host of 4 H200
 # took 70 to 85 us for each kernel of a step, and 20 us on a host of its own.
-CROWD = {1: 1.0, 2: 1.5, 4: 2.05}
+CROWD = {1: 1.0, 2: 1.7, 4: 2.05}
 # Of each collective, beside the above: to start it, and until the host of the slowest rank has done so too.
 CALL = 0.25e-3
 # For each expert of a rank, its two products: forward; backward with its weights trained, and frozen. In FP8 inputs and
@@ -96,11 +96,19 @@ def product(run: Run, gpu: Gpu, one: work.Product) -> float:
     A large product hides the one behind the other, a small one nothing.
     """
     low = fp8(run.train, one.part)
-    precision = "fp32" if one.part == "router" else run.train.precision  # routing scores are computed in fp32
-    byte = 4 if precision == "fp32" else 1 if low else 2
+    byte = 4 if _precision(run, one) == "fp32" else 1 if low else 2
     size = ((one.m + one.n) * one.k * byte + one.m * one.n * max(byte, 2)) * one.batch
-    peak = gpu.tflops["fp8" if low else precision] * 1e12
-    return one.flops / (peak * GEMM[low or precision]) + size / (gpu.hbm * HBM) + KERNEL
+    return computing(run, gpu, one) + size / (gpu.hbm * HBM) + KERNEL
+
+
+def computing(run: Run, gpu: Gpu, one: work.Product) -> float:
+    """Seconds of a matrix product without those of moving its bytes."""
+    low, precision = fp8(run.train, one.part), _precision(run, one)
+    return one.flops / (gpu.tflops["fp8" if low else precision] * 1e12 * GEMM[low or precision])
+
+
+def _precision(run: Run, one: work.Product) -> str:
+    return "fp32" if one.part == "router" else run.train.precision  # routing scores are computed in fp32
 
 
 def quantizing(run: Run, gpu: Gpu, one: work.Product) -> tuple[float, float]:

@@ -1,6 +1,8 @@
 """Search for the layouts of a run on so many GPUs that fit, the fastest first, with the reasons why others do not.
 
-    search(run, facts, gpu, gpus) -> Found
+    search(run, facts, gpu, gpus) -> Found          all of them
+    fastest(run, facts, gpu, gpus) -> Candidate     the first with room; what cannot be faster is not tried
+    changes(before, after) -> str                   the keys in which two runs differ, as overrides of a command line
 
 The search tries all degrees that divide the GPUs, micro batches of 1 to 8, and no, selective and full recompute. It
 takes sp wherever tp > 1, as that costs nothing. A layout that does not fit otherwise is tried with half and with all of
@@ -12,6 +14,7 @@ Some layouts are never best and are not tried: tp or etp over the network, cp th
 and more than 4 virtual stages.
 """
 
+import json
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
@@ -22,7 +25,7 @@ from typing import Any
 from conf.model_facts import ModelFacts
 from conf.planner.hardware import GB, Gpu, unsupported
 from conf.planner.memory import StageMemory, fullest, lasting
-from conf.planner.timing import step
+from conf.planner.timing import least, step
 from conf.rules import precision
 from conf.rules.layout import problems
 from conf.schema.run import Layout, Optimizer, Run, Train
@@ -78,8 +81,7 @@ class Found:
 
 
 def search(run: Run, facts: ModelFacts, gpu: Gpu, gpus: int) -> Found:
-    if gpus < 1 or (gpus > gpu.per_host and gpus % gpu.per_host):
-        raise ConfigError(f"gpus: {gpus} is neither up to {gpu.per_host}, one {gpu.name} host, nor a multiple of it")
+    _check(gpu, gpus)
     reasons: Counter[str] = Counter()
     if unable := unsupported(run, gpu):
         return Found([], None, Counter(f"illegal: {line}" for line in unable))
@@ -110,6 +112,43 @@ def search(run: Run, facts: ModelFacts, gpu: Gpu, gpus: int) -> Found:
             closest = min(filter(None, (closest, one)), key=lambda one: one.over)
     fitting.sort(key=lambda one: (one.seconds, one.memory))
     return Found(fitting, closest, reasons)
+
+
+def fastest(run: Run, facts: ModelFacts, gpu: Gpu, gpus: int, below: float = inf) -> Candidate | None:
+    """The fastest layout that leaves room and takes less than `below` seconds a step; None where there is none."""
+    _check(gpu, gpus)
+    memo: dict[Any, Any] = {}
+    reasons: Counter[str] = Counter()
+    offloads, tried = _offloads(run, gpu), list[tuple[float, int, Run]]()
+    for layout in _layouts(run, facts, gpu, gpus, reasons) if not unsupported(run, gpu) else ():
+        bare = run.model_copy(update={"layout": layout})
+        for train in _trains(run, facts, layout, reasons):
+            one = bare.model_copy(update={"train": train})
+            if (seconds := least(one, facts, gpu, memo)) < below:
+                tried.append((seconds, len(tried), one))
+    best: Candidate | None = None
+    too_large: set[Layout] = set()
+    for seconds, _, one in sorted(tried, key=lambda found: found[:2]):
+        if seconds >= below:
+            break
+        if one.layout in too_large:
+            continue
+        if lasting(_offloaded(one, offloads[-1]), facts, gpu, memo) > gpu.memory:
+            too_large.add(one.layout)
+            continue
+        fitting, stage = _least(one, facts, gpu, offloads, memo)
+        found = _candidate(fitting, stage)
+        if found.over > 0 or found.tight:
+            continue
+        takes = step(fitting, facts, gpu, memo).seconds
+        if takes < below or (best and takes == below and found.memory < best.memory):
+            best, below = replace(found, seconds=takes), takes
+    return best
+
+
+def _check(gpu: Gpu, gpus: int) -> None:
+    if gpus < 1 or (gpus > gpu.per_host and gpus % gpu.per_host):
+        raise ConfigError(f"gpus: {gpus} is neither up to {gpu.per_host}, one {gpu.name} host, nor a multiple of it")
 
 
 def _least(
@@ -227,3 +266,19 @@ def _trains(run: Run, facts: ModelFacts, layout: Layout, reasons: Counter[str]) 
             reasons["illegal: with vpp the microbatches are a multiple of pp"] += 1
         else:
             yield run.train.model_copy(update={**choice, "micro_batch": micro_batch})
+
+
+def changes(before: Run, after: Run) -> str:
+    old, new = (run.model_dump(mode="json") for run in (before, after))
+    return " ".join(
+        f"{section}.{key}={_shown(value)}"
+        for section, keys in new.items()
+        if isinstance(keys, dict)
+        for key, value in keys.items()
+        if value != old[section][key]
+    )
+
+
+def _shown(value: object) -> str:
+    """A value as YAML, without a blank that a shell would cut at."""
+    return value if isinstance(value, str) else json.dumps(value, separators=(",", ":")).replace('"', "")

@@ -13,6 +13,7 @@ Collectives of a layer are not hidden behind computing (Megatron's defaults), bu
 Not covered: loading of data, validation, checkpoints, stragglers.
 """
 
+from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
@@ -100,6 +101,37 @@ def step(run: Run, facts: ModelFacts, gpu: Gpu, memo: dict[Any, Any]) -> Step:
         sent=sent,
         busiest=held[times.index(slowest)],
     )
+
+
+def least(run: Run, facts: ModelFacts, gpu: Gpu, memo: dict[Any, Any]) -> float:
+    """Seconds that a step of a legal layout takes at least: a hundredth of the work of `step`.
+
+    Its layers share the products evenly, move nothing, and their hosts start what there is to start.
+    """
+    layout, train = run.layout, run.train
+    if "floor" not in memo:
+        one = {"nodes": 1, "gpus_per_node": 1, "tp": 1, "cp": 1, "pp": 1, "ep": 1, "etp": 1, "sp": False, "vpp": None}
+        alone = run.model_copy(
+            update={"layout": layout.model_copy(update=one), "train": train.model_copy(update={"micro_batch": 1})}
+        )
+        memo["floor"] = {kind: _computing(alone, facts, gpu, kind) for kind in kinds(facts)}
+    key = ("starting", layout.tp, layout.cp, layout.ep, layout.etp)
+    if key not in memo:
+        memo[key] = {kind: rates.starting(run, facts, kind) for kind in kinds(facts)}
+    share, again, total = train.micro_batch / (layout.tp * layout.cp), 1 + (train.recompute == "full"), 0.0
+    for kind, count in Counter(facts.kinds).items():
+        (forward, backward), host = memo["floor"][kind], memo[key][kind]
+        total += count * (again * max(forward * share, host.forward) + max(backward * share, host.backward))
+    filling = (layout.pp - 1) / (layout.vpp or 1)
+    return total / layout.pp * (grid(layout, train).microbatches + filling)
+
+
+def _computing(run: Run, facts: ModelFacts, gpu: Gpu, kind: str) -> tuple[float, float]:
+    """Seconds of one layer's products, forward and backward, if each were as large as can be."""
+    found = [(one, rates.computing(run, gpu, one)) for one in work.products(run, facts, kind)]
+    scores = work.attention(run, facts) / (gpu.tflops[run.train.precision] * 1e12 * rates.ATTENTION)
+    forward = sum(seconds for _, seconds in found) + scores
+    return forward, sum(seconds * (1 + one.trained) for one, seconds in found) + rates.ATTENTION_BACKWARD * scores
 
 
 def timing(run: Run, facts: ModelFacts, gpu: Gpu) -> Timing:

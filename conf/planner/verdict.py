@@ -4,6 +4,7 @@
     facts_of(run) -> ModelFacts            from conf/models, by the model's Hub id, or from its folder's config.json
     config_of(run) -> config, place        the same, unread
     facts_in(config, place) -> ModelFacts  of a config.json from elsewhere
+    compared(plan) -> Plan                 beside the fastest layout of the same GPUs
     settle(run, facts, gpu) -> Run         with the layout that layout.auto asks for
 
 A layout is settled before it is planned. Of those that fit auto takes the fastest that leaves more room than a plan may
@@ -21,7 +22,7 @@ from typing import Any
 from conf.model_facts import MODELS, ModelFacts, facts_from_hf
 from conf.planner.hardware import GB, Gpu, unsupported
 from conf.planner.memory import StageMemory, memory
-from conf.planner.search import TIGHT, Found, search
+from conf.planner.search import TIGHT, Candidate, Found, fastest, search
 from conf.planner.serving import layout as served
 from conf.planner.serving.layout import Serving
 from conf.planner.stage_needs import StageNeed, stage_needs
@@ -33,6 +34,8 @@ from conf.schema.sections import Adapter
 from contract import json_object, regular_files
 from contract.faults import ConfigError, Fault
 
+LARGEST = 4096  # GPUs for which a plan looks for faster layouts: they take a second
+NOTEWORTHY = 1.02  # times faster: less is no better layout
 WITH_LORA = "adapter.kind=lora adapter.experts=shared"
 HINT = "a folder with the model's config.json works as well, as model.source or paths.model"
 
@@ -57,6 +60,8 @@ class Plan:
     steps: int | None = None  # of the training; None where they follow from data that are not known
     assumed: str = ""  # of such data
     serving: Serving | None = None  # the layout of the evaluation, on GPUs that can serve the model
+    faster: Candidate | None = None  # the fastest layout with room, where that takes less time than this one
+    compared: bool = False  # whether a faster one was looked for
     unserved: str = ""  # why vLLM cannot serve the model, or not on hosts of the run
 
     @property
@@ -95,6 +100,15 @@ def plan(run: Run, facts: ModelFacts, gpu: Gpu) -> Plan:
     return legal if legal.fits else replace(legal, **_instead(run, facts, gpu))
 
 
+def compared(planned: Plan) -> Plan:
+    """Look for a faster layout of the same GPUs, which leaves room. The largest runs are not compared."""
+    if not planned.fits or planned.time is None or planned.run.world > LARGEST:
+        return planned
+    run, gpu = planned.run, settled_on(planned.run, planned.gpu)
+    found = fastest(run, planned.facts, gpu, run.world, below=planned.time.likely / NOTEWORTHY)
+    return replace(planned, faster=found, compared=True)
+
+
 def _evaluation(run: Run, facts: ModelFacts, gpu: Gpu) -> dict[str, Any]:
     """Layout of the evaluation, if one is asked for, and why it does not fit."""
     if not run.evaluate.tasks:
@@ -112,6 +126,8 @@ def settle(run: Run, facts: ModelFacts, gpu: Gpu) -> Run:
     """
     if not run.layout.auto:
         return _with_evaluation(run, facts, gpu)
+    if best := fastest(run, facts, settled_on(run, gpu), run.world):
+        return _with_evaluation(best.applied(run), facts, gpu)
     found = search(run, facts, settled_on(run, gpu), run.world)
     if not found.fitting:
         lacks = f"; closest is {found.closest.verdict}" if found.closest else ""

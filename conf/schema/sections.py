@@ -236,11 +236,12 @@ class Hardware(Section):
 
     gpu: Annotated[Place | None, NOWHERE] = Field(
         default=None,
-        description="a100, h100, h200, b200, gb200, cpu, or a .yaml of your own (conf/planner/hardware.py); null = the "
-        "one that the run's name holds, else cpu for tiny://KIND and h100 for any other model",
+        description="a100, h100, h200, b200, gb200, l4, a10, rtx4090, a6000, l40s, cpu, or a .yaml of your own "
+        "(conf/planner/hardware.py); null = the one that the run's name holds, else cpu for tiny://KIND and h100 for "
+        "any other model",
     )
     price: Annotated[float | None, NOWHERE] = Field(
-        default=None, ge=0, description="USD per GPU and hour; null = the .yaml's, if any"
+        default=None, ge=0, description="USD per GPU and hour; null = the .yaml's, or about what renting one costs"
     )
     gate: Annotated[Literal["stop", "warn"], NOWHERE] = Field(
         default="stop", description="what a flow does whose plan does not fit; stop = before anything is downloaded"

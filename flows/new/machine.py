@@ -89,10 +89,9 @@ def _described(count: int, row: str) -> Machine:
     """The machine of so many GPUs, by a row of nvidia-smi: `NVIDIA H100 80GB HBM3, 81559`."""
     name, _, memory = (part.strip() for part in row.rpartition(","))
     size = int(memory) * 2**20 if memory.isdigit() else 0
-    words = re.split(r"[^a-z0-9]+", name.lower())
-    for kind, gpu in sorted(GPUS.items(), key=lambda pair: -pair[1].memory):
-        if kind in words and SAME * gpu.memory <= size <= gpu.memory / SAME:
-            return Machine(kind, gpu, 1, min(count, gpu.per_host), f"what this host has: {name}")
+    gpu = hardware.by_device(name)
+    if gpu and SAME * gpu.memory <= size <= gpu.memory / SAME:
+        return Machine(gpu.name, gpu, 1, min(count, gpu.per_host), f"what this host has: {name}")
     known = ", ".join(GPUS)
     raise Fault(
         f"--gpus: this host has {count} {name or 'GPUs'} of {size / GIB:.0f} GiB, of which no data sheet is known here "

@@ -83,12 +83,6 @@ def test_layers_that_are_dense_by_their_number_are_cut_off():
         trial.cut(config, 0)
 
 
-def test_gpus_go_by_their_driver_s_name():
-    names = {"NVIDIA H200": "h200", "NVIDIA GB200": "gb200", "NVIDIA A100-SXM4-80GB": "a100"}
-    assert {name: trial.known_gpu(name) for name in names} == {name: GPUS[gpu] for name, gpu in names.items()}
-    assert trial.known_gpu("cpu") is None
-
-
 def test_running_out_of_memory_is_an_answer():
     run = load("tiny")
     facts = facts_from_hf(config_of(run))

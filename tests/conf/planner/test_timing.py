@@ -12,7 +12,8 @@ from conf.planner.timing import timing
 from conf.planner.traffic import gathered
 
 H200 = GPUS["h200"]
-ALONE = {f"layout.{key}": 1 for key in ("nodes", "gpus_per_node", "tp", "ep", "etp")} | {"layout.sp": "false"}
+ALONE = {f"layout.{key}": 1 for key in ("nodes", "gpus_per_node", "tp", "pp", "ep", "etp")}
+ALONE |= {"layout.sp": "false", "layout.vpp": "null"}
 FULL = {"adapter.kind": "none", "train.recompute": "none", "model.mtp": "false"}
 
 
@@ -98,7 +99,7 @@ def test_faster_gpus_take_less():
 def test_range_hours_and_cost():
     facts, made = known("gpt2-large"), alone(train__steps=3600, data__seq_length=1024)
     found = timing(made, facts, H200)
-    assert found.low < found.likely < found.high and found.cost is None
+    assert found.low < found.likely < found.high and found.cost == pytest.approx(3.5 * found.hours)
     assert found.hours == pytest.approx(found.likely)
     assert timing(made, facts, priced(H200, 4.0)).cost == pytest.approx(4 * found.hours)
     short = alone(train__steps=3600, train__stop_after=36, data__seq_length=1024)

@@ -60,13 +60,16 @@ def test_own_gpus_from_a_file(tmp_path):
         ("NVIDIA H200, 143771", "h200"),
         ("NVIDIA A100-SXM4-80GB, 81920", "a100"),
         ("NVIDIA B200, 183359", "b200"),
+        ("NVIDIA GeForce RTX 4090, 24564", "rtx4090"),
+        ("NVIDIA L4, 23034", "l4"),
+        ("NVIDIA L40S, 46068", "l40s"),
     ],
 )
 def test_gpus_of_a_host_by_what_nvidia_smi_says(row, kind):
     assert machine._described(8, row).kind == kind
 
 
-@pytest.mark.parametrize("row", ["NVIDIA A100-SXM4-40GB, 40960", "NVIDIA GeForce RTX 4090, 24564", ""])
+@pytest.mark.parametrize("row", ["NVIDIA A100-SXM4-40GB, 40960", "NVIDIA GeForce RTX 3090, 24576", ""])
 def test_gpus_without_a_data_sheet_are_refused_with_what_to_write(row):
     with pytest.raises(Fault, match=r"--gpus 2xmy-gpu.yaml takes a file"):
         machine._described(2, row)
