@@ -103,12 +103,14 @@ def test_a_damaged_config_json(folder, text):
 
 
 def test_what_does_not_fit_is_refused_in_a_line_that_mends_it(folder):
-    refused = plan.refusal(plan.settle(of(folder, "layout.etp=1")))
+    one_stage = ["layout.pp=1", "layout.vpp=null"]
+    refused = plan.refusal(plan.settle(of(folder, *one_stage)))
     assert refused.startswith("plan: legal, and lacks 3") and "\n" not in refused
     assert refused.endswith("; hardware.gate=warn goes on all the same")
     better = refused.partition("On 32 h100 fits: ")[2].partition(", or ")[0].split()
-    assert plan.settle(of(folder, "layout.etp=1", *[key for key in better if key != "layout.etp=1"])).fits
-    assert plan.refusal(plan.settle(of(folder, "layout.etp=1", "hardware.gate=warn"))) == ""
+    changed = [key.partition("=")[0] for key in better]
+    assert plan.settle(of(folder, *[key for key in one_stage if key.partition("=")[0] not in changed], *better)).fits
+    assert plan.refusal(plan.settle(of(folder, *one_stage, "hardware.gate=warn"))) == ""
 
 
 def test_a_model_that_vllm_cannot_serve_is_refused_where_it_would_be_evaluated(folder):
@@ -142,7 +144,7 @@ def test_no_gate_lets_an_evaluation_pass_that_the_gpu_cannot_do(folder, gpu_buil
 
 
 def test_no_gate_lets_an_illegal_layout_pass(folder):
-    keys = ["layout.pp=32", "layout.tp=1", "layout.sp=false", "layout.ep=1", "layout.etp=1", "hardware.gate=warn"]
+    keys = ["layout.pp=32", "layout.vpp=null", "layout.tp=1", "layout.sp=false", "layout.ep=1", "hardware.gate=warn"]
     refused = plan.refusal(plan.settle(of(folder, *keys)))
     assert refused.startswith("plan: layout.pp: 32 ranks do not share 92 layers evenly")
     assert "hardware.gate" not in refused and "\n" not in refused
@@ -223,7 +225,8 @@ def test_its_figure(overrides):
 
 
 def test_its_page_says_what_the_terminal_says():
-    planned = plan.settle(load("glm47-b200", ["model.source=tiny://glm4-moe", "layout.pp=2", "hardware.price=2"]))
+    keys = ["model.source=tiny://glm4-moe", "layout.pp=2", "train.global_batch=16", "hardware.price=2"]
+    planned = plan.settle(load("glm47-b200", keys))
     page = plan.page(planned)
     assert "legal and fits" in page and "| cost | " in page
     assert all(line in page for line in (*picture.lines(planned), *display.lines(planned)))
