@@ -99,7 +99,7 @@ def test_faster_gpus_take_less():
 def test_range_hours_and_cost():
     facts, made = known("gpt2-large"), alone(train__steps=3600, data__seq_length=1024)
     found = timing(made, facts, H200)
-    assert found.low < found.likely < found.high and found.cost == pytest.approx(3.5 * found.hours)
+    assert found.hours and found.low < found.likely < found.high and found.cost == pytest.approx(3.5 * found.hours)
     assert found.hours == pytest.approx(found.likely)
     assert timing(made, facts, priced(H200, 4.0)).cost == pytest.approx(4 * found.hours)
     short = alone(train__steps=3600, train__stop_after=36, data__seq_length=1024)
