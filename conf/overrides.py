@@ -6,6 +6,7 @@ Changes has the sections and keys of conf/schema/run.py, all of them optional; n
 # pyright: reportArgumentType=false
 
 import json
+import re
 from collections.abc import Iterable
 from typing import Any, Literal
 
@@ -19,11 +20,35 @@ Name = Literal[*sorted(file.stem for file in FOLDER.glob("*.yaml"))]  # type: ig
 CLOSED = ConfigDict(extra="forbid", allow_inf_nan=False)
 
 
+def plain(schema: dict[str, Any]) -> None:
+    """Leave null out of what a form offers for a key: what is not set is left out.
+
+    A number then is one field, and a wrong one is refused with the limit that it breaks. As one of several alternatives
+    it would be "not valid under any of the given schemas".
+    """
+    schema.pop("default", None)
+    kinds = [kind for kind in schema.pop("anyOf", ()) if kind != {"type": "null"}]
+    if len(kinds) == 1:
+        schema |= kinds[0]
+    elif kinds:
+        schema["anyOf"] = kinds
+    if "description" in schema:
+        schema["description"] = marked(schema["description"])
+
+
+def marked(text: str) -> str:
+    """A description as Markdown, in which forms show it: a star or an underscore stays one."""
+    return re.sub(r"([\\`*_{}\[\]<>#|~])", r"\\\1", text)
+
+
 def _optional(kind: type[BaseModel]) -> type[BaseModel]:
     fields: dict[str, Any] = {}
     for key, field in kind.model_fields.items():
         annotation = field.rebuild_annotation()
-        fields[key] = (annotation | None, Field(default=None, description=field.description))
+        fields[key] = (
+            annotation | None,
+            Field(None, title=key, description=field.description, json_schema_extra=plain),
+        )
     return create_model(kind.__name__, __doc__=kind.__doc__, __config__=CLOSED, **fields)
 
 
@@ -34,7 +59,10 @@ Changes = create_model(  # pyright: ignore[reportCallIssue]
     __doc__="Keys that differ from the named configuration.",
     __config__=CLOSED,
     **{
-        name: (kind | None, Field(default=None, description=(kind.__doc__ or "").partition("\n")[0]))
+        name: (
+            kind | None,
+            Field(None, title=name, description=(kind.__doc__ or "").partition("\n")[0], json_schema_extra=plain),
+        )
         for name, kind in CHANGEABLE.items()
     },
 )

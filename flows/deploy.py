@@ -22,13 +22,14 @@ from pathlib import Path
 import httpx
 import yaml
 from prefect.client.orchestration import SyncPrefectClient, get_client
-from prefect.client.schemas.actions import VariableCreate, VariableUpdate
+from prefect.client.schemas.actions import DeploymentUpdate, VariableCreate, VariableUpdate
 from prefect.client.schemas.responses import DeploymentResponse
 from prefect.exceptions import ObjectNotFound, PrefectException
 from prefect.settings import get_current_settings
 
+from conf.load import load
 from contract import closed_pipe
-from flows import automations
+from flows import automations, form
 
 ROOT = Path(__file__).resolve().parent.parent
 FILE = ROOT / "prefect.yaml"
@@ -88,7 +89,16 @@ def deploy(client: SyncPrefectClient, wanted: dict) -> int:
         now = {field: digest(value) for field, value in editable(there[name]).items()}
         deployed[name] = now | {field: deployed.get(name, UNEDITED)[field] for field in fields}
     write_deployed(client, deployed)
+    for found in there.values():
+        show_values(client, found)
     return 0
+
+
+def show_values(client: SyncPrefectClient, there: DeploymentResponse) -> None:
+    """Put the values of its configuration into the form of a deployment."""
+    if (name := there.parameters.get("conf")) and there.parameter_openapi_schema:
+        schema = form.with_values(there.parameter_openapi_schema, load(name))
+        client.update_deployment(there.id, DeploymentUpdate(parameter_openapi_schema=schema))
 
 
 def find(client: SyncPrefectClient, name: str) -> DeploymentResponse | None:

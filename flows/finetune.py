@@ -48,7 +48,7 @@ def name_of_run() -> str:
 @flow(name="finetune", flow_run_name=name_of_run, persist_result=False)
 def finetune(
     conf: Name = "tiny",  # pyright: ignore[reportInvalidTypeForm]: a choice that depends on what lies in conf/
-    changes: Changes | None = None,  # pyright: ignore[reportInvalidTypeForm]
+    changes: Changes = {},  # noqa: B006  # pyright: ignore[reportInvalidTypeForm, reportArgumentType]
     from_stage: Stage | None = None,  # pyright: ignore[reportInvalidTypeForm]
     until_stage: Stage | None = None,  # pyright: ignore[reportInvalidTypeForm]
     first: Stage | None = None,  # pyright: ignore[reportInvalidTypeForm]

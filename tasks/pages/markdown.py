@@ -1,6 +1,7 @@
 """Pieces of Markdown for Prefect's pages. Texts from data or a model are escaped, so that they change nothing."""
 
 import re
+import textwrap
 from collections.abc import Iterable, Sequence
 
 SHOWN = 60  # characters of a cell
@@ -16,6 +17,12 @@ def code(text: str, most: int = SHOWN) -> str:
 def words(text: str) -> str:
     """Text as plain words in one line."""
     return re.sub(r"([\\`*_{}\[\]<>#|~$!&])", r"\\\1", " ".join(clean(text).split()))
+
+
+def fitted(text: str, width: int, lines: int = 4) -> str:
+    """Text as plain words in some lines of a cell, cut to fit: Prefect's tables wrap nothing and hide what is wider."""
+    found = textwrap.wrap(" ".join(clean(text).split()), width, max_lines=lines, placeholder=" \N{HORIZONTAL ELLIPSIS}")
+    return "<br>".join(map(words, found))
 
 
 def fenced(text: str) -> str:

@@ -1,15 +1,23 @@
-"""A flow run in MLflow: one run of MLflow's for the whole, and one for each stage that is made or found."""
+"""A flow run in MLflow: one run for the whole, and one for the training if it is made.
+
+Prefect and MLflow link both ways. A flow run that finds everything made adds none.
+"""
 
 import time
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
+
+from prefect.utilities.urls import url_for
 
 from conf.schema.run import Run
 from tasks import tracking
 from tasks.run.artifact import Artifact, Stage
 from tasks.run.outcomes import Outcomes
 from tasks.store import Store
+from tasks.tracking import mlflow_pages
 from tasks.tracking.address import resolve
+from tasks.tracking.mlflow_pages import Pages
 
 LINK_WITHIN = 5.0  # seconds that the report waits for MLflow's address of the run
 TOLD_WITHIN = 15.0  # seconds that the end of a run waits for a slow tracking server
@@ -19,33 +27,39 @@ class RunTracking:
     """Tracking of one flow run. It writes to a journal until the first stage is made: ship()."""
 
     def __init__(self, run: Run, name: str, id: str, stages: dict[str, Stage], store: Store, folder: Path):
-        self.name, self.uri, self._store = name, resolve(None, folder), store
-        tags = {"finetune.flow_run": id, "finetune.store": store.uri}
+        self.name, self.uri, self._store, self._run = name, resolve(None, folder), store, run
+        self.training = stages["train"].fingerprint
+        self.prefect = url_for("flow-run", obj_id=id) or ""
+        tags = {"finetune.flow_run": id, "finetune.store": store.uri, "finetune.conf": run.name}
         tags |= {f"finetune.{name}": stage.fingerprint for name, stage in stages.items()}
+        tags |= self._note("A run of the flow")
         self._whole = tracking.start(folder, None, run.track.experiment, id, name, tags, _flat(run), run.track.wandb)
         self._stages: dict[str, tracking.Stage] = {}
 
     def stage(self, name: str, asked: Stage) -> tracking.Stage:
-        """The stage's run in MLflow. Training is one run however often it is continued."""
+        """The stage's part of the tracking. Training has a run of its own, however often it is continued."""
         if name not in self._stages:
-            id = f"train-{asked.fingerprint}" if name == "train" else None
-            tags = {"finetune.stage": name, "finetune.fingerprint": asked.fingerprint}
-            tags |= {f"finetune.input.{key}": value for key, value in asked.inputs.items()}
-            self._stages[name] = self._whole.stage(f"{name} {self.name}", id, tags, _flat(asked.config))
+            if name == "train":
+                tags = {"finetune.fingerprint": asked.fingerprint, "finetune.stage": name}
+                tags |= {f"finetune.input.{key}": value for key, value in asked.inputs.items()}
+                tags |= {"finetune.conf": self._run.name} | self._note("The training")
+                own = self._whole.stage(f"{name} {self.name}", f"train-{asked.fingerprint}", tags, _flat(asked.config))
+            else:
+                own = self._whole.part(name)
+                own.tags({"begun": f"{datetime.now(UTC):%Y-%m-%d %H:%M:%S} UTC"})
+            self._stages[name] = own
         return self._stages[name]
 
     def made(self, name: str, asked: Stage, made: Artifact) -> None:
         """Log what a stage has made or found, and end its run."""
-        link = self._store.link(f"{made.key}/files")
-        if made.cached and name == "train":  # whoever made it has told all of it; this run only points there
-            tags = {"finetune.stage": name, "finetune.made_by": made.made["flow"]}
-            tracked = self._whole.stage(f"{name} {self.name}", None, tags)
-            tracked.tags({"finetune.cached": "true", "finetune.artifact": link})
-        else:
-            tracked = self.stage(name, asked)
-            tags = {"finetune.artifact": link, "finetune.digest": made.digest}
-            tracked.tags(tags | {"finetune.cached": str(made.cached).lower()})
-        tracked.metrics({key: value for key, value in made.result.items() if isinstance(value, int | float)})
+        tags = {"finetune.artifact": self._store.link(f"{made.key}/files"), "finetune.digest": made.digest}
+        if made.cached:
+            self._whole.tags({f"finetune.{name}.made_by": made.made["flow"]})
+            return
+        tracked = self.stage(name, asked)
+        tracked.tags(tags)
+        if name != "train":  # whose results are the last of its curves
+            tracked.metrics({key: value for key, value in made.result.items() if isinstance(value, int | float)})
         tracked.metrics({"seconds": made.made["seconds"], "gigabytes": made.size / 1e9})
         tracked.end("FINISHED")
 
@@ -53,19 +67,28 @@ class RunTracking:
         """Send what was written, and all that follows."""
         self._whole.ship()
 
-    def mlflow_run(self, name: str) -> str | None:
-        """MLflow's id of the stage's run, once MLflow has it."""
-        tracked = self._stages.get(name)
-        return self._whole.run_id(tracked.run) if tracked else None
+    def training_run(self) -> str | None:
+        """MLflow's id of the run that trained, once MLflow has it: this flow's, or that of the flow that made it."""
+        if tracked := self._stages.get("train"):
+            return self._whole.run_id(tracked.run)
+        pages = self.pages()
+        return pages.trainings.get(self.training) if pages else None
 
-    def link(self) -> str:
-        """MLflow's page of this run; empty where no server shows one, or none has answered yet."""
-        if not (self.uri.startswith("http") and self._whole.shipping):
-            return ""
+    def pages(self) -> Pages | None:
+        """MLflow's pages, where a server shows them."""
+        return mlflow_pages.find(self.uri, self._run.track.experiment, self._run.name)
+
+    def own_run(self) -> str | None:
+        """MLflow's id of this flow run; None where everything was made, no server is there, or none answers in time."""
         until = time.monotonic() + LINK_WITHIN
-        while not (link := self._whole.links().get("flow")) and time.monotonic() < until:
+        while self._whole.shipping and not self._whole.run_id() and time.monotonic() < until:
             time.sleep(0.05)
-        return link or ""
+        return self._whole.run_id()
+
+    def _note(self, what: str) -> dict[str, str]:
+        """What MLflow shows above a run."""
+        where = f"[{self.name}]({self.prefect})" if self.prefect else self.name
+        return {"mlflow.note.content": f"{what} {where} of `{self._run.name}`, in Prefect."}
 
     def tell(self, values: dict[str, float]) -> None:
         """Log metrics of the run as a whole."""
@@ -89,6 +112,9 @@ class RunTracking:
             else:
                 tracked.end("KILLED", reason)
         self._whole.end(status, reason)
+        if status == "FINISHED" and not self._whole.shipping:
+            self._whole.drop()
+            return
         if line := self._whole.close(0.0 if killed else TOLD_WITHIN, hand_over=killed):
             print(line)
 

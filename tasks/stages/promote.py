@@ -5,15 +5,14 @@ was exported, and its tags name the base in the store. A champion is measured by
 tag. Without a champion, the base model is the one to beat.
 """
 
-import base64
 import contextlib
 import json
-import os
 import re
 import sqlite3
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
+from urllib.parse import unquote, urlsplit
 
 import httpx
 from prefect import State, task
@@ -21,13 +20,16 @@ from prefect import State, task
 from conf.schema import identity
 from conf.schema.run import Run
 from contract.faults import Fault
+from tasks.pages.markdown import code, words
 from tasks.run import artifact
 from tasks.run.artifact import Artifact, Missing, Stage, Work, canonical
 from tasks.run.run_tracking import RunTracking
 from tasks.run.stage_run import OPTIONS, StageRun
 from tasks.tracking.address import public
+from tasks.tracking.mlflow_pages import authorization
 
 VERSION = 1
+LONG = 400  # characters of a path
 
 
 @dataclass(frozen=True)
@@ -76,6 +78,8 @@ def promote(
             reason += f"; {rival.name} was asked other questions"
         tags = {settings.metric: repr(value), "reason": reason, "finetune.questions": questions}
         version = _register(client, settings.model, tracking, tuned, tags)
+        told = description(stage_run.run, tuned, version, reason, tracking)
+        client.update_model_version(settings.model, version, told)
         client.set_registered_model_alias(settings.model, "challenger", version)
         if wins:
             client.set_registered_model_alias(settings.model, "champion", version)
@@ -89,6 +93,24 @@ def promote(
         return decision | {"uri": tuned.result["uri"]}
 
     return stage_run.get_or_make(make, valid=lambda made: _is_registered(tracking.uri, made, tuned))
+
+
+def description(run: Run, tuned: Artifact, version: str, reason: str, tracking: RunTracking) -> str:
+    """The version in Markdown: why it is what it is, where it lies, what it was made of, and how to serve it."""
+    whose = f"[{tracking.name}]({tracking.prefect})" if tracking.prefect else tracking.name
+    sources = ", ".join(str(part.source) for part in run.data.mixture or (run.data,))
+    trained = "every weight" if run.adapter.kind == "none" else f"{run.adapter.kind} of rank {run.adapter.rank}"
+    lines = (
+        f"{words(reason)}.",
+        f"Made of {code(run.model.source, LONG)} with {code(sources, LONG)}, {trained}, by Prefect's run {whose}.",
+        f"Path: {code(_path(tuned.result['uri']), LONG)}",
+        f"To serve it: {code(f'python -m flows.serve {run.promote.model}@{version}', LONG)}",
+    )
+    return "\n\n".join(lines)
+
+
+def _path(uri: str) -> str:
+    return unquote(urlsplit(uri).path) if uri.startswith("file:") else uri
 
 
 def _needed(tuned: Artifact, released: Artifact | None) -> dict[str, Stage]:
@@ -149,7 +171,7 @@ def _register(client, name: str, tracking: RunTracking, tuned: Artifact, tags: d
             for key, value in tags.items():
                 client.set_model_version_tag(name, version.version, key, value)
             return version.version
-    uri, run_id = tuned.result["uri"], tracking.mlflow_run("train")
+    uri, run_id = tuned.result["uri"], tracking.training_run()
     if tracking.uri.startswith("http"):  # a server takes no file:// but of its own; the tag has the true URI
         uri = re.sub("^file:", "folder:", uri)
     return client.create_model_version(name, uri, run_id=run_id, tags=tags).version
@@ -182,7 +204,7 @@ def _is_registered(uri: str, made: Artifact, tuned: Artifact) -> bool:
             return False
     asked = {"name": name, "version": version}
     try:
-        answer = httpx.get(f"{uri}/api/2.0/mlflow/model-versions/get", params=asked, headers=_authorization())
+        answer = httpx.get(f"{uri}/api/2.0/mlflow/model-versions/get", params=asked, headers=authorization())
     except httpx.HTTPError as error:
         raise Fault(f"MLflow's registry at {public(uri)} does not answer ({type(error).__name__})") from None
     if answer.status_code == 404:
@@ -206,13 +228,3 @@ def _is_in_file(database: Path, name: str, version: str, tuned: Artifact) -> boo
         except sqlite3.OperationalError:  # not a registry yet
             return False
     return found is not None and _is(there, tuned)
-
-
-def _authorization() -> dict[str, str]:
-    """Headers with credentials, as MLflow's own client takes them from the environment."""
-    if token := os.environ.get("MLFLOW_TRACKING_TOKEN"):
-        return {"Authorization": f"Bearer {token}"}
-    if name := os.environ.get("MLFLOW_TRACKING_USERNAME"):
-        pair = f"{name}:{os.environ.get('MLFLOW_TRACKING_PASSWORD', '')}"
-        return {"Authorization": "Basic " + base64.b64encode(pair.encode()).decode()}
-    return {}

@@ -88,8 +88,8 @@ def train(stage_run: StageRun, model: Artifact, base: Artifact, data: Artifact) 
         finally:
             tracked.unfollow()
         lines = plots.read(metrics)
-        if image := plots.figure("loss", lines):
-            (output / "loss.png").write_bytes(image)
+        if image := plots.training(lines):
+            (output / "training.png").write_bytes(image)
         return _summary(lines)
 
     return stage_run.get_or_make(make)

@@ -1,9 +1,10 @@
-"""Tracking in MLflow: a parent run per flow run and a nested run per stage. The flow never waits for it.
+"""Tracking in MLflow: one run for a flow run, and one for its training. The flow never waits for it.
 
     t = tracking.start(runs, uri, "glm47", flow_run_id, "brisk-otter", tags={...}, params={...})
     t.ship()                                        # from now on, in threads
-    train = t.stage("train", id=f"train-{fingerprint[:12]}", params={...})
+    train = t.stage("train", id=f"train-{fingerprint[:12]}", params={...})      # a run of its own
     train.follow(folder / "metrics.jsonl")
+    t.part("evaluate-base").metrics({"seconds": 7})  # in the flow's run, as stages/evaluate-base/seconds
     ...                                             # minutes or weeks
     train.end("FINISHED")
     t.end("FINISHED")
@@ -14,8 +15,9 @@
 Each call writes to a journal on the disk (journal.py) and returns; threads carry it to MLflow (shipping.py,
 mlflow_sink.py) and, where a project is set, the followed metrics to Weights & Biases. A stage with an id of its own,
 such as one made of its fingerprint, is one MLflow run across flow runs until it has finished: a flow that starts again
-after a crash continues it, and each step's metrics stand there once. Without one it belongs to this flow run. Not
-covered: large files. What a stage makes is named by its URI; files given here are copied.
+after a crash continues it, and each step's metrics stand there once. Without one it belongs to this flow run. The runs
+stand side by side, as MLflow draws no curve of a run that is nested in another. A flow that found everything made tells
+nothing. Not covered: large files. What a stage makes is named by its URI; files given here are copied.
 """
 
 # pyright: reportAttributeAccessIssue=false, reportOptionalMemberAccess=false
@@ -170,8 +172,38 @@ class Stage:
         self._journal.append({**self._names, **event})
 
 
+class Part(Stage):
+    """A stage's part of the flow's own run: its name stands before the names of what it logs."""
+
+    def __init__(self, whole: "Tracking", own: Journal, name: str):
+        super().__init__(own, whole.run, [])
+        self._whole, self.name = whole, name
+
+    def metrics(self, values: dict, step: int | None = None) -> None:
+        super().metrics({f"stages/{self.name}/{key}": value for key, value in values.items()}, step)
+
+    def tags(self, values: dict) -> None:
+        super().tags({f"finetune.{self.name}.{key.removeprefix('finetune.')}": value for key, value in values.items()})
+
+    def file(self, content: bytes | Path, name: str) -> None:
+        super().file(content, f"{self.name}/{name}")
+
+    def drawn(self, content: bytes | Path, name: str, of: str) -> None:
+        super().drawn(content, f"{self.name}/{name}", of)
+
+    def table(self, rows: list[dict], name: str) -> None:
+        self._whole.table(rows, f"{self.name}/{name}")
+
+    def end(self, status: str = "FINISHED", reason: str = "") -> None:
+        """Note how the stage ended. The flow's run goes on."""
+        assert status in STATUSES, status
+        if not self._ended:
+            self._ended = True
+            self.tags({"state": status} | ({"reason": reason} if reason else {}))
+
+
 class Tracking(Stage):
-    """The parent run, and the threads that carry all events."""
+    """The flow's own run, and the threads that carry all events."""
 
     def __init__(self, own: Journal, address: str, flow: str, root: Path):
         super().__init__(own, "flow", [])
@@ -191,18 +223,14 @@ class Tracking(Stage):
         self._stages.append(stage)
         return stage
 
+    def part(self, name: str) -> Part:
+        """The part of a stage that has no run of its own."""
+        return Part(self, self._journal, name)
+
     def run_id(self, id: str = "flow") -> str | None:
         """MLflow's id of a run, by the id or the name of its stage; None as long as MLflow has not been told."""
         runs = self._shippers[0].runs
         return runs.get(id) or runs.get(f"{self._flow}.{id}")
-
-    def links(self) -> dict[str, str]:
-        """URLs of MLflow's pages of the runs that it has, by the ids of their stages; empty without a server."""
-        sink = self._shippers[0].sink
-        if sink is None or not self._address.startswith("http"):
-            return {}
-        page = f"{public(self._address)}/#/experiments/{sink.experiment}/runs"
-        return {id: f"{page}/{run}" for id, run in dict(self._shippers[0].runs).items()}
 
     def ship(self) -> None:
         """Begin to ship while the flow runs, as it has something to report that somebody may watch."""
@@ -214,9 +242,9 @@ class Tracking(Stage):
     def close(self, timeout: float = 10.0, hand_over: bool = False) -> str | None:
         """Wait at most that long for the rest to be shipped. Returns one line if some of it has to wait on the disk.
 
-        A flow that found everything made has not begun to ship, and is over in less time than MLflow's import takes. A
-        process of its own ships then, which nobody waits for. `hand_over` starts such a process too, for a flow that is
-        killed and has no time left.
+        A flow that has not begun to ship is over in less time than MLflow's import takes. A process of its own ships
+        then, which nobody waits for. `hand_over` starts such a process too, for a flow that is killed and has no time
+        left.
         """
         if not self.shipping:
             self._journal.release()
@@ -237,6 +265,12 @@ class Tracking(Stage):
         where = public(self._address) if late[0].service == "mlflow" else "Weights & Biases"
         place = self._journal.folder
         return f"tracking: {waiting} events for {where} wait in {place} ({reason}); the next flow ships them"
+
+    def drop(self) -> None:
+        """Tell nothing of a flow that found everything made. What killed flows left behind is shipped all the same."""
+        self._journal.release(drop=True)
+        if journal.others(self._journal.folder.parent):
+            self._hand_over()
 
     def _hand_over(self, *options: str) -> None:
         command = [sys.executable, "-m", "tasks.tracking", str(self._runs), "--timeout", str(HANDED_OVER), *options]
@@ -267,8 +301,8 @@ class Tracking(Stage):
                 now = time.monotonic()
                 if now - sampled >= (SAMPLE if now - started < 3600 else 6 * SAMPLE):
                     sampled = now
-                    values = machine.sample() if self._stages else {}
-                    for stage in [*self._stages]:
+                    values = machine.sample()
+                    for stage in [self, *self._stages]:
                         stage.sample(values)
             except Exception as error:  # a file system or a driver that fails now and then
                 log.warning("tracking: %s: %s", type(error).__name__, clean(str(error)))

@@ -114,11 +114,11 @@ class Journal:
         if last:
             self.release()
 
-    def release(self) -> None:
-        """Close the journal, and remove it if nothing waits in it."""
+    def release(self, drop: bool = False) -> None:
+        """Close the journal, and remove it if nothing waits in it, or if what waits is not worth telling: `drop`."""
         with self._mutex:
             self._closed = True
-            if all(self.cursor(sink)["offset"] >= self.size for sink in self.meta["sinks"]):
+            if drop or all(self.cursor(sink)["offset"] >= self.size for sink in self.meta["sinks"]):
                 shutil.rmtree(self.folder, ignore_errors=True)
             os.close(self._events)
             os.close(self._lock)
@@ -137,6 +137,11 @@ def create(root: Path, id: str, meta: dict) -> Journal:
     fcntl.flock(lock, fcntl.LOCK_EX)
     (folder / "meta.json").write_text(json.dumps({"attempt": name, "created": time.time(), **meta}))
     return Journal(folder.rename(root / name), lock)
+
+
+def others(root: Path) -> bool:
+    """Whether any journals are left, of processes that live or are dead."""
+    return any(root.glob("[!.]*/"))
 
 
 def dead(root: Path) -> Iterator[Journal]:

@@ -1,9 +1,9 @@
 """Sink that sends the events of a journal to MLflow. Repeating an event has the same effect as sending it once.
 
 A run is looked up by its tag finetune.id before it is made. A run that has the id and did not finish is continued: it
-runs again, below its new parent, and its old parent is marked KILLED if it still claims to run. Metrics of a followed
-file have one value per step: steps of a key up to the highest that MLflow has are not sent again. The other metrics
-keep the time of the event, which makes a repetition the same row.
+runs again, as one of its new flow's (finetune.parent), and its old flow's is marked KILLED if it still claims to run.
+Metrics of a followed file have one value per step: steps of a key up to the highest that MLflow has are not sent again.
+The other metrics keep the time of the event, which makes a repetition the same row.
 
 Only the shipping thread imports this module: mlflow takes 1.3 s to import, and a new sqlite database seconds of
 migrations.
@@ -92,14 +92,14 @@ class MlflowSink:
         tags = dict(event["tags"]) | {"finetune.id": event["id"], "finetune.attempt": attempt}
         tags["finetune.flow"] = event["flow"]
         if event["parent"]:
-            tags["mlflow.parentRunId"] = runs[event["parent"]]
+            tags["finetune.parent"] = runs[event["parent"]]
         found = self._find(event, attempt)
         if found is None:
             run = self.client.create_run(self.experiment, event["time"], tags, event["name"])
             self.known[run.info.run_id] = Known(event["time"])
         else:
-            run, old = found, found.data.tags.get("mlflow.parentRunId")
-            if old and old != tags.get("mlflow.parentRunId"):
+            run, old = found, found.data.tags.get("finetune.parent")
+            if old and old != tags.get("finetune.parent"):
                 tags["finetune.resumed_from"] = old
                 self._kill(old, event["time"])
             self.client.log_batch(run.info.run_id, tags=[RunTag(*tag) for tag in tags.items()])
@@ -303,6 +303,10 @@ def _make_database(path: Path) -> None:
     begun.rename(path)
 
 
+# MLflow's pages of an experiment are of one kind or another. By themselves they would be those of applications.
+KIND = ("mlflow.experimentKind", "custom_model_development")
+
+
 def _experiment(client: MlflowClient, address: str, name: str) -> str:
     place = None
     if address.startswith("sqlite:///"):
@@ -312,9 +316,11 @@ def _experiment(client: MlflowClient, address: str, name: str) -> str:
         if found := client.get_experiment_by_name(name):
             if found.lifecycle_stage == "deleted":
                 client.restore_experiment(found.experiment_id)
+            if KIND[0] not in found.tags:
+                client.set_experiment_tag(found.experiment_id, *KIND)
             return found.experiment_id
         try:
-            return client.create_experiment(name, place)
+            return client.create_experiment(name, place, dict([KIND]))
         except MlflowException as error:
             if error.error_code != "RESOURCE_ALREADY_EXISTS":
                 raise

@@ -51,15 +51,29 @@ def figures(lines: list[dict]) -> dict[str, bytes]:
 
 def figure(name: str, lines: list[dict]) -> bytes | None:
     title, unit, series = FIGURES[name]
-    curves = {label: points for kind, key, label in series if (points := _points(lines, kind, key))}
-    if not curves:
+    if not _curves(lines, series):
         return None
     drawing, axes = canvas(title, "step", unit)
-    for label, points in curves.items():
-        marker = "o" if len(points) < 20 else ""
-        axes.plot(*zip(*points, strict=True), marker=marker, markersize=3, linewidth=1.4, label=label)
-    if len(series) > 1:
-        axes.legend()
+    _draw(axes, lines, series)
+    return png(drawing)
+
+
+def training(lines: list[dict]) -> bytes | None:
+    """Loss and validation, learning rate and gradient norm in one picture, over the same steps."""
+    if not any(_points(lines, "train", key) for key in ("lm_loss", "lr", "grad_norm")):
+        return None
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    drawing = Figure(figsize=(9, 7), dpi=110, layout="constrained")
+    FigureCanvasAgg(drawing)
+    panels = drawing.subplots(3, 1, sharex=True, height_ratios=(2.2, 1, 1))
+    for axes, name in zip(panels, ("loss", "learning_rate", "gradient_norm"), strict=True):
+        title, unit, series = FIGURES[name]
+        _draw(axes, lines, series)
+        axes.set(title=title, ylabel=unit)
+        axes.grid(alpha=0.3)
+    panels[-1].set_xlabel("step")
     return png(drawing)
 
 
@@ -74,6 +88,22 @@ def canvas(title: str, x: str, y: str) -> tuple[Any, Any]:
     axes.set(title=title, xlabel=x, ylabel=y)
     axes.grid(alpha=0.3)
     return drawing, axes
+
+
+Series = list[tuple[str, str, str]]  # kind of line, key, label
+
+
+def _draw(axes: Any, lines: list[dict], series: Series) -> None:
+    curves = _curves(lines, series)
+    for label, points in curves.items():
+        marker = "o" if len(points) < 20 else ""
+        axes.plot(*zip(*points, strict=True), marker=marker, markersize=3, linewidth=1.4, label=label)
+    if len(curves) > 1:
+        axes.legend()
+
+
+def _curves(lines: list[dict], series: Series) -> dict[str, list[tuple[int, float]]]:
+    return {label: points for kind, key, label in series if (points := _points(lines, kind, key))}
 
 
 def png(drawing: Any) -> bytes:

@@ -12,6 +12,14 @@ from pathlib import Path
 
 CHUNK = 8 << 20
 NOT_METRICS = {"kind", "step", "time"}
+# MLflow and Weights & Biases draw a section for what stands before the slash, in alphabetical order: the loss is first.
+SECTIONS = {
+    "optimizer": ("lr", "grad_norm"),
+    "routing": ("aux_loss", "expert_load_max", "expert_load_mean"),
+    "speed": ("step_seconds", "tokens_per_second", "tflops", "mfu", "memory_gb", "samples", "tokens", "setup_seconds"),
+}
+NAMES = {key: f"{section}/{key}" for section, keys in SECTIONS.items() for key in keys}
+NAMES |= {"lm_loss": "loss/training", "mtp_loss": "loss/training_mtp"}
 
 
 class Tail:
@@ -59,10 +67,15 @@ def metrics(line: dict) -> list[list]:
     """Numbers of a line of kind train, validation or start, each as [key, value, milliseconds, step]."""
     if line["kind"] not in ("train", "validation", "start"):
         return []
-    prefix = "validation_" if line["kind"] == "validation" else ""
     at = round(float(line.get("time") or 0) * 1000)
     numbers = {key: value for key, value in line.items() if key not in NOT_METRICS and _is_number(value)}
-    return [[prefix + key, float(value), at, line["step"]] for key, value in numbers.items()]
+    return [[_name(line["kind"], key), float(value), at, line["step"]] for key, value in numbers.items()]
+
+
+def _name(kind: str, key: str) -> str:
+    if kind != "validation":
+        return NAMES.get(key, f"other/{key}")
+    return "loss/validation" if key == "lm_loss" else f"other/validation_{key}"
 
 
 def _is_number(value) -> bool:

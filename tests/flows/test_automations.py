@@ -173,7 +173,7 @@ def test_a_run_whose_process_is_killed_and_then_its_host_goes_on_to_its_end(depl
     client = MlflowClient(deployed.mlflow)
     runs = client.search_runs(["1"], "tags.finetune.stage = 'train' and params.`optimizer.lr` = '0.002'")
     assert [run.info.status for run in runs] == ["FINISHED"]
-    steps = [metric.step for metric in client.get_metric_history(runs[0].info.run_id, "lm_loss")]
+    steps = [metric.step for metric in client.get_metric_history(runs[0].info.run_id, "loss/training")]
     assert sorted(steps) == list(range(1, 201))
 
 

@@ -64,27 +64,29 @@ def test_mlflow_has_each_step_once_and_every_stage(place, first):
 
     client = MlflowClient(place.mlflow)
     (parent,) = client.search_runs(["1"], f"tags.`mlflow.runName` = '{place.name_of(first)}'")
-    children = client.search_runs(["1"], f"tags.`mlflow.parentRunId` = '{parent.info.run_id}'")
-    stages = {run.data.tags["finetune.stage"]: run for run in children}
-    assert sorted(stages) == sorted(STAGES)
-    assert {run.info.status for run in [parent, *stages.values()]} == {"FINISHED"}
-    history = client.get_metric_history(stages["train"].info.run_id, "lm_loss")
+    (train,) = client.search_runs(["1"], f"tags.finetune.parent = '{parent.info.run_id}'")
+    assert train.data.tags["finetune.stage"] == "train"
+    assert {run.info.status for run in (parent, train)} == {"FINISHED"}
+    history = client.get_metric_history(train.info.run_id, "loss/training")
     assert [metric.step for metric in sorted(history, key=lambda m: m.step)] == list(range(1, 51))
     assert parent.data.params["optimizer.lr"] == "0.005"
-    assert stages["train"].inputs.dataset_inputs
-    figures = {item.path for item in client.list_artifacts(stages["train"].info.run_id, "figures")}
+    assert train.inputs.dataset_inputs
+    figures = {item.path for item in client.list_artifacts(train.info.run_id, "figures")}
     assert {"figures/loss.png", "figures/learning_rate.png", "figures/gradient_norm.png"} <= figures
     kept = {item.path for folder in ("", "figures") for item in client.list_artifacts(parent.info.run_id, folder)}
     assert {"plan.json", "figures/plan.png"} <= kept
-    assert parent.data.metrics["plan/allocated_gb"] > 0 and parent.data.metrics["peak_memory_gb"] > 0
-    prepared = stages["prepare"]
-    assert prepared.data.metrics["rows_kept"] == 1600 and 0 < prepared.data.metrics["learned_share"] < 1
-    kept = {item.path for folder in ("", "figures") for item in client.list_artifacts(prepared.info.run_id, folder)}
-    assert {"report.json", "figures/token_lengths.png"} <= kept
-    assert "answers.json" in {item.path for item in client.list_artifacts(stages["evaluate-tuned"].info.run_id)}
+    found = parent.data.metrics
+    assert found["plan/allocated_gb"] > 0 and found["speed/memory_gb"] > 0 and found["loss/training"] > 0
+    assert found["stages/prepare/rows_kept"] == 1600 and 0 < found["stages/prepare/learned_share"] < 1
+    parts = ("", "figures", "prepare", "evaluate-tuned")
+    kept = {item.path for folder in parts for item in client.list_artifacts(parent.info.run_id, folder)}
+    assert {"prepare/report.json", "figures/token_lengths.png", "evaluate-tuned/answers.json"} <= kept
+    assert "/runs/flow-run/" in parent.data.tags["mlflow.note.content"]
     version = client.get_model_version_by_alias("quick", "champion")
     assert version.source.startswith("s3://finetune/main/export/")
     assert "against" in version.tags["reason"]
+    assert version.run_id == train.info.run_id and f"flows.serve quick@{version.version}" in version.description
+    assert f"Path: `{version.source}`" in version.description and "/runs/flow-run/" in version.description
 
 
 def test_prefect_has_the_report(place, first):
@@ -99,14 +101,22 @@ def test_prefect_has_the_report(place, first):
     assert "legal and fits" in planned["data"] and "stage 0" in planned["data"]
     reports = [report for report in reports if report["key"] == "report-quick"]
     assert "| GB that the fullest rank has allocated | " in reports[0]["data"]
-    assert "held_out/exact_match" in reports[0]["data"]
+    page = reports[0]["data"]
+    assert "held_out/exact_match" in page and "| prompt | tuned | reference | base |" in page
+    assert "python -m flows.serve quick@1" in page and "  source: tiny://tickets" in page
+    assert "/model-metrics?workflowType=machine_learning>)" in page and "compareRunsMode=CHART" in page
     assert "data:image/png;base64," in reports[0]["data"]
 
 
-def test_again_all_is_there_without_a_local_copy(place, first):
+def test_again_all_is_there_without_a_local_copy_and_mlflow_gets_no_run(place, first):
+    from mlflow import MlflowClient
+
     shutil.rmtree(place.folder / "runs")
+    client = MlflowClient(place.mlflow)
+    before = len(client.search_runs(["1"]))
     again = place.run()
     assert states(again) == dict.fromkeys(STAGES, "Cached")
+    assert len(client.search_runs(["1"])) == before and "MLflow, curves of the training: http" in again
 
 
 @pytest.mark.parametrize(
@@ -209,7 +219,7 @@ def test_a_training_that_is_killed_goes_on_and_mlflow_has_each_step_once(place, 
     client = MlflowClient(place.mlflow)
     runs = client.search_runs(["1"], "tags.finetune.stage = 'train' and params.`optimizer.lr` = '0.003'")
     assert [run.info.status for run in runs] == ["FINISHED"]
-    history = client.get_metric_history(runs[0].info.run_id, "lm_loss")
+    history = client.get_metric_history(runs[0].info.run_id, "loss/training")
     assert sorted(metric.step for metric in history) == list(range(1, 51))
 
 

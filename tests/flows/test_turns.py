@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tasks.stages import pipeline
 from tests.contract.test_host_gpus import fake_nvidia_smi, show_gpus
 from tests.support import toy_trainer
 from tests.support.flow_world import CONF, ROOT, World, states, wait_for
@@ -77,11 +78,17 @@ class Toys:
         if not parents:
             return {}
         parent = parents[0]
-        runs = [parent, *client.search_runs(["1"], f"tags.`mlflow.parentRunId` = '{parent.info.run_id}'")]
-        return {
+        runs = [parent, *client.search_runs(["1"], f"tags.finetune.parent = '{parent.info.run_id}'")]
+        found = {
             run.data.tags.get("finetune.stage", ""): (run.info.status, run.data.tags.get("finetune.reason", ""))
             for run in runs
         }
+        tags = parent.data.tags
+        for stage in pipeline.ORDER:  # those without a run of their own
+            if f"finetune.{stage}.begun" in tags:
+                state = tags.get(f"finetune.{stage}.state", parent.info.status)
+                found[stage] = (state, tags.get(f"finetune.{stage}.reason", tags.get("finetune.reason", "")))
+        return found
 
 
 @pytest.fixture

@@ -59,7 +59,7 @@ class Toy:
 
 def tracked(uri: str) -> SimpleNamespace:
     """As much of its tracking."""
-    return SimpleNamespace(uri=uri, mlflow_run=lambda name: None)
+    return SimpleNamespace(uri=uri, name="brisk", prefect="http://prefect/runs/7", training_run=lambda: None)
 
 
 @pytest.fixture(scope="module")

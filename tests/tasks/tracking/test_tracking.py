@@ -122,7 +122,8 @@ def test_a_flow_and_its_stages(start, client, tmp_path):
 
     parent, run = client.get_run(t.run_id()), client.get_run(t.run_id("evaluate"))
     assert len(parent.data.params) == 150 and parent.data.tags["model"] == "tiny" and parent.info.status == "FAILED"
-    assert run.data.tags["mlflow.parentRunId"] == t.run_id()
+    assert run.data.tags["finetune.parent"] == t.run_id()
+    assert "mlflow.parentRunId" not in run.data.tags, "MLflow draws no curve of what is nested"
     assert run.data.tags["finetune.reason"] == "the answers are wrong"
     assert (run.data.metrics, run.data.params, run.info.status) == ({"exact_match": 0.75}, {"rows": "3"}, "FAILED")
     as_load_table_does = """tags.mlflow.loggedArtifacts LIKE '%"path"%:%"evaluation.json",%"type"%:%"table"%'"""
@@ -133,8 +134,46 @@ def test_a_flow_and_its_stages(start, client, tmp_path):
     assert (dataset.dataset.digest, json.loads(dataset.dataset.source)) == ("d" * 36, {"uri": "s3://bucket/rows"})
     assert len(run.inputs.model_inputs) == len(run.outputs.model_outputs) == 1
     assert [file.path for file in client.list_artifacts(run.info.run_id, "notes")] == ["notes/hello.txt"]
-    assert t.links()["flow1.evaluate"].endswith(f"/runs/{run.info.run_id}")
     assert [*(tmp_path / "tracking").iterdir()] == []
+
+
+def test_stages_without_a_run_of_their_own_stand_in_the_flow_s(start, client):
+    t = start("flow10")
+    for name, loss in (("evaluate-base", 7.0), ("evaluate-tuned", 0.5)):
+        part = t.part(name)
+        part.tags({"finetune.fingerprint": "abc"})
+        part.metrics({"loss": loss})
+        part.table([{"prompt": "a"}], "answers.json")
+        part.end("FAILED", "wrong")
+        part.end("KILLED")
+    t.end()
+    assert t.close(30) is None
+    (run,) = client.search_runs(["1"], "tags.finetune.flow = 'flow10'")
+    assert run.data.metrics["stages/evaluate-base/loss"] == 7 and run.data.metrics["stages/evaluate-tuned/loss"] == 0.5
+    tags = {key: run.data.tags[f"finetune.evaluate-tuned.{key}"] for key in ("fingerprint", "state", "reason")}
+    assert tags == {"fingerprint": "abc", "state": "FAILED", "reason": "wrong"} and run.info.status == "FINISHED"
+    tables = {entry["path"] for entry in json.loads(run.data.tags["mlflow.loggedArtifacts"])}
+    assert tables == {"evaluate-base/answers.json", "evaluate-tuned/answers.json"}
+    assert client.get_experiment("1").tags["mlflow.experimentKind"] == "custom_model_development"
+
+
+def test_a_flow_that_found_everything_tells_nothing_and_ships_what_others_left(server, client, tmp_path):
+    dead = tracking.start(tmp_path, server.uri, "toy", "killed", "killed")
+    dead._journal.release()  # as at its death
+    found = tracking.start(tmp_path, server.uri, "toy", "found", "found")
+    found.drop()
+    for _ in range(300):
+        if not [*(tmp_path / "tracking").iterdir()]:
+            break
+        time.sleep(0.1)
+    (run,) = client.search_runs(["1"], "tags.finetune.id = 'killed'")
+    assert run.info.status == "KILLED" and not client.search_runs(["1"], "tags.finetune.id = 'found'")
+
+
+def test_the_loss_is_the_first_section():
+    line = {"kind": "train", "step": 1, "lm_loss": 1.0, "mtp_loss": 1.0, "aux_loss": 1.0, "lr": 1.0, "mfu": 0.4, "x": 1}
+    names = sorted(name for name, *_ in metrics(line))
+    assert names[:2] == ["loss/training", "loss/training_mtp"] and all("/" in name for name in names)
 
 
 def test_metrics_of_a_training_and_its_figures(start, client, tmp_path, monkeypatch):
@@ -151,9 +190,9 @@ def test_metrics_of_a_training_and_its_figures(start, client, tmp_path, monkeypa
     assert t.close(30) is None
 
     run = t.run_id("train")
-    assert steps(client, run, "lm_loss") == [*range(1, 32)]
-    assert steps(client, run, "validation_lm_loss") == [5, 10, 15, 20, 25, 30]
-    assert str({m.step: m.value for m in client.get_metric_history(run, "lm_loss")}[31]) == "nan"
+    assert steps(client, run, "loss/training") == [*range(1, 32)]
+    assert steps(client, run, "loss/validation") == [5, 10, 15, 20, 25, 30]
+    assert str({m.step: m.value for m in client.get_metric_history(run, "loss/training")}[31]) == "nan"
     assert client.get_metric_history(run, "system/cpu_utilization_percentage")
     figures = {Path(figure.path).name for figure in client.list_artifacts(run, "figures")}
     assert figures == {"loss.png", "learning_rate.png"}
@@ -176,7 +215,7 @@ def test_outage_delays_metrics_and_no_step(start, server, client, tmp_path):
     stage.end()
     t.end()
     assert t.close(30) is None
-    assert steps(client, t.run_id("train"), "lm_loss") == [*range(1, 141)]
+    assert steps(client, t.run_id("train"), "loss/training") == [*range(1, 141)]
     assert sorted(during)[40] < 1.2 * sorted(before)[20], "median of the step times"
 
 
@@ -210,12 +249,12 @@ def test_killed_at_any_moment_and_started_again(server, client, tmp_path, flow):
 
     found = client.search_runs(["1"], "tags.`finetune.id` = 'train-abc'")
     assert [run.info.status for run in found] == ["FINISHED"]
-    assert steps(client, found[0].info.run_id, "lm_loss") == [*range(1, last_step + 1)]
-    assert steps(client, found[0].info.run_id, "validation_lm_loss") == [*range(5, last_step + 1, 5)]
+    assert steps(client, found[0].info.run_id, "loss/training") == [*range(1, last_step + 1)]
+    assert steps(client, found[0].info.run_id, "loss/validation") == [*range(5, last_step + 1, 5)]
     parents = client.search_runs(["1"], "tags.`finetune.flow` LIKE 'killed%'")
     assert {run.info.status for run in parents if run.data.tags["mlflow.runName"] != "train"} == {"KILLED"}
     last = client.search_runs(["1"], "tags.`finetune.id` = 'last'")[0].info.run_id
-    assert found[0].data.tags["mlflow.parentRunId"] == last
+    assert found[0].data.tags["finetune.parent"] == last
     assert [*(tmp_path / "tracking").iterdir()] == []
 
 
@@ -283,7 +322,9 @@ def test_a_file_replaced_half_written_and_late(tmp_path):
     seen += tail.lines()
     counted = Counter((line["kind"], line["step"]) for line in seen)
     assert set(counted.values()) == {1} and [step for kind, step in counted if kind == "train"] == [*range(1, 21)]
-    assert metrics({"kind": "train", "step": 1, "time": 2.0, "ok": True, "n": 3, "s": "x"}) == [["n", 3.0, 2000, 1]]
+    assert metrics({"kind": "train", "step": 1, "time": 2.0, "ok": True, "n": 3, "s": "x"}) == [
+        ["other/n", 3.0, 2000, 1]
+    ]
 
 
 def test_wandb_mirrors_offline(start, tmp_path, monkeypatch):

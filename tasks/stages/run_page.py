@@ -1,0 +1,205 @@
+"""Prefect's report of a run in Markdown: what the tuned model answers, how training went, and how to serve the result.
+
+Prefect gives a table some 720 pixels on a screen of 1,280 and cuts off what is wider. Cells are plain words that wrap.
+"""
+
+import base64
+import json
+import re
+
+from conf.load import as_yaml
+from conf.planner import display, picture
+from conf.planner.verdict import Plan
+from conf.rules import gpus
+from conf.schema.run import Run
+from contract.amounts import clock
+from tasks.gang.history import prefect_page as gang
+from tasks.gang.history import timeline
+from tasks.pages import data_report
+from tasks.pages.markdown import code, fenced, fitted, table, words
+from tasks.run.artifact import Artifact, Stage
+from tasks.run.outcomes import Outcomes
+from tasks.stages import plan
+from tasks.store import Store
+
+ANSWERS = 8  # shown on the page; MLflow has the whole table
+PROMPT, ANSWER, FACT = 34, 18, 76  # characters of a line in a cell of each
+PICTURES = ("training.png", "loss.png")  # which trainings before have instead
+
+Made = dict[str, Artifact]  # by the name of the stage
+
+
+def page(name: str, planned: Plan, outcomes: Outcomes, links: dict[str, str], store: Store) -> str:
+    """The report. `links` are addresses, or places that no browser opens, by what they show."""
+    made, run = outcomes.made, planned.run
+    text = [f"# {words(name)}", "", *_headline(made)]
+    if answers := _answers(store, made):
+        text += ["", *table(("prompt", "tuned", "reference", "base"), map(_row, answers[:ANSWERS]))]
+        text += ["", f"{min(ANSWERS, len(answers))} of {len(answers)} that both were asked."]
+    if found := gains(made):
+        text += ["", "## Evaluation"]
+        text += table(("metric", "tuned", "base"), [(words(n), f"{t:.4g}", f"{b:.4g}") for n, b, t in found])
+    text += _training(store, made, outcomes.stages["train"])
+    text += ["", "## Made of", *table(("", ""), _facts(planned, made, store))]
+    text += ["", "## Where", "", *(_place(what, where) for what, where in links.items())]
+    text += ["", "## Stages", *table(("stage", "state", "here", "made in", "artifact"), _stages(outcomes))]
+    text += ["", "## Plan", "", f"{words(planned.verdict)}.", *_planned(outcomes, planned)]
+    text += ["", fenced("\n".join(picture.lines(planned)))] if planned.stages else []
+    text += ["", "## Configuration", "", "As it was resolved:", "", fenced(_configuration(run))]
+    return "\n".join(text) + "\n"
+
+
+def gains(made: Made) -> list[tuple[str, float, float]]:
+    """Metrics of the evaluation: name, the base's, the tuned model's."""
+    before, after = made.get("evaluate-base"), made.get("evaluate-tuned")
+    if not before or not after:
+        return []
+    base, tuned = before.result["metrics"], after.result["metrics"]
+    return [(name, base[name], tuned[name]) for name in tuned if name in base and not name.endswith("_stderr")]
+
+
+def serving(made: Made) -> str:
+    """The command that serves what was made; "" where there is nothing to serve."""
+    if promoted := made.get("promote"):
+        result = promoted.result
+        return f"python -m flows.serve {result['model']}@{result['version']}"
+    return f"python -m flows.serve {made['export'].key}" if "export" in made else ""
+
+
+def _headline(made: Made) -> list[str]:
+    if promoted := made.get("promote"):
+        result = promoted.result
+        title = f"{result['model']} version {result['version']}"
+        text = [f"**{words(title)}** is {' and '.join(result['aliases'])}: {words(result['reason'])}."]
+    else:
+        text = ["Nothing was registered."]
+    return text + (["", fenced(command)] if (command := serving(made)) else [])
+
+
+def _row(answer: tuple[str, str, str, str]) -> tuple[str, ...]:
+    prompt, base, tuned, reference = answer
+    mark = "✓ " if tuned.strip() == reference.strip() else ""
+    shown = [fitted(text, ANSWER) or "(nothing)" for text in (tuned, reference, base)]
+    return fitted(prompt, PROMPT), mark + shown[0], shown[1], shown[2]
+
+
+def _training(store: Store, made: Made, trained: Stage) -> list[str]:
+    image = next((found for name in PICTURES if (found := _file(store, made.get("train"), name))), None)
+    if not image:
+        return []
+    text = f"![training](data:image/png;base64,{base64.b64encode(image).decode()})"
+    return ["", "## Training", "", text, *_gang(store, trained)]
+
+
+def _gang(store: Store, trained: Stage) -> list[str]:
+    """Lines about the gang, where the training took several hosts."""
+    told = timeline.read(store, trained.key.replace("/", "-"))
+    return ["", gang.brief(told)] if told and told.attempts else []
+
+
+def _facts(planned: Plan, made: Made, store: Store) -> list[tuple[str, str]]:
+    run, layout, train = planned.run, planned.run.layout, planned.run.train
+    revision = f", revision {run.model.revision}" if run.model.revision else ""
+    rows = [("model", fitted(f"{run.model.source}{revision}", FACT)), ("data", fitted(_sources(run), FACT))]
+    if data := _data(store, made):
+        rows.append(("rows", fitted(data_report.headline(data), FACT)))
+        rows += [("worth a look", fitted(line, FACT)) for line in data.get("warnings", [])]
+    rows.append(("trained", fitted(_trained(run), FACT)))
+    rows.append(("steps", f"{train.steps} of {train.global_batch} sequences of {run.data.seq_length} tokens"))
+    rows.append(("learning rate", f"{run.optimizer.lr:g}"))
+    rows.append(("hardware", fitted(f"{layout.world} {planned.gpu.name}: {display.degrees(layout)}", FACT)))
+    rows += [(name, fitted(value, FACT)) for name, value in _spent(planned, made)]
+    if tuned := made.get("export"):
+        kinds = {"adapter": tuned.result.get("adapter"), "merged model": tuned.result["uri"]}
+        kinds |= {"merged model": None} if tuned.result["uri"] == tuned.result.get("adapter") else {}
+        rows += [(kind, fitted(where, FACT)) for kind, where in kinds.items() if where]
+    if promoted := made.get("promote"):
+        rows.append(("registered", words(f"{promoted.result['model']} version {promoted.result['version']}")))
+    return rows
+
+
+def _sources(run: Run) -> str:
+    parts = run.data.mixture or (run.data,)
+    return ", ".join(str(part.source) for part in parts)
+
+
+def _trained(run: Run) -> str:
+    adapter = run.adapter
+    if adapter.kind == "none":
+        return "every weight"
+    named = adapter.targets if isinstance(adapter.targets, str) else ", ".join(adapter.targets)
+    return f"{adapter.kind} of rank {adapter.rank}, alpha {adapter.alpha}, on {named}"
+
+
+def _spent(planned: Plan, made: Made) -> list[tuple[str, str]]:
+    """Hours and cost: of the training and of all stages, whoever made them; and what was planned."""
+    if "train" not in made:
+        return []
+    of = {name: one.made["seconds"] / 3600 for name, one in made.items()}
+    price, dollars = planned.gpu.price, ""
+    if price is not None:
+        cost = {name: hours * _processes(planned, name) * price for name, hours in of.items()}
+        dollars = f", {cost['train']:,.2f} USD; all stages {sum(cost.values()):,.2f} USD at {price:g} per GPU and hour"
+    rows = [("hours", f"{of['train']:.3g} of training, {sum(of.values()):.3g} of all stages{dollars}")]
+    if planned.time:
+        cost = "" if planned.time.cost is None else f", {planned.time.cost:,.2f} USD"
+        rows.append(("planned", f"{planned.time.hours:.3g} hours of training{cost}"))
+    return rows
+
+
+def _processes(planned: Plan, stage: str) -> int:
+    share = gpus.takes(planned.run, stage)
+    return share.of(planned.gpu.per_host) * (1 if share.here else share.hosts)
+
+
+def _stages(outcomes: Outcomes) -> list[tuple[str, ...]]:
+    rows = []
+    for name in outcomes.stages:
+        if outcome := outcomes.by_stage.get(name):
+            one = outcome.artifact
+            took = clock(one.made["seconds"]) if one else ""
+            where = code(one.key) if one else fitted(outcome.reason, FACT // 2)
+            rows.append((name, outcome.state, clock(outcome.seconds), took, where))
+    return rows
+
+
+def _planned(outcomes: Outcomes, planned: Plan) -> list[str]:
+    """Plan beside the measured figures, unless those are of another time, and maybe of another layout."""
+    made = {name: one.artifact for name, one in outcomes.by_stage.items() if one.state == "Completed" and one.artifact}
+    return table(
+        ("", "planned", "measured", "measured / planned"),
+        [(name, f"{was:.3g}", f"{found:.3g}", f"{found / was:.2f}") for name, was, found in plan.beside(planned, made)],
+    )
+
+
+def _configuration(run: Run) -> str:
+    """All keys, without where this host has its files."""
+    return re.sub(r"^paths:\n(?: .*\n)*", "", as_yaml(run), flags=re.MULTILINE).rstrip()
+
+
+def _data(store: Store, made: Made) -> dict:
+    text = _file(store, made.get("prepare"), "report.json")
+    return json.loads(text) if text else {}
+
+
+def _answers(store: Store, made: Made) -> list[tuple[str, str, str, str]]:
+    """Prompt, the base's answer, the tuned model's, and the reference."""
+    found = []
+    for name in ("evaluate-base", "evaluate-tuned"):
+        text = _file(store, made.get(name), "results.json")
+        found.append(json.loads(text)["samples"] if text else {})
+    base, tuned = found
+    return [
+        (one["prompt"], one["answer"], other["answer"], one["reference"])
+        for task in base
+        for one, other in zip(base[task], tuned.get(task, []), strict=False)
+    ]
+
+
+def _file(store: Store, made: Artifact | None, name: str) -> bytes | None:
+    found = store.read(f"{made.key}/files/{name}") if made else None
+    return found[0] if found else None
+
+
+def _place(what: str, where: str) -> str:
+    return f"- [{what}](<{where}>)" if where.startswith("http") else f"- {what}: {code(where, 300)}"

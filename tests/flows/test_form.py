@@ -1,0 +1,48 @@
+"""flows/form.py and conf/overrides.py: what Prefect's form shows of a key, and says to a wrong value."""
+
+import re
+
+import pytest
+from prefect.utilities.callables import parameter_schema
+from prefect.utilities.schema_tools.validation import ValidationError, validate
+
+from conf.load import load
+from flows import form
+from flows.finetune import finetune
+
+SCHEMA = form.with_values(parameter_schema(finetune).model_dump(), load("tiny"))
+
+
+def descriptions() -> dict[str, str]:
+    found = SCHEMA["definitions"].items()
+    return {f"{kind}.{key}": e.get("description", "") for kind, d in found for key, e in d["properties"].items()}
+
+
+def test_each_key_says_what_it_is_and_what_the_preset_has():
+    told, rate = descriptions(), load("tiny").optimizer.lr
+    assert told["Optimizer.lr"].startswith("highest learning rate") and told["Optimizer.lr"].endswith(f"tiny: {rate}")
+    assert r'in tiny: \["linear\_qkv", ' in told["Adapter.targets"]
+
+
+def test_no_star_or_underscore_is_taken_for_markdown():
+    assert not [key for key, text in descriptions().items() if re.search(r"(?<!\\)[*_]", text)]
+    assert r"no factor of tp \* cp \* pp \* dp" in descriptions()["Layout.ep"]
+
+
+@pytest.mark.parametrize(
+    "changes, said",
+    [
+        ({"optimizer": {"lr": 5}}, "'changes.optimizer.lr'. Failure reason: 5 is greater than the maximum of 1"),
+        ({"optimizer": {"decay": "cosin"}}, "'cosin' is not one of ['cosine', 'linear', 'constant']"),
+        ({"train": {"stps": 1}}, "('stps' was unexpected)"),
+    ],
+)
+def test_a_wrong_value_is_refused_in_words(changes, said):
+    with pytest.raises(ValidationError) as refused:
+        validate({"conf": "tiny", "changes": changes}, SCHEMA, raise_on_error=True)
+    assert said in str(refused.value)
+
+
+@pytest.mark.parametrize("changes", [{}, {"optimizer": {}}, {"optimizer": {"lr": 1e-4}}])
+def test_what_is_not_set_says_nothing(changes):
+    assert validate({"changes": changes}, SCHEMA, raise_on_error=True) == []
