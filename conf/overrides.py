@@ -24,16 +24,20 @@ def plain(schema: dict[str, Any]) -> None:
     """Leave null out of what a form offers for a key: what is not set is left out.
 
     A number then is one field, and a wrong one is refused with the limit that it breaks. As one of several alternatives
-    it would be "not valid under any of the given schemas".
+    it would be "not valid under any of the given schemas". A boolean keeps its null: a switch that nobody has touched
+    would be sent as off.
     """
+    if "description" in schema:
+        schema["description"] = marked(schema["description"])
+    kinds = [kind for kind in schema.get("anyOf", ()) if kind != {"type": "null"}]
+    if {"type": "boolean"} in kinds:
+        return
+    schema.pop("anyOf", None)
     schema.pop("default", None)
-    kinds = [kind for kind in schema.pop("anyOf", ()) if kind != {"type": "null"}]
     if len(kinds) == 1:
         schema |= kinds[0]
     elif kinds:
         schema["anyOf"] = kinds
-    if "description" in schema:
-        schema["description"] = marked(schema["description"])
 
 
 def marked(text: str) -> str:

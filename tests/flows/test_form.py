@@ -43,6 +43,11 @@ def test_a_wrong_value_is_refused_in_words(changes, said):
     assert said in str(refused.value)
 
 
-@pytest.mark.parametrize("changes", [{}, {"optimizer": {}}, {"optimizer": {"lr": 1e-4}}])
+def test_a_switch_that_nobody_touched_is_not_sent_as_off():
+    properties = [entry for kind in SCHEMA["definitions"].values() for entry in kind["properties"].values()]
+    assert not [entry for entry in properties if entry.get("type") == "boolean" and entry.get("default") is None]
+
+
+@pytest.mark.parametrize("changes", [{}, {"optimizer": {}}, {"model": {"mtp": None}}, {"optimizer": {"lr": 1e-4}}])
 def test_what_is_not_set_says_nothing(changes):
     assert validate({"changes": changes}, SCHEMA, raise_on_error=True) == []
