@@ -1,6 +1,6 @@
 """Content of the store: list it, see what it was made from, check it, and remove what nothing refers to.
 
-    python -m flows.artifacts list [STAGE]
+    python -m flows.artifacts list [STAGE]                 with configuration, score, and changes since the one before
     python -m flows.artifacts show STAGE/FINGERPRINT       its record, what it came from, what was made of it
     python -m flows.artifacts verify [STAGE/FINGERPRINT]   reads every byte; exit code 1 if any differs
     python -m flows.artifacts gc [--days N] [--delete]     prints what would go; --delete removes it
@@ -26,7 +26,7 @@ from contract.amounts import clock, size
 from contract.faults import Fault
 from tasks.gang.history import timeline
 from tasks.run import artifact, lease
-from tasks.run.artifact import Artifact, Missing
+from tasks.run.artifact import Artifact, Missing, Stage
 from tasks.run.places import open_run_store
 from tasks.stages import pipeline
 from tasks.store import Store
@@ -35,6 +35,7 @@ OWN = ("runs", "pins", "gangs")  # folders of the store that hold no artifacts
 PLACE = re.compile(rf"({'|'.join(sorted({name.partition('-')[0] for name in pipeline.ORDER}))})/[0-9a-f]{{16}}")
 GANG = re.compile(r"train-[0-9a-f]{16}")
 DAY = 86400.0  # seconds
+CHANGES = 4  # shown
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -59,15 +60,60 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def show_all(store: Store, stage: str) -> int:
     found = sorted(artifact.every(store, stage), key=lambda made: made.made["at"])
+    sources = found if not stage else list(artifact.every(store))
+    everything = {made.stage.fingerprint: made for made in sources}
+    before: dict[tuple[str, ...], Artifact] = {}
+    width = max((len(_conf(made)) for made in found), default=0)
     for made in found:
         when = datetime.fromtimestamp(made.made["at"]).strftime("%Y-%m-%d %H:%M")
         spent = f"{size(made.size):>9}  {clock(made.made['seconds']):>8}"
-        print(f"{when}  {made.key:<28}  {spent}  by {made.made.get('flow', '')}")
+        told = "  ".join(filter(None, (_conf(made).ljust(width), _score(made), f"by {made.made.get('flow', '')}")))
+        print(f"{when}  {made.key:<28}  {spent}  {told}")
+        kind = (made.stage.name, _conf(made), *sorted(made.stage.inputs))  # a base is evaluated without a training
+        if kind in before:
+            print(f"{' ' * len(when)}  {_brief(_changes(before[kind].stage, made.stage, everything))}")
+        before[kind] = made
     print(f"{len(found)} artifacts, {size(sum(made.size for made in found))}, in {store.uri}")
     gangs = _gangs(store.keys("gangs")) if stage in ("", "train") else None
     if gangs:
         print(f"{len(gangs)} gangs' boards and logs, {size(gangs.total())}; python -m flows.logs lists them")
     return 0
+
+
+def _conf(made: Artifact) -> str:
+    """Name of the configuration that it was first made for."""
+    return str(made.made.get("run", ""))
+
+
+def _score(made: Artifact) -> str:
+    """The most telling figures of what was made."""
+    result = made.result
+    metrics = result.get("metrics")
+    if isinstance(metrics, dict):
+        told = [(name, value) for name, value in metrics.items() if not name.endswith("_stderr")][:1]
+    elif made.stage.name == "promote":
+        return f"version {result.get('version')}, {' and '.join(result.get('aliases', ()))}"
+    else:
+        named = {"loss": "loss", "validation_loss": "validation"}
+        told = [(name, result[key]) for key, name in named.items() if key in result]
+    return ", ".join(f"{name} {value:.4g}" for name, value in told)
+
+
+def _changes(was: Stage, now: Stage, everything: dict[str, Artifact]) -> list[str]:
+    """Differences of the configuration, looked for in what both were made from as well."""
+    found = [line for line in artifact.differences(was, now) if not line.startswith("input ")]
+    for name in {**was.inputs, **now.inputs}:
+        old, new = was.inputs.get(name), now.inputs.get(name)
+        if old != new:
+            sources = everything.get(old or ""), everything.get(new or "")
+            inner = _changes(sources[0].stage, sources[1].stage, everything) if sources[0] and sources[1] else []
+            found += inner or [f"another {name}"]
+    return [*dict.fromkeys(found)]
+
+
+def _brief(changes: list[str]) -> str:
+    more = f" and {len(changes) - CHANGES} more" if len(changes) > CHANGES else ""
+    return "; ".join(changes[:CHANGES]) + more or "made of the same"
 
 
 def show(store: Store, made: Artifact) -> int:

@@ -29,7 +29,8 @@ from prefect.settings import get_current_settings
 
 from conf.load import load
 from contract import closed_pipe
-from flows import automations, form
+from flows import automations
+from tasks.pages import deployment_form
 
 ROOT = Path(__file__).resolve().parent.parent
 FILE = ROOT / "prefect.yaml"
@@ -97,7 +98,7 @@ def deploy(client: SyncPrefectClient, wanted: dict) -> int:
 def show_values(client: SyncPrefectClient, there: DeploymentResponse) -> None:
     """Put the values of its configuration into the form of a deployment."""
     if (name := there.parameters.get("conf")) and there.parameter_openapi_schema:
-        schema = form.with_values(there.parameter_openapi_schema, load(name))
+        schema = deployment_form.with_values(there.parameter_openapi_schema, load(name))
         client.update_deployment(there.id, DeploymentUpdate(parameter_openapi_schema=schema))
 
 

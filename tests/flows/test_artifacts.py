@@ -30,9 +30,10 @@ def world(tmp_path, monkeypatch, capsys):
 
         def fill(work):
             (work.folder / "files/content").write_text(f"{name} {config}")
-            return {"loss": 0.5}
+            return {"metrics": {"arc/acc": 0.25, "arc/acc_stderr": 0.1}} if name == "evaluate" else {"loss": 0.5}
 
-        return artifact.get_or_make(stage, store, fill, tmp_path / "work", lambda _: None, {"flow": "toy-1"})
+        by = {"flow": "toy-1", "run": "toy"}
+        return artifact.get_or_make(stage, store, fill, tmp_path / "work", lambda _: None, by)
 
     def note(name: str, *made: Artifact, days: float = 0, folder: str = "runs"):
         content = {"artifacts": [one if isinstance(one, str) else one.key for one in made]}
@@ -52,6 +53,16 @@ def world(tmp_path, monkeypatch, capsys):
 
 def there(world) -> set[str]:
     return {made.stage.name for made in artifact.every(world.store)}
+
+
+def test_list_says_what_changed_since_the_one_before_and_the_score(world):
+    world.make("evaluate", {"task": "arc"}, trained=world.train)
+    other = world.make("train", {"lr": 0.2}, base=world.convert, data=world.prepare)
+    world.make("evaluate", {"task": "arc"}, trained=other)
+    lines = world.run("list")[1].splitlines()
+    assert "toy  loss 0.5  by toy-1" in lines[2] and "toy  arc/acc 0.25  by toy-1" in lines[3]
+    assert [line.strip() for line in (lines[5], lines[7])] == ["lr: 0.1 -> 0.2"] * 2, "also of what was made from it"
+    assert [line.strip() for line in world.run("list", "evaluate")[1].splitlines()][2] == "lr: 0.1 -> 0.2"
 
 
 def test_list(world):

@@ -17,6 +17,7 @@ from contract.faults import Fault
 from tasks import tracking
 from tasks.tracking.address import public
 from tasks.tracking.outages import Away
+from tasks.tracking.shipping import drain
 from tasks.tracking.tail import Tail, metrics
 from tests.tasks.run.toy_flow import resume, write
 
@@ -157,15 +158,15 @@ def test_stages_without_a_run_of_their_own_stand_in_the_flow_s(start, client):
     assert client.get_experiment("1").tags["mlflow.experimentKind"] == "custom_model_development"
 
 
-def test_a_flow_that_found_everything_tells_nothing_and_ships_what_others_left(server, client, tmp_path):
+def test_a_flow_that_found_everything_tells_nothing_and_ships_what_others_left(server, client, tmp_path, monkeypatch):
+    handed = []
+    monkeypatch.setattr(tracking.Tracking, "_hand_over", lambda *_: handed.append(drain(tmp_path / "tracking", 60)))
+    tracking.start(tmp_path, server.uri, "toy", "found", "found").drop()
+    assert not handed and not [*(tmp_path / "tracking").iterdir()]
     dead = tracking.start(tmp_path, server.uri, "toy", "killed", "killed")
     dead._journal.release()  # as at its death
-    found = tracking.start(tmp_path, server.uri, "toy", "found", "found")
-    found.drop()
-    for _ in range(300):
-        if not [*(tmp_path / "tracking").iterdir()]:
-            break
-        time.sleep(0.1)
+    tracking.start(tmp_path, server.uri, "toy", "found", "found").drop()
+    assert len(handed) == 1
     (run,) = client.search_runs(["1"], "tags.finetune.id = 'killed'")
     assert run.info.status == "KILLED" and not client.search_runs(["1"], "tags.finetune.id = 'found'")
 

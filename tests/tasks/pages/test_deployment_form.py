@@ -1,4 +1,4 @@
-"""flows/form.py and conf/overrides.py: what Prefect's form shows of a key, and says to a wrong value."""
+"""tasks/pages/deployment_form.py and conf/overrides.py: help of a key in Prefect's form, and the answer to a wrong value."""
 
 import re
 
@@ -7,10 +7,10 @@ from prefect.utilities.callables import parameter_schema
 from prefect.utilities.schema_tools.validation import ValidationError, validate
 
 from conf.load import load
-from flows import form
 from flows.finetune import finetune
+from tasks.pages import deployment_form
 
-SCHEMA = form.with_values(parameter_schema(finetune).model_dump(), load("tiny"))
+SCHEMA = deployment_form.with_values(parameter_schema(finetune).model_dump(), load("tiny"))
 
 
 def descriptions() -> dict[str, str]:
