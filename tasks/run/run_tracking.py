@@ -35,6 +35,7 @@ class RunTracking:
         tags |= self._note("A run of the flow")
         self._whole = tracking.start(folder, None, run.track.experiment, id, name, tags, _flat(run), run.track.wandb)
         self._stages: dict[str, tracking.Stage] = {}
+        self._training_links: dict[str, str] = {}
 
     def stage(self, name: str, asked: Stage) -> tracking.Stage:
         """The stage's part of the tracking. Training has a run of its own, however often it is continued."""
@@ -77,6 +78,14 @@ class RunTracking:
     def pages(self) -> Pages | None:
         """MLflow's pages, where a server shows them."""
         return mlflow_pages.find(self.uri, self._run.track.experiment, self._run.name)
+
+    def links_of_training(self) -> dict[str, str]:
+        """Pages that a training which is under way leads to; looked up until MLflow has the run."""
+        if not self._training_links and (id := self.training_run()) and (pages := self.pages()):
+            self._training_links = {"MLflow, curves that move": pages.curves(id)}
+            if compared := pages.compared(id):
+                self._training_links["MLflow, this training beside earlier ones"] = compared
+        return ({"Prefect, this run": self.prefect} if self.prefect else {}) | self._training_links
 
     def own_run(self) -> str | None:
         """MLflow's id of this flow run; None where everything was made, no server is there, or none answers in time."""

@@ -16,8 +16,10 @@ from tasks.gang import controller
 from tasks.gang.history import prefect_page
 from tasks.gang.history.timeline import History
 from tasks.gang.job import Job, training
+from tasks.pages import training_page
 from tasks.run import launch
 from tasks.run.artifact import Artifact, Stage, Work
+from tasks.run.live_page import LivePage
 from tasks.run.progress import Progress, newest
 from tasks.run.stage_run import OPTIONS, StageRun, may_pass
 from tasks.tracking import plots
@@ -66,6 +68,13 @@ def train(stage_run: StageRun, model: Artifact, base: Artifact, data: Artifact) 
         several = takes(run, "train").engine is not None
         say, stopped = _Thinned(work.say), stage_run.stopped(work, fenced=several)
 
+        def live() -> tuple[str, str] | None:
+            lines = plots.read(metrics)
+            if not (line := training_page.headline(lines, run.train.steps)):
+                return None
+            links = stage_run.tracking.links_of_training()
+            return training_page.page(run.name, lines, run.train.steps, plots.training(lines), links), line
+
         def stop() -> bool:
             return stopped() or bool(stage_run.pointless)
 
@@ -73,14 +82,15 @@ def train(stage_run: StageRun, model: Artifact, base: Artifact, data: Artifact) 
             bar.update(newest(metrics, "step")[0], run.train.steps)
 
         try:
-            if several:
-                gang = work.folder.name
-                history = History(gang, run.name, stage_run.tracking.name)
-                with prefect_page.told(history, metrics, store, tracked) as teller:
-                    controller.carry_out(training(run), work.folder, store, gang, say, stop, tick, teller)
-            else:
-                launch.trainer("train", run, work.folder, say, stop, tick, turn=stage_run.turn(say))
-                require_done(training(run))
+            with LivePage(f"training-{run.name}", live):
+                if several:
+                    gang = work.folder.name
+                    history = History(gang, run.name, stage_run.tracking.name)
+                    with prefect_page.told(history, metrics, store, tracked) as teller:
+                        controller.carry_out(training(run), work.folder, store, gang, say, stop, tick, teller)
+                else:
+                    launch.trainer("train", run, work.folder, say, stop, tick, turn=stage_run.turn(say))
+                    require_done(training(run))
         except Stopped:
             if stage_run.pointless:
                 raise Fault(f"stopped: {stage_run.pointless}") from None

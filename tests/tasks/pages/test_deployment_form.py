@@ -1,4 +1,4 @@
-"""tasks/pages/deployment_form.py and conf/overrides.py: help of a key in Prefect's form, and the answer to a wrong value."""
+"""tasks/pages/deployment_form.py and conf/overrides.py: help in Prefect's form, and the answer to a wrong value."""
 
 import re
 

@@ -1,0 +1,73 @@
+"""The page of a training that is under way: where it is, how fast, what is left, and its curves."""
+
+import base64
+import time
+from typing import Any
+
+from contract.amounts import clock
+from tasks.pages.markdown import table, words
+
+LATEST = 20  # lines of steps that tell the speed: neither the first step nor what a resume lost
+
+Line = dict[str, Any]  # of metrics.jsonl
+
+
+def headline(lines: list[Line], steps: int) -> str:
+    """The training in one line; "" before its first step."""
+    trained, validated = _of("train", lines), _of("validation", lines)
+    if not trained:
+        return ""
+    last = trained[-1]
+    told = [f"step {last['step']} of {steps}", f"loss {last['lm_loss']:.4g}"]
+    told += [f"validation {validated[-1]['lm_loss']:.4g}"] if validated else []
+    told += [f"{last['tokens_per_second']:,.0f} tokens/s"]
+    left = seconds_left(lines, steps)
+    return ", ".join(told + ([f"{clock(left)} left"] if left else []))
+
+
+def seconds_left(lines: list[Line], steps: int) -> float | None:
+    """Seconds to the last step, at the speed of the latest ones; None while they do not tell."""
+    latest = _of("train", lines)[-LATEST:]
+    if len(latest) < 2 or latest[-1]["step"] <= latest[0]["step"]:
+        return None
+    each = (latest[-1]["time"] - latest[0]["time"]) / (latest[-1]["step"] - latest[0]["step"])
+    return max(0.0, each * (steps - latest[-1]["step"]))
+
+
+def page(name: str, lines: list[Line], steps: int, image: bytes | None, links: dict[str, str]) -> str:
+    """The page in Markdown."""
+    trained, validated = _of("train", lines), _of("validation", lines)
+    first, last = trained[0], trained[-1]
+    lowest = min(trained, key=lambda line: line["lm_loss"])
+    rows = [("loss", f"{last['lm_loss']:.4g}", f"{first['lm_loss']:.4g} at first, lowest at step {lowest['step']}")]
+    if validated:
+        best = min(validated, key=lambda line: line["lm_loss"])
+        newest = validated[-1]
+        said = f"at step {newest['step']}; lowest {best['lm_loss']:.4g} at step {best['step']}"
+        rows.append(("validation", f"{newest['lm_loss']:.4g}", said))
+    rows.append(("speed", f"{last['tokens_per_second']:,.0f} tokens/s", f"{last['step_seconds']:.3g} s a step"))
+    rows.append(("learning rate", _shown(last.get("lr")), ""))
+    rows.append(("gradient norm", _shown(last.get("grad_norm")), "before clipping"))
+    rows.append(("memory", f"{last['memory_gb']:.1f} GB", "highest of any rank"))
+    left = seconds_left(lines, steps)
+    rest = f", {clock(left)} left" if left else ""
+    text = [f"# Training of {words(name)}", "", f"**Step {last['step']} of {steps}{rest}**"]
+    text += table(("", "now", ""), rows)
+    if image:
+        text += ["", f"![training](data:image/png;base64,{base64.b64encode(image).decode()})"]
+    at = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(last["time"]))
+    text += [
+        "",
+        f"As of {at}; renewed as it goes on.",
+        "",
+        *(f"- [{what}](<{where}>)" for what, where in links.items()),
+    ]
+    return "\n".join(text) + "\n"
+
+
+def _shown(value: float | None) -> str:
+    return "" if value is None else f"{value:.3g}"
+
+
+def _of(kind: str, lines: list[Line]) -> list[Line]:
+    return [line for line in lines if line["kind"] == kind]

@@ -1,0 +1,71 @@
+"""A page in Prefect that is renewed while a stage works.
+
+    with LivePage("training-tiny", lambda: (text, description)):
+        ...
+
+A thread of its own makes the text and sends it. A server that is away delays nobody.
+"""
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any, Self
+
+from prefect.client.orchestration import get_client
+from prefect.client.schemas.actions import ArtifactCreate, ArtifactUpdate
+from prefect.context import TaskRunContext
+
+EVERY = 10.0  # seconds between looks
+SHARE = 50  # a text that takes a second to make is made at most once in so many
+LAST_WORDS = 5.0  # seconds that the end of the stage waits for the last text
+
+Page = tuple[str, str]  # Markdown, and a line that stands for it in lists
+
+
+class LivePage(AbstractContextManager):
+    """A page of the task that runs when this is made; none beside a task. The text is None while there is no news."""
+
+    def __init__(self, key: str, make: Callable[[], Page | None]):
+        context = TaskRunContext.get()
+        self.task_run = context.task_run if context else None
+        self.key, self._make, self._artifact = key, make, None
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._renew, name=f"page {key}", daemon=True)
+
+    def __enter__(self) -> Self:
+        if self.task_run is not None:
+            self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._closing.set()
+        if self.task_run is not None:
+            self._thread.join(LAST_WORDS)
+
+    def _renew(self) -> None:
+        pause, closing = EVERY, False
+        while not closing:
+            closing = self._closing.wait(pause)
+            began = time.monotonic()
+            with contextlib.suppress(Exception):  # a page is not worth a stage
+                if page := self._make():
+                    self._send(*page)
+            pause = max(EVERY, SHARE * (time.monotonic() - began))
+
+    def _send(self, text: str, description: str) -> None:
+        run: Any = self.task_run
+        with get_client(sync_client=True) as client:
+            if self._artifact is not None:
+                client.update_artifact(self._artifact, ArtifactUpdate(data=text, description=description))
+                return
+            new = ArtifactCreate(
+                key=self.key,
+                type="markdown",
+                description=description,
+                data=text,
+                task_run_id=run.id,
+                flow_run_id=run.flow_run_id,
+            )
+            self._artifact = client.create_artifact(new).id

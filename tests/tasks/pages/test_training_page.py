@@ -1,0 +1,36 @@
+"""tasks/pages/training_page.py and tasks/tracking/plots.py: a training that is under way, for people."""
+
+from tasks.pages import training_page
+from tasks.tracking import plots
+
+
+def line(step: int, at: float, **more) -> dict:
+    found = {"kind": "train", "step": step, "time": at, "lm_loss": 4 / step, "lr": 1e-4, "grad_norm": 1.0}
+    return found | {"tokens_per_second": 1500.0, "step_seconds": 0.5, "memory_gb": 1.2} | more
+
+
+LINES = [line(1, 100.0), line(2, 200.0), *(line(step, 200.0 + step) for step in range(3, 31))]
+VALIDATED = {"kind": "validation", "step": 25, "time": 226.0, "lm_loss": 0.3}
+
+
+def test_a_slow_first_step_does_not_count_in_what_is_left():
+    assert training_page.seconds_left(LINES, 50) == 20
+    assert training_page.seconds_left(LINES[:1], 50) is None
+    assert training_page.seconds_left([*LINES, line(50, 300.0)], 50) == 0
+
+
+def test_the_line_of_a_training():
+    said = training_page.headline([*LINES, VALIDATED], 50)
+    assert said == "step 30 of 50, loss 0.1333, validation 0.3, 1,500 tokens/s, 0:00:20 left"
+    assert training_page.headline([], 50) == ""
+
+
+def test_the_page_of_a_training():
+    text = training_page.page("quick", [*LINES, VALIDATED], 50, b"png", {"MLflow": "http://mlflow/#/a?b=c"})
+    assert "**Step 30 of 50, 0:00:20 left**" in text and "| validation | 0.3 | at step 25; lowest 0.3 at step 25 |" in text
+    assert "![training](data:image/png;base64,cG5n)" in text and "- [MLflow](<http://mlflow/#/a?b=c>)" in text
+
+
+def test_one_picture_has_all_curves():
+    assert (plots.training([*LINES, VALIDATED]) or b"").startswith(b"\x89PNG")
+    assert plots.training([VALIDATED]) is None
