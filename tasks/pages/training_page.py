@@ -58,7 +58,7 @@ def page(name: str, lines: list[Line], steps: int, image: bytes | None, links: d
     at = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(last["time"]))
     text += [
         "",
-        f"As of {at}; renewed as it goes on.",
+        f"As of {at}; renewed as it goes on: reload the page. MLflow's curves move by themselves.",
         "",
         *(f"- [{what}](<{where}>)" for what, where in links.items()),
     ]

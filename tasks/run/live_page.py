@@ -18,7 +18,8 @@ from prefect.client.schemas.actions import ArtifactCreate, ArtifactUpdate
 from prefect.context import TaskRunContext
 
 EVERY = 10.0  # seconds between looks
-SHARE = 50  # a text that takes a second to make is made at most once in so many
+SHARE = 20  # a text that takes a second of CPU time to make is made once in so many
+LONGEST = 60.0  # seconds between looks, whatever it takes
 LAST_WORDS = 5.0  # seconds that the end of the stage waits for the last text
 
 Page = tuple[str, str]  # Markdown, and a line that stands for it in lists
@@ -48,11 +49,11 @@ class LivePage(AbstractContextManager):
         pause, closing = EVERY, False
         while not closing:
             closing = self._closing.wait(pause)
-            began = time.monotonic()
+            began = time.thread_time()
             with contextlib.suppress(Exception):  # a page is not worth a stage
                 if page := self._make():
                     self._send(*page)
-            pause = max(EVERY, SHARE * (time.monotonic() - began))
+            pause = min(LONGEST, max(EVERY, SHARE * (time.thread_time() - began)))
 
     def _send(self, text: str, description: str) -> None:
         run: Any = self.task_run

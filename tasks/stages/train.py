@@ -72,6 +72,8 @@ def train(stage_run: StageRun, model: Artifact, base: Artifact, data: Artifact) 
             lines = plots.read(metrics)
             if not (line := training_page.headline(lines, run.train.steps)):
                 return None
+            if left := training_page.seconds_left(lines, run.train.steps):  # beside the curves, on MLflow's page
+                tracked.metrics({"progress/hours_left": left / 3600}, step=lines[-1]["step"])
             links = stage_run.tracking.links_of_training()
             return training_page.page(run.name, lines, run.train.steps, plots.training(lines), links), line
 

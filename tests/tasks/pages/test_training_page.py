@@ -27,7 +27,9 @@ def test_the_line_of_a_training():
 
 def test_the_page_of_a_training():
     text = training_page.page("quick", [*LINES, VALIDATED], 50, b"png", {"MLflow": "http://mlflow/#/a?b=c"})
-    assert "**Step 30 of 50, 0:00:20 left**" in text and "| validation | 0.3 | at step 25; lowest 0.3 at step 25 |" in text
+    assert (
+        "**Step 30 of 50, 0:00:20 left**" in text and "| validation | 0.3 | at step 25; lowest 0.3 at step 25 |" in text
+    )
     assert "![training](data:image/png;base64,cG5n)" in text and "- [MLflow](<http://mlflow/#/a?b=c>)" in text
 
 
