@@ -17,6 +17,8 @@ def test_a_slow_first_step_does_not_count_in_what_is_left():
     assert training_page.seconds_left(LINES, 50) == 20
     assert training_page.seconds_left(LINES[:1], 50) is None
     assert training_page.seconds_left([*LINES, line(50, 300.0)], 50) == 0
+    resumed = [*LINES, {"kind": "start", "step": 30, "time": 9000.0}, line(31, 9001.0), line(32, 9003.0)]
+    assert training_page.seconds_left(resumed, 50) == 36, "the hours in between do not count"
 
 
 def test_the_line_of_a_training():
