@@ -11,7 +11,7 @@
     beside     on two GPUs, the base is evaluated beside training
 
 OUT/flow.txt has a row a case and OUT/NAME.log what each run said; OUT/memory.csv the memory of each GPU by the second.
-All runs share one store, so that a case makes only what is its own. Exit code 1 where one did not end as it has to.
+All runs share one store, so that a case makes only what is its own; --work keeps it. CUDA_VISIBLE_DEVICES holds. Exit code 1 where one did not end as it has to.
 """
 
 import argparse
@@ -126,7 +126,7 @@ class Place:
 
     @property
     def environment(self) -> dict[str, str]:
-        left = ("FINETUNE_STORE", "PREFECT_API_URL", "CUDA_VISIBLE_DEVICES")
+        left = ("FINETUNE_STORE", "PREFECT_API_URL")
         made = {name: value for name, value in os.environ.items() if name not in left}
         made |= {"FINETUNE_RUNS": str(self.work / "runs"), "NO_COLOR": "1", "PYTHONUNBUFFERED": "1"}
         made |= {"PREFECT_SERVER_ANALYTICS_ENABLED": "false"}
@@ -264,7 +264,8 @@ def main() -> int:
     options = _arguments()
     out: Path = options.out
     out.mkdir(parents=True, exist_ok=True)
-    work = Path(tempfile.mkdtemp(prefix="flow-", dir=options.work))
+    work = options.work or Path(tempfile.mkdtemp(prefix="flow-"))
+    work.mkdir(parents=True, exist_ok=True)
     place = Place(out, work, options.device == "gpu", options.precision)
     place.write()
     over = threading.Event()
@@ -281,7 +282,8 @@ def main() -> int:
     finally:
         over.set()
         sampler.join()
-        shutil.rmtree(work, ignore_errors=True)
+        if not options.work:
+            shutil.rmtree(work, ignore_errors=True)
     return 0 if all(row.endswith("as it has to be") for row in rows) else 1
 
 
@@ -291,7 +293,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--only", nargs="*", choices=CASES, default=[], metavar="PART", help=", ".join(CASES))
     parser.add_argument("--precision", choices=("bf16", "fp32"), default="bf16")
     parser.add_argument("--device", choices=("gpu", "cpu"), default="gpu")
-    parser.add_argument("--work", type=Path, help="folder for artifacts (default a temporary one)")
+    parser.add_argument("--work", type=Path, help="folder of the store, kept (default: a temporary one)")
     options = parser.parse_args()
     if options.device == "cpu":
         options.precision = "fp32"
