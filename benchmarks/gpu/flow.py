@@ -11,7 +11,8 @@
     beside     on two GPUs, the base is evaluated beside training
 
 OUT/flow.txt has a row a case and OUT/NAME.log what each run said; OUT/memory.csv the memory of each GPU by the second.
-All runs share one store, so that a case makes only what is its own; --work keeps it. CUDA_VISIBLE_DEVICES holds. Exit code 1 where one did not end as it has to.
+All runs share one store, so that a case makes only what is its own; --work keeps it. CUDA_VISIBLE_DEVICES holds. Exit
+code 1 where one did not end as it has to.
 """
 
 import argparse

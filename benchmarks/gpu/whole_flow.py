@@ -87,7 +87,7 @@ def make_model(folder: Path, config: dict, spread: float = 0.02, shards: int = 8
     blocks = {}
     for name, centre, wide in ("weight", 0.0, spread), ("norm", 1.0, 0.1):
         numbers = ((centre + wide * drawn).view(np.uint32) >> 16).astype(np.uint16)  # bf16
-        blocks[name] = np.concatenate([numbers, numbers[:largest]])
+        blocks[name] = np.resize(numbers, BLOCK + largest)
     names = list(shapes)
     parts = [names[n * len(names) // shards : (n + 1) * len(names) // shards] for n in range(shards)]
     files = [f"model-{n + 1:05d}-of-{shards:05d}.safetensors" for n in range(shards)]
