@@ -33,7 +33,6 @@ import sys
 import tempfile
 import time
 import traceback
-from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -45,7 +44,7 @@ from contract.faults import Fault, line_of
 from contract.files import write_atomically
 from contract.output_marks import EVALUATION, take
 from trainer.checks import inputs, places
-from trainer.serving import agreement, engine, held_out, hosts, lm_tasks, prompts, unmerged
+from trainer.serving import agreement, engine, full_memory, held_out, hosts, lm_tasks, prompts, unmerged
 from trainer.startup import entry
 from trainer.startup.console import say
 
@@ -73,6 +72,8 @@ def _score(run: Run, folder: Path) -> None:
     except Exception as error:
         if line_of(error):
             raise
+        if full := full_memory.line(f"{_said(log, begin)}\n{error}"):  # a worker's own words are in the log alone
+            raise Fault(full) from error
         _show_failure(error, log, begin)
         sys.exit(1)
     results |= {"seconds": round(time.monotonic() - started, 1), "versions": _versions()}
@@ -161,13 +162,16 @@ def _versions() -> dict[str, str]:
     return {name: importlib.metadata.version(name) for name in ("vllm", "lm_eval", "torch", "transformers")}
 
 
+def _said(log: Path, begin: int) -> str:
+    with log.open(errors="replace") as f:
+        f.seek(begin)
+        return f.read()
+
+
 def _show_failure(error: Exception, log: Path, begin: int) -> None:
     with log.open("a") as f:
         f.write("".join(traceback.format_exception(error)))
-    with log.open() as f:
-        f.seek(begin)
-        last = deque(f, LOG_LINES)
-    sys.stderr.write("".join(last))
+    sys.stderr.write("".join(_said(log, begin).splitlines(keepends=True)[-LOG_LINES:]))
     sys.stderr.write(f"error: the evaluation broke off; the lines above are the last of {log}\n")
 
 
