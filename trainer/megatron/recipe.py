@@ -41,9 +41,12 @@ def make_config(run: Run, bridge, resume_step: int | None):
     )
 
     from trainer.megatron.sequences import make_dataset
+    from trainer.patches import packed_positions
 
     train, optimizer, checkpoint = run.train, run.optimizer, run.checkpoint
     precision.prepare(run, resume_step is not None)
+    if run.data.packed:
+        packed_positions.install()
     folder = str(checkpoint_folder(run))
     return ConfigContainer(
         model=make_provider(run, bridge),
