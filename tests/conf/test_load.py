@@ -299,11 +299,11 @@ def runs(draw) -> Run:
     for part in data["data"]["mixture"]:
         part["source"] = part["source"] or "some"
     train, optimizer = data["train"], data["optimizer"]
-    train |= {"steps": draw(st.integers(11, 99)), "recompute": "selective", "recompute_layers": 1}
+    train |= {"steps": draw(st.integers(11, 99)), "epochs": None, "recompute": "selective", "recompute_layers": 1}
     train["global_batch"] *= train["micro_batch"] * data["layout"]["nodes"] * data["layout"]["gpus_per_node"]
     train |= {"fp8": None, "fp8_weights": False}
     data["kubernetes"] |= {"image": "an-image", "claim": "a-claim", "resources": (), "env": ()}
-    optimizer |= {"distributed": True, "states": "fp32", "gradients": "fp32", "offload": 0.0}
+    optimizer |= {"warmup": None, "distributed": True, "states": "fp32", "gradients": "fp32", "offload": 0.0}
     if train["precision"] == "bf16":
         train["fp8"] = draw(st.sampled_from([None, "current", "blockwise", "mxfp8"]))
         optimizer |= draw(st.sampled_from([{"states": "bf16", "gradients": "bf16"}, {"offload": 0.5}]))

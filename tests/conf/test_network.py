@@ -16,7 +16,9 @@ from conf.schema.sections import Gang
 ROOT = Path(__file__).parents[2]
 
 
-def on(network: str | None, *overrides: str, conf: str = "glm47", gpu: str | None = "h100") -> dict[str, str]:
+def on(
+    network: str | None, *overrides: str, conf: str = "glm47-as-documented", gpu: str | None = "h100"
+) -> dict[str, str]:
     chosen = [f"gang.network={network}"] if network else []
     return environment(load(conf, [*chosen, *overrides]), gpu)
 
@@ -33,7 +35,7 @@ def test_the_configuration_knows_the_presets():
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_presets_are_whole(name):
-    run = load("glm47", [f"gang.network={name}"])
+    run = load("glm47-as-documented", [f"gang.network={name}"])
     found = settings(run, "h100")
     assert len({setting.name for setting in found}) == len(found)
     assert all(setting.why and setting.value and re.fullmatch(r"[A-Z][A-Z0-9_]+", setting.name) for setting in found)
@@ -61,7 +63,7 @@ def test_what_else_depends_on_the_run():
     assert on("nvl72", "moe.dispatcher=flex", gpu="gb200")["NVLINK_DOMAIN_SIZE"] == "72"
     assert on("ib-h100", "moe.dispatcher=flex")["USE_MNNVL"] == "0"
     assert on(None, "gang.stall_seconds=1000")["TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC"] == "2000"
-    assert on(None)["TORCH_FR_DUMP_TEMP_FILE"] == "runs/glm47/logs/collectives-"
+    assert on(None)["TORCH_FR_DUMP_TEMP_FILE"] == "runs/glm47-as-documented/logs/collectives-"
     assert "NVTE_FWD_LAYERNORM_SM_MARGIN" not in on(None, conf="tiny")
 
 

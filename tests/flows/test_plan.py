@@ -44,6 +44,7 @@ PRESETS = {
     "glm45-air-16xh100": (0, 8, 1),
     "glm47-16xh200": (0, 16, 2),
     "glm47": (0, 8, 2),
+    "glm47-as-documented": (0, 16, 2),
     "glm47-b200": (0, 8, 1),
     "deepseek-v3-64": (0, 8, 1),
     "deepseek-v3-64-as-documented": (1, None, None),

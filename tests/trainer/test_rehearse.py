@@ -185,7 +185,7 @@ def command(*arguments: str) -> tuple[int, str]:
 
 def test_command_on_a_model_of_many_gpus():
     cut = ("layout.pp=4", "layout.etp=1", "layout.nodes=8", "train.global_batch=64")
-    code, text = command("glm47", *cut, "train.fp8=blockwise", "optimizer.states=bf16")
+    code, text = command("glm47-as-documented", *cut, "train.fp8=blockwise", "optimizer.states=bf16")
     assert code == 0, text
     assert text.splitlines()[0] == "without train.fp8, optimizer.states"
     assert text.splitlines()[-1] == "equal: 4 of 64 ranks built and counted"

@@ -59,7 +59,7 @@ def alone(**changes):
     """On one GPU; the layout and full fine-tuning unless `changes` say otherwise."""
     layout = {f"layout.{key}": value for key, value in (pair.split("=") for pair in ONE)}
     overrides = {**layout, **FULL, **{key.replace("__", "."): str(value).lower() for key, value in changes.items()}}
-    return load("glm47", [f"{key}={value}" for key, value in overrides.items()])
+    return load("glm47-as-documented", [f"{key}={value}" for key, value in overrides.items()])
 
 
 def one(configuration, facts=TINY):

@@ -17,7 +17,7 @@ BEHIND = ["evaluate-base", "train", "export", "evaluate-tuned"]
 
 
 def of(source: str, *overrides: str):
-    return load("glm47", [f"model.source={source}", *overrides], illegal=True)
+    return load("glm47-as-documented", [f"model.source={source}", *overrides], illegal=True)
 
 
 @pytest.mark.parametrize("name", [file.stem for file in MODELS.glob("*.json")])
@@ -65,7 +65,7 @@ def test_an_unknown_model_is_told_what_is_known():
 
 
 def test_what_does_not_fit_is_refused_with_what_does():
-    run = load("glm47", ["layout.etp=1"])
+    run = load("glm47-as-documented", ["layout.etp=1"])
     planned = plan(run, known("glm47"), H100)
     assert planned.legal and not planned.fits
     assert planned.verdict.startswith("refused: legal, and lacks 3")
@@ -76,13 +76,15 @@ def test_what_does_not_fit_is_refused_with_what_does():
 
 
 def test_what_fits_is_not_searched_for():
-    planned = plan(load("glm47"), known("glm47"), H100)
+    planned = plan(load("glm47-as-documented"), known("glm47"), H100)
     assert planned.fits and planned.found is None
     assert planned.cut and (planned.cut.dp, planned.cut.edp) == (16, 2)
 
 
 def test_hosts_that_a_gpu_does_not_come_in_are_planned_without_suggestions():
-    run = load("glm47", ["layout.nodes=1", "layout.gpus_per_node=12", "train.global_batch=12"], illegal=True)
+    run = load(
+        "glm47-as-documented", ["layout.nodes=1", "layout.gpus_per_node=12", "train.global_batch=12"], illegal=True
+    )
     planned = plan(run, known("glm47"), H100)
     assert planned.problems and planned.found is None
     assert "nothing was searched for: gpus: 12 is neither" in "\n".join(display.lines(planned))
@@ -90,7 +92,9 @@ def test_hosts_that_a_gpu_does_not_come_in_are_planned_without_suggestions():
 
 def test_programs_get_the_same_keys_whatever_the_verdict():
     kinds = [["layout.etp=2"], ["layout.etp=1"], ["layout.ep=7"]]
-    plans = [display.as_dict(plan(load("glm47", kind, illegal=True), known("glm47"), H100)) for kind in kinds]
+    plans = [
+        display.as_dict(plan(load("glm47-as-documented", kind, illegal=True), known("glm47"), H100)) for kind in kinds
+    ]
     assert len({tuple(one) for one in plans}) == 1
     assert [(one["legal"], one["fits"]) for one in plans] == [(True, True), (True, False), (False, False)]
     assert json.loads(json.dumps(plans, allow_nan=False)) == json.loads(json.dumps(plans))
@@ -122,20 +126,20 @@ def test_every_configuration_ends_in_a_plan_that_can_finish(file):
 
 
 def test_hosts_of_an_evaluation_are_chosen_with_the_plan():
-    run, facts = load("glm47"), known("glm47")
+    run, facts = load("glm47-as-documented"), known("glm47")
     planned = plan(settle(run, facts, H100), facts, H100)
     needs = {need.stage: need for need in planned.needs}
     assert (planned.run.evaluate.nodes, needs["evaluate-tuned"].hosts, needs["evaluate-base"].gpus) == (2, 2, 8)
     assert needs["convert"].gpus == 0 and 716e9 < needs["convert"].memory < 850e9  # on one host, without its GPUs
     said = list(display.lines(planned))
     assert any(line.startswith("serving  2 x 8 h100 in bf16, compiled: each 45.5 GB weights") for line in said)
-    one = load("glm47", ["evaluate.quantization=fp8"])
+    one = load("glm47-as-documented", ["evaluate.quantization=fp8"])
     assert settle(one, facts, H100).evaluate.nodes == 1
 
 
 def test_prices_of_all_stages_are_those_of_the_hosts_that_are_had():
     gpu = replace(H100, price=2.0)
-    planned = plan(load("glm47"), known("glm47"), gpu)
+    planned = plan(load("glm47-as-documented"), known("glm47"), gpu)
     for need in planned.needs:
         if need.seconds is not None:
             assert need.cost == pytest.approx(need.seconds / 3600 * need.hosts * 8 * 2.0)
@@ -143,11 +147,11 @@ def test_prices_of_all_stages_are_those_of_the_hosts_that_are_had():
 
 
 def test_a_model_that_no_host_of_the_run_serves_is_refused_in_words():
-    run = load("glm47", ["evaluate.nodes=1"])
+    run = load("glm47-as-documented", ["evaluate.nodes=1"])
     planned = plan(run, known("glm47"), H100)
     assert planned.fits and planned.unserved.startswith(
         "93.5 GB on each of 8 h100, 88.3 of them weights, and 17.1 GB are"
     )
     assert sum("refused all the same: evaluation: 93.5 GB" in line for line in display.lines(planned)) == 1
-    without = plan(load("glm47", ["evaluate.nodes=1", "evaluate.tasks=[]"]), known("glm47"), H100)
+    without = plan(load("glm47-as-documented", ["evaluate.nodes=1", "evaluate.tasks=[]"]), known("glm47"), H100)
     assert without.unserved == "" and all("evaluate" not in need.stage for need in without.needs)

@@ -102,7 +102,7 @@ def run(world: int = 8, **changes: object) -> Run:
 
 
 def test_the_expert_grid_is_not_the_dense_grid():
-    glm47 = load("glm47")
+    glm47 = load("glm47-as-documented")
     assert grid(glm47.layout, glm47.train) == Grid(dp=16, edp=2, microbatches=1)
     assert problems(glm47, facts_from_hf(GLM)) == []
 
