@@ -20,6 +20,7 @@ from conf.planner import hardware
 from conf.planner.display import duration
 from conf.planner.hardware import GB
 from conf.planner.verdict import Plan, compared, facts_of, plan, settle
+from contract import closed_pipe
 from contract.files import write_atomically
 
 BEGIN, END = "<!-- presets: begin -->", "<!-- presets: end -->"
@@ -100,4 +101,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with closed_pipe.quiet():
+        main()

@@ -79,7 +79,7 @@ def test_golden_file_has_every_case():
 
 def test_trials_are_legal_and_fit_an_h200():
     trials = PLAN["TRIALS"]
-    assert len({trial.name for trial in trials}) == len(trials) and len({trial.group for trial in trials}) == 3
+    assert len({trial.name for trial in trials}) == len(trials) and len({trial.group for trial in trials}) == 4
     keys = {*dotted_keys()}
     for trial in (trial for trial in trials if trial.overrides.keys() <= keys):
         run = load(trial.conf, [f"{key}={value}" for key, value in trial.overrides.items()], illegal=True)

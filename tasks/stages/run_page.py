@@ -127,8 +127,7 @@ def _trained(run: Run) -> str:
     adapter = run.adapter
     if adapter.kind == "none":
         return "every weight"
-    named = adapter.targets if isinstance(adapter.targets, str) else ", ".join(adapter.targets)
-    return f"{adapter.kind} of rank {adapter.rank}, alpha {adapter.alpha}, on {named}"
+    return f"{adapter.kind} of rank {adapter.rank}, alpha {adapter.alpha}, on {', '.join(adapter.names)}"
 
 
 def _spent(planned: Plan, made: Made) -> list[tuple[str, str]]:

@@ -85,8 +85,8 @@ def test_mlflow_has_each_step_once_and_every_stage(place, first):
     version = client.get_model_version_by_alias("quick", "champion")
     assert version.source.startswith("s3://finetune/main/export/")
     assert "against" in version.tags["reason"]
-    assert version.run_id == train.info.run_id and f"flows.serve quick@{version.version}" in version.description
-    assert f"Path: `{version.source}`" in version.description and "/runs/flow-run/" in version.description
+    assert version.run_id == train.info.run_id and f"flows.serve quick@{version.version}" in (version.description or "")
+    assert f"Path: `{version.source}`" in str(version.description) and "/runs/flow-run/" in str(version.description)
 
 
 def test_prefect_has_the_report(place, first):

@@ -15,6 +15,7 @@ from megatron.core.models.common.embeddings import rope_utils
 from trainer.patches import versions
 
 WRITTEN_FOR = {"megatron-core": ("0.19.2",)}
+KEPT = "_positions_of_tokens"
 
 
 def install() -> None:
@@ -54,7 +55,9 @@ def turned(
 
 def _positions(cu_seqlens: torch.Tensor, tokens: int, ranks: int, rank: int, of_whole_rows: bool) -> torch.Tensor:
     """Position of each token of this rank. It is kept on the tensor that it follows from, for the layers to come."""
-    kept: dict = cu_seqlens.__dict__.setdefault("_positions", {})
+    kept = getattr(cu_seqlens, KEPT, None)
+    if kept is None:
+        setattr(cu_seqlens, KEPT, kept := {})
     key = tokens, ranks, rank, of_whole_rows
     if key not in kept:
         kept[key] = _computed(cu_seqlens.long(), tokens, ranks, rank, of_whole_rows)

@@ -71,7 +71,7 @@ def bridge_config(run: Run):
         seq_length=run.data.seq_length,
         dataset_root=run.paths.data,
         seed=run.data.seed,
-        do_validation=run.train.validate_every > 0,
+        do_validation=bool(run.train.validate_every),
         do_test=False,
         preprocessing=PromptCompletionSFTPreprocessingConfig(
             prompt_column="input", completion_column="output", separator=" "

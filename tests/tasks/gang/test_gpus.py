@@ -2,6 +2,7 @@
 
 import os
 import subprocess
+import sys
 import threading
 
 import pytest
@@ -13,6 +14,7 @@ from tasks.gang.board import Board
 from tasks.gang.engines import Demand, local
 from tasks.gang.job import training
 from tasks.gang.messages import Word
+from tasks.run import guard
 from tasks.store import open_store
 from tests.contract.test_host_gpus import fake_nvidia_smi, show_gpus
 
@@ -58,7 +60,8 @@ def test_a_gang_on_this_host_comes_after_those_that_wait(run, monkeypatch):
 
 
 def test_its_members_have_all_of_them_until_the_last_is_over(run, board, monkeypatch):
-    monkeypatch.setattr(local, "command", lambda board, node: ["timeit", "-n1", "-r1", "import time; time.sleep(30)"])
+    sleeps = guard.guarded([sys.executable, "-c", "import time; time.sleep(30)"], 5.0)
+    monkeypatch.setattr(local, "guarded", lambda gang, board, node: sleeps)
     members = local.start(Demand.of(run), board, 2)
     assert host_gpus.held(("GPU-a",)).startswith("gang gang-1 has had it for")
     members.processes[0].stdin.close()

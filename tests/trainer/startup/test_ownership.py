@@ -37,8 +37,10 @@ def main(run):
     while not (output / "end").exists():
         time.sleep(0.02)
 
+def prepare(run):
+    take(Path(run.paths.output), TRAINING)
+
 if __name__ == "__main__":
-    prepare = lambda run: take(Path(run.paths.output), TRAINING)
     entry.start(main, prepare, writes="output", may_write=places.check_train)
 """
 
