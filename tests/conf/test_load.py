@@ -308,6 +308,10 @@ def runs(draw) -> Run:
         train["fp8"] = draw(st.sampled_from([None, "current", "blockwise", "mxfp8"]))
         optimizer |= draw(st.sampled_from([{"states": "bf16", "gradients": "bf16"}, {"offload": 0.5}]))
     optimizer["min_lr"] = min(optimizer["min_lr"], optimizer["lr"])
+    data["data"]["test"] *= 1 - data["data"]["validation"]
+    data["evaluate"] |= draw(st.sampled_from([{"precision": "bf16"}, {"quantization": None}]))
+    if data["adapter"]["kind"] != "lora":
+        data["evaluate"]["adapter"] = "merged"
     run = Run.model_validate(data)
     assume(not list(contradictions(run)))
     assert not layout.problems(run)

@@ -1,4 +1,4 @@
-"""What vLLM says when a GPU has no room for the model, as one line with what helps."""
+"""One line for what vLLM says when a GPU has no room for the model, with what helps."""
 
 import re
 

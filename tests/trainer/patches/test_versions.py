@@ -25,6 +25,7 @@ LIGHT = {
 HEAVY = {
     "dora": ["install", "mark_magnitudes"],
     "expert_adapters": ["install"],
+    "packed_positions": ["install"],
     "recompute": ["start_from_the_embedding"],
     "resharding": ["install"],
     "sequence_parallel": ["give_every_adapter_all_tokens"],
