@@ -11,11 +11,9 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any, Self
+from typing import Self
 
-from prefect.client.orchestration import get_client
-from prefect.client.schemas.actions import ArtifactCreate, ArtifactUpdate
-from prefect.context import TaskRunContext
+from tasks.run.task_artifact import TaskArtifact
 
 EVERY = 10.0  # seconds between looks
 SHARE = 20  # a text that takes a second of CPU time to make is made once in so many
@@ -29,20 +27,18 @@ class LivePage(AbstractContextManager):
     """A page of the task that runs when this is made; none beside a task. The text is None while there is no news."""
 
     def __init__(self, key: str, make: Callable[[], Page | None]):
-        context = TaskRunContext.get()
-        self.task_run = context.task_run if context else None
-        self.key, self._make, self._artifact = key, make, None
+        self._artifact, self._make = TaskArtifact(key, "markdown"), make
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._renew, name=f"page {key}", daemon=True)
 
     def __enter__(self) -> Self:
-        if self.task_run is not None:
+        if self._artifact.has_task:
             self._thread.start()
         return self
 
     def __exit__(self, *_: object) -> None:
         self._closing.set()
-        if self.task_run is not None:
+        if self._artifact.has_task:
             self._thread.join(LAST_WORDS)
 
     def _renew(self) -> None:
@@ -52,21 +48,5 @@ class LivePage(AbstractContextManager):
             began = time.thread_time()
             with contextlib.suppress(Exception):  # a page is not worth a stage
                 if page := self._make():
-                    self._send(*page)
+                    self._artifact.send(*page)
             pause = min(LONGEST, max(EVERY, SHARE * (time.thread_time() - began)))
-
-    def _send(self, text: str, description: str) -> None:
-        run: Any = self.task_run
-        with get_client(sync_client=True) as client:
-            if self._artifact is not None:
-                client.update_artifact(self._artifact, ArtifactUpdate(data=text, description=description))
-                return
-            new = ArtifactCreate(
-                key=self.key,
-                type="markdown",
-                description=description,
-                data=text,
-                task_run_id=run.id,
-                flow_run_id=run.flow_run_id,
-            )
-            self._artifact = client.create_artifact(new).id

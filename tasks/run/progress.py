@@ -3,16 +3,14 @@
 Only bars need Prefect. A gang's controller by itself reads the newest figures without it.
 """
 
-# pyright: reportOptionalMemberAccess=false
-
 import contextlib
 import json
 import threading
 import time
 from pathlib import Path
-from typing import Any
 
 from contract.amounts import clock, size
+from tasks.run.task_artifact import TaskArtifact
 
 SHOWN_AFTER = 2.0  # seconds: what ends sooner needs no bar
 EVERY = 2.0
@@ -25,17 +23,12 @@ class Progress:
     """
 
     def __init__(self, key: str, unit: str):
-        from prefect.context import TaskRunContext
-
-        context = TaskRunContext.get()
-        self.task_run = context.task_run if context else None
-        self.key, self.unit = key, unit
+        self.artifact, self.unit = TaskArtifact(key, "progress"), unit
         self.began = self.told = 0.0
         self.there: float | None = None  # at the start: a killed attempt is gone on with
         self.first: tuple[float, float] | None = (
             None  # first amount beyond that, and when: what is slow at first is over
         )
-        self.artifact: Any = None
         self.lock = threading.Lock()
 
     def update(self, done: float, total: float) -> None:
@@ -45,8 +38,8 @@ class Progress:
                 self.there, self.began = done, now
             if self.first is None and done > self.there:
                 self.first = done, now
-            last = done >= total and self.artifact is not None
-            if self.task_run is None or not total or now - self.began < SHOWN_AFTER:
+            last = done >= total and self.artifact.is_sent
+            if not self.artifact.has_task or not total or now - self.began < SHOWN_AFTER:
                 return
             if now - self.told < EVERY and not last:
                 return
@@ -62,26 +55,8 @@ class Progress:
         return f"{done:.0f} of {total:.0f} {self.unit}{left}"
 
     def _tell(self, percent: float, text: str) -> None:
-        from prefect.client.orchestration import get_client
-        from prefect.client.schemas.actions import ArtifactCreate, ArtifactUpdate
-
-        try:
-            with get_client(sync_client=True) as client:
-                if self.artifact is None:
-                    run = self.task_run
-                    new = ArtifactCreate(
-                        key=self.key,
-                        type="progress",
-                        description=text,
-                        data=percent,
-                        task_run_id=run.id,
-                        flow_run_id=run.flow_run_id,
-                    )
-                    self.artifact = client.create_artifact(new).id
-                else:
-                    client.update_artifact(self.artifact, ArtifactUpdate(description=text, data=percent))
-        except Exception:  # a bar is not worth a stage
-            pass
+        with contextlib.suppress(Exception):  # a bar is not worth a stage
+            self.artifact.send(percent, text)
 
 
 def newest(file: Path, *keys: str) -> tuple[float, ...]:

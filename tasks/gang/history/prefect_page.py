@@ -17,14 +17,11 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from prefect.client.orchestration import get_client
-from prefect.client.schemas.actions import ArtifactCreate, ArtifactUpdate
-from prefect.context import TaskRunContext
-
 from contract.amounts import clock
 from tasks.gang.history import timeline
 from tasks.gang.history.timeline import DONE, Attempt, History, Teller, settled, state
 from tasks.pages.markdown import code, fenced, table, words
+from tasks.run.task_artifact import TaskArtifact
 from tasks.store import Store
 from tasks.tracking import Stage
 
@@ -119,27 +116,11 @@ class PrefectPage:
     key: str
 
     def __post_init__(self) -> None:
-        context = TaskRunContext.get()
-        self.task_run = context.task_run if context else None
-        self.artifact: Any = None
+        self.artifact = TaskArtifact(self.key, "markdown")
 
     def __call__(self, told: History, store: Store) -> None:
-        if self.task_run is None:
-            return
-        text, description = page(told, store), state(told)
-        with get_client(sync_client=True) as client:
-            if self.artifact is not None:
-                client.update_artifact(self.artifact, ArtifactUpdate(data=text, description=description))
-                return
-            new = ArtifactCreate(
-                key=self.key,
-                type="markdown",
-                description=description,
-                data=text,
-                task_run_id=self.task_run.id,
-                flow_run_id=self.task_run.flow_run_id,
-            )
-            self.artifact = client.create_artifact(new).id
+        if self.artifact.has_task:
+            self.artifact.send(page(told, store), state(told))
 
 
 def page(told: History, store: Store) -> str:

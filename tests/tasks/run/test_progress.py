@@ -8,7 +8,7 @@ from tasks.run import progress
 def test_a_bar_of_steps_does_not_count_what_comes_before_the_end_of_the_first_one(monkeypatch):
     told, now = [], [0.0]
     bar = progress.Progress("train", "steps")
-    bar.task_run, bar._tell = SimpleNamespace(), lambda percent, text: told.append(text)
+    bar.artifact = SimpleNamespace(has_task=True, is_sent=False, send=lambda percent, text: told.append(text))
     monkeypatch.setattr(progress, "time", SimpleNamespace(monotonic=lambda: now[0]))
     for moment, step in ((0, 10), (60, 10), (120, 11), (122, 12), (130, 16)):
         now[0] = moment

@@ -1,0 +1,44 @@
+"""An artifact in Prefect that changes while a task runs."""
+
+from typing import Any
+
+
+class TaskArtifact:
+    """An artifact of the task that runs when this is made. The first send() creates it, the others change it.
+
+    Only what has one needs Prefect, so that it is imported here at use.
+    """
+
+    def __init__(self, key: str, kind: str):
+        from prefect.context import TaskRunContext
+
+        context = TaskRunContext.get()
+        self._task_run: Any = context.task_run if context else None
+        self._key, self._kind, self._id = key, kind, None
+
+    @property
+    def has_task(self) -> bool:
+        return self._task_run is not None
+
+    @property
+    def is_sent(self) -> bool:
+        return self._id is not None
+
+    def send(self, data: str | float, description: str) -> None:
+        """Show this, and a line that stands for it in lists."""
+        from prefect.client.orchestration import get_client
+        from prefect.client.schemas.actions import ArtifactCreate, ArtifactUpdate
+
+        with get_client(sync_client=True) as client:
+            if self._id is not None:
+                client.update_artifact(self._id, ArtifactUpdate(data=data, description=description))
+                return
+            new = ArtifactCreate(
+                key=self._key,
+                type=self._kind,
+                description=description,
+                data=data,
+                task_run_id=self._task_run.id,
+                flow_run_id=self._task_run.flow_run_id,
+            )
+            self._id = client.create_artifact(new).id
