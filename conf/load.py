@@ -32,7 +32,7 @@ from conf.rules.contradictions import contradictions
 from conf.schema.run import Run, dotted_keys, sections, spelled_out
 from conf.schema.sections import MOST
 from conf.strict_yaml import parse, read_text
-from contract import closed_pipe, regular_files
+from contract import closed_pipe, nvidia_smi, regular_files
 from contract.faults import ConfigError
 from contract.files import write_atomically
 
@@ -105,8 +105,11 @@ def _make_way(data: dict[str, Any], values: dict[str, Any]) -> None:
 
 
 def _one_host(run: Run) -> Run:
-    """Spell out `layout: auto` without a number of GPUs: it means all GPUs of a host."""
-    return run.model_copy(update={"layout": run.layout.model_copy(update={"gpus_per_node": hardware.of(run).per_host})})
+    """Spell out `layout: auto` without a number of GPUs: all those of a host, of this one where the run stays on it."""
+    gpu = hardware.of(run)
+    here = len(nvidia_smi.visible()) if gpu.cuda and run.gang.engine == "local" and run.layout.nodes == 1 else 0
+    each = min(here, gpu.per_host) or gpu.per_host
+    return run.model_copy(update={"layout": run.layout.model_copy(update={"gpus_per_node": each})})
 
 
 def dump(run: Run, path: str | os.PathLike[str]) -> None:

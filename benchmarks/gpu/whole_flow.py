@@ -1,6 +1,7 @@
 """Run the whole flow of a 10 GB model on this host's GPU, and check that each stage ends and has the GPU alone.
 
     benchmarks/gpu/run whole_flow.py OUT                                     about 9 minutes on one H200, 35 GB of disk
+    benchmarks/gpu/run whole_flow.py OUT --auto                              `layout: auto`, and no other key of a layout
     benchmarks/gpu/run whole_flow.py OUT --preset NAME --layers 8            a configuration of conf/, unchanged
     python benchmarks/gpu/whole_flow.py OUT --size tiny --work FOLDER        rehearses it on a CPU in 3 minutes
 
@@ -54,13 +55,14 @@ name: whole
 model: {{source: {model}}}
 data: {{source: {data}, seq_length: 1024, packed: true, template: "{{input}} {{output}}", validation: 0.15, test: 0.04}}
 adapter: {{rank: 16, alpha: 32}}
-hardware: {{gpu: {gpu}, gate: warn}}
-train: {{steps: {steps}, global_batch: 8, micro_batch: 1, precision: {precision}, validate_every: {steps},
+hardware: {{gpu: {gpu}{gate}}}
+train: {{steps: {steps}, global_batch: 8,{micro_batch} precision: {precision}, validate_every: {steps},
   validate_batches: 1}}
 optimizer: {{lr: 1e-3, warmup_steps: 2}}
 checkpoint: {{save_every: {steps}}}
 evaluate: {{rows: 20, max_tokens: 8}}
 """
+WRITTEN = dict(gate=", gate: warn", micro_batch=" micro_batch: 1,")
 
 
 def of_size(size: str) -> dict:
@@ -309,7 +311,9 @@ def made(options: argparse.Namespace, work: Path) -> Iterator[tuple[str, dict[st
     make_data(work / "rows.jsonl")
     conf = work / "whole.yaml"
     kind = dict(gpu="h200", precision="bf16") if has_gpu() else dict(gpu="cpu", precision="fp32")
-    conf.write_text(CONF.format(model=work / "model", data=work / "rows.jsonl", steps=options.steps, **kind))
+    layout = dict.fromkeys(WRITTEN, "") if options.auto else WRITTEN
+    text = CONF.format(model=work / "model", data=work / "rows.jsonl", steps=options.steps, **kind, **layout)
+    conf.write_text(text + ("layout: auto\n" if options.auto else ""))
     yield str(conf), {}
 
 
@@ -354,6 +358,7 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("out", type=Path, metavar="OUT")
     parser.add_argument("--size", choices=SIZES, default="10gb")
+    parser.add_argument("--auto", action="store_true", help="leave layout and micro batch to the plan")
     parser.add_argument("--preset", metavar="NAME", help="run this configuration of conf/ instead, as it is")
     parser.add_argument("--layers", type=int, default=8, help="of the preset's model (default 8)")
     parser.add_argument("--rows", type=int, default=7473, help="of the preset's data (default 7473)")

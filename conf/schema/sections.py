@@ -222,7 +222,8 @@ class Layout(Section):
     auto: Annotated[bool, NOWHERE] = Field(
         default=False,
         description="the fastest layout of these nodes and gpus_per_node that fits is taken, with its micro_batch and "
-        "recompute; what is written of those does not count. `layout: auto` = one host of hardware.gpu",
+        "recompute; what is written of those does not count. `layout: auto` = all GPUs of this host, or "
+        "of one host of hardware.gpu where this has none or gang.engine is not local",
     )
 
     @property

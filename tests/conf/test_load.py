@@ -200,6 +200,24 @@ def test_override_given_twice(conf):
     assert lines(conf(RIGHT), ["train.steps=1", "train.steps=2"]) == ["override train.steps=2: train.steps: set twice"]
 
 
+@pytest.mark.parametrize(
+    "here, overrides, gpus",
+    [
+        (0, [], 8),
+        (1, [], 1),
+        (2, [], 2),
+        (16, [], 8),
+        (1, ["hardware.gpu=cpu"], 1),
+        (1, ["layout.nodes=2"], 8),
+        (1, ["gang.engine=slurm"], 8),
+        (1, ["layout.gpus_per_node=4"], 4),
+    ],
+)
+def test_auto_alone_means_the_gpus_of_the_host_that_runs_it(conf, monkeypatch, here, overrides, gpus):
+    monkeypatch.setattr("contract.nvidia_smi.visible", lambda: ("GPU",) * here)
+    assert load(conf(RIGHT + "layout: auto\nhardware: {gpu: h200}\n"), overrides).layout.gpus_per_node == gpus
+
+
 def test_null_paths_lie_under_the_name(conf):
     run = load(conf(RIGHT + "paths: {model: null, data: /mnt/pairs}\n"))
     assert (run.paths.model, run.paths.data) == ("runs/a-run/model", "/mnt/pairs")

@@ -154,7 +154,7 @@ def test_a_run_whose_process_is_killed_and_then_its_host_goes_on_to_its_end(depl
     from mlflow import MlflowClient
 
     with worker(deployed) as host:
-        id = start(deployed, changes=CHANGES, last="train")
+        id = start(deployed, changes=CHANGES, until_stage="train")
         wait_for(lambda: trained_to(deployed, 30), 400)
         flow_of(host).kill()
         name = run_of(deployed, id)["name"]
@@ -181,7 +181,7 @@ def test_a_run_whose_process_is_killed_and_then_its_host_goes_on_to_its_end(depl
 @pytest.mark.timeout(1800)
 def test_a_run_that_crashes_each_time_is_left_alone_in_the_end(deployed):
     with worker(deployed) as host:
-        id = start(deployed, changes={"data": {"seed": 7}}, last="download")
+        id = start(deployed, changes={"data": {"seed": 7}}, until_stage="download")
         for count in range(1, RESTARTS + 2):
             wait_for(lambda count=count: run_of(deployed, id)["run_count"] == count, 300)
             flow_of(host).kill()
@@ -195,7 +195,7 @@ def test_a_run_that_crashes_each_time_is_left_alone_in_the_end(deployed):
 @pytest.mark.timeout(900)
 def test_a_run_that_is_cancelled_stays_so(deployed):
     with worker(deployed) as host:
-        id = start(deployed, changes={"optimizer": {"lr": 1.5e-3}, "train": {"steps": 5000}}, last="train")
+        id = start(deployed, changes={"optimizer": {"lr": 1.5e-3}, "train": {"steps": 5000}}, until_stage="train")
         wait_for(lambda: run_of(deployed, id)["state_type"] == "RUNNING", 300)
         flow = flow_of(host)
         deployed.ask_prefect(f"flow_runs/{id}/set_state", state={"type": "CANCELLING"})
