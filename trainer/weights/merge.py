@@ -10,7 +10,6 @@ when they are needed: those of a model with many experts do not fit in memory to
 import re
 from collections import defaultdict
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 import yaml
@@ -19,13 +18,13 @@ from contract.faults import Fault
 from trainer.weights import mapping, released, torch_dist
 from trainer.weights.mapping import Part
 from trainer.weights.released import Model, enumerate_names
+from trainer.weights.released_tensors import DTYPES
 from trainer.weights.torch_dist import Place, Stored
 
 ADAPTER = re.compile(
     r"(?P<layer>.+)\.adapter\.(?P<role>linear_in|linear_out|weight_magnitude)(\.weight)?(?P<expert>\d*)$"
 )
 VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")
-DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 @dataclass(frozen=True)
@@ -139,13 +138,6 @@ def is_merged(found: torch.Tensor, weight: torch.Tensor, a, b, scale: float, mag
         expected = magnitude.float()[:, None] * torch.nn.functional.normalize(expected, dim=1)
     bound = torch.finfo(found.dtype).eps * expected.abs() + 1e-5 * expected.abs().max()
     return bool(((found.float() - expected).abs() <= bound).all())
-
-
-def load(folder: Path, entry: released.Entry) -> torch.Tensor:
-    with (folder / entry.file).open("rb") as f:
-        f.seek(entry.start)
-        found = bytearray(f.read(entry.size))
-    return torch.frombuffer(found, dtype=DTYPES[entry.dtype]).view(entry.shape)
 
 
 def _alpha(stored: Stored) -> float:

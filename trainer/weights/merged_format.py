@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 
 from contract.faults import Fault
-from trainer.weights import merge, released
+from trainer.weights import merge, released, released_tensors
 from trainer.weights.released import Entry, Model, enumerate_names
 from trainer.weights.trained import Trained
 
@@ -84,11 +84,11 @@ def _is_right(trained: Trained, target: Path, name: str, entry: Entry, written: 
         return released.checksum(target, entry) == trained.sums[name]
     if not _is_released(trained, source):
         return False
-    adapter, before = trained.adapters[source], trained.model.tensors[source]
+    adapter = trained.adapters[source]
     factors = adapter.factors(trained.stored, trained.config)
     magnitude = adapter.magnitudes(trained.stored, trained.config)
-    found = merge.load(target.parent, entry)
-    return merge.is_merged(found, merge.load(trained.model.folder, before), *factors, adapter.scale, magnitude)
+    found = released_tensors.at(target.parent, entry)
+    return merge.is_merged(found, released_tensors.read(trained.model, source), *factors, adapter.scale, magnitude)
 
 
 def _is_released(trained: Trained, name: str) -> bool:

@@ -28,8 +28,9 @@ import torch
 
 from contract.faults import Fault
 from trainer.weights import released
-from trainer.weights.merge import DTYPES, Adapter
+from trainer.weights.merge import Adapter
 from trainer.weights.merged_format import READABLE, as_bytes
+from trainer.weights.released_tensors import DTYPES
 from trainer.weights.trained import Trained
 
 EXPERT = re.compile(r"(?P<experts>.+\.mlp\.experts)\.(?P<number>\d+)\.(?P<leaf>gate|up|down)_proj\.weight$")

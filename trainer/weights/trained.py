@@ -10,7 +10,7 @@ from conf.schema.run import Run
 from contract import checkpoints
 from contract.faults import Fault
 from trainer.megatron.model import open_bridge
-from trainer.weights import merge, released, torch_dist
+from trainer.weights import merge, released, released_tensors, torch_dist
 from trainer.weights.merge import Adapter, NewValue
 from trainer.weights.released import Model
 from trainer.weights.torch_dist import Stored
@@ -41,7 +41,7 @@ class Trained:
             adapter = self.adapters[name]
             factors = adapter.factors(self.stored, self.config)
             magnitude = adapter.magnitudes(self.stored, self.config)
-            return merge.merged(merge.load(self.model.folder, entry), *factors, adapter.scale, magnitude)
+            return merge.merged(released_tensors.read(self.model, name), *factors, adapter.scale, magnitude)
         return None
 
 
