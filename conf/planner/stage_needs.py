@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from conf.model_facts import ModelFacts
 from conf.planner import parameters, states
 from conf.planner.hardware import GB, GIB, Gpu
-from conf.planner.memory import CONTEXT, NCCL_GROUP, PROCESS, WORKSPACE, StageMemory
+from conf.planner.memory import PROCESS, StageMemory
 from conf.planner.serving.duration import READ, duration
 from conf.planner.serving.layout import Serving
 from conf.planner.timing import Timing
@@ -30,6 +30,7 @@ from conf.schema.sections import Layout
 
 START = 20.0  # seconds until a command of the trainer has imported what it needs, and its processes have met
 DOWNLOAD, CONVERT, EXPORT = 0.8 * GB, 0.22 * GB, 0.11 * GB  # bytes/s; of the last two, of a process
+CONVERTING = 3 * GB  # most of a process: its libraries, and a shard of tensors
 FILE = 5 * GB  # of a release: one is read, one is written at a time
 OF_VLLM = 4 * GIB  # resident memory of a process of vLLM, beside files that it maps
 
@@ -53,7 +54,7 @@ def stage_needs(
     released = count * 2  # as published, in bf16
     found = [
         StageNeed("download", 1, 0, 0, GIB, released, released / DOWNLOAD),
-        _conversion(run, facts, gpu, stages, count * byte),
+        _conversion(run, gpu, count * byte),
         StageNeed("prepare", 1, 0, 0, GIB, 0),
     ]
     asked = [_evaluation(run, facts, gpu, serving)] if run.evaluate.tasks else []
@@ -66,28 +67,19 @@ def stage_needs(
 
 
 def on_one_host(run: Run) -> Run:
-    """The run in a few processes of one host's memory: a model that takes several hosts' GPUs fits there, once.
-
-    It is cut over experts alone, as every process holds everything else: 34 GB of GLM-4.7's 716.
-    """
+    """The run in a few processes of one host, which share the files of a model that takes several hosts' GPUs."""
     count = next(n for n in (4, 2, 1) if run.layout.ep % n == 0 and run.train.global_batch % n == 0)
     layout = Layout(gpus_per_node=count, ep=count)
     train = run.train.model_copy(update={"micro_batch": 1})
     return run.model_copy(update={"layout": layout, "train": train})
 
 
-def _conversion(run: Run, facts: ModelFacts, gpu: Gpu, stages: tuple[StageMemory, ...], written: int) -> StageNeed:
-    """Conversion on the GPUs of the layout, or, where that has several hosts, in the memory of one."""
-    held, shared, gpus = 0, written, (takes(run, "convert").gpus or 0) if gpu.cuda else 0
+def _conversion(run: Run, gpu: Gpu, written: int) -> StageNeed:
+    """Conversion on the host of the flow, a shard of the model in each process's memory at a time."""
+    gpus = (takes(run, "convert").gpus or 0) if gpu.cuda else 0
     here = on_one_host(run) if run.layout.nodes > 1 else run
-    if gpus:
-        held = max(stage.weights for stage in stages) + CONTEXT + NCCL_GROUP + WORKSPACE
-    elif run.layout.nodes > 1:
-        kinds = [*facts.kinds, *facts.kinds[-1:] * facts.mtp_layers]
-        experts = sum(parameters.parts(facts, kind)["experts"] for kind in kinds) * states.byte(run.train)
-        shared = experts + (written - experts) * here.world
-    rate = min(CONVERT * here.world, READ / 3)  # read twice, and written
-    return StageNeed("convert", 1, gpus, held, shared + FILE, written, START + written / rate)
+    rate = min(CONVERT * here.world, READ / 2)  # read, and written
+    return StageNeed("convert", 1, gpus, 0, CONVERTING * here.world, written, START + written / rate)
 
 
 def _training(run: Run, facts: ModelFacts, stages: tuple[StageMemory, ...], time: Timing | None, gpu: Gpu) -> StageNeed:

@@ -5,6 +5,7 @@ Each check raises a Fault of one line that names the file, what is wrong with it
 
 import os
 import shutil
+from math import prod
 from pathlib import Path
 
 from conf.model_facts import ModelFacts
@@ -17,7 +18,7 @@ from conf.schema.run import Run
 from contract import checkpoints, output_marks
 from contract.amounts import unlike
 from contract.faults import Fault
-from contract.output_marks import TRAINING
+from contract.output_marks import PARTIAL, TRAINING
 from trainer.data import prepared
 from trainer.megatron.recipe import checkpoint_folder
 from trainer.serving import agreement, prompts, unmerged
@@ -26,7 +27,7 @@ from trainer.training import resume
 
 def check_convert(run: Run) -> None:
     facts = check_model(run)
-    _check_space(Path(run.paths.base), run, "the converted model")
+    _check_space(Path(run.paths.base), _converted(run), "the converted model")
     _check_layout(run, facts)
 
 
@@ -54,7 +55,7 @@ def check_export(run: Run) -> None:
     facts = check_model(run)
     checkpoints.require(Path(run.paths.base), "paths.base", "python -m trainer.convert")
     if "merged" in (run.export.formats or ("merged",)):
-        _check_space(Path(run.paths.export), run, "the exported model")
+        _check_space(Path(run.paths.export), weights.size(Path(run.paths.model)), "the exported model")
     _check_layout(run, facts)
 
 
@@ -99,10 +100,19 @@ def _check_layout(run: Run, facts: ModelFacts) -> None:
         raise Fault("\n".join(found))
 
 
-def _check_space(folder: Path, run: Run, what: str) -> None:
-    needed = weights.size(Path(run.paths.model))  # as large as the released model
-    existing = next(parent for parent in (folder, *folder.resolve().parents) if parent.exists())
-    free = shutil.disk_usage(existing).free
+def _converted(run: Run) -> int:
+    """Bytes of the converted model."""
+    byte = 4 if run.train.precision == "fp32" else 2
+    return sum(prod(entry.shape) * byte for entry in weights.tensors(Path(run.paths.model)).values())
+
+
+def _check_space(folder: Path, needed: int, what: str) -> None:
+    place = Path(os.path.realpath(folder))
+    existing = next(parent for parent in (place, *place.parents) if parent.exists())
+    # What an attempt has left is gone on with, or goes.
+    begun = place.with_name(place.name + PARTIAL)
+    left = sum(path.stat().st_blocks * 512 for path in begun.rglob("*") if path.is_file()) if begun.is_dir() else 0
+    free = shutil.disk_usage(existing).free + left
     if free < needed:
-        wanted, left = unlike(needed, free)
-        raise Fault(f"{folder}: {what} needs {wanted} and {left} are free there")
+        wanted, there = unlike(needed, free)
+        raise Fault(f"{folder}: {what} needs {wanted} and {there} are free there")

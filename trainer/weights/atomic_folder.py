@@ -3,27 +3,37 @@
 Everything is written into <folder>.partial, on storage that all ranks see. What was there before under the same name
 stays until the new folder is complete: synced to disk, marked (contract/checkpoints.py), and then given the name in one
 step (contract/output_marks.py). A rank that fails takes the partial folder with it; what a killed process leaves is
-removed by the next attempt. Where a link has the name, the folder that it leads to is replaced, on its own disk.
+removed by the next attempt, or gone on with where that makes the very same. Where a link has the name, the folder that
+it leads to is replaced, on its own disk.
 """
 
 import contextlib
 import errno
 import os
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from contract import checkpoints, output_marks
 from contract.faults import Fault
+from contract.files import write_atomically
 from contract.output_marks import PARTIAL, Kind, check_one, take
 
 # Megatron's writer processes pass on that they failed, and not why.
 FAILED = ("No space left on device", "CheckpointException ranks")
 
 
+JOURNAL, MADE = "unfinished", "what.txt"  # a folder in the partial one, and what is being made, in there
+
+
 @contextlib.contextmanager
-def write(folder: Path, facts: dict[str, Any], kind: Kind) -> Iterator[Path]:
-    """Yield the folder to write into. `facts` go into the mark, as they are when the block ends on rank 0."""
+def write(folder: Path, facts: dict[str, Any], kind: Kind, made: str = "") -> Iterator[Path]:
+    """Yield the folder to write into. `facts` go into the mark, as they are when the block ends on rank 0.
+
+    `made` tells what is made from anything else. With it, an attempt that was killed is gone on with: the folder holds
+    what that has left, and a folder JOURNAL to note in what is finished.
+    """
     place, first = Path(os.path.realpath(folder)), rank() == 0
     partial = place.with_name(place.name + PARTIAL)
     check_one(place, kind)
@@ -32,21 +42,28 @@ def write(folder: Path, facts: dict[str, Any], kind: Kind) -> Iterator[Path]:
     try:
         if first:
             output_marks.recover(place, kind)
-            output_marks.remove(partial, kind)
-            take(partial, kind)
+            if not made or _read(partial / JOURNAL / MADE) != made:
+                output_marks.remove(partial, kind)
+                take(partial, kind)
+            if made:
+                (partial / JOURNAL).mkdir(exist_ok=True)
+                write_atomically(partial / JOURNAL / MADE, made, durable=False)
         barrier()
         yield partial
         barrier()
         if first:
             _sync(partial)
+            shutil.rmtree(partial / JOURNAL, ignore_errors=True)
             checkpoints.mark(partial, **facts)
             output_marks.finished(partial)
             output_marks.put_in_place(partial, place, kind)
         barrier()
     except BaseException as error:
-        with contextlib.suppress(OSError, output_marks.Foreign):  # another rank may be at it as well
-            output_marks.remove(partial, kind)
-        if _is_of_the_disk(error):
+        full = _is_of_the_disk(error)
+        if full or not made or isinstance(error, Fault):  # else the next attempt goes on
+            with contextlib.suppress(OSError, output_marks.Foreign):  # another rank may be at it as well
+                output_marks.remove(partial, kind)
+        if full:
             text = f"{folder}: could not be written, the disk is full or fails; what there was of it is removed again"
             raise Fault(text) from error
         raise
@@ -76,6 +93,13 @@ def gather(value: Any) -> list[Any]:
         values = [None] * ranks()
         torch.distributed.all_gather_object(values, value)
     return values
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text()
+    except (OSError, ValueError):
+        return ""
 
 
 def _sync(folder: Path) -> None:

@@ -22,7 +22,8 @@ from conf.model_files.weights import Entry
 from contract.faults import Fault
 
 SOURCE = "source.json"  # beside a converted model: what each released tensor was
-BLOCK = 16 * 2**20
+BLOCK = 2**20  # bytes read at once
+AT_ONCE = 2**15  # numbers looked at together
 # Bits of the exponent, and the unsigned integer that holds them.
 EXPONENTS: dict[str, tuple[str, np.unsignedinteger]] = {
     "F64": ("<u8", np.uint64(0x7FF0000000000000)),
@@ -81,18 +82,22 @@ def of_mtp(model: Model) -> set[str]:
     return {name for name in model.tensors if prefixes and name.startswith(prefixes)}
 
 
-def checksums(model: Model, files: Iterable[str]) -> tuple[dict[str, str], list[str]]:
-    """SHA-256 of each tensor in these files, and the names of those in which not every number is finite.
+def checksums(model: Model, names: Iterable[str]) -> tuple[dict[str, str], list[str]]:
+    """SHA-256 of each of these tensors, and the names of those in which not every number is finite.
 
-    The files are read once, from several threads.
+    They are read once, from several threads.
     """
-    wanted = set(files)
-    entries = {name: entry for name, entry in model.tensors.items() if entry.file in wanted}
+    entries = {name: model.tensors[name] for name in names}
     threads = max(1, (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
     with ThreadPoolExecutor(threads) as pool:
         found = list(pool.map(lambda entry: _read(model.folder / entry.file, entry), entries.values()))
     sums = {name: checksum for name, (checksum, _) in zip(entries, found, strict=True)}
     return sums, [name for name, (_, finite) in zip(entries, found, strict=True) if not finite]
+
+
+def not_finite(model: Model, names: list[str]) -> Fault:
+    text = f"{len(names)} tensors hold numbers that are infinite or not a number"
+    return Fault(f"{model.folder}: {text}: {enumerate_names(sorted(names))}; download it again")
 
 
 def checksum(path: Path, entry: Entry) -> str:
@@ -134,7 +139,14 @@ def _is_finite(block: bytes, dtype: str) -> bool:
         return True
     width, exponent = EXPONENTS[dtype]
     numbers = np.frombuffer(block, width)
-    return not numbers.size or bool((numbers & exponent).max() < exponent)
+    if not numbers.size:
+        return True
+    parts = np.empty(min(numbers.size, AT_ONCE), numbers.dtype)  # small enough for the processor's own memory
+    for start in range(0, numbers.size, AT_ONCE):
+        some = numbers[start : start + AT_ONCE]
+        if np.bitwise_and(some, exponent, out=parts[: some.size]).max() == exponent:
+            return False
+    return True
 
 
 def _blocks(f: BinaryIO, entry: Entry) -> Iterator[bytes]:

@@ -130,7 +130,7 @@ def test_hosts_of_an_evaluation_are_chosen_with_the_plan():
     planned = plan(settle(run, facts, H100), facts, H100)
     needs = {need.stage: need for need in planned.needs}
     assert (planned.run.evaluate.nodes, needs["evaluate-tuned"].hosts, needs["evaluate-base"].gpus) == (2, 2, 8)
-    assert needs["convert"].gpus == 0 and 716e9 < needs["convert"].memory < 850e9  # on one host, without its GPUs
+    assert needs["convert"].gpus == 0 and needs["convert"].memory == 12e9  # on one host, without its GPUs
     said = list(display.lines(planned))
     assert any(line.startswith("serving  2 x 8 h100 in bf16, compiled: each 45.5 GB weights") for line in said)
     one = load("glm47-as-documented", ["evaluate.quantization=fp8"])

@@ -1,0 +1,209 @@
+"""Speed and memory of conversion and export, beside `cp -r` with `sync` of the same bytes, and beside Megatron-Bridge.
+
+    python -m benchmarks.convert [--size-gb 12] [--processes 2]      make bench-convert SIZE_GB=12
+    python -m benchmarks.convert --size-gb 2 --no-bridge             a short one, or where memory lacks
+
+A model of Qwen3-30B-A3B's widths is generated, with as many layers as the size wants. Everything is done twice: with
+the pages of what is read dropped from the kernel's memory before (cold), and left there (warm); and all of that once
+more at half the size. The export is of the base as it is, so every tensor is read from it and written anew. Each is
+timed as a whole command, less the time of the same conversion when there is nothing to do, which is the start of its
+processes and is shown apart. Memory is the largest resident set of a process, and of that what belongs to no file,
+sampled ten times a second. CPU seconds are of all processes; on a host that is busy with other things they say more
+than the others. Megatron-Bridge's import and export are AutoBridge.import_ckpt and export_ckpt, in one process.
+"""
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from benchmarks.workspace import workspace
+
+ROOT = Path(__file__).parents[1]
+GB = 10**9
+SHARD = 4 * GB  # of a release
+WIDTHS = "qwen3-30b-a3b"
+BRIDGE = """
+import os, sys
+os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
+from trainer.startup import device
+device.start()
+import torch
+from trainer.patches import lazy_bridge
+lazy_bridge.load_family("Qwen3MoeForCausalLM")
+torch.distributed.init_process_group("gloo")
+from megatron.bridge.models.conversion.auto_bridge import AutoBridge
+what, model, base, out = sys.argv[1:]
+if what == "import":
+    AutoBridge.import_ckpt(model, base, torch_dtype=torch.bfloat16)
+else:
+    AutoBridge.from_hf_pretrained(model).export_ckpt(base, out)
+"""
+
+
+@dataclass(frozen=True)
+class Took:
+    seconds: float
+    resident: float  # GB, of the largest process
+    anonymous: float  # GB of it that belong to no file
+    cpu: float  # seconds
+
+
+def generate(folder: Path, size: float) -> float:
+    """Write a release of about so many GB. Returns how many it has."""
+    import torch
+
+    from trainer.rehearsal import tiny_models
+
+    config: dict[str, Any] = json.loads((ROOT / f"conf/models/{WIDTHS}.json").read_text())["config"]
+    config |= {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}, "dtype": "bfloat16"}
+    shapes: dict[str, tuple[int, ...]] = {}
+    for layers in range(1, config["num_hidden_layers"] + 1):
+        config["num_hidden_layers"] = layers
+        shapes = tiny_models.model_shapes(config)
+        if sum(torch.Size(shape).numel() * 2 for shape in shapes.values()) > (size - 0.6) * GB:
+            break
+    folder.mkdir()
+    tiny_models.make_tokenizer(folder, 512)
+    tiny_models.write_json(folder / "config.json", config)
+    noise = (0.02 * torch.randn(2**24 + 1, generator=torch.Generator().manual_seed(0))).bfloat16()
+    files, held = [{}], 0
+    for name, shape in shapes.items():
+        count = torch.Size(shape).numel() * 2
+        if held and held + count > SHARD:
+            files.append({})
+            held = 0
+        files[-1][name] = {"dtype": "BF16", "shape": shape, "data_offsets": [held, held + count]}
+        held += count
+    weight_map = {}
+    for number, header in enumerate(files):
+        file = f"model-{number + 1:05d}-of-{len(files):05d}.safetensors"
+        weight_map |= dict.fromkeys(header, file)
+        text = json.dumps({"__metadata__": {"format": "pt"}} | header).encode()
+        text += b" " * (-len(text) % 8)
+        with (folder / file).open("wb") as f:
+            f.write(len(text).to_bytes(8, "little") + text)
+            for seed, row in enumerate(header.values()):
+                left = (row["data_offsets"][1] - row["data_offsets"][0]) // 2
+                while left:  # no two tensors begin alike
+                    some = noise[seed % 1000 : seed % 1000 + min(left, 2**24 - 1000)]
+                    f.write(some.view(torch.uint8).numpy().data)
+                    left -= len(some)
+    index = {"metadata": {}, "weight_map": weight_map}
+    tiny_models.write_json(folder / "model.safetensors.index.json", index)
+    return sum(path.stat().st_size for path in folder.iterdir()) / GB
+
+
+def timed(command: list[str], log: Path) -> Took:
+    start, resident, anonymous, before = time.monotonic(), 0, 0, os.times()
+    with log.open("a") as out:
+        process = subprocess.Popen(command, cwd=ROOT, stdout=out, stderr=out)
+        while process.poll() is None:
+            for one in _family(process.pid):
+                resident, anonymous = max(resident, one[0]), max(anonymous, one[1])
+            time.sleep(0.1)
+    if process.returncode:
+        sys.exit(f"{' '.join(command)}: exit code {process.returncode}\n{log.read_text()[-3000:]}")
+    after = os.times()
+    cpu = after.children_user + after.children_system - before.children_user - before.children_system
+    return Took(time.monotonic() - start, resident / GB, anonymous / GB, cpu)
+
+
+def _family(pid: int) -> list[tuple[int, int]]:
+    found = []
+    try:
+        for process in [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]:
+            lines = Path(f"/proc/{process.pid}/status").read_text().splitlines()
+            sizes = {
+                line.split(":")[0]: int(line.split()[1]) * 1024 for line in lines if line.startswith(("VmRSS", "RssA"))
+            }
+            found.append((sizes.get("VmRSS", 0), sizes.get("RssAnon", 0)))
+    except (psutil.Error, OSError):
+        pass
+    return found
+
+
+def copied(source: Path, target: Path, log: Path) -> Took:
+    took = timed(["sh", "-c", f"cp -r {source} {target} && sync"], log)
+    shutil.rmtree(target)
+    return took
+
+
+def drop(folder: Path) -> None:
+    """Have the kernel forget the contents of the files."""
+    for path in folder.rglob("*"):
+        if path.is_file():
+            descriptor = os.open(path, os.O_RDONLY)
+            os.fsync(descriptor)
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+            os.close(descriptor)
+
+
+def measure(work: Path, size: float, processes: int, bridge: bool) -> None:
+    model, base, log = work / "model", work / "base", work / "log"
+    size = generate(model, size)
+    print(f"\n{size:.1f} GB of {WIDTHS}'s widths, {processes} processes, {os.cpu_count()} CPUs\n")
+    print(f"{'':26} {'seconds':>8} {'x cp':>6} {'start':>6} {'CPU s':>8} {'GB RSS':>7} {'of no file':>10}")
+    paths = [f"paths.{name}={work / name}" for name in ("model", "base", "output", "export", "logs")]
+    ours = [*paths, f"layout.gpus_per_node={processes}", "train.precision=bf16", "train.global_batch=64"]
+
+    def command(name: str, *more: str) -> list[str]:
+        return [sys.executable, "-m", f"trainer.{name}", "tiny", *ours, *more]
+
+    def show(what: str, took: Took, copy: Took, start: float = 0) -> None:
+        seconds = took.seconds - start
+        numbers = f"{seconds:8.1f} {seconds / copy.seconds:6.2f} {start:6.1f} {took.cpu:8.1f}"
+        print(f"{what:26} {numbers} {took.resident:7.2f} {took.anonymous:10.2f}", flush=True)
+
+    for state in ("cold", "warm"):
+
+        def ready(folder: Path, state=state) -> Path:
+            if state == "cold":
+                drop(folder)
+            return folder
+
+        os.sync()
+        copy = copied(ready(model), work / "copy", log)
+        show(f"cp -r, sync ({state})", copy, copy)
+        ready(model)
+        shutil.rmtree(base, ignore_errors=True)
+        took = timed(command("convert"), log)
+        start = timed(command("convert"), log).seconds  # all is there
+        show(f"convert ({state})", took, copy, start)
+        ready(model), ready(base)
+        shutil.rmtree(work / "export", ignore_errors=True)
+        show(f"export ({state})", timed(command("export", "export.checkpoint=base"), log), copy, start)
+        shutil.rmtree(work / "export")
+        if bridge:
+            for what in ("import", "export"):
+                ready(model), ready(base)
+                target = work / "bridge" / what
+                asked = [str(model), str(target if what == "import" else base), str(target)]
+                show(f"Bridge's {what} ({state})", timed([sys.executable, "-c", BRIDGE, what, *asked], log), copy)
+                shutil.rmtree(work / "bridge", ignore_errors=True)
+    for folder in (model, base):
+        shutil.rmtree(folder)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--size-gb", type=float, default=12)
+    parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument("--no-bridge", action="store_true", help="leave Megatron-Bridge's own tools out")
+    parser.add_argument("--folder", help="on the disk that is measured; by default that of temporary files")
+    options = parser.parse_args()
+    with workspace("convert", options.folder) as work:
+        for size in (options.size_gb, options.size_gb / 2):
+            measure(work, size, options.processes, not options.no_bridge)
+
+
+if __name__ == "__main__":
+    main()

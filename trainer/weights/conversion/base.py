@@ -1,0 +1,144 @@
+"""The converted model, written without ever being in memory: what trainer/convert.py makes, and what can go wrong."""
+
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false
+
+import json
+from pathlib import Path
+
+from megatron.bridge.training import checkpointing
+from megatron.bridge.training.config import CheckpointConfig, ConfigContainer, LoggerConfig
+from megatron.bridge.training.state import GlobalState
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, apply_factories
+from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
+from megatron.core.optimizer import OptimizerConfig
+from megatron.core.utils import get_model_config, unwrap_model
+
+from conf.schema.run import Run
+from conf.schema.sections import Layout
+from trainer.megatron.model import make_provider
+from trainer.weights import atomic_folder, coverage, released
+from trainer.weights.conversion import megatron_tensors, shards
+from trainer.weights.conversion.megatron_tensors import Values
+from trainer.weights.model_digests import METADATA
+
+
+class Conversion:
+    """A release and the Megatron model that it is to fill, with all that is known before a weight is read."""
+
+    def __init__(self, run: Run, bridge, model: released.Model):
+        self.model, self.bridge = model, bridge
+        self.chunks = megatron_tensors.build(_provider(run, bridge))
+        wanted = coverage.demand(bridge, self.chunks)
+        left_out = set() if run.model.mtp else released.of_mtp(model)
+        coverage.check(wanted, model, _sums_of_copies(model), left_out)
+        self.left_out = sorted(left_out)
+        tasks = megatron_tensors.tasks(bridge, self.chunks)
+        state = {f"model{i}": chunk.sharded_state_dict(metadata=METADATA) for i, chunk in enumerate(self._unwrapped())}
+        apply_factories(state)
+        stored = [value for value in nested_values(state) if isinstance(value, ShardedTensor)]
+        self.stored = {(one.key, one.global_offset) for one in stored}
+        made_of = {name: _released_names(task) for name, task in tasks.items()}
+        self.shards = shards.cut(megatron_tensors.pieces(tasks, stored), made_of, model)
+        self.digest = shards.digest(self.shards)
+
+    def write(self, partial: Path, journal: Path, known: dict[str, str] | None) -> dict[str, str]:
+        """Write the checkpoint over all ranks. Returns the checksums of all released tensors."""
+        sums: dict[str, str] = {}
+
+        def write(state: dict, folder: Path) -> None:
+            objects = [value for value in nested_values(state) if isinstance(value, ShardedObject)]
+            asked = {(one.key, one.global_offset) for one in nested_values(state) if isinstance(one, ShardedTensor)}
+            assert asked == self.stored, "Megatron-Bridge saves other tensors than the model says it has"
+            megatron_tensors.give_shapes(self.chunks)
+            values = Values(self.bridge, megatron_tensors.tasks(self.bridge, self.chunks), self.model)
+            work = shards.Work(folder, journal, self.shards, objects, values)
+            entries = _make(work, self.shards, self.model, known)
+            sums.update({name: one for entry in entries.values() for name, one in entry["sums"].items()})
+            if atomic_folder.rank() == 0:
+                work.finish(entries)
+
+        _save(self.chunks, partial, write)
+        return sums
+
+    def _unwrapped(self) -> list:
+        return unwrap_model(self.chunks)
+
+
+def _provider(run: Run, bridge):
+    """The run's model in one piece, with a vocabulary padded as the run's layout pads it."""
+    whole = run.model_copy(update={"layout": Layout(gpus_per_node=run.world)})
+    provider = make_provider(whole, bridge)
+    provider.make_vocab_size_divisible_by *= run.layout.tp
+    provider.finalize()
+    provider.initialize_model_parallel(seed=run.train.seed)
+    return provider
+
+
+def _sums_of_copies(model: released.Model) -> dict[str, str]:
+    copies = released.repeated(model)
+    return released.checksums(model, {name for pair in copies.items() for name in pair if name in model.tensors})[0]
+
+
+def _released_names(task) -> list[str]:
+    names = task.mapping.hf_param
+    return [names] if isinstance(names, str) else list(names.values())
+
+
+def _make(work: shards.Work, cut: list[shards.Shard], model: released.Model, known) -> dict[int, dict]:
+    """Make the shards that are not there, each on one rank. Returns the entries of all, on every rank."""
+    rank, ranks = atomic_folder.rank(), atomic_folder.ranks()
+    sizes = {one.number: one.size + sum(model.tensors[name].size for name in one.tensors) for one in cut}
+    entries = atomic_folder.gather(work.finished())[0]  # as rank 0 sees them
+    mine = shards.share({number: sizes[number] for number in entries}, ranks)[rank]
+    broken = {number for number in mine if not work.is_whole(number, entries[number])}
+    for number in set().union(*atomic_folder.gather(broken)):
+        del entries[number]
+    missing = {number: size for number, size in sizes.items() if number not in entries}
+    made = work.make(shards.share(missing, ranks)[rank], model, known)
+    for one in atomic_folder.gather(made):
+        entries |= one
+    return entries
+
+
+class _Strategy(TorchDistSaveShardedStrategy):
+    """Megatron-core's way to save, with another writer of tensors."""
+
+    def __init__(self, write):
+        super().__init__("torch_dist", 1)
+        self.write = write
+
+    def save(self, sharded_state_dict, checkpoint_dir) -> None:
+        self.write(sharded_state_dict, Path(checkpoint_dir))
+
+
+def _save(chunks: list, folder: Path, write) -> None:
+    """Save as Megatron-Bridge's save_megatron_model() does, which takes no strategy."""
+    state = GlobalState()
+    state.cfg = ConfigContainer(
+        model=get_model_config(chunks[0]),
+        train=None,
+        optimizer=OptimizerConfig(use_distributed_optimizer=False),
+        ddp=None,
+        scheduler=None,
+        dataset=None,
+        logger=LoggerConfig(),
+        tokenizer=None,
+        checkpoint=CheckpointConfig(
+            async_save=False,
+            save=str(folder),
+            save_optim=False,
+            save_rng=False,
+            ckpt_format="torch_dist",
+            dist_ckpt_optim_fully_reshardable=True,
+        ),
+        dist=None,
+    )
+    context = {"save_strategy": _Strategy(write)}
+    checkpointing.save_checkpoint(state, chunks, None, None, 0, checkpointing_context=context)
+
+
+def record(model: released.Model, sums: dict[str, str], folder: Path) -> None:
+    """Write down what each released tensor was."""
+    rows = {name: [t.dtype, t.shape, sums[name]] for name, t in model.tensors.items()}
+    (folder / released.SOURCE).write_text(json.dumps(rows))

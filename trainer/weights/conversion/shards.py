@@ -1,0 +1,275 @@
+"""Shards of a checkpoint: files of a few hundred megabytes, each made by one process, and kept when that dies.
+
+How tensors are cut into shards depends on the model alone, so any number of processes makes the same files. A shard
+that is finished has an entry in a journal beside the files: its checksum, where each piece lies in it, and the
+checksums of the released tensors that it was made of. A later attempt takes what has an entry and that checksum.
+"""
+
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportOptionalMemberAccess=false
+
+import contextlib
+import hashlib
+import io
+import json
+import os
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import xxhash
+from megatron.core.dist_checkpointing.mapping import ShardedObject, is_main_replica
+from megatron.core.dist_checkpointing.strategies.torch import MCoreSavePlanner, mcore_to_pyt_state_dict
+from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter, _StorageInfo
+from torch.distributed.checkpoint.metadata import MetadataIndex, StorageMeta
+from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
+from torch.distributed.checkpoint.storage import WriteResult
+
+from contract import json_object
+from contract.faults import Fault
+from contract.files import write_atomically
+from trainer.weights import released
+from trainer.weights.conversion.megatron_tensors import Piece, Values
+from trainer.weights.released import Model
+
+LARGEST, SMALLEST = 2**28, 2**20
+COUNT = 256  # of a model whose shards are between those two
+
+
+@dataclass(frozen=True)
+class Shard:
+    number: int
+    pieces: tuple[Piece, ...]
+    tensors: tuple[str, ...]  # released ones, each of which belongs to one shard
+
+    @property
+    def size(self) -> int:
+        return sum(piece.size for piece in self.pieces)
+
+
+def cut(pieces: list[Piece], made_of: dict[str, list[str]], model: Model) -> list[Shard]:
+    """Shards of the pieces, in their order. All that is made of one released tensor is in one of them.
+
+    `made_of` are the released tensors of each parameter. Those of none are in shards without pieces, to be read once.
+    """
+    whole = sum(piece.size for piece in pieces)
+    wanted = min(max(whole // COUNT, SMALLEST), LARGEST)
+    shards: list[Shard] = []
+    for together, names in _groups(pieces, made_of):
+        known = tuple(name for name in names if name in model.tensors)
+        if shards and shards[-1].size < wanted:
+            last = shards[-1]
+            shards[-1] = Shard(last.number, last.pieces + together, last.tensors + known)
+        else:
+            shards.append(Shard(len(shards), together, known))
+    used = {name for shard in shards for name in shard.tensors}
+    rest = [Shard(0, (), (name,)) for name in sorted(model.tensors.keys() - used)]
+    return [replace(shard, number=number) for number, shard in enumerate([*shards, *rest])]
+
+
+def share(sizes: dict[int, int], ranks: int) -> list[list[int]]:
+    """Numbers for each rank, so that sizes add up to about the same."""
+    loads, found = [0] * ranks, [[] for _ in range(ranks)]
+    for number, size in sorted(sizes.items(), key=lambda one: (-one[1], one[0])):
+        least = loads.index(min(loads))
+        loads[least] += size + 1
+        found[least].append(number)
+    return [sorted(numbers) for numbers in found]
+
+
+def digest(shards: list[Shard]) -> str:
+    """Digest of what is to be written where."""
+    lines = [
+        [shard.number, [[repr(piece.item), piece.name, piece.start] for piece in shard.pieces], shard.tensors]
+        for shard in shards
+    ]
+    return hashlib.sha256(json.dumps(lines).encode()).hexdigest()
+
+
+class Planner(MCoreSavePlanner):
+    """Megatron-core's planner of a save, whose tensors are made when they are written."""
+
+    def __init__(self, objects: dict[str, io.BytesIO], pieces: Iterable[Piece], values: Values):
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+        self.objects, self.values = objects, values
+        self.pieces = {piece.item.index: piece for piece in pieces}
+
+    def resolve_data(self, write_item: WriteItem):
+        if write_item.type == WriteItemType.BYTE_IO:
+            return self.objects[write_item.index.fqn]
+        return self.values.of(self.pieces[write_item.index])
+
+
+class Writer(FileSystemWriter):
+    """Writer of files as torch's, one a shard. It notes their checksums, and nothing of when and where."""
+
+    def __init__(self, folder: Path):
+        # Files are synced beside the work on the next one; nothing is loaded ahead, as tensors are on the CPU.
+        super().__init__(folder, sync_files=False, per_thread_copy_ahead=0)
+        self.fs = _Checksummed()
+
+    def storage_meta(self) -> StorageMeta:
+        return StorageMeta()
+
+
+class Work:
+    """The making of a checkpoint's files in a folder, with a journal beside them."""
+
+    def __init__(self, folder: Path, journal: Path, shards: list[Shard], objects: list[ShardedObject], values: Values):
+        self.folder, self.journal, self.shards = folder, journal, shards
+        kept = {one.unique_key: [one] for one in objects if is_main_replica(one.replica_id)}
+        contents = mcore_to_pyt_state_dict(kept)
+        plans = [SavePlan([piece.item for piece in shard.pieces]) for shard in shards]
+        plans.append(SavePlan([WriteItem(MetadataIndex(key), WriteItemType.BYTE_IO) for key in contents]))
+        self.planner = Planner(contents, (piece for shard in shards for piece in shard.pieces), values)
+        self.writer = Writer(folder)
+        plans, self.metadata = self.planner.create_global_plan(plans)
+        self.plans = self.writer.prepare_global_plan(plans)
+
+    def finished(self) -> dict[int, dict]:
+        """Entries of the journal, by the numbers of their shards."""
+        found = {}
+        for shard in self.shards:
+            with contextlib.suppress(OSError, ValueError, Fault):
+                found[shard.number] = json_object.read(self.journal / f"{shard.number}.json")
+        return found
+
+    def is_whole(self, number: int, entry: dict) -> bool:
+        """Whether the shard's file is there as it was written."""
+        if not self.plans[number].items:
+            return True
+        try:
+            with (self.folder / self._name(number)).open("rb") as f:
+                found = xxhash.xxh3_128()
+                while block := f.read(released.BLOCK):
+                    found.update(block)
+        except OSError:
+            return False
+        return found.hexdigest() == entry.get("sum")
+
+    def make(self, numbers: Iterable[int], model: Model, known: dict[str, str] | None) -> dict[int, dict]:
+        """Make these shards, and their entries. `known` are checksums of the released tensors, where they are known."""
+        made, synced = {}, []
+        with ThreadPoolExecutor(1) as pool:
+            for number in numbers:
+                shard = self.shards[number]
+                sums = {name: known[name] for name in shard.tensors} if known else _checksums(model, shard.tensors)
+                made[number] = self._write(number) | {"sums": sums}
+                write_atomically(self.journal / f"{number}.json", json.dumps(made[number]), durable=False)
+                if shard.pieces:
+                    synced.append(pool.submit(_sync, self.folder / self._name(number)))
+                _raise_of(synced)
+        _raise_of(synced)
+        return made
+
+    def finish(self, entries: dict[int, dict]) -> None:
+        """Write what is no tensor, and the metadata that lead to every piece. Rank 0 alone does."""
+        last = len(self.shards)
+        results = []
+        for number, entry in sorted((entries | {last: self._write(last)}).items()):
+            items, name = self.plans[number].items, self._name(number)
+            results.append(
+                [
+                    WriteResult(item.index, length, _StorageInfo(name, offset, length))
+                    for item, (offset, length) in zip(items, entry["places"], strict=True)
+                ]
+            )
+        self.writer.finish(self.metadata, results)
+
+    def _write(self, number: int) -> dict:
+        plan = self.plans[number]
+        if not plan.items:
+            return {"places": []}
+        results = {result.index: result.storage_data for result in self.writer.write_data(plan, self.planner).wait()}
+        self.planner.values.forget()
+        places = [results[item.index] for item in plan.items]
+        return {"sum": self.writer.fs.sum, "places": [[place.offset, place.length] for place in places]}
+
+    def _name(self, number: int) -> str:
+        return f"{self.plans[number].storage_data.prefix}0.distcp"
+
+
+class _Checksummed(FileSystem):
+    """File system of torch's, with the checksum of the last file that was written."""
+
+    sum = ""
+
+    @contextlib.contextmanager
+    def create_stream(self, path, mode: str) -> Iterator[io.IOBase]:
+        with super().create_stream(path, mode) as stream:
+            if mode != "wb":
+                yield stream
+                return
+            summed = _Summed(stream)
+            try:
+                yield summed
+                stream.flush()
+            except Exception as error:
+                if summed.error:  # torch says that writing failed, and not why
+                    raise summed.error from error
+                raise
+            self.sum = summed.sum.hexdigest()
+
+
+class _Summed(io.IOBase):
+    """Stream that adds up what is written."""
+
+    def __init__(self, stream: io.IOBase):
+        self.stream, self.sum, self.error = stream, xxhash.xxh3_128(), None
+
+    def write(self, data) -> int:
+        try:
+            self.sum.update(data)
+            return self.stream.write(data)
+        except OSError as error:
+            self.error = error
+            raise
+
+    def tell(self) -> int:
+        return self.stream.tell()
+
+    def flush(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+def _groups(pieces: list[Piece], made_of: dict[str, list[str]]) -> list[tuple[tuple[Piece, ...], list[str]]]:
+    """Pieces that have to stay together, with the released tensors that they are made of."""
+    of_parameter: dict[str, list[Piece]] = {}
+    for piece in pieces:
+        of_parameter.setdefault(piece.name, []).append(piece)
+    groups: list[tuple[list[Piece], dict[str, None]]] = []
+    where: dict[str, int] = {}
+    for name, together in of_parameter.items():
+        number = next((where[one] for one in made_of[name] if one in where), len(groups))
+        if number == len(groups):
+            groups.append(([], {}))
+        groups[number][0].extend(together)
+        for one in made_of[name]:
+            where.setdefault(one, number)
+            if where[one] == number:
+                groups[number][1][one] = None
+    return [(tuple(together), list(names)) for together, names in groups]
+
+
+def _checksums(model: Model, names: tuple[str, ...]) -> dict[str, str]:
+    sums, infinite = released.checksums(model, names)
+    if infinite:
+        raise released.not_finite(model, infinite)
+    return sums
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _raise_of(synced: list[Future]) -> None:
+    for one in [one for one in synced if one.done()]:
+        one.result()
+        synced.remove(one)
