@@ -9,12 +9,12 @@ Mixtral use. Not covered: biases on Llama's o_proj alone, norms of q and k over 
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
-from conf.model_files import config_json
+from conf.model_files import config_json, quantization
 from contract.json_object import show
 
 MODELS = Path(__file__).parent / "models"
@@ -92,6 +92,8 @@ class ModelFacts:
     positions: int = 0  # learned; 0 = rotary ones, which hold no parameters
     vocab_pad: int = 0  # the vocabulary is padded to a multiple of this * tp; 0 = it is not
     architecture: str = ""
+    packed: float = 0.0  # bytes that the release has of a quantised weight, with its share of a scale; 0 = it has none
+    packed_experts: bool = False  # of routed experts alone
 
     def kind(self, layer: int) -> str:
         """Kind of a layer: dense or moe."""
@@ -138,7 +140,18 @@ def facts_from_hf(config: dict[str, Any]) -> ModelFacts:
             )
     facts = _gpt2(config, size) if architecture == GPT2 else _by_llamas_names(config, architecture, size)
     _check(facts)
-    return facts
+    return replace(facts, **_packed(config))
+
+
+def _packed(config: dict[str, Any]) -> dict[str, Any]:
+    try:
+        scheme = quantization.scheme(config)
+    except ValueError:  # conf/rules/conversion.py says so
+        return {}
+    if scheme is None:
+        return {}
+    scale = (1 if scheme.kind == "mxfp4" else 4 if scheme.kind == "fp8" else 2) / (scheme.block[0] * scheme.block[1])
+    return {"packed": scheme.bits / 8 + scale, "packed_experts": any("attn" in name for name in scheme.unquantised)}
 
 
 def _gpt2(config: dict[str, Any], size: Callable[..., int]) -> ModelFacts:

@@ -10,7 +10,8 @@ tensors is left alone. Beside Megatron's files the base has source.json, the rel
 checksums, and complete.json, which says what it was made from and with.
 
 With model.mtp false the multi-token-prediction layers stay out of the base; an export copies them from the release.
-FP8 releases are refused. The floating-point type is train.precision's: a released fp32 tensor loses digits in bf16.
+A quantised release (conf/model_files/quantization.py) is unpacked weight by weight, without a copy on disk. The
+floating-point type is train.precision's: a released fp32 tensor loses digits in bf16.
 """
 
 import importlib.metadata

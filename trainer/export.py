@@ -106,7 +106,7 @@ def _write(run: Run, trained, formats: tuple[str, ...], partial: Path) -> dict:
     facts = {}
     if "merged" in formats:
         (partial / "merged").mkdir(exist_ok=True)
-        for file in trained.model.files()[atomic_folder.rank() :: atomic_folder.ranks()]:
+        for file in merged_format.files(trained.model)[atomic_folder.rank() :: atomic_folder.ranks()]:
             merged_format.write_file(trained, file, partial / "merged")
         if atomic_folder.rank() == 0:
             facts["chat_template"] = merged_format.copy_other_files(trained.model, partial / "merged")

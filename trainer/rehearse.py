@@ -29,7 +29,7 @@ from typing import Any
 
 from conf.load import load
 from conf.model_facts import MODELS, ModelFacts, facts_from_hf
-from conf.model_files import config_json
+from conf.model_files import config_json, quantization
 from conf.planner import hardware, parameters
 from conf.planner.memory import memory
 from conf.planner.verdict import settle
@@ -159,7 +159,7 @@ def config_of(run: Run) -> dict[str, Any]:
         if regular_files.is_there(path := Path(folder) / config_json.NAME):
             return _read(path)
     if source.startswith(TINY):
-        kind = source.removeprefix(TINY)
+        kind, _ = quantization.of_tiny(source.removeprefix(TINY))
         if kind not in tiny_models.KINDS:
             raise Fault(f"model.source: {source} is no tiny model; there are {', '.join(tiny_models.KINDS)}")
         return tiny_models.KINDS[kind]

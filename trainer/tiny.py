@@ -3,8 +3,9 @@
     python -m trainer.tiny KIND OUT [--seed N] [--dtype bfloat16|float32]
     python -m trainer.tiny data OUT [--rows N] [--seed N]
 
-KIND is one of KINDS. OUT becomes a Hugging Face checkpoint folder: configuration, two safetensors shards, a byte-level
-tokenizer and a chat template. With `data` it gets training.jsonl and validation.jsonl, the input/output pairs that
+KIND is one of KINDS, or quantised: llama-fp8; OF_TINY of conf/model_files/quantization.py has the formats. OUT becomes
+a Hugging Face checkpoint folder: configuration, two safetensors shards, a byte-level tokenizer and a chat template.
+With `data` it gets training.jsonl and validation.jsonl, the input/output pairs that
 Megatron-Bridge's supervised fine-tuning reads. Equal arguments give equal bytes, and no half-written OUT is ever seen.
 """
 
@@ -12,6 +13,7 @@ import argparse
 import sys
 from pathlib import Path
 
+from conf.model_files import quantization
 from contract import closed_pipe
 from trainer.rehearsal.tiny_models import KINDS, make_data, make_model
 
@@ -19,7 +21,7 @@ from trainer.rehearsal.tiny_models import KINDS, make_data, make_model
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m trainer.tiny", description="Tiny random checkpoints and data.")
     commands = parser.add_subparsers(dest="kind", required=True)
-    for kind in [*KINDS, "data"]:
+    for kind in [*KINDS, *(f"{kind}-{form}" for kind in KINDS for form in quantization.OF_TINY), "data"]:
         command = commands.add_parser(kind)
         command.add_argument("out", type=Path)
         command.add_argument("--seed", type=int, default=0)

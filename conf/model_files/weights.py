@@ -46,11 +46,6 @@ def tensors(folder: Path) -> dict[str, Entry]:
     return found
 
 
-def size(folder: Path) -> int:
-    """Bytes of all tensors."""
-    return sum(entry.size for entry in tensors(folder).values())
-
-
 def index(path: Path, shown: str = "") -> dict[str, str]:
     """The file of each tensor, as a model's index has it. A fault names the index as `shown`, or by its path."""
     shown = shown or str(path)

@@ -1,12 +1,11 @@
 """Check that a released model's files describe one and the same model: config.json, weights and tokenizer."""
 
 import re
-from math import prod
 from pathlib import Path
 from typing import Any
 
 from conf.model_facts import ModelFacts, facts_from_hf
-from conf.model_files import config_json, tokenizer_files, weights
+from conf.model_files import config_json, quantization, tokenizer_files, weights
 from conf.model_files.weights import Entry
 from conf.planner import parameters
 from conf.rules.conversion import not_converted
@@ -37,11 +36,11 @@ def check_released(folder: Path) -> tuple[dict[str, Any], ModelFacts]:
         facts = facts_from_hf(config)
     except ValueError as error:  # a line that begins with config.json
         raise Fault(f"{folder}/{error}") from None
-    _check_sizes(place, facts, tensors)
+    _check_sizes(place, facts, config, tensors)
     return config, facts
 
 
-def _check_sizes(place: Path, facts: ModelFacts, tensors: dict[str, Entry]) -> None:
+def _check_sizes(place: Path, facts: ModelFacts, config: dict[str, Any], tensors: dict[str, Entry]) -> None:
     """Check the sizes before a model is built from them. Megatron would take the memory, or the time, for all of it."""
     layers = {int(match[1]) for match in map(LAYER.match, tensors) if match}
     most = facts.layers + facts.mtp_layers
@@ -52,6 +51,9 @@ def _check_sizes(place: Path, facts: ModelFacts, tensors: dict[str, Entry]) -> N
     if embedding and embedding.shape != (facts.vocab, facts.hidden):
         text = f"vocab_size is {facts.vocab} and hidden_size {facts.hidden}"
         raise Fault(f"{place}: {text}, but {EMBEDDING} is {list(embedding.shape)}")
-    described, there = parameters.total(facts), sum(prod(entry.shape) for entry in tensors.values())
+    try:
+        described, there = parameters.total(facts), quantization.parameters(config, tensors)
+    except ValueError as error:
+        raise Fault(f"{place.parent}: {error}") from None
     if not there / 2 <= described <= 2 * there:
         raise Fault(f"{place}: describes a model of {described:,} parameters, but the weights have {there:,}")

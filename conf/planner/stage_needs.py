@@ -51,7 +51,7 @@ def stage_needs(
     run: Run, facts: ModelFacts, gpu: Gpu, stages: tuple[StageMemory, ...], time: Timing | None, serving: Serving | None
 ) -> list[StageNeed]:
     count, byte = parameters.total(facts), states.byte(run.train)
-    released = count * 2  # as published, in bf16
+    released = _released(facts)
     found = [
         StageNeed("download", 1, 0, 0, GIB, released, released / DOWNLOAD),
         _conversion(run, gpu, count * byte),
@@ -59,11 +59,21 @@ def stage_needs(
     ]
     asked = [_evaluation(run, facts, gpu, serving)] if run.evaluate.tasks else []
     found += [replace(one, stage="evaluate-base") for one in asked]
-    found += [_training(run, facts, stages, time, gpu), _export(run, facts, released)]
+    found += [_training(run, facts, stages, time, gpu), _export(run, facts, count * 2)]
     found += [replace(one, stage="evaluate-tuned") for one in asked]
     if not gpu.cuda:  # no time is predicted there
         return [replace(one, seconds=None) for one in found]
     return [replace(one, cost=_cost(run, gpu, one)) for one in found]
+
+
+def _released(facts: ModelFacts) -> int:
+    """Bytes of the release, as published: in bf16, or quantised but for norms, vocabulary and routers."""
+    count, packed = parameters.total(facts), 0
+    for kind in [*facts.kinds, *facts.kinds[-1:] * facts.mtp_layers] if facts.packed else []:
+        packed += parameters.parts(facts, kind)["experts"]
+        if not facts.packed_experts:
+            packed += sum(one.into * one.out for one in parameters.linears(facts, kind))
+    return int(2 * (count - packed) + facts.packed * packed)
 
 
 def on_one_host(run: Run) -> Run:

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from conf.model_facts import MODELS, ModelFacts, facts_from_hf
+from conf.model_files import quantization
 from conf.planner.hardware import GB, Gpu, unsupported
 from conf.planner.memory import StageMemory, memory
 from conf.planner.search import TIGHT, Candidate, Found, fastest, search
@@ -152,7 +153,9 @@ def facts_of(run: Run) -> ModelFacts:
 
 def config_of(run: Run) -> tuple[Any, str]:
     """The model's config.json, if it is known or lies here, and the prefix of its name in error messages."""
-    source = run.model.source
+    source, form = run.model.source, ""
+    if source.startswith("tiny://"):
+        source, form = quantization.of_tiny(source)
     names = {}  # the study of GPT-2 has trained a variant that is on no Hub: it goes by its file's name
     for file in sorted(MODELS.glob("*.json")):
         held = json.loads(file.read_text("utf-8"))
@@ -160,7 +163,7 @@ def config_of(run: Run) -> tuple[Any, str]:
         if held["source"].endswith(" config.json"):
             names[held["source"].removesuffix(" config.json")] = held["config"]
     if source in names:
-        return names[source], ""
+        return names[source] | ({quantization.KEY: quantization.OF_TINY[form]} if form else {}), ""
     for folder in (source, run.paths.model):
         if regular_files.is_there(config := Path(folder) / "config.json"):
             return _read(config), f"{config.parent}/"

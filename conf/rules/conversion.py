@@ -1,6 +1,6 @@
 """Obstacles to the conversion of a released model, found in its config.json before anything else is downloaded.
 
-    obstacles(config, ignored) -> ["its config.json has a quantization_config ...", ...]     a line per reason
+    obstacles(config, ignored) -> ["config.json: sliding_window is ...", ...]     a line per reason
 
 Where there is none, trainer.convert checks every tensor.
 """
@@ -9,15 +9,10 @@ from collections.abc import Collection
 from typing import Any
 
 from conf.model_facts import CONVERTED
-from conf.model_files import config_json
+from conf.model_files import config_json, quantization
 from conf.rules.function import unread
 
 IGNORE = "model.ignore_config lists keys that do not matter to you"
-DEEPSEEK = "DeepseekV3ForCausalLM"
-FP8_CAST = (
-    "inference/fp8_cast_bf16.py of DeepSeek-V3's repository makes the weights of one, 1.3 TB; "
-    "beside them belong the release's other files, config.json without quantization_config"
-)
 
 # Families that Megatron-Bridge has and that are not taken here: why, and what to take.
 NOT_TAKEN = {
@@ -33,13 +28,10 @@ def obstacles(config: dict[str, Any], ignored: Collection[str] = ()) -> list[str
     found = [f"config.json: {line}" for line in unread(config, ignored)]
     if found:
         found[-1] += f"; the converted model would compute another function; {IGNORE}"
-    if quantized := config.get("quantization_config"):
-        method = quantized.get("quant_method", "") if isinstance(quantized, dict) else ""
-        copy = f": {FP8_CAST}" if config_json.architecture(config) == DEEPSEEK and method == "fp8" else ""
-        found.append(
-            f"its config.json has a quantization_config{method and f' ({method})'}, and only bf16 and fp32 can be "
-            f"converted; name a release, or a folder with a copy, in bf16{copy}"
-        )
+    try:
+        quantization.scheme(config)
+    except ValueError as error:
+        found.append(f"config.json: {error}; a release in bf16 can be taken, too")
     return found
 
 

@@ -5,11 +5,12 @@ Each check raises a Fault of one line that names the file, what is wrong with it
 
 import os
 import shutil
-from math import prod
 from pathlib import Path
+from typing import Any
 
 from conf.model_facts import ModelFacts
-from conf.model_files import weights
+from conf.model_files import config_json, quantization, weights
+from conf.model_files.weights import Entry
 from conf.planner import released_model
 from conf.rules import schedule
 from conf.rules.conversion import obstacles
@@ -55,7 +56,7 @@ def check_export(run: Run) -> None:
     facts = check_model(run)
     checkpoints.require(Path(run.paths.base), "paths.base", "python -m trainer.convert")
     if "merged" in (run.export.formats or ("merged",)):
-        _check_space(Path(run.paths.export), weights.size(Path(run.paths.model)), "the exported model")
+        _check_space(Path(run.paths.export), quantization.size(*_described(run)), "the exported model")
     _check_layout(run, facts)
 
 
@@ -103,7 +104,12 @@ def _check_layout(run: Run, facts: ModelFacts) -> None:
 def _converted(run: Run) -> int:
     """Bytes of the converted model."""
     byte = 4 if run.train.precision == "fp32" else 2
-    return sum(prod(entry.shape) * byte for entry in weights.tensors(Path(run.paths.model)).values())
+    return quantization.parameters(*_described(run)) * byte
+
+
+def _described(run: Run) -> tuple[dict[str, Any], dict[str, Entry]]:
+    model = Path(run.paths.model)
+    return config_json.read(model / config_json.NAME), weights.tensors(model)
 
 
 def _check_space(folder: Path, needed: int, what: str) -> None:

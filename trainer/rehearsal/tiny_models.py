@@ -1,7 +1,7 @@
 """Tiny models with random weights, their tokenizer, and data that they learn; trainer/tiny.py is the command.
 
 The models have the structure of the released ones but not their proportions: nothing measured on them says anything
-about speed or memory. FP8 weights and DeepSeek-V3's multi-token prediction are not covered.
+about speed or memory. DeepSeek-V3's multi-token prediction is not covered.
 The files are written without transformers, whose model classes take 20 s and more to import on a small machine.
 """
 
@@ -14,6 +14,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+from conf.model_files import quantization
 
 Config = dict[str, Any]
 Shapes = dict[str, tuple[int, ...]]
@@ -264,14 +266,43 @@ def draw_tensor(name: str, shape: tuple[int, ...], dtype, seed: int):
     return ((0.2 if name.endswith("bias") else 0.08) * noise).to(dtype)
 
 
-def make_model(kind: str, folder: str | Path, seed: int = 0, dtype: str = "bfloat16") -> None:
-    """Write the checkpoint folder of one of KINDS. Raises FileExistsError if `folder` holds anything."""
+def quantise(config: Config, tensors: dict[str, Any]) -> dict[str, Any]:
+    """Tensors of a release in the format of its quantization_config, which all layers have but the head and routers."""
+    import torch
+
+    from trainer.weights import pack
+
+    scheme = quantization.scheme(config)
+    if scheme is None:
+        return tensors
+    found = {}
+    for name, tensor in tensors.items():
+        if not name.endswith("_proj.weight") or name.endswith("eh_proj.weight"):
+            found[name] = tensor
+            continue
+        stem = name.removesuffix(".weight")
+        codes, scales = stem + scheme.codes, stem + scheme.scales
+        found[codes], found[scales] = pack.pack(quantization.Packed(scheme, tuple(tensor.shape), codes, scales), tensor)
+        found |= {stem + ending: torch.tensor(tensor.shape) for ending in scheme.besides}
+    return found
+
+
+def make_model(kind: str, folder: str | Path, seed: int = 0, dtype: str = "bfloat16", block: int = 0) -> None:
+    """Write the checkpoint folder of one of KINDS, also quantised. Raises FileExistsError if `folder` holds anything.
+
+    `block` is another size of blocks than quantization.OF_TINY has.
+    """
     import torch
     from safetensors.torch import save_file
 
+    kind, form = quantization.of_tiny(kind)
     tokens = dict(bos_token_id=None, eos_token_id=SPECIAL_TOKENS.index(EOS), pad_token_id=SPECIAL_TOKENS.index(PAD))
     config: Config = KINDS[kind] | tokens | dict(dtype=dtype)
+    config |= {quantization.KEY: quantization.OF_TINY[form]} if form else {}
+    if block:
+        config[quantization.KEY] = config[quantization.KEY] | dict(weight_block_size=[block, block])
     tensors = {name: draw_tensor(name, s, getattr(torch, dtype), seed) for name, s in model_shapes(config).items()}
+    tensors = quantise(config, tensors)
     names = list(tensors)
     # Two shards, because an export has to follow the index of the checkpoint that it started from.
     first, second = names[: len(names) // 2], names[len(names) // 2 :]

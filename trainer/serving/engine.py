@@ -14,6 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from conf.model_files import config_json, quantization
 from conf.rules.serving import FP8
 from conf.schema.run import Run
 from contract.faults import Fault
@@ -33,6 +34,9 @@ ON_CPU |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_WAIT_POLICY": "PASSIVE"}
 # token from the trained one on an H200.
 ON_GPU = {"TRITON_F32_DEFAULT": "ieee"}
 QUANTIZATION = {"fp8": "fp8_per_channel"}  # a scale for each row of a weight, and for each token
+# How vLLM is told to load a quantised release by trainer/weights/vllm_loader.py, which its worker imports.
+UNPACKED = {"load_format": "unpacked", "worker_extension_cls": "trainer.weights.vllm_loader.Worker"}
+UNPACKED |= {"hf_overrides": {quantization.KEY: None}}
 DTYPE = {"fp32": "float32", "bf16": "bfloat16"}  # torch's names of our precisions
 
 Progress = Callable[[int, int, str], None]  # rows done, rows in all, of what
@@ -119,7 +123,8 @@ def serve(run: Run, precision: str, progress: Progress):
         path = unmerged.model(run)
         if not vllm_cpu.is_installed() and not place:
             path = stack.enter_context(start_up.fixed_name(Path(run.paths.kernels).absolute(), path, precision))
-        served = Served(pretrained=str(path), **arguments(run, precision, adapter), **hosts.arguments(place))
+        given = arguments(run, precision, adapter) | _unpacking(run)
+        served = Served(pretrained=str(path), **given, **hosts.arguments(place))
     if place:
         hosts.show_steps(served.model.llm_engine)
     return served
@@ -141,6 +146,13 @@ def arguments(run: Run, precision: str, adapter: unmerged.Adapter | None) -> dic
     }
     found |= start_up.settings(run, start_up.length(run), precision, vllm_cpu.is_installed())
     return found | (adapter.settings(gpus, spread) if adapter else {})
+
+
+def _unpacking(run: Run) -> dict[str, Any]:
+    """Arguments for a quantised release, which is served as training has it: unpacked."""
+    if not config_json.read(unmerged.model(run) / config_json.NAME).get(quantization.KEY):
+        return {}
+    return dict(UNPACKED)
 
 
 def _quantization(run: Run) -> str | None:

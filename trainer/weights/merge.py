@@ -14,10 +14,11 @@ from dataclasses import dataclass
 import torch
 import yaml
 
+from conf.model_files.quantization import Packed
 from contract.faults import Fault
-from trainer.weights import mapping, released, torch_dist
+from trainer.weights import mapping, torch_dist
 from trainer.weights.mapping import Part
-from trainer.weights.released import Model, enumerate_names
+from trainer.weights.released import Entry, Model, enumerate_names
 from trainer.weights.released_tensors import DTYPES
 from trainer.weights.torch_dist import Place, Stored
 
@@ -64,7 +65,7 @@ class NewValue:
     part: Part
     trimmed: bool  # its rows are a vocabulary, which may be padded
 
-    def value(self, stored: Stored, config, entry: released.Entry) -> torch.Tensor:
+    def value(self, stored: Stored, config, entry: Entry | Packed) -> torch.Tensor:
         whole = torch_dist.read(stored, self.place)
         found = self.part.rows(whole[: entry.shape[0]] if self.trimmed else whole, config)
         return found.to(DTYPES[entry.dtype]).contiguous()
@@ -90,7 +91,7 @@ def find_adapters(stored: Stored, registry, model: Model) -> dict[str, Adapter]:
             adapter = Adapter(places["linear_in"], places["linear_out"], places.get("weight_magnitude"), part, alpha)
             fits = part.name not in adapters  # a weight has one adapter
             if fits and _fits(
-                adapter, model, sum(model.tensors[p.name].shape[0] for p in found if p.name in model.tensors)
+                adapter, model, sum(model.weights[p.name].shape[0] for p in found if p.name in model.weights)
             ):
                 adapters[part.name] = adapter
             else:
@@ -108,13 +109,13 @@ def find_values(stored: Stored, registry, model: Model, elsewhere: set[str]) -> 
     values, strange = {}, []
     for name, place in stored.places.items():
         found = mapping.parts(registry, name)
-        if found is None or any(part.name not in model.tensors for part in found):
+        if found is None or any(part.name not in model.weights for part in found):
             strange.append(name)
             continue
         strange += [f"{name} (for {part.name}, once more)" for part in found if part.name in values]
         for part in found:
             values[part.name] = NewValue(place, part, name in VOCABULARY)
-    missing = [name for name in model.tensors if name not in values and name not in elsewhere]
+    missing = [name for name in model.weights if name not in values and name not in elsewhere]
     if strange or missing:
         raise Fault(
             f"{stored.folder}: not the weights of {model.folder}; {len(missing)} are missing: "
@@ -152,7 +153,7 @@ def _alpha(stored: Stored) -> float:
 
 
 def _fits(adapter: Adapter, model: Model, rows: int) -> bool:
-    entry = model.tensors.get(adapter.part.name)
+    entry = model.weights.get(adapter.part.name)
     return (
         entry is not None
         and adapter.a.shape[1] == entry.shape[1]

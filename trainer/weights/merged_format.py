@@ -5,17 +5,23 @@ in memory. Once a file is written it is read back: a weight that was not trained
 merged weight must be what the adapter's factors give when multiplied once more, a new value must be the one written,
 and nothing may be infinite or not a number.
 
-Configuration, tokenizer and chat template are copied, the model card is not: it describes another model.
+Weights of a quantised release are unpacked: a file then has a header of its own, with the same weights in the same
+order and no scales. Configuration, tokenizer and chat template are copied, and config.json without quantization_config;
+the model card is not: it describes another model.
 """
 
 # pyright: reportArgumentType=false
 
 import hashlib
+import json
 import shutil
+import struct
+from math import prod
 from pathlib import Path
 
 import torch
 
+from conf.model_files import config_json, quantization, safetensors_header, weights
 from contract.faults import Fault
 from trainer.weights import merge, released, released_tensors
 from trainer.weights.released import Entry, Model, enumerate_names
@@ -25,27 +31,32 @@ NOT_COPIED = {".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack",
 READABLE = 0o644  # safetensors makes files that only their owner can read
 
 
+def files(model: Model) -> list[str]:
+    """Files that the merged model has. Those that hold nothing but scales are none of them."""
+    return sorted({model.tensors[model.parts(name)[0]].file for name in model.weights})
+
+
 def write_file(trained: Trained, file: str, folder: Path) -> None:
-    entries = sorted(
-        ((entry.start, name, entry) for name, entry in trained.model.tensors.items() if entry.file == file)
-    )
+    header, entries = _layout(trained.model, file)
     target = folder / file
     target.parent.mkdir(parents=True, exist_ok=True)
     written: dict[str, str] = {}
     with (trained.model.folder / file).open("rb") as old, target.open("wb") as new:
-        new.write(old.read(entries[0][0]))  # the header
-        for start, name, entry in entries:
-            assert new.tell() == start, f"{file}: {name} does not follow the tensor before it"
+        new.write(header)
+        for name, entry in entries.items():
+            assert new.tell() == entry.start, f"{file}: {name} does not follow the tensor before it"
             tensor = trained.tensor(name)
+            if tensor is None and name not in trained.model.packed:
+                released.copy(old, new, trained.model.tensors[name])
+                continue
             if tensor is None:
-                released.copy(old, new, entry)
-            else:
-                assert tensor.shape == entry.shape, f"{name}: {tensor.shape} is not the released {entry.shape}"
-                if trained.copies.get(name, name) in trained.values:
-                    written[name] = (
-                        hashlib.sha256(as_bytes(tensor)).hexdigest() if tensor.isfinite().all() else "not finite"
-                    )
-                new.write(as_bytes(tensor))
+                tensor = released_tensors.read(trained.model, name)
+            assert tensor.shape == entry.shape, f"{name}: {tensor.shape} is not the released {entry.shape}"
+            if trained.copies.get(name, name) not in trained.adapters:
+                written[name] = (
+                    hashlib.sha256(as_bytes(tensor)).hexdigest() if tensor.isfinite().all() else "not finite"
+                )
+            new.write(as_bytes(tensor))
     target.chmod(READABLE)
     _check_file(trained, target, entries, written)
 
@@ -56,6 +67,8 @@ def copy_other_files(model: Model, folder: Path) -> str | None:
         if path.is_file() and path.suffix not in NOT_COPIED and not path.name.startswith("."):
             shutil.copyfile(path, folder / path.name)
             (folder / path.name).chmod(READABLE)
+    if model.packed:
+        _describe_unpacked(model, folder)
     template = folder / "chat_template.jinja"
     return hashlib.sha256(template.read_bytes()).hexdigest() if template.exists() else None
 
@@ -64,8 +77,46 @@ def as_bytes(tensor: torch.Tensor):
     return tensor.contiguous().flatten().view(torch.uint8).numpy().data
 
 
-def _check_file(trained: Trained, target: Path, entries: list, written: dict[str, str]) -> None:
-    wrong = [name for _, name, entry in entries if not _is_right(trained, target, name, entry, written)]
+def _layout(model: Model, file: str) -> tuple[bytes, dict[str, Entry]]:
+    """Header of a file of the merged model, and the places of its tensors in order."""
+    old = dict(
+        sorted(
+            ((name, entry) for name, entry in model.tensors.items() if entry.file == file),
+            key=lambda item: item[1].start,
+        )
+    )
+    if not model.packed:
+        with (model.folder / file).open("rb") as f:
+            return f.read(next(iter(old.values())).start), old
+    of_codes = {one.codes: name for name, one in model.packed.items()}
+    names = [of_codes.get(name, name) for name in old]
+    shapes = {name: (one.dtype, one.shape) for name in names if (one := model.weights.get(name))}
+    header, start = {"__metadata__": {"format": "pt"}}, 0
+    for name, (dtype, shape) in shapes.items():
+        end = start + prod(shape) * safetensors_header.BITS[dtype] // 8
+        header[name], start = {"dtype": dtype, "shape": list(shape), "data_offsets": [start, end]}, end
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    whole = struct.pack("<Q", len(text)) + text
+    places = {name: header[name]["data_offsets"] for name in shapes}
+    return whole, {
+        name: Entry(*shapes[name], file, len(whole) + begin, end - begin) for name, (begin, end) in places.items()
+    }
+
+
+def _describe_unpacked(model: Model, folder: Path) -> None:
+    """Write config.json and the index of weights that are no longer quantised."""
+    config = {key: value for key, value in model.config.items() if key != quantization.KEY}
+    (folder / config_json.NAME).write_text(json.dumps(config, indent=2) + "\n")
+    if (folder / weights.INDEX).exists():
+        size = sum(prod(one.shape) * safetensors_header.BITS[one.dtype] // 8 for one in model.weights.values())
+        places = {name: model.tensors[model.parts(name)[0]].file for name in model.weights}
+        index = {"metadata": {"total_size": size}, "weight_map": places}
+        (folder / weights.INDEX).write_text(json.dumps(index, indent=2) + "\n")
+
+
+def _check_file(trained: Trained, target: Path, entries: dict[str, Entry], written: dict[str, str]) -> None:
+    wrong = [name for name, entry in entries.items() if not _is_right(trained, target, name, entry, written)]
     edited = [name for name in wrong if not _is_released(trained, trained.copies.get(name, name))]
     if edited:
         raise Fault(
@@ -81,17 +132,22 @@ def _is_right(trained: Trained, target: Path, name: str, entry: Entry, written: 
     if source in trained.values:
         return released.checksum(target, entry) == written[name]
     if source not in trained.adapters:
+        if name in written:  # unpacked
+            return released.checksum(target, entry) == written[name] and _is_released(trained, name)
         return released.checksum(target, entry) == trained.sums[name]
     if not _is_released(trained, source):
         return False
     adapter = trained.adapters[source]
     factors = adapter.factors(trained.stored, trained.config)
     magnitude = adapter.magnitudes(trained.stored, trained.config)
-    found = released_tensors.at(target.parent, entry)
-    return merge.is_merged(found, released_tensors.read(trained.model, source), *factors, adapter.scale, magnitude)
+    found, before = released_tensors.at(target.parent, entry), released_tensors.read(trained.model, source)
+    return merge.is_merged(found, before, *factors, adapter.scale, magnitude)
 
 
 def _is_released(trained: Trained, name: str) -> bool:
-    """Whether the release still holds the tensor that the base was made from."""
-    entry = trained.model.tensors[name]
-    return released.checksum(trained.model.folder / entry.file, entry) == trained.sums[name]
+    """Whether the release still holds the weight that the base was made from."""
+    parts = {part: trained.model.tensors[part] for part in trained.model.parts(name)}
+    return all(
+        released.checksum(trained.model.folder / entry.file, entry) == trained.sums[part]
+        for part, entry in parts.items()
+    )

@@ -89,7 +89,7 @@ def _expressible(trained: Trained) -> dict[str, Adapter]:
 
 
 def _has_experts(trained: Trained) -> bool:
-    return any(EXPERT.match(name) for name in trained.model.tensors)
+    return any(EXPERT.match(name) for name in trained.model.weights)
 
 
 def _as_parameter(name: str, moe: bool) -> bool:
@@ -98,7 +98,7 @@ def _as_parameter(name: str, moe: bool) -> bool:
 
 def _module_rows(trained: Trained, name: str, adapter: Adapter) -> list[Row]:
     prefix, rank = PREFIX + name.removesuffix(".weight"), adapter.a.shape[0]
-    out, width = trained.model.tensors[name].shape
+    out, width = trained.model.weights[name].shape
 
     def factor(which: int) -> torch.Tensor:
         return adapter.factors(trained.stored, trained.config)[which]
@@ -150,7 +150,7 @@ def _shortest(names: set[str], trained: Trained, parts: int) -> list[str]:
 
 
 def _expressible_names(trained: Trained, names: set[str]) -> set[str]:
-    weights = {name for name in trained.model.tensors if not EXPERT.match(name)} - released.of_mtp(trained.model)
+    weights = {name for name in trained.model.weights if not EXPERT.match(name)} - released.of_mtp(trained.model)
     return weights if all(name.endswith(".weight") for name in names) else {n.removesuffix(".weight") for n in weights}
 
 

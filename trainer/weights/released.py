@@ -11,13 +11,15 @@ import os
 import re
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import BinaryIO
 
 import numpy as np
 
-from conf.model_files import config_json, weights
+from conf.model_files import config_json, quantization, weights
+from conf.model_files.quantization import Packed
 from conf.model_files.weights import Entry
 from contract.faults import Fault
 
@@ -39,7 +41,20 @@ COMPUTED = re.compile(r"\.rotary_emb\.inv_freq$")
 class Model:
     folder: Path
     config: dict
-    tensors: dict[str, Entry]
+    tensors: dict[str, Entry]  # as the files have them
+    packed: dict[str, Packed] = field(default_factory=dict)  # quantised weights, each of several of the tensors
+
+    @cached_property
+    def weights(self) -> dict[str, Entry | Packed]:
+        """The model's weights: the tensors, with one weight for all tensors of a quantised one."""
+        parts = {name for one in self.packed.values() for name in one.tensors}
+        weights = {one.codes: (name, one) for name, one in self.packed.items()}
+        weights |= {name: (name, entry) for name, entry in self.tensors.items() if name not in parts}
+        return dict(weights[name] for name in self.tensors if name in weights)
+
+    def parts(self, name: str) -> tuple[str, ...]:
+        """The tensors that a weight lies in."""
+        return self.packed[name].tensors if name in self.packed else (name,)
 
     def files(self) -> list[str]:
         return sorted({entry.file for entry in self.tensors.values()})
@@ -51,7 +66,12 @@ class Model:
 
 
 def read(folder: Path) -> Model:
-    return Model(folder, config_json.read(folder / config_json.NAME), weights.tensors(folder))
+    config, tensors = config_json.read(folder / config_json.NAME), weights.tensors(folder)
+    try:
+        packed = quantization.packed(config, tensors)
+    except ValueError as error:
+        raise Fault(f"{folder}: {error}") from None
+    return Model(folder, config, tensors, packed)
 
 
 def repeated(model: Model) -> dict[str, str]:
@@ -69,7 +89,7 @@ def repeated(model: Model) -> dict[str, str]:
             prefix + "embed_tokens.weight": "model.embed_tokens.weight",
             prefix + "shared_head.head.weight": head,
         }
-    return {copy: original for copy, original in copies.items() if copy in model.tensors}
+    return {copy: original for copy, original in copies.items() if copy in model.weights}
 
 
 def mtp_layers(model: Model) -> range:
@@ -79,24 +99,27 @@ def mtp_layers(model: Model) -> range:
 
 def of_mtp(model: Model) -> set[str]:
     prefixes = tuple(f"model.layers.{layer}." for layer in mtp_layers(model))
-    return {name for name in model.tensors if prefixes and name.startswith(prefixes)}
+    return {name for name in model.weights if prefixes and name.startswith(prefixes)}
 
 
 def checksums(model: Model, names: Iterable[str]) -> tuple[dict[str, str], list[str]]:
     """SHA-256 of each of these tensors, and the names of those in which not every number is finite.
 
-    They are read once, from several threads.
+    Scales of quantised weights are above 0 besides. They are read once, from several threads.
     """
     entries = {name: model.tensors[name] for name in names}
     threads = max(1, (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    scales = {one.scales for one in model.packed.values()}
     with ThreadPoolExecutor(threads) as pool:
-        found = list(pool.map(lambda entry: _read(model.folder / entry.file, entry), entries.values()))
+        read = lambda name, entry: _read(model.folder / entry.file, entry, name in scales)  # noqa: E731
+        found = list(pool.map(read, entries, entries.values()))
     sums = {name: checksum for name, (checksum, _) in zip(entries, found, strict=True)}
     return sums, [name for name, (_, finite) in zip(entries, found, strict=True) if not finite]
 
 
 def not_finite(model: Model, names: list[str]) -> Fault:
     text = f"{len(names)} tensors hold numbers that are infinite or not a number"
+    text += ", or scales that are not above 0" if any(one.scales in names for one in model.packed.values()) else ""
     return Fault(f"{model.folder}: {text}: {enumerate_names(sorted(names))}; download it again")
 
 
@@ -120,21 +143,24 @@ def enumerate_names(names: Iterable[str], limit: int = 10) -> str:
     return ", ".join(names[:limit]) + more
 
 
-def _read(path: Path, entry: Entry) -> tuple[str, bool]:
-    """Checksum of a tensor, and whether all its numbers are finite."""
+def _read(path: Path, entry: Entry, scale: bool = False) -> tuple[str, bool]:
+    """Checksum of a tensor, and whether all its numbers are finite; those of a scale, above 0 as well."""
     found, finite = hashlib.sha256(), True
     with path.open("rb") as f:
         for block in _blocks(f, entry):
             found.update(block)
-            finite = finite and _is_finite(block, entry.dtype)
+            finite = finite and _is_finite(block, entry.dtype) and not (scale and _has_no_scale(block, entry.dtype))
     return found.hexdigest(), finite
 
 
 def _is_finite(block: bytes, dtype: str) -> bool:
     """Whether all numbers are finite.
 
-    Numbers whose exponent has all bits set are infinite or not a number. Integers and FP8 always count as finite.
+    Numbers whose exponent has all bits set are infinite or not a number; of FP8's e4m3, those with all bits but the
+    sign's. Integers and other kinds of FP8 always count as finite.
     """
+    if dtype == quantization.FP8:
+        return not bool(((np.frombuffer(block, np.uint8) & 0x7F) == 0x7F).any())
     if dtype not in EXPONENTS:
         return True
     width, exponent = EXPONENTS[dtype]
@@ -147,6 +173,15 @@ def _is_finite(block: bytes, dtype: str) -> bool:
         if np.bitwise_and(some, exponent, out=parts[: some.size]).max() == exponent:
             return False
     return True
+
+
+def _has_no_scale(block: bytes, dtype: str) -> bool:
+    """Whether a number of a scale is 0, below 0 or, in one byte of an exponent, not a number."""
+    if dtype not in EXPONENTS:
+        return bool((np.frombuffer(block, np.uint8) == 0xFF).any())
+    width, _ = EXPONENTS[dtype]
+    numbers = np.frombuffer(block, width)
+    return bool(((numbers == 0) | (numbers >> (8 * numbers.itemsize - 1) != 0)).any())
 
 
 def _blocks(f: BinaryIO, entry: Entry) -> Iterator[bytes]:

@@ -1,7 +1,8 @@
 """Tensors of a released checkpoint as torch sees them, by name or by rows: the one way from released files to values.
 
 Each tensor maps its part of a file into memory: it costs memory where it is touched, and nothing is copied. Writing
-into one changes that one alone, and no file. A file must not become shorter while a tensor of it is in use.
+into one changes that one alone, and no file. A file must not become shorter while a tensor of it is in use. Quantised
+weights are unpacked, into memory.
 """
 
 import mmap
@@ -9,22 +10,38 @@ from pathlib import Path
 
 import torch
 
+from conf.model_files.quantization import Packed
 from conf.model_files.weights import Entry
 from contract import regular_files
 from contract.faults import Fault
+from trainer.weights import unpack
 from trainer.weights.released import Model
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+CODES = {"F8_E4M3": torch.float8_e4m3fn, "F8_E8M0": torch.float8_e8m0fnu}
+CODES |= {"I64": torch.int64, "I32": torch.int32, "U8": torch.uint8}
 
 
 def read(model: Model, name: str, rows: slice = slice(None)) -> torch.Tensor:
-    """The tensor of this name, or a slice of its first dimension, in its released type."""
-    return at(model.folder, model.tensors[name], rows)
+    """The weight of this name, or a slice of its first dimension, in its released type, or that it is unpacked to."""
+    if name not in model.packed:
+        return at(model.folder, model.tensors[name], rows)
+    packed = model.packed[name]
+    for part in packed.besides:
+        if (shape := at(model.folder, model.tensors[part]).tolist()) != list(packed.shape):
+            raise Fault(f"{model.folder}: {part} is {shape}, and its codes are {list(packed.shape)}")
+    first, stop, _ = rows.indices(packed.shape[0])
+    codes = at(model.folder, model.tensors[packed.codes], slice(first, stop))
+    return unpack.unpack(packed, codes, scales_of(model, packed), DTYPES[packed.dtype], first)
+
+
+def scales_of(model: Model, packed: Packed) -> torch.Tensor:
+    return at(model.folder, model.tensors[packed.scales])
 
 
 def at(folder: Path, entry: Entry, rows: slice = slice(None)) -> torch.Tensor:
     """The tensor that lies at this place of a file of the folder, or rows of it."""
-    dtype = DTYPES[entry.dtype]
+    dtype = (DTYPES | CODES)[entry.dtype]
     length = entry.shape[0] if entry.shape else 1
     first, stop, _ = rows.indices(length)
     shape = (max(0, stop - first), *entry.shape[1:]) if entry.shape else ()

@@ -34,7 +34,7 @@ class Trained:
     def tensor(self, name: str) -> torch.Tensor | None:
         """The tensor as it has to be written; None for one that is copied from the release."""
         name = self.copies.get(name, name)
-        entry = self.model.tensors[name]
+        entry = self.model.weights[name]
         if name in self.values:
             return self.values[name].value(self.stored, self.config, entry)
         if name in self.adapters:
@@ -61,7 +61,7 @@ def find(run: Run, folder: Path) -> Trained:
     if any(".adapter." in name for name in stored.places | stored.digests):
         trained.adapters.update(merge.find_adapters(stored, registry, model))
     else:
-        computed = {name for name in model.tensors if released.COMPUTED.search(name)}
+        computed = {name for name in model.weights if released.COMPUTED.search(name)}
         elsewhere = {*copies, *computed, *made["left_out"]}
         trained.values.update(merge.find_values(stored, registry, model, elsewhere))
     if "adapter" in (run.export.formats or ()) and not trained.adapters:

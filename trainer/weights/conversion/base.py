@@ -38,7 +38,7 @@ class Conversion:
         apply_factories(state)
         stored = [value for value in nested_values(state) if isinstance(value, ShardedTensor)]
         self.stored = {(one.key, one.global_offset) for one in stored}
-        made_of = {name: _released_names(task) for name, task in tasks.items()}
+        made_of = {name: _released_names(task, model) for name, task in tasks.items()}
         self.shards = shards.cut(megatron_tensors.pieces(tasks, stored), made_of, model)
         self.digest = shards.digest(self.shards)
 
@@ -76,13 +76,14 @@ def _provider(run: Run, bridge):
 
 
 def _sums_of_copies(model: released.Model) -> dict[str, str]:
-    copies = released.repeated(model)
-    return released.checksums(model, {name for pair in copies.items() for name in pair if name in model.tensors})[0]
+    names = {name for pair in released.repeated(model).items() for name in pair if name in model.weights}
+    return released.checksums(model, {part for name in names for part in model.parts(name)})[0]
 
 
-def _released_names(task) -> list[str]:
+def _released_names(task, model: released.Model) -> list[str]:
+    """Names of the released tensors that the parameter is made of, with those of scales."""
     names = task.mapping.hf_param
-    return [names] if isinstance(names, str) else list(names.values())
+    return [part for name in ([names] if isinstance(names, str) else names.values()) for part in model.parts(name)]
 
 
 def _make(work: shards.Work, cut: list[shards.Shard], model: released.Model, known) -> dict[int, dict]:

@@ -99,17 +99,17 @@ class Released(Mapping):
         self.given: dict[str, torch.Tensor] = {}
 
     def __getitem__(self, name: str) -> torch.Tensor:
-        if name not in self.model.tensors:
+        if name not in self.model.weights:
             raise KeyError(name)
         if name not in self.given:
             self.given[name] = released_tensors.read(self.model, name)
         return self.given[name]
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self.model.tensors)
+        return iter(self.model.weights)
 
     def __len__(self) -> int:
-        return len(self.model.tensors)
+        return len(self.model.weights)
 
     def forget(self) -> None:
         self.given.clear()

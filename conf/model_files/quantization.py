@@ -1,0 +1,297 @@
+"""Quantised releases: which tensors of a release are codes and scales of a weight, by its config.json and its headers.
+
+    scheme(config) -> Scheme | None               what quantization_config describes; a ValueError says what is not read
+    packed(config, tensors) -> {name: Packed}     a ValueError names scales that are missing, or do not fit
+
+A weight W of codes q and scales s, with one rounding at the end (trainer/weights/unpack.py):
+
+| quant_method                        | tensors of X.weight                    | W[i, j]                              |
+|-------------------------------------|----------------------------------------|--------------------------------------|
+| fp8, weight_block_size [a, b]       | weight, weight_scale_inv               | q[i, j] * s[i // a, j // b]          |
+| compressed-tensors, float-quantized | weight, weight_scale                   | the same; of channels a = 1, b = all |
+| compressed-tensors, pack-quantized  | weight_packed, weight_scale, _shape    | the same; 8 codes of 4 bits a number |
+| mxfp4                               | X_blocks, X_scales                     | q * 2 ** (s - 127), 32 codes a scale |
+
+The last block of rows or columns may be a shorter one.
+"""
+
+import re
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+from typing import Any, Protocol
+
+from conf.model_files import safetensors_header
+from contract.json_object import show
+
+KEY = "quantization_config"
+DTYPES = {"bfloat16": "BF16", "float32": "F32", "float16": "F16"}
+WHOLE = 2**62  # of a block: as many rows or columns as there are
+MX = 32  # codes of MXFP4 that share a scale
+SHOWN = 10  # names of tensors
+SCALES = ("F32", "BF16", "F8_E8M0")
+FP8 = "F8_E4M3"
+# quantization_config of tiny://KIND-fp8 and so on, which trainer.tiny makes; in blocks that fit such small weights.
+OF_TINY: dict[str, dict[str, Any]] = {
+    "fp8": {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [32, 32]},
+    "fp8-rows": {
+        "quant_method": "compressed-tensors",
+        "format": "float-quantized",
+        "quantization_status": "compressed",
+        "config_groups": {
+            "group_0": {
+                "targets": ["Linear"],
+                "weights": {"type": "float", "num_bits": 8, "strategy": "channel", "symmetric": True, "dynamic": False},
+                "input_activations": {"type": "float", "num_bits": 8, "strategy": "token", "dynamic": True},
+            }
+        },
+        "ignore": ["lm_head", "re:.*mlp.gate$"],
+    },
+    "int4": {
+        "quant_method": "compressed-tensors",
+        "format": "pack-quantized",
+        "quantization_status": "compressed",
+        "config_groups": {
+            "group_0": {
+                "targets": ["Linear"],
+                "weights": {"type": "int", "num_bits": 4, "strategy": "group", "group_size": 32, "symmetric": True},
+            }
+        },
+        "ignore": ["lm_head", "re:.*mlp.gate$"],
+    },
+}
+
+
+class Tensor(Protocol):
+    @property
+    def dtype(self) -> str: ...
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """Format of a release's quantised weights."""
+
+    kind: str  # fp8, int or mxfp4
+    codes: str  # what the names of the tensors end with
+    scales: str
+    block: tuple[int, int] = (1, MX)  # rows and columns that share a scale
+    bits: int = 8
+    besides: tuple[str, ...] = ()  # endings of tensors that say nothing new
+    unquantised: tuple[str, ...] = ()  # modules
+    dtype: str = "BF16"  # of the weights when they are unpacked, as config.json says
+
+
+@dataclass(frozen=True)
+class Packed:
+    """A weight that is released as codes and scales; shape and type are those of the weight."""
+
+    scheme: Scheme
+    shape: tuple[int, ...]
+    codes: str  # names of the released tensors
+    scales: str
+    besides: tuple[str, ...] = ()
+
+    @property
+    def dtype(self) -> str:
+        return self.scheme.dtype
+
+    @property
+    def tensors(self) -> tuple[str, ...]:
+        return (self.codes, self.scales, *self.besides)
+
+
+def scheme(config: Mapping[str, Any]) -> Scheme | None:
+    found = config.get(KEY)
+    if not found:
+        return None
+    if not isinstance(found, dict):
+        raise ValueError(f"{KEY} is {show(found)}, which is no section of keys")
+    method = found.get("quant_method")
+    kind = SCHEMES.get(method) if isinstance(method, str) else None
+    if kind is None:
+        raise ValueError(f"{KEY}.quant_method is {show(method)}, and {', '.join(SCHEMES)} are read")
+    dtype = config.get("dtype") or config.get("torch_dtype") or "bfloat16"
+    if dtype not in DTYPES:
+        raise ValueError(f"dtype is {show(dtype)}, and {', '.join(DTYPES)} are what weights are unpacked to")
+    return kind(found, DTYPES[dtype])
+
+
+def packed(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict[str, Packed]:
+    """Quantised weights by name. A scale that is missing, without a weight or of another shape is a ValueError."""
+    wrong: dict[str, list[str]] = defaultdict(list)
+    how = scheme(config)
+    if how is None:
+        wrong["FP8 tensors, and config.json has no quantization_config"] += _fp8(tensors)
+        _require_none(wrong)
+        return {}
+    found, mine = {}, set()
+    for name, tensor in tensors.items():
+        if not name.endswith(how.codes) or (how.kind == "fp8" and tensor.dtype != FP8):
+            continue
+        stem = name.removesuffix(how.codes)
+        scales, besides = stem + how.scales, tuple(stem + ending for ending in how.besides)
+        mine |= {name, scales, *besides}
+        if lost := [other for other in (scales, *besides) if other not in tensors]:
+            wrong["scales missing"] += lost
+            continue
+        shape, expected = _shapes(how, tensor)
+        if shape is None:
+            wrong["codes of a type or shape that is not read"].append(f"{name} ({tensor.dtype} {list(tensor.shape)})")
+        elif not _fits(tensors[scales].shape, expected, how):
+            text = f"{scales} is {list(tensors[scales].shape)} and should be {list(expected)}"
+            wrong["scales of the wrong shape"].append(text)
+        elif tensors[scales].dtype not in (("U8",) if how.kind == "mxfp4" else SCALES):
+            wrong["scales of a type that is not read"].append(f"{scales} ({tensors[scales].dtype})")
+        elif _is_among(stem, how.unquantised):
+            wrong[f"quantised, and {KEY} excludes them"].append(name)
+        else:
+            weight = stem + ("" if how.kind == "mxfp4" else ".weight")
+            found[weight] = Packed(how, shape, name, scales, besides)
+    endings = (how.scales, *how.besides)
+    wrong["scales without a weight"] += [name for name in tensors if name.endswith(endings) and name not in mine]
+    wrong["FP8 tensors without a scale"] += [name for name in _fp8(tensors) if name not in mine]
+    _require_none(wrong)
+    return found
+
+
+def parameters(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> int:
+    """Count of the numbers that the weights have when they are unpacked."""
+    found = packed(config, tensors)
+    parts = {name for one in found.values() for name in one.tensors}
+    there = sum(prod(tensor.shape) for name, tensor in tensors.items() if name not in parts)
+    return there + sum(prod(one.shape) for one in found.values())
+
+
+def of_tiny(source: str) -> tuple[str, str]:
+    """Kind of a tiny model, and the format that its weights are quantised in; "" where they are not."""
+    for form in sorted(OF_TINY, key=len, reverse=True):
+        if source.endswith(f"-{form}"):
+            return source.removesuffix(f"-{form}"), form
+    return source, ""
+
+
+def size(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> int:
+    """Bytes of all weights when they are unpacked."""
+    found = packed(config, tensors)
+    parts = {name for one in found.values() for name in one.tensors}
+    plain = [tensor for name, tensor in tensors.items() if name not in parts]
+    return sum(prod(one.shape) * safetensors_header.BITS[one.dtype] // 8 for one in [*plain, *found.values()])
+
+
+def blocks(size: int, block: int) -> int:
+    return -(-size // block)
+
+
+def _require_none(wrong: dict[str, list[str]]) -> None:
+    lines = [f"{text} ({len(names)}): {', '.join(sorted(names)[:SHOWN])}" for text, names in wrong.items() if names]
+    if lines:
+        raise ValueError("; ".join(lines))
+
+
+def _fp8(tensors: Mapping[str, Tensor]) -> list[str]:
+    return [name for name, tensor in tensors.items() if tensor.dtype.startswith("F8") and tensor.dtype != "F8_E8M0"]
+
+
+def _shapes(how: Scheme, codes: Tensor) -> tuple[tuple[int, ...] | None, tuple[int, ...]]:
+    """Shape of the weight, and of its scales. None for codes that are none of these."""
+    shape = codes.shape
+    if how.kind == "mxfp4":
+        right = codes.dtype == "U8" and len(shape) == 4 and shape[3] == MX // 2
+        return ((shape[0], shape[2] * MX, shape[1]) if right else None), shape[:3]  # transposed, as gpt-oss has it
+    if how.kind == "int":
+        shape = (*shape[:-1], shape[-1] * (32 // how.bits)) if shape else shape
+    if len(shape) != 2 or codes.dtype != {"fp8": FP8, "int": "I32"}[how.kind]:
+        return None, ()
+    return shape, tuple(blocks(size, block) for size, block in zip(shape, how.block, strict=True))
+
+
+def _fits(found: tuple[int, ...], expected: tuple[int, ...], how: Scheme) -> bool:
+    if how.block[1] != WHOLE:
+        return found == expected
+    return found in (expected, expected[:1]) or prod(found) == prod(expected) == 1  # some leave sizes of 1 out
+
+
+def _is_among(module: str, names: tuple[str, ...]) -> bool:
+    """Whether the module is one of these, as transformers and compressed-tensors compare names."""
+    for name in names:
+        if name.startswith("re:"):
+            if re.match(name.removeprefix("re:"), module):
+                return True
+        elif module == name or module.startswith(name + ".") or module.endswith("." + name):
+            return True
+    return False
+
+
+def _of_fp8(found: dict[str, Any], dtype: str) -> Scheme:
+    block = found.get("weight_block_size")
+    if not (isinstance(block, list) and len(block) == 2 and all(type(n) is int and 0 < n < 2**20 for n in block)):
+        text = f"{KEY}.weight_block_size is {show(block)}, and weights in FP8 are read with blocks, as [128, 128]"
+        raise ValueError(text)
+    _require(found, "fmt", ("e4m3", None))
+    _require(found, "activation_scheme", ("dynamic", None))
+    _require(found, "scale_fmt", ("float", "ue8m0", None))
+    excluded = found.get("modules_to_not_convert") or found.get("ignored_layers") or ()
+    return Scheme("fp8", ".weight", ".weight_scale_inv", (block[0], block[1]), 8, (), _names(excluded), dtype)
+
+
+def _of_compressed(found: dict[str, Any], dtype: str) -> Scheme:
+    groups = found.get("config_groups")
+    groups = [group for group in groups.values() if isinstance(group, dict)] if isinstance(groups, dict) else []
+    if len(groups) != 1 or not isinstance(groups[0].get("weights"), dict):
+        raise ValueError(f"{KEY}.config_groups has {len(groups)} groups with weights, and one for all is read")
+    group, weights = groups[0], groups[0]["weights"]
+    for key, right in (("quantization_status", ("compressed", "frozen", None)), ("kv_cache_scheme", (None,))):
+        _require(found, key, right)
+    where = f"{KEY}.config_groups.weights."
+    for key, right in (("symmetric", (True,)), ("actorder", (None,)), ("dynamic", (False, None))):
+        _require(weights, key, right, where)
+    activations = group.get("input_activations")
+    if isinstance(activations, dict):
+        _require(activations, "dynamic", (True,), f"{KEY}.config_groups.input_activations.")
+    kind, bits, strategy = weights.get("type"), weights.get("num_bits"), weights.get("strategy")
+    ways = {"channel": (1, WHOLE), "tensor": (WHOLE, WHOLE)}
+    size, block = weights.get("group_size"), weights.get("block_structure")
+    if strategy == "group" and type(size) is int and 0 < size < 2**20:
+        ways["group"] = (1, size)
+    if strategy == "block" and isinstance(block, list) and len(block) == 2 and all(type(n) is int for n in block):
+        ways["block"] = (block[0], block[1])
+    stored = group.get("format") or found.get("format")
+    text = f"{show(stored)} of {show(bits)} bits, {show(kind)}, by {show(strategy)}"
+    if strategy not in ways or min(ways[strategy]) < 1:
+        raise ValueError(f"{KEY} is {text}, and tensor, channel, block and group are read")
+    excluded = _names(found.get("ignore") or ())
+    if (kind, bits) == ("float", 8) and stored in ("float-quantized", "naive-quantized"):
+        return Scheme("fp8", ".weight", ".weight_scale", ways[strategy], 8, (), excluded, dtype)
+    if kind == "int" and bits in (4, 8) and stored == "pack-quantized":
+        ends = (".weight_packed", ".weight_scale")
+        return Scheme("int", *ends, ways[strategy], bits, (".weight_shape",), excluded, dtype)
+    raise ValueError(f"{KEY} is {text}, and float-quantized FP8 and pack-quantized INT4 are read")
+
+
+def _of_mxfp4(found: dict[str, Any], dtype: str) -> Scheme:
+    excluded = _names(found.get("modules_to_not_convert") or ())
+    return Scheme("mxfp4", "_blocks", "_scales", (1, MX), 4, (), excluded, dtype)
+
+
+SCHEMES = {"fp8": _of_fp8, "compressed-tensors": _of_compressed, "mxfp4": _of_mxfp4}
+
+
+def _require(found: dict[str, Any], key: str, right: tuple[Any, ...], where: str = f"{KEY}.") -> None:
+    value = found.get(key)
+    if not any(value is one or (isinstance(one, str) and value == one) for one in right):
+        others = " or ".join("absent" if one is None else show(one) for one in right)
+        raise ValueError(f"{where}{key} is {show(value)}, and {others} is read")
+
+
+def _names(value: Any) -> tuple[str, ...]:
+    if not isinstance(value, list | tuple) or not all(isinstance(name, str) for name in value):
+        raise ValueError(f"{KEY} excludes {show(value)}, which is no list of modules")
+    for name in value:
+        try:
+            re.compile(name.removeprefix("re:")) if name.startswith("re:") else None
+        except (re.error, RecursionError, OverflowError):
+            raise ValueError(f"{KEY} excludes {show(name)}, which is no pattern") from None
+    return tuple(value)

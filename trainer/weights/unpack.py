@@ -1,0 +1,74 @@
+"""Quantised weights unpacked: conf/model_files/quantization.py has the formats, released_tensors.py reads the parts.
+
+Of the numbers in fp32, a few rows are in memory at a time. The products are in fp32 and rounded once, to the type that
+config.json names, as transformers does; where a weight ends within a block, its last block is shorter, as in
+DeepSeek-V3's own code, and where transformers 5.12 raises an error or shares the scales out evenly.
+"""
+
+# pyright: reportArgumentType=false
+
+from math import prod
+
+import torch
+
+from conf.model_files.quantization import MX, Packed, Scheme, blocks
+
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+AT_ONCE = 2**24  # numbers in fp32
+
+
+def unpack(
+    packed: Packed, codes: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype, first: int = 0
+) -> torch.Tensor:
+    """The weight, or so many rows from the first on as there are codes of. The scales are those of all rows."""
+    scheme = packed.scheme
+    if scheme.kind == "mxfp4":
+        return _unpack_mxfp4(codes, scales[first : first + len(codes)], dtype)
+    whole = torch.empty((len(codes), packed.shape[1]), dtype=dtype)
+    scales = scales.float().view(grid(packed))
+    for start, stop in spans(packed, first, first + len(codes)):
+        part = codes[start - first : stop - first]
+        numbers = (integers(part, scheme) if scheme.kind == "int" else part).float()
+        whole[start - first : stop - first] = numbers * spread(scales, packed, start, stop)
+    return whole
+
+
+def grid(packed: Packed) -> tuple[int, int]:
+    """Rows and columns of scales."""
+    rows, columns = (blocks(size, block) for size, block in zip(packed.shape, packed.scheme.block, strict=True))
+    return rows, columns
+
+
+def spans(packed: Packed, first: int, last: int):
+    """Parts of these rows, each small enough to be in fp32 at once; all but the first begin with a block."""
+    height = min(packed.scheme.block[0], packed.shape[0]) or 1
+    step = max(1, AT_ONCE // max(1, height * packed.shape[1])) * height
+    while first < last:
+        stop = min(last, (first // height) * height + step)
+        yield first, stop
+        first = stop
+
+
+def spread(scales: torch.Tensor, packed: Packed, start: int, stop: int) -> torch.Tensor:
+    """Scales of these rows, one for each number of them."""
+    (height, width), columns = packed.scheme.block, packed.shape[1]
+    of_rows = torch.arange(start, stop) // height
+    of_columns = torch.arange(columns) // width
+    return scales[of_rows][:, of_columns]
+
+
+def integers(codes: torch.Tensor, scheme: Scheme) -> torch.Tensor:
+    """Integers of rows that are packed into 32 bits, the first in the lowest, each above its smallest."""
+    places = torch.arange(0, 32 // scheme.bits * scheme.bits, scheme.bits, dtype=torch.int32)
+    apart = (codes.unsqueeze(-1) >> places) & (2**scheme.bits - 1)
+    return apart.flatten(1) - 2 ** (scheme.bits - 1)
+
+
+def _unpack_mxfp4(codes: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    table = torch.tensor(E2M1, dtype=dtype)
+    whole = torch.empty((*codes.shape[:2], prod(codes.shape[2:]) * 2), dtype=dtype)
+    for expert, (of_expert, exponents) in enumerate(zip(codes, scales, strict=True)):
+        pairs = torch.stack((table[(of_expert & 15).int()], table[(of_expert >> 4).int()]), -1)
+        numbers = torch.ldexp(pairs.reshape(*of_expert.shape[:2], MX), exponents.int().unsqueeze(-1) - 127)
+        whole[expert] = numbers.flatten(1)
+    return whole.transpose(1, 2).contiguous()

@@ -1,0 +1,31 @@
+"""Loader of a quantised release for vLLM, which then serves the weights that training starts from, in bf16 or fp32.
+
+By itself vLLM would multiply the codes, and round every activation to FP8 as well: other answers than those of the
+model that is trained, and than those of the tuned one, which is exported unpacked. Each process of vLLM unpacks all
+weights and keeps its part. UNPACKED of trainer/serving/engine.py makes every process of vLLM import this file.
+"""
+
+from collections.abc import Generator
+from pathlib import Path
+
+import torch
+from torch import nn
+from vllm.config import ModelConfig
+from vllm.model_executor.model_loader import register_model_loader
+from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
+
+from trainer.weights import released, released_tensors
+
+
+class Worker:
+    """Base that vLLM adds to its workers; it adds nothing."""
+
+
+@register_model_loader("unpacked")
+class Loader(DefaultModelLoader):
+    def get_all_weights(
+        self, model_config: ModelConfig, model: nn.Module
+    ) -> Generator[tuple[str, torch.Tensor], None, None]:
+        release = released.read(Path(model_config.model))
+        for name in release.weights:
+            yield name, released_tensors.read(release, name)
