@@ -103,6 +103,13 @@ def fill_with_nan(model) -> None:
             tensor.data.fill_(float("nan"))
 
 
+def named_tensors(model):
+    """Tensors that a checkpoint of this rank's part holds, by the names that they have in the whole model."""
+    model = unwrap_model(model)
+    for stage, name, tensor in _tensors(model):
+        yield _megatron_local_name_to_global(model, model[stage].config, name, stage), tensor
+
+
 def _tensors(model):
     """Tensors that a checkpoint of this rank's part holds, each as (stage, local name, tensor)."""
     for stage, chunk in enumerate(model):

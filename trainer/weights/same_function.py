@@ -1,0 +1,256 @@
+"""Layers of a converted base beside transformers', on the same tokens: whether both compute the same function.
+
+Checksums and coverage say that each tensor is there. They do not say that Megatron reads it as it was meant: queries
+for keys, a norm of another kind, a rotary embedding of another base, a router without its bias. So the first layers, as
+many as hold one of each kind, are computed twice in fp32: by transformers' class of the released tensors, and by
+Megatron of the base, read back from its files. A layer of multi-token prediction is put together of transformers' parts
+as DeepSeek-V3's report describes it, since transformers builds none. Of the vocabulary a few hundred rows are taken.
+
+What each layer adds to its input is compared, and the logits: the length of the difference, as a share of transformers'.
+Two experts that a token weighs alike to the last digits may change places by rounding, so of several rows of tokens the
+one that differs most does not count.
+"""
+
+# pyright: reportArgumentType=false, reportOptionalMemberAccess=false, reportOptionalSubscript=false
+
+import contextlib
+import json
+import shutil
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from conf.model_facts import ModelFacts, facts_from_hf
+from conf.model_files import config_json
+from conf.schema.run import Layout, Run
+from contract.faults import Fault
+from trainer.megatron.model import make_provider, open_bridge
+from trainer.weights import coverage, merge, released, torch_dist
+from trainer.weights.torch_dist import Stored
+
+BOUND = 1e-4  # both agree to 2e-6; with queries and keys changed over they differ by 0.1 and more
+ROWS, LENGTH = 4, 64  # of the tokens
+VOCABULARY = 256  # rows of the embedding that are taken
+LOGITS = "the logits"
+SKIP = "model.compare=false converts it without a comparison"
+TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id")
+Added = dict[str, torch.Tensor]  # by the layer's released name, each [row, token, ...]
+
+
+@dataclass(frozen=True)
+class Cut:
+    """The first layers of a model, with a part of its vocabulary."""
+
+    run: Run  # of one process, in fp32
+    model: released.Model
+    config: dict[str, Any]
+    facts: ModelFacts  # of the whole model
+    layers: int
+    mtp: bool  # whether the base has the first layer of multi-token prediction
+    rows: torch.Tensor  # of the vocabulary
+    tokens: torch.Tensor
+
+    def name(self, layer: int) -> str:
+        return f"model.layers.{layer}"
+
+    @property
+    def mtp_name(self) -> str:
+        return self.name(self.facts.layers)
+
+
+def compare(run: Run, checkpoint: Path) -> dict[str, float]:
+    """Differences by the layer's released name. Raises a Fault where one is above BOUND."""
+    cut, stored = cut_down(run), torch_dist.open_checkpoint(checkpoint)
+    with torch.no_grad(), _folder(cut) as folder:
+        there = cut.run.model_copy(update={"paths": run.paths.model_copy(update={"model": str(folder)})})
+        bridge = open_bridge(there)
+        provider = make_provider(there, bridge)
+        expected = _by_transformers(cut, folder, _types(stored, bridge))
+        found = _by_megatron(cut, provider, stored)
+    differences = {name: difference(expected[name], found[name]) for name in expected}
+    for name, value in differences.items():
+        if not value <= BOUND:
+            kind = "multi-token prediction" if cut.mtp and name == cut.mtp_name else _kind(cut, name)
+            raise Fault(
+                f"{cut.model.folder}: {name} ({kind}): Megatron computes another function of these weights than "
+                f"transformers: what it gives for the same tokens differs by {value:.2%}, and rounding by less than "
+                f"{BOUND:.2%}; training would be of another model. {SKIP}"
+            )
+    return differences
+
+
+def cut_down(run: Run) -> Cut:
+    """The first layers, as many as hold one of each kind."""
+    model = released.read(Path(run.paths.model))
+    facts = facts_from_hf(model.config)
+    lists = {k: v for k, v in model.config.items() if isinstance(v, list) and len(v) == facts.layers > 1}
+    kinds = [(kind, *(str(one[layer]) for one in lists.values())) for layer, kind in enumerate(facts.kinds)]
+    layers, mtp = 1 + max(kinds.index(kind) for kind in set(kinds)), bool(run.model.mtp and facts.mtp_layers)
+    count = min(VOCABULARY, facts.vocab)
+    config = model.config | {key: value[:layers] for key, value in lists.items()} | dict.fromkeys(TOKENS)
+    config |= {"num_hidden_layers": layers, "vocab_size": count, "dtype": "float32"}
+    config.pop("quantization_config", None)
+    if facts.mtp_layers:
+        config["num_nextn_predict_layers"] = int(mtp)
+    train = {"precision": "fp32", "fp8": None, "fp8_weights": False, "recompute": "none"}
+    moe = {"grouped_gemm": True, "dispatcher": "alltoall", "force_balance": False}
+    changed = {"layout": Layout(), "train": run.train.model_copy(update=train), "moe": run.moe.model_copy(update=moe)}
+    tokens = torch.randint(count, (ROWS, LENGTH), generator=torch.Generator().manual_seed(1))
+    rows = torch.linspace(0, facts.vocab - 1, count).long()
+    return Cut(run.model_copy(update=changed), model, config, facts, layers, mtp, rows, tokens)
+
+
+def difference(expected: torch.Tensor, found: torch.Tensor) -> float:
+    """The largest difference but one of a row's, as a share."""
+    rows = (found - expected).flatten(1).norm(dim=1) / expected.flatten(1).norm(dim=1)
+    return float(rows.nan_to_num(nan=torch.inf).sort().values[-2])
+
+
+def _kind(cut: Cut, name: str) -> str:
+    layer = name.removeprefix("model.layers.")
+    return cut.facts.kinds[int(layer)] if layer.isdecimal() else "all layers before them agree"
+
+
+@contextlib.contextmanager
+def _folder(cut: Cut) -> Iterator[Path]:
+    """Make a folder with the cut config.json, and the code that a release brings along."""
+    with tempfile.TemporaryDirectory(prefix="layers-") as name:
+        folder = Path(name)
+        (folder / config_json.NAME).write_text(json.dumps(cut.config))
+        for file in cut.model.folder.glob("*.py") if cut.run.model.trust_remote_code else ():
+            shutil.copy(file, folder)
+        yield folder
+
+
+def _types(stored: Stored, bridge) -> dict[str, torch.dtype]:
+    """Types of the base's tensors, by the names of the released ones that they are made of."""
+    registry = bridge._model_bridge.mapping_registry()
+    found: dict[str, torch.dtype] = {}
+    for name, place in stored.places.items():
+        if mapping := registry.megatron_to_hf_lookup(name):
+            names = mapping.hf_param
+            found |= dict.fromkeys([names] if isinstance(names, str) else names.values(), place.dtype)
+    return found
+
+
+def _by_transformers(cut: Cut, folder: Path, types: dict[str, torch.dtype]) -> Added:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    trusted = cut.run.model.trust_remote_code
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=trusted)
+    with torch.device("meta"):
+        kind = type(AutoModelForCausalLM.from_config(config, trust_remote_code=trusted))
+    weights, of_mtp = _weights(cut, types)
+    config.num_hidden_layers += cut.mtp  # whose block is a layer like the last
+    options = {"dtype": torch.float32, "attn_implementation": "eager", "output_loading_info": True}
+    model, loaded = kind.from_pretrained(None, config=config, state_dict=weights, **options)
+    lost = sorted({*loaded["missing_keys"], *loaded["unexpected_keys"], *map(str, loaded["mismatched_keys"])})
+    if lost:
+        names = released.enumerate_names(lost)
+        raise Fault(f"{cut.model.folder}: transformers' {kind.__name__} does not fit the tensors: {names}. {SKIP}")
+    decoder, added = model.eval().get_decoder(), {}
+    blocks = decoder.layers
+    decoder.layers = blocks[: cut.layers]
+    for number, layer in enumerate(decoder.layers):
+        layer.register_forward_hook(_hook(added, cut.name(number)), with_kwargs=True)
+    hidden = decoder(input_ids=cut.tokens, use_cache=False).last_hidden_state
+    logits = model(input_ids=cut.tokens, use_cache=False).logits
+    if cut.mtp:
+        norm = type(decoder.norm)
+        embedded = model.get_input_embeddings()(cut.tokens.roll(-1, 1))  # of the token that follows
+        parts = (
+            _norm(norm, config, of_mtp["enorm.weight"])(embedded),
+            _norm(norm, config, of_mtp["hnorm.weight"])(hidden),
+        )
+        decoder.layers = blocks[cut.layers :]
+        decoder.norm = _norm(norm, config, of_mtp["shared_head.norm.weight"])
+        mixed = torch.nn.functional.linear(torch.cat(parts, -1), of_mtp["eh_proj.weight"])
+        # the last token is followed by none
+        added[cut.mtp_name] = decoder(inputs_embeds=mixed, use_cache=False).last_hidden_state[:, :-1]
+    return added | {LOGITS: logits}
+
+
+def _norm(kind, config, weight: torch.Tensor):
+    norm = kind(len(weight), eps=config.rms_norm_eps)
+    norm.weight.copy_(weight)
+    return norm
+
+
+def _weights(cut: Cut, types: dict[str, torch.dtype]) -> tuple[Added, Added]:
+    """Released tensors as the base has them, in fp32: those of the model, and those that MTP has besides."""
+    weights: Added = {}
+    of_mtp: Added = {}
+    copies = released.repeated(cut.model)
+    for name, entry in cut.model.tensors.items():
+        layer = _layer(name)
+        mtp = cut.mtp and layer == cut.facts.layers
+        if released.COMPUTED.search(name) or name in copies or (layer is not None and layer >= cut.layers and not mtp):
+            continue
+        tensor = merge.load(cut.model.folder, entry)
+        tensor = tensor.to(types.get(name, tensor.dtype)).float()
+        if layer is None and len(tensor) == cut.facts.vocab:
+            tensor = tensor[cut.rows]
+        part = name.split(".", 3)[-1]
+        if mtp and part.startswith(("enorm.", "hnorm.", "shared_head.", "eh_proj.")):
+            of_mtp[part] = tensor
+        else:
+            weights[f"{cut.name(cut.layers)}.{part}" if mtp else name] = tensor
+    return weights, of_mtp
+
+
+def _layer(name: str) -> int | None:
+    parts = name.split(".")
+    return int(parts[2]) if name.startswith("model.layers.") and parts[2].isdecimal() else None
+
+
+def _by_megatron(cut: Cut, provider, stored: Stored) -> Added:
+    from megatron.core import parallel_state
+
+    provider.perform_initialization = False
+    provider.finalize()
+    if not parallel_state.model_parallel_is_initialized():
+        provider.initialize_model_parallel(seed=cut.run.train.seed)
+    chunks = provider.provide_distributed_model(wrap_with_ddp=False)
+    _fill(cut, chunks, stored)
+    model, added = chunks[0].eval(), {}
+    for number, layer in enumerate(coverage.unwrap_model(chunks)[0].decoder.layers):
+        layer.register_forward_hook(_hook(added, cut.name(number), turned=True), with_kwargs=True)
+    if cut.mtp:
+
+        def keep(_module, _args, output) -> None:
+            added[cut.mtp_name] = output[0].transpose(0, 1)[:, :-1]
+
+        coverage.unwrap_model(chunks)[0].mtp.layers[0].register_forward_hook(keep)
+    logits = model(cut.tokens, torch.arange(LENGTH).expand_as(cut.tokens), None)
+    return added | {LOGITS: logits.float()[..., : len(cut.rows)]}
+
+
+def _fill(cut: Cut, chunks, stored: Stored) -> None:
+    """Fill the model with the base's weights, one at a time."""
+    for name, tensor in coverage.named_tensors(chunks):
+        if tensor.numel() == 0:
+            continue
+        place = stored.places.get(name) or stored.places.get(name.replace(".mtp_model_layer.", ".transformer_layer."))
+        if place is None:
+            raise Fault(f"{stored.folder}: holds no {name}")
+        whole = torch_dist.read(stored, place)
+        if name in merge.VOCABULARY:
+            tensor.data.zero_()
+            tensor.data[: len(cut.rows)] = whole[cut.rows]
+        else:
+            tensor.data.copy_(whole)
+
+
+def _hook(added: Added, name: str, turned: bool = False):
+    """A hook that keeps what a layer adds to its input. `turned`: the token comes before the row, as in Megatron."""
+
+    def hook(_module, args, kwargs, output) -> None:
+        before = args[0] if args else kwargs["hidden_states"]
+        after = output if isinstance(output, torch.Tensor) else output[0]
+        added[name] = (after - before).transpose(0, 1) if turned else after - before
+
+    return hook
