@@ -9,6 +9,8 @@ conversion that was killed goes on where it was, with any number of processes. A
 tensors is left alone. Beside Megatron's files the base has source.json, the released tensors' types, shapes and
 checksums, and complete.json, which says what it was made from and with.
 
+Before the base is there, its first layers are computed on the same tokens by transformers (trainer/compare.py).
+
 With model.mtp false the multi-token-prediction layers stay out of the base; an export copies them from the release.
 A quantised release (conf/model_files/quantization.py) is unpacked weight by weight, without a copy on disk. The
 floating-point type is train.precision's: a released fp32 tensor loses digits in bf16.
@@ -23,6 +25,7 @@ from pathlib import Path
 from conf.schema.run import Run
 from contract import checkpoints
 from contract.output_marks import BASE
+from trainer import compare
 from trainer.checks import inputs, places
 from trainer.startup import device, entry
 from trainer.startup.console import megatron_to, say
@@ -69,6 +72,7 @@ def _convert(run: Run, model: released.Model, known: dict[str, str] | None, fact
             facts["digest"] = released.digest(model, sums)
             if atomic_folder.rank() == 0:
                 base.record(model, sums, partial)
+                compare.converted(run, partial)
 
 
 def _checksums(model: released.Model) -> dict[str, str]:

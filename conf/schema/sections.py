@@ -147,6 +147,11 @@ class Model(Section):
     mtp: Annotated[bool, bears("convert", "train")] = Field(
         default=True, description="train the multi-token-prediction layers, where the model has them"
     )
+    compare: Annotated[bool, NOWHERE] = Field(
+        default=True,
+        description="compute the first layers by transformers too, and convert nothing that differs; false for a model "
+        "that cannot be computed on this host",
+    )
     mtp_loss_scale: Annotated[float, bears("train")] = Field(
         default=0.3, ge=0, description="weight of their loss; 0.3 is Bridge's value for GLM-4.5+"
     )

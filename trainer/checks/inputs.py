@@ -32,6 +32,10 @@ def check_convert(run: Run) -> None:
     _check_layout(run, facts)
 
 
+def check_compare(run: Run) -> None:
+    check_model(run)
+
+
 def check_train(run: Run) -> Run:
     """Check what training reads. Returns the run with all its steps counted."""
     facts = check_model(run)

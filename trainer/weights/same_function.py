@@ -6,15 +6,18 @@ many as hold one of each kind, are computed twice in fp32: by transformers' clas
 Megatron of the base, read back from its files. A layer of multi-token prediction is put together of transformers' parts
 as DeepSeek-V3's report describes it, since transformers builds none. Of the vocabulary a few hundred rows are taken.
 
-What each layer adds to its input is compared, and the logits: the length of the difference, as a share of transformers'.
-Two experts that a token weighs alike to the last digits may change places by rounding, so of several rows of tokens the
-one that differs most does not count.
+What each layer adds to its input is compared, and the logits: the length of the difference, as a share of that of
+transformers' numbers. Two experts that a token weighs alike to the last digits may change places by rounding, so of
+several rows of tokens the one that differs most does not count.
 """
 
 # pyright: reportArgumentType=false, reportOptionalMemberAccess=false, reportOptionalSubscript=false
 
 import contextlib
+import gc
 import json
+import math
+import re
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -27,9 +30,10 @@ import torch
 from conf.model_facts import ModelFacts, facts_from_hf
 from conf.model_files import config_json
 from conf.schema.run import Layout, Run
+from contract.amounts import unlike
 from contract.faults import Fault
 from trainer.megatron.model import make_provider, open_bridge
-from trainer.weights import coverage, merge, released, torch_dist
+from trainer.weights import coverage, merge, released, released_tensors, torch_dist
 from trainer.weights.torch_dist import Stored
 
 BOUND = 1e-4  # both agree to 2e-6; with queries and keys changed over they differ by 0.1 and more
@@ -37,6 +41,11 @@ ROWS, LENGTH = 4, 64  # of the tokens
 VOCABULARY = 256  # rows of the embedding that are taken
 LOGITS = "the logits"
 SKIP = "model.compare=false converts it without a comparison"
+SPARE = 1.2  # of the memory that the layers take
+EXPERTS = ("n_routed_experts", "num_experts", "num_local_experts")  # the key of each family
+EXPERT = re.compile(r"\.experts\.(\d+)\.")
+OF_ALL_EXPERTS = re.compile(r"\.(gate|router|experts)\.")  # with a row for each
+MEGATRON_EXPERT = re.compile(r"(.+\.experts\..+\.(?:weight|bias))(\d+)$")
 TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id")
 Added = dict[str, torch.Tensor]  # by the layer's released name, each [row, token, ...]
 
@@ -53,6 +62,7 @@ class Cut:
     mtp: bool  # whether the base has the first layer of multi-token prediction
     rows: torch.Tensor  # of the vocabulary
     tokens: torch.Tensor
+    experts: tuple[int, ...]  # those of each layer that are taken
 
     def name(self, layer: int) -> str:
         return f"model.layers.{layer}"
@@ -70,6 +80,7 @@ def compare(run: Run, checkpoint: Path) -> dict[str, float]:
         bridge = open_bridge(there)
         provider = make_provider(there, bridge)
         expected = _by_transformers(cut, folder, _types(stored, bridge))
+        gc.collect()
         found = _by_megatron(cut, provider, stored)
     differences = {name: difference(expected[name], found[name]) for name in expected}
     for name, value in differences.items():
@@ -90,10 +101,11 @@ def cut_down(run: Run) -> Cut:
     lists = {k: v for k, v in model.config.items() if isinstance(v, list) and len(v) == facts.layers > 1}
     kinds = [(kind, *(str(one[layer]) for one in lists.values())) for layer, kind in enumerate(facts.kinds)]
     layers, mtp = 1 + max(kinds.index(kind) for kind in set(kinds)), bool(run.model.mtp and facts.mtp_layers)
-    count = min(VOCABULARY, facts.vocab)
+    experts, count = _experts(model, facts, layers, mtp), min(VOCABULARY, facts.vocab)
     config = model.config | {key: value[:layers] for key, value in lists.items()} | dict.fromkeys(TOKENS)
     config |= {"num_hidden_layers": layers, "vocab_size": count, "dtype": "float32"}
     config.pop("quantization_config", None)
+    config |= {key: len(experts) for key in EXPERTS if facts.experts and config.get(key) == facts.experts}
     if facts.mtp_layers:
         config["num_nextn_predict_layers"] = int(mtp)
     train = {"precision": "fp32", "fp8": None, "fp8_weights": False, "recompute": "none"}
@@ -101,7 +113,36 @@ def cut_down(run: Run) -> Cut:
     changed = {"layout": Layout(), "train": run.train.model_copy(update=train), "moe": run.moe.model_copy(update=moe)}
     tokens = torch.randint(count, (ROWS, LENGTH), generator=torch.Generator().manual_seed(1))
     rows = torch.linspace(0, facts.vocab - 1, count).long()
-    return Cut(run.model_copy(update=changed), model, config, facts, layers, mtp, rows, tokens)
+    return Cut(run.model_copy(update=changed), model, config, facts, layers, mtp, rows, tokens, experts)
+
+
+def _experts(model: released.Model, facts: ModelFacts, layers: int, mtp: bool) -> tuple[int, ...]:
+    """The experts that there is memory for, at equal distances from one another."""
+    needed = [name for name in model.tensors.keys() - released.repeated(model) if _is_taken(name, facts, layers, mtp)]
+    taken = [(name, math.prod(model.tensors[name].shape)) for name in needed]
+    of_experts = sum(size for name, size in taken if ".experts." in name)
+    rest = sum(size for name, size in taken if name.startswith("model.layers.")) - of_experts
+    groups, free = model.config.get("n_group") or 1, available()
+    for count in (facts.experts // parts for parts in (1, 2, 4, 8, 16, 32)):
+        need = 4 * SPARE * (rest + (of_experts * count / facts.experts if facts.experts else 0))
+        if need <= free:
+            return tuple(index * facts.experts // count for index in range(count))
+        if facts.experts and (count // 2 < 2 * facts.top_k or count % (2 * groups)):
+            break
+    memory, left = unlike(int(need), free)
+    text = f"to compare its first {layers} layers with transformers' takes {memory} of memory, and {left} are free"
+    raise Fault(f"{model.folder}: {text}. {SKIP}")
+
+
+def available() -> int:
+    """Bytes of memory that this process could have."""
+    free = next(line for line in Path("/proc/meminfo").read_text().splitlines() if line.startswith("MemAvailable:"))
+    return int(free.split()[1]) * 1024
+
+
+def _is_taken(name: str, facts: ModelFacts, layers: int, mtp: bool) -> bool:
+    layer = _layer(name)
+    return layer is None or layer < layers or (mtp and layer == facts.layers)
 
 
 def difference(expected: torch.Tensor, found: torch.Tensor) -> float:
@@ -139,7 +180,9 @@ def _types(stored: Stored, bridge) -> dict[str, torch.dtype]:
 
 def _by_transformers(cut: Cut, folder: Path, types: dict[str, torch.dtype]) -> Added:
     from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers.utils import logging
 
+    logging.disable_progress_bar()
     trusted = cut.run.model.trust_remote_code
     config = AutoConfig.from_pretrained(folder, trust_remote_code=trusted)
     with torch.device("meta"):
@@ -185,15 +228,22 @@ def _weights(cut: Cut, types: dict[str, torch.dtype]) -> tuple[Added, Added]:
     weights: Added = {}
     of_mtp: Added = {}
     copies = released.repeated(cut.model)
-    for name, entry in cut.model.tensors.items():
-        layer = _layer(name)
-        mtp = cut.mtp and layer == cut.facts.layers
-        if released.COMPUTED.search(name) or name in copies or (layer is not None and layer >= cut.layers and not mtp):
+    for released_name, entry in cut.model.tensors.items():
+        name = released_name
+        if released.COMPUTED.search(name) or name in copies or not _is_taken(name, cut.facts, cut.layers, cut.mtp):
             continue
-        tensor = merge.load(cut.model.folder, entry)
-        tensor = tensor.to(types.get(name, tensor.dtype)).float()
+        layer, expert = _layer(name), EXPERT.search(name)
+        mtp = cut.mtp and layer == cut.facts.layers
+        if expert and int(expert[1]) not in cut.experts:
+            continue
+        tensor = released_tensors.at(cut.model.folder, entry)
         if layer is None and len(tensor) == cut.facts.vocab:
             tensor = tensor[cut.rows]
+        elif expert:
+            name = EXPERT.sub(f".experts.{cut.experts.index(int(expert[1]))}.", name)
+        elif OF_ALL_EXPERTS.search(name) and len(tensor) == cut.facts.experts:
+            tensor = tensor[[*cut.experts]]
+        tensor = tensor.to(types.get(released_name, tensor.dtype)).float()
         part = name.split(".", 3)[-1]
         if mtp and part.startswith(("enorm.", "hnorm.", "shared_head.", "eh_proj.")):
             of_mtp[part] = tensor
@@ -234,6 +284,8 @@ def _fill(cut: Cut, chunks, stored: Stored) -> None:
     for name, tensor in coverage.named_tensors(chunks):
         if tensor.numel() == 0:
             continue
+        if found := MEGATRON_EXPERT.match(name):
+            name = f"{found[1]}{cut.experts[int(found[2])]}"
         place = stored.places.get(name) or stored.places.get(name.replace(".mtp_model_layer.", ".transformer_layer."))
         if place is None:
             raise Fault(f"{stored.folder}: holds no {name}")
@@ -242,7 +294,7 @@ def _fill(cut: Cut, chunks, stored: Stored) -> None:
             tensor.data.zero_()
             tensor.data[: len(cut.rows)] = whole[cut.rows]
         else:
-            tensor.data.copy_(whole)
+            tensor.data.copy_(whole[[*cut.experts]] if ".router." in name else whole)
 
 
 def _hook(added: Added, name: str, turned: bool = False):
