@@ -27,68 +27,83 @@ SOUND = {
     "glm4-moe-mtp": ["model.layers.0", "model.layers.1", "model.layers.4", "the logits"],
     "qwen3-moe": ["model.layers.0", "the logits"],
 }
-# Keys of config.json that Bridge drops or reads otherwise; conf/rules/function.py refuses them beforehand.
-TRAPS = [
-    ("llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e6, "factor": 4.0}}, False),
-    ("qwen3-moe", {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 0}, True),
-    ("qwen3-moe", {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e6, "factor": 4.0}}, True),
-    ("glm4-moe-mtp", {"norm_topk_prob": False}, True),
-]
+# Keys of config.json that Bridge reads, or drops, which conf/rules/function.py refuses beforehand.
+TRAPS = {
+    "linear": ("llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e6, "factor": 4.0}}, False),
+    "window": ("qwen3-moe", {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 0}, True),
+    "linear of qwen3-moe": (
+        "qwen3-moe",
+        {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e6, "factor": 4.0}},
+        True,
+    ),
+    "norm_topk_prob": ("glm4-moe-mtp", {"norm_topk_prob": False}, True),
+}
+
+
+MEMORY = ["little_memory", "no_memory"]
+QUICK = ("glm4-moe-mtp", "glm4-moe-mtp permuted_experts", "glm4-moe-mtp swapped_norms_of_mtp")
+
+
+def case(name: str):
+    """A case by its name. All are asked of one process; most are for the slow run."""
+    return pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow, id=name)
 
 
 @pytest.fixture(scope="module")
-def answers(configure, base, ranks, work):
-    """By case, the differences or the fault's line; all are asked of one process."""
-    cases, asked = [], {}
-
-    def ask(name: str, run, fault: str | None) -> None:
-        asked[name] = len(cases)
-        cases.append({"run": run.model_dump(mode="json"), "fault": fault})
-
-    for kind in SOUND:
-        base(kind)
-        ask(kind, configure(kind), None)
-    for kind, fault, _ in FAULTS:
-        ask(f"{kind} {fault}", configure(kind), fault)
-    for fault in ("little_memory", "no_memory"):
-        ask(fault, configure("glm4-moe-mtp"), fault)
-    for number, (kind, change, _) in enumerate(TRAPS):
-        folder = work / f"trap-{number}"
-        shutil.copytree(work / kind, folder)
-        config = json.loads((folder / "config.json").read_text())
-        (folder / "config.json").write_text(json.dumps(config | change))
-        ask(f"trap {number}", configure(kind, f"paths.model={folder}"), None)
+def answers(configure, base, ranks, work, request):
+    """By name of a case that is asked for, the differences or the fault's line."""
+    wanted = {item.callspec.params["name"] for item in request.session.items if item.path == request.path}
+    faults = {f"{kind} {fault}": (kind, fault) for kind, fault, _ in FAULTS}
+    faults |= {kind: (kind, None) for kind in SOUND} | {fault: ("glm4-moe-mtp", fault) for fault in MEMORY}
+    cases, names = [], []
+    for name, (kind, fault) in faults.items():
+        if name in wanted:
+            base(kind)
+            names.append(name)
+            cases.append({"run": configure(kind).model_dump(mode="json"), "fault": fault})
+    for name, (kind, change, _) in TRAPS.items():
+        if name in wanted:
+            base(kind)
+            folder = work / name
+            shutil.copytree(work / kind, folder)
+            config = json.loads((folder / "config.json").read_text())
+            (folder / "config.json").write_text(json.dumps(config | change))
+            names.append(name)
+            run = configure(kind, f"paths.model={folder}")
+            cases.append({"run": run.model_dump(mode="json"), "fault": None})
     folder = work / "compared"
     folder.mkdir()
     (folder / "request.json").write_text(json.dumps(cases))
     result = ranks("compared_layers", configure("llama", f"paths.output={folder}"))
     assert result.code == 0, result.output[-4000:]
-    found = json.loads((folder / "answer.json").read_text())
-    return {name: found[number] for name, number in asked.items()}
+    return dict(zip(names, json.loads((folder / "answer.json").read_text()), strict=True))
 
 
-@pytest.mark.parametrize("kind", SOUND)
-def test_one_layer_of_each_kind_agrees(kind, answers):
-    found = answers[kind]
-    assert list(found) == SOUND[kind], found
+@pytest.mark.parametrize("name", [*map(case, SOUND)])
+def test_one_layer_of_each_kind_agrees(name, answers):
+    found = answers[name]
+    assert list(found) == SOUND[name], found
     assert max(found.values()) < 1e-5
 
 
-@pytest.mark.parametrize(("kind", "fault", "named"), FAULTS, ids=[fault for _, fault, _ in FAULTS])
-def test_a_layer_that_computes_another_function_is_named(kind, fault, named, answers):
-    found = answers[f"{kind} {fault}"]
-    assert isinstance(found, str) and named in found and "\n" not in found, found
+@pytest.mark.parametrize("name", [case(f"{kind} {fault}") for kind, fault, _ in FAULTS])
+def test_a_layer_that_computes_another_function_is_named(name, answers):
+    (layer,) = [layer for kind, fault, layer in FAULTS if f"{kind} {fault}" == name]
+    found = answers[name]
+    assert isinstance(found, str) and layer in found and "\n" not in found, found
 
 
-@pytest.mark.parametrize("number", range(len(TRAPS)))
-def test_a_key_that_bridge_drops_is_seen_without_the_table_of_keys(number, answers):
-    found = answers[f"trap {number}"]
-    assert isinstance(found, str) == TRAPS[number][2], found
+@pytest.mark.parametrize("name", [*map(case, TRAPS)])
+def test_a_key_that_bridge_drops_is_seen_without_the_table_of_keys(name, answers):
+    found = answers[name]
+    assert isinstance(found, str) == TRAPS[name][2], found
 
 
-def test_fewer_experts_are_compared_where_memory_is_short(answers):
-    assert max(answers["little_memory"].values()) < 1e-5
+@pytest.mark.parametrize("name", [case(MEMORY[0])])
+def test_fewer_experts_are_compared_where_memory_is_short(name, answers):
+    assert max(answers[name].values()) < 1e-5
 
 
-def test_a_host_without_the_memory_says_how_to_do_without(answers):
-    assert "are free. model.compare=false" in answers["no_memory"]
+@pytest.mark.parametrize("name", [case(MEMORY[1])])
+def test_a_host_without_the_memory_says_how_to_do_without(name, answers):
+    assert "are free. model.compare=false" in answers[name]
