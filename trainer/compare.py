@@ -52,7 +52,7 @@ def converted(run: Run, partial: Path) -> None:
 
 def here(run: Run, base: Path) -> None:
     """Compare in this process, which is the only one and has no GPU. Leaves the differences in the base."""
-    from trainer.weights import same_function
+    from trainer.weights.conversion import same_function
 
     with megatron_to(Path(run.paths.logs)):
         found = same_function.compare(run, checkpoints.step_folder(base, 0))

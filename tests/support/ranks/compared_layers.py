@@ -20,7 +20,7 @@ def main(run: Run) -> None:
     import torch
 
     from contract.faults import Fault
-    from trainer.weights import same_function
+    from trainer.weights.conversion import same_function
 
     torch.distributed.init_process_group("gloo")
     folder, answers = Path(run.paths.output), []
@@ -39,7 +39,7 @@ def main(run: Run) -> None:
 
 def _released(patch: Patch, change: Callable[[dict], None]) -> None:
     """Have transformers be given other tensors than the base was made of."""
-    from trainer.weights import same_function
+    from trainer.weights.conversion import same_function
     from trainer.weights.released import read
 
     def changed(folder: Path):
@@ -64,7 +64,7 @@ def _swap(patch: Patch, layer: str, one: str, other: str) -> None:
 
 def _provided(patch: Patch, **keys) -> None:
     """Have Megatron build another model, as where Bridge forgets a key."""
-    from trainer.weights import same_function
+    from trainer.weights.conversion import same_function
 
     make = same_function.make_provider
 
@@ -141,12 +141,12 @@ def half_of_a_head_rotated(patch: Patch) -> None:
 
 
 def little_memory(patch: Patch) -> None:
-    from trainer.weights import same_function
+    from trainer.weights.conversion import same_function
 
     patch.setattr(same_function, "available", lambda: 3_500_000)
 
 
 def no_memory(patch: Patch) -> None:
-    from trainer.weights import same_function
+    from trainer.weights.conversion import same_function
 
     patch.setattr(same_function, "available", lambda: 100_000)

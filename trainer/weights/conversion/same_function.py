@@ -118,8 +118,8 @@ def cut_down(run: Run) -> Cut:
 
 def _experts(model: released.Model, facts: ModelFacts, layers: int, mtp: bool) -> tuple[int, ...]:
     """The experts that there is memory for, at equal distances from one another."""
-    needed = [name for name in model.tensors.keys() - released.repeated(model) if _is_taken(name, facts, layers, mtp)]
-    taken = [(name, math.prod(model.tensors[name].shape)) for name in needed]
+    needed = [name for name in model.weights.keys() - released.repeated(model) if _is_taken(name, facts, layers, mtp)]
+    taken = [(name, math.prod(model.weights[name].shape)) for name in needed]
     of_experts = sum(size for name, size in taken if ".experts." in name)
     rest = sum(size for name, size in taken if name.startswith("model.layers.")) - of_experts
     groups, free = model.config.get("n_group") or 1, available()
@@ -228,7 +228,7 @@ def _weights(cut: Cut, types: dict[str, torch.dtype]) -> tuple[Added, Added]:
     weights: Added = {}
     of_mtp: Added = {}
     copies = released.repeated(cut.model)
-    for released_name, entry in cut.model.tensors.items():
+    for released_name in cut.model.weights:
         name = released_name
         if released.COMPUTED.search(name) or name in copies or not _is_taken(name, cut.facts, cut.layers, cut.mtp):
             continue
@@ -236,7 +236,7 @@ def _weights(cut: Cut, types: dict[str, torch.dtype]) -> tuple[Added, Added]:
         mtp = cut.mtp and layer == cut.facts.layers
         if expert and int(expert[1]) not in cut.experts:
             continue
-        tensor = released_tensors.at(cut.model.folder, entry)
+        tensor = released_tensors.read(cut.model, released_name)
         if layer is None and len(tensor) == cut.facts.vocab:
             tensor = tensor[cut.rows]
         elif expert:
