@@ -16,6 +16,7 @@ from unittest import mock
 import torch
 from megatron.bridge.models.conversion.utils import unwrap_model
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
+from megatron.core.models.common.embeddings import YarnRotaryEmbedding
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
@@ -48,6 +49,8 @@ def build(provider) -> list:
     with (
         mock.patch.object(torch.cuda, "current_device", return_value=torch.device("meta")),
         mock.patch.object(torch, "arange", functools.partial(_on_cpu, torch.arange)),
+        # A table of angles, computed from numbers on both devices; no checkpoint holds it.
+        mock.patch.object(YarnRotaryEmbedding, "_set_cos_sin_cache"),
     ):
         chunks = provider.provide_distributed_model(wrap_with_ddp=False, init_model_with_meta_device=True)
     provider.init_model_with_meta_device = False  # of the checkpoint's own description
