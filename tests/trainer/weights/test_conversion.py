@@ -29,8 +29,8 @@ BRIDGE = [
             ("llama", ""),
         ]
         for precision in ("fp32", "bf16")
-        for more in [(), ("moe.grouped_gemm=false",), ("model.mtp=false",)]
-        if not more or (more[0].startswith("model") == (kind == "glm4-moe-mtp") and "moe" in kind)
+        for more in [(), ("model.mtp=false",)]
+        if not more or kind == "glm4-moe-mtp"
     ],
 ]
 

@@ -8,7 +8,7 @@ rows are those of released tensors, one after another, is read by rows, so a par
 
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false
 
-import functools
+import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from unittest import mock
@@ -44,22 +44,19 @@ class Piece:
 
 
 def build(provider) -> list:
-    """Build the model without memory for any of its parameters. The process groups are there."""
-    provider.perform_initialization = False
+    """Build the model without memory for its parameters. The process groups are there.
+
+    Transformer Engine's are on meta, and the few others on the CPU, where nothing touches them. All on meta would have
+    torch compute rotary embeddings in Python, with its compiler, whose import takes seconds.
+    """
+    provider.perform_initialization, provider.init_model_with_meta_device = False, True
     with (
-        mock.patch.object(torch.cuda, "current_device", return_value=torch.device("meta")),
-        mock.patch.object(torch, "arange", functools.partial(_on_cpu, torch.arange)),
-        # A table of angles, computed from numbers on both devices; no checkpoint holds it.
-        mock.patch.object(YarnRotaryEmbedding, "_set_cos_sin_cache"),
+        mock.patch.dict(os.environ),  # Megatron notes the kind of attention there, and refuses another in this process
+        mock.patch.object(YarnRotaryEmbedding, "_set_cos_sin_cache"),  # a table for each layer; none is stored
     ):
-        chunks = provider.provide_distributed_model(wrap_with_ddp=False, init_model_with_meta_device=True)
+        chunks = provider.provide_distributed_model(wrap_with_ddp=False)
     provider.init_model_with_meta_device = False  # of the checkpoint's own description
     return chunks
-
-
-def _on_cpu(function, *args, **kwargs):
-    """Call the function for the CPU: on meta, torch computes some in Python, with its compiler, which takes seconds."""
-    return function(*args, **kwargs | {"device": "cpu"})
 
 
 def tasks(bridge, chunks: list) -> dict:
