@@ -9,7 +9,7 @@ STAMP := .venv/.synced-$(EXTRA)
 # Runs on this host keep Prefect's database with all else in runs/.
 WITH_PREFECT := mkdir -p runs/prefect && PREFECT_HOME=$${PREFECT_HOME:-$(CURDIR)/runs/prefect}
 
-.PHONY: help setup tiny up down test slow doctor lint layouts bench-store bench-flow bench-data bench-convert bench-libraries faults scale gpu gpu-kit schema presets licences clean
+.PHONY: help setup tiny up down test slow doctor lint families layouts bench-store bench-flow bench-data bench-convert bench-libraries faults scale gpu gpu-kit schema presets licences clean
 
 help: ## list these targets (the default)
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-15s  %s\n", $$1, $$2 }' Makefile
@@ -50,6 +50,9 @@ lint: $(STAMP) ## check style, format and types
 	$(PYTHON) -m ruff check
 	$(PYTHON) -m ruff format --check
 	$(PYTHON) -m basedpyright
+
+families: $(STAMP) ## try every family beside transformers, PEFT and vLLM, on tiny models, on this CPU
+	$(PYTHON) -m trainer.families
 
 layouts: $(STAMP) ## train at every parallel layout on this CPU and compare with one process
 	$(PYTHON) -m trainer.layouts

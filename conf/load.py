@@ -2,7 +2,7 @@
 
     python -m conf.load CONF [KEY=VALUE ...]      print the resolved configuration; exit 2 with the problems on stderr
 
-CONF is a file, or the bare name of one in conf/, conf/planned/ or conf/documented/. KEY=VALUE overrides one dotted key,
+CONF is a file, or the bare name of one in conf/ or conf/documented/. KEY=VALUE overrides one dotted key,
 as in train.steps=20; the value is YAML and may be a list, and no key may be given twice.
 
 Keys and values are checked first, each by itself. Once those are right, they are weighed against one another and
@@ -38,7 +38,7 @@ from contract.files import write_atomically
 
 FOLDER = Path(__file__).parent
 # Names are looked for here; only what lies in FOLDER itself is offered to run.
-FOLDERS = (FOLDER, FOLDER / "planned", FOLDER / "documented")
+FOLDERS = (FOLDER, FOLDER / "documented")
 KEYS = dotted_keys()
 SECTIONS = list(sections())
 # Of each pair one key counts: an override of one takes the other out of the file.

@@ -37,13 +37,15 @@ CONVERTED = {
     "LlamaForCausalLM": "llama",
     "Qwen2ForCausalLM": "qwen2",
     "Qwen3ForCausalLM": "qwen3",
+    "MixtralForCausalLM": "mixtral",
+    "Qwen2MoeForCausalLM": "qwen2_moe",
+    "GPT2LMHeadModel": "gpt2",
 }
-# Those that Megatron-Bridge 0.6 does not convert: for plans and rehearsals alone.
-UNBRIDGED = ("GPT2LMHeadModel", "MixtralForCausalLM", "Qwen2MoeForCausalLM")
-# Said by no key: Qwen2 has biases on q, k and v, Qwen3 norms on q and k.
-BIASED = ("Qwen2ForCausalLM", "Qwen2MoeForCausalLM")
+# Said by no key: Qwen2 has biases on q, k and v, Qwen3 norms on q and k. Qwen2-MoE has biases unless qkv_bias is false.
+BIASED = ("Qwen2ForCausalLM",)
 NORMED = ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM")
 GPT2 = "GPT2LMHeadModel"
+QWEN2_MOE = "Qwen2MoeForCausalLM"
 # What Megatron-Bridge 0.6 takes for granted of a family, whatever its config.json says.
 GRANTED: dict[str, dict[str, Any]] = {
     "Glm4MoeForCausalLM": {"n_shared_experts": 1, "tie_word_embeddings": False},
@@ -155,10 +157,7 @@ def _packed(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _gpt2(config: dict[str, Any], size: Callable[..., int]) -> ModelFacts:
-    """Facts of a GPT-2.
-
-    Megatron pads its vocabulary, as there is no released checkpoint to be loaded: Bridge converts no GPT-2.
-    """
+    """Facts of a GPT-2, whose vocabulary nothing divides: it is padded."""
     hidden, heads, layers = (size(name, least=1) for name in ("n_embd", "n_head", "n_layer"))
     return ModelFacts(
         layers=layers,
@@ -215,13 +214,19 @@ def _by_llamas_names(config: dict[str, Any], architecture: str, size: Callable[.
         v_head=size("v_head_dim", least=1) if latent else 0,
         angles=_angles(config) if latent else 0,
         qk_norm=latent or bool(config.get("use_qk_norm")) or architecture in NORMED,
-        attention_bias=bool(config.get("attention_bias")) or architecture in BIASED,
+        attention_bias=_has_attention_bias(config, architecture),
         linear_bias=bool(config.get("mlp_bias")),
         expert_bias=bool(experts) and architecture in ("Glm4MoeForCausalLM", "DeepseekV3ForCausalLM"),
-        shared_gate=architecture == "Qwen2MoeForCausalLM",
+        shared_gate=architecture == QWEN2_MOE,
         tied=bool(config.get("tie_word_embeddings")),
         architecture=architecture,
     )
+
+
+def _has_attention_bias(config: dict[str, Any], architecture: str) -> bool:
+    if architecture == QWEN2_MOE:
+        return config.get("qkv_bias", True) is not False
+    return bool(config.get("attention_bias")) or architecture in BIASED
 
 
 def _head_dim(whole: str, hidden: int, parts: str, heads: int) -> int:

@@ -6,7 +6,7 @@
     python -m flows.plan path/to/my.yaml --gpu my-gpu.yaml --json
     python -m flows.plan glm47 --rehearse --steps 2              and Megatron's own verdict, with steps of a small twin
 
-NAME is a file, or a name in conf/, conf/planned/ or conf/documented/. Exit code: 0 legal, fits and can be evaluated,
+NAME is a file, or a name in conf/ or conf/documented/. Exit code: 0 legal, fits and can be evaluated,
 1 refused, 2 for a faulty call, and where the model cannot be converted: then the plan is that of a copy that can.
 --gpu and --price stand for hardware.gpu and hardware.price; layout.auto=true takes the best layout.
 """
@@ -19,7 +19,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from conf.load import load
-from conf.model_facts import UNBRIDGED, ModelFacts
+from conf.model_facts import ModelFacts
 from conf.planner import display, hardware
 from conf.planner.hardware import GB, Gpu
 from conf.planner.search import Found, search
@@ -44,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         _check(options)
         run = load(options.conf, [*options.overrides, *_hardware(options)], illegal=True)
         gpu, facts = hardware.of(run, options.gpus), facts_of(run)
-        cannot = _obstacles(run, facts)
+        cannot = _obstacles(run)
         assumed = ""
         if run.train.epochs is not None:
             sequences, assumed = training_rows.sequences(run)
@@ -78,10 +78,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     return _told(cannot, 0 if passed else 1)
 
 
-def _obstacles(run: Run, facts: ModelFacts) -> list[str]:
-    """Reasons why the model cannot be converted. Models that are here for their plan alone need not be."""
-    if facts.architecture in UNBRIDGED:
-        return []
+def _obstacles(run: Run) -> list[str]:
+    """Reasons why the model cannot be converted."""
     found = obstacles(config_of(run)[0], run.model.ignore_config)
     return [f"model.source: {run.model.source}: {line}" for line in found]
 

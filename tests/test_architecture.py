@@ -76,7 +76,6 @@ RIDDLES = {
     "saves": "mark_checkpoints",
     "census": "coverage",
     "forked": "forked_ranks",
-    "unbridged": "shape_only",
     "whole_folder": "atomic_folder",
     "platform": "device",
     "compat": "import_fixes",

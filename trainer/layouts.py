@@ -82,6 +82,11 @@ TABLE = (
     *(Case("qwen3-moe", cut) for cut in ("tp=2 sp=true ep=2", "pp=2 ep=2", "cp=2")),
     *(Case("qwen3", cut) for cut in ("tp=2 sp=true", "pp=2", "pp=2 vpp=2", "cp=2", "tp=2 sp=true pp=2 cp=2")),
     Case("qwen3", "pp=2", packed=True),
+    *(Case("mixtral", cut) for cut in ("tp=2 sp=true ep=2", "pp=2 ep=2", "cp=2", "tp=2 sp=true etp=2")),
+    *(Case("qwen2-moe", cut) for cut in ("tp=2 sp=true ep=2", "pp=2 ep=2", "cp=2", "pp=2 vpp=2")),
+    *(Case("gpt2", cut) for cut in ("tp=2 sp=true", "pp=2", "cp=2", "tp=2")),
+    *(Case("gpt2", cut, packed=True) for cut in ("tp=2 sp=true", "pp=2", "cp=2")),
+    *(Case(model, "ep=2", packed=True) for model in ("mixtral", "qwen2-moe")),
     *(Case("deepseek-v3", cut) for cut in ("tp=2 sp=true ep=2", "pp=2 ep=2", "cp=2")),
 )
 
@@ -109,14 +114,19 @@ def _rehearse(cases: list[Case], folder: Path, steps: int) -> list[dict]:
     for case in cases:
         single = replace(case, cut="", differs="")
         if single not in references:
-            _prepare(case.model, case.packed, folder)
-            references[single] = _losses(single, folder, steps)
+            prepare(case.model, case.packed, folder)
+            references[single] = losses(single, folder, steps)
         started = time.monotonic()
-        losses, expected = _losses(case, folder, steps), references[single]
-        pairs = zip(losses, expected, strict=True) if len(losses) == len(expected) else ()
+        found, expected = losses(case, folder, steps), references[single]
+        pairs = zip(found, expected, strict=True) if len(found) == len(expected) else ()
         difference = max((abs(a - b) / abs(b) for a, b in pairs), default=float("nan"))
         ok = difference <= BOUND or (bool(case.differs) and difference == difference)
-        row = {"layout": case.name, "processes": _run(case, folder, steps).world, "difference": difference, "ok": ok}
+        row = {
+            "layout": case.name,
+            "processes": configured(case, folder, steps).world,
+            "difference": difference,
+            "ok": ok,
+        }
         rows.append(row)
         note = "" if ok and not case.differs else f"  {case.differs or 'MISSED'}"
         seconds = time.monotonic() - started
@@ -134,21 +144,21 @@ def _arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def _prepare(model: str, packed: bool, folder: Path) -> None:
+def prepare(model: str, packed: bool, folder: Path) -> None:
     if not (folder / model).exists():
         tiny_models.make_model(model, folder / model, dtype="float32")
     if not (folder / "given").exists():
         tiny_models.make_data(folder / "given", rows=64)
     if not (folder / f"{model}-base").exists():
-        forked_ranks.call(convert.main, _run(Case(model, ""), folder, 1), folder / f"{model}-base.log")
-    run = _run(Case(model, "", packed), folder, 1)
+        forked_ranks.call(convert.main, configured(Case(model, ""), folder, 1), folder / f"{model}-base.log")
+    run = configured(Case(model, "", packed), folder, 1)
     if not Path(run.paths.data).exists():
         paths = {"data": str(folder / "given"), "output": str(Path(run.paths.data).parent)}
         given = run.model_copy(update={"paths": run.paths.model_copy(update=paths)})
         forked_ranks.call(prepared.make, given, folder / f"{model}-data.log")
 
 
-def _run(case: Case, folder: Path, steps: int) -> Run:
+def configured(case: Case, folder: Path, steps: int) -> Run:
     cut = dict(pair.split("=") for pair in case.cut.split())
     copies = int(cut.pop("dp", 1))
     world = copies
@@ -194,8 +204,8 @@ def _train(run: Run) -> None:
     train.main(run)
 
 
-def _losses(case: Case, folder: Path, steps: int) -> list[float]:
-    run = _run(case, folder, steps)
+def losses(case: Case, folder: Path, steps: int) -> list[float]:
+    run = configured(case, folder, steps)
     output, log = Path(run.paths.output), Path(run.paths.output).with_suffix(".log")
     shutil.rmtree(output, ignore_errors=True)
     if forked_ranks.call(_train, run, log):

@@ -83,8 +83,7 @@ def held(run: Run, facts: ModelFacts, stage: Stage) -> dict[str, int]:
     found: Counter[str] = Counter(dict.fromkeys(KINDS, 0))
     vocabulary = facts.padded_vocab(tp) // tp * facts.hidden
     if stage.embedding:
-        # Megatron has as many learned positions as a sequence has tokens
-        found["embedding"] += vocabulary + (run.data.seq_length * facts.hidden if facts.positions else 0)
+        found["embedding"] += vocabulary + facts.positions * facts.hidden
     if stage.output:
         first = stage.rank == stage.virtual == 0
         found["output"] += 0 if facts.tied and first else vocabulary

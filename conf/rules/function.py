@@ -106,6 +106,30 @@ FAMILIES = {
     "LlamaForCausalLM": Family(
         PLAIN, SILU | {"attention_bias": (False,), "mlp_bias": (False,)}, DEFAULT | LINEAR | LLAMA3 | YARN
     ),
+    "MixtralForCausalLM": Family(
+        PLAIN | {"num_local_experts", "num_experts_per_tok"},
+        SILU | {"sliding_window": (None,), "router_jitter_noise": (0,)},
+        DEFAULT | YARN,
+        {"norm_topk_prob": True},
+    ),
+    "Qwen2MoeForCausalLM": Family(
+        PLAIN
+        | EXPERTS
+        | {"num_experts", "shared_expert_intermediate_size", "norm_topk_prob", "qkv_bias"}
+        | {"decoder_sparse_step", "mlp_only_layers"},
+        QWENS,
+        DEFAULT | YARN,
+    ),
+    "GPT2LMHeadModel": Family(
+        {"n_layer", "n_embd", "n_head", "n_inner", "vocab_size", "layer_norm_epsilon", "tie_word_embeddings"}
+        | {"resid_pdrop", "embd_pdrop", "attn_pdrop", "reorder_and_upcast_attn"}  # dropout, and the order of sums
+        | {"summary_type", "summary_use_proj", "summary_activation", "summary_proj_to_labels", "summary_first_dropout"},
+        {"activation_function": ("gelu_new",), "scale_attn_weights": (True,)}
+        | {"scale_attn_by_inverse_layer_idx": (False,), "add_cross_attention": (False,)},
+        {},
+        {},
+        {"n_ctx": "n_positions"},
+    ),
     "OlmoeForCausalLM": Family(
         SIZES | ROTARY | {"rms_norm_eps", "head_dim", "num_experts", "num_local_experts", "num_experts_per_tok"},
         SILU
@@ -148,6 +172,8 @@ def _unread(config: Mapping[str, Any], family: Family) -> Iterator[tuple[str, st
 
 def _rotation(config: Mapping[str, Any], family: Family) -> Iterator[tuple[str, str]]:
     """Check rotary scaling. transformers takes rope_scaling, the older name, where both are given."""
+    if not family.rotations:  # learned positions, of which no key says anything
+        return
     key = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
     given = config.get(key) or {}
     if not isinstance(given, dict):

@@ -12,6 +12,7 @@ import pytest
 from conf.model_facts import CONVERTED
 from conf.model_files import safetensors_header
 from conf.planner import released_model
+from conf.rules.conversion import NOT_TAKEN
 from conf.rules.function import FAMILIES
 from contract.faults import Fault
 from tests.support import small_model
@@ -62,7 +63,7 @@ def change(model: Path, name: str, edit: Callable[[Any], Any]) -> None:
     (model / name).write_text(json.dumps(found if edited is None else edited))
 
 
-@pytest.mark.parametrize("architecture", ["MixtralForCausalLM", "Qwen2MoeForCausalLM", "Unknown"])
+@pytest.mark.parametrize("architecture", ["PhimoeForCausalLM", "Unknown"])
 def test_an_architecture_that_is_not_converted_here_is_told_those_that_are(model, architecture):
     change(model, CONFIG, lambda config: config | {"architectures": [architecture]})
     expected = f"{architecture} is not converted or trained here; {', '.join(CONVERTED)} are"
@@ -74,6 +75,14 @@ def test_a_family_that_is_not_taken_has_a_reason_and_another_to_take(model):
     said = refused(model)
     assert said.startswith(f"{model}/config.json: GptOssForCausalLM is not converted or trained here: an export cannot")
     assert "take Qwen/Qwen3-30B-A3B" in said
+
+
+@pytest.mark.parametrize("architecture", NOT_TAKEN)
+def test_every_family_that_is_not_taken_is_refused_in_a_line_with_its_reason(model, architecture):
+    change(model, CONFIG, lambda config: config | {"architectures": [architecture]})
+    said = refused(model)
+    assert f"{architecture} is not converted or trained here: {NOT_TAKEN[architecture]}" in said and "\n" not in said
+    assert architecture not in CONVERTED and "take Qwen/Qwen3-30B-A3B" in said
 
 
 @pytest.mark.parametrize("value", ["Qwen3MoeForCausalLM", 3, {"a": 1}, [3], [None], [[]], True])

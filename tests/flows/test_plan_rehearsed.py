@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from contract.faults import Fault
 from flows import plan
 from tasks.run import launch
 
@@ -37,8 +38,12 @@ def test_faulty_calls(capsys, asked, line):
 
 
 def test_a_fault_and_a_failure_of_the_process(capsys, monkeypatch):
-    assert plan.main(["mixtral-8x7b", "--rehearse", "--steps", "1"]) == 2
-    assert "error: --steps: there is no tiny model of MixtralForCausalLM" in capsys.readouterr().err
+    def refuse(*arguments, **options):
+        raise Fault("--steps: there is no tiny model of it")
+
+    monkeypatch.setattr(launch, "process", refuse)
+    assert plan.main(["tiny", "--rehearse", "--steps", "1"]) == 2
+    assert capsys.readouterr().err == "error: --steps: there is no tiny model of it\n"
 
     def crash(*arguments, **options):
         raise launch.Broken("trainer.rehearse failed with code 1; its last lines:\nkilled")

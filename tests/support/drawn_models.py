@@ -7,40 +7,8 @@ from typing import Any
 from conf.schema.run import Run
 from trainer.rehearsal.tiny_models import KINDS
 
-MIXTRAL = {
-    "architectures": ["MixtralForCausalLM"],
-    "num_hidden_layers": 4,
-    "hidden_size": 128,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "intermediate_size": 64,
-    "vocab_size": 512,
-    "num_local_experts": 8,
-    "num_experts_per_tok": 2,
-}
-QWEN2_MOE = {
-    "architectures": ["Qwen2MoeForCausalLM"],
-    "num_hidden_layers": 4,
-    "hidden_size": 128,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "intermediate_size": 256,
-    "vocab_size": 512,
-    "num_experts": 8,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 64,
-    "shared_expert_intermediate_size": 96,
-    "decoder_sparse_step": 2,
-}
-GPT2 = {
-    "architectures": ["GPT2LMHeadModel"],
-    "n_layer": 4,
-    "n_embd": 128,
-    "n_head": 4,
-    "n_positions": 96,
-    "vocab_size": 500,
-}
-MODELS: dict[str, dict[str, Any]] = KINDS | {"mixtral": MIXTRAL, "qwen2-moe": QWEN2_MOE, "gpt2": GPT2}
+QWEN2_MOE = KINDS["qwen2-moe"] | {"decoder_sparse_step": 2, "mlp_only_layers": []}
+MODELS: dict[str, dict[str, Any]] = KINDS | {"qwen2-moe": QWEN2_MOE}
 MLA = ["linear_q_down_proj", "linear_q_up_proj", "linear_kv_down_proj", "linear_kv_up_proj"]
 TARGETS = ["linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"]
 MODULES = ["core_attn", "moe_act", "layernorm", "mla_up_proj", "mlp", "moe", "shared_experts"]

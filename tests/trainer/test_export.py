@@ -1,4 +1,7 @@
-"""What was trained is what is exported: transformers and PEFT compute Megatron's logits from it."""
+"""What was trained is what is exported: transformers and PEFT compute Megatron's logits from it.
+
+Families without a case here are in tests/trainer/test_families.py.
+"""
 
 import json
 import shutil
@@ -16,7 +19,6 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_torch_dis
 
 from contract import checkpoints
 from tests.support import drawn_models
-from trainer.rehearsal import tiny_models
 
 RANKS = Path(__file__).parents[1] / "support" / "ranks"
 BOUND = 1e-4  # of the largest logit; what is found is 3e-6 and less
@@ -119,7 +121,7 @@ def weights(folder: str | Path) -> dict[str, torch.Tensor]:
     return {name: tensor for file in Path(folder).glob("*.safetensors") for name, tensor in load_file(file).items()}
 
 
-@pytest.mark.parametrize("kind", tiny_models.KINDS)
+@pytest.mark.parametrize("kind", sorted({case.kind for case in CASES.values()}))
 def test_the_converted_model_is_the_released_one(kind, megatron, transformers):
     assert difference(megatron[kind]["logits"], transformers[kind, "base"]) < BOUND
 

@@ -30,9 +30,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen2": DENSE | {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"]},
     "olmoe": OLMOE | {"num_experts": 8, "num_experts_per_tok": 2},
 }
-EXPERTS = ("glm4-moe", "deepseek-v3", "qwen3-moe", "olmoe")
+EXPERTS = ("glm4-moe", "deepseek-v3", "qwen3-moe", "olmoe", "mixtral", "qwen2-moe")
 SIGMOID = ("glm4-moe", "deepseek-v3")
-WITH_YARN = ("deepseek-v3", "qwen3-moe", "llama", "qwen3", "qwen2", "olmoe")
+WITH_YARN = ("deepseek-v3", "qwen3-moe", "llama", "qwen3", "qwen2", "olmoe", "mixtral", "qwen2-moe")
 
 
 def rope(kind: str = "default", **keys: float | bool) -> dict[str, Any]:
@@ -48,9 +48,11 @@ def llama3(**keys: float) -> dict[str, Any]:
     return rope("llama3", **usual | keys)
 
 
+HEAD_DIM = ("glm4-moe", "qwen3-moe", "llama", "qwen3", "qwen2", "mixtral", "qwen2-moe")
 WHOLE = {"factor": 4.0, "original_max_position_embeddings": 16, "beta_fast": 32.0, "beta_slow": 1.0}
 LINEAR = rope("linear", factor=4.0)
 HEADS = {"num_attention_heads": 2, "num_key_value_heads": 1}
+NORMED = {"norm_topk_prob": True}
 NO_MATTER = {"initializer_range": 0.5, "attention_dropout": 0.3, "use_cache": False, "pretraining_tp": 2}
 WINDOW = {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 2}
 # Of a family, what is read: everything at its default, and every key away from it.
@@ -61,9 +63,9 @@ READ = [
     *((family, {"rope_parameters": None, "rope_theta": 50.0}) for family in FAMILIES),
     *((family, {"rms_norm_eps": 0.3}) for family in FAMILIES if family != "deepseek-v3"),
     *((family, HEADS) for family in FAMILIES if family not in ("deepseek-v3", "olmoe")),
-    *((family, {"tie_word_embeddings": True}) for family in ("qwen3-moe", "llama", "qwen2")),
+    *((family, {"tie_word_embeddings": True}) for family in ("qwen3-moe", "llama", "qwen2", "mixtral", "qwen2-moe")),
     ("qwen3", {"tie_word_embeddings": False}),
-    *((family, {"head_dim": 16}) for family in ("glm4-moe", "qwen3-moe", "llama", "qwen3", "qwen2")),
+    *((family, {"head_dim": 16}) for family in HEAD_DIM),
     *((family, {"num_experts_per_tok": 3, "n_group": 1}) for family in EXPERTS),
     *((family, {"router_aux_loss_coef": 0.5, "output_router_logits": False}) for family in EXPERTS),
     *((family, {"routed_scaling_factor": 0.7}) for family in SIGMOID),
@@ -82,6 +84,14 @@ READ = [
     ("qwen3-moe", {"norm_topk_prob": False}),
     ("qwen3-moe", {"moe_intermediate_size": 96}),
     *((family, {"use_sliding_window": False, "sliding_window": 8}) for family in ("qwen3-moe", "qwen3", "qwen2")),
+    ("mixtral", {"head_dim": None}),
+    ("mixtral", {"intermediate_size": 96}),
+    ("qwen2-moe", {"head_dim": None}),
+    ("qwen2-moe", {"qkv_bias": False}),
+    ("qwen2-moe", {"norm_topk_prob": True}),
+    ("qwen2-moe", {"moe_intermediate_size": 96, "shared_expert_intermediate_size": 48}),
+    ("qwen2-moe", {"decoder_sparse_step": 2, "mlp_only_layers": []}),
+    ("qwen2-moe", {"num_experts_per_tok": 1}),
     ("llama", LINEAR),
     ("llama", {"rope_parameters": None, "rope_scaling": {"type": "linear", "factor": 4.0}, "rope_theta": 1e4}),
     *(("llama", llama3(factor=factor)) for factor in (4.0, 32.0)),
@@ -90,10 +100,12 @@ READ = [
 ]
 # What Bridge drops, or reads otherwise than transformers.
 LOST = [
-    *((family, WINDOW) for family in ("qwen3-moe", "qwen3", "qwen2")),
+    *((family, WINDOW) for family in ("qwen3-moe", "qwen3", "qwen2", "qwen2-moe")),
+    ("mixtral", {"sliding_window": 8}),
+    *((family, {"num_experts_per_tok": 1} | NORMED) for family in ("mixtral", "qwen2-moe")),
     *((family, LINEAR) for family in FAMILIES if family != "llama"),
-    *((family, llama3()) for family in ("qwen3-moe", "qwen3", "qwen2", "glm4-moe")),
-    *((family, {"partial_rotary_factor": 0.25}) for family in ("glm4-moe", "qwen3-moe", "qwen3", "qwen2")),
+    *((family, llama3()) for family in ("qwen3-moe", "qwen3", "qwen2", "glm4-moe", "mixtral", "qwen2-moe")),
+    *((family, {"partial_rotary_factor": 0.25}) for family in ("glm4-moe", "qwen3-moe", "qwen3", "qwen2", "mixtral")),
     *((family, {"norm_topk_prob": False}) for family in SIGMOID),
     *((family, {"num_experts_per_tok": 1, "n_group": 1, "topk_group": 1}) for family in SIGMOID),
     *((family, {"n_group": 4, "topk_group": 2}) for family in SIGMOID),

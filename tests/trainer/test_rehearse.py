@@ -242,13 +242,6 @@ def test_every_preset_has_a_twin(name):
     assert text.startswith("twin on 8 processes (") and text.splitlines()[-1].startswith("equal: ")
 
 
-@pytest.mark.parametrize("name", ["mixtral-8x7b", "qwen2-moe", "gpt2-large"])
-def test_what_has_no_tiny_model_has_no_twin(name):
-    code, text = command(name, "--steps", "2")
-    assert (code, text.count("\n")) == (2, 1)
-    assert "--steps: there is no tiny model of " in text
-
-
 @pytest.mark.parametrize(
     "layout, scaled",
     [

@@ -5,14 +5,14 @@ from pathlib import Path
 from conf.model_files import config_json
 from conf.schema.run import Run
 from contract.faults import Fault
-from trainer.patches import lazy_bridge
+from trainer.megatron import bridges
 from trainer.startup import device
 
 
 def open_bridge(run: Run):
     """Megatron-Bridge's converter for the released checkpoint in run.paths.model."""
     folder = Path(run.paths.model)
-    lazy_bridge.load_family(config_json.architecture(config_json.read(folder / config_json.NAME)))
+    bridges.load(config_json.architecture(config_json.read(folder / config_json.NAME)))
     from megatron.bridge.models.conversion.auto_bridge import AutoBridge
 
     try:

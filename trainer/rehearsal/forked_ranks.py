@@ -23,10 +23,10 @@ def import_all() -> None:
     import megatron.bridge.training.finetune
     import megatron.bridge.training.gpt_step  # noqa: F401
 
-    from trainer.patches import lazy_bridge
+    from trainer.megatron import bridges
 
     for architecture in sorted({config["architectures"][0] for config in tiny_models.KINDS.values()}):
-        lazy_bridge.load_family(architecture)
+        bridges.load(architecture)
 
 
 def call(command: Callable[[Run], None], run: Run, log: Path, until: Callable[[], bool] = lambda: False) -> int:

@@ -19,7 +19,6 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
-from conf.model_facts import facts_from_hf
 from conf.rules import schedule
 from conf.schema.run import Run
 from contract.faults import Fault
@@ -207,12 +206,9 @@ def _build(run: Run, config: dict[str, Any]) -> tuple[list, Any]:
 
 def open_bridge(config: dict[str, Any]):
     architecture = config["architectures"][0]
-    from trainer.patches import lazy_bridge
-    from trainer.weights import shape_only
+    from trainer.megatron import bridges
 
-    if architecture in shape_only.FAMILIES:
-        return shape_only.Unbridged(facts_from_hf(config))
-    lazy_bridge.load_family(architecture)
+    bridges.load(architecture)
     from megatron.bridge.models.conversion.auto_bridge import AutoBridge
     from transformers import AutoConfig
 

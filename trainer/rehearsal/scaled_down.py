@@ -60,7 +60,7 @@ def train(
 
 def make(run: Run, kind: str, steps: int, folder: Path) -> Run:
     run = schedule.of_steps(run, steps)
-    layout = scale(run.layout, tiny_models.KINDS[kind]["num_hidden_layers"])
+    layout = scale(run.layout, facts_from_hf(tiny_models.KINDS[kind]).layers)
     copies = layout.world // (layout.tp * layout.cp * layout.pp)
     packed = run.data.packed
     train = {

@@ -8,6 +8,7 @@ The files are written without transformers, whose model classes take 20 s and mo
 import json
 import os
 import random
+import re
 import shutil
 import zlib
 from collections.abc import Iterator
@@ -80,6 +81,28 @@ QWEN3: Config = dict(
     rms_norm_eps=1e-6,
     rope_parameters=dict(rope_type="default", rope_theta=1e6),
 )
+MIXTRAL: Config = dict(
+    model_type="mixtral",
+    architectures=["MixtralForCausalLM"],
+    intermediate_size=64,  # of an expert; every layer has experts
+    num_local_experts=8,
+    num_experts_per_tok=2,
+    head_dim=32,
+    rms_norm_eps=1e-5,
+    rope_parameters=dict(rope_type="default", rope_theta=1e6),
+)
+QWEN2_MOE = MOE | dict(
+    model_type="qwen2_moe",
+    architectures=["Qwen2MoeForCausalLM"],
+    num_experts=8,
+    norm_topk_prob=False,
+    shared_expert_intermediate_size=96,
+    mlp_only_layers=[1],  # the releases have none; without one, dense layers would go untried
+    qkv_bias=True,
+    head_dim=32,
+    rms_norm_eps=1e-6,
+    rope_parameters=dict(rope_type="default", rope_theta=1e6),
+)
 LLAMA: Config = dict(
     model_type="llama",
     architectures=["LlamaForCausalLM"],
@@ -88,13 +111,28 @@ LLAMA: Config = dict(
     rms_norm_eps=1e-5,
     rope_parameters=dict(rope_type="default", rope_theta=5e5),
 )
+GPT2: Config = dict(
+    model_type="gpt2",
+    architectures=["GPT2LMHeadModel"],
+    n_layer=4,
+    n_embd=128,
+    n_head=4,
+    n_positions=1024,
+    vocab_size=500,  # which Megatron pads, as it does the releases' 50257
+    activation_function="gelu_new",
+    layer_norm_epsilon=1e-5,
+    tie_word_embeddings=True,
+)
 KINDS: dict[str, Config] = {
     "glm4-moe": COMMON | GLM4_MOE | dict(num_nextn_predict_layers=0),
     "glm4-moe-mtp": COMMON | GLM4_MOE | dict(num_nextn_predict_layers=1),
     "deepseek-v3": COMMON | DEEPSEEK_V3,
     "qwen3-moe": COMMON | QWEN3_MOE,
     "qwen3": COMMON | QWEN3,
+    "mixtral": COMMON | MIXTRAL,
+    "qwen2-moe": COMMON | QWEN2_MOE,
     "llama": COMMON | LLAMA,
+    "gpt2": GPT2,
 }
 
 EOS, PAD = "<|endoftext|>", "<|pad|>"
@@ -206,7 +244,7 @@ def attention_shapes(c: Config) -> Shapes:
     shapes: Shapes = {"self_attn.o_proj.weight": (hidden, heads * width)}
     for name, count in ("q", heads), ("k", kv_heads), ("v", kv_heads):
         shapes[f"self_attn.{name}_proj.weight"] = (count * width, hidden)
-        if c.get("attention_bias"):
+        if c.get("attention_bias") or c.get("qkv_bias"):
             shapes[f"self_attn.{name}_proj.bias"] = (count * width,)
         if name != "v" and c["model_type"] in ("glm4_moe", "qwen3_moe", "qwen3"):
             shapes[f"self_attn.{name}_norm.weight"] = (width,)
@@ -218,6 +256,16 @@ def mlp_shapes(prefix: str, hidden: int, width: int) -> Shapes:
     return {gate: (width, hidden), up: (width, hidden), down: (hidden, width)}
 
 
+def mixtral_shapes(c: Config) -> Shapes:
+    hidden, width, experts = c["hidden_size"], c["intermediate_size"], c["num_local_experts"]
+    shapes: Shapes = {"block_sparse_moe.gate.weight": (experts, hidden)}
+    for expert in range(experts):
+        prefix = f"block_sparse_moe.experts.{expert}"
+        shapes |= {f"{prefix}.w1.weight": (width, hidden), f"{prefix}.w3.weight": (width, hidden)}
+        shapes[f"{prefix}.w2.weight"] = (hidden, width)
+    return shapes
+
+
 def moe_shapes(c: Config) -> Shapes:
     hidden, width = c["hidden_size"], c["moe_intermediate_size"]
     experts = c["num_experts"] if "num_experts" in c else c["n_routed_experts"]
@@ -227,18 +275,42 @@ def moe_shapes(c: Config) -> Shapes:
     if "n_shared_experts" in c:
         shapes |= mlp_shapes("mlp.shared_experts", hidden, width * c["n_shared_experts"])
         shapes["mlp.gate.e_score_correction_bias"] = (experts,)
+    if "shared_expert_intermediate_size" in c:
+        shapes |= mlp_shapes("mlp.shared_expert", hidden, c["shared_expert_intermediate_size"])
+        shapes["mlp.shared_expert_gate.weight"] = (1, hidden)
     return shapes
+
+
+def gpt2_shapes(c: Config) -> Shapes:
+    """Tensors of a GPT-2, by the names of its class. Its matrices are transposed."""
+    hidden, layers = c["n_embd"], c["n_layer"]
+    shapes: Shapes = {"wte.weight": (c["vocab_size"], hidden), "wpe.weight": (c["n_positions"], hidden)}
+    matrices = {"attn.c_attn": (hidden, 3 * hidden), "attn.c_proj": (hidden, hidden)}
+    matrices |= {"mlp.c_fc": (hidden, 4 * hidden), "mlp.c_proj": (4 * hidden, hidden)}
+    for prefix in (f"h.{layer}" for layer in range(layers)):
+        for name, shape in matrices.items():
+            shapes |= {f"{prefix}.{name}.weight": shape, f"{prefix}.{name}.bias": shape[1:]}
+    norms = [f"h.{layer}.ln_{number}" for layer in range(layers) for number in (1, 2)]
+    for name in (*norms, "ln_f"):
+        shapes |= {f"{name}.weight": (hidden,), f"{name}.bias": (hidden,)}
+    return {f"transformer.{name}": shape for name, shape in shapes.items()}
 
 
 def model_shapes(c: Config) -> Shapes:
     """Every tensor under the name that the releases give it. Multi-token prediction has a layer after the last."""
+    if c["model_type"] == "gpt2":
+        return gpt2_shapes(c)
     hidden, vocab, layers = c["hidden_size"], c["vocab_size"], c["num_hidden_layers"]
-    dense_layers = c.get("first_k_dense_replace", 0) if "moe_intermediate_size" in c else layers
+    dense = range(c.get("first_k_dense_replace", 0) if "num_experts_per_tok" in c else layers)
+    dense = {*dense, *c.get("mlp_only_layers", ())}
     shapes: Shapes = {"model.embed_tokens.weight": (vocab, hidden)}
     for layer in range(layers + c.get("num_nextn_predict_layers", 0)):
         block = {"input_layernorm.weight": (hidden,), "post_attention_layernorm.weight": (hidden,)}
         block |= attention_shapes(c)
-        block |= mlp_shapes("mlp", hidden, c["intermediate_size"]) if layer < dense_layers else moe_shapes(c)
+        if layer in dense:
+            block |= mlp_shapes("mlp", hidden, c["intermediate_size"])
+        else:
+            block |= mixtral_shapes(c) if c["model_type"] == "mixtral" else moe_shapes(c)
         if layer >= layers:
             block |= {"enorm.weight": (hidden,), "hnorm.weight": (hidden,), "shared_head.norm.weight": (hidden,)}
             block |= {"embed_tokens.weight": (vocab, hidden), "shared_head.head.weight": (vocab, hidden)}
@@ -261,7 +333,7 @@ def draw_tensor(name: str, shape: tuple[int, ...], dtype, seed: int):
     noise = torch.randn(shape, generator=torch.Generator().manual_seed(zlib.crc32(f"{seed} {name}".encode())))
     if name.endswith("e_score_correction_bias"):
         return 0.2 * noise  # float32 in every release
-    if name.endswith("norm.weight"):
+    if re.search(r"(norm|\.ln_[12f])\.weight$", name):
         return (1 + 0.2 * noise).to(dtype)
     return ((0.2 if name.endswith("bias") else 0.08) * noise).to(dtype)
 

@@ -42,7 +42,9 @@ def length(run: Run) -> int:
     It is part of the key of what vLLM keeps, so that it is a power of two where the model reads as many tokens.
     """
     needed = row(run)
-    return min(power_of_two(needed), _config(run).get("max_position_embeddings") or needed)
+    config = _config(run)
+    most = config.get("max_position_embeddings") or config.get("n_positions")  # GPT-2's name
+    return min(power_of_two(needed), most or needed)
 
 
 def _config(run: Run) -> dict[str, Any]:

@@ -9,7 +9,7 @@ import itertools
 from dataclasses import dataclass
 
 from megatron.bridge.models.conversion.model_bridge import _megatron_local_name_to_global
-from megatron.bridge.models.conversion.param_mapping import AutoMapping
+from megatron.bridge.models.conversion.param_mapping import AutoMapping, ReplicatedMapping
 from megatron.bridge.models.conversion.utils import get_module_and_param_from_name, persistent_buffers, unwrap_model
 
 from contract.faults import Fault
@@ -123,6 +123,8 @@ def _whole_shape(mapping, name: str, tensor, module) -> Shape:
     if isinstance(mapping.hf_param, dict):
         shape[0] *= mapping.tp_size  # queries, keys, values; gate, up: always cut over the rows
         return tuple(shape)
+    if type(mapping) is ReplicatedMapping:
+        return tuple(shape)
     # the mapping asks the module, and the parameter's name where a module has cut and uncut ones
     kind = AutoMapping(name, name)._detect_parallelism_type(module)
     if kind == "column" or (kind == "row" and len(shape) > 1):
@@ -133,8 +135,10 @@ def _whole_shape(mapping, name: str, tensor, module) -> Shape:
 def _released_shapes(mapping, whole: Shape, config) -> dict[str, Shape]:
     names = mapping.hf_param
     if isinstance(names, str):
-        same = getattr(mapping, "permute_dims", None) is None and not getattr(mapping, "is_grouped_export", False)
-        return {names: whole if same else ()}  # (): Bridge checks the shape while it loads
+        turned, grouped = getattr(mapping, "permute_dims", None), getattr(mapping, "is_grouped_export", False)
+        if turned == (1, 0) and not grouped:
+            return {names: whole[::-1]}
+        return {names: () if turned or grouped else whole}  # (): Bridge checks the shape while it loads
     if set(names) == {"gate", "up"}:
         return dict.fromkeys(names.values(), (whole[0] // 2, *whole[1:]))
     if set(names) == {"q", "k", "v"} and not getattr(config, "attention_output_gate", False):

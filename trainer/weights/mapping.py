@@ -1,8 +1,9 @@
 """Mapping of Megatron's names and fused layers to the released model's, by Megatron-Bridge's own tables.
 
 Megatron computes queries, keys and values in one layer, and gate and up in one; the released models have them apart.
-The rows of a bias, of the B of a low-rank adapter and of DoRA's magnitudes are mapped like those of the weight. Only
-mappings that cut a tensor into rows are known here; a model whose mapping does anything else is refused.
+GPT-2 has them in one layer too, but not in Megatron's order, and stores its matrices transposed. The rows of a bias,
+of the B of a low-rank adapter and of DoRA's magnitudes are mapped like those of the weight. Only mappings that cut a
+tensor into rows, or put them in order, are known here; a model whose mapping does anything else is refused.
 """
 
 from dataclasses import dataclass
@@ -12,22 +13,26 @@ from megatron.bridge.models.conversion import param_mapping
 from megatron.bridge.models.conversion.param_mapping import split_qkv_biases, split_qkv_weights
 
 from contract.faults import Fault
+from trainer.megatron.bridges.mappings import PaddedVocabularyMapping
 
 PLAIN = (
     param_mapping.AutoMapping,
     param_mapping.ColumnParallelMapping,
     param_mapping.ReplicatedMapping,
     param_mapping.RowParallelMapping,
+    PaddedVocabularyMapping,
 )
 SPLIT = (param_mapping.GatedMLPMapping, param_mapping.QKVMapping)
+TURNED = (1, 0)
 
 
 @dataclass(frozen=True)
 class Part:
-    """A released tensor as a part of a Megatron tensor: all of it, or one of q, k, v, gate, up."""
+    """A released tensor as a part of a Megatron tensor: all of it, all of qkv, or one of q, k, v, gate, up."""
 
     name: str
     role: str | None
+    turned: bool = False  # the release has the matrix transposed
 
     def rows(self, whole: torch.Tensor, config) -> torch.Tensor:
         if self.role is None:
@@ -38,7 +43,15 @@ class Part:
             parts = split_qkv_biases(config, whole)
         else:
             parts = split_qkv_weights(config, whole, feature_dim=whole.shape[-1])
-        return parts["qkv".index(self.role)]
+        return torch.cat(tuple(parts)) if self.role == "qkv" else parts["qkv".index(self.role)]
+
+    def turn(self, matrix: torch.Tensor) -> torch.Tensor:
+        """Turn a released matrix to Megatron's way round, or Megatron's to the release's."""
+        return matrix.t() if self.turned else matrix
+
+    def shape(self, released: tuple[int, ...]) -> tuple[int, ...]:
+        """Shape of the released tensor the way round that Megatron has it."""
+        return released[::-1] if self.turned else released
 
 
 def parts(registry, name: str) -> list[Part] | None:
@@ -48,8 +61,11 @@ def parts(registry, name: str) -> list[Part] | None:
     mapping = next(filter(None, map(registry.megatron_to_hf_lookup, names)), None)
     if mapping is None:
         return None
-    if type(mapping) in PLAIN and getattr(mapping, "permute_dims", None) is None:
-        return [Part(mapping.hf_param, None)]
+    turned = getattr(mapping, "permute_dims", None)
+    if type(mapping) in PLAIN and turned in (None, TURNED):
+        return [Part(mapping.hf_param, None, turned == TURNED)]
+    if isinstance(mapping, param_mapping.ConcatenatedQKVMapping) and turned in (None, TURNED):
+        return [Part(mapping.hf_param, "qkv", turned == TURNED)]
     if type(mapping) in SPLIT:
         return [Part(released, role) for role, released in mapping.hf_param.items()]
     raise Fault(f"{name}: {type(mapping).__name__} is a mapping that export does not know")

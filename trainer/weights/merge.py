@@ -56,6 +56,12 @@ class Adapter:
             whole = whole.view(ways, 2, -1).transpose(0, 1).reshape(-1)
         return self.part.rows(whole, config)
 
+    def merged(self, weight: torch.Tensor, stored: Stored, config) -> torch.Tensor:
+        """The released weight with this adapter, as it has to be written."""
+        factors = self.factors(stored, config)
+        found = merged(self.part.turn(weight), *factors, self.scale, self.magnitudes(stored, config))
+        return self.part.turn(found).contiguous()
+
 
 @dataclass(frozen=True)
 class NewValue:
@@ -68,7 +74,7 @@ class NewValue:
     def value(self, stored: Stored, config, entry: Entry | Packed) -> torch.Tensor:
         whole = torch_dist.read(stored, self.place)
         found = self.part.rows(whole[: entry.shape[0]] if self.trimmed else whole, config)
-        return found.to(DTYPES[entry.dtype]).contiguous()
+        return self.part.turn(found).to(DTYPES[entry.dtype]).contiguous()
 
 
 def find_adapters(stored: Stored, registry, model: Model) -> dict[str, Adapter]:
@@ -91,7 +97,7 @@ def find_adapters(stored: Stored, registry, model: Model) -> dict[str, Adapter]:
             adapter = Adapter(places["linear_in"], places["linear_out"], places.get("weight_magnitude"), part, alpha)
             fits = part.name not in adapters  # a weight has one adapter
             if fits and _fits(
-                adapter, model, sum(model.weights[p.name].shape[0] for p in found if p.name in model.weights)
+                adapter, model, sum(p.shape(model.weights[p.name].shape)[0] for p in found if p.name in model.weights)
             ):
                 adapters[part.name] = adapter
             else:
@@ -156,7 +162,7 @@ def _fits(adapter: Adapter, model: Model, rows: int) -> bool:
     entry = model.weights.get(adapter.part.name)
     return (
         entry is not None
-        and adapter.a.shape[1] == entry.shape[1]
+        and adapter.a.shape[1] == adapter.part.shape(entry.shape)[1]
         and adapter.b.shape == (rows, adapter.a.shape[0])
         and (adapter.magnitude is None or adapter.magnitude.shape == (rows,))
     )

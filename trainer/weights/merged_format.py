@@ -140,7 +140,8 @@ def _is_right(trained: Trained, target: Path, name: str, entry: Entry, written: 
     adapter = trained.adapters[source]
     factors = adapter.factors(trained.stored, trained.config)
     magnitude = adapter.magnitudes(trained.stored, trained.config)
-    found, before = released_tensors.at(target.parent, entry), released_tensors.read(trained.model, source)
+    found = adapter.part.turn(released_tensors.at(target.parent, entry))
+    before = adapter.part.turn(released_tensors.read(trained.model, source))
     return merge.is_merged(found, before, *factors, adapter.scale, magnitude)
 
 

@@ -33,7 +33,10 @@ from trainer.weights.merged_format import READABLE, as_bytes
 from trainer.weights.released_tensors import DTYPES
 from trainer.weights.trained import Trained
 
-EXPERT = re.compile(r"(?P<experts>.+\.mlp\.experts)\.(?P<number>\d+)\.(?P<leaf>gate|up|down)_proj\.weight$")
+EXPERT = re.compile(
+    r"(?P<layer>.+)\.(mlp|block_sparse_moe)\.experts\.(?P<number>\d+)\.(?P<leaf>(gate|up|down)_proj|w[123])\.weight$"
+)
+LEAVES = {"gate_proj": "gate", "up_proj": "up", "down_proj": "down"} | {"w1": "gate", "w3": "up", "w2": "down"}
 MLP = ("gate_proj", "up_proj", "down_proj")
 PREFIX = "base_model.model."
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
@@ -65,7 +68,8 @@ def write(trained: Trained, folder: Path, source: str) -> list[str]:
     rows, experts = [], defaultdict(dict)
     for name, adapter in adapters.items():
         if match := EXPERT.match(name):
-            experts[match["experts"]].setdefault(int(match["number"]), {})[match["leaf"]] = adapter
+            module = f"{match['layer']}.mlp.experts"  # transformers' name, where Mixtral's releases have another
+            experts[module].setdefault(int(match["number"]), {})[LEAVES[match["leaf"]]] = adapter
         else:
             rows += _module_rows(trained, name, adapter)
     for name, of_layer in experts.items():
@@ -97,8 +101,8 @@ def _as_parameter(name: str, moe: bool) -> bool:
 
 
 def _module_rows(trained: Trained, name: str, adapter: Adapter) -> list[Row]:
-    prefix, rank = PREFIX + name.removesuffix(".weight"), adapter.a.shape[0]
-    out, width = trained.model.weights[name].shape
+    prefix, rank = PREFIX + _module(name), adapter.a.shape[0]
+    out, width = adapter.part.shape(trained.model.weights[name].shape)
 
     def factor(which: int) -> torch.Tensor:
         return adapter.factors(trained.stored, trained.config)[which]
@@ -111,6 +115,11 @@ def _module_rows(trained: Trained, name: str, adapter: Adapter) -> list[Row]:
         magnitudes = lambda: adapter.magnitudes(trained.stored, trained.config)  # noqa: E731
         rows.append(Row(f"{prefix}.lora_magnitude_vector", (out,), adapter.magnitude.dtype, magnitudes))
     return rows
+
+
+def _module(name: str) -> str:
+    """Name of the module in transformers. OpenAI's own releases of GPT-2 leave out the model's."""
+    return re.sub(r"^h\.", "transformer.h.", name).removesuffix(".weight")
 
 
 def _expert_rows(trained: Trained, name: str, experts: list[dict[str, Adapter]]) -> list[Row]:
@@ -156,7 +165,7 @@ def _expressible_names(trained: Trained, names: set[str]) -> set[str]:
 
 def _ending(name: str, parts: int) -> str:
     """The part of a name behind the layer's number, or the last `parts` of it."""
-    inside = re.sub(r"^.*\.layers\.\d+\.", "", name)
+    inside = re.sub(r"^.*\.layers\.\d+\.|^(transformer\.)?h\.\d+\.", "", name)
     return inside if parts > 1 else inside.rpartition(".")[2]
 
 
@@ -173,7 +182,7 @@ def _config(adapter: Adapter, modules: list[str], parameters: list[str], source:
         "use_dora": adapter.magnitude is not None,
         "use_rslora": False,
         "bias": "none",
-        "fan_in_fan_out": False,
+        "fan_in_fan_out": adapter.part.turned,
         "inference_mode": True,
     }
     return found | ({"target_parameters": parameters} if parameters else {})

@@ -18,6 +18,7 @@ from typing import BinaryIO
 
 import numpy as np
 
+from conf.model_facts import GPT2
 from conf.model_files import config_json, quantization, weights
 from conf.model_files.quantization import Packed
 from conf.model_files.weights import Entry
@@ -33,8 +34,8 @@ EXPONENTS: dict[str, tuple[str, np.unsignedinteger]] = {
     "F16": ("<u2", np.uint16(0x7C00)),
     "BF16": ("<u2", np.uint16(0x7F80)),
 }
-# Left over in old Llama checkpoints; every model class computes it.
-COMPUTED = re.compile(r"\.rotary_emb\.inv_freq$")
+# Left over in old checkpoints of Llama, and GPT-2's causal masks; every model class computes them.
+COMPUTED = re.compile(r"\.rotary_emb\.inv_freq$|\bh\.\d+\.attn\.(masked_)?bias$")
 
 
 @dataclass(frozen=True)
@@ -80,8 +81,12 @@ def repeated(model: Model) -> dict[str, str]:
     Megatron has one embedding and one output layer. The releases of GLM-4.5+ and DeepSeek-V3 write them once more for
     each multi-token-prediction layer; one with tied embeddings may write its output layer.
     """
-    tied = model.config.get("tie_word_embeddings", False)
-    head = "model.embed_tokens.weight" if tied else "lm_head.weight"
+    of_gpt2 = config_json.architecture(model.config) == GPT2
+    tied = model.config.get("tie_word_embeddings", of_gpt2)
+    embedding = "model.embed_tokens.weight"
+    if of_gpt2:
+        embedding = "wte.weight" if "wte.weight" in model.tensors else "transformer.wte.weight"
+    head = embedding if tied else "lm_head.weight"
     copies = {"lm_head.weight": head} if tied else {}
     for layer in mtp_layers(model):
         prefix = f"model.layers.{layer}."
@@ -93,7 +98,7 @@ def repeated(model: Model) -> dict[str, str]:
 
 
 def mtp_layers(model: Model) -> range:
-    layers = model.config["num_hidden_layers"]
+    layers = model.config.get("num_hidden_layers", 0)  # GPT-2 has another name for it, and no such layers
     return range(layers, layers + (model.config.get("num_nextn_predict_layers") or 0))
 
 

@@ -38,10 +38,8 @@ class Trained:
         if name in self.values:
             return self.values[name].value(self.stored, self.config, entry)
         if name in self.adapters:
-            adapter = self.adapters[name]
-            factors = adapter.factors(self.stored, self.config)
-            magnitude = adapter.magnitudes(self.stored, self.config)
-            return merge.merged(released_tensors.read(self.model, name), *factors, adapter.scale, magnitude)
+            weight = released_tensors.read(self.model, name)
+            return self.adapters[name].merged(weight, self.stored, self.config)
         return None
 
 

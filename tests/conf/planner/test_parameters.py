@@ -84,7 +84,7 @@ def test_gpt2_by_hand():
     facts = known("gpt2-large")
     assert total(facts) == 774_030_080 == 36 * layer + (50257 + 1024 + 2) * 1280
     on_one = held(layout(), facts, stages(layout(), facts)[0])
-    assert on_one["output"] == 0 and on_one["embedding"] == (50304 + 96) * 1280  # Megatron has a position per token
+    assert on_one["output"] == 0 and on_one["embedding"] == (50304 + 1024) * 1280
     first, last = (held(layout(pp=2), facts, stage) for stage in stages(layout(pp=2), facts))
     assert first["output"] == 0 and last["output"] == 50304 * 1280  # tied, and yet on both ends of the pipeline
 

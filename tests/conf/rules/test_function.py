@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from conf.model_facts import CONVERTED, MODELS, UNBRIDGED
+from conf.model_facts import CONVERTED, MODELS
 from conf.rules.conversion import obstacles
 from conf.rules.function import BRIDGE, FAMILIES, LEFT, WINDOWS, unread
 from trainer.rehearsal.tiny_models import KINDS
@@ -29,6 +29,8 @@ RELEASES = {
     "Qwen3-MoE": ("qwen3-moe", WINDOWED | ROUTED | {"sliding_window": None, "mlp_only_layers": []}),
     "Qwen3-MoE, by transformers 5": ("qwen3-moe", WINDOWED | ROUTED | {"layer_types": 4 * ["full_attention"]}),
     "Qwen3": ("qwen3", WINDOWED | {"sliding_window": None, "tie_word_embeddings": True}),
+    "Mixtral": ("mixtral", {"sliding_window": None, "router_jitter_noise": 0.0, "output_router_logits": False}),
+    "Qwen2-57B-A14B": ("qwen2-moe", WINDOWED | ROUTED | {"norm_topk_prob": False, "mlp_only_layers": []}),
     "GLM-4.5": ("glm4-moe", ROUTED | {"attention_bias": True, "partial_rotary_factor": 0.5, "topk_group": 1}),
     "DeepSeek-V3": (
         "deepseek-v3",
@@ -66,6 +68,21 @@ LOST = [
     (OLMOE, {"clip_qkv": 8.0}, "clip_qkv is 8.0, and Megatron-Bridge builds OlmoeForCausalLM with null alone"),
     (OLMOE, {"norm_topk_prob": True}, "norm_topk_prob is true, and Megatron-Bridge builds"),
     (OLMOE, {"num_key_value_heads": 4}, "num_key_value_heads is 4, and Megatron-Bridge builds"),
+    (KINDS["mixtral"], {"sliding_window": 4096}, "sliding_window is 4096, and Megatron-Bridge builds"),
+    (KINDS["mixtral"], {"router_jitter_noise": 0.1}, "router_jitter_noise is 0.1, and"),
+    (KINDS["mixtral"], {"num_experts_per_tok": 1}, "num_experts_per_tok is 1, and Megatron makes the weights"),
+    (KINDS["mixtral"], {"attention_bias": True}, "attention_bias is true, which Megatron-Bridge does not read"),
+    (KINDS["qwen2-moe"], {"use_sliding_window": True}, "use_sliding_window is true, and"),
+    (KINDS["qwen2-moe"], {"hidden_act": "gelu"}, 'hidden_act is "gelu", and'),
+    (
+        KINDS["qwen2-moe"],
+        {"norm_topk_prob": True, "num_experts_per_tok": 1},
+        "num_experts_per_tok is 1, and Megatron makes the weights",
+    ),
+    (KINDS["gpt2"], {"activation_function": "gelu"}, 'activation_function is "gelu", and Megatron-Bridge builds'),
+    (KINDS["gpt2"], {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx is true, and"),
+    (KINDS["gpt2"], {"scale_attn_weights": False}, "scale_attn_weights is false, and"),
+    (KINDS["gpt2"], {"rope_parameters": LINEAR}, 'rope_parameters is {"rope_type": "linear"'),
     (KINDS["llama"], {"mlp_bias": True}, "mlp_bias is true, and"),
     (KINDS["llama"], {"rope_scaling": LLAMA3}, "rope_scaling.original_max_position_embeddings is absent, and"),
     (
@@ -101,15 +118,9 @@ LOST = [
 
 
 @pytest.mark.parametrize("name", sorted(file.stem for file in MODELS.glob("*.json")))
-def test_every_model_of_this_repository_passes_or_is_known_not_to(name):
+def test_every_model_of_this_repository_passes(name):
     config = json.loads((MODELS / f"{name}.json").read_text())["config"]
-    found = obstacles(config)
-    if config["architectures"][0] in UNBRIDGED:
-        assert found == [line for line in found if "is not converted or trained here" in line] != []
-    elif name == "deepseek-v3":
-        assert len(found) == 1 and "quantization_config (fp8)" in found[0]
-    else:
-        assert found == []
+    assert obstacles(config) == []
 
 
 @pytest.mark.parametrize("name", RELEASES)
@@ -118,6 +129,14 @@ def test_what_releases_say_passes(name):
     config = {key: value for key, value in KINDS[kind].items() if key != "rope_parameters"}
     assert unread(config | COMMON | says) == []
     assert unread(KINDS[kind]) == []
+
+
+def test_what_releases_of_gpt2_say_passes():
+    says = {"n_ctx": 1024, "resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.1, "summary_type": "cls_index"}
+    says |= {"summary_use_proj": True, "summary_proj_to_labels": True, "summary_first_dropout": 0.1, "n_inner": None}
+    says |= {"task_specific_params": {"text-generation": {"do_sample": True, "max_length": 50}}}
+    assert unread(KINDS["gpt2"] | TOKENS | says) == []
+    assert unread(KINDS["gpt2"] | {"n_ctx": 512})[0].startswith("n_ctx is 512, and Megatron-Bridge builds")
 
 
 @pytest.mark.parametrize("config, change, says", LOST, ids=[f"{c['architectures'][0]} {k}" for c, k, _ in LOST])
@@ -142,7 +161,8 @@ def sources(package: str, *files: str) -> str:
 
 
 MODULES = {"Glm4Moe": "glm4_moe", "DeepseekV3": "deepseek_v3", "Qwen3Moe": "qwen3_moe", "Qwen3": "qwen3"}
-MODULES |= {"Qwen2": "qwen2", "Llama": "llama", "Olmoe": "olmoe"}
+MODULES |= {"Qwen2": "qwen2", "Llama": "llama", "Olmoe": "olmoe", "Mixtral": "mixtral", "Qwen2Moe": "qwen2_moe"}
+MODULES |= {"GPT2LMHeadModel": "gpt2"}
 
 
 @pytest.mark.parametrize("architecture", FAMILIES)

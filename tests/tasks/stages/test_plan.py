@@ -73,8 +73,8 @@ def test_of_a_folder_and_of_s3(folder, monkeypatch):
             r"its config.json has a quantization_config \(fp8\), and only",
         ),
         (
-            {"architectures": ["MixtralForCausalLM"]},
-            "MixtralForCausalLM is not converted or trained here; Glm4MoeForCausalLM, ",
+            {"architectures": ["PhimoeForCausalLM"]},
+            "PhimoeForCausalLM is not converted or trained here; Glm4MoeForCausalLM, ",
         ),
         (
             {"use_sliding_window": True, "clip_qkv": 8.0},

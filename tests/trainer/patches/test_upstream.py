@@ -34,6 +34,11 @@ def test_bridge_imports_a_package_without_a_wheel():
     assert "nvidia_resiliency_ext.inprocess" in imported_at_once(source)
 
 
+def test_bridge_asks_how_an_architecture_s_name_ends():
+    source = text("megatron-bridge", "megatron/bridge/models/conversion/auto_bridge.py")
+    assert "architecture_name.endswith(SUPPORTED_HF_ARCHITECTURES)" in source and "LMHeadModel" not in source
+
+
 def test_bridge_builds_what_the_wheel_brings_and_a_failure_ends_the_process():
     assert "            compile_helpers()\n" in text("megatron-bridge", "megatron/bridge/training/initialize.py")
     helpers = text("megatron-core", "megatron/core/datasets/utils.py")

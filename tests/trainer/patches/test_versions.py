@@ -14,6 +14,7 @@ ROOT = Path(__file__).parents[3]
 PATCHES = sorted(path.stem for path in (ROOT / "trainer/patches").glob("[a-z]*.py") if path.stem != "versions")
 LIGHT = {
     "checkpoint_writers": "install",
+    "head_models": "install",
     "import_fixes": "install",
     "lazy_bridge": "install",
     "null_tokenizer": "install",

@@ -1,0 +1,127 @@
+"""Bridge of GPT-2: learned positions, LayerNorm, biases everywhere, one matrix for q, k and v, matrices transposed.
+
+The vocabulary of the releases, 50257, cannot be cut, so Megatron pads it. What pads it is no token: its logits, of an
+embedding of zeros, would be 0, where those of GPT-2's tokens are around -40. They are masked.
+"""
+
+# pyright: reportAttributeAccessIssue=false, reportArgumentType=false
+
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from megatron.bridge.models.conversion.mapping_registry import MegatronMappingRegistry
+from megatron.bridge.models.conversion.model_bridge import MegatronModelBridge
+from megatron.bridge.models.conversion.param_mapping import AutoMapping, ConcatenatedQKVMapping, ReplicatedMapping
+from megatron.bridge.models.gpt_provider import GPTModelProvider
+from megatron.core import parallel_state
+from megatron.core.models.gpt.gpt_model import GPTModel
+from transformers import GPT2LMHeadModel
+
+from trainer.megatron.bridges.mappings import PaddedVocabularyMapping, TransposedQKVMapping
+from trainer.patches import head_models
+
+head_models.install()
+NO_TOKEN = -1e4  # the logit of what pads the vocabulary
+
+
+@dataclass
+class GPT2Provider(GPTModelProvider):
+    """Provider of GPT-2, which has all of its positions and a padded vocabulary, however long a sequence is."""
+
+    positions: int = 1024
+
+    def finalize(self) -> None:
+        # gelu_new is the form that uses tanh; so is Megatron's fused gelu, which it asks for by the other's name
+        fused = self.bias_activation_fusion
+        self.activation_func = torch.nn.functional.gelu if fused else tanh_gelu
+        super().finalize()
+
+    def provide(self, *args, **kwargs):
+        length, self.seq_length, self.should_pad_vocab = self.seq_length, self.positions, True
+        try:
+            model = super().provide(*args, **kwargs)
+        finally:
+            self.seq_length = length
+        if model.post_process:
+            model.output_layer.register_forward_hook(partial(_mask, self.vocab_size))
+        return model
+
+
+def tanh_gelu(x: torch.Tensor) -> torch.Tensor:
+    return torch.nn.functional.gelu(x, approximate="tanh")
+
+
+def _mask(tokens: int, layer, _, output):
+    logits, bias = output
+    first = tokens - logits.shape[-1] * parallel_state.get_tensor_model_parallel_rank()
+    if first >= logits.shape[-1]:
+        return output
+    pads = torch.arange(logits.shape[-1], device=logits.device) >= first
+    return logits.masked_fill(pads, NO_TOKEN), bias
+
+
+@MegatronModelBridge.register_bridge(source=GPT2LMHeadModel, target=GPTModel, provider=GPT2Provider, model_type="gpt2")
+class GPT2Bridge(MegatronModelBridge):
+    """Bridge between transformers' GPT2LMHeadModel and Megatron's GPTModel."""
+
+    def provider_bridge(self, hf_pretrained):
+        provider = super().provider_bridge(hf_pretrained)
+        config = hf_pretrained.config
+
+        provider.ffn_hidden_size = config.n_inner or 4 * config.n_embd
+        provider.num_query_groups = config.n_head
+        provider.kv_channels = config.n_embd // config.n_head
+        provider.positions = config.n_positions
+        provider.position_embedding_type = "learned_absolute"
+        provider.make_vocab_size_divisible_by = 128
+        provider.normalization = "LayerNorm"
+        provider.layernorm_epsilon = config.layer_norm_epsilon
+        provider.gated_linear_unit = False
+        provider.add_bias_linear = True
+        provider.add_qkv_bias = True
+        provider.qk_layernorm = False
+        provider.hidden_dropout = 0.0
+        provider.attention_dropout = 0.0
+        provider.bias_activation_fusion = True
+        provider.autocast_dtype = torch.bfloat16
+        provider.mtp_num_layers = None
+        return provider
+
+    def mapping_registry(self) -> MegatronMappingRegistry:
+        root = self._root()
+        mappings = [
+            PaddedVocabularyMapping("embedding.word_embeddings.weight", f"{root}wte.weight"),
+            PaddedVocabularyMapping("output_layer.weight", "lm_head.weight"),  # where it is not tied
+            ReplicatedMapping("embedding.position_embeddings.weight", f"{root}wpe.weight"),
+        ]
+        layer, released = "decoder.layers.*.", f"{root}h.*."
+        for kind in ("weight", "bias"):
+            plain = {
+                "decoder.final_layernorm.": f"{root}ln_f.",
+                f"{layer}self_attention.linear_qkv.layer_norm_": f"{released}ln_1.",
+                f"{layer}mlp.linear_fc1.layer_norm_": f"{released}ln_2.",
+            }
+            mappings += [
+                AutoMapping(megatron_param=f"{name}{kind}", hf_param=f"{theirs}{kind}")
+                for name, theirs in plain.items()
+            ]
+            linear = {
+                "self_attention.linear_proj": "attn.c_proj",
+                "mlp.linear_fc1": "mlp.c_fc",
+                "mlp.linear_fc2": "mlp.c_proj",
+            }
+            turned = (1, 0) if kind == "weight" else None
+            mappings += [
+                AutoMapping(f"{layer}{name}.{kind}", f"{released}{theirs}.{kind}", turned)
+                for name, theirs in linear.items()
+            ]
+            qkv = TransposedQKVMapping if kind == "weight" else ConcatenatedQKVMapping
+            mappings.append(qkv(f"{layer}self_attention.linear_qkv.{kind}", f"{released}attn.c_attn.{kind}"))
+        return MegatronMappingRegistry(*mappings)
+
+    def _root(self) -> str:
+        """Prefix of names: that of the class, or "" as in OpenAI's own releases."""
+        state = getattr(getattr(self, "hf_pretrained", None), "state", None)
+        source = getattr(state, "source", None)
+        return "" if source is not None and source.has_glob("wte.weight") else "transformer."

@@ -1,0 +1,92 @@
+"""Logits of a tiny model by Megatron, by transformers with or without a PEFT adapter, and log-probabilities by vLLM.
+
+of_megatron(run, checkpoint, rows, out) is for a forked rank, and writes a file. by_transformers(asked, rows) and
+by_vllm(run, rows) start a process of their own: Megatron's must not import PEFT (trainer/patches/import_fixes.py).
+"""
+
+# pyright: reportArgumentType=false
+
+import multiprocessing
+import os
+import sys
+import warnings
+from pathlib import Path
+
+from conf.schema.run import Run
+from contract import checkpoints
+
+Rows = list[list[int]]
+
+
+def of_megatron(run: Run, checkpoint: Path | None, rows: Rows, out: Path) -> None:
+    """Logits of the base, or with `checkpoint` of the adapter that it holds on top of the base."""
+    import torch
+    from megatron.core import dist_checkpointing
+
+    from trainer.megatron.model import make_provider, open_bridge
+    from trainer.megatron.recipe import make_adapter
+
+    torch.distributed.init_process_group("gloo")
+    provider = make_provider(run, open_bridge(run))
+    provider.finalize()
+    provider.initialize_model_parallel(seed=1)
+    model = provider.provide_distributed_model(wrap_with_ddp=False)
+
+    def load(folder: Path, part: str) -> None:
+        state = {k: v for k, v in model[0].sharded_state_dict().items() if part in k and "_extra_state" not in k}
+        model[0].load_state_dict(dist_checkpointing.load(state, str(folder)), strict=False)
+
+    load(checkpoints.step_folder(Path(run.paths.base), 0), "")
+    if checkpoint:
+        model = make_adapter(run)(model, training=False)
+        load(checkpoint, ".adapter.")
+    model[0].eval()
+    tokens = torch.tensor(rows)
+    with torch.no_grad():
+        logits = model[0](tokens, torch.arange(tokens.shape[1]).expand_as(tokens), None)
+    torch.save(logits.float()[..., : provider.vocab_size], out)
+    torch.distributed.destroy_process_group()
+
+
+def by_transformers(asked: list[tuple[Path, Path | None]], rows: Rows) -> list:
+    """Logits of each model, in its folder, with the PEFT adapter in the other one. An error's text instead of some."""
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        return [pool.apply(_computed, (*one, rows)) for one in asked]
+
+
+def _computed(folder: Path, adapter: Path | None, rows: Rows):
+    # The parent's path comes along, and PEFT would take the stand-in on it for Transformer Engine.
+    sys.path[:] = [place for place in sys.path if Path(place).name != "stand_in"]
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    try:
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+        if adapter:
+            from peft import PeftModel
+
+            with warnings.catch_warnings():
+                warnings.filterwarnings("error", message=".*(missing|unexpected).*keys.*")
+                model = PeftModel.from_pretrained(model, str(adapter))
+        with torch.no_grad():
+            return model.eval()(torch.tensor(rows)).logits.numpy()
+    except Exception as error:  # of any kind: the table has no figure then
+        return f"{type(error).__name__}: {error}"
+
+
+def by_vllm(run: Run, rows: Rows) -> list[list[float]] | str:
+    """Log-probabilities of each row's tokens but the first, by the model in run.paths.served; or an error's text."""
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        return pool.apply(_served, (run.model_dump_json(), rows))
+
+
+def _served(run_json: str, rows: Rows) -> list[list[float]] | str:
+    from trainer.serving import engine
+
+    run = Run.model_validate_json(run_json)
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    try:
+        engine.prepare(Path(run.paths.kernels), online=False)
+        return engine.serve(run, run.train.precision, lambda done, of, what: None).read(rows)
+    except Exception as error:  # of any kind: some of vLLM's cannot be sent to another process
+        return f"{type(error).__name__}: {error}"
