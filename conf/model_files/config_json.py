@@ -16,6 +16,7 @@ from contract.faults import Fault
 from contract.json_object import show
 
 NAME = "config.json"
+LONGEST = 200  # characters of an architecture's name
 
 Test = Callable[[Any], bool]
 
@@ -127,9 +128,13 @@ def architecture(config: dict[str, Any]) -> str:
     found = config.get("architectures")
     if found is None or found == []:
         return ""
-    if not isinstance(found, list) or not all(_text(name) and name.isidentifier() for name in found):
+    if not isinstance(found, list) or not all(map(_is_name, found)):
         raise ValueError(f"{NAME}: architectures is {show(found)}, which is no list of names of architectures")
     return found[0]
+
+
+def _is_name(value: Any) -> bool:
+    return isinstance(value, str) and len(value) <= LONGEST and value.isidentifier()
 
 
 def _check_keys(found: dict[str, Any], tests: dict[str, tuple[str, Test]], place: str) -> None:

@@ -10,8 +10,11 @@ from conf.model_files.weights import Entry
 from conf.planner import parameters
 from conf.rules.conversion import not_converted
 from contract.faults import Fault
+from contract.json_object import show
 
 LAYER = re.compile(r"model\.layers\.(\d{1,6})\.")
+FLOATING = ("BF16", "F16", "F32", "F64")
+WEIGHTS = ("weight", "proj", "_bias")  # other tensors may be masks
 EMBEDDING = "model.embed_tokens.weight"
 
 
@@ -36,8 +39,19 @@ def check_released(folder: Path) -> tuple[dict[str, Any], ModelFacts]:
         facts = facts_from_hf(config)
     except ValueError as error:  # a line that begins with config.json
         raise Fault(f"{folder}/{error}") from None
+    _check_types(folder, config, tensors)
     _check_sizes(place, facts, config, tensors)
     return config, facts
+
+
+def _check_types(folder: Path, config: dict[str, Any], tensors: dict[str, Entry]) -> None:
+    """Check that weights are floating-point numbers. Integers would be taken for such, by their value."""
+    if config.get(quantization.KEY):
+        return  # whose codes and scales are checked one by one
+    for name, entry in tensors.items():
+        if entry.dtype not in FLOATING and not entry.dtype.startswith("F8") and name.endswith(WEIGHTS):
+            what = f"tensor {show(name)} is of {entry.dtype}, and weights are of {', '.join(FLOATING)}"
+            raise Fault(f"{folder / entry.file}: {what}; download it again")
 
 
 def _check_sizes(place: Path, facts: ModelFacts, config: dict[str, Any], tensors: dict[str, Entry]) -> None:

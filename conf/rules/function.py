@@ -162,7 +162,7 @@ def _unread(config: Mapping[str, Any], family: Family) -> Iterator[tuple[str, st
             if value is not None and not _among(value, family.only[key]):
                 yield key, f"{_show(value)}, {builds} {_show(family.only[key][0])} alone"
         elif key == "layer_types":
-            if any(kind != FULL for kind in value or ()):
+            if value and not (isinstance(value, list) and all(kind == FULL for kind in value)):
                 yield key, f"{_show(value)}, {builds} {FULL} alone"
         elif key in WINDOWS and "use_sliding_window" in family.only:
             continue
