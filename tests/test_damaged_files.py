@@ -226,6 +226,7 @@ FOUND = [  # by hand, in the version of 22 November
     [Set(CONFIG, ("architectures",), 7)],
     [Set(CONFIG, ("architectures",), ["x" * 1_000_000])],
     [Set(CONFIG, ("layer_types",), 7)],
+    [Set(CONFIG, ("num_experts",), 0)],
     [Set(SHARD, (NORM, "dtype"), "I16")],
     [Set(CONFIG, ("architectures", 0), "MixtralForCausalLM")],
     [Set(CONFIG, ("architectures", 0), "Qwen2MoeForCausalLM")],

@@ -13,6 +13,7 @@ from contract.faults import Fault
 from contract.json_object import show
 
 LAYER = re.compile(r"model\.layers\.(\d{1,6})\.")
+EXPERT = re.compile(r"\.experts\.(\d{1,6})\.")
 FLOATING = ("BF16", "F16", "F32", "F64")
 WEIGHTS = ("weight", "proj", "_bias")  # other tensors may be masks
 EMBEDDING = "model.embed_tokens.weight"
@@ -61,6 +62,9 @@ def _check_sizes(place: Path, facts: ModelFacts, config: dict[str, Any], tensors
     if not layers or not facts.layers <= max(layers) + 1 <= most:
         text = f"num_hidden_layers is {facts.layers} and num_nextn_predict_layers {facts.mtp_layers}"
         raise Fault(f"{place}: {text}, but the weights have {max(layers, default=-1) + 1} layers")
+    experts = {int(match[1]) for match in map(EXPERT.search, tensors) if match}
+    if experts and max(experts) + 1 != facts.experts:
+        raise Fault(f"{place}: describes layers of {facts.experts} experts, but the weights have {max(experts) + 1}")
     embedding = tensors.get(EMBEDDING)
     if embedding and embedding.shape != (facts.vocab, facts.hidden):
         text = f"vocab_size is {facts.vocab} and hidden_size {facts.hidden}"
