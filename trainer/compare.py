@@ -35,7 +35,8 @@ def main(run: Run) -> None:
     device.start()
     import torch
 
-    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    store = torch.distributed.HashStore()  # pyright: ignore[reportPrivateImportUsage]
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
     here(run, Path(run.paths.base))
     torch.distributed.destroy_process_group()
 

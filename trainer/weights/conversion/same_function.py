@@ -122,7 +122,7 @@ def _experts(model: released.Model, facts: ModelFacts, layers: int, mtp: bool) -
     taken = [(name, math.prod(model.weights[name].shape)) for name in needed]
     of_experts = sum(size for name, size in taken if ".experts." in name)
     rest = sum(size for name, size in taken if name.startswith("model.layers.")) - of_experts
-    groups, free = model.config.get("n_group") or 1, available()
+    groups, free, need = model.config.get("n_group") or 1, available(), 0.0
     for count in (facts.experts // parts for parts in (1, 2, 4, 8, 16, 32)):
         need = 4 * SPARE * (rest + (of_experts * count / facts.experts if facts.experts else 0))
         if need <= free:
