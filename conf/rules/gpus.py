@@ -5,7 +5,7 @@
     may_leave(run)                      whether evaluations go to the hosts of training where the flow's has no GPUs
 
 contract/host_gpus.py gives single GPUs to stages; a stage has all that it takes or none. Stages that are not listed,
-such as export, compute on CPUs.
+such as convert and export, compute on CPUs.
 """
 
 from dataclasses import dataclass
@@ -45,8 +45,6 @@ def takes(run: Run, stage: str, leaves: bool = False) -> Share:
     `leaves` says that the flow's host has no GPUs, and the run needs some: its evaluations leave it if they may.
     """
     layout, evaluate, engine = run.layout, run.evaluate, run.gang.engine
-    if stage == "convert" and layout.nodes == 1:  # a model of several hosts is converted in this host's memory
-        return Share(1, layout.gpus_per_node)
     if stage == "train":
         alone = layout.nodes == 1 and engine == "local"
         return Share(layout.nodes, layout.gpus_per_node, None if alone else engine)

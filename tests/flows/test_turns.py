@@ -16,7 +16,7 @@ from tests.support import toy_trainer
 from tests.support.flow_world import CONF, ROOT, World, states, wait_for
 
 LONG = 180.0  # seconds, on a busy machine
-ON_GPUS = ("convert", "evaluate-base", "train", "evaluate-tuned")
+ON_GPUS = ("evaluate-base", "train", "evaluate-tuned")
 
 
 @dataclass(frozen=True)
@@ -155,16 +155,16 @@ def test_two_flows_on_one_host_take_turns_and_say_for_whom_they_wait(gpu):
 def test_a_flow_that_waits_is_cancelled_at_once_and_one_that_is_killed_gives_its_hold_up(gpu):
     first = gpu.start("one", "--until", "evaluate-base", evaluate_base="slow")
     wait_for(lambda: gpu.begun("evaluate-base"), LONG)
-    second = gpu.start("two", "--until", "convert")
+    second = gpu.start("two", "--until", "evaluate-base")
     wait_for(lambda: "waits for 1 GPU: " in gpu.said("two"), LONG)
     told = time.monotonic()
     second.send_signal(signal.SIGINT)
     second.wait(60)
-    assert time.monotonic() - told < 10 and len(gpu.spans()["convert"]) == 1  # the first flow's own
+    assert time.monotonic() - told < 10 and len(gpu.spans()["evaluate-base"]) == 1  # the first flow's own
     first.kill()
     first.wait()
-    third = gpu.run("three", "--until", "convert")
-    assert states(third)["convert"] == "Completed"
+    third = gpu.run("three", "--until", "evaluate-base")
+    assert states(third)["evaluate-base"] == "Completed"
 
 
 @pytest.mark.parametrize(
