@@ -25,7 +25,7 @@ from conf.planner.hardware import GB, Gpu
 from conf.planner.search import Found, search
 from conf.planner.verdict import NothingFits, compared, config_of, facts_of, plan, settle, settled_on
 from conf.rules import schedule
-from conf.rules.conversion import obstacles
+from conf.rules.conversion import obstacles, unwritable
 from conf.schema.run import Run
 from conf.schema.sections import MOST
 from contract import closed_pipe
@@ -81,6 +81,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _obstacles(run: Run) -> list[str]:
     """Reasons why the model cannot be converted."""
     found = obstacles(config_of(run)[0], run.model.ignore_config)
+    if not found and (refused := unwritable(config_of(run)[0], run.export.quantization)):
+        return [refused]
     return [f"model.source: {run.model.source}: {line}" for line in found]
 
 

@@ -11,7 +11,7 @@ were prepared with. Other tasks are lm-eval's, by name
     progress.jsonl     appended to while it runs: done and total rows, of what
     log.txt            what vLLM and lm-eval print
     log_probs.json     what the model says of the prompts of parity, where it is asked for them: a tuned one, and a
-                       base with evaluate.quantization
+                       base where weights are rounded
 
 The served model must find the same log-probabilities for the same tokens as training did, which are in paths.parity
 (trainer/training/parity.py): else results.json says parity.ok false, and the command ends with a fault. So it does,
@@ -36,7 +36,7 @@ import traceback
 from collections.abc import Iterator
 from pathlib import Path
 
-from conf.rules.serving import precision
+from conf.rules.serving import precision, rounding
 from conf.schema.run import Run
 from contract import output_marks
 from contract.amounts import size
@@ -120,7 +120,7 @@ def evaluate(run: Run, progress: "Progress") -> dict:
             results[key] |= found
     progress.task = "parity"
     results["parity"], results["parity_not_compared"] = agreement.compare(run, served, computed)
-    if run.evaluate.quantization and results["parity"] is None:
+    if rounding(run) and results["parity"] is None:
         agreement.write_base(run, served)
     results["chat_template"] = _chat_template(unmerged.model(run))
     return results
@@ -132,7 +132,8 @@ def _shown(run: Run) -> str:
 
 
 def _kind(run: Run, computed: str) -> str:
-    return f"{run.evaluate.quantization}, computed in {computed}" if run.evaluate.quantization else computed
+    kind = rounding(run)
+    return f"{kind.replace('_', ' ')}, computed in {computed}" if kind else computed
 
 
 class Progress:

@@ -30,6 +30,7 @@ def main(run: Run) -> None:
     device.start()
     from torch import distributed
 
+    from trainer.weights import as_released as format_of_release
     from trainer.weights import peft_format
     from trainer.weights.trained import find
 
@@ -47,6 +48,8 @@ def main(run: Run) -> None:
     say(f"export: {_compared(trained.stored)}")
     merged = f"{len(trained.adapters)} weights {'merged' if 'merged' in formats else 'adapted'}"
     say(f"export: {target} holds {' and '.join(formats)} of {folder}, {merged}")
+    if rounding := facts.get("rounding"):
+        say(f"export: {format_of_release.told(rounding)}")
     if left_out := facts.get("left_out"):
         say(f"export: adapter/ lacks {len(left_out)} of them, of MTP layers, which transformers does not build")
     distributed.destroy_process_group()
@@ -101,15 +104,24 @@ def _require_all_used(trained, left_out: list[str]) -> None:
 
 
 def _write(run: Run, trained, formats: tuple[str, ...], partial: Path) -> dict:
+    from trainer.weights import as_released as format_of_release
     from trainer.weights import merged_format, peft_format
 
     facts = {}
     if "merged" in formats:
         (partial / "merged").mkdir(exist_ok=True)
-        for file in merged_format.files(trained.model)[atomic_folder.rank() :: atomic_folder.ranks()]:
-            merged_format.write_file(trained, file, partial / "merged")
+        as_released = run.export.quantization == "as_released"
+        rounding = format_of_release.Rounding(trained)
+        files = trained.model.files() if as_released else merged_format.files(trained.model)
+        for file in files[atomic_folder.rank() :: atomic_folder.ranks()]:
+            if as_released:
+                format_of_release.write_file(rounding, file, partial / "merged")
+            else:
+                merged_format.write_file(trained, file, partial / "merged")
+        if as_released:
+            facts["rounding"] = format_of_release.lost(atomic_folder.gather(rounding.losses))
         if atomic_folder.rank() == 0:
-            facts["chat_template"] = merged_format.copy_other_files(trained.model, partial / "merged")
+            facts["chat_template"] = merged_format.copy_other_files(trained.model, partial / "merged", as_released)
         _require_all_used(trained, [])
     if "adapter" in formats and atomic_folder.rank() == 0:
         facts["left_out"] = peft_format.write(trained, partial / "adapter", run.model.source)

@@ -3,7 +3,7 @@
     scheme(config) -> Scheme | None               what quantization_config describes; a ValueError says what is not read
     packed(config, tensors) -> {name: Packed}     a ValueError names scales that are missing, or do not fit
 
-A weight W of codes q and scales s, with one rounding at the end (trainer/weights/unpack.py):
+A weight W of codes q and scales s, with one rounding at the end (trainer/weights/quantised/unpack.py):
 
 | quant_method                        | tensors of X.weight                    | W[i, j]                              |
 |-------------------------------------|----------------------------------------|--------------------------------------|

@@ -59,7 +59,8 @@ def stage_needs(
     ]
     asked = [_evaluation(run, facts, gpu, serving)] if run.evaluate.tasks else []
     found += [replace(one, stage="evaluate-base") for one in asked]
-    found += [_training(run, facts, stages, time, gpu), _export(run, facts, count * 2)]
+    merged = released if run.export.quantization else count * 2
+    found += [_training(run, facts, stages, time, gpu), _export(run, facts, merged)]
     found += [replace(one, stage="evaluate-tuned") for one in asked]
     if not gpu.cuda:  # no time is predicted there
         return [replace(one, seconds=None) for one in found]
@@ -109,10 +110,10 @@ def _training(run: Run, facts: ModelFacts, stages: tuple[StageMemory, ...], time
     return StageNeed("train", layout.nodes, gpus, fullest, memory, copies * (trained * byte + kept), seconds)
 
 
-def _export(run: Run, facts: ModelFacts, released: int) -> StageNeed:
+def _export(run: Run, facts: ModelFacts, merged: int) -> StageNeed:
     formats = run.export.formats or (("merged",) if run.adapter.kind == "none" else ("merged", "adapter"))
     here = on_one_host(run) if run.layout.nodes > 1 else run
-    whole = released if "merged" in formats else 0
+    whole = merged if "merged" in formats else 0
     # PEFT's files have an adapter for each expert, also where all of a layer share one
     each = run.model_copy(update={"adapter": run.adapter.model_copy(update={"experts": "each"})})
     written = whole + (_trained(each, facts) * states.byte(run.train) if "adapter" in formats else 0)

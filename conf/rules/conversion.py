@@ -2,6 +2,8 @@
 
     obstacles(config, ignored) -> ["config.json: sliding_window is ...", ...]     a line per reason
 
+    unwritable(config, export.quantization) -> ""        or why the merged model cannot have the release's format
+
 Where there is none, trainer.convert checks every tensor.
 """
 
@@ -52,6 +54,19 @@ def obstacles(config: dict[str, Any], ignored: Collection[str] = ()) -> list[str
     except ValueError as error:
         found.append(f"config.json: {error}; a release in bf16 can be taken, too")
     return found
+
+
+def unwritable(config: dict[str, Any], wanted: str | None) -> str:
+    """The reason why a merged model cannot be written in the release's own format, if it is wanted; "" where it can."""
+    found = quantization.scheme(config)
+    if wanted is None or (found and found.kind == "fp8"):
+        return ""
+    if found is None:
+        return f"export.quantization: {wanted}, but the release is not quantised; null"
+    text = (
+        f"export.quantization: {wanted}, but what training adds would be lost in the {found.bits} bits of the release"
+    )
+    return f"{text}; null exports bf16, and export.formats=[adapter] the adapter alone"
 
 
 def not_converted(config: dict[str, Any]) -> str:

@@ -1,6 +1,7 @@
 """Reasons why vLLM 0.26 cannot serve a model, as its config.json and the run say beforehand.
 
     unservable(run, facts, cpu) -> ["head_dim is 24, and ...", ...]      a line per reason; none: it probably can
+    rounding(run)                                                       what weights are rounded to for it, if anything
     contradictions(run)                                                 (key, problem); contradictions.py asks
     precision(run)                                                      that an evaluation computes in
 
@@ -38,10 +39,18 @@ def precision(run: Run) -> str:
     return run.evaluate.precision or run.train.precision
 
 
+def rounding(run: Run) -> str | None:
+    """Format that weights are rounded to for serving, base and tuned alike: fp8, the release's own, or none."""
+    own = run.export.quantization if run.evaluate.adapter == "merged" else None
+    return run.evaluate.quantization or own
+
+
 def contradictions(run: Run) -> Iterator[tuple[str, str]]:
     evaluate, kind = run.evaluate, run.adapter.kind
     if evaluate.quantization and precision(run) != "bf16":
         yield "evaluate.quantization", f"{evaluate.quantization} is of weights in bf16; evaluate.precision=bf16"
+    if evaluate.quantization and run.export.quantization:
+        yield "evaluate.quantization", f"{evaluate.quantization}, but export.quantization has it rounded already; null"
     if evaluate.adapter == "merged":
         return
     if kind != "lora":
@@ -60,6 +69,9 @@ def unservable(run: Run, facts: ModelFacts, cpu: bool) -> list[str]:
         found.append("evaluate.expert_parallel is true, and the model has no experts")
     if (evaluate.nodes or 1) > facts.layers:
         found.append(f"evaluate.nodes is {evaluate.nodes}, more than the {facts.layers} layers that they share")
+    if rounding(run) == "as_released" and (cpu or precision(run) != "bf16"):
+        where = "on a GPU, in bf16" if cpu else "in bf16 (evaluate.precision)"
+        found.append(f"export.quantization is as_released, which is served {where}; evaluate.tasks=[] asks for nothing")
     return found + list(_unmerged(run, facts, cpu))
 
 

@@ -287,6 +287,11 @@ class Export(Section):
     formats: Annotated[tuple[Literal["merged", "adapter"], ...] | None, bears("export")] = Field(
         default=None, strict=False, description="merged = the whole model; adapter = PEFT's; null = all that there is"
     )
+    quantization: Annotated[Literal["as_released"] | None, bears("export", "evaluate", absent=None)] = Field(
+        default=None,
+        description="of the merged model of a quantised release: as_released = in the release's format, FP8, with what "
+        "that loses in the export's report; null = bf16, as it was trained",
+    )
 
 
 class Evaluate(Section):

@@ -36,7 +36,7 @@ def stage(run: Run, model: Stage, data: Stage, trained: Stage | None = None, bef
         config["adapter"] = run.evaluate.adapter
     inputs = {"model": model.fingerprint, "data": data.fingerprint}
     inputs |= {"trained": trained.fingerprint} if trained else {}
-    inputs |= {"before": before.fingerprint} if before and run.evaluate.quantization else {}
+    inputs |= {"before": before.fingerprint} if before and serving.rounding(run) else {}
     return Stage("evaluate", VERSION, config, inputs)
 
 
@@ -61,7 +61,7 @@ def evaluate(
         paths |= {"kernels": stage_run.kernels, "parity": work.folder / "none.json"}
         if trained:
             paths |= {"parity": stage_run.local(trained) / "parity.json", "of_base": work.folder / "none"}
-            if stage_run.run.evaluate.quantization:
+            if serving.rounding(stage_run.run):
                 paths["of_base"] = stage_run.local(_made(before))
         paths |= _served(stage_run, model, released if trained else None)
         bar = Progress(name, "rows")
@@ -118,8 +118,8 @@ def _made(before: Any) -> Artifact:
     if isinstance(before, Artifact):
         return before
     raise Fault(
-        "evaluate.quantization: the tuned model is held to the base, rounded in the same way, and evaluate-base has no "
-        "result; null holds it to training alone"
+        "evaluate.quantization or export.quantization: the tuned model is held to the base, rounded in the same way, "
+        "and evaluate-base has no result; null holds it to training alone"
     )
 
 

@@ -175,9 +175,13 @@ def _rows(planned: Plan) -> list[tuple[str, str]]:
 def _facts(run: Run) -> ModelFacts:
     source = run.model.source
     if hub.kind(source) == "tiny":
+        if refused := conversion.unwritable(verdict.config_of(run)[0], run.export.quantization):
+            raise Fault(refused)
         return verdict.facts_of(run)
     config = config_json.read(source, run.model.revision)
     facts = verdict.facts_in(config, f"model.source: {source}: ")
     if found := conversion.obstacles(config, run.model.ignore_config):
         raise Fault(f"model.source: {source}: {'; '.join(found)}")
+    if refused := conversion.unwritable(config, run.export.quantization):
+        raise Fault(refused)
     return facts

@@ -13,8 +13,9 @@ from conf.model_files import config_json, quantization, weights
 from conf.model_files.weights import Entry
 from conf.planner import released_model
 from conf.rules import schedule
-from conf.rules.conversion import obstacles
+from conf.rules.conversion import obstacles, unwritable
 from conf.rules.layout import problems
+from conf.rules.serving import rounding
 from conf.schema.run import Run
 from contract import checkpoints, output_marks
 from contract.amounts import unlike
@@ -59,6 +60,8 @@ def check_train(run: Run) -> Run:
 def check_export(run: Run) -> None:
     facts = check_model(run)
     checkpoints.require(Path(run.paths.base), "paths.base", "python -m trainer.convert")
+    if refused := unwritable(config_json.read(Path(run.paths.model) / config_json.NAME), run.export.quantization):
+        raise Fault(refused)
     if "merged" in (run.export.formats or ("merged",)):
         _check_space(Path(run.paths.export), quantization.size(*_described(run)), "the exported model")
     _check_layout(run, facts)
@@ -75,7 +78,7 @@ def check_evaluate(run: Run) -> None:
     released_model.check(folder)
     unmerged.find(run)
     trained, _ = agreement.expected(run)
-    if trained and run.evaluate.quantization:
+    if trained and rounding(run):
         agreement.read_base(run, [row["tokens"] for row in trained["rows"]])
     for name in tasks:
         if name.endswith((".yaml", ".yml")) and not prompts.is_task_file(name):

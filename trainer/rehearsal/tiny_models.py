@@ -342,7 +342,7 @@ def quantise(config: Config, tensors: dict[str, Any]) -> dict[str, Any]:
     """Tensors of a release in the format of its quantization_config, which all layers have but the head and routers."""
     import torch
 
-    from trainer.weights import pack
+    from trainer.weights.quantised import pack
 
     scheme = quantization.scheme(config)
     if scheme is None:

@@ -10,9 +10,9 @@ Measured on a tiny GLM-4-MoE in bf16, 367 tokens: rounding 0.014 to 0.017 nats a
 one layer's expert adapters lost after 8 steps 0.046 nats, which is within the bound, share 0.030 +- 0.002. A loss below
 1 % is left to the digests that an export is held to (trainer/weights/digests.py).
 
-Served with rounded weights (evaluate.quantization), a model differs from itself by more than the bound: FP8 moves a
-tiny GLM-4-MoE by 0.10 nats a token, where leaving its adapter out moves it by 1.10. So the bound is then a share of
-what lies between the base, rounded in the same way, and the trained model. The base's evaluation writes its
+Served with rounded weights (quantization, of evaluate or export), a model differs from itself by more than the bound:
+FP8 moves a tiny GLM-4-MoE by 0.10 nats a token, where leaving its adapter out moves it by 1.10. So the bound is then a
+share of what lies between the base, rounded in the same way, and the trained model. The base's evaluation writes its
 log-probabilities down. A missing or half merged adapter is beyond that whatever rounding costs.
 """
 
@@ -23,6 +23,7 @@ from itertools import chain
 from pathlib import Path
 
 from conf.model_files import config_json
+from conf.rules.serving import rounding
 from conf.schema.run import Run
 from contract.faults import Fault
 from contract.files import write_atomically
@@ -30,7 +31,7 @@ from trainer.data.rows import Row
 from trainer.serving import decoding, prompts, unmerged
 
 # Mean difference per token, in nats. In fp32 only the order of sums differs; in bf16, weights and sums are rounded.
-BOUNDS = {"fp32": 1e-3, "bf16": 0.05, "fp8": 0.1}
+BOUNDS = {"fp32": 1e-3, "bf16": 0.05, "fp8": 0.1, "as_released": 0.1}
 WORST = 4  # times the bound: for a single prompt, of which rounding may send a token to another expert
 LOST = 0.01  # of the adapter's effect
 OF_BASE = 0.25  # of the rounded base's distance, and so of the adapter's effect, where weights are rounded
@@ -100,7 +101,7 @@ def compare(run: Run, served, precision: str) -> tuple[dict | None, str]:
     if trained is None:
         return None, why
     asked, bound = [row["tokens"] for row in trained["rows"]], run.evaluate.parity_bound or _bound(run, precision)
-    of_base = read_base(run, asked) if run.evaluate.quantization else None
+    of_base = read_base(run, asked) if rounding(run) else None
     found, written = served.read(asked), decoding.write(served, asked)
     _write(run, asked, found, [tokens for tokens, _ in written])
     parity, decoded = judge(trained, found, bound, of_base), decoding.compare(served, asked, written, bound)
@@ -123,14 +124,15 @@ def _write(run: Run, asked: list[list[int]], found: list[list[float]], written: 
         {"tokens": tokens, "log_probs": log_probs, "written": behind}
         for tokens, log_probs, behind in zip(asked, found, written, strict=True)
     ]
-    record = {"quantization": run.evaluate.quantization, "rows": rows}
+    record = {"quantization": rounding(run), "rows": rows}
     write_atomically(Path(run.paths.evaluation) / RECORD, json.dumps(record), durable=True)
 
 
 def read_base(run: Run, asked: list[list[int]]) -> list[list[float]]:
     """Log-probabilities of these tokens by the base, served in the same way. Raises a Fault where there are none."""
-    path, kind = Path(run.paths.of_base) / RECORD, run.evaluate.quantization
-    mend = f"the base's evaluation with evaluate.quantization={kind} writes it"
+    path, kind = Path(run.paths.of_base) / RECORD, rounding(run)
+    key = "evaluate" if run.evaluate.quantization else "export"
+    mend = f"the base's evaluation with {key}.quantization={kind} writes it"
     try:
         record = json.loads(path.read_text())
         found = {tuple(row["tokens"]): [float(value) for value in row["log_probs"]] for row in record["rows"]}
@@ -247,8 +249,8 @@ def _bound(run: Run, precision: str) -> float:
     Merged weights are rounded to the release's type: bf16 weights are not as exact as fp32. An adapter that is served
     beside them is not rounded.
     """
-    if run.evaluate.quantization:
-        return BOUNDS[run.evaluate.quantization]
+    if kind := rounding(run):
+        return BOUNDS[kind]
     config = config_json.read(unmerged.model(run) / config_json.NAME)
     exact = unmerged.is_asked(run) or (config.get("dtype") or config.get("torch_dtype")) == "float32"
     return BOUNDS["fp32" if precision == "fp32" and exact else "bf16"]

@@ -25,6 +25,7 @@ SHUT = {
     "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "0",
     "VLLM_LOG_STATS_INTERVAL": "300",  # seconds between lines of its log
 }
+LOADED = {"load_format": "safetensors"}
 DRAINS = 10  # seconds that answers under way have when the server is told to end
 BASE = "-base"  # behind the name, asks the model without its adapter
 
@@ -57,7 +58,10 @@ def arguments(asked: ServedModel, folder: Path, gpus: int) -> list[str]:
     found = ["--model", asked.model, "--host", asked.host, "--port", str(asked.port)]
     found += ["--served-model-name", asked.name + (BASE if asked.adapter else "")]
     found += ["--dtype", engine.DTYPE[asked.precision]]
-    found += ["--load-format", "safetensors", "--max-model-len", str(asked.length or "auto")]
+    unpacked = engine.UNPACKED if asked.adapter and engine.is_quantised(Path(asked.model)) else LOADED
+    for key, value in unpacked.items():
+        found += [f"--{key.replace('_', '-')}", value if isinstance(value, str) else json.dumps(value)]
+    found += ["--max-model-len", str(asked.length or "auto")]
     found += ["--max-num-seqs", str(SEQUENCES), "--allowed-origins", "[]", "--disable-uvicorn-access-log"]
     found += ["--middleware", "trainer.serving.public_paths.PublicPaths", "--shutdown-timeout", str(DRAINS)]
     found += ["--quantization", engine.QUANTIZATION[asked.quantization]] if asked.quantization else []

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from conf.model_files import config_json, quantization
-from conf.rules.serving import FP8
+from conf.rules.serving import FP8, rounding
 from conf.schema.run import Run
 from contract.faults import Fault
 from trainer.patches import vllm_cpu
@@ -150,9 +150,13 @@ def arguments(run: Run, precision: str, adapter: unmerged.Adapter | None) -> dic
 
 def _unpacking(run: Run) -> dict[str, Any]:
     """Arguments for a quantised release, which is served as training has it: unpacked."""
-    if not config_json.read(unmerged.model(run) / config_json.NAME).get(quantization.KEY):
+    if rounding(run) == "as_released" or not is_quantised(unmerged.model(run)):
         return {}
     return dict(UNPACKED)
+
+
+def is_quantised(folder: Path) -> bool:
+    return bool(config_json.read(folder / config_json.NAME).get(quantization.KEY))
 
 
 def _quantization(run: Run) -> str | None:

@@ -140,11 +140,15 @@ def merged(weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scale: float,
 
 def is_merged(found: torch.Tensor, weight: torch.Tensor, a, b, scale: float, magnitude) -> bool:
     """Whether `found` is the merged weight to the last bit but one of its type, computed once more in another order."""
-    expected = torch.addmm(weight.float(), b.float() * scale, a.float())
-    if magnitude is not None:
-        expected = magnitude.float()[:, None] * torch.nn.functional.normalize(expected, dim=1)
-    bound = torch.finfo(found.dtype).eps * expected.abs() + 1e-5 * expected.abs().max()
-    return bool(((found.float() - expected).abs() <= bound).all())
+    whole = expected(weight, a, b, scale, magnitude)
+    bound = torch.finfo(found.dtype).eps * whole.abs() + 1e-5 * whole.abs().max()
+    return bool(((found.float() - whole).abs() <= bound).all())
+
+
+def expected(weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scale: float, magnitude) -> torch.Tensor:
+    """The merged weight in fp32, computed in another order than merged() does."""
+    whole = torch.addmm(weight.float(), b.float() * scale, a.float())
+    return whole if magnitude is None else magnitude.float()[:, None] * torch.nn.functional.normalize(whole, dim=1)
 
 
 def _alpha(stored: Stored) -> float:

@@ -61,13 +61,13 @@ def write_file(trained: Trained, file: str, folder: Path) -> None:
     _check_file(trained, target, entries, written)
 
 
-def copy_other_files(model: Model, folder: Path) -> str | None:
+def copy_other_files(model: Model, folder: Path, as_released: bool = False) -> str | None:
     """Copy configuration, tokenizer and chat template. Returns the SHA-256 of the chat template, if there is one."""
     for path in sorted(model.folder.iterdir()):
         if path.is_file() and path.suffix not in NOT_COPIED and not path.name.startswith("."):
             shutil.copyfile(path, folder / path.name)
             (folder / path.name).chmod(READABLE)
-    if model.packed:
+    if model.packed and not as_released:
         _describe_unpacked(model, folder)
     template = folder / "chat_template.jinja"
     return hashlib.sha256(template.read_bytes()).hexdigest() if template.exists() else None
@@ -77,14 +77,15 @@ def as_bytes(tensor: torch.Tensor):
     return tensor.contiguous().flatten().view(torch.uint8).numpy().data
 
 
+def in_order(model: Model, file: str) -> dict[str, Entry]:
+    """Tensors of a released file, in the order of their bytes."""
+    there = [(name, entry) for name, entry in model.tensors.items() if entry.file == file]
+    return dict(sorted(there, key=lambda item: item[1].start))
+
+
 def _layout(model: Model, file: str) -> tuple[bytes, dict[str, Entry]]:
     """Header of a file of the merged model, and the places of its tensors in order."""
-    old = dict(
-        sorted(
-            ((name, entry) for name, entry in model.tensors.items() if entry.file == file),
-            key=lambda item: item[1].start,
-        )
-    )
+    old = in_order(model, file)
     if not model.packed:
         with (model.folder / file).open("rb") as f:
             return f.read(next(iter(old.values())).start), old
@@ -117,14 +118,18 @@ def _describe_unpacked(model: Model, folder: Path) -> None:
 
 def _check_file(trained: Trained, target: Path, entries: dict[str, Entry], written: dict[str, str]) -> None:
     wrong = [name for name, entry in entries.items() if not _is_right(trained, target, name, entry, written)]
-    edited = [name for name in wrong if not _is_released(trained, trained.copies.get(name, name))]
+    edited = [name for name in wrong if not is_released(trained, trained.copies.get(name, name))]
     if edited:
-        raise Fault(
-            f"{trained.model.folder}: {len(edited)} tensors are not those that the base was converted from: "
-            f"{enumerate_names(edited)}; put the released files back, or convert and train again"
-        )
+        raise changed(trained, edited)
     if wrong:
         raise Fault(f"{target}: read back, {len(wrong)} tensors are wrong: {enumerate_names(wrong)}")
+
+
+def changed(trained: Trained, names: list[str]) -> Fault:
+    return Fault(
+        f"{trained.model.folder}: {len(names)} tensors are not those that the base was converted from: "
+        f"{enumerate_names(names)}; put the released files back, or convert and train again"
+    )
 
 
 def _is_right(trained: Trained, target: Path, name: str, entry: Entry, written: dict[str, str]) -> bool:
@@ -133,19 +138,21 @@ def _is_right(trained: Trained, target: Path, name: str, entry: Entry, written: 
         return released.checksum(target, entry) == written[name]
     if source not in trained.adapters:
         if name in written:  # unpacked
-            return released.checksum(target, entry) == written[name] and _is_released(trained, name)
+            return released.checksum(target, entry) == written[name] and is_released(trained, name)
         return released.checksum(target, entry) == trained.sums[name]
-    if not _is_released(trained, source):
-        return False
-    adapter = trained.adapters[source]
+    return is_released(trained, source) and is_merged(trained, source, released_tensors.at(target.parent, entry))
+
+
+def is_merged(trained: Trained, name: str, found: torch.Tensor) -> bool:
+    """Whether this is the released weight of that name, merged with its adapter."""
+    adapter = trained.adapters[name]
     factors = adapter.factors(trained.stored, trained.config)
     magnitude = adapter.magnitudes(trained.stored, trained.config)
-    found = adapter.part.turn(released_tensors.at(target.parent, entry))
-    before = adapter.part.turn(released_tensors.read(trained.model, source))
-    return merge.is_merged(found, before, *factors, adapter.scale, magnitude)
+    before = adapter.part.turn(released_tensors.read(trained.model, name))
+    return merge.is_merged(adapter.part.turn(found), before, *factors, adapter.scale, magnitude)
 
 
-def _is_released(trained: Trained, name: str) -> bool:
+def is_released(trained: Trained, name: str) -> bool:
     """Whether the release still holds the weight that the base was made from."""
     parts = {part: trained.model.tensors[part] for part in trained.model.parts(name)}
     return all(

@@ -14,7 +14,7 @@ from conf.model_files.quantization import Packed
 from conf.model_files.weights import Entry
 from contract import regular_files
 from contract.faults import Fault
-from trainer.weights import unpack
+from trainer.weights.quantised import unpack
 from trainer.weights.released import Model
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}

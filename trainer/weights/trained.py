@@ -34,13 +34,24 @@ class Trained:
     def tensor(self, name: str) -> torch.Tensor | None:
         """The tensor as it has to be written; None for one that is copied from the release."""
         name = self.copies.get(name, name)
-        entry = self.model.weights[name]
         if name in self.values:
-            return self.values[name].value(self.stored, self.config, entry)
-        if name in self.adapters:
-            weight = released_tensors.read(self.model, name)
-            return self.adapters[name].merged(weight, self.stored, self.config)
-        return None
+            return self.values[name].value(self.stored, self.config, self.model.weights[name])
+        return self._merged(name, released_tensors.read(self.model, name)) if name in self.adapters else None
+
+    def exact(self, name: str) -> torch.Tensor:
+        """The weight in fp32; a merged one is not rounded to the type of the release before."""
+        name = self.copies.get(name, name)
+        if name in self.values:
+            return self.values[name].value(self.stored, self.config, self.model.weights[name]).float()
+        return self._merged(name, released_tensors.read(self.model, name).float())
+
+    def has(self, name: str) -> bool:
+        """Whether training, or the converted base, has the weight."""
+        name = self.copies.get(name, name)
+        return name in self.values or name in self.adapters
+
+    def _merged(self, name: str, weight: torch.Tensor) -> torch.Tensor:
+        return self.adapters[name].merged(weight, self.stored, self.config)
 
 
 def find(run: Run, folder: Path) -> Trained:

@@ -79,7 +79,7 @@ def of(run: Run, facts: ModelFacts, gpu: Gpu, tp: int, hosts: int = 1) -> Servin
         tp=tp,
         hosts=hosts,
         expert_parallel=spreads_experts(run, facts, tp),
-        quantized=evaluate.quantization is not None,
+        quantized=serving.rounding(run) is not None,
         byte=byte,
         adapter=run.adapter if evaluate.adapter == "unmerged" else None,
         sequences=sequences,
@@ -131,8 +131,9 @@ def with_layout(run: Run, chosen: Serving) -> Run:
 
 def unsupported(run: Run, gpu: Gpu) -> list[str]:
     """Lines for settings of the evaluation that this kind of GPU cannot do."""
-    if run.evaluate.quantization and gpu.cuda and gpu.capability < serving.FP8:
-        return [f"evaluate.quantization is {run.evaluate.quantization}, which {gpu.name} does not compute; null"]
+    if serving.rounding(run) and gpu.cuda and gpu.capability < serving.FP8:
+        key = "evaluate.quantization" if run.evaluate.quantization else "export.quantization"
+        return [f"{key} is {serving.rounding(run)}, which {gpu.name} does not compute; null"]
     return []
 
 

@@ -117,8 +117,17 @@ def test_another_tokenizer_than_that_of_the_training_is_refused(served, model, t
         served(other)
 
 
+def test_a_quantised_base_is_unpacked_beneath_its_adapter(served, model, tmp_path):
+    (model / "config.json").write_text('{"quantization_config": {"quant_method": "fp8"}}')
+    (tmp_path / "adapter_config.json").write_text('{"r": 8}')
+    save_file({"layers.0.up_proj.lora_A.weight": torch.zeros(8, 4)}, tmp_path / "adapter_model.safetensors")
+    found = served(adapter=str(tmp_path))
+    assert (found["--load-format"], found["--hf-overrides"]) == ("unpacked", '{"quantization_config": null}')
+
+
 @pytest.mark.parametrize("experts", [False, True])
-def test_an_adapter_is_asked_for_by_the_name_and_the_base_by_another(served, tmp_path, experts):
+def test_an_adapter_is_asked_for_by_the_name_and_the_base_by_another(served, model, tmp_path, experts):
+    (model / "config.json").write_text("{}")
     layer = "mlp.experts" if experts else "mlp.up_proj"
     (tmp_path / "adapter_config.json").write_text('{"r": 20}')
     weights = {f"base_model.model.model.layers.0.{layer}.lora_A.weight": torch.zeros(20, 4)}

@@ -11,9 +11,11 @@ from safetensors.torch import save_file
 
 from conf.model_files import quantization
 from conf.model_files.quantization import OF_TINY, Packed
+from conf.rules import conversion
 from contract.faults import Fault
 from trainer import convert
-from trainer.weights import pack, released, released_tensors, unpack
+from trainer.weights import released, released_tensors
+from trainer.weights.quantised import pack, unpack
 
 EVERY_CODE = torch.tensor([code for code in range(256) if code & 0x7F != 0x7F], dtype=torch.uint8)
 WEIGHT = "model.layers.0.mlp.up_proj.weight"
@@ -216,6 +218,14 @@ def test_formats_that_are_not_read_are_refused_in_a_line(described, said):
     with pytest.raises(ValueError, match=re.escape(said)) as error:
         quantization.scheme({"quantization_config": described})
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(("form", "said"), [("int4", "would be lost in the 4 bits"), ("", "is not quantised")])
+def test_a_format_that_a_merged_model_cannot_have_is_refused_in_a_line(form, said):
+    config = {"quantization_config": OF_TINY[form]} if form else {}
+    assert said in conversion.unwritable(config, "as_released")
+    assert conversion.unwritable(config, None) == ""
+    assert conversion.unwritable({"quantization_config": OF_TINY["fp8"]}, "as_released") == ""
 
 
 def trained(scheme_of: str, by: float):

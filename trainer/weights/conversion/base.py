@@ -28,6 +28,7 @@ class Conversion:
 
     def __init__(self, run: Run, bridge, model: released.Model):
         self.model, self.bridge = model, bridge
+        megatron_tensors.show_weights(bridge, model)
         self.chunks = megatron_tensors.build(_provider(run, bridge))
         wanted = coverage.demand(bridge, self.chunks)
         left_out = set() if run.model.mtp else released.of_mtp(model)

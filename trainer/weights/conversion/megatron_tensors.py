@@ -15,6 +15,7 @@ from unittest import mock
 
 import torch
 from megatron.bridge.models.conversion.utils import unwrap_model
+from megatron.bridge.models.hf_pretrained.state import StateDict
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.models.common.embeddings import YarnRotaryEmbedding
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
@@ -57,6 +58,12 @@ def build(provider) -> list:
         chunks = provider.provide_distributed_model(wrap_with_ddp=False)
     provider.init_model_with_meta_device = False  # of the checkpoint's own description
     return chunks
+
+
+def show_weights(bridge, model: Model) -> None:
+    """Show Bridge the names of weights, where the release has codes by others: it leaves out what is not there."""
+    if model.packed:
+        bridge.hf_pretrained._state_dict_accessor = StateDict(dict.fromkeys(model.weights))
 
 
 def tasks(bridge, chunks: list) -> dict:

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 import torch
 
 from conf.model_files.quantization import Packed, Scheme
-from trainer.weights.unpack import spans, spread
+from trainer.weights.quantised.unpack import spans, spread
 
 FP8 = torch.finfo(torch.float8_e4m3fn)
 MANTISSA, LOWEST = 3, -6  # bits of FP8's mantissa, and the exponent below which codes no longer come closer
