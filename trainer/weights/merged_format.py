@@ -92,14 +92,15 @@ def _layout(model: Model, file: str) -> tuple[bytes, dict[str, Entry]]:
     of_codes = {one.codes: name for name, one in model.packed.items()}
     names = [of_codes.get(name, name) for name in old]
     shapes = {name: (one.dtype, one.shape) for name in names if (one := model.weights.get(name))}
-    header, start = {"__metadata__": {"format": "pt"}}, 0
+    header: dict[str, dict] = {"__metadata__": {"format": "pt"}}
+    places, start = {}, 0
     for name, (dtype, shape) in shapes.items():
-        end = start + prod(shape) * safetensors_header.BITS[dtype] // 8
-        header[name], start = {"dtype": dtype, "shape": list(shape), "data_offsets": [start, end]}, end
+        places[name] = start, start + prod(shape) * safetensors_header.BITS[dtype] // 8
+        header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [*places[name]]}
+        _, start = places[name]
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     whole = struct.pack("<Q", len(text)) + text
-    places = {name: header[name]["data_offsets"] for name in shapes}
     return whole, {
         name: Entry(*shapes[name], file, len(whole) + begin, end - begin) for name, (begin, end) in places.items()
     }
