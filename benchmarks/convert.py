@@ -178,13 +178,15 @@ def measure(work: Path, size: float, processes: int, bridge: bool) -> None:
         took = timed(command("convert"), log)
         start = timed(command("convert"), log).seconds  # all is there
         show(f"convert ({state})", took, copy, start)
-        ready(model), ready(base)
+        ready(base)
+        ready(model)
         shutil.rmtree(work / "export", ignore_errors=True)
         show(f"export ({state})", timed(command("export", "export.checkpoint=base"), log), copy, start)
         shutil.rmtree(work / "export")
         if bridge:
             for what in ("import", "export"):
-                ready(model), ready(base)
+                ready(base)
+                ready(model)
                 target = work / "bridge" / what
                 asked = [str(model), str(target if what == "import" else base), str(target)]
                 show(f"Bridge's {what} ({state})", timed([sys.executable, "-c", BRIDGE, what, *asked], log), copy)

@@ -6,7 +6,7 @@ made of, and how. Both are asked, and nothing is written down here a second time
 rows are those of released tensors, one after another, is read by rows, so a part of it costs no more than the part.
 """
 
-# pyright: reportArgumentType=false, reportAttributeAccessIssue=false
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportOptionalMemberAccess=false
 
 import os
 from collections.abc import Iterator, Mapping
@@ -212,10 +212,8 @@ def _cut(tensor: ShardedTensor, name: str) -> Iterator[Piece]:
     count = -(-data.nbytes // AT_ONCE) if data.ndim > 1 else 1
     step = -(-data.shape[0] // count) if count > 1 else 0
     for part in data.split(step) if step else [data]:
-        moved = (part.storage_offset() - data.storage_offset()) // max(1, data.stride(0)) if step else 0
-        place = list(offset)
-        if step:
-            place[before] += moved
+        moved = int(part.storage_offset() - data.storage_offset()) // max(1, data.stride(0)) if step else 0
+        place = [*offset[:before], offset[before] + moved, *offset[before + 1 :]] if step else list(offset)
         box = ChunkStorageMetadata(torch.Size(place), torch.Size((1,) * before + tuple(part.shape)))
         written = TensorWriteData(box, TensorProperties(dtype=tensor.dtype), torch.Size(tensor.global_shape))
         item = WriteItem(MetadataIndex(tensor.key, box.offsets), WriteItemType.SHARD, tensor_data=written)
