@@ -112,6 +112,7 @@ def test_what_was_begun_of_another_base_is_not_gone_on_with(converted, tmp_path)
 
 
 @slow
+@pytest.mark.timeout(1800)
 def test_killed_at_any_moment_it_makes_the_same_bytes(converted, tmp_path):
     two, base, start = "layout.gpus_per_node=2", tmp_path / "base", time.monotonic()
     assert converted("glm4-moe-mtp", "undisturbed", two).code == 0
