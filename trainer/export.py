@@ -5,8 +5,8 @@
 
 Reads the released model, the base made from it (trainer.convert) and a checkpoint (trainer.train, or the base itself).
 Writes <paths.export>/merged, the released checkpoint with what was trained, for any server; <paths.export>/adapter, for
-PEFT; and complete.json. The checkpoint may come from any layout. No model is built and no GPU is used: files are
-written one after another, one weight in memory at a time.
+PEFT; and complete.json. The checkpoint may come from any layout. No model is built and no GPU is used: a process writes
+its files one after another, a few weights at a time.
 
 Nothing is exported if a trained tensor has no place in the released model, or a released one nothing to fill it; nor if
 a tensor of the checkpoint is not the one that training had in memory when it saved, or is left unused.
@@ -28,12 +28,14 @@ from trainer.weights.released import enumerate_names
 
 def main(run: Run) -> None:
     device.start()
+    import torch
     from torch import distributed
 
     from trainer.weights import as_released as format_of_release
     from trainer.weights import peft_format
     from trainer.weights.trained import find
 
+    torch.set_num_threads(1)  # weights are small: several are merged side by side, each by a thread of its own
     distributed.init_process_group("gloo")
     target = Path(run.paths.export)
     with megatron_to(Path(run.paths.logs)):
@@ -113,11 +115,14 @@ def _write(run: Run, trained, formats: tuple[str, ...], partial: Path) -> dict:
         as_released = run.export.quantization == "as_released"
         rounding = format_of_release.Rounding(trained)
         files = trained.model.files() if as_released else merged_format.files(trained.model)
-        for file in files[atomic_folder.rank() :: atomic_folder.ranks()]:
+        files = files[atomic_folder.rank() :: atomic_folder.ranks()]
+        for number, file in enumerate(files, 1):
             if as_released:
                 format_of_release.write_file(rounding, file, partial / "merged")
             else:
                 merged_format.write_file(trained, file, partial / "merged")
+            if len(files) > 1:
+                say(f"export: {number} of {len(files)} files are written and read back")
         if as_released:
             facts["rounding"] = format_of_release.lost(atomic_folder.gather(rounding.losses))
         if atomic_folder.rank() == 0:

@@ -1,7 +1,7 @@
 """Run the whole flow of a 10 GB model on this host's GPU, and check that each stage ends and has the GPU alone.
 
     benchmarks/gpu/run whole_flow.py OUT                                     about 5 minutes on one H200, 35 GB of disk
-    benchmarks/gpu/run whole_flow.py OUT --auto                              `layout: auto`, and no other key of a layout
+    benchmarks/gpu/run whole_flow.py OUT --auto                              its layout left to the plan
     benchmarks/gpu/run whole_flow.py OUT --preset NAME --layers 8            a configuration of conf/, unchanged
     python benchmarks/gpu/whole_flow.py OUT --size tiny --work FOLDER        rehearses it on a CPU in 3 minutes
 

@@ -1,9 +1,9 @@
 """Writer of the merged model: the released checkpoint with the trained weights, in the same files, names and types.
 
-Each file keeps its header, byte by byte, so every tensor keeps its shape and lies where it lay. One weight at a time is
-in memory. Once a file is written it is read back: a weight that was not trained must have the released checksum, a
-merged weight must be what the adapter's factors give when multiplied once more, a new value must be the one written,
-and nothing may be infinite or not a number.
+Each file keeps its header, byte by byte, so every tensor keeps its shape and lies where it lay. Small weights are
+merged side by side, a large one by itself, so that little is in memory. Once a file is written it is read back: a
+weight that was not trained must have the released checksum, a merged weight must be what the adapter's factors give
+when multiplied once more, a new value must be the one written, and nothing may be infinite or not a number.
 
 Weights of a quantised release are unpacked: a file then has a header of its own, with the same weights in the same
 order and no scales. Configuration, tokenizer and chat template are copied, and config.json without quantization_config;
@@ -14,8 +14,11 @@ the model card is not: it describes another model.
 
 import hashlib
 import json
+import os
 import shutil
 import struct
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from math import prod
 from pathlib import Path
 
@@ -29,6 +32,8 @@ from trainer.weights.trained import Trained
 
 NOT_COPIED = {".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".md"}
 READABLE = 0o644  # safetensors makes files that only their owner can read
+AT_ONCE = 64 * 2**20  # bytes of weights that are merged side by side
+THREADS = max(1, min(8, (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
 
 
 def files(model: Model) -> list[str]:
@@ -41,22 +46,25 @@ def write_file(trained: Trained, file: str, folder: Path) -> None:
     target = folder / file
     target.parent.mkdir(parents=True, exist_ok=True)
     written: dict[str, str] = {}
-    with (trained.model.folder / file).open("rb") as old, target.open("wb") as new:
+    with (
+        (trained.model.folder / file).open("rb") as old,
+        target.open("wb") as new,
+        ThreadPoolExecutor(THREADS) as pool,
+    ):
         new.write(header)
-        for name, entry in entries.items():
-            assert new.tell() == entry.start, f"{file}: {name} does not follow the tensor before it"
-            tensor = trained.tensor(name)
-            if tensor is None and name not in trained.model.packed:
-                released.copy(old, new, trained.model.tensors[name])
-                continue
-            if tensor is None:
-                tensor = released_tensors.read(trained.model, name)
-            assert tensor.shape == entry.shape, f"{name}: {tensor.shape} is not the released {entry.shape}"
-            if trained.copies.get(name, name) not in trained.adapters:
-                written[name] = (
-                    hashlib.sha256(as_bytes(tensor)).hexdigest() if tensor.isfinite().all() else "not finite"
-                )
-            new.write(as_bytes(tensor))
+        for batch in _batches(entries):
+            for name, tensor in zip(batch, pool.map(lambda name: _changed(trained, name), batch), strict=True):
+                entry = entries[name]
+                assert new.tell() == entry.start, f"{file}: {name} does not follow the tensor before it"
+                if tensor is None:
+                    released.copy(old, new, trained.model.tensors[name])
+                    continue
+                assert tensor.shape == entry.shape, f"{name}: {tensor.shape} is not the released {entry.shape}"
+                if trained.copies.get(name, name) not in trained.adapters:
+                    written[name] = (
+                        hashlib.sha256(as_bytes(tensor)).hexdigest() if tensor.isfinite().all() else "not finite"
+                    )
+                new.write(as_bytes(tensor))
     target.chmod(READABLE)
     _check_file(trained, target, entries, written)
 
@@ -117,8 +125,30 @@ def _describe_unpacked(model: Model, folder: Path) -> None:
         (folder / weights.INDEX).write_text(json.dumps(index, indent=2) + "\n")
 
 
+def _batches(entries: dict[str, Entry]) -> Iterator[list[str]]:
+    """Cut a file's weights into groups that fit into memory together, however large one of them is."""
+    batch, size = [], 0
+    for name, entry in entries.items():
+        if batch and size + entry.size > AT_ONCE:
+            yield batch
+            batch, size = [], 0
+        batch.append(name)
+        size += entry.size
+    yield batch
+
+
+def _changed(trained: Trained, name: str) -> torch.Tensor | None:
+    """The weight as it has to be written; None for one that is copied from the release, byte by byte."""
+    tensor = trained.tensor(name)
+    return released_tensors.read(trained.model, name) if tensor is None and name in trained.model.packed else tensor
+
+
 def _check_file(trained: Trained, target: Path, entries: dict[str, Entry], written: dict[str, str]) -> None:
-    wrong = [name for name, entry in entries.items() if not _is_right(trained, target, name, entry, written)]
+    wrong = []
+    with ThreadPoolExecutor(THREADS) as pool:
+        for batch in _batches(entries):
+            right = pool.map(lambda name: _is_right(trained, target, name, entries[name], written), batch)
+            wrong += [name for name, fine in zip(batch, right, strict=True) if not fine]
     edited = [name for name in wrong if not is_released(trained, trained.copies.get(name, name))]
     if edited:
         raise changed(trained, edited)

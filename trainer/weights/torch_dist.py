@@ -2,13 +2,16 @@
 
 Such a checkpoint holds each tensor whole, under a name that does not depend on the layout it was saved at, in pieces
 that do. Layers that are all alike are stacked into one tensor, and so are the experts of a layer; read() touches only
-the pieces that a layer or an expert needs, so memory stays that of one weight matrix. Megatron's own loader would want
+the bytes that a layer or an expert needs, so memory stays that of one weight matrix. Megatron's own loader would want
 the model first, in memory, at some layout.
 
 The optimizer's tensors, random states and Transformer Engine's _extra_state are left aside.
 
 Where training has left digests of what it had in memory (trainer/weights/digests.py), every weight that is read is
 held against its own: a weight that is missing, of another layer, of another step or put together wrongly is named.
+Without them the archive's checksum is all there is, and a piece is read whole.
+
+Weights may be read from several threads.
 """
 
 import io
@@ -24,7 +27,8 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 
 from contract import regular_files
 from contract.faults import Fault
-from trainer.weights import digests
+from trainer.weights import digests, mapped_piece
+from trainer.weights.mapped_piece import Layout
 from trainer.weights.released import enumerate_names
 
 NOT_WEIGHTS = re.compile(r"^(optimizer|rng_state|common_state|rerun_state_machine_state)\b|_extra_state")
@@ -50,6 +54,7 @@ class Stored:
     places: dict[str, Place]  # by Megatron's name; of an expert's weight as in a grouped layer: ...linear_fc1.weight7
     in_memory: dict | None = None  # what digests.read() gives
     seen: set[str] = field(default_factory=set)  # names of the weights that were read
+    layouts: dict[tuple, Layout] = field(default_factory=dict)  # of the pieces that were read
 
     @property
     def digests(self) -> dict[str, str]:
@@ -87,8 +92,8 @@ def read(stored: Stored, place: Place) -> torch.Tensor:
     whole = torch.empty(place.shape, dtype=place.dtype)
     filled = 0
     for chunk in place.chunks:
-        piece = _load(stored, place.key, chunk.offsets)
-        piece = piece[tuple(i - start for i, start in zip(place.index, chunk.offsets, strict=False))]
+        index = tuple(i - start for i, start in zip(place.index, chunk.offsets, strict=False))
+        piece = _load(stored, place.key, chunk.offsets, index)
         target = tuple(slice(o, o + n) for o, n in zip(chunk.offsets[depth:], chunk.sizes[depth:], strict=True))
         whole[target] = piece
         filled += piece.numel()
@@ -134,15 +139,19 @@ def _places(key: str, stored: TensorStorageMetadata):
         yield name, Place(name, key, index, tuple(stored.size)[count:], stored.properties.dtype, tuple(pieces))
 
 
-def _load(stored: Stored, key: str, offsets) -> torch.Tensor:
+def _load(stored: Stored, key: str, offsets, index: tuple[int, ...]) -> torch.Tensor:
+    """Read what a stored piece has at this index of layer and expert."""
     place = stored.metadata.storage_data.get(MetadataIndex(key, offsets))
     if place is None:
         raise Fault(f"{stored.folder}: {key}: the piece at {tuple(offsets)} is in no file")
     path = stored.folder / place.relative_path
     with regular_files.open_regular(path) as f:
-        f.seek(place.offset)
-        content = f.read(place.length)
-    try:
-        return torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
-    except Exception as error:  # of any kind, as zipfile and pickle raise
-        raise Fault(f"{path}: damaged where {key} lies ({type(error).__name__}); take another checkpoint") from None
+        try:
+            if not stored.digests:
+                f.seek(place.offset)
+                return torch.load(io.BytesIO(f.read(place.length)), map_location="cpu", weights_only=True)[index]
+            if (layout := stored.layouts.get((key, *offsets))) is None:
+                layout = stored.layouts[key, *offsets] = mapped_piece.layout(f, place.offset, place.length)
+            return mapped_piece.read(f, layout, index)
+        except Exception as error:  # of any kind, as zipfile, pickle and mmap raise
+            raise Fault(f"{path}: damaged where {key} lies ({type(error).__name__}); take another checkpoint") from None

@@ -1,0 +1,81 @@
+"""A part of a tensor that torch.save wrote somewhere in a file, read without the rest of it.
+
+A stored piece holds the weights of all experts of a layer, and reading it whole for each of them would read it as many
+times as there are experts. Only its header is loaded; the numbers asked for are copied from the mapped file.
+torch's own mapping wants a file of one tensor. The checksum of the zip archive around it is not looked at: whoever
+reads has another.
+"""
+
+import mmap
+from dataclasses import dataclass
+from typing import BinaryIO
+
+import torch
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where a stored tensor's numbers lie, counted from the beginning of the file, and in which order."""
+
+    start: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    first: int  # number of its first element in its storage
+
+    @property
+    def elements(self) -> int:
+        return self.first + 1 + sum((n - 1) * step for n, step in zip(self.shape, self.stride, strict=True))
+
+
+class _Window:
+    """A file from `start` on, `length` bytes long, as torch reads it."""
+
+    def __init__(self, file: BinaryIO, start: int, length: int):
+        self.file, self.start, self.length, self.at = file, start, length, 0
+
+    def seek(self, to: int, whence: int = 0) -> int:
+        self.at = to + (0, self.at, self.length)[whence]
+        return self.at
+
+    def tell(self) -> int:
+        return self.at
+
+    def read(self, count: int = -1) -> bytes:
+        self.file.seek(self.start + self.at)
+        found = self.file.read(min(count, self.length - self.at) if count >= 0 else self.length - self.at)
+        self.at += len(found)
+        return found
+
+    def readinto(self, target: memoryview) -> int:
+        found = self.read(len(target))
+        target[: len(found)] = found
+        return len(found)
+
+
+def layout(file: BinaryIO, start: int, length: int) -> Layout:
+    """Read the header of the tensor that lies there. Raises what torch raises for anything else."""
+    window = _Window(file, start, length)
+    offset = torch._C.PyTorchFileReader(window).get_record_offset("data/0")
+    window.seek(0)
+    tensor = torch.load(window, map_location="meta", weights_only=True)  # no storage is read for this device
+    found = Layout(start + offset, tensor.dtype, tuple(tensor.shape), tensor.stride(), tensor.storage_offset())
+    if offset + found.elements * found.dtype.itemsize > length:
+        raise ValueError("the numbers do not lie in the archive")
+    return found
+
+
+def read(file: BinaryIO, layout: Layout, index: tuple[int, ...]) -> torch.Tensor:
+    """Copy the part of the tensor at this index of its first dimensions."""
+    first = layout.first + sum(i * step for i, step in zip(index, layout.stride, strict=False))
+    shape, stride = layout.shape[len(index) :], layout.stride[len(index) :]
+    count = 1 + sum((n - 1) * step for n, step in zip(shape, stride, strict=True))
+    size = layout.dtype.itemsize
+    begin = layout.start + first * size
+    page = begin - begin % mmap.ALLOCATIONGRANULARITY
+    # A private mapping may be written to, so that torch does not warn; it goes with the copy made.
+    with mmap.mmap(file.fileno(), begin - page + count * size, access=mmap.ACCESS_COPY, offset=page) as mapped:
+        flat = torch.frombuffer(mapped, dtype=layout.dtype, count=count, offset=begin - page)
+        found = flat.as_strided(shape, stride).clone()
+        del flat
+    return found
