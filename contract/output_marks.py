@@ -265,7 +265,8 @@ def _beside(folder: Path, kind: Kind) -> list[str]:
     mark = _holds(folder / kind.mark, kind.keys)
     if not mark or (folder / MARKER).exists():
         return []  # half-made: what is to come in there is not known yet
-    listed = {*mark["files"], kind.mark, f"{kind.mark}{PARTIAL}"}
+    files = mark["files"] if isinstance(mark["files"], list | dict) else ()  # of a damaged mark: nothing is known
+    listed = {kind.mark, f"{kind.mark}{PARTIAL}", *(name for name in files if isinstance(name, str))}
     found = []
     for here, _, names in os.walk(folder):
         found += [os.path.relpath(os.path.join(here, name), folder) for name in names]

@@ -265,6 +265,7 @@ def test_what_was_found_by_hand_is_refused_in_a_line(damaged, damage):
 @given(LISTS)
 @example([Raw(RUN, b"a: !!int ''")])
 @example([Raw(RUN, b"hardware: {gpu: ./model.yaml}")])
+@example([Set("base/complete.json", ("files",), None)])
 @pytest.mark.timeout(1200, method="thread")
 def test_no_damage_ends_in_a_stack_trace_a_hang_or_a_changed_file(damaged, damage):
     damaged(damage)

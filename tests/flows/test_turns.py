@@ -65,9 +65,10 @@ class Toys:
         return name in self.spans()
 
     def together(self) -> set[tuple[str, str]]:
-        """Stages for GPUs that ran at one time."""
+        """Stages for GPUs that ran at one time, by name."""
         spans = [(begin, end, name) for name in ON_GPUS for begin, end in self.spans().get(name, [])]
-        return {(a[2], b[2]) for a in spans for b in spans if a < b and b[0] < a[1]}
+        both = [(a[2], b[2]) for a in spans for b in spans if a < b and b[0] < a[1]]
+        return {(min(pair), max(pair)) for pair in both}
 
     def mlflow(self, flow: str) -> dict[str, tuple[str, str]]:
         """Status and reason of MLflow's runs of a flow run, by stage; "" is the flow's own."""

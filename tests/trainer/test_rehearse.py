@@ -226,7 +226,9 @@ def test_command_refuses_in_one_line(override, line):
     ],
 )
 def test_a_twin_takes_real_steps(cut, line):
-    code, text = command("glm47", *cut.split(), "model.mtp=false", "train.global_batch=32", "--steps", "2")
+    code, text = command(
+        "glm47-as-documented", *cut.split(), "model.mtp=false", "train.global_batch=32", "--steps", "2"
+    )
     assert code == 0, text
     assert text.startswith(line) and text.splitlines()[0].count(",") == 1
 
@@ -239,7 +241,7 @@ PRESETS = ("llama31-70b", "llama31-405b", "glm47", "glm47-b200", "qwen3-235b", "
 def test_every_preset_has_a_twin(name):
     code, text = command(name, "--steps", "2")
     assert code == 0, text
-    assert text.startswith("twin on 8 processes (") and text.splitlines()[-1].startswith("equal: ")
+    assert text.startswith("twin on ") and text.splitlines()[-1].startswith("equal: ")
 
 
 @pytest.mark.parametrize(
