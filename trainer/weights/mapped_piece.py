@@ -6,9 +6,10 @@ torch's own mapping wants a file of one tensor. The checksum of the zip archive 
 reads has another.
 """
 
+import io
 import mmap
 from dataclasses import dataclass
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import torch
 
@@ -28,35 +29,38 @@ class Layout:
         return self.first + 1 + sum((n - 1) * step for n, step in zip(self.shape, self.stride, strict=True))
 
 
-class _Window:
-    """A file from `start` on, `length` bytes long, as torch reads it."""
+class _Window(io.RawIOBase):
+    """A file from `start` on, `length` bytes long, as if it were all of it."""
 
     def __init__(self, file: BinaryIO, start: int, length: int):
         self.file, self.start, self.length, self.at = file, start, length, 0
 
-    def seek(self, to: int, whence: int = 0) -> int:
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, to: int, whence: int = io.SEEK_SET) -> int:
         self.at = to + (0, self.at, self.length)[whence]
         return self.at
 
     def tell(self) -> int:
         return self.at
 
-    def read(self, count: int = -1) -> bytes:
+    def readinto(self, buffer: Any) -> int:
         self.file.seek(self.start + self.at)
-        found = self.file.read(min(count, self.length - self.at) if count >= 0 else self.length - self.at)
+        found = self.file.read(min(len(buffer), max(0, self.length - self.at)))
+        buffer[: len(found)] = found
         self.at += len(found)
-        return found
-
-    def readinto(self, target: memoryview) -> int:
-        found = self.read(len(target))
-        target[: len(found)] = found
         return len(found)
 
 
 def layout(file: BinaryIO, start: int, length: int) -> Layout:
     """Read the header of the tensor that lies there. Raises what torch raises for anything else."""
-    window = _Window(file, start, length)
-    offset = torch._C.PyTorchFileReader(window).get_record_offset("data/0")
+    window: Any = io.BufferedReader(_Window(file, start, length))
+    archive: Any = torch._C.PyTorchFileReader(window)
+    offset = archive.get_record_offset("data/0")
     window.seek(0)
     tensor = torch.load(window, map_location="meta", weights_only=True)  # no storage is read for this device
     found = Layout(start + offset, tensor.dtype, tuple(tensor.shape), tensor.stride(), tensor.storage_offset())
