@@ -4,7 +4,7 @@ of_megatron(run, checkpoint, rows, out) is for a forked rank, and writes a file.
 by_vllm(run, rows) start a process of their own: Megatron's must not import PEFT (trainer/patches/import_fixes.py).
 """
 
-# pyright: reportArgumentType=false
+# pyright: reportArgumentType=false, reportOptionalCall=false
 
 import multiprocessing
 import os

@@ -65,7 +65,7 @@ def parts(registry, name: str) -> list[Part] | None:
     if type(mapping) in PLAIN and turned in (None, TURNED):
         return [Part(mapping.hf_param, None, turned == TURNED)]
     if isinstance(mapping, param_mapping.ConcatenatedQKVMapping) and turned in (None, TURNED):
-        return [Part(mapping.hf_param, "qkv", turned == TURNED)]
-    if type(mapping) in SPLIT:
+        return [Part(str(mapping.hf_param), "qkv", turned == TURNED)]
+    if type(mapping) in SPLIT and isinstance(mapping.hf_param, dict):
         return [Part(released, role) for role, released in mapping.hf_param.items()]
     raise Fault(f"{name}: {type(mapping).__name__} is a mapping that export does not know")

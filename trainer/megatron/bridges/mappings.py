@@ -1,6 +1,6 @@
 """Mappings that Megatron-Bridge lacks: of matrices stored transposed, and of a vocabulary that Megatron pads."""
 
-# pyright: reportOptionalMemberAccess=false, reportArgumentType=false
+# pyright: reportOptionalMemberAccess=false, reportArgumentType=false, reportIndexIssue=false, reportCallIssue=false
 
 import torch
 from megatron.bridge.models.conversion.param_mapping import AutoMapping, ConcatenatedQKVMapping
