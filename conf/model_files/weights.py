@@ -4,6 +4,7 @@ The two must agree, tensor by tensor: else who loads by the index has other tens
 are followed: the Hub's cache is made of them.
 """
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from contract import json_object, regular_files
 from contract.faults import Fault
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+LAYER = re.compile(r"(model\.layers|(?:transformer\.)?h)\.(\d{1,6})\.")  # GPT-2's releases have two names for it
 
 
 @dataclass(frozen=True)
@@ -44,6 +46,12 @@ def tensors(folder: Path) -> dict[str, Entry]:
     if not found:
         raise Fault(f"{folder}: its files hold no tensor; download them again")
     return found
+
+
+def layer_of(name: str) -> int | None:
+    """Number of the layer that a tensor belongs to, by its name."""
+    match = LAYER.match(name)
+    return int(match[2]) if match else None
 
 
 def index(path: Path, shown: str = "") -> dict[str, str]:

@@ -115,6 +115,20 @@ def test_a_key_of_config_json_that_is_wrong_is_named(model, key, value, what):
 
 
 @pytest.mark.parametrize(
+    "key, value, what",
+    [
+        ("n_layer", 3, "n_layer is 3, but the weights have 2 layers"),
+        ("n_embd", 32, "vocab_size is 48 and n_embd 32, but transformer.wte.weight is [48, 16]"),
+    ],
+)
+def test_gpt2_has_names_of_its_own(tmp_path, key, value, what):
+    small_model.write(tmp_path / "model", small_model.GPT2)
+    assert released_model.check_released(tmp_path / "model")[1].layers == 2
+    change(tmp_path / "model", CONFIG, lambda config: config | {key: value})
+    assert refused(tmp_path / "model").endswith(what)
+
+
+@pytest.mark.parametrize(
     "text, what",
     [
         (b"[" * 200_000, "nested too deeply"),

@@ -26,21 +26,32 @@ CONFIG: dict[str, Any] = tiny_models.KINDS["qwen3-moe"] | {
     "pad_token_id": 1,
     "dtype": "bfloat16",
 }
+GPT2: dict[str, Any] = tiny_models.KINDS["gpt2"] | {
+    "n_layer": 2,
+    "n_embd": 16,
+    "n_head": 2,
+    "n_positions": 64,
+    "vocab_size": 48,
+    "eos_token_id": 0,
+    "bos_token_id": None,
+    "pad_token_id": 1,
+    "dtype": "bfloat16",
+}
 SHARDS = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
 SPECIAL = ("<|endoftext|>", "<|pad|>")
 LETTERS = "abcdefghijklmnopqrstuvwxyz .:?0123456789"
 
 
-def write(folder: Path) -> None:
+def write(folder: Path, config: dict[str, Any] = CONFIG) -> None:
     folder.mkdir(parents=True)
-    shapes = tiny_models.model_shapes(CONFIG)
+    shapes = tiny_models.model_shapes(config)
     names = list(shapes)
     parts = dict(zip(SHARDS, (names[: len(names) // 2], names[len(names) // 2 :]), strict=True))
     for shard, part in parts.items():
         header, content = tensors({name: shapes[name] for name in part})
         write_shard(folder / shard, header, content)
     index = {"metadata": {}, "weight_map": {name: shard for shard, part in parts.items() for name in part}}
-    files = {"config.json": CONFIG, "model.safetensors.index.json": index}
+    files = {"config.json": config, "model.safetensors.index.json": index}
     files |= {"tokenizer.json": tokenizer(), "tokenizer_config.json": settings()}
     files["special_tokens_map.json"] = {"eos_token": SPECIAL[0], "pad_token": {"content": SPECIAL[1]}}
     for name, value in files.items():

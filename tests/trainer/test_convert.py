@@ -82,6 +82,25 @@ def rewrite(model: Path, change) -> None:
     save_file(tensors, model / "model.safetensors")
 
 
+def as_openai_names_them(tensors):
+    for name in [*tensors]:
+        tensors[name.removeprefix("transformer.")] = tensors.pop(name)
+
+
+def test_gpt2_of_openai_names_is_converted_and_compared_and_comes_back(start, tmp_path):
+    tiny_models.make_model("gpt2", tmp_path / "model")
+    rewrite(tmp_path / "model", as_openai_names_them)
+    converted = start("convert", "gpt2", "train.precision=bf16", "model.compare=true")
+    assert converted.code == 0, converted.output
+    differences = json.loads((tmp_path / "base/layers.json").read_text())["differences"]
+    assert [*differences] == ["h.0", "the logits"] and max(differences.values()) < 1e-5
+    exported = start("export", "gpt2")
+    assert exported.code == 0, exported.output
+    found = load_file(tmp_path / "export/merged/model.safetensors")
+    released = load_file(tmp_path / "model/model.safetensors")
+    assert found.keys() == released.keys() and all(found[name].equal(released[name]) for name in found)
+
+
 def extra(tensors):
     tensors["model.layers.0.self_attn.q_norm.weight"] = tensors["model.norm.weight"].clone()
 

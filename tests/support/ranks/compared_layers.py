@@ -90,6 +90,23 @@ def swapped_norms(patch: Patch) -> None:
     _swap(patch, "model.layers.0", "input_layernorm", "post_attention_layernorm")
 
 
+def swapped_norms_of_gpt2(patch: Patch) -> None:
+    _swap(patch, "transformer.h.0", "ln_1", "ln_2")
+
+
+def turned_matrix_of_gpt2(patch: Patch) -> None:
+    """Have transformers be given the matrix that has as many rows as columns as it is not stored."""
+    from trainer.weights.conversion import same_function
+
+    read = same_function.released_tensors.read
+
+    def turned(model, name: str):
+        tensor = read(model, name)
+        return tensor.t().contiguous() if name == "transformer.h.0.attn.c_proj.weight" else tensor
+
+    patch.setattr(same_function, "released_tensors", SimpleNamespace(read=turned))
+
+
 def swapped_gate_and_up(patch: Patch) -> None:
     _swap(patch, "model.layers.1", "mlp.shared_experts.gate_proj", "mlp.shared_experts.up_proj")
 

@@ -21,11 +21,14 @@ FAULTS = [
     ("glm4-moe-mtp", "no_routing_scale", "model.layers.1 (moe)"),
     ("glm4-moe-mtp", "swapped_norms_of_mtp", "model.layers.4 (multi-token prediction)"),
     ("qwen3-moe", "unnormalised_experts", "model.layers.0 (moe)"),
+    ("gpt2", "swapped_norms_of_gpt2", "transformer.h.0 (dense)"),
+    ("gpt2", "turned_matrix_of_gpt2", "transformer.h.0 (dense)"),
 ]
 SOUND = {
     "llama": ["model.layers.0", "the logits"],
     "glm4-moe-mtp": ["model.layers.0", "model.layers.1", "model.layers.4", "the logits"],
     "qwen3-moe": ["model.layers.0", "the logits"],
+    "gpt2": ["transformer.h.0", "the logits"],
 }
 # Keys of config.json that Bridge reads, or drops, which conf/rules/function.py refuses beforehand.
 TRAPS = {
@@ -42,6 +45,7 @@ TRAPS = {
 
 MEMORY = ["little_memory", "no_memory"]
 QUICK = ("glm4-moe-mtp", "glm4-moe-mtp permuted_experts", "glm4-moe-mtp swapped_norms_of_mtp")
+QUICK += ("gpt2 swapped_norms_of_gpt2",)
 
 
 def case(name: str):

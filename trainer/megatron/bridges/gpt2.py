@@ -8,6 +8,7 @@ embedding of zeros, would be 0, where those of GPT-2's tokens are around -40. Th
 
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 import torch
 from megatron.bridge.models.conversion.mapping_registry import MegatronMappingRegistry
@@ -18,6 +19,7 @@ from megatron.core import parallel_state
 from megatron.core.models.gpt.gpt_model import GPTModel
 from transformers import GPT2LMHeadModel
 
+from conf.model_files import weights
 from trainer.megatron.bridges.mappings import PaddedVocabularyMapping, TransposedQKVMapping
 from trainer.patches import head_models
 
@@ -122,6 +124,6 @@ class GPT2Bridge(MegatronModelBridge):
 
     def _root(self) -> str:
         """Prefix of names: that of the class, or "" as in OpenAI's own releases."""
-        state = getattr(getattr(self, "hf_pretrained", None), "state", None)
-        source = getattr(state, "source", None)
-        return "" if source is not None and source.has_glob("wte.weight") else "transformer."
+        folder = Path(self.hf_config._name_or_path)
+        has_weights = any((folder / name).is_file() for name in (weights.SINGLE, weights.INDEX))
+        return "" if has_weights and "wte.weight" in weights.tensors(folder) else "transformer."

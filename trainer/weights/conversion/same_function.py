@@ -27,8 +27,9 @@ from typing import Any
 
 import torch
 
-from conf.model_facts import ModelFacts, facts_from_hf
+from conf.model_facts import GPT2, ModelFacts, facts_from_hf
 from conf.model_files import config_json
+from conf.model_files.weights import LAYER, layer_of
 from conf.schema.run import Layout, Run
 from contract.amounts import unlike
 from contract.faults import Fault
@@ -39,6 +40,7 @@ from trainer.weights.torch_dist import Stored
 BOUND = 1e-4  # both agree to 2e-6; with queries and keys changed over they differ by 0.1 and more
 ROWS, LENGTH = 4, 64  # of the tokens
 VOCABULARY = 256  # rows of the embedding that are taken
+EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "lm_head.weight")  # with a row for each token
 LOGITS = "the logits"
 SKIP = "model.compare=false converts it without a comparison"
 SPARE = 1.2  # of the memory that the layers take
@@ -65,7 +67,8 @@ class Cut:
     experts: tuple[int, ...]  # those of each layer that are taken
 
     def name(self, layer: int) -> str:
-        return f"model.layers.{layer}"
+        stem = next(match[1] for match in map(LAYER.match, self.model.weights) if match)
+        return f"{stem}.{layer}"
 
     @property
     def mtp_name(self) -> str:
@@ -79,7 +82,7 @@ def compare(run: Run, checkpoint: Path) -> dict[str, float]:
         there = cut.run.model_copy(update={"paths": run.paths.model_copy(update={"model": str(folder)})})
         bridge = open_bridge(there)
         provider = make_provider(there, bridge)
-        expected = _by_transformers(cut, folder, _types(stored, bridge))
+        expected = _by_transformers(cut, folder, _types(stored, open_bridge(run)))
         gc.collect()
         found = _by_megatron(cut, provider, stored)
     differences = {name: difference(expected[name], found[name]) for name in expected}
@@ -103,7 +106,8 @@ def cut_down(run: Run) -> Cut:
     layers, mtp = 1 + max(kinds.index(kind) for kind in set(kinds)), bool(run.model.mtp and facts.mtp_layers)
     experts, count = _experts(model, facts, layers, mtp), min(VOCABULARY, facts.vocab)
     config = model.config | {key: value[:layers] for key, value in lists.items()} | dict.fromkeys(TOKENS)
-    config |= {"num_hidden_layers": layers, "vocab_size": count, "dtype": "float32"}
+    of_layers = "n_layer" if facts.architecture == GPT2 else "num_hidden_layers"
+    config |= {of_layers: layers, "vocab_size": count, "dtype": "float32"}
     config.pop("quantization_config", None)
     config |= {key: len(experts) for key in EXPERTS if facts.experts and config.get(key) == facts.experts}
     if facts.mtp_layers:
@@ -111,7 +115,8 @@ def cut_down(run: Run) -> Cut:
     train = {"precision": "fp32", "fp8": None, "fp8_weights": False, "recompute": "none"}
     moe = {"grouped_gemm": True, "dispatcher": "alltoall", "force_balance": False}
     changed = {"layout": Layout(), "train": run.train.model_copy(update=train), "moe": run.moe.model_copy(update=moe)}
-    tokens = torch.randint(count, (ROWS, LENGTH), generator=torch.Generator().manual_seed(1))
+    length = min(LENGTH, facts.positions or LENGTH)
+    tokens = torch.randint(count, (ROWS, length), generator=torch.Generator().manual_seed(1))
     rows = torch.linspace(0, facts.vocab - 1, count).long()
     return Cut(run.model_copy(update=changed), model, config, facts, layers, mtp, rows, tokens, experts)
 
@@ -121,7 +126,7 @@ def _experts(model: released.Model, facts: ModelFacts, layers: int, mtp: bool) -
     needed = [name for name in model.weights.keys() - released.repeated(model) if _is_taken(name, facts, layers, mtp)]
     taken = [(name, math.prod(model.weights[name].shape)) for name in needed]
     of_experts = sum(size for name, size in taken if ".experts." in name)
-    rest = sum(size for name, size in taken if name.startswith("model.layers.")) - of_experts
+    rest = sum(size for name, size in taken if layer_of(name) is not None) - of_experts
     groups, free, need = model.config.get("n_group") or 1, available(), 0.0
     for count in (facts.experts // parts for parts in (1, 2, 4, 8, 16, 32)):
         need = 4 * SPARE * (rest + (of_experts * count / facts.experts if facts.experts else 0))
@@ -141,7 +146,7 @@ def available() -> int:
 
 
 def _is_taken(name: str, facts: ModelFacts, layers: int, mtp: bool) -> bool:
-    layer = _layer(name)
+    layer = layer_of(name)
     return layer is None or layer < layers or (mtp and layer == facts.layers)
 
 
@@ -152,8 +157,7 @@ def difference(expected: torch.Tensor, found: torch.Tensor) -> float:
 
 
 def _kind(cut: Cut, name: str) -> str:
-    layer = name.removeprefix("model.layers.")
-    return cut.facts.kinds[int(layer)] if layer.isdecimal() else "all layers before them agree"
+    return "all layers before them agree" if name == LOGITS else cut.facts.kinds[int(name.rpartition(".")[2])]
 
 
 @contextlib.contextmanager
@@ -196,9 +200,10 @@ def _by_transformers(cut: Cut, folder: Path, types: dict[str, torch.dtype]) -> A
         names = released.enumerate_names(lost)
         raise Fault(f"{cut.model.folder}: transformers' {kind.__name__} does not fit the tensors: {names}. {SKIP}")
     decoder, added = model.eval().get_decoder(), {}
-    blocks = decoder.layers
-    decoder.layers = blocks[: cut.layers]
-    for number, layer in enumerate(decoder.layers):
+    blocks = decoder.h if cut.facts.architecture == GPT2 else decoder.layers
+    if cut.mtp:
+        decoder.layers = blocks[: cut.layers]
+    for number, layer in enumerate(blocks[: cut.layers]):
         layer.register_forward_hook(_hook(added, cut.name(number)), with_kwargs=True)
     hidden = decoder(input_ids=cut.tokens, use_cache=False).last_hidden_state
     logits = model(input_ids=cut.tokens, use_cache=False).logits
@@ -232,12 +237,12 @@ def _weights(cut: Cut, types: dict[str, torch.dtype]) -> tuple[Added, Added]:
         name = released_name
         if released.COMPUTED.search(name) or name in copies or not _is_taken(name, cut.facts, cut.layers, cut.mtp):
             continue
-        layer, expert = _layer(name), EXPERT.search(name)
+        layer, expert = layer_of(name), EXPERT.search(name)
         mtp = cut.mtp and layer == cut.facts.layers
         if expert and int(expert[1]) not in cut.experts:
             continue
         tensor = released_tensors.read(cut.model, released_name)
-        if layer is None and len(tensor) == cut.facts.vocab:
+        if name.endswith(EMBEDDINGS):
             tensor = tensor[cut.rows]
         elif expert:
             name = EXPERT.sub(f".experts.{cut.experts.index(int(expert[1]))}.", name)
@@ -250,11 +255,6 @@ def _weights(cut: Cut, types: dict[str, torch.dtype]) -> tuple[Added, Added]:
         else:
             weights[f"{cut.name(cut.layers)}.{part}" if mtp else name] = tensor
     return weights, of_mtp
-
-
-def _layer(name: str) -> int | None:
-    parts = name.split(".")
-    return int(parts[2]) if name.startswith("model.layers.") and parts[2].isdecimal() else None
 
 
 def _by_megatron(cut: Cut, provider, stored: Stored) -> Added:
@@ -275,7 +275,7 @@ def _by_megatron(cut: Cut, provider, stored: Stored) -> Added:
             added[cut.mtp_name] = output[0].transpose(0, 1)[:, :-1]
 
         coverage.unwrap_model(chunks)[0].mtp.layers[0].register_forward_hook(keep)
-    logits = model(cut.tokens, torch.arange(LENGTH).expand_as(cut.tokens), None)
+    logits = model(cut.tokens, torch.arange(cut.tokens.shape[1]).expand_as(cut.tokens), None)
     return added | {LOGITS: logits.float()[..., : len(cut.rows)]}
 
 
