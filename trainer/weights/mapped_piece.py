@@ -16,7 +16,7 @@ import torch
 
 @dataclass(frozen=True)
 class Layout:
-    """Where a stored tensor's numbers lie, counted from the beginning of the file, and in which order."""
+    """Place and order of a stored tensor's numbers; places count from the beginning of the file."""
 
     start: int
     dtype: torch.dtype
