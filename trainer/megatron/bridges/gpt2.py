@@ -124,6 +124,7 @@ class GPT2Bridge(MegatronModelBridge):
 
     def _root(self) -> str:
         """Prefix of names: that of the class, or "" as in OpenAI's own releases."""
+        assert self.hf_config, "Bridge sets it before it asks for names"
         folder = Path(self.hf_config._name_or_path)
         has_weights = any((folder / name).is_file() for name in (weights.SINGLE, weights.INDEX))
         return "" if has_weights and "wte.weight" in weights.tensors(folder) else "transformer."
