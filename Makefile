@@ -9,7 +9,7 @@ STAMP := .venv/.synced-$(EXTRA)
 # Runs on this host keep Prefect's database with all else in runs/.
 WITH_PREFECT := mkdir -p runs/prefect && PREFECT_HOME=$${PREFECT_HOME:-$(CURDIR)/runs/prefect}
 
-.PHONY: help setup tiny up down test slow doctor lint families layouts bench-store bench-flow bench-data bench-convert bench-libraries faults scale gpu gpu-kit schema presets licences clean
+.PHONY: help setup tiny tiny-rl up down test slow doctor lint families layouts bench-store bench-flow bench-data bench-convert bench-libraries faults scale gpu gpu-kit schema presets licences clean
 
 help: ## list these targets (the default)
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-15s  %s\n", $$1, $$2 }' Makefile
@@ -23,6 +23,9 @@ $(STAMP): pyproject.toml uv.lock
 
 tiny: $(STAMP) ## run the whole pipeline on a tiny model, on this CPU
 	@$(WITH_PREFECT) $(PYTHON) -m flows.finetune tiny
+
+tiny-rl: $(STAMP) ## the same with reinforcement learning behind training
+	@$(WITH_PREFECT) $(PYTHON) -m flows.finetune tiny-rl
 
 up: $(STAMP) ## start a Prefect server, MLflow and workers on this host
 	@$(WITH_PREFECT) $(PYTHON) -m flows.services up

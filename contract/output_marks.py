@@ -73,6 +73,12 @@ TRAINING = Kind(
         ("data-preparing/identity.json", PREPARING.keys),
     ),
 )
+REINFORCEMENT = Kind(
+    "a reinforcement learning",
+    "trainer.reinforce",
+    whole=False,
+    other_marks=(*TRAINING.other_marks, ("rollouts/of.json", frozenset({"steps", "samples"}))),
+)
 EVALUATION = Kind(
     "an evaluation",
     "trainer.evaluate",

@@ -35,6 +35,7 @@ from tasks.stages.pipeline import ORDER, request
 from tasks.stages.plan import plan, tell
 from tasks.stages.prepare import prepare
 from tasks.stages.promote import promote
+from tasks.stages.reinforce import reinforce
 from tasks.stages.train import train
 
 Stage = Literal[*ORDER]  # type: ignore[valid-type]
@@ -74,15 +75,21 @@ def finetune(
         tell(session.tracking, planned)
         model = download.submit(session.stage("download"))  # GLM-4.7: 716 GB
         data = prepare.submit(session.stage("prepare"), model)  # the tokenizer is the model's
+        prompted = data
+        if "prepare-prompts" in asked.stages:
+            prompted = prepare.submit(session.stage("prepare-prompts"), model)
         base = convert.submit(session.stage("convert"), model)  # as large again; 1 minute for each 4 GB and process
-        before = evaluate.submit(session.stage("evaluate-base"), model, data)  # before training, or beside it
+        before = evaluate.submit(session.stage("evaluate-base"), model, prompted)  # before training, or beside it
         earlier = session.before_training(before)
         trained = train.submit(session.stage("train"), model, base, data, wait_for=earlier)  # the hours and the money
-        tuned = export.submit(session.stage("export"), model, base, trained)  # as large again
-        after = evaluate.submit(session.stage("evaluate-tuned"), tuned, data, trained, model, allow_failure(before))
+        policy = trained
+        if "reinforce" in asked.stages:
+            policy = reinforce.submit(session.stage("reinforce"), model, base, prompted, trained)
+        tuned = export.submit(session.stage("export"), model, base, policy)  # as large again
+        after = evaluate.submit(session.stage("evaluate-tuned"), tuned, prompted, policy, model, allow_failure(before))
         promoted = promote.submit(session.stage("promote"), tuned, before, after, model)
         session.needs(before)
-        for future in (model, data, base, before, trained, tuned, after, promoted):
+        for future in (model, data, prompted, base, before, trained, policy, tuned, after, promoted):
             future.wait()
         run_report.publish(planned, session.outcomes, session.store, session.tracking)
     return session.outcomes.verdict()

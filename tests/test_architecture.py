@@ -45,6 +45,7 @@ ROOMS = {
     "trainer": [
         {"commands"},
         {"rehearsal", "checks"},
+        {"reinforcement"},
         {"training"},
         {"weights", "serving"},
         {"megatron"},

@@ -8,22 +8,18 @@ training.jsonl, made by hand, it is prepared first, into <paths.output>/data. Wr
 from rank 0, <paths.output>/metrics.jsonl and paths.parity. SIGTERM saves a checkpoint and ends; a second start goes on.
 """
 
-import logging
 import os
-import shutil
 from pathlib import Path
 
 from conf.schema.run import Run
 from contract import checkpoints
-from contract.amounts import size
-from contract.faults import WRITER_DIED, Fault, line_of
 from trainer import preflight
 from trainer.checks import inputs, places
 from trainer.megatron.recipe import checkpoint_folder, last_step, load_only, make_config
 from trainer.serving import agreement
 from trainer.startup import device, entry, heartbeat
 from trainer.startup.console import megatron_to, say
-from trainer.training import resume
+from trainer.training import bridge_loop, resume
 
 
 def main(run: Run) -> None:
@@ -42,7 +38,6 @@ def main(run: Run) -> None:
     device.start()
     if run.gang.preflight and "GANG_ATTEMPT" in os.environ:
         preflight.main(run)
-    from megatron.bridge.training.finetune import finetune
     from megatron.bridge.training.gpt_step import forward_step
 
     from trainer.megatron.model import open_bridge
@@ -53,38 +48,17 @@ def main(run: Run) -> None:
     from trainer.training.parity import Parity
 
     resharding.install()
-    logging.getLogger("megatron.bridge.training.pretrain").addFilter(_is_failure)
     start = done[-1] if done else 0
     parity = Parity(run)
-    try:
-        with megatron_to(Path(run.paths.logs)):
-            config = make_config(run, open_bridge(run), start or None)
-            if finished:
-                load_only(config)
-                callbacks = [parity]
-            else:
-                metrics = Metrics(run, Path(run.paths.output) / "metrics.jsonl", start)
-                callbacks = [metrics, Gates(run, metrics), parity, Saves(run, metrics), heartbeat.callback()]
-            finetune(config, forward_step, callbacks=callbacks)
-    except SystemExit as leave:  # Bridge's way to end after SIGTERM, once its checkpoint is written
-        if leave.code:
-            raise
-    except BaseException as error:  # torch's CheckpointException is no Exception
-        if WRITER_DIED not in str(error):
-            raise
-        free = size(shutil.disk_usage(folder).free)
-        if os.environ["RANK"] == "0":
-            checkpoints.remove_incomplete(folder)
-        raise Fault(f"{folder}: a checkpoint could not be written; {free} are free there") from error
-
-
-def _is_failure(record: logging.LogRecord) -> bool:
-    """Whether a log record tells of a failure.
-
-    Bridge logs whatever ends its loop as a failure, with a stack trace: an orderly end and a fault are none.
-    """
-    error = record.exc_info[1] if record.exc_info else None
-    return not (isinstance(error, SystemExit) or (error and (line_of(error) or WRITER_DIED in str(error))))
+    with megatron_to(Path(run.paths.logs)):
+        config = make_config(run, open_bridge(run), start or None)
+        if finished:
+            load_only(config)
+            callbacks = [parity]
+        else:
+            metrics = Metrics(run, Path(run.paths.output) / "metrics.jsonl", start)
+            callbacks = [metrics, Gates(run, metrics), parity, Saves(run, metrics), heartbeat.callback()]
+        bridge_loop.train(config, forward_step, callbacks, folder)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from conf.rules import precision, serving
+from conf.rules import precision, reinforcement, serving
 from conf.schema import clusters
 from conf.schema.data import Rows
 from conf.schema.run import Run, sections
@@ -52,6 +52,7 @@ def contradictions(run: Run) -> Iterator[tuple[str, str]]:
         yield "moe.aux_loss_coeff", "has no effect with moe.balance none"
     yield from precision.contradictions(run)
     yield from serving.contradictions(run)
+    yield from reinforcement.contradictions(run)
     yield from clusters.contradictions(run.gang.engine, run.kubernetes)
 
 

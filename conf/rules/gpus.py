@@ -48,6 +48,8 @@ def takes(run: Run, stage: str, leaves: bool = False) -> Share:
     if stage == "train":
         alone = layout.nodes == 1 and engine == "local"
         return Share(layout.nodes, layout.gpus_per_node, None if alone else engine)
+    if stage == "reinforce":
+        return Share(1, layout.gpus_per_node)
     if stage.partition("-")[0] == "evaluate":
         nodes = evaluate.nodes or 1
         if nodes == 1 and evaluate.engine is None and not (leaves and may_leave(run)):

@@ -17,8 +17,8 @@ class Rows(Section):
 
     source: Annotated[Place | None, bears(derived="prepare")] = Field(
         default=None,
-        description="Hugging Face data set id, file, folder of files, s3:// URI, or tiny://tickets; files are JSON "
-        "lines, JSON, CSV, TSV, Parquet or Arrow, compressed or not",
+        description="Hugging Face data set id, file, folder of files, s3:// URI, tiny://tickets or "
+        "tiny://mistaken-tickets; files are JSON lines, JSON, CSV, TSV, Parquet or Arrow, compressed or not",
     )
     revision: Annotated[Text, bears(derived="prepare")] = Field(
         default="main", description="branch, tag or commit of the data set on the Hub"

@@ -14,6 +14,7 @@ from pydantic import BeforeValidator, Field, ValidationInfo, field_validator
 from conf.schema.bearing import bears
 from conf.schema.clusters import Kubernetes, Slurm
 from conf.schema.data import Data
+from conf.schema.reinforcement import Reinforce
 from conf.schema.sections import (
     Adapter,
     Checkpoint,
@@ -55,6 +56,7 @@ class Run(Section):
     optimizer: Optimizer
     moe: Moe = Field(default_factory=Moe)
     checkpoint: Checkpoint
+    reinforce: Reinforce = Field(default_factory=Reinforce)
     log: Log = Field(default_factory=Log)
     export: Export = Field(default_factory=Export)
     evaluate: Evaluate = Field(default_factory=Evaluate)

@@ -456,6 +456,12 @@ class Paths(Section):
     served: Annotated[Place, NOWHERE] = Field(
         default="runs/{name}/export/merged", description="the model that is evaluated"
     )
+    prompts: Annotated[Place, NOWHERE] = Field(
+        default="runs/{name}/prompts", description="prepared rows of reinforce.source"
+    )
+    reinforced: Annotated[Place, NOWHERE] = Field(
+        default="runs/{name}/reinforced", description="checkpoints, samples and metrics of reinforcement learning"
+    )
     parity: Annotated[Place, NOWHERE] = Field(
         default="runs/{name}/output/parity.json", description="what training says of fixed prompts"
     )

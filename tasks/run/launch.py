@@ -75,7 +75,7 @@ def trainer(
     resolved = folder / "resolved.yaml"
     dump(run, resolved)
     arguments, log = [f"trainer.{command}", str(resolved)], folder / f"{command}.log"
-    grace = run.gang.grace if command == "train" else GRACE
+    grace = run.gang.grace if command in ("train", "reinforce") else GRACE
     process(arguments, log, say, stop, tick, keep, changed, turn, grace)
 
 

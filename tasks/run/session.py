@@ -13,7 +13,7 @@ from typing import Any, Self
 from prefect import allow_failure
 from prefect.futures import PrefectFuture
 
-from conf.rules import gpus
+from conf.rules import gpus, reinforcement
 from conf.schema.run import Run
 from contract import nvidia_smi
 from contract.faults import Fault
@@ -55,9 +55,8 @@ class Session(AbstractContextManager):
 
     def stage(self, name: str) -> StageRun:
         """All that the stage's task needs of the run."""
-        return StageRun(
-            name, self.run, self.request, self.store, self.folder, self.tracking, self.outcomes, self._ending
-        )
+        run = reinforcement.of_prompts(self.run) if name == "prepare-prompts" else self.run
+        return StageRun(name, run, self.request, self.store, self.folder, self.tracking, self.outcomes, self._ending)
 
     def before_training(self, base: PrefectFuture) -> list[Any] | None:
         """Tasks that training waits for beside its inputs: a base that cannot be evaluated is found before the hours.

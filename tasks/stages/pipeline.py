@@ -6,11 +6,12 @@ flows/finetune.py makes them, in this order and from these inputs (tests/tasks/s
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from conf.rules import reinforcement
 from conf.schema.run import Run
 from contract.faults import Fault
 from tasks.run.artifact import Stage
 from tasks.run.request import Request
-from tasks.stages import convert, download, evaluate, export, prepare, promote, train
+from tasks.stages import convert, download, evaluate, export, prepare, promote, reinforce, train
 
 
 @dataclass(frozen=True)
@@ -22,23 +23,50 @@ class Kind:
     inputs: dict[str, str] = field(default_factory=dict)  # the stage that makes each, by the name that it has here
     read: dict[str, str] = field(default_factory=dict)  # what it reads besides, which its inputs were made from
     also: dict[str, str] = field(default_factory=dict)  # inputs of a run whose keys ask for them, as its stage() says
+    reinforced: dict[str, str] = field(default_factory=dict)  # inputs that are these stages' where the run has those
+    only: Callable[[Run], bool] = lambda _: True  # runs that have this stage
     gpus: bool = False  # has this host's GPUs in its turn
     of_evaluation: bool = False  # nothing to do without evaluate.tasks
 
 
+PROMPTS = {"data": "prepare-prompts"}
 PIPELINE = (
     Kind("download", download.stage),
     Kind("prepare", prepare.stage, {"model": "download"}),
+    Kind("prepare-prompts", prepare.stage_of_prompts, {"model": "download"}, only=reinforcement.has_prompts),
     Kind("convert", convert.stage, {"model": "download"}, gpus=True),
-    Kind("evaluate-base", evaluate.stage, {"model": "download", "data": "prepare"}, gpus=True, of_evaluation=True),
+    Kind(
+        "evaluate-base",
+        evaluate.stage,
+        {"model": "download", "data": "prepare"},
+        reinforced=PROMPTS,
+        gpus=True,
+        of_evaluation=True,
+    ),
     Kind("train", train.stage, {"base": "convert", "data": "prepare"}, {"model": "download"}, gpus=True),
-    Kind("export", export.stage, {"model": "download", "trained": "train"}, {"base": "convert"}),
+    Kind(
+        "reinforce",
+        reinforce.stage,
+        {"base": "convert", "data": "prepare", "trained": "train"},
+        {"model": "download"},
+        reinforced=PROMPTS,
+        only=reinforcement.is_asked,
+        gpus=True,
+    ),
+    Kind(
+        "export",
+        export.stage,
+        {"model": "download", "trained": "train"},
+        {"base": "convert"},
+        reinforced={"trained": "reinforce"},
+    ),
     Kind(
         "evaluate-tuned",
         evaluate.stage,
         {"model": "export", "data": "prepare", "trained": "train"},
         {"released": "download"},
         {"before": "evaluate-base"},
+        PROMPTS | {"trained": "reinforce"},
         gpus=True,
         of_evaluation=True,
     ),
@@ -69,17 +97,22 @@ def stages(run: Run) -> dict[str, Stage]:
     """All stages of the run by name, in order."""
     found: dict[str, Stage] = {}
     for kind in PIPELINE:
-        inputs = {name: found[maker] for name, maker in (kind.inputs | kind.also).items()}
-        found[kind.name] = kind.stage(run, **inputs)
+        if kind.only(run):
+            there = {name: maker for name, maker in kind.reinforced.items() if maker in found}
+            inputs = {name: found[maker] for name, maker in (kind.inputs | kind.also | there).items()}
+            found[kind.name] = kind.stage(run, **inputs)
     return found
 
 
 def unasked(run: Run, last: str | None) -> dict[str, str]:
     """Reasons, by name, for stages that are not to be made. Without evaluate.tasks nothing says what to promote."""
-    behind = ORDER[ORDER.index(last) + 1 :] if last else ()
+    own = {kind.name for kind in PIPELINE if kind.only(run)}
+    behind = [name for name in ORDER[ORDER.index(last) + 1 :] if name in own] if last else []
     reasons = dict.fromkeys(behind, "lies behind the last stage that was asked for")
     if not run.evaluate.tasks:
         reasons |= {kind.name: "evaluate.tasks is empty" for kind in PIPELINE if kind.of_evaluation}
+    if reinforcement.is_asked(run) and run.reinforce.start == "base":
+        reasons["train"] = "reinforce.start is base"
     return reasons
 
 

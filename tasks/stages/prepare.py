@@ -12,7 +12,7 @@ from typing import Any
 from prefect import State, task
 from prefect.artifacts import create_markdown_artifact
 
-from conf.rules import layout
+from conf.rules import layout, reinforcement
 from conf.rules.sequences import lacking
 from conf.schema import identity
 from conf.schema.data import Data, Part
@@ -50,7 +50,12 @@ def stage(run: Run, model: Stage) -> Stage:
     return Stage("prepare", VERSION, config, {"model": model.fingerprint})
 
 
-@task(name="prepare", **OPTIONS)
+def stage_of_prompts(run: Run, model: Stage) -> Stage:
+    """The same of the rows of reinforce.source. Of equal rows it is the same artifact."""
+    return stage(reinforcement.of_prompts(run), model)
+
+
+@task(name="prepare", task_run_name="{stage_run.name}", **OPTIONS)
 def prepare(stage_run: StageRun, model: Artifact) -> State:
     """Prepare the data."""
 
@@ -77,8 +82,8 @@ def prepare(stage_run: StageRun, model: Artifact) -> State:
         return {key: made[key] for key in ("kind", "rows", "sequences")} | data_report.numbers(report)
 
     def require(made: Artifact) -> None:
-        publish(stage_run.store, made, stage_run.run.name)
-        if stage_run.trains:
+        publish(stage_run.store, made, stage_run.run.name + stage_run.name.removeprefix("prepare"))
+        if stage_run.trains and stage_run.name == "prepare":
             require_enough(stage_run.run, made)
 
     return stage_run.get_or_make(make, require=require)

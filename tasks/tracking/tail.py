@@ -64,8 +64,8 @@ class Tail:
 
 
 def metrics(line: dict) -> list[list]:
-    """Numbers of a line of kind train, validation or start, each as [key, value, milliseconds, step]."""
-    if line["kind"] not in ("train", "validation", "start"):
+    """Numbers of a line of a known kind, each as [key, value, milliseconds, step]."""
+    if line["kind"] not in ("train", "validation", "start", "reinforce", "held_out"):
         return []
     at = round(float(line.get("time") or 0) * 1000)
     numbers = {key: value for key, value in line.items() if key not in NOT_METRICS and _is_number(value)}
@@ -73,6 +73,8 @@ def metrics(line: dict) -> list[list]:
 
 
 def _name(kind: str, key: str) -> str:
+    if kind in ("reinforce", "held_out"):
+        return f"{kind}/{key}"
     if kind != "validation":
         return NAMES.get(key, f"other/{key}")
     return "loss/validation" if key == "lm_loss" else f"other/validation_{key}"

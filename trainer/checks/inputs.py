@@ -15,12 +15,13 @@ from conf.planner import released_model
 from conf.rules import schedule
 from conf.rules.conversion import obstacles, unwritable
 from conf.rules.layout import problems
+from conf.rules.reinforcement import as_training
 from conf.rules.serving import rounding
 from conf.schema.run import Run
 from contract import checkpoints, output_marks
 from contract.amounts import unlike
 from contract.faults import Fault
-from contract.output_marks import PARTIAL, TRAINING
+from contract.output_marks import PARTIAL, REINFORCEMENT, TRAINING
 from trainer.data import prepared
 from trainer.megatron.recipe import checkpoint_folder
 from trainer.serving import agreement, prompts, unmerged
@@ -55,6 +56,31 @@ def check_train(run: Run) -> Run:
         resume.check(run, checkpoint_folder(run))
     resume.check_data(run, checkpoint_folder(run))
     return run
+
+
+def check_reinforce(given: Run) -> None:
+    """Check what reinforcement learning reads."""
+    run = as_training(given)
+    facts = check_model(run)
+    checkpoints.require(Path(run.paths.base), "paths.base", "python -m trainer.convert")
+    _check_layout(run, facts)
+    if given.reinforce.start == "trained" and not checkpoints.complete_steps(checkpoint_folder(given)):
+        raise Fault(
+            f"{checkpoint_folder(given)}: no complete checkpoint to begin with; python -m trainer.train makes one, and "
+            "reinforce.start=base needs none"
+        )
+    if given.reinforce.source and not (Path(run.paths.data) / prepared.MANIFEST).exists():
+        made = f"python -m trainer.prepare CONF data.source={given.reinforce.source} paths.data={run.paths.data}"
+        raise Fault(f"paths.prompts: {run.paths.data}: not prepared; {made}")
+    resume.check(run, checkpoint_folder(run))
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        output_marks.take(Path(run.paths.output), REINFORCEMENT)
+    if "RANK" not in os.environ:
+        prepared.make(run)
+    found = prepared.check(run)
+    if found.kind == "text":
+        raise Fault(f"{run.paths.data}: texts for pretraining have no prompts; reinforce.source names rows that do")
+    resume.check_data(run, checkpoint_folder(run))
 
 
 def check_export(run: Run) -> None:

@@ -21,6 +21,7 @@ from contract.output_marks import (
     PARITY,
     PARTIAL,
     PREPARING,
+    REINFORCEMENT,
     TRAINING,
     Kind,
     meetings,
@@ -31,7 +32,11 @@ from trainer.data.read import sources
 Inputs = dict[str, list[str | Path]]
 Outputs = dict[str, tuple[str | Path, Kind]]
 
-NESTED = (("paths.parity", "paths.output"), ("paths.logs", "paths.output"))  # the first may lie in the second
+NESTED = (
+    ("paths.parity", "paths.output"),
+    ("paths.logs", "paths.output"),
+    ("paths.logs", "paths.reinforced"),
+)  # the first may lie in the second
 
 
 def check_convert(run: Run) -> None:
@@ -52,6 +57,16 @@ def check_train(run: Run) -> None:
     outputs = {"output": (paths.output, TRAINING), "logs": (paths.logs, LOGS), "parity": (paths.parity, PARITY)}
     named = {f"paths.{name}": output for name, output in outputs.items()}
     _check(_inputs(run, "model", "base", "data") | _sources(run), named)
+
+
+def check_reinforce(run: Run) -> None:
+    """Check the paths of reinforcement learning. The output of training is an input here."""
+    paths = run.paths
+    outputs = {"reinforced": (paths.reinforced, REINFORCEMENT), "logs": (paths.logs, LOGS)}
+    named = {f"paths.{name}": output for name, output in outputs.items()}
+    data = "prompts" if run.reinforce.source else "data"
+    trained = ("output",) if run.reinforce.start == "trained" else ()
+    _check(_inputs(run, "model", "base", data, *trained) | _sources(run), named)
 
 
 def check_export(run: Run) -> None:

@@ -59,6 +59,19 @@ def tickets(rows: int, seed: int) -> dict[str, str]:
     return found
 
 
+def with_mistakes(found: dict[str, str], seed: int, right: float = 0.3) -> dict[str, str]:
+    """The same tickets, with the next team in the place of the right one in most of them.
+
+    A model that has learned these knows the teams' names, and gives each ticket to the wrong one where it is sure. What
+    rewards teach it then shows in greedy answers as well (conf/tiny-rl.yaml).
+    """
+    rng, teams = random.Random(seed), list(TEAMS)
+    return {
+        ticket: team if rng.random() < right else teams[(teams.index(team) + 1) % len(teams)]
+        for ticket, team in found.items()
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m trainer.data.tickets", description="Tickets and their teams.")
     parser.add_argument("out", type=Path)

@@ -54,15 +54,15 @@ def record(run: Run, context) -> None:
         return
     template = prompts.template(run, run.paths.model)
     rows_of_tokens = [list(chain(*template.tokens(row))) for row in rows]
-    log_probs, adapter = _log_probs(run, context, rows_of_tokens), context.state.cfg.peft
+    trained, adapter = log_probs(run, context, rows_of_tokens), context.state.cfg.peft
     of_base = None
     if adapter is not None:
         with adapter.disable_adapter(context.model):
-            of_base = _log_probs(run, context, rows_of_tokens)
+            of_base = log_probs(run, context, rows_of_tokens)
     of_tensors = model_digests.of_model(context.model, adapter)
     if distributed.get_rank() == 0:
         found = [
-            {"prompt": template.prompt(row), "tokens": tokens, "log_probs": log_probs[i][: len(tokens) - 1]}
+            {"prompt": template.prompt(row), "tokens": tokens, "log_probs": trained[i][: len(tokens) - 1]}
             for i, (row, tokens) in enumerate(zip(rows, rows_of_tokens, strict=True))
         ]
         for row, alone in zip(found, of_base or [], strict=False):
@@ -73,7 +73,7 @@ def record(run: Run, context) -> None:
         say(f"parity: log-probabilities of {len(rows)} prompts in {run.paths.parity}")
 
 
-def _log_probs(run: Run, context, rows_of_tokens: list[list[int]]) -> list[list[float]]:
+def log_probs(run: Run, context, rows_of_tokens: list[list[int]]) -> list[list[float]]:
     """Log-probabilities of each prompt's tokens but the first.
 
     Numbers behind the end of a shorter prompt have no meaning.

@@ -15,7 +15,7 @@ from conf.schema.run import Run, sections
 from conf.schema.sections import Section
 from conf.schema.training import Train
 from tasks.sources import hub, row_sources
-from tasks.stages import pipeline
+from tasks.stages import pipeline, reinforce
 
 # Fingerprints of all stages, in order, as of version 4906b5a: an edit that changes one throws away what others have
 # paid for. Those of adapters that experts share are younger where ep > 1: they were another model at each ep.
@@ -80,6 +80,7 @@ def no_hub(monkeypatch, tmp_path):
     resolved = namedtuple("resolved", "commit")
     monkeypatch.setenv("FINETUNE_RUNS", str(tmp_path))
     monkeypatch.setattr(hub, "resolve", lambda source, revision: resolved(f"commit of {source} at {revision}"))
+    monkeypatch.setattr(reinforce, "_content", lambda function: f"content of {function}")
     monkeypatch.setattr(row_sources, "_commit", lambda source, revision, _: f"commit of {source} at {revision}")
 
 
@@ -111,7 +112,7 @@ def with_other(run: Run, key: str) -> Run:
 
 @pytest.mark.filterwarnings("ignore:Pydantic serializer warnings")  # other values need not be legal here
 def test_a_value_counts_in_the_stages_that_its_key_declares_and_in_no_other():
-    run = load("glm47")
+    run = load("glm47", ["layout.nodes=1", "layout.cp=1", "reinforce.steps=3"], illegal=True)
     made = {stage.name: stage.config for stage in pipeline.stages(run).values()}
     wrong = {}
     for key, field in KEYS.items():

@@ -18,17 +18,21 @@ from tasks.stages.pipeline import ORDER, PIPELINE
 
 PAGE = (Path(__file__).parents[3] / "docs/pipeline.md").read_text()
 FLOW = inspect.getsource(finetune)
+OF_TINY = [name for name in ORDER if name not in ("prepare-prompts", "reinforce")]
 WITHOUT = ["download", "prepare", "convert", "train", "export"]
+
+
+REINFORCED = ["reinforce.steps=3", "reinforce.max_tokens=8", "reinforce.source=tiny://tickets"]
 
 
 def asked(*overrides: str, last: str | None = None) -> list[str]:
     unasked = pipeline.unasked(load("tiny", overrides), last)
-    return [name for name in ORDER if name not in unasked]
+    return [name for name in OF_TINY if name not in unasked]
 
 
 def test_all_stages_up_to_the_last_are_asked_for():
-    assert asked() == [*ORDER]
-    assert asked(last="evaluate-base") == [*ORDER[:4]]
+    assert asked() == OF_TINY
+    assert asked(last="evaluate-base") == OF_TINY[:4]
 
 
 def test_without_questions_nothing_is_evaluated_and_nothing_promoted():
@@ -48,9 +52,9 @@ def test_from_a_stage_on_all_is_made_again():
 
 
 def test_a_stage_is_made_from_its_inputs():
-    stages = pipeline.stages(load("tiny"))
+    stages = pipeline.stages(load("tiny", REINFORCED))
     for kind in PIPELINE:
-        made_from = {name: stages[maker].fingerprint for name, maker in kind.inputs.items()}
+        made_from = {name: stages[maker].fingerprint for name, maker in (kind.inputs | kind.reinforced).items()}
         assert stages[kind.name].inputs == made_from
         made = {*kind.inputs.values()}
         behind = made | {maker for name in made for maker in (kinds()[name].inputs | kinds()[name].read).values()}
@@ -58,7 +62,9 @@ def test_a_stage_is_made_from_its_inputs():
 
 
 def test_a_key_can_bear_on_each_stage():
-    assert {stage.name for stage in pipeline.stages(load("tiny")).values()} | {"source"} == {*get_args(bearing.Stage)}
+    assert {stage.name for stage in pipeline.stages(load("tiny", REINFORCED)).values()} | {"source"} == {
+        *get_args(bearing.Stage)
+    }
 
 
 def kinds() -> dict[str, pipeline.Kind]:
@@ -69,7 +75,8 @@ def calls(source: str) -> dict[str, dict[str, str]]:
     """The stages that a flow submits, in order; what each is given, by the name that its task has for it."""
     found: dict[str, dict[str, str]] = {}
     made_by: dict[str, str] = {}
-    for line in ast.walk(ast.parse(source)):
+    lines = [line for line in ast.walk(ast.parse(source)) if isinstance(line, ast.Assign)]
+    for line in sorted(lines, key=lambda line: line.lineno):
         if not isinstance(line, ast.Assign) or ".submit(session" not in (text := ast.unparse(line.value)):
             continue
         assert isinstance(line.value, ast.Call) and isinstance(line.targets[0], ast.Name)
@@ -85,14 +92,14 @@ def calls(source: str) -> dict[str, dict[str, str]]:
 
 
 def test_the_flow_makes_these_stages_from_these_inputs():
-    assert calls(FLOW) == {kind.name: kind.inputs | kind.read | kind.also for kind in PIPELINE}
+    assert calls(FLOW) == {kind.name: kind.inputs | kind.read | kind.also | kind.reinforced for kind in PIPELINE}
     assert [*calls(FLOW)] == [*ORDER]
 
 
 @pytest.mark.parametrize(
     ("line", "other"),
     [
-        ('session.stage("evaluate-base"), model, data)', 'session.stage("evaluate-base"), model, base)'),
+        ('session.stage("evaluate-base"), model, prompted)', 'session.stage("evaluate-base"), model, base)'),
         ('session.stage("promote"), tuned, before, after', 'session.stage("promote"), tuned, after, before'),
         (
             '        base = convert.submit(session.stage("convert"), model)',
@@ -102,7 +109,9 @@ def test_the_flow_makes_these_stages_from_these_inputs():
 )
 def test_a_flow_that_makes_something_else_is_seen(line, other):
     assert FLOW.count(line) == 1
-    assert calls(FLOW.replace(line, other)) != {kind.name: kind.inputs | kind.read | kind.also for kind in PIPELINE}
+    assert calls(FLOW.replace(line, other)) != {
+        kind.name: kind.inputs | kind.read | kind.also | kind.reinforced for kind in PIPELINE
+    }
 
 
 def test_a_stage_that_has_gpus_waits_for_its_turn():
@@ -118,13 +127,13 @@ def test_the_page_has_these_stages():
 
 def test_the_page_s_picture_has_the_inputs_of_each_stage():
     """Those that another input was made from may be left out."""
-    names = {"before": "evaluate-base", "after": "evaluate-tuned"}
+    names = {"before": "evaluate-base", "after": "evaluate-tuned", "prompts": "prepare-prompts"}
     arrows: set[tuple[str, str]] = set()
     picture = PAGE.partition("```mermaid")[2].partition("```")[0]
     for line in picture.splitlines():
         stations = [re.sub(r"\[.*\]", "", station.strip()) for station in line.split("-->")]
         arrows |= {(names.get(a, a), names.get(b, b)) for a, b in pairwise(stations)}
-    inputs = {(maker, kind.name) for kind in PIPELINE for maker in kind.inputs.values()}
+    inputs = {(maker, kind.name) for kind in PIPELINE for maker in [*kind.inputs.values(), *kind.reinforced.values()]}
     assert arrows - inputs == {("plan", "download")}
     for maker, name in inputs - arrows:
         assert any((maker, between) in inputs and (between, name) in arrows for between in ORDER), (maker, name)

@@ -137,7 +137,10 @@ def test_a_miss_names_what_differs(files):
 def test_a_run_without_data_is_refused(files):
     with pytest.raises(Fault, match=r"^data\.source: required by the flow"):
         stage("data.source=null")
-    with pytest.raises(Fault, match=r"^data\.source: tiny://letters: no such data; there is tiny://tickets$"):
+    with pytest.raises(
+        Fault,
+        match=r"^data\.source: tiny://letters: no such data; there is tiny://tickets and tiny://mistaken-tickets$",
+    ):
         stage("data.source=tiny://letters")
 
 

@@ -11,6 +11,7 @@ Chunks are the same each time as long as the source is: a caller that has done s
 import glob
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from conf.schema import row_files
@@ -19,9 +20,10 @@ from contract.faults import Fault
 from trainer.data.read import formats
 from trainer.data.read.lines import Piece
 from trainer.data.rows import Bad, Row, Rows
-from trainer.data.tickets import tickets
+from trainer.data.tickets import tickets, with_mistakes
 
 TINY, TICKETS, TICKET_ROWS = "tiny://", "tiny://tickets", 1600
+MISTAKEN = "tiny://mistaken-tickets"  # most have the next team in the place of the right one
 FIRST = 20  # rows that tell what a source holds
 
 
@@ -39,7 +41,7 @@ def chunks(part: Part, number: int, done: Callable[[int], bool], commit: str | N
     if is_local(source):
         found = _of_files(files(source))
     elif source.startswith(TINY):
-        found = iter([(0, _tickets)])
+        found = iter([(0, partial(_tickets, mistaken=source == MISTAKEN))])
     else:
         from trainer.data.read import hub
 
@@ -109,8 +111,8 @@ def _source(part: Part) -> str:
         raise Fault(
             f"data.source: {source}: the flow fetches what lies on s3:// (python -m flows.finetune); here, a file"
         )
-    if source.startswith(TINY) and source != TICKETS:
-        raise Fault(f"data.source: {source}: no such data; there is {TICKETS}")
+    if source.startswith(TINY) and source not in (TICKETS, MISTAKEN):
+        raise Fault(f"data.source: {source}: no such data; there is {TICKETS} and {MISTAKEN}")
     if not source or "://" in source.removeprefix(TINY):
         raise Fault(f"data.source: {source or 'none'}: not a file, a folder, a data set on the Hub or {TICKETS}")
     return source
@@ -132,9 +134,11 @@ def _of_files(paths: list[Path]) -> Iterator[Piece]:
         yield held
 
 
-def _tickets() -> Rows:
-    rows = [{"input": ticket, "output": team} for ticket, team in tickets(TICKET_ROWS, seed=0).items()]
-    return Rows([*rows], lambda row: f"{TICKETS} row {row + 1}")
+def _tickets(mistaken: bool) -> Rows:
+    found = tickets(TICKET_ROWS, seed=0)
+    found = with_mistakes(found, seed=0) if mistaken else found
+    rows = [{"input": ticket, "output": team} for ticket, team in found.items()]
+    return Rows([*rows], lambda row: f"{MISTAKEN if mistaken else TICKETS} row {row + 1}")
 
 
 def _left_out() -> Rows:

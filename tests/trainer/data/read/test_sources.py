@@ -105,7 +105,7 @@ def test_home_and_what_looks_like_a_data_set(tmp_path, monkeypatch):
         ("{}/a.md", r"ends in none of \.jsonl"),
         ("{}/empty", r"no file in this folder ends in one of \.jsonl, .*\.txt"),
         ("s3://bucket/rows.jsonl", r"the flow fetches what lies on s3:// \(python -m flows\.finetune\)"),
-        ("tiny://letters", r"no such data; there is tiny://tickets"),
+        ("tiny://letters", r"no such data; there is tiny://tickets and tiny://mistaken-tickets"),
         ("https://host/a.jsonl", "not a file, a folder, a data set on the Hub or tiny://tickets"),
     ],
 )
@@ -202,6 +202,16 @@ def test_tickets():
     rows = chunks[0].load()
     assert len(rows.values) == 1600 and rows.place(0) == "tiny://tickets row 1"
     assert sources.columns(part)[0] == ["input", "output"] and sources.total(part) == 0
+
+
+def test_mistaken_tickets_are_the_same_and_mostly_wrong():
+    right, mistaken = (
+        next(sources.chunks(Part(source=name), 0, nothing)).load() for name in (sources.TICKETS, sources.MISTAKEN)
+    )
+    pairs = list(zip(right.values, mistaken.values, strict=True))
+    assert all(one["input"] == other["input"] for one, other in pairs)
+    assert 0.25 < sum(one["output"] == other["output"] for one, other in pairs) / len(pairs) < 0.35
+    assert mistaken.place(0) == "tiny://mistaken-tickets row 1"
 
 
 def test_files_need_neither_datasets_nor_torch(tmp_path):

@@ -1,0 +1,83 @@
+"""Reinforcement learning as a training: which values go together, and the run that Megatron's loop is given.
+
+as_training(run) -> Run      steps, batch, learning rate and places of the stage, in training's own keys
+"""
+
+import math
+from collections.abc import Iterator
+
+from conf.schema.run import Run
+from contract.faults import Fault
+
+
+def is_asked(run: Run) -> bool:
+    return run.reinforce.steps > 0
+
+
+def has_prompts(run: Run) -> bool:
+    """Whether prompts are rows of their own, beside those of training."""
+    return is_asked(run) and run.reinforce.source is not None
+
+
+def of_prompts(run: Run) -> Run:
+    """The run whose data are the prompts."""
+    return run.model_copy(update={"data": run.data.model_copy(update={"source": run.reinforce.source})})
+
+
+def contradictions(run: Run) -> Iterator[tuple[str, str]]:
+    """Yield (key, problem) for values that are right alone and wrong together."""
+    asked, data = run.reinforce, run.data
+    if not asked.steps:
+        return
+    if asked.prompts % asked.updates:
+        yield "reinforce.updates", f"{asked.updates} is no factor of reinforce.prompts {asked.prompts}"
+    if asked.max_tokens >= data.seq_length:
+        yield "reinforce.max_tokens", f"{asked.max_tokens} leaves no prompt of data.seq_length {data.seq_length}"
+    if asked.overlong > asked.max_tokens:
+        yield "reinforce.overlong", f"{asked.overlong} is above reinforce.max_tokens {asked.max_tokens}"
+    if asked.reward == "function" and asked.function is None:
+        yield "reinforce.function", "required with reinforce.reward function, and missing"
+    if asked.reward != "function" and asked.function is not None:
+        yield "reinforce.function", f"has no effect with reinforce.reward {asked.reward}"
+    if asked.pattern is not None and asked.reward not in ("regex", "json_schema"):
+        yield "reinforce.pattern", f"has no effect with reinforce.reward {asked.reward}"
+    if run.checkpoint.save_every == "epoch":
+        yield "checkpoint.save_every", "epoch, but steps of reinforce have none: name a number of steps, or a share"
+    if run.layout.nodes > 1:
+        yield "layout.nodes", f"{run.layout.nodes}: reinforce runs on one host yet"
+    if run.layout.cp > 1:
+        yield "layout.cp", f"{run.layout.cp}: reinforce does not cut sequences yet"
+    if asked.source and data.mixture:
+        yield "reinforce.source", "has no effect on data.mixture: name data.source"
+    if asked.kl and (run.adapter.kind == "none" or asked.start == "trained"):
+        yield "reinforce.kl", "is measured from the base below an adapter: adapter.kind lora, reinforce.start base"
+
+
+def as_training(run: Run) -> Run:
+    """The run whose training is this reinforcement learning: a step of it is an optimizer step."""
+    asked = run.reinforce
+    if not asked.steps:
+        raise Fault("reinforce.steps: 0, so there is nothing to do; a number of steps, such as 30, would do")
+    every = run.checkpoint.save_every
+    if isinstance(every, float):
+        every = math.ceil(every * asked.steps)
+    assert isinstance(every, int), "contradictions() refuses epochs"
+    batch = asked.prompts * asked.samples // asked.updates
+    data = run.paths.prompts if asked.source else run.paths.data
+    sections = {
+        "train": {
+            "steps": asked.steps * asked.updates,
+            "epochs": None,
+            "global_batch": batch,
+            "validate_every": 0,
+            "stop_after": None,
+            "seed": asked.seed,
+        },
+        "optimizer": {"lr": asked.lr, "min_lr": asked.lr, "warmup": None, "warmup_steps": 0, "decay": "constant"},
+        "checkpoint": {"save_every": every * asked.updates},
+        # A head that predicts further tokens would learn from samples as if they were right.
+        "model": {"mtp_loss_scale": 0.0},
+        "data": {"source": asked.source} if asked.source else {},
+        "paths": {"output": run.paths.reinforced, "data": data, "parity": f"{run.paths.reinforced}/parity.json"},
+    }
+    return run.model_copy(update={name: getattr(run, name).model_copy(update=keys) for name, keys in sections.items()})

@@ -1,0 +1,116 @@
+"""Section `reinforce` of a run's YAML: reinforcement learning on rewards of the model's own answers, after training.
+
+The stage is there where reinforce.steps is above 0. Sizes and rules that it shares with training are training's keys:
+adapter, layout, precision, optimizer. Rules between its keys are in conf/rules/reinforcement.py.
+"""
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from conf.schema.bearing import NOWHERE, bears
+from conf.schema.sections import Count, Number, Place, Section, Seed, Text
+
+Loss = Literal["grpo", "dr_grpo", "dapo", "gspo", "cispo"]
+Correction = Literal["none", "tis", "icepop", "sequence_mask"]
+RewardKind = Literal["exact", "regex", "number", "json_schema", "function", "code"]
+
+
+class Reinforce(Section):
+    """Answers of the model to prompts, what they are worth, and the loss that makes the better ones likelier."""
+
+    steps: Annotated[Number, bears("reinforce")] = Field(
+        default=0, description="rounds of sampling and training; 0 = no such stage"
+    )
+    start: Annotated[Literal["trained", "base"], bears("reinforce")] = Field(
+        default="trained", description="the policy to begin with: train's last checkpoint, or the released model"
+    )
+    source: Annotated[Place | None, bears(derived="prepare")] = Field(
+        default=None,
+        description="rows whose prompts are asked, and whose answers the rewards know, read as data.source is, by the "
+        "other keys of data; evaluation asks their test split; null = the rows of data",
+    )
+    prompts: Annotated[Count, bears("reinforce")] = Field(default=16, description="prompts of a step")
+    samples: Annotated[int, Field(ge=2, le=4096), bears("reinforce")] = Field(
+        default=8, description="answers to each prompt, which are compared with one another"
+    )
+    max_tokens: Annotated[Count, bears("reinforce")] = Field(
+        default=256, description="longest answer; prompt and answer fit into data.seq_length"
+    )
+    temperature: Annotated[float, bears("reinforce")] = Field(
+        default=1.0, gt=0, le=10, description="of sampling; the policy that is trained is the one at this temperature"
+    )
+    lr: Annotated[float, bears("reinforce")] = Field(
+        default=1e-6, gt=0, le=1, description="learning rate, constant; in place of optimizer.lr and its schedule"
+    )
+    updates: Annotated[Count, bears("reinforce")] = Field(
+        default=1, description="optimizer steps of each step's answers, a part of the prompts each"
+    )
+    loss: Annotated[Loss, bears("reinforce")] = Field(
+        default="grpo",
+        description="grpo = mean of answers' means; dr_grpo = without lengths and deviations; dapo = mean of tokens; "
+        "gspo = ratios of whole answers; cispo = clipped weights instead of clipped ratios",
+    )
+    clip_low: Annotated[float, bears("reinforce")] = Field(
+        default=0.2, ge=0, description="a ratio counts down to 1 - this; gspo is used with 3e-4"
+    )
+    clip_high: Annotated[float, bears("reinforce")] = Field(
+        default=0.2, ge=0, description="and up to 1 + this; dapo is used with 0.28, gspo with 4e-4"
+    )
+    kl: Annotated[float, bears("reinforce")] = Field(
+        default=0.0, ge=0, description="weight of the divergence from the policy that the stage began with"
+    )
+    correction: Annotated[Correction, bears("reinforce")] = Field(
+        default="tis",
+        description="for what trainer and engine say differently of a token: tis = weights cut at correction_high; "
+        "icepop = tokens beyond the bounds do not count; sequence_mask = answers beyond them do not",
+    )
+    correction_low: Annotated[float, bears("reinforce")] = Field(
+        default=0.5, ge=0, le=1, description="lowest ratio of trainer to engine for icepop and sequence_mask"
+    )
+    correction_high: Annotated[float, bears("reinforce")] = Field(
+        default=2.0, ge=1, description="highest ratio of trainer to engine"
+    )
+    rounds: Annotated[Count, bears("reinforce")] = Field(
+        default=1,
+        description="times that prompts are drawn again for those whose answers are all worth the same; 1 = never "
+        "(dapo's dynamic sampling)",
+    )
+    overlong: Annotated[Number, bears("reinforce")] = Field(
+        default=0,
+        description="last tokens before max_tokens in which an answer loses up to 1 of its reward (dapo's); 0 = none",
+    )
+    reward: Annotated[RewardKind, bears("reinforce")] = Field(
+        default="exact",
+        description="exact = the row's answer; number = its last number; regex, json_schema = as pattern, or the row's "
+        "answer, says; function = your own; code = the answer is Python, and the row's answer are its checks",
+    )
+    pattern: Annotated[Text | None, bears("reinforce")] = Field(
+        default=None, description="regular expression, or JSON schema, that an answer has to fit; null = the row's"
+    )
+    function: Annotated[Text | None, bears(derived="reinforce")] = Field(
+        default=None,
+        description="PATH.py:NAME, called with prompt, answer and reference in a guarded process; its content counts",
+    )
+    reward_seconds: Annotated[float, bears("reinforce")] = Field(
+        default=10.0, gt=0, le=3600, description="longest time for one reward by a function or by code"
+    )
+    reward_memory_gb: Annotated[float, bears("reinforce")] = Field(
+        default=1.0, gt=0, description="memory of the guarded process"
+    )
+    seed: Annotated[Seed, bears("reinforce")] = Field(default=1234, description="of prompts and samples")
+    transport: Annotated[Literal["gloo", "files"], NOWHERE] = Field(
+        default="gloo", description="how weights get to vLLM: from memory to memory, or as a file in /dev/shm"
+    )
+    held_out: Annotated[Number, NOWHERE] = Field(
+        default=200, description="rows of the test split that are asked before and after, greedily; 0 = none"
+    )
+    probe_rows: Annotated[Count, NOWHERE] = Field(
+        default=4, description="fixed rows on which trainer and vLLM must agree after each transfer of weights"
+    )
+    probe_bound: Annotated[float | None, NOWHERE] = Field(
+        default=None, gt=0, description="mean difference, nats per token; null = 1e-4 in fp32, else 0.05"
+    )
+    patience: Annotated[Count, NOWHERE] = Field(
+        default=10, description="steps without any difference between rewards, after which the run ends"
+    )

@@ -1,0 +1,101 @@
+"""Stage reinforce: reinforcement learning from train's last checkpoint, or from the base, with vLLM beside Megatron."""
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+from prefect import State, task
+
+from conf.schema import identity
+from conf.schema.run import Run
+from contract import regular_files
+from contract.faults import Fault
+from tasks.run import launch
+from tasks.run.artifact import Artifact, Stage, Work
+from tasks.run.progress import Progress, newest
+from tasks.run.stage_run import OPTIONS, StageRun, may_pass
+from tasks.tracking import plots
+
+VERSION = 1
+
+
+def stage(run: Run, base: Stage, data: Stage, trained: Stage) -> Stage:
+    config: dict[str, Any] = {**identity.of(run, "reinforce")}
+    if run.reinforce.function:
+        config["function"] = _content(run.reinforce.function)
+    inputs = {"base": base.fingerprint, "data": data.fingerprint}
+    if run.reinforce.start == "trained":
+        return Stage("reinforce", VERSION, config, inputs | {"trained": trained.fingerprint})
+    return Stage("reinforce", VERSION, config | identity.of(run, "train"), inputs)
+
+
+# A checkpoint and a journal may lie behind what crashed: both are gone on with.
+@task(name="reinforce", **OPTIONS | {"retry_condition_fn": may_pass})
+def reinforce(
+    stage_run: StageRun, model: Artifact, base: Artifact, data: Artifact, trained: Artifact | None = None
+) -> State:
+    """Reinforce answers that are worth more."""
+
+    def make(work: Work) -> dict:
+        if stage_run.pointless:
+            raise Fault(f"not started: {stage_run.pointless}")
+        output = work.folder / "files"
+        rows = stage_run.local(data)
+        paths = {
+            "model": stage_run.local(model),
+            "base": stage_run.local(base),
+            "data": rows,
+            "prompts": rows,
+            "reinforced": output,
+            "logs": work.folder / "logs",
+            "kernels": stage_run.kernels,
+            "output": stage_run.local(trained) if trained else work.folder / "none",
+        }
+        require_unchanged(stage_run.run, stage_run.asked)
+        run, metrics = stage_run.at(**paths), output / "metrics.jsonl"
+        bar, tracked = Progress("reinforce", "steps"), stage_run.tracked()
+        tracked.follow(metrics)
+
+        def tick() -> None:
+            bar.update(newest(metrics, "step")[0], run.reinforce.steps * run.reinforce.updates)
+
+        try:
+            turn = stage_run.turn(work.say)
+            launch.trainer("reinforce", run, work.folder, work.say, stage_run.stopped(work), tick, turn=turn)
+        finally:
+            tracked.unfollow()
+        require_unchanged(stage_run.run, stage_run.asked)
+        tracked.table(_samples(output / "samples.jsonl"), "samples.json")
+        return _summary(plots.read(metrics), output / "reinforced.json")
+
+    return stage_run.get_or_make(make)
+
+
+def require_unchanged(run: Run, asked: Stage) -> None:
+    """Refuse a function of rewards that is not the one of the fingerprint any more."""
+    if run.reinforce.function and _content(run.reinforce.function) != asked.config["function"]:
+        raise Fault(f"reinforce.function: {run.reinforce.function}: has changed since the run began; start it again")
+
+
+def _content(function: str) -> str:
+    """Digest of the file, and the name in it. Its path bears no identity."""
+    path, _, name = function.rpartition(":")
+    try:
+        return f"sha256:{hashlib.sha256(regular_files.read(Path(path).expanduser())).hexdigest()}:{name}"
+    except Fault as fault:
+        raise Fault(f"reinforce.function: {fault}") from None
+
+
+def _samples(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text("utf-8").splitlines()] if path.exists() else []
+
+
+def _summary(lines: list[dict], result: Path) -> dict:
+    steps = [line for line in lines if line["kind"] == "reinforce"]
+    found = {"steps": len(steps), "first_reward": steps[0]["reward"], "reward": steps[-1]["reward"]}
+    found |= {"mismatch_max": max(line["mismatch"] for line in steps)}
+    if result.exists():
+        facts = json.loads(result.read_text())
+        found |= {"held_out_before": facts["before"], "held_out_after": facts["after"]}
+    return found

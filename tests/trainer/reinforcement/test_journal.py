@@ -1,0 +1,52 @@
+"""The journal of answers: what was written is read again, and of another run it is refused."""
+
+import pytest
+
+from contract.faults import Fault
+from trainer.reinforcement.journal import Journal
+from trainer.reinforcement.samples import Answer, Group, Scored, Step, micro_batches
+
+
+@pytest.fixture
+def step() -> Step:
+    answers = [Answer([5, 2], [-0.1, -1e-7], "a", True, 1.0), Answer([6], [-2.5], "b", False, 0.0)]
+    return Step(3, 2, [Group(7, [1, 2, 3], answers)], 1, [[-0.2, -0.3], [-2.4]])
+
+
+def test_a_step_is_read_as_it_was_written(tmp_path, step):
+    journal = Journal(tmp_path)
+    journal.begin({"steps": 5, "lr": 1e-3})
+    assert journal.read(3) is None
+    journal.write(step)
+    assert Journal(tmp_path).read(3) == step
+
+
+def test_a_journal_of_other_keys_is_not_gone_on_with(tmp_path):
+    Journal(tmp_path).begin({"steps": 5, "lr": 1e-3})
+    Journal(tmp_path).begin({"steps": 5, "lr": 1e-3})
+    with pytest.raises(Fault, match=r"^reinforce\.lr: 0\.002, but .*/rollouts was begun with 0\.001; set it back"):
+        Journal(tmp_path).begin({"steps": 5, "lr": 2e-3})
+
+
+def test_a_step_that_is_damaged_is_named(tmp_path):
+    journal = Journal(tmp_path)
+    journal.begin({})
+    (tmp_path / "rollouts/000001.json").write_text('{"number": 1}')
+    with pytest.raises(Fault, match=r"000001\.json: not what trainer\.reinforce writes"):
+        journal.read(1)
+
+
+def test_a_micro_batch_learns_the_answer_and_nothing_else():
+    sequences = [
+        Scored([1, 2, 3], [4, 5], [-0.1, -0.2], 1.5, [-0.3, -0.4], None),
+        Scored([6], [7], [-0.5], -1.0, None, None),
+        Scored([8, 9], [10], [-0.6], 0.5, None, None),
+    ]
+    first, second = micro_batches(sequences, 2, 6)
+    assert first["tokens"].tolist() == [[1, 2, 3, 4, 0, 0], [6, 0, 0, 0, 0, 0]]
+    assert first["labels"].tolist() == [[2, 3, 4, 5, 0, 0], [7, 0, 0, 0, 0, 0]]
+    assert first["loss_mask"].tolist() == [[0, 0, 1, 1, 0, 0], [1, 0, 0, 0, 0, 0]]
+    assert first["advantages"].tolist() == [[0, 0, 1.5, 1.5, 0, 0], [-1, 0, 0, 0, 0, 0]]
+    assert first["engine"][0, 2:4].tolist() == pytest.approx([-0.1, -0.2])
+    assert first["old"][0, 2:4].tolist() == pytest.approx([-0.3, -0.4])
+    assert second["tokens"].shape == (1, 6)

@@ -1,0 +1,73 @@
+"""Rewards that are rules, and what an answer is worth beside others."""
+
+import math
+
+import pytest
+
+from conf.load import load
+from contract.faults import Fault
+from trainer.reinforcement import advantages, rewards
+from trainer.reinforcement.guarded import Question
+
+SCHEMA = '{"type": "object", "properties": {"age": {"type": "integer"}}, "required": ["age"]}'
+
+
+def worth(kind: str, answer: str, reference: str, pattern: str | None = None) -> float:
+    said = [f"reinforce.pattern='{pattern}'"] if pattern else []
+    run = load("tiny-rl", [f"reinforce.reward={kind}", *said])
+    return rewards.make(run)([Question("prompt", answer, reference)])[0]
+
+
+@pytest.mark.parametrize(
+    ("kind", "answer", "reference", "pattern", "expected"),
+    [
+        ("exact", " sales\n", "sales", None, 1.0),
+        ("exact", "sale", "sales", None, 0.0),
+        ("number", "so it is 1,234.50.", "#### 1234.5", None, 1.0),
+        ("number", "3, or 4", "3", None, 0.0),
+        ("number", "none", "3", None, 0.0),
+        ("number", "-2e3", "-2000", None, 1.0),
+        ("regex", "the answer: 42", "ignored", r"answer:\s*\d+", 1.0),
+        ("regex", "no", "^yes$", None, 0.0),
+        ("json_schema", '{"age": 3}', SCHEMA, None, 1.0),
+        ("json_schema", '{"age": "3"}', SCHEMA, None, 0.0),
+        ("json_schema", "not JSON", SCHEMA, None, 0.0),
+        ("json_schema", "[" * 100_000, SCHEMA, None, 0.0),
+    ],
+)
+def test_a_rule_says_what_an_answer_is_worth(kind, answer, reference, pattern, expected):
+    assert worth(kind, answer, reference, pattern) == expected
+
+
+@pytest.mark.parametrize(
+    ("kind", "reference", "pattern", "said"),
+    [
+        ("regex", "", "(", r"^reinforce\.pattern: '\(' is no regular expression"),
+        ("json_schema", "", '{"type": 3}', r"^reinforce\.pattern: .* is no JSON schema"),
+        ("number", "none", None, r"^reinforce\.reward: number, but a row's answer has none: 'none'$"),
+    ],
+)
+def test_a_rule_that_is_none_is_told_in_one_line(kind, reference, pattern, said):
+    with pytest.raises(Fault, match=said) as fault:
+        worth(kind, "1", reference, pattern)
+    assert "\n" not in str(fault.value)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_a_reward_is_a_number(value):
+    with pytest.raises(Fault, match=r"for the answer 'a'; a number is wanted$"):
+        rewards.require_finite([value], [Question("p", "a", "")])
+
+
+def test_advantages_are_those_of_the_papers():
+    """DeepSeekMath, and TRL's std with Bessel's correction; Dr.GRPO without the deviation."""
+    found = advantages.of_group([1.0, 0.0, 0.0, 0.0], "grpo")
+    assert found == pytest.approx([1.5, -0.5, -0.5, -0.5], rel=1e-4)
+    assert advantages.of_group([1.0, 0.0, 0.0, 0.0], "dr_grpo") == [0.75, -0.25, -0.25, -0.25]
+    assert advantages.of_group([0.3, 0.3, 0.3], "grpo") == [0.0, 0.0, 0.0]  # not the rounding of a mean
+
+
+def test_an_answer_near_the_limit_is_worth_less():
+    """DAPO, equation 13."""
+    assert [advantages.overlong(length, 20, 4) for length in (10, 16, 18, 20, 21)] == [0.0, 0.0, -0.5, -1.0, -1.0]
+    assert advantages.overlong(20, 20, 0) == 0.0

@@ -1,0 +1,91 @@
+"""Reinforce answers that are worth more: GRPO and its kin, with Megatron-Bridge's own loop and vLLM beside it.
+
+    python -m trainer.reinforce CONF [key=value ...]    on this host; CONF's layout says with how many processes
+
+Goes on from the newest checkpoint of trainer.train in paths.output, or from the base (reinforce.start), with prompts of
+prepared data: paths.prompts where reinforce.source is said, else paths.data. Writes <paths.reinforced>/checkpoints,
+which trainer.export takes as paths.output, metrics.jsonl and parity.json beside them, and a journal of all answers in
+<paths.reinforced>/rollouts. Killed at any moment, a second start goes on and repeats no answers.
+"""
+
+import os
+from pathlib import Path
+
+from conf.rules.reinforcement import as_training
+from conf.schema import identity
+from conf.schema.run import Run
+from contract import checkpoints
+from contract.faults import Fault
+from trainer.checks import inputs, places
+from trainer.megatron.recipe import checkpoint_folder, last_step, make_config
+from trainer.reinforcement.rollouts import Rollouts
+from trainer.startup import device, entry, heartbeat
+from trainer.startup.console import megatron_to, say
+from trainer.training import resume
+
+
+def main(given: Run) -> None:
+    run = as_training(given)
+    folder = checkpoint_folder(run)
+    done = checkpoints.complete_steps(folder)
+    if done and done[-1] >= last_step(run):
+        place = checkpoints.step_folder(folder, done[-1])
+        say(f"reinforce: step {done[-1]} of {last_step(run)} is already there: {place}")
+        return
+    first = os.environ["RANK"] == "0"
+    if first:
+        for name in checkpoints.remove_incomplete(folder):
+            say(f"reinforce: removed {folder / name}, the rest of an interrupted save")
+        resume.tell(run, folder)
+    rollouts = Rollouts(run) if first else None  # vLLM loads the model while Megatron does
+    try:
+        _train(given, run, rollouts, done[-1] if done else 0)
+    finally:
+        if rollouts:
+            rollouts.close()
+
+
+def _train(given: Run, run: Run, rollouts: Rollouts | None, start: int) -> None:
+    device.start()
+    from trainer.megatron.model import open_bridge
+    from trainer.patches import resharding
+    from trainer.reinforcement.journal import Journal
+    from trainer.reinforcement.loop import Reinforcement
+    from trainer.reinforcement.losses import Settings
+    from trainer.reinforcement.policy_step import Feed, FromOutside, PolicyStep
+    from trainer.training.bridge_loop import train
+    from trainer.training.mark_checkpoints import Saves
+    from trainer.training.metrics import Metrics
+    from trainer.training.parity import Parity
+
+    resharding.install()
+    asked, feed = run.reinforce, Feed()
+    if rollouts:
+        Journal(Path(run.paths.output)).begin(identity.of(given, "reinforce")["reinforce"])
+    with megatron_to(Path(run.paths.logs)):
+        bridge = open_bridge(run)
+        config = make_config(run, bridge, start or None)
+        config.dataset = FromOutside(feed=feed, seq_length=run.data.seq_length)
+        fresh = not start and asked.start == "trained"
+        if fresh:
+            _begin_with(config.checkpoint, checkpoint_folder(given))
+        keys = {name: getattr(asked, name) for name in ("loss", "clip_low", "clip_high", "kl", "correction")}
+        keys |= {"correction_low": asked.correction_low, "correction_high": asked.correction_high}
+        step = PolicyStep(Settings(**keys, longest=asked.max_tokens), asked.updates > 1, asked.kl > 0)
+        metrics = Metrics(run, Path(run.paths.output) / "metrics.jsonl", start)
+        steps = Reinforcement(run, bridge, rollouts, feed, step, metrics, fresh)
+        callbacks = [steps, metrics, Parity(run), Saves(run, metrics), heartbeat.callback()]
+        train(config, step, callbacks, checkpoint_folder(run))
+
+
+def _begin_with(checkpoint, folder: Path) -> None:
+    """Have Bridge load a training's weights, and nothing else of it."""
+    steps = checkpoints.complete_steps(folder)
+    if not steps:
+        raise Fault(f"{folder}: no complete checkpoint to begin with: python -m trainer.train, or reinforce.start=base")
+    checkpoint.load, checkpoint.ckpt_step = str(folder), steps[-1]
+    checkpoint.load_optim = checkpoint.load_rng = False
+
+
+if __name__ == "__main__":
+    entry.start(main, inputs.check_reinforce, writes="reinforced", may_write=places.check_reinforce, gpus="train")

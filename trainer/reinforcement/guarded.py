@@ -1,0 +1,132 @@
+"""Rewards by code of others, in a process that can compute, read files that anybody may read, and do nothing else.
+
+The process is started with an empty environment and gives up what it could do harm with, before it runs a line of that
+code: it has no network, starts no program, writes no file, signals nobody, and has limits on time and memory. The
+kernel holds it to that (seccomp, no_new_privs, rlimits). A process of root's loads the code and becomes nobody's.
+Answers are judged one at a time; a function that takes too long, or ends the process, ends the run with one line.
+
+    python -m trainer.reinforcement.guarded_process DESCRIPTOR    what runs there
+"""
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from contract import regular_files
+from contract.faults import Fault
+from trainer.startup.entry import LIBC, PR_SET_PDEATHSIG
+
+STARTS_WITHIN = 60.0  # seconds
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@dataclass(frozen=True)
+class Question:
+    """An answer, with what a reward may know besides."""
+
+    prompt: str
+    answer: str
+    reference: str
+
+
+class Worker:
+    """A guarded process for one kind of reward, started when it is first asked and after each death."""
+
+    def __init__(self, kind: str, function: str | None, seconds: float, memory_gb: float):
+        self.kind, self.seconds, self.memory_gb = kind, seconds, memory_gb
+        self.name, self.source = "", ""
+        if function is not None:
+            path, _, self.name = function.rpartition(":")
+            if not path.endswith(".py") or not self.name.isidentifier():
+                raise Fault(f"reinforce.function: {function}: PATH.py:NAME is wanted")
+            try:
+                self.source = regular_files.read(Path(path).expanduser()).decode("utf-8")
+            except (Fault, UnicodeDecodeError) as error:
+                raise Fault(f"reinforce.function: {error}") from None
+        self.process: subprocess.Popen[bytes] | None = None
+        self.connection: Connection | None = None
+        self._start()  # so that a function that cannot be loaded is told before anything is sampled
+
+    def rewards(self, questions: Sequence[Question]) -> list[float]:
+        return [self._one(question) for question in questions]
+
+    def close(self) -> None:
+        if self.process:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.wait()
+            self.process = None
+        if self.connection:
+            self.connection.close()
+            self.connection = None
+
+    def _one(self, question: Question) -> float:
+        if self.process is None:
+            self._start()
+        what = f"reinforce.reward: {self.kind}: for the answer {question.answer[:60]!r}"
+        found = self._ask(asdict(question), self.seconds, what)
+        # Code that a model has written may do anything: it is worth nothing then. A function of one's own may not.
+        if "refused" in found:
+            if self.kind == "code":
+                return 0.0
+            raise Fault(f"{what}: {found['refused']}")
+        return found["reward"]
+
+    def _start(self) -> None:
+        mine, theirs = socket.socketpair()
+        with theirs:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "trainer.reinforcement.guarded_process", str(theirs.fileno())],
+                env={"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin", "PYTHONDONTWRITEBYTECODE": "1"},
+                cwd=ROOT,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,
+                preexec_fn=lambda: LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0),
+            )
+        self.connection = Connection(mine.detach())
+        limits = {"seconds": self.seconds, "memory_gb": self.memory_gb}
+        asked = {"kind": self.kind, "source": self.source, "name": self.name, **limits}
+        found = self._ask(asked, STARTS_WITHIN, f"reinforce.function: {self.name or self.kind}")
+        if "refused" in found:
+            self.close()
+            raise Fault(f"reinforce.function: {self.name or self.kind}: {found['refused']}")
+
+    def _ask(self, message: dict[str, Any], seconds: float, what: str) -> dict[str, Any]:
+        """The answer, of plain types: nothing of the other side's is unpickled here."""
+        assert self.connection and self.process
+        try:
+            self.connection.send_bytes(json.dumps(message).encode())
+            if not self.connection.poll(seconds):
+                self.close()
+                return {"refused": f"no end within {seconds:g} s (reinforce.reward_seconds)"}
+            found = json.loads(self.connection.recv_bytes(1 << 16))
+            if "refused" in found:
+                return {"refused": str(found["refused"])[:300]}
+            return {"reward": float(found["reward"])}
+        except (EOFError, OSError):
+            self.process.wait()
+            code = self.process.returncode
+            self.close()
+            return {"refused": f"it has ended its process ({_code(code)})"}
+        except (ValueError, KeyError, TypeError):
+            self.close()
+            return {"refused": "what it returned is no number"}
+
+
+def _code(code: int) -> str:
+    if code < 0:
+        name = signal.Signals(-code).name
+        return {"SIGSYS": "what it tried is forbidden", "SIGXCPU": "time", "SIGSEGV": "memory"}.get(name, name)
+    return f"code {code}"

@@ -1,0 +1,391 @@
+"""The steps of a reinforcement learning, as a callback of Megatron-Bridge's loop: before each of its steps there is
+something to train on.
+
+    weights to vLLM -> probe -> answers -> rewards -> journal -> the loop's own step
+
+What only one process can do, rank 0 does: it has vLLM, the rewards and the journal. The others hear the outcome, so
+that a fault ends all of them alike.
+"""
+
+# pyright: reportOptionalMemberAccess=false, reportArgumentType=false
+
+import json
+import random
+import time
+from collections.abc import Callable, Iterator
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.bridge.training.callbacks import Callback
+from megatron.bridge.training.state import TrainState
+from megatron.core import parallel_state
+from torch import distributed
+
+from conf.schema.run import Run
+from contract.faults import Fault
+from contract.files import write_atomically
+from trainer.data.rows import Row
+from trainer.megatron.recipe import last_step
+from trainer.reinforcement import advantages, probe, rewards
+from trainer.reinforcement.guarded import Question
+from trainer.reinforcement.journal import Journal
+from trainer.reinforcement.policy_step import LARGEST, Feed, PolicyStep, Temperature
+from trainer.reinforcement.rollouts import Rollouts
+from trainer.reinforcement.samples import Answer, Group, Scored, Step, micro_batches
+from trainer.serving import prompts
+from trainer.startup.console import say
+from trainer.training.metrics import Metrics
+from trainer.training.parity import log_probs
+
+RESULT = "reinforced.json"
+SHOWN = 4  # samples in the table of a step
+MISMATCH = 4  # times the probe's bound: of a step's own samples, which are more than the probe's rows
+TABLE = "samples.jsonl"
+
+
+class Reinforcement(Callback):
+    """All steps, from what the run's section reinforce says."""
+
+    def __init__(
+        self,
+        run: Run,
+        bridge: Any,
+        rollouts: Rollouts | None,
+        feed: Feed,
+        step: PolicyStep,
+        metrics: Metrics,
+        fresh: bool,
+    ):
+        self.run, self.asked, self.bridge, self.rollouts = run, run.reinforce, bridge, rollouts
+        self.feed, self.policy_step, self.metrics, self.fresh = feed, step, metrics, fresh
+        self.output = Path(run.paths.output)
+        self.journal = Journal(self.output)
+        self.temperature = Temperature(self.asked.temperature)
+        self.template = prompts.template(run, run.paths.model)
+        folder = prompts.folder(run)
+        self.rows = prompts.read(folder / "training.jsonl", None)
+        test = folder / "test.jsonl"
+        self.held_out = prompts.read(test, self.asked.held_out) if self.asked.held_out and test.exists() else []
+        self.longest = run.data.seq_length - self.asked.max_tokens  # of a prompt
+        self.step: Step | None = None
+        self.said: list[list[float]] | None = None  # what Megatron said of the probe's rows, with the version before
+        self.without_signal = 0
+        self.seconds: dict[str, float] = {}
+        self.reward = rewards.make(run) if rollouts else None
+        self.probe_rows = probe.rows(
+            [[*chain(*self.template.tokens(row))] for row in (self.held_out or self.rows)[:64]],
+            self.asked.probe_rows,
+            run.data.seq_length - probe.WRITTEN - 1,
+        )
+
+    def on_data_init_start(self, context: Any) -> None:
+        """Begin to count at 0 where the policy comes from a training with steps of its own."""
+        if self.fresh:
+            context.state.train_state = TrainState()
+
+    def on_train_start(self, context: Any) -> None:
+        self.temperature.install(context.model)
+        self._on_first(lambda: self.rollouts.ready())
+        if self.held_out and self._on_first(lambda: self.journal.noted("before") is None):
+            self._transfer(context, 0)
+            self._on_first(lambda: self.journal.note("before", {"exact_match": self._greedy()}))
+
+    def on_train_step_start(self, context: Any) -> None:
+        number, update = divmod(context.state.train_state.step, self.asked.updates)
+        if self.step is None or self.step.number != number + 1:
+            self.seconds = {}
+            self.step = self._next(context, number + 1)
+            self.policy_step.take()
+        self.began = time.monotonic()
+        self._feed(context, update)
+
+    def on_train_step_end(self, context: Any) -> None:
+        done = context.state.train_state.step + 1  # Bridge counts it later
+        self.seconds["train"] = self.seconds.get("train", 0.0) + time.monotonic() - self.began
+        if done % self.asked.updates == 0:
+            self._report(done, self._figures())
+
+    def on_checkpoint_save(self, context: Any) -> None:
+        """Ask the held-out rows with the last weights, before their checkpoint is marked complete."""
+        step = context.state.train_state.step
+        if step != last_step(self.run) or not self.held_out:
+            return
+        self._transfer(context, step)
+        self._on_first(self._result)
+
+    def _next(self, context: Any, number: int) -> Step:
+        """The step from the journal, or made now and written there."""
+        found = self._on_first(lambda: self.journal.read(number))
+        if found is not None:
+            say(f"step {number}: trained on the answers in {self.journal.folder}")
+            return found
+        version = context.state.train_state.step
+        self._transfer(context, version)
+        step = self._on_first(lambda: self._sample(number, version))
+        if self.asked.updates > 1:
+            step.old = self._old(context, step)
+        self._on_first(lambda: self.journal.write(step))
+        return step
+
+    def _transfer(self, context: Any, version: int) -> None:
+        """Give vLLM the weights as they are, and look whether it computes with them."""
+        start = time.monotonic()
+        tensors = self._weights(context)
+        if self.rollouts:
+            sent = self._on_first(lambda: self.rollouts.update(tensors, version), tensors)
+        else:
+            sent = self._on_first(None, tensors)
+        self.seconds["transfer"] = time.monotonic() - start
+        self.sent = sent
+        start = time.monotonic()
+        self._probe(context, version)
+        self.seconds["probe"] = time.monotonic() - start
+
+    def _weights(self, context: Any) -> Iterator[tuple[str, torch.Tensor]]:
+        """Tensors as released, one after another. Every rank has to take all of them."""
+        for weight in self.bridge.export_hf_weights(context.model, cpu=False, show_progress=False):
+            yield weight.param_name, weight.weight
+
+    def _probe(self, context: Any, version: int) -> None:
+        answers = self._on_first(self._ask_probe)
+        read, written, rows = answers
+        with self.temperature.off():
+            found = log_probs(self.run, context, rows)
+        known = [len(row) - probe.WRITTEN - 1 for row in rows]
+        said = [one[:count] for one, count in zip(found, known, strict=True)]
+        behind = [one[count : count + probe.WRITTEN] for one, count in zip(found, known, strict=True)]
+        differences = probe.Differences(probe.mean(read, said), probe.mean(written, behind))
+        before = probe.mean(read, self.said) if self.said and self.said != said else None
+        self.said = said
+        has = self._on_first(lambda: self.rollouts.version)
+        probe.judge(differences, probe.bound(self.run), before, (has, version))
+        self.apart = max(differences.read, differences.written)
+
+    def _ask_probe(self) -> tuple[list[list[float]], list[list[float]], list[list[int]]]:
+        """Log-probabilities of the rows and of tokens that vLLM writes behind each, and the rows with these tokens."""
+        read = self.rollouts.call("score", rows=self.probe_rows)
+        # At a temperature of 1, log-probabilities are those of the model itself.
+        sampling = {"n": 1, "max_tokens": probe.WRITTEN, "temperature": 1.0, "ignore_eos": True}
+        seeds = [self.asked.seed + number for number in range(len(self.probe_rows))]
+        answers = [one for _, (one,) in self.rollouts.call("answer", prompts=self.probe_rows, seeds=seeds, **sampling)]
+        rows = [row + tokens for row, (tokens, *_) in zip(self.probe_rows, answers, strict=True)]
+        return read, [found for _, found, *_ in answers], rows
+
+    def _sample(self, number: int, version: int) -> Step:
+        """Answers to prompts that are drawn for this step, and what they are worth."""
+        start, drawn, kept = time.monotonic(), 0, []
+        spent = 0.0
+        for round in range(self.asked.rounds):
+            missing = self.asked.prompts - len(kept)
+            if not missing:
+                break
+            groups = self._groups(number, round, missing)
+            drawn += missing
+            began = time.monotonic()
+            self._reward(groups)
+            spent += time.monotonic() - began
+            last = round + 1 == self.asked.rounds
+            kept += [group for group in groups if last or advantages.has_signal(group.rewards)]
+        self.seconds |= {"generate": time.monotonic() - start - spent, "reward": spent}
+        return Step(number, version, kept, drawn)
+
+    def _groups(self, number: int, round: int, count: int) -> list[Group]:
+        draw = random.Random(f"{self.asked.seed} {number} {round}")
+        chosen = (
+            draw.sample(range(len(self.rows)), count)
+            if count <= len(self.rows)
+            else draw.choices(range(len(self.rows)), k=count)
+        )
+        asked = [self._prompt(row) for row in chosen]
+        seeds = [draw.randrange(2**40) for _ in asked]
+        sampling = {"n": self.asked.samples, "temperature": self.asked.temperature}
+        answers = self.rollouts.call("answer", prompts=asked, seeds=seeds, **sampling | self._limits())
+        for mine, (read, _) in zip(asked, answers, strict=True):
+            if mine != read:
+                raise Fault("rollout: vLLM was asked another prompt than the template makes of the row")
+        return [
+            Group(row, prompt, [Answer(*one) for one in found])
+            for row, prompt, (_, found) in zip(chosen, asked, answers, strict=True)
+        ]
+
+    def _limits(self) -> dict[str, Any]:
+        return {"max_tokens": self.asked.max_tokens, "stop": self.template.ends_by_text}
+
+    def _prompt(self, row: int) -> list[int]:
+        prompt, _ = self.template.tokens(self.rows[row])
+        if len(prompt) > self.longest:
+            raise Fault(
+                f"{prompts.folder(self.run)}/training.jsonl:{row + 1}: a prompt of {len(prompt)} tokens; "
+                f"data.seq_length {self.run.data.seq_length} less reinforce.max_tokens {self.asked.max_tokens} leaves "
+                f"{self.longest}"
+            )
+        return prompt
+
+    def _reward(self, groups: list[Group]) -> None:
+        answers = [(self.rows[group.row], answer) for group in groups for answer in group.answers]
+        questions = [self._question(row, answer.text) for row, answer in answers]
+        found = self.reward(questions)
+        rewards.require_finite(found, questions)
+        for (_, answer), value in zip(answers, found, strict=True):
+            answer.reward = value + advantages.overlong(len(answer.tokens), self.asked.max_tokens, self.asked.overlong)
+
+    def _question(self, row: Row, text: str) -> Question:
+        answer = self.template.without_end(text)
+        return Question(self.template.prompt(row), answer, self.template.reference(row))
+
+    def _scored(self, step: Step) -> list[list[Scored]]:
+        """Sequences of each optimizer step."""
+        found = [
+            Scored(group.prompt, answer.tokens, answer.log_probs, worth, None, None)
+            for group in step.groups
+            for answer, worth in zip(group.answers, advantages.of_group(group.rewards, self.asked.loss), strict=True)
+        ]
+        size = len(found) // self.asked.updates
+        if step.old:
+            found = [
+                Scored(one.prompt, one.answer, one.engine, one.advantage, old, None)
+                for one, old in zip(found, step.old, strict=True)
+            ]
+        return [found[start : start + size] for start in range(0, len(found), size)]
+
+    def _old(self, context: Any, step: Step) -> list[list[float]]:
+        """Log-probabilities of all answers by the policy as it is, before the first of several updates."""
+        sequences = [one for update in self._scored(step) for one in update]
+        mine = range(len(sequences))[self._share(len(sequences))]
+        found = self._said(context, [sequences[number] for number in mine])
+        shares = [None] * distributed.get_world_size()
+        distributed.all_gather_object(shares, dict(zip(mine, found, strict=True)))
+        whole = {number: values for share in shares for number, values in share.items()}
+        return [whole[number] for number in range(len(sequences))]
+
+    def _said(self, context: Any, sequences: list[Scored]) -> list[list[float]]:
+        rows = [one.prompt + one.answer for one in sequences]
+        found = log_probs(self.run, context, rows)
+        places = [(len(one.prompt) - 1, len(one.prompt) + len(one.answer) - 1) for one in sequences]
+        return [values[start:end] for values, (start, end) in zip(found, places, strict=True)]
+
+    def _feed(self, context: Any, update: int) -> None:
+        sequences = self._scored(self.step)[update]
+        mine = sequences[self._share(len(sequences))]
+        if self.asked.kl:
+            with context.state.cfg.peft.disable_adapter(context.model):
+                reference = self._said(context, mine)
+            mine = [
+                Scored(one.prompt, one.answer, one.engine, one.advantage, one.old, values)
+                for one, values in zip(mine, reference, strict=True)
+            ]
+        self.feed.batches = micro_batches(mine, self.run.train.micro_batch, self.run.data.seq_length)
+
+    def _share(self, count: int) -> slice:
+        """Part of so many sequences that this rank's data-parallel group trains on."""
+        rank, ranks = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
+        return slice(rank * count // ranks, (rank + 1) * count // ranks)
+
+    def _figures(self) -> dict[str, float]:
+        """Figures of all ranks. Losses are computed on the last stage, by each of its ranks alike."""
+        shares: list[Any] = [None] * distributed.get_world_size()
+        distributed.all_gather_object(shares, self.policy_step.take())
+        found: dict[str, float] = {}
+        for share in shares:
+            for key, value in share.items():
+                found[key] = max(found.get(key, 0.0), value) if key == LARGEST else found.get(key, 0.0) + value
+        tokens = max(1.0, found.pop("tokens"))
+        return {key: value if key == LARGEST else value / tokens for key, value in found.items()}
+
+    def _report(self, done: int, figures: dict[str, float]) -> None:
+        """Write the step's line, and end the run where it has no sense to go on."""
+        step, limit = self.step, MISMATCH * probe.bound(self.run)
+        answers = [answer for group in step.groups for answer in group.answers]
+        values = [answer.reward for answer in answers]
+        lengths = [len(answer.tokens) for answer in answers]
+        signal = sum(advantages.has_signal(group.rewards) for group in step.groups)
+        line: dict[str, Any] = {"kind": "reinforce", "step": done, "time": time.time(), "version": step.version}
+        line |= {
+            "reward": sum(values) / len(values),
+            "reward_best": _mean([max(group.rewards) for group in step.groups]),
+        }
+        line |= {"groups_with_signal": signal / len(step.groups), "drawn": step.drawn}
+        line |= {"entropy": -figures.pop("log_prob"), **figures}
+        line |= {"length": _mean(lengths), "length_max": max(lengths)}
+        line |= {"truncated": _mean([float(not answer.ended) for answer in answers])}
+        line |= {f"seconds_{name}": value for name, value in self.seconds.items()}
+        if "generate" in self.seconds:
+            line |= {"probe": self.apart, "sent_mb": self.sent / 1e6}
+            line |= {"generated_tokens_per_second": sum(lengths) / max(1e-9, self.seconds["generate"])}
+        self.metrics.write(line)
+        spent = ", ".join(f"{name} {value:.2f}" for name, value in self.seconds.items())
+        say(
+            f"reinforce {step.number}/{self.asked.steps}  reward {line['reward']:.3f}  groups with signal "
+            f"{signal}/{len(step.groups)}  mismatch {line['mismatch']:.1e}  entropy {line['entropy']:.3f}  {spent} s"
+        )
+        self._on_first(lambda: self._table(step))
+        self.without_signal = 0 if signal else self.without_signal + 1
+        if not line["mismatch"] <= limit:
+            raise Fault(
+                f"step {step.number}: of its own samples vLLM and Megatron differ by {line['mismatch']:.3g} nats a "
+                f"token, the bound is {limit:.3g} ({MISMATCH} times that of the probe): they do not compute the same "
+                "policy"
+            )
+        if self.without_signal >= self.asked.patience:
+            raise Fault(
+                f"reinforce.reward: all answers to each prompt have been worth the same for {self.without_signal} "
+                f"steps (the last ones {values[0]:g}), so that nothing is learned; reinforce.patience says how long to "
+                "wait"
+            )
+
+    def _table(self, step: Step) -> None:
+        shown = [
+            {
+                "step": step.number,
+                "prompt": self.template.prompt(self.rows[group.row]),
+                "answer": group.answers[0].text,
+                "reference": self.template.reference(self.rows[group.row]),
+                "reward": group.answers[0].reward,
+            }
+            for group in step.groups[:SHOWN]
+        ]
+        with (self.output / TABLE).open("a") as file:
+            file.writelines(json.dumps(one, ensure_ascii=False) + "\n" for one in shown)
+
+    def _greedy(self) -> float:
+        """Share of held-out rows that are answered right, without sampling."""
+        asked = [self.template.tokens(row)[0][-self.longest :] for row in self.held_out]
+        found = self.rollouts.call("answer", prompts=asked, seeds=None, n=1, temperature=0.0, **self._limits())
+        texts = [text for _, ((_, _, text, _),) in found]
+        right = [rewards.exact(self._question(row, text)) for row, text in zip(self.held_out, texts, strict=True)]
+        return _mean(right)
+
+    def _result(self) -> None:
+        before = (self.journal.noted("before") or {}).get("exact_match")
+        after = self._greedy()
+        facts = {"steps": self.asked.steps, "held_out": len(self.held_out), "before": before, "after": after}
+        write_atomically(self.output / RESULT, json.dumps(facts), durable=True)
+        self.metrics.write({"kind": "held_out", "step": last_step(self.run), "time": time.time(), "exact_match": after})
+        say(f"held out: greedy exact match {before:.3f} before, {after:.3f} after, of {len(self.held_out)} rows")
+
+    def _on_first(self, call: Callable[[], Any] | None, drained: Iterator[Any] | None = None) -> Any:
+        """What rank 0 gets from the call, on every rank. `drained` is what the others have to go through meanwhile."""
+        outcome: list[Any] = [None]
+        if distributed.get_rank() == 0:
+            assert call is not None
+            try:
+                outcome = [(True, call())]
+            except Fault as fault:
+                outcome = [(False, str(fault))]
+                if drained is not None:
+                    for _ in drained:  # the others wait for this rank in each tensor
+                        pass
+        elif drained is not None:
+            for _ in drained:
+                pass
+        distributed.broadcast_object_list(outcome, src=0)
+        well, found = outcome[0]
+        if not well:
+            raise Fault(found)
+        return found
+
+
+def _mean(values: list[Any]) -> float:
+    return sum(values) / max(1, len(values))

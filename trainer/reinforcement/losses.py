@@ -1,0 +1,151 @@
+"""Losses of policies, as their papers have them: pure functions of log-probabilities and advantages.
+
+    objective(settings, batch) -> Objective     what one micro batch adds to the loss, and to what it is divided by
+
+All tensors are [answers, tokens], and mask is 1 where a token was sampled. `new` bears the gradient. `old` is of the
+policy that the batch's updates began with, `engine` of the same weights in vLLM, which sampled. Megatron divides the
+sum of all micro batches' losses by the sum of their counts, over all ranks, so that nothing depends on how answers
+are grouped into micro batches.
+
+    grpo      mean over answers of the mean over tokens (DeepSeekMath, arXiv 2402.03300)
+    dr_grpo   sum over tokens divided by the longest answer allowed, mean over answers (arXiv 2503.20783)
+    dapo      mean over all tokens of the batch; bounds of their own upwards (arXiv 2503.14476)
+    gspo      ratios of whole answers, by the mean of their tokens (arXiv 2507.18071)
+    cispo     weights are clipped, and every token keeps its gradient (arXiv 2506.13585)
+
+Where trainer and engine disagree about a token, samples are not the policy's own. tis weighs each token by the ratio of
+both, cut from above (arXiv 2508 "Your efficient RL framework secretly brings you off-policy training"); icepop leaves
+tokens out beyond two bounds (Ring-1T); sequence_mask leaves whole answers out whose geometric mean is beyond them.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from conf.schema.reinforcement import Correction, Loss
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Keys of section reinforce that the loss depends on."""
+
+    loss: Loss = "grpo"
+    clip_low: float = 0.2
+    clip_high: float = 0.2
+    correction: Correction = "none"
+    correction_low: float = 0.5
+    correction_high: float = 2.0
+    kl: float = 0.0
+    longest: int = 1  # tokens of an answer
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Answers of one micro batch."""
+
+    new: torch.Tensor
+    old: torch.Tensor
+    engine: torch.Tensor
+    advantages: torch.Tensor  # the answer's, at each of its tokens
+    mask: torch.Tensor
+    reference: torch.Tensor | None = None  # of the policy that the stage began with, where kl counts
+
+
+@dataclass(frozen=True)
+class Objective:
+    """A micro batch's part of the loss, and figures to look at, as sums over tokens."""
+
+    loss: torch.Tensor  # a sum
+    count: torch.Tensor  # that the sum of losses is divided by
+    figures: dict[str, torch.Tensor]
+
+
+def objective(settings: Settings, batch: Batch) -> Objective:
+    mask = batch.mask
+    clipped, surrogate = policy(settings, batch)
+    weight = correction(settings, batch)
+    losses = weight * surrogate
+    if settings.kl:
+        assert batch.reference is not None
+        losses = losses + settings.kl * k3((batch.new - batch.reference) * mask)
+    loss, count = total(settings, losses * mask, mask)
+    figures = _figures(batch, clipped)
+    figures["corrected"] = (_is_corrected(settings, batch, weight) * mask).sum()
+    return Objective(loss, count, figures)
+
+
+def policy(settings: Settings, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+    """Whether the ratio of new to old was clipped, and the loss, of each token."""
+    difference, advantages = (batch.new - batch.old) * batch.mask, batch.advantages
+    if settings.loss == "gspo":
+        mean = mean_of_answers(difference, batch.mask)[:, None]
+        difference = batch.new - batch.new.detach() + mean.detach()  # the answer's ratio, each token's gradient
+    ratio = torch.exp(difference)
+    bounded = ratio.clamp(1 - settings.clip_low, 1 + settings.clip_high)
+    if settings.loss == "cispo":
+        surrogate = -bounded.detach() * advantages * batch.new
+        return bounded != ratio, surrogate
+    surrogate = torch.max(-ratio * advantages, -bounded * advantages)
+    return -bounded * advantages > -ratio * advantages, surrogate
+
+
+def correction(settings: Settings, batch: Batch) -> torch.Tensor:
+    """Weight of each token for what trainer and engine say differently. No gradient passes through it."""
+    difference = (batch.old - batch.engine) * batch.mask
+    low, high = settings.correction_low, settings.correction_high
+    if settings.correction == "tis":
+        return torch.exp(difference).clamp(max=high).detach()
+    if settings.correction == "icepop":
+        ratio = torch.exp(difference)
+        return torch.where((ratio >= low) & (ratio <= high), ratio, torch.zeros_like(ratio)).detach()
+    if settings.correction == "sequence_mask":
+        ratio = torch.exp(mean_of_answers(difference, batch.mask))[:, None]
+        return ((ratio >= low) & (ratio <= high)).to(difference.dtype).expand_as(difference).detach()
+    return torch.ones_like(difference)
+
+
+def _is_corrected(settings: Settings, batch: Batch, weight: torch.Tensor) -> torch.Tensor:
+    """Whether a token's weight was cut, or is 0."""
+    if settings.correction == "tis":
+        return torch.exp((batch.old - batch.engine) * batch.mask) > weight
+    return weight == 0
+
+
+def total(settings: Settings, losses: torch.Tensor, mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Sum of losses, and the count that the sums of all micro batches are divided by."""
+    tokens = mask.sum()
+    answers = (mask.sum(-1) > 0).sum()
+    if settings.loss in ("dapo", "cispo"):
+        return losses.sum(), tokens
+    if settings.loss == "dr_grpo":
+        return losses.sum() / settings.longest, answers
+    return mean_of_answers(losses, mask).sum(), answers
+
+
+def mean_of_answers(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    return (values * mask).sum(-1) / mask.sum(-1).clamp(min=1)
+
+
+def k3(difference: torch.Tensor) -> torch.Tensor:
+    """Schulman's estimate of KL(new || other) at tokens that new has sampled; difference = new - other.
+
+    expm1 keeps digits where both nearly agree.
+    """
+    return torch.expm1(-difference) + difference
+
+
+def _figures(batch: Batch, clipped: torch.Tensor) -> dict[str, torch.Tensor]:
+    mask = batch.mask
+    apart = ((batch.old - batch.engine) * mask).detach()
+    figures = {
+        "tokens": mask.sum(),
+        "mismatch": apart.abs().sum(),
+        # The engine has sampled: KL(engine || trainer)
+        "mismatch_k3": (k3(-apart.double()) * mask).sum(),
+        "mismatch_max": apart.abs().max(),
+        "clipped": (clipped * mask).sum(),
+        "log_prob": (batch.new.detach() * mask).sum(),
+    }
+    if batch.reference is not None:
+        figures["kl"] = k3(((batch.new - batch.reference) * mask).detach()).sum()
+    return figures

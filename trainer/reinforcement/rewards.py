@@ -1,0 +1,96 @@
+"""Rewards: what an answer is worth, from the row that its prompt is of.
+
+exact          1 where the answer is the row's answer, spaces around both aside
+number         1 where the last number of the answer is the last number of the row's answer
+regex          1 where reinforce.pattern, or else the row's answer, is found in the answer
+json_schema    1 where the answer is JSON that fits the schema in reinforce.pattern, or else in the row's answer
+function       what a function of one's own returns, in a guarded process (guarded.py)
+code           share of the row's checks, lines of Python, that hold after the answer's program, in such a process
+"""
+
+import json
+import math
+import re
+from collections.abc import Callable, Sequence
+from decimal import Decimal, InvalidOperation
+from typing import Any
+
+from conf.schema.run import Run
+from contract.faults import Fault
+from trainer.reinforcement.guarded import Question, Worker
+
+NUMBER = re.compile(r"[-+]?(?:\d{1,3}(?:,\d{3})+|\d+)?(?:\.\d+)?(?:[eE][-+]?\d+)?")
+
+
+def make(run: Run) -> Callable[[Sequence[Question]], list[float]]:
+    """The reward of the run, for many answers at once. Raises a Fault where it cannot be."""
+    asked = run.reinforce
+    if asked.reward in ("function", "code"):
+        return Worker(asked.reward, asked.function, asked.reward_seconds, asked.reward_memory_gb).rewards
+    one = {"exact": exact, "number": number, "regex": regex, "json_schema": json_schema}[asked.reward]
+    if asked.pattern is not None and asked.reward == "regex":
+        _compiled(asked.pattern)
+    if asked.pattern is not None and asked.reward == "json_schema":
+        _schema(asked.pattern)
+    return lambda questions: [one(question, asked.pattern) for question in questions]
+
+
+def exact(question: Question, pattern: str | None = None) -> float:
+    return float(question.answer.strip() == question.reference.strip())
+
+
+def number(question: Question, pattern: str | None = None) -> float:
+    found, right = last_number(question.answer), last_number(question.reference)
+    if right is None:
+        raise Fault(f"reinforce.reward: number, but a row's answer has none: {question.reference[:60]!r}")
+    return float(found == right)
+
+
+def last_number(text: str) -> Decimal | None:
+    """The last number in a text; 1,234.50 is 1234.5."""
+    found = [match for match in NUMBER.findall(text) if any(letter.isdigit() for letter in match)]
+    try:
+        return Decimal(found[-1].replace(",", "")) if found else None
+    except InvalidOperation:
+        return None
+
+
+def regex(question: Question, pattern: str | None = None) -> float:
+    return float(_compiled(pattern if pattern is not None else question.reference).search(question.answer) is not None)
+
+
+def _compiled(pattern: str) -> re.Pattern[str]:
+    try:
+        return re.compile(pattern)
+    except re.error as error:
+        raise Fault(f"reinforce.pattern: {pattern[:60]!r} is no regular expression: {error}") from None
+
+
+def json_schema(question: Question, pattern: str | None = None) -> float:
+    import jsonschema
+
+    validator = _schema(pattern if pattern is not None else question.reference)
+    try:
+        validator.validate(json.loads(question.answer))
+    except (ValueError, RecursionError, jsonschema.ValidationError):
+        return 0.0
+    return 1.0
+
+
+def _schema(text: str) -> Any:
+    import jsonschema
+
+    try:
+        schema = json.loads(text)
+        kind = jsonschema.validators.validator_for(schema)
+        kind.check_schema(schema)
+        return kind(schema)
+    except (ValueError, RecursionError, jsonschema.SchemaError) as error:
+        first = str(error).splitlines()[0]
+        raise Fault(f"reinforce.pattern: {text[:60]!r} is no JSON schema: {first}") from None
+
+
+def require_finite(rewards: Sequence[float], questions: Sequence[Question]) -> None:
+    for reward, question in zip(rewards, questions, strict=True):
+        if not math.isfinite(reward):
+            raise Fault(f"reinforce.reward: {reward} for the answer {question.answer[:60]!r}; a number is wanted")

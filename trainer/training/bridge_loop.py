@@ -1,0 +1,39 @@
+"""Megatron-Bridge's own training loop, and the ways in which it ends."""
+
+import logging
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+from contract import checkpoints
+from contract.amounts import size
+from contract.faults import WRITER_DIED, Fault, line_of
+
+
+def train(config: Any, forward_step: Any, callbacks: list[Any], folder: Path) -> None:
+    """Train until the last step, or until somebody tells this process to end. `folder` is that of the checkpoints."""
+    from megatron.bridge.training.finetune import finetune
+
+    logging.getLogger("megatron.bridge.training.pretrain").addFilter(_is_failure)
+    try:
+        finetune(config, forward_step, callbacks=callbacks)
+    except SystemExit as leave:  # Bridge's way to end after SIGTERM, once its checkpoint is written
+        if leave.code:
+            raise
+    except BaseException as error:  # torch's CheckpointException is no Exception
+        if WRITER_DIED not in str(error):
+            raise
+        free = size(shutil.disk_usage(folder).free)
+        if os.environ["RANK"] == "0":
+            checkpoints.remove_incomplete(folder)
+        raise Fault(f"{folder}: a checkpoint could not be written; {free} are free there") from error
+
+
+def _is_failure(record: logging.LogRecord) -> bool:
+    """Whether a log record tells of a failure.
+
+    Bridge logs whatever ends its loop as a failure, with a stack trace: an orderly end and a fault are none.
+    """
+    error = record.exc_info[1] if record.exc_info else None
+    return not (isinstance(error, SystemExit) or (error and (line_of(error) or WRITER_DIED in str(error))))
