@@ -48,7 +48,7 @@ class Rollouts:
         environment = {name: value for name, value in os.environ.items() if not _is_of_ranks(name)}
         with self.log.open("a") as log, theirs:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "trainer.rollout", str(theirs.fileno()), self.settings.name],
+                [sys.executable, "-m", "trainer.reinforcement.vllm_process", str(theirs.fileno()), self.settings.name],
                 env=environment,
                 stdin=subprocess.DEVNULL,
                 stdout=log,

@@ -1,6 +1,6 @@
 """Answer prompts by vLLM while the model is trained: the process that trainer.reinforce starts beside itself.
 
-    python -m trainer.rollout DESCRIPTOR SETTINGS.json
+    python -m trainer.reinforcement.vllm_process DESCRIPTOR SETTINGS.json
 
 It reads requests from an inherited socket, one at a time, and ends when the other side does. A request is a name and
 arguments; the answer is {"result": ...} or {"error": one line}. Every answer says which version of the weights gave it.
