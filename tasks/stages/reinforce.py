@@ -1,5 +1,7 @@
 """Stage reinforce: reinforcement learning from train's last checkpoint, or from the base, with vLLM beside Megatron."""
 
+# pyright: reportArgumentType=false, reportCallIssue=false
+
 import hashlib
 import json
 from pathlib import Path

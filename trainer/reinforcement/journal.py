@@ -55,7 +55,7 @@ class Journal:
                 Group(group["row"], group["prompt"], [Answer(**answer) for answer in group["answers"]])
                 for group in found["groups"]
             ]
-            return Step(**found | {"groups": groups})
+            return Step(**{**found, "groups": groups})
         except (KeyError, TypeError) as error:
             raise Fault(
                 f"{path}: not what trainer.reinforce writes ({error!r}); without it the step is made anew"

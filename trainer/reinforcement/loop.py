@@ -7,7 +7,7 @@ What only one process can do, rank 0 does: it has vLLM, the rewards and the jour
 that a fault ends all of them alike.
 """
 
-# pyright: reportOptionalMemberAccess=false, reportArgumentType=false
+# pyright: reportOptionalMemberAccess=false, reportOptionalCall=false, reportArgumentType=false
 
 import json
 import random
@@ -255,7 +255,7 @@ class Reinforcement(Callback):
         sequences = [one for update in self._scored(step) for one in update]
         mine = range(len(sequences))[self._share(len(sequences))]
         found = self._said(context, [sequences[number] for number in mine])
-        shares = [None] * distributed.get_world_size()
+        shares: list[Any] = [None] * distributed.get_world_size()
         distributed.all_gather_object(shares, dict(zip(mine, found, strict=True)))
         whole = {number: values for share in shares for number, values in share.items()}
         return [whole[number] for number in range(len(sequences))]

@@ -3,7 +3,7 @@
 GPTModel's loss of a token is its negative log-probability: it is the same at every layout, and needs no logits.
 """
 
-# pyright: reportArgumentType=false, reportAttributeAccessIssue=false
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportIncompatibleVariableOverride=false
 
 import contextlib
 from collections.abc import Iterator

@@ -79,10 +79,11 @@ def json_schema(question: Question, pattern: str | None = None) -> float:
 
 def _schema(text: str) -> Any:
     import jsonschema
+    from jsonschema import validators
 
     try:
         schema = json.loads(text)
-        kind = jsonschema.validators.validator_for(schema)
+        kind = validators.validator_for(schema)
         kind.check_schema(schema)
         return kind(schema)
     except (ValueError, RecursionError, jsonschema.SchemaError) as error:

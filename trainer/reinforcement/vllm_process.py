@@ -6,6 +6,8 @@ It reads requests from an inherited socket, one at a time, and ends when the oth
 arguments; the answer is {"result": ...} or {"error": one line}. Every answer says which version of the weights gave it.
 """
 
+# pyright: reportArgumentType=false, reportOptionalSubscript=false
+
 import json
 import sys
 import traceback

@@ -4,7 +4,7 @@ vLLM 0.26 has nccl and ipc, both for GPUs. Between start and finish it loads lay
 all of its tensors have come, which is why a transfer always sends every tensor.
 """
 
-# pyright: reportIncompatibleMethodOverride=false
+# pyright: reportIncompatibleMethodOverride=false, reportCallIssue=false
 
 from dataclasses import dataclass
 from typing import Any

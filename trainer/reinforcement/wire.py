@@ -4,6 +4,8 @@ A bucket goes over gloo behind a message that names its tensors with their types
 (trainer/weights/digests.py). Only whole tensors are sent, and the receiver looks at every digest before vLLM sees it.
 """
 
+# pyright: reportAttributeAccessIssue=false, reportPrivateImportUsage=false
+
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
