@@ -52,7 +52,7 @@ def test_a_plain_run(run):
         (["tiny", "optimizer"], "override optimizer: not of the form key=value"),
         (["tiny", "paths.output=/tmp/x"], "paths.output: where things lie is the flow's own affair"),
         (["huge"], "no such configuration: huge; it is a file, or one of deepseek-v3-512, "),
-        (["tiny", "--until", "trian"], "trian: no stage; there are download, prepare, convert"),
+        (["tiny", "--until", "trian"], "trian: no stage; there are download, prepare, prepare-prompts, convert"),
         (["tiny", "--from", "publish"], "publish: no stage; there are download"),
         (["tiny", "--from", "export", "--until", "train"], "from-stage export lies behind until-stage train"),
         (["tiny", "data.source=tiny://x", "--dry-run"], "data.source: tiny://x: no such data"),
@@ -119,7 +119,8 @@ def test_a_dry_run_names_every_stage_and_starts_none(run, tmp_path):
     stages, table, (planned,) = (part.splitlines() for part in output.split("\n\n"))
     *lines, cost = stages
     assert [line.split()[0] for line in table[1:-1]] == NEEDED
-    assert [line.split()[0] for line in lines] == list(pipeline.ORDER)
+    asked = [name for name in pipeline.ORDER if name not in ("prepare-prompts", "reinforce")]
+    assert [line.split()[0] for line in lines] == asked
     assert all(" miss " in line and "was made yet" in line for line in lines)
     assert cost.startswith("known cost: 0:00") and planned.startswith("plan  legal and fits: stage 0, ")
     assert run("tiny", "--dry-run", "--until", "convert")[2].count("\n") == 12

@@ -23,10 +23,17 @@ SIX = {
     "cp2": ["layout.gpus_per_node=2", "layout.cp=2", "train.global_batch=64", "train.micro_batch=64"],
     "pp2": ["layout.gpus_per_node=2", "layout.pp=2", "train.global_batch=64", "train.micro_batch=64"],
 }
-GPUS_OF = {"tiny": "cpu", "glm47-b200": "b200", "gpt2-large": "h200", "gpt2-large-as-documented": "h200"}
+GPUS_OF = {
+    "tiny": "cpu",
+    "tiny-rl": "cpu",
+    "glm47-b200": "b200",
+    "gpt2-large": "h200",
+    "gpt2-large-as-documented": "h200",
+}
 # exit code, dp and edp
 PRESETS = {
     "tiny": (0, 1, 1),
+    "tiny-rl": (0, 1, 1),
     "llama31-8b-1xl4": (0, 1, 1),
     "llama31-8b-1xl40s": (0, 1, 1),
     "qwen3-8b-1xl40s": (0, 1, 1),
