@@ -44,6 +44,7 @@ EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "lm_head.weight")  # with a r
 LOGITS = "the logits"
 SKIP = "model.compare=false converts it without a comparison"
 SPARE = 1.2  # of the memory that the layers take
+PLENTY = 2e9  # bytes; no more are taken where fewer experts do
 EXPERTS = ("n_routed_experts", "num_experts", "num_local_experts")  # the key of each family
 EXPERT = re.compile(r"\.experts\.(\d+)\.")
 OF_ALL_EXPERTS = re.compile(r"\.(gate|router|experts)\.")  # with a row for each
@@ -122,7 +123,7 @@ def cut_down(run: Run) -> Cut:
 
 
 def _experts(model: released.Model, facts: ModelFacts, layers: int, mtp: bool) -> tuple[int, ...]:
-    """The experts that there is memory for, at equal distances from one another."""
+    """The experts that are compared, at equal distances from one another: as many as take little memory."""
     needed = [name for name in model.weights.keys() - released.repeated(model) if _is_taken(name, facts, layers, mtp)]
     taken = [(name, math.prod(model.weights[name].shape)) for name in needed]
     of_experts = sum(size for name, size in taken if ".experts." in name)
@@ -130,9 +131,10 @@ def _experts(model: released.Model, facts: ModelFacts, layers: int, mtp: bool) -
     groups, free, need = model.config.get("n_group") or 1, available(), 0.0
     for count in (facts.experts // parts for parts in (1, 2, 4, 8, 16, 32)):
         need = 4 * SPARE * (rest + (of_experts * count / facts.experts if facts.experts else 0))
-        if need <= free:
+        fewest = not facts.experts or count // 2 < 2 * facts.top_k or count % (2 * groups)
+        if need <= (free if fewest else min(free, PLENTY)):
             return tuple(index * facts.experts // count for index in range(count))
-        if facts.experts and (count // 2 < 2 * facts.top_k or count % (2 * groups)):
+        if fewest:
             break
     memory, left = unlike(int(need), free)
     text = f"to compare its first {layers} layers with transformers' takes {memory} of memory, and {left} are free"
