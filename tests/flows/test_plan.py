@@ -58,6 +58,7 @@ PRESETS = {
     "deepseek-v3-512": (0, 16, 1),
     "qwen3-235b": (0, 16, 4),
     "qwen3-235b-as-documented": (1, None, None),
+    "mixtral-8x7b": (0, 4, 1),
     "mixtral-8x7b-as-documented": (0, 4, 1),
     "qwen2-moe": (0, 2, 1),
     "gpt2-large": (0, 1, 1),
