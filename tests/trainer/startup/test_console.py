@@ -2,8 +2,8 @@
 
 import logging
 
-from trainer import train
 from trainer.startup import console
+from trainer.training import bridge_loop
 
 
 def test_what_a_writer_says_of_a_full_disk_goes_to_the_log_alone(tmp_path, capfd, monkeypatch):
@@ -25,5 +25,5 @@ def test_a_writer_that_has_died_is_no_failure_of_the_loop():
         return logging.LogRecord("bridge", logging.ERROR, "file", 1, "failed", None, (type(error), error, None))
 
     text = "ranks:dict_keys([0])\nRuntimeError: Worker failure: An error is caught while starting worker 0"
-    assert not train._is_failure(record(CheckpointException(text)))
-    assert train._is_failure(record(CheckpointException("ranks:dict_keys([0])\nKeyError: 7")))
+    assert not bridge_loop._is_failure(record(CheckpointException(text)))
+    assert bridge_loop._is_failure(record(CheckpointException("ranks:dict_keys([0])\nKeyError: 7")))
