@@ -47,7 +47,7 @@ def open_atomically(path: str | os.PathLike[str], *, durable: bool) -> Iterator[
                 partial.unlink(missing_ok=True)
             raise
         if durable:
-            sync_folder(path.parent)
+            sync(path.parent)
     except OSError as error:
         if error.errno is None or error.filename not in (None, str(partial), partial):
             raise
@@ -59,9 +59,9 @@ def is_partial(name: str) -> bool:
     return _PARTIAL.fullmatch(name) is not None
 
 
-def sync_folder(folder: Path) -> None:
-    """Put the names of a folder on the disk."""
-    descriptor = os.open(folder, os.O_RDONLY)
+def sync(path: Path) -> None:
+    """Put a file's content, whoever wrote it, or the names of a folder on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:

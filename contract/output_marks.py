@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from contract.faults import Fault
-from contract.files import is_partial, sync_folder, write_atomically
+from contract.files import is_partial, sync, write_atomically
 
 MARKER = ".finetune"
 OWNER = ".owner."  # trainer/startup/ownership.py: who writes there now
@@ -171,7 +171,7 @@ def put_in_place(made: Path, place: Path, kind: Kind) -> None:
             raise Foreign(f"{place}: {lines[0]}")
         _exchange(made, place, kind)
         remove(made, kind)
-    sync_folder(place.parent)
+    sync(place.parent)
 
 
 def recover(place: Path, kind: Kind) -> None:

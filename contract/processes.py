@@ -1,8 +1,13 @@
-"""Identity of a process, by its number and start time, and its state."""
+"""Identity of a process, by its number and start time, its state, and its end with its parent's."""
 
 from __future__ import annotations  # flows/doctor.py runs on Python 3.8
 
+import ctypes
+import signal
 from pathlib import Path
+
+LIBC = ctypes.CDLL(None)
+PR_SET_PDEATHSIG = 1
 
 
 def started(pid: int) -> str | None:
@@ -19,6 +24,11 @@ def state(pid: int) -> str:
 def suspended(pid: int) -> bool:
     """Whether somebody has stopped the process and not continued it, as Ctrl-Z does."""
     return state(pid) in ("T", "t")
+
+
+def end_with_parent() -> None:
+    """Have the kernel kill this process when the thread that started it ends, however that is."""
+    LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 
 def _stat(pid: int) -> list[str]:

@@ -6,10 +6,8 @@ Reads <paths.model> and <paths.base>. trainer.convert does the same to what it h
 this command is for bases that were made before, or with model.compare false. Memory is that of the layers in fp32.
 """
 
-import ctypes
 import json
 import os
-import signal
 import subprocess
 import sys
 import tempfile
@@ -19,14 +17,13 @@ from conf.load import dump
 from conf.schema.run import Run
 from contract import checkpoints
 from contract.faults import Fault
+from contract.processes import end_with_parent
 from trainer.checks import inputs
 from trainer.startup import device, entry
 from trainer.startup.console import megatron_to, say
 
 REPORT = "layers.json"  # in the base
 ALONE = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_", "GANG_", "TRAINER_")
-LIBC = ctypes.CDLL(None)
-PR_SET_PDEATHSIG = 1
 
 
 def main(run: Run) -> None:
@@ -74,7 +71,7 @@ def _apart(run: Run, base: Path) -> None:
             stderr=subprocess.PIPE,
             text=True,
             check=False,
-            preexec_fn=lambda: LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0),
+            preexec_fn=end_with_parent,
         )
     if ended.returncode == 2:
         raise Fault("\n".join(line.removeprefix("error: ") for line in ended.stderr.strip().splitlines()))

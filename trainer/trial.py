@@ -44,6 +44,7 @@ from conf.rules.layout import problems
 from conf.schema.run import Run
 from contract import closed_pipe, host_gpus
 from contract.faults import Fault
+from contract.processes import end_with_parent
 from trainer.data.identity import MANIFEST
 from trainer.data.write import sequences_file
 from trainer.measure import EXHAUSTED, RESULT
@@ -154,7 +155,7 @@ def _measure(
 
 
 def _die_with_parent() -> None:
-    entry.LIBC.prctl(entry.PR_SET_PDEATHSIG, 9, 0, 0, 0)
+    end_with_parent()
 
 
 def _read(path: Path) -> Any:

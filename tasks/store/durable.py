@@ -9,9 +9,9 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from contract import files
 from contract.amounts import size
 from contract.faults import Fault
-from contract.files import sync_folder
 from tasks.store.folder import BLOCK
 
 
@@ -43,7 +43,7 @@ def into_place(partial: Path, target: Path) -> None:
 
 def sync(folder: Path) -> None:
     with contextlib.suppress(FileNotFoundError):
-        sync_folder(folder)
+        files.sync(folder)
 
 
 def copy(source, target) -> str:

@@ -11,7 +11,6 @@ Not noticed: a file added to a folder that is a source, and sources on the Hub o
 import json
 import multiprocessing
 import os
-import signal
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from dataclasses import dataclass, fields
@@ -24,12 +23,13 @@ from conf.schema import bearing, identity
 from conf.schema.run import Run
 from contract import checkpoints, json_object, regular_files
 from contract.faults import Fault
+from contract.processes import end_with_parent
 from trainer.data import preparation
 from trainer.data.identity import MANIFEST, digest
 from trainer.data.read import choose, sources
 from trainer.data.tokens import tokenizer
 from trainer.data.write import packing
-from trainer.startup.entry import FAULT_FILE, LIBC, PR_SET_PDEATHSIG
+from trainer.startup.entry import FAULT_FILE
 
 ASKED = ("test.jsonl", "template.json")
 AGAIN = "python -m trainer.prepare makes it again"
@@ -68,7 +68,7 @@ def make(run: Run) -> None:
     if steps := checkpoints.complete_steps(Path(run.paths.output) / "checkpoints"):
         _require_the_same(run, given, steps[-1])
     # In a process of its own: tokenizers are loaded without torch, and transformers is of no use to training then.
-    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), initializer=_die_with_parent) as process:
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), initializer=end_with_parent) as process:
         process.submit(preparation.given, run, given, folder(run)).result()
 
 
@@ -111,10 +111,6 @@ def check_asked(place: Path) -> None:
             f"{changed[0]}: was edited after its preparation into {place}; put it back, "
             "or train and evaluate with these rows in another paths.output"
         )
-
-
-def _die_with_parent() -> None:
-    LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 
 def load(folder: Path) -> Prepared:

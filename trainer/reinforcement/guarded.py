@@ -23,7 +23,7 @@ from typing import Any
 
 from contract import regular_files
 from contract.faults import Fault
-from trainer.startup.entry import LIBC, PR_SET_PDEATHSIG
+from contract.processes import end_with_parent
 
 STARTS_WITHIN = 60.0  # seconds
 ROOT = Path(__file__).resolve().parents[2]
@@ -93,7 +93,7 @@ class Worker:
                 stderr=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()],
                 start_new_session=True,
-                preexec_fn=lambda: LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0),
+                preexec_fn=end_with_parent,
             )
         self.connection = Connection(mine.detach())
         limits = {"seconds": self.seconds, "memory_gb": self.memory_gb}

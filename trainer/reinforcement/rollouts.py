@@ -8,7 +8,6 @@ import contextlib
 import json
 import os
 import shutil
-import signal
 import socket
 import subprocess
 import sys
@@ -22,10 +21,10 @@ import torch
 
 from conf.schema.run import Run
 from contract.faults import Fault
+from contract.processes import end_with_parent
 from trainer.patches import vllm_cpu
 from trainer.reinforcement import wire
 from trainer.serving.engine import DTYPE
-from trainer.startup.entry import LIBC, PR_SET_PDEATHSIG
 
 # What torchrun tells its ranks; vLLM would take it for its own.
 OF_RANKS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK", "ROLE_WORLD_SIZE")
@@ -54,7 +53,7 @@ class Rollouts:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 pass_fds=[theirs.fileno()],
-                preexec_fn=lambda: LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0),
+                preexec_fn=end_with_parent,
             )
         self.connection = Connection(mine.detach())
         self.pipe: wire.Pipe | None = None

@@ -22,6 +22,11 @@ def has_gpu() -> bool:
     return torch.cuda.device_count() > 0
 
 
+def cores() -> int:
+    """The cores of this host that are this process's share."""
+    return max(1, (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+
+
 def backend() -> str:
     return "nccl" if has_gpu() else "gloo"
 
@@ -73,7 +78,7 @@ def _put_cpu_below() -> None:
 
     sys.path.insert(0, str(Path(__file__).parent / "cpu" / "stand_in"))
     # 8 ranks on 2 cores, each with a thread per core, would spend their time waiting for one another.
-    torch.set_num_threads(max(1, (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
+    torch.set_num_threads(cores())
     gloo.install()
     cuda.install()
 

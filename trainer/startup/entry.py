@@ -12,7 +12,6 @@ child would bury the line that matters, so ranks leave their fault in a file and
 
 import argparse
 import contextlib
-import ctypes
 import os
 import signal
 import subprocess
@@ -30,12 +29,11 @@ from conf.schema.run import Run
 from contract import closed_pipe, host_gpus
 from contract.faults import ConfigError, Fault, line_of
 from contract.files import write_atomically
+from contract.processes import end_with_parent
 from trainer.startup import device, heartbeat, ownership
 from trainer.startup.console import say
 
 FAULT_FILE = "TRAINER_FAULT_FILE"
-LIBC = ctypes.CDLL(None)
-PR_SET_PDEATHSIG = 1
 
 Owned = Callable[[Run], AbstractContextManager[None]]
 
@@ -163,7 +161,7 @@ def _die_with_agent() -> None:
     """Make a rank end when torchrun does, also when torchrun is killed and cannot signal it."""
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return
-    LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    end_with_parent()
     if os.getppid() in (1, int(os.environ.get("GUARD_PID", "1"))) and not _is_torchrun(os.getppid()):
         os._exit(1)  # it died before the line above: whoever adopts orphans is our parent now
 
@@ -207,7 +205,7 @@ def _torchrun(run: Run, module: str) -> int:
             env=environment,
             stderr=subprocess.PIPE,
             text=True,
-            preexec_fn=lambda: LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0),
+            preexec_fn=end_with_parent,
         )
         # torchrun passes it on to its ranks, which save a checkpoint, and waits for them.
         signal.signal(signal.SIGTERM, lambda *_: ranks.terminate())

@@ -17,7 +17,7 @@ from typing import Any
 
 from contract import checkpoints, output_marks
 from contract.faults import Fault
-from contract.files import write_atomically
+from contract.files import sync, write_atomically
 from contract.output_marks import PARTIAL, Kind, check_one, take
 
 # Megatron's writer processes pass on that they failed, and not why.
@@ -104,11 +104,7 @@ def _read(path: Path) -> str:
 
 def _sync(folder: Path) -> None:
     for file in (path for path in folder.rglob("*") if path.is_file()):
-        descriptor = os.open(file, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)  # of the file, whoever wrote it
-        finally:
-            os.close(descriptor)
+        sync(file)
 
 
 def _is_of_the_disk(error: BaseException | None) -> bool:

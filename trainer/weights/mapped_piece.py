@@ -7,11 +7,12 @@ reads has another.
 """
 
 import io
-import mmap
 from dataclasses import dataclass
 from typing import Any, BinaryIO
 
 import torch
+
+from trainer.weights import mapped_numbers
 
 
 @dataclass(frozen=True)
@@ -74,12 +75,5 @@ def read(file: BinaryIO, layout: Layout, index: tuple[int, ...]) -> torch.Tensor
     first = layout.first + sum(i * step for i, step in zip(index, layout.stride, strict=False))
     shape, stride = layout.shape[len(index) :], layout.stride[len(index) :]
     count = 1 + sum((n - 1) * step for n, step in zip(shape, stride, strict=True))
-    size = layout.dtype.itemsize
-    begin = layout.start + first * size
-    page = begin - begin % mmap.ALLOCATIONGRANULARITY
-    # A private mapping may be written to, so that torch does not warn; it goes with the copy made.
-    with mmap.mmap(file.fileno(), begin - page + count * size, access=mmap.ACCESS_COPY, offset=page) as mapped:
-        flat = torch.frombuffer(mapped, dtype=layout.dtype, count=count, offset=begin - page)
-        found = flat.as_strided(shape, stride).clone()
-        del flat
-    return found
+    numbers = mapped_numbers.read(file, layout.start + first * layout.dtype.itemsize, layout.dtype, count)
+    return numbers.as_strided(shape, stride).clone()  # the mapping goes with the numbers

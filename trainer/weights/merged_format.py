@@ -14,7 +14,6 @@ the model card is not: it describes another model.
 
 import hashlib
 import json
-import os
 import shutil
 import struct
 from collections.abc import Iterator
@@ -26,6 +25,7 @@ import torch
 
 from conf.model_files import config_json, quantization, safetensors_header, weights
 from contract.faults import Fault
+from trainer.startup import device
 from trainer.weights import merge, released, released_tensors
 from trainer.weights.released import Entry, Model, enumerate_names
 from trainer.weights.trained import Trained
@@ -33,7 +33,7 @@ from trainer.weights.trained import Trained
 NOT_COPIED = {".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".md"}
 READABLE = 0o644  # safetensors makes files that only their owner can read
 AT_ONCE = 64 * 2**20  # bytes of weights that are merged side by side
-THREADS = max(1, min(8, (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
+THREADS = 8  # at most
 
 
 def files(model: Model) -> list[str]:
@@ -49,7 +49,7 @@ def write_file(trained: Trained, file: str, folder: Path) -> None:
     with (
         (trained.model.folder / file).open("rb") as old,
         target.open("wb") as new,
-        ThreadPoolExecutor(THREADS) as pool,
+        ThreadPoolExecutor(min(THREADS, device.cores())) as pool,
     ):
         new.write(header)
         for batch in _batches(entries):
@@ -145,7 +145,7 @@ def _changed(trained: Trained, name: str) -> torch.Tensor | None:
 
 def _check_file(trained: Trained, target: Path, entries: dict[str, Entry], written: dict[str, str]) -> None:
     wrong = []
-    with ThreadPoolExecutor(THREADS) as pool:
+    with ThreadPoolExecutor(min(THREADS, device.cores())) as pool:
         for batch in _batches(entries):
             right = pool.map(lambda name: _is_right(trained, target, name, entries[name], written), batch)
             wrong += [name for name, fine in zip(batch, right, strict=True) if not fine]

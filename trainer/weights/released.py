@@ -7,7 +7,6 @@ say.
 
 import hashlib
 import json
-import os
 import re
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -23,6 +22,7 @@ from conf.model_files import config_json, quantization, weights
 from conf.model_files.quantization import Packed
 from conf.model_files.weights import Entry
 from contract.faults import Fault
+from trainer.startup import device
 
 SOURCE = "source.json"  # beside a converted model: what each released tensor was
 BLOCK = 2**20  # bytes read at once
@@ -113,9 +113,8 @@ def checksums(model: Model, names: Iterable[str]) -> tuple[dict[str, str], list[
     Scales of quantised weights are above 0 besides. They are read once, from several threads.
     """
     entries = {name: model.tensors[name] for name in names}
-    threads = max(1, (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
     scales = {one.scales for one in model.packed.values()}
-    with ThreadPoolExecutor(threads) as pool:
+    with ThreadPoolExecutor(device.cores()) as pool:
         read = lambda name, entry: _read(model.folder / entry.file, entry, name in scales)  # noqa: E731
         found = list(pool.map(read, entries, entries.values()))
     sums = {name: checksum for name, (checksum, _) in zip(entries, found, strict=True)}

@@ -5,7 +5,6 @@ into one changes that one alone, and no file. A file must not become shorter whi
 weights are unpacked, into memory.
 """
 
-import mmap
 from pathlib import Path
 
 import torch
@@ -14,6 +13,7 @@ from conf.model_files.quantization import Packed
 from conf.model_files.weights import Entry
 from contract import regular_files
 from contract.faults import Fault
+from trainer.weights import mapped_numbers
 from trainer.weights.quantised import unpack
 from trainer.weights.released import Model
 
@@ -48,14 +48,9 @@ def at(folder: Path, entry: Entry, rows: slice = slice(None)) -> torch.Tensor:
     count = torch.Size(shape).numel()
     if not count:
         return torch.empty(shape, dtype=dtype)
-    start = entry.start + first * (entry.size // length)
-    before = start % mmap.ALLOCATIONGRANULARITY  # where a mapping may begin
-    path, size = folder / entry.file, count * dtype.itemsize
+    path, start = folder / entry.file, entry.start + first * (entry.size // length)
     with regular_files.open_regular(path) as f:
         try:
-            content = mmap.mmap(f.fileno(), before + size, access=mmap.ACCESS_COPY, offset=start - before)
+            return mapped_numbers.read(f, start, dtype, count).view(shape)
         except (OSError, ValueError) as error:
             raise Fault(f"{path}: {getattr(error, 'strerror', None) or error}") from None
-    if start % dtype.itemsize:  # a header may ask for it; torch wants numbers where those of the type may begin
-        content, before = bytearray(content[before:]), 0
-    return torch.frombuffer(content, dtype=dtype, count=count, offset=before).view(shape)

@@ -1,7 +1,6 @@
 """Work on all chunks of all sources, each done by one of several processes. Chunks that are done are not done again."""
 
 import collections
-import ctypes
 import multiprocessing
 import os
 import signal
@@ -16,6 +15,7 @@ import numpy as np
 
 from conf.schema.data import Data, Part
 from contract.faults import Fault
+from contract.processes import end_with_parent
 from trainer.data.read import choose, sources
 from trainer.data.write import chunks
 from trainer.data.write.chunks import Plan
@@ -24,7 +24,6 @@ from trainer.data.write.spool import ChunkFile, Spool
 
 AHEAD = 2  # chunks in hand for each process
 SHOWN = 5  # bad rows in a fault
-PR_SET_PDEATHSIG = 1
 
 _plan: Plan  # of the processes forked from this one
 
@@ -149,7 +148,7 @@ def _choose(paths: list[Path], data: Data) -> tuple[list[np.ndarray | None], int
 
 def _start(parent: int) -> None:
     """Make a worker end with its parent, also when that is killed."""
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    end_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     if os.getppid() != parent:

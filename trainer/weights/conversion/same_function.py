@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 
 from conf.model_facts import GPT2, ModelFacts, facts_from_hf
@@ -143,8 +144,7 @@ def _experts(model: released.Model, facts: ModelFacts, layers: int, mtp: bool) -
 
 def available() -> int:
     """Bytes of memory that this process could have."""
-    free = next(line for line in Path("/proc/meminfo").read_text().splitlines() if line.startswith("MemAvailable:"))
-    return int(free.split()[1]) * 1024
+    return psutil.virtual_memory().available
 
 
 def _is_taken(name: str, facts: ModelFacts, layers: int, mtp: bool) -> bool:

@@ -11,7 +11,6 @@ import contextlib
 import hashlib
 import io
 import json
-import os
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -27,7 +26,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from contract import json_object
 from contract.faults import Fault
-from contract.files import write_atomically
+from contract.files import sync, write_atomically
 from trainer.weights import released
 from trainer.weights.conversion.megatron_tensors import Piece, Values
 from trainer.weights.released import Model
@@ -157,7 +156,7 @@ class Work:
                 made[number] = self._write(number) | {"sums": sums}
                 write_atomically(self.journal / f"{number}.json", json.dumps(made[number]), durable=False)
                 if shard.pieces:
-                    synced.append(pool.submit(_sync, self.folder / self._name(number)))
+                    synced.append(pool.submit(sync, self.folder / self._name(number)))
                 _raise_of(synced)
         _raise_of(synced)
         return made
@@ -259,14 +258,6 @@ def _checksums(model: Model, names: tuple[str, ...]) -> dict[str, str]:
     if infinite:
         raise released.not_finite(model, infinite)
     return sums
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _raise_of(synced: list[Future]) -> None:
