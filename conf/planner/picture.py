@@ -20,7 +20,7 @@ from conf.schema.run import Run
 from conf.schema.sections import Layout
 
 STAGES = 16  # shown, of those that differ in which layers they hold and in nothing else
-BLOCKS = 8  # of hosts, shown
+BLOCKS = 6  # of hosts, shown
 
 
 @dataclass(frozen=True)

@@ -55,7 +55,7 @@ PRESETS = {
     "glm47-b200": (0, 8, 1),
     "deepseek-v3-64": (0, 8, 1),
     "deepseek-v3-64-as-documented": (1, None, None),
-    "deepseek-v3-512": (0, 16, 1),
+    "deepseek-v3-512": (0, 128, 1),
     "qwen3-235b": (0, 16, 4),
     "qwen3-235b-as-documented": (1, None, None),
     "mixtral-8x7b": (0, 4, 1),
