@@ -2,9 +2,11 @@
 
 from __future__ import annotations  # flows/doctor.py runs on Python 3.8
 
+import contextlib
 import os
 import re
 import subprocess
+from pathlib import Path
 
 ANSWERS_WITHIN = 60.0
 
@@ -12,6 +14,17 @@ ANSWERS_WITHIN = 60.0
 def listed() -> tuple[str, ...]:
     """UUIDs of this host's GPUs, in nvidia-smi's order."""
     return tuple(re.findall(r"^GPU \d+: .*\(UUID: ([\w-]+)\)", _ask("-L"), re.MULTILINE))
+
+
+def kind(root: Path = Path("/")) -> str | None:
+    """The driver's name of this host's GPUs, such as "NVIDIA H200"; None on a host without any."""
+    for file in sorted((root / "proc/driver/nvidia/gpus").glob("*/information")):
+        with contextlib.suppress(OSError):
+            model = re.search(r"^Model:\s*(.+)$", file.read_text(), re.MULTILINE)
+            if model:
+                return model[1].strip()
+    names = _ask("--query-gpu=name", "--format=csv,noheader").splitlines()
+    return names[0].strip() if names else None
 
 
 def visible(gpus: tuple[str, ...] | None = None) -> tuple[str, ...]:

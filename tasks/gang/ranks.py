@@ -20,11 +20,10 @@ from typing import Any
 
 from conf import network
 from conf.schema.run import Run
-from contract import signs_of_life
+from contract import nvidia_smi, signs_of_life
 from contract.amounts import size
 from contract.processes import started, state
 from tasks.gang import peer_probe
-from tasks.gang.diagnosis import host_evidence
 from tasks.gang.messages import Address, End, Sign, Task
 from tasks.run.launch import PRIVATE, ROOT
 
@@ -67,7 +66,7 @@ class Ranks:
         command += ["--master-addr", start.master[0], "--master-port", str(start.master[1])]
         command += ["--log-dir", str(folder / "ranks"), "--redirects", "3"]
         command += ["-m", f"trainer.{start.task.command}", str(start.conf)]
-        environment = network.environment(start.run, host_evidence.gpu())  # what this host says already wins
+        environment = network.environment(start.run, nvidia_smi.kind())  # what this host says already wins
         environment |= {name: value for name, value in os.environ.items() if not name.startswith(PRIVATE)}
         environment |= {"PYTHONUNBUFFERED": "1", "PYTHONPATH": str(ROOT), signs_of_life.FOLDER: str(self._life())}
         environment |= {"GANG_ATTEMPT": start.name, "TRAINER_FAULT_FILE": str(folder / "fault")}

@@ -23,10 +23,11 @@ from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 
+from conf import network
 from conf.load import dump, load
 from conf.rules.gpus import takes
 from conf.schema.run import Run
-from contract import closed_pipe, host_gpus
+from contract import closed_pipe, host_gpus, nvidia_smi
 from contract.faults import ConfigError, Fault, line_of
 from contract.files import write_atomically
 from contract.processes import end_with_parent
@@ -80,7 +81,7 @@ def start(
             with owned(run):
                 run = check(run) or run
                 _take_gpus(run, gpus)
-                os.environ.update(_alone())
+                os.environ.update(_environment(run) | _alone())
                 main(run)
         else:
             if run.layout.nodes > 1:
@@ -192,13 +193,19 @@ def _alone() -> dict[str, str]:
     return ranks | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
 
 
+def _environment(run: Run) -> dict[str, str]:
+    """What ranks on this host's GPUs start with, but for what is set here already, as of a gang's (tasks/gang)."""
+    wanted = network.environment(run, nvidia_smi.kind())
+    return {name: value for name, value in wanted.items() if name not in os.environ}
+
+
 def _torchrun(run: Run, module: str) -> int:
     with tempfile.TemporaryDirectory(prefix="trainer-") as folder:
         resolved, fault = Path(folder) / "resolved.yaml", Path(folder) / "fault"
         dump(run, resolved)
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
         command += ["--nproc-per-node", str(run.layout.gpus_per_node), "-m", module, str(resolved)]
-        environment = os.environ | {FAULT_FILE: str(fault), ownership.OWNED: "1"}
+        environment = os.environ | _environment(run) | {FAULT_FILE: str(fault), ownership.OWNED: "1"}
         environment |= {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
         ranks = subprocess.Popen(
             command,

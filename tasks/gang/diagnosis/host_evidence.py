@@ -2,7 +2,6 @@
 
     host = Host()               when a member begins; it counts from here on
     host.evidence()             {"oom_kills": 1, "kernel": ("NVRM: Xid (PCI:0000:02:00): 79, ...",)}, of a Member
-    gpu()                       "NVIDIA H200", or None on a host without a GPU
 
 The kernel's log tells of the whole machine, a cgroup of this container alone: so killed processes are counted by the
 cgroup, and of the log only what concerns GPUs, disks and machine checks is taken. Where either cannot be read (a
@@ -10,10 +9,8 @@ container without CAP_SYSLOG) it says nothing.
 """
 
 import contextlib
-import functools
 import os
 import re
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -70,18 +67,3 @@ def oom_kills(root: Path = Path("/")) -> int:
                     found = max(found, int(counted[1]) if counted else 0)
                     break
     return found
-
-
-@functools.cache
-def gpu(root: Path = Path("/")) -> str | None:
-    for file in sorted((root / "proc/driver/nvidia/gpus").glob("*/information")):
-        with contextlib.suppress(OSError):
-            if model := re.search(r"^Model:\s*(.+)$", file.read_text(), re.MULTILINE):
-                return model[1].strip()
-    try:
-        query = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
-        answer = subprocess.run(query, capture_output=True, text=True, timeout=20)
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    names = answer.stdout.splitlines() if answer.returncode == 0 else []
-    return names[0].strip() if names else None

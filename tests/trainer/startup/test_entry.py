@@ -9,6 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from conf.load import load
+from contract import nvidia_smi
+from trainer.startup import entry
+
 ROOT = Path(__file__).parents[3]
 
 # One rank: says who it is and waits. SIGTERM is for saving, so it does not end it.
@@ -147,3 +151,12 @@ def test_a_notice_of_preemption_reaches_the_ranks(chain):
     command.terminate()
     assert command.stdout.read().count("saved") == 2
     assert not any(map(alive, [torchrun, *ranks]))
+
+
+def test_ranks_start_in_the_environment_of_their_layout_and_what_is_set_here_wins(monkeypatch):
+    run = load("tiny", ["layout.gpus_per_node=2", "layout.tp=2", "train.micro_batch=8"])
+    assert entry._environment(run) == {}  # no GPU
+    monkeypatch.setattr(nvidia_smi, "kind", lambda: "NVIDIA H200")
+    monkeypatch.setenv("NCCL_DEBUG", "INFO")
+    found = entry._environment(run)
+    assert found["CUDA_DEVICE_MAX_CONNECTIONS"] == "1" and "NCCL_DEBUG" not in found

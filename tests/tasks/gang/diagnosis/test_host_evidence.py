@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tasks.gang.diagnosis.host_evidence import Host, gpu, oom_kills
+from contract import nvidia_smi
+from tasks.gang.diagnosis.host_evidence import Host, oom_kills
 
 
 def put(path: Path, text: str) -> None:
@@ -40,7 +41,7 @@ def test_a_host_that_tells_nothing_has_no_evidence(tmp_path):
 
 def test_the_gpu_s_name_is_the_driver_s(tmp_path):
     put(tmp_path / "proc/driver/nvidia/gpus/0000:02:00.0/information", "Model: \t\t NVIDIA H200\nIRQ:   83\n")
-    assert gpu(tmp_path) == "NVIDIA H200"
+    assert nvidia_smi.kind(tmp_path) == "NVIDIA H200"
 
 
 def test_the_kernel_s_log_is_read_from_now_on():
