@@ -155,12 +155,15 @@ def main() -> int:
     return 0 if rows else 1
 
 
-def take(one: Trial) -> dict[str, Any]:
-    """The trial's answer, or the reason why there is none."""
-    environment = os.environ | {"PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"}
+def take(one: Trial, variables: dict[str, str] | None = None, more: list[str] | None = None) -> dict[str, Any]:
+    """The trial's answer, or the reason why there is none.
+
+    `variables` are added to the environment, `more` to the command.
+    """
+    environment = os.environ | {"PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"} | (variables or {})
     pipe = subprocess.PIPE
     with subprocess.Popen(
-        [sys.executable, *one.command], cwd=ROOT, env=environment, stdout=pipe, stderr=pipe, text=True,
+        [sys.executable, *one.command, *(more or [])], cwd=ROOT, env=environment, stdout=pipe, stderr=pipe, text=True,
         start_new_session=True,
     ) as process:  # fmt: skip
         try:
