@@ -49,7 +49,7 @@ ROOMS = {
         {"training"},
         {"weights", "serving"},
         {"megatron"},
-        {"data"},
+        {"data", "profiling"},
         {"hosts", "startup"},
         {"patches"},
     ],

@@ -8,6 +8,7 @@ no checkpoint is needed; of paths.model only config.json is read. paths.data hol
 It writes <paths.output>/measured.json, a figure of each rank in a list:
 
     seconds                     from the end of a step to the end of the next, the first step left out
+    losses                      of every step, where the rank knows them: the last stage of a pipeline
     weights, adapters, gradients, optimizer, host_states      bytes that stay, counted tensor by tensor
     resting, peak, reserved     bytes between steps and at most, as torch's allocator counts them
     used                        bytes of the device that are taken at the end, by whomever
@@ -32,10 +33,12 @@ from conf.model_files import config_json
 from conf.rules.layout import problems
 from conf.schema.run import Run
 from contract.faults import Fault
+from trainer.profiling.recorder import recorder
 from trainer.startup import device, entry
 from trainer.startup.console import megatron_to
 
 RESULT, EXHAUSTED = "measured.json", "out-of-memory.json"
+LOSS = "lm loss"  # Megatron-Bridge's name of the mean over the step's tokens
 SILENCED = "megatron.bridge.training.pretrain"
 
 
@@ -61,10 +64,11 @@ def main(run: Run) -> None:
     logging.getLogger(SILENCED).addFilter(lambda record: not _is_exhausted(record.exc_info))
     output = Path(run.paths.output)
     output.mkdir(parents=True, exist_ok=True)
+    callbacks = [_clock(output / RESULT), *([recorder(run)] if run.log.profile_every else [])]
     try:
         # Drawn on the host, it takes minutes where each of many experts has an adapter; Bridge has filled them before.
         with megatron_to(Path(run.paths.logs)), mock.patch.object(adapters, "draw_initial_values"):
-            pretrain(configuration(run), forward_step, callbacks=[_clock(output / RESULT)])
+            pretrain(configuration(run), forward_step, callbacks=callbacks)
     except torch.OutOfMemoryError as error:
         rank, line = int(os.environ["RANK"]), " ".join(str(error).split())
         allocated, (_, whole) = torch.cuda.max_memory_allocated(), torch.cuda.mem_get_info()
@@ -107,17 +111,20 @@ def _clock(file: Path):
     class Clock(Callback):
         def on_train_start(self, context) -> None:
             self.ends: list[float] = []
+            self.losses: list[float] = []
             torch.cuda.synchronize()
             torch.cuda.reset_peak_memory_stats()
 
         def on_train_step_end(self, context) -> None:
             torch.cuda.synchronize()
             self.ends.append(time.perf_counter())
+            self.losses += [float(loss) for name, loss in (context.loss_dict or {}).items() if name == LOSS]
 
         def on_train_end(self, context) -> None:
             free, whole = torch.cuda.mem_get_info()
             mine = {
                 "seconds": [after - before for before, after in zip(self.ends, self.ends[1:], strict=False)],
+                "losses": self.losses,
                 **held(context.model, context.optimizer),
                 "resting": torch.cuda.memory_allocated(),
                 "peak": torch.cuda.max_memory_allocated(),

@@ -16,6 +16,7 @@ from contract import checkpoints
 from trainer import preflight
 from trainer.checks import inputs, places
 from trainer.megatron.recipe import checkpoint_folder, last_step, load_only, make_config
+from trainer.profiling.recorder import recorder
 from trainer.serving import agreement
 from trainer.startup import device, entry, heartbeat
 from trainer.startup.console import megatron_to, say
@@ -58,6 +59,7 @@ def main(run: Run) -> None:
         else:
             metrics = Metrics(run, Path(run.paths.output) / "metrics.jsonl", start)
             callbacks = [metrics, Gates(run, metrics), parity, Saves(run, metrics), heartbeat.callback()]
+            callbacks += [recorder(run)] if run.log.profile_every else []
         bridge_loop.train(config, forward_step, callbacks, folder)
 
 

@@ -1,6 +1,6 @@
 """Take a few real steps of a run's layout on this machine, and compare time and memory with the plan.
 
-    python -m trainer.trial CONF [--steps N] [--layers K] [--gpu KIND] [--json] [key=value ...]
+    python -m trainer.trial CONF [--steps N] [--layers K] [--gpu KIND] [--profile] [--json] [key=value ...]
 
     python -m trainer.trial glm47 --layers 6 layout.nodes=1 layout.gpus_per_node=1 layout.tp=1 layout.sp=false \\
         layout.pp=1 layout.vpp=null layout.ep=1 train.global_batch=4
@@ -10,6 +10,12 @@ The model is cut to K layers, of which as large a share is dense as in the whole
 weights and tokens are drawn, and tokens are routed evenly. The plan is that of the cut model (conf/planner/), so that a
 ratio of 1 here says that the plan of the whole model can be believed for this kind of layer and GPU. The step is the
 median of those after the first two. Without --gpu the plan is for the GPU that is found here, if it is known.
+
+With --profile one more step is recorded by torch's profiler, after another that is thrown away. A report says what the
+GPUs and the host did in it (trainer/profiling/), and --profile-to names the folder that gets its page, its figures as
+JSON, and every rank's trace.
+
+Ranks start in the environment that those of a training get (conf/network.py); what is set here already wins.
 
 Exit code 0: measured. 1: out of memory, which is a result as well, or a defect. 2: the arguments are at fault.
 
@@ -21,10 +27,12 @@ Not covered: several hosts; data that are not of equal length; on a CPU, all but
 import argparse
 import json
 import os
+import shutil
 import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,7 +48,7 @@ from conf.planner.memory import StageMemory, memory
 from conf.planner.timing import timing
 from conf.rules import schedule
 from conf.rules.gpus import takes
-from conf.rules.layout import problems
+from conf.rules.layout import grid, problems
 from conf.schema.run import Run
 from contract import closed_pipe, host_gpus
 from contract.faults import Fault
@@ -48,10 +56,12 @@ from contract.processes import end_with_parent
 from trainer.data.identity import MANIFEST
 from trainer.data.write import sequences_file
 from trainer.measure import EXHAUSTED, RESULT
+from trainer.profiling import recorder, report
 from trainer.rehearse import config_of
 from trainer.startup import entry
 
 WARM = 2  # steps: kernels are chosen, states are made, the allocator has seen all sizes
+RECORDED = 2  # steps that --profile adds: one in which the profiler starts, and the one that is kept
 STATES = ("weights", "adapters", "gradients", "optimizer")
 
 
@@ -70,17 +80,23 @@ def main() -> int:
         if found := problems(run, facts):
             raise Fault("\n".join(found))
         gpu = read(options.gpu) if options.gpu else None
+        keeps = _profile_folder(options) if options.profile else None
         with tempfile.TemporaryDirectory(prefix="trial-") as folder:
-            made = settle(run, config, options.steps, Path(folder))
+            made = settle(run, config, options.steps, Path(folder), bool(keeps))
             what = f"trial of {run.name}, started by hand"
             with host_gpus.taken(what, _to_stderr, count=takes(made, "train").gpus) as hold:
                 code, ranks, exhausted = _measure(made, Path(folder), hold.environment if hold else {})
+            for rank in ranks:
+                rank["seconds"] = rank["seconds"][: options.steps - 1]  # those that are recorded take longer
+            profile = _profiled(made, facts, ranks, keeps) if keeps and ranks else None
     if not ranks and not exhausted:
         return code
     gpu = gpu or by_device(ranks[0]["device"] if ranks else "")
     answer = compare(made, facts, gpu, ranks) | {"layers": facts.layers, "of_layers": whole.layers}
     answer |= {"steps": options.steps, "out_of_memory": exhausted}
-    print(json.dumps(answer) if options.json else "\n".join(lines(answer)))
+    told = [*lines(answer), *(report.lines(profile) if profile else ())]
+    answer |= {"profile": profile} if profile else {}
+    print(json.dumps(answer) if options.json else "\n".join(told))
     return 0 if ranks else 1
 
 
@@ -101,12 +117,14 @@ def cut(config: dict[str, Any], layers: int) -> dict[str, Any]:
     return made
 
 
-def settle(run: Run, config: dict[str, Any], steps: int, folder: Path) -> Run:
+def settle(run: Run, config: dict[str, Any], steps: int, folder: Path, profiled: bool = False) -> Run:
     """The run that is measured, with everything in this folder: model, tokens, and results."""
+    steps += RECORDED if profiled else 0
     names = ("model", "base", "data", "output", "logs", "export")
     paths = run.paths.model_copy(update={name: str(folder / name) for name in names})
     moe = run.moe.model_copy(update={"force_balance": True})
-    made = schedule.of_steps(run, steps).model_copy(update={"paths": paths, "moe": moe})
+    log = run.log.model_copy(update={"profile_every": steps if profiled else None})
+    made = schedule.of_steps(run, steps).model_copy(update={"paths": paths, "moe": moe, "log": log})
     for name in names:
         (folder / name).mkdir()
     (folder / "model" / "config.json").write_text(json.dumps(config))
@@ -154,6 +172,26 @@ def _measure(
     return (min(code, 2) if code >= 0 else 128 - code), found[0] or [], found[1]
 
 
+def _profile_folder(options: argparse.Namespace) -> Path:
+    """Folder that the profile goes to: new, so that no other profile is mixed with it."""
+    name = f"profile-{Path(options.conf).stem}-{time.strftime('%Y%m%d-%H%M%S')}"
+    folder = Path(options.profile_to or name).absolute()
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise Fault(f"--profile-to: {folder} is there already, and not empty")
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+def _profiled(run: Run, facts: ModelFacts, ranks: list[dict[str, Any]], keeps: Path) -> dict[str, Any]:
+    """Keep the traces, and report on them."""
+    for file in recorder.folder_of(run, run.train.steps).glob(report.TRACE.format("*")):
+        shutil.move(file, keeps)
+    each = facts.layers / run.layout.pp * grid(run.layout, run.train).microbatches
+    measured = [rank["seconds"][WARM - 1 :] for rank in ranks]
+    usual = statistics.median(max(seconds) for seconds in zip(*measured, strict=False))
+    return report.report(keeps, {"name": run.name, "seconds": usual, "layers_times_microbatches": each})
+
+
 def _die_with_parent() -> None:
     end_with_parent()
 
@@ -186,7 +224,7 @@ def compare(run: Run, facts: ModelFacts, gpu: Gpu | None, ranks: list[dict[str, 
             "measured": measured,
             "ratio": ratios,
         }
-        rows.append(row | {"seconds": seen.get("seconds", [])})
+        rows.append(row | {key: seen.get(key, []) for key in ("seconds", "losses")})
     device = ranks[0]["device"] if ranks else ""
     return {"name": run.name, "device": device, "gpu": gpu.name if gpu else None, "ranks": rows}
 
@@ -225,8 +263,12 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=8, metavar="N", help="steps, the first two to warm up (8)")
     parser.add_argument("--layers", type=int, metavar="K", help="layers of the model that are kept; else all")
     parser.add_argument("--gpu", metavar="KIND", help="plan for this one instead of the one that is here")
+    parser.add_argument("--profile", action="store_true", help="record one more step, and say what was done in it")
+    parser.add_argument("--profile-to", metavar="FOLDER", help="of the traces and the page (profile-CONF-TIME)")
     parser.add_argument("--json", action="store_true", help="for programs: one line, with a list of all ranks")
-    return parser.parse_intermixed_args()
+    options = parser.parse_intermixed_args()
+    options.profile = options.profile or options.profile_to is not None
+    return options
 
 
 if __name__ == "__main__":

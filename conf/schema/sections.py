@@ -276,6 +276,12 @@ class Log(Section):
     peak_tflops: Annotated[float | None, NOWHERE] = Field(
         default=None, gt=0, description="per device, dense, for MFU; null = from the device's name"
     )
+    profile_every: Annotated[int | None, NOWHERE] = Field(
+        default=None,
+        ge=2,
+        description="steps between two that torch's profiler records, in paths.logs/profile/step-N; "
+        "python -m trainer.profiling FOLDER reads them; null = none",
+    )
 
 
 class Export(Section):

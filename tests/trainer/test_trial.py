@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -11,12 +12,13 @@ from conf.model_facts import facts_from_hf
 from conf.planner.hardware import GPUS
 from contract.faults import Fault
 from trainer import trial
+from trainer.profiling import report
 from trainer.rehearse import config_of
 
 
 def command(*arguments: str) -> subprocess.CompletedProcess:
     return subprocess.run(
-        [sys.executable, "-m", "trainer.trial", "tiny", *arguments], capture_output=True, text=True, timeout=120
+        [sys.executable, "-m", "trainer.trial", "tiny", *arguments], capture_output=True, text=True, timeout=300
     )
 
 
@@ -27,10 +29,9 @@ def command(*arguments: str) -> subprocess.CompletedProcess:
         "model.source=tiny://qwen3-moe layout.ep=2 train.precision=bf16 train.recompute=full",
     ],
 )
-def test_megatron_holds_what_is_planned(cut):
-    done = command(
-        *cut.split(), "layout.gpus_per_node=2", "train.global_batch=4", "train.micro_batch=1", "--steps", "5", "--json"
-    )
+def test_megatron_holds_what_is_planned(cut, tmp_path):
+    sized = ("layout.gpus_per_node=2", "train.global_batch=4", "train.micro_batch=1")
+    done = command(*cut.split(), *sized, "--steps", "5", "--json", "--profile-to", str(tmp_path / "profile"))
     assert done.returncode == 0, done.stderr
     answer = json.loads(done.stdout)
     assert (answer["device"], answer["gpu"], answer["out_of_memory"]) == ("cpu", None, None)
@@ -39,6 +40,19 @@ def test_megatron_holds_what_is_planned(cut):
         measured = {key: row["measured"][key] for key in trial.STATES}
         assert measured == {key: row["planned"][key] for key in trial.STATES} and measured["optimizer"] > 0
         assert len(row["seconds"]) == 4 and row["measured"]["seconds"] in row["seconds"]
+    assert len(answer["ranks"][1]["losses"]) == 7
+    holds_a_profile_of_the_host(answer["profile"])
+
+
+def holds_a_profile_of_the_host(profile):
+    """Without a GPU there are no kernels; collectives are the host's operations."""
+    assert [row["rank"] for row in profile["ranks"]] == [0, 1]
+    for row in profile["ranks"]:
+        assert row["steps"] == 1 and row["span"] > 0 and not row["kernels"] and not row["gaps"]
+        assert any(one["name"].startswith("gloo:") for one in row["operations"])
+        assert Path(row["trace"]).stat().st_size > 0
+    assert Path(profile["page"]).read_text().count("<svg") == 2
+    assert any("no kernels" in line for line in report.lines(profile))
 
 
 @pytest.mark.parametrize(
@@ -50,6 +64,7 @@ def test_megatron_holds_what_is_planned(cut):
         ("layout.nodes=2 train.micro_batch=1", "layout.nodes: 2 hosts; start one torchrun per host"),
         ("layout.ep=3 layout.gpus_per_node=3", "layout.ep: 3 does not divide the 8 experts"),
         ("--gpu h300", "gpu: 'h300' is none of "),
+        ("--profile-to conf", "conf is there already, and not empty"),
     ],
 )
 def test_faults_are_one_line(arguments, line):

@@ -1,0 +1,34 @@
+"""Say what GPUs and hosts did in steps that torch's profiler has recorded.
+
+    python -m trainer.profiling FOLDER [--json]
+
+FOLDER has a file of each recorded rank, rankN.trace.json.gz: a step of a training with log.profile_every, in
+paths.logs/profile/step-N, or what python -m trainer.trial --profile has kept. It gets profile.json and profile.html.
+"""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+from contract import closed_pipe
+from trainer.profiling import report
+from trainer.startup import entry
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m trainer.profiling", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("folder", type=Path, metavar="FOLDER", help="of the traces")
+    parser.add_argument("--json", action="store_true", help="for programs: one line, with all figures of all ranks")
+    options = parser.parse_args()
+    with entry.faults_in_one_line():
+        answer = report.report(options.folder)
+        print(json.dumps(answer) if options.json else "\n".join(report.lines(answer)))
+    return 0
+
+
+if __name__ == "__main__":
+    with closed_pipe.quiet():
+        sys.exit(main())

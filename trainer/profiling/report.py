@@ -1,0 +1,127 @@
+"""Report on the traces of a folder: figures of every rank as JSON, the same in words, and a page with a picture.
+
+    report(folder, of)     reads <folder>/rank*.trace.json.gz, writes profile.json and profile.html beside them
+    lines(answer)          for a terminal
+
+`of` is what the caller knows of the steps: their usual seconds, and how many layers times microbatches a rank has.
+"""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from contract.faults import Fault
+from trainer.profiling import figures, gaps, page, trace
+
+TRACE = "rank{}.trace.json.gz"
+RESULT, PAGE = "profile.json", "profile.html"
+DISTORTED = 1.25  # a profiled step that takes so much longer than a usual one says little about idle time
+SHOWN = 12  # rows of a table
+
+
+def report(folder: Path, of: dict[str, Any] | None = None) -> dict[str, Any]:
+    files = sorted(folder.glob(TRACE.format("*")), key=lambda file: int(file.name.split(".")[0][4:]))
+    if not files:
+        raise Fault(f"{folder}: no {TRACE.format('N')}: nothing was profiled")
+    traces, rows = [], []
+    for file in files:
+        one = trace.read(file)
+        rows.append({**figures.of(one), "trace": str(file.absolute())})
+        traces.append(one.collectives())
+    answer = {**(of or {}), "ranks": rows, "waiting": figures.waiting(traces)}
+    if usual := answer.get("seconds"):
+        answer["slowed"] = round(max(row["span"] / row["steps"] for row in rows) / 1e3 / usual, 3)
+    answer |= {"json": str(folder / RESULT), "page": str(folder / PAGE)}
+    (folder / RESULT).write_text(json.dumps(answer))
+    (folder / PAGE).write_text(page.of(answer, list(lines(answer))))
+    return answer
+
+
+def lines(answer: dict[str, Any]) -> Iterator[str]:
+    ranks = answer["ranks"]
+    slowest = min(ranks, key=lambda row: row["computing"])
+    yield verdict(answer, slowest)
+    if slowest["kernels"]:
+        yield from _shares(ranks)
+        yield f"rank {slowest['rank']}, which computes least; ms of a profiled step"
+        yield from _device(answer, slowest)
+    else:
+        yield f"rank {slowest['rank']}: no kernels, as there is no GPU: operations of the host alone"
+    yield from _table("the host by itself", slowest["operations"], ("name", "count", "ms"))
+    for row in ranks[:1] + ranks[1:][-1:]:
+        yield f"trace of rank {row['rank']}, for https://ui.perfetto.dev: {row['trace']}"
+    yield f"page: {answer['page']}"
+
+
+def verdict(answer: dict[str, Any], row: dict[str, Any]) -> str:
+    """One line: what sets the pace."""
+    if not row["kernels"]:
+        return f"profile: {row['span']:,.0f} ms; no kernels were seen"
+    idle, host = row["idle"], row["host"]
+    late = idle[gaps.LATE]["share"] + idle[gaps.WAITED]["share"]
+    losses = {"host-bound": late, "bound by communication": row["exposed"]}
+    worst, share = max(losses.items(), key=lambda one: one[1])
+    said = worst if row["computing"] < 0.85 and share >= 0.05 else "GPU-bound"
+    line = (
+        f"profile: {said}: {row['computing']:.0%} computing, {1 - row['busy']:.0%} idle "
+        f"({late:.0%} for a host that is late), {row['exposed']:.0%} exposed communication"
+    )
+    each = answer.get("layers_times_microbatches")
+    per = f" per layer and microbatch of {each * row['steps']:.0f}" if each else ""
+    by = each * row["steps"] if each else 1
+    counts = [sum(one["count"] for one in row["kernels"]), host["collectives"], host["waits"]]
+    line += "; {:,.4g} kernels, {:,.4g} collectives, {:,.4g} waits".format(*(count / by for count in counts)) + per
+    if answer.get("slowed", 0) > DISTORTED:
+        line += f"; the profiler made the step {answer['slowed']:.2f} times as long: idle times are too large"
+    return line
+
+
+def _shares(ranks: list[dict[str, Any]]) -> Iterator[str]:
+    yield "shares of the step            least    most"
+    for key in ("busy", "computing", "communication", "exposed"):
+        values = [row[key] for row in ranks]
+        yield f"    {key:20} {min(values):10.3f} {max(values):7.3f}"
+    for cause in (gaps.LATE, gaps.WAITED, gaps.DEPENDS, gaps.SHORT):
+        values = [row["idle"][cause]["share"] for row in ranks]
+        yield f"    idle, {cause:14} {min(values):10.3f} {max(values):7.3f}"
+
+
+def _device(answer: dict[str, Any], row: dict[str, Any]) -> Iterator[str]:
+    host, bound, small = row["host"], row["host_bound"], row["small"]
+    yield (
+        f"    the host is {row['lead_us']} us ahead in the middle; {host['launches']} calls of {host['us_per_launch']} "
+        f"us, {host['waits']} waits of {host['waiting']} ms; {small['count']} of {small['of']} kernels below "
+        f"{figures.SMALL:.0f} us"
+    )
+    yield from _table("kernels", row["kernels"], ("kind", "count", "ms", "share"))
+    yield from _table("communication", row["exposed_by"], ("kind", "group", "count", "ms", "exposed", "megabytes"))
+    yield from _table("waiting for other ranks, all ranks", answer["waiting"], ("kind", "group", "ms", "waiting"))
+    if bound["count"]:
+        yield f"host-bound stretches: {bound['count']}, {bound['share']:.1%} of the step; the longest"
+        for one in bound["longest"]:
+            yield f"    at {one['at']:.2f} ms, {one['ms']:.2f} ms, {one['kernels']} kernels: {_doing(one['host'])}"
+    yield "costliest gaps"
+    for gap in row["gaps"]:
+        before, after = ((gap[key] or "-")[:40] for key in ("before", "after"))
+        yield f"    at {gap['at']:.2f} ms, {gap['ms']:.3f} ms, {gap['cause']}: {_doing(gap['host'])}"
+        yield f"        between {before} and {after}"
+
+
+def _doing(host: list[list[Any]]) -> str:
+    return ", ".join(f"{name[:60]} {took:.3f}" for name, took in host) or "nothing that was recorded"
+
+
+def _table(head: str, rows: list[dict[str, Any]], keys: tuple[str, ...]) -> Iterator[str]:
+    if not rows:
+        return
+    cells = [keys, *([_cell(row[key]) for key in keys] for row in rows[:SHOWN])]
+    widths = [max(len(row[column]) for row in cells) for column in range(len(keys))]
+    yield head
+    for row in cells:
+        named = [row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))]
+        yield "    " + "  ".join(named)
+
+
+def _cell(value: Any) -> str:
+    return f"{value:,.3f}" if isinstance(value, float) else str(value)[:70]

@@ -1,0 +1,119 @@
+"""A rank's trace as torch's profiler writes it (Chrome's format), read into what the report is made of.
+
+Only what a device did itself counts as its work: kernels, copies and fills. The annotations that the profiler repeats
+on the device's side would count each collective twice. Everything is clipped to the profiled steps; times are
+microseconds of the host's clock, which all ranks of a host share.
+"""
+
+import gzip
+import json
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from contract.faults import Fault
+from trainer.profiling import kinds
+
+STEP = "ProfilerStep#"
+ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
+CALLS = ("cuda_runtime", "cuda_driver")
+OF_HOST = ("cpu_op", "user_annotation")
+
+
+class Work(NamedTuple):
+    """Work of a device: a kernel, a copy or a fill."""
+
+    start: float
+    end: float
+    name: str
+    kind: str  # one of kinds.py's
+    correlation: int  # of the call that started it
+    group: str  # of a collective: who took part
+    ranks: str
+    size: int  # bytes that a collective or a copy has moved
+
+
+class Call(NamedTuple):
+    """Call of the driver by a thread of the host, or an operation of that thread."""
+
+    start: float
+    end: float
+    name: str
+    thread: str
+    correlation: int
+
+
+@dataclass(frozen=True)
+class Trace:
+    rank: int
+    steps: int
+    start: float
+    end: float
+    work: list[Work]  # by start
+    calls: list[Call]
+    operations: list[Call]  # torch's, by start; the outer ones before those that they are made of
+
+    def collectives(self) -> "Trace":
+        """The trace with nothing but what other ranks have a part in; the rest may take a gigabyte."""
+        talking = [one for one in self.work if one.kind in kinds.COLLECTIVES]
+        return replace(self, work=talking, calls=[], operations=[])
+
+
+def read(path: Path) -> Trace:
+    """Trace of the steps that are marked in a file; of all that is in it where none is."""
+    try:
+        with gzip.open(path, "rt") as file:
+            return of(json.load(file))
+    except (ValueError, KeyError, TypeError, AttributeError, EOFError) as error:
+        raise Fault(f"{path}: no trace of torch's profiler: {type(error).__name__}: {error}") from error
+
+
+def of(whole: dict[str, Any]) -> Trace:
+    events = [event for event in whole["traceEvents"] if event.get("ph") == "X" and "dur" in event]
+    steps = [event for event in events if event.get("cat") == "user_annotation" and event["name"].startswith(STEP)]
+    bounds = steps or events
+    if not bounds:
+        raise ValueError("nothing was recorded")
+    start = min(event["ts"] for event in bounds)
+    end = max(event["ts"] + event["dur"] for event in bounds)
+    inside = [event for event in events if event["ts"] < end and event["ts"] + event["dur"] > start]
+    return Trace(
+        rank=int(whole.get("distributedInfo", {}).get("rank", 0)),
+        steps=max(1, len(steps)),
+        start=start,
+        end=end,
+        work=sorted(_work(event, start, end) for event in inside if event.get("cat") in ON_DEVICE),
+        calls=sorted(_call(event) for event in inside if event.get("cat") in CALLS),
+        operations=sorted(
+            (_call(event) for event in inside if event.get("cat") in OF_HOST and event not in steps),
+            key=lambda one: (one.start, -one.end),
+        ),
+    )
+
+
+def _work(event: dict[str, Any], start: float, end: float) -> Work:
+    told = event.get("args", {})
+    kind = kinds.of(event["name"])
+    group = ""
+    if kind in kinds.COLLECTIVES:
+        group = str(told.get("Process Group Description") or told.get("Process Group Name") or "unknown")
+    size = told.get("bytes", 0)
+    if "In msg nelems" in told:
+        elements = max(int(told["In msg nelems"]), int(told.get("Out msg nelems", 0)))
+        size = elements * kinds.WIDTHS.get(str(told.get("dtype")), 4)
+    return Work(
+        max(start, event["ts"]),
+        min(end, event["ts"] + event["dur"]),
+        event["name"],
+        kind,
+        int(told.get("correlation", -1)),
+        group,
+        str(told.get("Process Group Ranks", "")),
+        int(size),
+    )
+
+
+def _call(event: dict[str, Any]) -> Call:
+    told = event.get("args", {})
+    thread = f"{event.get('pid')}/{event.get('tid')}"
+    return Call(event["ts"], event["ts"] + event["dur"], event["name"], thread, int(told.get("correlation", -1)))
