@@ -43,7 +43,9 @@ def main(run: Run) -> None:
     model, base = released.read(Path(run.paths.model)), Path(run.paths.base)
     facts = {"architecture": model.config["architectures"][0], "precision": run.train.precision, "mtp": run.model.mtp}
     before, stamps = atomic_folder.gather((checkpoints.read_mark(base) or {}, model.stamps()))[0]  # as rank 0 sees them
-    same = all(before.get(key) == value for key, value in facts.items())
+    if run.convert.to == "none":
+        facts |= {"to": "none", "tp": run.layout.tp}  # tp: the vocabulary is padded for so many ranks
+    same = all(before.get(key) == value for key, value in facts.items()) and ("to" in before) == ("to" in facts)
     if same and before["stamps"] == stamps:
         say(f"convert: {base} is already there, from these {before['tensors']} tensors")
     else:
@@ -52,7 +54,8 @@ def main(run: Run) -> None:
             say(f"convert: {base} is already there, from the same {before['tensors']} tensors")
         else:
             _convert(run, model, sums, facts | {"stamps": stamps})
-            say(f"convert: {base} holds all {len(model.tensors)} tensors of {model.folder}")
+            how = "describes" if "to" in facts else "holds"
+            say(f"convert: {base} {how} all {len(model.tensors)} tensors of {model.folder}")
     torch.distributed.destroy_process_group()
 
 
@@ -64,11 +67,11 @@ def _convert(run: Run, model: released.Model, known: dict[str, str] | None, fact
     warnings.filterwarnings("ignore", "ModelProviderMixin-based")  # no user can migrate it
     facts["tools"] = {tool: importlib.metadata.version(tool) for tool in TOOLS}
     with megatron_to(Path(run.paths.logs)):
-        conversion = base.Conversion(run, open_bridge(run), model)
+        conversion = base.Conversion(run, open_bridge(run), model, known)
         facts |= {"left_out": conversion.left_out, "tensors": len(model.tensors)}
         made = json.dumps([facts, conversion.digest], sort_keys=True)
         with atomic_folder.write(Path(run.paths.base), facts, BASE, made) as partial:
-            sums = conversion.write(partial, partial / atomic_folder.JOURNAL, known)
+            sums = conversion.write(partial, partial / atomic_folder.JOURNAL, weights=run.convert.to == "torch_dist")
             facts["digest"] = released.digest(model, sums)
             if atomic_folder.rank() == 0:
                 base.record(model, sums, partial)

@@ -75,7 +75,7 @@ def _train(given: Run, run: Run, rollouts: Rollouts | None, start: int) -> None:
         metrics = Metrics(run, Path(run.paths.output) / "metrics.jsonl", start)
         steps = Reinforcement(run, bridge, rollouts, feed, step, metrics, fresh)
         callbacks = [steps, metrics, Parity(run), Saves(run, metrics), heartbeat.callback()]
-        train(config, step, callbacks, checkpoint_folder(run))
+        train(run, config, step, callbacks)
 
 
 def _begin_with(checkpoint, folder: Path) -> None:

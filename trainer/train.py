@@ -60,7 +60,7 @@ def main(run: Run) -> None:
             metrics = Metrics(run, Path(run.paths.output) / "metrics.jsonl", start)
             callbacks = [metrics, Gates(run, metrics), parity, Saves(run, metrics), heartbeat.callback()]
             callbacks += [recorder(run)] if run.log.profile_every else []
-        bridge_loop.train(config, forward_step, callbacks, folder)
+        bridge_loop.train(run, config, forward_step, callbacks)
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ A stage's bar has a letter for each thirtieth of the GPU: W weights, G gradients
 weights in FP8, a activations, . all else. A ! stands for memory that is missing.
 """
 
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -12,7 +13,7 @@ from conf.planner.hardware import GB, Gpu
 from conf.planner.memory import StageMemory
 from conf.planner.search import Candidate, Found, changes
 from conf.planner.serving.memory import ServedMemory
-from conf.planner.stage_needs import StageNeed
+from conf.planner.stage_needs import Loading, StageNeed, loadings
 from conf.planner.verdict import LARGEST, WITH_LORA, Plan
 from conf.rules import gpus, schedule
 from conf.rules.layout import Grid
@@ -47,6 +48,7 @@ def lines(plan: Plan) -> Iterator[str]:
         yield from _time_lines(plan)
         yield ""
         yield from stage_table(plan, plan.needs)
+        yield from base(plan)
         yield ""
     yield from evaluation(plan)
     if plan.found:
@@ -181,6 +183,34 @@ def stage_table(plan: Plan, needs: Sequence[StageNeed]) -> Iterator[str]:
             )
 
 
+def base(plan: Plan) -> Iterator[str]:
+    """Lines on the two ways of convert.to: what each costs, and which costs less."""
+    if not plan.gpu.cuda:
+        return
+    ways = loadings(plan.run, plan.facts, plan.gpu)
+    for way in ways:
+        named = "base    " if way is ways[0] else "        "
+        costs = f"{duration(way.once)} once, {duration(way.start)} a start, {way.disk / GB:,.1f} GB of disk"
+        taken = "  <- as asked" if way.to == plan.run.convert.to else ""
+        yield f"{named} convert.to={way.to}: {costs}, {way.read / GB:,.1f} GB read until the first step{taken}"
+    yield f"         {cheaper(*ways)}"
+
+
+def cheaper(converted: Loading, direct: Loading) -> str:
+    """The way that costs less, and why."""
+    disk = f"{(converted.disk - direct.disk) / GB:,.1f} GB"
+    saved, longer = converted.once - direct.once, direct.start - converted.start
+    if longer <= 0:
+        return f"none costs less: {disk} and {duration(saved)} less, and each start takes no longer"
+    if saved <= 0:
+        return f"torch_dist costs less time: it is there {duration(-saved)} sooner; none takes {disk} less"
+    starts = math.ceil(saved / longer)
+    return (
+        f"none costs less up to {starts} starts, of this run and of others on the same base, with {disk} less on disk; "
+        f"each start takes {duration(longer)} longer, so from then on torch_dist does"
+    )
+
+
 def cells(need: StageNeed) -> tuple[str, ...]:
     """A stage's figures under COLUMNS. What a stage does not use, or nobody can say, is empty."""
     gigabytes = [f"{n / GB:.1f}" if n else "" for n in (need.gpu_memory, need.memory, need.disk)]
@@ -284,6 +314,7 @@ def as_dict(plan: Plan) -> dict[str, Any]:
         "time": dict(vars(time)) if time else None,
         "faster": _candidate_dict(plan.faster, plan.gpu) if plan.faster else None,
         "stage_needs": [dict(vars(need)) for need in plan.needs],
+        "base": [dict(vars(way)) for way in loadings(plan.run, plan.facts, plan.gpu)] if plan.gpu.cuda else None,
         "evaluation": _evaluation_dict(plan) if plan.serving else None,
         "unserved": plan.unserved,
         "instead": _instead_dict(plan.found, plan.gpu) if plan.found else None,

@@ -30,6 +30,9 @@ from conf.schema.sections import Layout
 
 START = 20.0  # seconds until a command of the trainer has imported what it needs, and its processes have met
 DOWNLOAD, CONVERT, EXPORT = 0.8 * GB, 0.22 * GB, 0.11 * GB  # bytes/s; of the last two, of a process
+CHECKED = 1.2 * GB  # bytes/s of a process that adds up released tensors
+UNPACKED = 0.2 * GB  # bytes/s of a rank that makes weights of codes and scales
+DESCRIBED = 20.0  # seconds in which a rank finds out which released tensors its weights are made of
 CONVERTING = 3 * GB  # most of a process: its libraries, and a shard of tensors
 FILE = 5 * GB  # of a release: one is read, one is written at a time
 OF_VLLM = 4 * GIB  # resident memory of a process of vLLM, beside files that it maps
@@ -54,7 +57,7 @@ def stage_needs(
     released = _released(facts)
     found = [
         StageNeed("download", 1, 0, 0, GIB, released, released / DOWNLOAD),
-        _conversion(run, gpu, count * byte),
+        _conversion(run, gpu, count * byte, released),
         StageNeed("prepare", 1, 0, 0, GIB, 0),
     ]
     asked = [_evaluation(run, facts, gpu, serving)] if run.evaluate.tasks else []
@@ -85,12 +88,47 @@ def on_one_host(run: Run) -> Run:
     return run.model_copy(update={"layout": layout, "train": train})
 
 
-def _conversion(run: Run, gpu: Gpu, written: int) -> StageNeed:
+def _conversion(run: Run, gpu: Gpu, written: int, released: int) -> StageNeed:
     """Conversion on the host of the flow, a shard of the model in each process's memory at a time."""
     gpus = (takes(run, "convert").gpus or 0) if gpu.cuda else 0
     here = on_one_host(run) if run.layout.nodes > 1 else run
+    if run.convert.to == "none":
+        seconds = START + released / min(CHECKED * here.world, READ)
+        return StageNeed("convert", 1, gpus, 0, CONVERTING * here.world, 0, seconds)
     rate = min(CONVERT * here.world, READ / 2)  # read, and written
     return StageNeed("convert", 1, gpus, 0, CONVERTING * here.world, written, START + written / rate)
+
+
+@dataclass(frozen=True)
+class Loading:
+    """A way for the weights to get from the release into training."""
+
+    to: str  # the value of convert.to
+    once: float  # seconds until the base is there
+    start: float  # seconds of each start of a training, until its ranks hold the weights
+    disk: int  # bytes that the base takes
+    read: int  # bytes that are read until the first start is over
+
+
+def loadings(run: Run, facts: ModelFacts, gpu: Gpu) -> tuple[Loading, Loading]:
+    """The ways of convert.to: by a converted base, and without."""
+    released, base = _released(facts), parameters.total(facts) * states.byte(run.train)
+    found = []
+    for to, size in (("torch_dist", base), ("none", released)):
+        one = run.model_copy(update={"convert": run.convert.model_copy(update={"to": to})})
+        need = _conversion(one, gpu, base, released)
+        assert need.seconds is not None
+        found.append(Loading(to, need.seconds, _load(one, facts), need.disk, released + size))
+    return found[0], found[1]
+
+
+def _load(run: Run, facts: ModelFacts) -> float:
+    """Seconds of a start of a training that the base takes."""
+    base = parameters.total(facts) * states.byte(run.train)
+    if run.convert.to == "torch_dist":
+        return base / READ
+    unpacked = base / (UNPACKED * run.world) if facts.packed else 0.0  # each rank makes what it holds
+    return DESCRIBED + max(_released(facts) / READ, unpacked)
 
 
 def _training(run: Run, facts: ModelFacts, stages: tuple[StageMemory, ...], time: Timing | None, gpu: Gpu) -> StageNeed:
@@ -104,7 +142,7 @@ def _training(run: Run, facts: ModelFacts, stages: tuple[StageMemory, ...], time
     # saving copies what is trained into host memory before it writes
     memory = (trained * byte + kept + away) // layout.nodes + (0 if gpu.cuda else sum(one.total for one in stages))
     hours = time.hours if time else None
-    seconds = None if hours is None else hours * 3600 + START + parameters.total(facts) * byte / READ
+    seconds = None if hours is None else hours * 3600 + START + _load(run, facts)
     fullest = max(stage.total for stage in stages) if gpu.cuda else 0
     gpus = layout.gpus_per_node if gpu.cuda else 0
     return StageNeed("train", layout.nodes, gpus, fullest, memory, copies * (trained * byte + kept), seconds)

@@ -18,6 +18,7 @@ from conf.schema.reinforcement import Reinforce
 from conf.schema.sections import (
     Adapter,
     Checkpoint,
+    Convert,
     Evaluate,
     Export,
     Gang,
@@ -47,6 +48,7 @@ class Run(Section):
     )
     model: Model
     data: Data
+    convert: Convert = Field(default_factory=Convert)
     adapter: Adapter = Field(default_factory=Adapter)
     layout: Annotated[Layout, BeforeValidator(spelled_out, json_schema_input_type=Layout | Literal["auto"])] = Field(
         default_factory=Layout

@@ -30,7 +30,8 @@ from trainer.training import resume
 
 def check_convert(run: Run) -> None:
     facts = check_model(run)
-    _check_space(Path(run.paths.base), _converted(run), "the converted model")
+    if run.convert.to == "torch_dist":
+        _check_space(Path(run.paths.base), _converted(run), "the converted model")
     _check_layout(run, facts)
 
 

@@ -3,17 +3,23 @@
 import logging
 import os
 import shutil
-from pathlib import Path
 from typing import Any
 
+from conf.schema.run import Run
 from contract import checkpoints
 from contract.amounts import size
 from contract.faults import WRITER_DIED, Fault, line_of
+from trainer.megatron.recipe import checkpoint_folder
 
 
-def train(config: Any, forward_step: Any, callbacks: list[Any], folder: Path) -> None:
-    """Train until the last step, or until somebody tells this process to end. `folder` is that of the checkpoints."""
+def train(run: Run, config: Any, forward_step: Any, callbacks: list[Any]) -> None:
+    """Train until the last step, or until somebody tells this process to end."""
     from megatron.bridge.training.finetune import finetune
+
+    from trainer.weights.conversion import unwritten
+
+    if config.peft or not config.checkpoint.load:  # else the checkpoint has all weights
+        unwritten.prepare(run)
 
     logging.getLogger("megatron.bridge.training.pretrain").addFilter(_is_failure)
     try:
@@ -24,6 +30,7 @@ def train(config: Any, forward_step: Any, callbacks: list[Any], folder: Path) ->
     except BaseException as error:  # torch's CheckpointException is no Exception
         if WRITER_DIED not in str(error):
             raise
+        folder = checkpoint_folder(run)
         free = size(shutil.disk_usage(folder).free)
         if os.environ["RANK"] == "0":
             checkpoints.remove_incomplete(folder)

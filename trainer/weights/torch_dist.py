@@ -18,6 +18,7 @@ import io
 import itertools
 import re
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -32,6 +33,7 @@ from trainer.weights.mapped_piece import Layout
 from trainer.weights.released import enumerate_names
 
 NOT_WEIGHTS = re.compile(r"^(optimizer|rng_state|common_state|rerun_state_machine_state)\b|_extra_state")
+RELEASED = "released"  # in the place of a file's name: a base that holds no weights has its pieces in the release
 STACKED_LAYERS = re.compile(r"^(?P<stack>(?:\w+\.)*layers)\.(?=\D)")
 
 
@@ -55,6 +57,7 @@ class Stored:
     in_memory: dict | None = None  # what digests.read() gives
     seen: set[str] = field(default_factory=set)  # names of the weights that were read
     layouts: dict[tuple, Layout] = field(default_factory=dict)  # of the pieces that were read
+    make: Callable[[MetadataIndex], torch.Tensor] | None = None  # of the release, where no file has a piece
 
     @property
     def digests(self) -> dict[str, str]:
@@ -144,6 +147,9 @@ def _load(stored: Stored, key: str, offsets, index: tuple[int, ...]) -> torch.Te
     place = stored.metadata.storage_data.get(MetadataIndex(key, offsets))
     if place is None:
         raise Fault(f"{stored.folder}: {key}: the piece at {tuple(offsets)} is in no file")
+    if place.relative_path == RELEASED:
+        assert stored.make, f"{stored.folder} holds no weights"  # trainer/weights/conversion/unwritten.py opens it
+        return stored.make(MetadataIndex(key, offsets))[index]
     path = stored.folder / place.relative_path
     with regular_files.open_regular(path) as f:
         try:

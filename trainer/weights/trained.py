@@ -11,6 +11,7 @@ from contract import checkpoints
 from contract.faults import Fault
 from trainer.megatron.model import open_bridge
 from trainer.weights import merge, released, released_tensors, torch_dist
+from trainer.weights.conversion import unwritten
 from trainer.weights.merge import Adapter, NewValue
 from trainer.weights.released import Model
 from trainer.weights.torch_dist import Stored
@@ -58,7 +59,7 @@ def find(run: Run, folder: Path) -> Trained:
     """Match the trained tensors with the released model: every tensor of both sides must have its counterpart."""
     bridge = open_bridge(run)
     registry, config = bridge._model_bridge.mapping_registry(), bridge.to_megatron_provider(load_weights=False)
-    model, stored = released.read(Path(run.paths.model)), torch_dist.open_checkpoint(folder)
+    model, stored = released.read(Path(run.paths.model)), unwritten.open_base(run, folder)
     base = Path(run.paths.base)
     made, recorded = checkpoints.require(base, "paths.base", CONVERT), json.loads((base / released.SOURCE).read_text())
     if recorded.keys() != model.tensors.keys():

@@ -82,6 +82,13 @@ def test_saving_by_threads_takes_the_queue_of_another_process():
     assert "_results_queue = ctx.Manager().Queue()\n" in source
 
 
+def test_core_makes_the_reader_of_a_checkpoint_and_bridge_core_s_strategy():
+    source = text("megatron-core", "megatron/core/dist_checkpointing/strategies/torch.py")
+    assert "fsr = _get_filesystem_reader(\n" in source
+    bridge = text("megatron-bridge", "megatron/bridge/training/checkpointing.py")
+    assert "load_strategy = TorchDistLoadShardedStrategy()\n" in bridge
+
+
 def test_transformers_reads_every_package_and_its_folders_twice():
     names = text("transformers", "transformers/utils/import_utils.py")
     assert "\nPACKAGE_DISTRIBUTION_MAPPING = importlib.metadata.packages_distributions()\n" in names

@@ -13,7 +13,7 @@ from trainer.patches import versions
 ROOT = Path(__file__).parents[3]
 PATCHES = sorted(path.stem for path in (ROOT / "trainer/patches").glob("[a-z]*.py") if path.stem != "versions")
 LIGHT = {
-    "checkpoint_writers": "install",
+    "checkpoint_files": "pass_results_here",
     "head_models": "install",
     "import_fixes": "install",
     "lazy_bridge": "install",

@@ -8,6 +8,7 @@ from pathlib import Path
 from megatron.bridge.training import checkpointing
 from megatron.bridge.training.config import CheckpointConfig, ConfigContainer, LoggerConfig
 from megatron.bridge.training.state import GlobalState
+from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, apply_factories
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
@@ -26,13 +27,13 @@ from trainer.weights.model_digests import METADATA
 class Conversion:
     """A release and the Megatron model that it is to fill, with all that is known before a weight is read."""
 
-    def __init__(self, run: Run, bridge, model: released.Model):
-        self.model, self.bridge = model, bridge
+    def __init__(self, run: Run, bridge, model: released.Model, known: dict[str, str] | None):
+        self.model, self.bridge, self.known = model, bridge, known  # the tensors' checksums, where they are known
         megatron_tensors.show_weights(bridge, model)
         self.chunks = megatron_tensors.build(_provider(run, bridge))
         wanted = coverage.demand(bridge, self.chunks)
         left_out = set() if run.model.mtp else released.of_mtp(model)
-        coverage.check(wanted, model, _sums_of_copies(model), left_out)
+        coverage.check(wanted, model, known or _sums_of_copies(model), left_out)
         self.left_out = sorted(left_out)
         tasks = megatron_tensors.tasks(bridge, self.chunks)
         state = {f"model{i}": chunk.sharded_state_dict(metadata=METADATA) for i, chunk in enumerate(self._unwrapped())}
@@ -40,21 +41,27 @@ class Conversion:
         stored = [value for value in nested_values(state) if isinstance(value, ShardedTensor)]
         self.stored = {(one.key, one.global_offset) for one in stored}
         made_of = {name: _released_names(task, model) for name, task in tasks.items()}
-        self.shards = shards.cut(megatron_tensors.pieces(tasks, stored), made_of, model)
+        self.pieces = megatron_tensors.pieces(tasks, stored)
+        self.shards = shards.cut(self.pieces, made_of, model)
         self.digest = shards.digest(self.shards)
 
-    def write(self, partial: Path, journal: Path, known: dict[str, str] | None) -> dict[str, str]:
-        """Write the checkpoint over all ranks. Returns the checksums of all released tensors."""
+    def values(self) -> Values:
+        megatron_tensors.give_shapes(self.chunks)
+        return Values(self.bridge, megatron_tensors.tasks(self.bridge, self.chunks), self.model)
+
+    def write(self, partial: Path, journal: Path, weights: bool) -> dict[str, str]:
+        """Write the checkpoint over all ranks; without `weights`, all of it but those.
+
+        Returns the checksums of all released tensors.
+        """
         sums: dict[str, str] = {}
 
         def write(state: dict, folder: Path) -> None:
             objects = [value for value in nested_values(state) if isinstance(value, ShardedObject)]
             asked = {(one.key, one.global_offset) for one in nested_values(state) if isinstance(one, ShardedTensor)}
             assert asked == self.stored, "Megatron-Bridge saves other tensors than the model says it has"
-            megatron_tensors.give_shapes(self.chunks)
-            values = Values(self.bridge, megatron_tensors.tasks(self.bridge, self.chunks), self.model)
-            work = shards.Work(folder, journal, self.shards, objects, values)
-            entries = _make(work, self.shards, self.model, known)
+            work = shards.Work(folder, journal, self.shards, objects, self.values() if weights else None)
+            entries = _make(work, self.shards, self.model, self.known)
             sums.update({name: one for entry in entries.values() for name, one in entry["sums"].items()})
             if atomic_folder.rank() == 0:
                 work.finish(entries)
@@ -72,7 +79,8 @@ def _provider(run: Run, bridge):
     provider = make_provider(whole, bridge)
     provider.make_vocab_size_divisible_by *= run.layout.tp
     provider.finalize()
-    provider.initialize_model_parallel(seed=run.train.seed)
+    if not parallel_state.model_parallel_is_initialized():
+        provider.initialize_model_parallel(seed=run.train.seed)
     return provider
 
 

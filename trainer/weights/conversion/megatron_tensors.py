@@ -9,8 +9,8 @@ rows are those of released tensors, one after another, is read by rows, so a par
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportOptionalMemberAccess=false
 
 import os
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from unittest import mock
 
 import torch
@@ -131,17 +131,32 @@ class Values:
 
     def of(self, piece: Piece) -> torch.Tensor:
         """The piece's values, in memory of their own, as they are to be stored."""
+        box, dtype = piece.item.tensor_data.chunk.sizes, piece.item.tensor_data.properties.dtype
+        return self._of(piece).to(dtype).reshape(box).contiguous()
+
+    def part(self, piece: Piece, offsets: Sequence[int], lengths: Sequence[int]) -> torch.Tensor:
+        """A box of the piece's values, as they would be stored. Of plain rows nothing but the box is read."""
+        before = len(lengths) - len(piece.shape)
+        rows = slice(offsets[before], offsets[before] + lengths[before]) if piece.shape else slice(0)
+        if piece.shape:
+            shape, start = (rows.stop - rows.start, *piece.shape[1:]), piece.start + rows.start * piece.stride[0]
+            piece = replace(piece, shape=shape, start=start)
+        found = self._of(piece)
+        for dim in range(1, len(piece.shape)):
+            found = found.narrow(dim, offsets[before + dim], lengths[before + dim])
+        return found.to(piece.item.tensor_data.properties.dtype).reshape(tuple(lengths))
+
+    def _of(self, piece: Piece) -> torch.Tensor:
         if piece.name != self.name:
             self.forget()
             self.name = piece.name
-        task, box = self.tasks[piece.name], piece.item.tensor_data.chunk.sizes
-        dtype = piece.item.tensor_data.properties.dtype
+        task = self.tasks[piece.name]
         rows = self._rows(task, piece) if self.whole is None else None
-        if rows is None:
-            if self.whole is None:
-                self.whole = self._whole(task)
-            rows = self.whole.as_strided(piece.shape, piece.stride, self.whole.storage_offset() + piece.start)
-        return rows.to(dtype).reshape(box).contiguous()
+        if rows is not None:
+            return rows
+        if self.whole is None:
+            self.whole = self._whole(task)
+        return self.whole.as_strided(piece.shape, piece.stride, self.whole.storage_offset() + piece.start)
 
     def forget(self) -> None:
         self.released.forget()

@@ -36,6 +36,7 @@ from contract.amounts import unlike
 from contract.faults import Fault
 from trainer.megatron.model import make_provider, open_bridge
 from trainer.weights import coverage, merge, released, released_tensors, torch_dist
+from trainer.weights.conversion import unwritten
 from trainer.weights.torch_dist import Stored
 
 BOUND = 1e-4  # both agree to 2e-6; with queries and keys changed over they differ by 0.1 and more
@@ -79,7 +80,7 @@ class Cut:
 
 def compare(run: Run, checkpoint: Path) -> dict[str, float]:
     """Differences by the layer's released name. Raises a Fault where one is above BOUND."""
-    cut, stored = cut_down(run), torch_dist.open_checkpoint(checkpoint)
+    cut, stored = cut_down(run), unwritten.open_base(run, checkpoint)
     with torch.no_grad(), _folder(cut) as folder:
         there = cut.run.model_copy(update={"paths": run.paths.model_copy(update={"model": str(folder)})})
         bridge = open_bridge(there)

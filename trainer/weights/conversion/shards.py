@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from contract import json_object
 from contract.faults import Fault
 from contract.files import sync, write_atomically
-from trainer.weights import released
+from trainer.weights import released, torch_dist
 from trainer.weights.conversion.megatron_tensors import Piece, Values
 from trainer.weights.released import Model
 
@@ -88,7 +88,7 @@ def digest(shards: list[Shard]) -> str:
 class Planner(MCoreSavePlanner):
     """Megatron-core's planner of a save, whose tensors are made when they are written."""
 
-    def __init__(self, objects: dict[str, io.BytesIO], pieces: Iterable[Piece], values: Values):
+    def __init__(self, objects: dict[str, io.BytesIO], pieces: Iterable[Piece], values: Values | None):
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
         self.objects, self.values = objects, values
         self.pieces = {piece.item.index: piece for piece in pieces}
@@ -96,6 +96,7 @@ class Planner(MCoreSavePlanner):
     def resolve_data(self, write_item: WriteItem):
         if write_item.type == WriteItemType.BYTE_IO:
             return self.objects[write_item.index.fqn]
+        assert self.values, "a base that is to hold no weights asks for one"
         return self.values.of(self.pieces[write_item.index])
 
 
@@ -112,10 +113,15 @@ class Writer(FileSystemWriter):
 
 
 class Work:
-    """The making of a checkpoint's files in a folder, with a journal beside them."""
+    """The making of a checkpoint's files in a folder, with a journal beside them.
 
-    def __init__(self, folder: Path, journal: Path, shards: list[Shard], objects: list[ShardedObject], values: Values):
-        self.folder, self.journal, self.shards = folder, journal, shards
+    Without `values` there are none of tensors: the metadata say that their pieces lie in the release.
+    """
+
+    def __init__(
+        self, folder: Path, journal: Path, shards: list[Shard], objects: list[ShardedObject], values: Values | None
+    ):
+        self.folder, self.journal, self.shards, self.values = folder, journal, shards, values
         kept = {one.unique_key: [one] for one in objects if is_main_replica(one.replica_id)}
         contents = mcore_to_pyt_state_dict(kept)
         plans = [SavePlan([piece.item for piece in shard.pieces]) for shard in shards]
@@ -135,7 +141,7 @@ class Work:
 
     def is_whole(self, number: int, entry: dict) -> bool:
         """Whether the shard's file is there as it was written."""
-        if not self.plans[number].items:
+        if not self._has_file(number):
             return True
         try:
             with (self.folder / self._name(number)).open("rb") as f:
@@ -155,7 +161,7 @@ class Work:
                 sums = {name: known[name] for name in shard.tensors} if known else _checksums(model, shard.tensors)
                 made[number] = self._write(number) | {"sums": sums}
                 write_atomically(self.journal / f"{number}.json", json.dumps(made[number]), durable=False)
-                if shard.pieces:
+                if self._has_file(number):
                     synced.append(pool.submit(sync, self.folder / self._name(number)))
                 _raise_of(synced)
         _raise_of(synced)
@@ -177,15 +183,21 @@ class Work:
 
     def _write(self, number: int) -> dict:
         plan = self.plans[number]
-        if not plan.items:
-            return {"places": []}
+        if not self._has_file(number):
+            return {"places": [[0, 0] for _ in plan.items]}
         results = {result.index: result.storage_data for result in self.writer.write_data(plan, self.planner).wait()}
-        self.planner.values.forget()
+        if self.values:
+            self.values.forget()
         places = [results[item.index] for item in plan.items]
         return {"sum": self.writer.fs.sum, "places": [[place.offset, place.length] for place in places]}
 
+    def _has_file(self, number: int) -> bool:
+        return bool(self.plans[number].items) and (self.values is not None or number == len(self.shards))
+
     def _name(self, number: int) -> str:
-        return f"{self.plans[number].storage_data.prefix}0.distcp"
+        return (
+            torch_dist.RELEASED if not self._has_file(number) else f"{self.plans[number].storage_data.prefix}0.distcp"
+        )
 
 
 class _Checksummed(FileSystem):

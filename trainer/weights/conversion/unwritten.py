@@ -1,0 +1,145 @@
+"""A base that holds no weights (convert.to: none), and how it is read as if it held them.
+
+Such a base has all that another has but the files of tensors: its metadata say that each piece lies in the release.
+A piece is made when it is asked for, by the code that would have written it (megatron_tensors.py), so that what is read
+is to the last bit what a converted base holds. Megatron's own loader asks for the pieces, at any layout; a rank reads
+what it holds, from mapped files. What the base says of the release is compared with it first.
+"""
+
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false
+
+import contextlib
+import json
+import os
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from unittest import mock
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.process_groups_config import ProcessGroupCollection
+from torch import distributed
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
+
+from conf.schema.run import Layout, Run
+from contract import checkpoints
+from contract.faults import Fault
+from trainer.megatron.model import open_bridge
+from trainer.patches import checkpoint_files
+from trainer.weights import released, torch_dist
+from trainer.weights.conversion.base import Conversion
+from trainer.weights.torch_dist import RELEASED, Stored
+
+ALONE = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+
+
+class Pieces:
+    """Pieces of a base, made of the released tensors. Several threads may ask for them."""
+
+    def __init__(self, run: Run, base: Path):
+        mark = checkpoints.read_mark(base) or {}  # none yet while it is made
+        model, source = released.read(Path(run.paths.model)), base / released.SOURCE
+        known = {name: row[2] for name, row in json.loads(source.read_text()).items()} if source.exists() else None
+        with _one_process():
+            conversion = Conversion(_as_made(run, mark), open_bridge(run), model, known)
+            self.values = conversion.values()
+            groups = ProcessGroupCollection.use_mpu_process_groups()
+            for task in self.values.tasks.values():  # which outlive those of the process
+                task.mapping.set_process_groups_from_pg_collection(groups)
+        self.by_index = {piece.item.index: piece for piece in conversion.pieces}
+        self.lock = threading.Lock()
+
+    def whole(self, index: MetadataIndex) -> torch.Tensor:
+        with self.lock:
+            return self.values.of(self.by_index[index])
+
+    def part(self, index: MetadataIndex, offsets: Sequence[int], lengths: Sequence[int]) -> torch.Tensor:
+        with self.lock:
+            return self.values.part(self.by_index[index], offsets, lengths)
+
+
+class Reader(FileSystemReader):
+    """Reader of such a base, for Megatron's loader. What it has to make pieces of goes with the first use."""
+
+    def __init__(self, folder: Path, pieces: Pieces):
+        super().__init__(folder)
+        self.pieces: Pieces | None = pieces
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> torch.futures.Future[None]:
+        of_release = [item for item in plan.items if self.storage_data[item.storage_index].relative_path == RELEASED]
+        assert self.pieces, "the base is read once"
+        name = {item.storage_index: self.pieces.by_index[item.storage_index].name for item in of_release}
+        for item in sorted(of_release, key=lambda item: name[item.storage_index]):
+            target = planner.resolve_tensor(item).detach()
+            target.copy_(self.pieces.part(item.storage_index, item.storage_offsets, item.lengths))
+            planner.commit_tensor(item, target)
+        self.pieces = None
+        rest = [item for item in plan.items if item.storage_index not in name]
+        return super().read_data(replace(plan, items=rest), planner)
+
+
+def open_base(run: Run, folder: Path) -> Stored:
+    """Open a checkpoint, which may be a base that holds no weights."""
+    stored = torch_dist.open_checkpoint(folder)
+    if not _is_unwritten(stored):
+        return stored
+    return replace(stored, make=Pieces(run, folder.parent).whole)
+
+
+def prepare(run: Run) -> bool:
+    """Have Megatron read the run's base from the release, where it holds no weights. Returns whether that is so."""
+    base = Path(run.paths.base)
+    folder, mark = checkpoints.step_folder(base, 0), checkpoints.read_mark(base) or {}
+    if "to" not in mark:
+        return False
+    _require_same(released.read(Path(run.paths.model)), mark, base)
+    checkpoint_files.read_by(Reader(folder, Pieces(run, base)), folder)
+    return True
+
+
+def _is_unwritten(stored: Stored) -> bool:
+    return any(place.relative_path == RELEASED for place in (stored.metadata.storage_data or {}).values())
+
+
+def _as_made(run: Run, mark: dict) -> Run:
+    """The run as that which made the base, as far as it decides what is in one."""
+    layout = Layout(tp=mark.get("tp", run.layout.tp))
+    train = run.train.model_copy(update={"precision": mark.get("precision", run.train.precision)})
+    model = run.model.model_copy(update={"mtp": mark.get("mtp", run.model.mtp)})
+    return run.model_copy(update={"layout": layout, "train": train, "model": model})
+
+
+def _require_same(model: released.Model, mark: dict, base: Path) -> None:
+    """Check that the release is what the base was made from. Ranks of a host share the reading, if that is needed."""
+    recorded = json.loads((base / released.SOURCE).read_text())
+    found = {name: [entry.dtype, list(entry.shape)] for name, entry in model.tensors.items()}
+    other = [name for name in recorded.keys() | found.keys() if recorded.get(name, [])[:2] != found.get(name)]
+    if not other and model.stamps() != mark["stamps"]:
+        names = sorted(found, key=lambda name: model.tensors[name].size)
+        rank, ranks = int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        sums, _ = released.checksums(model, names[rank::ranks])
+        other = [name for name, checksum in sums.items() if checksum != recorded[name][2]]
+    if other:
+        text = f"{len(other)} tensors are not those that {base} was made from"
+        mended = "download that release again, or make a base of this one: python -m trainer.convert"
+        raise Fault(f"{model.folder}: {text}: {released.enumerate_names(sorted(other))}; {mended}")
+
+
+@contextlib.contextmanager
+def _one_process() -> Iterator[None]:
+    """Have Megatron take this process for the only one, if it has met no others yet."""
+    if distributed.is_initialized():
+        yield
+        return
+    with mock.patch.dict(os.environ, ALONE):
+        store = distributed.HashStore()
+        distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+        try:
+            yield
+        finally:
+            parallel_state.destroy_model_parallel()
+            distributed.destroy_process_group()
