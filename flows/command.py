@@ -58,7 +58,8 @@ def _takes(planned: Plan, asked: Request) -> list[str]:
     needs = [need for need in planned.needs if need.stage in asked.stages and need.stage not in asked.unasked]
     evaluated = any(need.stage.startswith("evaluate") for need in needs)
     how = ["", *display.evaluation(planned)] if evaluated and planned.serving else []
-    return ["", *display.stage_table(planned, needs), *how, ""] if needs else []
+    ways = display.base(planned) if any(need.stage == "convert" for need in needs) else ()
+    return ["", *display.stage_table(planned, needs), *ways, *how, ""] if needs else []
 
 
 def _arguments(description: str) -> argparse.Namespace:

@@ -7,7 +7,7 @@ import pytest
 from trainer import layouts
 
 slow = pytest.mark.slow
-OFTEN = ("glm4-moe-mtp", "tp=2 sp=true ep=2")
+OFTEN = ("glm4-moe", "tp=2 sp=true ep=2")
 CASES = dict.fromkeys((case.model, case.cut) for case in layouts.TABLE)
 
 
