@@ -11,7 +11,10 @@ import shutil
 import sys
 import tempfile
 
+import pytest
 from xdist.scheduler import LoadScopeScheduling
+
+from tests.support import s3_server
 
 os.environ["PREFECT_HOME"] = tempfile.mkdtemp(prefix="prefect-")
 atexit.register(shutil.rmtree, os.environ["PREFECT_HOME"], ignore_errors=True)
@@ -27,6 +30,13 @@ LITTLE = ("tests/benchmarks/", "tests/conf/", "tests/contract/")  # folders whos
 def pytest_collection_modifyitems(items: list) -> None:
     """Put what takes little last: the workers end together, where one else sits out another's last long file."""
     items.sort(key=lambda item: item.nodeid.startswith(LITTLE))
+
+
+@pytest.fixture(scope="session")
+def s3_url():
+    """Address of one S3 server for all tests of this process; each makes a bucket of its own."""
+    with s3_server.running() as (url, _):
+        yield url
 
 
 class BySetup(LoadScopeScheduling):

@@ -23,11 +23,10 @@ BOTH = pytest.mark.parametrize("world", ["folder", "s3"], indirect=True)
 
 
 @pytest.fixture(scope="module")
-def s3():
-    with s3_server.running() as (endpoint, _):
-        environment = s3_server.ENVIRONMENT | {"AWS_ENDPOINT_URL": endpoint}
-        s3_server.make_bucket(environment)
-        yield environment
+def s3(s3_url):
+    environment = s3_server.ENVIRONMENT | {"AWS_ENDPOINT_URL": s3_url}
+    s3_server.make_bucket(environment)
+    return environment
 
 
 @pytest.fixture

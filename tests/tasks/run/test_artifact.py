@@ -23,15 +23,9 @@ ROOT = Path(__file__).parents[3]
 DOWNSTREAM = Stage("after", 1, {}, {"toy": STAGE.fingerprint})
 
 
-@pytest.fixture(scope="module")
-def server():
-    with s3_server.running() as (url, _):
-        yield url
-
-
 @pytest.fixture
-def s3(server, monkeypatch):
-    _, bucket = s3_server.bucket_of_test(server, monkeypatch)
+def s3(s3_url, monkeypatch):
+    _, bucket = s3_server.bucket_of_test(s3_url, monkeypatch)
     return open_store(f"s3://{bucket}/prefix")
 
 

@@ -24,12 +24,6 @@ ROOT = Path(__file__).parents[3]
 KEY = "toy/0123/lease.json"
 
 
-@pytest.fixture(scope="module")
-def server():
-    with s3_server.running() as (url, _):
-        yield url
-
-
 @pytest.fixture(params=["file", "s3"])
 def store(request, tmp_path, monkeypatch):
     if request.param == "file":
@@ -39,7 +33,7 @@ def store(request, tmp_path, monkeypatch):
     for key, value in s3_server.ENVIRONMENT.items():
         monkeypatch.setenv(key, value)
     monkeypatch.delenv("AWS_PROFILE", raising=False)
-    monkeypatch.setenv("AWS_ENDPOINT_URL", request.getfixturevalue("server"))
+    monkeypatch.setenv("AWS_ENDPOINT_URL", request.getfixturevalue("s3_url"))
     bucket = f"bucket-{random.randrange(10**12)}"
     boto3.client("s3").create_bucket(Bucket=bucket)
     return open_store(f"s3://{bucket}/prefix")
@@ -79,7 +73,7 @@ def start(tmp_path, monkeypatch):
             pass
 
 
-def until(condition, seconds: float = 5) -> None:
+def until(condition, seconds: float = 30) -> None:
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end
@@ -94,7 +88,7 @@ def forged(**changes) -> bytes:
 
 def test_several_that_want_the_same_do_the_work_once(store, start, tmp_path):
     processes = [start(store, "slow") for _ in range(4)]
-    ends = [process.communicate(timeout=9)[0].splitlines()[-1].split() for process in processes]
+    ends = [process.communicate(timeout=60)[0].splitlines()[-1].split() for process in processes]
     assert sorted(word for word, _ in ends) == ["cached", "cached", "cached", "made"]
     assert len({digest for _, digest in ends}) == 1
     assert makings(tmp_path) == ["toy"]
@@ -109,9 +103,9 @@ def test_a_killed_holder_of_this_host_is_replaced_at_once(store, start, tmp_path
     assert "waits for toy (process " in other.stdout.readline()
     began = time.monotonic()
     killed.kill()
-    rest = other.communicate(timeout=9)[0]
+    rest = other.communicate(timeout=60)[0]
     assert "which is gone" in rest and rest.splitlines()[-1].startswith("made")
-    assert time.monotonic() - began < 3
+    assert time.monotonic() - began < 30
 
 
 def test_a_silent_holder_of_another_host_is_replaced_after_a_while(store):
@@ -202,7 +196,7 @@ def test_a_holder_that_slept_beyond_its_time_records_nothing(store, start, tmp_p
 
     def wake(work=None):
         asleep.send_signal(signal.SIGCONT)
-        taken.append(asleep.communicate(timeout=9)[0])
+        taken.append(asleep.communicate(timeout=60)[0])
 
     made = get_or_make(store, tmp_path, then=wake if other == "is making it" else lambda work: None)
     if other == "has made it":

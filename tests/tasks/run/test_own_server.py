@@ -5,7 +5,6 @@ import signal
 import subprocess
 import sys
 
-import prefect.server.api.server as prefects
 import pytest
 from prefect.settings import PREFECT_API_URL, temporary_settings
 
@@ -17,7 +16,15 @@ MASK = [sys.executable, "-c", CODE, *own_server.LEVELS]
 
 
 @pytest.fixture
-def started(monkeypatch):
+def prefects():
+    """Prefect's module, whose import takes seconds of each worker that only collects tests."""
+    import prefect.server.api.server
+
+    return prefect.server.api.server
+
+
+@pytest.fixture
+def started(prefects, monkeypatch):
     """What a process that Prefect starts there finds blocked, per start."""
     found: list[str] = []
 
@@ -37,14 +44,14 @@ def test_ctrl_c_reaches_the_flow_and_not_its_server(started):
     assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, [])
 
 
-def test_a_standing_server_is_used_and_none_is_imported(started, monkeypatch):
+def test_a_standing_server_is_used_and_none_is_imported(prefects, started, monkeypatch):
     monkeypatch.delitem(sys.modules, prefects.__name__)
     with temporary_settings({PREFECT_API_URL: "http://127.0.0.1:1/api"}):
         own_server.start()
     assert started == [] and prefects.__name__ not in sys.modules
 
 
-def test_a_server_that_does_not_start_is_a_fault_that_says_how_to_wait_longer(monkeypatch):
+def test_a_server_that_does_not_start_is_a_fault_that_says_how_to_wait_longer(prefects, monkeypatch):
     class Toy:
         def start(self):
             raise RuntimeError("no port")

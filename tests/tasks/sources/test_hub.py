@@ -465,15 +465,9 @@ def test_a_model_without_a_tokenizer_is_refused_before_its_weights_are_fetched(n
 # S3
 
 
-@pytest.fixture(scope="module")
-def s3():
-    with s3_server.running() as (url, _):
-        yield url
-
-
 @pytest.fixture
-def bucket(s3, monkeypatch):
-    client, name = s3_server.bucket_of_test(s3, monkeypatch, "models")
+def bucket(s3_url, monkeypatch):
+    client, name = s3_server.bucket_of_test(s3_url, monkeypatch, "models")
     return SimpleNamespace(client=client, name=name, uri=f"s3://{name}/some/model")
 
 

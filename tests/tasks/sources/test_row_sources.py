@@ -272,15 +272,9 @@ def test_a_hub_that_is_away(dataset, identity, monkeypatch):
 # S3
 
 
-@pytest.fixture(scope="module")
-def s3():
-    with s3_server.running() as (url, _):
-        yield url
-
-
 @pytest.fixture
-def bucket(s3, monkeypatch):
-    client, name = s3_server.bucket_of_test(s3, monkeypatch, "rows")
+def bucket(s3_url, monkeypatch):
+    client, name = s3_server.bucket_of_test(s3_url, monkeypatch, "rows")
 
     def put(key: str, body: str | bytes = LINE) -> str:
         return client.put_object(Bucket=name, Key=key, Body=body)["ETag"].strip('"')

@@ -3,7 +3,6 @@
 import json
 import shutil
 
-import boto3
 import pytest
 
 from conf.load import load
@@ -51,18 +50,14 @@ def test_of_the_hub_comes_config_json_and_nothing_else(hub, folder):
     assert plan.settle(of("org/glm", f"model.revision={first}")).fits
 
 
-def test_of_a_folder_and_of_s3(folder, monkeypatch):
+def test_of_a_folder_and_of_s3(folder, s3_url, monkeypatch):
     assert plan.settle(of(folder)).fits
-    with s3_server.running() as (endpoint, _):
-        for name, value in (s3_server.ENVIRONMENT | {"AWS_ENDPOINT_URL": endpoint}).items():
-            monkeypatch.setenv(name, value)
-        client = boto3.client("s3", endpoint_url=endpoint)
-        client.create_bucket(Bucket="models")
-        client.upload_file(str(folder / "config.json"), "models", "glm/config.json")
-        client.close()
-        assert plan.settle(of("s3://models/glm")).fits
-        with pytest.raises(Fault, match=r"^s3://models/other: no config.json there"):
-            plan.settle(of("s3://models/other"))
+    client, bucket = s3_server.bucket_of_test(s3_url, monkeypatch, "models")
+    client.upload_file(str(folder / "config.json"), bucket, "glm/config.json")
+    client.close()
+    assert plan.settle(of(f"s3://{bucket}/glm")).fits
+    with pytest.raises(Fault, match=rf"^s3://{bucket}/other: no config.json there"):
+        plan.settle(of(f"s3://{bucket}/other"))
 
 
 @pytest.mark.parametrize(

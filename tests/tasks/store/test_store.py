@@ -29,16 +29,10 @@ ROOT = Path(__file__).parents[3]
 MARKERS = ("AKIAMARKER", "secret-marker", "token-marker", "url-marker")
 
 
-@pytest.fixture(scope="module")
-def server():
-    with s3_server.running() as (url, _):
-        yield url
-
-
 @pytest.fixture
-def s3(server, monkeypatch):
+def s3(s3_url, monkeypatch):
     """A bucket for this test alone."""
-    _, bucket = s3_server.bucket_of_test(server, monkeypatch)
+    _, bucket = s3_server.bucket_of_test(s3_url, monkeypatch)
     return f"s3://{bucket}/some/prefix"
 
 
@@ -335,9 +329,9 @@ class Proxy:
             end.close()
 
 
-def test_broken_connections_are_survived(s3, server, tmp_path, monkeypatch):
+def test_broken_connections_are_survived(s3, s3_url, tmp_path, monkeypatch):
     source = make(tmp_path / "source", {"large": 40_000_000} | {str(i): 1000 for i in range(10)})
-    with contextlib.closing(Proxy(server, 40_000_000)) as proxy:
+    with contextlib.closing(Proxy(s3_url, 40_000_000)) as proxy:
         monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.url)
         store = open_store(s3)
         files = store.put(source, "art")
