@@ -409,6 +409,8 @@ def _train(row: Row, folder: Path, options: argparse.Namespace) -> dict[str, Any
         os.environ.pop(name, None)  # Megatron sets them by the first model's precision and refuses others
     steps = options.steps if row.precision == "fp32" else 1
     run = _run(row, folder, steps)
+    if options.before:  # lean adapters have nothing to repair there
+        run = run.model_copy(update={"adapter": run.adapter.model_copy(update={"lean": False})})
     plain = options.device == "gpu" and row.precision == "fp32" and (row.packed or "cp=" in row.cut)
     exact = reference_file(folder, row.exact, options.steps) if row.precision == "bf16" and row.cut else None
     with _stand_in_attention() if plain else contextlib.nullcontext():

@@ -80,6 +80,8 @@ LEVERS = (
     Lever("no-priority", "collectives go first no more", "TORCH_NCCL_HIGH_PRIORITY=0"),
     Lever("no-margin", "norms use all multiprocessors",
           "NVTE_FWD_LAYERNORM_SM_MARGIN=0 NVTE_BWD_LAYERNORM_SM_MARGIN=0"),
+    Lever("bridge-lora", "Megatron-Bridge's adapters instead of lean ones", changes="adapter.lean=false",
+          only=("air", "llama", "qwen", "dense")),
     Lever("full", "every layer recomputed", changes=WHOLE),
 )  # fmt: skip
 

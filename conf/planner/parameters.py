@@ -8,9 +8,10 @@
     parts(facts, kind)              of one whole layer, dense or moe; linears(facts, kind) has its matrices but experts'
 
 As Megatron-Bridge 0.6 and megatron-core 0.19 build them, to the parameter; trainer/rehearse.py compares. The layout is
-taken to be legal (conf/rules/layout.py). Every rank of tp holds whole norms, routers and MLA's down projections, and an
-adapter, all of which is cut: rank * (in + out) / tp. Layers of multi-token prediction lie on the last stage, which then
-has an embedding of its own.
+taken to be legal (conf/rules/layout.py). Every rank of tp holds whole norms, routers and MLA's down projections. Of
+Bridge's adapters and of experts' it holds rank * (in + out) / tp; of a lean one a part of the matrix on the side where
+the layer is cut, and the other whole: rank * (in + out / tp) behind a norm. Layers of multi-token prediction lie on the
+last stage, which then has an embedding of its own.
 
 Not covered: routers' expert biases, which are buffers in Megatron; total() counts them, as the released files do.
 """
@@ -160,7 +161,8 @@ def _layer(run: Run, facts: ModelFacts, kind: str) -> Counter[str]:
         found["norms"] += facts.hidden  # core norms the input of linear_q_proj a second time; no release has that norm
     if run.adapter.kind == "none":
         return found
-    found["adapters_dense"] = sum(_adapter(run.adapter, linear, layout.tp) for linear in linears(facts, base))
+    lean = run.adapter.kind == "lora" and run.adapter.lean
+    found["adapters_dense"] = sum(_adapter(run.adapter, linear, layout.tp, lean) for linear in linears(facts, base))
     # without grouped products experts are modules of their own, and so are their adapters
     each = local if run.adapter.experts == "each" or not run.moe.grouped_gemm else min(local, 1)
     found["adapters_experts"] = each * sum(_adapter(run.adapter, linear, layout.etp) for linear in _expert(facts))
@@ -236,10 +238,11 @@ def _size(linear: Linear, tp: int = 1) -> int:
     return matrix + bias
 
 
-def _adapter(adapter: Adapter, linear: Linear, tp: int) -> int:
+def _adapter(adapter: Adapter, linear: Linear, tp: int, lean: bool = False) -> int:
     if linear.name not in adapter.names:
         return 0
-    size = adapter.rank * (linear.into + linear.out) // tp
+    inner, outer = (1 if lean and linear.cut != cut else tp for cut in ("row", "column"))
+    size = adapter.rank * linear.into // inner + adapter.rank * linear.out // outer
     # DoRA has one magnitude for each row of the weight that a rank holds
     rows = linear.out // tp if linear.cut == "column" else linear.out
     return size + (rows if adapter.kind == "dora" else 0)

@@ -176,15 +176,12 @@ def _cost(run: Run, gpu: Gpu, need: StageNeed) -> float | None:
 
 
 def _trained(run: Run, facts: ModelFacts) -> int:
-    """Trained parameters of the whole model.
-
-    Every rank of tp has norms and routers whole, so they count once a rank.
-    """
+    """Trained parameters of the whole model; each adapter once, however tp cuts it."""
     if run.adapter.kind == "none":
         return parameters.total(facts)
-    layout, found = run.layout, 0
-    experts_of = 1 if run.adapter.experts == "shared" else layout.ep
+    run = run.model_copy(update={"layout": run.layout.model_copy(update={"tp": 1, "sp": False, "etp": 1})})
+    found, experts_of = 0, 1 if run.adapter.experts == "shared" else run.layout.ep
     for stage in parameters.stages(run, facts):
         dense, expert = parameters.trainable(run, facts, stage)
-        found += dense * layout.tp + expert * layout.etp * experts_of
+        found += dense + expert * experts_of
     return found

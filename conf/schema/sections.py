@@ -178,6 +178,10 @@ class Adapter(Section):
         default=32, description="the adapter's output is scaled by alpha / rank"
     )
     dropout: Annotated[float, bears("train")] = Field(default=0.0, ge=0, lt=1, description="on the adapter's input")
+    lean: Annotated[bool, NOWHERE] = Field(
+        default=True,
+        description="LoRA sends what is of its rank, not activations; false = Megatron-Bridge's layers; same function",
+    )
     # strict=False lets a YAML list become a tuple; the names in it stay strict
     targets: Annotated[
         Annotated[Literal["all-linear"] | Annotated[AdapterTargets, Field(strict=False)], WrapValidator(_one_of_both)],

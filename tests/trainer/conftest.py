@@ -36,7 +36,7 @@ TARGETS = {
     ("deepseek-v3", "dora"): UP,
 }
 ALONE = "alone"  # the cut of one process
-NEED_DATA = ("train", "train_detached", "masks", "gradients_of_run", "train_without")
+NEED_DATA = ("train", "train_detached", "masks", "gradients_of_run", "train_without", "collectives")
 
 
 @pytest.fixture(scope="session", autouse=True)

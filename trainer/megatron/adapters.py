@@ -5,8 +5,8 @@ from depends on its layout and its device. Here the whole A of a layer is drawn 
 the layer's name (and expert), and every rank keeps its piece: the same on 1 process and on 32 GPUs. B starts at zero;
 only comparisons of layouts draw it too (SPREAD_OF_B), as zeros hide what B multiplies.
 
-What else Bridge's adapters get wrong is repaired in trainer/patches: expert_adapters.py, shared_experts.py, dora.py,
-sequence_parallel.py and recompute.py.
+What they cost more than they have to is left out by lean_adapters.py. What else Bridge's adapters get wrong is repaired
+in trainer/patches: expert_adapters.py, shared_experts.py, dora.py, sequence_parallel.py and recompute.py.
 """
 
 # pyright: reportAttributeAccessIssue=false, reportOptionalMemberAccess=false
@@ -22,6 +22,7 @@ from megatron.bridge.peft import lora as bridge_lora
 from megatron.bridge.peft.dora_layers import DoRALinear
 from megatron.core import parallel_state
 
+from trainer.megatron import lean_adapters
 from trainer.patches import dora, expert_adapters, recompute, sequence_parallel, shared_experts
 
 SPREAD_OF_B = 0.0  # as a part of A's; trainer/layouts.py and tests set another
@@ -30,16 +31,25 @@ SPREAD_OF_B = 0.0  # as a part of A's; trainer/layouts.py and tests set another
 @dataclass
 class LoRA(bridge_lora.LoRA):
     seed: int = 0
+    lean: bool = True
 
     def __call__(self, model, training: bool = True):
         expert_adapters.install()
-        shared_experts.install()
+        if self.lean:
+            lean_adapters.install()
+            shared_experts.sum_copies_once_a_step()
+        else:
+            shared_experts.install()
         model = super().__call__(model, training)
-        sequence_parallel.give_every_adapter_all_tokens(model)
+        if not self.lean:
+            sequence_parallel.give_every_adapter_all_tokens(model)
         shared_experts.count_once(model)
         draw_initial_values(model, self.seed)
         recompute.start_from_the_embedding(model)
         return model
+
+    def transform(self, module, name: str | None = None, prefix: str | None = None):
+        return lean_adapters.with_lean_adapter(super().transform(module, name, prefix))
 
 
 @dataclass

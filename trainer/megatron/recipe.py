@@ -150,7 +150,7 @@ def make_adapter(run: Run):
 
     if adapter.kind == "dora":
         return DoRA(**shared)
-    return LoRA(**shared, share_expert_adapters=adapter.experts == "shared")
+    return LoRA(**shared, share_expert_adapters=adapter.experts == "shared", lean=adapter.lean)
 
 
 def _has_random_states(run: Run, resume_step: int | None) -> bool:

@@ -18,11 +18,14 @@ https://github.com/NVIDIA-NeMo/Megatron-Bridge/blob/main/src/megatron/bridge/pef
 
 # pyright: reportAttributeAccessIssue=false, reportOptionalMemberAccess=false
 
+import importlib
+
 from megatron.bridge.peft import lora
 from megatron.bridge.peft.utils import ParallelLinearAdapter
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel import mappings
-from torch import nn
+from torch import distributed, nn
+from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
 from trainer.patches import versions
 
@@ -33,6 +36,38 @@ def install() -> None:
     """Let Bridge's LoRA make adapters of this module."""
     versions.check(__name__, WRITTEN_FOR)
     lora.ParallelLinearAdapter = Adapter
+
+
+def sum_copies_once_a_step() -> None:
+    """Have megatron-core sum gradients that are marked is_copied over expert-parallel ranks, once a step.
+
+    Bridge sums those of each adapter for all experts in every microbatch. Expert-data-parallel ranks are summed before:
+    of what the distributed optimizer leaves to each rank, expert-parallel ranks have the same part.
+    """
+    versions.check(__name__, WRITTEN_FOR)
+    finalize = importlib.import_module("megatron.core.distributed.finalize_model_grads")  # core has a function so named
+    finish = finalize._allreduce_non_tensor_model_parallel_grads
+    if getattr(finish, "sums_copies", False):
+        return
+
+    def finish_and_sum(model, config, *args, **kwargs):
+        finish(model, config, *args, **kwargs)
+        _sum_copies(model)
+
+    finish_and_sum.sums_copies = True
+    finalize._allreduce_non_tensor_model_parallel_grads = finish_and_sum
+
+
+def _sum_copies(model) -> None:
+    group = parallel_state.get_expert_model_parallel_group()
+    weights = [one for chunk in model for one in chunk.parameters() if getattr(one, "is_copied", False)]
+    if group.size() == 1 or not weights:
+        return
+    gradients = [one.main_grad for one in weights]
+    whole = _flatten_dense_tensors(gradients)
+    distributed.all_reduce(whole, group=group)
+    for gradient, summed in zip(gradients, _unflatten_dense_tensors(whole, gradients), strict=True):
+        gradient.copy_(summed)
 
 
 def count_once(model) -> None:

@@ -1,0 +1,177 @@
+"""LoRA that costs what its rank costs: the same function as Megatron-Bridge's layers, with less around it.
+
+Between GPUs goes nothing but what is of the adapter's rank. Both of a layer's collectives commute with B's product, so
+they can stand before it; i is a tensor-parallel rank, s the scale:
+
+    column (qkv, fc1)     h = gather(x_i A'), y_i += s h B_i'               A is whole on every rank, B is cut
+    row (proj, fc2)       h = reduce_scatter(x_i A_i'), y_i += s h B'       A is cut, B is whole on every rank
+    a layer that is whole     y_i += s (x_i A') B'                          both are whole
+
+Bridge gathers x itself in front of the first, and B's columns behind the second: of 67 MB where h has 0.3, for 4096
+tokens of Llama-70B at rank 32. It also makes the product, scales it and adds it to y in three passes over what is as
+large as y. Here B's product is added where y stands, in one.
+
+What is whole has a part of its gradient on each rank wherever sequences are cut (layout.sp): that of the rank's own
+tokens. megatron-core sums what is marked so, once a step. Without sp all ranks have all tokens, and the same gradient.
+
+Adapters of experts that are cut (etp > 1), those of each expert, and DoRA stay as they are.
+
+Checkpoints are the same: names, and shapes of whole tensors. Losses are those of Bridge's layers but for rounding; with
+dropout, of other draws. adapter.lean: false takes Bridge's.
+"""
+
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportOptionalMemberAccess=false
+
+from typing import Any
+
+import torch
+from megatron.bridge.peft import lora
+from megatron.bridge.peft.lora_layers import LoRALinear
+from megatron.core.tensor_parallel import get_cuda_rng_tracker, mappings, set_tensor_model_parallel_attributes
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
+from torch import nn
+
+from trainer.patches.shared_experts import Adapter
+
+
+def install() -> None:
+    """Let Bridge's LoRA make adapters of this module. Layers take them by with_lean_adapter()."""
+    lora.ParallelLinearAdapter = LeanAdapter
+
+
+def with_lean_adapter(module: nn.Module) -> nn.Module:
+    """The module itself, or the layer that adds where its output stands if it has an adapter that can."""
+    if type(module) is not LoRALinear or not getattr(module.adapter, "lean", False):
+        return module
+    module.to_wrap.return_layernorm_output_gathered = False  # the adapter takes the rank's own tokens
+    return LeanLinear(module.to_wrap, module.adapter)
+
+
+class LeanLinear(LoRALinear):
+    """Layer with an adapter that adds to the layer's output where it stands."""
+
+    def forward(self, x, *args, **kwargs):
+        output, bias, seen = self.base_linear_forward(x, *args, **kwargs)
+        return (self.adapter(seen, output) if self._adapter_enabled else output), bias
+
+
+class LeanAdapter(Adapter):
+    """Adapter of one layer. Where experts are cut it is Bridge's, as trainer/patches/shared_experts.py repairs it."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.lean = self.ways == 1
+        self.sequence_cut = self.config.sequence_parallel and not self.is_expert
+        if self.lean:
+            for name, cut in (("linear_in", self.input_is_parallel), ("linear_out", not self.input_is_parallel)):
+                is_whole = not (cut and self.base_linear_is_parallel)
+                setattr(self, name, Matrix(getattr(self, name), self.tp_group, is_whole, self.sequence_cut))
+        for parameter in self.parameters():
+            parameter.is_copied = self._uses_grouped_expert_sharding()
+
+    def _register_shared_expert_grad_sync_hooks(self) -> None:
+        """Leave the sum over expert-parallel ranks to the end of the step."""
+
+    def forward(self, x, output=None):
+        """Add the adapter's part to `output` where it stands; without one, return it as Bridge's forward does."""
+        if not self.lean:
+            return super().forward(x)
+        hidden = self._across(nn.functional.linear(self._dropped(x), self.linear_in()))
+        return _AddProduct.apply(output, hidden, self.linear_out(), self.alpha / self.dim)
+
+    def _dropped(self, x):
+        """Drop values; ranks that have other tokens, or other columns, draw other numbers than their neighbours."""
+        if isinstance(self.dropout, nn.Identity):
+            return x
+        if not (self.input_is_parallel or self.sequence_cut) or self.is_expert:
+            return self.dropout(x)
+        with get_cuda_rng_tracker().fork():
+            return self.dropout(x)
+
+    def _across(self, hidden):
+        """Hidden values that B's part on this rank multiplies, of those that A's part has made."""
+        if self.is_expert or not self.base_linear_is_parallel or self.tp_group.size() == 1:
+            return hidden
+        if self.input_is_parallel and self.sequence_cut:
+            return mappings.reduce_scatter_to_sequence_parallel_region(hidden, group=self.tp_group)
+        if self.input_is_parallel:
+            return mappings.reduce_from_tensor_model_parallel_region(hidden, group=self.tp_group)
+        if self.sequence_cut:
+            return mappings.gather_from_sequence_parallel_region(hidden, group=self.tp_group)
+        return mappings.copy_to_tensor_model_parallel_region(hidden, group=self.tp_group)
+
+
+class Matrix(nn.Module):
+    """One of an adapter's two, cut over tensor-parallel ranks or whole on each, and saved as Megatron's layers are.
+
+    It is called for its weight, as hooks that gather parameters are those of modules.
+    """
+
+    def __init__(self, layer: nn.Module, group, is_whole: bool, sequence_cut: bool):
+        super().__init__()
+        self.tp_group, self.weight = group, layer.weight
+        self.dim = None if is_whole else layer.weight.partition_dim
+        if is_whole and group is not None and group.size() > 1:
+            self.weight = _whole(layer.weight, group.size())
+            self.weight.sequence_parallel = sequence_cut  # megatron-core's word for a gradient to be summed over tp
+
+    def forward(self):
+        return self.weight
+
+    def sharded_state_dict(self, prefix="", sharded_offsets=(), metadata=None):
+        state = self.state_dict(prefix="", keep_vars=True)
+        cut = {} if self.dim is None else {"weight": self.dim}
+        groups = {"tp_group": self.tp_group, "dp_cp_group": metadata["dp_cp_group"]}
+        return make_sharded_tensors_for_checkpoint(state, prefix, cut, sharded_offsets, **groups)
+
+    def get_extra_state(self) -> None:
+        """Keep the empty entry that checkpoints have of Megatron's layers."""
+
+    def set_extra_state(self, state: Any) -> None:
+        """Take that entry."""
+
+
+def _whole(cut: nn.Parameter, ways: int) -> nn.Parameter:
+    """Make a matrix of which `cut` is one of `ways` parts, with values that are the same on every rank.
+
+    A training draws others (trainer/megatron/adapters.py); a trial keeps these.
+    """
+    shape = list(cut.shape)
+    shape[cut.partition_dim] *= ways
+    whole = nn.Parameter(torch.zeros(shape, dtype=cut.dtype, device=cut.device))
+    if not cut.is_meta and cut.any():
+        nn.init.xavier_normal_(whole, generator=torch.Generator(cut.device).manual_seed(0))
+    set_tensor_model_parallel_attributes(whole, False, cut.partition_dim, cut.partition_stride)
+    whole.allreduce = cut.allreduce
+    return whole
+
+
+class _AddProduct(torch.autograd.Function):
+    """Sum of `output` and `scale` times hidden B', made where `output` stands.
+
+    Whatever made the output has not kept it: neither Transformer Engine's layers nor megatron-core's mappings do. It is
+    not marked as changed, as autograd refuses that for a view that another function has returned.
+    """
+
+    @staticmethod
+    def forward(ctx, output, hidden, weight, scale):
+        ctx.save_for_backward(hidden, weight)
+        ctx.scale = scale
+        output = output.contiguous()
+        output.view(-1, output.shape[-1]).addmm_(_flat(hidden), weight.t(), alpha=scale)
+        return output
+
+    @staticmethod
+    def backward(ctx, gradient):
+        hidden, weight = ctx.saved_tensors
+        flat = _flat(gradient)
+        of_hidden = _product(flat, weight, ctx.scale).view(hidden.shape)
+        return gradient, of_hidden, _product(flat.t(), _flat(hidden), ctx.scale), None
+
+
+def _flat(x):
+    return x.reshape(-1, x.shape[-1])
+
+
+def _product(one, other, scale: float):
+    return torch.addmm(one.new_empty(()), one, other, beta=0, alpha=scale)
