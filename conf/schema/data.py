@@ -18,7 +18,8 @@ class Rows(Section):
     source: Annotated[Place | None, bears(derived="prepare")] = Field(
         default=None,
         description="Hugging Face data set id, file, folder of files, s3:// URI, tiny://tickets or "
-        "tiny://mistaken-tickets; files are JSON lines, JSON, CSV, TSV, Parquet or Arrow, compressed or not",
+        "tiny://mistaken-tickets; files are JSON lines, JSON, CSV, TSV, Parquet or Arrow, compressed or not, or tokens "
+        "for pretraining in Megatron's .bin and .idx, which their prefix names too",
     )
     revision: Annotated[Text, bears(derived="prepare")] = Field(
         default="main", description="branch, tag or commit of the data set on the Hub"

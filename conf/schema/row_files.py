@@ -11,7 +11,7 @@ from pathlib import PurePath, PurePosixPath
 TEXT = ".txt"
 FORMATS = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", TEXT, ".parquet", ".arrow", ".feather")
 COMPRESSED = (".gz", ".bz2", ".xz", ".zst", ".lz4")
-ENDINGS = f"{', '.join(FORMATS)}, or one of these and {', '.join(COMPRESSED)}"
+ENDINGS = f"{', '.join(FORMATS)}, or one of these and {', '.join(COMPRESSED)}; tokens in .bin and .idx"
 DESCRIPTIONS = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json")
 
 
@@ -26,6 +26,11 @@ def format_of(name: str | PurePath) -> str:
     path = PurePath(name)
     ending = (path.with_suffix("") if compression(path) else path).suffix.lower()
     return ending if ending in FORMATS else ""
+
+
+def only_texts(names: Iterable[str | PurePath]) -> bool:
+    """Whether these files, if any, are .txt, as those are that megatron-core leaves beside tokens in its cache."""
+    return all(format_of(name) == TEXT for name in names)
 
 
 def among(names: Iterable[str]) -> list[str]:

@@ -10,12 +10,12 @@ trainer/prepare.py reads the files; their rows are not looked at here.
 import glob
 import hashlib
 from collections.abc import Callable
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from conf.schema import row_files
 from conf.schema.data import Part
-from contract import regular_files
+from contract import indexed_files, regular_files
 from contract.faults import Fault
 from tasks.sources import hub
 from tasks.sources.file_digests import digests
@@ -34,7 +34,7 @@ def kind(source: str, key: str) -> str:
             raise Fault(f"{key}: {source}: no source of data; it is a file, a folder, org/name on the Hub or s3://...")
         return scheme
     path = Path(source).expanduser()
-    if path.exists() or glob.has_magic(source):
+    if path.exists() or glob.has_magic(source) or _indexed(path, key):
         return "local"
     if path.is_symlink():
         raise Fault(f"{key}: {source}: a link to {path.readlink()}, which is not there")
@@ -84,7 +84,15 @@ def local(
 
 
 def _ending(name: str) -> str:
-    return row_files.format_of(name) + row_files.compression(name)
+    path = Path(name)
+    return path.suffix if indexed_files.are([path]) else row_files.format_of(path) + row_files.compression(path)
+
+
+def _indexed(path: Path, key: str) -> list[Path]:
+    try:
+        return indexed_files.of(path)
+    except Fault as fault:
+        raise Fault(f"{key}: {fault}") from None
 
 
 def _content(source: str, key: str, memory: Path) -> str:
@@ -100,16 +108,20 @@ def _content(source: str, key: str, memory: Path) -> str:
 def files(source: str, key: str) -> list[Path]:
     """Files in the order in which preparation reads them."""
     path = Path(source).expanduser()
-    if path.is_dir():
+    if indexed_files.is_prefix(path):
+        found = _indexed(path, key)
+    elif path.is_dir():
         names = row_files.among(file.relative_to(path).as_posix() for file in path.rglob("*") if file.is_file())
         found = [path / name for name in names]
+        found = (row_files.only_texts(found) and _indexed(path, key)) or found
     elif path.exists():
         if not path.is_file():
             raise Fault(f"{key}: {source}: neither a file nor a folder")
-        found = [path] if row_files.format_of(path) else []
-    else:
+        found = [path] if row_files.format_of(path) else _indexed(path, key)
+    elif not (found := _indexed(path, key)):
         matches = [Path(name) for name in glob.glob(str(path), recursive=True)]
         found = [match for match in matches if row_files.format_of(match) and match.is_file()]
+        found = found or indexed_files.both(matches)
     if not found:
         what = "no file of rows in this folder" if path.is_dir() else "no file of rows"
         what = what if path.exists() else "no file of rows has such a name"
@@ -121,11 +133,14 @@ def row_objects(source: str, key: str) -> tuple[str, dict[str, tuple[int, str]]]
     """The URI above all objects of rows, and the size and ETag of each by its name below that URI."""
     try:
         uri, objects = s3_source.look(source)
+        if row_files.only_texts(row_files.among(objects)) and not source.endswith("/"):
+            uri, objects = _indexed_objects(source) or (uri, objects)
     except Fault as fault:
         raise Fault(f"{key}: {fault}") from None
     if not objects:
         raise Fault(f"{key}: {source}: nothing lies there; check the bucket and the prefix, which is no pattern")
     found = row_files.among(objects)
+    found = (row_files.only_texts(found) and _pairs(objects, key)) or found
     if not found:
         raise Fault(
             f"{key}: {source}: none of the {len(objects)} objects there is a file of rows, such as {min(objects)}; "
@@ -134,6 +149,24 @@ def row_objects(source: str, key: str) -> tuple[str, dict[str, tuple[int, str]]]
     if bad := next((name for name in found if file_choice.unsafe_name(name)), None):
         raise Fault(f"{key}: {source}: {bad!r} is no name of a file inside a folder; rename it")
     return uri, {name: objects[name] for name in found}
+
+
+def _indexed_objects(source: str) -> tuple[str, dict[str, tuple[int, str]]] | None:
+    """Both objects of a .bin/.idx that is named by its prefix or by one of them, as row_objects() has them."""
+    prefix, found, above = source.removesuffix(indexed_files.BIN).removesuffix(indexed_files.IDX), {}, ""
+    for ending in (indexed_files.BIN, indexed_files.IDX):
+        uri, one = s3_source.look(f"{prefix}{ending}")
+        above, found = (uri if one else above), found | one
+    return (above, found) if found else None
+
+
+def _pairs(objects: dict[str, tuple[int, str]], key: str) -> list[str]:
+    names = {PurePosixPath(name) for name in objects}
+    indexes = [name for name in names if name.suffix == indexed_files.IDX]
+    try:
+        return [str(name) for name in indexed_files.both(indexes, names.__contains__)]
+    except Fault as fault:
+        raise Fault(f"{key}: {fault}") from None
 
 
 def _commit(source: str, revision: str, key: str) -> str:

@@ -13,7 +13,7 @@ from conf.schema.run import Run
 from contract import output_marks
 from contract.faults import Fault
 from contract.output_marks import DATA, PREPARING, check_one
-from trainer.data import identity
+from trainer.data import blend, identity
 from trainer.data.read import choose, shapes, sources
 from trainer.data.tokens import templates, tokenizer
 from trainer.data.write import outputs, packing, work
@@ -36,6 +36,7 @@ def prepare(run: Run, parts: Sequence[Part], splits: Sequence[int | None], out: 
     if not parts:
         raise Fault("data.source: required: a file, a folder, a Hub data set, or tiny://tickets")
     wanted = identity.of(run, parts, splits)
+    tokens_already = blend.is_of(parts)
     if identity.is_made(out, wanted):
         say(f"prepare: {out} is prepared already")
         return
@@ -48,21 +49,28 @@ def prepare(run: Run, parts: Sequence[Part], splits: Sequence[int | None], out: 
     check_one(folder, PREPARING)
     output_marks.recover(out, DATA)
     made = identity.begin(folder, wanted)
+    report = blend.prepare(run, parts, tokens, made) if tokens_already else _of_rows(run, parts, splits, tokens, made)
+    identity.unchanged(wanted, parts)
+    identity.write(made / "report.json", report)
+    identity.write(made / "template.json", report["template"])
+    identity.finish(made, wanted, _facts(report, tokens), out)
+    _tell(report, time.monotonic() - start)
+
+
+def _of_rows(run: Run, parts: Sequence[Part], splits: Sequence[int | None], tokens: Any, made: Path) -> dict[str, Any]:
+    """Write the files of rows, and return the report."""
+    folder = made.parent
     found = [_shape(part) for part in parts]
     template = templates.choose(run.data, tokens, _kind(found))
     plan = Plan(run.data, tuple(found), tuple(splits), template, packing.multiple(run), folder)
     done = work.run(plan, parts, Progress(folder / "progress.jsonl", sum(map(sources.total, parts))))
-    identity.unchanged(wanted, parts)
     say("prepare: write")
     report = outputs.write(plan, Spool(done.paths), done, made)
     report["sources"] = [
         {"source": part.source, "shape": shape.kind, "reason": shape.reason, "rows": rows}
         for part, shape, rows in zip(parts, found, done.rows, strict=True)
     ]
-    identity.write(made / "report.json", report)
-    identity.write(made / "template.json", report["template"])
-    identity.finish(made, wanted, _facts(report, template.kind, tokens), out)
-    _tell(report, time.monotonic() - start)
+    return report
 
 
 def _shape(part: Part) -> shapes.Shape:
@@ -79,8 +87,9 @@ def _kind(found: Sequence[shapes.Shape]) -> str:
     return next(kind for kind in ("text", "messages", "pairs") if kind in kinds)
 
 
-def _facts(report: dict[str, Any], kind: str, tokens: Any) -> dict[str, Any]:
+def _facts(report: dict[str, Any], tokens: Any) -> dict[str, Any]:
     """Facts that training has to know."""
+    kind = report["template"]["kind"]
     rows = {name: report["rows"][name] for name in choose.SPLITS}
     packed = {name: entry["sequences"] for name, entry in report.get("packing", {}).items()}
     vocabulary = {"vocab_size": len(tokens), "pad_id": tokens.eos_token_id}

@@ -2,7 +2,8 @@
 
 Packed sequences are read by Bridge's own dataset. It has none for sequences of one row that are tokens already: Rows
 gives the batches that its GPTSFTDataset would make of the same rows, padded to data.seq_length. Texts, for pretraining,
-are read by megatron-core's GPTDataset, whose indexes go to paths.output/cache. Nothing is written beside the data.
+are read by megatron-core's GPTDataset, whose indexes go to paths.output/cache. Nothing is written beside the data. Data
+sets that were .bin/.idx already hold every split, and are blended by core (trainer/data/blend.py).
 
 The order is Bridge's: every epoch is a permutation drawn with data.seed.
 """
@@ -22,7 +23,8 @@ from megatron.bridge.training.config import GPTDatasetConfig
 from torch.utils.data import Dataset
 
 from conf.schema.run import Run
-from trainer.data import prepared
+from contract import json_object
+from trainer.data import blend, prepared
 from trainer.data.write import packing
 
 
@@ -32,7 +34,7 @@ def make_dataset(run: Run):
     found = prepared.load(place)
     shared = {"seq_length": run.data.seq_length, "num_workers": run.data.workers}
     if found.kind == "text":
-        return _texts(run, place, shared)
+        return _blend(run, place, shared) if blend.FILE in found.files else _texts(run, place, shared)
     shared |= {"seed": run.data.seed, "dataloader_type": "batch", "do_validation": bool(run.train.validate_every)}
     if run.data.packed:
         return _packs(run, place, shared)
@@ -63,17 +65,40 @@ def _packs(run: Run, place: Path, shared: dict[str, Any]) -> GPTSFTDatasetConfig
 
 def _texts(run: Run, place: Path, shared: dict[str, Any]) -> GPTDatasetConfig:
     validation = ([str(place / "validation")], None) if run.train.validate_every else None
-    return GPTDatasetConfig(
-        random_seed=run.data.seed,
-        blend_per_split=[([str(place / "training")], None), validation, None],
-        path_to_cache=str(Path(run.paths.output) / "cache"),
-        reset_position_ids=False,
-        reset_attention_mask=False,
-        eod_mask_loss=False,
-        create_attention_mask=False,
-        dataloader_type="single",
-        **shared,
-    )
+    blends = [([str(place / "training")], None), validation, None]
+    return GPTDatasetConfig(blend_per_split=blends, **_of_documents(run), **shared)
+
+
+def _blend(run: Run, place: Path, shared: dict[str, Any]) -> "Blend":
+    found = json_object.read(place / blend.FILE)
+    prefixes = [str(place / one["prefix"]) for one in found["data_sets"]]
+    weights = [one["weight"] for one in found["data_sets"]] if len(prefixes) > 1 else None
+    made = Blend(blend=(prefixes, weights), split=found["split"], **_of_documents(run), **shared)
+    made.read = 2 if run.train.validate_every else 1
+    return made
+
+
+def _of_documents(run: Run) -> dict[str, Any]:
+    return {
+        "random_seed": run.data.seed,
+        "path_to_cache": str(Path(run.paths.output) / "cache"),
+        "reset_position_ids": False,
+        "reset_attention_mask": False,
+        "eod_mask_loss": False,
+        "create_attention_mask": False,
+        "dataloader_type": "single",
+    }
+
+
+class Blend(GPTDatasetConfig):
+    """Data sets each of which holds every split as a range of its documents. Those behind the first `read` are left."""
+
+    read = 2
+
+    def finalize(self) -> None:
+        super().finalize()
+        splits: Any = self.split_matrix  # core's own annotation leaves out that one may be None
+        self.split_matrix = [*splits[: self.read], *[None] * (3 - self.read)]  # pyright: ignore[reportAttributeAccessIssue]
 
 
 @dataclass(kw_only=True)

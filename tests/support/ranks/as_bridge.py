@@ -6,6 +6,7 @@ main(run) calls the function that request.json in run.paths.output names, there,
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -72,6 +73,52 @@ def indexed(prefix: str, documents: list[list[int]], vocab_size: int) -> None:
     for document in documents:
         builder.add_document(document, [len(document)])
     builder.finalize(f"{prefix}.idx")
+
+
+def blends(documents: dict[str, list[list[int]]], cases: list[dict]) -> list[list]:
+    """Samples of training and validation: as core blends files of its builder, and as a run reads what it prepared."""
+    from conf.load import load
+    from trainer.data import preparation
+
+    for prefix, some in documents.items():
+        indexed(prefix, some, vocab_size=512)
+    found = []
+    for case in cases:
+        run = load("tiny", case["overrides"])
+        preparation.prepare(run, run.data.parts, [None] * len(run.data.parts), Path(run.paths.data))
+        found.append(_blended(run, case["blend"], case["split"], case["sizes"]))
+    return found
+
+
+def _blended(run: Run, blend: list, split: str, sizes: list[int]) -> list[list]:
+    from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+    from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
+
+    from trainer.megatron.sequences import make_dataset
+
+    class Tokenizer:
+        eod, vocab_size, unique_identifiers = 0, 512, {}
+
+    own: Any = make_dataset(run)
+    own.tokenizer = Tokenizer()
+    own.finalize()
+    core = GPTDatasetConfig(
+        random_seed=run.data.seed,
+        sequence_length=run.data.seq_length,
+        blend=tuple(blend),
+        split=split,
+        tokenizer=Tokenizer(),
+        reset_position_ids=False,
+        reset_attention_mask=False,
+        eod_mask_loss=False,
+    )
+    found = []
+    for config in (core, own):
+        built = BlendedMegatronDatasetBuilder(GPTDataset, sizes, lambda: True, config).build()
+        assert config is core or built[2] is None
+        pairs: Any = zip(built[:2], sizes[:2], strict=True)
+        found.append([[data[i]["tokens"].tolist() for i in range(count)] for data, count in pairs])
+    return found
 
 
 def gpt_samples(prefix: str, length: int, count: int) -> list[list[int]]:

@@ -81,6 +81,22 @@ def test_a_folder_is_its_files_of_rows(identity, tmp_path):
     assert identity(texts) == {"content": identity(texts / "a.txt")["content"]}
 
 
+@pytest.mark.parametrize("named", ["a", "a.bin", "a.idx", "", "a.*"])
+def test_tokens_in_bin_and_idx_are_known_by_both_files(identity, tmp_path, named):
+    pair = [written(tmp_path / f"corpus/a{ending}", ending) for ending in (".bin", ".idx")]
+    for other in ("README.md", "pytorch_model.bin", "a/cache/GPTDataset_indices/1-train-description.txt"):
+        written(tmp_path / "corpus" / other)
+    source = f"{tmp_path}/corpus/{named}"
+    found = identity(source)
+    assert row_sources.files(source, KEY) == pair
+    moved = [file.rename(tmp_path / f"b{file.suffix}") for file in pair]
+    assert identity(tmp_path / "b") == found
+    written(moved[0], "another")
+    assert identity(tmp_path / "b") != found
+    moved[1].unlink()
+    assert "b.bin: of no use without b.idx" in refused(tmp_path / "b.bin", identity)
+
+
 def test_the_order_of_files_counts(identity, tmp_path):
     for folder, first, second in (("one", LINE, "{}\n"), ("two", "{}\n", LINE)):
         written(tmp_path / folder / "a.jsonl", first)
@@ -319,6 +335,19 @@ def test_one_object_is_fetched_alone(bucket, identity, tmp_path):
     part = Part(source=f"{bucket.uri}/a.jsonl")
     row_sources.local(part, identity(part.source), KEY, tmp_path / "work")
     assert [path.name for path in (tmp_path / "work").iterdir()] == ["a.jsonl"]
+
+
+@pytest.mark.parametrize("named", ["a", "a.idx", "a.bin", ""])
+def test_tokens_in_bin_and_idx_are_fetched_together(bucket, identity, tmp_path, named):
+    for name in ("a.bin", "a.idx", "notes.md", "a/cache/GPTDataset_indices/1-train-description.txt"):
+        bucket.put(f"corpus/{name}", name)
+    part = Part(source=f"{bucket.uri}/corpus/{named}")
+    found = identity(part.source)
+    assert [name for name, _, _ in found["objects"]] == ["a.bin", "a.idx"]
+    local = row_sources.local(part, found, KEY, tmp_path / "work")
+    assert [file.name for file in row_sources.files(str(local.source), KEY)] == ["a.bin", "a.idx"]
+    bucket.client.delete_object(Bucket=bucket.name, Key="corpus/a.bin")
+    assert "a.idx: of no use without a.bin" in refused(f"{bucket.uri}/corpus/a.idx", identity)
 
 
 def test_a_fetch_goes_on_where_it_was(bucket, identity, tmp_path, monkeypatch):

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from conf.schema import row_files
 from conf.schema.data import Part
+from contract import indexed_files
 from contract.faults import Fault
 from trainer.data.read import formats
 from trainer.data.read.lines import Piece
@@ -78,31 +79,52 @@ def is_local(source: str) -> bool:
     if "://" in source:
         return False
     named_as_one = source.startswith(("/", "./", "../", "~")) or glob.has_magic(source)
-    return named_as_one or bool(row_files.format_of(source)) or Path(source).exists()
+    return named_as_one or bool(row_files.format_of(source)) or Path(source).exists() or bool(_indexed(Path(source)))
+
+
+def are_indexed(part: Part) -> bool:
+    """Whether a source is Megatron's .bin/.idx: tokens, not rows."""
+    source = part.source or ""
+    return is_local(source) and indexed_files.are(files(source))
 
 
 def files(source: str) -> list[Path]:
     path = Path(source).expanduser()
+    if indexed_files.is_prefix(path):
+        return _indexed(path)
     if path.is_dir():
         inside = (file.relative_to(path).as_posix() for file in path.rglob("*") if file.is_file())
         found = [path / name for name in row_files.among(inside)]
+        found = (row_files.only_texts(found) and _indexed(path)) or found
         if not found:
             raise Fault(f"data.source: {source}: no file in this folder ends in one of {row_files.ENDINGS}")
         return found
     if path.exists():
         if not path.is_file():
             raise Fault(f"data.source: {source}: neither a file nor a folder")
+        if found := _indexed(path):
+            return found
         if not row_files.format_of(path):
             raise Fault(f"data.source: {source}: ends in none of {row_files.ENDINGS}")
         return [path]
+    if found := _indexed(path):
+        return found
     if not glob.has_magic(source):
         raise Fault(f"data.source: {source}: no such file or folder")
     matches = [Path(name) for name in sorted(glob.glob(str(path), recursive=True))]
     found = [match for match in matches if row_files.format_of(match) and match.is_file()]
+    found = found or indexed_files.both(matches)
     if not found:
         said = f"matches no file that ends in one of {row_files.ENDINGS}" if matches else "matches no file"
         raise Fault(f"data.source: {source}: {said}")
     return found
+
+
+def _indexed(path: Path) -> list[Path]:
+    try:
+        return indexed_files.of(path)
+    except Fault as fault:
+        raise Fault(f"data.source: {fault}") from None
 
 
 def _source(part: Part) -> str:

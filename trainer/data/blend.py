@@ -1,0 +1,164 @@
+"""Preparation of data that are tokens already: megatron-core's indexed data sets, checked, counted, and not rewritten.
+
+Every split is a range of each data set's documents, as Megatron's `--split` has it. Several data sets are one of its
+blends, whose samples come in the proportion of weights. A source of several files shares its weight among them by
+their tokens.
+"""
+
+import itertools
+import json
+import os
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from conf.model_files import config_json
+from conf.schema.data import Data, Part
+from conf.schema.run import Run
+from contract import indexed_files
+from contract.faults import Fault
+from trainer.data.read import indexed, sources
+from trainer.data.read.choose import SPLITS
+from trainer.data.read.indexed import Indexed
+from trainer.data.tokens import templates
+from trainer.data.write import report
+from trainer.data.write.progress import Progress
+from trainer.startup.console import say
+
+FILE = "blend.json"  # the data sets beside it, the weight of each, and the shares of the splits, as core takes them
+SHOWN = 200  # tokens of the example
+OF_ROWS = {"rows": None, "duplicates": "keep", "near_copies": "keep", "leaks": "keep", "stop": None}
+
+
+def is_of(parts: Sequence[Part]) -> bool:
+    """Whether the sources are indexed data sets. Raises a Fault where some are and others are not."""
+    found = [sources.are_indexed(part) for part in parts]
+    if any(found) and not all(found):
+        raise Fault("data.mixture: .bin/.idx are tokens already and cannot be mixed with rows; prepare those first")
+    return all(found)
+
+
+def prepare(run: Run, parts: Sequence[Part], tokenizer: Any, made: Path) -> dict[str, Any]:
+    """Check the data sets, and put them with their blend into the folder. Returns the report."""
+    _check_keys(run.data, parts)
+    found = [[indexed.open_pair(prefix) for prefix in _prefixes(part)] for part in parts]
+    vocabulary = _vocabulary(run, tokenizer)
+    progress = Progress(made.parent / "progress.jsonl", sum(data.bytes for data in itertools.chain(*found)))
+    for number, data in enumerate(itertools.chain(*found)):
+        say(f"prepare: {data.prefix}: {len(data.lengths):,} documents, {len(data.tokens):,} tokens")
+        indexed.check_ids(data, vocabulary, lambda size, number=number: progress.update(number, size, 0, True))
+    split = shares(run.data)
+    blend = []
+    for number, (data, weight) in enumerate(_weighed(parts, found)):
+        _check_splits(data, split)
+        name = f"{number}-{data.prefix.name}"
+        for ending in (indexed_files.BIN, indexed_files.IDX):
+            _place(data.prefix.with_name(data.prefix.name + ending), made / f"{name}{ending}")
+        blend.append({"prefix": name, "weight": weight})
+    (made / FILE).write_text(json.dumps({"data_sets": blend, "split": split}, indent=1) + "\n")
+    return _report(run, parts, found, tokenizer)
+
+
+def shares(data: Data) -> str:
+    """Shares of training, validation and test, as core's `split` takes them: plain decimals."""
+    return ",".join(f"{share:.10f}" for share in (1 - data.validation - data.test, data.validation, data.test))
+
+
+def ranges(split: str, count: int) -> list[range]:
+    """Documents of each split, rounded as core rounds them."""
+    values = np.array([float(share) for share in split.split(",")])
+    ends = [0.0, *itertools.accumulate((values / values.sum()).tolist())]
+    return [range(round(start * count), round(end * count)) for start, end in itertools.pairwise(ends)]
+
+
+def _check_keys(data: Data, parts: Sequence[Part]) -> None:
+    for key, absent in OF_ROWS.items():
+        if getattr(data, key) != absent:
+            raise Fault(f"data.{key}: is for rows; {parts[0].source} holds tokens, of which all are taken as they are")
+    for part in parts:
+        if part.shape not in ("auto", "text"):
+            raise Fault(f"data.shape: {part.shape}: {part.source} holds tokens of texts; leave it out")
+
+
+def _prefixes(part: Part) -> list[Path]:
+    assert part.source
+    return [file.with_suffix("") for file in sources.files(part.source) if file.suffix == indexed_files.BIN]
+
+
+def _vocabulary(run: Run, tokenizer: Any) -> int:
+    """Number of ids that the model has, which may be more than the tokenizer's."""
+    try:
+        found = config_json.read(Path(run.paths.model) / config_json.NAME).get("vocab_size")
+    except Fault:  # the tokenizer alone lies there
+        found = None
+    return found if isinstance(found, int) else len(tokenizer)
+
+
+def _weighed(parts: Sequence[Part], found: Sequence[Sequence[Indexed]]) -> list[tuple[Indexed, float]]:
+    weighed = []
+    for part, some in zip(parts, found, strict=True):
+        total = sum(len(data.tokens) for data in some)
+        weighed += [(data, part.weight * len(data.tokens) / total) for data in some]
+    return weighed
+
+
+def _check_splits(data: Indexed, split: str) -> None:
+    shares = zip(SPLITS, ranges(split, len(data.lengths)), split.split(","), strict=True)
+    for name, documents, share in shares:
+        if float(share) and not int(data.lengths[documents.start : documents.stop].sum(dtype=np.int64)):
+            mend = "a larger share would do" if name != "training" else "smaller other shares would do"
+            raise Fault(
+                f"data.{name}: no tokens of {data.prefix} fall to it, which has {len(data.lengths)} documents; "
+                f"{mend}{', or 0' if name != 'training' else ''}"
+            )
+
+
+def _place(source: Path, target: Path) -> None:
+    """Give the file a name in the folder: a link where both are on one disk, else a copy."""
+    real = os.path.realpath(source)
+    try:
+        os.link(real, target)
+    except OSError:
+        shutil.copyfile(real, target)
+
+
+def _report(run: Run, parts: Sequence[Part], found: Sequence[Sequence[Indexed]], tokenizer: Any) -> dict[str, Any]:
+    every, split = [*itertools.chain(*found)], shares(run.data)
+    lengths: dict[str, np.ndarray] = {}
+    for name, at in zip(SPLITS, range(len(SPLITS)), strict=True):
+        picked = [(data, ranges(split, len(data.lengths))[at]) for data in every]
+        lengths[name] = np.concatenate([data.lengths[some.start : some.stop] for data, some in picked])
+    tokens = {name: report.lengths(some, some) for name, some in lengths.items()}
+    rows = sum(len(data.lengths) for data in every)
+    read = [(part, sum(len(data.lengths) for data in some), len(some)) for part, some in zip(parts, found, strict=True)]
+    return {
+        "sources": [
+            {"source": part.source, "shape": "tokens", "reason": f"{count} of Megatron's .bin/.idx", "rows": documents}
+            for part, documents, count in read
+        ],
+        "rows": {"read": rows, "kept": rows, "not_chosen": 0} | {name: len(some) for name, some in lengths.items()},
+        "dropped": {},
+        "tokens": tokens,
+        "learned_share": 1.0,
+        "template": templates.choose(run.data, tokenizer, "text").record(),
+        "example": _example(every[0], tokenizer),
+        "warnings": [line for data in every if (line := _without_ends(data, tokenizer.eos_token_id))],
+    }
+
+
+def _example(data: Indexed, tokenizer: Any) -> dict[str, Any]:
+    text = tokenizer.decode(data.tokens[:SHOWN].tolist(), skip_special_tokens=False)
+    return {"text": text, "learned": [[0, len(text)]]}
+
+
+def _without_ends(data: Indexed, end: int) -> str:
+    """What is odd about the ends of documents. Another tokenizer's ids may all be within the vocabulary."""
+    last = indexed.last_ids(data)
+    lacking = int((last != end).sum())
+    if not lacking:
+        return ""
+    which = f"{lacking:,} of {len(last):,} documents do not end in the tokenizer's end of text, {end}"
+    return f"{data.prefix.name}: {which}: was it made with this tokenizer?"
