@@ -14,7 +14,7 @@ large as y. Here B's product is added where y stands, in one.
 What is whole has a part of its gradient on each rank wherever sequences are cut (layout.sp): that of the rank's own
 tokens. megatron-core sums what is marked so, once a step. Without sp all ranks have all tokens, and the same gradient.
 
-Adapters of experts that are cut (etp > 1), those of each expert, and DoRA stay as they are.
+Adapters of experts that are cut (etp > 1) and DoRA stay as they are; those of each expert are lean_experts.py's.
 
 Checkpoints are the same: names, and shapes of whole tensors. Losses are those of Bridge's layers but for rounding; with
 dropout, of other draws. adapter.lean: false takes Bridge's.
@@ -31,6 +31,8 @@ from megatron.core.tensor_parallel import get_cuda_rng_tracker, mappings, set_te
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import nn
 
+from trainer.megatron.lean_experts import LeanExperts
+from trainer.patches.expert_adapters import ExpertAdapter
 from trainer.patches.shared_experts import Adapter
 
 
@@ -41,6 +43,8 @@ def install() -> None:
 
 def with_lean_adapter(module: nn.Module) -> nn.Module:
     """The module itself, or the layer that adds where its output stands if it has an adapter that can."""
+    if type(module) is LoRALinear and isinstance(module.adapter, ExpertAdapter):
+        return LeanExperts(module.to_wrap, module.adapter)
     if type(module) is not LoRALinear or not getattr(module.adapter, "lean", False):
         return module
     module.to_wrap.return_layernorm_output_gathered = False  # the adapter takes the rank's own tokens

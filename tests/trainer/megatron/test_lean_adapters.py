@@ -99,3 +99,11 @@ def test_an_adapter_that_experts_share_learns_as_bridge_s_does(cut, configure, r
         )
     for other in found[1:]:
         assert other == pytest.approx(found[0], rel=2e-4)
+
+
+def test_adapters_of_each_expert_are_one_product_where_all_have_tokens(configure, ranks, tmp_path):
+    result = ranks("grouped_experts", configure("llama", f"paths.output={tmp_path}"))
+    assert result.code == 0, result.output[-3000:]
+    found = json.loads((tmp_path / "answer.json").read_text())
+    assert max(found["apart"]) < 1e-2, found  # bf16
+    assert found["fits"] == {"all": False, "gpu": True, "one without": False}
