@@ -36,7 +36,7 @@ TARGETS = {
     ("deepseek-v3", "dora"): UP,
 }
 ALONE = "alone"  # the cut of one process
-NEED_DATA = ("train", "train_detached", "masks", "gradients_of_run", "train_without", "collectives")
+NEED_DATA = ("train", "train_detached", "masks", "gradients_of_run", "train_without", "train_to_nan", "collectives")
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -33,6 +33,7 @@ def make_config(run: Run, bridge, resume_step: int | None):
         DistributedInitConfig,
         LoggerConfig,
         OptimizerConfig,
+        RerunStateMachineConfig,
         RNGConfig,
         SchedulerConfig,
         TokenizerConfig,
@@ -123,6 +124,9 @@ def make_config(run: Run, bridge, resume_step: int | None):
         rng=RNGConfig(seed=train.seed),
         dist=DistributedInitConfig(distributed_backend=device.backend()),
         mixed_precision=precision.mixed_precision(run),
+        # Bridge asks for each microbatch's loss twice, each time waiting for the GPU. A loss that is no number makes
+        # such gradients, which are looked at once a step (ddp); trainer/training/metrics.py looks at the step's loss.
+        rerun_state_machine=RerunStateMachineConfig(check_for_nan_in_loss=False),
     )
 
 

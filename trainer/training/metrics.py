@@ -15,6 +15,7 @@ drops the lines of later steps, which an interrupted attempt left behind, so tha
 # pyright: reportArgumentType=false, reportOptionalMemberAccess=false
 
 import json
+import math
 import os
 import time
 from pathlib import Path
@@ -38,6 +39,13 @@ from trainer.training.pace import Pace
 
 # Dense bf16 TFLOP/s of one device by a part of its name, from NVIDIA's datasheets.
 PEAKS = {"GB200": 2500.0, "B200": 2250.0, "H200": 989.0, "H100": 989.0, "A100": 312.0}
+
+
+def stop_at_no_number(step: int, losses: dict[str, float]) -> None:
+    """End the training at a loss that is no number, on every rank: nothing that is trained on is saved."""
+    for name, loss in losses.items():
+        if not math.isfinite(loss):
+            raise RuntimeError(f"step {step}: {name.replace('_', ' ')} is {loss}")
 
 
 class Metrics(Callback):
@@ -69,6 +77,7 @@ class Metrics(Callback):
         step = context.state.train_state.step + 1
         self.left = self.pace.left(step, last_step(self.run), time.monotonic())
         losses = self._losses(context, step)
+        stop_at_no_number(step, losses)
         loads = self._expert_loads(context)
         if step % self.run.log.every and step != last_step(self.run):
             return
@@ -93,6 +102,7 @@ class Metrics(Callback):
         if step == self.validated:
             return  # Bridge validates once more when training ends, on other rows than at this step before
         self.validated = step
+        stop_at_no_number(step, {"validation loss": loss})
         self.write({"kind": "validation", "step": step, "time": time.time(), "lm_loss": loss})
         say(f"step {step}: validation loss {loss:.4f}")
 
