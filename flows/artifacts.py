@@ -2,32 +2,43 @@
 
     python -m flows.artifacts list [STAGE]                 with configuration, score, and changes since the one before
     python -m flows.artifacts show STAGE/FINGERPRINT       its record, what it came from, what was made of it
-    python -m flows.artifacts verify [STAGE/FINGERPRINT]   reads every byte; exit code 1 if any differs
+    python -m flows.artifacts verify                       reads every byte of all; exit code 1 if any differs
+    python -m flows.artifacts verify STAGE/FINGERPRINT...  of these; a base and an export against the release as well
     python -m flows.artifacts gc [--days N] [--delete]     prints what would go; --delete removes it
 
 An artifact stays while a run refers to it, or it is an input of one that stays, or a version in MLflow's registry is
 made of it. Runs older than --days refer to nothing. Boards and logs of a gang (python -m flows.logs) go with its
 training, or once that is complete and older than --days. What no stage has made stays.
 The part of a fingerprint that tells it apart is enough.
+
+A base (convert) and an export that are named are proven against the release again, weight by weight (trainer/proof/):
+what was not trained, to the last bit; what was, computed once more from base and adapter. A line for each that differs,
+and exit code 1; code 2 where nothing can be proven, as when what it was made from is gone.
 """
 
 import argparse
 import json
+import os
 import re
+import subprocess
 import sys
+import tempfile
 import time
 from collections import Counter
 from collections.abc import Sequence
 from datetime import datetime
+from pathlib import Path
 from typing import Any
 
+from conf.load import dump, load
 from contract import closed_pipe
 from contract.amounts import clock, size
 from contract.faults import Fault
+from contract.processes import end_with_parent
 from tasks.gang.history import timeline
-from tasks.run import artifact, lease
+from tasks.run import artifact, launch, lease
 from tasks.run.artifact import Artifact, Missing, Stage
-from tasks.run.places import open_run_store
+from tasks.run.places import open_run_store, runs_folder
 from tasks.stages import pipeline
 from tasks.store import Store
 
@@ -36,6 +47,9 @@ PLACE = re.compile(rf"({'|'.join(sorted({name.partition('-')[0] for name in pipe
 GANG = re.compile(r"train-[0-9a-f]{16}")
 DAY = 86400.0  # seconds
 CHANGES = 4  # shown
+# The stages that a proof reads, by the key of paths that names what they made; the last that there is counts.
+OF_BASE = {"model": ("download",), "base": ("convert",)}
+PLACES = {"base": OF_BASE, "export": OF_BASE | {"output": ("train", "reinforce"), "export": ("export",)}}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -47,8 +61,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         if options.do == "show":
             return show(store, _one(store, options.key))
         if options.do == "verify":
-            if options.key:
-                return verify(store, [_one(store, options.key)])
+            if options.keys:
+                named = [_one(store, key) for key in options.keys]
+                return max(verify(store, named), *(prove(store, made) for made in named))
             several = list(artifact.every(store))
             records = {name.rpartition("/")[0] for name in store.keys("") if name.endswith(f"/{artifact.RECORD}")}
             return verify(store, several, sorted(records - {made.key for made in several}))
@@ -143,6 +158,43 @@ def verify(store: Store, several: list[Artifact], damaged: Sequence[str] = ()) -
         else "all as recorded"
     )
     return int(bool(bad))
+
+
+def prove(store: Store, made: Artifact) -> int:
+    """Prove a base or an export against the release, in a process of its own. Of other stages there is nothing to."""
+    command = {"convert": "base", "export": "export"}.get(made.stage.name)
+    if command is None:
+        return 0
+    chain = {made.stage.name: made} | _sources(store, made)
+    read = {name: [chain[stage] for stage in stages if stage in chain] for name, stages in PLACES[command].items()}
+    if lost := [PLACES[command][name][0] for name, there in read.items() if not there]:
+        raise Fault(f"{made.key}: what it was made from is not in the store any more: {', '.join(lost)}")
+    places = {name: artifact.local(there[-1], store, runs_folder() / "cache") for name, there in read.items()}
+    with tempfile.TemporaryDirectory(prefix="verify-") as folder:
+        trusted = json.dumps(chain["download"].stage.config.get("trust_remote_code", False))
+        paths = [f"paths.{name}={place}" for name, place in (places | {"logs": Path(folder) / "logs"}).items()]
+        resolved = Path(folder) / "resolved.yaml"
+        dump(load("tiny", [*paths, f"model.trust_remote_code={trusted}"]), resolved)  # all else is in their marks
+        return subprocess.run(
+            [sys.executable, "-m", f"trainer.proof.{command}", str(resolved)],
+            env=os.environ | {"PYTHONPATH": str(launch.ROOT)},
+            preexec_fn=end_with_parent,
+            check=False,
+        ).returncode
+
+
+def _sources(store: Store, made: Artifact) -> dict[str, Artifact]:
+    """What it was made from, and that was made from, by stage; of several, the nearest."""
+    everything = {one.stage.fingerprint: one for one in artifact.every(store)}
+    found: dict[str, Artifact] = {}
+    pending = [made]
+    while pending:
+        one = pending.pop(0)
+        for fingerprint in one.stage.inputs.values():
+            if source := everything.get(fingerprint):
+                found.setdefault(source.stage.name, source)
+                pending.append(source)
+    return found
 
 
 def collect(store: Store, days: float | None, delete: bool) -> int:
@@ -269,7 +321,8 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     commands = parser.add_subparsers(dest="do", required=True)
     commands.add_parser("list", help="what is there").add_argument("stage", nargs="?", help="only of this stage")
     commands.add_parser("show", help="one artifact's record and lineage").add_argument("key")
-    commands.add_parser("verify", help="read every byte").add_argument("key", nargs="?", help="only this one")
+    verified = "these alone; a base (convert) and an export against the release as well"
+    commands.add_parser("verify", help="read every byte").add_argument("keys", nargs="*", metavar="key", help=verified)
     gc = commands.add_parser("gc", help="remove what nothing refers to")
     gc.add_argument("--days", type=float, help="runs that began longer ago refer to nothing")
     gc.add_argument("--delete", action="store_true", help="do it; without, it is only said")

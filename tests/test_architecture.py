@@ -44,6 +44,7 @@ ROOMS = {
     "tasks": [{"serving"}, {"stages"}, {"gang"}, {"run", "sources"}, {"store", "tracking", "pages"}],
     "trainer": [
         {"commands"},
+        {"proof"},
         {"rehearsal", "checks"},
         {"reinforcement"},
         {"training"},

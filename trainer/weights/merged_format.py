@@ -42,7 +42,7 @@ def files(model: Model) -> list[str]:
 
 
 def write_file(trained: Trained, file: str, folder: Path) -> None:
-    header, entries = _layout(trained.model, file)
+    header, entries = layout(trained.model, file)
     target = folder / file
     target.parent.mkdir(parents=True, exist_ok=True)
     written: dict[str, str] = {}
@@ -71,14 +71,19 @@ def write_file(trained: Trained, file: str, folder: Path) -> None:
 
 def copy_other_files(model: Model, folder: Path, as_released: bool = False) -> str | None:
     """Copy configuration, tokenizer and chat template. Returns the SHA-256 of the chat template, if there is one."""
-    for path in sorted(model.folder.iterdir()):
-        if path.is_file() and path.suffix not in NOT_COPIED and not path.name.startswith("."):
-            shutil.copyfile(path, folder / path.name)
-            (folder / path.name).chmod(READABLE)
+    for path in other_files(model):
+        shutil.copyfile(path, folder / path.name)
+        (folder / path.name).chmod(READABLE)
     if model.packed and not as_released:
         _describe_unpacked(model, folder)
     template = folder / "chat_template.jinja"
     return hashlib.sha256(template.read_bytes()).hexdigest() if template.exists() else None
+
+
+def other_files(model: Model) -> list[Path]:
+    """The release's configuration, tokenizer and chat template."""
+    there = [path for path in sorted(model.folder.iterdir()) if path.is_file() and path.suffix not in NOT_COPIED]
+    return [path for path in there if not path.name.startswith(".")]
 
 
 def as_bytes(tensor: torch.Tensor):
@@ -91,7 +96,7 @@ def in_order(model: Model, file: str) -> dict[str, Entry]:
     return dict(sorted(there, key=lambda item: item[1].start))
 
 
-def _layout(model: Model, file: str) -> tuple[bytes, dict[str, Entry]]:
+def layout(model: Model, file: str) -> tuple[bytes, dict[str, Entry]]:
     """Header of a file of the merged model, and the places of its tensors in order."""
     old = in_order(model, file)
     if not model.packed:

@@ -37,6 +37,7 @@ EXPERT = re.compile(
     r"(?P<layer>.+)\.(mlp|block_sparse_moe)\.experts\.(?P<number>\d+)\.(?P<leaf>(gate|up|down)_proj|w[123])\.weight$"
 )
 LEAVES = {"gate_proj": "gate", "up_proj": "up", "down_proj": "down"} | {"w1": "gate", "w3": "up", "w2": "down"}
+SETTINGS, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 MLP = ("gate_proj", "up_proj", "down_proj")
 PREFIX = "base_model.model."
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
@@ -65,26 +66,39 @@ def check(trained: Trained) -> None:
 def write(trained: Trained, folder: Path, source: str) -> list[str]:
     """Write the adapter. Returns the released names whose adapters are left out."""
     adapters, moe = _expressible(trained), _has_experts(trained)
-    rows, experts = [], defaultdict(dict)
-    for name, adapter in adapters.items():
-        if match := EXPERT.match(name):
-            module = f"{match['layer']}.mlp.experts"  # transformers' name, where Mixtral's releases have another
-            experts[module].setdefault(int(match["number"]), {})[LEAVES[match["leaf"]]] = adapter
-        else:
-            rows += _module_rows(trained, name, adapter)
-    for name, of_layer in experts.items():
-        rows += _expert_rows(trained, name, [of_layer[number] for number in range(len(of_layer))])
+    experts = _experts(adapters)
     folder.mkdir(parents=True, exist_ok=True)
-    _write_safetensors(folder / "adapter_model.safetensors", rows)
+    _write_safetensors(folder / WEIGHTS, tensors(trained))
     plain = {name for name in adapters if not EXPERT.match(name)}
     modules = _shortest({name.removesuffix(".weight") for name in plain if not _as_parameter(name, moe)}, trained, 1)
     parameters = _shortest({name for name in plain if _as_parameter(name, moe)}, trained, 3)
     parameters += sorted({f"mlp.experts.{leaf}" for of_layer in experts.values() for leaf in _leaves(of_layer[0])})
     text = json.dumps(_config(next(iter(adapters.values())), modules, parameters, source), indent=2)
-    (folder / "adapter_config.json").write_text(text + "\n")
+    (folder / SETTINGS).write_text(text + "\n")
     for path in folder.iterdir():
         path.chmod(READABLE)
     return sorted(trained.adapters.keys() - adapters.keys())
+
+
+def tensors(trained: Trained) -> list[Row]:
+    """Tensors of the file, in order."""
+    adapters, rows = _expressible(trained), []
+    for name, adapter in adapters.items():
+        if not EXPERT.match(name):
+            rows += _module_rows(trained, name, adapter)
+    for name, of_layer in _experts(adapters).items():
+        rows += _expert_rows(trained, name, [of_layer[number] for number in range(len(of_layer))])
+    return rows
+
+
+def _experts(adapters: dict[str, Adapter]) -> dict[str, dict[int, dict[str, Adapter]]]:
+    """Adapters of experts, by transformers' name of their module, their number and their part."""
+    found: dict[str, dict[int, dict[str, Adapter]]] = defaultdict(dict)
+    for name, adapter in adapters.items():
+        if match := EXPERT.match(name):
+            module = f"{match['layer']}.mlp.experts"  # transformers' name, where Mixtral's releases have another
+            found[module].setdefault(int(match["number"]), {})[LEAVES[match["leaf"]]] = adapter
+    return found
 
 
 def _expressible(trained: Trained) -> dict[str, Adapter]:
