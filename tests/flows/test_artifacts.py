@@ -109,8 +109,14 @@ def test_verify(world):
     os.utime(path, ns=(facts.st_atime_ns, facts.st_mtime_ns))
     code, output, _ = world.run("verify")
     assert code == 1 and f"{world.train.key}  content: content differs\n" in output and "1 of 3 damaged" in output
-    assert world.run("verify", world.convert.key)[0] == 0
-    assert world.run("verify", world.train.key)[0] == 1
+    assert world.run("verify", world.prepare.key)[0] == 0
+    assert world.run("verify", world.prepare.key, world.train.key)[0] == 1
+
+
+def test_a_base_is_not_proven_whose_release_is_gone(world):
+    code, output, errors = world.run("verify", world.convert.key)
+    assert code == 2 and output.endswith("all as recorded\n")
+    assert errors == f"error: {world.convert.key}: what it was made from is not in the store any more: download\n"
 
 
 def test_verify_sees_a_damaged_record(world):

@@ -1,4 +1,4 @@
-"""What a proof has found: a line for each weight that is not as it should be, and how far it has come."""
+"""Findings of a proof: a line for each weight that is not as it should be, and how far it has come."""
 
 import os
 import sys

@@ -3,6 +3,8 @@
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false
 
 import json
+from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 
 from megatron.bridge.training import checkpointing
@@ -35,19 +37,29 @@ class Conversion:
         left_out = set() if run.model.mtp else released.of_mtp(model)
         coverage.check(wanted, model, known or _sums_of_copies(model), left_out)
         self.left_out = sorted(left_out)
-        tasks = megatron_tensors.tasks(bridge, self.chunks)
+        tasks = self.tasks = megatron_tensors.tasks(bridge, self.chunks)
         state = {f"model{i}": chunk.sharded_state_dict(metadata=METADATA) for i, chunk in enumerate(self._unwrapped())}
         apply_factories(state)
         stored = [value for value in nested_values(state) if isinstance(value, ShardedTensor)]
         self.stored = {(one.key, one.global_offset) for one in stored}
-        made_of = {name: _released_names(task, model) for name, task in tasks.items()}
         self.pieces = megatron_tensors.pieces(tasks, stored)
-        self.shards = shards.cut(self.pieces, made_of, model)
-        self.digest = shards.digest(self.shards)
+
+    @cached_property
+    def shards(self) -> list[shards.Shard]:
+        made_of = {name: _released_names(task, self.model) for name, task in self.tasks.items()}
+        return shards.cut(self.pieces, made_of, self.model)
+
+    @property
+    def digest(self) -> str:
+        return shards.digest(self.shards)
 
     def values(self) -> Values:
-        megatron_tensors.give_shapes(self.chunks)
-        return Values(self.bridge, megatron_tensors.tasks(self.bridge, self.chunks), self.model)
+        given = megatron_tensors.give_shapes(self.chunks)
+        tasks = {
+            name: replace(task, param_weight=given.get(id(task.param_weight), task.param_weight))
+            for name, task in self.tasks.items()
+        }
+        return Values(self.bridge, tasks, self.model)
 
     def write(self, partial: Path, journal: Path, weights: bool) -> dict[str, str]:
         """Write the checkpoint over all ranks; without `weights`, all of it but those.

@@ -84,18 +84,22 @@ def pieces(tasks: dict, stored: list[ShardedTensor]) -> list[Piece]:
     return found
 
 
-def give_shapes(chunks: list) -> None:
+def give_shapes(chunks: list) -> dict[int, torch.Tensor]:
     """Put a tensor on the CPU, of one number that counts as all of them, in the place of each that is nowhere.
 
     Bridge asks parameters for shape, type and device, and sends what it makes of released tensors to the device.
+    Returns the new ones, by the id() of those that they stand for.
     """
+    given = {}
     for chunk in chunks:
         for module in chunk.modules():
             for table in (module._parameters, module._buffers):
                 for name, value in table.items():
                     if value is not None and value.is_meta:
                         real = torch.zeros((), dtype=value.dtype).expand(value.shape)
-                        table[name] = torch.nn.Parameter(real, False) if table is module._parameters else real
+                        real = torch.nn.Parameter(real, False) if table is module._parameters else real
+                        table[name] = given[id(value)] = real
+    return given
 
 
 class Released(Mapping):
