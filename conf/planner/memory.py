@@ -161,6 +161,10 @@ def _costs(run: Run, facts: ModelFacts, memo: dict[Any, Any]) -> dict[str, tuple
             kind: (activations.kept(run, facts, kind), activations.working(run, facts, kind))
             for kind in activations.kinds(facts)
         } | {"loss": (0, {"logits": activations.logits(run, facts), "dispatch": 0, "working": 0})}
+        memo[key] |= {
+            f"whole {kind}": (sum(activations.parts(run, facts, kind).values()), {})
+            for kind in activations.kinds(facts)
+        }
     return memo[key]
 
 
@@ -179,13 +183,16 @@ def _rank(
     gradients, optimizer = state_bytes(run, cut, *holding.trained)
     weights, copies = states.weights(run, gpu, holding.parameters, holding.quantized)
     blocks = dict(holding.layers)
-    if run.train.recompute == "full":  # blocks keep their input; MTP layers are recomputed one by one
+    if run.train.recompute == "full" and run.train.recompute_first is not None:
+        blocks = _first_blocks(holding.layers, run.train.recompute_first * (run.layout.vpp or 1))
+    elif run.train.recompute == "full":  # blocks keep their input; MTP layers are recomputed one by one
         blocks = {kind: n if kind == "mtp" else ceil(n / run.train.recompute_layers) for kind, n in blocks.items()}
     flying = in_flight(run.layout, cut.microbatches, holding.rank)
     kept = int(sum(costs[kind][0] * n for kind, n in blocks.items()) * flying)
     # What is live besides at the fullest moment: in the backward pass of a layer, or at the loss.
     gradient = _largest_gradient(run, facts, holding)
-    moments = [{"logits": 0, **costs[kind][1], "working": costs[kind][1]["working"] + gradient} for kind in blocks]
+    works = [costs[kind][1] for kind in holding.layers]
+    moments = [{"logits": 0, **one, "working": one["working"] + gradient} for one in works]
     if holding.output:  # its weight's gradient as well
         output = _trained_bytes(run, facts.padded_vocab(run.layout.tp) // run.layout.tp * facts.hidden)
         moments += [{**costs["loss"][1], "working": output}]
@@ -206,6 +213,19 @@ def _rank(
         margin=int((kept + sum(peak.values())) * FRAGMENTS),
         capacity=gpu.memory,
     )
+
+
+def _first_blocks(layers: dict[str, int], first: int) -> dict[str, int]:
+    """Numbers of layers that keep their input, by kind, and of those that keep all ("whole moe").
+
+    Dense layers come first; those of multi-token prediction are not recomputed.
+    """
+    blocks: dict[str, int] = {}
+    for kind in sorted(layers):
+        again = 0 if kind == "mtp" else min(layers[kind], first)
+        first -= again
+        blocks |= {kind: again, f"whole {kind}": layers[kind] - again}
+    return blocks
 
 
 def _largest_gradient(run: Run, facts: ModelFacts, holding: Holding) -> int:

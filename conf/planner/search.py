@@ -183,7 +183,13 @@ def _candidate(run: Run, stage: StageMemory) -> Candidate:
 
 def _smallest(train: Train) -> Train:
     return train.model_copy(
-        update={"micro_batch": 1, "recompute": "full", "recompute_modules": (), "recompute_layers": 1}
+        update={
+            "micro_batch": 1,
+            "recompute": "full",
+            "recompute_modules": (),
+            "recompute_layers": 1,
+            "recompute_first": None,
+        }
     )
 
 
@@ -214,7 +220,9 @@ def _layouts(run: Run, facts: ModelFacts, gpu: Gpu, gpus: int, reasons: Counter[
                 continue
             update = {"tp": tp, "cp": cp, "pp": pp, "ep": ep, "etp": etp, "vpp": vpp, "sp": tp > 1}
             layout = whole.model_copy(update={**update, "last_stage_layers": _last(facts, pp)})
-            one = run.train.model_copy(update={"micro_batch": 1, "recompute": "none", "recompute_modules": ()})
+            one = run.train.model_copy(
+                update={"micro_batch": 1, "recompute": "none", "recompute_modules": (), "recompute_first": None}
+            )
             broken = problems(run.model_copy(update={"layout": layout, "train": one}), facts, suggest=False)
             if broken:
                 reasons[f"illegal: {broken[0]}"] += 1
@@ -254,9 +262,9 @@ def _trains(run: Run, facts: ModelFacts, layout: Layout, reasons: Counter[str]) 
     modules = ["layernorm", *(["moe_act"] if run.moe.grouped_gemm else [])] if facts.experts else ["mlp"]
     modules += ["mla_up_proj"] if facts.kv_rank else []
     choices = (
-        {"recompute": "none", "recompute_modules": (), "recompute_layers": 1},
-        {"recompute": "selective", "recompute_modules": tuple(modules), "recompute_layers": 1},
-        {"recompute": "full", "recompute_modules": (), "recompute_layers": 1},
+        {"recompute": "none", "recompute_modules": (), "recompute_layers": 1, "recompute_first": None},
+        {"recompute": "selective", "recompute_modules": tuple(modules), "recompute_layers": 1, "recompute_first": None},
+        {"recompute": "full", "recompute_modules": (), "recompute_layers": 1, "recompute_first": None},
     )
     for choice, micro_batch in product(choices, (1,) if run.data.packed else MICRO_BATCHES):
         microbatches, rest = divmod(run.train.global_batch, micro_batch * dp)

@@ -118,7 +118,7 @@ def least(run: Run, facts: ModelFacts, gpu: Gpu, memo: dict[Any, Any]) -> float:
     key = ("starting", layout.tp, layout.cp, layout.ep, layout.etp)
     if key not in memo:
         memo[key] = {kind: rates.starting(run, facts, kind) for kind in kinds(facts)}
-    share, again, total = train.micro_batch / (layout.tp * layout.cp), 1 + (train.recompute == "full"), 0.0
+    share, again, total = train.micro_batch / (layout.tp * layout.cp), 1 + recomputed(run, facts), 0.0
     for kind, count in Counter(facts.kinds).items():
         (forward, backward), host = memo["floor"][kind], memo[key][kind]
         total += count * (again * max(forward * share, host.forward) + max(backward * share, host.backward))
@@ -179,6 +179,7 @@ def _layers(run: Run, facts: ModelFacts, gpu: Gpu, memo: dict[Any, Any]) -> dict
         layout.sp,
         train.micro_batch,
         train.recompute,
+        train.recompute_first,
         train.fp8,
     )
     if key not in memo:
@@ -216,18 +217,20 @@ def layer(run: Run, facts: ModelFacts, gpu: Gpu, kind: str) -> Layer:
     flops = {"scores": scores * (1 + rates.ATTENTION_BACKWARD)}
     for product in products:
         flops[product.part] = flops.get(product.part, 0) + product.flops * (3 if product.trained else 2)
-    again = _again(run.train)
+    again, share = _again(run.train), recomputed(run, facts) if kind != "mtp" or not run.train.recompute_first else 0.0
     flops["recompute"] = sum(product.flops for product in products if product.part in again)
     flops["recompute"] += scores if "scores" in again else 0
+    if run.train.recompute == "full":
+        flops["recompute"] *= share
     # whole layers talk again; of single modules, those that are recomputed here do not
-    passes = 3 if run.train.recompute == "full" or "moe" in run.train.recompute_modules else 2
+    passes = 2 + (share if run.train.recompute == "full" else "moe" in run.train.recompute_modules)
     repeated = sum(seconds + before for product, seconds, before, _ in costs if product.part in again)
     repeated += rates.moving(gpu, [move for move in moves if move.name in again])[0]
     repeated += (attention if "scores" in again else 0) + (talk if passes == 3 else 0)
     return Layer(
         forward=forward,
         backward=backward,
-        again=forward if run.train.recompute == "full" else repeated,
+        again=forward * share if run.train.recompute == "full" else repeated,
         flops=flops,
         sent={dim: count * passes for dim, count in sent.items()},
         waited={dim: seconds * passes for dim, seconds in waited.items()},
@@ -245,6 +248,13 @@ AGAIN = {
     "shared_experts": {"shared experts", "shared activation"},
 }
 EVERY = {"attention", "latent", "adapters", "mtp", "scores"}.union(*AGAIN.values())
+
+
+def recomputed(run: Run, facts: ModelFacts) -> float:
+    """Share of the layers that are recomputed whole."""
+    if run.train.recompute != "full" or run.train.recompute_first is None:
+        return float(run.train.recompute == "full")
+    return min(1.0, run.train.recompute_first * run.layout.pp * (run.layout.vpp or 1) / facts.layers)
 
 
 def _again(train: Train) -> set[str]:

@@ -46,6 +46,10 @@ def contradictions(run: Run) -> Iterator[tuple[str, str]]:
         yield "train.recompute_modules", f"has no effect with train.recompute {train.recompute}"
     if train.recompute != "full" and train.recompute_layers != 1:
         yield "train.recompute_layers", f"has no effect with train.recompute {train.recompute}"
+    if train.recompute_first is not None and train.recompute != "full":
+        yield "train.recompute_first", f"has no effect with train.recompute {train.recompute}"
+    if train.recompute_first is not None and train.recompute_layers != 1:
+        yield "train.recompute_first", "goes with train.recompute_layers 1"
     if "moe_act" in train.recompute_modules and not moe.grouped_gemm:
         yield "train.recompute_modules", "moe_act needs moe.grouped_gemm"
     if moe.balance == "none" and moe.aux_loss_coeff:

@@ -50,6 +50,9 @@ class Train(Section):
     recompute_layers: Annotated[Count, NOWHERE] = Field(
         default=1, description="for full: layers per block; 1 = least memory"
     )
+    recompute_first: Annotated[Count | None, NOWHERE] = Field(
+        default=None, description="for full: only so many layers of each (virtual) stage, those of MTP not; null = all"
+    )
     validate_every: Annotated[IntervalOrNever, bears("train", held=False)] = Field(
         default=0,
         description="steps between validations; below 1 = share of all steps; epoch = once an epoch; 0 = never",

@@ -92,6 +92,8 @@ def make_provider(run: Run, bridge, load_weights: bool = False):
     provider.recompute_granularity = None if train.recompute == "none" else train.recompute
     if train.recompute == "full":
         provider.recompute_method, provider.recompute_num_layers = "uniform", train.recompute_layers
+        if train.recompute_first is not None:
+            provider.recompute_method, provider.recompute_num_layers = "block", train.recompute_first
     if train.recompute == "selective":
         provider.recompute_modules = list(train.recompute_modules)
     device.choose_kernels(provider)

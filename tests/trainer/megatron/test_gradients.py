@@ -25,3 +25,10 @@ def test_every_gradient_and_loss_is_that_of_one_process(model, kind, cut, packed
     found = compare(model, kind, cut, packed)
     assert found["over"] == [] and found["gradient"]["difference"] <= BOUND, found["gradient"]
     assert found["loss"] <= BOUND and found["same_routes"] and found["moved"] <= 4, found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model, cut", [("llama", "alone"), ("glm4-moe", "layout.pp=2")])
+def test_layers_that_are_recomputed_and_others_have_the_same_gradients(model, cut, compare):
+    settings = ("train.recompute=full", "train.recompute_first=1")
+    assert compare(model, "lora", cut, False, settings=settings)["over"] == []
