@@ -202,6 +202,8 @@ def _of_any(run: Run) -> Iterator[Setting]:
     yield Setting("NCCL_DEBUG", "WARN", "a line for what fails, which tells the cause of a failure; default: none")
     # [bridge] COMMON_PERF_ENV_VARS, in all recipes
     yield Setting("TORCH_NCCL_HIGH_PRIORITY", "1", "communication is waited for by all: its kernels go first")
+    # Transformer Engine 2.20: on Hopper, in bf16, widths of whole 128s; elsewhere it starts a product an expert
+    yield Setting("NVTE_USE_CUTLASS_GROUPED_GEMM", "1", "one kernel for all experts: the host starts less")
     yield Setting("CUDA_DEVICE_ORDER", "PCI_BUS_ID", "local rank i is GPU i of every host, on the same rail")
 
 

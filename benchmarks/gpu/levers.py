@@ -72,8 +72,7 @@ ROWS = (
 EXPERTS = ("air", "qwen30b")
 LEVERS = (
     Lever("base", "as it is"),
-    Lever("grouped", "Transformer Engine's grouped products in one kernel", "NVTE_USE_CUTLASS_GROUPED_GEMM=1",
-          only=EXPERTS),
+    Lever("no-grouped", "a kernel for each expert's product", "NVTE_USE_CUTLASS_GROUPED_GEMM=0", only=EXPERTS),
     Lever("connections-8", "8 queues to the device", "CUDA_DEVICE_MAX_CONNECTIONS=8"),
     Lever("connections-32", "32 queues to the device", "CUDA_DEVICE_MAX_CONNECTIONS=32"),
     Lever("connections-1", "one queue to the device", "CUDA_DEVICE_MAX_CONNECTIONS=1"),
@@ -185,7 +184,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("out", type=Path, nargs="?", metavar="OUT", help="folder of the results; default: $OUT or .")
     parser.add_argument("--gpus", type=int, default=2, metavar="N", help="GPUs that a trial may have (2)")
     parser.add_argument("--rows", nargs="*", default=[], metavar="PART", help="by name, or how it begins: air, gpt2")
-    parser.add_argument("--levers", nargs="*", default=["grouped"], metavar="PART", help=f"of {names}; base always")
+    parser.add_argument("--levers", nargs="*", default=["no-grouped"], metavar="PART", help=f"of {names}; base always")
     parser.add_argument("--steps", type=int, default=6, metavar="S", help="of a trial (6)")
     parser.add_argument("--minutes", type=float, default=8.5, metavar="M", help="begin none after that (8.5)")
     parser.add_argument("--profile", action="store_true", help="record a step of each trial as well")

@@ -65,6 +65,7 @@ def test_what_else_depends_on_the_run():
     assert on(None, "gang.stall_seconds=1000")["TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC"] == "2000"
     assert on(None)["TORCH_FR_DUMP_TEMP_FILE"] == "runs/glm47-as-documented/logs/collectives-"
     assert "NVTE_FWD_LAYERNORM_SM_MARGIN" not in on(None, conf="tiny")
+    assert on(None)["NVTE_USE_CUTLASS_GROUPED_GEMM"] == "1"
 
 
 def test_the_libraries_know_the_variables():
