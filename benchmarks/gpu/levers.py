@@ -64,6 +64,8 @@ ROWS = (
     Row("qwen30b", "qwen3-30b-a3b-1xh200", None, QWEN),
     Row("qwen30b-all-linear", "qwen3-30b-a3b-1xh200", 24, f"adapter.rank=32 adapter.dropout=0 data.seq_length=4096 "
         f"train.micro_batch=1 train.global_batch=4 {CHEAP}"),
+    Row("qwen30b-each", "qwen3-30b-a3b-1xh200", 12, f"adapter.rank=32 adapter.dropout=0 data.seq_length=4096 "
+        f"adapter.experts=each train.micro_batch=2 train.global_batch=8 {CHEAP}"),
     Row("dense8b", "llama31-8b-1xh100", None, DENSE),
     Row("dense8b-fp8", "llama31-8b-1xh100", None, f"{DENSE} train.fp8=current"),
     Row("gpt2", "gpt2-large", None, "adapter.kind=none train.recompute=none"),
@@ -82,6 +84,7 @@ LEVERS = (
     Lever("bridge-lora", "Megatron-Bridge's adapters instead of lean ones", changes="adapter.lean=false",
           only=("air", "llama", "qwen", "dense")),
     Lever("full", "every layer recomputed", changes=WHOLE),
+    Lever("first-6", "the first 6 layers of a stage recomputed", changes=f"{WHOLE} train.recompute_first=6", only=("air",)),
 )  # fmt: skip
 
 
