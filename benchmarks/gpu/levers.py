@@ -84,7 +84,8 @@ LEVERS = (
     Lever("bridge-lora", "Megatron-Bridge's adapters instead of lean ones", changes="adapter.lean=false",
           only=("air", "llama", "qwen", "dense")),
     Lever("full", "every layer recomputed", changes=WHOLE),
-    Lever("first-6", "the first 6 layers of a stage recomputed", changes=f"{WHOLE} train.recompute_first=6", only=("air",)),
+    Lever("first-6", "the first 6 layers of a stage recomputed", changes=f"{WHOLE} train.recompute_first=6",
+          only=("air",)),
 )  # fmt: skip
 
 

@@ -21,6 +21,7 @@ dropout, of other draws. adapter.lean: false takes Bridge's.
 """
 
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportOptionalMemberAccess=false
+# pyright: reportIncompatibleMethodOverride=false, reportOptionalSubscript=false
 
 from typing import Any
 

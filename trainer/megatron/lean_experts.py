@@ -6,7 +6,8 @@ two passes over the output scale and add. Where every expert has tokens none of 
 its products are no bf16 on a GPU (FP8, experts that are cut, sizes that are no multiple of 8), it is Bridge's.
 """
 
-# pyright: reportArgumentType=false, reportAttributeAccessIssue=false
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
+# pyright: reportIncompatibleMethodOverride=false
 
 import functools
 from itertools import accumulate

@@ -16,7 +16,7 @@ Each can go when Bridge does the same; the rows "shared" of trainer/layouts.py h
 https://github.com/NVIDIA-NeMo/Megatron-Bridge/blob/main/src/megatron/bridge/peft/utils.py
 """
 
-# pyright: reportAttributeAccessIssue=false, reportOptionalMemberAccess=false
+# pyright: reportAttributeAccessIssue=false, reportFunctionMemberAccess=false, reportOptionalMemberAccess=false
 
 import importlib
 

@@ -8,6 +8,8 @@ Shares are of the span. Exposed parts of several kinds and groups may overlap, s
 union, which stands beside them.
 """
 
+# pyright: reportArgumentType=false
+
 from collections import Counter, defaultdict
 from collections.abc import Iterable
 from typing import Any

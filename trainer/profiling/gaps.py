@@ -5,6 +5,8 @@ the thread that called was in a call that waits for the device, it was late beca
 for before the gap waited for something else: another stream, or the device itself.
 """
 
+# pyright: reportArgumentType=false
+
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterable, Iterator
