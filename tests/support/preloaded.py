@@ -57,10 +57,8 @@ def python(imports: str, environment: dict[str, str] | None = None) -> Iterator[
             server.wait()
 
 
-def _next() -> dict | None:
+def _next(replies: int) -> dict | None:
     """Fork for each request. Returns the request in the fork, and None in this process, once there are no more."""
-    replies = os.dup(1)
-    os.dup2(2, 1)
     for line in sys.stdin:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # pyarrow's allocator has a thread, and sees to forks
@@ -84,7 +82,9 @@ def _become(request: dict) -> None:
 
 
 if __name__ == "__main__":
+    replies = os.dup(1)
+    os.dup2(2, 1)  # what is imported may print
     exec(sys.argv[1])
-    if asked := _next():
+    if asked := _next(replies):
         _become(asked)
         runpy.run_module(asked["module"], run_name="__main__", alter_sys=True)

@@ -2,6 +2,7 @@
 
 import json
 import multiprocessing
+import os
 import shutil
 import subprocess
 import sys
@@ -11,6 +12,7 @@ from types import SimpleNamespace
 import pytest
 
 from conf.load import load
+from tests.support import preloaded
 from tests.support.ranks.gradients_of_run import make_data
 from trainer.data import prepared
 from trainer.data.write import packing
@@ -35,6 +37,17 @@ TARGETS = {
     ("glm4-moe", "dora"): "linear_qkv,linear_proj",
     ("deepseek-v3", "dora"): UP,
 }
+IMPORT_VLLM = """
+from pathlib import Path
+from trainer.checks import inputs, places
+from trainer.patches import vllm_cpu
+from trainer.serving import agreement, engine, held_out, lm_tasks
+from trainer.startup import entry
+engine.prepare(Path("{}"), online=False)
+with vllm_cpu.hidden():
+    import lm_eval.models.vllm_causallms
+    import vllm
+"""
 ALONE = "alone"  # the cut of one process
 NEED_DATA = ("train", "train_detached", "masks", "gradients_of_run", "train_without", "train_to_nan", "collectives")
 
@@ -133,6 +146,25 @@ def unpatched(ranks, tmp_path):
         return json.loads((tmp_path / "answer.json").read_text())
 
     return unpatched
+
+
+@pytest.fixture(scope="module")
+def evaluate(tmp_path_factory):
+    """evaluate(run, folder) -> code, output, errors and results of python -m trainer.evaluate, in a fork with vLLM."""
+    home = tmp_path_factory.mktemp("hub")
+    nowhere = {"https_proxy": "http://127.0.0.1:9", "http_proxy": "http://127.0.0.1:9"}  # nothing may be fetched
+    with preloaded.python(IMPORT_VLLM.format(home), os.environ | nowhere | {"HF_HOME": str(home)}) as fork:
+
+        def evaluate(run, folder: Path) -> SimpleNamespace:
+            conf = folder / "resolved.json"
+            conf.write_text(json.dumps(run.model_dump(mode="json")))
+            done = fork("trainer.evaluate", conf)
+            made = Path(run.paths.evaluation)
+            results = made / "results.json"
+            found = json.loads(results.read_text()) if results.exists() else None
+            return SimpleNamespace(**vars(done), folder=made, results=found)
+
+        yield evaluate
 
 
 @pytest.fixture(scope="session")

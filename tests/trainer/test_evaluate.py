@@ -2,17 +2,12 @@
 
 import json
 import math
-import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from tokenizers import Tokenizer
 
-ROOT = Path(__file__).parents[2]
 TASK = """
 task: sums
 dataset_path: json
@@ -24,28 +19,6 @@ doc_to_target: 0
 doc_to_choice: ["{{{{output}}}}", "no"]
 metric_list: [{{metric: acc}}]
 """
-
-
-def evaluate(run, tmp_path) -> SimpleNamespace:
-    conf = tmp_path / "resolved.json"
-    conf.write_text(json.dumps(run.model_dump(mode="json")))
-    nowhere = {"https_proxy": "http://127.0.0.1:9", "http_proxy": "http://127.0.0.1:9"}  # nothing may be fetched
-    done = subprocess.run(
-        [sys.executable, "-m", "trainer.evaluate", conf],
-        cwd=ROOT,
-        env=os.environ | nowhere | {"HF_HOME": str(tmp_path / "hf")},
-        capture_output=True,
-        text=True,
-    )
-    folder = Path(run.paths.evaluation)
-    results = folder / "results.json"
-    return SimpleNamespace(
-        code=done.returncode,
-        output=done.stdout,
-        errors=done.stderr,
-        folder=folder,
-        results=json.loads(results.read_text()) if results.exists() else None,
-    )
 
 
 @pytest.fixture(scope="module")
@@ -82,7 +55,7 @@ def trained(configure, ranks, base, work):
 
 
 @pytest.fixture(scope="module")
-def evaluated(trained, tmp_path_factory):
+def evaluated(trained, evaluate, tmp_path_factory):
     result = evaluate(trained, tmp_path_factory.mktemp("evaluated"))
     assert result.code == 0, result.errors
     return result
@@ -136,7 +109,7 @@ def test_people_and_programs_see_progress_and_not_what_vllm_prints(evaluated):
     assert "Initializing a V1 LLM engine" in (evaluated.folder / "log.txt").read_text()
 
 
-def test_a_model_without_the_adapter_is_not_taken_for_the_trained_one(trained, evaluated, tmp_path):
+def test_a_model_without_the_adapter_is_not_taken_for_the_trained_one(trained, evaluated, evaluate, tmp_path):
     paths = {"served": trained.paths.model, "evaluation": str(tmp_path / "evaluation")}
     base = trained.model_copy(update={"paths": trained.paths.model_copy(update=paths)})
     result = evaluate(base.model_copy(update={"evaluate": base.evaluate.model_copy(update={"rows": 1})}), tmp_path)
@@ -149,7 +122,7 @@ def test_a_model_without_the_adapter_is_not_taken_for_the_trained_one(trained, e
     assert result.results["parity"]["mean"] > 0.001
 
 
-def test_a_missing_record_of_what_training_says_ends_the_evaluation_of_an_export(trained, tmp_path):
+def test_a_missing_record_of_what_training_says_ends_the_evaluation_of_an_export(trained, evaluate, tmp_path):
     """Before anything is loaded. The export's mark says that there is one."""
     paths = {"parity": str(tmp_path / "parity.json"), "evaluation": str(tmp_path / "evaluation")}
     result = evaluate(trained.model_copy(update={"paths": trained.paths.model_copy(update=paths)}), tmp_path)
@@ -168,7 +141,7 @@ def test_a_missing_record_of_what_training_says_ends_the_evaluation_of_an_export
         (("evaluate", "tasks", ()), "evaluate.tasks: empty"),
     ],
 )
-def test_faults_are_one_line_before_anything_is_loaded(change, fault, trained, tmp_path):
+def test_faults_are_one_line_before_anything_is_loaded(change, fault, trained, evaluate, tmp_path):
     section, key, value = change
     changed = getattr(trained, section).model_copy(update={key: value})
     result = evaluate(trained.model_copy(update={section: changed}), tmp_path)
@@ -186,7 +159,7 @@ def test_faults_are_one_line_before_anything_is_loaded(change, fault, trained, t
         ("prepared.json", None, "not prepared: python -m trainer.prepare"),
     ],
 )
-def test_rows_that_cannot_be_asked_are_named(file, text, fault, trained, tmp_path):
+def test_rows_that_cannot_be_asked_are_named(file, text, fault, trained, evaluate, tmp_path):
     data = tmp_path / "data"
     shutil.copytree(Path(trained.paths.output) / "data", data)
     (data / file).unlink()
@@ -199,7 +172,7 @@ def test_rows_that_cannot_be_asked_are_named(file, text, fault, trained, tmp_pat
     assert result.errors.count("\n") == 1
 
 
-def test_another_tokenizer_than_the_one_that_was_trained_with_is_noticed(trained, tmp_path):
+def test_another_tokenizer_than_the_one_that_was_trained_with_is_noticed(trained, evaluate, tmp_path):
     served = tmp_path / "served"
     shutil.copytree(trained.paths.served, served)
     (served / "chat_template.jinja").write_text("{{ messages }}")
@@ -212,7 +185,7 @@ def test_another_tokenizer_than_the_one_that_was_trained_with_is_noticed(trained
     assert result.errors.count("\n") == 1
 
 
-def test_a_broken_engine_shows_the_last_lines_of_its_log(trained, tmp_path):
+def test_a_broken_engine_shows_the_last_lines_of_its_log(trained, evaluate, tmp_path):
     """Its files are right; no engine knows its architecture."""
     served = tmp_path / "served"
     served.mkdir()

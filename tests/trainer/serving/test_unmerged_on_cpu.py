@@ -11,7 +11,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.trainer.test_evaluate import evaluate
 from trainer.serving import agreement
 
 pytestmark = pytest.mark.slow
@@ -39,7 +38,7 @@ def trained(configure, ranks, base, work):
 
 
 @pytest.fixture(scope="module")
-def served(trained, tmp_path_factory):
+def served(trained, evaluate, tmp_path_factory):
     """served(name, adapter, **changes of paths) -> what evaluation found, and what the model says of the prompts."""
 
     def served(name: str, adapter: str = "merged", **paths: object):
