@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-BF16 = ("train.precision=bf16", "train.micro_batch=1", "checkpoint.save_every=3")
+BF16 = ("train.precision=bf16", "train.steps=4", "checkpoint.save_every=2")
 
 
 def losses(result) -> dict[int, float]:
@@ -19,10 +19,10 @@ def test_offloaded_it_learns_the_same_and_resumes_exactly(share, adapter, config
     here = losses(ranks("train", configure("glm4-moe", f"paths.output={work}/here-{adapter}", kind, *BF16)))
     away = (kind, *BF16, f"optimizer.offload={share}")
     whole = losses(ranks("train", configure("glm4-moe", name, *away)))
-    assert whole[1] == here[1] and whole[6] < whole[1]
+    assert whole[1] == here[1] and whole[4] < whole[1]
     assert all(abs(whole[step] - here[step]) <= 2e-3 * here[step] for step in here), (whole, here)
     cut = f"paths.output={work}/cut-{share}"
-    losses(ranks("train", configure("glm4-moe", cut, *away, "train.stop_after=3")))
+    losses(ranks("train", configure("glm4-moe", cut, *away, "train.stop_after=2")))
     assert losses(ranks("train", configure("glm4-moe", cut, *away))) == whole
 
 
