@@ -46,7 +46,7 @@ from trainer.data.tokens import tokenizer
 
 SECONDS = 10
 SPLITS = ("training", "validation", "test")
-FEW, MANY = 200, 2000
+FEW, MANY = 100, 2000
 
 
 @pytest.fixture(scope="module")

@@ -4,21 +4,18 @@ Rows come from a private data set there and from S3.
 """
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import boto3
 import pytest
 
 from tests.support import stand_in_hub
-from tests.support.flow_world import ROOT, states
+from tests.support.flow_world import states
+from trainer.rehearsal import tiny_models
 
 
 @pytest.fixture
 def hub(tmp_path):
-    tiny = [sys.executable, "-m", "trainer.tiny", "glm4-moe", tmp_path / "model", "--dtype", "float32"]
-    subprocess.run(tiny, cwd=ROOT, check=True)
     with stand_in_hub.serve(tmp_path / "hub") as server:
         yield server
 
@@ -26,17 +23,18 @@ def hub(tmp_path):
 def test_a_model_of_the_hub_at_its_commit(place, hub, tmp_path):
     hub.tokens[place.environment["HF_TOKEN"]] = set()
     own = {"FINETUNE_STORE": str(tmp_path / "store"), "FINETUNE_RUNS": str(tmp_path / "runs"), "HF_ENDPOINT": hub.url}
+    tiny_models.make_model("glm4-moe", tmp_path / "model", dtype="float32")
     commit = hub.publish("models/org/tiny", tmp_path / "model")
-    assert states(place.run("model.source=org/tiny", "--until", "convert", **own))["convert"] == "Completed"
+    assert states(place.run("model.source=org/tiny", "--until", "download", **own))["download"] == "Completed"
     (record,) = (tmp_path / "store/download").glob("*/artifact.json")
     assert commit in record.read_text()
-    assert "miss" not in place.run("model.source=org/tiny", "--until", "convert", "--dry-run", **own)
+    assert "miss" not in place.run("model.source=org/tiny", "--until", "download", "--dry-run", **own)
 
     (tmp_path / "model/generation_config.json").write_text("{}")
     moved = hub.publish("models/org/tiny", tmp_path / "model")
-    output = place.run("model.source=org/tiny", "--until", "convert", "--dry-run", **own)
+    output = place.run("model.source=org/tiny", "--until", "download", "--dry-run", **own)
     assert f'commit: "{commit}" -> "{moved}"' in output
-    pinned = place.run("model.source=org/tiny", f"model.revision={commit}", "--until", "convert", "--dry-run", **own)
+    pinned = place.run("model.source=org/tiny", f"model.revision={commit}", "--until", "download", "--dry-run", **own)
     assert "miss" not in pinned
 
 

@@ -171,26 +171,18 @@ heartbeat.MEET_WITHIN = 4.0
 heartbeat.meet()
 print("met")
 """
-MASTER = """
-import sys, time
-from torch.distributed import TCPStore
-store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-print(store.port, flush=True)
-sys.stdin.read()
-"""
 
 
 def test_a_rank_of_a_dead_attempt_never_gets_by_a_new_master():
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    with subprocess.Popen([sys.executable, "-c", MASTER], cwd=ROOT, **pipes) as master:
-        port = master.stdout.readline().strip()
-        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-        names = [("0", "gang-2"), ("1", "gang-1"), ("1", "gang-2")]
-        ranks = [
-            subprocess.Popen([sys.executable, "-c", RANK, rank, port, name], cwd=ROOT, env=environment, **pipes)
-            for rank, name in names
-        ]
-        said = [rank.communicate(timeout=60) for rank in ranks]
-        master.stdin.close()
+    from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
+
+    master = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    pipes = {"cwd": ROOT, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    ranks = [
+        subprocess.Popen([sys.executable, "-c", RANK, rank, str(master.port), name], env=environment, **pipes)
+        for rank, name in (("0", "gang-2"), ("1", "gang-1"), ("1", "gang-2"))
+    ]
+    said = [rank.communicate(timeout=60) for rank in ranks]
     assert [out.strip() for out, _ in said] == ["met", "", "met"], said
     assert "1 of 2 ranks of gang-1 met" in said[1][1]
