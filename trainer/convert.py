@@ -44,7 +44,8 @@ def main(run: Run) -> None:
     facts = {"architecture": model.config["architectures"][0], "precision": run.train.precision, "mtp": run.model.mtp}
     before, stamps = atomic_folder.gather((checkpoints.read_mark(base) or {}, model.stamps()))[0]  # as rank 0 sees them
     if run.convert.to == "none":
-        facts |= {"to": "none", "tp": run.layout.tp}  # tp: the vocabulary is padded for so many ranks
+        # What decides, besides, in which pieces the checkpoint has its weights: tp pads the vocabulary.
+        facts |= {"to": "none", "tp": run.layout.tp, "grouped_gemm": run.moe.grouped_gemm}
     same = all(before.get(key) == value for key, value in facts.items()) and ("to" in before) == ("to" in facts)
     if same and before["stamps"] == stamps:
         say(f"convert: {base} is already there, from these {before['tensors']} tensors")

@@ -94,7 +94,9 @@ def direct(configure, ranks, folder):
     paths = [f"paths.{name}={folder / name}" for name in ("model", "base", "output", "logs")]
 
     def direct(*overrides: str, command: str = "train", kill_at: int | None = None):
-        return ranks(command, configure("llama", *paths, "convert.to=none", *overrides), kill_at)
+        mine = {override.split("=")[0] for override in overrides}
+        given = [one for one in (*paths, "convert.to=none") if one.split("=")[0] not in mine]
+        return ranks(command, configure("llama", *given, *overrides), kill_at)
 
     converted = direct(command="convert")
     assert converted.code == 0, converted.output

@@ -110,7 +110,8 @@ def _as_made(run: Run, mark: dict) -> Run:
     layout = Layout(tp=mark.get("tp", run.layout.tp))
     train = run.train.model_copy(update={"precision": mark.get("precision", run.train.precision)})
     model = run.model.model_copy(update={"mtp": mark.get("mtp", run.model.mtp)})
-    return run.model_copy(update={"layout": layout, "train": train, "model": model})
+    moe = run.moe.model_copy(update={"grouped_gemm": mark.get("grouped_gemm", run.moe.grouped_gemm)})
+    return run.model_copy(update={"layout": layout, "train": train, "model": model, "moe": moe})
 
 
 def _require_same(model: released.Model, mark: dict, base: Path) -> None:
@@ -136,7 +137,7 @@ def _one_process() -> Iterator[None]:
         yield
         return
     with mock.patch.dict(os.environ, ALONE):
-        store = distributed.HashStore()
+        store = distributed.HashStore()  # pyright: ignore[reportPrivateImportUsage]
         distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
         try:
             yield
