@@ -15,7 +15,8 @@ are grouped into micro batches.
 
 Where trainer and engine disagree about a token, samples are not the policy's own. tis weighs each token by the ratio of
 both, cut from above (arXiv 2508 "Your efficient RL framework secretly brings you off-policy training"); icepop leaves
-tokens out beyond two bounds (Ring-1T); sequence_mask leaves whole answers out whose geometric mean is beyond them.
+tokens out beyond two bounds (Ring-1T); sequence_mask leaves whole answers out whose geometric mean is beyond them
+(NeMo-RL's and OpenRLHF's seq-mask-tis). What is left has the ratio as its weight, and divisors stay as they are.
 """
 
 from dataclasses import dataclass
@@ -99,8 +100,8 @@ def correction(settings: Settings, batch: Batch) -> torch.Tensor:
         ratio = torch.exp(difference)
         return torch.where((ratio >= low) & (ratio <= high), ratio, torch.zeros_like(ratio)).detach()
     if settings.correction == "sequence_mask":
-        ratio = torch.exp(mean_of_answers(difference, batch.mask))[:, None]
-        return ((ratio >= low) & (ratio <= high)).to(difference.dtype).expand_as(difference).detach()
+        mean = torch.exp(mean_of_answers(difference, batch.mask))[:, None]
+        return (torch.exp(difference) * ((mean >= low) & (mean <= high))).detach()
     return torch.ones_like(difference)
 
 

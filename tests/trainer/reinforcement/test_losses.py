@@ -50,7 +50,7 @@ def by_hand(batch: Batch, settings: Settings) -> float:
         if settings.loss == "gspo":  # verl, compute_policy_loss_gspo
             ratio = math.exp(sum(n - o for n, o in zip(new, old, strict=True)) / length)
             losses = [verl_clipped(ratio, a, settings.clip_low, settings.clip_high) for a in advantages]
-        elif settings.loss == "cispo":  # TRL, loss_type cispo; MiniMax-M1, equation 4
+        elif settings.loss == "cispo":  # MiniMax-M1, equation 4; TRL's has no lower bound, as clip_low 1 has none
             losses = [
                 -min(max(math.exp(n - o), 1 - settings.clip_low), 1 + settings.clip_high) * a * n
                 for n, o, a in zip(new, old, advantages, strict=True)
@@ -111,7 +111,7 @@ def test_a_token_of_gspo_has_the_gradient_of_its_answer(batch):
 
 
 def test_corrections_are_the_published_ones(batch):
-    """verl, rollout_corr_helper: token TIS, token mask (IcePop), geometric sequence mask."""
+    """tis: verl's and TRL's token_truncate. icepop: TRL's token_mask. sequence_mask: OpenRLHF's seq-mask-tis."""
     plain = Settings(loss="dapo", clip_low=0.2, clip_high=0.28)
     for kind in ("tis", "icepop", "sequence_mask"):
         expected, tokens = 0.0, 0
@@ -123,7 +123,7 @@ def test_corrections_are_the_published_ones(batch):
                 weight = {
                     "tis": min(ratio, 1.5),
                     "icepop": ratio if 0.7 <= ratio <= 1.5 else 0.0,
-                    "sequence_mask": float(0.7 <= whole <= 1.5),
+                    "sequence_mask": ratio if 0.7 <= whole <= 1.5 else 0.0,
                 }[kind]
                 expected += weight * verl_clipped(math.exp(n - o), a, 0.2, 0.28)
             tokens += length
