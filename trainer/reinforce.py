@@ -65,7 +65,7 @@ def _train(given: Run, run: Run, rollouts: Rollouts | None, start: int) -> None:
     with megatron_to(Path(run.paths.logs)):
         bridge = open_bridge(run)
         config = make_config(run, bridge, start or None)
-        config.dataset = FromOutside(feed=feed, seq_length=run.data.seq_length)
+        config.dataset = FromOutside.of(run, feed)
         fresh = not start and asked.start == "trained"
         if fresh:
             _begin_with(config.checkpoint, checkpoint_folder(given))
@@ -74,7 +74,7 @@ def _train(given: Run, run: Run, rollouts: Rollouts | None, start: int) -> None:
         step = PolicyStep(Settings(**keys, longest=asked.max_tokens), asked.updates > 1, asked.kl > 0)
         metrics = Metrics(run, Path(run.paths.output) / "metrics.jsonl", start)
         steps = Reinforcement(run, bridge, rollouts, feed, step, metrics, fresh)
-        callbacks = [steps, metrics, Parity(run), Saves(run, metrics), heartbeat.callback()]
+        callbacks = [steps, metrics, Parity(run), Saves(run, metrics), heartbeat.callback(), feed]
         train(run, config, step, callbacks)
 
 

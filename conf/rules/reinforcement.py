@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from conf.schema.run import Run
 from contract.faults import Fault
 
-
 def is_asked(run: Run) -> bool:
     return run.reinforce.steps > 0
 
@@ -45,8 +44,6 @@ def contradictions(run: Run) -> Iterator[tuple[str, str]]:
         yield "checkpoint.save_every", "epoch, but steps of reinforce have none: name a number of steps, or a share"
     if run.layout.nodes > 1:
         yield "layout.nodes", f"{run.layout.nodes}: reinforce runs on one host yet"
-    if run.layout.cp > 1:
-        yield "layout.cp", f"{run.layout.cp}: reinforce does not cut sequences yet"
     if asked.source and data.mixture:
         yield "reinforce.source", "has no effect on data.mixture: name data.source"
     if asked.kl and (run.adapter.kind == "none" or asked.start == "trained"):
@@ -77,6 +74,8 @@ def as_training(run: Run) -> Run:
         "checkpoint": {"save_every": every * asked.updates},
         # A head that predicts further tokens would learn from samples as if they were right.
         "model": {"mtp_loss_scale": 0.0},
+        # Rewards say nothing about how busy experts are: only who asks for balancing has it beside them.
+        "moe": {"aux_loss_coeff": run.moe.aux_loss_coeff or 0.0},
         "data": {"source": asked.source} if asked.source else {},
         "paths": {"output": run.paths.reinforced, "data": data, "parity": f"{run.paths.reinforced}/parity.json"},
     }

@@ -185,16 +185,16 @@ def base(configure, ranks):
 def compare(configure, base, ranks, work):
     """compare(model, kind, cut, packed, targets="", without=(), settings=()) -> what gradients_of_run.compare() found.
 
-    `settings` are not those of the run that it is compared with.
+    `settings` are not those of the run that it is compared with. `policy` names a loss of reinforcement learning.
     """
     make_data(work / "rows")
 
     def compare(
-        model: str, kind: str, cut: str, packed: bool, targets: str = "", without=(), settings=(), both=()
+        model: str, kind: str, cut: str, packed: bool, targets: str = "", without=(), settings=(), both=(), policy=""
     ) -> dict:
         base(model)
-        name = "-".join([model, kind, *(["packed"] if packed else []), *targets.split(","), *both])
-        shared = [f"paths.data={work}/rows", "data.seq_length=128", f"data.packed={str(packed).lower()}", *both]
+        name = "-".join([model, kind, *(["packed"] if packed else []), *targets.split(","), *both, policy])
+        shared = [f"paths.data={work}/rows", "data.seq_length=128", f"data.packed={str(packed).lower()}"]
         shared += [
             "train.steps=3",
             "train.global_batch=2",
@@ -203,22 +203,31 @@ def compare(configure, base, ranks, work):
             f"adapter.kind={kind}",
         ]
         shared += [f"adapter.targets=[{targets or TARGETS[model, kind]}]"] if kind != "none" else []
+        shared += both
         reference = work / f"{name}.pt"
         if not reference.exists():
-            ask(configure(model, *shared, f"paths.output={work}/{name}"), reference)
+            ask(configure(model, *_last(shared), f"paths.output={work}/{name}"), reference, policy=policy)
         where = "-".join([name, *(cut.split() or ["copies"]), *settings, *without]).replace("layout.", "")
         ways = [] if cut == ALONE else ["layout.gpus_per_node=2", *cut.split()]
-        return ask(configure(model, *shared, *settings, *ways, f"paths.output={work}/{where}"), reference, without)
+        there = f"paths.output={work}/{where}"
+        return ask(configure(model, *_last([*shared, *settings, *ways]), there), reference, without, policy)
 
-    def ask(run, reference: Path, without=()) -> dict:
+    def ask(run, reference: Path, without=(), policy="") -> dict:
         folder = Path(run.paths.output)
         folder.mkdir()
-        (folder / "request.json").write_text(json.dumps({"reference": str(reference), "without": without}))
+        (folder / "request.json").write_text(
+            json.dumps({"reference": str(reference), "without": without, "policy": policy})
+        )
         result = ranks("gradients_of_run", run)
         assert result.code == 0, result.output[-4000:]
         return json.loads((folder / "answer.json").read_text())
 
     return compare
+
+
+def _last(overrides: list[str]) -> list[str]:
+    """Overrides without those that a later one of the same key takes the place of."""
+    return list({one.partition("=")[0]: one for one in overrides}.values())
 
 
 def _prepare(run, made: dict[str, Path]) -> None:

@@ -13,6 +13,7 @@ import json
 import random
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -29,11 +30,13 @@ from contract.files import write_atomically
 from trainer.data.rows import Row
 from trainer.megatron.recipe import last_step
 from trainer.reinforcement import advantages, probe, rewards
+from trainer.reinforcement.batches import Form, micro_batches
 from trainer.reinforcement.guarded import Question
 from trainer.reinforcement.journal import Journal
 from trainer.reinforcement.policy_step import LARGEST, Feed, PolicyStep, Temperature
+from trainer.reinforcement.policy_step import log_probs as log_probs_of_answers
 from trainer.reinforcement.rollouts import Rollouts
-from trainer.reinforcement.samples import Answer, Group, Scored, Step, micro_batches
+from trainer.reinforcement.samples import Answer, Group, Scored, Step
 from trainer.serving import prompts
 from trainer.startup.console import say
 from trainer.training.metrics import Metrics
@@ -133,12 +136,8 @@ class Reinforcement(Callback):
         """Give vLLM the weights as they are, and look whether it computes with them."""
         start = time.monotonic()
         tensors = self._weights(context)
-        if self.rollouts:
-            sent = self._on_first(lambda: self.rollouts.update(tensors, version), tensors)
-        else:
-            sent = self._on_first(None, tensors)
+        self.sent = self._on_first(lambda: self.rollouts.update(tensors, version), tensors)
         self.seconds["transfer"] = time.monotonic() - start
-        self.sent = sent
         start = time.monotonic()
         self._probe(context, version)
         self.seconds["probe"] = time.monotonic() - start
@@ -149,8 +148,7 @@ class Reinforcement(Callback):
             yield weight.param_name, weight.weight
 
     def _probe(self, context: Any, version: int) -> None:
-        answers = self._on_first(self._ask_probe)
-        read, written, rows = answers
+        read, written, rows = self._on_first(self._ask_probe)
         with self.temperature.off():
             found = log_probs(self.run, context, rows)
         known = [len(row) - probe.WRITTEN - 1 for row in rows]
@@ -158,10 +156,11 @@ class Reinforcement(Callback):
         behind = [one[count : count + probe.WRITTEN] for one, count in zip(found, known, strict=True)]
         differences = probe.Differences(probe.mean(read, said), probe.mean(written, behind))
         before = probe.mean(read, self.said) if self.said and self.said != said else None
-        self.said = said
-        has = self._on_first(lambda: self.rollouts.version)
-        probe.judge(differences, probe.bound(self.run), before, (has, version))
-        self.apart = max(differences.read, differences.written)
+        self.said, self.apart = said, max(differences.read, differences.written)
+        # Copies of the model may differ in the last bit: one of them judges for all.
+        self._on_first(
+            lambda: probe.judge(differences, probe.bound(self.run), before, (self.rollouts.version, version))
+        )
 
     def _ask_probe(self) -> tuple[list[list[float]], list[list[float]], list[list[int]]]:
         """Log-probabilities of the rows and of tokens that vLLM writes behind each, and the rows with these tokens."""
@@ -169,7 +168,7 @@ class Reinforcement(Callback):
         # At a temperature of 1, log-probabilities are those of the model itself.
         sampling = {"n": 1, "max_tokens": probe.WRITTEN, "temperature": 1.0, "ignore_eos": True}
         seeds = [self.asked.seed + number for number in range(len(self.probe_rows))]
-        answers = [one for _, (one,) in self.rollouts.call("answer", prompts=self.probe_rows, seeds=seeds, **sampling)]
+        answers = [one for (one,) in self._ask(self.probe_rows, seeds, **sampling)]
         rows = [row + tokens for row, (tokens, *_) in zip(self.probe_rows, answers, strict=True)]
         return read, [found for _, found, *_ in answers], rows
 
@@ -201,14 +200,17 @@ class Reinforcement(Callback):
         asked = [self._prompt(row) for row in chosen]
         seeds = [draw.randrange(2**40) for _ in asked]
         sampling = {"n": self.asked.samples, "temperature": self.asked.temperature}
-        answers = self.rollouts.call("answer", prompts=asked, seeds=seeds, **sampling | self._limits())
-        for mine, (read, _) in zip(asked, answers, strict=True):
-            if mine != read:
-                raise Fault("rollout: vLLM was asked another prompt than the template makes of the row")
+        answers = self._ask(asked, seeds, **sampling | self._limits())
         return [
             Group(row, prompt, [Answer(*one) for one in found])
-            for row, prompt, (_, found) in zip(chosen, asked, answers, strict=True)
+            for row, prompt, found in zip(chosen, asked, answers, strict=True)
         ]
+
+    def _ask(self, asked: list[list[int]], seeds: list[int] | None, **sampling: Any) -> list[list[tuple]]:
+        """Answers to each prompt, once it is known that vLLM has read that prompt and no other."""
+        answers = self.rollouts.call("answer", prompts=asked, seeds=seeds, **sampling)
+        probe.require_same_prompts(asked, [read for read, _ in answers])
+        return [found for _, found in answers]
 
     def _limits(self) -> dict[str, Any]:
         return {"max_tokens": self.asked.max_tokens, "stop": self.template.ends_by_text}
@@ -244,44 +246,35 @@ class Reinforcement(Callback):
         ]
         size = len(found) // self.asked.updates
         if step.old:
-            found = [
-                Scored(one.prompt, one.answer, one.engine, one.advantage, old, None)
-                for one, old in zip(found, step.old, strict=True)
-            ]
+            found = [replace(one, old=old) for one, old in zip(found, step.old, strict=True)]
         return [found[start : start + size] for start in range(0, len(found), size)]
 
     def _old(self, context: Any, step: Step) -> list[list[float]]:
         """Log-probabilities of all answers by the policy as it is, before the first of several updates."""
-        sequences = [one for update in self._scored(step) for one in update]
-        mine = range(len(sequences))[self._share(len(sequences))]
-        found = self._said(context, [sequences[number] for number in mine])
-        shares: list[Any] = [None] * distributed.get_world_size()
-        distributed.all_gather_object(shares, dict(zip(mine, found, strict=True)))
-        whole = {number: values for share in shares for number, values in share.items()}
-        return [whole[number] for number in range(len(sequences))]
+        whole: list[list[float]] = []
+        for answers in self._scored(step):
+            found = self._log_probs(context, answers)
+            shares: list[Any] = [None] * distributed.get_world_size()
+            distributed.all_gather_object(shares, found)
+            merged = {number: values for share in shares for number, values in share.items()}
+            whole += [merged[number] for number in range(len(answers))]
+        return whole
 
-    def _said(self, context: Any, sequences: list[Scored]) -> list[list[float]]:
-        rows = [one.prompt + one.answer for one in sequences]
-        found = log_probs(self.run, context, rows)
-        places = [(len(one.prompt) - 1, len(one.prompt) + len(one.answer) - 1) for one in sequences]
-        return [values[start:end] for values, (start, end) in zip(found, places, strict=True)]
+    def _log_probs(self, context: Any, answers: list[Scored]) -> dict[int, list[float]]:
+        return log_probs_of_answers(self.run, context, self.policy_step, self._micro_batches(answers))
+
+    def _micro_batches(self, answers: list[Scored]) -> list[dict[str, torch.Tensor]]:
+        rank, ranks = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
+        return micro_batches(answers, Form.of(self.run), rank, ranks)
 
     def _feed(self, context: Any, update: int) -> None:
-        sequences = self._scored(self.step)[update]
-        mine = sequences[self._share(len(sequences))]
+        answers = self._scored(self.step)[update]
         if self.asked.kl:
             with context.state.cfg.peft.disable_adapter(context.model):
-                reference = self._said(context, mine)
-            mine = [
-                Scored(one.prompt, one.answer, one.engine, one.advantage, one.old, values)
-                for one, values in zip(mine, reference, strict=True)
-            ]
-        self.feed.batches = micro_batches(mine, self.run.train.micro_batch, self.run.data.seq_length)
-
-    def _share(self, count: int) -> slice:
-        """Part of so many sequences that this rank's data-parallel group trains on."""
-        rank, ranks = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
-        return slice(rank * count // ranks, (rank + 1) * count // ranks)
+                reference = self._log_probs(context, answers)
+            answers = [replace(one, reference=reference.get(number)) for number, one in enumerate(answers)]
+        self.policy_step.begin(answers)
+        self.feed.give(self._micro_batches(answers))
 
     def _figures(self) -> dict[str, float]:
         """Figures of all ranks. Losses are computed on the last stage, by each of its ranks alike."""
@@ -352,8 +345,7 @@ class Reinforcement(Callback):
     def _greedy(self) -> float:
         """Share of held-out rows that are answered right, without sampling."""
         asked = [self.template.tokens(row)[0][-self.longest :] for row in self.held_out]
-        found = self.rollouts.call("answer", prompts=asked, seeds=None, n=1, temperature=0.0, **self._limits())
-        texts = [text for _, ((_, _, text, _),) in found]
+        texts = [text for ((_, _, text, _),) in self._ask(asked, None, n=1, temperature=0.0, **self._limits())]
         right = [rewards.exact(self._question(row, text)) for row, text in zip(self.held_out, texts, strict=True)]
         return _mean(right)
 

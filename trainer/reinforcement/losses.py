@@ -114,13 +114,17 @@ def _is_corrected(settings: Settings, batch: Batch, weight: torch.Tensor) -> tor
 
 def total(settings: Settings, losses: torch.Tensor, mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Sum of losses, and the count that the sums of all micro batches are divided by."""
-    tokens = mask.sum()
     answers = (mask.sum(-1) > 0).sum()
-    if settings.loss in ("dapo", "cispo"):
-        return losses.sum(), tokens
+    if not by_answer(settings.loss):
+        return losses.sum(), mask.sum()
     if settings.loss == "dr_grpo":
         return losses.sum() / settings.longest, answers
     return mean_of_answers(losses, mask).sum(), answers
+
+
+def by_answer(loss: Loss) -> bool:
+    """Whether the loss is a mean over answers, not over tokens."""
+    return loss not in ("dapo", "cispo")
 
 
 def mean_of_answers(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:

@@ -6,26 +6,53 @@ GPTModel's loss of a token is its negative log-probability: it is the same at ev
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportIncompatibleVariableOverride=false
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 from megatron.bridge.data.base import DatasetProvider
+from megatron.bridge.data.packing import PackedSequenceSpecs
 from megatron.bridge.training import gpt_step
-from megatron.core.utils import unwrap_model
+from megatron.bridge.training.callbacks import Callback
+from megatron.bridge.training.utils.packed_seq_utils import get_thd_cp_partition_indices
+from megatron.core import parallel_state
+from megatron.core.num_microbatches_calculator import (
+    get_micro_batch_size,
+    get_num_microbatches,
+    reconfigure_num_microbatches_calculator,
+)
+from megatron.core.utils import get_batch_on_this_cp_rank, unwrap_model
+from torch import distributed
 
-from trainer.reinforcement.losses import Batch, Settings, objective
+from conf.schema.run import Run
+from trainer.reinforcement.batches import ROWS, Form
+from trainer.reinforcement.losses import Batch, Settings, by_answer, objective
+from trainer.reinforcement.samples import Scored
+from trainer.training.parity import forward_only
 
 LARGEST = "mismatch_max"  # of the figures, the one that is no sum
+NOBODY = -1  # the rank that core tells of each new number
 
 
-class Feed:
-    """Micro batches of the next optimizer step, as an endless source of Bridge's."""
+class Feed(Callback):
+    """Micro batches of the next optimizer step, as an endless source of Bridge's. It is the last of the callbacks.
+
+    Packed, their number differs from step to step. Bridge takes it for a schedule of growing batches, unless the number
+    is what it was between two steps.
+    """
 
     def __init__(self):
         self.batches: list[dict[str, torch.Tensor]] = []
+        self.usual = 0
+
+    def give(self, batches: list[dict[str, torch.Tensor]]) -> None:
+        self.batches, self.usual = list(batches), get_num_microbatches()
+        _take(len(batches))
+
+    def on_train_step_end(self, context: Any) -> None:
+        _take(self.usual)
 
     def __iter__(self) -> "Feed":
         return self
@@ -43,6 +70,15 @@ class FromOutside(DatasetProvider):
     do_validation: bool = False
     dataloader_type: str | None = "external"
     num_workers: int | None = 0
+    # Stages in the middle of a pipeline are told where packed sequences end by these alone.
+    enable_offline_packing: bool = False
+    offline_packing_specs: PackedSequenceSpecs | None = None
+
+    @classmethod
+    def of(cls, run: Run, feed: Feed) -> "FromOutside":
+        length, packed = run.data.seq_length, run.data.packed
+        specs = PackedSequenceSpecs(packed_sequence_size=length) if packed else None
+        return cls(feed=feed, seq_length=length, enable_offline_packing=packed, offline_packing_specs=specs)
 
     def build_datasets(self, context: Any) -> tuple[Any, None, None]:
         return self.feed, None, None
@@ -54,10 +90,19 @@ class PolicyStep:
     def __init__(self, settings: Settings, with_old: bool, with_reference: bool):
         self.settings, self.with_old, self.with_reference = settings, with_old, with_reference
         self.figures: dict[str, float] = {}
+        self.tokens_per_count = 1.0
+
+    def begin(self, answers: Sequence[Scored]) -> None:
+        """Take note of all answers of an optimizer step.
+
+        Megatron weighs what keeps experts balanced by tokens, so that losses have to be divided by tokens as well.
+        """
+        tokens = sum(len(one.answer) for one in answers)
+        self.tokens_per_count = tokens / len(answers) if by_answer(self.settings.loss) else 1.0
 
     def __call__(self, state: Any, iterator: Iterator[dict[str, torch.Tensor]], model: Any) -> tuple[Any, Any]:
         batch = next(iterator)
-        shown = {key: batch[key] for key in ("tokens", "labels", "position_ids", "loss_mask")}
+        shown = {key: batch[key] for key in ROWS if key in batch}
         output, _ = gpt_step.forward_step(state, iter([shown]), model)
         return output, partial(self._loss, batch)
 
@@ -65,9 +110,11 @@ class PolicyStep:
         found, self.figures = self.figures, {}
         return found
 
-    def _loss(self, batch: dict[str, torch.Tensor], output: torch.Tensor) -> tuple[Any, Any, dict[str, Any]]:
+    def _loss(self, batch: dict[str, torch.Tensor], output: torch.Tensor, non_loss_data: bool = False) -> Any:
         given = {key: value.to(output.device, non_blocking=True) for key, value in batch.items()}
-        new = -output.float()
+        new = -whole(output.float(), given.get("cu_seqlens_q")).flatten()[given["places"]]
+        if non_loss_data:
+            return new
         found = objective(
             self.settings,
             Batch(
@@ -76,15 +123,66 @@ class PolicyStep:
                 old=given["old"] if self.with_old else new.detach(),
                 engine=given["engine"],
                 advantages=given["advantages"],
-                mask=given["loss_mask"],
+                mask=given["mask"],
                 reference=given["reference"] if self.with_reference else None,
             ),
         )
         for key, value in found.figures.items():
             before = self.figures.get(key, 0.0)
             self.figures[key] = max(before, float(value)) if key == LARGEST else before + float(value)
-        count = found.count.to(torch.int)
-        return found.loss, count, {"lm loss": torch.stack([found.loss.detach(), count.to(found.loss.dtype)])}
+        # Each context-parallel rank computes the loss of whole answers, with gradients of its own part of them.
+        counts = float(parallel_state.get_context_parallel_rank() == 0)
+        loss = found.loss * self.tokens_per_count
+        tokens = (given["mask"].sum() * counts).to(torch.int)
+        return loss, tokens, {"lm loss": torch.stack([loss.detach() * counts, tokens.to(loss.dtype)])}
+
+
+def whole(values: torch.Tensor, cut: torch.Tensor | None) -> torch.Tensor:
+    """Rows of which each context-parallel rank has a part, whole. Gradients go to this rank's part."""
+    group = parallel_state.get_context_parallel_group()
+    if group.size() == 1:
+        return values
+    length = values.size(1) * group.size()
+    numbers = {"tokens": torch.arange(length, device=values.device)[None]}
+    if cut is None:
+        mine = get_batch_on_this_cp_rank(numbers, is_hybrid_cp=False, cp_group=group)["tokens"][0]
+    else:
+        mine = get_thd_cp_partition_indices(cut.squeeze(0), total_tokens=length, cp_group=group, device=values.device)
+    places = [torch.empty_like(mine) for _ in range(group.size())]
+    shares = [torch.empty_like(values) for _ in places]
+    distributed.all_gather(places, mine.contiguous(), group=group)
+    distributed.all_gather(shares, values.detach().contiguous(), group=group)
+    found = values.new_zeros(values.size(0), length)
+    for place, share in zip(places, shares, strict=True):
+        found[:, place] = share
+    return found.index_copy(1, mine, values)
+
+
+def log_probs(
+    run: Run, context: Any, step: PolicyStep, batches: list[dict[str, torch.Tensor]]
+) -> dict[int, list[float]]:
+    """Log-probabilities of the answers of a rank's micro batches, by the policy as it is; by their numbers."""
+    form = Form.of(run)
+    found = forward_only(context, step, batches, form.rows, form.length)
+    named: list[Any] = [None]
+    if parallel_state.is_pipeline_last_stage(ignore_virtual=True):
+        lengths = [batch["mask"].sum(-1).int().tolist() for batch in batches]
+        named = [
+            {
+                number: values[:length]
+                for batch, rows, counts in zip(batches, found, lengths, strict=True)
+                for number, values, length in zip(batch["numbers"].tolist(), rows.tolist(), counts, strict=False)
+            }
+        ]
+    last = parallel_state.get_pipeline_model_parallel_last_rank()
+    distributed.broadcast_object_list(named, src=last, group=parallel_state.get_pipeline_model_parallel_group())
+    return named[0]
+
+
+def _take(micro_batches: int) -> None:
+    """Have the loop take so many micro batches from now on."""
+    size, ranks = get_micro_batch_size(), parallel_state.get_data_parallel_world_size()
+    reconfigure_num_microbatches_calculator(NOBODY, None, micro_batches * size * ranks, size, ranks, False)
 
 
 class Temperature:

@@ -43,6 +43,17 @@ def mean(found: Sequence[Sequence[float]], expected: Sequence[Sequence[float]]) 
     return sum(abs(a - b) for a, b in pairs) / len(pairs)
 
 
+def require_same_prompts(asked: Sequence[list[int]], read: Sequence[list[int]]) -> None:
+    """Raise a Fault where vLLM says that it has read another prompt than it was asked."""
+    for mine, theirs in zip(asked, read, strict=True):
+        if mine != theirs:
+            place = next((at for at, (a, b) in enumerate(zip(mine, theirs, strict=False)) if a != b), len(mine))
+            raise Fault(
+                f"probe: vLLM has read another prompt than the template makes of a row: {len(theirs)} tokens, not "
+                f"{len(mine)}, and another one at {place}"
+            )
+
+
 def judge(differences: Differences, limit: float, before: float | None, versions: tuple[int, int]) -> None:
     """Raise a Fault where vLLM and Megatron disagree, with the likeliest reason.
 

@@ -1,13 +1,6 @@
-"""Answers of one step, and what Megatron's loop is fed from them.
+"""Answers of one step, which is the journal's unit, and what the loss is told of each."""
 
-Step(...)                       all answers to all prompts of a step; the journal's unit
-micro_batches(...)              padded batches of a rank's share, as its loop takes them
-"""
-
-from collections.abc import Sequence
 from dataclasses import dataclass, field
-
-import torch
 
 
 @dataclass
@@ -57,26 +50,3 @@ class Scored:
     advantage: float
     old: list[float] | None
     reference: list[float] | None
-
-
-def micro_batches(sequences: Sequence[Scored], size: int, length: int) -> list[dict[str, torch.Tensor]]:
-    """Padded batches of so many sequences. Padding stands behind, and changes nothing in front of it."""
-    return [_batch(sequences[start : start + size], length) for start in range(0, len(sequences), size)]
-
-
-def _batch(sequences: Sequence[Scored], length: int) -> dict[str, torch.Tensor]:
-    shape = (len(sequences), length)
-    tokens, labels = torch.zeros(shape, dtype=torch.long), torch.zeros(shape, dtype=torch.long)
-    names = ("loss_mask", "engine", "advantages", "old", "reference")
-    found = {name: torch.zeros(shape) for name in names}
-    for number, one in enumerate(sequences):
-        row = torch.tensor(one.prompt + one.answer)
-        learned = slice(len(one.prompt) - 1, len(row) - 1)
-        tokens[number, : len(row) - 1], labels[number, : len(row) - 1] = row[:-1], row[1:]
-        found["loss_mask"][number, learned] = 1
-        found["advantages"][number, learned] = one.advantage
-        for name, values in (("engine", one.engine), ("old", one.old), ("reference", one.reference)):
-            if values is not None:
-                found[name][number, learned] = torch.tensor(values)
-    positions = torch.arange(length).repeat(len(sequences), 1)
-    return {"tokens": tokens, "labels": labels, "position_ids": positions} | found

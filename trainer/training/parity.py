@@ -13,6 +13,7 @@ other rows are asked for) loads its last checkpoint and takes no step: Megatron-
 # pyright: reportArgumentType=false, reportOptionalMemberAccess=false
 
 import json
+from collections.abc import Callable
 from itertools import chain
 from math import lcm
 from pathlib import Path
@@ -78,32 +79,14 @@ def log_probs(run: Run, context, rows_of_tokens: list[list[int]]) -> list[list[f
 
     Numbers behind the end of a shorter prompt have no meaning.
     """
-    chunks, layout = context.model, run.layout
+    layout = run.layout
     pieces = lcm(16, (2 * layout.cp if layout.cp > 1 else 1) * (layout.tp if layout.sp else 1))
     longest = max(len(tokens) for tokens in rows_of_tokens) - 1
     length = min(-(-longest // pieces) * pieces, run.data.seq_length)
     batches = [_batch(tokens, length) for tokens in rows_of_tokens]
     batches += batches[-1:] * (-len(batches) % layout.pp)  # interleaved stages work in groups of pp
 
-    training, config = [chunk.training for chunk in chunks], get_model_config(chunks[0])
-    timers, config.timers = config.timers, None
-    for chunk in chunks:
-        chunk.eval()
-    with torch.no_grad():
-        losses = get_forward_backward_func()(
-            forward_step_func=lambda iterator, chunk: (forward_step(context.state, iterator, chunk)[0], _as_it_is),
-            data_iterator=[iter([dict(batch) for batch in batches]) for _ in chunks],
-            model=chunks,
-            num_microbatches=len(batches),
-            seq_length=length,
-            micro_batch_size=1,
-            forward_only=True,
-            collect_non_loss_data=True,
-        )
-    for chunk, mode in zip(chunks, training, strict=True):
-        chunk.train(mode)
-    config.timers = timers
-
+    losses = forward_only(context, _losses, batches, rows=1, length=length)
     found = torch.zeros(len(batches), length, device="cuda")
     if parallel_state.is_pipeline_last_stage(ignore_virtual=True):
         found.copy_(_whole_sequence(torch.cat(losses).float()))
@@ -115,6 +98,35 @@ def log_probs(run: Run, context, rows_of_tokens: list[list[int]]) -> list[list[f
     return (-found).tolist()
 
 
+def forward_only(context, step: Callable, batches: list[dict], rows: int, length: int) -> list[torch.Tensor]:
+    """What a forward_step gives of each micro batch, on the last stage, without training on any."""
+    chunks = context.model
+    training, config = [chunk.training for chunk in chunks], get_model_config(chunks[0])
+    timers, config.timers = config.timers, None
+    for chunk in chunks:
+        chunk.eval()
+    with torch.no_grad():
+        found = get_forward_backward_func()(
+            forward_step_func=lambda iterator, chunk: step(context.state, iterator, chunk),
+            data_iterator=[iter([dict(batch) for batch in batches]) for _ in chunks],
+            model=chunks,
+            num_microbatches=len(batches),
+            seq_length=length,
+            micro_batch_size=rows,
+            forward_only=True,
+            collect_non_loss_data=True,
+        )
+    for chunk, mode in zip(chunks, training, strict=True):
+        chunk.train(mode)
+    config.timers = timers
+    return found
+
+
+def _losses(state, iterator, chunk) -> tuple[torch.Tensor, Callable]:
+    """A forward_step that gives each token's loss."""
+    return forward_step(state, iterator, chunk)[0], lambda losses, non_loss_data: losses
+
+
 def _batch(tokens: list[int], length: int) -> dict[str, torch.Tensor]:
     """One row as the data loader gives it. Padding behind a row changes nothing before it."""
     padded = torch.tensor([tokens + [tokens[-1]] * (length + 1 - len(tokens))])
@@ -124,10 +136,6 @@ def _batch(tokens: list[int], length: int) -> dict[str, torch.Tensor]:
         "loss_mask": torch.ones(1, length),
         "position_ids": torch.arange(length)[None],
     }
-
-
-def _as_it_is(losses: torch.Tensor, non_loss_data: bool) -> torch.Tensor:
-    return losses
 
 
 def _whole_sequence(losses: torch.Tensor) -> torch.Tensor:

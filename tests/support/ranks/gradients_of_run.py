@@ -36,7 +36,7 @@ def main(run: Run) -> None:
 
     folder = Path(run.paths.output)
     request = json.loads((folder / "request.json").read_text())
-    found = compare(run, Path(request["reference"]), request["without"])
+    found = compare(run, Path(request["reference"]), request["without"], policy=request["policy"])
     if distributed.get_rank() == 0:
         (folder / "answer.json").write_text(json.dumps(found))
 
@@ -57,15 +57,18 @@ def start(run: Run) -> None:
         torch.distributed.init_process_group(device.backend(), meeting, rank=rank, world_size=run.world)
 
 
-def compare(run: Run, reference: Path, without: Sequence[str] = (), exact: Path | None = None) -> dict[str, Any]:
+def compare(
+    run: Run, reference: Path, without: Sequence[str] = (), exact: Path | None = None, policy: str = ""
+) -> dict[str, Any]:
     """Train, and compare with `reference`; a run of one process without a reference writes it.
 
-    `without` are names in trainer/patches that are left out. `exact` is the same of fp32, for a run in bf16.
+    `without` are names in trainer/patches that are left out. `exact` is the same of fp32, for a run in bf16. `policy`
+    names a loss of reinforcement learning.
     """
     start(run)
     import torch
 
-    losses, loads, pieces = train(run, without)
+    losses, loads, pieces = train(run, without, policy)
     if not reference.exists():
         assert run.world == 1, reference
         found = {"losses": losses, "loads": loads, "tensors": dict(_whole(pieces))}
@@ -115,7 +118,7 @@ def _nearness(pieces: list, single: dict[str, Any], exact: Path, world: int) -> 
     }
 
 
-def train(run: Run, without: Sequence[str]) -> tuple[list[float], list[list[float]], list]:
+def train(run: Run, without: Sequence[str], policy: str = "") -> tuple[list[float], list[list[float]], list]:
     """Losses of all steps and each expert's tokens, and this rank's pieces of the first step's gradients."""
     import torch
     from megatron.bridge.training.callbacks import Callback
@@ -165,7 +168,12 @@ def train(run: Run, without: Sequence[str]) -> tuple[list[float], list[list[floa
                 stack.enter_context(left_out(name))
             config = make_config(run, open_bridge(run), None)
             config.checkpoint.save = None
-            finetune(config, forward_step, callbacks=[Recorder()])
+            step, callbacks = forward_step, []
+            if policy:
+                from tests.support.ranks import drawn_answers
+
+                config.dataset, step, callbacks = drawn_answers.fed(run, policy)
+            finetune(config, step, callbacks=[*callbacks[:1], Recorder(), *callbacks[1:]])
     finally:
         adapters.SPREAD_OF_B = 0.0
     return losses, loads, pieces
