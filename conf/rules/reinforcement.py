@@ -9,6 +9,15 @@ from collections.abc import Iterator
 from conf.schema.run import Run
 from contract.faults import Fault
 
+# Layers that an adapter can be sent of by itself, and what they are called where it is served.
+ADAPTED = {
+    "linear_qkv": ("q_proj", "k_proj", "v_proj"),
+    "linear_proj": ("o_proj",),
+    "linear_fc1": ("gate_proj", "up_proj"),
+    "linear_fc2": ("down_proj",),
+}
+
+
 def is_asked(run: Run) -> bool:
     return run.reinforce.steps > 0
 
@@ -46,8 +55,19 @@ def contradictions(run: Run) -> Iterator[tuple[str, str]]:
         yield "layout.nodes", f"{run.layout.nodes}: reinforce runs on one host yet"
     if asked.source and data.mixture:
         yield "reinforce.source", "has no effect on data.mixture: name data.source"
+    if asked.transport == "adapter":
+        yield from _alone(run)
     if asked.kl and (run.adapter.kind == "none" or asked.start == "trained"):
         yield "reinforce.kl", "is measured from the base below an adapter: adapter.kind lora, reinforce.start base"
+
+
+def _alone(run: Run) -> Iterator[tuple[str, str]]:
+    """Why the run's adapter cannot be all that goes to vLLM."""
+    others = [name for name in run.adapter.names if name not in ADAPTED]
+    if run.adapter.kind != "lora":
+        yield "reinforce.transport", f"adapter, but adapter.kind is {run.adapter.kind}: vLLM adds those of lora alone"
+    elif others:
+        yield "reinforce.transport", f"adapter, but adapter.targets has {others[0]}; vLLM gets {', '.join(ADAPTED)}"
 
 
 def as_training(run: Run) -> Run:

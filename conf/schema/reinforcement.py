@@ -99,8 +99,10 @@ class Reinforce(Section):
         default=1.0, gt=0, description="memory of the guarded process"
     )
     seed: Annotated[Seed, bears("reinforce")] = Field(default=1234, description="of prompts and samples")
-    transport: Annotated[Literal["gloo", "files"], NOWHERE] = Field(
-        default="gloo", description="how weights get to vLLM: from memory to memory, or as a file in /dev/shm"
+    transport: Annotated[Literal["gloo", "files", "adapter"], NOWHERE] = Field(
+        default="gloo",
+        description="how weights get to vLLM: gloo = from memory to memory; files = as a file in /dev/shm; adapter = "
+        "the adapter alone, beside the released weights, where vLLM can",
     )
     held_out: Annotated[Number, NOWHERE] = Field(
         default=200, description="rows of the test split that are asked before and after, greedily; 0 = none"

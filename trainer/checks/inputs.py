@@ -65,6 +65,8 @@ def check_reinforce(given: Run) -> None:
     facts = check_model(run)
     checkpoints.require(Path(run.paths.base), "paths.base", "python -m trainer.convert")
     _check_layout(run, facts)
+    if given.reinforce.transport == "adapter" and facts.experts:
+        raise Fault("reinforce.transport: adapter, but adapters of a model with experts are sent merged; gloo")
     if given.reinforce.start == "trained" and not checkpoints.complete_steps(checkpoint_folder(given)):
         raise Fault(
             f"{checkpoint_folder(given)}: no complete checkpoint to begin with; python -m trainer.train makes one, and "

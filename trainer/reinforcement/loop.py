@@ -11,6 +11,7 @@ that a fault ends all of them alike.
 
 import json
 import random
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -135,8 +136,11 @@ class Reinforcement(Callback):
     def _transfer(self, context: Any, version: int) -> None:
         """Give vLLM the weights as they are, and look whether it computes with them."""
         start = time.monotonic()
-        tensors = self._weights(context)
-        self.sent = self._on_first(lambda: self.rollouts.update(tensors, version), tensors)
+        if self.asked.transport == "adapter":
+            self.sent = self._adapter(context, version)
+        else:
+            tensors = self._weights(context)
+            self.sent = self._on_first(lambda: self.rollouts.update(tensors, version), tensors)
         self.seconds["transfer"] = time.monotonic() - start
         start = time.monotonic()
         self._probe(context, version)
@@ -146,6 +150,13 @@ class Reinforcement(Callback):
         """Tensors as released, one after another. Every rank has to take all of them."""
         for weight in self.bridge.export_hf_weights(context.model, cpu=False, show_progress=False):
             yield weight.param_name, weight.weight
+
+    def _adapter(self, context: Any, version: int) -> int:
+        """Give vLLM the adapter alone. Every rank has a part of it, and the first one writes it."""
+        with tempfile.TemporaryDirectory(prefix="rollout-", dir="/dev/shm") as folder:
+            adapter = context.state.cfg.peft
+            self.bridge.save_hf_adapter(context.model, folder, adapter, self.run.paths.model, show_progress=False)
+            return self._on_first(lambda: self.rollouts.adapt(folder, version))
 
     def _probe(self, context: Any, version: int) -> None:
         read, written, rows = self._on_first(self._ask_probe)

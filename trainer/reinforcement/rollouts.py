@@ -18,12 +18,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 
+from conf.rules.reinforcement import ADAPTED
 from conf.schema.run import Run
 from contract.faults import Fault
 from contract.processes import end_with_parent
 from trainer.patches import vllm_cpu
 from trainer.reinforcement import wire
+from trainer.serving import unmerged
 from trainer.serving.engine import DTYPE
 
 # What torchrun tells its ranks; vLLM would take it for its own.
@@ -77,6 +80,14 @@ class Rollouts:
         self.call("forget")
         return sent
 
+    def adapt(self, folder: str, version: int) -> int:
+        """Give vLLM the adapter of a version, from a folder in PEFT's format. Returns how many bytes went over."""
+        found = load_file(Path(folder) / unmerged.WEIGHTS)
+        metas = [wire.meta(name, tensor) for name, tensor in found.items()]
+        self.call("adapt", folder=folder, metas=metas, version=version)
+        self.call("forget")
+        return sum(one.bytes for one in metas)
+
     def close(self) -> None:
         self.connection.close()
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -108,8 +119,6 @@ class Rollouts:
         return sent
 
     def _by_file(self, tensors: Iterator[tuple[str, torch.Tensor]], version: int) -> int:
-        from safetensors.torch import save_file
-
         model = Path(self.run.paths.model)
         with tempfile.TemporaryDirectory(prefix="rollout-", dir="/dev/shm") as folder:
             for file in model.glob("*.json"):
@@ -162,6 +171,9 @@ def arguments(run: Run) -> dict[str, Any]:
         "logprobs_mode": "processed_logprobs",  # at the temperature that was sampled at
         "disable_log_stats": True,
     }
+    if asked.transport == "adapter":
+        layers = frozenset(name for target in run.adapter.names for name in ADAPTED[target])
+        found |= unmerged.Adapter(Path(), run.name, run.adapter.rank, layers).settings(1, expert_parallel=False)
     if vllm_cpu.is_installed():
         # Seeds of single requests fail there where a prompt is read in parts: "CPU Generator does not use offset"
         found |= {"enforce_eager": True, "block_size": BLOCK, "max_num_batched_tokens": together * length}

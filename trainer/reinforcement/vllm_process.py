@@ -17,7 +17,7 @@ from typing import Any
 
 from contract.faults import Fault, line_of
 from trainer.patches import vllm_cpu
-from trainer.serving import engine
+from trainer.serving import engine, unmerged
 
 
 class Rollout:
@@ -35,6 +35,7 @@ class Rollout:
         self.version = -1  # as released
         self.names: set[str] = set()
         self.arrived: set[str] = set()
+        self.adapter: Any = None  # beside the released weights
         self.llm = LLM(**settings["arguments"], weight_transfer_config={"backend": weight_engine.NAME})
 
     def join(self, port: int) -> None:
@@ -54,16 +55,29 @@ class Rollout:
 
     def load(self, folder: str, metas: list, version: int) -> None:
         """Load all weights from a file that the trainer has written."""
+        self._require(Path(folder) / "model.safetensors", metas)
+        self.llm.collective_rpc("reload_weights", kwargs={"weights_path": folder})
+        self._complete(version)
+
+    def adapt(self, folder: str, metas: list, version: int) -> None:
+        """Take an adapter in the place of the one before."""
+        self._require(Path(folder) / unmerged.WEIGHTS, metas)
+        if self.adapter:
+            self.llm.llm_engine.remove_lora(self.adapter.lora_int_id)
+        self.adapter = unmerged.read(Path(folder), f"version-{version}").request()
+        self.llm.llm_engine.add_lora(self.adapter)
+        self._complete(version)
+
+    def _require(self, path: Path, metas: list) -> None:
+        """Require that a file has the tensors that the trainer says, with their digests."""
         from safetensors import safe_open
 
         from trainer.reinforcement import wire
 
-        with safe_open(Path(folder) / "model.safetensors", "pt") as file:
+        with safe_open(path, "pt") as file:
             for one in metas:
                 wire.require(one, file.get_tensor(one.name))
         self.arrived = {one.name for one in metas}
-        self.llm.collective_rpc("reload_weights", kwargs={"weights_path": folder})
-        self._complete(version)
 
     def _complete(self, version: int) -> None:
         if missing := sorted(self.names - self.arrived):
@@ -84,8 +98,11 @@ class Rollout:
         asked = [
             SamplingParams(logprobs=0, seed=seed, top_p=1.0, **settings) for seed in seeds or [None] * len(prompts)
         ]
-        outputs = self.llm.generate([TokensPrompt(prompt_token_ids=one) for one in prompts], asked, use_tqdm=False)
+        outputs = self.llm.generate([TokensPrompt(prompt_token_ids=one) for one in prompts], asked, **self._how())
         return [(list(one.prompt_token_ids), [self._answer(each) for each in one.outputs]) for one in outputs]
+
+    def _how(self) -> dict[str, Any]:
+        return {"use_tqdm": False, "lora_request": self.adapter}
 
     def _answer(self, output: Any) -> tuple[list[int], list[float], str, bool]:
         tokens = list(output.token_ids)
@@ -97,7 +114,7 @@ class Rollout:
         from vllm import SamplingParams, TokensPrompt
 
         asked = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0, detokenize=False)
-        outputs = self.llm.generate([TokensPrompt(prompt_token_ids=row) for row in rows], asked, use_tqdm=False)
+        outputs = self.llm.generate([TokensPrompt(prompt_token_ids=row) for row in rows], asked, **self._how())
         return [
             [at[token].logprob for token, at in zip(row[1:], one.prompt_logprobs[1:], strict=True)]
             for row, one in zip(rows, outputs, strict=True)

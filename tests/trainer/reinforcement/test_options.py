@@ -1,0 +1,48 @@
+"""Losses, corrections and samplings beside the usual ones, each in a training."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.support.reinforced import answers
+
+ADAPTER = {"adapter.kind": "lora", "adapter.rank": 8, "adapter.targets": "[linear_qkv,linear_proj]"}
+SEVERAL = {"reinforce.updates": 2, "reinforce.steps": 2}
+RUNS = {
+    "dapo": {"reinforce.loss": "dapo", "reinforce.rounds": 3, "reinforce.overlong": 4, "reinforce.clip_high": 0.28},
+    "kl": {"reinforce.loss": "dr_grpo", "reinforce.kl": 0.1, "reinforce.correction": "icepop", **ADAPTER},
+    "gspo": {"reinforce.loss": "gspo", "reinforce.correction": "sequence_mask", "reinforce.transport": "files"},
+    "cispo": {"reinforce.loss": "cispo", "reinforce.temperature": 0.8, "train.micro_batch": 4},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("name", RUNS)
+def test_it_trains_and_says_what_it_did(name, finish):
+    folder = finish(name, SEVERAL | RUNS[name])
+    steps = [line for line in lines(folder) if line["kind"] == "reinforce"]
+    assert [line["step"] for line in steps] == [2, 4]
+    assert all(line["mismatch"] < 1e-5 for line in steps)
+    assert all(line["grad_norm"] > 0 for line in lines(folder) if line["kind"] == "train")
+    if name == "kl":
+        assert steps[0]["kl"] >= 0 and steps[-1]["kl"] > 0  # a policy that has moved
+    if name == "dapo":
+        assert all(line["drawn"] >= 4 for line in steps)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_an_adapter_alone_gives_the_answers_of_the_merged_model(finish, base, work):
+    base("llama")
+    keys = SEVERAL | ADAPTER | {"paths.model": work / "llama", "paths.base": work / "llama-base"}
+    merged = finish("merged", keys)
+    alone = finish("alone", keys | {"reinforce.transport": "adapter"})
+    assert answers(alone) == answers(merged)
+    sent = [[line["sent_mb"] for line in lines(folder) if line["kind"] == "reinforce"] for folder in (alone, merged)]
+    assert sent[0][0] < sent[1][0] / 4
+
+
+def lines(folder: Path) -> list[dict]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
