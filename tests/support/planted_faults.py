@@ -1,0 +1,132 @@
+"""A reinforcement learning where weights go over wrongly in every step, once in each way, and then as they should.
+
+    python -m tests.support.planted_faults CONF [key=value ...]     writes <paths.reinforced>/planted.jsonl as well
+
+Each fault is planted where vLLM has the weights of the version before, and has been asked the probe's rows with them.
+"""
+
+import json
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from conf.schema.run import Run
+from contract.faults import Fault
+from trainer import reinforce
+from trainer.checks import inputs, places
+from trainer.startup import entry
+
+Tensors = list[tuple[str, Any]]
+
+
+def main(run: Run) -> None:
+    from trainer.startup import device
+
+    device.start()
+    from trainer.reinforcement.loop import Reinforcement
+
+    whole = Reinforcement._transfer
+
+    def transfer(self: Any, context: Any, version: int) -> None:
+        before = getattr(self, "_before", None)
+        if before:
+            for name, plant in FAULTS.items():
+                _go_back(self, *before)
+                said, told = self.said, None
+                try:
+                    plant(self, lambda: whole(self, context, version), random.Random(version))
+                except Fault as fault:
+                    told = str(fault)
+                self.said = said
+                line = {"fault": name, "version": version, "told": told}
+                with (Path(run.paths.reinforced) / "planted.jsonl").open("a") as file:
+                    file.write(json.dumps(line) + "\n")
+        whole(self, context, version)
+        self._before = [(name, tensor.clone()) for name, tensor in self._weights(context)], version
+
+    Reinforcement._transfer = transfer
+    reinforce.main(run)
+
+
+def _go_back(self: Any, tensors: Tensors, version: int) -> None:
+    """Have vLLM as it was with the version before, in a new process where a fault has ended it."""
+    if self.rollouts.process.poll() is not None:
+        from trainer.reinforcement.rollouts import Rollouts
+
+        self.rollouts.close()
+        self.rollouts = Rollouts(self.run)
+    self.rollouts.update(iter(tensors), version)
+    self._ask_probe()
+
+
+def _no_sync(self: Any, transfer: Callable[[], None], draw: random.Random) -> None:
+    _with(self.rollouts, "update", lambda tensors, version: len(list(tensors)), transfer)
+
+
+def _old(self: Any, transfer: Callable[[], None], draw: random.Random) -> None:
+    """The weights of the version before, under the number of this one."""
+    tensors, _ = self._before
+    _with(self, "_weights", lambda context: iter(tensors), transfer)
+
+
+def _left_out(self: Any, transfer: Callable[[], None], draw: random.Random) -> None:
+    place = draw.randrange(len(self._before[0]))
+    _with(self, "_weights", _changed(self._weights, lambda found: found[:place] + found[place + 1 :]), transfer)
+
+
+def _not_reset(self: Any, transfer: Callable[[], None], draw: random.Random) -> None:
+    call = self.rollouts.call
+    _with(self.rollouts, "call", lambda name, **given: None if name == "forget" else call(name, **given), transfer)
+
+
+def _flipped(self: Any, transfer: Callable[[], None], draw: random.Random) -> None:
+    """One bit is flipped on the way."""
+    from trainer.reinforcement import wire
+
+    joined = wire.joined
+
+    def flipped(bucket: Any) -> Any:
+        found = joined(bucket)
+        found[draw.randrange(len(found))] ^= 1 << draw.randrange(8)
+        return found
+
+    _with(wire, "joined", flipped, transfer)
+
+
+def _other_template(self: Any, transfer: Callable[[], None], draw: random.Random) -> None:
+    """The engine puts a token in front of each prompt that is to be answered, as a chat template would."""
+    call = self.rollouts.call
+
+    def answer(name: str, **given: Any) -> Any:
+        if name == "answer":
+            given["prompts"] = [[7, *prompt] for prompt in given["prompts"]]
+        return call(name, **given)
+
+    _with(self.rollouts, "call", answer, transfer)
+
+
+def _changed(weights: Callable[[Any], Iterator], change: Callable[[Tensors], Tensors]) -> Callable[[Any], Iterator]:
+    return lambda context: iter(change(list(weights(context))))
+
+
+def _with(owner: Any, name: str, planted: Any, run: Callable[[], None]) -> None:
+    original = getattr(owner, name)
+    setattr(owner, name, planted)
+    try:
+        run()
+    finally:
+        setattr(owner, name, original)
+
+
+FAULTS = {
+    "no sync": _no_sync,
+    "an old version": _old,
+    "one tensor left out": _left_out,
+    "prefix cache not reset": _not_reset,
+    "another template": _other_template,
+    "a flipped byte": _flipped,
+}
+
+if __name__ == "__main__":
+    entry.start(main, inputs.check_reinforce, writes="reinforced", may_write=places.check_reinforce, gpus="train")
