@@ -62,7 +62,7 @@ def contradictions(run: Run) -> Iterator[tuple[str, str]]:
 
 
 def _alone(run: Run) -> Iterator[tuple[str, str]]:
-    """Why the run's adapter cannot be all that goes to vLLM."""
+    """Yield reasons why the adapter cannot be all that goes to vLLM."""
     others = [name for name in run.adapter.names if name not in ADAPTED]
     if run.adapter.kind != "lora":
         yield "reinforce.transport", f"adapter, but adapter.kind is {run.adapter.kind}: vLLM adds those of lora alone"

@@ -21,7 +21,7 @@ ROWS = ("tokens", "labels", "position_ids", "loss_mask", "cu_seqlens_q", "cu_seq
 
 @dataclass(frozen=True)
 class Form:
-    """How sequences are laid out in rows."""
+    """Layout of sequences in rows."""
 
     rows: int  # of a micro batch
     length: int  # of a row

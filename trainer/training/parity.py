@@ -99,7 +99,7 @@ def log_probs(run: Run, context, rows_of_tokens: list[list[int]]) -> list[list[f
 
 
 def forward_only(context, step: Callable, batches: list[dict], rows: int, length: int) -> list[torch.Tensor]:
-    """What a forward_step gives of each micro batch, on the last stage, without training on any."""
+    """Run a forward_step on micro batches without training on any. Returns its outputs, on the last stage."""
     chunks = context.model
     training, config = [chunk.training for chunk in chunks], get_model_config(chunks[0])
     timers, config.timers = config.timers, None
