@@ -4,6 +4,7 @@ GPTModel's loss of a token is its negative log-probability: it is the same at ev
 """
 
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportIncompatibleVariableOverride=false
+# pyright: reportOptionalMemberAccess=false
 
 import contextlib
 from collections.abc import Iterator, Sequence

@@ -45,20 +45,17 @@ def test_killed_within_a_step_it_goes_on_to_the_same_answers(start, finish):
 @pytest.mark.parametrize("victims", ["trainer", "rollout", "both"])
 def test_killed_at_random_moments_each_step_is_taken_once_and_as_it_would_have_been(victims, start, finish):
     expected, draw, name = finish(f"undisturbed-{victims}", KEYS), Random(victims), f"random-{victims}"
-    ended = []
     for _ in range(KILLS):
-        process, folder = start(name, KEYS)
+        process, _ = start(name, KEYS)
         moment = time.monotonic() + draw.uniform(0, 60)
         while time.monotonic() < moment and process.poll() is None:
             time.sleep(0.05)
-        ended.append(process.poll())
         if process.poll() is None:
             kill(process, victims)
             assert process.wait(120) in (-signal.SIGKILL, 2), name
         if process.poll() == 0:
             break  # it was done before the moment came
-    finish(name, KEYS)
-    require_same(folder, expected)
+    require_same(finish(name, KEYS), expected)
 
 
 def kill(trainer: subprocess.Popen, victims: str) -> None:
