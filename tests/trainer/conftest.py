@@ -135,6 +135,23 @@ def as_bridge(ranks):
     return as_bridge
 
 
+@pytest.fixture(scope="session")
+def megatron_logits(ranks, tmp_path_factory):
+    """megatron_logits(run, **asked): logits and weights that megatron_logits.py finds; None where Megatron refuses."""
+
+    def megatron_logits(run, **asked) -> dict | None:
+        import torch
+
+        folder = tmp_path_factory.mktemp("logits")
+        (folder / "request.json").write_text(json.dumps(asked))
+        paths = run.paths.model_copy(update={"output": str(folder)})
+        ranks("megatron_logits", run.model_copy(update={"paths": paths}))
+        found = folder / "found.pt"
+        return torch.load(found) if found.exists() else None
+
+    return megatron_logits
+
+
 @pytest.fixture
 def unpatched(ranks, tmp_path):
     """unpatched(function, **arguments): the result of that function of unpatched.py."""

@@ -71,22 +71,18 @@ def exported(configure, ranks, work):
 
 
 @pytest.fixture(scope="module")
-def megatron(exported, ranks, work):
+def megatron(exported, ranks, megatron_logits):
     """Logits and Bridge's exported weights by name; exports, once Megatron has invented what was not trained."""
-    jobs = {name: {"run": run} for name, run in {**exported.bases, **exported.runs}.items()}
+    found = {name: megatron_logits(run, tokens=TOKENS) for name, run in exported.bases.items()}
     for name, case in CASES.items():
         folder = Path(exported.runs[name].paths.output) / "checkpoints"
-        jobs[name]["checkpoint" if case.layout else "invent"] = str(folder / f"iter_000000{3 if case.layout else 1}")
-    lines = []
-    for number, job in enumerate(jobs.values()):
-        job |= {"tokens": TOKENS, "out": f"{work}/megatron-{number}.pt", "run": job["run"].model_dump(mode="json")}
-        lines.append(json.dumps(job))
-    command = [sys.executable, RANKS / "megatron_logits.py"]
-    found = subprocess.run(command, input="\n".join(lines), text=True, capture_output=True)
-    assert found.stdout.split() == ["0"] * len(jobs), found.stderr[-4000:]
+        what, step = ("checkpoint", 3) if case.layout else ("invent", 1)
+        weights = {what: str(checkpoints.step_folder(folder, step))}
+        found[name] = megatron_logits(exported.runs[name], tokens=TOKENS, **weights)
+    assert None not in found.values()
     for run in exported.runs.values():
         done(ranks("export", run))
-    return {name: torch.load(job["out"]) for name, job in jobs.items()}
+    return found
 
 
 @pytest.fixture(scope="module")

@@ -133,32 +133,27 @@ def config(family: str, change: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def logits(work, configure, request):
+def logits(work, configure, megatron_logits, request):
     """By name of a case that is asked for, both models' logits; None of Megatron's where Bridge refuses."""
     asked = {item.callspec.id for item in request.session.items if item.path == request.path}
     cases = [case for case in READ + LOST if name(*case) in asked]
     folders = {name(*case): work / "functions" / str(number) for number, case in enumerate(cases)}
-    released, converted = [], []
+    released, runs = [], {}
     for case, folder in zip(cases, folders.values(), strict=True):
         folder.mkdir(parents=True)
         (folder / "config.json").write_text(json.dumps(config(*case) | {"dtype": "float32"}))
-        run = configure("llama", f"paths.model={folder}", "model.mtp=false").model_dump(mode="json")
+        runs[name(*case)] = configure("llama", f"paths.model={folder}", "model.mtp=false")
         released.append(
             {"model": str(folder), "adapter": None, "tokens": TOKENS, "out": f"{folder}/hf.pt", "draw": True}
         )
-        converted.append(
-            {"run": run, "released": f"{folder}/weights", "tokens": TOKENS, "out": f"{folder}/megatron.pt"}
-        )
     subprocess.run([sys.executable, RANKS / "hf_logits.py"], input=json.dumps(released), text=True, check=True)
-    lines = "\n".join(map(json.dumps, converted))
-    subprocess.run(
-        [sys.executable, RANKS / "megatron_logits.py"], input=lines, text=True, check=True, capture_output=True
-    )
-
-    def read(file: Path) -> torch.Tensor | None:
-        return torch.load(file) if file.exists() else None
-
-    return {key: (read(f / "hf.pt"), (read(f / "megatron.pt") or {}).get("logits")) for key, f in folders.items()}
+    return {
+        key: (
+            torch.load(folder / "hf.pt"),
+            (megatron_logits(runs[key], released=f"{folder}/weights", tokens=TOKENS) or {}).get("logits"),
+        )
+        for key, folder in folders.items()
+    }
 
 
 def difference(pair: tuple[torch.Tensor, torch.Tensor | None]) -> float:

@@ -21,31 +21,46 @@ Rows = list[list[int]]
 def of_megatron(run: Run, checkpoint: Path | None, rows: Rows, out: Path) -> None:
     """Logits of the base, or with `checkpoint` of the adapter that it holds on top of the base."""
     import torch
-    from megatron.core import dist_checkpointing
 
-    from trainer.megatron.model import make_provider, open_bridge
     from trainer.megatron.recipe import make_adapter
 
-    torch.distributed.init_process_group("gloo")
-    provider = make_provider(run, open_bridge(run))
-    provider.finalize()
-    provider.initialize_model_parallel(seed=1)
-    model = provider.provide_distributed_model(wrap_with_ddp=False)
-
-    def load(folder: Path, part: str) -> None:
-        state = {k: v for k, v in model[0].sharded_state_dict().items() if part in k and "_extra_state" not in k}
-        model[0].load_state_dict(dist_checkpointing.load(state, str(folder)), strict=False)
-
-    load(checkpoints.step_folder(Path(run.paths.base), 0), "")
+    _, provider, model = built(run)
+    load(model, checkpoints.step_folder(Path(run.paths.base), 0))
     if checkpoint:
         model = make_adapter(run)(model, training=False)
-        load(checkpoint, ".adapter.")
+        load(model, checkpoint, ".adapter.")
     model[0].eval()
     tokens = torch.tensor(rows)
     with torch.no_grad():
         logits = model[0](tokens, torch.arange(tokens.shape[1]).expand_as(tokens), None)
     torch.save(logits.float()[..., : provider.vocab_size], out)
     torch.distributed.destroy_process_group()
+
+
+def built(run: Run):
+    """Bridge, provider and chunks of the model, whose weights are random, on the ranks of a new process group."""
+    import torch
+
+    from trainer.megatron.model import make_provider, open_bridge
+
+    torch.distributed.init_process_group("gloo")
+    bridge = open_bridge(run)
+    provider = make_provider(run, bridge)
+    provider.finalize()
+    provider.initialize_model_parallel(seed=1)
+    return bridge, provider, provider.provide_distributed_model(wrap_with_ddp=False)
+
+
+def stored(model, part: str = "") -> dict:
+    """Tensors of the first chunk that a checkpoint holds, of those whose names have `part` in them."""
+    state = model[0].sharded_state_dict()
+    return {key: value for key, value in state.items() if part in key and "_extra_state" not in key}
+
+
+def load(model, folder: Path, part: str = "") -> None:
+    from megatron.core import dist_checkpointing
+
+    model[0].load_state_dict(dist_checkpointing.load(stored(model, part), str(folder)), strict=False)
 
 
 def by_transformers(asked: list[tuple[Path, Path | None]], rows: Rows) -> list:
