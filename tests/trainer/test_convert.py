@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file, save_file
 
-from contract import checkpoints
+from contract import checkpoints, output_marks
 from contract.faults import Fault
 from contract.output_marks import BASE
 from trainer.rehearsal import tiny_models
@@ -216,3 +216,29 @@ def test_a_full_disk_is_one_line_and_leaves_what_was_there(wrapped, tmp_path):
     assert checkpoints.require(folder, "", "")["architecture"] == "old"
     assert (folder / "weights").read_text() == "old"
     assert [path.name for path in tmp_path.iterdir()] == ["base"]
+
+
+def test_one_of_several_ranks_compares_the_layers(start, tmp_path):
+    converted = start("convert", "glm4-moe-mtp", "model.compare=true", "layout.gpus_per_node=2")
+    assert converted.code == 0, converted.output
+    assert max(json.loads((tmp_path / "base/layers.json").read_text())["differences"].values()) < 1e-5
+
+
+def test_a_comparison_afterwards_leaves_a_whole_base(start, tmp_path):
+    assert start("convert", "llama").code == 0
+    compared = start("compare", "llama")
+    assert compared.code == 0, compared.output
+    assert checkpoints.read_mark(tmp_path / "base")["files"].keys() >= {"layers.json", "source.json"}
+    assert not [*output_marks.problems(tmp_path / "base", BASE)]
+
+
+def test_a_base_that_was_damaged_is_not_exported(start, tmp_path):
+    assert start("convert", "llama").code == 0
+    file = max((tmp_path / "base/iter_0000000").glob("*.distcp"), key=lambda path: path.stat().st_size)
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+    exported = start("export", "llama")
+    assert exported.code == 2, exported.output
+    assert f"error: {file}: damaged where " in exported.output
+    assert not (tmp_path / "export").exists()

@@ -1,12 +1,13 @@
 """A part of a tensor that torch.save wrote somewhere in a file, read without the rest of it.
 
 A stored piece holds the weights of all experts of a layer, and reading it whole for each of them would read it as many
-times as there are experts. Only its header is loaded; the numbers asked for are copied from the mapped file.
-torch's own mapping wants a file of one tensor. The checksum of the zip archive around it is not looked at: whoever
-reads has another.
+times as there are experts. Only its header is loaded; the numbers asked for are mapped from the file. torch's
+own mapping wants a file of one tensor, and torch.load looks at no checksum; is_sound() does.
 """
 
 import io
+import zipfile
+import zlib
 from dataclasses import dataclass
 from typing import Any, BinaryIO
 
@@ -24,6 +25,8 @@ class Layout:
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     first: int  # number of its first element in its storage
+    size: int  # of the storage, in bytes
+    checksum: int  # CRC-32 of it, in the archive's directory
 
     @property
     def elements(self) -> int:
@@ -64,16 +67,25 @@ def layout(file: BinaryIO, start: int, length: int) -> Layout:
     offset = archive.get_record_offset("data/0")
     window.seek(0)
     tensor = torch.load(window, map_location="meta", weights_only=True)  # no storage is read for this device
-    found = Layout(start + offset, tensor.dtype, tuple(tensor.shape), tensor.stride(), tensor.storage_offset())
-    if offset + found.elements * found.dtype.itemsize > length:
+    with zipfile.ZipFile(window) as records:
+        record = next(one for one in records.infolist() if one.filename.endswith("/data/0"))
+    order = tuple(tensor.shape), tensor.stride(), tensor.storage_offset()
+    found = Layout(start + offset, tensor.dtype, *order, record.file_size, record.CRC)
+    if found.elements * found.dtype.itemsize > found.size or offset + found.size > length:
         raise ValueError("the numbers do not lie in the archive")
     return found
 
 
+def is_sound(file: BinaryIO, layout: Layout) -> bool:
+    """Whether the tensor's numbers are those that were saved, by the archive's checksum."""
+    numbers = mapped_numbers.read(file, layout.start, torch.uint8, layout.size, soon=True) if layout.size else None
+    return zlib.crc32(b"" if numbers is None else numbers.numpy()) == layout.checksum
+
+
 def read(file: BinaryIO, layout: Layout, index: tuple[int, ...]) -> torch.Tensor:
-    """Copy the part of the tensor at this index of its first dimensions."""
+    """Map the part of the tensor at this index of its first dimensions."""
     first = layout.first + sum(i * step for i, step in zip(index, layout.stride, strict=False))
     shape, stride = layout.shape[len(index) :], layout.stride[len(index) :]
     count = 1 + sum((n - 1) * step for n, step in zip(shape, stride, strict=True))
     numbers = mapped_numbers.read(file, layout.start + first * layout.dtype.itemsize, layout.dtype, count)
-    return numbers.as_strided(shape, stride).clone()  # the mapping goes with the numbers
+    return numbers.as_strided(shape, stride)

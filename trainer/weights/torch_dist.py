@@ -2,19 +2,19 @@
 
 Such a checkpoint holds each tensor whole, under a name that does not depend on the layout it was saved at, in pieces
 that do. Layers that are all alike are stacked into one tensor, and so are the experts of a layer; read() touches only
-the bytes that a layer or an expert needs, so memory stays that of one weight matrix. Megatron's own loader would want
+the bytes that a layer or an expert needs, mapped from the file where they lie together, so memory stays that of one
+weight matrix. Megatron's own loader would want
 the model first, in memory, at some layout.
 
 The optimizer's tensors, random states and Transformer Engine's _extra_state are left aside.
 
 Where training has left digests of what it had in memory (trainer/weights/digests.py), every weight that is read is
 held against its own: a weight that is missing, of another layer, of another step or put together wrongly is named.
-Without them the archive's checksum is all there is, and a piece is read whole.
+Without them each piece is held against its archive's checksum, once.
 
 Weights may be read from several threads.
 """
 
-import io
 import itertools
 import re
 from collections import defaultdict
@@ -92,14 +92,18 @@ def require_all(stored: Stored) -> None:
 def read(stored: Stored, place: Place) -> torch.Tensor:
     """Read one weight, put together from the pieces that it was saved in."""
     depth = len(place.index)
-    whole = torch.empty(place.shape, dtype=place.dtype)
+    in_pieces = len(place.chunks) > 1 or place.chunks[0].sizes[depth:] != place.shape
+    whole = torch.empty(place.shape if in_pieces else 0, dtype=place.dtype)
     filled = 0
     for chunk in place.chunks:
         index = tuple(i - start for i, start in zip(place.index, chunk.offsets, strict=False))
         piece = _load(stored, place.key, chunk.offsets, index)
+        filled += piece.numel()
+        if not in_pieces:
+            whole = piece
+            continue
         target = tuple(slice(o, o + n) for o, n in zip(chunk.offsets[depth:], chunk.sizes[depth:], strict=True))
         whole[target] = piece
-        filled += piece.numel()
     if filled != whole.numel():
         raise Fault(f"{stored.folder}: {place.name}: {filled} of its {whole.numel()} elements are stored")
     stored.seen.add(place.name)
@@ -153,11 +157,11 @@ def _load(stored: Stored, key: str, offsets, index: tuple[int, ...]) -> torch.Te
     path = stored.folder / place.relative_path
     with regular_files.open_regular(path) as f:
         try:
-            if not stored.digests:
-                f.seek(place.offset)
-                return torch.load(io.BytesIO(f.read(place.length)), map_location="cpu", weights_only=True)[index]
             if (layout := stored.layouts.get((key, *offsets))) is None:
-                layout = stored.layouts[key, *offsets] = mapped_piece.layout(f, place.offset, place.length)
+                layout = mapped_piece.layout(f, place.offset, place.length)
+                if not stored.digests and not mapped_piece.is_sound(f, layout):
+                    raise ValueError("other numbers than were saved")
+                stored.layouts[key, *offsets] = layout
             return mapped_piece.read(f, layout, index)
         except Exception as error:  # of any kind, as zipfile, pickle and mmap raise
             raise Fault(f"{path}: damaged where {key} lies ({type(error).__name__}); take another checkpoint") from None

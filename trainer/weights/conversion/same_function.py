@@ -46,7 +46,7 @@ EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "lm_head.weight")  # with a r
 LOGITS = "the logits"
 SKIP = "model.compare=false converts it without a comparison"
 SPARE = 1.2  # of the memory that the layers take
-PLENTY = 2e9  # bytes; no more are taken where fewer experts do
+PLENTY = 5e8  # bytes; no more are taken where fewer experts do
 EXPERTS = ("n_routed_experts", "num_experts", "num_local_experts")  # the key of each family
 EXPERT = re.compile(r"\.experts\.(\d+)\.")
 OF_ALL_EXPERTS = re.compile(r"\.(gate|router|experts)\.")  # with a row for each
