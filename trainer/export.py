@@ -5,13 +5,16 @@
 
 Reads the released model, the base made from it (trainer.convert) and a checkpoint (trainer.train, or the base itself).
 Writes <paths.export>/merged, the released checkpoint with what was trained, for any server; <paths.export>/adapter, for
-PEFT; and complete.json. The checkpoint may come from any layout. No model is built and no GPU is used: a process writes
-its files one after another, a few weights at a time.
+PEFT; and complete.json. The checkpoint may come from any layout. No model is built and no GPU is used: files are
+written in parts, which the processes share among them, a few weights at a time. An export that was killed goes on where
+it was, with any number of processes.
 
 Nothing is exported if a trained tensor has no place in the released model, or a released one nothing to fill it; nor if
 a tensor of the checkpoint is not the one that training had in memory when it saved, or is left unused.
 """
 
+import importlib.metadata
+import json
 from pathlib import Path
 
 from conf.schema.run import Run
@@ -25,14 +28,16 @@ from trainer.startup.console import megatron_to, say
 from trainer.weights import atomic_folder
 from trainer.weights.released import enumerate_names
 
+TOOLS = ("megatron-bridge", "megatron-core", "torch")
+
 
 def main(run: Run) -> None:
     device.start()
     import torch
     from torch import distributed
 
-    from trainer.weights import as_released as format_of_release
-    from trainer.weights import peft_format
+    from trainer.weights.exported import as_released as format_of_release
+    from trainer.weights.exported import peft_format
     from trainer.weights.trained import find
 
     torch.set_num_threads(1)  # weights are small: several are merged side by side, each by a thread of its own
@@ -45,7 +50,8 @@ def main(run: Run) -> None:
         facts = {"step": step, "digest": trained.digest, "formats": formats} | _trained_facts(trained)
         if "adapter" in formats:
             peft_format.check(trained)
-        with atomic_folder.write(target, facts, EXPORT) as partial:
+        made = json.dumps([facts, _state(run, folder, trained.model)], sort_keys=True)
+        with atomic_folder.write(target, facts, EXPORT, made) as partial:
             facts |= _write(run, trained, formats, partial)
     say(f"export: {_compared(trained.stored)}")
     merged = f"{len(trained.adapters)} weights {'merged' if 'merged' in formats else 'adapted'}"
@@ -69,6 +75,14 @@ def _checkpoint(run: Run) -> tuple[Path, int]:
     if step not in steps:
         raise Fault(f"export.checkpoint: {step} is not complete in {folder}; there are {', '.join(map(str, steps))}")
     return checkpoints.step_folder(folder, step), step
+
+
+def _state(run: Run, folder: Path, model) -> list:
+    """What an export that was killed has to find as it was, to be gone on with."""
+    base = Path(run.paths.base)
+    marks = [mark.stat().st_mtime_ns for place in (folder, base) if (mark := place / checkpoints.MARK).exists()]
+    tools = {tool: importlib.metadata.version(tool) for tool in TOOLS}
+    return [str(folder.resolve()), marks, model.stamps(), run.export.quantization, run.train.precision, tools]
 
 
 def _trained_facts(trained) -> dict:
@@ -106,25 +120,18 @@ def _require_all_used(trained, left_out: list[str]) -> None:
 
 
 def _write(run: Run, trained, formats: tuple[str, ...], partial: Path) -> dict:
-    from trainer.weights import as_released as format_of_release
-    from trainer.weights import merged_format, peft_format
+    from trainer.weights.exported import as_released as format_of_release
+    from trainer.weights.exported import merged_format, parts, peft_format
 
     facts = {}
     if "merged" in formats:
-        (partial / "merged").mkdir(exist_ok=True)
         as_released = run.export.quantization == "as_released"
-        rounding = format_of_release.Rounding(trained)
-        files = trained.model.files() if as_released else merged_format.files(trained.model)
-        files = files[atomic_folder.rank() :: atomic_folder.ranks()]
-        for number, file in enumerate(files, 1):
-            if as_released:
-                format_of_release.write_file(rounding, file, partial / "merged")
-            else:
-                merged_format.write_file(trained, file, partial / "merged")
-            if len(files) > 1:
-                say(f"export: {number} of {len(files)} files are written and read back")
+        wanted = format_of_release.Rounding(trained) if as_released else merged_format.Merged(trained)
+        layouts = (format_of_release if as_released else merged_format).layouts(trained.model)
+        noted = partial / atomic_folder.JOURNAL
+        entries = parts.write(wanted, layouts, partial / "merged", noted)
         if as_released:
-            facts["rounding"] = format_of_release.lost(atomic_folder.gather(rounding.losses))
+            facts["rounding"] = format_of_release.lost(entries)
         if atomic_folder.rank() == 0:
             facts["chat_template"] = merged_format.copy_other_files(trained.model, partial / "merged", as_released)
         _require_all_used(trained, [])

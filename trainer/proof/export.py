@@ -47,16 +47,15 @@ def _prove(run: Run, found: Findings) -> str:
 
 
 def _merged(trained, folder: Path, as_released: bool, found: Findings) -> None:
-    from trainer.weights import as_released as format_of_release
-    from trainer.weights import merged_format
+    from trainer.weights.exported import as_released as format_of_release
+    from trainer.weights.exported import merged_format
 
     model, rounding = trained.model, format_of_release.Rounding(trained)
-    files = model.files() if as_released else merged_format.files(model)
-    for extra in sorted({path.name for path in folder.glob("*.safetensors")} - {*files}):
+    layouts = (format_of_release if as_released else merged_format).layouts(model)
+    for extra in sorted({path.name for path in folder.glob("*.safetensors")} - {layout.file for layout in layouts}):
         found.add(f"{folder / extra}: no such file was exported")
-    for file in files:
-        path = folder / file
-        header, entries = _layout(model, file, as_released)
+    for layout in layouts:
+        path, header, entries = folder / layout.file, layout.header, layout.rows
         if not path.is_file() or path.stat().st_size != len(header) + sum(one.size for one in entries.values()):
             found.add(f"{path}: missing, or of another length")
             continue
@@ -72,19 +71,9 @@ def _merged(trained, folder: Path, as_released: bool, found: Findings) -> None:
     _other_files(model, folder, bool(model.packed) and not as_released, found)
 
 
-def _layout(model: released.Model, file: str, as_released: bool) -> tuple[bytes, dict[str, Entry]]:
-    from trainer.weights import merged_format
-
-    if not as_released:
-        return merged_format.layout(model, file)
-    entries = merged_format.in_order(model, file)
-    with (model.folder / file).open("rb") as f:
-        return f.read(next(iter(entries.values())).start), entries
-
-
 def _other_files(model: released.Model, folder: Path, unpacked: bool, found: Findings) -> None:
     """Compare what is copied beside the weights. config.json and the index tell of the weights as they are written."""
-    from trainer.weights import merged_format
+    from trainer.weights.exported import merged_format
 
     written = {config_json.NAME, weights.INDEX} if unpacked else set()
     for path in merged_format.other_files(model):
@@ -95,7 +84,8 @@ def _other_files(model: released.Model, folder: Path, unpacked: bool, found: Fin
 
 def _wrong(trained, rounding, path: Path, name: str, place: Entry) -> str:
     """Why the tensor at this place is wrong; "" where it is right."""
-    from trainer.weights import merged_format, released_tensors
+    from trainer.weights import released_tensors
+    from trainer.weights.exported import merged_format
 
     model, source = trained.model, trained.copies.get(name, name)
     if rounding:
@@ -118,7 +108,8 @@ def _wrong(trained, rounding, path: Path, name: str, place: Entry) -> str:
 
 def _adapter(trained, folder: Path, found: Findings) -> None:
     """Compare the adapter's file with the factors that the checkpoint has."""
-    from trainer.weights import peft_format, released_tensors
+    from trainer.weights import released_tensors
+    from trainer.weights.exported import peft_format
 
     rows, file = peft_format.tensors(trained), peft_format.WEIGHTS
     found_there = safetensors_header.read(folder / file).items()

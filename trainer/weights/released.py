@@ -131,11 +131,6 @@ def checksum(path: Path, entry: Entry) -> str:
     return _read(path, entry)[0]
 
 
-def copy(old: BinaryIO, new: BinaryIO, entry: Entry) -> None:
-    for block in _blocks(old, entry):
-        new.write(block)
-
-
 def digest(model: Model, sums: dict[str, str]) -> str:
     lines = [[name, entry.dtype, entry.shape, sums[name]] for name, entry in sorted(model.tensors.items())]
     return hashlib.sha256(json.dumps(lines).encode()).hexdigest()
@@ -151,13 +146,13 @@ def _read(path: Path, entry: Entry, scale: bool = False) -> tuple[str, bool]:
     """Checksum of a tensor, and whether all its numbers are finite; those of a scale, above 0 as well."""
     found, finite = hashlib.sha256(), True
     with path.open("rb") as f:
-        for block in _blocks(f, entry):
+        for block in blocks(f, entry):
             found.update(block)
-            finite = finite and _is_finite(block, entry.dtype) and not (scale and _has_no_scale(block, entry.dtype))
+            finite = finite and is_finite(block, entry.dtype) and not (scale and _has_no_scale(block, entry.dtype))
     return found.hexdigest(), finite
 
 
-def _is_finite(block: bytes, dtype: str) -> bool:
+def is_finite(block: bytes, dtype: str) -> bool:
     """Whether all numbers are finite.
 
     Numbers whose exponent has all bits set are infinite or not a number; of FP8's e4m3, those with all bits but the
@@ -188,7 +183,7 @@ def _has_no_scale(block: bytes, dtype: str) -> bool:
     return bool(((numbers == 0) | (numbers >> (8 * numbers.itemsize - 1) != 0)).any())
 
 
-def _blocks(f: BinaryIO, entry: Entry) -> Iterator[bytes]:
+def blocks(f: BinaryIO, entry: Entry) -> Iterator[bytes]:
     f.seek(entry.start)
     left = entry.size
     while left:

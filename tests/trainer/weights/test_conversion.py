@@ -1,10 +1,10 @@
-"""A conversion makes what Megatron-Bridge's import makes, and one that was killed goes on where it was."""
+"""A conversion makes what Bridge's import makes; one that was killed goes on where it was, and so does an export."""
 
 import filecmp
 import json
 import random
 import shutil
-import time
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -37,17 +37,21 @@ BRIDGE = [
 
 @pytest.fixture
 def converted(configure, ranks, tmp_path):
-    """converted(kind, base, *overrides, command="convert", kill=None) -> the run's result; the model is made once."""
+    """converted(kind, base, *overrides, command="convert", kill=None) -> the run's result; the model is made once.
+
+    `kill`: when it dies, as tests/support/ranks/killed_writer.py says.
+    """
 
     def converted(kind: str, base: str, *overrides: str, command: str = "convert", kill: dict | None = None):
         if not (tmp_path / "model").exists():
             tiny_models.make_model(kind, tmp_path / "model", dtype="float32")
-        if kill:
-            command = "killed_convert"
+        if kill is not None:
             (tmp_path / "out").mkdir(exist_ok=True)
-            (tmp_path / "out/kill.json").write_text(json.dumps(kill))
-        paths = [f"paths.model={tmp_path / 'model'}", f"paths.base={tmp_path / base}", f"paths.output={tmp_path}/out"]
-        return ranks(command, configure(kind, *paths, f"paths.logs={tmp_path}/logs", *overrides))
+            (tmp_path / "out/kill.json").write_text(json.dumps({"command": command} | kill))
+            command = "killed_writer"
+        places = {"model": "model", "base": base, "output": "out", "export": "export", "logs": "logs"}
+        paths = [f"paths.{name}={tmp_path / place}" for name, place in places.items()]
+        return ranks(command, configure(kind, *paths, "export.checkpoint=base", *overrides))
 
     return converted
 
@@ -67,16 +71,18 @@ def test_the_base_is_what_bridge_makes(kind, precision, cut, more, converted, tm
         assert torch.equal(mine.view(torch.uint8), theirs.view(torch.uint8)), name
 
 
-def finished(base: Path) -> dict[str, tuple[int, int]]:
-    """Files of the shards that an attempt has finished, and what tells each from one that was written anew."""
-    folder = base.with_name(base.name + PARTIAL)
-    entries = sorted((folder / atomic_folder.JOURNAL).glob("*.json"))
-    names = [f"__{path.stem}_0.distcp" for path in entries if json.loads(path.read_text())["places"]]
-    return {name: _identity(folder / "iter_0000000" / name) for name in names}
+def noted(made: Path) -> set[int]:
+    """Units that an attempt has finished."""
+    folder = made.with_name(made.name + PARTIAL) / atomic_folder.JOURNAL
+    return {int(path.stem) for path in folder.glob("*.json")}
 
 
-def _identity(path: Path) -> tuple[int, int]:
-    return path.stat().st_ino, path.stat().st_mtime_ns
+def begun(folder: Path) -> list[int]:
+    """Units that were begun since this was asked the last time."""
+    path = folder / "out/begun.txt"
+    numbers = [int(line) for line in path.read_text().split()] if path.exists() else []
+    path.unlink(missing_ok=True)
+    return numbers
 
 
 def same_tensors(base: Path, other: Path) -> None:
@@ -87,25 +93,44 @@ def same_tensors(base: Path, other: Path) -> None:
         assert filecmp.cmp(base / name, other / name, shallow=False), name
 
 
+def same_as_released(model: Path, export: Path) -> None:
+    for file in model.iterdir():
+        assert filecmp.cmp(file, export / "merged" / file.name, shallow=False), file.name
+
+
 def test_a_killed_conversion_goes_on_with_any_number_of_processes(converted, tmp_path):
-    assert converted("glm4-moe-mtp", "undisturbed").code == 0
-    base = tmp_path / "base"
-    killed = converted("glm4-moe-mtp", "base", "layout.gpus_per_node=2", kill={"shards": 2})
+    assert converted("llama", "undisturbed", kill={}).code == 0
+    base, every = tmp_path / "base", begun(tmp_path)
+    killed = converted("llama", "base", "layout.gpus_per_node=2", kill={"units": 3})
     assert killed.code == -9, killed.output
-    kept = finished(base)
-    assert len(kept) > 1
-    damaged = base.with_name(base.name + PARTIAL) / "iter_0000000" / min(kept)
-    damaged.write_bytes(damaged.read_bytes()[:-1] + b"?")
-    result = converted("glm4-moe-mtp", "base")
+    kept = noted(base)
+    assert len(kept) > 2 and begun(tmp_path)
+    folder = base.with_name(base.name + PARTIAL) / "iter_0000000"
+    damaged = next(number for number in sorted(kept) if (folder / f"__{number}_0.distcp").exists())
+    content = (folder / f"__{damaged}_0.distcp").read_bytes()
+    (folder / f"__{damaged}_0.distcp").write_bytes(content[:-1] + b"?")
+    result = converted("llama", "base", kill={})
     assert result.code == 0, result.output
+    assert {*begun(tmp_path)} == {*every} - kept | {damaged}, "what is whole is not made twice, and what is damaged is"
     same_tensors(tmp_path / "undisturbed", base)
-    again = {file for file, before in kept.items() if _identity(base / "iter_0000000" / file) != before}
-    assert again == {damaged.name}, "what is whole is not made twice, and what is damaged is"
+
+
+def test_a_killed_export_goes_on_with_any_number_of_processes(converted, tmp_path):
+    assert converted("llama", "base").code == 0
+    assert converted("llama", "base", "layout.gpus_per_node=2", command="export", kill={"units": 3}).code == -9
+    begun(tmp_path)
+    kept = noted(tmp_path / "export")
+    assert len(kept) > 2
+    result = converted("llama", "base", command="export", kill={})
+    assert result.code == 0, result.output
+    again = begun(tmp_path)
+    assert again and not kept & {*again}, "what is whole is not made twice"
+    same_as_released(tmp_path / "model", tmp_path / "export")
 
 
 @slow
 def test_what_was_begun_of_another_base_is_not_gone_on_with(converted, tmp_path):
-    assert converted("llama", "base", kill={"shards": 1}).code == -9
+    assert converted("llama", "base", kill={"units": 1}).code == -9
     assert converted("llama", "base", "train.precision=bf16").code == 0
     assert converted("llama", "undisturbed", "train.precision=bf16").code == 0
     same_tensors(tmp_path / "undisturbed", tmp_path / "base")
@@ -113,21 +138,23 @@ def test_what_was_begun_of_another_base_is_not_gone_on_with(converted, tmp_path)
 
 @slow
 @pytest.mark.timeout(1800)
-def test_killed_at_any_moment_it_makes_the_same_bytes(converted, tmp_path):
-    two, base, start = "layout.gpus_per_node=2", tmp_path / "base", time.monotonic()
-    assert converted("glm4-moe-mtp", "undisturbed", two).code == 0
-    whole, kills = time.monotonic() - start, 0
-    while kills < 20:
-        before = finished(base) if base.with_name(base.name + PARTIAL).exists() else {}
-        result = converted("glm4-moe-mtp", "base", two, kill={"seconds": random.uniform(0, whole)})
+@pytest.mark.parametrize("command", ["convert", "export"])
+def test_killed_at_any_moment_it_makes_the_same_bytes(command, converted, tmp_path):
+    assert converted("llama", "undisturbed", "layout.gpus_per_node=2", kill={}).code == 0
+    assert converted("llama", "base").code == 0
+    made, units = tmp_path / {"convert": "base", "export": "export"}[command], len(begun(tmp_path))
+    shutil.rmtree(made, ignore_errors=True)
+    for kill in range(20):
+        before = noted(made)
+        wish = {"seconds": random.uniform(0, 0.005 * units), "rank": kill % 2}
+        result = converted("llama", "base", "layout.gpus_per_node=2", command=command, kill=wish)
         assert result.code in (0, -9), result.output
-        there = base if result.code == 0 else base.with_name(base.name + PARTIAL)
-        if there.exists():
-            again = [name for name, made in before.items() if _identity(there / "iter_0000000" / name) != made]
-            assert not again, "a finished shard is made once"
-        kills += result.code == -9
-        if result.code == 0:
-            same_tensors(tmp_path / "undisturbed", base)
-            shutil.rmtree(base)
-    assert converted("glm4-moe-mtp", "base", two).code == 0
-    same_tensors(tmp_path / "undisturbed", base)
+        times = Counter(begun(tmp_path))
+        assert not before & {*times}, "a finished unit is made once"
+        if result.code == 0:  # it was done before its time
+            shutil.rmtree(made)
+    assert converted("llama", "base", "layout.gpus_per_node=2", command=command, kill={}).code == 0
+    if command == "convert":
+        same_tensors(tmp_path / "undisturbed", made)
+    else:
+        same_as_released(tmp_path / "model", made)

@@ -20,7 +20,7 @@ from megatron.core.utils import get_model_config, unwrap_model
 from conf.schema.run import Run
 from conf.schema.sections import Layout
 from trainer.megatron.model import make_provider
-from trainer.weights import atomic_folder, coverage, released
+from trainer.weights import atomic_folder, coverage, journal, released
 from trainer.weights.conversion import megatron_tensors, shards
 from trainer.weights.conversion.megatron_tensors import Values
 from trainer.weights.model_digests import METADATA
@@ -61,7 +61,7 @@ class Conversion:
         }
         return Values(self.bridge, tasks, self.model)
 
-    def write(self, partial: Path, journal: Path, weights: bool) -> dict[str, str]:
+    def write(self, partial: Path, noted: Path, weights: bool) -> dict[str, str]:
         """Write the checkpoint over all ranks; without `weights`, all of it but those.
 
         Returns the checksums of all released tensors.
@@ -72,14 +72,19 @@ class Conversion:
             objects = [value for value in nested_values(state) if isinstance(value, ShardedObject)]
             asked = {(one.key, one.global_offset) for one in nested_values(state) if isinstance(one, ShardedTensor)}
             assert asked == self.stored, "Megatron-Bridge saves other tensors than the model says it has"
-            work = shards.Work(folder, journal, self.shards, objects, self.values() if weights else None)
-            entries = _make(work, self.shards, self.model, self.known)
+            work = shards.Work(folder, self.shards, objects, self.values() if weights else None)
+            sizes = {one.number: one.size + sum(map(self._size, one.tensors)) for one in self.shards}
+            entries = journal.do(noted, sizes, work.is_whole, lambda number: work.make(number, self.model, self.known))
+            work.wait()
             sums.update({name: one for entry in entries.values() for name, one in entry["sums"].items()})
             if atomic_folder.rank() == 0:
                 work.finish(entries)
 
         _save(self.chunks, partial, write)
         return sums
+
+    def _size(self, name: str) -> int:
+        return self.model.tensors[name].size
 
     def _unwrapped(self) -> list:
         return unwrap_model(self.chunks)
@@ -105,22 +110,6 @@ def _released_names(task, model: released.Model) -> list[str]:
     """Names of the released tensors that the parameter is made of, with those of scales."""
     names = task.mapping.hf_param
     return [part for name in ([names] if isinstance(names, str) else names.values()) for part in model.parts(name)]
-
-
-def _make(work: shards.Work, cut: list[shards.Shard], model: released.Model, known) -> dict[int, dict]:
-    """Make the shards that are not there, each on one rank. Returns the entries of all, on every rank."""
-    rank, ranks = atomic_folder.rank(), atomic_folder.ranks()
-    sizes = {one.number: one.size + sum(model.tensors[name].size for name in one.tensors) for one in cut}
-    entries = atomic_folder.gather(work.finished())[0]  # as rank 0 sees them
-    mine = shards.share({number: sizes[number] for number in entries}, ranks)[rank]
-    broken = {number for number in mine if not work.is_whole(number, entries[number])}
-    for number in set().union(*atomic_folder.gather(broken)):
-        del entries[number]
-    missing = {number: size for number, size in sizes.items() if number not in entries}
-    made = work.make(shards.share(missing, ranks)[rank], model, known)
-    for one in atomic_folder.gather(made):
-        entries |= one
-    return entries
 
 
 class _Strategy(TorchDistSaveShardedStrategy):

@@ -12,7 +12,7 @@ import hashlib
 import io
 import json
 from collections.abc import Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -24,9 +24,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 
-from contract import json_object
-from contract.faults import Fault
-from contract.files import sync, write_atomically
+from contract.files import sync
 from trainer.weights import released, torch_dist
 from trainer.weights.conversion.megatron_tensors import Piece, Values
 from trainer.weights.released import Model
@@ -66,16 +64,6 @@ def cut(pieces: list[Piece], made_of: dict[str, list[str]], model: Model) -> lis
     return [replace(shard, number=number) for number, shard in enumerate([*shards, *rest])]
 
 
-def share(sizes: dict[int, int], ranks: int) -> list[list[int]]:
-    """Numbers for each rank, so that sizes add up to about the same."""
-    loads, found = [0] * ranks, [[] for _ in range(ranks)]
-    for number, size in sorted(sizes.items(), key=lambda one: (-one[1], one[0])):
-        least = loads.index(min(loads))
-        loads[least] += size + 1
-        found[least].append(number)
-    return [sorted(numbers) for numbers in found]
-
-
 def digest(shards: list[Shard]) -> str:
     """Digest of what is to be written where."""
     lines = [
@@ -113,15 +101,14 @@ class Writer(FileSystemWriter):
 
 
 class Work:
-    """The making of a checkpoint's files in a folder, with a journal beside them.
+    """The making of a checkpoint's files in a folder.
 
     Without `values` there are none of tensors: the metadata say that their pieces lie in the release.
     """
 
-    def __init__(
-        self, folder: Path, journal: Path, shards: list[Shard], objects: list[ShardedObject], values: Values | None
-    ):
-        self.folder, self.journal, self.shards, self.values = folder, journal, shards, values
+    def __init__(self, folder: Path, shards: list[Shard], objects: list[ShardedObject], values: Values | None):
+        self.folder, self.shards, self.values = folder, shards, values
+        self.pool, self.synced = ThreadPoolExecutor(1), []
         kept = {one.unique_key: [one] for one in objects if is_main_replica(one.replica_id)}
         contents = mcore_to_pyt_state_dict(kept)
         plans = [SavePlan([piece.item for piece in shard.pieces]) for shard in shards]
@@ -130,14 +117,6 @@ class Work:
         self.writer = Writer(folder)
         plans, self.metadata = self.planner.create_global_plan(plans)
         self.plans = self.writer.prepare_global_plan(plans)
-
-    def finished(self) -> dict[int, dict]:
-        """Entries of the journal, by the numbers of their shards."""
-        found = {}
-        for shard in self.shards:
-            with contextlib.suppress(OSError, ValueError, Fault):
-                found[shard.number] = json_object.read(self.journal / f"{shard.number}.json")
-        return found
 
     def is_whole(self, number: int, entry: dict) -> bool:
         """Whether the shard's file is there as it was written."""
@@ -152,20 +131,25 @@ class Work:
             return False
         return found.hexdigest() == entry.get("sum")
 
-    def make(self, numbers: Iterable[int], model: Model, known: dict[str, str] | None) -> dict[int, dict]:
-        """Make these shards, and their entries. `known` are checksums of the released tensors, where they are known."""
-        made, synced = {}, []
-        with ThreadPoolExecutor(1) as pool:
-            for number in numbers:
-                shard = self.shards[number]
-                sums = {name: known[name] for name in shard.tensors} if known else _checksums(model, shard.tensors)
-                made[number] = self._write(number) | {"sums": sums}
-                write_atomically(self.journal / f"{number}.json", json.dumps(made[number]), durable=False)
-                if self._has_file(number):
-                    synced.append(pool.submit(sync, self.folder / self._name(number)))
-                _raise_of(synced)
-        _raise_of(synced)
+    def make(self, number: int, model: Model, known: dict[str, str] | None) -> dict:
+        """Make a shard, and its entry. `known` are checksums of the released tensors, where they are known."""
+        shard = self.shards[number]
+        sums = {name: known[name] for name in shard.tensors} if known else _checksums(model, shard.tensors)
+        made = self._write(number) | {"sums": sums}
+        if self._has_file(number):
+            self.synced.append(self.pool.submit(sync, self.folder / self._name(number)))
+        self._raise_of_synced()
         return made
+
+    def wait(self) -> None:
+        """Wait until the disk has what was written."""
+        self.pool.shutdown()
+        self._raise_of_synced()
+
+    def _raise_of_synced(self) -> None:
+        for one in [one for one in self.synced if one.done()]:
+            one.result()
+            self.synced.remove(one)
 
     def finish(self, entries: dict[int, dict]) -> None:
         """Write what is no tensor, and the metadata that lead to every piece. Rank 0 alone does."""
@@ -270,9 +254,3 @@ def _checksums(model: Model, names: tuple[str, ...]) -> dict[str, str]:
     if infinite:
         raise released.not_finite(model, infinite)
     return sums
-
-
-def _raise_of(synced: list[Future]) -> None:
-    for one in [one for one in synced if one.done()]:
-        one.result()
-        synced.remove(one)

@@ -1,24 +1,27 @@
 """Writer of the merged model in the format of a quantised release: export.quantization=as_released.
 
-Each file keeps its header, byte by byte. Codes and scales of a weight that was not trained are copied; those of a
-trained one are its own again (pack.py), and what rounding lost is added up. Each is read back: a copied tensor must
-have the released checksum, a rounded one the checksum of what was written, and each number of a merged weight must lie
-no farther from what the adapter's factors give, multiplied once more, than the next code.
+Each file keeps its header, byte by byte, and is written in parts (parts.py). Codes and scales of a weight that was not
+trained are copied; those of a trained one are its own again (pack.py), and what rounding lost is added up. Each is read
+back: a copied tensor must have the released checksum, a rounded one the checksum of what was written, and each number
+of a merged weight must lie no farther from what the adapter's factors give, multiplied once more, than the next code.
 """
 
 # pyright: reportArgumentType=false
 
-import hashlib
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from contract.faults import Fault
-from trainer.weights import merge, merged_format, released, released_tensors
+from trainer.weights import merge, released, released_tensors
+from trainer.weights.exported import merged_format, parts
+from trainer.weights.exported.parts import Layout
 from trainer.weights.quantised import pack, unpack
 from trainer.weights.quantised.pack import Loss
-from trainer.weights.released import Entry, enumerate_names
+from trainer.weights.released import Entry, Model
 from trainer.weights.trained import Trained
 
 Parts = dict[str, torch.Tensor]  # codes and scales, by their names
@@ -32,6 +35,39 @@ class Rounding:
     losses: dict[str, Loss] = field(default_factory=dict)
     scales: dict[str, torch.Tensor] = field(default_factory=dict)
     last: tuple[str, Parts] = ("", {})
+    threads: int = 1  # that `last` is of
+
+    def tensor(self, name: str) -> torch.Tensor | None:
+        weight = self.weight(name)
+        if not self.trained.has(weight):
+            return None
+        return self.parts(weight)[name] if weight in self.trained.model.packed else self.trained.tensor(name)
+
+    def weight(self, name: str) -> str:
+        return self.weights.get(name, name)
+
+    @cached_property
+    def weights(self) -> dict[str, str]:
+        """Names of quantised weights by those of their codes and scales."""
+        return {part: name for name, one in self.trained.model.packed.items() for part in one.tensors}
+
+    def is_right(self, path: Path, name: str, entry: Entry) -> bool:
+        trained, weight = self.trained, self.weight(name)
+        if not trained.has(weight):
+            return released.checksum(path, entry) == trained.sums[name]
+        if not parts.is_released(trained, weight):
+            return False
+        if trained.copies.get(weight, weight) not in trained.adapters:
+            return True
+        found = released_tensors.at(path.parent, replace(entry, file=path.name))
+        if weight in trained.model.packed:
+            return name != trained.model.packed[weight].codes or self.is_near(weight, found)
+        return merged_format.is_merged(trained, name, found)
+
+    def notes(self, names: Iterable[str]) -> dict[str, Any]:
+        """Losses by rounding of these tensors' weights."""
+        weights = {self.weight(name) for name in names}
+        return {"losses": {name: asdict(self.losses[name]) for name in sorted(weights & self.losses.keys())}}
 
     def parts(self, name: str) -> Parts:
         """Codes and scales of a trained weight."""
@@ -59,34 +95,13 @@ class Rounding:
         return bool(((found - expected).abs() <= bound).all())
 
 
-def write_file(rounding: Rounding, file: str, folder: Path) -> None:
-    trained, target = rounding.trained, folder / file
-    model, written = trained.model, {}
-    weights = {part: name for name, one in model.packed.items() for part in one.tensors}
-    entries = merged_format.in_order(model, file)
-    with (model.folder / file).open("rb") as old, target.open("wb") as new:
-        new.write(old.read(next(iter(entries.values())).start))
-        for name, entry in entries.items():
-            weight = weights.get(name, name)
-            if not trained.has(weight):
-                released.copy(old, new, entry)
-                continue
-            tensor = rounding.parts(weight)[name] if name in weights else trained.tensor(name)
-            content = merged_format.as_bytes(tensor)
-            written[name] = hashlib.sha256(content).hexdigest() if _is_finite(tensor) else "not finite"
-            new.write(content)
-    target.chmod(merged_format.READABLE)
-    wrong = [name for name, entry in entries.items() if not _is_right(rounding, target, name, entry, written, weights)]
-    edited = [name for name in wrong if not merged_format.is_released(trained, weights.get(name, name))]
-    if edited:
-        raise merged_format.changed(trained, edited)
-    if wrong:
-        raise Fault(f"{target}: read back, {len(wrong)} tensors are wrong: {enumerate_names(wrong)}")
+def layouts(model: Model) -> list[Layout]:
+    return [merged_format.as_it_is(model, file) for file in model.files()]
 
 
-def lost(parts: list[dict[str, Loss]]) -> dict:
-    """Facts on what rounding has lost, of the weights that all ranks have rounded."""
-    losses = {name: loss for part in parts for name, loss in part.items()}
+def lost(entries: list[dict[str, Any]]) -> dict:
+    """Facts on what rounding has lost, of the weights in these parts."""
+    losses = {name: Loss(**loss) for entry in entries for name, loss in entry["losses"].items()}
     total = sum(losses.values(), Loss())
     worst = max(losses, key=lambda name: losses[name].relative, default="")
     found = {"weights": len(losses), "error": total.relative, "kept": total.share}
@@ -101,21 +116,3 @@ def told(facts: dict) -> str:
         f"{facts['weights']} trained weights rounded to the release's format, by {facts['error']:.2%} of a weight "
         f"({worst}); they hold {facts['kept']:.1%} of what training has changed"
     )
-
-
-def _is_finite(tensor: torch.Tensor) -> bool:
-    return bool(tensor.float().isfinite().all())
-
-
-def _is_right(rounding: Rounding, target: Path, name: str, entry: Entry, written: dict[str, str], weights) -> bool:
-    trained, weight = rounding.trained, weights.get(name, name)
-    if name not in written:
-        return released.checksum(target, entry) == trained.sums[name]
-    if released.checksum(target, entry) != written[name] or not merged_format.is_released(trained, weight):
-        return False
-    if trained.copies.get(weight, weight) not in trained.adapters:
-        return True
-    found = released_tensors.at(target.parent, entry)
-    if name in weights:
-        return name != trained.model.packed[weight].codes or rounding.is_near(weight, found)
-    return merged_format.is_merged(trained, name, found)

@@ -28,8 +28,8 @@ import torch
 
 from contract.faults import Fault
 from trainer.weights import released
+from trainer.weights.exported.parts import READABLE, as_bytes
 from trainer.weights.merge import Adapter
-from trainer.weights.merged_format import READABLE, as_bytes
 from trainer.weights.released_tensors import DTYPES
 from trainer.weights.trained import Trained
 

@@ -1,0 +1,52 @@
+"""A conversion or export that dies: kill.json in paths.output says of which rank, and after how many units or seconds.
+
+Seconds count from the first unit on. Every unit that is begun is written down in begun.txt beside kill.json.
+"""
+
+import importlib
+import json
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+
+from conf.schema.run import Run
+from trainer.weights import atomic_folder, journal
+from trainer.weights.conversion import shards
+from trainer.weights.exported import parts
+
+SIZE = 2**14  # bytes, so that a tiny model has many units
+SLOWER = 0.005  # seconds a unit
+
+
+def main(run: Run) -> None:
+    folder = Path(run.paths.output)
+    wish = json.loads((folder / "kill.json").read_text())
+    parts.SMALLEST = shards.SMALLEST = SIZE
+    do, dies = journal.do, wish.get("rank") in (None, atomic_folder.rank())
+
+    def do_and_die(noted, sizes, is_whole, make):
+        done = 0
+        if dies and "seconds" in wish:
+            threading.Timer(wish["seconds"], die).start()
+
+        def make_and_die(number: int):
+            nonlocal done
+            if dies and done == wish.get("units"):
+                die()
+            with (folder / "begun.txt").open("a") as begun:
+                begun.write(f"{number}\n")
+            time.sleep(SLOWER)
+            done += 1
+            return make(number)
+
+        return do(noted, sizes, is_whole, make_and_die)
+
+    journal.do = do_and_die
+    importlib.import_module(f"trainer.{wish['command']}").main(run)
+    os._exit(0)  # no timer is waited for
+
+
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)

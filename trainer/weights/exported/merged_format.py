@@ -1,0 +1,133 @@
+"""The merged model in the release's types: the released checkpoint with the trained weights, in the same files.
+
+Each file keeps its header, byte by byte, so every tensor keeps its shape and lies where it lay. Once a part of it is
+written it is read back (parts.py): a weight that was not trained must have the released checksum, a merged weight must
+be what the adapter's factors give when multiplied once more, a new value must be the one written, and nothing may be
+infinite or not a number.
+
+Weights of a quantised release are unpacked: a file then has a header of its own, with the same weights in the same
+order and no scales. Configuration, tokenizer and chat template are copied, and config.json without quantization_config;
+the model card is not: it describes another model.
+"""
+
+# pyright: reportArgumentType=false
+
+import hashlib
+import json
+import shutil
+import struct
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from conf.model_files import config_json, quantization, safetensors_header, weights
+from trainer.weights import merge, released, released_tensors
+from trainer.weights.exported import parts
+from trainer.weights.exported.parts import Layout
+from trainer.weights.released import Entry, Model
+from trainer.weights.trained import Trained
+
+NOT_COPIED = {".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".md"}
+
+
+@dataclass(frozen=True)
+class Merged:
+    """Contents of the files, as parts.write() asks for them."""
+
+    trained: Trained
+    threads: int = parts.THREADS
+
+    def tensor(self, name: str) -> torch.Tensor | None:
+        tensor = self.trained.tensor(name)
+        unpacked = tensor is None and name in self.trained.model.packed
+        return released_tensors.read(self.trained.model, name) if unpacked else tensor
+
+    def is_right(self, path: Path, name: str, entry: Entry) -> bool:
+        trained, source = self.trained, self.weight(name)
+        if source in trained.values:
+            return True
+        if source in trained.adapters:
+            found = released_tensors.at(path.parent, replace(entry, file=path.name))
+            return parts.is_released(trained, source) and is_merged(trained, source, found)
+        if name in trained.model.packed:
+            return parts.is_released(trained, name)
+        return released.checksum(path, entry) == trained.sums[name]
+
+    def weight(self, name: str) -> str:
+        return self.trained.copies.get(name, name)
+
+    def notes(self, names: Iterable[str]) -> dict[str, Any]:
+        return {}
+
+
+def layouts(model: Model) -> list[Layout]:
+    """Files that the merged model has. Those that hold nothing but scales are none of them."""
+    files = sorted({model.tensors[model.parts(name)[0]].file for name in model.weights})
+    return [_unpacked(model, file) if model.packed else as_it_is(model, file) for file in files]
+
+
+def copy_other_files(model: Model, folder: Path, as_released: bool = False) -> str | None:
+    """Copy configuration, tokenizer and chat template. Returns the SHA-256 of the chat template, if there is one."""
+    for path in other_files(model):
+        shutil.copyfile(path, folder / path.name)
+        (folder / path.name).chmod(parts.READABLE)
+    if model.packed and not as_released:
+        _describe_unpacked(model, folder)
+    template = folder / "chat_template.jinja"
+    return hashlib.sha256(template.read_bytes()).hexdigest() if template.exists() else None
+
+
+def other_files(model: Model) -> list[Path]:
+    """The release's configuration, tokenizer and chat template."""
+    there = [path for path in sorted(model.folder.iterdir()) if path.is_file() and path.suffix not in NOT_COPIED]
+    return [path for path in there if not path.name.startswith(".")]
+
+
+def is_merged(trained: Trained, name: str, found: torch.Tensor) -> bool:
+    """Whether this is the released weight of that name, merged with its adapter."""
+    adapter = trained.adapters[name]
+    factors = adapter.factors(trained.stored, trained.config)
+    magnitude = adapter.magnitudes(trained.stored, trained.config)
+    before = adapter.part.turn(released_tensors.read(trained.model, name))
+    return merge.is_merged(adapter.part.turn(found), before, *factors, adapter.scale, magnitude)
+
+
+def as_it_is(model: Model, file: str) -> Layout:
+    """A released file, with the header that it has."""
+    there = [(name, entry) for name, entry in model.tensors.items() if entry.file == file]
+    rows = dict(sorted(there, key=lambda item: item[1].start))
+    with (model.folder / file).open("rb") as f:
+        return Layout(file, f.read(next(iter(rows.values())).start), rows)
+
+
+def _unpacked(model: Model, file: str) -> Layout:
+    """The file with weights in the place of codes."""
+    of_codes = {one.codes: name for name, one in model.packed.items()}
+    names = [of_codes.get(name, name) for name in as_it_is(model, file).rows]
+    shapes = {name: (one.dtype, one.shape) for name in names if (one := model.weights.get(name))}
+    header: dict[str, dict] = {"__metadata__": {"format": "pt"}}
+    places, start = {}, 0
+    for name, (dtype, shape) in shapes.items():
+        places[name] = start, start + prod(shape) * safetensors_header.BITS[dtype] // 8
+        header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [*places[name]]}
+        _, start = places[name]
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    whole = struct.pack("<Q", len(text)) + text
+    rows = {name: Entry(*shapes[name], file, len(whole) + begin, end - begin) for name, (begin, end) in places.items()}
+    return Layout(file, whole, rows)
+
+
+def _describe_unpacked(model: Model, folder: Path) -> None:
+    """Write config.json and the index of weights that are no longer quantised."""
+    config = {key: value for key, value in model.config.items() if key != quantization.KEY}
+    (folder / config_json.NAME).write_text(json.dumps(config, indent=2) + "\n")
+    if (folder / weights.INDEX).exists():
+        size = sum(prod(one.shape) * safetensors_header.BITS[one.dtype] // 8 for one in model.weights.values())
+        places = {name: model.tensors[model.parts(name)[0]].file for name in model.weights}
+        index = {"metadata": {"total_size": size}, "weight_map": places}
+        (folder / weights.INDEX).write_text(json.dumps(index, indent=2) + "\n")

@@ -1,0 +1,227 @@
+"""Writer of a merged model's files: in parts, each by one rank, read back, and kept when the process dies.
+
+A part is a run of tensors of one file, of a few hundred megabytes at most, unless a single tensor is larger. How files
+are cut does not depend on the number of ranks. Small weights are made side by side, a large one by itself, so that
+little is in memory. What is finished is noted (trainer/weights/journal.py) with its checksum; a later attempt takes
+what has both.
+
+What is in the files, and whether it is right once it is read back, is a format's to say: merged_format.py and
+as_released.py.
+"""
+
+# pyright: reportArgumentType=false
+
+import os
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, BinaryIO, Protocol
+
+import torch
+import xxhash
+
+from contract.faults import Fault
+from trainer.startup import device
+from trainer.startup.console import say
+from trainer.weights import atomic_folder, journal, released
+from trainer.weights.released import Entry, enumerate_names
+from trainer.weights.trained import Trained
+
+READABLE = 0o644  # safetensors makes files that only their owner can read
+LARGEST, SMALLEST = 2**28, 2**20  # bytes of a part
+COUNT = 256  # of an export whose parts are between those two
+SIDE_BY_SIDE = 64 * 2**20  # bytes of weights that are made at once
+THREADS = 8  # at most
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A file: its beginning, and the places of its tensors in order."""
+
+    file: str
+    header: bytes
+    rows: dict[str, Entry]
+
+
+@dataclass(frozen=True)
+class Part:
+    """Tensors of a file that lie one after another."""
+
+    file: str
+    rows: dict[str, Entry] = field(default_factory=dict)
+
+    @property
+    def size(self) -> int:
+        return sum(entry.size for entry in self.rows.values())
+
+
+class Format(Protocol):
+    """Contents of the files of a merged model."""
+
+    trained: Trained
+    threads: int  # that may ask for tensors side by side
+
+    def tensor(self, name: str) -> torch.Tensor | None:
+        """The tensor as it has to be written; None for one that is copied from the release, byte by byte."""
+
+    def is_right(self, path: Path, name: str, entry: Entry) -> bool:
+        """Whether the file has the tensor that it should. What was written there is known to be there."""
+
+    def weight(self, name: str) -> str:
+        """The weight that the tensor is of, or is a part of."""
+
+    def notes(self, names: Iterable[str]) -> dict[str, Any]:
+        """Facts to be noted beside these tensors."""
+
+
+def write(wanted: Format, layouts: list[Layout], folder: Path, noted: Path) -> list[journal.Entry]:
+    """Write all files over all ranks, but for the parts that an earlier attempt has noted. Returns their entries."""
+    if atomic_folder.rank() == 0:
+        for layout in layouts:
+            _begin(layout, folder / layout.file)
+    atomic_folder.barrier()
+    cut = dict(enumerate(parts(layouts)))
+    sizes = {number: part.size for number, part in cut.items()}
+    done = 0
+    with ThreadPoolExecutor(min(wanted.threads, device.cores())) as pool:
+
+        def is_whole(number: int, entry: journal.Entry) -> bool:
+            return _checksum(folder / cut[number].file, cut[number].rows.values()) == entry.get("sum")
+
+        def make(number: int) -> journal.Entry:
+            nonlocal done
+            entry = _make(wanted, cut[number], folder / cut[number].file, pool)
+            before, done = done, done + 1
+            tenths = [10 * count * atomic_folder.ranks() // len(cut) for count in (before, done)]
+            if tenths[0] < tenths[1] < 10:
+                say(f"export: about {tenths[1]}0 % are written and read back")
+            return entry
+
+        entries = journal.do(noted, sizes, is_whole, make)
+    wanted.trained.stored.seen.update(name for entry in entries.values() for name in entry["seen"])
+    return [entries[number] for number in sorted(entries)]
+
+
+def parts(layouts: list[Layout]) -> list[Part]:
+    whole = sum(entry.size for layout in layouts for entry in layout.rows.values())
+    enough, found = min(max(whole // COUNT, SMALLEST), LARGEST), []
+    for layout in layouts:
+        found.append(Part(layout.file))
+        end = len(layout.header)
+        for name, entry in layout.rows.items():
+            assert entry.start == end, f"{layout.file}: {name} does not follow the tensor before it"
+            if found[-1].size >= enough:
+                found.append(Part(layout.file))
+            found[-1].rows[name] = entry
+            end += entry.size
+    return found
+
+
+def as_bytes(tensor: torch.Tensor) -> memoryview:
+    return tensor.contiguous().flatten().view(torch.uint8).numpy().data
+
+
+def _begin(layout: Layout, path: Path) -> None:
+    """Make the file with its beginning, as long as it is going to be."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("r+b" if path.exists() else "wb") as file:
+        file.write(layout.header)
+        file.truncate(len(layout.header) + sum(entry.size for entry in layout.rows.values()))
+    path.chmod(READABLE)
+
+
+def _make(wanted: Format, part: Part, path: Path, pool: ThreadPoolExecutor) -> journal.Entry:
+    """Write a part and check it. Returns its entry: a checksum, and the trained tensors that were read for it."""
+    stored, whole, written = wanted.trained.stored, xxhash.xxh3_128(), {}
+    before = {*stored.seen}
+    stored.seen.clear()
+    with path.open("r+b") as new:
+        for batch in _batches(part.rows):
+            for name, tensor in zip(batch, pool.map(wanted.tensor, batch), strict=True):
+                entry = part.rows[name]
+                new.seek(entry.start)
+                if tensor is None:
+                    _copy(wanted.trained.model, name, new, whole)
+                    continue
+                assert tensor.shape == entry.shape, f"{name}: {tensor.shape} is not the released {entry.shape}"
+                content = as_bytes(tensor)
+                written[name] = xxhash.xxh3_128_hexdigest(content) if _is_finite(content, entry) else "not finite"
+                whole.update(content)
+                new.write(content)
+        new.flush()
+        _check(wanted, part, path, written, pool)
+        # the disk begins with it now; atomic_folder.py waits for all of it
+        os.posix_fadvise(new.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    seen = sorted(stored.seen)
+    stored.seen.update(before)
+    return {"sum": whole.hexdigest(), "seen": seen} | wanted.notes(part.rows)
+
+
+def _copy(model: released.Model, name: str, new: BinaryIO, whole: xxhash.xxh3_128) -> None:
+    entry = model.tensors[name]
+    with (model.folder / entry.file).open("rb") as old:
+        for block in released.blocks(old, entry):
+            whole.update(block)
+            new.write(block)
+
+
+def _is_finite(content: memoryview, entry: Entry) -> bool:
+    steps = range(0, len(content), released.BLOCK)
+    return all(released.is_finite(content[start : start + released.BLOCK], entry.dtype) for start in steps)
+
+
+def _check(wanted: Format, part: Part, path: Path, written: dict[str, str], pool: ThreadPoolExecutor) -> None:
+    def is_right(name: str) -> bool:
+        entry = part.rows[name]
+        there = name not in written or _checksum(path, [entry]) == written[name]
+        return there and wanted.is_right(path, name, entry)
+
+    wrong = [
+        name
+        for batch in _batches(part.rows)
+        for name, fine in zip(batch, pool.map(is_right, batch), strict=True)
+        if not fine
+    ]
+    edited = [name for name in wrong if not is_released(wanted.trained, wanted.weight(name))]
+    if edited:
+        raise Fault(
+            f"{wanted.trained.model.folder}: {len(edited)} tensors are not those that the base was converted from: "
+            f"{enumerate_names(edited)}; put the released files back, or convert and train again"
+        )
+    if wrong:
+        raise Fault(f"{path}: read back, {len(wrong)} tensors are wrong: {enumerate_names(wrong)}")
+
+
+def is_released(trained: Trained, name: str) -> bool:
+    """Whether the release still holds the weight that the base was made from."""
+    model = trained.model
+    entries = {part: model.tensors[part] for part in model.parts(name)}
+    return all(
+        released.checksum(model.folder / entry.file, entry) == trained.sums[part] for part, entry in entries.items()
+    )
+
+
+def _checksum(path: Path, entries: Iterable[Entry]) -> str:
+    """Checksum of what lies in the file at these places."""
+    found = xxhash.xxh3_128()
+    try:
+        with path.open("rb") as file:
+            for entry in entries:
+                for block in released.blocks(file, entry):
+                    found.update(block)
+    except (OSError, Fault):  # it is not there, or ends early
+        return ""
+    return found.hexdigest()
+
+
+def _batches(rows: dict[str, Entry]) -> Iterator[list[str]]:
+    """Cut weights into groups that fit into memory together, however large one of them is."""
+    batch, size = [], 0
+    for name, entry in rows.items():
+        if batch and size + entry.size > SIDE_BY_SIDE:
+            yield batch
+            batch, size = [], 0
+        batch.append(name)
+        size += entry.size
+    yield batch
