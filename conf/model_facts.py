@@ -3,8 +3,8 @@
     facts_from_hf(config)    of a config.json that was read; ValueError of one line for what is no model
     known(name)              of conf/models/NAME.json: {"source": where it is from, "config": its config.json, trimmed}
 
-Counts are exact for the families in FAMILIES. Others work by the names that Llama, GLM-4.5+, DeepSeek-V3, Qwen-MoE and
-Mixtral use. Not covered: biases on Llama's o_proj alone, norms of q and k over all heads, other kinds of layers.
+Counts are exact for the families in CONVERTED. Others work by the names that Llama, GLM-4.5+, DeepSeek-V3, Qwen-MoE and
+Mixtral use. Not covered: biases on Llama's o_proj alone, other kinds of layers.
 """
 
 import json
@@ -18,37 +18,36 @@ from conf.model_files import config_json, quantization
 from contract.json_object import show
 
 MODELS = Path(__file__).parent / "models"
-FAMILIES = (
-    "Glm4MoeForCausalLM",
-    "DeepseekV3ForCausalLM",
-    "Qwen3MoeForCausalLM",
-    "Qwen3ForCausalLM",
-    "Qwen2MoeForCausalLM",
-    "MixtralForCausalLM",
-    "LlamaForCausalLM",
-    "GPT2LMHeadModel",
-)
 # Those that are converted and trained here, with their model_type. Megatron-Bridge knows more, which nobody has tried.
 CONVERTED = {
     "Glm4MoeForCausalLM": "glm4_moe",
+    "Glm4MoeLiteForCausalLM": "glm4_moe_lite",
     "DeepseekV3ForCausalLM": "deepseek_v3",
     "Qwen3MoeForCausalLM": "qwen3_moe",
     "OlmoeForCausalLM": "olmoe",
+    "MiniMaxM2ForCausalLM": "minimax_m2",
     "LlamaForCausalLM": "llama",
+    "MistralForCausalLM": "mistral",
     "Qwen2ForCausalLM": "qwen2",
     "Qwen3ForCausalLM": "qwen3",
     "MixtralForCausalLM": "mixtral",
     "Qwen2MoeForCausalLM": "qwen2_moe",
     "GPT2LMHeadModel": "gpt2",
 }
+# What transformers and vLLM read as another model_type, too: Kimi-K2 is a DeepSeek-V3.
+ALIASES = {"kimi_k2": "deepseek_v3"}
 # Said by no key: Qwen2 has biases on q, k and v, Qwen3 norms on q and k. Qwen2-MoE has biases unless qkv_bias is false.
 BIASED = ("Qwen2ForCausalLM",)
 NORMED = ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM")
+OVER_HEADS = ("OlmoeForCausalLM", "MiniMaxM2ForCausalLM")  # of queries, and of keys, over all heads together
+# A bias is added to the scores by which experts are chosen; the releases name it e_score_correction_bias.
+EXPERT_BIASED = ("Glm4MoeForCausalLM", "Glm4MoeLiteForCausalLM", "DeepseekV3ForCausalLM", "MiniMaxM2ForCausalLM")
 GPT2 = "GPT2LMHeadModel"
 QWEN2_MOE = "Qwen2MoeForCausalLM"
 # What Megatron-Bridge 0.6 takes for granted of a family, whatever its config.json says.
 GRANTED: dict[str, dict[str, Any]] = {
     "Glm4MoeForCausalLM": {"n_shared_experts": 1, "tie_word_embeddings": False},
+    "Glm4MoeLiteForCausalLM": {"tie_word_embeddings": False, "attention_bias": False},
     "DeepseekV3ForCausalLM": {"moe_layer_freq": 1, "tie_word_embeddings": False, "attention_bias": False},
     "Qwen3MoeForCausalLM": {"decoder_sparse_step": 1, "mlp_only_layers": [], "attention_bias": False},
 }
@@ -84,6 +83,7 @@ class ModelFacts:
     v_head: int = 0
     angles: int = 0  # rows of the table of rotations that Megatron makes for latent attention
     qk_norm: bool = False  # with latent attention: on the low-rank query and key-value
+    norm_over_heads: bool = False  # these norms are as wide as all heads, not as one
     gated: bool = True  # three matrices in an MLP, not two
     attention_bias: bool = False  # on q, k and v
     linear_bias: bool = False  # on every linear layer
@@ -142,6 +142,7 @@ def facts_from_hf(config: dict[str, Any]) -> ModelFacts:
             )
     facts = _gpt2(config, size) if architecture == GPT2 else _by_llamas_names(config, architecture, size)
     _check(facts)
+    _check_rotations(config, facts)
     return replace(facts, **_packed(config))
 
 
@@ -213,10 +214,11 @@ def _by_llamas_names(config: dict[str, Any], architecture: str, size: Callable[.
         qk_rope=size("qk_rope_head_dim", least=1) if latent else 0,
         v_head=size("v_head_dim", least=1) if latent else 0,
         angles=_angles(config) if latent else 0,
-        qk_norm=latent or bool(config.get("use_qk_norm")) or architecture in NORMED,
+        qk_norm=latent or bool(config.get("use_qk_norm")) or architecture in (*NORMED, *OVER_HEADS),
+        norm_over_heads=architecture in OVER_HEADS,
         attention_bias=_has_attention_bias(config, architecture),
         linear_bias=bool(config.get("mlp_bias")),
-        expert_bias=bool(experts) and architecture in ("Glm4MoeForCausalLM", "DeepseekV3ForCausalLM"),
+        expert_bias=bool(experts) and architecture in EXPERT_BIASED,
         shared_gate=architecture == QWEN2_MOE,
         tied=bool(config.get("tie_word_embeddings")),
         architecture=architecture,
@@ -270,3 +272,18 @@ def _check(facts: ModelFacts) -> None:
         text = "n_shared_experts is 0, and Megatron-Bridge builds this family with one or more"
     if text:
         raise ValueError(f"config.json: {text}")
+
+
+def _check_rotations(config: dict[str, Any], facts: ModelFacts) -> None:
+    """Raise ValueError where what rotary embeddings turn of a head is no pairs: training would end with an error."""
+    if facts.positions:
+        return
+    key, width = ("qk_rope_head_dim", facts.qk_rope) if facts.kv_rank else ("head_dim", facts.head_dim)
+    given = config.get("rope_parameters")
+    share = config.get("partial_rotary_factor") or (
+        given.get("partial_rotary_factor") if isinstance(given, dict) else 1
+    )
+    turned = int(width * share) if type(share) in (int, float) else width
+    if turned % 2:
+        part = f", of which partial_rotary_factor {share} turns {turned} numbers" if turned != width else ""
+        raise ValueError(f"config.json: {key} is {width}{part}, and rotary embeddings turn pairs")

@@ -87,7 +87,12 @@ TABLE = (
     *(Case("gpt2", cut) for cut in ("tp=2 sp=true", "pp=2", "cp=2", "tp=2")),
     *(Case("gpt2", cut, packed=True) for cut in ("tp=2 sp=true", "pp=2", "cp=2")),
     *(Case(model, "ep=2", packed=True) for model in ("mixtral", "qwen2-moe")),
-    *(Case("deepseek-v3", cut) for cut in ("tp=2 sp=true ep=2", "pp=2 ep=2", "cp=2")),
+    *(
+        Case(model, cut)
+        for model in ("deepseek-v3", "kimi-k2", "glm4-moe-lite", "olmoe", "minimax-m2")
+        for cut in ("tp=2 sp=true ep=2", "pp=2 ep=2", "cp=2")
+    ),
+    *(Case(model, cut) for model in ("qwen2", "mistral") for cut in ("tp=2 sp=true", "pp=2", "cp=2")),
 )
 
 
@@ -180,7 +185,7 @@ def configured(case: Case, folder: Path, steps: int) -> Run:
             f"train.steps={steps}",
             f"checkpoint.save_every={steps}",
             *(f"layout.{key}={value}" for key, value in cut.items()),
-            *([f"adapter.targets=[{LATENT}]"] if case.model == "deepseek-v3" else []),
+            *([f"adapter.targets=[{LATENT}]"] if "kv_lora_rank" in tiny_models.KINDS[case.model] else []),
         ],
     )
 

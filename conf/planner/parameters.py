@@ -173,6 +173,8 @@ def _weights(facts: ModelFacts, kind: str, tp: int, etp: int) -> dict[str, int]:
     """Parameters of one dense or MoE layer without its routed experts."""
     norm = facts.hidden * (2 if facts.layernorm else 1)
     query_key = (facts.q_rank + facts.kv_rank if facts.kv_rank else 2 * facts.head_dim) if facts.qk_norm else 0
+    if facts.norm_over_heads:
+        query_key = (facts.heads + facts.kv_heads) * facts.head_dim
     found = {
         "attention": sum(_size(linear, tp) for linear in _attention(facts)),
         "norms": 2 * norm + query_key * (2 if facts.layernorm else 1),

@@ -10,7 +10,7 @@ Where there is none, trainer.convert checks every tensor.
 from collections.abc import Collection
 from typing import Any
 
-from conf.model_facts import CONVERTED
+from conf.model_facts import ALIASES, CONVERTED
 from conf.model_files import config_json, quantization
 from conf.rules.function import unread
 
@@ -19,8 +19,11 @@ IGNORE = "model.ignore_config lists keys that do not matter to you"
 # Families that are not taken here: why, and what to take.
 INSTEAD = "take Qwen/Qwen3-30B-A3B, or Megatron-Bridge's own recipes"
 DELTA_NET = f"an export does not know how Megatron-Bridge lays out its gated delta net and shifts its norms; {INSTEAD}"
-GEMMA = f"its windows, soft caps and second norms were compared with transformers' by nobody here; {INSTEAD}"
-UNTRIED = f"Megatron-Bridge has it, and nobody has compared its logits with transformers' here; {INSTEAD}"
+GEMMA = (
+    "Megatron-Bridge adds adapters behind the norms that follow o_proj and down_proj, and merged they are before them, "
+)
+GEMMA += f"and its windows and soft caps were compared on no GPU; {INSTEAD}"
+INDEXER = f"its attention picks tokens by an indexer, whose kernels need a GPU, and its logits were compared on none; {INSTEAD}"
 NOT_TAKEN = {
     "GptOssForCausalLM": "an export cannot write its experts, which lie stacked and interleaved in one tensor, and its "
     "attention sinks were compared on no GPU; take Qwen/Qwen3-30B-A3B, or Megatron-Bridge's own recipes "
@@ -28,18 +31,14 @@ NOT_TAKEN = {
     "Qwen3NextForCausalLM": DELTA_NET,
     "Qwen3_5MoeForCausalLM": DELTA_NET,
     "Qwen3_5MoeForConditionalGeneration": DELTA_NET,
-    "MiniMaxM2ForCausalLM": "an export does not know how Megatron-Bridge cuts its norms of queries and keys, which are "
-    f"over all heads; {INSTEAD}",
     "NemotronHForCausalLM": f"an export does not know how Megatron-Bridge lays out its Mamba layers; {INSTEAD}",
     "Llama4ForCausalLM": f"Megatron-Bridge 0.6 has no bridge for it; {INSTEAD}",
     "Llama4ForConditionalGeneration": f"Megatron-Bridge 0.6 has no bridge for it; {INSTEAD}",
     "Gemma2ForCausalLM": GEMMA,
     "Gemma3ForCausalLM": GEMMA,
     "Gemma3ForConditionalGeneration": GEMMA,
-    "Glm4MoeLiteForCausalLM": UNTRIED,
-    "GlmMoeDsaForCausalLM": UNTRIED,
-    "KimiK2ForCausalLM": UNTRIED,
-    "MistralForCausalLM": UNTRIED,
+    "GlmMoeDsaForCausalLM": INDEXER,
+    "MiniMaxM3SparseForConditionalGeneration": INDEXER,
 }
 
 
@@ -76,7 +75,8 @@ def not_converted(config: dict[str, Any]) -> str:
         return f"{architecture} is not converted or trained here: {NOT_TAKEN[architecture]}"
     if architecture not in CONVERTED:
         return f"{architecture or 'no architecture'} is not converted or trained here; {', '.join(CONVERTED)} are"
-    if config.get("model_type") != CONVERTED[architecture]:
+    kind = config.get("model_type")
+    if (ALIASES.get(kind, kind) if isinstance(kind, str) else kind) != CONVERTED[architecture]:
         kind = config_json.show(config.get("model_type"))
         return f"model_type is {kind}, and that of {architecture} is {CONVERTED[architecture]}"
     return ""

@@ -42,9 +42,10 @@ LEFT = {
     *("pruned_heads", "torchscript", "tie_encoder_decoder", "use_bfloat16", "output_scores", "qk_head_dim"),
 }
 PREFIXES = ("_", "unsloth_")  # of what tools note for themselves
-FULL = "full_attention"
+OF_LAYERS = {"layer_types": "full_attention", "attn_type_list": 1}  # the one kind of layer that is built
 WINDOWS = {"sliding_window", "max_window_layers"}  # say nothing while use_sliding_window is false
 SHOWN = 60  # characters of a value
+FIRST_DENSE = "mlp_layer_types"  # of GLM-4.7-Flash
 ANY: Any = object()
 
 
@@ -63,6 +64,7 @@ class Family:
     rotations: Mapping[str, Rotation]
     defaults: Mapping[str, Any] = field(default_factory=dict)  # transformers', where a rule needs them
     same: Mapping[str, str] = field(default_factory=dict)  # keys that transformers writes, by the key they repeat
+    written: tuple[str, ...] = ()  # keys that have to be there, as transformers' default is another function
 
 
 DEFAULT = {"default": Rotation()}
@@ -85,10 +87,18 @@ FAMILIES = {
         DEFAULT,
         {"n_group": 1, "topk_group": 1, "num_experts_per_tok": 8, "partial_rotary_factor": 0.5},
     ),
+    "Glm4MoeLiteForCausalLM": Family(
+        SIZES | ROTARY | SIGMOID_EXPERTS | LATENT | {"rms_norm_eps", "tie_word_embeddings", "attention_bias"},
+        # transformers reads mlp_layer_types, and has one dense layer without it, whatever first_k_dense_replace says
+        SIGMOID | {"rope_interleave": (True,), "partial_rotary_factor": (1,), "first_k_dense_replace": (1,)},
+        DEFAULT,
+        {"n_group": 1, "topk_group": 1, "num_experts_per_tok": 4},
+        {"head_dim": "qk_rope_head_dim"},
+        ("first_k_dense_replace",),
+    ),
     "DeepseekV3ForCausalLM": Family(
-        SIZES | ROTARY | SIGMOID_EXPERTS | LATENT | {"tie_word_embeddings", "attention_bias"},
-        # the norms inside latent attention have this epsilon in transformers, whatever config.json says
-        SIGMOID | {"rope_interleave": (True,), "rms_norm_eps": (1e-6,)},
+        SIZES | ROTARY | SIGMOID_EXPERTS | LATENT | {"rms_norm_eps", "tie_word_embeddings", "attention_bias"},
+        SIGMOID | {"rope_interleave": (True,)},
         DEFAULT | LATENT_YARN,
         {"n_group": 8, "topk_group": 4, "num_experts_per_tok": 8},
         {"head_dim": "qk_rope_head_dim"},
@@ -105,6 +115,20 @@ FAMILIES = {
     "Qwen2ForCausalLM": Family(PLAIN | {"attention_bias"}, QWENS, DEFAULT | YARN),
     "LlamaForCausalLM": Family(
         PLAIN, SILU | {"attention_bias": (False,), "mlp_bias": (False,)}, DEFAULT | LINEAR | LLAMA3 | YARN
+    ),
+    "MistralForCausalLM": Family(
+        PLAIN, SILU | {"sliding_window": (None,), "attention_bias": (False,)}, DEFAULT, written=("sliding_window",)
+    ),
+    "MiniMaxM2ForCausalLM": Family(
+        PLAIN
+        | {"num_local_experts", "num_experts_per_tok", "rotary_dim"}
+        | {"use_mtp", "num_mtp_modules", "mtp_transformer_layers"},  # the releases hold no tensor of these
+        SILU
+        | {"router_jitter_noise": (0,), "scoring_func": ("sigmoid",), "use_routing_bias": (True,)}
+        | {"use_qk_norm": (True,), "qk_norm_type": ("per_layer",), "shared_intermediate_size": (0,)},
+        DEFAULT,
+        {"norm_topk_prob": True},
+        written=("rotary_dim", "head_dim"),  # the release's; Megatron-Bridge turns all of a head without
     ),
     "MixtralForCausalLM": Family(
         PLAIN | {"num_local_experts", "num_experts_per_tok"},
@@ -153,6 +177,9 @@ def unread(config: Mapping[str, Any], ignored: Collection[str] = ()) -> list[str
 
 
 def _unread(config: Mapping[str, Any], family: Family) -> Iterator[tuple[str, str]]:
+    for key in family.written:
+        if key not in config:
+            yield key, "absent, and transformers has another default than Megatron-Bridge; write it down"
     builds = f"and Megatron-Bridge builds {_name(config)} with"
     for key, value in config.items():
         if key in family.same and value is not None:
@@ -161,9 +188,12 @@ def _unread(config: Mapping[str, Any], family: Family) -> Iterator[tuple[str, st
         elif key in family.only:
             if value is not None and not _among(value, family.only[key]):
                 yield key, f"{_show(value)}, {builds} {_show(family.only[key][0])} alone"
-        elif key == "layer_types":
-            if value and not (isinstance(value, list) and all(kind == FULL for kind in value)):
-                yield key, f"{_show(value)}, {builds} {FULL} alone"
+        elif key in OF_LAYERS:
+            if value and not (isinstance(value, list) and all(kind == OF_LAYERS[key] for kind in value)):
+                yield key, f"{_show(value)}, {builds} {OF_LAYERS[key]} alone"
+        elif key == FIRST_DENSE:
+            if value and value != ["dense", *["sparse"] * (config.get("num_hidden_layers", 1) - 1)]:
+                yield key, f"{_show(value)}, {builds} experts in all layers but the first alone"
         elif key in WINDOWS and "use_sliding_window" in family.only:
             continue
         elif not (key in family.read or key in LEFT or key.startswith(PREFIXES) or _says_nothing(value)):
@@ -187,6 +217,8 @@ def _rotation(config: Mapping[str, Any], family: Family) -> Iterator[tuple[str, 
         return
     factor = "partial_rotary_factor"
     share = config[factor] if config.get(factor) is not None else family.defaults.get(factor, 1)
+    if "rotary_dim" in family.read and config.get("rotary_dim") and config.get("head_dim"):
+        share = config["rotary_dim"] / config["head_dim"]
     right = {"rope_type": ANY, "type": ANY, "rope_theta": ANY, factor: (share,)} | dict(rotation.read)
     for name, value in given.items():
         if value is None or right.get(name) is ANY or (name not in right and _says_nothing(value)):

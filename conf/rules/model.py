@@ -77,10 +77,9 @@ def _widths(run: Run, facts: ModelFacts) -> Iterator[Broken]:
     if facts.kv_heads % layout.tp and layout.tp % facts.kv_heads:
         text = f"{layout.tp} is neither divisor nor multiple of the {facts.kv_heads} key-value heads"
         yield Broken("kv heads", "layout.tp", text, divisors(layout.world))
-    if facts.architecture == "OlmoeForCausalLM" and layout.tp > 1:
-        # Bridge builds these norms for the heads of one rank, and then finds the released ones too wide
-        text = f"{layout.tp}, but OLMoE norms queries and keys over all heads, which Megatron-Bridge does not cut"
-        yield Broken("norms over all heads", "layout.tp", text, [1])
+    elif facts.norm_over_heads and facts.kv_heads % layout.tp:
+        text = f"{layout.tp}, but keys are normed over all {facts.kv_heads} heads, which it does not divide"
+        yield Broken("norms over all heads", "layout.tp", text, divisors(layout.world))
     if facts.experts % layout.ep:
         text = f"{layout.ep} does not divide the {facts.experts} experts"
         yield Broken("experts", "layout.ep", text, divisors(layout.world))

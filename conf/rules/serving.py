@@ -17,12 +17,15 @@ from conf.schema.run import Run
 
 SERVED = (
     "Glm4MoeForCausalLM",
+    "Glm4MoeLiteForCausalLM",
     "DeepseekV3ForCausalLM",
     "Qwen3MoeForCausalLM",
     "Qwen3ForCausalLM",
     "Qwen2MoeForCausalLM",
     "Qwen2ForCausalLM",
     "OlmoeForCausalLM",
+    "MiniMaxM2ForCausalLM",
+    "MistralForCausalLM",
     "MixtralForCausalLM",
     "LlamaForCausalLM",
     "GPT2LMHeadModel",

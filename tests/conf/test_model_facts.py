@@ -118,6 +118,11 @@ def test_facts_that_are_no_sizes(value):
         ),
         (LLAMA | {"num_key_value_heads": 5}, "num_key_value_heads is 5, which does not divide num_attention_heads, 32"),
         (LLAMA | {"num_nextn_predict_layers": 33}, "num_nextn_predict_layers is 33, beside 32 layers"),
+        (LLAMA | {"head_dim": 33}, "head_dim is 33, and rotary embeddings turn pairs"),
+        (
+            LLAMA | {"head_dim": 20, "partial_rotary_factor": 0.25},
+            "head_dim is 20, of which partial_rotary_factor 0.25 turns 5 numbers, and rotary embeddings turn pairs",
+        ),
         (MOE | {"num_experts_per_tok": 9}, "num_experts_per_tok is 9, of 8 experts"),
         (MOE | {"num_experts_per_tok": None}, "num_experts_per_tok is null, which is no size from 1"),
         (MOE | {"first_k_dense_replace": 33}, "first_k_dense_replace is 33, of 32 layers"),

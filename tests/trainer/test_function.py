@@ -17,21 +17,18 @@ import torch
 from conf.model_facts import facts_from_hf
 from conf.rules.function import unread
 from tests.support import drawn_models
-from trainer.rehearsal.tiny_models import COMMON, KINDS
+from trainer.rehearsal.tiny_models import KINDS
 
 RANKS = Path(__file__).parents[1] / "support" / "ranks"
 BOUND = 1e-4  # of the largest logit; what is found is 2e-6 and less
 TOKENS = drawn_models.tokens(rows=2, length=48, vocabulary=500)
-DEFAULT = {"rope_type": "default", "rope_theta": 1e6}
-DENSE = COMMON | {"rms_norm_eps": 1e-6, "rope_parameters": DEFAULT}
-OLMOE = DENSE | {"model_type": "olmoe", "architectures": ["OlmoeForCausalLM"], "num_key_value_heads": 4}
+OTHERS = {kind: KINDS[kind] for kind in ("kimi-k2", "gpt2")}  # that share few keys with the rest
 FAMILIES: dict[str, dict[str, Any]] = {
-    **{kind: config for kind, config in KINDS.items() if kind != "glm4-moe-mtp"},
-    "qwen2": DENSE | {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"]},
-    "olmoe": OLMOE | {"num_experts": 8, "num_experts_per_tok": 2},
+    kind: config for kind, config in KINDS.items() if kind not in ("glm4-moe-mtp", *OTHERS)
 }
-EXPERTS = ("glm4-moe", "deepseek-v3", "qwen3-moe", "olmoe", "mixtral", "qwen2-moe")
-SIGMOID = ("glm4-moe", "deepseek-v3")
+LATENT = ("deepseek-v3", "glm4-moe-lite")
+EXPERTS = ("glm4-moe", "deepseek-v3", "qwen3-moe", "olmoe", "mixtral", "qwen2-moe", "glm4-moe-lite", "minimax-m2")
+SIGMOID = ("glm4-moe", "deepseek-v3", "glm4-moe-lite")
 WITH_YARN = ("deepseek-v3", "qwen3-moe", "llama", "qwen3", "qwen2", "olmoe", "mixtral", "qwen2-moe")
 
 
@@ -48,7 +45,7 @@ def llama3(**keys: float) -> dict[str, Any]:
     return rope("llama3", **usual | keys)
 
 
-HEAD_DIM = ("glm4-moe", "qwen3-moe", "llama", "qwen3", "qwen2", "mixtral", "qwen2-moe")
+HEAD_DIM = ("glm4-moe", "qwen3-moe", "llama", "qwen3", "qwen2", "mixtral", "qwen2-moe", "mistral")
 WHOLE = {"factor": 4.0, "original_max_position_embeddings": 16, "beta_fast": 32.0, "beta_slow": 1.0}
 LINEAR = rope("linear", factor=4.0)
 HEADS = {"num_attention_heads": 2, "num_key_value_heads": 1}
@@ -61,9 +58,15 @@ READ = [
     *((family, NO_MATTER | {"sliding_window": None}) for family in FAMILIES),
     *((family, rope(rope_theta=100.0)) for family in FAMILIES if family != "glm4-moe"),
     *((family, {"rope_parameters": None, "rope_theta": 50.0}) for family in FAMILIES),
-    *((family, {"rms_norm_eps": 0.3}) for family in FAMILIES if family != "deepseek-v3"),
-    *((family, HEADS) for family in FAMILIES if family not in ("deepseek-v3", "olmoe")),
-    *((family, {"tie_word_embeddings": True}) for family in ("qwen3-moe", "llama", "qwen2", "mixtral", "qwen2-moe")),
+    *((family, {"rms_norm_eps": 0.3}) for family in FAMILIES),
+    *((family, HEADS) for family in FAMILIES if family not in (*LATENT, "olmoe")),
+    *(
+        (family, {"tie_word_embeddings": True})
+        for family in ("qwen3-moe", "llama", "qwen2", "mixtral", "qwen2-moe", "mistral", "minimax-m2")
+    ),
+    *((family, {}) for family in OTHERS),
+    ("minimax-m2", {"rotary_dim": 16}),
+    ("olmoe", HEADS | {"num_key_value_heads": 2, "head_dim": 64}),
     ("qwen3", {"tie_word_embeddings": False}),
     *((family, {"head_dim": 16}) for family in HEAD_DIM),
     *((family, {"num_experts_per_tok": 3, "n_group": 1}) for family in EXPERTS),
@@ -71,15 +74,15 @@ READ = [
     *((family, {"routed_scaling_factor": 0.7}) for family in SIGMOID),
     *((family, {"n_group": 4, "topk_group": 2, "num_experts_per_tok": 4}) for family in SIGMOID),
     *((family, {"n_group": 2, "topk_group": 2, "num_experts_per_tok": 3}) for family in SIGMOID),
-    *((family, {"first_k_dense_replace": layers}) for family in SIGMOID for layers in (0, 2)),
+    *((family, {"first_k_dense_replace": layers}) for family in SIGMOID[:2] for layers in (0, 2)),
     *((family, yarn()) for family in WITH_YARN),
     *((family, yarn(mscale=0.7, mscale_all_dim=1.3)) for family in WITH_YARN),
     ("glm4-moe", {"attention_bias": False}),
     ("glm4-moe", {"use_qk_norm": False}),
     ("glm4-moe", {"partial_rotary_factor": 0.25} | rope()),
-    ("deepseek-v3", {"n_shared_experts": 2}),
-    ("deepseek-v3", {"qk_nope_head_dim": 16, "v_head_dim": 48}),
-    ("deepseek-v3", {"num_attention_heads": 2, "num_key_value_heads": 2}),
+    *((family, {"n_shared_experts": 2}) for family in LATENT),
+    *((family, {"qk_nope_head_dim": 16, "v_head_dim": 48}) for family in LATENT),
+    *((family, {"num_attention_heads": 2, "num_key_value_heads": 2}) for family in LATENT),
     ("deepseek-v3", rope()),
     ("qwen3-moe", {"norm_topk_prob": False}),
     ("qwen3-moe", {"moe_intermediate_size": 96}),
@@ -101,7 +104,11 @@ READ = [
 # What Bridge drops, or reads otherwise than transformers.
 LOST = [
     *((family, WINDOW) for family in ("qwen3-moe", "qwen3", "qwen2", "qwen2-moe")),
-    ("mixtral", {"sliding_window": 8}),
+    *((family, {"sliding_window": 8}) for family in ("mixtral", "mistral")),
+    ("minimax-m2", {"num_experts_per_tok": 1}),
+    ("glm4-moe-lite", {"first_k_dense_replace": 2}),
+    ("glm4-moe-lite", {"mlp_layer_types": ["dense", "dense", "sparse", "sparse"]}),
+    ("glm4-moe-lite", {"rope_interleave": False}),
     *((family, {"num_experts_per_tok": 1} | NORMED) for family in ("mixtral", "qwen2-moe")),
     *((family, LINEAR) for family in FAMILIES if family != "llama"),
     *((family, llama3()) for family in ("qwen3-moe", "qwen3", "qwen2", "glm4-moe", "mixtral", "qwen2-moe")),
@@ -111,7 +118,6 @@ LOST = [
     *((family, {"n_group": 4, "topk_group": 2}) for family in SIGMOID),
     ("glm4-moe", yarn()),
     ("glm4-moe", rope(partial_rotary_factor=0.25)),
-    ("deepseek-v3", {"rms_norm_eps": 0.3}),
     ("deepseek-v3", {"rope_interleave": False}),
     *(("deepseek-v3", yarn(**{key: 0.7})) for key in ("mscale", "mscale_all_dim", "attention_factor")),
     ("deepseek-v3", rope("yarn", **WHOLE, truncate=False)),
@@ -129,7 +135,8 @@ def name(family: str, change: dict[str, Any]) -> str:
 
 
 def config(family: str, change: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in (FAMILIES[family] | change).items() if value is not None}
+    keys = (FAMILIES | OTHERS)[family] | change
+    return {key: value for key, value in keys.items() if value is not None or key == "sliding_window"}
 
 
 @pytest.fixture(scope="module")

@@ -6,6 +6,7 @@ from conf.model_files import config_json
 from conf.schema.run import Run
 from contract.faults import Fault
 from trainer.megatron import bridges
+from trainer.patches.families import latent_norms
 from trainer.startup import device
 
 
@@ -70,6 +71,8 @@ def make_provider(run: Run, bridge, load_weights: bool = False):
     else:
         provider.mtp_num_layers = None  # a config.json says 0; Megatron tests for None
 
+    if provider.multi_latent_attention:
+        latent_norms.keep_epsilon(provider)
     if provider.num_moe_experts:
         if run.adapter.kind != "none":
             provider.moe_router_bias_update_rate = 0.0  # the bias is no weight of the adapter: moving it would be lost

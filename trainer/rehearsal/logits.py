@@ -75,6 +75,10 @@ def _computed(folder: Path, adapter: Path | None, rows: Rows):
     import torch
     from transformers import AutoModelForCausalLM
 
+    from trainer.patches.families import kimi_k2, minimax_m2
+
+    kimi_k2.install()
+    minimax_m2.install()
     try:
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
         if adapter:

@@ -65,6 +65,29 @@ DEEPSEEK_V3 = SIGMOID_MOE | dict(
     topk_group=1,
     num_nextn_predict_layers=0,
 )
+KIMI_K2 = DEEPSEEK_V3 | dict(
+    model_type="kimi_k2",
+    n_group=1,
+    rope_scaling=dict(type="yarn", factor=32.0, original_max_position_embeddings=64)
+    | dict(beta_fast=1.0, beta_slow=1.0, mscale=1.0, mscale_all_dim=1.0),
+    rope_theta=5e4,
+)
+del KIMI_K2["rope_parameters"]  # the release has the older names
+GLM4_MOE_LITE = SIGMOID_MOE | dict(
+    model_type="glm4_moe_lite",
+    architectures=["Glm4MoeLiteForCausalLM"],
+    num_key_value_heads=4,
+    q_lora_rank=96,
+    kv_lora_rank=64,
+    qk_nope_head_dim=48,
+    qk_rope_head_dim=16,
+    v_head_dim=64,
+    rms_norm_eps=1e-5,
+    rope_parameters=dict(rope_type="default", rope_theta=1e6),
+    n_group=1,
+    topk_group=1,
+    num_nextn_predict_layers=1,
+)
 QWEN3_MOE = MOE | dict(
     model_type="qwen3_moe",
     architectures=["Qwen3MoeForCausalLM"],
@@ -79,6 +102,46 @@ QWEN3: Config = dict(
     head_dim=64,
     tie_word_embeddings=True,  # as up to 4B; the larger ones are not
     rms_norm_eps=1e-6,
+    rope_parameters=dict(rope_type="default", rope_theta=1e6),
+)
+QWEN2: Config = dict(
+    model_type="qwen2",
+    architectures=["Qwen2ForCausalLM"],
+    head_dim=32,
+    rms_norm_eps=1e-6,
+    rope_parameters=dict(rope_type="default", rope_theta=1e6),
+)
+OLMOE: Config = dict(
+    model_type="olmoe",
+    architectures=["OlmoeForCausalLM"],
+    intermediate_size=64,  # of an expert; every layer has experts
+    num_key_value_heads=4,  # as many as heads
+    num_experts=8,
+    num_experts_per_tok=2,
+    head_dim=32,
+    rms_norm_eps=1e-5,
+    rope_parameters=dict(rope_type="default", rope_theta=1e4),
+)
+MINIMAX_M2: Config = dict(
+    model_type="minimax_m2",
+    architectures=["MiniMaxM2ForCausalLM"],
+    intermediate_size=64,  # of an expert; every layer has experts
+    num_local_experts=8,
+    num_experts_per_tok=2,
+    head_dim=64,
+    rotary_dim=32,  # half of a head is turned
+    rms_norm_eps=1e-6,
+    rope_theta=5e6,
+    scoring_func="sigmoid",
+    use_routing_bias=True,
+    use_qk_norm=True,
+)
+MISTRAL: Config = dict(
+    model_type="mistral",
+    architectures=["MistralForCausalLM"],
+    head_dim=32,
+    sliding_window=None,
+    rms_norm_eps=1e-5,
     rope_parameters=dict(rope_type="default", rope_theta=1e6),
 )
 MIXTRAL: Config = dict(
@@ -126,9 +189,15 @@ GPT2: Config = dict(
 KINDS: dict[str, Config] = {
     "glm4-moe": COMMON | GLM4_MOE | dict(num_nextn_predict_layers=0),
     "glm4-moe-mtp": COMMON | GLM4_MOE | dict(num_nextn_predict_layers=1),
+    "glm4-moe-lite": COMMON | GLM4_MOE_LITE,
     "deepseek-v3": COMMON | DEEPSEEK_V3,
+    "kimi-k2": COMMON | KIMI_K2,
     "qwen3-moe": COMMON | QWEN3_MOE,
     "qwen3": COMMON | QWEN3,
+    "qwen2": COMMON | QWEN2,
+    "olmoe": COMMON | OLMOE,
+    "minimax-m2": COMMON | MINIMAX_M2,
+    "mistral": COMMON | MISTRAL,
     "mixtral": COMMON | MIXTRAL,
     "qwen2-moe": COMMON | QWEN2_MOE,
     "llama": COMMON | LLAMA,
@@ -244,10 +313,12 @@ def attention_shapes(c: Config) -> Shapes:
     shapes: Shapes = {"self_attn.o_proj.weight": (hidden, heads * width)}
     for name, count in ("q", heads), ("k", kv_heads), ("v", kv_heads):
         shapes[f"self_attn.{name}_proj.weight"] = (count * width, hidden)
-        if c.get("attention_bias") or c.get("qkv_bias"):
+        if c.get("attention_bias") or c.get("qkv_bias") or c["model_type"] == "qwen2":
             shapes[f"self_attn.{name}_proj.bias"] = (count * width,)
         if name != "v" and c["model_type"] in ("glm4_moe", "qwen3_moe", "qwen3"):
             shapes[f"self_attn.{name}_norm.weight"] = (width,)
+        if name != "v" and c["model_type"] in ("olmoe", "minimax_m2"):
+            shapes[f"self_attn.{name}_norm.weight"] = (count * width,)
     return shapes
 
 
@@ -259,6 +330,8 @@ def mlp_shapes(prefix: str, hidden: int, width: int) -> Shapes:
 def mixtral_shapes(c: Config) -> Shapes:
     hidden, width, experts = c["hidden_size"], c["intermediate_size"], c["num_local_experts"]
     shapes: Shapes = {"block_sparse_moe.gate.weight": (experts, hidden)}
+    if c.get("use_routing_bias"):
+        shapes["block_sparse_moe.e_score_correction_bias"] = (experts,)
     for expert in range(experts):
         prefix = f"block_sparse_moe.experts.{expert}"
         shapes |= {f"{prefix}.w1.weight": (width, hidden), f"{prefix}.w3.weight": (width, hidden)}
@@ -267,7 +340,7 @@ def mixtral_shapes(c: Config) -> Shapes:
 
 
 def moe_shapes(c: Config) -> Shapes:
-    hidden, width = c["hidden_size"], c["moe_intermediate_size"]
+    hidden, width = c["hidden_size"], c.get("moe_intermediate_size", c["intermediate_size"])
     experts = c["num_experts"] if "num_experts" in c else c["n_routed_experts"]
     shapes: Shapes = {"mlp.gate.weight": (experts, hidden)}
     for expert in range(experts):
@@ -310,7 +383,7 @@ def model_shapes(c: Config) -> Shapes:
         if layer in dense:
             block |= mlp_shapes("mlp", hidden, c["intermediate_size"])
         else:
-            block |= mixtral_shapes(c) if c["model_type"] == "mixtral" else moe_shapes(c)
+            block |= mixtral_shapes(c) if c["model_type"] in ("mixtral", "minimax_m2") else moe_shapes(c)
         if layer >= layers:
             block |= {"enorm.weight": (hidden,), "hnorm.weight": (hidden,), "shared_head.norm.weight": (hidden,)}
             block |= {"embed_tokens.weight": (vocab, hidden), "shared_head.head.weight": (vocab, hidden)}

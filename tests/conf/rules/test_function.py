@@ -11,7 +11,7 @@ import pytest
 
 from conf.model_facts import CONVERTED, MODELS
 from conf.rules.conversion import obstacles
-from conf.rules.function import BRIDGE, FAMILIES, LEFT, WINDOWS, unread
+from conf.rules.function import BRIDGE, FAMILIES, FIRST_DENSE, LEFT, OF_LAYERS, WINDOWS, unread
 from trainer.rehearsal.tiny_models import KINDS
 
 # What releases say beside their sizes.
@@ -99,7 +99,20 @@ LOST = [
     (KINDS["glm4-moe"], {"n_group": 4, "topk_group": 2}, "topk_group is 2, of which Megatron would rank the 4 groups"),
     (KINDS["glm4-moe"], {"partial_rotary_factor": 0.25}, "rope_parameters.partial_rotary_factor is 0.5, and"),
     (KINDS["deepseek-v3"], {"rope_interleave": False}, "rope_interleave is false, and"),
-    (KINDS["deepseek-v3"], {"rms_norm_eps": 1e-5}, "rms_norm_eps is 1e-05, and"),
+    (KINDS["glm4-moe-lite"], {"rope_interleave": False}, "rope_interleave is false, and"),
+    (KINDS["glm4-moe-lite"], {"first_k_dense_replace": 2}, "first_k_dense_replace is 2, and Megatron-Bridge builds"),
+    (KINDS["glm4-moe-lite"], {"mlp_layer_types": 4 * ["sparse"]}, 'mlp_layer_types is ["sparse", "sparse"'),
+    (KINDS["glm4-moe-lite"], {"rope_parameters": YARN_OF_QWEN}, 'rope_parameters.rope_type is "yarn", which'),
+    (
+        KINDS["minimax-m2"],
+        {"attn_type_list": [1, 0, 1, 1]},
+        "attn_type_list is [1, 0, 1, 1], and Megatron-Bridge builds",
+    ),
+    (KINDS["minimax-m2"], {"shared_intermediate_size": 64}, "shared_intermediate_size is 64, and Megatron-Bridge"),
+    (KINDS["minimax-m2"], {"num_experts_per_tok": 1}, "num_experts_per_tok is 1, and Megatron makes the weights"),
+    (KINDS["mistral"], {"sliding_window": 4096}, "sliding_window is 4096, and Megatron-Bridge builds"),
+    (KINDS["mistral"], {"rope_scaling": YARN}, 'rope_scaling.rope_type is "yarn", which Megatron-Bridge does not'),
+    (KINDS["qwen2"], {"use_sliding_window": True}, "use_sliding_window is true, and"),
     (
         KINDS["deepseek-v3"],
         {"rope_scaling": YARN | {"mscale": 1.0}},
@@ -146,6 +159,15 @@ def test_what_would_be_lost_is_named(config, change, says):
     assert unread(config | change, [line.partition(" ")[0].partition(".")[0] for line in found]) == []
 
 
+@pytest.mark.parametrize("kind, key", [("mistral", "sliding_window"), ("minimax-m2", "rotary_dim")])
+def test_a_key_whose_absence_says_something_else_in_transformers_has_to_be_there(kind, key):
+    config = {name: value for name, value in KINDS[kind].items() if name != key}
+    assert unread(config) == [
+        f"{key} is absent, and transformers has another default than Megatron-Bridge; write it down"
+    ]
+    assert unread(config, [key]) == []
+
+
 @pytest.mark.parametrize("value", [None, False, 0, 0.0, 1, 1.0, "", "text", [], {}])
 def test_an_unknown_key_that_says_nothing_passes(value):
     assert unread(KINDS["llama"] | {"embedding_multiplier": value}) == []
@@ -162,7 +184,7 @@ def sources(package: str, *files: str) -> str:
 
 MODULES = {"Glm4Moe": "glm4_moe", "DeepseekV3": "deepseek_v3", "Qwen3Moe": "qwen3_moe", "Qwen3": "qwen3"}
 MODULES |= {"Qwen2": "qwen2", "Llama": "llama", "Olmoe": "olmoe", "Mixtral": "mixtral", "Qwen2Moe": "qwen2_moe"}
-MODULES |= {"GPT2LMHeadModel": "gpt2"}
+MODULES |= {"GPT2LMHeadModel": "gpt2", "Glm4MoeLite": "glm4_moe_lite", "MiniMaxM2": "minimax_m2", "Mistral": "mistral"}
 
 
 @pytest.mark.parametrize("architecture", FAMILIES)
@@ -173,8 +195,8 @@ def test_the_tables_know_every_key_of_transformers(architecture):
     (config,) = [node for node in tree.body if isinstance(node, ast.ClassDef)]
     keys = {node.target.id for node in config.body if isinstance(node, ast.AnnAssign)}
     family = FAMILIES[architecture]
-    known = {*family.read, *family.only, *family.same, *LEFT, *WINDOWS, "layer_types"}
-    assert len(keys) > 20 and keys - known == set()
+    known = {*family.read, *family.only, *family.same, *LEFT, *WINDOWS, *OF_LAYERS, FIRST_DENSE}
+    assert len(keys) > 15 and keys - known == set()
 
 
 def test_the_tables_were_read_from_the_installed_bridge():

@@ -8,6 +8,9 @@ import json
 import sys
 import warnings
 import zlib
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[3]))
 
 
 def main() -> None:
@@ -15,6 +18,10 @@ def main() -> None:
     from peft import PeftModel
     from transformers import AutoConfig, AutoModelForCausalLM
 
+    from trainer.patches.families import kimi_k2, minimax_m2
+
+    kimi_k2.install()
+    minimax_m2.install()
     for job in json.load(sys.stdin):
         if job.get("draw"):
             config = AutoConfig.from_pretrained(job["model"])

@@ -22,7 +22,7 @@ def main(run: Run) -> None:
 
 def refused(functions: dict[str, list[str]]) -> dict[str, str]:
     """The fault of each function, module by module, where every package has another version."""
-    patches = {name: import_module(f"trainer.patches.{name}") for name in functions}
+    patches = {name: import_module(f"trainer.patches.{name.replace('/', '.')}") for name in functions}
     importlib.metadata.version = lambda package: "99.1"
     found = {}
     for name, module in patches.items():

@@ -39,6 +39,31 @@ def test_bridge_asks_how_an_architecture_s_name_ends():
     assert "architecture_name.endswith(SUPPORTED_HF_ARCHITECTURES)" in source and "LMHeadModel" not in source
 
 
+def test_bridge_norms_over_all_heads_otherwise_than_the_releases_under_tp():
+    olmoe = text("megatron-bridge", "megatron/bridge/models/olmoe/olmoe_provider.py")
+    assert olmoe.count("* self.config.num_attention_heads,") == 2  # of keys too, and of all ranks' heads
+    minimax = text("megatron-bridge", "megatron/bridge/models/minimax_m2/minimax_m2_provider.py")
+    assert (
+        "            dist.all_reduce(local_ss, op=dist.ReduceOp.SUM, group=tp_group)\n" in minimax
+    )  # outside autograd
+    core = text("megatron-core", "megatron/core/distributed/finalize_model_grads.py")
+    assert 'config.qk_layernorm and ("q_layernorm" in name or "k_layernorm" in name)' in core
+
+
+def test_transformers_gives_the_norms_of_latent_attention_their_own_epsilon():
+    for family in ("deepseek_v3", "glm4_moe_lite"):
+        model = text("transformers", f"transformers/models/{family}/modeling_{family}.py")
+        assert "RMSNorm(config.q_lora_rank)\n" in model and "RMSNorm(self.kv_lora_rank)\n" in model
+        assert "def __init__(self, hidden_size, eps: float = 1e-6)" in model
+    flash = text("megatron-bridge", "megatron/bridge/models/glm/glm47_flash_bridge.py")
+    assert "epsilon" not in flash
+
+
+def test_transformers_knows_no_kimi_k2_and_drops_rotary_dim_of_minimax_m2():
+    assert "kimi_k2" not in text("transformers", "transformers/models/auto/auto_mappings.py")
+    assert "rotary_dim" not in text("transformers", "transformers/models/minimax_m2/configuration_minimax_m2.py")
+
+
 def test_bridge_builds_what_the_wheel_brings_and_a_failure_ends_the_process():
     assert "            compile_helpers()\n" in text("megatron-bridge", "megatron/bridge/training/initialize.py")
     helpers = text("megatron-core", "megatron/core/datasets/utils.py")

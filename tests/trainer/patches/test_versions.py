@@ -11,10 +11,15 @@ from contract.faults import Fault
 from trainer.patches import versions
 
 ROOT = Path(__file__).parents[3]
-PATCHES = sorted(path.stem for path in (ROOT / "trainer/patches").glob("[a-z]*.py") if path.stem != "versions")
+FOLDER = ROOT / "trainer/patches"
+NAMES = {path.relative_to(FOLDER).with_suffix("").as_posix() for path in FOLDER.rglob("[a-z]*.py")}
+PATCHES = sorted(NAMES - {"versions"})
 LIGHT = {
     "checkpoint_files": "pass_results_here",
-    "head_models": "install",
+    "families/head_models": "install",
+    "families/kimi_k2": "install",
+    "families/latent_norms": "keep_epsilon",
+    "families/minimax_m2": "install",
     "import_fixes": "install",
     "lazy_bridge": "install",
     "null_tokenizer": "install",
@@ -26,6 +31,7 @@ LIGHT = {
 HEAVY = {
     "dora": ["install", "mark_magnitudes"],
     "expert_adapters": ["install"],
+    "families/norms_over_heads": ["install"],
     "packed_positions": ["install"],
     "recompute": ["start_from_the_embedding"],
     "resharding": ["install"],
@@ -53,9 +59,9 @@ def test_every_patch_is_tried_here():
 
 @pytest.mark.parametrize("patch, function", LIGHT.items())
 def test_another_version_is_one_line(patch, function, other_version):
-    arguments = [False] if patch == "import_fixes" else []
+    arguments = [None] if patch in ("import_fixes", "families/latent_norms") else []
     with pytest.raises(Fault) as refused:
-        getattr(import_module(f"trainer.patches.{patch}"), function)(*arguments)
+        getattr(import_module(f"trainer.patches.{patch.replace('/', '.')}"), function)(*arguments)
     (package, known), *_ = written_for(patch).items()
     assert str(refused.value) == (
         f"{package} 99.1: trainer/patches/{patch}.py is written for {known[0]}; install that (make setup), "
@@ -67,9 +73,9 @@ def test_another_version_is_one_line_where_megatron_is_there(unpatched):
     found = unpatched("refused", functions=HEAVY)
     assert found.keys() == {f"{patch}.{function}" for patch, functions in HEAVY.items() for function in functions}
     for name, line in found.items():
-        assert re.fullmatch(r"megatron-\w+ 99\.1: trainer/patches/\w+\.py is written for .*; install that .*", line), (
-            name
-        )
+        assert re.fullmatch(
+            r"megatron-\w+ 99\.1: trainer/patches/[\w/]+\.py is written for .*; install that .*", line
+        ), name
 
 
 def test_a_package_that_is_not_there_is_said_to_be_missing():

@@ -2,7 +2,8 @@
 
     load(architecture)      register the bridge of a family, ours or Megatron-Bridge's, with AutoBridge
 
-Each file goes when Megatron-Bridge has the family. One that it has already is never replaced.
+Each file goes when Megatron-Bridge has the family. One that it has already is never replaced; what is wrong with it is
+repaired in trainer/patches/families/.
 """
 
 import importlib
@@ -14,6 +15,12 @@ OURS = {
     "Qwen2MoeForCausalLM": "qwen2_moe",
     "GPT2LMHeadModel": "gpt2",
 }
+# Patches that a family of Megatron-Bridge's needs, to install before its bridge is asked for anything.
+PATCHED = {
+    "OlmoeForCausalLM": ("norms_over_heads",),
+    "MiniMaxM2ForCausalLM": ("norms_over_heads", "minimax_m2"),
+    "DeepseekV3ForCausalLM": ("kimi_k2",),
+}
 
 
 def load(architecture: str) -> None:
@@ -22,3 +29,5 @@ def load(architecture: str) -> None:
         importlib.import_module(f"{__name__}.{OURS[architecture]}")
     else:
         lazy_bridge.load_family(architecture)
+    for patch in PATCHED.get(architecture, ()):
+        importlib.import_module(f"trainer.patches.families.{patch}").install()

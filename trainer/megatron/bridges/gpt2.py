@@ -21,7 +21,7 @@ from transformers import GPT2LMHeadModel
 
 from conf.model_files import weights
 from trainer.megatron.bridges.mappings import PaddedVocabularyMapping, TransposedQKVMapping
-from trainer.patches import head_models
+from trainer.patches.families import head_models
 
 head_models.install()
 NO_TOKEN = -1e4  # the logit of what pads the vocabulary

@@ -49,8 +49,9 @@ SPARE = 1.2  # of the memory that the layers take
 PLENTY = 5e8  # bytes; no more are taken where fewer experts do
 EXPERTS = ("n_routed_experts", "num_experts", "num_local_experts")  # the key of each family
 EXPERT = re.compile(r"\.experts\.(\d+)\.")
-OF_ALL_EXPERTS = re.compile(r"\.(gate|router|experts)\.")  # with a row for each
+OF_ALL_EXPERTS = re.compile(r"\.((gate|router|experts)\.|e_score_correction_bias$)")  # with a row for each
 MEGATRON_EXPERT = re.compile(r"(.+\.experts\..+\.(?:weight|bias))(\d+)$")
+OF_LAYERS = ("layer_types", "mlp_layer_types")  # that transformers' configurations have of each layer
 TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id")
 Added = dict[str, torch.Tensor]  # by the layer's released name, each [row, token, ...]
 
@@ -195,7 +196,11 @@ def _by_transformers(cut: Cut, folder: Path, types: dict[str, torch.dtype]) -> A
     with torch.device("meta"):
         kind = type(AutoModelForCausalLM.from_config(config, trust_remote_code=trusted))
     weights, of_mtp = _weights(cut, types)
-    config.num_hidden_layers += cut.mtp  # whose block is a layer like the last
+    if cut.mtp:  # whose block is a layer like the last
+        config.num_hidden_layers += 1
+        for key in OF_LAYERS:
+            if kinds := getattr(config, key, None):
+                setattr(config, key, [*kinds, kinds[-1]])
     options = {"dtype": torch.float32, "attn_implementation": "eager", "output_loading_info": True}
     model, loaded = kind.from_pretrained(None, config=config, state_dict=weights, **options)
     lost = sorted({*loaded["missing_keys"], *loaded["unexpected_keys"], *map(str, loaded["mismatched_keys"])})

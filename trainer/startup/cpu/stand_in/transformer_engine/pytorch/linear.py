@@ -132,7 +132,7 @@ class LayerNormLinear(Linear):
         return_layernorm_output_gathered: bool = False,
         **kwargs,
     ):
-        self._norm = {"kind": normalization, "eps": eps, "zero_centered_gamma": zero_centered_gamma}
+        self._norm = {"kind": normalization, "zero_centered_gamma": zero_centered_gamma}
         super().__init__(in_features, out_features, **kwargs)
         self.eps, self.normalization, self.zero_centered_gamma = eps, normalization, zero_centered_gamma
         # Megatron-Bridge's LoRA sets these on the wrapped layer, to feed the adapter the normalised input.
@@ -150,7 +150,7 @@ class LayerNormLinear(Linear):
         super()._make_parameters()
 
     def forward(self, x, is_first_microbatch=None):
-        normed = normalize(x, self.layer_norm_weight, self.layer_norm_bias, **self._norm)
+        normed = normalize(x, self.layer_norm_weight, self.layer_norm_bias, eps=self.eps, **self._norm)
         out = super().forward(normed)
         if not self.return_layernorm_output:
             return out

@@ -1,0 +1,49 @@
+"""Settings and names that our bridges of Llamas with experts have in common."""
+
+# pyright: reportAttributeAccessIssue=false, reportArgumentType=false
+
+import torch
+from megatron.bridge.models.conversion.param_mapping import AutoMapping, MegatronParamMapping, QKVMapping
+
+NAMES = {
+    "embedding.word_embeddings.weight": "model.embed_tokens.weight",
+    "output_layer.weight": "lm_head.weight",
+    "decoder.final_layernorm.weight": "model.norm.weight",
+}
+OF_LAYER = {
+    "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
+    "self_attention.linear_proj.weight": "self_attn.o_proj.weight",
+    "pre_mlp_layernorm.weight": "post_attention_layernorm.weight",
+}
+
+
+def set_up(provider, config) -> None:
+    """Set what no key of config.json says."""
+    provider.normalization = "RMSNorm"
+    provider.gated_linear_unit = True
+    provider.add_bias_linear = False
+    provider.qk_layernorm = False
+    provider.hidden_dropout = 0.0
+    provider.autocast_dtype = torch.bfloat16
+    provider.mtp_num_layers = None
+
+    provider.moe_router_score_function = "softmax"
+    provider.moe_router_load_balancing_type = "aux_loss"
+    provider.moe_aux_loss_coeff = config.router_aux_loss_coef
+    provider.moe_grouped_gemm = True
+    provider.moe_token_dispatcher_type = "alltoall"
+    provider.moe_permute_fusion = True
+
+
+def mappings(of_layer: dict[str, str], *of_qkv: str) -> list[MegatronParamMapping]:
+    """Mappings of embeddings, norms and attention, and of more names of a layer; `of_qkv` is weight, or bias too."""
+    names = {f"decoder.layers.*.{name}": f"model.layers.*.{theirs}" for name, theirs in (OF_LAYER | of_layer).items()}
+    plain = [AutoMapping(megatron_param=name, hf_param=theirs) for name, theirs in (NAMES | names).items()]
+    fused = [
+        QKVMapping(
+            f"decoder.layers.*.self_attention.linear_qkv.{kind}",
+            **{part: f"model.layers.*.self_attn.{part}_proj.{kind}" for part in "qkv"},
+        )
+        for kind in of_qkv
+    ]
+    return [*plain, *fused]

@@ -1,0 +1,27 @@
+"""Patch for MiniMax-M2's rotary embeddings: transformers turns the part of a head that rotary_dim says.
+
+Its class reads partial_rotary_factor alone, which the releases do not have, and turns whole heads
+(https://github.com/huggingface/transformers/blob/main/src/transformers/models/minimax_m2/configuration_minimax_m2.py).
+Megatron-Bridge and vLLM read rotary_dim. The patch can go when transformers does.
+"""
+
+from trainer.patches import versions
+
+WRITTEN_FOR = {"transformers": ("5.12.1",)}
+
+
+def install() -> None:
+    """Have the configuration take rotary_dim for the share of a head."""
+    versions.check(__name__, WRITTEN_FOR)
+    from transformers import MiniMaxM2Config
+
+    if "__post_init__" in vars(MiniMaxM2Config):
+        return
+    inherited = MiniMaxM2Config.__post_init__
+
+    def read_rotary_dim(config, **keys) -> None:
+        if width := keys.get("rotary_dim"):
+            keys.setdefault("partial_rotary_factor", width / config.head_dim)
+        inherited(config, **keys)
+
+    MiniMaxM2Config.__post_init__ = read_rotary_dim
