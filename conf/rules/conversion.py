@@ -23,7 +23,7 @@ GEMMA = (
     "Megatron-Bridge adds adapters behind the norms that follow o_proj and down_proj, and merged they are before them, "
 )
 GEMMA += f"and its windows and soft caps were compared on no GPU; {INSTEAD}"
-INDEXER = f"its attention picks tokens by an indexer, whose kernels need a GPU, and its logits were compared on none; {INSTEAD}"
+INDEXER = f"its attention picks tokens by an indexer, whose kernels need a GPU; it was compared on none; {INSTEAD}"
 NOT_TAKEN = {
     "GptOssForCausalLM": "an export cannot write its experts, which lie stacked and interleaved in one tensor, and its "
     "attention sinks were compared on no GPU; take Qwen/Qwen3-30B-A3B, or Megatron-Bridge's own recipes "

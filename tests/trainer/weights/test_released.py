@@ -66,12 +66,13 @@ def test_a_config_json_that_transformers_does_not_take_is_one_line_with_its_reas
     assert _cause(error) == "head_dim: no int"
 
 
-def test_olmoe_is_refused_at_tp2():
+def test_norms_over_all_heads_are_cut_as_keys_are():
     from conf.model_facts import facts_from_hf
     from conf.rules.layout import problems
 
-    config = small_model.CONFIG | {"architectures": ["OlmoeForCausalLM"], "model_type": "olmoe"}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 4}
+    config = small_model.CONFIG | {"architectures": ["OlmoeForCausalLM"], "model_type": "olmoe"} | heads
     run = load("tiny", ["layout.tp=2", "layout.sp=true", "layout.gpus_per_node=2"])
-    found = problems(run, facts_from_hf(config))
-    assert [line for line in found if "OLMoE norms queries and keys over all heads" in line]
-    assert not [line for line in problems(load("tiny"), facts_from_hf(config)) if "OLMoE" in line]
+    assert not problems(run, facts_from_hf(config))
+    (found,) = problems(run, facts_from_hf(config | {"num_key_value_heads": 1}))
+    assert found.startswith("layout.tp: 2, but keys are normed over all 1 heads, which it does not divide")
