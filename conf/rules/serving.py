@@ -30,7 +30,7 @@ SERVED = (
     "LlamaForCausalLM",
     "GPT2LMHeadModel",
 )
-MIXTRAL = "MixtralForCausalLM"
+SPARSE_BLOCKS = {"MixtralForCausalLM": "Mixtral's", "MiniMaxM2ForCausalLM": "MiniMax-M2's"}  # of experts, in vLLM
 FP8 = 8.9  # CUDA's compute capability that quantization takes
 BYTES = {"fp32": 4, "bf16": 2}  # of a weight, by precision
 LATENT = "kv_b_proj"  # Hugging Face's name of linear_kv_up_proj
@@ -87,8 +87,8 @@ def _unmerged(run: Run, facts: ModelFacts, cpu: bool) -> Iterator[str]:
     for reason in unadded(latent=latent, experts=facts.experts > 0, cpu=cpu):
         yield f"{reason}; {merged}" + ", or train it without linear_kv_up_proj" * latent
     experts = [name for name in ("linear_fc1", "linear_fc2") if name in run.adapter.names]
-    if facts.architecture == MIXTRAL and not cpu and experts:
-        yield f"vLLM has Mixtral's experts in block_sparse_moe, where no adapter of transformers has them; {merged}"
+    if (whose := SPARSE_BLOCKS.get(facts.architecture)) and not cpu and experts:
+        yield f"vLLM has {whose} experts in block_sparse_moe, where no adapter of transformers has them; {merged}"
     elif facts.experts and not cpu and len(experts) == 1:
         yield f"vLLM takes adapters of both linear_fc1 and linear_fc2, and not {experts[0]}'s alone; {merged}"
 

@@ -8,18 +8,13 @@ from conf.schema.run import Run
 from trainer.rehearsal.tiny_models import KINDS
 
 QWEN2_MOE = KINDS["qwen2-moe"] | {"decoder_sparse_step": 2, "mlp_only_layers": []}
-OTHERS = (
-    "kimi-k2",
-    "olmoe",
-    "qwen2",
-    "mistral",
-)  # whose layers are those of others, or whose heads are not drawn freely
+OTHERS = ("glm4-moe-lite", "kimi-k2", "olmoe", "minimax-m2", "qwen2", "mistral")  # which seeds do not draw
 MODELS: dict[str, dict[str, Any]] = {kind: config for kind, config in KINDS.items() if kind not in OTHERS}
 MODELS["qwen2-moe"] = QWEN2_MOE
 MLA = ["linear_q_down_proj", "linear_q_up_proj", "linear_kv_down_proj", "linear_kv_up_proj"]
 TARGETS = ["linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"]
 MODULES = ["core_attn", "moe_act", "layernorm", "mla_up_proj", "mlp", "moe", "shared_experts"]
-UNTIED = ("Glm4MoeForCausalLM", "Glm4MoeLiteForCausalLM", "DeepseekV3ForCausalLM")  # whatever their config.json says
+UNTIED = ("Glm4MoeForCausalLM", "DeepseekV3ForCausalLM")  # whatever their config.json says
 
 
 def tokens(rows: int, length: int, vocabulary: int, seed: int = 0) -> list[list[int]]:

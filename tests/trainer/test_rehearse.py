@@ -17,9 +17,10 @@ from conf.load import FOLDERS, load
 from conf.model_facts import facts_from_hf, known
 from conf.rules.layout import problems
 from tests.support import preloaded
-from tests.support.drawn_models import MODELS, make_run, pair
+from tests.support.drawn_models import MODELS, OTHERS, make_run, pair
 from trainer import rehearse
 from trainer.rehearsal import scaled_down
+from trainer.rehearsal.tiny_models import KINDS
 
 # Megatron builds these, and would add up gradients, or gather tokens, of ranks that have different ones.
 STRICTER = re.compile(
@@ -70,7 +71,7 @@ def differences(run, config, counts) -> list[str]:
 
 def compare_counts(ask, model: str, share: range) -> None:
     """Of those pairs of a layout and an adapter whose numbers add up to one that is in the share."""
-    config = MODELS[model] | ({"vocab_size": 512} if model == "llama" else {})
+    config = (KINDS | MODELS)[model] | ({"vocab_size": 512} if model == "llama" else {})
     moe = "num_experts_per_tok" in config
     # experts need sp under tp
     layouts = [text for text in DENSE if "tp" not in text or "sp" in text] + list(MOE) if moe else DENSE
@@ -91,7 +92,7 @@ def test_counts_are_megatrons(ask, model):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", [*MODELS, *OTHERS])
 def test_counts_of_every_layout_with_every_adapter_are_megatrons(ask, model):
     compare_counts(ask, model, range(99))
 

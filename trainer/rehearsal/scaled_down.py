@@ -25,7 +25,9 @@ from trainer.rehearsal import forked_ranks, tiny_models
 
 RANKS = 8
 LIMITS = {"tp": 2, "pp": 2, "cp": 2, "ep": 4, "etp": 2}
-FAMILIES = {config["architectures"][0]: kind for kind, config in tiny_models.KINDS.items() if not kind.endswith("-mtp")}
+FAMILIES = {
+    config["architectures"][0]: kind for kind, config in reversed(tiny_models.KINDS.items())
+}  # the first of each
 
 
 def train(
@@ -39,7 +41,9 @@ def train(
     architecture = config["architectures"][0]
     if architecture not in FAMILIES:
         raise Fault(f"--steps: there is no tiny model of {architecture}; there are {', '.join(FAMILIES)}")
-    kind = FAMILIES[architecture] + ("-mtp" if _trains_mtp(run, config) and architecture.startswith("Glm4") else "")
+    kind = FAMILIES[architecture]
+    if _trains_mtp(run, config) and f"{kind}-mtp" in tiny_models.KINDS:
+        kind += "-mtp"
     with tempfile.TemporaryDirectory(prefix="twin-") as name:
         folder = Path(name)
         twin = make(run, kind, steps, folder)
