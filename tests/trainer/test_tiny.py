@@ -4,6 +4,7 @@ import filecmp
 import json
 import subprocess
 import sys
+import unicodedata
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 import torch
 from safetensors import safe_open
 
+from trainer.patches.families import kimi_k2
 from trainer.rehearsal.tiny_models import KINDS, SPECIAL_TOKENS, make_data, make_model
 
 CHAT = [
@@ -53,12 +55,14 @@ def assert_same_files(left: Path, right: Path) -> None:
 def test_transformers_loads_every_tensor(folders, kind):
     from transformers import AutoModelForCausalLM
 
+    kimi_k2.install()
     loaded: Any = AutoModelForCausalLM.from_pretrained(folders[kind], output_loading_info=True)
     model, info = loaded
-    assert [type(model).__name__] == model.config.architectures
+    assert [type(model).__name__] == KINDS[kind]["architectures"]
     assert not info["missing_keys"] and not info["mismatched_keys"]
     assert all(name.startswith("model.layers.4.") for name in info["unexpected_keys"])
-    assert bool(info["unexpected_keys"]) == (kind == "glm4-moe-mtp")  # the layer that transformers does not build
+    # the layer that transformers does not build
+    assert bool(info["unexpected_keys"]) == bool(KINDS[kind].get("num_nextn_predict_layers"))
 
     tokens = torch.tensor([[70, 80, 90, 70, 80, 90]])
     with torch.no_grad():
@@ -75,6 +79,7 @@ def test_transformers_loads_every_tensor(folders, kind):
 def test_tokenizer(folders, kind):
     from transformers import AutoTokenizer
 
+    kimi_k2.install()
     tokenizer = AutoTokenizer.from_pretrained(folders[kind])
     assert len(tokenizer) == KINDS[kind]["vocab_size"]
     assert tokenizer.convert_tokens_to_ids(SPECIAL_TOKENS) == [0, 1, 2, 3, 4]
@@ -85,7 +90,8 @@ def test_tokenizer(folders, kind):
         "naïve e\u0301 中文 🦊 \u200b\x00 Ω",
         "it 's , so .",
     ):
-        assert tokenizer.decode(tokenizer.encode(text)) == text
+        kept = unicodedata.normalize("NFC", text) if kind == "qwen2" else text  # as Qwen2's own tokenizer writes it
+        assert tokenizer.decode(tokenizer.encode(text)) == kept
     assert tokenizer.encode("<|user|>hi<|endoftext|>")[0] == 3
 
 
@@ -93,6 +99,7 @@ def test_tokenizer(folders, kind):
 def test_chat_template_marks_what_the_assistant_says(folders, kind):
     from transformers import AutoTokenizer
 
+    kimi_k2.install()
     tokenizer = AutoTokenizer.from_pretrained(folders[kind])
     chat = tokenizer.apply_chat_template(CHAT, return_dict=True, return_assistant_tokens_mask=True)
     said = [token for token, mask in zip(chat["input_ids"], chat["assistant_masks"], strict=True) if mask]

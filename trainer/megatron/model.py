@@ -1,7 +1,9 @@
 """Description of a run's model for Megatron-Bridge, made from the configuration in the same way for every command."""
 
 from pathlib import Path
+from typing import Any
 
+from conf.model_facts import ALIASES
 from conf.model_files import config_json
 from conf.schema.run import Run
 from contract.faults import Fault
@@ -13,15 +15,21 @@ from trainer.startup import device
 def open_bridge(run: Run):
     """Megatron-Bridge's converter for the released checkpoint in run.paths.model."""
     folder = Path(run.paths.model)
-    bridges.load(config_json.architecture(config_json.read(folder / config_json.NAME)))
+    config = config_json.read(folder / config_json.NAME)
+    bridges.load(config_json.architecture(config))
     from megatron.bridge.models.conversion.auto_bridge import AutoBridge
 
     try:
-        return AutoBridge.from_hf_pretrained(str(folder), trust_remote_code=run.model.trust_remote_code)
+        return AutoBridge.from_hf_pretrained(str(folder), trust_remote_code=trusted(run, config))
     except (ImportError, MemoryError):
         raise
     except Exception as error:  # of any kind: nothing is read but the folder's config.json, and its code if trusted
         raise Fault(f"{folder / config_json.NAME}: transformers does not take it: {_cause(error)}") from error
+
+
+def trusted(run: Run, config: dict[str, Any]) -> bool:
+    """Whether to take the release's own code, where it is trusted; its own model is not, where transformers has it."""
+    return run.model.trust_remote_code and config.get("model_type") not in ALIASES
 
 
 def _cause(error: BaseException) -> str:

@@ -15,13 +15,19 @@ NAME = "kimi_k2"
 def install() -> None:
     """Have transformers build DeepSeek-V3's configuration for the name."""
     versions.check(__name__, WRITTEN_FOR)
-    from transformers import DeepseekV3Config
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-    class KimiK2Config(DeepseekV3Config):
-        @classmethod
-        def from_dict(cls, config_dict, **options):
-            # by DeepSeek-V3's name, too: transformers stacks the experts of a release by it
-            return DeepseekV3Config.from_dict(config_dict | {"model_type": DeepseekV3Config.model_type}, **options)
+    CONFIG_MAPPING.register(NAME, _KimiK2Config, exist_ok=True)  # pyright: ignore[reportArgumentType]
 
-    CONFIG_MAPPING.register(NAME, KimiK2Config, exist_ok=True)
+
+class _KimiK2Config:
+    """What AutoConfig asks of a configuration's class; it imports none before."""
+
+    model_type = NAME
+
+    @staticmethod
+    def from_dict(config_dict, **options):
+        from transformers import DeepseekV3Config
+
+        # by DeepSeek-V3's name, too: transformers stacks the experts of a release by it
+        return DeepseekV3Config.from_dict(config_dict | {"model_type": DeepseekV3Config.model_type}, **options)

@@ -34,7 +34,7 @@ from conf.model_files.weights import LAYER, layer_of
 from conf.schema.run import Layout, Run
 from contract.amounts import unlike
 from contract.faults import Fault
-from trainer.megatron.model import make_provider, open_bridge
+from trainer.megatron.model import make_provider, open_bridge, trusted
 from trainer.weights import coverage, merge, released, released_tensors, torch_dist
 from trainer.weights.conversion import unwritten
 from trainer.weights.torch_dist import Stored
@@ -191,10 +191,10 @@ def _by_transformers(cut: Cut, folder: Path, types: dict[str, torch.dtype]) -> A
     from transformers.utils import logging
 
     logging.disable_progress_bar()
-    trusted = cut.run.model.trust_remote_code
-    config = AutoConfig.from_pretrained(folder, trust_remote_code=trusted)
+    own = trusted(cut.run, cut.config)
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=own)
     with torch.device("meta"):
-        kind = type(AutoModelForCausalLM.from_config(config, trust_remote_code=trusted))
+        kind = type(AutoModelForCausalLM.from_config(config, trust_remote_code=own))
     weights, of_mtp = _weights(cut, types)
     if cut.mtp:  # whose block is a layer like the last
         config.num_hidden_layers += 1
