@@ -104,6 +104,8 @@ def unadded(*, dora: bool = False, latent: bool = False, experts: bool = False, 
 
 
 def _on_cpu(run: Run, facts: ModelFacts) -> Iterator[str]:
+    if facts.architecture == "MiniMaxM2ForCausalLM":
+        yield "scoring_func: on a CPU vLLM has sigmoid scores of experts in groups alone, and MiniMax-M2's are in none"
     if run.evaluate.quantization:
         yield f"evaluate.quantization is {run.evaluate.quantization}, which needs a GPU; null"
     if facts.kv_rank:

@@ -26,6 +26,8 @@ def test_heads_that_a_cpu_has_no_kernel_for_are_named(size):
 def test_latent_attention_wants_a_gpu():
     facts = facts_from_hf(KINDS["deepseek-v3"])
     assert unservable(load("tiny"), facts, cpu=True) == ["kv_lora_rank: vLLM does no latent attention on a CPU"]
+    (line,) = unservable(load("tiny"), facts_from_hf(KINDS["minimax-m2"]), cpu=True)
+    assert line.startswith("scoring_func: on a CPU vLLM has sigmoid scores of experts in groups alone")
     assert unservable(load("tiny"), facts, cpu=False) == []
 
 
@@ -85,6 +87,8 @@ def test_the_tables_are_those_of_the_installed_vllm():
     assert {*SERVED} <= {*re.findall(r'^    "(\w+)": \(', models, re.M)}
     attention = (Path(folder) / "v1/attention/backends/cpu_attn.py").read_text()
     assert f"return [{', '.join(map(str, CPU_HEADS))}]" in attention
+    experts = (Path(folder) / "model_executor/layers/fused_moe/cpu_fused_moe.py").read_text()
+    assert '        assert scoring_func == "softmax"\n' in experts  # where there are no groups
     assert (
         'raise NotImplementedError("MLA is not supported on CPU.")' in (Path(folder) / "platforms/cpu.py").read_text()
     )
