@@ -283,7 +283,7 @@ def _check_rotations(config: dict[str, Any], facts: ModelFacts) -> None:
     share = config.get("partial_rotary_factor") or (
         given.get("partial_rotary_factor") if isinstance(given, dict) else 1
     )
-    turned = int(width * share) if type(share) in (int, float) else width
+    turned = int(width * share) if isinstance(share, int | float) else width
     if turned % 2:
         part = f", of which partial_rotary_factor {share} turns {turned} numbers" if turned != width else ""
         raise ValueError(f"config.json: {key} is {width}{part}, and rotary embeddings turn pairs")

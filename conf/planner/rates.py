@@ -54,6 +54,7 @@ LOSS = 10  # bytes per logit in 2 bytes: read twice and written, and once more f
 # Seconds of the host for one layer, forward and backward, of a rank that has its host to itself.
 DENSE, MOE, SHARED = (1.0e-3, 1.0e-3), (4.5e-3, 3.2e-3), (0.5e-3, 0.4e-3)  # SHARED: more, with shared experts
 EACH = 0.33e-3  # more in each direction, for each expert of a rank that has adapters of its own; from trainer.trial
+EACH_AT_ONCE = 0.01e-3  # the same where they are one grouped product
 ADAPTER, FP8 = (0.23e-3, 0.15e-3), (0.6e-3, 0.4e-3)  # more, for each layer with an adapter, and with FP8
 RING = (0.17e-3, 0.33e-3)  # more, for each step of cp's ring: a piece of attention, and its sum with the others
 # So many times slower is the host for each of so many ranks on it; more were not measured. A rank on a host of 4 H200
@@ -70,6 +71,7 @@ EXPERT = {
     "blockwise": (62e-6, 123e-6, 59e-6),
     "mxfp8": (62e-6, 123e-6, 59e-6),
 }
+HOPPER = 9.0  # where adapters of all experts are one product (trainer/megatron/lean_experts.py)
 WEIGHT = {"current": 25e-6, "delayed": 10e-6, "blockwise": 10e-6, "mxfp8": 10e-6}  # once a step, to quantize a weight
 
 ADAM = 0.66  # of bytes/s; gradient, weight and two means are read, all but the gradient written, and the bf16 weight
@@ -146,7 +148,7 @@ def attention(run: Run, facts: ModelFacts, gpu: Gpu) -> float:
     return work.attention(run, facts) / (gpu.tflops[run.train.precision] * 1e12 * share)
 
 
-def starting(run: Run, facts: ModelFacts, kind: str) -> Host:
+def starting(run: Run, facts: ModelFacts, gpu: Gpu, kind: str) -> Host:
     routed, full = kind != "dense" and facts.experts > 0, run.adapter.kind == "none"
     adapted = sum(product.part == "adapters" for product in work.products(run, facts, kind)) // 2
     found = [0.0, 0.0]
@@ -162,8 +164,10 @@ def starting(run: Run, facts: ModelFacts, kind: str) -> Host:
     calls, back = work.calls(run, facts, kind)
     experts = 0.0
     if routed:
+        at_once = gpu.capability == HOPPER and not run.train.fp8
         once, trained, frozen = EXPERT[run.train.fp8 or "bf16"]
-        alone = EACH if not full and run.adapter.experts == "each" and _adapts_experts(run.adapter) else 0.0
+        each = not full and run.adapter.experts == "each" and _adapts_experts(run.adapter)
+        alone = (EACH_AT_ONCE if at_once else EACH) if each else 0.0
         local = facts.experts // run.layout.ep
         experts = local * (once + alone)
         found = [found[0] + experts, found[1] + local * ((trained if full else frozen) + alone)]

@@ -117,7 +117,7 @@ def least(run: Run, facts: ModelFacts, gpu: Gpu, memo: dict[Any, Any]) -> float:
         memo["floor"] = {kind: _computing(alone, facts, gpu, kind) for kind in kinds(facts)}
     key = ("starting", layout.tp, layout.cp, layout.ep, layout.etp)
     if key not in memo:
-        memo[key] = {kind: rates.starting(run, facts, kind) for kind in kinds(facts)}
+        memo[key] = {kind: rates.starting(run, facts, gpu, kind) for kind in kinds(facts)}
     share, again, total = train.micro_batch / (layout.tp * layout.cp), 1 + recomputed(run, facts), 0.0
     for kind, count in Counter(facts.kinds).items():
         (forward, backward), host = memo["floor"][kind], memo[key][kind]
@@ -207,7 +207,7 @@ def layer(run: Run, facts: ModelFacts, gpu: Gpu, kind: str) -> Layer:
     scores, attention = work.attention(run, facts), rates.attention(run, facts, gpu)
     moved, moved_back = rates.moving(gpu, moves)
     sent, waited = collectives(run, facts, gpu, kind, attention)
-    host, talk = rates.starting(run, facts, kind), sum(waited.values())
+    host, talk = rates.starting(run, facts, gpu, kind), sum(waited.values())
     matrices = sum(seconds + before for _, seconds, before, _ in costs)
     experts = sum(seconds for product, seconds, *_ in costs if product.part == "experts")
     # when the host has waited for the count of tokens, nothing is queued: experts start at the host's pace

@@ -92,7 +92,7 @@ def require_all(stored: Stored) -> None:
 def read(stored: Stored, place: Place) -> torch.Tensor:
     """Read one weight, put together from the pieces that it was saved in."""
     depth = len(place.index)
-    in_pieces = len(place.chunks) > 1 or place.chunks[0].sizes[depth:] != place.shape
+    in_pieces = [chunk.sizes[depth:] for chunk in place.chunks] != [place.shape]
     whole = torch.empty(place.shape if in_pieces else 0, dtype=place.dtype)
     filled = 0
     for chunk in place.chunks:

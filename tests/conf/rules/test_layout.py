@@ -216,9 +216,9 @@ OF_MODEL += [
         "adapter.kind: dora fits no linear_kv_",
     ),
     (
-        GLM | {"num_attention_heads": 8, "num_key_value_heads": 1, "head_dim": 3},
-        run(8, tp=4, sp=True),
-        "layout.tp: 4 doe",
+        GLM | {"num_attention_heads": 16, "num_key_value_heads": 1, "head_dim": 4},
+        run(16, gpus_per_node=16, tp=16, sp=True),
+        "layout.tp: 16 doe",
     ),
     (
         GLM,

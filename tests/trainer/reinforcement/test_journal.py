@@ -4,7 +4,7 @@ import pytest
 
 from contract.faults import Fault
 from trainer.reinforcement.journal import Journal
-from trainer.reinforcement.samples import Answer, Group, Scored, Step, micro_batches
+from trainer.reinforcement.samples import Answer, Group, Step
 
 
 @pytest.fixture
@@ -34,19 +34,3 @@ def test_a_step_that_is_damaged_is_named(tmp_path):
     (tmp_path / "rollouts/000001.json").write_text('{"number": 1}')
     with pytest.raises(Fault, match=r"000001\.json: not what trainer\.reinforce writes"):
         journal.read(1)
-
-
-def test_a_micro_batch_learns_the_answer_and_nothing_else():
-    sequences = [
-        Scored([1, 2, 3], [4, 5], [-0.1, -0.2], 1.5, [-0.3, -0.4], None),
-        Scored([6], [7], [-0.5], -1.0, None, None),
-        Scored([8, 9], [10], [-0.6], 0.5, None, None),
-    ]
-    first, second = micro_batches(sequences, 2, 6)
-    assert first["tokens"].tolist() == [[1, 2, 3, 4, 0, 0], [6, 0, 0, 0, 0, 0]]
-    assert first["labels"].tolist() == [[2, 3, 4, 5, 0, 0], [7, 0, 0, 0, 0, 0]]
-    assert first["loss_mask"].tolist() == [[0, 0, 1, 1, 0, 0], [1, 0, 0, 0, 0, 0]]
-    assert first["advantages"].tolist() == [[0, 0, 1.5, 1.5, 0, 0], [-1, 0, 0, 0, 0, 0]]
-    assert first["engine"][0, 2:4].tolist() == pytest.approx([-0.1, -0.2])
-    assert first["old"][0, 2:4].tolist() == pytest.approx([-0.3, -0.4])
-    assert second["tokens"].shape == (1, 6)

@@ -19,9 +19,9 @@ def install() -> None:
         return
     inherited = MiniMaxM2Config.__post_init__
 
-    def read_rotary_dim(config, **keys) -> None:
-        if width := keys.get("rotary_dim"):
-            keys.setdefault("partial_rotary_factor", width / config.head_dim)
-        inherited(config, **keys)
+    def read_rotary_dim(self, **kwargs) -> None:
+        if width := kwargs.get("rotary_dim"):
+            kwargs.setdefault("partial_rotary_factor", width / self.head_dim)
+        inherited(self, **kwargs)
 
     MiniMaxM2Config.__post_init__ = read_rotary_dim

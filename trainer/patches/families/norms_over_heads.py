@@ -10,7 +10,8 @@ Here each rank holds the whole weight and uses its heads' part, so that sum is r
 squares inside autograd, and core asks a weight whether it is cut.
 """
 
-# pyright: reportAttributeAccessIssue=false, reportPrivateImportUsage=false
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportOptionalMemberAccess=false
+# pyright: reportPrivateImportUsage=false
 
 import torch
 from megatron.core import parallel_state

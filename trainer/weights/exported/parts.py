@@ -59,20 +59,29 @@ class Part:
 class Format(Protocol):
     """Contents of the files of a merged model."""
 
-    trained: Trained
-    threads: int  # that may ask for tensors side by side
+    @property
+    def trained(self) -> Trained: ...
+
+    @property
+    def threads(self) -> int:
+        """Number of threads that may ask for tensors side by side."""
+        ...
 
     def tensor(self, name: str) -> torch.Tensor | None:
         """The tensor as it has to be written; None for one that is copied from the release, byte by byte."""
+        ...
 
     def is_right(self, path: Path, name: str, entry: Entry) -> bool:
         """Whether the file has the tensor that it should. What was written there is known to be there."""
+        ...
 
     def weight(self, name: str) -> str:
         """The weight that the tensor is of, or is a part of."""
+        ...
 
     def notes(self, names: Iterable[str]) -> dict[str, Any]:
         """Facts to be noted beside these tensors."""
+        ...
 
 
 def write(wanted: Format, layouts: list[Layout], folder: Path, noted: Path) -> list[journal.Entry]:
