@@ -5,12 +5,14 @@
 
 A model of Qwen3-30B-A3B's widths is generated, with as many layers as the size wants. Everything is done twice: with
 the pages of what is read dropped from the kernel's memory before (cold), and left there (warm); and all of that once
-more at half the size. The export is of the base as it is, so every tensor is read from it and written anew. Each is
-timed as a whole command, less the time of the same conversion when there is nothing to do, which is the start of its
-processes and is shown apart. Memory is the largest resident set of a process, and of that what belongs to no file,
-sampled ten times a second. CPU seconds are of all processes; on a host that is busy with other things they say more
-than the others. A conversion ends with the comparison of its first layers, which is of one size whatever the model's.
-Megatron-Bridge's import is AutoBridge.import_ckpt, in one process; its export wants nvidia-modelopt.
+more at half the size. The export is of the base as it is, so every tensor is read from it and written anew; the merge
+is of an adapter of rank 8 on every linear layer and every expert. "described" is convert.to: none, which reads the
+release once and writes no weight. Each is timed as a whole command, less the time until it begins with the first unit
+of its work, which is the start of its processes and is shown apart. Memory is the largest resident set of a process,
+and of that what belongs to no file, sampled ten times a second. CPU seconds are of all processes; on a host that is
+busy with other things they say more than the others. The comparison of the first layers, at the end of a conversion,
+is of one size whatever the model's. Megatron-Bridge's import is AutoBridge.import_ckpt, in one process; its export
+wants nvidia-modelopt.
 """
 
 import argparse
@@ -20,6 +22,7 @@ import shutil
 import subprocess
 import sys
 import time
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,11 +30,15 @@ from typing import Any
 import psutil
 
 from benchmarks.workspace import workspace
+from contract import checkpoints
+from contract.output_marks import PARTIAL
+from trainer.weights import atomic_folder
 
 ROOT = Path(__file__).parents[1]
 GB = 10**9
 SHARD = 4 * GB  # of a release
 WIDTHS = "qwen3-30b-a3b"
+RANK = 8  # of the adapter
 BRIDGE = """
 import os, sys
 os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
@@ -58,6 +65,7 @@ class Took:
     resident: float  # GB, of the largest process
     anonymous: float  # GB of it that belong to no file
     cpu: float  # seconds
+    start: float = 0.0  # seconds, of those above
 
 
 def generate(folder: Path, size: float) -> float:
@@ -105,19 +113,52 @@ def generate(folder: Path, size: float) -> float:
     return sum(path.stat().st_size for path in folder.iterdir()) / GB
 
 
-def timed(command: list[str], log: Path) -> Took:
+def train(model: Path, folder: Path) -> None:
+    """Write a checkpoint of an adapter, as a training would leave it, but for the digests of its tensors."""
+    import torch
+    from torch.distributed.checkpoint.state_dict_saver import save
+
+    config = json.loads((model / "config.json").read_text())
+    layers, experts, wide = (config[key] for key in ("num_hidden_layers", "num_experts", "hidden_size"))
+    heads, groups, narrow = (
+        config[key] for key in ("num_attention_heads", "num_key_value_heads", "moe_intermediate_size")
+    )
+    width = config["head_dim"]
+    shapes = {  # out and in, of Megatron's layers
+        "self_attention.linear_qkv": ((heads + 2 * groups) * width, wide),
+        "self_attention.linear_proj": (wide, heads * width),
+        "mlp.experts.experts.linear_fc1": (2 * narrow, wide),
+        "mlp.experts.experts.linear_fc2": (wide, narrow),
+    }
+    stored = {}
+    for name, (rows, columns) in shapes.items():
+        before = (layers, experts) if ".experts." in name else (layers,)
+        stored[f"decoder.layers.{name}.adapter.linear_in.weight"] = torch.full((*before, RANK, columns), 1e-3)
+        stored[f"decoder.layers.{name}.adapter.linear_out.weight"] = torch.full((*before, rows, RANK), 1e-3)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that there is but one process
+        save(stored, checkpoint_id=folder, no_dist=True)
+    (folder / "run_config.yaml").write_text(f"peft: {{dim: {RANK}, alpha: {2 * RANK}}}\n")
+    checkpoints.mark(folder)
+
+
+def timed(command: list[str], log: Path, begun: Path | None = None) -> Took:
+    """Run the command. `begun` is there once its work begins."""
     start, resident, anonymous, before = time.monotonic(), 0, 0, os.times()
+    started = 0.0
     with log.open("a") as out:
         process = subprocess.Popen(command, cwd=ROOT, stdout=out, stderr=out)
         while process.poll() is None:
             for one in _family(process.pid):
                 resident, anonymous = max(resident, one[0]), max(anonymous, one[1])
+            if begun and not started and begun.exists():
+                started = time.monotonic() - start
             time.sleep(0.1)
     if process.returncode:
         sys.exit(f"{' '.join(command)}: exit code {process.returncode}\n{log.read_text()[-3000:]}")
     after = os.times()
     cpu = after.children_user + after.children_system - before.children_user - before.children_system
-    return Took(time.monotonic() - start, resident / GB, anonymous / GB, cpu)
+    return Took(time.monotonic() - start, resident / GB, anonymous / GB, cpu, started)
 
 
 def _family(pid: int) -> list[tuple[int, int]]:
@@ -153,6 +194,7 @@ def drop(folder: Path) -> None:
 def measure(work: Path, size: float, processes: int, bridge: bool) -> None:
     model, base, log = work / "model", work / "base", work / "log"
     size = generate(model, size)
+    train(model, work / "output/checkpoints/iter_0000001")
     print(f"\n{size:.1f} GB of {WIDTHS}'s widths, {processes} processes, {os.cpu_count()} CPUs\n")
     print(f"{'':26} {'seconds':>8} {'x cp':>6} {'start':>6} {'CPU s':>8} {'GB RSS':>7} {'of no file':>10}")
     paths = [f"paths.{name}={work / name}" for name in ("model", "base", "output", "export", "logs")]
@@ -161,9 +203,9 @@ def measure(work: Path, size: float, processes: int, bridge: bool) -> None:
     def command(name: str, *more: str) -> list[str]:
         return [sys.executable, "-m", f"trainer.{name}", "tiny", *ours, *more]
 
-    def show(what: str, took: Took, copy: Took, start: float = 0) -> None:
-        seconds = took.seconds - start
-        numbers = f"{seconds:8.1f} {seconds / copy.seconds:6.2f} {start:6.1f} {took.cpu:8.1f}"
+    def show(what: str, took: Took, copy: Took) -> None:
+        seconds = took.seconds - took.start
+        numbers = f"{seconds:8.1f} {seconds / copy.seconds:6.2f} {took.start:6.1f} {took.cpu:8.1f}"
         print(f"{what:26} {numbers} {took.resident:7.2f} {took.anonymous:10.2f}", flush=True)
 
     for state in ("cold", "warm"):
@@ -176,22 +218,25 @@ def measure(work: Path, size: float, processes: int, bridge: bool) -> None:
         os.sync()
         copy = copied(ready(model), work / "copy", log)
         show(f"cp -r, sync ({state})", copy, copy)
-        ready(model)
-        shutil.rmtree(base, ignore_errors=True)
-        took = timed(command("convert"), log)
-        start = timed(command("convert"), log).seconds  # all is there
-        show(f"convert ({state})", took, copy, start)
-        ready(base)
-        ready(model)
-        shutil.rmtree(work / "export", ignore_errors=True)
-        show(f"export ({state})", timed(command("export", "export.checkpoint=base"), log), copy, start)
+        for what, made, asked in (
+            ("described", base, command("convert", "convert.to=none", "model.compare=false")),
+            ("convert", base, command("convert", "model.compare=false")),
+            ("convert, compared", base, command("convert")),
+            ("export", work / "export", command("export", "export.checkpoint=base")),
+            ("merge", work / "export", command("export", "export.formats=[merged]")),
+        ):
+            for read in (model, *([base] if made != base else [])):
+                ready(read)
+            shutil.rmtree(made, ignore_errors=True)
+            begun = made.with_name(made.name + PARTIAL) / atomic_folder.JOURNAL
+            show(f"{what} ({state})", timed(asked, log, begun), copy)
         shutil.rmtree(work / "export")
         if bridge:
             ready(model)
             asked = [sys.executable, "-c", BRIDGE, str(model), str(work / "bridge")]
             show(f"Bridge's import ({state})", timed(asked, log), copy)
             shutil.rmtree(work / "bridge")
-    for folder in (model, base):
+    for folder in (model, base, work / "output"):
         shutil.rmtree(folder)
 
 
