@@ -19,10 +19,10 @@ from tests.support.flow_world import BIN, ROOT, World, end, wait_for
 
 @pytest.fixture(scope="module")
 def worker(place: World):
-    """Everything deployed, and a worker that runs it."""
+    """Two deployments of prefect.yaml on a server, and a worker that runs one of them."""
     for pool in ("finetune-cpu", "finetune-gpu", "finetune-nodes"):
         place.ask_prefect("work_pools/", name=pool, type="process")
-    redeploy(place)
+    redeploy(place, "tiny", "glm47")
     command = [BIN / "prefect", "worker", "start", "--pool", "finetune-cpu"]
     with (place.folder / "worker.log").open("w") as log:
         to_log = {"stdout": log, "stderr": log, "start_new_session": True}
@@ -76,6 +76,14 @@ def test_every_configuration_has_a_deployment_with_a_schedule_that_is_off():
 def test_prefect_yaml_names_no_schedules_which_each_deployment_would_take_for_all_there_are():
     for deployment in yaml.safe_load((ROOT / "prefect.yaml").read_text())["deployments"]:
         assert not {"schedule", "schedules", "paused"} & {*deployment}
+
+
+@pytest.mark.slow
+def test_all_of_prefect_yaml_can_be_deployed(place, worker):
+    redeploy(place)
+    wanted = yaml.safe_load((ROOT / "prefect.yaml").read_text())["deployments"]
+    found = place.ask_prefect("deployments/filter", limit=200)
+    assert {one["name"] for one in found} == {one["name"] for one in wanted}
 
 
 def test_schedules_survive_every_redeploy_and_start_runs_at_once(place, worker):
