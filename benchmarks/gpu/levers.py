@@ -15,14 +15,13 @@ after M minutes is left out, and so are rows of more GPUs than N, and levers tha
 import argparse
 import json
 import os
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from plan import CHEAP, NONE, WHOLE, Trial, gpus, planned, take
+from plan import CHEAP, NONE, WHOLE, Trial, are_there, gpus, planned, take
 
 AIR = f"adapter.rank=128 adapter.alpha=128 adapter.dropout=0 data.seq_length=8192 {CHEAP} model.mtp=false"
 AIR += " train.micro_batch=1 train.global_batch=8"
@@ -96,9 +95,7 @@ def main() -> int:
         for row, lever in chosen:
             print(f"{row.gpus} GPU  {row.name:20} {lever.name:16} {planned(_trial(row, lever, options))}")
         return 0
-    count = "import sys, torch; sys.exit(torch.cuda.device_count())"
-    if (there := subprocess.run([sys.executable, "-c", count]).returncode) < options.gpus:
-        print(f"--gpus: {options.gpus}, but torch sees {there} here", file=sys.stderr)
+    if not are_there(options.gpus):
         return 2
     options.out.mkdir(parents=True, exist_ok=True)
     started, rows = time.monotonic(), []

@@ -134,9 +134,7 @@ def main() -> int:
     if options.list:
         print("\n".join(f"{one.gpus} GPU  {one.group:7} {one.name:33} {planned(one)}" for one in chosen))
         return 0
-    count = "import sys, torch; sys.exit(torch.cuda.device_count())"
-    if (there := subprocess.run([sys.executable, "-c", count]).returncode) < options.gpus:
-        print(f"--gpus: {options.gpus}, but torch sees {there} here", file=sys.stderr)
+    if not are_there(options.gpus):
         return 2
     options.out.mkdir(parents=True, exist_ok=True)
     started, rows = time.monotonic(), []
@@ -199,6 +197,15 @@ def note(row: dict[str, Any]) -> str:
         parts.append(f"known: {seconds * 1e3:.0f} ms" + f", {size} GB" * (size > 0))
     parts.append(f"{row['took']:.0f} s")
     return "; ".join(part for part in parts if part)
+
+
+def are_there(gpus: int) -> bool:
+    """Whether this host has so many GPUs; says how many there are where it has fewer."""
+    count = "import sys, torch; sys.exit(torch.cuda.device_count())"
+    there = subprocess.run([sys.executable, "-c", count]).returncode
+    if there < gpus:
+        print(f"--gpus: {gpus}, but torch sees {there} here", file=sys.stderr)
+    return there >= gpus
 
 
 def planned(one: Trial) -> str:
