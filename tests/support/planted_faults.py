@@ -38,10 +38,13 @@ def main(run: Run) -> None:
                     plant(self, lambda: whole(self, context, version), random.Random(version))
                 except Fault as fault:
                     told = str(fault)
+                    if told.startswith("rollout: "):  # vLLM's process has said so, and is about to end
+                        self.rollouts.process.wait(60)
                 self.said = said
                 line = {"fault": name, "version": version, "told": told}
                 with (Path(run.paths.reinforced) / "planted.jsonl").open("a") as file:
                     file.write(json.dumps(line) + "\n")
+            _go_back(self, *before)
         whole(self, context, version)
         self._before = [(name, tensor.clone()) for name, tensor in self._weights(context)], version
 
