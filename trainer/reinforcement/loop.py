@@ -32,7 +32,7 @@ from trainer.data.rows import Row
 from trainer.megatron.recipe import last_step
 from trainer.reinforcement import advantages, probe, rewards
 from trainer.reinforcement.batches import Form, micro_batches
-from trainer.reinforcement.guarded import Question
+from trainer.reinforcement.guarded.worker import Question
 from trainer.reinforcement.journal import Journal
 from trainer.reinforcement.policy_step import LARGEST, Feed, PolicyStep, Temperature
 from trainer.reinforcement.policy_step import log_probs as log_probs_of_answers

@@ -17,7 +17,7 @@ from typing import Any
 
 from conf.schema.run import Run
 from contract.faults import Fault
-from trainer.reinforcement.guarded import Question, Worker
+from trainer.reinforcement.guarded.worker import Question, Worker
 
 NUMBER = re.compile(r"[-+]?(?:\d{1,3}(?:,\d{3})+|\d+)?(?:\.\d+)?(?:[eE][-+]?\d+)?")
 

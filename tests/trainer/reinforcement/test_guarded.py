@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from contract.faults import Fault
-from trainer.reinforcement.guarded import Question, Worker
+from trainer.reinforcement.guarded.worker import Question, Worker
 
 SOURCE = """
 import os, signal, socket, subprocess, sys, threading, time

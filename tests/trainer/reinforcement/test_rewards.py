@@ -7,7 +7,7 @@ import pytest
 from conf.load import load
 from contract.faults import Fault
 from trainer.reinforcement import advantages, rewards
-from trainer.reinforcement.guarded import Question
+from trainer.reinforcement.guarded.worker import Question
 
 SCHEMA = '{"type": "object", "properties": {"age": {"type": "integer"}}, "required": ["age"]}'
 

@@ -5,7 +5,7 @@ code: it has no network, starts no program, writes no file, signals nobody, and 
 kernel holds it to that (seccomp, no_new_privs, rlimits). A process of root's loads the code and becomes nobody's.
 Answers are judged one at a time; a function that takes too long, or ends the process, ends the run with one line.
 
-    python -m trainer.reinforcement.guarded_process DESCRIPTOR    what runs there
+    python -m trainer.reinforcement.guarded.process DESCRIPTOR    what runs there
 """
 
 import contextlib
@@ -26,7 +26,7 @@ from contract.faults import Fault
 from contract.processes import end_with_parent
 
 STARTS_WITHIN = 60.0  # seconds
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ class Worker:
         mine, theirs = socket.socketpair()
         with theirs:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "trainer.reinforcement.guarded_process", str(theirs.fileno())],
+                [sys.executable, "-m", "trainer.reinforcement.guarded.process", str(theirs.fileno())],
                 env={"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin", "PYTHONDONTWRITEBYTECODE": "1"},
                 cwd=ROOT,
                 stdin=subprocess.DEVNULL,

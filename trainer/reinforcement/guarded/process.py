@@ -1,4 +1,4 @@
-"""The guarded process itself: gives up its rights, then runs code of others (trainer/reinforcement/guarded.py).
+"""The guarded process itself: gives up its rights, then runs code of others (trainer/reinforcement/guarded/worker.py).
 
 Standard library only: what is imported here is what that code finds in memory.
 """
