@@ -24,6 +24,7 @@ from contract.faults import Fault
 from contract.output_marks import PARTIAL, REINFORCEMENT, TRAINING
 from trainer.data import prepared
 from trainer.megatron.recipe import checkpoint_folder
+from trainer.reinforcement import rewards
 from trainer.serving import agreement, prompts, unmerged
 from trainer.training import resume
 
@@ -76,6 +77,8 @@ def check_reinforce(given: Run) -> None:
         made = f"python -m trainer.prepare CONF data.source={given.reinforce.source} paths.data={run.paths.data}"
         raise Fault(f"paths.prompts: {run.paths.data}: not prepared; {made}")
     resume.check(run, checkpoint_folder(run))
+    if "RANK" not in os.environ:
+        rewards.check(run)
     if os.environ.get("LOCAL_RANK", "0") == "0":
         output_marks.take(Path(run.paths.output), REINFORCEMENT)
     if "RANK" not in os.environ:

@@ -10,7 +10,6 @@ that a fault ends all of them alike.
 # pyright: reportOptionalMemberAccess=false, reportOptionalCall=false, reportArgumentType=false
 
 import json
-import random
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -30,7 +29,7 @@ from contract.faults import Fault
 from contract.files import write_atomically
 from trainer.data.rows import Row
 from trainer.megatron.recipe import last_step
-from trainer.reinforcement import advantages, probe, rewards
+from trainer.reinforcement import advantages, draw, probe, rewards
 from trainer.reinforcement.batches import Form, micro_batches
 from trainer.reinforcement.guarded.worker import Question
 from trainer.reinforcement.journal import Journal
@@ -72,12 +71,14 @@ class Reinforcement(Callback):
         self.rows = prompts.read(folder / "training.jsonl", None)
         test = folder / "test.jsonl"
         self.held_out = prompts.read(test, self.asked.held_out) if self.asked.held_out and test.exists() else []
-        self.longest = run.data.seq_length - self.asked.max_tokens  # of a prompt
         self.step: Step | None = None
         self.said: list[list[float]] | None = None  # what Megatron said of the probe's rows, with the version before
         self.without_signal = 0
         self.seconds: dict[str, float] = {}
-        self.reward = rewards.make(run) if rollouts else None
+        self.reward = None
+        if rollouts:
+            draw.require_fit(run, (len(self._prompt(row)) for row in self.rows), folder / "training.jsonl")
+            self.reward = rewards.make(run)
         self.probe_rows = probe.rows(
             [[*chain(*self.template.tokens(row))] for row in (self.held_out or self.rows)[:64]],
             self.asked.probe_rows,
@@ -202,14 +203,8 @@ class Reinforcement(Callback):
         return Step(number, version, kept, drawn)
 
     def _groups(self, number: int, round: int, count: int) -> list[Group]:
-        draw = random.Random(f"{self.asked.seed} {number} {round}")
-        chosen = (
-            draw.sample(range(len(self.rows)), count)
-            if count <= len(self.rows)
-            else draw.choices(range(len(self.rows)), k=count)
-        )
-        asked = [self._prompt(row) for row in chosen]
-        seeds = [draw.randrange(2**40) for _ in asked]
+        chosen, seeds = draw.rows(self.run, number, round, count, len(self.rows))
+        asked = [self._prompt(self.rows[row]) for row in chosen]
         sampling = {"n": self.asked.samples, "temperature": self.asked.temperature}
         answers = self._ask(asked, seeds, **sampling | self._limits())
         return [
@@ -226,14 +221,8 @@ class Reinforcement(Callback):
     def _limits(self) -> dict[str, Any]:
         return {"max_tokens": self.asked.max_tokens, "stop": self.template.ends_by_text}
 
-    def _prompt(self, row: int) -> list[int]:
-        prompt, _ = self.template.tokens(self.rows[row])
-        if len(prompt) > self.longest:
-            raise Fault(
-                f"{prompts.folder(self.run)}/training.jsonl:{row + 1}: a prompt of {len(prompt)} tokens; "
-                f"data.seq_length {self.run.data.seq_length} less reinforce.max_tokens {self.asked.max_tokens} leaves "
-                f"{self.longest}"
-            )
+    def _prompt(self, row: Row) -> list[int]:
+        prompt, _ = self.template.tokens(row)
         return prompt
 
     def _reward(self, groups: list[Group]) -> None:
@@ -355,7 +344,7 @@ class Reinforcement(Callback):
 
     def _greedy(self) -> float:
         """Share of held-out rows that are answered right, without sampling."""
-        asked = [self.template.tokens(row)[0][-self.longest :] for row in self.held_out]
+        asked = [self._prompt(row)[-draw.longest(self.run) :] for row in self.held_out]
         texts = [text for ((_, _, text, _),) in self._ask(asked, None, n=1, temperature=0.0, **self._limits())]
         right = [rewards.exact(self._question(row, text)) for row, text in zip(self.held_out, texts, strict=True)]
         return _mean(right)

@@ -26,13 +26,26 @@ def make(run: Run) -> Callable[[Sequence[Question]], list[float]]:
     """The reward of the run, for many answers at once. Raises a Fault where it cannot be."""
     asked = run.reinforce
     if asked.reward in ("function", "code"):
-        return Worker(asked.reward, asked.function, asked.reward_seconds, asked.reward_memory_gb).rewards
+        return _worker(run).rewards
     one = {"exact": exact, "number": number, "regex": regex, "json_schema": json_schema}[asked.reward]
     if asked.pattern is not None and asked.reward == "regex":
         _compiled(asked.pattern)
     if asked.pattern is not None and asked.reward == "json_schema":
         _schema(asked.pattern)
     return lambda questions: [one(question, asked.pattern) for question in questions]
+
+
+def check(run: Run) -> None:
+    """Raise a Fault where the reward cannot be made, as of a function that cannot be loaded."""
+    if run.reinforce.reward in ("function", "code"):
+        _worker(run).close()
+    else:
+        make(run)
+
+
+def _worker(run: Run) -> Worker:
+    asked = run.reinforce
+    return Worker(asked.reward, asked.function, asked.reward_seconds, asked.reward_memory_gb)
 
 
 def exact(question: Question, pattern: str | None = None) -> float:

@@ -2,10 +2,15 @@
 
 import os
 import socket
+import subprocess
+import sys
+import tempfile
+import time
 from pathlib import Path
 
 import pytest
 
+from contract import processes
 from contract.faults import Fault
 from trainer.reinforcement.guarded.worker import Question, Worker
 
@@ -49,6 +54,30 @@ def threads(prompt, answer, reference):
     return len(found)
 def back(prompt, answer, reference):
     os.setuid(0)
+def several(prompt, answer, reference):
+    return [1.0, 0.5]
+def prints(prompt, answer, reference):
+    for number in range(100000): print(number, file=sys.stderr)
+    return 1
+def exits(prompt, answer, reference):
+    sys.exit(0)
+def reads(prompt, answer, reference):
+    return len(open(answer).read())
+def unsaid(prompt, answer, reference):
+    class Unsaid(Exception):
+        def __str__(self): return 1 / 0
+    raise Unsaid
+def colours(prompt, answer, reference):
+    raise ValueError("\\x1b[31m\\ud800")
+def deaf(prompt, answer, reference):
+    os.closerange(3, 64)
+    time.sleep(100)
+def stubborn(prompt, answer, reference):
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    while True: time.sleep(1)
+def survives(prompt, answer, reference):
+    import ctypes
+    return float(ctypes.CDLL(None).prctl(1, 0, 0, 0, 0))
 """
 
 
@@ -78,6 +107,8 @@ def test_it_may_have_threads_and_no_secrets(worker, monkeypatch):
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
     assert worker("threads").rewards([question()]) == [1.0]
     assert worker("secrets").rewards([question()]) == [0.0]
+    assert worker("prints").rewards([question()]) == [1.0]
+    assert worker("survives").rewards([question()]) == [-1.0]  # its end with the trainer cannot be put off
 
 
 @pytest.mark.parametrize(
@@ -88,7 +119,12 @@ def test_it_may_have_threads_and_no_secrets(worker, monkeypatch):
         ("starts", "PermissionError"),
         ("eats", "MemoryError"),
         ("leaves", "it has ended its process (code 3)"),
-        ("text", "ValueError: could not convert string to float: 'much'"),
+        ("text", "it returned a str; a number is wanted"),
+        ("several", "it returned a list; a number is wanted"),
+        ("exits", "SystemExit: 0"),
+        ("unsaid", "Unsaid"),
+        ("colours", "ValueError:  [31m "),
+        ("deaf", "it has ended its process"),
         ("back", "PermissionError"),
     ],
 )
@@ -99,7 +135,7 @@ def test_what_a_function_may_not_do_ends_the_run_in_one_line(worker, name, reaso
     assert str(fault.value).startswith("reinforce.reward: function: for the answer 'yes': ")
 
 
-@pytest.mark.parametrize("name", ["endless", "sleeps"])
+@pytest.mark.parametrize("name", ["endless", "sleeps", "stubborn"])
 def test_one_that_never_ends_is_ended(worker, name):
     endless = worker(name, 0.5)
     process = endless.process
@@ -119,6 +155,72 @@ def test_it_changes_nothing_outside(worker, tmp_path):
     with pytest.raises(Fault, match="PermissionError"):
         worker("kills").rewards([question(str(os.getpid()))])
     assert kept.read_text() == "mine" and not (tmp_path / "new").exists()
+
+
+def test_it_reads_nothing_but_what_python_reads(tmp_path, worker, monkeypatch):
+    """Neither a file that anybody may read nor the trainer's environment, also while the file is loaded."""
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
+    with tempfile.NamedTemporaryFile(dir="/tmp") as anybodys:
+        os.chmod(anybodys.name, 0o644)
+        for path in (anybodys.name, f"/proc/{os.getpid()}/environ", "/etc/passwd", __file__):
+            with pytest.raises(Fault, match="PermissionError"):
+                worker("reads").rewards([question(path)])
+    (tmp_path / "early.py").write_text("import os\nopen(f'/proc/{os.getppid()}/environ').read()\ndef good(): pass")
+    with pytest.raises(Fault, match=r"^reinforce.function: good: PermissionError"):
+        Worker("function", f"{tmp_path}/early.py:good", 20.0, 1.0)
+
+
+def test_it_may_import_what_is_installed(tmp_path):
+    text = "import numpy\ndef good(prompt, answer, reference):\n    import json.tool\n    return numpy.float32(0.5)"
+    (tmp_path / "imports.py").write_text(text)
+    worker = Worker("function", f"{tmp_path}/imports.py:good", 20.0, 4.0)
+    assert worker.rewards([question()]) == [0.5]
+    worker.close()
+
+
+def test_without_landlock_it_opens_no_file(tmp_path):
+    """In a process that does not become nobody, as where the trainer is not root's."""
+    probe = """
+import sys
+from pathlib import Path
+from trainer.reinforcement.guarded import rights
+rights._call = lambda *arguments: -1
+rights.filter_calls()
+rights.hide_files(Path())
+open(sys.argv[1])
+"""
+    said = subprocess.run([sys.executable, "-c", probe, __file__], capture_output=True, text=True)
+    assert said.returncode == 1 and "PermissionError" in said.stderr
+
+
+@pytest.mark.parametrize(
+    "harm", ["fcntl.fcntl(0, 8, {0})", "os.sched_setaffinity({0}, [0])", "os.setpriority(0, {0}, 9)"]
+)
+def test_a_process_of_the_same_user_is_out_of_reach(harm):
+    probe = "import fcntl, os, resource\nfrom trainer.reinforcement.guarded import rights\nrights.filter_calls()\n"
+    probe += "resource.getrlimit(resource.RLIMIT_AS)\n" + harm.format(os.getpid())
+    said = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, stdin=subprocess.PIPE)
+    assert "PermissionError" in said.stderr.splitlines()[-1]
+
+
+def test_it_ends_with_the_trainer(tmp_path):
+    """However the trainer ends, and whatever the function does then."""
+    (tmp_path / "rewards.py").write_text(SOURCE)
+    lines = ["import sys", "from trainer.reinforcement.guarded.worker import Question, Worker"]
+    lines += ["worker = Worker('function', sys.argv[1], 100.0, 1.0)", "print(worker.process.pid, flush=True)"]
+    lines += ["worker.rewards([Question('', '', '')])"]
+    command = [sys.executable, "-c", "\n".join(lines), f"{tmp_path}/rewards.py:endless"]
+    trainer = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    pid = int(trainer.stdout.readline())
+    time.sleep(0.2)
+    assert processes.state(pid) in ("R", "S")
+    trainer.kill()
+    trainer.wait()
+    trainer.stdout.close()
+    end = time.monotonic() + 10
+    while processes.state(pid) not in ("", "Z"):
+        assert time.monotonic() < end
+        time.sleep(0.02)
 
 
 def test_it_reaches_no_network(worker):
@@ -153,5 +255,12 @@ def test_code_is_worth_the_share_of_its_checks():
     harm = ["import os; os.fork()", "while True: pass", "x = (", "import os; os._exit(0)", "open('/tmp/x', 'w')"]
     assert worker.rewards([question(one, "assert True") for one in harm]) == [0.0] * 5
     assert worker.rewards([question("def double(x): return 2 * x", checks)]) == [0.5]  # in a new process
+    cheats = [
+        "import sys\nsys.modules['__main__'].code = lambda **asked: 1.0",
+        "import builtins\nbuiltins.exec = print",
+    ]
+    assert worker.rewards([question(one, "assert False") for one in [*cheats, ""]])[2] == 0.0
+    forged = "import os\nos.write(4, b'{\"reward\": NaN}'); os.write(5, b'{\"reward\": 7}'); os._exit(0)"
+    assert worker.rewards([question(forged, "assert True")]) == [0.0]
     worker.close()
     assert not Path("/tmp/x").exists()

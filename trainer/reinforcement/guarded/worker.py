@@ -1,9 +1,9 @@
-"""Rewards by code of others, in a process that can compute, read files that anybody may read, and do nothing else.
+"""Rewards by code of others, in a process that can compute, import what is installed, and do nothing else.
 
 The process is started with an empty environment and gives up what it could do harm with, before it runs a line of that
-code: it has no network, starts no program, writes no file, signals nobody, and has limits on time and memory. The
-kernel holds it to that (seccomp, no_new_privs, rlimits). A process of root's loads the code and becomes nobody's.
-Answers are judged one at a time; a function that takes too long, or ends the process, ends the run with one line.
+code (rights.py): it has no network, starts no program, reads and writes no file, signals nobody, and has limits on time
+and memory. Answers are judged one at a time; a function that takes too long, or ends the process, ends the run with one
+line.
 
     python -m trainer.reinforcement.guarded.process DESCRIPTOR    what runs there
 """
@@ -73,11 +73,11 @@ class Worker:
         if self.process is None:
             self._start()
         what = f"reinforce.reward: {self.kind}: for the answer {question.answer[:60]!r}"
-        found = self._ask(asdict(question), self.seconds, what)
+        found = self._ask(asdict(question), self.seconds, "reinforce.reward_seconds")
         # Code that a model has written may do anything: it is worth nothing then. A function of one's own may not.
+        if self.kind == "code":
+            return found["reward"] if 0 <= found.get("reward", -1) <= 1 else 0.0
         if "refused" in found:
-            if self.kind == "code":
-                return 0.0
             raise Fault(f"{what}: {found['refused']}")
         return found["reward"]
 
@@ -96,27 +96,27 @@ class Worker:
                 preexec_fn=end_with_parent,
             )
         self.connection = Connection(mine.detach())
-        limits = {"seconds": self.seconds, "memory_gb": self.memory_gb}
-        asked = {"kind": self.kind, "source": self.source, "name": self.name, **limits}
-        found = self._ask(asked, STARTS_WITHIN, f"reinforce.function: {self.name or self.kind}")
+        asked = {"kind": self.kind, "source": self.source, "name": self.name, "memory_gb": self.memory_gb}
+        found = self._ask(asked, STARTS_WITHIN, "to load the file")
         if "refused" in found:
             self.close()
             raise Fault(f"reinforce.function: {self.name or self.kind}: {found['refused']}")
 
-    def _ask(self, message: dict[str, Any], seconds: float, what: str) -> dict[str, Any]:
+    def _ask(self, message: dict[str, Any], seconds: float, limit: str) -> dict[str, Any]:
         """The answer, of plain types: nothing of the other side's is unpickled here."""
         assert self.connection and self.process
         try:
             self.connection.send_bytes(json.dumps(message).encode())
             if not self.connection.poll(seconds):
                 self.close()
-                return {"refused": f"no end within {seconds:g} s (reinforce.reward_seconds)"}
+                return {"refused": f"no end within {seconds:g} s ({limit})"}
             found = json.loads(self.connection.recv_bytes(1 << 16))
             if "refused" in found:
-                return {"refused": str(found["refused"])[:300]}
+                return {"refused": _printable(str(found["refused"])[:300])}
             return {"reward": float(found["reward"])}
         except (EOFError, OSError):
-            self.process.wait()
+            with contextlib.suppress(subprocess.TimeoutExpired):  # it may only have closed its connection
+                self.process.wait(1)
             code = self.process.returncode
             self.close()
             return {"refused": f"it has ended its process ({_code(code)})"}
@@ -125,7 +125,13 @@ class Worker:
             return {"refused": "what it returned is no number"}
 
 
-def _code(code: int) -> str:
+def _printable(text: str) -> str:
+    return "".join(letter if letter.isprintable() else " " for letter in text)
+
+
+def _code(code: int | None) -> str:
+    if code is None:
+        return "its connection"
     if code < 0:
         name = signal.Signals(-code).name
         return {"SIGSYS": "what it tried is forbidden", "SIGXCPU": "time", "SIGSEGV": "memory"}.get(name, name)
