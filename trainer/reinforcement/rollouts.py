@@ -25,7 +25,7 @@ from conf.schema.run import Run
 from contract.faults import Fault
 from contract.processes import end_with_parent
 from trainer.patches import vllm_cpu
-from trainer.reinforcement import wire
+from trainer.reinforcement import messages, wire
 from trainer.serving import unmerged
 from trainer.serving.engine import DTYPE
 
@@ -133,7 +133,7 @@ class Rollouts:
     def _ask(self, name: str, arguments: dict[str, Any]) -> None:
         self.ready()
         try:
-            self.connection.send((name, arguments))
+            messages.send(self.connection, (name, arguments))
         except OSError:
             raise self._gone(name) from None
 

@@ -17,6 +17,7 @@ from typing import Any
 
 from contract.faults import Fault, line_of
 from trainer.patches import vllm_cpu
+from trainer.reinforcement import messages
 from trainer.serving import engine, unmerged
 
 
@@ -126,17 +127,17 @@ def main(descriptor: int, settings: Path) -> None:
     rollout = None
     try:
         rollout = Rollout(json.loads(settings.read_text()))
-        connection.send({"result": None, "version": rollout.version})
+        messages.send(connection, {"result": None, "version": rollout.version})
         while True:
             name, arguments = connection.recv()
             result = getattr(rollout, name)(**arguments)
-            connection.send({"result": result, "version": rollout.version})
+            messages.send(connection, {"result": result, "version": rollout.version})
     except (EOFError, BrokenPipeError, ConnectionResetError):  # the trainer has ended
         return
     except BaseException as error:
         traceback.print_exc()
         told = line_of(error) or f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
-        connection.send({"error": told, "version": rollout.version if rollout else -1})
+        messages.send(connection, {"error": told, "version": rollout.version if rollout else -1})
         sys.exit(1)
 
 
