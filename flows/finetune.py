@@ -29,11 +29,11 @@ from tasks.run.session import Session
 from tasks.stages import run_report
 from tasks.stages.convert import convert
 from tasks.stages.download import download
-from tasks.stages.evaluate import evaluate
+from tasks.stages.evaluate import evaluate_base, evaluate_tuned
 from tasks.stages.export import export
 from tasks.stages.pipeline import ORDER, request
 from tasks.stages.plan import plan, tell
-from tasks.stages.prepare import prepare
+from tasks.stages.prepare import prepare, prepare_prompts
 from tasks.stages.promote import promote
 from tasks.stages.reinforce import reinforce
 from tasks.stages.train import train
@@ -77,16 +77,18 @@ def finetune(
         data = prepare.submit(session.stage("prepare"), model)  # the tokenizer is the model's
         prompted = data
         if "prepare-prompts" in asked.stages:
-            prompted = prepare.submit(session.stage("prepare-prompts"), model)
+            prompted = prepare_prompts.submit(session.stage("prepare-prompts"), model)
         base = convert.submit(session.stage("convert"), model)  # as large again; 1 minute for each 4 GB and process
-        before = evaluate.submit(session.stage("evaluate-base"), model, prompted)  # before training, or beside it
+        before = evaluate_base.submit(session.stage("evaluate-base"), model, prompted)  # before training, or beside it
         earlier = session.before_training(before)
         trained = train.submit(session.stage("train"), model, base, data, wait_for=earlier)  # the hours and the money
         policy = trained
         if "reinforce" in asked.stages:
             policy = reinforce.submit(session.stage("reinforce"), model, base, prompted, trained)
         tuned = export.submit(session.stage("export"), model, base, policy)  # as large again
-        after = evaluate.submit(session.stage("evaluate-tuned"), tuned, prompted, policy, model, allow_failure(before))
+        after = evaluate_tuned.submit(
+            session.stage("evaluate-tuned"), tuned, prompted, policy, model, allow_failure(before)
+        )
         promoted = promote.submit(session.stage("promote"), tuned, before, after, model)
         session.needs(before)
         for future in (model, data, prompted, base, before, trained, policy, tuned, after, promoted):

@@ -89,6 +89,9 @@ def prepare(stage_run: StageRun, model: Artifact) -> State:
     return stage_run.get_or_make(make, require=require)
 
 
+prepare_prompts = prepare.with_options(name="prepare-prompts")  # Prefect's pages name a task before it starts, too
+
+
 def require_enough(run: Run, made: Artifact) -> None:
     """Refuse data that hold too few sequences to train with, before a base is evaluated and GPUs are paid."""
     if lacks := lacking(run, made.key, *(made.result[key] for key in ("kind", "rows", "sequences"))):
