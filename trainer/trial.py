@@ -1,6 +1,7 @@
 """Take a few real steps of a run's layout on this machine, and compare time and memory with the plan.
 
     python -m trainer.trial CONF [--steps N] [--layers K] [--gpu KIND] [--profile] [--json] [key=value ...]
+    python -m trainer.trial CONF --best N [--steps N] [--layers K] [--gpu KIND] [--json] [key=value ...]
 
     python -m trainer.trial glm47 --layers 6 layout.nodes=1 layout.gpus_per_node=1 layout.tp=1 layout.sp=false \\
         layout.pp=1 layout.vpp=null layout.ep=1 train.global_batch=4
@@ -15,9 +16,13 @@ With --profile one more step is recorded by torch's profiler, after another that
 GPUs and the host did in it (trainer/profiling/), and --profile-to names the folder that gets its page, its figures as
 JSON, and every rank's trace.
 
+With --best N the N fastest layouts that the plan finds for as many GPUs are tried after the configuration's own, and
+the keys of the fastest one are printed. Each takes about a minute; best-CONF-TIME.json has what was measured so far.
+
 Ranks start in the environment that those of a training get (conf/network.py); what is set here already wins.
 
-Exit code 0: measured. 1: out of memory, which is a result as well, or a defect. 2: the arguments are at fault.
+Exit code 0: measured. 1: out of memory, which is a result as well, or a defect; of --best, no trial ended well. 2: the
+arguments are at fault.
 
 Not covered: several hosts; data that are not of equal length; on a CPU, all but the sizes of states.
 """
@@ -50,13 +55,14 @@ from conf.rules import schedule
 from conf.rules.gpus import takes
 from conf.rules.layout import grid, problems
 from conf.schema.run import Run
-from contract import closed_pipe, host_gpus
+from contract import closed_pipe, host_gpus, nvidia_smi
 from contract.faults import Fault
 from contract.processes import end_with_parent
 from trainer.data.identity import MANIFEST
 from trainer.data.write import sequences_file
 from trainer.measure import EXHAUSTED, RESULT
 from trainer.profiling import recorder, report
+from trainer.rehearsal import best_layouts
 from trainer.rehearse import config_of
 from trainer.startup import entry
 
@@ -70,10 +76,12 @@ def main() -> int:
     with entry.faults_in_one_line():
         if options.steps <= WARM:
             raise Fault(f"--steps: {options.steps}, but the first {WARM} are not measured")
-        run = load(options.conf, options.overrides, illegal=True)
-        config = config_of(run)
+        asked = load(options.conf, options.overrides, illegal=True)
+        config = config_of(asked)
         whole = facts_from_hf(config)
-        run = verdict.settle(run, whole, hardware.of(run))
+        run = verdict.settle(asked, whole, hardware.of(asked))
+        if options.best is not None:
+            return _best(options, asked, run, whole)
         if options.layers is not None:
             config = cut(config, options.layers)
         facts = facts_from_hf(config)
@@ -98,6 +106,26 @@ def main() -> int:
     answer |= {"profile": profile} if profile else {}
     print(json.dumps(answer) if options.json else "\n".join(told))
     return 0 if ranks else 1
+
+
+def _best(options: argparse.Namespace, asked: Run, run: Run, facts: ModelFacts) -> int:
+    """Try the best plans, and print the fastest. All rows stand in a file as soon as they are there."""
+    if options.profile:
+        raise Fault("--best: takes no --profile; profile the layout that it names")
+    found = read(options.gpu) if options.gpu else by_device(nvidia_smi.kind() or "") or hardware.of(run)
+    more = ["--steps", str(options.steps), *(["--gpu", options.gpu] if options.gpu else [])]
+    more += ["--layers", str(options.layers)] if options.layers is not None else []
+    tried = best_layouts.candidates(asked, run, facts, found, options.best)
+    file = Path(f"best-{Path(options.conf).stem}-{time.strftime('%Y%m%d-%H%M%S')}.json")
+    _to_stderr(f"{len(tried)} trials, of which {file} has what was measured; ms of a step / planned = ratio")
+    rows: list[best_layouts.Row] = []
+    for one in tried:
+        rows.append(best_layouts.measured(one, options.conf, options.overrides, more))
+        file.write_text(json.dumps([row.as_json() for row in rows], indent=1) + "\n")
+        _to_stderr(f"{len(rows)} of {len(tried)}  {best_layouts.line(rows[-1])}")
+    named = best_layouts.verdict(rows, options.conf, options.overrides)
+    print(json.dumps([row.as_json() for row in rows]) if options.json else named)
+    return 0 if any(row.seconds is not None for row in rows) else 1
 
 
 def cut(config: dict[str, Any], layers: int) -> dict[str, Any]:
@@ -254,6 +282,12 @@ def lines(answer: dict[str, Any]) -> Iterator[str]:
         yield f"rank {seen['rank']}: out of memory with {held:.1f} of {whole:.1f} GB allocated"
 
 
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is no number of layouts from 1 on")
+    return int(text)
+
+
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m trainer.trial", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -263,6 +297,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=8, metavar="N", help="steps, the first two to warm up (8)")
     parser.add_argument("--layers", type=int, metavar="K", help="layers of the model that are kept; else all")
     parser.add_argument("--gpu", metavar="KIND", help="plan for this one instead of the one that is here")
+    parser.add_argument("--best", type=_positive, metavar="N", help="try the N fastest plans, and name the fastest")
     parser.add_argument("--profile", action="store_true", help="record one more step, and say what was done in it")
     parser.add_argument("--profile-to", metavar="FOLDER", help="of the traces and the page (profile-CONF-TIME)")
     parser.add_argument("--json", action="store_true", help="for programs: one line, with a list of all ranks")

@@ -37,7 +37,7 @@ def download(stage_run: StageRun) -> State:
         files = work.folder / "files"
         if model.source.startswith("tiny://"):
             arguments = ["trainer.tiny", model.source.removeprefix("tiny://"), str(files), "--dtype", "float32"]
-            if not files.exists():  # a run that was killed may have made it whole, and no run makes half of it
+            if not any(files.glob("*")):  # a run that was killed may have made it whole, and none makes half of it
                 launch.process(arguments, work.folder / "tiny.log", work.say, stage_run.stopped(work))
             return {"source": model.source}
         found = hub.resolve(model.source, config["commit"] if hub.kind(model.source) == "hub" else "main")

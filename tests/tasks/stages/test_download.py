@@ -10,10 +10,11 @@ from tasks.stages import download
 
 def test_a_tiny_model_of_a_run_that_was_killed_behind_it_is_taken(tmp_path, monkeypatch):
     started = []
+    (tmp_path / "files").mkdir()
 
     def makes(arguments, log, say, stopped):
         started.append(arguments)
-        (tmp_path / "files").mkdir()
+        (tmp_path / "files/config.json").write_text("{}")
 
     monkeypatch.setattr(launch, "process", makes)
     run = load("tiny")
