@@ -9,7 +9,7 @@ STAMP := .venv/.synced-$(EXTRA)
 # Runs on this host keep Prefect's database with all else in runs/.
 WITH_PREFECT := mkdir -p runs/prefect && PREFECT_HOME=$${PREFECT_HOME:-$(CURDIR)/runs/prefect}
 
-.PHONY: help setup tiny tiny-rl up down test slow doctor lint families layouts bench-store bench-flow bench-data bench-convert bench-libraries faults scale gpu gpu-kit schema presets licences clean
+.PHONY: help setup tiny tiny-rl up down test slow doctor lint families layouts study bench-store bench-flow bench-data bench-convert bench-libraries faults scale gpu gpu-kit schema presets licences clean
 
 help: ## list these targets (the default)
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-15s  %s\n", $$1, $$2 }' Makefile
@@ -59,6 +59,11 @@ families: $(STAMP) ## try every family beside transformers, PEFT and vLLM, on ti
 
 layouts: $(STAMP) ## train at every parallel layout on this CPU and compare with one process
 	$(PYTHON) -m trainer.layouts
+
+GPUS ?= 1
+CONF ?= $(if $(SHORT),tiny,gpt2-large)
+study: $(STAMP) ## measure the layouts of a configuration side by side; CONF=NAME GPUS=2 PROFILE=1; SHORT=1: on this CPU
+	@$(PYTHON) -m flows.study $(CONF) --gpus $(if $(SHORT),2,$(GPUS)) --track $(if $(PROFILE),--profile) $(if $(SHORT),--steps 6)
 
 # SHORT=1: at most five minutes each, with smaller files and fewer rounds.
 SHORT ?=

@@ -12,6 +12,7 @@ It writes <paths.output>/measured.json, a figure of each rank in a list:
     weights, adapters, gradients, optimizer, host_states      bytes that stay, counted tensor by tensor
     resting, peak, reserved     bytes between steps and at most, as torch's allocator counts them
     used                        bytes of the device that are taken at the end, by whomever
+    product                     FLOP/s of a large matrix product in the weights' precision, on all ranks right after
 
 A rank that runs out of memory writes <paths.output>/out-of-memory.json instead, and all end.
 
@@ -33,6 +34,7 @@ from conf.model_files import config_json
 from conf.rules.layout import problems
 from conf.schema.run import Run
 from contract.faults import Fault
+from trainer.hosts import products
 from trainer.profiling.recorder import recorder
 from trainer.startup import device, entry
 from trainer.startup.console import megatron_to
@@ -133,6 +135,9 @@ def _clock(file: Path):
                 "whole": whole,
                 "device": torch.cuda.get_device_name() if device.has_gpu() else "cpu",
             }
+            torch.cuda.empty_cache()
+            weight = next(context.model[0].parameters())
+            mine["product"] = products.speed(weight.device, weight.dtype)
             every: list[Any] = [None] * distributed.get_world_size()
             distributed.all_gather_object(every, mine)
             if distributed.get_rank() == 0:

@@ -29,6 +29,7 @@ from conf.network import PRESETS
 from conf.planner.hardware import by_device
 from conf.schema.run import Run
 from contract.faults import Fault
+from trainer.hosts import products
 from trainer.hosts.health import of_gpu, of_host, taken
 from trainer.hosts.host_verdict import Expected, as_dict, misfits, rounds, unique
 from trainer.startup import entry
@@ -41,7 +42,6 @@ ROUNDS = 15  # of pairs: all of 16 hosts; of more, each meets 15 others
 REDUCED, SWAPPED, SPREAD = {"gpu": 256e6, "cpu": 8e6}, {"gpu": 64e6, "cpu": 8e6}, {"gpu": 64e6, "cpu": 4e6}
 WRITTEN = {"gpu": 1e9, "cpu": 16e6}  # bytes per host
 REPEATS = 3
-PRODUCT = {"gpu": 8192, "cpu": 512}  # rows of the square matrices that are multiplied
 
 
 def main(run: Run) -> None:
@@ -95,7 +95,7 @@ def _measure(run: Run, kind: str, device, rank: dict[str, Any]) -> dict[str, Any
     groups = [distributed.new_group(range(n, n + per_host)) for n in range(0, world, per_host)]
     mine = of_host(run, int(WRITTEN[kind])) if local == 0 else None
     distributed.barrier(group=groups[node])
-    rank["speed"] = _product(torch, kind, device)
+    rank["speed"] = products.speed(device, torch.bfloat16 if kind == "gpu" else torch.float32)
     rank["gpu"] = of_gpu(local) if kind == "gpu" else {}
 
     def tensor(size: float):
@@ -119,24 +119,13 @@ def _measure(run: Run, kind: str, device, rank: dict[str, Any]) -> dict[str, Any
     return _judged(run, told, per_host)
 
 
-def _product(torch, kind: str, device) -> float:
-    """FLOP/s of one large matrix product."""
-    size = PRODUCT[kind]
-    dtype = torch.bfloat16 if kind == "gpu" else torch.float32
-    a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
-    repeats = 20 if kind == "gpu" else 4
-    seconds = _timed(torch, device, lambda: [a @ b for _ in range(repeats)], together=False)
-    return repeats * 2 * size**3 / seconds
-
-
-def _timed(torch, device, operation, together: bool = True) -> float:
+def _timed(torch, device, operation) -> float:
     """Seconds of one operation, the fastest of a few: disturbances only ever slow it."""
     from torch import distributed
 
     best = float("inf")
     for attempt in range(REPEATS + 1):  # the first one connects
-        if together:
-            distributed.all_reduce(torch.zeros(1))
+        distributed.all_reduce(torch.zeros(1))
         start = time.perf_counter()
         operation()
         if device.type == "cuda":

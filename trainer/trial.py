@@ -50,7 +50,7 @@ from conf.model_facts import GPT2, ModelFacts, facts_from_hf
 from conf.planner import hardware, verdict
 from conf.planner.hardware import GPUS, Gpu, by_device, read
 from conf.planner.memory import StageMemory, memory
-from conf.planner.timing import timing
+from conf.planner.timing import Timing, timing
 from conf.rules import schedule
 from conf.rules.gpus import takes
 from conf.rules.layout import grid, problems
@@ -231,12 +231,12 @@ def _read(path: Path) -> Any:
 def compare(run: Run, facts: ModelFacts, gpu: Gpu | None, ranks: list[dict[str, Any]]) -> dict[str, Any]:
     """Planned and measured seconds of a step and bytes, of every rank."""
     stages = memory(run, facts, gpu or GPUS["h200"])
-    time = timing(run, facts, gpu) if gpu else None
+    time = timing(run, facts, gpu or GPUS["h200"])
     rows = []
     for rank in range(run.world):
         stage = stages[rank * run.layout.pp // run.world]
         planned = _planned(stage) if gpu else {key: getattr(stage, key) for key in STATES}
-        planned |= {"seconds": time.likely} if time else {}
+        planned |= {"seconds": time.likely} if gpu else {}
         seen = ranks[rank] if ranks else {}
         measured = {key: seen[key] for key in (*STATES, "host_states") if seen}
         if seen:
@@ -252,9 +252,18 @@ def compare(run: Run, facts: ModelFacts, gpu: Gpu | None, ranks: list[dict[str, 
             "measured": measured,
             "ratio": ratios,
         }
-        rows.append(row | {key: seen.get(key, []) for key in ("seconds", "losses")})
-    device = ranks[0]["device"] if ranks else ""
-    return {"name": run.name, "device": device, "gpu": gpu.name if gpu else None, "ranks": rows}
+        rows.append(row | {key: seen.get(key, []) for key in ("seconds", "losses")} | {"parts": stage.items})
+    answer = {"name": run.name, "device": ranks[0]["device"] if ranks else "", "gpu": gpu.name if gpu else None}
+    answer |= {"tokens": run.train.global_batch * run.data.seq_length, "bubble": time.bubble, "ranks": rows}
+    return answer | (_speed(time, ranks) if ranks else {})
+
+
+def _speed(time: Timing, ranks: list[dict[str, Any]]) -> dict[str, Any]:
+    """TFLOP/s of a GPU in a step of the slowest rank, beside a matrix product on the slowest one."""
+    seconds = max(statistics.median(rank["seconds"][WARM - 1 :]) for rank in ranks)
+    product = min(rank["product"] for rank in ranks) / 1e12
+    tflops = time.tflops * time.likely / seconds  # the same FLOPs, in the time that was measured
+    return {"tflops": tflops, "product_tflops": product, "share_of_product": tflops / product}
 
 
 def _planned(stage: StageMemory) -> dict[str, float]:
@@ -277,6 +286,11 @@ def lines(answer: dict[str, Any]) -> Iterator[str]:
             shown = ["-" if value is None else f"{value / scale:,.4g}" for value in (measured, planned)]
             ratio = f" = {row['ratio'][key]:.2f}" if key in row["ratio"] else ""
             yield f"    {'step' if key == 'seconds' else key:10} {shown[0]:>9} / {shown[1]:>9} {unit}{ratio}"
+    if "tflops" in answer:
+        yield (
+            f"{answer['tflops']:.4g} TFLOP/s a rank, {answer['share_of_product']:.1%} of the "
+            f"{answer['product_tflops']:.4g} of a matrix product right after"
+        )
     if seen := answer["out_of_memory"]:
         held, whole = (seen[key] / 1e9 for key in ("allocated", "whole"))
         yield f"rank {seen['rank']}: out of memory with {held:.1f} of {whole:.1f} GB allocated"

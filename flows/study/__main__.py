@@ -1,0 +1,217 @@
+"""Measure the layouts of a configuration beside one another, and write one report.
+
+    python -m flows.study gpt2-large --gpus 2 --profile             the lists of conf/studies/gpt2-large.yaml
+    python -m flows.study qwen3-8b --gpus 4 --layers 8              the planner's fastest layouts, of 8 layers
+    python -m flows.study tiny --gpus 2                             small models, on a CPU
+    python -m flows.study tiny --row 'TP2: layout.gpus_per_node=2 layout.tp=2' --row 'DP2: layout.gpus_per_node=2'
+    python -m flows.study gpt2-large --report                       the report again, of what was measured before
+
+Each layout takes a few steps by python -m trainer.trial: the model's weights and tokens are made up, and nothing is
+downloaded. Those of --gpus N take N GPUs, or one. What was measured before, of the same configuration by the same code
+on the same device, is kept; a layout that fails is a row of the report, and is tried again by the next call.
+
+FOLDER (runs/study/NAME) gets study.html and study.json; with --track MLflow gets a run for each layout.
+Exit code 0: all were measured, 1: some failed, 2: the arguments are at fault.
+"""
+
+# pyright: reportArgumentType=false
+
+import argparse
+import json
+import shlex
+import sys
+import time
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from conf.planner import parameters
+from conf.planner.verdict import facts_of
+from conf.schema.run import Run
+from contract import closed_pipe, nvidia_smi
+from contract.amounts import clock
+from contract.faults import Fault
+from contract.files import write_atomically
+from flows.arguments import of_a_run, refused
+from flows.study import figures, measured, page, rows, tracked
+from flows.study.measured import How
+from flows.study.rows import Row
+from tasks.run.places import runs_folder
+
+PAGE, RESULT = "study.html", "study.json"
+FOR_A_CPU = 100e6  # weights
+WARM = 2  # steps of a trial that are not measured
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    options = _arguments(argv)
+    how = How(options.steps, options.layers, options.profile, options.within)
+    try:
+        _check(options)
+        chosen, lists = _chosen(options)
+        if not options.report:
+            _check_size(chosen[0].run(), options.layers)
+        folder = (options.to or runs_folder() / "study" / Path(options.conf).stem).absolute()
+        folder.mkdir(parents=True, exist_ok=True)
+        experiment = chosen[0].run().track.experiment
+        answers = _answers(folder, chosen, how, options)
+        report = {"name": Path(options.conf).stem, "made": time.strftime("%Y-%m-%d %H:%M"), "lists": lists}
+        report |= {"versions": _versions(answers), "rows": [_told(*pair, how) for pair in answers]}
+        write_atomically(folder / RESULT, json.dumps(report), durable=False)
+        write_atomically(folder / PAGE, page.of(report, folder), durable=False)
+    except Fault as fault:
+        return refused(fault)
+    print("\n".join(table(report["rows"])))
+    if options.track:
+        print(tracked.tell(runs_folder(), experiment, report, [folder / RESULT, folder / PAGE]))
+    print(f"study: {folder / PAGE}")
+    return 1 if any("failed" in row["figures"] for row in report["rows"]) else 0
+
+
+def _check(options: argparse.Namespace) -> None:
+    if options.gpus < 1:
+        raise Fault(f"--gpus: {options.gpus} is no number of GPUs")
+    if options.steps <= WARM:
+        raise Fault(f"--steps: {options.steps}: the first {WARM} are not measured")
+    if options.layers is not None and options.layers < 1:
+        raise Fault(f"--layers: {options.layers} is no number of layers")
+    there = len(nvidia_smi.visible())
+    if there and options.gpus > there and not options.report:
+        raise Fault(f"--gpus: {options.gpus}, but this host has {there}")
+
+
+def _check_size(run: Run, layers: int | None) -> None:
+    """Refuse a model that this host, without a GPU, would compute for hours."""
+    facts = facts_of(run)
+    size = parameters.total(facts) * min(1, (layers or facts.layers) / facts.layers)
+    if not nvidia_smi.visible() and size > FOR_A_CPU:
+        text = f"of {size / 1e6:,.0f} M weights, and this host has no GPU; make study SHORT=1 takes a tiny one"
+        raise Fault(f"model.source: {run.model.source}: {text}")
+
+
+def _chosen(options: argparse.Namespace) -> tuple[list[Row], dict[str, str]]:
+    """The rows that are asked for, and what their lists mean."""
+    if options.row:
+        found, lists = rows.given(options.conf, options.row), {}
+    else:
+        found, lists = rows.listed(options.conf)
+        if not found:
+            return rows.found(options.conf, options.overrides, options.gpus), {}
+    if unknown := {*options.list} - {*lists}:
+        raise Fault(f"--list: {unknown.pop()}: {options.conf} has {', '.join(lists) or 'none'}")
+    found = [row.changed(options.overrides) for row in found if row.of in (options.list or [row.of])]
+    if not options.row:
+        sizes = {row: row.gpus for row in found}
+        if options.gpus not in sizes.values():
+            raise Fault(f"--gpus: {options.gpus}: {options.conf} has layouts of {_numbers(sizes.values())}")
+        found = [row for row, gpus in sizes.items() if gpus in (1, options.gpus)]
+    if unknown := {*options.only} - {row.name for row in found}:
+        raise Fault(f"--only: {unknown.pop()}: there are {', '.join(dict.fromkeys(row.name for row in found))}")
+    found = [row for row in found if row.name in (options.only or [row.name])]
+    return found, {of: lists[of] for of in dict.fromkeys(row.of for row in found) if of in lists}
+
+
+def _numbers(sizes: Iterable[int]) -> str:
+    return ", ".join(str(size) for size in sorted({*sizes}))
+
+
+def _answers(
+    folder: Path, chosen: list[Row], how: How, options: argparse.Namespace
+) -> list[tuple[Row, dict[str, Any]]]:
+    """Answers of all rows, kept or measured now, with a line for each as it comes."""
+    began, took, found = time.monotonic(), [], []
+    for place, row in enumerate(chosen):
+        head = f"[{place + 1}/{len(chosen)}] {row.title}"
+        answer = None if options.again else measured.kept(folder, row, None if options.report else how)
+        said = "kept"
+        late = options.minutes is not None and time.monotonic() - began > options.minutes * 60
+        if answer is None and (options.report or late):
+            answer, said = {"failed": "not measured yet" if options.report else "not begun: --minutes were over"}, ""
+        if answer is None:
+            left = f", about {clock(sum(took) / len(took) * (len(chosen) - place))} left" if took else ""
+            print(f"{head}: {' '.join(row.overrides)}{left}", flush=True)
+            start = time.monotonic()
+            answer = measured.measure(folder, row, how)
+            took.append(time.monotonic() - start)
+            said = f"{took[-1]:.0f} s"
+        found.append((row, answer))
+        print(f"{head}: {_line(figures.of(answer))}{f' ({said})' if said else ''}", flush=True)
+    return found
+
+
+def _line(one: dict[str, Any]) -> str:
+    if "failed" in one:
+        return one["failed"][:300]
+    shown = (
+        f"{one['ms']:,.1f} ms, {one['tokens_per_second_per_gpu']:,.0f} tokens/s/GPU, {one['tflops']:.4g} TFLOP/s/GPU, "
+    )
+    return f"{shown}{one['share_of_product']:.1%} of a product, {one['gb']:.2f} GB"
+
+
+def _versions(answers: Sequence[tuple[Row, dict[str, Any]]]) -> dict[str, str]:
+    """Versions that the rows were measured with, all that there are of each."""
+    found: dict[str, dict[str, None]] = {}
+    for name, value in (pair for _, answer in answers for pair in answer.get("versions", {}).items()):
+        found.setdefault(name, {})[value] = None
+    return {name: " and ".join(values) for name, values in found.items()}
+
+
+def _told(row: Row, answer: dict[str, Any], how: How) -> dict[str, Any]:
+    command = ["python", "-m", *measured.command(row, how, Path("profile"))]
+    return {
+        "title": row.title,
+        "list": row.of,
+        "name": row.name,
+        "configuration": row.configuration,
+        "overrides": list(row.overrides),
+        "documented_ms": row.documented_ms,
+        "command": shlex.join(command),
+        "figures": figures.of(answer),
+    }
+
+
+def table(told: Sequence[dict[str, Any]]) -> list[str]:
+    heads = ("layout", "GPUs", "ms", "planned", "documented", "tokens/s/GPU", "TFLOP/s", "of product", "GB", "planned")
+    cells = [heads]
+    for row in told:
+        one = row["figures"]
+        if "failed" in one:
+            cells.append((row["title"], one["failed"][:120]))
+            continue
+        numbers = (one["gpus"], one["ms"], one["planned_ms"], row["documented_ms"], one["tokens_per_second_per_gpu"])
+        shown = ["" if value is None else f"{value:,.5g}" for value in (*numbers, one["tflops"])]
+        planned = one["planned_gb"]
+        more = [f"{one['share_of_product']:.1%}", f"{one['gb']:.2f}", "" if planned is None else f"{planned:.2f}"]
+        cells.append((row["title"], *shown, *more))
+    whole = [row for row in cells if len(row) == len(heads)]
+    widths = [max(len(row[column]) for row in whole) for column in range(len(heads))]
+    widths[0] = max(len(row[0]) for row in cells)
+    return [
+        "  ".join(
+            [row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=False))]
+        )
+        for row in cells
+    ]
+
+
+def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = of_a_run("flows.study", __doc__, example="train.precision=bf16, of every layout", names="a name in conf/")
+    parser.add_argument("--gpus", metavar="N", type=int, default=1, help="GPUs of a layout; ranks on a CPU (1)")
+    parser.add_argument("--list", metavar="LIST", action="append", default=[], help="of its lists; else all of them")
+    parser.add_argument("--only", metavar="ROW", action="append", default=[], help="of its rows, by name: DP2")
+    parser.add_argument("--row", metavar="'NAME: KEY=VALUE ...'", action="append", default=[], help="instead of a list")
+    parser.add_argument("--steps", metavar="S", type=int, default=8, help="of a trial, the first two to warm up (8)")
+    parser.add_argument("--layers", metavar="K", type=int, help="of the model that are kept; else all")
+    parser.add_argument("--profile", action="store_true", help="record a step of each layout as well")
+    parser.add_argument("--to", metavar="FOLDER", type=Path, help="of the report and what it is made of")
+    parser.add_argument("--again", action="store_true", help="measure also what was measured before")
+    parser.add_argument("--report", action="store_true", help="measure nothing")
+    parser.add_argument("--track", action="store_true", help="tell MLflow: a run for each layout, to compare")
+    parser.add_argument("--within", metavar="S", type=float, default=600.0, help="seconds that a trial may take (600)")
+    parser.add_argument("--minutes", metavar="M", type=float, help="begin no trial after that")
+    return parser.parse_intermixed_args(argv)
+
+
+if __name__ == "__main__":
+    with closed_pipe.quiet():
+        sys.exit(main())

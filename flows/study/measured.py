@@ -1,0 +1,132 @@
+"""One layout of a study, measured by python -m trainer.trial in a process of its own, and kept in the study's folder.
+
+    kept(folder, row, how)        what was measured before of this configuration, by the same code on the same device
+    measure(folder, row, how)     measures it; what fails is an answer as well, and is tried again by the next call
+
+<folder>/rows/LIST-ROW.json has the answer, <folder>/logs/ what the trial has printed, <folder>/profiles/ the traces.
+"""
+
+# pyright: reportArgumentType=false
+
+import hashlib
+import json
+import re
+import shutil
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from contract import json_object, nvidia_smi
+from contract.faults import Fault, Stopped
+from contract.files import write_atomically
+from flows.study.rows import Row
+from tasks.run import launch
+
+PACKAGES = ("torch", "megatron-core", "megatron-bridge", "transformer-engine")
+CODE = ("contract", "conf", "trainer")
+
+
+@dataclass(frozen=True)
+class How:
+    """Choices that hold for every layout."""
+
+    steps: int
+    layers: int | None = None  # that the model is cut to
+    profile: bool = False
+    within: float = 600.0  # seconds that a trial may take
+
+
+@cache
+def versions() -> dict[str, str]:
+    """Versions of all that decides on a measurement: packages, the trainer's code, and the device."""
+    code = hashlib.sha256()
+    for file in sorted(file for folder in CODE for file in (launch.ROOT / folder).rglob("*.py")):
+        code.update(str(file.relative_to(launch.ROOT)).encode() + b"\0" + file.read_bytes())
+    found = {name: _version(name) for name in PACKAGES}
+    return found | {"the trainer's code": code.hexdigest()[:12], "device": nvidia_smi.kind() or "cpu"}
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "none"
+
+
+def of_row(row: Row) -> str:
+    """Digest of the configuration that is measured."""
+    run = row.run().model_dump(mode="json", exclude={"paths"})
+    return hashlib.sha256(json.dumps(run, sort_keys=True).encode()).hexdigest()
+
+
+def kept(folder: Path, row: Row, how: How | None = None) -> dict[str, Any] | None:
+    """The answer that is kept, with the versions it was measured with. Without `how`, any of this configuration."""
+    file = _file(folder, row)
+    try:
+        found = json_object.read(file) if file.is_file() else {}
+    except Fault:  # broken off, by a disk that was full; it is measured again
+        return None
+    if found.get("configuration") != of_row(row):
+        return None
+    if how and (found["versions"], found["steps"], found["layers"]) != (versions(), how.steps, how.layers):
+        return None
+    if how and how.profile and not found["answer"].get("profile"):
+        return None
+    return found["answer"] | {"versions": found["versions"]}
+
+
+def measure(folder: Path, row: Row, how: How) -> dict[str, Any]:
+    """The trial's answer, or {"failed": why there is none}."""
+    name = slug(row)
+    log, traces = folder / "logs" / f"{name}.log", folder / "profiles" / name
+    log.parent.mkdir(parents=True, exist_ok=True)
+    log.unlink(missing_ok=True)
+    shutil.rmtree(traces, ignore_errors=True)  # what it held is measured again
+    said: list[str] = []
+    failed, ends = None, time.monotonic() + how.within
+    try:
+        launch.process(list(command(row, how, traces)), log, said.append, stop=lambda: time.monotonic() > ends)
+    except Stopped:
+        failed = f"took more than {how.within:.0f} s"
+    except Fault as fault:
+        failed = " ".join(str(fault).split())
+    except launch.Broken as broken:
+        failed = " ".join(str(broken).split())
+    if (answer := _answer(said)) is None:
+        return {"failed": failed or f"no answer; {log} has what was said"}
+    record = {"configuration": of_row(row), "steps": how.steps, "layers": how.layers, "versions": versions()}
+    file = _file(folder, row)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(file, json.dumps(record | {"answer": answer}), durable=False)
+    return answer | {"versions": versions()}
+
+
+def command(row: Row, how: How, traces: Path) -> Iterator[str]:
+    yield from ("trainer.trial", row.configuration, "--steps", str(how.steps), "--json")
+    yield from ("--layers", str(how.layers)) if how.layers else ()
+    yield from ("--profile-to", str(traces)) if how.profile else ()
+    yield from row.overrides
+
+
+def slug(row: Row) -> str:
+    """Name of a row's files."""
+    return re.sub(r"[^\w.+-]+", "-", f"{row.of}-{row.name}").strip("-")
+
+
+def _file(folder: Path, row: Row) -> Path:
+    return folder / "rows" / f"{slug(row)}.json"
+
+
+def _answer(said: list[str]) -> dict[str, Any] | None:
+    """The line of JSON that the trial ends with. A long line arrives in pieces."""
+    for place in range(len(said) - 1, -1, -1):
+        if said[place].startswith('{"name"'):
+            try:
+                return json.JSONDecoder().raw_decode("".join(said[place:]))[0]
+            except ValueError:
+                return None
+    return None

@@ -1,0 +1,193 @@
+"""The report of a study as one page of HTML that needs no server and no network."""
+
+from collections.abc import Iterator, Sequence
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from flows.study import pictures
+from flows.study.pictures import Bar
+
+STYLE = """body{font:14px/1.45 system-ui,sans-serif;margin:2em;color:#222;max-width:1250px}
+table{border-collapse:collapse;margin:.5em 0 1em}td,th{padding:.25em .7em;text-align:right;border-bottom:1px solid #ddd}
+td:first-child,th:first-child,td.words{text-align:left}td:first-child{white-space:nowrap}
+th{vertical-align:bottom}tr.failed td{color:#b00020}
+code{background:#f2f2f2;padding:0 .25em}svg{display:block;width:100%;font:12px system-ui,sans-serif}
+.legend{margin:.4em 0}.legend span{margin-right:1.2em;white-space:nowrap}
+i{display:inline-block;width:.9em;height:.9em;margin-right:.4em;vertical-align:-.1em}.words{max-width:48em}"""
+SHOWN = 12  # operations of a host
+WHOLE = "a step"
+SPENT = {"computing": "#2e7d32", "exposed communication": "#c62828", "idle": "#b0bec5", "copies and fills": "#f9a825"}
+SPENT |= {WHOLE: "#1b5e9e"}
+
+Row = dict[str, Any]  # title, configuration, overrides, documented_ms, and figures or failed
+
+
+def of(report: dict[str, Any], folder: Path) -> str:
+    rows = report["rows"]
+    measured = [row for row in rows if "failed" not in row["figures"]]
+    profiled = [row for row in measured if "time" in row["figures"]]
+    body = "\n".join(
+        [
+            f"<h1>Layouts of {escape(report['name'])}</h1>",
+            *_head(report, measured),
+            "<h2>At a glance</h2>",
+            _table(rows),
+            "<h2>Time of a step</h2>",
+            _times(measured),
+            "<h2>Memory of each rank</h2>",
+            *_memory(measured),
+            *_kinds(profiled, folder),
+            "<h2>Loss</h2>",
+            "<p>Of the same made-up tokens at each step. Weights are drawn by each rank, so that curves of layouts "
+            "begin apart by what was drawn.</p>",
+            pictures.curves([(row["title"], row["figures"]["losses"]) for row in measured]),
+            "<h2>Again</h2>",
+            *_commands(report),
+        ]
+    )
+    title = f"Layouts of {escape(report['name'])}"
+    return f'<!doctype html>\n<meta charset="utf-8"><title>{title}</title><style>{STYLE}</style>\n{body}\n'
+
+
+def _head(report: dict[str, Any], measured: Sequence[Row]) -> Iterator[str]:
+    versions = ", ".join(f"{escape(name)} {escape(value)}" for name, value in report["versions"].items())
+    yield f"<p>{escape(report['made'])}; {versions}.</p>"
+    for of, means in report["lists"].items():
+        yield f"<p><b>{escape(of)}</b>: {escape(means)}.</p>"
+    products = [row["figures"]["product_tflops"] for row in measured]
+    if products:
+        yield (
+            f"<p>A large matrix product, measured on every rank right after the steps: {min(products):.4g} to "
+            f"{max(products):.4g} TFLOP/s. Shares are of the one of the same layout.</p>"
+        )
+
+
+def _table(rows: Sequence[Row]) -> str:
+    heads = ["layout", "GPUs", "ms a step", "planned", "documented", "tokens/s/GPU", "TFLOP/s/GPU", "of a product"]
+    heads += ["GB of the fullest", "planned", "exposed communication", "planned bubble"]
+    found = [f"<tr>{''.join(f'<th>{head}</th>' for head in heads)}</tr>"]
+    for row in rows:
+        one = row["figures"]
+        if "failed" in one:
+            found.append(
+                f"<tr class=failed><td>{escape(row['title'])}</td><td colspan={len(heads) - 1} class=words>"
+                f"{escape(one['failed'][:400])}</td></tr>"
+            )
+            continue
+        cells = [escape(row["title"]), str(one["gpus"]), f"{one['ms']:,.1f}", _planned(one["planned_ms"], one["ms"])]
+        cells += [_planned(row["documented_ms"], one["ms"]), f"{one['tokens_per_second_per_gpu']:,.0f}"]
+        cells += [f"{one['tflops']:,.4g}", f"{one['share_of_product']:.1%}", f"{one['gb']:,.2f}"]
+        cells += [_planned(one["planned_gb"], one["gb"])]
+        cells += [
+            f"{one['time']['exposed']:.1%}" if one.get("time", {}).get("kinds") else "",
+            _share(one["planned_bubble"]),
+        ]
+        found.append(f"<tr>{''.join(f'<td>{cell}</td>' for cell in cells)}</tr>")
+    return f"<table>{''.join(found)}</table>"
+
+
+def _planned(value: float | None, measured: float) -> str:
+    """A figure that was said before, and how many times of it was measured."""
+    return f"{value:,.4g} ({measured / value:.2f})" if value else ""
+
+
+def _share(value: float) -> str:
+    return f"{value:.1%}" if value else ""
+
+
+def _times(measured: Sequence[Row]) -> str:
+    rows = []
+    for row in measured:
+        one = row["figures"]
+        marks = (("planned", one["planned_ms"]), ("documented", row["documented_ms"]))
+        shown = f"{one['ms']:,.1f} ms, {one['tflops']:,.4g} TFLOP/s/GPU"
+        rows.append(Bar(row["title"], list(_spent(one)), shown, tuple((what, at) for what, at in marks if at)))
+    return pictures.bars(rows, "ms", SPENT)
+
+
+def _spent(one: dict[str, Any]) -> Iterator[tuple[str, float]]:
+    """Parts of a step, as its recorded one was divided; the whole where none was recorded on a device."""
+    time = one.get("time")
+    if not (time and time["kinds"]):
+        yield WHOLE, one["ms"]
+        return
+    shares = (time["computing"], time["exposed"], time["idle"])
+    for what, share in zip(SPENT, (*shares, max(0.0, 1 - sum(shares))), strict=False):
+        yield what, one["ms"] * share
+
+
+def _memory(measured: Sequence[Row]) -> Iterator[str]:
+    rows = []
+    for row in measured:
+        for one in row["figures"]["memory"]:
+            parts = [*one["states"].items(), *([("comes and goes", one["passing"])] if "passing" in one else [])]
+            marks = (("planned", one["planned_gb"]),) if one["planned_gb"] else ()
+            rows.append(Bar(f"{row['title']}: rank {one['rank']}", parts, f"{one['gb']:,.3g} GB", marks))
+    yield "<p>At the highest mark of torch's allocator; states are counted tensor by tensor.</p>"
+    yield pictures.bars(rows, "GB")
+    said = [f"<li>{escape(row['title'])}: {escape(line)}" for row in measured for line in row["figures"]["why"]]
+    if said:
+        yield f"<p>Why ranks differ:</p><ul>{''.join(said)}</ul>"
+
+
+def _kinds(profiled: Sequence[Row], folder: Path) -> Iterator[str]:
+    if not profiled:
+        return
+    yield "<h2>What the time goes into</h2>"
+    yield "<p>One recorded step, of the rank that computes least. Kernels that run at once count twice.</p>"
+    on_device = [row for row in profiled if row["figures"]["time"]["kinds"]]
+    if on_device:
+        yield pictures.bars([_kernel_bar(row) for row in on_device], "ms")
+        yield _communication(on_device)
+        yield "<h2>What each rank does when</h2>"
+        yield "<p>One recorded step from left to right; the gaps of a pipeline are its bubbles.</p>"
+        yield pictures.strip_legend()
+        for row in on_device:
+            time = row["figures"]["time"]
+            yield f"<h3>{escape(row['title'])}{_linked(time['page'], folder)}</h3>"
+            yield pictures.strips(
+                [(f"rank {strip['rank']}, {strip['span']:,.0f} ms", strip) for strip in time["strips"]]
+            )
+    else:
+        yield "<p>No kernels, as there is no GPU: operations of the host, each without those that it is made of.</p>"
+        yield pictures.bars([_host_bar(row) for row in profiled], "ms")
+
+
+def _kernel_bar(row: Row) -> Bar:
+    time = row["figures"]["time"]
+    parts = [(kind["kind"], kind["ms"]) for kind in time["kinds"]]
+    return Bar(row["title"], parts, f"of {time['span']:,.0f} ms", ())
+
+
+def _host_bar(row: Row) -> Bar:
+    time = row["figures"]["time"]
+    return Bar(
+        row["title"], [(one["name"], one["ms"]) for one in time["operations"][:SHOWN]], f"of {time['span']:,.0f} ms"
+    )
+
+
+def _communication(rows: Sequence[Row]) -> str:
+    heads = ("layout", "collective", "group", "number", "ms", "exposed ms", "hidden ms", "MB")
+    found = [f"<tr>{''.join(f'<th>{head}</th>' for head in heads)}</tr>"]
+    for row in rows:
+        for one in row["figures"]["time"]["communication"]:
+            cells = [row["title"], one["kind"], one["group"], str(one["count"]), f"{one['ms']:,.2f}"]
+            cells += [f"{one['exposed']:,.2f}", f"{one['hidden']:,.2f}", f"{one['megabytes']:,.1f}"]
+            found.append(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in cells)}</tr>")
+    return f"<table>{''.join(found)}</table>" if len(found) > 1 else "<p>No rank talks to another.</p>"
+
+
+def _linked(page: str, folder: Path) -> str:
+    """Link to the page of a profile, where it lies below the report."""
+    try:
+        return f' <a href="{escape(str(Path(page).relative_to(folder)))}">its profile</a>'
+    except ValueError:
+        return ""
+
+
+def _commands(report: dict[str, Any]) -> Iterator[str]:
+    yield "<p>Each row is one command:</p><ul>"
+    for row in report["rows"]:
+        yield f"<li>{escape(row['title'])}: <code>{escape(row['command'])}</code>"
+    yield "</ul>"

@@ -1,0 +1,148 @@
+"""Layouts that a study measures: lists of conf/studies/, rows of the command line, or what the planner finds.
+
+A list is read from YAML, keys of a configuration as they stand in an override:
+
+    like-for-like:
+      means: what the list is for, in a line
+      configuration: gpt2-large-as-documented      a name in conf/, or a file
+      keys: {train.recompute: none}                of every row
+      rows:
+        DP2: {documented_ms: 437, keys: {layout.gpus_per_node: 2, train.global_batch: 64}}
+
+documented_ms is what somebody else has measured, to stand beside.
+"""
+
+# pyright: reportArgumentType=false
+
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+
+from conf.error_lines import key_of, line
+from conf.load import FOLDER, load
+from conf.planner import hardware
+from conf.planner.search import changes, search
+from conf.planner.verdict import facts_of
+from conf.schema.run import Run
+from conf.strict_yaml import parse, read_text
+from contract.faults import ConfigError, Fault
+
+STUDIES = FOLDER / "studies"
+FOUND = 6  # layouts of the planner's
+
+
+class _Row(BaseModel):
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+    documented_ms: float | None = None
+    keys: dict[str, Any] = Field(default_factory=dict)
+
+
+class _List(BaseModel):
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+    means: str
+    configuration: str
+    keys: dict[str, Any] = Field(default_factory=dict)
+    rows: dict[str, _Row]
+
+
+_LISTS = TypeAdapter(dict[str, _List])
+
+
+@dataclass(frozen=True)
+class Row:
+    """A layout that is measured."""
+
+    of: str  # its list
+    name: str
+    configuration: str
+    overrides: tuple[str, ...]
+    documented_ms: float | None = None
+
+    @property
+    def title(self) -> str:
+        return f"{self.of}, {self.name}"
+
+    @property
+    def gpus(self) -> int:
+        return self.run().world
+
+    def run(self) -> Run:
+        return load(self.configuration, self.overrides, illegal=True)
+
+    def changed(self, overrides: Sequence[str]) -> "Row":
+        """The row with these overrides in place of its own of the same keys."""
+        given = {text.partition("=")[0] for text in overrides}
+        own = [text for text in self.overrides if text.partition("=")[0] not in given]
+        return replace(self, overrides=(*own, *overrides))
+
+
+def listed(name: str) -> tuple[list[Row], dict[str, str]]:
+    """Rows of the lists that are written for a configuration, and what each list means; none where no file is."""
+    file = STUDIES / f"{name}.yaml"
+    if not file.is_file():
+        return [], {}
+    shown = str(file.relative_to(FOLDER.parent))
+    data, wrong = parse(read_text(file, shown), shown)
+    if wrong:
+        raise ConfigError(*wrong)
+    try:
+        lists = _LISTS.validate_python(data)
+    except ValidationError as error:
+        raise ConfigError(
+            *(
+                f"{shown}: {line(one, lambda _: '')}" if key_of(one) else f"{shown}: {one['msg']}"
+                for one in error.errors()
+            )
+        ) from None
+    rows = [
+        Row(of, row, one.configuration, tuple(written({**one.keys, **its.keys})), its.documented_ms)
+        for of, one in lists.items()
+        for row, its in one.rows.items()
+    ]
+    return rows, {of: one.means for of, one in lists.items()}
+
+
+def written(keys: dict[str, Any]) -> Iterator[str]:
+    """Keys as overrides."""
+    return (f"{key}={value if isinstance(value, str) else json.dumps(value)}" for key, value in keys.items())
+
+
+def given(configuration: str, texts: Iterable[str]) -> list[Row]:
+    """Rows of a command line, each "NAME: key=value key=value"."""
+    rows = []
+    for text in texts:
+        name, mark, keys = text.partition(":")
+        if not (name.strip() and mark) or any("=" not in key for key in keys.split()):
+            raise Fault(f"--row: {text!r} is no row; 'TP2: layout.gpus_per_node=2 layout.tp=2' is one")
+        rows.append(Row("given", name.strip(), configuration, tuple(keys.split())))
+    return rows
+
+
+def found(configuration: str, overrides: Sequence[str], gpus: int) -> list[Row]:
+    """The planner's fastest layouts of so many GPUs, each with the batches that suit it best."""
+    run = load(configuration, overrides, illegal=True)
+    gpu = hardware.of(run, gpus)
+    best = {}
+    for one in search(run, facts_of(run), gpu, gpus).fitting:
+        best.setdefault(json.dumps(one.layout.model_dump(mode="json") | {"vpp": None}), one)
+    if not best:
+        raise Fault(f"--gpus: {gpus}: no layout of {configuration} is legal and fits; python -m flows.plan says why")
+    rows = []
+    for one in list(best.values())[:FOUND]:
+        keys = (*overrides, *changes(run, one.applied(run)).split())
+        rows.append(Row("planned", shape(one.applied(run)), configuration, keys))
+    return rows
+
+
+def shape(run: Run) -> str:
+    """A layout in a few letters, such as TP2+SP PP2 DP2."""
+    layout = run.layout
+    dp = layout.world // (layout.tp * layout.cp * layout.pp)
+    degrees = (("TP", layout.tp), ("CP", layout.cp), ("PP", layout.pp), ("EP", layout.ep), ("DP", dp))
+    parts = [f"{name}{degree}{'+SP' * (name == 'TP' and layout.sp)}" for name, degree in degrees if degree > 1]
+    return " ".join(parts) or "1 GPU"
