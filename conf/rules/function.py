@@ -10,6 +10,7 @@ place. So each key of a config.json is held against these tables:
     LEFT        bears on no logit: token ids, dropout, losses of training, how a model is generated from
     ONLY        Bridge does not read it, and computes what one of these values says
     ROTATIONS   the kinds of rotary embeddings, and what is read of each
+    OF_ALL      the same of every family: what transformers asks any config.json for
     any other   passes when its value says nothing (null, false, 0, 1, empty), or is text: no model of these computes
                 by a text that its transformers class does not declare
 
@@ -45,6 +46,7 @@ PREFIXES = ("_", "unsloth_")  # of what tools note for themselves
 OF_LAYERS = {"layer_types": "full_attention", "attn_type_list": 1}  # the one kind of layer that is built
 WINDOWS = {"sliding_window", "max_window_layers"}  # say nothing while use_sliding_window is false
 SHOWN = 60  # characters of a value
+OF_ALL: Mapping[str, tuple[Any, ...]] = {"is_causal": (True,)}  # false: every token attends to those behind it
 FIRST_DENSE = "mlp_layer_types"  # of GLM-4.7-Flash
 ANY: Any = object()
 
@@ -55,6 +57,7 @@ class Rotation:
 
     read: Mapping[str, Any] = field(default_factory=dict)  # ANY, or the only values
     needs: tuple[str, ...] = ()  # written down, as defaults differ
+    lost: tuple[str, ...] = ()  # not read, and no value says nothing
 
 
 @dataclass(frozen=True)
@@ -72,8 +75,9 @@ LINEAR = {"linear": Rotation({"factor": ANY}, ("factor",))}
 YARNS = {"factor": ANY, "original_max_position_embeddings": ANY, "beta_fast": ANY, "beta_slow": ANY}
 YARNS |= {"mscale": ANY, "mscale_all_dim": ANY}
 GIVEN = ("factor", "beta_fast", "beta_slow", "original_max_position_embeddings")
-YARN = {"yarn": Rotation(YARNS | {"truncate": ANY}, GIVEN)}
-LATENT_YARN = {"yarn": Rotation(YARNS | {"truncate": (True,)}, ("factor",))}
+LOST = ("attention_factor",)  # without it cosines and sines are scaled by what follows from factor
+YARN = {"yarn": Rotation(YARNS | {"truncate": ANY}, GIVEN, LOST)}
+LATENT_YARN = {"yarn": Rotation(YARNS | {"truncate": (True,)}, ("factor",), LOST)}
 OF_LLAMA3 = {"low_freq_factor": (1,), "high_freq_factor": (4,), "original_max_position_embeddings": (8192,)}
 LLAMA3 = {"llama3": Rotation({"factor": ANY} | OF_LLAMA3, ("factor", *OF_LLAMA3))}
 PLAIN = SIZES | ROTARY | {"rms_norm_eps", "head_dim", "tie_word_embeddings"}
@@ -181,20 +185,21 @@ def _unread(config: Mapping[str, Any], family: Family) -> Iterator[tuple[str, st
         if key not in config:
             yield key, "absent, and transformers has another default than Megatron-Bridge; write it down"
     builds = f"and Megatron-Bridge builds {_name(config)} with"
+    only = {**OF_ALL, **family.only}
     for key, value in config.items():
         if key in family.same and value is not None:
             if value != config.get(family.same[key], value):
                 yield key, f"{_show(value)}, {builds} that of {family.same[key]} alone"
-        elif key in family.only:
-            if value is not None and not _among(value, family.only[key]):
-                yield key, f"{_show(value)}, {builds} {_show(family.only[key][0])} alone"
+        elif key in only:
+            if value is not None and not _among(value, only[key]):
+                yield key, f"{_show(value)}, {builds} {_show(only[key][0])} alone"
         elif key in OF_LAYERS:
             if value and not (isinstance(value, list) and all(kind == OF_LAYERS[key] for kind in value)):
                 yield key, f"{_show(value)}, {builds} {OF_LAYERS[key]} alone"
         elif key == FIRST_DENSE:
             if value and value != ["dense", *["sparse"] * (config.get("num_hidden_layers", 1) - 1)]:
                 yield key, f"{_show(value)}, {builds} experts in all layers but the first alone"
-        elif key in WINDOWS and "use_sliding_window" in family.only:
+        elif key in WINDOWS and "use_sliding_window" in only:
             continue
         elif not (key in family.read or key in LEFT or key.startswith(PREFIXES) or _says_nothing(value)):
             yield key, f"{_show(value)}, which Megatron-Bridge does not read of {_name(config)}"
@@ -215,13 +220,17 @@ def _rotation(config: Mapping[str, Any], family: Family) -> Iterator[tuple[str, 
         reads = f"it reads {', '.join(family.rotations)}"
         yield f"{key}.rope_type", f"{_show(kind)}, which Megatron-Bridge does not read of {_name(config)}; {reads}"
         return
+    if given.get("type", kind) not in (kind, None):
+        yield f"{key}.type", f"{_show(given['type'])}, which Megatron-Bridge reads, and rope_type is {_show(kind)}"
     factor = "partial_rotary_factor"
     share = config[factor] if config.get(factor) is not None else family.defaults.get(factor, 1)
     if "rotary_dim" in family.read and config.get("rotary_dim") and config.get("head_dim"):
         share = config["rotary_dim"] / config["head_dim"]
     right = {"rope_type": ANY, "type": ANY, "rope_theta": ANY, factor: (share,)} | dict(rotation.read)
     for name, value in given.items():
-        if value is None or right.get(name) is ANY or (name not in right and _says_nothing(value)):
+        if value is None or right.get(name) is ANY:
+            continue
+        if name not in right and name not in rotation.lost and _says_nothing(value):
             continue
         if name not in right:
             yield f"{key}.{name}", f"{_show(value)}, which Megatron-Bridge does not read of {_name(config)}"

@@ -32,11 +32,11 @@ SIGMOID = ("glm4-moe", "deepseek-v3", "glm4-moe-lite")
 WITH_YARN = ("deepseek-v3", "qwen3-moe", "llama", "qwen3", "qwen2", "olmoe", "mixtral", "qwen2-moe")
 
 
-def rope(kind: str = "default", **keys: float | bool) -> dict[str, Any]:
+def rope(kind: str = "default", **keys: float | bool | str) -> dict[str, Any]:
     return {"rope_parameters": {"rope_type": kind, "rope_theta": 1e4, **keys}}
 
 
-def yarn(**keys: float | bool) -> dict[str, Any]:
+def yarn(**keys: float | bool | str) -> dict[str, Any]:
     return rope("yarn", factor=4.0, original_max_position_embeddings=16, beta_fast=8.0, beta_slow=2.0, **keys)
 
 
@@ -58,6 +58,7 @@ READ = [
     *((family, NO_MATTER | {"sliding_window": None}) for family in FAMILIES),
     *((family, rope(rope_theta=100.0)) for family in FAMILIES if family != "glm4-moe"),
     *((family, {"rope_parameters": None, "rope_theta": 50.0}) for family in FAMILIES),
+    *((family, {"rope_theta": 50.0} | rope(rope_theta=100.0)) for family in FAMILIES if family != "glm4-moe"),
     *((family, {"rms_norm_eps": 0.3}) for family in FAMILIES),
     *((family, HEADS) for family in FAMILIES if family not in (*LATENT, "olmoe")),
     *(
@@ -125,6 +126,9 @@ LOST = [
     ("qwen3", {"attention_bias": True}),
     ("llama", llama3(original_max_position_embeddings=64)),
     ("llama", llama3(low_freq_factor=2.0, high_freq_factor=16.0)),
+    *((family, {"is_causal": False}) for family in (*FAMILIES, *OTHERS)),
+    *((family, yarn(attention_factor=1.0)) for family in WITH_YARN if family != "deepseek-v3"),
+    *((family, yarn(type="default")) for family in ("qwen3-moe", "qwen3", "llama")),
     ("olmoe", {"clip_qkv": 0.3}),
     ("olmoe", {"norm_topk_prob": True}),
 ]

@@ -48,6 +48,7 @@ RELEASES = {
 OLMOE = {"architectures": ["OlmoeForCausalLM"], "num_attention_heads": 16, "num_key_value_heads": 16, "num_experts": 64}
 LINEAR = {"rope_type": "linear", "factor": 4.0}
 YARN_OF_QWEN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
+YARNED = YARN_OF_QWEN | {"beta_fast": 32.0, "beta_slow": 1.0}
 # What transformers computes by, and Megatron would not: tests/trainer/test_function.py has how far off the logits are.
 LOST = [
     (KINDS["qwen3-moe"], {"use_sliding_window": True}, "use_sliding_window is true, and Megatron-Bridge builds"),
@@ -125,6 +126,18 @@ LOST = [
         {"attn_logit_softcapping": 50.0},
         "attn_logit_softcapping is 50.0, which Megatron-Bridge does not",
     ),
+    (
+        KINDS["mixtral"],
+        {"is_causal": False},
+        "is_causal is false, and Megatron-Bridge builds MixtralForCausalLM with true",
+    ),
+    (KINDS["gpt2"], {"is_causal": False}, "is_causal is false, and"),
+    (
+        KINDS["qwen2"],
+        {"rope_scaling": YARNED | {"attention_factor": 1.0}},
+        "rope_scaling.attention_factor is 1.0",
+    ),
+    (KINDS["qwen3"], {"rope_scaling": YARNED | {"type": "default"}}, 'rope_scaling.type is "default", which Megatron-'),
     (KINDS["llama"], {"use_new_trick": True}, "use_new_trick is true, which"),
     (KINDS["llama"], {"trick": {"kind": 1}}, 'trick is {"kind": 1}, which'),
 ]
