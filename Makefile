@@ -54,8 +54,8 @@ lint: $(STAMP) ## check style, format and types
 	$(PYTHON) -m ruff format --check
 	$(PYTHON) -m basedpyright
 
-families: $(STAMP) ## try every family beside transformers, PEFT and vLLM, on tiny models, on this CPU
-	$(PYTHON) -m trainer.families
+families: $(STAMP) ## try every family beside transformers, PEFT and vLLM, on tiny models, on this CPU; goes on where it was
+	$(PYTHON) -m trainer.families --workdir runs/families
 
 layouts: $(STAMP) ## train at every parallel layout on this CPU and compare with one process
 	$(PYTHON) -m trainer.layouts

@@ -10,23 +10,30 @@ For each of the tiny models, in one line of a table:
     adapter     the same of the released model with the exported adapter, by PEFT
     vLLM        log-probabilities of the merged export by vLLM on this host, in nats a token, the largest difference
 
+What is being done is said on stderr. In --workdir the figures of a model are kept when none is above its bound, and
+the next call with the same steps and packages takes them from there: a call that was ended goes on with the next model.
+
 Ends with one line of JSON; exit code 1 if a figure is above its bound. A minute or more for each model on 2 cores.
 """
 
 import argparse
 import contextlib
+import importlib.metadata
 import json
 import math
 import random
 import sys
 import tempfile
+import time
 from functools import partial
 from pathlib import Path
 
 from conf.model_facts import facts_from_hf
 from conf.rules.serving import unservable
 from conf.schema.run import Run
-from contract import checkpoints, closed_pipe, output_marks
+from contract import checkpoints, closed_pipe, json_object, output_marks
+from contract.faults import Fault
+from contract.files import write_atomically
 from contract.output_marks import REHEARSAL
 from trainer import export, layouts
 from trainer.layouts import Case
@@ -38,6 +45,9 @@ BOUND = 1e-4
 NATS = 1e-3  # as in trainer/serving/agreement.py
 COLUMNS = {"converted": BOUND, "layouts": BOUND, "merged": BOUND, "adapter": BOUND, "vLLM": NATS}
 ROWS, LENGTH = 2, 48
+PACKAGES = ("megatron-bridge", "megatron-core", "torch", "transformers", "peft", "vllm")
+KEPT = "figures.json"  # in a model's folder
+Row = dict[str, float | str]
 
 
 def main() -> None:
@@ -46,9 +56,9 @@ def main() -> None:
         folder = options.workdir or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="families-")))
         with entry.faults_in_one_line():
             output_marks.take(folder, REHEARSAL)
-        forked_ranks.import_all()
-        print(f"{'family':14}" + "".join(f"{name:>11}" for name in COLUMNS) + "  layouts", flush=True)
-        found = {kind: _try(kind, folder, options) for kind in options.kinds or tiny_models.KINDS}
+            forked_ranks.import_all()
+            print(f"{'family':14}" + "".join(f"{name:>11}" for name in COLUMNS) + "  layouts", flush=True)
+            found = {kind: _try(kind, folder / kind, options) for kind in options.kinds or tiny_models.KINDS}
     above = [f"{kind} {name}" for kind, row in found.items() for name, value in row.items() if missed(name, value)]
     print(json.dumps({"command": "families", "bounds": COLUMNS, "missed": above, "families": found}))
     sys.exit(1 if above else 0)
@@ -76,18 +86,42 @@ def cases(kind: str) -> list[Case]:
     return [case for case in layouts.TABLE if case.model == kind and not case.flags() and not case.differs][:3]
 
 
-def _try(kind: str, folder: Path, options: argparse.Namespace) -> dict[str, float | str]:
-    row: dict[str, float | str] = dict.fromkeys(COLUMNS, math.nan)
-    row |= _figures(kind, folder, options)
-    cells = [value if isinstance(value, str) else f"{value:.1e}" for value in (row[name] for name in COLUMNS)]
+def _try(kind: str, folder: Path, options: argparse.Namespace) -> Row:
+    """Try one model, in a folder of its own, or take the figures that are kept there."""
+    asked = {"steps": options.steps, "vllm": not options.without_vllm} | {
+        package: importlib.metadata.version(package) for package in PACKAGES
+    }
+    row, note = kept(folder / KEPT, asked), "  kept"
+    if not row:
+        output_marks.remove(folder, REHEARSAL)
+        output_marks.take(folder, REHEARSAL)
+        row, note = dict.fromkeys(COLUMNS, math.nan) | _figures(kind, folder, options), ""
+        if not any(missed(name, value) for name, value in row.items()):
+            write_atomically(folder / KEPT, json.dumps({"asked": asked, "row": row}), durable=False)
+    cells = [f"{value:.1e}" if isinstance(value, float) else "none" for value in (row[name] for name in COLUMNS)]
     cuts = "; ".join(case.cut.replace("=true", "").replace("=", "") for case in cases(kind))
-    print(f"{kind:14}" + "".join(f"{cell:>11}" for cell in cells) + f"  {cuts}", flush=True)
+    why = "".join(f"; {name}: {value}" for name, value in row.items() if isinstance(value, str))
+    print(f"{kind:14}" + "".join(f"{cell:>11}" for cell in cells) + f"  {cuts}{why}{note}", flush=True)
     return row
 
 
-def _figures(kind: str, folder: Path, options: argparse.Namespace) -> dict[str, float | str]:
+def kept(file: Path, asked: dict) -> Row:
+    """Figures that a call which asked for the same has left; none where there are none."""
+    try:
+        found = json_object.read(file)
+    except (OSError, ValueError, Fault):
+        return {}
+    return found["row"] if found.get("asked") == asked else {}
+
+
+def _tell(kind: str, what: str) -> None:
+    print(f"{time.strftime('%H:%M:%S')} {kind}: {what}", file=sys.stderr, flush=True)
+
+
+def _figures(kind: str, folder: Path, options: argparse.Namespace) -> Row:
     import torch
 
+    _tell(kind, "converts, and trains on one process")
     layouts.prepare(kind, False, folder)
     alone = Case(kind, "")
     run = _with_export(layouts.configured(alone, folder, options.steps), folder / f"{kind}-export")
@@ -103,9 +137,13 @@ def _figures(kind: str, folder: Path, options: argparse.Namespace) -> dict[str, 
         code = forked_ranks.call(command, run, out / f"{name}.log")
         return None if code else torch.load(out / f"{name}.pt")
 
-    found: dict[str, float | str] = {}
-    expected = layouts.losses(alone, folder, options.steps)
-    found["layouts"] = max(_apart(layouts.losses(case, folder, options.steps), expected) for case in cases(kind))
+    found: Row = {}
+    expected, apart = layouts.losses(alone, folder, options.steps), []
+    for case in cases(kind):
+        _tell(kind, f"trains at {case.name.removeprefix(kind).strip()}")
+        apart.append(_apart(layouts.losses(case, folder, options.steps), expected))
+    found["layouts"] = max(apart)
+    _tell(kind, "exports, and asks Megatron and transformers for logits")
     if forked_ranks.call(export.main, run, folder / f"{kind}-export.log"):
         return found
     at = checkpoints.step_folder(checkpoint_folder(run), options.steps)
@@ -119,17 +157,19 @@ def _figures(kind: str, folder: Path, options: argparse.Namespace) -> dict[str, 
 
 
 def _with_export(run: Run, folder: Path) -> Run:
-    paths = {"export": str(folder), "served": str(folder / "merged"), "kernels": str(folder.parent / "kernels")}
+    kernels = folder.parents[1] / "kernels"  # of all models
+    paths = {"export": str(folder), "served": str(folder / "merged"), "kernels": str(kernels)}
     return run.model_copy(update={"paths": run.paths.model_copy(update=paths)})
 
 
 def _by_vllm(kind: str, run: Run, rows: list[list[int]], trained, left_out: bool) -> float | str:
     if left_out or trained is None:
         return "not asked"
-    if unservable(run, facts_from_hf(tiny_models.KINDS[kind]), cpu=True):
-        return "needs a GPU"
+    if reasons := unservable(run, facts_from_hf(tiny_models.KINDS[kind]), cpu=True):
+        return reasons[0]
     import torch
 
+    _tell(kind, "asks vLLM")
     tokens = torch.tensor(rows)[:, 1:, None]
     expected = trained.log_softmax(-1)[:, :-1].gather(-1, tokens)[..., 0]
     answer = logits.by_vllm(run, rows)
