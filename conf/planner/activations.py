@@ -14,8 +14,11 @@ Read off the layers that a GPU run builds: megatron-core 0.19 (attention.py, mlp
                     save_original_input, which delayed scaling cannot); adapters compute in bf16 and keep that, but
                     those of each expert. The tokens of an expert are filled up to a multiple of 16 (mxfp8: 32)
 
-Not covered: buffers of DeepEP (dispatcher flex), activation offloading, hidden and attention dropout (fine-tuning here
-has none), the pieces that a ring of cp ranks holds while it turns, and the weight that DoRA takes the norm of.
+    dropout         keeps a mask of 1 byte of what attention and MLP add to the residual; fused attention draws its own
+                    again, without a mask
+
+Not covered: buffers of DeepEP (dispatcher flex), activation offloading, the pieces that a ring of cp ranks holds while
+it turns, the weight that DoRA takes the norm of, and attention dropout without a fused kernel (fp32).
 """
 
 from dataclasses import dataclass
@@ -81,6 +84,8 @@ def parts(run: Run, facts: ModelFacts, kind: str) -> dict[str, int]:
         found["mlp"] = 0 if "mlp" in run.train.recompute_modules else _dense(run, t, facts, facts.ffn, facts.hidden)
     else:
         found |= _moe(run, facts, t)
+    if run.model.dropout:
+        found["dropout"] = 2 * t.local * facts.hidden
     if mtp:  # the embedding and the hidden state, normed, joined and projected to one
         found["mtp"] = t.local * facts.hidden * t.byte * 5
     return found

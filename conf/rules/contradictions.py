@@ -54,6 +54,11 @@ def contradictions(run: Run) -> Iterator[tuple[str, str]]:
         yield "train.recompute_modules", "moe_act needs moe.grouped_gemm"
     if moe.balance == "none" and moe.aux_loss_coeff:
         yield "moe.aux_loss_coeff", "has no effect with moe.balance none"
+    if run.model.dropout and run.reinforce.steps:
+        yield (
+            "model.dropout",
+            f"{run.model.dropout:g} changes what reinforce.steps {run.reinforce.steps} compare; 0 there",
+        )
     yield from precision.contradictions(run)
     yield from serving.contradictions(run)
     yield from reinforcement.contradictions(run)

@@ -155,6 +155,12 @@ class Model(Section):
     mtp_loss_scale: Annotated[float, bears("train")] = Field(
         default=0.3, ge=0, description="weight of their loss; 0.3 is Bridge's value for GLM-4.5+"
     )
+    dropout: Annotated[float | None, bears("train", absent=None)] = Field(
+        default=None,
+        ge=0,
+        lt=1,
+        description="in training, of attention's weights and of what each layer adds; null = as released, mostly none",
+    )
 
 
 class Convert(Section):

@@ -100,6 +100,9 @@ def make_provider(run: Run, bridge, load_weights: bool = False):
         if moe.aux_loss_coeff is not None:
             provider.moe_aux_loss_coeff = moe.aux_loss_coeff
 
+    if run.model.dropout is not None:
+        provider.hidden_dropout = provider.attention_dropout = run.model.dropout
+
     provider.recompute_granularity = None if train.recompute == "none" else train.recompute
     if train.recompute == "full":
         provider.recompute_method, provider.recompute_num_layers = "uniform", train.recompute_layers

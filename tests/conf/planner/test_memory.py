@@ -370,3 +370,8 @@ def test_published_runs_of_gpt2(layout, batch, measured):
 def test_room_is_counted_in_bytes():
     found = one(alone())
     assert found.capacity == H200.memory and found.total < 4 * GIB  # CUDA and NCCL
+
+
+def test_dropout_keeps_a_mask_of_what_attention_and_mlp_add():
+    plain, dropped = (activations.parts(alone(model__dropout=share), TINY, "dense") for share in ("null", 0.1))
+    assert dropped.pop("dropout") == 2 * alone().data.seq_length * 64 * alone().train.micro_batch and dropped == plain
