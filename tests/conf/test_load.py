@@ -337,7 +337,7 @@ def runs(draw) -> Run:
     return run
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(run=runs())
 def test_every_run_survives_dump_and_load(tmp_path_factory, run):
     path = tmp_path_factory.getbasetemp() / "survivor.yaml"

@@ -270,6 +270,19 @@ def register(runs, pid: int, api: str, log) -> dict:
     return server
 
 
+def test_make_up_names_both_signs_of_a_dead_scheduler(monkeypatch, tmp_path, log):
+    monkeypatch.setattr(services, "SCHEDULED_WITHIN", 0.1)
+    log.write_text(ago(2, DEAD) + ago(1, DEAD))
+    with prefect([deployment("a", WEEKLY)]) as api:
+        up = register(tmp_path, os.getpid(), api, log)
+        failing, unscheduled = services._troubles({"prefect": up}, api)
+    assert failing.is_fatal and failing.fact.startswith("schedule_recent_deployments failed 2 times ")
+    assert unscheduled.is_fatal and unscheduled.fact.endswith(
+        "no next run of active schedules: a (0 3 * * 1 Europe/Berlin)"
+    )
+
+
+@pytest.mark.slow
 def test_a_scheduler_that_raises_is_noticed_by_both_commands(tmp_path, monkeypatch, log):
     (tmp_path / "planted").mkdir()
     (tmp_path / "planted/sitecustomize.py").write_text(PLANTED)

@@ -194,20 +194,13 @@ def test_facts_of_this_host(tmp_path, monkeypatch):
 
 
 def start(node: int, nodes: int, port: int, folder: Path, *more: str, address: str = "127.0.0.1", under=()):
-    command = [*under, sys.executable, "-m", "torch.distributed.run", "--nnodes", str(nodes), "--node-rank", str(node)]
-    command += [
-        "--nproc-per-node",
-        "1",
-        "--master-addr",
-        address,
-        "--master-port",
-        str(port),
-        "-m",
-        "trainer.preflight",
-    ]
-    command += ["conf/tiny.yaml", f"layout.nodes={nodes}", "train.global_batch=12", "train.micro_batch=1"]
+    """Start the only rank of a host, as torchrun does."""
+    command = [*under, sys.executable, "-m", "trainer.preflight", "conf/tiny.yaml", f"layout.nodes={nodes}"]
+    command += ["train.global_batch=12", "train.micro_batch=1"]
     command += [f"paths.logs={folder}/logs", f"paths.output={folder}/output", *more]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "WORLD_SIZE": str(nodes)}
+    environment |= {"RANK": str(node), "GROUP_RANK": str(node), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    environment |= {"MASTER_ADDR": address, "MASTER_PORT": str(port)}
     if under:
         environment["GLOO_SOCKET_IFNAME"] = "eth0"
     pipe = subprocess.PIPE
@@ -224,7 +217,7 @@ def test_a_host_with_another_configuration_is_named_over_gloo(tmp_path):
     port = free_port()
     hosts = [start(node, 3, port, tmp_path, *(["train.seed=7"] if node == 1 else [])) for node in range(3)]
     outputs = [one.communicate(timeout=120) for one in hosts]
-    assert [one.returncode for one in hosts] == [1, 1, 1], outputs  # torchrun's, of ranks that end with 2
+    assert [one.returncode for one in hosts] == [2, 2, 2], outputs
     verdict = json.loads((tmp_path / "logs/preflight.json").read_text())
     name = f"{socket.gethostname()}/1"
     assert verdict["leave_out"] == [name] and verdict["nodes"] == [1] and not verdict["ok"]

@@ -97,7 +97,14 @@ def test_counts_of_every_layout_with_every_adapter_are_megatrons(ask, model):
     compare_counts(ask, model, range(99))
 
 
-@pytest.mark.parametrize("name", ["glm47", "deepseek-v3", "llama31-405b"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param("glm47", marks=pytest.mark.slow),
+        "deepseek-v3",
+        pytest.param("llama31-405b", marks=pytest.mark.slow),
+    ],
+)
 def test_counts_are_megatrons_at_full_size(ask, name):
     config = rehearse.config_of(make_run(model={"source": SOURCES[name]}))
     assert facts_from_hf(config) == known(name)
@@ -133,8 +140,8 @@ def verdicts(ask, seeds) -> Counter[str]:
 
 
 def test_verdicts_are_megatrons(ask):
-    found = verdicts(ask, range(50))
-    assert found["built"] > 10 and found["refused"] > 10
+    found = verdicts(ask, range(25))
+    assert found["built"] > 5 and found["refused"] > 5
 
 
 @pytest.mark.slow

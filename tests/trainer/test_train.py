@@ -1,5 +1,6 @@
 """Training resumes exactly, stops when nothing is learned, and reports what it did."""
 
+import functools
 import json
 import shutil
 from pathlib import Path
@@ -82,7 +83,14 @@ def test_killed_between_checkpoints_it_repeats_the_lost_steps_to_the_last_bit(un
     assert losses(resumed) == losses(whole)
 
 
-@pytest.mark.parametrize("layout", ["tp=2 sp=true ep=2", "pp=2 vpp=2", "pp=4", "dp=2", "ep=2"])
+@pytest.mark.parametrize(
+    "layout",
+    [
+        "tp=2 sp=true ep=2",
+        "pp=2 vpp=2",
+        *(pytest.param(one, marks=pytest.mark.slow) for one in ("pp=4", "dp=2", "ep=2")),
+    ],
+)
 def test_resumes_at_another_layout(layout, undisturbed, halfway, configure, ranks, work):
     _, whole = undisturbed
     output = work / layout.replace(" ", "-")
@@ -136,7 +144,7 @@ def test_logs_the_recomputation_and_layout_that_take_effect(configure, ranks, ba
     "kind, targets, modules",
     [
         ("deepseek-v3", "[linear_q_down_proj,linear_kv_down_proj]", "[layernorm,mla_up_proj]"),
-        ("qwen3-moe", "[linear_fc1,linear_fc2]", "[moe]"),
+        pytest.param("qwen3-moe", "[linear_fc1,linear_fc2]", "[moe]", marks=pytest.mark.slow),
     ],
 )
 def test_single_modules_are_recomputed_behind_a_frozen_embedding(kind, targets, modules, configure, ranks, base, work):
@@ -157,14 +165,29 @@ def test_trains_all_weights(configure, ranks, base, work):
     assert losses(result)[6] < losses(result)[1]
 
 
-def test_trains_dora_and_the_same_at_tensor_parallel_two(configure, ranks, base, work):
+@pytest.fixture(scope="module")
+def dora(configure, ranks, base, work):
+    """dora(*cut) -> a training of DoRA at this layout."""
     base("llama")
-    dora = ("adapter.kind=dora", "optimizer.lr=1e-3")
-    one = ranks("train", configure("llama", f"paths.output={work}/dora1", *dora))
-    assert losses(one)[6] < losses(one)[1], one.output[-2000:]
-    cut = ["layout.gpus_per_node=2", "layout.tp=2", "layout.sp=true"]
-    two = ranks("train", configure("llama", f"paths.output={work}/dora2", *dora, *cut))
-    assert close(losses(two), losses(one), 1e-4), two.output[-2000:]
+
+    @functools.cache
+    def dora(*cut: str):
+        settings = ("adapter.kind=dora", "optimizer.lr=1e-3", *cut)
+        return ranks("train", configure("llama", f"paths.output={work}/dora-{len(cut)}", *settings))
+
+    return dora
+
+
+def test_trains_dora(dora):
+    found = losses(dora())
+    assert found[6] < found[1], dora().output[-2000:]
+
+
+@pytest.mark.slow
+def test_trains_dora_the_same_at_tensor_parallel_two(dora):
+    """Its gradients at two are compared with one process's in tests/trainer/megatron/test_gradients.py."""
+    two = dora("layout.gpus_per_node=2", "layout.tp=2", "layout.sp=true")
+    assert close(losses(two), losses(dora()), 1e-4), two.output[-2000:]
 
 
 @pytest.mark.parametrize(

@@ -26,8 +26,11 @@ def command(*arguments: str) -> subprocess.CompletedProcess:
     "cut",
     [
         "model.source=tiny://glm4-moe-mtp layout.pp=2 data.packed=true adapter.kind=none",
-        "model.source=tiny://qwen3-moe layout.tp=2 layout.sp=true layout.ep=2 train.recompute=full "
-        "train.precision=bf16",
+        pytest.param(
+            "model.source=tiny://qwen3-moe layout.tp=2 layout.sp=true layout.ep=2 train.recompute=full "
+            "train.precision=bf16",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_megatron_holds_what_is_planned(cut, tmp_path):

@@ -84,7 +84,9 @@ def test_what_the_adapter_does_is_written_beside(single):
     assert found["weights"] == digests.of_all(digests.read(checkpoint)["digests"])
 
 
-@pytest.mark.parametrize("layout", ["tp=2 sp=true ep=2", "pp=2 vpp=2", "cp=2", "ep=2"])
+@pytest.mark.parametrize(
+    "layout", ["tp=2 sp=true ep=2", "pp=2 vpp=2", "cp=2", pytest.param("ep=2", marks=pytest.mark.slow)]
+)
 def test_the_layout_changes_nothing(layout, single, configure, ranks, work):
     """The run is finished: it loads its last checkpoint at this layout and takes no step."""
     run, result = single
