@@ -36,6 +36,7 @@ class RunTracking:
         self._whole = tracking.start(folder, None, run.track.experiment, id, name, tags, _flat(run), run.track.wandb)
         self._stages: dict[str, tracking.Stage] = {}
         self._training_links: dict[str, str] = {}
+        self._reinforcement_links: dict[str, str] = {}
 
     def stage(self, name: str, asked: Stage) -> tracking.Stage:
         """The stage's part of the tracking. Training has a run of its own, however often it is continued."""
@@ -85,7 +86,16 @@ class RunTracking:
             self._training_links = {"MLflow, curves that move": pages.curves(id)}
             if compared := pages.compared(id):
                 self._training_links["MLflow, this training beside earlier ones"] = compared
-        return ({"Prefect, this run": self.prefect} if self.prefect else {}) | self._training_links
+        return self._own_link() | self._training_links
+
+    def links_of_reinforcement(self) -> dict[str, str]:
+        """Pages that a reinforcement learning which is under way leads to. Its curves are in this flow's MLflow run."""
+        if not self._reinforcement_links and (id := self._whole.run_id()) and (pages := self.pages()):
+            self._reinforcement_links = {"MLflow, curves that move": pages.curves(id)}
+        return self._own_link() | self._reinforcement_links
+
+    def _own_link(self) -> dict[str, str]:
+        return {"Prefect, this run": self.prefect} if self.prefect else {}
 
     def own_run(self) -> str | None:
         """MLflow's id of this flow run; None where everything was made, no server is there, or none answers in time."""

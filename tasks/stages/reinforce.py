@@ -13,8 +13,10 @@ from conf.schema import identity
 from conf.schema.run import Run
 from contract import regular_files
 from contract.faults import Fault
+from tasks.pages import reinforcement_page
 from tasks.run import launch
 from tasks.run.artifact import Artifact, Stage, Work
+from tasks.run.live_page import LivePage
 from tasks.run.progress import Progress, newest
 from tasks.run.stage_run import OPTIONS, StageRun, may_pass
 from tasks.tracking import plots
@@ -59,17 +61,31 @@ def reinforce(
         bar, tracked = Progress("reinforce", "steps"), stage_run.tracked()
         tracked.follow(metrics)
 
+        steps, updates = run.reinforce.steps, run.reinforce.updates
+
         def tick() -> None:
-            bar.update(newest(metrics, "step")[0], run.reinforce.steps * run.reinforce.updates)
+            bar.update(newest(metrics, "step")[0], steps * updates)
+
+        def live() -> tuple[str, str] | None:
+            lines = plots.read(metrics)
+            if not (line := reinforcement_page.headline(lines, steps, updates)):
+                return None
+            picture, links = plots.together(lines, plots.OF_REINFORCEMENT), stage_run.tracking.links_of_reinforcement()
+            samples = _samples(output / "samples.jsonl")
+            return reinforcement_page.page(run.name, lines, samples, steps, updates, picture, links), line
 
         try:
             turn = stage_run.turn(work.say)
-            launch.trainer("reinforce", run, work.folder, work.say, stage_run.stopped(work), tick, turn=turn)
+            with LivePage(f"reinforcement-{run.name}", live):
+                launch.trainer("reinforce", run, work.folder, work.say, stage_run.stopped(work), tick, turn=turn)
         finally:
             tracked.unfollow()
         require_unchanged(stage_run.run, stage_run.asked)
         tracked.table(_samples(output / "samples.jsonl"), "samples.json")
-        return _summary(plots.read(metrics), output / "reinforced.json")
+        lines = plots.read(metrics)
+        if image := plots.together(lines, plots.OF_REINFORCEMENT):
+            (output / "reinforcement.png").write_bytes(image)
+        return _summary(lines, output / "reinforced.json")
 
     return stage_run.get_or_make(make)
 

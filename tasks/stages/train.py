@@ -75,7 +75,8 @@ def train(stage_run: StageRun, model: Artifact, base: Artifact, data: Artifact) 
             if left := training_page.seconds_left(lines, run.train.steps):  # beside the curves, on MLflow's page
                 tracked.metrics({"progress/hours_left": left / 3600}, step=lines[-1]["step"])
             links = stage_run.tracking.links_of_training()
-            return training_page.page(run.name, lines, run.train.steps, plots.training(lines), links), line
+            picture = plots.together(lines, plots.OF_TRAINING)
+            return training_page.page(run.name, lines, run.train.steps, picture, links), line
 
         def stop() -> bool:
             return stopped() or bool(stage_run.pointless)
@@ -100,7 +101,7 @@ def train(stage_run: StageRun, model: Artifact, base: Artifact, data: Artifact) 
         finally:
             tracked.unfollow()
         lines = plots.read(metrics)
-        if image := plots.training(lines):
+        if image := plots.together(lines, plots.OF_TRAINING):
             (output / "training.png").write_bytes(image)
         return _summary(lines)
 

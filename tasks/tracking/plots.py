@@ -1,4 +1,4 @@
-"""Figures of a training from its metrics.jsonl, as PNG: loss, rate, gradient norm, throughput, memory, experts.
+"""Figures of a training from its metrics.jsonl, as PNG: loss, rate, gradient norm, throughput, memory, experts, reward.
 
 Uses matplotlib's objects without pyplot, so that any thread may draw; matplotlib is imported at the first figure.
 """
@@ -29,7 +29,20 @@ FIGURES = {
         "times",
         [("train", "expert_load_max", "worst layer"), ("train", "expert_load_mean", "mean of the layers")],
     ),
+    "reward": (
+        "Reward",
+        "",
+        [("reinforce", "reward", "mean of the answers"), ("reinforce", "reward_best", "best of each group")],
+    ),
+    "mismatch": ("vLLM and trainer apart", "nats per token", [("reinforce", "mismatch", "mean of a step's tokens")]),
+    "length": (
+        "Length of answers",
+        "tokens",
+        [("reinforce", "length", "mean"), ("reinforce", "length_max", "longest")],
+    ),
 }
+OF_TRAINING = ("loss", "learning_rate", "gradient_norm")
+OF_REINFORCEMENT = ("reward", "mismatch", "length")
 
 
 def read(path: Path) -> list[dict]:
@@ -58,17 +71,17 @@ def figure(name: str, lines: list[dict]) -> bytes | None:
     return png(drawing)
 
 
-def training(lines: list[dict]) -> bytes | None:
-    """Loss and validation, learning rate and gradient norm in one picture, over the same steps."""
-    if not any(_points(lines, "train", key) for key in ("lm_loss", "lr", "grad_norm")):
+def together(lines: list[dict], names: tuple[str, ...]) -> bytes | None:
+    """Figures in one picture, over the same steps; the first is the largest. None where all would be empty."""
+    if not any(_curves(lines, FIGURES[name][2]) for name in names):
         return None
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     drawing = Figure(figsize=(9, 7), dpi=110, layout="constrained")
     FigureCanvasAgg(drawing)
-    panels = drawing.subplots(3, 1, sharex=True, height_ratios=(2.2, 1, 1))
-    for axes, name in zip(panels, ("loss", "learning_rate", "gradient_norm"), strict=True):
+    panels = drawing.subplots(len(names), 1, sharex=True, height_ratios=(2.2, *(1 for _ in names[1:])))
+    for axes, name in zip(panels, names, strict=True):
         title, unit, series = FIGURES[name]
         _draw(axes, lines, series)
         axes.set(title=title, ylabel=unit)

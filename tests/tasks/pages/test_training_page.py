@@ -36,5 +36,5 @@ def test_the_page_of_a_training():
 
 
 def test_one_picture_has_all_curves():
-    assert (plots.training([*LINES, VALIDATED]) or b"").startswith(b"\x89PNG")
-    assert plots.training([VALIDATED]) is None
+    assert (plots.together([*LINES, VALIDATED], plots.OF_TRAINING) or b"").startswith(b"\x89PNG")
+    assert plots.together([VALIDATED], plots.OF_REINFORCEMENT) is None

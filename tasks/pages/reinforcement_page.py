@@ -1,0 +1,81 @@
+"""The page of a reinforcement learning that is under way: what answers are worth, and whether they can be trusted."""
+
+import base64
+import time
+from typing import Any
+
+from contract.amounts import clock
+from tasks.pages import training_page
+from tasks.pages.markdown import code, table, words
+
+SHOWN = 4  # answers of the last step
+PARTS = ("transfer", "probe", "generate", "reward", "train")
+
+Line = dict[str, Any]  # of metrics.jsonl, or of samples.jsonl
+
+
+def headline(lines: list[Line], steps: int, updates: int) -> str:
+    """The learning in one line; "" before its first step. A step has so many updates."""
+    found = _steps(lines)
+    if not found:
+        return ""
+    last = found[-1]
+    told = [f"step {last['step'] // updates} of {steps}", f"reward {last['reward']:.3f}"]
+    told += [f"mismatch {last['mismatch']:.1e}", f"length {last['length']:.1f}"]
+    left = training_page.seconds_left(lines, steps * updates)
+    return ", ".join(told + ([f"{clock(left)} left"] if left else []))
+
+
+def page(
+    name: str,
+    lines: list[Line],
+    samples: list[Line],
+    steps: int,
+    updates: int,
+    image: bytes | None,
+    links: dict[str, str],
+) -> str:
+    """The page in Markdown."""
+    found = _steps(lines)
+    last = found[-1]
+    left = training_page.seconds_left(lines, steps * updates)
+    rest = f", {clock(left)} left" if left else ""
+    text = [f"# Reinforcement learning of {words(name)}", "", f"**Step {last['step'] // updates} of {steps}{rest}**"]
+    text += table(("", "now", ""), _figures(found, updates))
+    if image:
+        text += ["", f"![rewards](data:image/png;base64,{base64.b64encode(image).decode()})"]
+    shown = samples[-SHOWN:]
+    cells = [
+        (code(one["prompt"]), code(one["answer"]), code(one["reference"]), f"{one['reward']:.3g}") for one in shown
+    ]
+    text += table(("prompt", "answer", "right", "reward"), cells)
+    at = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(last["time"]))
+    text += [
+        "",
+        f"As of {at}; renewed as it goes on: reload the page. MLflow's curves move by themselves.",
+        "",
+        *(f"- [{what}](<{where}>)" for what, where in links.items()),
+    ]
+    return "\n".join(text) + "\n"
+
+
+def _figures(found: list[Line], updates: int) -> list[tuple[str, str, str]]:
+    first, last = found[0], found[-1]
+    best = max(found, key=lambda line: line["reward"])
+    worst = max(line["mismatch"] for line in found)
+    said = f"{first['reward']:.3f} at first, highest {best['reward']:.3f} at step {best['step'] // updates}"
+    rows = [
+        ("reward", f"{last['reward']:.3f}", said),
+        ("best answer of a group", f"{last['reward_best']:.3f}", f"{first['reward_best']:.3f} at first"),
+        ("groups with signal", f"{last['groups_with_signal']:.0%}", "answers that differ in what they are worth"),
+        ("mismatch", f"{last['mismatch']:.1e}", f"nats a token, vLLM and trainer; highest {worst:.1e}"),
+        ("entropy", f"{last['entropy']:.3f}", f"{first['entropy']:.3f} at first"),
+        ("length", f"{last['length']:.1f} tokens", f"longest {last['length_max']}, {last['truncated']:.0%} cut off"),
+    ]
+    seconds = {part: last[f"seconds_{part}"] for part in PARTS if f"seconds_{part}" in last}
+    shares = ", ".join(f"{part} {value:.2g}" for part, value in seconds.items())
+    return [*rows, ("seconds", f"{sum(seconds.values()):.3g}", shares)]
+
+
+def _steps(lines: list[Line]) -> list[Line]:
+    return [line for line in lines if line["kind"] == "reinforce"]
