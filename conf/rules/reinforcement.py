@@ -96,8 +96,6 @@ def as_training(run: Run) -> Run:
         "model": {"mtp_loss_scale": 0.0},
         # Rewards say nothing about how busy experts are: only who asks for balancing has it beside them.
         "moe": {"aux_loss_coeff": run.moe.aux_loss_coeff or 0.0},
-        # Megatron-Bridge merges the weights for vLLM, and knows how its own adapters lie over the ranks of tp.
-        "adapter": {"lean": run.adapter.lean and run.layout.tp == 1},
         "data": {"source": asked.source} if asked.source else {},
         "paths": {"output": run.paths.reinforced, "data": data, "parity": f"{run.paths.reinforced}/parity.json"},
     }

@@ -16,16 +16,21 @@ tokens. megatron-core sums what is marked so, once a step. Without sp all ranks 
 
 Adapters of experts that are cut (etp > 1) and DoRA stay as they are; those of each expert are lean_experts.py's.
 
-Checkpoints are the same: names, and shapes of whole tensors. Losses are those of Bridge's layers but for rounding; with
-dropout, of other draws. adapter.lean: false takes Bridge's.
+Checkpoints are the same: names, and shapes of whole tensors. So are weights that Bridge merges or exports from the
+model as it is trained, once it knows which matrices are whole on every rank (tell_bridge). Losses are those of Bridge's
+layers but for rounding; with dropout, of other draws. adapter.lean: false takes Bridge's.
 """
 
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportOptionalMemberAccess=false
 # pyright: reportIncompatibleMethodOverride=false, reportOptionalSubscript=false
 
+import functools
+from dataclasses import replace
 from typing import Any
 
 import torch
+from megatron.bridge.models.conversion.param_mapping import ReplicatedMapping, RowParallelMapping
+from megatron.bridge.models.conversion.peft_bridge import AdapterWeightConversionTask, MegatronPeftBridge
 from megatron.bridge.peft import lora
 from megatron.bridge.peft.lora_layers import LoRALinear
 from megatron.core.tensor_parallel import get_cuda_rng_tracker, mappings, set_tensor_model_parallel_attributes
@@ -40,6 +45,35 @@ from trainer.patches.shared_experts import Adapter
 def install() -> None:
     """Let Bridge's LoRA make adapters of this module. Layers take them by with_lean_adapter()."""
     lora.ParallelLinearAdapter = LeanAdapter
+    tell_bridge()
+
+
+def tell_bridge() -> None:
+    """Have Bridge gather no matrix that is whole on every rank, when it merges or exports adapters."""
+    build = MegatronPeftBridge.build_adapter_conversion_tasks
+    if getattr(build, "knows_lean", False):
+        return
+
+    @functools.wraps(build)
+    def build_tasks(*args, **kwargs):
+        found = build(*args, **kwargs)
+        return {base: [_as_lean(task) for task in tasks] for base, tasks in found.items()}
+
+    build_tasks.knows_lean = True
+    MegatronPeftBridge.build_adapter_conversion_tasks = build_tasks
+
+
+def _as_lean(task: AdapterWeightConversionTask) -> AdapterWeightConversionTask:
+    """The task with the matrix of a layer that is cut that no rank has a part of: A of a column, B of a row.
+
+    Pipeline stages without the layer have to know as well. Of experts nothing is whole that Bridge takes for cut.
+    """
+    if ".experts." in task.global_base_prefix or type(task.linear_in_task.mapping) is ReplicatedMapping:
+        return task
+    name = "linear_out_task" if type(task.linear_in_task.mapping) is RowParallelMapping else "linear_in_task"
+    one = getattr(task, name)
+    mapping = ReplicatedMapping(one.mapping.megatron_param, one.mapping.hf_param)
+    return replace(task, **{name: replace(one, mapping=mapping)})
 
 
 def with_lean_adapter(module: nn.Module) -> nn.Module:

@@ -4,26 +4,33 @@ Megatron-Bridge's adapter per expert is wrong under expert tensor parallelism, a
 the hidden values outside autograd, so A gets no gradient; on fc2 each rank multiplies only its own part of the hidden
 values, and the dispatcher then adds up copies of the result. ExpertAdapter repairs both.
 
-Can go when Bridge does the same; trainer/layouts.py and tests/trainer/test_train.py hold it.
+When it merges or exports fc1's adapter, it takes the first half of B's rows for gate, and each rank has rows of both.
+
+Can go when Bridge does the same; trainer/layouts.py, tests/trainer/test_train.py and, of the last,
+tests/trainer/megatron/test_lean_adapters.py hold it.
 https://github.com/NVIDIA-NeMo/Megatron-Bridge/blob/main/src/megatron/bridge/peft/utils.py
 """
 
 # pyright: reportAttributeAccessIssue=false, reportOptionalMemberAccess=false
 
+from megatron.bridge.models.conversion.peft_bridge import MegatronPeftBridge
 from megatron.bridge.peft import lora
 from megatron.bridge.peft.utils import GroupedExpertLinearAdapter
+from megatron.core import parallel_state
 from megatron.core.tensor_parallel import mappings
 from torch import nn
 
 from trainer.patches import versions
 
 WRITTEN_FOR = {"megatron-bridge": ("0.6.2",), "megatron-core": ("0.19.2",)}
+SPLIT = MegatronPeftBridge._split_fused_fc1_linear_out_weight
 
 
 def install() -> None:
     """Let Bridge's LoRA make adapters of this module."""
     versions.check(__name__, WRITTEN_FOR)
     lora.GroupedExpertLinearAdapter = ExpertAdapter
+    MegatronPeftBridge._split_fused_fc1_linear_out_weight = _gate_and_up
 
 
 class ExpertAdapter(GroupedExpertLinearAdapter):
@@ -43,6 +50,15 @@ class ExpertAdapter(GroupedExpertLinearAdapter):
         # fc2: the dispatcher adds up the ranks' outputs, so a rank fills in its own columns and leaves the others 0.
         width = tensor.shape[-1]
         return nn.functional.pad(tensor, (group.rank() * width, (group.size() - 1 - group.rank()) * width))
+
+
+def _gate_and_up(self, linear_out_weight, *, is_expert: bool):
+    """Rows of gate and of up, where each rank of an expert has a part of both."""
+    ways = parallel_state.get_expert_tensor_parallel_world_size() if is_expert else 1
+    if ways == 1:
+        return SPLIT(self, linear_out_weight, is_expert=is_expert)
+    parts = linear_out_weight.view(ways, 2, -1, linear_out_weight.shape[-1])
+    return parts[:, 0].flatten(0, 1), parts[:, 1].flatten(0, 1)
 
 
 class _Sum(nn.Module):

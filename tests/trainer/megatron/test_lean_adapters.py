@@ -11,6 +11,7 @@ import pytest
 SP = "layout.tp=2 layout.sp=true"
 BRIDGE = ("adapter.lean=false",)
 LAYERS, MICROBATCHES = 4, 2
+TOKENS = [[*range(8)], [*range(8, 16)]]
 OUTSIDE = 2  # large gathers and scatters of embedding and logits, in each microbatch's forward and backward pass
 
 
@@ -99,6 +100,25 @@ def test_an_adapter_that_experts_share_learns_as_bridge_s_does(cut, configure, r
         )
     for other in found[1:]:
         assert other == pytest.approx(found[0], rel=2e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "model, cut",
+    [("glm4-moe", SP), ("llama", "layout.tp=2"), ("deepseek-v3", SP), ("glm4-moe", f"{SP} layout.etp=2")],
+)
+def test_bridge_merges_them_from_ranks_as_from_one_process(model, cut, configure, base, megatron_logits, tmp_path):
+    """What vLLM is sent of a model that is trained, by Bridge's own export."""
+    base(model)
+    alone, ranks = configure(model), configure(model, "layout.gpus_per_node=2", *cut.split())
+    drawn = str(tmp_path / "drawn")
+    expected = megatron_logits(alone, tokens=TOKENS, invent=drawn)["weights"]
+    found = megatron_logits(ranks, tokens=TOKENS, checkpoint=drawn)["weights"]
+    untrained = megatron_logits(alone, tokens=TOKENS)["weights"]
+    assert found.keys() == expected.keys()
+    for name, weight in expected.items():
+        assert (found[name] - weight).abs().max() <= 1e-6 * weight.abs().max(), name
+    assert sum(bool((expected[name] != weight).any()) for name, weight in untrained.items()) > 4
 
 
 def test_adapters_of_each_expert_are_one_product_where_all_have_tokens(configure, ranks, tmp_path):
