@@ -84,7 +84,7 @@ def _check_size(run: Run, layers: int | None) -> None:
     """Refuse a model that this host, without a GPU, would compute for hours."""
     facts = facts_of(run)
     size = parameters.total(facts) * min(1, (layers or facts.layers) / facts.layers)
-    if not nvidia_smi.visible() and size > FOR_A_CPU:
+    if size > FOR_A_CPU and not nvidia_smi.kind():
         text = f"of {size / 1e6:,.0f} M weights, and this host has no GPU; make study SHORT=1 takes a tiny one"
         raise Fault(f"model.source: {run.model.source}: {text}")
 

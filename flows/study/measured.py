@@ -58,8 +58,8 @@ def _version(package: str) -> str:
 
 
 def of_row(row: Row) -> str:
-    """Digest of the configuration that is measured."""
-    run = row.run().model_dump(mode="json", exclude={"paths"})
+    """Digest of the configuration that is measured; keys that come later do not change it."""
+    run = row.run().model_dump(mode="json", exclude={"paths"}, exclude_defaults=True)
     return hashlib.sha256(json.dumps(run, sort_keys=True).encode()).hexdigest()
 
 
@@ -95,7 +95,7 @@ def measure(folder: Path, row: Row, how: How) -> dict[str, Any]:
     except Fault as fault:
         failed = " ".join(str(fault).split())
     except launch.Broken as broken:
-        failed = " ".join(str(broken).split())
+        failed = f"{str(broken).splitlines()[-1].strip()}; {log} has the rest"
     if (answer := _answer(said)) is None:
         return {"failed": failed or f"no answer; {log} has what was said"}
     record = {"configuration": of_row(row), "steps": how.steps, "layers": how.layers, "versions": versions()}

@@ -10,8 +10,8 @@ from flows.study.pictures import Bar
 
 STYLE = """body{font:14px/1.45 system-ui,sans-serif;margin:2em;color:#222;max-width:1250px}
 table{border-collapse:collapse;margin:.5em 0 1em}td,th{padding:.25em .7em;text-align:right;border-bottom:1px solid #ddd}
-td:first-child,th:first-child,td.words{text-align:left}td:first-child{white-space:nowrap}
-th{vertical-align:bottom}tr.failed td{color:#b00020}
+td:first-child,th:first-child,td.words{text-align:left}td{white-space:nowrap}
+td.words{white-space:normal}th{vertical-align:bottom}tr.failed td{color:#b00020}
 code{background:#f2f2f2;padding:0 .25em}svg{display:block;width:100%;font:12px system-ui,sans-serif}
 .legend{margin:.4em 0}.legend span{margin-right:1.2em;white-space:nowrap}
 i{display:inline-block;width:.9em;height:.9em;margin-right:.4em;vertical-align:-.1em}.words{max-width:48em}"""

@@ -62,11 +62,12 @@ def strips(rows: Sequence[tuple[str, dict[str, Any]]]) -> str:
         columns = len(strip["computing"])
         width = (WIDE - NAMES) / columns
         for column in range(columns):
+            left, right = (round(NAMES + (column + side) * width) for side in (0, 1))  # whole pixels: no seams
             top = place * (high + 4) + float(high)
             for kind, (colour, _) in STRIP.items():
                 if share := strip[kind][column]:
                     top -= share * high
-                    lines.append(_rect(NAMES + column * width, top, width, share * high, colour))
+                    lines.append(_rect(left, top, right - left, share * high, colour))
     return _svg(len(rows) * (high + 4), lines)
 
 
@@ -107,9 +108,7 @@ def _legend(kinds: Sequence[tuple[str, str]]) -> str:
 
 
 def _svg(high: float, lines: Sequence[str]) -> str:
-    return (
-        f'<svg viewBox="0 0 {WIDE} {high:g}" role="img" shape-rendering="crispEdges">\n' + "\n".join(lines) + "\n</svg>"
-    )
+    return f'<svg viewBox="0 0 {WIDE} {high:g}" role="img">\n' + "\n".join(lines) + "\n</svg>"
 
 
 def _rect(x: float, y: float, wide: float, high: float, colour: str, told: str = "") -> str:

@@ -77,11 +77,13 @@ def test_what_was_measured_is_kept_until_it_is_another_configuration_or_other_co
 
 def test_a_layout_that_fails_is_a_row_and_is_tried_again(trials, tmp_path, capsys):
     trials.fails["layout.cp=2"] = Fault("layout.cp: 2 does not go")
-    trials.fails["layout.pp=2"] = launch.Broken("trainer.trial failed with code 1; its last lines")
+    trials.fails["layout.pp=2"] = launch.Broken(
+        "trainer.trial failed with code 1; its last lines:\n  File x\nKeyError: 3"
+    )
     assert call(tmp_path) == 1
     report = json.loads((tmp_path / study.RESULT).read_text())
     failed = {row["name"]: row["figures"].get("failed") for row in report["rows"]}
-    assert failed["CP2"] == "layout.cp: 2 does not go" and failed["PP2"].startswith("trainer.trial failed")
+    assert failed["CP2"] == "layout.cp: 2 does not go" and failed["PP2"].startswith("KeyError: 3; ")
     assert [name for name, why in failed.items() if why] == ["CP2", "PP2"]
     assert "layout.cp: 2 does not go" in (tmp_path / study.PAGE).read_text() and "CP2" in capsys.readouterr().out
     trials.fails.clear()
