@@ -65,15 +65,23 @@ def holds_a_profile_of_the_host(profile):
         ("--steps 2", "--steps: 2, but the first 2 are not measured"),
         ("--layers 5", "--layers: 5 is no number of layers from 1 to 4"),
         ("--layers 1", "--layers: 1 leaves no dense layer, of 4"),
-        ("layout.nodes=2 train.micro_batch=1", "layout.nodes: 2 hosts; start one torchrun per host"),
         ("layout.ep=3 layout.gpus_per_node=3", "layout.ep: 3 does not divide the 8 experts"),
         ("--gpu h300", "gpu: 'h300' is none of "),
         ("--profile-to conf", "conf is there already, and not empty"),
     ],
 )
-def test_faults_are_one_line(arguments, line):
-    done = command(*arguments.split())
-    assert done.returncode == 2 and line in done.stderr, done.stderr
+def test_faults_are_one_line(arguments, line, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["trainer.trial", "tiny", *arguments.split()])
+    with pytest.raises(SystemExit) as ended:
+        trial.main()
+    said = capsys.readouterr()
+    assert ended.value.code == 2 and line in said.err, said.err
+    assert len(said.err.splitlines()) <= 2 and not said.out
+
+
+def test_a_fault_of_the_process_that_measures_is_one_line():
+    done = command("layout.nodes=2", "train.micro_batch=1")
+    assert done.returncode == 2 and "layout.nodes: 2 hosts; start one torchrun per host" in done.stderr, done.stderr
     assert len(done.stderr.splitlines()) <= 2 and not done.stdout
 
 
