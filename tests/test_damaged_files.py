@@ -24,10 +24,11 @@ from conf.load import load
 from conf.schema.run import Run
 from contract import checkpoints
 from contract.faults import Fault, line_of
+from contract.output_marks import OWNER
 from tasks.sources import hub
 from tasks.stages import plan
-from tests.support import small_model
-from tests.support.damage import Become, Drop, Raw, Say, Set
+from tests.support import preloaded, small_model
+from tests.support.damage import Become, Cut, Drop, Raw, Say, Set
 from tests.support.drawn_damage import (
     CONFIG,
     DAMAGE,
@@ -41,6 +42,7 @@ from tests.support.drawn_damage import (
     YAML,
     as_override,
 )
+from tests.support.small_model import SHARDS
 from trainer.checks import inputs, places
 from trainer.data.tokens import tokenizer
 
@@ -259,6 +261,55 @@ FOUND = [  # by hand, in the version of 22 November
 def test_what_was_found_by_hand_is_refused_in_a_line(damaged, damage):
     found = damaged(damage)
     assert found["load"] or found["convert"]
+
+
+# By what is wrong: the damage, and what the line has to name.
+BROKEN = {
+    "a shard that ends early": (Cut(SHARD, 0.9), (SHARD, "truncated")),
+    "an index that names another shard": (Set(INDEX, ("weight_map", NORM), SHARDS[1]), (SHARD, NORM)),
+    "an index with a tensor too many": (Set(INDEX, ("weight_map", "model.x"), SHARDS[0]), (INDEX, "model.x")),
+    "a folder for a shard": (Become(SHARD, "folder"), (SHARD, "a folder")),
+    "a folder for config.json": (Become(CONFIG, "folder"), (CONFIG, "a folder")),
+    "a FIFO for a shard": (Become(SHARD, "FIFO"), (SHARD, "a FIFO")),
+    "a FIFO for the index": (Become(INDEX, "FIFO"), (INDEX, "a FIFO")),
+    "a header of 200,000 brackets": (Raw(SHARD, (200_000).to_bytes(8, "little") + DEEP[0]), (SHARD, "nested")),
+    "tensors that overlap": (Set(SHARD, (NORM, "data_offsets"), [0, 32]), (SHARD, NORM, "overlaps")),
+    "a tensor without dtype": (Drop(SHARD, (NORM, "dtype")), (SHARD, NORM, "dtype")),
+    "architectures that are a number": (Set(CONFIG, ("architectures",), 7), (CONFIG, "architectures")),
+    "an architecture that is a number": (Set(CONFIG, ("architectures", 0), 7), (CONFIG, "architectures")),
+}
+COMMANDS = {
+    "convert": ("convert", "paths.base=out/base"),
+    "convert.to=none": ("convert", "paths.base=out/base", "convert.to=none"),
+    "direct load": ("train", "paths.base=base", "convert.to=none"),
+    "export": ("export", "paths.base=base", "export.checkpoint=base"),
+}
+
+
+@pytest.fixture(scope="module")
+def command():
+    with preloaded.python("from trainer.checks import inputs, places\nfrom trainer.startup import entry") as run:
+        yield run
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("wrong", BROKEN)
+@pytest.mark.parametrize("asked", COMMANDS)
+@pytest.mark.timeout(60, method="thread")
+def test_a_command_names_the_file_and_makes_nothing(asked, wrong, command, original, tmp_path):
+    damage, named = BROKEN[wrong]
+    place, (module, *overrides) = tmp_path / "world", COMMANDS[asked]
+    shutil.copytree(original, place)
+    damage.apply(place)
+    before = content(place)
+    given = [f"paths.{name}={name}" for name in ("model", "data")] + outputs(place)
+    done = command(f"trainer.{module}", "./run.yaml", *given, *overrides, cwd=place)
+    assert (done.code, done.output) == (2, ""), done.errors
+    assert done.errors.startswith("error: ") and done.errors.count("\n") == 1, done.errors
+    assert all(part in done.errors for part in named), done.errors
+    assert content(place) == before
+    made = [path for path in (place / "out").rglob("*") if path.is_file() and not path.name.startswith(OWNER)]
+    assert made == []
 
 
 @settings(max_examples=FEW, **DRAWN)

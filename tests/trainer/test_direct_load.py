@@ -1,6 +1,8 @@
 """Training that reads the release itself has the same losses, to the last bit, as from a converted base."""
 
+import json
 import os
+import random
 import shutil
 from pathlib import Path
 
@@ -133,6 +135,33 @@ def test_killed_it_goes_on_from_its_checkpoint_and_the_release(direct, folder):
     assert resumed.code == 0, resumed.output
     losses = [[line["lm_loss"] for line in one.metrics if line["kind"] == "train"] for one in (whole, resumed)]
     assert losses[0] == losses[1]
+
+
+def content(folder: Path) -> dict[str, bytes]:
+    return {str(file.relative_to(folder)): file.read_bytes() for file in folder.rglob("*") if file.is_file()}
+
+
+@slow
+@pytest.mark.timeout(1800)
+def test_killed_at_any_moment_of_the_load_it_changes_nothing_and_begins_again(direct, folder):
+    two = ("layout.gpus_per_node=2", "layout.tp=2", "train.steps=2")
+    (folder / "logs").mkdir(exist_ok=True)
+    (folder / "logs/kill.json").write_text("{}")
+    whole = direct(*two, f"paths.output={folder / 'whole'}", command="killed_load")
+    assert whole.code == 0, whole.output
+    pieces = [int((folder / f"logs/read-{rank}.txt").read_text()) for rank in (0, 1)]
+    before = {name: content(folder / name) for name in ("model", "base")}
+    for kill in range(20):
+        wish = {"rank": kill % 2, "pieces": random.randrange(pieces[kill % 2])}
+        (folder / "logs/kill.json").write_text(json.dumps(wish))
+        killed = direct(*two, command="killed_load")
+        assert (killed.code, killed.metrics) == (-9, []), (wish, killed.output)
+        assert {name: content(folder / name) for name in before} == before, wish
+        assert not list((folder / "output").glob("checkpoints/iter_*")), wish
+    again = direct(*two)
+    assert again.code == 0, again.output
+    losses = [[line["lm_loss"] for line in one.metrics if line["kind"] == "train"] for one in (whole, again)]
+    assert len(losses[0]) == 2 and losses[0] == losses[1]
 
 
 @slow
