@@ -33,6 +33,7 @@ from contract.files import is_partial, sync, write_atomically
 MARKER = ".finetune"
 OWNER = ".owner."  # trainer/startup/ownership.py: who writes there now
 PARTIAL = ".partial"  # beside an output that is replaced as a whole: where it is made
+JOURNAL = "unfinished"  # a folder in there, with a file for each part that is finished
 ASIDE = ".replaced"  # where the one before waits, on a file system that cannot exchange two names
 LONGEST = 255 - len("-preparing")  # bytes of a name
 AT_FDCWD, RENAME_EXCHANGE = -100, 2

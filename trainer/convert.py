@@ -24,7 +24,7 @@ from pathlib import Path
 
 from conf.schema.run import Run
 from contract import checkpoints
-from contract.output_marks import BASE
+from contract.output_marks import BASE, JOURNAL
 from trainer import compare
 from trainer.checks import inputs, places
 from trainer.startup import device, entry
@@ -72,7 +72,7 @@ def _convert(run: Run, model: released.Model, known: dict[str, str] | None, fact
         facts |= {"left_out": conversion.left_out, "tensors": len(model.tensors)}
         made = json.dumps([facts, conversion.digest], sort_keys=True)
         with atomic_folder.write(Path(run.paths.base), facts, BASE, made) as partial:
-            sums = conversion.write(partial, partial / atomic_folder.JOURNAL, weights=run.convert.to == "torch_dist")
+            sums = conversion.write(partial, partial / JOURNAL, weights=run.convert.to == "torch_dist")
             facts["digest"] = released.digest(model, sums)
             if atomic_folder.rank() == 0:
                 base.record(model, sums, partial)

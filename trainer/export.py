@@ -20,7 +20,7 @@ from pathlib import Path
 from conf.schema.run import Run
 from contract import checkpoints
 from contract.faults import Fault
-from contract.output_marks import EXPORT
+from contract.output_marks import EXPORT, JOURNAL
 from trainer.checks import inputs, places
 from trainer.megatron.recipe import checkpoint_folder
 from trainer.startup import device, entry
@@ -128,7 +128,7 @@ def _write(run: Run, trained, formats: tuple[str, ...], partial: Path) -> dict:
         as_released = run.export.quantization == "as_released"
         wanted = format_of_release.Rounding(trained) if as_released else merged_format.Merged(trained)
         layouts = (format_of_release if as_released else merged_format).layouts(trained.model)
-        noted = partial / atomic_folder.JOURNAL
+        noted = partial / JOURNAL
         entries = parts.write(wanted, layouts, partial / "merged", noted)
         if as_released:
             facts["rounding"] = format_of_release.lost(entries)

@@ -3,8 +3,9 @@
     stage_needs(run, facts, gpu, stages, time, serving) -> [StageNeed, ...]       in the order of the flow
 
 `stages` and `time` are the training's, `serving` is the layout of the evaluation (conf/planner/serving/). All stages
-but training and an evaluation on several hosts run on the flow's host, which has layout.gpus_per_node GPUs. Its GPUs
-are paid whether a stage uses them or not, so they count in each price; other hosts count while they are used.
+but training, and a conversion or an evaluation on several hosts, run on the flow's host, which has layout.gpus_per_node
+GPUs. Its GPUs are paid whether a stage uses them or not, so they count in each price; other hosts count while they are
+used.
 
 START and the rates of conversion and export were measured on one H200 with 9.6 GB of weights and one process (November
 2026: 63 s and 98 s), DOWNLOAD as well, from a folder of that host (12 s). That processes read and write beside one
@@ -91,14 +92,16 @@ def on_one_host(run: Run) -> Run:
 
 
 def _conversion(run: Run, gpu: Gpu, written: int, released: int) -> StageNeed:
-    """Conversion on the host of the flow, a shard of the model in each process's memory at a time."""
-    gpus = (takes(run, "convert").gpus or 0) if gpu.cuda else 0
-    here = on_one_host(run) if run.layout.nodes > 1 else run
+    """Conversion on the host of the flow, or those of training. A process has a shard in memory at a time."""
+    share = takes(run, "convert")
+    gpus, hosts = (share.gpus or 0) if gpu.cuda else 0, share.hosts
+    here = on_one_host(run) if run.layout.nodes > hosts else run
+    memory = CONVERTING * here.layout.gpus_per_node
     if run.convert.to == "none":
-        seconds = START + released / min(CHECKED * here.world, READ)
-        return StageNeed("convert", 1, gpus, 0, CONVERTING * here.world, 0, seconds)
-    rate = min(CONVERT * here.world, READ / 2)  # read, and written
-    return StageNeed("convert", 1, gpus, 0, CONVERTING * here.world, written, START + written / rate)
+        seconds = START + released / min(CHECKED * here.world, READ * hosts)
+        return StageNeed("convert", hosts, gpus, 0, memory, 0, seconds)
+    rate = min(CONVERT * here.world, READ * hosts / 2)  # read, and written
+    return StageNeed("convert", hosts, gpus, 0, memory, written, START + written / rate)
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@
     may_leave(run)                      whether evaluations go to the hosts of training where the flow's has no GPUs
 
 contract/host_gpus.py gives single GPUs to stages; a stage has all that it takes or none. Stages that are not listed,
-such as convert and export, compute on CPUs.
+such as export, compute on CPUs. So does convert; over the hosts of training it has them with their GPUs all the same.
 """
 
 from dataclasses import dataclass
@@ -45,7 +45,7 @@ def takes(run: Run, stage: str, leaves: bool = False) -> Share:
     `leaves` says that the flow's host has no GPUs, and the run needs some: its evaluations leave it if they may.
     """
     layout, evaluate, engine = run.layout, run.evaluate, run.gang.engine
-    if stage == "train":
+    if stage == "train" or (stage == "convert" and run.convert.hosts == "all"):
         alone = layout.nodes == 1 and engine == "local"
         return Share(layout.nodes, layout.gpus_per_node, None if alone else engine)
     if stage == "reinforce":

@@ -13,12 +13,12 @@ from pydantic import BeforeValidator, Field, ValidationInfo, field_validator
 
 from conf.schema.bearing import bears
 from conf.schema.clusters import Kubernetes, Slurm
+from conf.schema.conversion import Convert
 from conf.schema.data import Data
 from conf.schema.reinforcement import Reinforce
 from conf.schema.sections import (
     Adapter,
     Checkpoint,
-    Convert,
     Evaluate,
     Export,
     Gang,

@@ -163,16 +163,6 @@ class Model(Section):
     )
 
 
-class Convert(Section):
-    """The base: the model in the form in which training loads it."""
-
-    to: Annotated[Literal["torch_dist", "none"], bears("convert", absent="torch_dist")] = Field(
-        default="torch_dist",
-        description="torch_dist = a copy in Megatron's format; none = no copy: training reads the released files, with "
-        "the same losses to the last bit. The plan says which costs less",
-    )
-
-
 class Adapter(Section):
     """The part of the model that is trained: a low-rank adapter, or every weight."""
 

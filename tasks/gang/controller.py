@@ -1,13 +1,13 @@
 """Controller of a gang: it has a job done by several hosts, attempt after attempt, until none is needed or can help.
 
-    carry_out(training(run), folder, store, gang, say, stop, tick, teller)
+    carry_out(training(run), folder, store, gang, say, stop, tick, teller)      conversion(run), evaluation(run)
 
 An attempt takes all the hosts it needs or none. Its members are told to go at once, and to stop at once when one of
 them fails. The cause of their end becomes one line (tasks/gang/diagnosis/classify.py), a rule decides what follows
 (tasks/gang/diagnosis/next_step.py), and the next attempt goes on from the newest complete checkpoint. No attempt begins
 before every member of the last one is known to be over, or must have ended itself: a member that nobody hears from
-stops after STALE seconds. A training is done when all its members are, an evaluation when its first one is: that one
-has the answers, and the others only compute.
+stops after STALE seconds. A training or conversion is done when all its members are, an evaluation when its first one
+is: that one has the answers, and the others only compute.
 
 Where gang.min_nodes allows fewer hosts, the next attempt takes as many as there are, and those after it all again once
 there are enough. The folder lies on storage that all hosts share. Not covered: a gang that has begun does not grow

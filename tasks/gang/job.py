@@ -4,14 +4,15 @@ import contextlib
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import ClassVar
 
 from conf.planner import hardware
 from conf.rules import gpus, schedule
 from conf.schema.run import Run
-from contract import nvidia_smi
+from contract import checkpoints, nvidia_smi
+from contract.output_marks import JOURNAL, PARTIAL
 from tasks.gang.messages import Task
 
 
@@ -70,6 +71,31 @@ class Training(Job):
 
 
 @dataclass(frozen=True)
+class Conversion(Job):
+    """Conversion on the hosts of training. Each attempt goes on with the parts that are not finished."""
+
+    command: ClassVar[str] = "convert"
+    advice: ClassVar[str] = "a process takes up to 3 GB; convert.hosts=one has at most 4 of them, on the flow's host"
+
+    def task(self, run: Run) -> Task:
+        return replace(super().task(run), gpus=0)
+
+    def ranks(self, gpus: int) -> int:
+        return gpus
+
+    def newest(self) -> int:
+        """Number of parts that are finished."""
+        base = Path(self.run.paths.base)
+        return len([*(base.with_name(base.name + PARTIAL) / JOURNAL).glob("*.json")])
+
+    def is_over(self, states: Sequence[str]) -> bool:
+        return all(state == "done" for state in states)
+
+    def is_done(self) -> bool:
+        return checkpoints.read_mark(Path(self.run.paths.base)) is not None
+
+
+@dataclass(frozen=True)
 class Evaluation(Job):
     """Evaluation of one of a run's models. It begins again in each attempt, and its first member has the answers."""
 
@@ -97,6 +123,11 @@ class Evaluation(Job):
 
 def training(run: Run) -> Job:
     return Training(run)
+
+
+def conversion(run: Run) -> Job | None:
+    """Conversion on the hosts of training; None where the flow's own host converts."""
+    return Conversion(run) if gpus.takes(run, "convert").engine else None
 
 
 def evaluation(run: Run) -> Job | None:

@@ -61,7 +61,7 @@ class Task(Message):
 
     command: str
     nodes: int
-    gpus: int  # of each host
+    gpus: int  # of each host; 0 = it computes on CPUs
     ranks: int  # that torchrun starts on each host
 
 

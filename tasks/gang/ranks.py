@@ -32,6 +32,7 @@ from tasks.run.launch import PRIVATE, ROOT
 SILENT = {"T": 6.0, "t": 6.0, "D": 20.0}
 SILENT_ELSE = 60.0
 DEATH = re.compile(r"failed \(exitcode: (-?\d+)\) local_rank: (\d+)")
+WRITES = {"train": "output", "evaluate": "evaluation", "convert": "base"}  # the key of paths, by command
 SHOWN = 30  # last lines of a failed rank's log
 LEAST = 1 << 20  # bytes of this host's own disk, below which neither signs of life nor logs can be relied on
 AFTER = 0.7  # seconds between a rank's death and the look at what all of them left
@@ -54,7 +55,7 @@ class Ranks:
     def __init__(self, start: Start, folder: Path):
         self.run, self.folder = start.run, folder
         paths = start.run.paths
-        self.writes = Path(paths.output if start.task.command == "train" else paths.evaluation)
+        self.writes = Path(getattr(paths, WRITES[start.task.command]))
         self.count = start.task.ranks
         self.alone = start.task.command == "evaluate"  # torchrun waits minutes for those that only compute
         self.first = start.node * self.count
@@ -70,6 +71,7 @@ class Ranks:
         environment |= {name: value for name, value in os.environ.items() if not name.startswith(PRIVATE)}
         environment |= {"PYTHONUNBUFFERED": "1", "PYTHONPATH": str(ROOT), signs_of_life.FOLDER: str(self._life())}
         environment |= {"GANG_ATTEMPT": start.name, "TRAINER_FAULT_FILE": str(folder / "fault")}
+        environment |= {} if start.task.gpus else {"CUDA_VISIBLE_DEVICES": ""}
         environment |= {"VLLM_HOST_IP": start.address}  # vLLM else asks for the route to the internet
         environment.setdefault("OMP_NUM_THREADS", "1")
         if name := peer_probe.interface(start.address):  # gloo and NCCL else guess, by the name of the host

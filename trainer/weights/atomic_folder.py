@@ -18,13 +18,11 @@ from typing import Any
 from contract import checkpoints, output_marks
 from contract.faults import Fault
 from contract.files import sync, write_atomically
-from contract.output_marks import PARTIAL, Kind, check_one, take
+from contract.output_marks import JOURNAL, PARTIAL, Kind, check_one, take
 
 # Megatron's writer processes pass on that they failed, and not why.
 FAILED = ("No space left on device", "CheckpointException ranks")
-
-
-JOURNAL, MADE = "unfinished", "what.txt"  # a folder in the partial one, and what is being made, in there
+MADE = "what.txt"  # in the journal: what is being made
 
 
 @contextlib.contextmanager

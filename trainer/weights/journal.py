@@ -12,6 +12,7 @@ from typing import Any
 from contract import json_object
 from contract.faults import Fault
 from contract.files import write_atomically
+from trainer.startup import heartbeat
 from trainer.weights import atomic_folder
 
 Entry = dict[str, Any]
@@ -34,6 +35,7 @@ def do(
     for number in share({number: size for number, size in sizes.items() if number not in entries}, ranks)[rank]:
         made[number] = make(number)
         write_atomically(folder / f"{number}.json", json.dumps(made[number]), durable=False)
+        heartbeat.step(len(made))
     for one in atomic_folder.gather(made):
         entries |= one
     return entries

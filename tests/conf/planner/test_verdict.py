@@ -131,6 +131,10 @@ def test_hosts_of_an_evaluation_are_chosen_with_the_plan():
     needs = {need.stage: need for need in planned.needs}
     assert (planned.run.evaluate.nodes, needs["evaluate-tuned"].hosts, needs["evaluate-base"].gpus) == (2, 2, 8)
     assert needs["convert"].gpus == 0 and needs["convert"].memory == 12e9  # on one host, without its GPUs
+    over_all = load("glm47-as-documented", ["convert.hosts=all"])
+    (spread,) = (one for one in plan(over_all, known("glm47"), H100).needs if one.stage == "convert")
+    assert (spread.hosts, spread.gpus, spread.memory) == (over_all.layout.nodes, 8, 24e9)
+    assert spread.seconds < needs["convert"].seconds
     said = list(display.lines(planned))
     assert any(line.startswith("serving  2 x 8 h100 in bf16, compiled: each 45.5 GB weights") for line in said)
     one = load("glm47-as-documented", ["evaluate.quantization=fp8"])

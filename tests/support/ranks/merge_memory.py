@@ -6,6 +6,7 @@ import resource
 from pathlib import Path
 
 from conf.schema.run import Run
+from contract.output_marks import JOURNAL
 
 WIDTH = 1024  # a weight has 4 MB in fp32
 
@@ -13,7 +14,7 @@ WIDTH = 1024  # a weight has 4 MB in fp32
 def main(run: Run) -> None:
     import torch
 
-    from trainer.weights import atomic_folder, merge, released, torch_dist
+    from trainer.weights import merge, released, torch_dist
     from trainer.weights.exported import merged_format, parts
     from trainer.weights.mapping import Part
     from trainer.weights.trained import Trained
@@ -29,11 +30,9 @@ def main(run: Run) -> None:
         a, b = (stored.places[f"linear_{part}"] for part in ("in", "out"))
         adapters = {name: merge.Adapter(a, b, None, Part(name, None), 16) for name in names}
         trained = Trained(model, "", sums, stored, None, adapters)
-        (place / atomic_folder.JOURNAL).mkdir()
+        (place / JOURNAL).mkdir()
         before = _most()
-        parts.write(
-            merged_format.Merged(trained), merged_format.layouts(model), place / "merged", place / atomic_folder.JOURNAL
-        )
+        parts.write(merged_format.Merged(trained), merged_format.layouts(model), place / "merged", place / JOURNAL)
         found[count] = _most() - before
     (folder / "answer.json").write_text(json.dumps(found))
     os._exit(0)

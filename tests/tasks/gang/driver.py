@@ -1,6 +1,6 @@
-"""A controller by itself, for tests: python tests/tasks/gang/driver.py CONF FOLDER STORE [key=value ...]
+"""A controller by itself, for tests: python tests/tasks/gang/driver.py JOB CONF FOLDER STORE [key=value ...]
 
-Trains as tasks/stages/train.py has it done, without Prefect. SIGTERM is the user's cancel. The last line says how it
+Trains or converts as the stages have it done, without Prefect. SIGTERM is the user's cancel. The last line says how it
 ended.
 """
 
@@ -15,16 +15,19 @@ sys.path.insert(0, str(Path(__file__).parents[3]))
 from conf.load import load
 from contract.faults import Fault, Stopped
 from tasks.gang import controller
-from tasks.gang.job import training
+from tasks.gang.job import conversion, training
 from tasks.run.launch import Broken
 from tasks.store import open_store
 
+JOBS = {"train": ("output", training), "convert": ("base", conversion)}  # what each writes, and makes of a run
+
 
 def main() -> int:
-    conf, folder, store, *overrides = sys.argv[1:]
+    job, conf, folder, store, *overrides = sys.argv[1:]
     work = Path(folder)
     (work / "files").mkdir(parents=True, exist_ok=True)
-    paths = [f"paths.output={work}/files", f"paths.logs={work}/logs", f"paths.parity={work}/files/parity.json"]
+    writes, made_of = JOBS[job]
+    paths = [f"paths.{writes}={work}/files", f"paths.logs={work}/logs", f"paths.parity={work}/files/parity.json"]
     run = load(conf, [*overrides, *paths])
     cancelled, began = threading.Event(), time.monotonic()
     signal.signal(signal.SIGTERM, lambda *_: cancelled.set())
@@ -33,7 +36,7 @@ def main() -> int:
         print(f"{time.monotonic() - began:6.1f} {line}", flush=True)
 
     try:
-        controller.carry_out(training(run), work, open_store(store), work.name, say, cancelled.is_set)
+        controller.carry_out(made_of(run), work, open_store(store), work.name, say, cancelled.is_set)
     except (Fault, Stopped, Broken) as error:
         say(f"{type(error).__name__}: {error}")
         return 1

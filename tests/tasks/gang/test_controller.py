@@ -4,19 +4,20 @@ import json
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
 
 from conf.load import load
 from conf.schema.run import Run
+from contract import checkpoints
 from contract.faults import Stopped
 from tasks.gang import controller
 from tasks.gang.background import aside
 from tasks.gang.board import Board
 from tasks.gang.engines import Demand
-from tasks.gang.job import Job, evaluation, training
+from tasks.gang.job import Job, conversion, evaluation, training
 from tasks.gang.member_link import Link
 from tasks.gang.messages import End, Member, Task
 from tasks.run.launch import Broken
@@ -366,6 +367,24 @@ def test_an_evaluation_is_no_gang_where_one_host_serves(gang):
     assert job and job.conf == elsewhere and job.run.gang.engine == "slurm"
     assert (job.run.layout.nodes, job.run.layout.gpus_per_node) == (1, 4)
     assert job.task(job.run) == Task("evaluate", nodes=1, gpus=4, ranks=1)
+
+
+def test_a_conversion_is_a_gang_where_all_hosts_are_to_convert(gang, tmp_path):
+    run = gang(Hosts(["a", "b"]), "layout.nodes=2").run
+    assert conversion(run) is None
+    over_all = run.model_copy(update={"convert": run.convert.model_copy(update={"hosts": "all"})})
+    job = conversion(over_all)
+    assert job and job.task(over_all) == Task("convert", nodes=2, gpus=0, ranks=over_all.layout.gpus_per_node)
+    paths = over_all.paths.model_copy(update={"base": str(tmp_path / "base")})
+    job = replace(job, run=over_all.model_copy(update={"paths": paths}))
+    assert (job.newest(), job.is_done()) == (0, False)
+    (tmp_path / "base.partial/unfinished").mkdir(parents=True)
+    for name in ("0.json", "1.json", "what.txt"):
+        (tmp_path / "base.partial/unfinished" / name).touch()
+    assert job.newest() == 2
+    (tmp_path / "base").mkdir()
+    checkpoints.mark(tmp_path / "base")
+    assert job.is_done() and job.is_over(["done", "done"]) and not job.is_over(["done", "running"])
 
 
 def test_ranks_follow_the_places_of_hosts_and_the_first_host_is_the_master(gang):

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from contract.output_marks import PARTIAL
+from contract.output_marks import JOURNAL, PARTIAL
 from trainer.rehearsal import tiny_models
-from trainer.weights import atomic_folder, torch_dist
+from trainer.weights import torch_dist
 
 slow = pytest.mark.slow
 BRIDGE = [
@@ -73,7 +73,7 @@ def test_the_base_is_what_bridge_makes(kind, precision, cut, more, converted, tm
 
 def noted(made: Path) -> set[int]:
     """Units that an attempt has finished."""
-    folder = made.with_name(made.name + PARTIAL) / atomic_folder.JOURNAL
+    folder = made.with_name(made.name + PARTIAL) / JOURNAL
     return {int(path.stem) for path in folder.glob("*.json")}
 
 

@@ -1,5 +1,6 @@
 """Gangs whose hosts are process groups of this one: what happens to them, and that none outlives its controller."""
 
+import filecmp
 import json
 import os
 import re
@@ -13,7 +14,7 @@ import psutil
 import pytest
 
 from tests.tasks.gang import driver
-from tests.tasks.gang.conftest import ROOT, losses, same
+from tests.tasks.gang.conftest import ROOT, losses, same, wait_for
 
 
 @pytest.fixture
@@ -21,11 +22,11 @@ def start(work, request):
     """start(*overrides) -> a controller under way, in a folder of the test's name."""
     running: list[subprocess.Popen] = []
 
-    def start(*overrides: str, again: bool = False) -> subprocess.Popen:
+    def start(*overrides: str, again: bool = False, job: str = "train") -> subprocess.Popen:
         folder = place(work, request)
         assert folder.exists() == again
         folder.mkdir(exist_ok=True)
-        command = [sys.executable, driver.__file__, work / "conf.yaml", folder, work / "store", "layout.nodes=2"]
+        command = [sys.executable, driver.__file__, job, work / "conf.yaml", folder, work / "store", "layout.nodes=2"]
         command.append(f"paths.data={work / 'one/data'}")
         environment = os.environ | {"PYTHONUNBUFFERED": "1"}
         with (folder / "output.txt").open("a") as output:
@@ -62,9 +63,9 @@ def wait_for_step(folder: Path, number: int, seconds: float = 120) -> None:
         time.sleep(0.05)
 
 
-def ranks(of: subprocess.Popen) -> list[psutil.Process]:
+def ranks(of: subprocess.Popen, job: str = "train") -> list[psutil.Process]:
     found = psutil.Process(of.pid).children(recursive=True)
-    return [p for p in found if "trainer.train" in p.cmdline() and "torch.distributed.run" not in p.cmdline()]
+    return [p for p in found if f"trainer.{job}" in p.cmdline() and "torch.distributed.run" not in p.cmdline()]
 
 
 def members(of: subprocess.Popen) -> list[psutil.Process]:
@@ -134,6 +135,27 @@ def test_a_fault_of_the_user_s_ends_it_at_once(start, folder):
     assert gang.wait(90) == 1
     assert "Fault" in output(folder) and "nothing is learned after 2 steps" in output(folder)
     assert "attempt 2" not in output(folder)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_hosts_convert_together_and_go_on_with_what_is_finished(start, folder, work):
+    gang = start("convert.hosts=all", job="convert")
+    begun = folder / "files.partial/iter_0000000"
+    wait_for((begun / ".metadata").exists, 180)  # written last, before layers are compared
+    parts = {path.stem for path in (folder / "files.partial/unfinished").glob("*.json")}
+    made = {file.name: file.stat().st_mtime_ns for number in parts for file in begun.glob(f"__{number}_0.distcp")}
+    assert len(parts) > 1 and made
+    ranks(gang, "convert")[1].kill()
+    assert gang.wait(180) == 0, output(folder)
+    assert re.search(r"attempt 1: \S+, \S+ convert; logs in", output(folder))
+    assert "killed by SIGKILL" in output(folder)
+    assert "attempt 2" in output(folder) and "attempt 3" not in output(folder)
+    there = folder / "files/iter_0000000"
+    assert {name: (there / name).stat().st_mtime_ns for name in made} == made, "a part was made twice"
+    alone = work / "base/iter_0000000"
+    names = sorted(file.name for file in alone.iterdir() if file.name != "run_config.yaml")
+    assert filecmp.cmpfiles(alone, there, names, shallow=False) == (names, [], [])
 
 
 @pytest.mark.slow

@@ -195,7 +195,8 @@ def train(here, work, request):
     overrides = [f"{key}={value}" for key, value in (here | {"paths.data": work / "one/data"}).items()]
 
     def train(*more: str) -> tuple[subprocess.Popen, Path]:
-        command = [sys.executable, driver.__file__, work / "conf.yaml", folder, work / "store", *overrides, *more]
+        command = [sys.executable, driver.__file__, "train", work / "conf.yaml", folder, work / "store"]
+        command += [*overrides, *more]
         with (folder / "output.txt").open("a") as output:
             running.append(subprocess.Popen(command, cwd=ROOT, env=os.environ, stdout=output, stderr=output))
         return running[-1], folder
