@@ -45,8 +45,8 @@ def takes(run: Run, stage: str, leaves: bool = False) -> Share:
     `leaves` says that the flow's host has no GPUs, and the run needs some: its evaluations leave it if they may.
     """
     layout, evaluate, engine = run.layout, run.evaluate, run.gang.engine
-    if stage == "train" or (stage == "convert" and run.convert.hosts == "all"):
-        alone = layout.nodes == 1 and engine == "local"
+    alone = layout.nodes == 1 and engine == "local"
+    if stage == "train" or (stage == "convert" and run.convert.hosts == "all" and not alone):
         return Share(layout.nodes, layout.gpus_per_node, None if alone else engine)
     if stage == "reinforce":
         return Share(1, layout.gpus_per_node)

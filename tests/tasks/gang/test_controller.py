@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from conf.load import load
+from conf.rules.gpus import takes
 from conf.schema.run import Run
 from contract import checkpoints
 from contract.faults import Stopped
@@ -378,6 +379,8 @@ def test_a_conversion_is_a_gang_where_all_hosts_are_to_convert(gang, tmp_path):
     paths = over_all.paths.model_copy(update={"base": str(tmp_path / "base")})
     job = replace(job, run=over_all.model_copy(update={"paths": paths}))
     assert (job.newest(), job.is_done()) == (0, False)
+    one_host = over_all.model_copy(update={"layout": over_all.layout.model_copy(update={"nodes": 1})})
+    assert conversion(one_host) is None and takes(one_host, "convert").gpus == 0
     (tmp_path / "base.partial/unfinished").mkdir(parents=True)
     for name in ("0.json", "1.json", "what.txt"):
         (tmp_path / "base.partial/unfinished" / name).touch()
