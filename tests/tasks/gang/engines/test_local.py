@@ -138,16 +138,16 @@ def test_a_fault_of_the_user_s_ends_it_at_once(start, folder):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(900)
 def test_hosts_convert_together_and_go_on_with_what_is_finished(start, folder, work):
-    gang = start("convert.hosts=all", job="convert")
+    gang = start("convert.hosts=all", "gang.start_within=300", job="convert")
     begun = folder / "files.partial/iter_0000000"
-    wait_for((begun / ".metadata").exists, 180)  # written last, before layers are compared
+    wait_for((begun / ".metadata").exists, 300)  # written last, before layers are compared
     parts = {path.stem for path in (folder / "files.partial/unfinished").glob("*.json")}
     made = {file.name: file.stat().st_mtime_ns for number in parts for file in begun.glob(f"__{number}_0.distcp")}
     assert len(parts) > 1 and made
     ranks(gang, "convert")[1].kill()
-    assert gang.wait(180) == 0, output(folder)
+    assert gang.wait(300) == 0, output(folder)
     assert re.search(r"attempt 1: \S+, \S+ convert; logs in", output(folder))
     assert "killed by SIGKILL" in output(folder)
     assert "attempt 2" in output(folder) and "attempt 3" not in output(folder)
