@@ -20,15 +20,17 @@ import sys
 from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, get_origin
+from typing import Any, get_args, get_origin
 
 from pydantic import ValidationError
 
 from conf import strict_yaml
 from conf.error_lines import key_of, line, show
+from conf.model_files import weights
 from conf.planner import hardware
 from conf.rules import layout
 from conf.rules.contradictions import contradictions
+from conf.schema.model import CONFIG, Drawn
 from conf.schema.run import Run, dotted_keys, sections, spelled_out
 from conf.schema.sections import MOST
 from conf.strict_yaml import parse, read_text
@@ -47,7 +49,7 @@ MAPS = [
     f"{section}.{key}"
     for section, kind in sections().items()
     for key, field in kind.model_fields.items()
-    if get_origin(field.annotation) is dict
+    if get_origin(field.annotation) is dict or Drawn in get_args(field.annotation)
 ]
 
 
@@ -82,6 +84,7 @@ def load(path: str | os.PathLike[str], overrides: Sequence[str] = (), illegal: b
         details = error.errors(include_url=False)
         wrong += [f"{places.get(key_of(detail), shown)}: {line(detail, _meant)}" for detail in details]
         raise ConfigError(*wrong) from None
+    run = _drawn_if_without_weights(run)
     if not wrong:
         wrong += [f"{places.get(key, shown)}: {key}: {text}" for key, text in contradictions(run)]
         if run.world > MOST:
@@ -102,6 +105,20 @@ def _make_way(data: dict[str, Any], values: dict[str, Any]) -> None:
             section, _, name = other.partition(".")
             if values.get(key) is not None and other not in values and isinstance(data.get(section), dict):
                 data[section] = {own: value for own, value in data[section].items() if own != name}
+
+
+def _drawn_if_without_weights(run: Run) -> Run:
+    """Take a folder that holds a config.json and no weights for weights to be drawn, where all of them are trained.
+
+    An adapter needs a release: the plan knows one by its config.json alone, and the download asks for the weights.
+    """
+    source = run.model.source
+    if run.adapter.kind != "none" or isinstance(source, Drawn):
+        return run
+    folder = Path(source).expanduser()
+    if not regular_files.is_there(folder / CONFIG) or any(map(weights.are_of, folder.rglob("*"))):
+        return run
+    return run.model_copy(update={"model": run.model.model_copy(update={"source": Drawn(config=source)})})
 
 
 def _one_host(run: Run) -> Run:

@@ -4,7 +4,7 @@
     python -m flows.automations --delete     remove them
 
 A run that has sent heartbeats and then none is set to Crashed: a worker that lives does so itself, but where its host
-is gone nobody does. A run of the flow finetune that has crashed awaits its restart for a minute and goes back to its
+is gone nobody does. A run of finetune or pretrain that has crashed awaits its restart for a minute and goes back to its
 pool: same run, same parameters, and each stage goes on where it was. What was cancelled, has failed, or has not run
 since its last restart (it cannot be imported, say) is left alone, and so are runs that no deployment made: those have
 no pool.
@@ -55,7 +55,7 @@ AUTOMATIONS = (
         trigger=EventTrigger(
             posture=Posture.Proactive,
             match={"prefect.resource.id": f"{FLOW_RUN}.*"},
-            match_related=[_of_flow("finetune", "node"), DEPLOYED],
+            match_related=[_of_flow("finetune", "pretrain", "node"), DEPLOYED],
             for_each={"prefect.resource.id"},
             after={f"{FLOW_RUN}.heartbeat"},
             expect={f"{FLOW_RUN}.heartbeat"} | ENDS,
@@ -75,7 +75,7 @@ AUTOMATIONS = (
                 "prefect.state-type": ["RUNNING", "CRASHED"],
                 "prefect.run-count": [str(count) for count in range(1, RESTARTS + 1)],
             },
-            match_related=[_of_flow("finetune"), DEPLOYED],
+            match_related=[_of_flow("finetune", "pretrain"), DEPLOYED],
             for_each={"prefect.resource.id"},
             after={f"{FLOW_RUN}.Running"},
             expect={f"{FLOW_RUN}.Crashed"},
@@ -89,7 +89,7 @@ AUTOMATIONS = (
         trigger=EventTrigger(
             posture=Posture.Proactive,
             match={"prefect.resource.id": f"{FLOW_RUN}.*"},
-            match_related=[_of_flow("finetune"), DEPLOYED],
+            match_related=[_of_flow("finetune", "pretrain"), DEPLOYED],
             for_each={"prefect.resource.id"},
             after={f"{FLOW_RUN}.{AWAITING}"},
             expect={f"{FLOW_RUN}.Scheduled", f"{FLOW_RUN}.Running"} | ENDS,  # somebody was faster

@@ -36,7 +36,7 @@ ROOT = Path(__file__).resolve().parent.parent
 FILE = ROOT / "prefect.yaml"
 FIRST = "first_schedules"  # no key of Prefect's: it replaces all schedules of a deployment by those of its own key
 DEPLOYED = "finetune_deployed"  # a variable on the server: digests of what the last deployment set
-FLOWS = {f"flows/{name}.py:{name}": name for name in ("finetune", "node", "serve")}
+FLOWS = {f"flows/{name}.py:{name}": name for name in ("finetune", "pretrain", "node", "serve")}
 # What the form in Prefect's UI edits.
 EDITABLE = ("paused", "parameters", "tags", "description", "job_variables")
 LIMIT = "concurrency_limit"

@@ -115,7 +115,7 @@ def _check(options: argparse.Namespace) -> None:
 def _search(run: Run, facts: ModelFacts, gpu: Gpu, gpus: int, options: argparse.Namespace) -> int:
     found = search(run, facts, gpu, gpus)
     if options.json:
-        head = {"name": run.name, "model": run.model.source, "gpu": gpu.name, "gpu_memory": gpu.memory}
+        head = {"name": run.name, "model": str(run.model.source), "gpu": gpu.name, "gpu_memory": gpu.memory}
         whole = {**head, "gpus": gpus, **display.found_dict(found, found.fitting[: options.top], gpu)}
         print(json.dumps(whole, indent=2))
     else:

@@ -4,7 +4,7 @@
     torchrun --nproc-per-node 1 ... -m trainer.evaluate RESOLVED.yaml     on each host of a gang; the first one writes
 
 Reads the model in paths.served and, for the task held_out, test.jsonl of the prepared data, with the template that they
-were prepared with. Other tasks are lm-eval's, by name
+were prepared with, or the tokens of the test where they are texts. Other tasks are lm-eval's, by name
 (their data come from the Hub) or by the path of a YAML file. Writes to paths.evaluation:
 
     results.json       metrics ("held_out/exact_match"), rows, samples, parity, chat_template (SHA-256), versions
@@ -44,7 +44,7 @@ from contract.faults import Fault, line_of
 from contract.files import write_atomically
 from contract.output_marks import EVALUATION, take
 from trainer.checks import inputs, places
-from trainer.serving import agreement, engine, full_memory, held_out, hosts, lm_tasks, prompts, unmerged
+from trainer.serving import agreement, engine, full_memory, held_out, held_out_texts, hosts, lm_tasks, prompts, unmerged
 from trainer.startup import entry
 from trainer.startup.console import say
 
@@ -106,8 +106,9 @@ def evaluate(run: Run, progress: "Progress") -> dict:
     elsewhere = [name for name in names if name != held_out.NAME]
     computed = precision(run)
     engine.prepare(Path(run.paths.kernels), online=any(not prompts.is_task_file(name) for name in elsewhere))
-    test = held_out.read(run) if held_out.NAME in names else None
-    tasks = lm_tasks.load(run, names, test)
+    of_texts = held_out.NAME in names and held_out_texts.are_prepared(run)
+    test = held_out.read(run) if held_out.NAME in names and not of_texts else None
+    tasks = lm_tasks.load(run, [name for name in names if name != held_out.NAME or test], test)
     say(f"evaluate: starting vLLM on this host's {engine.device()} for {_shown(run)}")
     began = time.monotonic()
     served = engine.serve(run, computed, progress)
@@ -116,7 +117,8 @@ def evaluate(run: Run, progress: "Progress") -> dict:
     for name in names:
         progress.task = name
         served.tokens = test.tokens() if test and name == held_out.NAME else None
-        for key, found in lm_tasks.ask(run, served, tasks[name]).items():
+        answers = lm_tasks.ask(run, served, tasks[name]) if name in tasks else held_out_texts.ask(run, served)
+        for key, found in answers.items():
             results[key] |= found
     progress.task = "parity"
     results["parity"], results["parity_not_compared"] = agreement.compare(run, served, computed)

@@ -136,7 +136,7 @@ def _write(run: Run, trained, formats: tuple[str, ...], partial: Path) -> dict:
             facts["chat_template"] = merged_format.copy_other_files(trained.model, partial / "merged", as_released)
         _require_all_used(trained, [])
     if "adapter" in formats and atomic_folder.rank() == 0:
-        facts["left_out"] = peft_format.write(trained, partial / "adapter", run.model.source)
+        facts["left_out"] = peft_format.write(trained, partial / "adapter", str(run.model.source))
     if "merged" not in formats:
         _require_all_used(trained, max(atomic_folder.gather(facts.get("left_out", [])), key=len))
     return facts

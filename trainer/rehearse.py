@@ -30,10 +30,10 @@ from typing import Any
 from conf.load import load
 from conf.model_facts import MODELS, ModelFacts, facts_from_hf
 from conf.model_files import config_json, quantization
-from conf.planner import hardware, parameters
+from conf.planner import hardware, parameters, verdict
 from conf.planner.memory import memory
-from conf.planner.verdict import settle
 from conf.rules.layout import problems
+from conf.schema.model import Drawn
 from conf.schema.run import Run
 from contract import closed_pipe, regular_files
 from contract.faults import Fault
@@ -56,7 +56,7 @@ def main() -> int:
             facts = facts_from_hf(config)
         except ValueError as error:
             raise Fault(f"model.source: {run.model.source}: {error}") from None
-        run = settle(run, facts, hardware.of(run))
+        run = verdict.settle(run, facts, hardware.of(run))
         answer = {"twin": _twin(run, config, options.steps) if options.steps else None}
         meta_model.prepare()
     answer |= rehearse(run, config, facts, options.all)
@@ -155,6 +155,8 @@ def _twin(run: Run, config: dict[str, Any], steps: int) -> dict[str, Any]:
 def config_of(run: Run) -> dict[str, Any]:
     """The model's config.json, without its weights."""
     source = run.model.source
+    if isinstance(source, Drawn):
+        return verdict.config_of(run)[0]
     for folder in (run.paths.model, source):
         if regular_files.is_there(path := Path(folder) / config_json.NAME):
             return _read(path)

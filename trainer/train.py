@@ -44,6 +44,7 @@ def main(run: Run) -> None:
     from trainer.megatron.model import open_bridge
     from trainer.patches import resharding
     from trainer.training.learning_check import Gates
+    from trainer.training.loss_scaling import LossScaling
     from trainer.training.mark_checkpoints import Saves
     from trainer.training.metrics import Metrics
     from trainer.training.parity import Parity
@@ -60,6 +61,7 @@ def main(run: Run) -> None:
             metrics = Metrics(run, Path(run.paths.output) / "metrics.jsonl", start)
             callbacks = [metrics, Gates(run, metrics), parity, Saves(run, metrics), heartbeat.callback()]
             callbacks += [recorder(run)] if run.log.profile_every else []
+            callbacks += [LossScaling()] if run.train.precision == "fp16" else []
         bridge_loop.train(run, config, forward_step, callbacks)
 
 

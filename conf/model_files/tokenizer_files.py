@@ -19,6 +19,8 @@ WHOLE, SETTINGS, SPECIAL, ADDED = (
 )
 OTHERS = ("tokenizer.model", "tiktoken.model", "vocab.json", "vocab.txt")
 LACKS = f"no tokenizer ({WHOLE}); tokenizer.save_pretrained(FOLDER) writes one, or take the released model's"
+# All files that tokenizers are made of, and the templates of chats.
+NAMES = (WHOLE, SETTINGS, SPECIAL, ADDED, *OTHERS, "merges.txt", "chat_template.jinja", "chat_template.json")
 NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 SEVERAL = ("additional_special_tokens", "extra_special_tokens")
 

@@ -13,6 +13,8 @@ from contract import json_object, regular_files
 from contract.faults import Fault
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+# Formats of weights, also of those that are not read here.
+ENDINGS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".index.json")
 LAYER = re.compile(r"(model\.layers|(?:transformer\.)?h)\.(\d{1,6})\.")  # GPT-2's releases have two names for it
 
 
@@ -46,6 +48,11 @@ def tensors(folder: Path) -> dict[str, Entry]:
     if not found:
         raise Fault(f"{folder}: its files hold no tensor; download them again")
     return found
+
+
+def are_of(path: Path) -> bool:
+    """Whether a file holds weights, or says which files do, by its name."""
+    return path.name.endswith(ENDINGS)
 
 
 def layer_of(name: str) -> int | None:

@@ -296,7 +296,7 @@ def as_dict(plan: Plan) -> dict[str, Any]:
     time = plan.time
     return {
         "name": plan.run.name,
-        "model": plan.run.model.source,
+        "model": str(plan.run.model.source),
         "parameters": parameters.total(plan.facts),
         "active_parameters": parameters.active(plan.facts),
         "gpu": plan.gpu.name,

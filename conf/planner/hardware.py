@@ -180,7 +180,7 @@ class OwnGpu(Strict):
 def of(run: Run, gpus: int | None = None) -> Gpu:
     """The kind of GPU that the run is planned for. `gpus` is the total number, where that is not the layout's."""
     named = next((word for word in run.name.split("-") if word in NAMES), None)
-    usual = CPU.name if run.model.source.startswith("tiny://") else "h100"
+    usual = CPU.name if str(run.model.source).startswith("tiny://") else "h100"
     gpu = priced(read(run.hardware.gpu or named or usual, "hardware.gpu"), run.hardware.price)
     if gpu.cuda:
         return gpu

@@ -25,7 +25,7 @@ from conf.planner.memory import PROCESS, StageMemory
 from conf.planner.serving.duration import READ, duration
 from conf.planner.serving.layout import Serving
 from conf.planner.timing import Timing
-from conf.rules import schedule
+from conf.rules import pretraining, schedule
 from conf.rules.gpus import takes
 from conf.rules.serving import BYTES, precision
 from conf.schema.run import Run
@@ -64,7 +64,7 @@ def stage_needs(
         StageNeed("prepare", 1, 0, 0, GIB, 0),
     ]
     asked = [_evaluation(run, facts, gpu, serving)] if run.evaluate.tasks else []
-    found += [replace(one, stage="evaluate-base") for one in asked]
+    found += [replace(one, stage="evaluate-base") for one in asked if not pretraining.is_drawn(run)]
     merged = released if run.export.quantization else count * 2
     found += [_training(run, facts, stages, time, gpu), _export(run, facts, merged)]
     found += [replace(one, stage="evaluate-tuned") for one in asked]

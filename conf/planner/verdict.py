@@ -30,6 +30,7 @@ from conf.planner.stage_needs import StageNeed, stage_needs
 from conf.planner.timing import Timing, timing
 from conf.rules import schedule, serving
 from conf.rules.layout import Grid, grid, problems
+from conf.schema.model import CONFIG, Drawn
 from conf.schema.run import Run
 from conf.schema.sections import Adapter
 from contract import json_object, regular_files
@@ -154,6 +155,10 @@ def facts_of(run: Run) -> ModelFacts:
 def config_of(run: Run) -> tuple[Any, str]:
     """The model's config.json, if it is known or lies here, and the prefix of its name in error messages."""
     source, form = run.model.source, ""
+    if isinstance(source, Drawn):
+        if isinstance(source.config, dict):
+            return source.config, ""
+        source = source.config
     if source.startswith("tiny://"):
         source, form = quantization.of_tiny(source)
     names = {}  # the study of GPT-2 has trained a variant that is on no Hub: it goes by its file's name
@@ -164,8 +169,8 @@ def config_of(run: Run) -> tuple[Any, str]:
             names[held["source"].removesuffix(" config.json")] = held["config"]
     if source in names:
         return names[source] | ({quantization.KEY: quantization.OF_TINY[form]} if form else {}), ""
-    for folder in (source, run.paths.model):
-        if regular_files.is_there(config := Path(folder) / "config.json"):
+    for folder in (source.removesuffix(CONFIG), run.paths.model):
+        if regular_files.is_there(config := Path(folder) / CONFIG):
             return _read(config), f"{config.parent}/"
     ids = ", ".join(name for name in names if "/" in name)
     raise ConfigError(f"model.source: {source}: unknown model; known are {ids}; {HINT}")

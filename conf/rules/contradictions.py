@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from conf.rules import precision, reinforcement, serving
+from conf.rules import batch_ramp, precision, pretraining, reinforcement, serving
 from conf.schema import clusters
 from conf.schema.data import Rows
 from conf.schema.run import Run, sections
@@ -60,6 +60,8 @@ def contradictions(run: Run) -> Iterator[tuple[str, str]]:
             f"{run.model.dropout:g} changes what reinforce.steps {run.reinforce.steps} compare; 0 there",
         )
     yield from precision.contradictions(run)
+    yield from pretraining.contradictions(run)
+    yield from batch_ramp.contradictions(run)
     yield from serving.contradictions(run)
     yield from reinforcement.contradictions(run)
     yield from clusters.contradictions(run.gang.engine, run.kubernetes)

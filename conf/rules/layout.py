@@ -165,6 +165,9 @@ def _broken_batches(run: Run) -> Iterator[Broken]:
     layout, train = run.layout, run.train
     dp = layout.world // (layout.tp * layout.cp * layout.pp)
     row = train.micro_batch * dp
+    if train.batch_ramp and (uneven := [size for size in train.batch_ramp[:2] if size % row]):
+        text = f"{uneven[0]} is no multiple of micro_batch {train.micro_batch} * dp {dp} = {row}"
+        yield Broken("batch", "train.ramp_from", text, multiples(uneven[0], row))
     if train.global_batch % row:
         text = f"{train.global_batch} is no multiple of micro_batch {train.micro_batch} * dp {dp} = {row}"
         yield Broken("batch", "train.global_batch", text, multiples(train.global_batch, row))

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 
 from conf.model_facts import ModelFacts
 from conf.schema.run import Run
+from conf.schema.training import Train
 
 MULTIPLE = {"current": 16, "delayed": 16, "blockwise": 16, "mxfp8": 32}  # of both sides of a weight
 ROWS = {"current": 8, "delayed": 8, "blockwise": 8, "mxfp8": 32}  # of the tokens that a rank multiplies with it
@@ -20,8 +21,13 @@ ROWS = {"current": 8, "delayed": 8, "blockwise": 8, "mxfp8": 32}  # of the token
 CAPABLE = {"current": (8.9, 99), "delayed": (8.9, 99), "blockwise": (9.0, 99), "mxfp8": (10.0, 12.0)}
 
 
+LOSS_SCALE = Train.model_fields["loss_scale"].default
+
+
 def contradictions(run: Run) -> Iterator[tuple[str, str]]:
     yield from _of_fp8(run)
+    if run.train.loss_scale != LOSS_SCALE and run.train.precision != "fp16":
+        yield "train.loss_scale", f"{run.train.loss_scale:g} has no effect with train.precision {run.train.precision}"
     optimizer, precision = run.optimizer, run.train.precision
     for key, usual in (("states", "fp32"), ("gradients", "fp32"), ("offload", 0.0)):
         if (value := getattr(optimizer, key)) != usual and precision != "bf16":

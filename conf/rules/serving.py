@@ -32,7 +32,7 @@ SERVED = (
 )
 SPARSE_BLOCKS = {"MixtralForCausalLM": "Mixtral's", "MiniMaxM2ForCausalLM": "MiniMax-M2's"}  # of experts, in vLLM
 FP8 = 8.9  # CUDA's compute capability that quantization takes
-BYTES = {"fp32": 4, "bf16": 2}  # of a weight, by precision
+BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}  # of a weight, by precision
 LATENT = "kv_b_proj"  # Hugging Face's name of linear_kv_up_proj
 CPU_HEADS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 

@@ -17,9 +17,9 @@ class Rows(Section):
 
     source: Annotated[Place | None, bears(derived="prepare")] = Field(
         default=None,
-        description="Hugging Face data set id, file, folder of files, s3:// URI, tiny://tickets or "
-        "tiny://mistaken-tickets; files are JSON lines, JSON, CSV, TSV, Parquet or Arrow, compressed or not, or tokens "
-        "for pretraining in Megatron's .bin and .idx, which their prefix names too",
+        description="Hugging Face data set id, file, folder of files, s3:// URI, tiny://tickets, "
+        "tiny://mistaken-tickets or tiny://texts; files are JSON lines, JSON, CSV, TSV, Parquet or Arrow, compressed "
+        "or not, or tokens for pretraining in Megatron's .bin and .idx, which their prefix names too",
     )
     revision: Annotated[Text, bears(derived="prepare")] = Field(
         default="main", description="branch, tag or commit of the data set on the Hub"

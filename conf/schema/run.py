@@ -15,6 +15,7 @@ from conf.schema.bearing import bears
 from conf.schema.clusters import Kubernetes, Slurm
 from conf.schema.conversion import Convert
 from conf.schema.data import Data
+from conf.schema.model import Model
 from conf.schema.reinforcement import Reinforce
 from conf.schema.sections import (
     Adapter,
@@ -25,7 +26,6 @@ from conf.schema.sections import (
     Hardware,
     Layout,
     Log,
-    Model,
     Paths,
     Promote,
     Section,

@@ -124,45 +124,6 @@ def is_section(annotation: Any) -> TypeGuard[type[Section]]:
     return isinstance(annotation, type) and issubclass(annotation, Section)
 
 
-class Model(Section):
-    """The released model that the run starts from."""
-
-    source: Annotated[Place, bears(derived="download")] = Field(
-        description="Hugging Face Hub id, folder, s3:// URI, or tiny://KIND, which trainer.tiny makes; for the flow"
-    )
-    revision: Annotated[Text, bears(derived="download")] = Field(
-        default="main", description="branch, tag or commit on the Hub; pin a commit to repeat a run"
-    )
-    trust_remote_code: Annotated[bool, bears("download")] = Field(
-        default=False, description="run Python code that the checkpoint brings along"
-    )
-    unsafe_weights: Annotated[bool, bears("download")] = Field(
-        default=False, description="fetch pickled weights too: reading one can run code"
-    )
-    ignore_config: Annotated[tuple[Text, ...], NOWHERE] = Field(
-        default=(),
-        strict=False,
-        description="keys of config.json that Megatron-Bridge does not read, and that do not matter to you",
-    )
-    mtp: Annotated[bool, bears("convert", "train")] = Field(
-        default=True, description="train the multi-token-prediction layers, where the model has them"
-    )
-    compare: Annotated[bool, NOWHERE] = Field(
-        default=True,
-        description="compute the first layers by transformers too, and convert nothing that differs; false for a model "
-        "that cannot be computed on this host",
-    )
-    mtp_loss_scale: Annotated[float, bears("train")] = Field(
-        default=0.3, ge=0, description="weight of their loss; 0.3 is Bridge's value for GLM-4.5+"
-    )
-    dropout: Annotated[float | None, bears("train", absent=None)] = Field(
-        default=None,
-        ge=0,
-        lt=1,
-        description="in training, of attention's weights and of what each layer adds; null = as released, mostly none",
-    )
-
-
 class Adapter(Section):
     """The part of the model that is trained: a low-rank adapter, or every weight."""
 
@@ -432,7 +393,8 @@ class Promote(Section):
         default="{name}", description="registered model; {name} stands for the run's name"
     )
     metric: Annotated[Text, bears("promote")] = Field(
-        default="held_out/exact_match", description="task/metric that decides; higher is better"
+        default="held_out/exact_match",
+        description="task/metric that decides; more is better, but of perplexity and bits per byte less",
     )
     margin: Annotated[float, bears("promote")] = Field(
         default=0.0, ge=0, description="the champion is replaced by what beats it by more than this"

@@ -30,9 +30,26 @@ class Train(Section):
     micro_batch: Annotated[Count, NOWHERE] = Field(
         default=1, description="sequences per forward pass of a rank; 1 = least memory"
     )
-    seed: Annotated[Seed, bears("train")] = Field(default=1234, description="weights, dropout; Megatron's default")
-    precision: Annotated[Literal["fp32", "bf16"], bears("convert", "train", derived="evaluate")] = Field(
-        default="bf16", description="weights and activations; fp32 for CPU runs"
+    ramp_from: Annotated[Count | None, bears("train", absent=None)] = Field(
+        default=None, description="sequences of the first steps, for texts; they grow to global_batch; null = no ramp"
+    )
+    ramp_by: Annotated[Count | None, bears("train", absent=None)] = Field(
+        default=None, description="sequences by which a step grows each time; null = ramp_from"
+    )
+    ramp_sequences: Annotated[Count | None, bears("train", absent=None)] = Field(
+        default=None, description="sequences, counted from the first step, after which steps have global_batch of them"
+    )
+    seed: Annotated[Seed, bears("train", derived="download")] = Field(
+        default=1234, description="of drawn weights, adapters and dropout; Megatron's default"
+    )
+    precision: Annotated[Literal["fp32", "bf16", "fp16"], bears("convert", "train", derived="evaluate")] = Field(
+        default="bf16", description="weights and activations; fp32 for CPU runs; fp16 scales the loss"
+    )
+    loss_scale: Annotated[float, bears("train", absent=1024.0)] = Field(
+        default=1024.0,
+        ge=1,
+        description="of fp16, whose loss is a sum over tokens, at first: halved by each step whose gradients overflow, "
+        "which is skipped, and doubled after 1000 steps without one",
     )
     fp8: Annotated[Literal["current", "delayed", "blockwise", "mxfp8"] | None, bears("train", absent=None)] = Field(
         default=None,
@@ -63,6 +80,13 @@ class Train(Section):
     stop_after: Annotated[Count | None, bears("train", held=False)] = Field(
         default=None, description="end after this step, schedule unchanged; for rehearsals"
     )
+
+    @property
+    def batch_ramp(self) -> tuple[int, int, int] | None:
+        """The first size of a batch, by how much it grows, and in how many sequences, as in rampup_batch_size."""
+        if self.ramp_from is None or self.ramp_sequences is None:
+            return None
+        return self.ramp_from, self.ramp_by or self.ramp_from, self.ramp_sequences
 
 
 class Optimizer(Section):

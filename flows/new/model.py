@@ -14,7 +14,7 @@ from conf.model_files import tokenizer_files
 from conf.planner import parameters
 from conf.planner.verdict import facts_in
 from conf.rules import conversion
-from conf.schema.sections import Model as ModelSection
+from conf.schema.model import Model as ModelSection
 from contract.faults import Fault
 from tasks.run import launch
 from tasks.sources import hub

@@ -46,9 +46,13 @@ def page(name: str, lines: list[Line], steps: int, image: bytes | None, links: d
         newest = validated[-1]
         said = f"at step {newest['step']}; lowest {best['lm_loss']:.4g} at step {best['step']}"
         rows.append(("validation", f"{newest['lm_loss']:.4g}", said))
+        if "perplexity" in newest:  # trainings before did not write it
+            rows.append(("perplexity", f"{newest['perplexity']:.4g}", "of the validation data: exp of its loss"))
     rows.append(("speed", f"{last['tokens_per_second']:,.0f} tokens/s", f"{last['step_seconds']:.3g} s a step"))
     rows.append(("learning rate", _shown(last.get("lr")), ""))
     rows.append(("gradient norm", _shown(last.get("grad_norm")), "before clipping"))
+    if "loss_scale" in last:
+        rows.append(("loss scale", f"{last['loss_scale']:g}", f"{last['skipped_steps']} steps skipped"))
     rows.append(("memory", f"{last['memory_gb']:.1f} GB", "highest of any rank"))
     left = seconds_left(lines, steps)
     rest = f", {clock(left)} left" if left else ""
@@ -71,4 +75,5 @@ def _shown(value: float | None) -> str:
 
 
 def _of(kind: str, lines: list[Line]) -> list[Line]:
-    return [line for line in lines if line["kind"] == kind]
+    """Lines of a kind. A step of fp16 that was skipped may have no loss."""
+    return [line for line in lines if line["kind"] == kind and line["lm_loss"] is not None]

@@ -1,15 +1,19 @@
-"""Stage download: the released model, at one commit, as its publisher's files."""
+"""Stage download: the released model, at one commit, as its publisher's files; or one whose weights are drawn."""
+
+import json
+from pathlib import Path
 
 from prefect import State, task
 
 from conf.schema import identity
+from conf.schema.model import CONFIG, Drawn
 from conf.schema.run import Run
 from contract.faults import Fault
 from tasks.run import launch
 from tasks.run.artifact import Stage, Work
 from tasks.run.progress import Progress
 from tasks.run.stage_run import OPTIONS, StageRun
-from tasks.sources import hub
+from tasks.sources import drawn, hub
 from tasks.sources.hub import file_choice
 
 VERSION = 1
@@ -21,6 +25,8 @@ def stage(run: Run) -> Stage:
     A folder's path bears no identity, its content does.
     """
     model = run.model
+    if isinstance(model.source, Drawn):
+        return Stage("download", VERSION, drawn.identity(model, run.train.seed))
     kind = hub.kind(model.source)
     if kind == "tiny":
         return Stage("download", VERSION, {"source": model.source})
@@ -30,11 +36,14 @@ def stage(run: Run) -> Stage:
 
 @task(name="download", **OPTIONS)
 def download(stage_run: StageRun) -> State:
-    """Fetch the released model."""
+    """Fetch the released model, or make one with drawn weights."""
     model, config = stage_run.run.model, stage_run.asked.config
 
     def make(work: Work) -> dict:
         files = work.folder / "files"
+        if isinstance(model.source, Drawn):
+            _draw(stage_run, work, files)
+            return {"source": str(model.source)}
         if model.source.startswith("tiny://"):
             arguments = ["trainer.tiny", model.source.removeprefix("tiny://"), str(files), "--dtype", "float32"]
             if not any(files.glob("*")):  # a run that was killed may have made it whole, and none makes half of it
@@ -49,3 +58,19 @@ def download(stage_run: StageRun) -> State:
         return {"source": model.source, "commit": found.commit} | result
 
     return stage_run.get_or_make(make)
+
+
+def _draw(stage_run: StageRun, work: Work, files: Path) -> None:
+    """Make a model whose weights are drawn, with the tokenizer of another one or that lies beside its config.json."""
+    model, config = stage_run.run.model, stage_run.asked.config
+    described, tokenizer = work.folder / CONFIG, work.folder / "tokenizer"
+    described.write_text(json.dumps(config["config"]))
+    source = drawn.tokenizer_of(model)
+    if hub.kind(source) == "tiny":
+        arguments = ["trainer.tiny", source.removeprefix("tiny://"), str(tokenizer)]
+        launch.process(arguments, work.folder / "tiny.log", work.say, stage_run.stopped(work))
+    else:
+        drawn.fetch_tokenizer(model, config["tokenizer"], tokenizer)
+    arguments = ["trainer.weights.drawn", str(described), str(files), "--tokenizer", str(tokenizer)]
+    arguments += ["--seed", str(config["seed"])]
+    launch.process(arguments, work.folder / "drawn.log", work.say, stage_run.stopped(work))

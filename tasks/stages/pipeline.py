@@ -1,12 +1,12 @@
 """The stages of a run: what each is made from, and so all fingerprints, before anything is made.
 
-flows/finetune.py makes them, in this order and from these inputs (tests/tasks/stages/test_pipeline.py).
+flows/pipeline/every_stage.py makes them, in this order and from these inputs (tests/tasks/stages/test_pipeline.py).
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from conf.rules import reinforcement
+from conf.rules import pretraining, reinforcement
 from conf.schema.run import Run
 from contract.faults import Fault
 from tasks.run.artifact import Stage
@@ -111,6 +111,8 @@ def unasked(run: Run, last: str | None) -> dict[str, str]:
     reasons = dict.fromkeys(behind, "lies behind the last stage that was asked for")
     if not run.evaluate.tasks:
         reasons |= {kind.name: "evaluate.tasks is empty" for kind in PIPELINE if kind.of_evaluation}
+    elif pretraining.is_drawn(run):
+        reasons.setdefault("evaluate-base", "its weights are drawn, and know nothing yet")
     if reinforcement.is_asked(run) and run.reinforce.start == "base":
         reasons["train"] = "reinforce.start is base"
     return reasons

@@ -24,6 +24,7 @@ from conf.planner import advice, display, hardware, picture, verdict
 from conf.planner.hardware import GB
 from conf.planner.verdict import Plan
 from conf.rules import conversion, schedule, serving
+from conf.schema.model import Drawn
 from conf.schema.run import Run
 from contract.faults import ConfigError, Fault
 from tasks.pages.markdown import fenced, table, words
@@ -32,7 +33,7 @@ from tasks.run.artifact import Artifact
 from tasks.run.places import open_run_store
 from tasks.run.run_tracking import RunTracking
 from tasks.run.stage_run import OPTIONS
-from tasks.sources import hub, training_rows
+from tasks.sources import drawn, hub, training_rows
 from tasks.sources.hub import config_json
 from tasks.stages import pipeline
 
@@ -174,11 +175,14 @@ def _rows(planned: Plan) -> list[tuple[str, str]]:
 
 def _facts(run: Run) -> ModelFacts:
     source = run.model.source
-    if hub.kind(source) == "tiny":
+    if isinstance(source, Drawn):
+        config = drawn.config(source, run.model.revision)
+    elif hub.kind(source) == "tiny":
         if refused := conversion.unwritable(verdict.config_of(run)[0], run.export.quantization):
             raise Fault(refused)
         return verdict.facts_of(run)
-    config = config_json.read(source, run.model.revision)
+    else:
+        config = config_json.read(source, run.model.revision)
     facts = verdict.facts_in(config, f"model.source: {source}: ")
     if found := conversion.obstacles(config, run.model.ignore_config):
         raise Fault(f"model.source: {source}: {'; '.join(found)}")

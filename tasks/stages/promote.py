@@ -29,6 +29,7 @@ from tasks.tracking.address import public
 from tasks.tracking.mlflow_pages import authorization
 
 VERSION = 1
+LOWER = ("perplexity", "bits_per_byte")  # ends of metrics of which less is better
 LONG = 400  # characters of a path
 
 
@@ -53,9 +54,12 @@ def stage(run: Run, tuned: Stage, before: Stage, after: Stage) -> Stage:
 
 @task(name="promote", **OPTIONS)
 def promote(
-    stage_run: StageRun, tuned: Artifact, before: Artifact, after: Artifact, released: Artifact | None = None
+    stage_run: StageRun, tuned: Artifact, before: Artifact | None, after: Artifact, released: Artifact | None = None
 ) -> State:
-    """Register the model, and promote it if it is better."""
+    """Register the model, and promote it if it is better.
+
+    `before` is None where the base knows nothing: its weights were drawn.
+    """
     settings, tracking = stage_run.run.promote, stage_run.tracking
 
     def make(work: Work) -> dict:
@@ -63,9 +67,9 @@ def promote(
         for what, needed in _needed(tuned, released).items():
             if isinstance(there := artifact.find(needed, stage_run.store), Missing):
                 raise Fault(f"{tuned.result['uri']}: not registered: {what}{there.reason}")
-        base, value = _value(before, settings.metric), _value(after, settings.metric)
+        rival = Rival("the base model", _value(before, settings.metric)) if before else None
+        value = _value(after, settings.metric)
         champion = _by_alias(client, settings.model, "champion")
-        rival = Rival("the base model", base)
         if champion:
             measured = champion.tags.get(settings.metric)
             rival = Rival(f"champion {champion.version}", float(measured) if measured is not None else None)
@@ -74,7 +78,7 @@ def promote(
             wins, reason = True, f"{settings.metric} {value:.4g}; it was champion before"
         asked = {key: value for key, value in after.stage.config.items() if key != "adapter"}  # that is how, not what
         questions = canonical([asked, after.stage.inputs.get("data")])
-        if champion and champion.tags.get("finetune.questions", questions) != questions:
+        if rival and champion and champion.tags.get("finetune.questions", questions) != questions:
             reason += f"; {rival.name} was asked other questions"
         tags = {settings.metric: repr(value), "reason": reason, "finetune.questions": questions}
         version = _register(client, settings.model, tracking, tuned, tags)
@@ -84,7 +88,8 @@ def promote(
         if wins:
             client.set_registered_model_alias(settings.model, "champion", version)
         # Runs are forgotten in time; what the registry names stays (flows/artifacts.py).
-        pin = {"artifacts": [tuned.key, before.key, after.key], "model": settings.model, "version": version}
+        keys = [made.key for made in (tuned, before, after) if made]
+        pin = {"artifacts": keys, "model": settings.model, "version": version}
         stage_run.store.write(f"pins/{settings.model}-{version}.json", json.dumps(pin).encode())
         aliases = ["challenger", *(["champion"] if wins else [])]
         decision = {"model": settings.model, "version": version, "aliases": aliases, "reason": reason, "value": value}
@@ -102,7 +107,7 @@ def description(run: Run, tuned: Artifact, version: str, reason: str, tracking: 
     trained = "every weight" if run.adapter.kind == "none" else f"{run.adapter.kind} of rank {run.adapter.rank}"
     lines = (
         f"{words(reason)}.",
-        f"Made of {code(run.model.source, LONG)} with {code(sources, LONG)}, {trained}, by Prefect's run {whose}.",
+        f"Made of {code(str(run.model.source), LONG)} with {code(sources, LONG)}, {trained}, by Prefect's run {whose}.",
         f"Path: {code(_path(tuned.result['uri']), LONG)}",
         f"To serve it: {code(f'python -m flows.serve {run.promote.model}@{version}', LONG)}",
     )
@@ -119,12 +124,16 @@ def _needed(tuned: Artifact, released: Artifact | None) -> dict[str, Stage]:
     return {"": tuned.stage} | ({"its base: ": released.stage} if is_adapter and released else {})
 
 
-def decide(metric: str, value: float, rival: Rival, margin: float) -> tuple[bool, str]:
+def decide(metric: str, value: float, rival: Rival | None, margin: float) -> tuple[bool, str]:
     """Whether the model becomes champion, and the reason, as text for people."""
+    if rival is None:
+        return True, f"{metric} {value:.4g}; it is the first, and began with drawn weights"
     if rival.value is None:
         return False, f"{rival.name} was never measured by {metric}, so nothing says that {value:.4g} is better"
-    gain = round(value - rival.value, 9)  # 0.4 is not 0.1 above 0.3 by more than 0.1
-    compared = f"{metric} {value:.4g} against {rival.value:.4g} of {rival.name}: {gain:+.4g}"
+    apart = round(value - rival.value, 9)  # 0.4 is not 0.1 above 0.3 by more than 0.1
+    gain = -apart if metric.endswith(LOWER) else apart
+    compared = f"{metric} {value:.4g} against {rival.value:.4g} of {rival.name}: {apart:+.4g}"
+    compared += ", where less is better" * metric.endswith(LOWER)
     if gain > margin:
         return True, f"{compared}, above the margin of {margin:g}"
     return False, f"{compared}, not above the margin of {margin:g}"

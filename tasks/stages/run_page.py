@@ -38,7 +38,7 @@ def page(name: str, planned: Plan, outcomes: Outcomes, links: dict[str, str], st
         text += ["", f"{min(ANSWERS, len(answers))} of {len(answers)} that both were asked."]
     if found := gains(made):
         text += ["", "## Evaluation"]
-        text += table(("metric", "tuned", "base"), [(words(n), f"{t:.4g}", f"{b:.4g}") for n, b, t in found])
+        text += table(("metric", "tuned", "base"), [(words(n), f"{t:.4g}", of_base(b)) for n, b, t in found])
     text += _training(store, made, outcomes.stages["train"])
     text += ["", "## Made of", *table(("", ""), _facts(planned, made, store))]
     text += ["", "## Where", "", *(_place(what, where) for what, where in links.items())]
@@ -49,13 +49,23 @@ def page(name: str, planned: Plan, outcomes: Outcomes, links: dict[str, str], st
     return "\n".join(text) + "\n"
 
 
-def gains(made: Made) -> list[tuple[str, float, float]]:
-    """Metrics of the evaluation: name, the base's, the tuned model's."""
+def gains(made: Made) -> list[tuple[str, float | None, float]]:
+    """Metrics of the evaluation: name, the base's, the tuned model's. Drawn weights are no base to be evaluated."""
     before, after = made.get("evaluate-base"), made.get("evaluate-tuned")
-    if not before or not after:
+    if not after or not (before or _is_drawn(made)):
         return []
-    base, tuned = before.result["metrics"], after.result["metrics"]
-    return [(name, base[name], tuned[name]) for name in tuned if name in base and not name.endswith("_stderr")]
+    base, tuned = before.result["metrics"] if before else {}, after.result["metrics"]
+    shown = [name for name in tuned if (name in base or not before) and not name.endswith("_stderr")]
+    return [(name, base.get(name), tuned[name]) for name in shown]
+
+
+def _is_drawn(made: Made) -> bool:
+    return "download" in made and "seed" in made["download"].stage.config
+
+
+def of_base(value: float | None) -> str:
+    """The base's metric as text."""
+    return "" if value is None else f"{value:.4g}"
 
 
 def serving(made: Made) -> str:

@@ -15,6 +15,7 @@ from tasks.tracking.address import public
 TRAINED = {
     "loss": "loss/training",
     "validation_loss": "loss/validation",
+    "validation_perplexity": "loss/validation_perplexity",
     "median_step_seconds": "speed/step_seconds",
     "peak_memory_gb": "speed/memory_gb",
 }
@@ -35,7 +36,7 @@ def lines(outcomes: Outcomes, links: dict[str, str]) -> list[str]:
     if gains := run_page.gains(made):
         width = max(len(name) for name, _, _ in gains)
         found += ["", f"{'metric'.ljust(width)}  {'base':>9}  {'tuned':>9}"]
-        found += [f"{name.ljust(width)}  {base:>9.4g}  {tuned:>9.4g}" for name, base, tuned in gains]
+        found += [f"{name.ljust(width)}  {run_page.of_base(base):>9}  {tuned:>9.4g}" for name, base, tuned in gains]
     if promoted := made.get("promote"):
         result = promoted.result
         title = f"{result['model']} version {result['version']}: {' and '.join(result['aliases'])}."
@@ -53,7 +54,7 @@ def publish(planned: Plan, outcomes: Outcomes, store: Store, tracking: RunTracki
     text = run_page.page(name, planned, outcomes, links, store)
     create_markdown_artifact(text, key=f"report-{planned.run.name}", description=name)
     for metric, base, tuned in run_page.gains(made):
-        tracking.tell({f"score/base/{metric}": base, f"score/tuned/{metric}": tuned})
+        tracking.tell({f"score/tuned/{metric}": tuned} | ({} if base is None else {f"score/base/{metric}": base}))
     if trained := made.get("train"):
         tracking.tell({told: trained.result[key] for key, told in TRAINED.items() if key in trained.result})
     print("\n".join(["", *lines(outcomes, links), ""]))

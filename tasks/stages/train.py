@@ -61,7 +61,7 @@ def train(stage_run: StageRun, model: Artifact, base: Artifact, data: Artifact) 
         tracked = stage_run.tracked()
         tracked.follow(metrics)
         tracked.params(_counted(run))
-        tracked.model(run.model.source, store.link(f"{model.key}/files"))
+        tracked.model(str(run.model.source), store.link(f"{model.key}/files"))
         for split, context in (("training", "training"), ("validation", "validation")):
             count = made["rows"][split]
             tracked.dataset(f"{run.name}-{split}", data.digest, store.link(f"{data.key}/files"), context, count)
@@ -140,9 +140,14 @@ class _Thinned:
 
 
 def _summary(lines: list[dict]) -> dict:
-    steps = [line for line in lines if line["kind"] == "train"]
+    steps = [line for line in lines if line["kind"] == "train" and line["lm_loss"] is not None]
     validations = [line for line in lines if line["kind"] == "validation"]
     seconds = sorted(line["step_seconds"] for line in steps)
     summary = {"steps": steps[-1]["step"], "loss": steps[-1]["lm_loss"], "first_loss": steps[0]["lm_loss"]}
     summary |= {"median_step_seconds": seconds[len(seconds) // 2], "peak_memory_gb": steps[-1]["memory_gb"]}
-    return summary | ({"validation_loss": validations[-1]["lm_loss"]} if validations else {})
+    summary |= {key: steps[-1][key] for key in ("skipped_steps", "nan_steps") if key in steps[-1]}
+    if validations:
+        summary["validation_loss"] = validations[-1]["lm_loss"]
+        if "perplexity" in validations[-1]:
+            summary["validation_perplexity"] = validations[-1]["perplexity"]
+    return summary

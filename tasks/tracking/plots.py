@@ -20,6 +20,7 @@ FIGURES = {
             ("train", "mtp_loss", "multi-token prediction"),
         ],
     ),
+    "perplexity": ("Perplexity of the validation data", "", [("validation", "perplexity", "validation")]),
     "learning_rate": ("Learning rate", "", [("train", "lr", "learning rate")]),
     "gradient_norm": ("Gradient norm", "", [("train", "grad_norm", "before clipping")]),
     "throughput": ("Throughput", "tokens per second", [("train", "tokens_per_second", "all devices")]),

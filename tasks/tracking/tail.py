@@ -14,12 +14,23 @@ CHUNK = 8 << 20
 NOT_METRICS = {"kind", "step", "time"}
 # MLflow and Weights & Biases draw a section for what stands before the slash, in alphabetical order: the loss is first.
 SECTIONS = {
-    "optimizer": ("lr", "grad_norm"),
+    "optimizer": ("lr", "grad_norm", "loss_scale", "skipped_steps", "nan_steps"),
     "routing": ("aux_loss", "expert_load_max", "expert_load_mean"),
-    "speed": ("step_seconds", "tokens_per_second", "tflops", "mfu", "memory_gb", "samples", "tokens", "setup_seconds"),
+    "speed": (
+        "step_seconds",
+        "tokens_per_second",
+        "tflops",
+        "mfu",
+        "memory_gb",
+        "samples",
+        "tokens",
+        "batch",
+        "setup_seconds",
+    ),
 }
 NAMES = {key: f"{section}/{key}" for section, keys in SECTIONS.items() for key in keys}
 NAMES |= {"lm_loss": "loss/training", "mtp_loss": "loss/training_mtp"}
+VALIDATION = {"lm_loss": "loss/validation", "perplexity": "loss/validation_perplexity"}
 
 
 class Tail:
@@ -77,7 +88,7 @@ def _name(kind: str, key: str) -> str:
         return f"{kind}/{key}"
     if kind != "validation":
         return NAMES.get(key, f"other/{key}")
-    return "loss/validation" if key == "lm_loss" else f"other/validation_{key}"
+    return VALIDATION.get(key, f"other/validation_{key}")
 
 
 def _is_number(value) -> bool:

@@ -51,7 +51,7 @@ def test_a_form_has_help_limits_and_choices():
     lr = schema["Optimizer"]["properties"]["lr"]
     assert lr["description"].startswith("highest learning rate")
     assert (lr["exclusiveMinimum"], lr["maximum"], lr["type"]) == (0, 1, "number") and "anyOf" not in lr
-    assert schema["Train"]["properties"]["precision"]["enum"] == ["fp32", "bf16"]
+    assert schema["Train"]["properties"]["precision"]["enum"] == ["fp32", "bf16", "fp16"]
 
 
 VALUES = {

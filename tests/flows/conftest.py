@@ -13,7 +13,7 @@ from tests.support.flow_world import World, world
 IMPORTS = """
 import boto3, botocore.config, matplotlib.backends.backend_agg, matplotlib.figure, psutil
 import prefect.flow_engine, prefect.runtime.flow_run, prefect.states, prefect.task_engine
-import flows.command, tasks.stages.run_report, tasks.tracking.mlflow_sink
+import flows.pipeline.command, tasks.stages.run_report, tasks.tracking.mlflow_sink
 """
 
 

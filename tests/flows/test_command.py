@@ -1,4 +1,4 @@
-"""flows/command.py: what is wrong with a command line is said in a line, before Prefect or a stage starts."""
+"""flows/pipeline/command.py: what is wrong with a command line is said in a line, before Prefect or a stage starts."""
 
 import sys
 from types import SimpleNamespace
@@ -7,7 +7,7 @@ import pytest
 
 from conf.load import FOLDER, load
 from conf.overrides import as_overrides
-from flows.command import command
+from flows.pipeline.command import command
 from tasks.run import own_server
 from tasks.stages import pipeline
 
@@ -28,7 +28,7 @@ def run(tmp_path, monkeypatch, capsys):
 
     def run(*arguments: str):
         monkeypatch.setattr(sys, "argv", ["finetune", *arguments])
-        code = command(SimpleNamespace(with_options=lambda **_: toy_flow), "description")
+        code = command(SimpleNamespace(name="finetune", with_options=lambda **_: toy_flow), "description")
         said = capsys.readouterr()
         return code, said.err, said.out
 
@@ -132,7 +132,7 @@ def test_a_failed_run_shows_why_and_how(run, monkeypatch, capsys):
     state = SimpleNamespace(**ends, message="train: a\nexport: b", name="Failed")
     monkeypatch.setattr(sys, "argv", ["finetune", "tiny"])
     monkeypatch.setattr(own_server, "start", lambda: None)
-    assert command(SimpleNamespace(with_options=lambda **_: lambda **_: state), "x") == 2
+    assert command(SimpleNamespace(name="finetune", with_options=lambda **_: lambda **_: state), "x") == 2
     assert capsys.readouterr().err == "error: train: a\nerror: export: b\n"
 
 
@@ -142,5 +142,5 @@ def test_ctrl_c_ends_in_a_line(monkeypatch, capsys):
 
     monkeypatch.setattr(sys, "argv", ["finetune", "tiny"])
     monkeypatch.setattr(own_server, "start", lambda: None)
-    assert command(SimpleNamespace(with_options=lambda **_: interrupted), "x") == 130
+    assert command(SimpleNamespace(name="finetune", with_options=lambda **_: interrupted), "x") == 130
     assert capsys.readouterr().err.startswith("error: interrupted; what was made is kept")

@@ -9,7 +9,8 @@ import time
 import boto3
 import pytest
 
-from flows.command import command
+from flows.finetune import finetune
+from flows.pipeline.command import command
 from tests.support.flow_world import MARKER, ROOT, states, wait_for
 
 STAGES = ["download", "prepare", "convert", "evaluate-base", "train", "export", "evaluate-tuned", "promote"]
@@ -31,7 +32,7 @@ def dry_run(place, monkeypatch, capsys):
 
     def dry_run(*overrides: str) -> dict[str, str]:
         monkeypatch.setattr(sys, "argv", ["flows.finetune", str(place.conf), "--dry-run", *overrides])
-        code, said = command(None, "a flow that is not run"), capsys.readouterr()
+        code, said = command(finetune, "a flow that is not run"), capsys.readouterr()
         assert code == 0, said.err
         return misses(said.out)
 

@@ -25,7 +25,7 @@ from contract.output_marks import PARTIAL, REINFORCEMENT, TRAINING
 from trainer.data import prepared
 from trainer.megatron.recipe import checkpoint_folder
 from trainer.reinforcement import rewards
-from trainer.serving import agreement, prompts, unmerged
+from trainer.serving import agreement, held_out_texts, prompts, unmerged
 from trainer.training import resume
 
 
@@ -57,6 +57,8 @@ def check_train(run: Run) -> Run:
         run = schedule.resolved(run, prepared.of_an_epoch(run, found))
         resume.check(run, checkpoint_folder(run))
     resume.check_data(run, checkpoint_folder(run))
+    if run.train.batch_ramp and found.kind != "text":
+        raise Fault("train.ramp_from: is for texts, whose batches are cut as they come; rows have whole ones; null")
     return run
 
 
@@ -115,7 +117,10 @@ def check_evaluate(run: Run) -> None:
     for name in tasks:
         if name.endswith((".yaml", ".yml")) and not prompts.is_task_file(name):
             raise Fault(f"evaluate.tasks: {name}: no such file in {Path.cwd()}")
-    if "held_out" in tasks:
+    if "held_out" in tasks and (Path(run.paths.data) / prepared.MANIFEST).exists() and held_out_texts.are_prepared(run):
+        held_out_texts.require(run)
+        prepared.check_asked(prompts.folder(run))
+    elif "held_out" in tasks:
         file = Path(run.paths.data) / "test.jsonl"
         if not file.exists() or not file.stat().st_size:
             what = "empty" if file.exists() else "no such file"

@@ -31,7 +31,7 @@ from trainer.data.tokens import tokenizer
 from trainer.data.write import packing
 from trainer.startup.entry import FAULT_FILE
 
-ASKED = ("test.jsonl", "template.json")
+ASKED = ("test.jsonl", "test.bin", "test.idx", "template.json")
 AGAIN = "python -m trainer.prepare makes it again"
 
 

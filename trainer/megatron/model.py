@@ -7,7 +7,7 @@ from conf.model_facts import ALIASES
 from conf.model_files import config_json
 from conf.schema.run import Run
 from contract.faults import Fault
-from trainer.megatron import bridges
+from trainer.megatron import bridges, precision
 from trainer.patches.families import latent_norms
 from trainer.startup import device
 
@@ -41,7 +41,6 @@ def _cause(error: BaseException) -> str:
 
 def make_provider(run: Run, bridge, load_weights: bool = False):
     """The model of this run, cut as its layout says and in its precision."""
-    import torch
     from megatron.core.transformer.enums import AttnBackend
 
     provider = bridge.to_megatron_provider(load_weights=load_weights)
@@ -60,8 +59,8 @@ def make_provider(run: Run, bridge, load_weights: bool = False):
     provider.num_layers_in_first_pipeline_stage = layout.first_stage_layers
     provider.num_layers_in_last_pipeline_stage = layout.last_stage_layers
 
-    dtype = torch.float32 if train.precision == "fp32" else torch.bfloat16
-    provider.bf16, provider.fp16 = train.precision == "bf16", False
+    dtype = precision.dtype(train.precision)
+    provider.bf16, provider.fp16 = train.precision == "bf16", train.precision == "fp16"
     provider.params_dtype = provider.autocast_dtype = provider.pipeline_dtype = dtype
     if train.precision == "fp32":
         provider.attention_backend = AttnBackend.unfused  # flash attention and cuDNN's have no fp32

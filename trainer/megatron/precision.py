@@ -36,7 +36,10 @@ def mixed_precision(run: Run):
     train, optimizer = run.train, run.optimizer
     if train.precision == "fp32":
         return None
-    found = get_mixed_precision_config(RECIPES[train.fp8])
+    found = get_mixed_precision_config("fp16_mixed" if train.precision == "fp16" else RECIPES[train.fp8])
+    if train.precision == "fp16":
+        for key, value in loss_scaling(run).items():
+            setattr(found, key, value)  # Bridge copies them to the optimizer's settings
     found.fp8_param_gather = train.fp8_weights  # the config sets fp8_param to the same
     found.reuse_grad_buf_for_mxfp8_param_ag = False
     found.grad_reduce_in_fp32 = optimizer.gradients == "fp32"
@@ -44,6 +47,28 @@ def mixed_precision(run: Run):
         # named even where there is no FP8, and core then loads states in FP8 without their scale
         found.fp8_recipe = None
     return found
+
+
+def dtype(precision: str):
+    """Type of weights and activations, as torch has it."""
+    import torch
+
+    return {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[precision]
+
+
+def loss_scaling(run: Run) -> dict[str, Any]:
+    """Settings of core's loss scaling.
+
+    It halves the scale by every overflow; core's own way waits for a second one (hysteresis), and begins at 2 ** 32.
+    """
+    if run.train.precision != "fp16":
+        return {}
+    return {
+        "initial_loss_scale": run.train.loss_scale,
+        "min_loss_scale": 1.0,
+        "loss_scale_window": 1000.0,
+        "hysteresis": 1,
+    }
 
 
 def optimizer_settings(run: Run) -> dict[str, Any]:

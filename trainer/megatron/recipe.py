@@ -5,7 +5,7 @@
 import logging
 from pathlib import Path
 
-from conf.rules import schedule
+from conf.rules import batch_ramp, schedule
 from conf.schema.run import Run
 from contract import checkpoints
 from trainer.megatron import precision
@@ -42,12 +42,15 @@ def make_config(run: Run, bridge, resume_step: int | None):
     )
 
     from trainer.megatron.sequences import make_dataset
+    from trainer.patches import batch_ramp as ramp
     from trainer.patches import packed_positions
 
     train, optimizer, checkpoint = run.train, run.optimizer, run.checkpoint
     precision.prepare(run, resume_step is not None)
     if run.data.packed:
         packed_positions.install()
+    if train.batch_ramp:
+        ramp.install(" ".join(f"{start}:{size}" for start, size in batch_ramp.sizes(train)))
     folder = str(checkpoint_folder(run))
     return ConfigContainer(
         model=make_provider(run, bridge),
@@ -74,21 +77,24 @@ def make_config(run: Run, bridge, resume_step: int | None):
             adam_eps=optimizer.eps,
             clip_grad=optimizer.clip_grad,
             bf16=train.precision == "bf16",
-            params_dtype=_dtype(train.precision),
+            fp16=train.precision == "fp16",
+            **precision.loss_scaling(run),
+            params_dtype=precision.dtype(train.precision),
             use_distributed_optimizer=optimizer.distributed,
             **precision.optimizer_settings(run),
         ),
         scheduler=SchedulerConfig(
             lr_decay_style=optimizer.decay,
-            lr_warmup_iters=optimizer.warmup_steps,
-            lr_decay_iters=train.steps,
+            # Bridge counts both in sequences of whole batches, and steps of a ramp have fewer.
+            lr_warmup_iters=batch_ramp.whole_batches(train, optimizer.warmup_steps),
+            lr_decay_iters=batch_ramp.whole_batches(train, train.steps),
             start_weight_decay=optimizer.weight_decay,
             end_weight_decay=optimizer.weight_decay,
             weight_decay_incr_style="constant",
             override_opt_param_scheduler=True,
         ),
         ddp=DistributedDataParallelConfig(
-            check_for_nan_in_grad=True,
+            check_for_nan_in_grad=train.precision != "fp16",  # its gradients may overflow: the step is skipped
             grad_reduce_in_fp32=optimizer.gradients == "fp32",
             use_distributed_optimizer=optimizer.distributed,
             average_in_collective=False,  # with a loss per token the division comes last
@@ -166,9 +172,3 @@ def _has_random_states(run: Run, resume_step: int | None) -> bool:
     if not found:
         say("train: the checkpoint's random states are another layout's: dropout goes on with new ones")
     return found
-
-
-def _dtype(precision: str):
-    import torch
-
-    return torch.float32 if precision == "fp32" else torch.bfloat16

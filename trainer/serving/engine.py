@@ -37,7 +37,7 @@ QUANTIZATION = {"fp8": "fp8_per_channel"}  # a scale for each row of a weight, a
 # How vLLM is told to load a quantised release by trainer/weights/vllm_loader.py, which its worker imports.
 UNPACKED = {"load_format": "unpacked", "worker_extension_cls": "trainer.weights.vllm_loader.Worker"}
 UNPACKED |= {"hf_overrides": {quantization.KEY: None}}
-DTYPE = {"fp32": "float32", "bf16": "bfloat16"}  # torch's names of our precisions
+DTYPE = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}  # torch's names of our precisions
 
 Progress = Callable[[int, int, str], None]  # rows done, rows in all, of what
 

@@ -51,6 +51,9 @@ class Gates(Callback):
         self.gradients = torch.zeros_like(self.before[0], dtype=torch.bool)
 
     def on_train_step_end(self, context) -> None:
+        if context.skipped_iter:  # fp16 whose gradients overflowed: nothing was to change
+            self.gradients.zero_()
+            return
         self.steps += 1
         if self.steps > STEPS + 1 or not hasattr(self, "tensors"):
             return

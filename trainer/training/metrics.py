@@ -4,8 +4,12 @@ Kinds of lines: start (layout, recompute, sizes), train, validation, checkpoint.
 drops the lines of later steps, which an interrupted attempt left behind, so that no step stands there twice.
 
     step, lm_loss, mtp_loss, aux_loss, lr, grad_norm      of this step; losses are means over tokens
+    loss_scale, skipped_steps, nan_steps                  of fp16: steps whose gradients overflowed so far, and those
+                                                          among them whose loss was no number; lm_loss is null then
+    batch                                                 sequences of the step, where they grow (train.ramp_from)
     samples, tokens                                       consumed since the start, padding included
     step_seconds, tokens_per_second                       of the whole run, the slowest rank counting
+    perplexity                                            of a validation: exp of its loss
     tflops, mfu                                           per device, of the model without recomputation; mfu where the
                                                           device's peak is known
     memory_gb                                             highest of any rank: of the GPU, or of the process
@@ -24,7 +28,7 @@ import torch
 from megatron.bridge.training.callbacks import Callback
 from megatron.bridge.training.utils.flop_utils import num_floating_point_operations
 from megatron.core import parallel_state
-from megatron.core.num_microbatches_calculator import get_num_microbatches
+from megatron.core.num_microbatches_calculator import get_current_running_global_batch_size, get_num_microbatches
 from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
@@ -32,6 +36,7 @@ from megatron.core.utils import unwrap_model
 from torch import distributed
 
 from conf.schema.run import Run
+from contract.faults import Fault
 from contract.files import write_atomically
 from trainer.megatron.recipe import last_step
 from trainer.startup.console import say
@@ -48,15 +53,22 @@ def stop_at_no_number(step: int, losses: dict[str, float]) -> None:
             raise RuntimeError(f"step {step}: {name.replace('_', ' ')} is {loss}")
 
 
+def perplexity(loss: float) -> float:
+    """The number of tokens among which a model that chooses evenly would have this loss."""
+    return math.exp(min(loss, 700.0))  # no larger one is a number
+
+
 class Metrics(Callback):
     def __init__(self, run: Run, path: Path, start: int):
         self.run, self.path = run, path
         self.first, self.started = start, time.monotonic()
         self.loads: dict[int, torch.Tensor] = {}
         self.validated, self.pace = -1, Pace()
+        self.skipped = self.no_numbers = 0
         if os.environ["RANK"] == "0":
             path.parent.mkdir(parents=True, exist_ok=True)
-            _drop_after(path, start)
+            counted = _drop_after(path, start)
+            self.skipped, self.no_numbers = (counted.get(key, 0) for key in ("skipped_steps", "nan_steps"))
 
     def write(self, line: dict) -> None:
         if distributed.get_rank() == 0:
@@ -77,17 +89,22 @@ class Metrics(Callback):
         step = context.state.train_state.step + 1
         self.left = self.pace.left(step, last_step(self.run), time.monotonic())
         losses = self._losses(context, step)
-        stop_at_no_number(step, losses)
+        self._count_skipped(context, step, losses)
+        if not context.skipped_iter:
+            stop_at_no_number(step, losses)
         loads = self._expert_loads(context)
         if step % self.run.log.every and step != last_step(self.run):
             return
+        batch = get_current_running_global_batch_size()
         seconds, memory = _highest(time.monotonic() - self.step_started, torch.cuda.max_memory_allocated() / 1e9)
-        batch, config = self.run.train.global_batch, context.state.cfg
+        config = context.state.cfg
         samples = context.state.train_state.consumed_train_samples + batch
         tflops = num_floating_point_operations(config, batch) / seconds / distributed.get_world_size() / 1e12
         peak = self.run.log.peak_tflops or _peak(torch.cuda.get_device_name())
-        line = {"kind": "train", "step": step, "time": time.time(), **losses}
-        line |= {"lr": context.optimizer.param_groups[0]["lr"], "grad_norm": context.grad_norm}
+        line = {"kind": "train", "step": step, "time": time.time(), **_numbers(losses)}
+        line |= {"lr": context.optimizer.param_groups[0]["lr"]} | self._scaling(context)
+        line |= {} if context.grad_norm is None else {"grad_norm": context.grad_norm}
+        line |= {"batch": batch} if self.run.train.batch_ramp else {}
         line |= {"samples": samples, "tokens": samples * self.run.data.seq_length}
         line |= {"step_seconds": seconds, "tokens_per_second": batch * self.run.data.seq_length / seconds}
         line |= {"tflops": tflops} | ({"mfu": tflops / peak} if peak else {})
@@ -103,8 +120,23 @@ class Metrics(Callback):
             return  # Bridge validates once more when training ends, on other rows than at this step before
         self.validated = step
         stop_at_no_number(step, {"validation loss": loss})
-        self.write({"kind": "validation", "step": step, "time": time.time(), "lm_loss": loss})
-        say(f"step {step}: validation loss {loss:.4f}")
+        found = {"lm_loss": loss, "perplexity": perplexity(loss)}
+        self.write({"kind": "validation", "step": step, "time": time.time(), **found})
+        say(f"step {step}: validation loss {loss:.4f}, perplexity {found['perplexity']:.4g}")
+
+    def _count_skipped(self, context, step: int, losses: dict[str, float]) -> None:
+        """Count steps whose gradients overflowed in fp16. The run ends where no smaller scale is left to try."""
+        self.skipped += bool(context.skipped_iter)
+        self.no_numbers += not all(map(math.isfinite, losses.values()))
+        if context.skipped_iter and context.optimizer.get_loss_scale().item() <= 1:
+            raise Fault(f"step {step}: gradients overflow in fp16 at a loss scale of 1; train.precision=bf16")
+
+    def _scaling(self, context) -> dict[str, float]:
+        """Counts of fp16: steps that were skipped, and those of them whose loss was no number."""
+        if self.run.train.precision != "fp16":
+            return {}
+        scale = context.optimizer.get_loss_scale().item()
+        return {"loss_scale": scale, "skipped_steps": self.skipped, "nan_steps": self.no_numbers}
 
     def _losses(self, context, step: int) -> dict[str, float]:
         model, scale = context.state.cfg.model, 1 / get_num_microbatches()
@@ -157,8 +189,10 @@ class Metrics(Callback):
 
     def _say(self, line: dict) -> None:
         last, step = last_step(self.run), line["step"]
+        loss = f"skipped, loss scale {line['loss_scale']:g}" if "grad_norm" not in line else ""
+        loss = loss or f"loss {line['lm_loss']:.4f}  grad norm {line['grad_norm']:.3g}"
         say(
-            f"step {step}/{last}  loss {line['lm_loss']:.4f}  grad norm {line['grad_norm']:.3g}  lr {line['lr']:.3g}  "
+            f"step {step}/{last}  {loss}  lr {line['lr']:.3g}  "
             f"{line['step_seconds']:.2f} s  {line['tokens_per_second']:.0f} tokens/s{self.left}"
         )
 
@@ -209,13 +243,24 @@ def _highest(*values: float) -> list[float]:
     return tensor.tolist()
 
 
-def _drop_after(path: Path, step: int) -> None:
-    """Keep the whole lines of steps up to this one: a killed process may leave later ones, and half of the last."""
-    kept = []
+def _numbers(losses: dict[str, float]) -> dict[str, float | None]:
+    """Losses as JSON has them, which knows no infinity."""
+    return {name: loss if math.isfinite(loss) else None for name, loss in losses.items()}
+
+
+def _drop_after(path: Path, step: int) -> dict:
+    """Keep the whole lines of steps up to this one: a killed process may leave later ones, and half of the last.
+
+    Returns the last line of a step that is kept.
+    """
+    kept, last = [], {}
     for line in path.read_text().splitlines() if path.exists() else []:
         try:
-            if json.loads(line)["step"] <= step and step:
+            found = json.loads(line)
+            if found["step"] <= step and step:
                 kept.append(line + "\n")
+                last = found if found["kind"] == "train" else last
         except ValueError:
             continue
     write_atomically(path, "".join(kept), durable=True)
+    return last

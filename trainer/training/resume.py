@@ -18,9 +18,9 @@ import yaml
 
 from conf.schema import identity
 from conf.schema.run import Run
-from contract import checkpoints
+from contract import checkpoints, indexed_files
 from contract.faults import Fault
-from trainer.data import prepared
+from trainer.data import blend, prepared
 from trainer.startup.console import say
 
 SCHEDULE = ("train.steps", "optimizer.lr", "optimizer.min_lr", "optimizer.warmup_steps", "optimizer.decay")
@@ -138,7 +138,10 @@ def _base(run: Run) -> dict[str, Any]:
 def _tokens(run: Run) -> str:
     """Digest of the token files that training reads. Rows stand beside them for people and do not count."""
     files = prepared.load(prepared.folder(run)).files
-    read = {name: entry["sha256"] for name, entry in files.items() if name.startswith("training.")}
+    blended = blend.FILE in files  # its .bin/.idx hold every split
+    read = {name: entry["sha256"] for name, entry in files.items() if blended or name.startswith("training.")}
+    if blended:
+        read = {name: sha256 for name, sha256 in read.items() if name == blend.FILE or indexed_files.are([Path(name)])}
     read = {name: sha256 for name, sha256 in read.items() if ".jsonl" not in name} or read
     return hashlib.sha256(json.dumps(read, sort_keys=True).encode()).hexdigest()
 

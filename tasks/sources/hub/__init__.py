@@ -19,9 +19,9 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from concurrent.futures import FIRST_EXCEPTION, CancelledError, ThreadPoolExecutor, wait
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from threading import Event, Lock
 
@@ -69,12 +69,23 @@ def kind(source: str) -> str:
     return "hub"
 
 
-def resolve(source: str, revision: str = "main") -> Resolved:
-    """Pin the present content of the source. The revision matters for the Hub alone."""
+def resolve(source: str, revision: str = "main", only: Collection[str] = ()) -> Resolved:
+    """Pin the present content of the source, or of the files of these names in it.
+
+    The revision matters for the Hub alone.
+    """
+    found = _resolve(source, revision, only)
+    if not only:
+        return found
+    kept = {name: size for name, size in found.files.items() if name in only}
+    return replace(found, files=kept, digests={name: found.digests[name] for name in kept})
+
+
+def _resolve(source: str, revision: str, only: Collection[str]) -> Resolved:
     what = kind(source)
     assert what != "tiny", "a tiny model is made, not fetched"
     if what == "folder":
-        return _resolve_folder(source)
+        return _resolve_folder(source, only)
     if what == "s3":
         objects = _open_store(source).keys("")
         if not objects:
@@ -129,10 +140,10 @@ def fetch(
 
 
 def fetch_described(resolved: Resolved, folder: Path, trust_remote_code: bool) -> None:
-    """Bring what describes a model of the Hub or of S3, its tokenizer among it, and no weights: some MB."""
+    """Bring what describes a model, its tokenizer among it, and no weights: some MB."""
     chosen, _ = file_choice.choose(resolved.files, False, trust_remote_code)
     names = [name for name in chosen if "/" not in name and not file_choice.is_weights(name)]
-    bring = {"hub": _from_hub, "s3": _from_s3}[resolved.kind]
+    bring = {"hub": _from_hub, "folder": _from_folder, "s3": _from_s3}[resolved.kind]
     try:
         (folder / PARTIAL).mkdir(parents=True, exist_ok=True)
         bring(resolved, names, folder, _Meter(0, None))
@@ -291,7 +302,7 @@ def _side_by_side(one: Callable[[str, Event], None], names: Iterable[str]) -> No
         raise error
 
 
-def _resolve_folder(source: str) -> Resolved:
+def _resolve_folder(source: str, only: Collection[str]) -> Resolved:
     folder = Path(source).expanduser()
     sizes, digests = {}, {}
 
@@ -307,8 +318,8 @@ def _resolve_folder(source: str) -> Resolved:
             raise Fault(f"{path}: {error.strerror}") from None
 
     names = [path.relative_to(folder).as_posix() for path in folder.rglob("*") if not path.is_dir()]
-    _side_by_side(one, [name for name in names if not re.search(r"(^|/)\.", name)])
-    if not sizes:
+    _side_by_side(one, [name for name in names if not re.search(r"(^|/)\.", name) and (not only or name in only)])
+    if not sizes and not only:
         raise Fault(f"{source}: an empty folder; a model has its config.json and weights there")
     return Resolved("folder", source, _digest(digests), sizes, digests)
 

@@ -6,7 +6,7 @@ import pytest
 from huggingface_hub import constants
 
 from conf.load import load
-from conf.schema.sections import Model as ModelSection
+from conf.schema.model import Model as ModelSection
 from contract.faults import Fault
 from contract.first_rows import FirstRows
 from flows.new import model, rows

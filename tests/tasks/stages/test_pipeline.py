@@ -11,13 +11,13 @@ import pytest
 
 from conf.load import load
 from conf.schema import bearing
-from flows import finetune
+from flows.pipeline import every_stage
 from tasks.run.artifact import Stage
 from tasks.stages import pipeline, promote
 from tasks.stages.pipeline import ORDER, PIPELINE
 
 PAGE = (Path(__file__).parents[3] / "docs/pipeline.md").read_text()
-FLOW = inspect.getsource(finetune)
+FLOW = inspect.getsource(every_stage)
 OF_TINY = [name for name in ORDER if name not in ("prepare-prompts", "reinforce")]
 WITHOUT = ["download", "prepare", "convert", "train", "export"]
 
@@ -81,10 +81,10 @@ def calls(source: str) -> dict[str, dict[str, str]]:
             continue
         assert isinstance(line.value, ast.Call) and isinstance(line.targets[0], ast.Name)
         task = text.partition(".")[0]
-        signature = inspect.signature(getattr(finetune, task).fn)
+        signature = inspect.signature(getattr(every_stage, task).fn)
         given = signature.bind(*map(ast.unparse, line.value.args)).arguments
         name = given.pop("stage_run").removeprefix("session.stage('").removesuffix("')")
-        assert name.partition("-")[0] == task
+        assert task in (name.partition("-")[0], name.replace("-", "_"))
         taken = {key: re.sub(r"allow_failure\((\w+)\)", r"\1", variable) for key, variable in given.items()}
         found[name] = {key: made_by[variable] for key, variable in taken.items()}
         made_by[line.targets[0].id] = name

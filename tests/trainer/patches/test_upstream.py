@@ -39,6 +39,13 @@ def test_bridge_asks_how_an_architecture_s_name_ends():
     assert "architecture_name.endswith(SUPPORTED_HF_ARCHITECTURES)" in source and "LMHeadModel" not in source
 
 
+def test_bridge_passes_a_ramp_that_core_ignores_and_saves_whenever_batches_grow():
+    core = text("megatron-core", "megatron/core/num_microbatches_calculator.py")
+    assert "Deprecated. This argument is ignored. Use step_batch_size_schedule instead." in core
+    assert "step_batch_size_schedule" not in text("megatron-bridge", "megatron/bridge/training/initialize.py")
+    assert "batch size rampup; " in text("megatron-bridge", "megatron/bridge/training/train.py")
+
+
 def test_bridge_norms_over_all_heads_otherwise_than_the_releases_under_tp():
     olmoe = text("megatron-bridge", "megatron/bridge/models/olmoe/olmoe_provider.py")
     assert olmoe.count("* self.config.num_attention_heads,") == 2  # of keys too, and of all ranks' heads

@@ -18,12 +18,14 @@ from conf.schema import row_files
 from conf.schema.data import Part
 from contract import indexed_files
 from contract.faults import Fault
+from trainer.data.made_texts import texts
 from trainer.data.read import formats
 from trainer.data.read.lines import Piece
 from trainer.data.rows import Bad, Row, Rows
 from trainer.data.tickets import tickets, with_mistakes
 
 TINY, TICKETS, TICKET_ROWS = "tiny://", "tiny://tickets", 1600
+TEXTS, TEXT_ROWS = "tiny://texts", 2000
 MISTAKEN = "tiny://mistaken-tickets"  # most have the next team in the place of the right one
 FIRST = 20  # rows that tell what a source holds
 
@@ -42,7 +44,7 @@ def chunks(part: Part, number: int, done: Callable[[int], bool], commit: str | N
     if is_local(source):
         found = _of_files(files(source))
     elif source.startswith(TINY):
-        found = iter([(0, partial(_tickets, mistaken=source == MISTAKEN))])
+        found = iter([(0, _texts if source == TEXTS else partial(_tickets, mistaken=source == MISTAKEN))])
     else:
         from trainer.data.read import hub
 
@@ -133,8 +135,8 @@ def _source(part: Part) -> str:
         raise Fault(
             f"data.source: {source}: the flow fetches what lies on s3:// (python -m flows.finetune); here, a file"
         )
-    if source.startswith(TINY) and source not in (TICKETS, MISTAKEN):
-        raise Fault(f"data.source: {source}: no such data; there is {TICKETS} and {MISTAKEN}")
+    if source.startswith(TINY) and source not in (TICKETS, MISTAKEN, TEXTS):
+        raise Fault(f"data.source: {source}: no such data; there is {TICKETS}, {MISTAKEN} and {TEXTS}")
     if not source or "://" in source.removeprefix(TINY):
         raise Fault(f"data.source: {source or 'none'}: not a file, a folder, a data set on the Hub or {TICKETS}")
     return source
@@ -161,6 +163,10 @@ def _tickets(mistaken: bool) -> Rows:
     found = with_mistakes(found, seed=0) if mistaken else found
     rows = [{"input": ticket, "output": team} for ticket, team in found.items()]
     return Rows([*rows], lambda row: f"{MISTAKEN if mistaken else TICKETS} row {row + 1}")
+
+
+def _texts() -> Rows:
+    return Rows([{"text": text} for text in texts(TEXT_ROWS, seed=0)], lambda row: f"{TEXTS} row {row + 1}")
 
 
 def _left_out() -> Rows:

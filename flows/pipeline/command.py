@@ -1,11 +1,13 @@
-"""Command line of python -m flows.finetune. It reads and checks its arguments before Prefect starts anything."""
+"""Command line of the flows. It reads and checks its arguments before Prefect starts anything."""
 
 import argparse
+from collections.abc import Callable
 
 from conf.load import load
 from conf.overrides import from_overrides
 from conf.planner import display
 from conf.planner.verdict import Plan
+from conf.schema.run import Run
 from contract.faults import ConfigError, Fault
 from flows.arguments import of_a_run, refused
 from tasks.run import forecast, own_server
@@ -14,11 +16,16 @@ from tasks.run.request import Request
 from tasks.stages import pipeline, plan
 
 
-def command(flow, description: str) -> int:
-    """Run the flow and return the exit code: 0, 2 for a fault that the caller can mend, 1 for anything else."""
-    options = _arguments(description)
+def command(flow, description: str, require: Callable[[Run], None] = lambda run: None, default: str = "tiny") -> int:
+    """Run the flow and return the exit code: 0, 2 for a fault that the caller can mend, 1 for anything else.
+
+    `require` raises a Fault for a run that is not the flow's to make. `default` is the configuration that is taken
+    where none is named.
+    """
+    options = _arguments(f"flows.{flow.name}", description, default)
     try:
         run = load(options.conf, options.overrides)
+        require(run)
         for key in from_overrides(options.overrides).get("paths", {}):
             raise Fault(f"paths.{key}: where things lie is the flow's own affair; FINETUNE_RUNS names its folder")
         first, last = _stage(options.first), _stage(options.last)
@@ -62,9 +69,9 @@ def _takes(planned: Plan, asked: Request) -> list[str]:
     return ["", *display.stage_table(planned, needs), *ways, *how, ""] if needs else []
 
 
-def _arguments(description: str) -> argparse.Namespace:
+def _arguments(module: str, description: str, default: str) -> argparse.Namespace:
     stages = ", ".join(pipeline.ORDER)
-    parser = of_a_run("flows.finetune", description, example="optimizer.lr=2e-4", default="tiny")
+    parser = of_a_run(module, description, example="optimizer.lr=2e-4", default=default)
     parser.epilog = (
         f"Stages, in order: {stages}. FINETUNE_STORE names the store (s3://bucket/prefix or a folder), "
         "FINETUNE_RUNS the local folder for work and caches (runs), MLFLOW_TRACKING_URI the tracking server."

@@ -1,0 +1,44 @@
+"""Rules for a model whose weights are drawn, and for the flow pretrain."""
+
+from collections.abc import Iterator
+
+from conf.rules import serving
+from conf.schema.model import Drawn
+from conf.schema.run import Run
+from contract.faults import Fault
+
+TEXTS = ("auto", "text")  # values of data.shape that texts may have
+
+
+def is_drawn(run: Run) -> bool:
+    """Whether the run begins with drawn weights, which know nothing."""
+    return isinstance(run.model.source, Drawn)
+
+
+def contradictions(run: Run) -> Iterator[tuple[str, str]]:
+    source, tokenizer = run.model.source, run.model.tokenizer
+    if not isinstance(source, Drawn):
+        if tokenizer is not None:
+            yield "model.tokenizer", f"{tokenizer}, but {source} has its own: it is for drawn weights alone"
+        return
+    if tokenizer is None and isinstance(source.config, dict):
+        yield "model.tokenizer", "required with the keys of a config.json: a Hub id, a folder or s3://..."
+    if run.adapter.kind != "none":
+        yield "adapter.kind", f"{run.adapter.kind}, but drawn weights are no base for an adapter; none trains them all"
+    if rounded := serving.rounding(run):
+        key = "evaluate" if run.evaluate.quantization else "export"
+        yield f"{key}.quantization", f"{rounded} is held to the base's answers, and drawn weights give none; null"
+
+
+def require(run: Run) -> None:
+    """Refuse a run that is no pretraining."""
+    if run.adapter.kind != "none":
+        raise Fault(f"adapter.kind: {run.adapter.kind}, but pretraining trains every weight; adapter.kind=none")
+    if run.reinforce.steps:
+        raise Fault(f"reinforce.steps: {run.reinforce.steps}, but answers are rewarded by flows.finetune alone; 0")
+    if "held_out" in run.evaluate.tasks and run.promote.metric == "held_out/exact_match":
+        raise Fault(f"promote.metric: {run.promote.metric}, but texts have no answers; held_out/perplexity")
+    for number, part in enumerate(run.data.parts):
+        key = f"data.mixture[{number}].shape" if run.data.mixture else "data.shape"
+        if part.shape not in TEXTS:
+            raise Fault(f"{key}: {part.shape}, but pretraining reads texts or .bin/.idx; flows.finetune reads answers")

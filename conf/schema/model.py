@@ -1,0 +1,93 @@
+"""Section `model` of a run's YAML: a released model, or the config.json that weights are drawn for."""
+
+from typing import Annotated, Any
+
+from pydantic import Field, TypeAdapter, ValidationError, ValidatorFunctionWrapHandler, WithJsonSchema, WrapValidator
+from pydantic_core import PydanticCustomError
+
+from conf.schema.bearing import NOWHERE, bears
+from conf.schema.sections import Place, Section, Strict, Text
+
+
+class Drawn(Strict):
+    """A model whose weights are drawn, as its family begins a training: in place of a released one."""
+
+    config: Place | dict[str, Any]  # a config.json, where one lies, or its keys
+
+    def __str__(self) -> str:
+        described = self.config if isinstance(self.config, str) else self.config.get("model_type", "the keys given")
+        return f"weights drawn for {described}"
+
+    def __hash__(self) -> int:
+        return hash(self.model_dump_json())
+
+
+CONFIG = "config.json"
+_NAMED = TypeAdapter(Place)
+_DRAWN = {"type": "object", "properties": {"config": {"type": ["string", "object"]}}, "required": ["config"]}
+
+
+def _one_source(value: Any, validate: ValidatorFunctionWrapHandler) -> Any:
+    """Take a config.json for the weights that are to be drawn for it. Report one problem for the union."""
+    if isinstance(value, str) and "\0" not in value and value.rpartition("/")[2] == CONFIG:
+        value = {"config": value}
+    if isinstance(value, Drawn):
+        return validate(value)
+    if not isinstance(value, dict):
+        return _NAMED.validate_python(value)
+    if value.keys() != {"config"} or not value["config"]:
+        raise PydanticCustomError("source", "neither a model's name, folder or URI nor a section with the key config")
+    try:
+        return Drawn.model_validate(value)
+    except ValidationError:
+        raise PydanticCustomError("config", "its config is neither a path or a name nor the keys of one") from None
+
+
+Source = Annotated[
+    Place | Drawn, WrapValidator(_one_source), WithJsonSchema({"anyOf": [{"type": "string", "minLength": 1}, _DRAWN]})
+]
+
+
+class Model(Section):
+    """The model that the run starts from: a released one, or one with drawn weights."""
+
+    source: Annotated[Source, bears(derived="download")] = Field(
+        description="Hugging Face Hub id, folder, s3:// URI, or tiny://KIND, which trainer.tiny makes; or {config: C} "
+        "for weights drawn from train.seed: C is a config.json, a folder or Hub id with one, or its keys. So is a "
+        "folder that holds a config.json and no weights"
+    )
+    tokenizer: Annotated[Place | None, bears(derived="download")] = Field(
+        default=None,
+        description="of drawn weights: Hub id, folder, s3:// URI or tiny://KIND; null = the one beside config.json",
+    )
+    revision: Annotated[Text, bears(derived="download")] = Field(
+        default="main", description="branch, tag or commit on the Hub; pin a commit to repeat a run"
+    )
+    trust_remote_code: Annotated[bool, bears("download")] = Field(
+        default=False, description="run Python code that the checkpoint brings along"
+    )
+    unsafe_weights: Annotated[bool, bears("download")] = Field(
+        default=False, description="fetch pickled weights too: reading one can run code"
+    )
+    ignore_config: Annotated[tuple[Text, ...], NOWHERE] = Field(
+        default=(),
+        strict=False,
+        description="keys of config.json that Megatron-Bridge does not read, and that do not matter to you",
+    )
+    mtp: Annotated[bool, bears("convert", "train")] = Field(
+        default=True, description="train the multi-token-prediction layers, where the model has them"
+    )
+    compare: Annotated[bool, NOWHERE] = Field(
+        default=True,
+        description="compute the first layers by transformers too, and convert nothing that differs; false for a model "
+        "that cannot be computed on this host",
+    )
+    mtp_loss_scale: Annotated[float, bears("train")] = Field(
+        default=0.3, ge=0, description="weight of their loss; 0.3 is Bridge's value for GLM-4.5+"
+    )
+    dropout: Annotated[float | None, bears("train", absent=None)] = Field(
+        default=None,
+        ge=0,
+        lt=1,
+        description="in training, of attention's weights and of what each layer adds; null = as released, mostly none",
+    )

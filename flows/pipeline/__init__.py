@@ -1,0 +1,1 @@
+"""The pipeline of the flows finetune and pretrain, and the command line that both have."""

@@ -1,0 +1,77 @@
+"""All stages of one run: the body of the flows finetune and pretrain, inside a run of Prefect's."""
+
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportFunctionMemberAccess=false
+
+from collections.abc import Callable
+from datetime import UTC
+from pathlib import PurePath
+from typing import Any, Literal
+
+from prefect import State, allow_failure
+from prefect.runtime import flow_run
+from prefect.states import Failed
+
+from conf.load import load
+from conf.overrides import as_overrides
+from conf.schema.run import Run
+from contract.faults import ConfigError, Fault
+from tasks.run.session import Session
+from tasks.stages import run_report
+from tasks.stages.convert import convert
+from tasks.stages.download import download
+from tasks.stages.evaluate import evaluate_base, evaluate_tuned
+from tasks.stages.export import export
+from tasks.stages.pipeline import ORDER, request
+from tasks.stages.plan import plan, tell
+from tasks.stages.prepare import prepare, prepare_prompts
+from tasks.stages.promote import promote
+from tasks.stages.reinforce import reinforce
+from tasks.stages.train import train
+
+Stage = Literal[*ORDER]  # type: ignore[valid-type]
+
+
+def name_of_run() -> str:
+    """Name of a flow run. A run that goes on after a crash keeps it (flows/automations.py)."""
+    return f"{PurePath(flow_run.parameters['conf']).stem}-{flow_run.scheduled_start_time.astimezone(UTC):%m%d-%H%M%S}"
+
+
+def make(
+    conf: str,
+    changes: Any,
+    from_stage: str | None,
+    until_stage: str | None,
+    require: Callable[[Run], None] = lambda run: None,
+) -> State:
+    """Make what is not there already. `require` raises a Fault for a run that is not the flow's to make."""
+    try:
+        run = load(conf, as_overrides(changes))
+        require(run)
+        planned = plan.submit(run, until_stage).result()  # from config.json alone
+        asked = request(planned.run, from_stage, until_stage)
+    except (ConfigError, Fault) as fault:
+        return Failed(message=str(fault))
+    with Session(planned.run, asked, flow_run.id, flow_run.name) as session:
+        tell(session.tracking, planned)
+        model = download.submit(session.stage("download"))  # GLM-4.7: 716 GB
+        data = prepare.submit(session.stage("prepare"), model)  # the tokenizer is the model's
+        prompted = data
+        if "prepare-prompts" in asked.stages:
+            prompted = prepare_prompts.submit(session.stage("prepare-prompts"), model)
+        base = convert.submit(session.stage("convert"), model)  # as large again; 1 minute for each 4 GB and process
+        before = evaluate_base.submit(session.stage("evaluate-base"), model, prompted)  # before training, or beside it
+        earlier = session.before_training(before)
+        trained = train.submit(session.stage("train"), model, base, data, wait_for=earlier)  # the hours and the money
+        policy = trained
+        if "reinforce" in asked.stages:
+            policy = reinforce.submit(session.stage("reinforce"), model, base, prompted, trained)
+        tuned = export.submit(session.stage("export"), model, base, policy)  # as large again
+        after = evaluate_tuned.submit(
+            session.stage("evaluate-tuned"), tuned, prompted, policy, model, allow_failure(before)
+        )
+        promoted = promote.submit(session.stage("promote"), tuned, before, after, model)
+        session.needs(before)
+        for future in (model, data, prompted, base, before, trained, policy, tuned, after, promoted):
+            future.wait()
+        run_report.publish(planned, session.outcomes, session.store, session.tracking)
+    return session.outcomes.verdict()

@@ -1,0 +1,1 @@
+"""Models with drawn weights, as their families begin a training: names, shapes, values and files."""

@@ -1,0 +1,59 @@
+"""Draw the weights of a model that is to be trained from nothing.
+
+    python -m trainer.weights.drawn CONFIG.json OUT --tokenizer FOLDER [--seed N]
+
+OUT becomes a folder in Hugging Face's format, whole or not at all. Equal arguments give equal bytes on any host.
+"""
+
+import argparse
+import sys
+import time
+from pathlib import Path
+
+from conf.model_files import config_json
+from contract import closed_pipe
+from contract.amounts import size
+from contract.faults import Fault
+from trainer.startup import entry
+from trainer.startup.console import say
+from trainer.weights.drawn import files
+
+EVERY = 5.0  # seconds between lines
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m trainer.weights.drawn",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("config", type=Path, metavar="CONFIG.json", help="of the model")
+    parser.add_argument("out", type=Path, metavar="OUT", help="the folder that is made")
+    parser.add_argument("--tokenizer", type=Path, required=True, metavar="FOLDER", help="that holds a tokenizer")
+    parser.add_argument("--seed", type=int, default=1234)
+    options = parser.parse_args()
+    with entry.faults_in_one_line():
+        _draw(options.config, options.tokenizer, options.out, options.seed)
+    return 0
+
+
+def _draw(config: Path, tokenizer: Path, out: Path, seed: int) -> None:
+    said = started = time.monotonic()
+
+    def told(done: int, total: int) -> None:
+        nonlocal said
+        if done == total or time.monotonic() - said >= EVERY:
+            said = time.monotonic()
+            say(f"draw: {size(done)} of {size(total)}, after {said - started:.0f} s")
+
+    try:
+        files.write(config_json.read(config), tokenizer, out, seed, told)
+    except FileExistsError as error:
+        raise Fault(str(error)) from None
+    except OSError as error:
+        raise Fault(f"{error.filename or out}: {error.strerror or error}") from None
+
+
+if __name__ == "__main__":
+    with closed_pipe.quiet():
+        sys.exit(main())

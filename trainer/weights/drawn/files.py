@@ -1,0 +1,126 @@
+"""A model with drawn weights as a folder in Hugging Face's format: config.json, tokenizer and safetensors.
+
+Tensors are written as they are drawn: memory holds a few megabytes of them, whatever the model's size.
+"""
+
+import json
+import math
+import shutil
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from conf.model_files import config_json, tokenizer_files, weights
+from contract.faults import Fault
+from trainer.patches.families import kimi_k2
+from trainer.patches.transformers_imports import import_transformers
+from trainer.weights.drawn import values
+from trainer.weights.drawn.new_folder import new_folder
+from trainer.weights.drawn.shapes import Config, Shapes, model_shapes
+
+SHARD = 4 * 10**9  # bytes of a file, at most, but for a larger tensor
+TYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
+BYTES = {"F32": 4, "BF16": 2, "F16": 2}
+ENDS = ("bos_token", "eos_token", "pad_token")
+
+
+def write(config: Config, tokenizer: Path, folder: Path, seed: int, told: Callable[[int, int], None]) -> None:
+    """Write the folder, whole or not at all. `told` gets the bytes so far, and all of them."""
+    if config.get("quantization_config"):
+        raise Fault(
+            "config.json: quantization_config: weights are drawn as they are trained, unquantised; leave it out"
+        )
+    named = config.get("dtype") or config.get("torch_dtype") or "float32"
+    if named not in TYPES:
+        raise Fault(f"config.json: dtype: {named}: drawn weights are {', '.join(TYPES)}")
+    tokenizer_files.check(tokenizer, config.get("vocab_size"))
+    config = with_ends(config, tokenizer)
+    described = described_whole(config)
+    shapes = model_shapes(described)
+    with new_folder(folder) as partial:
+        for name in tokenizer_files.NAMES:
+            if (tokenizer / name).is_file():
+                shutil.copyfile(tokenizer / name, partial / name)
+        (partial / config_json.NAME).write_text(json.dumps(config, indent=2) + "\n")
+        _write_shards(described, shapes, TYPES[named], partial, seed, told)
+
+
+def described_whole(config: Config) -> Config:
+    """The configuration with all that transformers takes for granted of its family."""
+    import_transformers()
+    kimi_k2.install()
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    kind = config.get("model_type")
+    if kind not in CONFIG_MAPPING:
+        raise Fault(f"config.json: model_type: {json.dumps(kind)}: transformers knows no such model")
+    try:
+        made = CONFIG_MAPPING[kind].from_dict(config).to_dict()
+    except Exception as error:  # of any kind: whatever a family checks of its keys
+        raise Fault(f"config.json: transformers does not take it: {' '.join(str(error).split())}") from None
+    found = made | {key: value for key, value in config.items() if value is not None}
+    if "num_attention_heads" in found and not found.get("head_dim"):
+        found["head_dim"] = found["hidden_size"] // found["num_attention_heads"]
+    return found
+
+
+def with_ends(config: Config, tokenizer: Path) -> Config:
+    """The configuration with the ids of the tokenizer's special tokens, where it names none."""
+    from trainer.data.tokens import tokenizer as tokenizers
+
+    known = tokenizers.load(tokenizer, trust_remote_code=False)
+    named = {f"{name}_id": getattr(known, f"{name}_id") for name in ENDS}
+    return {key: value for key, value in named.items() if value is not None} | config
+
+
+def _write_shards(
+    config: Config, shapes: Shapes, dtype: str, folder: Path, seed: int, told: Callable[[int, int], None]
+) -> None:
+    types = {name: "F32" if name.endswith(values.CORRECTION) else dtype for name in shapes}
+    sizes = {name: math.prod(shape) * BYTES[types[name]] for name, shape in shapes.items()}
+    parts, total = _parts(sizes), sum(sizes.values())
+    names = (
+        {weights.SINGLE: parts[0]}
+        if len(parts) == 1
+        else {f"model-{number:05}-of-{len(parts):05}.safetensors": part for number, part in enumerate(parts, 1)}
+    )
+    done = 0
+    for file, part in names.items():
+        with (folder / file).open("wb") as f:
+            _write_header(f, {name: (types[name], shapes[name], sizes[name]) for name in part})
+            for name in part:
+                for block in values.blocks(config, name, shapes[name], seed):
+                    f.write(values.encode(block, types[name]))
+                done += sizes[name]
+                told(done, total)
+    if len(parts) > 1:
+        index = {
+            "metadata": {"total_size": total},
+            "weight_map": {one: file for file, part in names.items() for one in part},
+        }
+        (folder / weights.INDEX).write_text(json.dumps(index, indent=2) + "\n")
+
+
+def _parts(sizes: dict[str, int]) -> list[list[str]]:
+    """Names of the tensors of each file."""
+    parts: list[list[str]] = [[]]
+    room = SHARD
+    for name, size in sizes.items():
+        if size > room and parts[-1]:
+            parts.append([])
+            room = SHARD
+        parts[-1].append(name)
+        room -= size
+    return parts
+
+
+def _write_header(f: BinaryIO, tensors: dict[str, tuple[str, tuple[int, ...], int]]) -> None:
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, (dtype, shape, size) in tensors.items():
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [end, end + size]}
+        end += size
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    f.write(struct.pack("<Q", len(text)) + text)

@@ -1,0 +1,23 @@
+"""A new folder that is there whole, or not at all."""
+
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+
+@contextmanager
+def new_folder(folder: str | Path) -> Iterator[Path]:
+    """Yield a sibling of `folder` that takes its place at the end, and is removed if the block raises."""
+    folder = Path(os.path.realpath(folder))  # where a link leads
+    if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
+        raise FileExistsError(f"{folder} exists and is not an empty folder")
+    partial = folder.with_name(f".{folder.name}.{os.getpid()}")
+    partial.mkdir(parents=True)
+    try:
+        yield partial
+        partial.rename(folder)  # replaces an empty folder and refuses any other
+    except BaseException:
+        shutil.rmtree(partial)
+        raise
