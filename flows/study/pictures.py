@@ -4,10 +4,10 @@ from collections.abc import Iterator, Sequence
 from html import escape
 from typing import Any, NamedTuple
 
-WIDE, NAMES, ROW = 1150, 210, 24  # pixels: of a picture, of what stands left of a bar, of a bar's row
+WIDE, NAMES, BEHIND, ROW = 1150, 210, 250, 24  # pixels: of a picture, left of a bar, behind it, of its row
 COLOURS = (
     "#1b5e9e", "#2e7d32", "#f9a825", "#c62828", "#6a3d9a", "#00838f", "#8d6e63", "#ad1457", "#9e9d24", "#546e7a",
-    "#ef6c00", "#5c6bc0",
+    "#ef6c00", "#5c6bc0", "#26a69a", "#d4e157", "#795548", "#ec407a", "#78909c", "#000000", "#80deea", "#ffcc80",
 )  # fmt: skip
 MARKS = {"planned": "#000", "documented": "#d500f9"}
 STRIP = {  # what a device does, as trainer/profiling has it
@@ -31,7 +31,7 @@ def bars(rows: Sequence[Bar], unit: str, colours: dict[str, str] | None = None) 
     kinds = list(dict.fromkeys(kind for bar in rows for kind, _ in bar.parts))
     colours = colours or {kind: COLOURS[place % len(COLOURS)] for place, kind in enumerate(kinds)}
     most = max((max(sum(size for _, size in bar.parts), *(at for _, at in bar.marks), 0) for bar in rows), default=0)
-    scale = (WIDE - NAMES - 190) / (most or 1)
+    scale = (WIDE - NAMES - BEHIND) / (most or 1)
     lines = list(_bars(rows, unit, colours, scale))
     marks = list(dict.fromkeys(what for bar in rows for what, _ in bar.marks))
     legend = [(kind, colours[kind]) for kind in kinds if len(kinds) > 1]
