@@ -6,6 +6,7 @@ from conf.rules import batch_ramp, precision, pretraining, reinforcement, servin
 from conf.schema import clusters
 from conf.schema.data import Rows
 from conf.schema.run import Run, sections
+from conf.schema.sections import Adapter
 
 LINES = ("slurm.setup",)  # lists whose entries may be equal: lines of a script
 
@@ -16,6 +17,9 @@ def contradictions(run: Run) -> Iterator[tuple[str, str]]:
     yield from _repetitions(run)
     if run.adapter.kind != "none" and not run.adapter.targets:
         yield "adapter.targets", f"empty, but adapter.kind is {run.adapter.kind}"
+    for key in ("rslora", "b_lr_ratio"):
+        if run.adapter.kind == "none" and getattr(run.adapter, key) != Adapter.model_fields[key].default:
+            yield f"adapter.{key}", "has no effect with adapter.kind none"
     if "adapter" in (run.export.formats or ()) and run.adapter.kind == "none":
         yield "export.formats", "adapter, but adapter.kind is none: none is trained"
     if "adapter" in (run.export.formats or ()) and run.export.checkpoint == "base":

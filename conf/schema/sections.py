@@ -134,6 +134,12 @@ class Adapter(Section):
     alpha: Annotated[Count, bears("train")] = Field(
         default=32, description="the adapter's output is scaled by alpha / rank"
     )
+    rslora: Annotated[bool, bears("train", absent=False)] = Field(
+        default=False, description="scale by alpha / sqrt(rank) instead, so that high ranks learn as fast (rsLoRA)"
+    )
+    b_lr_ratio: Annotated[float, bears("train", absent=1.0)] = Field(
+        default=1.0, gt=0, le=1000, description="learning rate of B over that of A; LoRA+ takes 16"
+    )
     dropout: Annotated[float, bears("train")] = Field(default=0.0, ge=0, lt=1, description="on the adapter's input")
     lean: Annotated[bool, NOWHERE] = Field(
         default=True,

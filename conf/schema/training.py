@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from conf.schema.bearing import NOWHERE, bears
-from conf.schema.sections import Count, IntervalOrNever, Number, Section, Seed
+from conf.schema.sections import Count, IntervalOrNever, Number, Section, Seed, Text
 
 RecomputeModule = Literal["core_attn", "moe_act", "layernorm", "mla_up_proj", "mlp", "moe", "shared_experts"]
 
@@ -103,6 +103,9 @@ class Optimizer(Section):
     )
     weight_decay: Annotated[float, bears("train")] = Field(
         default=0.1, ge=0, description="decoupled; biases and norms are exempt"
+    )
+    without_decay: Annotated[tuple[Text, ...] | None, bears("train", absent=None)] = Field(
+        default=None, strict=False, description='further weights that are exempt, by Megatron\'s names: "*embedding*"'
     )
     beta1: Annotated[float, bears("train")] = Field(
         default=0.9, ge=0, lt=1, description="decay of the mean of gradients, per step"

@@ -3,6 +3,7 @@
 # pyright: reportArgumentType=false
 
 import logging
+import math
 from pathlib import Path
 
 from conf.rules import batch_ramp, schedule
@@ -41,6 +42,7 @@ def make_config(run: Run, bridge, resume_step: int | None):
         ValidationConfig,
     )
 
+    from trainer.megatron.parameter_groups import parameter_groups
     from trainer.megatron.sequences import make_dataset
     from trainer.patches import batch_ramp as ramp
     from trainer.patches import packed_positions
@@ -130,6 +132,7 @@ def make_config(run: Run, bridge, resume_step: int | None):
         rng=RNGConfig(seed=train.seed),
         dist=DistributedInitConfig(distributed_backend=device.backend()),
         mixed_precision=precision.mixed_precision(run),
+        **parameter_groups(run),
         # Bridge asks for each microbatch's loss twice, each time waiting for the GPU. A loss that is no number makes
         # such gradients, which are looked at once a step (ddp); trainer/training/metrics.py looks at the step's loss.
         rerun_state_machine=RerunStateMachineConfig(check_for_nan_in_loss=False),
@@ -152,7 +155,7 @@ def make_adapter(run: Run):
     shared = {
         "target_modules": list(adapter.names),
         "dim": adapter.rank,
-        "alpha": adapter.alpha,
+        "alpha": adapter.alpha * math.sqrt(adapter.rank) if adapter.rslora else adapter.alpha,  # over rank, later
         "dropout": adapter.dropout,
         "seed": run.train.seed,
     }

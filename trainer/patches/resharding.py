@@ -71,7 +71,7 @@ def _matching(group: dict, saved: list[dict]) -> dict:
     """Saved settings for this group; those of a dense group serve an expert group that was not saved as one."""
 
     def alike(other: dict) -> tuple:
-        return tuple(other.get(key) == group.get(key) for key in ("wd_mult", "lr_mult", "is_expert_parallel"))
+        return tuple(other.get(key) == group.get(key) for key in ("wd_mult", "lr_mult", "max_lr", "is_expert_parallel"))
 
     best = max(saved, key=alike)
     assert alike(best)[:2] == (True, True), f"no saved parameter group with the multipliers of {group.keys()}"
