@@ -2,7 +2,6 @@
 
 import json
 import subprocess
-import sys
 import time
 import urllib.error
 import urllib.request
@@ -14,11 +13,12 @@ import yaml
 
 from conf.load import FOLDER, load
 from flows import deploy, scheduling
-from tests.support.flow_world import BIN, ROOT, World, end, wait_for
+from tests.flows.conftest import Place
+from tests.support.flow_world import BIN, ROOT, end, wait_for
 
 
 @pytest.fixture(scope="module")
-def worker(place: World):
+def worker(place: Place):
     """Two deployments of prefect.yaml on a server, and a worker that runs one of them."""
     for pool in ("finetune-cpu", "finetune-gpu", "finetune-nodes"):
         place.ask_prefect("work_pools/", name=pool, type="process")
@@ -31,26 +31,23 @@ def worker(place: World):
         end(process)
 
 
-def prefect(place: World, *arguments: str, code: int = 0) -> str:
-    done = subprocess.run(
-        [BIN / "prefect", *arguments], cwd=ROOT, env=place.environment, capture_output=True, text=True
-    )
-    assert done.returncode == code, done.stdout + done.stderr
-    return done.stdout + done.stderr
+def prefect(place: Place, *arguments: str, code: int = 0) -> str:
+    done = place.fork("prefect", *arguments, merged=True)
+    assert done.code == code, done.output
+    return done.output
 
 
-def redeploy(place: World, *names: str) -> str:
-    command = [sys.executable, "-m", "flows.deploy", *names]
-    done = subprocess.run(command, cwd=ROOT, env=place.environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout + done.stderr
+def redeploy(place: Place, *names: str) -> str:
+    done = place.fork("flows.deploy", *names, merged=True)
+    assert done.code == 0, done.output
+    return done.output
 
 
-def deployment(place: World, name: str) -> dict:
+def deployment(place: Place, name: str) -> dict:
     return place.ask_prefect("deployments/filter", deployments={"name": {"any_": [name]}})[0]
 
 
-def edit(place: World, path: str, method: str, body: object) -> None:
+def edit(place: Place, path: str, method: str, body: object) -> None:
     request = urllib.request.Request(f"{place.prefect}/{path}", json.dumps(body).encode(), method=method)
     request.add_header("Content-Type", "application/json")
     for _ in range(10):
@@ -215,8 +212,11 @@ def test_the_command_line_says_what_is_refused(place, worker):
 
 @pytest.mark.timeout(200)
 def test_a_cancelled_run_leaves_no_process_and_a_checkpoint(place, first, worker):
-    """A training that would take an hour; its first steps must be there before it is cancelled."""
-    changes = json.dumps({"train": {"steps": 5000}, "optimizer": {"lr": 1e-3}})
+    """A training that would take an hour; its first steps must be there before it is cancelled.
+
+    With this template the stages before it are those of the first flow.
+    """
+    changes = json.dumps({"train": {"steps": 5000}, "optimizer": {"lr": 1e-3}, "data": {"template": "auto"}})
     prefect(place, "deployment", "run", "finetune/tiny", "-p", f"changes={changes}")
     (run,) = place.ask_prefect("flow_runs/filter", sort="EXPECTED_START_TIME_DESC", limit=1)
     work = place.folder / "runs/work"
@@ -235,5 +235,5 @@ def test_a_cancelled_run_leaves_no_process_and_a_checkpoint(place, first, worker
     assert [*work.glob("train-*/files/checkpoints/iter_*/complete.json")]
 
 
-def state_of(place: World, run: str) -> str:
+def state_of(place: Place, run: str) -> str:
     return place.ask_prefect("flow_runs/filter", flow_runs={"id": {"any_": [run]}})[0]["state_name"]

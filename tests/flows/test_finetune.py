@@ -1,7 +1,6 @@
 """The flow as a user runs it, against real servers: S3, Prefect and MLflow over HTTP, Megatron-Bridge and vLLM."""
 
 import shutil
-import signal
 import subprocess
 import sys
 import time
@@ -183,31 +182,7 @@ def test_auto_is_settled_before_any_stage(place, first):
     assert misses(output) == {} and "plan  legal and fits" in output
 
 
-def test_two_flows_on_an_empty_store_convert_once(place, tmp_path):
-    own = {"FINETUNE_STORE": str(tmp_path / "store"), "FINETUNE_RUNS": str(tmp_path / "runs")}
-    both = [place.start("--until", "convert", **own) for _ in range(2)]
-    outputs = [process.communicate(timeout=120)[0] for process in both]
-    assert [process.returncode for process in both] == [0, 0], outputs
-    for stage in ("download", "prepare", "convert"):
-        assert sorted(states(output)[stage] for output in outputs) == ["Cached", "Completed"]
-
-
-def test_the_other_takes_over_from_one_that_is_killed(place, tmp_path):
-    own = {"FINETUNE_STORE": str(tmp_path / "store"), "FINETUNE_RUNS": str(tmp_path / "runs")}
-    place.run("--until", "prepare", **own)
-    maker = place.start("--until", "convert", **own)
-    wait_for(lambda: [*(tmp_path / "store/convert").glob("*/lease.json")])
-    other = place.start("--until", "convert", **own)
-    time.sleep(3)
-    maker.send_signal(signal.SIGKILL)
-    killed = time.monotonic()
-    maker.communicate()
-    output = other.communicate(timeout=120)[0]
-    assert states(output)["convert"] == "Completed", output
-    assert time.monotonic() - killed < 60
-
-
-@pytest.mark.timeout(300)
+@pytest.mark.slow
 def test_a_training_that_is_killed_goes_on_and_mlflow_has_each_step_once(place, first):
     from mlflow import MlflowClient
 
@@ -233,7 +208,7 @@ def test_a_training_that_is_killed_goes_on_and_mlflow_has_each_step_once(place, 
         ("evaluate.tasks=[held_outt]", "held_out"),
         ("model.mtp=false layout.gpus_per_node=16 layout.ep=16 train.micro_batch=1", "layout.ep"),  # converting
         ("optimizer.lr=7e-3 layout.gpus_per_node=16 layout.ep=16 train.micro_batch=1", "layout.ep"),  # training
-        ("export.checkpoint=7", "export.checkpoint: 7"),
+        pytest.param("export.checkpoint=7", "export.checkpoint: 7", marks=pytest.mark.slow),
         ("promote.metric=held_out/nonsense", "held_out/exact_match"),
     ],
 )

@@ -1,106 +1,15 @@
 """The order of a flow's stages, and what becomes of it when one crashes; toys in place of the trainer's commands."""
 
-import json
 import signal
 import subprocess
 import sys
 import time
-from dataclasses import dataclass, field
-from pathlib import Path
 
 import pytest
 
-from tasks.stages import pipeline
 from tests.contract.test_host_gpus import fake_nvidia_smi, show_gpus
-from tests.support import toy_trainer
-from tests.support.flow_world import CONF, ROOT, World, states, wait_for
-
-LONG = 180.0  # seconds, on a busy machine
-ON_GPUS = ("evaluate-base", "train", "evaluate-tuned")
-
-
-@dataclass(frozen=True)
-class Toys:
-    """A folder with toys, and a host with or without a GPU."""
-
-    place: World
-    folder: Path
-    environment: dict[str, str]
-    started: list[subprocess.Popen] = field(default_factory=list)
-
-    def start(self, name: str, *arguments: str, **fates: str) -> subprocess.Popen:
-        toy = json.dumps({stage.replace("_", "-"): fate for stage, fate in fates.items()})
-        own = {
-            "TOY": toy,
-            "FINETUNE_RUNS": str(self.folder / name),
-            "FINETUNE_STORE": str(self.folder / name / "store"),
-        }
-        conf = self.folder / "toys.yaml"
-        conf.write_text(CONF.replace("name: quick", "name: toys"))
-        command = [sys.executable, "-m", "flows.finetune", str(conf), *arguments]
-        with (self.folder / f"{name}.txt").open("w") as said:
-            environment = self.environment | own
-            self.started.append(subprocess.Popen(command, cwd=self.folder, env=environment, stdout=said, stderr=said))
-        return self.started[-1]
-
-    def said(self, name: str) -> str:
-        return (self.folder / f"{name}.txt").read_text()
-
-    def run(self, name: str, *arguments: str, code: int = 0, **fates: str) -> str:
-        process = self.start(name, *arguments, **fates)
-        assert process.wait(200) == code, self.said(name)
-        return self.said(name)
-
-    def spans(self) -> dict[str, list[tuple[float, float]]]:
-        """Beginnings and ends by stage, in order."""
-        found: dict[str, list] = {}
-        for name, what, at in toy_trainer.events(self.folder):
-            if what == "begins":
-                found.setdefault(name, []).append((at, float("inf")))
-            else:
-                found[name][-1] = (found[name][-1][0], at)
-        return found
-
-    def begun(self, name: str) -> bool:
-        return name in self.spans()
-
-    def together(self) -> set[tuple[str, str]]:
-        """Stages for GPUs that ran at one time, by name."""
-        spans = [(begin, end, name) for name in ON_GPUS for begin, end in self.spans().get(name, [])]
-        both = [(a[2], b[2]) for a in spans for b in spans if a < b and b[0] < a[1]]
-        return {(min(pair), max(pair)) for pair in both}
-
-    def mlflow(self, flow: str) -> dict[str, tuple[str, str]]:
-        """Status and reason of MLflow's runs of a flow run, by stage; "" is the flow's own."""
-        from mlflow import MlflowClient
-
-        client = MlflowClient(self.place.mlflow)
-        parents = client.search_runs(["1"], f"tags.`mlflow.runName` = '{flow}'")
-        if not parents:
-            return {}
-        parent = parents[0]
-        runs = [parent, *client.search_runs(["1"], f"tags.finetune.parent = '{parent.info.run_id}'")]
-        found = {
-            run.data.tags.get("finetune.stage", ""): (run.info.status, run.data.tags.get("finetune.reason", ""))
-            for run in runs
-        }
-        tags = parent.data.tags
-        for stage in pipeline.ORDER:  # those without a run of their own
-            if f"finetune.{stage}.begun" in tags:
-                state = tags.get(f"finetune.{stage}.state", parent.info.status)
-                found[stage] = (state, tags.get(f"finetune.{stage}.reason", tags.get("finetune.reason", "")))
-        return found
-
-
-@pytest.fixture
-def toys(place, tmp_path):
-    """On a host without GPUs."""
-    toy_trainer.install(tmp_path)
-    made = Toys(place, tmp_path, place.environment | {"PYTHONPATH": str(ROOT)})
-    yield made
-    for flow in made.started:
-        flow.kill()
-        flow.wait()
+from tests.support.flow_world import ROOT, states, wait_for
+from tests.support.toy_flows import LONG, Toys
 
 
 @pytest.fixture
@@ -124,7 +33,7 @@ def test_where_there_is_room_for_both_the_base_is_evaluated_beside_training(gpu)
     flow = gpu.start("one", "evaluate.gpus=1", evaluate_base="slow")
     wait_for(lambda: gpu.begun("export"), LONG)
     (gpu.folder / "go").touch()
-    assert flow.wait(200) == 0
+    assert flow.wait(LONG) == 0
     assert set(states(gpu.said("one")).values()) == {"Completed"} and ("evaluate-base", "train") in gpu.together()
     assert "waits for" not in gpu.said("one")
 
@@ -134,7 +43,7 @@ def test_without_a_gpu_training_does_not_wait_for_the_evaluation_of_the_base(toy
     flow = toys.start("one", evaluate_base="slow")
     wait_for(lambda: toys.begun("export"), LONG)
     (toys.folder / "go").touch()
-    assert flow.wait(200) == 0
+    assert flow.wait(LONG) == 0
     assert set(states(toys.said("one")).values()) == {"Completed"}
 
 
@@ -146,7 +55,7 @@ def test_two_flows_on_one_host_take_turns_and_say_for_whom_they_wait(gpu):
     wait_for(lambda: "waits for 1 GPU: " in gpu.said("two"), LONG)
     assert len(gpu.spans()["evaluate-base"]) == 1 and second.poll() is None
     (gpu.folder / "go").touch()
-    assert [first.wait(200), second.wait(200)] == [0, 0]
+    assert [first.wait(LONG), second.wait(LONG)] == [0, 0]
     whom = f"evaluate-base of {gpu.place.name_of(gpu.said('one'))}"
     assert f"waits for 1 GPU: {whom} has had it for" in gpu.said("two")
     assert gpu.together() == set() and set(states(gpu.said("two")).values()) == {"Completed"}
@@ -163,7 +72,7 @@ def test_a_flow_that_waits_is_cancelled_at_once_and_one_that_is_killed_gives_its
     second.wait(60)
     assert time.monotonic() - told < 10 and len(gpu.spans()["evaluate-base"]) == 1  # the first flow's own
     first.kill()
-    first.wait()
+    first.wait(LONG)
     third = gpu.run("three", "--until", "evaluate-base")
     assert states(third)["evaluate-base"] == "Completed"
 
@@ -224,9 +133,9 @@ def test_every_run_in_mlflow_ends_after_a_flow_that_was_killed(toys):
     wait_for(lambda: toys.begun("train"), LONG)
     name = wait_for(lambda: _tracked(toys, "one"), LONG)
     flow.kill()
-    flow.wait()
+    flow.wait(LONG)
     command = [sys.executable, "-m", "tasks.tracking", str(toys.folder / "one")]
-    subprocess.run(command, cwd=ROOT, env=toys.environment, check=True, capture_output=True)
+    subprocess.run(command, cwd=ROOT, env=toys.place.environment, check=True, capture_output=True)
     found = toys.mlflow(name)
     for stage in ("train", "evaluate-base", ""):
         assert found[stage] == ("KILLED", "its process died")

@@ -4,7 +4,8 @@
 
 TOY is JSON: what befalls a stage, by name (evaluate-base and evaluate-tuned apart): {"evaluate-base": "crash"}.
 crash = a segmentation fault; fail = exit code 1; fault = exit code 2; slow = waits for the file folder/go; late-crash =
-once training has begun. Each appends its name, "begins" or "ends" and the time to folder/events.
+once training has begun; half = a training waits after its first step. A training goes on after the last step of its
+metrics. Each appends its name, "begins" or "ends" and the time to folder/events.
 """
 
 import json
@@ -49,7 +50,9 @@ def main(command: str) -> None:
     if command == "evaluate":
         paths["evaluation"].mkdir(parents=True, exist_ok=True)
         (paths["evaluation"] / "log.txt").write_text("INFO loads\nERROR head_dim 24 is not supported\n")
-    while fate == "slow" and not Path("go").exists():
+    if fate == "half":
+        _train(paths, 1)
+    while fate in ("slow", "half") and not Path("go").exists():
         time.sleep(0.05)
     while fate == "late-crash" and "train begins" not in Path("events").read_text():
         time.sleep(0.05)
@@ -84,10 +87,13 @@ def _convert(paths: dict[str, Path]) -> None:
     _write(paths["base"] / "complete.json", {})
 
 
-def _train(paths: dict[str, Path]) -> None:
+def _train(paths: dict[str, Path], last: int = 2) -> None:
     keys = {"lm_loss": 2.0, "step_seconds": 0.1, "memory_gb": 0.1, "lr": 1e-3}
-    lines = [json.dumps({"kind": "train", "step": step, "time": time.time()} | keys) for step in (1, 2)]
-    (paths["output"] / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    file = paths["output"] / "metrics.jsonl"
+    done = len(file.read_text().splitlines()) if file.exists() else 0
+    with file.open("a") as metrics:
+        for step in range(done + 1, last + 1):
+            metrics.write(json.dumps({"kind": "train", "step": step, "time": time.time()} | keys) + "\n")
     _write(paths["parity"], {})
 
 

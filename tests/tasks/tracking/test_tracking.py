@@ -19,6 +19,7 @@ from tasks.tracking.address import public
 from tasks.tracking.outages import Away
 from tasks.tracking.shipping import drain
 from tasks.tracking.tail import Tail, metrics
+from tests.support import preloaded
 from tests.tasks.run.toy_flow import resume, write
 
 ROOT = Path(__file__).parents[3]
@@ -87,21 +88,26 @@ def start(tmp_path, server, monkeypatch):
     return begin
 
 
-@pytest.fixture
-def flow(tmp_path):
-    """Start flows that only track. None is left behind, whatever the test finds."""
-    begun: list[subprocess.Popen] = []
+@pytest.fixture(scope="module")
+def fork():
+    with preloaded.python("import tasks.tracking.mlflow_sink") as fork:
+        yield fork
 
-    def begin(uri: str, name: str, file: Path, steps: int) -> subprocess.Popen:
-        command = [sys.executable, "-m", "tests.tasks.run.toy_flow", tmp_path, uri, name, file, str(steps)]
-        begun.append(subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True))
-        return begun[-1]
+
+@pytest.fixture
+def flow(tmp_path, fork):
+    """flow(uri, name, file, steps) -> a flow that only tracks, and the file that it prints to."""
+    begun: list[preloaded.Started] = []
+
+    def begin(uri: str, name: str, file: Path, steps: int) -> tuple[preloaded.Started, Path]:
+        said = tmp_path / f"{name}.txt"
+        begun.append(fork.start("tests.tasks.run.toy_flow", tmp_path, uri, name, file, steps, output=said))
+        return begun[-1], said
 
     yield begin
     for process in begun:
         process.kill()
-        with process:  # closes its pipe and waits
-            pass
+        process.wait(60)
 
 
 def steps(client, run: str, key: str) -> list[int]:
@@ -239,14 +245,15 @@ def test_close_says_what_waits_and_the_next_flow_ships_it(start, server, client,
 def test_killed_at_any_moment_and_started_again(server, client, tmp_path, flow):
     file = tmp_path / "metrics.jsonl"
     for attempt in range(3):
-        process = flow(server.uri, f"killed{attempt}", file, 100_000)
-        process.stdout.readline()
-        time.sleep(random.uniform(1.5, 4.0))
+        process, said = flow(server.uri, f"killed{attempt}", file, 100_000)
+        while not said.read_text():
+            time.sleep(0.05)
+        time.sleep(random.uniform(1.0, 3.0))
         process.kill()
-        process.communicate()
+        process.wait(60)
     last_step = json.loads(file.read_text().splitlines()[-1])["step"] + 10
-    process = flow(server.uri, "last", file, last_step)
-    assert process.communicate(timeout=60)[0] == "tracking\ntold\n"
+    process, said = flow(server.uri, "last", file, last_step)
+    assert (process.wait(60), said.read_text()) == (0, "tracking\ntold\n")
 
     found = client.search_runs(["1"], "tags.`finetune.id` = 'train-abc'")
     assert [run.info.status for run in found] == ["FINISHED"]
@@ -304,8 +311,9 @@ def test_what_mlflow_refuses_holds_up_nothing(start, client, caplog):
 
 def test_two_processes_make_one_new_database(tmp_path, flow):
     uri, files = f"sqlite:///{tmp_path}/mlflow.db", [tmp_path / "a.jsonl", tmp_path / "b.jsonl"]
-    processes = [flow(uri, f"both{i}", file, 3) for i, file in enumerate(files)]
-    assert [process.communicate(timeout=90)[0] for process in processes] == ["tracking\ntold\n"] * 2
+    both = [flow(uri, f"both{i}", file, 3) for i, file in enumerate(files)]
+    assert [process.wait(90) for process, _ in both] == [0, 0]
+    assert [said.read_text() for _, said in both] == ["tracking\ntold\n"] * 2
 
 
 def test_a_file_replaced_half_written_and_late(tmp_path):
