@@ -66,6 +66,10 @@ class Gpu:
     bus: float = 55 * GB  # bytes/s per GPU and direction to the host's memory: of 64 over PCIe 5
     host: float = 75 * GB  # bytes/s of the host's memory, a GPU's share: 16 channels of DDR5-4800 for 8 in a DGX H100
 
+    def flops(self, precision: str) -> float:
+        """FLOP/s of products in fp32, bf16, fp16 or fp8; GPUs are as fast in fp16 as in bf16."""
+        return self.tflops["bf16" if precision == "fp16" else precision] * 1e12
+
     @property
     def joined(self) -> int:
         return self.domain or self.per_host

@@ -106,12 +106,12 @@ def product(run: Run, gpu: Gpu, one: work.Product) -> float:
 def computing(run: Run, gpu: Gpu, one: work.Product) -> float:
     """Seconds of a matrix product without those of moving its bytes."""
     low, precision = fp8(run.train, one.part), _precision(run, one)
-    return one.flops / (gpu.tflops["fp8" if low else precision] * 1e12 * GEMM[low or precision])
+    return one.flops / (gpu.flops("fp8" if low else precision) * GEMM[low or precision])
 
 
 def _precision(run: Run, one: work.Product) -> str:
     exact = one.part == "router" or run.train.precision == "fp32"  # routing scores are computed in fp32
-    return "fp32" if exact else "bf16"  # GPUs are as fast in fp16
+    return "fp32" if exact else "bf16"
 
 
 def quantizing(run: Run, gpu: Gpu, one: work.Product) -> tuple[float, float]:
@@ -146,7 +146,7 @@ def attention(run: Run, facts: ModelFacts, gpu: Gpu) -> float:
     length = run.data.seq_length / run.layout.cp  # a ring computes piece by piece
     narrow = ATTENTION_64 if not facts.kv_rank and facts.head_dim <= 64 else 1.0
     share = ATTENTION * narrow * length / (length + ATTENTION_HALF)
-    return work.attention(run, facts) / (gpu.tflops[run.train.precision] * 1e12 * share)
+    return work.attention(run, facts) / (gpu.flops(run.train.precision) * share)
 
 
 def starting(run: Run, facts: ModelFacts, gpu: Gpu, kind: str) -> Host:

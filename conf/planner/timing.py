@@ -129,7 +129,7 @@ def least(run: Run, facts: ModelFacts, gpu: Gpu, memo: dict[Any, Any]) -> float:
 def _computing(run: Run, facts: ModelFacts, gpu: Gpu, kind: str) -> tuple[float, float]:
     """Seconds of one layer's products, forward and backward, if each were as large as can be."""
     found = [(one, rates.computing(run, gpu, one)) for one in work.products(run, facts, kind)]
-    scores = work.attention(run, facts) / (gpu.tflops[run.train.precision] * 1e12 * rates.ATTENTION)
+    scores = work.attention(run, facts) / (gpu.flops(run.train.precision) * rates.ATTENTION)
     forward = sum(seconds for _, seconds in found) + scores
     return forward, sum(seconds * (1 + one.trained) for one, seconds in found) + rates.ATTENTION_BACKWARD * scores
 

@@ -48,7 +48,7 @@ def duration(run: Run, facts: ModelFacts, gpu: Gpu, serving: Serving) -> Duratio
     bytes_read = parameters.total(facts) * way.byte
     low = "fp8" if way.quantized and "fp8" in gpu.tflops else "fp32" if way.byte == 4 else "bf16"
     share = GEMM["current" if low == "fp8" else low]
-    flops = gpu.tflops[low] * 1e12 * share * way.tp  # stages of a pipeline wait for one another
+    flops = gpu.flops(low) * share * way.tp  # stages of a pipeline wait for one another
     prompts = 2 * parameters.active(facts) * rows * serving.row / flops
     read = (serving.memory.weights + at_once * serving.row * serving.memory.token) / (gpu.hbm * HBM)
     waits = facts.layers * ((2 * LATENCY if way.tp > 1 else 0) + LAYER[way.eager])

@@ -259,6 +259,14 @@ def test_fp8_computes_no_less_and_large_products_sooner():
     assert low.flops == high.flops and 0.5 * high.likely < low.likely < 0.9 * high.likely
 
 
+def test_fp16_takes_as_long_as_bf16():
+    facts = known("gpt2-large")
+    times = [
+        timing(alone(train__precision=kind, data__seq_length=1024), facts, H200).likely for kind in ("fp16", "bf16")
+    ]
+    assert times[0] == times[1]
+
+
 def test_offloading_takes_time_by_the_slower_of_bus_and_host():
     facts, made = known("llama31-70b"), alone(layout__gpus_per_node=8, optimizer__offload=1.0)
     here = timing(alone(layout__gpus_per_node=8), facts, H200).likely
