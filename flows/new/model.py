@@ -70,6 +70,10 @@ def whole(source: str) -> str:
 def read(wanted: ModelSection, folder: Path) -> Model:
     """Look at a model. `folder` gets what has to be fetched for that."""
     source = wanted.source
+    if not isinstance(source, str):
+        raise Fault(
+            "model.source: weights that are drawn are nothing to look at; conf/llama-125m.yaml shows how to pretrain"
+        )
     kind, place = hub.kind(source), f"model.source: {source}"
     if kind == "tiny":
         return _tiny(source, folder)

@@ -28,7 +28,7 @@ def headline(lines: list[Line], steps: int) -> str:
 def seconds_left(lines: list[Line], steps: int) -> float | None:
     """Seconds to the last step, at the speed of the latest ones; None while they do not tell."""
     began = max((place for place, line in enumerate(lines) if line["kind"] == "start"), default=0)
-    latest = _of("train", lines[began:])[-LATEST:]
+    latest = [line for line in lines[began:] if line["kind"] == "train"][-LATEST:]
     if len(latest) < 2 or latest[-1]["step"] <= latest[0]["step"]:
         return None
     each = (latest[-1]["time"] - latest[0]["time"]) / (latest[-1]["step"] - latest[0]["step"])

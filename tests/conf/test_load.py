@@ -17,6 +17,7 @@ from conf.rules import layout
 from conf.rules.contradictions import contradictions
 from conf.schema.data import Part, Rows
 from conf.schema.run import Run, sections
+from conf.schema.training import Train
 from contract.faults import ConfigError
 
 RIGHT = """\
@@ -142,7 +143,7 @@ def test_file_that_is_no_configuration(conf, text, line):
 
 def test_file_that_cannot_be_read(conf, tmp_path):
     conf("")
-    names = sorted(file.stem for file in FOLDER.rglob("*.yaml"))
+    names = sorted(file.stem for folder in (FOLDER, FOLDER / "documented") for file in folder.glob("*.yaml"))
     assert {"glm47", "mixtral-8x7b", "qwen3-235b-as-documented"} <= {*names}
     assert lines("nope") == [f"no such configuration: nope; it is a file, or one of {', '.join(names)}"]
     assert lines("glm-47") == ["no such configuration: glm-47; did you mean glm47?"]
@@ -319,7 +320,11 @@ def runs(draw) -> Run:
     train, optimizer = data["train"], data["optimizer"]
     train |= {"steps": draw(st.integers(11, 99)), "epochs": None, "recompute": "selective", "recompute_layers": 1}
     train["global_batch"] *= train["micro_batch"] * data["layout"]["nodes"] * data["layout"]["gpus_per_node"]
-    train |= {"fp8": None, "fp8_weights": False}
+    train |= {"fp8": None, "fp8_weights": False, "recompute_first": None}
+    train |= {key: Train.model_fields[key].default for key in ("ramp_from", "ramp_by", "ramp_sequences")}
+    train["loss_scale"] = (
+        train["loss_scale"] if train["precision"] == "fp16" else Train.model_fields["loss_scale"].default
+    )
     data["kubernetes"] |= {"image": "an-image", "claim": "a-claim", "resources": (), "env": ()}
     optimizer |= {"warmup": None, "distributed": True, "states": "fp32", "gradients": "fp32", "offload": 0.0}
     if train["precision"] == "bf16":
@@ -330,6 +335,8 @@ def runs(draw) -> Run:
     data["evaluate"] |= draw(st.sampled_from([{"precision": "bf16"}, {"quantization": None}]))
     if data["adapter"]["kind"] != "lora":
         data["evaluate"]["adapter"] = "merged"
+        data["adapter"] |= {"rslora": False, "b_lr_ratio": 1.0}
+    data["model"]["source"] = draw(NAMES)
     data["reinforce"]["steps"] = 0  # else most of what is drawn for its other keys contradicts something
     run = Run.model_validate(data)
     assume(not list(contradictions(run)))

@@ -10,7 +10,6 @@ from conf.load import load
 from flows.finetune import finetune
 from tasks.pages import deployment_form
 from tests.support.flow_world import World
-from tests.support.toy_flows import Toys
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no chromium on PATH: apt-get install chromium")
@@ -83,9 +82,10 @@ def test_the_form_shows_the_preset_s_values_and_refuses_a_wrong_one_in_words(pla
     page.get_by_text("5 is greater than the maximum of 1").first.wait_for(timeout=LONG)
 
 
-def test_the_report_leads_to_mlflow_s_losses_of_several_trainings(place: World, first, toys: Toys, page):
-    """One click from the report; the loss is what MLflow shows first. A toy trains beside the first."""
-    output = toys.run("one", "name=quick", "optimizer.lr=2e-3", "--until", "train")
+@pytest.mark.timeout(400)
+def test_the_report_leads_to_mlflow_s_losses_of_several_trainings(place: World, first, page):
+    """One click from the report; the loss is what MLflow shows first."""
+    output = place.run("optimizer.lr=2e-3", "--until", "train")
     page.goto(report_of(place, output))
     page.get_by_text("MLflow, this training beside earlier ones").wait_for(timeout=LONG)
     charts = page.get_by_text("MLflow, all trainings' losses").get_attribute("href")

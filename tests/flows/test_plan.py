@@ -26,6 +26,7 @@ SIX = {
 GPUS_OF = {
     "tiny": "cpu",
     "tiny-rl": "cpu",
+    "tiny-pretrain": "cpu",
     "glm47-b200": "b200",
     "gpt2-large": "h200",
     "gpt2-large-as-documented": "h200",
@@ -34,6 +35,8 @@ GPUS_OF = {
 PRESETS = {
     "tiny": (0, 1, 1),
     "tiny-rl": (0, 1, 1),
+    "tiny-pretrain": (0, 1, 1),
+    "llama-125m": (0, 1, 1),
     "llama31-8b-1xl4": (0, 1, 1),
     "llama31-8b-1xl40s": (0, 1, 1),
     "qwen3-8b-1xl40s": (0, 1, 1),

@@ -3,7 +3,7 @@
 Without either, Megatron-Bridge's own groups stay: biases and norms have no decay.
 """
 
-# pyright: reportArgumentType=false
+# pyright: reportArgumentType=false, reportGeneralTypeIssues=false, reportOptionalOperand=false
 
 import fnmatch
 from collections.abc import Iterable
@@ -38,7 +38,7 @@ class ParameterGroups(OptimizerConfigOverrideProvider):
         """Refuse a pattern that names no weight on any rank."""
         mine = list(names)
         meant = {pattern for pattern in self.without_decay if fnmatch.filter(mine, pattern)}
-        everyone = [None] * distributed.get_world_size()
+        everyone: list[tuple[set[str], str]] = [(set(), "")] * distributed.get_world_size()
         distributed.all_gather_object(everyone, (meant, mine[0] if mine else ""))
         if unknown := {*self.without_decay} - set().union(*(one for one, _ in everyone)):
             raise Fault(

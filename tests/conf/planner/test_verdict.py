@@ -119,10 +119,11 @@ def test_every_configuration_ends_in_a_plan_that_can_finish(file):
     gpu, facts = hardware.of(run), facts_of(run)
     planned = plan(settle(run, facts, gpu), facts, gpu)
     assert planned.unserved == ""
+    behind = BEHIND if isinstance(run.model.source, str) else BEHIND[1:]  # drawn weights know nothing yet
     if file.parent.name != "documented":
-        assert planned.fits and [need.stage for need in planned.needs][3:] == BEHIND
+        assert planned.fits and [need.stage for need in planned.needs][3:] == behind
         table = "\n".join(display.lines(planned))
-        assert all(f"\n{stage} " in table for stage in BEHIND)
+        assert all(f"\n{stage} " in table for stage in behind)
 
 
 def test_hosts_of_an_evaluation_are_chosen_with_the_plan():
@@ -134,7 +135,7 @@ def test_hosts_of_an_evaluation_are_chosen_with_the_plan():
     over_all = load("glm47-as-documented", ["convert.hosts=all"])
     (spread,) = (one for one in plan(over_all, known("glm47"), H100).needs if one.stage == "convert")
     assert (spread.hosts, spread.gpus, spread.memory) == (over_all.layout.nodes, 8, 24e9)
-    assert spread.seconds < needs["convert"].seconds
+    assert (spread.seconds or 0) < (needs["convert"].seconds or 0)
     said = list(display.lines(planned))
     assert any(line.startswith("serving  2 x 8 h100 in bf16, compiled: each 45.5 GB weights") for line in said)
     one = load("glm47-as-documented", ["evaluate.quantization=fp8"])

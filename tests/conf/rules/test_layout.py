@@ -85,7 +85,7 @@ GPT2 = {
 
 
 def run(world: int = 8, **changes: object) -> Run:
-    """A run on nodes of 8; each of `changes` goes to the first section with such a key."""
+    """A run on nodes of 8; each of `changes` goes to the first section with such a key, dropout to the adapter's."""
     data: dict[str, dict[str, object]] = {
         "model": {"source": "x"},
         "data": {"seq_length": 4096},
@@ -96,7 +96,8 @@ def run(world: int = 8, **changes: object) -> Run:
         "checkpoint": {"save_every": 5},
     }
     for key, value in changes.items():
-        section = next(name for name, kind in sections().items() if key in kind.model_fields)
+        named = (name for name, kind in sections().items() if key in kind.model_fields)
+        section = "adapter" if key == "dropout" else next(named)
         data.setdefault(section, {})[key] = value
     return Run.model_validate({"name": "x", **data})
 

@@ -125,7 +125,7 @@ def test_sources_that_are_none(identity, tmp_path, name, complaint):
 @pytest.mark.parametrize(
     "source, complaint",
     [
-        ("tiny://letters", "no such data; there is tiny://tickets and tiny://mistaken-tickets"),
+        ("tiny://letters", "no such data; there is tiny://tickets, tiny://mistaken-tickets and tiny://texts"),
         ("gs://bucket/rows", "no source of data"),
         ("https://host/rows.jsonl", "no source of data"),
         ("rows.jsonl.gz", "no such file"),

@@ -70,7 +70,7 @@ def unsaid(prompt, answer, reference):
 def colours(prompt, answer, reference):
     raise ValueError("\\x1b[31m\\ud800")
 def deaf(prompt, answer, reference):
-    os.closerange(3, 64)
+    os.closerange(3, 1 << 16)
     time.sleep(100)
 def stubborn(prompt, answer, reference):
     signal.signal(signal.SIGTERM, signal.SIG_IGN)

@@ -53,7 +53,7 @@ def described_whole(config: Config) -> Config:
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     kind = config.get("model_type")
-    if kind not in CONFIG_MAPPING:
+    if not isinstance(kind, str) or kind not in CONFIG_MAPPING:
         raise Fault(f"config.json: model_type: {json.dumps(kind)}: transformers knows no such model")
     try:
         made = CONFIG_MAPPING[kind].from_dict(config).to_dict()
