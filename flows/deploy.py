@@ -35,7 +35,9 @@ from tasks.pages import deployment_form
 ROOT = Path(__file__).resolve().parent.parent
 FILE = ROOT / "prefect.yaml"
 FIRST = "first_schedules"  # no key of Prefect's: it replaces all schedules of a deployment by those of its own key
-DEPLOYED = "finetune_deployed"  # a variable on the server: digests of what the last deployment set
+# Variables on the server, one for each deployment: digests of what it set last. Prefect's hold 5000 characters; servers
+# of before have one of this name for all deployments.
+DEPLOYED = "finetune_deployed"
 FLOWS = {f"flows/{name}.py:{name}": name for name in ("finetune", "pretrain", "node", "serve")}
 # What the form in Prefect's UI edits.
 EDITABLE = ("paused", "parameters", "tags", "description", "job_variables")
@@ -67,13 +69,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def deploy(client: SyncPrefectClient, wanted: dict) -> int:
     """Run `prefect deploy` and return its exit code. The reason of a failure is printed."""
-    deployed = read_deployed(client)
-    kept = {}
+    kept, deployed = {}, {}
     for deployment in wanted["deployments"]:
         name = f"{FLOWS[deployment['entrypoint']]}/{deployment['name']}"
         first = deployment.pop(FIRST, [])
+        deployed[name] = read_deployed(client, name)
         if there := find(client, name):
-            kept[name] = keep(name, deployment, edits(there, deployed.get(name, {})))
+            kept[name] = keep(name, deployment, edits(there, deployed[name]))
         else:
             kept[name] = set()
             deployment["schedules"] = first
@@ -88,8 +90,8 @@ def deploy(client: SyncPrefectClient, wanted: dict) -> int:
         return done.returncode or 1
     for name, fields in kept.items():
         now = {field: digest(value) for field, value in editable(there[name]).items()}
-        deployed[name] = now | {field: deployed.get(name, UNEDITED)[field] for field in fields}
-    write_deployed(client, deployed)
+        before = deployed[name] or UNEDITED
+        write_deployed(client, name, now | {field: before[field] for field in fields})
     for found in there.values():
         show_values(client, found)
     return 0
@@ -138,16 +140,25 @@ def keep(name: str, deployment: dict, edited: dict) -> set[str]:
     return kept
 
 
-def read_deployed(client: SyncPrefectClient) -> dict[str, dict[str, str]]:
-    variable = client.read_variable_by_name(DEPLOYED)
-    return variable.value if variable and isinstance(variable.value, dict) else {}
+def remembered(name: str) -> str:
+    """Name of the variable of a deployment."""
+    return f"{DEPLOYED}_{hashlib.sha256(name.encode()).hexdigest()[:12]}"
 
 
-def write_deployed(client: SyncPrefectClient, deployed: dict[str, dict[str, str]]) -> None:
-    if client.read_variable_by_name(DEPLOYED):
-        client.update_variable(VariableUpdate(name=DEPLOYED, value=deployed))
+def read_deployed(client: SyncPrefectClient, name: str) -> dict[str, str]:
+    """Digests of what this deployment set last; none where that is not known."""
+    own, of_all = (client.read_variable_by_name(variable) for variable in (remembered(name), DEPLOYED))
+    if own and isinstance(own.value, dict):
+        return own.value
+    return of_all.value.get(name, {}) if of_all and isinstance(of_all.value, dict) else {}
+
+
+def write_deployed(client: SyncPrefectClient, name: str, digests: dict[str, str]) -> None:
+    variable, value = remembered(name), {"deployment": name} | digests
+    if client.read_variable_by_name(variable):
+        client.update_variable(VariableUpdate(name=variable, value=value))
     else:
-        client.create_variable(VariableCreate(name=DEPLOYED, value=deployed))
+        client.create_variable(VariableCreate(name=variable, value=value))
 
 
 def digest(value: object) -> str:

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import psutil
 import pytest
 import yaml
+from prefect.client.schemas.actions import VariableCreate
 
 from conf.load import FOLDER, load
 from flows import deploy, scheduling
@@ -237,3 +238,28 @@ def test_a_cancelled_run_leaves_no_process_and_a_checkpoint(place, first, worker
 
 def state_of(place: Place, run: str) -> str:
     return place.ask_prefect("flow_runs/filter", flow_runs={"id": {"any_": [run]}})[0]["state_name"]
+
+
+class Variables(dict):
+    """A server's variables, as Prefect's own models check them."""
+
+    def read_variable_by_name(self, name):
+        return self.get(name)
+
+    def create_variable(self, made):
+        self[made.name] = made
+
+    def update_variable(self, made):
+        self[made.name] = made
+
+
+def test_what_was_deployed_is_remembered_for_each_deployment():
+    """One variable for all of them was too long for Prefect from the 42nd on."""
+    server, digests = Variables(), {field: deploy.digest(field) for field in (*deploy.EDITABLE, deploy.LIMIT)}
+    server.create_variable(VariableCreate(name=deploy.DEPLOYED, value={"finetune/old": {"paused": "a"}}))
+    for number in range(500):
+        deploy.write_deployed(server, f"finetune/A long name. {number}", digests)
+        deploy.write_deployed(server, f"finetune/A long name. {number}", digests)
+    assert len(server) == 501 and digests.items() <= deploy.read_deployed(server, "finetune/A long name. 7").items()
+    assert deploy.read_deployed(server, "finetune/old") == {"paused": "a"}  # of a server of before
+    assert deploy.read_deployed(server, "finetune/new") == {}
