@@ -122,9 +122,9 @@ class Watch:
         self.seen = dict(tags)
         return changed
 
-    def forgive(self, more: float) -> None:
-        """Give every process its full time again, and so many seconds more, as the store was away."""
-        self.at = dict.fromkeys(self.at, time.monotonic() + more)
+    def forgive(self) -> None:
+        """Give every process its full time again, as the store was away."""
+        self.at = dict.fromkeys(self.at, time.monotonic())
 
     def age(self, name: str) -> float:
         return time.monotonic() - self.at.get(name, time.monotonic())

@@ -17,7 +17,6 @@ from tasks.gang.board import PEERS, POLLED, RENEWED, Board, Notice, Watch
 from tasks.gang.messages import Member, Peers, Standing, Word
 
 AWAY = 6.0  # seconds without an answer: the store was away, not the members
-BACKLOG = 10.0  # seconds that a store which is back may take to work off what has waited for it
 
 
 class Lookout:
@@ -112,7 +111,7 @@ class Lookout:
         with self._turn:
             changed = self._watch.look(tags)
             if now - self.answered > AWAY:
-                self._watch.forgive(BACKLOG)
+                self._watch.forgive()
         self.answered = now
         for name in sorted(changed):
             kind, _, rest = name.partition("/")
