@@ -14,7 +14,7 @@ from typing import Any
 from contract.faults import Fault
 from tasks.gang import peer_probe
 from tasks.gang.board import PEERS, POLLED, RENEWED, Board, Notice, Watch
-from tasks.gang.messages import Member, Peers, Standing, Word
+from tasks.gang.messages import Foreign, Member, Peers, Standing, Word
 
 AWAY = 6.0  # seconds without an answer: the store was away, not the members
 
@@ -122,7 +122,7 @@ class Lookout:
     def _read_member(self, node: int) -> None:
         try:
             told = self.board.member(node)
-        except Fault as fault:
+        except Foreign as fault:
             self.foreign = str(fault)
             return
         if told is None:

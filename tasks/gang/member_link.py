@@ -10,10 +10,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from contract.faults import Fault
 from tasks.gang import peer_probe
 from tasks.gang.board import PEERS, POLLED, RENEWED, STALE, Board, Notice
-from tasks.gang.messages import Address, Member, Peers, Word
+from tasks.gang.messages import Address, Foreign, Member, Peers, Word
 
 SHIPPED = 3.0  # seconds between pieces of a log
 PIECE = 1 << 20  # bytes at most
@@ -101,7 +100,7 @@ class Link:
     def _read(self) -> None:
         try:
             found = self.board.pulse((self.word, self._tag))
-        except Fault as fault:  # the controller is another version's
+        except Foreign as fault:  # the controller is another version's
             self.told = str(fault)
             return
         now = time.monotonic()

@@ -34,8 +34,12 @@ class Message:
 
     @classmethod
     def from_json(cls, data: bytes, where: str) -> Self:
-        """Read a message. Raises a Fault, which names `where` it was read."""
+        """Read a message. Raises Foreign, which names `where` it was read."""
         return _read(data, cls, cls, where)
+
+
+class Foreign(Fault):
+    """A message that another version of the project has written. A store that is away raises Faults of other kinds."""
 
 
 @dataclass(frozen=True)
@@ -148,7 +152,7 @@ def _read(data: bytes, kind: Any, message: type, where: str) -> Any:
     try:
         return _decoded(json.loads(data), kind, "")
     except ValueError as error:
-        raise Fault(
+        raise Foreign(
             f"{where}: no {message.__name__} as this version of the project writes it ({error}); "
             "the flow and all hosts of a gang run the same version"
         ) from None

@@ -91,6 +91,28 @@ def test_a_controller_of_another_version_ends_a_member(board):
     lookout.end(5)
 
 
+def test_a_store_that_says_itself_that_it_is_away_ends_nobody(board, monkeypatch):
+    """S3 that does not answer is a Fault, and so is another version's message: members took the one for the other."""
+    lookout = Lookout(board, "")
+    lookout.begin()
+    one = member(board)
+    one.join()
+    wait_for(lambda: 0 in lookout.nodes)
+    asked = []
+
+    def away(_, name: str) -> None:
+        asked.append(name)
+        raise Fault("s3://finetune/main: http://s3 does not answer (ReadTimeoutError)")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(type(board.store), "read", away)
+        board.write("nodes/1.json", b"{}")  # the controller has something to read, too
+        wait_for(lambda: {name.rpartition("/")[2] for name in asked} >= {"gang.json", "1.json"})
+    assert one.why_stop() == "" and not lookout.foreign
+    one.end(5)
+    lookout.end(5)
+
+
 @pytest.mark.parametrize("attempts", [0, 1, 2, 3, 4, 7, 8, 9, 30])
 def test_the_newest_attempt_is_found(board, attempts):
     for number in range(1, attempts + 1):
