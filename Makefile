@@ -35,11 +35,12 @@ down: ## stop what make up started
 
 # Much of a test is waiting for servers and imports. What runs together, and what comes last, is in tests/conftest.py.
 JOBS ?= 2
+SIDE_BY_SIDE = -n $(JOBS) --dist loadscope --no-loadscope-reorder -rfEs
 test: $(STAMP) ## run the tests that need no GPU and little time, JOBS files at a time
-	$(PYTHON) -m pytest -n $(JOBS) --dist loadscope --no-loadscope-reorder -rfEs
+	$(PYTHON) -m pytest $(SIDE_BY_SIDE)
 
-slow: $(STAMP) ## run the tests that take minutes
-	$(PYTHON) -m pytest -m slow
+slow: $(STAMP) ## run the tests that take minutes, JOBS files at a time
+	$(PYTHON) -m pytest -m slow $(SIDE_BY_SIDE)
 
 # Without .venv, or with a broken one, any Python from 3.8 on says what is missing.
 doctor: ## say what this host can do, and what mends what it cannot
