@@ -1,7 +1,9 @@
 """Pieces of Markdown for Prefect's pages. Texts from data or a model are escaped, so that they change nothing."""
 
+import base64
 import re
 import textwrap
+import time
 from collections.abc import Iterable, Sequence
 
 SHOWN = 60  # characters of a cell
@@ -35,6 +37,18 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
     """Lines of a table. The cells are Markdown already."""
     rows = ["| " + " | ".join(row) + " |" for row in rows]
     return ["", "| " + " | ".join(head) + " |", "|" + "---|" * len(head), *rows] if rows else []
+
+
+def embedded(name: str, png: bytes) -> str:
+    """A picture that the page itself holds."""
+    return f"![{name}](data:image/png;base64,{base64.b64encode(png).decode()})"
+
+
+def as_of(when: float, links: dict[str, str]) -> list[str]:
+    """Last lines of a page that is renewed: the time that it shows, and where there is more."""
+    at = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(when))
+    told = f"As of {at}; renewed as it goes on: reload the page. MLflow's curves move by themselves."
+    return ["", told, "", *(f"- [{what}](<{where}>)" for what, where in links.items())]
 
 
 def clean(text: str) -> str:

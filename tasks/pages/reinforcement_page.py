@@ -1,12 +1,10 @@
 """The page of a reinforcement learning that is under way: what answers are worth, and whether they can be trusted."""
 
-import base64
-import time
 from typing import Any
 
 from contract.amounts import clock
 from tasks.pages import training_page
-from tasks.pages.markdown import code, table, words
+from tasks.pages.markdown import as_of, code, embedded, table, words
 
 SHOWN = 4  # answers of the last step
 PARTS = ("transfer", "probe", "generate", "reward", "train")
@@ -43,19 +41,13 @@ def page(
     text = [f"# Reinforcement learning of {words(name)}", "", f"**Step {last['step'] // updates} of {steps}{rest}**"]
     text += table(("", "now", ""), _figures(found, updates))
     if image:
-        text += ["", f"![rewards](data:image/png;base64,{base64.b64encode(image).decode()})"]
+        text += ["", embedded("rewards", image)]
     shown = samples[-SHOWN:]
     cells = [
         (code(one["prompt"]), code(one["answer"]), code(one["reference"]), f"{one['reward']:.3g}") for one in shown
     ]
     text += table(("prompt", "answer", "right", "reward"), cells)
-    at = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(last["time"]))
-    text += [
-        "",
-        f"As of {at}; renewed as it goes on: reload the page. MLflow's curves move by themselves.",
-        "",
-        *(f"- [{what}](<{where}>)" for what, where in links.items()),
-    ]
+    text += as_of(last["time"], links)
     return "\n".join(text) + "\n"
 
 

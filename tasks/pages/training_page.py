@@ -1,11 +1,9 @@
 """The page of a training that is under way: where it is, how fast, what is left, and its curves."""
 
-import base64
-import time
 from typing import Any
 
 from contract.amounts import clock
-from tasks.pages.markdown import table, words
+from tasks.pages.markdown import as_of, embedded, table, words
 
 LATEST = 20  # lines of steps that tell the speed: neither the first step nor what a resume lost
 
@@ -59,14 +57,8 @@ def page(name: str, lines: list[Line], steps: int, image: bytes | None, links: d
     text = [f"# Training of {words(name)}", "", f"**Step {last['step']} of {steps}{rest}**"]
     text += table(("", "now", ""), rows)
     if image:
-        text += ["", f"![training](data:image/png;base64,{base64.b64encode(image).decode()})"]
-    at = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(last["time"]))
-    text += [
-        "",
-        f"As of {at}; renewed as it goes on: reload the page. MLflow's curves move by themselves.",
-        "",
-        *(f"- [{what}](<{where}>)" for what, where in links.items()),
-    ]
+        text += ["", embedded("training", image)]
+    text += as_of(last["time"], links)
     return "\n".join(text) + "\n"
 
 

@@ -45,9 +45,9 @@ def download(stage_run: StageRun) -> State:
             _draw(stage_run, work, files)
             return {"source": str(model.source)}
         if model.source.startswith("tiny://"):
-            arguments = ["trainer.tiny", model.source.removeprefix("tiny://"), str(files), "--dtype", "float32"]
-            if not any(files.glob("*")):  # a run that was killed may have made it whole, and none makes half of it
-                launch.process(arguments, work.folder / "tiny.log", work.say, stage_run.stopped(work))
+            _make_once(
+                stage_run, work, files, "tiny", model.source.removeprefix("tiny://"), files, "--dtype", "float32"
+            )
             return {"source": model.source}
         found = hub.resolve(model.source, config["commit"] if hub.kind(model.source) == "hub" else "main")
         if found.commit != config["commit"]:
@@ -67,10 +67,15 @@ def _draw(stage_run: StageRun, work: Work, files: Path) -> None:
     described.write_text(json.dumps(config["config"]))
     source = drawn.tokenizer_of(model)
     if hub.kind(source) == "tiny":
-        arguments = ["trainer.tiny", source.removeprefix("tiny://"), str(tokenizer)]
-        launch.process(arguments, work.folder / "tiny.log", work.say, stage_run.stopped(work))
+        _make_once(stage_run, work, tokenizer, "tiny", source.removeprefix("tiny://"), tokenizer)
     else:
         drawn.fetch_tokenizer(model, config["tokenizer"], tokenizer)
-    arguments = ["trainer.weights.drawn", str(described), str(files), "--tokenizer", str(tokenizer)]
-    arguments += ["--seed", str(config["seed"])]
-    launch.process(arguments, work.folder / "drawn.log", work.say, stage_run.stopped(work))
+    options = ("--tokenizer", tokenizer, "--seed", config["seed"])
+    _make_once(stage_run, work, files, "weights.drawn", described, files, *options)
+
+
+def _make_once(stage_run: StageRun, work: Work, folder: Path, program: str, *arguments: object) -> None:
+    """Have a program of the trainer make the folder. One that a killed run made is whole, and is taken."""
+    if not any(folder.glob("*")):
+        log = work.folder / f"{program.removeprefix('weights.')}.log"
+        launch.process([f"trainer.{program}", *map(str, arguments)], log, work.say, stage_run.stopped(work))

@@ -3,7 +3,6 @@
 Prefect gives a table some 720 pixels on a screen of 1,280 and cuts off what is wider. Cells are plain words that wrap.
 """
 
-import base64
 import json
 import re
 
@@ -16,7 +15,7 @@ from contract.amounts import clock
 from tasks.gang.history import prefect_page as gang
 from tasks.gang.history import timeline
 from tasks.pages import data_report
-from tasks.pages.markdown import code, fenced, fitted, table, words
+from tasks.pages.markdown import code, embedded, fenced, fitted, table, words
 from tasks.run.artifact import Artifact, Stage
 from tasks.run.outcomes import Outcomes
 from tasks.stages import plan
@@ -97,7 +96,7 @@ def _training(store: Store, made: Made, trained: Stage) -> list[str]:
     image = next((found for name in PICTURES if (found := _file(store, made.get("train"), name))), None)
     if not image:
         return []
-    text = f"![training](data:image/png;base64,{base64.b64encode(image).decode()})"
+    text = embedded("training", image)
     return ["", "## Training", "", text, *_gang(store, trained)]
 
 
