@@ -93,7 +93,8 @@ device.has_gpu = lambda: True
 device.start()
 import transformer_engine.pytorch
 for module in pkgutil.walk_packages(trainer.__path__, "trainer."):
-    if not module.name.startswith("trainer.startup.cpu"):
+    # The second is loaded by vLLM's own process, which has the flow's packages.
+    if not module.name.startswith(("trainer.startup.cpu", "trainer.reinforcement.weight_engine")):
         importlib.import_module(module.name)
 from conf.load import load
 from trainer.megatron.model import open_bridge
