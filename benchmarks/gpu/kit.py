@@ -93,9 +93,12 @@ device.has_gpu = lambda: True
 device.start()
 import transformer_engine.pytorch
 for module in pkgutil.walk_packages(trainer.__path__, "trainer."):
-    # The second is loaded by vLLM's own process, which has the flow's packages.
-    if not module.name.startswith(("trainer.startup.cpu", "trainer.reinforcement.weight_engine")):
-        importlib.import_module(module.name)
+    if not module.name.startswith("trainer.startup.cpu"):
+        try:
+            importlib.import_module(module.name)
+        except ModuleNotFoundError as error:
+            if not (error.name or "").startswith("vllm."):  # such modules are for vLLM's own process alone
+                raise
 from conf.load import load
 from trainer.megatron.model import open_bridge
 from trainer.megatron.recipe import make_config
