@@ -11,8 +11,8 @@ release once and writes no weight. Each is timed as a whole command, less the ti
 of its work, which is the start of its processes and is shown apart. Memory is the largest resident set of a process,
 and of that what belongs to no file, sampled ten times a second. CPU seconds are of all processes; on a host that is
 busy with other things they say more than the others. The comparison of the first layers, at the end of a conversion,
-is of one size whatever the model's. Megatron-Bridge's import is AutoBridge.import_ckpt, in one process; its export
-wants nvidia-modelopt.
+is of one size whatever the model's. Megatron-Bridge's tools are those of benchmarks/bridge_tools.py, in one process,
+their start included; they hold the whole model, and are left out where the host has not the memory for that.
 """
 
 import argparse
@@ -39,24 +39,7 @@ GB = 10**9
 SHARD = 4 * GB  # of a release
 WIDTHS = "qwen3-30b-a3b"
 RANK = 8  # of the adapter
-BRIDGE = """
-import os, sys
-os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
-from trainer.startup import device
-device.start()
-import torch
-from trainer.patches import lazy_bridge
-lazy_bridge.load_family("Qwen3MoeForCausalLM")
-from megatron.bridge.models.conversion.auto_bridge import AutoBridge
-described = AutoBridge.to_megatron_provider
-def without_kernels_of_a_gpu(*args, **kwargs):
-    provider = described(*args, **kwargs)
-    device.choose_kernels(provider)
-    return provider
-AutoBridge.to_megatron_provider = without_kernels_of_a_gpu
-torch.distributed.init_process_group("gloo")
-AutoBridge.import_ckpt(*sys.argv[1:], torch_dtype=torch.bfloat16)
-"""
+BRIDGE_TAKES = 1.9  # times the model, of memory: measured with 4.3 GB
 
 
 @dataclass(frozen=True)
@@ -138,6 +121,8 @@ def train(model: Path, folder: Path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that there is but one process
         save(stored, checkpoint_id=folder, no_dist=True)
+    torch.save({}, folder / "common.pt")  # this and the next are what megatron-core knows its checkpoints by
+    (folder / "metadata.json").write_text('{"sharded_backend": "torch_dist", "sharded_backend_version": 1}')
     (folder / "run_config.yaml").write_text(f"peft: {{dim: {RANK}, alpha: {2 * RANK}}}\n")
     checkpoints.mark(folder)
 
@@ -196,6 +181,9 @@ def measure(work: Path, size: float, processes: int, bridge: bool) -> None:
     size = generate(model, size)
     train(model, work / "output/checkpoints/iter_0000001")
     print(f"\n{size:.1f} GB of {WIDTHS}'s widths, {processes} processes, {os.cpu_count()} CPUs\n")
+    if bridge and psutil.virtual_memory().available < BRIDGE_TAKES * size * GB:
+        bridge = False
+        print(f"Megatron-Bridge's tools are left out: they take some {BRIDGE_TAKES * size:.0f} GB of memory.\n")
     print(f"{'':26} {'seconds':>8} {'x cp':>6} {'start':>6} {'CPU s':>8} {'GB RSS':>7} {'of no file':>10}")
     paths = [f"paths.{name}={work / name}" for name in ("model", "base", "output", "export", "logs")]
     ours = [*paths, f"layout.gpus_per_node={processes}", "train.precision=bf16", "train.global_batch=64"]
@@ -231,11 +219,18 @@ def measure(work: Path, size: float, processes: int, bridge: bool) -> None:
             begun = made.with_name(made.name + PARTIAL) / atomic_folder.JOURNAL
             show(f"{what} ({state})", timed(asked, log, begun), copy)
         shutil.rmtree(work / "export")
-        if bridge:
-            ready(model)
-            asked = [sys.executable, "-c", BRIDGE, str(model), str(work / "bridge")]
-            show(f"Bridge's import ({state})", timed(asked, log), copy)
-            shutil.rmtree(work / "bridge")
+        for what, made, read in (
+            ("import", "bridge", ("model",)),
+            ("export", "bridge-export", ("model", "bridge")),
+            ("merge", "bridge-merge", ("model", "bridge/iter_0000000", "output/checkpoints/iter_0000001")),
+        ):
+            if not bridge:
+                break
+            arguments = [str(ready(work / name)) for name in read]
+            asked = [sys.executable, "-m", "benchmarks.bridge_tools", what, *arguments, str(work / made)]
+            show(f"Bridge's {what} ({state})", timed(asked, log), copy)
+        for made in ("bridge", "bridge-export", "bridge-merge"):
+            shutil.rmtree(work / made, ignore_errors=True)
     for folder in (model, base, work / "output"):
         shutil.rmtree(folder)
 
