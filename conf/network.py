@@ -204,6 +204,9 @@ def _of_any(run: Run) -> Iterator[Setting]:
     yield Setting("TORCH_NCCL_HIGH_PRIORITY", "1", "communication is waited for by all: its kernels go first")
     # Transformer Engine 2.20: on Hopper, in bf16, widths of whole 128s; elsewhere it starts a product an expert
     yield Setting("NVTE_USE_CUTLASS_GROUPED_GEMM", "1", "one kernel for all experts: the host starts less")
+    # [torch] default /tmp/torchinductor_USER, which goes with a container; Triton keeps its own below it
+    kept = f"{run.paths.kernels}/inductor"
+    yield Setting("TORCHINDUCTOR_CACHE_DIR", kept, "what a first step compiles is there for the next start")
     yield Setting("CUDA_DEVICE_ORDER", "PCI_BUS_ID", "local rank i is GPU i of every host, on the same rail")
 
 

@@ -454,7 +454,7 @@ class Paths(Section):
         default="runs/{name}/evaluation-base", description="those of the base; for evaluate.quantization"
     )
     kernels: Annotated[Place, NOWHERE] = Field(
-        default="runs/kernels", description="what vLLM compiles on GPUs, kept between evaluations"
+        default="runs/kernels", description="what torch and vLLM compile on GPUs, kept between starts"
     )
 
     @field_validator("*", mode="before")

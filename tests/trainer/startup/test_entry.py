@@ -160,3 +160,4 @@ def test_ranks_start_in_the_environment_of_their_layout_and_what_is_set_here_win
     monkeypatch.setenv("NCCL_DEBUG", "INFO")
     found = entry._environment(run)
     assert found["CUDA_DEVICE_MAX_CONNECTIONS"] == "1" and "NCCL_DEBUG" not in found
+    assert found["TORCHINDUCTOR_CACHE_DIR"] == f"{run.paths.kernels}/inductor"
