@@ -190,7 +190,7 @@ def test_hosts_that_are_down_are_waited_for_and_not_counted(here, tmp_path):
 def train(here, work, request):
     """train() -> a controller under way on that cluster, in a folder of the test's name, and the folder."""
     running: list[subprocess.Popen] = []
-    folder = work / re.sub(r"\W+", "-", request.node.name)
+    folder = work / ("slurm-" + re.sub(r"\W+", "-", request.node.name))  # test_local has names like these
     folder.mkdir()
     overrides = [f"{key}={value}" for key, value in (here | {"paths.data": work / "one/data"}).items()]
 
