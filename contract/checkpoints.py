@@ -51,6 +51,21 @@ def complete_steps(folder: Path) -> list[int]:
     return sorted(step for step, path in _iterations(folder) if read_mark(path))
 
 
+def best(folder: Path) -> tuple[int, float] | None:
+    """Step and loss of the complete checkpoint with the lowest validation loss; None where none has been validated."""
+    marks = {step: read_mark(path) or {} for step, path in _iterations(folder)}
+    losses = {step: mark.get("validations", {}).get("loss") for step, mark in marks.items()}
+    found = [(step, loss) for step, loss in sorted(losses.items()) if loss is not None]
+    return min(found, key=lambda one: one[1], default=None)
+
+
+def remove_older(folder: Path, keep: int, best: int | None) -> None:
+    """Delete complete checkpoints but the newest so many, and the best one."""
+    for step in complete_steps(folder)[:-keep]:
+        if step != best:
+            shutil.rmtree(step_folder(folder, step))
+
+
 def remove_incomplete(folder: Path) -> list[str]:
     """Delete what an interrupted save left behind, so that the disk does not fill with it. Returns the names."""
     broken = [path for _, path in _iterations(folder) if read_mark(path) is None]

@@ -72,6 +72,11 @@ def _checkpoint(run: Run) -> tuple[Path, int]:
     if not steps:
         raise Fault(f"{folder}: no complete checkpoint; one is made by python -m trainer.train")
     step = steps[-1] if run.export.checkpoint == "latest" else run.export.checkpoint
+    if step == "best":
+        found = checkpoints.best(folder)
+        if found is None:
+            raise Fault(f"export.checkpoint: best, but no checkpoint in {folder} has a validation loss; latest")
+        step = found[0]
     if step not in steps:
         raise Fault(f"export.checkpoint: {step} is not complete in {folder}; there are {', '.join(map(str, steps))}")
     return checkpoints.step_folder(folder, step), step

@@ -11,6 +11,7 @@ from rank 0, <paths.output>/metrics.jsonl and paths.parity. SIGTERM saves a chec
 import os
 from pathlib import Path
 
+from conf.rules import schedule
 from conf.schema.run import Run
 from contract import checkpoints
 from trainer import preflight
@@ -26,7 +27,8 @@ from trainer.training import bridge_loop, resume
 def main(run: Run) -> None:
     folder = checkpoint_folder(run)
     done = checkpoints.complete_steps(folder)
-    finished = bool(done) and done[-1] >= last_step(run)
+    mark = checkpoints.read_mark(checkpoints.step_folder(folder, done[-1])) if done else None
+    finished = mark is not None and schedule.is_over(run, done[-1], mark)
     if finished:
         say(f"train: step {done[-1]} of {last_step(run)} is already there: {checkpoints.step_folder(folder, done[-1])}")
         if agreement.is_recorded(run, done[-1]):
@@ -48,18 +50,20 @@ def main(run: Run) -> None:
     from trainer.training.mark_checkpoints import Saves
     from trainer.training.metrics import Metrics
     from trainer.training.parity import Parity
+    from trainer.training.validations import Validations
 
     resharding.install()
     start = done[-1] if done else 0
-    parity = Parity(run)
     with megatron_to(Path(run.paths.logs)):
         config = make_config(run, open_bridge(run), start or None)
         if finished:
             load_only(config)
-            callbacks = [parity]
+            callbacks = [Parity(run)]
         else:
             metrics = Metrics(run, Path(run.paths.output) / "metrics.jsonl", start)
-            callbacks = [metrics, Gates(run, metrics), parity, Saves(run, metrics), heartbeat.callback()]
+            validations = Validations(run, metrics, start)
+            callbacks = [metrics, Gates(run, metrics), validations, Parity(run, validations)]
+            callbacks += [Saves(run, metrics, validations), heartbeat.callback()]
             callbacks += [recorder(run)] if run.log.profile_every else []
             callbacks += [LossScaling()] if run.train.precision == "fp16" else []
         bridge_loop.train(run, config, forward_step, callbacks)

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from conf.rules import batch_ramp, precision, pretraining, reinforcement, serving
+from conf.rules import batch_ramp, precision, pretraining, reinforcement, serving, validations
 from conf.schema import clusters
 from conf.schema.data import Rows
 from conf.schema.run import Run, sections
@@ -66,6 +66,7 @@ def contradictions(run: Run) -> Iterator[tuple[str, str]]:
     yield from precision.contradictions(run)
     yield from pretraining.contradictions(run)
     yield from batch_ramp.contradictions(run)
+    yield from validations.contradictions(run)
     yield from serving.contradictions(run)
     yield from reinforcement.contradictions(run)
     yield from clusters.contradictions(run.gang.engine, run.kubernetes)

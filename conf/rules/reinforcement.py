@@ -91,10 +91,11 @@ def as_training(run: Run) -> Run:
             "ramp_sequences": None,
             "validate_every": 0,
             "stop_after": None,
+            "stop_after_worse": None,
             "seed": asked.seed,
         },
         "optimizer": {"lr": asked.lr, "min_lr": asked.lr, "warmup": None, "warmup_steps": 0, "decay": "constant"},
-        "checkpoint": {"save_every": every * asked.updates},
+        "checkpoint": {"save_every": every * asked.updates, "keep_best": False},
         # A head that predicts further tokens would learn from samples as if they were right.
         "model": {"mtp_loss_scale": 0.0},
         # Rewards say nothing about how busy experts are: only who asks for balancing has it beside them.

@@ -59,9 +59,9 @@ def resolved(run: Run, sequences: int = 0) -> Run:
 def of_steps(run: Run, steps: int) -> Run:
     """The run cut to so many steps at its highest learning rate, without validation: to measure or rehearse it."""
     sections = {
-        "train": {"steps": steps, "epochs": None, "stop_after": None, "validate_every": 0},
+        "train": {"steps": steps, "epochs": None, "stop_after": None, "stop_after_worse": None, "validate_every": 0},
         "optimizer": {"warmup": None, "warmup_steps": 0},
-        "checkpoint": {"save_every": steps},
+        "checkpoint": {"save_every": steps, "keep_best": False},
     }
     return run.model_copy(update={name: getattr(run, name).model_copy(update=keys) for name, keys in sections.items()})
 
@@ -76,6 +76,13 @@ def assumed(run: Run, sequences: int | None) -> Run:
 def last_step(run: Run) -> int | None:
     """The step that training ends at; None while the steps of its epochs are unknown."""
     return None if run.train.steps is None else _least(run)
+
+
+def is_over(run: Run, step: int, mark: dict[str, Any]) -> bool:
+    """Whether a training ends with this checkpoint: the last step's, or one behind validations that got worse."""
+    last, patience = last_step(run), run.train.stop_after_worse
+    worse = mark.get("validations", {}).get("worse", 0)
+    return (last is not None and step >= last) or (patience is not None and worse >= patience)
 
 
 def saved(run: Run) -> int:

@@ -87,7 +87,7 @@ def _one_problem(value: Any, validate: ValidatorFunctionWrapHandler) -> Any:
     try:
         return validate(value)
     except ValidationError:
-        raise PydanticCustomError("checkpoint", "neither latest nor base nor the number of a step") from None
+        raise PydanticCustomError("checkpoint", "neither latest nor best nor base nor the number of a step") from None
 
 
 def _one_interval(value: Any, validate: ValidatorFunctionWrapHandler) -> Any:
@@ -241,6 +241,10 @@ class Checkpoint(Section):
     keep: Annotated[Count | None, bears("train", held=False)] = Field(
         default=None, description="newest complete checkpoints that stay; null = all"
     )
+    keep_best: Annotated[bool, bears("train", absent=False, held=False)] = Field(
+        default=False,
+        description="the one with the lowest validation loss stays as well; export.checkpoint=best exports it",
+    )
     save_optimizer: Annotated[bool, bears("train")] = Field(
         default=True, description="without it a run cannot resume where it was"
     )
@@ -265,8 +269,12 @@ class Export(Section):
     """Formats that a trained checkpoint is exported to, for others to load."""
 
     checkpoint: Annotated[
-        Annotated[Literal["latest", "base"] | Count, WrapValidator(_one_problem)], bears("export")
-    ] = Field(default="latest", description="which to export: the newest, the untrained base, or a step")
+        Annotated[Literal["latest", "best", "base"] | Count, WrapValidator(_one_problem)], bears("export")
+    ] = Field(
+        default="latest",
+        description="which to export: the newest, the best by validation (checkpoint.keep_best), the untrained base, "
+        "or a step",
+    )
     formats: Annotated[tuple[Literal["merged", "adapter"], ...] | None, bears("export")] = Field(
         default=None, strict=False, description="merged = the whole model; adapter = PEFT's; null = all that there is"
     )

@@ -77,6 +77,10 @@ class Train(Section):
     validate_batches: Annotated[Count, bears("train", held=False)] = Field(
         default=10, description="global batches per validation"
     )
+    stop_after_worse: Annotated[Count | None, bears("train", absent=None, held=False)] = Field(
+        default=None,
+        description="end after so many validations in a row none of which is the best so far; null = train all steps",
+    )
     stop_after: Annotated[Count | None, bears("train", held=False)] = Field(
         default=None, description="end after this step, schedule unchanged; for rehearsals"
     )

@@ -66,8 +66,9 @@ class Training(Job):
         return all(state == "done" for state in states)
 
     def is_done(self) -> bool:
-        last = schedule.last_step(self.run)
-        return last is not None and self.newest() >= last
+        step = self.newest()
+        mark = checkpoints.read_mark(checkpoints.step_folder(Path(self.run.paths.output) / "checkpoints", step))
+        return mark is not None and schedule.is_over(self.run, step, mark)
 
 
 @dataclass(frozen=True)

@@ -53,6 +53,11 @@ def fingerprint(run: Run) -> str:
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
 
 
+def of_best(run: Run) -> Path:
+    """Record of the best checkpoint, where it is not the last one (checkpoint.keep_best)."""
+    return Path(run.paths.parity).with_name("parity-best.json")
+
+
 def is_recorded(run: Run, step: int) -> bool:
     """Whether training has left a record to compare with, of this step and for these prompts."""
     if not run.evaluate.parity_rows or not rows(run):  # texts for pretraining have no prompts
@@ -66,7 +71,9 @@ def is_recorded(run: Run, step: int) -> bool:
 
 def expected(run: Run) -> tuple[dict | None, str]:
     """Record of training to compare with; or None, and the reason. Raises a Fault where it is due and missing."""
-    path, mark = Path(run.paths.parity), unmerged.mark(run)
+    mark = unmerged.mark(run)
+    best = of_best(run)
+    path = best if mark.get("trained") and _step(best) == mark["step"] else Path(run.paths.parity)
     served = f"{unmerged.export(run)}/adapter" if unmerged.is_asked(run) else run.paths.served
     trained, instead = mark.get("trained"), "evaluate.parity_rows=0 compares nothing"
     if not run.evaluate.parity_rows:
@@ -93,6 +100,14 @@ def expected(run: Run) -> tuple[dict | None, str]:
             f"{mark['step']}; {instead}"
         )
     return record, ""
+
+
+def _step(path: Path) -> int | None:
+    """Step of a record; None where there is none, or another file."""
+    try:
+        return json.loads(path.read_text())["step"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
 
 
 def compare(run: Run, served, precision: str) -> tuple[dict | None, str]:

@@ -16,12 +16,13 @@ from trainer.megatron.recipe import checkpoint_folder
 from trainer.serving import agreement
 from trainer.startup.console import say
 from trainer.training import resume
+from trainer.training.validations import Validations
 from trainer.weights import digests, model_digests
 
 
 class Saves(Callback):
-    def __init__(self, run: Run, metrics):
-        self.run, self.folder, self.metrics = run, checkpoint_folder(run), metrics
+    def __init__(self, run: Run, metrics, validations: Validations | None = None):
+        self.run, self.folder, self.metrics, self.validations = run, checkpoint_folder(run), metrics, validations
         self.training = resume.record(run)  # as it is now: nobody is to edit it under a running training
 
     def on_checkpoint_save(self, context) -> None:
@@ -33,7 +34,20 @@ class Saves(Callback):
             folder = checkpoints.step_folder(self.folder, step)
             facts = {"step": step, "alpha": alpha, "prompts": len(agreement.rows(self.run)), "digests": of_tensors}
             digests.write(folder, facts)
-            samples = context.state.train_state.consumed_train_samples
-            checkpoints.mark(folder, step=step, samples=samples, training=self.training)
+            self._mark(context)
             self.metrics.write({"kind": "checkpoint", "step": step, "time": time.time(), "folder": str(folder)})
             say(f"step {step}: checkpoint {folder}")
+        if self.validations:
+            self.validations.after_save(context.state.train_state.step)
+
+    def on_eval_end(self, context) -> None:
+        """Mark the last checkpoint again, which Bridge validates after it has been saved."""
+        step = context.state.train_state.step
+        if distributed.get_rank() == 0 and checkpoints.read_mark(checkpoints.step_folder(self.folder, step)):
+            self._mark(context)
+
+    def _mark(self, context) -> None:
+        step, samples = context.state.train_state.step, context.state.train_state.consumed_train_samples
+        seen = self.validations.facts(step) if self.validations else {}
+        folder = checkpoints.step_folder(self.folder, step)
+        checkpoints.mark(folder, step=step, samples=samples, training=self.training, **seen)

@@ -63,7 +63,7 @@ class Metrics(Callback):
         self.run, self.path = run, path
         self.first, self.started = start, time.monotonic()
         self.loads: dict[int, torch.Tensor] = {}
-        self.validated, self.pace = -1, Pace()
+        self.validated, self.validation_loss, self.pace = -1, math.nan, Pace()
         self.skipped = self.no_numbers = 0
         if os.environ["RANK"] == "0":
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -115,7 +115,7 @@ class Metrics(Callback):
     def on_eval_end(self, context) -> None:
         losses = context.total_loss_dict or {}
         loss = _from_last_stage([float(losses["lm loss"])] if "lm loss" in losses else [0.0])[0]
-        step = context.state.train_state.step
+        step, self.validation_loss = context.state.train_state.step, loss
         if step == self.validated:
             return  # Bridge validates once more when training ends, on other rows than at this step before
         self.validated = step

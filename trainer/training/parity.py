@@ -5,6 +5,8 @@ training.jsonl), by base and adapter as they were trained, at whatever layout. t
 served model the same. With an adapter, the same of the base alone is written beside. The difference is the effect of
 the adapter, and a served model must not lose any of it. A digest of the trained weights says which weights answered.
 
+With checkpoint.keep_best, the best checkpoint so far has a record beside it, parity-best.json.
+
 The record is made when a checkpoint has been written and is not yet marked. A run whose training is complete then has
 parity.json, and nothing that is computed here can get into a checkpoint. A finished run without it (it was deleted, or
 other rows are asked for) loads its last checkpoint and takes no step: Megatron-Bridge calls back in between.
@@ -28,28 +30,30 @@ from torch import distributed
 
 from conf.schema.run import Run
 from contract.files import write_atomically
-from trainer.megatron.recipe import last_step
 from trainer.serving import agreement, prompts
 from trainer.startup.console import say
+from trainer.training.validations import Validations
 from trainer.weights import digests, model_digests
 
 
 class Parity(Callback):
-    def __init__(self, run: Run):
-        self.run = run
+    def __init__(self, run: Run, validations: Validations | None = None):
+        self.run, self.validations = run, validations
 
     def on_checkpoint_save(self, context) -> None:
-        if context.state.train_state.step == last_step(self.run):
-            record(self.run, context)
+        if context.state.train_state.step == context.state.cfg.train.train_iters:
+            record(self.run, context, Path(self.run.paths.parity))
+        elif self.validations and self.validations.is_best(context.state.train_state.step):
+            record(self.run, context, agreement.of_best(self.run))
 
     def on_data_init_start(self, context) -> None:
         """Write the record of a finished run: the model is there, with its checkpoint loaded."""
         if context.state.cfg.validation.skip_train:
-            record(self.run, context)
+            record(self.run, context, Path(self.run.paths.parity))
 
 
-def record(run: Run, context) -> None:
-    """Write paths.parity. Every rank takes part."""
+def record(run: Run, context, path: Path) -> None:
+    """Write the record to this file. Every rank takes part."""
     rows = agreement.rows(run)
     if not rows:
         return
@@ -70,8 +74,8 @@ def record(run: Run, context) -> None:
             row["base_log_probs"] = alone[: len(row["log_probs"])]
         facts = {"step": context.state.train_state.step, "asked": agreement.fingerprint(run)}
         facts |= {"weights": digests.of_all(of_tensors), "precision": run.train.precision}
-        _write(Path(run.paths.parity), facts | {"rows": found})
-        say(f"parity: log-probabilities of {len(rows)} prompts in {run.paths.parity}")
+        _write(path, facts | {"rows": found})
+        say(f"parity: log-probabilities of {len(rows)} prompts in {path}")
 
 
 def log_probs(run: Run, context, rows_of_tokens: list[list[int]]) -> list[list[float]]:

@@ -1,0 +1,71 @@
+"""State of validations while a model trains: which checkpoint is the best so far, and whether training ends early.
+
+A checkpoint's mark has the state: loss (of its step, if it was validated), lowest (so far) and worse (validations since
+then). A run that goes on from it counts on. Each validation takes the next rows, so that two of them compare like with
+like where train.validate_batches cover all rows for validation.
+"""
+
+# pyright: reportOptionalMemberAccess=false, reportOperatorIssue=false
+
+from typing import Any
+
+import torch
+from megatron.bridge.training.callbacks import Callback
+from torch import distributed
+
+from conf.schema.run import Run
+from contract import checkpoints
+from trainer.megatron.recipe import checkpoint_folder
+from trainer.startup.console import say
+from trainer.training.metrics import Metrics
+
+
+class Validations(Callback):
+    """State of a run's validations. It stands behind Metrics in the list of callbacks, and before what reads it."""
+
+    def __init__(self, run: Run, metrics: Metrics, start: int):
+        self.run, self.metrics, self.folder = run, metrics, checkpoint_folder(run)
+        mark = checkpoints.read_mark(checkpoints.step_folder(self.folder, start)) or {}
+        before = mark.get("validations", {})
+        self.lowest: float | None = before.get("lowest")
+        self.worse: int = before.get("worse", 0)
+        self.seen: tuple[int, float] | None = None  # the last step that was validated, and its loss
+        self.best_saved = checkpoints.best(self.folder)  # step and loss
+
+    def facts(self, step: int) -> dict[str, Any]:
+        """The state at a step, for the mark of its checkpoint; empty where the run has no validations."""
+        if self.lowest is None:
+            return {}
+        return {"validations": {"loss": self._loss(step), "lowest": self.lowest, "worse": self.worse}}
+
+    def on_eval_end(self, context) -> None:
+        step = context.state.train_state.step
+        if self.seen and self.seen[0] == step:
+            return  # Bridge's last validation, of a step that had one
+        loss = torch.tensor(self.metrics.validation_loss, dtype=torch.float64, device="cuda")
+        distributed.all_reduce(loss, op=distributed.ReduceOp.MAX)  # all ranks end at the same step
+        self.seen = step, loss.item()
+        self.worse = self.worse + 1 if self.lowest is not None and self.seen[1] >= self.lowest else 0
+        self.lowest = self.seen[1] if self.lowest is None else min(self.lowest, self.seen[1])
+        patience, settings = self.run.train.stop_after_worse, context.state.cfg.train
+        if patience is not None and self.worse >= patience and step < settings.train_iters:
+            say(f"step {step}: {self.worse} validations in a row above {self.lowest:.4f}: training ends here")
+            settings.train_iters = step
+
+    def is_best(self, step: int) -> bool:
+        """Whether the checkpoint that is being saved is the best so far, and stays as such."""
+        loss = self._loss(step)
+        if not self.run.checkpoint.keep_best or loss is None:
+            return False
+        return self.best_saved is None or loss < self.best_saved[1]
+
+    def after_save(self, step: int) -> None:
+        """Remember a checkpoint that is the best so far, and delete those that checkpoint.keep does not keep."""
+        keep, loss = self.run.checkpoint.keep, self._loss(step)
+        if self.is_best(step) and loss is not None:
+            self.best_saved = step, loss
+        if self.run.checkpoint.keep_best and keep and distributed.get_rank() == 0:
+            checkpoints.remove_older(self.folder, keep, self.best_saved[0] if self.best_saved else None)
+
+    def _loss(self, step: int) -> float | None:
+        return self.seen[1] if self.seen and self.seen[0] == step else None
