@@ -422,6 +422,9 @@ class Track(Section):
     wandb: Annotated[Text | None, NOWHERE] = Field(
         default=None, description="Weights & Biases project that gets the metrics too"
     )
+    tensorboard: Annotated[bool, NOWHERE] = Field(
+        default=False, description="training writes TensorBoard's files too, into tensorboard/ of its artifact"
+    )
 
 
 class Paths(Section):

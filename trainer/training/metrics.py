@@ -41,6 +41,7 @@ from contract.files import write_atomically
 from trainer.megatron.recipe import last_step
 from trainer.startup.console import say
 from trainer.training.pace import Pace
+from trainer.training.tensorboard_files import TensorBoardFiles
 
 # Dense bf16 TFLOP/s of one device by a part of its name, from NVIDIA's datasheets.
 PEAKS = {"GB200": 2500.0, "B200": 2250.0, "H200": 989.0, "H100": 989.0, "A100": 312.0}
@@ -69,11 +70,14 @@ class Metrics(Callback):
             path.parent.mkdir(parents=True, exist_ok=True)
             counted = _drop_after(path, start)
             self.skipped, self.no_numbers = (counted.get(key, 0) for key in ("skipped_steps", "nan_steps"))
+            self.curves = TensorBoardFiles(path.parent, start) if run.track.tensorboard else None
 
     def write(self, line: dict) -> None:
         if distributed.get_rank() == 0:
             with self.path.open("a") as f:
                 f.write(json.dumps(line) + "\n")
+            if self.curves:
+                self.curves.write(line)
 
     def on_train_start(self, context) -> None:
         for chunk in unwrap_model(context.model):

@@ -1,0 +1,25 @@
+"""TensorBoard's files of a run: the numbers of metrics.jsonl as curves, in <paths.output>/tensorboard."""
+
+from pathlib import Path
+from typing import Any
+
+FOLDER = "tensorboard"
+
+
+class TensorBoardFiles:
+    """Writer of a training that goes on from step `start`. TensorBoard drops what was written of later steps."""
+
+    def __init__(self, output: Path, start: int):
+        from torch.utils.tensorboard import SummaryWriter
+
+        self.writer = SummaryWriter(str(output / FOLDER), purge_step=start + 1, flush_secs=10)
+
+    def write(self, line: dict[str, Any]) -> None:
+        """Add a line of metrics.jsonl: lm_loss of its kind validation is the curve validation/lm_loss."""
+        if line["kind"] == "start" or "step" not in line:
+            return
+        for name, value in line.items():
+            if name not in ("step", "time") and isinstance(value, int | float):
+                self.writer.add_scalar(f"{line['kind']}/{name}", value, line["step"], line.get("time"))
+        if line["kind"] == "checkpoint":
+            self.writer.flush()  # a run that goes on from here writes no earlier step again
