@@ -62,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return refused(fault)
     planned = compared(replace(plan(run, facts, gpu), assumed=assumed))
     shown, text = display.as_dict(planned), list(display.lines(planned))
-    passed = planned.fits and not planned.unserved
+    passed = planned.fits and not planned.unserved and not planned.unanswered
     if options.rehearse:
         try:
             answer = rehearse.rehearse(run, options.steps)

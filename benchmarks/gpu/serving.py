@@ -216,7 +216,7 @@ def main() -> int:
 
 
 def _measure(options: argparse.Namespace, work: Path, began: float) -> int:
-    gpus = _gpus()
+    gpus = gpus_here()
     bench = Bench(work, options.out, began + options.seconds)
     if options.size == "tiny":
         from trainer.rehearsal import tiny_models
@@ -246,7 +246,7 @@ def _measure(options: argparse.Namespace, work: Path, began: float) -> int:
     return 1 if wrong or found else 0
 
 
-def _gpus() -> int:
+def gpus_here() -> int:
     with contextlib.suppress(OSError):
         answer = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True)
         return len(re.findall(r"^GPU \d+:", answer.stdout, re.MULTILINE))

@@ -51,6 +51,7 @@ def lines(plan: Plan) -> Iterator[str]:
         yield from base(plan)
         yield ""
     yield from evaluation(plan)
+    yield from answers(plan)
     if plan.found:
         yield ""
         yield from suggestions(plan.found, layout.world, gpu)
@@ -62,6 +63,8 @@ def lines(plan: Plan) -> Iterator[str]:
     yield plan.verdict
     if plan.unserved:
         yield f"refused all the same: evaluation: {plan.unserved}; {WITHOUT}"
+    if plan.unanswered:
+        yield f"refused all the same: reinforce: {plan.unanswered}"
 
 
 def degrees(layout: Layout) -> str:
@@ -256,6 +259,21 @@ def evaluation(plan: Plan) -> Iterator[str]:
             yield turns + where * gpus.may_leave(plan.run)
 
 
+def answers(plan: Plan) -> Iterator[str]:
+    """Lines on vLLM beside reinforcement learning."""
+    one = plan.rollout
+    if one is None or not plan.gpu.cuda:
+        return
+    parts = {"weights": one.memory.weights, "adapters": one.memory.adapters, "cache": one.cache}
+    parts |= {"besides": one.taken - sum(parts.values()), "training": one.beside}
+    told = ", ".join(f"{size / GB:.1f} GB {name}" for name, size in parts.items() if size)
+    yield f"answers  vLLM on the first {plan.gpu.name}: {told}; {one.at_once} rows of {one.row} at once"
+    yield f"turns    {one.awake / GB:.1f} GB while vLLM answers, {one.trains / GB:.1f} GB while it sleeps"
+    if phases := one.seconds:
+        each = ", ".join(f"{name} {seconds:.2g} s" for name, seconds in vars(phases).items())
+        yield f"phases   {phases.step:.3g} s a step of reinforce: {each}"
+
+
 def _parts(room: ServedMemory) -> str:
     found = {"weights": room.weights, "adapters": room.adapters, "cache": max(0, room.cache)}
     found["besides"] = room.taken - sum(found.values())
@@ -317,6 +335,8 @@ def as_dict(plan: Plan) -> dict[str, Any]:
         "base": [dict(vars(way)) for way in loadings(plan.run, plan.facts, plan.gpu)] if plan.gpu.cuda else None,
         "evaluation": _evaluation_dict(plan) if plan.serving else None,
         "unserved": plan.unserved,
+        "reinforce": _rollout_dict(plan) if plan.rollout else None,
+        "unanswered": plan.unanswered,
         "instead": _instead_dict(plan.found, plan.gpu) if plan.found else None,
         "instead_with_lora": _instead_dict(plan.with_lora, plan.gpu) if plan.with_lora else None,
     }
@@ -330,6 +350,14 @@ def _evaluation_dict(plan: Plan) -> dict[str, Any]:
     room = {key: value for key, value in vars(one.memory).items() if key != "capacity"}
     rows = {"row": one.row, "rows_at_once": one.at_once, "cached": one.memory.cached, "over": one.lacks}
     return {**way, **room, "cache": one.memory.cache, "total": one.memory.taken, **rows}
+
+
+def _rollout_dict(plan: Plan) -> dict[str, Any]:
+    one = plan.rollout
+    assert one
+    sizes = {"weights": one.memory.weights, "cache": one.cache, "vllm": one.taken, "training": one.beside}
+    sizes |= {"awake": one.awake, "asleep": one.trains, "row": one.row, "rows_at_once": one.at_once}
+    return {**sizes, "seconds": dict(vars(one.seconds)) if one.seconds else None}
 
 
 def _instead_dict(found: Found, gpu: Gpu) -> dict[str, Any]:

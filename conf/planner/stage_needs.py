@@ -1,8 +1,9 @@
 """Needs of every stage of a run: hosts, GPUs and their memory, memory of a host, disk, time and price.
 
-    stage_needs(run, facts, gpu, stages, time, serving) -> [StageNeed, ...]       in the order of the flow
+    stage_needs(run, facts, gpu, stages, time, serving, rollout) -> [StageNeed, ...]       in the order of the flow
 
-`stages` and `time` are the training's, `serving` is the layout of the evaluation (conf/planner/serving/). All stages
+`stages` and `time` are the training's, `serving` is the layout of the evaluation, `rollout` is vLLM beside
+reinforcement learning (conf/planner/serving/). All stages
 but training, and a conversion or an evaluation on several hosts, run on the flow's host, which has layout.gpus_per_node
 GPUs. Its GPUs are paid whether a stage uses them or not, so they count in each price; other hosts count while they are
 used.
@@ -24,8 +25,9 @@ from conf.planner.hardware import GB, GIB, Gpu
 from conf.planner.memory import PROCESS, StageMemory
 from conf.planner.serving.duration import READ, duration
 from conf.planner.serving.layout import Serving
+from conf.planner.serving.rollout import BEGINNING, Rollout
 from conf.planner.timing import Timing
-from conf.rules import pretraining, schedule
+from conf.rules import pretraining, reinforcement, schedule
 from conf.rules.gpus import takes
 from conf.rules.serving import BYTES, precision
 from conf.schema.run import Run
@@ -54,7 +56,13 @@ class StageNeed:
 
 
 def stage_needs(
-    run: Run, facts: ModelFacts, gpu: Gpu, stages: tuple[StageMemory, ...], time: Timing | None, serving: Serving | None
+    run: Run,
+    facts: ModelFacts,
+    gpu: Gpu,
+    stages: tuple[StageMemory, ...],
+    time: Timing | None,
+    serving: Serving | None,
+    rollout: Rollout | None = None,
 ) -> list[StageNeed]:
     count, byte = parameters.total(facts), states.byte(run.train)
     released = _released(facts)
@@ -66,7 +74,9 @@ def stage_needs(
     asked = [_evaluation(run, facts, gpu, serving)] if run.evaluate.tasks else []
     found += [replace(one, stage="evaluate-base") for one in asked if not pretraining.is_drawn(run)]
     merged = released if run.export.quantization else count * 2
-    found += [_training(run, facts, stages, time, gpu), _export(run, facts, merged)]
+    found.append(_training(run, facts, stages, time, gpu))
+    found += [_reinforcement(run, facts, stages, gpu, rollout)] if rollout else []
+    found.append(_export(run, facts, merged))
     found += [replace(one, stage="evaluate-tuned") for one in asked]
     if not gpu.cuda:  # no time is predicted there
         return [replace(one, seconds=None) for one in found]
@@ -151,6 +161,18 @@ def _training(run: Run, facts: ModelFacts, stages: tuple[StageMemory, ...], time
     fullest = max(stage.total for stage in stages) if gpu.cuda else 0
     gpus = layout.gpus_per_node if gpu.cuda else 0
     return StageNeed("train", layout.nodes, gpus, fullest, memory, copies * (trained * byte + kept), seconds)
+
+
+def _reinforcement(
+    run: Run, facts: ModelFacts, stages: tuple[StageMemory, ...], gpu: Gpu, rollout: Rollout
+) -> StageNeed:
+    """Training on answers of vLLM's: both hold the first GPU in turn, and the host both at once."""
+    need = _training(reinforcement.as_training(run), facts, stages, None, gpu)
+    phases = rollout.seconds
+    seconds = None if phases is None else BEGINNING + _load(run, facts) + run.reinforce.steps * phases.step
+    beside = OF_VLLM if gpu.cuda else rollout.memory.weights + GIB + 2 * PROCESS
+    gpu_memory = max(rollout.trains, rollout.awake) if gpu.cuda else 0
+    return replace(need, stage="reinforce", gpu_memory=gpu_memory, memory=need.memory + beside, seconds=seconds)
 
 
 def _export(run: Run, facts: ModelFacts, merged: int) -> StageNeed:

@@ -25,10 +25,12 @@ from conf.planner.hardware import GB, Gpu, unsupported
 from conf.planner.memory import StageMemory, memory
 from conf.planner.search import TIGHT, Candidate, Found, fastest, search
 from conf.planner.serving import layout as served
+from conf.planner.serving import rollout as answering
 from conf.planner.serving.layout import Serving
+from conf.planner.serving.rollout import Rollout
 from conf.planner.stage_needs import StageNeed, stage_needs
 from conf.planner.timing import Timing, timing
-from conf.rules import schedule, serving
+from conf.rules import reinforcement, schedule, serving
 from conf.rules.layout import Grid, grid, problems
 from conf.schema.model import CONFIG, Drawn
 from conf.schema.run import Run
@@ -65,6 +67,8 @@ class Plan:
     faster: Candidate | None = None  # the fastest layout with room, where that takes less time than this one
     compared: bool = False  # whether a faster one was looked for
     unserved: str = ""  # why vLLM cannot serve the model, or not on hosts of the run
+    rollout: Rollout | None = None  # vLLM beside reinforcement learning, where that is asked for
+    unanswered: str = ""  # why it cannot answer prompts there
 
     @property
     def legal(self) -> bool:
@@ -92,13 +96,14 @@ class Plan:
 
 def plan(run: Run, facts: ModelFacts, gpu: Gpu) -> Plan:
     evaluation = _evaluation(run, facts, gpu)
-    if broken := problems(run, facts) + unsupported(run, gpu):
+    if broken := problems(run, facts) + _of_answers(run, facts) + unsupported(run, gpu):
         return Plan(run, facts, gpu, tuple(broken), **evaluation, **_instead(run, facts, gpu))
     stages, time = tuple(memory(run, facts, gpu)), timing(run, facts, gpu) if gpu.cuda else None
-    needs = tuple(stage_needs(run, facts, gpu, stages, time, evaluation["serving"]))
+    answers = _reinforcement(run, facts, gpu)
+    needs = tuple(stage_needs(run, facts, gpu, stages, time, evaluation["serving"], answers["rollout"]))
     whole = {"cut": grid(run.layout, run.train), "stages": stages, "time": time, "needs": needs}
     whole["steps"] = schedule.last_step(run)
-    legal = Plan(run, facts, gpu, (), **whole, **evaluation)
+    legal = Plan(run, facts, gpu, (), **whole, **evaluation, **answers)
     return legal if legal.fits else replace(legal, **_instead(run, facts, gpu))
 
 
@@ -119,6 +124,24 @@ def _evaluation(run: Run, facts: ModelFacts, gpu: Gpu) -> dict[str, Any]:
     if why or not gpu.cuda:
         return {"serving": None, "unserved": why}
     return {"serving": served.choose(run, facts, gpu), "unserved": served.refusal(run, facts, gpu)}
+
+
+def _of_answers(run: Run, facts: ModelFacts) -> list[str]:
+    """Rules that a batch of reinforcement learning breaks, and one of training does not."""
+    if not reinforcement.is_asked(run):
+        return []
+    known = problems(run, facts, suggest=False)
+    found = problems(reinforcement.as_training(run), facts, suggest=False)
+    asked = f"reinforce: {run.reinforce.prompts} prompts with {run.reinforce.samples} answers each"
+    return [f"{asked}: {line}" for line in found if line not in known]
+
+
+def _reinforcement(run: Run, facts: ModelFacts, gpu: Gpu) -> dict[str, Any]:
+    """vLLM beside reinforcement learning, if that is asked for, and why it cannot answer there."""
+    if not reinforcement.is_asked(run):
+        return {"rollout": None, "unanswered": ""}
+    why = answering.unanswered(run, facts, gpu)
+    return {"rollout": None if why else answering.of(run, facts, gpu), "unanswered": why}
 
 
 def settle(run: Run, facts: ModelFacts, gpu: Gpu) -> Run:

@@ -55,6 +55,8 @@ def contradictions(run: Run) -> Iterator[tuple[str, str]]:
         yield "layout.nodes", f"{run.layout.nodes}: reinforce runs on one host yet"
     if asked.source and data.mixture:
         yield "reinforce.source", "has no effect on data.mixture: name data.source"
+    if asked.transport == "ipc" and run.hardware.gpu == "cpu":
+        yield "reinforce.transport", "ipc goes through the memory of a GPU, and hardware.gpu is cpu: gloo, or null"
     if asked.transport == "adapter":
         yield from _alone(run)
     if asked.kl and (run.adapter.kind == "none" or asked.start == "trained"):

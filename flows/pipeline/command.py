@@ -32,7 +32,7 @@ def command(flow, description: str, require: Callable[[Run], None] = lambda run:
         pipeline.require_order(first, last)
         if options.dry_run:
             planned = plan.settle(run)
-            if fault := plan.refusal(planned) or plan.unserved(planned, last):
+            if fault := plan.refusal(planned) or plan.unserved(planned, last) or plan.unanswered(planned, last):
                 raise Fault(fault)
             run = planned.run
             asked = pipeline.request(run, first, last)

@@ -3,6 +3,7 @@
     planned = settle(run)       fetches some KB; ConfigError or Fault for what no plan can be made of
     refusal(planned)            why the flow ends here, with what would fit; "" where it goes on
     unserved(planned, last)     the same, for a model that could be trained and not evaluated
+    unanswered(planned, last)   the same, for one that could not answer prompts beside its training
 
 layout.auto is settled here: planned.run is the run that all stages get. hardware.gate: warn goes on with a run that
 does not fit. A run that is illegal, or whose model cannot be converted, ends in any case. conf/planner/ has the
@@ -48,7 +49,7 @@ def plan(run: Run, last: str | None = None) -> State:
     except (ConfigError, Fault) as fault:
         return Failed(message=str(fault), data=Fault(str(fault)))
     create_markdown_artifact(page(planned), key=f"plan-{run.name}", description=planned.verdict)
-    if fault := refusal(planned) or unserved(planned, last):
+    if fault := refusal(planned) or unserved(planned, last) or unanswered(planned, last):
         return Failed(message=fault, data=Fault(fault))
     say = get_run_logger()
     (say.info if planned.fits else say.warning)(summary(planned))
@@ -91,6 +92,14 @@ def unserved(planned: Plan, last: str | None) -> str:
         return ""
     go_on = "; hardware.gate=warn goes on all the same" if planned.serving and found == planned.unserved else ""
     return f"plan: vLLM cannot serve {run.model.source}: {found}. {display.WITHOUT}{go_on}"
+
+
+def unanswered(planned: Plan, last: str | None) -> str:
+    """The reason why a reinforcement learning that is asked for could not be; "" where it could, or none is."""
+    gate = planned.run.hardware.gate
+    if not planned.unanswered or gate == "warn" or "reinforce" in pipeline.unasked(planned.run, last):
+        return ""
+    return f"plan: reinforce: {planned.unanswered}; hardware.gate=warn goes on all the same"
 
 
 def _is_cpu_build() -> bool:
@@ -170,7 +179,9 @@ def _rows(planned: Plan) -> list[tuple[str, str]]:
         rows.append(("run", display.length(planned)))
         rows += [] if time.cost is None else [("cost", f"{time.cost:,.0f} USD at {gpu.price:g} per GPU and hour")]
     rows += [("evaluation", " ".join(line.split())) for line in display.evaluation(planned)]
-    return rows + ([("evaluation refused", planned.unserved)] if planned.unserved else [])
+    rows += [("reinforce", " ".join(line.split())) for line in display.answers(planned)]
+    rows += [("evaluation refused", planned.unserved)] if planned.unserved else []
+    return rows + ([("reinforce refused", planned.unanswered)] if planned.unanswered else [])
 
 
 def _facts(run: Run) -> ModelFacts:

@@ -85,16 +85,15 @@ def _not_reset(self: Any, transfer: Callable[[], None], draw: random.Random) -> 
 
 def _flipped(self: Any, transfer: Callable[[], None], draw: random.Random) -> None:
     """One bit is flipped on the way."""
-    from trainer.reinforcement import wire
+    from trainer.reinforcement.wire import Pipe
 
-    joined = wire.joined
+    send = Pipe.send
 
-    def flipped(bucket: Any) -> Any:
-        found = joined(bucket)
-        found[draw.randrange(len(found))] ^= 1 << draw.randrange(8)
-        return found
+    def flipped(pipe: Pipe, tensor: Any) -> None:
+        tensor[draw.randrange(len(tensor))] ^= 1 << draw.randrange(8)
+        send(pipe, tensor)
 
-    _with(wire, "joined", flipped, transfer)
+    _with(Pipe, "send", flipped, transfer)
 
 
 def _other_template(self: Any, transfer: Callable[[], None], draw: random.Random) -> None:

@@ -38,6 +38,7 @@ from trainer.reinforcement.policy_step import log_probs as log_probs_of_answers
 from trainer.reinforcement.rollouts import Rollouts
 from trainer.reinforcement.samples import Answer, Group, Scored, Step
 from trainer.serving import prompts
+from trainer.startup import device
 from trainer.startup.console import say
 from trainer.training.metrics import Metrics
 from trainer.training.parity import log_probs
@@ -75,6 +76,8 @@ class Reinforcement(Callback):
         self.said: list[list[float]] | None = None  # what Megatron said of the probe's rows, with the version before
         self.without_signal = 0
         self.seconds: dict[str, float] = {}
+        self.in_use: dict[str, int] = {}  # bytes of the GPU, while vLLM is awake and while it sleeps
+        self.tasks: list[Any] | None = None  # how Bridge makes released tensors of Megatron's
         self.reward = None
         if rollouts:
             draw.require_fit(run, (len(self._prompt(row)) for row in self.rows), folder / "training.jsonl")
@@ -124,11 +127,15 @@ class Reinforcement(Callback):
         """The step from the journal, or made now and written there."""
         found = self._on_first(lambda: self.journal.read(number))
         if found is not None:
+            self._on_first(self._sleep)
             say(f"step {number}: trained on the answers in {self.journal.folder}")
             return found
         version = context.state.train_state.step
         self._transfer(context, version)
         step = self._on_first(lambda: self._sample(number, version))
+        start = time.monotonic()
+        self._on_first(self._sleep)
+        self.seconds["sleep"] = time.monotonic() - start
         if self.asked.updates > 1:
             step.old = self._old(context, step)
         self._on_first(lambda: self.journal.write(step))
@@ -149,8 +156,20 @@ class Reinforcement(Callback):
 
     def _weights(self, context: Any) -> Iterator[tuple[str, torch.Tensor]]:
         """Tensors as released, one after another. Every rank has to take all of them."""
-        for weight in self.bridge.export_hf_weights(context.model, cpu=False, show_progress=False):
+        start, self.seconds["export"] = time.monotonic(), 0.0
+        if self.tasks is None:
+            self.tasks = self.bridge.get_conversion_tasks(context.model)
+        given = {"conversion_tasks": self.tasks, "cpu": False, "show_progress": False}
+        for weight in self.bridge.export_hf_weights(context.model, **given):
+            self.seconds["export"] += time.monotonic() - start
             yield weight.param_name, weight.weight
+            start = time.monotonic()
+
+    def _sleep(self) -> None:
+        """Leave the GPU to the training."""
+        self.in_use["awake"] = device.memory_in_use()
+        self.rollouts.sleep()
+        self.in_use["asleep"] = device.memory_in_use()
 
     def _adapter(self, context: Any, version: int) -> int:
         """Give vLLM the adapter alone. Every rank has a part of it, and the first one writes it."""
@@ -306,6 +325,7 @@ class Reinforcement(Callback):
         line |= {f"seconds_{name}": value for name, value in self.seconds.items()}
         if "generate" in self.seconds:
             line |= {"probe": self.apart, "sent_mb": self.sent / 1e6}
+            line |= {f"gpu_gb_{state}": size / 1e9 for state, size in self.in_use.items() if size}
             line |= {"generated_tokens_per_second": sum(lengths) / max(1e-9, self.seconds["generate"])}
         self.metrics.write(line)
         spent = ", ".join(f"{name} {value:.2f}" for name, value in self.seconds.items())

@@ -12,7 +12,7 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -20,31 +20,40 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
+from conf.model_facts import facts_from_hf
+from conf.model_files import config_json
+from conf.planner import hardware
+from conf.planner.serving import rollout
 from conf.rules.reinforcement import ADAPTED
 from conf.schema.run import Run
+from contract import nvidia_smi
 from contract.faults import Fault
 from contract.processes import end_with_parent
 from trainer.patches import vllm_cpu
-from trainer.reinforcement import messages, wire
+from trainer.reinforcement import messages, shared_memory, wire
 from trainer.serving import unmerged
 from trainer.serving.engine import DTYPE
+from trainer.startup import device
 
 # What torchrun tells its ranks; vLLM would take it for its own.
 OF_RANKS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK", "ROLE_WORLD_SIZE")
 OF_RANKS += ("MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS", "GROUP_WORLD_SIZE", "ROLE_NAME")
 BLOCK = 16  # tokens of a block of keys and values on a CPU: its default holds a whole row, and is never shared
 SHOWN = 3  # last lines of a log
+WEIGHTS, CACHE = "weights", "kv_cache"  # vLLM's names of what it holds on a GPU
 
 
 class Rollouts:
     """vLLM in a process of its own."""
 
     def __init__(self, run: Run):
-        self.run, self.version = run, -1
+        self.run, self.version, self.transport = run, -1, transport(run)
+        self.sleeps, self.asleep = device.has_gpu(), set[str]()
         self.log = Path(run.paths.logs) / "rollout.log"
         self.log.parent.mkdir(parents=True, exist_ok=True)
         self.settings = tempfile.NamedTemporaryFile("w", prefix="rollout-", suffix=".json")  # noqa: SIM115
-        json.dump({"kernels": run.paths.kernels, "arguments": arguments(run)}, self.settings)
+        settings = {"kernels": run.paths.kernels, "transport": self.transport, "arguments": arguments(run)}
+        json.dump(settings, self.settings)
         self.settings.flush()
         mine, theirs = socket.socketpair()
         environment = {name: value for name, value in os.environ.items() if not _is_of_ranks(name)}
@@ -60,7 +69,7 @@ class Rollouts:
             )
         self.connection = Connection(mine.detach())
         self.pipe: wire.Pipe | None = None
-        self.started = False
+        self.started = self.joined = False
 
     def ready(self) -> None:
         """Wait until vLLM has loaded the released model."""
@@ -74,14 +83,15 @@ class Rollouts:
 
     def update(self, tensors: Iterator[tuple[str, torch.Tensor]], version: int) -> int:
         """Give vLLM all weights of a version. Returns how many bytes went over."""
-        sent = (
-            self._by_file(tensors, version) if self.run.reinforce.transport == "files" else self._by(tensors, version)
-        )
+        self.wake(WEIGHTS)
+        sent = self._by_file(tensors, version) if self.transport == "files" else self._by(tensors, version)
+        self.wake()
         self.call("forget")
         return sent
 
     def adapt(self, folder: str, version: int) -> int:
         """Give vLLM the adapter of a version, from a folder in PEFT's format. Returns how many bytes went over."""
+        self.wake()
         found = load_file(Path(folder) / unmerged.WEIGHTS)
         metas = [wire.meta(name, tensor) for name, tensor in found.items()]
         self.call("adapt", folder=folder, metas=metas, version=version)
@@ -97,26 +107,68 @@ class Rollouts:
             self.process.wait()
         self.settings.close()
 
+    def sleep(self) -> None:
+        """Have vLLM leave the GPU to the trainer. It forgets what will be sent again anyway."""
+        if self.sleeps and not self.asleep:
+            self.call("sleep", level=1 if self.transport == "adapter" else 2)
+            self.asleep = {WEIGHTS, CACHE}
+
+    def wake(self, *parts: str) -> None:
+        """Have vLLM take its memory again, all of it or these parts. The trainer leaves what it holds and does not use.
+
+        The cache of keys and values comes behind the weights, when what they were sent through is free again.
+        """
+        if waking := self.asleep & set(parts or self.asleep):
+            torch.cuda.empty_cache()
+            self.call("wake_up", parts=sorted(waking))
+            self.asleep -= waking
+
     def _by(self, tensors: Iterator[tuple[str, torch.Tensor]], version: int) -> int:
-        if self.pipe is None:
+        if not self.joined:
+            self._join()
+        self.call("begin")
+        sent, waiting = 0, False
+        allocate, size = self._memory()
+        for bucket in wire.buckets(tensors, allocate, size):
+            if waiting:  # until vLLM is done with the bucket before, whose memory is filled next
+                self._answer("bucket")
+            self._send(bucket)
+            waiting = True
+            sent += sum(one.bytes for one in bucket.metas)
+        if waiting:
+            self._answer("bucket")
+        self.call("finish", version=version)
+        if self.transport == "ipc":
+            shared_memory.collect()
+        return sent
+
+    def _join(self) -> None:
+        if self.transport == "ipc":
+            self.call("join", port=None)
+        else:
             port = _free_port()
             self._ask("join", {"port": port})
             self.pipe = wire.Pipe(port, rank=0)
             self._answer("join")
-        self.call("begin")
-        sent = 0
-        for bucket in wire.buckets(tensors):
-            joined = wire.joined(bucket)
-            self._ask("bucket", {"metas": [meta for meta, _ in bucket]})
-            try:
-                self.pipe.send(joined)
-            except RuntimeError:
-                self._answer("bucket")  # says why it is gone
-                raise
-            self._answer("bucket")
-            sent += len(joined)
-        self.call("finish", version=version)
-        return sent
+        self.joined = True
+
+    def _memory(self) -> tuple[Callable[[int], torch.Tensor], int]:
+        """What allocates memory for buckets, and how many bytes a bucket has."""
+        if self.transport == "ipc":
+            return shared_memory.allocate, wire.BUCKET_OF_GPU
+        where = "cuda" if device.has_gpu() else "cpu"
+        return (lambda size: torch.empty(size, dtype=torch.uint8, device=where)), wire.BUCKET
+
+    def _send(self, bucket: wire.Bucket) -> None:
+        shared = shared_memory.shared(bucket.memory) if self.transport == "ipc" else None
+        self._ask("bucket", {"metas": bucket.metas, "used": bucket.used, "shared": shared})
+        if self.pipe is None:
+            return
+        try:
+            self.pipe.send(bucket.bytes.cpu())
+        except RuntimeError:
+            self._answer("bucket")  # says why it is gone
+            raise
 
     def _by_file(self, tensors: Iterator[tuple[str, torch.Tensor]], version: int) -> int:
         model = Path(self.run.paths.model)
@@ -157,6 +209,14 @@ class Rollouts:
         )
 
 
+def transport(run: Run) -> str:
+    """The way that weights get to vLLM on this host."""
+    asked = run.reinforce.transport or ("ipc" if device.has_gpu() else "gloo")
+    if asked == "ipc" and not device.has_gpu():
+        raise Fault("reinforce.transport: ipc goes through the memory of a GPU, and this host has none; gloo does not")
+    return asked
+
+
 def arguments(run: Run) -> dict[str, Any]:
     """Arguments of vLLM."""
     asked, length = run.reinforce, run.data.seq_length
@@ -177,7 +237,27 @@ def arguments(run: Run) -> dict[str, Any]:
     if vllm_cpu.is_installed():
         # Seeds of single requests fail there where a prompt is read in parts: "CPU Generator does not use offset"
         found |= {"enforce_eager": True, "block_size": BLOCK, "max_num_batched_tokens": together * length}
+    if device.has_gpu():
+        found |= {"enable_sleep_mode": True} | _share(run)
     return found
+
+
+def _share(run: Run) -> dict[str, Any]:
+    """Settings that keep vLLM to its share of the GPU, as the plan counts on it."""
+    facts = facts_from_hf(config_json.read(Path(run.paths.model) / config_json.NAME))
+    gpu = hardware.by_device(nvidia_smi.kind() or "") or hardware.of(run)
+    if not gpu.cuda:  # of a kind that nobody has described
+        return {}
+    found = rollout.of(run, facts, gpu)
+    if found.lacks > 0:
+        if run.hardware.gate != "warn":
+            raise Fault(f"reinforce: {rollout.unanswered(run, facts, gpu)}")
+        return {}
+    return {
+        "gpu_memory_utilization": round(found.taken / gpu.memory, 3),
+        "kv_cache_memory_bytes": found.cache,
+        "max_num_batched_tokens": found.way.tokens,
+    }
 
 
 def _is_of_ranks(name: str) -> bool:

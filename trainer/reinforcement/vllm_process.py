@@ -20,6 +20,9 @@ from trainer.patches import vllm_cpu
 from trainer.reinforcement import messages
 from trainer.serving import engine, unmerged
 
+CONTEXT = 8  # tokens of a prompt before its answer, which may change how the answer reads
+READ = {"skip_special_tokens": True}
+
 
 class Rollout:
     """A model of vLLM's whose weights change."""
@@ -37,18 +40,25 @@ class Rollout:
         self.names: set[str] = set()
         self.arrived: set[str] = set()
         self.adapter: Any = None  # beside the released weights
-        self.llm = LLM(**settings["arguments"], weight_transfer_config={"backend": weight_engine.NAME})
+        backend = {"backend": weight_engine.name(settings["transport"])}
+        self.llm = LLM(**settings["arguments"], weight_transfer_config=backend)
 
-    def join(self, port: int) -> None:
+    def sleep(self, level: int) -> None:
+        self.llm.sleep(level)
+
+    def wake_up(self, parts: list[str]) -> None:
+        self.llm.wake_up(parts)
+
+    def join(self, port: int | None) -> None:
         self.llm.init_weight_transfer_engine({"init_info": {"port": port}})
 
     def begin(self) -> None:
         self.arrived = set()
         self.llm.start_weight_update()
 
-    def bucket(self, metas: list) -> None:
+    def bucket(self, metas: list, used: int, shared: tuple | None) -> None:
         self.arrived |= {one.name for one in metas}
-        self.llm.update_weights({"update_info": {"metas": metas}})
+        self.llm.update_weights({"update_info": {"metas": metas, "used": used, "shared": shared}})
 
     def finish(self, version: int) -> None:
         self.llm.finish_weight_update()
@@ -93,22 +103,39 @@ class Rollout:
     def answer(
         self, prompts: list[list[int]], seeds: list[int] | None, **settings: Any
     ) -> list[tuple[list[int], list[tuple[list[int], list[float], str, bool]]]]:
-        """Each prompt as it was read, and its answers. Equal seeds give equal answers, whatever else is asked."""
+        """Each prompt as it was read, and its answers. On a CPU equal seeds give equal answers, whatever else is asked.
+
+        On a GPU they would not, as sums there depend on what is asked beside them. So the seed is one of all that are
+        asked: with one each, vLLM draws for each row by itself.
+        """
         from vllm import SamplingParams, TokensPrompt
 
-        asked = [
-            SamplingParams(logprobs=0, seed=seed, top_p=1.0, **settings) for seed in seeds or [None] * len(prompts)
-        ]
+        of_each: list[int | None] = [None] * len(prompts)
+        if seeds and vllm_cpu.is_installed():
+            of_each = [*seeds]
+        elif seeds:
+            _seed(seeds[0])
+        # Tokens become text together, unless an answer ends by its text: one by one takes as long as a small model.
+        settings |= {"logprobs": 0, "flat_logprobs": True, "top_p": 1.0, "detokenize": bool(settings.get("stop"))}
+        asked = [SamplingParams(seed=seed, **settings) for seed in of_each]
         outputs = self.llm.generate([TokensPrompt(prompt_token_ids=one) for one in prompts], asked, **self._how())
-        return [(list(one.prompt_token_ids), [self._answer(each) for each in one.outputs]) for one in outputs]
+        return [
+            (list(one.prompt_token_ids), [self._answer(one.prompt_token_ids, each) for each in one.outputs])
+            for one in outputs
+        ]
 
     def _how(self) -> dict[str, Any]:
         return {"use_tqdm": False, "lora_request": self.adapter}
 
-    def _answer(self, output: Any) -> tuple[list[int], list[float], str, bool]:
-        tokens = list(output.token_ids)
-        log_probs = [at[token].logprob for token, at in zip(tokens, output.logprobs, strict=True)]
-        return tokens, log_probs, output.text, output.finish_reason == "stop"
+    def _answer(self, prompt: list[int], output: Any) -> tuple[list[int], list[float], str, bool]:
+        tokens, log_probs = list(output.token_ids), list(output.logprobs.logprobs)
+        assert len(tokens) == len(log_probs), "logprobs=0 has one for each token"
+        return tokens, log_probs, output.text or self._text(prompt, tokens), output.finish_reason == "stop"
+
+    def _text(self, prompt: list[int], tokens: list[int]) -> str:
+        """Tokens as they read behind the prompt: some tokenizers take a space off the first."""
+        tokenizer, known = self.llm.get_tokenizer(), list(prompt[-CONTEXT:])
+        return tokenizer.decode(known + tokens, **READ)[len(tokenizer.decode(known, **READ)) :]
 
     def score(self, rows: list[list[int]]) -> list[list[float]]:
         """Log-probabilities of each row's tokens but the first, read without what is kept of earlier prompts."""
@@ -120,6 +147,15 @@ class Rollout:
             [at[token].logprob for token, at in zip(row[1:], one.prompt_logprobs[1:], strict=True)]
             for row, one in zip(rows, outputs, strict=True)
         ]
+
+
+def _seed(seed: int) -> None:
+    """Seed what vLLM draws from where a request has no seed of its own."""
+    import numpy
+    import torch
+
+    torch.manual_seed(seed)
+    numpy.random.seed(seed % 2**32)
 
 
 def main(descriptor: int, settings: Path) -> None:

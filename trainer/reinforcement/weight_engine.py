@@ -1,38 +1,38 @@
-"""vLLM's WeightTransferEngine over gloo, for processes of one host, with or without a GPU.
+"""vLLM's WeightTransferEngine for processes of one host: over gloo anywhere, through shared memory of a GPU on one.
 
-vLLM 0.26 has nccl and ipc, both for GPUs. Between start and finish it loads layer by layer: a layer is built anew once
-all of its tensors have come, which is why a transfer always sends every tensor.
+vLLM 0.26 brings nccl and ipc, both without checksums. Between start and finish it loads layer by layer: a layer is
+built anew once all of its tensors have come, which is why a transfer always sends every tensor. Until then it keeps
+those that have come, so that none may lie in memory that the sender fills again.
 """
 
-# pyright: reportIncompatibleMethodOverride=false, reportCallIssue=false
+# pyright: reportIncompatibleMethodOverride=false, reportCallIssue=false, reportArgumentType=false
 
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from vllm.distributed.weight_transfer import base
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
-from trainer.reinforcement.wire import Meta, Pipe, taken_apart
-
-NAME = "gloo"
+from trainer.reinforcement import wire
 
 
 @dataclass
 class Init(base.WeightTransferInitInfo):
-    port: int
+    port: int | None = None
 
 
 @dataclass
 class Update(base.WeightTransferUpdateInfo):
-    metas: list[Meta]
+    metas: list[wire.Meta]
+    used: int  # bytes of the bucket
+    shared: tuple | None = None  # what opens the sender's memory
 
 
-class GlooEngine(base.WeightTransferEngine[Init, Update]):
+class BucketEngine(base.WeightTransferEngine[Init, Update]):
+    """Whole weights in buckets, each tensor held against its digest where the model lies."""
+
     init_info_cls, update_info_cls = Init, Update
-    pipe: Pipe
-
-    def init_transfer_engine(self, init_info: Init) -> None:
-        self.pipe = Pipe(init_info.port, rank=1)
 
     def start_weight_update(self) -> None:
         from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
@@ -49,8 +49,13 @@ class GlooEngine(base.WeightTransferEngine[Init, Update]):
         self.receive_weights(self.parse_update_info(update_info))
 
     def receive_weights(self, update_info: Update) -> None:
-        joined = self.pipe.receive(sum(one.bytes for one in update_info.metas))
-        self.model.load_weights(taken_apart(update_info.metas, joined))
+        memory = self.received(update_info)
+        # The digests are known on the host only when all of the bucket has been read.
+        self.model.load_weights(iter(wire.taken_apart(update_info.metas, memory)))
+
+    def received(self, update_info: Update) -> torch.Tensor:
+        """The bucket in memory that is its own."""
+        raise NotImplementedError
 
     def shutdown(self) -> None:
         pass
@@ -60,5 +65,45 @@ class GlooEngine(base.WeightTransferEngine[Init, Update]):
         raise NotImplementedError("trainer/reinforcement/rollouts.py sends")
 
 
+class GlooEngine(BucketEngine):
+    pipe: wire.Pipe
+
+    def init_transfer_engine(self, init_info: Init) -> None:
+        assert init_info.port
+        self.pipe = wire.Pipe(init_info.port, rank=1)
+
+    def received(self, update_info: Update) -> torch.Tensor:
+        return self.pipe.receive(update_info.used).to(self.device)
+
+
+class SharedEngine(BucketEngine):
+    """Memory of the GPU that both processes see, by CUDA's IPC handles."""
+
+    def init_transfer_engine(self, init_info: Init) -> None:
+        self.opened: dict[Any, torch.Tensor] = {}
+
+    def received(self, update_info: Update) -> torch.Tensor:
+        from trainer.reinforcement import shared_memory
+
+        assert update_info.shared
+        key = shared_memory.key(update_info.shared)
+        if key not in self.opened:
+            self.opened[key] = shared_memory.opened(update_info.shared, self.device)
+        return self.opened[key][: update_info.used].clone()
+
+    def finish_weight_update(self) -> None:
+        self.opened.clear()  # or the sender could not free it
+        super().finish_weight_update()
+
+
+ENGINES = {"gloo": GlooEngine, "ipc": SharedEngine}  # by transport
+
+
+def name(transport: str) -> str:
+    """vLLM's name of the engine for a transport. It has an ipc of its own."""
+    return f"buckets-{transport if transport in ENGINES else 'gloo'}"
+
+
 def register() -> None:
-    WeightTransferEngineFactory.register_engine(NAME, GlooEngine)
+    for transport, engine in ENGINES.items():
+        WeightTransferEngineFactory.register_engine(name(transport), engine)

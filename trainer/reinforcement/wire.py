@@ -1,14 +1,17 @@
 """Weights on their way from the trainer to vLLM, as both sides know them: buckets of tensors in one piece of memory.
 
-A bucket goes over gloo behind a message that names its tensors with their types, shapes and digests
-(trainer/weights/digests.py). Only whole tensors are sent, and the receiver looks at every digest before vLLM sees it.
+A bucket goes over behind a message that names its tensors with their types, shapes and digests. Only whole tensors are
+sent, and the receiver looks at every digest before vLLM sees it. A tensor begins at a multiple of ROW bytes, so that
+the digests of a whole bucket take one pass over it, on the device where it lies: each of its words counts times an odd
+number that its place gives (trainer/weights/digests.py), and a tensor's digest is the sum over its rows.
 """
 
 # pyright: reportAttributeAccessIssue=false, reportPrivateImportUsage=false
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from itertools import accumulate
 from math import prod
 
 import torch
@@ -17,7 +20,12 @@ from contract.faults import Fault
 from trainer.weights import digests
 
 BUCKET = 64 << 20  # bytes
+BUCKET_OF_GPU = 256 << 20  # of memory that both sides see
+WORDS = 1024  # of 8 bytes
+ROW = 8 * WORDS
 PATIENCE = timedelta(minutes=10)
+
+Sent = tuple[str, str, tuple[int, ...], int]  # name, type, shape and bytes
 
 
 @dataclass(frozen=True)
@@ -34,49 +42,104 @@ class Meta:
         return getattr(torch, self.dtype).itemsize * prod(self.shape)
 
 
+@dataclass(frozen=True)
+class Bucket:
+    """Tensors in a piece of memory."""
+
+    metas: list[Meta]
+    memory: torch.Tensor  # longer than what is used of it
+
+    @property
+    def used(self) -> int:
+        return sum(_rows(one.bytes) for one in self.metas) * ROW
+
+    @property
+    def bytes(self) -> torch.Tensor:
+        return self.memory[: self.used]
+
+
 def meta(name: str, tensor: torch.Tensor) -> Meta:
+    """A tensor that goes by itself, as in a file."""
     whole = tensor if tensor.ndim else tensor.reshape(1)
-    return Meta(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), digests.digest(whole))
+    return Meta(name, _dtype(tensor), tuple(tensor.shape), digests.digest(whole))
 
 
-def buckets(tensors: Iterator[tuple[str, torch.Tensor]]) -> Iterator[list[tuple[Meta, torch.Tensor]]]:
-    """Tensors in groups that have at most BUCKET bytes, or one tensor."""
-    group, size = [], 0
+def buckets(
+    tensors: Iterable[tuple[str, torch.Tensor]], allocate: Callable[[int], torch.Tensor], size: int
+) -> Iterator[Bucket]:
+    """Tensors in buckets of at most so many bytes, or of one tensor.
+
+    There are two pieces of memory, filled in turn: while a bucket is read, the next is filled, and when it comes, the
+    reader has to be done with the one before.
+    """
+    memories: list[torch.Tensor | None] = [None, None]
+    group: list[Sent] = []
+    turn = at = 0
     for name, tensor in tensors:
-        one = meta(name, tensor)
-        if group and size + one.bytes > BUCKET:
-            yield group
-            group, size = [], 0
-        group.append((one, tensor))
-        size += one.bytes
+        count = tensor.numel() * tensor.element_size()
+        end = at + _rows(count) * ROW
+        if group and end > size:
+            yield _bucket(group, memories[turn])
+            group, turn, at, end = [], 1 - turn, 0, end - at
+        memory = memories[turn]
+        if memory is None or end > len(memory):
+            memories[turn] = memory = allocate(max(end, size))
+        memory[at : at + count].view(tensor.dtype).view(tensor.shape).copy_(tensor.detach())
+        memory[at + count : end].zero_()
+        group.append((name, _dtype(tensor), tuple(tensor.shape), count))
+        at = end
     if group:
-        yield group
+        yield _bucket(group, memories[turn])
 
 
-def joined(bucket: list[tuple[Meta, torch.Tensor]]) -> torch.Tensor:
-    """The bytes of a bucket's tensors, in this host's memory."""
-    return torch.cat([tensor.detach().contiguous().reshape(-1).view(torch.uint8).cpu() for _, tensor in bucket])
-
-
-def taken_apart(metas: list[Meta], joined: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-    """Tensors of a bucket. Raises a Fault that names the first that is not what was sent."""
-    at = 0
-    for one in metas:
-        # a copy, as a type of more bytes has to begin at a multiple of them
-        piece = joined[at : at + one.bytes].clone().view(getattr(torch, one.dtype)).view(one.shape)
-        require(one, piece)
-        yield one.name, piece
-        at += one.bytes
+def taken_apart(metas: Sequence[Meta], memory: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
+    """Tensors of a bucket, which lie in its memory. Raises a Fault that names the first that is not what was sent."""
+    sizes = [one.bytes for one in metas]
+    for one, digest in zip(metas, _digests(memory, sizes), strict=True):
+        if digest != one.digest:
+            raise Fault(f"transfer of weights: {one.name} is not what was sent: digest {digest}, not {one.digest}")
+    return [
+        (one.name, memory[at : at + size].view(getattr(torch, one.dtype)).view(one.shape))
+        for one, size, at in zip(metas, sizes, _places(sizes), strict=False)
+    ]
 
 
 def require(sent: Meta, found: torch.Tensor) -> None:
-    if meta(sent.name, found) != sent:
-        raise Fault(f"transfer of weights: {sent.name} is not what was sent: {_told(found, sent)}")
-
-
-def _told(found: torch.Tensor, sent: Meta) -> str:
+    """Require that a tensor that went by itself is what was sent."""
     now = meta(sent.name, found)
-    return f"digest {now.digest}, not {sent.digest}" if now.shape == sent.shape else f"{now.shape}, not {sent.shape}"
+    if now != sent:
+        alike = now.shape == sent.shape
+        told = f"digest {now.digest}, not {sent.digest}" if alike else f"{now.shape}, not {sent.shape}"
+        raise Fault(f"transfer of weights: {sent.name} is not what was sent: {told}")
+
+
+def _bucket(group: Sequence[Sent], memory: torch.Tensor | None) -> Bucket:
+    assert memory is not None
+    found = _digests(memory, [size for *_, size in group])
+    metas = [Meta(name, dtype, shape, digest) for (name, dtype, shape, _), digest in zip(group, found, strict=True)]
+    return Bucket(metas, memory)
+
+
+def _digests(memory: torch.Tensor, sizes: Sequence[int]) -> list[str]:
+    """Digests of tensors of so many bytes, which lie in the memory one behind another."""
+    ends = [*accumulate(map(_rows, sizes), initial=0)]
+    rows = memory[: ends[-1] * ROW].view(torch.int64).view(-1, WORDS)
+    sums = (rows * digests.place_factors(0, 0, WORDS, memory.device)).sum(-1)
+    sums *= digests.place_factors(1, 0, len(rows), memory.device)
+    until = torch.cat([sums.new_zeros(1), sums.cumsum(0)])[torch.tensor(ends, device=memory.device)]
+    return [digests.text(number) for number in until.diff().tolist()]
+
+
+def _places(sizes: Sequence[int]) -> list[int]:
+    return [place * ROW for place in accumulate(map(_rows, sizes), initial=0)]
+
+
+def _rows(size: int) -> int:
+    return -(-size // ROW)
+
+
+def _dtype(tensor: torch.Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
 
 
 class Pipe:

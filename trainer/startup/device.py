@@ -22,6 +22,16 @@ def has_gpu() -> bool:
     return torch.cuda.device_count() > 0
 
 
+def memory_in_use() -> int:
+    """Bytes of this rank's GPU that any process holds; 0 without a GPU."""
+    import torch
+
+    if not has_gpu():
+        return 0
+    free, total = torch.cuda.mem_get_info()
+    return total - free
+
+
 def cores() -> int:
     """The cores of this host that are this process's share."""
     return max(1, (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))

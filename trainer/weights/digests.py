@@ -37,7 +37,7 @@ def sums(piece: torch.Tensor, offsets: tuple[int, ...], depth: int = 0) -> torch
         part = bits.narrow(depth, start, min(step, length - start)).to(torch.int64, copy=True)
         for dim in reversed(range(depth, piece.ndim)):
             first = offsets[dim] + (start if dim == depth else 0)
-            factors = _factors(dim - depth, first, part.shape[dim], part.device)
+            factors = place_factors(dim - depth, first, part.shape[dim], part.device)
             part = part.mul_(factors).sum(-1)  # the last dimension: those behind it are summed up
         total += part
     return total
@@ -66,7 +66,7 @@ def read(folder: Path) -> dict | None:
     return json.loads(path.read_text()) if path.exists() else None
 
 
-def _factors(dim: int, first: int, length: int, device) -> torch.Tensor:
+def place_factors(dim: int, first: int, length: int, device) -> torch.Tensor:
     """Odd numbers that look random, each a function of dimension and position alone."""
     x = torch.arange(first, first + length, dtype=torch.int64, device=device)
     x = (x * DIMENSIONS + dim + 1) * GOLDEN

@@ -47,19 +47,52 @@ TENSORS = {
 }
 
 
-def test_tensors_arrive_as_they_were_sent(monkeypatch):
-    monkeypatch.setattr(wire, "BUCKET", 24)
+def host(size: int) -> torch.Tensor:
+    return torch.full((size,), 255, dtype=torch.uint8)  # memory that was used before
+
+
+@pytest.mark.parametrize("size", [wire.ROW, 3 * wire.ROW, wire.BUCKET])
+def test_tensors_arrive_as_they_were_sent(size):
     found = {}
-    for bucket in wire.buckets(iter(TENSORS.items())):
-        found |= dict(wire.taken_apart([meta for meta, _ in bucket], wire.joined(bucket)))
+    for bucket in wire.buckets(TENSORS.items(), host, size):
+        found |= dict(wire.taken_apart(bucket.metas, bucket.bytes.clone()))
     assert found.keys() == TENSORS.keys()
     assert all(torch.equal(found[name], tensor) for name, tensor in TENSORS.items())
 
 
-@pytest.mark.parametrize("place", [0, 23, 24, 33, 37, 41])
-def test_a_flipped_byte_is_found_and_its_tensor_named(place):
-    (bucket,) = wire.buckets(iter(TENSORS.items()))
-    joined = wire.joined(bucket)
-    joined[place] ^= 1
-    with pytest.raises(Fault, match=r"^transfer of weights: (a|b|scalar|c) is not what was sent: digest"):
-        list(wire.taken_apart([meta for meta, _ in bucket], joined))
+def test_a_bucket_is_read_while_the_next_is_filled():
+    found, before = [], None
+    for bucket in wire.buckets(TENSORS.items(), host, wire.ROW):
+        if before:  # is still what it was, with the next one there
+            found += wire.taken_apart(before.metas, before.bytes.clone())
+        before = bucket
+    assert [name for name, _ in found] == [*TENSORS][:-1]
+
+
+def test_a_tensor_that_is_larger_than_a_bucket_goes_whole():
+    large = torch.arange(3 * wire.ROW, dtype=torch.int32)
+    given = {"first": torch.ones(3), "large": large, "last": torch.ones(2)}
+    sent = list(wire.buckets(given.items(), host, wire.ROW))
+    assert [[one.name for one in bucket.metas] for bucket in sent] == [["first"], ["large"], ["last"]]
+
+
+def test_a_tensor_that_does_not_lie_in_one_piece_is_sent_as_it_is():
+    (bucket,) = wire.buckets([("turned", TENSORS["a"].T)], host, wire.BUCKET)
+    ((_, found),) = wire.taken_apart(bucket.metas, bucket.bytes)
+    assert torch.equal(found, TENSORS["a"].T)
+
+
+@pytest.mark.parametrize("row", range(4))
+@pytest.mark.parametrize("place", [0, 1, 23, 5000, wire.ROW - 1])
+def test_a_flipped_bit_is_found_and_its_tensor_named(row, place):
+    (bucket,) = wire.buckets(TENSORS.items(), host, wire.BUCKET)
+    bucket.memory[row * wire.ROW + place] ^= 128
+    with pytest.raises(Fault, match=f"^transfer of weights: {[*TENSORS][row]} is not what was sent: digest"):
+        wire.taken_apart(bucket.metas, bucket.bytes)
+
+
+def test_tensors_that_have_changed_places_are_found():
+    (bucket,) = wire.buckets([("one", torch.ones(4)), ("other", torch.zeros(4))], host, wire.BUCKET)
+    swapped = bucket.bytes.view(2, wire.ROW).flip(0).flatten()
+    with pytest.raises(Fault, match=r"^transfer of weights: one is not what was sent"):
+        wire.taken_apart(bucket.metas, swapped)

@@ -1,0 +1,153 @@
+"""vLLM beside the training that gives it weights, in reinforcement learning: memory of the GPU that both have in turn.
+
+    of(run, facts, gpu) -> Rollout       its memory, and seconds of each phase of a step
+    unanswered(run, facts, gpu)          why prompts cannot be answered there, with keys that mend it; or ""
+
+vLLM is on the first GPU of the training. While it answers, training keeps there what lies there at all times, and what
+it computes with is free; while training computes, vLLM sleeps. The cache has room for all answers of a step at full
+length, or for what is left; with less than one row nothing is answered.
+
+TRANSFER and PROBE were measured on an H200 with 3.21 GB of a Qwen3-MoE (November 2026: 2.01 s, 0.22 s), and ANSWERED,
+which vLLM's host takes for a token of each of 256 rows. All else is arithmetic.
+Not covered: rewards, vLLM on GPUs of its own.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from math import ceil
+
+from conf.model_facts import ModelFacts
+from conf.planner import memory as training
+from conf.planner import parameters
+from conf.planner.hardware import GB, GPUS, Gpu
+from conf.planner.rates import HBM
+from conf.planner.serving.duration import LAYER
+from conf.planner.serving.layout import SEQUENCES
+from conf.planner.serving.memory import BLOCK, UTILIZATION, ServedMemory, Way, memory, tokens_of_a_step
+from conf.planner.timing import timing
+from conf.rules.layout import problems
+from conf.rules.reinforcement import as_training
+from conf.rules.serving import BYTES
+from conf.schema.run import Run
+from conf.schema.sections import Adapter
+
+TRANSFER, PROBE = 1.6 * GB, 0.22  # bytes/s from Megatron's layout into vLLM's, on one GPU; seconds
+BEGINNING = 60.0  # seconds until vLLM has compiled, and both can begin
+ANSWERED = 70e-6  # seconds for a row's token, on the host
+BUCKETS = int(1.1 * GB)  # what weights go through: two of trainer/reinforcement/wire.py, and what digests take
+
+
+@dataclass(frozen=True)
+class Seconds:
+    """Seconds of the phases of a step."""
+
+    transfer: float
+    probe: float
+    generate: float
+    train: float
+
+    @property
+    def step(self) -> float:
+        return self.transfer + self.probe + self.generate + self.train
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """vLLM on the first GPU of a training."""
+
+    way: Way
+    memory: ServedMemory
+    row: int  # tokens of a prompt and its longest answer
+    beside: int  # bytes that training holds there meanwhile
+    trains: int  # bytes that it holds while vLLM sleeps, at most
+    seconds: Seconds | None = None  # None where no time is predicted
+
+    @property
+    def room(self) -> int:
+        """Bytes that are left for keys and values."""
+        return int(self.memory.capacity * UTILIZATION) - self.memory.fixed - self.beside - BUCKETS
+
+    @property
+    def of_a_row(self) -> int:
+        return ceil(self.row / BLOCK) * BLOCK * self.memory.token
+
+    @property
+    def cache(self) -> int:
+        """Bytes that vLLM is given for keys and values."""
+        return max(0, min(self.room, self.way.sequences * self.of_a_row))
+
+    @property
+    def at_once(self) -> int:
+        return min(self.way.sequences, self.cache // self.of_a_row)
+
+    @property
+    def taken(self) -> int:
+        """Bytes that vLLM holds while it answers."""
+        return self.memory.fixed + self.cache
+
+    @property
+    def awake(self) -> int:
+        """Bytes of the GPU while vLLM answers."""
+        return self.taken + self.beside + BUCKETS
+
+    @property
+    def lacks(self) -> int:
+        """Bytes that are missing for one row; a negative number is room."""
+        return self.of_a_row - self.room
+
+
+def of(run: Run, facts: ModelFacts, gpu: Gpu) -> Rollout:
+    """vLLM beside a training whose layout is legal."""
+    asked, trained = run.reinforce, as_training(run)
+    byte, sequences = BYTES[run.train.precision], min(SEQUENCES, asked.prompts * asked.samples)
+    alone = run.adapter if asked.transport == "adapter" else None
+    way = Way(1, byte=byte, adapter=alone, sequences=sequences, tokens=tokens_of_a_step(facts, byte, sequences))
+    first, *_ = training.memory(trained, facts, gpu)
+    beside = first.weights + first.gradients + first.optimizer + first.adapters + first.copies
+    beside += first.buffers + first.context
+    found = Rollout(way, memory(facts, way, gpu), run.data.seq_length, beside, first.total)
+    if not gpu.cuda or found.lacks > 0:
+        return found
+    return replace(found, seconds=_seconds(run, trained, facts, gpu, found))
+
+
+def _seconds(run: Run, trained: Run, facts: ModelFacts, gpu: Gpu, found: Rollout) -> Seconds:
+    asked, rows = run.reinforce, run.reinforce.prompts * run.reinforce.samples
+    read = (found.memory.weights + found.at_once * found.row * found.memory.token) / (gpu.hbm * HBM)
+    token = read + facts.layers * LAYER[False] + found.at_once * ANSWERED
+    sent = 0 if asked.transport == "adapter" else parameters.total(facts) * found.way.byte
+    return Seconds(
+        transfer=sent / TRANSFER,
+        probe=PROBE,
+        generate=ceil(rows / found.at_once) * asked.max_tokens * token,
+        train=timing(trained, facts, gpu).likely * asked.updates,
+    )
+
+
+def unanswered(run: Run, facts: ModelFacts, gpu: Gpu) -> str:
+    """The reason why prompts cannot be answered beside a legal training, and what mends it; "" where they can."""
+    here = of(run, facts, gpu)
+    if not gpu.cuda or here.lacks <= 0:
+        return ""
+    why = (
+        f"one {gpu.name} has {here.memory.weights / GB:.1f} GB of weights in vLLM beside {here.beside / GB:.1f} GB of "
+    )
+    why += f"training, and {here.lacks / GB:.1f} GB are missing for one answer"
+    mends = [*_mends(run, facts, gpu)]
+    return f"{why}. {f'These fit: {", or ".join(mends)}' if mends else 'vLLM answers on one GPU yet'}"
+
+
+def _mends(run: Run, facts: ModelFacts, gpu: Gpu) -> Iterator[str]:
+    """Overrides with which vLLM has room for an answer: those that change least come first."""
+    optimizer, adapter = run.optimizer, run.adapter
+    ways: list[tuple[str, Run, Gpu]] = []
+    if adapter.kind == "none":
+        lora = Adapter(experts="shared") if facts.experts else Adapter()
+        named = "adapter.kind=lora adapter.experts=shared" if facts.experts else "adapter.kind=lora"
+        away = run.model_copy(update={"optimizer": optimizer.model_copy(update={"offload": 1.0})})
+        ways += [("optimizer.offload=1", away, gpu)] if optimizer.offload < 1 else []
+        ways.append((named, run.model_copy(update={"adapter": lora}), gpu))
+    ways += [(f"hardware.gpu={name}", run, other) for name, other in GPUS.items() if other.memory > gpu.memory]
+    for named, tried, on in ways:
+        if not problems(as_training(tried), facts, suggest=False) and of(tried, facts, on).lacks <= 0:
+            yield named

@@ -1,0 +1,82 @@
+"""conf/planner/serving/rollout.py: memory that vLLM and training have in turn, and what mends a lack of it."""
+
+import pytest
+
+from conf.load import load
+from conf.planner import display
+from conf.planner.hardware import GPUS
+from conf.planner.serving import rollout
+from conf.planner.serving.memory import UTILIZATION
+from conf.planner.verdict import facts_of, plan
+
+H200, H100 = GPUS["h200"], GPUS["h100"]
+LORA, FULL = "qwen3-30b-a3b-1xh200", "qwen3-30b-a3b-full-8xh200"
+
+
+def of(name: str, *overrides: str):
+    run = load(name, ["reinforce.steps=10", *overrides])
+    return run, facts_of(run)
+
+
+def test_vllm_and_training_fit_into_the_gpu_together_and_the_cache_gets_no_more_than_it_needs():
+    run, facts = of(LORA)
+    found = rollout.of(run, facts, H200)
+    assert found.lacks <= 0 and 1 <= found.at_once < found.way.sequences == 128
+    assert found.taken + found.beside + rollout.BUCKETS == found.awake <= int(H200.memory * UTILIZATION)
+    few = rollout.of(*of(LORA, "reinforce.prompts=1", "reinforce.samples=2"), H200)
+    assert few.cache == 2 * few.of_a_row < found.cache and few.at_once == 2
+
+
+def test_seconds_of_each_phase_follow_from_what_it_does():
+    run, facts = of(LORA)
+    one = rollout.of(run, facts, H200).seconds
+    more = rollout.of(*of(LORA, "reinforce.max_tokens=512", "reinforce.updates=2"), H200).seconds
+    alone = rollout.of(
+        *of(LORA, "reinforce.transport=adapter", "adapter.targets=[linear_qkv,linear_proj]"), H200
+    ).seconds
+    assert one and more and alone
+    assert one.step == pytest.approx(one.transfer + one.probe + one.generate + one.train)
+    assert more.generate == pytest.approx(2 * one.generate) and more.transfer == one.transfer
+    assert alone.transfer == 0 < one.transfer
+
+
+def test_what_cannot_answer_is_refused_with_keys_that_mend_it():
+    run, facts = of(FULL)
+    refused = rollout.unanswered(run, facts, H200)
+    assert "are missing for one answer. These fit: optimizer.offload=1, or adapter.kind=lora" in refused
+    assert "\n" not in refused and rollout.of(run, facts, H200).lacks > 0
+    for mend in (one.split() for one in refused.partition("These fit: ")[2].split(", or ")):
+        gpu = GPUS[mend[0].partition("=")[2]] if mend[0].startswith("hardware") else H200
+        assert rollout.unanswered(*of(FULL, *mend), gpu) == ""
+
+
+def test_a_model_that_no_gpu_holds_says_so():
+    run, facts = of(LORA, "model.source=deepseek-v3", "layout.auto=true")
+    assert rollout.unanswered(run, facts, H100).endswith(". vLLM answers on one GPU yet")
+
+
+def test_the_plan_has_a_row_and_lines_of_it():
+    planned = plan(*of(LORA), H200)
+    assert [need.stage for need in planned.needs][5:7] == ["reinforce", "export"]
+    need = planned.needs[5]
+    assert planned.rollout and planned.rollout.seconds
+    assert need.gpu_memory == max(planned.rollout.awake, planned.rollout.trains)
+    assert need.seconds and need.seconds > 10 * planned.rollout.seconds.step
+    text = "\n".join(display.lines(planned))
+    assert "\nanswers  vLLM on the first h200: 61.1 GB weights" in text and "\nphases   " in text
+    assert display.as_dict(planned)["reinforce"]["seconds"]["generate"] > 0
+
+
+def test_a_plan_without_it_says_nothing_of_it():
+    run = load(LORA)
+    planned = plan(run, facts_of(run), H200)
+    assert planned.rollout is None and not planned.unanswered and display.as_dict(planned)["reinforce"] is None
+    assert "reinforce" not in {need.stage for need in planned.needs}
+
+
+def test_a_plan_that_cannot_answer_is_refused_and_a_batch_that_cannot_be_cut_is_illegal():
+    refused = plan(*of(FULL), H200)
+    assert refused.legal and refused.rollout is None
+    assert [*display.lines(refused)][-1].startswith("refused all the same: reinforce: one h200 has")
+    illegal = plan(*of(FULL, "reinforce.prompts=3", "reinforce.samples=3"), H200)
+    assert not illegal.legal and "3 prompts with 3 answers each: train." in illegal.problems[0]
