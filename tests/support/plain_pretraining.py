@@ -18,8 +18,8 @@ from conf.schema.run import Run
 from trainer.startup import device  # noqa: F401
 
 
-def sequences(run: Run) -> Any:
-    """Sequences of training, in core's order."""
+def sequences(run: Run) -> tuple[Any, Any]:
+    """Sequences of training, in core's order, and those that its validations take from."""
     from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
     from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 
@@ -38,8 +38,14 @@ def sequences(run: Run) -> Any:
     batch, train = run.train.global_batch, run.train
     validations = train.steps // train.validate_every + 1  # as many as Bridge counts
     sizes = [train.steps * batch, validations * train.validate_batches * batch, 0]
-    made = BlendedMegatronDatasetBuilder(GPTDataset, sizes, lambda: True, config).build()
-    return made[0]
+    training, validation, _ = BlendedMegatronDatasetBuilder(GPTDataset, sizes, lambda: True, config).build()
+    return training, validation
+
+
+def validation_order(run: Run, rows: Any) -> list[int]:
+    """Rows of all validations, one after another, as Bridge's MegatronPretrainingRandomSampler has them on one rank."""
+    whole = len(rows) // run.train.micro_batch * run.train.micro_batch
+    return torch.randperm(whole, generator=torch.Generator().manual_seed(0)).tolist()
 
 
 def rate(run: Run, step: int) -> float:
@@ -63,14 +69,15 @@ def train(run: Run) -> dict[str, Any]:
     from transformers import AutoModelForCausalLM
 
     model: Any = AutoModelForCausalLM.from_pretrained(run.paths.model, dtype=torch.float32, attn_implementation="eager")
-    training = sequences(run)
+    training, validation = sequences(run)
+    order, each = validation_order(run, validation), run.train.validate_batches * run.train.global_batch
     one, batch = run.optimizer, run.train.global_batch
     groups = [
         {"params": [p for p in model.parameters() if p.ndim > 1], "weight_decay": one.weight_decay},
         {"params": [p for p in model.parameters() if p.ndim == 1], "weight_decay": 0.0},
     ]
     optimizer = torch.optim.AdamW(groups, lr=one.lr, betas=(one.beta1, one.beta2), eps=one.eps)
-    losses = []
+    losses, validations = [], []
     for step in range(run.train.steps or 0):
         for group in optimizer.param_groups:
             group["lr"] = rate(run, step)
@@ -80,7 +87,12 @@ def train(run: Run) -> dict[str, Any]:
         torch.nn.utils.clip_grad_norm_(model.parameters(), one.clip_grad)
         optimizer.step()
         losses.append(loss.item())
-    return {"losses": losses}
+        if (step + 1) % int(run.train.validate_every) == 0:
+            taken, order = order[:each], order[each:]
+            with torch.no_grad():
+                found = [loss_of(model, [validation[row]]).item() for row in taken]
+            validations.append(sum(found) / each)
+    return {"losses": losses, "validations": validations}
 
 
 if __name__ == "__main__":

@@ -1,8 +1,10 @@
 """Training from drawn weights, beside a plain loop of transformers on the same sequences; fp16; batches that grow."""
 
 import json
+import math
 import subprocess
 import sys
+import sysconfig
 from pathlib import Path
 
 import pytest
@@ -22,7 +24,10 @@ STEPS = ["train.steps=12", "optimizer.warmup_steps=2", "train.validate_every=12"
 
 @pytest.fixture(scope="module")
 def drawn(tmp_path_factory, ranks):
-    """drawn(name, keys of config.json, *overrides) -> Run of a drawn, converted model of made-up texts."""
+    """drawn(name, keys of config.json, *overrides) -> Run of a drawn, converted model of made-up texts.
+
+    The model is a Llama unless its keys are those of another.
+    """
     folder = tmp_path_factory.mktemp("drawn")
     tokenizer = folder / "tokenizer"
     tokenizer.mkdir()
@@ -31,7 +36,8 @@ def drawn(tmp_path_factory, ranks):
     rows.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts(600, seed=1)))
 
     def drawn(name: str, keys: dict, *overrides: str):
-        config = tiny_models.KINDS["llama"] | {"tie_word_embeddings": True} | keys
+        llama = tiny_models.KINDS["llama"] | {"tie_word_embeddings": True}
+        config = keys if "model_type" in keys else llama | keys
         model = folder / f"model-{len(json.dumps(keys))}"
         if not model.exists():
             files.write(config, tokenizer, model, 1234, lambda done, total: None)
@@ -42,8 +48,8 @@ def drawn(tmp_path_factory, ranks):
         sources = [f"data.source={rows}", "data.validation=0.1", "model.compare=false", "train.micro_batch=4"]
         asked = {one.partition("=")[0]: one for one in [*given, *sources, *STEPS, *overrides]}
         run = load("tiny-pretrain", [*asked.values()])
-        if not (folder / "data").exists():
-            preparation.prepare(run, run.data.parts, [None], folder / "data")
+        if not Path(run.paths.data).exists():
+            preparation.prepare(run, run.data.parts, [None], Path(run.paths.data))
         if not Path(run.paths.base).exists():
             assert ranks("convert", run).code == 0
         return run
@@ -69,6 +75,26 @@ def test_the_loss_of_each_step_is_that_of_a_plain_loop(drawn, ranks, tmp_path):
     result, found = ranks("train", run), plain(run, tmp_path)
     assert result.code == 0, result.output
     assert max(abs(one - other) for one, other in zip(losses(result), found["losses"], strict=True)) < 1e-4
+
+
+@pytest.mark.slow
+def test_perplexity_of_a_gpt_of_ten_million_parameters_is_that_of_a_plain_loop(drawn, ranks, tmp_path):
+    """Both learn Python from the standard library, begin with the same weights and validate on the same rows."""
+    rows = tmp_path / "sources.jsonl"
+    sources = [path.read_text("utf-8", "replace") for path in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))]
+    pieces = [text[at : at + 2000] for text in sources[:80] for at in range(0, len(text), 2000)]
+    rows.write_text("".join(json.dumps({"text": piece}) + "\n" for piece in dict.fromkeys(pieces)))
+    gpt = tiny_models.KINDS["gpt2"] | {"n_layer": 8, "n_embd": 320, "n_head": 5, "initializer_range": 0.02}
+    steps = ["train.steps=200", "optimizer.warmup_steps=20", "optimizer.lr=1e-3", "optimizer.min_lr=1e-4"]
+    sizes = ["train.global_batch=8", "train.micro_batch=8", "train.validate_every=100", "train.validate_batches=8"]
+    run = drawn("ten-million", gpt, f"data.source={rows}", f"paths.data={tmp_path}/sources", *steps, *sizes)
+    result, found = ranks("train", run), plain(run, tmp_path)
+    assert result.code == 0, result.output
+    ours = [line["perplexity"] for line in result.metrics if line["kind"] == "validation"]
+    theirs = [math.exp(loss) for loss in found["validations"]]
+    print(f"perplexity {ours} beside {theirs}")
+    assert ours == pytest.approx(theirs, rel=1e-3)
+    assert ours[1] < ours[0] < math.exp(found["losses"][0]) / 4
 
 
 @pytest.mark.slow
