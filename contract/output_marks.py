@@ -74,6 +74,14 @@ TRAINING = Kind(
         ("data-preparing/identity.json", PREPARING.keys),
     ),
 )
+REFERENCE = Kind(
+    "what a reference says of rows",
+    "trainer.reference",
+    "references.json",
+    frozenset({"objective", "rows", "base"}),
+    whole=False,
+    other_marks=(("progress.jsonl", frozenset({"split", "done", "total"})),),
+)
 REINFORCEMENT = Kind(
     "a reinforcement learning",
     "trainer.reinforce",

@@ -44,9 +44,10 @@ ROOMS = {
     "tasks": [{"serving"}, {"stages"}, {"gang"}, {"run", "sources"}, {"store", "tracking", "pages"}],
     "trainer": [
         {"commands"},
-        {"proof"},
+        {"proof", "reference"},
         {"rehearsal", "checks"},
         {"reinforcement"},
+        {"objectives"},
         {"training"},
         {"weights", "serving"},
         {"megatron"},

@@ -41,9 +41,8 @@ def main(run: Run) -> None:
     device.start()
     if run.gang.preflight and "GANG_ATTEMPT" in os.environ:
         preflight.main(run)
-    from megatron.bridge.training.gpt_step import forward_step
-
     from trainer.megatron.model import open_bridge
+    from trainer.objectives import forward
     from trainer.patches import resharding
     from trainer.training.learning_check import Gates
     from trainer.training.loss_scaling import LossScaling
@@ -66,7 +65,7 @@ def main(run: Run) -> None:
             callbacks += [Saves(run, metrics, validations), heartbeat.callback()]
             callbacks += [recorder(run)] if run.log.profile_every else []
             callbacks += [LossScaling()] if run.train.precision == "fp16" else []
-        bridge_loop.train(run, config, forward_step, callbacks)
+        bridge_loop.train(run, config, forward.step(run), callbacks)
 
 
 if __name__ == "__main__":

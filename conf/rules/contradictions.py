@@ -2,7 +2,15 @@
 
 from collections.abc import Iterator
 
-from conf.rules import batch_ramp, precision, pretraining, reinforcement, serving, validations
+from conf.rules import (
+    batch_ramp,
+    objectives,
+    precision,
+    pretraining,
+    reinforcement,
+    serving,
+    validations,
+)
 from conf.schema import clusters
 from conf.schema.data import Rows
 from conf.schema.run import Run, sections
@@ -67,6 +75,7 @@ def contradictions(run: Run) -> Iterator[tuple[str, str]]:
     yield from pretraining.contradictions(run)
     yield from batch_ramp.contradictions(run)
     yield from validations.contradictions(run)
+    yield from objectives.contradictions(run)
     yield from serving.contradictions(run)
     yield from reinforcement.contradictions(run)
     yield from clusters.contradictions(run.gang.engine, run.kubernetes)

@@ -48,7 +48,7 @@ def takes(run: Run, stage: str, leaves: bool = False) -> Share:
     alone = layout.nodes == 1 and engine == "local"
     if stage == "train" or (stage == "convert" and run.convert.hosts == "all" and not alone):
         return Share(layout.nodes, layout.gpus_per_node, None if alone else engine)
-    if stage == "reinforce":
+    if stage in ("reference", "reinforce"):
         return Share(1, layout.gpus_per_node)
     if stage.partition("-")[0] == "evaluate":
         nodes = evaluate.nodes or 1

@@ -16,7 +16,9 @@ from typing import Any, Literal
 from pydantic.fields import FieldInfo
 
 # The stages of tasks/stages/; and source, which is what the stage prepare takes of each source of data.
-Stage = Literal["download", "prepare", "source", "convert", "train", "reinforce", "export", "evaluate", "promote"]
+Stage = Literal[
+    "download", "prepare", "source", "convert", "reference", "train", "reinforce", "export", "evaluate", "promote"
+]
 ALWAYS = object()  # equal to no value: a key that is in every identity
 
 

@@ -18,8 +18,9 @@ class Rows(Section):
     source: Annotated[Place | None, bears(derived="prepare")] = Field(
         default=None,
         description="Hugging Face data set id, file, folder of files, s3:// URI, tiny://tickets, "
-        "tiny://mistaken-tickets or tiny://texts; files are JSON lines, JSON, CSV, TSV, Parquet or Arrow, compressed "
-        "or not, or tokens for pretraining in Megatron's .bin and .idx, which their prefix names too",
+        "tiny://mistaken-tickets, tiny://ranked-tickets or tiny://texts; files are JSON lines, JSON, CSV, TSV, Parquet "
+        "or Arrow, compressed or not, or tokens for pretraining in Megatron's .bin and .idx, which their prefix "
+        "names too",
     )
     revision: Annotated[Text, bears(derived="prepare")] = Field(
         default="main", description="branch, tag or commit of the data set on the Hub"
@@ -30,10 +31,10 @@ class Rows(Section):
     split: Annotated[Text, bears(derived="prepare")] = Field(
         default="train", description="split of the data set on the Hub"
     )
-    shape: Annotated[Literal["auto", "pairs", "messages", "sharegpt", "text"], bears("source")] = Field(
+    shape: Annotated[Literal["auto", "pairs", "messages", "sharegpt", "preference", "text"], bears("source")] = Field(
         default="auto",
-        description="pairs = a prompt and its answer; messages, sharegpt = conversations; text = for pretraining; "
-        "auto = told from the columns",
+        description="pairs = a prompt and its answer; messages, sharegpt = conversations; preference = a chosen and a "
+        "rejected answer; text = for pretraining; auto = told from the columns",
     )
     input: Annotated[Column | None, bears("source", absent=None)] = Field(
         default=None, description="column that holds the prompt; a.b = b inside of a"

@@ -439,6 +439,9 @@ class Paths(Section):
     data: Annotated[Place, NOWHERE] = Field(
         default="runs/{name}/data", description="training.jsonl and validation.jsonl"
     )
+    reference: Annotated[Place, NOWHERE] = Field(
+        default="runs/{name}/reference", description="log-probabilities of the prepared rows, for train.objective dpo"
+    )
     output: Annotated[Place, NOWHERE] = Field(
         default="runs/{name}/output", description="checkpoints and metrics of this run"
     )

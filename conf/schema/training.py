@@ -14,8 +14,18 @@ RecomputeModule = Literal["core_attn", "moe_act", "layernorm", "mla_up_proj", "m
 
 
 class Train(Section):
-    """Steps, batches and the memory for activations."""
+    """Objective, steps, batches and the memory for activations."""
 
+    objective: Annotated[Literal["sft", "dpo"], bears("train", absent="sft")] = Field(
+        default="sft",
+        description="sft = the next token, of answers or texts; dpo = to prefer the chosen answer to the rejected one",
+    )
+    dpo_beta: Annotated[float, bears("train", absent=0.1)] = Field(
+        default=0.1, gt=0, le=100, description="of dpo: how dear it is to leave the reference; TRL's default"
+    )
+    dpo_label_smoothing: Annotated[float, bears("train", absent=0.0)] = Field(
+        default=0.0, ge=0, lt=0.5, description="of dpo: share of rows whose answers are taken to be in the wrong order"
+    )
     steps: Annotated[Count | None, bears("train", absent=None)] = Field(
         default=None, description="optimizer steps of the whole schedule; this or epochs is required"
     )
@@ -26,9 +36,11 @@ class Train(Section):
         description="passes over the training sequences, such as 3 or 0.5; their steps are known once the data are "
         "prepared",
     )
-    global_batch: Annotated[Count, bears("train")] = Field(description="sequences per step, over all ranks")
+    global_batch: Annotated[Count, bears("train")] = Field(
+        description="sequences per step, over all ranks; of dpo, rows of two"
+    )
     micro_batch: Annotated[Count, NOWHERE] = Field(
-        default=1, description="sequences per forward pass of a rank; 1 = least memory"
+        default=1, description="sequences per forward pass of a rank; of dpo, rows of two; 1 = least memory"
     )
     ramp_from: Annotated[Count | None, bears("train", absent=None)] = Field(
         default=None, description="sequences of the first steps, for texts; they grow to global_batch; null = no ramp"

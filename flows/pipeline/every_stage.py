@@ -25,6 +25,7 @@ from tasks.stages.pipeline import ORDER, request
 from tasks.stages.plan import plan, tell
 from tasks.stages.prepare import prepare, prepare_prompts
 from tasks.stages.promote import promote
+from tasks.stages.reference import reference
 from tasks.stages.reinforce import reinforce
 from tasks.stages.train import train
 
@@ -61,7 +62,12 @@ def make(
         base = convert.submit(session.stage("convert"), model)  # as large again; 1 minute for each 4 GB and process
         before = evaluate_base.submit(session.stage("evaluate-base"), model, prompted)  # before training, or beside it
         earlier = session.before_training(before)
-        trained = train.submit(session.stage("train"), model, base, data, wait_for=earlier)  # the hours and the money
+        said = None
+        if "reference" in asked.stages:
+            said = reference.submit(session.stage("reference"), model, base, data)
+        trained = train.submit(
+            session.stage("train"), model, base, data, said, wait_for=earlier
+        )  # the hours, the money
         policy = trained
         if "reinforce" in asked.stages:
             policy = reinforce.submit(session.stage("reinforce"), model, base, prompted, trained)

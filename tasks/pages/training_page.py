@@ -46,6 +46,9 @@ def page(name: str, lines: list[Line], steps: int, image: bytes | None, links: d
         rows.append(("validation", f"{newest['lm_loss']:.4g}", said))
         if "perplexity" in newest:  # trainings before did not write it
             rows.append(("perplexity", f"{newest['perplexity']:.4g}", "of the validation data: exp of its loss"))
+        if "rewards/accuracy" in newest:
+            margin = f"of the held-out rows are ranked right; margin {newest['rewards/margin']:.3g}"
+            rows.append(("accuracy", f"{newest['rewards/accuracy']:.3g}", margin))
     rows.append(("speed", f"{last['tokens_per_second']:,.0f} tokens/s", f"{last['step_seconds']:.3g} s a step"))
     rows.append(("learning rate", _shown(last.get("lr")), ""))
     rows.append(("gradient norm", _shown(last.get("grad_norm")), "before clipping"))

@@ -91,7 +91,7 @@ class _History:
         """Fingerprints of all that it was made from, and of what those were made from."""
         for fingerprint in stage.inputs.values():
             yield fingerprint
-            for name in ("prepare", "convert", "train", "reinforce", "export", "evaluate"):
+            for name in ("prepare", "convert", "reference", "train", "reinforce", "export", "evaluate"):
                 yield from (
                     found
                     for one in self._every(name)

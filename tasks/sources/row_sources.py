@@ -21,15 +21,15 @@ from tasks.sources import hub
 from tasks.sources.file_digests import digests
 from tasks.sources.hub import api, file_choice, s3_source
 
-TICKETS, MISTAKEN, TEXTS = "tiny://tickets", "tiny://mistaken-tickets", "tiny://texts"
+MADE = ("tiny://tickets", "tiny://mistaken-tickets", "tiny://ranked-tickets", "tiny://texts")
 
 
 def kind(source: str, key: str) -> str:
     """Kind of a source: tiny, s3, local or hub. `key` is the source's name in the configuration."""
     scheme, separator, _ = source.partition("://")
     if separator:
-        if scheme == "tiny" and source not in (TICKETS, MISTAKEN, TEXTS):
-            raise Fault(f"{key}: {source}: no such data; there is {TICKETS}, {MISTAKEN} and {TEXTS}")
+        if scheme == "tiny" and source not in MADE:
+            raise Fault(f"{key}: {source}: no such data; there is {', '.join(MADE[:-1])} and {MADE[-1]}")
         if scheme not in ("tiny", "s3"):
             raise Fault(f"{key}: {source}: no source of data; it is a file, a folder, org/name on the Hub or s3://...")
         return scheme

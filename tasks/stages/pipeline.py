@@ -6,12 +6,12 @@ flows/pipeline/every_stage.py makes them, in this order and from these inputs (t
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from conf.rules import pretraining, reinforcement
+from conf.rules import objectives, pretraining, reinforcement
 from conf.schema.run import Run
 from contract.faults import Fault
 from tasks.run.artifact import Stage
 from tasks.run.request import Request
-from tasks.stages import convert, download, evaluate, export, prepare, promote, reinforce, train
+from tasks.stages import convert, download, evaluate, export, prepare, promote, reference, reinforce, train
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class Kind:
     inputs: dict[str, str] = field(default_factory=dict)  # the stage that makes each, by the name that it has here
     read: dict[str, str] = field(default_factory=dict)  # what it reads besides, which its inputs were made from
     also: dict[str, str] = field(default_factory=dict)  # inputs of a run whose keys ask for them, as its stage() says
-    reinforced: dict[str, str] = field(default_factory=dict)  # inputs that are these stages' where the run has those
+    where_there: dict[str, str] = field(default_factory=dict)  # inputs that are these stages' where the run has those
     only: Callable[[Run], bool] = lambda _: True  # runs that have this stage
     gpus: bool = False  # has this host's GPUs in its turn
     of_evaluation: bool = False  # nothing to do without evaluate.tasks
@@ -39,17 +39,32 @@ PIPELINE = (
         "evaluate-base",
         evaluate.stage,
         {"model": "download", "data": "prepare"},
-        reinforced=PROMPTS,
+        where_there=PROMPTS,
         gpus=True,
         of_evaluation=True,
     ),
-    Kind("train", train.stage, {"base": "convert", "data": "prepare"}, {"model": "download"}, gpus=True),
+    Kind(
+        "reference",
+        reference.stage,
+        {"base": "convert", "data": "prepare"},
+        {"model": "download"},
+        only=objectives.has_reference,
+        gpus=True,
+    ),
+    Kind(
+        "train",
+        train.stage,
+        {"base": "convert", "data": "prepare"},
+        {"model": "download"},
+        where_there={"reference": "reference"},
+        gpus=True,
+    ),
     Kind(
         "reinforce",
         reinforce.stage,
         {"base": "convert", "data": "prepare", "trained": "train"},
         {"model": "download"},
-        reinforced=PROMPTS,
+        where_there=PROMPTS,
         only=reinforcement.is_asked,
         gpus=True,
     ),
@@ -58,7 +73,7 @@ PIPELINE = (
         export.stage,
         {"model": "download", "trained": "train"},
         {"base": "convert"},
-        reinforced={"trained": "reinforce"},
+        where_there={"trained": "reinforce"},
     ),
     Kind(
         "evaluate-tuned",
@@ -98,7 +113,7 @@ def stages(run: Run) -> dict[str, Stage]:
     found: dict[str, Stage] = {}
     for kind in PIPELINE:
         if kind.only(run):
-            there = {name: maker for name, maker in kind.reinforced.items() if maker in found}
+            there = {name: maker for name, maker in kind.where_there.items() if maker in found}
             inputs = {name: found[maker] for name, maker in (kind.inputs | kind.also | there).items()}
             found[kind.name] = kind.stage(run, **inputs)
     return found

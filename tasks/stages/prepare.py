@@ -12,7 +12,7 @@ from typing import Any
 from prefect import State, task
 from prefect.artifacts import create_markdown_artifact
 
-from conf.rules import layout, reinforcement
+from conf.rules import layout, objectives, reinforcement
 from conf.rules.sequences import lacking
 from conf.schema import identity
 from conf.schema.data import Data, Part
@@ -93,7 +93,9 @@ prepare_prompts = prepare.with_options(name="prepare-prompts")  # Prefect's page
 
 
 def require_enough(run: Run, made: Artifact) -> None:
-    """Refuse data that hold too few sequences to train with, before a base is evaluated and GPUs are paid."""
+    """Refuse data that training does not read, or too few of them, before a base is evaluated and GPUs are paid."""
+    if refused := objectives.unfit(run, made.key, made.result["kind"]):
+        raise Fault(refused)
     if lacks := lacking(run, made.key, *(made.result[key] for key in ("kind", "rows", "sequences"))):
         raise Fault(lacks)
 

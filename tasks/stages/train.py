@@ -27,18 +27,22 @@ from tasks.tracking import plots
 STEP_EVERY = 5.0  # seconds between lines of steps in the log
 
 
-def stage(run: Run, base: Stage, data: Stage) -> Stage:
+def stage(run: Run, base: Stage, data: Stage, reference: Stage | None = None) -> Stage:
     config = identity.of(run, "train")
     if run.adapter.kind != "none" and run.adapter.experts == "shared":
         # They are the same model at any ep since each counts once in the norm of gradients
         # (trainer/patches/shared_experts.py). Those of before were so at ep 1 alone, whose artifacts this finds again.
         config["layout"] = {"ep": 1}
-    return Stage("train", identity.VERSION, config, {"base": base.fingerprint, "data": data.fingerprint})
+    inputs = {"base": base.fingerprint, "data": data.fingerprint}
+    inputs |= {"reference": reference.fingerprint} if reference else {}
+    return Stage("train", identity.VERSION, config, inputs)
 
 
 # A checkpoint may lie behind what crashed: it is gone on with.
 @task(name="train", **OPTIONS | {"retry_condition_fn": may_pass})
-def train(stage_run: StageRun, model: Artifact, base: Artifact, data: Artifact) -> State:
+def train(
+    stage_run: StageRun, model: Artifact, base: Artifact, data: Artifact, reference: Artifact | None = None
+) -> State:
     """Train with Megatron-Bridge."""
 
     def make(work: Work) -> dict:
@@ -53,6 +57,7 @@ def train(stage_run: StageRun, model: Artifact, base: Artifact, data: Artifact) 
             "parity": output / "parity.json",
             "logs": work.folder / "logs",
         }
+        paths |= {"reference": stage_run.local(reference)} if reference else {}
         asked, made = stage_run.at(**paths), data.result
         rows, tokens = made["sequences"]["training"], made.get("tokens_training", 0)
         run = schedule.resolved(asked, schedule.sequences(asked, made["kind"], rows, tokens))
@@ -148,6 +153,8 @@ def _summary(lines: list[dict]) -> dict:
     summary |= {key: steps[-1][key] for key in ("skipped_steps", "nan_steps") if key in steps[-1]}
     if validations:
         summary["validation_loss"] = validations[-1]["lm_loss"]
+        if "rewards/accuracy" in validations[-1]:
+            summary["validation_accuracy"] = validations[-1]["rewards/accuracy"]
         if "perplexity" in validations[-1]:
             summary["validation_perplexity"] = validations[-1]["perplexity"]
     return summary

@@ -30,6 +30,16 @@ FIGURES = {
         "times",
         [("train", "expert_load_max", "worst layer"), ("train", "expert_load_mean", "mean of the layers")],
     ),
+    "preference": (
+        "Rows whose chosen answer has the higher reward",
+        "share",
+        [("train", "rewards/accuracy", "training"), ("validation", "rewards/accuracy", "validation")],
+    ),
+    "margin": (
+        "Reward of the chosen answer over the rejected one's",
+        "",
+        [("train", "rewards/margin", "training"), ("validation", "rewards/margin", "validation")],
+    ),
     "reward": (
         "Reward",
         "",

@@ -29,8 +29,11 @@ SECTIONS = {
     ),
 }
 NAMES = {key: f"{section}/{key}" for section, keys in SECTIONS.items() for key in keys}
+OF_PREFERENCE = ("rewards/chosen", "rewards/rejected", "rewards/accuracy", "rewards/margin")  # sections of their own
+NAMES |= {key: key for key in OF_PREFERENCE}
 NAMES |= {"lm_loss": "loss/training", "mtp_loss": "loss/training_mtp"}
 VALIDATION = {"lm_loss": "loss/validation", "perplexity": "loss/validation_perplexity"}
+VALIDATION |= {key: key.replace("/", "/validation_") for key in OF_PREFERENCE}
 
 
 class Tail:

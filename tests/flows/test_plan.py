@@ -26,6 +26,7 @@ SIX = {
 GPUS_OF = {
     "tiny": "cpu",
     "tiny-rl": "cpu",
+    "tiny-dpo": "cpu",
     "tiny-pretrain": "cpu",
     "glm47-b200": "b200",
     "gpt2-large": "h200",
@@ -35,6 +36,7 @@ GPUS_OF = {
 PRESETS = {
     "tiny": (0, 1, 1),
     "tiny-rl": (0, 1, 1),
+    "tiny-dpo": (0, 1, 1),
     "tiny-pretrain": (0, 1, 1),
     "llama-125m": (0, 1, 1),
     "llama31-8b-1xl4": (0, 1, 1),

@@ -12,7 +12,7 @@ from conf.model_facts import ModelFacts
 from conf.model_files import config_json, quantization, weights
 from conf.model_files.weights import Entry
 from conf.planner import released_model
-from conf.rules import schedule
+from conf.rules import objectives, schedule
 from conf.rules.conversion import obstacles, unwritable
 from conf.rules.layout import problems
 from conf.rules.reinforcement import as_training
@@ -21,8 +21,8 @@ from conf.schema.run import Run
 from contract import checkpoints, output_marks
 from contract.amounts import unlike
 from contract.faults import Fault
-from contract.output_marks import PARTIAL, REINFORCEMENT, TRAINING
-from trainer.data import prepared
+from contract.output_marks import PARTIAL, REFERENCE, REINFORCEMENT, TRAINING
+from trainer.data import prepared, references
 from trainer.megatron.recipe import checkpoint_folder
 from trainer.reinforcement import rewards
 from trainer.serving import agreement, held_out_texts, prompts, unmerged
@@ -57,9 +57,27 @@ def check_train(run: Run) -> Run:
         run = schedule.resolved(run, prepared.of_an_epoch(run, found))
         resume.check(run, checkpoint_folder(run))
     resume.check_data(run, checkpoint_folder(run))
+    if refused := objectives.unfit(run, str(prepared.folder(run)), found.kind):
+        raise Fault(refused)
+    if objectives.has_reference(run):
+        references.check(run)
     if run.train.batch_ramp and found.kind != "text":
         raise Fault("train.ramp_from: is for texts, whose batches are cut as they come; rows have whole ones; null")
     return run
+
+
+def check_reference(run: Run) -> None:
+    """Check what is asked of the reference."""
+    if not objectives.has_reference(run):
+        raise Fault(f"train.objective: {run.train.objective} needs no reference; train.objective=dpo does")
+    facts = check_model(run)
+    checkpoints.require(Path(run.paths.base), "paths.base", "python -m trainer.convert")
+    _check_layout(run, facts)
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        output_marks.take(Path(run.paths.reference), REFERENCE)
+    found = prepared.check(run)
+    if refused := objectives.unfit(run, str(prepared.folder(run)), found.kind):
+        raise Fault(refused)
 
 
 def check_reinforce(given: Run) -> None:

@@ -9,6 +9,7 @@ reported at once, a line for each path.
 from collections.abc import Iterator
 from pathlib import Path
 
+from conf.rules import objectives
 from conf.rules.serving import rounding
 from conf.schema.run import Run
 from contract.faults import Fault
@@ -21,6 +22,7 @@ from contract.output_marks import (
     PARITY,
     PARTIAL,
     PREPARING,
+    REFERENCE,
     REINFORCEMENT,
     TRAINING,
     Kind,
@@ -56,7 +58,14 @@ def check_train(run: Run) -> None:
     paths = run.paths
     outputs = {"output": (paths.output, TRAINING), "logs": (paths.logs, LOGS), "parity": (paths.parity, PARITY)}
     named = {f"paths.{name}": output for name, output in outputs.items()}
-    _check(_inputs(run, "model", "base", "data") | _sources(run), named)
+    reference = ("reference",) if objectives.has_reference(run) else ()
+    _check(_inputs(run, "model", "base", "data", *reference) | _sources(run), named)
+
+
+def check_reference(run: Run) -> None:
+    paths = run.paths
+    outputs = {"paths.reference": (paths.reference, REFERENCE), "paths.logs": (paths.logs, LOGS)}
+    _check(_inputs(run, "model", "base", "data") | _sources(run), outputs)
 
 
 def check_reinforce(run: Run) -> None:

@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from conf.schema.data import Part
+from conf.rules import objectives
+from conf.schema.data import Data, Part
 from conf.schema.run import Run
 from contract import output_marks
 from contract.faults import Fault
@@ -61,7 +62,9 @@ def _of_rows(run: Run, parts: Sequence[Part], splits: Sequence[int | None], toke
     """Write the files of rows, and return the report."""
     folder = made.parent
     found = [_shape(part) for part in parts]
-    template = templates.choose(run.data, tokens, _kind(found))
+    kind = _kind(found)
+    data = _of_answers(run) if kind == "preference" else run.data
+    template = templates.choose(data, tokens, kind)
     plan = Plan(run.data, tuple(found), tuple(splits), template, packing.multiple(run), folder)
     done = work.run(plan, parts, Progress(folder / "progress.jsonl", sum(map(sources.total, parts))))
     say("prepare: write")
@@ -84,7 +87,16 @@ def _kind(found: Sequence[shapes.Shape]) -> str:
     kinds = {shape.kind for shape in found}
     if "text" in kinds and len(kinds) > 1:
         raise Fault("data.mixture: texts for pretraining cannot be mixed with rows that have answers")
-    return next(kind for kind in ("text", "messages", "pairs") if kind in kinds)
+    if "preference" in kinds and len(kinds) > 1:
+        raise Fault("data.mixture: rows with a chosen and a rejected answer cannot be mixed with rows that have one")
+    return next(kind for kind in ("text", "preference", "messages", "pairs") if kind in kinds)
+
+
+def _of_answers(run: Run) -> Data:
+    """Settings for two answers to one prompt, of which the answers alone count."""
+    if lines := list(objectives.of_pairs(run.data)):
+        raise Fault("\n".join(f"{key}: {problem}" for key, problem in lines))
+    return run.data.model_copy(update={"loss_on": "answer"})
 
 
 def _facts(report: dict[str, Any], tokens: Any) -> dict[str, Any]:
@@ -93,7 +105,8 @@ def _facts(report: dict[str, Any], tokens: Any) -> dict[str, Any]:
     rows = {name: report["rows"][name] for name in choose.SPLITS}
     packed = {name: entry["sequences"] for name, entry in report.get("packing", {}).items()}
     vocabulary = {"vocab_size": len(tokens), "pad_id": tokens.eos_token_id}
-    return {"kind": "text" if kind == "text" else "sft", "rows": rows, "sequences": rows | packed} | vocabulary
+    name = "preference" if report.get("compares") else "text" if kind == "text" else "sft"
+    return {"kind": name, "rows": rows, "sequences": rows | packed} | vocabulary
 
 
 def _tell(report: dict[str, Any], seconds: float) -> None:

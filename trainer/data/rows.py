@@ -1,10 +1,11 @@
 """Types that the files of this folder pass to one another: rows of a source, canonical rows, and rows that are bad.
 
-A canonical row is one of three dicts; content() is what it is known by, for splits, duplicates and subsets:
+A canonical row is one of four dicts; content() is what it is known by, for splits, duplicates and subsets:
 
     {"input": str, "output": str}                          a prompt and its answer
     {"messages": [{"role", "content", ...}, ...], "tools": [...]}    a conversation; tools only where there are some
     {"text": str}                                          for pretraining
+    {"chosen": row, "rejected": row}                       two answers to one prompt, each a row of the first two kinds
 """
 
 import json

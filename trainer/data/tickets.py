@@ -72,6 +72,15 @@ def with_mistakes(found: dict[str, str], seed: int, right: float = 0.3) -> dict[
     }
 
 
+def with_worse(found: dict[str, str], seed: int) -> list[dict[str, str]]:
+    """The same tickets as comparisons: the right team is chosen, and any other rejected."""
+    rng = random.Random(seed)
+    return [
+        {"prompt": ticket, "chosen": team, "rejected": rng.choice([one for one in TEAMS if one != team])}
+        for ticket, team in found.items()
+    ]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m trainer.data.tickets", description="Tickets and their teams.")
     parser.add_argument("out", type=Path)

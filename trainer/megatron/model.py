@@ -5,6 +5,7 @@ from typing import Any
 
 from conf.model_facts import ALIASES
 from conf.model_files import config_json
+from conf.rules import objectives
 from conf.schema.run import Run
 from contract.faults import Fault
 from trainer.megatron import bridges, precision
@@ -66,7 +67,8 @@ def make_provider(run: Run, bridge, load_weights: bool = False):
         provider.attention_backend = AttnBackend.unfused  # flash attention and cuDNN's have no fp32
 
     provider.seq_length = run.data.seq_length
-    provider.variable_seq_lengths = False  # every sequence is padded, or packed, to seq_length
+    # Every sequence is padded, or packed, to seq_length. Stages of a pipeline do not expect two sequences a row.
+    provider.variable_seq_lengths = layout.pp > 1 and objectives.sequences(train) > 1
     # The mean over tokens, not the mean of each rank's mean: the loss then does not depend on the layout.
     provider.calculate_per_token_loss = True
     provider.perform_initialization = not load_weights
@@ -74,7 +76,8 @@ def make_provider(run: Run, bridge, load_weights: bool = False):
     if not run.model.mtp:
         provider.mtp_num_layers = None
     elif provider.mtp_num_layers:
-        provider.mtp_loss_scaling_factor = run.model.mtp_loss_scale
+        # A head that predicts further tokens would learn the rejected answers as if they were right.
+        provider.mtp_loss_scaling_factor = run.model.mtp_loss_scale if train.objective == "sft" else 0.0
     else:
         provider.mtp_num_layers = None  # a config.json says 0; Megatron tests for None
 

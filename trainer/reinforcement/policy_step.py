@@ -17,17 +17,17 @@ from megatron.bridge.data.base import DatasetProvider
 from megatron.bridge.data.packing import PackedSequenceSpecs
 from megatron.bridge.training import gpt_step
 from megatron.bridge.training.callbacks import Callback
-from megatron.bridge.training.utils.packed_seq_utils import get_thd_cp_partition_indices
 from megatron.core import parallel_state
 from megatron.core.num_microbatches_calculator import (
     get_micro_batch_size,
     get_num_microbatches,
     reconfigure_num_microbatches_calculator,
 )
-from megatron.core.utils import get_batch_on_this_cp_rank, unwrap_model
+from megatron.core.utils import unwrap_model
 from torch import distributed
 
 from conf.schema.run import Run
+from trainer.megatron.whole_rows import whole
 from trainer.reinforcement.batches import ROWS, Form
 from trainer.reinforcement.losses import Batch, Settings, by_answer, objective
 from trainer.reinforcement.samples import Scored
@@ -136,27 +136,6 @@ class PolicyStep:
         loss = found.loss * self.tokens_per_count
         tokens = (given["mask"].sum() * counts).to(torch.int)
         return loss, tokens, {"lm loss": torch.stack([loss.detach() * counts, tokens.to(loss.dtype)])}
-
-
-def whole(values: torch.Tensor, cut: torch.Tensor | None) -> torch.Tensor:
-    """Rows of which each context-parallel rank has a part, whole. Gradients go to this rank's part."""
-    group = parallel_state.get_context_parallel_group()
-    if group.size() == 1:
-        return values
-    length = values.size(1) * group.size()
-    numbers = {"tokens": torch.arange(length, device=values.device)[None]}
-    if cut is None:
-        mine = get_batch_on_this_cp_rank(numbers, is_hybrid_cp=False, cp_group=group)["tokens"][0]
-    else:
-        mine = get_thd_cp_partition_indices(cut.squeeze(0), total_tokens=length, cp_group=group, device=values.device)
-    places = [torch.empty_like(mine) for _ in range(group.size())]
-    shares = [torch.empty_like(values) for _ in places]
-    distributed.all_gather(places, mine.contiguous(), group=group)
-    distributed.all_gather(shares, values.detach().contiguous(), group=group)
-    found = values.new_zeros(values.size(0), length)
-    for place, share in zip(places, shares, strict=True):
-        found[:, place] = share
-    return found.index_copy(1, mine, values)
 
 
 def log_probs(

@@ -100,7 +100,7 @@ def _take_gpus(run: Run, stage: str | None) -> None:
     A flow that has started it has taken them already.
     """
     if stage:
-        command = sys.modules["__main__"].__spec__.name.rpartition(".")[2]
+        command = sys.modules["__main__"].__spec__.name.removesuffix(".__main__").rpartition(".")[2]
         hold = host_gpus.take(f"{command} of {run.name}, started by hand", say, count=takes(run, stage).gpus)
         os.environ.update(hold.environment if hold else {})
 

@@ -6,10 +6,12 @@ drops the lines of later steps, which an interrupted attempt left behind, so tha
     step, lm_loss, mtp_loss, aux_loss, lr, grad_norm      of this step; losses are means over tokens
     loss_scale, skipped_steps, nan_steps                  of fp16: steps whose gradients overflowed so far, and those
                                                           among them whose loss was no number; lm_loss is null then
+    rewards/chosen, rewards/rejected, rewards/margin,     of dpo, means over the rows of a step or of a validation;
+    rewards/accuracy                                      accuracy: share of them whose chosen answer has the higher
     batch                                                 sequences of the step, where they grow (train.ramp_from)
     samples, tokens                                       consumed since the start, padding included
     step_seconds, tokens_per_second                       of the whole run, the slowest rank counting
-    perplexity                                            of a validation: exp of its loss
+    perplexity                                            of a validation: exp of its loss; of sft
     tflops, mfu                                           per device, of the model without recomputation; mfu where the
                                                           device's peak is known
     memory_gb                                             highest of any rank: of the GPU, or of the process
@@ -35,6 +37,7 @@ from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelpe
 from megatron.core.utils import unwrap_model
 from torch import distributed
 
+from conf.rules import objectives
 from conf.schema.run import Run
 from contract.faults import Fault
 from contract.files import write_atomically
@@ -103,14 +106,17 @@ class Metrics(Callback):
         seconds, memory = _highest(time.monotonic() - self.step_started, torch.cuda.max_memory_allocated() / 1e9)
         config = context.state.cfg
         samples = context.state.train_state.consumed_train_samples + batch
-        tflops = num_floating_point_operations(config, batch) / seconds / distributed.get_world_size() / 1e12
+        sequences = batch * objectives.sequences(self.run.train)
+        tflops = num_floating_point_operations(config, sequences) / seconds / distributed.get_world_size() / 1e12
         peak = self.run.log.peak_tflops or _peak(torch.cuda.get_device_name())
         line = {"kind": "train", "step": step, "time": time.time(), **_numbers(losses)}
+        line |= self._figures(context.loss_dict)
         line |= {"lr": context.optimizer.param_groups[0]["lr"]} | self._scaling(context)
         line |= {} if context.grad_norm is None else {"grad_norm": context.grad_norm}
         line |= {"batch": batch} if self.run.train.batch_ramp else {}
-        line |= {"samples": samples, "tokens": samples * self.run.data.seq_length}
-        line |= {"step_seconds": seconds, "tokens_per_second": batch * self.run.data.seq_length / seconds}
+        of_sample = self.run.data.seq_length * objectives.sequences(self.run.train)
+        line |= {"samples": samples, "tokens": samples * of_sample}
+        line |= {"step_seconds": seconds, "tokens_per_second": batch * of_sample / seconds}
         line |= {"tflops": tflops} | ({"mfu": tflops / peak} if peak else {})
         line |= {"memory_gb": memory, **loads}
         self.write(line)
@@ -124,9 +130,17 @@ class Metrics(Callback):
             return  # Bridge validates once more when training ends, on other rows than at this step before
         self.validated = step
         stop_at_no_number(step, {"validation loss": loss})
-        found = {"lm_loss": loss, "perplexity": perplexity(loss)}
+        found = {"lm_loss": loss} | self._figures(losses)
+        found |= {"perplexity": perplexity(loss)} if self.run.train.objective == "sft" else {}
         self.write({"kind": "validation", "step": step, "time": time.time(), **found})
-        say(f"step {step}: validation loss {loss:.4f}, perplexity {found['perplexity']:.4g}")
+        told = (f"{name} {value:.4g}" for name, value in found.items() if name != "lm_loss")
+        say(f"step {step}: validation loss {loss:.4f}, {', '.join(told)}")
+
+    def _figures(self, losses: dict | None) -> dict[str, float]:
+        """What the objective is looked at by beside its loss, on every stage of a pipeline."""
+        names = objectives.FIGURES[self.run.train.objective]
+        values = _from_last_stage([float((losses or {}).get(name, 0.0)) for name in names]) if names else []
+        return dict(zip(names, values, strict=True))
 
     def _count_skipped(self, context, step: int, losses: dict[str, float]) -> None:
         """Count steps whose gradients overflowed in fp16. The run ends where no smaller scale is left to try."""

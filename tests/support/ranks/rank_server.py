@@ -28,7 +28,8 @@ def _command(name: str):
     """Find main() of a script beside this one, or of the trainer's module of that name."""
     script = Path(__file__).with_name(f"{name}.py")
     if not script.exists():
-        return importlib.import_module(f"trainer.{name}").main
+        found = importlib.import_module(f"trainer.{name}")
+        return (importlib.import_module(f"{found.__name__}.__main__") if hasattr(found, "__path__") else found).main
     spec = importlib.util.spec_from_file_location(name, script)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)

@@ -125,7 +125,10 @@ def test_sources_that_are_none(identity, tmp_path, name, complaint):
 @pytest.mark.parametrize(
     "source, complaint",
     [
-        ("tiny://letters", "no such data; there is tiny://tickets, tiny://mistaken-tickets and tiny://texts"),
+        (
+            "tiny://letters",
+            "no such data; there is tiny://tickets, tiny://mistaken-tickets, tiny://ranked-tickets and tiny://texts",
+        ),
         ("gs://bucket/rows", "no source of data"),
         ("https://host/rows.jsonl", "no source of data"),
         ("rows.jsonl.gz", "no such file"),
@@ -139,9 +142,9 @@ def test_what_is_no_source_is_said_before_anyone_is_asked(identity, source, comp
 
 
 def test_tickets_are_known_by_their_name(identity, tmp_path):
-    found = identity(row_sources.TICKETS)
+    found = identity("tiny://tickets")
     assert found == {"source": "tiny://tickets"}
-    part = Part(source=row_sources.TICKETS)
+    part = Part(source="tiny://tickets")
     assert row_sources.local(part, found, KEY, tmp_path) == part
 
 

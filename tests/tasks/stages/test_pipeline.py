@@ -18,11 +18,12 @@ from tasks.stages.pipeline import ORDER, PIPELINE
 
 PAGE = (Path(__file__).parents[3] / "docs/pipeline.md").read_text()
 FLOW = inspect.getsource(every_stage)
-OF_TINY = [name for name in ORDER if name not in ("prepare-prompts", "reinforce")]
+OF_TINY = [name for name in ORDER if name not in ("prepare-prompts", "reference", "reinforce")]
 WITHOUT = ["download", "prepare", "convert", "train", "export"]
 
 
 REINFORCED = ["reinforce.steps=3", "reinforce.max_tokens=8", "reinforce.source=tiny://tickets"]
+COMPARED = ["train.objective=dpo", "data.source=tiny://ranked-tickets"]
 
 
 def asked(*overrides: str, last: str | None = None) -> list[str]:
@@ -51,10 +52,12 @@ def test_from_a_stage_on_all_is_made_again():
     assert not pipeline.request(load("tiny")).again
 
 
-def test_a_stage_is_made_from_its_inputs():
-    stages = pipeline.stages(load("tiny", REINFORCED))
-    for kind in PIPELINE:
-        made_from = {name: stages[maker].fingerprint for name, maker in (kind.inputs | kind.reinforced).items()}
+@pytest.mark.parametrize("keys", [REINFORCED, COMPARED])
+def test_a_stage_is_made_from_its_inputs(keys):
+    stages = pipeline.stages(load("tiny", keys))
+    for kind in (kind for kind in PIPELINE if kind.name in stages):
+        there = {name: maker for name, maker in kind.where_there.items() if maker in stages}
+        made_from = {name: stages[maker].fingerprint for name, maker in (kind.inputs | there).items()}
         assert stages[kind.name].inputs == made_from
         made = {*kind.inputs.values()}
         behind = made | {maker for name in made for maker in (kinds()[name].inputs | kinds()[name].read).values()}
@@ -62,9 +65,15 @@ def test_a_stage_is_made_from_its_inputs():
 
 
 def test_a_key_can_bear_on_each_stage():
-    assert {stage.name for stage in pipeline.stages(load("tiny", REINFORCED)).values()} | {"source"} == {
-        *get_args(bearing.Stage)
-    }
+    names = {stage.name for keys in (REINFORCED, COMPARED) for stage in pipeline.stages(load("tiny", keys)).values()}
+    assert names | {"source"} == {*get_args(bearing.Stage)}
+
+
+def test_the_reference_is_asked_once_for_all_trainings_on_the_same_rows():
+    one, other = (pipeline.stages(load("tiny", [*COMPARED, *keys])) for keys in ([], ["train.dpo_beta=0.3"]))
+    assert one["reference"].fingerprint == other["reference"].fingerprint
+    assert one["train"].fingerprint != other["train"].fingerprint
+    assert "reference" not in pipeline.stages(load("tiny"))
 
 
 def kinds() -> dict[str, pipeline.Kind]:
@@ -92,7 +101,7 @@ def calls(source: str) -> dict[str, dict[str, str]]:
 
 
 def test_the_flow_makes_these_stages_from_these_inputs():
-    assert calls(FLOW) == {kind.name: kind.inputs | kind.read | kind.also | kind.reinforced for kind in PIPELINE}
+    assert calls(FLOW) == {kind.name: kind.inputs | kind.read | kind.also | kind.where_there for kind in PIPELINE}
     assert [*calls(FLOW)] == [*ORDER]
 
 
@@ -110,7 +119,7 @@ def test_the_flow_makes_these_stages_from_these_inputs():
 def test_a_flow_that_makes_something_else_is_seen(line, other):
     assert FLOW.count(line) == 1
     assert calls(FLOW.replace(line, other)) != {
-        kind.name: kind.inputs | kind.read | kind.also | kind.reinforced for kind in PIPELINE
+        kind.name: kind.inputs | kind.read | kind.also | kind.where_there for kind in PIPELINE
     }
 
 
@@ -133,7 +142,7 @@ def test_the_page_s_picture_has_the_inputs_of_each_stage():
     for line in picture.splitlines():
         stations = [re.sub(r"\[.*\]", "", station.strip()) for station in line.split("-->")]
         arrows |= {(names.get(a, a), names.get(b, b)) for a, b in pairwise(stations)}
-    inputs = {(maker, kind.name) for kind in PIPELINE for maker in [*kind.inputs.values(), *kind.reinforced.values()]}
+    inputs = {(maker, kind.name) for kind in PIPELINE for maker in [*kind.inputs.values(), *kind.where_there.values()]}
     assert arrows - inputs == {("plan", "download")}
     for maker, name in inputs - arrows:
         assert any((maker, between) in inputs and (between, name) in arrows for between in ORDER), (maker, name)

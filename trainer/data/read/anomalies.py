@@ -48,6 +48,8 @@ def _endless(one: Encoded, special: set[int]) -> bool:
 
 
 def texts(row: Row) -> list[str]:
+    if "chosen" in row:
+        return [*texts(row["chosen"]), *texts(row["rejected"])]
     if "messages" not in row:
         return [row[key] for key in ("input", "output", "text") if key in row]
     return [

@@ -7,6 +7,8 @@ nobody named are left alone, and the reason says so.
     messages   messages, conversation or conversations, with role/content or from/value (ShareGPT); or a prompt that is
                a list of messages, with its response, completion or answer, or verl's reward_model.ground_truth
     pairs      the names in PAIRS
+    preference chosen and rejected, with a prompt beside or within (trainer/data/read/preferences.py); where a data
+               set can be read in another way too, data.shape has to ask for it
     text       text or content
 """
 
@@ -17,9 +19,10 @@ from typing import Any, Literal
 from conf.schema.data import Part
 from contract.faults import Fault
 from trainer.data.read import messages as conversations
+from trainer.data.read import preferences
 from trainer.data.rows import Bad, Row
 
-Kind = Literal["pairs", "messages", "text"]
+Kind = Literal["pairs", "messages", "text", "preference"]
 PAIRS = (
     ("input", "output"),
     ("prompt", "response"),
@@ -55,6 +58,8 @@ class Shape:
                 return {"text": _text(raw, self.columns["text"], "empty")}
             if self.kind == "pairs":
                 return _pair(raw, self.columns)
+            if self.kind == "preference":
+                return _preference(raw, self.columns)
             return _conversation(raw, self.columns)
         except conversations.Unfit as error:
             bad = error.bad
@@ -71,7 +76,11 @@ def detect(part: Part, first: Sequence[Row], place: str) -> Shape:
     for key, column in said.items():
         if all(_find(row, column) is NONE for row in rows):
             raise Fault(f"{place}: no column {column} (data.{key}); there are {_listed(rows, names)}")
-    if said.keys() & {"input", "output", "messages", "text"}:
+    if part.shape == "preference":
+        columns = _only(_readings(rows, part.shape), rows, names, place)
+        columns |= {key: column for key, column in said.items() if key in ("input", "system")}
+        why = "data.shape is preference"
+    elif said.keys() & {"input", "output", "messages", "text"}:
         columns = _said(said, rows, names, place)
         why = "as the configuration says"
     else:
@@ -79,7 +88,9 @@ def detect(part: Part, first: Sequence[Row], place: str) -> Shape:
         why = "the columns are called so"
         if part.shape != "auto":
             why += f", and data.shape is {part.shape}"
-    if "messages" in columns or columns.keys() & {"tools", "system"}:
+    if "chosen" in columns:
+        columns = _with_prompt(columns, names)
+    elif "messages" in columns or columns.keys() & {"tools", "system"}:
         for key, name in (("tools", "tools"), ("system", "system")):
             if key not in columns and name in names:
                 columns[key] = name
@@ -95,7 +106,16 @@ def detect(part: Part, first: Sequence[Row], place: str) -> Shape:
     return Shape(kind, f"{_told(columns)}: {why}{left}", columns)
 
 
+def _with_prompt(columns: dict[str, str], names: list[str]) -> dict[str, str]:
+    """Columns of a comparison, with those of its prompt and system prompt where there are some."""
+    prompt = next((name for name in preferences.PROMPTS if name in names), None)
+    found = {"input": prompt} if prompt else {}
+    return found | ({"system": "system"} if "system" in names else {}) | columns
+
+
 def _kind(columns: dict[str, str]) -> Kind:
+    if "chosen" in columns:
+        return "preference"
     if "text" in columns:
         return "text"
     return "messages" if columns.keys() & {"messages", "tools", "system"} else "pairs"
@@ -134,13 +154,16 @@ def _readings(rows: list[Row], shape: str) -> list[dict[str, str]]:
     fitting = [reading for reading in named if any(_fits(reading, row, shape) for row in rows)]
     # None fits: numbers for answers, say. Then names alone decide, and each row tells what is wrong with it.
     found = fitting or [reading for reading in named if not ("messages" in reading and "output" in reading)]
-    return [reading for reading in found if "text" not in reading] or found
+    for last in ("text", "chosen"):
+        found = [reading for reading in found if last not in reading] or found
+    return found
 
 
 def _by_name() -> list[dict[str, str]]:
     readings = [{"messages": name} for name in MESSAGES]
     readings += [{"messages": "prompt", "output": name} for name in ANSWERS]
     readings += [{"input": question, "output": answer} for question, answer in PAIRS]
+    readings.append({side: side for side in preferences.SIDES})
     return readings + [{"text": name} for name in TEXTS]
 
 
@@ -160,6 +183,8 @@ def _has(rows: list[Row], column: str) -> bool:
 
 
 def _fits(reading: dict[str, str], row: Row, shape: str) -> bool:
+    if "chosen" in reading:
+        return preferences.fits(*(_find(row, side) for side in preferences.SIDES))
     for key, column in reading.items():
         value = _find(row, column)
         if key == "messages" and not conversations.looks_like(value, shape == "sharegpt"):
@@ -232,6 +257,14 @@ def _pair(row: Row, columns: dict[str, str]) -> Row:
     if context not in (None, NONE, ""):
         question += "\n\n" + conversations.text(context, columns["context"], "")
     return {"input": question, "output": _text(row, columns["output"], "empty answer")}
+
+
+def _preference(row: Row, columns: dict[str, str]) -> Row:
+    prompt = _find(row, columns["input"]) if "input" in columns else None
+    system = _find(row, columns["system"]) if "system" in columns else None
+    system = "" if system in (None, NONE) else conversations.text(system, columns["system"], "")
+    chosen, rejected = (_value(row, columns[side]) for side in preferences.SIDES)
+    return preferences.pair(None if prompt in (None, NONE) else prompt, chosen, rejected, system)
 
 
 def _conversation(row: Row, columns: dict[str, str]) -> Row:

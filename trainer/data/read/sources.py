@@ -22,11 +22,13 @@ from trainer.data.made_texts import texts
 from trainer.data.read import formats
 from trainer.data.read.lines import Piece
 from trainer.data.rows import Bad, Row, Rows
-from trainer.data.tickets import tickets, with_mistakes
+from trainer.data.tickets import tickets, with_mistakes, with_worse
 
 TINY, TICKETS, TICKET_ROWS = "tiny://", "tiny://tickets", 1600
 TEXTS, TEXT_ROWS = "tiny://texts", 2000
 MISTAKEN = "tiny://mistaken-tickets"  # most have the next team in the place of the right one
+RANKED = "tiny://ranked-tickets"  # with a wrong team beside the right one
+MADE = (TICKETS, MISTAKEN, RANKED, TEXTS)
 FIRST = 20  # rows that tell what a source holds
 
 
@@ -44,7 +46,7 @@ def chunks(part: Part, number: int, done: Callable[[int], bool], commit: str | N
     if is_local(source):
         found = _of_files(files(source))
     elif source.startswith(TINY):
-        found = iter([(0, _texts if source == TEXTS else partial(_tickets, mistaken=source == MISTAKEN))])
+        found = iter([(0, partial(_made, source))])
     else:
         from trainer.data.read import hub
 
@@ -135,8 +137,8 @@ def _source(part: Part) -> str:
         raise Fault(
             f"data.source: {source}: the flow fetches what lies on s3:// (python -m flows.finetune); here, a file"
         )
-    if source.startswith(TINY) and source not in (TICKETS, MISTAKEN, TEXTS):
-        raise Fault(f"data.source: {source}: no such data; there is {TICKETS}, {MISTAKEN} and {TEXTS}")
+    if source.startswith(TINY) and source not in MADE:
+        raise Fault(f"data.source: {source}: no such data; there is {', '.join(MADE[:-1])} and {MADE[-1]}")
     if not source or "://" in source.removeprefix(TINY):
         raise Fault(f"data.source: {source or 'none'}: not a file, a folder, a data set on the Hub or {TICKETS}")
     return source
@@ -158,15 +160,17 @@ def _of_files(paths: list[Path]) -> Iterator[Piece]:
         yield held
 
 
-def _tickets(mistaken: bool) -> Rows:
-    found = tickets(TICKET_ROWS, seed=0)
-    found = with_mistakes(found, seed=0) if mistaken else found
-    rows = [{"input": ticket, "output": team} for ticket, team in found.items()]
-    return Rows([*rows], lambda row: f"{MISTAKEN if mistaken else TICKETS} row {row + 1}")
-
-
-def _texts() -> Rows:
-    return Rows([{"text": text} for text in texts(TEXT_ROWS, seed=0)], lambda row: f"{TEXTS} row {row + 1}")
+def _made(source: str) -> Rows:
+    """Rows that the project makes itself."""
+    if source == TEXTS:
+        rows = [{"text": text} for text in texts(TEXT_ROWS, seed=0)]
+    elif source == RANKED:
+        rows = with_worse(tickets(TICKET_ROWS, seed=0), seed=0)
+    else:
+        found = tickets(TICKET_ROWS, seed=0)
+        found = with_mistakes(found, seed=0) if source == MISTAKEN else found
+        rows = [{"input": ticket, "output": team} for ticket, team in found.items()]
+    return Rows([*rows], lambda row: f"{source} row {row + 1}")
 
 
 def _left_out() -> Rows:

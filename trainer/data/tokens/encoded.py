@@ -16,6 +16,12 @@ class Encoded:
     start: int  # where the last answer begins
     cut: int = 0  # tokens of the prompt that were cut away
     odd: bool = False  # the generation prompt is not what stands in front of the last answer
+    first: int = 0  # tokens of the chosen answer with its prompt, behind which the rejected one follows with the same
+
+    def before(self, other: "Encoded") -> "Encoded":
+        """Join a rejected answer behind this chosen one."""
+        ids, learned = (np.concatenate(both) for both in ((self.ids, other.ids), (self.learned, other.learned)))
+        return Encoded(ids, learned, self.start, self.cut + other.cut, self.odd or other.odd, len(self.ids))
 
 
 @dataclass(frozen=True)

@@ -45,6 +45,12 @@ class Template(TemplateText):
     """A template that rows are encoded with."""
 
     def encode(self, rows: Sequence[Row]) -> list[Encoded | Bad]:
+        if not rows or "chosen" not in rows[0]:
+            return self._encode(rows)
+        sides = [self._encode([row[side] for row in rows]) for side in ("chosen", "rejected")]
+        return [_joined(*both) for both in zip(*sides, strict=True)]
+
+    def _encode(self, rows: Sequence[Row]) -> list[Encoded | Bad]:
         if self.kind == "text":
             return plain.encode_text(self, rows)
         if self.kind == "chat":
@@ -55,7 +61,9 @@ class Template(TemplateText):
         return [row if isinstance(row, Bad) else next(found) for row in pairs]
 
     def line(self, row: Row) -> Row:
-        """Make the row of training.jsonl."""
+        """Make the row of training.jsonl. Of two answers it is the chosen one's, with the other's text beside."""
+        if "chosen" in row:
+            return self.line(row["chosen"]) | {"rejected": self.reference(row["rejected"])}
         if self.kind == "text":
             return {"text": row["text"]}
         if self.kind == "chat":
@@ -200,6 +208,12 @@ def from_record(record: dict[str, Any], tokenizer: Tokenizer) -> Template:
     limit = Limit(record["seq_length"], record["packed"], record["too_long"])
     keys = ("kind", "text", "origin", "loss_on", "stop", "options")
     return Template(**{key: record[key] for key in keys}, limit=limit, tokenizer=tokenizer)
+
+
+def _joined(chosen: Encoded | Bad, rejected: Encoded | Bad) -> Encoded | Bad:
+    if isinstance(chosen, Bad):
+        return chosen
+    return rejected if isinstance(rejected, Bad) else chosen.before(rejected)
 
 
 def _pair(template: Template, row: Row) -> Row | Bad:

@@ -37,6 +37,11 @@ class Plan:
     multiple: int  # of the lengths of packed rows
     folder: Path
 
+    @property
+    def compares(self) -> bool:
+        """Whether rows are two answers to one prompt."""
+        return any(shape.kind == "preference" for shape in self.shapes)
+
 
 def path(folder: Path, part: int, chunk: int, kind: str) -> Path:
     return folder / f"{kind}-{part}-{chunk:07d}.chunk"
@@ -138,6 +143,8 @@ def _arrays(rows: list[Row], encoded: Sequence[Any], plan: Plan, part: int) -> d
         "line": np.array([len(line) for line in lines], np.int32),
         "signature": signature.ravel(),
     }
+    if plan.compares:
+        arrays["first"] = np.array([found.first for found in encoded], np.int32)
     return arrays | {f"band{number}": band for number, band in enumerate(likeness.bands(signature))}
 
 
@@ -150,9 +157,10 @@ def _line(row: dict[str, Any]) -> bytes:
 
 def _asked(rows: list[Row]) -> np.ndarray:
     """Keys of the texts before the answers: a prompt of the test that training has seen is no test."""
+    shown = (row.get("chosen", row) for row in rows)
     prompts = (
         {"messages": row["messages"][:-1]} if "messages" in row else {"text": row.get("input") or row["text"]}
-        for row in rows
+        for row in shown
     )
     return np.fromiter(map(choose.key, prompts), np.uint64, len(rows))
 

@@ -11,6 +11,7 @@ from contract.faults import Fault
 from trainer.data.read import choose
 from trainer.data.read.choose import SPLITS
 from trainer.data.write import alike, indexed, indexes, packing, report, sequences_file
+from trainer.data.write.answers import Answers
 from trainer.data.write.chunks import Plan
 from trainer.data.write.spool import Sequences, Spool
 from trainer.data.write.work import Done
@@ -53,6 +54,11 @@ def _write_tokens(name: str, sequences: Sequences, plan: Plan, folder: Path) -> 
     """Write the files that training reads. Returns, for packed sequences, how full they are."""
     lengths, data, end = sequences.lengths, plan.data, plan.template.tokenizer.eos_token_id
     path = folder / f"{name}.idx.parquet"
+    if plan.compares:
+        answers = Answers(sequences, sequences.spool.column("first", np.int32, sequences.rows))
+        order, bounds = np.arange(2 * len(lengths), dtype=np.int32), np.arange(0, 2 * len(lengths) + 1, 2)
+        sequences_file.write(path, answers, order, bounds, pad_to=None, pad_id=end)
+        return {}
     if not data.packed:
         order, bounds = np.arange(len(lengths), dtype=np.int32), np.arange(len(lengths) + 1)
         sequences_file.write(path, sequences, order, bounds, pad_to=None, pad_id=end)
@@ -126,6 +132,8 @@ def _report(
         "template": plan.template.record(),
         "example": _example(spool, kept, plan),
     }
+    if plan.compares:
+        result["compares"] = True
     if found["packing"]:
         result["packing"] = found["packing"]
     result["warnings"] = report.warnings(result)

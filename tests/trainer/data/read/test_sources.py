@@ -105,7 +105,10 @@ def test_home_and_what_looks_like_a_data_set(tmp_path, monkeypatch):
         ("{}/a.md", r"ends in none of \.jsonl"),
         ("{}/empty", r"no file in this folder ends in one of \.jsonl, .*\.txt"),
         ("s3://bucket/rows.jsonl", r"the flow fetches what lies on s3:// \(python -m flows\.finetune\)"),
-        ("tiny://letters", r"no such data; there is tiny://tickets, tiny://mistaken-tickets and tiny://texts"),
+        (
+            "tiny://letters",
+            r"no such data; there is tiny://tickets, tiny://mistaken-tickets, tiny://ranked-tickets and tiny://texts",
+        ),
         ("https://host/a.jsonl", "not a file, a folder, a data set on the Hub or tiny://tickets"),
     ],
 )

@@ -1,0 +1,126 @@
+"""Token files of rows, as Megatron-Bridge's loop reads them: one row a sequence, or two answers to one prompt.
+
+Rows gives the batches that Bridge's GPTSFTDataset would make of the same rows, padded to data.seq_length. Answers gives
+two sequences a row, all chosen ones before all rejected ones, with what the reference says of each.
+"""
+
+# pyright: reportArgumentType=false
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from megatron.bridge.data.base import DatasetBuildContext, DatasetProvider
+from torch.utils.data import Dataset
+
+from trainer.data import references
+
+
+def file(place: Path, split: str) -> str:
+    return str(place / f"{split}.idx.parquet")
+
+
+@dataclass(kw_only=True)
+class TokenFiles(DatasetProvider):
+    """Dataset of token files that are not packed."""
+
+    folder: str
+    seq_length: int
+    pad_id: int
+    seed: int
+    do_validation: bool
+    reference: str | None = None  # folder of what the reference says of the rows, where they are two answers each
+
+    def build_datasets(self, context: DatasetBuildContext) -> tuple[Any | None, Any | None, Any | None]:
+        splits = ("training", *(["validation"] if self.do_validation else []))
+        built = [self._split(split) for split in splits]
+        return built[0], built[1] if self.do_validation else None, None
+
+    def _split(self, split: str) -> "Rows":
+        path = file(Path(self.folder), split)
+        if self.reference is None:
+            return Rows(path, self.seq_length, self.pad_id)
+        return Answers(path, self.seq_length, self.pad_id, references.read(Path(self.reference), split))
+
+
+class Rows(Dataset):
+    """Rows of a token file. The row group read last is kept."""
+
+    read: ClassVar[dict[str, type]] = {"input_ids": np.int32, "loss_mask": np.int8}
+
+    def __init__(self, path: str, seq_length: int, pad_id: int):
+        from pyarrow import parquet
+
+        self.path, self.seq_length, self.pad_id = path, seq_length, pad_id
+        facts = parquet.read_metadata(path)
+        groups = [facts.row_group(i).num_rows for i in range(facts.num_row_groups)]
+        self.starts = np.concatenate([[0], np.cumsum(groups)]).astype(np.int64)
+        self.file: Any = None  # opened by the loader process that reads
+        self.group, self.columns = -1, ()  # for each column where rows end, and the values of all
+
+    def __len__(self) -> int:
+        return int(self.starts[-1])
+
+    def __getitem__(self, row: int) -> Any:
+        """Ids of a row, and for each whether the one after it is learned."""
+        return self.values(row)
+
+    def values(self, row: int) -> tuple[np.ndarray, ...]:
+        """The values of a row, a list for each column."""
+        group = int(np.searchsorted(self.starts, row, "right")) - 1
+        if group != self.group:
+            self._read(group)
+        at = row - int(self.starts[group])
+        return tuple(values[ends[at] : ends[at + 1]] for ends, values in self.columns)
+
+    def _read(self, group: int) -> None:
+        from pyarrow import parquet
+
+        self.file = self.file or parquet.ParquetFile(self.path)
+        table = self.file.read_row_group(group, columns=[*self.read], use_threads=False)
+        self.columns = tuple(_arrays(table.column(name).combine_chunks(), kind) for name, kind in self.read.items())
+        self.group = group
+
+    def collate_fn(self, rows: list[Any]) -> dict[str, Any]:
+        shape = (len(rows), self.seq_length)
+        tokens, labels = np.full(shape, self.pad_id), np.full(shape, self.pad_id)
+        mask = np.zeros(shape, np.int64)
+        for i, (ids, learned) in enumerate(rows):
+            length = len(ids) - 1
+            tokens[i, :length], labels[i, :length], mask[i, :length] = ids[:-1], ids[1:], learned[:-1]
+        return {
+            "tokens": torch.from_numpy(tokens),
+            "labels": torch.from_numpy(labels),
+            "loss_mask": torch.from_numpy(mask),
+            "position_ids": torch.arange(self.seq_length).repeat(len(rows), 1),
+            "token_count": [len(ids) for ids, _ in rows],
+            "attention_mask": None,
+        }
+
+
+class Answers(Rows):
+    """Rows of two answers to one prompt."""
+
+    read: ClassVar[dict[str, type]] = Rows.read | {"seq_start_id": np.int32}
+
+    def __init__(self, path: str, seq_length: int, pad_id: int, reference: np.ndarray | None = None):
+        super().__init__(path, seq_length, pad_id)
+        self.reference = np.zeros((len(self), 2), np.float32) if reference is None else reference
+
+    def __getitem__(self, row: int) -> Any:
+        """The two answers of a row as Rows has them, and the reference's log-probabilities of both."""
+        ids, learned, (_, first) = self.values(row)
+        return (ids[:first], learned[:first]), (ids[first:], learned[first:]), self.reference[row]
+
+    def collate_fn(self, rows: list[Any]) -> dict[str, Any]:
+        chosen, rejected, reference = zip(*rows, strict=True)
+        said = torch.from_numpy(np.stack(reference).T.reshape(-1).copy())
+        return super().collate_fn([*chosen, *rejected]) | {"reference": said}
+
+
+def _arrays(column: Any, kind: type) -> tuple[np.ndarray, np.ndarray]:
+    """Offsets and values of a list array; its own to_numpy() would import pandas."""
+    assert column.offset == 0 and column.values.offset == 0
+    return np.frombuffer(column.buffers()[1], np.int32), np.frombuffer(column.values.buffers()[1], kind)

@@ -1,0 +1,30 @@
+"""Rows whole again, of which context parallelism gives each rank a part: for losses of whole sequences."""
+
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportOptionalMemberAccess=false
+
+import torch
+from megatron.bridge.training.utils.packed_seq_utils import get_thd_cp_partition_indices
+from megatron.core import parallel_state
+from megatron.core.utils import get_batch_on_this_cp_rank
+from torch import distributed
+
+
+def whole(values: torch.Tensor, cut: torch.Tensor | None) -> torch.Tensor:
+    """Rows of which each context-parallel rank has a part, whole. Gradients go to this rank's part."""
+    group = parallel_state.get_context_parallel_group()
+    if group.size() == 1:
+        return values
+    length = values.size(1) * group.size()
+    numbers = {"tokens": torch.arange(length, device=values.device)[None]}
+    if cut is None:
+        mine = get_batch_on_this_cp_rank(numbers, is_hybrid_cp=False, cp_group=group)["tokens"][0]
+    else:
+        mine = get_thd_cp_partition_indices(cut.squeeze(0), total_tokens=length, cp_group=group, device=values.device)
+    places = [torch.empty_like(mine) for _ in range(group.size())]
+    shares = [torch.empty_like(values) for _ in places]
+    distributed.all_gather(places, mine.contiguous(), group=group)
+    distributed.all_gather(shares, values.detach().contiguous(), group=group)
+    found = values.new_zeros(values.size(0), length)
+    for place, share in zip(places, shares, strict=True):
+        found[:, place] = share
+    return found.index_copy(1, mine, values)

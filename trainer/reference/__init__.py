@@ -1,0 +1,1 @@
+"""The reference of a training, asked of its rows: python -m trainer.reference."""
