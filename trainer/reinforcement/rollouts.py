@@ -127,19 +127,24 @@ class Rollouts:
         if not self.joined:
             self._join()
         self.call("begin")
+        sent = self._send_all(tensors)
+        self.call("finish", version=version)
+        if self.transport == "ipc":
+            shared_memory.collect()
+        return sent
+
+    def _send_all(self, tensors: Iterator[tuple[str, torch.Tensor]]) -> int:
         sent, waiting = 0, False
         allocate, size = self._memory()
+        handles: dict[int, Any] = {}  # by address: a second one of the same memory would keep it from being freed
         for bucket in wire.buckets(tensors, allocate, size):
             if waiting:  # until vLLM is done with the bucket before, whose memory is filled next
                 self._answer("bucket")
-            self._send(bucket)
+            self._send(bucket, handles)
             waiting = True
             sent += sum(one.bytes for one in bucket.metas)
         if waiting:
             self._answer("bucket")
-        self.call("finish", version=version)
-        if self.transport == "ipc":
-            shared_memory.collect()
         return sent
 
     def _join(self) -> None:
@@ -159,8 +164,10 @@ class Rollouts:
         where = "cuda" if device.has_gpu() else "cpu"
         return (lambda size: torch.empty(size, dtype=torch.uint8, device=where)), wire.BUCKET
 
-    def _send(self, bucket: wire.Bucket) -> None:
-        shared = shared_memory.shared(bucket.memory) if self.transport == "ipc" else None
+    def _send(self, bucket: wire.Bucket, handles: dict[int, Any]) -> None:
+        shared, place = None, bucket.memory.data_ptr()
+        if self.transport == "ipc":
+            shared = handles[place] = handles.get(place) or shared_memory.shared(bucket.memory)
         self._ask("bucket", {"metas": bucket.metas, "used": bucket.used, "shared": shared})
         if self.pipe is None:
             return

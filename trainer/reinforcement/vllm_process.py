@@ -8,9 +8,12 @@ arguments; the answer is {"result": ...} or {"error": one line}. Every answer sa
 
 # pyright: reportArgumentType=false, reportOptionalSubscript=false
 
+import contextlib
+import gc
 import json
 import sys
 import traceback
+from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -101,7 +104,7 @@ class Rollout:
         return self.llm.reset_prefix_cache()
 
     def answer(
-        self, prompts: list[list[int]], seeds: list[int] | None, **settings: Any
+        self, prompts: list[list[int]], seeds: list[int] | None, max_tokens: int | list[int], **settings: Any
     ) -> list[tuple[list[int], list[tuple[list[int], list[float], str, bool]]]]:
         """Each prompt as it was read, and its answers. On a CPU equal seeds give equal answers, whatever else is asked.
 
@@ -117,25 +120,28 @@ class Rollout:
             _seed(seeds[0])
         # Tokens become text together, unless an answer ends by its text: one by one takes as long as a small model.
         settings |= {"logprobs": 0, "flat_logprobs": True, "top_p": 1.0, "detokenize": bool(settings.get("stop"))}
-        asked = [SamplingParams(seed=seed, **settings) for seed in of_each]
-        outputs = self.llm.generate([TokensPrompt(prompt_token_ids=one) for one in prompts], asked, **self._how())
-        return [
-            (list(one.prompt_token_ids), [self._answer(one.prompt_token_ids, each) for each in one.outputs])
-            for one in outputs
+        limits = max_tokens if isinstance(max_tokens, list) else [max_tokens] * len(prompts)
+        asked = [
+            SamplingParams(seed=seed, max_tokens=limit, **settings) for seed, limit in zip(of_each, limits, strict=True)
         ]
+        with _uncollected():
+            outputs = self.llm.generate([TokensPrompt(prompt_token_ids=one) for one in prompts], asked, **self._how())
+            return [(list(one.prompt_token_ids), self._answers(one)) for one in outputs]
 
     def _how(self) -> dict[str, Any]:
         return {"use_tqdm": False, "lora_request": self.adapter}
 
-    def _answer(self, prompt: list[int], output: Any) -> tuple[list[int], list[float], str, bool]:
-        tokens, log_probs = list(output.token_ids), list(output.logprobs.logprobs)
-        assert len(tokens) == len(log_probs), "logprobs=0 has one for each token"
-        return tokens, log_probs, output.text or self._text(prompt, tokens), output.finish_reason == "stop"
-
-    def _text(self, prompt: list[int], tokens: list[int]) -> str:
-        """Tokens as they read behind the prompt: some tokenizers take a space off the first."""
-        tokenizer, known = self.llm.get_tokenizer(), list(prompt[-CONTEXT:])
-        return tokenizer.decode(known + tokens, **READ)[len(tokenizer.decode(known, **READ)) :]
+    def _answers(self, request: Any) -> list[tuple[list[int], list[float], str, bool]]:
+        """All answers to a prompt, as they read behind it: some tokenizers take a space off a text's first token."""
+        tokenizer, known = self.llm.get_tokenizer(), list(request.prompt_token_ids[-CONTEXT:])
+        before = len(tokenizer.decode(known, **READ))
+        found = []
+        for output in request.outputs:
+            tokens, log_probs = list(output.token_ids), list(output.logprobs.logprobs)
+            assert len(tokens) == len(log_probs), "logprobs=0 has one for each token"
+            text = output.text or tokenizer.decode(known + tokens, **READ)[before:]
+            found.append((tokens, log_probs, text, output.finish_reason == "stop"))
+        return found
 
     def score(self, rows: list[list[int]]) -> list[list[float]]:
         """Log-probabilities of each row's tokens but the first, read without what is kept of earlier prompts."""
@@ -147,6 +153,16 @@ class Rollout:
             [at[token].logprob for token, at in zip(row[1:], one.prompt_logprobs[1:], strict=True)]
             for row, one in zip(rows, outputs, strict=True)
         ]
+
+
+@contextlib.contextmanager
+def _uncollected() -> Iterator[None]:
+    """Look for no garbage meanwhile: each of a step's many lists would have all of vLLM's objects looked through."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
 
 
 def _seed(seed: int) -> None:

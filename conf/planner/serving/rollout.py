@@ -7,8 +7,8 @@ vLLM is on the first GPU of the training. While it answers, training keeps there
 it computes with is free; while training computes, vLLM sleeps. The cache has room for all answers of a step at full
 length, or for what is left; with less than one row nothing is answered.
 
-TRANSFER and PROBE were measured on an H200 with 3.21 GB of a Qwen3-MoE (November 2026: 2.01 s, 0.22 s), and ANSWERED,
-which vLLM's host takes for a token of each of 256 rows. All else is arithmetic.
+TRANSFER, PROBE and ANSWERED, which vLLM's host takes for a token of each of 256 rows, were measured on an H200 with
+3.21 GB of a Qwen3-MoE (benchmarks/gpu/reinforcement.py, 23 November 2026). All else is arithmetic.
 Not covered: rewards, vLLM on GPUs of its own.
 """
 
@@ -31,9 +31,11 @@ from conf.rules.serving import BYTES
 from conf.schema.run import Run
 from conf.schema.sections import Adapter
 
-TRANSFER, PROBE = 1.6 * GB, 0.22  # bytes/s from Megatron's layout into vLLM's, on one GPU; seconds
+# Bytes/s from Megatron's layout into vLLM's, on one GPU; files is a guess.
+TRANSFER = {"ipc": 10.3 * GB, "gloo": 0.62 * GB, "files": 0.62 * GB}
+PROBE = 0.18  # seconds
 BEGINNING = 60.0  # seconds until vLLM has compiled, and both can begin
-ANSWERED = 70e-6  # seconds for a row's token, on the host
+ANSWERED = 28e-6  # seconds for a row's token, on the host
 BUCKETS = int(1.1 * GB)  # what weights go through: two of trainer/reinforcement/wire.py, and what digests take
 
 
@@ -115,9 +117,9 @@ def _seconds(run: Run, trained: Run, facts: ModelFacts, gpu: Gpu, found: Rollout
     asked, rows = run.reinforce, run.reinforce.prompts * run.reinforce.samples
     read = (found.memory.weights + found.at_once * found.row * found.memory.token) / (gpu.hbm * HBM)
     token = read + facts.layers * LAYER[False] + found.at_once * ANSWERED
-    sent = 0 if asked.transport == "adapter" else parameters.total(facts) * found.way.byte
+    rate = TRANSFER.get(asked.transport or "ipc")
     return Seconds(
-        transfer=sent / TRANSFER,
+        transfer=parameters.total(facts) * found.way.byte / rate if rate else 0.0,
         probe=PROBE,
         generate=ceil(rows / found.at_once) * asked.max_tokens * token,
         train=timing(trained, facts, gpu).likely * asked.updates,

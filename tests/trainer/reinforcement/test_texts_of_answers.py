@@ -22,17 +22,34 @@ def rollout():
     return made
 
 
-def test_a_space_between_prompt_and_answer_is_the_answer_s(rollout):
-    assert rollout._text([1], [2, 3, 4]) == " billing desks"
+def request(*answers: list[int], text: str = "") -> SimpleNamespace:
+    """What vLLM returns for a prompt of one token."""
+    outputs = [
+        SimpleNamespace(
+            token_ids=tokens,
+            logprobs=SimpleNamespace(logprobs=[-0.5] * len(tokens)),
+            text=text,
+            finish_reason="stop" if tokens[-1] == 0 else "length",
+        )
+        for tokens in answers
+    ]
+    return SimpleNamespace(prompt_token_ids=[1], outputs=outputs)
 
 
-def test_the_end_of_text_is_no_part_of_it(rollout):
-    assert rollout._text([1], [2, 0]) == " billing"
+def test_a_space_between_prompt_and_answer_is_the_answer_s_and_the_end_of_text_is_no_part_of_it(rollout):
+    assert rollout._answers(request([2, 3, 4], [2, 0])) == [
+        ([2, 3, 4], [-0.5] * 3, " billing desks", False),
+        ([2, 0], [-0.5] * 2, " billing", True),
+    ]
+
+
+def test_a_text_that_vllm_has_looked_at_stays(rollout):
+    ((_, _, text, _),) = rollout._answers(request([2, 3], text=" billing"))
+    assert text == " billing"
 
 
 def test_an_answer_has_a_log_probability_for_each_token(rollout):
-    output = SimpleNamespace(token_ids=[2], logprobs=SimpleNamespace(logprobs=[-0.5]), text="", finish_reason="length")
-    assert rollout._answer([1], output) == ([2], [-0.5], " billing", False)
-    output.logprobs.logprobs = []
+    asked = request([2])
+    asked.outputs[0].logprobs.logprobs = []
     with pytest.raises(AssertionError):
-        rollout._answer([1], output)
+        rollout._answers(asked)
