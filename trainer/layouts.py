@@ -39,6 +39,7 @@ class Case:
     cut: str  # key=value pairs of layout; processes are counted from them
     packed: bool = False
     shared: bool = False  # adapter.experts: shared
+    base: str = "bf16"  # model.base
     differs: str = ""  # why another function is computed, in which case the difference has no bound
 
     @property
@@ -46,7 +47,8 @@ class Case:
         return " ".join((self.model, self.cut.replace("=true", "").replace("=", "") or "single", *self.flags()))
 
     def flags(self) -> list[str]:
-        return [name for name in ("packed", "shared") if getattr(self, name)]
+        base = [] if self.base == "bf16" else [f"{self.base}-base"]
+        return [name for name in ("packed", "shared") if getattr(self, name)] + base
 
 
 MTP_CP = "each rank normalises the MTP loss by its own tokens"
@@ -93,6 +95,10 @@ TABLE = (
         for cut in ("tp=2 sp=true ep=2", "pp=2 ep=2", "cp=2")
     ),
     *(Case(model, cut) for model in ("qwen2", "mistral") for cut in ("tp=2 sp=true", "pp=2", "cp=2")),
+    *(Case("glm4-moe", cut, base="fp8") for cut in ("dp=2", "tp=2 sp=true etp=2", "pp=2 vpp=2 ep=2", "cp=2")),
+    *(Case("glm4-moe-mtp", cut, base="int4") for cut in ("ep=4", "tp=2 sp=true etp=2", "pp=2")),
+    *(Case("llama", cut, base=base) for base in ("fp8", "int4") for cut in ("tp=2 sp=true", "pp=2")),
+    *(Case("deepseek-v3", cut, base="int4") for cut in ("tp=2 sp=true ep=2", "pp=2 ep=2")),
 )
 
 
@@ -182,6 +188,7 @@ def configured(case: Case, folder: Path, steps: int) -> Run:
             f"layout.gpus_per_node={world}",
             f"data.packed={str(case.packed).lower()}",
             f"adapter.experts={'shared' if case.shared else 'each'}",
+            f"model.base={case.base}",
             f"train.steps={steps}",
             f"checkpoint.save_every={steps}",
             *(f"layout.{key}={value}" for key, value in cut.items()),

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from conf.rules import (
     batch_ramp,
     objectives,
+    packed_base,
     precision,
     pretraining,
     reinforcement,
@@ -72,6 +73,7 @@ def contradictions(run: Run) -> Iterator[tuple[str, str]]:
             f"{run.model.dropout:g} changes what reinforce.steps {run.reinforce.steps} compare; 0 there",
         )
     yield from precision.contradictions(run)
+    yield from packed_base.contradictions(run)
     yield from pretraining.contradictions(run)
     yield from batch_ramp.contradictions(run)
     yield from validations.contradictions(run)

@@ -9,7 +9,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from conf.model_facts import ModelFacts
-from conf.rules import precision
+from conf.rules import packed_base, precision
 from conf.schema.run import Run
 
 # Megatron cuts the input of these layers over tp, that of all others is whole.
@@ -32,6 +32,7 @@ def broken(run: Run, facts: ModelFacts, counts: list[int]) -> Iterator[Broken]:
     yield from _stages(run, facts, counts)
     yield from _rest(run, facts)
     yield from _fp8(run, facts)
+    yield from _packed(run, facts)
 
 
 def divisors(number: int) -> list[int]:
@@ -192,3 +193,9 @@ def _fp8(run: Run, facts: ModelFacts) -> Iterator[Broken]:
         near = multiples(run.data.seq_length, step) if key == "data.seq_length" else divisors(layout.world)
         text = f"{what}: {size} is no multiple of {least}, which train.fp8 {run.train.fp8} needs"
         yield Broken(f"fp8 {what}", key, text, near)
+
+
+def _packed(run: Run, facts: ModelFacts) -> Iterator[Broken]:
+    for key, what, size, least in packed_base.widths(run, facts):
+        text = f"{what}: {size} is no multiple of {least}, which model.base {run.model.base} needs"
+        yield Broken(f"packed {what}", key, text, divisors(run.layout.world))

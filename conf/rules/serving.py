@@ -2,6 +2,7 @@
 
     unservable(run, facts, cpu) -> ["head_dim is 24, and ...", ...]      a line per reason; none: it probably can
     rounding(run)                                                       what weights are rounded to for it, if anything
+    is_apart(run)                                                       whether they, or those that were trained on, are
     contradictions(run)                                                 (key, problem); contradictions.py asks
     precision(run)                                                      that an evaluation computes in
 
@@ -13,6 +14,7 @@ tables with the vLLM that is installed. conf/planner/serving/ has the memory. No
 from collections.abc import Iterator
 
 from conf.model_facts import ModelFacts
+from conf.rules import packed_base
 from conf.schema.run import Run
 
 SERVED = (
@@ -46,6 +48,11 @@ def rounding(run: Run) -> str | None:
     """Format that weights are rounded to for serving, base and tuned alike: fp8, the release's own, or none."""
     own = run.export.quantization if run.evaluate.adapter == "merged" else None
     return run.evaluate.quantization or own
+
+
+def is_apart(run: Run) -> bool:
+    """Whether served and trained weights differ by rounding: then the served base says how far that may lead."""
+    return rounding(run) is not None or packed_base.format_of(run) is not None
 
 
 def contradictions(run: Run) -> Iterator[tuple[str, str]]:

@@ -465,7 +465,7 @@ class Paths(Section):
     )
     evaluation: Annotated[Place, NOWHERE] = Field(default="runs/{name}/evaluation", description="scores and answers")
     of_base: Annotated[Place, NOWHERE] = Field(
-        default="runs/{name}/evaluation-base", description="those of the base; for evaluate.quantization"
+        default="runs/{name}/evaluation-base", description="those of the base; for evaluate.quantization and model.base"
     )
     kernels: Annotated[Place, NOWHERE] = Field(
         default="runs/kernels", description="what torch and vLLM compile on GPUs, kept between starts"

@@ -36,7 +36,7 @@ def stage(run: Run, model: Stage, data: Stage, trained: Stage | None = None, bef
         config["adapter"] = run.evaluate.adapter
     inputs = {"model": model.fingerprint, "data": data.fingerprint}
     inputs |= {"trained": trained.fingerprint} if trained else {}
-    inputs |= {"before": before.fingerprint} if before and serving.rounding(run) else {}
+    inputs |= {"before": before.fingerprint} if before and serving.is_apart(run) else {}
     return Stage("evaluate", VERSION, config, inputs)
 
 
@@ -51,7 +51,8 @@ def evaluate(
 ) -> State:
     """Ask the model: the base, or what was trained.
 
-    `before` is the base's evaluation, or what became of it: weights that are rounded are compared with it.
+    `before` is the base's evaluation, or what became of it: weights that are rounded, there or in training, are
+    compared with it.
     """
     name = stage_run.name
 
@@ -61,7 +62,7 @@ def evaluate(
         paths |= {"kernels": stage_run.kernels, "parity": work.folder / "none.json"}
         if trained:
             paths |= {"parity": stage_run.local(trained) / "parity.json", "of_base": work.folder / "none"}
-            if serving.rounding(stage_run.run):
+            if serving.is_apart(stage_run.run):
                 paths["of_base"] = stage_run.local(_made(before))
         paths |= _served(stage_run, model, released if trained else None)
         bar = Progress(name, "rows")
@@ -122,8 +123,8 @@ def _made(before: Any) -> Artifact:
     if isinstance(before, Artifact):
         return before
     raise Fault(
-        "evaluate.quantization or export.quantization: the tuned model is held to the base, rounded in the same way, "
-        "and evaluate-base has no result; null holds it to training alone"
+        "evaluate.quantization, export.quantization or model.base: the tuned model is held to the base, served in the "
+        "same way, and evaluate-base has no result; null, or model.base=bf16, holds it to training alone"
     )
 
 

@@ -337,6 +337,8 @@ def runs(draw) -> Run:
         data["evaluate"]["adapter"] = "merged"
         data["adapter"] |= {"rslora": False, "b_lr_ratio": 1.0}
     data["model"]["source"] = draw(NAMES)
+    if data["adapter"]["kind"] != "lora" or train["fp8"]:
+        data["model"]["base"] = "bf16"
     data["reinforce"]["steps"] = 0  # else most of what is drawn for its other keys contradicts something
     run = Run.model_validate(data)
     assume(not list(contradictions(run)))

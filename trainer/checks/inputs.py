@@ -16,7 +16,7 @@ from conf.rules import objectives, schedule
 from conf.rules.conversion import obstacles, unwritable
 from conf.rules.layout import problems
 from conf.rules.reinforcement import as_training
-from conf.rules.serving import rounding
+from conf.rules.serving import is_apart
 from conf.schema.run import Run
 from contract import checkpoints, output_marks
 from contract.amounts import unlike
@@ -130,7 +130,7 @@ def check_evaluate(run: Run) -> None:
     released_model.check(folder)
     unmerged.find(run)
     trained, _ = agreement.expected(run)
-    if trained and rounding(run):
+    if trained and is_apart(run):
         agreement.read_base(run, [row["tokens"] for row in trained["rows"]])
     for name in tasks:
         if name.endswith((".yaml", ".yml")) and not prompts.is_task_file(name):

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from conf.rules import objectives
-from conf.rules.serving import rounding
+from conf.rules.serving import is_apart
 from conf.schema.run import Run
 from contract.faults import Fault
 from contract.output_marks import (
@@ -88,7 +88,7 @@ def check_export(run: Run) -> None:
 def check_evaluate(run: Run) -> None:
     tasks: Inputs = {"evaluate.tasks": [task for task in run.evaluate.tasks if task.endswith((".yaml", ".yml"))]}
     served = ("model", "export") if run.evaluate.adapter == "unmerged" else ("served",)
-    base = ("of_base",) if rounding(run) else ()
+    base = ("of_base",) if is_apart(run) else ()
     inputs = _inputs(run, *served, *base, "data", "parity", "kernels") | tasks
     _check(inputs, {"paths.evaluation": (run.paths.evaluation, EVALUATION)})
 

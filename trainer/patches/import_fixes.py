@@ -31,7 +31,8 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
-from trainer.patches import checkpoint_files, lazy_bridge, transformers_imports, versions
+from trainer.patches import lazy_bridge, transformers_imports, versions
+from trainer.patches.checkpoints import files
 
 WRITTEN_FOR = {"megatron-bridge": ("0.6.2",), "megatron-core": ("0.19.2",), "torch": ("2.11.0",)}
 
@@ -114,7 +115,7 @@ def install(compiles: bool) -> None:
         from megatron.bridge.training import initialize
 
     initialize.compile_helpers = lambda: None
-    checkpoint_files.pass_results_here()
+    files.pass_results_here()
 
 
 @contextlib.contextmanager

@@ -13,7 +13,8 @@ one layer's expert adapters lost after 8 steps 0.046 nats, which is within the b
 Served with rounded weights (quantization, of evaluate or export), a model differs from itself by more than the bound:
 FP8 moves a tiny GLM-4-MoE by 0.10 nats a token, where leaving its adapter out moves it by 1.10. So the bound is then a
 share of what lies between the base, rounded in the same way, and the trained model. The base's evaluation writes its
-log-probabilities down. A missing or half merged adapter is beyond that whatever rounding costs.
+log-probabilities down. A missing or half merged adapter is beyond that whatever rounding costs. The same holds where
+training rounded the base (model.base), and the adapter is served with the released weights.
 """
 
 import hashlib
@@ -23,7 +24,7 @@ from itertools import chain
 from pathlib import Path
 
 from conf.model_files import config_json
-from conf.rules.serving import rounding
+from conf.rules.serving import is_apart, rounding
 from conf.schema.run import Run
 from contract.faults import Fault
 from contract.files import write_atomically
@@ -31,7 +32,7 @@ from trainer.data.rows import Row
 from trainer.serving import decoding, prompts, unmerged
 
 # Mean difference per token, in nats. In fp32 only the order of sums differs; in bf16, weights and sums are rounded.
-BOUNDS = {"fp32": 1e-3, "bf16": 0.05, "fp8": 0.1, "as_released": 0.1}
+BOUNDS = {"fp32": 1e-3, "bf16": 0.05, "fp8": 0.1, "as_released": 0.1, "packed": 0.1}
 WORST = 4  # times the bound: for a single prompt, of which rounding may send a token to another expert
 LOST = 0.01  # of the adapter's effect
 OF_BASE = 0.25  # of the rounded base's distance, and so of the adapter's effect, where weights are rounded
@@ -116,7 +117,7 @@ def compare(run: Run, served, precision: str) -> tuple[dict | None, str]:
     if trained is None:
         return None, why
     asked, bound = [row["tokens"] for row in trained["rows"]], run.evaluate.parity_bound or _bound(run, precision)
-    of_base = read_base(run, asked) if rounding(run) else None
+    of_base = read_base(run, asked) if is_apart(run) else None
     found, written = served.read(asked), decoding.write(served, asked)
     _write(run, asked, found, [tokens for tokens, _ in written])
     parity, decoded = judge(trained, found, bound, of_base), decoding.compare(served, asked, written, bound)
@@ -147,7 +148,8 @@ def read_base(run: Run, asked: list[list[int]]) -> list[list[float]]:
     """Log-probabilities of these tokens by the base, served in the same way. Raises a Fault where there are none."""
     path, kind = Path(run.paths.of_base) / RECORD, rounding(run)
     key = "evaluate" if run.evaluate.quantization else "export"
-    mend = f"the base's evaluation with {key}.quantization={kind} writes it"
+    how = f"with {key}.quantization={kind}" if kind else f"in a run with model.base={run.model.base}"
+    mend = f"the base's evaluation {how} writes it"
     try:
         record = json.loads(path.read_text())
         found = {tuple(row["tokens"]): [float(value) for value in row["log_probs"]] for row in record["rows"]}
@@ -266,6 +268,8 @@ def _bound(run: Run, precision: str) -> float:
     """
     if kind := rounding(run):
         return BOUNDS[kind]
+    if is_apart(run):
+        return BOUNDS["packed"]
     config = config_json.read(unmerged.model(run) / config_json.NAME)
     exact = unmerged.is_asked(run) or (config.get("dtype") or config.get("torch_dtype")) == "float32"
     return BOUNDS["fp32" if precision == "fp32" and exact else "bf16"]

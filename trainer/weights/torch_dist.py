@@ -18,7 +18,7 @@ Weights may be read from several threads.
 import itertools
 import re
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -58,6 +58,7 @@ class Stored:
     seen: set[str] = field(default_factory=set)  # names of the weights that were read
     layouts: dict[tuple, Layout] = field(default_factory=dict)  # of the pieces that were read
     make: Callable[[MetadataIndex], torch.Tensor] | None = None  # of the release, where no file has a piece
+    make_part: Callable[[MetadataIndex, Sequence[int], Sequence[int]], torch.Tensor] | None = None  # a box of it
 
     @property
     def digests(self) -> dict[str, str]:
@@ -109,6 +110,46 @@ def read(stored: Stored, place: Place) -> torch.Tensor:
     stored.seen.add(place.name)
     _check(stored, place.name, whole)
     return whole
+
+
+def box(stored: Stored, name: str, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> torch.Tensor:
+    """Read a part of a weight, put together from the pieces that it was saved in."""
+    place = stored.places.get(name)
+    if place is None:
+        raise Fault(f"{stored.folder}: holds no {name}")
+    depth, filled = len(place.index), 0
+    found = torch.empty(sizes, dtype=place.dtype)
+    for chunk in place.chunks:
+        begins, lengths = chunk.offsets[depth:], chunk.sizes[depth:]
+        spans = [
+            (max(offset, begin), min(offset + size, begin + length))
+            for offset, size, begin, length in zip(offsets, sizes, begins, lengths, strict=True)
+        ]
+        if any(first >= last for first, last in spans):
+            continue
+        index = tuple(i - start for i, start in zip(place.index, chunk.offsets, strict=False))
+        inside = [(first - begin, last - first) for (first, last), begin in zip(spans, begins, strict=True)]
+        piece = _load_part(stored, place.key, chunk.offsets, index, inside)
+        target = tuple(
+            slice(first - offset, last - offset) for (first, last), offset in zip(spans, offsets, strict=True)
+        )
+        found[target] = piece
+        filled += piece.numel()
+    if filled != found.numel():
+        raise Fault(f"{stored.folder}: {name}: {filled} of {found.numel()} elements are stored")
+    return found
+
+
+def _load_part(
+    stored: Stored, key: str, offsets: Sequence[int], index: tuple[int, ...], inside: list[tuple[int, int]]
+) -> torch.Tensor:
+    """Read a part, (first, count) of each dimension, of what a stored piece has at this index of layer and expert."""
+    where = MetadataIndex(key, offsets)
+    if stored.make_part and stored.metadata.storage_data[where].relative_path == RELEASED:
+        begin, count = [*index, *(first for first, _ in inside)], [1] * len(index) + [count for _, count in inside]
+        return stored.make_part(where, begin, count).reshape([count for _, count in inside])
+    whole = _load(stored, key, offsets, index)
+    return whole[tuple(slice(first, first + count) for first, count in inside)]
 
 
 def _check(stored: Stored, name: str, whole: torch.Tensor) -> None:

@@ -16,7 +16,8 @@ NAMES = {path.relative_to(FOLDER).with_suffix("").as_posix() for path in FOLDER.
 PATCHES = sorted(NAMES - {"versions"})
 LIGHT = {
     "batch_ramp": "install",
-    "checkpoint_files": "pass_results_here",
+    "checkpoints/base_loading": "build_without_memory",
+    "checkpoints/files": "pass_results_here",
     "families/head_models": "install",
     "families/kimi_k2": "install",
     "families/latent_norms": "keep_epsilon",

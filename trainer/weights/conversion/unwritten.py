@@ -29,7 +29,7 @@ from conf.schema.run import Layout, Run
 from contract import checkpoints
 from contract.faults import Fault
 from trainer.megatron.model import open_bridge
-from trainer.patches import checkpoint_files
+from trainer.patches.checkpoints import files
 from trainer.weights import released, torch_dist
 from trainer.weights.conversion.base import Conversion
 from trainer.weights.torch_dist import RELEASED, Stored
@@ -87,17 +87,27 @@ def open_base(run: Run, folder: Path) -> Stored:
     stored = torch_dist.open_checkpoint(folder)
     if not _is_unwritten(stored):
         return stored
-    return replace(stored, make=Pieces(run, folder.parent).whole)
+    pieces = Pieces(run, folder.parent)
+    return replace(stored, make=pieces.whole, make_part=pieces.part)
 
 
 def prepare(run: Run) -> bool:
     """Have Megatron read the run's base from the release, where it holds no weights. Returns whether that is so."""
     base = Path(run.paths.base)
-    folder, mark = checkpoints.step_folder(base, 0), checkpoints.read_mark(base) or {}
+    folder = checkpoints.step_folder(base, 0)
+    if not require_release(run):
+        return False
+    files.read_by(Reader(folder, Pieces(run, base)), folder)
+    return True
+
+
+def require_release(run: Run) -> bool:
+    """Check that the release is what the run's base says, where that holds no weights. Returns whether that is so."""
+    base = Path(run.paths.base)
+    mark = checkpoints.read_mark(base) or {}
     if "to" not in mark:
         return False
     _require_same(released.read(Path(run.paths.model)), mark, base)
-    checkpoint_files.read_by(Reader(folder, Pieces(run, base)), folder)
     return True
 
 

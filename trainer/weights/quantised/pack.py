@@ -56,10 +56,11 @@ class Loss:
         return self.kept / self.change if self.change else 1.0
 
 
-def pack(packed: Packed, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def pack(packed: Packed, weight: torch.Tensor, kind: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes next to a weight's numbers, and scales that are numbers of this type."""
     scheme = packed.scheme
     largest = _largest_of_blocks(weight.float(), scheme)
-    scales = torch.where(largest > 0, largest / _top(scheme), 1.0)
+    scales = torch.where(largest > 0, largest / _top(scheme), 1.0).to(kind).float()
     numbers = weight.float() / spread(scales, packed, 0, packed.shape[0])
     if scheme.kind == "int":
         return _joined(numbers.round().clamp(*_range(scheme)).int(), scheme), scales
@@ -137,5 +138,5 @@ def _joined(numbers: torch.Tensor, scheme: Scheme) -> torch.Tensor:
     """Integers put together, as many as 32 bits hold."""
     each = 32 // scheme.bits
     apart = (numbers + 2 ** (scheme.bits - 1)).view(numbers.shape[0], -1, each)
-    places = torch.arange(0, each * scheme.bits, scheme.bits, dtype=torch.int32)
+    places = torch.arange(0, each * scheme.bits, scheme.bits, dtype=torch.int32, device=numbers.device)
     return (apart << places).sum(-1, dtype=torch.int32)

@@ -52,8 +52,8 @@ def spans(packed: Packed, first: int, last: int):
 def spread(scales: torch.Tensor, packed: Packed, start: int, stop: int) -> torch.Tensor:
     """Scales of these rows, one for each number of them."""
     (height, width), columns = packed.scheme.block, packed.shape[1]
-    of_rows = torch.arange(start, stop) // height
-    of_columns = torch.arange(columns) // width
+    of_rows = torch.arange(start, stop, device=scales.device) // height
+    of_columns = torch.arange(columns, device=scales.device) // width
     return scales[of_rows][:, of_columns]
 
 

@@ -12,6 +12,37 @@ def _divide(width: int, ranks: int) -> int:
     return width // ranks
 
 
+def _product(x, weight, bias):
+    """Product with a weight, or with one that says how to be had for it (Transformer Engine's DistributedWeight)."""
+    if getattr(weight, "is_distributed_weight", False):
+        return _Materialized.apply(x, [x.shape[0]], bias, weight)
+    return nn.functional.linear(x, weight, bias)
+
+
+class _Materialized(torch.autograd.Function):
+    """Products of an input's parts with frozen weights that are asked for in each direction, and not kept between."""
+
+    @staticmethod
+    def forward(ctx, x, sizes, bias, *weights):
+        ctx.sizes = sizes
+        ctx.save_for_backward(*weights)
+        real = _list(weights[0].materialize_group_for_forward())
+        return torch.cat(
+            [nn.functional.linear(part, one, bias) for part, one in zip(x.split(sizes), real, strict=True)]
+        )
+
+    @staticmethod
+    def backward(ctx, grad):
+        weights = ctx.saved_tensors
+        real = _list(weights[0].materialize_group_for_backward())
+        parts = [part @ one for part, one in zip(grad.split(ctx.sizes), real, strict=True)]
+        return torch.cat(parts), None, None, *(None for _ in weights)
+
+
+def _list(found):
+    return found if isinstance(found, list | tuple) else [found]
+
+
 class _Base(nn.Module):
     """Common base of the three: initialisation under Megatron's random-state tracker, and an empty FP8 state."""
 
@@ -107,16 +138,16 @@ class Linear(_Base):
                 x = mappings.gather_from_sequence_parallel_region(x, group=self.tp_group)
             else:
                 x = mappings.copy_to_tensor_model_parallel_region(x, group=self.tp_group)
-            out = nn.functional.linear(x, self.weight, apply_bias)
+            out = _product(x, self.weight, apply_bias)
         elif self.tp_size > 1 and self.parallel_mode == "row":
-            out = nn.functional.linear(x, self.weight)
+            out = _product(x, self.weight, None)
             if self.sequence_parallel:
                 out = mappings.reduce_scatter_to_sequence_parallel_region(out, group=self.tp_group)
             else:
                 out = mappings.reduce_from_tensor_model_parallel_region(out, group=self.tp_group)
             out = out if apply_bias is None else out + apply_bias
         else:
-            out = nn.functional.linear(x, self.weight, apply_bias)
+            out = _product(x, self.weight, apply_bias)
         return (out, self.bias) if self.return_bias else out
 
 
@@ -214,9 +245,13 @@ class GroupedLinear(_Base):
     def forward(self, x, m_splits, is_first_microbatch=None):
         sizes = m_splits.tolist() if isinstance(m_splits, torch.Tensor) else list(m_splits)
         biases = [getattr(self, f"bias{i}") if self.use_bias else None for i in range(self.num_gemms)]
+        weights = [getattr(self, f"weight{i}") for i in range(self.num_gemms)]
+        if getattr(weights[0], "is_distributed_weight", False) and not (self.use_bias and not self.return_bias):
+            out = _Materialized.apply(x, sizes, None, *weights)
+            return (out, biases) if self.return_bias else out
         # Every expert takes part, tokens or none, so that each gets a gradient as it does from the grouped kernel.
         chunks = [
-            nn.functional.linear(part, getattr(self, f"weight{i}"), None if self.return_bias else biases[i])
+            nn.functional.linear(part, weights[i], None if self.return_bias else biases[i])
             for i, part in enumerate(torch.split(x, sizes))
         ]
         out = torch.cat(chunks)

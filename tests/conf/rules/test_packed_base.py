@@ -1,0 +1,54 @@
+"""conf/rules/packed_base.py: what a packed base goes together with, and how many bytes its numbers take."""
+
+import pytest
+
+from conf.load import load
+from conf.model_facts import known
+from conf.rules.layout import problems
+from conf.rules.packed_base import FORMATS, widths
+from conf.schema import identity
+from contract.faults import ConfigError
+
+
+@pytest.mark.parametrize(
+    "name, changes, says",
+    [
+        ("glm47", ["adapter.kind=none"], "adapter.kind is none: weights that are trained cannot lie packed; bf16"),
+        ("glm47", ["adapter.kind=dora"], "dora takes norms of the weights; bf16, or adapter.kind lora"),
+        ("glm47", ["train.fp8=current"], "train.fp8 current keeps its own copies of the weights; bf16, or null"),
+        ("tiny", ["train.objective=dpo"], "train.objective dpo compares with the base as it is; bf16"),
+        ("tiny-rl", [], "reinforce.steps 20 samples from the weights themselves; bf16"),
+    ],
+)
+def test_what_cannot_be_packed_is_refused_in_one_line(name, changes, says):
+    with pytest.raises(ConfigError) as error:
+        load(name, ["model.base=int4", *changes])
+    found = [line for line in str(error.value).splitlines() if "model.base: int4" in line]
+    assert sum(says in line for line in found) == 1
+
+
+def test_an_unknown_format_is_refused_with_those_that_are_known():
+    with pytest.raises(ConfigError, match=r"model\.base: .*bf16.*fp8.*int4"):
+        load("glm47", ["model.base=nf4"])
+
+
+def test_widths_that_4_bits_cannot_hold():
+    """Air's experts have a width of 1408: over etp 64 that is 22."""
+    run = load("glm45-air-16xh100", ["model.base=int4"])
+    cut = run.model_copy(update={"layout": run.layout.model_copy(update={"etp": 64, "nodes": 8, "ep": 1})})
+    assert [(key, size) for key, _, size, _ in widths(cut, known("glm45-air"))] == [("layout.etp", 22)]
+    (line,) = [line for line in problems(cut, known("glm45-air")) if "model.base" in line]
+    assert "experts' width over etp: 22 is no multiple of 8, which model.base int4 needs" in line
+    assert not list(widths(load("glm45-air-16xh100", ["model.base=fp8"]), known("glm45-air")))
+
+
+def test_bytes_of_a_number():
+    assert FORMATS["fp8"].bytes == 1 + 4 / 128**2
+    assert FORMATS["int4"].bytes == 0.5 + 2 / 32
+
+
+def test_another_format_is_another_training_and_the_usual_one_is_none():
+    plain, packed = load("glm47"), load("glm47", ["model.base=fp8"])
+    assert "base" not in identity.of(plain, "train")["model"]
+    assert identity.of(packed, "train")["model"]["base"] == "fp8"
+    assert identity.of(packed, "convert") == identity.of(plain, "convert")

@@ -1,0 +1,44 @@
+"""Train on what a packed base stands for, as ordinary weights: one process, by the formats' own code.
+
+The weights are packed and unpacked whole by trainer/weights/quantised, which is held against transformers and
+compressed-tensors, where model.base packs a rank's part of them as it is loaded.
+"""
+
+import json
+import re
+from pathlib import Path
+
+import torch
+from megatron.bridge.training import setup
+from megatron.core.utils import unwrap_model
+
+from conf.model_files.quantization import Packed, Scheme
+from conf.schema.run import Run
+from trainer import train
+from trainer.weights.quantised import pack, unpack
+
+SCHEMES = {"fp8": Scheme("fp8", "", "", (128, 128)), "int4": Scheme("int", "", "", (1, 32), 4)}
+SCALES = {"fp8": torch.float32, "int4": torch.bfloat16}
+
+
+def main(run: Run) -> None:
+    base = json.loads((Path(run.paths.output) / "request.json").read_text())["base"]
+    usual = setup._load_checkpoint_from_path
+
+    def load(*args, model, **kwargs):
+        found = usual(*args, model=model, **kwargs)
+        for chunk in unwrap_model(model):
+            for name, parameter in chunk.named_parameters():
+                if re.search(r"\.linear\w*\.weight\d*$|\.eh_proj\.weight$", name):
+                    parts = 2 if "linear_fc1" in name and chunk.config.gated_linear_unit else 1
+                    parameter.data = torch.cat([rounded(base, part) for part in parameter.data.chunk(parts)])
+        return found
+
+    setup._load_checkpoint_from_path = load
+    train.main(run)
+
+
+def rounded(base: str, weight: torch.Tensor) -> torch.Tensor:
+    packed = Packed(SCHEMES[base], tuple(weight.shape), "", "")
+    codes, scales = pack.pack(packed, weight, SCALES[base])
+    return unpack.unpack(packed, codes, scales, weight.dtype)

@@ -1,0 +1,121 @@
+"""Frozen weights of Transformer Engine's layers that lie packed, and are unpacked for each product.
+
+Transformer Engine asks a weight that says so (its DistributedWeight protocol) for the real one, in the forward pass and
+again in the backward pass, and keeps the packed one in between; its stand-in on a CPU does the same. All weights of a
+grouped layer are asked for at once, through the first. What is unpacked lives as long as the product.
+
+    layers(chunk)          layers of a model that was built without memory: trainer/patches/checkpoints/base_loading.py
+    attach(layer, ...)     puts a layer's packed matrices in the place of those that have no memory
+    fill(chunk)            gives memory to all else that has none
+"""
+
+# pyright: reportAttributeAccessIssue=false, reportArgumentType=false, reportIncompatibleMethodOverride=false
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from trainer.megatron.packed_base.codes import shape_of
+
+MATRIX = re.compile(r"weight\d*")
+_PASSED_ON = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)
+
+
+@dataclass(frozen=True)
+class Store:
+    """Codes and scales of all matrices of one layer. It is no module, so no cast of a model reaches the scales."""
+
+    codes: torch.Tensor
+    scales: torch.Tensor
+    block: tuple[int, int]  # rows and columns that share a scale
+    dtype: torch.dtype  # of the weights
+
+    @property
+    def bytes(self) -> int:
+        return self.codes.nbytes + self.scales.nbytes
+
+    def unpack(self) -> list[torch.Tensor]:
+        if self.codes.is_cuda:
+            from trainer.megatron.packed_base.kernel import unpack
+        else:
+            from trainer.megatron.packed_base.codes import unpack
+        return list(unpack(self.codes, self.scales, self.block, self.dtype).unbind())
+
+
+class PackedWeight(torch.Tensor):
+    """Weight that has the shape, the type and the device of a real one, and can do nothing but be unpacked."""
+
+    is_distributed_weight = True  # Transformer Engine's marker
+    store: Store
+    leads: bool  # whether the layer's bytes count with this one
+
+    @staticmethod
+    def __new__(cls, store: Store, leads: bool):
+        shape = shape_of(store.codes)[1:]
+        self = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=store.dtype, device=store.codes.device)
+        self.store, self.leads = store, leads
+        return self
+
+    def __init__(self, store: Store, leads: bool):
+        pass
+
+    @property
+    def packed_bytes(self) -> int:
+        return self.store.bytes if self.leads else 0
+
+    def materialize_group_for_forward(self) -> list[torch.Tensor]:
+        return self.store.unpack()
+
+    def materialize_group_for_backward(self, **_: Any) -> list[torch.Tensor]:
+        return self.store.unpack()
+
+    def finalize_group_grads(self, wgrads: Any = None, **_: Any) -> Any:
+        raise AssertionError("a packed weight is frozen, and has no gradient")
+
+    grad_buffer = finalize_group_grads
+
+    def __repr__(self) -> str:
+        return f"PackedWeight({tuple(self.shape)}, {self.dtype}, {self.device})"
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _PASSED_ON:
+            return PackedWeight(args[0].store, args[0].leads)
+        raise NotImplementedError(f"{func} of a packed weight, which can only be unpacked")
+
+
+def layers(chunk: nn.Module) -> Iterator[tuple[str, nn.Module, list[str]]]:
+    """Layers whose matrices have no memory yet: name, layer, and the names of the matrices in it."""
+    for prefix, module in chunk.named_modules():
+        table = module._parameters
+        names = [name for name, value in table.items() if value is not None and _is_bare_matrix(name, value)]
+        if names:
+            yield prefix, module, names
+
+
+def attach(layer: nn.Module, names: list[str], store: Store) -> None:
+    for name in names:
+        old = layer._parameters[name]
+        assert old is not None and tuple(old.shape) == shape_of(store.codes)[1:]
+        layer._parameters[name] = new = nn.Parameter(PackedWeight(store, name == names[0]), requires_grad=False)
+        vars(new).update({key: value for key, value in vars(old).items() if key not in vars(new)})
+
+
+def fill(chunk: nn.Module) -> list[tuple[nn.Parameter, nn.Parameter]]:
+    """Give memory to what else has none: norms and biases. Returns each as it was, and as it is."""
+    found = []
+    for module in chunk.modules():
+        for name, old in module._parameters.items():
+            if old is not None and old.is_meta:
+                module._parameters[name] = new = nn.Parameter(torch.empty_like(old, device="cuda"), requires_grad=False)
+                vars(new).update(vars(old))
+                found.append((old, new))
+    return found
+
+
+def _is_bare_matrix(name: str, value: nn.Parameter) -> bool:
+    return value.is_meta and value.ndim == 2 and bool(MATRIX.fullmatch(name))

@@ -1,0 +1,49 @@
+"""Patches for a frozen base that lies packed: its layers are built without memory, and loaded by another function.
+
+Built in bf16, GLM-4.7's base would not fit where it fits packed. megatron-core gives Transformer Engine's layers the
+current device, or has all of a model on meta
+(https://github.com/NVIDIA/Megatron-LM/blob/main/megatron/core/extensions/transformer_engine.py); Megatron-Bridge loads
+the base below adapters itself
+(https://github.com/NVIDIA-NeMo/Megatron-Bridge/blob/main/src/megatron/bridge/training/setup.py). Can go when Bridge
+takes a function that loads the base.
+"""
+
+# pyright: reportAttributeAccessIssue=false
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from trainer.patches import versions
+
+WRITTEN_FOR = {"megatron-bridge": ("0.6.2",), "megatron-core": ("0.19.2",)}
+
+
+def build_without_memory() -> Callable[[], None]:
+    """Have Transformer Engine's layers built on meta. Returns the function that ends it."""
+    versions.check(__name__, WRITTEN_FOR)
+    from megatron.core.extensions import transformer_engine as extension
+
+    usual = extension._get_extra_te_kwargs
+    extension._get_extra_te_kwargs = lambda config: usual(config) | {"device": "meta"}
+
+    def end() -> None:
+        extension._get_extra_te_kwargs = usual
+
+    return end
+
+
+def load_by(load: Callable[[list], None], folder: Path) -> None:
+    """Have the base in this folder loaded into the chunks of a model by this function, in place of Bridge's own."""
+    versions.check(__name__, WRITTEN_FOR)
+    from megatron.bridge.training import setup
+
+    usual = setup._load_checkpoint_from_path
+
+    def chosen(load_dir: str, state: Any, model: list, *args: Any, **kwargs: Any) -> tuple[int, int]:
+        if Path(load_dir) != folder:
+            return usual(load_dir, state, model, *args, **kwargs)
+        load(model)
+        return 0, 0
+
+    setup._load_checkpoint_from_path = chosen

@@ -1,0 +1,179 @@
+"""A frozen base that is packed while it is loaded (model.base), one layer after another.
+
+No rank ever holds its weights unpacked: the model is built without memory for the layers that are packed, and each
+matrix is read from the base, put on the device, packed and dropped. Blocks are those of whole matrices: where a rank's
+part begins or ends within one, what is missing of the block is read too, so that the codes are the same at any layout.
+"""
+
+# pyright: reportAttributeAccessIssue=false, reportArgumentType=false, reportOptionalMemberAccess=false
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import gcd
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory, apply_factories
+from megatron.core.utils import unwrap_model
+
+from conf.model_files.quantization import Packed, Scheme
+from conf.rules.packed_base import Format, format_of
+from conf.schema.run import Run
+from contract import checkpoints
+from trainer.megatron import precision
+from trainer.megatron.packed_base import weight
+from trainer.patches.checkpoints import base_loading
+from trainer.weights import torch_dist
+from trainer.weights.conversion import unwritten
+from trainer.weights.model_digests import METADATA
+from trainer.weights.quantised import pack
+from trainer.weights.torch_dist import Stored
+
+SCALES = {"fp8": torch.float32, "int": torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class Part:
+    """Rows of a parameter, and the box of a stored tensor that they are."""
+
+    start: int  # first row in the parameter
+    name: str  # Megatron's, in the whole model
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    matrix: tuple[int, int] = (
+        0,
+        1,
+    )  # of those that are stored one below the other, as gate and up are: which, of how many
+
+
+def prepare(run: Run) -> None:
+    """Have Megatron-Bridge build the model without memory for what is packed, and load it by load()."""
+    base = Path(run.paths.base)
+    unwritten.require_release(run)
+    stored = unwritten.open_base(run, checkpoints.step_folder(base, 0))
+    end = base_loading.build_without_memory()
+
+    def load_once(model: list) -> None:
+        end()
+        load(run, stored, model)
+
+    base_loading.load_by(load_once, base)
+
+
+@torch.no_grad()
+def load(run: Run, stored: Stored, model: list) -> None:
+    """Fill the chunks of a model with what the base holds."""
+    form, dtype = format_of(run), precision.dtype(run.train.precision)
+    assert form, "model.base says how"
+    for chunk in unwrap_model(model):
+        parts, _held = _parts(chunk), [*chunk.parameters(), *chunk.buffers()]  # storages are known by their addresses
+        for _, layer, names in [*weight.layers(chunk)]:
+            matrices = [parts.pop(_storage(layer._parameters[name])) for name in names]
+            weight.attach(layer, names, _packed(form, dtype, stored, matrices))
+        for old, new in weight.fill(chunk):
+            parts[_storage(new)] = parts.pop(_storage(old))
+        for tensor, of_tensor in _others(chunk, parts):
+            for part in of_tensor:
+                rows = slice(part.start, part.start + part.sizes[0]) if tensor.ndim else ...
+                tensor[rows].copy_(torch_dist.box(stored, part.name, part.offsets, part.sizes))
+
+
+def _packed(form: Format, dtype: torch.dtype, stored: Stored, matrices: list[list[Part]]) -> weight.Store:
+    """Codes and scales of a layer's matrices, which are all alike."""
+    height, width = (gcd(size, *starts) for size, starts in zip(form.block, _cuts(stored, matrices), strict=True))
+    rows, columns = sum(part.sizes[0] for part in matrices[0]), matrices[0][0].sizes[1]
+    kind = torch.float8_e4m3fn if form.kind == "fp8" else torch.uint8
+    codes = torch.empty((len(matrices), rows, columns * form.bits // 8), dtype=kind, device="cuda")
+    blocks = (len(matrices), -(-rows // height), -(-columns // width))
+    scales = torch.empty(blocks, dtype=SCALES[form.kind], device="cuda")
+    for matrix, to, scale in zip(matrices, codes, scales, strict=True):
+        for part in matrix:
+            found, of_blocks = _of_part(form, stored, part, (height, width), SCALES[form.kind])
+            to[part.start : part.start + part.sizes[0]] = found
+            first = part.start // height
+            scale[first : first + len(of_blocks)] = of_blocks
+    return weight.Store(codes, scales, (height, width), dtype)
+
+
+def _cuts(stored: Stored, matrices: list[list[Part]]) -> tuple[list[int], list[int]]:
+    """Rows and columns of whole matrices, and rows of parameters, at which parts begin."""
+    parts = [*itertools.chain(*matrices)]
+    rows = [part.offsets[0] - _begin(stored, part) for part in parts] + [part.start for part in parts]
+    return rows, [part.offsets[1] for part in parts]
+
+
+def _begin(stored: Stored, part: Part) -> int:
+    """Row of the stored tensor at which the part's matrix begins."""
+    number, count = part.matrix
+    return stored.places[part.name].shape[0] // count * number
+
+
+def _of_part(
+    form: Format, stored: Stored, part: Part, block: tuple[int, int], kind: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes of a part, and the scales of its blocks, which lie within those of the whole matrix."""
+    height, width = stored.places[part.name].shape
+    begin, whole = _begin(stored, part), (height // part.matrix[1], width)
+    inside = (part.offsets[0] - begin, part.offsets[1])
+    first = [offset // size * size for offset, size in zip(inside, form.block, strict=True)]
+    last = [
+        min(length, -(-(offset + count) // size) * size)
+        for offset, count, size, length in zip(inside, part.sizes, form.block, whole, strict=True)
+    ]
+    shape = (last[0] - first[0], last[1] - first[1])
+    read = torch_dist.box(stored, part.name, (begin + first[0], first[1]), shape).to("cuda")
+    scheme = Scheme(form.kind, "", "", form.block, form.bits)
+    codes, scales = pack.pack(Packed(scheme, shape, "", ""), read, kind)
+    if form.kind == "int":
+        codes = codes.view(torch.uint8)
+    (top, left), (rows, columns) = (offset - start for offset, start in zip(inside, first, strict=True)), part.sizes
+    each = 8 // form.bits
+    codes = codes[top : top + rows, left // each : (left + columns) // each]
+    places = [
+        (torch.arange(-(-count // small), device=scales.device) * small + begin) // size
+        for count, small, begin, size in zip((rows, columns), block, (top, left), form.block, strict=True)
+    ]
+    return codes, scales[places[0]][:, places[1]].to(kind)
+
+
+def _parts(chunk: Any) -> dict[int, list[Part]]:
+    """What the base holds of each tensor of the chunk, by the tensor's storage."""
+    found: dict[int, list[Part]] = {}
+    for value in nested_values(chunk.sharded_state_dict(metadata=METADATA)):
+        if not isinstance(value, ShardedTensor | ShardedTensorFactory) or torch_dist.NOT_WEIGHTS.search(value.key):
+            continue
+        state = {"tensor": value}
+        apply_factories(state)
+        made = [one for one in nested_values(state) if isinstance(one, ShardedTensor)]
+        numbers = ((i, len(made)) for i in range(len(made)))
+        found[_storage(value.data)] = [
+            _part(one, value.data, number) for one, number in zip(made, numbers, strict=True)
+        ]
+    return found
+
+
+def _part(one: ShardedTensor, whole: torch.Tensor, matrix: tuple[int, int]) -> Part:
+    depth = torch_dist.depth(one.key)
+    assert one.prepend_axis_num == depth, f"{one.key} is stacked in another way than a base is"
+    stride = whole.stride(0) if whole.ndim else 1
+    start = int(one.data.storage_offset() - whole.storage_offset()) // max(1, stride)
+    assert one.data.shape[1:] == whole.shape[1:], f"{one.key} is cut into other parts than rows"
+    name = torch_dist.name_of(one.key, one.global_offset[:depth])
+    return Part(start, name, tuple(one.global_offset[depth:]), tuple(one.data.shape), matrix)
+
+
+def _others(chunk: Any, parts: dict[int, list[Part]]) -> Iterator[tuple[torch.Tensor, list[Part]]]:
+    """Tensors that are loaded as they are, each with its parts."""
+    for tensor in itertools.chain(chunk.parameters(), chunk.buffers()):
+        if not isinstance(tensor, weight.PackedWeight) and _storage(tensor) in parts:
+            yield tensor.detach(), parts.pop(_storage(tensor))
+    assert not parts, (
+        f"{[part.name for of_tensor in parts.values() for part in of_tensor]} are of no tensor of the model"
+    )
+
+
+def _storage(tensor: Any) -> int:
+    return tensor.untyped_storage()._cdata
