@@ -54,7 +54,8 @@ def main(run: Run) -> None:
     resharding.install()
     start = done[-1] if done else 0
     with megatron_to(Path(run.paths.logs)):
-        config = make_config(run, open_bridge(run), start or None)
+        bridge = open_bridge(run)
+        config, forward_step = make_config(run, bridge, start or None), forward.step(run)
         if finished:
             load_only(config)
             callbacks = [Parity(run)]
@@ -65,7 +66,8 @@ def main(run: Run) -> None:
             callbacks += [Saves(run, metrics, validations), heartbeat.callback()]
             callbacks += [recorder(run)] if run.log.profile_every else []
             callbacks += [LossScaling()] if run.train.precision == "fp16" else []
-        bridge_loop.train(run, config, forward.step(run), callbacks)
+            forward_step = metrics.gradients.watch(forward_step)
+        bridge_loop.train(run, config, forward_step, callbacks)
 
 
 if __name__ == "__main__":

@@ -72,6 +72,10 @@ def contradictions(run: Run) -> Iterator[tuple[str, str]]:
             "model.dropout",
             f"{run.model.dropout:g} changes what reinforce.steps {run.reinforce.steps} compare; 0 there",
         )
+    if run.log.noise_scale:
+        yield from _noise_scale(run)
+    if run.log.layer_norms and optimizer.offload:
+        yield "log.layer_norms", f"with optimizer.offload {optimizer.offload:g}, which keeps gradients on the host"
     yield from precision.contradictions(run)
     yield from packed_base.contradictions(run)
     yield from pretraining.contradictions(run)
@@ -81,6 +85,20 @@ def contradictions(run: Run) -> Iterator[tuple[str, str]]:
     yield from serving.contradictions(run)
     yield from reinforcement.contradictions(run)
     yield from clusters.contradictions(run.gang.engine, run.kubernetes)
+
+
+def _noise_scale(run: Run) -> Iterator[tuple[str, str]]:
+    """Yield reasons why the gradient of one micro batch cannot be compared with that of a batch."""
+    layout = run.layout
+    for key in ("pp", "cp", "ep"):
+        if getattr(layout, key) > 1:
+            yield "log.noise_scale", f"needs layout.{key} 1, and it is {getattr(layout, key)}"
+    if run.train.objective != "sft":
+        yield "log.noise_scale", f"knows no train.objective {run.train.objective}, whose loss is of answers"
+    if run.train.precision == "fp16":
+        yield "log.noise_scale", "knows no train.precision fp16, which scales gradients"
+    if not layout.auto and run.train.global_batch * layout.tp < 2 * run.train.micro_batch * layout.world:
+        yield "log.noise_scale", "compares a micro batch with a batch, and a rank has one of them a step"
 
 
 def _repetitions(run: Run) -> Iterator[tuple[str, str]]:

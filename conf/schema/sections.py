@@ -254,6 +254,14 @@ class Log(Section):
     """Reports while training."""
 
     every: Annotated[Count, NOWHERE] = Field(default=1, description="steps between lines of metrics")
+    layer_norms: Annotated[bool, NOWHERE] = Field(
+        default=False, description="each line has the norm of every layer's gradient, too"
+    )
+    noise_scale: Annotated[bool, NOWHERE] = Field(
+        default=False,
+        description="and the gradient noise scale in tokens: larger batches pay up to about so many; needs two micro "
+        "batches a step and rank, and a layout of tp and dp alone",
+    )
     peak_tflops: Annotated[float | None, NOWHERE] = Field(
         default=None, gt=0, description="per device, dense, for MFU; null = from the device's name"
     )

@@ -8,6 +8,7 @@ drops the lines of later steps, which an interrupted attempt left behind, so tha
                                                           among them whose loss was no number; lm_loss is null then
     rewards/chosen, rewards/rejected, rewards/margin,     of dpo, means over the rows of a step or of a validation;
     rewards/accuracy                                      accuracy: share of them whose chosen answer has the higher
+    grad_norm_layer_N, noise_scale_tokens                 on request: trainer/training/gradients.py
     batch                                                 sequences of the step, where they grow (train.ramp_from)
     samples, tokens                                       consumed since the start, padding included
     step_seconds, tokens_per_second                       of the whole run, the slowest rank counting
@@ -43,6 +44,7 @@ from contract.faults import Fault
 from contract.files import write_atomically
 from trainer.megatron.recipe import last_step
 from trainer.startup.console import say
+from trainer.training.gradients import Gradients
 from trainer.training.pace import Pace
 from trainer.training.tensorboard_files import TensorBoardFiles
 
@@ -69,6 +71,7 @@ class Metrics(Callback):
         self.loads: dict[int, torch.Tensor] = {}
         self.validated, self.validation_loss, self.pace = -1, math.nan, Pace()
         self.skipped = self.no_numbers = 0
+        self.gradients = Gradients(run)
         if os.environ["RANK"] == "0":
             path.parent.mkdir(parents=True, exist_ok=True)
             counted = _drop_after(path, start)
@@ -91,6 +94,7 @@ class Metrics(Callback):
 
     def on_train_step_start(self, context) -> None:
         self.step_started = time.monotonic()
+        self.gradients.begin_step()
 
     def on_train_step_end(self, context) -> None:
         step = context.state.train_state.step + 1
@@ -113,6 +117,7 @@ class Metrics(Callback):
         line |= self._figures(context.loss_dict)
         line |= {"lr": context.optimizer.param_groups[0]["lr"]} | self._scaling(context)
         line |= {} if context.grad_norm is None else {"grad_norm": context.grad_norm}
+        line |= self.gradients.numbers(context)
         line |= {"batch": batch} if self.run.train.batch_ramp else {}
         of_sample = self.run.data.seq_length * objectives.sequences(self.run.train)
         line |= {"samples": samples, "tokens": samples * of_sample}
