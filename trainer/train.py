@@ -9,6 +9,7 @@ from rank 0, <paths.output>/metrics.jsonl and paths.parity. SIGTERM saves a chec
 """
 
 import os
+from functools import partial
 from pathlib import Path
 
 from conf.rules import schedule
@@ -50,6 +51,7 @@ def main(run: Run) -> None:
     from trainer.training.metrics import Metrics
     from trainer.training.parity import Parity
     from trainer.training.validations import Validations
+    from trainer.weights import starting_adapter
 
     resharding.install()
     start = done[-1] if done else 0
@@ -60,6 +62,8 @@ def main(run: Run) -> None:
             load_only(config)
             callbacks = [Parity(run)]
         else:
+            if run.model.adapter and not start:
+                config.peft.start = partial(starting_adapter.fill, run, bridge, config.model)
             metrics = Metrics(run, Path(run.paths.output) / "metrics.jsonl", start)
             validations = Validations(run, metrics, start)
             callbacks = [metrics, Gates(run, metrics), validations, Parity(run, validations)]

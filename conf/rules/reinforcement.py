@@ -99,7 +99,7 @@ def as_training(run: Run) -> Run:
         "optimizer": {"lr": asked.lr, "min_lr": asked.lr, "warmup": None, "warmup_steps": 0, "decay": "constant"},
         "checkpoint": {"save_every": every * asked.updates, "keep_best": False},
         # A head that predicts further tokens would learn from samples as if they were right.
-        "model": {"mtp_loss_scale": 0.0},
+        "model": {"mtp_loss_scale": 0.0, "adapter": None},
         # Rewards say nothing about how busy experts are: only who asks for balancing has it beside them.
         "moe": {"aux_loss_coeff": run.moe.aux_loss_coeff or 0.0},
         "data": {"source": asked.source} if asked.source else {},

@@ -59,6 +59,7 @@ def resolved(run: Run, sequences: int = 0) -> Run:
 def of_steps(run: Run, steps: int) -> Run:
     """The run cut to so many steps at its highest learning rate, without validation: to measure or rehearse it."""
     sections = {
+        "model": {"adapter": None},
         "train": {"steps": steps, "epochs": None, "stop_after": None, "stop_after_worse": None, "validate_every": 0},
         "optimizer": {"warmup": None, "warmup_steps": 0},
         "checkpoint": {"save_every": steps, "keep_best": False},

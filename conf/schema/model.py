@@ -74,6 +74,11 @@ class Model(Section):
         strict=False,
         description="keys of config.json that Megatron-Bridge does not read, and that do not matter to you",
     )
+    adapter: Annotated[Place | None, bears(derived="train")] = Field(
+        default=None,
+        description="LoRA to start from, of the same rank and scale: a folder in PEFT's form, a Hub id, s3://, or "
+        "models:/NAME/VERSION of MLflow's registry; null = a new one",
+    )
     mtp: Annotated[bool, bears("convert", "train")] = Field(
         default=True, description="train the multi-token-prediction layers, where the model has them"
     )

@@ -20,8 +20,10 @@ from tasks.pages import training_page
 from tasks.run import launch
 from tasks.run.artifact import Artifact, Stage, Work
 from tasks.run.live_page import LivePage
+from tasks.run.places import runs_folder
 from tasks.run.progress import Progress, newest
 from tasks.run.stage_run import OPTIONS, StageRun, may_pass
+from tasks.sources import adapters
 from tasks.tracking import plots
 
 STEP_EVERY = 5.0  # seconds between lines of steps in the log
@@ -29,6 +31,8 @@ STEP_EVERY = 5.0  # seconds between lines of steps in the log
 
 def stage(run: Run, base: Stage, data: Stage, reference: Stage | None = None) -> Stage:
     config = identity.of(run, "train")
+    if run.model.adapter:
+        config["model"] = config.get("model", {}) | {"adapter": adapters.identity(run.model.adapter, runs_folder())}
     if run.adapter.kind != "none" and run.adapter.experts == "shared":
         # They are the same model at any ep since each counts once in the norm of gradients
         # (trainer/patches/shared_experts.py). Those of before were so at ep 1 alone, whose artifacts this finds again.
@@ -59,6 +63,10 @@ def train(
         }
         paths |= {"reference": stage_run.local(reference)} if reference else {}
         asked, made = stage_run.at(**paths), data.result
+        if source := asked.model.adapter:
+            start = work.folder / "adapter"
+            adapters.fetch(source, stage_run.asked.config["model"]["adapter"], start, runs_folder())
+            asked = asked.model_copy(update={"model": asked.model.model_copy(update={"adapter": str(start)})})
         rows, tokens = made["sequences"]["training"], made.get("tokens_training", 0)
         run = schedule.resolved(asked, schedule.sequences(asked, made["kind"], rows, tokens))
         metrics = output / "metrics.jsonl"

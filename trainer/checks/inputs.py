@@ -22,6 +22,7 @@ from contract import checkpoints, output_marks
 from contract.amounts import unlike
 from contract.faults import Fault
 from contract.output_marks import PARTIAL, REFERENCE, REINFORCEMENT, TRAINING
+from trainer.checks import adapters
 from trainer.data import prepared, references
 from trainer.megatron.recipe import checkpoint_folder
 from trainer.reinforcement import rewards
@@ -45,6 +46,8 @@ def check_train(run: Run) -> Run:
     facts = check_model(run)
     checkpoints.require(Path(run.paths.base), "paths.base", "python -m trainer.convert")
     _check_layout(run, facts)
+    if run.model.adapter and not checkpoints.complete_steps(checkpoint_folder(run)):
+        adapters.check(run)
     if not schedule.needs_data(run):
         run = schedule.resolved(run)
         resume.check(run, checkpoint_folder(run))

@@ -13,7 +13,10 @@ in trainer/patches: expert_adapters.py, shared_experts.py, dora.py, sequence_par
 
 import hashlib
 import math
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
 from megatron.bridge.models.conversion.model_bridge import _megatron_local_name_to_global
@@ -32,6 +35,7 @@ SPREAD_OF_B = 0.0  # as a part of A's; trainer/layouts.py and tests set another
 class LoRA(bridge_lora.LoRA):
     seed: int = 0
     lean: bool = True
+    start = None  # no field: fills adapters that do not start as drawn (model.adapter)
 
     def __call__(self, model, training: bool = True):
         expert_adapters.install()
@@ -45,6 +49,8 @@ class LoRA(bridge_lora.LoRA):
             sequence_parallel.give_every_adapter_all_tokens(model)
         shared_experts.count_once(model)
         draw_initial_values(model, self.seed)
+        if self.start:
+            self.start(model)
         recompute.start_from_the_embedding(model)
         return model
 
@@ -78,21 +84,36 @@ def _set_magnitudes(model) -> None:
 @torch.no_grad()
 def draw_initial_values(model, seed: int) -> None:
     """Fill every A with its part of a Xavier-normal matrix that is drawn whole, and every B with zeros."""
+    drawn = partial(_draw, seed)
+    for whole, parameter, parts in _matrices(model):
+        if whole.endswith(".adapter.linear_in.weight"):
+            parameter.copy_(_piece(whole, parameter, drawn, parts))
+        else:
+            parameter.zero_()
+            if SPREAD_OF_B:
+                parameter.copy_(_piece(whole, parameter, drawn, parts) * SPREAD_OF_B)
+
+
+@torch.no_grad()
+def fill(model, matrix: Callable[[str], torch.Tensor]) -> None:
+    """Fill every A and B with this rank's piece of the matrix of its name."""
+    for whole, parameter, parts in _matrices(model):
+        parameter.copy_(_piece(whole, parameter, lambda name, *_: matrix(name), parts))
+
+
+def _matrices(model) -> Iterator[tuple[str, Any, int]]:
+    """Every A and B with its name in the whole model, and of how many matrices below one another it consists."""
     chunks = model if isinstance(model, list) else [model]
     for stage, chunk in enumerate(chunks):
         for name, parameter in chunk.named_parameters():
-            whole = _megatron_local_name_to_global(chunks, chunk.config, name, stage)
-            if name.endswith(".adapter.linear_in.weight"):
-                parameter.copy_(_piece(whole, parameter, seed))
-            if name.endswith(".adapter.linear_out.weight"):
-                parameter.zero_()
-                if SPREAD_OF_B:
-                    gated = chunk.config.gated_linear_unit and ".linear_fc1." in name
-                    parameter.copy_(_piece(whole, parameter, seed, 2 if gated else 1) * SPREAD_OF_B)
+            if name.endswith((".adapter.linear_in.weight", ".adapter.linear_out.weight")):
+                gated = chunk.config.gated_linear_unit and name.endswith(".linear_fc1.adapter.linear_out.weight")
+                whole = _megatron_local_name_to_global(chunks, chunk.config, name, stage)
+                yield whole, parameter, 2 if gated else 1
 
 
-def _piece(name: str, parameter, seed: int, parts: int = 1) -> torch.Tensor:
-    """Piece that this rank holds of a matrix that is drawn whole.
+def _piece(name: str, parameter, matrix: Callable[..., torch.Tensor], parts: int = 1) -> torch.Tensor:
+    """Piece that this rank holds of a matrix that is made whole, of the name.
 
     `parts` is the number of matrices, each of which is cut, that the parameter holds one below the other.
     """
@@ -103,17 +124,16 @@ def _piece(name: str, parameter, seed: int, parts: int = 1) -> torch.Tensor:
     ways = group.size() if getattr(parameter, "tensor_model_parallel", False) else 1
     if parameter.ndim == 2:
         dim = parameter.partition_dim
-        return _cut(_draw(name, parameter, dim, ways, seed), dim, ways, group, parts)
+        return _cut(matrix(name, parameter, dim, ways), dim, ways, group, parts)
     first = parallel_state.get_expert_model_parallel_rank() * len(parameter)
     dim = parameter.partition_dim - 1  # [experts, rank, in]: the cut is in the matrix behind the experts
     pieces = (
-        _cut(_draw(f"{name}{first + i}", one, dim, ways, seed), dim, ways, group, parts)
-        for i, one in enumerate(parameter)
+        _cut(matrix(f"{name}{first + i}", one, dim, ways), dim, ways, group, parts) for i, one in enumerate(parameter)
     )
     return torch.stack(list(pieces))
 
 
-def _draw(name: str, like, dim: int, ways: int, seed: int) -> torch.Tensor:
+def _draw(seed: int, name: str, like, dim: int, ways: int) -> torch.Tensor:
     shape = list(like.shape)
     shape[dim] *= ways
     digest = hashlib.sha256(f"{seed} {name}".encode()).digest()

@@ -143,14 +143,19 @@ def fetch_described(resolved: Resolved, folder: Path, trust_remote_code: bool) -
     """Bring what describes a model, its tokenizer among it, and no weights: some MB."""
     chosen, _ = file_choice.choose(resolved.files, False, trust_remote_code)
     names = [name for name in chosen if "/" not in name and not file_choice.is_weights(name)]
+    fetch_named(resolved, names, folder)
+    if not trust_remote_code:
+        file_choice.refuse_code(resolved.source, folder, names)
+
+
+def fetch_named(resolved: Resolved, names: list[str], folder: Path) -> None:
+    """Bring these files into the folder, whatever they are."""
     bring = {"hub": _from_hub, "folder": _from_folder, "s3": _from_s3}[resolved.kind]
     try:
         (folder / PARTIAL).mkdir(parents=True, exist_ok=True)
         bring(resolved, names, folder, _Meter(0, None))
     except OSError as error:
         raise Fault(f"{error.filename or folder}: {error.strerror or error}") from None
-    if not trust_remote_code:
-        file_choice.refuse_code(resolved.source, folder, names)
 
 
 def fetch_objects(

@@ -115,7 +115,7 @@ def _as_parameter(name: str, moe: bool) -> bool:
 
 
 def _module_rows(trained: Trained, name: str, adapter: Adapter) -> list[Row]:
-    prefix, rank = PREFIX + _module(name), adapter.a.shape[0]
+    prefix, rank = PREFIX + module(name), adapter.a.shape[0]
     out, width = adapter.part.shape(trained.model.weights[name].shape)
 
     def factor(which: int) -> torch.Tensor:
@@ -131,7 +131,7 @@ def _module_rows(trained: Trained, name: str, adapter: Adapter) -> list[Row]:
     return rows
 
 
-def _module(name: str) -> str:
+def module(name: str) -> str:
     """Name of the module in transformers. OpenAI's own releases of GPT-2 leave out the model's."""
     return re.sub(r"^h\.", "transformer.h.", name).removesuffix(".weight")
 

@@ -1,0 +1,77 @@
+"""Adapters that a training starts from (model.adapter): where one lies, and which content it has.
+
+    identity(source)                what a training that starts from it depends on
+    fetch(source, found, folder)    brings it, as it was when the run began
+
+models:/NAME/VERSION is a version in MLflow's registry, whose tag finetune.adapter says where its adapter lies.
+"""
+
+import re
+import warnings
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote, urlsplit
+
+from contract.faults import Fault
+from tasks.sources import hub
+from tasks.tracking import address
+
+FILES = ("adapter_config.json", "adapter_model.safetensors")
+REGISTERED = re.compile(r"models:/(?P<name>[^/]+)/(?P<version>\d+)$")
+
+
+def identity(source: str, runs: Path) -> dict[str, str]:
+    """Digests of the adapter's files."""
+    return _described(_resolved(source, runs))
+
+
+def fetch(source: str, found: dict[str, str], folder: Path, runs: Path) -> None:
+    """Bring the files that identity() found into the folder."""
+    resolved = _resolved(source, runs)
+    if _described(resolved) != found:
+        raise Fault(f"model.adapter: {source}: its files have changed since the run began; start it again")
+    hub.fetch_named(resolved, [*FILES], folder)
+
+
+def _resolved(source: str, runs: Path) -> hub.Resolved:
+    place = _registered(source, runs) if source.startswith("models:") else source
+    if place.startswith("file://"):
+        place = unquote(urlsplit(place).path)
+    try:
+        resolved = hub.resolve(place, only=FILES)
+    except Fault as fault:
+        raise Fault(f"model.adapter: {str(fault).removeprefix('model.source: ')}") from None
+    if lacking := next((name for name in FILES if name not in resolved.files), None):
+        raise Fault(f"model.adapter: {source}: no {lacking}; an adapter in PEFT's form has {' and '.join(FILES)}")
+    return resolved
+
+
+def _registered(source: str, runs: Path) -> str:
+    """Where the adapter of a registered version lies."""
+    match = REGISTERED.match(source)
+    if match is None:
+        raise Fault(
+            f"model.adapter: {source}: a version in the registry is models:/NAME/VERSION, such as models:/mine/3"
+        )
+    from mlflow.exceptions import MlflowException
+
+    try:
+        tags = _registry(runs).get_model_version(match["name"], match["version"]).tags
+    except MlflowException as error:
+        raise Fault(f"model.adapter: {source}: {address.clean(str(error)).splitlines()[0][:200]}") from None
+    if "finetune.adapter" not in tags:
+        raise Fault(f"model.adapter: {source}: has no tag finetune.adapter: it was not exported with its adapter")
+    return tags["finetune.adapter"]
+
+
+def _registry(runs: Path) -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of libraries that MLflow imports
+        from mlflow import MlflowClient
+
+    uri = address.resolve(None, runs)
+    return MlflowClient(tracking_uri=uri, registry_uri=uri)
+
+
+def _described(resolved: hub.Resolved) -> dict[str, str]:
+    return {name: resolved.digests[name] for name in sorted(resolved.files)}

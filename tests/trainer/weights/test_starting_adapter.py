@@ -1,0 +1,83 @@
+"""trainer/weights/starting_adapter.py: a training goes on with an adapter that another one has exported."""
+
+import json
+import shutil
+
+import pytest
+
+from contract.faults import Fault
+from trainer.checks import adapters
+
+
+def losses(result) -> list[float]:
+    assert result.code == 0, result.output
+    return [line["lm_loss"] for line in result.metrics if line["kind"] == "train"]
+
+
+@pytest.fixture(scope="module", params=["llama", "glm4-moe"])
+def exported(request, configure, base, ranks, work):
+    """A model, and the folder of an adapter of it, which an export has written."""
+    base(request.param)
+    places = [f"paths.output={work}/first-{request.param}", f"paths.export={work}/first-{request.param}-export"]
+    run = configure(request.param, *places, "export.formats=[adapter]")
+    assert ranks("train", run).code == 0
+    assert ranks("export", run).code == 0
+    return request.param, work / f"first-{request.param}-export" / "adapter"
+
+
+def test_it_starts_with_the_weights_of_the_export_at_any_layout(exported, configure, ranks, work):
+    """At so small a learning rate, what it exports is what it started from."""
+    name, folder = exported
+    still = [f"model.adapter={folder}", "optimizer.lr=1e-5", "optimizer.weight_decay=0", "train.steps=2"]
+    for cut in ([], ["layout.gpus_per_node=2", "layout.tp=2", "layout.sp=true"]):
+        places = [f"paths.output={work}/again-{name}-{len(cut)}", f"paths.export={work}/again-{name}-{len(cut)}-export"]
+        run = configure(name, *places, "export.formats=[adapter]", *still, *cut)
+        losses(ranks("train", run))
+        assert ranks("export", run).code == 0
+        assert same(folder, work / f"again-{name}-{len(cut)}-export" / "adapter")
+
+
+def same(one, other) -> bool:
+    import torch
+    from safetensors.torch import load_file
+
+    first, second = (load_file(folder / "adapter_model.safetensors") for folder in (one, other))
+    return first.keys() == second.keys() and all(torch.allclose(first[key], second[key], atol=5e-5) for key in first)
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        (["adapter.rank=4"], "adapter.rank: 4, but"),
+        (["adapter.alpha=8"], "adapter.alpha: 8 scales what the adapter gives by 1, and"),
+    ],
+)
+def test_another_rank_or_scale_is_one_line(exported, configure, changes, says):
+    name, folder = exported
+    with pytest.raises(Fault, match=f"^{says}"):
+        adapters.check(configure(name, f"model.adapter={folder}", *changes))
+    with pytest.raises(Fault, match=r"^model\.adapter: nowhere: no adapter_config\.json; it is a folder"):
+        adapters.check(configure(name, "model.adapter=nowhere"))
+
+
+def test_layers_without_a_place_are_one_line(exported, configure, ranks, work):
+    name, folder = exported
+    fewer = [f"paths.output={work}/fewer-{name}", "adapter.targets=[linear_qkv]"]
+    refused = ranks("train", configure(name, f"model.adapter={folder}", *fewer))
+    assert refused.code == 2 and "adapter.targets has no place for" in refused.output
+
+
+def test_another_trainers_unlike_matrices_are_refused(exported, configure, ranks, work):
+    from safetensors.torch import load_file, save_file
+
+    name, folder = exported
+    foreign = work / f"foreign-{name}"
+    shutil.copytree(folder, foreign)
+    tensors = load_file(foreign / "adapter_model.safetensors")
+    tensors[next(key for key in tensors if "q_proj.lora_A" in key)] += 1
+    save_file(tensors, foreign / "adapter_model.safetensors")
+    refused = ranks("train", configure(name, f"model.adapter={foreign}", f"paths.output={work}/foreign-{name}-output"))
+    assert refused.code == 2 and "differ, and Megatron has one of all" in refused.output
+    (foreign / "adapter_config.json").write_text(json.dumps({"peft_type": "IA3"}))
+    with pytest.raises(Fault, match="is IA3, and LoRA alone can be gone on with"):
+        adapters.check(configure(name, f"model.adapter={foreign}"))

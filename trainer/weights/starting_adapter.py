@@ -1,0 +1,104 @@
+"""Values that an adapter starts from: those of an adapter in PEFT's form, as model.adapter names one.
+
+Megatron has one A for all released weights of a fused layer, which an export of this project writes for each of them.
+An adapter of another trainer whose q_proj and k_proj, or gate_proj and up_proj, have unlike A's cannot be one of them.
+"""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import distributed
+
+from conf.schema.run import Run
+from contract.faults import Fault
+from trainer.megatron import adapters
+from trainer.startup.console import say
+from trainer.weights import mapping
+from trainer.weights.exported import peft_format
+from trainer.weights.released import enumerate_names
+
+MATRIX = re.compile(r"(?P<layer>.+)\.adapter\.(?P<role>linear_in|linear_out)\.weight(?P<expert>\d*)$")
+EXPERTS = "{}.mlp.experts"  # transformers' name of the module
+
+
+def fill(run: Run, bridge: Any, config: Any, model: Any) -> None:
+    """Fill the adapters of a model with those of model.adapter. Every rank takes part."""
+    assert run.model.adapter
+    folder = Path(run.model.adapter).expanduser()
+    start = StartingAdapter(folder, run.adapter.rank, bridge._model_bridge.mapping_registry(), config)
+    adapters.fill(model, start.whole)
+    start.require_all_used()
+    say(f"train: the adapter starts from {folder}")
+
+
+class StartingAdapter:
+    """Matrices by Megatron's names. It counts which tensors of the file have been asked for."""
+
+    def __init__(self, folder: Path, rank: int, registry: Any, config: Any):
+        self.folder, self.rank, self.registry, self.config = folder, rank, registry, config
+        self.file = safe_open(str(folder / peft_format.WEIGHTS), "pt")
+        self.names: set[str] = set(self.file.keys())
+        self.used: set[str] = set()
+        self.last: tuple[str, torch.Tensor] | None = None
+
+    def whole(self, name: str) -> torch.Tensor:
+        """The whole matrix A or B of a layer (and expert), which is cut afterwards."""
+        match = MATRIX.fullmatch(name)
+        assert match, name
+        parts = mapping.parts(self.registry, f"{match['layer']}.weight{match['expert']}")
+        if parts is None:
+            raise Fault(f"model.adapter: {self.folder}: the release has no weight of {match['layer']}")
+        if match["role"] == "linear_out":
+            return self._joined({part.role: self._matrix(part.name, "B") for part in parts})
+        first, *others = [self._matrix(part.name, "A") for part in parts]
+        if any(not torch.equal(first, other) for other in others):
+            named = " and ".join(part.name for part in parts)
+            raise Fault(f"model.adapter: {self.folder}: the A's of {named} differ, and Megatron has one of all")
+        return first
+
+    def require_all_used(self) -> None:
+        """Check that each tensor of the file has a place, on one rank or another."""
+        everyone: list[set[str]] = [set()] * distributed.get_world_size()
+        distributed.all_gather_object(everyone, self.used)
+        if left := sorted(self.names - set().union(*everyone)):
+            raise Fault(f"model.adapter: {self.folder}: adapter.targets has no place for {enumerate_names(left)}")
+
+    def _joined(self, found: dict[str | None, torch.Tensor]) -> torch.Tensor:
+        """One below the other, in Megatron's order."""
+        if None in found:
+            return found[None]
+        if "gate" in found:
+            return torch.cat([found["gate"], found["up"]])
+        rows = sum(len(one) for one in found.values())
+        joined, order = torch.empty(rows, next(iter(found.values())).shape[1]), torch.arange(rows)
+        for role, matrix in found.items():
+            joined[mapping.Part("", role).rows(order, self.config)] = matrix.float()
+        return joined
+
+    def _matrix(self, released: str, which: str) -> torch.Tensor:
+        """A or B of a released weight. PEFT has those of all experts of a layer in one."""
+        expert = peft_format.EXPERT.match(released)
+        if expert is None:
+            return self._tensor(f"{peft_format.module(released)}.lora_{which}.weight", released)
+        module, leaf = EXPERTS.format(expert["layer"]), peft_format.LEAVES[expert["leaf"]]
+        inner = f"{module}.base_layer.lora_{which}.weight"
+        gated = leaf != "down" and peft_format.PREFIX + inner in self.names
+        whole = self._tensor(inner if gated else f"{module}.lora_{which}.weight", released)
+        number = int(expert["number"])
+        if which == "A":
+            return whole[number * self.rank : (number + 1) * self.rank]
+        mine = whole.view(len(whole), self.rank, -1)[:, :, number]
+        return mine if leaf == "down" else mine.chunk(2)[("gate", "up").index(leaf)]
+
+    def _tensor(self, key: str, released: str) -> torch.Tensor:
+        name = peft_format.PREFIX + key
+        if name not in self.names:
+            what = f"has nothing for {released}, which adapter.targets adapts"
+            raise Fault(f"model.adapter: {self.folder}: {what} ({name})")
+        self.used.add(name)
+        if self.last is None or self.last[0] != name:  # experts take theirs one after another
+            self.last = name, self.file.get_tensor(name)
+        return self.last[1]
