@@ -15,6 +15,7 @@ from contract.files import is_partial, write_atomically
 from contract.output_marks import MARKER
 
 MARK = "complete.json"
+MEANS = "ema"  # folder of a checkpoint that holds the moving mean of its weights
 
 
 def mark(folder: Path, **facts) -> None:

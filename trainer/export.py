@@ -45,6 +45,10 @@ def main(run: Run) -> None:
     target = Path(run.paths.export)
     with megatron_to(Path(run.paths.logs)):
         folder, step = _checkpoint(run)
+        if run.export.weights == "ema":
+            folder = folder / checkpoints.MEANS
+            if not folder.is_dir():
+                raise Fault(f"export.weights: ema, but {folder} is not there: it was trained without train.ema_decay")
         trained = find(run, folder)
         formats = run.export.formats or (("merged", "adapter") if trained.adapters else ("merged",))
         facts = {"step": step, "digest": trained.digest, "formats": formats} | _trained_facts(trained)

@@ -51,6 +51,7 @@ def main(run: Run) -> None:
     from trainer.training.metrics import Metrics
     from trainer.training.parity import Parity
     from trainer.training.validations import Validations
+    from trainer.training.weight_means import WeightMeans
     from trainer.weights import starting_adapter
 
     resharding.install()
@@ -66,8 +67,9 @@ def main(run: Run) -> None:
                 config.peft.start = partial(starting_adapter.fill, run, bridge, config.model)
             metrics = Metrics(run, Path(run.paths.output) / "metrics.jsonl", start)
             validations = Validations(run, metrics, start)
-            callbacks = [metrics, Gates(run, metrics), validations, Parity(run, validations)]
-            callbacks += [Saves(run, metrics, validations), heartbeat.callback()]
+            means = WeightMeans(run, start) if run.train.ema_decay else None
+            callbacks = [metrics, Gates(run, metrics), validations, *([means] if means else [])]
+            callbacks += [Parity(run, validations, means), Saves(run, metrics, validations), heartbeat.callback()]
             callbacks += [recorder(run)] if run.log.profile_every else []
             callbacks += [LossScaling()] if run.train.precision == "fp16" else []
             forward_step = metrics.gradients.watch(forward_step)

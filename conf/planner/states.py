@@ -9,6 +9,7 @@ A parameter takes 2 bytes in bf16, 4 in fp32. A trained one takes 4 more for its
 and the optimizer's share: two means of 4 bytes each, or 2 or 1 (optimizer.states), and in bf16 the fp32 weight. The
 share is cut over the copies of the parameter by the distributed optimizer: dp * cp of them for dense layers, edp for
 experts. Frozen parameters take neither.
+A moving mean of the weights (train.ema_decay) takes 4 bytes of each trained parameter, on every rank that has it.
 
 Offloaded, a parameter leaves nothing here. On the host it takes 16 bytes: weight, gradient and two means, all in fp32.
 
@@ -52,7 +53,8 @@ def weights(run: Run, gpu: Gpu, parameters: int, quantized: int) -> tuple[int, i
 def state_bytes(run: Run, cut: Grid, dense: int, expert: int) -> tuple[int, int]:
     gradient = 2 if run.optimizer.gradients == "bf16" else 4
     each = MEANS[run.optimizer.states] + (4 if byte(run.train) == 2 else 0)
-    return gradient * (dense + expert), each * shares(run, cut, dense, expert)[0]
+    means = 4 * (dense + expert) if run.train.ema_decay else 0  # of the weights, which no rank shares with another
+    return gradient * (dense + expert), each * shares(run, cut, dense, expert)[0] + means
 
 
 def host_bytes(run: Run, cut: Grid, dense: int, expert: int) -> int:

@@ -37,6 +37,8 @@ def contradictions(run: Run) -> Iterator[tuple[str, str]]:
         yield "model.adapter", "has no effect with reinforce.start base, which trains nothing before"
     if "adapter" in (run.export.formats or ()) and run.adapter.kind == "none":
         yield "export.formats", "adapter, but adapter.kind is none: none is trained"
+    if run.export.weights == "ema" and (why := _without_means(run)):
+        yield "export.weights", f"ema, but {why}"
     if "adapter" in (run.export.formats or ()) and run.export.checkpoint == "base":
         yield "export.formats", "adapter, but the base has none"
     if train.steps is not None and train.epochs is not None:
@@ -91,6 +93,15 @@ def contradictions(run: Run) -> Iterator[tuple[str, str]]:
     yield from serving.contradictions(run)
     yield from reinforcement.contradictions(run)
     yield from clusters.contradictions(run.gang.engine, run.kubernetes)
+
+
+def _without_means(run: Run) -> str:
+    """Reason why no checkpoint that is exported holds a mean of weights; empty where one does."""
+    if run.train.ema_decay is None:
+        return "train.ema_decay is null: there is no mean"
+    if run.reinforce.steps:
+        return f"reinforce.steps {run.reinforce.steps} keep no mean"
+    return "export.checkpoint is base" if run.export.checkpoint == "base" else ""
 
 
 def _noise_scale(run: Run) -> Iterator[tuple[str, str]]:

@@ -94,6 +94,7 @@ def as_training(run: Run) -> Run:
             "validate_every": 0,
             "stop_after": None,
             "stop_after_worse": None,
+            "ema_decay": None,
             "seed": asked.seed,
         },
         "optimizer": {"lr": asked.lr, "min_lr": asked.lr, "warmup": None, "warmup_steps": 0, "decay": "constant"},

@@ -283,6 +283,9 @@ class Export(Section):
         description="which to export: the newest, the best by validation (checkpoint.keep_best), the untrained base, "
         "or a step",
     )
+    weights: Annotated[Literal["trained", "ema"], bears("export", absent="trained")] = Field(
+        default="trained", description="those of the checkpoint, or their moving mean (train.ema_decay)"
+    )
     formats: Annotated[tuple[Literal["merged", "adapter"], ...] | None, bears("export")] = Field(
         default=None, strict=False, description="merged = the whole model; adapter = PEFT's; null = all that there is"
     )

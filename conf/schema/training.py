@@ -93,6 +93,13 @@ class Train(Section):
         default=None,
         description="end after so many validations in a row none of which is the best so far; null = train all steps",
     )
+    ema_decay: Annotated[float | None, bears("train", absent=None)] = Field(
+        default=None,
+        gt=0,
+        lt=1,
+        description="checkpoints also hold a moving mean of the weights, of which a step keeps this share (0.999); "
+        "4 bytes a trained parameter on each rank; null = none",
+    )
     stop_after: Annotated[Count | None, bears("train", held=False)] = Field(
         default=None, description="end after this step, schedule unchanged; for rehearsals"
     )

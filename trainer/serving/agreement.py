@@ -17,6 +17,7 @@ log-probabilities down. A missing or half merged adapter is beyond that whatever
 training rounded the base (model.base), and the adapter is served with the released weights.
 """
 
+import contextlib
 import hashlib
 import json
 import math
@@ -38,6 +39,7 @@ LOST = 0.01  # of the adapter's effect
 OF_BASE = 0.25  # of the rounded base's distance, and so of the adapter's effect, where weights are rounded
 ERRORS = 5  # standard errors that a share has to be away from 0
 OUTLIERS = 0.02  # of the tokens, those that differ most: sent to other experts by rounding, they say nothing of a share
+WHICH = ("", "-best", "-ema", "-best-ema")  # records of training, behind the name
 RECORD = "log_probs.json"  # what the served model says, in its evaluation's folder
 
 
@@ -54,9 +56,10 @@ def fingerprint(run: Run) -> str:
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
 
 
-def of_best(run: Run) -> Path:
-    """Record of the best checkpoint, where it is not the last one (checkpoint.keep_best)."""
-    return Path(run.paths.parity).with_name("parity-best.json")
+def place(run: Run, which: str) -> Path:
+    """Record of the last checkpoint, of the best one where that is another, or of the means of their weights."""
+    path = Path(run.paths.parity)
+    return path.with_name(f"{path.stem}{which}{path.suffix}")
 
 
 def is_recorded(run: Run, step: int) -> bool:
@@ -73,8 +76,7 @@ def is_recorded(run: Run, step: int) -> bool:
 def expected(run: Run) -> tuple[dict | None, str]:
     """Record of training to compare with; or None, and the reason. Raises a Fault where it is due and missing."""
     mark = unmerged.mark(run)
-    best = of_best(run)
-    path = best if mark.get("trained") and _step(best) == mark["step"] else Path(run.paths.parity)
+    path = _place_of(run, mark)
     served = f"{unmerged.export(run)}/adapter" if unmerged.is_asked(run) else run.paths.served
     trained, instead = mark.get("trained"), "evaluate.parity_rows=0 compares nothing"
     if not run.evaluate.parity_rows:
@@ -103,12 +105,15 @@ def expected(run: Run) -> tuple[dict | None, str]:
     return record, ""
 
 
-def _step(path: Path) -> int | None:
-    """Step of a record; None where there is none, or another file."""
-    try:
-        return json.loads(path.read_text())["step"]
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
+def _place_of(run: Run, mark: dict) -> Path:
+    """The record of the exported weights, by their digest; else paths.parity."""
+    if trained := mark.get("trained"):
+        for path in (place(run, which) for which in WHICH):
+            with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+                record = json.loads(path.read_text())
+                if record["step"] == mark["step"] and record["weights"] == trained["weights"]:
+                    return path
+    return Path(run.paths.parity)
 
 
 def compare(run: Run, served, precision: str) -> tuple[dict | None, str]:

@@ -5,7 +5,8 @@ training.jsonl), by base and adapter as they were trained, at whatever layout. t
 served model the same. With an adapter, the same of the base alone is written beside. The difference is the effect of
 the adapter, and a served model must not lose any of it. A digest of the trained weights says which weights answered.
 
-With checkpoint.keep_best, the best checkpoint so far has a record beside it, parity-best.json.
+With checkpoint.keep_best, the best checkpoint so far has a record beside it, parity-best.json; with train.ema_decay the
+means of the weights have one, parity-ema.json.
 
 The record is made when a checkpoint has been written and is not yet marked. A run whose training is complete then has
 parity.json, and nothing that is computed here can get into a checkpoint. A finished run without it (it was deleted, or
@@ -33,18 +34,26 @@ from contract.files import write_atomically
 from trainer.serving import agreement, prompts
 from trainer.startup.console import say
 from trainer.training.validations import Validations
+from trainer.training.weight_means import WeightMeans
 from trainer.weights import digests, model_digests
 
 
 class Parity(Callback):
-    def __init__(self, run: Run, validations: Validations | None = None):
-        self.run, self.validations = run, validations
+    def __init__(self, run: Run, validations: Validations | None = None, means: WeightMeans | None = None):
+        self.run, self.validations, self.means = run, validations, means
 
     def on_checkpoint_save(self, context) -> None:
         if context.state.train_state.step == context.state.cfg.train.train_iters:
-            record(self.run, context, Path(self.run.paths.parity))
+            self._record(context, "")
         elif self.validations and self.validations.is_best(context.state.train_state.step):
-            record(self.run, context, agreement.of_best(self.run))
+            self._record(context, "-best")
+
+    def _record(self, context, which: str) -> None:
+        """Write the record of the weights, and of their means where there are some."""
+        record(self.run, context, agreement.place(self.run, which))
+        if self.means:
+            with self.means.as_weights():
+                record(self.run, context, agreement.place(self.run, f"{which}-ema"), self.means.weights)
 
     def on_data_init_start(self, context) -> None:
         """Write the record of a finished run: the model is there, with its checkpoint loaded."""
@@ -52,8 +61,8 @@ class Parity(Callback):
             record(self.run, context, Path(self.run.paths.parity))
 
 
-def record(run: Run, context, path: Path) -> None:
-    """Write the record to this file. Every rank takes part."""
+def record(run: Run, context, path: Path, weights: str | None = None) -> None:
+    """Write the record to this file. Every rank takes part. `weights` is their digest, where it is known."""
     rows = agreement.rows(run)
     if not rows:
         return
@@ -73,7 +82,7 @@ def record(run: Run, context, path: Path) -> None:
         for row, alone in zip(found, of_base or [], strict=False):
             row["base_log_probs"] = alone[: len(row["log_probs"])]
         facts = {"step": context.state.train_state.step, "asked": agreement.fingerprint(run)}
-        facts |= {"weights": digests.of_all(of_tensors), "precision": run.train.precision}
+        facts |= {"weights": weights or digests.of_all(of_tensors), "precision": run.train.precision}
         _write(path, facts | {"rows": found})
         say(f"parity: log-probabilities of {len(rows)} prompts in {path}")
 

@@ -24,8 +24,7 @@ METADATA = {"singleton_local_shards": False}  # as Bridge asks for it when it sa
 def of_model(model, adapter) -> dict[str, str] | None:
     """Digests of the adapter's tensors, or of all where there is none; None on all ranks but 0. All ranks take part."""
     state = {f"model{i}": chunk.sharded_state_dict(metadata=METADATA) for i, chunk in enumerate(unwrap_model(model))}
-    if adapter is not None:
-        state = apply_peft_adapter_filter_to_state_dict(state, adapter)
+    state = of_adapter(state, adapter)
     apply_factories(state)
     pieces = [value for value in nested_values(state) if _is_mine(value)]
     everyone = [None] * distributed.get_world_size() if distributed.get_rank() == 0 else None
@@ -37,6 +36,11 @@ def of_model(model, adapter) -> dict[str, str] | None:
         for name, number in of_rank.items():
             total[name] = total.get(name, 0) + number
     return {name: digests.text(number) for name, number in total.items()}
+
+
+def of_adapter(state: dict, adapter) -> dict:
+    """The part of a model's state that a checkpoint keeps: the adapter's, or all where there is none."""
+    return state if adapter is None else apply_peft_adapter_filter_to_state_dict(state, adapter)
 
 
 def alpha(model) -> float | None:
