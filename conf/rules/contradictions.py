@@ -61,6 +61,8 @@ def contradictions(run: Run) -> Iterator[tuple[str, str]]:
         yield "optimizer.warmup_steps", f"{optimizer.warmup_steps} leaves none of the {train.steps} steps for the decay"
     if optimizer.min_lr > optimizer.lr:
         yield "optimizer.min_lr", f"{optimizer.min_lr} is above optimizer.lr {optimizer.lr}"
+    if optimizer.kind == "muon":
+        yield from _muon(run)
     if train.recompute == "selective" and not train.recompute_modules:
         yield "train.recompute_modules", "empty, but train.recompute is selective"
     if train.recompute != "selective" and train.recompute_modules:
@@ -102,6 +104,18 @@ def _without_means(run: Run) -> str:
     if run.reinforce.steps:
         return f"reinforce.steps {run.reinforce.steps} keep no mean"
     return "export.checkpoint is base" if run.export.checkpoint == "base" else ""
+
+
+def _muon(run: Run) -> Iterator[tuple[str, str]]:
+    """Yield reasons why Megatron's Muon cannot train this run."""
+    if run.adapter.kind != "none":
+        yield "optimizer.kind", f"muon is for whole weights, and adapter.kind is {run.adapter.kind}"
+    if run.optimizer.distributed:
+        yield "optimizer.distributed", "true, and muon needs whole matrices: false"
+    if run.train.precision == "fp16":
+        yield "optimizer.kind", "muon knows no train.precision fp16"
+    if run.optimizer.states != "fp32":
+        yield "optimizer.states", f"{run.optimizer.states}, and muon keeps its in fp32"
 
 
 def _noise_scale(run: Run) -> Iterator[tuple[str, str]]:

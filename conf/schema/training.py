@@ -113,8 +113,13 @@ class Train(Section):
 
 
 class Optimizer(Section):
-    """AdamW and its learning rate."""
+    """AdamW or Muon, and its learning rate."""
 
+    kind: Annotated[Literal["adamw", "muon"], bears("train", absent="adamw")] = Field(
+        default="adamw",
+        description="muon = matrices get orthogonal updates, as large as AdamW's; embeddings, head, norms, biases keep "
+        "AdamW; for all weights (adapter.kind none), with optimizer.distributed false",
+    )
     lr: Annotated[float, bears("train")] = Field(gt=0, le=1, description="highest learning rate, reached after warmup")
     min_lr: Annotated[float, bears("train")] = Field(default=0.0, ge=0, description="learning rate at the last step")
     warmup_steps: Annotated[Number, bears("train")] = Field(default=0, description="steps of linear rise from 0")

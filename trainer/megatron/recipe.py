@@ -70,7 +70,9 @@ def make_config(run: Run, bridge, resume_step: int | None):
             eval_iters=train.validate_batches if train.validate_every else 0,
         ),
         optimizer=OptimizerConfig(
-            optimizer="adam",
+            optimizer="adam" if optimizer.kind == "adamw" else "muon",
+            muon_tp_mode="duplicated",  # of whole matrices: the same at any layout
+            muon_extra_scale_factor=0.2,  # updates as large as AdamW's, whose learning rates serve (Liu et al. 2025)
             lr=optimizer.lr,
             min_lr=optimizer.min_lr,
             weight_decay=optimizer.weight_decay,
