@@ -37,6 +37,8 @@ def contradictions(run: Run) -> Iterator[tuple[str, str]]:
         yield "model.adapter", "has no effect with reinforce.start base, which trains nothing before"
     if "adapter" in (run.export.formats or ()) and run.adapter.kind == "none":
         yield "export.formats", "adapter, but adapter.kind is none: none is trained"
+    if run.export.every is not None and run.adapter.kind == "none":
+        yield "export.every", "writes adapters, and adapter.kind is none: none is trained"
     if run.export.weights == "ema" and (why := _without_means(run)):
         yield "export.weights", f"ema, but {why}"
     if "adapter" in (run.export.formats or ()) and run.export.checkpoint == "base":

@@ -283,6 +283,11 @@ class Export(Section):
         description="which to export: the newest, the best by validation (checkpoint.keep_best), the untrained base, "
         "or a step",
     )
+    every: Annotated[Count | None, NOWHERE] = Field(
+        default=None,
+        description="every so many checkpoints have their adapter in PEFT's form in their folder adapter, as "
+        "soon as they are made; null = none",
+    )
     weights: Annotated[Literal["trained", "ema"], bears("export", absent="trained")] = Field(
         default="trained", description="those of the checkpoint, or their moving mean (train.ema_decay)"
     )

@@ -48,3 +48,17 @@ def test_chosen_weights_have_no_decay_and_a_name_of_none_is_refused(trained):
     assert exempt == losses(trained("optimizer.weight_decay=0")) != decayed
     (refused,) = trained("optimizer.without_decay=['*.adaptor.*']").values()
     assert "optimizer.without_decay: '*.adaptor.*' is the name of no weight" in refused["refused"]
+
+
+def test_every_second_checkpoint_has_its_adapter_beside_it(configure, ranks, base, work):
+    base("llama")
+    keys = ["train.steps=4", "checkpoint.save_every=1", "export.every=2", "export.formats=[adapter]"]
+    run = configure("llama", f"paths.output={work}/as-made", f"paths.export={work}/as-made-export", *keys)
+    result = ranks("train", run)
+    assert result.code == 0, result.output
+    steps = sorted(path.parent.name for path in (work / "as-made" / "checkpoints").glob("iter_*/adapter"))
+    assert steps == ["iter_0000002", "iter_0000004"]
+    assert ranks("export", run).code == 0
+    found = [work / "as-made" / "checkpoints" / "iter_0000004" / "adapter", work / "as-made-export" / "adapter"]
+    for name in ("adapter_model.safetensors", "adapter_config.json"):
+        assert (found[0] / name).read_bytes() == (found[1] / name).read_bytes()

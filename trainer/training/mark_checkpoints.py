@@ -6,23 +6,28 @@ The digests of the trained tensors, as they are in memory, are written beside it
 # pyright: reportOptionalMemberAccess=false
 
 import time
+from pathlib import Path
 
 from megatron.bridge.training.callbacks import Callback
 from torch import distributed
 
 from conf.schema.run import Run
 from contract import checkpoints
+from contract.faults import Fault
 from trainer.megatron.recipe import checkpoint_folder
 from trainer.serving import agreement
 from trainer.startup.console import say
 from trainer.training import resume
 from trainer.training.validations import Validations
 from trainer.weights import digests, model_digests
+from trainer.weights.exported import peft_format
+from trainer.weights.trained import find
 
 
 class Saves(Callback):
     def __init__(self, run: Run, metrics, validations: Validations | None = None):
         self.run, self.folder, self.metrics, self.validations = run, checkpoint_folder(run), metrics, validations
+        self.saved = 0  # checkpoints of this process
         self.training = resume.record(run)  # as it is now: nobody is to edit it under a running training
 
     def on_checkpoint_save(self, context) -> None:
@@ -34,6 +39,7 @@ class Saves(Callback):
             folder = checkpoints.step_folder(self.folder, step)
             facts = {"step": step, "alpha": alpha, "prompts": len(agreement.rows(self.run)), "digests": of_tensors}
             digests.write(folder, facts)
+            self._export(folder)
             self._mark(context)
             self.metrics.write({"kind": "checkpoint", "step": step, "time": time.time(), "folder": str(folder)})
             say(f"step {step}: checkpoint {folder}")
@@ -45,6 +51,18 @@ class Saves(Callback):
         step = context.state.train_state.step
         if distributed.get_rank() == 0 and checkpoints.read_mark(checkpoints.step_folder(self.folder, step)):
             self._mark(context)
+
+    def _export(self, folder: Path) -> None:
+        """Write the adapter beside every n-th checkpoint. One that PEFT cannot express ends no training."""
+        every, self.saved = self.run.export.every, self.saved + 1
+        if every is None or self.saved % every:
+            return
+        try:
+            trained = find(self.run, folder)
+            peft_format.check(trained)
+            peft_format.write(trained, folder / "adapter", str(self.run.model.source))
+        except Fault as fault:
+            say(f"train: {folder}: its adapter was not written: {fault}")
 
     def _mark(self, context) -> None:
         step, samples = context.state.train_state.step, context.state.train_state.consumed_train_samples
