@@ -92,6 +92,8 @@ def configuration(run: Run):
     config = config_json.read(Path(run.paths.model) / config_json.NAME)
     found = make_config(run, open_bridge(config), None)
     # Bridge's own way to an adapter insists on a checkpoint of the model below it.
+    if run.model.base != "bf16":
+        _draw_packed(run, found.model)
     if adapter := make_adapter(run):
         found.peft = None
         found.model.register_pre_wrap_hook(lambda chunks: adapter(chunks, training=True))
@@ -102,6 +104,21 @@ def configuration(run: Run):
     )
     found.checkpoint.pretrained_checkpoint = found.checkpoint.save = found.checkpoint.save_interval = None
     return found
+
+
+def _draw_packed(run: Run, provider) -> None:
+    """Have the model built without memory for its packed weights, and their codes drawn."""
+    from trainer.megatron.packed_base import drawn
+    from trainer.patches.checkpoints import base_loading
+
+    end = base_loading.build_without_memory()
+
+    def draw(chunks: list) -> list:
+        end()
+        drawn.draw(run, chunks)
+        return chunks
+
+    provider.register_pre_wrap_hook(draw)
 
 
 def _clock(file: Path):
@@ -153,7 +170,8 @@ def held(chunks: list, optimizer) -> dict[str, int]:
     for chunk in chunks:
         for name, parameter in chunk.named_parameters():
             found["adapters" if ".adapter." in name else "weights"] += _size(parameter)
-            own.add(_place(parameter))
+            if not hasattr(parameter, "packed_bytes"):
+                own.add(_place(parameter))
         for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers):
             found["gradients"] += _size(buffer.grad_data)
             own |= {_place(one) for one in (buffer.param_data, buffer.grad_data) if one is not None}
@@ -167,7 +185,9 @@ def held(chunks: list, optimizer) -> dict[str, int]:
 
 
 def _size(tensor) -> int:
-    """Bytes of a tensor, also of TE's quantized tensors, which are made of several."""
+    """Bytes of a tensor, also of those that lie packed, and of TE's quantized ones, which are made of several."""
+    if (packed := getattr(tensor, "packed_bytes", None)) is not None:
+        return packed
     parts = [getattr(tensor, name, None) for name in ("_data", "_rowwise_data", "_columnwise_data")]
     parts = [part for part in parts if part is not None]
     return sum(part.numel() * part.element_size() for part in parts or [tensor])

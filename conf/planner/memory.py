@@ -17,6 +17,7 @@ from conf.planner import activations, parameters, states
 from conf.planner.hardware import GIB, Gpu
 from conf.planner.parameters import Stage
 from conf.planner.states import state_bytes
+from conf.rules import packed_base
 from conf.rules.layout import Grid, grid
 from conf.schema.run import Layout, Run
 
@@ -229,15 +230,17 @@ def _first_blocks(layers: dict[str, int], first: int) -> dict[str, int]:
 
 
 def _largest_gradient(run: Run, facts: ModelFacts, holding: Holding) -> int:
-    """Bytes of the largest gradient of a weight, before it is added to the fp32 sum.
+    """Bytes of the largest gradient of a weight, before it is added to the fp32 sum; or of what is unpacked at once.
 
-    Fusing the two would take APEX, which is not installed.
+    Fusing the first two would take APEX, which is not installed.
     """
     layout, gate = run.layout, 2 if facts.gated else 1
     sizes = [facts.hidden * facts.ffn * gate // layout.tp]
     if facts.experts and holding.layers.keys() & {"moe", "mtp"}:
         # one product computes the gradients of all experts of a rank
         sizes.append(facts.experts // layout.ep * facts.hidden * facts.expert_ffn * gate // layout.etp)
+    if packed_base.format_of(run):
+        return max(sizes) * states.byte(run.train)
     return _trained_bytes(run, max(sizes))
 
 

@@ -1,6 +1,6 @@
 """Seconds that one GPU and its host need for the parts of a layer, which is more than their data sheets promise.
 
-    product, quantizing, attention, moving      on the GPU
+    product, preparing, attention, moving       on the GPU
     starting                                    on the host, which starts the kernels: eager PyTorch, no CUDA graphs
     updating                                    the optimizer's step, here and on the host
 
@@ -17,6 +17,8 @@ from conf.model_facts import ModelFacts
 from conf.planner import work
 from conf.planner.hardware import Gpu
 from conf.planner.memory import Holding
+from conf.planner.states import byte
+from conf.rules import packed_base
 from conf.schema.run import Run
 from conf.schema.sections import Adapter
 from conf.schema.training import Optimizer, Train
@@ -41,6 +43,7 @@ MOVES = {
     "shared activation": (0.8, 0.8),
     "weighted activation": (0.8, 0.8),  # with the router's probabilities
 }
+UNPACK = {"fp8": 0.7, "int4": 0.7}  # of a packed base, codes read and weights written; not measured yet
 QUANTIZE = {"current": 0.47, "delayed": 0.6, "blockwise": 0.58, "mxfp8": 0.58}  # current reads twice, to find the scale
 KERNEL = 4e-6  # that a product, of however many experts, or a kernel of quantizing takes more, to start and to end
 KERNELS = {
@@ -79,6 +82,9 @@ ADDED = 0.58  # a gradient in bf16 is added to the fp32 sum: APEX, which would d
 HOST = 0.8  # of the host's bytes/s, by torch's fused AdamW
 
 
+MATRICES = ("attention", "latent", "mlp", "experts", "shared experts", "mtp")  # products with layers' own weights
+
+
 class Host(NamedTuple):
     """Seconds of the host to start one layer's kernels and collectives."""
 
@@ -89,7 +95,7 @@ class Host(NamedTuple):
 
 def fp8(train: Train, part: str) -> str | None:
     """The FP8 recipe of a product; None for adapters, the router and the logits, which stay in bf16."""
-    return train.fp8 if part in ("attention", "latent", "mlp", "experts", "shared experts", "mtp") else None
+    return train.fp8 if part in MATRICES else None
 
 
 def product(run: Run, gpu: Gpu, one: work.Product) -> float:
@@ -98,8 +104,8 @@ def product(run: Run, gpu: Gpu, one: work.Product) -> float:
     A large product hides the one behind the other, a small one nothing.
     """
     low = fp8(run.train, one.part)
-    byte = 4 if _precision(run, one) == "fp32" else 1 if low else 2
-    size = ((one.m + one.n) * one.k * byte + one.m * one.n * max(byte, 2)) * one.batch
+    each = 4 if _precision(run, one) == "fp32" else 1 if low else 2
+    size = ((one.m + one.n) * one.k * each + one.m * one.n * max(each, 2)) * one.batch
     return computing(run, gpu, one) + size / (gpu.hbm * HBM) + KERNEL
 
 
@@ -114,11 +120,16 @@ def _precision(run: Run, one: work.Product) -> str:
     return "fp32" if exact else "bf16"
 
 
-def quantizing(run: Run, gpu: Gpu, one: work.Product) -> tuple[float, float]:
+def preparing(run: Run, gpu: Gpu, one: work.Product) -> tuple[float, float]:
     """Seconds to quantize the input in the forward pass and the gradient in the backward pass.
 
-    Where the weight is trained, both are quantized in both layouts.
+    Where the weight is trained, both are quantized in both layouts. A packed weight is unpacked in either pass.
     """
+    packed = packed_base.format_of(run)
+    if packed and one.part in MATRICES:
+        size = one.n * one.k * one.batch * (packed.bytes + byte(run.train))
+        seconds = size / (gpu.hbm * UNPACK[run.model.base]) + KERNEL
+        return seconds, seconds
     low = fp8(run.train, one.part)
     if not low:
         return 0.0, 0.0

@@ -18,6 +18,8 @@ the input it needs the transposed one too, but where products in FP8 take either
 tensor). Blocks of 128 x 128 have an fp32 scale, in either copy; those of 32 (mxfp8) one byte. With train.fp8_weights
 the copies are all there is, after loading, which writes them from bf16.
 
+A packed base (model.base) has its codes and scales in their place, also while it is loaded.
+
 Not covered: the padding of gradient buffers, less than 64 numbers per parameter and lcm(dp, 128) per 40M of them; and
 that offloading goes by whole weights.
 """
@@ -25,6 +27,7 @@ that offloading goes by whole weights.
 from math import ceil
 
 from conf.planner.hardware import Gpu
+from conf.rules import packed_base
 from conf.rules.layout import Grid
 from conf.schema.run import Run
 from conf.schema.training import Train
@@ -45,6 +48,8 @@ def copy_bytes(train: Train, gpu: Gpu) -> float:
 
 def weights(run: Run, gpu: Gpu, parameters: int, quantized: int) -> tuple[int, int]:
     copies = ceil(quantized * copy_bytes(run.train, gpu)) if run.train.fp8 else 0
+    if packed := packed_base.format_of(run):
+        return (parameters - quantized) * byte(run.train) + ceil(quantized * packed.bytes), 0
     if run.train.fp8_weights:
         return (parameters - quantized) * byte(run.train) + copies, 0
     return parameters * byte(run.train), copies

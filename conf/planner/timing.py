@@ -201,9 +201,7 @@ def _ends(run: Run, facts: ModelFacts, gpu: Gpu, memo: dict[Any, Any]) -> tuple[
 def layer(run: Run, facts: ModelFacts, gpu: Gpu, kind: str) -> Layer:
     """Time of one layer and one microbatch."""
     products, moves = work.products(run, facts, kind), work.moved(run, facts, kind)
-    costs = [
-        (product, _product(run, facts, gpu, product), *rates.quantizing(run, gpu, product)) for product in products
-    ]
+    costs = [(product, _product(run, facts, gpu, product), *rates.preparing(run, gpu, product)) for product in products]
     scores, attention = work.attention(run, facts), rates.attention(run, facts, gpu)
     moved, moved_back = rates.moving(gpu, moves)
     sent, waited = collectives(run, facts, gpu, kind, attention)

@@ -25,14 +25,13 @@ from conf.schema.run import Run
 from contract import checkpoints
 from trainer.megatron import precision
 from trainer.megatron.packed_base import weight
+from trainer.megatron.packed_base.codes import SCALES
 from trainer.patches.checkpoints import base_loading
 from trainer.weights import torch_dist
 from trainer.weights.conversion import unwritten
 from trainer.weights.model_digests import METADATA
 from trainer.weights.quantised import pack
 from trainer.weights.torch_dist import Stored
-
-SCALES = {"fp8": torch.float32, "int": torch.bfloat16}
 
 
 @dataclass(frozen=True)

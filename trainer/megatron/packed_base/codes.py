@@ -12,6 +12,7 @@ import torch
 
 MIDDLE = 8  # of the integers of 4 bits
 FP8 = torch.float8_e4m3fn
+SCALES = {"fp8": torch.float32, "int": torch.bfloat16}  # their type, by the kind of conf/rules/packed_base.py
 AT_ONCE = 2**26  # numbers in fp32
 
 

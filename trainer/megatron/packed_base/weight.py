@@ -105,14 +105,19 @@ def attach(layer: nn.Module, names: list[str], store: Store) -> None:
         vars(new).update({key: value for key, value in vars(old).items() if key not in vars(new)})
 
 
-def fill(chunk: nn.Module) -> list[tuple[nn.Parameter, nn.Parameter]]:
-    """Give memory to what else has none: norms and biases. Returns each as it was, and as it is."""
+def fill(chunk: nn.Module, start: bool = False) -> list[tuple[nn.Parameter, nn.Parameter]]:
+    """Give memory to what else has none: norms and biases, with what they start from if so asked.
+
+    Returns each as it was, and as it is.
+    """
     found = []
     for module in chunk.modules():
         for name, old in module._parameters.items():
             if old is not None and old.is_meta:
                 module._parameters[name] = new = nn.Parameter(torch.empty_like(old, device="cuda"), requires_grad=False)
                 vars(new).update(vars(old))
+                if start:
+                    new.data.fill_(0.0 if "bias" in name else 1.0)
                 found.append((old, new))
     return found
 
