@@ -1,0 +1,58 @@
+"""Plans of a base that lies packed: its bytes, what is unpacked at once, and the time that unpacking takes."""
+
+from math import ceil
+
+import pytest
+
+from conf.load import load
+from conf.model_facts import known
+from conf.planner.hardware import GPUS
+from conf.planner.memory import holdings, memory
+from conf.planner.rates import preparing
+from conf.planner.search import search
+from conf.planner.timing import timing
+from conf.planner.work import products
+from conf.rules.packed_base import FORMATS
+
+FACTS, GPU = known("glm47"), GPUS["h200"]
+
+
+def plan(base: str):
+    return load("glm47", [f"model.base={base}"])
+
+
+@pytest.mark.parametrize("base", FORMATS)
+def test_weights_are_codes_and_scales_but_for_what_stays(base):
+    """Embeddings, norms and routers stay: a hundredth of GLM-4.7."""
+    run = plan(base)
+    for stage, plain, held in zip(
+        memory(run, FACTS, GPU), memory(plan("bf16"), FACTS, GPU), holdings(run, FACTS, {}), strict=True
+    ):
+        stays = held.parameters - held.quantized
+        assert stage.weights == 2 * stays + ceil(held.quantized * FORMATS[base].bytes)
+        assert plain.weights == 2 * held.parameters and stage.copies == 0
+        assert stage.optimizer == plain.optimizer and stage.adapters == plain.adapters
+
+
+def test_the_largest_matrices_of_a_layer_are_unpacked_besides():
+    run = plan("int4")
+    pairs = zip(memory(run, FACTS, GPU), memory(plan("bf16"), FACTS, GPU), strict=True)
+    local = FACTS.experts // run.layout.ep
+    assert {one.working - other.working for one, other in pairs} == {
+        2 * local * FACTS.hidden * 2 * FACTS.expert_ffn // run.layout.etp
+    }
+
+
+def test_each_pass_over_a_layer_unpacks_it():
+    run, plain = plan("fp8"), plan("bf16")
+    found = {one.part: preparing(run, GPU, one) for one in products(run, FACTS, "moe")}
+    assert found["router"] == found["adapters"] == (0.0, 0.0)
+    assert found["experts"][0] == found["experts"][1] > found["attention"][0] > 0
+    assert preparing(plain, GPU, products(plain, FACTS, "moe")[0]) == (0.0, 0.0)
+    assert 1 < timing(run, FACTS, GPU).likely / timing(plain, FACTS, GPU).likely < 1.3
+
+
+def test_fewer_gpus_hold_it():
+    assert not search(plan("bf16"), FACTS, GPU, 4).fitting
+    assert search(plan("fp8"), FACTS, GPU, 4).roomy
+    assert search(plan("int4"), FACTS, GPU, 2).roomy
