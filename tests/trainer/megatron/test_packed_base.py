@@ -9,7 +9,10 @@ import torch
 from torch import nn
 
 from conf.model_files.quantization import Packed, Scheme
+from conf.rules.packed_base import FORMATS
+from trainer.megatron.packed_base import drawn
 from trainer.megatron.packed_base.weight import PackedWeight, Store, attach, layers
+from trainer.startup.cpu.cuda import DeviceMode
 from trainer.weights.quantised import pack, unpack
 
 ROOT = Path(__file__).parents[3]
@@ -84,3 +87,12 @@ def test_a_packed_weight_looks_like_a_real_one_and_can_only_be_unpacked():
     for forbidden in (lambda: weight + 1, weight.norm, weight.clone, lambda: nn.functional.linear(expected, weight)):
         with pytest.raises(NotImplementedError, match="of a packed weight, which can only be unpacked"):
             forbidden()
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_drawn_codes_are_weights_of_the_usual_size_in_as_many_bytes_as_are_planned(form):
+    with DeviceMode():
+        store = drawn.store(FORMATS[form], 3, (256, 384), torch.bfloat16)
+    assert store.bytes == 3 * 256 * 384 * FORMATS[form].bytes
+    numbers = torch.stack(store.unpack()).float()
+    assert numbers.isfinite().all() and 0.01 < numbers.std() < 0.04
