@@ -47,6 +47,10 @@ def contradictions(run: Run) -> Iterator[tuple[str, str]]:
         yield "reinforce.function", "required with reinforce.reward function, and missing"
     if asked.reward != "function" and asked.function is not None:
         yield "reinforce.function", f"has no effect with reinforce.reward {asked.reward}"
+    if asked.environment is None and asked.turns > 1:
+        yield "reinforce.environment", f"required with reinforce.turns {asked.turns}, and missing: it replies between"
+    if asked.environment is not None and asked.turns == 1:
+        yield "reinforce.environment", "has no effect with reinforce.turns 1: another number, such as 4, would do"
     if asked.pattern is not None and asked.reward not in ("regex", "json_schema"):
         yield "reinforce.pattern", f"has no effect with reinforce.reward {asked.reward}"
     if run.checkpoint.save_every == "epoch":

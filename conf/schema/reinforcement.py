@@ -92,6 +92,14 @@ class Reinforce(Section):
         default=None,
         description="PATH.py:NAME, called with prompt, answer and reference in a guarded process; its content counts",
     )
+    turns: Annotated[Count, bears("reinforce", absent=1)] = Field(
+        default=1, description="answers to a prompt, with replies of the environment between them"
+    )
+    environment: Annotated[Text | None, bears(derived="reinforce")] = Field(
+        default=None,
+        description="PATH.py:NAME, called with prompt, the answers so far and reference in a guarded process; returns "
+        "the text that comes next, or None where the conversation is over; its content counts",
+    )
     reward_seconds: Annotated[float, bears("reinforce")] = Field(
         default=10.0, gt=0, le=3600, description="longest time for one reward by a function or by code"
     )

@@ -26,8 +26,7 @@ VERSION = 1
 
 def stage(run: Run, base: Stage, data: Stage, trained: Stage) -> Stage:
     config: dict[str, Any] = {**identity.of(run, "reinforce")}
-    if run.reinforce.function:
-        config["function"] = _content(run.reinforce.function)
+    config |= {name: _of_key(name, place) for name, place in _code(run)}
     inputs = {"base": base.fingerprint, "data": data.fingerprint}
     if run.reinforce.start == "trained":
         return Stage("reinforce", VERSION, config, inputs | {"trained": trained.fingerprint})
@@ -91,18 +90,29 @@ def reinforce(
 
 
 def require_unchanged(run: Run, asked: Stage) -> None:
-    """Refuse a function of rewards that is not the one of the fingerprint any more."""
-    if run.reinforce.function and _content(run.reinforce.function) != asked.config["function"]:
-        raise Fault(f"reinforce.function: {run.reinforce.function}: has changed since the run began; start it again")
+    """Refuse code of one's own that is not that of the fingerprint any more."""
+    for name, place in _code(run):
+        if _of_key(name, place) != asked.config[name]:
+            raise Fault(f"reinforce.{name}: {place}: has changed since the run began; start it again")
+
+
+def _code(run: Run) -> list[tuple[str, str]]:
+    """Keys that name code of one's own, and where it is."""
+    named = {"function": run.reinforce.function, "environment": run.reinforce.environment}
+    return [(name, place) for name, place in named.items() if place]
+
+
+def _of_key(key: str, place: str) -> str:
+    try:
+        return _content(place)
+    except Fault as fault:
+        raise Fault(f"reinforce.{key}: {fault}") from None
 
 
 def _content(function: str) -> str:
     """Digest of the file, and the name in it. Its path bears no identity."""
     path, _, name = function.rpartition(":")
-    try:
-        return f"sha256:{hashlib.sha256(regular_files.read(Path(path).expanduser())).hexdigest()}:{name}"
-    except Fault as fault:
-        raise Fault(f"reinforce.function: {fault}") from None
+    return f"sha256:{hashlib.sha256(regular_files.read(Path(path).expanduser())).hexdigest()}:{name}"
 
 
 def _samples(path: Path) -> list[dict[str, Any]]:

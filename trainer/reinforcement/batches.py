@@ -84,7 +84,7 @@ def _rows(mine: Sequence[Scored], starts: Sequence[int], form: Form) -> dict[str
     for one, start, end in zip(mine, bounds[:-1], bounds[1:], strict=bool(mine)):
         row = torch.tensor(one.prompt + one.answer)
         tokens[start : start + len(row) - 1], labels[start : start + len(row) - 1] = row[:-1], row[1:]
-        mask[start + len(one.prompt) - 1 : start + len(row) - 1] = 1
+        mask[start + len(one.prompt) - 1 : start + len(row) - 1] = torch.tensor(one.sampled, dtype=mask.dtype)
         if form.multiple:
             positions[start:end] = torch.arange(end - start)
     named = {"tokens": tokens, "labels": labels, "position_ids": positions, "loss_mask": mask}
@@ -102,9 +102,11 @@ def _answers(mine: Sequence[Scored], starts: Sequence[int]) -> dict[str, torch.T
     for number, (one, start) in enumerate(zip(mine, starts, strict=True)):
         count = len(one.answer)
         places[number, :count] = start + len(one.prompt) - 1 + torch.arange(count)
-        found["mask"][number, :count] = 1
+        found["mask"][number, :count] = torch.tensor(one.sampled, dtype=torch.float)
         found["advantages"][number, :count] = one.advantage
-        for name, values in (("engine", one.engine), ("old", one.old), ("reference", one.reference)):
+        engine = [value or 0.0 for value in one.engine]
+        for name, values in (("engine", engine), ("old", one.old), ("reference", one.reference)):
             if values is not None:
                 found[name][number, :count] = torch.tensor(values)
-    return {"places": places} | found
+    counts = [len(one.answer) for one in mine]
+    return {"places": places, "counts": torch.tensor(counts, dtype=torch.long)} | found

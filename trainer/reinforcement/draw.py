@@ -26,6 +26,11 @@ def require_fit(run: Run, lengths: Iterable[int], path: Path) -> None:
     )
 
 
+def of_turns(run: Run, step: int, round: int) -> Random:
+    """Seeds for the answers behind the first ones, where a round has several turns."""
+    return Random(f"{run.reinforce.seed} {step} {round} turns")
+
+
 def rows(run: Run, step: int, round: int, count: int, of: int) -> tuple[list[int], list[int]]:
     """Numbers of the rows that a step asks about in a round, and a seed for the answers to each."""
     draw = Random(f"{run.reinforce.seed} {step} {round}")

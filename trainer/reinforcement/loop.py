@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import torch
@@ -31,6 +32,7 @@ from trainer.data.rows import Row
 from trainer.megatron.recipe import last_step
 from trainer.reinforcement import advantages, draw, probe, rewards
 from trainer.reinforcement.batches import Form, micro_batches
+from trainer.reinforcement.guarded.environment import Environment
 from trainer.reinforcement.guarded.worker import Question
 from trainer.reinforcement.journal import Journal
 from trainer.reinforcement.policy_step import LARGEST, Feed, PolicyStep, Temperature
@@ -78,10 +80,11 @@ class Reinforcement(Callback):
         self.seconds: dict[str, float] = {}
         self.in_use: dict[str, int] = {}  # bytes of the GPU, while vLLM is awake and while it sleeps
         self.tasks: list[Any] | None = None  # how Bridge makes released tensors of Megatron's
-        self.reward = None
+        self.reward, self.environment = None, None
         if rollouts:
             draw.require_fit(run, (len(self._prompt(row)) for row in self.rows), folder / "training.jsonl")
             self.reward = rewards.make(run)
+            self.environment = self._environment()
         self.probe_rows = probe.rows(
             [[*chain(*self.template.tokens(row))] for row in (self.held_out or self.rows)[:64]],
             self.asked.probe_rows,
@@ -226,10 +229,34 @@ class Reinforcement(Callback):
         asked = [self._prompt(self.rows[row]) for row in chosen]
         sampling = {"n": self.asked.samples, "temperature": self.asked.temperature}
         answers = self._ask(asked, seeds, **sampling | self._limits())
-        return [
+        groups = [
             Group(row, prompt, [Answer(*one) for one in found])
             for row, prompt, found in zip(chosen, asked, answers, strict=True)
         ]
+        self._play(groups, self.rows, draw.of_turns(self.run, number, round), temperature=self.asked.temperature)
+        return groups
+
+    def _environment(self) -> Environment | None:
+        if not self.asked.environment:
+            return None
+        tokenizer = self.template.tokenizer
+        return Environment(
+            self.run, lambda text: tokenizer.encode(text, add_special_tokens=False), self.template.without_end
+        )
+
+    def _play(self, groups: list[Group], rows: list[Row], seeds: Random, **sampling: Any) -> None:
+        """Take the turns behind the first answers, where an environment replies to them."""
+        if self.environment is None:
+            return
+
+        def said(group: Group) -> tuple[str, str]:
+            return self.template.prompt(rows[group.row]), self.template.reference(rows[group.row])
+
+        def ask(prompts: list[list[int]], seeds: list[int], limits: list[int]) -> list[Answer]:
+            answers = self._ask(prompts, seeds, n=1, **sampling | self._limits() | {"max_tokens": limits})
+            return [Answer(*one) for (one,) in answers]
+
+        self.environment.play(groups, said, ask, seeds)
 
     def _ask(self, asked: list[list[int]], seeds: list[int] | None, **sampling: Any) -> list[list[tuple]]:
         """Answers to each prompt, once it is known that vLLM has read that prompt and no other."""
@@ -326,7 +353,8 @@ class Reinforcement(Callback):
         if "generate" in self.seconds:
             line |= {"probe": self.apart, "sent_mb": self.sent / 1e6}
             line |= {f"gpu_gb_{state}": size / 1e9 for state, size in self.in_use.items() if size}
-            line |= {"generated_tokens_per_second": sum(lengths) / max(1e-9, self.seconds["generate"])}
+            sampled = sum(answer.sampled for answer in answers)
+            line |= {"generated_tokens_per_second": sampled / max(1e-9, self.seconds["generate"])}
         self.metrics.write(line)
         spent = ", ".join(f"{name} {value:.2f}" for name, value in self.seconds.items())
         say(
@@ -365,9 +393,13 @@ class Reinforcement(Callback):
     def _greedy(self) -> float:
         """Share of held-out rows that are answered right, without sampling."""
         asked = [self._prompt(row)[-draw.longest(self.run) :] for row in self.held_out]
-        texts = [text for ((_, _, text, _),) in self._ask(asked, None, n=1, temperature=0.0, **self._limits())]
-        right = [rewards.exact(self._question(row, text)) for row, text in zip(self.held_out, texts, strict=True)]
-        return _mean(right)
+        answers = self._ask(asked, None, n=1, temperature=0.0, **self._limits())
+        groups = [
+            Group(number, prompt, [Answer(*one) for one in found])
+            for number, (prompt, found) in enumerate(zip(asked, answers, strict=True))
+        ]
+        self._play(groups, self.held_out, Random(self.asked.seed), temperature=0.0)
+        return _mean([rewards.exact(self._question(self.held_out[one.row], one.answers[0].text)) for one in groups])
 
     def _result(self) -> None:
         before = (self.journal.noted("before") or {}).get("exact_match")

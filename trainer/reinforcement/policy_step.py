@@ -98,7 +98,7 @@ class PolicyStep:
 
         Megatron weighs what keeps experts balanced by tokens, so that losses have to be divided by tokens as well.
         """
-        tokens = sum(len(one.answer) for one in answers)
+        tokens = sum(sum(one.sampled) for one in answers)
         self.tokens_per_count = tokens / len(answers) if by_answer(self.settings.loss) else 1.0
 
     def __call__(self, state: Any, iterator: Iterator[dict[str, torch.Tensor]], model: Any) -> tuple[Any, Any]:
@@ -146,7 +146,7 @@ def log_probs(
     found = forward_only(context, step, batches, form.rows, form.length)
     named: list[Any] = [None]
     if parallel_state.is_pipeline_last_stage(ignore_virtual=True):
-        lengths = [batch["mask"].sum(-1).int().tolist() for batch in batches]
+        lengths = [batch["counts"].tolist() for batch in batches]
         named = [
             {
                 number: values[:length]

@@ -17,6 +17,7 @@ from typing import Any
 
 from conf.schema.run import Run
 from contract.faults import Fault
+from trainer.reinforcement.guarded import environment
 from trainer.reinforcement.guarded.worker import Question, Worker
 
 NUMBER = re.compile(r"[-+]?(?:\d{1,3}(?:,\d{3})+|\d+)?(?:\.\d+)?(?:[eE][-+]?\d+)?")
@@ -36,11 +37,12 @@ def make(run: Run) -> Callable[[Sequence[Question]], list[float]]:
 
 
 def check(run: Run) -> None:
-    """Raise a Fault where the reward cannot be made, as of a function that cannot be loaded."""
+    """Raise a Fault where reward or environment cannot be made, as of a function that cannot be loaded."""
     if run.reinforce.reward in ("function", "code"):
         _worker(run).close()
     else:
         make(run)
+    environment.check(run)
 
 
 def _worker(run: Run) -> Worker:

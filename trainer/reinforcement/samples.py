@@ -8,10 +8,15 @@ class Answer:
     """One sampled answer."""
 
     tokens: list[int]
-    log_probs: list[float]  # the engine's, as it sampled
-    text: str
+    log_probs: list[float | None]  # the engine's, as it sampled; None of what an environment said
+    text: str  # of the last turn, where there are several
     ended: bool  # by itself, and not by the limit
     reward: float = 0.0
+
+    @property
+    def sampled(self) -> int:
+        """Tokens that the policy wrote."""
+        return sum(one is not None for one in self.log_probs)
 
 
 @dataclass
@@ -46,7 +51,11 @@ class Scored:
 
     prompt: list[int]
     answer: list[int]
-    engine: list[float]
+    engine: list[float | None]  # None of tokens that the policy did not write, and is not trained on
     advantage: float
     old: list[float] | None
     reference: list[float] | None
+
+    @property
+    def sampled(self) -> list[bool]:
+        return [one is not None for one in self.engine]

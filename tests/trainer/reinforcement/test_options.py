@@ -45,5 +45,26 @@ def test_an_adapter_alone_gives_the_answers_of_the_merged_model(finish, base, wo
     assert sent[0][0] < sent[1][0] / 4
 
 
+REPLIES = """
+def reply(prompt, answers, reference):
+    return f" {len(answers)} so far " if len(answers) < 3 else None
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("packed", [False, True])
+def test_an_environment_replies_and_both_sides_read_what_it_said(packed, finish, work):
+    (work / "replies.py").write_text(REPLIES)
+    keys = {"reinforce.environment": f"{work}/replies.py:reply", "reinforce.turns": 4, "reinforce.max_tokens": 24}
+    keys |= {"data.packed": packed, "train.micro_batch": 1 if packed else 8, "data.seq_length": 96}
+    folder = finish(f"turns-{packed}", SEVERAL | keys)
+    steps = [line for line in lines(folder) if line["kind"] == "reinforce"]
+    assert all(line["mismatch"] < 1e-5 for line in steps)  # of tokens behind replies, too
+    journal = json.loads((folder / "rollouts" / "000001.json").read_text())
+    found = [answer["log_probs"] for group in journal["groups"] for answer in group["answers"]]
+    assert any(None in one and one[-1] is not None for one in found)
+
+
 def lines(folder: Path) -> list[dict]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]

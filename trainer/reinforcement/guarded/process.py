@@ -22,7 +22,7 @@ from trainer.reinforcement.guarded import rights
 AT_HAND = "bisect collections copy datetime decimal encodings.idna fractions functools heapq itertools math operator"
 AT_HAND += " random re statistics string typing"
 ROOT = Path(__file__).resolve().parents[3]
-LONGEST = 1 << 12  # bytes of an answer
+LONGEST = 1 << 12  # bytes of an answer, letters of a reply
 
 Answer = dict[str, Any]
 
@@ -31,7 +31,7 @@ def main(descriptor: int) -> None:
     connection, parent = Connection(descriptor), os.getppid()
     asked = json.loads(connection.recv_bytes())
     _import(AT_HAND.split())
-    if asked["kind"] == "function":
+    if asked["kind"] in ("function", "environment"):
         judge, first = _function(asked, parent)
     else:
 
@@ -61,6 +61,8 @@ def _function(asked: dict[str, Any], parent: int) -> tuple[Callable[..., Answer]
             raise NameError(f"{asked['name']} is no function of the file")
     except BaseException as error:
         return _judged, {"refused": _told(error)}
+    if asked["kind"] == "environment":
+        return lambda **conversation: _replied(function, conversation), {"text": None}
     return lambda **question: _judged(function, question), {"reward": 0.0}
 
 
@@ -95,6 +97,18 @@ def _judged(judge: Callable[..., Any], question: dict[str, str]) -> Answer:
         if isinstance(value, str | bytes | bytearray) or not hasattr(value, "__float__"):
             return {"refused": f"it returned a {type(value).__name__}; a number is wanted"}
         return {"reward": float(value)}
+    except BaseException as error:
+        return {"refused": _told(error)}
+
+
+def _replied(reply: Callable[..., Any], conversation: dict[str, Any]) -> Answer:
+    try:
+        text = reply(**conversation)
+        if text is not None and not isinstance(text, str):
+            return {"refused": f"it returned a {type(text).__name__}; text, or None, is wanted"}
+        if text and len(text) > LONGEST:
+            return {"refused": f"it returned {len(text)} letters; {LONGEST} are the most"}
+        return {"text": text}
     except BaseException as error:
         return {"refused": _told(error)}
 

@@ -1,4 +1,4 @@
-"""Rewards by code of others, in a process that can compute, import what is installed, and do nothing else.
+"""Code of others in a process that can compute, import what is installed, and do nothing else: rewards, environments.
 
 The process is started with an empty environment and gives up what it could do harm with, before it runs a line of that
 code (rights.py): it has no network, starts no program, reads and writes no file, signals nobody, and has limits on time
@@ -26,6 +26,7 @@ from contract.faults import Fault
 from contract.processes import end_with_parent
 
 STARTS_WITHIN = 60.0  # seconds
+ENVIRONMENT = "environment"
 ROOT = Path(__file__).resolve().parents[3]
 
 
@@ -38,26 +39,40 @@ class Question:
     reference: str
 
 
+@dataclass(frozen=True)
+class Conversation:
+    """Answers of the model's so far, for an environment to reply to."""
+
+    prompt: str
+    answers: list[str]
+    reference: str
+
+
 class Worker:
-    """A guarded process for one kind of reward, started when it is first asked and after each death."""
+    """A guarded process for one kind of code, started when it is first asked and after each death."""
 
     def __init__(self, kind: str, function: str | None, seconds: float, memory_gb: float):
         self.kind, self.seconds, self.memory_gb = kind, seconds, memory_gb
         self.name, self.source = "", ""
+        self.key = "reinforce.environment" if kind == ENVIRONMENT else "reinforce.function"
         if function is not None:
             path, _, self.name = function.rpartition(":")
             if not path.endswith(".py") or not self.name.isidentifier():
-                raise Fault(f"reinforce.function: {function}: PATH.py:NAME is wanted")
+                raise Fault(f"{self.key}: {function}: PATH.py:NAME is wanted")
             try:
                 self.source = regular_files.read(Path(path).expanduser()).decode("utf-8")
             except (Fault, UnicodeDecodeError) as error:
-                raise Fault(f"reinforce.function: {error}") from None
+                raise Fault(f"{self.key}: {error}") from None
         self.process: subprocess.Popen[bytes] | None = None
         self.connection: Connection | None = None
         self._start()  # so that a function that cannot be loaded is told before anything is sampled
 
     def rewards(self, questions: Sequence[Question]) -> list[float]:
         return [self._one(question) for question in questions]
+
+    def replies(self, conversations: Sequence[Conversation]) -> list[str | None]:
+        """The text that comes next in each conversation; None where it is over."""
+        return [self._reply(one) for one in conversations]
 
     def close(self) -> None:
         if self.process:
@@ -81,6 +96,14 @@ class Worker:
             raise Fault(f"{what}: {found['refused']}")
         return found["reward"]
 
+    def _reply(self, one: Conversation) -> str | None:
+        if self.process is None:
+            self._start()
+        found = self._ask(asdict(one), self.seconds, "reinforce.reward_seconds")
+        if "refused" in found:
+            raise Fault(f"{self.key}: behind the answer {one.answers[-1][:60]!r}: {found['refused']}")
+        return found["text"]
+
     def _start(self) -> None:
         mine, theirs = socket.socketpair()
         with theirs:
@@ -100,7 +123,7 @@ class Worker:
         found = self._ask(asked, STARTS_WITHIN, "to load the file")
         if "refused" in found:
             self.close()
-            raise Fault(f"reinforce.function: {self.name or self.kind}: {found['refused']}")
+            raise Fault(f"{self.key}: {self.name or self.kind}: {found['refused']}")
 
     def _ask(self, message: dict[str, Any], seconds: float, limit: str) -> dict[str, Any]:
         """The answer, of plain types: nothing of the other side's is unpickled here."""
@@ -113,6 +136,8 @@ class Worker:
             found = json.loads(self.connection.recv_bytes(1 << 16))
             if "refused" in found:
                 return {"refused": _printable(str(found["refused"])[:300])}
+            if self.kind == ENVIRONMENT:
+                return {"text": None if found["text"] is None else str(found["text"])}
             return {"reward": float(found["reward"])}
         except (EOFError, OSError):
             with contextlib.suppress(subprocess.TimeoutExpired):  # it may only have closed its connection
@@ -122,7 +147,7 @@ class Worker:
             return {"refused": f"it has ended its process ({_code(code)})"}
         except (ValueError, KeyError, TypeError):
             self.close()
-            return {"refused": "what it returned is no number"}
+            return {"refused": f"what it returned is no {'text' if self.kind == ENVIRONMENT else 'number'}"}
 
 
 def _printable(text: str) -> str:

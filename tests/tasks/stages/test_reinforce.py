@@ -1,0 +1,42 @@
+"""tasks/stages/reinforce.py: code of one's own is in the identity of what it has taught."""
+
+import pytest
+
+from conf.load import load
+from contract.faults import Fault
+from tasks.run.artifact import Stage
+from tasks.stages import reinforce
+
+INPUT = Stage("input", 1, {}, {})
+
+
+def stage(*overrides: str) -> Stage:
+    return reinforce.stage(load("tiny-rl", list(overrides)), INPUT, INPUT, INPUT)
+
+
+@pytest.mark.parametrize(
+    ("key", "others"), [("function", ["reinforce.reward=function"]), ("environment", ["reinforce.turns=2"])]
+)
+def test_the_content_of_a_file_counts_and_its_place_does_not(key, others, tmp_path):
+    found = []
+    for folder, source in ("one", "def f(): pass"), ("other", "def f(): pass"), ("third", "def f(): return 1"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "file.py").write_text(source)
+        found.append(stage(f"reinforce.{key}={tmp_path}/{folder}/file.py:f", *others).fingerprint)
+    assert found[0] == found[1] != found[2]
+
+
+def test_a_file_that_changes_after_the_run_began_is_refused(tmp_path):
+    file = tmp_path / "file.py"
+    file.write_text("def f(): pass")
+    run = load("tiny-rl", ["reinforce.turns=2", f"reinforce.environment={file}:f"])
+    asked = reinforce.stage(run, INPUT, INPUT, INPUT)
+    reinforce.require_unchanged(run, asked)
+    file.write_text("def f(): return 1")
+    with pytest.raises(Fault, match=rf"^reinforce.environment: {file}:f: has changed since the run began"):
+        reinforce.require_unchanged(run, asked)
+
+
+def test_one_turn_is_what_it_was_before_there_were_several():
+    config = stage().config
+    assert not {"turns", "environment"} & config["reinforce"].keys() and "environment" not in config
