@@ -10,8 +10,10 @@ from torch import nn
 
 from conf.model_files.quantization import Packed, Scheme
 from conf.rules.packed_base import FORMATS
+from contract.faults import Fault
 from trainer.megatron.packed_base import drawn
 from trainer.megatron.packed_base.weight import PackedWeight, Store, attach, layers
+from trainer.patches.checkpoints import base_loading
 from trainer.startup.cpu.cuda import DeviceMode
 from trainer.weights.quantised import pack, unpack
 
@@ -26,13 +28,13 @@ from trainer.megatron.packed_base import codes, kernel
 
 random = torch.Generator().manual_seed(0)
 for dtype in (torch.float32, torch.float16):  # the interpreter cuts numbers off for bf16, where a GPU rounds them
-    for shape, block in (((2, 200, 320), (128, 128)), ((1, 64, 72), (16, 8)), ((3, 130, 2056), (2, 128))):
+    for shape, block in (((2, 136, 320), (128, 128)), ((1, 20, 72), (16, 8)), ((1, 3, 2056), (2, 128))):
         bytes = torch.randint(0, 256, shape, generator=random, dtype=torch.uint8)
         bytes[(bytes & 127) == 127] = 3
         scales = torch.rand((shape[0], -(-shape[1] // block[0]), -(-shape[2] // block[1])), generator=random)
         given = bytes.view(codes.FP8), scales, block, dtype
         assert torch.equal(kernel.unpack(*given), codes.unpack(*given)), given
-    for shape, block in (((2, 200, 160), (1, 32)), ((1, 64, 44), (1, 8)), ((3, 13, 1028), (1, 32))):
+    for shape, block in (((2, 20, 160), (1, 32)), ((1, 20, 44), (1, 8)), ((1, 3, 1028), (1, 32))):
         bytes = torch.randint(0, 256, shape, generator=random, dtype=torch.uint8)
         scales = torch.rand((*shape[:2], -(-2 * shape[2] // block[1])), generator=random).bfloat16()
         given = bytes, scales, block, dtype
@@ -68,6 +70,12 @@ def test_the_kernel_gives_the_same_numbers():
         [sys.executable, "-c", KERNEL], cwd=ROOT, env={"TRITON_INTERPRET": "1"}, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
+
+
+def test_a_path_that_would_keep_weights_unpacked_is_refused(monkeypatch):
+    monkeypatch.setenv(base_loading.FUSED, "1")
+    with pytest.raises(Fault, match=r"_GEMM: 1, but experts' products so keep weights unpacked"):
+        base_loading.build_without_memory()
 
 
 def test_a_packed_weight_looks_like_a_real_one_and_can_only_be_unpacked():

@@ -10,18 +10,25 @@ takes a function that loads the base.
 
 # pyright: reportAttributeAccessIssue=false
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from contract.faults import Fault
 from trainer.patches import versions
 
+FUSED = "NVTE_GROUPED_LINEAR_USE_FUSED_GROUPED_GEMM"  # Transformer Engine's
 WRITTEN_FOR = {"megatron-bridge": ("0.6.2",), "megatron-core": ("0.19.2",)}
 
 
 def build_without_memory() -> Callable[[], None]:
     """Have Transformer Engine's layers built on meta. Returns the function that ends it."""
     versions.check(__name__, WRITTEN_FOR)
+    if os.environ.get(FUSED, "0") != "0":
+        raise Fault(
+            f"{FUSED}: {os.environ[FUSED]}, but experts' products so keep weights unpacked (model.base); unset it"
+        )
     from megatron.core.extensions import transformer_engine as extension
 
     usual = extension._get_extra_te_kwargs
