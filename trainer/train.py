@@ -9,7 +9,6 @@ from rank 0, <paths.output>/metrics.jsonl and paths.parity. SIGTERM saves a chec
 """
 
 import os
-from functools import partial
 from pathlib import Path
 
 from conf.rules import schedule
@@ -64,7 +63,7 @@ def main(run: Run) -> None:
             callbacks = [Parity(run)]
         else:
             if run.model.adapter and not start:
-                config.peft.start = partial(starting_adapter.fill, run, bridge, config.model)
+                starting_adapter.install(config, run, bridge)
             metrics = Metrics(run, Path(run.paths.output) / "metrics.jsonl", start)
             validations = Validations(run, metrics, start)
             means = WeightMeans(run, start) if run.train.ema_decay else None

@@ -160,7 +160,9 @@ def _summary(lines: list[dict]) -> dict:
     summary |= {"median_step_seconds": seconds[len(seconds) // 2], "peak_memory_gb": steps[-1]["memory_gb"]}
     summary |= {key: steps[-1][key] for key in ("skipped_steps", "nan_steps") if key in steps[-1]}
     if validations:
+        best = min(validations, key=lambda line: line["lm_loss"])
         summary["validation_loss"] = validations[-1]["lm_loss"]
+        summary |= {"best_validation_loss": best["lm_loss"], "best_validation_step": best["step"]}
         if "rewards/accuracy" in validations[-1]:
             summary["validation_accuracy"] = validations[-1]["rewards/accuracy"]
         if "perplexity" in validations[-1]:

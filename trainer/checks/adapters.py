@@ -24,12 +24,15 @@ def check(run: Run) -> None:
     if config.get("peft_type") != "LORA" or config.get("use_dora") or not isinstance(alpha, int | float):
         kind = "DoRA" if config.get("use_dora") else config.get("peft_type")
         raise Fault(f"model.adapter: {folder}: is {kind}, and LoRA alone can be gone on with")
+    if config.get("rank_pattern") or config.get("alpha_pattern"):
+        raise Fault(f"model.adapter: {folder}: has layers of unlike ranks or scales, and Megatron's have one")
     if rank != run.adapter.rank:
         raise Fault(f"adapter.rank: {run.adapter.rank}, but {folder} has rank {rank}; adapter.rank={rank}")
-    theirs = alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
-    ours = run.adapter.alpha / (math.sqrt(rank) if run.adapter.rslora else rank)
+    root = math.sqrt(run.adapter.rank)
+    theirs = alpha / (root if config.get("use_rslora") else root**2)
+    ours = run.adapter.alpha / (root if run.adapter.rslora else root**2)
     if not math.isclose(theirs, ours):
         what = (
             f"{run.adapter.alpha} scales what the adapter gives by {ours:g}, and {folder} was trained with {theirs:g}"
         )
-        raise Fault(f"adapter.alpha: {what}; adapter.alpha={theirs * rank:g} adapter.rslora=false")
+        raise Fault(f"adapter.alpha: {what}; adapter.alpha={theirs * run.adapter.rank:g} adapter.rslora=false")

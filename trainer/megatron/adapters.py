@@ -95,10 +95,10 @@ def draw_initial_values(model, seed: int) -> None:
 
 
 @torch.no_grad()
-def fill(model, matrix: Callable[[str], torch.Tensor]) -> None:
-    """Fill every A and B with this rank's piece of the matrix of its name."""
+def fill(model, matrix: Callable[[str, list[int]], torch.Tensor]) -> None:
+    """Fill every A and B with this rank's piece of the matrix of its name and shape."""
     for whole, parameter, parts in _matrices(model):
-        parameter.copy_(_piece(whole, parameter, lambda name, *_: matrix(name), parts))
+        parameter.copy_(_piece(whole, parameter, lambda name, *cut: matrix(name, _whole_shape(*cut)), parts))
 
 
 def _matrices(model) -> Iterator[tuple[str, Any, int]]:
@@ -134,11 +134,17 @@ def _piece(name: str, parameter, matrix: Callable[..., torch.Tensor], parts: int
 
 
 def _draw(seed: int, name: str, like, dim: int, ways: int) -> torch.Tensor:
-    shape = list(like.shape)
-    shape[dim] *= ways
+    shape = _whole_shape(like, dim, ways)
     digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
     generator = torch.Generator("cpu").manual_seed(int.from_bytes(digest[:7], "big"))
     return torch.randn(shape, generator=generator, device="cpu") * math.sqrt(2 / sum(shape))
+
+
+def _whole_shape(like, dim: int, ways: int) -> list[int]:
+    """Shape of the matrix of which a rank holds a piece like this one."""
+    shape = list(like.shape)
+    shape[dim] *= ways
+    return shape
 
 
 def _cut(whole: torch.Tensor, dim: int, ways: int, group, parts: int) -> torch.Tensor:

@@ -42,9 +42,10 @@ class Gradients:
         """The forward_step, looked at where the noise scale is asked for."""
         return self.noise.watch(forward_step) if self.noise else forward_step
 
-    def begin_step(self) -> None:
+    def begin_step(self, asked: bool) -> None:
+        """Begin a step, whose numbers will be asked for or not."""
         if self.noise:
-            self.noise.begin_step()
+            self.noise.begin_step(asked)
 
     def numbers(self, context) -> dict[str, float]:
         """Numbers of this step. Every rank takes part."""
@@ -111,9 +112,10 @@ class NoiseScale:
 
     def __init__(self) -> None:
         self.squared = self.trace = 0.0  # means of the gradient's square and of its variance over tokens
-        self.begin_step()
+        self.begin_step(False)
 
-    def begin_step(self) -> None:
+    def begin_step(self, asked: bool) -> None:
+        self.asked = asked
         self.tokens: list[torch.Tensor] = []
         self.passes = 0
         self.first: torch.Tensor | None = None  # square of the first micro batch's gradient, summed over its tokens
@@ -121,7 +123,7 @@ class NoiseScale:
     def watch(self, forward_step: Callable) -> Callable:
         @functools.wraps(forward_step)
         def watched(state: Any, iterator: Any, model: Any, *args: Any, **keys: Any) -> Any:
-            if not torch.is_grad_enabled():
+            if not self.asked or not torch.is_grad_enabled():
                 return forward_step(state, iterator, model, *args, **keys)
             self.passes += 1
             if self.passes == 2:

@@ -94,7 +94,7 @@ class Metrics(Callback):
 
     def on_train_step_start(self, context) -> None:
         self.step_started = time.monotonic()
-        self.gradients.begin_step()
+        self.gradients.begin_step(self._is_told(context.state.train_state.step + 1))
 
     def on_train_step_end(self, context) -> None:
         step = context.state.train_state.step + 1
@@ -104,7 +104,7 @@ class Metrics(Callback):
         if not context.skipped_iter:
             stop_at_no_number(step, losses)
         loads = self._expert_loads(context)
-        if step % self.run.log.every and step != last_step(self.run):
+        if not self._is_told(step):
             return
         batch = get_current_running_global_batch_size()
         seconds, memory = _highest(time.monotonic() - self.step_started, torch.cuda.max_memory_allocated() / 1e9)
@@ -146,6 +146,9 @@ class Metrics(Callback):
         names = objectives.FIGURES[self.run.train.objective]
         values = _from_last_stage([float((losses or {}).get(name, 0.0)) for name in names]) if names else []
         return dict(zip(names, values, strict=True))
+
+    def _is_told(self, step: int) -> bool:
+        return step % self.run.log.every == 0 or step == last_step(self.run)
 
     def _count_skipped(self, context, step: int, losses: dict[str, float]) -> None:
         """Count steps whose gradients overflowed in fp16. The run ends where no smaller scale is left to try."""

@@ -8,6 +8,7 @@ with them at any layout.
 """
 
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportOptionalMemberAccess=false
+# pyright: reportPrivateImportUsage=false
 
 import contextlib
 import shutil
@@ -81,7 +82,7 @@ class WeightMeans(Callback):
 
     def _load(self, context, folder: Path) -> None:
         with self._in_place(self.means):
-            found: dict[str, Any] = dist_checkpointing.load(self._state(context), str(folder))
+            found: Any = dist_checkpointing.load(self._state(context), str(folder))
             for name, chunk in zip(found, unwrap_model(context.model), strict=True):
                 chunk.load_state_dict(found[name], strict=False)
 

@@ -5,6 +5,7 @@ An adapter of another trainer whose q_proj and k_proj, or gate_proj and up_proj,
 """
 
 import re
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,12 @@ MATRIX = re.compile(r"(?P<layer>.+)\.adapter\.(?P<role>linear_in|linear_out)\.we
 EXPERTS = "{}.mlp.experts"  # transformers' name of the module
 
 
-def fill(run: Run, bridge: Any, config: Any, model: Any) -> None:
+def install(config: Any, run: Run, bridge: Any) -> None:
+    """Have the adapters of a training that begins start from model.adapter."""
+    config.peft.start = partial(_fill, run, bridge, config.model)
+
+
+def _fill(run: Run, bridge: Any, config: Any, model: Any) -> None:
     """Fill the adapters of a model with those of model.adapter. Every rank takes part."""
     assert run.model.adapter
     folder = Path(run.model.adapter).expanduser()
@@ -44,8 +50,15 @@ class StartingAdapter:
         self.used: set[str] = set()
         self.last: tuple[str, torch.Tensor] | None = None
 
-    def whole(self, name: str) -> torch.Tensor:
+    def whole(self, name: str, shape: list[int]) -> torch.Tensor:
         """The whole matrix A or B of a layer (and expert), which is cut afterwards."""
+        found = self._found(name)
+        if list(found.shape) != shape:
+            what = f"{name} is {' x '.join(map(str, shape))}, and its {' x '.join(map(str, found.shape))}"
+            raise Fault(f"model.adapter: {self.folder}: is of another model: {what}")
+        return found
+
+    def _found(self, name: str) -> torch.Tensor:
         match = MATRIX.fullmatch(name)
         assert match, name
         parts = mapping.parts(self.registry, f"{match['layer']}.weight{match['expert']}")

@@ -67,6 +67,19 @@ def test_layers_without_a_place_are_one_line(exported, configure, ranks, work):
     assert refused.code == 2 and "adapter.targets has no place for" in refused.output
 
 
+def test_an_adapter_of_another_model_is_one_line(exported, configure, ranks, work):
+    from safetensors.torch import load_file, save_file
+
+    name, folder = exported
+    wider = work / f"wider-{name}"
+    shutil.copytree(folder, wider)
+    tensors = load_file(wider / "adapter_model.safetensors")
+    key = next(key for key in tensors if "o_proj.lora_A" in key)
+    save_file(tensors | {key: tensors[key].repeat(1, 2)}, wider / "adapter_model.safetensors")
+    refused = ranks("train", configure(name, f"model.adapter={wider}", f"paths.output={work}/wider-{name}-output"))
+    assert refused.code == 2 and "is of another model: decoder.layers.0.self_attention.linear_proj" in refused.output
+
+
 def test_another_trainers_unlike_matrices_are_refused(exported, configure, ranks, work):
     from safetensors.torch import load_file, save_file
 
