@@ -21,5 +21,5 @@ class TensorBoardFiles:
         for name, value in line.items():
             if name not in ("step", "time") and isinstance(value, int | float):
                 self.writer.add_scalar(f"{line['kind']}/{name}", value, line["step"], line.get("time"))
-        if line["kind"] == "checkpoint":
-            self.writer.flush()  # a run that goes on from here writes no earlier step again
+        if line["kind"] != "train":
+            self.writer.flush()  # a run that goes on from a checkpoint writes no earlier step again, and no end is told
