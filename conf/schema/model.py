@@ -90,7 +90,8 @@ class Model(Section):
     mtp_loss_scale: Annotated[float, bears("train")] = Field(
         default=0.3, ge=0, description="weight of their loss; 0.3 is Bridge's value for GLM-4.5+"
     )
-    base: Annotated[Literal["bf16", "fp8", "int4"], bears("train", absent="bf16")] = Field(
+    # on the evaluation, as that of the base leaves what the tuned model is held to
+    base: Annotated[Literal["bf16", "fp8", "int4"], bears("train", "evaluate", absent="bf16")] = Field(
         default="bf16",
         description="how LoRA's frozen matrices lie in memory: bf16 = in train.precision, as they are; fp8 = 8 bits "
         "and a scale for 128 x 128; int4 = 4 bits and a scale for 32 of a row; they are unpacked for each product",

@@ -37,6 +37,13 @@ def test_the_base_s_evaluation_is_an_input_where_weights_are_rounded_and_nowhere
     assert evaluate.stage(rounded, MODEL, DATA, TRAINED, BEFORE).inputs["before"] == BEFORE.fingerprint
 
 
+def test_a_packed_base_has_an_evaluation_of_its_own_which_the_tuned_model_is_held_to():
+    """One of a run in bf16 would be found again, and has not left what the base says of the prompts."""
+    plain, packed = load("tiny"), load("tiny", ["model.base=int4"])
+    assert evaluate.stage(plain, MODEL, DATA).fingerprint != evaluate.stage(packed, MODEL, DATA).fingerprint
+    assert evaluate.stage(packed, MODEL, DATA, TRAINED, BEFORE).inputs["before"] == BEFORE.fingerprint
+
+
 def test_runs_of_one_base_share_its_evaluation_however_the_tuned_model_is_served():
     merged, beside = load("tiny"), load("tiny", ["evaluate.adapter=unmerged"])
     assert evaluate.stage(merged, MODEL, DATA).fingerprint == evaluate.stage(beside, MODEL, DATA).fingerprint
