@@ -24,7 +24,7 @@ it turns, the weight that DoRA takes the norm of, and attention dropout without 
 from dataclasses import dataclass
 
 from conf.model_facts import ModelFacts
-from conf.rules import precision
+from conf.rules import objectives, precision
 from conf.schema.run import Run
 from conf.schema.sections import Adapter
 from conf.schema.training import Train
@@ -51,7 +51,7 @@ class Tokens:
 
 def tokens(run: Run, facts: ModelFacts) -> Tokens:
     layout, train = run.layout, run.train
-    whole = train.micro_batch * run.data.seq_length // layout.cp
+    whole = train.micro_batch * objectives.sequences(train) * run.data.seq_length // layout.cp
     local = whole // layout.tp if layout.sp else whole
     uneven = IMBALANCE if layout.ep > 1 and not run.moe.force_balance else 1.0
     routed = local * facts.top_k * layout.etp if facts.experts else 0

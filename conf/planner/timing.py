@@ -24,7 +24,7 @@ from conf.planner.hardware import Gpu
 from conf.planner.memory import Holding, holdings
 from conf.planner.states import byte, shares
 from conf.planner.traffic import LATENCY, collectives, gathered, hop, uneven
-from conf.rules import schedule
+from conf.rules import objectives, schedule
 from conf.rules.layout import grid
 from conf.schema.run import Run
 from conf.schema.training import Train
@@ -154,6 +154,7 @@ def timing(run: Run, facts: ModelFacts, gpu: Gpu) -> Timing:
                 flops[part] = flops.get(part, 0.0) + count * n * microbatches * layout.world / layout.pp
     steps = schedule.last_step(run)
     hours = None if steps is None else seconds * steps / 3600
+    sequences = run.train.global_batch * objectives.sequences(run.train)
     return Timing(
         flops=flops,
         communication={dim: pair for dim, pair in communication.items() if pair[0]},
@@ -161,7 +162,7 @@ def timing(run: Run, facts: ModelFacts, gpu: Gpu) -> Timing:
         low=seconds * LOW,
         likely=seconds,
         high=seconds * HIGH,
-        tokens_per_second=run.train.global_batch * run.data.seq_length / seconds / layout.world,
+        tokens_per_second=sequences * run.data.seq_length / seconds / layout.world,
         tflops=(sum(flops.values()) - flops["recompute"]) / seconds / layout.world / 1e12,
         hours=hours,
         cost=None if gpu.price is None or hours is None else gpu.price * layout.world * hours,

@@ -46,7 +46,7 @@ def takes(run: Run, stage: str, leaves: bool = False) -> Share:
     """
     layout, evaluate, engine = run.layout, run.evaluate, run.gang.engine
     alone = layout.nodes == 1 and engine == "local"
-    if stage == "train" or (stage == "convert" and run.convert.hosts == "all" and not alone):
+    if stage == "train" or (stage.partition("-")[0] == "convert" and run.convert.hosts == "all" and not alone):
         return Share(layout.nodes, layout.gpus_per_node, None if alone else engine)
     if stage in ("reference", "reinforce"):
         return Share(1, layout.gpus_per_node)

@@ -9,8 +9,13 @@ from conf.schema.data import Data
 from conf.schema.run import Run
 from conf.schema.training import Train
 
-KIND = {"sft": ("sft", "text"), "dpo": ("preference",)}  # of prepared data, by objective
-READS = {"sft": "rows with one answer, or texts", "dpo": "rows with a chosen and a rejected answer"}
+KIND = {"sft": ("sft", "text"), "dpo": ("preference",), "distill": ("sft",)}  # of prepared data, by objective
+READS = {
+    "sft": "rows with one answer, or texts",
+    "dpo": "rows with a chosen and a rejected answer",
+    "distill": "rows with one answer",
+}
+KEYS = {"dpo": ("dpo_beta", "dpo_label_smoothing"), "distill": ("teacher", "teacher_top_k", "distill_temperature")}
 
 ANSWERS = "dpo reads a chosen and a rejected answer; preference"
 
@@ -18,12 +23,29 @@ ANSWERS = "dpo reads a chosen and a rejected answer; preference"
 FIGURES = {
     "sft": (),
     "dpo": ("rewards/chosen", "rewards/rejected", "rewards/accuracy", "rewards/margin"),
+    "distill": ("kl",),
 }
 
 
 def has_reference(run: Run) -> bool:
     """Whether what another model says of the rows is needed before training."""
-    return run.train.objective == "dpo"
+    return run.train.objective in KEYS
+
+
+def has_teacher(run: Run) -> bool:
+    return run.train.objective == "distill"
+
+
+def of_teacher(run: Run) -> Run:
+    """The run whose model is the teacher, to be fetched and converted."""
+    model = run.model.model_copy(update={"source": run.train.teacher, "tokenizer": None, "revision": "main"})
+    return run.model_copy(update={"model": model})
+
+
+def at_teacher(run: Run) -> Run:
+    """The run whose model and base on this host are the teacher's."""
+    places = {"model": run.paths.teacher, "base": run.paths.teacher_base}
+    return run.model_copy(update={"paths": run.paths.model_copy(update=places)})
 
 
 def sequences(train: Train) -> int:
@@ -43,11 +65,33 @@ def unfit(run: Run, place: str, kind: str) -> str:
 def contradictions(run: Run) -> Iterator[tuple[str, str]]:
     """Yield (key, problem) for values that are right alone and wrong together."""
     train, layout = run.train, run.layout
-    for key in ("dpo_beta", "dpo_label_smoothing"):
-        if train.objective != "dpo" and getattr(train, key) != Train.model_fields[key].default:
-            yield f"train.{key}", f"has no effect with train.objective {train.objective}"
-    if train.objective != "dpo":
+    for objective, keys in KEYS.items():
+        for key in keys:
+            if train.objective != objective and getattr(train, key) != Train.model_fields[key].default:
+                yield f"train.{key}", f"has no effect with train.objective {train.objective}"
+    if train.objective == "sft":
         return
+    if layout.nodes > 1:
+        yield "layout.nodes", f"{layout.nodes}: what {train.objective} compares with is asked on one host yet"
+    if train.batch_ramp:
+        yield "train.ramp_from", f"{train.ramp_from} is for texts, and {train.objective} reads rows; null"
+    yield from _of_dpo(run) if train.objective == "dpo" else _of_distillation(run)
+
+
+def _of_distillation(run: Run) -> Iterator[tuple[str, str]]:
+    train, data = run.train, run.data
+    if train.teacher is None:
+        yield "train.teacher", "required with train.objective distill: a Hub id, a folder, s3://... or tiny://KIND"
+    if data.packed:
+        yield "data.packed", "true, but the rows of distill are padded, not packed; false"
+    for number, part in enumerate(data.parts):
+        if part.shape in ("text", "preference"):
+            key = f"data.mixture[{number}].shape" if data.mixture else "data.shape"
+            yield key, f"{part.shape}, but distill reads rows with one answer; pairs or messages"
+
+
+def _of_dpo(run: Run) -> Iterator[tuple[str, str]]:
+    layout = run.layout
     yield from of_pairs(run.data)
     for number, part in enumerate(run.data.mixture):
         if part.shape not in ("auto", "preference"):
@@ -62,12 +106,8 @@ def contradictions(run: Run) -> Iterator[tuple[str, str]]:
             "reinforce.steps",
             f"{run.reinforce.steps}, but nothing says yet how it follows dpo; 0, or objective sft",
         )
-    if train.batch_ramp:
-        yield "train.ramp_from", f"{train.ramp_from} is for texts, and dpo reads rows; null"
     if run.model.dropout:
         yield "model.dropout", f"{run.model.dropout:g} would make each answer differ from its reference; 0 with dpo"
-    if layout.nodes > 1:
-        yield "layout.nodes", f"{layout.nodes}: what dpo compares with is asked on one host yet"
     if layout.pp > 1 and run.moe.dispatcher == "allgather":
         yield "moe.dispatcher", "allgather, but stages of a pipeline exchange the sizes of dpo's batches; alltoall"
 

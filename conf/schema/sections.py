@@ -456,7 +456,13 @@ class Paths(Section):
         default="runs/{name}/data", description="training.jsonl and validation.jsonl"
     )
     reference: Annotated[Place, NOWHERE] = Field(
-        default="runs/{name}/reference", description="log-probabilities of the prepared rows, for train.objective dpo"
+        default="runs/{name}/reference", description="what another model says of the prepared rows, for dpo and distill"
+    )
+    teacher: Annotated[Place, NOWHERE] = Field(
+        default="runs/{name}/teacher", description="released checkpoint of train.teacher"
+    )
+    teacher_base: Annotated[Place, NOWHERE] = Field(
+        default="runs/{name}/teacher-base", description="the same, converted"
     )
     output: Annotated[Place, NOWHERE] = Field(
         default="runs/{name}/output", description="checkpoints and metrics of this run"

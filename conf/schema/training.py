@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from conf.schema.bearing import NOWHERE, bears
-from conf.schema.sections import Count, IntervalOrNever, Number, Section, Seed, Text
+from conf.schema.sections import Count, IntervalOrNever, Number, Place, Section, Seed, Text
 
 RecomputeModule = Literal["core_attn", "moe_act", "layernorm", "mla_up_proj", "mlp", "moe", "shared_experts"]
 
@@ -16,9 +16,10 @@ RecomputeModule = Literal["core_attn", "moe_act", "layernorm", "mla_up_proj", "m
 class Train(Section):
     """Objective, steps, batches and the memory for activations."""
 
-    objective: Annotated[Literal["sft", "dpo"], bears("train", absent="sft")] = Field(
+    objective: Annotated[Literal["sft", "dpo", "distill"], bears("train", absent="sft")] = Field(
         default="sft",
-        description="sft = the next token, of answers or texts; dpo = to prefer the chosen answer to the rejected one",
+        description="sft = the next token, of answers or texts; dpo = to prefer the chosen answer to the rejected one; "
+        "distill = what the teacher holds for the next token of answers",
     )
     dpo_beta: Annotated[float, bears("train", absent=0.1)] = Field(
         default=0.1, gt=0, le=100, description="of dpo: how dear it is to leave the reference; TRL's default"
@@ -35,6 +36,17 @@ class Train(Section):
         le=10_000,
         description="passes over the training sequences, such as 3 or 0.5; their steps are known once the data are "
         "prepared",
+    )
+    teacher: Annotated[Place | None, bears(derived="download", held=True)] = Field(
+        default=None,
+        description="of distill: Hugging Face Hub id, folder, s3:// URI, or tiny://KIND, of a model with the same "
+        "tokenizer and vocabulary",
+    )
+    teacher_top_k: Annotated[Count, bears("reference", "train", absent=64)] = Field(
+        default=64, description="of distill: likeliest tokens that are kept at each place; all others count as one"
+    )
+    distill_temperature: Annotated[float, bears("reference", "train", absent=1.0)] = Field(
+        default=1.0, gt=0, le=100, description="of distill: divides the logits of both; above 1 the unlikely count more"
     )
     global_batch: Annotated[Count, bears("train")] = Field(
         description="sequences per step, over all ranks; of dpo, rows of two"

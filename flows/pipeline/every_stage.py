@@ -17,8 +17,8 @@ from conf.schema.run import Run
 from contract.faults import ConfigError, Fault
 from tasks.run.session import Session
 from tasks.stages import run_report
-from tasks.stages.convert import convert
-from tasks.stages.download import download
+from tasks.stages.convert import convert, convert_teacher
+from tasks.stages.download import download, download_teacher
 from tasks.stages.evaluate import evaluate_base, evaluate_tuned
 from tasks.stages.export import export
 from tasks.stages.pipeline import ORDER, request
@@ -62,9 +62,13 @@ def make(
         base = convert.submit(session.stage("convert"), model)  # as large again; 1 minute for each 4 GB and process
         before = evaluate_base.submit(session.stage("evaluate-base"), model, prompted)  # before training, or beside it
         earlier = session.before_training(before)
+        judge, teacher = base, None
+        if "download-teacher" in asked.stages:
+            teacher = download_teacher.submit(session.stage("download-teacher"))
+            judge = convert_teacher.submit(session.stage("convert-teacher"), teacher)
         said = None
         if "reference" in asked.stages:
-            said = reference.submit(session.stage("reference"), model, base, data)
+            said = reference.submit(session.stage("reference"), model, judge, data, teacher)
         trained = train.submit(
             session.stage("train"), model, base, data, said, wait_for=earlier
         )  # the hours, the money

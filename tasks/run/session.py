@@ -13,7 +13,7 @@ from typing import Any, Self
 from prefect import allow_failure
 from prefect.futures import PrefectFuture
 
-from conf.rules import gpus, reinforcement
+from conf.rules import gpus, objectives, reinforcement
 from conf.schema.run import Run
 from contract import nvidia_smi
 from contract.faults import Fault
@@ -56,6 +56,7 @@ class Session(AbstractContextManager):
     def stage(self, name: str) -> StageRun:
         """All that the stage's task needs of the run."""
         run = reinforcement.of_prompts(self.run) if name == "prepare-prompts" else self.run
+        run = objectives.of_teacher(run) if name.endswith("-teacher") else run
         return StageRun(name, run, self.request, self.store, self.folder, self.tracking, self.outcomes, self._ending)
 
     def before_training(self, base: PrefectFuture) -> list[Any] | None:

@@ -6,6 +6,7 @@ The result can be read at any layout. The flow's host converts, or with convert.
 from prefect import State, task
 
 from conf.planner.stage_needs import on_one_host
+from conf.rules import objectives
 from conf.schema import identity
 from conf.schema.run import Run
 from tasks.gang import controller
@@ -23,7 +24,11 @@ def stage(run: Run, model: Stage) -> Stage:
     return Stage("convert", VERSION, identity.flat(run, "convert"), {"model": model.fingerprint})
 
 
-@task(name="convert", **OPTIONS)
+def stage_of_teacher(run: Run, model: Stage) -> Stage:
+    return stage(objectives.of_teacher(run), model)
+
+
+@task(name="convert", task_run_name="{stage_run.name}", **OPTIONS)
 def convert(stage_run: StageRun, model: Artifact) -> State:
     """Convert to torch_dist."""
 
@@ -44,3 +49,6 @@ def convert(stage_run: StageRun, model: Artifact) -> State:
         return {}
 
     return stage_run.get_or_make(make)
+
+
+convert_teacher = convert.with_options(name="convert-teacher")

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from prefect import State, task
 
+from conf.rules import objectives
 from conf.schema import identity
 from conf.schema.model import CONFIG, Drawn
 from conf.schema.run import Run
@@ -34,7 +35,11 @@ def stage(run: Run) -> Stage:
     return Stage("download", VERSION, config | ({} if kind == "folder" else {"source": model.source}))
 
 
-@task(name="download", **OPTIONS)
+def stage_of_teacher(run: Run) -> Stage:
+    return stage(objectives.of_teacher(run))
+
+
+@task(name="download", task_run_name="{stage_run.name}", **OPTIONS)
 def download(stage_run: StageRun) -> State:
     """Fetch the released model, or make one with drawn weights."""
     model, config = stage_run.run.model, stage_run.asked.config
@@ -58,6 +63,9 @@ def download(stage_run: StageRun) -> State:
         return {"source": model.source, "commit": found.commit} | result
 
     return stage_run.get_or_make(make)
+
+
+download_teacher = download.with_options(name="download-teacher")
 
 
 def _draw(stage_run: StageRun, work: Work, files: Path) -> None:

@@ -30,9 +30,10 @@ SECTIONS = {
 }
 NAMES = {key: f"{section}/{key}" for section, keys in SECTIONS.items() for key in keys}
 OF_PREFERENCE = ("rewards/chosen", "rewards/rejected", "rewards/accuracy", "rewards/margin")  # sections of their own
-NAMES |= {key: key for key in OF_PREFERENCE}
+NAMES |= {key: key for key in OF_PREFERENCE} | {"kl": "distillation/kl"}
 NAMES |= {"lm_loss": "loss/training", "mtp_loss": "loss/training_mtp"}
 VALIDATION = {"lm_loss": "loss/validation", "perplexity": "loss/validation_perplexity"}
+VALIDATION["kl"] = "distillation/validation_kl"
 VALIDATION |= {key: key.replace("/", "/validation_") for key in OF_PREFERENCE}
 
 

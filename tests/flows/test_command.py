@@ -119,7 +119,11 @@ def test_a_dry_run_names_every_stage_and_starts_none(run, tmp_path):
     stages, table, (planned,) = (part.splitlines() for part in output.split("\n\n"))
     *lines, cost = stages
     assert [line.split()[0] for line in table[1:-1]] == NEEDED
-    asked = [name for name in pipeline.ORDER if name not in ("prepare-prompts", "reference", "reinforce")]
+    asked = [
+        name
+        for name in pipeline.ORDER
+        if name not in ("prepare-prompts", "download-teacher", "convert-teacher", "reference", "reinforce")
+    ]
     assert [line.split()[0] for line in lines] == asked
     assert all(" miss " in line and "was made yet" in line for line in lines)
     assert cost.startswith("known cost: 0:00") and planned.startswith("plan  legal and fits: stage 0, ")

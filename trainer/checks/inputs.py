@@ -3,6 +3,7 @@
 Each check raises a Fault of one line that names the file, what is wrong with it and what would be right.
 """
 
+import json
 import os
 import shutil
 from pathlib import Path
@@ -24,6 +25,7 @@ from contract.faults import Fault
 from contract.output_marks import PARTIAL, REFERENCE, REINFORCEMENT, TRAINING
 from trainer.checks import adapters
 from trainer.data import prepared, references
+from trainer.data.tokens import tokenizer
 from trainer.megatron.recipe import checkpoint_folder
 from trainer.reinforcement import rewards
 from trainer.serving import agreement, held_out_texts, prompts, unmerged
@@ -72,15 +74,37 @@ def check_train(run: Run) -> Run:
 def check_reference(run: Run) -> None:
     """Check what is asked of the reference."""
     if not objectives.has_reference(run):
-        raise Fault(f"train.objective: {run.train.objective} needs no reference; train.objective=dpo does")
-    facts = check_model(run)
-    checkpoints.require(Path(run.paths.base), "paths.base", "python -m trainer.convert")
-    _check_layout(run, facts)
+        raise Fault(f"train.objective: {run.train.objective} needs no reference; dpo and distill do")
+    facts, key, remedy = check_model(run), "paths.base", "python -m trainer.convert"
+    asked = run
+    if objectives.has_teacher(run):
+        asked, key = objectives.at_teacher(run), "paths.teacher_base"
+        remedy += f" with paths.model={run.paths.teacher} paths.base={run.paths.teacher_base}"
+        facts = _check_teacher(run, facts)
+    checkpoints.require(Path(asked.paths.base), key, remedy)
+    _check_layout(asked, facts)
     if os.environ.get("LOCAL_RANK", "0") == "0":
         output_marks.take(Path(run.paths.reference), REFERENCE)
     found = prepared.check(run)
     if refused := objectives.unfit(run, str(prepared.folder(run)), found.kind):
         raise Fault(refused)
+
+
+def _check_teacher(run: Run, student: ModelFacts) -> ModelFacts:
+    """Check that the teacher has the model's tokens. Returns its sizes."""
+    model, teacher = Path(run.paths.model), Path(run.paths.teacher)
+    facts = check_model(objectives.at_teacher(run))
+    if facts.vocab != student.vocab:
+        raise Fault(f"train.teacher: {teacher}: a vocabulary of {facts.vocab} tokens; the model has {student.vocab}")
+    if facts.vocab_pad or student.vocab_pad:
+        raise Fault(
+            "train.objective: distill, but GPT-2's vocabulary is padded with tokens that are none; another model"
+        )
+    own, other = (tokenizer.load(one, run.model.trust_remote_code).get_vocab() for one in (model, teacher))
+    if own != other:
+        token = next(iter(sorted(own.items() ^ other.items())))[0]
+        raise Fault(f"train.teacher: {teacher}: another tokenizer than the model's: {json.dumps(token)} differs")
+    return facts
 
 
 def check_reinforce(given: Run) -> None:

@@ -65,7 +65,8 @@ def check_train(run: Run) -> None:
 def check_reference(run: Run) -> None:
     paths = run.paths
     outputs = {"paths.reference": (paths.reference, REFERENCE), "paths.logs": (paths.logs, LOGS)}
-    _check(_inputs(run, "model", "base", "data") | _sources(run), outputs)
+    asked = ("teacher", "teacher_base") if objectives.has_teacher(run) else ("base",)
+    _check(_inputs(run, "model", *asked, "data") | _sources(run), outputs)
 
 
 def check_reinforce(run: Run) -> None:

@@ -17,6 +17,7 @@ from megatron.bridge.data.builders.gpt_sft import GPTSFTDatasetConfig
 from megatron.bridge.data.packing import PackedSequenceSpecs
 from megatron.bridge.training.config import GPTDatasetConfig
 
+from conf.rules import objectives
 from conf.schema.run import Run
 from contract import json_object
 from trainer.data import blend, prepared
@@ -34,7 +35,7 @@ def make_dataset(run: Run):
     shared |= {"seed": run.data.seed, "dataloader_type": "batch", "do_validation": bool(run.train.validate_every)}
     if run.data.packed:
         return _packs(run, place, shared)
-    reference = run.paths.reference if found.kind == "preference" else None
+    reference = run.paths.reference if objectives.has_reference(run) else None
     return TokenFiles(folder=str(place), pad_id=found.pad_id, reference=reference, **shared)
 
 

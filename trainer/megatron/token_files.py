@@ -1,7 +1,8 @@
 """Token files of rows, as Megatron-Bridge's loop reads them: one row a sequence, or two answers to one prompt.
 
 Rows gives the batches that Bridge's GPTSFTDataset would make of the same rows, padded to data.seq_length. Answers gives
-two sequences a row, all chosen ones before all rejected ones, with what the reference says of each.
+two sequences a row, the chosen one and behind it the rejected one, with what the reference says of each. Bridge cuts
+the batches of a step into micro batches wherever it likes, so that both stand side by side.
 """
 
 # pyright: reportArgumentType=false
@@ -31,7 +32,7 @@ class TokenFiles(DatasetProvider):
     pad_id: int
     seed: int
     do_validation: bool
-    reference: str | None = None  # folder of what the reference says of the rows, where they are two answers each
+    reference: str | None = None  # folder of what another model says of the rows, where the objective needs that
 
     def build_datasets(self, context: DatasetBuildContext) -> tuple[Any | None, Any | None, Any | None]:
         splits = ("training", *(["validation"] if self.do_validation else []))
@@ -42,7 +43,9 @@ class TokenFiles(DatasetProvider):
         path = file(Path(self.folder), split)
         if self.reference is None:
             return Rows(path, self.seq_length, self.pad_id)
-        return Answers(path, self.seq_length, self.pad_id, references.read(Path(self.reference), split))
+        said = references.read(Path(self.reference), split)
+        kind = Answers if isinstance(said, np.ndarray) else Taught
+        return kind(path, self.seq_length, self.pad_id, said)  # pyright: ignore[reportAbstractUsage]
 
 
 class Rows(Dataset):
@@ -115,9 +118,29 @@ class Answers(Rows):
         return (ids[:first], learned[:first]), (ids[first:], learned[first:]), self.reference[row]
 
     def collate_fn(self, rows: list[Any]) -> dict[str, Any]:
-        chosen, rejected, reference = zip(*rows, strict=True)
-        said = torch.from_numpy(np.stack(reference).T.reshape(-1).copy())
-        return super().collate_fn([*chosen, *rejected]) | {"reference": said}
+        answers = [answer for *both, _ in rows for answer in both]
+        said = np.concatenate([reference for *_, reference in rows])
+        return super().collate_fn(answers) | {"reference": torch.from_numpy(said)}
+
+
+class Taught(Rows):
+    """Rows with the tokens that a teacher holds likeliest at each place that is learned."""
+
+    def __init__(self, path: str, seq_length: int, pad_id: int, said: references.Likeliest):
+        super().__init__(path, seq_length, pad_id)
+        self.said = said
+
+    def __getitem__(self, row: int) -> Any:
+        return *self.values(row), *self.said.of(row)
+
+    def collate_fn(self, rows: list[Any]) -> dict[str, Any]:
+        shape = len(rows), self.seq_length, self.said.k
+        values, tokens = np.zeros(shape, np.float32), np.zeros(shape, np.int32)
+        for i, (_, learned, *said) in enumerate(rows):
+            places = np.flatnonzero(learned[:-1])
+            values[i, places], tokens[i, places] = said
+        found = super().collate_fn([row[:2] for row in rows])
+        return found | {"teacher_values": torch.from_numpy(values), "teacher_ids": torch.from_numpy(tokens)}
 
 
 def _arrays(column: Any, kind: type) -> tuple[np.ndarray, np.ndarray]:

@@ -24,7 +24,7 @@ def whole(values: torch.Tensor, cut: torch.Tensor | None) -> torch.Tensor:
     shares = [torch.empty_like(values) for _ in places]
     distributed.all_gather(places, mine.contiguous(), group=group)
     distributed.all_gather(shares, values.detach().contiguous(), group=group)
-    found = values.new_zeros(values.size(0), length)
+    found = values.new_zeros(values.size(0), length, *values.shape[2:])
     for place, share in zip(places, shares, strict=True):
         found[:, place] = share
     return found.index_copy(1, mine, values)

@@ -1,16 +1,19 @@
-"""Ask the reference of a training what it says of all its rows, once: the base's log-probabilities of both answers.
+"""Ask another model what it says of all rows of a training, once: the base for dpo, the teacher for distill.
 
     python -m trainer.reference CONF [key=value ...]    on this host; CONF's layout says with how many processes
     torchrun ... -m trainer.reference RESOLVED.yaml     one of several hosts
 
-Reads the base (trainer.convert) and the prepared rows (trainer.prepare) of a run whose train.objective is dpo. Writes
-<paths.reference>/training.npy, validation.npy and, last, references.json, which says what they are of. Training then
-needs no second model in memory. Nothing is done where they are there already.
+Reads the prepared rows (trainer.prepare), and the base in paths.base or the teacher in paths.teacher and, converted,
+paths.teacher_base (python -m trainer.convert CONF paths.model=TEACHER paths.base=TEACHER_BASE). Writes the files that
+trainer/data/references.py describes into paths.reference. Training then needs no second model in memory. What is there
+already is left alone.
 """
 
 from pathlib import Path
 
+from conf.rules import objectives
 from conf.schema.run import Run
+from conf.schema.sections import Adapter
 from trainer.checks import inputs, places
 from trainer.data import references
 from trainer.megatron.recipe import load_only, make_config
@@ -39,11 +42,13 @@ def main(given: Run) -> None:
 
 
 def _without_steps(run: Run) -> Run:
-    """The run whose loop ends before its first step."""
+    """The run of the model that is asked, whose loop ends before its first step."""
+    run = objectives.at_teacher(run) if objectives.has_teacher(run) else run
     train = run.train.model_copy(update={"steps": 1, "epochs": None, "validate_every": 0})
     optimizer = run.optimizer.model_copy(update={"warmup_steps": 0, "warmup": None})
     checkpoint = run.checkpoint.model_copy(update={"save_every": 1})
-    return run.model_copy(update={"train": train, "optimizer": optimizer, "checkpoint": checkpoint})
+    adapter = Adapter(kind="lora", targets=("linear_proj",), rank=run.layout.tp)  # is off, and has all else frozen
+    return run.model_copy(update={"adapter": adapter, "train": train, "optimizer": optimizer, "checkpoint": checkpoint})
 
 
 def _no_step(*_: object) -> None:

@@ -9,6 +9,7 @@ drops the lines of later steps, which an interrupted attempt left behind, so tha
     rewards/chosen, rewards/rejected, rewards/margin,     of dpo, means over the rows of a step or of a validation;
     rewards/accuracy                                      accuracy: share of them whose chosen answer has the higher
     grad_norm_layer_N, noise_scale_tokens                 on request: trainer/training/gradients.py
+    kl                                                    of distill: divergence from the teacher
     batch                                                 sequences of the step, where they grow (train.ramp_from)
     samples, tokens                                       consumed since the start, padding included
     step_seconds, tokens_per_second                       of the whole run, the slowest rank counting

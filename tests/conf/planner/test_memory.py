@@ -375,3 +375,10 @@ def test_room_is_counted_in_bytes():
 def test_dropout_keeps_a_mask_of_what_attention_and_mlp_add():
     plain, dropped = (activations.parts(alone(model__dropout=share), TINY, "dense") for share in ("null", 0.1))
     assert dropped.pop("dropout") == 2 * alone().data.seq_length * 64 * alone().train.micro_batch and dropped == plain
+
+
+def test_both_answers_of_a_row_of_dpo_are_in_memory():
+    dpo, sft = (
+        run("tiny", train__micro_batch=size, **keys) for size, keys in ((4, {"train__objective": "dpo"}), (8, {}))
+    )
+    assert activations.tokens(dpo, GLM_TINY) == activations.tokens(sft, GLM_TINY)

@@ -42,6 +42,27 @@ def test_what_does_not_go_with_dpo_is_said_beforehand(overrides, said):
     assert said in str(error.value)
 
 
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["train.teacher=null"], "train.teacher: required with train.objective distill"),
+        (["data.packed=true", "train.micro_batch=1"], "data.packed: true, but the rows of distill are padded"),
+        (
+            ["data.shape=preference"],
+            "data.shape: preference, but distill reads rows with one answer; pairs or messages",
+        ),
+        (["layout.nodes=2"], "layout.nodes: 2: what distill compares with is asked on one host yet"),
+        (["train.dpo_beta=0.3"], "train.dpo_beta: has no effect with train.objective distill"),
+        (["train.teacher_top_k=0"], "train.teacher_top_k: "),
+        (["train.distill_temperature=0"], "train.distill_temperature: "),
+    ],
+)
+def test_what_does_not_go_with_distillation_is_said_beforehand(overrides, said):
+    with pytest.raises(ConfigError) as error:
+        load("tiny-distill", overrides)
+    assert said in str(error.value)
+
+
 def test_data_of_another_kind_than_the_objective_reads_are_refused():
     dpo, sft = load("tiny-dpo"), load("tiny")
     assert not objectives.unfit(dpo, "data", "preference") and not objectives.unfit(sft, "data", "sft")

@@ -18,12 +18,17 @@ from tasks.stages.pipeline import ORDER, PIPELINE
 
 PAGE = (Path(__file__).parents[3] / "docs/pipeline.md").read_text()
 FLOW = inspect.getsource(every_stage)
-OF_TINY = [name for name in ORDER if name not in ("prepare-prompts", "reference", "reinforce")]
+OF_TINY = [
+    name
+    for name in ORDER
+    if name not in ("prepare-prompts", "download-teacher", "convert-teacher", "reference", "reinforce")
+]
 WITHOUT = ["download", "prepare", "convert", "train", "export"]
 
 
 REINFORCED = ["reinforce.steps=3", "reinforce.max_tokens=8", "reinforce.source=tiny://tickets"]
 COMPARED = ["train.objective=dpo", "data.source=tiny://ranked-tickets"]
+TAUGHT = ["train.objective=distill", "train.teacher=tiny://llama"]
 
 
 def asked(*overrides: str, last: str | None = None) -> list[str]:
@@ -52,7 +57,7 @@ def test_from_a_stage_on_all_is_made_again():
     assert not pipeline.request(load("tiny")).again
 
 
-@pytest.mark.parametrize("keys", [REINFORCED, COMPARED])
+@pytest.mark.parametrize("keys", [REINFORCED, COMPARED, TAUGHT])
 def test_a_stage_is_made_from_its_inputs(keys):
     stages = pipeline.stages(load("tiny", keys))
     for kind in (kind for kind in PIPELINE if kind.name in stages):
@@ -137,6 +142,7 @@ def test_the_page_has_these_stages():
 def test_the_page_s_picture_has_the_inputs_of_each_stage():
     """Those that another input was made from may be left out."""
     names = {"before": "evaluate-base", "after": "evaluate-tuned", "prompts": "prepare-prompts"}
+    names |= {"teacher": "download-teacher", "taught": "convert-teacher"}
     arrows: set[tuple[str, str]] = set()
     picture = PAGE.partition("```mermaid")[2].partition("```")[0]
     for line in picture.splitlines():

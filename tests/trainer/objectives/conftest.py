@@ -14,8 +14,8 @@ def compared(work, configure, base, ranks):
     folder = work / "ranked"
     folder.mkdir()
     rows = [json.dumps(row) + "\n" for row in with_worse(tickets(320, seed=0), seed=0)]
-    (folder / "training.jsonl").write_text("".join(rows[:256]))
-    (folder / "validation.jsonl").write_text("".join(rows[256:]))
+    (folder / "training.jsonl").write_text("".join(rows[:250]))  # no multiple of any batch
+    (folder / "validation.jsonl").write_text("".join(rows[250:]))
 
     def compared(model: str, name: str, *overrides: str):
         base(model)

@@ -53,3 +53,27 @@ def test_references_of_other_rows_or_another_base_are_refused(compared):
     path.unlink()
     with pytest.raises(Fault, match=r"^paths.reference: .*: no references.json; python -m trainer.reference makes it"):
         references.check(run)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("model", "cuts"),
+    [
+        ("llama", ["", "layout.tp=2 layout.sp=true", "layout.cp=2", "layout.pp=2"]),
+        ("glm4-moe", ["layout.ep=2", "layout.pp=2"]),
+    ],
+)
+def test_losses_and_rewards_are_those_of_one_process_at_every_layout(compared, ranks, model, cuts):
+    keys = ["train.steps=4", "train.global_batch=8", "train.micro_batch=2", "train.dpo_beta=0.5"]
+    told = ("lm_loss", "rewards/chosen", "rewards/rejected", "rewards/accuracy", "grad_norm")
+
+    def figures(name: str, *cut: str) -> list[list[float]]:
+        result = ranks("train", compared(model, f"{model}-dpo-{name}", *keys, *cut))
+        assert result.code == 0, result.output[-3000:]
+        return [[line[key] for key in told] for line in steps(result)]
+
+    alone = figures("alone")
+    for number, cut in enumerate(cuts):
+        found = figures(f"cut-{number}", "layout.gpus_per_node=2", *cut.split())
+        for step, (one, other) in enumerate(zip(found, alone, strict=True), 1):
+            assert one == pytest.approx(other, rel=2e-3, abs=2e-5), (cut, step)
