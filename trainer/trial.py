@@ -51,7 +51,7 @@ from conf.planner import hardware, verdict
 from conf.planner.hardware import GPUS, Gpu, by_device, read
 from conf.planner.memory import StageMemory, memory
 from conf.planner.timing import Timing, timing
-from conf.rules import schedule
+from conf.rules import objectives, schedule
 from conf.rules.gpus import takes
 from conf.rules.layout import grid, problems
 from conf.schema.run import Run
@@ -152,7 +152,7 @@ def settle(run: Run, config: dict[str, Any], steps: int, folder: Path, profiled:
     paths = run.paths.model_copy(update={name: str(folder / name) for name in names})
     moe = run.moe.model_copy(update={"force_balance": True})
     log = run.log.model_copy(update={"profile_every": steps if profiled else None})
-    made = schedule.of_steps(run, steps).model_copy(update={"paths": paths, "moe": moe, "log": log})
+    made = schedule.of_steps(objectives.as_sft(run), steps).model_copy(update={"paths": paths, "moe": moe, "log": log})
     for name in names:
         (folder / name).mkdir()
     (folder / "model" / "config.json").write_text(json.dumps(config))

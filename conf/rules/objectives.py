@@ -52,6 +52,14 @@ def sequences(train: Train) -> int:
     return 2 if train.objective == "dpo" else 1
 
 
+def as_sft(run: Run) -> Run:
+    """The run with sequences of one answer each, as many: of made-up rows, which have no other and no teacher."""
+    train, more = run.train, sequences(run.train)
+    keys = {key: Train.model_fields[key].default for keys in KEYS.values() for key in keys}
+    keys |= {"objective": "sft", "global_batch": more * train.global_batch, "micro_batch": more * train.micro_batch}
+    return run.model_copy(update={"train": train.model_copy(update=keys)})
+
+
 def unfit(run: Run, place: str, kind: str) -> str:
     """The reason why prepared data of this kind are not what the objective learns from; empty where they are."""
     wanted = run.train.objective

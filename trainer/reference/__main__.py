@@ -11,7 +11,7 @@ already is left alone.
 
 from pathlib import Path
 
-from conf.rules import objectives
+from conf.rules import objectives, schedule
 from conf.schema.run import Run
 from conf.schema.sections import Adapter
 from trainer.checks import inputs, places
@@ -44,11 +44,8 @@ def main(given: Run) -> None:
 def _without_steps(run: Run) -> Run:
     """The run of the model that is asked, whose loop ends before its first step."""
     run = objectives.at_teacher(run) if objectives.has_teacher(run) else run
-    train = run.train.model_copy(update={"steps": 1, "epochs": None, "validate_every": 0})
-    optimizer = run.optimizer.model_copy(update={"warmup_steps": 0, "warmup": None})
-    checkpoint = run.checkpoint.model_copy(update={"save_every": 1})
     adapter = Adapter(kind="lora", targets=("linear_proj",), rank=run.layout.tp)  # is off, and has all else frozen
-    return run.model_copy(update={"adapter": adapter, "train": train, "optimizer": optimizer, "checkpoint": checkpoint})
+    return schedule.of_steps(run, 1).model_copy(update={"adapter": adapter})
 
 
 def _no_step(*_: object) -> None:

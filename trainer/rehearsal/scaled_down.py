@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from conf.model_facts import facts_from_hf
-from conf.rules import schedule
+from conf.rules import objectives, schedule
 from conf.rules.layout import problems
 from conf.schema.data import Data
 from conf.schema.run import Layout, Run
@@ -63,7 +63,7 @@ def train(
 
 
 def make(run: Run, kind: str, steps: int, folder: Path) -> Run:
-    run = schedule.of_steps(run, steps)
+    run = schedule.of_steps(objectives.as_sft(run), steps)
     layout = scale(run.layout, facts_from_hf(tiny_models.KINDS[kind]).layers)
     copies = layout.world // (layout.tp * layout.cp * layout.pp)
     packed = run.data.packed

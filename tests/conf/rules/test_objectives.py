@@ -63,6 +63,13 @@ def test_what_does_not_go_with_distillation_is_said_beforehand(overrides, said):
     assert said in str(error.value)
 
 
+def test_a_trial_of_made_up_rows_has_as_many_sequences_a_step():
+    dpo = load("tiny-dpo", ["train.micro_batch=4"])
+    made = objectives.as_sft(dpo).train
+    assert (made.objective, made.micro_batch, made.global_batch) == ("sft", 8, 32)
+    assert objectives.as_sft(load("tiny")) == load("tiny")
+
+
 def test_data_of_another_kind_than_the_objective_reads_are_refused():
     dpo, sft = load("tiny-dpo"), load("tiny")
     assert not objectives.unfit(dpo, "data", "preference") and not objectives.unfit(sft, "data", "sft")
