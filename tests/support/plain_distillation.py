@@ -16,7 +16,6 @@ from conf.load import load
 from conf.schema.run import Run
 from tests.support.plain_pretraining import rate
 from trainer.data import prepared
-from trainer.megatron.token_files import Rows, file
 from trainer.startup import device  # noqa: F401
 
 
@@ -32,6 +31,8 @@ def divergence(student: torch.Tensor, teacher: torch.Tensor, k: int) -> torch.Te
 
 def train(run: Run) -> dict[str, Any]:
     from transformers import AutoModelForCausalLM
+
+    from trainer.megatron.token_files import Rows, file
 
     student, teacher = (
         AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")

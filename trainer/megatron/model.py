@@ -69,6 +69,7 @@ def make_provider(run: Run, bridge, load_weights: bool = False):
     provider.seq_length = run.data.seq_length
     # Every sequence is padded, or packed, to seq_length. Stages of a pipeline do not expect two sequences a row.
     provider.variable_seq_lengths = layout.pp > 1 and objectives.sequences(train) > 1
+    provider.moe_token_dispatcher_type = moe.dispatcher  # core looks at it of a dense model, too
     # The mean over tokens, not the mean of each rank's mean: the loss then does not depend on the layout.
     provider.calculate_per_token_loss = True
     provider.perform_initialization = not load_weights
@@ -93,7 +94,6 @@ def make_provider(run: Run, bridge, load_weights: bool = False):
             provider.moe_router_bias_update_rate = 0.0
             provider.register_pre_wrap_hook(_freeze_routers)
         provider.moe_router_dtype = moe.router_dtype
-        provider.moe_token_dispatcher_type = moe.dispatcher
         provider.moe_grouped_gemm = moe.grouped_gemm
         provider.moe_router_force_load_balancing = moe.force_balance
         provider.moe_z_loss_coeff = moe.z_loss_coeff

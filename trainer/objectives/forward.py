@@ -72,7 +72,7 @@ class DistillationStep:
         mine = get_batch_on_this_cp_rank(given, is_hybrid_cp=False, cp_group=group)
         values, ids = (mine[key] for key in TAUGHT)
         found = divergence(output.float() / self.temperature, values, ids.long()) * mine["loss_mask"]
-        tokens, kl = mine["loss_mask"].sum(), found.sum()
+        tokens, kl = mine["loss_mask"].sum().to(found.dtype), found.sum()
         loss = kl * self.temperature**2
         sums = {name: torch.stack([one.detach(), tokens]) for name, one in (("lm loss", loss), ("kl", kl))}
         return loss, tokens.to(torch.int), sums

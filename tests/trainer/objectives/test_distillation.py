@@ -30,7 +30,8 @@ def taught(work, configure, base, ranks):
         keys = {f"paths.{key}": path for key, path in paths.items()}
         keys |= {"train.objective": "distill", "train.teacher": "tiny://qwen3", "train.teacher_top_k": 24}
         keys |= {"data.loss_on": "all", "train.global_batch": ROWS, "train.micro_batch": 4, "adapter.kind": "none"}
-        run = configure("llama", *(f"{key}={value}" for key, value in keys.items()), *overrides)
+        keys |= dict(one.split("=", 1) for one in overrides)
+        run = configure("llama", *(f"{key}={value}" for key, value in keys.items()))
         Path(run.paths.reference).mkdir(exist_ok=True)
         result = ranks("reference", run)
         assert result.code == 0, result.output[-3000:]
