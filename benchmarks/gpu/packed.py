@@ -107,7 +107,7 @@ def layers():
     }
     for base in BASES:
         for name, make in made.items():
-            sizes = ([[64 * (1 + i % 3) * (i != 5) for i in range(16)]],) if name == "GroupedLinear" else ()
+            sizes = ([64 * (1 + i % 3) * (i != 5) for i in range(16)],) if name == "GroupedLinear" else ()
             yield {"name": f"{name} {base}", **compared(base, make, sizes)}
 
 
@@ -129,11 +129,12 @@ def compared(base: str, make, sizes: tuple) -> dict[str, Any]:
         parameter.requires_grad_(False)
     packed = nn.Module.bfloat16(packed.cuda())
     rows = sum(sizes[0]) if sizes else 4096
-    found = {}
+    found, out = {}, None
     for kind, module in (("plain", plain), ("packed", packed)):
         torch.manual_seed(0)
         x = normal(rows, HIDDEN, grad=True)
         gradient = normal(rows, shape[1])
+        out = None
         before = torch.cuda.memory_allocated()
         out = module(x, *sizes)
         kept = torch.cuda.memory_allocated() - before - out.nbytes
