@@ -127,7 +127,8 @@ def logits(run: Run, facts: ModelFacts) -> int:
     """Bytes while the loss is computed, of the model and of each MTP layer. The gradient takes the logits' place."""
     t = tokens(run, facts)
     rows = t.whole * facts.padded_vocab(run.layout.tp) // run.layout.tp
-    return rows * t.byte * (1 + (facts.mtp_layers if run.model.mtp else 0))
+    squared = 8 * rows if run.train.z_loss else 0  # z loss: less their largest, and to the power of e, in fp32
+    return rows * t.byte * (1 + (facts.mtp_layers if run.model.mtp else 0)) + squared
 
 
 def _adapted(adapter: Adapter, name: str) -> bool:

@@ -79,6 +79,8 @@ def contradictions(run: Run) -> Iterator[tuple[str, str]]:
                 yield f"train.{key}", f"has no effect with train.objective {train.objective}"
     if train.objective == "sft":
         return
+    if train.z_loss:
+        yield "train.z_loss", f"{train.z_loss:g}, and train.objective {train.objective} has none: 0"
     if layout.nodes > 1:
         yield "layout.nodes", f"{layout.nodes}: what {train.objective} compares with is asked on one host yet"
     if train.batch_ramp:

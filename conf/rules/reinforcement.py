@@ -99,6 +99,7 @@ def as_training(run: Run) -> Run:
             "stop_after": None,
             "stop_after_worse": None,
             "ema_decay": None,
+            "z_loss": 0.0,
             "seed": asked.seed,
         },
         "optimizer": {"lr": asked.lr, "min_lr": asked.lr, "warmup": None, "warmup_steps": 0, "decay": "constant"},

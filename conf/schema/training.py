@@ -27,6 +27,13 @@ class Train(Section):
     dpo_label_smoothing: Annotated[float, bears("train", absent=0.0)] = Field(
         default=0.0, ge=0, lt=0.5, description="of dpo: share of rows whose answers are taken to be in the wrong order"
     )
+    z_loss: Annotated[float, bears("train", absent=0.0)] = Field(
+        default=0.0,
+        ge=0,
+        le=1,
+        description="weight of the squared logarithm of the softmax's sum, which keeps logits small; 1e-4 is usual; "
+        "moe.z_loss_coeff is the routers'",
+    )
     steps: Annotated[Count | None, bears("train", absent=None)] = Field(
         default=None, description="optimizer steps of the whole schedule; this or epochs is required"
     )

@@ -59,10 +59,12 @@ def rate(run: Run, step: int) -> float:
     return one.min_lr + (one.lr - one.min_lr) * 0.5 * (math.cos(math.pi * share) + 1)
 
 
-def loss_of(model: Any, rows: list[dict[str, torch.Tensor]]) -> torch.Tensor:
+def loss_of(model: Any, rows: list[dict[str, torch.Tensor]]) -> tuple[torch.Tensor, torch.Tensor]:
+    """The loss of the tokens, and the mean square of the logarithm of the softmax's sum."""
     logits = model(torch.stack([row["tokens"] for row in rows])).logits
     labels = torch.stack([row["labels"] for row in rows])
-    return torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+    loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+    return loss, logits.logsumexp(-1).square().mean()
 
 
 def train(run: Run) -> dict[str, Any]:
@@ -81,16 +83,16 @@ def train(run: Run) -> dict[str, Any]:
     for step in range(run.train.steps or 0):
         for group in optimizer.param_groups:
             group["lr"] = rate(run, step)
-        loss = loss_of(model, [training[step * batch + row] for row in range(batch)])
+        loss, squares = loss_of(model, [training[step * batch + row] for row in range(batch)])
         optimizer.zero_grad()
-        loss.backward()
+        (loss + run.train.z_loss * squares).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), one.clip_grad)
         optimizer.step()
         losses.append(loss.item())
         if (step + 1) % int(run.train.validate_every) == 0:
             taken, order = order[:each], order[each:]
             with torch.no_grad():
-                found = [loss_of(model, [validation[row]]).item() for row in taken]
+                found = [loss_of(model, [validation[row]])[0].item() for row in taken]
             validations.append(sum(found) / each)
     return {"losses": losses, "validations": validations}
 

@@ -78,6 +78,21 @@ def test_the_loss_of_each_step_is_that_of_a_plain_loop(drawn, ranks, tmp_path):
 
 
 @pytest.mark.slow
+def test_the_z_loss_of_each_step_is_that_of_a_plain_loop_at_any_layout(drawn, ranks, tmp_path):
+    run = drawn("z", {}, "train.z_loss=0.01")
+    alone, found = ranks("train", run), plain(run, tmp_path)
+    assert alone.code == 0, alone.output
+    assert losses(alone) == pytest.approx(found["losses"], abs=1e-4)
+    assert losses(alone)[-1] != pytest.approx(losses(ranks("train", drawn("no-z", {})))[-1], abs=1e-4)
+    cut = drawn("z-cut", {}, "train.z_loss=0.01", "layout.gpus_per_node=2", "layout.tp=2")
+    together = ranks("train", cut)
+    assert together.code == 0, together.output
+    for name in ("lm_loss", "z_loss"):
+        both = ([line[name] for line in one.metrics if line["kind"] == "train"] for one in (alone, together))
+        assert next(both) == pytest.approx(next(both), abs=1e-4)
+
+
+@pytest.mark.slow
 def test_perplexity_of_a_gpt_of_ten_million_parameters_is_that_of_a_plain_loop(drawn, ranks, tmp_path):
     """Both learn Python from the standard library, begin with the same weights and validate on the same rows."""
     rows = tmp_path / "sources.jsonl"

@@ -18,6 +18,7 @@ from conf.schema.run import Run
 from trainer.megatron.whole_rows import whole
 from trainer.objectives.distillation import divergence, likeliest
 from trainer.objectives.preferences import Settings, answer_log_probs, preference
+from trainer.objectives.softmax_sums import WithZLoss
 
 TAUGHT = ("teacher_values", "teacher_ids")
 OURS = ("loss_mask", "reference")  # what the loss reads of a batch
@@ -25,6 +26,8 @@ OURS = ("loss_mask", "reference")  # what the loss reads of a batch
 
 def step(run: Run) -> Any:
     """The forward_step that Bridge's loop is given."""
+    if run.train.z_loss:
+        return WithZLoss(run.train.z_loss)
     found = {"dpo": PreferenceStep, "distill": DistillationStep}.get(run.train.objective)
     return found(run) if found else gpt_step.forward_step
 

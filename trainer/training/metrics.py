@@ -4,6 +4,7 @@ Kinds of lines: start (layout, recompute, sizes), train, validation, checkpoint.
 drops the lines of later steps, which an interrupted attempt left behind, so that no step stands there twice.
 
     step, lm_loss, mtp_loss, aux_loss, lr, grad_norm      of this step; losses are means over tokens
+    z_loss                                                mean square that train.z_loss weighs
     loss_scale, skipped_steps, nan_steps                  of fp16: steps whose gradients overflowed so far, and those
                                                           among them whose loss was no number; lm_loss is null then
     rewards/chosen, rewards/rejected, rewards/margin,     of dpo, means over the rows of a step or of a validation;
@@ -184,10 +185,11 @@ class Metrics(Callback):
             MTPLossLoggingHelper.track_mtp_metrics(scale, step, seen)
         heads = [f"mtp_{i + 1} loss" for i in range(model.mtp_num_layers or 0)]
         lm = context.loss_dict.get("lm loss", torch.zeros(())) if context.loss_dict else torch.zeros(())
-        last = _from_last_stage([float(lm), *(seen.get(head, 0.0) for head in heads)])
-        losses = {"lm_loss": last[0]}
+        squares = (context.loss_dict or {}).get("z loss", 0.0)
+        last = _from_last_stage([float(lm), float(squares), *(seen.get(head, 0.0) for head in heads)])
+        losses = {"lm_loss": last[0]} | ({"z_loss": last[1]} if self.run.train.z_loss else {})
         if heads:
-            losses["mtp_loss"] = sum(last[1:]) / len(heads)
+            losses["mtp_loss"] = sum(last[2:]) / len(heads)
         if model.num_moe_experts:
             losses |= {name: seen.get(key, 0.0) for key, name in _auxiliary_losses(model).items()}
         return losses
