@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from pyarrow import parquet
 
 from conf.load import load
 from conf.schema.run import Run
@@ -32,15 +33,16 @@ def divergence(student: torch.Tensor, teacher: torch.Tensor, k: int) -> torch.Te
 def train(run: Run) -> dict[str, Any]:
     from transformers import AutoModelForCausalLM
 
-    from trainer.megatron.token_files import Rows, file
-
     student, teacher = (
         AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
         for folder in (run.paths.model, run.paths.teacher)
     )
-    place = prepared.folder(run)
-    rows = Rows(file(place, "training"), run.data.seq_length, prepared.load(place).pad_id)
-    batch = rows.collate_fn([rows[row] for row in range(len(rows))])
+    table = parquet.read_table(prepared.folder(run) / "training.idx.parquet").to_pylist()
+    shape = len(table), run.data.seq_length
+    batch = {"tokens": torch.zeros(shape, dtype=torch.long), "loss_mask": torch.zeros(shape)}
+    for number, row in enumerate(table):
+        batch["tokens"][number, : len(row["input_ids"]) - 1] = torch.tensor(row["input_ids"][:-1])
+        batch["loss_mask"][number, : len(row["loss_mask"]) - 1] = torch.tensor(row["loss_mask"][:-1]).float()
     one, mask, temperature = run.optimizer, batch["loss_mask"], run.train.distill_temperature
     groups = [
         {"params": [p for p in student.parameters() if p.ndim > 1], "weight_decay": one.weight_decay},
