@@ -279,8 +279,9 @@ def values(field: dict[str, Any]) -> st.SearchStrategy[Any]:
             return st.integers(field.get("minimum", 0), min(10, field.get("maximum", 10)))
         case {"type": "number"}:
             low = field.get("minimum", 0)
+            high = min(low + 1, field.get("maximum", low + 1), field.get("exclusiveMaximum", low + 1))
             return st.floats(
-                low, low + 1, exclude_min="exclusiveMinimum" in field, exclude_max="exclusiveMaximum" in field
+                low, high, exclude_min="exclusiveMinimum" in field, exclude_max="exclusiveMaximum" in field
             )
         case {"type": "array", "items": item}:
             return st.lists(values(item), min_size=1, max_size=3, unique_by=repr)
@@ -341,6 +342,11 @@ def runs(draw) -> Run:
         data["model"]["base"] = "bf16"
     data["reinforce"]["steps"] = 0  # else most of what is drawn for its other keys contradicts something
     run = Run.model_validate(data)
+    for _ in range(5):  # what contradicts something else gets its default
+        for key, _ in contradictions(run):
+            part, name = key.partition("[")[0].split(".")[:2]
+            data[part][name] = sections()[part].model_fields[name].get_default(call_default_factory=True)
+        run = Run.model_validate(data)
     assume(not list(contradictions(run)))
     assert not layout.problems(run)
     return run
