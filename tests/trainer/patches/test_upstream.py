@@ -6,12 +6,14 @@ tests/trainer/patches/test_gradients_unpatched.py does the same for adapters.
 
 import ast
 import importlib.metadata
+import sys
+import types
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from trainer.patches import import_fixes, lazy_bridge
+from trainer.patches import import_fixes, lazy_bridge, split_gradients
 
 
 def text(package: str, path: str) -> str:
@@ -44,6 +46,18 @@ def test_bridge_passes_a_ramp_that_core_ignores_and_saves_whenever_batches_grow(
     assert "Deprecated. This argument is ignored. Use step_batch_size_schedule instead." in core
     assert "step_batch_size_schedule" not in text("megatron-bridge", "megatron/bridge/training/initialize.py")
     assert "batch size rampup; " in text("megatron-bridge", "megatron/bridge/training/train.py")
+
+
+def test_core_asks_transformer_engine_for_a_name_that_it_has_no_more(monkeypatch):
+    core = text("megatron-core", "megatron/core/extensions/transformer_engine.py")
+    assert "from transformer_engine.pytorch.attention import _SplitAlongDim\n" in core
+    names = ("", ".pytorch", ".pytorch.attention", ".pytorch.utils")
+    engine, pytorch, attention, utils = (types.ModuleType(f"transformer_engine{name}") for name in names)
+    engine.pytorch, pytorch.attention, pytorch.utils, utils.SplitAlongDim = pytorch, attention, utils, object()
+    for fake in (engine, pytorch, attention, utils):
+        monkeypatch.setitem(sys.modules, fake.__name__, fake)
+    split_gradients.install()
+    assert attention._SplitAlongDim is utils.SplitAlongDim
 
 
 def test_bridge_norms_over_all_heads_otherwise_than_the_releases_under_tp():

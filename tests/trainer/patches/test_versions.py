@@ -26,6 +26,7 @@ LIGHT = {
     "lazy_bridge": "install",
     "null_tokenizer": "install",
     "offloading": "keep_counting",
+    "split_gradients": "install",
     "transformers_imports": "import_transformers",
     "vllm_cpu": "ask_in_process",
 }
