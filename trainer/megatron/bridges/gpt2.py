@@ -4,7 +4,7 @@ The vocabulary of the releases, 50257, cannot be cut, so Megatron pads it. What 
 embedding of zeros, would be 0, where those of GPT-2's tokens are around -40. They are masked.
 """
 
-# pyright: reportAttributeAccessIssue=false, reportArgumentType=false
+# pyright: reportAttributeAccessIssue=false, reportArgumentType=false, reportIncompatibleMethodOverride=false
 
 from dataclasses import dataclass
 from functools import partial
