@@ -65,7 +65,9 @@ def unfit(run: Run, place: str, kind: str) -> str:
     wanted = run.train.objective
     if kind in KIND[wanted]:
         return ""
-    found = next(one for one, kinds in KIND.items() if kind in kinds)
+    found = next((one for one, kinds in KIND.items() if kind in kinds), None)
+    if found is None:
+        return f"train.objective: {wanted} reads {READS[wanted]}, but {place} holds data of the kind {kind}"
     other = f"train.objective={found}" if found != "sft" else "another data.source or data.shape"
     return f"train.objective: {wanted} reads {READS[wanted]}, but {place} holds {READS[found]}; {other} would do"
 

@@ -80,7 +80,7 @@ def _prepare(paths: dict[str, Path]) -> None:
     rows = {"read": 48, "kept": 48, "training": 16, "validation": 16, "test": 16}
     report = {"rows": rows, "tokens": tokens, "dropped": {}, "sources": [], "template": {}}
     _write(paths["data"] / "report.json", report)
-    _write(paths["data"] / "prepared.json", {"kind": "pairs", "rows": rows, "sequences": rows})
+    _write(paths["data"] / "prepared.json", {"kind": "sft", "rows": rows, "sequences": rows})
 
 
 def _convert(paths: dict[str, Path]) -> None:

@@ -122,6 +122,8 @@ def test_every_configuration_ends_in_a_plan_that_can_finish(file):
     behind = BEHIND if isinstance(run.model.source, str) else BEHIND[1:]  # drawn weights know nothing yet
     if run.reinforce.steps:
         behind = [*behind[:-2], "reinforce", *behind[-2:]]
+    if not run.evaluate.tasks:  # a packed base on GPUs that cannot serve the whole model
+        behind = [stage for stage in behind if not stage.startswith("evaluate")]
     if file.parent.name != "documented":
         assert planned.fits and [need.stage for need in planned.needs][3:] == behind
         table = "\n".join(display.lines(planned))

@@ -78,3 +78,4 @@ def test_data_of_another_kind_than_the_objective_reads_are_refused():
         "answer; train.objective=dpo would do"
     )
     assert objectives.unfit(dpo, "data", "sft").endswith("another data.source or data.shape would do")
+    assert objectives.unfit(sft, "data", "pictures").endswith("but data holds data of the kind pictures")

@@ -15,7 +15,7 @@ ROWS = 16  # all of them in each step, so that their order has no meaning
 
 @pytest.fixture(scope="session")
 def taught(work, configure, base, ranks):
-    """taught(name, *overrides) -> Run of a Llama whose teacher, of another family, has been asked."""
+    """taught(name, *overrides) -> Run of a Qwen3 whose teacher, of another family, has been asked."""
     folder = work / "few-tickets"
     folder.mkdir()
     rows = [json.dumps({"input": ask, "output": team}) + "\n" for ask, team in tickets(2 * ROWS, seed=0).items()]
@@ -23,15 +23,15 @@ def taught(work, configure, base, ranks):
     (folder / "validation.jsonl").write_text("".join(rows[ROWS:]))
 
     def taught(name: str, *overrides: str):
-        base("llama")
         base("qwen3")
+        base("mistral")
         paths = {"data": folder, "output": work / name, "reference": work / f"{name}-reference"}
-        paths |= {"teacher": work / "qwen3", "teacher_base": work / "qwen3-base"}
+        paths |= {"teacher": work / "mistral", "teacher_base": work / "mistral-base"}
         keys = {f"paths.{key}": path for key, path in paths.items()}
-        keys |= {"train.objective": "distill", "train.teacher": "tiny://qwen3", "train.teacher_top_k": 24}
+        keys |= {"train.objective": "distill", "train.teacher": "tiny://mistral", "train.teacher_top_k": 24}
         keys |= {"data.loss_on": "all", "train.global_batch": ROWS, "train.micro_batch": 4, "adapter.kind": "none"}
         keys |= dict(one.split("=", 1) for one in overrides)
-        run = configure("llama", *(f"{key}={value}" for key, value in keys.items()))
+        run = configure("qwen3", *(f"{key}={value}" for key, value in keys.items()))
         Path(run.paths.reference).mkdir(exist_ok=True)
         result = ranks("reference", run)
         assert result.code == 0, result.output[-3000:]

@@ -6,7 +6,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from pathlib import Path
 
 import pytest
 
@@ -248,11 +247,11 @@ def test_a_function_that_is_none_is_told_at_once(tmp_path, function, reason):
         Worker("function", function.format(tmp_path), 20.0, 1.0)
 
 
-def test_code_is_worth_the_share_of_its_checks():
+def test_code_is_worth_the_share_of_its_checks(tmp_path):
     worker = Worker("code", None, 1.0, 1.0)
     program, checks = "```python\ndef double(x):\n    return 2 * x\n```", "assert double(2) == 4\nassert double(3) == 7"
     assert worker.rewards([question(program, checks)]) == [0.5]
-    harm = ["import os; os.fork()", "while True: pass", "x = (", "import os; os._exit(0)", "open('/tmp/x', 'w')"]
+    harm = ["import os; os.fork()", "while True: pass", "x = (", "import os; os._exit(0)", f"open('{tmp_path}/x', 'w')"]
     assert worker.rewards([question(one, "assert True") for one in harm]) == [0.0] * 5
     assert worker.rewards([question("def double(x): return 2 * x", checks)]) == [0.5]  # in a new process
     cheats = [
@@ -263,4 +262,4 @@ def test_code_is_worth_the_share_of_its_checks():
     forged = "import os\nos.write(4, b'{\"reward\": NaN}'); os.write(5, b'{\"reward\": 7}'); os._exit(0)"
     assert worker.rewards([question(forged, "assert True")]) == [0.0]
     worker.close()
-    assert not Path("/tmp/x").exists()
+    assert not (tmp_path / "x").exists()

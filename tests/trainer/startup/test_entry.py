@@ -158,6 +158,7 @@ def test_ranks_start_in_the_environment_of_their_layout_and_what_is_set_here_win
     assert entry._environment(run) == {}  # no GPU
     monkeypatch.setattr(nvidia_smi, "kind", lambda: "NVIDIA H200")
     monkeypatch.setenv("NCCL_DEBUG", "INFO")
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)  # torch's compiler sets it for this process
     found = entry._environment(run)
     assert found["CUDA_DEVICE_MAX_CONNECTIONS"] == "1" and "NCCL_DEBUG" not in found
     assert found["TORCHINDUCTOR_CACHE_DIR"] == f"{run.paths.kernels}/inductor"
