@@ -7,8 +7,9 @@
     precision(run)                                                      that an evaluation computes in
 
 The check runs before anything is downloaded: a model that nothing serves would be trained to the end, unevaluated. vLLM
-has a kernel for any size of heads on a GPU, and for CPU_HEADS on a CPU. tests/conf/rules/test_serving.py compares the
-tables with the vLLM that is installed. conf/planner/serving/ has the memory. Not covered: other families than these.
+has a kernel for any size of heads on a GPU, but for latent attention, which has LATENT_HEADS, and for CPU_HEADS on a
+CPU. tests/conf/rules/test_serving.py compares the tables with the vLLM that is installed. conf/planner/serving/ has the
+memory. Not covered: other families than these.
 """
 
 from collections.abc import Iterator
@@ -36,6 +37,7 @@ SPARSE_BLOCKS = {"MixtralForCausalLM": "Mixtral's", "MiniMaxM2ForCausalLM": "Min
 FP8 = 8.9  # CUDA's compute capability that quantization takes
 BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}  # of a weight, by precision
 LATENT = "kv_b_proj"  # Hugging Face's name of linear_kv_up_proj
+LATENT_HEADS = ((128, 64, 128), (192, 64, 256), (64, 64, 128))  # qk_nope_head_dim, qk_rope_head_dim, v_head_dim
 CPU_HEADS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 
 
@@ -74,7 +76,7 @@ def unservable(run: Run, facts: ModelFacts, cpu: bool) -> list[str]:
     if facts.architecture not in SERVED:
         return [f"architectures is {facts.architecture}, and vLLM is known to serve {', '.join(SERVED)}"]
     evaluate = run.evaluate
-    found = list(_on_cpu(run, facts) if cpu else uncut(facts, evaluate.gpus or 1, bool(evaluate.expert_parallel)))
+    found = list(_on_cpu(run, facts) if cpu else _on_gpu(run, facts))
     if evaluate.expert_parallel and not facts.experts:
         found.append("evaluate.expert_parallel is true, and the model has no experts")
     if (evaluate.nodes or 1) > facts.layers:
@@ -120,6 +122,15 @@ def _on_cpu(run: Run, facts: ModelFacts) -> Iterator[str]:
     elif facts.head_dim not in CPU_HEADS:
         sizes = ", ".join(map(str, CPU_HEADS))
         yield f"head_dim is {facts.head_dim}, and on a CPU vLLM serves heads of {sizes}"
+
+
+def _on_gpu(run: Run, facts: ModelFacts) -> Iterator[str]:
+    yield from uncut(facts, run.evaluate.gpus or 1, bool(run.evaluate.expert_parallel))
+    heads = (facts.qk_nope, facts.qk_rope, facts.v_head)
+    if facts.kv_rank and heads not in LATENT_HEADS:
+        known = " or ".join("{}, {} and {}".format(*one) for one in LATENT_HEADS)
+        names = "qk_nope_head_dim, qk_rope_head_dim and v_head_dim"
+        yield f"{names} are {heads[0]}, {heads[1]} and {heads[2]}, and vLLM's latent attention is of {known}"
 
 
 def uncut(facts: ModelFacts, gpus: int, expert_parallel: bool = False) -> Iterator[str]:

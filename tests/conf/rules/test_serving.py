@@ -10,7 +10,7 @@ import pytest
 
 from conf.load import load
 from conf.model_facts import facts_from_hf, known
-from conf.rules.serving import CPU_HEADS, SERVED, unservable
+from conf.rules.serving import CPU_HEADS, LATENT_HEADS, SERVED, unservable
 from contract.faults import ConfigError
 from trainer.rehearsal.tiny_models import KINDS
 
@@ -28,7 +28,12 @@ def test_latent_attention_wants_a_gpu():
     assert unservable(load("tiny"), facts, cpu=True) == ["kv_lora_rank: vLLM does no latent attention on a CPU"]
     (line,) = unservable(load("tiny"), facts_from_hf(KINDS["minimax-m2"]), cpu=True)
     assert line.startswith("scoring_func: on a CPU vLLM has sigmoid scores of experts in groups alone")
-    assert unservable(load("tiny"), facts, cpu=False) == []
+    assert unservable(load("tiny"), known("deepseek-v3"), cpu=False) == []
+
+
+def test_a_gpu_has_latent_attention_of_the_releases_sizes():
+    (line,) = unservable(load("tiny"), facts_from_hf(KINDS["glm4-moe-lite"]), cpu=False)
+    assert line.startswith("qk_nope_head_dim, qk_rope_head_dim and v_head_dim are 48, 16 and 64, and vLLM's latent ")
 
 
 @pytest.mark.parametrize(
@@ -87,6 +92,9 @@ def test_the_tables_are_those_of_the_installed_vllm():
     assert {*SERVED} <= {*re.findall(r'^    "(\w+)": \(', models, re.M)}
     attention = (Path(folder) / "v1/attention/backends/cpu_attn.py").read_text()
     assert f"return [{', '.join(map(str, CPU_HEADS))}]" in attention
+    latent = (Path(folder) / "v1/attention/backends/mla/prefill/flash_attn.py").read_text()
+    heads = re.findall(r"qk_nope_head_dim=(\d+),\s+qk_rope_head_dim=(\d+),\s+v_head_dim=(\d+)", latent)
+    assert {*LATENT_HEADS} == {(int(nope), int(rope), int(v)) for nope, rope, v in heads}
     experts = (Path(folder) / "model_executor/layers/fused_moe/cpu_fused_moe.py").read_text()
     assert '        assert scoring_func == "softmax"\n' in experts  # where there are no groups
     assert (
