@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -243,7 +244,8 @@ def test_a_trainer_started_by_hand_waits_too_and_ctrl_c_ends_it(host, tmp_path):
     environment = os.environ | {"PYTHONPATH": f"{ROOT}:{tmp_path}", "PYTHONUNBUFFERED": "1"}
     command = [sys.executable, "-m", "toy_command"]
     with host_gpus.taken("train of flow-1", pytest.fail):
-        waits = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
+        in_front = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # behind `&` a shell has Ctrl-C ignored
+        waits = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True, preexec_fn=in_front)
         said = "toy_command of tiny, started by hand waits for 1 GPU: train of flow-1 has had it"
         assert said in waits.stdout.readline()
         waits.send_signal(signal.SIGINT)
