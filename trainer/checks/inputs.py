@@ -91,8 +91,8 @@ def check_reference(run: Run) -> None:
 
 
 def _check_teacher(run: Run, student: ModelFacts) -> ModelFacts:
-    """Check that the teacher has the model's tokens. Returns its sizes."""
-    model, teacher = Path(run.paths.model), Path(run.paths.teacher)
+    """Check that the teacher has as many tokens as the model. Returns its sizes."""
+    teacher = Path(run.paths.teacher)
     facts = check_model(objectives.at_teacher(run))
     if facts.vocab != student.vocab:
         raise Fault(f"train.teacher: {teacher}: a vocabulary of {facts.vocab} tokens; the model has {student.vocab}")
@@ -100,11 +100,16 @@ def _check_teacher(run: Run, student: ModelFacts) -> ModelFacts:
         raise Fault(
             "train.objective: distill, but GPT-2's vocabulary is padded with tokens that are none; another model"
         )
+    return facts
+
+
+def check_tokens(run: Run) -> None:
+    """Check that the teacher's tokens are the model's. Call with Megatron imported: tokenizers alone hide torch."""
+    model, teacher = Path(run.paths.model), Path(run.paths.teacher)
     own, other = (tokenizer.load(one, run.model.trust_remote_code).get_vocab() for one in (model, teacher))
     if own != other:
         token = next(iter(sorted(own.items() ^ other.items())))[0]
         raise Fault(f"train.teacher: {teacher}: another tokenizer than the model's: {json.dumps(token)} differs")
-    return facts
 
 
 def check_reinforce(given: Run) -> None:

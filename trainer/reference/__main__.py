@@ -32,6 +32,8 @@ def main(given: Run) -> None:
     from trainer.reinforcement.policy_step import Feed, FromOutside
     from trainer.training import bridge_loop
 
+    if objectives.has_teacher(given):
+        inputs.check_tokens(given)
     resharding.install()
     run = _without_steps(given)
     with megatron_to(Path(run.paths.logs)):

@@ -78,3 +78,17 @@ def test_losses_are_those_of_one_process_at_every_layout_and_after_a_kill(taught
     assert losses("killed", "checkpoint.save_every=1", kill_at=2) == alone
     for number, cut in enumerate(["", "layout.tp=2 layout.sp=true", "layout.cp=2", "layout.pp=2"]):
         assert losses(f"cut-{number}", "layout.gpus_per_node=2", *cut.split()) == pytest.approx(alone, rel=1e-4), cut
+
+
+@pytest.mark.slow
+def test_the_command_asks_a_teacher_by_itself(taught, tmp_path):
+    """The other tests ask in processes that have Megatron already, in front of which tokenizers hide torch."""
+    given = taught("by-hand", "train.steps=4")
+    paths = given.paths.model_copy(update={"reference": str(tmp_path / "reference"), "logs": str(tmp_path / "logs")})
+    dump(given.model_copy(update={"paths": paths}), tmp_path / "run.yaml")
+    command = [sys.executable, "-m", "trainer.reference", tmp_path / "run.yaml"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[3])
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert {path.name for path in Path(given.paths.reference).glob("*.npy")} == {
+        path.name for path in Path(paths.reference).glob("*.npy")
+    }
