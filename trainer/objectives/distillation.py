@@ -14,16 +14,9 @@ from megatron.core import parallel_state
 from megatron.core.tensor_parallel.mappings import reduce_from_tensor_model_parallel_region
 from torch import distributed
 
+from trainer.objectives.log_sum_exp import log_sum_exp
+
 LEAST = 1e-9  # of the probability of all other tokens: its logarithm stays a number
-
-
-def log_sum_exp(logits: torch.Tensor) -> torch.Tensor:
-    """The logarithm of the sum over the whole vocabulary, of which this rank has a part in the last dimension."""
-    group = parallel_state.get_tensor_model_parallel_group()
-    largest = logits.detach().amax(-1)
-    distributed.all_reduce(largest, op=distributed.ReduceOp.MAX, group=group)
-    total = reduce_from_tensor_model_parallel_region((logits - largest[..., None]).exp().sum(-1))
-    return largest + total.log()
 
 
 def at(logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:

@@ -12,10 +12,9 @@ from typing import Any
 
 import torch
 from megatron.bridge.training import gpt_step
-from megatron.core import parallel_state
-from megatron.core.tensor_parallel import reduce_from_tensor_model_parallel_region
 from megatron.core.utils import unwrap_model
-from torch import distributed
+
+from trainer.objectives.log_sum_exp import log_sum_exp
 
 
 class WithZLoss:
@@ -48,7 +47,4 @@ def _squares(logits: torch.Tensor) -> torch.Tensor:
 
     Nothing of it needs the logits in the backward pass: core's loss is computed in their place.
     """
-    largest = logits.detach().amax(-1).float()
-    distributed.all_reduce(largest, distributed.ReduceOp.MAX, parallel_state.get_tensor_model_parallel_group())
-    sums = reduce_from_tensor_model_parallel_region((logits.float() - largest.unsqueeze(-1)).exp().sum(-1))
-    return (sums.log() + largest) ** 2
+    return log_sum_exp(logits.float()) ** 2
