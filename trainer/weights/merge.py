@@ -9,6 +9,7 @@ when they are needed: those of a model with many experts do not fit in memory to
 
 import re
 from collections import defaultdict
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -26,6 +27,7 @@ ADAPTER = re.compile(
     r"(?P<layer>.+)\.adapter\.(?P<role>linear_in|linear_out|weight_magnitude)(\.weight)?(?P<expert>\d*)$"
 )
 VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")
+AT_ONCE = 2**18  # elements that are merged at once
 
 
 @dataclass(frozen=True)
@@ -131,24 +133,40 @@ def find_values(stored: Stored, registry, model: Model, elsewhere: set[str]) -> 
 
 
 def merged(weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scale: float, magnitude) -> torch.Tensor:
-    whole = weight.float()
-    whole += scale * (b.float() @ a.float())
-    if magnitude is not None:
-        whole *= (magnitude.float() / whole.norm(dim=1)).unsqueeze(1)
-    return whole.to(weight.dtype)
+    change, found = b.float() @ a.float(), torch.empty_like(weight, memory_format=torch.contiguous_format)
+    for rows in _blocks(weight):
+        whole = weight[rows].float()
+        whole += change[rows].mul_(scale)
+        if magnitude is not None:
+            whole *= (magnitude[rows].float() / whole.norm(dim=1)).unsqueeze(1)
+        found[rows] = whole
+    return found
 
 
 def is_merged(found: torch.Tensor, weight: torch.Tensor, a, b, scale: float, magnitude) -> bool:
     """Whether `found` is the merged weight to the last bit but one of its type, computed once more in another order."""
     whole = expected(weight, a, b, scale, magnitude)
-    bound = torch.finfo(found.dtype).eps * whole.abs() + 1e-5 * whole.abs().max()
-    return bool(((found.float() - whole).abs() <= bound).all())
+    largest = max((float(torch.stack(whole[rows].aminmax()).abs().max()) for rows in _blocks(whole)), default=0.0)
+    return all(_is_near(found[rows], whole[rows], largest) for rows in _blocks(whole))
 
 
-def expected(weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scale: float, magnitude) -> torch.Tensor:
+def expected(weight: torch.Tensor, a, b, scale: float, magnitude) -> torch.Tensor:
     """The merged weight in fp32, computed in another order than merged() does."""
-    whole = torch.addmm(weight.float(), b.float() * scale, a.float())
+    whole, factor, a = torch.empty(weight.shape), b.float() * scale, a.float()
+    for rows in _blocks(weight):
+        torch.addmm(weight[rows].float(), factor[rows], a, out=whole[rows])
     return whole if magnitude is None else magnitude.float()[:, None] * torch.nn.functional.normalize(whole, dim=1)
+
+
+def _is_near(found: torch.Tensor, whole: torch.Tensor, largest: float) -> bool:
+    bound = whole.abs().mul_(torch.finfo(found.dtype).eps).add_(1e-5 * largest)
+    return bool((found.float().sub_(whole).abs_() <= bound).all())
+
+
+def _blocks(weight: torch.Tensor) -> Iterator[slice]:
+    """Rows that fit into a processor's own memory, several fp32 copies of them: most of the time is memory's."""
+    step = max(1, AT_ONCE // max(1, weight.shape[1]))
+    return (slice(first, first + step) for first in range(0, weight.shape[0], step))
 
 
 def _alpha(stored: Stored) -> float:
