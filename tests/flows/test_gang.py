@@ -1,5 +1,6 @@
-"""A training of two hosts: what Prefect, MLflow and flows.logs show of its gang."""
+"""A conversion and a training of two hosts: what Prefect, MLflow and flows.logs show of their gangs."""
 
+import re
 import subprocess
 import sys
 
@@ -9,18 +10,22 @@ from tests.support.flow_world import ROOT, World, states
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(400)
 def test_a_run_of_two_hosts_can_be_followed_everywhere(place: World):
     from mlflow import MlflowClient
 
-    output = place.run("layout.nodes=2", "train.micro_batch=8", "train.steps=40", "--until", "train")
-    assert states(output)["train"] == "Completed"
+    output = place.run(
+        "layout.nodes=2", "convert.hosts=all", "train.micro_batch=8", "train.steps=40", "--until", "train"
+    )
+    assert states(output)["convert"] == states(output)["train"] == "Completed"
+    assert len(re.findall(r"convert.*attempt 1: \S+/0, \S+/1 convert; logs in", output)) == 1
     name = place.name_of(output)
     (run,) = place.ask_prefect("flow_runs/filter", flow_runs={"name": {"any_": [name]}})
     found = place.ask_prefect("artifacts/filter", artifacts={"flow_run_id": {"any_": [run["id"]]}})
     pages = {one["key"]: one for one in found}
     gang = pages["gang-quick"]
     assert gang["description"] == "done" and gang["task_run_id"]
+    assert pages["convert-quick"]["description"] == "done"
     assert "## Hosts: 2\n" in gang["data"] and "| 0 to 40 | 2 |\n" in gang["data"]
     command = next(line for line in gang["data"].splitlines() if line.startswith("python -m flows.logs "))
     assert f"`{command}`" in pages["report-quick"]["data"]

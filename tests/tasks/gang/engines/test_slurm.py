@@ -1,5 +1,6 @@
 """The Slurm engine: its script, and a real Slurm that gets it. Skipped where Debian's slurm-wlm and munge are not."""
 
+import filecmp
 import os
 import re
 import signal
@@ -194,8 +195,8 @@ def train(here, work, request):
     folder.mkdir()
     overrides = [f"{key}={value}" for key, value in (here | {"paths.data": work / "one/data"}).items()]
 
-    def train(*more: str) -> tuple[subprocess.Popen, Path]:
-        command = [sys.executable, driver.__file__, "train", work / "conf.yaml", folder, work / "store"]
+    def train(*more: str, job: str = "train") -> tuple[subprocess.Popen, Path]:
+        command = [sys.executable, driver.__file__, job, work / "conf.yaml", folder, work / "store"]
         command += [*overrides, *more]
         with (folder / "output.txt").open("a") as output:
             running.append(subprocess.Popen(command, cwd=ROOT, env=os.environ, stdout=output, stderr=output))
@@ -286,3 +287,14 @@ def test_cancelled_it_saves_and_leaves_no_job(train):
     assert running.wait(60) == 1
     assert [*folder.glob("files/checkpoints/iter_*/complete.json")]
     assert subprocess.run(["squeue", "-h", f"-j{id}"], capture_output=True, text=True).stdout == ""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(280)
+def test_its_nodes_convert_together(train, work):
+    running, folder = train("convert.hosts=all", job="convert")
+    assert running.wait(250) == 0, (folder / "output.txt").read_text()
+    assert re.search(r"attempt 1: n\d\S*, n\d\S* convert; logs in", (folder / "output.txt").read_text())
+    alone, there = work / "base/iter_0000000", folder / "files/iter_0000000"
+    names = sorted(file.name for file in alone.iterdir() if file.name != "run_config.yaml")
+    assert filecmp.cmpfiles(alone, there, names, shallow=False) == (names, [], [])
