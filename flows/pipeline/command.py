@@ -1,7 +1,7 @@
 """Command line of the flows. It reads and checks its arguments before Prefect starts anything."""
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 from conf.load import load
 from conf.overrides import from_overrides
@@ -12,7 +12,7 @@ from contract.faults import ConfigError, Fault
 from flows.arguments import of_a_run, refused
 from tasks.run import forecast, own_server
 from tasks.run.places import open_run_store
-from tasks.run.request import Request
+from tasks.sources.hub.api import Unreachable
 from tasks.stages import pipeline, plan
 
 
@@ -31,13 +31,7 @@ def command(flow, description: str, require: Callable[[Run], None] = lambda run:
         first, last = _stage(options.first), _stage(options.last)
         pipeline.require_order(first, last)
         if options.dry_run:
-            planned = plan.settle(run)
-            if fault := plan.refusal(planned) or plan.unserved(planned, last) or plan.unanswered(planned, last):
-                raise Fault(fault)
-            run = planned.run
-            asked = pipeline.request(run, first, last)
-            would = forecast.lines(asked, open_run_store(), planned)
-            print("\n".join([*would, *_takes(planned, asked), plan.summary(planned)]))
+            print("\n".join(_foretold(run, first, last)))
             return 0
     except (ConfigError, Fault) as fault:
         return refused(fault)
@@ -60,9 +54,34 @@ def command(flow, description: str, require: Callable[[Run], None] = lambda run:
     return 0 if state.is_completed() else 1 if state.name == "Crashed" else 2
 
 
-def _takes(planned: Plan, asked: Request) -> list[str]:
+def _foretold(run: Run, first: str | None, last: str | None) -> list[str]:
+    """What would run, what of it is there, and the cost; without a way to the Hub, what is known of that here."""
+    try:
+        planned = _possible(plan.settle(run), last)
+        asked = pipeline.request(planned.run, first, last)
+        would = forecast.lines(asked, open_run_store(), planned)
+    except Unreachable as fault:
+        planned = _possible(_recalled(run, fault), last)
+        would = [str(fault), "So it is not known what of this is there already. By the config.json that is known here:"]
+    return [*would, *_takes(planned, pipeline.asked(planned.run, last)), plan.summary(planned)]
+
+
+def _recalled(run: Run, fault: Unreachable) -> Plan:
+    try:
+        return plan.recalled(run)
+    except ConfigError:  # nothing is known here of this model
+        raise fault from None
+
+
+def _possible(planned: Plan, last: str | None) -> Plan:
+    if fault := plan.refusal(planned) or plan.unserved(planned, last) or plan.unanswered(planned, last):
+        raise Fault(fault)
+    return planned
+
+
+def _takes(planned: Plan, asked: Collection[str]) -> list[str]:
     """What the stages take that are asked for, and the evaluation if it is among them."""
-    needs = [need for need in planned.needs if need.stage in asked.stages and need.stage not in asked.unasked]
+    needs = [need for need in planned.needs if need.stage in asked]
     evaluated = any(need.stage.startswith("evaluate") for need in needs)
     how = ["", *display.evaluation(planned)] if evaluated and planned.serving else []
     ways = display.base(planned) if any(need.stage == "convert" for need in needs) else ()

@@ -128,6 +128,12 @@ def stages(run: Run) -> dict[str, Stage]:
     return found
 
 
+def asked(run: Run, last: str | None) -> list[str]:
+    """Names of the stages that are to be made, in order. Asks nobody for what the sources hold."""
+    left_out = unasked(run, last)
+    return [kind.name for kind in PIPELINE if kind.only(run) and kind.name not in left_out]
+
+
 def unasked(run: Run, last: str | None) -> dict[str, str]:
     """Reasons, by name, for stages that are not to be made. Without evaluate.tasks nothing says what to promote."""
     own = {kind.name for kind in PIPELINE if kind.only(run)}

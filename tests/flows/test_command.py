@@ -9,6 +9,7 @@ from conf.load import FOLDER, load
 from conf.overrides import as_overrides
 from flows.pipeline.command import command
 from tasks.run import own_server
+from tasks.sources.hub import api
 from tasks.stages import pipeline
 
 TINY = (FOLDER / "tiny.yaml").read_text()
@@ -129,6 +130,22 @@ def test_a_dry_run_names_every_stage_and_starts_none(run, tmp_path):
     assert cost.startswith("known cost: 0:00") and planned.startswith("plan  legal and fits: stage 0, ")
     assert run("tiny", "--dry-run", "--until", "convert")[2].count("\n") == 12
     assert run("tiny", "--dry-run")[2] == output  # the same run from another file
+
+
+def test_a_dry_run_without_a_way_to_the_hub_tells_what_is_known_of_the_model(run, monkeypatch):
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
+    monkeypatch.setattr(api, "WAITS", (0, 0, 0, 0))
+    code, errors, output = run("deepseek-v3-64", "--dry-run")
+    assert (code, errors) == (0, "")
+    stages, table, _, (planned,) = (part.splitlines() for part in output.split("\n\n"))
+    assert (
+        stages[0].startswith("deepseek-ai/DeepSeek-V3-0324: http://127.0.0.1:9 cannot be reached") and len(stages) == 2
+    )
+    assert [line.split()[0] for line in table[1:8]] == NEEDED
+    assert planned.startswith("plan  legal and fits: ")
+    assert "convert" not in run("deepseek-v3-64", "--dry-run", "--until", "download")[2]
+    code, errors, output = run("deepseek-v3-64", "model.source=org/nothing", "--dry-run")
+    assert (code, output) == (2, "") and errors.startswith("error: org/nothing: http://127.0.0.1:9 cannot be reached")
 
 
 def test_a_failed_run_shows_why_and_how(run, monkeypatch, capsys):

@@ -7,8 +7,8 @@ from datetime import UTC, datetime, timedelta
 
 import pytest
 
-from tests.flows.test_deployments import deployment, edit, prefect
-from tests.support.flow_world import ROOT, World, wait_for
+from tests.flows.test_deployments import deployment, edit
+from tests.support.flow_world import BIN, ROOT, World, wait_for
 
 LATEST = timedelta(seconds=60)  # a worker asks each 10 s; the rest is for a machine that has much to do
 
@@ -47,7 +47,19 @@ def a_minute_ahead(place: World) -> datetime:
     """Makes the schedule by hand; says when its run is due."""
     due = (datetime.now(UTC) + timedelta(seconds=100)).replace(second=0, microsecond=0)
     cron = f"{due.minute} {due.hour} {due.day} {due.month} *"
-    prefect(place, "deployment", "schedule", "create", "finetune/tiny", "--cron", cron, "--timezone", "UTC")
+    command = [
+        BIN / "prefect",
+        "deployment",
+        "schedule",
+        "create",
+        "finetune/tiny",
+        "--cron",
+        cron,
+        "--timezone",
+        "UTC",
+    ]
+    done = subprocess.run(command, cwd=ROOT, env=place.environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
     return due
 
 

@@ -36,6 +36,10 @@ class NotThere(Fault):
     """The Hub has no such model, or does not show it."""
 
 
+class Unreachable(Fault):
+    """The Hub cannot be asked: there is no way to it from here, or HF_HUB_OFFLINE is set."""
+
+
 def endpoint() -> str:
     from huggingface_hub import constants
 
@@ -103,8 +107,8 @@ def fault(error: Exception, name: str, revision: str) -> Exception:
         return _offline(name)
     if isinstance(error, httpx.UnsupportedProtocol | httpx.InvalidURL):
         return Fault(f"HF_ENDPOINT={hub}: not a URL; it looks like https://huggingface.co")
-    if isinstance(error, httpx.ConnectError):
-        return Fault(f"{name}: {hub} cannot be reached ({error}): check the network, the proxy and HF_ENDPOINT")
+    if isinstance(error, httpx.ConnectError | httpx.ConnectTimeout):
+        return Unreachable(f"{name}: {hub} cannot be reached ({error}): check the network, the proxy and HF_ENDPOINT")
     if isinstance(error, httpx.TransportError):
         kind = type(error).__name__
         return Fault(f"{name}: {hub} broke off again and again ({kind}); start again: what has come is kept")
@@ -254,7 +258,9 @@ def require_online(name: str) -> None:
 
 
 def _offline(name: str) -> Fault:
-    return Fault(f"{name}: HF_HUB_OFFLINE is set, so the Hub is not asked; unset it, or name a folder as the source")
+    return Unreachable(
+        f"{name}: HF_HUB_OFFLINE is set, so the Hub is not asked; unset it, or name a folder as the source"
+    )
 
 
 def _require_clean_token() -> None:

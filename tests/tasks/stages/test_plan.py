@@ -111,12 +111,18 @@ def test_what_does_not_fit_is_refused_in_a_line_that_mends_it(folder):
 def test_a_model_that_vllm_cannot_serve_is_refused_where_it_would_be_evaluated(folder):
     """On this host, whose vLLM is that for CPUs."""
     (folder / "config.json").write_text(json.dumps(CONFIG | {"head_dim": 24}))
-    planned = plan.settle(of(folder))
+    here = "gang.engine=local"
+    planned = plan.settle(of(folder, here))
     refused = plan.unserved(planned, None)
     assert refused.startswith(f"plan: vLLM cannot serve {folder}: head_dim is 24, and on a CPU vLLM serves heads of 32")
     assert refused.endswith(". evaluate.tasks=[] trains and exports it without evaluation, and promotes nothing")
     assert plan.unserved(planned, "train") == refused and plan.unserved(planned, "convert") == ""
-    assert plan.unserved(plan.settle(of(folder, "evaluate.tasks=[]")), None) == ""
+    assert plan.unserved(plan.settle(of(folder, here, "evaluate.tasks=[]")), None) == ""
+
+
+def test_hosts_that_an_engine_finds_have_a_vllm_of_their_own(folder):
+    (folder / "config.json").write_text(json.dumps(CONFIG | {"head_dim": 24}))
+    assert plan.unserved(plan.settle(of(folder)), None) == ""
 
 
 @pytest.fixture

@@ -6,6 +6,7 @@ import json
 import multiprocessing
 import os
 import random
+import shutil
 import signal
 import socket
 import subprocess
@@ -258,7 +259,8 @@ def _child(way, uri, folder, files=None):
     return subprocess.Popen([sys.executable, "-c", CHILD, way, uri, folder, known], cwd=ROOT, stdout=subprocess.PIPE)
 
 
-def _killed_at_random_points(times, seconds, way, uri, folder, files=None):
+def _killed_at_random_points(times, seconds, way, uri, folder, files=None, undo=lambda: None):
+    """Number of those that were not done by then. What one goes on with, those before it have left."""
     interrupted = 0
     for _ in range(times):
         with _child(way, uri, folder, files) as child:
@@ -267,6 +269,8 @@ def _killed_at_random_points(times, seconds, way, uri, folder, files=None):
                 child.wait(random.uniform(*seconds))
             interrupted += child.poll() is None
             child.send_signal(signal.SIGKILL)
+        if child.returncode == 0:
+            undo()
     return interrupted
 
 
@@ -530,11 +534,11 @@ def test_uris(tmp_path, monkeypatch):
 def test_twenty_interruptions(s3, tmp_path):
     """Some 1 GB each way, killed 20 times."""
     source = make(tmp_path / "source", BIG | {f"more/{i}": 200_000_000 for i in range(4)})
-    assert _killed_at_random_points(10, (0, 4), "put", s3, source) >= 5
-    store = open_store(s3)
+    store, back = open_store(s3), tmp_path / "back"
+    assert _killed_at_random_points(10, (0, 4), "put", s3, source, undo=lambda: store.delete("art")) >= 5
     files = store.put(source, "art")
     assert store.changed("art", files, deep=True) == {}
-    assert _killed_at_random_points(10, (0, 2), "get", s3, tmp_path / "back", files) >= 5
-    store.get("art", files, tmp_path / "back")
-    assert content(tmp_path / "back") == content(source)
+    assert _killed_at_random_points(10, (0, 2), "get", s3, back, files, undo=lambda: shutil.rmtree(back)) >= 5
+    store.get("art", files, back)
+    assert content(back) == content(source)
     store.delete("art")
