@@ -163,6 +163,7 @@ def main() -> int:
             command = [
                 sys.executable,
                 str(ROOT / "tests/tasks/gang/driver.py"),
+                "train",
                 "tiny",
                 str(place),
                 str(work / "store"),
