@@ -87,6 +87,7 @@ LISTINGS = {"kit": "packages.txt", "vllm": "packages-vllm.txt", "rest": "package
 
 AS_ON_A_GPU = """
 import importlib, pkgutil, sys
+import torch  # as has_gpu() does; Transformer Engine wants the libraries that come with it
 import trainer
 from trainer.startup import device
 device.has_gpu = lambda: True
