@@ -29,11 +29,11 @@ def update(run, name: str) -> torch.Tensor:
 
 @pytest.fixture(scope="module")
 def trained(configure, base, ranks, work):
-    """trained(name, *overrides) -> run, result"""
-    base("llama")
+    """trained(name, *overrides, kind="llama") -> run, result"""
 
-    def trained(name: str, *overrides: str):
-        run = configure("llama", f"paths.output={work}/{name}", *overrides)
+    def trained(name: str, *overrides: str, kind: str = "llama"):
+        base(kind)
+        run = configure(kind, f"paths.output={work}/{name}", *overrides)
         return run, ranks("train", run)
 
     return trained
@@ -59,3 +59,12 @@ def test_killed_it_goes_on_and_another_layout_takes_the_same_steps(trained, conf
     assert losses(ranks("train", run)) == losses(whole)
     _, cut = trained("muon-cut", *MUON, "layout.gpus_per_node=2", "layout.tp=2")
     assert losses(cut) == pytest.approx(losses(whole), abs=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cut", ["ep=2", "tp=2 layout.sp=true layout.ep=2", "pp=2"])
+def test_experts_take_the_same_steps_wherever_they_are(cut, trained):
+    _, whole = trained("muon-experts", *MUON, kind="glm4-moe")
+    name = "muon-experts-" + cut[:4].replace("=", "")
+    _, shared = trained(name, *MUON, "layout.gpus_per_node=2", *f"layout.{cut}".split(), kind="glm4-moe")
+    assert losses(shared) == pytest.approx(losses(whole), abs=1e-4)
