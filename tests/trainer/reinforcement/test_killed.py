@@ -52,9 +52,9 @@ def test_killed_at_random_moments_each_step_is_taken_once_and_as_it_would_have_b
             time.sleep(0.05)
         if process.poll() is None:
             kill(process, victims)
-            assert process.wait(120) in (-signal.SIGKILL, 2), name
+            assert process.wait(120) in (-signal.SIGKILL, 2, 0), name
         if process.poll() == 0:
-            break  # it was done before the moment came
+            break  # it was done before the moment came, or before the signal did
     require_same(finish(name, KEYS), expected)
 
 
