@@ -40,18 +40,24 @@ def rows(work, base) -> Path:
     return folder
 
 
+@pytest.fixture(scope="module")
+def place(tmp_path_factory) -> Path:
+    """Folder of what a file's tests write: others have runs of the same names."""
+    return tmp_path_factory.mktemp("place")
+
+
 @pytest.fixture
-def start(work, rows):
+def start(work, place, rows):
     """start(name, overrides, module) -> a process of a command, and the folder that it writes."""
     started: list[subprocess.Popen] = []
 
     def start(name: str, overrides: dict[str, object], module: str = TRAINER) -> tuple[subprocess.Popen, Path]:
-        folder = work / name
+        folder = place / name
         paths = {"paths.model": work / "glm4-moe", "paths.base": work / "glm4-moe-base", "paths.data": rows}
-        paths |= {"paths.reinforced": folder, "paths.logs": work / f"{name}-logs"}
+        paths |= {"paths.reinforced": folder, "paths.logs": place / f"{name}-logs"}
         keys = [f"{key}={value}" for key, value in (KEYS | paths | overrides).items()]
         command = [sys.executable, "-m", module, str(work / "conf.yaml"), *keys]
-        with (work / f"{name}.log").open("a") as log:
+        with (place / f"{name}.log").open("a") as log:
             started.append(subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT))
         return started[-1], folder
 
@@ -62,12 +68,12 @@ def start(work, rows):
 
 
 @pytest.fixture
-def finish(start, work):
+def finish(start, place):
     """finish(name, overrides, module) -> the folder that a command has written to its end."""
 
     def finish(name: str, overrides: dict[str, object], module: str = TRAINER) -> Path:
         process, folder = start(name, overrides, module)
-        assert process.wait(1500) == 0, (work / f"{name}.log").read_text()[-4000:]
+        assert process.wait(1500) == 0, (place / f"{name}.log").read_text()[-4000:]
         return folder
 
     return finish

@@ -38,16 +38,16 @@ TAUGHT = {
 
 
 @pytest.fixture
-def taught(finish, work):
+def taught(finish, place):
     """taught(name, overrides) -> held-out greedy exact match before and after"""
 
     def taught(name: str, overrides: dict[str, object]) -> tuple[float, float]:
-        given, start = tickets(ROWS, seed=0), work / "mistaken"
+        given, start = tickets(ROWS, seed=0), place / "mistaken"
         for folder, labels in ("right-tickets", given), ("mistaken-tickets", with_mistakes(given, 0, RIGHT)):
-            write(work / folder, labels)
+            write(place / folder, labels)
         if not (start / "checkpoints").exists():
-            finish("start", STARTS | {"paths.output": start, "paths.data": work / "mistaken-tickets"}, "trainer.train")
-        paths = {"paths.output": start, "paths.data": work / "right-tickets"}
+            finish("start", STARTS | {"paths.output": start, "paths.data": place / "mistaken-tickets"}, "trainer.train")
+        paths = {"paths.output": start, "paths.data": place / "right-tickets"}
         folder = finish(name, TAUGHT | paths | overrides)
         found = json.loads((folder / "reinforced.json").read_text())
         return found["before"], found["after"]

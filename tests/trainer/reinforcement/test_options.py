@@ -54,9 +54,9 @@ def reply(prompt, answers, reference):
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("packed", [False, True])
-def test_an_environment_replies_and_both_sides_read_what_it_said(packed, finish, work):
-    (work / "replies.py").write_text(REPLIES)
-    keys = {"reinforce.environment": f"{work}/replies.py:reply", "reinforce.turns": 4, "reinforce.max_tokens": 24}
+def test_an_environment_replies_and_both_sides_read_what_it_said(packed, finish, place):
+    (place / "replies.py").write_text(REPLIES)
+    keys = {"reinforce.environment": f"{place}/replies.py:reply", "reinforce.turns": 4, "reinforce.max_tokens": 24}
     keys |= {"data.packed": packed, "train.micro_batch": 1 if packed else 8, "data.seq_length": 96}
     keys |= {"data.stop": "e"}  # a model that was never trained says it soon
     folder = finish(f"turns-{packed}", SEVERAL | keys)

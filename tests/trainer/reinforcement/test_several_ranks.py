@@ -43,16 +43,16 @@ def test_two_ranks_are_told_and_learn_what_one_is_and_does(cut, finish, alone):
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_what_rank_0_finds_wrong_ends_all_with_one_line(start, work):
+def test_what_rank_0_finds_wrong_ends_all_with_one_line(start, place):
     process, _ = start("apart", KEYS | TWO | {"layout.pp": 2, "reinforce.probe_bound": 1e-15})
     assert process.wait(500) == 2
-    (line,) = [one for one in (work / "apart.log").read_text().splitlines() if one.startswith("error: ")]
+    (line,) = [one for one in (place / "apart.log").read_text().splitlines() if one.startswith("error: ")]
     assert "probe: vLLM and Megatron differ" in line
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_a_rank_that_dies_ends_all_and_sigterm_saves(start, finish, work):
+def test_a_rank_that_dies_ends_all_and_sigterm_saves(start, finish, place):
     keys = KEYS | TWO | {"reinforce.steps": 200, "checkpoint.save_every": 200}
     process, folder = start("ended", keys)
     _wait(folder / "rollouts" / "000002.json", process)
@@ -67,7 +67,7 @@ def test_a_rank_that_dies_ends_all_and_sigterm_saves(start, finish, work):
     process, _ = start("ended", keys)
     _wait(folder / "rollouts" / "000004.json", process)
     os.kill(process.pid, signal.SIGTERM)
-    assert process.wait(180) == 0, (work / "ended.log").read_text()[-3000:]
+    assert process.wait(180) == 0, (place / "ended.log").read_text()[-3000:]
     assert checkpoints.complete_steps(folder / "checkpoints")
 
 
