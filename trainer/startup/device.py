@@ -99,8 +99,8 @@ def choose_kernels(provider) -> None:
     if has_gpu():
         # Megatron's own makes two copies of the logits in fp32; Transformer Engine's works in their place.
         provider.cross_entropy_loss_fusion, provider.cross_entropy_fusion_impl = True, "te"
-        # There is no dropout, of which the fused kernel would keep a mask for every token, layer and hidden number.
-        provider.bias_dropout_fusion = provider.hidden_dropout > 0
+        # Without a bias there is one sum, and nothing to fuse. Where dropout is 0, no mask is kept.
+        provider.bias_dropout_fusion = provider.hidden_dropout > 0 or provider.add_bias_linear
         # A gated layer keeps both halves, and no more; Bridge leaves it off for Qwen.
         provider.bias_activation_fusion = provider.bias_activation_fusion or provider.gated_linear_unit
         return
