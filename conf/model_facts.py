@@ -33,6 +33,7 @@ CONVERTED = {
     "MixtralForCausalLM": "mixtral",
     "Qwen2MoeForCausalLM": "qwen2_moe",
     "GPT2LMHeadModel": "gpt2",
+    "GptOssForCausalLM": "gpt_oss",
 }
 # What transformers and vLLM read as another model_type, too: Kimi-K2 is a DeepSeek-V3.
 ALIASES = {"kimi_k2": "deepseek_v3"}
@@ -44,12 +45,14 @@ OVER_HEADS = ("OlmoeForCausalLM", "MiniMaxM2ForCausalLM")  # of queries, and of 
 EXPERT_BIASED = ("Glm4MoeForCausalLM", "Glm4MoeLiteForCausalLM", "DeepseekV3ForCausalLM", "MiniMaxM2ForCausalLM")
 GPT2 = "GPT2LMHeadModel"
 QWEN2_MOE = "Qwen2MoeForCausalLM"
+GPT_OSS = "GptOssForCausalLM"
 # What Megatron-Bridge 0.6 takes for granted of a family, whatever its config.json says.
 GRANTED: dict[str, dict[str, Any]] = {
     "Glm4MoeForCausalLM": {"n_shared_experts": 1, "tie_word_embeddings": False},
     "Glm4MoeLiteForCausalLM": {"tie_word_embeddings": False, "attention_bias": False},
     "DeepseekV3ForCausalLM": {"moe_layer_freq": 1, "tie_word_embeddings": False, "attention_bias": False},
     "Qwen3MoeForCausalLM": {"decoder_sparse_step": 1, "mlp_only_layers": [], "attention_bias": False},
+    GPT_OSS: {"tie_word_embeddings": False, "attention_bias": True},
 }
 LIMIT = 2**24  # no size of any model is larger
 # Nor any of these: of layers the planner looks at each.
@@ -86,7 +89,8 @@ class ModelFacts:
     norm_over_heads: bool = False  # these norms are as wide as all heads, not as one
     gated: bool = True  # three matrices in an MLP, not two
     attention_bias: bool = False  # on q, k and v
-    linear_bias: bool = False  # on every linear layer
+    linear_bias: bool = False  # on every linear layer, routers too
+    sinks: bool = False  # a score of each head, beside those of keys; every other layer has a window
     layernorm: bool = False  # norms have a bias as well as a weight
     expert_bias: bool = False  # added to routing scores; moved by the trainer, not by gradients: no parameter
     shared_gate: bool = False  # a token weighs the shared experts
@@ -190,6 +194,8 @@ def _by_llamas_names(config: dict[str, Any], architecture: str, size: Callable[.
     expert_ffn = size("moe_intermediate_size", "intermediate_size", least=1) if experts else 0
     shared = size("n_shared_experts", default=0) * expert_ffn
     latent = config.get("kv_lora_rank") is not None
+    if architecture == GPT_OSS:
+        size("sliding_window", least=1)  # Megatron-Bridge builds windows of some size
     return ModelFacts(
         layers=layers,
         hidden=hidden,
@@ -217,7 +223,8 @@ def _by_llamas_names(config: dict[str, Any], architecture: str, size: Callable[.
         qk_norm=latent or bool(config.get("use_qk_norm")) or architecture in (*NORMED, *OVER_HEADS),
         norm_over_heads=architecture in OVER_HEADS,
         attention_bias=_has_attention_bias(config, architecture),
-        linear_bias=bool(config.get("mlp_bias")),
+        linear_bias=bool(config.get("mlp_bias")) or architecture == GPT_OSS,
+        sinks=architecture == GPT_OSS,
         expert_bias=bool(experts) and architecture in EXPERT_BIASED,
         shared_gate=architecture == QWEN2_MOE,
         tied=bool(config.get("tie_word_embeddings")),

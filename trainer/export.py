@@ -118,8 +118,7 @@ def _require_all_used(trained, left_out: list[str]) -> None:
     """
     seen = set().union(*atomic_folder.gather(trained.stored.seen))
     for name in left_out:
-        adapter = trained.adapters[name]
-        seen |= {place.name for place in (adapter.a, adapter.b, adapter.magnitude) if place}
+        seen |= {place.name for adapter in trained.adapters[name].each for place in adapter.places}
     unused = sorted(trained.stored.places.keys() - seen)
     if unused:
         raise Fault(

@@ -97,6 +97,8 @@ TABLE = (
     *(Case("glm4-moe-lite", cut) for cut in ("tp=2 sp=true ep=2", "pp=2 ep=2", "ep=2")),
     Case("glm4-moe-lite", "cp=2", differs=MTP_CP),  # its releases have an MTP layer, and so has the tiny one
     *(Case(model, cut) for model in ("qwen2", "mistral") for cut in ("tp=2 sp=true", "pp=2", "cp=2")),
+    *(Case("gpt-oss", cut) for cut in ("tp=2 sp=true ep=2", "pp=2 ep=2", "tp=2 sp=true", "dp=2", "ep=4")),
+    Case("gpt-oss", "ep=2", packed=True),
     *(Case("glm4-moe", cut, base="fp8") for cut in ("dp=2", "tp=2 sp=true etp=2", "pp=2 vpp=2 ep=2", "cp=2")),
     *(Case("glm4-moe-mtp", cut, base="int4") for cut in ("ep=4", "tp=2 sp=true etp=2", "pp=2")),
     *(Case("llama", cut, base=base) for base in ("fp8", "int4") for cut in ("tp=2 sp=true", "pp=2")),

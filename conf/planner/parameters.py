@@ -176,12 +176,12 @@ def _weights(facts: ModelFacts, kind: str, tp: int, etp: int) -> dict[str, int]:
     if facts.norm_over_heads:
         query_key = (facts.heads + facts.kv_heads) * facts.head_dim
     found = {
-        "attention": sum(_size(linear, tp) for linear in _attention(facts)),
+        "attention": sum(_size(linear, tp) for linear in _attention(facts)) + (facts.heads // tp if facts.sinks else 0),
         "norms": 2 * norm + query_key * (2 if facts.layernorm else 1),
     }
     if kind == "dense":
         return found | {"mlp": sum(_size(linear, tp) for linear in _mlp(facts.ffn, facts))}
-    found["router"] = facts.experts * facts.hidden
+    found["router"] = facts.experts * (facts.hidden + (1 if facts.linear_bias else 0))
     gate = facts.hidden if facts.shared_gate else 0
     return found | {"shared_experts": sum(_size(linear, tp) for linear in _mlp(facts.shared_ffn, facts)) + gate}
 

@@ -25,9 +25,6 @@ GEMMA = (
 GEMMA += f"and its windows and soft caps were compared on no GPU; {INSTEAD}"
 INDEXER = f"its attention picks tokens by an indexer, whose kernels need a GPU; it was compared on none; {INSTEAD}"
 NOT_TAKEN = {
-    "GptOssForCausalLM": "an export cannot write its experts, which lie stacked and interleaved in one tensor, and its "
-    "attention sinks were compared on no GPU; take Qwen/Qwen3-30B-A3B, or Megatron-Bridge's own recipes "
-    "(megatron.bridge.recipes.gpt_oss)",
     "Qwen3NextForCausalLM": DELTA_NET,
     "Qwen3_5MoeForCausalLM": DELTA_NET,
     "Qwen3_5MoeForConditionalGeneration": DELTA_NET,

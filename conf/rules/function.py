@@ -68,6 +68,7 @@ class Family:
     defaults: Mapping[str, Any] = field(default_factory=dict)  # transformers', where a rule needs them
     same: Mapping[str, str] = field(default_factory=dict)  # keys that transformers writes, by the key they repeat
     written: tuple[str, ...] = ()  # keys that have to be there, as transformers' default is another function
+    turns: tuple[str, ...] = ()  # kinds of layers that follow one another, again and again; none: all are alike
 
 
 DEFAULT = {"default": Rotation()}
@@ -78,6 +79,9 @@ GIVEN = ("factor", "beta_fast", "beta_slow", "original_max_position_embeddings")
 LOST = ("attention_factor",)  # without it cosines and sines are scaled by what follows from factor
 YARN = {"yarn": Rotation(YARNS | {"truncate": ANY}, GIVEN, LOST)}
 LATENT_YARN = {"yarn": Rotation(YARNS | {"truncate": (True,)}, ("factor",), LOST)}
+OF_GPT_OSS = {"factor": (32,), "original_max_position_embeddings": (4096,), "truncate": (False,)}
+OF_GPT_OSS |= {"beta_fast": (32,), "beta_slow": (1,)}
+GPT_OSS_YARN = {"yarn": Rotation(OF_GPT_OSS, tuple(OF_GPT_OSS), LOST)}
 OF_LLAMA3 = {"low_freq_factor": (1,), "high_freq_factor": (4,), "original_max_position_embeddings": (8192,)}
 LLAMA3 = {"llama3": Rotation({"factor": ANY} | OF_LLAMA3, ("factor", *OF_LLAMA3))}
 PLAIN = SIZES | ROTARY | {"rms_norm_eps", "head_dim", "tie_word_embeddings"}
@@ -158,6 +162,15 @@ FAMILIES = {
         {},
         {"n_ctx": "n_positions"},
     ),
+    "GptOssForCausalLM": Family(
+        PLAIN | {"num_local_experts", "num_experts", "num_experts_per_tok", "attention_bias", "sliding_window"},
+        SILU | {"swiglu_limit": (7,), "initial_context_length": (4096,)},
+        GPT_OSS_YARN,
+        {"norm_topk_prob": True},
+        {"experts_per_token": "num_experts_per_tok"},
+        ("num_local_experts", "num_key_value_heads", "head_dim", "sliding_window"),
+        ("sliding_attention", "full_attention"),
+    ),
     "OlmoeForCausalLM": Family(
         SIZES | ROTARY | {"rms_norm_eps", "head_dim", "num_experts", "num_local_experts", "num_experts_per_tok"},
         SILU
@@ -193,6 +206,11 @@ def _unread(config: Mapping[str, Any], family: Family) -> Iterator[tuple[str, st
         elif key in only:
             if value is not None and not _among(value, only[key]):
                 yield key, f"{_show(value)}, {builds} {_show(only[key][0])} alone"
+        elif key in OF_LAYERS and family.turns:
+            if value and value != [
+                family.turns[n % len(family.turns)] for n in range(config.get("num_hidden_layers", 0))
+            ]:
+                yield key, f"{_show(value)}, {builds} {' and '.join(family.turns)} by turns alone"
         elif key in OF_LAYERS:
             if value and not (isinstance(value, list) and all(kind == OF_LAYERS[key] for kind in value)):
                 yield key, f"{_show(value)}, {builds} {OF_LAYERS[key]} alone"

@@ -33,6 +33,7 @@ def broken(run: Run, facts: ModelFacts, counts: list[int]) -> Iterator[Broken]:
     yield from _rest(run, facts)
     yield from _fp8(run, facts)
     yield from _packed(run, facts)
+    yield from _of_gpt_oss(run, facts)
 
 
 def divisors(number: int) -> list[int]:
@@ -199,3 +200,25 @@ def _packed(run: Run, facts: ModelFacts) -> Iterator[Broken]:
     for key, what, size, least in packed_base.widths(run, facts):
         text = f"{what}: {size} is no multiple of {least}, which model.base {run.model.base} needs"
         yield Broken(f"packed {what}", key, text, divisors(run.layout.world))
+
+
+def _of_gpt_oss(run: Run, facts: ModelFacts) -> Iterator[Broken]:
+    """Rules for experts with biases, and for attention with sinks and windows."""
+    layout = run.layout
+    if facts.experts and facts.linear_bias:
+        if layout.etp > 1:
+            # each rank of an expert would add the whole bias; core refuses it, too
+            text = f"{layout.etp}, but experts with biases are whole on a rank"
+            yield Broken("biases of experts", "layout.etp", text, [1])
+        if packed_base.format_of(run):
+            text = f"{run.model.base}, but experts with biases were not tried packed"
+            yield Broken("biases of packed experts", "model.base", text, ["bf16"])
+        if not run.moe.grouped_gemm:
+            text = "false, but experts with biases were tried in grouped products alone"
+            yield Broken("biases of single experts", "moe.grouped_gemm", text, [True])
+    if facts.sinks and run.reinforce.steps:
+        text = f"{run.reinforce.steps}, but Megatron-Bridge cannot merge adapters of gpt-oss's experts to send them"
+        yield Broken("rewards of stacks", "reinforce.steps", text, [0])
+    if facts.sinks and layout.cp > 1:
+        text = f"{layout.cp}, but keys that go around a ring of ranks meet neither sinks nor windows"
+        yield Broken("sinks over cp", "layout.cp", text, [1])

@@ -14,7 +14,7 @@ memory. Not covered: other families than these.
 
 from collections.abc import Iterator
 
-from conf.model_facts import ModelFacts
+from conf.model_facts import GPT_OSS, ModelFacts
 from conf.rules import packed_base
 from conf.schema.run import Run
 
@@ -32,6 +32,7 @@ SERVED = (
     "MixtralForCausalLM",
     "LlamaForCausalLM",
     "GPT2LMHeadModel",
+    GPT_OSS,
 )
 SPARSE_BLOCKS = {"MixtralForCausalLM": "Mixtral's", "MiniMaxM2ForCausalLM": "MiniMax-M2's"}  # of experts, in vLLM
 FP8 = 8.9  # CUDA's compute capability that quantization takes
@@ -98,6 +99,8 @@ def _unmerged(run: Run, facts: ModelFacts, cpu: bool) -> Iterator[str]:
     experts = [name for name in ("linear_fc1", "linear_fc2") if name in run.adapter.names]
     if (whose := SPARSE_BLOCKS.get(facts.architecture)) and not cpu and experts:
         yield f"vLLM has {whose} experts in block_sparse_moe, where no adapter of transformers has them; {merged}"
+    elif facts.architecture == GPT_OSS and not cpu and experts:
+        yield f"an adapter of gpt-oss's experts beside the base was not tried with vLLM; {merged}"
     elif facts.experts and not cpu and len(experts) == 1:
         yield f"vLLM takes adapters of both linear_fc1 and linear_fc2, and not {experts[0]}'s alone; {merged}"
 
@@ -115,6 +118,8 @@ def unadded(*, dora: bool = False, latent: bool = False, experts: bool = False, 
 def _on_cpu(run: Run, facts: ModelFacts) -> Iterator[str]:
     if facts.architecture == "MiniMaxM2ForCausalLM":
         yield "scoring_func: on a CPU vLLM has sigmoid scores of experts in groups alone, and MiniMax-M2's are in none"
+    if facts.sinks and precision(run) != "bf16":
+        yield f"on a CPU vLLM's attention takes sinks in bf16 alone, and evaluate.precision is {precision(run)}"
     if run.evaluate.quantization:
         yield f"evaluate.quantization is {run.evaluate.quantization}, which needs a GPU; null"
     if facts.kv_rank:

@@ -71,9 +71,11 @@ def test_an_architecture_that_is_not_converted_here_is_told_those_that_are(model
 
 
 def test_a_family_that_is_not_taken_has_a_reason_and_another_to_take(model):
-    change(model, CONFIG, lambda config: config | {"architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss"})
+    change(model, CONFIG, lambda config: config | {"architectures": ["NemotronHForCausalLM"]})
     said = refused(model)
-    assert said.startswith(f"{model}/config.json: GptOssForCausalLM is not converted or trained here: an export cannot")
+    assert said.startswith(
+        f"{model}/config.json: NemotronHForCausalLM is not converted or trained here: an export does"
+    )
     assert "take Qwen/Qwen3-30B-A3B" in said
 
 

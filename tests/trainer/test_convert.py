@@ -23,6 +23,7 @@ CASES = [
     ("deepseek-v3", "fp32", "pp=2 ep=2 gpus_per_node=4"),
     ("qwen3-moe", "bf16", "tp=2 sp=true etp=2 gpus_per_node=2"),
     ("qwen3", "bf16", "tp=2 pp=2 gpus_per_node=4"),
+    ("gpt-oss", "bf16", "tp=2 sp=true ep=2 gpus_per_node=2"),
 ]
 
 

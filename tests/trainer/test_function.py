@@ -27,7 +27,17 @@ FAMILIES: dict[str, dict[str, Any]] = {
     kind: config for kind, config in KINDS.items() if kind not in ("glm4-moe-mtp", *OTHERS)
 }
 LATENT = ("deepseek-v3", "glm4-moe-lite")
-EXPERTS = ("glm4-moe", "deepseek-v3", "qwen3-moe", "olmoe", "mixtral", "qwen2-moe", "glm4-moe-lite", "minimax-m2")
+EXPERTS = (
+    "glm4-moe",
+    "deepseek-v3",
+    "qwen3-moe",
+    "olmoe",
+    "mixtral",
+    "qwen2-moe",
+    "glm4-moe-lite",
+    "minimax-m2",
+    "gpt-oss",
+)
 SIGMOID = ("glm4-moe", "deepseek-v3", "glm4-moe-lite")
 WITH_YARN = ("deepseek-v3", "qwen3-moe", "llama", "qwen3", "qwen2", "olmoe", "mixtral", "qwen2-moe")
 
@@ -49,16 +59,18 @@ HEAD_DIM = ("glm4-moe", "qwen3-moe", "llama", "qwen3", "qwen2", "mixtral", "qwen
 WHOLE = {"factor": 4.0, "original_max_position_embeddings": 16, "beta_fast": 32.0, "beta_slow": 1.0}
 LINEAR = rope("linear", factor=4.0)
 HEADS = {"num_attention_heads": 2, "num_key_value_heads": 1}
+OWN_ROPE = ("glm4-moe", "gpt-oss")  # whose keys of rotary embeddings are not those of the rest
+GPT_OSS_YARN = KINDS["gpt-oss"]["rope_parameters"]
 NORMED = {"norm_topk_prob": True}
 NO_MATTER = {"initializer_range": 0.5, "attention_dropout": 0.3, "use_cache": False, "pretraining_tp": 2}
 WINDOW = {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 2}
 # Of a family, what is read: everything at its default, and every key away from it.
 READ = [
     *((family, {}) for family in FAMILIES),
-    *((family, NO_MATTER | {"sliding_window": None}) for family in FAMILIES),
-    *((family, rope(rope_theta=100.0)) for family in FAMILIES if family != "glm4-moe"),
-    *((family, {"rope_parameters": None, "rope_theta": 50.0}) for family in FAMILIES),
-    *((family, {"rope_theta": 50.0} | rope(rope_theta=100.0)) for family in FAMILIES if family != "glm4-moe"),
+    *((family, NO_MATTER | {"sliding_window": None}) for family in FAMILIES if family != "gpt-oss"),
+    *((family, rope(rope_theta=100.0)) for family in FAMILIES if family not in OWN_ROPE),
+    *((family, {"rope_parameters": None, "rope_theta": 50.0}) for family in FAMILIES if family != "gpt-oss"),
+    *((family, {"rope_theta": 50.0} | rope(rope_theta=100.0)) for family in FAMILIES if family not in OWN_ROPE),
     *((family, {"rms_norm_eps": 0.3}) for family in FAMILIES),
     *((family, HEADS) for family in FAMILIES if family not in (*LATENT, "olmoe")),
     *(
@@ -96,12 +108,20 @@ READ = [
     ("qwen2-moe", {"moe_intermediate_size": 96, "shared_expert_intermediate_size": 48}),
     ("qwen2-moe", {"decoder_sparse_step": 2, "mlp_only_layers": []}),
     ("qwen2-moe", {"num_experts_per_tok": 1}),
+    ("gpt-oss", NO_MATTER),
+    ("gpt-oss", {"rope_parameters": GPT_OSS_YARN | {"rope_theta": 100.0}}),
+    ("gpt-oss", {"rope_parameters": None, "rope_scaling": GPT_OSS_YARN, "rope_theta": 50.0}),
+    ("gpt-oss", {"layer_types": None, "sliding_window": 3}),
+    ("gpt-oss", {"head_dim": 16}),
+    # hidden_size is 128: neither shape nor size says which side is which
+    *(("gpt-oss", {"intermediate_size": width}) for width in (64, 96)),
     ("llama", LINEAR),
     ("llama", {"rope_parameters": None, "rope_scaling": {"type": "linear", "factor": 4.0}, "rope_theta": 1e4}),
     *(("llama", llama3(factor=factor)) for factor in (4.0, 32.0)),
     ("olmoe", {"intermediate_size": 96}),
     *(("qwen3-moe", rope("yarn", **WHOLE, truncate=truncate)) for truncate in (True, False)),
 ]
+OTHER_YARNS = ({"factor": 4.0}, {"original_max_position_embeddings": 16}, {"beta_fast": 4.0}, {"attention_factor": 1.0})
 # What Bridge drops, or reads otherwise than transformers.
 LOST = [
     *((family, WINDOW) for family in ("qwen3-moe", "qwen3", "qwen2", "qwen2-moe")),
@@ -129,6 +149,10 @@ LOST = [
     *((family, {"is_causal": False}) for family in (*FAMILIES, *OTHERS)),
     *((family, yarn(attention_factor=1.0)) for family in WITH_YARN if family != "deepseek-v3"),
     *((family, yarn(type="default")) for family in ("qwen3-moe", "qwen3", "llama")),
+    *(("gpt-oss", {"rope_parameters": GPT_OSS_YARN | change}) for change in OTHER_YARNS),
+    ("gpt-oss", {"layer_types": ["full_attention", "sliding_attention"] * 2}),
+    ("gpt-oss", {"attention_bias": False}),
+    ("gpt-oss", {"tie_word_embeddings": True}),
     ("olmoe", {"clip_qkv": 0.3}),
     ("olmoe", {"norm_topk_prob": True}),
 ]

@@ -44,26 +44,28 @@ def _prove(run: Run, found: Findings) -> str:
         found.add(str(fault))
         return ""
     of_place = defaultdict(list)
-    for name, value in values.items():
-        of_place[value.place.name].append(name)
-    for place, names in of_place.items():
+    for value in values.values():
+        for one in value.each:
+            of_place[one.place.name].append(one)
+    for place, parts in of_place.items():
         with found.of(place):
-            _compare(model, stored, config, {name: values[name] for name in names}, found)
+            _compare(model, stored, config, parts, found)
     return f"{len(values)} weights of {model.folder} to the last bit, {len(elsewhere)} copies or left to the release"
 
 
-def _compare(model: released.Model, stored, config, values: dict, found: Findings) -> None:
-    """Compare one of Megatron's weights with the released ones that it is made of."""
+def _compare(model: released.Model, stored, config, values: list, found: Findings) -> None:
+    """Compare one of Megatron's weights with the released ones that it is made of, or is an expert of."""
     import torch
 
-    from trainer.weights import released_tensors, torch_dist
+    from trainer.weights import mapping, torch_dist
 
-    place = next(iter(values.values())).place
+    place = values[0].place
     whole = torch_dist.read(stored, place)
-    for name, value in values.items():
+    for value in values:
+        name = value.part.name
         rows = model.weights[name].shape[0] if value.trimmed else len(whole)
         there = value.part.turn(value.part.rows(whole[:rows], config))
-        expected = released_tensors.read(model, name).to(place.dtype)
+        expected = mapping.read(model, value.part).to(place.dtype)
         if there.shape != expected.shape or not torch.equal(_bits(there), _bits(expected)):
             found.add(f"{name}: {place.name} does not hold it as released")
         if value.trimmed and whole[rows:].any():

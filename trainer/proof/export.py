@@ -122,7 +122,7 @@ def _adapter(trained, folder: Path, found: Findings) -> None:
                 if not _same(released_tensors.at(folder, there[row.key]), row.make()):
                     found.add(f"{folder}: {row.key}: is not what was trained")
                 found.moved(there[row.key].size)
-    alphas = {adapter.alpha for adapter in trained.adapters.values()}
+    alphas = {adapter.alpha for of_weight in trained.adapters.values() for adapter in of_weight.each}
     path = folder / peft_format.SETTINGS
     if (alpha := json_object.read(path).get("lora_alpha")) not in alphas:
         found.add(f"{path}: lora_alpha is {alpha}, and the adapter was trained with {max(alphas)}")

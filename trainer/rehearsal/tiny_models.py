@@ -163,6 +163,21 @@ QWEN2_MOE = MOE | dict(
     rms_norm_eps=1e-6,
     rope_parameters=dict(rope_type="default", rope_theta=1e6),
 )
+GPT_OSS: Config = dict(
+    model_type="gpt_oss",
+    architectures=["GptOssForCausalLM"],
+    intermediate_size=128,  # of an expert; as in the releases, no shape tells the sides of down_proj
+    num_local_experts=8,
+    num_experts_per_tok=2,
+    head_dim=32,
+    attention_bias=True,
+    sliding_window=8,
+    layer_types=["sliding_attention", "full_attention"] * 2,
+    rms_norm_eps=1e-5,
+    swiglu_limit=7.0,
+    rope_parameters=dict(rope_type="yarn", rope_theta=1.5e5, factor=32.0, original_max_position_embeddings=4096)
+    | dict(beta_fast=32.0, beta_slow=1.0, truncate=False),
+)
 LLAMA: Config = dict(
     model_type="llama",
     architectures=["LlamaForCausalLM"],
@@ -197,6 +212,7 @@ KINDS: dict[str, Config] = {
     "mistral": COMMON | MISTRAL,
     "mixtral": COMMON | MIXTRAL,
     "qwen2-moe": COMMON | QWEN2_MOE,
+    "gpt-oss": COMMON | GPT_OSS,
     "llama": COMMON | LLAMA,
     "gpt2": GPT2,
 }
@@ -281,7 +297,8 @@ def draw_tensor(name: str, shape: tuple[int, ...], dtype, seed: int):
     """Draw a tensor from its name, so that kinds which share a tensor share its values.
 
     A spread of 0.08 gives logits of about unit spread at this width. Norm weights, biases and the router's correction
-    spread by 0.2 around the value that a missing one would have (1 or 0), so that a lost or swapped vector shows.
+    spread by 0.2 around the value that a missing one would have (1 or 0), so that a lost or swapped vector shows. Sinks
+    are scores, and spread as scores do.
     """
     import torch
 
@@ -292,6 +309,8 @@ def draw_tensor(name: str, shape: tuple[int, ...], dtype, seed: int):
         return 0.2 * noise  # float32 in every release
     if re.search(r"(norm|\.ln_[12f])\.weight$", name):
         return (1 + 0.2 * noise).to(dtype)
+    if name.endswith(".sinks"):
+        return noise.to(dtype)
     return ((0.2 if name.endswith("bias") else 0.08) * noise).to(dtype)
 
 

@@ -15,6 +15,7 @@ from megatron.bridge.models.conversion.utils import get_module_and_param_from_na
 from contract.faults import Fault
 from trainer.weights import released
 from trainer.weights.atomic_folder import gather
+from trainer.weights.mapping import stacks_experts
 from trainer.weights.released import enumerate_names
 
 VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")
@@ -134,6 +135,8 @@ def _whole_shape(mapping, name: str, tensor, module) -> Shape:
 
 def _released_shapes(mapping, whole: Shape, config) -> dict[str, Shape]:
     names = mapping.hf_param
+    if stacks_experts(mapping):
+        return {names: (config.num_moe_experts, *whole[::-1])}
     if isinstance(names, str):
         turned, grouped = getattr(mapping, "permute_dims", None), getattr(mapping, "is_grouped_export", False)
         if turned == (1, 0) and not grouped:

@@ -1,11 +1,13 @@
 """Mapping of Megatron's names and fused layers to the released model's, by Megatron-Bridge's own tables.
 
 Megatron computes queries, keys and values in one layer, and gate and up in one; the released models have them apart.
-GPT-2 has them in one layer too, but not in Megatron's order, and stores its matrices transposed. The rows of a bias,
-of the B of a low-rank adapter and of DoRA's magnitudes are mapped like those of the weight. Only mappings that cut a
-tensor into rows, or put them in order, are known here; a model whose mapping does anything else is refused.
+GPT-2 has them in one layer too, but not in Megatron's order, and stores its matrices transposed; gpt-oss has those of
+all experts of a layer in one tensor, transposed, with the rows of gate and up by turns. The rows of a bias, of the B of
+a low-rank adapter and of DoRA's magnitudes are mapped like those of the weight. Only mappings that cut a tensor into
+rows, or put them in order, are known here; a model whose mapping does anything else is refused.
 """
 
+import re
 from dataclasses import dataclass
 
 import torch
@@ -14,6 +16,8 @@ from megatron.bridge.models.conversion.param_mapping import split_qkv_biases, sp
 
 from contract.faults import Fault
 from trainer.megatron.bridges.mappings import PaddedVocabularyMapping
+from trainer.weights import released_tensors
+from trainer.weights.released import Model
 
 PLAIN = (
     param_mapping.AutoMapping,
@@ -24,19 +28,27 @@ PLAIN = (
 )
 SPLIT = (param_mapping.GatedMLPMapping, param_mapping.QKVMapping)
 TURNED = (1, 0)
+BY_TURNS = "gate and up by turns"
+EXPERT = re.compile(r"\d+$")
 
 
 @dataclass(frozen=True)
 class Part:
-    """A released tensor as a part of a Megatron tensor: all of it, all of qkv, or one of q, k, v, gate, up."""
+    """A released tensor as a part of a Megatron tensor: all of it, all of qkv, or one of q, k, v, gate, up.
+
+    Of a released tensor that stacks the experts of a layer, the part is that of one expert.
+    """
 
     name: str
     role: str | None
     turned: bool = False  # the release has the matrix transposed
+    expert: int | None = None  # number in a stack
 
     def rows(self, whole: torch.Tensor, config) -> torch.Tensor:
         if self.role is None:
             return whole
+        if self.role == BY_TURNS:
+            return whole.unflatten(0, (2, -1)).transpose(0, 1).flatten(0, 1)
         if self.role in ("gate", "up"):
             return whole.chunk(2)[("gate", "up").index(self.role)]
         if whole.ndim == 1:
@@ -50,8 +62,25 @@ class Part:
         return matrix.t() if self.turned else matrix
 
     def shape(self, released: tuple[int, ...]) -> tuple[int, ...]:
-        """Shape of the released tensor the way round that Megatron has it."""
-        return released[::-1] if self.turned else released
+        """Shape of the released tensor, or of one expert of a stack, the way round that Megatron has it."""
+        own = released if self.expert is None else released[1:]
+        return own[::-1] if self.turned else own
+
+    def of(self, released: torch.Tensor) -> torch.Tensor:
+        """The released tensor, or its expert's."""
+        return released if self.expert is None else released[self.expert]
+
+
+def read(model: Model, part: Part) -> torch.Tensor:
+    """The released weight, or no more than one expert of a stack."""
+    if part.expert is None:
+        return released_tensors.read(model, part.name)
+    return released_tensors.read(model, part.name, slice(part.expert, part.expert + 1))[0]
+
+
+def stacks_experts(mapping) -> bool:
+    """Whether the released tensor has all experts of a layer (trainer/patches/families/stacked_experts.py)."""
+    return hasattr(mapping, "by_turns")
 
 
 def parts(registry, name: str) -> list[Part] | None:
@@ -61,6 +90,10 @@ def parts(registry, name: str) -> list[Part] | None:
     mapping = next(filter(None, map(registry.megatron_to_hf_lookup, names)), None)
     if mapping is None:
         return None
+    if stacks_experts(mapping):
+        number = EXPERT.search(name)
+        assert number, f"{name} is no expert's"
+        return [Part(str(mapping.hf_param), BY_TURNS if mapping.by_turns else None, True, int(number[0]))]
     turned = getattr(mapping, "permute_dims", None)
     if type(mapping) in PLAIN and turned in (None, TURNED):
         return [Part(mapping.hf_param, None, turned == TURNED)]

@@ -44,6 +44,14 @@ class Adapter:
     def scale(self) -> float:
         return self.alpha / self.a.shape[0]
 
+    @property
+    def each(self) -> "tuple[Adapter, ...]":
+        return (self,)
+
+    @property
+    def places(self) -> list[Place]:
+        return [place for place in (self.a, self.b, self.magnitude) if place]
+
     def factors(self, stored: Stored, config) -> tuple[torch.Tensor, torch.Tensor]:
         return torch_dist.read(stored, self.a), self.part.rows(torch_dist.read(stored, self.b), config)
 
@@ -66,6 +74,19 @@ class Adapter:
 
 
 @dataclass(frozen=True)
+class StackedAdapters:
+    """Adapters of one released tensor that has all experts of a layer, in their order."""
+
+    each: tuple[Adapter, ...]
+
+    def merged(self, weight: torch.Tensor, stored: Stored, config) -> torch.Tensor:
+        found = torch.empty_like(weight, memory_format=torch.contiguous_format)
+        for one in self.each:
+            one.part.of(found).copy_(one.merged(one.part.of(weight), stored, config))
+        return found
+
+
+@dataclass(frozen=True)
 class NewValue:
     """One released weight as a full fine-tuning, or the converted base, has it."""
 
@@ -78,8 +99,25 @@ class NewValue:
         found = self.part.rows(whole[: entry.shape[0]] if self.trimmed else whole, config)
         return self.part.turn(found).to(DTYPES[entry.dtype]).contiguous()
 
+    @property
+    def each(self) -> "tuple[NewValue, ...]":
+        return (self,)
 
-def find_adapters(stored: Stored, registry, model: Model) -> dict[str, Adapter]:
+
+@dataclass(frozen=True)
+class StackedValues:
+    """Values of one released tensor that has all experts of a layer, in their order."""
+
+    each: tuple[NewValue, ...]
+
+    def value(self, stored: Stored, config, entry: Entry | Packed) -> torch.Tensor:
+        found = torch.empty(entry.shape, dtype=DTYPES[entry.dtype])
+        for one in self.each:
+            one.part.of(found).copy_(one.value(stored, config, entry))
+        return found
+
+
+def find_adapters(stored: Stored, registry, model: Model) -> dict[str, Adapter | StackedAdapters]:
     """Adapters by released name. Every tensor of every adapter must end up in one, and fit it."""
     layers: dict[tuple[str, str], dict[str, Place]] = defaultdict(dict)
     strange = []
@@ -88,7 +126,9 @@ def find_adapters(stored: Stored, registry, model: Model) -> dict[str, Adapter]:
             layers[match["layer"], match["expert"]][match["role"]] = place
         else:
             strange.append(name)
-    alpha, adapters = _alpha(stored), {}
+    alpha = _alpha(stored)
+    adapters: dict[str, Adapter | StackedAdapters] = {}
+    stacks: dict[str, dict[int, Adapter]] = defaultdict(dict)
     for (layer, expert), places in layers.items():
         name = f"{layer}.weight{expert}"
         found = mapping.parts(registry, name)
@@ -97,13 +137,17 @@ def find_adapters(stored: Stored, registry, model: Model) -> dict[str, Adapter]:
             continue
         for part in found:
             adapter = Adapter(places["linear_in"], places["linear_out"], places.get("weight_magnitude"), part, alpha)
-            fits = part.name not in adapters  # a weight has one adapter
-            if fits and _fits(
-                adapter, model, sum(p.shape(model.weights[p.name].shape)[0] for p in found if p.name in model.weights)
-            ):
+            is_first = part.name not in adapters and part.expert not in stacks[part.name]  # a weight has one adapter
+            rows = sum(p.shape(model.weights[p.name].shape)[0] for p in found if p.name in model.weights)
+            if not is_first or not _fits(adapter, model, rows):
+                strange.append(f"{name} (for {part.name})")
+            elif part.expert is None:
                 adapters[part.name] = adapter
             else:
-                strange.append(f"{name} (for {part.name})")
+                stacks[part.name][part.expert] = adapter
+    whole, broken = _whole(stacks, model)
+    adapters |= {name: StackedAdapters(each) for name, each in whole.items()}
+    strange += [f"those for {name}, of some experts and not of all" for name in broken]
     if strange:
         raise Fault(
             f"{stored.folder}: {len(strange)} tensors belong to no adapter of {model.folder}: "
@@ -112,17 +156,28 @@ def find_adapters(stored: Stored, registry, model: Model) -> dict[str, Adapter]:
     return adapters
 
 
-def find_values(stored: Stored, registry, model: Model, elsewhere: set[str]) -> dict[str, NewValue]:
+def find_values(stored: Stored, registry, model: Model, elsewhere: set[str]) -> dict[str, NewValue | StackedValues]:
     """New values of all weights but those that come from `elsewhere`, by released name. Nothing may be left over."""
-    values, strange = {}, []
+    values: dict[str, NewValue | StackedValues] = {}
+    stacks: dict[str, dict[int, NewValue]] = defaultdict(dict)
+    strange = []
     for name, place in stored.places.items():
         found = mapping.parts(registry, name)
         if found is None or any(part.name not in model.weights for part in found):
             strange.append(name)
             continue
-        strange += [f"{name} (for {part.name}, once more)" for part in found if part.name in values]
         for part in found:
-            values[part.name] = NewValue(place, part, name in VOCABULARY)
+            value, of_experts = NewValue(place, part, name in VOCABULARY), stacks[part.name]
+            if part.name in values or part.expert in of_experts:
+                strange.append(f"{name} (for {part.name}, once more)")
+            elif part.expert is None:
+                values[part.name] = value
+            elif place.shape == part.shape(model.weights[part.name].shape):
+                of_experts[part.expert] = value
+            else:
+                strange.append(f"{name} (for {part.name}, of another shape)")
+    whole, _ = _whole(stacks, model)
+    values |= {name: StackedValues(each) for name, each in whole.items()}
     missing = [name for name in model.weights if name not in values and name not in elsewhere]
     if strange or missing:
         raise Fault(
@@ -130,6 +185,14 @@ def find_values(stored: Stored, registry, model: Model, elsewhere: set[str]) -> 
             f"{enumerate_names(missing) or 'none'}; {len(strange)} have no place: {enumerate_names(strange) or 'none'}"
         )
     return values
+
+
+def _whole[Kind](stacks: dict[str, dict[int, Kind]], model: Model) -> tuple[dict[str, tuple[Kind, ...]], list[str]]:
+    """What stacks are made of, in the order of experts, and the names of those that lack one."""
+    of_stack = {name: each for name, each in stacks.items() if each}
+    wanted = {name: range(model.weights[name].shape[0]) for name in of_stack}
+    broken = [name for name, each in of_stack.items() if each.keys() != {*wanted[name]}]
+    return {name: tuple(of_stack[name][n] for n in wanted[name]) for name in of_stack if name not in broken}, broken
 
 
 def merged(weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scale: float, magnitude) -> torch.Tensor:

@@ -65,8 +65,8 @@ class StartingAdapter:
         if parts is None:
             raise Fault(f"model.adapter: {self.folder}: the release has no weight of {match['layer']}")
         if match["role"] == "linear_out":
-            return self._joined({part.role: self._matrix(part.name, "B") for part in parts})
-        first, *others = [self._matrix(part.name, "A") for part in parts]
+            return self._joined({part.role: self._matrix(part, "B") for part in parts})
+        first, *others = [self._matrix(part, "A") for part in parts]
         if any(not torch.equal(first, other) for other in others):
             named = " and ".join(part.name for part in parts)
             raise Fault(f"model.adapter: {self.folder}: the A's of {named} differ, and Megatron has one of all")
@@ -91,20 +91,24 @@ class StartingAdapter:
             joined[mapping.Part("", role).rows(order, self.config)] = matrix.float()
         return joined
 
-    def _matrix(self, released: str, which: str) -> torch.Tensor:
+    def _matrix(self, part: mapping.Part, which: str) -> torch.Tensor:
         """A or B of a released weight. PEFT has those of all experts of a layer in one."""
-        expert = peft_format.EXPERT.match(released)
-        if expert is None:
+        released = part.name
+        expert, stack = peft_format.EXPERT.match(released), peft_format.STACK.match(released)
+        if stack and part.expert is not None:
+            module, leaf, number = stack["module"], stack["leaf"], part.expert
+        elif expert:
+            module, leaf = EXPERTS.format(expert["layer"]), peft_format.LEAVES[expert["leaf"]]
+            number = int(expert["number"])
+        else:
             return self._tensor(f"{peft_format.module(released)}.lora_{which}.weight", released)
-        module, leaf = EXPERTS.format(expert["layer"]), peft_format.LEAVES[expert["leaf"]]
         inner = f"{module}.base_layer.lora_{which}.weight"
         gated = leaf != "down" and peft_format.PREFIX + inner in self.names
         whole = self._tensor(inner if gated else f"{module}.lora_{which}.weight", released)
-        number = int(expert["number"])
         if which == "A":
             return whole[number * self.rank : (number + 1) * self.rank]
         mine = whole.view(len(whole), self.rank, -1)[:, :, number]
-        return mine if leaf == "down" else mine.chunk(2)[("gate", "up").index(leaf)]
+        return mine.chunk(2)[("gate", "up").index(leaf)] if leaf in ("gate", "up") else mine
 
     def _tensor(self, key: str, released: str) -> torch.Tensor:
         name = peft_format.PREFIX + key

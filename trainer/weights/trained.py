@@ -12,7 +12,7 @@ from contract.faults import Fault
 from trainer.megatron.model import open_bridge
 from trainer.weights import merge, released, released_tensors, torch_dist
 from trainer.weights.conversion import unwritten
-from trainer.weights.merge import Adapter, NewValue
+from trainer.weights.merge import Adapter, NewValue, StackedAdapters, StackedValues
 from trainer.weights.released import Model
 from trainer.weights.torch_dist import Stored
 
@@ -28,8 +28,8 @@ class Trained:
     sums: dict[str, str]  # the released checksums, as the conversion recorded them
     stored: Stored
     config: object  # Megatron's
-    adapters: dict[str, Adapter] = field(default_factory=dict)
-    values: dict[str, NewValue] = field(default_factory=dict)
+    adapters: dict[str, Adapter | StackedAdapters] = field(default_factory=dict)
+    values: dict[str, NewValue | StackedValues] = field(default_factory=dict)
     copies: dict[str, str] = field(default_factory=dict)  # copy -> original, of tensors that Megatron has once
 
     def tensor(self, name: str) -> torch.Tensor | None:

@@ -45,6 +45,13 @@ RELEASES = {
         },
     ),
 }
+GPT_OSS_YARN = {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096, "truncate": False}
+GPT_OSS_YARN |= {"beta_fast": 32.0, "beta_slow": 1.0}
+RELEASES["gpt-oss"] = (
+    "gpt-oss",
+    {"rope_scaling": GPT_OSS_YARN, "attention_bias": True, "initial_context_length": 4096, "experts_per_token": 2}
+    | {"output_router_logits": False, "router_aux_loss_coef": 0.9, "swiglu_limit": 7.0, "head_dim": 64},
+)
 OLMOE = {"architectures": ["OlmoeForCausalLM"], "num_attention_heads": 16, "num_key_value_heads": 16, "num_experts": 64}
 LINEAR = {"rope_type": "linear", "factor": 4.0}
 YARN_OF_QWEN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
@@ -138,6 +145,17 @@ LOST = [
         "rope_scaling.attention_factor is 1.0",
     ),
     (KINDS["qwen3"], {"rope_scaling": YARNED | {"type": "default"}}, 'rope_scaling.type is "default", which Megatron-'),
+    (
+        KINDS["gpt-oss"],
+        {"swiglu_limit": 5.0},
+        "swiglu_limit is 5.0, and Megatron-Bridge builds GptOssForCausalLM with 7",
+    ),
+    (KINDS["gpt-oss"], {"layer_types": 4 * ["full_attention"]}, 'layer_types is ["full_attention", "full_attention",'),
+    (KINDS["gpt-oss"], {"layer_types": ["sliding_attention", "full_attention"]}, "layer_types is"),
+    (KINDS["gpt-oss"], {"experts_per_token": 4}, "experts_per_token is 4, and Megatron-Bridge builds"),
+    (KINDS["gpt-oss"], {"rope_parameters": GPT_OSS_YARN | {"factor": 8.0}}, "rope_parameters.factor is 8.0, and"),
+    (KINDS["gpt-oss"], {"rope_parameters": None}, 'rope_parameters.rope_type is "default", which'),
+    (KINDS["gpt-oss"], {"num_experts_per_tok": 1}, "num_experts_per_tok is 1, and Megatron makes the weights"),
     (KINDS["llama"], {"use_new_trick": True}, "use_new_trick is true, which"),
     (KINDS["llama"], {"trick": {"kind": 1}}, 'trick is {"kind": 1}, which'),
 ]
@@ -172,7 +190,9 @@ def test_what_would_be_lost_is_named(config, change, says):
     assert unread(config | change, [line.partition(" ")[0].partition(".")[0] for line in found]) == []
 
 
-@pytest.mark.parametrize("kind, key", [("mistral", "sliding_window"), ("minimax-m2", "rotary_dim")])
+@pytest.mark.parametrize(
+    "kind, key", [("mistral", "sliding_window"), ("minimax-m2", "rotary_dim"), ("gpt-oss", "head_dim")]
+)
 def test_a_key_whose_absence_says_something_else_in_transformers_has_to_be_there(kind, key):
     config = {name: value for name, value in KINDS[kind].items() if name != key}
     assert unread(config) == [
@@ -198,6 +218,7 @@ def sources(package: str, *files: str) -> str:
 MODULES = {"Glm4Moe": "glm4_moe", "DeepseekV3": "deepseek_v3", "Qwen3Moe": "qwen3_moe", "Qwen3": "qwen3"}
 MODULES |= {"Qwen2": "qwen2", "Llama": "llama", "Olmoe": "olmoe", "Mixtral": "mixtral", "Qwen2Moe": "qwen2_moe"}
 MODULES |= {"GPT2LMHeadModel": "gpt2", "Glm4MoeLite": "glm4_moe_lite", "MiniMaxM2": "minimax_m2", "Mistral": "mistral"}
+MODULES |= {"GptOss": "gpt_oss"}
 
 
 @pytest.mark.parametrize("architecture", FAMILIES)

@@ -1,5 +1,6 @@
 """conf/rules/layout.py: the two grids, what each rule says, and that the values it offers are legal."""
 
+import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -7,7 +8,7 @@ import pytest
 import yaml
 
 from conf.load import load
-from conf.model_facts import facts_from_hf
+from conf.model_facts import MODELS, facts_from_hf
 from conf.rules.layout import Grid, grid, problems
 from conf.schema.run import Run, sections
 from tests.support.drawn_models import pair
@@ -82,6 +83,7 @@ GPT2 = {
     "vocab_size": 99,
     "n_positions": 1024,
 }
+GPT_OSS = json.loads((MODELS / "gpt-oss-20b.json").read_text())["config"]
 
 
 def run(world: int = 8, **changes: object) -> Run:
@@ -120,6 +122,7 @@ LEGAL = [
     (MIXTRAL, run(16, tp=2, pp=2, ep=4, etp=2, sp=True)),
     (LLAMA, run(8, tp=8)),
     (LATENT, run(8, tp=4, sp=True, rank=64)),  # targets that the model has not are of no account
+    (GPT_OSS, run(8, tp=2, ep=4, pp=2, sp=True)),
     (GPT2, run(8, tp=4, rank=64, seq_length=512)),  # its vocabulary is padded
     (GLM, run(8, tp=2, etp=2, sp=True, kind="dora", grouped_gemm=False)),
 ]
@@ -247,6 +250,10 @@ OF_MODEL += [
         run(8, recompute="selective", recompute_modules=["mla_up_proj"]),
         "train.recompute_modules: mla_up_proj is no",
     ),
+    (GPT_OSS, run(8, tp=2, etp=2, sp=True), "layout.etp: 2, but experts with biases are whole on a rank; nearest"),
+    (GPT_OSS, run(8, cp=2), "layout.cp: 2, but keys that go around a ring of ranks meet neither sinks nor windows; n"),
+    (GPT_OSS, run(8, base="fp8"), "model.base: fp8, but experts with biases were not tried packed; nearest legal: bf"),
+    (GPT_OSS, run(8, grouped_gemm=False), "moe.grouped_gemm: false, but experts with biases were tried in grouped pr"),
     (GPT2, run(8), "data.seq_length: 4096, but the model has learned 1024 positions; nearest legal: 1024"),
 ]
 EVERYWHERE = [(None, broken, line) for broken, line in ALONE]

@@ -31,6 +31,16 @@ def test_latent_attention_wants_a_gpu():
     assert unservable(load("tiny"), known("deepseek-v3"), cpu=False) == []
 
 
+def test_sinks_want_bf16_on_a_cpu_and_experts_of_gpt_oss_no_adapter_beside_them():
+    facts = facts_from_hf(KINDS["gpt-oss"])
+    (line,) = unservable(load("tiny", ["train.precision=fp32"]), facts, cpu=True)
+    assert line == "on a CPU vLLM's attention takes sinks in bf16 alone, and evaluate.precision is fp32"
+    assert unservable(load("tiny", ["train.precision=bf16"]), facts, cpu=True) == []
+    unmerged = ["evaluate.adapter=unmerged", "adapter.targets=[linear_qkv,linear_fc1,linear_fc2]"]
+    (line,) = unservable(load("tiny", unmerged), facts, cpu=False)
+    assert line.startswith("an adapter of gpt-oss's experts beside the base was not tried with vLLM; evaluate.adapter=")
+
+
 def test_a_gpu_has_latent_attention_of_the_releases_sizes():
     (line,) = unservable(load("tiny"), facts_from_hf(KINDS["glm4-moe-lite"]), cpu=False)
     assert line.startswith("qk_nope_head_dim, qk_rope_head_dim and v_head_dim are 48, 16 and 64, and vLLM's latent ")

@@ -3,7 +3,7 @@
 With `checkpoint` it is that checkpoint's model: the adapter on top of the base, or all weights where run.adapter.kind
 is none. With `invent`, the adapter gets random values and is saved there as training would save it. The weights that
 Megatron-Bridge would export go into the same file as the logits. With `released`, that folder's weights are those of
-the model in run.paths.model, without an adapter, and none are exported.
+the model in run.paths.model, without an adapter, and none are exported; nor are any with `alone`.
 """
 
 import json
@@ -40,7 +40,8 @@ def main(run: Run) -> None:
         found = model[0](tokens, torch.arange(tokens.shape[1]).expand_as(tokens), None).float()
     shares = [torch.empty_like(found) for _ in range(run.layout.tp)]  # of the vocabulary
     torch.distributed.all_gather(shares, found.contiguous())
-    weights = {} if "released" in asked else dict(bridge.export_hf_weights(model, cpu=True, show_progress=False))
+    alone = "released" in asked or "alone" in asked
+    weights = {} if alone else dict(bridge.export_hf_weights(model, cpu=True, show_progress=False))
     if torch.distributed.get_rank() == 0:
         torch.save({"logits": torch.cat(shares, -1), "weights": weights}, folder / "found.pt")
     torch.distributed.destroy_process_group()

@@ -71,6 +71,15 @@ def test_bridge_norms_over_all_heads_otherwise_than_the_releases_under_tp():
     assert 'config.qk_layernorm and ("q_layernorm" in name or "k_layernorm" in name)' in core
 
 
+def test_bridge_tells_the_sides_of_gpt_oss_s_experts_by_shape_and_turns_all_for_each():
+    source = text("megatron-bridge", "megatron/bridge/models/gpt_oss/gpt_oss_bridge.py")
+    assert 'expert_weight = _align_expert_weight_to_shape(expert_weight, target_param.shape, "gate_up_proj")' in source
+    assert "hf_weights = hf_weights.transpose(-1, -2).contiguous()" in source and "softmax_offset" in source
+    assert "tensor_model_parallel" not in source
+    core = text("megatron-core", "megatron/core/extensions/transformer_engine.py")
+    assert "softmax_offset.tensor_model_parallel" not in core
+
+
 def test_transformers_gives_the_norms_of_latent_attention_their_own_epsilon():
     for family in ("deepseek_v3", "glm4_moe_lite"):
         model = text("transformers", f"transformers/models/{family}/modeling_{family}.py")

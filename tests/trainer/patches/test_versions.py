@@ -35,6 +35,7 @@ HEAVY = {
     "dora": ["install", "mark_magnitudes"],
     "expert_adapters": ["install"],
     "families/norms_over_heads": ["install"],
+    "families/stacked_experts": ["install"],
     "packed_positions": ["install"],
     "recompute": ["start_from_the_embedding"],
     "resharding": ["install"],

@@ -136,6 +136,7 @@ def test_a_missing_shard_is_a_fault_before_anything_is_proven(configure, tmp_pat
         ("glm4-moe-mtp", ("convert.to=none",)),
         ("deepseek-v3", ("adapter.targets=all-linear",)),
         ("gpt2", ()),
+        ("gpt-oss", ()),
         ("mixtral", ("adapter.kind=none",)),
         ("qwen3", ("adapter.kind=dora",)),  # tied embeddings
         ("qwen2-moe", ("train.precision=bf16",)),

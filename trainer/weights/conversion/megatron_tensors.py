@@ -16,6 +16,7 @@ from unittest import mock
 import torch
 from megatron.bridge.models.conversion.utils import unwrap_model
 from megatron.bridge.models.hf_pretrained.state import StateDict
+from megatron.bridge.utils.common_utils import extract_expert_number_from_param
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.models.common.embeddings import YarnRotaryEmbedding
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
@@ -23,7 +24,7 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 
 from trainer.weights import released_tensors
 from trainer.weights.coverage import VOCABULARY
-from trainer.weights.mapping import PLAIN
+from trainer.weights.mapping import PLAIN, stacks_experts
 from trainer.weights.released import Model
 
 AT_ONCE = 2**28  # bytes of a tensor of plain rows that are stored as one piece
@@ -167,8 +168,12 @@ class Values:
         self.name, self.whole = "", None
 
     def _whole(self, task) -> torch.Tensor:
-        """The parameter, as Bridge makes it."""
-        given = self.bridge.maybe_modify_loaded_hf_weight(task.mapping.hf_param, self.released)
+        """The parameter, as Bridge makes it. Of a stack of experts, its own is all that is read, and unpacked."""
+        if stacks_experts(task.mapping):
+            number = extract_expert_number_from_param(task.mapping.megatron_param)
+            given = released_tensors.read(self.released.model, task.mapping.hf_param, slice(number, number + 1))
+        else:
+            given = self.bridge.maybe_modify_loaded_hf_weight(task.mapping.hf_param, self.released)
         found = task.mapping.hf_to_megatron(given, task.megatron_module)
         wanted = task.param_weight
         assert found.shape == wanted.shape, f"{task.global_param_name}: {found.shape} is not {wanted.shape}"

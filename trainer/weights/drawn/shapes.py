@@ -29,6 +29,8 @@ def attention_shapes(c: Config) -> Shapes:
             shapes[f"self_attn.{name}_norm.weight"] = (width,)
         if name != "v" and c["model_type"] in ("olmoe", "minimax_m2"):
             shapes[f"self_attn.{name}_norm.weight"] = (count * width,)
+    if c["model_type"] == "gpt_oss":
+        shapes |= {"self_attn.o_proj.bias": (hidden,), "self_attn.sinks": (heads,)}
     return shapes
 
 
@@ -47,6 +49,19 @@ def mixtral_shapes(c: Config) -> Shapes:
         shapes |= {f"{prefix}.w1.weight": (width, hidden), f"{prefix}.w3.weight": (width, hidden)}
         shapes[f"{prefix}.w2.weight"] = (hidden, width)
     return shapes
+
+
+def gpt_oss_shapes(c: Config) -> Shapes:
+    """Tensors of all experts of a layer together. The matrices are transposed; gate and up lie by turns."""
+    hidden, width, experts = c["hidden_size"], c["intermediate_size"], c["num_local_experts"]
+    return {
+        "mlp.router.weight": (experts, hidden),
+        "mlp.router.bias": (experts,),
+        "mlp.experts.gate_up_proj": (experts, hidden, 2 * width),
+        "mlp.experts.gate_up_proj_bias": (experts, 2 * width),
+        "mlp.experts.down_proj": (experts, width, hidden),
+        "mlp.experts.down_proj_bias": (experts, hidden),
+    }
 
 
 def moe_shapes(c: Config) -> Shapes:
@@ -93,6 +108,8 @@ def model_shapes(c: Config) -> Shapes:
         block |= attention_shapes(c)
         if layer in dense:
             block |= mlp_shapes("mlp", hidden, c["intermediate_size"])
+        elif c["model_type"] == "gpt_oss":
+            block |= gpt_oss_shapes(c)
         else:
             block |= mixtral_shapes(c) if c["model_type"] in ("mixtral", "minimax_m2") else moe_shapes(c)
         if layer >= layers:

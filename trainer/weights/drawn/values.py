@@ -1,9 +1,9 @@
 """Values of drawn weights: those with which a family begins a training, a block of a few megabytes at a time.
 
-Matrices and embeddings are normal with a standard deviation of initializer_range, norms 1, biases 0, and the embedding
-of pad_token_id is 0, as transformers' from_config() has them. GPT-2's output projections spread less by the root of
-twice the number of layers, as its paper says and Megatron does; transformers 5.12.1 means to, and compares a name that
-no tensor has.
+Matrices, embeddings, sinks and routers' biases are normal with a standard deviation of initializer_range, norms 1, other
+biases 0, and the embedding of pad_token_id is 0, as transformers' from_config() has them. GPT-2's output projections
+spread less by the root of twice the number of layers, as its paper says and Megatron does; transformers 5.12.1 means
+to, and compares a name that no tensor has.
 
 Values follow from the seed, the tensor's name and the block alone, by NumPy's Philox and its ziggurat: neither the
 number of processes nor torch's vector units bear on them.
@@ -27,9 +27,11 @@ CORRECTION = "e_score_correction_bias"  # of routers; float32 in every release
 
 def spread(config: Config, name: str) -> float:
     """Standard deviation of a tensor's numbers; 0 where all of them are the same."""
+    usual = config.get("initializer_range") or USUAL
+    if name.endswith(".mlp.router.bias"):  # gpt-oss's
+        return usual
     if NORM.search(name) or name.endswith("bias"):
         return 0.0
-    usual = config.get("initializer_range") or USUAL
     if config["model_type"] == "gpt2" and name.endswith("c_proj.weight"):
         return usual / math.sqrt(2 * config["n_layer"])
     return usual

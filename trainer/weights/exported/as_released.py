@@ -82,7 +82,8 @@ class Rounding:
 
     def is_near(self, name: str, codes: torch.Tensor) -> bool:
         """Whether these codes are of the merged weight, computed once more in another order."""
-        adapter, packed = self.trained.adapters[self.trained.copies.get(name, name)], self.trained.model.packed[name]
+        (adapter,) = self.trained.adapters[self.trained.copies.get(name, name)].each  # no stack is in FP8
+        packed = self.trained.model.packed[name]
         factors = adapter.factors(self.trained.stored, self.trained.config)
         magnitude = adapter.magnitudes(self.trained.stored, self.trained.config)
         before, scales = released_tensors.read(self.trained.model, name), self.scales[name]

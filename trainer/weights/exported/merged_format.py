@@ -25,9 +25,10 @@ from typing import Any
 import torch
 
 from conf.model_files import config_json, quantization, safetensors_header, weights
-from trainer.weights import merge, released, released_tensors
+from trainer.weights import mapping, merge, released, released_tensors
 from trainer.weights.exported import parts
 from trainer.weights.exported.parts import Layout
+from trainer.weights.merge import Adapter
 from trainer.weights.released import Entry, Model
 from trainer.weights.trained import Trained
 
@@ -89,10 +90,13 @@ def other_files(model: Model) -> list[Path]:
 
 def is_merged(trained: Trained, name: str, found: torch.Tensor) -> bool:
     """Whether this is the released weight of that name, merged with its adapter."""
-    adapter = trained.adapters[name]
+    return all(_is_merged(trained, adapter, adapter.part.of(found)) for adapter in trained.adapters[name].each)
+
+
+def _is_merged(trained: Trained, adapter: Adapter, found: torch.Tensor) -> bool:
     factors = adapter.factors(trained.stored, trained.config)
     magnitude = adapter.magnitudes(trained.stored, trained.config)
-    before = adapter.part.turn(released_tensors.read(trained.model, name))
+    before = adapter.part.turn(mapping.read(trained.model, adapter.part))
     return merge.is_merged(adapter.part.turn(found), before, *factors, adapter.scale, magnitude)
 
 

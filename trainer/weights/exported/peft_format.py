@@ -5,7 +5,8 @@ Megatron's fused layers become one adapter per released weight: A is the same, B
 Experts. transformers 5 keeps all experts of a layer in two 3D parameters, gate_up_proj and down_proj, which PEFT adapts
 as `target_parameters`. For E experts of rank r the file has, per parameter, A of shape [E * r, in], expert by expert,
 and B of shape [out, r * E], in which the columns of one expert lie E apart. PEFT wraps the two parameters of a module
-one around the other; the inner one, gate_up_proj, is called base_layer.
+one around the other; the inner one, gate_up_proj, is called base_layer. gpt-oss is released so, with gate and up by
+turns, as the rows of B are then.
 
 Dense layers beside experts. For these architectures PEFT (0.21) takes gate_proj, up_proj and down_proj in
 `target_modules` for the experts' names of transformers 4 and replaces them, so other layers of these names would lose
@@ -29,18 +30,21 @@ import torch
 from contract.faults import Fault
 from trainer.weights import released
 from trainer.weights.exported.parts import READABLE, as_bytes
-from trainer.weights.merge import Adapter
+from trainer.weights.merge import Adapter, StackedAdapters
 from trainer.weights.released_tensors import DTYPES
 from trainer.weights.trained import Trained
 
 EXPERT = re.compile(
     r"(?P<layer>.+)\.(mlp|block_sparse_moe)\.experts\.(?P<number>\d+)\.(?P<leaf>(gate|up|down)_proj|w[123])\.weight$"
 )
+STACK = re.compile(r"(?P<module>.+\.mlp\.experts)\.(?P<leaf>gate_up|down)_proj$")  # of all experts, as gpt-oss has it
 LEAVES = {"gate_proj": "gate", "up_proj": "up", "down_proj": "down"} | {"w1": "gate", "w3": "up", "w2": "down"}
 SETTINGS, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 MLP = ("gate_proj", "up_proj", "down_proj")
 PREFIX = "base_model.model."
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+Adapters = dict[str, Adapter | StackedAdapters]
 
 
 class Row(NamedTuple):
@@ -55,7 +59,7 @@ class Row(NamedTuple):
 def check(trained: Trained) -> None:
     """Raise a Fault for an adapter that PEFT cannot express."""
     moe = _has_experts(trained)
-    bad = [name for name, adapter in _expressible(trained).items() if adapter.magnitude and _as_parameter(name, moe)]
+    bad = [name for name, one in _expressible(trained).items() if one.each[0].magnitude and _as_parameter(name, moe)]
     if bad:
         raise Fault(
             f"export.formats: PEFT has no DoRA for {released.enumerate_names(bad, 3)}; export as merged only, "
@@ -69,11 +73,11 @@ def write(trained: Trained, folder: Path, source: str) -> list[str]:
     experts = _experts(adapters)
     folder.mkdir(parents=True, exist_ok=True)
     _write_safetensors(folder / WEIGHTS, tensors(trained))
-    plain = {name for name in adapters if not EXPERT.match(name)}
+    plain = {name for name in adapters if not _is_of_expert(name)}
     modules = _shortest({name.removesuffix(".weight") for name in plain if not _as_parameter(name, moe)}, trained, 1)
     parameters = _shortest({name for name in plain if _as_parameter(name, moe)}, trained, 3)
     parameters += sorted({f"mlp.experts.{leaf}" for of_layer in experts.values() for leaf in _leaves(of_layer[0])})
-    text = json.dumps(_config(next(iter(adapters.values())), modules, parameters, source), indent=2)
+    text = json.dumps(_config(next(iter(adapters.values())).each[0], modules, parameters, source), indent=2)
     (folder / SETTINGS).write_text(text + "\n")
     for path in folder.iterdir():
         path.chmod(READABLE)
@@ -84,34 +88,43 @@ def tensors(trained: Trained) -> list[Row]:
     """Tensors of the file, in order."""
     adapters, rows = _expressible(trained), []
     for name, adapter in adapters.items():
-        if not EXPERT.match(name):
+        if isinstance(adapter, Adapter) and not EXPERT.match(name):
             rows += _module_rows(trained, name, adapter)
     for name, of_layer in _experts(adapters).items():
         rows += _expert_rows(trained, name, [of_layer[number] for number in range(len(of_layer))])
     return rows
 
 
-def _experts(adapters: dict[str, Adapter]) -> dict[str, dict[int, dict[str, Adapter]]]:
+def _experts(adapters: Adapters) -> dict[str, dict[int, dict[str, Adapter]]]:
     """Adapters of experts, by transformers' name of their module, their number and their part."""
     found: dict[str, dict[int, dict[str, Adapter]]] = defaultdict(dict)
     for name, adapter in adapters.items():
-        if match := EXPERT.match(name):
+        if isinstance(adapter, StackedAdapters):
+            stack = STACK.match(name)
+            assert stack, f"{name} has experts, and transformers has them in mlp.experts"
+            for number, one in enumerate(adapter.each):
+                found[stack["module"]].setdefault(number, {})[stack["leaf"]] = one
+        elif match := EXPERT.match(name):
             module = f"{match['layer']}.mlp.experts"  # transformers' name, where Mixtral's releases have another
             found[module].setdefault(int(match["number"]), {})[LEAVES[match["leaf"]]] = adapter
     return found
 
 
-def _expressible(trained: Trained) -> dict[str, Adapter]:
+def _expressible(trained: Trained) -> Adapters:
     mtp = released.of_mtp(trained.model)
     return {name: adapter for name, adapter in trained.adapters.items() if name not in mtp}
 
 
 def _has_experts(trained: Trained) -> bool:
-    return any(EXPERT.match(name) for name in trained.model.weights)
+    return any(_is_of_expert(name) for name in trained.model.weights)
+
+
+def _is_of_expert(name: str) -> bool:
+    return bool(EXPERT.match(name) or STACK.match(name))
 
 
 def _as_parameter(name: str, moe: bool) -> bool:
-    return moe and name.removesuffix(".weight").rpartition(".")[2] in MLP
+    return moe and (name.removesuffix(".weight").rpartition(".")[2] in MLP or _is_of_expert(name))
 
 
 def _module_rows(trained: Trained, name: str, adapter: Adapter) -> list[Row]:
@@ -160,7 +173,7 @@ def _expert_rows(trained: Trained, name: str, experts: list[dict[str, Adapter]])
 
 def _leaves(expert: dict[str, Adapter]) -> dict[str, tuple[str, ...]]:
     """Parameters of transformers that this expert's adapters change, and the released weights in them."""
-    leaves = {"gate_up_proj": ("gate", "up"), "down_proj": ("down",)}
+    leaves = {"gate_up_proj": ("gate_up",) if "gate_up" in expert else ("gate", "up"), "down_proj": ("down",)}
     return {leaf: parts for leaf, parts in leaves.items() if parts[0] in expert}
 
 
@@ -173,7 +186,7 @@ def _shortest(names: set[str], trained: Trained, parts: int) -> list[str]:
 
 
 def _expressible_names(trained: Trained, names: set[str]) -> set[str]:
-    weights = {name for name in trained.model.weights if not EXPERT.match(name)} - released.of_mtp(trained.model)
+    weights = {name for name in trained.model.weights if not _is_of_expert(name)} - released.of_mtp(trained.model)
     return weights if all(name.endswith(".weight") for name in names) else {n.removesuffix(".weight") for n in weights}
 
 
@@ -196,7 +209,7 @@ def _config(adapter: Adapter, modules: list[str], parameters: list[str], source:
         "use_dora": adapter.magnitude is not None,
         "use_rslora": False,
         "bias": "none",
-        "fan_in_fan_out": adapter.part.turned,
+        "fan_in_fan_out": adapter.part.turned and adapter.part.expert is None,
         "inference_mode": True,
     }
     return found | ({"target_parameters": parameters} if parameters else {})

@@ -1,4 +1,7 @@
-"""Dot-product attention for sbhd and thd (packed) layouts, with grouped queries and context parallelism.
+"""Dot-product attention for sbhd and thd (packed) layouts: grouped queries, windows, sinks, context parallelism.
+
+A window is of so many tokens before a token's own. A sink is a learned score of each head that takes its share of the
+softmax and has no value.
 
 Context parallelism gathers keys and values from all ranks and masks by each token's place in its sequence. A rank holds
 chunks r and 2*CP-1-r of every sequence, which is how Megatron deals them out to balance causal work. On a CPU rehearsal
@@ -33,8 +36,15 @@ class DotProductAttention(nn.Module):
         **_,
     ):
         super().__init__()
-        if softmax_type != "vanilla" or window_size not in (None, (-1, -1), (-1, 0)):
-            raise ValueError("sliding windows and softmax offsets are not rehearsed on the CPU")
+        before, behind = window_size or (-1, -1)
+        special = before >= 0 or softmax_type != "vanilla"
+        if softmax_type not in ("vanilla", "learnable") or behind > 0 or (special and "causal" not in attn_mask_type):
+            raise ValueError(f"{softmax_type} softmax with windows of {window_size} is not rehearsed on the CPU")
+        self.before = before
+        self.softmax_offset = None
+        if softmax_type == "learnable":
+            device = torch.cuda.current_device()  # as of Transformer Engine's, whatever the default is
+            self.softmax_offset = nn.Parameter(torch.zeros(num_attention_heads // tp_size, device=device))
         self.head_dim = kv_channels if isinstance(kv_channels, int) else kv_channels[0]
         self.scale = softmax_scale if softmax_scale is not None else self.head_dim**-0.5
         self.attn_mask_type, self.attention_dropout = attn_mask_type, attention_dropout
@@ -72,6 +82,8 @@ class DotProductAttention(nn.Module):
         allowed = segment_q[:, None] == segment_k[None, :]
         if "causal" in mask_type:
             allowed &= place_q[:, None] >= place_k[None, :]
+            if self.before >= 0:
+                allowed &= place_q[:, None] - place_k[None, :] <= self.before
         elif attention_mask is not None and not packed:
             allowed = ~attention_mask
         out = self._attend(query, key, value, allowed)  # [b, h, s, d]
@@ -81,6 +93,8 @@ class DotProductAttention(nn.Module):
     def _attend(self, query, key, value, allowed):
         dropout = self.attention_dropout if self.training else 0.0
         q, k, v = (t.permute(1, 2, 0, 3) for t in (query, key, value))
+        if self.softmax_offset is not None:
+            allowed, k, v = self._with_sinks(allowed, q, k, v)
         arguments = {
             "attn_mask": allowed,
             "dropout_p": dropout,
@@ -91,6 +105,14 @@ class DotProductAttention(nn.Module):
             with self.tracker().fork():
                 return nn.functional.scaled_dot_product_attention(q, k, v, **arguments)
         return nn.functional.scaled_dot_product_attention(q, k, v, **arguments)
+
+    def _with_sinks(self, allowed, q, k, v):
+        """Scores' mask, keys and values with one more of each, whose score is the head's sink and whose value is 0."""
+        shape = (q.shape[0], k.shape[1], 1, k.shape[3])
+        mask = torch.zeros(allowed.shape, dtype=q.dtype).masked_fill(~allowed, float("-inf"))
+        sinks = self.softmax_offset.to(q.dtype).view(1, -1, 1, 1).expand(1, -1, q.shape[2], 1)
+        mask = torch.cat([mask.expand(1, q.shape[1], *mask.shape[-2:]), sinks], dim=-1)
+        return mask, torch.cat([k, k.new_zeros(shape)], 2), torch.cat([v, v.new_zeros(*shape[:3], v.shape[3])], 2)
 
 
 def _places(lengths: list[int], cp: int, ranks) -> tuple[torch.Tensor, torch.Tensor]:
