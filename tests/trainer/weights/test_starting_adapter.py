@@ -14,7 +14,7 @@ def losses(result) -> list[float]:
     return [line["lm_loss"] for line in result.metrics if line["kind"] == "train"]
 
 
-@pytest.fixture(scope="module", params=["llama", "glm4-moe"])
+@pytest.fixture(scope="module", params=["llama", "glm4-moe", pytest.param("gpt-oss", marks=pytest.mark.slow)])
 def exported(request, configure, base, ranks, work):
     """A model, and the folder of an adapter of it, which an export has written."""
     base(request.param)

@@ -1,9 +1,9 @@
 """Values of drawn weights: those with which a family begins a training, a block of a few megabytes at a time.
 
-Matrices, embeddings, sinks and routers' biases are normal with a standard deviation of initializer_range, norms 1, other
-biases 0, and the embedding of pad_token_id is 0, as transformers' from_config() has them. GPT-2's output projections
-spread less by the root of twice the number of layers, as its paper says and Megatron does; transformers 5.12.1 means
-to, and compares a name that no tensor has.
+Matrices, embeddings, sinks and routers' biases are normal with a standard deviation of initializer_range, norms 1,
+other biases 0, and the embedding of pad_token_id is 0, as transformers' from_config() has them. GPT-2's output
+projections spread less by the root of twice the number of layers, as its paper says and Megatron does; transformers
+5.12.1 means to, and compares a name that no tensor has.
 
 Values follow from the seed, the tensor's name and the block alone, by NumPy's Philox and its ziggurat: neither the
 number of processes nor torch's vector units bear on them.

@@ -97,7 +97,9 @@ def test_names_shapes_and_spread_are_those_of_transformers(kind, tokenizer, tmp_
         if kind == "gpt2" and name.endswith("c_proj.weight"):
             one = one / math.sqrt(2 * config["n_layer"])  # as the paper has it, and transformers means to
         deviation = float(one.std())
-        assert float(other.std()) == pytest.approx(deviation, rel=0.1), name
+        if one.numel() >= 100:  # of gpt-oss's few sinks, and routers' biases, a spread says nothing
+            assert float(other.std()) == pytest.approx(deviation, rel=0.1), name
+        assert (float(other.std()) > 0) == (deviation > 0), name
         assert float(other.mean()) == pytest.approx(
             float(one.mean()), abs=max(1e-6, 6 * deviation / one.numel() ** 0.5)
         )
