@@ -78,7 +78,7 @@ HOPPER = 9.0  # where adapters of all experts are one product (trainer/megatron/
 WEIGHT = {"current": 25e-6, "delayed": 10e-6, "blockwise": 10e-6, "mxfp8": 10e-6}  # once a step, to quantize a weight
 
 ADAM = 0.66  # of bytes/s; gradient, weight and two means are read, all but the gradient written, and the bf16 weight
-ADDED = 0.58  # a gradient in bf16 is added to the fp32 sum: APEX, which would do it in the product, is not installed
+ADDED = 0.58  # a product adds its gradient to the fp32 sum, which it reads and writes
 HOST = 0.8  # of the host's bytes/s, by torch's fused AdamW
 
 
@@ -197,7 +197,7 @@ def updating(optimizer: Optimizer, gpu: Gpu, here: float, away: float, held: flo
     """
     each = {"fp32": 30, "bf16": 22, "fp8": 58}[optimizer.states]  # means in FP8 are unpacked, and packed again
     gradient = 2 if optimizer.gradients == "bf16" else 4
-    added = held * (2 * gradient / HBM + (2 + 2 * gradient) * microbatches / ADDED) / gpu.hbm
+    added = held * (2 * gradient / HBM + 2 * gradient * microbatches / ADDED) / gpu.hbm
     # gradients go down and weights come up while others are computed: each reads and writes 28 bytes on the host
     host = max(away * 4 / gpu.bus, away * 28 / (gpu.host * HOST))
     return max(here * each / (gpu.hbm * ADAM), host) + added

@@ -37,16 +37,21 @@ ADAPTERS = (
 
 
 @pytest.fixture(scope="session")
-def ask():
+def ask(tmp_path_factory):
     """ask(run, config) -> {"counts": {rank: {kind: count}}} or {"refused": Megatron's words}."""
     command = [sys.executable, "-W", "ignore", "-m", "tests.support.ranks.build_ranks"]
-    pipe = subprocess.PIPE
-    with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, text=True) as server:
+    log, pipe = tmp_path_factory.mktemp("rehearse") / "log", subprocess.PIPE
+    with (
+        log.open("w") as errors,
+        subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=errors, text=True) as server,
+    ):
 
         def ask(run, config):
             server.stdin.write(json.dumps({"run": run.model_dump(mode="json"), "config": config}) + "\n")
             server.stdin.flush()
-            return json.loads(server.stdout.readline())
+            answer = server.stdout.readline()
+            assert answer, log.read_text()[-3000:]
+            return json.loads(answer)
 
         yield ask
         server.stdin.close()

@@ -98,7 +98,7 @@ def make_config(run: Run, bridge, resume_step: int | None):
             override_opt_param_scheduler=True,
         ),
         ddp=DistributedDataParallelConfig(
-            check_for_nan_in_grad=train.precision != "fp16",  # its gradients may overflow: the step is skipped
+            check_for_nan_in_grad=train.precision != "fp16",  # there steps that overflow are skipped
             grad_reduce_in_fp32=optimizer.gradients == "fp32",
             use_distributed_optimizer=optimizer.distributed,
             average_in_collective=False,  # with a loss per token the division comes last

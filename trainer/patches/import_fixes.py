@@ -31,8 +31,9 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
-from trainer.patches import lazy_bridge, split_gradients, transformers_imports, versions
+from trainer.patches import lazy_bridge, transformers_imports, versions
 from trainer.patches.checkpoints import files
+from trainer.patches.gradients import accumulation, split
 
 WRITTEN_FOR = {"megatron-bridge": ("0.6.2",), "megatron-core": ("0.19.2",), "torch": ("2.11.0",)}
 
@@ -107,7 +108,8 @@ def install(compiles: bool) -> None:
 
     with lazy_bridge.promised(PROMISED), contextlib.nullcontext() if compiles else _no_compiler():
         if compiles:
-            split_gradients.install()
+            accumulation.install()
+            split.install()
         import megatron.core.datasets.helpers_cpp  # (2: proves that nothing has to be compiled)
         from megatron.core.dist_checkpointing.strategies import torch as _  # noqa: F401  (1: it probes for the package)
 

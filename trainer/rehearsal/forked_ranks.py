@@ -4,8 +4,10 @@ import_all() first, and nothing that starts threads or a process group before or
 a real run's ranks are started by torchrun, which watches them.
 """
 
+import contextlib
 import multiprocessing
 import os
+import random
 import signal
 import socket
 import time
@@ -15,6 +17,8 @@ from pathlib import Path
 from conf.schema.run import Run
 from trainer.rehearsal import tiny_models
 from trainer.startup import device, entry
+
+PORTS = range(20000, 32768)  # below those of ip_local_port_range
 
 
 def import_all() -> None:
@@ -34,9 +38,7 @@ def call(command: Callable[[Run], None], run: Run, log: Path, until: Callable[[]
 
     Once until() is true, every rank is killed with SIGKILL, as when a host is lost.
     """
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
+    port = _free_port()
     log.parent.mkdir(parents=True, exist_ok=True)
     context = multiprocessing.get_context("fork")
     ranks = [context.Process(target=_rank, args=(command, run, rank, port, log)) for rank in range(run.world)]
@@ -54,11 +56,24 @@ def call(command: Callable[[Run], None], run: Run, log: Path, until: Callable[[]
     return next((rank.exitcode for rank in ranks if rank.exitcode), 0)
 
 
+def _free_port() -> int:
+    """A port that nobody listens on, of those that the kernel gives to no connection before rank 0 listens there."""
+    for port in random.SystemRandom().sample(PORTS, len(PORTS)):
+        with socket.socket() as s, contextlib.suppress(OSError):
+            s.bind(("127.0.0.1", port))
+            return port
+    raise OSError("no port is free on 127.0.0.1")
+
+
 def _rank(command, run: Run, rank: int, port: int, log: Path) -> None:
     with log.open("a") as out:
         os.dup2(out.fileno(), 1)
         os.dup2(out.fileno(), 2)
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(run.world), LOCAL_WORLD_SIZE=str(run.world))
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    import torch
+
+    # OpenMP's threads are not forked. An operation that counts on them waits for ever, where there were some before.
+    torch.set_num_threads(1)
     with entry.faults_in_one_line():
         command(run)

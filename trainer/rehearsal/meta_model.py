@@ -193,6 +193,7 @@ def _build(run: Run, config: dict[str, Any]) -> tuple[list, Any]:
     provider = whole.model
     if stands_in:  # Transformer Engine itself must have these kernels
         provider.apply_rope_fusion = provider.moe_permute_fusion = provider.moe_router_fusion = False
+        provider.gradient_accumulation_fusion = False
     # Bridge's own way to an adapter insists on a checkpoint of the model below it.
     whole.peft, adapter = None, make_adapter(run)
     if adapter:

@@ -93,14 +93,19 @@ def _put_cpu_below() -> None:
     cuda.install()
 
 
-def choose_kernels(provider) -> None:
-    """Choose fused kernels where there is a GPU and they gain something. The model computes the same function."""
-    provider.gradient_accumulation_fusion = False  # needs APEX, which no wheel brings, on a GPU as well
+def choose_kernels(provider, every_weight: bool = False) -> None:
+    """Choose fused kernels where there is a GPU and they gain something. The model computes the same function.
+
+    `every_weight` is trained, and not an adapter.
+    """
+    provider.gradient_accumulation_fusion = every_weight and has_gpu()
     if has_gpu():
         # Megatron's own makes two copies of the logits in fp32; Transformer Engine's works in their place.
         provider.cross_entropy_loss_fusion, provider.cross_entropy_fusion_impl = True, "te"
-        # Without a bias there is one sum, and nothing to fuse. Where dropout is 0, no mask is kept.
-        provider.bias_dropout_fusion = provider.hidden_dropout > 0 or provider.add_bias_linear
+        # Without a bias there is one sum, and nothing to fuse. Where dropout is 0, no mask is kept. Experts that have
+        # biases add them with their tokens' weights.
+        biases = provider.add_bias_linear and not provider.num_moe_experts
+        provider.bias_dropout_fusion = biases or (provider.hidden_dropout > 0 and not provider.add_bias_linear)
         # A gated layer keeps both halves, and no more; Bridge leaves it off for Qwen.
         provider.bias_activation_fusion = provider.bias_activation_fusion or provider.gated_linear_unit
         return

@@ -16,9 +16,11 @@ def train(run: Run, config: Any, forward_step: Any, callbacks: list[Any]) -> Non
     """Train until the last step, or until somebody tells this process to end."""
     from megatron.bridge.training.finetune import finetune
 
+    from trainer.patches.gradients import local_norms
     from trainer.weights import packed_base
     from trainer.weights.conversion import unwritten
 
+    callbacks = [local_norms.install(), *callbacks]
     if run.model.base != "bf16":
         packed_base.prepare(run)
     elif config.peft or not config.checkpoint.load:  # else the checkpoint has all weights

@@ -5,6 +5,7 @@ tests/trainer/patches/test_gradients_unpatched.py does the same for adapters.
 """
 
 import ast
+import importlib
 import importlib.metadata
 import sys
 import types
@@ -12,8 +13,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
-from trainer.patches import import_fixes, lazy_bridge, split_gradients
+from trainer.patches import import_fixes, lazy_bridge
+from trainer.patches.gradients import accumulation, split
 
 
 def text(package: str, path: str) -> str:
@@ -48,6 +51,24 @@ def test_bridge_passes_a_ramp_that_core_ignores_and_saves_whenever_batches_grow(
     assert "batch size rampup; " in text("megatron-bridge", "megatron/bridge/training/train.py")
 
 
+def test_core_asks_apex_for_the_gradient_of_its_own_layers(monkeypatch):
+    core = text("megatron-core", "megatron/core/tensor_parallel/layers.py")
+    assert "ColumnParallelLinear was called with gradient_accumulation_fusion set " in core
+    monkeypatch.delitem(sys.modules, accumulation.APEX, raising=False)
+    accumulation.install()
+    asked = importlib.import_module(accumulation.APEX)
+    monkeypatch.delitem(sys.modules, accumulation.APEX)
+    inputs, gradients, main = torch.randn(5, 3), torch.randn(5, 4), torch.ones(4, 3)
+    asked.wgrad_gemm_accum_fp32(inputs, gradients, main)
+    assert torch.equal(main, 1 + gradients.t() @ inputs)
+
+
+def test_core_waits_for_the_norm_of_each_bucket():
+    core = text("megatron-core", "megatron/core/distributed/param_and_grad_buffer.py")
+    assert "    def check_grads(self, check_for_nan_or_inf, check_for_large):" in core
+    assert "grad_norm = self.buckets[i].grad_data.norm(p=2)" in core
+
+
 def test_core_asks_transformer_engine_for_a_name_that_it_has_no_more(monkeypatch):
     core = text("megatron-core", "megatron/core/extensions/transformer_engine.py")
     assert "from transformer_engine.pytorch.attention import _SplitAlongDim\n" in core
@@ -56,7 +77,7 @@ def test_core_asks_transformer_engine_for_a_name_that_it_has_no_more(monkeypatch
     engine.pytorch, pytorch.attention, pytorch.utils, utils.SplitAlongDim = pytorch, attention, utils, object()
     for fake in (engine, pytorch, attention, utils):
         monkeypatch.setitem(sys.modules, fake.__name__, fake)
-    split_gradients.install()
+    split.install()
     assert attention._SplitAlongDim is utils.SplitAlongDim
 
 

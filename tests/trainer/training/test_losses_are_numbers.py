@@ -1,4 +1,6 @@
-"""trainer/training/metrics.py: a training ends at a loss that is no number, and saves nothing of that step."""
+"""A training ends at a loss or a gradient that is no number, and saves nothing of that step."""
+
+import pytest
 
 
 def test_a_training_ends_at_a_loss_that_is_no_number(base, configure, ranks, tmp_path):
@@ -7,3 +9,14 @@ def test_a_training_ends_at_a_loss_that_is_no_number(base, configure, ranks, tmp
     assert done.code and "RuntimeError: step 2: lm loss is nan" in done.output, done.output[-3000:]
     assert [line["step"] for line in done.metrics if line["kind"] == "train"] == [1]
     assert [path.name for path in (tmp_path / "checkpoints").glob("iter_*")] == ["iter_0000001"]
+
+
+@pytest.mark.parametrize("ranks_of_it", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_a_training_ends_at_a_gradient_that_is_no_number(ranks_of_it, base, configure, ranks, tmp_path):
+    """The rank that it is of says so. Clipping, which divides by all gradients' norm, has no part in it."""
+    base("llama")
+    keys = ["checkpoint.save_every=1", f"paths.output={tmp_path}", "optimizer.clip_grad=0"]
+    done = ranks("train_to_nan_gradient", configure("llama", *keys, f"layout.gpus_per_node={ranks_of_it}"))
+    assert done.code and "RuntimeError: step 2: found NaN in local grad norm: that of bucket 0 is nan" in done.output
+    complete = [path.parent.name for path in (tmp_path / "checkpoints").glob("iter_*/complete.json")]
+    assert complete == ["iter_0000001"]

@@ -25,6 +25,11 @@ class _KimiK2Config:
 
     model_type = NAME
 
+    def __new__(cls, **numbers):
+        from transformers import DeepseekV3Config
+
+        return DeepseekV3Config(**numbers)
+
     @staticmethod
     def from_dict(config_dict, **options):
         from transformers import DeepseekV3Config
