@@ -32,6 +32,7 @@ UP = "linear_q_up_proj,linear_kv_up_proj,linear_proj"
 TARGETS = {
     ("llama", "lora"): "linear_qkv,linear_proj,linear_fc1,linear_fc2",
     ("glm4-moe", "lora"): "linear_qkv,linear_proj,linear_fc1,linear_fc2",
+    ("gpt-oss", "lora"): "linear_qkv,linear_proj,linear_fc1,linear_fc2",
     ("deepseek-v3", "lora"): f"{DOWN},{UP},linear_fc1,linear_fc2",
     ("llama", "dora"): "linear_qkv,linear_proj,linear_fc1,linear_fc2",
     ("glm4-moe", "dora"): "linear_qkv,linear_proj",

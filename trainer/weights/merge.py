@@ -79,10 +79,12 @@ class StackedAdapters:
 
     each: tuple[Adapter, ...]
 
-    def merged(self, weight: torch.Tensor, stored: Stored, config) -> torch.Tensor:
-        found = torch.empty_like(weight, memory_format=torch.contiguous_format)
+    def merged(self, name: str, model: Model, stored: Stored, config) -> torch.Tensor:
+        """The released tensor with these adapters. Of the release, one expert at a time is read, and unpacked."""
+        entry = model.weights[name]
+        found = torch.empty(entry.shape, dtype=DTYPES[entry.dtype])
         for one in self.each:
-            one.part.of(found).copy_(one.merged(one.part.of(weight), stored, config))
+            one.part.of(found).copy_(one.merged(mapping.read(model, one.part), stored, config))
         return found
 
 

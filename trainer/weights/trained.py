@@ -37,22 +37,23 @@ class Trained:
         name = self.copies.get(name, name)
         if name in self.values:
             return self.values[name].value(self.stored, self.config, self.model.weights[name])
-        return self._merged(name, released_tensors.read(self.model, name)) if name in self.adapters else None
+        adapter = self.adapters.get(name)
+        if isinstance(adapter, StackedAdapters):
+            return adapter.merged(name, self.model, self.stored, self.config)
+        return adapter and adapter.merged(released_tensors.read(self.model, name), self.stored, self.config)
 
     def exact(self, name: str) -> torch.Tensor:
         """The weight in fp32; a merged one is not rounded to the type of the release before."""
         name = self.copies.get(name, name)
         if name in self.values:
             return self.values[name].value(self.stored, self.config, self.model.weights[name]).float()
-        return self._merged(name, released_tensors.read(self.model, name).float())
+        (adapter,) = self.adapters[name].each  # no stack is rounded to the release's format
+        return adapter.merged(released_tensors.read(self.model, name).float(), self.stored, self.config)
 
     def has(self, name: str) -> bool:
         """Whether training, or the converted base, has the weight."""
         name = self.copies.get(name, name)
         return name in self.values or name in self.adapters
-
-    def _merged(self, name: str, weight: torch.Tensor) -> torch.Tensor:
-        return self.adapters[name].merged(weight, self.stored, self.config)
 
 
 def find(run: Run, folder: Path) -> Trained:

@@ -14,6 +14,7 @@ from vllm.config import ModelConfig
 from vllm.model_executor.model_loader import register_model_loader
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 
+from conf.model_files import quantization
 from trainer.weights import released, released_tensors
 
 
@@ -26,6 +27,12 @@ class Loader(DefaultModelLoader):
     def get_all_weights(
         self, model_config: ModelConfig, model: nn.Module
     ) -> Generator[tuple[str, torch.Tensor], None, None]:
-        release = released.read(Path(model_config.model))
-        for name in release.weights:
-            yield name, released_tensors.read(release, name)
+        config = model_config.hf_config
+        if getattr(config, quantization.KEY, "") is None:
+            delattr(config, quantization.KEY)  # gpt-oss's class asks whether it is there, and then what is in it
+        return _unpacked(released.read(Path(model_config.model)))
+
+
+def _unpacked(release: released.Model) -> Generator[tuple[str, torch.Tensor], None, None]:
+    for name in release.weights:
+        yield name, released_tensors.read(release, name)

@@ -66,9 +66,9 @@ def integers(codes: torch.Tensor, scheme: Scheme) -> torch.Tensor:
 
 def _unpack_mxfp4(codes: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     table = torch.tensor(E2M1, dtype=dtype)
-    whole = torch.empty((*codes.shape[:2], prod(codes.shape[2:]) * 2), dtype=dtype)
+    whole = torch.empty((codes.shape[0], prod(codes.shape[2:]) * 2, codes.shape[1]), dtype=dtype)
     for expert, (of_expert, exponents) in enumerate(zip(codes, scales, strict=True)):
         pairs = torch.stack((table[(of_expert & 15).int()], table[(of_expert >> 4).int()]), -1)
         numbers = torch.ldexp(pairs.reshape(*of_expert.shape[:2], MX), exponents.int().unsqueeze(-1) - 127)
-        whole[expert] = numbers.flatten(1)
-    return whole.transpose(1, 2).contiguous()
+        whole[expert] = numbers.flatten(1).t()
+    return whole
