@@ -6,12 +6,12 @@ import json
 from pathlib import Path
 
 import pytest
-import torch
 from safetensors.torch import load_file, save_file
 
 from contract import checkpoints, output_marks
 from contract.faults import Fault
 from contract.output_marks import BASE
+from tests.support import mxfp4_release
 from trainer.rehearsal import tiny_models
 from trainer.weights import atomic_folder
 
@@ -103,41 +103,18 @@ def test_gpt2_of_openai_names_is_converted_and_compared_and_comes_back(start, tm
     assert found.keys() == released.keys() and all(found[name].equal(released[name]) for name in found)
 
 
-def as_openai_quantises_them(tensors):
-    """Codes and scales in the place of experts' matrices, each row of the matrix in blocks of 32."""
-    generator = torch.Generator().manual_seed(3)
-    for name in [name for name in tensors if name.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
-        experts, width, out = tensors.pop(name).shape
-        codes = torch.randint(256, (experts, out, width // 32, 16), generator=generator, dtype=torch.uint8)
-        scales = torch.randint(118, 125, codes.shape[:3], generator=generator, dtype=torch.uint8)
-        tensors |= {f"{name}_blocks": codes, f"{name}_scales": scales}
-
-
 def test_gpt_oss_as_it_is_released_is_compared_and_comes_back_unpacked(start, tmp_path):
-    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
-
-    model = tmp_path / "model"
-    tiny_models.make_model("gpt-oss", model)
-    rewrite(model, as_openai_quantises_them)
-    config = json.loads((model / "config.json").read_text())
-    excluded = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
-    quantised = {"quantization_config": {"modules_to_not_convert": excluded, "quant_method": "mxfp4"}}
-    (model / "config.json").write_text(json.dumps(config | quantised))
+    mxfp4_release.make(tmp_path / "model")
     converted = start("convert", "gpt-oss", "train.precision=bf16", "model.compare=true")
     assert converted.code == 0, converted.output
     differences = json.loads((tmp_path / "base/layers.json").read_text())["differences"]
     assert [*differences] == ["model.layers.0", "model.layers.1", "the logits"] and max(differences.values()) < 1e-5
     exported = start("export", "gpt-oss")
     assert exported.code == 0, exported.output
-    assert json.loads((tmp_path / "export/merged/config.json").read_text()) == config
+    assert "quantization_config" not in json.loads((tmp_path / "export/merged/config.json").read_text())
     found = load_file(tmp_path / "export/merged/model.safetensors")
-    released = load_file(model / "model.safetensors")
-    stacks = {name.removesuffix("_blocks") for name in released if name.endswith("_blocks")}
-    assert found.keys() == {name for name in released if not name.endswith(("_blocks", "_scales"))} | stacks
-    assert all(found[name].equal(released[name]) for name in found.keys() - stacks)
-    for name in stacks:
-        parts = (released[f"{name}_{part}"] for part in ("blocks", "scales"))
-        assert found[name].equal(convert_moe_packed_tensors(*parts).contiguous())
+    expected = mxfp4_release.unpacked(tmp_path / "model")
+    assert found.keys() == expected.keys() and all(found[name].equal(expected[name]) for name in found)
 
 
 def extra(tensors):

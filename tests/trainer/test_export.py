@@ -215,6 +215,18 @@ def test_an_adapter_that_finds_no_place_is_named(stored, configure, ranks, expor
     assert not (tmp_path / "export").exists()
 
 
+def test_adapters_of_some_experts_of_a_stack_are_named(configure, ranks, exported, tmp_path):
+    layer = "decoder.layers.0.mlp.experts.linear_fc2.adapter"
+    shapes = {"linear_in": (8, 128), "linear_out": (128, 8)}
+    stored = {f"{layer}.{part}.weight{n}": torch.ones(shape) for part, shape in shapes.items() for n in (0, 3)}
+    save(stored, tmp_path / "output/checkpoints/iter_0000001")
+    base = exported.bases["gpt-oss"].paths.base
+    paths = (f"paths.base={base}", f"paths.output={tmp_path}/output", f"paths.export={tmp_path}/export")
+    result = ranks("export", configure("gpt-oss", *paths))
+    assert result.code == 2
+    assert "those for model.layers.0.mlp.experts.down_proj, of some experts and not of all" in result.output
+
+
 def test_a_release_that_changed_after_the_conversion_is_noticed(configure, ranks, exported, tmp_path):
     run = exported.runs["lora"]
     shutil.copytree(run.paths.model, tmp_path / "model")
