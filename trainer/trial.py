@@ -52,6 +52,7 @@ from conf.planner.hardware import GPUS, Gpu, by_device, read
 from conf.planner.memory import StageMemory, memory
 from conf.planner.timing import Timing, timing
 from conf.rules import objectives, schedule
+from conf.rules.function import FIRST_DENSE, OF_LAYERS
 from conf.rules.gpus import takes
 from conf.rules.layout import grid, problems
 from conf.schema.run import Run
@@ -140,6 +141,7 @@ def cut(config: dict[str, Any], layers: int) -> dict[str, Any]:
         made["first_k_dense_replace"] = min(layers - 1, max(1, share))
     if facts.dense_too:
         made["mlp_only_layers"] = [layer for layer in facts.dense_too if layer < layers]
+    made |= {key: config[key][:layers] for key in (*OF_LAYERS, FIRST_DENSE) if isinstance(config.get(key), list)}
     if missing := {*facts.kinds} - {*facts_from_hf(made).kinds}:
         raise Fault(f"--layers: {layers} leaves no {missing.pop()} layer, of {facts.layers}")
     return made

@@ -103,6 +103,11 @@ def test_a_cut_model_has_layers_of_every_kind(name, layers, kinds, mtp):
     assert facts.hidden == facts_from_hf(config).hidden
 
 
+def test_kinds_of_layers_are_cut_off_with_the_layers():
+    config = config_of(load("tiny", ["model.source=openai/gpt-oss-20b"], illegal=True))
+    assert trial.cut(config, 3)["layer_types"] == ["sliding_attention", "full_attention", "sliding_attention"]
+
+
 def test_layers_that_are_dense_by_their_number_are_cut_off():
     config = {**config_of(load("qwen2-moe", illegal=True)), "mlp_only_layers": [1, 20]}
     assert facts_from_hf(trial.cut(config, 3)).kinds == ("moe", "dense", "moe")
