@@ -23,6 +23,8 @@ from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 
+import psutil
+
 from conf import network
 from conf.load import dump, load
 from conf.rules.gpus import takes
@@ -199,6 +201,19 @@ def _environment(run: Run) -> dict[str, str]:
     return {name: value for name, value in wanted.items() if name not in os.environ}
 
 
+def _have_ranks_save(torchrun: subprocess.Popen) -> None:
+    """Pass SIGTERM on to the ranks, which save a checkpoint and end in order.
+
+    By way of torchrun they would have 30 seconds, after which it kills them, and it ends with a stack trace.
+    """
+    ranks = []
+    with contextlib.suppress(psutil.Error):
+        ranks = psutil.Process(torchrun.pid).children()
+    for process in ranks or [torchrun]:
+        with contextlib.suppress(psutil.Error):
+            process.terminate()
+
+
 def _torchrun(run: Run, module: str) -> int:
     with tempfile.TemporaryDirectory(prefix="trainer-") as folder:
         resolved, fault = Path(folder) / "resolved.yaml", Path(folder) / "fault"
@@ -214,8 +229,7 @@ def _torchrun(run: Run, module: str) -> int:
             text=True,
             preexec_fn=end_with_parent,
         )
-        # torchrun passes it on to its ranks, which save a checkpoint, and waits for them.
-        signal.signal(signal.SIGTERM, lambda *_: ranks.terminate())
+        signal.signal(signal.SIGTERM, lambda *_: _have_ranks_save(ranks))
         forward = threading.Thread(target=_forward, args=(ranks.stderr, fault))
         forward.start()
         try:
