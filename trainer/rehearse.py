@@ -68,7 +68,7 @@ def main() -> int:
 def rehearse(run: Run, config: dict[str, Any], facts: ModelFacts, every: bool = False) -> dict[str, Any]:
     answer: dict[str, Any] = {"world": run.world, "equal": False, "refused": None, "stricter": [], "ranks": []}
     broken = problems(run, facts)
-    run, answer["without"] = _plainly(run)
+    run, answer["without"] = plainly(run)
     try:
         counts = {rank: meta_model.count(run, config, rank) for rank in ranks(run, every)}
     except meta_model.Refused as refusal:
@@ -84,7 +84,7 @@ def rehearse(run: Run, config: dict[str, Any], facts: ModelFacts, every: bool = 
     return answer | {"equal": not any(one["differs"] for one in answer["ranks"])}
 
 
-def _plainly(run: Run) -> tuple[Run, list[str]]:
+def plainly(run: Run) -> tuple[Run, list[str]]:
     """The run without settings that take the kernels of a GPU, or memory of a host; and the keys of those settings."""
     left_out = {"train": {"fp8": None, "fp8_weights": False}, "optimizer": {"states": "fp32", "offload": 0.0}}
     keys = []

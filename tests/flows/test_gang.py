@@ -25,7 +25,7 @@ def test_a_run_of_two_hosts_can_be_followed_everywhere(place: World):
     pages = {one["key"]: one for one in found}
     gang = pages["gang-quick"]
     assert gang["description"] == "done" and gang["task_run_id"]
-    assert pages["convert-quick"]["description"] == "done"
+    assert pages["gang-convert-quick"]["description"] == "done"
     assert "## Hosts: 2\n" in gang["data"] and "| 0 to 40 | 2 |\n" in gang["data"]
     command = next(line for line in gang["data"].splitlines() if line.startswith("python -m flows.logs "))
     assert f"`{command}`" in pages["report-quick"]["data"]

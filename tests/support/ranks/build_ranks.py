@@ -1,11 +1,12 @@
 """A process that has imported Megatron and rehearses what it is sent: a JSON object a line, and a line of answer.
 
 In: {"run": ..., "config": ...}. Out: {"counts": {rank: {kind: parameters}}} of each pipeline stage's first rank, or
-{"refused": Megatron's words}.
+{"refused": Megatron's words}; {"failed": ...}, with the stack, for what is a defect.
 """
 
 import json
 import sys
+import traceback
 
 from conf.schema.run import Run
 from trainer import rehearse
@@ -17,6 +18,8 @@ def answer(run: Run, config: dict) -> dict:
         return {"counts": {rank: meta_model.count(run, config, rank) for rank in rehearse.ranks(run)}}
     except meta_model.Refused as refusal:
         return {"refused": str(refusal)}
+    except Exception:
+        return {"failed": traceback.format_exc()}
 
 
 if __name__ == "__main__":
