@@ -5,7 +5,8 @@ the matrix as it is: every weight finds its place, and the logits are off by mor
 expert it turns the down_proj of all of them
 (https://github.com/NVIDIA-NeMo/Megatron-Bridge/blob/main/src/megatron/bridge/models/gpt_oss/gpt_oss_bridge.py). Under
 tensor parallelism each rank holds the sinks of its heads, and nothing says so: the norm of the gradients is taken of
-one rank's. The patch can go when Bridge asks no shape, turns one expert at a time and marks the sinks as cut.
+one rank's. With the sinks, megatron-core saves a state of attention on a GPU that it saves of no other family's. The
+patch can go when Bridge asks no shape, turns one expert at a time and marks the sinks as cut.
 
 A release in MXFP4 is unpacked the way round that one in bf16 has (trainer/weights/quantised/unpack.py).
 """
@@ -44,6 +45,19 @@ def install() -> None:
         return provider
 
     bridge.provider_bridge = with_sinks_marked
+    _save_sinks_alone()
+
+
+def _save_sinks_alone() -> None:
+    """Leave the state of FP8, which a base has of no family's attention, out of what is saved and loaded with sinks."""
+    from megatron.core.extensions.transformer_engine import TEDotProductAttention
+
+    save = TEDotProductAttention.sharded_state_dict
+
+    def without_state(self, *args, **kwargs) -> dict:
+        return {name: value for name, value in save(self, *args, **kwargs).items() if "_extra_state" not in name}
+
+    TEDotProductAttention.sharded_state_dict = without_state
 
 
 def _of_one_expert(mapping, weights: torch.Tensor, module) -> torch.Tensor:
