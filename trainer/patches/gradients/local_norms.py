@@ -40,7 +40,9 @@ def install() -> LocalGradients:
     """Have gradients looked at by the callback that is returned, which comes before all others."""
     versions.check(__name__, WRITTEN_FOR)
     callback = LocalGradients()
-    param_and_grad_buffer._ParamAndGradBucketGroup.check_grads = lambda group, *args, **kwargs: callback.keep(
-        group, *args, **kwargs
-    )
+
+    def check_grads(self, check_for_nan_or_inf, check_for_large):
+        callback.keep(self, check_for_nan_or_inf, check_for_large)
+
+    param_and_grad_buffer._ParamAndGradBucketGroup.check_grads = check_grads
     return callback
