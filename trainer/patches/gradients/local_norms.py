@@ -7,6 +7,8 @@ over: nothing of it has been saved, and the rank and the words are the same. Can
 https://github.com/NVIDIA/Megatron-LM/blob/main/megatron/core/distributed/param_and_grad_buffer.py
 """
 
+import math
+
 import torch
 from megatron.bridge.training.callbacks import Callback
 from megatron.core.distributed import param_and_grad_buffer
@@ -32,7 +34,7 @@ class LocalGradients(Callback):
         norms, self.norms = self.norms, []
         if norms and not bool((found := torch.stack(norms)).isfinite().all()):
             step = context.state.train_state.step + 1
-            number, norm = next((n, norm) for n, norm in enumerate(found.tolist()) if norm - norm != 0)
+            number, norm = next((n, norm) for n, norm in enumerate(found.tolist()) if not math.isfinite(norm))
             raise RuntimeError(f"step {step}: found NaN in local grad norm: that of bucket {number} is {norm}")
 
 
