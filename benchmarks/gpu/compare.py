@@ -9,11 +9,12 @@ these ten steps are compared with those of the runs that were not interrupted.
 
 The table has the largest relative difference of each pair; below it stands the same as one line of JSON. Exit code 1
 when a difference is above its bound or a run fails. --cpu-only leaves the GPU's part to the CPU, which tests this
-script; --record writes golden.json. Runs are processes, as many at a time as there are cores, so the milliseconds per
-step are those of a GPU shared by all of them and no measure of speed.
+script; --record writes golden.json. Runs are processes, as many at a time as there are cores, that share one turn of
+the GPU, so the milliseconds per step are no measure of speed.
 """
 
 import argparse
+import contextlib
 import json
 import os
 import statistics
@@ -22,7 +23,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import product
 from pathlib import Path
@@ -69,7 +70,8 @@ def main(arguments: list[str] | None = None) -> int:
     with tempfile.TemporaryDirectory(prefix="compare-") as temporary:
         work = Path(options.keep or temporary).absolute()
         work.mkdir(parents=True, exist_ok=True)
-        found, failures = run_all(work, gpu=not options.cpu_only)
+        with one_turn(gpu=not options.cpu_only):
+            found, failures = run_all(work, gpu=not options.cpu_only)
         logs = "".join(f"===== {log.name}\n{log.read_text()[-8000:]}\n" for log in sorted(work.glob("*.log")))
     if options.record and not failures:
         GOLDEN.write_text(json.dumps({str(case): found["cpu", case]["losses"] for case in CASES}, indent=1) + "\n")
@@ -104,6 +106,20 @@ def name_of_gpu() -> str | None:
     code = "import torch, transformer_engine.pytorch, transformer_engine_torch; print(torch.cuda.get_device_name())"
     done = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
     return done.stdout.strip().splitlines()[-1] if done.returncode == 0 else None
+
+
+@contextlib.contextmanager
+def one_turn(gpu: bool) -> Iterator[None]:
+    """Have this host's GPU for all runs together, which would otherwise wait for one another."""
+    sys.path.insert(0, str(ROOT))
+    from contract import host_gpus
+
+    if not gpu:
+        yield
+        return
+    with host_gpus.taken("comparison of a GPU with the CPU", print, count=1) as hold:
+        os.environ.update(hold.environment if hold else {})
+        yield
 
 
 def run_all(work: Path, gpu: bool) -> tuple[dict[tuple[str, Case], Any], list[str]]:
