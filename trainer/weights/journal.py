@@ -19,11 +19,16 @@ Entry = dict[str, Any]
 
 
 def do(
-    folder: Path, sizes: dict[int, int], is_whole: Callable[[int, Entry], bool], make: Callable[[int], Entry]
+    folder: Path,
+    sizes: dict[int, int],
+    is_whole: Callable[[int, Entry], bool],
+    make: Callable[[int], Entry],
+    ahead: Callable[[int], None],
 ) -> dict[int, Entry]:
     """Have every unit done that is not, or is not whole any more. Returns the entries of all, on every rank.
 
-    `sizes` are those of the units, by their numbers. make() does one of them and returns its entry.
+    `sizes` are those of the units, by their numbers. make() does one of them and returns its entry; ahead() is told
+    of each unit before the one that precedes it is done.
     """
     rank, ranks = atomic_folder.rank(), atomic_folder.ranks()
     entries = atomic_folder.gather(_entries(folder, sizes))[0]  # as rank 0 sees them
@@ -32,7 +37,12 @@ def do(
     for number in set().union(*atomic_folder.gather(broken)):
         del entries[number]
     made = {}
-    for number in share({number: size for number, size in sizes.items() if number not in entries}, ranks)[rank]:
+    mine = share({number: size for number, size in sizes.items() if number not in entries}, ranks)[rank]
+    for number in mine[:1]:
+        ahead(number)
+    for place, number in enumerate(mine):
+        for following in mine[place + 1 : place + 2]:
+            ahead(following)
         made[number] = make(number)
         write_atomically(folder / f"{number}.json", json.dumps(made[number]), durable=False)
         heartbeat.step(len(made))

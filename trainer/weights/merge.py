@@ -8,6 +8,7 @@ when they are needed: those of a model with many experts do not fit in memory to
 """
 
 import re
+import threading
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -28,6 +29,8 @@ ADAPTER = re.compile(
 )
 VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")
 AT_ONCE = 2**18  # elements that are merged at once
+LARGEST_ROOM = 2**24  # elements of a product whose memory is kept for the next one
+_rooms = threading.local()
 
 
 @dataclass(frozen=True)
@@ -198,7 +201,8 @@ def _whole[Kind](stacks: dict[str, dict[int, Kind]], model: Model) -> tuple[dict
 
 
 def merged(weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scale: float, magnitude) -> torch.Tensor:
-    change, found = b.float() @ a.float(), torch.empty_like(weight, memory_format=torch.contiguous_format)
+    change = torch.mm(b.float(), a.float(), out=_room(weight.shape))
+    found = torch.empty_like(weight, memory_format=torch.contiguous_format)
     for rows in _blocks(weight):
         whole = weight[rows].float()
         whole += change[rows].mul_(scale)
@@ -210,22 +214,30 @@ def merged(weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scale: float,
 
 def is_merged(found: torch.Tensor, weight: torch.Tensor, a, b, scale: float, magnitude) -> bool:
     """Whether `found` is the merged weight to the last bit but one of its type, computed once more in another order."""
-    whole = expected(weight, a, b, scale, magnitude)
-    largest = max((float(torch.stack(whole[rows].aminmax()).abs().max()) for rows in _blocks(whole)), default=0.0)
-    return all(_is_near(found[rows], whole[rows], largest) for rows in _blocks(whole))
-
-
-def expected(weight: torch.Tensor, a, b, scale: float, magnitude) -> torch.Tensor:
-    """The merged weight in fp32, computed in another order than merged() does."""
-    whole, factor, a = torch.empty(weight.shape), b.float() * scale, a.float()
+    a, factor, eps = a.float(), b.float() * scale, torch.finfo(found.dtype).eps
+    largest, beyond = [0.0], [0.0]  # of each block: the largest number, and by how much one is off beyond rounding
     for rows in _blocks(weight):
-        torch.addmm(weight[rows].float(), factor[rows], a, out=whole[rows])
+        whole = expected(weight[rows], a, factor[rows], None if magnitude is None else magnitude[rows])
+        off = found[rows].float().sub_(whole).abs_()
+        largest.append(float(whole.abs_().amax()))
+        beyond.append(float(off.sub_(whole, alpha=eps).amax()))
+    return all(one <= 1e-5 * max(largest) for one in beyond)  # of what is not a number, neither is
+
+
+def expected(weight: torch.Tensor, a: torch.Tensor, factor: torch.Tensor, magnitude) -> torch.Tensor:
+    """The merged weight, or rows of it, in fp32, computed in another order than merged() does. `factor` is scaled B."""
+    whole = torch.addmm(weight.float(), factor, a)
     return whole if magnitude is None else magnitude.float()[:, None] * torch.nn.functional.normalize(whole, dim=1)
 
 
-def _is_near(found: torch.Tensor, whole: torch.Tensor, largest: float) -> bool:
-    bound = whole.abs().mul_(torch.finfo(found.dtype).eps).add_(1e-5 * largest)
-    return bool((found.float().sub_(whole).abs_() <= bound).all())
+def _room(shape: torch.Size) -> torch.Tensor:
+    """Room for a product, kept by each thread: to give memory back and ask for it again takes as long as to merge."""
+    count = shape.numel()
+    if count > LARGEST_ROOM:
+        return torch.empty(shape)
+    if count > len(getattr(_rooms, "last", ())):
+        _rooms.last = torch.empty(count)
+    return _rooms.last[:count].view(shape)
 
 
 def _blocks(weight: torch.Tensor) -> Iterator[slice]:

@@ -7,6 +7,7 @@ say.
 
 import hashlib
 import json
+import os
 import re
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -181,6 +182,17 @@ def _has_no_scale(block: bytes, dtype: str) -> bool:
     width, _ = EXPONENTS[dtype]
     numbers = np.frombuffer(block, width)
     return bool(((numbers == 0) | (numbers >> (8 * numbers.itemsize - 1) != 0)).any())
+
+
+def read_ahead(model: Model, names: Iterable[str]) -> None:
+    """Have the kernel read these tensors from the disk, beside whatever is done until they are asked for."""
+    of_files: dict[str, list[Entry]] = {}
+    for name in names:
+        of_files.setdefault(model.tensors[name].file, []).append(model.tensors[name])
+    for file, entries in of_files.items():
+        with (model.folder / file).open("rb") as f:
+            for entry in filter(lambda one: one.size, entries):  # to the kernel, 0 is all that follows
+                os.posix_fadvise(f.fileno(), entry.start, entry.size, os.POSIX_FADV_WILLNEED)
 
 
 def blocks(f: BinaryIO, entry: Entry) -> Iterator[bytes]:

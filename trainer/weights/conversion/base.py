@@ -74,7 +74,13 @@ class Conversion:
             assert asked == self.stored, "Megatron-Bridge saves other tensors than the model says it has"
             work = shards.Work(folder, self.shards, objects, self.values() if weights else None)
             sizes = {one.number: one.size + sum(map(self._size, one.tensors)) for one in self.shards}
-            entries = journal.do(noted, sizes, work.is_whole, lambda number: work.make(number, self.model, self.known))
+            entries = journal.do(
+                noted,
+                sizes,
+                work.is_whole,
+                make=lambda number: work.make(number, self.model, self.known),
+                ahead=lambda number: released.read_ahead(self.model, self.shards[number].tensors),
+            )
             work.wait()
             sums.update({name: one for entry in entries.values() for name, one in entry["sums"].items()})
             if atomic_folder.rank() == 0:

@@ -84,10 +84,10 @@ class Rounding:
         """Whether these codes are of the merged weight, computed once more in another order."""
         (adapter,) = self.trained.adapters[self.trained.copies.get(name, name)].each  # no stack is in FP8
         packed = self.trained.model.packed[name]
-        factors = adapter.factors(self.trained.stored, self.trained.config)
+        a, b = adapter.factors(self.trained.stored, self.trained.config)
         magnitude = adapter.magnitudes(self.trained.stored, self.trained.config)
         before, scales = released_tensors.read(self.trained.model, name), self.scales[name]
-        expected = merge.expected(before, *factors, adapter.scale, magnitude)
+        expected = merge.expected(before, a.float(), b.float() * adapter.scale, magnitude)
         found = unpack.unpack(packed, codes, scales, torch.float32)
         smallest = unpack.spread(scales.float().view(unpack.grid(packed)), packed, 0, packed.shape[0]) * 2.0**-9
         bound = torch.maximum(expected.abs() / 8, smallest) * 1.001 + 1e-5 * expected.abs().max()

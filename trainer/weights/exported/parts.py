@@ -107,7 +107,7 @@ def write(wanted: Format, layouts: list[Layout], folder: Path, noted: Path) -> l
                 say(f"export: about {tenths[1]}0 % are written and read back")
             return entry
 
-        entries = journal.do(noted, sizes, is_whole, make)
+        entries = journal.do(noted, sizes, is_whole, make, lambda number: _read_ahead(wanted.trained, cut[number]))
     wanted.trained.stored.seen.update(name for entry in entries.values() for name in entry["seen"])
     return [entries[number] for number in sorted(entries)]
 
@@ -165,6 +165,14 @@ def _make(wanted: Format, part: Part, path: Path, pool: ThreadPoolExecutor) -> j
     seen = sorted(stored.seen)
     stored.seen.update(before)
     return {"sum": whole.hexdigest(), "seen": seen} | wanted.notes(part.rows)
+
+
+def _read_ahead(trained: Trained, part: Part) -> None:
+    """Have the kernel read what the part is made of, as far as it is the release's."""
+    model = trained.model
+    known = [name for name in part.rows if trained.copies.get(name, name) not in trained.values]
+    tensors = {tensor for name in known if name in model.weights for tensor in model.parts(name)}
+    released.read_ahead(model, tensors | {name for name in known if name in model.tensors})
 
 
 def _copy(model: released.Model, name: str, new: BinaryIO, whole: xxhash.xxh3_128) -> None:
