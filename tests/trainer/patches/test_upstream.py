@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from trainer.patches import import_fixes, lazy_bridge
+from trainer.patches.families import router_biases
 from trainer.patches.gradients import accumulation, split
 
 
@@ -99,6 +100,28 @@ def test_bridge_tells_the_sides_of_gpt_oss_s_experts_by_shape_and_turns_all_for_
     assert "tensor_model_parallel" not in source
     core = text("megatron-core", "megatron/core/extensions/transformer_engine.py")
     assert "softmax_offset.tensor_model_parallel" not in core
+
+
+def test_core_gives_transformer_engine_a_router_s_bias_in_another_type_than_its_scores(monkeypatch):
+    core = text("megatron-core", "megatron/core/transformer/moe/moe_utils.py")
+    assert 'te_general_gemm(weight, inp, router_dtype, layout="TN", bias=bias)' in core
+    names = ("megatron", "megatron.core", "megatron.core.transformer", "megatron.core.transformer.moe")
+    for name in names:
+        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+    moe_utils, router = (types.ModuleType(name) for name in ("moe_utils", "router"))
+    sys.modules[names[-1]].moe_utils, sys.modules[names[-1]].router = moe_utils, router
+
+    def product(inp, weight, bias, dtype):
+        assert bias is None or bias.dtype == dtype, "would be read as numbers of another type"
+        return torch.nn.functional.linear(inp.to(dtype), weight.to(dtype), bias)
+
+    moe_utils.router_gating_linear = router.router_gating_linear = product
+    router_biases.install()
+    inp, weight, bias = torch.randn(5, 4).bfloat16(), torch.randn(3, 4).bfloat16(), torch.randn(3).bfloat16()
+    expected = torch.nn.functional.linear(inp.float(), weight.float(), bias.float())
+    assert torch.allclose(router.router_gating_linear(inp, weight, bias, torch.float32), expected, atol=1e-6)
+    of_scores = bias.float()
+    assert torch.equal(router.router_gating_linear(inp, weight, of_scores, torch.float32), expected)
 
 
 def test_transformers_gives_the_norms_of_latent_attention_their_own_epsilon():

@@ -22,6 +22,7 @@ LIGHT = {
     "families/kimi_k2": "install",
     "families/latent_norms": "keep_epsilon",
     "families/minimax_m2": "install",
+    "families/router_biases": "install",
     "gradients/accumulation": "install",
     "gradients/split": "install",
     "import_fixes": "install",
