@@ -102,6 +102,8 @@ TABLE = (
     *(Case("glm4-moe", cut, base="fp8") for cut in ("dp=2", "tp=2 sp=true etp=2", "pp=2 vpp=2 ep=2", "cp=2")),
     *(Case("glm4-moe-mtp", cut, base="int4") for cut in ("ep=4", "tp=2 sp=true etp=2", "pp=2")),
     *(Case("llama", cut, base=base) for base in ("fp8", "int4") for cut in ("tp=2 sp=true", "pp=2")),
+    *(Case("glm4-moe", cut, base="nvfp4") for cut in ("tp=2 sp=true etp=2", "pp=2 ep=2", "cp=2")),
+    Case("llama", "tp=2 sp=true", base="mxfp4"),
     *(Case("deepseek-v3", cut, base="int4") for cut in ("tp=2 sp=true ep=2", "pp=2 ep=2")),
 )
 

@@ -22,7 +22,7 @@ from typing import Any
 from calibrate import EXPERTS, HIDDEN, INNER, ms, normal
 from plan import LORA, WHOLE, Trial, take
 
-BASES = ("fp8", "int4")
+BASES = ("fp8", "int4", "nvfp4", "mxfp4")
 WIDTHS = {
     "experts fc1": (EXPERTS // 4, 2 * INNER, HIDDEN),
     "experts fc2": (EXPERTS // 4, HIDDEN, INNER),
@@ -41,7 +41,11 @@ def stored(base: str, shape: tuple[int, int, int]):
 
     count, rows, columns = shape
     found = drawn.store(FORMATS[base], count, (rows, columns), torch.bfloat16)
-    found.scales.copy_(torch.rand(found.scales.shape, device="cuda") * found.scales.float())  # each its own
+    random = torch.rand(found.scales.shape, device="cuda")
+    if base == "mxfp4":
+        found.scales.sub_((8 * random).to(torch.uint8))
+    else:
+        found.scales.copy_(random * found.scales.float())  # each its own
     return found
 
 
@@ -55,7 +59,7 @@ def kernel():
     for base in BASES:
         for name, shape in WIDTHS.items():
             one = stored(base, shape)
-            given = one.codes, one.scales, one.block, one.dtype
+            given = one.codes, one.scales, one.block, one.dtype, one.factors
             same = torch.equal(of_gpu.unpack(*given), codes.unpack(*given))
             took = ms(lambda given=given: of_gpu.unpack(*given))
             size = one.bytes + 2 * shape[0] * shape[1] * shape[2]
@@ -85,8 +89,13 @@ def every_code(base: str) -> bool:
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         if base == "fp8":
             given = bytes.view(codes.FP8), scales[: 64 * 8].view(1, 64, 8), (1, 128), dtype
-        else:
+        elif base == "int4":
             given = bytes, scales.repeat(2)[: 64 * 64].view(1, 64, 64).bfloat16(), (1, 32), dtype
+        elif base == "nvfp4":
+            of_groups = bytes.view(-1)[: 64 * 128].view(1, 64, 128).view(torch.float8_e4m3fn)
+            given = bytes, of_groups, (1, 16), dtype, scales[:64].view(1, 64)
+        else:
+            given = bytes, bytes.view(-1).clamp(max=254)[: 64 * 64].view(1, 64, 64), (1, 32), dtype
         one, other = of_gpu.unpack(*given), codes.unpack(*given)
         same &= torch.equal(one.nan_to_num(), other.nan_to_num())
     return same

@@ -29,6 +29,7 @@ KEY = "quantization_config"
 DTYPES = {"bfloat16": "BF16", "float32": "F32", "float16": "F16"}
 WHOLE = 2**62  # of a block: as many rows or columns as there are
 MX = 32  # codes of MXFP4 that share a scale
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)  # MXFP4's codes
 SHOWN = 10  # names of tensors
 SCALES = ("F32", "BF16", "F8_E8M0")
 FP8 = "F8_E4M3"

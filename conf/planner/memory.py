@@ -85,6 +85,7 @@ class Holding:
     adapters: int
     trained: tuple[int, int]  # dense, of experts
     quantized: int  # of the parameters, those that are multiplied in FP8 where anything is
+    matrices: int  # that these lie in
 
 
 def memory(run: Run, facts: ModelFacts, gpu: Gpu, memo: dict[Any, Any] | None = None) -> list[StageMemory]:
@@ -115,7 +116,7 @@ def lasting(run: Run, facts: ModelFacts, gpu: Gpu, memo: dict[Any, Any]) -> int:
     """Bytes of weights, gradients and optimizer on the fullest rank. They lie there at all times."""
     cut, byte = grid(run.layout, run.train), states.byte(run.train)
     return max(
-        sum(states.weights(run, gpu, one.parameters, one.quantized))
+        sum(states.weights(run, gpu, one.parameters, one.quantized, one.matrices))
         + one.adapters * byte
         + sum(state_bytes(run, cut, *one.trained))
         for one in holdings(run, facts, memo)
@@ -142,15 +143,16 @@ def holdings(run: Run, facts: ModelFacts, memo: dict[Any, Any]) -> list[Holding]
 
 def _holding(run: Run, facts: ModelFacts, rank: int, stages: list[Stage]) -> Holding:
     layers: Counter[str] = Counter()
-    counts = [0, 0, 0, 0, 0]
+    counts = [0, 0, 0, 0, 0, 0]
     for stage in stages:
         layers.update(stage.layers)
         held, trained = parameters.held(run, facts, stage), parameters.trainable(run, facts, stage)
         adapters = sum(count for key, count in held.items() if key.startswith("adapters"))
-        more = (sum(held.values()) - adapters, adapters, *trained, parameters.quantized(run, facts, stage))
+        low = parameters.quantized(run, facts, stage), parameters.matrices(run, facts, stage)
+        more = (sum(held.values()) - adapters, adapters, *trained, *low)
         counts = [one + other for one, other in zip(counts, more, strict=True)]
-    output, (base, adapters, dense, expert, low) = any(stage.output for stage in stages), counts
-    return Holding(rank, layers, output, base, adapters, (dense, expert), low)
+    output, (base, adapters, dense, expert, *low) = any(stage.output for stage in stages), counts
+    return Holding(rank, layers, output, base, adapters, (dense, expert), *low)
 
 
 def _costs(run: Run, facts: ModelFacts, memo: dict[Any, Any]) -> dict[str, tuple[int, dict[str, int]]]:
@@ -182,7 +184,7 @@ def _rank(
     run: Run, facts: ModelFacts, gpu: Gpu, cut: Grid, holding: Holding, costs: dict[str, tuple[int, dict[str, int]]]
 ) -> StageMemory:
     gradients, optimizer = state_bytes(run, cut, *holding.trained)
-    weights, copies = states.weights(run, gpu, holding.parameters, holding.quantized)
+    weights, copies = states.weights(run, gpu, holding.parameters, holding.quantized, holding.matrices)
     blocks = dict(holding.layers)
     if run.train.recompute == "full" and run.train.recompute_first is not None:
         blocks = _first_blocks(holding.layers, run.train.recompute_first * (run.layout.vpp or 1))

@@ -4,6 +4,7 @@
     held(run, facts, stage)         parameters on one rank of it, by kind; all ranks of a stage hold as many
     trainable(run, facts, stage)    how many of them are trained: (dense, of experts)
     quantized(run, facts, stage)    how many lie in matrices that train.fp8 multiplies in FP8
+    matrices(run, facts, stage)     how many such matrices there are; gate and up are two
     total(facts), active(facts)     of the released checkpoint; of what one token passes through
     parts(facts, kind)              of one whole layer, dense or moe; linears(facts, kind) has its matrices but experts'
 
@@ -112,6 +113,16 @@ def quantized(run: Run, facts: ModelFacts, stage: Stage) -> int:
     return sum(_matrices(run.layout, facts, kind) * count for kind, count in Counter(layers).items())
 
 
+def matrices(run: Run, facts: ModelFacts, stage: Stage) -> int:
+    found = 0
+    for kind, count in Counter(stage.layers).items():
+        base = facts.kinds[-1] if kind == "mtp" else kind
+        experts = facts.experts // run.layout.ep if base == "moe" else 0
+        each = _apart(linears(facts, base), facts) + experts * _apart(_expert(facts), facts)
+        found += count * (each + (kind == "mtp"))
+    return found
+
+
 def total(facts: ModelFacts) -> int:
     """Parameters of the released checkpoint, whose MTP layers repeat the embedding and the output layer."""
     return _whole(facts, facts.experts) + facts.mtp_layers * (
@@ -194,6 +205,10 @@ def _matrices(layout: Layout, facts: ModelFacts, kind: str) -> int:
         experts = sum(_size(replace(linear, bias=False), layout.etp) for linear in _expert(facts))
         found += facts.experts // layout.ep * experts
     return found + (2 * facts.hidden * facts.hidden // layout.tp if kind == "mtp" else 0)
+
+
+def _apart(linears: list[Linear], facts: ModelFacts) -> int:
+    return sum(2 if facts.gated and linear.name == "linear_fc1" else 1 for linear in linears)
 
 
 def _attention(facts: ModelFacts) -> list[Linear]:

@@ -43,7 +43,8 @@ MOVES = {
     "shared activation": (0.8, 0.8),
     "weighted activation": (0.8, 0.8),  # with the router's probabilities
 }
-UNPACK = {"fp8": 0.75, "int4": 0.74}  # codes of a packed base read and its weights written: benchmarks/gpu/packed.py
+# Codes of a packed base read and its weights written: benchmarks/gpu/packed.py.
+UNPACK = {"fp8": 0.75, "int4": 0.74, "nvfp4": 0.71, "mxfp4": 0.73}
 QUANTIZE = {"current": 0.47, "delayed": 0.6, "blockwise": 0.58, "mxfp8": 0.58}  # current reads twice, to find the scale
 KERNEL = 4e-6  # that a product, of however many experts, or a kernel of quantizing takes more, to start and to end
 KERNELS = {

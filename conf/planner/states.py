@@ -1,6 +1,6 @@
 """Bytes that lie with a rank's parameters: weights, their copies in FP8, gradients and the optimizer's states.
 
-    weights(run, gpu, parameters, quantized)    weights, and copies of them in FP8
+    weights(run, gpu, parameters, quantized, matrices)  weights, and copies of them in FP8
     state_bytes(run, cut, dense, expert)        gradients and optimizer of so many trained parameters of one rank
     host_bytes(run, cut, dense, expert)         the optimizer's on the host, of one rank
     passing(run, cut, dense, expert, quantized) what lies besides for a moment, while no activations do
@@ -46,10 +46,11 @@ def copy_bytes(train: Train, gpu: Gpu) -> float:
     return (2 if scale or gpu.transposes else 1) * (1 + scale)
 
 
-def weights(run: Run, gpu: Gpu, parameters: int, quantized: int) -> tuple[int, int]:
+def weights(run: Run, gpu: Gpu, parameters: int, quantized: int, matrices: int) -> tuple[int, int]:
     copies = ceil(quantized * copy_bytes(run.train, gpu)) if run.train.fp8 else 0
     if packed := packed_base.format_of(run):
-        return (parameters - quantized) * byte(run.train) + ceil(quantized * packed.bytes), 0
+        factors = matrices * packed.factor_bytes
+        return (parameters - quantized) * byte(run.train) + ceil(quantized * packed.bytes) + factors, 0
     if run.train.fp8_weights:
         return (parameters - quantized) * byte(run.train) + copies, 0
     return parameters * byte(run.train), copies

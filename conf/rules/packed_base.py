@@ -23,15 +23,21 @@ class Format:
     bits: int
     block: tuple[int, int]
     scale_bytes: int
+    factor_bytes: int = 0  # of what multiplies all scales of a matrix
 
     @property
     def bytes(self) -> float:
-        """Bytes of a number, with its share of the scale."""
+        """Bytes of a number, with its share of the block's scale."""
         return self.bits / 8 + self.scale_bytes / (self.block[0] * self.block[1])
 
 
-# Blocks as DeepSeek-V3 is released in FP8, and groups as Kimi-K2-Thinking is in 4 bits.
-FORMATS = {"fp8": Format("fp8", 8, (128, 128), 4), "int4": Format("int", 4, (1, 32), 2)}
+# Blocks as DeepSeek-V3 is released in FP8, and groups as Kimi-K2-Thinking is in 4 bits; and those of NVIDIA's GPUs.
+FORMATS = {
+    "fp8": Format("fp8", 8, (128, 128), 4),
+    "int4": Format("int", 4, (1, 32), 2),
+    "nvfp4": Format("nvfp4", 4, (1, 16), 1, 4),
+    "mxfp4": Format("mxfp4", 4, (1, 32), 1),
+}
 COLUMNS = 8  # of a rank's part of a matrix: 4 bits of each fill a word of 32
 
 
@@ -60,7 +66,8 @@ def contradictions(run: Run) -> Iterator[tuple[str, str]]:
 
 def widths(run: Run, facts: ModelFacts) -> Iterator[tuple[str, str, int, int]]:
     """Sizes of a rank's part that 4 bits cannot hold: (key, what, size, the number that has to divide it)."""
-    if run.model.base != "int4":
+    form = format_of(run)
+    if form is None or form.bits != 4:
         return
     layout, heads = run.layout, facts.heads * (facts.v_head if facts.kv_rank else facts.head_dim)
     sizes = [("layout.tp", "attention's output over tp", heads // layout.tp)]

@@ -30,7 +30,7 @@ from trainer.patches.checkpoints import base_loading
 from trainer.weights import torch_dist
 from trainer.weights.conversion import unwritten
 from trainer.weights.model_digests import METADATA
-from trainer.weights.quantised import pack
+from trainer.weights.quantised import e2m1, pack
 from trainer.weights.torch_dist import Stored
 
 
@@ -88,13 +88,17 @@ def _packed(form: Format, dtype: torch.dtype, stored: Stored, matrices: list[lis
     codes = torch.empty((len(matrices), rows, columns * form.bits // 8), dtype=kind, device="cuda")
     blocks = (len(matrices), -(-rows // height), -(-columns // width))
     scales = torch.empty(blocks, dtype=SCALES[form.kind], device="cuda")
-    for matrix, to, scale in zip(matrices, codes, scales, strict=True):
-        for part in matrix:
-            found, of_blocks = _of_part(form, stored, part, (height, width), SCALES[form.kind])
-            to[part.start : part.start + part.sizes[0]] = found
+    factors = torch.ones((len(matrices), len(matrices[0])), device="cuda") if form.factor_bytes else None
+    for number, matrix in enumerate(matrices):
+        assert not form.factor_bytes or len({part.sizes[0] for part in matrix}) == 1, "one below the other, alike"
+        for place, part in enumerate(sorted(matrix, key=lambda part: part.start)):
+            found, of_blocks, factor = _of_part(form, stored, part, (height, width))
+            codes[number, part.start : part.start + part.sizes[0]] = found
             first = part.start // height
-            scale[first : first + len(of_blocks)] = of_blocks
-    return weight.Store(codes, scales, (height, width), dtype)
+            scales[number, first : first + len(of_blocks)] = of_blocks
+            if factors is not None:
+                factors[number, place] = factor
+    return weight.Store(codes, scales, (height, width), dtype, factors)
 
 
 def _cuts(stored: Stored, matrices: list[list[Part]]) -> tuple[list[int], list[int]]:
@@ -111,23 +115,21 @@ def _begin(stored: Stored, part: Part) -> int:
 
 
 def _of_part(
-    form: Format, stored: Stored, part: Part, block: tuple[int, int], kind: torch.dtype
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes of a part, and the scales of its blocks, which lie within those of the whole matrix."""
+    form: Format, stored: Stored, part: Part, block: tuple[int, int]
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Codes of a part, the scales of its blocks, which lie within those of the matrix, and the matrix's factor."""
     height, width = stored.places[part.name].shape
     begin, whole = _begin(stored, part), (height // part.matrix[1], width)
     inside = (part.offsets[0] - begin, part.offsets[1])
-    first = [offset // size * size for offset, size in zip(inside, form.block, strict=True)]
+    sizes = whole if form.factor_bytes else form.block  # the factor is of the largest number of all
+    first = [offset // size * size for offset, size in zip(inside, sizes, strict=True)]
     last = [
         min(length, -(-(offset + count) // size) * size)
-        for offset, count, size, length in zip(inside, part.sizes, form.block, whole, strict=True)
+        for offset, count, size, length in zip(inside, part.sizes, sizes, whole, strict=True)
     ]
-    shape = (last[0] - first[0], last[1] - first[1])
-    read = torch_dist.box(stored, part.name, (begin + first[0], first[1]), shape).to("cuda")
-    scheme = Scheme(form.kind, "", "", form.block, form.bits)
-    codes, scales = pack.pack(Packed(scheme, shape, "", ""), read, kind)
-    if form.kind == "int":
-        codes = codes.view(torch.uint8)
+    lengths = (last[0] - first[0], last[1] - first[1])
+    read = torch_dist.box(stored, part.name, (begin + first[0], first[1]), lengths).to("cuda")
+    codes, scales, factor = _pack(form, read)
     (top, left), (rows, columns) = (offset - start for offset, start in zip(inside, first, strict=True)), part.sizes
     each = 8 // form.bits
     codes = codes[top : top + rows, left // each : (left + columns) // each]
@@ -135,7 +137,18 @@ def _of_part(
         (torch.arange(-(-count // small), device=scales.device) * small + begin) // size
         for count, small, begin, size in zip((rows, columns), block, (top, left), form.block, strict=True)
     ]
-    return codes, scales[places[0]][:, places[1]].to(kind)
+    return codes, scales[places[0]][:, places[1]], factor
+
+
+def _pack(form: Format, read: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Codes and scales of whole blocks, and the factor of a whole matrix."""
+    if form.kind == "nvfp4":
+        return e2m1.nvfp4(read)
+    if form.kind == "mxfp4":
+        return *e2m1.mxfp4(read), None
+    scheme, kind = Scheme(form.kind, "", "", form.block, form.bits), SCALES[form.kind]
+    codes, scales = pack.pack(Packed(scheme, (read.shape[0], read.shape[1]), "", ""), read, kind)
+    return codes.view(torch.uint8) if form.kind == "int" else codes, scales.to(kind), None
 
 
 def _parts(chunk: Any) -> dict[int, list[Part]]:

@@ -29,7 +29,9 @@ def test_weights_are_codes_and_scales_but_for_what_stays(base):
         memory(run, FACTS, GPU), memory(plan("bf16"), FACTS, GPU), holdings(run, FACTS, {}), strict=True
     ):
         stays = held.parameters - held.quantized
-        assert stage.weights == 2 * stays + ceil(held.quantized * FORMATS[base].bytes)
+        factors = FORMATS[base].factor_bytes * held.matrices
+        assert stage.weights == 2 * stays + ceil(held.quantized * FORMATS[base].bytes) + factors
+        assert factors < 1e-5 * stage.weights
         assert plain.weights == 2 * held.parameters and stage.copies == 0
         assert stage.optimizer == plain.optimizer and stage.adapters == plain.adapters
 
@@ -52,7 +54,22 @@ def test_each_pass_over_a_layer_unpacks_it():
     assert 1 < timing(run, FACTS, GPU).likely / timing(plain, FACTS, GPU).likely < 1.3
 
 
+@pytest.mark.parametrize("base", ["int4", "nvfp4", "mxfp4"])
+def test_4_bits_take_little_more_than_a_quarter_of_bf16(base):
+    assert 0.26 < FORMATS[base].bytes / 2 < 0.29
+
+
+def test_each_matrix_has_a_factor_and_gate_and_up_have_their_own():
+    """GLM-4.7: qkv, proj, and dense or shared gate, up and down; three for each expert; one more with MTP."""
+    run = plan("nvfp4")
+    count = sum(held.matrices for held in holdings(run, FACTS, {}))
+    local = FACTS.experts // run.layout.ep
+    moe = FACTS.layers - FACTS.kinds.count("dense") + FACTS.mtp_layers
+    assert count == 5 * (FACTS.layers + FACTS.mtp_layers) + 3 * local * moe + FACTS.mtp_layers
+
+
 def test_fewer_gpus_hold_it():
     assert not search(plan("bf16"), FACTS, GPU, 4).fitting
     assert search(plan("fp8"), FACTS, GPU, 4).roomy
     assert search(plan("int4"), FACTS, GPU, 2).roomy
+    assert search(plan("nvfp4"), FACTS, GPU, 2).roomy

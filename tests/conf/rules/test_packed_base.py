@@ -28,23 +28,25 @@ def test_what_cannot_be_packed_is_refused_in_one_line(name, changes, says):
 
 
 def test_an_unknown_format_is_refused_with_those_that_are_known():
-    with pytest.raises(ConfigError, match=r"model\.base: .*bf16.*fp8.*int4"):
+    with pytest.raises(ConfigError, match=r"model\.base: .*bf16.*fp8.*int4.*nvfp4.*mxfp4"):
         load("glm47", ["model.base=nf4"])
 
 
-def test_widths_that_4_bits_cannot_hold():
+@pytest.mark.parametrize("base", ["int4", "nvfp4", "mxfp4"])
+def test_widths_that_4_bits_cannot_hold(base):
     """Air's experts have a width of 1408: over etp 64 that is 22."""
-    run = load("glm45-air-16xh100", ["model.base=int4"])
+    run = load("glm45-air-16xh100", [f"model.base={base}"])
     cut = run.model_copy(update={"layout": run.layout.model_copy(update={"etp": 64, "nodes": 8, "ep": 1})})
     assert [(key, size) for key, _, size, _ in widths(cut, known("glm45-air"))] == [("layout.etp", 22)]
     (line,) = [line for line in problems(cut, known("glm45-air")) if "model.base" in line]
-    assert "experts' width over etp: 22 is no multiple of 8, which model.base int4 needs" in line
+    assert f"experts' width over etp: 22 is no multiple of 8, which model.base {base} needs" in line
     assert not list(widths(load("glm45-air-16xh100", ["model.base=fp8"]), known("glm45-air")))
 
 
 def test_bytes_of_a_number():
     assert FORMATS["fp8"].bytes == 1 + 4 / 128**2
-    assert FORMATS["int4"].bytes == 0.5 + 2 / 32
+    assert FORMATS["int4"].bytes == FORMATS["nvfp4"].bytes == 0.5 + 2 / 32
+    assert FORMATS["mxfp4"].bytes == 0.5 + 1 / 32
 
 
 def test_another_format_is_another_training_and_the_usual_one_is_none():

@@ -1,7 +1,7 @@
 """Train on what a packed base stands for, as ordinary weights: one process, by the formats' own code.
 
-The weights are packed and unpacked whole by trainer/weights/quantised, which is held against transformers and
-compressed-tensors, where model.base packs a rank's part of them as it is loaded.
+The weights are packed and unpacked whole by trainer/weights/quantised, which is held against transformers,
+compressed-tensors and ModelOpt, where model.base packs a rank's part of them as it is loaded.
 """
 
 import json
@@ -14,8 +14,9 @@ from megatron.core.utils import unwrap_model
 
 from conf.model_files.quantization import Packed, Scheme
 from conf.schema.run import Run
+from tests.support import e2m1 as by_definition
 from trainer import train
-from trainer.weights.quantised import pack, unpack
+from trainer.weights.quantised import e2m1, pack, unpack
 
 SCHEMES = {"fp8": Scheme("fp8", "", "", (128, 128)), "int4": Scheme("int", "", "", (1, 32), 4)}
 SCALES = {"fp8": torch.float32, "int4": torch.bfloat16}
@@ -39,6 +40,8 @@ def main(run: Run) -> None:
 
 
 def rounded(base: str, weight: torch.Tensor) -> torch.Tensor:
+    if base not in SCHEMES:
+        return by_definition.weight(*getattr(e2m1, base)(weight)).to(weight.dtype)
     packed = Packed(SCHEMES[base], tuple(weight.shape), "", "")
     codes, scales = pack.pack(packed, weight, SCALES[base])
     return unpack.unpack(packed, codes, scales, weight.dtype)

@@ -1,18 +1,27 @@
 """Weights of codes and scales, unpacked: those of all experts of a layer at once.
 
-    unpack(codes, scales, block, dtype) -> weights     [n, out, in]
+    unpack(codes, scales, block, dtype, factors) -> weights     [n, out, in]
 
-Codes are [n, out, in] in FP8 (e4m3), or [n, out, in / 2] in bytes of two integers of 4 bits, the even column's in the
-low bits, each 8 above what it stands for. Scales are [n, rows, columns] of blocks, of which the last may be shorter.
-Products are in fp32, and rounded once, to the type that is asked for. On a GPU kernel.py does the same
-in one pass.
+Codes are [n, out, in] in FP8 (e4m3), or [n, out, in / 2] in bytes of two codes of 4 bits, the even column's in the low
+bits. Scales are [n, rows, columns] of blocks, of which the last may be shorter; their type says what 4 bits are:
+
+    bf16    int      integers, each 8 above what it stands for
+    e4m3    nvfp4    e2m1; all scales of a matrix have a factor besides
+    bytes   mxfp4    e2m1; a scale is an exponent of 2, 127 above what it stands for
+
+Factors are [n, k] in fp32: of k matrices of as many rows, one below the other. Products are in fp32, that of scale and
+factor first, and the last is rounded once, to the type that is asked for. On a GPU kernel.py does the same in one pass.
 """
 
 import torch
 
+from conf.model_files.quantization import E2M1
+
 MIDDLE = 8  # of the integers of 4 bits
+BIAS = 127  # of exponents in a byte
 FP8 = torch.float8_e4m3fn
-SCALES = {"fp8": torch.float32, "int": torch.bfloat16}  # their type, by the kind of conf/rules/packed_base.py
+# Their type, by the kind of conf/rules/packed_base.py.
+SCALES = {"fp8": torch.float32, "int": torch.bfloat16, "nvfp4": FP8, "mxfp4": torch.uint8}
 AT_ONCE = 2**26  # numbers in fp32
 
 
@@ -21,20 +30,39 @@ def shape_of(codes: torch.Tensor) -> tuple[int, int, int]:
     return count, rows, columns if codes.dtype == FP8 else 2 * columns
 
 
-def unpack(codes: torch.Tensor, scales: torch.Tensor, block: tuple[int, int], dtype: torch.dtype) -> torch.Tensor:
+def kind_of(codes: torch.Tensor, scales: torch.Tensor) -> str:
+    return "fp8" if codes.dtype == FP8 else next(kind for kind, dtype in SCALES.items() if dtype == scales.dtype)
+
+
+def unpack(
+    codes: torch.Tensor,
+    scales: torch.Tensor,
+    block: tuple[int, int],
+    dtype: torch.dtype,
+    factors: torch.Tensor | None = None,
+) -> torch.Tensor:
     count, rows, columns = shape_of(codes)
+    kind, scales = kind_of(codes, scales), _in_fp32(scales)
+    if factors is not None:
+        assert rows % factors.shape[1] == 0 and block[0] == 1, "matrices of as many rows, one below the other"
+        scales = scales * factors.repeat_interleave(rows // factors.shape[1], 1).unsqueeze(-1)
     whole = torch.empty((count, rows, columns), dtype=dtype, device=codes.device)
     each = max(1, AT_ONCE // (block[0] * columns)) * block[0]
     for weight, of_weight, to in zip(codes, scales, whole, strict=True):
         for start in range(0, rows, each):
             part = weight[start : start + each]
-            of_part = of_weight[start // block[0] : -(-(start + len(part)) // block[0])].float()
+            of_part = of_weight[start // block[0] : -(-(start + len(part)) // block[0])]
             spread = of_part.repeat_interleave(block[0], 0)[: len(part)].repeat_interleave(block[1], 1)[:, :columns]
-            to[start : start + each] = _numbers(part) * spread
+            to[start : start + each] = _numbers(part, kind) * spread
     return whole
 
 
-def _numbers(codes: torch.Tensor) -> torch.Tensor:
-    if codes.dtype == FP8:
+def _in_fp32(scales: torch.Tensor) -> torch.Tensor:
+    return (scales.int() << 23).view(torch.float32) if scales.dtype == torch.uint8 else scales.float()
+
+
+def _numbers(codes: torch.Tensor, kind: str) -> torch.Tensor:
+    if kind == "fp8":
         return codes.float()
-    return torch.stack((codes & 15, codes >> 4), -1).flatten(1).float() - MIDDLE
+    pairs = torch.stack((codes & 15, codes >> 4), -1).flatten(1)
+    return pairs.float() - MIDDLE if kind == "int" else torch.tensor(E2M1, device=codes.device)[pairs.int()]

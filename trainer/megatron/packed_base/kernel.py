@@ -3,7 +3,8 @@
 A program takes a tile of whole blocks of columns. The block's sides are constants of the compiled kernel, so the scale
 of a block is one load that all of its numbers share. What bounds it is instructions rather than memory, so a number
 takes few: GPUs from compute capability 8.9 on decode FP8 themselves, elsewhere its bits are those of a number in half
-precision that is 256 times smaller; and integers of 4 bits are read eight at a time.
+precision that is 256 times smaller, as those of e2m1 are of one 16,384 times smaller; and of 4 bits eight are read at
+once.
 """
 
 # pyright: reportArgumentType=false, reportCallIssue=false
@@ -12,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from trainer.megatron.packed_base.codes import FP8, shape_of
+from trainer.megatron.packed_base.codes import FP8, kind_of, shape_of
 
 COLUMNS = 512  # of a tile, at most; rows make it NUMBERS
 NUMBERS = 8192
@@ -20,7 +21,13 @@ WARPS = 8
 OUT = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 
 
-def unpack(codes: torch.Tensor, scales: torch.Tensor, block: tuple[int, int], dtype: torch.dtype) -> torch.Tensor:
+def unpack(
+    codes: torch.Tensor,
+    scales: torch.Tensor,
+    block: tuple[int, int],
+    dtype: torch.dtype,
+    factors: torch.Tensor | None = None,
+) -> torch.Tensor:
     count, rows, columns = shape_of(codes)
     whole = torch.empty((count, rows, columns), dtype=dtype, device=codes.device)
     height, width = block
@@ -28,19 +35,22 @@ def unpack(codes: torch.Tensor, scales: torch.Tensor, block: tuple[int, int], dt
     tall = NUMBERS // wide
     tall = min(tall, height) if height > 1 else tall  # rows of one block, or of as many as there are
     packed = codes.dtype != FP8
-    assert columns % 8 == 0 or not packed, "eight integers are read at once"
+    assert columns % 8 == 0 or not packed, "eight codes are read at once"
     grid = (triton.cdiv(columns, wide), triton.cdiv(rows, tall), count)
     _unpack[grid](
         codes.view(torch.int32 if packed else torch.uint8),
-        scales,
+        scales.view(torch.uint8) if scales.dtype == FP8 else scales,
+        scales if factors is None else factors,
         whole,
         rows,
         columns,
+        rows if factors is None else rows // factors.shape[1],
+        KIND=kind_of(codes, scales),
+        FACTORS=0 if factors is None else factors.shape[1],
         HEIGHT=height,
         WIDTH=width,
         TALL=tall,
         GROUPS=wide // width,
-        PACKED=packed,
         NATIVE=codes.is_cuda and torch.cuda.get_device_capability(codes.device) >= (8, 9),
         OUT=OUT[dtype],
         num_warps=WARPS,
@@ -52,14 +62,17 @@ def unpack(codes: torch.Tensor, scales: torch.Tensor, block: tuple[int, int], dt
 def _unpack(
     codes,
     scales,
+    factors,
     whole,
     rows,
     columns,
+    each,
+    KIND: tl.constexpr,
+    FACTORS: tl.constexpr,
     HEIGHT: tl.constexpr,
     WIDTH: tl.constexpr,
     TALL: tl.constexpr,
     GROUPS: tl.constexpr,
-    PACKED: tl.constexpr,
     NATIVE: tl.constexpr,
     OUT: tl.constexpr,
 ):
@@ -70,34 +83,53 @@ def _unpack(
     across = tl.cdiv(columns, WIDTH)
     of_blocks = matrix * tl.cdiv(rows, HEIGHT) * across + (row // HEIGHT)[:, None] * across + group[None, :]
     known = (row < rows)[:, None] & (group < across)[None, :]
-    scale = tl.load(scales + of_blocks, mask=known, other=0.0).to(tl.float32)
+    scale = tl.load(scales + of_blocks, mask=known, other=0)
+    if KIND == "nvfp4":
+        scale = _e4m3(scale, NATIVE)
+        scale = scale * tl.load(factors + matrix * FACTORS + row // each, mask=row < rows, other=0.0)[:, None]
+    elif KIND == "mxfp4":
+        scale = (scale.to(tl.int32) << 23).to(tl.float32, bitcast=True)
+    else:
+        scale = scale.to(tl.float32)
     line = (matrix * rows + row.to(tl.int64))[:, None] * columns
     start = tl.program_id(0) * GROUPS * WIDTH
-    if PACKED:
+    if KIND != "fp8":
         word = start // 8 + tl.arange(0, GROUPS * WIDTH // 8)
         inside = (row < rows)[:, None] & (word < columns // 8)[None, :]
         eight = tl.load(codes + line // 8 + word[None, :], mask=inside, other=0)
         # Columns 0 and 1, 2 and 3 and so on stand side by side once those of each join do.
-        even = tl.join(tl.join(_integer(eight, 0), _integer(eight, 4)), tl.join(_integer(eight, 2), _integer(eight, 6)))
-        odd = tl.join(tl.join(_integer(eight, 1), _integer(eight, 5)), tl.join(_integer(eight, 3), _integer(eight, 7)))
+        even = tl.join(
+            tl.join(_number(eight, 0, KIND), _number(eight, 4, KIND)),
+            tl.join(_number(eight, 2, KIND), _number(eight, 6, KIND)),
+        )
+        odd = tl.join(
+            tl.join(_number(eight, 1, KIND), _number(eight, 5, KIND)),
+            tl.join(_number(eight, 3, KIND), _number(eight, 7, KIND)),
+        )
         number = tl.reshape(tl.join(even, odd), (TALL, GROUPS, WIDTH))
     else:
         column = start + tl.arange(0, GROUPS * WIDTH)
         inside = (row < rows)[:, None] & (column < columns)[None, :]
         byte = tl.load(codes + line + column[None, :], mask=inside, other=0)
-        if NATIVE:
-            number = byte.to(tl.float8e4nv, bitcast=True).to(tl.float32)
-        else:
-            half = ((byte.to(tl.uint16) & 0x80) << 8) | ((byte.to(tl.uint16) & 0x7F) << 7)
-            number = half.to(tl.float16, bitcast=True).to(tl.float32) * 256.0
-        number = tl.reshape(number, (TALL, GROUPS, WIDTH))
+        number = tl.reshape(_e4m3(byte, NATIVE), (TALL, GROUPS, WIDTH))
     found = tl.reshape(number * scale[:, :, None], (TALL, GROUPS * WIDTH)).to(OUT)
     to = start + tl.arange(0, GROUPS * WIDTH)
     tl.store(whole + line + to[None, :], found, mask=(row < rows)[:, None] & (to < columns)[None, :])
 
 
 @triton.jit
-def _integer(eight, place: tl.constexpr):
-    """One of eight integers of 4 bits: as the last bits of 2 ** 23 in fp32, which is taken off again."""
-    bits = ((eight >> (4 * place)) & 15) | 0x4B000000
-    return bits.to(tl.float32, bitcast=True) - (8388608.0 + 8.0)
+def _e4m3(byte, NATIVE: tl.constexpr):
+    if NATIVE:
+        return byte.to(tl.float8e4nv, bitcast=True).to(tl.float32)
+    half = ((byte.to(tl.uint16) & 0x80) << 8) | ((byte.to(tl.uint16) & 0x7F) << 7)
+    return half.to(tl.float16, bitcast=True).to(tl.float32) * 256.0
+
+
+@triton.jit
+def _number(eight, place: tl.constexpr, KIND: tl.constexpr):
+    """One of eight codes of 4 bits. An integer is the last bits of 2 ** 23 in fp32, which is taken off again."""
+    bits = (eight >> (4 * place)) & 15
+    if KIND == "int":
+        return (bits | 0x4B000000).to(tl.float32, bitcast=True) - (8388608.0 + 8.0)
+    half = ((bits & 8) << 12) | ((bits & 7) << 9)
+    return half.to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32) * 16384.0

@@ -33,17 +33,18 @@ class Store:
     scales: torch.Tensor
     block: tuple[int, int]  # rows and columns that share a scale
     dtype: torch.dtype  # of the weights
+    factors: torch.Tensor | None = None  # of all scales of a matrix, where the format has them
 
     @property
     def bytes(self) -> int:
-        return self.codes.nbytes + self.scales.nbytes
+        return self.codes.nbytes + self.scales.nbytes + (self.factors.nbytes if self.factors is not None else 0)
 
     def unpack(self) -> list[torch.Tensor]:
         if self.codes.is_cuda:
             from trainer.megatron.packed_base.kernel import unpack
         else:
             from trainer.megatron.packed_base.codes import unpack
-        return list(unpack(self.codes, self.scales, self.block, self.dtype).unbind())
+        return list(unpack(self.codes, self.scales, self.block, self.dtype, self.factors).unbind())
 
 
 class PackedWeight(torch.Tensor):

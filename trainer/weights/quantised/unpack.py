@@ -11,9 +11,8 @@ from math import prod
 
 import torch
 
-from conf.model_files.quantization import MX, Packed, Scheme, blocks
+from conf.model_files.quantization import E2M1, MX, Packed, Scheme, blocks
 
-E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 AT_ONCE = 2**24  # numbers in fp32
 
 

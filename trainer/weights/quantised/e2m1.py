@@ -1,0 +1,56 @@
+"""Weights in 4 bits of sign, exponent and one digit (e2m1: 0 to 6), whose groups in a row share a scale.
+
+    nvfp4(weight) -> codes, scales, factor     groups of 16, scales in e4m3, and a factor in fp32 for the whole matrix
+    mxfp4(weight) -> codes, scales             groups of 32, scales that are powers of 2, by their exponent (e8m0)
+
+Two codes are in a byte, the even column's in the low bits. Nothing is calibrated, and NVFP4 is that of ModelOpt:
+the factor is the matrix's largest number over 6 * 448, and a group's scale its largest over 6 and the factor, to the
+nearest in e4m3. A scale of MXFP4 is the smallest that cuts nothing off. Numbers go to the nearest code, and those in
+the middle to the even one.
+"""
+
+import torch
+
+NVFP4, MXFP4 = 16, 32  # numbers of a row that share a scale
+TOP, TOP_OF_SCALES = 6.0, 448.0
+LEAST = 2.0**-9  # of e4m3
+NOTHING = 1e-30  # a matrix whose largest number is smaller counts as zeros
+BIAS = 127  # of e8m0's exponents
+# Between codes. Those below which lies an even code are the number before, so that the middle falls to the even one.
+_HALVES = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0])
+_HALVES[1::2] = torch.nextafter(_HALVES[1::2], torch.zeros(3))
+
+
+def nvfp4(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    largest = _largest(weight, NVFP4)
+    top = largest.amax()
+    factor = torch.where(top > NOTHING, top / (TOP * TOP_OF_SCALES), 1.0)
+    scales = largest / (TOP * factor)
+    scales = torch.where(scales > 0, scales, 1.0).clamp(LEAST, TOP_OF_SCALES).to(torch.float8_e4m3fn)
+    return _codes(weight, scales.float() * factor, NVFP4), scales, factor
+
+
+def mxfp4(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    digits, exponents = torch.frexp(_largest(weight, MXFP4) / TOP)  # digits are from 0.5 up to 1
+    exponents = (exponents - (digits == 0.5).int()).clamp(1 - BIAS, BIAS)
+    exponents = torch.where(digits > 0, exponents, 0)
+    scales = torch.exp2(exponents.float())
+    return _codes(weight, scales, MXFP4), (exponents + BIAS).to(torch.uint8)
+
+
+def _codes(weight: torch.Tensor, scales: torch.Tensor, group: int) -> torch.Tensor:
+    numbers = weight.float() / _spread(scales, group, weight.shape[1])
+    codes = torch.bucketize(numbers.abs(), _HALVES.to(weight.device), out_int32=True).to(torch.uint8)
+    codes |= (numbers < 0).to(torch.uint8) << 3
+    return codes[:, ::2] | codes[:, 1::2] << 4
+
+
+def _largest(weight: torch.Tensor, group: int) -> torch.Tensor:
+    """The largest number of each group; the last one of a row may be shorter."""
+    rows, columns = weight.shape
+    whole = torch.nn.functional.pad(weight.float().abs(), (0, -columns % group))
+    return whole.view(rows, -1, group).amax(-1)
+
+
+def _spread(scales: torch.Tensor, group: int, columns: int) -> torch.Tensor:
+    return scales.repeat_interleave(group, 1)[:, :columns]
