@@ -5,13 +5,16 @@
 A new deployment starts with its `first_schedules`. From then on its schedules belong to the server: neither this
 command nor a plain `prefect deploy --all`, which finds no `schedules` in prefect.yaml, touches one. The command also
 keeps edits that were made since the last time, in the UI or otherwise: parameters, limits, whether a deployment is
-paused. It prints what stays different from prefect.yaml. Values that nobody has edited follow prefect.yaml.
+paused. It prints what stays different from prefect.yaml. Values that nobody has edited follow prefect.yaml. A
+deployment for which there is nothing new is not written again: Prefect's server would drop the run that is due next,
+and make it anew only if there are seconds left.
 """
 
 # pyright: reportArgumentType=false, reportOptionalMemberAccess=false
 
 import argparse
 import hashlib
+import importlib
 import json
 import subprocess
 import sys
@@ -20,12 +23,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import httpx
+import prefect
 import yaml
 from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.client.schemas.actions import DeploymentUpdate, VariableCreate, VariableUpdate
 from prefect.client.schemas.responses import DeploymentResponse
 from prefect.exceptions import ObjectNotFound, PrefectException
 from prefect.settings import get_current_settings
+from prefect.utilities.callables import parameter_schema
 
 from conf.load import load
 from contract import closed_pipe
@@ -38,6 +43,7 @@ FIRST = "first_schedules"  # no key of Prefect's: it replaces all schedules of a
 # Variables on the server, one for each deployment: digests of what it set last. Prefect's hold 5000 characters; servers
 # of before have one of this name for all deployments.
 DEPLOYED = "finetune_deployed"
+DECLARED = "declared"  # among those digests: that of all that prefect.yaml says of the deployment
 FLOWS = {f"flows/{name}.py:{name}": name for name in ("finetune", "pretrain", "node", "serve")}
 # What the form in Prefect's UI edits.
 EDITABLE = ("paused", "parameters", "tags", "description", "job_variables")
@@ -69,21 +75,28 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def deploy(client: SyncPrefectClient, wanted: dict) -> int:
     """Run `prefect deploy` and return its exit code. The reason of a failure is printed."""
-    kept, deployed = {}, {}
+    kept, deployed, declared, changed = {}, {}, {}, []
     for deployment in wanted["deployments"]:
         name = f"{FLOWS[deployment['entrypoint']]}/{deployment['name']}"
         first = deployment.pop(FIRST, [])
-        deployed[name] = read_deployed(client, name)
+        before, now = read_deployed(client, name), digest([prefect.__version__, str(ROOT), deployment])
         if there := find(client, name):
-            kept[name] = keep(name, deployment, edits(there, deployed[name]))
+            edited = keep(name, deployment, edits(there, before))
+            if before.get(DECLARED) == now and digest(there.parameter_openapi_schema) == digest(form(deployment)):
+                continue
         else:
-            kept[name] = set()
+            edited = set()
             deployment["schedules"] = first
+        kept[name], deployed[name], declared[name] = edited, before, now
+        changed.append(deployment)
+    if not changed:
+        return 0
+    wanted["deployments"] = changed
     with tempfile.NamedTemporaryFile("w", suffix=".yaml") as file:
         yaml.safe_dump(wanted, file, sort_keys=False)
         file.flush()
-        prefect = [str(Path(sys.executable).parent / "prefect"), "--no-prompt", "deploy", "--all"]
-        done = subprocess.run([*prefect, "--prefect-file", file.name], cwd=ROOT, capture_output=True, text=True)
+        command = [str(Path(sys.executable).parent / "prefect"), "--no-prompt", "deploy", "--all"]
+        done = subprocess.run([*command, "--prefect-file", file.name], cwd=ROOT, capture_output=True, text=True)
     there = {name: find(client, name) for name in kept}
     if done.returncode or None in there.values():
         print(f"error: prefect deploy: {done.stdout}{done.stderr}", file=sys.stderr)
@@ -91,17 +104,20 @@ def deploy(client: SyncPrefectClient, wanted: dict) -> int:
     for name, fields in kept.items():
         now = {field: digest(value) for field, value in editable(there[name]).items()}
         before = deployed[name] or UNEDITED
-        write_deployed(client, name, now | {field: before[field] for field in fields})
-    for found in there.values():
-        show_values(client, found)
+        now |= {field: before[field] for field in fields}
+        write_deployed(client, name, now | {DECLARED: declared[name]})
+    for deployment, found in zip(changed, there.values(), strict=True):
+        client.update_deployment(found.id, DeploymentUpdate(parameter_openapi_schema=form(deployment)))
     return 0
 
 
-def show_values(client: SyncPrefectClient, there: DeploymentResponse) -> None:
-    """Put the values of its configuration into the form of a deployment."""
-    if (name := there.parameters.get("conf")) and there.parameter_openapi_schema:
-        schema = deployment_form.with_values(there.parameter_openapi_schema, load(name))
-        client.update_deployment(there.id, DeploymentUpdate(parameter_openapi_schema=schema))
+def form(deployment: dict) -> dict:
+    """The form of a deployment's parameters, with the values of its configuration."""
+    file, _, flow = deployment["entrypoint"].partition(":")
+    module = ".".join(Path(file).with_suffix("").parts)
+    schema = parameter_schema(getattr(importlib.import_module(module), flow)).model_dump_for_openapi()
+    conf = deployment["parameters"].get("conf")
+    return deployment_form.with_values(schema, load(conf)) if conf else schema
 
 
 def find(client: SyncPrefectClient, name: str) -> DeploymentResponse | None:

@@ -123,6 +123,29 @@ def test_schedules_survive_every_redeploy_and_start_runs_at_once(place, worker):
             edit(place, f"{path}/{id}", "DELETE", {})
 
 
+def test_a_deployment_with_nothing_new_keeps_the_runs_that_are_due(place, worker):
+    """The server drops the runs of whatever is written, and has no time to make one anew that is due in a moment."""
+    tiny = deployment(place, "tiny")
+    prefect(place, "deployment", "schedule", "create", "finetune/tiny", "--cron", "4 5 * * *")
+    (added,) = {one["id"] for one in deployment(place, "tiny")["schedules"]} - {one["id"] for one in tiny["schedules"]}
+
+    def due() -> set[str]:
+        runs = place.ask_prefect("flow_runs/filter", flow_runs={"deployment_id": {"any_": [tiny["id"]]}})
+        return {run["id"] for run in runs if run["created_by"] and run["created_by"]["id"] == added}
+
+    try:
+        wait_for(due, 30)
+        before, written = due(), deployment(place, "tiny")["updated"]
+        redeploy(place, "tiny")
+        assert before <= due()
+        assert deployment(place, "tiny")["updated"] == written
+        edit(place, f"deployments/{tiny['id']}", "PATCH", {"parameter_openapi_schema": {}})
+        redeploy(place, "tiny")
+        assert deployment(place, "tiny")["parameter_openapi_schema"] == tiny["parameter_openapi_schema"]
+    finally:
+        edit(place, f"deployments/{tiny['id']}/schedules/{added}", "DELETE", {})
+
+
 def test_what_was_edited_on_the_server_stays_and_is_said(place, worker):
     glm47 = deployment(place, "glm47")
     edits = {
