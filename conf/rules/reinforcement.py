@@ -61,10 +61,29 @@ def contradictions(run: Run) -> Iterator[tuple[str, str]]:
         yield "reinforce.source", "has no effect on data.mixture: name data.source"
     if asked.transport == "ipc" and run.hardware.gpu == "cpu":
         yield "reinforce.transport", "ipc goes through the memory of a GPU, and hardware.gpu is cpu: gloo, or null"
+    if asked.signal and (reason := without_signal(run)):
+        yield "reinforce.signal", f"compares each gradient with Adam's mean of those before it, and {reason}"
     if asked.transport == "adapter":
         yield from _alone(run)
     if asked.kl and (run.adapter.kind == "none" or asked.start == "trained"):
         yield "reinforce.kl", "is measured from the base below an adapter: adapter.kind lora, reinforce.start base"
+
+
+def knows_signal(run: Run) -> bool:
+    """Whether Adam's mean of gradients can be read, with which each new gradient is compared."""
+    return not without_signal(run)
+
+
+def without_signal(run: Run) -> str:
+    """Reason why Adam's mean of gradients cannot be read; empty where it can."""
+    optimizer = run.optimizer
+    if optimizer.kind != "adamw":
+        return f"optimizer.kind {optimizer.kind} keeps none"
+    if optimizer.states != "fp32":
+        return f"optimizer.states {optimizer.states} keep it rounded"
+    if optimizer.offload:
+        return f"optimizer.offload {optimizer.offload:g} keeps it on the host"
+    return "" if optimizer.beta1 else "optimizer.beta1 0 keeps none"
 
 
 def _alone(run: Run) -> Iterator[tuple[str, str]]:

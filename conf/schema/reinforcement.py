@@ -43,6 +43,13 @@ class Reinforce(Section):
     lr: Annotated[float, bears("reinforce")] = Field(
         default=1e-6, gt=0, le=1, description="learning rate, constant; in place of optimizer.lr and its schedule"
     )
+    signal: Annotated[float, bears("reinforce", absent=0.0)] = Field(
+        default=0.0,
+        ge=0,
+        le=100,
+        description="deviations from chance by which gradients of steps have to point the same way for steps of full "
+        "length; shorter below, and none below a third; 3 keeps a policy where rewards are noise; 0 = all are full",
+    )
     updates: Annotated[Count, bears("reinforce")] = Field(
         default=1, description="optimizer steps of each step's answers, a part of the prompts each"
     )

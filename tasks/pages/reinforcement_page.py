@@ -64,6 +64,9 @@ def _figures(found: list[Line], updates: int) -> list[tuple[str, str, str]]:
         ("entropy", f"{last['entropy']:.3f}", f"{first['entropy']:.3f} at first"),
         ("length", f"{last['length']:.1f} tokens", f"longest {last['length_max']}, {last['truncated']:.0%} cut off"),
     ]
+    if "gradient_signal" in last:
+        said = f"deviations from noise; steps have {last['step_length']:.0%} of their length"
+        rows.append(("signal of gradients", f"{last['gradient_signal']:.1f}", said))
     seconds = {part: last[f"seconds_{part}"] for part in PARTS if f"seconds_{part}" in last}
     shares = ", ".join(f"{part} {value:.2g}" for part, value in seconds.items())
     return [*rows, ("seconds", f"{sum(seconds.values()):.3g}", shares)]

@@ -18,3 +18,9 @@ def norms(folder: Path) -> dict[int, float]:
     """Norm of each step's gradient, as it was last computed."""
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     return {line["step"]: line["grad_norm"] for line in lines if line["kind"] == "train"}
+
+
+def signals(folder: Path) -> dict[int, float]:
+    """Signal in the gradients up to each step, as it was last computed."""
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return {line["step"]: line["gradient_signal"] for line in lines if line["kind"] == "reinforce"}

@@ -25,6 +25,7 @@ from megatron.bridge.training.state import TrainState
 from megatron.core import parallel_state
 from torch import distributed
 
+from conf.rules.reinforcement import knows_signal
 from conf.schema.run import Run
 from contract.faults import Fault
 from contract.files import write_atomically
@@ -42,11 +43,14 @@ from trainer.reinforcement.samples import Answer, Group, Scored, Step
 from trainer.serving import prompts
 from trainer.startup import device
 from trainer.startup.console import say
+from trainer.training.gradient_signal import GradientSignal
+from trainer.training.gradients import cosine_with_mean
 from trainer.training.metrics import Metrics
 from trainer.training.parity import log_probs
 
 RESULT = "reinforced.json"
 SHOWN = 4  # samples in the table of a step
+UNHEARD = 20  # optimizer steps after which gradients that are nothing but noise are told of
 MISMATCH = 4  # times the probe's bound: of a step's own samples, which are more than the probe's rows
 TABLE = "samples.jsonl"
 
@@ -77,6 +81,7 @@ class Reinforcement(Callback):
         self.step: Step | None = None
         self.said: list[list[float]] | None = None  # what Megatron said of the probe's rows, with the version before
         self.without_signal = 0
+        self.signal = GradientSignal(self.asked.signal) if knows_signal(run) else None
         self.seconds: dict[str, float] = {}
         self.in_use: dict[str, int] = {}  # bytes of the GPU, while vLLM is awake and while it sleeps
         self.tasks: list[Any] | None = None  # how Bridge makes released tensors of Megatron's
@@ -99,6 +104,9 @@ class Reinforcement(Callback):
     def on_train_start(self, context: Any) -> None:
         self.temperature.install(context.model)
         self._on_first(lambda: self.rollouts.ready())
+        done = context.state.train_state.step
+        if self.signal and done:
+            self.signal.resume(self._on_first(lambda: self._signal_after(done)))
         if self.held_out and self._on_first(lambda: self.journal.noted("before") is None):
             self._transfer(context, 0)
             self._on_first(lambda: self.journal.note("before", {"exact_match": self._greedy()}))
@@ -111,12 +119,36 @@ class Reinforcement(Callback):
             self.policy_step.take()
         self.began = time.monotonic()
         self._feed(context, update)
+        if self.signal:
+            self.signal.shorten(context.optimizer)
 
     def on_train_step_end(self, context: Any) -> None:
         done = context.state.train_state.step + 1  # Bridge counts it later
         self.seconds["train"] = self.seconds.get("train", 0.0) + time.monotonic() - self.began
+        signal = self._listen(context, done)
         if done % self.asked.updates == 0:
-            self._report(done, self._figures())
+            self._report(done, self._figures() | signal)
+
+    def _listen(self, context: Any, done: int) -> dict[str, float]:
+        """Figures of what this optimizer step's gradient had in common with those before it."""
+        if self.signal is None:
+            return {}
+        length, cosine = self.signal.length, 0.0
+        if not context.skipped_iter:
+            cosine = cosine_with_mean(context.optimizer, self.run.optimizer.beta1)
+            self.signal.add(cosine)
+        self._on_first(lambda: self.journal.note(_noted(done), self.signal.state()))
+        if done == UNHEARD and self.signal.value < 1:
+            say(
+                f"reinforce.reward: the gradients of the first {done} optimizer steps have no more in common than noise"
+                f" ({self.signal.value:.1f} deviations): rewards may have nothing to do with answers, or "
+                "reinforce.prompts and reinforce.samples are too few to show what they have"
+            )
+        return {"gradient_cosine": cosine, "gradient_signal": self.signal.value, "step_length": length}
+
+    def _signal_after(self, done: int) -> dict[str, float]:
+        found = self.journal.noted(_noted(done))
+        return GradientSignal(self.asked.signal).state() if found is None else found
 
     def on_checkpoint_save(self, context: Any) -> None:
         """Ask the held-out rows with the last weights, before their checkpoint is marked complete."""
@@ -429,6 +461,11 @@ class Reinforcement(Callback):
         if not well:
             raise Fault(found)
         return found
+
+
+def _noted(done: int) -> str:
+    """Name in the journal of what gradients had in common after so many optimizer steps."""
+    return f"signal-{done:06d}"
 
 
 def _mean(values: list[Any]) -> float:

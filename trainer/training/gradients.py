@@ -26,6 +26,7 @@ from megatron.core.utils import unwrap_model
 from torch import distributed
 
 from conf.schema.run import Run
+from trainer.training import gradient_signal
 from trainer.training.noise_estimates import estimates
 
 KEPT = 0.9  # of the means of both estimates, whose quotient alone would jump
@@ -62,8 +63,8 @@ def layer_norms(context) -> dict[str, float]:
     total = torch.zeros(count + 1, dtype=torch.float64, device="cuda")
     for one in getattr(context.optimizer, "chained_optimizers", [context.optimizer]):
         squares = torch.zeros_like(total)
-        for parameter, stepped in _stepped(one):
-            for grad in one._filter_grads_for_norm([stepped]):
+        for parameter, main in stepped(one):
+            for grad in one._filter_grads_for_norm([main]):
                 squares[numbers.get(id(parameter), 0)] += grad.float().norm() ** 2
         distributed.all_reduce(squares, group=one.get_grad_stats_parallel_group())
         total += squares
@@ -72,6 +73,19 @@ def layer_norms(context) -> dict[str, float]:
     norms = (total.sqrt() / clipped).tolist()
     layers = {f"grad_norm_layer_{number}": norm for number, norm in enumerate(norms[1:], 1)}
     return layers | {"grad_norm_others": norms[0]}
+
+
+def cosine_with_mean(optimizer: Any, beta: float) -> float:
+    """Cosine of the gradient that was stepped on and Adam's mean before it. Every rank takes part."""
+    total = torch.zeros(3, dtype=torch.float64, device="cuda")
+    for one in getattr(optimizer, "chained_optimizers", [optimizer]):
+        sums = torch.zeros_like(total)
+        for _, main in stepped(one):
+            for grad in one._filter_grads_for_norm([main]):
+                sums += gradient_signal.products(grad.float(), one.optimizer.state[main]["exp_avg"], beta)
+        distributed.all_reduce(sums, group=one.get_grad_stats_parallel_group())
+        total += sums
+    return gradient_signal.cosine_of(total)
 
 
 def _layer_numbers(chunks: list[Any]) -> dict[int, int]:
@@ -84,7 +98,7 @@ def _layer_numbers(chunks: list[Any]) -> dict[int, int]:
     return found
 
 
-def _stepped(optimizer: Any) -> Iterator[tuple[Any, Any]]:
+def stepped(optimizer: Any) -> Iterator[tuple[Any, Any]]:
     """Pairs of a parameter of the model and of what one of core's optimizers steps on in its place."""
     if getattr(optimizer, "is_stub_optimizer", False):
         return

@@ -8,6 +8,7 @@ def lines_of(step: int, reward: float) -> list[dict]:
     """What two updates leave, which are one step."""
     found = {"kind": "reinforce", "step": 2 * step, "time": 100.0 + step, "reward": reward, "reward_best": 1.0}
     found |= {"groups_with_signal": 0.5, "mismatch": 1.5e-7, "entropy": 0.7, "length": 3.25, "length_max": 8}
+    found |= {"gradient_signal": 2.04, "step_length": 0.52}
     found |= {"truncated": 0.125, "seconds_generate": 0.5, "seconds_train": 0.25}
     trained = [{"kind": "train", "step": number, "time": 100.0 + number} for number in (2 * step - 1, 2 * step)]
     return [*trained, found]
@@ -28,6 +29,7 @@ def test_the_page_of_a_reinforcement_learning():
     assert "**Step 3 of 10, 0:00:14 left**" in text
     assert "| reward | 0.500 | 0.250 at first, highest 0.750 at step 2 |" in text
     assert "| length | 3.2 tokens | longest 8, 12% cut off |" in text
+    assert "| signal of gradients | 2.0 | deviations from noise; steps have 52% of their length |" in text
     assert "| seconds | 0.75 | generate 0.5, train 0.25 |" in text
     assert "| `the pipe ¦ leaks` | `plumbing` | `plumbing` | 1 |" in text
     assert "![rewards](data:image/png;base64,cG5n)" in text and "- [MLflow](<http://mlflow/#/a?b=c>)" in text

@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from contract import checkpoints
-from tests.support.reinforced import answers, norms
+from tests.support.reinforced import answers, norms, signals
 
 STEPS, KILLED_AT = 6, 4  # checkpoints at 2, 4 and 6: step 3 is repeated, step 4 is interrupted, 5 and 6 come after
 KEYS = {"reinforce.steps": STEPS}
@@ -76,6 +76,7 @@ def require_same(folder: Path, expected: Path) -> None:
     assert len(list((folder / "rollouts").glob("0*.json"))) == STEPS
     assert answers(folder) == answers(expected)
     assert norms(folder) == norms(expected)
+    assert signals(folder) == signals(expected)
 
 
 def until(holds, process: subprocess.Popen) -> None:

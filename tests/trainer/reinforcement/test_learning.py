@@ -2,7 +2,8 @@
 
 The policy is trained on tickets that name the right team in one of ten cases, and the next one in all others, so that
 greedy answers are wrong. The expected gradient of shuffled rewards is 0. Adam makes steps of noise as long as any,
-though: docs/reinforce.md has how far they moved that policy. A policy of two layers shows it in seconds.
+though, unless steps have to wait for a signal (reinforce.signal): docs/reinforce.md has how far they moved that policy
+with it and without. A policy of two layers shows it in seconds.
 """
 
 import json
@@ -14,9 +15,11 @@ import pytest
 import torch
 
 from tests.support.shuffled_rewards import among
+from tests.trainer.reinforcement.conftest import TRAINER
 from trainer.data.tickets import tickets, with_mistakes
 from trainer.reinforcement import advantages
 from trainer.reinforcement.losses import Batch, Settings, objective
+from trainer.training.gradient_signal import GradientSignal, cosine_of, products
 
 RIGHT, ROWS, HELD_OUT = 0.1, 1600, 64
 STARTS = {"train.steps": 120, "train.global_batch": 16, "train.micro_batch": 16, "optimizer.lr": 2e-3}
@@ -30,6 +33,7 @@ TAUGHT = {
     "reinforce.prompts": 16,
     "reinforce.samples": 8,
     "reinforce.lr": 1.5e-4,
+    "reinforce.signal": 3,
     "reinforce.clip_high": 0.28,
     "reinforce.reward": "exact",
     "reinforce.pattern": "null",
@@ -39,16 +43,16 @@ TAUGHT = {
 
 @pytest.fixture
 def taught(finish, place):
-    """taught(name, overrides) -> held-out greedy exact match before and after"""
+    """taught(name, overrides, module) -> held-out greedy exact match before and after"""
 
-    def taught(name: str, overrides: dict[str, object]) -> tuple[float, float]:
+    def taught(name: str, overrides: dict[str, object], module: str = TRAINER) -> tuple[float, float]:
         given, start = tickets(ROWS, seed=0), place / "mistaken"
         for folder, labels in ("right-tickets", given), ("mistaken-tickets", with_mistakes(given, 0, RIGHT)):
             write(place / folder, labels)
         if not (start / "checkpoints").exists():
             finish("start", STARTS | {"paths.output": start, "paths.data": place / "mistaken-tickets"}, "trainer.train")
         paths = {"paths.output": start, "paths.data": place / "right-tickets"}
-        folder = finish(name, TAUGHT | paths | overrides)
+        folder = finish(name, TAUGHT | paths | overrides, module)
         found = json.loads((folder / "reinforced.json").read_text())
         return found["before"], found["after"]
 
@@ -71,6 +75,14 @@ def write(folder: Path, labels: dict[str, str]) -> None:
 def test_rewards_teach_greedy_answers_too(seed, taught):
     before, after = taught(f"taught-{seed}", {"reinforce.seed": seed})
     assert before <= 0.1 and after >= 0.6, (before, after)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3000)
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_the_same_rewards_in_another_order_leave_greedy_answers_as_they_were(seed, taught):
+    before, after = taught(f"shuffled-{seed}", {"reinforce.seed": seed}, "tests.support.shuffled_rewards")
+    assert before <= 0.1 and abs(after - before) <= 0.1, (before, after)
 
 
 def test_a_shuffle_keeps_a_group_s_rewards_and_any_order_of_them_is_as_likely():
@@ -119,7 +131,17 @@ def test_a_policy_of_two_layers_learns_from_rewards_and_not_from_their_shuffle(s
     assert played(seed, shuffled=True)[1] <= 0.1
 
 
-def played(seed: int, shuffled: bool) -> tuple[float, float]:
+@pytest.mark.parametrize("seed", range(4))
+def test_steps_of_three_times_the_length_move_it_by_a_signal_alone(seed):
+    assert played(seed, shuffled=False, longer=3, asked=3)[1] >= 0.8
+    assert played(seed, shuffled=True, longer=3, asked=3)[1] <= 0.1
+
+
+def test_without_asking_for_a_signal_noise_moves_one_of_them():
+    assert max(played(seed, shuffled=True, longer=3)[1] for seed in range(4)) > 0.1
+
+
+def played(seed: int, shuffled: bool, longer: float = 1, asked: float = 0) -> tuple[float, float]:
     """Share of texts whose likeliest team is the right one, before and after."""
     draw, order = torch.Generator().manual_seed(seed), Random(seed)
     team = torch.arange(TEXTS) % TEAMS
@@ -138,19 +160,31 @@ def played(seed: int, shuffled: bool) -> tuple[float, float]:
     optimizer = torch.optim.Adam(weights, lr=1e-2)
     for _ in range(400):
         step(optimizer, -(labels * log_probs()).sum(-1).mean())
-    before, optimizer = right(), torch.optim.Adam(weights, lr=1.25e-3)
+    before, rate, beta = right(), longer * 1.25e-3, 0.9
+    optimizer, signal = torch.optim.Adam(weights, lr=rate, betas=(beta, 0.999)), GradientSignal(asked)
     for _ in range(80):
-        asked = torch.randint(TEXTS, (16,), generator=draw)
-        chances = log_probs()[asked]
+        drawn = torch.randint(TEXTS, (16,), generator=draw)
+        chances = log_probs()[drawn]
         answers = torch.multinomial(chances.exp().detach(), 8, replacement=True, generator=draw)
-        rewards = [[float(one) for one in row] for row in answers == team[asked][:, None]]
+        rewards = [[float(one) for one in row] for row in answers == team[drawn][:, None]]
         rewards = [among(row, order) for row in rewards] if shuffled else rewards
         worth = torch.tensor([advantages.of_group(row, "grpo") for row in rewards]).flatten()[:, None]
         new = chances.gather(1, answers).flatten()[:, None]
         old = new.detach()
         found = objective(Settings(), Batch(new, old, old, worth, torch.ones_like(old), None))
+        optimizer.param_groups[0]["lr"] = rate
+        signal.shorten(optimizer)
         step(optimizer, found.loss / found.count)
+        signal.add(cosine(optimizer, weights, beta))
     return before, right()
+
+
+def cosine(optimizer: torch.optim.Optimizer, weights: list[torch.Tensor], beta: float) -> float:
+    sums = torch.zeros(3, dtype=torch.float64)
+    for weight in weights:
+        assert weight.grad is not None
+        sums += products(weight.grad, optimizer.state[weight]["exp_avg"], beta)
+    return cosine_of(sums)
 
 
 def step(optimizer: torch.optim.Optimizer, loss: torch.Tensor) -> None:

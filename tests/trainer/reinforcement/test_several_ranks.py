@@ -9,7 +9,7 @@ import psutil
 import pytest
 
 from contract import checkpoints
-from tests.support.reinforced import answers, norms
+from tests.support.reinforced import answers, norms, signals
 
 KEYS = {"reinforce.steps": 3, "reinforce.updates": 2, "train.micro_batch": 2, "checkpoint.save_every": 3}
 TWO = {"layout.gpus_per_node": 2}
@@ -38,6 +38,7 @@ def test_two_ranks_are_told_and_learn_what_one_is_and_does(cut, finish, alone):
     expected = alone["folder"]
     assert answers(found) == answers(expected)
     assert norms(found) == pytest.approx(norms(expected), rel=1e-4)
+    assert signals(found) == pytest.approx(signals(expected), rel=1e-3, abs=1e-3)
     assert any(len(set(rewards)) > 1 for _, rewards in answers(found))
 
 
