@@ -15,6 +15,7 @@ from contract import checkpoints
 from trainer.checks import inputs
 from trainer.startup import device, entry
 from trainer.startup.console import megatron_to, say
+from trainer.weights import atomic_folder
 
 REPORT = "layers.json"  # in the base
 
@@ -35,22 +36,25 @@ def main(run: Run) -> None:
 
 
 def converted(run: Run, partial: Path) -> None:
-    """Compare what was converted just now. Called by one rank; the folder is not marked as a base yet."""
+    """Compare what was converted just now. Called by all ranks; the folder is not marked as a base yet."""
     if run.model.compare:
-        here(run, partial)
-    else:
+        atomic_folder.barrier()  # until the first has written what leads to the pieces
+        here(run, partial, is_new=True)
+    elif atomic_folder.rank() == 0:
         say("convert: no layer was compared with transformers', as model.compare is false")
 
 
-def here(run: Run, base: Path) -> None:
-    """Compare in this process, which has no GPU; other ranks wait. Leaves the differences in the base."""
+def here(run: Run, base: Path, is_new: bool = False) -> None:
+    """Compare in these processes, which have no GPU. Leaves the differences in the base."""
     import torch
 
     from trainer.weights.conversion import same_function
 
     torch.set_num_threads(1)  # the layers are small, and most of the time goes to memory
     with megatron_to(Path(run.paths.logs)):
-        found = same_function.compare(run, checkpoints.step_folder(base, 0))
+        found = same_function.compare(run, checkpoints.step_folder(base, 0), is_new)
+    if atomic_folder.rank() > 0:
+        return
     (base / REPORT).write_text(json.dumps({"bound": same_function.BOUND, "differences": found}, indent=1))
     say(f"convert: {', '.join(found)} are what transformers computes, to {max(found.values()):.0e} of it")
 

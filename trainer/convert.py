@@ -76,7 +76,7 @@ def _convert(run: Run, model: released.Model, known: dict[str, str] | None, fact
             facts["digest"] = released.digest(model, sums)
             if atomic_folder.rank() == 0:
                 base.record(model, sums, partial)
-                compare.converted(run, partial)
+            compare.converted(run, partial)
 
 
 def _checksums(model: released.Model) -> dict[str, str]:

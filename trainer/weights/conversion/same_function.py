@@ -17,11 +17,12 @@ import contextlib
 import gc
 import json
 import math
+import os
 import re
 import shutil
 import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,7 @@ from conf.schema.run import Layout, Run
 from contract.amounts import unlike
 from contract.faults import Fault
 from trainer.megatron.model import make_provider, open_bridge, trusted
-from trainer.weights import coverage, merge, released, released_tensors, torch_dist
+from trainer.weights import atomic_folder, coverage, merge, released, released_tensors, torch_dist
 from trainer.weights.conversion import unwritten
 from trainer.weights.torch_dist import Stored
 
@@ -79,16 +80,24 @@ class Cut:
         return self.name(self.facts.layers)
 
 
-def compare(run: Run, checkpoint: Path) -> dict[str, float]:
-    """Differences by the layer's released name. Raises a Fault where one is above BOUND."""
-    cut, stored = cut_down(run), unwritten.open_base(run, checkpoint)
+def compare(run: Run, checkpoint: Path, is_new: bool = False) -> dict[str, float]:
+    """Differences by the layer's released name, on every rank. Raises a Fault where one is above BOUND.
+
+    Two ranks of the first host share the work. `is_new`: the checkpoint was written just now.
+    """
+    cut, stored = cut_down(run), replace(unwritten.open_base(run, checkpoint), is_new=is_new)
+    expected: Added = {}
+    found: Added = {}
+    rank, beside = atomic_folder.rank(), min(1, int(os.environ["LOCAL_WORLD_SIZE"]) - 1)
     with torch.no_grad(), _folder(cut) as folder:
-        there = cut.run.model_copy(update={"paths": run.paths.model_copy(update={"model": str(folder)})})
-        bridge = open_bridge(there)
-        provider = make_provider(there, bridge)
-        expected = _by_transformers(cut, folder, _types(stored, open_bridge(run)))
-        gc.collect()
-        found = _by_megatron(cut, provider, stored)
+        if rank == beside:
+            expected = _by_transformers(cut, folder, _types(stored, open_bridge(run)))
+            gc.collect()
+        if rank == 0:
+            there = cut.run.model_copy(update={"paths": run.paths.model_copy(update={"model": str(folder)})})
+            found = _by_megatron(cut, make_provider(there, open_bridge(there)), stored)
+    every = atomic_folder.gather((expected, found))
+    expected, found = every[beside][0], every[0][1]
     differences = {name: difference(expected[name], found[name]) for name in expected}
     for name, value in differences.items():
         if not value <= BOUND:
