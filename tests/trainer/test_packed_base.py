@@ -1,10 +1,18 @@
 """Training on a packed base (model.base) is training on the weights that its codes and scales stand for."""
 
 import json
+from math import ceil
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint.filesystem import FileSystemReader
+
+from conf.model_facts import facts_from_hf
+from conf.planner.memory import holdings
+from conf.rules.packed_base import FORMATS
+from trainer.rehearsal import tiny_models
+from trainer.weights.quantised import report
 
 slow = pytest.mark.slow
 STEPS = ["train.steps=20", "optimizer.lr=1e-3"]
@@ -97,3 +105,74 @@ def test_a_base_that_holds_no_weights_is_packed_as_one_that_does(train, configur
     done = ranks("train", configure("glm4-moe", *paths, *cut))
     assert done.code == 0, done.output[-3000:]
     assert [line["lm_loss"] for line in done.metrics if line["kind"] == "train"] == expected
+
+
+def reported(folder: Path) -> tuple[dict, list[dict]]:
+    whole, *rows = map(json.loads, (folder / report.NAME).read_text().splitlines())
+    return whole, rows
+
+
+@pytest.mark.parametrize(
+    ("form", "cut"), [("nvfp4", "alone"), *(pytest.param(form, "ep2", marks=slow) for form in FORMATS)]
+)
+def test_the_report_has_every_matrix_and_as_many_bytes_as_are_planned(form, cut, train, configure):
+    overrides = [*STEPS, f"model.base={form}", *CUTS[cut]]
+    whole, rows = reported(train("glm4-moe", *overrides)[1])
+    run = configure("glm4-moe", *overrides)
+    (held,) = holdings(run, facts_from_hf(json.loads((Path(run.paths.model) / "config.json").read_text())), {})
+    planned = ceil(held.quantized * FORMATS[form].bytes) + held.matrices * FORMATS[form].factor_bytes
+    # small blocks: matrices end within them
+    assert set(whole["bytes_of_ranks"]) == {planned} if form != "fp8" else min(whole["bytes_of_ranks"]) > planned
+    assert whole["matrices"] == len(rows) == len({row["tensor"] for row in rows})
+    assert whole["worst"] == rows[0]["tensor"] and rows[0]["error"] == max(row["error"] for row in rows)
+    low, high = {"fp8": (0.02, 0.03), "mxfp4": (0.10, 0.14)}.get(form, (0.08, 0.12))
+    assert low < whole["error"] < high and whole["as_released"] == 0
+    assert sum(row["numbers"] for row in rows) == whole["numbers"]
+
+
+def release(form: str, folder: Path) -> None:
+    """A release in the format of model.base: FP8 in blocks of 128, or groups of 32 with scales in bf16."""
+    tiny_models.make_model(f"glm4-moe-{form}", folder, dtype="float32", block=128 if form == "fp8" else 0)
+    for file in folder.glob("*.safetensors") if form == "int4" else ():
+        tensors = load_file(file)
+        scales = {name: scale.bfloat16() for name, scale in tensors.items() if name.endswith("_scale")}
+        save_file(tensors | scales, file, {"format": "pt"})
+
+
+@pytest.mark.parametrize(
+    ("form", "to", "cut"),
+    [
+        ("fp8", "torch_dist", "etp2"),
+        pytest.param("fp8", "none", "ep2", marks=slow),
+        pytest.param("int4", "none", "etp2", marks=slow),
+        pytest.param("int4", "torch_dist", "alone", marks=slow),
+    ],
+)
+def test_a_release_in_the_same_format_is_taken_over(form, to, cut, configure, ranks, tmp_path):
+    """Nothing is rounded, so the losses are those of the release without a packed base."""
+    kind = "glm4-moe"
+    release(form, tmp_path / "model")
+    losses = []
+    for more in ([], [f"model.base={form}", *CUTS[cut]]):
+        folder = tmp_path / str(len(losses))
+        paths = [f"paths.model={tmp_path / 'model'}", f"paths.base={tmp_path / 'base'}", *PLACES.format(folder).split()]
+        run = configure(kind, *paths, f"convert.to={to}", "train.steps=4", "optimizer.lr=1e-3", *more)
+        folder.mkdir()
+        if not losses:
+            assert ranks("convert", run).code == 0
+        done = ranks("train", run)
+        assert done.code == 0, done.output[-3000:]
+        losses.append([line["lm_loss"] for line in done.metrics if line["kind"] == "train"])
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+    whole, rows = reported(tmp_path / "1")
+    assert whole["error"] == 0 and whole["as_released"] == whole["matrices"] == len(rows)
+    assert f"{whole['as_released']} as released" in done.output
+
+
+@slow
+def test_a_release_in_other_blocks_is_packed_anew(configure, ranks, tmp_path):
+    tiny_models.make_model("llama-fp8", tmp_path / "model")
+    paths = [f"paths.{name}={tmp_path / name}" for name in ("model", "base")]
+    run = configure("llama", *paths, *PLACES.format(tmp_path).split(), "train.steps=1", "model.base=fp8")
+    assert ranks("convert", run).code == 0 and ranks("train", run).code == 0
+    assert reported(tmp_path)[0]["as_released"] == 0

@@ -3,6 +3,8 @@
 No rank ever holds its weights unpacked: the model is built without memory for the layers that are packed, and each
 matrix is read from the base, put on the device, packed and dropped. Blocks are those of whole matrices: where a rank's
 part begins or ends within one, what is missing of the block is read too, so that the codes are the same at any layout.
+A release in the same format keeps its codes and scales (quantised/taken_over.py). quantised/report.py says how far each
+matrix then lies from the base.
 """
 
 # pyright: reportAttributeAccessIssue=false, reportArgumentType=false, reportOptionalMemberAccess=false
@@ -19,18 +21,20 @@ from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory, apply_factories
 from megatron.core.utils import unwrap_model
 
+from conf.model_files import config_json, quantization
 from conf.model_files.quantization import Packed, Scheme
 from conf.rules.packed_base import Format, format_of
 from conf.schema.run import Run
 from contract import checkpoints
 from trainer.megatron import precision
+from trainer.megatron.model import open_bridge
 from trainer.megatron.packed_base import weight
 from trainer.megatron.packed_base.codes import SCALES
 from trainer.patches.checkpoints import base_loading
-from trainer.weights import torch_dist
+from trainer.weights import released, torch_dist
 from trainer.weights.conversion import unwritten
 from trainer.weights.model_digests import METADATA
-from trainer.weights.quantised import e2m1, pack
+from trainer.weights.quantised import e2m1, pack, report, taken_over
 from trainer.weights.torch_dist import Stored
 
 
@@ -67,77 +71,123 @@ def load(run: Run, stored: Stored, model: list) -> None:
     """Fill the chunks of a model with what the base holds."""
     form, dtype = format_of(run), precision.dtype(run.train.precision)
     assert form, "model.base says how"
+    noted: list[report.Row] = []
+    count = 0
     for chunk in unwrap_model(model):
+        packer = Packer(form, dtype, stored, _release(run, form, chunk.config), noted)
         parts, _held = _parts(chunk), [*chunk.parameters(), *chunk.buffers()]  # storages are known by their addresses
         for _, layer, names in [*weight.layers(chunk)]:
             matrices = [parts.pop(_storage(layer._parameters[name])) for name in names]
-            weight.attach(layer, names, _packed(form, dtype, stored, matrices))
+            weight.attach(layer, names, held := packer.store(matrices))
+            count += held.bytes
         for old, new in weight.fill(chunk):
             parts[_storage(new)] = parts.pop(_storage(old))
         for tensor, of_tensor in _others(chunk, parts):
             for part in of_tensor:
                 rows = slice(part.start, part.start + part.sizes[0]) if tensor.ndim else ...
                 tensor[rows].copy_(torch_dist.box(stored, part.name, part.offsets, part.sizes))
+    report.write(Path(run.paths.output), run.model.base, noted, count)
 
 
-def _packed(form: Format, dtype: torch.dtype, stored: Stored, matrices: list[list[Part]]) -> weight.Store:
-    """Codes and scales of a layer's matrices, which are all alike."""
-    height, width = (gcd(size, *starts) for size, starts in zip(form.block, _cuts(stored, matrices), strict=True))
-    rows, columns = sum(part.sizes[0] for part in matrices[0]), matrices[0][0].sizes[1]
-    kind = torch.float8_e4m3fn if form.kind == "fp8" else torch.uint8
-    codes = torch.empty((len(matrices), rows, columns * form.bits // 8), dtype=kind, device="cuda")
-    blocks = (len(matrices), -(-rows // height), -(-columns // width))
-    scales = torch.empty(blocks, dtype=SCALES[form.kind], device="cuda")
-    factors = torch.ones((len(matrices), len(matrices[0])), device="cuda") if form.factor_bytes else None
-    for number, matrix in enumerate(matrices):
-        assert not form.factor_bytes or len({part.sizes[0] for part in matrix}) == 1, "one below the other, alike"
-        for place, part in enumerate(sorted(matrix, key=lambda part: part.start)):
-            found, of_blocks, factor = _of_part(form, stored, part, (height, width))
-            codes[number, part.start : part.start + part.sizes[0]] = found
-            first = part.start // height
-            scales[number, first : first + len(of_blocks)] = of_blocks
-            if factors is not None:
-                factors[number, place] = factor
-    return weight.Store(codes, scales, (height, width), dtype, factors)
+def _release(run: Run, form: Format, config: Any) -> taken_over.Release | None:
+    """The release, where its config.json says that it is quantised."""
+    folder = Path(run.paths.model)
+    if not config_json.read(folder / config_json.NAME).get(quantization.KEY):
+        return None
+    registry = open_bridge(run)._model_bridge.mapping_registry()
+    found = taken_over.Release(released.read(folder), form, registry, config)
+    return found if found.names else None
 
 
-def _cuts(stored: Stored, matrices: list[list[Part]]) -> tuple[list[int], list[int]]:
-    """Rows and columns of whole matrices, and rows of parameters, at which parts begin."""
-    parts = [*itertools.chain(*matrices)]
-    rows = [part.offsets[0] - _begin(stored, part) for part in parts] + [part.start for part in parts]
-    return rows, [part.offsets[1] for part in parts]
+@dataclass(frozen=True)
+class Packer:
+    """Source of packed layers, and the list of what packing them loses."""
 
+    form: Format
+    dtype: torch.dtype
+    stored: Stored
+    release: taken_over.Release | None
+    rows: list[report.Row]
 
-def _begin(stored: Stored, part: Part) -> int:
-    """Row of the stored tensor at which the part's matrix begins."""
-    number, count = part.matrix
-    return stored.places[part.name].shape[0] // count * number
+    def store(self, matrices: list[list[Part]]) -> weight.Store:
+        """Codes and scales of a layer's matrices, which are all alike."""
+        form, parts = self.form, [*itertools.chain(*matrices)]
+        starts = [part.offsets[0] - self._begin(part) for part in parts] + [part.start for part in parts]
+        height = gcd(form.block[0], *starts, *map(self._height, parts))
+        width = gcd(form.block[1], *(part.offsets[1] for part in parts))
+        rows, columns = sum(part.sizes[0] for part in matrices[0]), matrices[0][0].sizes[1]
+        kind = torch.float8_e4m3fn if form.kind == "fp8" else torch.uint8
+        codes = torch.empty((len(matrices), rows, columns * form.bits // 8), dtype=kind, device="cuda")
+        blocks = (len(matrices), -(-rows // height), -(-columns // width))
+        scales = torch.empty(blocks, dtype=SCALES[form.kind], device="cuda")
+        factors = torch.ones((len(matrices), len(matrices[0])), device="cuda") if form.factor_bytes else None
+        for number, matrix in enumerate(matrices):
+            assert not form.factor_bytes or len({part.sizes[0] for part in matrix}) == 1, "one below the other, alike"
+            for place, part in enumerate(sorted(matrix, key=lambda part: part.start)):
+                found, of_blocks, factor = self._of_part(part, (height, width))
+                codes[number, part.start : part.start + part.sizes[0]] = found
+                first = part.start // height
+                scales[number, first : first + len(of_blocks)] = of_blocks
+                if factors is not None:
+                    factors[number, place] = factor
+        return weight.Store(codes, scales, (height, width), self.dtype, factors)
 
+    def _begin(self, part: Part) -> int:
+        """Row of the stored tensor at which the part's matrix begins."""
+        number, count = part.matrix
+        return self.stored.places[part.name].shape[0] // count * number
 
-def _of_part(
-    form: Format, stored: Stored, part: Part, block: tuple[int, int]
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Codes of a part, the scales of its blocks, which lie within those of the matrix, and the matrix's factor."""
-    height, width = stored.places[part.name].shape
-    begin, whole = _begin(stored, part), (height // part.matrix[1], width)
-    inside = (part.offsets[0] - begin, part.offsets[1])
-    sizes = whole if form.factor_bytes else form.block  # the factor is of the largest number of all
-    first = [offset // size * size for offset, size in zip(inside, sizes, strict=True)]
-    last = [
-        min(length, -(-(offset + count) // size) * size)
-        for offset, count, size, length in zip(inside, part.sizes, sizes, whole, strict=True)
-    ]
-    lengths = (last[0] - first[0], last[1] - first[1])
-    read = torch_dist.box(stored, part.name, (begin + first[0], first[1]), lengths).to("cuda")
-    codes, scales, factor = _pack(form, read)
-    (top, left), (rows, columns) = (offset - start for offset, start in zip(inside, first, strict=True)), part.sizes
-    each = 8 // form.bits
-    codes = codes[top : top + rows, left // each : (left + columns) // each]
-    places = [
-        (torch.arange(-(-count // small), device=scales.device) * small + begin) // size
-        for count, small, begin, size in zip((rows, columns), block, (top, left), form.block, strict=True)
-    ]
-    return codes, scales[places[0]][:, places[1]], factor
+    def _height(self, part: Part) -> int:
+        scales = self._released(part)
+        return scales.height(part.matrix[1], self.form.block[0]) if scales else self.form.block[0]
+
+    def _released(self, part: Part) -> taken_over.Scales | None:
+        return self.release and self.release.scales(part.name, self.stored.places[part.name].shape[0])
+
+    def _of_part(self, part: Part, block: tuple[int, int]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """Codes of a part, scales of its blocks, which lie within those of the matrix, and the matrix's factor."""
+        if scales := self._released(part):
+            read = torch_dist.box(self.stored, part.name, part.offsets, part.sizes).to("cuda")
+            found = taken_over.codes(self.form, scales, read, (part.offsets[0], part.offsets[1]), block)
+            if found:
+                self._note(part, read, *found, None, block, as_released=True)
+                return *found, None
+        form, (height, width) = self.form, self.stored.places[part.name].shape
+        begin, whole = self._begin(part), (height // part.matrix[1], width)
+        inside = (part.offsets[0] - begin, part.offsets[1])
+        sizes = whole if form.factor_bytes else form.block  # the factor is of the largest number of all
+        first = [offset // size * size for offset, size in zip(inside, sizes, strict=True)]
+        last = [
+            min(length, -(-(offset + count) // size) * size)
+            for offset, count, size, length in zip(inside, part.sizes, sizes, whole, strict=True)
+        ]
+        lengths = (last[0] - first[0], last[1] - first[1])
+        read = torch_dist.box(self.stored, part.name, (begin + first[0], first[1]), lengths).to("cuda")
+        codes, of_blocks, factor = _pack(form, read)
+        (top, left), (rows, columns) = (o - start for o, start in zip(inside, first, strict=True)), part.sizes
+        each = 8 // form.bits
+        codes = codes[top : top + rows, left // each : (left + columns) // each]
+        places = [
+            (torch.arange(-(-count // small), device=codes.device) * small + begin) // size
+            for count, small, begin, size in zip((rows, columns), block, (top, left), form.block, strict=True)
+        ]
+        of_blocks = of_blocks[places[0]][:, places[1]]
+        self._note(part, read[top : top + rows, left : left + columns], codes, of_blocks, factor, block)
+        return codes, of_blocks, factor
+
+    def _note(
+        self,
+        part: Part,
+        read: torch.Tensor,
+        codes: torch.Tensor,
+        scales: torch.Tensor,
+        factor: torch.Tensor | None,
+        block: tuple[int, int],
+        as_released: bool = False,
+    ) -> None:
+        factors = None if factor is None else factor.view(1, 1)
+        (found,) = weight.Store(codes[None].contiguous(), scales[None], block, torch.float32, factors).unpack()
+        self.rows.append(report.row(part.name, part.offsets, read, found, as_released))
 
 
 def _pack(form: Format, read: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
