@@ -85,7 +85,7 @@ def _not_reset(self: Any, transfer: Callable[[], None], draw: random.Random) -> 
 
 def _flipped(self: Any, transfer: Callable[[], None], draw: random.Random) -> None:
     """One bit is flipped on the way."""
-    from trainer.reinforcement.wire import Pipe
+    from trainer.reinforcement.transfer.wire import Pipe
 
     send = Pipe.send
 

@@ -30,7 +30,8 @@ from contract import nvidia_smi
 from contract.faults import Fault
 from contract.processes import end_with_parent
 from trainer.patches import vllm_cpu
-from trainer.reinforcement import messages, shared_memory, wire
+from trainer.reinforcement import messages
+from trainer.reinforcement.transfer import shared_memory, wire
 from trainer.serving import unmerged
 from trainer.serving.engine import DTYPE
 from trainer.startup import device

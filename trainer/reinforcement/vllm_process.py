@@ -36,7 +36,7 @@ class Rollout:
             from vllm import LLM
 
             vllm_cpu.ask_in_process()
-        from trainer.reinforcement import weight_engine
+        from trainer.reinforcement.transfer import weight_engine
 
         weight_engine.register()
         self.version = -1  # as released
@@ -86,7 +86,7 @@ class Rollout:
         """Require that a file has the tensors that the trainer says, with their digests."""
         from safetensors import safe_open
 
-        from trainer.reinforcement import wire
+        from trainer.reinforcement.transfer import wire
 
         with safe_open(path, "pt") as file:
             for one in metas:

@@ -36,7 +36,7 @@ TRANSFER = {"ipc": 10.3 * GB, "gloo": 0.62 * GB, "files": 0.62 * GB}
 PROBE = 0.18  # seconds
 BEGINNING = 60.0  # seconds until vLLM has compiled, and both can begin
 ANSWERED = 28e-6  # seconds for a row's token, on the host
-BUCKETS = int(1.1 * GB)  # what weights go through: two of trainer/reinforcement/wire.py, and what digests take
+BUCKETS = int(1.1 * GB)  # what weights go through: two of trainer/reinforcement/transfer/wire.py, and what digests take
 
 
 @dataclass(frozen=True)

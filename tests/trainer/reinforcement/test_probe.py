@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from contract.faults import Fault
-from trainer.reinforcement import probe, wire
+from trainer.reinforcement import probe
 from trainer.reinforcement.probe import Differences
+from trainer.reinforcement.transfer import wire
 
 GIVEN = (4, 4)
 

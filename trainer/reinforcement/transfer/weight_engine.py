@@ -14,7 +14,7 @@ import torch
 from vllm.distributed.weight_transfer import base
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
-from trainer.reinforcement import wire
+from trainer.reinforcement.transfer import wire
 
 
 @dataclass
@@ -83,7 +83,7 @@ class SharedEngine(BucketEngine):
         self.opened: dict[Any, torch.Tensor] = {}
 
     def received(self, update_info: Update) -> torch.Tensor:
-        from trainer.reinforcement import shared_memory
+        from trainer.reinforcement.transfer import shared_memory
 
         assert update_info.shared
         key = shared_memory.key(update_info.shared)
