@@ -47,6 +47,11 @@ def contradictions(run: Run) -> Iterator[tuple[str, str]]:
         yield "reinforce.function", "required with reinforce.reward function, and missing"
     if asked.reward != "function" and asked.function is not None:
         yield "reinforce.function", f"has no effect with reinforce.reward {asked.reward}"
+    for key in ("judge", "judge_model", "judge_prompt"):
+        if asked.reward == "judge" and getattr(asked, key) is None:
+            yield f"reinforce.{key}", "required with reinforce.reward judge, and missing"
+        if asked.reward != "judge" and getattr(asked, key) is not None:
+            yield f"reinforce.{key}", f"has no effect with reinforce.reward {asked.reward}"
     if asked.environment is None and asked.turns > 1:
         yield "reinforce.environment", f"required with reinforce.turns {asked.turns}, and missing: it replies between"
     if asked.environment is not None and asked.turns == 1:

@@ -13,7 +13,7 @@ from conf.schema.sections import Count, Number, Place, Section, Seed, Text
 
 Loss = Literal["grpo", "dr_grpo", "dapo", "gspo", "cispo"]
 Correction = Literal["none", "tis", "icepop", "sequence_mask"]
-RewardKind = Literal["exact", "regex", "number", "json_schema", "function", "code"]
+RewardKind = Literal["exact", "regex", "number", "json_schema", "function", "judge", "code"]
 
 
 class Reinforce(Section):
@@ -90,7 +90,8 @@ class Reinforce(Section):
     reward: Annotated[RewardKind, bears("reinforce")] = Field(
         default="exact",
         description="exact = the row's answer; number = its last number; regex, json_schema = as pattern, or the row's "
-        "answer, says; function = your own; code = the answer is Python, and the row's answer are its checks",
+        "answer, says; function = your own; judge = another model; code = the answer is Python, and the row's answer "
+        "are its checks",
     )
     pattern: Annotated[Text | None, bears("reinforce")] = Field(
         default=None, description="regular expression, or JSON schema, that an answer has to fit; null = the row's"
@@ -98,6 +99,22 @@ class Reinforce(Section):
     function: Annotated[Text | None, bears(derived="reinforce")] = Field(
         default=None,
         description="PATH.py:NAME, called with prompt, answer and reference in a guarded process; its content counts",
+    )
+    judge: Annotated[Text | None, NOWHERE] = Field(
+        default=None,
+        pattern=r"^https?://",
+        description="OpenAI-compatible address of the model that judges: http://HOST:8000/v1; JUDGE_API_KEY is sent",
+    )
+    judge_model: Annotated[Text | None, bears("reinforce", absent=None)] = Field(
+        default=None, description="name of that model there; other weights want another name"
+    )
+    judge_prompt: Annotated[Text | None, bears(derived="reinforce")] = Field(
+        default=None,
+        description="file with what the judge reads; {answer}, {prompt} and {reference} are put in, and its reply is a "
+        "number from 0 to 1; its content counts",
+    )
+    judge_tries: Annotated[Count, NOWHERE] = Field(
+        default=5, description="times that the judge is asked before the run ends, each within reward_seconds"
     )
     turns: Annotated[Count, bears("reinforce", absent=1)] = Field(
         default=1, description="answers to a prompt, with replies of the environment between them"
@@ -108,7 +125,7 @@ class Reinforce(Section):
         "the text that comes next, or None where the conversation is over; its content counts",
     )
     reward_seconds: Annotated[float, bears("reinforce")] = Field(
-        default=10.0, gt=0, le=3600, description="longest time for one reward by a function or by code"
+        default=10.0, gt=0, le=3600, description="longest time for one reward by a function, by code or by a judge"
     )
     reward_memory_gb: Annotated[float, bears("reinforce")] = Field(
         default=1.0, gt=0, description="memory of the guarded process"

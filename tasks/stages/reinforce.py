@@ -26,7 +26,7 @@ VERSION = 1
 
 def stage(run: Run, base: Stage, data: Stage, trained: Stage) -> Stage:
     config: dict[str, Any] = {**identity.of(run, "reinforce")}
-    config |= {name: _of_key(name, place) for name, place in _code(run)}
+    config |= {name: _of_key(name, place) for name, place in _own(run)}
     inputs = {"base": base.fingerprint, "data": data.fingerprint}
     if run.reinforce.start == "trained":
         return Stage("reinforce", VERSION, config, inputs | {"trained": trained.fingerprint})
@@ -90,21 +90,22 @@ def reinforce(
 
 
 def require_unchanged(run: Run, asked: Stage) -> None:
-    """Refuse code of one's own that is not that of the fingerprint any more."""
-    for name, place in _code(run):
+    """Refuse a file of one's own that is not that of the fingerprint any more."""
+    for name, place in _own(run):
         if _of_key(name, place) != asked.config[name]:
             raise Fault(f"reinforce.{name}: {place}: has changed since the run began; start it again")
 
 
-def _code(run: Run) -> list[tuple[str, str]]:
-    """Keys that name code of one's own, and where it is."""
-    named = {"function": run.reinforce.function, "environment": run.reinforce.environment}
+def _own(run: Run) -> list[tuple[str, str]]:
+    """Keys that name a file of one's own whose content counts, and where it is."""
+    asked = run.reinforce
+    named = {"function": asked.function, "environment": asked.environment, "judge_prompt": asked.judge_prompt}
     return [(name, place) for name, place in named.items() if place]
 
 
 def _of_key(key: str, place: str) -> str:
     try:
-        return _content(place)
+        return _digest(place) if key == "judge_prompt" else _content(place)
     except Fault as fault:
         raise Fault(f"reinforce.{key}: {fault}") from None
 
@@ -112,7 +113,11 @@ def _of_key(key: str, place: str) -> str:
 def _content(function: str) -> str:
     """Digest of the file, and the name in it. Its path bears no identity."""
     path, _, name = function.rpartition(":")
-    return f"sha256:{hashlib.sha256(regular_files.read(Path(path).expanduser())).hexdigest()}:{name}"
+    return f"{_digest(path)}:{name}"
+
+
+def _digest(path: str) -> str:
+    return f"sha256:{hashlib.sha256(regular_files.read(Path(path).expanduser())).hexdigest()}"
 
 
 def _samples(path: Path) -> list[dict[str, Any]]:

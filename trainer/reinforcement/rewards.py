@@ -5,6 +5,7 @@ number         1 where the last number of the answer is the last number of the r
 regex          1 where reinforce.pattern, or else the row's answer, is found in the answer
 json_schema    1 where the answer is JSON that fits the schema in reinforce.pattern, or else in the row's answer
 function       what a function of one's own returns, in a guarded process (guarded.py)
+judge          what another model says, behind an OpenAI-compatible address (judge.py)
 code           share of the row's checks, lines of Python, that hold after the answer's program, in such a process
 """
 
@@ -19,6 +20,7 @@ from conf.schema.run import Run
 from contract.faults import Fault
 from trainer.reinforcement.guarded import environment
 from trainer.reinforcement.guarded.worker import Question, Worker
+from trainer.reinforcement.judge import Judge
 
 NUMBER = re.compile(r"[-+]?(?:\d{1,3}(?:,\d{3})+|\d+)?(?:\.\d+)?(?:[eE][-+]?\d+)?")
 
@@ -28,6 +30,8 @@ def make(run: Run) -> Callable[[Sequence[Question]], list[float]]:
     asked = run.reinforce
     if asked.reward in ("function", "code"):
         return _worker(run).rewards
+    if asked.reward == "judge":
+        return Judge(run).rewards
     one = {"exact": exact, "number": number, "regex": regex, "json_schema": json_schema}[asked.reward]
     if asked.pattern is not None and asked.reward == "regex":
         _compiled(asked.pattern)

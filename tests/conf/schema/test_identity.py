@@ -82,6 +82,7 @@ def no_hub(monkeypatch, tmp_path):
     monkeypatch.setattr(hub, "resolve", lambda source, revision: resolved(f"commit of {source} at {revision}"))
     monkeypatch.setattr(adapters, "identity", lambda source, _: f"content of {source}")
     monkeypatch.setattr(reinforce, "_content", lambda function: f"content of {function}")
+    monkeypatch.setattr(reinforce, "_digest", lambda path: f"digest of {path}")
     monkeypatch.setattr(row_sources, "_commit", lambda source, revision, _: f"commit of {source} at {revision}")
 
 

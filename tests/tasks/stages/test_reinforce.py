@@ -26,6 +26,24 @@ def test_the_content_of_a_file_counts_and_its_place_does_not(key, others, tmp_pa
     assert found[0] == found[1] != found[2]
 
 
+def test_what_a_judge_reads_and_is_called_counts_and_where_it_is_does_not(tmp_path):
+    def judged(text: str, name: str, place: str) -> str:
+        folder = tmp_path / place
+        folder.mkdir(exist_ok=True)
+        (folder / "judge.txt").write_text(text)
+        said = [
+            "reward=judge",
+            f"judge=http://{place}:8000/v1",
+            f"judge_model={name}",
+            f"judge_prompt={folder}/judge.txt",
+        ]
+        return stage(*(f"reinforce.{one}" for one in said)).fingerprint
+
+    first = judged("{answer}?", "stern", "here")
+    assert judged("{answer}?", "stern", "there") == first
+    assert len({first, judged("{answer}!", "stern", "here"), judged("{answer}?", "mild", "here")}) == 3
+
+
 def test_a_file_that_changes_after_the_run_began_is_refused(tmp_path):
     file = tmp_path / "file.py"
     file.write_text("def f(): pass")

@@ -1,0 +1,124 @@
+"""Rewards by another model, which a server has behind an OpenAI-compatible address.
+
+The judge reads the text of reinforce.judge_prompt, in which {prompt}, {answer} and {reference} stand for what they
+name, and the last number of its reply counts, from 0 to 1. A reply without one makes an answer worth 0; where no reply
+of a step has one, the run ends. A question is asked reinforce.judge_tries times at most, each within
+reinforce.reward_seconds, with longer and longer waits between. JUDGE_API_KEY is sent where it is set.
+"""
+
+import json
+import os
+import re
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from conf.schema.run import Run
+from contract import regular_files
+from contract.faults import Fault
+from trainer.reinforcement.guarded.worker import Question
+
+KEY = "JUDGE_API_KEY"
+AT_ONCE = 16  # questions under way
+LONGEST = 1 << 20  # bytes of a reply
+WAIT = 0.5  # seconds before the second try, twice as many before each further one
+AGAIN = (408, 409, 429)  # statuses besides those of 500 and above that may be others a moment later
+TOKENS = 1024  # of a reply, which may give reasons before its number
+NAMES = re.compile(r"\{(prompt|answer|reference)\}")
+NUMBER = re.compile(r"[-+]?(?:\d+\.?\d*|\.\d+)")
+
+
+class Judge:
+    """The judge of a run. Its absence is told before anything starts."""
+
+    def __init__(self, run: Run):
+        asked = run.reinforce
+        assert asked.judge and asked.judge_model and asked.judge_prompt, "contradictions() requires all three"
+        self.place, self.model = asked.judge.rstrip("/"), asked.judge_model
+        self.seconds, self.tries = asked.reward_seconds, asked.judge_tries
+        self.text = _text(asked.judge_prompt)
+        served = [one.get("id") for one in self._ask("/models").get("data", [])]
+        if self.model not in served:
+            names = ", ".join(map(str, served)) or "nothing"
+            raise Fault(f"reinforce.judge_model: {self.model} is not served at {self.place}, which has {names}")
+
+    def rewards(self, questions: Sequence[Question]) -> list[float]:
+        asked = list(dict.fromkeys(questions))  # the same answer to the same prompt is judged once
+        with ThreadPoolExecutor(AT_ONCE) as pool:
+            found = dict(zip(asked, pool.map(self._one, asked), strict=True))
+        if asked and all(value is None for value in found.values()):
+            raise Fault(
+                f"reinforce.judge: {self.model} replied to none of {len(asked)} answers with a number from 0 to 1: "
+                "reinforce.judge_prompt has to ask for one, and nothing else"
+            )
+        return [found[question] or 0.0 for question in questions]
+
+    def _one(self, question: Question) -> float | None:
+        """Worth of an answer, or None where the judge says none."""
+        text = NAMES.sub(lambda match: getattr(question, match[1]), self.text)
+        message = {"model": self.model, "messages": [{"role": "user", "content": text}]}
+        try:
+            found = self._ask("/chat/completions", message | {"temperature": 0, "max_tokens": TOKENS})
+            return worth(found["choices"][0]["message"]["content"] or "")
+        except (LookupError, TypeError):
+            raise Fault(f"reinforce.judge: {self.place}: what it replies with is no chat completion") from None
+
+    def _ask(self, path: str, message: dict[str, Any] | None = None) -> dict[str, Any]:
+        reason, wait = "", WAIT
+        for number in range(self.tries):
+            if number:
+                time.sleep(wait)
+                wait *= 2
+            try:
+                return self._once(path, message)
+            except urllib.error.HTTPError as error:
+                reason = f"{error.code} {error.reason}"
+                if error.code < 500 and error.code not in AGAIN:
+                    raise Fault(f"reinforce.judge: {self.place}{path}: {reason}") from None
+            except (OSError, ValueError) as error:
+                reason = str(getattr(error, "reason", error)) or type(error).__name__
+        raise Fault(
+            f"reinforce.judge: {self.place}{path}: no answer in {self.tries} tries ({reason}); started again, the run "
+            "goes on where it was"
+        )
+
+    def _once(self, path: str, message: dict[str, Any] | None) -> dict[str, Any]:
+        headers = {"Content-Type": "application/json"}
+        if key := os.environ.get(KEY):
+            headers["Authorization"] = f"Bearer {key}"
+        data = None if message is None else json.dumps(message).encode()
+        end = time.monotonic() + self.seconds
+        with urllib.request.urlopen(
+            urllib.request.Request(self.place + path, data, headers), timeout=self.seconds
+        ) as reply:
+            found = b""
+            while part := reply.read1(1 << 16):
+                found += part
+                if len(found) > LONGEST:
+                    raise ValueError(f"more than {LONGEST} bytes")
+                if time.monotonic() > end:
+                    raise TimeoutError(f"no end within {self.seconds:g} s (reinforce.reward_seconds)")
+        answer = json.loads(found)
+        if not isinstance(answer, dict):
+            raise ValueError("no JSON object")
+        return answer
+
+
+def worth(reply: str) -> float | None:
+    """The last number of a reply, where it is one from 0 to 1."""
+    found = NUMBER.findall(reply)
+    return float(found[-1]) if found and 0 <= float(found[-1]) <= 1 else None
+
+
+def _text(path: str) -> str:
+    try:
+        text = regular_files.read(Path(path).expanduser()).decode("utf-8")
+    except (Fault, UnicodeDecodeError) as error:
+        raise Fault(f"reinforce.judge_prompt: {error}") from None
+    if "{answer}" not in text:
+        raise Fault(f"reinforce.judge_prompt: {path}: has no {{answer}}, so that the judge would not see any")
+    return text
