@@ -59,6 +59,7 @@ def main(run: Run) -> None:
     from megatron.bridge.training.pretrain import pretrain
 
     from trainer.megatron import adapters
+    from trainer.patches.gradients import local_norms
 
     here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     if device.has_gpu() and here > torch.cuda.device_count():
@@ -66,7 +67,7 @@ def main(run: Run) -> None:
     logging.getLogger(SILENCED).addFilter(lambda record: not _is_exhausted(record.exc_info))
     output = Path(run.paths.output)
     output.mkdir(parents=True, exist_ok=True)
-    callbacks = [_clock(output / RESULT), *([recorder(run)] if run.log.profile_every else [])]
+    callbacks = [local_norms.install(), _clock(output / RESULT), *([recorder(run)] if run.log.profile_every else [])]
     try:
         # Drawn on the host, it takes minutes where each of many experts has an adapter; Bridge has filled them before.
         with megatron_to(Path(run.paths.logs)), mock.patch.object(adapters, "draw_initial_values"):
