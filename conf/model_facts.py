@@ -46,6 +46,7 @@ EXPERT_BIASED = ("Glm4MoeForCausalLM", "Glm4MoeLiteForCausalLM", "DeepseekV3ForC
 GPT2 = "GPT2LMHeadModel"
 QWEN2_MOE = "Qwen2MoeForCausalLM"
 GPT_OSS = "GptOssForCausalLM"
+MISTRAL = "MistralForCausalLM"
 # What Megatron-Bridge 0.6 takes for granted of a family, whatever its config.json says.
 GRANTED: dict[str, dict[str, Any]] = {
     "Glm4MoeForCausalLM": {"n_shared_experts": 1, "tie_word_embeddings": False},
@@ -90,7 +91,8 @@ class ModelFacts:
     gated: bool = True  # three matrices in an MLP, not two
     attention_bias: bool = False  # on q, k and v
     linear_bias: bool = False  # on every linear layer, routers too
-    sinks: bool = False  # a score of each head, beside those of keys; every other layer has a window
+    sinks: bool = False  # a score of each head, beside those of keys
+    windows: bool = False  # of some layers, or all: a token attends to that many before it
     layernorm: bool = False  # norms have a bias as well as a weight
     expert_bias: bool = False  # added to routing scores; moved by the trainer, not by gradients: no parameter
     shared_gate: bool = False  # a token weighs the shared experts
@@ -194,8 +196,9 @@ def _by_llamas_names(config: dict[str, Any], architecture: str, size: Callable[.
     expert_ffn = size("moe_intermediate_size", "intermediate_size", least=1) if experts else 0
     shared = size("n_shared_experts", default=0) * expert_ffn
     latent = config.get("kv_lora_rank") is not None
-    if architecture == GPT_OSS:
-        size("sliding_window", least=1)  # Megatron-Bridge builds windows of some size
+    windows = architecture == GPT_OSS or (architecture == MISTRAL and config.get("sliding_window") is not None)
+    if windows:
+        size("sliding_window", least=1)
     return ModelFacts(
         layers=layers,
         hidden=hidden,
@@ -225,6 +228,7 @@ def _by_llamas_names(config: dict[str, Any], architecture: str, size: Callable[.
         attention_bias=_has_attention_bias(config, architecture),
         linear_bias=bool(config.get("mlp_bias")) or architecture == GPT_OSS,
         sinks=architecture == GPT_OSS,
+        windows=windows,
         expert_bias=bool(experts) and architecture in EXPERT_BIASED,
         shared_gate=architecture == QWEN2_MOE,
         tied=bool(config.get("tie_word_embeddings")),

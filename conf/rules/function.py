@@ -125,7 +125,7 @@ FAMILIES = {
         PLAIN, SILU | {"attention_bias": (False,), "mlp_bias": (False,)}, DEFAULT | LINEAR | LLAMA3 | YARN
     ),
     "MistralForCausalLM": Family(
-        PLAIN, SILU | {"sliding_window": (None,), "attention_bias": (False,)}, DEFAULT, written=("sliding_window",)
+        PLAIN | {"sliding_window"}, SILU | {"attention_bias": (False,)}, DEFAULT, written=("sliding_window",)
     ),
     "MiniMaxM2ForCausalLM": Family(
         PLAIN

@@ -203,7 +203,7 @@ def _packed(run: Run, facts: ModelFacts) -> Iterator[Broken]:
 
 
 def _of_gpt_oss(run: Run, facts: ModelFacts) -> Iterator[Broken]:
-    """Rules for experts with biases, and for attention with sinks and windows."""
+    """Rules for experts with biases, and for attention with sinks or windows."""
     layout = run.layout
     if facts.experts and facts.linear_bias:
         if layout.etp > 1:
@@ -219,6 +219,6 @@ def _of_gpt_oss(run: Run, facts: ModelFacts) -> Iterator[Broken]:
     if facts.sinks and run.reinforce.steps:
         text = f"{run.reinforce.steps}, but Megatron-Bridge cannot merge adapters of gpt-oss's experts to send them"
         yield Broken("rewards of stacks", "reinforce.steps", text, [0])
-    if facts.sinks and layout.cp > 1:
+    if facts.windows and layout.cp > 1:
         text = f"{layout.cp}, but keys that go around a ring of ranks meet neither sinks nor windows"
-        yield Broken("sinks over cp", "layout.cp", text, [1])
+        yield Broken("windows over cp", "layout.cp", text, [1])

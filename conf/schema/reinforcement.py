@@ -14,6 +14,7 @@ from conf.schema.sections import Count, Number, Place, Section, Seed, Text
 Loss = Literal["grpo", "dr_grpo", "dapo", "gspo", "cispo"]
 Correction = Literal["none", "tis", "icepop", "sequence_mask"]
 RewardKind = Literal["exact", "regex", "number", "json_schema", "function", "judge", "code"]
+Address = Annotated[str, Field(pattern=r"^https?://")]
 
 
 class Reinforce(Section):
@@ -100,9 +101,8 @@ class Reinforce(Section):
         default=None,
         description="PATH.py:NAME, called with prompt, answer and reference in a guarded process; its content counts",
     )
-    judge: Annotated[Text | None, NOWHERE] = Field(
+    judge: Annotated[Address | None, NOWHERE] = Field(
         default=None,
-        pattern=r"^https?://",
         description="OpenAI-compatible address of the model that judges: http://HOST:8000/v1; JUDGE_API_KEY is sent",
     )
     judge_model: Annotated[Text | None, bears("reinforce", absent=None)] = Field(

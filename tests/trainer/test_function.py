@@ -100,6 +100,7 @@ READ = [
     ("qwen3-moe", {"norm_topk_prob": False}),
     ("qwen3-moe", {"moe_intermediate_size": 96}),
     *((family, {"use_sliding_window": False, "sliding_window": 8}) for family in ("qwen3-moe", "qwen3", "qwen2")),
+    ("mistral", {"sliding_window": 8}),
     ("mixtral", {"head_dim": None}),
     ("mixtral", {"intermediate_size": 96}),
     ("qwen2-moe", {"head_dim": None}),
@@ -125,7 +126,7 @@ OTHER_YARNS = ({"factor": 4.0}, {"original_max_position_embeddings": 16}, {"beta
 # What Bridge drops, or reads otherwise than transformers.
 LOST = [
     *((family, WINDOW) for family in ("qwen3-moe", "qwen3", "qwen2", "qwen2-moe")),
-    *((family, {"sliding_window": 8}) for family in ("mixtral", "mistral")),
+    ("mixtral", {"sliding_window": 8}),
     ("minimax-m2", {"num_experts_per_tok": 1}),
     ("glm4-moe-lite", {"first_k_dense_replace": 2}),
     ("glm4-moe-lite", {"mlp_layer_types": ["dense", "dense", "sparse", "sparse"]}),

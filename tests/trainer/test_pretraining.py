@@ -93,6 +93,7 @@ def test_the_z_loss_of_each_step_is_that_of_a_plain_loop_at_any_layout(drawn, ra
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)  # four minutes on an idle machine
 def test_perplexity_of_a_gpt_of_ten_million_parameters_is_that_of_a_plain_loop(drawn, ranks, tmp_path):
     """Both learn Python from the standard library, begin with the same weights and validate on the same rows."""
     rows = tmp_path / "sources.jsonl"

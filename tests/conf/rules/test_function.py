@@ -29,6 +29,7 @@ RELEASES = {
     "Qwen3-MoE": ("qwen3-moe", WINDOWED | ROUTED | {"sliding_window": None, "mlp_only_layers": []}),
     "Qwen3-MoE, by transformers 5": ("qwen3-moe", WINDOWED | ROUTED | {"layer_types": 4 * ["full_attention"]}),
     "Qwen3": ("qwen3", WINDOWED | {"sliding_window": None, "tie_word_embeddings": True}),
+    "Mistral 7B v0.1": ("mistral", {"sliding_window": 4096}),
     "Mixtral": ("mixtral", {"sliding_window": None, "router_jitter_noise": 0.0, "output_router_logits": False}),
     "Qwen2-57B-A14B": ("qwen2-moe", WINDOWED | ROUTED | {"norm_topk_prob": False, "mlp_only_layers": []}),
     "GLM-4.5": ("glm4-moe", ROUTED | {"attention_bias": True, "partial_rotary_factor": 0.5, "topk_group": 1}),
@@ -118,7 +119,6 @@ LOST = [
     ),
     (KINDS["minimax-m2"], {"shared_intermediate_size": 64}, "shared_intermediate_size is 64, and Megatron-Bridge"),
     (KINDS["minimax-m2"], {"num_experts_per_tok": 1}, "num_experts_per_tok is 1, and Megatron makes the weights"),
-    (KINDS["mistral"], {"sliding_window": 4096}, "sliding_window is 4096, and Megatron-Bridge builds"),
     (KINDS["mistral"], {"rope_scaling": YARN}, 'rope_scaling.rope_type is "yarn", which Megatron-Bridge does not'),
     (KINDS["qwen2"], {"use_sliding_window": True}, "use_sliding_window is true, and"),
     (
