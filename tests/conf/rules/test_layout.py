@@ -85,6 +85,10 @@ GPT2 = {
 }
 GPT_OSS = json.loads((MODELS / "gpt-oss-20b.json").read_text())["config"]
 
+# 7B v0.1
+MISTRAL = {"architectures": ["MistralForCausalLM"], "num_hidden_layers": 32, "hidden_size": 4096, "vocab_size": 32000}
+MISTRAL |= {"num_attention_heads": 32, "num_key_value_heads": 8, "intermediate_size": 14336, "sliding_window": 4096}
+
 
 def run(world: int = 8, **changes: object) -> Run:
     """A run on nodes of 8; each of `changes` goes to the first section with such a key, dropout to the adapter's."""
@@ -252,6 +256,7 @@ OF_MODEL += [
     ),
     (GPT_OSS, run(8, tp=2, etp=2, sp=True), "layout.etp: 2, but experts with biases are whole on a rank; nearest"),
     (GPT_OSS, run(8, cp=2), "layout.cp: 2, but keys that go around a ring of ranks meet neither sinks nor windows; n"),
+    (MISTRAL, run(8, cp=2), "layout.cp: 2, but keys that go around a ring of ranks meet neither sinks nor windows; n"),
     (GPT_OSS, run(8, base="fp8"), "model.base: fp8, but experts with biases were not tried packed; nearest legal: bf"),
     (GPT_OSS, run(8, grouped_gemm=False), "moe.grouped_gemm: false, but experts with biases were tried in grouped pr"),
     (GPT2, run(8), "data.seq_length: 4096, but the model has learned 1024 positions; nearest legal: 1024"),
