@@ -253,6 +253,7 @@ def _forward(lines, fault: Path) -> None:
 def _report(lines: str) -> None:
     text = "".join(f"error: {line}\n" for line in lines.splitlines())
     if FAULT_FILE in os.environ:
-        write_atomically(os.environ[FAULT_FILE], text, durable=False)
+        if not os.path.exists(os.environ[FAULT_FILE]):  # the first rank to fail says why
+            write_atomically(os.environ[FAULT_FILE], text, durable=False)
     elif os.environ.get("RANK", "0") == "0":
         sys.stderr.write(text)

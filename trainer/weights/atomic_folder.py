@@ -11,6 +11,7 @@ import contextlib
 import errno
 import os
 import shutil
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from contract.output_marks import JOURNAL, PARTIAL, Kind, check_one, take
 
 # Megatron's writer processes pass on that they failed, and not why.
 FAILED = ("No space left on device", "CheckpointException ranks")
+GIVEN_WAY = 10.0  # seconds
 MADE = "what.txt"  # in the journal: what is being made
 
 
@@ -58,6 +60,8 @@ def write(folder: Path, facts: dict[str, Any], kind: Kind, made: str = "") -> It
         barrier()
     except BaseException as error:
         full = _is_of_the_disk(error)
+        if isinstance(error, Fault) and not partial.exists():
+            time.sleep(GIVEN_WAY)  # another rank has failed, and has to say why: it ends this one
         if full or not made or isinstance(error, Fault):  # else the next attempt goes on
             with contextlib.suppress(OSError, output_marks.Foreign):  # another rank may be at it as well
                 output_marks.remove(partial, kind)
