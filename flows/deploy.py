@@ -116,7 +116,7 @@ def form(deployment: dict) -> dict:
     file, _, flow = deployment["entrypoint"].partition(":")
     module = ".".join(Path(file).with_suffix("").parts)
     schema = parameter_schema(getattr(importlib.import_module(module), flow)).model_dump_for_openapi()
-    conf = deployment["parameters"].get("conf")
+    conf = deployment.get("parameters", {}).get("conf")
     return deployment_form.with_values(schema, load(conf)) if conf else schema
 
 
