@@ -79,6 +79,10 @@ class Reinforce(Section):
     correction_high: Annotated[float, bears("reinforce")] = Field(
         default=2.0, ge=1, description="highest ratio of trainer to engine"
     )
+    replay_experts: Annotated[bool, bears("reinforce", absent=False)] = Field(
+        default=False,
+        description="train with the experts that vLLM chose for each token, where rounding would choose others (R3)",
+    )
     rounds: Annotated[Count, bears("reinforce")] = Field(
         default=1,
         description="times that prompts are drawn again for those whose answers are all worth the same; 1 = never "

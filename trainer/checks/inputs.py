@@ -120,6 +120,8 @@ def check_reinforce(given: Run) -> None:
     _check_layout(run, facts)
     if given.reinforce.transport == "adapter" and facts.experts:
         raise Fault("reinforce.transport: adapter, but adapters of a model with experts are sent merged; gloo")
+    if given.reinforce.replay_experts and not facts.experts:
+        raise Fault("reinforce.replay_experts: true, but the model has no experts; false")
     if given.reinforce.start == "trained" and not checkpoints.complete_steps(checkpoint_folder(given)):
         raise Fault(
             f"{checkpoint_folder(given)}: no complete checkpoint to begin with; python -m trainer.train makes one, and "

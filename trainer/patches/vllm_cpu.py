@@ -6,6 +6,9 @@
 2. On a CPU, vLLM starts a second Python that imports all of vLLM, to ask a model's class about its abilities without
    touching CUDA: 15 s for each kind of model on a new machine. Without CUDA this process may ask. Can go when vLLM asks
    in-process on CPUs: https://github.com/vllm-project/vllm/blob/main/vllm/model_executor/models/registry.py
+3. vLLM's experts for CPUs choose by a function of their own, which tells nobody: enable_return_routed_experts then
+   returns zeros. What it chooses is told to the capture of the layer that it chooses for. Can go when CPUFusedMOE does
+   that.
 
 On a GPU, with vLLM's own wheel, the first alone is done, which changes no package.
 """
@@ -31,6 +34,39 @@ def ask_in_process() -> None:
         from vllm.model_executor.models import registry
 
         registry._run_in_subprocess = lambda ask: ask()
+
+
+def tell_routes(model: Any) -> None:
+    """Have the experts of a model of the rebuild tell which of them they choose, as those of a GPU do."""
+    versions.check(__name__, WRITTEN_FOR)
+    from vllm.model_executor.layers.fused_moe import cpu_fused_moe
+    from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
+
+    choose: Any = cpu_fused_moe.select_experts
+    told: list[Any] = []  # the capture of the layer that chooses now
+
+    def choosing(*args: Any, **keys: Any) -> Any:
+        weights, chosen = choose(*args, **keys)
+        for capture in told:
+            capture(chosen)
+        return weights, chosen
+
+    def telling(forward: Any, capture: Any) -> Any:
+        def told_forward(*args: Any, **keys: Any) -> Any:
+            told.append(capture)
+            try:
+                return forward(*args, **keys)
+            finally:
+                told.pop()
+
+        return told_forward
+
+    cpu_fused_moe.select_experts = choosing
+    for module in model.modules():
+        if isinstance(module, MoERunner):
+            experts: Any = module.routed_experts
+            router: Any = module.router
+            experts.forward_monolithic = telling(experts.forward_monolithic, router.capture_fn)
 
 
 @contextlib.contextmanager

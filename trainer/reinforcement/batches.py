@@ -14,6 +14,7 @@ import torch
 
 from conf.rules.layout import packing_multiple
 from conf.schema.run import Run
+from trainer.reinforcement import routes
 from trainer.reinforcement.samples import Scored
 
 ROWS = ("tokens", "labels", "position_ids", "loss_mask", "cu_seqlens_q", "cu_seqlens_kv", "max_seqlen_q")
@@ -73,7 +74,20 @@ def _batch(numbers: Sequence[int], sequences: Sequence[Scored], form: Form) -> d
     lengths = [_rounded(sequences[number], form.multiple) if form.multiple else form.length for number in numbers]
     starts = [sum(lengths[:place]) for place in range(len(lengths))]
     mine = [sequences[number] for number in numbers]
-    return _rows(mine, starts, form) | _answers(mine, starts) | {"numbers": torch.tensor(numbers, dtype=torch.long)}
+    found = _rows(mine, starts, form) | _answers(mine, starts) | {"numbers": torch.tensor(numbers, dtype=torch.long)}
+    if sequences and sequences[0].routes is not None:
+        found["routes"] = _routes(mine, starts, form, routes.read(sequences[0].routes))
+    return found
+
+
+def _routes(mine: Sequence[Scored], starts: Sequence[int], form: Form, like: torch.Tensor) -> torch.Tensor:
+    found = routes.nobody_s(form.rows * form.length, like)
+    for one, start in zip(mine, starts, strict=True):
+        assert one.routes is not None, "all answers of a step have routes, or none"
+        known = routes.read(one.routes)
+        routes.require_told(known, len(one.prompt) + len(one.answer) - 1)
+        found[start : start + len(known)] = known
+    return found.view(form.rows, form.length, *found.shape[1:])
 
 
 def _rows(mine: Sequence[Scored], starts: Sequence[int], form: Form) -> dict[str, torch.Tensor]:

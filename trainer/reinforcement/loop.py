@@ -103,6 +103,8 @@ class Reinforcement(Callback):
 
     def on_train_start(self, context: Any) -> None:
         self.temperature.install(context.model)
+        if self.asked.replay_experts:
+            self.policy_step.replay.install(context.model)
         self._on_first(lambda: self.rollouts.ready())
         done = context.state.train_state.step
         if self.signal and done:
@@ -126,6 +128,7 @@ class Reinforcement(Callback):
         done = context.state.train_state.step + 1  # Bridge counts it later
         self.seconds["train"] = self.seconds.get("train", 0.0) + time.monotonic() - self.began
         signal = self._listen(context, done)
+        self.policy_step.replay.end()
         if done % self.asked.updates == 0:
             self._report(done, self._figures() | signal)
 
@@ -262,7 +265,7 @@ class Reinforcement(Callback):
         sampling = {"n": self.asked.samples, "temperature": self.asked.temperature}
         answers = self._ask(asked, seeds, **sampling | self._limits())
         groups = [
-            Group(row, prompt, [Answer(*one) for one in found])
+            Group(row, prompt, [_answer(*one) for one in found])
             for row, prompt, found in zip(chosen, asked, answers, strict=True)
         ]
         self._play(groups, self.rows, draw.of_turns(self.run, number, round), temperature=self.asked.temperature)
@@ -286,7 +289,7 @@ class Reinforcement(Callback):
 
         def ask(prompts: list[list[int]], seeds: list[int], limits: list[int]) -> list[Answer]:
             answers = self._ask(prompts, seeds, n=1, **sampling | self._limits() | {"max_tokens": limits})
-            return [Answer(*one) for (one,) in answers]
+            return [_answer(*one) for (one,) in answers]
 
         self.environment.play(groups, said, ask, seeds)
 
@@ -318,7 +321,7 @@ class Reinforcement(Callback):
     def _scored(self, step: Step) -> list[list[Scored]]:
         """Sequences of each optimizer step."""
         found = [
-            Scored(group.prompt, answer.tokens, answer.log_probs, worth, None, None)
+            Scored(group.prompt, answer.tokens, answer.log_probs, worth, None, None, answer.routes)
             for group in step.groups
             for answer, worth in zip(group.answers, advantages.of_group(group.rewards, self.asked.loss), strict=True)
         ]
@@ -339,7 +342,9 @@ class Reinforcement(Callback):
         return whole
 
     def _log_probs(self, context: Any, answers: list[Scored]) -> dict[int, list[float]]:
-        return log_probs_of_answers(self.run, context, self.policy_step, self._micro_batches(answers))
+        found = log_probs_of_answers(self.run, context, self.policy_step, self._micro_batches(answers))
+        self.policy_step.replay.end()
+        return found
 
     def _micro_batches(self, answers: list[Scored]) -> list[dict[str, torch.Tensor]]:
         rank, ranks = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
@@ -427,7 +432,7 @@ class Reinforcement(Callback):
         asked = [self._prompt(row)[-draw.longest(self.run) :] for row in self.held_out]
         answers = self._ask(asked, None, n=1, temperature=0.0, **self._limits())
         groups = [
-            Group(number, prompt, [Answer(*one) for one in found])
+            Group(number, prompt, [_answer(*one) for one in found])
             for number, (prompt, found) in enumerate(zip(asked, answers, strict=True))
         ]
         self._play(groups, self.held_out, Random(self.asked.seed), temperature=0.0)
@@ -461,6 +466,10 @@ class Reinforcement(Callback):
         if not well:
             raise Fault(found)
         return found
+
+
+def _answer(tokens: list[int], log_probs: list[float | None], text: str, ended: bool, routes: str | None) -> Answer:
+    return Answer(tokens, log_probs, text, ended, routes=routes)
 
 
 def _noted(done: int) -> str:

@@ -30,6 +30,7 @@ from conf.schema.run import Run
 from trainer.megatron.whole_rows import whole
 from trainer.reinforcement.batches import ROWS, Form
 from trainer.reinforcement.losses import Batch, Settings, by_answer, objective
+from trainer.reinforcement.routes import Replay
 from trainer.reinforcement.samples import Scored
 from trainer.training.parity import forward_only
 
@@ -92,6 +93,7 @@ class PolicyStep:
         self.settings, self.with_old, self.with_reference = settings, with_old, with_reference
         self.figures: dict[str, float] = {}
         self.tokens_per_count = 1.0
+        self.replay = Replay()
 
     def begin(self, answers: Sequence[Scored]) -> None:
         """Take note of all answers of an optimizer step.
@@ -104,6 +106,8 @@ class PolicyStep:
     def __call__(self, state: Any, iterator: Iterator[dict[str, torch.Tensor]], model: Any) -> tuple[Any, Any]:
         batch = next(iterator)
         shown = {key: batch[key] for key in ROWS if key in batch}
+        if "routes" in batch:
+            self.replay.begin(batch["routes"])
         output, _ = gpt_step.forward_step(state, iter([shown]), model)
         return output, partial(self._loss, batch)
 

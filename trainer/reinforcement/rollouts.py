@@ -239,6 +239,8 @@ def arguments(run: Run) -> dict[str, Any]:
         "logprobs_mode": "processed_logprobs",  # at the temperature that was sampled at
         "disable_log_stats": True,
     }
+    if asked.replay_experts:
+        found["enable_return_routed_experts"] = True
     if asked.transport == "adapter":
         layers = frozenset(name for target in run.adapter.names for name in ADAPTED[target])
         found |= unmerged.Adapter(Path(), run.name, run.adapter.rank, layers).settings(1, expert_parallel=False)

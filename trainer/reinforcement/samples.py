@@ -12,6 +12,7 @@ class Answer:
     text: str  # of the last turn, where there are several
     ended: bool  # by itself, and not by the limit
     reward: float = 0.0
+    routes: str | None = None  # the engine's experts for each token that it has read, where they are replayed
 
     @property
     def sampled(self) -> int:
@@ -55,6 +56,7 @@ class Scored:
     advantage: float
     old: list[float] | None
     reference: list[float] | None
+    routes: str | None = None
 
     @property
     def sampled(self) -> list[bool]:

@@ -24,6 +24,7 @@ from trainer.reinforcement import messages
 from trainer.serving import engine, unmerged
 
 CONTEXT = 8  # tokens of a prompt before its answer, which may change how the answer reads
+Told = tuple[list[int], list[float], str, bool, str | None]  # tokens, log-probabilities, text, whether it ended, routes
 READ = {"skip_special_tokens": True}
 
 
@@ -45,6 +46,8 @@ class Rollout:
         self.adapter: Any = None  # beside the released weights
         backend = {"backend": weight_engine.name(settings["transport"])}
         self.llm = LLM(**settings["arguments"], weight_transfer_config=backend)
+        if settings["arguments"].get("enable_return_routed_experts") and vllm_cpu.is_installed():
+            self.llm.apply_model(vllm_cpu.tell_routes)
 
     def sleep(self, level: int) -> None:
         self.llm.sleep(level)
@@ -105,7 +108,7 @@ class Rollout:
 
     def answer(
         self, prompts: list[list[int]], seeds: list[int] | None, max_tokens: int | list[int], **settings: Any
-    ) -> list[tuple[list[int], list[tuple[list[int], list[float], str, bool]]]]:
+    ) -> list[tuple[list[int], list[Told]]]:
         """Each prompt as it was read, and its answers. On a CPU equal seeds give equal answers, whatever else is asked.
 
         On a GPU they would not, as sums there depend on what is asked beside them. So the seed is one of all that are
@@ -131,8 +134,10 @@ class Rollout:
     def _how(self) -> dict[str, Any]:
         return {"use_tqdm": False, "lora_request": self.adapter}
 
-    def _answers(self, request: Any) -> list[tuple[list[int], list[float], str, bool]]:
+    def _answers(self, request: Any) -> list[Told]:
         """All answers to a prompt, as they read behind it: some tokenizers take a space off a text's first token."""
+        from trainer.reinforcement import routes
+
         tokenizer, known = self.llm.get_tokenizer(), list(request.prompt_token_ids[-CONTEXT:])
         before = len(tokenizer.decode(known, **READ))
         found = []
@@ -140,7 +145,8 @@ class Rollout:
             tokens, log_probs = list(output.token_ids), list(output.logprobs.logprobs)
             assert len(tokens) == len(log_probs), "logprobs=0 has one for each token"
             text = output.text or tokenizer.decode(known + tokens, **READ)[before:]
-            found.append((tokens, log_probs, text, output.finish_reason == "stop"))
+            told = None if output.routed_experts is None else routes.written(output.routed_experts)
+            found.append((tokens, log_probs, text, output.finish_reason == "stop", told))
         return found
 
     def score(self, rows: list[list[int]]) -> list[list[float]]:

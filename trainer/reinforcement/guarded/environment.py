@@ -39,7 +39,7 @@ class Environment:
             found = ask(prompts, [draw.randrange(2**40) for _ in going], limits)
             for (_, answer, texts), more in zip(going, found, strict=True):
                 answer.tokens, answer.log_probs = answer.tokens + more.tokens, answer.log_probs + more.log_probs
-                answer.text, answer.ended = more.text, more.ended
+                answer.text, answer.ended, answer.routes = more.text, more.ended, more.routes
                 texts.append(self.without_end(more.text))
 
     def _heard(self, answer: Answer, reply: str | None) -> bool:
