@@ -130,9 +130,9 @@ def test_the_report_has_every_matrix_and_as_many_bytes_as_are_planned(form, cut,
     assert sum(row["numbers"] for row in rows) == whole["numbers"]
 
 
-def release(form: str, folder: Path) -> None:
+def release(kind: str, form: str, folder: Path) -> None:
     """A release in the format of model.base: FP8 in blocks of 128, or groups of 32 with scales in bf16."""
-    tiny_models.make_model(f"glm4-moe-{form}", folder, dtype="float32", block=128 if form == "fp8" else 0)
+    tiny_models.make_model(f"{kind}-{form}", folder, dtype="float32", block=128 if form == "fp8" else 0)
     for file in folder.glob("*.safetensors") if form == "int4" else ():
         tensors = load_file(file)
         scales = {name: scale.bfloat16() for name, scale in tensors.items() if name.endswith("_scale")}
@@ -151,7 +151,7 @@ def release(form: str, folder: Path) -> None:
 def test_a_release_in_the_same_format_is_taken_over(form, to, cut, configure, ranks, tmp_path):
     """Nothing is rounded, so the losses are those of the release without a packed base."""
     kind = "glm4-moe"
-    release(form, tmp_path / "model")
+    release(kind, form, tmp_path / "model")
     losses = []
     for more in ([], [f"model.base={form}", *CUTS[cut]]):
         folder = tmp_path / str(len(losses))
@@ -167,6 +167,22 @@ def test_a_release_in_the_same_format_is_taken_over(form, to, cut, configure, ra
     whole, rows = reported(tmp_path / "1")
     assert whole["error"] == 0 and whole["as_released"] == whole["matrices"] == len(rows)
     assert f"{whole['as_released']} as released" in done.output
+
+
+@slow
+@pytest.mark.parametrize(("kind", "form"), [("deepseek-v3", "fp8"), ("kimi-k2", "int4"), ("glm4-moe-mtp", "fp8")])
+def test_what_a_release_has_unquantised_is_packed_beside_what_is_taken_over(kind, form, configure, ranks, tmp_path):
+    """The tiny ones leave kv_a_proj_with_mqa and eh_proj as they are."""
+    release(kind, form, tmp_path / "model")
+    paths = [f"paths.{name}={tmp_path / name}" for name in ("model", "base")]
+    cut = [] if "mtp" in kind else CUTS["tp2"]
+    run = configure(kind, *paths, *PLACES.format(tmp_path).split(), "train.steps=1", f"model.base={form}", *cut)
+    assert ranks("convert", run).code == 0 and ranks("train", run).code == 0
+    _, rows = reported(tmp_path)
+    anew = [row for row in rows if row["error"]]
+    assert anew == [row for row in rows if not row["as_released"]]
+    assert 0 < len(anew) < 5 < len(rows)
+    assert all(row["tensor"].endswith(("linear_kv_down_proj.weight", "eh_proj.weight")) for row in anew)
 
 
 @slow
