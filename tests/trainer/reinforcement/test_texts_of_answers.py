@@ -27,6 +27,7 @@ def request(*answers: list[int], text: str = "") -> SimpleNamespace:
     outputs = [
         SimpleNamespace(
             token_ids=tokens,
+            routed_experts=None,
             logprobs=SimpleNamespace(logprobs=[-0.5] * len(tokens)),
             text=text,
             finish_reason="stop" if tokens[-1] == 0 else "length",
@@ -38,13 +39,13 @@ def request(*answers: list[int], text: str = "") -> SimpleNamespace:
 
 def test_a_space_between_prompt_and_answer_is_the_answer_s_and_the_end_of_text_is_no_part_of_it(rollout):
     assert rollout._answers(request([2, 3, 4], [2, 0])) == [
-        ([2, 3, 4], [-0.5] * 3, " billing desks", False),
-        ([2, 0], [-0.5] * 2, " billing", True),
+        ([2, 3, 4], [-0.5] * 3, " billing desks", False, None),
+        ([2, 0], [-0.5] * 2, " billing", True, None),
     ]
 
 
 def test_a_text_that_vllm_has_looked_at_stays(rollout):
-    ((_, _, text, _),) = rollout._answers(request([2, 3], text=" billing"))
+    ((_, _, text, *_),) = rollout._answers(request([2, 3], text=" billing"))
     assert text == " billing"
 
 
