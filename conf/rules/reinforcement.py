@@ -77,13 +77,8 @@ def contradictions(run: Run) -> Iterator[tuple[str, str]]:
         yield "reinforce.kl", "is measured from the base below an adapter: adapter.kind lora, reinforce.start base"
 
 
-def knows_signal(run: Run) -> bool:
-    """Whether Adam's mean of gradients can be read, with which each new gradient is compared."""
-    return not without_signal(run)
-
-
 def without_signal(run: Run) -> str:
-    """Reason why Adam's mean of gradients cannot be read; empty where it can."""
+    """Reason why Adam's mean of gradients, with which each is compared, cannot be read; empty where it can."""
     optimizer = run.optimizer
     if optimizer.kind != "adamw":
         return f"optimizer.kind {optimizer.kind} keeps none"

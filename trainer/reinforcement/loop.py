@@ -25,7 +25,7 @@ from megatron.bridge.training.state import TrainState
 from megatron.core import parallel_state
 from torch import distributed
 
-from conf.rules.reinforcement import knows_signal
+from conf.rules.reinforcement import without_signal
 from conf.schema.run import Run
 from contract.faults import Fault
 from contract.files import write_atomically
@@ -81,7 +81,7 @@ class Reinforcement(Callback):
         self.step: Step | None = None
         self.said: list[list[float]] | None = None  # what Megatron said of the probe's rows, with the version before
         self.without_signal = 0
-        self.signal = GradientSignal(self.asked.signal) if knows_signal(run) else None
+        self.signal = None if without_signal(run) else GradientSignal(self.asked.signal)
         self.seconds: dict[str, float] = {}
         self.in_use: dict[str, int] = {}  # bytes of the GPU, while vLLM is awake and while it sleeps
         self.tasks: list[Any] | None = None  # how Bridge makes released tensors of Megatron's
