@@ -12,13 +12,14 @@ of its work, which is the start of its processes and is shown apart. Memory is t
 and of that what belongs to no file, sampled ten times a second. CPU seconds are of all processes; on a host that is
 busy with other things they say more than the others. The comparison of the first layers, at the end of a conversion,
 is of one size whatever the model's. Megatron-Bridge's tools are those of benchmarks/bridge_tools.py, in one process,
-their start included; they hold the whole model, and are left out where the host has not the memory for that.
+their start included; they hold the whole model, and each is left out where the host has not the memory for that.
 """
 
 import argparse
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -39,7 +40,37 @@ GB = 10**9
 SHARD = 4 * GB  # of a release
 WIDTHS = "qwen3-30b-a3b"
 RANK = 8  # of the adapter
-BRIDGE_TAKES = 1.9  # times the model, of memory: measured with 4.3 GB
+
+
+@dataclass(frozen=True)
+class BridgeTool:
+    name: str
+    makes: str
+    reads: tuple[str, ...]
+    takes: float  # times the model, of memory: measured with 4.3 and 12.5 GB
+
+    def left_out(self, work: Path, size: float) -> str | None:
+        """Why this host cannot run it."""
+        if missing := [name for name in self.reads if not (work / name).exists()]:
+            return f"left out: there is no {missing[0]}"
+        if psutil.virtual_memory().available < self.takes * size * GB:
+            return f"left out: it takes some {self.takes * size:.0f} GB of memory"
+        return None
+
+    def command(self, work: Path) -> list[str]:
+        paths = [str(work / name) for name in (*self.reads, self.makes)]
+        return [sys.executable, "-m", "benchmarks.bridge_tools", self.name, *paths]
+
+
+BRIDGE_TOOLS = (
+    BridgeTool("import", "bridge", ("model",), 1.6),
+    BridgeTool("export", "bridge-export", ("model", "bridge"), 1.7),
+    BridgeTool("merge", "bridge-merge", ("model", "bridge/iter_0000000", "output/checkpoints/iter_0000001"), 2.0),
+)
+
+
+class Killed(Exception):
+    """The kernel has ended a command, which wanted more memory than there is."""
 
 
 @dataclass(frozen=True)
@@ -139,6 +170,8 @@ def timed(command: list[str], log: Path, begun: Path | None = None) -> Took:
             if begun and not started and begun.exists():
                 started = time.monotonic() - start
             time.sleep(0.1)
+    if process.returncode == -signal.SIGKILL:
+        raise Killed(f"killed with {resident / GB:.1f} GB, as memory ran out")
     if process.returncode:
         sys.exit(f"{' '.join(command)}: exit code {process.returncode}\n{log.read_text()[-3000:]}")
     after = os.times()
@@ -181,9 +214,6 @@ def measure(work: Path, size: float, processes: int, bridge: bool) -> None:
     size = generate(model, size)
     train(model, work / "output/checkpoints/iter_0000001")
     print(f"\n{size:.1f} GB of {WIDTHS}'s widths, {processes} processes, {os.cpu_count()} CPUs\n")
-    if bridge and psutil.virtual_memory().available < BRIDGE_TAKES * size * GB:
-        bridge = False
-        print(f"Megatron-Bridge's tools are left out: they take some {BRIDGE_TAKES * size:.0f} GB of memory.\n")
     print(f"{'':26} {'seconds':>8} {'x cp':>6} {'start':>6} {'CPU s':>8} {'GB RSS':>7} {'of no file':>10}")
     paths = [f"paths.{name}={work / name}" for name in ("model", "base", "output", "export", "logs")]
     ours = [*paths, f"layout.gpus_per_node={processes}", "train.precision=bf16", "train.global_batch=64"]
@@ -219,18 +249,21 @@ def measure(work: Path, size: float, processes: int, bridge: bool) -> None:
             begun = made.with_name(made.name + PARTIAL) / atomic_folder.JOURNAL
             show(f"{what} ({state})", timed(asked, log, begun), copy)
         shutil.rmtree(work / "export")
-        for what, made, read in (
-            ("import", "bridge", ("model",)),
-            ("export", "bridge-export", ("model", "bridge")),
-            ("merge", "bridge-merge", ("model", "bridge/iter_0000000", "output/checkpoints/iter_0000001")),
-        ):
-            if not bridge:
-                break
-            arguments = [str(ready(work / name)) for name in read]
-            asked = [sys.executable, "-m", "benchmarks.bridge_tools", what, *arguments, str(work / made)]
-            show(f"Bridge's {what} ({state})", timed(asked, log), copy)
-        for made in ("bridge", "bridge-export", "bridge-merge"):
-            shutil.rmtree(work / made, ignore_errors=True)
+        if bridge:
+            for tool in BRIDGE_TOOLS:
+                named = f"Bridge's {tool.name} ({state})"
+                if reason := tool.left_out(work, size):
+                    print(f"{named:26} {reason}", flush=True)
+                    continue
+                for name in tool.reads:
+                    ready(work / name)
+                try:
+                    show(named, timed(tool.command(work), log), copy)
+                except Killed as killed:
+                    print(f"{named:26} {killed}", flush=True)
+                    shutil.rmtree(work / tool.makes, ignore_errors=True)
+            for tool in BRIDGE_TOOLS:
+                shutil.rmtree(work / tool.makes, ignore_errors=True)
     for folder in (model, base, work / "output"):
         shutil.rmtree(folder)
 
