@@ -9,7 +9,7 @@ STAMP := .venv/.synced-$(EXTRA)
 # Runs on this host keep Prefect's database with all else in runs/.
 WITH_PREFECT := mkdir -p runs/prefect && PREFECT_HOME=$${PREFECT_HOME:-$(CURDIR)/runs/prefect}
 
-.PHONY: help setup tiny tiny-rl up down test slow doctor lint families layouts study bench-store bench-flow bench-data bench-convert bench-libraries faults scale gpu gpu-kit schema presets licences clean
+.PHONY: help setup tiny tiny-rl up down test slow doctor lint families layouts study bench-store bench-flow bench-data bench-convert bench-packed bench-libraries faults scale gpu gpu-kit schema presets licences clean
 
 help: ## list these targets (the default)
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-15s  %s\n", $$1, $$2 }' Makefile
@@ -82,6 +82,9 @@ SIZE_GB ?= 12
 BRIDGE ?= 1
 bench-convert: $(STAMP) ## measure conversion and export beside cp -r and Megatron-Bridge's; SIZE_GB=2, BRIDGE= without
 	$(PYTHON) -m benchmarks.convert --size-gb $(SIZE_GB) $(if $(BRIDGE),,--no-bridge)
+
+bench-packed: $(STAMP) ## measure what adapters learn on each packed base
+	$(PYTHON) -m benchmarks.packed_quality $(SHORTLY)
 
 bench-libraries: $(STAMP) ## measure what a library does already beside ours; docs/adr/ has the decisions
 	$(PYTHON) -m benchmarks.libraries
