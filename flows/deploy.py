@@ -20,6 +20,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 
 import httpx
@@ -43,7 +44,7 @@ FIRST = "first_schedules"  # no key of Prefect's: it replaces all schedules of a
 # Variables on the server, one for each deployment: digests of what it set last. Prefect's hold 5000 characters; servers
 # of before have one of this name for all deployments.
 DEPLOYED = "finetune_deployed"
-DECLARED = "declared"  # among those digests: that of all that prefect.yaml says of the deployment
+DECLARED = "declared"  # among those digests: that of all that prefect.yaml and the flow's parameters say of it
 FLOWS = {f"flows/{name}.py:{name}": name for name in ("finetune", "pretrain", "node", "serve")}
 # What the form in Prefect's UI edits.
 EDITABLE = ("paused", "parameters", "tags", "description", "job_variables")
@@ -75,19 +76,21 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def deploy(client: SyncPrefectClient, wanted: dict) -> int:
     """Run `prefect deploy` and return its exit code. The reason of a failure is printed."""
-    kept, deployed, declared, changed = {}, {}, {}, []
+    kept, deployed, declared, forms, changed = {}, {}, {}, {}, []
     for deployment in wanted["deployments"]:
         name = f"{FLOWS[deployment['entrypoint']]}/{deployment['name']}"
         first = deployment.pop(FIRST, [])
-        before, now = read_deployed(client, name), digest([prefect.__version__, str(ROOT), deployment])
-        if there := find(client, name):
-            edited = keep(name, deployment, edits(there, before))
-            if before.get(DECLARED) == now and digest(there.parameter_openapi_schema) == digest(form(deployment)):
-                continue
-        else:
-            edited = set()
+        parameters = parameters_of(deployment["entrypoint"])
+        before, now = read_deployed(client, name), digest([prefect.__version__, str(ROOT), deployment, parameters])
+        there = find(client, name)
+        edited = keep(name, deployment, edits(there, before)) if there else set()
+        shown = form(deployment, parameters)
+        same = there and (shown is None or digest(there.parameter_openapi_schema) == digest(shown))
+        if same and before.get(DECLARED) == now:
+            continue
+        if not there:
             deployment["schedules"] = first
-        kept[name], deployed[name], declared[name] = edited, before, now
+        kept[name], deployed[name], declared[name], forms[name] = edited, before, now, shown
         changed.append(deployment)
     if not changed:
         return 0
@@ -106,18 +109,24 @@ def deploy(client: SyncPrefectClient, wanted: dict) -> int:
         before = deployed[name] or UNEDITED
         now |= {field: before[field] for field in fields}
         write_deployed(client, name, now | {DECLARED: declared[name]})
-    for deployment, found in zip(changed, there.values(), strict=True):
-        client.update_deployment(found.id, DeploymentUpdate(parameter_openapi_schema=form(deployment)))
+    for name, shown in forms.items():
+        if shown is not None:
+            client.update_deployment(there[name].id, DeploymentUpdate(parameter_openapi_schema=shown))
     return 0
 
 
-def form(deployment: dict) -> dict:
-    """The form of a deployment's parameters, with the values of its configuration."""
-    file, _, flow = deployment["entrypoint"].partition(":")
+@cache
+def parameters_of(entrypoint: str) -> dict:
+    """The schema of a flow's parameters."""
+    file, _, flow = entrypoint.partition(":")
     module = ".".join(Path(file).with_suffix("").parts)
-    schema = parameter_schema(getattr(importlib.import_module(module), flow)).model_dump_for_openapi()
+    return parameter_schema(getattr(importlib.import_module(module), flow)).model_dump_for_openapi()
+
+
+def form(deployment: dict, parameters: dict) -> dict | None:
+    """The form of a deployment, with the values of its configuration; None without one: Prefect's own will do."""
     conf = deployment.get("parameters", {}).get("conf")
-    return deployment_form.with_values(schema, load(conf)) if conf else schema
+    return deployment_form.with_values(parameters, load(conf)) if conf else None
 
 
 def find(client: SyncPrefectClient, name: str) -> DeploymentResponse | None:

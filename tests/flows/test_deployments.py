@@ -5,15 +5,18 @@ import subprocess
 import time
 import urllib.error
 import urllib.request
+from pathlib import Path
 from types import SimpleNamespace
 
 import psutil
 import pytest
 import yaml
 from prefect.client.schemas.actions import VariableCreate
+from prefect.exceptions import ObjectNotFound
 
 from conf.load import FOLDER, load
 from flows import deploy, scheduling
+from tasks.pages import deployment_form
 from tests.flows.conftest import Place
 from tests.support.flow_world import BIN, ROOT, end, wait_for
 
@@ -287,3 +290,58 @@ def test_what_was_deployed_is_remembered_for_each_deployment():
     assert len(server) == 501 and digests.items() <= deploy.read_deployed(server, "finetune/A long name. 7").items()
     assert deploy.read_deployed(server, "finetune/old") == {"paused": "a"}  # of a server of before
     assert deploy.read_deployed(server, "finetune/new") == {}
+
+
+class Server(Variables):
+    """A server's deployments as well, to which the command prefect deploy brings its file."""
+
+    def __init__(self):
+        self.deployments, self.written, self.forms = {}, [], []
+
+    def read_deployment_by_name(self, name):
+        if name not in self.deployments:
+            raise ObjectNotFound(Exception(name))
+        return self.deployments[name]
+
+    def update_deployment(self, id, update):
+        self.forms.append(id)
+        self.deployments[id].parameter_openapi_schema = update.parameter_openapi_schema
+
+    def prefect_deploy(self, command, **_):
+        for one in yaml.safe_load(Path(command[-1]).read_text())["deployments"]:
+            name = f"{deploy.FLOWS[one['entrypoint']]}/{one['name']}"
+            fields = {field: one.get(field) for field in ("parameters", "tags", "description")}
+            self.deployments[name] = SimpleNamespace(
+                **fields, id=name, paused=False, job_variables={}, global_concurrency_limit=None
+            )
+            self.deployments[name].parameter_openapi_schema = {}
+            self.written.append(name)
+        return SimpleNamespace(returncode=0)
+
+
+def test_a_form_is_made_once_where_there_is_a_configuration_and_nowhere_else(monkeypatch):
+    server, made = Server(), []
+    values = deployment_form.with_values
+
+    def with_values(schema, run):
+        made.append(run.name)
+        return values(schema, run)
+
+    monkeypatch.setattr(deployment_form, "with_values", with_values)
+    monkeypatch.setattr(deploy.subprocess, "run", server.prefect_deploy)
+    tiny = {"name": "tiny", "entrypoint": "flows/finetune.py:finetune", "parameters": {"conf": "tiny"}}
+    node = {"name": "nodes", "entrypoint": "flows/node.py:node"}
+
+    def redeploy():
+        for told in (made, server.written, server.forms):
+            told.clear()
+        assert deploy.deploy(server, {"deployments": [{**tiny}, {**node}]}) == 0
+        return made, server.written, server.forms
+
+    assert redeploy() == (["tiny"], ["finetune/tiny", "node/nodes"], ["finetune/tiny"])
+    assert redeploy() == (["tiny"], [], [])
+    tiny["description"] = "Another one."
+    assert redeploy() == (["tiny"], ["finetune/tiny"], ["finetune/tiny"])
+    parameters = deploy.parameters_of
+    monkeypatch.setattr(deploy, "parameters_of", lambda entrypoint: parameters(entrypoint) | {"title": "Changed"})
+    assert redeploy() == (["tiny"], ["finetune/tiny", "node/nodes"], ["finetune/tiny"])
