@@ -11,6 +11,9 @@ checksums, and complete.json, which says what it was made from and with.
 
 Before the base is there, its first layers are computed on the same tokens by transformers (trainer/compare.py).
 
+With convert.to none the base holds that account alone, and with packed, beside it, the weights in the format of
+model.base (trainer/weights/packed_base/files.py), with the error of each matrix in packed-base.jsonl.
+
 With model.mtp false the multi-token-prediction layers stay out of the base; an export copies them from the release.
 A quantised release (conf/model_files/quantization.py) is unpacked weight by weight, without a copy on disk. The
 floating-point type is train.precision's: a released fp32 tensor loses digits in bf16.
@@ -43,9 +46,11 @@ def main(run: Run) -> None:
     model, base = released.read(Path(run.paths.model)), Path(run.paths.base)
     facts = {"architecture": model.config["architectures"][0], "precision": run.train.precision, "mtp": run.model.mtp}
     before, stamps = atomic_folder.gather((checkpoints.read_mark(base) or {}, model.stamps()))[0]  # as rank 0 sees them
-    if run.convert.to == "none":
+    if run.convert.to != "torch_dist":
         # What decides, besides, in which pieces the checkpoint has its weights: tp pads the vocabulary.
-        facts |= {"to": "none", "tp": run.layout.tp, "grouped_gemm": run.moe.grouped_gemm}
+        facts |= {"to": run.convert.to, "tp": run.layout.tp, "grouped_gemm": run.moe.grouped_gemm}
+    if run.convert.to == "packed":
+        facts |= {"base": run.model.base}
     same = all(before.get(key) == value for key, value in facts.items()) and ("to" in before) == ("to" in facts)
     if same and before["stamps"] == stamps:
         say(f"convert: {base} is already there, from these {before['tensors']} tensors")
@@ -55,7 +60,7 @@ def main(run: Run) -> None:
             say(f"convert: {base} is already there, from the same {before['tensors']} tensors")
         else:
             _convert(run, model, sums, facts | {"stamps": stamps})
-            how = "describes" if "to" in facts else "holds"
+            how = {"none": "describes", "packed": f"holds, in {run.model.base},"}.get(run.convert.to, "holds")
             say(f"convert: {base} {how} all {len(model.tensors)} tensors of {model.folder}")
     torch.distributed.destroy_process_group()
 
@@ -64,6 +69,7 @@ def _convert(run: Run, model: released.Model, known: dict[str, str] | None, fact
     """Convert the model. `known` are its tensors' checksums, if they are known; else they are found out here."""
     from trainer.megatron.model import open_bridge
     from trainer.weights.conversion import base
+    from trainer.weights.packed_base import conversion as packed
 
     warnings.filterwarnings("ignore", "ModelProviderMixin-based")  # no user can migrate it
     facts["tools"] = {tool: importlib.metadata.version(tool) for tool in TOOLS}
@@ -76,6 +82,8 @@ def _convert(run: Run, model: released.Model, known: dict[str, str] | None, fact
             facts["digest"] = released.digest(model, sums)
             if atomic_folder.rank() == 0:
                 base.record(model, sums, partial)
+            if run.convert.to == "packed":
+                packed.write(run, conversion.chunks, partial, partial / JOURNAL / "packed")
             compare.converted(run, partial)
 
 

@@ -187,7 +187,7 @@ def stage_table(plan: Plan, needs: Sequence[StageNeed]) -> Iterator[str]:
 
 
 def base(plan: Plan) -> Iterator[str]:
-    """Lines on the two ways of convert.to: what each costs, and which costs less."""
+    """Lines on the ways of convert.to: what each costs, and which of the first two costs less."""
     if not plan.gpu.cuda:
         return
     ways = loadings(plan.run, plan.facts, plan.gpu)
@@ -196,7 +196,7 @@ def base(plan: Plan) -> Iterator[str]:
         costs = f"{duration(way.once)} once, {duration(way.start)} a start, {way.disk / GB:,.1f} GB of disk"
         taken = "  <- as asked" if way.to == plan.run.convert.to else ""
         yield f"{named} convert.to={way.to}: {costs}, {way.read / GB:,.1f} GB read until the first step{taken}"
-    yield f"         {cheaper(*ways)}"
+    yield f"         {cheaper(ways[0], ways[1])}"
 
 
 def cheaper(converted: Loading, direct: Loading) -> str:

@@ -12,7 +12,9 @@ START and the rates of conversion and export were measured on one H200 with 9.6 
 2026: 63 s and 98 s), DOWNLOAD as well, from a folder of that host (12 s). That processes read and write beside one
 another, up to READ of the host's storage, is arithmetic, as are disk and memory. Without a converted base
 (convert.to: none), CHECKED and UNPACKED are of a second of a core's work, measured on 256 MB of bf16 and on a matrix of
-DeepSeek-V3's in FP8 blocks; DESCRIBED is about that of GLM-4.7's 45,000 tensors.
+DeepSeek-V3's in FP8 blocks; DESCRIBED is about that of GLM-4.7's 45,000 tensors. A base that is packed once is checked
+and then packed; PACKED is of a core and the slowest format, nvfp4, on 2,048 x 5,120 numbers (fp8 takes half of the
+time).
 
 Not covered: preparation, whose rows nobody has counted yet; copies to a store that is no folder; checkpoints' time.
 """
@@ -20,14 +22,14 @@ Not covered: preparation, whose rows nobody has counted yet; copies to a store t
 from dataclasses import dataclass, replace
 
 from conf.model_facts import ModelFacts
-from conf.planner import parameters, states
+from conf.planner import memory, parameters, states
 from conf.planner.hardware import GB, GIB, Gpu
 from conf.planner.memory import PROCESS, StageMemory
 from conf.planner.serving.duration import READ, duration
 from conf.planner.serving.layout import Serving
 from conf.planner.serving.rollout import BEGINNING, Rollout
 from conf.planner.timing import Timing
-from conf.rules import pretraining, reinforcement, schedule
+from conf.rules import packed_base, pretraining, reinforcement, schedule
 from conf.rules.gpus import takes
 from conf.rules.serving import BYTES, precision
 from conf.schema.run import Run
@@ -37,6 +39,7 @@ START = 20.0  # seconds until a command of the trainer has imported what it need
 DOWNLOAD, CONVERT, EXPORT = 0.8 * GB, 0.22 * GB, 0.11 * GB  # bytes/s; of the last two, of a process
 CHECKED = 1.2 * GB  # bytes/s of a process that adds up released tensors
 UNPACKED = 0.15 * GB  # bytes/s of a rank that makes weights of codes and scales
+PACKED = 0.05 * GB  # bytes/s of a process that makes codes and scales of weights in bf16
 DESCRIBED = 20.0  # seconds in which a rank finds out which released tensors its weights are made of
 CONVERTING = 3 * GB  # most of a process: its libraries, and a shard of tensors
 FILE = 5 * GB  # of a release: one is read, one is written at a time
@@ -68,7 +71,7 @@ def stage_needs(
     released = _released(facts)
     found = [
         StageNeed("download", 1, 0, 0, GIB, released, released / DOWNLOAD),
-        _conversion(run, gpu, count * byte, released),
+        _conversion(run, gpu, converted(run, facts), count * byte, released),
         StageNeed("prepare", 1, 0, 0, GIB, 0),
     ]
     asked = [_evaluation(run, facts, gpu, serving)] if run.evaluate.tasks else []
@@ -101,17 +104,31 @@ def on_one_host(run: Run) -> Run:
     return run.model_copy(update={"layout": layout, "train": train})
 
 
-def _conversion(run: Run, gpu: Gpu, written: int, released: int) -> StageNeed:
-    """Conversion on the host of the flow, or those of training. A process has a shard in memory at a time."""
+def converted(run: Run, facts: ModelFacts) -> int:
+    """Bytes of the base that training reads."""
+    form = packed_base.format_of(run)
+    if run.convert.to == "packed" and form:
+        (held,) = memory.holdings(run.model_copy(update={"layout": Layout()}), facts, {})
+        return states.packed_bytes(run, form, held.parameters, held.quantized, held.matrices)
+    return parameters.total(facts) * states.byte(run.train) if run.convert.to == "torch_dist" else 0
+
+
+def _conversion(run: Run, gpu: Gpu, written: int, whole: int, released: int) -> StageNeed:
+    """Conversion on the host of the flow, or those of training. A process has a shard in memory at a time.
+
+    `whole` are the bytes of all weights unpacked, `written` those of the base.
+    """
     share = takes(run, "convert")
     gpus, hosts = (share.gpus or 0) if gpu.cuda else 0, share.hosts
     here = on_one_host(run) if run.layout.nodes > hosts else run
-    memory = CONVERTING * here.layout.gpus_per_node
-    if run.convert.to == "none":
-        seconds = START + released / min(CHECKED * here.world, READ * hosts)
-        return StageNeed("convert", hosts, gpus, 0, memory, 0, seconds)
-    rate = min(CONVERT * here.world, READ * hosts / 2)  # read, and written
-    return StageNeed("convert", hosts, gpus, 0, memory, written, START + written / rate)
+    resident = CONVERTING * here.layout.gpus_per_node
+    if run.convert.to == "torch_dist":
+        rate = min(CONVERT * here.world, READ * hosts / 2)  # read, and written
+        return StageNeed("convert", hosts, gpus, 0, resident, written, START + written / rate)
+    seconds = START + released / min(CHECKED * here.world, READ * hosts)
+    if run.convert.to == "packed":
+        seconds += max(whole / (PACKED * here.world), (released + written) / (READ * hosts))
+    return StageNeed("convert", hosts, gpus, 0, resident, written, seconds)
 
 
 @dataclass(frozen=True)
@@ -125,23 +142,25 @@ class Loading:
     read: int  # bytes that are read until the first start is over
 
 
-def loadings(run: Run, facts: ModelFacts, gpu: Gpu) -> tuple[Loading, Loading]:
-    """The ways of convert.to: by a converted base, and without."""
-    released, base = _released(facts), parameters.total(facts) * states.byte(run.train)
+def loadings(run: Run, facts: ModelFacts, gpu: Gpu) -> list[Loading]:
+    """The ways of convert.to: by a converted base, without one and, where model.base is packed, by a packed one."""
+    released, whole = _released(facts), parameters.total(facts) * states.byte(run.train)
     found = []
-    for to, size in (("torch_dist", base), ("none", released)):
+    for to in ("torch_dist", "none", *(["packed"] if packed_base.format_of(run) else [])):
         one = run.model_copy(update={"convert": run.convert.model_copy(update={"to": to})})
-        need = _conversion(one, gpu, base, released)
+        need = _conversion(one, gpu, converted(one, facts), whole, released)
         assert need.seconds is not None
-        found.append(Loading(to, need.seconds, _load(one, facts), need.disk, released + size))
-    return found[0], found[1]
+        loaded = released if to == "none" else need.disk
+        again = released if to == "packed" else 0  # for its checksums, and to be packed
+        found.append(Loading(to, need.seconds, _load(one, facts), need.disk, released + again + loaded))
+    return found
 
 
 def _load(run: Run, facts: ModelFacts) -> float:
     """Seconds of a start of a training that the base takes."""
     base = parameters.total(facts) * states.byte(run.train)
-    if run.convert.to == "torch_dist":
-        return base / READ
+    if run.convert.to != "none":
+        return converted(run, facts) / READ
     unpacked = base / (UNPACKED * run.world) if facts.packed else 0.0  # each rank makes what it holds
     return DESCRIBED + max(_released(facts) / READ, unpacked)
 
@@ -155,12 +174,12 @@ def _training(run: Run, facts: ModelFacts, stages: tuple[StageMemory, ...], time
     copies = min(written, run.checkpoint.keep + 1) if run.checkpoint.keep else written
     layout = run.layout
     # saving copies what is trained into host memory before it writes
-    memory = (trained * byte + kept + away) // layout.nodes + (0 if gpu.cuda else sum(one.total for one in stages))
+    resident = (trained * byte + kept + away) // layout.nodes + (0 if gpu.cuda else sum(one.total for one in stages))
     hours = time.hours if time else None
     seconds = None if hours is None else hours * 3600 + START + _load(run, facts)
     fullest = max(stage.total for stage in stages) if gpu.cuda else 0
     gpus = layout.gpus_per_node if gpu.cuda else 0
-    return StageNeed("train", layout.nodes, gpus, fullest, memory, copies * (trained * byte + kept), seconds)
+    return StageNeed("train", layout.nodes, gpus, fullest, resident, copies * (trained * byte + kept), seconds)
 
 
 def _reinforcement(

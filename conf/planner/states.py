@@ -29,6 +29,7 @@ from math import ceil
 from conf.planner.hardware import Gpu
 from conf.rules import packed_base
 from conf.rules.layout import Grid
+from conf.rules.packed_base import Format
 from conf.schema.run import Run
 from conf.schema.training import Train
 
@@ -49,11 +50,15 @@ def copy_bytes(train: Train, gpu: Gpu) -> float:
 def weights(run: Run, gpu: Gpu, parameters: int, quantized: int, matrices: int) -> tuple[int, int]:
     copies = ceil(quantized * copy_bytes(run.train, gpu)) if run.train.fp8 else 0
     if packed := packed_base.format_of(run):
-        factors = matrices * packed.factor_bytes
-        return (parameters - quantized) * byte(run.train) + ceil(quantized * packed.bytes) + factors, 0
+        return packed_bytes(run, packed, parameters, quantized, matrices), 0
     if run.train.fp8_weights:
         return (parameters - quantized) * byte(run.train) + copies, 0
     return parameters * byte(run.train), copies
+
+
+def packed_bytes(run: Run, form: Format, parameters: int, quantized: int, matrices: int) -> int:
+    """Bytes of weights that lie packed in this format, but for those that stay as they are."""
+    return (parameters - quantized) * byte(run.train) + ceil(quantized * form.bytes) + matrices * form.factor_bytes
 
 
 def state_bytes(run: Run, cut: Grid, dense: int, expert: int) -> tuple[int, int]:

@@ -48,6 +48,8 @@ def format_of(run: Run) -> Format | None:
 def contradictions(run: Run) -> Iterator[tuple[str, str]]:
     base, kind = run.model.base, run.adapter.kind
     if format_of(run) is None:
+        if run.convert.to == "packed":
+            yield "convert.to", f"packed, but model.base is {base}; torch_dist, or model.base fp8, int4, nvfp4 or mxfp4"
         return
     if kind == "none":
         yield "model.base", f"{base}, but adapter.kind is none: weights that are trained cannot lie packed; bf16"
@@ -57,6 +59,8 @@ def contradictions(run: Run) -> Iterator[tuple[str, str]]:
         yield "model.base", f"{base}, but train.fp8 {run.train.fp8} keeps its own copies of the weights; bf16, or null"
     if run.train.objective == "dpo":
         yield "model.base", f"{base}, but train.objective dpo compares with the base as it is; bf16"
+    if run.convert.to == "packed" and run.train.objective == "distill":
+        yield "convert.to", "packed, but train.objective distill reads its teacher's base as it is; none"
     if run.reinforce.steps:
         yield (
             "model.base",

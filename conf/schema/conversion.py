@@ -11,10 +11,11 @@ from conf.schema.sections import Section
 class Convert(Section):
     """The base: the model in the form in which training loads it."""
 
-    to: Annotated[Literal["torch_dist", "none"], bears("convert", absent="torch_dist")] = Field(
+    to: Annotated[Literal["torch_dist", "none", "packed"], bears("convert", absent="torch_dist")] = Field(
         default="torch_dist",
         description="torch_dist = a copy in Megatron's format; none = no copy: training reads the released files, with "
-        "the same losses to the last bit. The plan says which costs less",
+        "the same losses to the last bit; packed = the codes and scales of model.base, which training reads as they "
+        "are. The plan says which costs less",
     )
     hosts: Annotated[Literal["one", "all"], NOWHERE] = Field(
         default="one",

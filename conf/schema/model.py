@@ -90,14 +90,16 @@ class Model(Section):
     mtp_loss_scale: Annotated[float, bears("train")] = Field(
         default=0.3, ge=0, description="weight of their loss; 0.3 is Bridge's value for GLM-4.5+"
     )
-    # on the evaluation, as that of the base leaves what the tuned model is held to
-    base: Annotated[Literal["bf16", "fp8", "int4", "nvfp4", "mxfp4"], bears("train", "evaluate", absent="bf16")] = (
-        Field(
-            default="bf16",
-            description="how LoRA's frozen matrices lie in memory: bf16 = in train.precision, as they are; fp8 = 8 "
-            "bits and a scale for 128 x 128; 4 bits: int4 = a scale for 32 of a row, nvfp4 = for 16, mxfp4 = a power "
-            "of 2 for 32; they are unpacked for each product",
-        )
+    # on the evaluation, as that of the base leaves what the tuned model is held to; on what is converted, where that is
+    # packed as well
+    base: Annotated[
+        Literal["bf16", "fp8", "int4", "nvfp4", "mxfp4"],
+        bears("train", "evaluate", derived="convert", absent="bf16"),
+    ] = Field(
+        default="bf16",
+        description="how LoRA's frozen matrices lie in memory: bf16 = in train.precision, as they are; fp8 = 8 "
+        "bits and a scale for 128 x 128; 4 bits: int4 = a scale for 32 of a row, nvfp4 = for 16, mxfp4 = a power "
+        "of 2 for 32; they are unpacked for each product",
     )
     dropout: Annotated[float | None, bears("train", absent=None)] = Field(
         default=None,

@@ -1,4 +1,4 @@
-"""Stage convert: the released model in Megatron's torch_dist format, with every tensor accounted for.
+"""Stage convert: the released model as training loads it, in the way of convert.to, with every tensor accounted for.
 
 The result can be read at any layout. The flow's host converts, or with convert.hosts=all those of training together.
 """
@@ -21,7 +21,10 @@ VERSION = 1
 
 
 def stage(run: Run, model: Stage) -> Stage:
-    return Stage("convert", VERSION, identity.flat(run, "convert"), {"model": model.fingerprint})
+    config = identity.flat(run, "convert")
+    if run.convert.to == "packed":
+        config["base"] = run.model.base
+    return Stage("convert", VERSION, config, {"model": model.fingerprint})
 
 
 def stage_of_teacher(run: Run, model: Stage) -> Stage:
@@ -30,7 +33,7 @@ def stage_of_teacher(run: Run, model: Stage) -> Stage:
 
 @task(name="convert", task_run_name="{stage_run.name}", **OPTIONS)
 def convert(stage_run: StageRun, model: Artifact) -> State:
-    """Convert to torch_dist."""
+    """Convert the release."""
 
     def make(work: Work) -> dict:
         paths = {"model": stage_run.local(model), "base": work.folder / "files", "logs": work.folder / "logs"}

@@ -9,10 +9,10 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from conf.model_facts import ModelFacts
+from conf.model_facts import ModelFacts, facts_from_hf
 from conf.model_files import config_json, quantization, weights
 from conf.model_files.weights import Entry
-from conf.planner import released_model
+from conf.planner import released_model, stage_needs
 from conf.rules import objectives, schedule
 from conf.rules.conversion import obstacles, unwritable
 from conf.rules.layout import problems
@@ -34,7 +34,7 @@ from trainer.training import resume
 
 def check_convert(run: Run) -> None:
     facts = check_model(run)
-    if run.convert.to == "torch_dist":
+    if run.convert.to != "none":
         _check_space(Path(run.paths.base), _converted(run), "the converted model")
     _check_layout(run, facts)
 
@@ -46,7 +46,7 @@ def check_compare(run: Run) -> None:
 def check_train(run: Run) -> Run:
     """Check what training reads. Returns the run with all its steps counted."""
     facts = check_model(run)
-    checkpoints.require(Path(run.paths.base), "paths.base", "python -m trainer.convert")
+    _check_base(run, checkpoints.require(Path(run.paths.base), "paths.base", "python -m trainer.convert"))
     _check_layout(run, facts)
     if run.model.adapter and not checkpoints.complete_steps(checkpoint_folder(run)):
         adapters.check(run)
@@ -69,6 +69,13 @@ def check_train(run: Run) -> Run:
     if run.train.batch_ramp and found.kind != "text":
         raise Fault("train.ramp_from: is for texts, whose batches are cut as they come; rows have whole ones; null")
     return run
+
+
+def _check_base(run: Run, made: dict[str, Any]) -> None:
+    """Check that a base that was packed once has the format that training keeps it in."""
+    if made.get("to") == "packed" and made.get("base") != run.model.base:
+        text = f"holds weights in {made.get('base')}, and model.base is {run.model.base}"
+        raise Fault(f"paths.base: {run.paths.base}: {text}; model.base={made.get('base')}, or convert again")
 
 
 def check_reference(run: Run) -> None:
@@ -199,8 +206,11 @@ def _check_layout(run: Run, facts: ModelFacts) -> None:
 
 def _converted(run: Run) -> int:
     """Bytes of the converted model."""
+    config, tensors = _described(run)
+    if run.convert.to == "packed":
+        return stage_needs.converted(run, facts_from_hf(config))
     byte = 4 if run.train.precision == "fp32" else 2
-    return quantization.parameters(*_described(run)) * byte
+    return quantization.parameters(config, tensors) * byte
 
 
 def _described(run: Run) -> tuple[dict[str, Any], dict[str, Entry]]:

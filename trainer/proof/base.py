@@ -4,7 +4,9 @@
 
 The release is compared with what it was when the base was made. Then each weight of the base is taken apart into the
 released ones, as an export does it, and compared bit by bit; that is another way than the one that a conversion goes. A
-weight at a time is in memory. Exit code 1 and a line for each weight that differs; 2 where nothing can be proven.
+weight at a time is in memory. Of a base that was packed once, the codes and scales are then made again of these
+weights, and compared byte by byte; those that were taken over must stand for the release's very numbers. Exit code 1
+and a line for each weight that differs; 2 where nothing can be proven.
 """
 
 import json
@@ -25,6 +27,7 @@ def main(run: Run) -> None:
 
 def _prove(run: Run, found: Findings) -> str:
     from trainer.megatron.model import open_bridge
+    from trainer.proof import packed
     from trainer.weights import merge
     from trainer.weights.conversion import unwritten
     from trainer.weights.trained import CONVERT
@@ -50,7 +53,10 @@ def _prove(run: Run, found: Findings) -> str:
     for place, parts in of_place.items():
         with found.of(place):
             _compare(model, stored, config, parts, found)
-    return f"{len(values)} weights of {model.folder} to the last bit, {len(elsewhere)} copies or left to the release"
+    proved = f"{len(values)} weights of {model.folder} to the last bit, {len(elsewhere)} copies or left to the release"
+    if made.get("to") == "packed":
+        proved += f", {packed.prove(base, made['base'], stored, found)} of them packed in {made['base']}"
+    return proved
 
 
 def _compare(model: released.Model, stored, config, values: list, found: Findings) -> None:

@@ -17,12 +17,12 @@ def train(run: Run, config: Any, forward_step: Any, callbacks: list[Any]) -> Non
     from megatron.bridge.training.finetune import finetune
 
     from trainer.patches.gradients import local_norms
-    from trainer.weights import packed_base
     from trainer.weights.conversion import unwritten
+    from trainer.weights.packed_base import loading
 
     callbacks = [local_norms.install(), *callbacks]
     if run.model.base != "bf16":
-        packed_base.prepare(run)
+        loading.prepare(run)
     elif config.peft or not config.checkpoint.load:  # else the checkpoint has all weights
         unwritten.prepare(run)
 

@@ -113,11 +113,15 @@ def read(stored: Stored, place: Place) -> torch.Tensor:
     return whole
 
 
+def place_of(stored: Stored, name: str) -> Place:
+    if name not in stored.places:
+        raise Fault(f"{stored.folder}: holds no {name}")
+    return stored.places[name]
+
+
 def box(stored: Stored, name: str, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> torch.Tensor:
     """Read a part of a weight, put together from the pieces that it was saved in."""
-    place = stored.places.get(name)
-    if place is None:
-        raise Fault(f"{stored.folder}: holds no {name}")
+    place = place_of(stored, name)
     depth, filled = len(place.index), 0
     found = torch.empty(sizes, dtype=place.dtype)
     for chunk in place.chunks:

@@ -10,6 +10,8 @@ from conf.planner.hardware import GPUS
 from conf.planner.memory import holdings, memory
 from conf.planner.rates import preparing
 from conf.planner.search import search
+from conf.planner.serving.duration import READ
+from conf.planner.stage_needs import converted, loadings
 from conf.planner.timing import timing
 from conf.planner.work import products
 from conf.rules.packed_base import FORMATS
@@ -73,3 +75,14 @@ def test_fewer_gpus_hold_it():
     assert search(plan("fp8"), FACTS, GPU, 4).roomy
     assert search(plan("int4"), FACTS, GPU, 2).roomy
     assert search(plan("nvfp4"), FACTS, GPU, 2).roomy
+
+
+def test_a_base_that_is_packed_once_takes_its_codes_on_disk_and_is_read_as_fast_as_the_disk():
+    plain = plan("fp8")
+    packed = plain.model_copy(update={"convert": plain.convert.model_copy(update={"to": "packed"})})
+    ways = {way.to: way for way in loadings(plain, FACTS, GPU)}
+    assert [*ways] == ["torch_dist", "none", "packed"]
+    assert [way.to for way in loadings(plan("bf16"), FACTS, GPU)] == ["torch_dist", "none"]
+    assert ways["packed"].disk == converted(packed, FACTS) == pytest.approx(0.505 * ways["torch_dist"].disk, rel=0.01)
+    assert ways["packed"].start == ways["packed"].disk / READ < ways["torch_dist"].start < ways["none"].start
+    assert ways["packed"].once > ways["none"].once

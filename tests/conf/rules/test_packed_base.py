@@ -8,6 +8,8 @@ from conf.rules.layout import problems
 from conf.rules.packed_base import FORMATS, widths
 from conf.schema import identity
 from contract.faults import ConfigError
+from tasks.run.artifact import Stage
+from tasks.stages import convert
 
 
 @pytest.mark.parametrize(
@@ -25,6 +27,18 @@ def test_what_cannot_be_packed_is_refused_in_one_line(name, changes, says):
         load(name, ["model.base=int4", *changes])
     found = [line for line in str(error.value).splitlines() if "model.base: int4" in line]
     assert sum(says in line for line in found) == 1
+
+
+def test_what_is_packed_once_has_a_format_and_no_teacher():
+    with pytest.raises(
+        ConfigError, match=r"convert\.to: packed, but model\.base is bf16; torch_dist, or model\.base fp8"
+    ):
+        load("glm47", ["convert.to=packed"])
+    taught = ["train.objective=distill", "train.teacher=org/teacher", "convert.to=packed", "model.base=fp8"]
+    with pytest.raises(
+        ConfigError, match=r"convert\.to: packed, but train\.objective distill reads its teacher's base"
+    ):
+        load("tiny", taught)
 
 
 def test_an_unknown_format_is_refused_with_those_that_are_known():
@@ -54,3 +68,12 @@ def test_another_format_is_another_training_and_the_usual_one_is_none():
     assert "base" not in identity.of(plain, "train")["model"]
     assert identity.of(packed, "train")["model"]["base"] == "fp8"
     assert identity.of(packed, "convert") == identity.of(plain, "convert")
+
+
+def test_each_format_that_is_packed_once_is_an_artifact_of_its_own_and_others_are_as_they_were():
+    made = Stage("download", 1, {}, {})
+    plain = convert.stage(load("glm47"), made)
+    assert convert.stage(load("glm47", ["model.base=fp8"]), made) == plain
+    packed = {base: convert.stage(load("glm47", ["convert.to=packed", f"model.base={base}"]), made) for base in FORMATS}
+    assert len({one.fingerprint for one in (plain, *packed.values())}) == 1 + len(FORMATS)
+    assert packed["fp8"].config == plain.config | {"to": "packed", "base": "fp8"}

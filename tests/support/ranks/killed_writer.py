@@ -1,4 +1,5 @@
-"""A conversion or export that dies: kill.json in paths.output says of which rank, and after how many units or seconds.
+"""A conversion or export that dies: kill.json in paths.output says of which rank, and after how many units or seconds,
+and of which journal the units are.
 
 Seconds count from the first unit on. Every unit that is begun is written down in begun.txt beside kill.json.
 """
@@ -15,6 +16,7 @@ from conf.schema.run import Run
 from trainer.weights import atomic_folder, journal
 from trainer.weights.conversion import shards
 from trainer.weights.exported import parts
+from trainer.weights.packed_base import conversion as packed
 
 SIZE = 2**14  # bytes, so that a tiny model has many units
 SLOWER = 0.005  # seconds a unit
@@ -23,7 +25,7 @@ SLOWER = 0.005  # seconds a unit
 def main(run: Run) -> None:
     folder = Path(run.paths.output)
     wish = json.loads((folder / "kill.json").read_text())
-    parts.SMALLEST = shards.SMALLEST = SIZE
+    parts.SMALLEST = shards.SMALLEST = packed.LARGEST = SIZE
     do, dies = journal.do, wish.get("rank") in (None, atomic_folder.rank())
 
     def do_and_die(noted, sizes, is_whole, make, ahead):
@@ -33,7 +35,7 @@ def main(run: Run) -> None:
 
         def make_and_die(number: int):
             nonlocal done
-            if dies and done == wish.get("units"):
+            if dies and done == wish.get("units") and noted.name == wish.get("journal", noted.name):
                 die()
             with (folder / "begun.txt").open("a") as begun:
                 begun.write(f"{number}\n")

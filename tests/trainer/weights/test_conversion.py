@@ -115,6 +115,24 @@ def test_a_killed_conversion_goes_on_with_any_number_of_processes(converted, tmp
     same_tensors(tmp_path / "undisturbed", base)
 
 
+@slow
+def test_a_killed_packing_takes_the_files_that_it_had_finished_and_makes_the_same(converted, tmp_path):
+    asked = ["convert.to=packed", "model.base=nvfp4"]
+    assert converted("glm4-moe", "undisturbed", *asked, kill={}).code == 0
+    base, other = tmp_path / "base", tmp_path / "undisturbed"
+    killed = converted("glm4-moe", "base", "layout.gpus_per_node=2", *asked, kill={"units": 3, "journal": "packed"})
+    assert killed.code == -9, killed.output
+    partial = base.with_name(base.name + PARTIAL)
+    kept = {path.stem for path in (partial / JOURNAL / "packed").glob("*.json")}
+    times = {int(number): (partial / f"packed/{int(number):05d}.safetensors").stat().st_mtime_ns for number in kept}
+    assert 2 < len(kept) < len([*(other / "packed").iterdir()]) - 1
+    result = converted("glm4-moe", "base", *asked, kill={})
+    assert result.code == 0, result.output
+    assert {number: (base / f"packed/{number:05d}.safetensors").stat().st_mtime_ns for number in times} == times
+    for file in (other / "packed").iterdir():
+        assert filecmp.cmp(file, base / "packed" / file.name, shallow=False), file.name
+
+
 def test_a_killed_export_goes_on_with_any_number_of_processes(converted, tmp_path):
     assert converted("llama", "base").code == 0
     assert converted("llama", "base", "layout.gpus_per_node=2", command="export", kill={"units": 3}).code == -9

@@ -1,6 +1,7 @@
 """Report of a packed base: how far each matrix lies from the base, in a file and a line of the log.
 
-    packed-base.jsonl    of the run: a line for all, and one for each matrix, the worst first
+    packed-base.jsonl    of the run, or of a base that was packed once: a line for all, and one for each matrix, the
+                         worst first
 
 Errors are relative: the root of squares summed over the matrix, of what codes say less what the base holds, over the
 base's own. A matrix that several ranks hold a part of counts once, with all of its parts.
@@ -41,15 +42,39 @@ def row(name: str, offsets: tuple[int, ...], given: torch.Tensor, packed: torch.
     return Row(name, offsets, given.numel(), weight, error, as_released)
 
 
+def row_of(noted: dict[str, Any]) -> Row:
+    """A row as JSON has it."""
+    return Row(**{**noted, "offsets": tuple(noted["offsets"])})
+
+
 def write(folder: Path, base: str, mine: list[Row], packed_bytes: int) -> None:
     """Write the file and say the line, from rank 0, once all ranks have sent their rows."""
-    everyone: list[Any] = [(mine, packed_bytes)]
-    if distributed.is_initialized():
-        everyone = [None] * distributed.get_world_size()
-        distributed.all_gather_object(everyone, (mine, packed_bytes))
-        if distributed.get_rank():
-            return
-    found = summary(base, [row for rows, _ in everyone for row in rows], [count for _, count in everyone])
+    if everyone := _gathered((mine, packed_bytes)):
+        _write(folder, summary(base, [row for rows, _ in everyone for row in rows], [count for _, count in everyone]))
+
+
+def store(folder: Path, base: str, rows: Iterable[Row], packed_bytes: int) -> None:
+    """Write the file of a base that was packed once, and say the line. One rank alone does."""
+    _write(folder, summary(base, rows, [packed_bytes]))
+
+
+def repeat(base: Path, folder: Path, packed_bytes: int) -> None:
+    """Write the file of a base that was packed once again, with the bytes of these ranks, and say the line."""
+    if everyone := _gathered(packed_bytes):
+        whole, *rows = map(json.loads, (base / NAME).read_text().splitlines())
+        _write(folder, [whole | {"bytes_of_ranks": everyone}, *rows])
+
+
+def _gathered(mine: Any) -> list[Any]:
+    """What all ranks have, on rank 0; nothing on the others."""
+    if not distributed.is_initialized():
+        return [mine]
+    everyone: list[Any] = [None] * distributed.get_world_size()
+    distributed.all_gather_object(everyone, mine)
+    return [] if distributed.get_rank() else everyone
+
+
+def _write(folder: Path, found: list[dict[str, Any]]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     write_atomically(folder / NAME, "".join(json.dumps(line) + "\n" for line in found), durable=False)
     say(line(found))

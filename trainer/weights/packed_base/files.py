@@ -1,0 +1,113 @@
+"""Files of a base that was packed once (convert.to: packed), in the folder of that name in the base.
+
+    index.json          of each tensor its file, and of a packed one the rows of a block and the number of its matrices
+    00000.safetensors   tensors by Megatron's names; of a packed one NAME.codes, NAME.scales and, in nvfp4, NAME.factors
+
+Codes are [rows, bytes of a row], as the whole model has them. Scales are [matrices, rows of blocks, blocks of a row]:
+gate and up are two matrices, one below the other, and each has blocks of its own. A part is read without the rest, at
+any layout: of a cut over rows the rows themselves, of one over columns what a page of the disk holds besides.
+"""
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from conf.model_files import safetensors_header
+from conf.model_files.safetensors_header import Tensor
+from conf.model_files.weights import Entry
+from conf.rules.packed_base import Format
+from contract import json_object
+from contract.faults import Fault
+from trainer.weights import released_tensors
+from trainer.weights.packed_base.packing import Found, cut
+from trainer.weights.packed_base.parts import Part
+
+FOLDER, INDEX = "packed", "index.json"
+ENDS = CODES, SCALES, FACTORS = ".codes", ".scales", ".factors"
+AGAIN = "convert again, or take the artifact anew: python -m flows.artifacts verify"
+
+
+@dataclass(frozen=True)
+class Packed:
+    """Source of the codes that files hold."""
+
+    form: Format
+    folder: Path
+    index: dict[str, dict[str, Any]]
+    headers: dict[str, dict[str, Tensor]] = field(default_factory=dict)  # of the files that were looked into
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        if "height" not in self._row(name):
+            return self._entry(name, name).shape
+        rows, of_row = self._entry(name, name + CODES).shape
+        return rows, of_row * 8 // self.form.bits
+
+    def height(self, part: Part) -> int:
+        """Rows of the blocks of the part's matrix."""
+        row = self._row(part.name)
+        if row.get("matrices") != part.matrix[1]:
+            text = f"{part.name} is {row.get('matrices', 0)} packed matrices, and the model has {part.matrix[1]}"
+            raise Fault(f"{self.folder / INDEX}: {text}; {AGAIN}")
+        return row["height"]
+
+    def box(self, name: str, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> torch.Tensor:
+        """A part of a tensor that is not packed."""
+        if not sizes:
+            return self._read(name, name)
+        rows = self._read(name, name, slice(offsets[0], offsets[0] + sizes[0]))
+        found = rows[:, *(slice(first, first + size) for first, size in zip(offsets[1:], sizes[1:], strict=True))]
+        if found.shape != sizes:
+            raise Fault(f"{self.folder}: {name}: {found.numel()} of {torch.Size(sizes).numel()} elements are stored")
+        return found
+
+    def of_part(self, part: Part, block: tuple[int, int]) -> Found:
+        """Codes of a part, scales of its blocks, which lie within those of the matrix, and the matrix's factor."""
+        (top, left), (rows, columns), each = part.offsets, part.sizes, 8 // self.form.bits
+        codes = self._read(part.name, part.name + CODES, slice(top, top + rows))
+        codes = codes[:, left // each : (left + columns) // each]
+        number, height = part.matrix[0], self.height(part)
+        scales = self._read(part.name, part.name + SCALES)[number]
+        inside = (top - part.begin(self.shape(part.name)[0]), left)
+        scales = cut(scales, inside, (rows, columns), block, (height, self.form.block[1]))
+        factor = self._read(part.name, part.name + FACTORS)[number] if self.form.factor_bytes else None
+        return codes, scales, factor
+
+    def whole(self, name: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """Codes, scales of each matrix, and their factors, as they were written."""
+        parts = (CODES, SCALES, *([FACTORS] if self.form.factor_bytes else []))
+        codes, scales, *factors = (self._read(name, name + part) for part in parts)
+        return codes, scales, factors[0] if factors else None
+
+    def _row(self, name: str) -> dict[str, Any]:
+        if name not in self.index:
+            raise Fault(f"{self.folder}: holds no {name}")
+        return self.index[name]
+
+    def _entry(self, name: str, tensor: str) -> Entry:
+        file = self._row(name)["file"]
+        if file not in self.headers:
+            self.headers[file] = safetensors_header.read(self.folder / file)
+        found = self.headers[file].get(tensor)
+        if found is None:
+            raise Fault(f"{self.folder / file}: holds no {tensor}; {AGAIN}")
+        return Entry(found.dtype, found.shape, file, found.start, found.size)
+
+    def _read(self, name: str, tensor: str, rows: slice = slice(None)) -> torch.Tensor:
+        return released_tensors.at(self.folder, self._entry(name, tensor), rows)
+
+
+def open_packed(base: Path, form: Format) -> Packed:
+    """Open the files of a base that was packed in this format."""
+    folder = base / FOLDER
+    found = json_object.read(folder / INDEX)
+    rows = [found, *found.values()]
+    if not all(isinstance(row, dict) for row in rows) or not all("file" in row for row in rows[1:]):
+        raise Fault(f"{folder / INDEX}: does not name a file for each tensor; {AGAIN}")
+    return Packed(form, folder, found)
+
+
+def write_index(folder: Path, rows: dict[str, dict[str, Any]]) -> None:
+    (folder / INDEX).write_text(json.dumps(rows))

@@ -1,0 +1,135 @@
+"""A frozen base that lies packed (model.base), put into the layers of a model, one after another.
+
+No rank ever holds its weights unpacked: the model is built without memory for the layers that are packed. Of a base
+that was packed once (convert.to: packed), a rank reads its part of the codes and scales (files.py). Of another, each
+matrix is read, put on the device, packed and dropped (packing.py). The codes are the same. quantised/report.py says how
+far each matrix then lies from the base.
+"""
+
+# pyright: reportAttributeAccessIssue=false, reportArgumentType=false, reportOptionalMemberAccess=false
+
+import itertools
+from collections.abc import Iterator
+from math import gcd
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from megatron.core.utils import unwrap_model
+
+from conf.rules.packed_base import Format, format_of
+from conf.schema.run import Run
+from contract import checkpoints
+from trainer.megatron import precision
+from trainer.megatron.packed_base import weight
+from trainer.megatron.packed_base.codes import SCALES
+from trainer.patches.checkpoints import base_loading
+from trainer.weights.conversion import unwritten
+from trainer.weights.coverage import VOCABULARY
+from trainer.weights.packed_base import files, packing, parts
+from trainer.weights.packed_base.packing import Found
+from trainer.weights.packed_base.parts import Part
+from trainer.weights.quantised import report
+from trainer.weights.torch_dist import Stored
+
+
+class Source(Protocol):
+    """Source of the codes of parts."""
+
+    def shape(self, name: str) -> tuple[int, ...]: ...
+    def height(self, part: Part) -> int: ...
+    def box(self, name: str, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> torch.Tensor: ...
+    def of_part(self, part: Part, block: tuple[int, int]) -> Found: ...
+
+
+def prepare(run: Run) -> None:
+    """Have Megatron-Bridge build the model without memory for what is packed, and load it by load()."""
+    base, form, stored = Path(run.paths.base), format_of(run), None
+    assert form, "model.base says how"
+    if (checkpoints.read_mark(base) or {}).get("to") != "packed":
+        unwritten.require_release(run)
+        stored = unwritten.open_base(run, checkpoints.step_folder(base, 0))
+    end = base_loading.build_without_memory()
+
+    def load_once(model: list) -> None:
+        end()
+        if stored:
+            load_anew(run, form, stored, unwrap_model(model))
+        else:
+            count = load(form, run, files.open_packed(base, form), unwrap_model(model))
+            report.repeat(base, Path(run.paths.output), count)
+
+    base_loading.load_by(load_once, base)
+
+
+def load_anew(run: Run, form: Format, stored: Stored, chunks: list) -> None:
+    """Fill the chunks of a model with what the base holds, packed here."""
+    noted: list[report.Row] = []
+    release = packing.release(run, form, chunks[0].config)
+    count = load(form, run, packing.Packing(form, stored, release, noted, "cuda"), chunks)
+    report.write(Path(run.paths.output), run.model.base, noted, count)
+
+
+@torch.no_grad()
+def load(form: Format, run: Run, source: Source, chunks: list) -> int:
+    """Fill the chunks of a model. Returns the bytes of what is packed."""
+    dtype, count = precision.dtype(run.train.precision), 0
+    for chunk in chunks:
+        # storages are known by their addresses, so the tensors have to stay
+        of_chunk, _held = parts.of_chunk(chunk), [*chunk.parameters(), *chunk.buffers()]
+        for _, layer, names in [*weight.layers(chunk)]:
+            matrices = [of_chunk.pop(parts.storage(layer._parameters[name])) for name in names]
+            weight.attach(layer, names, held := store(form, dtype, source, matrices))
+            count += held.bytes
+        for old, new in weight.fill(chunk):
+            of_chunk[parts.storage(new)] = of_chunk.pop(parts.storage(old))
+        for tensor, of_tensor in _others(chunk, of_chunk):
+            for part in of_tensor:
+                _copy(source, part, tensor)
+    return count
+
+
+def store(form: Format, dtype: torch.dtype, source: Source, matrices: list[list[Part]]) -> weight.Store:
+    """Codes and scales of a layer's matrices, which are all alike."""
+    every = [*itertools.chain(*matrices)]
+    starts = [part.offsets[0] - part.begin(source.shape(part.name)[0]) for part in every]
+    height = gcd(form.block[0], *starts, *(part.start for part in every), *map(source.height, every))
+    width = gcd(form.block[1], *(part.offsets[1] for part in every))
+    rows, columns = sum(part.sizes[0] for part in matrices[0]), matrices[0][0].sizes[1]
+    kind = torch.float8_e4m3fn if form.kind == "fp8" else torch.uint8
+    codes = torch.empty((len(matrices), rows, columns * form.bits // 8), dtype=kind, device="cuda")
+    blocks = (len(matrices), -(-rows // height), -(-columns // width))
+    scales = torch.empty(blocks, dtype=SCALES[form.kind], device="cuda")
+    factors = torch.ones((len(matrices), len(matrices[0])), device="cuda") if form.factor_bytes else None
+    for number, matrix in enumerate(matrices):
+        assert not form.factor_bytes or len({part.sizes[0] for part in matrix}) == 1, "one below the other, alike"
+        for place, part in enumerate(sorted(matrix, key=lambda part: part.start)):
+            found, of_blocks, factor = source.of_part(part, (height, width))
+            codes[number, part.start : part.start + part.sizes[0]] = found
+            first = part.start // height
+            scales[number, first : first + len(of_blocks)] = of_blocks
+            if factors is not None:
+                factors[number, place] = factor
+    return weight.Store(codes, scales, (height, width), dtype, factors)
+
+
+def _copy(source: Source, part: Part, tensor: torch.Tensor) -> None:
+    """Copy a part into a tensor that is not packed. A vocabulary may have been padded for less tensor parallelism."""
+    if not tensor.ndim:
+        tensor.copy_(source.box(part.name, part.offsets, part.sizes))
+        return
+    count = part.sizes[0]
+    if part.name.endswith(VOCABULARY):
+        count = max(0, min(count, source.shape(part.name)[0] - part.offsets[0]))
+        tensor[part.start + count : part.start + part.sizes[0]] = 0
+    rows = slice(part.start, part.start + count)
+    tensor[rows].copy_(source.box(part.name, part.offsets, (count, *part.sizes[1:])))
+
+
+def _others(chunk: Any, of_chunk: dict[int, list[Part]]) -> Iterator[tuple[torch.Tensor, list[Part]]]:
+    """Tensors that are loaded as they are, each with its parts."""
+    for tensor in itertools.chain(chunk.parameters(), chunk.buffers()):
+        if not isinstance(tensor, weight.PackedWeight) and parts.storage(tensor) in of_chunk:
+            yield tensor.detach(), of_chunk.pop(parts.storage(tensor))
+    left = [part.name for of_tensor in of_chunk.values() for part in of_tensor]
+    assert not left, f"{left} are of no tensor of the model"

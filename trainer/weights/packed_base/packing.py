@@ -1,0 +1,132 @@
+"""Codes and scales of parts of a base, packed when they are asked for.
+
+Blocks are those of whole matrices: where a part begins or ends within one, what is missing of the block is read too, so
+that the codes are the same however a matrix is cut. A release in the same format keeps its codes and scales
+(quantised/taken_over.py). What packing loses is noted, matrix by matrix.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from conf.model_files import config_json, quantization
+from conf.model_files.quantization import Packed, Scheme
+from conf.rules.packed_base import Format
+from conf.schema.run import Run
+from trainer.megatron.model import open_bridge
+from trainer.megatron.packed_base import weight
+from trainer.megatron.packed_base.codes import SCALES
+from trainer.weights import released, torch_dist
+from trainer.weights.packed_base.parts import Part
+from trainer.weights.quantised import e2m1, pack, report, taken_over
+from trainer.weights.torch_dist import Stored
+
+Found = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]  # codes, scales of blocks, and the matrix's factor
+
+
+@dataclass(frozen=True)
+class Packing:
+    """Source of codes that are made of what a base holds, and the list of what making them loses."""
+
+    form: Format
+    stored: Stored
+    release: taken_over.Release | None
+    rows: list[report.Row]
+    device: str
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return torch_dist.place_of(self.stored, name).shape
+
+    def height(self, part: Part) -> int:
+        """Rows of the blocks of the part's matrix."""
+        scales = self._released(part)
+        return scales.height(part.matrix[1], self.form.block[0]) if scales else self.form.block[0]
+
+    def box(self, name: str, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> torch.Tensor:
+        """A part of a tensor as the base has it."""
+        return torch_dist.box(self.stored, name, offsets, sizes)
+
+    def of_part(self, part: Part, block: tuple[int, int]) -> Found:
+        """Codes of a part, scales of its blocks, which lie within those of the matrix, and the matrix's factor."""
+        if scales := self._released(part):
+            read = self._read(part.name, part.offsets, part.sizes)
+            found = taken_over.codes(self.form, scales, read, (part.offsets[0], part.offsets[1]), block)
+            if found:
+                self._note(part, read, *found, None, block, as_released=True)
+                return *found, None
+        form, (height, width) = self.form, self.shape(part.name)
+        begin, whole = part.begin(height), (height // part.matrix[1], width)
+        inside = (part.offsets[0] - begin, part.offsets[1])
+        sizes = whole if form.factor_bytes else form.block  # the factor is of the largest number of all
+        first = [offset // size * size for offset, size in zip(inside, sizes, strict=True)]
+        last = [
+            min(length, -(-(offset + count) // size) * size)
+            for offset, count, size, length in zip(inside, part.sizes, sizes, whole, strict=True)
+        ]
+        lengths = (last[0] - first[0], last[1] - first[1])
+        read = self._read(part.name, (begin + first[0], first[1]), lengths)
+        codes, of_blocks, factor = _pack(form, read)
+        (top, left), (rows, columns) = (o - start for o, start in zip(inside, first, strict=True)), part.sizes
+        each = 8 // form.bits
+        codes = codes[top : top + rows, left // each : (left + columns) // each]
+        of_blocks = cut(of_blocks, (top, left), (rows, columns), block, form.block)
+        self._note(part, read[top : top + rows, left : left + columns], codes, of_blocks, factor, block)
+        return codes, of_blocks, factor
+
+    def _released(self, part: Part) -> taken_over.Scales | None:
+        return self.release and self.release.scales(part.name, self.shape(part.name)[0])
+
+    def _read(self, name: str, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> torch.Tensor:
+        return self.box(name, offsets, sizes).to(self.device)
+
+    def _note(
+        self,
+        part: Part,
+        read: torch.Tensor,
+        codes: torch.Tensor,
+        scales: torch.Tensor,
+        factor: torch.Tensor | None,
+        block: tuple[int, int],
+        as_released: bool = False,
+    ) -> None:
+        factors = None if factor is None else factor.view(1, 1)
+        (found,) = weight.Store(codes[None].contiguous(), scales[None], block, torch.float32, factors).unpack()
+        self.rows.append(report.row(part.name, part.offsets, read, found, as_released))
+
+
+def cut(
+    scales: torch.Tensor,
+    offsets: tuple[int, int],
+    sizes: tuple[int, int],
+    block: tuple[int, int],
+    of_scales: tuple[int, int],
+) -> torch.Tensor:
+    """Scales of the smaller blocks of a part of a matrix, out of those of its blocks."""
+    places = [
+        (torch.arange(-(-count // small), device=scales.device) * small + begin) // size
+        for count, small, begin, size in zip(sizes, block, offsets, of_scales, strict=True)
+    ]
+    return scales[places[0]][:, places[1]]
+
+
+def release(run: Run, form: Format, config: Any) -> taken_over.Release | None:
+    """The release, where its config.json says that it is quantised, and some of it is in this format."""
+    folder = Path(run.paths.model)
+    if not config_json.read(folder / config_json.NAME).get(quantization.KEY):
+        return None
+    registry = open_bridge(run)._model_bridge.mapping_registry()
+    found = taken_over.Release(released.read(folder), form, registry, config)
+    return found if found.names else None
+
+
+def _pack(form: Format, read: torch.Tensor) -> Found:
+    """Codes and scales of whole blocks, and the factor of a whole matrix."""
+    if form.kind == "nvfp4":
+        return e2m1.nvfp4(read)
+    if form.kind == "mxfp4":
+        return *e2m1.mxfp4(read), None
+    scheme, kind = Scheme(form.kind, "", "", form.block, form.bits), SCALES[form.kind]
+    codes, scales = pack.pack(Packed(scheme, (read.shape[0], read.shape[1]), "", ""), read, kind)
+    return codes.view(torch.uint8) if form.kind == "int" else codes, scales.to(kind), None
