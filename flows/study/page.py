@@ -1,5 +1,6 @@
 """The report of a study as one page of HTML that needs no server and no network."""
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from html import escape
 from pathlib import Path
@@ -15,7 +16,7 @@ td.words{white-space:normal}th{vertical-align:bottom}tr.failed td{color:#b00020}
 code{background:#f2f2f2;padding:0 .25em}svg{display:block;width:100%;font:12px system-ui,sans-serif}
 .legend{margin:.4em 0}.legend span{margin-right:1.2em;white-space:nowrap}
 i{display:inline-block;width:.9em;height:.9em;margin-right:.4em;vertical-align:-.1em}.words{max-width:48em}"""
-SHOWN = 12  # operations of a host
+SHOWN, OTHERS = 12, "other operations"  # of a host, by name; each has a colour of its own
 WHOLE = "a step"
 SPENT = {"computing": "#2e7d32", "exposed communication": "#c62828", "idle": "#b0bec5", "copies and fills": "#f9a825"}
 SPENT |= {WHOLE: "#1b5e9e"}
@@ -66,25 +67,28 @@ def _head(report: dict[str, Any], measured: Sequence[Row]) -> Iterator[str]:
 def _table(rows: Sequence[Row]) -> str:
     heads = ["layout", "GPUs", "ms a step", "planned", "documented", "tokens/s/GPU", "TFLOP/s/GPU", "of a product"]
     heads += ["GB of the fullest", "planned", "exposed communication", "planned bubble"]
-    found = [f"<tr>{''.join(f'<th>{head}</th>' for head in heads)}</tr>"]
+    told = {row["title"]: _cells(row) for row in rows if "failed" not in row["figures"]}
+    shown = [place for place in range(len(heads)) if any(cells[place] for cells in told.values())]
+    found = [f"<tr>{''.join(f'<th>{heads[place]}</th>' for place in shown or [0])}</tr>"]
     for row in rows:
-        one = row["figures"]
-        if "failed" in one:
-            found.append(
-                f"<tr class=failed><td>{escape(row['title'])}</td><td colspan={len(heads) - 1} class=words>"
-                f"{escape(one['failed'][:400])}</td></tr>"
-            )
+        if cells := told.get(row["title"]):
+            found.append(f"<tr>{''.join(f'<td>{cells[place]}</td>' for place in shown)}</tr>")
             continue
-        cells = [escape(row["title"]), str(one["gpus"]), f"{one['ms']:,.1f}", _planned(one["planned_ms"], one["ms"])]
-        cells += [_planned(row["documented_ms"], one["ms"]), f"{one['tokens_per_second_per_gpu']:,.0f}"]
-        cells += [f"{one['tflops']:,.4g}", f"{one['share_of_product']:.1%}", f"{one['gb']:,.2f}"]
-        cells += [_planned(one["planned_gb"], one["gb"])]
-        cells += [
-            f"{one['time']['exposed']:.1%}" if one.get("time", {}).get("kinds") else "",
-            _share(one["planned_bubble"]),
-        ]
-        found.append(f"<tr>{''.join(f'<td>{cell}</td>' for cell in cells)}</tr>")
+        found.append(
+            f"<tr class=failed><td>{escape(row['title'])}</td><td colspan={max(1, len(shown) - 1)} class=words>"
+            f"{escape(row['figures']['failed'][:400])}</td></tr>"
+        )
     return f"<table>{''.join(found)}</table>"
+
+
+def _cells(row: Row) -> list[str]:
+    """Cells of a measured layout; what nobody knows of it is empty."""
+    one = row["figures"]
+    communication = f"{one['time']['exposed']:.1%}" if one.get("time", {}).get("kinds") else ""
+    cells = [escape(row["title"]), str(one["gpus"]), f"{one['ms']:,.1f}", _planned(one["planned_ms"], one["ms"])]
+    cells += [_planned(row["documented_ms"], one["ms"]), f"{one['tokens_per_second_per_gpu']:,.0f}"]
+    cells += [f"{one['tflops']:,.4g}", f"{one['share_of_product']:.1%}", f"{one['gb']:,.3g}"]
+    return [*cells, _planned(one["planned_gb"], one["gb"]), communication, _share(one["planned_bubble"])]
 
 
 def _planned(value: float | None, measured: float) -> str:
@@ -128,7 +132,7 @@ def _memory(measured: Sequence[Row]) -> Iterator[str]:
     yield pictures.bars(rows, "GB")
     said = [f"<li>{escape(row['title'])}: {escape(line)}" for row in measured for line in row["figures"]["why"]]
     if said:
-        yield f"<p>Why ranks differ:</p><ul>{''.join(said)}</ul>"
+        yield f"<p>How the ranks of a layout compare:</p><ul>{''.join(said)}</ul>"
 
 
 def _kinds(profiled: Sequence[Row], folder: Path) -> Iterator[str]:
@@ -151,7 +155,7 @@ def _kinds(profiled: Sequence[Row], folder: Path) -> Iterator[str]:
             )
     else:
         yield "<p>No kernels, as there is no GPU: operations of the host, each without those that it is made of.</p>"
-        yield pictures.bars([_host_bar(row) for row in profiled], "ms")
+        yield pictures.bars(list(_host_bars(profiled)), "ms")
 
 
 def _kernel_bar(row: Row) -> Bar:
@@ -160,11 +164,19 @@ def _kernel_bar(row: Row) -> Bar:
     return Bar(row["title"], parts, f"of {time['span']:,.0f} ms", ())
 
 
-def _host_bar(row: Row) -> Bar:
-    time = row["figures"]["time"]
-    return Bar(
-        row["title"], [(one["name"], one["ms"]) for one in time["operations"][:SHOWN]], f"of {time['span']:,.0f} ms"
-    )
+def _host_bars(rows: Sequence[Row]) -> Iterator[Bar]:
+    """A bar for each layout, of the operations that take longest in all of them together, and of the others."""
+    sums: Counter[str] = Counter()
+    for row in rows:
+        for one in row["figures"]["time"]["operations"]:
+            sums[one["name"]] += one["ms"]
+    longest = [name for name, _ in sums.most_common(SHOWN)]
+    for row in rows:
+        time, its = row["figures"]["time"], Counter[str]()
+        for one in time["operations"]:
+            its[one["name"] if one["name"] in longest else OTHERS] += one["ms"]
+        parts = [(name, its[name]) for name in (*longest, OTHERS) if its[name]]
+        yield Bar(row["title"], parts, f"of {time['span']:,.0f} ms")
 
 
 def _communication(rows: Sequence[Row]) -> str:

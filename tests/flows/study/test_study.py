@@ -12,7 +12,7 @@ from conf.planner.verdict import facts_of
 from conf.rules.layout import problems
 from contract.faults import Fault
 from flows.study import __main__ as study
-from flows.study import figures, measured, rows
+from flows.study import figures, measured, page, rows
 from tasks.run import launch
 from tests.flows.study.answers import answer, pieces
 
@@ -159,3 +159,22 @@ def test_rows_of_the_command_line_are_measured_instead(trials, tmp_path):
     (noted,) = trials.noted
     assert noted[:2] == ["trainer.trial", "tiny"]
     assert noted[-3:] == ["layout.gpus_per_node=2", "layout.tp=2", "train.micro_batch=4"]
+
+
+def test_columns_of_which_nothing_is_known_are_left_out():
+    known = {"gpus": 2, "ms": 9.0, "planned_ms": None, "tokens_per_second_per_gpu": 1e3, "tflops": 0.5, "gb": 0.0158}
+    known |= {"share_of_product": 0.5, "planned_gb": None, "planned_bubble": 0.0}
+    rows = [{"title": "a, DP2", "documented_ms": None, "figures": known}]
+    rows += [{"title": "a, TP2", "documented_ms": None, "figures": {"failed": "why <not>"}}]
+    table = page._table(rows)
+    assert "0.0158" in table and "why &lt;not&gt;" in table and "colspan=6 " in table
+    assert "planned" not in table and "documented" not in table and "exposed" not in table
+    assert "documented" in page._table([rows[0] | {"documented_ms": 8.0}])
+
+
+def test_operations_of_a_host_beyond_the_longest_are_one_colour():
+    operations = [{"name": f"op{number}", "ms": 30.0 - number} for number in range(30)]
+    rows = [{"title": "a", "figures": {"time": {"span": 500.0, "operations": operations}}}]
+    (bar,) = page._host_bars(rows)
+    assert [name for name, _ in bar.parts] == [*(f"op{number}" for number in range(page.SHOWN)), page.OTHERS]
+    assert sum(ms for _, ms in bar.parts) == sum(one["ms"] for one in operations)
