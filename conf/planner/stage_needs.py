@@ -13,8 +13,7 @@ START and the rates of conversion and export were measured on one H200 with 9.6 
 another, up to READ of the host's storage, is arithmetic, as are disk and memory. Without a converted base
 (convert.to: none), CHECKED and UNPACKED are of a second of a core's work, measured on 256 MB of bf16 and on a matrix of
 DeepSeek-V3's in FP8 blocks; DESCRIBED is about that of GLM-4.7's 45,000 tensors. A base that is packed once is checked
-and then packed; PACKED is of a core and the slowest format, nvfp4, on 2,048 x 5,120 numbers (fp8 takes half of the
-time).
+and then packed; PACKED is of one process that packed 1.1 GB in the slowest format, nvfp4 (docs/quantised.md).
 
 Not covered: preparation, whose rows nobody has counted yet; copies to a store that is no folder; checkpoints' time.
 """
@@ -39,7 +38,7 @@ START = 20.0  # seconds until a command of the trainer has imported what it need
 DOWNLOAD, CONVERT, EXPORT = 0.8 * GB, 0.22 * GB, 0.11 * GB  # bytes/s; of the last two, of a process
 CHECKED = 1.2 * GB  # bytes/s of a process that adds up released tensors
 UNPACKED = 0.15 * GB  # bytes/s of a rank that makes weights of codes and scales
-PACKED = 0.05 * GB  # bytes/s of a process that makes codes and scales of weights in bf16
+PACKED = 0.035 * GB  # bytes/s of a process that makes codes and scales of weights in bf16
 DESCRIBED = 20.0  # seconds in which a rank finds out which released tensors its weights are made of
 CONVERTING = 3 * GB  # most of a process: its libraries, and a shard of tensors
 FILE = 5 * GB  # of a release: one is read, one is written at a time
