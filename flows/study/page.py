@@ -1,6 +1,6 @@
 """The report of a study as one page of HTML that needs no server and no network."""
 
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from html import escape
 from pathlib import Path
@@ -166,13 +166,14 @@ def _kernel_bar(row: Row) -> Bar:
 
 def _host_bars(rows: Sequence[Row]) -> Iterator[Bar]:
     """A bar for each layout, of the operations that take longest in all of them together, and of the others."""
-    sums: Counter[str] = Counter()
+    sums: defaultdict[str, float] = defaultdict(float)
     for row in rows:
         for one in row["figures"]["time"]["operations"]:
             sums[one["name"]] += one["ms"]
-    longest = [name for name, _ in sums.most_common(SHOWN)]
+    longest = sorted(sums, key=lambda name: -sums[name])[:SHOWN]
     for row in rows:
-        time, its = row["figures"]["time"], Counter[str]()
+        time = row["figures"]["time"]
+        its: defaultdict[str, float] = defaultdict(float)
         for one in time["operations"]:
             its[one["name"] if one["name"] in longest else OTHERS] += one["ms"]
         parts = [(name, its[name]) for name in (*longest, OTHERS) if its[name]]
