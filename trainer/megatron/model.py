@@ -112,7 +112,7 @@ def make_provider(run: Run, bridge, load_weights: bool = False):
             provider.recompute_method, provider.recompute_num_layers = "block", train.recompute_first
     if train.recompute == "selective":
         provider.recompute_modules = list(train.recompute_modules)
-    device.choose_kernels(provider, every_weight=run.adapter.kind == "none")
+    device.choose_kernels(provider, every_weight=run.adapter.kind == "none", fp16=run.train.precision == "fp16")
     return provider
 
 

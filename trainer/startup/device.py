@@ -93,15 +93,16 @@ def _put_cpu_below() -> None:
     cuda.install()
 
 
-def choose_kernels(provider, every_weight: bool = False) -> None:
+def choose_kernels(provider, every_weight: bool = False, fp16: bool = False) -> None:
     """Choose fused kernels where there is a GPU and they gain something. The model computes the same function.
 
-    `every_weight` is trained, and not an adapter.
+    `every_weight` is trained, and not an adapter. `fp16` is the precision, which not all of them know.
     """
     provider.gradient_accumulation_fusion = every_weight and has_gpu()
     if has_gpu():
-        # Megatron's own makes two copies of the logits in fp32; Transformer Engine's works in their place.
-        provider.cross_entropy_loss_fusion, provider.cross_entropy_fusion_impl = True, "te"
+        # Megatron's own makes two copies of the logits in fp32; Transformer Engine's works in their place, not in fp16.
+        provider.cross_entropy_loss_fusion = True
+        provider.cross_entropy_fusion_impl = "native" if fp16 else "te"
         # Without a bias there is one sum, and nothing to fuse. Where dropout is 0, no mask is kept. Experts that have
         # biases add them with their tokens' weights.
         biases = provider.add_bias_linear and not provider.num_moe_experts

@@ -1,8 +1,11 @@
 """Megatron-Bridge's own training loop, and the ways in which it ends."""
 
+import faulthandler
 import logging
 import os
 import shutil
+import threading
+from collections.abc import Callable
 from typing import Any
 
 from conf.schema.run import Run
@@ -10,10 +13,15 @@ from contract import checkpoints
 from contract.amounts import size
 from contract.faults import WRITER_DIED, Fault, line_of
 from trainer.megatron.recipe import checkpoint_folder
+from trainer.startup.console import say
+
+CLEANUP_SECONDS = 30  # for process groups to be given up after a failure; they are there within three
+END_SECONDS = 90  # until a process that has failed is there no more, whatever it waits for
 
 
 def train(run: Run, config: Any, forward_step: Any, callbacks: list[Any]) -> None:
     """Train until the last step, or until somebody tells this process to end."""
+    from megatron.bridge.training import pretrain
     from megatron.bridge.training.finetune import finetune
 
     from trainer.patches.gradients import local_norms
@@ -27,6 +35,7 @@ def train(run: Run, config: Any, forward_step: Any, callbacks: list[Any]) -> Non
         unwritten.prepare(run)
 
     logging.getLogger("megatron.bridge.training.pretrain").addFilter(_is_failure)
+    pretrain._cleanup_after_pretrain_failure = bounded(pretrain._cleanup_after_pretrain_failure)
     try:
         finetune(config, forward_step, callbacks=callbacks)
     except SystemExit as leave:  # Bridge's way to end after SIGTERM, once its checkpoint is written
@@ -40,6 +49,26 @@ def train(run: Run, config: Any, forward_step: Any, callbacks: list[Any]) -> Non
         if os.environ["RANK"] == "0":
             checkpoints.remove_incomplete(folder)
         raise Fault(f"{folder}: a checkpoint could not be written; {free} are free there") from error
+
+
+def bounded(cleanup: Callable[..., None]) -> Callable[..., None]:
+    """Bridge's cleanup after a failure, which cannot keep the process from ending.
+
+    It aborts NCCL's groups. On one GPU that was seen to wait for ever, so that a training that had failed stayed. What
+    has failed is told all the same; the last resort is the interpreter's own watchdog, which waits for no thread.
+    """
+
+    def within_bounds(*arguments: Any) -> None:
+        faulthandler.dump_traceback_later(END_SECONDS, exit=True)
+        working = threading.Thread(target=cleanup, args=arguments, name="cleanup after a failure", daemon=True)
+        working.start()
+        working.join(CLEANUP_SECONDS)
+        if working.is_alive():
+            say(f"after the failure, process groups were not given up within {CLEANUP_SECONDS} s: it ends without that")
+        else:
+            faulthandler.cancel_dump_traceback_later()
+
+    return within_bounds
 
 
 def _is_failure(record: logging.LogRecord) -> bool:
