@@ -51,12 +51,12 @@ class Gates(Callback):
         self.gradients = torch.zeros_like(self.before[0], dtype=torch.bool)
 
     def on_train_step_end(self, context) -> None:
+        if not hasattr(self, "tensors"):  # the check is over
+            return
         if context.skipped_iter:  # fp16 whose gradients overflowed: nothing was to change
             self.gradients.zero_()
             return
         self.steps += 1
-        if self.steps > STEPS + 1 or not hasattr(self, "tensors"):
-            return
         self.gradients |= _per_part(self.tensors, _gradient) != 0
         if self.steps == STEPS:
             found, self.needed = self._seen(), self.tokens.take()

@@ -1,0 +1,27 @@
+"""Steps that fp16 skips, as their gradients overflow, and which kernels fp16 is given on a GPU."""
+
+from types import SimpleNamespace
+from unittest import mock
+
+import pytest
+
+from trainer.startup import device
+
+
+def test_a_step_that_is_skipped_after_the_learning_check_is_over_ends_nothing():
+    device.start()
+    from trainer.training.learning_check import Gates
+
+    gates = Gates(SimpleNamespace(), SimpleNamespace())  # as it is once it has given up what it compared
+    gates.on_train_step_end(SimpleNamespace(skipped_iter=True))
+    gates.on_train_step_end(SimpleNamespace(skipped_iter=False))
+
+
+@pytest.mark.parametrize(("fp16", "kernel"), [(False, "te"), (True, "native")])
+def test_transformer_engine_s_loss_is_given_what_it_takes(fp16, kernel):
+    provider = SimpleNamespace(
+        add_bias_linear=False, num_moe_experts=None, hidden_dropout=0, bias_activation_fusion=True
+    )
+    with mock.patch.object(device, "has_gpu", return_value=True):
+        device.choose_kernels(provider, fp16=fp16)
+    assert provider.cross_entropy_fusion_impl == kernel
