@@ -1,5 +1,7 @@
 """Steps that fp16 skips, as their gradients overflow, and which kernels fp16 is given on a GPU."""
 
+import subprocess
+import sys
 from types import SimpleNamespace
 from unittest import mock
 
@@ -8,13 +10,19 @@ import pytest
 from trainer.startup import device
 
 
-def test_a_step_that_is_skipped_after_the_learning_check_is_over_ends_nothing():
-    device.start()
-    from trainer.training.learning_check import Gates
+PROGRAM = """
+from types import SimpleNamespace
+from trainer.startup import device
+device.start()
+from trainer.training.learning_check import Gates
+gates = Gates(SimpleNamespace(), SimpleNamespace())  # as it is once it has given up what it compared
+gates.on_train_step_end(SimpleNamespace(skipped_iter=True))
+gates.on_train_step_end(SimpleNamespace(skipped_iter=False))
+"""
 
-    gates = Gates(SimpleNamespace(), SimpleNamespace())  # as it is once it has given up what it compared
-    gates.on_train_step_end(SimpleNamespace(skipped_iter=True))
-    gates.on_train_step_end(SimpleNamespace(skipped_iter=False))
+
+def test_a_step_that_is_skipped_after_the_learning_check_is_over_ends_nothing():
+    subprocess.run([sys.executable, "-c", PROGRAM], check=True)
 
 
 @pytest.mark.parametrize(("fp16", "kernel"), [(False, "te"), (True, "native")])
