@@ -9,7 +9,6 @@ import pytest
 
 from trainer.startup import device
 
-
 PROGRAM = """
 from types import SimpleNamespace
 from trainer.startup import device
