@@ -25,6 +25,7 @@ import os
 import warnings
 from pathlib import Path
 
+from conf.model_files import config_json
 from conf.schema.run import Run
 from contract import checkpoints
 from contract.output_marks import BASE, JOURNAL
@@ -55,7 +56,7 @@ def main(run: Run) -> None:
     if same and before["stamps"] == stamps:
         say(f"convert: {base} is already there, from these {before['tensors']} tensors")
     else:
-        sums = _checksums(model) if same else None
+        sums = _checksums(model, _recorded(base)) if same else None
         if sums and before["digest"] == released.digest(model, sums):
             say(f"convert: {base} is already there, from the same {before['tensors']} tensors")
         else:
@@ -76,7 +77,7 @@ def _convert(run: Run, model: released.Model, known: dict[str, str] | None, fact
     with megatron_to(Path(run.paths.logs)):
         conversion = base.Conversion(run, open_bridge(run), model, known)
         facts |= {"left_out": conversion.left_out, "tensors": len(model.tensors)}
-        made = json.dumps([facts, conversion.digest], sort_keys=True)
+        made = json.dumps([facts, conversion.digest, released.CHECKSUMS], sort_keys=True)
         with atomic_folder.write(Path(run.paths.base), facts, BASE, made) as partial:
             sums = conversion.write(partial, partial / JOURNAL, weights=run.convert.to == "torch_dist")
             facts["digest"] = released.digest(model, sums)
@@ -87,13 +88,31 @@ def _convert(run: Run, model: released.Model, known: dict[str, str] | None, fact
             compare.converted(run, partial)
 
 
-def _checksums(model: released.Model) -> dict[str, str]:
-    names = sorted(model.tensors, key=lambda name: model.tensors[name].size)
-    parts = atomic_folder.gather(released.checksums(model, names[atomic_folder.rank() :: atomic_folder.ranks()]))
+def _recorded(base: Path) -> dict[str, str]:
+    """Checksums of the tensors that the base was made from."""
+    rows = json.loads((base / released.SOURCE).read_text())
+    return {name: checksum for name, (_, _, checksum) in rows.items()}
+
+
+def _checksums(model: released.Model, recorded: dict[str, str]) -> dict[str, str]:
+    names = sorted(model.tensors, key=lambda name: model.tensors[name].size)[
+        atomic_folder.rank() :: atomic_folder.ranks()
+    ]
+    parts = atomic_folder.gather(released.checksums(model, names, recorded))
     if infinite := sorted(name for _, found in parts for name in found):
         raise released.not_finite(model, infinite)
     return {name: checksum for sums, _ in parts for name, checksum in sums.items()}
 
 
+def imports(run: Run) -> None:
+    """Import what every rank needs."""
+    from trainer.megatron import bridges
+    from trainer.weights.conversion import base, same_function  # noqa: F401
+    from trainer.weights.packed_base import conversion  # noqa: F401
+
+    config = config_json.read(Path(run.paths.model) / config_json.NAME)
+    bridges.load(config_json.architecture(config))
+
+
 if __name__ == "__main__":
-    entry.start(main, inputs.check_convert, writes="base", may_write=places.check_convert)
+    entry.start(main, inputs.check_convert, writes="base", may_write=places.check_convert, imports=imports)

@@ -17,6 +17,7 @@ import importlib.metadata
 import json
 from pathlib import Path
 
+from conf.model_files import config_json
 from conf.schema.run import Run
 from contract import checkpoints
 from contract.faults import Fault
@@ -150,5 +151,15 @@ def _write(run: Run, trained, formats: tuple[str, ...], partial: Path) -> dict:
     return facts
 
 
+def imports(run: Run) -> None:
+    """Import what every rank needs."""
+    from trainer.megatron import bridges
+    from trainer.weights.exported import as_released, peft_format  # noqa: F401
+    from trainer.weights.trained import find  # noqa: F401
+
+    config = config_json.read(Path(run.paths.model) / config_json.NAME)
+    bridges.load(config_json.architecture(config))
+
+
 if __name__ == "__main__":
-    entry.start(main, inputs.check_export, writes="export", may_write=places.check_export)
+    entry.start(main, inputs.check_export, writes="export", may_write=places.check_export, imports=imports)

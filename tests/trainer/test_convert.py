@@ -2,6 +2,7 @@
 
 import errno
 import filecmp
+import hashlib
 import json
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from contract.faults import Fault
 from contract.output_marks import BASE
 from tests.support import mxfp4_release
 from trainer.rehearsal import tiny_models
-from trainer.weights import atomic_folder
+from trainer.weights import atomic_folder, released
 
 # Converted at these layouts, in this precision; exported on one process.
 CASES = [
@@ -211,6 +212,23 @@ def test_what_is_there_already_is_left_alone_and_what_changed_is_replaced(start,
     assert "holds all 39 tensors" in start("convert", "llama", "train.precision=bf16").output, "another base"
     assert start("export", "llama").code == 0
     assert not load_file(tmp_path / "export/merged/model.safetensors")["model.norm.weight"].any()
+
+
+def test_a_base_of_an_earlier_version_is_left_alone_and_exported(start, tmp_path):
+    """It has recorded SHA-256 of each tensor."""
+    assert "holds all 39 tensors" in start("convert", "llama").output
+    base, model = tmp_path / "base", released.read(tmp_path / "model")
+    facts = {name: fact for name, fact in checkpoints.read_mark(base).items() if name != "files"}
+    rows = json.loads((base / released.SOURCE).read_text())
+    for name, entry in model.tensors.items():
+        content = (model.folder / entry.file).read_bytes()[entry.start : entry.start + entry.size]
+        rows[name][2] = hashlib.sha256(content).hexdigest()
+    (base / released.SOURCE).write_text(json.dumps(rows))
+    checkpoints.mark(base, **facts | {"digest": released.digest(model, {name: row[2] for name, row in rows.items()})})
+    rewrite(tmp_path / "model", lambda tensors: None)  # other files, the same tensors
+    assert "already there, from the same 39 tensors" in start("convert", "llama").output
+    exported = start("export", "llama")
+    assert exported.code == 0, exported.output
 
 
 @pytest.mark.parametrize("wrapped", [False, True])

@@ -4,8 +4,9 @@
     torchrun ... -m trainer.train RESOLVED.yaml         one rank of a run that somebody else starts
 
 Exit code 0 is success, 2 a fault of the person who started it (one line on stderr says which), 1 anything else. Started
-without torchrun, a run of one process stays in this process; more are handed to torchrun. Its own report of a failed
-child would bury the line that matters, so ranks leave their fault in a file and torchrun's report is dropped.
+without torchrun, a run of one process stays in this process; more are handed to torchrun, or, where no GPU is used, are
+forks of this process (forks.py). The report of a failed child would bury the line that matters, so ranks leave their
+fault in a file and what is said behind it is dropped.
 """
 
 # pyright: reportOptionalMemberAccess=false
@@ -33,7 +34,7 @@ from contract import closed_pipe, host_gpus, nvidia_smi
 from contract.faults import ConfigError, Fault, line_of
 from contract.files import write_atomically
 from contract.processes import end_with_parent
-from trainer.startup import device, heartbeat, ownership
+from trainer.startup import device, forks, heartbeat, ownership
 from trainer.startup.console import say
 
 FAULT_FILE = "TRAINER_FAULT_FILE"
@@ -49,6 +50,7 @@ def start(
     writes: str | None = None,
     may_write: Callable[[Run], None] | None = None,
     gpus: str | None = None,
+    imports: Callable[[Run], None] | None = None,
 ) -> None:
     """Run a command's main(run) on every rank after check(run) has passed. Does not return on failure.
 
@@ -58,6 +60,8 @@ def start(
     key of paths that names the folder to be written: may_write(run) says whether it may be, before anything is, and
     trainer/startup/ownership.py sees to it that nobody else writes it. `gpus` names the stage whose share of this
     host's GPUs it takes, once nobody else has them; ranks that somebody else starts do not.
+
+    A command with `imports` uses no GPU, and that function imports what its ranks have in common.
     """
     owned = partial(ownership.hold, key=writes) if writes else contextlib.nullcontext
     options = _arguments()
@@ -92,6 +96,8 @@ def start(
                 )
             with owned(run):
                 run = check(run) or run
+                if imports:
+                    sys.exit(_forks(main, run, imports))
                 _take_gpus(run, gpus)
                 sys.exit(_torchrun(run, sys.modules["__main__"].__spec__.name))
 
@@ -214,6 +220,30 @@ def _have_ranks_save(torchrun: subprocess.Popen) -> None:
             process.terminate()
 
 
+def _forks(main: Callable[[Run], None], run: Run, imports: Callable[[Run], None]) -> int:
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # a process that has touched one cannot be forked
+    forks.share(run.world)
+    device.start()
+    imports(run)
+
+    def work() -> None:
+        with faults_in_one_line():
+            _be_rank(main, lambda _: None, run, lambda _: contextlib.nullcontext(), None, trains=False)
+
+    with tempfile.TemporaryDirectory(prefix="trainer-") as folder:
+        fault = Path(folder) / "fault"
+        os.environ |= {FAULT_FILE: str(fault), ownership.OWNED: "1"}
+        return _code(forks.run(work, run.world, lambda lines: _forward(lines, fault)), fault)
+
+
+def _code(code: int, fault: Path) -> int:
+    """Exit code of the command whose ranks ended with this one. Says what one of them has left."""
+    if fault.exists():
+        print(fault.read_text(), end="", file=sys.stderr)
+        return 2
+    return min(code, 1) if code >= 0 else 128 - code
+
+
 def _torchrun(run: Run, module: str) -> int:
     with tempfile.TemporaryDirectory(prefix="trainer-") as folder:
         resolved, fault = Path(folder) / "resolved.yaml", Path(folder) / "fault"
@@ -238,10 +268,7 @@ def _torchrun(run: Run, module: str) -> int:
             ranks.terminate()
             code = ranks.wait()
         forward.join()
-        if fault.exists():
-            print(fault.read_text(), end="", file=sys.stderr)
-            return 2
-        return min(code, 1) if code >= 0 else 128 - code
+        return _code(code, fault)
 
 
 def _forward(lines, fault: Path) -> None:

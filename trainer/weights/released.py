@@ -1,15 +1,17 @@
 """Tensors of a released checkpoint: names, types, shapes, places and checksums, read without a tensor library.
 
 The checksum of a tensor is that of its bytes, wherever they lie, so the digest of a model does not depend on how it is
-cut into files. trainer/checks/inputs.py has checked beforehand that the files are there and as long as their headers
-say.
+cut into files. It is XXH3 of 128 bits, against loss and confusion and not against forgery: the store and the Hub's own
+digests are for that, and SHA-256 took a third of a conversion's time. Bases that were made with SHA-256 keep it, as a
+recorded checksum tells by its length which of the two it is. trainer/checks/inputs.py has checked beforehand that the
+files are there and as long as their headers say.
 """
 
 import hashlib
 import json
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -17,6 +19,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 import numpy as np
+import xxhash
 
 from conf.model_facts import GPT2
 from conf.model_files import config_json, quantization, weights
@@ -28,6 +31,8 @@ from trainer.startup import device
 SOURCE = "source.json"  # beside a converted model: what each released tensor was
 BLOCK = 2**20  # bytes read at once
 AT_ONCE = 2**15  # numbers looked at together
+CHECKSUMS = "xxh3_128"
+SHA256_DIGITS = 64  # of a checksum that an earlier version has recorded
 # Bits of the exponent, and the unsigned integer that holds them.
 EXPONENTS: dict[str, tuple[str, np.unsignedinteger]] = {
     "F64": ("<u8", np.uint64(0x7FF0000000000000)),
@@ -108,16 +113,23 @@ def of_mtp(model: Model) -> set[str]:
     return {name for name in model.weights if prefixes and name.startswith(prefixes)}
 
 
-def checksums(model: Model, names: Iterable[str]) -> tuple[dict[str, str], list[str]]:
-    """SHA-256 of each of these tensors, and the names of those in which not every number is finite.
+def checksums(
+    model: Model, names: Iterable[str], recorded: Mapping[str, str] | None = None
+) -> tuple[dict[str, str], list[str]]:
+    """Checksum of each of these tensors, and the names of those in which not every number is finite.
 
-    Scales of quantised weights are above 0 besides. They are read once, from several threads.
+    Scales of quantised weights are above 0 besides. They are read once, from several threads. `recorded` are checksums
+    that these are to be compared with, and so of their kind.
     """
-    entries = {name: model.tensors[name] for name in names}
+    entries, recorded = {name: model.tensors[name] for name in names}, recorded or {}
     scales = {one.scales for one in model.packed.values()}
     with ThreadPoolExecutor(device.cores()) as pool:
-        read = lambda name, entry: _read(model.folder / entry.file, entry, name in scales)  # noqa: E731
-        found = list(pool.map(read, entries, entries.values()))
+
+        def read(name: str) -> tuple[str, bool]:
+            entry = entries[name]
+            return _read(model.folder / entry.file, entry, name in scales, recorded.get(name, ""))
+
+        found = list(pool.map(read, entries))
     sums = {name: checksum for name, (checksum, _) in zip(entries, found, strict=True)}
     return sums, [name for name, (_, finite) in zip(entries, found, strict=True) if not finite]
 
@@ -128,8 +140,13 @@ def not_finite(model: Model, names: list[str]) -> Fault:
     return Fault(f"{model.folder}: {text}: {enumerate_names(sorted(names))}; download it again")
 
 
-def checksum(path: Path, entry: Entry) -> str:
-    return _read(path, entry)[0]
+def has_sum(path: Path, entry: Entry, recorded: str) -> bool:
+    """Whether the bytes at this place of a file are those of which a checksum was recorded."""
+    found = _new_sum(recorded)
+    with path.open("rb") as f:
+        for block in blocks(f, entry):
+            found.update(block)
+    return found.hexdigest() == recorded
 
 
 def digest(model: Model, sums: dict[str, str]) -> str:
@@ -143,9 +160,14 @@ def enumerate_names(names: Iterable[str], limit: int = 10) -> str:
     return ", ".join(names[:limit]) + more
 
 
-def _read(path: Path, entry: Entry, scale: bool = False) -> tuple[str, bool]:
+def _new_sum(recorded: str):
+    """A checksum that begins, of the kind of the recorded one."""
+    return hashlib.sha256() if len(recorded) == SHA256_DIGITS else xxhash.xxh3_128()
+
+
+def _read(path: Path, entry: Entry, scale: bool, recorded: str) -> tuple[str, bool]:
     """Checksum of a tensor, and whether all its numbers are finite; those of a scale, above 0 as well."""
-    found, finite = hashlib.sha256(), True
+    found, finite = _new_sum(recorded), True
     with path.open("rb") as f:
         for block in blocks(f, entry):
             found.update(block)

@@ -1,10 +1,12 @@
 """Released weights as a conversion reads them: infinite numbers and edited files are said by the tensor's name."""
 
+import hashlib
 import struct
 from math import prod
 from pathlib import Path
 
 import pytest
+import xxhash
 
 from conf.load import load
 from contract.faults import Fault
@@ -48,13 +50,28 @@ def test_a_tensor_that_holds_an_infinite_number_is_named_and_not_converted(model
     for value in VALUES[dtype][1:4]:
         name = with_value(model, dtype, value)
         with pytest.raises(Fault, match=f"^{model}: 1 tensors hold numbers that are infinite or not .*: {name}; down"):
-            convert._checksums(released.read(model))
+            convert._checksums(released.read(model), {})
 
 
 @pytest.mark.parametrize("dtype", VALUES)
 def test_the_largest_number_is_finite(model, dtype):
     name = with_value(model, dtype, VALUES[dtype][4])
-    assert name in convert._checksums(released.read(model))
+    assert name in convert._checksums(released.read(model), {})
+
+
+def test_checksums_are_of_the_kind_that_is_recorded(model):
+    """Bases of earlier versions have SHA-256, and are compared by it."""
+    found = released.read(model)
+    fresh, _ = released.checksums(found, found.tensors)
+    first, *others = found.tensors
+    entry = found.tensors[first]
+    content = (model / entry.file).read_bytes()[entry.start : entry.start + entry.size]
+    old = hashlib.sha256(content).hexdigest()
+    assert fresh[first] == xxhash.xxh3_128_hexdigest(content)
+    assert released.checksums(found, found.tensors, {first: old})[0] == fresh | {first: old}
+    for recorded in (old, fresh[first]):
+        assert released.has_sum(model / entry.file, entry, recorded)
+        assert not released.has_sum(model / found.tensors[others[0]].file, found.tensors[others[0]], recorded)
 
 
 def test_a_config_json_that_transformers_does_not_take_is_one_line_with_its_reason():

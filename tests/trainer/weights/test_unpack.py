@@ -154,7 +154,7 @@ def test_scales_that_do_not_fit_are_named(release, change, said):
 @pytest.mark.parametrize("value", [0.0, -1.0, float("inf"), float("nan"), -0.0])
 def test_a_scale_that_is_no_scale_is_named(release, value):
     with pytest.raises(Fault, match=f"or scales that are not above 0: {SCALES}; download it again"):
-        convert._checksums(released.read(release(with_number(value))))
+        convert._checksums(released.read(release(with_number(value))), {})
 
 
 def test_a_code_that_is_no_number_is_named(release):
@@ -162,7 +162,7 @@ def test_a_code_that_is_no_number_is_named(release):
         tensors[WEIGHT].view(torch.uint8)[5, 5] = 0xFF
 
     with pytest.raises(Fault, match=f"1 tensors hold numbers that are infinite or not a number: {WEIGHT};"):
-        convert._checksums(released.read(release(nan)))
+        convert._checksums(released.read(release(nan)), {})
 
 
 def test_fp8_without_a_description_is_refused(release):

@@ -132,8 +132,9 @@ def _require_same(model: released.Model, mark: dict, base: Path) -> None:
     if not other and model.stamps() != mark["stamps"]:
         names = sorted(found, key=lambda name: model.tensors[name].size)
         rank, ranks = int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        sums, _ = released.checksums(model, names[rank::ranks])
-        other = [name for name, checksum in sums.items() if checksum != recorded[name][2]]
+        expected = {name: recorded[name][2] for name in names[rank::ranks]}
+        sums, _ = released.checksums(model, expected, expected)
+        other = [name for name, checksum in sums.items() if checksum != expected[name]]
     if other:
         text = f"{len(other)} tensors are not those that {base} was made from"
         mended = "download that release again, or make a base of this one: python -m trainer.convert"

@@ -56,7 +56,7 @@ class Merged:
             return parts.is_released(trained, source) and is_merged(trained, source, found)
         if name in trained.model.packed:
             return parts.is_released(trained, name)
-        return released.checksum(path, entry) == trained.sums[name]
+        return released.has_sum(path, entry, trained.sums[name])
 
     def weight(self, name: str) -> str:
         return self.trained.copies.get(name, name)
