@@ -53,9 +53,9 @@ class Rollouts:
         return self.engines[0].process
 
     def ready(self) -> None:
-        """Wait until vLLM has loaded the released model."""
-        for engine in [*self.engines]:
-            self._try(engine, engine.ready)
+        """Wait until vLLM has loaded the released model. Without all engines a run does not begin."""
+        for engine in self.engines:
+            engine.ready()
 
     def each(self, name: str, **arguments: Any) -> dict[Engine, Any]:
         """Ask every engine the same. Returns what each says."""

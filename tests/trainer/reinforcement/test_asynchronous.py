@@ -90,3 +90,25 @@ def test_with_no_engine_left_the_run_ends_with_one_line(start, place):
     assert process.wait(120) == 2
     told = [line for line in (place / "no-engine.log").read_text().splitlines() if line.startswith("error: ")]
     assert len(told) == 1 and "vLLM's process has ended with code -9" in told[0]
+
+
+SLOW_REWARD = """
+import time
+
+def reward(prompt, answer, reference):
+    time.sleep(0.1)
+    return float("e" in answer)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_training_goes_on_while_answers_are_made_and_rewarded(finish, place):
+    (place / "slow.py").write_text(SLOW_REWARD)
+    own = {"reinforce.reward": "function", "reinforce.function": f"{place}/slow.py:reward", "reinforce.pattern": "null"}
+    folder = finish("slow-reward", KEYS | own | {"reinforce.staleness": 1, "checkpoint.save_every": 6})
+    steps = lines(folder)[1:]
+    made = [line["seconds_generate"] + line["seconds_reward"] for line in steps]
+    saved = sum(made) - sum(line["seconds_wait"] for line in steps)
+    assert min(made) > 1.6  # sixteen answers
+    assert saved > 0.5 * sum(min(one, line["seconds_train"]) for one, line in zip(made, steps, strict=True))
