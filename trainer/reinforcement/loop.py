@@ -84,7 +84,9 @@ class Reinforcement(Callback):
         self.tasks: list[Any] | None = None  # how Bridge makes released tensors of Megatron's
         self.sampler, self.ahead = None, None
         if rollouts:
-            self.sampler = Sampler(run, rollouts, self.template, self.rows, folder / "training.jsonl")
+            # A tokenizer is not for two threads at once: what samples beside training has its own.
+            template = prompts.template(run, run.paths.model) if self.asked.staleness else self.template
+            self.sampler = Sampler(run, rollouts, template, self.rows, folder / "training.jsonl")
             self.ahead = Ahead(self.sampler, self.journal, self.asked) if self.asked.staleness else None
         self.probe_rows = probe.rows(
             [[*chain(*self.template.tokens(row))] for row in (self.held_out or self.rows)[:64]],
