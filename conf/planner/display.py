@@ -267,11 +267,15 @@ def answers(plan: Plan) -> Iterator[str]:
     parts = {"weights": one.memory.weights, "adapters": one.memory.adapters, "cache": one.cache}
     parts |= {"besides": one.taken - sum(parts.values()), "training": one.beside}
     told = ", ".join(f"{size / GB:.1f} GB {name}" for name, size in parts.items() if size)
-    yield f"answers  vLLM on the first {plan.gpu.name}: {told}; {one.at_once} rows of {one.row} at once"
-    yield f"turns    {one.awake / GB:.1f} GB while vLLM answers, {one.trains / GB:.1f} GB while it sleeps"
+    more = f"{one.engines} {plan.gpu.name} of their own, each" if one.engines > 1 else f"one {plan.gpu.name} of its own"
+    where = more if one.alone else f"the first {plan.gpu.name}"
+    yield f"answers  vLLM on {where}: {told}; {one.at_once} rows of {one.row} at once"
+    if not one.alone:
+        yield f"turns    {one.awake / GB:.1f} GB while vLLM answers, {one.trains / GB:.1f} GB while it sleeps"
     if phases := one.seconds:
-        each = ", ".join(f"{name} {seconds:.2g} s" for name, seconds in vars(phases).items())
-        yield f"phases   {phases.step:.3g} s a step of reinforce: {each}"
+        each = ", ".join(f"{name} {seconds:.2g} s" for name, seconds in phases.phases.items())
+        both = ", generate beside train" if phases.beside else ""
+        yield f"phases   {phases.step:.3g} s a step of reinforce: {each}{both}"
 
 
 def _parts(room: ServedMemory) -> str:
@@ -357,7 +361,8 @@ def _rollout_dict(plan: Plan) -> dict[str, Any]:
     assert one
     sizes = {"weights": one.memory.weights, "cache": one.cache, "vllm": one.taken, "training": one.beside}
     sizes |= {"awake": one.awake, "asleep": one.trains, "row": one.row, "rows_at_once": one.at_once}
-    return {**sizes, "seconds": dict(vars(one.seconds)) if one.seconds else None}
+    sizes |= {"engines": one.engines, "gpus": one.engines * one.alone}
+    return {**sizes, "seconds": one.seconds.phases | {"step": one.seconds.step} if one.seconds else None}
 
 
 def _instead_dict(found: Found, gpu: Gpu) -> dict[str, Any]:

@@ -184,13 +184,14 @@ def _training(run: Run, facts: ModelFacts, stages: tuple[StageMemory, ...], time
 def _reinforcement(
     run: Run, facts: ModelFacts, stages: tuple[StageMemory, ...], gpu: Gpu, rollout: Rollout
 ) -> StageNeed:
-    """Training on answers of vLLM's: both hold the first GPU in turn, and the host both at once."""
+    """Training on answers of vLLM's, on a GPU that both have in turn or on its own; the host has all at once."""
     need = _training(reinforcement.as_training(run), facts, stages, None, gpu)
     phases = rollout.seconds
     seconds = None if phases is None else BEGINNING + _load(run, facts) + run.reinforce.steps * phases.step
-    beside = OF_VLLM if gpu.cuda else rollout.memory.weights + GIB + 2 * PROCESS
+    beside = rollout.engines * (OF_VLLM if gpu.cuda else rollout.memory.weights + GIB + 2 * PROCESS)
     gpu_memory = max(rollout.trains, rollout.awake) if gpu.cuda else 0
-    return replace(need, stage="reinforce", gpu_memory=gpu_memory, memory=need.memory + beside, seconds=seconds)
+    found = replace(need, stage="reinforce", gpu_memory=gpu_memory, memory=need.memory + beside, seconds=seconds)
+    return replace(found, gpus=takes(run, "reinforce").gpus or 0) if gpu.cuda else found
 
 
 def _export(run: Run, facts: ModelFacts, merged: int) -> StageNeed:
@@ -217,7 +218,7 @@ def _cost(run: Run, gpu: Gpu, need: StageNeed) -> float | None:
     """Price of a stage: all GPUs of its hosts, and of the flow's own, for its time."""
     if gpu.price is None or need.seconds is None:
         return None
-    return need.seconds / 3600 * need.hosts * run.layout.gpus_per_node * gpu.price
+    return need.seconds / 3600 * need.hosts * max(need.gpus, run.layout.gpus_per_node) * gpu.price
 
 
 def _trained(run: Run, facts: ModelFacts) -> int:

@@ -48,8 +48,10 @@ def takes(run: Run, stage: str, leaves: bool = False) -> Share:
     alone = layout.nodes == 1 and engine == "local"
     if stage == "train" or (stage.partition("-")[0] == "convert" and run.convert.hosts == "all" and not alone):
         return Share(layout.nodes, layout.gpus_per_node, None if alone else engine)
-    if stage in ("reference", "reinforce"):
+    if stage == "reference":
         return Share(1, layout.gpus_per_node)
+    if stage == "reinforce":
+        return Share(1, layout.gpus_per_node + run.reinforce.engines * run.reinforce.engine_gpus)
     if stage.partition("-")[0] == "evaluate":
         nodes = evaluate.nodes or 1
         if nodes == 1 and evaluate.engine is None and not (leaves and may_leave(run)):

@@ -66,6 +66,7 @@ def contradictions(run: Run) -> Iterator[tuple[str, str]]:
         yield "reinforce.source", "has no effect on data.mixture: name data.source"
     if asked.transport == "ipc" and run.hardware.gpu == "cpu":
         yield "reinforce.transport", "ipc goes through the memory of a GPU, and hardware.gpu is cpu: gloo, or null"
+    yield from _places(run)
     if asked.signal and (reason := without_signal(run)):
         yield "reinforce.signal", f"compares each gradient with Adam's mean of those before it, and {reason}"
     for key in ("tp", "pp", "cp"):
@@ -75,6 +76,24 @@ def contradictions(run: Run) -> Iterator[tuple[str, str]]:
         yield from _alone(run)
     if asked.kl and (run.adapter.kind == "none" or asked.start == "trained"):
         yield "reinforce.kl", "is measured from the base below an adapter: adapter.kind lora, reinforce.start base"
+
+
+def _places(run: Run) -> Iterator[tuple[str, str]]:
+    """Yield what stands against several engines, or against sampling beside training."""
+    asked, cpu = run.reinforce, run.hardware.gpu == "cpu"
+    if asked.engine_gpus and cpu:
+        yield "reinforce.engine_gpus", f"{asked.engine_gpus}, and hardware.gpu is cpu: 0, each engine has its cores"
+    if asked.engine_gpus and asked.transport == "ipc":
+        yield "reinforce.transport", "ipc goes through the memory of one GPU, and vLLM has its own: gloo, or null"
+    for key in ("staleness", "engines"):
+        if getattr(asked, key) > (key == "engines") and not asked.engine_gpus and not cpu:
+            yield (
+                f"reinforce.{key}",
+                f"{getattr(asked, key)}, but vLLM and Megatron have one GPU in turn: reinforce.engine_gpus=1 gives "
+                "vLLM its own",
+            )
+    if asked.staleness and asked.correction == "none":
+        yield "reinforce.correction", "none would train on answers of older policies as if they were of this one: tis"
 
 
 def without_signal(run: Run) -> str:

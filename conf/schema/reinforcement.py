@@ -141,6 +141,17 @@ class Reinforce(Section):
         "memory of the host; files = as a file in /dev/shm; adapter = the adapter alone, beside the released weights, "
         "where vLLM can; null = ipc on a GPU, else gloo",
     )
+    staleness: Annotated[Number, bears("reinforce", absent=0)] = Field(
+        default=0,
+        description="steps that the policy may have taken since the weights that sampled an answer: vLLM samples while "
+        "Megatron trains, on a CPU or on GPUs of its own; 1 keeps both at work; 0 = in turn",
+    )
+    engines: Annotated[Count, NOWHERE] = Field(
+        default=1, description="processes of vLLM, on the trainer's host, which share the prompts of a step"
+    )
+    engine_gpus: Annotated[int, Field(ge=0, le=1), NOWHERE] = Field(
+        default=0, description="GPUs of each, behind those of training; 0 = the first one of training, in turn"
+    )
     held_out: Annotated[Number, NOWHERE] = Field(
         default=200, description="rows of the test split that are asked before and after, greedily; 0 = none"
     )

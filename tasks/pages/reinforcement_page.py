@@ -8,6 +8,7 @@ from tasks.pages.markdown import as_of, code, embedded, table, words
 
 SHOWN = 4  # answers of the last step
 PARTS = ("transfer", "probe", "generate", "reward", "train")
+BESIDE = ("transfer", "probe", "wait", "train")  # where answers are made meanwhile, and rewarded
 
 Line = dict[str, Any]  # of metrics.jsonl, or of samples.jsonl
 
@@ -67,9 +68,17 @@ def _figures(found: list[Line], updates: int) -> list[tuple[str, str, str]]:
     if "gradient_signal" in last:
         said = f"deviations from noise; steps have {last['step_length']:.0%} of their length"
         rows.append(("signal of gradients", f"{last['gradient_signal']:.1f}", said))
-    seconds = {part: last[f"seconds_{part}"] for part in PARTS if f"seconds_{part}" in last}
-    shares = ", ".join(f"{part} {value:.2g}" for part, value in seconds.items())
-    return [*rows, ("seconds", f"{sum(seconds.values()):.3g}", shares)]
+    if "seconds_wait" in last:
+        rows.append(("version lag", f"{last['version_lag']:g}", "steps taken since the weights that answered"))
+        rows.append(("answers, beside training", *_seconds(last, ("generate", "reward"))))
+        return [*rows, ("seconds", *_seconds(last, BESIDE))]
+    return [*rows, ("seconds", *_seconds(last, PARTS))]
+
+
+def _seconds(line: Line, parts: tuple[str, ...]) -> tuple[str, str]:
+    """Seconds of some parts of a step together, and of each."""
+    found = {part: line[f"seconds_{part}"] for part in parts if f"seconds_{part}" in line}
+    return f"{sum(found.values()):.3g}", ", ".join(f"{part} {value:.2g}" for part, value in found.items())
 
 
 def _steps(lines: list[Line]) -> list[Line]:

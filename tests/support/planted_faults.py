@@ -58,9 +58,9 @@ def _go_back(self: Any, tensors: Tensors, version: int) -> None:
         from trainer.reinforcement.rollouts import Rollouts
 
         self.rollouts.close()
-        self.rollouts = Rollouts(self.run)
+        self.rollouts = self.sampler.rollouts = Rollouts(self.run)
     self.rollouts.update(iter(tensors), version)
-    self._ask_probe()
+    self.sampler.hear(self.probe_rows)
 
 
 def _no_sync(self: Any, transfer: Callable[[], None], draw: random.Random) -> None:
@@ -79,8 +79,8 @@ def _left_out(self: Any, transfer: Callable[[], None], draw: random.Random) -> N
 
 
 def _not_reset(self: Any, transfer: Callable[[], None], draw: random.Random) -> None:
-    call = self.rollouts.call
-    _with(self.rollouts, "call", lambda name, **given: None if name == "forget" else call(name, **given), transfer)
+    each = self.rollouts.each
+    _with(self.rollouts, "each", lambda name, **given: None if name == "forget" else each(name, **given), transfer)
 
 
 def _flipped(self: Any, transfer: Callable[[], None], draw: random.Random) -> None:
@@ -98,14 +98,14 @@ def _flipped(self: Any, transfer: Callable[[], None], draw: random.Random) -> No
 
 def _other_template(self: Any, transfer: Callable[[], None], draw: random.Random) -> None:
     """The engine puts a token in front of each prompt that is to be answered, as a chat template would."""
-    call = self.rollouts.call
+    each = self.rollouts.each
 
     def answer(name: str, **given: Any) -> Any:
         if name == "answer":
             given["prompts"] = [[7, *prompt] for prompt in given["prompts"]]
-        return call(name, **given)
+        return each(name, **given)
 
-    _with(self.rollouts, "call", answer, transfer)
+    _with(self.rollouts, "each", answer, transfer)
 
 
 def _changed(weights: Callable[[Any], Iterator], change: Callable[[Tensors], Tensors]) -> Callable[[Any], Iterator]:

@@ -17,9 +17,9 @@ def main(run: Run) -> None:
     from trainer.startup import device
 
     device.start()
-    from trainer.reinforcement.loop import Reinforcement
+    from trainer.reinforcement.steps.sampler import Sampler
 
-    rewarded, draw = Reinforcement._reward, Random(run.reinforce.seed)
+    rewarded, draw = Sampler._reward, Random(run.reinforce.seed)
 
     def shuffled(self: Any, groups: Sequence[Any]) -> None:
         rewarded(self, groups)
@@ -27,7 +27,7 @@ def main(run: Run) -> None:
             for answer, reward in zip(group.answers, among(group.rewards, draw), strict=True):
                 answer.reward = reward
 
-    Reinforcement._reward = shuffled
+    Sampler._reward = shuffled
     reinforce.main(run)
 
 

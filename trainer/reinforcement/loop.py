@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
-from random import Random
 from typing import Any
 
 import torch
@@ -29,17 +28,17 @@ from conf.rules.reinforcement import without_signal
 from conf.schema.run import Run
 from contract.faults import Fault
 from contract.files import write_atomically
-from trainer.data.rows import Row
 from trainer.megatron.recipe import last_step
-from trainer.reinforcement import advantages, draw, probe, rewards
+from trainer.reinforcement import advantages, probe
 from trainer.reinforcement.batches import Form, micro_batches
-from trainer.reinforcement.guarded.environment import Environment
-from trainer.reinforcement.guarded.worker import Question
 from trainer.reinforcement.journal import Journal
 from trainer.reinforcement.policy_step import LARGEST, Feed, PolicyStep, Temperature
 from trainer.reinforcement.policy_step import log_probs as log_probs_of_answers
 from trainer.reinforcement.rollouts import Rollouts
-from trainer.reinforcement.samples import Answer, Group, Scored, Step
+from trainer.reinforcement.samples import Scored, Step
+from trainer.reinforcement.steps.ahead import Ahead, require_fresh
+from trainer.reinforcement.steps.report import Report, add_to_table
+from trainer.reinforcement.steps.sampler import Heard, Sampled, Sampler
 from trainer.serving import prompts
 from trainer.startup import device
 from trainer.startup.console import say
@@ -49,10 +48,7 @@ from trainer.training.metrics import Metrics
 from trainer.training.parity import log_probs
 
 RESULT = "reinforced.json"
-SHOWN = 4  # samples in the table of a step
 UNHEARD = 20  # optimizer steps after which gradients that are nothing but noise are told of
-MISMATCH = 4  # times the probe's bound: of a step's own samples, which are more than the probe's rows
-TABLE = "samples.jsonl"
 
 
 class Reinforcement(Callback):
@@ -80,16 +76,18 @@ class Reinforcement(Callback):
         self.held_out = prompts.read(test, self.asked.held_out) if self.asked.held_out and test.exists() else []
         self.step: Step | None = None
         self.said: list[list[float]] | None = None  # what Megatron said of the probe's rows, with the version before
-        self.without_signal = 0
+        self.lag = 0.0  # steps that the step's weights are behind the policy
+        self.report = Report(run)
         self.signal = None if without_signal(run) else GradientSignal(self.asked.signal)
         self.seconds: dict[str, float] = {}
         self.in_use: dict[str, int] = {}  # bytes of the GPU, while vLLM is awake and while it sleeps
         self.tasks: list[Any] | None = None  # how Bridge makes released tensors of Megatron's
-        self.reward, self.environment = None, None
+        self.sampler, self.ahead = None, None
         if rollouts:
-            draw.require_fit(run, (len(self._prompt(row)) for row in self.rows), folder / "training.jsonl")
-            self.reward = rewards.make(run)
-            self.environment = self._environment()
+            # A tokenizer is not for two threads at once: what samples beside training has its own.
+            template = prompts.template(run, run.paths.model) if self.asked.staleness else self.template
+            self.sampler = Sampler(run, rollouts, template, self.rows, folder / "training.jsonl")
+            self.ahead = Ahead(self.sampler, self.journal, self.asked) if self.asked.staleness else None
         self.probe_rows = probe.rows(
             [[*chain(*self.template.tokens(row))] for row in (self.held_out or self.rows)[:64]],
             self.asked.probe_rows,
@@ -111,7 +109,7 @@ class Reinforcement(Callback):
             self.signal.resume(self._on_first(lambda: self._signal_after(done)))
         if self.held_out and self._on_first(lambda: self.journal.noted("before") is None):
             self._transfer(context, 0)
-            self._on_first(lambda: self.journal.note("before", {"exact_match": self._greedy()}))
+            self._on_first(lambda: self.journal.note("before", {"exact_match": self.sampler.greedy(self.held_out)}))
 
     def on_train_step_start(self, context: Any) -> None:
         number, update = divmod(context.state.train_state.step, self.asked.updates)
@@ -162,22 +160,47 @@ class Reinforcement(Callback):
         self._on_first(self._result)
 
     def _next(self, context: Any, number: int) -> Step:
+        """The step, as rank 0 has it: from the journal, or made for it."""
+        found = self._ahead(context, number) if self.asked.staleness else self._sampled(context, number)
+        step = found.step
+        self.seconds |= found.seconds
+        self.lag = require_fresh(step, self.asked)
+        if self.asked.updates > 1 and not step.old:
+            step.old = self._old(context, step)
+            self._on_first(lambda: self.journal.write(step))
+        return step
+
+    def _sampled(self, context: Any, number: int) -> Sampled:
         """The step from the journal, or made now and written there."""
         found = self._on_first(lambda: self.journal.read(number))
         if found is not None:
             self._on_first(self._sleep)
             say(f"step {number}: trained on the answers in {self.journal.folder}")
-            return found
+            return Sampled(found, {})
         version = context.state.train_state.step
         self._transfer(context, version)
-        step = self._on_first(lambda: self._sample(number, version))
+        found = self._on_first(lambda: self.sampler.step(number, version))
         start = time.monotonic()
         self._on_first(self._sleep)
         self.seconds["sleep"] = time.monotonic() - start
-        if self.asked.updates > 1:
-            step.old = self._old(context, step)
-        self._on_first(lambda: self.journal.write(step))
-        return step
+        if self.asked.updates == 1:
+            self._on_first(lambda: self.journal.write(found.step))
+        return found
+
+    def _ahead(self, context: Any, number: int) -> Sampled:
+        """The step as it was made while others were trained on. vLLM gets the weights where it waits for some."""
+        version, start = context.state.train_state.step, time.monotonic()
+        found = self._on_first(lambda: self.ahead.take(number))
+        waited = time.monotonic() - start
+        if self._on_first(lambda: self.ahead.wants(version)):
+            self._transfer(context, version)
+            self._on_first(lambda: self.ahead.begin(version))
+        if found is None:
+            start = time.monotonic()
+            found = self._on_first(lambda: self.ahead.take(number))
+            waited += time.monotonic() - start
+        self.seconds["wait"] = waited
+        return found
 
     def _transfer(self, context: Any, version: int) -> None:
         """Give vLLM the weights as they are, and look whether it computes with them."""
@@ -217,106 +240,25 @@ class Reinforcement(Callback):
             return self._on_first(lambda: self.rollouts.adapt(folder, version))
 
     def _probe(self, context: Any, version: int) -> None:
-        read, written, rows = self._on_first(self._ask_probe)
+        """Hold what every engine says of fixed rows against what Megatron says of them."""
+        heard = self._on_first(lambda: self.sampler.hear(self.probe_rows))
+        rows = [row for one in heard for row in one.rows]
+        different = [row for number, row in enumerate(rows) if row not in rows[:number]]
         with self.temperature.off():
-            found = log_probs(self.run, context, rows)
-        known = [len(row) - probe.WRITTEN - 1 for row in rows]
+            found = log_probs(self.run, context, different)
+        before, self.apart = self.said, 0.0
+        for one in heard:
+            self._judge([found[different.index(row)] for row in one.rows], one, before, version)
+
+    def _judge(self, found: list[list[float]], heard: Heard, earlier: list[list[float]] | None, version: int) -> None:
+        known = [len(row) - probe.WRITTEN - 1 for row in heard.rows]
         said = [one[:count] for one, count in zip(found, known, strict=True)]
         behind = [one[count : count + probe.WRITTEN] for one, count in zip(found, known, strict=True)]
-        differences = probe.Differences(probe.mean(read, said), probe.mean(written, behind))
-        before = probe.mean(read, self.said) if self.said and self.said != said else None
-        self.said, self.apart = said, max(differences.read, differences.written)
+        differences = probe.Differences(probe.mean(heard.read, said), probe.mean(heard.written, behind))
+        before = probe.mean(heard.read, earlier) if earlier and earlier != said else None
+        self.said, self.apart = said, max(self.apart, differences.read, differences.written)
         # Copies of the model may differ in the last bit: one of them judges for all.
-        self._on_first(
-            lambda: probe.judge(differences, probe.bound(self.run), before, (self.rollouts.version, version))
-        )
-
-    def _ask_probe(self) -> tuple[list[list[float]], list[list[float]], list[list[int]]]:
-        """Log-probabilities of the rows and of tokens that vLLM writes behind each, and the rows with these tokens."""
-        read = self.rollouts.call("score", rows=self.probe_rows)
-        # At a temperature of 1, log-probabilities are those of the model itself.
-        sampling = {"n": 1, "max_tokens": probe.WRITTEN, "temperature": 1.0, "ignore_eos": True}
-        seeds = [self.asked.seed + number for number in range(len(self.probe_rows))]
-        answers = [one for (one,) in self._ask(self.probe_rows, seeds, **sampling)]
-        rows = [row + tokens for row, (tokens, *_) in zip(self.probe_rows, answers, strict=True)]
-        return read, [found for _, found, *_ in answers], rows
-
-    def _sample(self, number: int, version: int) -> Step:
-        """Answers to prompts that are drawn for this step, and what they are worth."""
-        start, drawn, kept = time.monotonic(), 0, []
-        spent = 0.0
-        for round in range(self.asked.rounds):
-            missing = self.asked.prompts - len(kept)
-            if not missing:
-                break
-            groups = self._groups(number, round, missing)
-            drawn += missing
-            began = time.monotonic()
-            self._reward(groups)
-            spent += time.monotonic() - began
-            last = round + 1 == self.asked.rounds
-            kept += [group for group in groups if last or advantages.has_signal(group.rewards)]
-        self.seconds |= {"generate": time.monotonic() - start - spent, "reward": spent}
-        return Step(number, version, kept, drawn)
-
-    def _groups(self, number: int, round: int, count: int) -> list[Group]:
-        chosen, seeds = draw.rows(self.run, number, round, count, len(self.rows))
-        asked = [self._prompt(self.rows[row]) for row in chosen]
-        sampling = {"n": self.asked.samples, "temperature": self.asked.temperature}
-        answers = self._ask(asked, seeds, **sampling | self._limits())
-        groups = [
-            Group(row, prompt, [_answer(*one) for one in found])
-            for row, prompt, found in zip(chosen, asked, answers, strict=True)
-        ]
-        self._play(groups, self.rows, draw.of_turns(self.run, number, round), temperature=self.asked.temperature)
-        return groups
-
-    def _environment(self) -> Environment | None:
-        if not self.asked.environment:
-            return None
-        tokenizer = self.template.tokenizer
-        return Environment(
-            self.run, lambda text: tokenizer.encode(text, add_special_tokens=False), self.template.without_end
-        )
-
-    def _play(self, groups: list[Group], rows: list[Row], seeds: Random, **sampling: Any) -> None:
-        """Take the turns behind the first answers, where an environment replies to them."""
-        if self.environment is None:
-            return
-
-        def said(group: Group) -> tuple[str, str]:
-            return self.template.prompt(rows[group.row]), self.template.reference(rows[group.row])
-
-        def ask(prompts: list[list[int]], seeds: list[int], limits: list[int]) -> list[Answer]:
-            answers = self._ask(prompts, seeds, n=1, **sampling | self._limits() | {"max_tokens": limits})
-            return [_answer(*one) for (one,) in answers]
-
-        self.environment.play(groups, said, ask, seeds)
-
-    def _ask(self, asked: list[list[int]], seeds: list[int] | None, **sampling: Any) -> list[list[tuple]]:
-        """Answers to each prompt, once it is known that vLLM has read that prompt and no other."""
-        answers = self.rollouts.call("answer", prompts=asked, seeds=seeds, **sampling)
-        probe.require_same_prompts(asked, [read for read, _ in answers])
-        return [found for _, found in answers]
-
-    def _limits(self) -> dict[str, Any]:
-        return {"max_tokens": self.asked.max_tokens, "stop": self.template.ends_by_text}
-
-    def _prompt(self, row: Row) -> list[int]:
-        prompt, _ = self.template.tokens(row)
-        return prompt
-
-    def _reward(self, groups: list[Group]) -> None:
-        answers = [(self.rows[group.row], answer) for group in groups for answer in group.answers]
-        questions = [self._question(row, answer.text) for row, answer in answers]
-        found = self.reward(questions)
-        rewards.require_finite(found, questions)
-        for (_, answer), value in zip(answers, found, strict=True):
-            answer.reward = value + advantages.overlong(len(answer.tokens), self.asked.max_tokens, self.asked.overlong)
-
-    def _question(self, row: Row, text: str) -> Question:
-        answer = self.template.without_end(text)
-        return Question(self.template.prompt(row), answer, self.template.reference(row))
+        self._on_first(lambda: probe.judge(differences, probe.bound(self.run), before, (heard.version, version)))
 
     def _scored(self, step: Step) -> list[list[Scored]]:
         """Sequences of each optimizer step."""
@@ -372,75 +314,19 @@ class Reinforcement(Callback):
 
     def _report(self, done: int, figures: dict[str, float]) -> None:
         """Write the step's line, and end the run where it has no sense to go on."""
-        step, limit = self.step, MISMATCH * probe.bound(self.run)
-        answers = [answer for group in step.groups for answer in group.answers]
-        values = [answer.reward for answer in answers]
-        lengths = [len(answer.tokens) for answer in answers]
-        signal = sum(advantages.has_signal(group.rewards) for group in step.groups)
-        line: dict[str, Any] = {"kind": "reinforce", "step": done, "time": time.time(), "version": step.version}
-        line |= {
-            "reward": sum(values) / len(values),
-            "reward_best": _mean([max(group.rewards) for group in step.groups]),
-        }
-        line |= {"groups_with_signal": signal / len(step.groups), "drawn": step.drawn}
-        line |= {"entropy": -figures.pop("log_prob"), **figures}
-        line |= {"length": _mean(lengths), "length_max": max(lengths)}
-        line |= {"truncated": _mean([float(not answer.ended) for answer in answers])}
-        line |= {f"seconds_{name}": value for name, value in self.seconds.items()}
-        if "generate" in self.seconds:
+        line = self.report.line(self.step, done, self.lag, figures, self.seconds)
+        if "transfer" in self.seconds:
             line |= {"probe": self.apart, "sent_mb": self.sent / 1e6}
             line |= {f"gpu_gb_{state}": size / 1e9 for state, size in self.in_use.items() if size}
-            sampled = sum(answer.sampled for answer in answers)
-            line |= {"generated_tokens_per_second": sampled / max(1e-9, self.seconds["generate"])}
+        line |= {"engines": self._on_first(lambda: len(self.rollouts.engines))}
         self.metrics.write(line)
-        spent = ", ".join(f"{name} {value:.2f}" for name, value in self.seconds.items())
-        say(
-            f"reinforce {step.number}/{self.asked.steps}  reward {line['reward']:.3f}  groups with signal "
-            f"{signal}/{len(step.groups)}  mismatch {line['mismatch']:.1e}  entropy {line['entropy']:.3f}  {spent} s"
-        )
-        self._on_first(lambda: self._table(step))
-        self.without_signal = 0 if signal else self.without_signal + 1
-        if not line["mismatch"] <= limit:
-            raise Fault(
-                f"step {step.number}: of its own samples vLLM and Megatron differ by {line['mismatch']:.3g} nats a "
-                f"token, the bound is {limit:.3g} ({MISMATCH} times that of the probe): they do not compute the same "
-                "policy"
-            )
-        if self.without_signal >= self.asked.patience:
-            raise Fault(
-                f"reinforce.reward: all answers to each prompt have been worth the same for {self.without_signal} "
-                f"steps (the last ones {values[0]:g}), so that nothing is learned; reinforce.patience says how long to "
-                "wait"
-            )
-
-    def _table(self, step: Step) -> None:
-        shown = [
-            {
-                "step": step.number,
-                "prompt": self.template.prompt(self.rows[group.row]),
-                "answer": group.answers[0].text,
-                "reference": self.template.reference(self.rows[group.row]),
-                "reward": group.answers[0].reward,
-            }
-            for group in step.groups[:SHOWN]
-        ]
-        with (self.output / TABLE).open("a") as file:
-            file.writelines(json.dumps(one, ensure_ascii=False) + "\n" for one in shown)
-
-    def _greedy(self) -> float:
-        """Share of held-out rows that are answered right, without sampling."""
-        asked = [self._prompt(row)[-draw.longest(self.run) :] for row in self.held_out]
-        answers = self._ask(asked, None, n=1, temperature=0.0, **self._limits())
-        groups = [
-            Group(number, prompt, [_answer(*one) for one in found])
-            for number, (prompt, found) in enumerate(zip(asked, answers, strict=True))
-        ]
-        self._play(groups, self.held_out, Random(self.asked.seed), temperature=0.0)
-        return _mean([rewards.exact(self._question(self.held_out[one.row], one.answers[0].text)) for one in groups])
+        self.report.show(self.step, line, self.seconds)
+        self._on_first(lambda: add_to_table(self.output, self.step, self.template, self.rows))
+        self.report.require_sense(self.step, line)
 
     def _result(self) -> None:
         before = (self.journal.noted("before") or {}).get("exact_match")
-        after = self._greedy()
+        after = self.sampler.greedy(self.held_out)
         facts = {"steps": self.asked.steps, "held_out": len(self.held_out), "before": before, "after": after}
         write_atomically(self.output / RESULT, json.dumps(facts), durable=True)
         self.metrics.write({"kind": "held_out", "step": last_step(self.run), "time": time.time(), "exact_match": after})
@@ -468,14 +354,6 @@ class Reinforcement(Callback):
         return found
 
 
-def _answer(tokens: list[int], log_probs: list[float | None], text: str, ended: bool, routes: str | None) -> Answer:
-    return Answer(tokens, log_probs, text, ended, routes=routes)
-
-
 def _noted(done: int) -> str:
     """Name in the journal of what gradients had in common after so many optimizer steps."""
     return f"signal-{done:06d}"
-
-
-def _mean(values: list[Any]) -> float:
-    return sum(values) / max(1, len(values))

@@ -3,9 +3,9 @@
     objective(settings, batch) -> Objective     what one micro batch adds to the loss, and to what it is divided by
 
 All tensors are [answers, tokens], and mask is 1 where a token was sampled. `new` bears the gradient. `old` is of the
-policy that the batch's updates began with, `engine` of the same weights in vLLM, which sampled. Megatron divides the
-sum of all micro batches' losses by the sum of their counts, over all ranks, so that nothing depends on how answers
-are grouped into micro batches.
+policy that the batch's updates began with, `engine` of the weights that sampled, in vLLM: the same ones, or older ones
+where vLLM samples beside training. Megatron divides the sum of all micro batches' losses by the sum of their counts,
+over all ranks, so that nothing depends on how answers are grouped into micro batches.
 
     grpo      mean over answers of the mean over tokens (DeepSeekMath, arXiv 2402.03300)
     dr_grpo   sum over tokens divided by the longest answer allowed, mean over answers (arXiv 2503.20783)
@@ -13,10 +13,11 @@ are grouped into micro batches.
     gspo      ratios of whole answers, by the mean of their tokens (arXiv 2507.18071)
     cispo     weights are clipped, and every token keeps its gradient (arXiv 2506.13585)
 
-Where trainer and engine disagree about a token, samples are not the policy's own. tis weighs each token by the ratio of
-both, cut from above (arXiv 2508 "Your efficient RL framework secretly brings you off-policy training"); icepop leaves
-tokens out beyond two bounds (Ring-1T); sequence_mask leaves whole answers out whose geometric mean is beyond them
-(NeMo-RL's and OpenRLHF's seq-mask-tis). What is left has the ratio as its weight, and divisors stay as they are.
+Where trainer and engine disagree about a token, as by rounding or by age, samples are not the policy's own. tis weighs
+each token by the ratio of both, cut from above (arXiv 2508 "Your efficient RL framework secretly brings you off-policy
+training"); icepop leaves tokens out beyond two bounds (Ring-1T); sequence_mask leaves whole answers out whose geometric
+mean is beyond them (NeMo-RL's and OpenRLHF's seq-mask-tis). What is left has the ratio as its weight, and divisors stay
+as they are.
 """
 
 from dataclasses import dataclass

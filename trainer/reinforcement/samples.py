@@ -13,6 +13,7 @@ class Answer:
     ended: bool  # by itself, and not by the limit
     reward: float = 0.0
     routes: str | None = None  # the engine's experts for each token that it has read, where they are replayed
+    version: int | None = None  # of the weights that sampled, as the engine says: the optimizer steps that they had had
 
     @property
     def sampled(self) -> int:
@@ -38,12 +39,16 @@ class Step:
     """All that one step was trained on."""
 
     number: int  # from 1 on
-    version: int  # of the weights that sampled: the number of optimizer steps that they had had
+    version: int  # of the weights that it was sampled by: the number of optimizer steps that they had had
     groups: list[Group]
     drawn: int  # prompts asked for them
     old: list[list[float]] = field(
         default_factory=list
     )  # trainer's log-probabilities, where a step has several updates
+
+    @property
+    def answers(self) -> list[Answer]:
+        return [answer for group in self.groups for answer in group.answers]
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,8 @@
     python -m trainer.reinforcement.vllm_process DESCRIPTOR SETTINGS.json
 
 It reads requests from an inherited socket, one at a time, and ends when the other side does. A request is a name and
-arguments; the answer is {"result": ...} or {"error": one line}. Every answer says which version of the weights gave it.
+arguments; the answer is {"result": ...} with the version of the weights that gave it, or {"error": one line}, which
+says whether it is a fault of the run's, as others would find as well.
 """
 
 # pyright: reportArgumentType=false, reportOptionalSubscript=false
@@ -194,8 +195,9 @@ def main(descriptor: int, settings: Path) -> None:
         return
     except BaseException as error:
         traceback.print_exc()
-        told = line_of(error) or f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
-        messages.send(connection, {"error": told, "version": rollout.version if rollout else -1})
+        fault = line_of(error)
+        told = fault or f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+        messages.send(connection, {"error": told, "fault": fault is not None})
         sys.exit(1)
 
 

@@ -1,15 +1,17 @@
-"""vLLM beside the training that gives it weights, in reinforcement learning: memory of the GPU that both have in turn.
+"""vLLM beside the training that gives it weights, in reinforcement learning: memory of its GPU, and time of a step.
 
     of(run, facts, gpu) -> Rollout       its memory, and seconds of each phase of a step
     unanswered(run, facts, gpu)          why prompts cannot be answered there, with keys that mend it; or ""
 
 vLLM is on the first GPU of the training. While it answers, training keeps there what lies there at all times, and what
-it computes with is free; while training computes, vLLM sleeps. The cache has room for all answers of a step at full
-length, or for what is left; with less than one row nothing is answered.
+it computes with is free; while training computes, vLLM sleeps. Or each engine has a GPU of its own (reinforce.
+engine_gpus), with nothing beside it: they share the prompts, get their weights one after another, and answer while
+training computes where reinforce.staleness lets them. The cache has room for all answers of a step at full length, or
+for what is left; with less than one row nothing is answered.
 
 TRANSFER, PROBE and ANSWERED, which vLLM's host takes for a token of each of 256 rows, were measured on an H200 with
 3.21 GB of a Qwen3-MoE (benchmarks/gpu/reinforcement.py, 23 November 2026). All else is arithmetic.
-Not covered: rewards, vLLM on GPUs of its own.
+Not covered: rewards, answers that wait for a slow one. Nothing was measured with vLLM on GPUs of its own.
 """
 
 from collections.abc import Iterator
@@ -47,21 +49,29 @@ class Seconds:
     probe: float
     generate: float
     train: float
+    beside: bool = False  # whether answers are given while training computes
+
+    @property
+    def phases(self) -> dict[str, float]:
+        return {name: getattr(self, name) for name in ("transfer", "probe", "generate", "train")}
 
     @property
     def step(self) -> float:
-        return self.transfer + self.probe + self.generate + self.train
+        both = max if self.beside else lambda *seconds: sum(seconds)
+        return self.transfer + self.probe + both(self.generate, self.train)
 
 
 @dataclass(frozen=True)
 class Rollout:
-    """vLLM on the first GPU of a training."""
+    """vLLM on the first GPU of a training, or each engine on one of its own."""
 
     way: Way
     memory: ServedMemory
     row: int  # tokens of a prompt and its longest answer
     beside: int  # bytes that training holds there meanwhile
     trains: int  # bytes that it holds while vLLM sleeps, at most
+    engines: int = 1
+    alone: bool = False  # whether vLLM's GPU is none of training's
     seconds: Seconds | None = None  # None where no time is predicted
 
     @property
@@ -107,22 +117,28 @@ def of(run: Run, facts: ModelFacts, gpu: Gpu) -> Rollout:
     first, *_ = training.memory(trained, facts, gpu)
     beside = first.weights + first.gradients + first.optimizer + first.adapters + first.copies
     beside += first.buffers + first.context
-    found = Rollout(way, memory(facts, way, gpu), run.data.seq_length, beside, first.total)
+    its_own = asked.engine_gpus > 0
+    room, beside = memory(facts, way, gpu), 0 if its_own else beside
+    found = Rollout(way, room, run.data.seq_length, beside, first.total, asked.engines, its_own)
     if not gpu.cuda or found.lacks > 0:
         return found
     return replace(found, seconds=_seconds(run, trained, facts, gpu, found))
 
 
 def _seconds(run: Run, trained: Run, facts: ModelFacts, gpu: Gpu, found: Rollout) -> Seconds:
-    asked, rows = run.reinforce, run.reinforce.prompts * run.reinforce.samples
-    read = (found.memory.weights + found.at_once * found.row * found.memory.token) / (gpu.hbm * HBM)
-    token = read + facts.layers * LAYER[False] + found.at_once * ANSWERED
-    rate = TRANSFER.get(asked.transport or "ipc")
+    asked = run.reinforce
+    rows = ceil(asked.prompts / asked.engines) * asked.samples
+    together = min(rows, found.at_once)
+    read = (found.memory.weights + together * found.row * found.memory.token) / (gpu.hbm * HBM)
+    token = read + facts.layers * LAYER[False] + together * ANSWERED
+    rate = TRANSFER.get(asked.transport or ("gloo" if found.alone else "ipc"))
+    sent = parameters.total(facts) * found.way.byte * (1 if asked.transport == "files" else asked.engines)
     return Seconds(
-        transfer=parameters.total(facts) * found.way.byte / rate if rate else 0.0,
+        transfer=sent / rate if rate else 0.0,
         probe=PROBE,
-        generate=ceil(rows / found.at_once) * asked.max_tokens * token,
+        generate=ceil(rows / together) * asked.max_tokens * token,
         train=timing(trained, facts, gpu).likely * asked.updates,
+        beside=asked.staleness > 0,
     )
 
 
@@ -131,10 +147,9 @@ def unanswered(run: Run, facts: ModelFacts, gpu: Gpu) -> str:
     here = of(run, facts, gpu)
     if not gpu.cuda or here.lacks <= 0:
         return ""
-    why = (
-        f"one {gpu.name} has {here.memory.weights / GB:.1f} GB of weights in vLLM beside {here.beside / GB:.1f} GB of "
-    )
-    why += f"training, and {here.lacks / GB:.1f} GB are missing for one answer"
+    why = f"one {gpu.name} has {here.memory.weights / GB:.1f} GB of weights in vLLM"
+    why += "" if here.alone else f" beside {here.beside / GB:.1f} GB of training"
+    why += f", and {here.lacks / GB:.1f} GB are missing for one answer"
     mends = [*_mends(run, facts, gpu)]
     return f"{why}. {f'These fit: {", or ".join(mends)}' if mends else 'vLLM answers on one GPU yet'}"
 
@@ -143,12 +158,15 @@ def _mends(run: Run, facts: ModelFacts, gpu: Gpu) -> Iterator[str]:
     """Overrides with which vLLM has room for an answer: those that change least come first."""
     optimizer, adapter = run.optimizer, run.adapter
     ways: list[tuple[str, Run, Gpu]] = []
-    if adapter.kind == "none":
+    if adapter.kind == "none" and not run.reinforce.engine_gpus:
         lora = Adapter(experts="shared") if facts.experts else Adapter()
         named = "adapter.kind=lora adapter.experts=shared" if facts.experts else "adapter.kind=lora"
         away = run.model_copy(update={"optimizer": optimizer.model_copy(update={"offload": 1.0})})
         ways += [("optimizer.offload=1", away, gpu)] if optimizer.offload < 1 else []
         ways.append((named, run.model_copy(update={"adapter": lora}), gpu))
+    if not run.reinforce.engine_gpus:
+        alone = run.model_copy(update={"reinforce": run.reinforce.model_copy(update={"engine_gpus": 1})})
+        ways.append(("reinforce.engine_gpus=1", alone, gpu))
     ways += [(f"hardware.gpu={name}", run, other) for name, other in GPUS.items() if other.memory > gpu.memory]
     for named, tried, on in ways:
         if not problems(as_training(tried), facts, suggest=False) and of(tried, facts, on).lacks <= 0:

@@ -50,6 +50,37 @@ def test_what_cannot_answer_is_refused_with_keys_that_mend_it():
         assert rollout.unanswered(*of(FULL, *mend), gpu) == ""
 
 
+def test_on_gpus_of_their_own_engines_have_all_of_each_and_share_the_prompts():
+    shared, own = rollout.of(*of(LORA), H200), rollout.of(*of(LORA, "reinforce.engine_gpus=1"), H200)
+    assert own.beside == 0 < shared.beside and own.at_once > shared.at_once
+    two = rollout.of(*of(LORA, "reinforce.engine_gpus=1", "reinforce.engines=2"), H200)
+    assert own.seconds and two.seconds
+    assert two.seconds.transfer == pytest.approx(2 * own.seconds.transfer)  # one after another
+    assert two.seconds.generate < own.seconds.generate and two.seconds.train == own.seconds.train
+
+
+def test_beside_training_a_step_takes_as_long_as_the_longer_of_both():
+    keys = ("reinforce.engine_gpus=1", "reinforce.engines=3")
+    turns = rollout.of(*of(LORA, *keys), H200).seconds
+    beside = rollout.of(*of(LORA, *keys, "reinforce.staleness=1"), H200).seconds
+    assert turns and beside and beside.phases == turns.phases
+    assert turns.step - beside.step == pytest.approx(min(turns.generate, turns.train))
+
+
+def test_the_plan_counts_gpus_of_vllm_and_says_what_is_on_them():
+    planned = plan(*of(LORA, "reinforce.engine_gpus=1", "reinforce.engines=3", "reinforce.staleness=1"), H200)
+    one = plan(*of(LORA, "reinforce.engine_gpus=1"), H200)
+    (need,) = [need for need in planned.needs if need.stage == "reinforce"]
+    (less,) = [need for need in one.needs if need.stage == "reinforce"]
+    assert (need.gpus, less.gpus) == (4, 2) and need.memory > less.memory
+    assert need.cost and less.cost and need.seconds and less.seconds
+    assert need.cost / need.seconds == pytest.approx(2 * less.cost / less.seconds)
+    text = "\n".join(display.lines(planned))
+    assert "\nanswers  vLLM on 3 h200 of their own, each: " in text and "generate beside train" in text
+    assert "while it sleeps" not in text
+    assert display.as_dict(planned)["reinforce"]["gpus"] == 3
+
+
 def test_a_model_that_no_gpu_holds_says_so():
     run, facts = of(LORA, "model.source=deepseek-v3", "layout.auto=true")
     assert rollout.unanswered(run, facts, H100).endswith(". vLLM answers on one GPU yet")

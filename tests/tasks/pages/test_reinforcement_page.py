@@ -35,5 +35,13 @@ def test_the_page_of_a_reinforcement_learning():
     assert "![rewards](data:image/png;base64,cG5n)" in text and "- [MLflow](<http://mlflow/#/a?b=c>)" in text
 
 
+def test_answers_that_are_made_beside_training_are_no_part_of_a_steps_seconds():
+    lines = [line | {"seconds_wait": 0.125, "seconds_reward": 0.1, "version_lag": 1.0} for line in LINES]
+    text = reinforcement_page.page("quick", lines, SAMPLES, 10, 2, None, {})
+    assert "| version lag | 1 | steps taken since the weights that answered |" in text
+    assert "| answers, beside training | 0.6 | generate 0.5, reward 0.1 |" in text
+    assert "| seconds | 0.375 | wait 0.12, train 0.25 |" in text
+
+
 def test_one_picture_has_rewards_mismatch_and_length():
     assert (plots.together(LINES, plots.OF_REINFORCEMENT) or b"").startswith(b"\x89PNG")

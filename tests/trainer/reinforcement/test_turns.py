@@ -15,8 +15,9 @@ class Told(Rollouts):
         self.transport, self.sleeps, self.asleep = transport, sleeps, set()
         self.told: list[Any] = []
 
-    def call(self, name: str, **arguments: Any) -> None:
+    def each(self, name: str, **arguments: Any) -> dict:
         self.told.append((name, *arguments.values()))
+        return {}
 
     def _by(self, tensors: Any, version: int) -> int:
         self.told.append("weights")

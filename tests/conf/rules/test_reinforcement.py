@@ -1,0 +1,46 @@
+"""conf/rules/reinforcement.py: where vLLM may be, and when it may sample, said in one line before anything starts."""
+
+import pytest
+
+from conf.load import load
+from conf.rules.gpus import takes
+from contract.faults import ConfigError
+
+GPU, CPU = "qwen3-30b-a3b-1xh200", "tiny-rl"
+
+
+@pytest.mark.parametrize(
+    ("name", "overrides", "said"),
+    [
+        (
+            GPU,
+            ["reinforce.staleness=1"],
+            "reinforce.staleness: 1, but vLLM and Megatron have one GPU in turn: reinforce.engine_gpus=1",
+        ),
+        (GPU, ["reinforce.engines=2"], "reinforce.engines: 2, but vLLM and Megatron have one GPU in turn: reinforce."),
+        (
+            GPU,
+            ["reinforce.engine_gpus=1", "reinforce.transport=ipc"],
+            "reinforce.transport: ipc goes through the memory of one GPU, and vLLM has its own: gloo, or null",
+        ),
+        (CPU, ["reinforce.engine_gpus=1"], "reinforce.engine_gpus: 1, and hardware.gpu is cpu: 0, each engine has its"),
+        (
+            CPU,
+            ["reinforce.staleness=1", "reinforce.correction=none"],
+            "reinforce.correction: none would train on answers of older policies as if they were of this one: tis",
+        ),
+        (GPU, ["reinforce.engine_gpus=2"], "reinforce.engine_gpus: "),
+        (CPU, ["reinforce.engines=0"], "reinforce.engines: "),
+    ],
+)
+def test_what_does_not_go_together_is_said_beforehand(name, overrides, said):
+    with pytest.raises(ConfigError) as error:
+        load(name, ["reinforce.steps=10", *overrides])
+    (line,) = [one for one in str(error.value).splitlines() if said in one]
+    assert line.startswith("override reinforce.")
+
+
+def test_engines_have_gpus_behind_those_of_training():
+    keys = ["reinforce.steps=10", "reinforce.staleness=2", "reinforce.engines=3", "reinforce.engine_gpus=1"]
+    assert takes(load(GPU, keys), "reinforce").gpus == 4 and takes(load(GPU, keys), "train").gpus == 1
+    assert takes(load(CPU, ["reinforce.staleness=2", "reinforce.engines=3"]), "reinforce").gpus == 1

@@ -1,0 +1,76 @@
+"""Part of the host that each engine has: GPUs behind those of training, or a share of the cores."""
+
+import os
+
+import pytest
+import torch
+
+from conf.load import load
+from contract.faults import Fault
+from trainer.reinforcement.engines import settings
+from trainer.startup import device
+
+
+def of(name: str, *overrides: str):
+    return load(name, [*overrides] if name == "tiny-rl" else ["reinforce.steps=10", *overrides])
+
+
+@pytest.fixture
+def gpus(monkeypatch):
+    """gpus(count, visible): this host has so many GPUs, of which some can be used."""
+
+    def gpus(count: int, visible: str | None = None) -> None:
+        monkeypatch.setattr(device, "has_gpu", lambda: count > 0)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+        if visible is not None:
+            monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+
+    return gpus
+
+
+def seen(run) -> list[dict[str, str]]:
+    return [settings.environment(run, number) for number in range(run.reinforce.engines)]
+
+
+def test_engines_get_the_gpus_behind_those_of_training(gpus):
+    run = of("qwen3-30b-a3b-1xh200", "reinforce.engines=2", "reinforce.engine_gpus=1")
+    gpus(4)
+    assert seen(run) == [{"CUDA_VISIBLE_DEVICES": "1"}, {"CUDA_VISIBLE_DEVICES": "2"}]
+    gpus(3, "5,2,GPU-7")
+    assert seen(run) == [{"CUDA_VISIBLE_DEVICES": "2"}, {"CUDA_VISIBLE_DEVICES": "GPU-7"}]
+    assert settings.transport(run) == "gloo"
+    settings.require_room_beside(run)
+
+
+def test_a_host_with_too_few_of_them_says_so(gpus):
+    gpus(2)
+    with pytest.raises(
+        Fault, match=r"^reinforce\.engine_gpus: 2 x 1 GPUs beside the 1 of training are 3, and 2 can be"
+    ):
+        seen(of("qwen3-30b-a3b-1xh200", "reinforce.engines=2", "reinforce.engine_gpus=1"))
+
+
+def test_on_the_first_gpu_of_training_an_engine_is_as_it_was(gpus):
+    run = of("qwen3-30b-a3b-1xh200")
+    gpus(1)
+    assert seen(run) == [{}] and settings.transport(run) == "ipc"
+
+
+def test_a_configuration_for_a_cpu_is_refused_on_a_gpu_that_both_would_want_at_once(gpus):
+    gpus(1)
+    with pytest.raises(
+        Fault, match=r"^reinforce\.staleness: 1, but vLLM and Megatron have this host's first GPU in turn"
+    ):
+        settings.require_room_beside(of("tiny-rl", "reinforce.staleness=1"))
+    with pytest.raises(Fault, match=r"^reinforce\.engines: 2, but"):
+        settings.require_room_beside(of("tiny-rl", "reinforce.engines=2"))
+    gpus(0)
+    settings.require_room_beside(of("tiny-rl", "reinforce.staleness=1", "reinforce.engines=2"))
+
+
+def test_on_a_cpu_engines_share_the_cores(gpus, monkeypatch):
+    gpus(0)
+    monkeypatch.setattr(os, "cpu_count", lambda: 8)
+    assert seen(of("tiny-rl")) == [{}]
+    assert seen(of("tiny-rl", "reinforce.engines=3")) == [{"OMP_NUM_THREADS": "2"}] * 3

@@ -1,0 +1,97 @@
+"""Several engines: prompts are shared out, and those of an engine that ends are asked of the others."""
+
+import os
+import signal
+import threading
+import time
+from typing import Any
+
+import pytest
+
+from contract.faults import Fault
+from trainer.reinforcement.engines import engine
+from trainer.reinforcement.engines.engine import Engine, Lost
+from trainer.reinforcement.rollouts import Rollouts
+
+PROMPTS = [[number] for number in range(10, 20)]
+SEEDS = list(range(10))
+
+
+class StandIns(Rollouts):
+    """Engines that stand in for vLLM's, with settings of their own each."""
+
+    def __init__(self, folder: Any, *settings: dict[str, Any]):
+        self.started, self.closing = len(settings), False
+        self.engines = [
+            Engine(f"engine {number}", given, folder / f"rollout-{number}.log", {})
+            for number, given in enumerate(settings)
+        ]
+
+
+@pytest.fixture
+def engines(tmp_path, monkeypatch):
+    monkeypatch.setattr(engine, "PROGRAM", "tests.support.stand_in_engine")
+    opened: list[StandIns] = []
+
+    def engines(*settings: dict[str, Any]) -> StandIns:
+        opened.append(StandIns(tmp_path, *settings))
+        opened[-1].ready()
+        return opened[-1]
+
+    yield engines
+    for one in opened:
+        one.close()
+
+
+def asked(engines: StandIns, prompts: list[list[int]]) -> tuple[list[list[int]], set[str]]:
+    """Seeds that came back for the prompts, which have to be in order, and who answered."""
+    found = engines.answer(prompts, SEEDS[: len(prompts)], max_tokens=4)
+    assert [prompt for prompt, *_ in found] == prompts
+    return [tokens for _, ((tokens, *_),), _ in found], {text for _, ((*_, text, _, _),), _ in found}
+
+
+def test_every_engine_has_a_share_and_answers_come_in_the_order_of_prompts(engines):
+    three = engines({}, {}, {})
+    tokens, who = asked(three, PROMPTS)
+    assert tokens == [[seed] for seed in SEEDS] and len(who) == 3
+    tokens, who = asked(three, PROMPTS[:2])
+    assert tokens == [[0], [1]] and len(who) == 2
+
+
+def test_prompts_of_an_engine_that_ends_while_it_answers_are_asked_of_the_others(engines, capfd):
+    three = engines({}, {"dies": True}, {})
+    prompts = [*PROMPTS[:4], [0], *PROMPTS[5:]]
+    tokens, who = asked(three, prompts)
+    assert tokens == [[seed] for seed in SEEDS] and len(who) == 2
+    assert "engine 1 is left out, and 2 of 3 engines go on" in capfd.readouterr().out
+    assert asked(three, PROMPTS)[0] == tokens
+
+
+def test_an_engine_that_is_killed_is_told_of_at_once_and_left_out_of_what_comes(engines, capfd):
+    two, told = engines({"seconds": 1}, {"seconds": 1}), threading.Event()
+    for one in two.engines:
+        one.watch(lambda ended: told.set())
+    began = time.monotonic()
+    killer = threading.Timer(0.3, lambda: os.kill(two.engines[1].process.pid, signal.SIGKILL))
+    killer.start()
+    tokens, who = asked(two, PROMPTS)
+    assert tokens == [[seed] for seed in SEEDS] and len(who) == 1
+    assert told.wait(5) and time.monotonic() - began < 15
+    assert two.each("finish", version=3).keys() == {two.engines[0]} and two.engines[0].version == 3
+
+
+def test_the_last_engine_that_ends_ends_the_run_with_one_line(engines):
+    two = engines({"dies": True}, {"dies": True})
+    with pytest.raises(Lost, match=r"^rollout: answer: vLLM's process has ended with code 9 \(.*\)$"):
+        asked(two, [[0], [0]])
+
+
+def test_an_error_of_one_process_is_its_own_and_a_fault_of_the_run_ends_all(engines):
+    two = engines({}, {})
+    with pytest.raises(Lost, match=r"^rollout: answer: prompt \[1\]"):
+        asked(two, [*PROMPTS[:9], [1]])  # the other one has it as well
+    assert len(two.engines) == 1
+    two = engines({}, {})
+    with pytest.raises(Fault, match=r"^rollout: answer: prompt \[2\]") as caught:
+        asked(two, [*PROMPTS[:9], [2]])
+    assert not isinstance(caught.value, Lost) and len(two.engines) == 2
