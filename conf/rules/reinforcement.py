@@ -68,9 +68,6 @@ def contradictions(run: Run) -> Iterator[tuple[str, str]]:
         yield "reinforce.transport", "ipc goes through the memory of a GPU, and hardware.gpu is cpu: gloo, or null"
     if asked.signal and (reason := without_signal(run)):
         yield "reinforce.signal", f"compares each gradient with Adam's mean of those before it, and {reason}"
-    for key in ("tp", "pp", "cp"):
-        if asked.replay_experts and getattr(run.layout, key) > 1:
-            yield "reinforce.replay_experts", f"needs layout.{key} 1 yet, and it is {getattr(run.layout, key)}"
     if asked.transport == "adapter":
         yield from _alone(run)
     if asked.kl and (run.adapter.kind == "none" or asked.start == "trained"):
