@@ -64,8 +64,8 @@ def contradictions(run: Run) -> Iterator[tuple[str, str]]:
         yield "layout.nodes", f"{run.layout.nodes}: reinforce runs on one host yet"
     if asked.source and data.mixture:
         yield "reinforce.source", "has no effect on data.mixture: name data.source"
-    if asked.transport == "ipc" and run.hardware.gpu == "cpu":
-        yield "reinforce.transport", "ipc goes through the memory of a GPU, and hardware.gpu is cpu: gloo, or null"
+    if asked.transport == "nccl" and run.hardware.gpu == "cpu":
+        yield "reinforce.transport", "nccl goes from GPU to GPU, and hardware.gpu is cpu: gloo, or null"
     if asked.signal and (reason := without_signal(run)):
         yield "reinforce.signal", f"compares each gradient with Adam's mean of those before it, and {reason}"
     if asked.transport == "adapter":

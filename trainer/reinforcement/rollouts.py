@@ -154,16 +154,19 @@ class Rollouts:
         else:
             port = _free_port()
             self._ask("join", {"port": port})
-            self.pipe = wire.Pipe(port, rank=0)
+            where = torch.device("cuda" if self.transport == "nccl" and device.has_gpu() else "cpu")
+            self.pipe = wire.Pipe(port, 0, where, gone=lambda: self.process.poll() is not None)
             self._answer("join")
         self.joined = True
 
     def _memory(self) -> tuple[Callable[[int], torch.Tensor], int]:
         """What allocates memory for buckets, and how many bytes a bucket has."""
         if self.transport == "ipc":
-            return shared_memory.allocate, wire.BUCKET_OF_GPU
-        where = "cuda" if device.has_gpu() else "cpu"
-        return (lambda size: torch.empty(size, dtype=torch.uint8, device=where)), wire.BUCKET
+            return shared_memory.allocate, wire.BUCKET_OF_GPU if device.has_gpu() else wire.BUCKET
+        where, size = ("cuda", wire.BUCKET_OF_GPU) if device.has_gpu() else ("cpu", wire.BUCKET)
+        if self.transport == "gloo":
+            size = wire.BUCKET
+        return (lambda size: torch.empty(size, dtype=torch.uint8, device=where)), size
 
     def _send(self, bucket: wire.Bucket, handles: dict[int, Any]) -> None:
         shared, place = None, bucket.memory.data_ptr()
@@ -173,7 +176,7 @@ class Rollouts:
         if self.pipe is None:
             return
         try:
-            self.pipe.send(bucket.bytes.cpu())
+            self.pipe.send(bucket.bytes)
         except RuntimeError:
             self._answer("bucket")  # says why it is gone
             raise
@@ -220,8 +223,8 @@ class Rollouts:
 def transport(run: Run) -> str:
     """The way that weights get to vLLM on this host."""
     asked = run.reinforce.transport or ("ipc" if device.has_gpu() else "gloo")
-    if asked == "ipc" and not device.has_gpu():
-        raise Fault("reinforce.transport: ipc goes through the memory of a GPU, and this host has none; gloo does not")
+    if asked == "nccl" and not device.has_gpu():
+        raise Fault("reinforce.transport: nccl goes from GPU to GPU, and this host has none; gloo does not")
     return asked
 
 

@@ -5,7 +5,7 @@ function. Routes go with each answer, from the journal on. Experts' weights are 
 is replayed, and gradients reach the routers as ever.
 """
 
-# pyright: reportOptionalMemberAccess=false
+# pyright: reportOptionalMemberAccess=false, reportAttributeAccessIssue=false
 
 import base64
 from collections import deque
