@@ -62,9 +62,10 @@ class Choice:
         self.now: torch.Tensor | None = None
         self.recomputed: deque[torch.Tensor] = deque()  # of micro batches that have not gone backward
 
-    def begin(self, chosen: torch.Tensor, goes_backward: bool) -> None:
+    def begin(self, chosen: torch.Tensor, again: bool) -> None:
+        """Choose these, and these once more where the router is to run again in backward."""
         self.now = chosen
-        if goes_backward:
+        if again:
             self.recomputed.append(chosen)
 
     def end(self) -> None:
@@ -112,9 +113,14 @@ class Replay:
 
         routers = self.routers[id(unwrap_model(chunk))]
         if routers:
-            of_tokens = of_this_rank(batch["routes"], batch.get("cu_seqlens_q"), routers[0].config.sequence_parallel)
+            config = routers[0].config
+            again = torch.is_grad_enabled() and (
+                config.recompute_granularity == "full"
+                or (config.recompute_granularity == "selective" and "moe" in config.recompute_modules)
+            )
+            of_tokens = of_this_rank(batch["routes"], batch.get("cu_seqlens_q"), config.sequence_parallel)
             for router in routers:
-                router.router_replay.begin(of_tokens[:, router.layer_number - 1], torch.is_grad_enabled())
+                router.router_replay.begin(of_tokens[:, router.layer_number - 1], again)
 
     def end(self) -> None:
         """Have routers choose for themselves."""
