@@ -5,6 +5,7 @@ KILLS=20 kills so many times at random moments, where the default is a few.
 
 import contextlib
 import os
+import shutil
 import signal
 import subprocess
 import time
@@ -62,6 +63,7 @@ def test_killed_at_random_moments_each_step_is_taken_once_and_as_it_would_have_b
     while killed < KILLS:
         number += 1
         name, code, written = f"{victims}-{number}", None, {}
+        shutil.copytree(expected / "data", place / name / "data")  # prepared, which takes as long as a step
         while code != 0:
             process, folder = forked(name, KEYS)
             if killed < KILLS and wait(process, draw.uniform(0, seconds), victims):
