@@ -15,7 +15,7 @@ from random import Random
 import psutil
 import pytest
 
-from contract import checkpoints
+from contract import checkpoints, output_marks
 from tests.support import preloaded
 from tests.support.reinforced import answers, norms, signals
 
@@ -63,7 +63,8 @@ def test_killed_at_random_moments_each_step_is_taken_once_and_as_it_would_have_b
     while killed < KILLS:
         number += 1
         name, code, written = f"{victims}-{number}", None, {}
-        shutil.copytree(expected / "data", place / name / "data")  # prepared, which takes as long as a step
+        output_marks.take(place / name, output_marks.REINFORCEMENT)
+        shutil.copytree(expected / "data", place / name / "data")  # what is prepared, which takes longer than a step
         while code != 0:
             process, folder = forked(name, KEYS)
             if killed < KILLS and wait(process, draw.uniform(0, seconds), victims):
