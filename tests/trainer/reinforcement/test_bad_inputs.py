@@ -13,23 +13,31 @@ from trainer.patches import versions, vllm_cpu
 
 SOURCE = """
 import os, socket
-def raises(prompt, answer, reference): raise ValueError("no such answer")
+def raises(prompt, answer, reference):
+    raise ValueError("no such answer")
 def endless(prompt, answer, reference):
     while True: pass
-def forks(prompt, answer, reference): return os.fork()
-def writes(prompt, answer, reference): open("{place}/written", "w")
-def reaches(prompt, answer, reference): return len(open(f"/proc/{{os.getppid()}}/environ").read())
-def remembers(prompt, answer, reference): return 1 / (len([name for name in os.environ if "AWS" in name]))
-def connects(prompt, answer, reference): socket.create_connection(("127.0.0.1", {port}))
+def harms(prompt, answer, reference):
+    ways = {{
+        "fork": os.fork,
+        "write": lambda: open("{place}/written", "w"),
+        "read what the trainer was told": lambda: open(f"/proc/{{os.getppid()}}/environ"),
+        "end the trainer": lambda: os.kill(os.getppid(), 9),
+        "reach the network": lambda: socket.create_connection(("127.0.0.1", {port})),
+    }}
+    done = [name for name in os.environ if "AWS" in name]
+    for name, way in ways.items():
+        try:
+            way()
+            done.append(name)
+        except PermissionError:
+            pass
+    raise ValueError(f"it could {{', '.join(done) or 'do nothing'}}")
 """
 OF_FUNCTIONS = {
     "raises": "ValueError: no such answer",
     "endless": "no end within 0.5 s (reinforce.reward_seconds)",
-    "forks": "PermissionError",
-    "writes": "PermissionError",
-    "reaches": "PermissionError",
-    "remembers": "ZeroDivisionError",  # there is no such name
-    "connects": "PermissionError",
+    "harms": "ValueError: it could do nothing",
 }
 
 
