@@ -88,8 +88,8 @@ COLUMNS = ("sent_mb", "seconds_transfer", "seconds_export", "seconds_generate", 
 def test_each_transport_gives_vllm_the_same_policy(finish, base, work):
     """Prints, of a dense model, what each takes: medians of the steps behind the first."""
     base("llama")
-    keys = ADAPTER | {"paths.model": work / "llama", "paths.base": work / "llama-base", "reinforce.steps": 5}
-    keys |= {"reinforce.prompts": 16, "reinforce.samples": 8, "reinforce.max_tokens": 24}
+    keys = ADAPTER | {"paths.model": work / "llama", "paths.base": work / "llama-base", "reinforce.steps": 4}
+    keys |= {"reinforce.prompts": 16, "reinforce.samples": 8, "reinforce.max_tokens": 16}
     found = {name: finish(name, keys | {"reinforce.transport": name}) for name in ("gloo", "ipc", "files", "adapter")}
     found["nccl over gloo"] = finish("nccl", keys, "tests.support.nccl_over_gloo")
     print("\ntransport", *COLUMNS, sep="  ")
