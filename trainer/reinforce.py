@@ -10,7 +10,6 @@ which trainer.export takes as paths.output, metrics.jsonl and parity.json beside
 
 import os
 from pathlib import Path
-from typing import Any
 
 from conf.rules.reinforcement import as_training
 from conf.schema import identity
@@ -67,8 +66,6 @@ def _train(given: Run, run: Run, rollouts: Rollouts | None, start: int) -> None:
         bridge = open_bridge(run)
         config = make_config(run, bridge, start or None)
         config.dataset = FromOutside.of(run, feed)
-        provider: Any = config.model
-        provider.moe_enable_routing_replay = asked.replay_experts
         fresh = not start and asked.start == "trained"
         if fresh:
             _begin_with(config.checkpoint, checkpoint_folder(given))

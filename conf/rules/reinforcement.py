@@ -64,14 +64,11 @@ def contradictions(run: Run) -> Iterator[tuple[str, str]]:
         yield "layout.nodes", f"{run.layout.nodes}: reinforce runs on one host yet"
     if asked.source and data.mixture:
         yield "reinforce.source", "has no effect on data.mixture: name data.source"
-    if asked.transport == "ipc" and run.hardware.gpu == "cpu":
-        yield "reinforce.transport", "ipc goes through the memory of a GPU, and hardware.gpu is cpu: gloo, or null"
+    if asked.transport == "nccl" and run.hardware.gpu == "cpu":
+        yield "reinforce.transport", "nccl goes from GPU to GPU, and hardware.gpu is cpu: gloo, or null"
     yield from _places(run)
     if asked.signal and (reason := without_signal(run)):
         yield "reinforce.signal", f"compares each gradient with Adam's mean of those before it, and {reason}"
-    for key in ("tp", "pp", "cp"):
-        if asked.replay_experts and getattr(run.layout, key) > 1:
-            yield "reinforce.replay_experts", f"needs layout.{key} 1 yet, and it is {getattr(run.layout, key)}"
     if asked.transport == "adapter":
         yield from _alone(run)
     if asked.kl and (run.adapter.kind == "none" or asked.start == "trained"):
@@ -85,6 +82,11 @@ def _places(run: Run) -> Iterator[tuple[str, str]]:
         yield "reinforce.engine_gpus", f"{asked.engine_gpus}, and hardware.gpu is cpu: 0, each engine has its cores"
     if asked.engine_gpus and asked.transport == "ipc":
         yield "reinforce.transport", "ipc goes through the memory of one GPU, and vLLM has its own: gloo, or null"
+    if asked.transport == "nccl" and not asked.engine_gpus and not cpu:
+        yield (
+            "reinforce.transport",
+            "nccl goes to GPUs of vLLM's own, and it has none: reinforce.engine_gpus=1, or null",
+        )
     for key in ("staleness", "engines"):
         if getattr(asked, key) > (key == "engines") and not asked.engine_gpus and not cpu:
             yield (

@@ -135,11 +135,12 @@ class Reinforce(Section):
         default=1.0, gt=0, description="memory of the guarded process"
     )
     seed: Annotated[Seed, bears("reinforce")] = Field(default=1234, description="of prompts and samples")
-    transport: Annotated[Literal["ipc", "gloo", "files", "adapter"] | None, NOWHERE] = Field(
+    transport: Annotated[Literal["ipc", "nccl", "gloo", "files", "adapter"] | None, NOWHERE] = Field(
         default=None,
-        description="how weights get to vLLM: ipc = through memory of the GPU that both see; gloo = from memory to "
-        "memory of the host; files = as a file in /dev/shm; adapter = the adapter alone, beside the released weights, "
-        "where vLLM can; null = ipc on a GPU, else gloo",
+        description="how weights get to vLLM: ipc = through memory that both see, of the GPU where there is one; nccl "
+        "= from GPU to GPU, where vLLM has its own; gloo = from memory to memory of the host; files = as a file in "
+        "/dev/shm; adapter = the adapter alone, beside the released weights, where vLLM can; null = ipc on a GPU, else "
+        "gloo",
     )
     staleness: Annotated[Number, bears("reinforce", absent=0)] = Field(
         default=0,

@@ -144,7 +144,9 @@ def check_reinforce(given: Run) -> None:
         output_marks.take(Path(run.paths.output), REINFORCEMENT)
     if "RANK" not in os.environ:
         prepared.make(run)
-    found = prepared.check(run)
+    # A step asks as many prompts as it wants, the same ones again where there are fewer.
+    train = run.train.model_copy(update={"global_batch": 1})
+    found = prepared.check(run.model_copy(update={"train": train}))
     if found.kind == "text":
         raise Fault(f"{run.paths.data}: texts for pretraining have no prompts; reinforce.source names rows that do")
     resume.check_data(run, checkpoint_folder(run))

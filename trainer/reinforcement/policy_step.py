@@ -107,7 +107,7 @@ class PolicyStep:
         batch = next(iterator)
         shown = {key: batch[key] for key in ROWS if key in batch}
         if "routes" in batch:
-            self.replay.begin(batch["routes"])
+            self.replay.begin(model, batch)
         output, _ = gpt_step.forward_step(state, iter([shown]), model)
         return output, partial(self._loss, batch)
 

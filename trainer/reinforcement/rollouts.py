@@ -179,16 +179,19 @@ class Rollouts:
         else:
             port = _free_port()
             engine.ask("join", {"port": port})
-            engine.pipe = wire.Pipe(port, rank=0)
+            where = torch.device("cuda" if self.transport == "nccl" and device.has_gpu() else "cpu")
+            engine.pipe = wire.Pipe(port, 0, where, gone=lambda: engine.process.poll() is not None)
             engine.answer("join")
         engine.joined = True
 
     def _memory(self) -> tuple[Callable[[int], torch.Tensor], int]:
         """What allocates memory for buckets, and how many bytes a bucket has."""
         if self.transport == "ipc":
-            return shared_memory.allocate, wire.BUCKET_OF_GPU
-        where = "cuda" if device.has_gpu() else "cpu"
-        return (lambda size: torch.empty(size, dtype=torch.uint8, device=where)), wire.BUCKET
+            return shared_memory.allocate, wire.BUCKET_OF_GPU if device.has_gpu() else wire.BUCKET
+        where, size = ("cuda", wire.BUCKET_OF_GPU) if device.has_gpu() else ("cpu", wire.BUCKET)
+        if self.transport == "gloo":
+            size = wire.BUCKET
+        return (lambda size: torch.empty(size, dtype=torch.uint8, device=where)), size
 
     def _send(self, engine: Engine, bucket: wire.Bucket, handles: dict[int, Any]) -> None:
         shared, place = None, bucket.memory.data_ptr()
@@ -198,7 +201,7 @@ class Rollouts:
         if engine.pipe is None:
             return
         try:
-            engine.pipe.send(bucket.bytes.cpu())
+            engine.pipe.send(bucket.bytes)
         except RuntimeError:
             engine.answer("bucket")  # says why it is gone
             raise

@@ -5,9 +5,12 @@ function. Routes go with each answer, from the journal on. Experts' weights are 
 is replayed, and gradients reach the routers as ever.
 """
 
-# pyright: reportOptionalMemberAccess=false
+# pyright: reportOptionalMemberAccess=false, reportAttributeAccessIssue=false
 
 import base64
+from collections import deque
+from collections.abc import Callable
+from itertools import chain
 from typing import Any
 
 import torch
@@ -47,11 +50,49 @@ def require_told(routes: torch.Tensor, tokens: int) -> None:
         )
 
 
+class Choice:
+    """Experts that a router is to choose, in the place of megatron-core's RouterReplay.
+
+    Core's own tells forward and recompute apart by a switch for all routers, which pipelines cannot use: there a micro
+    batch goes forward before an earlier one is recomputed. Here autograd is asked whether it runs. Micro batches of a
+    stage go backward in the order in which they went forward.
+    """
+
+    def __init__(self) -> None:
+        self.now: torch.Tensor | None = None
+        self.recomputed: deque[torch.Tensor] = deque()  # of micro batches that have not gone backward
+
+    def begin(self, chosen: torch.Tensor, again: bool) -> None:
+        """Choose these, and these once more where the router is to run again in backward."""
+        self.now = chosen
+        if again:
+            self.recomputed.append(chosen)
+
+    def end(self) -> None:
+        self.now = None
+        self.recomputed.clear()
+
+    def get_replay_topk(
+        self, scores: torch.Tensor, topk: int, num_groups: Any, group_topk: Any, default_compute_topk: Callable
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Scores of the experts that are chosen, and these. Core calls this by its name."""
+        if self.now is None:
+            return default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
+        runs_backward = torch._C._current_graph_task_id() != -1
+        chosen = (self.recomputed.popleft() if runs_backward else self.now).to(scores.device)
+        if chosen.shape != (len(scores), topk):
+            raise Fault(
+                f"reinforce.replay_experts: a router reads {len(scores)} tokens and takes {topk} experts of each, and "
+                f"was told those of {tuple(chosen.shape)}"
+            )
+        return scores.gather(1, chosen), chosen
+
+
 class Replay:
     """Routers of a model on this rank, and what they are to choose."""
 
     def __init__(self) -> None:
-        self.routers: list[Any] = []
+        self.routers: dict[int, list[Any]] = {}  # by chunk of the model
 
     def install(self, model: Any) -> None:
         """Find the routers. A head that predicts further tokens keeps its own choice: vLLM has none of it here."""
@@ -59,22 +100,50 @@ class Replay:
         from megatron.core.utils import unwrap_model
 
         for chunk in unwrap_model(model):
+            mine = self.routers.setdefault(id(chunk), [])
             for name, module in chunk.named_modules():
                 if isinstance(module, TopKRouter) and not name.startswith("mtp"):
-                    self.routers.append(module)
+                    module.config.moe_router_fusion = False  # its kernel asks nobody
+                    module.router_replay = Choice()
+                    mine.append(module)
 
-    def begin(self, routes: torch.Tensor) -> None:
-        """Have routers choose these experts, [rows, tokens, layers, experts], also where layers are recomputed."""
-        from megatron.core.transformer.moe.router_replay import RouterReplayAction
+    def begin(self, chunk: Any, batch: dict[str, torch.Tensor]) -> None:
+        """Have routers of a chunk choose the experts of a micro batch, also where layers are recomputed."""
+        from megatron.core.utils import unwrap_model
 
-        of_tokens = routes.transpose(0, 1).flatten(0, 1)  # Megatron has the first token of each row first
-        for router in self.routers:
-            router.router_replay.clear_indices()
-            router.router_replay.set_target_indices(of_tokens[:, router.layer_number - 1].contiguous())
-            router.router_replay.set_router_replay_action(RouterReplayAction.REPLAY_FORWARD)
+        routers = self.routers[id(unwrap_model(chunk))]
+        if routers:
+            config = routers[0].config
+            again = torch.is_grad_enabled() and (
+                config.recompute_granularity == "full"
+                or (config.recompute_granularity == "selective" and "moe" in config.recompute_modules)
+            )
+            of_tokens = of_this_rank(batch["routes"], batch.get("cu_seqlens_q"), config.sequence_parallel)
+            for router in routers:
+                router.router_replay.begin(of_tokens[:, router.layer_number - 1], again)
 
     def end(self) -> None:
         """Have routers choose for themselves."""
-        for router in self.routers:
-            router.router_replay.clear_indices()
-            router.router_replay.clear_router_replay_action()
+        for router in chain(*self.routers.values()):
+            router.router_replay.end()
+
+
+def of_this_rank(routes: torch.Tensor, cut: torch.Tensor | None, by_sequence: bool) -> torch.Tensor:
+    """Routes [tokens, layers, experts] of the tokens that this rank's routers read, of a micro batch's [rows, tokens].
+
+    Context parallelism takes pieces of each row, and sequence parallelism gives each tensor-parallel rank a part of
+    these. Megatron has the first token of each row first.
+    """
+    from megatron.core import parallel_state
+
+    from trainer.megatron.whole_rows import places
+
+    group = parallel_state.get_context_parallel_group()
+    if group.size() > 1:
+        mine = places(routes.size(1), cut, group, torch.device("cuda"))
+        routes = routes[:, mine.to(routes.device)]
+    found = routes.transpose(0, 1)
+    if by_sequence:
+        ranks = parallel_state.get_tensor_model_parallel_world_size()
+        found = found.chunk(ranks)[parallel_state.get_tensor_model_parallel_rank()]
+    return found.flatten(0, 1)

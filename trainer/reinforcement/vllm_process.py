@@ -33,6 +33,7 @@ class Rollout:
     """A model of vLLM's whose weights change."""
 
     def __init__(self, settings: dict[str, Any]):
+        vllm_cpu.require_known()
         engine.prepare(Path(settings["kernels"]), online=False)
         with vllm_cpu.hidden():
             from vllm import LLM

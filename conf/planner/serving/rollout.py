@@ -33,8 +33,9 @@ from conf.rules.serving import BYTES
 from conf.schema.run import Run
 from conf.schema.sections import Adapter
 
-# Bytes/s from Megatron's layout into vLLM's, on one GPU; files is a guess.
-TRANSFER = {"ipc": 10.3 * GB, "gloo": 0.62 * GB, "files": 0.62 * GB}
+# Bytes/s from Megatron's layout into vLLM's, on one GPU; files is a guess, and nccl, of which
+# most is the export as well.
+TRANSFER = {"ipc": 10.3 * GB, "nccl": 10.3 * GB, "gloo": 0.62 * GB, "files": 0.62 * GB}
 PROBE = 0.18  # seconds
 BEGINNING = 60.0  # seconds until vLLM has compiled, and both can begin
 ANSWERED = 28e-6  # seconds for a row's token, on the host

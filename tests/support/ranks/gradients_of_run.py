@@ -68,10 +68,10 @@ def compare(
     start(run)
     import torch
 
-    losses, loads, pieces = train(run, without, policy)
+    losses, loads, pieces, said = train(run, without, policy)
     if not reference.exists():
         assert run.world == 1, reference
-        found = {"losses": losses, "loads": loads, "tensors": dict(_whole(pieces))}
+        found = {"losses": losses, "loads": loads, "tensors": dict(_whole(pieces)), "said": said}
         torch.save(found, reference.with_suffix(".partial"))
         reference.with_suffix(".partial").rename(reference)
         return {"losses": losses, "tensors": len(pieces)}
@@ -99,8 +99,20 @@ def compare(
         "cosine": min(rows, key=lambda row: row["cosine"]),
         "whole_cosine": _whole_cosine(rows),
         "over": sorted({row["name"] for row in rows if not row["difference"] <= 1e-4}),
+        "log_probs": _apart(said, expected["said"], run.world),
         **near,
     }
+
+
+def _apart(said: dict[int, list[float]], expected: dict[int, list[float]], world: int) -> float:
+    """Largest difference of any token's log-probability, of all ranks' answers."""
+    import torch
+
+    every: list[Any] = [None] * world
+    torch.distributed.all_gather_object(every, said)
+    assert {number for rank in every for number in rank} == expected.keys()
+    pairs = [zip(found, expected[number], strict=True) for rank in every for number, found in rank.items()]
+    return max((abs(a - b) for pair in pairs for a, b in pair), default=0.0)
 
 
 def _nearness(pieces: list, single: dict[str, Any], exact: Path, world: int) -> dict[str, float]:
@@ -118,8 +130,11 @@ def _nearness(pieces: list, single: dict[str, Any], exact: Path, world: int) -> 
     }
 
 
-def train(run: Run, without: Sequence[str], policy: str = "") -> tuple[list[float], list[list[float]], list]:
-    """Losses of all steps and each expert's tokens, and this rank's pieces of the first step's gradients."""
+def train(
+    run: Run, without: Sequence[str], policy: str = ""
+) -> tuple[list[float], list[list[float]], list, dict[int, list[float]]]:
+    """Losses of all steps and each expert's tokens, this rank's pieces of the first step's gradients, and what the
+    policy says of this rank's answers before that step."""
     import torch
     from megatron.bridge.training.callbacks import Callback
     from megatron.bridge.training.finetune import finetune
@@ -169,14 +184,16 @@ def train(run: Run, without: Sequence[str], policy: str = "") -> tuple[list[floa
             config = make_config(run, open_bridge(run), None)
             config.checkpoint.save = None
             step, callbacks = forward_step, []
+            said: dict[int, list[float]] = {}
             if policy:
                 from tests.support.ranks import drawn_answers
 
                 config.dataset, step, callbacks = drawn_answers.fed(run, policy)
+                said = callbacks[0].said
             finetune(config, step, callbacks=[*callbacks[:1], Recorder(), *callbacks[1:]])
     finally:
         adapters.SPREAD_OF_B = 0.0
-    return losses, loads, pieces
+    return losses, loads, pieces, said
 
 
 @contextlib.contextmanager

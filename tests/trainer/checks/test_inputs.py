@@ -63,6 +63,12 @@ def test_a_key_that_would_not_reach_megatron_s_model_is_named_and_can_be_answere
     inputs.check_convert(run.model_copy(update={"model": ignored}))
 
 
+def test_a_step_of_reinforcement_may_have_more_answers_than_there_are_prompts(run, tmp_path):
+    asked = run.reinforce.model_copy(update={"steps": 1, "start": "base", "prompts": 64, "samples": 8})
+    paths = run.paths.model_copy(update={"reinforced": str(tmp_path / "reinforced")})
+    inputs.check_reinforce(run.model_copy(update={"reinforce": asked, "paths": paths}))
+
+
 def shard(run) -> Path:
     return sorted(Path(run.paths.model).glob("*.safetensors"))[0]
 

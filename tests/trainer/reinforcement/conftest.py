@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support import preloaded
 from trainer.data.tickets import tickets
 
 KEYS = {
@@ -24,6 +25,11 @@ KEYS = {
     "reinforce.reward": "regex",
     "reinforce.pattern": "e",  # some of what a model says that was never trained
 }
+IMPORTS = """
+from trainer.rehearsal import forked_ranks
+forked_ranks.import_all()
+import trainer.reinforcement.loop
+"""
 TRAINER = "trainer.reinforce"
 Start = Callable[..., tuple[subprocess.Popen, Path]]
 
@@ -46,17 +52,41 @@ def place(tmp_path_factory) -> Path:
     return tmp_path_factory.mktemp("place")
 
 
-@pytest.fixture
-def start(work, place, rows):
-    """start(name, overrides, module) -> a process of a command, and the folder that it writes."""
-    started: list[subprocess.Popen] = []
+@pytest.fixture(scope="module")
+def arguments(work, place, rows):
+    """arguments(name, overrides) -> what a command is told, and the folder that it writes."""
 
-    def start(name: str, overrides: dict[str, object], module: str = TRAINER) -> tuple[subprocess.Popen, Path]:
+    def arguments(name: str, overrides: dict[str, object]) -> tuple[list[str], Path]:
         folder = place / name
         paths = {"paths.model": work / "glm4-moe", "paths.base": work / "glm4-moe-base", "paths.data": rows}
         paths |= {"paths.reinforced": folder, "paths.logs": place / f"{name}-logs"}
         keys = [f"{key}={value}" for key, value in (KEYS | paths | overrides).items()]
-        command = [sys.executable, "-m", module, str(work / "conf.yaml"), *keys]
+        return [str(work / "conf.yaml"), *keys], folder
+
+    return arguments
+
+
+@pytest.fixture(scope="module")
+def forked(arguments, place):
+    """forked(name, overrides, **environment) -> a trainer as a fork of a process that has imported Megatron, which is
+    most of what a start takes, and the folder that it writes."""
+    with preloaded.python(IMPORTS) as fork:
+
+        def forked(name: str, overrides: dict[str, object], **environment: str) -> tuple[preloaded.Started, Path]:
+            given, folder = arguments(name, overrides)
+            return fork.start(TRAINER, *given, output=place / f"{name}.log", **environment), folder
+
+        yield forked
+
+
+@pytest.fixture
+def start(arguments, place):
+    """start(name, overrides, module) -> a process of a command, and the folder that it writes."""
+    started: list[subprocess.Popen] = []
+
+    def start(name: str, overrides: dict[str, object], module: str = TRAINER) -> tuple[subprocess.Popen, Path]:
+        given, folder = arguments(name, overrides)
+        command = [sys.executable, "-m", module, *given]
         with (place / f"{name}.log").open("a") as log:
             started.append(subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT))
         return started[-1], folder

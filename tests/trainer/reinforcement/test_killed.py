@@ -3,7 +3,9 @@
 KILLS=20 kills so many times at random moments, where the default is a few.
 """
 
+import contextlib
 import os
+import shutil
 import signal
 import subprocess
 import time
@@ -13,7 +15,8 @@ from random import Random
 import psutil
 import pytest
 
-from contract import checkpoints
+from contract import checkpoints, output_marks
+from tests.support import preloaded
 from tests.support.reinforced import answers, norms, signals
 
 STEPS, KILLED_AT = 6, 4  # checkpoints at 2, 4 and 6: step 3 is repeated, step 4 is interrupted, 5 and 6 come after
@@ -40,36 +43,69 @@ def test_killed_within_a_step_it_goes_on_to_the_same_answers(start, finish):
     assert any(len(set(rewards)) > 1 for _, rewards in answers(folder))  # there was something to learn
 
 
+@pytest.fixture(scope="module")
+def undisturbed(forked, place) -> tuple[Path, float]:
+    """What is left of a learning that nobody kills, and the seconds that it takes."""
+    began = time.monotonic()
+    process, folder = forked("undisturbed", KEYS)
+    assert process.wait(600) == 0, (place / "undisturbed.log").read_text()
+    return folder, time.monotonic() - began
+
+
 @pytest.mark.slow
-@pytest.mark.timeout(1200 * KILLS)
+@pytest.mark.timeout(600 + 200 * KILLS)
 @pytest.mark.parametrize("victims", ["trainer", "rollout", "both"])
-def test_killed_at_random_moments_each_step_is_taken_once_and_as_it_would_have_been(victims, start, finish):
-    expected, draw, name = finish(f"undisturbed-{victims}", KEYS), Random(victims), f"random-{victims}"
-    for _ in range(KILLS):
-        process, _ = start(name, KEYS)
-        moment = time.monotonic() + draw.uniform(0, 60)
-        while time.monotonic() < moment and process.poll() is None:
-            time.sleep(0.05)
-        if process.poll() is None:
-            kill(process, victims)
-            assert process.wait(120) in (-signal.SIGKILL, 2, 0), name
-        if process.poll() == 0:
-            break  # it was done before the moment came, or before the signal did
-    require_same(finish(name, KEYS), expected)
+def test_killed_at_random_moments_each_step_is_taken_once_and_as_it_would_have_been(
+    victims, forked, place, undisturbed
+):
+    """A learning that gets to its end before it was killed often enough is followed by another."""
+    (expected, seconds), draw, killed, number = undisturbed, Random(victims), 0, 0
+    while killed < KILLS:
+        number += 1
+        name, code, written = f"{victims}-{number}", None, {}
+        output_marks.take(place / name, output_marks.REINFORCEMENT)
+        shutil.copytree(expected / "data", place / name / "data")  # what is prepared, which takes longer than a step
+        while code != 0:
+            process, folder = forked(name, KEYS)
+            if killed < KILLS and wait(process, draw.uniform(0, seconds), victims):
+                killed += kill(process.pid, victims)
+            code = process.wait(600)
+            assert code in (-signal.SIGKILL, 2, 0), (place / f"{name}.log").read_text()[-4000:]
+            steps = {path.name: path.read_bytes() for path in (folder / "rollouts").glob("0*.json")}
+            assert steps.items() >= written.items()  # what is in the journal stays what it is
+            written = steps
+        require_same(place / name, expected)
+        output = (place / f"{name}.log").read_text()
+        told = [line for line in output.splitlines() if line.startswith("error: ")]
+        assert all(line.startswith("error: rollout: ") for line in told) and "Traceback" not in output
+    print(f"{victims}: killed {killed} times in {number} trainings of {seconds:.0f} s")
 
 
-def kill(trainer: subprocess.Popen, victims: str) -> None:
-    mine = children(trainer.pid) if victims != "trainer" else []
-    pids = [trainer.pid] if victims != "rollout" else []
-    for pid in [*mine, *pids]:
-        os.kill(pid, signal.SIGKILL)
-    if not mine and victims == "rollout":
-        os.kill(trainer.pid, signal.SIGKILL)  # it had none yet
+def wait(process: preloaded.Started, seconds: float, victims: str) -> bool:
+    """Wait for a moment at which all who are to be killed are there; False where the training has ended before."""
+    moment = time.monotonic() + seconds
+    while time.monotonic() < moment or (victims != "trainer" and not children(process.pid)):
+        if process.poll() is not None:
+            return False
+        time.sleep(0.05)
+    return process.poll() is None
+
+
+def kill(trainer: int, victims: str) -> bool:
+    mine = children(trainer) if victims != "trainer" else []
+    pids = [*mine, *([trainer] if victims != "rollout" else [])]
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    return bool(pids)
 
 
 def children(pid: int) -> list[int]:
     """vLLM's process of a trainer."""
-    return [one.pid for one in psutil.Process(pid).children() if "vllm_process" in " ".join(one.cmdline())]
+    try:
+        return [one.pid for one in psutil.Process(pid).children() if "vllm_process" in " ".join(one.cmdline())]
+    except psutil.NoSuchProcess:
+        return []
 
 
 def require_same(folder: Path, expected: Path) -> None:

@@ -6,7 +6,6 @@ import numpy
 import pytest
 import torch
 
-from conf.load import ConfigError, load
 from contract.faults import Fault
 from trainer.reinforcement import routes
 from trainer.reinforcement.batches import Form, micro_batches
@@ -56,9 +55,43 @@ def test_an_engine_that_tells_nothing_of_its_experts_is_found():
         routes.require_told(torch.from_numpy(drawn(4)).long(), 5)
 
 
-def test_layouts_that_cut_tokens_or_layers_are_refused():
-    with pytest.raises(ConfigError, match=r"reinforce.replay_experts: needs layout.pp 1 yet, and it is 2"):
-        load("tiny-rl", ["reinforce.replay_experts=true", "layout.gpus_per_node=2", "layout.pp=2"])
+def test_what_is_recomputed_takes_the_experts_of_its_own_micro_batch():
+    from torch.utils.checkpoint import checkpoint
+
+    scores, choice, taken = torch.rand(4, EXPERTS, requires_grad=True), routes.Choice(), []
+
+    def own_choice(*_, **__):
+        pytest.fail("it chose by itself")
+
+    def router(given: torch.Tensor) -> torch.Tensor:
+        found, chosen = choice.get_replay_topk(
+            given, CHOSEN, None, None, lambda *_, **__: pytest.fail("its own choice")
+        )
+        taken.append(chosen)
+        return found.sum()
+
+    first, second = (torch.from_numpy(drawn(4 * count)[:4, 0]).long() for count in (1, 2))
+    losses = []
+    for chosen in first, second:  # as a pipeline does: both go forward before one goes backward
+        choice.begin(chosen, again=True)
+        losses.append(checkpoint(router, scores, use_reentrant=True))
+    assert [one.tolist() for one in taken] == [first.tolist(), second.tolist()]
+    for loss in losses:
+        loss.backward()
+    assert [one.tolist() for one in taken[2:]] == [first.tolist(), second.tolist()]
+    assert not choice.recomputed
+    choice.end()
+    assert choice.get_replay_topk(scores, CHOSEN, 1, 2, lambda *given, **named: (given, named))[1] == {
+        "num_groups": 1,
+        "group_topk": 2,
+    }
+
+
+def test_experts_of_other_tokens_than_a_router_reads_are_refused():
+    choice = routes.Choice()
+    choice.begin(torch.from_numpy(drawn(3)[:, 0]).long(), again=False)
+    with pytest.raises(Fault, match=r"reads 4 tokens and takes 2 experts of each, and was told those of \(3, 2\)"):
+        choice.get_replay_topk(torch.rand(4, EXPERTS), CHOSEN, None, None, lambda: None)
 
 
 BF16 = {"train.precision": "bf16", "reinforce.steps": 2, "reinforce.prompts": 8, "train.global_batch": 32}

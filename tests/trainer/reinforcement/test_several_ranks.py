@@ -19,6 +19,12 @@ CUTS = {
     "pipeline parallel": {"layout.pp": 2},
     "expert parallel": {"layout.ep": 2},
     "context parallel": {"layout.cp": 2},
+    "tensor and sequence parallel, shared memory": {
+        "layout.tp": 2,
+        "layout.sp": True,
+        "reinforce.transport": "ipc",
+    },
+    "pipeline parallel, shared memory": {"layout.pp": 2, "reinforce.transport": "ipc"},
     "packed": {"data.packed": True, "train.micro_batch": 1},
 }
 
@@ -34,7 +40,7 @@ def alone() -> dict[str, Path]:
 def test_two_ranks_are_told_and_learn_what_one_is_and_does(cut, finish, alone):
     if not alone:
         alone["folder"] = finish("alone", KEYS)
-    found = finish(cut.replace(" ", "-"), KEYS | TWO | CUTS[cut])
+    found = finish(cut.replace(",", "").replace(" ", "-"), KEYS | TWO | CUTS[cut])
     expected = alone["folder"]
     assert answers(found) == answers(expected)
     assert norms(found) == pytest.approx(norms(expected), rel=1e-4)

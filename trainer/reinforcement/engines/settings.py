@@ -25,8 +25,8 @@ BLOCK = 16  # tokens of a block of keys and values on a CPU: its default holds a
 def transport(run: Run) -> str:
     """The way that weights get to vLLM on this host."""
     asked = run.reinforce.transport or ("ipc" if device.has_gpu() and not run.reinforce.engine_gpus else "gloo")
-    if asked == "ipc" and not device.has_gpu():
-        raise Fault("reinforce.transport: ipc goes through the memory of a GPU, and this host has none; gloo does not")
+    if asked == "nccl" and not device.has_gpu():
+        raise Fault("reinforce.transport: nccl goes from GPU to GPU, and this host has none; gloo does not")
     return asked
 
 

@@ -1,6 +1,7 @@
-"""vLLM's WeightTransferEngine for processes of one host: over gloo anywhere, through shared memory of a GPU on one.
+"""vLLM's WeightTransferEngine for processes of one host: over gloo or NCCL, or through memory that both see.
 
-vLLM 0.26 brings nccl and ipc, both without checksums. Between start and finish it loads layer by layer: a layer is
+vLLM 0.26 brings nccl and ipc of its own. Both are without checksums, and its nccl wants vLLM in the sender's process as
+well. Between start and finish it loads layer by layer: a layer is
 built anew once all of its tensors have come, which is why a transfer always sends every tensor. Until then it keeps
 those that have come, so that none may lie in memory that the sender fills again.
 """
@@ -66,18 +67,30 @@ class BucketEngine(base.WeightTransferEngine[Init, Update]):
 
 
 class GlooEngine(BucketEngine):
+    """Buckets that come over gloo, from memory of the host to memory of the host."""
+
     pipe: wire.Pipe
 
     def init_transfer_engine(self, init_info: Init) -> None:
         assert init_info.port
-        self.pipe = wire.Pipe(init_info.port, rank=1)
+        self.pipe = wire.Pipe(init_info.port, 1, self.ends_in())
+
+    def ends_in(self) -> torch.device:
+        return wire.HOST
 
     def received(self, update_info: Update) -> torch.Tensor:
         return self.pipe.receive(update_info.used).to(self.device)
 
 
+class NcclEngine(GlooEngine):
+    """Buckets that come over NCCL, from GPU to GPU. On a CPU it is gloo, by the same steps."""
+
+    def ends_in(self) -> torch.device:
+        return torch.device(self.device)
+
+
 class SharedEngine(BucketEngine):
-    """Memory of the GPU that both processes see, by CUDA's IPC handles."""
+    """Memory that both processes see: of the GPU, by CUDA's IPC handles, or of a host without one."""
 
     def init_transfer_engine(self, init_info: Init) -> None:
         self.opened: dict[Any, torch.Tensor] = {}
@@ -96,11 +109,11 @@ class SharedEngine(BucketEngine):
         super().finish_weight_update()
 
 
-ENGINES = {"gloo": GlooEngine, "ipc": SharedEngine}  # by transport
+ENGINES = {"gloo": GlooEngine, "nccl": NcclEngine, "ipc": SharedEngine}  # by transport
 
 
 def name(transport: str) -> str:
-    """vLLM's name of the engine for a transport. It has an ipc of its own."""
+    """Name that vLLM knows the engine of a transport by. It has an ipc and an nccl of its own."""
     return f"buckets-{transport if transport in ENGINES else 'gloo'}"
 
 

@@ -6,13 +6,15 @@ the digests of a whole bucket take one pass over it, on the device where it lies
 number that its place gives (trainer/weights/digests.py), and a tensor's digest is the sum over its rows.
 """
 
-# pyright: reportAttributeAccessIssue=false, reportPrivateImportUsage=false
+# pyright: reportAttributeAccessIssue=false, reportPrivateImportUsage=false, reportArgumentType=false
 
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import accumulate
 from math import prod
+from typing import Any
 
 import torch
 
@@ -24,6 +26,8 @@ BUCKET_OF_GPU = 256 << 20  # of memory that both sides see
 WORDS = 1024  # of 8 bytes
 ROW = 8 * WORDS
 PATIENCE = timedelta(minutes=10)
+POLL = 0.0005  # seconds
+HOST = torch.device("cpu")
 
 Sent = tuple[str, str, tuple[int, ...], int]  # name, type, shape and bytes
 
@@ -143,19 +147,32 @@ def _dtype(tensor: torch.Tensor) -> str:
 
 
 class Pipe:
-    """A connection of two processes of one host for tensors."""
+    """A connection of two processes of one host for tensors: over NCCL from GPU to GPU, or over gloo.
 
-    def __init__(self, port: int, rank: int):
-        from torch.distributed import ProcessGroupGloo, TCPStore
+    NCCL would wait for ever for a process that has ended: `gone` says that the other one has.
+    """
 
-        self.rank = rank
+    def __init__(self, port: int, rank: int, device: torch.device = HOST, gone: Callable[[], bool] = lambda: False):
+        from torch.distributed import ProcessGroupGloo, ProcessGroupNCCL, TCPStore
+
+        self.rank, self.device, self.gone = rank, device, gone
         self.store = TCPStore("127.0.0.1", port, 2, is_master=rank == 0, timeout=PATIENCE, wait_for_workers=False)
-        self.group = ProcessGroupGloo(self.store, rank, 2, PATIENCE)
+        kind = ProcessGroupGloo if device.type == "cpu" else ProcessGroupNCCL
+        self.group = kind(self.store, rank, 2, PATIENCE)
 
     def send(self, tensor: torch.Tensor) -> None:
-        self.group.send([tensor], 1 - self.rank, 0).wait()
+        self._finish(self.group.send([tensor.to(self.device)], 1 - self.rank, 0))
 
     def receive(self, size: int) -> torch.Tensor:
-        tensor = torch.empty(size, dtype=torch.uint8)
-        self.group.recv([tensor], 1 - self.rank, 0).wait()
+        tensor = torch.empty(size, dtype=torch.uint8, device=self.device)
+        self._finish(self.group.recv([tensor], 1 - self.rank, 0))
         return tensor
+
+    def _finish(self, work: Any) -> None:
+        """Wait until a tensor has gone over. Raises a RuntimeError where the other process has ended, as gloo does."""
+        while self.device.type != "cpu" and not work.is_completed():
+            if self.gone():
+                self.group.abort()
+                raise RuntimeError("the other process has ended")
+            time.sleep(POLL)
+        work.wait()

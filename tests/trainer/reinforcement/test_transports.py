@@ -1,0 +1,110 @@
+"""Ways of weights to vLLM: each gives it the same policy, and an end of one side is noticed by the other."""
+
+import json
+import multiprocessing
+import os
+import statistics
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from conf.load import ConfigError, load
+from contract.faults import Fault
+from tests.support.reinforced import answers
+from trainer.reinforcement.engines import settings
+from trainer.reinforcement.rollouts import _free_port
+from trainer.reinforcement.transfer import shared_memory, wire
+
+SENT = torch.arange(5000).to(torch.uint8)
+
+
+def other_side(port: int, ends_early: bool) -> None:
+    pipe = wire.Pipe(port, 1)
+    if ends_early:
+        os._exit(1)
+    pipe.send(pipe.receive(len(SENT)) + 1)
+
+
+@pytest.mark.parametrize("ends_early", [False, True])
+def test_what_goes_through_a_pipe_arrives_and_a_side_that_has_ended_is_noticed(ends_early):
+    port = _free_port()
+    process = multiprocessing.get_context("fork").Process(target=other_side, args=(port, ends_early))
+    process.start()
+    pipe = wire.Pipe(port, 0)
+    if ends_early:
+        process.join()
+        with pytest.raises(RuntimeError):
+            pipe.send(SENT)
+            pipe.receive(len(SENT))
+    else:
+        pipe.send(SENT)
+        assert torch.equal(pipe.receive(len(SENT)), SENT + 1)
+    process.join()
+
+
+def test_nccl_which_waits_for_ever_is_ended_where_the_other_side_has():
+    ended, asked = [], iter([False, False, True])
+    pipe = object.__new__(wire.Pipe)
+    pipe.device, pipe.gone = torch.device("cuda"), lambda: next(asked)
+    pipe.group = SimpleNamespace(abort=lambda: ended.append(True))
+    with pytest.raises(RuntimeError, match="the other process has ended"):
+        pipe._finish(SimpleNamespace(is_completed=lambda: False))
+    assert ended == [True]
+
+
+def read(arguments: tuple, found) -> None:
+    found.send(shared_memory.opened(arguments, wire.HOST).sum().item())
+
+
+def test_another_process_sees_the_memory_of_a_host_and_it_is_gone_with_both():
+    memory = shared_memory.allocate(len(SENT))
+    memory.copy_(SENT)
+    mine, theirs = multiprocessing.Pipe()
+    process = multiprocessing.get_context("spawn").Process(target=read, args=(shared_memory.shared(memory), theirs))
+    process.start()
+    assert mine.recv() == SENT.sum().item()
+    process.join()
+    shared_memory.collect()
+    assert torch.equal(memory, SENT)  # what is closed is still this process's
+    assert not [one for one in Path("/proc/self/fd").iterdir() if "memfd:rollout" in os.path.realpath(one)]
+
+
+def test_nccl_is_refused_where_there_are_no_gpus():
+    with pytest.raises(ConfigError, match=r"reinforce.transport: nccl goes from GPU to GPU, and hardware.gpu is cpu"):
+        load("tiny-rl", ["reinforce.transport=nccl"])
+    with pytest.raises(ConfigError, match=r"reinforce.transport: nccl goes to GPUs of vLLM's own, and it has none"):
+        load("tiny-rl", ["reinforce.transport=nccl", "hardware.gpu=h200"])
+    run = load("tiny-rl", ["reinforce.transport=nccl", "hardware.gpu=h200", "reinforce.engine_gpus=1"])
+    with pytest.raises(Fault, match=r"^reinforce.transport: nccl goes from GPU to GPU, and this host has none"):
+        settings.transport(run)
+
+
+ADAPTER = {"adapter.kind": "lora", "adapter.rank": 8, "adapter.targets": "[linear_qkv,linear_proj]"}
+COLUMNS = ("sent_mb", "seconds_transfer", "seconds_export", "seconds_generate", "generated_tokens_per_second")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_each_transport_gives_vllm_the_same_policy(finish, base, work):
+    """Prints, of a dense model, what each takes: medians of the steps behind the first."""
+    base("llama")
+    keys = ADAPTER | {"paths.model": work / "llama", "paths.base": work / "llama-base", "reinforce.steps": 4}
+    keys |= {"reinforce.prompts": 16, "reinforce.samples": 8, "reinforce.max_tokens": 16}
+    found = {name: finish(name, keys | {"reinforce.transport": name}) for name in ("gloo", "ipc", "files", "adapter")}
+    found["nccl over gloo"] = finish("nccl", keys, "tests.support.nccl_over_gloo")
+    print("\ntransport", *COLUMNS, sep="  ")
+    for name, folder in found.items():
+        assert answers(folder) == answers(found["gloo"]), name
+        steps = of_steps(folder)[1:]
+        assert all(step["probe"] < 1e-5 for step in steps)
+        print(
+            name, *(f"{statistics.median(step.get(column, 0.0) for step in steps):.3g}" for column in COLUMNS), sep="  "
+        )
+    assert of_steps(found["adapter"])[0]["sent_mb"] < of_steps(found["gloo"])[0]["sent_mb"] / 4
+
+
+def of_steps(folder: Path) -> list[dict]:
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [line for line in lines if line["kind"] == "reinforce"]
