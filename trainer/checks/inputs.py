@@ -83,9 +83,9 @@ def check_reference(run: Run) -> None:
     if not objectives.has_reference(run):
         raise Fault(f"train.objective: {run.train.objective} needs no reference; dpo and distill do")
     facts, key, remedy = check_model(run), "paths.base", "python -m trainer.convert"
-    asked = run
+    asked = objectives.as_asked(run)
     if objectives.has_teacher(run):
-        asked, key = objectives.at_teacher(run), "paths.teacher_base"
+        key = "paths.teacher_base"
         remedy += f" with paths.model={run.paths.teacher} paths.base={run.paths.teacher_base}"
         facts = _check_teacher(run, facts)
     checkpoints.require(Path(asked.paths.base), key, remedy)
@@ -101,12 +101,8 @@ def _check_teacher(run: Run, student: ModelFacts) -> ModelFacts:
     """Check that the teacher has as many tokens as the model. Returns its sizes."""
     teacher = Path(run.paths.teacher)
     facts = check_model(objectives.at_teacher(run))
-    if facts.vocab != student.vocab:
-        raise Fault(f"train.teacher: {teacher}: a vocabulary of {facts.vocab} tokens; the model has {student.vocab}")
-    if facts.vocab_pad or student.vocab_pad:
-        raise Fault(
-            "train.objective: distill, but GPT-2's vocabulary is padded with tokens that are none; another model"
-        )
+    if refused := objectives.unlike(student, facts):
+        raise Fault(f"train.teacher: {teacher}: {refused}")
     return facts
 
 

@@ -5,15 +5,14 @@
 
 Reads the prepared rows (trainer.prepare), and the base in paths.base or the teacher in paths.teacher and, converted,
 paths.teacher_base (python -m trainer.convert CONF paths.model=TEACHER paths.base=TEACHER_BASE). Writes the files that
-trainer/data/references.py describes into paths.reference. Training then needs no second model in memory. What is there
-already is left alone.
+trainer/data/references.py describes into paths.reference, which all hosts see. Training then needs no second model in
+memory. What is there already is left alone, and a command that was killed goes on with the rows that are left.
 """
 
 from pathlib import Path
 
 from conf.rules import objectives, schedule
 from conf.schema.run import Run
-from conf.schema.sections import Adapter
 from trainer.checks import inputs, places
 from trainer.data import references
 from trainer.megatron.recipe import load_only, make_config
@@ -45,9 +44,7 @@ def main(given: Run) -> None:
 
 def _without_steps(run: Run) -> Run:
     """The run of the model that is asked, whose loop ends before its first step."""
-    run = objectives.at_teacher(run) if objectives.has_teacher(run) else run
-    adapter = Adapter(kind="lora", targets=("linear_proj",), rank=run.layout.tp)  # is off, and has all else frozen
-    return schedule.of_steps(run, 1).model_copy(update={"adapter": adapter})
+    return schedule.of_steps(objectives.as_asked(run), 1)
 
 
 def _no_step(*_: object) -> None:
