@@ -160,8 +160,8 @@ def _reference(run: Run, facts: ModelFacts, gpu: Gpu, teacher: ModelFacts | None
     if not objectives.has_reference(run) or (objectives.has_teacher(run) and teacher is None):
         return found
     asked, named = objectives.as_asked(run), f"train.teacher: {run.train.teacher}"
-    if refused := objectives.unlike(facts, judge) if teacher else "":
-        return found | {"unasked": f"{named}: {refused}"}
+    if refused := objectives.unlike(run, facts, teacher, str(run.train.teacher)) if teacher else "":
+        return found | {"unasked": refused}
     if broken := problems(asked, judge, suggest=False):
         return found | {"unasked": f"{named}: {'; '.join(broken)}. {_both(run, facts, gpu, teacher)}"}
     one = Asking(asked, judge, tuple(asking(asked, judge, gpu)), rows)

@@ -58,12 +58,14 @@ def as_asked(run: Run) -> Run:
     return run.model_copy(update={"adapter": adapter})
 
 
-def unlike(facts: ModelFacts, teacher: ModelFacts) -> str:
-    """The reason why a teacher cannot teach a model, by their sizes; empty where it can."""
+def unlike(run: Run, facts: ModelFacts, teacher: ModelFacts, named: str) -> str:
+    """The reason why a teacher of this name cannot teach a model, by their sizes; empty where it can."""
     if teacher.vocab != facts.vocab:
-        return f"a vocabulary of {teacher.vocab} tokens; the model has {facts.vocab}"
+        return f"train.teacher: {named}: a vocabulary of {teacher.vocab} tokens; the model has {facts.vocab}"
     if teacher.vocab_pad or facts.vocab_pad:
-        return "GPT-2's vocabulary is padded with tokens that are none; distill takes another model"
+        return f"train.teacher: {named}: GPT-2's vocabulary is padded with tokens that are none; another model"
+    if run.train.teacher_top_k > teacher.vocab:
+        return f"train.teacher_top_k: {run.train.teacher_top_k}, and {named} has {teacher.vocab} tokens at all"
     return ""
 
 

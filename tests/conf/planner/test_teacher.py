@@ -61,11 +61,20 @@ def test_a_layout_that_cuts_the_teacher_unevenly_is_refused_by_its_key():
     assert odd.unasked.startswith(f"train.teacher: {LLAMA.format('405B')}: layout.pp: 4 ")
 
 
-def test_teachers_that_cannot_teach_are_refused():
-    other = load("tiny-distill", ["train.teacher=tiny://gpt2"])
-    facts, cpu = verdict.facts_of(other), hardware.of(other)
-    found = verdict.plan(other, facts, cpu, verdict.teacher_of(other))
-    assert found.unasked == "train.teacher: tiny://gpt2: a vocabulary of 500 tokens; the model has 512"
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("train.teacher=tiny://gpt2", "train.teacher: tiny://gpt2: a vocabulary of 500 tokens; the model has 512"),
+        ("train.teacher_top_k=513", "train.teacher_top_k: 513, and tiny://glm4-moe has 512 tokens at all"),
+    ],
+)
+def test_teachers_that_cannot_teach_are_refused(override, said):
+    run = load("tiny-distill", [override])
+    facts, cpu = verdict.facts_of(run), hardware.of(run)
+    assert verdict.plan(run, facts, cpu, verdict.teacher_of(run)).unasked == said
+
+
+def test_a_teacher_that_nobody_knows_is_named_by_its_key():
     unknown = load("tiny-distill", ["train.teacher=nobody/knows"])
     with pytest.raises(ConfigError, match=r"^train.teacher: nobody/knows: unknown model; .* as train.teacher or paths"):
         verdict.teacher_of(unknown)
