@@ -51,8 +51,15 @@ def at_teacher(run: Run) -> Run:
     return run.model_copy(update={"paths": run.paths.model_copy(update=places)})
 
 
+def has_starting_adapter(run: Run) -> bool:
+    """Whether what a training is compared with is the base with the adapter that it starts from."""
+    return run.train.objective == "dpo" and run.model.adapter is not None
+
+
 def as_asked(run: Run) -> Run:
     """The run of the model that is asked of the rows, at the layout of training, with nothing trained of it."""
+    if has_starting_adapter(run):
+        return run
     run = at_teacher(of_teacher(run)) if has_teacher(run) else run
     adapter = Adapter(kind="lora", targets=("linear_proj",), rank=run.layout.tp)  # is off, and has all else frozen
     return run.model_copy(update={"adapter": adapter})

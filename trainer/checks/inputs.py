@@ -90,6 +90,8 @@ def check_reference(run: Run) -> None:
         facts = _check_teacher(run, facts)
     checkpoints.require(Path(asked.paths.base), key, remedy)
     _check_layout(asked, facts, f"train.teacher: {run.paths.teacher}: " if objectives.has_teacher(run) else "")
+    if objectives.has_starting_adapter(run):
+        adapters.check(run)
     if os.environ.get("LOCAL_RANK", "0") == "0":
         output_marks.take(Path(run.paths.reference), REFERENCE)
     found = prepared.check(run)

@@ -56,7 +56,15 @@ def wanted(run: Run) -> dict[str, Any]:
     if objectives.has_teacher(run):
         return facts | {"top_k": run.train.teacher_top_k, "temperature": run.train.distill_temperature}
     base = checkpoints.read_mark(Path(run.paths.base)) or {}
-    return facts | {"base": base.get("digest")}
+    return facts | {"base": base.get("digest")} | _adapter(run)
+
+
+def _adapter(run: Run) -> dict[str, str]:
+    """Digest of the adapter that training starts from. One that goes on needs that no more."""
+    if not objectives.has_starting_adapter(run):
+        return {}
+    weights = Path(str(run.model.adapter)).expanduser() / "adapter_model.safetensors"
+    return {"adapter": digest(weights)} if weights.exists() else {}
 
 
 def made_of(run: Run) -> dict[str, Any]:
@@ -64,6 +72,11 @@ def made_of(run: Run) -> dict[str, Any]:
     if not objectives.has_teacher(run):
         return wanted(run)
     return wanted(run) | {"teacher": (checkpoints.read_mark(Path(run.paths.teacher_base)) or {}).get("digest")}
+
+
+def begin(folder: Path) -> None:
+    """Drop the mark of what was there before: from now on its files may be others."""
+    (folder / MARK).unlink(missing_ok=True)
 
 
 @contextlib.contextmanager

@@ -1,11 +1,13 @@
 """Scores of all prepared rows by another model, with Megatron-Bridge's set-up and no step of its loop.
 
 The model is cut as training is, and frozen below adapters that are off, so that it has no gradients and no optimizer.
+Where dpo starts from an adapter, the reference is the base with that adapter.
 dpo asks it for the log-probability of each answer, distill for its likeliest tokens at each place that is learned.
 """
 
 # pyright: reportArgumentType=false, reportOptionalMemberAccess=false
 
+import contextlib
 import json
 import time
 from collections.abc import Iterator
@@ -43,17 +45,21 @@ class Scoring(Callback):
     def on_data_init_start(self, context: Any) -> None:
         first = distributed.get_rank() == 0
         if first:
+            references.begin(self.folder)
             parts.begin(self.folder, references.made_of(self.run))
-        left = self._left() if first else None
+        left, made = (self._left(), parts.names(self.folder)) if first else (None, [])
         for split, numbers in _from_first(left).items():
             self.done += len(self.rows[split]) - len(numbers)
-            with context.state.cfg.peft.disable_adapter(context.model):
-                self._ask(context, split, numbers)
-        distributed.barrier()
+            starts = objectives.has_starting_adapter(self.run)
+            adapter = context.state.cfg.peft
+            with contextlib.nullcontext() if starts else adapter.disable_adapter(context.model):
+                made += self._ask(context, split, numbers)
+        of_all: list[Any] = [None] * distributed.get_world_size()
+        distributed.all_gather_object(of_all, made)
         heartbeat.phase("joining")
         if first:
             for split, rows in self.rows.items():
-                parts.join(self.folder, split, len(rows))
+                parts.join(self.folder, split, len(rows), [name for names in of_all for name in names])
             references.finish(self.folder, references.made_of(self.run))
             parts.end(self.folder)
             say(f"reference: what it says of the rows is in {self.folder}")
@@ -66,8 +72,8 @@ class Scoring(Callback):
             say(f"reference: goes on with {count} of {total} rows, of which nothing was said before")
         return found
 
-    def _ask(self, context: Any, split: str, numbers: np.ndarray) -> None:
-        """Ask the model of these rows."""
+    def _ask(self, context: Any, split: str, numbers: np.ndarray) -> list[str]:
+        """Ask the model of these rows. Returns the names of the parts that this rank has written."""
         rows, written = self.rows[split], parts.Parts(self.folder, split)
         teaches = objectives.has_teacher(self.run)
         step = Teaching(self.run) if teaches else scores
@@ -86,6 +92,7 @@ class Scoring(Callback):
                         written.add(row, wholes[0].reshape(*mine.shape, 2)[place][None])
                 written.write()
         written.write(last=True)
+        return written.names
 
     def _passes(self, split: str, numbers: np.ndarray) -> Iterator[tuple[np.ndarray, list[dict[str, Any]]]]:
         """Numbers of rows for this rank, [micro batches, rows], and the batches of them.

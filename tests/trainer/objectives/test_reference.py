@@ -60,7 +60,7 @@ def test_parts_of_other_rows_are_not_gone_on_with(tmp_path):
     parts.begin(tmp_path, {"rows": "these"})
     assert parts.left(tmp_path, "training", 3).tolist() == [0, 2]
     with pytest.raises(RuntimeError, match="of row 0 of training nothing was said, and of 2 in all"):
-        parts.join(tmp_path, "training", 3)
+        parts.join(tmp_path, "training", 3, parts.names(tmp_path))
     parts.begin(tmp_path, {"rows": "others"})
     assert parts.left(tmp_path, "training", 3).tolist() == [0, 1, 2]
 
@@ -75,7 +75,7 @@ def test_rows_of_unlike_length_are_joined_in_their_order(tmp_path):
             part = whole[ends[row] - lengths[row] : ends[row]]
             mine.add(row, part, part.astype(np.int32))
         mine.write(last=True)
-    parts.join(tmp_path, "training", 4)
+    parts.join(tmp_path, "training", 4, parts.names(tmp_path))
     found = references.read(tmp_path, "training")
     assert isinstance(found, references.Likeliest)
     assert (found.values == whole).all() and (found.ids == whole).all()

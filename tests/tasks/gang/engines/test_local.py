@@ -164,7 +164,7 @@ def test_hosts_convert_together_and_go_on_with_what_is_finished(start, folder, w
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_hosts_ask_a_reference_together_and_ask_no_row_twice(start, folder, work):
-    rows = with_worse(tickets(4000, seed=0), seed=0)
+    rows = with_worse(tickets(800, seed=0), seed=0)
     (work / "ranked").mkdir()
     (work / "ranked/training.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     asks = ["train.objective=dpo", "train.micro_batch=1", f"paths.data={work / 'ranked-data'}"]
