@@ -6,6 +6,7 @@
     unserved(planned, last)     the same, for a model that could be trained and not evaluated
     unanswered(planned, last)   the same, for one that could not answer prompts beside its training
     unasked(planned, last)      the same, for one whose teacher could not be asked at its layout
+    any_refusal(planned, last)  the first of all of these
 
 layout.auto is settled here: planned.run is the run that all stages get. hardware.gate: warn goes on with a run that
 does not fit. A run that is illegal, or whose model cannot be converted, ends in any case. conf/planner/ has the
@@ -53,7 +54,7 @@ def plan(run: Run, last: str | None = None) -> State:
     except (ConfigError, Fault) as fault:
         return Failed(message=str(fault), data=Fault(str(fault)))
     create_markdown_artifact(page(planned), key=f"plan-{run.name}", description=planned.verdict)
-    if fault := refusal(planned) or unserved(planned, last) or unanswered(planned, last) or unasked(planned, last):
+    if fault := any_refusal(planned, last):
         return Failed(message=fault, data=Fault(fault))
     say = get_run_logger()
     (say.info if planned.fits else say.warning)(summary(planned))
@@ -96,6 +97,12 @@ def refusal(planned: Plan) -> str:
         return ""
     go_on = "; hardware.gate=warn goes on all the same" if planned.legal else ""
     return f"plan: {advice.refusal(planned)}{go_on}"
+
+
+def any_refusal(planned: Plan, last: str | None) -> str:
+    """The first reason why a run up to the stage `last` is not begun; "" where it is."""
+    found = refusal(planned) or unserved(planned, last) or unanswered(planned, last)
+    return found or unasked(planned, last)
 
 
 def unserved(planned: Plan, last: str | None) -> str:

@@ -241,7 +241,7 @@ def test_a_teacher_that_cannot_be_asked_ends_the_run_before_anything_is_fetched(
     assert planned.fits and plan.refusal(planned) == ""
     said = plan.unasked(planned, None)
     assert said.startswith(f"plan: train.teacher: {of_llama[1]}: it is asked at the layout of training, and lacks ")
-    assert said.endswith("; hardware.gate=warn goes on all the same")
+    assert said.endswith("; hardware.gate=warn goes on all the same") and plan.any_refusal(planned, None) == said
     assert plan.unasked(planned, "convert") == "", "the reference is not asked for"
     assert plan.unasked(plan.recalled(load("tiny-distill", [*keys, "hardware.gate=warn"])), None) == ""
     assert "| teacher refused |" in plan.page(planned)
