@@ -98,7 +98,7 @@ class Conversion(Job):
 
 @dataclass(frozen=True)
 class Reference(Job):
-    """What another model says of the rows, on the hosts of training. Each attempt asks it of the rows that are left."""
+    """Answers of another model to the rows, on the hosts of training. Each attempt asks it of those that are left."""
 
     command: ClassVar[str] = "reference"
 

@@ -57,7 +57,7 @@ def left(folder: Path, split: str, rows: int) -> np.ndarray:
 
 
 class Parts:
-    """What one rank has found out of a split, in files."""
+    """Files with the answers that one rank has found of a split."""
 
     def __init__(self, folder: Path, split: str):
         self.place, self.split = folder / JOURNAL, split

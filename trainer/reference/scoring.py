@@ -9,6 +9,7 @@ dpo asks it for the log-probability of each answer, distill for its likeliest to
 
 import contextlib
 import json
+import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -43,6 +44,9 @@ class Scoring(Callback):
         self.done = 0  # rows of all splits, by all ranks
 
     def on_data_init_start(self, context: Any) -> None:
+        signal.signal(
+            signal.SIGTERM, signal.SIG_DFL
+        )  # Bridge's loop would look for it between steps, and there are none
         first = distributed.get_rank() == 0
         if first:
             references.begin(self.folder)

@@ -1,10 +1,10 @@
-"""A reference whose last rank dies once it has written a few parts, as many as the file `die` in paths.output says.
+"""A reference whose last rank dies once it has written a few parts.
 
-A part is a micro batch here. Each row that a model was asked of is a line of asked.txt there.
+The file `die` in paths.output says of how many, and of which signal. A part is a micro batch here. Each row that a
+model was asked of is a line of asked.txt there.
 """
 
 import os
-import signal
 from pathlib import Path
 
 from conf.schema.run import Run
@@ -16,7 +16,9 @@ def main(run: Run) -> None:
     from trainer.reference import scoring
 
     folder, last = Path(run.paths.output), int(os.environ["RANK"]) == int(os.environ["WORLD_SIZE"]) - 1
-    limit = int((folder / "die").read_text()) if last and (folder / "die").exists() else None
+    limit, number = -1, 0
+    if last and (folder / "die").exists():
+        limit, number = map(int, (folder / "die").read_text().split())
     parts.SHARE = parts.LEAST = 0.0
     scoring.AT_ONCE = 1
     add, write, written = parts.Parts.add, parts.Parts.write, 0
@@ -30,7 +32,7 @@ def main(run: Run) -> None:
         nonlocal written
         if self.rows:
             if written == limit:
-                os.kill(os.getpid(), signal.SIGKILL)
+                os.kill(os.getpid(), number)
             written += 1
         write(self, last)
 

@@ -1,6 +1,7 @@
 """trainer/reference: another model is asked of each row once, by however many ranks, however often they are killed."""
 
 import json
+import signal
 from pathlib import Path
 
 import numpy as np
@@ -17,16 +18,19 @@ def answers(run) -> dict[str, bytes]:
 
 @pytest.fixture
 def asked(compared, ranks):
-    """asked(name, *overrides, model="llama", die=None) -> what asking came to, its run, and rows that were asked of."""
+    """asked(name, *overrides, die=None) -> what asking came to, its run, and rows that were asked of.
+
+    `die` says of which signal a rank ends.
+    """
     compared("llama", "of-one-process")
 
-    def asked(name: str, *overrides: str, model: str = "llama", die: int | None = None):
-        run = compared(model, name, *overrides, ask=False)
+    def asked(name: str, *overrides: str, die: signal.Signals | None = None):
+        run = compared("llama", name, *overrides, ask=False)
         output = Path(run.paths.output)
         output.mkdir(exist_ok=True)
         (output / "die").unlink(missing_ok=True)
-        if die is not None:
-            (output / "die").write_text(str(die))
+        if die:
+            (output / "die").write_text(f"3 {die.value}")
         result = ranks("killed_reference", run)
         lines = (output / "asked.txt").read_text().splitlines() if (output / "asked.txt").exists() else []
         return result, run, lines
@@ -36,16 +40,18 @@ def asked(compared, ranks):
 
 def test_killed_ranks_go_on_at_another_layout_and_ask_no_row_twice(compared, asked):
     alone = compared("llama", "of-one-process")
-    result, run, begun = asked("of-two", "layout.gpus_per_node=2", die=3)
+    result, run, begun = asked("of-two", "layout.gpus_per_node=2", die=signal.SIGKILL)
     assert result.code == -9
     kept = [path.name for path in (Path(run.paths.reference) / JOURNAL).glob("*.npz")]
     assert kept and len(begun) < 250
+    result, run, more = asked("of-two", "layout.gpus_per_node=1", die=signal.SIGTERM)
+    assert result.code == -15 and len(begun) < len(more) < 250, "it is ended at once"
     result, run, lines = asked("of-two", "layout.gpus_per_node=1")
     assert result.code == 0, result.output[-3000:]
     assert "reference: goes on with " in result.output
-    # what the rank that died had in its hands was in no part yet
+    # what the ranks that died had in their hands was in no part yet
     twice = len(lines) - len({*lines})
-    assert len({*lines}) == 320 and twice <= run.train.micro_batch
+    assert len({*lines}) == 320 and twice <= 2 * run.train.micro_batch
     assert answers(run) == answers(alone)
     assert not (Path(run.paths.reference) / JOURNAL).exists()
     told = (Path(run.paths.reference) / "progress.jsonl").read_text().splitlines()
