@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 from conf.load import load
 from conf.planner.hardware import of
-from conf.planner.verdict import facts_of, settle
+from conf.planner.verdict import facts_of, settle, teacher_of
 from conf.schema.run import Run
 from contract import closed_pipe
 from contract.faults import ConfigError, Fault
@@ -34,7 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         engine = [f"gang.engine={options.engine}"] if options.engine else []
         run = load(options.conf, [*options.overrides, *engine])
         if run.layout.auto:
-            run = settle(run, facts_of(run), of(run))
+            run = settle(run, facts_of(run), of(run), teacher_of(run))
         if run.gang.engine not in SHOWN:
             raise Fault(f"gang.engine: {run.gang.engine} submits nothing; --engine is {' or '.join(SHOWN)}")
         print(SHOWN[run.gang.engine](Demand.of(_in_a_flow(run)), Board(open_run_store(), GANG, 1)), end="")

@@ -23,8 +23,8 @@ from conf.model_facts import ModelFacts
 from conf.planner import display, hardware
 from conf.planner.hardware import GB, Gpu
 from conf.planner.search import Found, search
-from conf.planner.verdict import NothingFits, compared, config_of, facts_of, plan, settle, settled_on
-from conf.rules import schedule
+from conf.planner.verdict import NothingFits, compared, config_of, facts_of, plan, settle, settled_on, teacher_of
+from conf.rules import objectives, schedule
 from conf.rules.conversion import obstacles, unwritable
 from conf.schema.run import Run
 from conf.schema.sections import MOST
@@ -43,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         _check(options)
         run = load(options.conf, [*options.overrides, *_hardware(options)], illegal=True)
-        gpu, facts = hardware.of(run, options.gpus), facts_of(run)
+        gpu, facts, teacher = hardware.of(run, options.gpus), facts_of(run), teacher_of(run)
         cannot = _obstacles(run)
         assumed = ""
         if run.train.epochs is not None:
@@ -55,14 +55,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         if options.gpus is not None:
             return _told(cannot, _search(run, facts, gpu, options.gpus, options))
         try:
-            run = settle(run, facts, gpu)
+            run = settle(run, facts, gpu, teacher)
         except NothingFits:
             return _told(cannot, _search(run, facts, settled_on(run, gpu), run.world, options))
     except ConfigError as fault:
         return refused(fault)
-    planned = compared(replace(plan(run, facts, gpu), assumed=assumed))
+    rows = training_rows.asked(run) if objectives.has_reference(run) else None
+    planned = compared(replace(plan(run, facts, gpu, teacher, rows), assumed=assumed))
     shown, text = display.as_dict(planned), list(display.lines(planned))
-    passed = planned.fits and not planned.unserved and not planned.unanswered
+    passed = planned.fits and not (planned.unserved or planned.unanswered or planned.unasked)
     if options.rehearse:
         try:
             answer = rehearse.rehearse(run, options.steps)
@@ -83,7 +84,13 @@ def _obstacles(run: Run) -> list[str]:
     found = obstacles(config_of(run)[0], run.model.ignore_config)
     if not found and (refused := unwritable(config_of(run)[0], run.export.quantization)):
         return [refused]
-    return [f"model.source: {run.model.source}: {line}" for line in found]
+    of_model = [f"model.source: {run.model.source}: {line}" for line in found]
+    if not objectives.has_teacher(run):
+        return of_model
+    config, _ = config_of(objectives.at_teacher(objectives.of_teacher(run)), "train.teacher")
+    return of_model + [
+        f"train.teacher: {run.train.teacher}: {line}" for line in obstacles(config, run.model.ignore_config)
+    ]
 
 
 def _told(cannot: list[str], code: int) -> int:

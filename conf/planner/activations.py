@@ -127,8 +127,17 @@ def logits(run: Run, facts: ModelFacts) -> int:
     """Bytes while the loss is computed, of the model and of each MTP layer. The gradient takes the logits' place."""
     t = tokens(run, facts)
     rows = t.whole * facts.padded_vocab(run.layout.tp) // run.layout.tp
-    squared = 8 * rows if run.train.z_loss else 0  # z loss: less their largest, and to the power of e, in fp32
+    # In fp32: less their largest, and to the power of e. Distillation has them divided by its temperature as well.
+    squared = 12 * rows if run.train.objective == "distill" else 8 * rows if run.train.z_loss else 0
     return rows * t.byte * (1 + (facts.mtp_layers if run.model.mtp else 0)) + squared
+
+
+def said(run: Run) -> int:
+    """Bytes of what a reference says of the rows that it is asked of in one go: log-probabilities, and their tokens."""
+    rows = run.train.micro_batch * objectives.AT_ONCE * run.layout.pp
+    if not objectives.has_teacher(run):
+        return 4 * objectives.sequences(run.train) * rows
+    return (4 + 8) * run.train.teacher_top_k * run.data.seq_length * rows
 
 
 def _adapted(adapter: Adapter, name: str) -> bool:

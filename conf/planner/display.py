@@ -15,7 +15,7 @@ from conf.planner.search import Candidate, Found, changes
 from conf.planner.serving.memory import ServedMemory
 from conf.planner.stage_needs import Loading, StageNeed, loadings
 from conf.planner.verdict import LARGEST, WITH_LORA, Plan
-from conf.rules import gpus, schedule
+from conf.rules import gpus, objectives, schedule
 from conf.rules.layout import Grid
 from conf.schema.run import Layout, Run
 from contract.amounts import size
@@ -52,6 +52,7 @@ def lines(plan: Plan) -> Iterator[str]:
         yield ""
     yield from evaluation(plan)
     yield from answers(plan)
+    yield from reference(plan)
     if plan.found:
         yield ""
         yield from suggestions(plan.found, layout.world, gpu)
@@ -65,6 +66,8 @@ def lines(plan: Plan) -> Iterator[str]:
         yield f"refused all the same: evaluation: {plan.unserved}; {WITHOUT}"
     if plan.unanswered:
         yield f"refused all the same: reinforce: {plan.unanswered}"
+    if plan.unasked:
+        yield f"refused all the same: {plan.unasked}"
 
 
 def degrees(layout: Layout) -> str:
@@ -278,6 +281,19 @@ def answers(plan: Plan) -> Iterator[str]:
         yield f"phases   {phases.step:.3g} s a step of reinforce: {each}{both}"
 
 
+def reference(plan: Plan) -> Iterator[str]:
+    """Lines on the teacher of a distillation, which is asked at the layout of training."""
+    one = plan.asking
+    if one is None or not objectives.has_teacher(plan.run):
+        return
+    count, stage = parameters.total(one.facts) / 1e9, one.fullest
+    rows = "all rows" if one.rows is None else f"about {one.rows:,} rows"
+    yield f"teacher  {plan.run.train.teacher}: {count:.4g}B parameters, asked of {rows} at the layout of training"
+    besides = stage.total - stage.weights
+    parts = f"{stage.weights / GB:.1f} GB weights, {besides / GB:.1f} GB besides"
+    yield f"         {parts}, of {stage.capacity / GB:.1f} on {plan.gpu.name}, stage {stage.rank}"
+
+
 def _parts(room: ServedMemory) -> str:
     found = {"weights": room.weights, "adapters": room.adapters, "cache": max(0, room.cache)}
     found["besides"] = room.taken - sum(found.values())
@@ -341,6 +357,8 @@ def as_dict(plan: Plan) -> dict[str, Any]:
         "unserved": plan.unserved,
         "reinforce": _rollout_dict(plan) if plan.rollout else None,
         "unanswered": plan.unanswered,
+        "reference": _asking_dict(plan) if plan.asking else None,
+        "unasked": plan.unasked,
         "instead": _instead_dict(plan.found, plan.gpu) if plan.found else None,
         "instead_with_lora": _instead_dict(plan.with_lora, plan.gpu) if plan.with_lora else None,
     }
@@ -363,6 +381,14 @@ def _rollout_dict(plan: Plan) -> dict[str, Any]:
     sizes |= {"awake": one.awake, "asleep": one.trains, "row": one.row, "rows_at_once": one.at_once}
     sizes |= {"engines": one.engines, "gpus": one.engines * one.alone}
     return {**sizes, "seconds": one.seconds.phases | {"step": one.seconds.step} if one.seconds else None}
+
+
+def _asking_dict(plan: Plan) -> dict[str, Any]:
+    one = plan.asking
+    assert one
+    stages = [{"rank": stage.rank, **stage.items, "total": stage.total, "over": stage.over} for stage in one.stages]
+    of = plan.run.train.teacher if objectives.has_teacher(plan.run) else str(plan.run.model.source)
+    return {"model": of, "parameters": parameters.total(one.facts), "rows": one.rows, "stages": stages}
 
 
 def _instead_dict(found: Found, gpu: Gpu) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """Memory that training takes on the fullest GPU of each pipeline stage.
 
     memory(run, facts, gpu)    a StageMemory per pipeline rank
+    asking(run, facts, gpu)    the same of a model that is asked of rows, and not trained
 
 Megatron's rules of allocation hold. conf/planner/states.py has what lies with the parameters,
 conf/planner/activations.py what passes through them. A rank is fullest in the backward pass of a layer, or at the loss.
@@ -96,6 +97,36 @@ def memory(run: Run, facts: ModelFacts, gpu: Gpu, memo: dict[Any, Any] | None = 
     memo = {} if memo is None else memo
     cut, costs = grid(run.layout, run.train), _costs(run, facts, memo)
     return [_rank(run, facts, gpu, cut, holding, costs) for holding in holdings(run, facts, memo)]
+
+
+def asking(run: Run, facts: ModelFacts, gpu: Gpu) -> list[StageMemory]:
+    """Memory of each pipeline stage while a reference is asked: forward passes, without gradients or an optimizer."""
+    bare = run.model_copy(update={"train": run.train.model_copy(update={"recompute": "none"})})
+    cut, works, found = grid(run.layout, run.train), {}, []
+    for kind in activations.kinds(facts):  # the gradients of a backward pass are as large as what a forward pass makes
+        works[kind] = {"logits": 0, **activations.working(bare, facts, kind)}
+    for holding in holdings(run, facts, {}):
+        weights, copies = states.weights(run, gpu, holding.parameters, holding.quantized, holding.matrices)
+        moments = [works[kind] for kind in holding.layers]
+        if holding.output:
+            moments.append({"logits": activations.logits(run, facts), "dispatch": 0, "working": 0})
+        loading = states.passing(run, cut, 0, 0, holding.quantized)
+        moments.append({"logits": 0, "dispatch": 0, "working": loading})
+        peak, kept = max(moments, key=lambda moment: sum(moment.values())), holding.output * activations.said(run)
+        found.append(
+            StageMemory(
+                rank=holding.rank,
+                weights=weights,
+                gradients=0,
+                optimizer=0,
+                adapters=holding.adapters * states.byte(run.train),
+                copies=copies,
+                activations=kept,
+                **peak,
+                **_besides(run, gpu, kept + sum(peak.values())),
+            )
+        )
+    return found
 
 
 def fullest(run: Run, facts: ModelFacts, gpu: Gpu, memo: dict[Any, Any]) -> StageMemory:
@@ -211,11 +242,18 @@ def _rank(
         copies=copies,
         activations=kept,
         **peak,
-        buffers=WORKSPACE + NCCL_GROUP * _groups(run.layout) if gpu.cuda else 0,
-        context=CONTEXT if gpu.cuda else PROCESS,
-        margin=int((kept + sum(peak.values())) * FRAGMENTS),
-        capacity=gpu.memory,
+        **_besides(run, gpu, kept + sum(peak.values())),
     )
+
+
+def _besides(run: Run, gpu: Gpu, passing: int) -> dict[str, int]:
+    """Memory besides that of the model, beside `passing` bytes that come and go."""
+    return {
+        "buffers": WORKSPACE + NCCL_GROUP * _groups(run.layout) if gpu.cuda else 0,
+        "context": CONTEXT if gpu.cuda else PROCESS,
+        "margin": int(passing * FRAGMENTS),
+        "capacity": gpu.memory,
+    }
 
 
 def _first_blocks(layers: dict[str, int], first: int) -> dict[str, int]:

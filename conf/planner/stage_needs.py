@@ -3,10 +3,10 @@
     stage_needs(run, facts, gpu, stages, time, serving, rollout) -> [StageNeed, ...]       in the order of the flow
 
 `stages` and `time` are the training's, `serving` is the layout of the evaluation, `rollout` is vLLM beside
-reinforcement learning (conf/planner/serving/). All stages
-but training, and a conversion or an evaluation on several hosts, run on the flow's host, which has layout.gpus_per_node
-GPUs. Its GPUs are paid whether a stage uses them or not, so they count in each price; other hosts count while they are
-used.
+reinforcement learning (conf/planner/serving/), `asking` is the model that a training is compared with. All stages but
+training, its reference, and a conversion or an evaluation on several hosts run on the flow's host, which has
+layout.gpus_per_node GPUs. Its GPUs are paid whether a stage uses them or not, so they count in each price; other hosts
+count while they are used.
 
 START and the rates of conversion and export were measured on one H200 with 9.6 GB of weights and one process (November
 2026: 63 s and 98 s), DOWNLOAD as well, from a folder of that host (12 s). That processes read and write beside one
@@ -28,7 +28,8 @@ from conf.planner.serving.duration import READ, duration
 from conf.planner.serving.layout import Serving
 from conf.planner.serving.rollout import BEGINNING, Rollout
 from conf.planner.timing import Timing
-from conf.rules import packed_base, pretraining, reinforcement, schedule
+from conf.planner.timing import asking as seconds_of_asking
+from conf.rules import objectives, packed_base, pretraining, reinforcement, schedule
 from conf.rules.gpus import takes
 from conf.rules.serving import BYTES, precision
 from conf.schema.run import Run
@@ -57,6 +58,20 @@ class StageNeed:
     cost: float | None = None  # USD
 
 
+@dataclass(frozen=True)
+class Asking:
+    """The model that a training is compared with, where its layout is legal for it."""
+
+    run: Run  # of that model
+    facts: ModelFacts
+    stages: tuple[StageMemory, ...]  # while it is asked
+    rows: int | None  # that it is asked of; None where they are not known
+
+    @property
+    def fullest(self) -> StageMemory:
+        return max(self.stages, key=lambda stage: stage.total)
+
+
 def stage_needs(
     run: Run,
     facts: ModelFacts,
@@ -65,16 +80,16 @@ def stage_needs(
     time: Timing | None,
     serving: Serving | None,
     rollout: Rollout | None = None,
+    asking: Asking | None = None,
 ) -> list[StageNeed]:
-    count, byte = parameters.total(facts), states.byte(run.train)
+    count = parameters.total(facts)
     released = _released(facts)
-    found = [
-        StageNeed("download", 1, 0, 0, GIB, released, released / DOWNLOAD),
-        _conversion(run, gpu, converted(run, facts), count * byte, released),
-        StageNeed("prepare", 1, 0, 0, GIB, 0),
-    ]
+    found = [*_model(run, facts, gpu), StageNeed("prepare", 1, 0, 0, GIB, 0)]
     asked = [_evaluation(run, facts, gpu, serving)] if run.evaluate.tasks else []
     found += [replace(one, stage="evaluate-base") for one in asked if not pretraining.is_drawn(run)]
+    if asking and objectives.has_teacher(run):
+        found += [replace(one, stage=f"{one.stage}-teacher") for one in _model(asking.run, asking.facts, gpu)]
+    found += [_asked(asking, gpu)] if asking else []
     merged = released if run.export.quantization else count * 2
     found.append(_training(run, facts, stages, time, gpu))
     found += [_reinforcement(run, facts, stages, gpu, rollout)] if rollout else []
@@ -83,6 +98,26 @@ def stage_needs(
     if not gpu.cuda:  # no time is predicted there
         return [replace(one, seconds=None) for one in found]
     return [replace(one, cost=_cost(run, gpu, one)) for one in found]
+
+
+def _model(run: Run, facts: ModelFacts, gpu: Gpu) -> list[StageNeed]:
+    """What it takes to fetch and to convert a model."""
+    released, whole = _released(facts), parameters.total(facts) * states.byte(run.train)
+    fetched = StageNeed("download", 1, 0, 0, GIB, released, released / DOWNLOAD)
+    return [fetched, _conversion(run, gpu, converted(run, facts), whole, released)]
+
+
+def _asked(asking: Asking, gpu: Gpu) -> StageNeed:
+    """The reference of all rows. Of distillation its disk is at most so much, as if each token were learned."""
+    run, layout, rows = asking.run, asking.run.layout, asking.rows
+    teaches = objectives.has_teacher(run)
+    disk = (rows or 0) * 8 * (run.train.teacher_top_k * run.data.seq_length if teaches else 1)
+    seconds = None
+    if gpu.cuda and rows is not None:
+        seconds = START + _load(run, asking.facts) + seconds_of_asking(run, asking.facts, gpu, rows)
+    gpus, fullest = (layout.gpus_per_node, asking.fullest.total) if gpu.cuda else (0, 0)
+    resident = 0 if gpu.cuda else sum(one.total for one in asking.stages)
+    return StageNeed("reference", takes(run, "reference").hosts, gpus, fullest, resident, disk, seconds)
 
 
 def _released(facts: ModelFacts) -> int:

@@ -1,6 +1,7 @@
 """Duration of a step and of the run, and the price.
 
     timing(run, facts, gpu) -> Timing
+    asking(run, facts, gpu, rows) -> float     seconds in which a model is asked of rows, and not trained
 
 Each matrix product takes its FLOPs at a share of the data sheet's rate and its bytes at a share of memory's; all else
 that a layer does takes its bytes; a layer takes no less than the time its host needs to start its kernels and
@@ -15,6 +16,7 @@ Not covered: loading of data, validation, checkpoints, stragglers.
 
 from collections import Counter
 from dataclasses import dataclass
+from math import ceil
 from typing import Any
 
 from conf.model_facts import ModelFacts
@@ -167,6 +169,23 @@ def timing(run: Run, facts: ModelFacts, gpu: Gpu) -> Timing:
         hours=hours,
         cost=None if gpu.price is None or hours is None else gpu.price * layout.world * hours,
     )
+
+
+def asking(run: Run, facts: ModelFacts, gpu: Gpu, rows: int) -> float:
+    """Seconds of forward passes over so many rows, at a legal layout.
+
+    Not covered: the search for likeliest tokens.
+    """
+    memo: dict[Any, Any] = {}
+    layers, (between, _) = _layers(run, facts, gpu, memo), hop(run, facts, gpu)
+    times = [
+        sum(layers[kind].forward * n for kind, n in one.layers.items())
+        + layers["loss"].forward * one.output
+        + between / 2
+        for one in holdings(run, facts, memo)
+    ]
+    batches = ceil(rows / (grid(run.layout, run.train).dp * run.train.micro_batch))
+    return max(times) * batches + sum(times) - max(times)
 
 
 def _layers(run: Run, facts: ModelFacts, gpu: Gpu, memo: dict[Any, Any]) -> dict[str, Layer]:

@@ -2,10 +2,13 @@
 
     plan(run, facts, gpu) -> Plan          of the configuration's own layout; searches for others where it is refused
     facts_of(run) -> ModelFacts            from conf/models, by the model's Hub id, or from its folder's config.json
+    teacher_of(run) -> ModelFacts          the same of the teacher of distillation; None where there is none
     config_of(run) -> config, place        the same, unread
     facts_in(config, place) -> ModelFacts  of a config.json from elsewhere
     compared(plan) -> Plan                 beside the fastest layout of the same GPUs
     settle(run, facts, gpu) -> Run         with the layout that layout.auto asks for
+
+Where there is a teacher, a layout has to do for the training and for the teacher, which is asked at the same.
 
 A layout is settled before it is planned. Of those that fit auto takes the fastest that leaves more room than a plan may
 be wrong by, and where none does, the fastest.
@@ -15,6 +18,7 @@ conf/planner/display.py.
 """
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -22,15 +26,15 @@ from typing import Any
 from conf.model_facts import MODELS, ModelFacts, facts_from_hf
 from conf.model_files import quantization
 from conf.planner.hardware import GB, Gpu, unsupported
-from conf.planner.memory import StageMemory, memory
-from conf.planner.search import TIGHT, Candidate, Found, fastest, search
+from conf.planner.memory import StageMemory, asking, memory
+from conf.planner.search import TIGHT, Candidate, Found, changes, fastest, search
 from conf.planner.serving import layout as served
 from conf.planner.serving import rollout as answering
 from conf.planner.serving.layout import Serving
 from conf.planner.serving.rollout import Rollout
-from conf.planner.stage_needs import StageNeed, stage_needs
+from conf.planner.stage_needs import Asking, StageNeed, stage_needs
 from conf.planner.timing import Timing, timing
-from conf.rules import reinforcement, schedule, serving
+from conf.rules import objectives, reinforcement, schedule, serving
 from conf.rules.layout import Grid, grid, problems
 from conf.schema.model import CONFIG, Drawn
 from conf.schema.run import Run
@@ -40,8 +44,9 @@ from contract.faults import ConfigError, Fault
 
 LARGEST = 4096  # GPUs for which a plan looks for faster layouts: they take a second
 NOTEWORTHY = 1.02  # times faster: less is no better layout
+MENDS = 2  # layouts named that do for a teacher as well
 WITH_LORA = "adapter.kind=lora adapter.experts=shared"
-HINT = "a folder with the model's config.json works as well, as model.source or paths.model"
+HINT = "a folder with the model's config.json works as well, as {key} or paths.{place}"
 
 
 class NothingFits(ConfigError):
@@ -69,6 +74,8 @@ class Plan:
     unserved: str = ""  # why vLLM cannot serve the model, or not on hosts of the run
     rollout: Rollout | None = None  # vLLM beside reinforcement learning, where that is asked for
     unanswered: str = ""  # why it cannot answer prompts there
+    asking: Asking | None = None  # the model that training is compared with, where its layout is legal for that
+    unasked: str = ""  # why it cannot be asked of the rows there
 
     @property
     def legal(self) -> bool:
@@ -94,17 +101,20 @@ class Plan:
         return f"legal and fits: {where}, {-stage.over / GB:.1f} GB left{tight}"
 
 
-def plan(run: Run, facts: ModelFacts, gpu: Gpu) -> Plan:
-    evaluation = _evaluation(run, facts, gpu)
+def plan(run: Run, facts: ModelFacts, gpu: Gpu, teacher: ModelFacts | None = None, rows: int | None = None) -> Plan:
+    """The plan of a run, whose reference is asked of so many `rows`."""
+    evaluation, suits = _evaluation(run, facts, gpu), _suits(teacher, gpu)
     if broken := problems(run, facts) + _of_answers(run, facts) + unsupported(run, gpu):
-        return Plan(run, facts, gpu, tuple(broken), **evaluation, **_instead(run, facts, gpu))
+        return Plan(run, facts, gpu, tuple(broken), **evaluation, **_instead(run, facts, gpu, suits))
     stages, time = tuple(memory(run, facts, gpu)), timing(run, facts, gpu) if gpu.cuda else None
     answers = _reinforcement(run, facts, gpu)
-    needs = tuple(stage_needs(run, facts, gpu, stages, time, evaluation["serving"], answers["rollout"]))
+    reference = _reference(run, facts, gpu, teacher, rows)
+    asked = evaluation["serving"], answers["rollout"], reference["asking"]
+    needs = tuple(stage_needs(run, facts, gpu, stages, time, *asked))
     whole = {"cut": grid(run.layout, run.train), "stages": stages, "time": time, "needs": needs}
     whole["steps"] = schedule.last_step(run)
-    legal = Plan(run, facts, gpu, (), **whole, **evaluation, **answers)
-    return legal if legal.fits else replace(legal, **_instead(run, facts, gpu))
+    legal = Plan(run, facts, gpu, (), **whole, **evaluation, **answers, **reference)
+    return legal if legal.fits else replace(legal, **_instead(run, facts, gpu, suits))
 
 
 def compared(planned: Plan) -> Plan:
@@ -144,19 +154,72 @@ def _reinforcement(run: Run, facts: ModelFacts, gpu: Gpu) -> dict[str, Any]:
     return {"rollout": None if why else answering.of(run, facts, gpu), "unanswered": why}
 
 
-def settle(run: Run, facts: ModelFacts, gpu: Gpu) -> Run:
+def _reference(run: Run, facts: ModelFacts, gpu: Gpu, teacher: ModelFacts | None, rows: int | None) -> dict[str, Any]:
+    """The model that training is compared with, if there is one, and why it cannot be asked at a legal layout."""
+    judge, found = teacher or facts, {"asking": None, "unasked": ""}
+    if not objectives.has_reference(run) or (objectives.has_teacher(run) and teacher is None):
+        return found
+    asked, named = objectives.as_asked(run), f"train.teacher: {run.train.teacher}"
+    if refused := objectives.unlike(run, facts, teacher, str(run.train.teacher)) if teacher else "":
+        return found | {"unasked": refused}
+    if broken := problems(asked, judge, suggest=False):
+        return found | {"unasked": f"{named}: {'; '.join(broken)}. {_both(run, facts, gpu, teacher)}"}
+    one = Asking(asked, judge, tuple(asking(asked, judge, gpu)), rows)
+    found["asking"] = one
+    if teacher and (lacks := one.fullest.over) > 0:
+        text = f"it is asked at the layout of training, and lacks {lacks / GB:.1f} GB on {gpu.name}"
+        found["unasked"] = f"{named}: {text}. {_both(run, facts, gpu, teacher)}"
+    return found
+
+
+def _suits(teacher: ModelFacts | None, gpu: Gpu, room: float = 0.0) -> Callable[[Run], bool]:
+    """Whether the teacher can be asked at the layout of a run, and leaves this share of what it takes."""
+
+    def suits(run: Run) -> bool:
+        if teacher is None:
+            return True
+        asked = objectives.as_asked(run)
+        return not problems(asked, teacher, suggest=False) and all(
+            stage.over <= -room * stage.total for stage in asking(asked, teacher, gpu)
+        )
+
+    return suits
+
+
+def _both(run: Run, facts: ModelFacts, gpu: Gpu, teacher: ModelFacts | None) -> str:
+    """Keys of layouts that do for the training and for its teacher, with room where there are such."""
+    try:
+        found = _searched(run, facts, gpu, _suits(teacher, gpu, TIGHT)).offered[:MENDS]
+        found = found or _searched(run, facts, gpu, _suits(teacher, gpu)).offered[:MENDS]
+    except ConfigError as error:  # a world that no such hosts make up
+        return f"Nothing else was looked for: {error}"
+    if not found:
+        return (
+            f"No layout of {run.world} {gpu.name} does for both; take more or larger GPUs, or a smaller train.teacher"
+        )
+    return f"These do for both: {', or '.join(changes(run, one.applied(run)) for one in found)}"
+
+
+def _searched(run: Run, facts: ModelFacts, gpu: Gpu, suits: Callable[[Run], bool]) -> Found:
+    found = search(run, facts, gpu, run.layout.world)
+    return replace(found, fitting=[one for one in found.fitting if suits(one.applied(run))])
+
+
+def settle(run: Run, facts: ModelFacts, gpu: Gpu, teacher: ModelFacts | None = None) -> Run:
     """Replace layout.auto by the best layout that fits, and write down where the evaluation runs.
 
     A layout that is written down stays as it is.
     """
     if not run.layout.auto:
         return _with_evaluation(run, facts, gpu)
-    if best := fastest(run, facts, settled_on(run, gpu), run.world):
+    suits = _suits(teacher, settled_on(run, gpu))
+    if (best := fastest(run, facts, settled_on(run, gpu), run.world)) and suits(best.applied(run)):
         return _with_evaluation(best.applied(run), facts, gpu)
-    found = search(run, facts, settled_on(run, gpu), run.world)
+    found = _searched(run, facts, settled_on(run, gpu), suits)
     if not found.fitting:
         lacks = f"; closest is {found.closest.verdict}" if found.closest else ""
-        raise NothingFits(f"layout.auto: no layout of {run.world} {gpu.name} is legal and fits{lacks}")
+        both = " for the training and train.teacher" if teacher else ""
+        raise NothingFits(f"layout.auto: no layout of {run.world} {gpu.name} is legal and fits{both}{lacks}")
     return _with_evaluation(found.offered[0].applied(run), facts, gpu)
 
 
@@ -175,7 +238,14 @@ def facts_of(run: Run) -> ModelFacts:
     return facts_in(config, place)
 
 
-def config_of(run: Run) -> tuple[Any, str]:
+def teacher_of(run: Run) -> ModelFacts | None:
+    if not objectives.has_teacher(run):
+        return None
+    config, place = config_of(objectives.at_teacher(objectives.of_teacher(run)), "train.teacher")
+    return facts_in(config, place)
+
+
+def config_of(run: Run, key: str = "model.source") -> tuple[Any, str]:
     """The model's config.json, if it is known or lies here, and the prefix of its name in error messages."""
     source, form = run.model.source, ""
     if isinstance(source, Drawn):
@@ -196,7 +266,8 @@ def config_of(run: Run) -> tuple[Any, str]:
         if regular_files.is_there(config := Path(folder) / CONFIG):
             return _read(config), f"{config.parent}/"
     ids = ", ".join(name for name in names if "/" in name)
-    raise ConfigError(f"model.source: {source}: unknown model; known are {ids}; {HINT}")
+    hint = HINT.format(key=key, place="model" if key == "model.source" else "teacher")
+    raise ConfigError(f"{key}: {source}: unknown model; known are {ids}; {hint}")
 
 
 def _read(config: Path) -> Any:
@@ -216,12 +287,12 @@ def facts_in(config: Any, place: str) -> ModelFacts:
         raise ConfigError(f"{place}config.json: no model's configuration: {error}") from None
 
 
-def _instead(run: Run, facts: ModelFacts, gpu: Gpu) -> dict[str, Any]:
+def _instead(run: Run, facts: ModelFacts, gpu: Gpu, suits: Callable[[Run], bool]) -> dict[str, Any]:
     try:
-        found = search(run, facts, gpu, run.layout.world)
+        found = _searched(run, facts, gpu, suits)
         if found.roomy or run.adapter.kind != "none":
             return {"found": found}
         with_lora = run.model_copy(update={"adapter": Adapter(targets="all-linear", experts="shared")})
-        return {"found": found, "with_lora": search(with_lora, facts, gpu, run.layout.world)}
+        return {"found": found, "with_lora": _searched(with_lora, facts, gpu, suits)}
     except ConfigError as error:  # a world that no such hosts make up
         return {"not_searched": str(error)}

@@ -31,8 +31,6 @@ def contradictions(run: Run) -> Iterator[tuple[str, str]]:
             yield f"adapter.{key}", "has no effect with adapter.kind none"
     if run.model.adapter and run.adapter.kind != "lora":
         yield "model.adapter", f"is gone on with as LoRA, and adapter.kind is {run.adapter.kind}"
-    if run.model.adapter and run.train.objective == "dpo":
-        yield "model.adapter", "but train.objective dpo compares with the base, not with what it starts from"
     if run.model.adapter and run.reinforce.steps and run.reinforce.start == "base":
         yield "model.adapter", "has no effect with reinforce.start base, which trains nothing before"
     if "adapter" in (run.export.formats or ()) and run.adapter.kind == "none":

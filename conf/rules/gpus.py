@@ -46,10 +46,9 @@ def takes(run: Run, stage: str, leaves: bool = False) -> Share:
     """
     layout, evaluate, engine = run.layout, run.evaluate, run.gang.engine
     alone = layout.nodes == 1 and engine == "local"
-    if stage == "train" or (stage.partition("-")[0] == "convert" and run.convert.hosts == "all" and not alone):
+    spread = stage.partition("-")[0] == "convert" and run.convert.hosts == "all" and not alone
+    if stage in ("train", "reference") or spread:
         return Share(layout.nodes, layout.gpus_per_node, None if alone else engine)
-    if stage == "reference":
-        return Share(1, layout.gpus_per_node)
     if stage == "reinforce":
         return Share(1, layout.gpus_per_node + run.reinforce.engines * run.reinforce.engine_gpus)
     if stage.partition("-")[0] == "evaluate":

@@ -5,8 +5,10 @@ sequences(train) -> int      sequences of a row: dpo has both answers in a forwa
 
 from collections.abc import Iterator
 
+from conf.model_facts import ModelFacts
 from conf.schema.data import Data
 from conf.schema.run import Run
+from conf.schema.sections import Adapter
 from conf.schema.training import Train
 
 KIND = {"sft": ("sft", "text"), "dpo": ("preference",), "distill": ("sft",)}  # of prepared data, by objective
@@ -17,6 +19,7 @@ READS = {
 }
 KEYS = {"dpo": ("dpo_beta", "dpo_label_smoothing"), "distill": ("teacher", "teacher_top_k", "distill_temperature")}
 
+AT_ONCE = 16  # micro batches that each rank, and each stage of a pipeline, asks a reference of in one go
 ANSWERS = "dpo reads a chosen and a rejected answer; preference"
 
 # What a step is looked at by beside its loss: means over rows, by the names that TRL's users know.
@@ -48,6 +51,31 @@ def at_teacher(run: Run) -> Run:
     return run.model_copy(update={"paths": run.paths.model_copy(update=places)})
 
 
+def has_starting_adapter(run: Run) -> bool:
+    """Whether what a training is compared with is the base with the adapter that it starts from."""
+    return run.train.objective == "dpo" and run.model.adapter is not None
+
+
+def as_asked(run: Run) -> Run:
+    """The run of the model that is asked of the rows, at the layout of training, with nothing trained of it."""
+    if has_starting_adapter(run):
+        return run
+    run = at_teacher(of_teacher(run)) if has_teacher(run) else run
+    adapter = Adapter(kind="lora", targets=("linear_proj",), rank=run.layout.tp)  # is off, and has all else frozen
+    return run.model_copy(update={"adapter": adapter})
+
+
+def unlike(run: Run, facts: ModelFacts, teacher: ModelFacts, named: str) -> str:
+    """The reason why a teacher of this name cannot teach a model, by their sizes; empty where it can."""
+    if teacher.vocab != facts.vocab:
+        return f"train.teacher: {named}: a vocabulary of {teacher.vocab} tokens; the model has {facts.vocab}"
+    if teacher.vocab_pad or facts.vocab_pad:
+        return f"train.teacher: {named}: GPT-2's vocabulary is padded with tokens that are none; another model"
+    if run.train.teacher_top_k > teacher.vocab:
+        return f"train.teacher_top_k: {run.train.teacher_top_k}, and {named} has {teacher.vocab} tokens at all"
+    return ""
+
+
 def sequences(train: Train) -> int:
     return 2 if train.objective == "dpo" else 1
 
@@ -68,13 +96,14 @@ def unfit(run: Run, place: str, kind: str) -> str:
     found = next((one for one, kinds in KIND.items() if kind in kinds), None)
     if found is None:
         return f"train.objective: {wanted} reads {READS[wanted]}, but {place} holds data of the kind {kind}"
-    other = f"train.objective={found}" if found != "sft" else "another data.source or data.shape"
+    shape = "data.shape=preference, if there are columns chosen and rejected, or another data.source"
+    other = f"train.objective={found}" if found != "sft" else shape if wanted == "dpo" else "another data.source"
     return f"train.objective: {wanted} reads {READS[wanted]}, but {place} holds {READS[found]}; {other} would do"
 
 
 def contradictions(run: Run) -> Iterator[tuple[str, str]]:
     """Yield (key, problem) for values that are right alone and wrong together."""
-    train, layout = run.train, run.layout
+    train = run.train
     for objective, keys in KEYS.items():
         for key in keys:
             if train.objective != objective and getattr(train, key) != Train.model_fields[key].default:
@@ -83,8 +112,6 @@ def contradictions(run: Run) -> Iterator[tuple[str, str]]:
         return
     if train.z_loss:
         yield "train.z_loss", f"{train.z_loss:g}, and train.objective {train.objective} has none: 0"
-    if layout.nodes > 1:
-        yield "layout.nodes", f"{layout.nodes}: what {train.objective} compares with is asked on one host yet"
     if train.batch_ramp:
         yield "train.ramp_from", f"{train.ramp_from} is for texts, and {train.objective} reads rows; null"
     yield from _of_dpo(run) if train.objective == "dpo" else _of_distillation(run)

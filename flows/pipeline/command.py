@@ -74,7 +74,7 @@ def _recalled(run: Run, fault: Unreachable) -> Plan:
 
 
 def _possible(planned: Plan, last: str | None) -> Plan:
-    if fault := plan.refusal(planned) or plan.unserved(planned, last) or plan.unanswered(planned, last):
+    if fault := plan.any_refusal(planned, last):
         raise Fault(fault)
     return planned
 

@@ -12,7 +12,7 @@ from conf.planner import hardware
 from conf.rules import gpus, schedule
 from conf.schema.run import Run
 from contract import checkpoints, nvidia_smi
-from contract.output_marks import JOURNAL, PARTIAL
+from contract.output_marks import JOURNAL, PARTIAL, REFERENCE
 from tasks.gang.messages import Task
 
 
@@ -97,6 +97,26 @@ class Conversion(Job):
 
 
 @dataclass(frozen=True)
+class Reference(Job):
+    """Answers of another model to the rows, on the hosts of training. Each attempt asks it of those that are left."""
+
+    command: ClassVar[str] = "reference"
+
+    def ranks(self, gpus: int) -> int:
+        return gpus
+
+    def newest(self) -> int:
+        """Number of parts that are written."""
+        return len([*(Path(self.run.paths.reference) / JOURNAL).glob("*.npz")])
+
+    def is_over(self, states: Sequence[str]) -> bool:
+        return all(state == "done" for state in states)
+
+    def is_done(self) -> bool:
+        return (Path(self.run.paths.reference) / REFERENCE.mark).exists()
+
+
+@dataclass(frozen=True)
 class Evaluation(Job):
     """Evaluation of one of a run's models. It begins again in each attempt, and its first member has the answers."""
 
@@ -129,6 +149,11 @@ def training(run: Run) -> Job:
 def conversion(run: Run) -> Job | None:
     """Conversion on the hosts of training; None where the flow's own host converts."""
     return Conversion(run) if gpus.takes(run, "convert").engine else None
+
+
+def reference(run: Run) -> Job | None:
+    """The reference of a training on several hosts; None where the flow's own host is asked."""
+    return Reference(run) if gpus.takes(run, "reference").engine else None
 
 
 def evaluation(run: Run) -> Job | None:

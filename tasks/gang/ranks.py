@@ -32,7 +32,8 @@ from tasks.run.launch import PRIVATE, ROOT
 SILENT = {"T": 6.0, "t": 6.0, "D": 20.0}
 SILENT_ELSE = 60.0
 DEATH = re.compile(r"failed \(exitcode: (-?\d+)\) local_rank: (\d+)")
-WRITES = {"train": "output", "evaluate": "evaluation", "convert": "base"}  # the key of paths, by command
+# The key of paths, by command.
+WRITES = {"train": "output", "evaluate": "evaluation", "convert": "base", "reference": "reference"}
 SHOWN = 30  # last lines of a failed rank's log
 LEAST = 1 << 20  # bytes of this host's own disk, below which neither signs of life nor logs can be relied on
 AFTER = 0.7  # seconds between a rank's death and the look at what all of them left

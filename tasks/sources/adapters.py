@@ -1,7 +1,7 @@
 """Adapters that a training starts from (model.adapter): where one lies, and which content it has.
 
     identity(source)                what a training that starts from it depends on
-    fetch(source, found, folder)    brings it, as it was when the run began
+    as_found(run, found, folder)    the run that starts from it as it was when the run began, in this folder
 
 models:/NAME/VERSION is a version in MLflow's registry, whose tag finetune.adapter says where its adapter lies.
 """
@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
+from conf.schema.run import Run
 from contract.faults import Fault
 from tasks.sources import hub
 from tasks.tracking import address
@@ -23,6 +24,15 @@ REGISTERED = re.compile(r"models:/(?P<name>[^/]+)/(?P<version>\d+)$")
 def identity(source: str, runs: Path) -> dict[str, str]:
     """Digests of the adapter's files."""
     return _described(_resolved(source, runs))
+
+
+def as_found(run: Run, config: dict[str, Any], folder: Path, runs: Path) -> Run:
+    """The run with its adapter in the folder, if it has one. `config` is the stage's, with what identity() found."""
+    source = run.model.adapter
+    if source is None:
+        return run
+    fetch(source, config["model"]["adapter"], folder, runs)
+    return run.model_copy(update={"model": run.model.model_copy(update={"adapter": str(folder)})})
 
 
 def fetch(source: str, found: dict[str, str], folder: Path, runs: Path) -> None:

@@ -1,6 +1,7 @@
 """Estimate of a run's training sequences before its data are prepared: what a plan of epochs needs.
 
     sequences(run, made) -> (count, what was assumed)      None where nothing is known: sources on the Hub or in S3
+    asked(run, made) -> count                              rows that the reference of a training is asked of
 
 Rows are counted in the first megabytes of each file and scaled to its size; no row is read. None is taken as too long,
 broken or a duplicate. Packed sequences and texts for pretraining are filled with a token for every four bytes.
@@ -28,22 +29,37 @@ def sequences(run: Run, made: dict[str, Any] | None = None) -> tuple[int | None,
     if made:
         count = schedule.sequences(run, made["kind"], made["sequences"]["training"], made.get("tokens_training", 0))
         return count, f"{count:,} sequences, as prepared"
-    try:
-        found = _rows(run)
-    except (Fault, OSError):
-        found = None
+    found = _counted(run)
     if found is None:
         return None, "that are counted once the data are prepared"
     rows, size = found
     share = 1 - run.data.validation - run.data.test
-    if run.data.rows is not None and rows:
-        size, rows = size * min(1, run.data.rows / rows), min(rows, run.data.rows)
     count, tokens = ceil(rows * share), size * share / BYTES
     words = f"about {_round(count):,} training rows, by the size of the files"
     if run.data.packed or any(part.shape == "text" for part in run.data.parts):
         count = max(1, ceil(tokens / run.data.seq_length))
         words = f"about {_round(count):,} sequences of {words}"
     return max(1, count), words
+
+
+def asked(run: Run, made: dict[str, Any] | None = None) -> int | None:
+    """Number of rows of training and validation together; None where nothing is known."""
+    if made:
+        return sum(made["rows"].get(split, 0) for split in ("training", "validation"))
+    found = _counted(run)
+    return None if found is None else ceil(found[0] * (1 - run.data.test))
+
+
+def _counted(run: Run) -> tuple[float, float] | None:
+    """Rows that a run takes, and their bytes; None where they cannot be counted from here."""
+    try:
+        found = _rows(run)
+    except (Fault, OSError):
+        found = None
+    if found is None or run.data.rows is None or not found[0]:
+        return found
+    rows, size = found
+    return min(rows, run.data.rows), size * min(1, run.data.rows / rows)
 
 
 def _rows(run: Run) -> tuple[int, float] | None:

@@ -5,6 +5,8 @@
     refusal(planned)            why the flow ends here, with what would fit; "" where it goes on
     unserved(planned, last)     the same, for a model that could be trained and not evaluated
     unanswered(planned, last)   the same, for one that could not answer prompts beside its training
+    unasked(planned, last)      the same, for one whose teacher could not be asked at its layout
+    any_refusal(planned, last)  the first of all of these
 
 layout.auto is settled here: planned.run is the run that all stages get. hardware.gate: warn goes on with a run that
 does not fit. A run that is illegal, or whose model cannot be converted, ends in any case. conf/planner/ has the
@@ -26,7 +28,7 @@ from conf.model_facts import ModelFacts
 from conf.planner import advice, display, hardware, picture, verdict
 from conf.planner.hardware import GB
 from conf.planner.verdict import Plan
-from conf.rules import conversion, schedule, serving
+from conf.rules import conversion, objectives, schedule, serving
 from conf.schema.model import Drawn
 from conf.schema.run import Run
 from contract.faults import ConfigError, Fault
@@ -52,7 +54,7 @@ def plan(run: Run, last: str | None = None) -> State:
     except (ConfigError, Fault) as fault:
         return Failed(message=str(fault), data=Fault(str(fault)))
     create_markdown_artifact(page(planned), key=f"plan-{run.name}", description=planned.verdict)
-    if fault := refusal(planned) or unserved(planned, last) or unanswered(planned, last):
+    if fault := any_refusal(planned, last):
         return Failed(message=fault, data=Fault(fault))
     say = get_run_logger()
     (say.info if planned.fits else say.warning)(summary(planned))
@@ -62,20 +64,25 @@ def plan(run: Run, last: str | None = None) -> State:
 def settle(run: Run) -> Plan:
     if GRACE in os.environ:
         raise Fault(f"{GRACE}: this variable is the key gang.grace now: gang.grace=20, of one host as of several")
-    return _settle(run, _facts(run), _prepared)
+    return _settle(run, _facts(run), _teacher(run), _prepared)
 
 
 def recalled(run: Run) -> Plan:
     """The plan by what is known here of the model, as flows.plan makes it, and of the data by their size."""
-    return _settle(run, verdict.facts_of(run), lambda _: None)
+    return _settle(run, verdict.facts_of(run), verdict.teacher_of(run), lambda _: None)
 
 
-def _settle(run: Run, facts: ModelFacts, prepared: Callable[[Run], dict[str, Any] | None]) -> Plan:
-    settled = verdict.settle(run, facts, hardware.of(run))
+def _settle(
+    run: Run, facts: ModelFacts, teacher: ModelFacts | None, prepared: Callable[[Run], dict[str, Any] | None]
+) -> Plan:
+    settled = verdict.settle(run, facts, hardware.of(run), teacher)
+    counts = run.train.epochs is not None or objectives.has_reference(run)
+    made = prepared(settled) if counts else None
+    rows = training_rows.asked(settled, made) if objectives.has_reference(run) else None
     if run.train.epochs is None:
-        return verdict.plan(settled, facts, hardware.of(settled))
-    sequences, assumed = training_rows.sequences(settled, prepared(settled))
-    planned = verdict.plan(schedule.assumed(settled, sequences), facts, hardware.of(settled))
+        return verdict.plan(settled, facts, hardware.of(settled), teacher, rows)
+    sequences, assumed = training_rows.sequences(settled, made)
+    planned = verdict.plan(schedule.assumed(settled, sequences), facts, hardware.of(settled), teacher, rows)
     return replace(planned, run=settled, assumed=assumed)  # the steps themselves are known once the data are prepared
 
 
@@ -90,6 +97,12 @@ def refusal(planned: Plan) -> str:
         return ""
     go_on = "; hardware.gate=warn goes on all the same" if planned.legal else ""
     return f"plan: {advice.refusal(planned)}{go_on}"
+
+
+def any_refusal(planned: Plan, last: str | None) -> str:
+    """The first reason why a run up to the stage `last` is not begun; "" where it is."""
+    found = refusal(planned) or unserved(planned, last) or unanswered(planned, last)
+    return found or unasked(planned, last)
 
 
 def unserved(planned: Plan, last: str | None) -> str:
@@ -112,6 +125,16 @@ def unanswered(planned: Plan, last: str | None) -> str:
     if not planned.unanswered or gate == "warn" or "reinforce" in pipeline.unasked(planned.run, last):
         return ""
     return f"plan: reinforce: {planned.unanswered}; hardware.gate=warn goes on all the same"
+
+
+def unasked(planned: Plan, last: str | None) -> str:
+    """The reason why a reference that is to be asked could not be; "" where it could, or none is."""
+    gate = planned.run.hardware.gate
+    if not planned.unasked or "reference" in pipeline.unasked(planned.run, last):
+        return ""
+    if planned.asking is None:  # illegal
+        return f"plan: {planned.unasked}"
+    return "" if gate == "warn" else f"plan: {planned.unasked}; hardware.gate=warn goes on all the same"
 
 
 def _evaluates_here(run: Run) -> bool:
@@ -198,6 +221,8 @@ def _rows(planned: Plan) -> list[tuple[str, str]]:
         rows += [] if time.cost is None else [("cost", f"{time.cost:,.0f} USD at {gpu.price:g} per GPU and hour")]
     rows += [("evaluation", " ".join(line.split())) for line in display.evaluation(planned)]
     rows += [("reinforce", " ".join(line.split())) for line in display.answers(planned)]
+    rows += [("teacher", " ".join(" ".join(display.reference(planned)).split()))] if planned.asking else []
+    rows += [("teacher refused", planned.unasked)] if planned.unasked else []
     rows += [("evaluation refused", planned.unserved)] if planned.unserved else []
     return rows + ([("reinforce refused", planned.unanswered)] if planned.unanswered else [])
 
@@ -217,4 +242,15 @@ def _facts(run: Run) -> ModelFacts:
         raise Fault(f"model.source: {source}: {'; '.join(found)}")
     if refused := conversion.unwritable(config, run.export.quantization):
         raise Fault(refused)
+    return facts
+
+
+def _teacher(run: Run) -> ModelFacts | None:
+    source = run.train.teacher
+    if not objectives.has_teacher(run) or source is None or hub.kind(source) == "tiny":
+        return verdict.teacher_of(run)
+    config, named = config_json.read(source, objectives.of_teacher(run).model.revision), f"train.teacher: {source}: "
+    facts = verdict.facts_in(config, named)
+    if found := conversion.obstacles(config, run.model.ignore_config):
+        raise Fault(f"{named}{'; '.join(found)}")
     return facts

@@ -62,11 +62,8 @@ def train(
             "logs": work.folder / "logs",
         }
         paths |= {"reference": stage_run.local(reference)} if reference else {}
-        asked, made = stage_run.at(**paths), data.result
-        if source := asked.model.adapter:
-            start = work.folder / "adapter"
-            adapters.fetch(source, stage_run.asked.config["model"]["adapter"], start, runs_folder())
-            asked = asked.model_copy(update={"model": asked.model.model_copy(update={"adapter": str(start)})})
+        start, made = work.folder / "adapter", data.result
+        asked = adapters.as_found(stage_run.at(**paths), stage_run.asked.config, start, runs_folder())
         rows, tokens = made["sequences"]["training"], made.get("tokens_training", 0)
         run = schedule.resolved(asked, schedule.sequences(asked, made["kind"], rows, tokens))
         metrics = output / "metrics.jsonl"

@@ -83,13 +83,15 @@ def check_reference(run: Run) -> None:
     if not objectives.has_reference(run):
         raise Fault(f"train.objective: {run.train.objective} needs no reference; dpo and distill do")
     facts, key, remedy = check_model(run), "paths.base", "python -m trainer.convert"
-    asked = run
+    asked = objectives.as_asked(run)
     if objectives.has_teacher(run):
-        asked, key = objectives.at_teacher(run), "paths.teacher_base"
+        key = "paths.teacher_base"
         remedy += f" with paths.model={run.paths.teacher} paths.base={run.paths.teacher_base}"
         facts = _check_teacher(run, facts)
     checkpoints.require(Path(asked.paths.base), key, remedy)
-    _check_layout(asked, facts)
+    _check_layout(asked, facts, f"train.teacher: {run.paths.teacher}: " if objectives.has_teacher(run) else "")
+    if objectives.has_starting_adapter(run):
+        adapters.check(run)
     if os.environ.get("LOCAL_RANK", "0") == "0":
         output_marks.take(Path(run.paths.reference), REFERENCE)
     found = prepared.check(run)
@@ -99,14 +101,9 @@ def check_reference(run: Run) -> None:
 
 def _check_teacher(run: Run, student: ModelFacts) -> ModelFacts:
     """Check that the teacher has as many tokens as the model. Returns its sizes."""
-    teacher = Path(run.paths.teacher)
-    facts = check_model(objectives.at_teacher(run))
-    if facts.vocab != student.vocab:
-        raise Fault(f"train.teacher: {teacher}: a vocabulary of {facts.vocab} tokens; the model has {student.vocab}")
-    if facts.vocab_pad or student.vocab_pad:
-        raise Fault(
-            "train.objective: distill, but GPT-2's vocabulary is padded with tokens that are none; another model"
-        )
+    facts = check_model(objectives.at_teacher(run), "paths.teacher")
+    if refused := objectives.unlike(run, student, facts, run.paths.teacher):
+        raise Fault(refused)
     return facts
 
 
@@ -190,20 +187,23 @@ def check_evaluate(run: Run) -> None:
         prepared.check_asked(prompts.folder(run))
 
 
-def check_model(run: Run) -> ModelFacts:
-    """Check that the released checkpoint is whole, and is converted to what config.json says. Returns its sizes."""
+def check_model(run: Run, key: str = "paths.model") -> ModelFacts:
+    """Check that the released checkpoint is whole, and is converted to what config.json says. Returns its sizes.
+
+    `key` is the one that names its folder.
+    """
     folder = Path(run.paths.model)
     if not folder.is_dir():
-        raise Fault(f"paths.model: {folder}: no such folder; it holds the released checkpoint in Hugging Face format")
+        raise Fault(f"{key}: {folder}: no such folder; it holds the released checkpoint in Hugging Face format")
     config, facts = released_model.check_released(folder)
     if found := obstacles(config, run.model.ignore_config):
         raise Fault("\n".join(f"{folder}: {line}" for line in found))
     return facts
 
 
-def _check_layout(run: Run, facts: ModelFacts) -> None:
+def _check_layout(run: Run, facts: ModelFacts, whose: str = "") -> None:
     if found := problems(run, facts):
-        raise Fault("\n".join(found))
+        raise Fault("\n".join(f"{whose}{line}" for line in found))
 
 
 def _converted(run: Run) -> int:

@@ -3,15 +3,17 @@
     <split>.npy                        dpo: float32 [rows, 2], log-probability of the chosen answer and of the rejected
     <split>-values.npy, -ids.npy       distill: float32 and int32 [learned tokens, top k], log-probabilities and tokens
     <split>-starts.npy                 int64 [rows + 1], where the tokens of each row begin
-    references.json                    written last: of which rows, by which base or how many tokens
+    references.json                    written last: of which rows, by which base, or by which teacher how many tokens
 
 A training whose rows or base are others refuses them.
 """
 
+import contextlib
 import json
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 
@@ -20,10 +22,12 @@ from conf.schema.run import Run
 from contract import checkpoints, json_object, regular_files
 from contract.faults import Fault
 from contract.files import open_atomically, write_atomically
+from contract.output_marks import REFERENCE
 from trainer.data import prepared
 from trainer.data.identity import MANIFEST, digest
 
-MARK = "references.json"
+MARK = REFERENCE.mark
+ARRAYS = ("values", "ids")  # what is said at each place; dpo has values alone
 AGAIN = "python -m trainer.reference makes it"
 
 
@@ -52,14 +56,59 @@ def wanted(run: Run) -> dict[str, Any]:
     if objectives.has_teacher(run):
         return facts | {"top_k": run.train.teacher_top_k, "temperature": run.train.distill_temperature}
     base = checkpoints.read_mark(Path(run.paths.base)) or {}
-    return facts | {"base": base.get("digest")}
+    return facts | {"base": base.get("digest")} | _adapter(run)
 
 
-def write(folder: Path, split: str, found: np.ndarray | Likeliest) -> None:
-    arrays = {"": found} if isinstance(found, np.ndarray) else {f"-{name}": one for name, one in vars(found).items()}
-    for name, array in arrays.items():
-        with open_atomically(folder / f"{split}{name}.npy", durable=True) as file:
-            np.save(file, array)
+def _adapter(run: Run) -> dict[str, str]:
+    """Digest of the adapter that training starts from. One that goes on needs that no more."""
+    if not objectives.has_starting_adapter(run):
+        return {}
+    weights = Path(str(run.model.adapter)).expanduser() / "adapter_model.safetensors"
+    return {"adapter": digest(weights)} if weights.exists() else {}
+
+
+def made_of(run: Run) -> dict[str, Any]:
+    """The same with all that the command which asks knows: whose teacher's base it is, too."""
+    if not objectives.has_teacher(run):
+        return wanted(run)
+    return wanted(run) | {"teacher": (checkpoints.read_mark(Path(run.paths.teacher_base)) or {}).get("digest")}
+
+
+def begin(folder: Path) -> None:
+    """Drop the mark of what was there before: from now on its files may be others."""
+    (folder / MARK).unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def written(folder: Path, split: str, starts: np.ndarray) -> Iterator[Callable[..., None]]:
+    """Yield put(place, values[, ids]), which writes what is said from this place on. Files are there whole or not.
+
+    `starts` says where the places of each row begin. Where each row has one, and there are no ids, it is dpo's file.
+    """
+    with contextlib.ExitStack() as stack:
+        files: list[tuple[BinaryIO, int]] = []
+
+        def put(place: int, *found: np.ndarray) -> None:
+            if not files:
+                names = [f"{split}-{name}.npy" for name in ARRAYS] if len(found) > 1 else [f"{split}.npy"]
+                for name, array in zip(names, found, strict=True):
+                    file = stack.enter_context(open_atomically(folder / name, durable=True))
+                    shape = (int(starts[-1]), *array.shape[1:])
+                    _write_header(file, shape, array.dtype)
+                    files.append((file, file.tell()))
+            for (file, begins), array in zip(files, found, strict=True):
+                file.seek(begins + place * array.nbytes // max(len(array), 1))
+                file.write(np.ascontiguousarray(array).data)
+
+        yield put
+        if len(files) > 1:
+            with open_atomically(folder / f"{split}-starts.npy", durable=True) as file:
+                np.save(file, starts)
+
+
+def _write_header(file: BinaryIO, shape: tuple[int, ...], kind: np.dtype) -> None:
+    described = {"descr": np.lib.format.dtype_to_descr(kind), "fortran_order": False, "shape": shape}
+    np.lib.format.write_array_header_1_0(file, described)
 
 
 def finish(folder: Path, facts: dict[str, Any]) -> None:
@@ -75,7 +124,7 @@ def read(folder: Path, split: str) -> np.ndarray | Likeliest:
 
 def is_made(run: Run) -> bool:
     path = Path(run.paths.reference) / MARK
-    return regular_files.is_there(path) and json_object.read(path) == wanted(run)
+    return regular_files.is_there(path) and json_object.read(path) == made_of(run)
 
 
 def check(run: Run) -> None:

@@ -5,18 +5,19 @@
 
 Reads the prepared rows (trainer.prepare), and the base in paths.base or the teacher in paths.teacher and, converted,
 paths.teacher_base (python -m trainer.convert CONF paths.model=TEACHER paths.base=TEACHER_BASE). Writes the files that
-trainer/data/references.py describes into paths.reference. Training then needs no second model in memory. What is there
-already is left alone.
+trainer/data/references.py describes into paths.reference, which all hosts see. Training then needs no second model in
+memory. What is there already is left alone, and a command that was killed goes on with the rows that are left.
 """
 
+import os
 from pathlib import Path
 
 from conf.rules import objectives, schedule
 from conf.schema.run import Run
-from conf.schema.sections import Adapter
 from trainer.checks import inputs, places
 from trainer.data import references
 from trainer.megatron.recipe import load_only, make_config
+from trainer.reference import parts
 from trainer.startup import device, entry
 from trainer.startup.console import megatron_to, say
 
@@ -24,6 +25,8 @@ from trainer.startup.console import megatron_to, say
 def main(given: Run) -> None:
     if references.is_made(given):
         say(f"reference: {given.paths.reference} is already there, of these rows and this base")
+        if os.environ.get("RANK", "0") == "0":
+            parts.end(Path(given.paths.reference))  # of a command that was killed behind its last line
         return
     device.start()
     from trainer.megatron.model import open_bridge
@@ -31,13 +34,17 @@ def main(given: Run) -> None:
     from trainer.reference.scoring import Scoring
     from trainer.reinforcement.policy_step import Feed, FromOutside
     from trainer.training import bridge_loop
+    from trainer.weights import starting_adapter
 
     if objectives.has_teacher(given):
         inputs.check_tokens(given)
     resharding.install()
     run = _without_steps(given)
     with megatron_to(Path(run.paths.logs)):
-        config = make_config(run, open_bridge(run), None)
+        bridge = open_bridge(run)
+        config = make_config(run, bridge, None)
+        if objectives.has_starting_adapter(given):
+            starting_adapter.install(config, given, bridge)
         load_only(config)
         config.dataset = FromOutside.of(run, Feed())
         bridge_loop.train(run, config, _no_step, [Scoring(given)])
@@ -45,9 +52,7 @@ def main(given: Run) -> None:
 
 def _without_steps(run: Run) -> Run:
     """The run of the model that is asked, whose loop ends before its first step."""
-    run = objectives.at_teacher(run) if objectives.has_teacher(run) else run
-    adapter = Adapter(kind="lora", targets=("linear_proj",), rank=run.layout.tp)  # is off, and has all else frozen
-    return schedule.of_steps(run, 1).model_copy(update={"adapter": adapter})
+    return schedule.of_steps(objectives.as_asked(run), 1)
 
 
 def _no_step(*_: object) -> None:

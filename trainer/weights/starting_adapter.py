@@ -37,7 +37,7 @@ def _fill(run: Run, bridge: Any, config: Any, model: Any) -> None:
     start = StartingAdapter(folder, run.adapter.rank, bridge._model_bridge.mapping_registry(), config)
     adapters.fill(model, start.whole)
     start.require_all_used()
-    say(f"train: the adapter starts from {folder}")
+    say(f"the adapter starts from {folder}")
 
 
 class StartingAdapter:

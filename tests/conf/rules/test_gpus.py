@@ -17,6 +17,8 @@ def run(*overrides: str) -> Run:
         ("train", ["layout.gpus_per_node=4"], Share(1, 4)),
         ("train", ["layout.nodes=2", "layout.gpus_per_node=2"], Share(2, 2, "local")),
         ("train", ["layout.nodes=2", "gang.engine=prefect"], Share(2, 1, "prefect")),
+        ("reference", ["layout.gpus_per_node=4"], Share(1, 4)),
+        ("reference", ["layout.nodes=2", "gang.engine=slurm"], Share(2, 1, "slurm")),
         ("convert", ["layout.gpus_per_node=4"], Share(1, 0)),
         ("evaluate-base", [], Share(1, None)),
         ("evaluate-tuned", ["evaluate.gpus=2"], Share(1, 2)),

@@ -231,3 +231,25 @@ def test_its_page_says_what_the_terminal_says():
     page = plan.page(planned)
     assert "legal and fits" in page and "| cost | " in page
     assert all(line in page for line in (*picture.lines(planned), *display.lines(planned)))
+
+
+def test_a_teacher_that_cannot_be_asked_ends_the_run_before_anything_is_fetched():
+    of_llama = ["meta-llama/Llama-3.1-8B-Instruct", "meta-llama/Llama-3.1-70B-Instruct"]
+    keys = [f"{key}={name}" for key, name in zip(("model.source", "train.teacher"), of_llama, strict=True)]
+    keys += ["hardware.gpu=h100", "train.precision=bf16", "adapter.kind=lora", "evaluate.tasks=[]"]
+    planned = plan.recalled(load("tiny-distill", keys))
+    assert planned.fits and plan.refusal(planned) == ""
+    said = plan.unasked(planned, None)
+    assert said.startswith(f"plan: train.teacher: {of_llama[1]}: it is asked at the layout of training, and lacks ")
+    assert said.endswith("; hardware.gate=warn goes on all the same") and plan.any_refusal(planned, None) == said
+    assert plan.unasked(planned, "convert") == "", "the reference is not asked for"
+    assert plan.unasked(plan.recalled(load("tiny-distill", [*keys, "hardware.gate=warn"])), None) == ""
+    assert "| teacher refused |" in plan.page(planned)
+    other = plan.recalled(load("tiny-distill", ["train.teacher=tiny://gpt2", "hardware.gate=warn"]))
+    assert plan.unasked(other, None).startswith("plan: train.teacher: tiny://gpt2: a vocabulary of 500 tokens")
+
+
+def test_a_teacher_s_config_json_is_read_where_it_lies(folder):
+    (folder / "config.json").write_text(json.dumps(CONFIG | {"hidden_act": "gelu"}))
+    with pytest.raises(Fault, match=rf"^train.teacher: {folder}: config.json: hidden_act is \"gelu\", and"):
+        plan.settle(load("tiny-distill", [f"train.teacher={folder}"]))

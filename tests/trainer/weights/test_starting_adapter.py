@@ -1,12 +1,15 @@
 """trainer/weights/starting_adapter.py: a training goes on with an adapter that another one has exported."""
 
 import json
+import math
 import shutil
 
+import numpy as np
 import pytest
 
 from contract.faults import Fault
 from trainer.checks import adapters
+from trainer.data.tickets import tickets, with_worse
 
 
 def losses(result) -> list[float]:
@@ -94,3 +97,29 @@ def test_another_trainers_unlike_matrices_are_refused(exported, configure, ranks
     (foreign / "adapter_config.json").write_text(json.dumps({"peft_type": "IA3"}))
     with pytest.raises(Fault, match="is IA3, and LoRA alone can be gone on with"):
         adapters.check(configure(name, f"model.adapter={foreign}"))
+
+
+@pytest.mark.slow
+def test_dpo_compares_with_what_it_starts_from(exported, configure, ranks, work):
+    name, folder = exported
+    if name == "gpt-oss":
+        return
+    ranked = work / f"ranked-{name}"
+    ranked.mkdir()
+    rows = [json.dumps(row) + "\n" for row in with_worse(tickets(48, seed=1), seed=1)]
+    (ranked / "training.jsonl").write_text("".join(rows[:32]))
+    (ranked / "validation.jsonl").write_text("".join(rows[32:]))
+    places = {key: f"{work}/dpo-{name}-{key}" for key in ("output", "reference")} | {"data": str(ranked)}
+    given = ["train.objective=dpo", "train.steps=3", "train.global_batch=8"]
+    given += [f"paths.{key}={place}" for key, place in places.items()]
+    base, run = (configure(name, *given, *more) for more in ([], [f"model.adapter={folder}"]))
+    (work / f"dpo-{name}-reference").mkdir()
+    assert ranks("reference", base).code == 0
+    of_base = np.load(f"{places['reference']}/training.npy")
+    refused = ranks("train", run)
+    assert refused.code == 2 and "was made for another adapter than this run has" in refused.output
+    asked = ranks("reference", run)
+    assert asked.code == 0, asked.output
+    assert abs(np.load(f"{places['reference']}/training.npy") - of_base).max() > 0.01
+    first = losses(ranks("train", run))[0]
+    assert first == pytest.approx(math.log(2), abs=1e-5)

@@ -1,7 +1,7 @@
 """Pairs of answers to one prompt, of which one is preferred, in the shapes that data sets on the Hub have.
 
     prompt, chosen and rejected texts                    one question and two answers
-    chosen and rejected as lists of messages             whole conversations, or answers behind a prompt
+    chosen and rejected as lists of messages, or as one  whole conversations, or answers behind a prompt
     chosen and rejected texts alone                      the prompt is what both begin with; turns of Anthropic's
                                                          "\\n\\nHuman: ... \\n\\nAssistant: ..." become messages
 
@@ -25,11 +25,12 @@ ROLES = {"Human": "user", "Assistant": "assistant"}
 def fits(chosen: object, rejected: object) -> bool:
     """Whether these can be two answers."""
     both = (chosen, rejected)
-    return all(isinstance(one, str) for one in both) or all(conversations.looks_like(one, False) for one in both)
+    return all(isinstance(one, str) for one in both) or all(_is_conversation(one) for one in both)
 
 
 def pair(prompt: Any, chosen: Any, rejected: Any, system: str) -> Row:
     """The canonical row. `prompt` is None where the answers hold it themselves."""
+    chosen, rejected = (_listed(one) for one in (chosen, rejected))
     if isinstance(chosen, str) and isinstance(rejected, str) and not conversations.looks_like(chosen, False):
         found = _of_texts(prompt, chosen, rejected, system)
     else:
@@ -39,6 +40,21 @@ def pair(prompt: Any, chosen: Any, rejected: Any, system: str) -> Row:
     if "messages" in found[0] and found[0]["messages"][:-1] != found[1]["messages"][:-1]:
         raise Unfit(Bad("answers to different prompts", "rejected", "conversations differ before their last message"))
     return dict(zip(SIDES, found, strict=True))
+
+
+def opens(prompt: Any) -> bool:
+    """Whether a conversation is what answers stand behind, and does not end with one of them."""
+    found = conversations.read(prompt, "prompt") if conversations.looks_like(prompt, False) else []
+    return bool(found) and found[-1]["role"] == "user"
+
+
+def _is_conversation(value: object) -> bool:
+    return conversations.looks_like(_listed(value), False)
+
+
+def _listed(answer: Any) -> Any:
+    """A conversation, also where it is a single message."""
+    return [answer] if isinstance(answer, dict) else answer
 
 
 def _of_texts(prompt: Any, chosen: str, rejected: str, system: str) -> list[Row]:

@@ -109,7 +109,10 @@ def detect(part: Part, first: Sequence[Row], place: str) -> Shape:
 def _with_prompt(columns: dict[str, str], names: list[str]) -> dict[str, str]:
     """Columns of a comparison, with those of its prompt and system prompt where there are some."""
     prompt = next((name for name in preferences.PROMPTS if name in names), None)
-    found = {"input": prompt} if prompt else {}
+    turns = next((name for name in MESSAGES if name in names), None)
+    found = {"input": prompt} if prompt else {"messages": turns} if turns else {}
+    if prompt == "instruction" and "input" in names and "input" not in columns:  # Alpaca's
+        found["context"] = "input"
     return found | ({"system": "system"} if "system" in names else {}) | columns
 
 
@@ -252,15 +255,24 @@ def _text(row: Row, column: str, empty: str) -> str:
 
 
 def _pair(row: Row, columns: dict[str, str]) -> Row:
-    question = _text(row, columns["input"], "empty")
-    context = _find(row, columns["context"]) if "context" in columns else None
-    if context not in (None, NONE, ""):
-        question += "\n\n" + conversations.text(context, columns["context"], "")
+    question = _behind(_text(row, columns["input"], "empty"), row, columns)
     return {"input": question, "output": _text(row, columns["output"], "empty answer")}
+
+
+def _behind(question: str, row: Row, columns: dict[str, str]) -> str:
+    """The question with what Alpaca's rows have behind it."""
+    context = _find(row, columns["context"]) if "context" in columns else None
+    if context in (None, NONE, ""):
+        return question
+    return question + "\n\n" + conversations.text(context, columns["context"], "")
 
 
 def _preference(row: Row, columns: dict[str, str]) -> Row:
     prompt = _find(row, columns["input"]) if "input" in columns else None
+    if "messages" in columns and preferences.opens(turns := _find(row, columns["messages"])):
+        prompt = turns
+    if isinstance(prompt, str):
+        prompt = _behind(prompt, row, columns)
     system = _find(row, columns["system"]) if "system" in columns else None
     system = "" if system in (None, NONE) else conversations.text(system, columns["system"], "")
     chosen, rejected = (_value(row, columns[side]) for side in preferences.SIDES)

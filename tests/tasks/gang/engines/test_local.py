@@ -14,7 +14,8 @@ import psutil
 import pytest
 
 from tests.tasks.gang import driver
-from tests.tasks.gang.conftest import ROOT, losses, same, wait_for
+from tests.tasks.gang.conftest import ROOT, losses, same, trainer, wait_for
+from trainer.data.tickets import tickets, with_worse
 
 
 @pytest.fixture
@@ -27,7 +28,8 @@ def start(work, request):
         assert folder.exists() == again
         folder.mkdir(exist_ok=True)
         command = [sys.executable, driver.__file__, job, work / "conf.yaml", folder, work / "store", "layout.nodes=2"]
-        command.append(f"paths.data={work / 'one/data'}")
+        if not any(one.startswith("paths.data=") for one in overrides):
+            command.append(f"paths.data={work / 'one/data'}")
         environment = os.environ | {"PYTHONUNBUFFERED": "1"}
         with (folder / "output.txt").open("a") as output:
             running.append(
@@ -156,6 +158,30 @@ def test_hosts_convert_together_and_go_on_with_what_is_finished(start, folder, w
     alone = work / "base/iter_0000000"
     names = sorted(file.name for file in alone.iterdir() if file.name != "run_config.yaml")
     assert filecmp.cmpfiles(alone, there, names, shallow=False) == (names, [], [])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_hosts_ask_a_reference_together_and_ask_no_row_twice(start, folder, work):
+    rows = with_worse(tickets(320, seed=0), seed=0)
+    (work / "ranked").mkdir()
+    (work / "ranked/training.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    asks = ["train.objective=dpo", "train.micro_batch=1", f"paths.data={work / 'ranked-data'}"]
+    alone, conf = work / "alone-reference", str(work / "conf.yaml")
+    trainer("prepare", conf, *asks, f"data.source={work / 'ranked'}")
+    trainer("reference", conf, *asks, f"paths.reference={alone}")
+
+    gang = start(*asks, "gang.start_within=300", job="reference")
+    wait_for(lambda: [*folder.glob("files/unfinished/*.npz")], 300)
+    ranks(gang, "reference")[1].kill()
+    assert gang.wait(300) == 0, output(folder)
+    assert re.search(r"attempt 1: \S+, \S+ reference; logs in", output(folder))
+    assert "killed by SIGKILL" in output(folder)
+    assert "attempt 2" in output(folder) and "attempt 3" not in output(folder)
+    assert re.search(r"reference: goes on with \d+ of \d+ rows, of which nothing was said before", output(folder))
+    told = (folder / "files/progress.jsonl").read_text().splitlines()
+    assert json.loads(told[-1])["done"] == json.loads(told[-1])["total"]
+    assert (folder / "files/training.npy").read_bytes() == (alone / "training.npy").read_bytes()
 
 
 @pytest.mark.slow

@@ -57,6 +57,14 @@ def talks(one: list, other: list) -> dict:
             },
             talks(talk("Hi", "Hello", "2+2?", "4"), talk("Hi", "Hello", "2+2?", "5")),
         ),
+        (  # Alpaca's columns, as LLaMA-Factory has them
+            {"instruction": "Add.", "input": "2+2", "chosen": "4", "rejected": "5"},
+            pair("Add.\n\n2+2", "4", "5"),
+        ),
+        (  # answers that are one message each
+            {"prompt": "2+2?", "chosen": said("assistant", "4"), "rejected": said("assistant", "5")},
+            talks(talk("2+2?", "4"), talk("2+2?", "5")),
+        ),
     ],
 )
 def test_each_shape_is_read(row, found):
@@ -67,6 +75,11 @@ def test_a_set_that_can_be_read_in_another_way_is_asked_for_by_its_shape():
     row = {"prompt": "2+2?", "messages": talk("2+2?", "4"), "chosen": talk("2+2?", "4"), "rejected": talk("2+2?", "5")}
     assert read(row) == {"messages": talk("2+2?", "4")}
     assert read(row, "preference") == talks(talk("2+2?", "4"), talk("2+2?", "5"))
+    turns = [{"from": "human", "value": "2+2?"}]  # LLaMA-Factory's, of ShareGPT's columns
+    answers = both(*({"from": "gpt", "value": answer} for answer in "45"))
+    assert read({"conversations": turns, **answers}, "preference") == talks(talk("2+2?", "4"), talk("2+2?", "5"))
+    binarized = {"messages": talk("2+2?", "4"), "chosen": "2+2? 4", "rejected": "2+2? 5"}
+    assert read(binarized, "preference") == pair("2+2? ", "4", "5"), "a conversation that ends with an answer"
     asked = {"ask": "2+2?", "text": "no", "chosen": "4", "rejected": "5"}
     assert read(asked, "preference", input="ask") == pair("2+2?", "4", "5")
 
