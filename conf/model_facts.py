@@ -159,7 +159,7 @@ def _packed(config: dict[str, Any]) -> dict[str, Any]:
         return {}
     if scheme is None:
         return {}
-    scale = (1 if scheme.kind == "mxfp4" else 4 if scheme.kind == "fp8" else 2) / (scheme.block[0] * scheme.block[1])
+    scale = {"mxfp4": 1, "nvfp4": 1, "fp8": 4}.get(scheme.kind, 2) / (scheme.block[0] * scheme.block[1])
     return {"packed": scheme.bits / 8 + scale, "packed_experts": any("attn" in name for name in scheme.unquantised)}
 
 

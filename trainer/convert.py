@@ -26,6 +26,7 @@ import warnings
 from pathlib import Path
 
 from conf.model_files import config_json
+from conf.rules import packed_base
 from conf.schema.run import Run
 from contract import checkpoints
 from contract.output_marks import BASE, JOURNAL
@@ -51,7 +52,8 @@ def main(run: Run) -> None:
         # What decides, besides, in which pieces the checkpoint has its weights: tp pads the vocabulary.
         facts |= {"to": run.convert.to, "tp": run.layout.tp, "grouped_gemm": run.moe.grouped_gemm}
     if run.convert.to == "packed":
-        facts |= {"base": run.model.base}
+        facts |= {"base": run.model.base, "pack": sorted(packed_base.parts(run))}
+        before = {"pack": sorted(packed_base.PARTS)} | before  # which those of before do not say
     same = all(before.get(key) == value for key, value in facts.items()) and ("to" in before) == ("to" in facts)
     if same and before["stamps"] == stamps:
         say(f"convert: {base} is already there, from these {before['tensors']} tensors")

@@ -36,7 +36,7 @@ import traceback
 from collections.abc import Iterator
 from pathlib import Path
 
-from conf.rules.serving import is_apart, precision, rounding
+from conf.rules.serving import may_be_apart, precision, rounding
 from conf.schema.run import Run
 from contract import output_marks
 from contract.amounts import size
@@ -122,7 +122,7 @@ def evaluate(run: Run, progress: "Progress") -> dict:
             results[key] |= found
     progress.task = "parity"
     results["parity"], results["parity_not_compared"] = agreement.compare(run, served, computed)
-    if is_apart(run) and results["parity"] is None:
+    if may_be_apart(run) and results["parity"] is None:
         agreement.write_base(run, served)
     results["chat_template"] = _chat_template(unmerged.model(run))
     return results

@@ -18,6 +18,7 @@ import json
 from pathlib import Path
 
 from conf.model_files import config_json
+from conf.rules import packed_base
 from conf.schema.run import Run
 from contract import checkpoints
 from contract.faults import Fault
@@ -39,6 +40,7 @@ def main(run: Run) -> None:
 
     from trainer.weights.exported import as_released as format_of_release
     from trainer.weights.exported import peft_format
+    from trainer.weights.packed_base import as_trained
     from trainer.weights.trained import find
 
     torch.set_num_threads(1)  # weights are small: several are merged side by side, each by a thread of its own
@@ -63,6 +65,8 @@ def main(run: Run) -> None:
     say(f"export: {target} holds {' and '.join(formats)} of {folder}, {merged}")
     if rounding := facts.get("rounding"):
         say(f"export: {format_of_release.told(rounding)}")
+    if apart := facts.get("from_training"):
+        say(f"export: {as_trained.told(apart)}")
     if left_out := facts.get("left_out"):
         say(f"export: adapter/ lacks {len(left_out)} of them, of MTP layers, which transformers does not build")
     distributed.destroy_process_group()
@@ -92,7 +96,15 @@ def _state(run: Run, folder: Path, model) -> list:
     base = Path(run.paths.base)
     marks = [mark.stat().st_mtime_ns for place in (folder, base) if (mark := place / checkpoints.MARK).exists()]
     tools = {tool: importlib.metadata.version(tool) for tool in TOOLS}
-    return [str(folder.resolve()), marks, model.stamps(), run.export.quantization, run.train.precision, tools]
+    return [
+        str(folder.resolve()),
+        marks,
+        model.stamps(),
+        run.export.quantization,
+        run.export.merge_onto,
+        run.train.precision,
+        tools,
+    ]
 
 
 def _trained_facts(trained) -> dict:
@@ -128,6 +140,19 @@ def _require_all_used(trained, left_out: list[str]) -> None:
         )
 
 
+def _from_training(run: Run, trained, partial: Path, entries: list) -> dict:
+    """How far the merged weights of a packed base are from those in training: written beside them by one rank."""
+    from trainer.weights.packed_base import as_trained
+
+    if not (packed_base.format_of(run) and trained.adapters):
+        return {}
+    numbers = trained.packed
+    found = as_trained.lines(numbers, run.model.base, entries) if numbers else as_trained.lines_of_training(run)
+    if found and atomic_folder.rank() == 0:
+        as_trained.write(partial, found)
+    return {"from_training": found[0]} if found else {}
+
+
 def _write(run: Run, trained, formats: tuple[str, ...], partial: Path) -> dict:
     from trainer.weights.exported import as_released as format_of_release
     from trainer.weights.exported import merged_format, parts, peft_format
@@ -141,6 +166,7 @@ def _write(run: Run, trained, formats: tuple[str, ...], partial: Path) -> dict:
         entries = parts.write(wanted, layouts, partial / "merged", noted)
         if as_released:
             facts["rounding"] = format_of_release.lost(entries)
+        facts |= _from_training(run, trained, partial, entries)
         if atomic_folder.rank() == 0:
             facts["chat_template"] = merged_format.copy_other_files(trained.model, partial / "merged", as_released)
         _require_all_used(trained, [])

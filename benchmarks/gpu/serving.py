@@ -224,7 +224,7 @@ def _measure(options: argparse.Namespace, work: Path, began: float) -> int:
         tiny_models.make_model("llama", work / "model")
         whole_flow.make_data(work / "rows.jsonl")
     else:
-        whole_flow.make_model(work / "model", options.size)
+        whole_flow.make_model(work / "model", whole_flow.of_size(options.size))
         whole_flow.make_data(work / "rows.jsonl")
     kind = dict(length=1024, precision="bf16") if gpus else dict(length=256, precision="fp32")
     (work / "serving.yaml").write_text(CONF.format(work=work, steps=options.steps, **kind))

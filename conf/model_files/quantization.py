@@ -10,11 +10,14 @@ A weight W of codes q and scales s, with one rounding at the end (trainer/weight
 | fp8, weight_block_size [a, b]       | weight, weight_scale_inv               | q[i, j] * s[i // a, j // b]          |
 | compressed-tensors, float-quantized | weight, weight_scale                   | the same; of channels a = 1, b = all |
 | compressed-tensors, pack-quantized  | weight_packed, weight_scale, _shape    | the same; 8 codes of 4 bits a number |
+| compressed-tensors, nvfp4-pack-...  | weight_packed, weight_scale, _global_  | q * (s / g), 16 codes a scale        |
+| modelopt, NVFP4                     | weight, weight_scale, weight_scale_2   | q * (s * g), 16 codes a scale        |
 | mxfp4                               | X_blocks, X_scales                     | q * 2 ** (s - 127), 32 codes a scale |
 
 The last block of rows or columns may be a shorter one.
 """
 
+import fnmatch
 import re
 from collections import defaultdict
 from collections.abc import Mapping
@@ -28,11 +31,16 @@ from contract.json_object import show
 KEY = "quantization_config"
 DTYPES = {"bfloat16": "BF16", "float32": "F32", "float16": "F16"}
 WHOLE = 2**62  # of a block: as many rows or columns as there are
-MX = 32  # codes of MXFP4 that share a scale
-E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)  # MXFP4's codes
+MX, NV = 32, 16  # codes of MXFP4 and of NVFP4 that share a scale
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)  # codes of both
 SHOWN = 10  # names of tensors
 SCALES = ("F32", "BF16", "F8_E8M0")
 FP8 = "F8_E4M3"
+CODES = {"fp8": FP8, "int": "I32", "mxfp4": "U8", "nvfp4": "U8"}  # their type, by kind
+OF_SCALES = {"mxfp4": ("U8",), "nvfp4": (FP8,)}
+PLAIN = ".weight"  # what also ends the names of weights that are not quantised
+# Of a module beside its weight: scales of activations, and of the keys and values that a server keeps.
+ASIDE = (".input_scale", ".input_global_scale", ".k_scale", ".v_scale")
 # quantization_config of tiny://KIND-fp8 and so on, which trainer.tiny makes; in blocks that fit such small weights.
 OF_TINY: dict[str, dict[str, Any]] = {
     "fp8": {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [32, 32]},
@@ -61,6 +69,56 @@ OF_TINY: dict[str, dict[str, Any]] = {
         },
         "ignore": ["lm_head", "re:.*mlp.gate$"],
     },
+    "mxfp4": {  # of gpt-oss alone
+        "quant_method": "mxfp4",
+        "modules_to_not_convert": [
+            "model.layers.*.self_attn",
+            "model.layers.*.mlp.router",
+            "model.embed_tokens",
+            "lm_head",
+        ],
+    },
+    "nvfp4": {
+        "quant_method": "compressed-tensors",
+        "format": "nvfp4-pack-quantized",
+        "quantization_status": "compressed",
+        "config_groups": {
+            "group_0": {
+                "targets": ["Linear"],
+                "weights": {
+                    "type": "float",
+                    "num_bits": 4,
+                    "strategy": "tensor_group",
+                    "group_size": NV,
+                    "symmetric": True,
+                    "dynamic": False,
+                    "scale_dtype": "torch.float8_e4m3fn",
+                },
+                "input_activations": {
+                    "type": "float",
+                    "num_bits": 4,
+                    "strategy": "tensor_group",
+                    "group_size": NV,
+                    "symmetric": True,
+                    "dynamic": "local",
+                },
+            }
+        },
+        "ignore": ["lm_head", "re:.*mlp.gate$"],
+    },
+    "nvfp4-modelopt": {
+        "quant_method": "modelopt",
+        "quant_algo": "NVFP4",
+        "producer": {"name": "modelopt"},
+        "config_groups": {
+            "group_0": {
+                "targets": ["Linear"],
+                "weights": {"type": "float", "num_bits": 4, "group_size": NV, "dynamic": False},
+                "input_activations": {"type": "float", "num_bits": 4, "group_size": NV, "dynamic": False},
+            }
+        },
+        "ignore": ["lm_head", "model.layers.*.mlp.gate"],
+    },
 }
 
 
@@ -75,7 +133,7 @@ class Tensor(Protocol):
 class Scheme:
     """Format of a release's quantised weights."""
 
-    kind: str  # fp8, int or mxfp4
+    kind: str  # fp8, int, mxfp4 or nvfp4
     codes: str  # what the names of the tensors end with
     scales: str
     block: tuple[int, int] = (1, MX)  # rows and columns that share a scale
@@ -83,6 +141,8 @@ class Scheme:
     besides: tuple[str, ...] = ()  # endings of tensors that say nothing new
     unquantised: tuple[str, ...] = ()  # modules
     dtype: str = "BF16"  # of the weights when they are unpacked, as config.json says
+    factor: str = ""  # what the name of a number ends with that all scales of a weight have in common
+    divides: bool = False  # whether scales are divided by it
 
 
 @dataclass(frozen=True)
@@ -94,14 +154,20 @@ class Packed:
     codes: str  # names of the released tensors
     scales: str
     besides: tuple[str, ...] = ()
+    factor: str = ""
+    aside: tuple[str, ...] = ()  # those of activations, which are not read
 
     @property
     def dtype(self) -> str:
         return self.scheme.dtype
 
     @property
+    def of_scales(self) -> tuple[str, ...]:
+        return (self.scales, *([self.factor] if self.factor else []))
+
+    @property
     def tensors(self) -> tuple[str, ...]:
-        return (self.codes, self.scales, *self.besides)
+        return (self.codes, *self.of_scales, *self.besides, *self.aside)
 
 
 def scheme(config: Mapping[str, Any]) -> Scheme | None:
@@ -130,12 +196,14 @@ def packed(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict[str
         return {}
     found, mine = {}, set()
     for name, tensor in tensors.items():
-        if not name.endswith(how.codes) or (how.kind == "fp8" and tensor.dtype != FP8):
+        if not name.endswith(how.codes) or (how.codes == PLAIN and tensor.dtype != CODES[how.kind]):
             continue
         stem = name.removesuffix(how.codes)
         scales, besides = stem + how.scales, tuple(stem + ending for ending in how.besides)
-        mine |= {name, scales, *besides}
-        if lost := [other for other in (scales, *besides) if other not in tensors]:
+        factor = stem + how.factor if how.factor else ""
+        aside = tuple(stem + ending for ending in ASIDE if stem + ending in tensors) if how.kind == "nvfp4" else ()
+        mine |= {name, scales, *besides, *aside, factor}
+        if lost := [other for other in (scales, *besides, *filter(None, [factor])) if other not in tensors]:
             wrong["scales missing"] += lost
             continue
         shape, expected = _shapes(how, tensor)
@@ -144,16 +212,21 @@ def packed(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict[str
         elif not _fits(tensors[scales].shape, expected, how):
             text = f"{scales} is {list(tensors[scales].shape)} and should be {list(expected)}"
             wrong["scales of the wrong shape"].append(text)
-        elif tensors[scales].dtype not in (("U8",) if how.kind == "mxfp4" else SCALES):
+        elif factor and (prod(tensors[factor].shape) != 1 or tensors[factor].dtype != "F32"):
+            text = f"{factor} is {tensors[factor].dtype} {list(tensors[factor].shape)} and should be one number in F32"
+            wrong["scales of the wrong shape"].append(text)
+        elif tensors[scales].dtype not in OF_SCALES.get(how.kind, SCALES):
             wrong["scales of a type that is not read"].append(f"{scales} ({tensors[scales].dtype})")
         elif _is_among(stem, how.unquantised):
             wrong[f"quantised, and {KEY} excludes them"].append(name)
         else:
             weight = stem + ("" if how.kind == "mxfp4" else ".weight")
-            found[weight] = Packed(how, shape, name, scales, besides)
-    endings = (how.scales, *how.besides)
+            found[weight] = Packed(how, shape, name, scales, besides, factor, aside)
+    endings = (how.scales, *how.besides, *filter(None, [how.factor]), *(ASIDE if how.kind == "nvfp4" else ()))
     wrong["scales without a weight"] += [name for name in tensors if name.endswith(endings) and name not in mine]
-    wrong["FP8 tensors without a scale"] += [name for name in _fp8(tensors) if name not in mine]
+    wrong["FP8 tensors without a scale"] += [
+        name for name in _fp8(tensors) if name not in mine and not name.endswith(endings)
+    ]
     _require_none(wrong)
     return found
 
@@ -202,9 +275,10 @@ def _shapes(how: Scheme, codes: Tensor) -> tuple[tuple[int, ...] | None, tuple[i
     if how.kind == "mxfp4":
         right = codes.dtype == "U8" and len(shape) == 4 and shape[3] == MX // 2
         return ((shape[0], shape[2] * MX, shape[1]) if right else None), shape[:3]  # transposed, as gpt-oss has it
-    if how.kind == "int":
-        shape = (*shape[:-1], shape[-1] * (32 // how.bits)) if shape else shape
-    if len(shape) != 2 or codes.dtype != {"fp8": FP8, "int": "I32"}[how.kind]:
+    if how.kind in ("int", "nvfp4"):
+        each = 32 // how.bits if how.kind == "int" else 2
+        shape = (*shape[:-1], shape[-1] * each) if shape else shape
+    if len(shape) != 2 or codes.dtype != CODES[how.kind]:
         return None, ()
     return shape, tuple(blocks(size, block) for size, block in zip(shape, how.block, strict=True))
 
@@ -220,6 +294,9 @@ def _is_among(module: str, names: tuple[str, ...]) -> bool:
     for name in names:
         if name.startswith("re:"):
             if re.match(name.removeprefix("re:"), module):
+                return True
+        elif "*" in name:
+            if fnmatch.fnmatchcase(module, name) or fnmatch.fnmatchcase(module, f"{name}.*"):
                 return True
         elif module == name or module.startswith(name + ".") or module.endswith("." + name):
             return True
@@ -250,8 +327,8 @@ def _of_compressed(found: dict[str, Any], dtype: str) -> Scheme:
     for key, right in (("symmetric", (True,)), ("actorder", (None,)), ("dynamic", (False, None))):
         _require(weights, key, right, where)
     activations = group.get("input_activations")
-    if isinstance(activations, dict):
-        _require(activations, "dynamic", (True,), f"{KEY}.config_groups.input_activations.")
+    if isinstance(activations, dict):  # NVFP4's have a scale for all besides, which an evaluation does without
+        _require(activations, "dynamic", (True, "local"), f"{KEY}.config_groups.input_activations.")
     kind, bits, strategy = weights.get("type"), weights.get("num_bits"), weights.get("strategy")
     ways = {"channel": (1, WHOLE), "tensor": (WHOLE, WHOLE)}
     size, block = weights.get("group_size"), weights.get("block_structure")
@@ -260,16 +337,35 @@ def _of_compressed(found: dict[str, Any], dtype: str) -> Scheme:
     if strategy == "block" and isinstance(block, list) and len(block) == 2 and all(type(n) is int for n in block):
         ways["block"] = (block[0], block[1])
     stored = group.get("format") or found.get("format")
+    if (strategy, size) == ("tensor_group", NV):
+        ways["tensor_group"] = (1, NV)
     text = f"{show(stored)} of {show(bits)} bits, {show(kind)}, by {show(strategy)}"
     if strategy not in ways or min(ways[strategy]) < 1:
-        raise ValueError(f"{KEY} is {text}, and tensor, channel, block and group are read")
+        raise ValueError(f"{KEY} is {text}, and tensor, channel, block, group and tensor_group of {NV} are read")
     excluded = _names(found.get("ignore") or ())
     if (kind, bits) == ("float", 8) and stored in ("float-quantized", "naive-quantized"):
         return Scheme("fp8", ".weight", ".weight_scale", ways[strategy], 8, (), excluded, dtype)
     if kind == "int" and bits in (4, 8) and stored == "pack-quantized":
         ends = (".weight_packed", ".weight_scale")
         return Scheme("int", *ends, ways[strategy], bits, (".weight_shape",), excluded, dtype)
-    raise ValueError(f"{KEY} is {text}, and float-quantized FP8 and pack-quantized INT4 are read")
+    if (kind, bits, strategy, stored) == ("float", 4, "tensor_group", "nvfp4-pack-quantized"):
+        _require(weights, "scale_dtype", ("torch.float8_e4m3fn", None), where)
+        ends, factor = (".weight_packed", ".weight_scale"), ".weight_global_scale"
+        return Scheme("nvfp4", *ends, (1, NV), 4, (), excluded, dtype, factor, divides=True)
+    raise ValueError(f"{KEY} is {text}, and float-quantized FP8, pack-quantized INT4 and nvfp4-pack-quantized are read")
+
+
+def _of_modelopt(found: dict[str, Any], dtype: str) -> Scheme:
+    _require(found, "quant_algo", ("NVFP4",))
+    groups = found.get("config_groups")
+    for group in groups.values() if isinstance(groups, dict) else ():
+        weights = group.get("weights") if isinstance(group, dict) else None
+        of_weights = {"group_size": NV, "num_bits": 4} | (weights if isinstance(weights, dict) else {})
+        for key, right in (("group_size", NV), ("num_bits", 4)):
+            if of_weights[key] != right:
+                raise ValueError(f"{KEY}.config_groups.weights.{key} is {show(of_weights[key])}, and {right} is read")
+    excluded = _names(found.get("ignore") or found.get("exclude_modules") or ())
+    return Scheme("nvfp4", PLAIN, ".weight_scale", (1, NV), 4, (), excluded, dtype, ".weight_scale_2")
 
 
 def _of_mxfp4(found: dict[str, Any], dtype: str) -> Scheme:
@@ -277,7 +373,7 @@ def _of_mxfp4(found: dict[str, Any], dtype: str) -> Scheme:
     return Scheme("mxfp4", "_blocks", "_scales", (1, MX), 4, (), excluded, dtype)
 
 
-SCHEMES = {"fp8": _of_fp8, "compressed-tensors": _of_compressed, "mxfp4": _of_mxfp4}
+SCHEMES = {"fp8": _of_fp8, "compressed-tensors": _of_compressed, "mxfp4": _of_mxfp4, "modelopt": _of_modelopt}
 
 
 def _require(found: dict[str, Any], key: str, right: tuple[Any, ...], where: str = f"{KEY}.") -> None:

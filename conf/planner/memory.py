@@ -276,10 +276,15 @@ def _largest_gradient(run: Run, facts: ModelFacts, holding: Holding) -> int:
     """
     layout, gate = run.layout, 2 if facts.gated else 1
     sizes = [facts.hidden * facts.ffn * gate // layout.tp]
-    if facts.experts and holding.layers.keys() & {"moe", "mtp"}:
+    packed = packed_base.format_of(run) is not None
+    if (
+        facts.experts
+        and not (packed and "experts" not in packed_base.parts(run))
+        and holding.layers.keys() & {"moe", "mtp"}
+    ):
         # one product computes the gradients of all experts of a rank
         sizes.append(facts.experts // layout.ep * facts.hidden * facts.expert_ffn * gate // layout.etp)
-    if packed_base.format_of(run):
+    if packed:
         return max(sizes) * states.byte(run.train)
     return _trained_bytes(run, max(sizes))
 

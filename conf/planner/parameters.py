@@ -18,12 +18,14 @@ Not covered: routers' expert biases, which are buffers in Megatron; total() coun
 """
 
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from conf.model_facts import ModelFacts
+from conf.rules import packed_base
 from conf.rules.layout import shares
 from conf.schema.run import Run
-from conf.schema.sections import Adapter, Layout
+from conf.schema.sections import Adapter
 
 KINDS = (
     "embedding",
@@ -110,16 +112,14 @@ def quantized(run: Run, facts: ModelFacts, stage: Stage) -> int:
         ordinary = [kind for kind in layers if kind != "mtp"]
         first, last = stage.rank == stage.virtual == 0, stage.output
         layers = ordinary[first : len(ordinary) - last] + [kind for kind in layers if kind == "mtp"]
-    return sum(_matrices(run.layout, facts, kind) * count for kind, count in Counter(layers).items())
+    return sum(_matrices(run, facts, kind) * count for kind, count in Counter(layers).items())
 
 
 def matrices(run: Run, facts: ModelFacts, stage: Stage) -> int:
     found = 0
     for kind, count in Counter(stage.layers).items():
-        base = facts.kinds[-1] if kind == "mtp" else kind
-        experts = facts.experts // run.layout.ep if base == "moe" else 0
-        each = _apart(linears(facts, base), facts) + experts * _apart(_expert(facts), facts)
-        found += count * (each + (kind == "mtp"))
+        found += count * sum(each * _apart(some, facts) for _, each, some in _low(run, facts, kind))
+        found += count * (kind == "mtp" and "dense" in _parts(run))
     return found
 
 
@@ -197,14 +197,29 @@ def _weights(facts: ModelFacts, kind: str, tp: int, etp: int) -> dict[str, int]:
     return found | {"shared_experts": sum(_size(linear, tp) for linear in _mlp(facts.shared_ffn, facts)) + gate}
 
 
-def _matrices(layout: Layout, facts: ModelFacts, kind: str) -> int:
+def _matrices(run: Run, facts: ModelFacts, kind: str) -> int:
     """Parameters in the matrices of one layer on one rank, without biases, the router and adapters."""
-    base = facts.kinds[-1] if kind == "mtp" else kind
-    found = sum(_size(replace(linear, bias=False), layout.tp) for linear in linears(facts, base))
-    if base == "moe":
-        experts = sum(_size(replace(linear, bias=False), layout.etp) for linear in _expert(facts))
-        found += facts.experts // layout.ep * experts
-    return found + (2 * facts.hidden * facts.hidden // layout.tp if kind == "mtp" else 0)
+    found = sum(
+        count * _size(replace(linear, bias=False), cut)
+        for cut, count, some in _low(run, facts, kind)
+        for linear in some
+    )
+    mtp = 2 * facts.hidden * facts.hidden // run.layout.tp
+    return found + (mtp if kind == "mtp" and "dense" in _parts(run) else 0)
+
+
+def _low(run: Run, facts: ModelFacts, kind: str) -> Iterator[tuple[int, int, list[Linear]]]:
+    """Matrices of a layer in fewer bits: over how many ranks they are cut, how often they are on one, and which."""
+    base, low, layout = facts.kinds[-1] if kind == "mtp" else kind, _parts(run), run.layout
+    yield layout.tp, 1, _attention(facts) if "attention" in low else []
+    yield layout.tp, 1, _mlp(facts.ffn if base == "dense" else facts.shared_ffn, facts) if "dense" in low else []
+    if base == "moe" and "experts" in low:
+        yield layout.etp, facts.experts // layout.ep, _expert(facts)
+
+
+def _parts(run: Run) -> tuple[str, ...]:
+    """Parts of the model that are in fewer bits, where anything is."""
+    return packed_base.parts(run) if packed_base.format_of(run) else packed_base.PARTS
 
 
 def _apart(linears: list[Linear], facts: ModelFacts) -> int:

@@ -83,6 +83,11 @@ ADDED = 0.58  # a product adds its gradient to the fp32 sum, which it reads and 
 HOST = 0.8  # of the host's bytes/s, by torch's fused AdamW
 
 
+PACKED = {
+    "attention": "attention",
+    "latent": "attention",
+    "experts": "experts",
+}  # what model.pack calls them; else dense
 MATRICES = ("attention", "latent", "mlp", "experts", "shared experts", "mtp")  # products with layers' own weights
 
 
@@ -127,7 +132,7 @@ def preparing(run: Run, gpu: Gpu, one: work.Product) -> tuple[float, float]:
     Where the weight is trained, both are quantized in both layouts. A packed weight is unpacked in either pass.
     """
     packed = packed_base.format_of(run)
-    if packed and one.part in MATRICES:
+    if packed and one.part in MATRICES and PACKED.get(one.part, "dense") in packed_base.parts(run):
         size = one.n * one.k * one.batch * (packed.bytes + byte(run.train))
         seconds = size / (gpu.hbm * UNPACK[run.model.base]) + KERNEL
         return seconds, seconds

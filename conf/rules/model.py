@@ -210,9 +210,6 @@ def _of_gpt_oss(run: Run, facts: ModelFacts) -> Iterator[Broken]:
             # each rank of an expert would add the whole bias; core refuses it, too
             text = f"{layout.etp}, but experts with biases are whole on a rank"
             yield Broken("biases of experts", "layout.etp", text, [1])
-        if packed_base.format_of(run):
-            text = f"{run.model.base}, but experts with biases were not tried packed"
-            yield Broken("biases of packed experts", "model.base", text, ["bf16"])
         if not run.moe.grouped_gemm:
             text = "false, but experts with biases were tried in grouped products alone"
             yield Broken("biases of single experts", "moe.grouped_gemm", text, [True])

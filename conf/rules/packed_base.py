@@ -1,6 +1,10 @@
 """Formats and rules of a frozen base that lies packed in memory (model.base), and is unpacked for each product.
 
     format_of(run)           what each number of a frozen matrix takes; None where the base lies in train.precision
+    is_packed(run, layer)    whether a layer's matrices are among those that model.pack names
+    is_same(scheme, form)    whether a release has the codes and the blocks of a format, so that they are taken over
+    once_rounded(run, ...)   whether such a release was rounded anew, before that
+    merges_onto(run)         whether an export has those numbers too
     contradictions(run)      (key, problem); conf/rules/contradictions.py asks
     widths(run, facts)       sizes that the format needs as a multiple of something; conf/rules/layout.py asks
 
@@ -10,8 +14,11 @@ ranks cut it, so neither does what is trained on it. Embeddings, norms, routers,
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from conf.model_facts import ModelFacts
+from conf.model_files import quantization
+from conf.model_files.quantization import Scheme
 from conf.schema.run import Run
 
 
@@ -38,6 +45,8 @@ FORMATS = {
     "nvfp4": Format("nvfp4", 4, (1, 16), 1, 4),
     "mxfp4": Format("mxfp4", 4, (1, 32), 1),
 }
+ROUNDED = ("fp8", "int4")  # formats that were there before a release in them was taken over
+PARTS = ("experts", "attention", "dense")  # that model.pack chooses from
 COLUMNS = 8  # of a rank's part of a matrix: 4 bits of each fill a word of 32
 
 
@@ -45,11 +54,47 @@ def format_of(run: Run) -> Format | None:
     return FORMATS.get(run.model.base)
 
 
+def parts(run: Run) -> tuple[str, ...]:
+    """Parts of the model whose matrices are packed, where any are."""
+    return run.model.pack or PARTS
+
+
+def is_packed(run: Run, layer: str) -> bool:
+    """Whether the matrices of this layer, by Megatron's name, are among those that model.pack names."""
+    part = "experts" if ".experts." in layer else "attention" if ".self_attention." in layer else "dense"
+    return part in parts(run)
+
+
+def is_same(scheme: Scheme, form: Format) -> bool:
+    return (scheme.kind, scheme.bits, scheme.block) == (form.kind, form.bits, form.block)
+
+
+def once_rounded(run: Run, config: dict[str, Any]) -> bool:
+    """Whether a training on a release of this config.json had other numbers up to 23 November 2026."""
+    form = format_of(run)
+    try:
+        scheme = quantization.scheme(config)
+    except ValueError:  # no release that is read
+        return False
+    if form is None or scheme is None or run.model.base not in ROUNDED or not is_same(scheme, form):
+        return False
+    return form.kind == "fp8" or scheme.dtype == "BF16"  # the type of INT4's scales, which has to be the format's
+
+
+def merges_onto(run: Run) -> bool:
+    """Whether the exported model has the numbers of the packed base, as training had them."""
+    return format_of(run) is not None and run.export.merge_onto == "packed"
+
+
 def contradictions(run: Run) -> Iterator[tuple[str, str]]:
     base, kind = run.model.base, run.adapter.kind
+    if run.export.merge_onto == "packed":
+        yield from _unmerged(run)
     if format_of(run) is None:
         if run.convert.to == "packed":
             yield "convert.to", f"packed, but model.base is {base}; torch_dist, or model.base fp8, int4, nvfp4 or mxfp4"
+        if run.model.pack is not None:
+            yield "model.pack", f"has no effect with model.base {base}"
         return
     if kind == "none":
         yield "model.base", f"{base}, but adapter.kind is none: weights that are trained cannot lie packed; bf16"
@@ -68,16 +113,31 @@ def contradictions(run: Run) -> Iterator[tuple[str, str]]:
         )
 
 
+def _unmerged(run: Run) -> Iterator[tuple[str, str]]:
+    """Yield reasons why nothing is merged onto the packed weights."""
+    key, export = "export.merge_onto", run.export
+    if format_of(run) is None:
+        yield key, f"packed, but model.base is {run.model.base}, and nothing is packed; released"
+    if "merged" not in (export.formats or ("merged",)):
+        yield key, "packed, but export.formats lacks merged; released"
+    if export.quantization:
+        yield key, f"packed, but export.quantization {export.quantization} keeps the release's codes; released, or null"
+    if export.checkpoint == "base":
+        yield key, "packed, but export.checkpoint is base, which has no adapter; released"
+    if run.evaluate.adapter != "merged" and run.evaluate.tasks:
+        yield key, f"packed, but evaluate.adapter {run.evaluate.adapter} serves the released weights; released"
+
+
 def widths(run: Run, facts: ModelFacts) -> Iterator[tuple[str, str, int, int]]:
     """Sizes of a rank's part that 4 bits cannot hold: (key, what, size, the number that has to divide it)."""
     form = format_of(run)
     if form is None or form.bits != 4:
         return
     layout, heads = run.layout, facts.heads * (facts.v_head if facts.kv_rank else facts.head_dim)
-    sizes = [("layout.tp", "attention's output over tp", heads // layout.tp)]
-    sizes += [("layout.tp", "dense layers' width over tp", facts.ffn // layout.tp)]
-    sizes += [("layout.tp", "shared experts' width over tp", facts.shared_ffn // layout.tp)]
-    sizes += [("layout.etp", "experts' width over etp", facts.expert_ffn // layout.etp)] if facts.experts else []
-    for key, what, size in sizes:
-        if size % COLUMNS:
+    sizes = [("attention", "layout.tp", "attention's output over tp", heads // layout.tp)]
+    sizes += [("dense", "layout.tp", "dense layers' width over tp", facts.ffn // layout.tp)]
+    sizes += [("dense", "layout.tp", "shared experts' width over tp", facts.shared_ffn // layout.tp)]
+    sizes += [("experts", "layout.etp", "experts' width over etp", facts.expert_ffn // layout.etp)]
+    for part, key, what, size in sizes:
+        if part in parts(run) and size % COLUMNS:
             yield key, what, size, COLUMNS

@@ -3,6 +3,7 @@
     unservable(run, facts, cpu) -> ["head_dim is 24, and ...", ...]      a line per reason; none: it probably can
     rounding(run)                                                       what weights are rounded to for it, if anything
     is_apart(run)                                                       whether they, or those that were trained on, are
+    may_be_apart(run)                                                   whether they are by another way of merging
     contradictions(run)                                                 (key, problem); contradictions.py asks
     precision(run)                                                      that an evaluation computes in
 
@@ -55,6 +56,11 @@ def rounding(run: Run) -> str | None:
 
 def is_apart(run: Run) -> bool:
     """Whether served and trained weights differ by rounding: then the served base says how far that may lead."""
+    return may_be_apart(run) and not (rounding(run) is None and packed_base.merges_onto(run))
+
+
+def may_be_apart(run: Run) -> bool:
+    """Whether they do, or would with another export.merge_onto: the base is evaluated once for both."""
     return rounding(run) is not None or packed_base.format_of(run) is not None
 
 

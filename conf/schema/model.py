@@ -101,6 +101,15 @@ class Model(Section):
         "bits and a scale for 128 x 128; 4 bits: int4 = a scale for 32 of a row, nvfp4 = for 16, mxfp4 = a power "
         "of 2 for 32; they are unpacked for each product",
     )
+    pack: Annotated[
+        tuple[Literal["experts", "attention", "dense"], ...] | None, bears("train", derived="convert", absent=None)
+    ] = Field(
+        default=None,
+        strict=False,
+        min_length=1,
+        description="which matrices have model.base's format, where the others are in train.precision: those of "
+        "experts, of attention, and of dense layers, shared experts and MTP's projection; null = all",
+    )
     dropout: Annotated[float | None, bears("train", absent=None)] = Field(
         default=None,
         ge=0,

@@ -82,14 +82,6 @@ def _one_of_both(value: Any, validate: ValidatorFunctionWrapHandler) -> Any:
         return _LISTED.validate_python(value)
 
 
-def _one_problem(value: Any, validate: ValidatorFunctionWrapHandler) -> Any:
-    """Report one problem for a union. Pydantic reports each alternative by itself, under a name that nobody wrote."""
-    try:
-        return validate(value)
-    except ValidationError:
-        raise PydanticCustomError("checkpoint", "neither latest nor best nor base nor the number of a step") from None
-
-
 def _one_interval(value: Any, validate: ValidatorFunctionWrapHandler) -> Any:
     try:
         return validate(value)
@@ -270,34 +262,6 @@ class Log(Section):
         ge=2,
         description="steps between two that torch's profiler records, in paths.logs/profile/step-N; "
         "python -m trainer.profiling FOLDER reads them; null = none",
-    )
-
-
-class Export(Section):
-    """Formats that a trained checkpoint is exported to, for others to load."""
-
-    checkpoint: Annotated[
-        Annotated[Literal["latest", "best", "base"] | Count, WrapValidator(_one_problem)], bears("export")
-    ] = Field(
-        default="latest",
-        description="which to export: the newest, the best by validation (checkpoint.keep_best), the untrained base, "
-        "or a step",
-    )
-    every: Annotated[Count | None, NOWHERE] = Field(
-        default=None,
-        description="every so many checkpoints have their adapter in PEFT's form in their folder adapter, as "
-        "soon as they are made; null = none",
-    )
-    weights: Annotated[Literal["trained", "ema"], bears("export", absent="trained")] = Field(
-        default="trained", description="those of the checkpoint, or their moving mean (train.ema_decay)"
-    )
-    formats: Annotated[tuple[Literal["merged", "adapter"], ...] | None, bears("export")] = Field(
-        default=None, strict=False, description="merged = the whole model; adapter = PEFT's; null = all that there is"
-    )
-    quantization: Annotated[Literal["as_released"] | None, bears("export", "evaluate", absent=None)] = Field(
-        default=None,
-        description="of the merged model of a quantised release: as_released = in the release's format, FP8, with what "
-        "that loses in the export's report; null = bf16, as it was trained",
     )
 
 

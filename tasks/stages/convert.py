@@ -24,6 +24,7 @@ def stage(run: Run, model: Stage) -> Stage:
     config = identity.flat(run, "convert")
     if run.convert.to == "packed":
         config["base"] = run.model.base
+        config |= {"pack": sorted(run.model.pack)} if run.model.pack else {}
     return Stage("convert", VERSION, config, {"model": model.fingerprint})
 
 

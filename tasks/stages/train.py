@@ -7,7 +7,7 @@ import time
 
 from prefect import State, task
 
-from conf.rules import schedule
+from conf.rules import packed_base, schedule
 from conf.rules.gpus import takes
 from conf.schema import identity
 from conf.schema.run import Run
@@ -23,7 +23,7 @@ from tasks.run.live_page import LivePage
 from tasks.run.places import runs_folder
 from tasks.run.progress import Progress, newest
 from tasks.run.stage_run import OPTIONS, StageRun, may_pass
-from tasks.sources import adapters
+from tasks.sources import adapters, released_config
 from tasks.tracking import plots
 
 STEP_EVERY = 5.0  # seconds between lines of steps in the log
@@ -33,6 +33,8 @@ def stage(run: Run, base: Stage, data: Stage, reference: Stage | None = None) ->
     config = identity.of(run, "train")
     if run.model.adapter:
         config["model"] = config.get("model", {}) | {"adapter": adapters.identity(run.model.adapter, runs_folder())}
+    if packed_base.format_of(run) and packed_base.once_rounded(run, released_config.read(run)):
+        config["model"] |= {"codes": "as released"}  # those of before were made of rounded ones
     if run.adapter.kind != "none" and run.adapter.experts == "shared":
         # They are the same model at any ep since each counts once in the norm of gradients
         # (trainer/patches/shared_experts.py). Those of before were so at ep 1 alone, whose artifacts this finds again.

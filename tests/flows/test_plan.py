@@ -118,7 +118,7 @@ def test_a_format_that_is_not_read_is_refused(capsys, bf16):
     (bf16 / "config.json").write_text(json.dumps(config))
     assert main(["deepseek-v3-64", f"model.source={bf16}"]) == 2
     said = capsys.readouterr()
-    assert 'quant_method is "awq", and fp8, compressed-tensors, mxfp4 are read' in said.err
+    assert 'quant_method is "awq", and fp8, compressed-tensors, mxfp4, modelopt are read' in said.err
     assert said.err.count("\n") == 1
     assert said.out.splitlines()[-1].startswith("refused all the same: the model cannot be converted")
 

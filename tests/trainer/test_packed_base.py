@@ -11,6 +11,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from conf.model_facts import facts_from_hf
 from conf.planner.memory import holdings
 from conf.rules.packed_base import FORMATS
+from tests.support import mxfp4_release
 from trainer.rehearsal import tiny_models
 from trainer.weights.quantised import report
 
@@ -23,9 +24,13 @@ CUTS = {
     "ep2": ["layout.gpus_per_node=2", "layout.ep=2"],
     "etp2": ["layout.gpus_per_node=2", "layout.tp=2", "layout.sp=true", "layout.etp=2"],
     "pp2": ["layout.gpus_per_node=2", "layout.pp=2"],
+    "experts packed": ["layout.gpus_per_node=2", "layout.ep=2", "model.pack=[experts]"],
+    "attention packed": ["layout.gpus_per_node=2", "layout.pp=2", "model.pack=[attention,dense]"],
+    "tp2 ep2": ["layout.gpus_per_node=2", "layout.tp=2", "layout.sp=true", "layout.ep=2"],
     "recomputed": ["train.recompute=full"],
     "experts apart": ["moe.grouped_gemm=false"],
 }
+PACKS = {"experts packed": ["experts"], "attention packed": ["attention", "dense"]}
 ROWS = [
     ("llama", "fp8", "alone", False),
     ("glm4-moe", "int4", "alone", False),
@@ -46,6 +51,14 @@ ROWS = [
     ("glm4-moe", "nvfp4", "experts apart", True),
     ("glm4-moe", "mxfp4", "etp2", True),
     ("llama", "mxfp4", "alone", True),
+    ("glm4-moe-mtp", "nvfp4", "experts packed", True),
+    ("glm4-moe-mtp", "int4", "attention packed", True),
+    ("gpt-oss", "mxfp4", "tp2 ep2", False),
+    ("gpt-oss", "mxfp4", "pp2", True),
+    ("gpt-oss", "mxfp4", "recomputed", True),
+    ("gpt-oss", "nvfp4", "ep2", True),
+    ("gpt-oss", "fp8", "tp2", True),
+    ("gpt-oss", "int4", "alone", True),
 ]
 
 
@@ -75,7 +88,8 @@ def train(configure, base, ranks, tmp_path_factory):
 )
 def test_losses_are_those_on_the_weights_that_it_stands_for(kind, form, cut, train):
     same = CUTS[cut] if cut == "experts apart" else []  # which have adapters of their own, also in bf16
-    expected, _ = train(kind, *STEPS, *same, command="train_unpacked", base=form)
+    pack = {"pack": PACKS[cut]} if cut in PACKS else {}
+    expected, _ = train(kind, *STEPS, *same, command="train_unpacked", base=form, **pack)
     found, _ = train(kind, *STEPS, f"model.base={form}", *CUTS[cut])
     plain, _ = train(kind, *STEPS)
     assert len(found) == 20
@@ -96,6 +110,24 @@ def test_a_resume_at_another_layout_goes_on_as_if_nothing_had_been(train, config
     assert keys and not [key for key in keys if "layers." in key and ".adapter." not in key and "optimizer" not in key]
 
 
+@pytest.mark.parametrize("mtp", ["false", pytest.param("true", marks=slow)])
+def test_a_training_that_was_killed_goes_on_at_another_layout(mtp, configure, ranks, tmp_path):
+    """With multi-token prediction and without it, from a base that was packed once, into other parts of it."""
+    kind = "glm4-moe-mtp"
+    shared = ["train.steps=6", "optimizer.lr=1e-3", "model.base=nvfp4", "checkpoint.save_every=2", f"model.mtp={mtp}"]
+    paths = [f"paths.base={tmp_path / 'base'}", "convert.to=packed"]
+    assert ranks("convert", configure(kind, *paths, *PLACES.format(tmp_path).split(), *shared)).code == 0
+    whole = ranks("train", configure(kind, *paths, *PLACES.format(tmp_path / "whole").split(), *shared))
+    paths += PLACES.format(tmp_path).split()
+    assert ranks("train", configure(kind, *paths, *shared), kill_at=3).code == -9
+    done = ranks("train", configure(kind, *paths, *shared, *CUTS["ep2" if mtp == "false" else "pp2"]))
+    assert done.code == 0, done.output[-3000:]
+    found, expected = ([line["lm_loss"] for line in one.metrics if line["kind"] == "train"] for one in (done, whole))
+    assert len(found) == 6 and found == pytest.approx(expected, rel=1e-5)
+    _, rows = reported(tmp_path)
+    assert any("mtp" in row["tensor"] for row in rows) == (mtp == "true")
+
+
 @slow
 def test_a_base_that_holds_no_weights_is_packed_as_one_that_does(train, configure, ranks, tmp_path):
     cut = ["train.steps=2", "optimizer.lr=1e-3", "model.base=fp8", *CUTS["etp2"]]
@@ -113,7 +145,12 @@ def reported(folder: Path) -> tuple[dict, list[dict]]:
 
 
 @pytest.mark.parametrize(
-    ("form", "cut"), [("nvfp4", "alone"), *(pytest.param(form, "ep2", marks=slow) for form in FORMATS)]
+    ("form", "cut"),
+    [
+        ("nvfp4", "alone"),
+        *(pytest.param(form, "ep2", marks=slow) for form in FORMATS),
+        pytest.param("int4", "experts packed", marks=slow),
+    ],
 )
 def test_the_report_has_every_matrix_and_as_many_bytes_as_are_planned(form, cut, train, configure):
     overrides = [*STEPS, f"model.base={form}", *CUTS[cut]]
@@ -132,7 +169,8 @@ def test_the_report_has_every_matrix_and_as_many_bytes_as_are_planned(form, cut,
 
 def release(kind: str, form: str, folder: Path) -> None:
     """A release in the format of model.base: FP8 in blocks of 128, or groups of 32 with scales in bf16."""
-    tiny_models.make_model(f"{kind}-{form}", folder, dtype="float32", block=128 if form == "fp8" else 0)
+    dtype = "bfloat16" if form == "nvfp4" else "float32"  # scales over a factor are those times another, rounded
+    tiny_models.make_model(f"{kind}-{form}", folder, dtype=dtype, block=128 if form == "fp8" else 0)
     for file in folder.glob("*.safetensors") if form == "int4" else ():
         tensors = load_file(file)
         scales = {name: scale.bfloat16() for name, scale in tensors.items() if name.endswith("_scale")}
@@ -146,6 +184,10 @@ def release(kind: str, form: str, folder: Path) -> None:
         pytest.param("fp8", "none", "ep2", marks=slow),
         pytest.param("int4", "none", "etp2", marks=slow),
         pytest.param("int4", "torch_dist", "alone", marks=slow),
+        ("nvfp4-modelopt", "none", "etp2"),
+        pytest.param("nvfp4-modelopt", "torch_dist", "ep2", marks=slow),
+        pytest.param("nvfp4", "none", "ep2", marks=slow),
+        pytest.param("nvfp4", "torch_dist", "etp2", marks=slow),
     ],
 )
 def test_a_release_in_the_same_format_is_taken_over(form, to, cut, configure, ranks, tmp_path):
@@ -153,7 +195,8 @@ def test_a_release_in_the_same_format_is_taken_over(form, to, cut, configure, ra
     kind = "glm4-moe"
     release(kind, form, tmp_path / "model")
     losses = []
-    for more in ([], [f"model.base={form}", *CUTS[cut]]):
+    exact = ["train.precision=bf16"] if form == "nvfp4" else []
+    for more in (exact, [f"model.base={form.removesuffix('-modelopt')}", *CUTS[cut], *exact]):
         folder = tmp_path / str(len(losses))
         paths = [f"paths.model={tmp_path / 'model'}", f"paths.base={tmp_path / 'base'}", *PLACES.format(folder).split()]
         run = configure(kind, *paths, f"convert.to={to}", "train.steps=4", "optimizer.lr=1e-3", *more)
@@ -167,6 +210,45 @@ def test_a_release_in_the_same_format_is_taken_over(form, to, cut, configure, ra
     whole, rows = reported(tmp_path / "1")
     assert whole["error"] == 0 and whole["as_released"] == whole["matrices"] == len(rows)
     assert f"{whole['as_released']} as released" in done.output
+
+
+@pytest.mark.parametrize(
+    ("to", "cut"),
+    [
+        ("none", "tp2 ep2"),
+        ("packed", "experts packed"),
+        *(
+            pytest.param(*row, marks=slow)
+            for row in [("torch_dist", "alone"), ("torch_dist", "pp2"), ("packed", "ep2")]
+        ),
+    ],
+)
+def test_experts_of_gpt_oss_are_taken_over_from_its_release(to, cut, configure, ranks, tmp_path):
+    """In MXFP4, of all experts of a layer in one tensor, transposed, gate and up by turns, with biases beside them.
+
+    Of experts alone nothing is rounded: then training is that of the release.
+    """
+    mxfp4_release.make(tmp_path / "model")
+    alone = cut == "experts packed"
+    losses = []
+    for command, way, more in (
+        ("train" if alone else "train_unpacked", "none", CUTS[cut][:-1] if alone else []),
+        ("train", to, ["model.base=mxfp4", *CUTS[cut]]),
+    ):
+        folder = tmp_path / str(len(losses))
+        folder.mkdir()
+        (folder / "request.json").write_text(json.dumps({"base": "mxfp4"}))
+        paths = [f"paths.model={tmp_path / 'model'}", f"paths.base={folder / 'base'}", *PLACES.format(folder).split()]
+        run = configure("gpt-oss", *paths, *STEPS, f"convert.to={way}", *more)
+        assert ranks("convert", run).code == 0
+        done = ranks(command, run)
+        assert done.code == 0, done.output[-3000:]
+        losses.append([line["lm_loss"] for line in done.metrics if line["kind"] == "train"])
+    assert len(losses[0]) == 20 and losses[1] == pytest.approx(losses[0], rel=1e-5)
+    _, rows = reported(tmp_path / "1")
+    experts = [row for row in rows if ".experts." in row["tensor"]]
+    assert experts and all(row["as_released"] and row["error"] == 0 for row in experts)
+    assert not any(row["as_released"] for row in rows if row not in experts) and (rows == experts) == alone
 
 
 @slow

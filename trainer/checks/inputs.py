@@ -13,7 +13,7 @@ from conf.model_facts import ModelFacts, facts_from_hf
 from conf.model_files import config_json, quantization, weights
 from conf.model_files.weights import Entry
 from conf.planner import released_model, stage_needs
-from conf.rules import objectives, schedule
+from conf.rules import objectives, packed_base, schedule
 from conf.rules.conversion import obstacles, unwritable
 from conf.rules.layout import problems
 from conf.rules.reinforcement import as_training
@@ -76,6 +76,10 @@ def _check_base(run: Run, made: dict[str, Any]) -> None:
     if made.get("to") == "packed" and made.get("base") != run.model.base:
         text = f"holds weights in {made.get('base')}, and model.base is {run.model.base}"
         raise Fault(f"paths.base: {run.paths.base}: {text}; model.base={made.get('base')}, or convert again")
+    if made.get("to") == "packed" and {*made.get("pack", packed_base.PARTS)} != {*packed_base.parts(run)}:
+        packed = ", ".join(made.get("pack", packed_base.PARTS))
+        text = f"holds {packed} packed, and model.pack is {', '.join(packed_base.parts(run))}"
+        raise Fault(f"paths.base: {run.paths.base}: {text}; model.pack=[{packed}], or convert again")
 
 
 def check_reference(run: Run) -> None:

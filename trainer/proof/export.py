@@ -100,6 +100,9 @@ def _wrong(trained, rounding, path: Path, name: str, place: Entry) -> str:
     if source in trained.values:
         same = _same(released_tensors.at(path.parent, place), trained.tensor(name))
         return "" if same else "is not what was trained"
+    if trained.packed and trained.packed.has(source):
+        same = _same(released_tensors.at(path.parent, place), trained.tensor(name))
+        return "" if same else "is not the weight that training kept packed, unpacked"
     if name in model.packed:
         same = _same(released_tensors.at(path.parent, place), released_tensors.read(model, name))
         return "" if same else "is not the released weight, unpacked"

@@ -314,22 +314,42 @@ def draw_tensor(name: str, shape: tuple[int, ...], dtype, seed: int):
     return ((0.2 if name.endswith("bias") else 0.08) * noise).to(dtype)
 
 
+STACKS = ("experts.gate_up_proj", "experts.down_proj")  # of gpt-oss: all experts of a layer
+FUSED = re.compile(r"\b(q|k|v|gate|up)(?=_proj\.weight$)")
+
+
 def quantise(config: Config, tensors: dict[str, Any]) -> dict[str, Any]:
-    """Tensors of a release in the format of its quantization_config, which all layers have but the head and routers."""
+    """Tensors of a release in the format of its quantization_config, which all layers have but the head and routers.
+
+    Those that are computed as one share NVFP4's factor, as in releases.
+    """
     import torch
 
-    from trainer.weights.quantised import pack
+    from trainer.weights.quantised import e2m1, pack
 
     scheme = quantization.scheme(config)
     if scheme is None:
         return tensors
-    found = {}
+    found, tops = {}, {}
     for name, tensor in tensors.items():
-        if not name.endswith("_proj.weight") or name.endswith("eh_proj.weight"):
+        together = FUSED.sub("", name)
+        tops[together] = max(tops.get(together, torch.tensor(0.0)), tensor.abs().max().float())
+    for name, tensor in tensors.items():
+        if scheme.kind == "mxfp4" and name.endswith(STACKS):
+            each = [e2m1.mxfp4(expert.t()) for expert in tensor]
+            found[name + scheme.codes] = torch.stack([codes.unflatten(1, (-1, 16)) for codes, _ in each])
+            found[name + scheme.scales] = torch.stack([scales for _, scales in each])
+            continue
+        if scheme.kind == "mxfp4" or not name.endswith("_proj.weight") or name.endswith("eh_proj.weight"):
             found[name] = tensor
             continue
         stem = name.removesuffix(".weight")
         codes, scales = stem + scheme.codes, stem + scheme.scales
+        if scheme.factor:
+            found[codes], found[scales], factor = e2m1.nvfp4(tensor, tops[FUSED.sub("", name)])
+            found[stem + scheme.factor] = 1 / factor.reshape(1) if scheme.divides else factor
+            found[stem + (".input_global_scale" if scheme.divides else ".input_scale")] = torch.tensor([1.0])
+            continue
         found[codes], found[scales] = pack.pack(quantization.Packed(scheme, tuple(tensor.shape), codes, scales), tensor)
         found |= {stem + ending: torch.tensor(tensor.shape) for ending in scheme.besides}
     return found

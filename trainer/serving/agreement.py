@@ -14,7 +14,8 @@ Served with rounded weights (quantization, of evaluate or export), a model diffe
 FP8 moves a tiny GLM-4-MoE by 0.10 nats a token, where leaving its adapter out moves it by 1.10. So the bound is then a
 share of what lies between the base, rounded in the same way, and the trained model. The base's evaluation writes its
 log-probabilities down. A missing or half merged adapter is beyond that whatever rounding costs. The same holds where
-training rounded the base (model.base), and the adapter is served with the released weights.
+training rounded the base (model.base), and the adapter is served with the released weights. Merged onto what training
+had (export.merge_onto: packed), a model has the bound of any other.
 """
 
 import contextlib

@@ -10,7 +10,7 @@ when they are needed: those of a model with many experts do not fit in memory to
 import re
 import threading
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -82,12 +82,11 @@ class StackedAdapters:
 
     each: tuple[Adapter, ...]
 
-    def merged(self, name: str, model: Model, stored: Stored, config) -> torch.Tensor:
+    def merged(self, entry: Entry | Packed, merge: Callable[[Adapter], torch.Tensor]) -> torch.Tensor:
         """The released tensor with these adapters. Of the release, one expert at a time is read, and unpacked."""
-        entry = model.weights[name]
         found = torch.empty(entry.shape, dtype=DTYPES[entry.dtype])
         for one in self.each:
-            one.part.of(found).copy_(one.merged(mapping.read(model, one.part), stored, config))
+            one.part.of(found).copy_(merge(one))
         return found
 
 

@@ -122,7 +122,7 @@ def checksums(
     that these are to be compared with, and so of their kind.
     """
     entries, recorded = {name: model.tensors[name] for name in names}, recorded or {}
-    scales = {one.scales for one in model.packed.values()}
+    scales = {name for one in model.packed.values() for name in one.of_scales}
     with ThreadPoolExecutor(device.cores()) as pool:
 
         def read(name: str) -> tuple[str, bool]:
@@ -136,7 +136,9 @@ def checksums(
 
 def not_finite(model: Model, names: list[str]) -> Fault:
     text = f"{len(names)} tensors hold numbers that are infinite or not a number"
-    text += ", or scales that are not above 0" if any(one.scales in names for one in model.packed.values()) else ""
+    text += (
+        ", or scales that are not above 0" if any({*one.of_scales} & {*names} for one in model.packed.values()) else ""
+    )
     return Fault(f"{model.folder}: {text}: {enumerate_names(sorted(names))}; download it again")
 
 
@@ -199,6 +201,9 @@ def is_finite(block: bytes, dtype: str) -> bool:
 
 def _has_no_scale(block: bytes, dtype: str) -> bool:
     """Whether a number of a scale is 0, below 0 or, in one byte of an exponent, not a number."""
+    if dtype == quantization.FP8:
+        numbers = np.frombuffer(block, np.uint8)
+        return bool(((numbers == 0) | (numbers > 0x7F)).any())
     if dtype not in EXPONENTS:
         return bool((np.frombuffer(block, np.uint8) == 0xFF).any())
     width, _ = EXPONENTS[dtype]

@@ -27,7 +27,7 @@ def read(model: Model, name: str, rows: slice = slice(None)) -> torch.Tensor:
     if name not in model.packed:
         return at(model.folder, model.tensors[name], rows)
     packed = model.packed[name]
-    for part in packed.besides:
+    for part in packed.besides:  # INT4's shape
         if (shape := at(model.folder, model.tensors[part]).tolist()) != list(packed.shape):
             raise Fault(f"{model.folder}: {part} is {shape}, and its codes are {list(packed.shape)}")
     first, stop, _ = rows.indices(packed.shape[0])
@@ -36,7 +36,12 @@ def read(model: Model, name: str, rows: slice = slice(None)) -> torch.Tensor:
 
 
 def scales_of(model: Model, packed: Packed) -> torch.Tensor:
-    return at(model.folder, model.tensors[packed.scales])
+    """Scales as they are released; those of NVFP4 in fp32, with the factor of the whole weight."""
+    scales = at(model.folder, model.tensors[packed.scales])
+    if not packed.factor:
+        return scales
+    factor = at(model.folder, model.tensors[packed.factor]).reshape(())
+    return scales.float() / factor if packed.scheme.divides else scales.float() * factor
 
 
 def at(folder: Path, entry: Entry, rows: slice = slice(None)) -> torch.Tensor:

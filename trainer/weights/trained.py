@@ -1,19 +1,24 @@
 """Trained tensors, matched with the released model: where each tensor of an export comes from."""
 
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
 
+from conf.rules import packed_base
 from conf.schema.run import Run
 from contract import checkpoints
 from contract.faults import Fault
 from trainer.megatron.model import open_bridge
-from trainer.weights import merge, released, released_tensors, torch_dist
+from trainer.weights import mapping, merge, released, released_tensors, torch_dist
 from trainer.weights.conversion import unwritten
+from trainer.weights.mapping import Part
 from trainer.weights.merge import Adapter, NewValue, StackedAdapters, StackedValues
+from trainer.weights.packed_base import as_trained
+from trainer.weights.packed_base.as_trained import AsTrained
 from trainer.weights.released import Model
+from trainer.weights.released_tensors import DTYPES
 from trainer.weights.torch_dist import Stored
 
 CONVERT = "python -m trainer.convert"
@@ -31,6 +36,7 @@ class Trained:
     adapters: dict[str, Adapter | StackedAdapters] = field(default_factory=dict)
     values: dict[str, NewValue | StackedValues] = field(default_factory=dict)
     copies: dict[str, str] = field(default_factory=dict)  # copy -> original, of tensors that Megatron has once
+    packed: AsTrained | None = None  # of a merge onto the numbers of a packed base
 
     def tensor(self, name: str) -> torch.Tensor | None:
         """The tensor as it has to be written; None for one that is copied from the release."""
@@ -39,8 +45,35 @@ class Trained:
             return self.values[name].value(self.stored, self.config, self.model.weights[name])
         adapter = self.adapters.get(name)
         if isinstance(adapter, StackedAdapters):
-            return adapter.merged(name, self.model, self.stored, self.config)
-        return adapter and adapter.merged(released_tensors.read(self.model, name), self.stored, self.config)
+            return adapter.merged(self.model.weights[name], self._merged)
+        if adapter:
+            return self._merged(adapter)
+        return self._unpacked(self.packed, name) if self.packed and self.packed.has(name) else None
+
+    def before(self, part: Part) -> torch.Tensor:
+        """The weight that an adapter is merged onto, the release's way round, or no more than one expert of a stack."""
+        found = self.packed.read(part) if self.packed else None
+        return mapping.read(self.model, part) if found is None else found
+
+    def _merged(self, adapter: Adapter) -> torch.Tensor:
+        before = self.before(adapter.part)
+        if self.packed is None or not self.packed.has(adapter.part.name):
+            return adapter.merged(before, self.stored, self.config)
+        # a copy: merge.merged() adds to a weight that is in fp32
+        exact = adapter.merged(before.to(torch.float32, copy=True), self.stored, self.config)
+        found = exact.to(DTYPES[self.model.weights[adapter.part.name].dtype])
+        self.packed.measure(adapter.part, before, exact, found)
+        return found
+
+    def _unpacked(self, packed: AsTrained, name: str) -> torch.Tensor:
+        """A weight that was packed in training and had no adapter."""
+        entry = self.model.weights[name]
+        found = torch.empty(entry.shape, dtype=DTYPES[entry.dtype])
+        for _, part in packed.each(name):
+            before, place = self.before(part), part.of(found)
+            place.copy_(before)
+            packed.measure(part, before, before.float(), place)
+        return found
 
     def exact(self, name: str) -> torch.Tensor:
         """The weight in fp32; a merged one is not rounded to the type of the release before."""
@@ -77,4 +110,6 @@ def find(run: Run, folder: Path) -> Trained:
         trained.values.update(merge.find_values(stored, registry, model, elsewhere))
     if "adapter" in (run.export.formats or ()) and not trained.adapters:
         raise Fault(f"export.formats: adapter, but {folder} holds none")
+    if packed_base.merges_onto(run):
+        return replace(trained, packed=as_trained.open_as_trained(run, model, registry, config))
     return trained

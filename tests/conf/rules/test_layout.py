@@ -257,7 +257,6 @@ OF_MODEL += [
     (GPT_OSS, run(8, tp=2, etp=2, sp=True), "layout.etp: 2, but experts with biases are whole on a rank; nearest"),
     (GPT_OSS, run(8, cp=2), "layout.cp: 2, but keys that go around a ring of ranks meet neither sinks nor windows; n"),
     (MISTRAL, run(8, cp=2), "layout.cp: 2, but keys that go around a ring of ranks meet neither sinks nor windows; n"),
-    (GPT_OSS, run(8, base="fp8"), "model.base: fp8, but experts with biases were not tried packed; nearest legal: bf"),
     (GPT_OSS, run(8, grouped_gemm=False), "moe.grouped_gemm: false, but experts with biases were tried in grouped pr"),
     (GPT2, run(8), "data.seq_length: 4096, but the model has learned 1024 positions; nearest legal: 1024"),
 ]

@@ -5,7 +5,7 @@ import pytest
 from conf.load import load
 from conf.model_facts import known
 from conf.rules.layout import problems
-from conf.rules.packed_base import FORMATS, widths
+from conf.rules.packed_base import FORMATS, is_packed, widths
 from conf.schema import identity
 from contract.faults import ConfigError
 from tasks.run.artifact import Stage
@@ -27,6 +27,47 @@ def test_what_cannot_be_packed_is_refused_in_one_line(name, changes, says):
         load(name, ["model.base=int4", *changes])
     found = [line for line in str(error.value).splitlines() if "model.base: int4" in line]
     assert sum(says in line for line in found) == 1
+
+
+@pytest.mark.parametrize(
+    "changes, says",
+    [
+        (["model.base=bf16"], "packed, but model.base is bf16, and nothing is packed; released"),
+        (["export.formats=[adapter]"], "packed, but export.formats lacks merged; released"),
+        (["export.quantization=as_released"], "packed, but export.quantization as_released keeps the release's codes"),
+        (
+            ["export.checkpoint=base", "export.formats=[merged]"],
+            "packed, but export.checkpoint is base, which has no ad",
+        ),
+        (["evaluate.adapter=unmerged"], "packed, but evaluate.adapter unmerged serves the released weights; released"),
+    ],
+)
+def test_what_is_not_merged_onto_packed_weights_is_refused_in_one_line(changes, says):
+    with pytest.raises(ConfigError) as error:
+        base = [] if "model.base=bf16" in changes else ["model.base=int4"]
+        load("glm47", [*base, "export.merge_onto=packed", *changes])
+    (found,) = [line for line in str(error.value).splitlines() if "export.merge_onto: " in line]
+    assert says in found
+    assert load("glm47", ["model.base=int4", "export.merge_onto=packed"])
+
+
+def test_what_is_packed_is_a_choice_where_anything_is():
+    with pytest.raises(ConfigError, match=r"model\.pack: has no effect with model\.base bf16"):
+        load("glm47", ["model.pack=[experts]"])
+    with pytest.raises(ConfigError, match=r"model\.pack: "):
+        load("glm47", ["model.base=int4", "model.pack=[]"])
+    run = load("glm47", ["model.base=int4", "model.pack=[experts,dense]"])
+    layer = "module.decoder.layers.4"
+    found = {name: is_packed(run, f"{layer}.{name}") for name in ("self_attention.linear_qkv", "mlp.linear_fc1")}
+    assert found == {"self_attention.linear_qkv": False, "mlp.linear_fc1": True}
+    assert is_packed(run, f"{layer}.mlp.experts.linear_fc1") and is_packed(
+        run, f"{layer}.mlp.shared_experts.linear_fc1"
+    )
+    alone = load("glm47", ["model.base=int4", "model.pack=[attention]"])
+    assert not is_packed(alone, f"{layer}.mlp.experts.local_experts.3.linear_fc1")
+    assert identity.of(load("glm47", ["model.base=int4"]), "train")["model"].keys() == {"base", "mtp", "mtp_loss_scale"}
+    cut = run.model_copy(update={"layout": run.layout.model_copy(update={"tp": 64, "ep": 1})})
+    assert not [what for _, what, _, _ in widths(cut, known("glm45-air")) if "attention" in what]
 
 
 def test_what_is_packed_once_has_a_format_and_no_teacher():

@@ -14,7 +14,7 @@ from conf.schema.data import Part
 from conf.schema.run import Run, sections
 from conf.schema.sections import Section
 from conf.schema.training import Train
-from tasks.sources import adapters, hub, row_sources
+from tasks.sources import adapters, hub, released_config, row_sources
 from tasks.stages import pipeline, reinforce
 
 # Fingerprints of all stages, in order, as of version 4906b5a: an edit that changes one throws away what others have
@@ -80,6 +80,7 @@ def no_hub(monkeypatch, tmp_path):
     resolved = namedtuple("resolved", "commit")
     monkeypatch.setenv("FINETUNE_RUNS", str(tmp_path))
     monkeypatch.setattr(hub, "resolve", lambda source, revision: resolved(f"commit of {source} at {revision}"))
+    monkeypatch.setattr(released_config, "read", lambda run: {})
     monkeypatch.setattr(adapters, "identity", lambda source, _: f"content of {source}")
     monkeypatch.setattr(reinforce, "_content", lambda function: f"content of {function}")
     monkeypatch.setattr(reinforce, "_digest", lambda path: f"digest of {path}")

@@ -13,6 +13,7 @@ from megatron.bridge.training import setup
 from megatron.core.utils import unwrap_model
 
 from conf.model_files.quantization import Packed, Scheme
+from conf.rules.packed_base import is_packed
 from conf.schema.run import Run
 from tests.support import e2m1 as by_definition
 from trainer import train
@@ -23,14 +24,16 @@ SCALES = {"fp8": torch.float32, "int4": torch.bfloat16}
 
 
 def main(run: Run) -> None:
-    base = json.loads((Path(run.paths.output) / "request.json").read_text())["base"]
+    request = json.loads((Path(run.paths.output) / "request.json").read_text())
+    base, pack = request["base"], request.get("pack")
+    chosen = run.model_copy(update={"model": run.model.model_copy(update={"pack": pack and tuple(pack)})})
     usual = setup._load_checkpoint_from_path
 
     def load(*args, model, **kwargs):
         found = usual(*args, model=model, **kwargs)
         for chunk in unwrap_model(model):
             for name, parameter in chunk.named_parameters():
-                if re.search(r"\.linear\w*\.weight\d*$|\.eh_proj\.weight$", name):
+                if re.search(r"\.linear\w*\.weight\d*$|\.eh_proj\.weight$", name) and is_packed(chosen, name):
                     parts = 2 if "linear_fc1" in name and chunk.config.gated_linear_unit else 1
                     parameter.data = torch.cat([rounded(base, part) for part in parameter.data.chunk(parts)])
         return found

@@ -7,7 +7,7 @@ import pytest
 from conf.load import load
 from contract.faults import Fault
 from tasks.run.artifact import Stage
-from tasks.stages import evaluate
+from tasks.stages import evaluate, export
 
 
 @pytest.mark.parametrize("edited", ["sums.yaml", "sums.jsonl"])
@@ -42,6 +42,13 @@ def test_a_packed_base_has_an_evaluation_of_its_own_which_the_tuned_model_is_hel
     plain, packed = load("tiny"), load("tiny", ["model.base=int4"])
     assert evaluate.stage(plain, MODEL, DATA).fingerprint != evaluate.stage(packed, MODEL, DATA).fingerprint
     assert evaluate.stage(packed, MODEL, DATA, TRAINED, BEFORE).inputs["before"] == BEFORE.fingerprint
+
+
+def test_a_merge_onto_packed_weights_is_held_to_training_alone_and_shares_the_base_s_evaluation():
+    packed, onto = (load("tiny", ["model.base=int4", f"export.merge_onto={to}"]) for to in ("released", "packed"))
+    assert evaluate.stage(packed, MODEL, DATA).fingerprint == evaluate.stage(onto, MODEL, DATA).fingerprint
+    assert "before" not in evaluate.stage(onto, MODEL, DATA, TRAINED, BEFORE).inputs
+    assert export.stage(packed, MODEL, TRAINED).fingerprint != export.stage(onto, MODEL, TRAINED).fingerprint
 
 
 def test_runs_of_one_base_share_its_evaluation_however_the_tuned_model_is_served():

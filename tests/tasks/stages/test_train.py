@@ -5,6 +5,8 @@ import json
 import pytest
 
 from conf.load import load
+from conf.model_files.quantization import OF_TINY
+from conf.schema import identity
 from tasks.gang.job import training
 from tasks.run.artifact import Stage
 from tasks.run.launch import Broken
@@ -30,6 +32,29 @@ def fingerprint(conf: str, *overrides: str) -> str:
 def test_what_was_trained_before_is_found_again(conf, overrides, made):
     """Fingerprints of version 4906b5a: an edit that changes one throws away what others have paid for."""
     assert fingerprint(conf, *overrides) == made
+
+
+@pytest.mark.parametrize(
+    ("source", "base", "before"),
+    [
+        ("tiny://llama-fp8", "fp8", True),  # in blocks of 32 x 32
+        ("tiny://llama-fp8", "int4", True),
+        ("tiny://llama", "fp8", True),
+        ("tiny://llama-nvfp4", "nvfp4", True),
+        ("fp8", "fp8", False),
+        ("int4", "int4", False),
+        ("int4", "nvfp4", True),
+    ],
+)
+def test_what_was_trained_on_rounded_codes_of_a_release_is_not_taken_for_what_is(source, base, before, tmp_path):
+    """And nothing else is made again: the keys alone say what it is."""
+    if "://" not in source:
+        described = OF_TINY[source] | ({"weight_block_size": [128, 128]} if source == "fp8" else {})
+        (tmp_path / "config.json").write_text(json.dumps({"quantization_config": described, "dtype": "bfloat16"}))
+        source = str(tmp_path)
+    run = load("tiny", [f"model.source={source}", f"model.base={base}"])
+    asked = train.stage(run, *(Stage(name, 1, {}, {}) for name in ("convert", "prepare")))
+    assert (asked.config == identity.of(run, "train")) == before
 
 
 def test_a_layout_is_no_part_of_it():

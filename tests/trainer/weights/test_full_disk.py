@@ -27,7 +27,13 @@ def disk(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "command, kilobytes, more", [("convert", 2048, ()), ("convert", 24, ("convert.to=none",)), ("export", 2048, ())]
+    "command, kilobytes, more",
+    [
+        ("convert", 2048, ()),
+        ("convert", 24, ("convert.to=none",)),
+        ("convert", 600, ("convert.to=packed", "model.base=fp8")),
+        ("export", 2048, ()),
+    ],
 )
 def test_a_full_disk_is_said_and_nothing_is_left(command, kilobytes, more, configure, ranks, disk, tmp_path):
     where = disk(kilobytes)

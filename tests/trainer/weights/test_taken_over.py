@@ -2,10 +2,13 @@
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
-from conf.model_files.quantization import Packed, Scheme
+from conf.model_files.quantization import E2M1, Packed, Scheme
 from conf.rules.packed_base import FORMATS
-from trainer.weights.quantised import unpack
+from tests.support import e2m1
+from trainer.weights import released
+from trainer.weights.quantised import taken_over, unpack
 from trainer.weights.quantised.taken_over import Scales, codes
 
 EVERY_CODE = torch.tensor([code for code in range(256) if code & 0x7F != 0x7F], dtype=torch.uint8)
@@ -21,6 +24,12 @@ def drawn(form: str, rows: int, columns: int) -> tuple[Packed, torch.Tensor, tor
         numbers = EVERY_CODE[torch.randint(0, len(EVERY_CODE), (rows, columns), generator=random)]
         return Packed(Scheme("fp8", "", "", (128, 128)), (rows, columns), "", ""), numbers, scales
     numbers = torch.randint(0, 256, (rows, columns // 2), generator=random, dtype=torch.uint8)
+    if form == "mxfp4":
+        exponents = torch.randint(2, 250, shape, generator=random, dtype=torch.uint8)
+        return Packed(Scheme("mxfp4", "", "", bits=4), (rows, columns), "", ""), numbers, exponents
+    if form == "nvfp4":
+        of_groups = torch.randint(1, 0x7F, shape, generator=random, dtype=torch.uint8).view(torch.float8_e4m3fn)
+        return Packed(Scheme("nvfp4", "", "", (1, 16), 4), (rows, columns), "", ""), numbers, of_groups
     return Packed(Scheme("int", "", "", (1, 32), 4), (rows, columns), "", ""), numbers, scales.bfloat16()
 
 
@@ -31,7 +40,7 @@ def test_codes_come_back_byte_for_byte_from_what_they_stand_for(form, dtype):
     given = numbers.view(torch.float8_e4m3fn if form == "fp8" else torch.int32)
     whole = unpack.unpack(packed, given, scales, dtype)
     source = torch.arange(300) // packed.scheme.block[0]
-    released = Scales(scales.float()[source], source, dtype)
+    released = Scales(scales[source], source, dtype)
     for top, bottom, left, right, block in ((0, 300, 0, 320, packed.scheme.block), (64, 128, 48, 64, (64, 16))):
         block = (min(block[0], packed.scheme.block[0]), min(block[1], packed.scheme.block[1]))
         found = codes(FORMATS[form], released, whole[top:bottom, left:right], (top, left), block)
@@ -58,6 +67,42 @@ def test_numbers_that_are_not_the_release_s_are_not_taken_for_it(form):
     assert codes(FORMATS[form], released, whole, (0, 0), packed.scheme.block) is None
     released = Scales(scales.float()[source] * 1.01, source, torch.float32)
     assert codes(FORMATS[form], released, whole, (0, 0), packed.scheme.block) is None
+
+
+@pytest.mark.parametrize("form", ["mxfp4", "nvfp4"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_codes_of_e2m1_come_back_byte_for_byte_with_the_signs_of_zeros(form, dtype):
+    _, numbers, scales = drawn(form, 128, 320)
+    factor = torch.tensor(1.7e-4) if form == "nvfp4" else None
+    whole = e2m1.weight(numbers, scales, factor).to(dtype)
+    released = Scales(scales, torch.arange(128), dtype)
+    found = codes(FORMATS[form], released, whole[32:96, 64:128], (32, 64), (1, 16), factor)
+    assert found and torch.equal(found[0], numbers[32:96, 32:64])
+    columns = torch.arange(64, 128, 16) // FORMATS[form].block[1]
+    assert torch.equal(found[1].view(torch.uint8), scales.view(torch.uint8)[32:96][:, columns])
+    whole[40, 70] = whole[40, 70] * 1.02 + 1e-3 * whole.abs().amax()
+    assert codes(FORMATS[form], released, whole[32:96, 64:128], (32, 64), (1, 16), factor) is None
+
+
+def test_a_matrix_of_several_factors_has_none():
+    two = torch.tensor([0.5] * 4 + [0.25] * 4)
+    assert Scales(torch.empty(0), torch.arange(8), torch.float32, two).factor(0, 1) is None
+    assert Scales(torch.empty(0), torch.arange(8), torch.float32, two).factor(1, 2) == 0.25
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_scales_over_a_number_are_taken_over_as_scales_times_one(seed, tmp_path):
+    """compressed-tensors divides by its factor, and a packed base multiplies: the weights in bf16 are the same bits."""
+    factor = 2.0 ** (20 * torch.rand((1,), generator=torch.Generator().manual_seed(seed)))
+    save_file({"x.weight_global_scale": factor}, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text("{}")
+    model = released.read(tmp_path)
+    scheme = Scheme("nvfp4", "", "", (1, 16), 4, factor=".weight_global_scale", divides=True)
+    found = taken_over._factor(model, Packed(scheme, (1, 16), "", "", factor="x.weight_global_scale"))
+    scales = torch.arange(1, 0x7F, dtype=torch.uint8).view(torch.float8_e4m3fn).float()[:, None]
+    numbers = torch.tensor(E2M1)
+    assert torch.equal((numbers * (scales * found)).bfloat16(), (numbers * (scales / factor)).bfloat16())
+    assert found == pytest.approx(float(1 / factor), rel=1e-6)
 
 
 def test_rows_in_another_order_have_lower_blocks():

@@ -13,7 +13,9 @@ from conf.model_files import quantization
 from conf.model_files.quantization import OF_TINY, Packed
 from conf.rules import conversion
 from contract.faults import Fault
+from tests.support import e2m1 as by_definition
 from trainer import convert
+from trainer.rehearsal import tiny_models
 from trainer.weights import released, released_tensors
 from trainer.weights.quantised import pack, unpack
 
@@ -21,6 +23,8 @@ EVERY_CODE = torch.tensor([code for code in range(256) if code & 0x7F != 0x7F], 
 WEIGHT = "model.layers.0.mlp.up_proj.weight"
 SCALES = f"{WEIGHT}_scale_inv"
 INT4 = OF_TINY["int4"]
+STEM = WEIGHT.removesuffix(".weight")
+SCALES_OF_NVFP4, FACTOR = f"{STEM}.weight_scale", f"{STEM}.weight_global_scale"
 
 
 def fp8(rows: int, columns: int, block: tuple[int, int], dtype: str = "bfloat16"):
@@ -92,6 +96,95 @@ def test_mxfp4_is_what_transformers_makes_of_it():
     found = unpack.unpack(Packed(scheme, (3, 128, 64), "x_blocks", "x_scales"), blocks, exponents, torch.bfloat16)
     assert torch.equal(found, convert_moe_packed_tensors(blocks, exponents))
     assert found.shape == (3, 128, 64)
+
+
+def nvfp4(form: str, folder) -> tuple[dict[str, torch.Tensor], released.Model]:
+    """A release of one matrix with every code and every scale, but for those below a thousandth of the largest."""
+    draw = torch.Generator().manual_seed(0)
+    codes = torch.randint(0, 256, (96, 80), generator=draw, dtype=torch.uint8)
+    scales = torch.randint(1, 0x7F, (96, 10), generator=draw, dtype=torch.uint8).view(torch.float8_e4m3fn)
+    scheme = quantization.scheme({"quantization_config": OF_TINY[form]})
+    factor = torch.tensor([7351.3]) if scheme.divides else torch.tensor(1.36e-4)
+    tensors = {scheme.codes: codes, scheme.scales: scales, scheme.factor: factor, ".input_scale": torch.tensor(1.0)}
+    tensors = {WEIGHT.removesuffix(".weight") + name: tensor for name, tensor in tensors.items()}
+    save_file(tensors, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps({"quantization_config": OF_TINY[form]}))
+    return tensors, released.read(folder)
+
+
+@pytest.mark.parametrize("form", ["nvfp4", "nvfp4-modelopt"])
+def test_nvfp4_is_what_it_says_by_definition(form, tmp_path):
+    tensors, model = nvfp4(form, tmp_path)
+    codes, scales, factor, _ = tensors.values()
+    in_fp32 = scales.float() / factor if form == "nvfp4" else scales.float() * factor
+    expected = by_definition.numbers(codes) * in_fp32.repeat_interleave(16, 1)
+    assert torch.equal(released_tensors.read(model, WEIGHT), expected.bfloat16())
+    assert torch.equal(released_tensors.read(model, WEIGHT, slice(17, 40)), expected.bfloat16()[17:40])
+    assert model.packed[WEIGHT].tensors == tuple(tensors) and not released.checksums(model, model.tensors)[1]
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # of what it imports
+def test_nvfp4_is_what_the_libraries_make_of_it(tmp_path):
+    from compressed_tensors.compressors import BaseCompressor
+    from compressed_tensors.quantization import QuantizationScheme
+    from modelopt.torch.quantization.qtensor import NVFP4QTensor
+
+    (tmp_path / "theirs").mkdir()
+    tensors, model = nvfp4("nvfp4", tmp_path / "theirs")
+    group = OF_TINY["nvfp4"]["config_groups"]["group_0"]
+    library = BaseCompressor.get_value_from_registry(OF_TINY["nvfp4"]["format"])
+    state = {name.removeprefix(WEIGHT.removesuffix("weight")): tensor for name, tensor in tensors.items()}
+    theirs = library.decompress(state, QuantizationScheme(**group))["weight"].to(torch.bfloat16)
+    assert torch.equal(released_tensors.read(model, WEIGHT), theirs)
+    (tmp_path / "modelopt").mkdir()
+    tensors, model = nvfp4("nvfp4-modelopt", tmp_path / "modelopt")
+    codes, scales, factor, _ = tensors.values()
+    theirs = NVFP4QTensor(torch.Size((96, 160)), torch.bfloat16, codes)
+    theirs = theirs.dequantize(torch.bfloat16, scale=scales, double_scale=factor, block_sizes={-1: 16})
+    assert torch.equal(released_tensors.read(model, WEIGHT), theirs)
+
+
+@pytest.mark.parametrize("kind", ["llama-nvfp4", "llama-nvfp4-modelopt", "gpt-oss-mxfp4"])
+def test_tiny_releases_in_4_bits_are_near_the_weights_that_they_are_made_of(kind, tmp_path):
+    tiny_models.make_model(kind, tmp_path / "packed")
+    tiny_models.make_model(quantization.of_tiny(kind)[0], tmp_path / "plain")
+    packed, plain = (released.read(tmp_path / name) for name in ("packed", "plain"))
+    assert packed.weights.keys() == plain.weights.keys() and packed.packed
+    for name in packed.packed:
+        found, expected = (released_tensors.read(model, name).float() for model in (packed, plain))
+        assert 0.08 < float((found - expected).norm() / expected.norm()) < 0.13
+    assert set(packed.packed) == {
+        name for name in plain.weights if name.endswith(("_proj.weight", "experts.gate_up_proj", "experts.down_proj"))
+    } - ({name for name in plain.weights if "self_attn" in name} if "mxfp4" in kind else set())
+
+
+def negative(tensors):
+    tensors[SCALES_OF_NVFP4].view(torch.uint8)[3, 3] |= 0x80
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda tensors: tensors.pop(FACTOR), f"scales missing (1): {FACTOR}"),
+        (
+            lambda tensors: tensors.update({FACTOR: torch.ones(2)}),
+            f"{FACTOR} is F32 [2] and should be one number in F32",
+        ),
+        (lambda tensors: tensors.update({SCALES_OF_NVFP4: torch.ones(96, 10)}), f"{SCALES_OF_NVFP4} (F32)"),
+        (lambda tensors: tensors.update({SCALES_OF_NVFP4: tensors[SCALES_OF_NVFP4][1:]}), "and should be [96, 10]"),
+        (lambda tensors: tensors.pop(f"{STEM}.weight_packed"), "scales without a weight (3)"),
+        (negative, f"or scales that are not above 0: {SCALES_OF_NVFP4}"),
+        (lambda tensors: tensors.update({FACTOR: torch.tensor([0.0])}), f"or scales that are not above 0: {FACTOR}"),
+    ],
+)
+def test_scales_of_nvfp4_that_are_missing_or_wrong_are_named(change, said, tmp_path):
+    tensors, _ = nvfp4("nvfp4", tmp_path)
+    change(tensors)
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(Fault, match=re.escape(said)):
+        model = released.read(tmp_path)
+        raise released.not_finite(model, released.checksums(model, model.tensors)[1])
 
 
 @pytest.fixture
@@ -195,7 +288,7 @@ def group(**changed):
 @pytest.mark.parametrize(
     ("described", "said"),
     [
-        ({"quant_method": "awq"}, 'quant_method is "awq", and fp8, compressed-tensors, mxfp4 are read'),
+        ({"quant_method": "awq"}, 'quant_method is "awq", and fp8, compressed-tensors, mxfp4, modelopt are read'),
         ({"quant_method": ["fp8"]}, "quant_method is"),
         ({"quant_method": "fp8"}, "weight_block_size is null, and weights in FP8 are read with blocks"),
         (OF_TINY["fp8"] | {"weight_block_size": [0, 128]}, "weight_block_size is [0, 128]"),
@@ -209,8 +302,17 @@ def group(**changed):
         (group(symmetric=False), "symmetric is false, and true is read"),
         (group(actorder="group"), 'actorder is "group", and absent is read'),
         (group(num_bits=3), 'pack-quantized" of 3 bits'),
-        (group(strategy="tensor_group"), "and tensor, channel, block and group are read"),
-        (group(group_size=None), "and tensor, channel, block and group are read"),
+        (group(strategy="tensor_group"), "and tensor, channel, block, group and tensor_group of 16 are read"),
+        (group(group_size=None), "and tensor, channel, block, group and tensor_group of 16 are read"),
+        (
+            OF_TINY["nvfp4"] | {"format": "mxfp4-pack-quantized"},
+            "and float-quantized FP8, pack-quantized INT4 and nvfp4",
+        ),
+        (OF_TINY["nvfp4-modelopt"] | {"quant_algo": "FP8"}, 'quant_algo is "FP8", and "NVFP4" is read'),
+        (
+            OF_TINY["nvfp4-modelopt"] | {"config_groups": {"group_0": {"weights": {"group_size": 32}}}},
+            "config_groups.weights.group_size is 32, and 16 is read",
+        ),
         ("fp8", 'quantization_config is "fp8", which is no section of keys'),
     ],
 )

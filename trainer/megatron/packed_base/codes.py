@@ -42,7 +42,7 @@ def unpack(
     factors: torch.Tensor | None = None,
 ) -> torch.Tensor:
     count, rows, columns = shape_of(codes)
-    kind, scales = kind_of(codes, scales), _in_fp32(scales)
+    kind, scales = kind_of(codes, scales), in_fp32(scales)
     if factors is not None:
         assert rows % factors.shape[1] == 0 and block[0] == 1, "matrices of as many rows, one below the other"
         scales = scales * factors.repeat_interleave(rows // factors.shape[1], 1).unsqueeze(-1)
@@ -53,15 +53,15 @@ def unpack(
             part = weight[start : start + each]
             of_part = of_weight[start // block[0] : -(-(start + len(part)) // block[0])]
             spread = of_part.repeat_interleave(block[0], 0)[: len(part)].repeat_interleave(block[1], 1)[:, :columns]
-            to[start : start + each] = _numbers(part, kind) * spread
+            to[start : start + each] = numbers(part, kind) * spread
     return whole
 
 
-def _in_fp32(scales: torch.Tensor) -> torch.Tensor:
+def in_fp32(scales: torch.Tensor) -> torch.Tensor:
     return (scales.int() << 23).view(torch.float32) if scales.dtype == torch.uint8 else scales.float()
 
 
-def _numbers(codes: torch.Tensor, kind: str) -> torch.Tensor:
+def numbers(codes: torch.Tensor, kind: str) -> torch.Tensor:
     if kind == "fp8":
         return codes.float()
     pairs = torch.stack((codes & 15, codes >> 4), -1).flatten(1)

@@ -12,7 +12,6 @@ from trainer.megatron.packed_base.codes import BIAS, FP8, SCALES
 
 # About the standard deviation of random codes.
 SPREAD = {"fp8": 150.0, "int": 4.6, "nvfp4": 2.9, "mxfp4": 2.9}
-USUAL = 0.02  # that of a weight
 
 
 @torch.no_grad()
@@ -21,7 +20,7 @@ def draw(run: Run, chunks: list) -> None:
     assert form, "model.base says how"
     for chunk in chunks:
         gated = chunk.config.gated_linear_unit  # whose gate and up are two matrices
-        for name, layer, names in [*weight.layers(chunk)]:
+        for name, layer, names in [*weight.layers(chunk, run)]:
             shape = tuple(layer._parameters[names[0]].shape)  # pyright: ignore[reportOptionalMemberAccess]
             below = 2 if gated and "linear_fc1" in name else 1
             weight.attach(layer, names, store(form, len(names), shape, dtype, below))
@@ -35,7 +34,7 @@ def store(form: Format, count: int, shape: tuple[int, ...], dtype: torch.dtype, 
     if form.kind == "fp8":
         codes = torch.where(codes & 0x7F == 0x7F, 0x38, codes).view(FP8)
     blocks = (count, -(-rows // height), -(-columns // width))
-    usual, factors = USUAL / SPREAD[form.kind], None
+    usual, factors = weight.USUAL / SPREAD[form.kind], None
     if form.factor_bytes:
         factors, usual = torch.full((count, below), usual, device="cuda"), 1.0
     if form.kind == "mxfp4":

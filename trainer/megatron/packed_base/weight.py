@@ -19,9 +19,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from conf.rules.packed_base import is_packed
+from conf.schema.run import Run
 from trainer.megatron.packed_base.codes import shape_of
 
 MATRIX = re.compile(r"weight\d*")
+USUAL = 0.02  # standard deviation of a matrix that is drawn
 _PASSED_ON = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)
 
 
@@ -89,9 +92,11 @@ class PackedWeight(torch.Tensor):
         raise NotImplementedError(f"{func} of a packed weight, which can only be unpacked")
 
 
-def layers(chunk: nn.Module) -> Iterator[tuple[str, nn.Module, list[str]]]:
-    """Layers whose matrices have no memory yet: name, layer, and the names of the matrices in it."""
+def layers(chunk: nn.Module, run: Run | None = None) -> Iterator[tuple[str, nn.Module, list[str]]]:
+    """Layers whose matrices have no memory yet, and are to be packed: name, layer, and the names of the matrices."""
     for prefix, module in chunk.named_modules():
+        if run and not is_packed(run, prefix):
+            continue
         table = module._parameters
         names = [name for name, value in table.items() if value is not None and _is_bare_matrix(name, value)]
         if names:
@@ -107,7 +112,7 @@ def attach(layer: nn.Module, names: list[str], store: Store) -> None:
 
 
 def fill(chunk: nn.Module, start: bool = False) -> list[tuple[nn.Parameter, nn.Parameter]]:
-    """Give memory to what else has none: norms and biases, with what they start from if so asked.
+    """Give memory to what else has none, with what it starts from if so asked: norms, biases, matrices as they are.
 
     Returns each as it was, and as it is.
     """
@@ -117,7 +122,9 @@ def fill(chunk: nn.Module, start: bool = False) -> list[tuple[nn.Parameter, nn.P
             if old is not None and old.is_meta:
                 module._parameters[name] = new = nn.Parameter(torch.empty_like(old, device="cuda"), requires_grad=False)
                 vars(new).update(vars(old))
-                if start:
+                if start and old.ndim > 1:
+                    new.data.normal_(std=USUAL)
+                elif start:
                     new.data.fill_(0.0 if "bias" in name else 1.0)
                 found.append((old, new))
     return found

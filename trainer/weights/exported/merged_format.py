@@ -25,13 +25,14 @@ from typing import Any
 import torch
 
 from conf.model_files import config_json, quantization, safetensors_header, weights
-from trainer.weights import mapping, merge, released, released_tensors
+from trainer.weights import merge, released, released_tensors
 from trainer.weights.exported import parts
 from trainer.weights.exported.parts import Layout
 from trainer.weights.merge import Adapter
 from trainer.weights.released import Entry, Model
 from trainer.weights.trained import Trained
 
+QUANTISED = "hf_quant_config.json"  # ModelOpt's: vLLM would take a model beside it for a quantised one
 NOT_COPIED = {".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".md"}
 
 
@@ -54,15 +55,15 @@ class Merged:
         if source in trained.adapters:
             found = released_tensors.at(path.parent, replace(entry, file=path.name))
             return parts.is_released(trained, source) and is_merged(trained, source, found)
-        if name in trained.model.packed:
-            return parts.is_released(trained, name)
+        if source in trained.model.packed or (trained.packed and trained.packed.has(source)):
+            return parts.is_released(trained, source)
         return released.has_sum(path, entry, trained.sums[name])
 
     def weight(self, name: str) -> str:
         return self.trained.copies.get(name, name)
 
     def notes(self, names: Iterable[str]) -> dict[str, Any]:
-        return {}
+        return self.trained.packed.notes(names) if self.trained.packed else {}
 
 
 def layouts(model: Model) -> list[Layout]:
@@ -85,7 +86,7 @@ def copy_other_files(model: Model, folder: Path, as_released: bool = False) -> s
 def other_files(model: Model) -> list[Path]:
     """The release's configuration, tokenizer and chat template."""
     there = [path for path in sorted(model.folder.iterdir()) if path.is_file() and path.suffix not in NOT_COPIED]
-    return [path for path in there if not path.name.startswith(".")]
+    return [path for path in there if not path.name.startswith(".") and path.name != QUANTISED]
 
 
 def is_merged(trained: Trained, name: str, found: torch.Tensor) -> bool:
@@ -96,7 +97,7 @@ def is_merged(trained: Trained, name: str, found: torch.Tensor) -> bool:
 def _is_merged(trained: Trained, adapter: Adapter, found: torch.Tensor) -> bool:
     factors = adapter.factors(trained.stored, trained.config)
     magnitude = adapter.magnitudes(trained.stored, trained.config)
-    before = adapter.part.turn(mapping.read(trained.model, adapter.part))
+    before = adapter.part.turn(trained.before(adapter.part))
     return merge.is_merged(adapter.part.turn(found), before, *factors, adapter.scale, magnitude)
 
 

@@ -47,7 +47,7 @@ def write(run: Run, chunks: list, base: Path, noted: Path) -> None:
     assert form, "model.base says how"
     atomic_folder.barrier()  # until the first rank has written what leads to the pieces
     stored = unwritten.open_base(run, checkpoints.step_folder(base, 0))
-    units, release = cut(tensors(unwrap_model(chunks))), packing.release(run, form, chunks[0].config)
+    units, release = cut(tensors(run, unwrap_model(chunks))), packing.release(run, form, chunks[0].config)
     described = {one.name for unit in units for one in unit}
     if described != stored.places.keys():
         odd = released.enumerate_names(sorted(described ^ stored.places.keys()))
@@ -81,12 +81,12 @@ def write(run: Run, chunks: list, base: Path, noted: Path) -> None:
         report.store(base, run.model.base, rows, sum(entry["bytes"] for entry in entries.values()))
 
 
-def tensors(chunks: list) -> list[Tensor]:
+def tensors(run: Run, chunks: list) -> list[Tensor]:
     """All tensors of a base, in the model's order."""
     found = []
     for chunk in chunks:
         of_chunk = parts.of_chunk(chunk)
-        layers = [(layer, names) for _, layer, names in weight.layers(chunk) if _is_of_transformer_engine(layer)]
+        layers = [(layer, names) for _, layer, names in weight.layers(chunk, run) if _is_of_transformer_engine(layer)]
         packed = {parts.storage(layer._parameters[name]) for layer, names in layers for name in names}
         found += [Tensor(made[0].name, tuple(made), place in packed) for place, made in of_chunk.items()]
     return found
@@ -118,8 +118,8 @@ def _packed(
     index: dict[str, dict[str, Any]] = {}
     for one in unit:
         if not one.packed:
-            (part,) = one.parts
-            content[one.name], index[one.name] = source.box(one.name, part.offsets, part.sizes), {"file": file}
+            shape = source.shape(one.name)
+            content[one.name], index[one.name] = source.box(one.name, (0,) * len(shape), shape), {"file": file}
             continue
         height = source.height(one.parts[0])
         found = [source.of_part(part, (height, form.block[1])) for part in one.parts]

@@ -77,7 +77,7 @@ def load(form: Format, run: Run, source: Source, chunks: list) -> int:
     for chunk in chunks:
         # storages are known by their addresses, so the tensors have to stay
         of_chunk, _held = parts.of_chunk(chunk), [*chunk.parameters(), *chunk.buffers()]
-        for _, layer, names in [*weight.layers(chunk)]:
+        for _, layer, names in [*weight.layers(chunk, run)]:
             matrices = [of_chunk.pop(parts.storage(layer._parameters[name])) for name in names]
             weight.attach(layer, names, held := store(form, dtype, source, matrices))
             count += held.bytes

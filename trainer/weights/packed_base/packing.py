@@ -33,7 +33,7 @@ class Packing:
     form: Format
     stored: Stored
     release: taken_over.Release | None
-    rows: list[report.Row]
+    rows: list[report.Row] | None  # None where nobody asks what packing loses
     device: str
 
     def shape(self, name: str) -> tuple[int, ...]:
@@ -50,12 +50,15 @@ class Packing:
 
     def of_part(self, part: Part, block: tuple[int, int]) -> Found:
         """Codes of a part, scales of its blocks, which lie within those of the matrix, and the matrix's factor."""
-        if scales := self._released(part):
+        scales = self._released(part)
+        factor = scales.factor(*part.matrix) if scales else None
+        if scales and (factor is not None or not self.form.factor_bytes):
             read = self._read(part.name, part.offsets, part.sizes)
-            found = taken_over.codes(self.form, scales, read, (part.offsets[0], part.offsets[1]), block)
+            factor = None if factor is None else factor.to(read.device)
+            found = taken_over.codes(self.form, scales, read, (part.offsets[0], part.offsets[1]), block, factor)
             if found:
-                self._note(part, read, *found, None, block, as_released=True)
-                return *found, None
+                self._note(part, read, *found, factor, block, as_released=True)
+                return *found, factor
         form, (height, width) = self.form, self.shape(part.name)
         begin, whole = part.begin(height), (height // part.matrix[1], width)
         inside = (part.offsets[0] - begin, part.offsets[1])
@@ -91,6 +94,8 @@ class Packing:
         block: tuple[int, int],
         as_released: bool = False,
     ) -> None:
+        if self.rows is None:
+            return
         factors = None if factor is None else factor.view(1, 1)
         (found,) = weight.Store(codes[None].contiguous(), scales[None], block, torch.float32, factors).unpack()
         self.rows.append(report.row(part.name, part.offsets, read, found, as_released))

@@ -21,9 +21,10 @@ _HALVES = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0])
 _HALVES[1::2] = torch.nextafter(_HALVES[1::2], torch.zeros(3))
 
 
-def nvfp4(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def nvfp4(weight: torch.Tensor, top: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Codes, scales and factor; the factor is that of a larger matrix, if `top` is its largest number."""
     largest = _largest(weight, NVFP4)
-    top = largest.amax()
+    top = largest.amax() if top is None else top
     factor = torch.where(top > NOTHING, top / (TOP * TOP_OF_SCALES), 1.0)
     scales = largest / (TOP * factor)
     scales = torch.where(scales > 0, scales, 1.0).clamp(LEAST, TOP_OF_SCALES).to(torch.float8_e4m3fn)
@@ -38,11 +39,16 @@ def mxfp4(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return _codes(weight, scales, MXFP4), (exponents + BIAS).to(torch.uint8)
 
 
-def _codes(weight: torch.Tensor, scales: torch.Tensor, group: int) -> torch.Tensor:
-    numbers = weight.float() / _spread(scales, group, weight.shape[1])
-    codes = torch.bucketize(numbers.abs(), _HALVES.to(weight.device), out_int32=True).to(torch.uint8)
-    codes |= (numbers < 0).to(torch.uint8) << 3
+def next_to(numbers: torch.Tensor) -> torch.Tensor:
+    """Codes next to numbers over their scales; of zeros with the sign that they have."""
+    codes = torch.bucketize(numbers.abs().contiguous(), _HALVES.to(numbers.device), out_int32=True).to(torch.uint8)
+    codes |= numbers.signbit().to(torch.uint8) << 3
     return codes[:, ::2] | codes[:, 1::2] << 4
+
+
+def _codes(weight: torch.Tensor, scales: torch.Tensor, group: int) -> torch.Tensor:
+    found = weight.float() / _spread(scales, group, weight.shape[1])
+    return next_to(torch.where(found == 0, 0.0, found))  # a zero has no sign
 
 
 def _largest(weight: torch.Tensor, group: int) -> torch.Tensor:

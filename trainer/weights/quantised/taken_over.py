@@ -5,29 +5,41 @@ released codes back to the last bit: a number over its scale is next to its code
 far less than codes are apart. That is tried of every part, and a part of which it is not so is packed anew.
 """
 
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 import torch
 
-from conf.model_files.quantization import Packed
-from conf.rules.packed_base import Format
+from conf.model_files.quantization import E2M1, Packed
+from conf.rules.packed_base import Format, is_same
 from contract.faults import Fault
+from trainer.megatron.packed_base import codes as of_codes
 from trainer.megatron.packed_base.codes import SCALES
 from trainer.weights import released_tensors
+from trainer.weights.quantised import e2m1
 from trainer.weights.released import Model
 
 
+@dataclass(frozen=True)
 class Scales:
     """Scales of a Megatron weight's rows, for each block of columns, and how many rows share them."""
 
-    def __init__(self, rows: torch.Tensor, source: torch.Tensor, dtype: torch.dtype):
-        self.rows, self.dtype = rows, dtype  # the type that the release is unpacked to
-        self._source = source  # number of the released row of scales
+    rows: torch.Tensor  # in the format's own type
+    source: torch.Tensor  # number of the released row of scales
+    dtype: torch.dtype  # the type that the release is unpacked to
+    factors: torch.Tensor | None = None  # of the scales of each row, in formats that have them
+
+    def factor(self, number: int, matrices: int) -> torch.Tensor | None:
+        """Factor of the scales of one of these matrices; None where its rows have several."""
+        if self.factors is None:
+            return None
+        rows = self.factors.view(matrices, -1)[number]
+        return rows[0] if bool((rows == rows[0]).all()) else None
 
     def height(self, matrices: int, most: int) -> int:
         """Rows of a block, if as many as possible have one row of scales in each of these matrices."""
-        of_matrices = self._source.view(matrices, -1)
+        of_matrices = self.source.view(matrices, -1)
         while most > 1 and not all(bool((part == part[:, :1]).all()) for part in of_matrices.split(most, 1)):
             most //= 2
         return most
@@ -43,13 +55,14 @@ class Release:
     @cached_property
     def names(self) -> set[str]:
         """Released weights in the format that is asked for."""
-        return {name for name, packed in self.model.packed.items() if is_same(packed, self.form)}
+        return {name for name, packed in self.model.packed.items() if is_same(packed.scheme, self.form)}
 
     def scales(self, name: str, rows: int) -> Scales | None:
         """Scales of this weight's rows; None where not all that it is made of is released in this format."""
-        if self._last[0] != name:
-            self._last = name, self._found(name, rows)
-        return self._last[1]
+        last = self._last  # several threads may ask
+        if last[0] != name:
+            self._last = last = name, self._found(name, rows)
+        return last[1]
 
     def _found(self, name: str, rows: int) -> Scales | None:
         from trainer.weights import mapping  # which imports Megatron-Bridge
@@ -58,47 +71,78 @@ class Release:
             parts = mapping.parts(self.registry, name) if self.names else None
         except Fault:  # of a mapping that is not known by rows
             return None
-        if not parts or any(part.name not in self.names or part.turned or part.expert is not None for part in parts):
+        # codes lie in the rows that Megatron has, also those of a stack, whose weights are the other way round
+        if not parts or any(part.name not in self.names or part.turned != (part.expert is not None) for part in parts):
             return None
         of_rows, source, begin, dtype = {}, torch.full((rows,), -1), 0, torch.float32
+        factors = torch.ones(rows) if self.form.factor_bytes else None
         for part in parts:
-            packed = self.model.packed[part.name]
-            scales = released_tensors.scales_of(self.model, packed).float()
-            if not torch.equal(scales.to(SCALES[self.form.kind]).float(), scales):
+            packed, kind = self.model.packed[part.name], SCALES[self.form.kind]
+            released = part.of(released_tensors.at(self.model.folder, self.model.tensors[packed.scales]))
+            scales = released.to(kind)
+            if scales.dtype != released.dtype and not torch.equal(scales.float(), released.float()):
                 return None  # its type holds more than the format's does
             numbers = part.rows(torch.arange(rows), self.config)
-            if len(numbers) != packed.shape[0]:
+            if len(numbers) != part.shape(packed.shape)[0]:
                 return None
+            if factors is not None:
+                factors[numbers] = _factor(self.model, packed)
             source[numbers] = begin + torch.arange(len(numbers)) // self.form.block[0]
             of_rows[begin] = scales
             begin, dtype = begin + len(scales), released_tensors.DTYPES[packed.dtype]
         if (source < 0).any() or len({scales.shape[1] for scales in of_rows.values()}) > 1:
             return None
-        return Scales(torch.cat([*of_rows.values()])[source], source, dtype)
-
-
-def is_same(packed: Packed, form: Format) -> bool:
-    """Whether a release's weight has the codes and the blocks of this format."""
-    scheme = packed.scheme
-    return (scheme.kind, scheme.bits, scheme.block) == (form.kind, form.bits, form.block)
+        return Scales(torch.cat([*of_rows.values()])[source], source, dtype, factors)
 
 
 def codes(
-    form: Format, scales: Scales, read: torch.Tensor, offsets: tuple[int, int], block: tuple[int, int]
+    form: Format,
+    scales: Scales,
+    read: torch.Tensor,
+    offsets: tuple[int, int],
+    block: tuple[int, int],
+    factor: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor] | None:
     """Codes of a box of a Megatron weight at this place, and scales of its blocks; None if others would be needed."""
     (top, left), (rows, columns) = offsets, read.shape
     of_rows = scales.rows[top : top + rows].to(read.device)
-    spread = of_rows[:, (torch.arange(columns, device=read.device) + left) // form.block[1]]
-    numbers = read.float() / spread
-    if form.kind == "fp8":
-        found = numbers.to(torch.float8_e4m3fn)
-        whole = found.float()
-    else:
-        whole = numbers.round().clamp(-8, 7)
-        above = (whole + 8).to(torch.uint8)
-        found = above[:, ::2] | above[:, 1::2] << 4
-    if not torch.equal((whole * spread).to(scales.dtype).to(read.dtype), read):
+    columns_of = (torch.arange(columns, device=read.device) + left) // form.block[1]
+    in_fp32 = of_codes.in_fp32(of_rows) if factor is None else of_codes.in_fp32(of_rows) * factor
+    spread = in_fp32[:, columns_of]
+    found = _codes(form, read, spread)
+    whole = of_codes.numbers(found, form.kind) * spread
+    if not torch.equal(whole.to(scales.dtype).to(read.dtype), read):
         return None
     places = torch.arange(0, columns, block[1], device=read.device) + left
-    return found, of_rows[:: block[0]][:, places // form.block[1]].to(SCALES[form.kind])
+    return found, of_rows[:: block[0]][:, places // form.block[1]]
+
+
+def _factor(model: Model, packed: Packed) -> torch.Tensor:
+    """The factor of a weight's scales. One to divide by becomes its reciprocal, or the next one that does the same.
+
+    Scales over a number are not always those times its reciprocal, to the last bit. Of the products with codes, which
+    are rounded to the type of the weights, there are few: some number next to the reciprocal gives all of them.
+    """
+    factor = released_tensors.at(model.folder, model.tensors[packed.factor]).reshape(()).clone()
+    if not packed.scheme.divides:
+        return factor
+    scales = torch.arange(1, 127, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+    dtype = released_tensors.DTYPES[packed.dtype]
+    products = lambda spread: (torch.tensor(E2M1)[:, None] * spread).to(dtype)  # noqa: E731
+    near = (1 / factor).view(torch.int32)
+    for step in (0, 1, -1, 2, -2, 3, -3):
+        found = (near + step).view(torch.float32)
+        if torch.equal(products(scales * found), products(scales / factor)):
+            return found
+    return 1 / factor  # where products differ, they are packed anew
+
+
+def _codes(form: Format, read: torch.Tensor, spread: torch.Tensor) -> torch.Tensor:
+    """The codes next to these numbers."""
+    numbers = read.float() / spread
+    if form.kind == "fp8":
+        return numbers.to(torch.float8_e4m3fn)
+    if form.kind == "int":
+        above = (numbers.round().clamp(-8, 7) + 8).to(torch.uint8)
+        return above[:, ::2] | above[:, 1::2] << 4
+    return e2m1.next_to(numbers)

@@ -27,7 +27,7 @@ def unpack(
     scales = scales.float().view(grid(packed))
     for start, stop in spans(packed, first, first + len(codes)):
         part = codes[start - first : stop - first]
-        numbers = (integers(part, scheme) if scheme.kind == "int" else part).float()
+        numbers = _numbers(part, scheme)
         whole[start - first : stop - first] = numbers * spread(scales, packed, start, stop)
     return whole
 
@@ -61,6 +61,12 @@ def integers(codes: torch.Tensor, scheme: Scheme) -> torch.Tensor:
     places = torch.arange(0, 32 // scheme.bits * scheme.bits, scheme.bits, dtype=torch.int32)
     apart = (codes.unsqueeze(-1) >> places) & (2**scheme.bits - 1)
     return apart.flatten(1) - 2 ** (scheme.bits - 1)
+
+
+def _numbers(codes: torch.Tensor, scheme: Scheme) -> torch.Tensor:
+    if scheme.kind == "nvfp4":
+        return torch.tensor(E2M1)[torch.stack((codes & 15, codes >> 4), -1).flatten(1).int()]
+    return (integers(codes, scheme) if scheme.kind == "int" else codes).float()
 
 
 def _unpack_mxfp4(codes: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -246,8 +246,10 @@ class GroupedLinear(_Base):
         sizes = m_splits.tolist() if isinstance(m_splits, torch.Tensor) else list(m_splits)
         biases = [getattr(self, f"bias{i}") if self.use_bias else None for i in range(self.num_gemms)]
         weights = [getattr(self, f"weight{i}") for i in range(self.num_gemms)]
-        if getattr(weights[0], "is_distributed_weight", False) and not (self.use_bias and not self.return_bias):
+        if getattr(weights[0], "is_distributed_weight", False):
             out = _Materialized.apply(x, sizes, None, *weights)
+            if self.use_bias and not self.return_bias:
+                out = out + torch.cat([bias.expand(size, -1) for bias, size in zip(biases, sizes, strict=True)])
             return (out, biases) if self.return_bias else out
         # Every expert takes part, tokens or none, so that each gets a gradient as it does from the grouped kernel.
         chunks = [

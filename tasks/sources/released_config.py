@@ -1,0 +1,25 @@
+"""The config.json of a run's release, for what a fingerprint has to know of it."""
+
+from functools import lru_cache
+from typing import Any
+
+from conf.planner import verdict
+from conf.schema.model import Drawn
+from conf.schema.run import Run
+from tasks.sources import hub
+from tasks.sources.hub import config_json
+
+
+def read(run: Run) -> dict[str, Any]:
+    """The file of the commit, or the folder, that the stage download is asked for; nothing of drawn weights."""
+    source = run.model.source
+    if isinstance(source, Drawn):
+        return {}
+    if hub.kind(source) == "tiny":
+        return verdict.config_of(run)[0]
+    return _read(source, hub.resolve(source, run.model.revision).commit, run.model.revision)
+
+
+@lru_cache
+def _read(source: str, commit: str, revision: str) -> dict[str, Any]:
+    return config_json.read(source, commit if hub.kind(source) == "hub" else revision)
