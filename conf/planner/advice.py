@@ -24,6 +24,9 @@ def _instead(plan: Plan) -> str:
     if plan.with_lora and lora:
         room = " with room" if plan.found.fitting else ""
         return f"No layout of {there} fits{room}; with {WITH_LORA} does: {_fitting(plan.run, plan.with_lora)}"
+    if plan.with_packed:
+        base, packed = plan.with_packed
+        return f"No layout of {there} fits; with model.base={base} does: {_fitting(plan.run, packed)}"
     closest = plan.found.closest
     lacks = f"; the closest, {changes(plan.run, closest.applied(plan.run))}, {closest.verdict}" if closest else ""
     return f"No layout of {there} fits{lacks}; take more or larger GPUs"

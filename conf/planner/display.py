@@ -59,6 +59,9 @@ def lines(plan: Plan) -> Iterator[str]:
         if plan.with_lora:
             yield f"with {WITH_LORA}:"
             yield from suggestions(plan.with_lora, layout.world, gpu)
+        if plan.with_packed:
+            yield f"with model.base={plan.with_packed[0]}:"
+            yield from suggestions(plan.with_packed[1], layout.world, gpu)
     elif plan.not_searched:
         yield f"instead  nothing was searched for: {plan.not_searched}"
     yield plan.verdict
@@ -361,6 +364,9 @@ def as_dict(plan: Plan) -> dict[str, Any]:
         "unasked": plan.unasked,
         "instead": _instead_dict(plan.found, plan.gpu) if plan.found else None,
         "instead_with_lora": _instead_dict(plan.with_lora, plan.gpu) if plan.with_lora else None,
+        "instead_with_packed": {"base": plan.with_packed[0]} | _instead_dict(plan.with_packed[1], plan.gpu)
+        if plan.with_packed
+        else None,
     }
 
 

@@ -34,7 +34,7 @@ from conf.planner.serving.layout import Serving
 from conf.planner.serving.rollout import Rollout
 from conf.planner.stage_needs import Asking, StageNeed, stage_needs
 from conf.planner.timing import Timing, timing
-from conf.rules import objectives, reinforcement, schedule, serving
+from conf.rules import objectives, packed_base, reinforcement, schedule, serving
 from conf.rules.layout import Grid, grid, problems
 from conf.schema.model import CONFIG, Drawn
 from conf.schema.run import Run
@@ -45,6 +45,7 @@ from contract.faults import ConfigError, Fault
 LARGEST = 4096  # GPUs for which a plan looks for faster layouts: they take a second
 NOTEWORTHY = 1.02  # times faster: less is no better layout
 MENDS = 2  # layouts named that do for a teacher as well
+PACKED = ("fp8", "nvfp4")  # formats of model.base that are offered, the nearest to bf16 first
 WITH_LORA = "adapter.kind=lora adapter.experts=shared"
 HINT = "a folder with the model's config.json works as well, as {key} or paths.{place}"
 
@@ -65,6 +66,9 @@ class Plan:
     needs: tuple[StageNeed, ...] = ()  # of every stage of the flow
     found: Found | None = None  # instead, where the layout is refused
     with_lora: Found | None = None  # where full fine-tuning fits nowhere with room
+    with_packed: tuple[str, Found] | None = (
+        None  # a value of model.base with which LoRA fits, where it does not as it is
+    )
     not_searched: str = ""
     steps: int | None = None  # of the training; None where they follow from data that are not known
     assumed: str = ""  # of such data
@@ -287,9 +291,24 @@ def facts_in(config: Any, place: str) -> ModelFacts:
         raise ConfigError(f"{place}config.json: no model's configuration: {error}") from None
 
 
+def _packed(run: Run, facts: ModelFacts, gpu: Gpu, suits: Callable[[Run], bool]) -> tuple[str, Found] | None:
+    """The first format of a frozen base, smaller than the run's, with which a layout of its GPUs fits."""
+    as_it_is = packed_base.format_of(run)
+    for base in PACKED:
+        packed = run.model_copy(update={"model": run.model.model_copy(update={"base": base})})
+        if (as_it_is and as_it_is.bytes <= packed_base.FORMATS[base].bytes) or [*packed_base.contradictions(packed)]:
+            continue
+        found = _searched(packed, facts, gpu, suits)
+        if found.fitting:
+            return base, found
+    return None
+
+
 def _instead(run: Run, facts: ModelFacts, gpu: Gpu, suits: Callable[[Run], bool]) -> dict[str, Any]:
     try:
         found = _searched(run, facts, gpu, suits)
+        if run.adapter.kind != "none" and not found.fitting:
+            return {"found": found, "with_packed": _packed(run, facts, gpu, suits)}
         if found.roomy or run.adapter.kind != "none":
             return {"found": found}
         with_lora = run.model_copy(update={"adapter": Adapter(targets="all-linear", experts="shared")})

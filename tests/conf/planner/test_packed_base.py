@@ -6,6 +6,7 @@ import pytest
 
 from conf.load import load
 from conf.model_facts import known
+from conf.planner import advice, display, hardware, verdict
 from conf.planner.hardware import GPUS
 from conf.planner.memory import holdings, memory
 from conf.planner.rates import preparing
@@ -36,6 +37,26 @@ def test_weights_are_codes_and_scales_but_for_what_stays(base):
         assert factors < 1e-5 * stage.weights
         assert plain.weights == 2 * held.parameters and stage.copies == 0
         assert stage.optimizer == plain.optimizer and stage.adapters == plain.adapters
+
+
+@pytest.mark.parametrize("pack", ["[experts]", "[attention,dense]"])
+def test_what_is_not_packed_takes_its_bytes_and_no_time(pack):
+    run = load("glm47", ["model.base=nvfp4", f"model.pack={pack}"])
+    whole, form = plan("nvfp4"), FORMATS["nvfp4"]
+    for of_pack, of_all in zip(holdings(run, FACTS, {}), holdings(whole, FACTS, {}), strict=True):
+        assert 0 < of_pack.quantized < of_all.quantized and 0 < of_pack.matrices < of_all.matrices
+    for stage, held in zip(memory(run, FACTS, GPU), holdings(run, FACTS, {}), strict=True):
+        stays = held.parameters - held.quantized
+        assert stage.weights == 2 * stays + ceil(held.quantized * form.bytes) + form.factor_bytes * held.matrices
+    took = {one.part: preparing(run, GPU, one)[0] > 0 for one in products(run, FACTS, "moe")}
+    assert took["experts"] == ("experts" in pack) and took["attention"] == took["shared experts"] == ("dense" in pack)
+
+
+def test_the_two_choices_of_what_is_packed_are_all_of_it():
+    every = [load("glm47", ["model.base=int4", f"model.pack={pack}"]) for pack in ("[experts]", "[attention,dense]")]
+    pairs = zip(*(holdings(run, FACTS, {}) for run in every), holdings(plan("int4"), FACTS, {}), strict=True)
+    for one, other, both in pairs:
+        assert one.quantized + other.quantized == both.quantized and one.matrices + other.matrices == both.matrices
 
 
 def test_the_largest_matrices_of_a_layer_are_unpacked_besides():
@@ -75,6 +96,18 @@ def test_fewer_gpus_hold_it():
     assert search(plan("fp8"), FACTS, GPU, 4).roomy
     assert search(plan("int4"), FACTS, GPU, 2).roomy
     assert search(plan("nvfp4"), FACTS, GPU, 2).roomy
+
+
+def test_a_run_that_fits_nowhere_is_told_a_format_with_which_it_does():
+    """In bf16 GLM-4.7 does not fit on four H200, and in FP8 not on two; what does is said with the keys of a layout."""
+    for name, base, instead in (("glm47-4xh200", "bf16", "fp8"), ("glm47-2xh200", "fp8", "nvfp4")):
+        run = load(name, [f"model.base={base}"])
+        planned = verdict.plan(run, FACTS, hardware.of(run))
+        line = advice.refusal(planned)
+        assert f" fits; with model.base={instead} does: this layout, or layout." in line and "\n" not in line
+        assert f"with model.base={instead}:" in [*display.lines(planned)]
+    run = load("glm47-2xh200", ["model.base=mxfp4", "data.seq_length=131072", "data.packed=false"])
+    assert verdict.plan(run, FACTS, hardware.of(run)).with_packed is None
 
 
 def test_a_base_that_is_packed_once_takes_its_codes_on_disk_and_is_read_as_fast_as_the_disk():
