@@ -45,7 +45,7 @@ def test_killed_within_a_step_it_goes_on_to_the_same_answers(start, finish):
 
 @pytest.fixture(scope="module")
 def undisturbed(forked, place) -> tuple[Path, float]:
-    """What is left of a learning that nobody kills, and the seconds that it takes behind the preparation of its rows."""
+    """What is left of a learning that nobody kills, and the seconds that it takes once its rows are prepared."""
     process, folder = forked("undisturbed", KEYS)
     assert process.wait(600) == 0, (place / "undisturbed.log").read_text()
     return folder, time.time() - (folder / "rollouts" / "of.json").stat().st_mtime
@@ -72,9 +72,7 @@ def test_killed_at_random_moments_each_step_is_taken_once_and_as_it_would_have_b
             output = (place / f"{name}.log").read_text()
             assert code in (-signal.SIGKILL, 2, 0), output[-4000:]
             told = [line for line in output.splitlines() if line.startswith("error: ")]
-            assert len(told) == (code == 2) and all(line.startswith("error: rollout: ") for line in told), output[
-                -4000:
-            ]
+            assert [line.startswith("error: rollout: ") for line in told] == [True] * (code == 2), output[-4000:]
             steps = {path.name: path.read_bytes() for path in (folder / "rollouts").glob("0*.json")}
             assert steps.items() >= written.items()  # what is in the journal stays what it is
             written = steps
