@@ -68,8 +68,8 @@ def arguments(work, place, rows):
 
 @pytest.fixture(scope="module")
 def forked(arguments, place):
-    """forked(name, overrides, module, **environment) -> a trainer as a fork of a process that has imported Megatron, which is
-    most of what a start takes, and the folder that it writes."""
+    """forked(name, overrides, module, **environment) -> a trainer as a fork of a process that has imported Megatron,
+    which is most of what a start takes, and the folder that it writes."""
     with preloaded.python(IMPORTS) as fork:
 
         def forked(
