@@ -68,13 +68,15 @@ def arguments(work, place, rows):
 
 @pytest.fixture(scope="module")
 def forked(arguments, place):
-    """forked(name, overrides, **environment) -> a trainer as a fork of a process that has imported Megatron, which is
-    most of what a start takes, and the folder that it writes."""
+    """forked(name, overrides, module, **environment) -> a trainer as a fork of a process that has imported Megatron,
+    which is most of what a start takes, and the folder that it writes."""
     with preloaded.python(IMPORTS) as fork:
 
-        def forked(name: str, overrides: dict[str, object], **environment: str) -> tuple[preloaded.Started, Path]:
+        def forked(
+            name: str, overrides: dict[str, object], module: str = TRAINER, **environment: str
+        ) -> tuple[preloaded.Started, Path]:
             given, folder = arguments(name, overrides)
-            return fork.start(TRAINER, *given, output=place / f"{name}.log", **environment), folder
+            return fork.start(module, *given, output=place / f"{name}.log", **environment), folder
 
         yield forked
 
