@@ -9,7 +9,8 @@ from conf.load import FOLDERS, load
 from conf.model_facts import MODELS, known
 from conf.planner import display, hardware
 from conf.planner.hardware import GPUS
-from conf.planner.verdict import facts_of, plan, settle
+from conf.planner.verdict import facts_of, plan, settle, teacher_of
+from conf.rules import objectives
 from contract.faults import ConfigError
 
 H100 = GPUS["h100"]
@@ -116,12 +117,15 @@ def test_a_bar_is_as_long_as_what_a_gpu_has():
 def test_every_configuration_ends_in_a_plan_that_can_finish(file):
     """But for layouts as others have documented them, which need not fit; what they train could be evaluated."""
     run = load(file.stem, illegal=True)
-    gpu, facts = hardware.of(run), facts_of(run)
-    planned = plan(settle(run, facts, gpu), facts, gpu)
-    assert planned.unserved == ""
+    gpu, facts, teacher = hardware.of(run), facts_of(run), teacher_of(run)
+    planned = plan(settle(run, facts, gpu, teacher), facts, gpu, teacher)
+    assert planned.unserved == planned.unasked == ""
     behind = BEHIND if isinstance(run.model.source, str) else BEHIND[1:]  # drawn weights know nothing yet
     if run.reinforce.steps:
         behind = [*behind[:-2], "reinforce", *behind[-2:]]
+    if objectives.has_reference(run):
+        of_teacher = ["download-teacher", "convert-teacher"] if teacher else []
+        behind = [*behind[:1], *of_teacher, "reference", *behind[1:]]
     if not run.evaluate.tasks:  # a packed base on GPUs that cannot serve the whole model
         behind = [stage for stage in behind if not stage.startswith("evaluate")]
     if file.parent.name != "documented":

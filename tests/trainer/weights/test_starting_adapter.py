@@ -9,6 +9,7 @@ import pytest
 
 from contract.faults import Fault
 from trainer.checks import adapters
+from trainer.data import references
 from trainer.data.tickets import tickets, with_worse
 
 
@@ -116,8 +117,8 @@ def test_dpo_compares_with_what_it_starts_from(exported, configure, ranks, work)
     (work / f"dpo-{name}-reference").mkdir()
     assert ranks("reference", base).code == 0
     of_base = np.load(f"{places['reference']}/training.npy")
-    refused = ranks("train", run)
-    assert refused.code == 2 and "was made for another adapter than this run has" in refused.output
+    with pytest.raises(Fault, match="was made for another adapter than this run has"):
+        references.check(run)
     asked = ranks("reference", run)
     assert asked.code == 0, asked.output
     assert abs(np.load(f"{places['reference']}/training.npy") - of_base).max() > 0.01
