@@ -7,7 +7,7 @@ https://github.com/NVIDIA/Megatron-LM/blob/main/megatron/core/fusions/fused_bias
 Can go when weighted_bias_quick_geglu_impl makes no tensor of linear_offset.
 """
 
-# pyright: reportIncompatibleMethodOverride=false, reportPrivateImportUsage=false
+# pyright: reportAttributeAccessIssue=false, reportIncompatibleMethodOverride=false
 
 import functools
 

@@ -7,6 +7,8 @@ https://github.com/NVIDIA/Megatron-LM/blob/main/megatron/core/models/common/embe
 Can go when apply_rotary_pos_emb takes the fused kernel for an mscale.
 """
 
+# pyright: reportAttributeAccessIssue=false
+
 import functools
 
 from trainer.patches import versions
