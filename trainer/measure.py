@@ -34,6 +34,7 @@ from conf.model_files import config_json
 from conf.rules.layout import problems
 from conf.schema.run import Run
 from contract.faults import Fault
+from trainer.checks import attention
 from trainer.hosts import products
 from trainer.profiling.recorder import recorder
 from trainer.startup import device, entry
@@ -92,6 +93,7 @@ def configuration(run: Run):
 
     config = config_json.read(Path(run.paths.model) / config_json.NAME)
     found = make_config(run, open_bridge(config), None)
+    attention.check(run, found.model)
     # Bridge's own way to an adapter insists on a checkpoint of the model below it.
     if run.model.base != "bf16":
         _draw_packed(run, found.model)

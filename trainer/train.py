@@ -15,7 +15,7 @@ from conf.rules import schedule
 from conf.schema.run import Run
 from contract import checkpoints
 from trainer import preflight
-from trainer.checks import inputs, places
+from trainer.checks import attention, inputs, places
 from trainer.megatron.recipe import checkpoint_folder, last_step, load_only, make_config
 from trainer.profiling.recorder import recorder
 from trainer.serving import agreement
@@ -58,6 +58,7 @@ def main(run: Run) -> None:
     with megatron_to(Path(run.paths.logs)):
         bridge = open_bridge(run)
         config, forward_step = make_config(run, bridge, start or None), forward.step(run)
+        attention.check(run, config.model)
         if finished:
             load_only(config)
             callbacks = [Parity(run)]

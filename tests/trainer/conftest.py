@@ -51,7 +51,14 @@ with vllm_cpu.hidden():
 """
 ALONE = "alone"  # the cut of one process
 NEED_DATA = ("train", "train_detached", "masks", "gradients_of_run", "train_without", "train_to_nan", "collectives")
-NEED_DATA += ("train_to_nan_gradient", "killed_load", "reference", "killed_reference", "train_unpacked")
+NEED_DATA += (
+    "train_to_nan_gradient",
+    "killed_load",
+    "reference",
+    "killed_reference",
+    "train_unpacked",
+    "frozen_experts",
+)
 
 
 @pytest.fixture(scope="session", autouse=True)

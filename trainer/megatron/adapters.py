@@ -25,7 +25,7 @@ from megatron.bridge.peft import lora as bridge_lora
 from megatron.bridge.peft.dora_layers import DoRALinear
 from megatron.core import parallel_state
 
-from trainer.megatron import lean_adapters
+from trainer.megatron import frozen_experts, frozen_norms, lean_adapters
 from trainer.patches import dora, expert_adapters, recompute, sequence_parallel, shared_experts
 
 SPREAD_OF_B = 0.0  # as a part of A's; trainer/layouts.py and tests set another
@@ -45,7 +45,10 @@ class LoRA(bridge_lora.LoRA):
         else:
             shared_experts.install()
         model = super().__call__(model, training)
-        if not self.lean:
+        if self.lean:
+            frozen_experts.install(model)
+            frozen_norms.install(model)
+        else:
             sequence_parallel.give_every_adapter_all_tokens(model)
         shared_experts.count_once(model)
         draw_initial_values(model, self.seed)

@@ -2,20 +2,19 @@
 
 Megatron-Bridge's own copies its input together, sends the experts' numbers of tokens to the GPU in each of a layer's
 products, and picks the weights of experts that have tokens: the host waits for the GPU three times in each layer, and
-two passes over the output scale and add. Where every expert has tokens none of that is needed. Where one has none, or
-its products are no bf16 on a GPU (FP8, experts that are cut, sizes that are no multiple of 8), it is Bridge's.
+two passes over the output scale and add. Where every expert has tokens none of that is needed; nor where the numbers of
+tokens stay on the GPU (frozen_experts.py). Where one has none, or its products are no bf16 on a GPU (FP8, experts that
+are cut, sizes that are no multiple of 8), it is Bridge's.
 """
 
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
 # pyright: reportIncompatibleMethodOverride=false
 
-import functools
-from itertools import accumulate
-
 import torch
 from megatron.bridge.peft.lora_layers import LoRALinear
 from torch import nn
 
+from trainer.megatron.frozen_experts import Counts
 from trainer.patches.expert_adapters import ExpertAdapter
 
 
@@ -26,30 +25,47 @@ class LeanExperts(LoRALinear):
         output, bias, seen = self.base_linear_forward(x, *args, **kwargs)
         if not self._adapter_enabled:
             return output, bias
+        if isinstance(args[0], Counts) and fits(self.adapter, seen):
+            return _Add.apply(output, grouped(self.adapter, seen, args[0])), bias
+        args = (args[0].on_host, *args[1:]) if isinstance(args[0], Counts) else args
         sizes = self.adapter._extract_expert_splits(args, kwargs)
         if not is_grouped(self.adapter, seen, sizes):
             return output + self.adapter(seen.contiguous(), *args, **kwargs).reshape(output.shape), bias
-        return _Add.apply(output, grouped(self.adapter, seen, sizes)), bias
+        return _Add.apply(output, grouped(self.adapter, seen, Counts(sizes))), bias
 
 
 def is_grouped(adapter: ExpertAdapter, x, sizes: list[int]) -> bool:
+    return all(sizes) and fits(adapter, x)
+
+
+def fits(adapter: ExpertAdapter, x) -> bool:
     whole = adapter.expert_tp_group is None or adapter.expert_tp_group.size() == 1
-    return whole and all(sizes) and not adapter._is_te_fp8_enabled() and adapter._can_use_grouped_mm(x)
+    return whole and not adapter._is_te_fp8_enabled() and adapter._can_use_grouped_mm(x)
 
 
-def grouped(adapter: ExpertAdapter, x, sizes: list[int]):
+def grouped(adapter: ExpertAdapter, x, counts: Counts):
     """The adapters' part of the layer's output."""
-    ends = _ends(tuple(sizes), x.device)
-    hidden = nn.functional.grouped_mm(adapter.dropout(x), adapter.linear_in().transpose(1, 2), offs=ends)
-    hidden = hidden * (adapter.alpha / adapter.dim)
-    return nn.functional.grouped_mm(hidden, adapter.linear_out().transpose(1, 2), offs=ends)
+    found = counts.ends(x.device)
+    hidden = _Product.apply(adapter.dropout(x), adapter.linear_in(), found)
+    return _Product.apply(hidden * (adapter.alpha / adapter.dim), adapter.linear_out(), found)
 
 
-@functools.lru_cache(maxsize=256)
-def _ends(sizes: tuple[int, ...], device: torch.device):
-    """Where each expert's tokens end. Kept for a layer's other products, and for when it is computed again."""
-    found = torch.tensor([*accumulate(sizes)], dtype=torch.int32)
-    return found.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else found
+class _Product(torch.autograd.Function):
+    """Each expert's tokens times its weight. The kernel writes no gradient for an expert without tokens: it is 0."""
+
+    @staticmethod
+    def forward(ctx, x, weight, found):
+        ctx.save_for_backward(x, weight, found)
+        return nn.functional.grouped_mm(x, weight.transpose(1, 2), offs=found)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        x, weight, found = ctx.saved_tensors
+        gradient = gradient.contiguous()
+        of_weight = nn.functional.grouped_mm(gradient.t(), x, offs=found)
+        has_tokens = found.diff(prepend=found.new_zeros(1)) > 0
+        of_weight = of_weight.where(has_tokens[:, None, None], of_weight.new_zeros(()))
+        return nn.functional.grouped_mm(gradient, weight, offs=found), of_weight, None
 
 
 class _Add(torch.autograd.Function):

@@ -109,6 +109,10 @@ def choose_kernels(provider, every_weight: bool = False, fp16: bool = False) -> 
         provider.bias_dropout_fusion = biases or (provider.hidden_dropout > 0 and not provider.add_bias_linear)
         # A gated layer keeps both halves, and no more; Bridge leaves it off for Qwen.
         provider.bias_activation_fusion = provider.bias_activation_fusion or provider.gated_linear_unit
+        # Bridge asks for it in Llama alone. Else queries and keys are turned by some thirteen kernels each, and twenty
+        # where rows are packed. It scales nothing, as YaRN does, and latent attention has its own.
+        plain = provider.position_embedding_type == "rope" and not provider.multi_latent_attention
+        provider.apply_rope_fusion = provider.apply_rope_fusion or plain
         return
     provider.apply_rope_fusion = False
     provider.bias_activation_fusion = False

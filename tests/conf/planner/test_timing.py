@@ -238,6 +238,7 @@ def test_measured_steps_on_four_gpus(name, layers, changes, measured):
     facts = replace(known(name), layers=layers, mtp_layers=0)
     facts = replace(facts, dense_layers=layers if not facts.experts else min(facts.dense_layers, 1))
     lora = {"adapter__kind": "lora", "adapter__dropout": 0, "moe__force_balance": True}
+    lora |= {"adapter__lean": False}  # as they were then: a product for each expert
     made = alone(layout__gpus_per_node=4, **lora | changes)
     assert timing(made, facts, H200).likely == pytest.approx(measured, rel=0.21)
 

@@ -16,7 +16,7 @@ def main(run: Run) -> None:
     from megatron.core import parallel_state
     from megatron.core.model_parallel_config import ModelParallelConfig
 
-    from trainer.megatron import lean_experts
+    from trainer.megatron import frozen_experts, lean_experts
     from trainer.patches.expert_adapters import ExpertAdapter
 
     parallel_state.initialize_model_parallel()
@@ -32,7 +32,7 @@ def main(run: Run) -> None:
     for grouped in (False, True):
         mine = x.clone().requires_grad_()
         own = output.clone().requires_grad_()
-        part = lean_experts.grouped(adapter, mine, SIZES) if grouped else adapter(mine, SIZES)
+        part = lean_experts.grouped(adapter, mine, frozen_experts.Counts(SIZES)) if grouped else adapter(mine, SIZES)
         # what the layer has made is no leaf of autograd's, so that it may be changed where it stands
         whole = lean_experts._Add.apply(own * 1, part) if grouped else own + part
         (whole * weight).float().sum().backward()

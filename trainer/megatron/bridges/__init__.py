@@ -20,7 +20,7 @@ PATCHED = {
     "OlmoeForCausalLM": ("norms_over_heads",),
     "MiniMaxM2ForCausalLM": ("norms_over_heads", "minimax_m2"),
     "DeepseekV3ForCausalLM": ("kimi_k2",),
-    "GptOssForCausalLM": ("stacked_experts", "router_biases"),
+    "GptOssForCausalLM": ("stacked_experts", "router_biases", "clamped_experts", "scaled_positions"),
 }
 
 

@@ -1,0 +1,57 @@
+"""RMS norms that are frozen, as one call of Transformer Engine's kernel.
+
+A norm that stands by itself (of queries, of keys, before the experts) is one of Transformer Engine's operations, which
+are put together anew in each call, so that they can be fused with others: the host needs a third of a millisecond to
+start one kernel, in a layer of Qwen3 three times, and as often again where the layer is recomputed. Here the same
+kernels are called; the numbers are the same to the last bit. What is trained stays as it is.
+"""
+
+# pyright: reportAttributeAccessIssue=false, reportIncompatibleMethodOverride=false, reportMissingImports=false
+
+import functools
+
+import torch
+from torch import nn
+
+from trainer.startup import device
+
+
+def install(model) -> None:
+    """Have every frozen RMS norm of the model called so, where there is a GPU."""
+    if not device.has_gpu():
+        return
+    from transformer_engine.pytorch import RMSNorm
+
+    for chunk in model if isinstance(model, list) else [model]:
+        for norm in chunk.modules():
+            if type(norm) is RMSNorm and not norm.weight.requires_grad:
+                norm.forward = functools.partial(_forward, norm)
+
+
+def _forward(norm: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    if x.dtype != norm.weight.dtype or torch.is_autocast_enabled():
+        return type(norm).forward(norm, x)
+    return _Norm.apply(x, norm.weight, norm.eps, norm.zero_centered_gamma, norm._sm_margins)
+
+
+class _Norm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight, epsilon, centered, margins):
+        from transformer_engine.pytorch.constants import TE_DType
+        from transformer_engine_torch import rmsnorm_fwd
+
+        rows = x.contiguous().view(-1, len(weight))
+        found, _, spread = rmsnorm_fwd(
+            rows, weight, epsilon, None, None, TE_DType[x.dtype], margins["forward"], centered
+        )
+        ctx.save_for_backward(rows, spread, weight)
+        ctx.options = margins["backward"], centered
+        return found.view(x.shape)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        from transformer_engine_torch import rmsnorm_bwd
+
+        rows, spread, weight = ctx.saved_tensors
+        found, _ = rmsnorm_bwd(gradient.contiguous().view(rows.shape), rows, spread, weight, *ctx.options)
+        return found.view(gradient.shape), None, None, None, None
