@@ -2,7 +2,8 @@
 
     benchmarks/gpu/run packed.py OUT [--only SECTION ...] [--layers K]          4 minutes on one H200
 
-    kernel    GB/s of unpacking a layer's experts, qkv and other widths, beside a copy's; whether the bits are torch's
+    kernel    GB/s of unpacking a layer's experts, qkv and other widths, beside a copy's; whether the bits are torch's,
+              and whether packing gives a CPU's codes
     layers    Transformer Engine's layers with packed weights beside ones with the same weights in bf16: outputs,
               gradients, bytes kept for backward
     steps     trainer.trial of glm47, cut to K (5) layers on one GPU, with each base: ms, GB, and what is planned
@@ -65,6 +66,7 @@ def kernel():
             size = one.bytes + 2 * shape[0] * shape[1] * shape[2]
             yield {"name": f"unpack {base} {name}", "ms": took, "GB/s": size / took / 1e6, "same": same}
         yield {"name": f"unpack {base} every code", "same": every_code(base)}
+        yield {"name": f"pack {base}", "same": packs_as_a_cpu_does(base)}
 
 
 def copying() -> float:
@@ -73,6 +75,25 @@ def copying() -> float:
     whole = torch.empty(2**29, dtype=torch.bfloat16, device="cuda")
     other = torch.empty_like(whole)
     return whole.nbytes * 2 / ms(lambda: other.copy_(whole)) / 1e6
+
+
+def packs_as_a_cpu_does(base: str) -> bool:
+    """Whether weights of several sizes have the same codes, scales and factor as on a CPU."""
+    import torch
+
+    from conf.rules.packed_base import FORMATS
+    from trainer.weights.packed_base.packing import _pack
+
+    def bits(found: Any) -> list[torch.Tensor]:
+        return [one.cpu().view(torch.uint8 if one.itemsize == 1 else torch.int32) for one in found if one is not None]
+
+    random = torch.Generator().manual_seed(1)
+    for size in (1.0, 0.02, 3e-4):
+        weight = (torch.randn(2048, 4096, generator=random) * size).bfloat16()
+        pairs = zip(bits(_pack(FORMATS[base], weight)), bits(_pack(FORMATS[base], weight.cuda())), strict=True)
+        if not all(torch.equal(one, other) for one, other in pairs):
+            return False
+    return True
 
 
 def every_code(base: str) -> bool:

@@ -37,6 +37,6 @@ def main(run: Run) -> None:
     ExpertAdapter._can_use_grouped_mm = lambda *_: request["frozen"]  # as on a GPU
     counted(frozen_experts._Product, "forward", "products")
     counted(frozen_experts.OneRank, "dispatch_postprocess", "dispatched")
-    losses, _, pieces = gradients_of_run.train(run, ())
+    losses, _, pieces, _ = gradients_of_run.train(run, ())
     if torch.distributed.get_rank() == 0:
         torch.save({"losses": losses, "gradients": dict(pieces), "counts": counts}, folder / "gradients.pt")

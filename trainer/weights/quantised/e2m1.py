@@ -25,14 +25,14 @@ def nvfp4(weight: torch.Tensor, top: torch.Tensor | None = None) -> tuple[torch.
     """Codes, scales and factor; the factor is that of a larger matrix, if `top` is its largest number."""
     largest = _largest(weight, NVFP4)
     top = largest.amax() if top is None else top
-    factor = torch.where(top > NOTHING, top / (TOP * TOP_OF_SCALES), 1.0)
+    factor = torch.where(top > NOTHING, _divided(top, TOP * TOP_OF_SCALES), 1.0)
     scales = largest / (TOP * factor)
     scales = torch.where(scales > 0, scales, 1.0).clamp(LEAST, TOP_OF_SCALES).to(torch.float8_e4m3fn)
     return _codes(weight, scales.float() * factor, NVFP4), scales, factor
 
 
 def mxfp4(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    digits, exponents = torch.frexp(_largest(weight, MXFP4) / TOP)  # digits are from 0.5 up to 1
+    digits, exponents = torch.frexp(_divided(_largest(weight, MXFP4), TOP))  # digits are from 0.5 up to 1
     exponents = (exponents - (digits == 0.5).int()).clamp(1 - BIAS, BIAS)
     exponents = torch.where(digits > 0, exponents, 0)
     scales = torch.exp2(exponents.float())
@@ -49,6 +49,11 @@ def next_to(numbers: torch.Tensor) -> torch.Tensor:
 def _codes(weight: torch.Tensor, scales: torch.Tensor, group: int) -> torch.Tensor:
     found = weight.float() / _spread(scales, group, weight.shape[1])
     return next_to(torch.where(found == 0, 0.0, found))  # a zero has no sign
+
+
+def _divided(numbers: torch.Tensor, by: float) -> torch.Tensor:
+    """Quotients as a CPU has them: on a GPU torch multiplies by the reciprocal of a number that is no tensor."""
+    return numbers / torch.full_like(numbers, by)
 
 
 def _largest(weight: torch.Tensor, group: int) -> torch.Tensor:

@@ -60,7 +60,8 @@ def pack(packed: Packed, weight: torch.Tensor, kind: torch.dtype = torch.float32
     """Codes next to a weight's numbers, and scales that are numbers of this type."""
     scheme = packed.scheme
     largest = _largest_of_blocks(weight.float(), scheme)
-    scales = torch.where(largest > 0, largest / _top(scheme), 1.0).to(kind).float()
+    # By a tensor: on a GPU torch multiplies by the reciprocal of a number, and a scale would be another than on a CPU.
+    scales = torch.where(largest > 0, largest / torch.full_like(largest, _top(scheme)), 1.0).to(kind).float()
     numbers = weight.float() / spread(scales, packed, 0, packed.shape[0])
     if scheme.kind == "int":
         return _joined(numbers.round().clamp(*_range(scheme)).int(), scheme), scales
