@@ -48,7 +48,7 @@ class Counts:
         return self.tokens.tolist() if isinstance(self.tokens, torch.Tensor) else [*self.tokens]
 
     def ends(self, place: torch.device) -> torch.Tensor:
-        """Where each expert's tokens end."""
+        """Number of tokens of each expert and those before it."""
         if isinstance(self.tokens, torch.Tensor) and self.tokens.device == place:
             return self._ends
         return ends(tuple(self.on_host), place)
@@ -67,7 +67,7 @@ class Counts:
 
 @functools.lru_cache(maxsize=256)
 def ends(sizes: tuple[int, ...], place: torch.device) -> torch.Tensor:
-    """Where each expert's tokens end. Kept for a layer's other products, and for when it is computed again."""
+    """Ends of each expert's tokens. Kept for a layer's other products, and for when it is computed again."""
     found = torch.tensor([*accumulate(sizes)], dtype=torch.int32)
     return found.pin_memory().to(place, non_blocking=True) if place.type == "cuda" else found
 
