@@ -25,7 +25,6 @@ import os
 import warnings
 from pathlib import Path
 
-from conf.model_files import config_json
 from conf.rules import packed_base
 from conf.schema.run import Run
 from contract import checkpoints
@@ -108,12 +107,11 @@ def _checksums(model: released.Model, recorded: dict[str, str]) -> dict[str, str
 
 def imports(run: Run) -> None:
     """Import what every rank needs."""
-    from trainer.megatron import bridges
+    from trainer.megatron.model import load_family
     from trainer.weights.conversion import base, same_function  # noqa: F401
     from trainer.weights.packed_base import conversion  # noqa: F401
 
-    config = config_json.read(Path(run.paths.model) / config_json.NAME)
-    bridges.load(config_json.architecture(config))
+    load_family(run)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,6 @@ import importlib.metadata
 import json
 from pathlib import Path
 
-from conf.model_files import config_json
 from conf.rules import packed_base
 from conf.schema.run import Run
 from contract import checkpoints
@@ -179,12 +178,11 @@ def _write(run: Run, trained, formats: tuple[str, ...], partial: Path) -> dict:
 
 def imports(run: Run) -> None:
     """Import what every rank needs."""
-    from trainer.megatron import bridges
+    from trainer.megatron.model import load_family
     from trainer.weights.exported import as_released, peft_format  # noqa: F401
     from trainer.weights.trained import find  # noqa: F401
 
-    config = config_json.read(Path(run.paths.model) / config_json.NAME)
-    bridges.load(config_json.architecture(config))
+    load_family(run)
 
 
 if __name__ == "__main__":

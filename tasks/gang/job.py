@@ -35,17 +35,17 @@ class Job(ABC):
         each = run.layout.gpus_per_node
         return Task(self.command, run.layout.nodes, each, self.ranks(each))
 
-    @abstractmethod
     def ranks(self, gpus: int) -> int:
         """Ranks on a host of so many GPUs."""
+        return gpus
 
     @abstractmethod
     def newest(self) -> int:
         """Step of the newest checkpoint, which the next attempt goes on from."""
 
-    @abstractmethod
     def is_over(self, states: Sequence[str]) -> bool:
         """Whether the attempt is over in order, by the states of its members."""
+        return all(state == "done" for state in states)
 
     @abstractmethod
     def is_done(self) -> bool:
@@ -56,14 +56,8 @@ class Job(ABC):
 class Training(Job):
     command: ClassVar[str] = "train"
 
-    def ranks(self, gpus: int) -> int:
-        return gpus
-
     def newest(self) -> int:
         return _newest(Path(self.run.paths.output))
-
-    def is_over(self, states: Sequence[str]) -> bool:
-        return all(state == "done" for state in states)
 
     def is_done(self) -> bool:
         step = self.newest()
@@ -81,16 +75,10 @@ class Conversion(Job):
     def task(self, run: Run) -> Task:
         return replace(super().task(run), gpus=0)
 
-    def ranks(self, gpus: int) -> int:
-        return gpus
-
     def newest(self) -> int:
         """Number of parts that are finished."""
         base = Path(self.run.paths.base)
         return len([*(base.with_name(base.name + PARTIAL) / JOURNAL).glob("*.json")])
-
-    def is_over(self, states: Sequence[str]) -> bool:
-        return all(state == "done" for state in states)
 
     def is_done(self) -> bool:
         return checkpoints.read_mark(Path(self.run.paths.base)) is not None
@@ -102,15 +90,9 @@ class Reference(Job):
 
     command: ClassVar[str] = "reference"
 
-    def ranks(self, gpus: int) -> int:
-        return gpus
-
     def newest(self) -> int:
         """Number of parts that are written."""
         return len([*(Path(self.run.paths.reference) / JOURNAL).glob("*.npz")])
-
-    def is_over(self, states: Sequence[str]) -> bool:
-        return all(state == "done" for state in states)
 
     def is_done(self) -> bool:
         return (Path(self.run.paths.reference) / REFERENCE.mark).exists()

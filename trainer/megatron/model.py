@@ -13,11 +13,16 @@ from trainer.patches.families import latent_norms
 from trainer.startup import device
 
 
+def load_family(run: Run) -> dict[str, Any]:
+    """Import what Megatron-Bridge has for the released checkpoint's family. Returns its config.json."""
+    config = config_json.read(Path(run.paths.model) / config_json.NAME)
+    bridges.load(config_json.architecture(config))
+    return config
+
+
 def open_bridge(run: Run):
     """Megatron-Bridge's converter for the released checkpoint in run.paths.model."""
-    folder = Path(run.paths.model)
-    config = config_json.read(folder / config_json.NAME)
-    bridges.load(config_json.architecture(config))
+    folder, config = Path(run.paths.model), load_family(run)
     from megatron.bridge.models.conversion.auto_bridge import AutoBridge
 
     try:
