@@ -104,8 +104,9 @@ def _rank(work: Callable[[], None], rank: int, count: int, told: Connection, err
     end_with_parent()
     if os.getppid() != command:
         os._exit(1)
-    # Ctrl-C in a terminal is everybody's: the command says what there is to say.
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    # Ctrl-C in a terminal is everybody's: the command says what there is to say. One in the background ignores it.
+    if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     os.dup2(errors, sys.stderr.fileno())
     port = told.recv()
