@@ -259,7 +259,7 @@ class Tracking(Stage):
         if not late:
             return None
         if hand_over:
-            self._hand_over("--after", str(os.getpid()))
+            self._hand_over("--after", str(self._journal.folder))
             return None
         waiting, reason = self._journal.waiting(late[0].service), late[0].trouble or "it is slow"
         where = public(self._address) if late[0].service == "mlflow" else "Weights & Biases"

@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 
 from contract import closed_pipe
-from contract.processes import started
+from tasks.tracking import journal
 from tasks.tracking.shipping import drain
 
 LEAVES_WITHIN = 60.0  # seconds; a worker kills a cancelled flow after that
@@ -16,10 +16,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tasks.tracking", description="Ship what killed flows left behind.")
     parser.add_argument("runs", metavar="RUNS", type=Path, help="the local folder of runs")
     parser.add_argument("--timeout", type=float, default=600.0, help="seconds to wait for a service (600)")
-    parser.add_argument("--after", type=int, metavar="PID", help="begin once this process is over, or in a minute")
+    parser.add_argument("--after", type=Path, metavar="JOURNAL", help="begin once nobody holds it, or in a minute")
     args = parser.parse_args()
     until = time.monotonic() + LEAVES_WITHIN
-    while args.after and started(args.after) and time.monotonic() < until:
+    while args.after and journal.is_held(args.after) and time.monotonic() < until:
         time.sleep(0.2)
     lines = drain(args.runs.absolute() / "tracking", args.timeout)
     print("\n".join(lines or ["nothing waits"]))

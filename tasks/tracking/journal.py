@@ -144,6 +144,21 @@ def others(root: Path) -> bool:
     return any(root.glob("[!.]*/"))
 
 
+def is_held(folder: Path) -> bool:
+    """Whether a process has the journal. One that ends has it until its last thread is gone."""
+    try:
+        lock = os.open(folder / "lock", os.O_RDWR)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return True
+    finally:
+        os.close(lock)
+    return False
+
+
 def dead(root: Path) -> Iterator[Journal]:
     """Journals whose processes are gone, the oldest first. The caller has each until it releases it."""
     for folder in sorted(root.glob("[!.]*/"), key=_created):

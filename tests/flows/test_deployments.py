@@ -238,7 +238,7 @@ def test_the_command_line_says_what_is_refused(place, worker):
     assert len(place.ask_prefect("flow_runs/filter")) == before
 
 
-@pytest.mark.timeout(200)
+@pytest.mark.timeout(500)  # five times what an idle machine needs
 def test_a_cancelled_run_leaves_no_process_and_a_checkpoint(place, first, worker):
     """A training that would take an hour; its first steps must be there before it is cancelled.
 
@@ -249,7 +249,7 @@ def test_a_cancelled_run_leaves_no_process_and_a_checkpoint(place, first, worker
     (run,) = place.ask_prefect("flow_runs/filter", sort="EXPECTED_START_TIME_DESC", limit=1)
     work = place.folder / "runs/work"
     wait_for(
-        lambda: [file for file in work.glob("train-*/files/metrics.jsonl") if '"step": 3' in file.read_text()], 120
+        lambda: [file for file in work.glob("train-*/files/metrics.jsonl") if '"step": 3' in file.read_text()], 300
     )
     started = [process for process in psutil.Process(worker.pid).children(recursive=True) if process.is_running()]
     assert any("trainer.train" in process.cmdline() for process in started)
@@ -259,7 +259,7 @@ def test_a_cancelled_run_leaves_no_process_and_a_checkpoint(place, first, worker
     _, alive = psutil.wait_procs(started, timeout=30)
     assert alive == []
     assert time.monotonic() - cancelled < 20  # 10 s on an idle machine
-    wait_for(lambda: state_of(place, run["id"]) == "Cancelled", 30)
+    wait_for(lambda: state_of(place, run["id"]) == "Cancelled", 90)
     assert [*work.glob("train-*/files/checkpoints/iter_*/complete.json")]
 
 

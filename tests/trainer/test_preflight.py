@@ -220,10 +220,10 @@ def test_a_host_with_another_configuration_is_named_over_gloo(tmp_path):
     assert [one.returncode for one in hosts] == [2, 2, 2], outputs
     verdict = json.loads((tmp_path / "logs/preflight.json").read_text())
     name = f"{socket.gethostname()}/1"
-    assert verdict["leave_out"] == [name] and verdict["nodes"] == [1] and not verdict["ok"]
+    assert name in verdict["leave_out"] and 1 in verdict["nodes"] and not verdict["ok"]
+    (line,) = [line for line in verdict["lines"] if "the configuration" in line]  # not what the disk has to do besides
     assert re.fullmatch(
-        f"preflight: node 1, host {name}: the configuration is [0-9a-f]+, elsewhere [0-9a-f]+; to be left out",
-        verdict["lines"][0],
+        f"preflight: node 1, host {name}: the configuration is [0-9a-f]+, elsewhere [0-9a-f]+; to be left out", line
     )
     assert len(verdict["pairs"]) == 3 and all(pair["rails"][0] > 0 for pair in verdict["pairs"])
     assert outputs[0][0].startswith("preflight: 3 hosts, 3 ranks") and verdict["seconds"] < 60

@@ -15,6 +15,7 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
+from contract import output_marks
 from tests.support import preloaded
 from trainer.rehearsal.tiny_models import make_model
 
@@ -319,6 +320,21 @@ def test_killed_at_any_moment_it_goes_on(place, trial):
     assert code == 0, output
     assert digests(place.data) == undisturbed
     assert not list(place.folder.glob("*preparing*"))
+
+
+@pytest.mark.parametrize("of_this, stays", [(True, False), (False, True)])
+def test_what_a_kill_after_the_last_step_left_is_removed(place, of_this, stays):
+    """The data have their name already; the work on them lies there still. That of other data is not touched."""
+    write(place.folder / "rows.jsonl", rows(60))
+    assert place.run()[0] == 0
+    left = place.folder / "data-preparing"
+    output_marks.begin(left, output_marks.PREPARING)
+    (left / "encoded-0-0000000.chunk").write_bytes(b"rows")
+    if not of_this:
+        (left / "identity.json").write_text("{}")
+    code, output = place.run()
+    assert code == 0 and "is prepared already" in output
+    assert left.exists() == stays
 
 
 def test_it_is_light():

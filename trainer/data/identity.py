@@ -6,6 +6,7 @@
 
 # pyright: reportArgumentType=false
 
+import contextlib
 import hashlib
 import json
 import shutil
@@ -67,7 +68,7 @@ def is_made(out: Path, identity: dict[str, Any]) -> bool:
 
 def begin(folder: Path, identity: dict[str, Any]) -> Path:
     """The folder to write into. Work of an earlier attempt is kept if it had the same identity."""
-    file, text = folder / "identity.json", json.dumps(identity, indent=1)
+    file, text = folder / "identity.json", _text(identity)
     if not (file.exists() and file.read_text() == text):
         output_marks.remove(folder, PREPARING)
         output_marks.begin(folder, PREPARING)
@@ -78,12 +79,24 @@ def begin(folder: Path, identity: dict[str, Any]) -> Path:
     return made
 
 
+def clear_up(folder: Path, identity: dict[str, Any]) -> None:
+    """Remove what is left of a preparation that was killed once its data had their name."""
+    file = folder / "identity.json"
+    if not file.exists() or file.read_text() == _text(identity):
+        with contextlib.suppress(output_marks.Foreign):
+            output_marks.remove(folder, PREPARING)
+
+
 def finish(made: Path, identity: dict[str, Any], facts: dict[str, Any], out: Path) -> None:
     """Give the finished folder the name `out`. A folder that had the name before is removed."""
     entries = {file.name: {"size": file.stat().st_size, "sha256": digest(file)} for file in sorted(made.iterdir())}
     write(made / MANIFEST, identity | facts | {"files": entries})
     output_marks.put_in_place(made, out, DATA)
     output_marks.remove(made.parent, PREPARING)
+
+
+def _text(identity: dict[str, Any]) -> str:
+    return json.dumps(identity, indent=1)
 
 
 def write(file: Path, value: dict[str, Any]) -> None:

@@ -39,13 +39,14 @@ def prepare(run: Run, parts: Sequence[Part], splits: Sequence[int | None], out: 
     wanted = identity.of(run, parts, splits)
     tokens_already = blend.is_of(parts)
     if identity.is_made(out, wanted):
+        identity.clear_up(_beside(Path(os.path.realpath(out))), wanted)
         say(f"prepare: {out} is prepared already")
         return
     tokens = tokenizer.load(Path(run.paths.model), run.model.trust_remote_code)
     if tokens.eos_token_id is None:
         raise Fault(f"paths.model: {run.paths.model}: the tokenizer names no eos_token, which pads sequences")
     out = Path(os.path.realpath(out))
-    folder = out.with_name(f"{out.name}-preparing")
+    folder = _beside(out)
     check_one(out, DATA)
     check_one(folder, PREPARING)
     output_marks.recover(out, DATA)
@@ -56,6 +57,11 @@ def prepare(run: Run, parts: Sequence[Part], splits: Sequence[int | None], out: 
     identity.write(made / "template.json", report["template"])
     identity.finish(made, wanted, _facts(report, tokens), out)
     _tell(report, time.monotonic() - start)
+
+
+def _beside(out: Path) -> Path:
+    """The folder of a preparation that is not finished."""
+    return out.with_name(f"{out.name}-preparing")
 
 
 def _of_rows(run: Run, parts: Sequence[Part], splits: Sequence[int | None], tokens: Any, made: Path) -> dict[str, Any]:

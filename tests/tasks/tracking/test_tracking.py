@@ -13,8 +13,10 @@ from pathlib import Path
 
 import pytest
 
+from contract import processes
 from contract.faults import Fault
 from tasks import tracking
+from tasks.tracking import journal
 from tasks.tracking.address import public
 from tasks.tracking.outages import Away
 from tasks.tracking.shipping import drain
@@ -272,6 +274,23 @@ def test_what_lives_is_left_alone(start, server, tmp_path):
     assert (done.returncode, done.stdout) == (0, "nothing waits\n")
     t.end()
     assert t.close(30) is None
+
+
+def test_a_flow_has_its_journal_until_its_last_thread_is_gone(tmp_path):
+    """Its number belongs to a dead process from the moment on in which its first thread is gone."""
+    code = "import ctypes, sys, threading, time\nfrom pathlib import Path\nfrom tasks.tracking import journal\n"
+    code += "made = journal.create(Path(sys.argv[1]), 'flow', {'sinks': ['mlflow']})\n"
+    code += "threading.Thread(target=time.sleep, args=(2,)).start()\nprint(made.folder, flush=True)\n"
+    code += "ctypes.CDLL(None).pthread_exit(0)"
+    with subprocess.Popen([sys.executable, "-c", code, tmp_path], cwd=ROOT, stdout=subprocess.PIPE, text=True) as flow:
+        folder = Path(flow.stdout.readline().strip())
+        while processes.started(flow.pid):
+            time.sleep(0.02)
+        assert journal.is_held(folder) and not [*journal.dead(tmp_path)]
+        flow.kill()
+    assert not journal.is_held(folder)
+    (left,) = journal.dead(tmp_path)
+    left.release()
 
 
 def test_a_run_taken_over_is_left_to_its_new_owner(start, client, tmp_path):
