@@ -52,6 +52,7 @@ def start() -> None:
     # the peak on full fine-tuning of GLM's layers, on an H200. Read at the first allocation.
     os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     os.environ.setdefault("TORCHDYNAMO_DISABLE", "0" if has_gpu() and _c_compiler() else "1")
+    os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")  # torch reads all packages' metadata for other devices
     os.environ.setdefault("HF_HUB_OFFLINE", "1")  # everything a rank reads was put on its disk beforehand
     # Read when torch is loaded. OpenMP's threads else spin while they wait for one another, for 16 ms an operation when
     # the kernel has put them on one CPU: 10 s in the first step.

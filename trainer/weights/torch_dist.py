@@ -34,6 +34,7 @@ from trainer.weights.released import enumerate_names
 
 NOT_WEIGHTS = re.compile(r"^(optimizer|rng_state|common_state|rerun_state_machine_state)\b|_extra_state")
 RELEASED = "released"  # in the place of a file's name: a base that holds no weights has its pieces in the release
+ALIGNED = 64  # bytes: where pieces begin whose numbers can be mapped, as torch.save puts them at multiples of it
 STACKED_LAYERS = re.compile(r"^(?P<stack>(?:\w+\.)*layers)\.(?=\D)")
 
 

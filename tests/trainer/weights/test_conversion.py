@@ -69,6 +69,8 @@ def test_the_base_is_what_bridge_makes(kind, precision, cut, more, converted, tm
         mine, theirs = torch_dist.read(ours, ours.places[name]), torch_dist.read(bridges, place)
         assert mine.dtype == theirs.dtype, name
         assert torch.equal(mine.view(torch.uint8), theirs.view(torch.uint8)), name
+    offsets = [piece.offset for piece in ours.metadata.storage_data.values()]
+    assert not any(offset % torch_dist.ALIGNED for offset in offsets), "numbers that cannot be mapped"
 
 
 def noted(made: Path) -> set[int]:

@@ -197,12 +197,13 @@ def _types(stored: Stored, bridge) -> dict[str, torch.dtype]:
 
 def _by_transformers(cut: Cut, folder: Path, types: dict[str, torch.dtype]) -> Added:
     from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers.initialization import no_init_weights
     from transformers.utils import logging
 
     logging.disable_progress_bar()
     own = trusted(cut.run, cut.config)
     config = AutoConfig.from_pretrained(folder, trust_remote_code=own)
-    with torch.device("meta"):
+    with torch.device("meta"), no_init_weights():  # drawing numbers on "meta" loads torch's compiler
         kind = type(AutoModelForCausalLM.from_config(config, trust_remote_code=own))
     weights, of_mtp = _weights(cut, types)
     if cut.mtp:  # whose block is a layer like the last
@@ -222,14 +223,16 @@ def _by_transformers(cut: Cut, folder: Path, types: dict[str, torch.dtype]) -> A
         decoder.layers = blocks[: cut.layers]
     for number, layer in enumerate(blocks[: cut.layers]):
         layer.register_forward_hook(_hook(added, cut.name(number)), with_kwargs=True)
-    hidden = decoder(input_ids=cut.tokens, use_cache=False).last_hidden_state
+    last: Added = {}
+    keep = decoder.register_forward_hook(lambda _module, _args, output: last.update(hidden=output.last_hidden_state))
     logits = model(input_ids=cut.tokens, use_cache=False).logits
+    keep.remove()
     if cut.mtp:
         norm = type(decoder.norm)
         embedded = model.get_input_embeddings()(cut.tokens.roll(-1, 1))  # of the token that follows
         parts = (
             _norm(norm, config, of_mtp["enorm.weight"])(embedded),
-            _norm(norm, config, of_mtp["hnorm.weight"])(hidden),
+            _norm(norm, config, of_mtp["hnorm.weight"])(last["hidden"]),
         )
         decoder.layers = blocks[cut.layers :]
         decoder.norm = _norm(norm, config, of_mtp["shared_head.norm.weight"])

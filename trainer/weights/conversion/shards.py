@@ -207,7 +207,7 @@ class _Checksummed(FileSystem):
 
 
 class _Summed(io.IOBase):
-    """Stream that adds up what is written."""
+    """Stream that adds up what is written, and brings every piece to a place from which its numbers can be mapped."""
 
     def __init__(self, stream: io.IOBase):
         self.stream, self.sum, self.error = stream, xxhash.xxh3_128(), None
@@ -221,6 +221,9 @@ class _Summed(io.IOBase):
             raise
 
     def tell(self) -> int:
+        """Tell the place, as torch asks for before and after each piece. Readers pass over the zeros behind one."""
+        if over := self.stream.tell() % torch_dist.ALIGNED:
+            self.write(bytes(torch_dist.ALIGNED - over))
         return self.stream.tell()
 
     def flush(self) -> None:
