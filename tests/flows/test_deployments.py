@@ -238,7 +238,6 @@ def test_the_command_line_says_what_is_refused(place, worker):
     assert len(place.ask_prefect("flow_runs/filter")) == before
 
 
-@pytest.mark.timeout(500)  # five times what an idle machine needs
 def test_a_cancelled_run_leaves_no_process_and_a_checkpoint(place, first, worker):
     """A training that would take an hour; its first steps must be there before it is cancelled.
 

@@ -49,7 +49,6 @@ def misses(output: str) -> dict[str, str]:
     return {row[0]: row[3] for row in rows if len(row) == 4 and row[2] == "miss"}
 
 
-@pytest.mark.timeout(300)
 def test_from_nothing_to_a_better_model(place, first):
     assert states(first) == dict.fromkeys(STAGES, "Completed")
     score = next(line.split() for line in first.splitlines() if line.startswith("held_out/exact_match"))

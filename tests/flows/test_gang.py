@@ -10,7 +10,6 @@ from tests.support.flow_world import ROOT, World, states
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(400)
 def test_a_run_of_two_hosts_can_be_followed_everywhere(place: World):
     from mlflow import MlflowClient
 
