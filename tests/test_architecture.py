@@ -5,6 +5,7 @@ and is tried on a planted violation.
 """
 
 import ast
+import functools
 import subprocess
 import sys
 from collections import defaultdict
@@ -99,10 +100,18 @@ def modules(root: Path) -> list[Path]:
     return sorted(path for path in found if not path.as_posix().startswith(STAND_IN))
 
 
-def imports(root: Path, path: Path) -> Iterator[tuple[int, str]]:
+def imports(root: Path, path: Path) -> list[tuple[int, str]]:
     """Line and full name of all that a module imports."""
-    package = path.parent.parts
-    for node in ast.walk(ast.parse((root / path).read_text())):
+    return _imports((root / path).read_text(), path.parent.parts)
+
+
+@functools.cache
+def _imports(text: str, package: tuple[str, ...]) -> list[tuple[int, str]]:
+    return [*_walk(text, package)]
+
+
+def _walk(text: str, package: tuple[str, ...]) -> Iterator[tuple[int, str]]:
+    for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):

@@ -17,6 +17,7 @@ def test_megatron_s_answer_joins_the_plan(capsys):
     assert one["found"]["optimizer"] == one["planned"]["optimizer"] == 8 * one["found"]["trained_dense"] > 0
 
 
+@pytest.mark.slow
 def test_both_refuse_in_their_own_words(capsys):
     assert plan.main(["qwen3-235b-as-documented", "--rehearse"]) == 1
     said = capsys.readouterr().out.splitlines()

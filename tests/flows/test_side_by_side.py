@@ -2,6 +2,8 @@
 
 import time
 
+import pytest
+
 from tests.support.flow_world import states, wait_for
 from tests.support.toy_flows import LONG, Toys
 
@@ -14,6 +16,7 @@ def test_two_flows_on_an_empty_store_convert_once(toys: Toys):
     assert len(toys.spans()["convert"]) == 1
 
 
+@pytest.mark.slow
 def test_the_other_takes_over_from_one_that_is_killed(toys: Toys):
     maker = toys.start("one", "--until", "convert", convert="slow")
     wait_for(lambda: toys.begun("convert"), LONG)

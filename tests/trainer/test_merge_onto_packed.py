@@ -20,7 +20,7 @@ FROM_TRAINING = "from-training.jsonl"
 TWO = "layout.gpus_per_node=2"
 ROWS = [
     ("glm4-moe", "int4", ["adapter.targets=[linear_qkv,linear_fc2]"], False),
-    ("llama", "nvfp4", ["convert.to=packed", "export.formats=[merged]"], False),
+    ("llama", "nvfp4", ["convert.to=packed", "export.formats=[merged]"], True),
     ("llama", "fp8", [TWO, "layout.tp=2", "layout.sp=true"], True),
     ("gpt2", "int4", ["adapter.targets=[linear_qkv,linear_fc1]"], True),
     ("glm4-moe", "mxfp4", ["convert.to=none", TWO, "layout.ep=2"], True),

@@ -206,6 +206,7 @@ def command():
         yield command
 
 
+@pytest.mark.slow
 def test_command_on_a_model_of_many_gpus(command):
     cut = ("layout.pp=4", "layout.etp=1", "layout.nodes=8", "train.global_batch=64")
     code, text = command("glm47-as-documented", *cut, "train.fp8=blockwise", "optimizer.states=bf16")

@@ -328,6 +328,7 @@ def test_what_mlflow_refuses_holds_up_nothing(start, client, caplog):
     assert "does not take lr" in caplog.text
 
 
+@pytest.mark.slow
 def test_two_processes_make_one_new_database(tmp_path, flow):
     uri, files = f"sqlite:///{tmp_path}/mlflow.db", [tmp_path / "a.jsonl", tmp_path / "b.jsonl"]
     both = [flow(uri, f"both{i}", file, 3) for i, file in enumerate(files)]

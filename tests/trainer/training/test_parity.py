@@ -49,6 +49,7 @@ def test_recording_changes_no_number_of_training(single, trained):
     assert not Path(without.paths.parity).exists()
 
 
+@pytest.mark.slow
 def test_deleted_or_of_other_prompts_it_is_made_again(single, trained):
     run, _ = single
     before = recorded(run)

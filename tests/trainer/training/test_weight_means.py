@@ -37,7 +37,7 @@ def test_each_step_adds_its_share(averaged):
     assert not torch.allclose(mean, weight(averaged, 4, mean=False), atol=1e-4)
 
 
-@pytest.mark.parametrize("cut", [[], ["layout.gpus_per_node=2", "layout.tp=2"]])
+@pytest.mark.parametrize("cut", [[], pytest.param(["layout.gpus_per_node=2", "layout.tp=2"], marks=pytest.mark.slow)])
 def test_killed_it_goes_on_with_its_mean_at_any_layout(averaged, configure, ranks, work, cut):
     run = configure("llama", f"paths.output={work}/means-killed-{len(cut)}", *KEYS)
     assert ranks("train", run, kill_at=3).code == -9

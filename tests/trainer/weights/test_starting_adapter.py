@@ -18,7 +18,9 @@ def losses(result) -> list[float]:
     return [line["lm_loss"] for line in result.metrics if line["kind"] == "train"]
 
 
-@pytest.fixture(scope="module", params=["llama", "glm4-moe", pytest.param("gpt-oss", marks=pytest.mark.slow)])
+@pytest.fixture(
+    scope="module", params=["glm4-moe", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("llama", "gpt-oss"))]
+)
 def exported(request, configure, base, ranks, work):
     """A model, and the folder of an adapter of it, which an export has written."""
     base(request.param)

@@ -117,7 +117,7 @@ def test_a_killed_controller_leaves_nothing_and_the_next_one_goes_on(start, fold
     assert same(losses(folder / "files"), alone)
 
 
-@pytest.mark.timeout(200)
+@pytest.mark.slow
 def test_cancelled_it_saves_and_leaves_nothing(start, folder, work):
     gang = start("train.steps=4000")
     wait_for_step(folder, 3)
