@@ -1,6 +1,7 @@
 """Reinforcement learning as a training: which values go together, and the run that Megatron's loop is given.
 
 as_training(run) -> Run      steps, batch, learning rate and places of the stage, in training's own keys
+transport(run, on_gpus)      the way that weights take, as trainer and plan know it
 """
 
 import math
@@ -30,6 +31,14 @@ def has_prompts(run: Run) -> bool:
 def of_prompts(run: Run) -> Run:
     """The run whose data are the prompts."""
     return run.model_copy(update={"data": run.data.model_copy(update={"source": run.reinforce.source})})
+
+
+def transport(run: Run, on_gpus: bool) -> str:
+    """The way that weights get to vLLM, where training is on GPUs or not."""
+    asked = run.reinforce
+    if asked.transport or not on_gpus:
+        return asked.transport or "gloo"
+    return "nccl" if asked.engine_gpus else "ipc"
 
 
 def contradictions(run: Run) -> Iterator[tuple[str, str]]:
@@ -81,7 +90,7 @@ def _places(run: Run) -> Iterator[tuple[str, str]]:
     if asked.engine_gpus and cpu:
         yield "reinforce.engine_gpus", f"{asked.engine_gpus}, and hardware.gpu is cpu: 0, each engine has its cores"
     if asked.engine_gpus and asked.transport == "ipc":
-        yield "reinforce.transport", "ipc goes through the memory of one GPU, and vLLM has its own: gloo, or null"
+        yield "reinforce.transport", "ipc goes through the memory of one GPU, and vLLM has its own: nccl, or null"
     if asked.transport == "nccl" and not asked.engine_gpus and not cpu:
         yield (
             "reinforce.transport",

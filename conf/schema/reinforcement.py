@@ -139,8 +139,8 @@ class Reinforce(Section):
         default=None,
         description="how weights get to vLLM: ipc = through memory that both see, of the GPU where there is one; nccl "
         "= from GPU to GPU, where vLLM has its own; gloo = from memory to memory of the host; files = as a file in "
-        "/dev/shm; adapter = the adapter alone, beside the released weights, where vLLM can; null = ipc on a GPU, else "
-        "gloo",
+        "/dev/shm; adapter = the adapter alone, beside the released weights, where vLLM can; null = ipc on a GPU, nccl "
+        "with engine_gpus, gloo on a CPU",
     )
     staleness: Annotated[Number, bears("reinforce", absent=0)] = Field(
         default=0,

@@ -23,6 +23,7 @@ model: {{source: "tiny://glm4-moe", compare: false}}
 data: {{source: "tiny://tickets", seq_length: 64, validation: 0.04, test: 0.04}}
 adapter: {{kind: none}}
 train: {{steps: 1, global_batch: 16, micro_batch: 16, precision: fp32}}
+optimizer: {{lr: 1e-3, warmup_steps: 0}}
 checkpoint: {{save_every: 2}}
 reinforce: {{steps: {STEPS}, start: base, prompts: 4, samples: 4, max_tokens: 8, lr: 1e-3, reward: regex, pattern: e}}
 """

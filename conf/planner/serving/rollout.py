@@ -28,7 +28,7 @@ from conf.planner.serving.layout import SEQUENCES
 from conf.planner.serving.memory import BLOCK, UTILIZATION, ServedMemory, Way, memory, tokens_of_a_step
 from conf.planner.timing import timing
 from conf.rules.layout import problems
-from conf.rules.reinforcement import as_training
+from conf.rules.reinforcement import as_training, transport
 from conf.rules.serving import BYTES
 from conf.schema.run import Run
 from conf.schema.sections import Adapter
@@ -132,8 +132,9 @@ def _seconds(run: Run, trained: Run, facts: ModelFacts, gpu: Gpu, found: Rollout
     together = min(rows, found.at_once)
     read = (found.memory.weights + together * found.row * found.memory.token) / (gpu.hbm * HBM)
     token = read + facts.layers * LAYER[False] + together * ANSWERED
-    rate = TRANSFER.get(asked.transport or ("gloo" if found.alone else "ipc"))
-    sent = parameters.total(facts) * found.way.byte * (1 if asked.transport == "files" else asked.engines)
+    way = transport(run, gpu.cuda)
+    rate = TRANSFER.get(way)
+    sent = parameters.total(facts) * found.way.byte * (1 if way == "files" else asked.engines)
     return Seconds(
         transfer=sent / rate if rate else 0.0,
         probe=PROBE,

@@ -3,7 +3,11 @@
 import pytest
 
 from conf.load import load
+from conf.planner.hardware import GB, GPUS
+from conf.planner.serving import rollout
+from conf.planner.verdict import facts_of
 from conf.rules.gpus import takes
+from conf.rules.reinforcement import transport
 from contract.faults import ConfigError
 
 GPU, CPU = "qwen3-30b-a3b-1xh200", "tiny-rl"
@@ -21,7 +25,7 @@ GPU, CPU = "qwen3-30b-a3b-1xh200", "tiny-rl"
         (
             GPU,
             ["reinforce.engine_gpus=1", "reinforce.transport=ipc"],
-            "reinforce.transport: ipc goes through the memory of one GPU, and vLLM has its own: gloo, or null",
+            "reinforce.transport: ipc goes through the memory of one GPU, and vLLM has its own: nccl, or null",
         ),
         (CPU, ["reinforce.engine_gpus=1"], "reinforce.engine_gpus: 1, and hardware.gpu is cpu: 0, each engine has its"),
         (
@@ -44,3 +48,29 @@ def test_engines_have_gpus_behind_those_of_training():
     keys = ["reinforce.steps=10", "reinforce.staleness=2", "reinforce.engines=3", "reinforce.engine_gpus=1"]
     assert takes(load(GPU, keys), "reinforce").gpus == 4 and takes(load(GPU, keys), "train").gpus == 1
     assert takes(load(CPU, ["reinforce.staleness=2", "reinforce.engines=3"]), "reinforce").gpus == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "on_gpus", "keys", "way"),
+    [
+        (CPU, False, [], "gloo"),
+        (CPU, False, ["reinforce.engines=2"], "gloo"),
+        (GPU, True, [], "ipc"),
+        (GPU, True, ["reinforce.engine_gpus=1"], "nccl"),
+        (GPU, True, ["reinforce.engine_gpus=1", "reinforce.transport=gloo"], "gloo"),
+        (GPU, True, ["reinforce.transport=files"], "files"),
+    ],
+)
+def test_weights_go_from_gpu_to_gpu_where_both_have_one(name, on_gpus, keys, way):
+    assert transport(load(name, ["reinforce.steps=10", *keys]), on_gpus) == way
+
+
+def test_the_plan_counts_on_the_way_that_the_trainer_takes():
+    def seconds(*keys: str) -> float:
+        run = load(GPU, ["reinforce.steps=10", "reinforce.engine_gpus=1", *keys])
+        found = rollout.of(run, facts_of(run), GPUS["h200"]).seconds
+        assert found
+        return found.transfer
+
+    assert seconds() == seconds("reinforce.transport=nccl") < seconds("reinforce.transport=gloo")
+    assert 61.1 * GB / rollout.TRANSFER["nccl"] == pytest.approx(seconds(), rel=0.01)

@@ -39,7 +39,7 @@ def test_engines_get_the_gpus_behind_those_of_training(gpus):
     assert seen(run) == [{"CUDA_VISIBLE_DEVICES": "1"}, {"CUDA_VISIBLE_DEVICES": "2"}]
     gpus(3, "5,2,GPU-7")
     assert seen(run) == [{"CUDA_VISIBLE_DEVICES": "2"}, {"CUDA_VISIBLE_DEVICES": "GPU-7"}]
-    assert settings.transport(run) == "gloo"
+    assert settings.transport(run) == "nccl"
     settings.require_room_beside(run)
 
 

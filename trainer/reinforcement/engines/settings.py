@@ -10,6 +10,7 @@ from conf.model_facts import facts_from_hf
 from conf.model_files import config_json
 from conf.planner import hardware
 from conf.planner.serving import rollout
+from conf.rules import reinforcement
 from conf.rules.reinforcement import ADAPTED
 from conf.schema.run import Run
 from contract import nvidia_smi
@@ -24,7 +25,7 @@ BLOCK = 16  # tokens of a block of keys and values on a CPU: its default holds a
 
 def transport(run: Run) -> str:
     """The way that weights get to vLLM on this host."""
-    asked = run.reinforce.transport or ("ipc" if device.has_gpu() and not run.reinforce.engine_gpus else "gloo")
+    asked = reinforcement.transport(run, device.has_gpu())
     if asked == "nccl" and not device.has_gpu():
         raise Fault("reinforce.transport: nccl goes from GPU to GPU, and this host has none; gloo does not")
     return asked
