@@ -88,4 +88,4 @@ def _begin_with(checkpoint, folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    entry.start(main, inputs.check_reinforce, writes="reinforced", may_write=places.check_reinforce, gpus="train")
+    entry.start(main, inputs.check_reinforce, writes="reinforced", may_write=places.check_reinforce, gpus="reinforce")

@@ -223,10 +223,13 @@ def _reinforcement(
     need = _training(reinforcement.as_training(run), facts, stages, None, gpu)
     phases = rollout.seconds
     seconds = None if phases is None else BEGINNING + _load(run, facts) + run.reinforce.steps * phases.step
-    beside = rollout.engines * (OF_VLLM if gpu.cuda else rollout.memory.weights + GIB + 2 * PROCESS)
+    asked = run.reinforce
+    engines = asked.engines * (OF_VLLM if gpu.cuda else rollout.memory.weights + GIB + 2 * PROCESS)
+    memory = max(need.memory, engines) if asked.hosts else need.memory + engines
     gpu_memory = max(rollout.trains, rollout.awake) if gpu.cuda else 0
-    found = replace(need, stage="reinforce", gpu_memory=gpu_memory, memory=need.memory + beside, seconds=seconds)
-    return replace(found, gpus=takes(run, "reinforce").gpus or 0) if gpu.cuda else found
+    found = replace(need, stage="reinforce", gpu_memory=gpu_memory, memory=memory, seconds=seconds)
+    share = takes(run, "reinforce")
+    return replace(found, hosts=share.hosts, gpus=(share.gpus or 0) if gpu.cuda else 0)
 
 
 def _export(run: Run, facts: ModelFacts, merged: int) -> StageNeed:

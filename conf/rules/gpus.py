@@ -49,6 +49,8 @@ def takes(run: Run, stage: str, leaves: bool = False) -> Share:
     spread = stage.partition("-")[0] == "convert" and run.convert.hosts == "all" and not alone
     if stage in ("train", "reference") or spread:
         return Share(layout.nodes, layout.gpus_per_node, None if alone else engine)
+    if stage == "reinforce" and run.reinforce.hosts:
+        return Share(1 + run.reinforce.hosts, layout.gpus_per_node, engine)
     if stage == "reinforce":
         return Share(1, layout.gpus_per_node + run.reinforce.engines * run.reinforce.engine_gpus)
     if stage.partition("-")[0] == "evaluate":

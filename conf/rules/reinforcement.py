@@ -2,6 +2,7 @@
 
 as_training(run) -> Run      steps, batch, learning rate and places of the stage, in training's own keys
 transport(run, on_gpus)      the way that weights take, as trainer and plan know it
+engines(run)                 processes of vLLM on all hosts
 """
 
 import math
@@ -39,6 +40,11 @@ def transport(run: Run, on_gpus: bool) -> str:
     if asked.transport or not on_gpus:
         return asked.transport or "gloo"
     return "nccl" if asked.engine_gpus else "ipc"
+
+
+def engines(run: Run) -> int:
+    """Processes of vLLM on all hosts."""
+    return run.reinforce.engines * max(1, run.reinforce.hosts)
 
 
 def contradictions(run: Run) -> Iterator[tuple[str, str]]:
@@ -87,6 +93,8 @@ def contradictions(run: Run) -> Iterator[tuple[str, str]]:
 def _places(run: Run) -> Iterator[tuple[str, str]]:
     """Yield what stands against several engines, or against sampling beside training."""
     asked, cpu = run.reinforce, run.hardware.gpu == "cpu"
+    if asked.hosts:
+        yield from _hosts(run)
     if asked.engine_gpus and cpu:
         yield "reinforce.engine_gpus", f"{asked.engine_gpus}, and hardware.gpu is cpu: 0, each engine has its cores"
     if asked.engine_gpus and asked.transport == "ipc":
@@ -105,6 +113,20 @@ def _places(run: Run) -> Iterator[tuple[str, str]]:
             )
     if asked.staleness and asked.correction == "none":
         yield "reinforce.correction", "none would train on answers of older policies as if they were of this one: tis"
+
+
+def _hosts(run: Run) -> Iterator[tuple[str, str]]:
+    """Yield what stands against hosts of vLLM's own."""
+    asked, each = run.reinforce, run.layout.gpus_per_node
+    if asked.transport in ("ipc", "files", "adapter"):
+        yield "reinforce.transport", f"{asked.transport} stays on one host, and vLLM has {asked.hosts} of its own: null"
+    if not asked.engine_gpus and run.hardware.gpu != "cpu":
+        yield "reinforce.engine_gpus", f"0, but vLLM on {asked.hosts} hosts of its own has none of training's GPUs: 1"
+    if asked.engines > each:
+        yield (
+            "reinforce.engines",
+            f"{asked.engines} on each of {asked.hosts} hosts of their own, and layout.gpus_per_node is {each}",
+        )
 
 
 def without_signal(run: Run) -> str:

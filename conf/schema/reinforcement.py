@@ -148,10 +148,15 @@ class Reinforce(Section):
         "Megatron trains, on a CPU or on GPUs of its own; 1 keeps both at work; 0 = in turn",
     )
     engines: Annotated[Count, NOWHERE] = Field(
-        default=1, description="processes of vLLM, on the trainer's host, which share the prompts of a step"
+        default=1, description="processes of vLLM, on each host that has some, which share the prompts of a step"
     )
     engine_gpus: Annotated[int, Field(ge=0, le=1), NOWHERE] = Field(
         default=0, description="GPUs of each, behind those of training; 0 = the first one of training, in turn"
+    )
+    hosts: Annotated[Number, NOWHERE] = Field(
+        default=0,
+        description="hosts that vLLM has beside the trainer's, as gang.engine starts them; one that is lost is left "
+        "out; 0 = vLLM is on the trainer's host",
     )
     held_out: Annotated[Number, NOWHERE] = Field(
         default=200, description="rows of the test split that are asked before and after, greedily; 0 = none"

@@ -7,7 +7,8 @@ them fails. The cause of their end becomes one line (tasks/gang/diagnosis/classi
 (tasks/gang/diagnosis/next_step.py), and the next attempt goes on from the newest complete checkpoint. No attempt begins
 before every member of the last one is known to be over, or must have ended itself: a member that nobody hears from
 stops after STALE seconds. A training or conversion is done when all its members are, an evaluation when its first one
-is: that one has the answers, and the others only compute.
+is: that one has the answers, and the others only compute. A reinforcement learning goes on without those of its members
+that answer prompts for the first one.
 
 Where gang.min_nodes allows fewer hosts, the next attempt takes as many as there are, and those after it all again once
 there are enough. The folder lies on storage that all hosts share. Not covered: a gang that has begun does not grow
@@ -143,6 +144,8 @@ def _watch(gang: Gang, run: Run, lookout: Lookout, handle: Handle, hosts: dict[i
     """Watch an attempt until all members are done, or one has failed."""
     first: float | None = None
     gone: set[int] = set()
+    needed = [k for place, k in enumerate(hosts) if gang.job.needs(place)]
+    missed: set[int] = set()  # those that were lost and are not needed
     while True:
         gang.pause(TICK)
         _pass_on(gang, lookout)
@@ -157,9 +160,13 @@ def _watch(gang: Gang, run: Run, lookout: Lookout, handle: Handle, hosts: dict[i
         ended = {k for k, alive in handle.alive().items() if alive is False}
         over = {k for k, state in states.items() if state in ("done", "failed", "preempted", "stopped", "stopping")}
         gone = {k for k in hosts if k not in over and (k in ended or lookout.silence(k) > run.gang.silent_after)}
-        if any(was_told(node) for node in nodes.values()) and lookout.word.state == "go":
+        if any(was_told(nodes[k]) for k in needed) and lookout.word.state == "go":
             lookout.say(state="stop", reason="a host was told to end", save=True)  # all save, or none has a checkpoint
-        wrong = gone or any(state not in ("running", "waiting", "done") for state in states.values())
+        failed = {k for k, state in states.items() if state not in ("running", "waiting", "done")}
+        for k in sorted((gone | failed) - {*needed} - missed):
+            missed.add(k)
+            gang.say(f"{hosts[k]} {'no longer answers' if k in gone else 'has ended'}; the others go on without it")
+        wrong = (gone | failed) & {*needed}
         if wrong and first is None:
             first = time.monotonic()
         if first is not None and time.monotonic() - first > SETTLE:
@@ -167,7 +174,8 @@ def _watch(gang: Gang, run: Run, lookout: Lookout, handle: Handle, hosts: dict[i
                 first = None
                 continue
             reads = Reads(run.paths.data, run.train.global_batch)
-            return of_attempt(reads, lookout, nodes, hosts, gone, handle.words())
+            told = {k: nodes[k] for k in needed}
+            return of_attempt(reads, lookout, told, {k: hosts[k] for k in needed}, gone & {*needed}, handle.words())
 
 
 def _end(gang: Gang, run: Run, lookout: Lookout, handle: Handle | None, reason: str, save: bool) -> None:

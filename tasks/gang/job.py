@@ -47,6 +47,10 @@ class Job(ABC):
         """Whether the attempt is over in order, by the states of its members."""
         return all(state == "done" for state in states)
 
+    def needs(self, place: int) -> bool:
+        """Whether an attempt ends with the member at this place among the ranks. The others go on without another."""
+        return True
+
     @abstractmethod
     def is_done(self) -> bool:
         """Whether all of it is made, once an attempt is over in order."""
@@ -124,6 +128,35 @@ class Evaluation(Job):
         return (Path(self.run.paths.evaluation) / "results.json").exists()
 
 
+@dataclass(frozen=True)
+class Reinforcement(Job):
+    """Training on answers of vLLM's, which has hosts of its own. The first member trains, and has the rewards."""
+
+    asked: Run  # whose layout is the training's
+
+    command: ClassVar[str] = "reinforce"
+    advice: ClassVar[str] = "keys of layout and adapter decide what training holds; reinforce.hosts does not"
+
+    @property
+    def conf(self) -> Run:
+        return self.asked
+
+    def task(self, run: Run) -> Task:
+        return replace(super().task(run), helps="reinforcement.engines.guest", helpers=self.asked.reinforce.engines)
+
+    def newest(self) -> int:
+        return _newest(Path(self.run.paths.reinforced))
+
+    def is_over(self, states: Sequence[str]) -> bool:
+        return states[:1] == ["done"]
+
+    def needs(self, place: int) -> bool:
+        return place == 0
+
+    def is_done(self) -> bool:
+        return self.newest() >= self.asked.reinforce.steps * self.asked.reinforce.updates
+
+
 def training(run: Run) -> Job:
     return Training(run)
 
@@ -136,6 +169,16 @@ def conversion(run: Run) -> Job | None:
 def reference(run: Run) -> Job | None:
     """The reference of a training on several hosts; None where the flow's own host is asked."""
     return Reference(run) if gpus.takes(run, "reference").engine else None
+
+
+def reinforcement(run: Run) -> Job | None:
+    """Reinforcement learning with vLLM on hosts of its own; None where vLLM is on the flow's host."""
+    share = gpus.takes(run, "reinforce")
+    if share.engine is None:
+        return None
+    layout = run.layout.model_copy(update={"nodes": share.hosts})
+    gang = run.gang.model_copy(update={"min_nodes": None})
+    return Reinforcement(run.model_copy(update={"layout": layout, "gang": gang}), run)
 
 
 def evaluation(run: Run) -> Job | None:

@@ -67,6 +67,8 @@ class Task(Message):
     nodes: int
     gpus: int  # of each host; 0 = it computes on CPUs
     ranks: int  # that torchrun starts on each host
+    helps: str = ""  # command of the members behind the first: each has ranks of its own, which come to the first one's
+    helpers: int = 0  # ranks of each of these
 
 
 @dataclass(frozen=True)

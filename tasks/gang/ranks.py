@@ -34,6 +34,7 @@ SILENT_ELSE = 60.0
 DEATH = re.compile(r"failed \(exitcode: (-?\d+)\) local_rank: (\d+)")
 # The key of paths, by command.
 WRITES = {"train": "output", "evaluate": "evaluation", "convert": "base", "reference": "reference"}
+WRITES |= {"reinforce": "reinforced", "reinforcement.engines.guest": "reinforced"}
 SHOWN = 30  # last lines of a failed rank's log
 LEAST = 1 << 20  # bytes of this host's own disk, below which neither signs of life nor logs can be relied on
 AFTER = 0.7  # seconds between a rank's death and the look at what all of them left
@@ -55,24 +56,30 @@ class Start:
 class Ranks:
     def __init__(self, start: Start, folder: Path):
         self.run, self.folder = start.run, folder
-        paths = start.run.paths
-        self.writes = Path(getattr(paths, WRITES[start.task.command]))
-        self.count = start.task.ranks
-        self.alone = start.task.command == "evaluate"  # torchrun waits minutes for those that only compute
-        self.first = start.node * self.count
+        paths, task = start.run.paths, start.task
+        helps = bool(task.helps) and start.node > 0
+        name, self.count = (task.helps, task.helpers) if helps else (task.command, task.ranks)
+        self.writes = Path(getattr(paths, WRITES[name]))
+        self.alone = name == "evaluate"  # torchrun waits minutes for those that only compute
+        self.first = start.node * task.ranks
+        self.shift = self.first if task.helps else 0  # what ranks of a member's own call themselves begins at 0
         self.failed_at: float | None = None
         self._life().mkdir(parents=True)
+        nodes, node, master = task.nodes, start.node, start.master
+        if task.helps:
+            nodes, node, master = 1, 0, (start.address, peer_probe.free_port())
         command = [sys.executable, "-m", "torch.distributed.run"]
-        command += ["--nnodes", str(start.task.nodes), "--node-rank", str(start.node)]
+        command += ["--nnodes", str(nodes), "--node-rank", str(node)]
         command += ["--nproc-per-node", str(self.count), "--max-restarts", "0", "--rdzv-id", start.name]
-        command += ["--master-addr", start.master[0], "--master-port", str(start.master[1])]
+        command += ["--master-addr", master[0], "--master-port", str(master[1])]
         command += ["--log-dir", str(folder / "ranks"), "--redirects", "3"]
-        command += ["-m", f"trainer.{start.task.command}", str(start.conf)]
+        command += ["-m", f"trainer.{name}", str(start.conf)]
         environment = network.environment(start.run, nvidia_smi.kind())  # what this host says already wins
         environment |= {name: value for name, value in os.environ.items() if not name.startswith(PRIVATE)}
         environment |= {"PYTHONUNBUFFERED": "1", "PYTHONPATH": str(ROOT), signs_of_life.FOLDER: str(self._life())}
         environment |= {"GANG_ATTEMPT": start.name, "TRAINER_FAULT_FILE": str(folder / "fault")}
-        environment |= {} if start.task.gpus else {"CUDA_VISIBLE_DEVICES": ""}
+        environment |= {"GANG_ADDRESS": start.address}
+        environment |= {} if task.gpus else {"CUDA_VISIBLE_DEVICES": ""}
         environment |= {"VLLM_HOST_IP": start.address}  # vLLM else asks for the route to the internet
         environment.setdefault("OMP_NUM_THREADS", "1")
         if name := peer_probe.interface(start.address):  # gloo and NCCL else guess, by the name of the host
@@ -116,7 +123,8 @@ class Ranks:
                 silent = there and age > SILENT.get(kind, SILENT_ELSE)
                 found.append(
                     Sign(
-                        **{key: sign[key] for key in ("rank", "pid", "step", "phase")},
+                        rank=self.shift + sign["rank"],
+                        **{key: sign[key] for key in ("pid", "step", "phase")},
                         age=round(age, 1),
                         idle=round(idle, 1),
                         state=kind,
@@ -133,7 +141,7 @@ class Ranks:
         for local in range(self.count):
             rank = self.first + local
             sign = told.get(rank)
-            error = _read(self._life() / signs_of_life.error(rank))
+            error = _read(self._life() / signs_of_life.error(rank - self.shift))
             lines = self._tail(local)
             for line in error.get("lines", []):
                 if line not in lines:

@@ -13,6 +13,10 @@ from conf.schema import identity
 from conf.schema.run import Run
 from contract import regular_files
 from contract.faults import Fault
+from tasks.gang import controller
+from tasks.gang.history import prefect_page
+from tasks.gang.history.timeline import History
+from tasks.gang.job import reinforcement
 from tasks.pages import reinforcement_page
 from tasks.run import launch
 from tasks.run.artifact import Artifact, Stage, Work
@@ -73,10 +77,18 @@ def reinforce(
             samples = _samples(output / "samples.jsonl")
             return reinforcement_page.page(run.name, lines, samples, steps, updates, picture, links), line
 
+        job = reinforcement(run)
+        stopped = stage_run.stopped(work, fenced=job is not None)
         try:
-            turn = stage_run.turn(work.say)
             with LivePage(f"reinforcement-{run.name}", live):
-                launch.trainer("reinforce", run, work.folder, work.say, stage_run.stopped(work), tick, turn=turn)
+                if job:
+                    gang, store = work.folder.name, stage_run.store
+                    history, page = History(gang, run.name, stage_run.tracking.name), f"rollouts-{run.name}"
+                    with prefect_page.told(history, metrics, store, tracked, page) as teller:
+                        controller.carry_out(job, work.folder, store, gang, work.say, stopped, tick, teller)
+                else:
+                    turn = stage_run.turn(work.say)
+                    launch.trainer("reinforce", run, work.folder, work.say, stopped, tick, turn=turn)
         finally:
             tracked.unfollow()
         require_unchanged(stage_run.run, stage_run.asked)

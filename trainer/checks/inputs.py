@@ -139,7 +139,7 @@ def check_reinforce(given: Run) -> None:
         made = f"python -m trainer.prepare CONF data.source={given.reinforce.source} paths.data={run.paths.data}"
         raise Fault(f"paths.prompts: {run.paths.data}: not prepared; {made}")
     resume.check(run, checkpoint_folder(run))
-    if "RANK" not in os.environ:
+    if "RANK" not in os.environ or ("GANG_ATTEMPT" in os.environ and os.environ["RANK"] == "0"):
         rewards.check(run)
     if os.environ.get("LOCAL_RANK", "0") == "0":
         output_marks.take(Path(run.paths.output), REINFORCEMENT)

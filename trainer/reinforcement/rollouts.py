@@ -1,7 +1,8 @@
 """The trainer's side of vLLM: one or several engines, which have the same weights and share the prompts.
 
-Rank 0 has them. An engine whose process ends is left out from then on, and what it was asked is asked of the others:
-the run goes on as long as there is one. What they print is in <paths.logs>/rollout.log, rollout-1.log and so on.
+Rank 0 has them, beside itself or on hosts of their own (reinforce.hosts). An engine that ends is left out from then on,
+and what it was asked is asked of the others: the run goes on as long as there is one. What they print is in
+<paths.logs>/rollout.log, rollout-1.log and so on.
 """
 
 import shutil
@@ -17,14 +18,17 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
+from conf.rules.reinforcement import engines
 from conf.schema.run import Run
 from trainer.reinforcement.engines import settings
-from trainer.reinforcement.engines.engine import Engine, Lost
+from trainer.reinforcement.engines.engine import Engine, LocalEngine, Lost
+from trainer.reinforcement.engines.meeting import Meeting
 from trainer.reinforcement.transfer import shared_memory, wire
 from trainer.serving import unmerged
 from trainer.startup import device
 from trainer.startup.console import say
 
+AFTERWARDS = 2.0  # seconds in which a process that takes no weights may say why
 WEIGHTS, CACHE = "weights", "kv_cache"  # vLLM's names of what it holds on a GPU
 # A prompt as vLLM has read it, its answers, and the version of the weights that gave them.
 Answered = tuple[list[int], list[tuple], int]
@@ -37,25 +41,35 @@ class Rollouts:
         settings.require_room_beside(run)
         self.run, self.transport = run, settings.transport(run)
         self.sleeps, self.asleep = device.has_gpu() and not run.reinforce.engine_gpus, set[str]()
-        self.started, self.closing = run.reinforce.engines, False
-        given = {"kernels": run.paths.kernels, "transport": self.transport, "arguments": settings.arguments(run)}
+        self.started, self.closing = engines(run), False
         self.engines: list[Engine] = []
+        self.meeting = Meeting(run) if run.reinforce.hosts else None
+        if self.meeting:
+            return
+        given = settings.of(run)
         for number in range(self.started):
             log = Path(run.paths.logs) / (f"rollout-{number}.log" if number else "rollout.log")
-            self.engines.append(Engine(f"engine {number}", given, log, settings.environment(run, number)))
-        if self.started > 1 or run.reinforce.staleness:  # what reads of it may be long in coming
-            for engine in self.engines:
-                engine.watch(_say_ended)
-
-    @property
-    def process(self) -> Any:
-        """Process of the first engine."""
-        return self.engines[0].process
+            self.engines.append(LocalEngine(f"engine {number}", given, log, settings.environment(run, number)))
+        self._watch()
 
     def ready(self) -> None:
-        """Wait until vLLM has loaded the released model. Without all engines a run does not begin."""
+        """Wait until vLLM has loaded the released model.
+
+        Without all engines beside the trainer a run does not begin. A host of vLLM's own that fails is left out.
+        """
+        if self.meeting:
+            self.engines = [*self.meeting.engines()]
+            say(f"rollout: {', '.join(engine.name for engine in self.engines)} are there")
+            self._watch()
+            for engine in [*self.engines]:
+                self._try(engine, engine.ready)
         for engine in self.engines:
             engine.ready()
+
+    def _watch(self) -> None:
+        if self.started > 1 or self.run.reinforce.staleness:  # what reads of an engine may be long in coming
+            for engine in self.engines:
+                engine.watch(_say_ended)
 
     def each(self, name: str, **arguments: Any) -> dict[Engine, Any]:
         """Ask every engine the same. Returns what each says."""
@@ -112,6 +126,8 @@ class Rollouts:
 
     def close(self) -> None:
         self.closing = True
+        if self.meeting:
+            self.meeting.close()
         for engine in [*self.engines]:
             engine.close()
 
@@ -136,6 +152,8 @@ class Rollouts:
         try:
             return [call()]
         except Lost as lost:
+            if len(self.engines) == 1 and self.meeting and not self.closing:
+                raise RuntimeError(f"{lost}; no host of vLLM's own is left") from None  # the next attempt has others
             if len(self.engines) == 1 or self.closing:
                 raise
             self.engines.remove(engine)
@@ -175,12 +193,17 @@ class Rollouts:
 
     def _join(self, engine: Engine) -> None:
         if self.transport == "ipc":
-            engine.call("join", port=None)
+            engine.call("join", host=None, port=None)
         else:
             port = _free_port()
-            engine.ask("join", {"port": port})
+            engine.ask("join", {"host": engine.address, "port": port})
             where = torch.device("cuda" if self.transport == "nccl" and device.has_gpu() else "cpu")
-            engine.pipe = wire.Pipe(port, 0, where, gone=lambda: engine.process.poll() is not None)
+            try:
+                engine.pipe = wire.Pipe(engine.address, port, 0, where, engine.is_gone, engine.patience)
+            except RuntimeError:
+                if engine.patience:
+                    raise engine.lost("join") from None
+                raise
             engine.answer("join")
         engine.joined = True
 
@@ -203,6 +226,8 @@ class Rollouts:
         try:
             engine.pipe.send(bucket.bytes)
         except RuntimeError:
+            if engine.patience and not engine.connection.poll(AFTERWARDS):
+                raise engine.lost("bucket") from None
             engine.answer("bucket")  # says why it is gone
             raise
 
@@ -232,7 +257,7 @@ def _answering(busy: dict[Engine, list[int]]) -> list[Engine]:
 
 
 def _say_ended(engine: Engine) -> None:
-    say(f"rollout: {engine.name}: its process has ended with code {engine.process.returncode} ({engine.log})")
+    say(f"rollout: {engine.name}: {engine.end()}")
 
 
 def _free_port() -> int:

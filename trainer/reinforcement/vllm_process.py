@@ -57,8 +57,8 @@ class Rollout:
     def wake_up(self, parts: list[str]) -> None:
         self.llm.wake_up(parts)
 
-    def join(self, port: int | None) -> None:
-        self.llm.init_weight_transfer_engine({"init_info": {"port": port}})
+    def join(self, host: str | None, port: int | None) -> None:
+        self.llm.init_weight_transfer_engine({"init_info": {"host": host, "port": port}})
 
     def begin(self) -> None:
         self.arrived = set()

@@ -11,7 +11,8 @@ for what is left; with less than one row nothing is answered.
 
 TRANSFER, PROBE and ANSWERED, which vLLM's host takes for a token of each of 256 rows, were measured on an H200 with
 3.21 GB of a Qwen3-MoE (benchmarks/gpu/reinforcement.py, 23 November 2026). All else is arithmetic.
-Not covered: rewards, answers that wait for a slow one. Nothing was measured with vLLM on GPUs of its own.
+Not covered: rewards, answers that wait for a slow one. Nothing was measured with vLLM on GPUs of its own,
+and a network between hosts of its own is taken to be as fast as what lies between two GPUs.
 """
 
 from collections.abc import Iterator
@@ -28,7 +29,7 @@ from conf.planner.serving.layout import SEQUENCES
 from conf.planner.serving.memory import BLOCK, UTILIZATION, ServedMemory, Way, memory, tokens_of_a_step
 from conf.planner.timing import timing
 from conf.rules.layout import problems
-from conf.rules.reinforcement import as_training, transport
+from conf.rules.reinforcement import as_training, engines, transport
 from conf.rules.serving import BYTES
 from conf.schema.run import Run
 from conf.schema.sections import Adapter
@@ -120,7 +121,7 @@ def of(run: Run, facts: ModelFacts, gpu: Gpu) -> Rollout:
     beside += first.buffers + first.context
     its_own = asked.engine_gpus > 0
     room, beside = memory(facts, way, gpu), 0 if its_own else beside
-    found = Rollout(way, room, run.data.seq_length, beside, first.total, asked.engines, its_own)
+    found = Rollout(way, room, run.data.seq_length, beside, first.total, engines(run), its_own)
     if not gpu.cuda or found.lacks > 0:
         return found
     return replace(found, seconds=_seconds(run, trained, facts, gpu, found))
@@ -128,13 +129,13 @@ def of(run: Run, facts: ModelFacts, gpu: Gpu) -> Rollout:
 
 def _seconds(run: Run, trained: Run, facts: ModelFacts, gpu: Gpu, found: Rollout) -> Seconds:
     asked = run.reinforce
-    rows = ceil(asked.prompts / asked.engines) * asked.samples
+    rows = ceil(asked.prompts / found.engines) * asked.samples
     together = min(rows, found.at_once)
     read = (found.memory.weights + together * found.row * found.memory.token) / (gpu.hbm * HBM)
     token = read + facts.layers * LAYER[False] + together * ANSWERED
     way = transport(run, gpu.cuda)
     rate = TRANSFER.get(way)
-    sent = parameters.total(facts) * found.way.byte * (1 if way == "files" else asked.engines)
+    sent = parameters.total(facts) * found.way.byte * (1 if way == "files" else found.engines)
     return Seconds(
         transfer=sent / rate if rate else 0.0,
         probe=PROBE,

@@ -33,6 +33,21 @@ GPU, CPU = "qwen3-30b-a3b-1xh200", "tiny-rl"
             ["reinforce.staleness=1", "reinforce.correction=none"],
             "reinforce.correction: none would train on answers of older policies as if they were of this one: tis",
         ),
+        (
+            CPU,
+            ["reinforce.hosts=2", "reinforce.transport=files"],
+            "reinforce.transport: files stays on one host, and vLLM",
+        ),
+        (
+            CPU,
+            ["reinforce.hosts=2", "reinforce.engines=2"],
+            "reinforce.engines: 2 on each of 2 hosts of their own, and",
+        ),
+        (
+            GPU,
+            ["reinforce.hosts=2", "reinforce.engine_gpus=0"],
+            "reinforce.engine_gpus: 0, but vLLM on 2 hosts of its own has none of training's",
+        ),
         (GPU, ["reinforce.engine_gpus=2"], "reinforce.engine_gpus: "),
         (CPU, ["reinforce.engines=0"], "reinforce.engines: "),
     ],
@@ -50,6 +65,12 @@ def test_engines_have_gpus_behind_those_of_training():
     assert takes(load(CPU, ["reinforce.staleness=2", "reinforce.engines=3"]), "reinforce").gpus == 1
 
 
+def test_hosts_of_vllm_are_beside_that_of_training():
+    share = takes(load(GPU, ["reinforce.steps=10", "reinforce.hosts=3", "reinforce.engine_gpus=1"]), "reinforce")
+    assert (share.hosts, share.gpus, share.engine) == (4, 1, "local")
+    assert takes(load(CPU, []), "reinforce").engine is None
+
+
 @pytest.mark.parametrize(
     ("name", "on_gpus", "keys", "way"),
     [
@@ -59,6 +80,8 @@ def test_engines_have_gpus_behind_those_of_training():
         (GPU, True, ["reinforce.engine_gpus=1"], "nccl"),
         (GPU, True, ["reinforce.engine_gpus=1", "reinforce.transport=gloo"], "gloo"),
         (GPU, True, ["reinforce.transport=files"], "files"),
+        (GPU, True, ["reinforce.engine_gpus=1", "reinforce.hosts=2"], "nccl"),
+        (CPU, False, ["reinforce.hosts=2"], "gloo"),
     ],
 )
 def test_weights_go_from_gpu_to_gpu_where_both_have_one(name, on_gpus, keys, way):

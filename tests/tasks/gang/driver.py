@@ -1,7 +1,7 @@
 """A controller by itself, for tests: python tests/tasks/gang/driver.py JOB CONF FOLDER STORE [key=value ...]
 
-Trains, converts or asks a reference as the stages have it done, without Prefect. SIGTERM is the user's cancel. The last
-line says how it ended.
+Trains, converts, reinforces or asks a reference as the stages have it done, without Prefect. SIGTERM is the user's
+cancel. The last line says how it ended.
 """
 
 import signal
@@ -15,12 +15,13 @@ sys.path.insert(0, str(Path(__file__).parents[3]))
 from conf.load import load
 from contract.faults import Fault, Stopped
 from tasks.gang import controller
-from tasks.gang.job import conversion, reference, training
+from tasks.gang.job import conversion, reference, reinforcement, training
 from tasks.run.launch import Broken
 from tasks.store import open_store
 
 # What each writes, and makes of a run.
 JOBS = {"train": ("output", training), "convert": ("base", conversion), "reference": ("reference", reference)}
+JOBS["reinforce"] = ("reinforced", reinforcement)
 
 
 def main() -> int:

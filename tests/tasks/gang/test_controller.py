@@ -18,7 +18,7 @@ from tasks.gang import controller
 from tasks.gang.background import aside
 from tasks.gang.board import Board
 from tasks.gang.engines import Demand
-from tasks.gang.job import Job, conversion, evaluation, training
+from tasks.gang.job import Job, conversion, evaluation, reinforcement, training
 from tasks.gang.member_link import Link
 from tasks.gang.messages import End, Member, Task
 from tasks.run.launch import Broken
@@ -368,6 +368,59 @@ def test_an_evaluation_is_no_gang_where_one_host_serves(gang):
     assert job and job.conf == elsewhere and job.run.gang.engine == "slurm"
     assert (job.run.layout.nodes, job.run.layout.gpus_per_node) == (1, 4)
     assert job.task(job.run) == Task("evaluate", nodes=1, gpus=4, ranks=1)
+
+
+REINFORCED = (
+    "reinforce.steps=1",
+    "reinforce.start=base",
+    "reinforce.max_tokens=8",
+    "hardware.gpu=cpu",
+    "layout.nodes=1",
+)
+
+
+def reinforced(gang, hosts: Hosts, *overrides: str) -> "Gang":
+    """A reinforcement learning whose first host trains, for which two others answer prompts."""
+    one = gang(hosts, *REINFORCED, "reinforce.hosts=2", *overrides)
+    one.run = one.run.model_copy(update={"paths": one.run.paths.model_copy(update={"reinforced": hosts.output})})
+    one.job = reinforcement
+    return one
+
+
+@pytest.mark.parametrize(
+    ("act", "said"), [("die", "b no longer answers"), ("fail", "b has ended"), ("told", "b has ended")]
+)
+def test_a_host_that_answers_prompts_is_left_out_where_it_is_lost(gang, act, said):
+    hosts = Hosts(["a", "b", "c"], {"b": [act], "c": ["compute"]})
+    one = reinforced(gang, hosts)
+    running = one.start()
+    wait_for(lambda: any(line.startswith(said) for line in one.lines), 30)
+    assert hosts.saved == []  # nobody is told to end
+    hosts.trained.set()
+    running.join(30)
+    assert one.error is None and hosts.given == [["a", "b", "c"]]
+    assert [line for line in one.lines if "go on without it" in line] == [f"{said}; the others go on without it"]
+    assert any(line.startswith("attempt 1: a, b, c reinforce; ") for line in one.lines)
+
+
+def test_the_host_that_trains_costs_the_attempt_and_the_next_one_has_as_many_again(gang):
+    acts = {"a": ["die"], "b": ["compute", "answer"], "c": ["compute"] * 2, "d": ["compute"]}
+    hosts = Hosts([*acts], acts)
+    one = reinforced(gang, hosts)
+    one.ends_well()
+    assert hosts.given == [["a", "b", "c"], ["b", "c", "d"]]
+    assert "host: a no longer answers; goes on without a" in one.lines
+
+
+def test_a_reinforcement_learning_is_a_gang_where_vllm_has_hosts_of_its_own(gang):
+    one = reinforced(gang, Hosts(["a", "b", "c"]), "layout.gpus_per_node=2", "layout.pp=2", "reinforce.engines=2")
+    job = reinforcement(one.run)
+    assert job and job.conf == one.run and job.run.layout.nodes == 3
+    assert job.task(job.run) == Task(
+        "reinforce", nodes=3, gpus=2, ranks=2, helps="reinforcement.engines.guest", helpers=2
+    )
+    alone = one.run.model_copy(update={"reinforce": one.run.reinforce.model_copy(update={"hosts": 0})})
+    assert reinforcement(alone) is None
 
 
 def test_a_conversion_is_a_gang_where_all_hosts_are_to_convert(gang, tmp_path):

@@ -69,7 +69,7 @@ def test_two_engines_give_the_answers_of_one_also_when_one_of_them_is_killed(sta
     engines[1].kill()
     began = time.monotonic()
     log = place / "two-engines.log"
-    while "engine 1: its process has ended with code -9" not in log.read_text():
+    while "engine 1: vLLM's process has ended with code -9" not in log.read_text():
         assert time.monotonic() - began < 15
         time.sleep(0.05)
     assert process.wait(900) == 0, log.read_text()[-3000:]

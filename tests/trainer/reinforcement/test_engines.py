@@ -10,7 +10,7 @@ import pytest
 
 from contract.faults import Fault
 from trainer.reinforcement.engines import engine
-from trainer.reinforcement.engines.engine import Engine, Lost
+from trainer.reinforcement.engines.engine import LocalEngine, Lost
 from trainer.reinforcement.rollouts import Rollouts
 
 PROMPTS = [[number] for number in range(10, 20)]
@@ -21,9 +21,9 @@ class StandIns(Rollouts):
     """Engines that stand in for vLLM's, with settings of their own each."""
 
     def __init__(self, folder: Any, *settings: dict[str, Any]):
-        self.started, self.closing = len(settings), False
+        self.started, self.closing, self.meeting = len(settings), False, None
         self.engines = [
-            Engine(f"engine {number}", given, folder / f"rollout-{number}.log", {})
+            LocalEngine(f"engine {number}", given, folder / f"rollout-{number}.log", {})
             for number, given in enumerate(settings)
         ]
 

@@ -1,6 +1,8 @@
-"""One process of vLLM beside the trainer: it is started, asked over a socket pair, and gone when the trainer is.
+"""One engine of vLLM, as the trainer asks it: over a connection, one thing at a time.
 
-Nobody else can reach the socket. What the process prints is in a log of its own.
+A LocalEngine is a process beside the trainer: it is started, asked over a socket pair, and gone when the trainer is.
+Nobody else can reach the socket. What the process prints is in a log of its own. Engines of other hosts are in
+trainer/reinforcement/engines/meeting.py.
 """
 
 import contextlib
@@ -11,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -33,36 +36,33 @@ class Lost(Fault):
     """An engine that answers no more: its process has ended, or an error that is no fault of the run's ends it."""
 
 
-class Engine:
-    """vLLM in a process of its own."""
+class Engine(ABC):
+    """vLLM, wherever it is."""
 
-    def __init__(self, name: str, settings: dict[str, Any], log: Path, environment: dict[str, str]):
-        self.name, self.log, self.version = name, log, -1
-        log.parent.mkdir(parents=True, exist_ok=True)
-        self.settings = tempfile.NamedTemporaryFile("w", prefix="rollout-", suffix=".json")  # noqa: SIM115
-        json.dump(settings, self.settings)
-        self.settings.flush()
-        mine, theirs = socket.socketpair()
-        kept = {name: value for name, value in os.environ.items() if not _is_of_ranks(name)}
-        with log.open("a") as file, theirs:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", PROGRAM, str(theirs.fileno()), self.settings.name],
-                env=kept | environment,
-                stdin=subprocess.DEVNULL,
-                stdout=file,
-                stderr=subprocess.STDOUT,
-                pass_fds=[theirs.fileno()],
-                preexec_fn=end_with_parent,
-            )
-        self.connection = Connection(mine.detach())
+    patience: float | None = None  # seconds in which a bucket of weights has to go over; None = as long as it takes
+    address = "127.0.0.1"  # where it reaches the trainer
+
+    def __init__(self, name: str, log: Path, connection: Connection):
+        self.name, self.log, self.connection, self.version = name, log, connection, -1
         self.pipe: wire.Pipe | None = None
         self.started = self.joined = self.closed = False
 
+    @abstractmethod
+    def wait(self) -> None:
+        """Wait until it is gone."""
+
+    @abstractmethod
+    def is_gone(self) -> bool: ...
+
+    @abstractmethod
+    def end(self) -> str:
+        """Say how it has ended, as far as that is known."""
+
     def watch(self, ended: Callable[["Engine"], None]) -> None:
-        """Have somebody told as soon as the process ends before it is closed, whatever this one does meanwhile."""
+        """Have somebody told as soon as it is gone before it is closed, whatever this process does meanwhile."""
 
         def wait() -> None:
-            self.process.wait()
+            self.wait()
             if not self.closed:
                 ended(self)
 
@@ -83,13 +83,13 @@ class Engine:
         try:
             messages.send(self.connection, (name, arguments))
         except OSError:
-            raise self._gone(name) from None
+            raise self.lost(name) from None
 
     def answer(self, name: str) -> Any:
         try:
             answer = self.connection.recv()
         except (EOFError, OSError):
-            raise self._gone(name) from None
+            raise self.lost(name) from None
         if "error" in answer:
             kind = Fault if answer["fault"] else Lost
             raise kind(f"rollout: {name}: {answer['error']} ({self.log})")
@@ -97,11 +97,41 @@ class Engine:
         return answer["result"]
 
     def close(self, patience: float = PATIENCE) -> None:
+        """Have it end."""
         self.closed = True
         # Closing alone is not heard while another thread of this process reads.
         with contextlib.suppress(OSError), socket.socket(fileno=os.dup(self.connection.fileno())) as heard:
             heard.shutdown(socket.SHUT_RDWR)
         self.connection.close()
+
+    def lost(self, name: str) -> Lost:
+        return Lost(f"rollout: {name}: {self.end()}")
+
+
+class LocalEngine(Engine):
+    """vLLM in a process of its own beside this one."""
+
+    def __init__(self, name: str, settings: dict[str, Any], log: Path, environment: dict[str, str]):
+        mine, theirs = socket.socketpair()
+        with theirs:
+            self.process, self.settings = start(theirs, settings, log, environment)
+        super().__init__(name, log, Connection(mine.detach()))
+
+    def wait(self) -> None:
+        self.process.wait()
+
+    def is_gone(self) -> bool:
+        return self.process.poll() is not None
+
+    def end(self) -> str:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(PATIENCE)
+        lines = [line for line in self.log.read_text(errors="replace").splitlines() if line.strip()]
+        last = f": {' | '.join(line[:200] for line in lines[-SHOWN:])}" if self.process.returncode == 1 else ""
+        return f"vLLM's process has ended with code {self.process.returncode}{last} ({self.log})"
+
+    def close(self, patience: float = PATIENCE) -> None:
+        super().close(patience)
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(patience)
         if self.process.poll() is None:
@@ -109,12 +139,27 @@ class Engine:
             self.process.wait()
         self.settings.close()
 
-    def _gone(self, name: str) -> Lost:
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self.process.wait(PATIENCE)
-        lines = [line for line in self.log.read_text(errors="replace").splitlines() if line.strip()]
-        last = f": {' | '.join(line[:200] for line in lines[-SHOWN:])}" if self.process.returncode == 1 else ""
-        return Lost(f"rollout: {name}: vLLM's process has ended with code {self.process.returncode}{last} ({self.log})")
+
+def start(
+    connection: socket.socket, settings: dict[str, Any], log: Path, environment: dict[str, str]
+) -> tuple[subprocess.Popen, Any]:
+    """Start vLLM's process, which answers over the connection and ends with this one; and the file of its settings."""
+    log.parent.mkdir(parents=True, exist_ok=True)
+    given = tempfile.NamedTemporaryFile("w", prefix="rollout-", suffix=".json")  # noqa: SIM115
+    json.dump(settings, given)
+    given.flush()
+    kept = {name: value for name, value in os.environ.items() if not _is_of_ranks(name)}
+    with log.open("a") as file:
+        process = subprocess.Popen(
+            [sys.executable, "-m", PROGRAM, str(connection.fileno()), given.name],
+            env=kept | environment,
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            pass_fds=[connection.fileno()],
+            preexec_fn=end_with_parent,
+        )
+    return process, given
 
 
 def _is_of_ranks(name: str) -> bool:

@@ -44,7 +44,8 @@ def environment(run: Run, number: int) -> dict[str, str]:
 def _gpus(run: Run, number: int) -> str:
     import torch
 
-    asked, trained = run.reinforce, run.layout.gpus_per_node
+    asked = run.reinforce
+    trained = 0 if asked.hosts else run.layout.gpus_per_node
     there, wanted = torch.cuda.device_count(), trained + asked.engines * asked.engine_gpus
     if there < wanted:
         raise Fault(
@@ -66,6 +67,11 @@ def require_room_beside(run: Run) -> None:
             f"reinforce.{key}, but vLLM and Megatron have this host's first GPU in turn; reinforce.engine_gpus=1 gives "
             "vLLM GPUs of its own"
         )
+
+
+def of(run: Run) -> dict[str, Any]:
+    """All that an engine is told as it starts."""
+    return {"kernels": run.paths.kernels, "transport": transport(run), "arguments": arguments(run)}
 
 
 def arguments(run: Run) -> dict[str, Any]:

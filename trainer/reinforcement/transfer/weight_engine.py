@@ -20,6 +20,7 @@ from trainer.reinforcement.transfer import wire
 
 @dataclass
 class Init(base.WeightTransferInitInfo):
+    host: str | None = None
     port: int | None = None
 
 
@@ -72,8 +73,8 @@ class GlooEngine(BucketEngine):
     pipe: wire.Pipe
 
     def init_transfer_engine(self, init_info: Init) -> None:
-        assert init_info.port
-        self.pipe = wire.Pipe(init_info.port, 1, self.ends_in())
+        assert init_info.host and init_info.port
+        self.pipe = wire.Pipe(init_info.host, init_info.port, 1, self.ends_in())
 
     def ends_in(self) -> torch.device:
         return wire.HOST

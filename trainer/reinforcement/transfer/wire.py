@@ -26,6 +26,7 @@ BUCKET_OF_GPU = 256 << 20  # of memory that both sides see
 WORDS = 1024  # of 8 bytes
 ROW = 8 * WORDS
 PATIENCE = timedelta(minutes=10)
+MEETS = timedelta(minutes=1)  # for a process of another host
 POLL = 0.0005  # seconds
 HOST = torch.device("cpu")
 
@@ -147,18 +148,29 @@ def _dtype(tensor: torch.Tensor) -> str:
 
 
 class Pipe:
-    """A connection of two processes of one host for tensors: over NCCL from GPU to GPU, or over gloo.
+    """A connection of two processes for tensors: over NCCL from GPU to GPU, or over gloo. The trainer has rank 0.
 
-    NCCL would wait for ever for a process that has ended: `gone` says that the other one has.
+    NCCL would wait for ever for a process that has ended: `gone` says that the other one has. gloo notices that by
+    itself on one host; a host that is gone says nothing, so that a tensor may have `seconds` to go over.
     """
 
-    def __init__(self, port: int, rank: int, device: torch.device = HOST, gone: Callable[[], bool] = lambda: False):
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        rank: int,
+        device: torch.device = HOST,
+        gone: Callable[[], bool] = lambda: False,
+        seconds: float | None = None,
+    ):
         from torch.distributed import ProcessGroupGloo, ProcessGroupNCCL, TCPStore
 
         self.rank, self.device, self.gone = rank, device, gone
-        self.store = TCPStore("127.0.0.1", port, 2, is_master=rank == 0, timeout=PATIENCE, wait_for_workers=False)
+        self.within = timedelta(seconds=seconds) if seconds else PATIENCE
+        meets = MEETS if seconds else PATIENCE
+        self.store = TCPStore(host, port, 2, is_master=rank == 0, timeout=meets, wait_for_workers=False)
         kind = ProcessGroupGloo if device.type == "cpu" else ProcessGroupNCCL
-        self.group = kind(self.store, rank, 2, PATIENCE)
+        self.group = kind(self.store, rank, 2, meets)
 
     def send(self, tensor: torch.Tensor) -> None:
         self._finish(self.group.send([tensor.to(self.device)], 1 - self.rank, 0))
@@ -175,4 +187,4 @@ class Pipe:
                 self.group.abort()
                 raise RuntimeError("the other process has ended")
             time.sleep(POLL)
-        work.wait()
+        work.wait(self.within)
