@@ -76,7 +76,7 @@ def contradictions(run: Run) -> Iterator[tuple[str, str]]:
     if run.checkpoint.save_every == "epoch":
         yield "checkpoint.save_every", "epoch, but steps of reinforce have none: name a number of steps, or a share"
     if run.layout.nodes > 1:
-        yield "layout.nodes", f"{run.layout.nodes}: reinforce runs on one host yet"
+        yield "layout.nodes", f"{run.layout.nodes}: reinforce trains on one host yet; reinforce.hosts gives vLLM others"
     if asked.source and data.mixture:
         yield "reinforce.source", "has no effect on data.mixture: name data.source"
     if asked.transport == "nccl" and run.hardware.gpu == "cpu":

@@ -51,11 +51,13 @@ def _function(asked: dict[str, Any], parent: int) -> tuple[Callable[..., Answer]
         source = asked["source"]
         rights.limit(asked["memory_gb"])
         rights.filter_calls()
-        _import(_imported(source))  # by nobody they could not be found where Python lies among root's own files
+        _import(
+            _imported(source, asked["file"])
+        )  # by nobody they could not be found where Python lies among root's own files
         rights.hide_files(ROOT)
         rights.become_nobody(parent)
         found: dict[str, Any] = {"__name__": "reward"}
-        exec(compile(source, "reward.py", "exec"), found)
+        exec(compile(source, asked["file"], "exec"), found)
         function = found.get(asked["name"])
         if not callable(function):
             raise NameError(f"{asked['name']} is no function of the file")
@@ -113,9 +115,9 @@ def _replied(reply: Callable[..., Any], conversation: dict[str, Any]) -> Answer:
         return {"refused": _told(error)}
 
 
-def _imported(source: str) -> Iterator[str]:
+def _imported(source: str, file: str) -> Iterator[str]:
     """Names of the modules that a file imports, wherever in it."""
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(ast.parse(source, file)):
         if isinstance(node, ast.Import):
             yield from (one.name for one in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module and not node.level:

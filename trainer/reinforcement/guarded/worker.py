@@ -53,12 +53,13 @@ class Worker:
 
     def __init__(self, kind: str, function: str | None, seconds: float, memory_gb: float):
         self.kind, self.seconds, self.memory_gb = kind, seconds, memory_gb
-        self.name, self.source = "", ""
+        self.name, self.source, self.file = "", "", ""
         self.key = "reinforce.environment" if kind == ENVIRONMENT else "reinforce.function"
         if function is not None:
             path, _, self.name = function.rpartition(":")
             if not path.endswith(".py") or not self.name.isidentifier():
                 raise Fault(f"{self.key}: {function}: PATH.py:NAME is wanted")
+            self.file = Path(path).name
             try:
                 self.source = regular_files.read(Path(path).expanduser()).decode("utf-8")
             except (Fault, UnicodeDecodeError) as error:
@@ -119,7 +120,8 @@ class Worker:
                 preexec_fn=end_with_parent,
             )
         self.connection = Connection(mine.detach())
-        asked = {"kind": self.kind, "source": self.source, "name": self.name, "memory_gb": self.memory_gb}
+        asked = {"kind": self.kind, "source": self.source, "file": self.file, "name": self.name}
+        asked |= {"memory_gb": self.memory_gb}
         found = self._ask(asked, STARTS_WITHIN, "to load the file")
         if "refused" in found:
             self.close()
