@@ -33,9 +33,18 @@ class Far(Rollouts):
 
 
 @pytest.fixture
-def hosts(tmp_path, monkeypatch):
-    """hosts(settings of each, address, prefix) -> the trainer's side, and a process for each host."""
+def started():
+    """Processes of the hosts."""
     started: list[subprocess.Popen] = []
+    yield started
+    for one in started:
+        one.kill()
+        one.wait()
+
+
+@pytest.fixture
+def hosts(tmp_path, monkeypatch, started):
+    """hosts(settings of each, address, prefix) -> the trainer's side; each host has a process."""
     opened: list[Far] = []
 
     def hosts(*settings: dict, address: str = "127.0.0.1", prefixes: tuple[list[str], ...] = ()) -> Far:
@@ -52,13 +61,9 @@ def hosts(tmp_path, monkeypatch):
             started.append(subprocess.Popen([*prefix, *command], env=os.environ | own))
         return opened[-1]
 
-    hosts.started = started
     yield hosts
     for one in opened:
         one.close()
-    for one in started:
-        one.kill()
-        one.wait()
 
 
 def asked(engines: Far) -> list[list[int]]:
@@ -68,19 +73,19 @@ def asked(engines: Far) -> list[list[int]]:
     return [tokens for _, ((tokens, *_),), _ in found]
 
 
-def test_engines_of_other_hosts_share_prompts_and_one_that_ends_is_left_out(hosts, capfd):
+def test_engines_of_other_hosts_share_prompts_and_one_that_ends_is_left_out(hosts, started, capfd):
     two = hosts({}, {})
     assert stat.S_IMODE(two.meeting.file.stat().st_mode) == 0o600
     two.ready()
     assert [one.name for one in two.engines] == ["engine 0 on host0", "engine 0 on host1"]
     assert not two.meeting.file.exists() and asked(two) == [[seed] for seed in SEEDS]
     lost = two.engines[1]
-    hosts.started[1].kill()
+    started[1].kill()
     lost.wait()
     assert asked(two) == [[seed] for seed in SEEDS] and len(two.engines) == 1
     assert "engine 0 on host1 is left out, and 1 of 2 engines go on" in capfd.readouterr().out
     last = two.engines[0]
-    hosts.started[0].kill()
+    started[0].kill()
     last.wait()
     with pytest.raises(RuntimeError, match=r"vLLM on host0 has ended, .*; no host of vLLM's own is left"):
         asked(two)  # no fault of the run's: the next attempt has other hosts
@@ -112,7 +117,7 @@ def test_a_trainer_that_no_gang_has_started_says_so(monkeypatch, tmp_path):
 @pytest.mark.slow
 @pytest.mark.timeout(120)
 @pytest.mark.skipif(bool(world.missing()), reason=world.missing())
-def test_a_host_that_is_cut_off_is_noticed_within_15_seconds_and_its_prompts_are_asked_of_the_others(hosts):
+def test_a_host_that_is_cut_off_is_noticed_within_15_seconds_and_its_prompts_are_asked_of_the_others(hosts, started):
     """Hosts are network namespaces. The one that is cut off would answer after a minute, and nobody says it is away."""
     names = [f"reinforced{number}" for number in range(3)]
     try:
@@ -141,7 +146,7 @@ def test_a_host_that_is_cut_off_is_noticed_within_15_seconds_and_its_prompts_are
         assert time.monotonic() - cut[0] < 15
         assert [one.host for one in three.engines] == ["host0", "host2"]
     finally:
-        for one in hosts.started:
+        for one in started:
             one.kill()
             one.wait()
         for number, name in enumerate(names):

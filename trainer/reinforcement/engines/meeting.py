@@ -100,23 +100,35 @@ class Meeting:
         self.file.unlink(missing_ok=True)
         self.file.touch(0o600)
         write_atomically(self.file, json.dumps(asdict(self.place)), durable=False)
+        self.come: dict[tuple[str, int], FarEngine] = {}
+        self.changed, self.over = threading.Condition(), threading.Event()
+        # vLLM loads the model as soon as it has come, while Megatron does.
+        self.thread = threading.Thread(target=self._listen, name="meeting", daemon=True)
+        self.thread.start()
 
     def engines(self) -> list[FarEngine]:
         """All engines, in the order of hosts. Raises a RuntimeError where they do not come in time."""
-        wanted, until = engines(self.run), time.monotonic() + WITHIN
-        come: dict[tuple[str, int], FarEngine] = {}
-        while len(come) < wanted:
-            if time.monotonic() > until:
-                raise RuntimeError(f"rollout: {len(come)} of {wanted} engines came within {WITHIN:.0f} s")
-            with contextlib.suppress(TimeoutError, OSError, EOFError, AuthenticationError, ValueError, TypeError):
-                engine, number = self._received(self.socket.accept()[0])
-                come[engine.host, number] = engine
+        wanted = engines(self.run)
+        with self.changed:
+            self.changed.wait_for(lambda: len(self.come) == wanted, WITHIN)
         self.close()
-        return [come[key] for key in sorted(come)]
+        if len(self.come) < wanted:
+            raise RuntimeError(f"rollout: {len(self.come)} of {wanted} engines came within {WITHIN:.0f} s")
+        return [self.come[key] for key in sorted(self.come)]
 
     def close(self) -> None:
+        self.over.set()
+        self.thread.join()
         self.socket.close()
         self.file.unlink(missing_ok=True)
+
+    def _listen(self) -> None:
+        while not self.over.is_set():
+            with contextlib.suppress(TimeoutError, OSError, EOFError, AuthenticationError, ValueError, TypeError):
+                engine, number = self._received(self.socket.accept()[0])
+                with self.changed:
+                    self.come[engine.host, number] = engine
+                    self.changed.notify_all()
 
     def _received(self, other: socket.socket) -> tuple[FarEngine, int]:
         """The engine at the other end, once it has proved that it knows the key, and this process has."""
