@@ -39,7 +39,7 @@ def main(run: Run) -> None:
                 except Fault as fault:
                     told = str(fault)
                     if told.startswith("rollout: "):  # vLLM's process has said so, and is about to end
-                        self.rollouts.process.wait(60)
+                        self.rollouts.engines[0].wait()
                 self.said = said
                 line = {"fault": name, "version": version, "told": told}
                 with (Path(run.paths.reinforced) / "planted.jsonl").open("a") as file:
@@ -54,7 +54,7 @@ def main(run: Run) -> None:
 
 def _go_back(self: Any, tensors: Tensors, version: int) -> None:
     """Have vLLM as it was with the version before, in a new process where a fault has ended it."""
-    if self.rollouts.process.poll() is not None:
+    if self.rollouts.engines[0].is_gone():
         from trainer.reinforcement.rollouts import Rollouts
 
         self.rollouts.close()

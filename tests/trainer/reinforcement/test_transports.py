@@ -5,6 +5,7 @@ import multiprocessing
 import os
 import shutil
 import statistics
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -23,7 +24,7 @@ SENT = torch.arange(5000).to(torch.uint8)
 
 
 def other_side(port: int, ends_early: bool) -> None:
-    pipe = wire.Pipe(port, 1)
+    pipe = wire.Pipe("127.0.0.1", port, 1)
     if ends_early:
         os._exit(1)
     pipe.send(pipe.receive(len(SENT)) + 1)
@@ -34,7 +35,7 @@ def test_what_goes_through_a_pipe_arrives_and_a_side_that_has_ended_is_noticed(e
     port = _free_port()
     process = multiprocessing.get_context("fork").Process(target=other_side, args=(port, ends_early))
     process.start()
-    pipe = wire.Pipe(port, 0)
+    pipe = wire.Pipe("127.0.0.1", port, 0)
     if ends_early:
         process.join()
         with pytest.raises(RuntimeError):
@@ -43,6 +44,24 @@ def test_what_goes_through_a_pipe_arrives_and_a_side_that_has_ended_is_noticed(e
     else:
         pipe.send(SENT)
         assert torch.equal(pipe.receive(len(SENT)), SENT + 1)
+    process.join()
+
+
+def takes_nothing(port: int) -> None:
+    pipe = wire.Pipe("127.0.0.1", port, 1)
+    time.sleep(60 * bool(pipe))
+
+
+def test_a_side_that_takes_nothing_is_waited_for_so_many_seconds():
+    port = _free_port()
+    process = multiprocessing.get_context("fork").Process(target=takes_nothing, args=(port,))
+    process.start()
+    pipe = wire.Pipe("127.0.0.1", port, 0, seconds=1.0)
+    began = time.monotonic()
+    with pytest.raises(RuntimeError):
+        pipe.send(SENT)
+    assert 0.9 < time.monotonic() - began < 20
+    process.kill()
     process.join()
 
 
