@@ -16,6 +16,7 @@ import pytest
 from tests.tasks.gang import driver
 from tests.tasks.gang.conftest import ROOT, losses, same, trainer, wait_for
 from trainer.data.tickets import tickets, with_worse
+from trainer.rehearsal import tiny_models
 
 
 @pytest.fixture
@@ -162,15 +163,39 @@ def test_hosts_convert_together_and_go_on_with_what_is_finished(start, folder, w
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_hosts_ask_a_reference_together_and_ask_no_row_twice(start, folder, work):
+def test_hosts_ask_the_reference_of_dpo_together_and_no_row_twice(start, folder, work):
     rows = with_worse(tickets(320, seed=0), seed=0)
-    (work / "ranked").mkdir()
-    (work / "ranked/training.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_rows(work / "ranked", [json.dumps(row) for row in rows])
     asks = ["train.objective=dpo", "train.micro_batch=1", f"paths.data={work / 'ranked-data'}"]
-    alone, conf = work / "alone-reference", str(work / "conf.yaml")
-    trainer("prepare", conf, *asks, f"data.source={work / 'ranked'}")
-    trainer("reference", conf, *asks, f"paths.reference={alone}")
+    trainer("prepare", str(work / "conf.yaml"), *asks, f"data.source={work / 'ranked'}")
+    ask_together(start, folder, work, asks, ["training.npy", "validation.npy"])
 
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_hosts_ask_the_reference_of_distill_together_and_no_row_twice(start, folder, work):
+    rows = tickets(320, seed=0).items()
+    write_rows(work / "taught", [json.dumps({"input": ask, "output": team}) for ask, team in rows])
+    asks = ["train.objective=distill", "train.teacher=tiny://qwen3", "train.micro_batch=1", "data.loss_on=all"]
+    asks += [f"paths.data={work / 'taught-data'}", f"paths.teacher={work / 'teacher'}"]
+    asks += [f"paths.teacher_base={work / 'teacher-base'}"]
+    tiny_models.make_model("qwen3", work / "teacher", dtype="float32")
+    trainer("prepare", str(work / "conf.yaml"), *asks, f"data.source={work / 'taught'}")
+    given = [f"paths.model={work / 'teacher'}", f"paths.base={work / 'teacher-base'}", "layout.gpus_per_node=1"]
+    trainer("convert", str(work / "conf.yaml"), *given)
+    names = [f"{split}-{name}.npy" for split in ("training", "validation") for name in ("values", "ids", "starts")]
+    ask_together(start, folder, work, asks, names)
+
+
+def write_rows(folder: Path, lines: list[str]) -> None:
+    folder.mkdir()
+    (folder / "training.jsonl").write_text("".join(line + "\n" for line in lines))
+
+
+def ask_together(start, folder: Path, work: Path, asks: list[str], names: list[str]) -> None:
+    """Ask on one host, then on two of which one rank is killed: files of these names are the same, byte by byte."""
+    alone = folder.with_name(f"{folder.name}-alone")
+    trainer("reference", str(work / "conf.yaml"), *asks, f"paths.reference={alone}")
     gang = start(*asks, "gang.start_within=300", job="reference")
     wait_for(lambda: [*folder.glob("files/unfinished/*.npz")], 300)
     ranks(gang, "reference")[1].kill()
@@ -181,7 +206,7 @@ def test_hosts_ask_a_reference_together_and_ask_no_row_twice(start, folder, work
     assert re.search(r"reference: goes on with \d+ of \d+ rows, of which nothing was said before", output(folder))
     told = (folder / "files/progress.jsonl").read_text().splitlines()
     assert json.loads(told[-1])["done"] == json.loads(told[-1])["total"]
-    assert (folder / "files/training.npy").read_bytes() == (alone / "training.npy").read_bytes()
+    assert filecmp.cmpfiles(alone, folder / "files", names, shallow=False) == (names, [], [])
 
 
 @pytest.mark.slow
