@@ -171,7 +171,8 @@ def read_overrides(overrides: Iterable[str]) -> tuple[dict[str, Any], dict[str, 
         elif key not in KEYS:
             wrong.append(f"{place}: {key}: unknown key{_meant(key)}")
         elif not_yaml or (isinstance(value, dict) and key not in MAPS):
-            wrong.append(f"{place}: {key}: takes one value, or a list; quote a text that holds braces or a colon")
+            quoted = "quote a text that begins with * or holds braces or a colon"
+            wrong.append(f"{place}: {key}: takes one value, or a list; {quoted}")
         elif key in values:
             wrong.append(f"{place}: {key}: set twice")
         else:

@@ -186,7 +186,11 @@ def test_overrides(conf):
         ("train.steps=", "train.steps: required, and missing; or train.epochs"),
         ("train.steps", "not of the form key=value"),
         ("train=3", "train is a section; set one of its keys"),
-        ("name={a: 1}", "name: takes one value, or a list; quote a text that holds braces or a colon"),
+        ("name={a: 1}", "name: takes one value, or a list; quote a text that begins with * or holds braces or a colon"),
+        (
+            "optimizer.without_decay=[*norm*]",
+            "optimizer.without_decay: takes one value, or a list; quote a text that begins with *",
+        ),
         ("data.template={input} {output}", "data.template: takes one value, or a list; quote a text"),
         ("layout.sp=true", "layout.sp: true cuts over tp, which is 1; nearest legal: false"),
         ("train.stop_after=99", "train.stop_after: 99 lies behind the last step, 10"),
