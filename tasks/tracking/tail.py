@@ -15,7 +15,7 @@ NOT_METRICS = {"kind", "step", "time"}
 # MLflow and Weights & Biases draw a section for what stands before the slash, in alphabetical order: the loss is first.
 SECTIONS = {
     "optimizer": ("lr", "grad_norm", "loss_scale", "skipped_steps", "nan_steps"),
-    "routing": ("aux_loss", "expert_load_max", "expert_load_mean"),
+    "routing": ("aux_loss", "router_z_loss", "expert_load_max", "expert_load_mean"),
     "speed": (
         "step_seconds",
         "tokens_per_second",

@@ -50,10 +50,20 @@ def test_chosen_weights_have_no_decay_and_a_name_of_none_is_refused(trained):
     assert "optimizer.without_decay: '*.adaptor.*' is the name of no weight" in refused["refused"]
 
 
-def test_every_second_checkpoint_has_its_adapter_beside_it(configure, ranks, base, work):
+def test_the_z_losses_of_tokens_and_of_routers_are_told_by_names_of_their_own(configure, ranks, base, work):
+    base("glm4-moe")
+    weights = ["train.z_loss=0.01", "moe.z_loss_coeff=0.001", "train.steps=2"]
+    result = ranks("train", configure("glm4-moe", f"paths.output={work}/both-z", *weights))
+    assert result.code == 0, result.output
+    first = next(line for line in result.metrics if line["kind"] == "train")
+    assert first["z_loss"] > 4 * first["router_z_loss"] > 0, "there are more tokens than experts"
+
+
+def test_every_second_checkpoint_has_its_adapter_beside_it_also_after_a_kill(configure, ranks, base, work):
     base("llama")
     keys = ["train.steps=4", "checkpoint.save_every=1", "export.every=2", "export.formats=[adapter]"]
     run = configure("llama", f"paths.output={work}/as-made", f"paths.export={work}/as-made-export", *keys)
+    assert ranks("train", run, kill_at=2).code == -9  # which leaves an odd number of checkpoints
     result = ranks("train", run)
     assert result.code == 0, result.output
     steps = sorted(path.parent.name for path in (work / "as-made" / "checkpoints").glob("iter_*/adapter"))

@@ -139,6 +139,18 @@ def test_fp16_that_overflows_skips_steps_halves_the_scale_and_goes_on(drawn, ran
 
 
 @pytest.mark.slow
+def test_steps_that_were_skipped_are_counted_on_after_a_kill_also_where_few_have_a_line(drawn, ranks):
+    keys = ["train.precision=fp16", "train.loss_scale=65536.0", "checkpoint.save_every=1", "log.every=5"]
+    counts = ("step", "lm_loss", "skipped_steps", "nan_steps", "loss_scale")
+    whole = [line for line in ranks("train", drawn("fp16-whole", {}, *keys)).metrics if line["kind"] == "train"]
+    run = drawn("fp16-killed", {}, *keys)
+    assert ranks("train", run, kill_at=4).code == -9
+    resumed = [line for line in ranks("train", run).metrics if line["kind"] == "train"]
+    assert [[line[name] for name in counts] for line in resumed] == [[line[name] for name in counts] for line in whole]
+    assert whole[0]["step"] == 5 and whole[0]["skipped_steps"] > 1, "some before the kill"
+
+
+@pytest.mark.slow
 def test_batches_that_grow_are_counted_and_resumed_also_at_another_layout(drawn, ranks):
     ramp = ["train.ramp_from=4", "train.ramp_sequences=32", "checkpoint.save_every=2"]
     run = drawn("ramp", {}, *ramp)

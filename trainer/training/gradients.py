@@ -171,9 +171,24 @@ class NoiseScale:
 def _square(model: Any) -> torch.Tensor:
     """Square of what gradients are so far on this rank, each parameter once."""
     found = torch.zeros((), dtype=torch.float64, device="cuda")
-    for parameter in model.parameters():
-        counts = param_is_not_shared(parameter) and param_is_not_tensor_parallel_duplicate(parameter)
-        if parameter.requires_grad and counts:
-            found += parameter.main_grad.float().norm() ** 2
-    distributed.all_reduce(found, group=parallel_state.get_tensor_model_parallel_group())
+    group, config = parallel_state.get_tensor_model_parallel_group(), unwrap_model(model).config
+    for name, parameter in model.named_parameters():
+        if not parameter.requires_grad:
+            continue
+        grad = parameter.main_grad.float()
+        if group.size() > 1 and _is_summed_late(name, parameter, config):
+            grad = grad.clone()
+            distributed.all_reduce(grad, group=group)
+        if param_is_not_shared(parameter) and param_is_not_tensor_parallel_duplicate(parameter):
+            found += grad.norm() ** 2
+    distributed.all_reduce(found, group=group)
     return found
+
+
+def _is_summed_late(name: str, parameter: Any, config: Any) -> bool:
+    """Whether tensor-parallel ranks have a part each of a gradient, which core adds up when the step is over.
+
+    The same is asked in megatron/core/distributed/finalize_model_grads.py.
+    """
+    of_heads = config.qk_layernorm and ("q_layernorm" in name or "k_layernorm" in name)
+    return of_heads or (config.sequence_parallel and getattr(parameter, "sequence_parallel", False))

@@ -6,6 +6,7 @@ The digests of the trained tensors, as they are in memory, are written beside it
 # pyright: reportOptionalMemberAccess=false
 
 import time
+from math import ceil
 from pathlib import Path
 
 from megatron.bridge.training.callbacks import Callback
@@ -24,10 +25,17 @@ from trainer.weights.exported import peft_format
 from trainer.weights.trained import find
 
 
+def is_nth(step: int, interval: int, every: int | None) -> bool:
+    """Whether every n-th checkpoint is that of this step. They are counted from the first step of the whole training.
+
+    The last one may lie between two intervals, and one that SIGTERM has saved as well: each counts as the next.
+    """
+    return every is not None and ceil(step / interval) % every == 0
+
+
 class Saves(Callback):
     def __init__(self, run: Run, metrics, validations: Validations | None = None):
         self.run, self.folder, self.metrics, self.validations = run, checkpoint_folder(run), metrics, validations
-        self.saved = 0  # checkpoints of this process
         self.training = resume.record(run)  # as it is now: nobody is to edit it under a running training
 
     def on_checkpoint_save(self, context) -> None:
@@ -39,9 +47,10 @@ class Saves(Callback):
             folder = checkpoints.step_folder(self.folder, step)
             facts = {"step": step, "alpha": alpha, "prompts": len(agreement.rows(self.run)), "digests": of_tensors}
             digests.write(folder, facts)
-            self._export(folder)
+            self._export(step, folder)
             self._mark(context)
-            self.metrics.write({"kind": "checkpoint", "step": step, "time": time.time(), "folder": str(folder)})
+            line = {"kind": "checkpoint", "step": step, "time": time.time(), "folder": str(folder)}
+            self.metrics.write(line | self.metrics.skips())
             say(f"step {step}: checkpoint {folder}")
         if self.validations:
             self.validations.after_save(context.state.train_state.step)
@@ -52,10 +61,11 @@ class Saves(Callback):
         if distributed.get_rank() == 0 and checkpoints.read_mark(checkpoints.step_folder(self.folder, step)):
             self._mark(context)
 
-    def _export(self, folder: Path) -> None:
+    def _export(self, step: int, folder: Path) -> None:
         """Write the adapter beside every n-th checkpoint. One that PEFT cannot express ends no training."""
-        every, self.saved = self.run.export.every, self.saved + 1
-        if every is None or self.saved % every:
+        interval = self.run.checkpoint.save_every
+        assert isinstance(interval, int)  # steps: trainer.train has a resolved schedule
+        if not is_nth(step, interval, self.run.export.every):
             return
         try:
             trained = find(self.run, folder)

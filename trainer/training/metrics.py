@@ -5,6 +5,7 @@ drops the lines of later steps, which an interrupted attempt left behind, so tha
 
     step, lm_loss, mtp_loss, aux_loss, lr, grad_norm      of this step; losses are means over tokens
     z_loss                                                mean square that train.z_loss weighs
+    router_z_loss                                         that of the routers, which moe.z_loss_coeff weighs
     loss_scale, skipped_steps, nan_steps                  of fp16: steps whose gradients overflowed so far, and those
                                                           among them whose loss was no number; lm_loss is null then
     rewards/chosen, rewards/rejected, rewards/margin,     of dpo, means over the rows of a step or of a validation;
@@ -160,11 +161,18 @@ class Metrics(Callback):
             raise Fault(f"step {step}: gradients overflow in fp16 at a loss scale of 1; train.precision=bf16")
 
     def _scaling(self, context) -> dict[str, float]:
-        """Counts of fp16: steps that were skipped, and those of them whose loss was no number."""
         if self.run.train.precision != "fp16":
             return {}
-        scale = context.optimizer.get_loss_scale().item()
-        return {"loss_scale": scale, "skipped_steps": self.skipped, "nan_steps": self.no_numbers}
+        return {"loss_scale": context.optimizer.get_loss_scale().item()} | self.skips()
+
+    def skips(self) -> dict[str, float]:
+        """Counts of fp16: steps that were skipped so far, and those of them whose loss was no number.
+
+        They stand beside each checkpoint too, whose step may have no line (log.every), so that a resume counts on.
+        """
+        if self.run.train.precision != "fp16":
+            return {}
+        return {"skipped_steps": self.skipped, "nan_steps": self.no_numbers}
 
     def _losses(self, context, step: int) -> dict[str, float]:
         model, scale = context.state.cfg.model, 1 / get_num_microbatches()
@@ -249,7 +257,7 @@ def _auxiliary_losses(model) -> dict[str, str]:
     if "seq_aux_loss" in kinds:
         names["seq_load_balancing_loss"] = "aux_loss"
     if model.moe_z_loss_coeff:
-        names["z_loss"] = "z_loss"
+        names["z_loss"] = "router_z_loss"
     return names
 
 
@@ -280,7 +288,7 @@ def _numbers(losses: dict[str, float]) -> dict[str, float | None]:
 def _drop_after(path: Path, step: int) -> dict:
     """Keep the whole lines of steps up to this one: a killed process may leave later ones, and half of the last.
 
-    Returns the last line of a step that is kept.
+    Returns the last line that is kept of those that count skipped steps.
     """
     kept, last = [], {}
     for line in path.read_text().splitlines() if path.exists() else []:
@@ -288,7 +296,7 @@ def _drop_after(path: Path, step: int) -> dict:
             found = json.loads(line)
             if found["step"] <= step and step:
                 kept.append(line + "\n")
-                last = found if found["kind"] == "train" else last
+                last = found if "skipped_steps" in found else last
         except ValueError:
             continue
     write_atomically(path, "".join(kept), durable=True)

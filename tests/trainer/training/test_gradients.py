@@ -46,6 +46,17 @@ def test_the_noise_scale_compares_the_first_micro_batch_with_the_batch(configure
     assert tokens == pytest.approx(round(tokens), rel=1e-3) and 1 <= tokens <= 4
 
 
+def test_the_noise_scale_is_the_same_where_ranks_have_a_part_each_of_a_norm_s_gradient(configure, ranks, base, work):
+    """Norms of heads under tp, and all others under sp: what each rank has is added up when the step is over."""
+    base("qwen3")
+    keys = ["adapter.kind=none", "train.micro_batch=1", "train.steps=2", "log.noise_scale=true"]
+    alone = lines(ranks("train", configure("qwen3", f"paths.output={work}/norms-noise", *keys)))
+    cut = ["layout.gpus_per_node=2", "layout.tp=2", "layout.sp=true", f"paths.output={work}/norms-noise-tp"]
+    together = lines(ranks("train", configure("qwen3", *keys, *cut)))
+    for one, other in zip(alone, together, strict=True):
+        assert other["noise_scale_tokens"] == pytest.approx(one["noise_scale_tokens"], rel=1e-4)
+
+
 def test_estimates_find_a_gradient_and_its_variance_again():
     torch.manual_seed(1)
     gradients = 0.5 + torch.randn(400, 64, 32, dtype=torch.float64)  # 400 batches of 64 tokens, 32 weights
