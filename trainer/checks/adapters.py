@@ -35,4 +35,5 @@ def check(run: Run) -> None:
         what = (
             f"{run.adapter.alpha} scales what the adapter gives by {ours:g}, and {folder} was trained with {theirs:g}"
         )
-        raise Fault(f"adapter.alpha: {what}; adapter.alpha={theirs * run.adapter.rank:g} adapter.rslora=false")
+        rooted = "true" if config.get("use_rslora") else "false"
+        raise Fault(f"adapter.alpha: {what}; adapter.alpha={alpha:g} adapter.rslora={rooted}")

@@ -66,6 +66,18 @@ def test_another_rank_or_scale_is_one_line(exported, configure, changes, says):
         adapters.check(configure(name, "model.adapter=nowhere"))
 
 
+@pytest.mark.parametrize("rooted", [True, False])
+def test_the_scale_that_is_proposed_is_taken(configure, tmp_path, rooted):
+    """The one of rsLoRA over rank 8 is 16 / sqrt(8), which no whole alpha has without it."""
+    config = {"peft_type": "LORA", "r": 8, "lora_alpha": 16, "use_rslora": rooted}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config))
+    (tmp_path / "adapter_model.safetensors").touch()
+    with pytest.raises(Fault) as refused:
+        adapters.check(configure("llama", f"model.adapter={tmp_path}", "adapter.alpha=3"))
+    proposed = str(refused.value).rpartition("; ")[2].split()
+    adapters.check(configure("llama", f"model.adapter={tmp_path}", *proposed))
+
+
 def test_layers_without_a_place_are_one_line(exported, configure, ranks, work):
     name, folder = exported
     fewer = [f"paths.output={work}/fewer-{name}", "adapter.targets=[linear_qkv]"]
