@@ -114,5 +114,6 @@ class Model(Section):
         default=None,
         ge=0,
         lt=1,
-        description="in training, of attention's weights and of what each layer adds; null = as released, mostly none",
+        description="in training, of attention's weights and of what each layer adds; null = as released, mostly none; "
+        "none with dpo",
     )

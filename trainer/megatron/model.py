@@ -109,6 +109,8 @@ def make_provider(run: Run, bridge, load_weights: bool = False):
 
     if run.model.dropout is not None:
         provider.hidden_dropout = provider.attention_dropout = run.model.dropout
+    elif train.objective == "dpo":  # a release may bring one, by which each answer would differ from its reference
+        provider.hidden_dropout = provider.attention_dropout = 0.0
 
     provider.recompute_granularity = None if train.recompute == "none" else train.recompute
     if train.recompute == "full":

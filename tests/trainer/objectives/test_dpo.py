@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 from pathlib import Path
 
 import pytest
@@ -24,6 +25,17 @@ def test_the_first_loss_is_that_of_a_coin_and_held_out_pairs_come_out_right_afte
     assert last["rewards/margin"] > first["rewards/margin"] + 1
     (validation,) = [line for line in result.metrics if line["kind"] == "validation"]
     assert validation["rewards/accuracy"] > 0.9 and "perplexity" not in validation
+
+
+def test_a_dropout_that_a_release_brings_is_off(compared, ranks, work):
+    run = compared("llama", "sure", "train.steps=2")
+    unsure = work / "unsure-llama"
+    shutil.copytree(run.paths.model, unsure)
+    config = json.loads((unsure / "config.json").read_text()) | {"attention_dropout": 0.5}
+    (unsure / "config.json").write_text(json.dumps(config))
+    result = ranks("train", run.model_copy(update={"paths": run.paths.model_copy(update={"model": str(unsure)})}))
+    assert result.code == 0, result.output[-3000:]
+    assert steps(result)[0]["lm_loss"] == pytest.approx(math.log(2), abs=1e-5)
 
 
 @pytest.mark.slow
