@@ -29,8 +29,14 @@ WORDS = {
 
 
 def key_of(detail: ErrorDetails) -> str:
-    """Dotted key of an error. An integer is a place in a list, unless it is itself a wrong key."""
-    return ".".join(str(part) for part in detail["loc"] if isinstance(part, str) or detail["type"] == "invalid_key")
+    """Dotted key of an error. A place in a list is named where sections lie in it: data.mixture[1].weight."""
+    loc, key = detail["loc"], ""
+    for at, part in enumerate(loc):
+        if isinstance(part, str) or detail["type"] == "invalid_key":
+            key += f".{part}" if key else str(part)
+        elif key and any(isinstance(inner, str) for inner in loc[at:]):
+            key += f"[{part}]"
+    return key
 
 
 def line(detail: ErrorDetails, meant: Callable[[str], str]) -> str:

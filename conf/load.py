@@ -30,6 +30,7 @@ from conf.model_files import weights
 from conf.planner import hardware
 from conf.rules import layout
 from conf.rules.contradictions import contradictions
+from conf.schema.data import Part
 from conf.schema.model import CONFIG, Drawn
 from conf.schema.run import Run, dotted_keys, sections, spelled_out
 from conf.schema.sections import MOST
@@ -82,11 +83,11 @@ def load(path: str | os.PathLike[str], overrides: Sequence[str] = (), illegal: b
         run = Run.model_validate(data)
     except ValidationError as error:
         details = error.errors(include_url=False)
-        wrong += [f"{places.get(key_of(detail), shown)}: {line(detail, _meant)}" for detail in details]
+        wrong += [f"{_place(places, key_of(detail), shown)}: {line(detail, _meant)}" for detail in details]
         raise ConfigError(*wrong) from None
     run = _drawn_if_without_weights(run)
     if not wrong:
-        wrong += [f"{places.get(key, shown)}: {key}: {text}" for key, text in contradictions(run)]
+        wrong += [f"{_place(places, key, shown)}: {key}: {text}" for key, text in contradictions(run)]
         if run.world > MOST:
             nodes, each = run.layout.nodes, run.layout.gpus_per_node
             place = next((places[key] for key in ("layout.nodes", "layout.gpus_per_node") if key in places), shown)
@@ -96,6 +97,11 @@ def load(path: str | os.PathLike[str], overrides: Sequence[str] = (), illegal: b
     if wrong:
         raise ConfigError(*wrong)
     return _one_host(run) if run.layout.auto and "gpus_per_node" not in run.layout.model_fields_set else run
+
+
+def _place(places: dict[str, str], key: str, shown: str) -> str:
+    """Where a key was said, which may be one of a section in a list: in an override, or in the file `shown`."""
+    return places.get(key, places.get(key.partition("[")[0], shown))
 
 
 def _make_way(data: dict[str, Any], values: dict[str, Any]) -> None:
@@ -185,8 +191,10 @@ def _meant(key: str) -> str:
 
     A key of the same name elsewhere comes first, then a similar one beside it, then any similar one.
     """
-    known = KEYS + SECTIONS
     section, _, name = key.rpartition(".")
+    known = (
+        [f"{section}.{one}" for one in Part.model_fields] if section.startswith("data.mixture[") else KEYS + SECTIONS
+    )
     same = [other for other in known if other.rpartition(".")[2] == name]
     beside = {other.rpartition(".")[2]: other for other in known if other.rpartition(".")[0] == section}
     near = [beside[other] for other in get_close_matches(name, beside, n=1)]

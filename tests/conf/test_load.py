@@ -201,6 +201,21 @@ def test_wrong_override(conf, override, line):
     assert found.startswith(f"override {override}: {line}")
 
 
+@pytest.mark.parametrize(
+    "part, said",
+    [
+        ("{source: b, weight: 0}", "weight: 0 is too small: it must be above 0"),
+        ("{source: b, wieght: 1}", "wieght: unknown key; did you mean data.mixture[1].weight?"),
+        ("{source: b, shape: tixt}", "shape: \"tixt\" is not one of 'auto'"),
+        ("{weight: 1}", "source: missing"),
+    ],
+)
+def test_what_is_wrong_with_a_part_of_a_mixture_names_which_and_the_override(conf, part, said):
+    override = f"data.mixture=[{{source: a}}, {part}]"
+    [found] = lines(conf(RIGHT), [override])
+    assert found.startswith(f"override {override}: data.mixture[1].{said}")
+
+
 def test_override_given_twice(conf):
     assert lines(conf(RIGHT), ["train.steps=1", "train.steps=2"]) == ["override train.steps=2: train.steps: set twice"]
 

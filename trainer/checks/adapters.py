@@ -35,5 +35,12 @@ def check(run: Run) -> None:
         what = (
             f"{run.adapter.alpha} scales what the adapter gives by {ours:g}, and {folder} was trained with {theirs:g}"
         )
-        rooted = "true" if config.get("use_rslora") else "false"
-        raise Fault(f"adapter.alpha: {what}; adapter.alpha={alpha:g} adapter.rslora={rooted}")
+        raise Fault(f"adapter.alpha: {what}; {_keys(theirs, root)}")
+
+
+def _keys(scale: float, root: float) -> str:
+    """The keys that scale so, by the rank or by its root: the alpha of an export of rsLoRA is a fraction."""
+    for rooted, alpha in (("false", scale * root**2), ("true", scale * root)):
+        if round(alpha) > 0 and math.isclose(alpha, round(alpha), rel_tol=1e-6):
+            return f"adapter.alpha={round(alpha)} adapter.rslora={rooted}"
+    return "no whole adapter.alpha does"

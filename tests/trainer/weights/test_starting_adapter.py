@@ -66,10 +66,10 @@ def test_another_rank_or_scale_is_one_line(exported, configure, changes, says):
         adapters.check(configure(name, "model.adapter=nowhere"))
 
 
-@pytest.mark.parametrize("rooted", [True, False])
-def test_the_scale_that_is_proposed_is_taken(configure, tmp_path, rooted):
-    """The one of rsLoRA over rank 8 is 16 / sqrt(8), which no whole alpha has without it."""
-    config = {"peft_type": "LORA", "r": 8, "lora_alpha": 16, "use_rslora": rooted}
+@pytest.mark.parametrize(("alpha", "rooted"), [(16, False), (16, True), (16 * 8**0.5, False)])
+def test_the_scale_that_is_proposed_is_taken(configure, tmp_path, alpha, rooted):
+    """The last one is what an export of rsLoRA has for its alpha, of which adapter.alpha is a whole number."""
+    config = {"peft_type": "LORA", "r": 8, "lora_alpha": alpha, "use_rslora": rooted}
     (tmp_path / "adapter_config.json").write_text(json.dumps(config))
     (tmp_path / "adapter_model.safetensors").touch()
     with pytest.raises(Fault) as refused:
