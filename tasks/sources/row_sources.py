@@ -163,6 +163,7 @@ def _indexed_objects(source: str) -> tuple[str, dict[str, tuple[int, str]]] | No
 def _pairs(objects: dict[str, tuple[int, str]], key: str) -> list[str]:
     names = {PurePosixPath(name) for name in objects}
     indexes = [name for name in names if name.suffix == indexed_files.IDX]
+    indexes = indexes or [name for name in names if indexed_files.are(names)]  # a .bin alone lacks its index
     try:
         return [str(name) for name in indexed_files.both(indexes, names.__contains__)]
     except Fault as fault:

@@ -388,11 +388,13 @@ def test_a_fetch_goes_on_where_it_was(bucket, identity, tmp_path, monkeypatch):
         ("/absent", "nothing lies there; check the bucket and the prefix, which is no pattern"),
         ("/set/*.jsonl", "nothing lies there"),
         ("/other", "none of the 2 objects there is a file of rows, such as README.md; they end in .jsonl"),
+        ("/half", "a.bin: of no use without a.idx, which does not lie beside it"),
+        ("/half/a", "a.bin: of no use without a.idx"),
         ("/bad", r"'a\\b.jsonl' is no name of a file inside a folder"),
     ],
 )
 def test_what_s3_does_not_have(bucket, identity, source, complaint):
-    for key in ("set/a.jsonl", "other/README.md", "other/x.bin", "bad/a\\b.jsonl"):
+    for key in ("set/a.jsonl", "other/README.md", "other/x.bin", "half/a.bin", "bad/a\\b.jsonl"):
         bucket.put(key)
     assert complaint in refused(bucket.uri + source, identity)
 
