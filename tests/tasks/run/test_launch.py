@@ -140,7 +140,7 @@ def test_a_line_without_an_end_is_cut(run):
 def test_it_ticks_twice_a_second_whatever_is_printed(run, code):
     ticks, began = [], time.monotonic()
     run(f"import time\n{code}", tick=lambda: ticks.append(1))
-    assert 4 <= len(ticks) <= 2 * (time.monotonic() - began) + 1
+    assert 4 <= len(ticks) <= 2 * (time.monotonic() - began) + 2  # at once, and when it is over
 
 
 def test_what_outlives_a_killed_guard_does_not_hold_us(run, tmp_path):
