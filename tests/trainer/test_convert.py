@@ -4,6 +4,7 @@ import errno
 import filecmp
 import hashlib
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from contract.faults import Fault
 from contract.output_marks import BASE
 from tests.support import mxfp4_release
 from trainer.rehearsal import tiny_models
-from trainer.weights import atomic_folder, released
+from trainer.weights import atomic_folder, released, torch_dist
 
 # Converted at these layouts, in this precision; exported on one process.
 CASES = [
@@ -276,3 +277,25 @@ def test_a_base_that_was_damaged_is_not_exported(start, tmp_path):
     assert exported.code == 2, exported.output
     assert f"error: {file}: damaged where " in exported.output
     assert not (tmp_path / "export").exists()
+
+
+def test_of_a_damaged_file_the_one_weight_is_named_that_is_not_whole(start, tmp_path):
+    """By the checksum of its file, and by its own, which is all that bases of before have."""
+    assert start("convert", "llama").code == 0
+    folder = tmp_path / "base/iter_0000000"
+    stored = torch_dist.open_checkpoint(folder)
+    assert stored.sums.keys() == {file.name for file in folder.glob("*.distcp")}
+    largest = max(stored.metadata.storage_data.values(), key=lambda piece: piece.length)
+    file = folder / largest.relative_path
+    content = bytearray(file.read_bytes())
+    content[largest.offset + largest.length // 2] ^= 1
+    file.write_bytes(content)
+    for sums in (stored.sums, {}):
+        opened, damaged = replace(stored, sums=sums, whole={}, layouts={}), set()
+        for place in opened.places.values():
+            try:
+                torch_dist.read(opened, place)
+            except Fault as fault:
+                damaged.add(str(fault))
+        (line,) = damaged
+        assert line.startswith(f"{file}: damaged where ")

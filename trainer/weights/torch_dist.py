@@ -10,17 +10,20 @@ The optimizer's tensors, random states and Transformer Engine's _extra_state are
 
 Where training has left digests of what it had in memory (trainer/weights/digests.py), every weight that is read is
 held against its own: a weight that is missing, of another layer, of another step or put together wrongly is named.
-Without them each piece is held against its archive's checksum, once.
+Without them each piece's file is held against its checksum (trainer/weights/file_sums.py), once, and where it has none,
+or another one, the piece against its archive's.
 
 Weights may be read from several threads.
 """
 
 import itertools
 import re
+import threading
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import BinaryIO
 
 import torch
 from torch.distributed.checkpoint.filesystem import FileSystemReader
@@ -28,7 +31,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 
 from contract import regular_files
 from contract.faults import Fault
-from trainer.weights import digests, mapped_piece
+from trainer.weights import digests, file_sums, mapped_piece
 from trainer.weights.mapped_piece import Layout
 from trainer.weights.released import enumerate_names
 
@@ -58,6 +61,9 @@ class Stored:
     in_memory: dict | None = None  # what digests.read() gives
     seen: set[str] = field(default_factory=set)  # names of the weights that were read
     layouts: dict[tuple, Layout] = field(default_factory=dict)  # of the pieces that were read
+    sums: dict[str, str] = field(default_factory=dict)  # of its files, by name
+    whole: dict[str, bool] = field(default_factory=dict)  # whether a file has its checksum, of those that were read
+    looking: threading.Lock = field(default_factory=threading.Lock)  # held by who looks at a file
     make: Callable[[MetadataIndex], torch.Tensor] | None = None  # of the release, where no file has a piece
     make_part: Callable[[MetadataIndex, Sequence[int], Sequence[int]], torch.Tensor] | None = None  # a box of it
     is_new: bool = False  # this process has just written it: its files' own checksums are not looked at again
@@ -78,7 +84,7 @@ def open_checkpoint(folder: Path) -> Stored:
     for key, stored in metadata.state_dict_metadata.items():
         if isinstance(stored, TensorStorageMetadata) and not NOT_WEIGHTS.search(key):
             places |= dict(_places(key, stored))
-    return Stored(folder, metadata, places, digests.read(folder))
+    return Stored(folder, metadata, places, digests.read(folder), sums=file_sums.read(folder))
 
 
 def require_all(stored: Stored) -> None:
@@ -206,9 +212,17 @@ def _load(stored: Stored, key: str, offsets, index: tuple[int, ...]) -> torch.Te
         try:
             if (layout := stored.layouts.get((key, *offsets))) is None:
                 layout = mapped_piece.layout(f, place.offset, place.length)
-                if not stored.digests and not stored.is_new and not mapped_piece.is_sound(f, layout):
+                if not (stored.digests or stored.is_new or _is_sound(stored, place.relative_path, f, layout)):
                     raise ValueError("other numbers than were saved")
                 stored.layouts[key, *offsets] = layout
             return mapped_piece.read(f, layout, index)
         except Exception as error:  # of any kind, as zipfile, pickle and mmap raise
             raise Fault(f"{path}: damaged where {key} lies ({type(error).__name__}); take another checkpoint") from None
+
+
+def _is_sound(stored: Stored, name: str, file: BinaryIO, layout: Layout) -> bool:
+    """Whether a piece is what was saved: its file has its checksum, or the piece has."""
+    with stored.looking:
+        if name in stored.sums and name not in stored.whole:
+            stored.whole[name] = file_sums.of(file) == stored.sums[name]
+    return stored.whole.get(name, False) or mapped_piece.is_sound(file, layout)

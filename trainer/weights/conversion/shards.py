@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemT
 from torch.distributed.checkpoint.storage import WriteResult
 
 from contract.files import sync
-from trainer.weights import released, torch_dist
+from trainer.weights import file_sums, released, torch_dist
 from trainer.weights.conversion.megatron_tensors import Piece, Values
 from trainer.weights.released import Model
 
@@ -124,12 +124,9 @@ class Work:
             return True
         try:
             with (self.folder / self._name(number)).open("rb") as f:
-                found = xxhash.xxh3_128()
-                while block := f.read(released.BLOCK):
-                    found.update(block)
+                return file_sums.of(f) == entry.get("sum")
         except OSError:
             return False
-        return found.hexdigest() == entry.get("sum")
 
     def make(self, number: int, model: Model, known: dict[str, str] | None) -> dict:
         """Make a shard, and its entry. `known` are checksums of the released tensors, where they are known."""
@@ -154,8 +151,9 @@ class Work:
     def finish(self, entries: dict[int, dict]) -> None:
         """Write what is no tensor, and the metadata that lead to every piece. Rank 0 alone does."""
         last = len(self.shards)
+        every = dict(sorted((entries | {last: self._write(last)}).items()))
         results = []
-        for number, entry in sorted((entries | {last: self._write(last)}).items()):
+        for number, entry in every.items():
             items, name = self.plans[number].items, self._name(number)
             results.append(
                 [
@@ -163,6 +161,7 @@ class Work:
                     for item, (offset, length) in zip(items, entry["places"], strict=True)
                 ]
             )
+        file_sums.write(self.folder, {self._name(n): entry["sum"] for n, entry in every.items() if "sum" in entry})
         self.writer.finish(self.metadata, results)
 
     def _write(self, number: int) -> dict:

@@ -1,0 +1,37 @@
+"""Checksums of a base's files, beside them: who reads a piece looks at its file once.
+
+That takes a tenth of the time of the pieces' own checksums, which are their archives' CRC-32. Bases of before, and
+checkpoints of a training, have none.
+"""
+
+import json
+from pathlib import Path
+from typing import BinaryIO
+
+import xxhash
+
+from contract.files import write_atomically
+
+FILE = "sums.json"
+BLOCK = 2**22  # bytes read at once
+
+
+def of(file: BinaryIO) -> str:
+    found = xxhash.xxh3_128()
+    file.seek(0)
+    while block := file.read(BLOCK):
+        found.update(block)
+    return found.hexdigest()
+
+
+def write(folder: Path, sums: dict[str, str]) -> None:
+    write_atomically(folder / FILE, json.dumps(sums, indent=1, sort_keys=True), durable=True)
+
+
+def read(folder: Path) -> dict[str, str]:
+    """Checksums by the names of files; none where nobody has written any that can be read."""
+    try:
+        found = json.loads((folder / FILE).read_text())
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
