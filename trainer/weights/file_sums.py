@@ -10,6 +10,8 @@ from typing import BinaryIO
 
 import xxhash
 
+from contract import json_object
+from contract.faults import Fault
 from contract.files import write_atomically
 
 FILE = "sums.json"
@@ -31,7 +33,6 @@ def write(folder: Path, sums: dict[str, str]) -> None:
 def read(folder: Path) -> dict[str, str]:
     """Checksums by the names of files; none where nobody has written any that can be read."""
     try:
-        found = json.loads((folder / FILE).read_text())
-    except (OSError, ValueError):
+        return json_object.read(folder / FILE)
+    except Fault:
         return {}
-    return found if isinstance(found, dict) else {}
