@@ -103,17 +103,25 @@ class Reference(Job):
 
 
 @dataclass(frozen=True)
-class Evaluation(Job):
-    """Evaluation of one of a run's models. It begins again in each attempt, and its first member has the answers."""
+class OfTheFirst(Job):
+    """Work whose result its first member has; the others do a part of it for that one."""
 
     asked: Run  # whose layout is the training's
-
-    command: ClassVar[str] = "evaluate"
-    advice: ClassVar[str] = "evaluate.nodes, evaluate.gpus and evaluate.quantization decide what a GPU has to hold"
 
     @property
     def conf(self) -> Run:
         return self.asked
+
+    def is_over(self, states: Sequence[str]) -> bool:
+        return states[:1] == ["done"]
+
+
+@dataclass(frozen=True)
+class Evaluation(OfTheFirst):
+    """Evaluation of one of a run's models. It begins again in each attempt, and its first member has the answers."""
+
+    command: ClassVar[str] = "evaluate"
+    advice: ClassVar[str] = "evaluate.nodes, evaluate.gpus and evaluate.quantization decide what a GPU has to hold"
 
     def ranks(self, gpus: int) -> int:
         return 1
@@ -121,34 +129,22 @@ class Evaluation(Job):
     def newest(self) -> int:
         return 0
 
-    def is_over(self, states: Sequence[str]) -> bool:
-        return states[:1] == ["done"]
-
     def is_done(self) -> bool:
         return (Path(self.run.paths.evaluation) / "results.json").exists()
 
 
 @dataclass(frozen=True)
-class Reinforcement(Job):
+class Reinforcement(OfTheFirst):
     """Training on answers of vLLM's, which has hosts of its own. The first member trains, and has the rewards."""
-
-    asked: Run  # whose layout is the training's
 
     command: ClassVar[str] = "reinforce"
     advice: ClassVar[str] = "keys of layout and adapter decide what training holds; reinforce.hosts does not"
-
-    @property
-    def conf(self) -> Run:
-        return self.asked
 
     def task(self, run: Run) -> Task:
         return replace(super().task(run), helps="reinforcement.engines.guest", helpers=self.asked.reinforce.engines)
 
     def newest(self) -> int:
         return _newest(Path(self.run.paths.reinforced))
-
-    def is_over(self, states: Sequence[str]) -> bool:
-        return states[:1] == ["done"]
 
     def needs(self, place: int) -> bool:
         return place == 0

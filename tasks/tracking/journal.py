@@ -147,15 +147,11 @@ def others(root: Path) -> bool:
 def is_held(folder: Path) -> bool:
     """Whether a process has the journal. One that ends has it until its last thread is gone."""
     try:
-        lock = os.open(folder / "lock", os.O_RDWR)
-    except OSError:
-        return False
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
+        os.close(_locked(folder))
+    except BlockingIOError:
         return True
-    finally:
-        os.close(lock)
+    except OSError:  # it is gone: everything was shipped
+        pass
     return False
 
 
@@ -163,16 +159,26 @@ def dead(root: Path) -> Iterator[Journal]:
     """Journals whose processes are gone, the oldest first. The caller has each until it releases it."""
     for folder in sorted(root.glob("[!.]*/"), key=_created):
         try:
-            lock = os.open(folder / "lock", os.O_RDWR)
-        except OSError:
+            lock = _locked(folder)
+        except OSError:  # its process lives, or somebody shipped and removed it just now
             continue
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             journal = Journal(folder, lock)
-        except (OSError, ValueError):  # its process lives, or somebody shipped and removed it just now
+        except (OSError, ValueError):
             os.close(lock)
             continue
         yield journal
+
+
+def _locked(folder: Path) -> int:
+    """Take the lock of a journal. Raises BlockingIOError where a process has it."""
+    lock = os.open(folder / "lock", os.O_RDWR)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(lock)
+        raise
+    return lock
 
 
 def _created(folder: Path) -> float:

@@ -51,9 +51,8 @@ def _function(asked: dict[str, Any], parent: int) -> tuple[Callable[..., Answer]
         source = asked["source"]
         rights.limit(asked["memory_gb"])
         rights.filter_calls()
-        _import(
-            _imported(source, asked["file"])
-        )  # by nobody they could not be found where Python lies among root's own files
+        # By nobody they could not be found where Python lies among root's own files.
+        _import(_imported(source, asked["file"]))
         rights.hide_files(ROOT)
         rights.become_nobody(parent)
         found: dict[str, Any] = {"__name__": "reward"}
