@@ -208,6 +208,9 @@ def _of_any(run: Run) -> Iterator[Setting]:
     kept = f"{run.paths.kernels}/inductor"
     yield Setting("TORCHINDUCTOR_CACHE_DIR", kept, "what a first step compiles is there for the next start")
     yield Setting("CUDA_DEVICE_ORDER", "PCI_BUS_ID", "local rank i is GPU i of every host, on the same rail")
+    if run.train.cuda_graphs:
+        # [core] asks for it beside the allocator's expandable segments
+        yield Setting("NCCL_GRAPH_REGISTER", "0", "buffers of CUDA graphs are not NCCL's to register")
 
 
 def _of_model(layout: Layout, blackwell: bool) -> Iterator[Setting]:

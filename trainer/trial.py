@@ -68,6 +68,7 @@ from trainer.rehearse import config_of
 from trainer.startup import entry
 
 WARM = 2  # steps: kernels are chosen, states are made, the allocator has seen all sizes
+RECORDING = 2  # further ones, until train.cuda_graphs has its graphs
 RECORDED = 2  # steps that --profile adds: one in which the profiler starts, and the one that is kept
 STATES = ("weights", "adapters", "gradients", "optimizer")
 
@@ -75,9 +76,9 @@ STATES = ("weights", "adapters", "gradients", "optimizer")
 def main() -> int:
     options = _arguments()
     with entry.faults_in_one_line():
-        if options.steps <= WARM:
-            raise Fault(f"--steps: {options.steps}, but the first {WARM} are not measured")
         asked = load(options.conf, options.overrides, illegal=True)
+        if options.steps <= warm(asked):
+            raise Fault(f"--steps: {options.steps}, but the first {warm(asked)} are not measured")
         config = config_of(asked)
         whole = facts_from_hf(config)
         run = verdict.settle(asked, whole, hardware.of(asked))
@@ -217,7 +218,7 @@ def _profiled(run: Run, facts: ModelFacts, ranks: list[dict[str, Any]], keeps: P
     for file in recorder.folder_of(run, run.train.steps).glob(report.TRACE.format("*")):
         shutil.move(file, keeps)
     each = facts.layers / run.layout.pp * grid(run.layout, run.train).microbatches
-    measured = [rank["seconds"][WARM - 1 :] for rank in ranks]
+    measured = [_seconds(run, rank) for rank in ranks]
     usual = statistics.median(max(seconds) for seconds in zip(*measured, strict=False))
     return report.report(keeps, {"name": run.name, "seconds": usual, "layers_times_microbatches": each})
 
@@ -242,7 +243,7 @@ def compare(run: Run, facts: ModelFacts, gpu: Gpu | None, ranks: list[dict[str, 
         seen = ranks[rank] if ranks else {}
         measured = {key: seen[key] for key in (*STATES, "host_states") if seen}
         if seen:
-            measured["seconds"] = statistics.median(seen["seconds"][WARM - 1 :])
+            measured["seconds"] = statistics.median(_seconds(run, seen))
         if seen and seen["device"] != "cpu":
             measured |= {"allocated": seen["peak"], "reserved": seen["reserved"], "device": seen["used"]}
             measured |= {"resting": seen["resting"]}
@@ -257,12 +258,22 @@ def compare(run: Run, facts: ModelFacts, gpu: Gpu | None, ranks: list[dict[str, 
         rows.append(row | {key: seen.get(key, []) for key in ("seconds", "losses")} | {"parts": stage.items})
     answer = {"name": run.name, "device": ranks[0]["device"] if ranks else "", "gpu": gpu.name if gpu else None}
     answer |= {"tokens": run.train.global_batch * run.data.seq_length, "bubble": time.bubble, "ranks": rows}
-    return answer | (_speed(time, ranks) if ranks else {})
+    return answer | (_speed(run, time, ranks) if ranks else {})
 
 
-def _speed(time: Timing, ranks: list[dict[str, Any]]) -> dict[str, Any]:
+def warm(run: Run) -> int:
+    """Number of the first steps, which are not measured."""
+    return WARM + RECORDING * run.train.cuda_graphs
+
+
+def _seconds(run: Run, rank: dict[str, Any]) -> list[float]:
+    """Seconds of the steps that are measured; the first step has none, as its start is another's end."""
+    return rank["seconds"][warm(run) - 1 :]
+
+
+def _speed(run: Run, time: Timing, ranks: list[dict[str, Any]]) -> dict[str, Any]:
     """TFLOP/s of a GPU in a step of the slowest rank, beside a matrix product on the slowest one."""
-    seconds = max(statistics.median(rank["seconds"][WARM - 1 :]) for rank in ranks)
+    seconds = max(statistics.median(_seconds(run, rank)) for rank in ranks)
     product = min(rank["product"] for rank in ranks) / 1e12
     tflops = time.tflops * time.likely / seconds  # the same FLOPs, in the time that was measured
     return {"tflops": tflops, "product_tflops": product, "share_of_product": tflops / product}

@@ -82,6 +82,9 @@ def packs_as_a_cpu_does(base: str) -> bool:
     import torch
 
     from conf.rules.packed_base import FORMATS
+    from trainer.startup import device
+
+    device.start()
     from trainer.weights.packed_base.packing import _pack
 
     def bits(found: Any) -> list[torch.Tensor]:

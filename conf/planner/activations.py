@@ -86,6 +86,8 @@ def parts(run: Run, facts: ModelFacts, kind: str) -> dict[str, int]:
         found |= _moe(run, facts, t)
     if run.model.dropout:
         found["dropout"] = 2 * t.local * facts.hidden
+    if run.train.cuda_graphs:  # a graph reads its input where it was recorded
+        found["recorded"] = t.local * facts.hidden * t.byte
     if mtp:  # the embedding and the hidden state, normed, joined and projected to one
         found["mtp"] = t.local * facts.hidden * t.byte * 5
     return found

@@ -73,6 +73,8 @@ def contradictions(run: Run) -> Iterator[tuple[str, str]]:
         yield "train.recompute_first", f"has no effect with train.recompute {train.recompute}"
     if train.recompute_first is not None and train.recompute_layers != 1:
         yield "train.recompute_first", "goes with train.recompute_layers 1"
+    if train.cuda_graphs:
+        yield from _cuda_graphs(run)
     if "moe_act" in train.recompute_modules and not moe.grouped_gemm:
         yield "train.recompute_modules", "moe_act needs moe.grouped_gemm"
     if moe.balance == "none" and moe.aux_loss_coeff:
@@ -116,6 +118,19 @@ def _muon(run: Run) -> Iterator[tuple[str, str]]:
         yield "optimizer.kind", "muon knows no train.precision fp16"
     if run.optimizer.states != "fp32":
         yield "optimizer.states", f"{run.optimizer.states}, and muon keeps its in fp32"
+
+
+def _cuda_graphs(run: Run) -> Iterator[tuple[str, str]]:
+    """Yield reasons why a layer cannot be recorded once and started again with other numbers of the same shapes."""
+    key, train = "train.cuda_graphs", run.train
+    if train.precision != "bf16":
+        yield key, f"true, and train.precision is {train.precision}: megatron-core records layers of bf16"
+    if train.recompute == "full":
+        yield key, "true, and train.recompute is full, which computes a layer from outside; selective, or none"
+    if train.objective != "sft" or run.reinforce.steps:
+        yield key, "true, and batches of train.objective sft alone have one shape"
+    if train.batch_ramp and run.layout.pp > 1:
+        yield key, "true, and with layout.pp above 1 train.batch_ramp changes how many microbatches are under way"
 
 
 def _noise_scale(run: Run) -> Iterator[tuple[str, str]]:

@@ -101,6 +101,11 @@ class Train(Section):
     recompute_first: Annotated[Count | None, NOWHERE] = Field(
         default=None, description="for full: only so many layers of each (virtual) stage, those of MTP not; null = all"
     )
+    cuda_graphs: Annotated[bool, NOWHERE] = Field(
+        default=False,
+        description="layers are recorded once, behind the third step, and started as CUDA graphs: for a GPU that waits "
+        "for its host; rows of data.packed leave attention out, and experts stay outside",
+    )
     validate_every: Annotated[IntervalOrNever, bears("train", held=False)] = Field(
         default=0,
         description="steps between validations; below 1 = share of all steps; epoch = once an epoch; 0 = never",

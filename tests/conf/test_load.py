@@ -110,6 +110,11 @@ def test_files_in_conf(name):
         ("1e-4", "1e-4, min_lr: 1e-3", "optimizer.min_lr: 0.001 is above optimizer.lr 0.0001"),
         ("10", "10, recompute: selective", "train.recompute_modules: empty, but train.recompute is selective"),
         ("10", "10, recompute_modules: [mlp]", "train.recompute_modules: has no effect with train.recompute none"),
+        (
+            "10",
+            "10, recompute: full, cuda_graphs: true",
+            "train.cuda_graphs: true, and train.recompute is full, which computes a layer from outside; selective",
+        ),
         ("10", "10, recompute_layers: 2", "train.recompute_layers: has no effect with train.recompute none"),
         ("name:", "layout: {gpus_per_node: 8, tp: 3}\nname:", "layout.tp: 3 does not divide the 8 processes"),
     ],

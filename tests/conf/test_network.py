@@ -49,6 +49,11 @@ def test_one_host_needs_no_network():
     assert alone["TORCH_NCCL_DUMP_ON_TIMEOUT"] == "1"
 
 
+def test_cuda_graphs_leave_their_buffers_to_themselves():
+    assert "NCCL_GRAPH_REGISTER" not in on("ib-h100")
+    assert on("ib-h100", "train.recompute=none", "train.cuda_graphs=true")["NCCL_GRAPH_REGISTER"] == "0"
+
+
 def test_connections_follow_the_gpu_and_the_layout():
     name = "CUDA_DEVICE_MAX_CONNECTIONS"
     assert on(None)[name] == "1"

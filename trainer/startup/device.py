@@ -22,6 +22,11 @@ def has_gpu() -> bool:
     return torch.cuda.device_count() > 0
 
 
+def compiles() -> bool:
+    """Whether kernels can be compiled here: torch's, and Triton's, which wants the same compiler."""
+    return has_gpu() and os.environ["TORCHDYNAMO_DISABLE"] == "0"
+
+
 def memory_in_use() -> int:
     """Bytes of this rank's GPU that any process holds; 0 without a GPU."""
     import torch

@@ -1,0 +1,163 @@
+"""GELU and SwiGLU with what stands around them, each in one pass over memory, forward and backward.
+
+They compute in fp32 and round once. tanh and the sigmoid take one exponential: with the library's tanh GELU is bound by
+instructions. Where a gradient is summed up as well, a bias's over rows or a token's weight's over columns, it is
+summed while it is made; the few partial sums of a bias are added by torch.
+"""
+
+# pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
+
+import torch
+import triton
+import triton.language as tl
+
+WIDE = 256  # columns of a tile
+TALL = 16  # rows of a tile
+SUMMED = 256  # rows whose sum one program makes
+
+
+def bias_gelu(bias: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """GELU of x + bias, by tanh's approximation."""
+    x, rows, columns = _lines(x)
+    out = torch.empty_like(x)
+    _bias_gelu[(triton.cdiv(columns, WIDE), triton.cdiv(rows, TALL))](x, bias, out, rows, columns, TALL, WIDE)
+    return out
+
+
+def bias_gelu_back(gradient: torch.Tensor, bias: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The gradients of x and of the bias."""
+    x, rows, columns = _lines(x)
+    out = torch.empty_like(x)
+    some = torch.empty((triton.cdiv(rows, SUMMED), columns), dtype=torch.float32, device=x.device)
+    grid = triton.cdiv(columns, WIDE), len(some)
+    _bias_gelu_back[grid](gradient.contiguous(), x, bias, out, some, rows, columns, TALL, WIDE, SUMMED)
+    return out, some.sum(0).to(bias.dtype)
+
+
+def bias_add(x: torch.Tensor, bias: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+    x, rows, columns = _lines(x)
+    out = torch.empty_like(x)
+    grid = triton.cdiv(columns, WIDE), triton.cdiv(rows, TALL)
+    _bias_add[grid](x, bias, residual.contiguous(), out, rows, columns, TALL, WIDE)
+    return out
+
+
+def swiglu(x: torch.Tensor, weights: torch.Tensor | None = None) -> torch.Tensor:
+    """SiLU of the first half of each row times the second, and times the row's weight where there are weights."""
+    x, rows, columns = _lines(x)
+    out = x.new_empty((*x.shape[:-1], columns // 2))
+    weighted = weights is not None
+    _swiglu[(rows,)](x, weights if weighted else x, out, columns // 2, weighted, _line(columns // 2))
+    return out
+
+
+def swiglu_back(
+    gradient: torch.Tensor, x: torch.Tensor, weights: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The gradients of x and of the weights."""
+    x, rows, columns = _lines(x)
+    out = torch.empty_like(x)
+    of_weights = None if weights is None else torch.empty_like(weights)
+    given = (x, x) if weights is None else (weights, of_weights)
+    width, weighted = columns // 2, weights is not None
+    _swiglu_back[(rows,)](gradient.contiguous(), x, *given, out, width, weighted, _line(width))
+    return out, of_weights
+
+
+def _lines(x: torch.Tensor) -> tuple[torch.Tensor, int, int]:
+    """x with its rows behind one another, and how many of how many columns."""
+    return x.contiguous(), x.numel() // x.shape[-1], x.shape[-1]
+
+
+def _line(width: int) -> int:
+    """Columns of a row that are worked at together."""
+    return 512 if width % 1024 else 1024
+
+
+@triton.jit
+def _tile(rows, columns, first, TALL: tl.constexpr, WIDE: tl.constexpr):
+    """Places of a tile's numbers, which of them there are, and its columns."""
+    row = first + tl.arange(0, TALL)
+    column = tl.program_id(0) * WIDE + tl.arange(0, WIDE)
+    return row.to(tl.int64)[:, None] * columns + column[None, :], (row < rows)[:, None] & (column < columns)[None, :]
+
+
+@triton.jit
+def _of_columns(bias, columns, WIDE: tl.constexpr):
+    column = tl.program_id(0) * WIDE + tl.arange(0, WIDE)
+    return tl.load(bias + column, mask=column < columns, other=0.0).to(tl.float32)[None, :]
+
+
+@triton.jit
+def _sigmoid(x):
+    return 1.0 / (1.0 + tl.exp(-x))
+
+
+@triton.jit
+def _bias_gelu(x, bias, out, rows, columns, TALL: tl.constexpr, WIDE: tl.constexpr):
+    place, known = _tile(rows, columns, tl.program_id(1) * TALL, TALL, WIDE)
+    y = tl.load(x + place, mask=known, other=0.0).to(tl.float32) + _of_columns(bias, columns, WIDE)
+    y *= _sigmoid(2.0 * 0.79788456 * y * (1.0 + 0.044715 * y * y))
+    tl.store(out + place, y.to(out.dtype.element_ty), mask=known)
+
+
+@triton.jit
+def _bias_gelu_back(
+    gradient, x, bias, out, some, rows, columns, TALL: tl.constexpr, WIDE: tl.constexpr, SUMMED: tl.constexpr
+):
+    added = _of_columns(bias, columns, WIDE)
+    total = tl.zeros((TALL, WIDE), tl.float32)
+    for first in range(0, SUMMED, TALL):
+        place, known = _tile(rows, columns, tl.program_id(1) * SUMMED + first, TALL, WIDE)
+        y = tl.load(x + place, mask=known, other=0.0).to(tl.float32) + added
+        given = tl.load(gradient + place, mask=known, other=0.0).to(tl.float32)
+        half = _sigmoid(2.0 * 0.79788456 * y * (1.0 + 0.044715 * y * y))  # (1 + tanh) / 2
+        slope = half + 2.0 * y * half * (1.0 - half) * (0.79788456 + 0.1070322243 * y * y)
+        found = given * slope
+        total += found
+        tl.store(out + place, found.to(out.dtype.element_ty), mask=known)
+    column = tl.program_id(0) * WIDE + tl.arange(0, WIDE)
+    tl.store(some + tl.program_id(1) * columns + column, tl.sum(total, 0), mask=column < columns)
+
+
+@triton.jit
+def _bias_add(x, bias, residual, out, rows, columns, TALL: tl.constexpr, WIDE: tl.constexpr):
+    place, known = _tile(rows, columns, tl.program_id(1) * TALL, TALL, WIDE)
+    y = tl.load(x + place, mask=known, other=0.0).to(tl.float32) + _of_columns(bias, columns, WIDE)
+    y += tl.load(residual + place, mask=known, other=0.0).to(tl.float32)
+    tl.store(out + place, y.to(out.dtype.element_ty), mask=known)
+
+
+@triton.jit
+def _swiglu(x, weights, out, width, WEIGHTED: tl.constexpr, LINE: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    weight = tl.load(weights + row).to(tl.float32) if WEIGHTED else 1.0
+    for first in range(0, width, LINE):
+        column = first + tl.arange(0, LINE)
+        known = column < width
+        gate = tl.load(x + row * 2 * width + column, mask=known, other=0.0).to(tl.float32)
+        up = tl.load(x + row * 2 * width + width + column, mask=known, other=0.0).to(tl.float32)
+        found = gate * _sigmoid(gate) * up * weight
+        tl.store(out + row * width + column, found.to(out.dtype.element_ty), mask=known)
+
+
+@triton.jit
+def _swiglu_back(gradient, x, weights, of_weights, out, width, WEIGHTED: tl.constexpr, LINE: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    weight = tl.load(weights + row).to(tl.float32) if WEIGHTED else 1.0
+    total = tl.zeros((LINE,), tl.float32)
+    for first in range(0, width, LINE):
+        column = first + tl.arange(0, LINE)
+        known = column < width
+        gate = tl.load(x + row * 2 * width + column, mask=known, other=0.0).to(tl.float32)
+        up = tl.load(x + row * 2 * width + width + column, mask=known, other=0.0).to(tl.float32)
+        given = tl.load(gradient + row * width + column, mask=known, other=0.0).to(tl.float32)
+        half = _sigmoid(gate)
+        total += given * gate * half * up
+        given *= weight
+        of_gate = given * up * half * (1.0 + gate * (1.0 - half))
+        tl.store(out + row * 2 * width + column, of_gate.to(out.dtype.element_ty), mask=known)
+        of_up = (given * gate * half).to(out.dtype.element_ty)
+        tl.store(out + row * 2 * width + width + column, of_up, mask=known)
+    if WEIGHTED:
+        tl.store(of_weights + row, tl.sum(total, 0).to(of_weights.dtype.element_ty))

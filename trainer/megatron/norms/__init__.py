@@ -1,0 +1,75 @@
+"""Layer norms and RMS norms by kernels of our own, for widths that Transformer Engine has none for.
+
+Powers of two have one there. Others, such as GPT2-large's 1,280 and GLM-4.7's 5,120, share a general one, which reaches
+a third of the memory's speed. What comes out is quantized behind the norm, and not within it, where FP8 wants that.
+"""
+
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportMissingImports=false
+
+import torch
+
+NARROWEST, WIDEST = 1024, 16384
+
+
+def install() -> None:
+    """Have Transformer Engine call the kernels. A second call changes nothing."""
+    import transformer_engine_torch as engine
+    from transformer_engine.pytorch import cpp_extensions
+    from transformer_engine.pytorch.ops.basic import layer_norm, rmsnorm
+
+    if hasattr(engine, "general_norms"):
+        return
+    engine.general_norms, ours = _functions(engine)
+    for function in ours:
+        for module in (engine, cpp_extensions, layer_norm, rmsnorm):  # each has its own name for them
+            if hasattr(module, function.__name__):
+                setattr(module, function.__name__, function)
+
+
+def _functions(engine) -> tuple[dict, tuple]:
+    """The engine's functions, and ours, which call those where they know a width better."""
+    theirs = {name: getattr(engine, name) for name in ("layernorm_fwd", "layernorm_bwd", "rmsnorm_fwd", "rmsnorm_bwd")}
+
+    def layernorm_fwd(x, weight, bias, epsilon, out, quantizer, kind, margin, centered):
+        if out is not None or not _ours(x, weight):
+            return theirs["layernorm_fwd"](x, weight, bias, epsilon, out, quantizer, kind, margin, centered)
+        return _forward(engine, x, weight, bias, epsilon, quantizer, centered)
+
+    def rmsnorm_fwd(x, weight, epsilon, out, quantizer, kind, margin, centered):
+        if out is not None or not _ours(x, weight):
+            return theirs["rmsnorm_fwd"](x, weight, epsilon, out, quantizer, kind, margin, centered)
+        found, _, spreads = _forward(engine, x, weight, None, epsilon, quantizer, centered)
+        return found, None, spreads
+
+    def layernorm_bwd(gradient, x, means, spreads, weight, margin, centered):
+        if not _ours(x, weight):
+            return theirs["layernorm_bwd"](gradient, x, means, spreads, weight, margin, centered)
+        return _backward(gradient, x, means, spreads, weight, centered)
+
+    def rmsnorm_bwd(gradient, x, spreads, weight, margin, centered):
+        if not _ours(x, weight):
+            return theirs["rmsnorm_bwd"](gradient, x, spreads, weight, margin, centered)
+        return _backward(gradient, x, None, spreads, weight, centered)[:2]
+
+    return theirs, (layernorm_fwd, layernorm_bwd, rmsnorm_fwd, rmsnorm_bwd)
+
+
+def _ours(x: torch.Tensor, weight: torch.Tensor) -> bool:
+    width = weight.numel()
+    plain = x.dim() == 2 and x.is_contiguous() and x.dtype == weight.dtype
+    return plain and NARROWEST < width <= WIDEST and bool(width & (width - 1))
+
+
+def _forward(engine, x, weight, bias, epsilon, quantizer, centered):
+    from trainer.megatron.norms import kernel
+
+    found, means, spreads = kernel.forward(x, weight, bias, epsilon, centered)
+    return (found if quantizer is None else engine.quantize(found, quantizer)), means, spreads
+
+
+def _backward(gradient, x, means, spreads, weight, centered):
+    from trainer.megatron.norms import kernel
+
+    # A view of a parameter that is trained says without autograd that it is not.
+    trained = weight.requires_grad or not isinstance(weight, torch.nn.Parameter)
+    return kernel.backward(gradient, x, means, spreads, weight, centered, trained)

@@ -1,0 +1,149 @@
+"""Layer norms and RMS norms in one pass over memory, forward and backward.
+
+A program holds whole rows: forward one tile of them; backward it goes from tile to tile and sums the gradients of the
+weight and of the bias, so that few partial sums are left, which torch adds. All is computed in fp32 and rounded once.
+"""
+
+# pyright: reportArgumentType=false, reportCallIssue=false, reportReturnType=false
+
+import functools
+
+import torch
+import triton
+import triton.language as tl
+
+FORWARD, BACKWARD = (8192, 8), (4096, 8)  # numbers of a tile, at least, and warps for so many of them
+PROGRAMS = 2  # backward, of each multiprocessor
+
+
+def forward(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, epsilon: float, centered: bool
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The normed rows, their means, and one over their spread; without a bias of their roots of mean squares."""
+    rows, columns = x.shape
+    out = torch.empty_like(x)
+    means, spreads = x.new_empty((2, rows), dtype=torch.float32)
+    tall, wide, warps = _tile(columns, *FORWARD)
+    given = x, weight, weight if bias is None else bias, out, means, spreads
+    sizes = rows, columns, epsilon, bias is not None, centered, tall, wide
+    _forward[(triton.cdiv(rows, tall),)](*given, *sizes, num_warps=warps)
+    return out, means, spreads
+
+
+def backward(
+    gradient: torch.Tensor,
+    x: torch.Tensor,
+    means: torch.Tensor | None,
+    spreads: torch.Tensor,
+    weight: torch.Tensor,
+    centered: bool,
+    trained: bool = True,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The gradients of x, of the weight, and of the bias; where those two are not `trained`, zeros."""
+    rows, columns = x.shape
+    tall, wide, warps = _tile(columns, *BACKWARD)
+    tiles, has_mean = triton.cdiv(rows, tall), means is not None
+    count = min(tiles, PROGRAMS * (_multiprocessors(x.device) if x.is_cuda else 1))
+    out, some = torch.empty_like(x), x.new_empty((2, count if trained else 0, columns), dtype=torch.float32)
+    given = gradient.contiguous(), x, means if has_mean else spreads, spreads, weight, out, some
+    sizes = rows, columns, tiles, count * columns, has_mean, centered, trained, tall, wide
+    _backward[(count,)](*given, *sizes, num_warps=warps)
+    of_weight, of_bias = some.sum(1).to(weight.dtype)
+    return out, of_weight, of_bias
+
+
+@functools.cache
+def _multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def _tile(columns: int, numbers: int, warps: int) -> tuple[int, int, int]:
+    """Rows and columns of a tile, and the warps that work at it: more, where a row has more numbers than that."""
+    wide = triton.next_power_of_2(columns)
+    return max(1, numbers // wide), wide, min(16, warps * max(1, wide // numbers))
+
+
+@triton.jit
+def _weights(weight, column, known, CENTERED: tl.constexpr):
+    found = tl.load(weight + column, mask=known, other=0.0).to(tl.float32)
+    return found + 1.0 if CENTERED else found
+
+
+@triton.jit
+def _forward(
+    x,
+    weight,
+    bias,
+    out,
+    means,
+    spreads,
+    rows,
+    columns,
+    epsilon,
+    HAS_MEAN: tl.constexpr,
+    CENTERED: tl.constexpr,
+    TALL: tl.constexpr,
+    WIDE: tl.constexpr,
+):
+    row = tl.program_id(0) * TALL + tl.arange(0, TALL)
+    column = tl.arange(0, WIDE)
+    place = row.to(tl.int64)[:, None] * columns + column[None, :]
+    known = (row < rows)[:, None] & (column < columns)[None, :]
+    y = tl.load(x + place, mask=known, other=0.0).to(tl.float32)
+    if HAS_MEAN:
+        mean = tl.sum(y, 1) / columns
+        y = tl.where(known, y - mean[:, None], 0.0)
+        tl.store(means + row, mean, mask=row < rows)
+    spread = 1.0 / tl.sqrt(tl.sum(y * y, 1) / columns + epsilon)
+    tl.store(spreads + row, spread, mask=row < rows)
+    y = y * spread[:, None] * _weights(weight, column, column < columns, CENTERED)[None, :]
+    if HAS_MEAN:
+        y += tl.load(bias + column, mask=column < columns, other=0.0).to(tl.float32)[None, :]
+    tl.store(out + place, y.to(out.dtype.element_ty), mask=known)
+
+
+@triton.jit
+def _backward(
+    gradient,
+    x,
+    means,
+    spreads,
+    weight,
+    out,
+    some,
+    rows,
+    columns,
+    tiles,
+    behind,
+    HAS_MEAN: tl.constexpr,
+    CENTERED: tl.constexpr,
+    TRAINED: tl.constexpr,
+    TALL: tl.constexpr,
+    WIDE: tl.constexpr,
+):
+    column = tl.arange(0, WIDE)
+    scale = _weights(weight, column, column < columns, CENTERED)
+    of_weight = tl.zeros((TALL, WIDE), tl.float32)
+    of_bias = tl.zeros((TALL, WIDE), tl.float32)
+    for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
+        row = tile * TALL + tl.arange(0, TALL)
+        place = row.to(tl.int64)[:, None] * columns + column[None, :]
+        known = (row < rows)[:, None] & (column < columns)[None, :]
+        given = tl.load(gradient + place, mask=known, other=0.0).to(tl.float32)
+        y = tl.load(x + place, mask=known, other=0.0).to(tl.float32)
+        spread = tl.load(spreads + row, mask=row < rows, other=0.0)
+        if HAS_MEAN:
+            y = tl.where(known, y - tl.load(means + row, mask=row < rows, other=0.0)[:, None], 0.0)
+        y *= spread[:, None]
+        if TRAINED:
+            of_weight += given * y
+            of_bias += given
+        given *= scale[None, :]
+        found = given - y * (tl.sum(given * y, 1) / columns)[:, None]
+        if HAS_MEAN:
+            found -= (tl.sum(given, 1) / columns)[:, None]
+        tl.store(out + place, (found * spread[:, None]).to(out.dtype.element_ty), mask=known)
+    if TRAINED:
+        line = some + tl.program_id(0) * columns + column
+        tl.store(line, tl.sum(of_weight, 0), mask=column < columns)
+        tl.store(line + behind, tl.sum(of_bias, 0), mask=column < columns)

@@ -1,0 +1,49 @@
+"""Layers that are recorded once as CUDA graphs, and started as one (train.cuda_graphs).
+
+Megatron-Core records, behind the third step, what of a layer takes the same shapes at each step: attention, norms and
+routers, and all of a dense layer. What experts compute, and attention over packed rows, whose lengths no graph takes,
+stay outside.
+"""
+
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false
+
+from conf.schema.run import Run
+
+
+def choose(run: Run, provider) -> None:
+    """Have the model recorded."""
+    provider.cuda_graph_impl = "transformer_engine"
+    provider.cuda_graph_modules = [] if run.data.packed else ["attn"]
+    if provider.num_moe_experts:
+        provider.cuda_graph_modules.append("moe_router")
+    if not provider.num_moe_experts or 0 in _moe_layers(provider):
+        provider.cuda_graph_modules.append("mlp")
+    provider.use_te_rng_tracker = True
+    _leave_masks_out()
+
+
+def _moe_layers(provider) -> list[int]:
+    """For each layer 1, if it has experts."""
+    frequency = provider.moe_layer_freq
+    return frequency if isinstance(frequency, list) else [int(i % frequency == 0) for i in range(provider.num_layers)]
+
+
+def _leave_masks_out() -> None:
+    """Record layers without a mask. Causal attention reads none, and one of zeros would be made for each layer."""
+    from megatron.core.transformer.transformer_layer import TransformerLayer
+
+    if hasattr(TransformerLayer, "inputs_with_mask"):
+        return
+    with_mask = TransformerLayer.inputs_with_mask = TransformerLayer.get_layer_static_inputs
+    arguments = TransformerLayer._get_te_cuda_graph_replay_args
+
+    def inputs(self, *sizes):
+        found = with_mask(self, *sizes)
+        found.pop("attention_mask", None)
+        return found
+
+    def without_mask(self, *given, attention_mask=None, **named):
+        return arguments(self, *given, **named)
+
+    TransformerLayer.get_layer_static_inputs = inputs
+    TransformerLayer._get_te_cuda_graph_replay_args = without_mask
