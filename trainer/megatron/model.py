@@ -8,7 +8,7 @@ from conf.model_files import config_json
 from conf.rules import objectives
 from conf.schema.run import Run
 from contract.faults import Fault
-from trainer.megatron import activations, bridges, norms, precision, recorded_layers
+from trainer.megatron import bridges, precision, recorded_layers
 from trainer.patches.families import latent_norms
 from trainer.startup import device
 
@@ -122,6 +122,8 @@ def make_provider(run: Run, bridge, load_weights: bool = False):
     if train.cuda_graphs and device.has_gpu():
         recorded_layers.choose(run, provider)
     if device.compiles():
+        from trainer.megatron import activations, norms
+
         activations.install()
         norms.install()
     device.choose_kernels(provider, every_weight=run.adapter.kind == "none", fp16=run.train.precision == "fp16")
