@@ -2,6 +2,8 @@
 
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from typing import Any
@@ -13,6 +15,16 @@ from trainer.reinforcement.engines import engine
 from trainer.reinforcement.engines.engine import LocalEngine, Lost
 from trainer.reinforcement.rollouts import Rollouts
 
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from trainer.reinforcement.engines import engine
+engine.PROGRAM = "tests.support.stand_in_engine"
+one = engine.LocalEngine("engine 0", {"key": "secret"}, Path(sys.argv[1]), {})
+one.ready()
+print(one.process.pid, flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
 PROMPTS = [[number] for number in range(10, 20)]
 SEEDS = list(range(10))
 
@@ -95,3 +107,12 @@ def test_an_error_of_one_process_is_its_own_and_a_fault_of_the_run_ends_all(engi
     with pytest.raises(Fault, match=r"^rollout: answer: prompt \[2\]") as caught:
         asked(two, [*PROMPTS[:9], [2]])
     assert not isinstance(caught.value, Lost) and len(two.engines) == 2
+
+
+def test_a_trainer_that_is_killed_leaves_no_file_of_what_its_engine_was_told(tmp_path):
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    command = [sys.executable, "-c", KILLED, str(tmp_path / "rollout.log")]
+    done = subprocess.run(command, env=os.environ | {"TMPDIR": str(temporary)}, stdout=subprocess.PIPE, text=True)
+    assert done.returncode == -signal.SIGKILL and int(done.stdout)
+    assert not [*temporary.iterdir()]
