@@ -6,6 +6,7 @@
     unserved(planned, last)     the same, for a model that could be trained and not evaluated
     unanswered(planned, last)   the same, for one that could not answer prompts beside its training
     unasked(planned, last)      the same, for one whose teacher could not be asked at its layout
+    unfit(planned, last)        the same, for rows of which it is known that they are not what is learned from
     any_refusal(planned, last)  the first of all of these
 
 layout.auto is settled here: planned.run is the run that all stages get. hardware.gate: warn goes on with a run that
@@ -39,7 +40,7 @@ from tasks.run.artifact import Artifact
 from tasks.run.places import open_run_store
 from tasks.run.run_tracking import RunTracking
 from tasks.run.stage_run import OPTIONS
-from tasks.sources import drawn, hub, training_rows
+from tasks.sources import drawn, hub, row_sources, training_rows
 from tasks.sources.hub import config_json
 from tasks.stages import pipeline
 
@@ -102,7 +103,7 @@ def refusal(planned: Plan) -> str:
 def any_refusal(planned: Plan, last: str | None) -> str:
     """The first reason why a run up to the stage `last` is not begun; "" where it is."""
     found = refusal(planned) or unserved(planned, last) or unanswered(planned, last)
-    return found or unasked(planned, last)
+    return found or unasked(planned, last) or unfit(planned, last)
 
 
 def unserved(planned: Plan, last: str | None) -> str:
@@ -135,6 +136,16 @@ def unasked(planned: Plan, last: str | None) -> str:
     if planned.asking is None:  # illegal
         return f"plan: {planned.unasked}"
     return "" if gate == "warn" else f"plan: {planned.unasked}; hardware.gate=warn goes on all the same"
+
+
+def unfit(planned: Plan, last: str | None) -> str:
+    """The reason why training would not read its rows, of which nothing is read here; "" where it may."""
+    run = planned.run
+    if "train" not in pipeline.asked(run, last):
+        return ""
+    kinds = [(part.source or "", row_sources.shape(part)) for part in run.data.parts]
+    found = (objectives.unfit(run, source, objectives.kind_of(shape)) for source, shape in kinds if shape)
+    return next(filter(None, found), "")
 
 
 def _evaluates_here(run: Run) -> bool:

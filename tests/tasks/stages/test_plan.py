@@ -249,6 +249,30 @@ def test_a_teacher_that_cannot_be_asked_ends_the_run_before_anything_is_fetched(
     assert plan.unasked(other, None).startswith("plan: train.teacher: tiny://gpt2: a vocabulary of 500 tokens")
 
 
+@pytest.mark.parametrize(
+    ("keys", "said"),
+    [
+        (
+            ["train.objective=dpo"],
+            "dpo reads rows with a chosen and a rejected answer, but tiny://tickets holds rows with",
+        ),
+        (["data.source=tiny://ranked-tickets"], "sft reads rows with one answer, or texts, but tiny://ranked-tickets"),
+        (
+            ["data.source=mine.jsonl", "data.shape=preference"],
+            "sft reads rows with one answer, or texts, but mine.jsonl",
+        ),
+        (["train.objective=dpo", "data.source=tiny://ranked-tickets"], ""),
+        (["train.objective=dpo", "data.source=mine.jsonl"], ""),
+        (["data.source=tiny://ranked-tickets", "data.input=ticket", "data.output=chosen"], ""),
+    ],
+)
+def test_rows_of_known_shape_that_training_would_refuse_are_refused_before_anything_is_fetched(keys, said):
+    planned = plan.recalled(load("tiny", keys))
+    found = plan.unfit(planned, None)
+    assert found.startswith(f"train.objective: {said}") if said else found == ""
+    assert plan.any_refusal(planned, None) == found and plan.any_refusal(planned, "prepare") == ""
+
+
 def test_a_teacher_s_config_json_is_read_where_it_lies(folder):
     (folder / "config.json").write_text(json.dumps(CONFIG | {"hidden_act": "gelu"}))
     with pytest.raises(Fault, match=rf"^train.teacher: {folder}: config.json: hidden_act is \"gelu\", and"):
