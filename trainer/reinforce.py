@@ -66,6 +66,7 @@ def _train(given: Run, run: Run, rollouts: Rollouts | None, start: int) -> None:
         bridge = open_bridge(run)
         config = make_config(run, bridge, start or None)
         config.dataset = FromOutside.of(run, feed)
+        _leave_dropout_out(config)
         fresh = not start and asked.start == "trained"
         if fresh:
             _begin_with(config.checkpoint, checkpoint_folder(given))
@@ -76,6 +77,16 @@ def _train(given: Run, run: Run, rollouts: Rollouts | None, start: int) -> None:
         steps = Reinforcement(run, bridge, rollouts, feed, step, metrics, fresh)
         callbacks = [steps, metrics, Parity(run), Saves(run, metrics), heartbeat.callback(), feed]
         train(run, config, step, callbacks)
+
+
+def _leave_dropout_out(config) -> None:
+    """Train without the dropout of a release's config.json, and without an adapter's.
+
+    vLLM samples without, and so are answers' earlier log-probabilities: policies compared with these would be noise.
+    """
+    config.model.hidden_dropout = config.model.attention_dropout = 0.0
+    if config.peft is not None:
+        config.peft.dropout = 0.0
 
 
 def _begin_with(checkpoint, folder: Path) -> None:
