@@ -6,7 +6,7 @@
     unserved(planned, last)     the same, for a model that could be trained and not evaluated
     unanswered(planned, last)   the same, for one that could not answer prompts beside its training
     unasked(planned, last)      the same, for one whose teacher could not be asked at its layout
-    unfit(planned, last)        the same, for rows of which it is known that they are not what is learned from
+    unfit(planned, last)        the same, for rows and models of which it is known that a stage does not take them
     any_refusal(planned, last)  the first of all of these
 
 layout.auto is settled here: planned.run is the run that all stages get. hardware.gate: warn goes on with a run that
@@ -29,7 +29,8 @@ from conf.model_facts import ModelFacts
 from conf.planner import advice, display, hardware, picture, verdict
 from conf.planner.hardware import GB
 from conf.planner.verdict import Plan
-from conf.rules import conversion, objectives, schedule, serving
+from conf.rules import conversion, objectives, reinforcement, schedule, serving
+from conf.schema.data import Data
 from conf.schema.model import Drawn
 from conf.schema.run import Run
 from contract.faults import ConfigError, Fault
@@ -139,13 +140,21 @@ def unasked(planned: Plan, last: str | None) -> str:
 
 
 def unfit(planned: Plan, last: str | None) -> str:
-    """The reason why training would not read its rows, of which nothing is read here; "" where it may."""
-    run = planned.run
-    if "train" not in pipeline.asked(run, last):
-        return ""
-    kinds = [(part.source or "", row_sources.shape(part)) for part in run.data.parts]
-    found = (objectives.unfit(run, source, objectives.kind_of(shape)) for source, shape in kinds if shape)
+    """The reason why the rows, which are not read here, or the model are not what a stage takes; "" where they may."""
+    run, asked, found = planned.run, pipeline.asked(planned.run, last), list[str]()
+    if "train" in asked:
+        found += [objectives.unfit(run, *one) for one in _known(run.data)]
+    if "reinforce" in asked:
+        prompts = reinforcement.of_prompts(run) if reinforcement.has_prompts(run) else run
+        found += [reinforcement.unfit(run, *one) for one in _known(prompts.data)]
+        found += [reinforcement.unlike(run, planned.facts)]
     return next(filter(None, found), "")
+
+
+def _known(data: Data) -> list[tuple[str, str]]:
+    """Sources whose kind is known without a look at their rows, each with this kind."""
+    shapes = [(part.source or "", row_sources.shape(part)) for part in data.parts]
+    return [(source, objectives.kind_of(shape)) for source, shape in shapes if shape]
 
 
 def _evaluates_here(run: Run) -> bool:

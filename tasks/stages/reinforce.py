@@ -9,6 +9,7 @@ from typing import Any
 
 from prefect import State, task
 
+from conf import rewards
 from conf.schema import identity
 from conf.schema.run import Run
 from contract import regular_files
@@ -117,7 +118,11 @@ def _own(run: Run) -> list[tuple[str, str]]:
 
 def _of_key(key: str, place: str) -> str:
     try:
-        return _digest(place) if key == "judge_prompt" else _content(place)
+        if key == "judge_prompt":
+            rewards.judge_prompt(place)
+            return _digest(place)
+        rewards.function(place)
+        return _content(place)
     except Fault as fault:
         raise Fault(f"reinforce.{key}: {fault}") from None
 

@@ -6,6 +6,7 @@ of a step has one, the run ends. A question is asked reinforce.judge_tries times
 reinforce.reward_seconds, with longer and longer waits between. JUDGE_API_KEY is sent where it is set.
 """
 
+import http.client
 import json
 import os
 import re
@@ -14,11 +15,10 @@ import urllib.error
 import urllib.request
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
+from conf import rewards
 from conf.schema.run import Run
-from contract import regular_files
 from contract.faults import Fault
 from trainer.reinforcement.guarded.worker import Question
 
@@ -40,7 +40,10 @@ class Judge:
         assert asked.judge and asked.judge_model and asked.judge_prompt, "contradictions() requires all three"
         self.place, self.model = asked.judge.rstrip("/"), asked.judge_model
         self.seconds, self.tries = asked.reward_seconds, asked.judge_tries
-        self.text = _text(asked.judge_prompt)
+        try:
+            self.text = rewards.judge_prompt(asked.judge_prompt)
+        except Fault as fault:
+            raise Fault(f"reinforce.judge_prompt: {fault}") from None
         served = [one.get("id") for one in self._ask("/models").get("data", [])]
         if self.model not in served:
             names = ", ".join(map(str, served)) or "nothing"
@@ -79,7 +82,7 @@ class Judge:
                 reason = f"{error.code} {error.reason}"
                 if error.code < 500 and error.code not in AGAIN:
                     raise Fault(f"reinforce.judge: {self.place}{path}: {reason}") from None
-            except (OSError, ValueError) as error:
+            except (OSError, ValueError, http.client.HTTPException) as error:  # one that speaks no HTTP
                 reason = str(getattr(error, "reason", error)) or type(error).__name__
         raise Fault(
             f"reinforce.judge: {self.place}{path}: no answer in {self.tries} tries ({reason}); started again, the run "
@@ -112,13 +115,3 @@ def worth(reply: str) -> float | None:
     """The last number of a reply, where it is one from 0 to 1."""
     found = NUMBER.findall(reply)
     return float(found[-1]) if found and 0 <= float(found[-1]) <= 1 else None
-
-
-def _text(path: str) -> str:
-    try:
-        text = regular_files.read(Path(path).expanduser()).decode("utf-8")
-    except (Fault, UnicodeDecodeError) as error:
-        raise Fault(f"reinforce.judge_prompt: {error}") from None
-    if "{answer}" not in text:
-        raise Fault(f"reinforce.judge_prompt: {path}: has no {{answer}}, so that the judge would not see any")
-    return text

@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from decimal import Decimal, InvalidOperation
 from typing import Any
 
+from conf import rewards as own
 from conf.schema.run import Run
 from contract.faults import Fault
 from trainer.reinforcement.guarded import environment
@@ -33,10 +34,6 @@ def make(run: Run) -> Callable[[Sequence[Question]], list[float]]:
     if asked.reward == "judge":
         return Judge(run).rewards
     one = {"exact": exact, "number": number, "regex": regex, "json_schema": json_schema}[asked.reward]
-    if asked.pattern is not None and asked.reward == "regex":
-        _compiled(asked.pattern)
-    if asked.pattern is not None and asked.reward == "json_schema":
-        _schema(asked.pattern)
     return lambda questions: [one(question, asked.pattern) for question in questions]
 
 
@@ -75,20 +72,14 @@ def last_number(text: str) -> Decimal | None:
 
 
 def regex(question: Question, pattern: str | None = None) -> float:
-    return float(_compiled(pattern if pattern is not None else question.reference).search(question.answer) is not None)
-
-
-def _compiled(pattern: str) -> re.Pattern[str]:
-    try:
-        return re.compile(pattern)
-    except re.error as error:
-        raise Fault(f"reinforce.pattern: {pattern[:60]!r} is no regular expression: {error}") from None
+    rule = _rule(own.regex, pattern if pattern is not None else question.reference)
+    return float(rule.search(question.answer) is not None)
 
 
 def json_schema(question: Question, pattern: str | None = None) -> float:
     import jsonschema
 
-    validator = _schema(pattern if pattern is not None else question.reference)
+    validator = _rule(own.schema, pattern if pattern is not None else question.reference)
     try:
         validator.validate(json.loads(question.answer))
     except (ValueError, RecursionError, jsonschema.ValidationError):
@@ -96,18 +87,11 @@ def json_schema(question: Question, pattern: str | None = None) -> float:
     return 1.0
 
 
-def _schema(text: str) -> Any:
-    import jsonschema
-    from jsonschema import validators
-
+def _rule(made: Callable[[str], Any], text: str) -> Any:
     try:
-        schema = json.loads(text)
-        kind = validators.validator_for(schema)
-        kind.check_schema(schema)
-        return kind(schema)
-    except (ValueError, RecursionError, jsonschema.SchemaError) as error:
-        first = str(error).splitlines()[0]
-        raise Fault(f"reinforce.pattern: {text[:60]!r} is no JSON schema: {first}") from None
+        return made(text)
+    except Fault as fault:
+        raise Fault(f"reinforce.pattern: {fault}") from None
 
 
 def require_finite(rewards: Sequence[float], questions: Sequence[Question]) -> None:

@@ -1,6 +1,8 @@
 """Rewards by another model, over HTTP: what it says counts, and what is wrong with it is one line."""
 
+import contextlib
 import json
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -214,3 +216,22 @@ def test_a_training_learns_what_a_judge_says_of_its_answers(server, tmp_path, fi
     found = [rewards for _, rewards in answers(folder)]
     assert len(found) == 2 and {0.0, 1.0} == {reward for rewards in found for reward in rewards}
     assert len(server.asked) <= sum(map(len, found))
+
+
+def test_a_server_that_speaks_no_http_is_one_line(tmp_path):
+    (tmp_path / "judge.txt").write_text("{answer}")
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def speak() -> None:
+            with contextlib.suppress(OSError):
+                while True:
+                    with server.accept()[0] as other:
+                        other.recv(1 << 12)
+                        other.sendall(b"SSH-2.0-OpenSSH_9.2\r\n")
+
+        threading.Thread(target=speak, daemon=True).start()
+        keys = {"judge": f"http://127.0.0.1:{server.getsockname()[1]}/v1", "judge_model": "stern", "judge_tries": 1}
+        keys |= {"reward": "judge", "judge_prompt": tmp_path / "judge.txt"}
+        run = load("tiny-rl", [f"reinforce.{key}={value}" for key, value in keys.items()])
+        with pytest.raises(Fault, match=r"^reinforce.judge: .*/v1/models: no answer in 1 tries \(SSH-2.0-OpenSSH_9.2"):
+            judge.Judge(run)

@@ -42,8 +42,8 @@ def test_a_rule_says_what_an_answer_is_worth(kind, answer, reference, pattern, e
 @pytest.mark.parametrize(
     ("kind", "reference", "pattern", "said"),
     [
-        ("regex", "", "(", r"^reinforce\.pattern: '\(' is no regular expression"),
-        ("json_schema", "", '{"type": 3}', r"^reinforce\.pattern: .* is no JSON schema"),
+        ("regex", "(", None, r"^reinforce\.pattern: '\(' is no regular expression"),
+        ("json_schema", '{"type": 3}', None, r"^reinforce\.pattern: .* is no JSON schema"),
         ("number", "none", None, r"^reinforce\.reward: number, but a row's answer has none: 'none'$"),
     ],
 )
