@@ -11,6 +11,7 @@ import ast
 import json
 import re
 import warnings
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -63,6 +64,7 @@ def judge_address(address: str) -> None:
         raise Fault(f"{address!r}: no address of a server, such as http://HOST:8000/v1")
 
 
+@lru_cache(1024)
 def regex(pattern: str) -> re.Pattern[str]:
     try:
         return re.compile(pattern)
@@ -70,6 +72,7 @@ def regex(pattern: str) -> re.Pattern[str]:
         raise Fault(f"{pattern[:60]!r} is no regular expression: {error}") from None
 
 
+@lru_cache(1024)
 def schema(text: str) -> Any:
     """The validator of a JSON schema."""
     import jsonschema

@@ -1,15 +1,31 @@
 """Rewards that are rules, and what an answer is worth beside others."""
 
 import math
+import socket
 
 import pytest
 
 from conf.load import load
 from contract.faults import Fault
 from trainer.reinforcement import advantages, rewards
-from trainer.reinforcement.guarded.worker import Question
+from trainer.reinforcement.guarded.worker import Question, Worker
 
 SCHEMA = '{"type": "object", "properties": {"age": {"type": "integer"}}, "required": ["age"]}'
+
+
+@pytest.fixture(autouse=True)
+def closed(monkeypatch):
+    """Workers end with a test, not with this process alone."""
+    made: list[Worker] = []
+
+    def make(*given):
+        made.append(Worker(*given))
+        return made[-1]
+
+    monkeypatch.setattr(rewards, "Worker", make)
+    yield
+    for worker in made:
+        worker.close()
 
 
 def worth(kind: str, answer: str, reference: str, pattern: str | None = None) -> float:
@@ -51,6 +67,31 @@ def test_a_rule_that_is_none_is_told_in_one_line(kind, reference, pattern, said)
     with pytest.raises(Fault, match=said) as fault:
         worth(kind, "1", reference, pattern)
     assert "\n" not in str(fault.value)
+
+
+@pytest.mark.parametrize(
+    ("kind", "answer", "rule"),
+    [("regex", "a" * 60 + "b", "^(a+)+$"), ("json_schema", f'"{"a" * 60}b"', '{"pattern": "^(a+)+$"}')],
+)
+def test_a_rule_that_never_ends_is_one_line(kind, answer, rule):
+    run = load("tiny-rl", [f"reinforce.reward={kind}", f"reinforce.pattern='{rule}'", "reinforce.reward_seconds=0.5"])
+    reward = rewards.make(run)
+    with pytest.raises(
+        Fault, match=rf"^reinforce\.reward: {kind}: for the answer .*: no end within 0\.5 s \(reinforce\."
+    ):
+        reward([Question("prompt", answer, "")])
+    assert reward([Question("prompt", '"a"', "")]) == [1.0 if kind == "json_schema" else 0.0]
+
+
+def test_a_schema_that_names_another_one_reaches_no_network():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        server.settimeout(0.2)
+        named = f'{{"$ref": "http://127.0.0.1:{server.getsockname()[1]}/schema.json"}}'
+        with pytest.raises(Fault, match=r"^reinforce\.reward: json_schema: for the answer '1': .*schema.json") as fault:
+            worth("json_schema", "1", named)
+        assert "\n" not in str(fault.value)
+        with pytest.raises(TimeoutError):
+            server.accept()
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])

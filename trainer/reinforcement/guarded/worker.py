@@ -27,6 +27,7 @@ from contract.processes import end_with_parent
 
 STARTS_WITHIN = 60.0  # seconds
 ENVIRONMENT = "environment"
+KEYS = {ENVIRONMENT: "reinforce.environment", "function": "reinforce.function"}
 ROOT = Path(__file__).resolve().parents[3]
 
 
@@ -54,7 +55,7 @@ class Worker:
     def __init__(self, kind: str, function: str | None, seconds: float, memory_gb: float):
         self.kind, self.seconds, self.memory_gb = kind, seconds, memory_gb
         self.name, self.source, self.file = "", "", ""
-        self.key = "reinforce.environment" if kind == ENVIRONMENT else "reinforce.function"
+        self.key = KEYS.get(kind, "reinforce.reward")
         if function is not None:
             try:
                 self.name, self.source = rewards.function(function)
