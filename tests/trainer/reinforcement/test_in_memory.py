@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from contract.faults import Fault
 from trainer.reinforcement.transfer import in_memory
 
 KILLED = """
@@ -50,3 +51,11 @@ def test_a_folder_that_another_takes_for_one_that_was_left_is_made_again(memory,
     with in_memory.folder() as folder:
         assert folder not in taken and [*memory.iterdir()] == [Path(folder)]
     assert not [*memory.iterdir()]
+
+
+def test_a_container_with_little_shared_memory_is_named(memory):
+    full = "Error while serializing: I/O error: No space left on device (os error 28)"  # safetensors'
+    with pytest.raises(Fault, match=rf"^{memory}: No space left on device; .* are free there"), in_memory.folder():
+        raise RuntimeError(full)
+    with pytest.raises(RuntimeError, match=r"^another$"), in_memory.folder():
+        raise RuntimeError("another")

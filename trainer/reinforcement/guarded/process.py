@@ -127,6 +127,7 @@ def _replied(reply: Callable[..., Any], conversation: dict[str, Any]) -> Answer:
             return {"refused": f"it returned a {type(text).__name__}; text, or None, is wanted"}
         if text and len(text) > LONGEST:
             return {"refused": f"it returned {len(text)} letters; {LONGEST} are the most"}
+        (text or "").encode()  # halves of letters have no tokens
         return {"text": text}
     except BaseException as error:
         return {"refused": _told(error)}

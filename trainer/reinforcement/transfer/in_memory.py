@@ -8,6 +8,9 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+from contract.amounts import size
+from contract.faults import Fault, line_of
+
 MEMORY, PREFIX = Path("/dev/shm"), "rollout-"
 
 
@@ -26,7 +29,16 @@ def folder() -> Iterator[str]:
             with contextlib.suppress(OSError):
                 stack.enter_context(_held(Path(name)))
                 break
-        yield name
+        try:
+            yield name
+        except Exception as error:  # of a library, which names no place
+            if not (line := line_of(error) or "").startswith("disk:"):
+                raise
+            free = size(shutil.disk_usage(MEMORY).free)
+            raise Fault(
+                f"{MEMORY}: {line.removeprefix('disk: ')}; {free} are free there, as many as this host or container "
+                "gives it; reinforce.transport gloo or ipc needs none of it"
+            ) from error
 
 
 @contextlib.contextmanager
