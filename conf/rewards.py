@@ -56,6 +56,8 @@ def judge_prompt(path: str) -> str:
 
 
 def judge_address(address: str) -> None:
+    if "@" in address:
+        raise Fault("has a user or a password in it; JUDGE_API_KEY is sent where it is set")
     try:
         host, _ = urlsplit(address).hostname, urlsplit(address).port
     except ValueError as error:

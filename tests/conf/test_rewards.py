@@ -72,6 +72,11 @@ def test_a_function_that_cannot_be_is_one_line(folder, place, said):
             {"judge": "http://"},
             "reinforce.judge: 'http://': no address of a server, such as http://HOST:8000/v1",
         ),
+        (
+            "judge",
+            {"judge": "http://me:secret@a/v1"},
+            "reinforce.judge: has a user or a password in it; JUDGE_API_KEY is",
+        ),
         ("judge", {"judge": "http://a b/v1"}, "reinforce.judge: 'http://a b/v1': no address of a server"),
         ("judge", {"judge": "http://[::1/v1"}, "reinforce.judge: http://[::1/v1: Invalid IPv6 URL"),
         ("judge", {"judge": "http://a:x/v1"}, "reinforce.judge: http://a:x/v1: Port could not be cast"),

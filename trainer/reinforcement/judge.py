@@ -28,8 +28,19 @@ LONGEST = 1 << 20  # bytes of a reply
 WAIT = 0.5  # seconds before the second try, twice as many before each further one
 AGAIN = (408, 409, 429)  # statuses besides those of 500 and above that may be others a moment later
 TOKENS = 1024  # of a reply, which may give reasons before its number
+SHOWN = 300  # letters of what a server says of itself
 NAMES = re.compile(r"\{(prompt|answer|reference)\}")
 NUMBER = re.compile(r"[-+]?(?:\d+\.?\d*|\.\d+)")
+
+
+class _Nowhere(urllib.request.HTTPRedirectHandler):
+    """Follow a server to no other place: the key would go there as well."""
+
+    def redirect_request(self, req: Any, fp: Any, code: Any, msg: Any, headers: Any, newurl: Any) -> None:
+        return None
+
+
+OPENER = urllib.request.build_opener(_Nowhere)
 
 
 class Judge:
@@ -44,9 +55,13 @@ class Judge:
             self.text = rewards.judge_prompt(asked.judge_prompt)
         except Fault as fault:
             raise Fault(f"reinforce.judge_prompt: {fault}") from None
-        served = [one.get("id") for one in self._ask("/models").get("data", [])]
+        self.headers = {"Content-Type": "application/json"} | _authorization()
+        try:
+            served = [str(one["id"]) for one in self._ask("/models")["data"]]
+        except (LookupError, TypeError):
+            raise Fault(f"reinforce.judge: {self.place}/models: what it replies with is no list of models") from None
         if self.model not in served:
-            names = ", ".join(map(str, served)) or "nothing"
+            names = shown(", ".join(served)) or "nothing"
             raise Fault(f"reinforce.judge_model: {self.model} is not served at {self.place}, which has {names}")
 
     def rewards(self, questions: Sequence[Question]) -> list[float]:
@@ -79,25 +94,20 @@ class Judge:
             try:
                 return self._once(path, message)
             except urllib.error.HTTPError as error:
-                reason = f"{error.code} {error.reason}"
+                reason = shown(f"{error.code} {error.reason}")
                 if error.code < 500 and error.code not in AGAIN:
                     raise Fault(f"reinforce.judge: {self.place}{path}: {reason}") from None
             except (OSError, ValueError, http.client.HTTPException) as error:  # one that speaks no HTTP
-                reason = str(getattr(error, "reason", error)) or type(error).__name__
+                reason = shown(str(getattr(error, "reason", error))) or type(error).__name__
         raise Fault(
             f"reinforce.judge: {self.place}{path}: no answer in {self.tries} tries ({reason}); started again, the run "
             "goes on where it was"
         )
 
     def _once(self, path: str, message: dict[str, Any] | None) -> dict[str, Any]:
-        headers = {"Content-Type": "application/json"}
-        if key := os.environ.get(KEY):
-            headers["Authorization"] = f"Bearer {key}"
         data = None if message is None else json.dumps(message).encode()
         end = time.monotonic() + self.seconds
-        with urllib.request.urlopen(
-            urllib.request.Request(self.place + path, data, headers), timeout=self.seconds
-        ) as reply:
+        with OPENER.open(urllib.request.Request(self.place + path, data, self.headers), timeout=self.seconds) as reply:
             found = b""
             while part := reply.read1(1 << 16):
                 found += part
@@ -105,10 +115,26 @@ class Judge:
                     raise ValueError(f"more than {LONGEST} bytes")
                 if time.monotonic() > end:
                     raise TimeoutError(f"no end within {self.seconds:g} s (reinforce.reward_seconds)")
-        answer = json.loads(found)
+        try:
+            answer = json.loads(found)
+        except RecursionError:
+            raise ValueError("brackets that are nested too deeply") from None
         if not isinstance(answer, dict):
             raise ValueError("no JSON object")
         return answer
+
+
+def _authorization() -> dict[str, str]:
+    """The key, which no line may show, as http.client's own does."""
+    key = os.environ.get(KEY, "").strip()
+    if not key.isascii() or not key.isprintable():
+        raise Fault(f"{KEY}: has a letter that no header of HTTP takes")
+    return {"Authorization": f"Bearer {key}"} if key else {}
+
+
+def shown(text: str) -> str:
+    """What a server says of itself, as a part of a line."""
+    return "".join(letter if letter.isprintable() else " " for letter in " ".join(text.split()))[:SHOWN]
 
 
 def worth(reply: str) -> float | None:
