@@ -27,7 +27,7 @@ def function(place: str) -> tuple[str, str]:
     path, _, name = place.rpartition(":")
     if not path.endswith(".py") or not name.isidentifier():
         raise Fault(f"{place}: PATH.py:NAME is wanted")
-    source = _text(path)
+    source = _text(path).removeprefix("\ufeff")  # some editors begin with it, and Python's own reader takes it
     try:
         with warnings.catch_warnings(action="ignore"):  # of escapes in strings
             tree = ast.parse(source, path)

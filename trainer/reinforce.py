@@ -11,7 +11,7 @@ which trainer.export takes as paths.output, metrics.jsonl and parity.json beside
 import os
 from pathlib import Path
 
-from conf.rules.reinforcement import as_training
+from conf.rules.reinforcement import as_training, contents
 from conf.schema import identity
 from conf.schema.run import Run
 from contract import checkpoints
@@ -61,7 +61,7 @@ def _train(given: Run, run: Run, rollouts: Rollouts | None, start: int) -> None:
     resharding.install()
     asked, feed = run.reinforce, Feed()
     if rollouts:
-        Journal(Path(run.paths.output)).begin(identity.of(given, "reinforce")["reinforce"])
+        Journal(Path(run.paths.output)).begin(identity.of(given, "reinforce")["reinforce"] | contents(given))
     with megatron_to(Path(run.paths.logs)):
         bridge = open_bridge(run)
         config = make_config(run, bridge, start or None)

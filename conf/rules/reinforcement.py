@@ -3,10 +3,12 @@
 as_training(run) -> Run      steps, batch, learning rate and places of the stage, in training's own keys
 transport(run, on_gpus)      the way that weights take, as trainer and plan know it
 engines(run)                 processes of vLLM on all hosts
+contents(run)                digests of rewards, environments and judges' texts of one's own
 unfit(run, place, kind)      why prepared data of a kind have no prompts for it
 unlike(run, facts)           why a model is none for what is asked
 """
 
+import hashlib
 import math
 from collections.abc import Iterator
 
@@ -124,6 +126,21 @@ def unlike(run: Run, facts: ModelFacts) -> str:
     if run.reinforce.replay_experts and not facts.experts:
         return "reinforce.replay_experts: true, but the model has no experts; false"
     return ""
+
+
+def contents(run: Run) -> dict[str, str]:
+    """Digests of the files of one's own, by the keys that name them. Where they lie bears no identity."""
+    asked = run.reinforce
+    named = {"function": asked.function, "environment": asked.environment, "judge_prompt": asked.judge_prompt}
+    return {key: _content(key, place) for key, place in named.items() if place}
+
+
+def _content(key: str, place: str) -> str:
+    try:
+        name, text = ("", rewards.judge_prompt(place)) if key == "judge_prompt" else rewards.function(place)
+    except Fault as fault:
+        raise Fault(f"reinforce.{key}: {fault}") from None
+    return f"sha256:{hashlib.sha256(text.encode()).hexdigest()}" + (f":{name}" if name else "")
 
 
 def _places(run: Run) -> Iterator[tuple[str, str]]:

@@ -32,6 +32,11 @@ def folder(tmp_path):
     return tmp_path
 
 
+def test_a_file_may_begin_with_a_mark_of_its_bytes_order(tmp_path):
+    (tmp_path / "marked.py").write_text("\ufeffdef mine(): pass")
+    assert rewards.function(f"{tmp_path}/marked.py:mine") == ("mine", "def mine(): pass")
+
+
 @pytest.mark.parametrize("name", ["good", "given", "all", "made", "either"])
 def test_a_function_may_come_by_any_way(folder, name, recwarn):
     assert rewards.function(f"{folder}/{name}.py:mine") == ("mine", FILES[f"{name}.py"])
