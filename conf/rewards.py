@@ -82,6 +82,8 @@ def schema(text: str) -> Any:
 
     try:
         found = json.loads(text)
+        if not isinstance(found, dict) or not isinstance(found.get("$schema", ""), str):
+            raise ValueError("it is an object, and its $schema a text")
         kind = validators.validator_for(found)
         kind.check_schema(found)
         return kind(found)

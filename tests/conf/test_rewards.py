@@ -71,6 +71,12 @@ def test_a_function_that_cannot_be_is_one_line(folder, place, said):
     [
         ("regex", {"pattern": "(x"}, "reinforce.pattern: '(x' is no regular expression: missing )"),
         ("json_schema", {"pattern": "{"}, "reinforce.pattern: '{' is no JSON schema: "),
+        (
+            "json_schema",
+            {"pattern": "[3]"},
+            "reinforce.pattern: '[3]' is no JSON schema: it is an object, and its $schema",
+        ),
+        ("json_schema", {"pattern": '{"$schema": []}'}, "is no JSON schema: it is an object, and its $schema a text"),
         ("json_schema", {"pattern": '{"type": "nix"}'}, 'reinforce.pattern: \'{"type": "nix"}\' is no JSON schema: '),
         (
             "judge",

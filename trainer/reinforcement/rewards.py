@@ -11,9 +11,10 @@ code           share of the row's checks, lines of Python, that hold after the a
 
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from decimal import Decimal, InvalidOperation
 from functools import partial
+from pathlib import Path
 
 from conf import rewards as own
 from conf.schema.run import Run
@@ -48,6 +49,19 @@ def check(run: Run) -> None:
     environment.check(run)
 
 
+def require_references(run: Run, references: Iterable[str], path: Path) -> None:
+    """Raise a Fault where a row's answer is none that the reward can compare with, before anything is sampled."""
+    asked = run.reinforce
+    for row, reference in enumerate(references, 1):
+        try:
+            if asked.reward == "number":
+                _number_of(reference)
+            elif asked.reward in RULES and asked.pattern is None:
+                _rule(asked.reward, reference)
+        except Fault as fault:
+            raise Fault(f"{path}:{row}: {fault}") from None
+
+
 def _worker(run: Run) -> Worker:
     asked = run.reinforce
     return Worker(asked.reward, asked.function, asked.reward_seconds, asked.reward_memory_gb)
@@ -61,12 +75,16 @@ def _by_rule(run: Run, worker: Worker, questions: Sequence[Question]) -> list[fl
     asked, found = run.reinforce, list[Question]()
     for question in questions:
         rule = question.reference if asked.pattern is None else asked.pattern
-        try:
-            RULES[asked.reward](rule)
-        except Fault as fault:
-            raise Fault(f"reinforce.pattern: {fault}") from None
+        _rule(asked.reward, rule)
         found.append(Question("", question.answer, rule))
     return worker.rewards(found)
+
+
+def _rule(kind: str, text: str) -> None:
+    try:
+        RULES[kind](text)
+    except Fault as fault:
+        raise Fault(f"reinforce.pattern: {fault}") from None
 
 
 def exact(question: Question) -> float:
@@ -74,10 +92,14 @@ def exact(question: Question) -> float:
 
 
 def number(question: Question) -> float:
-    found, right = last_number(question.answer), last_number(question.reference)
-    if right is None:
-        raise Fault(f"reinforce.reward: number, but a row's answer has none: {question.reference[:60]!r}")
-    return float(found == right)
+    return float(last_number(question.answer) == _number_of(question.reference))
+
+
+def _number_of(reference: str) -> Decimal:
+    found = last_number(reference)
+    if found is None:
+        raise Fault(f"reinforce.reward: number, but a row's answer has none: {reference[:60]!r}")
+    return found
 
 
 def last_number(text: str) -> Decimal | None:

@@ -2,6 +2,7 @@
 
 import math
 import socket
+from pathlib import Path
 
 import pytest
 
@@ -92,6 +93,23 @@ def test_a_schema_that_names_another_one_reaches_no_network():
         assert "\n" not in str(fault.value)
         with pytest.raises(TimeoutError):
             server.accept()
+
+
+@pytest.mark.parametrize(
+    ("kind", "right", "wrong", "said"),
+    [
+        ("number", "#### 3", "three", r"reinforce\.reward: number, but a row's answer has none: 'three'$"),
+        ("regex", "^3$", "(3", r"reinforce\.pattern: '\(3' is no regular expression"),
+        ("json_schema", SCHEMA, "3", r"reinforce\.pattern: '3' is no JSON schema"),
+    ],
+)
+def test_a_row_without_an_answer_to_compare_with_is_named_before_anything_is_sampled(kind, right, wrong, said):
+    run, path = load("tiny-rl", [f"reinforce.reward={kind}"]), Path("training.jsonl")
+    rewards.require_references(run, [right, right], path)
+    with pytest.raises(Fault, match=rf"^training\.jsonl:2: {said}"):
+        rewards.require_references(run, [right, wrong, right], path)
+    for other in ("exact", "code"):
+        rewards.require_references(load("tiny-rl", [f"reinforce.reward={other}"]), [wrong], path)
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
