@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -90,6 +91,14 @@ def test_an_engine_that_is_killed_is_told_of_at_once_and_left_out_of_what_comes(
     assert tokens == [[seed] for seed in SEEDS] and len(who) == 1
     assert told.wait(5) and time.monotonic() - began < 15
     assert two.each("finish", version=3).keys() == {two.engines[0]} and two.engines[0].version == 3
+
+
+def test_an_engine_has_no_key_to_the_judge(engines, monkeypatch):
+    monkeypatch.setenv("JUDGE_API_KEY", "secret")
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    (one,) = engines({}).engines
+    environment = Path(f"/proc/{one.process.pid}/environ").read_bytes()
+    assert b"PATH=" in environment and b"secret" not in environment and b"LOCAL_RANK" not in environment
 
 
 def test_the_last_engine_that_ends_ends_the_run_with_one_line(engines):

@@ -21,7 +21,7 @@ from typing import Any
 
 from contract.faults import Fault
 from contract.processes import end_with_parent
-from trainer.reinforcement import messages
+from trainer.reinforcement import judge, messages
 from trainer.reinforcement.transfer import wire
 
 # What torchrun tells its ranks; vLLM would take it for its own.
@@ -147,7 +147,7 @@ def start(
     It reads its settings from its standard input, a file that has no name: nothing is left, however both end.
     """
     log.parent.mkdir(parents=True, exist_ok=True)
-    kept = {name: value for name, value in os.environ.items() if not _is_of_ranks(name)}
+    kept = {name: value for name, value in os.environ.items() if not _is_of_ranks(name) and name != judge.KEY}
     with log.open("a") as file, tempfile.TemporaryFile("w+") as given:
         json.dump(settings, given)
         given.seek(0)
