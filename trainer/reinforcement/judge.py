@@ -133,7 +133,7 @@ def _authorization() -> dict[str, str]:
 
 
 def shown(text: str) -> str:
-    """What a server says of itself, as a part of a line."""
+    """Words of a server on itself, as a part of a line."""
     return "".join(letter if letter.isprintable() else " " for letter in " ".join(text.split()))[:SHOWN]
 
 
