@@ -40,7 +40,7 @@ ROOMS = {
         {"planner"},
         {"rules"},
         {"schema", "model_facts"},
-        {"model_files", "strict_yaml", "error_lines"},
+        {"model_files", "strict_yaml", "error_lines", "rewards"},
     ],
     "tasks": [{"serving"}, {"stages"}, {"gang"}, {"run", "sources"}, {"store", "tracking", "pages"}],
     "trainer": [

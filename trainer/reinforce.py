@@ -11,7 +11,7 @@ which trainer.export takes as paths.output, metrics.jsonl and parity.json beside
 import os
 from pathlib import Path
 
-from conf.rules.reinforcement import as_training
+from conf.rules.reinforcement import as_training, contents
 from conf.schema import identity
 from conf.schema.run import Run
 from contract import checkpoints
@@ -61,11 +61,12 @@ def _train(given: Run, run: Run, rollouts: Rollouts | None, start: int) -> None:
     resharding.install()
     asked, feed = run.reinforce, Feed()
     if rollouts:
-        Journal(Path(run.paths.output)).begin(identity.of(given, "reinforce")["reinforce"])
+        Journal(Path(run.paths.output)).begin(identity.of(given, "reinforce")["reinforce"] | contents(given))
     with megatron_to(Path(run.paths.logs)):
         bridge = open_bridge(run)
         config = make_config(run, bridge, start or None)
         config.dataset = FromOutside.of(run, feed)
+        _leave_dropout_out(config)
         fresh = not start and asked.start == "trained"
         if fresh:
             _begin_with(config.checkpoint, checkpoint_folder(given))
@@ -76,6 +77,16 @@ def _train(given: Run, run: Run, rollouts: Rollouts | None, start: int) -> None:
         steps = Reinforcement(run, bridge, rollouts, feed, step, metrics, fresh)
         callbacks = [steps, metrics, Parity(run), Saves(run, metrics), heartbeat.callback(), feed]
         train(run, config, step, callbacks)
+
+
+def _leave_dropout_out(config) -> None:
+    """Train without the dropout of a release's config.json, and without an adapter's.
+
+    vLLM samples without, and so are answers' earlier log-probabilities: policies compared with these would be noise.
+    """
+    config.model.hidden_dropout = config.model.attention_dropout = 0.0
+    if config.peft is not None:
+        config.peft.dropout = 0.0
 
 
 def _begin_with(checkpoint, folder: Path) -> None:

@@ -88,6 +88,11 @@ def as_sft(run: Run) -> Run:
     return run.model_copy(update={"train": train.model_copy(update=keys)})
 
 
+def kind_of(shape: str) -> str:
+    """Kind of prepared data, by the shape of their rows."""
+    return shape if shape in ("preference", "text") else "sft"
+
+
 def unfit(run: Run, place: str, kind: str) -> str:
     """The reason why prepared data of this kind are not what the objective learns from; empty where they are."""
     wanted = run.train.objective

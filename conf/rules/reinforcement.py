@@ -3,11 +3,17 @@
 as_training(run) -> Run      steps, batch, learning rate and places of the stage, in training's own keys
 transport(run, on_gpus)      the way that weights take, as trainer and plan know it
 engines(run)                 processes of vLLM on all hosts
+contents(run)                digests of rewards, environments and judges' texts of one's own
+unfit(run, place, kind)      why prepared data of a kind have no prompts for it
+unlike(run, facts)           why a model is none for what is asked
 """
 
+import hashlib
 import math
 from collections.abc import Iterator
 
+from conf import rewards
+from conf.model_facts import ModelFacts
 from conf.schema.run import Run
 from contract.faults import Fault
 
@@ -73,6 +79,7 @@ def contradictions(run: Run) -> Iterator[tuple[str, str]]:
         yield "reinforce.environment", "has no effect with reinforce.turns 1: another number, such as 4, would do"
     if asked.pattern is not None and asked.reward not in ("regex", "json_schema"):
         yield "reinforce.pattern", f"has no effect with reinforce.reward {asked.reward}"
+    yield from _own(run)
     if run.checkpoint.save_every == "epoch":
         yield "checkpoint.save_every", "epoch, but steps of reinforce have none: name a number of steps, or a share"
     if run.layout.nodes > 1:
@@ -88,6 +95,52 @@ def contradictions(run: Run) -> Iterator[tuple[str, str]]:
         yield from _alone(run)
     if asked.kl and (run.adapter.kind == "none" or asked.start == "trained"):
         yield "reinforce.kl", "is measured from the base below an adapter: adapter.kind lora, reinforce.start base"
+
+
+def _own(run: Run) -> Iterator[tuple[str, str]]:
+    """Yield what is wrong with a pattern of one's own, or a judge's address."""
+    asked = run.reinforce
+    rule = {"regex": rewards.regex, "json_schema": rewards.schema}.get(asked.reward)
+    for key, value, check in (("pattern", asked.pattern, rule), ("judge", asked.judge, rewards.judge_address)):
+        try:
+            if value is not None and check:
+                check(value)
+        except Fault as fault:
+            yield f"reinforce.{key}", str(fault)
+
+
+def unfit(run: Run, place: str, kind: str) -> str:
+    """The reason why prepared data of this kind have no prompts to answer; empty where they have."""
+    if kind == "sft":
+        return ""
+    key = "reinforce.source" if run.reinforce.source else "data.source"
+    held = "texts for pretraining" if kind == "text" else "rows with a chosen and a rejected answer"
+    other = "" if run.reinforce.source else ", such as reinforce.source may name"
+    return f"{key}: {place} holds {held}; reinforce asks the prompts of rows with one answer{other}"
+
+
+def unlike(run: Run, facts: ModelFacts) -> str:
+    """The reason why this model is none for what the section asks for; empty where it is one."""
+    if run.reinforce.transport == "adapter" and facts.experts:
+        return "reinforce.transport: adapter, but adapters of a model with experts are sent merged; gloo"
+    if run.reinforce.replay_experts and not facts.experts:
+        return "reinforce.replay_experts: true, but the model has no experts; false"
+    return ""
+
+
+def contents(run: Run) -> dict[str, str]:
+    """Digests of the files of one's own, by the keys that name them. Where they lie bears no identity."""
+    asked = run.reinforce
+    named = {"function": asked.function, "environment": asked.environment, "judge_prompt": asked.judge_prompt}
+    return {key: _content(key, place) for key, place in named.items() if place}
+
+
+def _content(key: str, place: str) -> str:
+    try:
+        name, text = ("", rewards.judge_prompt(place)) if key == "judge_prompt" else rewards.function(place)
+    except Fault as fault:
+        raise Fault(f"reinforce.{key}: {fault}") from None
+    return f"sha256:{hashlib.sha256(text.encode()).hexdigest()}" + (f":{name}" if name else "")
 
 
 def _places(run: Run) -> Iterator[tuple[str, str]]:

@@ -115,5 +115,5 @@ class Model(Section):
         ge=0,
         lt=1,
         description="in training, of attention's weights and of what each layer adds; null = as released, mostly none; "
-        "none with dpo",
+        "none with dpo and in reinforce",
     )

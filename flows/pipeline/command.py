@@ -1,19 +1,26 @@
 """Command line of the flows. It reads and checks its arguments before Prefect starts anything."""
 
 import argparse
+import tempfile
 from collections.abc import Callable, Collection
+from pathlib import Path
 
 from conf.load import load
 from conf.overrides import from_overrides
 from conf.planner import display
 from conf.planner.verdict import Plan
+from conf.rules import objectives
 from conf.schema.run import Run
 from contract.faults import ConfigError, Fault
 from flows.arguments import of_a_run, refused
-from tasks.run import forecast, own_server
+from flows.new import rows
+from tasks.run import artifact, forecast, own_server
 from tasks.run.places import open_run_store
+from tasks.run.request import Request
+from tasks.sources import row_sources
 from tasks.sources.hub.api import Unreachable
 from tasks.stages import pipeline, plan
+from tasks.store import Store
 
 
 def command(flow, description: str, require: Callable[[Run], None] = lambda run: None, default: str = "tiny") -> int:
@@ -59,11 +66,34 @@ def _foretold(run: Run, first: str | None, last: str | None) -> list[str]:
     try:
         planned = _possible(plan.settle(run), last)
         asked = pipeline.request(planned.run, first, last)
-        would = forecast.lines(asked, open_run_store(), planned)
+        store = open_run_store()
+        _require_rows_to_learn_from(planned.run, asked, store)
+        would = forecast.lines(asked, store, planned)
     except Unreachable as fault:
         planned = _possible(_recalled(run, fault), last)
         would = [str(fault), "So it is not known what of this is there already. By the config.json that is known here:"]
     return [*would, *_takes(planned, pipeline.asked(planned.run, last)), plan.summary(planned)]
+
+
+def _require_rows_to_learn_from(run: Run, asked: Request, store: Store) -> None:
+    """Refuse rows that training would refuse, as they are prepared already, or lie here and are of unknown shape.
+
+    One answer to a row is what most data have; a look at the rows takes seconds, so it is for other objectives alone.
+    """
+    if "train" in asked.unasked:
+        return
+    prepared = artifact.find(asked.stages["prepare"], store)
+    if isinstance(prepared, artifact.Artifact):
+        place, kind = prepared.key, prepared.result["kind"]
+    elif (
+        objectives.has_reference(run) and (source := run.data.source) and row_sources.kind(source, rows.KEY) == "local"
+    ):
+        with tempfile.TemporaryDirectory(prefix="dry-run-") as folder:
+            place, kind = source, objectives.kind_of(rows.look(run, None, Path(folder) / "rows").kind)
+    else:
+        return
+    if fault := objectives.unfit(run, place, kind):
+        raise Fault(fault)
 
 
 def _recalled(run: Run, fault: Unreachable) -> Plan:

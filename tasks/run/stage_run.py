@@ -15,6 +15,7 @@ from prefect import State, get_run_logger
 from prefect.cache_policies import NO_CACHE
 from prefect.states import Cancelled, Completed, Failed
 
+from conf.rules import reinforcement
 from conf.rules.gpus import takes
 from conf.schema.run import Run
 from contract.faults import Fault, Stopped
@@ -65,6 +66,7 @@ class StageRun:
         self.name, self.run, self.store, self.tracking = name, run, store, tracking
         self.asked = request.stages[name]
         self.trains = "train" not in request.unasked
+        self.reinforces = reinforcement.is_asked(run) and "reinforce" not in request.unasked
         self._unasked, self._make_again = request.unasked.get(name), name in request.again
         self._folder, self._outcomes, self._ending = folder, outcomes, ending
 

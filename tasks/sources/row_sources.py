@@ -21,7 +21,12 @@ from tasks.sources import hub
 from tasks.sources.file_digests import digests
 from tasks.sources.hub import api, file_choice, s3_source
 
-MADE = ("tiny://tickets", "tiny://mistaken-tickets", "tiny://ranked-tickets", "tiny://texts")
+MADE = {  # here, with the shape of their rows
+    "tiny://tickets": "pairs",
+    "tiny://mistaken-tickets": "pairs",
+    "tiny://ranked-tickets": "preference",
+    "tiny://texts": "text",
+}
 
 
 def kind(source: str, key: str) -> str:
@@ -29,7 +34,8 @@ def kind(source: str, key: str) -> str:
     scheme, separator, _ = source.partition("://")
     if separator:
         if scheme == "tiny" and source not in MADE:
-            raise Fault(f"{key}: {source}: no such data; there is {', '.join(MADE[:-1])} and {MADE[-1]}")
+            *others, last = MADE
+            raise Fault(f"{key}: {source}: no such data; there is {', '.join(others)} and {last}")
         if scheme not in ("tiny", "s3"):
             raise Fault(f"{key}: {source}: no source of data; it is a file, a folder, org/name on the Hub or s3://...")
         return scheme
@@ -41,6 +47,13 @@ def kind(source: str, key: str) -> str:
     if source.startswith(("/", ".", "~")) or source.count("/") > 1 or row_files.format_of(source):
         raise Fault(f"{key}: {source}: no such file{regular_files.or_meant(path)}")
     return "hub"
+
+
+def shape(part: Part) -> str | None:
+    """Shape of a source's rows, as far as it is known without a look at them."""
+    if part.shape != "auto":
+        return part.shape
+    return None if part.input or part.output or part.text else MADE.get(part.source or "")
 
 
 def identity(part: Part, key: str, memory: Path) -> dict[str, Any]:

@@ -6,6 +6,7 @@
     unserved(planned, last)     the same, for a model that could be trained and not evaluated
     unanswered(planned, last)   the same, for one that could not answer prompts beside its training
     unasked(planned, last)      the same, for one whose teacher could not be asked at its layout
+    unfit(planned, last)        the same, for rows and models of which it is known that a stage does not take them
     any_refusal(planned, last)  the first of all of these
 
 layout.auto is settled here: planned.run is the run that all stages get. hardware.gate: warn goes on with a run that
@@ -28,7 +29,8 @@ from conf.model_facts import ModelFacts
 from conf.planner import advice, display, hardware, picture, verdict
 from conf.planner.hardware import GB
 from conf.planner.verdict import Plan
-from conf.rules import conversion, objectives, schedule, serving
+from conf.rules import conversion, objectives, reinforcement, schedule, serving
+from conf.schema.data import Data
 from conf.schema.model import Drawn
 from conf.schema.run import Run
 from contract.faults import ConfigError, Fault
@@ -39,7 +41,7 @@ from tasks.run.artifact import Artifact
 from tasks.run.places import open_run_store
 from tasks.run.run_tracking import RunTracking
 from tasks.run.stage_run import OPTIONS
-from tasks.sources import drawn, hub, training_rows
+from tasks.sources import drawn, hub, row_sources, training_rows
 from tasks.sources.hub import config_json
 from tasks.stages import pipeline
 
@@ -102,7 +104,7 @@ def refusal(planned: Plan) -> str:
 def any_refusal(planned: Plan, last: str | None) -> str:
     """The first reason why a run up to the stage `last` is not begun; "" where it is."""
     found = refusal(planned) or unserved(planned, last) or unanswered(planned, last)
-    return found or unasked(planned, last)
+    return found or unasked(planned, last) or unfit(planned, last)
 
 
 def unserved(planned: Plan, last: str | None) -> str:
@@ -135,6 +137,24 @@ def unasked(planned: Plan, last: str | None) -> str:
     if planned.asking is None:  # illegal
         return f"plan: {planned.unasked}"
     return "" if gate == "warn" else f"plan: {planned.unasked}; hardware.gate=warn goes on all the same"
+
+
+def unfit(planned: Plan, last: str | None) -> str:
+    """The reason why the rows, which are not read here, or the model are not what a stage takes; "" where they may."""
+    run, asked, found = planned.run, pipeline.asked(planned.run, last), list[str]()
+    if "train" in asked:
+        found += [objectives.unfit(run, *one) for one in _known(run.data)]
+    if "reinforce" in asked:
+        prompts = reinforcement.of_prompts(run) if reinforcement.has_prompts(run) else run
+        found += [reinforcement.unfit(run, *one) for one in _known(prompts.data)]
+        found += [reinforcement.unlike(run, planned.facts)]
+    return next(filter(None, found), "")
+
+
+def _known(data: Data) -> list[tuple[str, str]]:
+    """Sources whose kind is known without a look at their rows, each with this kind."""
+    shapes = [(part.source or "", row_sources.shape(part)) for part in data.parts]
+    return [(source, objectives.kind_of(shape)) for source, shape in shapes if shape]
 
 
 def _evaluates_here(run: Run) -> bool:

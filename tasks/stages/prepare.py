@@ -33,10 +33,11 @@ VERSION = 2
 HUB_TOKENS = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")
 
 
-def stage(run: Run, model: Stage) -> Stage:
+def stage(run: Run, model: Stage, source: str = "data.source") -> Stage:
+    """The stage of a run's data; `source` is the key that names one source."""
     data = run.data
     if not data.parts:
-        raise Fault("data.source: required by the flow: a Hub data set, files, s3://... or tiny://tickets")
+        raise Fault(f"{source}: required by the flow: a Hub data set, files, s3://... or tiny://tickets")
     config = identity.flat(run, "prepare")
     if data.template.endswith(".jinja"):
         config["template"] = _template(data.template)
@@ -45,14 +46,14 @@ def stage(run: Run, model: Stage) -> Stage:
     memory = runs_folder() / "cache/digests.json"
     config["sources"] = [
         identity.of_section(part if data.mixture else data, "source") | row_sources.identity(part, key, memory)
-        for key, part in _parts(data)
+        for key, part in _parts(data, source)
     ]
     return Stage("prepare", VERSION, config, {"model": model.fingerprint})
 
 
 def stage_of_prompts(run: Run, model: Stage) -> Stage:
     """The same of the rows of reinforce.source. Of equal rows it is the same artifact."""
-    return stage(reinforcement.of_prompts(run), model)
+    return stage(reinforcement.of_prompts(run), model, "reinforce.source")
 
 
 @task(name="prepare", task_run_name="{stage_run.name}", **OPTIONS)
@@ -85,6 +86,10 @@ def prepare(stage_run: StageRun, model: Artifact) -> State:
         publish(stage_run.store, made, stage_run.run.name + stage_run.name.removeprefix("prepare"))
         if stage_run.trains and stage_run.name == "prepare":
             require_enough(stage_run.run, made)
+        if stage_run.reinforces and stage_run.name == (
+            "prepare-prompts" if stage_run.run.reinforce.source else "prepare"
+        ):
+            require_prompts(stage_run.run, made)
 
     return stage_run.get_or_make(make, require=require)
 
@@ -98,6 +103,12 @@ def require_enough(run: Run, made: Artifact) -> None:
         raise Fault(refused)
     if lacks := lacking(run, made.key, *(made.result[key] for key in ("kind", "rows", "sequences"))):
         raise Fault(lacks)
+
+
+def require_prompts(run: Run, made: Artifact) -> None:
+    """Refuse data without prompts to answer, as early."""
+    if refused := reinforcement.unfit(run, made.key, made.result["kind"]):
+        raise Fault(refused)
 
 
 def publish(store: Store, made: Artifact, name: str) -> None:
@@ -118,10 +129,10 @@ def require_unchanged(data: Data, asked: Stage) -> None:
                 raise Fault(f"{key}: {part.source}: has changed since the run began; start it again")
 
 
-def _parts(data: Data) -> list[tuple[str, Part]]:
+def _parts(data: Data, source: str = "data.source") -> list[tuple[str, Part]]:
     """Sources, each with its name in the configuration."""
     if not data.mixture:
-        return [("data.source", part) for part in data.parts]
+        return [(source, part) for part in data.parts]
     for number, part in enumerate(data.mixture):
         if not part.source:
             raise Fault(f"data.mixture[{number}].source: required: a Hub data set, files, s3://... or tiny://tickets")

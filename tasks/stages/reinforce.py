@@ -2,16 +2,15 @@
 
 # pyright: reportArgumentType=false, reportCallIssue=false
 
-import hashlib
 import json
 from pathlib import Path
 from typing import Any
 
 from prefect import State, task
 
+from conf.rules import reinforcement as rules
 from conf.schema import identity
 from conf.schema.run import Run
-from contract import regular_files
 from contract.faults import Fault
 from tasks.gang import controller
 from tasks.gang.history import prefect_page
@@ -30,7 +29,7 @@ VERSION = 1
 
 def stage(run: Run, base: Stage, data: Stage, trained: Stage) -> Stage:
     config: dict[str, Any] = {**identity.of(run, "reinforce")}
-    config |= {name: _of_key(name, place) for name, place in _own(run)}
+    config |= rules.contents(run)
     inputs = {"base": base.fingerprint, "data": data.fingerprint}
     if run.reinforce.start == "trained":
         return Stage("reinforce", VERSION, config, inputs | {"trained": trained.fingerprint})
@@ -103,33 +102,10 @@ def reinforce(
 
 def require_unchanged(run: Run, asked: Stage) -> None:
     """Refuse a file of one's own that is not that of the fingerprint any more."""
-    for name, place in _own(run):
-        if _of_key(name, place) != asked.config[name]:
+    for name, content in rules.contents(run).items():
+        if content != asked.config[name]:
+            place = getattr(run.reinforce, name)
             raise Fault(f"reinforce.{name}: {place}: has changed since the run began; start it again")
-
-
-def _own(run: Run) -> list[tuple[str, str]]:
-    """Keys that name a file of one's own whose content counts, and where it is."""
-    asked = run.reinforce
-    named = {"function": asked.function, "environment": asked.environment, "judge_prompt": asked.judge_prompt}
-    return [(name, place) for name, place in named.items() if place]
-
-
-def _of_key(key: str, place: str) -> str:
-    try:
-        return _digest(place) if key == "judge_prompt" else _content(place)
-    except Fault as fault:
-        raise Fault(f"reinforce.{key}: {fault}") from None
-
-
-def _content(function: str) -> str:
-    """Digest of the file, and the name in it. Its path bears no identity."""
-    path, _, name = function.rpartition(":")
-    return f"{_digest(path)}:{name}"
-
-
-def _digest(path: str) -> str:
-    return f"sha256:{hashlib.sha256(regular_files.read(Path(path).expanduser())).hexdigest()}"
 
 
 def _samples(path: Path) -> list[dict[str, Any]]:

@@ -1,5 +1,6 @@
 """flows/pipeline/command.py: what is wrong with a command line is said in a line, before Prefect or a stage starts."""
 
+import json
 import sys
 from types import SimpleNamespace
 
@@ -8,7 +9,8 @@ import pytest
 from conf.load import FOLDER, load
 from conf.overrides import as_overrides
 from flows.pipeline.command import command
-from tasks.run import own_server
+from tasks.run import artifact, own_server
+from tasks.run.artifact import Artifact
 from tasks.sources.hub import api
 from tasks.stages import pipeline
 
@@ -165,3 +167,22 @@ def test_ctrl_c_ends_in_a_line(monkeypatch, capsys):
     monkeypatch.setattr(own_server, "start", lambda: None)
     assert command(SimpleNamespace(name="finetune", with_options=lambda **_: interrupted), "x") == 130
     assert capsys.readouterr().err.startswith("error: interrupted; what was made is kept")
+
+
+@pytest.mark.parametrize(("row", "would"), [({"input": "a", "output": "b"}, 2), ({"chosen": "a", "rejected": "b"}, 0)])
+def test_a_dry_run_refuses_rows_of_this_host_that_the_objective_does_not_learn_from(run, tmp_path, row, would):
+    rows = tmp_path / "mine.jsonl"
+    rows.write_text(f"{json.dumps(row | {'prompt': 'x'})}\n" * 2)
+    code, errors, _ = run("tiny", "train.objective=dpo", f"data.source={rows}", "--dry-run")
+    said = f"error: train.objective: dpo reads rows with a chosen and a rejected answer, but {rows} holds rows with one"
+    assert code == would and errors.startswith(said if would else "")
+    assert run("tiny", "train.objective=dpo", f"data.source={rows}", "--dry-run", "--until", "prepare")[0] == 0
+
+
+def test_a_dry_run_refuses_data_that_are_prepared_and_not_what_the_objective_learns_from(run, monkeypatch, tmp_path):
+    rows = tmp_path / "mine.jsonl"
+    rows.write_text("")
+    made = Artifact(SimpleNamespace(key="prepare/0123"), {}, {"kind": "preference"}, {})  # pyright: ignore[reportArgumentType]
+    monkeypatch.setattr(artifact, "find", lambda stage, store: made)
+    errors = run("tiny", f"data.source={rows}", "--dry-run")[1]
+    assert errors.startswith("error: train.objective: sft reads rows with one answer, or texts, but prepare/0123 holds")

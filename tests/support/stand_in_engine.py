@@ -1,6 +1,6 @@
 """A stand-in for vLLM's process: it answers a prompt with its seed, by weights of a version that it is told.
 
-    python -m tests.support.stand_in_engine DESCRIPTOR SETTINGS.json     as trainer.reinforcement.vllm_process
+    python -m tests.support.stand_in_engine DESCRIPTOR < SETTINGS.json     as trainer.reinforcement.vllm_process
 
 A prompt of [0] ends the process without a word where the settings say "dies", [1] is an error of the process's, and [2]
 one of the run's. It sleeps for the settings' seconds before each answer.
@@ -11,7 +11,6 @@ import os
 import sys
 import time
 from multiprocessing.connection import Connection
-from pathlib import Path
 
 from trainer.reinforcement import messages
 
@@ -38,4 +37,4 @@ def main(descriptor: int, settings: dict) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), json.loads(Path(sys.argv[2]).read_text()))
+    main(int(sys.argv[1]), json.load(sys.stdin))

@@ -16,9 +16,8 @@ def main(logs: Path, settings: dict) -> None:
     run = load("tiny-rl", ["reinforce.hosts=2", f"paths.logs={logs}"])
     log = logs / "guest.log"
     with meeting.come(run, log) as connection:
-        process, given = engine.start(connection, settings, log, {})
-    with given:
-        sys.exit(process.wait())
+        process = engine.start(connection, settings, log, {})
+    sys.exit(process.wait())
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from conf.model_facts import ModelFacts, facts_from_hf
 from conf.model_files import config_json, quantization, weights
 from conf.model_files.weights import Entry
 from conf.planner import released_model, stage_needs
-from conf.rules import objectives, packed_base, schedule
+from conf.rules import objectives, packed_base, reinforcement, schedule
 from conf.rules.conversion import obstacles, unwritable
 from conf.rules.layout import problems
 from conf.rules.reinforcement import as_training
@@ -126,10 +126,8 @@ def check_reinforce(given: Run) -> None:
     facts = check_model(run)
     checkpoints.require(Path(run.paths.base), "paths.base", "python -m trainer.convert")
     _check_layout(run, facts)
-    if given.reinforce.transport == "adapter" and facts.experts:
-        raise Fault("reinforce.transport: adapter, but adapters of a model with experts are sent merged; gloo")
-    if given.reinforce.replay_experts and not facts.experts:
-        raise Fault("reinforce.replay_experts: true, but the model has no experts; false")
+    if refused := reinforcement.unlike(given, facts):
+        raise Fault(refused)
     if given.reinforce.start == "trained" and not checkpoints.complete_steps(checkpoint_folder(given)):
         raise Fault(
             f"{checkpoint_folder(given)}: no complete checkpoint to begin with; python -m trainer.train makes one, and "
@@ -148,8 +146,8 @@ def check_reinforce(given: Run) -> None:
     # A step asks as many prompts as it wants, the same ones again where there are fewer.
     train = run.train.model_copy(update={"global_batch": 1})
     found = prepared.check(run.model_copy(update={"train": train}))
-    if found.kind == "text":
-        raise Fault(f"{run.paths.data}: texts for pretraining have no prompts; reinforce.source names rows that do")
+    if refused := reinforcement.unfit(given, str(prepared.folder(run)), found.kind):
+        raise Fault(refused)
     resume.check_data(run, checkpoint_folder(run))
 
 

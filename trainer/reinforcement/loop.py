@@ -10,7 +10,6 @@ that a fault ends all of them alike.
 # pyright: reportOptionalMemberAccess=false, reportOptionalCall=false, reportArgumentType=false
 
 import json
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -39,6 +38,7 @@ from trainer.reinforcement.samples import Scored, Step
 from trainer.reinforcement.steps.ahead import Ahead, require_fresh
 from trainer.reinforcement.steps.report import Report, add_to_table
 from trainer.reinforcement.steps.sampler import Heard, Sampled, Sampler
+from trainer.reinforcement.transfer import in_memory
 from trainer.serving import prompts
 from trainer.startup import device
 from trainer.startup.console import say
@@ -234,7 +234,7 @@ class Reinforcement(Callback):
 
     def _adapter(self, context: Any, version: int) -> int:
         """Give vLLM the adapter alone. Every rank has a part of it, and the first one writes it."""
-        with tempfile.TemporaryDirectory(prefix="rollout-", dir="/dev/shm") as folder:
+        with in_memory.folder() as folder:
             adapter = context.state.cfg.peft
             self.bridge.save_hf_adapter(context.model, folder, adapter, self.run.paths.model, show_progress=False)
             return self._on_first(lambda: self.rollouts.adapt(folder, version))

@@ -7,7 +7,6 @@ and what it was asked is asked of the others: the run goes on as long as there i
 
 import shutil
 import socket
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import pairwise
@@ -23,7 +22,7 @@ from conf.schema.run import Run
 from trainer.reinforcement.engines import settings
 from trainer.reinforcement.engines.engine import Engine, LocalEngine, Lost
 from trainer.reinforcement.engines.meeting import Meeting
-from trainer.reinforcement.transfer import shared_memory, wire
+from trainer.reinforcement.transfer import in_memory, shared_memory, wire
 from trainer.serving import unmerged
 from trainer.startup import device
 from trainer.startup.console import say
@@ -233,7 +232,7 @@ class Rollouts:
 
     def _by_file(self, tensors: Iterator[tuple[str, torch.Tensor]], version: int) -> int:
         model = Path(self.run.paths.model)
-        with tempfile.TemporaryDirectory(prefix="rollout-", dir="/dev/shm") as folder:
+        with in_memory.folder() as folder:
             for file in model.glob("*.json"):
                 if not file.name.endswith(".index.json"):
                     shutil.copy(file, folder)

@@ -1,6 +1,6 @@
 """Answer prompts by vLLM while the model is trained: the process that trainer.reinforce starts beside itself.
 
-    python -m trainer.reinforcement.vllm_process DESCRIPTOR SETTINGS.json
+    python -m trainer.reinforcement.vllm_process DESCRIPTOR < SETTINGS.json
 
 It reads requests from an inherited socket, one at a time, and ends when the other side does. A request is a name and
 arguments; the answer is {"result": ...} with the version of the weights that gave it, or {"error": one line}, which
@@ -182,11 +182,11 @@ def _seed(seed: int) -> None:
     numpy.random.seed(seed % 2**32)
 
 
-def main(descriptor: int, settings: Path) -> None:
+def main(descriptor: int) -> None:
     connection = Connection(descriptor)
     rollout = None
     try:
-        rollout = Rollout(json.loads(settings.read_text()))
+        rollout = Rollout(json.load(sys.stdin))
         messages.send(connection, {"result": None, "version": rollout.version})
         while True:
             name, arguments = connection.recv()
@@ -203,4 +203,4 @@ def main(descriptor: int, settings: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), Path(sys.argv[2]))
+    main(int(sys.argv[1]))

@@ -8,6 +8,7 @@ import pytest
 from pydantic import Field, TypeAdapter
 
 from conf.load import load
+from conf.rules import reinforcement
 from conf.schema import bearing, identity
 from conf.schema.bearing import NOWHERE, bears
 from conf.schema.data import Part
@@ -15,7 +16,7 @@ from conf.schema.run import Run, sections
 from conf.schema.sections import Section
 from conf.schema.training import Train
 from tasks.sources import adapters, hub, released_config, row_sources
-from tasks.stages import pipeline, reinforce
+from tasks.stages import pipeline
 
 # Fingerprints of all stages, in order, as of version 4906b5a: an edit that changes one throws away what others have
 # paid for. Those of adapters that experts share are younger where ep > 1: they were another model at each ep.
@@ -82,8 +83,7 @@ def no_hub(monkeypatch, tmp_path):
     monkeypatch.setattr(hub, "resolve", lambda source, revision: resolved(f"commit of {source} at {revision}"))
     monkeypatch.setattr(released_config, "read", lambda run: {})
     monkeypatch.setattr(adapters, "identity", lambda source, _: f"content of {source}")
-    monkeypatch.setattr(reinforce, "_content", lambda function: f"content of {function}")
-    monkeypatch.setattr(reinforce, "_digest", lambda path: f"digest of {path}")
+    monkeypatch.setattr(reinforcement, "_content", lambda key, place: f"content of {place}")
     monkeypatch.setattr(row_sources, "_commit", lambda source, revision, _: f"commit of {source} at {revision}")
 
 

@@ -249,6 +249,56 @@ def test_a_teacher_that_cannot_be_asked_ends_the_run_before_anything_is_fetched(
     assert plan.unasked(other, None).startswith("plan: train.teacher: tiny://gpt2: a vocabulary of 500 tokens")
 
 
+@pytest.mark.parametrize(
+    ("keys", "said"),
+    [
+        (
+            ["train.objective=dpo"],
+            "dpo reads rows with a chosen and a rejected answer, but tiny://tickets holds rows with",
+        ),
+        (["data.source=tiny://ranked-tickets"], "sft reads rows with one answer, or texts, but tiny://ranked-tickets"),
+        (
+            ["data.source=mine.jsonl", "data.shape=preference"],
+            "sft reads rows with one answer, or texts, but mine.jsonl",
+        ),
+        (["train.objective=dpo", "data.source=tiny://ranked-tickets"], ""),
+        (["train.objective=dpo", "data.source=mine.jsonl"], ""),
+        (["data.source=tiny://ranked-tickets", "data.input=ticket", "data.output=chosen"], ""),
+    ],
+)
+def test_rows_of_known_shape_that_training_would_refuse_are_refused_before_anything_is_fetched(keys, said):
+    planned = plan.recalled(load("tiny", keys))
+    found = plan.unfit(planned, None)
+    assert found.startswith(f"train.objective: {said}") if said else found == ""
+    assert plan.any_refusal(planned, None) == found and plan.any_refusal(planned, "prepare") == ""
+
+
+RANKED = "tiny://ranked-tickets holds rows with a chosen and a rejected answer; reinforce asks the prompts of rows with"
+
+
+@pytest.mark.parametrize(
+    ("keys", "said"),
+    [
+        (["reinforce.source=tiny://ranked-tickets"], f"reinforce.source: {RANKED} one answer"),
+        (["reinforce.source=tiny://texts"], "reinforce.source: tiny://texts holds texts for pretraining; reinforce"),
+        (
+            ["data.source=tiny://ranked-tickets", "reinforce.source=null", "reinforce.start=base"],
+            f"data.source: {RANKED} one answer, such as reinforce.source may name",
+        ),
+        (
+            ["reinforce.replay_experts=true", "model.source=tiny://llama"],
+            "reinforce.replay_experts: true, but the model has no experts; false",
+        ),
+        ([], ""),
+    ],
+)
+def test_what_reinforcement_learning_does_not_take_is_refused_before_anything_is_trained(keys, said):
+    planned = plan.recalled(load("tiny-rl", keys))
+    found = plan.any_refusal(planned, None)
+    assert found.startswith(said) if said else found == ""
+    assert plan.any_refusal(planned, "prepare-prompts") == ""
+
+
 def test_a_teacher_s_config_json_is_read_where_it_lies(folder):
     (folder / "config.json").write_text(json.dumps(CONFIG | {"hidden_act": "gelu"}))
     with pytest.raises(Fault, match=rf"^train.teacher: {folder}: config.json: hidden_act is \"gelu\", and"):

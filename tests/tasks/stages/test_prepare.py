@@ -262,3 +262,14 @@ def test_the_page_names_the_list_where_it_lies_in_the_store(tmp_path, monkeypatc
     monkeypatch.setattr(prepare, "create_markdown_artifact", lambda page, **_: pages.append(page))
     prepare.publish(store, SimpleNamespace(key="prepare/1"), "tiny")
     assert f"`{store.link('prepare/1/files')}/alike.jsonl`" in pages[0]
+
+
+def test_prompts_are_rows_with_one_answer_of_a_source_that_is_named_by_its_own_key():
+    run = load("tiny-rl", ["reinforce.source=tiny://letters"])
+    with pytest.raises(Fault, match=r"^reinforce\.source: tiny://letters: no such data"):
+        prepare.stage_of_prompts(run, MODEL)
+    made = SimpleNamespace(key="prepare/0123", result={"kind": "sft"})
+    prepare.require_prompts(run, made)  # type: ignore
+    made.result["kind"] = "preference"
+    with pytest.raises(Fault, match=r"^reinforce\.source: prepare/0123 holds rows with a chosen and a rejected answer"):
+        prepare.require_prompts(run, made)  # type: ignore

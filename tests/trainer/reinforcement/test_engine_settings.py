@@ -69,6 +69,16 @@ def test_a_configuration_for_a_cpu_is_refused_on_a_gpu_that_both_would_want_at_o
     settings.require_room_beside(of("tiny-rl", "reinforce.staleness=1", "reinforce.engines=2"))
 
 
+def test_on_a_cpu_each_engine_has_a_core(gpus, monkeypatch):
+    gpus(0)
+    monkeypatch.setattr("os.cpu_count", lambda: 2)
+    settings.require_room_beside(of("tiny-rl", "reinforce.engines=2"))
+    with pytest.raises(
+        Fault, match=r"^reinforce\.engines: 100 processes of vLLM, but this host has 2 cores; 2 at most$"
+    ):
+        settings.require_room_beside(of("tiny-rl", "reinforce.engines=100"))
+
+
 def test_on_a_cpu_engines_share_the_cores(gpus, monkeypatch):
     gpus(0)
     monkeypatch.setattr(os, "cpu_count", lambda: 8)

@@ -2,8 +2,11 @@
 
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +16,16 @@ from trainer.reinforcement.engines import engine
 from trainer.reinforcement.engines.engine import LocalEngine, Lost
 from trainer.reinforcement.rollouts import Rollouts
 
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from trainer.reinforcement.engines import engine
+engine.PROGRAM = "tests.support.stand_in_engine"
+one = engine.LocalEngine("engine 0", {"key": "secret"}, Path(sys.argv[1]), {})
+one.ready()
+print(one.process.pid, flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
 PROMPTS = [[number] for number in range(10, 20)]
 SEEDS = list(range(10))
 
@@ -80,6 +93,14 @@ def test_an_engine_that_is_killed_is_told_of_at_once_and_left_out_of_what_comes(
     assert two.each("finish", version=3).keys() == {two.engines[0]} and two.engines[0].version == 3
 
 
+def test_an_engine_has_no_key_to_the_judge(engines, monkeypatch):
+    monkeypatch.setenv("JUDGE_API_KEY", "secret")
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    (one,) = engines({}).engines
+    environment = Path(f"/proc/{one.process.pid}/environ").read_bytes()
+    assert b"PATH=" in environment and b"secret" not in environment and b"LOCAL_RANK" not in environment
+
+
 def test_the_last_engine_that_ends_ends_the_run_with_one_line(engines):
     two = engines({"dies": True}, {"dies": True})
     with pytest.raises(Lost, match=r"^rollout: answer: vLLM's process has ended with code 9 \(.*\)$"):
@@ -95,3 +116,12 @@ def test_an_error_of_one_process_is_its_own_and_a_fault_of_the_run_ends_all(engi
     with pytest.raises(Fault, match=r"^rollout: answer: prompt \[2\]") as caught:
         asked(two, [*PROMPTS[:9], [2]])
     assert not isinstance(caught.value, Lost) and len(two.engines) == 2
+
+
+def test_a_trainer_that_is_killed_leaves_no_file_of_what_its_engine_was_told(tmp_path):
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    command = [sys.executable, "-c", KILLED, str(tmp_path / "rollout.log")]
+    done = subprocess.run(command, env=os.environ | {"TMPDIR": str(temporary)}, stdout=subprocess.PIPE, text=True)
+    assert done.returncode == -signal.SIGKILL and int(done.stdout)
+    assert not [*temporary.iterdir()]

@@ -19,6 +19,8 @@ def adds(prompt, answers, reference):
         return f"={sum(map(int, answers[-1].split()[1:]))};"
 def number(prompt, answers, reference):
     return 3
+def half(prompt, answers, reference):
+    return chr(0xD800)
 def raises(prompt, answers, reference):
     raise KeyError(prompt)
 def longer(prompt, answers, reference):
@@ -96,6 +98,10 @@ def test_a_conversation_ends_with_its_turns_its_room_or_an_answer_that_has_no_en
         ("number", "it returned a int; text, or None, is wanted"),
         ("raises", "KeyError: 'Q:'"),
         ("longer", "it returned 5000 letters; 4096 are the most"),
+        (
+            "half",
+            "UnicodeEncodeError: 'utf-8' codec can't encode character '\\ud800' in position 0: surrogates not allowed",
+        ),
     ],
 )
 def test_what_is_no_reply_ends_the_run_with_a_line(name, told, made):
@@ -106,7 +112,7 @@ def test_what_is_no_reply_ends_the_run_with_a_line(name, told, made):
 
 
 def test_an_environment_that_cannot_be_loaded_is_told_before_anything_is_sampled(made, tmp_path):
-    with pytest.raises(Fault, match=r"^reinforce.environment: absent: NameError: absent is no function of the file$"):
+    with pytest.raises(Fault, match=r"^reinforce.environment: .*environment\.py: there is no absent in it$"):
         made("absent")
     run = load("tiny-rl", ["reinforce.turns=2", f"reinforce.environment={tmp_path}/none.py:reply"])
     with pytest.raises(Fault, match=r"^reinforce.environment: .*none.py"):

@@ -236,13 +236,15 @@ def test_it_reaches_no_network(worker):
     [
         ("{}/none.py:good", r"no such file"),
         ("{}/rewards.py", r"PATH\.py:NAME is wanted"),
-        ("{}/rewards.py:absent", r"NameError: absent is no function of the file"),
-        ("{}/broken.py:good", r"SyntaxError: .* \(broken\.py, line 1\)"),
+        ("{}/rewards.py:absent", r"there is no absent in it"),
+        ("{}/number.py:good", r"NameError: good is no function of the file"),
+        ("{}/broken.py:good", r"broken\.py: no Python: .* \(line 1\)"),
     ],
 )
 def test_a_function_that_is_none_is_told_at_once(tmp_path, function, reason):
     (tmp_path / "rewards.py").write_text(SOURCE)
     (tmp_path / "broken.py").write_text("def good(")
+    (tmp_path / "number.py").write_text("good = 1")
     with pytest.raises(Fault, match=f"^reinforce.function: .*{reason}"):
         Worker("function", function.format(tmp_path), 20.0, 1.0)
 

@@ -2,6 +2,8 @@
 
 import pytest
 
+from conf.load import load
+from conf.rules.reinforcement import contents
 from contract.faults import Fault
 from trainer.reinforcement.journal import Journal
 from trainer.reinforcement.samples import Answer, Group, Step
@@ -26,6 +28,24 @@ def test_a_journal_of_other_keys_is_not_gone_on_with(tmp_path):
     Journal(tmp_path).begin({"steps": 5, "lr": 1e-3})
     with pytest.raises(Fault, match=r"^reinforce\.lr: 0\.002, but .*/rollouts was begun with 0\.001; set it back"):
         Journal(tmp_path).begin({"steps": 5, "lr": 2e-3})
+
+
+def test_a_journal_of_another_reward_of_one_s_own_is_not_gone_on_with(tmp_path):
+    file = tmp_path / "mine.py"
+
+    def begin(source: str) -> None:
+        file.write_text(source)
+        run = load("tiny-rl", ["reinforce.reward=function", f"reinforce.function={file}:mine"])
+        Journal(tmp_path).begin({"steps": 5} | contents(run))
+
+    Journal(tmp_path).begin({"steps": 5})  # as it was when contents were not noted
+    begin("def mine(): pass")
+    (tmp_path / "rollouts/of.json").unlink()
+    begin("def mine(): pass")
+    with pytest.raises(
+        Fault, match=r"^reinforce\.function: \"sha256:.*:mine\", but .*/rollouts was begun with \"sha256:"
+    ):
+        begin("def mine(): return 1")
 
 
 def test_a_step_that_is_damaged_is_named(tmp_path):

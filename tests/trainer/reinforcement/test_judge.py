@@ -1,6 +1,9 @@
 """Rewards by another model, over HTTP: what it says counts, and what is wrong with it is one line."""
 
+import contextlib
 import json
+import re
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -214,3 +217,83 @@ def test_a_training_learns_what_a_judge_says_of_its_answers(server, tmp_path, fi
     found = [rewards for _, rewards in answers(folder)]
     assert len(found) == 2 and {0.0, 1.0} == {reward for rewards in found for reward in rewards}
     assert len(server.asked) <= sum(map(len, found))
+
+
+@pytest.mark.parametrize(
+    ("said", "reason"),
+    [
+        ([1], "no answer in 3 tries (no JSON object)"),
+        ({"data": None}, "what it replies with is no list of models"),
+        ({"data": ["stern"]}, "what it replies with is no list of models"),
+        ({}, "what it replies with is no list of models"),
+    ],
+)
+def test_a_server_of_something_else_is_one_line(said, reason, make, monkeypatch):
+    monkeypatch.setattr(Handler, "do_GET", lambda handler: handler.say(said))
+    with pytest.raises(Fault, match=rf"^reinforce.judge: http://.*/models: {re.escape(reason)}") as fault:
+        make()
+    line(fault)
+
+
+def test_names_of_models_that_fill_a_page_are_a_line(make, monkeypatch):
+    monkeypatch.setattr(Handler, "do_GET", lambda handler: handler.say({"data": [{"id": "a\r\nb\x1b"}] * 1000}))
+    with pytest.raises(
+        Fault, match=r"^reinforce.judge_model: stern is not served at http://.*, which has a b , a b"
+    ) as fault:
+        make()
+    assert len(line(fault)) < 500 and str(fault.value).isprintable()
+
+
+def test_brackets_without_end_are_one_line(make, server):
+    def nest(handler: Handler) -> bool:
+        handler.send_response(200)
+        handler.end_headers()
+        handler.wfile.write(b"[" * 200_000)
+        return True
+
+    found, server.does = make(), nest
+    with pytest.raises(Fault, match=r"no answer in 3 tries \(brackets that are nested too deeply\)") as fault:
+        found([RIGHT])
+    line(fault)
+
+
+def test_the_key_goes_to_no_other_place_and_into_no_line(make, server, monkeypatch):
+    monkeypatch.setenv("JUDGE_API_KEY", "secret\n")  # as a file has it
+    found = make()
+    assert found([RIGHT]) == [1.0] and server.keys == ["Bearer secret"]
+
+    def away(handler: Handler) -> bool:
+        handler.send_response(302)
+        handler.send_header("Location", f"{server.place}/elsewhere")
+        handler.end_headers()
+        return True
+
+    server.does = away
+    with pytest.raises(Fault, match=r"^reinforce.judge: http://.*/chat/completions: 302 Found$"):
+        found([RIGHT])
+    assert len(server.asked) == 2
+    monkeypatch.setenv("JUDGE_API_KEY", "sec\nret")
+    with pytest.raises(Fault, match=r"^JUDGE_API_KEY: has a letter that no header of HTTP takes$"):
+        make()
+
+
+def test_a_server_that_speaks_no_http_is_one_line(tmp_path):
+    (tmp_path / "judge.txt").write_text("{answer}")
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def speak() -> None:
+            with contextlib.suppress(OSError):
+                while True:
+                    with server.accept()[0] as other:
+                        other.recv(1 << 12)
+                        other.sendall(b"SSH-2.0-OpenSSH_9.2\r\n")
+
+        threading.Thread(target=speak, daemon=True).start()
+        keys = {"judge": f"http://127.0.0.1:{server.getsockname()[1]}/v1", "judge_model": "stern", "judge_tries": 1}
+        keys |= {"reward": "judge", "judge_prompt": tmp_path / "judge.txt"}
+        run = load("tiny-rl", [f"reinforce.{key}={value}" for key, value in keys.items()])
+        with pytest.raises(
+            Fault, match=r"^reinforce.judge: .*/v1/models: no answer in 1 tries \(SSH-2.0-OpenSSH_9.2"
+        ) as fault:
+            judge.Judge(run)
+        line(fault)

@@ -1,6 +1,7 @@
 """Losses, corrections and samplings beside the usual ones, each in a training."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -29,6 +30,19 @@ def test_it_trains_and_says_what_it_did(name, finish):
         assert steps[0]["kl"] >= 0 and steps[-1]["kl"] > 0  # a policy that has moved
     if name == "dapo":
         assert all(line["drawn"] >= 4 for line in steps)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_a_release_s_dropout_and_an_adapter_s_are_left_out_of_what_is_compared(finish, work, place):
+    unsure = place / "unsure-model"
+    shutil.copytree(work / "glm4-moe", unsure)
+    config = json.loads((unsure / "config.json").read_text()) | {"attention_dropout": 0.5}
+    (unsure / "config.json").write_text(json.dumps(config))
+    keys = {"paths.model": unsure, "adapter.dropout": 0.5, "reinforce.steps": 2}  # with one update a step is compared
+    folder = finish("unsure", ADAPTER | keys)
+    steps = [line for line in lines(folder) if line["kind"] == "reinforce"]
+    assert [line["step"] for line in steps] == [1, 2] and all(line["mismatch"] < 1e-5 for line in steps)
 
 
 REPLIES = """

@@ -21,7 +21,7 @@ from typing import Any
 
 from contract.faults import Fault
 from contract.processes import end_with_parent
-from trainer.reinforcement import messages
+from trainer.reinforcement import judge, messages
 from trainer.reinforcement.transfer import wire
 
 # What torchrun tells its ranks; vLLM would take it for its own.
@@ -114,7 +114,7 @@ class LocalEngine(Engine):
     def __init__(self, name: str, settings: dict[str, Any], log: Path, environment: dict[str, str]):
         mine, theirs = socket.socketpair()
         with theirs:
-            self.process, self.settings = start(theirs, settings, log, environment)
+            self.process = start(theirs, settings, log, environment)
         super().__init__(name, log, Connection(mine.detach()))
 
     def wait(self) -> None:
@@ -137,29 +137,29 @@ class LocalEngine(Engine):
         if self.process.poll() is None:
             self.process.kill()
             self.process.wait()
-        self.settings.close()
 
 
 def start(
     connection: socket.socket, settings: dict[str, Any], log: Path, environment: dict[str, str]
-) -> tuple[subprocess.Popen, Any]:
-    """Start vLLM's process, which answers over the connection and ends with this one; and the file of its settings."""
+) -> subprocess.Popen:
+    """Start vLLM's process, which answers over the connection and ends with this one.
+
+    It reads its settings from its standard input, a file that has no name: nothing is left, however both end.
+    """
     log.parent.mkdir(parents=True, exist_ok=True)
-    given = tempfile.NamedTemporaryFile("w", prefix="rollout-", suffix=".json")  # noqa: SIM115
-    json.dump(settings, given)
-    given.flush()
-    kept = {name: value for name, value in os.environ.items() if not _is_of_ranks(name)}
-    with log.open("a") as file:
-        process = subprocess.Popen(
-            [sys.executable, "-m", PROGRAM, str(connection.fileno()), given.name],
+    kept = {name: value for name, value in os.environ.items() if not _is_of_ranks(name) and name != judge.KEY}
+    with log.open("a") as file, tempfile.TemporaryFile("w+") as given:
+        json.dump(settings, given)
+        given.seek(0)
+        return subprocess.Popen(
+            [sys.executable, "-m", PROGRAM, str(connection.fileno())],
             env=kept | environment,
-            stdin=subprocess.DEVNULL,
+            stdin=given,
             stdout=file,
             stderr=subprocess.STDOUT,
             pass_fds=[connection.fileno()],
             preexec_fn=end_with_parent,
         )
-    return process, given
 
 
 def _is_of_ranks(name: str) -> bool:

@@ -28,11 +28,10 @@ def main(run: Run) -> None:
     log = Path(run.paths.logs) / f"rollout-{host}-{number}.log"
     heartbeat.phase("comes to the trainer")
     with meeting.come(run, log) as connection:
-        process, given = engine.start(connection, settings.of(run), log, settings.environment(run, number))
-    with given:
-        while process.poll() is None:
-            heartbeat.phase("answers")
-            time.sleep(LOOKED)
+        process = engine.start(connection, settings.of(run), log, settings.environment(run, number))
+    while process.poll() is None:
+        heartbeat.phase("answers")
+        time.sleep(LOOKED)
     if process.returncode:
         raise RuntimeError(f"vLLM's process has ended with code {process.returncode}; its last lines are in {log}")
 

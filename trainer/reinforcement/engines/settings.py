@@ -59,8 +59,12 @@ def _gpus(run: Run, number: int) -> str:
 
 
 def require_room_beside(run: Run) -> None:
-    """Raise a Fault where several things would want the first GPU at once."""
-    asked = run.reinforce
+    """Raise a Fault where several things would want the first GPU at once, or engines have no core each."""
+    asked, cores = run.reinforce, os.cpu_count() or 1
+    if not device.has_gpu() and asked.engines > cores:
+        raise Fault(
+            f"reinforce.engines: {asked.engines} processes of vLLM, but this host has {cores} cores; {cores} at most"
+        )
     if device.has_gpu() and not asked.engine_gpus and (asked.staleness or asked.engines > 1):
         key = f"staleness: {asked.staleness}" if asked.staleness else f"engines: {asked.engines}"
         raise Fault(

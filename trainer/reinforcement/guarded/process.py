@@ -1,7 +1,7 @@
 """The guarded process itself: gives up its rights, then runs code of others (trainer/reinforcement/guarded/worker.py).
 
-A function is loaded once, and asked many times. What a model has written runs in a process of its own for each answer,
-so that no answer can change what another one is worth.
+A function, or a rule, is loaded once, and asked many times. What a model has written runs in a process of its own for
+each answer, so that no answer can change what another one is worth.
 """
 
 import ast
@@ -16,6 +16,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from conf import rewards
 from trainer.reinforcement.guarded import rights
 
 # What programs of models import most, and what sockets import on their own.
@@ -33,6 +34,8 @@ def main(descriptor: int) -> None:
     _import(AT_HAND.split())
     if asked["kind"] in ("function", "environment"):
         judge, first = _function(asked, parent)
+    elif asked["kind"] in RULES:
+        judge, first = _rule(asked, parent)
     else:
 
         def judge(**question: str) -> Answer:
@@ -65,6 +68,21 @@ def _function(asked: dict[str, Any], parent: int) -> tuple[Callable[..., Answer]
     if asked["kind"] == "environment":
         return lambda **conversation: _replied(function, conversation), {"text": None}
     return lambda **question: _judged(function, question), {"reward": 0.0}
+
+
+def _rule(asked: dict[str, Any], parent: int) -> tuple[Callable[..., Answer], Answer]:
+    """A rule, asked as safely, and whether it could be."""
+    rule, example = RULES[asked["kind"]]
+    try:
+        rule(prompt="", answer="{}", reference=example)  # has it import, and read, all that it needs
+        rights.limit(asked["memory_gb"])
+        rights.filter_calls()
+        rights.hide_files(ROOT)
+        rights.become_nobody(parent)
+        rule(prompt="", answer="{}", reference=example)
+    except BaseException as error:
+        return _judged, {"refused": _told(error)}
+    return lambda **question: _judged(rule, question), {"reward": 0.0}
 
 
 def _apart(question: dict[str, str], memory_gb: float, connection: Connection) -> Answer:
@@ -109,6 +127,7 @@ def _replied(reply: Callable[..., Any], conversation: dict[str, Any]) -> Answer:
             return {"refused": f"it returned a {type(text).__name__}; text, or None, is wanted"}
         if text and len(text) > LONGEST:
             return {"refused": f"it returned {len(text)} letters; {LONGEST} are the most"}
+        (text or "").encode()  # halves of letters have no tokens
         return {"text": text}
     except BaseException as error:
         return {"refused": _told(error)}
@@ -143,6 +162,23 @@ def code(prompt: str, answer: str, reference: str) -> float:
         except Exception:  # an assertion, or whatever the program's own code raises
             continue
     return held / max(1, len(checks))
+
+
+def regex(prompt: str, answer: str, reference: str) -> float:
+    return float(rewards.regex(reference).search(answer) is not None)
+
+
+def json_schema(prompt: str, answer: str, reference: str) -> float:
+    import jsonschema
+
+    try:
+        rewards.schema(reference).validate(json.loads(answer))
+    except (ValueError, RecursionError, jsonschema.ValidationError):
+        return 0.0
+    return 1.0
+
+
+RULES = {"regex": (regex, "x"), "json_schema": (json_schema, '{"type": "object"}')}
 
 
 def _program(answer: str) -> str:

@@ -21,12 +21,13 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from contract import regular_files
+from conf import rewards
 from contract.faults import Fault
 from contract.processes import end_with_parent
 
 STARTS_WITHIN = 60.0  # seconds
 ENVIRONMENT = "environment"
+KEYS = {ENVIRONMENT: "reinforce.environment", "function": "reinforce.function"}
 ROOT = Path(__file__).resolve().parents[3]
 
 
@@ -54,16 +55,13 @@ class Worker:
     def __init__(self, kind: str, function: str | None, seconds: float, memory_gb: float):
         self.kind, self.seconds, self.memory_gb = kind, seconds, memory_gb
         self.name, self.source, self.file = "", "", ""
-        self.key = "reinforce.environment" if kind == ENVIRONMENT else "reinforce.function"
+        self.key = KEYS.get(kind, "reinforce.reward")
         if function is not None:
-            path, _, self.name = function.rpartition(":")
-            if not path.endswith(".py") or not self.name.isidentifier():
-                raise Fault(f"{self.key}: {function}: PATH.py:NAME is wanted")
-            self.file = Path(path).name
             try:
-                self.source = regular_files.read(Path(path).expanduser()).decode("utf-8")
-            except (Fault, UnicodeDecodeError) as error:
-                raise Fault(f"{self.key}: {error}") from None
+                self.name, self.source = rewards.function(function)
+            except Fault as fault:
+                raise Fault(f"{self.key}: {fault}") from None
+            self.file = Path(function.rpartition(":")[0]).name
         self.process: subprocess.Popen[bytes] | None = None
         self.connection: Connection | None = None
         self._start()  # so that a function that cannot be loaded is told before anything is sampled

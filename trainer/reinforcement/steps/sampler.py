@@ -43,6 +43,7 @@ class Sampler:
     def __init__(self, run: Run, rollouts: Rollouts, template: Template, rows: list[Row], file: Path):
         self.run, self.asked, self.rollouts, self.template, self.rows = run, run.reinforce, rollouts, template, rows
         draw.require_fit(run, (len(self._prompt(row)) for row in rows), file)
+        rewards.require_references(run, map(template.reference, rows), file)
         self.reward = rewards.make(run)
         self.environment = self._environment()
 

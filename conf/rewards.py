@@ -1,0 +1,99 @@
+"""Rewards of one's own, as far as they can be held against rules before anything runs: hours of training come first.
+
+    function("rewards.py:mine") -> name and source       of a file that Python can read, and that has the name
+    judge_prompt("judge.txt")   -> text                  that a judge sees an answer in
+    regex(text), schema(text)                            of a pattern, or of a row's answer
+
+A Fault says what is wrong, without the key.
+"""
+
+import ast
+import json
+import re
+import warnings
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from contract import regular_files
+from contract.faults import Fault
+
+BINDS_BY_ITSELF = {"exec", "globals", "setattr", "vars", "locals"}  # names that a file may have of these are not seen
+
+
+def function(place: str) -> tuple[str, str]:
+    """The name, and the source of its file. No line of it is run."""
+    path, _, name = place.rpartition(":")
+    if not path.endswith(".py") or not name.isidentifier():
+        raise Fault(f"{place}: PATH.py:NAME is wanted")
+    source = _text(path).removeprefix("\ufeff")  # some editors begin with it, and Python's own reader takes it
+    try:
+        with warnings.catch_warnings(action="ignore"):  # of escapes in strings
+            tree = ast.parse(source, path)
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        line = f" (line {error.lineno})" if isinstance(error, SyntaxError) and error.lineno else ""
+        reason = error.msg if isinstance(error, SyntaxError) else " ".join(str(error).split())
+        raise Fault(f"{path}: no Python: {reason}{line}") from None
+    bound, used = set[str](), set[str]()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            bound.add(node.name)
+        elif isinstance(node, ast.Name):
+            (used if isinstance(node.ctx, ast.Load) else bound).add(node.id)
+        elif isinstance(node, ast.alias):
+            bound.add((node.asname or node.name).split(".")[0])
+    if name not in bound and "*" not in bound and not used & BINDS_BY_ITSELF:
+        raise Fault(f"{path}: there is no {name} in it")
+    return name, source
+
+
+def judge_prompt(path: str) -> str:
+    text = _text(path)
+    if "{answer}" not in text:
+        raise Fault(f"{path}: has no {{answer}}, so that the judge would not see any")
+    return text
+
+
+def judge_address(address: str) -> None:
+    if "@" in address:
+        raise Fault("has a user or a password in it; JUDGE_API_KEY is sent where it is set")
+    try:
+        host, _ = urlsplit(address).hostname, urlsplit(address).port
+    except ValueError as error:
+        raise Fault(f"{address}: {error}") from None
+    if not host or not address.isprintable() or " " in address:
+        raise Fault(f"{address!r}: no address of a server, such as http://HOST:8000/v1")
+
+
+@lru_cache(1024)
+def regex(pattern: str) -> re.Pattern[str]:
+    try:
+        return re.compile(pattern)
+    except (re.error, RecursionError, OverflowError) as error:
+        raise Fault(f"{pattern[:60]!r} is no regular expression: {error}") from None
+
+
+@lru_cache(1024)
+def schema(text: str) -> Any:
+    """The validator of a JSON schema."""
+    import jsonschema
+    from jsonschema import validators
+
+    try:
+        found = json.loads(text)
+        if not isinstance(found, dict) or not isinstance(found.get("$schema", ""), str):
+            raise ValueError("it is an object, and its $schema a text")
+        kind = validators.validator_for(found)
+        kind.check_schema(found)
+        return kind(found)
+    except (ValueError, RecursionError, jsonschema.SchemaError) as error:
+        first = str(error).splitlines()[0]
+        raise Fault(f"{text[:60]!r} is no JSON schema: {first}") from None
+
+
+def _text(path: str) -> str:
+    try:
+        return regular_files.read(Path(path).expanduser()).decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise Fault(f"{path}: no UTF-8: {error.reason} at byte {error.start}") from None
