@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from conf.model_files import safetensors_header
 from trainer.serving import agreement
+from trainer.weights.packed_base import files
 from trainer.weights.quantised import report
 
 slow = pytest.mark.slow
@@ -97,8 +98,14 @@ def test_other_numbers_than_those_of_training_are_not_merged_onto(trained, confi
     shutil.copyfile(file, tmp_path / "kept")
     name = "decoder.layers.1.mlp.linear_fc2.weight"
     weights = load_file(file)
-    save_file(weights | {f"{name}.factors": weights[f"{name}.factors"] * 1.05}, file)
+    weights |= {f"{name}.factors": weights[f"{name}.factors"] * 1.05}
+    save_file(weights, file)
     assert safetensors_header.read(file).keys() == safetensors_header.read(tmp_path / "kept").keys()
+    done = ranks("export", run)
+    assert done.code == 2 and f"damaged: {name}.factors is not as it was written" in done.output
+    index = json.loads((file.parent / files.INDEX).read_text())
+    index[name] = files.with_sums(index[name], weights, name)  # as another conversion would have written it
+    (file.parent / files.INDEX).write_text(json.dumps(index))
     done = ranks("export", run)
     assert done.code == 2 and f"1 packed matrices are not those that training had: {name} (" in done.output
     shutil.copyfile(tmp_path / "kept", file)

@@ -115,6 +115,9 @@ def test_verify_proves_the_files_and_names_a_byte_that_has_changed(kind, once, t
         byte = f.read(1)
         f.seek(place.start)
         f.write(bytes([byte[0] ^ 1]))
+    trained = once("train", *asked, *STEPS)
+    assert trained.code == 2 and f"damaged: {name}.codes is not as it was written" in trained.output
+    assert not (tmp_path / "output" / "checkpoints").exists()
     found = once("proof.base", *asked)
     lines = [line for line in found.output.splitlines() if line.startswith("differs: ")]
     assert found.code == 1 and len(lines) == 1 and name in lines[0], found.output
