@@ -199,7 +199,8 @@ def _fp8(run: Run, facts: ModelFacts) -> Iterator[Broken]:
 def _packed(run: Run, facts: ModelFacts) -> Iterator[Broken]:
     for key, what, size, least in packed_base.widths(run, facts):
         text = f"{what}: {size} is no multiple of {least}, which model.base {run.model.base} needs"
-        yield Broken(f"packed {what}", key, text, divisors(run.layout.world))
+        others = ["fp8", "bf16"] if key == "model.base" else divisors(run.layout.world)
+        yield Broken(f"packed {what}", key, text, others)
 
 
 def _of_gpt_oss(run: Run, facts: ModelFacts) -> Iterator[Broken]:

@@ -129,7 +129,7 @@ def _unmerged(run: Run) -> Iterator[tuple[str, str]]:
 
 
 def widths(run: Run, facts: ModelFacts) -> Iterator[tuple[str, str, int, int]]:
-    """Sizes of a rank's part that 4 bits cannot hold: (key, what, size, the number that has to divide it)."""
+    """Columns of a rank's part that 4 bits cannot hold: (key, what, size, the number that has to divide it)."""
     form = format_of(run)
     if form is None or form.bits != 4:
         return
@@ -138,6 +138,9 @@ def widths(run: Run, facts: ModelFacts) -> Iterator[tuple[str, str, int, int]]:
     sizes += [("dense", "layout.tp", "dense layers' width over tp", facts.ffn // layout.tp)]
     sizes += [("dense", "layout.tp", "shared experts' width over tp", facts.shared_ffn // layout.tp)]
     sizes += [("experts", "layout.etp", "experts' width over etp", facts.expert_ffn // layout.etp)]
+    sizes += [(parts(run)[0], "model.base", "hidden size", facts.hidden)]  # which no rank has a part of
+    sizes += [("attention", "model.base", "rank of the query", facts.q_rank)]
+    sizes += [("attention", "model.base", "rank of key and value", facts.kv_rank)]
     for part, key, what, size in sizes:
         if part in parts(run) and size % COLUMNS:
             yield key, what, size, COLUMNS
