@@ -20,7 +20,7 @@ RANKS = Path(__file__).parents[1] / "support" / "ranks"
 FROM_TRAINING = "from-training.jsonl"
 TWO = "layout.gpus_per_node=2"
 ROWS = [
-    ("glm4-moe", "int4", ["adapter.targets=[linear_qkv,linear_fc2]"], False),
+    ("glm4-moe", "int4", ["adapter.targets=[linear_qkv,linear_fc2]", "convert.to=none", TWO, "layout.ep=2"], False),
     ("llama", "nvfp4", ["convert.to=packed", "export.formats=[merged]"], True),
     ("llama", "fp8", [TWO, "layout.tp=2", "layout.sp=true"], True),
     ("gpt2", "int4", ["adapter.targets=[linear_qkv,linear_fc1]"], True),
@@ -70,7 +70,9 @@ def test_the_merged_model_is_the_trained_one_and_the_report_says_how_far_either_
         assert done.code == 0, done.output[-3000:]
         assert f"merged onto the {onto} weights" in done.output
         found = log_probs(record["rows"], tmp_path / onto / "merged", tmp_path)
-        bound = agreement.BOUNDS["fp32"] if onto == "packed" else agreement.BOUNDS["packed"]
+        # What FP8 rounds of so small a model is within the wide bound: there the narrow one tells both apart.
+        narrow = onto == "packed" or run.model.base == "fp8"
+        bound = agreement.BOUNDS["fp32" if narrow else "packed"]
         parity = agreement.judge(record, found, bound)
         assert parity["ok"] == (onto == "packed"), parity["faults"]
         distances[onto] = parity["mean"]

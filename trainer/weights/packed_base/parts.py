@@ -8,15 +8,14 @@ import torch
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory, apply_factories
 
-from trainer.weights import torch_dist
-from trainer.weights.model_digests import METADATA
+from trainer.weights import model_digests, torch_dist
 from trainer.weights.packed_base.part import Part
 
 
 def of_chunk(chunk: Any) -> dict[int, list[Part]]:
     """Parts of the base that each tensor of the chunk is made of, by the tensor's storage."""
     found: dict[int, list[Part]] = {}
-    for value in nested_values(chunk.sharded_state_dict(metadata=METADATA)):
+    for value in nested_values(chunk.sharded_state_dict(metadata=model_digests.metadata())):
         if not isinstance(value, ShardedTensor | ShardedTensorFactory) or torch_dist.NOT_WEIGHTS.search(value.key):
             continue
         state = {"tensor": value}
