@@ -11,6 +11,7 @@ from contract import checkpoints
 from contract.faults import Fault
 from trainer.checks import inputs
 from trainer.rehearsal import tiny_models
+from trainer.weights import released
 from trainer.weights.quantised import report
 
 slow = pytest.mark.slow
@@ -96,6 +97,15 @@ def test_two_processes_write_the_same_files_as_one_and_what_is_there_is_left_alo
 def test_a_base_in_another_format_is_refused_in_one_line(configure, tmp_path):
     checkpoints.mark(tmp_path, to="packed", base="int4")
     with pytest.raises(Fault, match=r"holds weights in int4, and model\.base is fp8"):
+        inputs.check_train(configure("llama", f"paths.base={tmp_path}", "model.base=fp8"))
+
+
+@pytest.mark.parametrize("to", ["packed", "torch_dist"])
+def test_a_base_of_another_release_is_refused_before_anything_is_packed(to, configure, tmp_path):
+    """A larger model has a part of every matrix of a smaller one, which would be trained on without a word."""
+    (tmp_path / released.SOURCE).write_text('{"model.norm.weight": ["F32", [999999], "0"]}')
+    checkpoints.mark(tmp_path, **({"to": "packed", "base": "fp8"} if to == "packed" else {}))
+    with pytest.raises(Fault, match=r"paths\.base: .*: made from another release than paths\.model, .*: lm"):
         inputs.check_train(configure("llama", f"paths.base={tmp_path}", "model.base=fp8"))
 
 

@@ -91,7 +91,10 @@ class Packed:
     def _entry(self, name: str, tensor: str) -> Entry:
         file = self._row(name)["file"]
         if file not in self.headers:
-            self.headers[file] = safetensors_header.read(self.folder / file)
+            try:
+                self.headers[file] = safetensors_header.read(self.folder / file)
+            except Fault as fault:
+                raise Fault(f"{str(fault).removesuffix(f'; {safetensors_header.AGAIN}')}; {AGAIN}") from None
         found = self.headers[file].get(tensor)
         if found is None or found.dtype not in released_tensors.DTYPES | released_tensors.CODES:
             raise Fault(f"{self.folder / file}: holds no {tensor}; {AGAIN}")
