@@ -6,7 +6,8 @@
     once_rounded(run, ...)   whether such a release was rounded anew, before that
     merges_onto(run)         whether an export has those numbers too
     contradictions(run)      (key, problem); conf/rules/contradictions.py asks
-    widths(run, facts)       sizes that the format needs as a multiple of something; conf/rules/layout.py asks
+    missing(run, facts)      parts that are to be packed, and the model has not; conf/rules/model.py asks
+    widths(run, facts)       sizes that the format needs as a multiple of something; conf/rules/model.py asks
 
 A matrix is one of Megatron's layers, as the base holds it whole: gate and up are two. Its blocks do not depend on how
 ranks cut it, so neither does what is trained on it. Embeddings, norms, routers, biases and the output layer stay.
@@ -126,6 +127,13 @@ def _unmerged(run: Run) -> Iterator[tuple[str, str]]:
         yield key, "packed, but export.checkpoint is base, which has no adapter; released"
     if run.evaluate.adapter != "merged" and run.evaluate.tasks:
         yield key, f"packed, but evaluate.adapter {run.evaluate.adapter} serves the released weights; released"
+
+
+def missing(run: Run, facts: ModelFacts) -> list[str]:
+    """Parts that model.pack names, and the model has not."""
+    dense = "dense" in facts.kinds or facts.shared_ffn or (facts.mtp_layers and run.model.mtp)
+    there = {"experts": facts.experts, "attention": True, "dense": dense}
+    return [part for part in run.model.pack or () if not there[part]]
 
 
 def widths(run: Run, facts: ModelFacts) -> Iterator[tuple[str, str, int, int]]:

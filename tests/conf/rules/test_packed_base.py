@@ -72,6 +72,31 @@ def test_what_is_packed_is_a_choice_where_anything_is():
     assert not [what for _, what, _, _ in widths(cut, known("glm45-air")) if "attention" in what]
 
 
+@pytest.mark.parametrize(
+    "pack, says",
+    [
+        ("[]", "a list is too short: it must have at least 1"),
+        ("[expert]", "\"expert\" is not one of 'experts', 'attention' or 'dense'"),
+        ("experts", '"experts" is not a list'),
+    ],
+)
+def test_what_is_no_choice_of_parts_is_refused_in_one_line(pack, says):
+    with pytest.raises(ConfigError) as error:
+        load("glm47", ["model.base=int4", f"model.pack={pack}"])
+    (line,) = str(error.value).splitlines()
+    assert line.endswith(f"model.pack: {says}")
+
+
+def test_parts_that_the_model_has_not_are_refused():
+    """A dense model whose experts are to be packed would lie in bf16 as a whole."""
+    chosen = ["model.base=int4", "model.pack=[experts,attention]"]
+    run = load("llama31-8b-1xh100", chosen)
+    (line,) = problems(run, known("llama31-8b"))
+    assert line == "model.pack: experts, but the model has none of them; leave it out, or null"
+    assert not problems(load("glm47", chosen), known("glm47"))
+    assert not problems(load("llama31-8b-1xh100", ["model.base=int4", "model.pack=[dense]"]), known("llama31-8b"))
+
+
 def test_what_is_packed_once_has_a_format_and_no_teacher():
     with pytest.raises(
         ConfigError, match=r"convert\.to: packed, but model\.base is bf16; torch_dist, or model\.base fp8"
