@@ -19,7 +19,7 @@ from trainer.weights import digests, torch_dist
 
 
 def metadata() -> dict:
-    """What Bridge asks for when it saves. A new one each time, as megatron-core writes groups into it."""
+    """Megatron-Bridge's wishes when it saves; a new dictionary each time, as megatron-core writes groups into it."""
     return {"singleton_local_shards": False}
 
 
