@@ -20,12 +20,24 @@ WORDS = {
     "literal_error": "is not one of {expected}",
     "string_pattern_mismatch": "does not match {pattern}",
     "string_too_short": "is empty",
+    "too_short": "is too short: it must have at least {min_length}",
     "string_too_long": "is too long: it must have at most {max_length} characters",
     "greater_than": "is too small: it must be above {gt}",
     "greater_than_equal": "is too small: it must be at least {ge}",
     "less_than": "is too large: it must be below {lt}",
     "less_than_equal": "is too large: it must be at most {le}",
 }
+
+
+def told(details: list[ErrorDetails]) -> list[ErrorDetails]:
+    """Errors that are worth a line: a list is not too short besides, for the entries in it that are wrong."""
+    places = [detail["loc"] for detail in details]
+    return [
+        detail
+        for detail in details
+        if detail["type"] != "too_short"
+        or not any(len(loc) > len(detail["loc"]) and loc[: len(detail["loc"])] == detail["loc"] for loc in places)
+    ]
 
 
 def key_of(detail: ErrorDetails) -> str:

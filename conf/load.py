@@ -25,7 +25,7 @@ from typing import Any, get_args, get_origin
 from pydantic import ValidationError
 
 from conf import strict_yaml
-from conf.error_lines import key_of, line, show
+from conf.error_lines import key_of, line, show, told
 from conf.model_files import weights
 from conf.planner import hardware
 from conf.rules import layout
@@ -82,7 +82,7 @@ def load(path: str | os.PathLike[str], overrides: Sequence[str] = (), illegal: b
     try:
         run = Run.model_validate(data)
     except ValidationError as error:
-        details = error.errors(include_url=False)
+        details = told(error.errors(include_url=False))
         wrong += [f"{_place(places, key_of(detail), shown)}: {line(detail, _meant)}" for detail in details]
         raise ConfigError(*wrong) from None
     run = _drawn_if_without_weights(run)

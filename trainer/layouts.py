@@ -105,6 +105,9 @@ TABLE = (
     *(Case("glm4-moe", cut, base="nvfp4") for cut in ("tp=2 sp=true etp=2", "pp=2 ep=2", "cp=2")),
     Case("llama", "tp=2 sp=true", base="mxfp4"),
     *(Case("deepseek-v3", cut, base="int4") for cut in ("tp=2 sp=true ep=2", "pp=2 ep=2")),
+    *(Case("gpt-oss", cut, base="mxfp4") for cut in ("tp=2 sp=true ep=2", "pp=2 ep=2", "ep=4")),
+    *(Case("glm4-moe", cut, packed=True, base="int4") for cut in ("tp=2 sp=true ep=2", "pp=4", "cp=2")),
+    Case("glm4-moe", "tp=2 sp=true pp=2 ep=2 etp=2 dp=2", base="nvfp4"),
 )
 
 

@@ -197,9 +197,12 @@ def _fp8(run: Run, facts: ModelFacts) -> Iterator[Broken]:
 
 
 def _packed(run: Run, facts: ModelFacts) -> Iterator[Broken]:
+    for part in packed_base.missing(run, facts):
+        yield Broken(f"{part} to pack", "model.pack", f"{part}, but the model has none of them; leave it out, or null")
     for key, what, size, least in packed_base.widths(run, facts):
         text = f"{what}: {size} is no multiple of {least}, which model.base {run.model.base} needs"
-        yield Broken(f"packed {what}", key, text, divisors(run.layout.world))
+        others = ["fp8", "bf16"] if key == "model.base" else divisors(run.layout.world)
+        yield Broken(f"packed {what}", key, text, others)
 
 
 def _of_gpt_oss(run: Run, facts: ModelFacts) -> Iterator[Broken]:

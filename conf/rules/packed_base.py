@@ -6,7 +6,8 @@
     once_rounded(run, ...)   whether such a release was rounded anew, before that
     merges_onto(run)         whether an export has those numbers too
     contradictions(run)      (key, problem); conf/rules/contradictions.py asks
-    widths(run, facts)       sizes that the format needs as a multiple of something; conf/rules/layout.py asks
+    missing(run, facts)      parts that are to be packed, and the model has not; conf/rules/model.py asks
+    widths(run, facts)       sizes that the format needs as a multiple of something; conf/rules/model.py asks
 
 A matrix is one of Megatron's layers, as the base holds it whole: gate and up are two. Its blocks do not depend on how
 ranks cut it, so neither does what is trained on it. Embeddings, norms, routers, biases and the output layer stay.
@@ -128,8 +129,15 @@ def _unmerged(run: Run) -> Iterator[tuple[str, str]]:
         yield key, f"packed, but evaluate.adapter {run.evaluate.adapter} serves the released weights; released"
 
 
+def missing(run: Run, facts: ModelFacts) -> list[str]:
+    """Parts that model.pack names, and the model has not."""
+    dense = "dense" in facts.kinds or facts.shared_ffn or (facts.mtp_layers and run.model.mtp)
+    there = {"experts": facts.experts, "attention": True, "dense": dense}
+    return [part for part in run.model.pack or () if not there[part]]
+
+
 def widths(run: Run, facts: ModelFacts) -> Iterator[tuple[str, str, int, int]]:
-    """Sizes of a rank's part that 4 bits cannot hold: (key, what, size, the number that has to divide it)."""
+    """Columns of a rank's part that 4 bits cannot hold: (key, what, size, the number that has to divide it)."""
     form = format_of(run)
     if form is None or form.bits != 4:
         return
@@ -138,6 +146,9 @@ def widths(run: Run, facts: ModelFacts) -> Iterator[tuple[str, str, int, int]]:
     sizes += [("dense", "layout.tp", "dense layers' width over tp", facts.ffn // layout.tp)]
     sizes += [("dense", "layout.tp", "shared experts' width over tp", facts.shared_ffn // layout.tp)]
     sizes += [("experts", "layout.etp", "experts' width over etp", facts.expert_ffn // layout.etp)]
+    sizes += [(parts(run)[0], "model.base", "hidden size", facts.hidden)]  # which no rank has a part of
+    sizes += [("attention", "model.base", "rank of the query", facts.q_rank)]
+    sizes += [("attention", "model.base", "rank of key and value", facts.kv_rank)]
     for part, key, what, size in sizes:
         if part in parts(run) and size % COLUMNS:
             yield key, what, size, COLUMNS

@@ -112,8 +112,11 @@ def unserved(planned: Plan, last: str | None) -> str:
     run = planned.run
     if not pipeline.is_evaluated(run, last):
         return ""
-    cpu = not planned.gpu.cuda or (_evaluates_here(run) and _is_cpu_build())
-    found = "; ".join(serving.unservable(run, planned.facts, cpu=cpu))
+    here = planned.gpu.cuda and _evaluates_here(run) and _is_cpu_build()
+    found = "; ".join(serving.unservable(run, planned.facts, cpu=here or not planned.gpu.cuda))
+    if found and here:
+        gpu = run.hardware.gpu
+        found += f". This host has vLLM for CPUs, and hardware.gpu is {gpu}: make setup EXTRA=gpu on its host"
     found = found or planned.unserved
     if not found or (found == planned.unserved and planned.serving and run.hardware.gate == "warn"):
         return ""

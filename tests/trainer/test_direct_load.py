@@ -25,10 +25,13 @@ def folder(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def both(configure, ranks, folder):
-    """both(kind, *overrides) -> losses of a training from a converted base, and of one from the release."""
+    """both(kind, *overrides) -> losses of a training from a converted base, and of one from the release.
+
+    What either has in memory at its end is the same, by the digests that an export holds against what it reads.
+    """
 
     def both(kind: str, *overrides: str) -> list[list[float]]:
-        losses = []
+        losses, in_memory = [], []
         for to in ("torch_dist", "none"):
             paths = [f"paths.{name}={folder / to / name}" for name in ("base", "output", "logs")]
             given = [*paths, f"convert.to={to}", "train.steps=2", "checkpoint.save_every=1"]
@@ -38,6 +41,9 @@ def both(configure, ranks, folder):
             trained = ranks("train", configure(kind, *given, *overrides))
             assert trained.code == 0, trained.output
             losses.append([line["lm_loss"] for line in trained.metrics if line["kind"] == "train"])
+            file = folder / to / "output/checkpoints/iter_0000002/tensors.json"
+            in_memory.append(json.loads(file.read_text())["digests"])
+        assert in_memory[0] == in_memory[1]
         assert all(len(found) == 2 for found in losses)
         return losses
 

@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from conf.model_files import safetensors_header
 from trainer.serving import agreement
+from trainer.weights.packed_base import files
 from trainer.weights.quantised import report
 
 slow = pytest.mark.slow
@@ -19,7 +20,7 @@ RANKS = Path(__file__).parents[1] / "support" / "ranks"
 FROM_TRAINING = "from-training.jsonl"
 TWO = "layout.gpus_per_node=2"
 ROWS = [
-    ("glm4-moe", "int4", ["adapter.targets=[linear_qkv,linear_fc2]"], False),
+    ("glm4-moe", "int4", ["adapter.targets=[linear_qkv,linear_fc2]", "convert.to=none", TWO, "layout.ep=2"], False),
     ("llama", "nvfp4", ["convert.to=packed", "export.formats=[merged]"], True),
     ("llama", "fp8", [TWO, "layout.tp=2", "layout.sp=true"], True),
     ("gpt2", "int4", ["adapter.targets=[linear_qkv,linear_fc1]"], True),
@@ -69,7 +70,9 @@ def test_the_merged_model_is_the_trained_one_and_the_report_says_how_far_either_
         assert done.code == 0, done.output[-3000:]
         assert f"merged onto the {onto} weights" in done.output
         found = log_probs(record["rows"], tmp_path / onto / "merged", tmp_path)
-        bound = agreement.BOUNDS["fp32"] if onto == "packed" else agreement.BOUNDS["packed"]
+        # What FP8 rounds of so small a model is within the wide bound: there the narrow one tells both apart.
+        narrow = onto == "packed" or run.model.base == "fp8"
+        bound = agreement.BOUNDS["fp32" if narrow else "packed"]
         parity = agreement.judge(record, found, bound)
         assert parity["ok"] == (onto == "packed"), parity["faults"]
         distances[onto] = parity["mean"]
@@ -97,8 +100,14 @@ def test_other_numbers_than_those_of_training_are_not_merged_onto(trained, confi
     shutil.copyfile(file, tmp_path / "kept")
     name = "decoder.layers.1.mlp.linear_fc2.weight"
     weights = load_file(file)
-    save_file(weights | {f"{name}.factors": weights[f"{name}.factors"] * 1.05}, file)
+    weights |= {f"{name}.factors": weights[f"{name}.factors"] * 1.05}
+    save_file(weights, file)
     assert safetensors_header.read(file).keys() == safetensors_header.read(tmp_path / "kept").keys()
+    done = ranks("export", run)
+    assert done.code == 2 and f"damaged: {name}.factors is not as it was written" in done.output
+    index = json.loads((file.parent / files.INDEX).read_text())
+    index[name] = files.with_sums(index[name], weights, name)  # as another conversion would have written it
+    (file.parent / files.INDEX).write_text(json.dumps(index))
     done = ranks("export", run)
     assert done.code == 2 and f"1 packed matrices are not those that training had: {name} (" in done.output
     shutil.copyfile(tmp_path / "kept", file)

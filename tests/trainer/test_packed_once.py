@@ -11,6 +11,7 @@ from contract import checkpoints
 from contract.faults import Fault
 from trainer.checks import inputs
 from trainer.rehearsal import tiny_models
+from trainer.weights import released
 from trainer.weights.quantised import report
 
 slow = pytest.mark.slow
@@ -99,6 +100,15 @@ def test_a_base_in_another_format_is_refused_in_one_line(configure, tmp_path):
         inputs.check_train(configure("llama", f"paths.base={tmp_path}", "model.base=fp8"))
 
 
+@pytest.mark.parametrize("to", ["packed", "torch_dist"])
+def test_a_base_of_another_release_is_refused_before_anything_is_packed(to, configure, tmp_path):
+    """A larger model has a part of every matrix of a smaller one, which would be trained on without a word."""
+    (tmp_path / released.SOURCE).write_text('{"model.norm.weight": ["F32", [999999], "0"]}')
+    checkpoints.mark(tmp_path, **({"to": "packed", "base": "fp8"} if to == "packed" else {}))
+    with pytest.raises(Fault, match=r"paths\.base: .*: made from another release than paths\.model, .*: lm"):
+        inputs.check_train(configure("llama", f"paths.base={tmp_path}", "model.base=fp8"))
+
+
 @slow
 @pytest.mark.parametrize("kind", ["glm4-moe", "deepseek-v3-fp8"])
 def test_verify_proves_the_files_and_names_a_byte_that_has_changed(kind, once, tmp_path):
@@ -115,6 +125,9 @@ def test_verify_proves_the_files_and_names_a_byte_that_has_changed(kind, once, t
         byte = f.read(1)
         f.seek(place.start)
         f.write(bytes([byte[0] ^ 1]))
+    trained = once("train", *asked, *STEPS)
+    assert trained.code == 2 and f"damaged: {name}.codes is not as it was written" in trained.output
+    assert not (tmp_path / "output" / "checkpoints").exists()
     found = once("proof.base", *asked)
     lines = [line for line in found.output.splitlines() if line.startswith("differs: ")]
     assert found.code == 1 and len(lines) == 1 and name in lines[0], found.output

@@ -30,6 +30,7 @@ from trainer.megatron.recipe import checkpoint_folder
 from trainer.reinforcement import rewards
 from trainer.serving import agreement, held_out_texts, prompts, unmerged
 from trainer.training import resume
+from trainer.weights import released
 
 
 def check_convert(run: Run) -> None:
@@ -72,7 +73,7 @@ def check_train(run: Run) -> Run:
 
 
 def _check_base(run: Run, made: dict[str, Any]) -> None:
-    """Check that a base that was packed once has the format that training keeps it in."""
+    """Check that what is to lie packed is of this release, and, packed once, in the format that training has."""
     if made.get("to") == "packed" and made.get("base") != run.model.base:
         text = f"holds weights in {made.get('base')}, and model.base is {run.model.base}"
         raise Fault(f"paths.base: {run.paths.base}: {text}; model.base={made.get('base')}, or convert again")
@@ -80,6 +81,11 @@ def _check_base(run: Run, made: dict[str, Any]) -> None:
         packed = ", ".join(made.get("pack", packed_base.PARTS))
         text = f"holds {packed} packed, and model.pack is {', '.join(packed_base.parts(run))}"
         raise Fault(f"paths.base: {run.paths.base}: {text}; model.pack=[{packed}], or convert again")
+    if packed_base.format_of(run) is None:
+        return  # Megatron compares shapes; what packs or reads codes takes the part of a matrix that it is asked for
+    if other := released.unlike(Path(run.paths.base), weights.tensors(Path(run.paths.model))):
+        text = f"made from another release than paths.model, {run.paths.model}, by {len(other)} tensors"
+        raise Fault(f"paths.base: {run.paths.base}: {text}: {released.enumerate_names(other)}; convert that one")
 
 
 def check_reference(run: Run) -> None:

@@ -90,7 +90,7 @@ class WeightMeans(Callback):
         chunks = unwrap_model(context.model)
         names = ["model"] if len(chunks) == 1 else [f"model{number}" for number in range(len(chunks))]
         state = {
-            name: chunk.sharded_state_dict(metadata=model_digests.METADATA)
+            name: chunk.sharded_state_dict(metadata=model_digests.metadata())
             for name, chunk in zip(names, chunks, strict=True)
         }
         return model_digests.of_adapter(state, context.state.cfg.peft)

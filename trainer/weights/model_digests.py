@@ -17,13 +17,16 @@ from torch import distributed
 
 from trainer.weights import digests, torch_dist
 
-METADATA = {"singleton_local_shards": False}  # as Bridge asks for it when it saves
+
+def metadata() -> dict:
+    """Megatron-Bridge's wishes when it saves; a new dictionary each time, as megatron-core writes groups into it."""
+    return {"singleton_local_shards": False}
 
 
 @torch.no_grad()
 def of_model(model, adapter) -> dict[str, str] | None:
     """Digests of the adapter's tensors, or of all where there is none; None on all ranks but 0. All ranks take part."""
-    state = {f"model{i}": chunk.sharded_state_dict(metadata=METADATA) for i, chunk in enumerate(unwrap_model(model))}
+    state = {f"model{i}": chunk.sharded_state_dict(metadata=metadata()) for i, chunk in enumerate(unwrap_model(model))}
     state = of_adapter(state, adapter)
     apply_factories(state)
     pieces = [value for value in nested_values(state) if _is_mine(value)]

@@ -25,6 +25,7 @@ from conf.model_facts import GPT2
 from conf.model_files import config_json, quantization, weights
 from conf.model_files.quantization import Packed
 from conf.model_files.weights import Entry
+from contract import json_object
 from contract.faults import Fault
 from trainer.startup import device
 
@@ -79,6 +80,13 @@ def read(folder: Path) -> Model:
     except ValueError as error:
         raise Fault(f"{folder}: {error}") from None
     return Model(folder, config, tensors, packed)
+
+
+def unlike(base: Path, tensors: Mapping[str, Entry]) -> list[str]:
+    """Names of the released tensors by whose type and shape, or absence, the base was made from another release."""
+    recorded = json_object.read(base / SOURCE)
+    found = {name: [entry.dtype, list(entry.shape)] for name, entry in tensors.items()}
+    return sorted(name for name in recorded.keys() | found.keys() if recorded.get(name, [])[:2] != found.get(name))
 
 
 def repeated(model: Model) -> dict[str, str]:

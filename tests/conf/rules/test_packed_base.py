@@ -1,5 +1,7 @@
 """conf/rules/packed_base.py: what a packed base goes together with, and how many bytes its numbers take."""
 
+from dataclasses import replace
+
 import pytest
 
 from conf.load import load
@@ -70,6 +72,31 @@ def test_what_is_packed_is_a_choice_where_anything_is():
     assert not [what for _, what, _, _ in widths(cut, known("glm45-air")) if "attention" in what]
 
 
+@pytest.mark.parametrize(
+    "pack, says",
+    [
+        ("[]", "a list is too short: it must have at least 1"),
+        ("[expert]", "\"expert\" is not one of 'experts', 'attention' or 'dense'"),
+        ("experts", '"experts" is not a list'),
+    ],
+)
+def test_what_is_no_choice_of_parts_is_refused_in_one_line(pack, says):
+    with pytest.raises(ConfigError) as error:
+        load("glm47", ["model.base=int4", f"model.pack={pack}"])
+    (line,) = str(error.value).splitlines()
+    assert line.endswith(f"model.pack: {says}")
+
+
+def test_parts_that_the_model_has_not_are_refused():
+    """A dense model whose experts are to be packed would lie in bf16 as a whole."""
+    chosen = ["model.base=int4", "model.pack=[experts,attention]"]
+    run = load("llama31-8b-1xh100", chosen)
+    (line,) = problems(run, known("llama31-8b"))
+    assert line == "model.pack: experts, but the model has none of them; leave it out, or null"
+    assert not problems(load("glm47", chosen), known("glm47"))
+    assert not problems(load("llama31-8b-1xh100", ["model.base=int4", "model.pack=[dense]"]), known("llama31-8b"))
+
+
 def test_what_is_packed_once_has_a_format_and_no_teacher():
     with pytest.raises(
         ConfigError, match=r"convert\.to: packed, but model\.base is bf16; torch_dist, or model\.base fp8"
@@ -96,6 +123,19 @@ def test_widths_that_4_bits_cannot_hold(base):
     (line,) = [line for line in problems(cut, known("glm45-air")) if "model.base" in line]
     assert f"experts' width over etp: 22 is no multiple of 8, which model.base {base} needs" in line
     assert not list(widths(load("glm45-air-16xh100", ["model.base=fp8"]), known("glm45-air")))
+
+
+def test_widths_that_no_layout_mends_are_refused_with_formats_that_do():
+    """Ranks of tp cut no inputs of these matrices: hidden size, and the ranks of latent attention's products."""
+    run, facts = load("deepseek-v3-8xh200", ["model.base=nvfp4"]), known("deepseek-v3")
+    assert not list(widths(run, facts))
+    odd = replace(facts, hidden=7172, q_rank=1500, kv_rank=516)
+    lines = [line for line in problems(run, odd) if "model.base nvfp4 needs" in line]
+    assert len(lines) == 3 and all(line.startswith("model.base: ") for line in lines)
+    assert "hidden size: 7172 is no multiple of 8, which model.base nvfp4 needs; nearest legal: fp8" in lines[0]
+    experts = run.model_copy(update={"model": run.model.model_copy(update={"pack": ("experts",)})})
+    assert [size for _, _, size, _ in widths(experts, odd)] == [7172]
+    assert not list(widths(load("deepseek-v3-8xh200"), odd))
 
 
 def test_bytes_of_a_number():

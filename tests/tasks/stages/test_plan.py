@@ -115,6 +115,7 @@ def test_a_model_that_vllm_cannot_serve_is_refused_where_it_would_be_evaluated(f
     planned = plan.settle(of(folder, here))
     refused = plan.unserved(planned, None)
     assert refused.startswith(f"plan: vLLM cannot serve {folder}: head_dim is 24, and on a CPU vLLM serves heads of 32")
+    assert "This host has vLLM for CPUs, and hardware.gpu is h100: make setup EXTRA=gpu on its host" in refused
     assert refused.endswith(". evaluate.tasks=[] trains and exports it without evaluation, and promotes nothing")
     assert plan.unserved(planned, "train") == refused and plan.unserved(planned, "convert") == ""
     assert plan.unserved(plan.settle(of(folder, here, "evaluate.tasks=[]")), None) == ""

@@ -20,10 +20,9 @@ from megatron.core.utils import get_model_config, unwrap_model
 from conf.schema.run import Run
 from conf.schema.sections import Layout
 from trainer.megatron.model import make_provider
-from trainer.weights import atomic_folder, coverage, journal, released
+from trainer.weights import atomic_folder, coverage, journal, model_digests, released
 from trainer.weights.conversion import megatron_tensors, shards
 from trainer.weights.conversion.megatron_tensors import Values
-from trainer.weights.model_digests import METADATA
 
 
 class Conversion:
@@ -38,7 +37,8 @@ class Conversion:
         coverage.check(wanted, model, known or _sums_of_copies(model), left_out)
         self.left_out = sorted(left_out)
         tasks = self.tasks = megatron_tensors.tasks(bridge, self.chunks)
-        state = {f"model{i}": chunk.sharded_state_dict(metadata=METADATA) for i, chunk in enumerate(self._unwrapped())}
+        asked = model_digests.metadata()
+        state = {f"model{i}": chunk.sharded_state_dict(metadata=asked) for i, chunk in enumerate(self._unwrapped())}
         apply_factories(state)
         stored = [value for value in nested_values(state) if isinstance(value, ShardedTensor)]
         self.stored = {(one.key, one.global_offset) for one in stored}

@@ -126,11 +126,10 @@ def _as_made(run: Run, mark: dict) -> Run:
 
 def _require_same(model: released.Model, mark: dict, base: Path) -> None:
     """Check that the release is what the base was made from. Ranks of a host share the reading, if that is needed."""
-    recorded = json.loads((base / released.SOURCE).read_text())
-    found = {name: [entry.dtype, list(entry.shape)] for name, entry in model.tensors.items()}
-    other = [name for name in recorded.keys() | found.keys() if recorded.get(name, [])[:2] != found.get(name)]
+    other = released.unlike(base, model.tensors)
     if not other and model.stamps() != mark["stamps"]:
-        names = sorted(found, key=lambda name: model.tensors[name].size)
+        recorded = json.loads((base / released.SOURCE).read_text())
+        names = sorted(recorded, key=lambda name: model.tensors[name].size)
         rank, ranks = int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         expected = {name: recorded[name][2] for name in names[rank::ranks]}
         sums, _ = released.checksums(model, expected, expected)

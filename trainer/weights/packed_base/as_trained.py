@@ -27,7 +27,7 @@ from trainer.weights import mapping
 from trainer.weights.conversion import unwritten
 from trainer.weights.packed_base import files, packing
 from trainer.weights.packed_base.loading import Source
-from trainer.weights.packed_base.parts import Part
+from trainer.weights.packed_base.part import Part
 from trainer.weights.quantised import report
 from trainer.weights.released import Model, enumerate_names
 

@@ -23,7 +23,7 @@ from trainer.megatron.packed_base import weight
 from trainer.weights import atomic_folder, journal, released
 from trainer.weights.conversion import unwritten
 from trainer.weights.packed_base import files, packing, parts
-from trainer.weights.packed_base.parts import Part
+from trainer.weights.packed_base.part import Part
 from trainer.weights.quantised import report
 
 LARGEST = 2**29  # numbers of a file
@@ -119,7 +119,8 @@ def _packed(
     for one in unit:
         if not one.packed:
             shape = source.shape(one.name)
-            content[one.name], index[one.name] = source.box(one.name, (0,) * len(shape), shape), {"file": file}
+            content[one.name] = source.box(one.name, (0,) * len(shape), shape)
+            index[one.name] = files.with_sums({"file": file}, content, one.name)
             continue
         height = source.height(one.parts[0])
         found = [source.of_part(part, (height, form.block[1])) for part in one.parts]
@@ -127,7 +128,8 @@ def _packed(
         content[one.name + files.SCALES] = torch.stack([scales for _, scales, _ in found])
         if form.factor_bytes:
             content[one.name + files.FACTORS] = torch.stack([factor for _, _, factor in found if factor is not None])
-        index[one.name] = {"file": file, "height": height, "matrices": len(found)}
+        row = {"file": file, "height": height, "matrices": len(found)}
+        index[one.name] = files.with_sums(row, content, one.name)
     return content, index
 
 

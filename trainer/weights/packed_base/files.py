@@ -1,11 +1,12 @@
 """Files of a base that was packed once (convert.to: packed), in the folder of that name in the base.
 
-    index.json          of each tensor its file, and of a packed one the rows of a block and the number of its matrices
+    index.json          of each tensor its file and checksums; of a packed one the rows of a block, and its matrices
     00000.safetensors   tensors by Megatron's names; of a packed one NAME.codes, NAME.scales and, in nvfp4, NAME.factors
 
 Codes are [rows, bytes of a row], as the whole model has them. Scales are [matrices, rows of blocks, blocks of a row]:
 gate and up are two matrices, one below the other, and each has blocks of its own. A part is read without the rest, at
-any layout: of a cut over rows the rows themselves, of one over columns what a page of the disk holds besides.
+any layout: of a cut over rows the rows themselves, of one over columns what a page of the disk holds besides. Whoever
+reads a tensor holds all of it against its checksum, once; bases of before have none.
 """
 
 import json
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import xxhash
 
 from conf.model_files import safetensors_header
 from conf.model_files.safetensors_header import Tensor
@@ -22,12 +24,11 @@ from conf.rules.packed_base import Format
 from contract import json_object
 from contract.faults import Fault
 from trainer.weights import released_tensors
-from trainer.weights.packed_base.packing import Found, cut
-from trainer.weights.packed_base.parts import Part
+from trainer.weights.packed_base.part import Found, Part, cut
 
 FOLDER, INDEX = "packed", "index.json"
 ENDS = CODES, SCALES, FACTORS = ".codes", ".scales", ".factors"
-AGAIN = "convert again, or take the artifact anew: python -m flows.artifacts verify"
+AGAIN = "remove the base and convert again, or take the artifact anew: python -m flows.artifacts verify"
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,7 @@ class Packed:
     folder: Path
     index: dict[str, dict[str, Any]]
     headers: dict[str, dict[str, Tensor]] = field(default_factory=dict)  # of the files that were looked into
+    sound: set[str] | None = field(default_factory=set)  # tensors that have their checksums; None: nobody asks
 
     def shape(self, name: str) -> tuple[int, ...]:
         if "height" not in self._row(name):
@@ -89,24 +91,52 @@ class Packed:
     def _entry(self, name: str, tensor: str) -> Entry:
         file = self._row(name)["file"]
         if file not in self.headers:
-            self.headers[file] = safetensors_header.read(self.folder / file)
+            try:
+                self.headers[file] = safetensors_header.read(self.folder / file)
+            except Fault as fault:
+                raise Fault(f"{str(fault).removesuffix(f'; {safetensors_header.AGAIN}')}; {AGAIN}") from None
         found = self.headers[file].get(tensor)
-        if found is None:
+        if found is None or found.dtype not in released_tensors.DTYPES | released_tensors.CODES:
             raise Fault(f"{self.folder / file}: holds no {tensor}; {AGAIN}")
         return Entry(found.dtype, found.shape, file, found.start, found.size)
 
     def _read(self, name: str, tensor: str, rows: slice = slice(None)) -> torch.Tensor:
-        return released_tensors.at(self.folder, self._entry(name, tensor), rows)
+        entry = self._entry(name, tensor)
+        if self.sound is not None and tensor not in self.sound:
+            row = self._row(name)
+            expected = row.get("sums", {}).get(tensor.removeprefix(name))
+            if expected not in (None, _checksum(released_tensors.at(self.folder, entry), row)):
+                raise Fault(f"{self.folder / entry.file}: damaged: {tensor} is not as it was written; {AGAIN}")
+            self.sound.add(tensor)
+        return released_tensors.at(self.folder, entry, rows)
 
 
-def open_packed(base: Path, form: Format) -> Packed:
-    """Open the files of a base that was packed in this format."""
+def with_sums(row: dict[str, Any], content: dict[str, torch.Tensor], name: str) -> dict[str, Any]:
+    """A tensor's row of the index, with the checksums of its parts by the endings of their names."""
+    parts = [part for part in ("", *ENDS) if name + part in content]
+    return {**row, "sums": {part: _checksum(content[name + part], row) for part in parts}}
+
+
+def _checksum(tensor: torch.Tensor, row: dict[str, Any]) -> str:
+    """Checksum of a tensor's bytes, and of what says how they are read."""
+    described = [str(tensor.dtype), *tensor.shape, row.get("height"), row.get("matrices")]
+    found = xxhash.xxh3_128(json.dumps(described).encode())
+    found.update(tensor.contiguous().flatten().view(torch.uint8).numpy())
+    return found.hexdigest()
+
+
+def open_packed(base: Path, form: Format, checked: bool = True) -> Packed:
+    """Open the files of a base that was packed in this format. `checked`: tensors have to have their checksums."""
     folder = base / FOLDER
     found = json_object.read(folder / INDEX)
     rows = [found, *found.values()]
-    if not all(isinstance(row, dict) for row in rows) or not all("file" in row for row in rows[1:]):
+    if not all(isinstance(row, dict) for row in rows) or not all(map(_names_a_file, rows[1:])):
         raise Fault(f"{folder / INDEX}: does not name a file for each tensor; {AGAIN}")
-    return Packed(form, folder, found)
+    return Packed(form, folder, found, sound=set() if checked else None)
+
+
+def _names_a_file(row: dict[str, Any]) -> bool:
+    return isinstance(row.get("file"), str) and isinstance(row.get("sums", {}), dict)
 
 
 def write_index(folder: Path, rows: dict[str, dict[str, Any]]) -> None:

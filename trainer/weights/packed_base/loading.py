@@ -27,8 +27,7 @@ from trainer.patches.checkpoints import base_loading
 from trainer.weights.conversion import unwritten
 from trainer.weights.coverage import VOCABULARY
 from trainer.weights.packed_base import files, packing, parts
-from trainer.weights.packed_base.packing import Found
-from trainer.weights.packed_base.parts import Part
+from trainer.weights.packed_base.part import Found, Part
 from trainer.weights.quantised import report
 from trainer.weights.torch_dist import Stored
 

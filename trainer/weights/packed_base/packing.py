@@ -19,11 +19,9 @@ from trainer.megatron.model import open_bridge
 from trainer.megatron.packed_base import weight
 from trainer.megatron.packed_base.codes import SCALES
 from trainer.weights import released, torch_dist
-from trainer.weights.packed_base.parts import Part
+from trainer.weights.packed_base.part import Found, Part, cut
 from trainer.weights.quantised import e2m1, pack, report, taken_over
 from trainer.weights.torch_dist import Stored
-
-Found = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]  # codes, scales of blocks, and the matrix's factor
 
 
 @dataclass(frozen=True)
@@ -99,21 +97,6 @@ class Packing:
         factors = None if factor is None else factor.view(1, 1)
         (found,) = weight.Store(codes[None].contiguous(), scales[None], block, torch.float32, factors).unpack()
         self.rows.append(report.row(part.name, part.offsets, read, found, as_released))
-
-
-def cut(
-    scales: torch.Tensor,
-    offsets: tuple[int, int],
-    sizes: tuple[int, int],
-    block: tuple[int, int],
-    of_scales: tuple[int, int],
-) -> torch.Tensor:
-    """Scales of the smaller blocks of a part of a matrix, out of those of its blocks."""
-    places = [
-        (torch.arange(-(-count // small), device=scales.device) * small + begin) // size
-        for count, small, begin, size in zip(sizes, block, offsets, of_scales, strict=True)
-    ]
-    return scales[places[0]][:, places[1]]
 
 
 def release(run: Run, form: Format, config: Any) -> taken_over.Release | None:

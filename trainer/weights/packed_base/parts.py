@@ -2,38 +2,20 @@
 
 # pyright: reportAttributeAccessIssue=false, reportArgumentType=false, reportOptionalMemberAccess=false
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory, apply_factories
 
-from trainer.weights import torch_dist
-from trainer.weights.model_digests import METADATA
-
-
-@dataclass(frozen=True)
-class Part:
-    """Rows of a parameter, and the box of a stored tensor that they are."""
-
-    start: int  # first row in the parameter
-    name: str  # Megatron's, in the whole model
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
-    # Of those that are stored one below the other, as gate and up are: which, of how many.
-    matrix: tuple[int, int] = (0, 1)
-
-    def begin(self, rows: int) -> int:
-        """First row of the part's matrix in the stored tensor, which has so many rows."""
-        number, count = self.matrix
-        return rows // count * number
+from trainer.weights import model_digests, torch_dist
+from trainer.weights.packed_base.part import Part
 
 
 def of_chunk(chunk: Any) -> dict[int, list[Part]]:
     """Parts of the base that each tensor of the chunk is made of, by the tensor's storage."""
     found: dict[int, list[Part]] = {}
-    for value in nested_values(chunk.sharded_state_dict(metadata=METADATA)):
+    for value in nested_values(chunk.sharded_state_dict(metadata=model_digests.metadata())):
         if not isinstance(value, ShardedTensor | ShardedTensorFactory) or torch_dist.NOT_WEIGHTS.search(value.key):
             continue
         state = {"tensor": value}
