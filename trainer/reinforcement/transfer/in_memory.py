@@ -11,7 +11,8 @@ from pathlib import Path
 from contract.amounts import size
 from contract.faults import Fault, line_of
 
-MEMORY, PREFIX = Path("/dev/shm"), "rollout-"
+MEMORY = Path("/dev/shm")
+PREFIX = "finetune-rollout-weights-"  # nobody else's: what has it and is held by none is removed
 
 
 @contextlib.contextmanager
