@@ -196,8 +196,9 @@ def test_a_release_in_the_same_format_is_taken_over(form, to, cut, configure, ra
     kind = "glm4-moe"
     release(kind, form, tmp_path / "model")
     losses = []
-    exact = ["train.precision=bf16"] if form == "nvfp4" else []
-    for more in (exact, [f"model.base={form.removesuffix('-modelopt')}", *CUTS[cut], *exact]):
+    # In bf16, which NVFP4 is unpacked to, another layout rounds otherwise.
+    alike = ["train.precision=bf16", *CUTS[cut]] if form == "nvfp4" else []
+    for more in (alike, [f"model.base={form.removesuffix('-modelopt')}", *(alike or CUTS[cut])]):
         folder = tmp_path / str(len(losses))
         paths = [f"paths.model={tmp_path / 'model'}", f"paths.base={tmp_path / 'base'}", *PLACES.format(folder).split()]
         run = configure(kind, *paths, f"convert.to={to}", "train.steps=4", "optimizer.lr=1e-3", *more)
@@ -209,7 +210,8 @@ def test_a_release_in_the_same_format_is_taken_over(form, to, cut, configure, ra
         losses.append([line["lm_loss"] for line in done.metrics if line["kind"] == "train"])
     assert losses[1] == pytest.approx(losses[0], rel=1e-5)
     whole, rows = reported(tmp_path / "1")
-    assert whole["error"] == 0 and whole["as_released"] == whole["matrices"] == len(rows)
+    assert whole["error"] <= (2**-9 if alike else 0)  # a code times two scales has more digits than bf16
+    assert whole["as_released"] == whole["matrices"] == len(rows)
     assert f"{whole['as_released']} as released" in done.output
 
 
