@@ -24,7 +24,7 @@ def has_gpu() -> bool:
 
 def compiles() -> bool:
     """Whether kernels can be compiled here: torch's, and Triton's, which wants the same compiler."""
-    return has_gpu() and os.environ["TORCHDYNAMO_DISABLE"] == "0"
+    return has_gpu() and os.environ.get("TORCHDYNAMO_DISABLE") == "0"
 
 
 def memory_in_use() -> int:

@@ -40,7 +40,7 @@ for kind, bound in BOUND.items():
 
     for width, weighted in itertools.product((700, 1024), (True, False)):
         (x, gradient), (exact, exact_gradient) = drawn((11, 2 * width), (11, width), kind=kind)
-        weights = torch.rand(11, 1) if weighted else None
+        weights = torch.rand(11, 3)[:, 1:2] if weighted else None  # which do not lie behind one another
         exact_weights = weights.double().requires_grad_() if weighted else torch.ones(())
         gate, up = exact.chunk(2, -1)
         expected = F.silu(gate) * up * exact_weights
@@ -111,6 +111,9 @@ assert torch.allclose(found, x + bias + residual)
 found.backward(torch.ones_like(found))
 assert torch.equal(x.grad, torch.ones_like(x)) and torch.equal(residual.grad, torch.ones_like(x))
 assert torch.equal(bias.grad, torch.full((40,), 15.0))
+turned = summed((x, bias), residual, 0.0).transpose(0, 1)
+turned.backward(torch.ones(3, 5, 40))  # a gradient whose rows do not lie behind one another
+assert torch.equal(bias.grad, torch.full((40,), 30.0))
 """
 
 

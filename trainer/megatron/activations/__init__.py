@@ -56,5 +56,5 @@ class _Sum(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, gradient):
-        of_bias = gradient.view(-1, gradient.shape[-1]).sum(0).to(ctx.type) if ctx.needs_input_grad[1] else None
+        of_bias = gradient.reshape(-1, gradient.shape[-1]).sum(0).to(ctx.type) if ctx.needs_input_grad[1] else None
         return gradient, of_bias, gradient

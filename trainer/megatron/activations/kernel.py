@@ -47,7 +47,7 @@ def swiglu(x: torch.Tensor, weights: torch.Tensor | None = None) -> torch.Tensor
     x, rows, columns = _lines(x)
     out = x.new_empty((*x.shape[:-1], columns // 2))
     weighted = weights is not None
-    _swiglu[(rows,)](x, weights if weighted else x, out, columns // 2, weighted, _line(columns // 2))
+    _swiglu[(rows,)](x, weights.contiguous() if weighted else x, out, columns // 2, weighted, _line(columns // 2))
     return out
 
 
@@ -57,8 +57,8 @@ def swiglu_back(
     """The gradients of x and of the weights."""
     x, rows, columns = _lines(x)
     out = torch.empty_like(x)
-    of_weights = None if weights is None else torch.empty_like(weights)
-    given = (x, x) if weights is None else (weights, of_weights)
+    of_weights = None if weights is None else torch.empty_like(weights, memory_format=torch.contiguous_format)
+    given = (x, x) if weights is None else (weights.contiguous(), of_weights)
     width, weighted = columns // 2, weights is not None
     _swiglu_back[(rows,)](gradient.contiguous(), x, *given, out, width, weighted, _line(width))
     return out, of_weights
@@ -76,7 +76,7 @@ def _line(width: int) -> int:
 
 @triton.jit
 def _tile(rows, columns, first, TALL: tl.constexpr, WIDE: tl.constexpr):
-    """Places of a tile's numbers, which of them there are, and its columns."""
+    """Places of a tile's numbers, and which of them there are."""
     row = first + tl.arange(0, TALL)
     column = tl.program_id(0) * WIDE + tl.arange(0, WIDE)
     return row.to(tl.int64)[:, None] * columns + column[None, :], (row < rows)[:, None] & (column < columns)[None, :]
