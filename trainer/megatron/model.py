@@ -90,6 +90,9 @@ def make_provider(run: Run, bridge, load_weights: bool = False):
     if provider.multi_latent_attention:
         latent_norms.keep_epsilon(provider)
     if provider.num_moe_experts:
+        from trainer.patches import kept_routes
+
+        kept_routes.install()
         if run.adapter.kind != "none":
             provider.moe_router_bias_update_rate = 0.0  # the bias is no weight of the adapter: moving it would be lost
         # It communicates outside the layers that adapters wrap, and core refuses it with the other two.

@@ -58,3 +58,41 @@ def offloaded() -> int:
     )
     HybridDeviceOptimizer._sync_hdo_param_groups_to_sub_optimizers(resumed)
     return part.param_groups[0]["step"]
+
+
+def kept(patched: bool) -> list[str]:
+    """What each dispatcher, or its manager, still has of a graph when its tokens are back."""
+    import torch
+    from megatron.core.transformer.moe import token_dispatcher
+
+    from trainer.patches import kept_routes
+
+    if patched:
+        kept_routes.install()
+        kept_routes.install()  # which changes nothing
+    weights = torch.ones(4, 2, requires_grad=True) * 2
+    found = []
+    for name in kept_routes.DISPATCHERS:
+        dispatcher = object.__new__(getattr(token_dispatcher, name))
+        manager = SimpleNamespace(
+            token_probs=weights * 3, handle=1, get_restored_hidden_states_by_experts=lambda hidden: hidden
+        )
+        vars(dispatcher).update(
+            probs=weights,
+            local_probs=weights,
+            routing_map=torch.ones(4, 2, dtype=torch.bool),
+            reversed_local_input_permutation_mapping=torch.arange(4).repeat(2),
+            hidden_shape_before_permute=torch.Size((4, 8)),
+            hidden_shape=torch.Size((4, 1, 8)),
+            config=SimpleNamespace(moe_permute_fusion=False),
+            drop_and_pad=False,
+            shared_experts=None,
+            _comm_manager=manager,
+        )
+        tokens = torch.ones(8 if "AlltoAll" in name else 4, 8)
+        assert dispatcher.combine_postprocess(tokens).shape == (4, 1, 8)
+        kept = [holder.__dict__ for holder in (dispatcher, manager)]
+        graphs = [key for each in kept for key, value in each.items() if getattr(value, "grad_fn", None) is not None]
+        found += [f"{name}.{key}" for key in graphs]
+        assert dispatcher.routing_map is not None and manager.handle == 1  # what has no graph stays
+    return found

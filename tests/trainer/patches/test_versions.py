@@ -41,6 +41,7 @@ HEAVY = {
     "families/norms_over_heads": ["install"],
     "families/stacked_experts": ["install"],
     "gradients/local_norms": ["install"],
+    "kept_routes": ["install"],
     "packed_positions": ["install"],
     "recompute": ["start_from_the_embedding"],
     "resharding": ["install"],
