@@ -1,28 +1,34 @@
-"""Measure the phases of reinforcement learning with vLLM and Megatron on one GPU, and vLLM alone on the same prompts.
+"""Measure the phases of reinforcement learning with vLLM and Megatron, and vLLM alone on the same prompts.
 
     benchmarks/gpu/run reinforcement.py OUT                                  about 9 minutes on one H200, 15 GB of disk
+    benchmarks/gpu/run reinforcement.py OUT --rows ipc replay nccl ahead     the last two on two GPUs
     python benchmarks/gpu/reinforcement.py OUT --size tiny --work FOLDER     rehearses it on a CPU in 3 minutes
 
 A Qwen3-MoE of random weights (trainer.tiny's tokenizer) is converted, and trainer.reinforce trains LoRA on it for some
-steps, once with each transport: 16 prompts with 16 answers of up to so many tokens. The row of a transport has medians
-of all steps but the first: seconds of the transfer and GB/s, of them those of Megatron-Bridge's export, seconds of the
-probe, of answering and tokens/s, of training, nats a token between both, and GB of the GPU while vLLM answers and while
-it sleeps. Then vLLM by itself, in a process as its own documentation starts it, answers the prompts of the last step,
-and so does it with one thing after another that the loop asks for: a seed for each row, log-probabilities, no text.
-OUT/reinforcement.txt has both tables, OUT/logs what each printed. Exit code 1 where one fails.
+steps, once for each row: 16 prompts with 16 answers of up to so many tokens. A row has medians of all steps but the
+first: seconds of a step, of the transfer and GB/s, of them those of Megatron-Bridge's export, seconds of the probe, of
+answering and tokens/s, of training, nats a token between both and their k3, and GB of the first GPU while vLLM answers
+and while it sleeps. Then vLLM by itself, in a process as its own documentation starts it, answers the prompts of the
+last step, and so does it with one thing after another that the loop asks for: a seed for each row, log-probabilities,
+no text. With two GPUs NCCL's broadcast of 1 GiB is measured beside. Rows of one GPU are taken on all GPUs side by side.
+OUT/reinforcement.txt has the tables, OUT/logs what each printed. Exit code 1 where one fails.
 """
 
 # pyright: reportArgumentType=false, reportOptionalMemberAccess=false
 
 import argparse
+import itertools
 import json
 import os
+import queue
+import re
 import shutil
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +50,34 @@ reinforce: {{steps: {steps}, start: base, prompts: 16, samples: 16, max_tokens: 
   lr: 1e-5, held_out: 0, patience: 1000}}
 """
 PATHS = ("model", "base", "data")
+ROWS = {  # GPUs, and keys: vLLM and Megatron in turn on one, or vLLM on one of its own
+    "ipc": (1, "reinforce.transport=ipc"),
+    "gloo": (1, "reinforce.transport=gloo"),
+    "files": (1, "reinforce.transport=files"),
+    "replay": (1, "reinforce.replay_experts=true"),
+    "nccl": (2, "reinforce.engine_gpus=1"),
+    "ahead": (2, "reinforce.engine_gpus=1 reinforce.staleness=1 reinforce.correction=tis"),
+}
+LINK = """
+import os, sys, time, torch
+from torch import distributed
+rank = int(sys.argv[2])
+torch.cuda.set_device(rank)
+distributed.init_process_group("nccl", init_method=f"file://{sys.argv[1]}", rank=rank, world_size=2)
+data = torch.ones(2**30, dtype=torch.uint8, device="cuda")
+best = 0.0
+for _ in range(8):
+    torch.cuda.synchronize()
+    began = time.monotonic()
+    distributed.broadcast(data, 0)
+    torch.cuda.synchronize()
+    best = max(best, data.nbytes / 1e9 / (time.monotonic() - began))
+if rank == 0:
+    print("MEASURED", best, flush=True)
+distributed.destroy_process_group()
+"""
 COLUMNS = {
+    "step s": ("seconds_step", "{:.2f}"),
     "transfer s": ("seconds_transfer", "{:.2f}"),
     "GB/s": ("rate", "{:.2f}"),
     "export s": ("seconds_export", "{:.2f}"),
@@ -53,7 +86,9 @@ COLUMNS = {
     "tokens/s": ("generated_tokens_per_second", "{:,.0f}"),
     "sleep s": ("seconds_sleep", "{:.3f}"),
     "train s": ("seconds_train", "{:.2f}"),
+    "wait s": ("seconds_wait", "{:.2f}"),
     "mismatch": ("mismatch", "{:.1e}"),
+    "k3": ("mismatch_k3", "{:.1e}"),
     "GB awake": ("gpu_gb_awake", "{:.1f}"),
     "GB asleep": ("gpu_gb_asleep", "{:.1f}"),
 }
@@ -97,10 +132,10 @@ class Bench:
         self.logs = out / "logs"
         self.logs.mkdir(parents=True, exist_ok=True)
 
-    def command(self, name: str, *line: str, **more: str) -> tuple[int, str]:
+    def command(self, name: str, *line: str, gpus: str = "0", **more: str) -> tuple[int, str]:
         """Run a Python command. Returns its code, and what it printed."""
         log = self.logs / f"{name}.log"
-        environment = {"CUDA_VISIBLE_DEVICES": "0", "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
+        environment = {"CUDA_VISIBLE_DEVICES": gpus, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
         began = time.monotonic()
         with log.open("w") as file:
             run = subprocess.Popen(
@@ -114,25 +149,37 @@ class Bench:
         print(f"{name}: code {code}, {time.monotonic() - began:.1f} s", flush=True)
         return code, log.read_text(errors="replace")
 
-    def trainer(self, module: str, name: str, *keys: str) -> int:
+    def trainer(self, module: str, name: str, *keys: str, gpus: str = "0") -> int:
         places = [f"paths.{key}={self.work / key}" for key in PATHS]
         places += [f"paths.kernels={self.work}/kernels", f"paths.logs={self.logs / name}"]
-        return self.command(name, "-m", module, str(self.work / "reinforcement.yaml"), *places, *keys)[0]
+        return self.command(name, "-m", module, str(self.work / "reinforcement.yaml"), *places, *keys, gpus=gpus)[0]
 
-    def reinforced(self, transport: str) -> list[dict[str, Any]]:
+    def reinforced(self, name: str, gpus: str) -> list[dict[str, Any]]:
         """Lines of a training's steps, but of its first."""
-        folder = self.work / f"reinforced-{transport}"
-        self.trainer("trainer.reinforce", transport, f"reinforce.transport={transport}", f"paths.reinforced={folder}")
+        folder = self.work / f"reinforced-{name}"
+        self.trainer("trainer.reinforce", name, *ROWS[name][1].split(), f"paths.reinforced={folder}", gpus=gpus)
         try:
             lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
         except OSError:
             return []
-        found = [line for line in lines if line["kind"] == "reinforce"][1:]
-        return [line | {"rate": line["sent_mb"] / 1e3 / line["seconds_transfer"]} for line in found]
+        lines = [line for line in lines if line["kind"] == "reinforce"]
+        for before, line in itertools.pairwise(lines):
+            line["seconds_step"] = line["time"] - before["time"]
+            line["rate"] = line["sent_mb"] / 1e3 / line["seconds_transfer"]
+        return lines[1:]
 
-    def alone(self, transport: str, options: argparse.Namespace, gpu: bool) -> tuple[str, list[list[Any]]]:
+    def link(self) -> float:
+        """GB/s of NCCL's broadcast from the first GPU to the second."""
+        (self.work / "link.py").write_text(LINK)
+        line = [str(self.work / "link.py"), str(self.work / "link")]
+        with ThreadPoolExecutor(2) as both:
+            asked = [both.submit(self.command, f"link-{rank}", *line, str(rank), gpus="0,1") for rank in (0, 1)]
+        found = re.search(r"^MEASURED (.+)$", asked[0].result()[1], re.MULTILINE)
+        return float(found[1]) if found else 0.0
+
+    def alone(self, name: str, options: argparse.Namespace, gpu: bool) -> tuple[str, list[list[Any]]]:
         """What vLLM needs for the prompts of the last step: in vLLM's own way, and each time with more asked for."""
-        journal = sorted((self.work / f"reinforced-{transport}" / "rollouts").glob("0*.json"))[-1]
+        journal = sorted((self.work / f"reinforced-{name}" / "rollouts").glob("0*.json"))[-1]
         prompts = [group["prompt"] for group in json.loads(journal.read_text())["groups"]]
         # The settings of the loop's vLLM that bear on how fast it is.
         arguments: dict[str, Any] = {"model": str(self.work / "model"), "max_model_len": options.length}
@@ -149,6 +196,24 @@ class Bench:
         code, said = self.command("alone", str(self.work / "alone.py"), str(self.work / "alone.json"), **more)
         found = [json.loads(line.partition(" ")[2]) for line in said.splitlines() if line.startswith("MEASURED ")]
         return ("" if code == 0 else f"vLLM alone: code {code}"), found
+
+
+def _rows(bench: Bench, names: list[str], gpus: int) -> dict[str, list[dict[str, Any]]]:
+    """Steps of each row: those of one GPU on all GPUs side by side, then those of two."""
+    free: queue.SimpleQueue[str] = queue.SimpleQueue()
+    for number in range(gpus):
+        free.put(str(number))
+
+    def one(name: str) -> list[dict[str, Any]]:
+        mine = free.get()
+        try:
+            return bench.reinforced(name, mine)
+        finally:
+            free.put(mine)
+
+    with ThreadPoolExecutor(gpus) as pool:
+        asked = {name: pool.submit(one, name) for name in names if ROWS[name][0] == 1}
+    return {name: asked[name].result() if name in asked else bench.reinforced(name, "0,1") for name in names}
 
 
 def row(name: str, lines: list[dict[str, Any]]) -> list[str]:
@@ -185,12 +250,14 @@ def _measure(options: argparse.Namespace, work: Path, began: float) -> int:
     text = CONF.format(work=work, steps=options.steps, tokens=options.tokens, length=options.length, **kind)
     (work / "reinforcement.yaml").write_text(text)
     wrong = [name for name in ("prepare", "convert") if bench.trainer(f"trainer.{name}", name)]
-    found = {name: bench.reinforced(name) for name in ([] if wrong else options.transports.split(","))}
+    found = {} if wrong else _rows(bench, options.rows, max(1, serving.gpus_here()))
     wrong += [
         f"{name}: no step behind the first was measured: OUT/logs/{name}.log" for name in found if not found[name]
     ]
     lines = [f"{options.size}, {size / 1e9:.2f} GB: 16 prompts, 16 answers of {options.tokens} tokens each", ""]
-    lines += table(["transport", *COLUMNS], [row(name, each) for name, each in found.items()])
+    lines += table(["row", *COLUMNS], [row(name, each) for name, each in found.items()])
+    if gpu and any(ROWS[name][0] == 2 for name in found):
+        lines += ["", f"NCCL's broadcast of 1 GiB: {bench.link():.0f} GB/s"]
     usable = [name for name in found if found[name]]
     if usable:
         failed, alone = bench.alone(usable[-1], options, gpu)
@@ -210,7 +277,7 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("out", type=Path, metavar="OUT")
     parser.add_argument("--size", choices=("tiny", "3gb", "10gb"), default="3gb")
-    parser.add_argument("--transports", default="ipc,gloo", help="some of ipc, gloo and files (default ipc,gloo)")
+    parser.add_argument("--rows", nargs="+", choices=ROWS, default=["ipc", "gloo"], help="default: ipc gloo")
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--tokens", type=int, default=256, help="of an answer, at most (default 256)")
     parser.add_argument("--seconds", type=float, default=560, help="after which what runs is ended (default 560)")
