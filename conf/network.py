@@ -52,7 +52,8 @@ class Preset:
 
 # Sources: [nccl] docs.nvidia.com/deeplearning/nccl/user-guide/docs/env.html, [ofi] aws/aws-ofi-nccl doc/efa-env-var.md,
 # [aws] aws-samples/awsome-distributed-training, [torch] ProcessGroupNCCL.hpp of torch 2.11, [core] megatron-core 0.19,
-# [bridge] the performance recipes in megatron-bridge 0.6, [ibm] IBM Cloud's docs for H100 on 8 subnets.
+# [bridge] the performance recipes in megatron-bridge 0.6, [te] Transformer Engine 2.20, [ibm] IBM Cloud's docs for H100
+# on 8 subnets.
 PRESETS = {
     "ib-h100": Preset(
         "InfiniBand, an adapter per GPU on its own rail, as DGX and HGX of H100, H200 and B200 have it",
@@ -208,6 +209,9 @@ def _of_any(run: Run) -> Iterator[Setting]:
     kept = f"{run.paths.kernels}/inductor"
     yield Setting("TORCHINDUCTOR_CACHE_DIR", kept, "what a first step compiles is there for the next start")
     yield Setting("CUDA_DEVICE_ORDER", "PCI_BUS_ID", "local rank i is GPU i of every host, on the same rail")
+    if run.train.overlap_tp:
+        # [te] else its buffers want NVLink multicast, which not every host lets a container have
+        yield Setting("UB_SKIPMC", "1", "buffers between tensor-parallel ranks are shared by CUDA IPC")
     if run.train.cuda_graphs:
         # [core] asks for it beside the allocator's expandable segments
         yield Setting("NCCL_GRAPH_REGISTER", "0", "buffers of CUDA graphs are not NCCL's to register")

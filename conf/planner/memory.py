@@ -17,7 +17,7 @@ from conf.model_facts import ModelFacts
 from conf.planner import activations, parameters, states
 from conf.planner.hardware import GIB, Gpu
 from conf.planner.parameters import Stage
-from conf.planner.states import state_bytes
+from conf.planner.states import byte, state_bytes
 from conf.rules import packed_base
 from conf.rules.layout import Grid, grid
 from conf.schema.run import Layout, Run
@@ -30,6 +30,7 @@ CONTEXT, NCCL_GROUP = int(0.74e9), int(0.45e9)
 ALWAYS = 6
 PROCESS = int(0.8 * GIB)  # the libraries of a rank on a CPU, resident: 0.97 GB were seen with a tiny model
 WORKSPACE = int(0.2 * GIB)  # cuBLAS and Transformer Engine: 32 MiB per stream, and as much per grouped product
+SHARED_BUFFERS = 16  # of a layer's input each, of tensor-parallel ranks with train.overlap_tp: 2.7 GB for GPT2-large
 # What the caching allocator holds and cannot use, of memory that comes and goes; weights and states lie in few blocks.
 # Routing gives every microbatch other sizes; expandable segments, which trainer/startup/device.py asks for, have
 # halved it.
@@ -123,7 +124,7 @@ def asking(run: Run, facts: ModelFacts, gpu: Gpu) -> list[StageMemory]:
                 copies=copies,
                 activations=kept,
                 **peak,
-                **_besides(run, gpu, kept + sum(peak.values())),
+                **_besides(run, facts, gpu, kept + sum(peak.values())),
             )
         )
     return found
@@ -242,14 +243,16 @@ def _rank(
         copies=copies,
         activations=kept,
         **peak,
-        **_besides(run, gpu, kept + sum(peak.values())),
+        **_besides(run, facts, gpu, kept + sum(peak.values())),
     )
 
 
-def _besides(run: Run, gpu: Gpu, passing: int) -> dict[str, int]:
+def _besides(run: Run, facts: ModelFacts, gpu: Gpu, passing: int) -> dict[str, int]:
     """Memory besides that of the model, beside `passing` bytes that come and go."""
+    input_bytes = int(activations.tokens(run, facts).whole) * facts.hidden * byte(run.train)
+    shared = SHARED_BUFFERS * input_bytes if run.train.overlap_tp else 0
     return {
-        "buffers": WORKSPACE + NCCL_GROUP * _groups(run.layout) if gpu.cuda else 0,
+        "buffers": WORKSPACE + NCCL_GROUP * _groups(run.layout) + shared if gpu.cuda else 0,
         "context": CONTEXT if gpu.cuda else PROCESS,
         "margin": int(passing * FRAGMENTS),
         "capacity": gpu.memory,

@@ -223,7 +223,7 @@ def layer(run: Run, facts: ModelFacts, gpu: Gpu, kind: str) -> Layer:
     products, moves = work.products(run, facts, kind), work.moved(run, facts, kind)
     costs = [(product, _product(run, facts, gpu, product), *rates.preparing(run, gpu, product)) for product in products]
     scores, attention = work.attention(run, facts), rates.attention(run, facts, gpu)
-    moved, moved_back = rates.moving(gpu, moves)
+    moved, moved_back = rates.moving(run, gpu, moves)
     sent, waited = collectives(run, facts, gpu, kind, attention)
     host, talk = rates.starting(run, facts, gpu, kind), sum(waited.values())
     matrices = sum(seconds + before for _, seconds, before, _ in costs)
@@ -243,7 +243,7 @@ def layer(run: Run, facts: ModelFacts, gpu: Gpu, kind: str) -> Layer:
     # whole layers talk again; of single modules, those that are recomputed here do not
     passes = 2 + (share if run.train.recompute == "full" else "moe" in run.train.recompute_modules)
     repeated = sum(seconds + before for product, seconds, before, _ in costs if product.part in again)
-    repeated += rates.moving(gpu, [move for move in moves if move.name in again])[0]
+    repeated += rates.moving(run, gpu, [move for move in moves if move.name in again])[0]
     repeated += (attention if "scores" in again else 0) + (talk if passes == 3 else 0)
     return Layer(
         forward=forward,

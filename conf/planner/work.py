@@ -81,9 +81,11 @@ def moved(run: Run, facts: ModelFacts, kind: str) -> list[Move]:
     numbers = [
         ("norm", 2 * row * 2, 2 * row * 3),
         ("add", 2 * row * 3, 2 * row * 3),  # two residual sums
-        # q, k and v: made contiguous, rotated, and normed where the model does that; each read and written
-        ("rotate", *[t.whole * attention_width(facts) / tp * (6 if facts.qk_norm else 4)] * 2),
     ]
+    if not facts.positions:
+        # q, k and v: made contiguous, rotated, and normed where the model does that; each read and written
+        name, size = "rotate apart" if facts.kv_rank else "rotate", t.whole * attention_width(facts) / tp
+        numbers.append((name, *[size * (6 if facts.qk_norm else 4)] * 2))
     if run.train.fp8 in ("current", "blockwise") and (facts.attention_bias or facts.linear_bias):
         # a bias's gradient is summed up before the gradient is quantized; else a product does both
         numbers.append(("add", 0, t.whole * attention_width(facts) / tp))

@@ -75,6 +75,8 @@ def contradictions(run: Run) -> Iterator[tuple[str, str]]:
         yield "train.recompute_first", "goes with train.recompute_layers 1"
     if train.cuda_graphs:
         yield from _cuda_graphs(run)
+    if train.overlap_tp:
+        yield from _overlap_tp(run)
     if "moe_act" in train.recompute_modules and not moe.grouped_gemm:
         yield "train.recompute_modules", "moe_act needs moe.grouped_gemm"
     if moe.balance == "none" and moe.aux_loss_coeff:
@@ -131,6 +133,24 @@ def _cuda_graphs(run: Run) -> Iterator[tuple[str, str]]:
         yield key, "true, and batches of train.objective sft alone have one shape"
     if train.batch_ramp and run.layout.pp > 1:
         yield key, "true, and with layout.pp above 1 train.batch_ramp changes how many microbatches are under way"
+
+
+def _overlap_tp(run: Run) -> Iterator[tuple[str, str]]:
+    """Yield reasons why Transformer Engine has no buffers of one shape through which a layer's ranks send."""
+    key, layout = "train.overlap_tp", run.layout
+    if run.adapter.kind != "none":
+        yield (
+            key,
+            f"true, and adapter.kind is {run.adapter.kind}, whose layers are asked for what is not gathered: none",
+        )
+    if run.data.packed or run.train.objective != "sft":
+        yield key, "true, and rows of data.packed, or of another train.objective than sft, have more than one shape"
+    if layout.auto:
+        yield key, "true, and layout is auto, which may cut nothing by tp: write the layout down"
+    elif layout.tp == 1 or not layout.sp:
+        yield key, f"true, and layout.tp is {layout.tp}, layout.sp {str(layout.sp).lower()}: above 1, and true"
+    elif layout.tp > layout.gpus_per_node:
+        yield key, f"true, and layout.tp {layout.tp} is more than the {layout.gpus_per_node} GPUs of a host"
 
 
 def _noise_scale(run: Run) -> Iterator[tuple[str, str]]:

@@ -106,6 +106,11 @@ class Train(Section):
         description="layers are recorded once, behind the third step, and started as CUDA graphs: for a GPU that waits "
         "for its host; rows of data.packed leave attention out, and experts stay outside",
     )
+    overlap_tp: Annotated[bool, NOWHERE] = Field(
+        default=False,
+        description="every weight trained with layout.sp: what tensor-parallel ranks send goes piece by piece beside "
+        "the product that needs it, or makes it, by CUDA IPC within a host",
+    )
     validate_every: Annotated[IntervalOrNever, bears("train", held=False)] = Field(
         default=0,
         description="steps between validations; below 1 = share of all steps; epoch = once an epoch; 0 = never",

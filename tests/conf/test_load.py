@@ -115,6 +115,21 @@ def test_files_in_conf(name):
             "10, recompute: full, cuda_graphs: true",
             "train.cuda_graphs: true, and train.recompute is full, which computes a layer from outside; selective",
         ),
+        (
+            "10",
+            "10, overlap_tp: true",
+            "train.overlap_tp: true, and adapter.kind is lora, whose layers are asked for what is not gathered: none",
+        ),
+        (
+            "10",
+            "10, overlap_tp: true",
+            "train.overlap_tp: true, and layout.tp is 1, layout.sp false: above 1, and true",
+        ),
+        (
+            "batch: 2}",
+            "batch: 2, overlap_tp: true}\nlayout: {nodes: 2, gpus_per_node: 2, tp: 4, sp: true}",
+            "train.overlap_tp: true, and layout.tp 4 is more than the 2 GPUs of a host",
+        ),
         ("10", "10, recompute_layers: 2", "train.recompute_layers: has no effect with train.recompute none"),
         ("name:", "layout: {gpus_per_node: 8, tp: 3}\nname:", "layout.tp: 3 does not divide the 8 processes"),
     ],

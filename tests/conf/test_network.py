@@ -54,6 +54,12 @@ def test_cuda_graphs_leave_their_buffers_to_themselves():
     assert on("ib-h100", "train.recompute=none", "train.cuda_graphs=true")["NCCL_GRAPH_REGISTER"] == "0"
 
 
+def test_buffers_of_tensor_parallel_ranks_want_no_multicast():
+    assert "UB_SKIPMC" not in on("ib-h100")
+    every = ("adapter.kind=none", "layout.tp=4", "layout.sp=true", "data.packed=false", "train.overlap_tp=true")
+    assert on("ib-h100", *every)["UB_SKIPMC"] == "1"
+
+
 def test_connections_follow_the_gpu_and_the_layout():
     name = "CUDA_DEVICE_MAX_CONNECTIONS"
     assert on(None)[name] == "1"

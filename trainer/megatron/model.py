@@ -62,6 +62,8 @@ def make_provider(run: Run, bridge, load_weights: bool = False):
     provider.expert_model_parallel_size = layout.ep
     provider.expert_tensor_parallel_size = layout.etp
     provider.sequence_parallel = layout.sp
+    if train.overlap_tp and device.has_gpu():
+        provider.tp_comm_overlap, provider.tp_comm_bootstrap_backend = True, "nccl"
     provider.num_layers_in_first_pipeline_stage = layout.first_stage_layers
     provider.num_layers_in_last_pipeline_stage = layout.last_stage_layers
 
