@@ -78,7 +78,7 @@ def moved(run: Run, facts: ModelFacts, kind: str) -> list[Move]:
     t, tp = tokens(run, facts), run.layout.tp
     gate = 2 if facts.gated else 1
     row = t.local * facts.hidden
-    numbers = [
+    numbers: list[tuple[str, float, float]] = [
         ("norm", 2 * row * 2, 2 * row * 3),
         ("add", 2 * row * 3, 2 * row * 3),  # two residual sums
     ]
