@@ -1,6 +1,8 @@
-"""Measure the phases of reinforcement learning with vLLM and Megatron on one GPU, and vLLM alone on the same prompts.
+"""Measure the phases of reinforcement learning with vLLM and Megatron on a GPU or more, and vLLM alone on its prompts.
 
     benchmarks/gpu/run reinforcement.py OUT                                  about 9 minutes on one H200, 15 GB of disk
+    benchmarks/gpu/run reinforcement.py OUT --gpus 2 --engine-gpus 2         vLLM over two GPUs, in turn with training
+    benchmarks/gpu/run reinforcement.py OUT --engine-gpus 1 --transports nccl    vLLM on one, training on another
     python benchmarks/gpu/reinforcement.py OUT --size tiny --work FOLDER     rehearses it on a CPU in 3 minutes
 
 A Qwen3-MoE of random weights (trainer.tiny's tokenizer) is converted, and trainer.reinforce trains LoRA on it for some
@@ -9,6 +11,7 @@ of all steps but the first: seconds of the transfer and GB/s, of them those of M
 probe, of answering and tokens/s, of training, nats a token between both, and GB of the GPU while vLLM answers and while
 it sleeps. Then vLLM by itself, in a process as its own documentation starts it, answers the prompts of the last step,
 and so does it with one thing after another that the loop asks for: a seed for each row, log-probabilities, no text.
+With nccl vLLM has GPUs of its own; with other transports it has those of training, where these are GPUs.
 OUT/reinforcement.txt has both tables, OUT/logs what each printed. Exit code 1 where one fails.
 """
 
@@ -44,6 +47,7 @@ reinforce: {{steps: {steps}, start: base, prompts: 16, samples: 16, max_tokens: 
   lr: 1e-5, held_out: 0, patience: 1000}}
 """
 PATHS = ("model", "base", "data")
+UNBOUND = {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}  # two workers on a host of one NUMA node
 COLUMNS = {
     "transfer s": ("seconds_transfer", "{:.2f}"),
     "GB/s": ("rate", "{:.2f}"),
@@ -92,15 +96,18 @@ if __name__ == "__main__":
 
 
 class Bench:
-    def __init__(self, work: Path, out: Path, until: float):
+    def __init__(self, work: Path, out: Path, until: float, options: argparse.Namespace, gpu: bool):
         self.work, self.until = work, until
+        self.gpus, self.engine_gpus, self.gpu = options.gpus, options.engine_gpus, gpu
+        owned = self.engine_gpus if "nccl" in options.transports.split(",") else 0
+        self.seen = ",".join(map(str, range(self.gpus + owned)))
         self.logs = out / "logs"
         self.logs.mkdir(parents=True, exist_ok=True)
 
     def command(self, name: str, *line: str, **more: str) -> tuple[int, str]:
         """Run a Python command. Returns its code, and what it printed."""
         log = self.logs / f"{name}.log"
-        environment = {"CUDA_VISIBLE_DEVICES": "0", "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
+        environment = {"CUDA_VISIBLE_DEVICES": self.seen, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
         began = time.monotonic()
         with log.open("w") as file:
             run = subprocess.Popen(
@@ -117,12 +124,15 @@ class Bench:
     def trainer(self, module: str, name: str, *keys: str) -> int:
         places = [f"paths.{key}={self.work / key}" for key in PATHS]
         places += [f"paths.kernels={self.work}/kernels", f"paths.logs={self.logs / name}"]
+        places += [f"layout.gpus_per_node={self.gpus}", f"layout.ep={self.gpus}"] if self.gpus > 1 else []
         return self.command(name, "-m", module, str(self.work / "reinforcement.yaml"), *places, *keys)[0]
 
     def reinforced(self, transport: str) -> list[dict[str, Any]]:
         """Lines of a training's steps, but of its first."""
         folder = self.work / f"reinforced-{transport}"
-        self.trainer("trainer.reinforce", transport, f"reinforce.transport={transport}", f"paths.reinforced={folder}")
+        keys = [f"reinforce.transport={transport}", f"reinforce.engine_gpus={self.engine_gpus}"]
+        keys += ["reinforce.in_turn=true"] if self.gpu and self.engine_gpus and transport != "nccl" else []
+        self.trainer("trainer.reinforce", transport, *keys, f"paths.reinforced={folder}")
         try:
             lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
         except OSError:
@@ -137,6 +147,7 @@ class Bench:
         # The settings of the loop's vLLM that bear on how fast it is.
         arguments: dict[str, Any] = {"model": str(self.work / "model"), "max_model_len": options.length}
         arguments |= {"max_num_seqs": 256, "disable_log_stats": True, "seed": 1}
+        arguments |= {"tensor_parallel_size": max(1, self.engine_gpus)}
         arguments |= {"dtype": "bfloat16", "gpu_memory_utilization": 0.5} if gpu else {"dtype": "float32"}
         if not gpu:
             arguments |= {"enforce_eager": True, "max_num_batched_tokens": 256 * options.length}
@@ -145,7 +156,7 @@ class Bench:
         (self.work / "alone.json").write_text(json.dumps(given))
         (self.work / "alone.py").write_text(ALONE)
         more = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_HOST_IP": "127.0.0.1"}
-        more |= {} if gpu else {"VLLM_CPU_KVCACHE_SPACE": "1", "TORCHDYNAMO_DISABLE": "1"}
+        more |= {} if gpu else {"VLLM_CPU_KVCACHE_SPACE": "1", "TORCHDYNAMO_DISABLE": "1"} | UNBOUND
         code, said = self.command("alone", str(self.work / "alone.py"), str(self.work / "alone.json"), **more)
         found = [json.loads(line.partition(" ")[2]) for line in said.splitlines() if line.startswith("MEASURED ")]
         return ("" if code == 0 else f"vLLM alone: code {code}"), found
@@ -175,7 +186,7 @@ def main() -> int:
 
 def _measure(options: argparse.Namespace, work: Path, began: float) -> int:
     gpu = bool(serving.gpus_here())
-    bench = Bench(work, options.out, began + options.seconds)
+    bench = Bench(work, options.out, began + options.seconds, options, gpu)
     size = whole_flow.make_model(work / "model", whole_flow.of_size(options.size))
     whole_flow.make_data(work / "rows.jsonl")
     options.length = 128 + options.tokens
@@ -189,7 +200,8 @@ def _measure(options: argparse.Namespace, work: Path, began: float) -> int:
     wrong += [
         f"{name}: no step behind the first was measured: OUT/logs/{name}.log" for name in found if not found[name]
     ]
-    lines = [f"{options.size}, {size / 1e9:.2f} GB: 16 prompts, 16 answers of {options.tokens} tokens each", ""]
+    lines = [f"{options.size}, {size / 1e9:.2f} GB: 16 prompts, 16 answers of {options.tokens} tokens each"]
+    lines += [f"training on {options.gpus}, each engine of vLLM on {max(1, options.engine_gpus)}", ""]
     lines += table(["transport", *COLUMNS], [row(name, each) for name, each in found.items()])
     usable = [name for name in found if found[name]]
     if usable:
@@ -210,7 +222,9 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("out", type=Path, metavar="OUT")
     parser.add_argument("--size", choices=("tiny", "3gb", "10gb"), default="3gb")
-    parser.add_argument("--transports", default="ipc,gloo", help="some of ipc, gloo and files (default ipc,gloo)")
+    parser.add_argument("--transports", default="ipc,gloo", help="some of ipc, gloo, files, nccl (default ipc,gloo)")
+    parser.add_argument("--gpus", type=int, default=1, help="of training (default 1)")
+    parser.add_argument("--engine-gpus", type=int, default=0, help="of vLLM (default 0: the first one of training)")
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--tokens", type=int, default=256, help="of an answer, at most (default 256)")
     parser.add_argument("--seconds", type=float, default=560, help="after which what runs is ended (default 560)")
