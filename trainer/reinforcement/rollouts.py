@@ -193,6 +193,7 @@ class Rollouts:
 
     def _join(self, engine: Engine) -> None:
         if self.transport == "ipc":
+            settings.require_reach(self.run)
             engine.call("join", host=None, port=None)
         else:
             port = _free_port()

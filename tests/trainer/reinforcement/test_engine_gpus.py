@@ -1,4 +1,4 @@
-"""An engine that is cut over several GPUs, which are processes on a CPU: answers of one, and one end for all of them."""
+"""An engine cut over several GPUs, which are processes on a CPU: the answers of one, and one end for all of them."""
 
 import json
 import os
@@ -17,7 +17,7 @@ from tests.support.reinforced import answers, norms
 from trainer.reinforcement.vllm_process import Rollout
 
 STEPS = 3
-KEYS = {"reinforce.steps": STEPS, "checkpoint.save_every": STEPS}
+KEYS = {"hardware.gpu": "cpu", "reinforce.steps": STEPS, "checkpoint.save_every": STEPS}
 TWO = {"reinforce.engine_gpus": 2}
 REPLAYED = {"reinforce.replay_experts": True}
 ADAPTER = {"adapter.kind": "lora", "adapter.rank": 8, "adapter.targets": "[linear_qkv,linear_proj]"}

@@ -61,14 +61,15 @@ def test_an_engine_on_several_gpus_has_them_of_training_or_behind_it(gpus):
     assert seen(of("qwen3-30b-a3b-1xh200", *keys)) == [{"CUDA_VISIBLE_DEVICES": "3,4"}, {"CUDA_VISIBLE_DEVICES": "1,0"}]
 
 
-def test_gpus_that_cannot_read_those_of_training_are_told_of_before_vllm_starts(gpus, monkeypatch):
+def test_gpus_that_cannot_read_those_of_training_are_told_of(gpus, monkeypatch):
     gpus(8)
     run = of("qwen3-30b-a3b-full-8xh200", "reinforce.engine_gpus=4", "reinforce.in_turn=true")
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda one, other: True)
-    settings.require_room_beside(run)
+    settings.require_reach(run)
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda one, other: one < 3)
     with pytest.raises(Fault, match=r"^reinforce.transport: ipc, but GPU 3 of this host cannot read the memory of its"):
-        settings.require_room_beside(run)
+        settings.require_reach(run)
+    settings.require_reach(of("qwen3-30b-a3b-full-8xh200", "reinforce.engine_gpus=4"))
 
 
 def test_on_the_first_gpu_of_training_an_engine_is_as_it_was(gpus):

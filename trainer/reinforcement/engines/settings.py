@@ -61,14 +61,12 @@ def _gpus(run: Run, number: int) -> str:
 
 
 def require_room_beside(run: Run) -> None:
-    """Raise a Fault where several things would want a GPU at once, cannot reach it, or engines have no core each."""
+    """Raise a Fault where several things would want the first GPU at once, or engines have no core each."""
     asked, cores = run.reinforce, os.cpu_count() or 1
     if not device.has_gpu() and asked.engines > cores:
         raise Fault(
             f"reinforce.engines: {asked.engines} processes of vLLM, but this host has {cores} cores; {cores} at most"
         )
-    if device.has_gpu() and asked.engine_gpus and in_turn(run) and transport(run) == "ipc":
-        _require_reach(asked.engines * asked.engine_gpus)
     if device.has_gpu() and not asked.engine_gpus and (asked.staleness or asked.engines > 1):
         key = f"staleness: {asked.staleness}" if asked.staleness else f"engines: {asked.engines}"
         raise Fault(
@@ -77,11 +75,16 @@ def require_room_beside(run: Run) -> None:
         )
 
 
-def _require_reach(count: int) -> None:
-    """Raise a Fault where one of so many GPUs cannot read the memory of the first one, which has the weights."""
+def require_reach(run: Run) -> None:
+    """Raise a Fault where a GPU of vLLM's cannot read the memory of the first one, which has the weights.
+
+    It touches the GPU: how a process allocates there has to be settled before.
+    """
     import torch
 
-    for other in range(1, min(count, torch.cuda.device_count())):
+    if not (device.has_gpu() and in_turn(run) and transport(run) == "ipc"):
+        return
+    for other in range(1, run.reinforce.engines * cut(run)):
         if not torch.cuda.can_device_access_peer(other, 0):
             raise Fault(
                 f"reinforce.transport: ipc, but GPU {other} of this host cannot read the memory of its first one, from "
