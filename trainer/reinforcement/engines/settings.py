@@ -67,6 +67,11 @@ def require_room_beside(run: Run) -> None:
         raise Fault(
             f"reinforce.engines: {asked.engines} processes of vLLM, but this host has {cores} cores; {cores} at most"
         )
+    if not device.has_gpu() and asked.engines * cut(run) > max(cores, asked.engines):
+        raise Fault(
+            f"reinforce.engine_gpus: {asked.engines} x {asked.engine_gpus} processes of vLLM, and this host has "
+            f"{cores} cores; {max(cores // asked.engines, 1)} at most, or 0"
+        )
     if device.has_gpu() and not asked.engine_gpus and (asked.staleness or asked.engines > 1):
         key = f"staleness: {asked.staleness}" if asked.staleness else f"engines: {asked.engines}"
         raise Fault(
