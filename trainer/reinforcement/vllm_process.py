@@ -19,6 +19,7 @@ import multiprocessing
 import os
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Iterator
 from multiprocessing.connection import Connection, wait
@@ -33,6 +34,7 @@ from trainer.reinforcement import messages
 from trainer.serving import engine, unmerged
 
 ENDING = threading.Event()  # of this process, by itself
+CODES = 1.0  # seconds in which the code is known that a process has ended with
 CONTEXT = 8  # tokens of a prompt before its answer, which may change how the answer reads
 Told = tuple[list[int], list[float], str, bool, str | None]  # tokens, log-probabilities, text, whether it ended, routes
 READ = {"skip_special_tokens": True}
@@ -209,6 +211,9 @@ def _end_with_workers() -> None:
     def watch() -> None:
         ended = [workers[sentinel] for sentinel in wait([*workers])]
         if not ENDING.is_set():
+            until = time.monotonic() + CODES
+            while any(one.exitcode is None for one in ended) and time.monotonic() < until:
+                time.sleep(0.01)  # another thread, of vLLM's, asks the kernel for them at the same time
             codes = ", ".join(f"{one.name} has ended with code {one.exitcode}" for one in ended)
             print(f"vLLM's worker: {codes}", flush=True)
             os._exit(1)

@@ -95,7 +95,7 @@ def test_on_a_cpu_each_engine_has_a_core(gpus, monkeypatch):
     monkeypatch.setattr("os.cpu_count", lambda: 2)
     settings.require_room_beside(of("tiny-rl", "reinforce.engines=2"))
     with pytest.raises(
-        Fault, match=r"^reinforce\.engines: 100 processes of vLLM, and this host has 2 cores; 2 at most$"
+        Fault, match=r"^reinforce\.engines: 100 processes of vLLM, but this host has 2 cores; 2 at most$"
     ):
         settings.require_room_beside(of("tiny-rl", "reinforce.engines=100"))
     settings.require_room_beside(of("tiny-rl", "reinforce.engine_gpus=2"))
