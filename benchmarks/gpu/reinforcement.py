@@ -1,7 +1,7 @@
 """Measure the phases of reinforcement learning with vLLM and Megatron, and vLLM alone on the same prompts.
 
     benchmarks/gpu/run reinforcement.py OUT                                  about 9 minutes on one H200, 15 GB of disk
-    benchmarks/gpu/run reinforcement.py OUT --rows ipc replay nccl ahead     the last two on two GPUs
+    benchmarks/gpu/run reinforcement.py OUT --rows ipc replay both nccl ahead    the last three on two GPUs
     python benchmarks/gpu/reinforcement.py OUT --size tiny --work FOLDER     rehearses it on a CPU in 3 minutes
 
 A Qwen3-MoE of random weights (trainer.tiny's tokenizer) is converted, and trainer.reinforce trains LoRA on it for some
@@ -50,12 +50,13 @@ reinforce: {{steps: {steps}, start: base, prompts: 16, samples: 16, max_tokens: 
   lr: 1e-5, held_out: 0, patience: 1000}}
 """
 PATHS = ("model", "base", "data")
-ROWS = {  # GPUs, and keys: vLLM and Megatron in turn on one, or vLLM on one of its own
+ROWS = {  # GPUs, and keys: vLLM and Megatron in turn on one or on both, or vLLM on one of its own
     "ipc": (1, "reinforce.transport=ipc"),
     "gloo": (1, "reinforce.transport=gloo"),
     "files": (1, "reinforce.transport=files"),
     "replay": (1, "reinforce.replay_experts=true"),
     "nccl": (2, "reinforce.engine_gpus=1"),
+    "both": (2, "layout.gpus_per_node=2 layout.ep=2 reinforce.engine_gpus=2 reinforce.in_turn=true"),
     "ahead": (2, "reinforce.engine_gpus=1 reinforce.staleness=1 reinforce.correction=tis"),
 }
 LINK = """
@@ -165,7 +166,8 @@ class Bench:
         lines = [line for line in lines if line["kind"] == "reinforce"]
         for before, line in itertools.pairwise(lines):
             line["seconds_step"] = line["time"] - before["time"]
-            line["rate"] = line["sent_mb"] / 1e3 / line["seconds_transfer"]
+            if "sent_mb" in line:  # sampling ahead, a run's last step sends none
+                line["rate"] = line["sent_mb"] / 1e3 / line["seconds_transfer"]
         return lines[1:]
 
     def link(self) -> float:

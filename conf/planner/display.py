@@ -13,6 +13,7 @@ from conf.planner.hardware import GB, Gpu
 from conf.planner.memory import StageMemory
 from conf.planner.search import Candidate, Found, changes
 from conf.planner.serving.memory import ServedMemory
+from conf.planner.serving.rollout import Rollout
 from conf.planner.stage_needs import Loading, StageNeed, loadings
 from conf.planner.verdict import LARGEST, WITH_LORA, Plan
 from conf.rules import gpus, objectives, schedule
@@ -273,8 +274,7 @@ def answers(plan: Plan) -> Iterator[str]:
     parts = {"weights": one.memory.weights, "adapters": one.memory.adapters, "cache": one.cache}
     parts |= {"besides": one.taken - sum(parts.values()), "training": one.beside}
     told = ", ".join(f"{size / GB:.1f} GB {name}" for name, size in parts.items() if size)
-    more = f"{one.engines} {plan.gpu.name} of their own, each" if one.engines > 1 else f"one {plan.gpu.name} of its own"
-    where = more if one.alone else f"the first {plan.gpu.name}"
+    where = _of_vllm(one, plan.gpu.name)
     yield f"answers  vLLM on {where}: {told}; {one.at_once} rows of {one.row} at once"
     if not one.alone:
         yield f"turns    {one.awake / GB:.1f} GB while vLLM answers, {one.trains / GB:.1f} GB while it sleeps"
@@ -282,6 +282,17 @@ def answers(plan: Plan) -> Iterator[str]:
         each = ", ".join(f"{name} {seconds:.2g} s" for name, seconds in phases.phases.items())
         both = ", generate beside train" if phases.beside else ""
         yield f"phases   {phases.step:.3g} s a step of reinforce: {each}{both}"
+
+
+def _of_vllm(one: Rollout, gpu: str) -> str:
+    """GPUs that vLLM has, each of which holds what is said behind them."""
+    if not one.alone:
+        count = one.engines * one.way.tp
+        return f"the first {count} {gpu}, each" if count > 1 else f"the first {gpu}"
+    if one.way.tp > 1:
+        engines = f"{one.engines} engines, each" if one.engines > 1 else "one engine"
+        return f"{one.gpus} {gpu} of their own, {engines} on {one.way.tp}, of which each"
+    return f"{one.engines} {gpu} of their own, each" if one.engines > 1 else f"one {gpu} of its own"
 
 
 def reference(plan: Plan) -> Iterator[str]:
@@ -385,7 +396,7 @@ def _rollout_dict(plan: Plan) -> dict[str, Any]:
     assert one
     sizes = {"weights": one.memory.weights, "cache": one.cache, "vllm": one.taken, "training": one.beside}
     sizes |= {"awake": one.awake, "asleep": one.trains, "row": one.row, "rows_at_once": one.at_once}
-    sizes |= {"engines": one.engines, "gpus": one.engines * one.alone}
+    sizes |= {"engines": one.engines, "gpus": one.gpus}
     return {**sizes, "seconds": one.seconds.phases | {"step": one.seconds.step} if one.seconds else None}
 
 

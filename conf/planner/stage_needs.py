@@ -224,7 +224,7 @@ def _reinforcement(
     phases = rollout.seconds
     seconds = None if phases is None else BEGINNING + _load(run, facts) + run.reinforce.steps * phases.step
     asked = run.reinforce
-    engines = asked.engines * (OF_VLLM if gpu.cuda else rollout.memory.weights + GIB + 2 * PROCESS)
+    engines = asked.engines * rollout.way.tp * (OF_VLLM if gpu.cuda else rollout.memory.weights + GIB + 2 * PROCESS)
     memory = max(need.memory, engines) if asked.hosts else need.memory + engines
     gpu_memory = max(rollout.trains, rollout.awake) if gpu.cuda else 0
     found = replace(need, stage="reinforce", gpu_memory=gpu_memory, memory=memory, seconds=seconds)

@@ -84,15 +84,16 @@ def moved(run: Run, facts: ModelFacts, kind: str) -> list[Move]:
     ]
     if not facts.positions:
         # q, k and v: made contiguous, rotated, and normed where the model does that; each read and written
-        name, size = "rotate apart" if facts.kv_rank else "rotate", t.whole * attention_width(facts) / tp
-        numbers.append((name, *[size * (6 if facts.qk_norm else 4)] * 2))
+        size = t.whole * attention_width(facts) / tp * (6 if facts.qk_norm else 4)
+        numbers.append(("rotate apart" if facts.kv_rank else "rotate", size, size))
     if run.train.fp8 in ("current", "blockwise") and (facts.attention_bias or facts.linear_bias):
         # a bias's gradient is summed up before the gradient is quantized; else a product does both
         numbers.append(("add", 0, t.whole * attention_width(facts) / tp))
     if run.layout.cp > 1:
         # q, k and v are cut in two pieces and joined; the outputs of each step of the ring are added up in fp32
         steps = t.whole * facts.heads * (facts.v_head if facts.kv_rank else facts.head_dim) / tp * run.layout.cp
-        numbers += [("add", *[t.whole * attention_width(facts) / tp * 4 + steps * (1 + 2 + 2)] * 2)]
+        joined = t.whole * attention_width(facts) / tp * 4 + steps * (1 + 2 + 2)
+        numbers.append(("add", joined, joined))
 
     def activation(name: str, size: float) -> tuple[str, float, float]:
         return name, size * (gate + 1), size * (2 * gate + 1)
@@ -101,11 +102,12 @@ def moved(run: Run, facts: ModelFacts, kind: str) -> list[Move]:
         numbers.append(activation("activation", t.whole * facts.ffn / tp))
     else:
         # tokens are permuted, sorted by expert, and both undone: read and written each time
-        numbers += [("permute", *[t.busiest * 8 * facts.hidden] * 2), ("add", 3 * row, 3 * row)]
+        sent = t.busiest * 8 * facts.hidden
+        numbers += [("permute", sent, sent), ("add", 3 * row, 3 * row)]
         numbers += [activation("weighted activation", t.busiest * facts.expert_ffn / run.layout.etp)]
         numbers += [activation("shared activation", t.whole * facts.shared_ffn / tp)]
         if run.train.fp8:  # experts' tokens are filled up, and cut again
-            numbers += [("add", *[t.busiest * 4 * facts.hidden] * 2)]
+            numbers.append(("add", sent / 2, sent / 2))
     for product in products(run, facts, kind):
         if product.part == "adapters":
             rows, outer = product.m * product.batch, product.k > run.adapter.rank

@@ -10,6 +10,7 @@ such as export, compute on CPUs. So does convert; over the hosts of training it 
 
 from dataclasses import dataclass
 
+from conf.rules import reinforcement
 from conf.schema.run import Run
 
 
@@ -52,7 +53,9 @@ def takes(run: Run, stage: str, leaves: bool = False) -> Share:
     if stage == "reinforce" and run.reinforce.hosts:
         return Share(1 + run.reinforce.hosts, layout.gpus_per_node, engine)
     if stage == "reinforce":
-        return Share(1, layout.gpus_per_node + run.reinforce.engines * run.reinforce.engine_gpus)
+        shared = reinforcement.in_turn(run) or run.hardware.gpu == "cpu"
+        own = 0 if shared else run.reinforce.engines * run.reinforce.engine_gpus
+        return Share(1, layout.gpus_per_node + own)
     if stage.partition("-")[0] == "evaluate":
         nodes = evaluate.nodes or 1
         if nodes == 1 and evaluate.engine is None and not (leaves and may_leave(run)):

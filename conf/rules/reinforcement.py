@@ -2,7 +2,9 @@
 
 as_training(run) -> Run      steps, batch, learning rate and places of the stage, in training's own keys
 transport(run, on_gpus)      the way that weights take, as trainer and plan know it
-engines(run)                 processes of vLLM on all hosts
+engines(run)                 engines of vLLM on all hosts
+in_turn(run)                 whether they have GPUs of training, in turn with it
+cut(run)                     GPUs, or processes on a CPU, that each engine's model is cut over
 contents(run)                digests of rewards, environments and judges' texts of one's own
 unfit(run, place, kind)      why prepared data of a kind have no prompts for it
 unlike(run, facts)           why a model is none for what is asked
@@ -14,6 +16,7 @@ from collections.abc import Iterator
 
 from conf import rewards
 from conf.model_facts import ModelFacts
+from conf.rules import serving
 from conf.schema.run import Run
 from contract.faults import Fault
 
@@ -45,12 +48,23 @@ def transport(run: Run, on_gpus: bool) -> str:
     asked = run.reinforce
     if asked.transport or not on_gpus:
         return asked.transport or "gloo"
-    return "nccl" if asked.engine_gpus else "ipc"
+    return "ipc" if in_turn(run) else "nccl"
 
 
 def engines(run: Run) -> int:
-    """Processes of vLLM on all hosts."""
+    """Engines of vLLM on all hosts."""
     return run.reinforce.engines * max(1, run.reinforce.hosts)
+
+
+def in_turn(run: Run) -> bool:
+    """Whether engines have GPUs of training, in turn with it. On a CPU nobody sleeps."""
+    asked = run.reinforce
+    return asked.engine_gpus == 0 if asked.in_turn is None else asked.in_turn
+
+
+def cut(run: Run) -> int:
+    """GPUs of an engine; on a CPU, processes of it."""
+    return max(1, run.reinforce.engine_gpus)
 
 
 def contradictions(run: Run) -> Iterator[tuple[str, str]]:
@@ -125,7 +139,9 @@ def unlike(run: Run, facts: ModelFacts) -> str:
         return "reinforce.transport: adapter, but adapters of a model with experts are sent merged; gloo"
     if run.reinforce.replay_experts and not facts.experts:
         return "reinforce.replay_experts: true, but the model has no experts; false"
-    return ""
+    gpus = cut(run)
+    reasons = serving.uncut(facts, gpus, serving.has_whole_experts(facts, gpus), "reinforce.engine_gpus")
+    return next(reasons, "")
 
 
 def contents(run: Run) -> dict[str, str]:
@@ -148,24 +164,48 @@ def _places(run: Run) -> Iterator[tuple[str, str]]:
     asked, cpu = run.reinforce, run.hardware.gpu == "cpu"
     if asked.hosts:
         yield from _hosts(run)
-    if asked.engine_gpus and cpu:
-        yield "reinforce.engine_gpus", f"{asked.engine_gpus}, and hardware.gpu is cpu: 0, each engine has its cores"
-    if asked.engine_gpus and asked.transport == "ipc":
+    if cpu:
+        yield from _on_cpu(run)
+    elif in_turn(run):
+        yield from _in_turn(run)
+    elif not asked.engine_gpus:
+        yield "reinforce.in_turn", "false, and reinforce.engine_gpus 0 leaves vLLM no GPU of its own: 1, or null"
+    elif asked.transport == "ipc":
         yield "reinforce.transport", "ipc goes through the memory of one GPU, and vLLM has its own: nccl, or null"
-    if asked.transport == "nccl" and not asked.engine_gpus and not cpu:
-        yield (
-            "reinforce.transport",
-            "nccl goes to GPUs of vLLM's own, and it has none: reinforce.engine_gpus=1, or null",
-        )
-    for key in ("staleness", "engines"):
-        if getattr(asked, key) > (key == "engines") and not asked.engine_gpus and not cpu:
-            yield (
-                f"reinforce.{key}",
-                f"{getattr(asked, key)}, but vLLM and Megatron have one GPU in turn: reinforce.engine_gpus=1 gives "
-                "vLLM its own",
-            )
     if asked.staleness and asked.correction == "none":
         yield "reinforce.correction", "none would train on answers of older policies as if they were of this one: tis"
+
+
+def _on_cpu(run: Run) -> Iterator[tuple[str, str]]:
+    """Yield what has no sense without GPUs."""
+    asked = run.reinforce
+    if asked.engine_gpus == 1:
+        yield "reinforce.engine_gpus", f"{asked.engine_gpus}, and hardware.gpu is cpu: 0, each engine has its cores"
+    if asked.in_turn is not None:
+        yield "reinforce.in_turn", f"{str(asked.in_turn).lower()}, and hardware.gpu is cpu: null, nobody has a GPU"
+
+
+def _in_turn(run: Run) -> Iterator[tuple[str, str]]:
+    """Yield what stands against vLLM and Megatron on the same GPUs."""
+    asked, each = run.reinforce, run.layout.gpus_per_node
+    taken, several = asked.engines * cut(run), asked.engine_gpus > 0
+    if asked.transport == "nccl":
+        own = "reinforce.in_turn=false" if several else "reinforce.engine_gpus=1"
+        yield "reinforce.transport", f"nccl goes to GPUs of vLLM's own, and it has none: {own}, or null"
+    if asked.staleness or (asked.engines > 1 and not several):
+        key = "staleness" if asked.staleness else "engines"
+        where = "GPUs in turn: reinforce.in_turn=false" if several else "one GPU in turn: reinforce.engine_gpus=1"
+        told = f"{getattr(asked, key)}, but vLLM and Megatron have {where} gives vLLM its own"
+        yield f"reinforce.{key}", told
+    if taken > each and several and not asked.hosts:
+        many = (
+            f"{asked.engine_gpus}" if asked.engines == 1 else f"{asked.engine_gpus} for each of {asked.engines} engines"
+        )
+        yield (
+            "reinforce.engine_gpus",
+            f"{many}, in turn with training, which has {each} (layout.gpus_per_node): as many at most, or "
+            "reinforce.in_turn=false",
+        )
 
 
 def _hosts(run: Run) -> Iterator[tuple[str, str]]:
@@ -175,10 +215,15 @@ def _hosts(run: Run) -> Iterator[tuple[str, str]]:
         yield "reinforce.transport", f"{asked.transport} stays on one host, and vLLM has {asked.hosts} of its own: null"
     if not asked.engine_gpus and run.hardware.gpu != "cpu":
         yield "reinforce.engine_gpus", f"0, but vLLM on {asked.hosts} hosts of its own has none of training's GPUs: 1"
-    if asked.engines > each:
+    elif asked.in_turn:
+        yield "reinforce.in_turn", f"true, but vLLM on {asked.hosts} hosts of its own has none of training's GPUs: null"
+    # On a CPU each engine counts for one: an engine of several processes is a rehearsal.
+    of_each = asked.engine_gpus if run.hardware.gpu != "cpu" else 1
+    if asked.engines * max(1, of_each) > each:
+        gpus = f" with {of_each} GPUs" if of_each > 1 else ""
         yield (
             "reinforce.engines",
-            f"{asked.engines} on each of {asked.hosts} hosts of their own, and layout.gpus_per_node is {each}",
+            f"{asked.engines}{gpus} on each of {asked.hosts} hosts of their own, and layout.gpus_per_node is {each}",
         )
 
 

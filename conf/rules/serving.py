@@ -144,8 +144,13 @@ def _on_gpu(run: Run, facts: ModelFacts) -> Iterator[str]:
         yield f"{names} are {heads[0]}, {heads[1]} and {heads[2]}, and vLLM's latent attention is of {known}"
 
 
-def uncut(facts: ModelFacts, gpus: int, expert_parallel: bool = False) -> Iterator[str]:
-    """Reasons why the model cannot be cut over so many GPUs."""
+def has_whole_experts(facts: ModelFacts, gpus: int) -> bool:
+    """Whether each of so many GPUs has whole experts: where they cannot be cut, but share evenly."""
+    return facts.experts > 0 and facts.expert_ffn % gpus > 0 and facts.experts % gpus == 0
+
+
+def uncut(facts: ModelFacts, gpus: int, expert_parallel: bool = False, key: str = "evaluate.gpus") -> Iterator[str]:
+    """Reasons why the model cannot be cut over so many GPUs, as the key says."""
     widths = {
         "num_attention_heads": facts.heads,
         "intermediate_size": facts.ffn,
@@ -154,6 +159,6 @@ def uncut(facts: ModelFacts, gpus: int, expert_parallel: bool = False) -> Iterat
     }
     for name, width in widths.items():
         if width % gpus:
-            yield f"evaluate.gpus is {gpus}, which does not divide {name}, {width}"
+            yield f"{key} is {gpus}, which does not divide {name}, {width}"
     if facts.kv_heads % gpus and gpus % facts.kv_heads:
-        yield f"evaluate.gpus is {gpus}, neither divisor nor multiple of num_key_value_heads, {facts.kv_heads}"
+        yield f"{key} is {gpus}, neither divisor nor multiple of num_key_value_heads, {facts.kv_heads}"

@@ -139,8 +139,8 @@ class Reinforce(Section):
         default=None,
         description="how weights get to vLLM: ipc = through memory that both see, of the GPU where there is one; nccl "
         "= from GPU to GPU, where vLLM has its own; gloo = from memory to memory of the host; files = as a file in "
-        "/dev/shm; adapter = the adapter alone, beside the released weights, where vLLM can; null = ipc on a GPU, nccl "
-        "with engine_gpus, gloo on a CPU",
+        "/dev/shm; adapter = the adapter alone, beside the released weights, where vLLM can; null = ipc on GPUs "
+        "that vLLM and training have in turn, nccl on its own, gloo on a CPU",
     )
     staleness: Annotated[Number, bears("reinforce", absent=0)] = Field(
         default=0,
@@ -150,8 +150,15 @@ class Reinforce(Section):
     engines: Annotated[Count, NOWHERE] = Field(
         default=1, description="processes of vLLM, on each host that has some, which share the prompts of a step"
     )
-    engine_gpus: Annotated[int, Field(ge=0, le=1), NOWHERE] = Field(
-        default=0, description="GPUs of each, behind those of training; 0 = the first one of training, in turn"
+    engine_gpus: Annotated[Number, NOWHERE] = Field(
+        default=0,
+        description="GPUs of each, which its model is cut over, behind those of training; 0 = the first one of "
+        "training, in turn; on a CPU, 2 or more are processes",
+    )
+    in_turn: Annotated[bool | None, NOWHERE] = Field(
+        default=None,
+        description="whether engines have GPUs of training, in turn with it, and none of their own; null = where "
+        "engine_gpus is 0",
     )
     hosts: Annotated[Number, NOWHERE] = Field(
         default=0,

@@ -60,6 +60,7 @@ def _go_back(self: Any, tensors: Tensors, version: int) -> None:
         self.rollouts.close()
         self.rollouts = self.sampler.rollouts = Rollouts(self.run)
     self.rollouts.update(iter(tensors), version)
+    self.rollouts.begin()
     self.sampler.hear(self.probe_rows)
 
 

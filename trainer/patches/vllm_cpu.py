@@ -9,12 +9,15 @@
 3. vLLM's experts for CPUs choose by a function of their own, which tells nobody: enable_return_routed_experts then
    returns zeros. What it chooses is told to the capture of the layer that it chooses for. Can go when CPUFusedMOE does
    that.
+4. Workers of one model add up what they have computed through files in /dev/shm, which a worker that is killed leaves
+   there. Each takes its file's name away once all have opened it. Can go when vLLM's shm.cpp does so.
 
 On a GPU, with vLLM's own wheel, the first alone is done, which changes no package.
 """
 
 import contextlib
 import sys
+from pathlib import Path
 from typing import Any
 
 from trainer.patches import versions
@@ -39,6 +42,24 @@ def ask_in_process() -> None:
         from vllm.model_executor.models import registry
 
         registry._run_in_subprocess = lambda ask: ask()
+
+
+def name_no_shared_memory() -> None:
+    """Have a worker of the rebuild, if it is installed, leave no file behind, however it ends."""
+    if not is_installed():
+        return
+    versions.check(__name__, WRITTEN_FOR)
+    from vllm.distributed.device_communicators import cpu_communicator
+
+    memory: Any = cpu_communicator._CPUSHMDistributed
+    begin = memory._init_cpu_shm
+
+    def unnamed(self: Any) -> int:
+        handle = begin(self)  # all have opened it when this returns
+        Path("/dev/shm", f"{self.group_name}_{self.communicator.rank}").unlink(missing_ok=True)
+        return handle
+
+    memory._init_cpu_shm = unnamed
 
 
 def tell_routes(model: Any) -> None:

@@ -23,7 +23,7 @@ from megatron.bridge.training.state import TrainState
 from megatron.core import parallel_state
 from torch import distributed
 
-from conf.rules.reinforcement import without_signal
+from conf.rules.reinforcement import cut, in_turn, without_signal
 from conf.schema.run import Run
 from contract.faults import Fault
 from contract.files import write_atomically
@@ -205,15 +205,24 @@ class Reinforcement(Callback):
     def _transfer(self, context: Any, version: int) -> None:
         """Give vLLM the weights as they are, and look whether it computes with them."""
         start = time.monotonic()
+        self._make_room()
         if self.asked.transport == "adapter":
             self.sent = self._adapter(context, version)
         else:
             tensors = self._weights(context)
             self.sent = self._on_first(lambda: self.rollouts.update(tensors, version), tensors)
+        self._make_room()
+        self._on_first(lambda: self.rollouts.begin())
         self.seconds["transfer"] = time.monotonic() - start
         start = time.monotonic()
         self._probe(context, version)
         self.seconds["probe"] = time.monotonic() - start
+
+    def _make_room(self) -> None:
+        """Leave vLLM what every rank holds of its GPU and does not use, where vLLM is on GPUs of several ranks."""
+        if device.has_gpu() and in_turn(self.run) and cut(self.run) * self.asked.engines > 1:
+            torch.cuda.empty_cache()
+            distributed.barrier()
 
     def _weights(self, context: Any) -> Iterator[tuple[str, torch.Tensor]]:
         """Tensors as released, one after another. Every rank has to take all of them."""

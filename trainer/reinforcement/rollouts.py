@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from conf.rules.reinforcement import engines
+from conf.rules.reinforcement import cut, engines, in_turn
 from conf.schema.run import Run
 from trainer.reinforcement.engines import settings
 from trainer.reinforcement.engines.engine import Engine, LocalEngine, Lost
@@ -39,7 +39,7 @@ class Rollouts:
     def __init__(self, run: Run):
         settings.require_room_beside(run)
         self.run, self.transport = run, settings.transport(run)
-        self.sleeps, self.asleep = device.has_gpu() and not run.reinforce.engine_gpus, set[str]()
+        self.sleeps, self.asleep = device.has_gpu() and in_turn(run), set[str]()
         self.started, self.closing = engines(run), False
         self.engines: list[Engine] = []
         self.meeting = Meeting(run) if run.reinforce.hosts else None
@@ -107,12 +107,14 @@ class Rollouts:
         return [found[number] for number in range(len(prompts))]
 
     def update(self, tensors: Iterator[tuple[str, torch.Tensor]], version: int) -> int:
-        """Give vLLM all weights of a version. Returns how many bytes went over to each engine."""
+        """Give vLLM all weights of a version. Returns how many bytes went over to each engine. begin() comes next."""
         self.wake(WEIGHTS)
-        sent = self._by_file(tensors, version) if self.transport == "files" else self._by(tensors, version)
+        return self._by_file(tensors, version) if self.transport == "files" else self._by(tensors, version)
+
+    def begin(self) -> None:
+        """Have vLLM ready to answer by the weights that it was given, and by nothing it has kept of earlier ones."""
         self.wake()
         self.each("forget")
-        return sent
 
     def adapt(self, folder: str, version: int) -> int:
         """Give vLLM the adapter of a version, from a folder in PEFT's format. Returns how many bytes went over."""
@@ -120,7 +122,6 @@ class Rollouts:
         found = load_file(Path(folder) / unmerged.WEIGHTS)
         metas = [wire.meta(name, tensor) for name, tensor in found.items()]
         self.each("adapt", folder=folder, metas=metas, version=version)
-        self.each("forget")
         return sum(one.bytes for one in metas)
 
     def close(self) -> None:
@@ -192,13 +193,15 @@ class Rollouts:
 
     def _join(self, engine: Engine) -> None:
         if self.transport == "ipc":
+            settings.require_reach(self.run)
             engine.call("join", host=None, port=None)
         else:
             port = _free_port()
             engine.ask("join", {"host": engine.address, "port": port})
             where = torch.device("cuda" if self.transport == "nccl" and device.has_gpu() else "cpu")
             try:
-                engine.pipe = wire.Pipe(engine.address, port, 0, where, engine.is_gone, engine.patience)
+                given = (engine.address, port, 0, where, engine.is_gone, engine.patience)
+                engine.pipe = wire.Pipe(*given, workers=cut(self.run))
             except RuntimeError:
                 if engine.patience:
                     raise engine.lost("join") from None

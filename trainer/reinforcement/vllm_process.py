@@ -5,6 +5,9 @@
 It reads requests from an inherited socket, one at a time, and ends when the other side does. A request is a name and
 arguments; the answer is {"result": ...} with the version of the weights that gave it, or {"error": one line}, which
 says whether it is a fault of the run's, as others would find as well.
+
+On several GPUs vLLM has a worker process for each, which it starts as Python's multiprocessing does: each imports this
+module, by another name. They end with this process, and this process with any of them.
 """
 
 # pyright: reportArgumentType=false, reportOptionalSubscript=false
@@ -12,21 +15,32 @@ says whether it is a fault of the run's, as others would find as well.
 import contextlib
 import gc
 import json
+import multiprocessing
+import os
 import sys
+import threading
+import time
 import traceback
 from collections.abc import Iterator
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
 from contract.faults import Fault, line_of
+from contract.processes import end_with_parent
 from trainer.patches import vllm_cpu
+from trainer.patches.transformers_imports import import_transformers
 from trainer.reinforcement import messages
 from trainer.serving import engine, unmerged
 
+ENDING = threading.Event()  # of this process, by itself
+CODES = 1.0  # seconds in which the code is known that a process has ended with
 CONTEXT = 8  # tokens of a prompt before its answer, which may change how the answer reads
 Told = tuple[list[int], list[float], str, bool, str | None]  # tokens, log-probabilities, text, whether it ended, routes
 READ = {"skip_special_tokens": True}
+AS_WORKER = "__mp_main__"  # this module's name in a process that multiprocessing has spawned
+# A forked worker would keep the trainer's connection open, which then nobody hears the end of.
+SPAWNED = {"VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
 
 
 class Rollout:
@@ -34,22 +48,33 @@ class Rollout:
 
     def __init__(self, settings: dict[str, Any]):
         vllm_cpu.require_known()
+        os.environ.update(SPAWNED)
         engine.prepare(Path(settings["kernels"]), online=False)
         with vllm_cpu.hidden():
             from vllm import LLM
 
             vllm_cpu.ask_in_process()
+        from trainer.reinforcement.engines import worker
         from trainer.reinforcement.transfer import weight_engine
 
-        weight_engine.register()
         self.version = -1  # as released
         self.names: set[str] = set()
         self.arrived: set[str] = set()
         self.adapter: Any = None  # beside the released weights
         backend = {"backend": weight_engine.name(settings["transport"])}
-        self.llm = LLM(**settings["arguments"], weight_transfer_config=backend)
+        extended = {"weight_transfer_config": backend, "worker_extension_cls": worker.NAME}
+        self.llm = LLM(**settings["arguments"], **extended)
+        _end_with_workers()
         if settings["arguments"].get("enable_return_routed_experts") and vllm_cpu.is_installed():
-            self.llm.apply_model(vllm_cpu.tell_routes)
+            self._each("tell_routes")
+
+    def _each(self, name: str, **arguments: Any) -> list[Any]:
+        """Ask every worker the same. Returns what each says; a fault of the run's ends it as one of this process."""
+        told = self.llm.collective_rpc("answer_or_fault", args=(name, arguments))
+        for number, (_, fault) in enumerate(told):
+            if fault:
+                raise Fault(f"{fault} (worker {number})" if len(told) > 1 else fault)
+        return [result for result, _ in told]
 
     def sleep(self, level: int) -> None:
         self.llm.sleep(level)
@@ -66,9 +91,12 @@ class Rollout:
 
     def bucket(self, metas: list, used: int, shared: tuple | None) -> None:
         self.arrived |= {one.name for one in metas}
-        self.llm.update_weights({"update_info": {"metas": metas, "used": used, "shared": shared}})
+        self._each("update_weights", update_info={"metas": metas, "used": used, "shared": shared})
 
     def finish(self, version: int) -> None:
+        for number, names in enumerate(self._each("arrived_tensors")):
+            if missing := sorted(self.arrived - names):
+                raise Fault(f"transfer of weights: {_first(missing)} did not come to worker {number} of vLLM's")
         self.llm.finish_weight_update()
         self._complete(version)
 
@@ -100,8 +128,7 @@ class Rollout:
 
     def _complete(self, version: int) -> None:
         if missing := sorted(self.names - self.arrived):
-            more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
-            raise Fault(f"transfer of weights: {missing[0]}{more} came before, and not with version {version}")
+            raise Fault(f"transfer of weights: {_first(missing)} came before, and not with version {version}")
         self.names, self.version = self.arrived, version
 
     def forget(self) -> bool:
@@ -122,7 +149,7 @@ class Rollout:
         if seeds and vllm_cpu.is_installed():
             of_each = [*seeds]
         elif seeds:
-            _seed(seeds[0])
+            self._each("seed_draws", seed=seeds[0])
         # Tokens become text together, unless an answer ends by its text: one by one takes as long as a small model.
         settings |= {"logprobs": 0, "flat_logprobs": True, "top_p": 1.0, "detokenize": bool(settings.get("stop"))}
         limits = max_tokens if isinstance(max_tokens, list) else [max_tokens] * len(prompts)
@@ -173,13 +200,26 @@ def _uncollected() -> Iterator[None]:
         gc.enable()
 
 
-def _seed(seed: int) -> None:
-    """Seed what vLLM draws from where a request has no seed of its own."""
-    import numpy
-    import torch
+def _first(names: list[str]) -> str:
+    return names[0] + (f" and {len(names) - 1} more" if len(names) > 1 else "")
 
-    torch.manual_seed(seed)
-    numpy.random.seed(seed % 2**32)
+
+def _end_with_workers() -> None:
+    """End this process as soon as one of vLLM's workers has ended: the others may wait for that one for ever."""
+    workers = {one.sentinel: one for one in multiprocessing.active_children()}
+
+    def watch() -> None:
+        ended = [workers[sentinel] for sentinel in wait([*workers])]
+        if not ENDING.is_set():
+            until = time.monotonic() + CODES
+            while any(one.exitcode is None for one in ended) and time.monotonic() < until:
+                time.sleep(0.01)  # another thread, of vLLM's, asks the kernel for them at the same time
+            codes = ", ".join(f"{one.name} has ended with code {one.exitcode}" for one in ended)
+            print(f"vLLM's worker: {codes}", flush=True)
+            os._exit(1)
+
+    if workers:
+        threading.Thread(target=watch, name="watch over vLLM's workers", daemon=True).start()
 
 
 def main(descriptor: int) -> None:
@@ -200,7 +240,20 @@ def main(descriptor: int) -> None:
         told = fault or f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
         messages.send(connection, {"error": told, "fault": fault is not None})
         sys.exit(1)
+    finally:
+        ENDING.set()
 
 
+def begin_as_worker() -> None:
+    """Import vLLM as its engine's process does, before multiprocessing does so, and end with that process."""
+    end_with_parent()
+    with vllm_cpu.hidden():
+        import_transformers()
+        import vllm.v1.executor.multiproc_executor  # noqa: F401
+    vllm_cpu.name_no_shared_memory()
+
+
+if __name__ == AS_WORKER:
+    begin_as_worker()
 if __name__ == "__main__":
     main(int(sys.argv[1]))

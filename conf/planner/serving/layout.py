@@ -119,7 +119,7 @@ def spreads_experts(run: Run, facts: ModelFacts, tp: int) -> bool:
     """Whether a GPU has whole experts: as asked for, or where they cannot be cut but share evenly."""
     if run.evaluate.expert_parallel is not None:
         return run.evaluate.expert_parallel and tp > 1
-    return facts.experts > 0 and facts.expert_ffn % tp > 0 and facts.experts % tp == 0
+    return serving.has_whole_experts(facts, tp)
 
 
 def with_layout(run: Run, chosen: Serving) -> Run:

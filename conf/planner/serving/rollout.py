@@ -3,15 +3,16 @@
     of(run, facts, gpu) -> Rollout       its memory, and seconds of each phase of a step
     unanswered(run, facts, gpu)          why prompts cannot be answered there, with keys that mend it; or ""
 
-vLLM is on the first GPU of the training. While it answers, training keeps there what lies there at all times, and what
-it computes with is free; while training computes, vLLM sleeps. Or each engine has a GPU of its own (reinforce.
-engine_gpus), with nothing beside it: they share the prompts, get their weights one after another, and answer while
-training computes where reinforce.staleness lets them. The cache has room for all answers of a step at full length, or
-for what is left; with less than one row nothing is answered.
+vLLM is on the first GPU of the training, or each engine on several (reinforce.engine_gpus, in_turn). While it answers,
+training keeps there what lies there at all times, and what it computes with is free; while training computes, vLLM
+sleeps. Or each engine has GPUs of its own (reinforce.engine_gpus), with nothing beside it: they share the prompts, get
+their weights one after another, and answer while training computes where reinforce.staleness lets them. On several
+GPUs, each has a part of the weights, and of keys and values. The cache has room for all answers of a step at full
+length, or for what is left; with less than one row nothing is answered.
 
 TRANSFER, PROBE and ANSWERED, which vLLM's host takes for a token of each of 256 rows, were measured on an H200 with
 3.21 GB of a Qwen3-MoE (benchmarks/gpu/reinforcement.py, 23 November 2026). All else is arithmetic.
-Not covered: rewards, answers that wait for a slow one. Nothing was measured with vLLM on GPUs of its own,
+Not covered: rewards, answers that wait for a slow one. Nothing was measured with vLLM on GPUs of its own or on several,
 and a network between hosts of its own is taken to be as fast as what lies between two GPUs.
 """
 
@@ -28,9 +29,10 @@ from conf.planner.serving.duration import LAYER
 from conf.planner.serving.layout import SEQUENCES
 from conf.planner.serving.memory import BLOCK, UTILIZATION, ServedMemory, Way, memory, tokens_of_a_step
 from conf.planner.timing import timing
+from conf.planner.traffic import LATENCY
 from conf.rules.layout import problems
-from conf.rules.reinforcement import as_training, engines, transport
-from conf.rules.serving import BYTES
+from conf.rules.reinforcement import as_training, cut, engines, in_turn, transport
+from conf.rules.serving import BYTES, has_whole_experts, uncut
 from conf.schema.run import Run
 from conf.schema.sections import Adapter
 
@@ -65,7 +67,7 @@ class Seconds:
 
 @dataclass(frozen=True)
 class Rollout:
-    """vLLM on the first GPU of a training, or each engine on one of its own."""
+    """vLLM on GPUs of a training, or each engine on some of its own: bytes are of each of these."""
 
     way: Way
     memory: ServedMemory
@@ -73,8 +75,13 @@ class Rollout:
     beside: int  # bytes that training holds there meanwhile
     trains: int  # bytes that it holds while vLLM sleeps, at most
     engines: int = 1
-    alone: bool = False  # whether vLLM's GPU is none of training's
+    alone: bool = False  # whether vLLM's GPUs are none of training's
     seconds: Seconds | None = None  # None where no time is predicted
+
+    @property
+    def gpus(self) -> int:
+        """GPUs of vLLM's own."""
+        return self.engines * self.way.tp * self.alone
 
     @property
     def room(self) -> int:
@@ -115,16 +122,28 @@ def of(run: Run, facts: ModelFacts, gpu: Gpu) -> Rollout:
     asked, trained = run.reinforce, as_training(run)
     byte, sequences = BYTES[run.train.precision], min(SEQUENCES, asked.prompts * asked.samples)
     alone = run.adapter if asked.transport == "adapter" else None
-    way = Way(1, byte=byte, adapter=alone, sequences=sequences, tokens=tokens_of_a_step(facts, byte, sequences))
-    first, *_ = training.memory(trained, facts, gpu)
-    beside = first.weights + first.gradients + first.optimizer + first.adapters + first.copies
-    beside += first.buffers + first.context
-    its_own = asked.engine_gpus > 0
-    room, beside = memory(facts, way, gpu), 0 if its_own else beside
-    found = Rollout(way, room, run.data.seq_length, beside, first.total, engines(run), its_own)
+    way = Way(cut(run), byte=byte, adapter=alone, sequences=sequences, tokens=tokens_of_a_step(facts, byte, sequences))
+    way = replace(way, expert_parallel=way.tp > 1 and has_whole_experts(facts, way.tp))
+    its_own = not in_turn(run)
+    stages = training.memory(trained, facts, gpu)
+    shared = 1 if its_own else _shared(len(stages), run.layout.gpus_per_node, asked.engines * way.tp)
+    beside = 0 if its_own else max(map(_kept, stages[:shared]))
+    trains = max(stage.total for stage in stages[:shared])
+    found = Rollout(way, memory(facts, way, gpu), run.data.seq_length, beside, trains, engines(run), its_own)
     if not gpu.cuda or found.lacks > 0:
         return found
     return replace(found, seconds=_seconds(run, trained, facts, gpu, found))
+
+
+def _shared(stages: int, gpus: int, taken: int) -> int:
+    """Pipeline stages of which vLLM has some of the GPUs: the first stage has the first ones."""
+    return ceil(min(taken, gpus) * stages / gpus)
+
+
+def _kept(stage: training.StageMemory) -> int:
+    """Bytes of a GPU that training keeps while it computes nothing."""
+    trained = stage.weights + stage.gradients + stage.optimizer + stage.adapters + stage.copies
+    return trained + stage.buffers + stage.context
 
 
 def _seconds(run: Run, trained: Run, facts: ModelFacts, gpu: Gpu, found: Rollout) -> Seconds:
@@ -132,7 +151,8 @@ def _seconds(run: Run, trained: Run, facts: ModelFacts, gpu: Gpu, found: Rollout
     rows = ceil(asked.prompts / found.engines) * asked.samples
     together = min(rows, found.at_once)
     read = (found.memory.weights + together * found.row * found.memory.token) / (gpu.hbm * HBM)
-    token = read + facts.layers * LAYER[False] + together * ANSWERED
+    waits = LAYER[False] + (2 * LATENCY if found.way.tp > 1 else 0)
+    token = read + facts.layers * waits + together * ANSWERED
     way = transport(run, gpu.cuda)
     rate = TRANSFER.get(way)
     sent = parameters.total(facts) * found.way.byte * (1 if way == "files" else found.engines)
@@ -147,14 +167,27 @@ def _seconds(run: Run, trained: Run, facts: ModelFacts, gpu: Gpu, found: Rollout
 
 def unanswered(run: Run, facts: ModelFacts, gpu: Gpu) -> str:
     """The reason why prompts cannot be answered beside a legal training, and what mends it; "" where they can."""
-    here = of(run, facts, gpu)
-    if not gpu.cuda or here.lacks <= 0:
+    why = _lack(run, facts, gpu)
+    mends = [*_mends(run, facts, gpu)] if why else []
+    instead = f"These fit: {', or '.join(mends)}" if mends else f"Nor do {gpu.per_host} hold it"
+    return f"{why}. {instead}" if why else ""
+
+
+def _lack(run: Run, facts: ModelFacts, gpu: Gpu) -> str:
+    """The GPUs, or the bytes of each, that are missing; "" where none are."""
+    here, trained = of(run, facts, gpu), run.layout.gpus_per_node
+    if not gpu.cuda:
         return ""
-    why = f"one {gpu.name} has {here.memory.weights / GB:.1f} GB of weights in vLLM"
+    if here.alone and not run.reinforce.hosts and trained + here.gpus > gpu.per_host:
+        return (
+            f"{here.gpus} GPUs of vLLM's behind the {trained} of training, and a host of {gpu.name} has {gpu.per_host}"
+        )
+    if here.lacks <= 0:
+        return ""
+    each = f"each of {here.way.tp}" if here.way.tp > 1 else "one"
+    why = f"{each} {gpu.name} has {here.memory.weights / GB:.1f} GB of weights in vLLM"
     why += "" if here.alone else f" beside {here.beside / GB:.1f} GB of training"
-    why += f", and {here.lacks / GB:.1f} GB are missing for one answer"
-    mends = [*_mends(run, facts, gpu)]
-    return f"{why}. {f'These fit: {", or ".join(mends)}' if mends else 'vLLM answers on one GPU yet'}"
+    return why + f", and {here.lacks / GB:.1f} GB are missing for one answer"
 
 
 def _mends(run: Run, facts: ModelFacts, gpu: Gpu) -> Iterator[str]:
@@ -167,10 +200,31 @@ def _mends(run: Run, facts: ModelFacts, gpu: Gpu) -> Iterator[str]:
         away = run.model_copy(update={"optimizer": optimizer.model_copy(update={"offload": 1.0})})
         ways += [("optimizer.offload=1", away, gpu)] if optimizer.offload < 1 else []
         ways.append((named, run.model_copy(update={"adapter": lora}), gpu))
-    if not run.reinforce.engine_gpus:
-        alone = run.model_copy(update={"reinforce": run.reinforce.model_copy(update={"engine_gpus": 1})})
-        ways.append(("reinforce.engine_gpus=1", alone, gpu))
+    ways += [(named, tried, gpu) for named, tried in _more_gpus(run, facts, gpu)]
     ways += [(f"hardware.gpu={name}", run, other) for name, other in GPUS.items() if other.memory > gpu.memory]
     for named, tried, on in ways:
-        if not problems(as_training(tried), facts, suggest=False) and of(tried, facts, on).lacks <= 0:
+        if not problems(as_training(tried), facts, suggest=False) and not _lack(tried, facts, on):
             yield named
+
+
+def _more_gpus(run: Run, facts: ModelFacts, gpu: Gpu) -> Iterator[tuple[str, Run]]:
+    """The run with more GPUs for an engine, as few as do: of training, behind those, on a host of its own."""
+    asked, layout = run.reinforce, run.layout
+    able = [n for n in range(1, gpu.per_host + 1) if not any(uncut(facts, n, has_whole_experts(facts, n)))]
+    own = layout.gpus_per_node if asked.hosts else gpu.per_host - layout.gpus_per_node
+    places: list[tuple[dict[str, int | None], int, int]] = [
+        ({"in_turn": None}, own, 1 if in_turn(run) else cut(run) + 1)
+    ]
+    if not asked.hosts:
+        places.append(({"in_turn": None, "hosts": 1}, layout.gpus_per_node, 1))
+        if not asked.staleness:
+            places.insert(0, ({"in_turn": True}, layout.gpus_per_node, cut(run) + 1 if in_turn(run) else 2))
+    for place, room, fewest in places:
+        for count in [n for n in able if fewest <= n <= room // asked.engines]:
+            keys = place | {"engine_gpus": count}
+            tried = run.model_copy(update={"reinforce": asked.model_copy(update=keys)})
+            if not _lack(tried, facts, gpu):
+                said = {"in_turn": "true", "hosts": "1"}
+                more = [f"reinforce.{key}={said[key]}" for key, value in keys.items() if value and key in said]
+                yield " ".join([f"reinforce.engine_gpus={count}", *more]), tried
+                break

@@ -8,9 +8,10 @@ from conf.planner.hardware import GPUS
 from conf.planner.serving import rollout
 from conf.planner.serving.memory import UTILIZATION
 from conf.planner.verdict import facts_of, plan
+from conf.rules.gpus import takes
 
 H200, H100 = GPUS["h200"], GPUS["h100"]
-LORA, FULL = "qwen3-30b-a3b-1xh200", "qwen3-30b-a3b-full-8xh200"
+LORA, FULL, AIR = "qwen3-30b-a3b-1xh200", "qwen3-30b-a3b-full-8xh200", "glm45-air-8xh200"
 
 
 def of(name: str, *overrides: str):
@@ -83,7 +84,42 @@ def test_the_plan_counts_gpus_of_vllm_and_says_what_is_on_them():
 
 def test_a_model_that_no_gpu_holds_says_so():
     run, facts = of(LORA, "model.source=deepseek-v3", "layout.auto=true")
-    assert rollout.unanswered(run, facts, H100).endswith(". vLLM answers on one GPU yet")
+    assert rollout.unanswered(run, facts, H100).endswith(". Nor do 8 hold it")
+
+
+def test_an_engine_on_several_gpus_has_a_part_of_weights_and_cache_on_each():
+    one = rollout.of(*of(LORA, "reinforce.engine_gpus=1"), H200)
+    two = rollout.of(*of(LORA, "reinforce.engine_gpus=2"), H200)
+    assert two.memory.weights == pytest.approx(one.memory.weights / 2, rel=0.01)
+    assert two.memory.token * 2 == one.memory.token and two.at_once >= one.at_once
+    assert (one.gpus, two.gpus) == (1, 2) and one.seconds and two.seconds
+    assert two.seconds.generate < one.seconds.generate and two.seconds.transfer == one.seconds.transfer
+    planned = plan(*of(LORA, "reinforce.engine_gpus=2", "reinforce.engines=2"), H200)
+    (need,) = [need for need in planned.needs if need.stage == "reinforce"]
+    assert need.gpus == 5
+    text = "\n".join(display.lines(planned))
+    assert "\nanswers  vLLM on 4 h200 of their own, 2 engines, each on 2, of which each: 30.5 GB weights" in text
+
+
+def test_engines_in_turn_with_training_are_on_its_gpus_and_a_lack_is_mended_by_more_of_them():
+    refused = rollout.unanswered(*of(AIR), H200)
+    mend, elsewhere, *_ = refused.partition("These fit: ")[2].split(", or ")
+    assert mend == "reinforce.engine_gpus=4 reinforce.in_turn=true"
+    assert elsewhere == "reinforce.engine_gpus=2 reinforce.hosts=1"
+    tried = of(AIR, *mend.split())
+    found = rollout.of(*tried, H200)
+    assert rollout.unanswered(*tried, H200) == "" and found.lacks <= 0 and not found.alone and found.gpus == 0
+    fewer = of(AIR, "reinforce.engine_gpus=2", "reinforce.in_turn=true")
+    assert rollout.of(*fewer, H200).lacks > 0 and "each of 2 h200 has" in rollout.unanswered(*fewer, H200)
+    assert takes(tried[0], "reinforce").gpus == 8
+    assert "\nanswers  vLLM on the first 4 h200, each: " in "\n".join(display.lines(plan(*tried, H200)))
+
+
+def test_more_gpus_than_a_host_has_are_refused_with_what_it_can_do():
+    refused = rollout.unanswered(*of(AIR, "reinforce.engine_gpus=4"), H200)
+    assert refused.startswith("4 GPUs of vLLM's behind the 8 of training, and a host of h200 has 8. These fit: ")
+    assert "reinforce.engine_gpus=4 reinforce.in_turn=true" in refused and "reinforce.hosts=1" in refused
+    assert rollout.unanswered(*of(AIR, "reinforce.engine_gpus=4", "reinforce.hosts=1"), H200) == ""
 
 
 def test_the_plan_has_a_row_and_lines_of_it():

@@ -7,10 +7,10 @@ from conf.planner.hardware import GB, GPUS
 from conf.planner.serving import rollout
 from conf.planner.verdict import facts_of
 from conf.rules.gpus import takes
-from conf.rules.reinforcement import transport
+from conf.rules.reinforcement import transport, unlike
 from contract.faults import ConfigError
 
-GPU, CPU = "qwen3-30b-a3b-1xh200", "tiny-rl"
+GPU, FULL, CPU = "qwen3-30b-a3b-1xh200", "qwen3-30b-a3b-full-8xh200", "tiny-rl"
 
 
 @pytest.mark.parametrize(
@@ -48,7 +48,39 @@ GPU, CPU = "qwen3-30b-a3b-1xh200", "tiny-rl"
             ["reinforce.hosts=2", "reinforce.engine_gpus=0"],
             "reinforce.engine_gpus: 0, but vLLM on 2 hosts of its own has none of training's",
         ),
-        (GPU, ["reinforce.engine_gpus=2"], "reinforce.engine_gpus: "),
+        (GPU, ["reinforce.engine_gpus=-1"], "reinforce.engine_gpus: "),
+        (
+            GPU,
+            ["reinforce.engine_gpus=2", "reinforce.in_turn=true"],
+            "reinforce.engine_gpus: 2, in turn with training, which has 1 (layout.gpus_per_node): as many at most, or",
+        ),
+        (
+            FULL,
+            ["reinforce.engine_gpus=4", "reinforce.engines=3", "reinforce.in_turn=true"],
+            "reinforce.engine_gpus: 4 for each of 3 engines, in turn with training, which has 8",
+        ),
+        (
+            FULL,
+            ["reinforce.engine_gpus=8", "reinforce.in_turn=true", "reinforce.staleness=1"],
+            "reinforce.staleness: 1, but vLLM and Megatron have GPUs in turn: reinforce.in_turn=false",
+        ),
+        (
+            FULL,
+            ["reinforce.engine_gpus=8", "reinforce.in_turn=true", "reinforce.transport=nccl"],
+            "reinforce.transport: nccl goes to GPUs of vLLM's own, and it has none: reinforce.in_turn=false, or null",
+        ),
+        (GPU, ["reinforce.in_turn=false"], "reinforce.in_turn: false, and reinforce.engine_gpus 0 leaves vLLM no GPU"),
+        (CPU, ["reinforce.in_turn=true"], "reinforce.in_turn: true, and hardware.gpu is cpu: null"),
+        (
+            GPU,
+            ["reinforce.hosts=2", "reinforce.engine_gpus=1", "reinforce.in_turn=true"],
+            "reinforce.in_turn: true, but vLLM on 2 hosts of its own has none of training's GPUs: null",
+        ),
+        (
+            FULL,
+            ["reinforce.hosts=2", "reinforce.engine_gpus=4", "reinforce.engines=3"],
+            "reinforce.engines: 3 with 4 GPUs on each of 2 hosts of their own, and layout.gpus_per_node is 8",
+        ),
         (CPU, ["reinforce.engines=0"], "reinforce.engines: "),
     ],
 )
@@ -63,6 +95,22 @@ def test_engines_have_gpus_behind_those_of_training():
     keys = ["reinforce.steps=10", "reinforce.staleness=2", "reinforce.engines=3", "reinforce.engine_gpus=1"]
     assert takes(load(GPU, keys), "reinforce").gpus == 4 and takes(load(GPU, keys), "train").gpus == 1
     assert takes(load(CPU, ["reinforce.staleness=2", "reinforce.engines=3"]), "reinforce").gpus == 1
+
+
+def test_an_engine_over_several_gpus_has_them_of_training_or_behind_it():
+    keys = ["reinforce.steps=10", "reinforce.engines=2", "reinforce.engine_gpus=4"]
+    assert takes(load(FULL, keys), "reinforce").gpus == 16
+    assert takes(load(FULL, [*keys, "reinforce.in_turn=true"]), "reinforce").gpus == 8
+    assert takes(load(CPU, ["reinforce.engine_gpus=2"]), "reinforce").gpus == 1
+
+
+def test_a_model_that_cannot_be_cut_over_so_many_gpus_is_refused():
+    run = load(FULL, ["reinforce.steps=10", "reinforce.engine_gpus=3", "reinforce.in_turn=true"])
+    assert unlike(run, facts_of(run)).startswith(
+        "reinforce.engine_gpus is 3, which does not divide num_attention_heads"
+    )
+    run = load(FULL, ["reinforce.steps=10", "reinforce.engine_gpus=8", "reinforce.in_turn=true"])
+    assert unlike(run, facts_of(run)) == ""
 
 
 def test_hosts_of_vllm_are_beside_that_of_training():
@@ -80,6 +128,8 @@ def test_hosts_of_vllm_are_beside_that_of_training():
         (GPU, True, ["reinforce.engine_gpus=1"], "nccl"),
         (GPU, True, ["reinforce.engine_gpus=1", "reinforce.transport=gloo"], "gloo"),
         (GPU, True, ["reinforce.transport=files"], "files"),
+        (FULL, True, ["reinforce.engine_gpus=4", "reinforce.engines=2", "reinforce.in_turn=true"], "ipc"),
+        (CPU, False, ["reinforce.engine_gpus=2"], "gloo"),
         (GPU, True, ["reinforce.engine_gpus=1", "reinforce.hosts=2"], "nccl"),
         (CPU, False, ["reinforce.hosts=2"], "gloo"),
     ],

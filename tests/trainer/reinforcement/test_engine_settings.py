@@ -51,6 +51,27 @@ def test_a_host_with_too_few_of_them_says_so(gpus):
         seen(of("qwen3-30b-a3b-1xh200", "reinforce.engines=2", "reinforce.engine_gpus=1"))
 
 
+def test_an_engine_on_several_gpus_has_them_of_training_or_behind_it(gpus):
+    keys = ("reinforce.engines=2", "reinforce.engine_gpus=2")
+    gpus(8)
+    run = of("qwen3-30b-a3b-full-8xh200", *keys, "reinforce.in_turn=true")
+    assert seen(run) == [{"CUDA_VISIBLE_DEVICES": "0,1"}, {"CUDA_VISIBLE_DEVICES": "2,3"}]
+    assert settings.transport(run) == "ipc"
+    gpus(5, "7,3,4,1,0")
+    assert seen(of("qwen3-30b-a3b-1xh200", *keys)) == [{"CUDA_VISIBLE_DEVICES": "3,4"}, {"CUDA_VISIBLE_DEVICES": "1,0"}]
+
+
+def test_gpus_that_cannot_read_those_of_training_are_told_of(gpus, monkeypatch):
+    gpus(8)
+    run = of("qwen3-30b-a3b-full-8xh200", "reinforce.engine_gpus=4", "reinforce.in_turn=true")
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda one, other: True)
+    settings.require_reach(run)
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda one, other: one < 3)
+    with pytest.raises(Fault, match=r"^reinforce.transport: ipc, but GPU 3 of this host cannot read the memory of its"):
+        settings.require_reach(run)
+    settings.require_reach(of("qwen3-30b-a3b-full-8xh200", "reinforce.engine_gpus=4"))
+
+
 def test_on_the_first_gpu_of_training_an_engine_is_as_it_was(gpus):
     run = of("qwen3-30b-a3b-1xh200")
     gpus(1)
@@ -77,6 +98,10 @@ def test_on_a_cpu_each_engine_has_a_core(gpus, monkeypatch):
         Fault, match=r"^reinforce\.engines: 100 processes of vLLM, but this host has 2 cores; 2 at most$"
     ):
         settings.require_room_beside(of("tiny-rl", "reinforce.engines=100"))
+    settings.require_room_beside(of("tiny-rl", "reinforce.engine_gpus=2"))
+    for keys in (["reinforce.engine_gpus=4"], ["reinforce.engine_gpus=2", "reinforce.engines=2"]):
+        with pytest.raises(Fault, match=r"^reinforce\.engine_gpus: \d x \d processes of vLLM, and this host"):
+            settings.require_room_beside(of("tiny-rl", *keys))
 
 
 def test_on_a_cpu_engines_share_the_cores(gpus, monkeypatch):

@@ -47,6 +47,37 @@ def test_what_goes_through_a_pipe_arrives_and_a_side_that_has_ended_is_noticed(e
     process.join()
 
 
+def worker(port: int, rank: int, ends_early: bool, found) -> None:
+    pipe = wire.Pipe("127.0.0.1", port, rank, workers=2)
+    if ends_early and rank == 2:
+        os._exit(1)
+    for _ in range(2):
+        found.send(int(pipe.receive(len(SENT)).sum()))
+
+
+@pytest.mark.parametrize("ends_early", [False, True])
+def test_all_workers_behind_a_pipe_get_what_is_sent_once_and_one_that_has_ended_is_noticed(ends_early):
+    port, context = _free_port(), multiprocessing.get_context("fork")
+    mine, theirs = multiprocessing.Pipe()
+    workers = [context.Process(target=worker, args=(port, rank, ends_early, theirs)) for rank in (1, 2)]
+    for one in workers:
+        one.start()
+    pipe = wire.Pipe("127.0.0.1", port, 0, workers=2, seconds=20.0)
+    if ends_early:
+        workers[1].join()
+        with pytest.raises(RuntimeError):
+            for _ in range(2):
+                pipe.send(SENT)
+    else:
+        pipe.send(SENT)
+        pipe.send(SENT + 1)
+        sums = sorted(mine.recv() for _ in range(4))
+        assert sums == sorted([int(SENT.sum()), int((SENT + 1).sum())] * 2)
+    for one in workers:
+        one.kill()
+        one.join()
+
+
 def takes_nothing(port: int) -> None:
     pipe = wire.Pipe("127.0.0.1", port, 1)
     time.sleep(60 * bool(pipe))

@@ -36,6 +36,7 @@ def test_vllm_wakes_for_weights_and_takes_its_cache_once_they_are_there(freed):
     vllm = Told("ipc")
     vllm.sleep()
     vllm.update(iter(()), 1)
+    vllm.begin()
     assert vllm.told == [
         ("sleep", 2),
         ("wake_up", ["weights"]),
@@ -56,6 +57,7 @@ def test_weights_that_are_not_sent_again_are_kept_while_it_sleeps():
 def test_it_is_told_once():
     vllm = Told("gloo")
     vllm.update(iter(()), 0)
+    vllm.begin()
     vllm.sleep()
     vllm.sleep()
     assert vllm.told == ["weights", ("forget",), ("sleep", 2)]
@@ -65,4 +67,5 @@ def test_without_a_gpu_it_stays_awake(freed):
     vllm = Told("gloo", sleeps=False)
     vllm.sleep()
     vllm.update(iter(()), 1)
+    vllm.begin()
     assert vllm.told == ["weights", ("forget",)] and not freed

@@ -10,6 +10,7 @@ import torch
 from trainer.startup import device
 
 HANDLE, DEVICE = 7, 6  # of what torch.multiprocessing takes a CUDA tensor apart into
+SYNCED = 14  # whether who opens it waits for an event of the sender's stream
 OF_FILE = 2  # parts of a handle without a GPU: a path, and a size
 
 _files: list[int] = []  # descriptors that the other process opens by this one's /proc: gone with this process
@@ -53,7 +54,8 @@ def opened(arguments: tuple[Any, ...], where: torch.device) -> torch.Tensor:
     from torch.multiprocessing.reductions import rebuild_cuda_tensor
 
     given = list(arguments)
-    given[DEVICE] = where.index or 0  # the sender may number its GPUs otherwise
+    given[DEVICE] = where.index or 0  # the sender may number its GPUs otherwise, or have another one
+    given[SYNCED] = False  # the sender's host has read digests of all that is there; an event may be of another GPU
     return rebuild_cuda_tensor(*given)
 
 

@@ -1,5 +1,7 @@
 """vLLM's WeightTransferEngine for processes of one host: over gloo or NCCL, or through memory that both see.
 
+Each of vLLM's workers has one, and is given whole tensors: it compares their digests and loads its part of them.
+
 vLLM 0.26 brings nccl and ipc of its own. Both are without checksums, and its nccl wants vLLM in the sender's process as
 well. Between start and finish it loads layer by layer: a layer is
 built anew once all of its tensors have come, which is why a transfer always sends every tensor. Until then it keeps
@@ -8,6 +10,7 @@ those that have come, so that none may lie in memory that the sender fills again
 
 # pyright: reportIncompatibleMethodOverride=false, reportCallIssue=false, reportArgumentType=false
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,10 +38,12 @@ class BucketEngine(base.WeightTransferEngine[Init, Update]):
     """Whole weights in buckets, each tensor held against its digest where the model lies."""
 
     init_info_cls, update_info_cls = Init, Update
+    arrived: set[str]  # names of the tensors that were loaded since the start
 
     def start_weight_update(self) -> None:
         from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
 
+        self.arrived = set()
         initialize_layerwise_reload(self.model)
 
     def finish_weight_update(self) -> None:
@@ -53,7 +58,13 @@ class BucketEngine(base.WeightTransferEngine[Init, Update]):
     def receive_weights(self, update_info: Update) -> None:
         memory = self.received(update_info)
         # The digests are known on the host only when all of the bucket has been read.
-        self.model.load_weights(iter(wire.taken_apart(update_info.metas, memory)))
+        self.model.load_weights(self.noted(wire.taken_apart(update_info.metas, memory)))
+
+    def noted(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+        """Tensors as they are taken, each of which has arrived then."""
+        for name, tensor in tensors:
+            yield name, tensor
+            self.arrived.add(name)
 
     def received(self, update_info: Update) -> torch.Tensor:
         """The bucket in memory that is its own."""
@@ -74,7 +85,9 @@ class GlooEngine(BucketEngine):
 
     def init_transfer_engine(self, init_info: Init) -> None:
         assert init_info.host and init_info.port
-        self.pipe = wire.Pipe(init_info.host, init_info.port, 1, self.ends_in())
+        workers = self.parallel_config.world_size
+        place = 1 + self.parallel_config.rank
+        self.pipe = wire.Pipe(init_info.host, init_info.port, place, self.ends_in(), workers=workers)
 
     def ends_in(self) -> torch.device:
         return wire.HOST
@@ -91,7 +104,11 @@ class NcclEngine(GlooEngine):
 
 
 class SharedEngine(BucketEngine):
-    """Memory that both processes see: of the GPU, by CUDA's IPC handles, or of a host without one."""
+    """Memory that both processes see: of the GPU, by CUDA's IPC handles, or of a host without one.
+
+    A worker on another GPU than the trainer's first one reads that one's memory over what lies between them: CUDA maps
+    a handle for the GPU of the process that opens it, and lets the two reach one another.
+    """
 
     def init_transfer_engine(self, init_info: Init) -> None:
         self.opened: dict[Any, torch.Tensor] = {}

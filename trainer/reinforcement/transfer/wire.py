@@ -148,10 +148,11 @@ def _dtype(tensor: torch.Tensor) -> str:
 
 
 class Pipe:
-    """A connection of two processes for tensors: over NCCL from GPU to GPU, or over gloo. The trainer has rank 0.
+    """A connection of processes for tensors: over NCCL from GPU to GPU, or over gloo. The trainer has rank 0.
 
-    NCCL would wait for ever for a process that has ended: `gone` says that the other one has. gloo notices that by
-    itself on one host; a host that is gone says nothing, so that a tensor may have `seconds` to go over.
+    Behind it are all workers of one engine, which are sent the same. NCCL would wait for ever for a process that has
+    ended: `gone` says that the engine has. gloo notices that by itself on one host; a host that is gone says nothing,
+    so that a tensor may have `seconds` to go over.
     """
 
     def __init__(
@@ -162,23 +163,33 @@ class Pipe:
         device: torch.device = HOST,
         gone: Callable[[], bool] = lambda: False,
         seconds: float | None = None,
+        workers: int = 1,
     ):
         from torch.distributed import ProcessGroupGloo, ProcessGroupNCCL, TCPStore
 
         self.rank, self.device, self.gone = rank, device, gone
         self.within = timedelta(seconds=seconds) if seconds else PATIENCE
-        meets = MEETS if seconds else PATIENCE
-        self.store = TCPStore(host, port, 2, is_master=rank == 0, timeout=meets, wait_for_workers=False)
+        meets, count = MEETS if seconds else PATIENCE, 1 + workers
+        self.store = TCPStore(host, port, count, is_master=rank == 0, timeout=meets, wait_for_workers=False)
         kind = ProcessGroupGloo if device.type == "cpu" else ProcessGroupNCCL
-        self.group = kind(self.store, rank, 2, meets)
+        self.group = kind(self.store, rank, count, meets)
 
     def send(self, tensor: torch.Tensor) -> None:
-        self._finish(self.group.send([tensor.to(self.device)], 1 - self.rank, 0))
+        """Send a tensor to all others."""
+        self._finish(self._broadcast(tensor.to(self.device), self.rank))
 
     def receive(self, size: int) -> torch.Tensor:
+        """Receive what rank 0 sends, or rank 1 to rank 0."""
         tensor = torch.empty(size, dtype=torch.uint8, device=self.device)
-        self._finish(self.group.recv([tensor], 1 - self.rank, 0))
+        self._finish(self._broadcast(tensor, 0 if self.rank else 1))
         return tensor
+
+    def _broadcast(self, tensor: torch.Tensor, source: int) -> Any:
+        from torch.distributed import BroadcastOptions
+
+        options = BroadcastOptions()
+        options.rootRank, options.rootTensor = source, 0
+        return self.group.broadcast([tensor], options)
 
     def _finish(self, work: Any) -> None:
         """Wait until a tensor has gone over. Raises a RuntimeError where the other process has ended, as gloo does."""
