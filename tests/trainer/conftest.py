@@ -240,7 +240,7 @@ def compare(configure, base, ranks, work):
 
     def ask(run, reference: Path, without=(), policy="") -> dict:
         folder = Path(run.paths.output)
-        folder.mkdir()
+        folder.mkdir(exist_ok=True)  # of a comparison that another test has made too
         (folder / "request.json").write_text(
             json.dumps({"reference": str(reference), "without": without, "policy": policy})
         )

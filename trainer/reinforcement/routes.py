@@ -17,7 +17,7 @@ import torch
 
 from contract.faults import Fault
 
-BYTES = {1: torch.uint8, 2: torch.uint16}  # of an expert's number
+BYTES = {1: torch.uint8, 2: torch.int16}  # of an expert's number, which is below 2 ** 15
 
 
 def written(routes: Any) -> str:
@@ -31,13 +31,13 @@ def read(text: str) -> torch.Tensor:
     form, _, data = text.partition(":")
     layers, chosen, size = map(int, form.split(","))
     found = torch.frombuffer(bytearray(base64.b64decode(data)), dtype=BYTES[size])
-    return found.view(-1, layers, chosen).long()
+    return found.view(-1, layers, chosen)
 
 
 def nobody_s(tokens: int, like: torch.Tensor) -> torch.Tensor:
     """Routes of padding: any experts, each once."""
     _, layers, chosen = like.shape
-    return torch.arange(chosen).expand(tokens, layers, chosen).clone()
+    return torch.arange(chosen, dtype=like.dtype).expand(tokens, layers, chosen).clone()
 
 
 def require_told(routes: torch.Tensor, tokens: int) -> None:
@@ -79,7 +79,7 @@ class Choice:
         if self.now is None:
             return default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
         runs_backward = torch._C._current_graph_task_id() != -1
-        chosen = (self.recomputed.popleft() if runs_backward else self.now).to(scores.device)
+        chosen = (self.recomputed.popleft() if runs_backward else self.now).long()
         if chosen.shape != (len(scores), topk):
             raise Fault(
                 f"reinforce.replay_experts: a router reads {len(scores)} tokens and takes {topk} experts of each, and "
@@ -118,7 +118,9 @@ class Replay:
                 config.recompute_granularity == "full"
                 or (config.recompute_granularity == "selective" and "moe" in config.recompute_modules)
             )
-            of_tokens = of_this_rank(batch["routes"], batch.get("cu_seqlens_q"), config.sequence_parallel)
+            # All at once: a copy for each layer would have the host wait for the GPU in each.
+            here = batch["routes"].to("cuda", non_blocking=True)
+            of_tokens = of_this_rank(here, batch.get("cu_seqlens_q"), config.sequence_parallel)
             for router in routers:
                 router.router_replay.begin(of_tokens[:, router.layer_number - 1], again)
 
@@ -141,7 +143,7 @@ def of_this_rank(routes: torch.Tensor, cut: torch.Tensor | None, by_sequence: bo
     group = parallel_state.get_context_parallel_group()
     if group.size() > 1:
         mine = places(routes.size(1), cut, group, torch.device("cuda"))
-        routes = routes[:, mine.to(routes.device)]
+        routes = routes[:, mine]
     found = routes.transpose(0, 1)
     if by_sequence:
         ranks = parallel_state.get_tensor_model_parallel_world_size()
