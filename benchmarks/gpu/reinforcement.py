@@ -10,7 +10,8 @@ first: seconds of a step, of the transfer and GB/s, of them those of Megatron-Br
 answering and tokens/s, of training, nats a token between both and their k3, and GB of the first GPU while vLLM answers
 and while it sleeps. Then vLLM by itself, in a process as its own documentation starts it, answers the prompts of the
 last step, and so does it with one thing after another that the loop asks for: a seed for each row, log-probabilities,
-no text. With two GPUs NCCL's broadcast of 1 GiB is measured beside. Rows of one GPU are taken on all GPUs side by side.
+no text; on two GPUs where the last row's vLLM was. With two GPUs NCCL's broadcast of 1 GiB is measured beside. Rows of
+one GPU are taken on all GPUs side by side.
 OUT/reinforcement.txt has the tables, OUT/logs what each printed. Exit code 1 where one fails.
 """
 
@@ -50,13 +51,16 @@ reinforce: {{steps: {steps}, start: base, prompts: 16, samples: 16, max_tokens: 
   lr: 1e-5, held_out: 0, patience: 1000}}
 """
 PATHS = ("model", "base", "data")
+BOTH = "layout.gpus_per_node=2 layout.ep=2 reinforce.engine_gpus=2 reinforce.in_turn=true"
 ROWS = {  # GPUs, and keys: vLLM and Megatron in turn on one or on both, or vLLM on one of its own
     "ipc": (1, "reinforce.transport=ipc"),
     "gloo": (1, "reinforce.transport=gloo"),
     "files": (1, "reinforce.transport=files"),
     "replay": (1, "reinforce.replay_experts=true"),
     "nccl": (2, "reinforce.engine_gpus=1"),
-    "both": (2, "layout.gpus_per_node=2 layout.ep=2 reinforce.engine_gpus=2 reinforce.in_turn=true"),
+    "both": (2, BOTH),
+    "both-gloo": (2, f"{BOTH} reinforce.transport=gloo"),
+    "both-replay": (2, f"{BOTH} reinforce.replay_experts=true"),
     "ahead": (2, "reinforce.engine_gpus=1 reinforce.staleness=1 reinforce.correction=tis"),
 }
 LINK = """
@@ -189,13 +193,16 @@ class Bench:
         arguments |= {"dtype": "bfloat16", "gpu_memory_utilization": 0.5} if gpu else {"dtype": "float32"}
         if not gpu:
             arguments |= {"enforce_eager": True, "max_num_batched_tokens": 256 * options.length}
+        over_both = BOTH in ROWS[name][1]
+        arguments |= {"tensor_parallel_size": 2} if over_both else {}
         given = {"arguments": arguments, "prompts": prompts, "asked": ASKED, "repeats": 2}
         given["sampling"] = {"n": 16, "temperature": 1.0, "top_p": 1.0, "max_tokens": options.tokens}
         (self.work / "alone.json").write_text(json.dumps(given))
         (self.work / "alone.py").write_text(ALONE)
         more = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_HOST_IP": "127.0.0.1"}
         more |= {} if gpu else {"VLLM_CPU_KVCACHE_SPACE": "1", "TORCHDYNAMO_DISABLE": "1"}
-        code, said = self.command("alone", str(self.work / "alone.py"), str(self.work / "alone.json"), **more)
+        line = str(self.work / "alone.py"), str(self.work / "alone.json")
+        code, said = self.command("alone", *line, gpus="0,1" if over_both else "0", **more)
         found = [json.loads(line.partition(" ")[2]) for line in said.splitlines() if line.startswith("MEASURED ")]
         return ("" if code == 0 else f"vLLM alone: code {code}"), found
 

@@ -139,9 +139,13 @@ def unlike(run: Run, facts: ModelFacts) -> str:
         return "reinforce.transport: adapter, but adapters of a model with experts are sent merged; gloo"
     if run.reinforce.replay_experts and not facts.experts:
         return "reinforce.replay_experts: true, but the model has no experts; false"
+    return uncut(run, facts)
+
+
+def uncut(run: Run, facts: ModelFacts) -> str:
+    """The reason why this model cannot be cut over the GPUs of an engine; empty where it can."""
     gpus = cut(run)
-    reasons = serving.uncut(facts, gpus, serving.has_whole_experts(facts, gpus), "reinforce.engine_gpus")
-    return next(reasons, "")
+    return next(serving.uncut(facts, gpus, serving.has_whole_experts(facts, gpus), "reinforce.engine_gpus"), "")
 
 
 def contents(run: Run) -> dict[str, str]:

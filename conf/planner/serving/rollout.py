@@ -31,8 +31,8 @@ from conf.planner.serving.memory import BLOCK, UTILIZATION, ServedMemory, Way, m
 from conf.planner.timing import timing
 from conf.planner.traffic import LATENCY
 from conf.rules.layout import problems
-from conf.rules.reinforcement import as_training, cut, engines, in_turn, transport
-from conf.rules.serving import BYTES, has_whole_experts, uncut
+from conf.rules.reinforcement import as_training, cut, engines, in_turn, transport, uncut
+from conf.rules.serving import BYTES, has_whole_experts
 from conf.schema.run import Run
 from conf.schema.sections import Adapter
 
@@ -174,10 +174,12 @@ def unanswered(run: Run, facts: ModelFacts, gpu: Gpu) -> str:
 
 
 def _lack(run: Run, facts: ModelFacts, gpu: Gpu) -> str:
-    """The GPUs, or the bytes of each, that are missing; "" where none are."""
+    """The reason against so many GPUs, or the bytes of each that are missing; "" where there is none."""
     here, trained = of(run, facts, gpu), run.layout.gpus_per_node
     if not gpu.cuda:
         return ""
+    if reason := uncut(run, facts):
+        return reason
     if here.alone and not run.reinforce.hosts and trained + here.gpus > gpu.per_host:
         return (
             f"{here.gpus} GPUs of vLLM's behind the {trained} of training, and a host of {gpu.name} has {gpu.per_host}"
@@ -210,7 +212,6 @@ def _mends(run: Run, facts: ModelFacts, gpu: Gpu) -> Iterator[str]:
 def _more_gpus(run: Run, facts: ModelFacts, gpu: Gpu) -> Iterator[tuple[str, Run]]:
     """The run with more GPUs for an engine, as few as do: of training, behind those, on a host of its own."""
     asked, layout = run.reinforce, run.layout
-    able = [n for n in range(1, gpu.per_host + 1) if not any(uncut(facts, n, has_whole_experts(facts, n)))]
     own = layout.gpus_per_node if asked.hosts else gpu.per_host - layout.gpus_per_node
     places: list[tuple[dict[str, int | None], int, int]] = [
         ({"in_turn": None}, own, 1 if in_turn(run) else cut(run) + 1)
@@ -220,7 +221,7 @@ def _more_gpus(run: Run, facts: ModelFacts, gpu: Gpu) -> Iterator[tuple[str, Run
         if not asked.staleness:
             places.insert(0, ({"in_turn": True}, layout.gpus_per_node, cut(run) + 1 if in_turn(run) else 2))
     for place, room, fewest in places:
-        for count in [n for n in able if fewest <= n <= room // asked.engines]:
+        for count in range(fewest, min(gpu.per_host, room // asked.engines) + 1):
             keys = place | {"engine_gpus": count}
             tried = run.model_copy(update={"reinforce": asked.model_copy(update=keys)})
             if not _lack(tried, facts, gpu):

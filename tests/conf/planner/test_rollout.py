@@ -115,6 +115,14 @@ def test_engines_in_turn_with_training_are_on_its_gpus_and_a_lack_is_mended_by_m
     assert "\nanswers  vLLM on the first 4 h200, each: " in "\n".join(display.lines(plan(*tried, H200)))
 
 
+def test_gpus_that_do_not_divide_the_model_are_refused_with_as_many_as_do():
+    refused = rollout.unanswered(*of(AIR, "reinforce.engine_gpus=3", "reinforce.in_turn=true"), H200)
+    assert refused.startswith(
+        "reinforce.engine_gpus is 3, which does not divide moe_intermediate_size, 1408. These fit: "
+    )
+    assert "reinforce.engine_gpus=4 reinforce.in_turn=true" in refused
+
+
 def test_more_gpus_than_a_host_has_are_refused_with_what_it_can_do():
     refused = rollout.unanswered(*of(AIR, "reinforce.engine_gpus=4"), H200)
     assert refused.startswith("4 GPUs of vLLM's behind the 8 of training, and a host of h200 has 8. These fit: ")
