@@ -40,6 +40,7 @@ GB = 10**9
 SHARD = 4 * GB  # of a release
 WIDTHS = "qwen3-30b-a3b"
 RANK = 8  # of the adapter
+ROWS = ["described", "convert", "convert, compared", "export", "merge"]
 
 
 @dataclass(frozen=True)
@@ -209,7 +210,7 @@ def drop(folder: Path) -> None:
             os.close(descriptor)
 
 
-def measure(work: Path, size: float, processes: int, bridge: bool) -> None:
+def measure(work: Path, size: float, processes: int, bridge: bool, rows: list[str]) -> None:
     model, base, log = work / "model", work / "base", work / "log"
     size = generate(model, size)
     train(model, work / "output/checkpoints/iter_0000001")
@@ -243,12 +244,14 @@ def measure(work: Path, size: float, processes: int, bridge: bool) -> None:
             ("export", work / "export", command("export", "export.checkpoint=base")),
             ("merge", work / "export", command("export", "export.formats=[merged]")),
         ):
+            if what not in rows:
+                continue
             for read in (model, *([base] if made != base else [])):
                 ready(read)
             shutil.rmtree(made, ignore_errors=True)
             begun = made.with_name(made.name + PARTIAL) / atomic_folder.JOURNAL
             show(f"{what} ({state})", timed(asked, log, begun), copy)
-        shutil.rmtree(work / "export")
+        shutil.rmtree(work / "export", ignore_errors=True)
         if bridge:
             for tool in BRIDGE_TOOLS:
                 named = f"Bridge's {tool.name} ({state})"
@@ -265,7 +268,7 @@ def measure(work: Path, size: float, processes: int, bridge: bool) -> None:
             for tool in BRIDGE_TOOLS:
                 shutil.rmtree(work / tool.makes, ignore_errors=True)
     for folder in (model, base, work / "output"):
-        shutil.rmtree(folder)
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def main() -> None:
@@ -273,11 +276,18 @@ def main() -> None:
     parser.add_argument("--size-gb", type=float, default=12)
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--no-bridge", action="store_true", help="leave Megatron-Bridge's own tools out")
+    parser.add_argument(
+        "--rows",
+        nargs="+",
+        choices=ROWS,
+        default=ROWS,
+        help="exports want a base before them",
+    )
     parser.add_argument("--folder", help="on the disk that is measured; by default that of temporary files")
     options = parser.parse_args()
     with workspace("convert", options.folder) as work:
         for size in (options.size_gb, options.size_gb / 2):
-            measure(work, size, options.processes, not options.no_bridge)
+            measure(work, size, options.processes, not options.no_bridge, options.rows)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,3 @@
+from trainer.startup import ahead
+
+ahead.begin()

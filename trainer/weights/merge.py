@@ -28,7 +28,7 @@ ADAPTER = re.compile(
     r"(?P<layer>.+)\.adapter\.(?P<role>linear_in|linear_out|weight_magnitude)(\.weight)?(?P<expert>\d*)$"
 )
 VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")
-AT_ONCE = 2**18  # elements that are merged at once
+AT_ONCE = 2**19  # elements that are merged at once
 LARGEST_ROOM = 2**24  # elements of a product whose memory is kept for the next one
 _rooms = threading.local()
 
@@ -225,7 +225,7 @@ def is_merged(found: torch.Tensor, weight: torch.Tensor, a, b, scale: float, mag
 
 def expected(weight: torch.Tensor, a: torch.Tensor, factor: torch.Tensor, magnitude) -> torch.Tensor:
     """The merged weight, or rows of it, in fp32, computed in another order than merged() does. `factor` is scaled B."""
-    whole = torch.addmm(weight.float(), factor, a)
+    whole = weight.to(torch.float32, copy=True).addmm_(factor, a)
     return whole if magnitude is None else magnitude.float()[:, None] * torch.nn.functional.normalize(whole, dim=1)
 
 

@@ -152,6 +152,12 @@ def box(stored: Stored, name: str, offsets: tuple[int, ...], sizes: tuple[int, .
     return found
 
 
+def some_rows(stored: Stored, name: str, numbers: Sequence[int]) -> torch.Tensor:
+    """Read these rows of a weight and no others: a vocabulary of several pieces has a GB of them."""
+    width = place_of(stored, name).shape[1:]
+    return torch.cat([box(stored, name, (row, *(0,) * len(width)), (1, *width)) for row in numbers])
+
+
 def _load_part(
     stored: Stored, key: str, offsets: Sequence[int], index: tuple[int, ...], inside: list[tuple[int, int]]
 ) -> torch.Tensor:

@@ -10,7 +10,7 @@ import numpy as np
 from contract.faults import Fault
 from trainer.data.read import choose
 from trainer.data.read.choose import SPLITS
-from trainer.data.write import alike, indexed, indexes, packing, report, sequences_file
+from trainer.data.write import alike, indexed, indexes, packing, report
 from trainer.data.write.answers import Answers
 from trainer.data.write.chunks import Plan
 from trainer.data.write.spool import Sequences, Spool
@@ -52,6 +52,8 @@ def write(plan: Plan, spool: Spool, done: Done, folder: Path) -> dict[str, Any]:
 
 def _write_tokens(name: str, sequences: Sequences, plan: Plan, folder: Path) -> dict[str, Any]:
     """Write the files that training reads. Returns, for packed sequences, how full they are."""
+    from trainer.data.write import sequences_file  # pyarrow's libraries are 90 MB, which who reads no data does without
+
     lengths, data, end = sequences.lengths, plan.data, plan.template.tokenizer.eos_token_id
     path = folder / f"{name}.idx.parquet"
     if plan.compares:

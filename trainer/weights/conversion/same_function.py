@@ -309,11 +309,11 @@ def _fill(cut: Cut, chunks, stored: Stored) -> None:
         place = stored.places.get(name) or stored.places.get(name.replace(".mtp_model_layer.", ".transformer_layer."))
         if place is None:
             raise Fault(f"{stored.folder}: holds no {name}")
-        whole = torch_dist.read(stored, place)
         if name in merge.VOCABULARY:
             tensor.data.zero_()
-            tensor.data[: len(cut.rows)] = whole[cut.rows]
+            tensor.data[: len(cut.rows)] = torch_dist.some_rows(stored, place.name, cut.rows.tolist())
         else:
+            whole = torch_dist.read(stored, place)
             tensor.data.copy_(whole[[*cut.experts]] if ".router." in name else whole)
 
 

@@ -19,13 +19,15 @@ from pathlib import Path
 import xxhash
 from megatron.core.dist_checkpointing.mapping import ShardedObject, is_main_replica
 from megatron.core.dist_checkpointing.strategies.torch import MCoreSavePlanner, mcore_to_pyt_state_dict
+from torch.distributed.checkpoint.default_planner import create_default_global_save_plan
 from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter, _StorageInfo
-from torch.distributed.checkpoint.metadata import MetadataIndex, StorageMeta
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 
 from contract.files import sync
 from trainer.weights import file_sums, released, torch_dist
+from trainer.weights.conversion import tiling
 from trainer.weights.conversion.megatron_tensors import Piece, Values
 from trainer.weights.released import Model
 
@@ -80,6 +82,14 @@ class Planner(MCoreSavePlanner):
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
         self.objects, self.values = objects, values
         self.pieces = {piece.item.index: piece for piece in pieces}
+
+    def _create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        """Plan as torch does, with a proof of the same that takes no time."""
+        plans, metadata = create_default_global_save_plan(self._dedup_save_plans(all_plans))
+        for key, stored in metadata.state_dict_metadata.items():
+            tensor = isinstance(stored, TensorStorageMetadata)
+            assert not tensor or tiling.is_tiled(stored.size, stored.chunks), f"{key}: its pieces are not all of it"
+        return plans, metadata
 
     def resolve_data(self, write_item: WriteItem):
         if write_item.type == WriteItemType.BYTE_IO:
