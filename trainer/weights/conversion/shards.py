@@ -87,8 +87,8 @@ class Planner(MCoreSavePlanner):
         """Plan as torch does, with a proof of the same that takes no time."""
         plans, metadata = create_default_global_save_plan(self._dedup_save_plans(all_plans))
         for key, stored in metadata.state_dict_metadata.items():
-            tensor = isinstance(stored, TensorStorageMetadata)
-            assert not tensor or tiling.is_tiled(stored.size, stored.chunks), f"{key}: its pieces are not all of it"
+            if isinstance(stored, TensorStorageMetadata) and not tiling.is_tiled(stored.size, stored.chunks):
+                raise ValueError(f"{key}: its pieces are not all of it")
         return plans, metadata
 
     def resolve_data(self, write_item: WriteItem):
