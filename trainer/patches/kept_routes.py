@@ -2,8 +2,8 @@
 
 With the weights they keep the graph that made them, from the router back to the layer's input. Once it was gone
 through its tensors are free, but for what a Function holds otherwise: the layer's input where it is computed again, the
-gradient of that, and a packed weight of attention that was unpacked. GLM-4.7's 92 layers in 4 bits on two H200 had 21.8
-of their 131.9 GB in that way between two steps. Nothing asks for the weights once tokens are back.
+gradient of that, and a packed weight of attention that was unpacked. GLM-4.7's 92 layers in 4 bits on two H200 had
+131.9 GB in use between two steps, and have 110.9 without. Nothing asks for the weights once tokens are back.
 
 Can go when core's dispatchers forget them; tests/trainer/patches/test_kept_routes.py holds it.
 https://github.com/NVIDIA/Megatron-LM/blob/main/megatron/core/transformer/moe/token_dispatcher.py
