@@ -51,7 +51,7 @@ reinforce: {{steps: {steps}, start: base, prompts: 16, samples: 16, max_tokens: 
   lr: 1e-5, held_out: 0, patience: 1000}}
 """
 PATHS = ("model", "base", "data")
-BOTH = "layout.gpus_per_node=2 layout.ep=2 reinforce.engine_gpus=2 reinforce.in_turn=true"
+BOTH = "layout.gpus_per_node=2 layout.ep=2 train.micro_batch=8 reinforce.engine_gpus=2 reinforce.in_turn=true"
 ROWS = {  # GPUs, and keys: vLLM and Megatron in turn on one or on both, or vLLM on one of its own
     "ipc": (1, "reinforce.transport=ipc"),
     "gloo": (1, "reinforce.transport=gloo"),
