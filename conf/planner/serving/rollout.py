@@ -12,7 +12,7 @@ length, or for what is left; with less than one row nothing is answered.
 
 TRANSFER, PROBE and ANSWERED, which vLLM's host takes for a token of each of 256 rows, were measured on an H200 with
 3.21 GB of a Qwen3-MoE (benchmarks/gpu/reinforcement.py, 23 November 2026). All else is arithmetic.
-Not covered: rewards, answers that wait for a slow one. Nothing was measured with vLLM on GPUs of its own or on several,
+Not covered: rewards, answers that wait for a slow one. Nothing was measured with vLLM on several GPUs,
 and a network between hosts of its own is taken to be as fast as what lies between two GPUs.
 """
 
