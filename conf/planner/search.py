@@ -273,7 +273,12 @@ def _trains(run: Run, facts: ModelFacts, layout: Layout, reasons: Counter[str]) 
         elif layout.vpp and microbatches % layout.pp:
             reasons["illegal: with vpp the microbatches are a multiple of pp"] += 1
         else:
-            yield run.train.model_copy(update={**choice, "micro_batch": micro_batch})
+            # What goes with some layouts alone (conf/rules/contradictions.py) is let go at the others.
+            kept = {
+                "overlap_tp": run.train.overlap_tp and 1 < layout.tp <= layout.gpus_per_node,
+                "cuda_graphs": run.train.cuda_graphs and choice["recompute"] != "full",
+            }
+            yield run.train.model_copy(update={**choice, **kept, "micro_batch": micro_batch})
 
 
 def changes(before: Run, after: Run) -> str:

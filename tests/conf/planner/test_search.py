@@ -9,7 +9,7 @@ from conf.load import load
 from conf.model_facts import known
 from conf.planner.hardware import GIB, GPUS
 from conf.planner.memory import memory
-from conf.planner.search import search
+from conf.planner.search import changes, search
 from conf.planner.timing import timing
 from conf.rules.layout import problems
 from contract.faults import ConfigError
@@ -115,3 +115,21 @@ def test_a_thousand_gpus_take_seconds(name, kind):
     taken = seconds_of(lambda: found.append(search(run, known(name), H100, 1024)))
     assert taken < 5 * max(before, slowdown())
     assert found[0].fitting
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        ["layout.tp=2", "layout.sp=true", "train.overlap_tp=true", "train.recompute=none"],
+        ["train.cuda_graphs=true", "train.recompute=none"],
+    ],
+)
+def test_every_layout_that_is_offered_can_be_asked_for_by_its_keys(keys):
+    shared = ["layout.gpus_per_node=2", "train.global_batch=64", "optimizer.distributed=true", *keys]
+    run = load("gpt2-large", shared)
+    found = search(run, known("gpt2-large"), GPUS["h200"], 2).offered
+    named = [changes(run, one.applied(run)).split() for one in found]
+    for more in named:
+        asked = dict(key.split("=", 1) for key in (*shared, *more))
+        load("gpt2-large", [f"{key}={value}" for key, value in asked.items()])
+    assert any(key in ("train.overlap_tp=false", "train.cuda_graphs=false") for more in named for key in more)
