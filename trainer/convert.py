@@ -86,7 +86,8 @@ def _convert(run: Run, model: released.Model, known: dict[str, str] | None, fact
                 base.record(model, sums, partial)
             if run.convert.to == "packed":
                 packed.write(run, conversion.chunks, partial, partial / JOURNAL / "packed")
-            compare.converted(run, partial)
+            compare.converted(run, partial)  # while the disk writes
+            conversion.settle()
 
 
 def _recorded(base: Path) -> dict[str, str]:

@@ -3,19 +3,23 @@
 import errno
 import filecmp
 import hashlib
+import io
 import json
+import warnings
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
+from torch.distributed.checkpoint.state_dict_saver import save
 
 from contract import checkpoints, output_marks
 from contract.faults import Fault
 from contract.output_marks import BASE
 from tests.support import mxfp4_release
 from trainer.rehearsal import tiny_models
-from trainer.weights import atomic_folder, released, torch_dist
+from trainer.weights import atomic_folder, file_sums, released, torch_dist
 
 # Converted at these layouts, in this precision; exported on one process.
 CASES = [
@@ -280,22 +284,47 @@ def test_a_base_that_was_damaged_is_not_exported(start, tmp_path):
 
 
 def test_of_a_damaged_file_the_one_weight_is_named_that_is_not_whole(start, tmp_path):
-    """By the checksum of its file, and by its own, which is all that bases of before have."""
     assert start("convert", "llama").code == 0
     folder = tmp_path / "base/iter_0000000"
     stored = torch_dist.open_checkpoint(folder)
-    assert stored.sums.keys() == {file.name for file in folder.glob("*.distcp")}
+    pieces = stored.metadata.storage_data.values()
+    assert stored.sums.keys() == {file_sums.name(piece.relative_path, piece.offset) for piece in pieces}
+    file = damage(stored)
+    (line,) = faults(stored)
+    assert line.startswith(f"{file}: damaged where ")
+
+
+def test_of_a_base_of_before_the_one_weight_is_named_by_its_archive(tmp_path):
+    """With the checksum of its file, and without any beside it."""
+    weights = {f"decoder.final{number}.weight": torch.randn(32, 64) for number in range(4)}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that there is but one process
+        save(weights, checkpoint_id=tmp_path, no_dist=True)
+    sums = {file.name: file_sums.of(io.BytesIO(file.read_bytes())) for file in tmp_path.glob("*.distcp")}
+    stored = torch_dist.open_checkpoint(tmp_path)
+    assert not faults(replace(stored, sums=sums)) and not faults(stored)
+    file = damage(stored)
+    for known in (sums, {}):
+        (line,) = faults(replace(stored, sums=known))
+        assert line.startswith(f"{file}: damaged where ")
+
+
+def damage(stored: torch_dist.Stored) -> Path:
+    """Change a byte of the largest piece. Returns its file."""
     largest = max(stored.metadata.storage_data.values(), key=lambda piece: piece.length)
-    file = folder / largest.relative_path
+    file = stored.folder / largest.relative_path
     content = bytearray(file.read_bytes())
     content[largest.offset + largest.length // 2] ^= 1
     file.write_bytes(content)
-    for sums in (stored.sums, {}):
-        opened, damaged = replace(stored, sums=sums, whole={}, layouts={}), set()
-        for place in opened.places.values():
-            try:
-                torch_dist.read(opened, place)
-            except Fault as fault:
-                damaged.add(str(fault))
-        (line,) = damaged
-        assert line.startswith(f"{file}: damaged where ")
+    return file
+
+
+def faults(stored: torch_dist.Stored) -> set[str]:
+    """What is said of all weights, each read anew."""
+    opened, said = replace(stored, whole={}, layouts={}), set()
+    for place in opened.places.values():
+        try:
+            torch_dist.read(opened, place)
+        except Fault as fault:
+            said.add(str(fault))
+    return said

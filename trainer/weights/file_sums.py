@@ -1,10 +1,12 @@
-"""Checksums of a base's files, beside them: who reads a piece looks at its file once.
+"""Checksums of the pieces of a base's files, beside them: who reads a piece looks at it once.
 
-That takes a tenth of the time of the pieces' own checksums, which are their archives' CRC-32. Bases of before, and
-checkpoints of a training, have none.
+That takes a tenth of the time of the pieces' own checksums, which are their archives' CRC-32 and are not written any
+more. Bases that were made in November 2026 have checksums of whole files; those of before, and checkpoints of a
+training, have none.
 """
 
 import json
+import sys
 from pathlib import Path
 from typing import BinaryIO
 
@@ -18,11 +20,18 @@ FILE = "sums.json"
 BLOCK = 2**18  # bytes read at once, which a core keeps near
 
 
-def of(file: BinaryIO) -> str:
-    found, block = xxhash.xxh3_128(), memoryview(bytearray(BLOCK))
-    file.seek(0)
-    while count := file.readinto(block):  # pyright: ignore[reportAttributeAccessIssue]
+def name(file: str, offset: int) -> str:
+    """Name of the checksum of the piece that begins there."""
+    return f"{file}:{offset}"
+
+
+def of(file: BinaryIO, start: int = 0, length: int = sys.maxsize) -> str:
+    """Checksum of a file, or of a part of it."""
+    found, block, left = xxhash.xxh3_128(), memoryview(bytearray(min(BLOCK, length))), length
+    file.seek(start)
+    while left and (count := file.readinto(block[: min(left, BLOCK)])):  # pyright: ignore[reportAttributeAccessIssue]
         found.update(block[:count])
+        left -= count
     return found.hexdigest()
 
 
@@ -31,7 +40,7 @@ def write(folder: Path, sums: dict[str, str]) -> None:
 
 
 def read(folder: Path) -> dict[str, str]:
-    """Checksums by the names of files; none where nobody has written any that can be read."""
+    """Checksums by their names; none where nobody has written any that can be read."""
     try:
         return json_object.read(folder / FILE)
     except Fault:

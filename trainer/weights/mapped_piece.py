@@ -1,13 +1,15 @@
 """A part of a tensor that torch.save wrote somewhere in a file, read without the rest of it.
 
 A stored piece holds the weights of all experts of a layer, and reading it whole for each of them would read it as many
-times as there are experts. Only its header is loaded; the numbers asked for are mapped from the file. torch's
-own mapping wants a file of one tensor, and torch.load looks at no checksum; is_sound() does.
+times as there are experts. Only its header is read; the numbers asked for are mapped from the file. torch's own mapping
+wants a file of one tensor, and torch.load takes a millisecond for a header and looks at no checksum; is_sound() does.
 """
 
 import io
+import pickle
 import zipfile
 import zlib
+from collections import OrderedDict
 from dataclasses import dataclass
 from typing import Any, BinaryIO
 
@@ -26,7 +28,6 @@ class Layout:
     stride: tuple[int, ...]
     first: int  # number of its first element in its storage
     size: int  # of the storage, in bytes
-    checksum: int  # CRC-32 of it, in the archive's directory
 
     @property
     def elements(self) -> int:
@@ -60,26 +61,54 @@ class _Window(io.RawIOBase):
         return len(found)
 
 
+class _Description(pickle.Unpickler):
+    """What torch.save says of one tensor. Anything else that a pickle may ask for is refused."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) in (("torch._utils", "_rebuild_tensor_v2"), ("torch._utils", "_rebuild_tensor_v3")):
+            return _described
+        if (module, name) == ("collections", "OrderedDict"):
+            return OrderedDict
+        if (module, name) == ("torch.storage", "UntypedStorage"):
+            return torch.uint8  # whose type stands behind the other arguments
+        if module == "torch" and isinstance(found := getattr(torch, name, None), torch.dtype):
+            return found
+        if module == "torch" and name.endswith("Storage"):
+            return torch.serialization.StorageType(name).dtype  # raises a KeyError of another name
+        raise pickle.UnpicklingError(f"{module}.{name} is no part of a tensor")
+
+    def persistent_load(self, pid: Any) -> tuple[torch.dtype, int]:
+        kind, dtype, key, _, count = pid
+        if (kind, key) != ("storage", "0"):
+            raise pickle.UnpicklingError(f"a {kind} {key} is no storage of one tensor")
+        return dtype, count * dtype.itemsize
+
+
+def _described(
+    storage: tuple[torch.dtype, int], first: int, shape: tuple[int, ...], stride: tuple[int, ...], *more: Any
+) -> tuple[Any, ...]:
+    given = [one for one in more if isinstance(one, torch.dtype)]
+    return given[0] if given else storage[0], tuple(shape), tuple(stride), first, storage[1]
+
+
 def layout(file: BinaryIO, start: int, length: int) -> Layout:
-    """Read the header of the tensor that lies there. Raises what torch raises for anything else."""
-    window: Any = io.BufferedReader(_Window(file, start, length))
-    archive: Any = torch._C.PyTorchFileReader(window)
+    """Read the header of the tensor that lies there. Raises errors of torch and of pickle for anything else."""
+    archive: Any = torch._C.PyTorchFileReader(io.BufferedReader(_Window(file, start, length)))
     offset = archive.get_record_offset("data/0")
-    window.seek(0)
-    tensor = torch.load(window, map_location="meta", weights_only=True)  # no storage is read for this device
-    with zipfile.ZipFile(window) as records:
-        record = next(one for one in records.infolist() if one.filename.endswith("/data/0"))
-    order = tuple(tensor.shape), tensor.stride(), tensor.storage_offset()
-    found = Layout(start + offset, tensor.dtype, *order, record.file_size, record.CRC)
+    described = _Description(io.BytesIO(archive.get_record("data.pkl"))).load()
+    found = Layout(start + offset, *described)
     if found.elements * found.dtype.itemsize > found.size or offset + found.size > length:
         raise ValueError("the numbers do not lie in the archive")
     return found
 
 
-def is_sound(file: BinaryIO, layout: Layout) -> bool:
-    """Whether the tensor's numbers are those that were saved, by the archive's checksum."""
+def is_sound(file: BinaryIO, start: int, length: int, layout: Layout) -> bool:
+    """Whether the tensor's numbers are those that were saved, by the checksum of the archive that lies there."""
+    window: Any = io.BufferedReader(_Window(file, start, length))
+    with zipfile.ZipFile(window) as records:
+        record = next(one for one in records.infolist() if one.filename.endswith("/data/0"))
     numbers = mapped_numbers.read(file, layout.start, torch.uint8, layout.size, soon=True) if layout.size else None
-    return zlib.crc32(b"" if numbers is None else numbers.numpy()) == layout.checksum
+    return zlib.crc32(b"" if numbers is None else numbers.numpy()) == record.CRC
 
 
 def read(file: BinaryIO, layout: Layout, index: tuple[int, ...]) -> torch.Tensor:

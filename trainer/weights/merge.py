@@ -98,6 +98,18 @@ class NewValue:
     part: Part
     trimmed: bool  # its rows are a vocabulary, which may be padded
 
+    def blocks(self, stored: Stored, config, entry: Entry | Packed) -> list[torch.Tensor]:
+        """The value, one behind another in blocks of its rows where nothing has to be put together for it."""
+        part = self.part
+        if part.role is not None or part.turned or part.expert is not None or not entry.shape:
+            return [self.value(stored, config, entry)]
+        left, found = entry.shape[0], []
+        for block in torch_dist.rows(stored, self.place):
+            some = block[:left] if self.trimmed else block
+            left -= len(some)
+            found.append(some.to(DTYPES[entry.dtype]).contiguous())
+        return found
+
     def value(self, stored: Stored, config, entry: Entry | Packed) -> torch.Tensor:
         whole = torch_dist.read(stored, self.place)
         found = self.part.rows(whole[: entry.shape[0]] if self.trimmed else whole, config)
@@ -113,6 +125,9 @@ class StackedValues:
     """Values of one released tensor that has all experts of a layer, in their order."""
 
     each: tuple[NewValue, ...]
+
+    def blocks(self, stored: Stored, config, entry: Entry | Packed) -> list[torch.Tensor]:
+        return [self.value(stored, config, entry)]
 
     def value(self, stored: Stored, config, entry: Entry | Packed) -> torch.Tensor:
         found = torch.empty(entry.shape, dtype=DTYPES[entry.dtype])

@@ -30,8 +30,8 @@ from contract.faults import Fault
 from trainer.startup import device
 
 SOURCE = "source.json"  # beside a converted model: what each released tensor was
-BLOCK = 2**20  # bytes read at once
-AT_ONCE = 2**15  # numbers looked at together
+BLOCK = 2**18  # bytes read at once, which a core keeps near
+AT_ONCE = 2**16  # numbers looked at together
 CHECKSUMS = "xxh3_128"
 SHA256_DIGITS = 64  # of a checksum that an earlier version has recorded
 # Bits of the exponent, and the unsigned integer that holds them.
@@ -152,11 +152,16 @@ def not_finite(model: Model, names: list[str]) -> Fault:
 
 def has_sum(path: Path, entry: Entry, recorded: str) -> bool:
     """Whether the bytes at this place of a file are those of which a checksum was recorded."""
+    return checksum(path, entry, recorded) == recorded
+
+
+def checksum(path: Path, entry: Entry, recorded: str = "") -> str:
+    """Checksum of the bytes at this place of a file, of the kind of the recorded one."""
     found = _new_sum(recorded)
     with path.open("rb") as f:
         for block in blocks(f, entry):
             found.update(block)
-    return found.hexdigest() == recorded
+    return found.hexdigest()
 
 
 def digest(model: Model, sums: dict[str, str]) -> str:
@@ -185,7 +190,7 @@ def _read(path: Path, entry: Entry, scale: bool, recorded: str) -> tuple[str, bo
     return found.hexdigest(), finite
 
 
-def is_finite(block: bytes, dtype: str) -> bool:
+def is_finite(block: bytes | memoryview, dtype: str) -> bool:
     """Whether all numbers are finite.
 
     Numbers whose exponent has all bits set are infinite or not a number; of FP8's e4m3, those with all bits but the
@@ -207,7 +212,7 @@ def is_finite(block: bytes, dtype: str) -> bool:
     return True
 
 
-def _has_no_scale(block: bytes, dtype: str) -> bool:
+def _has_no_scale(block: bytes | memoryview, dtype: str) -> bool:
     """Whether a number of a scale is 0, below 0 or, in one byte of an exponent, not a number."""
     if dtype == quantization.FP8:
         numbers = np.frombuffer(block, np.uint8)
@@ -227,15 +232,26 @@ def read_ahead(model: Model, names: Iterable[str]) -> None:
     for file, entries in of_files.items():
         with (model.folder / file).open("rb") as f:
             for entry in filter(lambda one: one.size, entries):  # to the kernel, 0 is all that follows
-                os.posix_fadvise(f.fileno(), entry.start, entry.size, os.POSIX_FADV_WILLNEED)
+                if not _is_in_memory(f.fileno(), entry):
+                    os.posix_fadvise(f.fileno(), entry.start, entry.size, os.POSIX_FADV_WILLNEED)
 
 
-def blocks(f: BinaryIO, entry: Entry) -> Iterator[bytes]:
+def _is_in_memory(descriptor: int, entry: Entry) -> bool:
+    """Whether the kernel has both ends of a tensor at hand: to look for all of it costs as much as to read it."""
+    ends = entry.start, entry.start + entry.size - 1
+    try:
+        return all(os.preadv(descriptor, [bytearray(1)], at, os.RWF_NOWAIT) for at in ends)
+    except OSError:  # it would have to wait, or knows no such question
+        return False
+
+
+def blocks(f: BinaryIO, entry: Entry) -> Iterator[memoryview]:
+    """The bytes of a tensor, some at a time. Each block is gone when the next is asked for."""
     f.seek(entry.start)
-    left = entry.size
+    left, memory = entry.size, memoryview(bytearray(min(BLOCK, entry.size)))
     while left:
-        block = f.read(min(BLOCK, left))
-        if not block:
+        count = f.readinto(memory[:left])  # pyright: ignore[reportAttributeAccessIssue]
+        if not count:
             raise Fault(f"{f.name}: ends {left} bytes early; download it again")
-        yield block
-        left -= len(block)
+        yield memory[:count]
+        left -= count

@@ -10,8 +10,8 @@ The optimizer's tensors, random states and Transformer Engine's _extra_state are
 
 Where training has left digests of what it had in memory (trainer/weights/digests.py), every weight that is read is
 held against its own: a weight that is missing, of another layer, of another step or put together wrongly is named.
-Without them each piece's file is held against its checksum (trainer/weights/file_sums.py), once, and where it has none,
-or another one, the piece against its archive's.
+Without them each piece is held against its checksum (trainer/weights/file_sums.py), once. Where there is none, its file
+is, and where that has none, or another one, the piece against its archive's.
 
 Weights may be read from several threads.
 """
@@ -23,7 +23,7 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import torch
 from torch.distributed.checkpoint.filesystem import FileSystemReader
@@ -61,7 +61,7 @@ class Stored:
     in_memory: dict | None = None  # what digests.read() gives
     seen: set[str] = field(default_factory=set)  # names of the weights that were read
     layouts: dict[tuple, Layout] = field(default_factory=dict)  # of the pieces that were read
-    sums: dict[str, str] = field(default_factory=dict)  # of its files, by name
+    sums: dict[str, str] = field(default_factory=dict)  # of its pieces, or of its files
     whole: dict[str, bool] = field(default_factory=dict)  # whether a file has its checksum, of those that were read
     looking: threading.Lock = field(default_factory=threading.Lock)  # held by who looks at a file
     make: Callable[[MetadataIndex], torch.Tensor] | None = None  # of the release, where no file has a piece
@@ -116,8 +116,31 @@ def read(stored: Stored, place: Place) -> torch.Tensor:
     if filled != whole.numel():
         raise Fault(f"{stored.folder}: {place.name}: {filled} of its {whole.numel()} elements are stored")
     stored.seen.add(place.name)
-    _check(stored, place.name, whole)
+    _check(stored, place.name, [(whole, (0,) * whole.ndim)])
     return whole
+
+
+def rows(stored: Stored, place: Place) -> list[torch.Tensor]:
+    """Read one weight as blocks of its rows, in their order: the pieces that it was saved in, where they are that.
+
+    Nothing is put together: a vocabulary is more than a file's part may take of memory.
+    """
+    depth = len(place.index)
+    chunks = sorted(place.chunks, key=lambda chunk: chunk.offsets[depth:])
+    ends = [*itertools.accumulate((chunk.sizes[depth] for chunk in chunks), initial=0)] if place.shape else []
+    are_rows = all(
+        (chunk.sizes[depth + 1 :], chunk.offsets[depth:]) == (place.shape[1:], (first, *(0,) * (len(place.shape) - 1)))
+        for chunk, first in zip(chunks, ends, strict=False)
+    )
+    if not are_rows or ends[-1:] != [*place.shape[:1]]:
+        return [read(stored, place)]
+    found = []
+    for chunk, first in zip(chunks, ends, strict=False):
+        index = tuple(i - start for i, start in zip(place.index, chunk.offsets, strict=False))
+        found.append((_load(stored, place.key, chunk.offsets, index), (first, *(0,) * (len(place.shape) - 1))))
+    stored.seen.add(place.name)
+    _check(stored, place.name, found)
+    return [block for block, _ in found]
 
 
 def place_of(stored: Stored, name: str) -> Place:
@@ -170,10 +193,11 @@ def _load_part(
     return whole[tuple(slice(first, first + count) for first, count in inside)]
 
 
-def _check(stored: Stored, name: str, whole: torch.Tensor) -> None:
+def _check(stored: Stored, name: str, pieces: list[tuple[torch.Tensor, tuple[int, ...]]]) -> None:
+    """Hold a weight, in pieces with their offsets, against the digest of what training had in memory."""
     if not stored.digests:
         return
-    found, expected = digests.digest(whole), stored.digests[name]
+    found, expected = digests.text(sum(int(digests.sums(*one)) for one in pieces)), stored.digests[name]
     if found != expected:
         same = [other for other, digest in stored.digests.items() if digest == found]
         what = f"it is that of {same[0]}" if same else "it is of another step or another run, or damaged"
@@ -218,7 +242,7 @@ def _load(stored: Stored, key: str, offsets, index: tuple[int, ...]) -> torch.Te
         try:
             if (layout := stored.layouts.get((key, *offsets))) is None:
                 layout = mapped_piece.layout(f, place.offset, place.length)
-                if not (stored.digests or stored.is_new or _is_sound(stored, place.relative_path, f, layout)):
+                if not (stored.digests or stored.is_new or _is_sound(stored, place, f, layout)):
                     raise ValueError("other numbers than were saved")
                 stored.layouts[key, *offsets] = layout
             return mapped_piece.read(f, layout, index)
@@ -226,9 +250,12 @@ def _load(stored: Stored, key: str, offsets, index: tuple[int, ...]) -> torch.Te
             raise Fault(f"{path}: damaged where {key} lies ({type(error).__name__}); take another checkpoint") from None
 
 
-def _is_sound(stored: Stored, name: str, file: BinaryIO, layout: Layout) -> bool:
-    """Whether a piece is what was saved: its file has its checksum, or the piece has."""
+def _is_sound(stored: Stored, place: Any, file: BinaryIO, layout: Layout) -> bool:
+    """Whether a piece is what was saved: it has its checksum, or its file has."""
+    name = place.relative_path
+    if known := stored.sums.get(file_sums.name(name, place.offset)):
+        return file_sums.of(file, place.offset, place.length) == known
     with stored.looking:
         if name in stored.sums and name not in stored.whole:
             stored.whole[name] = file_sums.of(file) == stored.sums[name]
-    return stored.whole.get(name, False) or mapped_piece.is_sound(file, layout)
+    return stored.whole.get(name, False) or mapped_piece.is_sound(file, place.offset, place.length, layout)

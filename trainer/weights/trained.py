@@ -50,6 +50,13 @@ class Trained:
             return self._merged(adapter)
         return self._unpacked(self.packed, name) if self.packed and self.packed.has(name) else None
 
+    def blocks(self, name: str) -> list[torch.Tensor] | None:
+        """The same in blocks of its rows, one behind another."""
+        source = self.copies.get(name, name)
+        if source in self.values:
+            return self.values[source].blocks(self.stored, self.config, self.model.weights[source])
+        return None if (whole := self.tensor(name)) is None else [whole]
+
     def before(self, part: Part) -> torch.Tensor:
         """The weight that an adapter is merged onto, the release's way round, or no more than one expert of a stack."""
         found = self.packed.read(part) if self.packed else None

@@ -32,6 +32,7 @@ class Conversion:
         self.model, self.bridge, self.known = model, bridge, known  # the tensors' checksums, where they are known
         megatron_tensors.show_weights(bridge, model)
         self.chunks = megatron_tensors.build(_provider(run, bridge))
+        self.work: shards.Work | None = None  # the writing, once it has begun
         wanted = coverage.demand(bridge, self.chunks)
         left_out = set() if run.model.mtp else released.of_mtp(model)
         coverage.check(wanted, model, known or _sums_of_copies(model), left_out)
@@ -64,7 +65,7 @@ class Conversion:
     def write(self, partial: Path, noted: Path, weights: bool) -> dict[str, str]:
         """Write the checkpoint over all ranks; without `weights`, all of it but those.
 
-        Returns the checksums of all released tensors.
+        Returns the checksums of all released tensors. settle() waits for the disk.
         """
         sums: dict[str, str] = {}
 
@@ -72,7 +73,7 @@ class Conversion:
             objects = [value for value in nested_values(state) if isinstance(value, ShardedObject)]
             asked = {(one.key, one.global_offset) for one in nested_values(state) if isinstance(one, ShardedTensor)}
             assert asked == self.stored, "Megatron-Bridge saves other tensors than the model says it has"
-            work = shards.Work(folder, self.shards, objects, self.values() if weights else None)
+            work = self.work = shards.Work(folder, self.shards, objects, self.values() if weights else None)
             sizes = {one.number: one.size + sum(map(self._size, one.tensors)) for one in self.shards}
             entries = journal.do(
                 noted,
@@ -81,13 +82,17 @@ class Conversion:
                 make=lambda number: work.make(number, self.model, self.known),
                 ahead=lambda number: released.read_ahead(self.model, self.shards[number].tensors),
             )
-            work.wait()
             sums.update({name: one for entry in entries.values() for name, one in entry["sums"].items()})
             if atomic_folder.rank() == 0:
                 work.finish(entries)
 
         _save(self.chunks, partial, write)
         return sums
+
+    def settle(self) -> None:
+        """Wait until the disk has what this rank has written."""
+        if self.work:
+            self.work.wait()
 
     def _size(self, name: str) -> int:
         return self.model.tensors[name].size

@@ -203,7 +203,7 @@ def _by_transformers(cut: Cut, folder: Path, types: dict[str, torch.dtype]) -> A
     logging.disable_progress_bar()
     own = trusted(cut.run, cut.config)
     config = AutoConfig.from_pretrained(folder, trust_remote_code=own)
-    with torch.device("meta"), no_init_weights():  # drawing numbers on "meta" loads torch's compiler
+    with no_init_weights():  # which touches no memory; on "meta" torch computes in Python, and imports for seconds
         kind = type(AutoModelForCausalLM.from_config(config, trust_remote_code=own))
     weights, of_mtp = _weights(cut, types)
     if cut.mtp:  # whose block is a layer like the last

@@ -1,8 +1,8 @@
 """Shards of a checkpoint: files of a few hundred megabytes, each made by one process, and kept when that dies.
 
 How tensors are cut into shards depends on the model alone, so any number of processes makes the same files. A shard
-that is finished has an entry in a journal beside the files: its checksum, where each piece lies in it, and the
-checksums of the released tensors that it was made of. A later attempt takes what has an entry and that checksum.
+that is finished has an entry in a journal beside the files: where each piece lies in it, with its checksum, and the
+checksums of the released tensors that it was made of. A later attempt takes what has an entry and those checksums.
 """
 
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportOptionalMemberAccess=false
@@ -16,6 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import torch
 import xxhash
 from megatron.core.dist_checkpointing.mapping import ShardedObject, is_main_replica
 from megatron.core.dist_checkpointing.strategies.torch import MCoreSavePlanner, mcore_to_pyt_state_dict
@@ -99,7 +100,7 @@ class Planner(MCoreSavePlanner):
 
 
 class Writer(FileSystemWriter):
-    """Writer of files as torch's, one a shard. It notes their checksums, and nothing of when and where."""
+    """Writer of files as torch's, one a shard. It notes their pieces' checksums, and nothing of when and where."""
 
     def __init__(self, folder: Path):
         # Files are synced beside the work on the next one; nothing is loaded ahead, as tensors are on the CPU.
@@ -134,8 +135,9 @@ class Work:
             return True
         try:
             with (self.folder / self._name(number)).open("rb") as f:
-                return file_sums.of(f) == entry.get("sum")
-        except OSError:
+                places = zip(entry["places"], entry["sums_of_pieces"], strict=True)
+                return all(file_sums.of(f, *place) == one for place, one in places)
+        except (OSError, LookupError, TypeError, ValueError):  # it is not there, or the entry is of another version
             return False
 
     def make(self, number: int, model: Model, known: dict[str, str] | None) -> dict:
@@ -162,7 +164,7 @@ class Work:
         """Write what is no tensor, and the metadata that lead to every piece. Rank 0 alone does."""
         last = len(self.shards)
         every = dict(sorted((entries | {last: self._write(last)}).items()))
-        results = []
+        results, sums = [], dict[str, str]()
         for number, entry in every.items():
             items, name = self.plans[number].items, self._name(number)
             results.append(
@@ -171,18 +173,23 @@ class Work:
                     for item, (offset, length) in zip(items, entry["places"], strict=True)
                 ]
             )
-        file_sums.write(self.folder, {self._name(n): entry["sum"] for n, entry in every.items() if "sum" in entry})
+            of_pieces = zip(entry["places"], entry.get("sums_of_pieces", []), strict=False)
+            sums |= {file_sums.name(name, offset): one for (offset, _), one in of_pieces}
+        file_sums.write(self.folder, sums)
         self.writer.finish(self.metadata, results)
 
     def _write(self, number: int) -> dict:
         plan = self.plans[number]
         if not self._has_file(number):
             return {"places": [[0, 0] for _ in plan.items]}
-        results = {result.index: result.storage_data for result in self.writer.write_data(plan, self.planner).wait()}
+        with _without_archive_sums():
+            written = self.writer.write_data(plan, self.planner).wait()
+        results = {result.index: result.storage_data for result in written}
         if self.values:
             self.values.forget()
         places = [results[item.index] for item in plan.items]
-        return {"sum": self.writer.fs.sum, "places": [[place.offset, place.length] for place in places]}
+        sums = [self.writer.fs.sums[place.offset] for place in places]
+        return {"places": [[place.offset, place.length] for place in places], "sums_of_pieces": sums}
 
     def _has_file(self, number: int) -> bool:
         return bool(self.plans[number].items) and (self.values is not None or number == len(self.shards))
@@ -193,10 +200,21 @@ class Work:
         )
 
 
-class _Checksummed(FileSystem):
-    """File system of torch's, with the checksum of the last file that was written."""
+@contextlib.contextmanager
+def _without_archive_sums() -> Iterator[None]:
+    """Have torch write no CRC-32 of a piece, which takes longer than all else of it: a piece has another checksum."""
+    before = torch.serialization.get_crc32_options()
+    torch.serialization.set_crc32_options(False)
+    try:
+        yield
+    finally:
+        torch.serialization.set_crc32_options(before)
 
-    sum = ""
+
+class _Checksummed(FileSystem):
+    """File system of torch's, with the checksums of the pieces of the last file that was written."""
+
+    sums: dict[int, str]  # by the places where they begin
 
     @contextlib.contextmanager
     def create_stream(self, path, mode: str) -> Iterator[io.IOBase]:
@@ -212,18 +230,20 @@ class _Checksummed(FileSystem):
                 if summed.error:  # torch says that writing failed, and not why
                     raise summed.error from error
                 raise
-            self.sum = summed.sum.hexdigest()
+            summed.end_piece()
+            self.sums = summed.sums
 
 
 class _Summed(io.IOBase):
-    """Stream that adds up what is written, and brings every piece to a place from which its numbers can be mapped."""
+    """Stream that adds up each piece, and brings it to a place from which its numbers can be mapped."""
 
     def __init__(self, stream: io.IOBase):
-        self.stream, self.sum, self.error = stream, xxhash.xxh3_128(), None
+        self.stream, self.piece, self.start, self.error = stream, xxhash.xxh3_128(), 0, None
+        self.sums: dict[int, str] = {}
 
     def write(self, data) -> int:
         try:
-            self.sum.update(data)
+            self.piece.update(data)
             return self.stream.write(data)
         except OSError as error:
             self.error = error
@@ -233,7 +253,13 @@ class _Summed(io.IOBase):
         """Tell the place, as torch asks for before and after each piece. Readers pass over the zeros behind one."""
         if over := self.stream.tell() % torch_dist.ALIGNED:
             self.write(bytes(torch_dist.ALIGNED - over))
+        self.end_piece()
         return self.stream.tell()
+
+    def end_piece(self) -> None:
+        if (end := self.stream.tell()) > self.start:
+            self.sums[self.start] = self.piece.hexdigest()
+            self.piece, self.start = xxhash.xxh3_128(), end
 
     def flush(self) -> None:
         pass

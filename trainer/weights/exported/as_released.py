@@ -37,11 +37,11 @@ class Rounding:
     last: tuple[str, Parts] = ("", {})
     threads: int = 1  # that `last` is of
 
-    def tensor(self, name: str) -> torch.Tensor | None:
+    def blocks(self, name: str) -> list[torch.Tensor] | None:
         weight = self.weight(name)
         if not self.trained.has(weight):
             return None
-        return self.parts(weight)[name] if weight in self.trained.model.packed else self.trained.tensor(name)
+        return [self.parts(weight)[name]] if weight in self.trained.model.packed else self.trained.blocks(name)
 
     def weight(self, name: str) -> str:
         return self.weights.get(name, name)

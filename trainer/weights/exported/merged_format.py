@@ -43,10 +43,10 @@ class Merged:
     trained: Trained
     threads: int = parts.THREADS
 
-    def tensor(self, name: str) -> torch.Tensor | None:
-        tensor = self.trained.tensor(name)
-        unpacked = tensor is None and name in self.trained.model.packed
-        return released_tensors.read(self.trained.model, name) if unpacked else tensor
+    def blocks(self, name: str) -> list[torch.Tensor] | None:
+        blocks = self.trained.blocks(name)
+        unpacked = blocks is None and name in self.trained.model.packed
+        return [released_tensors.read(self.trained.model, name)] if unpacked else blocks
 
     def is_right(self, path: Path, name: str, entry: Entry) -> bool:
         trained, source = self.trained, self.weight(name)

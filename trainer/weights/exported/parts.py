@@ -67,12 +67,15 @@ class Format(Protocol):
         """Number of threads that may ask for tensors side by side."""
         ...
 
-    def tensor(self, name: str) -> torch.Tensor | None:
-        """The tensor as it has to be written; None for one that is copied from the release, byte by byte."""
+    def blocks(self, name: str) -> list[torch.Tensor] | None:
+        """The tensor as it has to be written, in blocks one behind another; None for one that is copied as it is."""
         ...
 
     def is_right(self, path: Path, name: str, entry: Entry) -> bool:
-        """Whether the file has the tensor that it should. What was written there is known to be there."""
+        """Whether the file has the tensor that it should. What was written there is known to be there.
+
+        Of one that was copied, whether it has the checksum that the conversion has recorded.
+        """
         ...
 
     def weight(self, name: str) -> str:
@@ -96,7 +99,9 @@ def write(wanted: Format, layouts: list[Layout], folder: Path, noted: Path) -> l
     with ThreadPoolExecutor(min(wanted.threads, device.cores())) as pool:
 
         def is_whole(number: int, entry: journal.Entry) -> bool:
-            return _checksum(folder / cut[number].file, cut[number].rows.values()) == entry.get("sum")
+            part = cut[number]
+            found = {name: _checksum(folder / part.file, row) for name, row in part.rows.items()}
+            return _sum(found) == entry.get("sum")
 
         def make(number: int) -> journal.Entry:
             nonlocal done
@@ -142,29 +147,55 @@ def _begin(layout: Layout, path: Path) -> None:
 
 def _make(wanted: Format, part: Part, path: Path, pool: ThreadPoolExecutor) -> journal.Entry:
     """Write a part and check it. Returns its entry: a checksum, and the trained tensors that were read for it."""
-    stored, whole, written = wanted.trained.stored, xxhash.xxh3_128(), {}
+    stored, written, copied = wanted.trained.stored, dict[str, str](), dict[str, str]()
     before = {*stored.seen}
     stored.seen.clear()
     with path.open("r+b") as new:
         for batch in _batches(part.rows):
-            for name, tensor in zip(batch, pool.map(wanted.tensor, batch), strict=True):
+            for name, blocks in zip(batch, pool.map(wanted.blocks, batch), strict=True):
                 entry = part.rows[name]
                 new.seek(entry.start)
-                if tensor is None:
-                    _copy(wanted.trained.model, name, new, whole)
+                if blocks is None:
+                    copied[name] = _copy(wanted.trained.model, name, new)
                     continue
-                assert tensor.shape == entry.shape, f"{name}: {tensor.shape} is not the released {entry.shape}"
-                content = as_bytes(tensor)
-                written[name] = xxhash.xxh3_128_hexdigest(content) if _is_finite(content, entry) else "not finite"
-                whole.update(content)
-                new.write(content)
+                shape = (sum(map(len, blocks)), *blocks[0].shape[1:]) if entry.shape else blocks[0].shape
+                assert shape == entry.shape, f"{name}: {shape} is not the released {entry.shape}"
+                written[name] = _write(blocks, entry, new)
         new.flush()
         _check(wanted, part, path, written, pool)
         # the disk begins with it now; atomic_folder.py waits for all of it
         os.posix_fadvise(new.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
     seen = sorted(stored.seen)
     stored.seen.update(before)
-    return {"sum": whole.hexdigest(), "seen": seen} | wanted.notes(part.rows)
+    return {"sum": _sum(written | copied), "seen": seen} | wanted.notes(part.rows)
+
+
+def _write(blocks: list[torch.Tensor], entry: Entry, new: BinaryIO) -> str:
+    """Write a tensor. Returns its checksum, or that it is not finite. What is read for it may be read from a disk."""
+    found, finite = xxhash.xxh3_128(), True
+    for block in blocks:
+        content = as_bytes(block)
+        for start in range(0, len(content), released.BLOCK):  # which stays near the processor
+            some = content[start : start + released.BLOCK]
+            found.update(some)
+            finite = finite and released.is_finite(some, entry.dtype)
+            new.write(some)
+    return found.hexdigest() if finite else "not finite"
+
+
+def _copy(model: released.Model, name: str, new: BinaryIO) -> str:
+    """Write a tensor as it was released. Returns its checksum."""
+    found, entry = xxhash.xxh3_128(), model.tensors[name]
+    with (model.folder / entry.file).open("rb") as old:
+        for block in released.blocks(old, entry):
+            found.update(block)
+            new.write(block)
+    return found.hexdigest()
+
+
+def _sum(sums: dict[str, str]) -> str:
+    """One checksum of a part, of those of its tensors."""
+    return xxhash.xxh3_128_hexdigest("".join(f"{name}={one};" for name, one in sorted(sums.items())).encode())
 
 
 def _read_ahead(trained: Trained, part: Part) -> None:
@@ -175,23 +206,10 @@ def _read_ahead(trained: Trained, part: Part) -> None:
     released.read_ahead(model, tensors | {name for name in known if name in model.tensors})
 
 
-def _copy(model: released.Model, name: str, new: BinaryIO, whole: xxhash.xxh3_128) -> None:
-    entry = model.tensors[name]
-    with (model.folder / entry.file).open("rb") as old:
-        for block in released.blocks(old, entry):
-            whole.update(block)
-            new.write(block)
-
-
-def _is_finite(content: memoryview, entry: Entry) -> bool:
-    steps = range(0, len(content), released.BLOCK)
-    return all(released.is_finite(content[start : start + released.BLOCK], entry.dtype) for start in steps)
-
-
 def _check(wanted: Format, part: Part, path: Path, written: dict[str, str], pool: ThreadPoolExecutor) -> None:
     def is_right(name: str) -> bool:
         entry = part.rows[name]
-        there = name not in written or _checksum(path, [entry]) == written[name]
+        there = name not in written or _checksum(path, entry) == written[name]
         return there and wanted.is_right(path, name, entry)
 
     wrong = [
@@ -219,17 +237,12 @@ def is_released(trained: Trained, name: str) -> bool:
     )
 
 
-def _checksum(path: Path, entries: Iterable[Entry]) -> str:
-    """Checksum of what lies in the file at these places."""
-    found = xxhash.xxh3_128()
+def _checksum(path: Path, entry: Entry) -> str:
+    """Checksum of what lies in the file at this place; none where it is not there, or ends early."""
     try:
-        with path.open("rb") as file:
-            for entry in entries:
-                for block in released.blocks(file, entry):
-                    found.update(block)
-    except (OSError, Fault):  # it is not there, or ends early
+        return released.checksum(path, entry)
+    except (OSError, Fault):
         return ""
-    return found.hexdigest()
 
 
 def _batches(rows: dict[str, Entry]) -> Iterator[list[str]]:
