@@ -144,8 +144,8 @@ class Reinforcement(Job):
         """The learning on the hosts of `run`. Where some are missing, vLLM goes without before training does."""
         layout, asked = self.asked.layout, self.asked.reinforce
         guests = min(asked.hosts, max(1, run.layout.nodes - layout.nodes))
-        sections = {"layout": layout.model_copy(update={"nodes": run.layout.nodes - guests})}
-        sections["reinforce"] = asked.model_copy(update={"hosts": guests})
+        trains, has = {"nodes": run.layout.nodes - guests}, {"hosts": guests}
+        sections = {"layout": layout.model_copy(update=trains), "reinforce": asked.model_copy(update=has)}
         return self.asked.model_copy(update=sections)
 
     def trains(self, run: Run) -> Run:

@@ -115,6 +115,32 @@ def test_two_hosts_train_as_one_with_two_processes_and_one_that_is_lost_costs_no
     assert [line["step"] for line in lines if line["kind"] == "train"] == [*range(1, 13)]
 
 
+@pytest.mark.parametrize(
+    "cut",
+    [{"layout__tp": 2, "layout__sp": "true", "reinforce__transport": "files"}, {"layout__ep": 2}, {"layout__cp": 2}],
+    ids=["tp2 by files", "ep2", "cp2"],
+)
+def test_two_hosts_train_as_one_with_vllm_on_the_first_of_them(work, request, cut):
+    name = re.sub(r"\W+", "-", request.node.callspec.id)
+    one, folder, log = work / f"both-{name}", work / f"first-{name}", work / f"first-{name}.txt"
+    paths = {"paths__data": work / "one/data", "paths__reinforced": one, "paths__logs": work / f"both-{name}-logs"}
+    given = cut | {"reinforce__steps": 3, "checkpoint__save_every": 3}
+    command = [sys.executable, "-m", "trainer.reinforce", str(work / "conf.yaml")]
+    command += keys(**paths, **given, layout__gpus_per_node=2)
+    alone = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert alone.returncode == 0, alone.stdout + alone.stderr
+
+    folder.mkdir()
+    command = [sys.executable, driver.__file__, "reinforce", str(work / "conf.yaml"), str(folder), str(work / "store")]
+    command += keys(paths__data=work / "one/data", layout__nodes=2, gang__start_within=300, **given)
+    with log.open("w") as output:
+        assert subprocess.run(command, cwd=ROOT, stdout=output, stderr=output).returncode == 0, log.read_text()
+    assert re.search(r"attempt 1: \S+/0, \S+/1 reinforce;", log.read_text()) and "attempt 2" not in log.read_text()
+    assert answers(folder / "files") == answers(one) and len(answers(one)) == 3
+    assert norms(folder / "files") == pytest.approx(norms(one), rel=1e-5)
+    assert [*(folder / "logs").glob("rollout*.log")] == [folder / "logs/rollout.log"]
+
+
 def member(under: psutil.Process, number: int) -> psutil.Process:
     """The member of this number that runs below a controller."""
     found = [one for one in under.children(recursive=True) if "tasks.gang.member" in one.cmdline()]
