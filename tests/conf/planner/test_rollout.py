@@ -134,9 +134,10 @@ def test_hosts_of_training_have_the_first_one_wait_for_what_they_hold_of_the_wei
 
 def test_the_first_stage_alone_has_vllm_where_the_others_are_on_other_hosts():
     keys = ("reinforce.engine_gpus=8", "reinforce.in_turn=true", "layout.nodes=2", "layout.pp=2")
-    run, facts = of(FULL, *keys)
+    run, facts = of(FULL, *keys, "layout.first_stage_layers=16")
     first, last = memory(as_training(run), facts, H200)
-    assert rollout.of(run, facts, H200).trains == first.total != last.total
+    found = rollout.of(run, facts, H200)
+    assert found.trains == first.total < last.total and found.beside < last.weights + last.optimizer
 
 
 def test_a_step_s_answers_count_in_the_memory_of_hosts_and_are_refused_where_a_cpu_has_less():

@@ -18,6 +18,7 @@ from contract.faults import Stopped
 from tasks.gang import controller
 from tasks.gang.background import aside
 from tasks.gang.board import Board
+from tasks.gang.diagnosis import next_step
 from tasks.gang.engines import Demand
 from tasks.gang.job import Job, conversion, evaluation, reinforcement, training
 from tasks.gang.member_link import Link
@@ -450,6 +451,16 @@ def test_vllm_goes_without_hosts_before_training_does_and_keeps_one(gang):
         return found.layout.nodes, found.reinforce.hosts
 
     assert [on(hosts) for hosts in (5, 4, 3, 2)] == [(2, 3), (2, 2), (2, 1), (1, 1)]
+
+
+def test_min_nodes_counts_the_hosts_that_train(gang):
+    job = reinforcement(reinforced(gang, Hosts(["a"]), "layout.nodes=2").run)
+    assert job
+
+    def found(left: int, min_nodes: int | None) -> int | None:
+        return next_step.fewer(job.run, left, min_nodes, None, None, job.trains)
+
+    assert (found(3, 2), found(2, 2), found(2, 1), found(1, 1), found(3, None)) == (3, None, 2, None, None)
 
 
 @pytest.mark.parametrize("lost", ["a", "b"])
