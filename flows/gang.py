@@ -3,6 +3,7 @@
     python -m flows.gang glm47 --engine slurm                    the batch script
     python -m flows.gang glm47 --engine kubernetes kubernetes.image=registry/finetune kubernetes.claim=runs
     python -m flows.gang my.yaml                                 by its own gang.engine
+    python -m flows.gang my.yaml --stage reinforce               hosts of training, and of vLLM's own, in one gang
 
 FINETUNE_STORE and FINETUNE_RUNS count as in a flow. The gang's name is a stand-in here; a flow makes it of the stage's
 fingerprint. The output can be given to sbatch or kubectl as it is, to see what the cluster says of it (sbatch
@@ -16,15 +17,18 @@ from collections.abc import Sequence
 from conf.load import load
 from conf.planner.hardware import of
 from conf.planner.verdict import facts_of, settle, teacher_of
+from conf.rules.reinforcement import is_asked
 from conf.schema.run import Run
 from contract import closed_pipe
 from contract.faults import ConfigError, Fault
 from flows.arguments import of_a_run, refused
 from tasks.gang.board import Board
 from tasks.gang.engines import Demand, kubernetes, slurm
+from tasks.gang.job import reinforcement, training
 from tasks.run.places import open_run_store, runs_folder
 
-GANG = "train-0123456789abcdef"
+FINGERPRINT = "0123456789abcdef"
+STAGES = {"train": training, "reinforce": reinforcement}
 SHOWN = {"slurm": slurm.script, "kubernetes": kubernetes.manifest}
 
 
@@ -37,20 +41,26 @@ def main(argv: Sequence[str] | None = None) -> int:
             run = settle(run, facts_of(run), of(run), teacher_of(run))
         if run.gang.engine not in SHOWN:
             raise Fault(f"gang.engine: {run.gang.engine} submits nothing; --engine is {' or '.join(SHOWN)}")
-        print(SHOWN[run.gang.engine](Demand.of(_in_a_flow(run)), Board(open_run_store(), GANG, 1)), end="")
+        if options.stage == "reinforce" and not is_asked(run):
+            raise Fault("--stage: reinforce, and reinforce.steps is 0: there is no such stage")
+        gang = f"{options.stage}-{FINGERPRINT}"
+        job = STAGES[options.stage](_in_a_flow(run, gang))
+        assert job, "an engine that submits something starts all members"
+        print(SHOWN[run.gang.engine](Demand.of(job.run), Board(open_run_store(), gang, 1)), end="")
     except (ConfigError, Fault) as fault:
         return refused(fault)
     return 0
 
 
-def _in_a_flow(run: Run) -> Run:
-    logs = str(runs_folder() / "work" / GANG / "logs")
+def _in_a_flow(run: Run, gang: str) -> Run:
+    logs = str(runs_folder() / "work" / gang / "logs")
     return run.model_copy(update={"paths": run.paths.model_copy(update={"logs": logs})})
 
 
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = of_a_run("flows.gang", __doc__, example="slurm.partition=h100")
     parser.add_argument("--engine", choices=SHOWN, help="in place of gang.engine")
+    parser.add_argument("--stage", choices=STAGES, default="train", help="whose hosts are asked for (train)")
     return parser.parse_intermixed_args(argv)
 
 

@@ -1,6 +1,7 @@
 """Reinforce answers that are worth more: GRPO and its kin, with Megatron-Bridge's own loop and vLLM beside it.
 
     python -m trainer.reinforce CONF [key=value ...]    on this host; CONF's layout says with how many processes
+    torchrun ... -m trainer.reinforce RESOLVED.yaml     one of several hosts, of which the first has vLLM or asks it
 
 Goes on from the newest checkpoint of trainer.train in paths.output, or from the base (reinforce.start), with prompts of
 prepared data: paths.prompts where reinforce.source is said, else paths.data. Writes <paths.reinforced>/checkpoints,
@@ -16,6 +17,7 @@ from conf.schema import identity
 from conf.schema.run import Run
 from contract import checkpoints
 from contract.faults import Fault
+from trainer import preflight
 from trainer.checks import inputs, places
 from trainer.megatron.recipe import checkpoint_folder, last_step, make_config
 from trainer.reinforcement.rollouts import Rollouts
@@ -37,6 +39,8 @@ def main(given: Run) -> None:
         for name in checkpoints.remove_incomplete(folder):
             say(f"reinforce: removed {folder / name}, the rest of an interrupted save")
         resume.tell(run, folder)
+    if run.layout.nodes > 1 and run.gang.preflight and "GANG_ATTEMPT" in os.environ:
+        preflight.main(run)
     rollouts = Rollouts(run) if first else None  # vLLM loads the model while Megatron does
     try:
         _train(given, run, rollouts, done[-1] if done else 0)

@@ -26,7 +26,7 @@ from conf.planner.hardware import GB, GIB, Gpu
 from conf.planner.memory import PROCESS, StageMemory
 from conf.planner.serving.duration import READ, duration
 from conf.planner.serving.layout import Serving
-from conf.planner.serving.rollout import BEGINNING, Rollout
+from conf.planner.serving.rollout import BEGINNING, Rollout, held
 from conf.planner.timing import Timing
 from conf.planner.timing import asking as seconds_of_asking
 from conf.rules import objectives, packed_base, pretraining, reinforcement, schedule
@@ -221,6 +221,7 @@ def _reinforcement(
 ) -> StageNeed:
     """Training on answers of vLLM's, on a GPU that both have in turn or on its own; the host has all at once."""
     need = _training(reinforcement.as_training(run), facts, stages, None, gpu)
+    need = replace(need, memory=need.memory + held(run) * run.layout.gpus_per_node)
     phases = rollout.seconds
     seconds = None if phases is None else BEGINNING + _load(run, facts) + run.reinforce.steps * phases.step
     asked = run.reinforce

@@ -50,12 +50,13 @@ def takes(run: Run, stage: str, leaves: bool = False) -> Share:
     spread = stage.partition("-")[0] == "convert" and run.convert.hosts == "all" and not alone
     if stage in ("train", "reference") or spread:
         return Share(layout.nodes, layout.gpus_per_node, None if alone else engine)
-    if stage == "reinforce" and run.reinforce.hosts:
-        return Share(1 + run.reinforce.hosts, layout.gpus_per_node, engine)
     if stage == "reinforce":
-        shared = reinforcement.in_turn(run) or run.hardware.gpu == "cpu"
-        own = 0 if shared else run.reinforce.engines * run.reinforce.engine_gpus
-        return Share(1, layout.gpus_per_node + own)
+        asked = run.reinforce
+        elsewhere = asked.hosts or reinforcement.in_turn(run) or run.hardware.gpu == "cpu"
+        # Only the first host has engines behind its training, but a gang's hosts are asked for with as many GPUs each.
+        own = 0 if elsewhere else asked.engines * asked.engine_gpus
+        several = asked.hosts or not alone
+        return Share(layout.nodes + asked.hosts, layout.gpus_per_node + own, engine if several else None)
     if stage.partition("-")[0] == "evaluate":
         nodes = evaluate.nodes or 1
         if nodes == 1 and evaluate.engine is None and not (leaves and may_leave(run)):

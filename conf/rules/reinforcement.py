@@ -20,6 +20,7 @@ from conf.rules import serving
 from conf.schema.run import Run
 from contract.faults import Fault
 
+ANSWERS = 2**20  # of a step, which is one file of the journal, and is held by every process that trains
 # Layers that an adapter can be sent of by itself, and what they are called where it is served.
 ADAPTED = {
     "linear_qkv": ("q_proj", "k_proj", "v_proj"),
@@ -74,6 +75,9 @@ def contradictions(run: Run) -> Iterator[tuple[str, str]]:
         return
     if asked.prompts % asked.updates:
         yield "reinforce.updates", f"{asked.updates} is no factor of reinforce.prompts {asked.prompts}"
+    if asked.prompts * asked.samples > ANSWERS:
+        held = f"a step is one file of the journal, and has {ANSWERS:,} answers at most"
+        yield "reinforce.prompts", f"{asked.prompts:,} with {asked.samples:,} answers each; {held}"
     if asked.max_tokens >= data.seq_length:
         yield "reinforce.max_tokens", f"{asked.max_tokens} leaves no prompt of data.seq_length {data.seq_length}"
     if asked.overlong > asked.max_tokens:
@@ -96,8 +100,6 @@ def contradictions(run: Run) -> Iterator[tuple[str, str]]:
     yield from _own(run)
     if run.checkpoint.save_every == "epoch":
         yield "checkpoint.save_every", "epoch, but steps of reinforce have none: name a number of steps, or a share"
-    if run.layout.nodes > 1:
-        yield "layout.nodes", f"{run.layout.nodes}: reinforce trains on one host yet; reinforce.hosts gives vLLM others"
     if asked.source and data.mixture:
         yield "reinforce.source", "has no effect on data.mixture: name data.source"
     if asked.transport == "nccl" and run.hardware.gpu == "cpu":
@@ -221,6 +223,10 @@ def _hosts(run: Run) -> Iterator[tuple[str, str]]:
         yield "reinforce.engine_gpus", f"0, but vLLM on {asked.hosts} hosts of its own has none of training's GPUs: 1"
     elif asked.in_turn:
         yield "reinforce.in_turn", f"true, but vLLM on {asked.hosts} hosts of its own has none of training's GPUs: null"
+    if engines(run) > asked.prompts:
+        several = f" with {asked.engines} engines each" if asked.engines > 1 else ""
+        shared = f"a step has {asked.prompts} prompts, of which an engine has one at least"
+        yield "reinforce.hosts", f"{asked.hosts}{several}, and {shared}: {asked.prompts // asked.engines} at most"
     # On a CPU each engine counts for one: an engine of several processes is a rehearsal.
     of_each = asked.engine_gpus if run.hardware.gpu != "cpu" else 1
     if asked.engines * max(1, of_each) > each:

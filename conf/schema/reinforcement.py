@@ -162,8 +162,8 @@ class Reinforce(Section):
     )
     hosts: Annotated[Number, NOWHERE] = Field(
         default=0,
-        description="hosts that vLLM has beside the trainer's, as gang.engine starts them; one that is lost is left "
-        "out; 0 = vLLM is on the trainer's host",
+        description="hosts that vLLM has beside those of training, as gang.engine starts them; one that is lost is "
+        "left out; 0 = vLLM is on the first host of training",
     )
     held_out: Annotated[Number, NOWHERE] = Field(
         default=200, description="rows of the test split that are asked before and after, greedily; 0 = none"

@@ -362,7 +362,7 @@ class Gang(Section):
         default=3, description="new attempts after hosts failed; a later checkpoint starts the count again"
     )
     min_nodes: Annotated[Degree | None, NOWHERE] = Field(
-        default=None, description="fewest hosts to go on with; null = layout.nodes"
+        default=None, description="fewest hosts of training to go on with; null = layout.nodes"
     )
     grace: Annotated[int, NOWHERE] = (
         Field(  # told after 2 s, 8 to say what became of it: all is over before Prefect's worker kills, at 30

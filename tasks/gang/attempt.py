@@ -82,7 +82,7 @@ def announce(gang: Gang, run: Run) -> tuple[Board, Lookout]:
     while True:
         number += 1
         board = Board(gang.store, gang.name, number)
-        board.write("resolved.yaml", as_yaml(gang.job.conf or run).encode())
+        board.write("resolved.yaml", as_yaml(gang.job.conf(run)).encode())
         board.write("task.json", gang.job.task(run).to_json())
         lookout = Lookout(board, str(gang.folder / "probe"))
         if lookout.begin():

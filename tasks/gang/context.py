@@ -54,6 +54,7 @@ class Gang:
         if left is None or left >= self.run.layout.nodes:
             return None
         facts, gpu = next_step.limits(self.run)
-        nodes = next_step.fewer(self.run, left, self.run.gang.min_nodes, facts, gpu)
-        run = next_step.shrunk(self.run, nodes) if nodes else None
+        trains = self.job.trains
+        nodes = next_step.fewer(self.run, left, self.run.gang.min_nodes, facts, gpu, trains)
+        run = next_step.shrunk(self.run, nodes, trains=trains) if nodes else None
         return (run, left) if run else None

@@ -7,8 +7,8 @@ them fails. The cause of their end becomes one line (tasks/gang/diagnosis/classi
 (tasks/gang/diagnosis/next_step.py), and the next attempt goes on from the newest complete checkpoint. No attempt begins
 before every member of the last one is known to be over, or must have ended itself: a member that nobody hears from
 stops after STALE seconds. A training or conversion is done when all its members are, an evaluation when its first one
-is: that one has the answers, and the others only compute. A reinforcement learning goes on without those of its members
-that answer prompts for the first one.
+is: that one has the answers, and the others only compute. A reinforcement learning is done when those that train are,
+the first ones, and goes on without those behind them, which answer prompts.
 
 Where gang.min_nodes allows fewer hosts, the next attempt takes as many as there are, and those after it all again once
 there are enough. The folder lies on storage that all hosts share. Not covered: a gang that has begun does not grow
@@ -83,14 +83,15 @@ def _carry_out(gang: Gang) -> None:
         left = gang.available(out) if outcome.came is None else outcome.came
         available = None if left is None else left + len(out)
         facts, gpu = next_step.limits(wanted)
-        next_ = next_step.decide(attempts, wanted, run.gang.retries, run.gang.min_nodes, available, facts, gpu)
+        rules = run.gang.retries, run.gang.min_nodes
+        next_ = next_step.decide(attempts, wanted, *rules, available, facts, gpu, gang.job.trains)
         gang.teller.follows(next_.line)
         if next_.action == "stop":
             _give_up(gang.job, run, outcome.failure, next_.line)
         gang.say(f"{outcome.failure.line}; {next_.line}")
         without = next_.without
         if available is not None:
-            run = next_step.shrunk(wanted, next_.nodes) or wanted
+            run = next_step.shrunk(wanted, next_.nodes, trains=gang.job.trains) or wanted
         gang.pause(next_.wait)
 
 
@@ -144,7 +145,7 @@ def _watch(gang: Gang, run: Run, lookout: Lookout, handle: Handle, hosts: dict[i
     """Watch an attempt until all members are done, or one has failed."""
     first: float | None = None
     gone: set[int] = set()
-    needed = [k for place, k in enumerate(hosts) if gang.job.needs(place)]
+    needed = [*hosts][: gang.job.needed(run)]
     missed: set[int] = set()  # those that were lost and are not needed
     while True:
         gang.pause(TICK)
@@ -155,7 +156,7 @@ def _watch(gang: Gang, run: Run, lookout: Lookout, handle: Handle, hosts: dict[i
         lookout.check()
         nodes = dict(lookout.nodes)
         states = {k: nodes[k].state for k in hosts}
-        if gang.job.is_over(list(states.values())):
+        if gang.job.is_over(run, list(states.values())):
             return None if gang.job.is_done() else preempted(nodes)
         ended = {k for k, alive in handle.alive().items() if alive is False}
         over = {k for k, state in states.items() if state in ("done", "failed", "preempted", "stopped", "stopping")}

@@ -10,6 +10,7 @@ from typing import ClassVar
 
 from conf.planner import hardware
 from conf.rules import gpus, schedule
+from conf.rules.reinforcement import as_training
 from conf.schema.run import Run
 from contract import checkpoints, nvidia_smi
 from contract.output_marks import JOURNAL, PARTIAL, REFERENCE
@@ -25,10 +26,13 @@ class Job(ABC):
     command: ClassVar[str]  # of the trainer
     advice: ClassVar[str] = ""  # keys that give more memory, where the plan knows none
 
-    @property
-    def conf(self) -> Run | None:
-        """The configuration that the command reads, where that is not an attempt's run."""
-        return None
+    def conf(self, run: Run) -> Run:
+        """The configuration that the command reads in an attempt, whose hosts are those of `run`."""
+        return run
+
+    def trains(self, run: Run) -> Run:
+        """The training on the hosts of `run`, whose layout is to be legal and to fit."""
+        return run
 
     def task(self, run: Run) -> Task:
         """Message for the members of an attempt, whose hosts are those of `run`."""
@@ -43,13 +47,13 @@ class Job(ABC):
     def newest(self) -> int:
         """Step of the newest checkpoint, which the next attempt goes on from."""
 
-    def is_over(self, states: Sequence[str]) -> bool:
-        """Whether the attempt is over in order, by the states of its members."""
-        return all(state == "done" for state in states)
+    def needed(self, run: Run) -> int:
+        """Number of members, the first in order, of which an attempt loses none. It goes on without any other."""
+        return run.layout.nodes
 
-    def needs(self, place: int) -> bool:
-        """Whether an attempt ends with the member at this place among the ranks. The others go on without another."""
-        return True
+    def is_over(self, run: Run, states: Sequence[str]) -> bool:
+        """Whether the attempt is over in order, by the states of its members in order."""
+        return all(state == "done" for state in states[: self.needed(run)])
 
     @abstractmethod
     def is_done(self) -> bool:
@@ -103,25 +107,19 @@ class Reference(Job):
 
 
 @dataclass(frozen=True)
-class OfTheFirst(Job):
-    """Work whose result its first member has; the others do a part of it for that one."""
+class Evaluation(Job):
+    """Evaluation of one of a run's models. It begins again in each attempt, and its first member has the answers."""
 
     asked: Run  # whose layout is the training's
 
-    @property
-    def conf(self) -> Run:
-        return self.asked
-
-    def is_over(self, states: Sequence[str]) -> bool:
-        return states[:1] == ["done"]
-
-
-@dataclass(frozen=True)
-class Evaluation(OfTheFirst):
-    """Evaluation of one of a run's models. It begins again in each attempt, and its first member has the answers."""
-
     command: ClassVar[str] = "evaluate"
     advice: ClassVar[str] = "evaluate.nodes, evaluate.gpus and evaluate.quantization decide what a GPU has to hold"
+
+    def conf(self, run: Run) -> Run:
+        return self.asked
+
+    def is_over(self, run: Run, states: Sequence[str]) -> bool:
+        return states[:1] == ["done"]
 
     def ranks(self, gpus: int) -> int:
         return 1
@@ -134,20 +132,40 @@ class Evaluation(OfTheFirst):
 
 
 @dataclass(frozen=True)
-class Reinforcement(OfTheFirst):
-    """Training on answers of vLLM's, which has hosts of its own. The first member trains, and has the rewards."""
+class Reinforcement(Job):
+    """Training on answers of vLLM's, by the first members; the others are vLLM's, where that has hosts of its own."""
+
+    asked: Run  # whose layout is the training's
 
     command: ClassVar[str] = "reinforce"
     advice: ClassVar[str] = "keys of layout and adapter decide what training holds; reinforce.hosts does not"
 
+    def conf(self, run: Run) -> Run:
+        """The learning on the hosts of `run`. Where some are missing, vLLM goes without before training does."""
+        layout, asked = self.asked.layout, self.asked.reinforce
+        guests = min(asked.hosts, max(1, run.layout.nodes - layout.nodes))
+        trains, has = {"nodes": run.layout.nodes - guests}, {"hosts": guests}
+        sections = {"layout": layout.model_copy(update=trains), "reinforce": asked.model_copy(update=has)}
+        return self.asked.model_copy(update=sections)
+
+    def trains(self, run: Run) -> Run:
+        return as_training(self.conf(run))
+
     def task(self, run: Run) -> Task:
-        return replace(super().task(run), helps="reinforcement.engines.guest", helpers=self.asked.reinforce.engines)
+        asked = self.conf(run)
+        task = replace(super().task(run), nodes=asked.layout.nodes)
+        if not asked.reinforce.hosts:
+            return task
+        return replace(task, helps="reinforcement.engines.guest", helpers=asked.reinforce.engines)
+
+    def ranks(self, gpus: int) -> int:
+        return self.asked.layout.gpus_per_node
+
+    def needed(self, run: Run) -> int:
+        return self.conf(run).layout.nodes
 
     def newest(self) -> int:
         return _newest(Path(self.run.paths.reinforced))
-
-    def needs(self, place: int) -> bool:
-        return place == 0
 
     def is_done(self) -> bool:
         return self.newest() >= self.asked.reinforce.steps * self.asked.reinforce.updates
@@ -168,13 +186,15 @@ def reference(run: Run) -> Job | None:
 
 
 def reinforcement(run: Run) -> Job | None:
-    """Reinforcement learning with vLLM on hosts of its own; None where vLLM is on the flow's host."""
+    """Reinforcement learning on the hosts of training, and on those of vLLM's own; None where the flow's host has both.
+
+    gang.min_nodes is of those that train.
+    """
     share = gpus.takes(run, "reinforce")
     if share.engine is None:
         return None
-    layout = run.layout.model_copy(update={"nodes": share.hosts})
-    gang = run.gang.model_copy(update={"min_nodes": None})
-    return Reinforcement(run.model_copy(update={"layout": layout, "gang": gang}), run)
+    layout = run.layout.model_copy(update={"nodes": share.hosts, "gpus_per_node": share.gpus})
+    return Reinforcement(run.model_copy(update={"layout": layout}), run)
 
 
 def evaluation(run: Run) -> Job | None:

@@ -64,10 +64,10 @@ class Task(Message):
     """Task of the members: a command of the trainer, which each runs below torchrun."""
 
     command: str
-    nodes: int
+    nodes: int  # members whose ranks run it together, the first in order
     gpus: int  # of each host; 0 = it computes on CPUs
     ranks: int  # that torchrun starts on each host
-    helps: str = ""  # command of the members behind the first: each has ranks of its own, which come to the first one's
+    helps: str = ""  # command of the members behind these: each has ranks of its own, which come to the first one's
     helpers: int = 0  # ranks of each of these
 
 

@@ -57,16 +57,16 @@ class Ranks:
     def __init__(self, start: Start, folder: Path):
         self.run, self.folder = start.run, folder
         paths, task = start.run.paths, start.task
-        helps = bool(task.helps) and start.node > 0
+        helps = bool(task.helps) and start.node >= task.nodes
         name, self.count = (task.helps, task.helpers) if helps else (task.command, task.ranks)
         self.writes = Path(getattr(paths, WRITES[name]))
         self.alone = name == "evaluate"  # torchrun waits minutes for those that only compute
         self.first = start.node * task.ranks
-        self.shift = self.first if task.helps else 0  # what ranks of a member's own call themselves begins at 0
+        self.shift = self.first if helps else 0  # what ranks of a member's own call themselves begins at 0
         self.failed_at: float | None = None
         self._life().mkdir(parents=True)
         nodes, node, master = task.nodes, start.node, start.master
-        if task.helps:
+        if helps:
             nodes, node, master = 1, 0, (start.address, peer_probe.free_port())
         command = [sys.executable, "-m", "torch.distributed.run"]
         command += ["--nnodes", str(nodes), "--node-rank", str(node)]

@@ -126,8 +126,12 @@ def unserved(planned: Plan, last: str | None) -> str:
 
 def unanswered(planned: Plan, last: str | None) -> str:
     """The reason why a reinforcement learning that is asked for could not be; "" where it could, or none is."""
-    gate = planned.run.hardware.gate
-    if not planned.unanswered or gate == "warn" or "reinforce" in pipeline.unasked(planned.run, last):
+    run = planned.run
+    if not planned.unanswered or "reinforce" in pipeline.unasked(run, last):
+        return ""
+    if reinforcement.uncut(run, planned.facts):  # vLLM itself refuses that
+        return f"plan: {planned.unanswered}"
+    if run.hardware.gate == "warn":
         return ""
     return f"plan: reinforce: {planned.unanswered}; hardware.gate=warn goes on all the same"
 

@@ -12,8 +12,11 @@ length, or for what is left; with less than one row nothing is answered.
 
 TRANSFER, PROBE and ANSWERED, which vLLM's host takes for a token of each of 256 rows, were measured on an H200 with
 3.21 GB of a Qwen3-MoE (benchmarks/gpu/reinforcement.py, 23 November 2026). All else is arithmetic.
-Not covered: rewards, answers that wait for a slow one. Nothing was measured with vLLM on several GPUs,
-and a network between hosts of its own is taken to be as fast as what lies between two GPUs.
+HELD was measured with answers of 4096 tokens. Training over several hosts sends the first one what it has not: each of
+the tensors by itself, over one GPU's network.
+
+Not covered: rewards, answers that wait for a slow one. Nothing was measured with vLLM on several GPUs, nor over several
+hosts, and a network between hosts of vLLM's own is taken to be as fast as what lies between two GPUs.
 """
 
 from collections.abc import Iterator
@@ -23,7 +26,7 @@ from math import ceil
 from conf.model_facts import ModelFacts
 from conf.planner import memory as training
 from conf.planner import parameters
-from conf.planner.hardware import GB, GPUS, Gpu
+from conf.planner.hardware import GB, GPUS, NETWORK, Gpu
 from conf.planner.rates import HBM
 from conf.planner.serving.duration import LAYER
 from conf.planner.serving.layout import SEQUENCES
@@ -42,6 +45,7 @@ TRANSFER = {"ipc": 10.3 * GB, "nccl": 10.3 * GB, "gloo": 0.62 * GB, "files": 0.6
 PROBE = 0.18  # seconds
 BEGINNING = 60.0  # seconds until vLLM has compiled, and both can begin
 ANSWERED = 28e-6  # seconds for a row's token, on the host
+HELD = 170  # bytes of an answer's token, in lists of Python's and in the line of the journal that is made of them
 BUCKETS = int(1.1 * GB)  # what weights go through: two of trainer/reinforcement/transfer/wire.py, and what digests take
 
 
@@ -126,7 +130,7 @@ def of(run: Run, facts: ModelFacts, gpu: Gpu) -> Rollout:
     way = replace(way, expert_parallel=way.tp > 1 and has_whole_experts(facts, way.tp))
     its_own = not in_turn(run)
     stages = training.memory(trained, facts, gpu)
-    shared = 1 if its_own else _shared(len(stages), run.layout.gpus_per_node, asked.engines * way.tp)
+    shared = 1 if its_own else _shared(len(stages), run.layout.world, asked.engines * way.tp)
     beside = 0 if its_own else max(map(_kept, stages[:shared]))
     trains = max(stage.total for stage in stages[:shared])
     found = Rollout(way, memory(facts, way, gpu), run.data.seq_length, beside, trains, engines(run), its_own)
@@ -157,7 +161,7 @@ def _seconds(run: Run, trained: Run, facts: ModelFacts, gpu: Gpu, found: Rollout
     rate = TRANSFER.get(way)
     sent = parameters.total(facts) * found.way.byte * (1 if way == "files" else found.engines)
     return Seconds(
-        transfer=sent / rate if rate else 0.0,
+        transfer=(sent / rate if rate else 0.0) + _away(run, facts, found.way.byte) / (gpu.network * NETWORK),
         probe=PROBE,
         generate=ceil(rows / together) * asked.max_tokens * token,
         train=timing(trained, facts, gpu).likely * asked.updates,
@@ -165,8 +169,27 @@ def _seconds(run: Run, trained: Run, facts: ModelFacts, gpu: Gpu, found: Rollout
     )
 
 
+def _away(run: Run, facts: ModelFacts, byte: float) -> float:
+    """Bytes of the weights that the first host of training gets from others."""
+    layout, each = run.layout, run.layout.gpus_per_node
+    stages = max(1, layout.pp * each // layout.world)  # of a pipeline, on the first host
+    whole, kinds = parameters.total(facts), facts.kinds
+    experts = sum(parameters.parts(facts, kind)["experts"] for kind in kinds)
+    dense_here = min(1.0, each / layout.tp)
+    experts_here = min(1.0, each / (layout.ep * layout.etp))
+    return (whole - (dense_here * (whole - experts) + experts_here * experts) * stages / layout.pp) * byte
+
+
+def held(run: Run) -> int:
+    """Bytes that a step's answers take in each process that trains, at full length."""
+    asked = run.reinforce
+    return asked.prompts * asked.samples * asked.max_tokens * HELD
+
+
 def unanswered(run: Run, facts: ModelFacts, gpu: Gpu) -> str:
     """The reason why prompts cannot be answered beside a legal training, and what mends it; "" where they can."""
+    if not gpu.cuda:
+        return uncut(run, facts) or _unheld(run, gpu)
     why = _lack(run, facts, gpu)
     mends = [*_mends(run, facts, gpu)] if why else []
     instead = f"These fit: {', or '.join(mends)}" if mends else f"Nor do {gpu.per_host} hold it"
@@ -175,11 +198,9 @@ def unanswered(run: Run, facts: ModelFacts, gpu: Gpu) -> str:
 
 def _lack(run: Run, facts: ModelFacts, gpu: Gpu) -> str:
     """The reason against so many GPUs, or the bytes of each that are missing; "" where there is none."""
-    here, trained = of(run, facts, gpu), run.layout.gpus_per_node
-    if not gpu.cuda:
-        return ""
     if reason := uncut(run, facts):
         return reason
+    here, trained = of(run, facts, gpu), run.layout.gpus_per_node
     if here.alone and not run.reinforce.hosts and trained + here.gpus > gpu.per_host:
         return (
             f"{here.gpus} GPUs of vLLM's behind the {trained} of training, and a host of {gpu.name} has {gpu.per_host}"
@@ -190,6 +211,17 @@ def _lack(run: Run, facts: ModelFacts, gpu: Gpu) -> str:
     why = f"{each} {gpu.name} has {here.memory.weights / GB:.1f} GB of weights in vLLM"
     why += "" if here.alone else f" beside {here.beside / GB:.1f} GB of training"
     return why + f", and {here.lacks / GB:.1f} GB are missing for one answer"
+
+
+def _unheld(run: Run, gpu: Gpu) -> str:
+    """The reason why this host's memory does not hold a step's answers; "" where it does."""
+    asked, bytes_ = run.reinforce, held(run) * run.layout.gpus_per_node
+    if bytes_ <= gpu.memory:
+        return ""
+    return (
+        f"{asked.prompts:,} prompts with {asked.samples} answers of {asked.max_tokens} tokens take "
+        f"{bytes_ / GB:.1f} GB in the processes that train, of {gpu.memory / GB:.1f} on this host"
+    )
 
 
 def _mends(run: Run, facts: ModelFacts, gpu: Gpu) -> Iterator[str]:

@@ -23,7 +23,7 @@ The rules, each with its reason:
 """
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -44,6 +44,11 @@ WAIT, LONGEST_WAIT = 5.0, 120.0  # seconds
 RETRY_AT_ONCE = ("host", "hang", "preempted", "unknown")
 SLOWER = 1.25  # than the fastest is worth it for fewer changes
 ROOM = 0.9  # of the memory that was not enough, by the plan; what plans and measured runs have differed by
+
+
+def on_all(run: Run) -> Run:
+    """The training of a job that trains on all its hosts."""
+    return run
 
 
 @dataclass(frozen=True)
@@ -72,6 +77,7 @@ def decide(
     available: int | None = None,
     facts: ModelFacts | None = None,
     gpu: Gpu | None = None,
+    trains: Callable[[Run], Run] = on_all,
 ) -> Decision:
     """Decide what follows the last attempt.
 
@@ -79,6 +85,7 @@ def decide(
     that the engine could give, with broken ones; None means that it is unknown, and that starting will tell.
 
     With `facts` of the model a smaller layout is checked against them, and with `gpu` also the memory that it takes.
+    `trains` is the training on the hosts of a run, where others of them do something else.
     """
     last, failure = attempts[-1], attempts[-1].failure
     if not failure.retry:
@@ -98,7 +105,7 @@ def decide(
         wait = min(LONGEST_WAIT, WAIT * 2 ** (len(counted) - 1))
     nodes = run.layout.nodes
     if available is not None and available - len(out) < nodes:
-        left = fewer(run, available - len(out), min_nodes, facts, gpu)
+        left = fewer(run, available - len(out), min_nodes, facts, gpu, trains)
         if left:
             line = f"goes on with {left} of {run.layout.nodes} hosts, without {', '.join(out) or 'those that are gone'}"
             return Decision("fewer", line, out, left, wait)
@@ -141,26 +148,42 @@ def _repeats(counted: Sequence[Attempt]) -> bool:
     return same and last.failure.host != before.failure.host
 
 
-def fewer(run: Run, left: int, min_nodes: int | None, facts: ModelFacts | None, gpu: Gpu | None) -> int | None:
-    """Number of hosts to go on with, of those that are left."""
+def fewer(
+    run: Run,
+    left: int,
+    min_nodes: int | None,
+    facts: ModelFacts | None,
+    gpu: Gpu | None,
+    trains: Callable[[Run], Run] = on_all,
+) -> int | None:
+    """Number of hosts to go on with, of those that are left; `min_nodes` is the fewest of those that train."""
     if min_nodes is None:
         return None
-    counts = range(min(left, run.layout.nodes - 1), min_nodes - 1, -1)
-    return next((nodes for nodes in counts if shrunk(run, nodes, facts, gpu)), None)
+    for nodes in range(min(left, run.layout.nodes - 1), min_nodes - 1, -1):
+        smaller = shrunk(run, nodes, facts, gpu, trains)
+        if smaller and trains(smaller).layout.nodes >= min_nodes:
+            return nodes
+    return None
 
 
-def shrunk(run: Run, nodes: int, facts: ModelFacts | None = None, gpu: Gpu | None = None) -> Run | None:
+def shrunk(
+    run: Run,
+    nodes: int,
+    facts: ModelFacts | None = None,
+    gpu: Gpu | None = None,
+    trains: Callable[[Run], Run] = on_all,
+) -> Run | None:
     """The run on fewer hosts. All degrees stay, dp and edp shrink.
 
-    The result is None where the layout is illegal then, or, with `gpu`, would not fit.
+    The result is None where the training's layout is illegal then, or, with `gpu`, would not fit.
     """
     if nodes < 1:
         return None
-    layout = run.layout.model_copy(update={"nodes": nodes})
-    smaller = run.model_copy(update={"layout": layout})
-    if problems(smaller, facts):
+    smaller = run.model_copy(update={"layout": run.layout.model_copy(update={"nodes": nodes})})
+    training = trains(smaller)
+    if training.layout.nodes < 1 or problems(training, facts):
         return None
-    if gpu and facts and not plan(smaller, facts, gpu).fits:
+    if gpu and facts and not plan(training, facts, gpu).fits:
         return None
     return smaller
 

@@ -56,8 +56,8 @@ def capacity(demand: Demand, without: tuple[str, ...] = ()) -> str | None:
     here, nodes, each = _gpus(), demand.nodes, demand.gpus_per_node
     if here and nodes * each > here:
         raise Fault(
-            f"gang.engine: local, but layout.nodes {nodes} x layout.gpus_per_node "
-            f"{each} is more than the {here} GPUs of this host; prefect, slurm or kubernetes"
+            f"gang.engine: local, but {nodes} hosts with {each} GPUs each are more than the {here} GPUs of this host; "
+            "prefect, slurm or kubernetes"
         )
     owner = host_gpus.wanted(_of(_hosts(each, nodes, without), each))
     return f"{nodes * each} GPUs of this host: {owner}" if owner else None

@@ -1,14 +1,18 @@
 """conf/planner/serving/rollout.py: memory that vLLM and training have in turn, and what mends a lack of it."""
 
+from dataclasses import replace
+
 import pytest
 
 from conf.load import load
 from conf.planner import display
-from conf.planner.hardware import GPUS
+from conf.planner.hardware import CPU, GB, GPUS
+from conf.planner.memory import memory
 from conf.planner.serving import rollout
 from conf.planner.serving.memory import UTILIZATION
 from conf.planner.verdict import facts_of, plan
 from conf.rules.gpus import takes
+from conf.rules.reinforcement import as_training
 
 H200, H100 = GPUS["h200"], GPUS["h100"]
 LORA, FULL, AIR = "qwen3-30b-a3b-1xh200", "qwen3-30b-a3b-full-8xh200", "glm45-air-8xh200"
@@ -113,6 +117,53 @@ def test_engines_in_turn_with_training_are_on_its_gpus_and_a_lack_is_mended_by_m
     assert rollout.of(*fewer, H200).lacks > 0 and "each of 2 h200 has" in rollout.unanswered(*fewer, H200)
     assert takes(tried[0], "reinforce").gpus == 8
     assert "\nanswers  vLLM on the first 4 h200, each: " in "\n".join(display.lines(plan(*tried, H200)))
+
+
+def test_hosts_of_training_have_the_first_one_wait_for_what_they_hold_of_the_weights():
+    def planned(*keys: str):
+        found = rollout.of(*of(FULL, "reinforce.engine_gpus=8", "reinforce.in_turn=true", *keys), H200)
+        assert found.seconds
+        return found, found.seconds.transfer
+
+    (one, alone), (copies, beside) = planned(), planned("layout.nodes=2")
+    (_, spread), (_, cut) = planned("layout.nodes=2", "layout.ep=16"), planned("layout.nodes=2", "layout.pp=2")
+    assert beside == alone < spread < cut  # experts but not the rest, and half of all
+    assert cut - alone == pytest.approx(30.5e9 / (50e9 * 0.8), rel=0.02)
+    assert copies.beside < one.beside  # optimizer states are divided over both
+
+
+def test_the_first_stage_alone_has_vllm_where_the_others_are_on_other_hosts():
+    keys = ("reinforce.engine_gpus=8", "reinforce.in_turn=true", "layout.nodes=2", "layout.pp=2")
+    run, facts = of(FULL, *keys, "layout.first_stage_layers=16")
+    first, last = memory(as_training(run), facts, H200)
+    found = rollout.of(run, facts, H200)
+    assert found.trains == first.total < last.total and found.beside < last.weights + last.optimizer
+
+
+def test_a_step_s_answers_count_in_the_memory_of_hosts_and_are_refused_where_a_cpu_has_less():
+    def need(*keys: str):
+        run, facts = of("tiny-rl", "data.seq_length=4096", "reinforce.max_tokens=4000", *keys)
+        planned = plan(run, facts, replace(CPU, memory=16 * GB))
+        (found,) = [one for one in planned.needs if one.stage == "reinforce"] or [None]
+        return planned, found
+
+    (fits, few), (_, more) = need("reinforce.prompts=16"), need("reinforce.prompts=160")
+    assert few and more and not fits.unanswered
+    assert more.memory - few.memory == pytest.approx(144 * 8 * 4000 * rollout.HELD, rel=0.1)
+    refused, _ = need("reinforce.prompts=10000")
+    assert refused.unanswered.startswith("10,000 prompts with 8 answers of 4000 tokens take 54.4 GB in the processes")
+
+
+def test_a_model_that_an_engine_s_processes_do_not_divide_is_refused_on_a_cpu_too():
+    refused = plan(*of("tiny-rl", "reinforce.engine_gpus=1000000000"), replace(CPU, memory=16 * GB))
+    assert refused.unanswered == "reinforce.engine_gpus is 1000000000, which does not divide num_attention_heads, 4"
+
+
+def test_the_plan_counts_hosts_of_training_and_of_vllm():
+    planned = plan(*of(FULL, "layout.nodes=2", "reinforce.hosts=3", "reinforce.engine_gpus=8"), H200)
+    (need,) = [one for one in planned.needs if one.stage == "reinforce"]
+    assert (need.hosts, need.gpus) == (5, 8) and need.seconds and need.cost
+    assert need.cost == pytest.approx(need.seconds / 3600 * 5 * 8 * 3.5)
 
 
 def test_gpus_that_do_not_divide_the_model_are_refused_with_as_many_as_do():

@@ -82,6 +82,22 @@ GPU, FULL, CPU = "qwen3-30b-a3b-1xh200", "qwen3-30b-a3b-full-8xh200", "tiny-rl"
             "reinforce.engines: 3 with 4 GPUs on each of 2 hosts of their own, and layout.gpus_per_node is 8",
         ),
         (CPU, ["reinforce.engines=0"], "reinforce.engines: "),
+        (
+            CPU,
+            ["reinforce.prompts=1000000000"],
+            "reinforce.prompts: 1,000,000,000 with 8 answers each; a step is one file of the journal, and has 1,048,576"
+            " answers at most",
+        ),
+        (
+            CPU,
+            ["reinforce.hosts=1000"],
+            "reinforce.hosts: 1000, and a step has 16 prompts, of which an engine has one at least: 16 at most",
+        ),
+        (
+            FULL,
+            ["reinforce.hosts=3", "reinforce.engine_gpus=1", "reinforce.engines=8"],
+            "reinforce.hosts: 3 with 8 engines each, and a step has 16 prompts, of which an engine has one at least: 2",
+        ),
     ],
 )
 def test_what_does_not_go_together_is_said_beforehand(name, overrides, said):
@@ -102,6 +118,21 @@ def test_an_engine_over_several_gpus_has_them_of_training_or_behind_it():
     assert takes(load(FULL, keys), "reinforce").gpus == 16
     assert takes(load(FULL, [*keys, "reinforce.in_turn=true"]), "reinforce").gpus == 8
     assert takes(load(CPU, ["reinforce.engine_gpus=2"]), "reinforce").gpus == 1
+
+
+def test_a_gang_s_hosts_have_gpus_for_training_and_for_the_engines_behind_it():
+    keys = ["reinforce.steps=10", "layout.nodes=2", "gang.engine=slurm"]
+
+    def share(*more: str) -> tuple[int, int | None, str | None]:
+        found = takes(load(FULL, [*keys, *more]), "reinforce")
+        return found.hosts, found.gpus, found.engine
+
+    assert share("reinforce.engine_gpus=8", "reinforce.in_turn=true") == (2, 8, "slurm")
+    assert share("layout.gpus_per_node=4", "reinforce.engine_gpus=4") == (2, 8, "slurm")
+    assert share("reinforce.hosts=3", "reinforce.engine_gpus=4", "reinforce.engines=2") == (5, 8, "slurm")
+    one = ["reinforce.steps=10", "reinforce.engine_gpus=8", "reinforce.in_turn=true"]
+    assert takes(load(FULL, [*one, "gang.engine=slurm"]), "reinforce").engine == "slurm"  # as training's
+    assert takes(load(FULL, one), "reinforce").engine is None
 
 
 def test_a_model_that_cannot_be_cut_over_so_many_gpus_is_refused():

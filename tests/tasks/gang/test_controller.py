@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
+import yaml
 
 from conf.load import load
 from conf.rules.gpus import takes
@@ -17,6 +18,7 @@ from contract.faults import Stopped
 from tasks.gang import controller
 from tasks.gang.background import aside
 from tasks.gang.board import Board
+from tasks.gang.diagnosis import next_step
 from tasks.gang.engines import Demand
 from tasks.gang.job import Job, conversion, evaluation, reinforcement, training
 from tasks.gang.member_link import Link
@@ -365,7 +367,7 @@ def test_an_evaluation_is_no_gang_where_one_host_serves(gang):
         }
     )
     assert evaluation(hosts_have_them)
-    assert job and job.conf == elsewhere and job.run.gang.engine == "slurm"
+    assert job and job.conf(job.run) == elsewhere and job.run.gang.engine == "slurm"
     assert (job.run.layout.nodes, job.run.layout.gpus_per_node) == (1, 4)
     assert job.task(job.run) == Task("evaluate", nodes=1, gpus=4, ranks=1)
 
@@ -380,8 +382,9 @@ REINFORCED = (
 
 
 def reinforced(gang, hosts: Hosts, *overrides: str) -> "Gang":
-    """A reinforcement learning whose first host trains, for which two others answer prompts."""
-    one = gang(hosts, *REINFORCED, "reinforce.hosts=2", *overrides)
+    """A reinforcement learning whose first host trains and two others answer prompts, where nothing else is said."""
+    given = dict(one.split("=", 1) for one in (*REINFORCED, "reinforce.hosts=2", *overrides))
+    one = gang(hosts, *(f"{key}={value}" for key, value in given.items()))
     one.run = one.run.model_copy(update={"paths": one.run.paths.model_copy(update={"reinforced": hosts.output})})
     one.job = reinforcement
     return one
@@ -415,12 +418,70 @@ def test_the_host_that_trains_costs_the_attempt_and_the_next_one_has_as_many_aga
 def test_a_reinforcement_learning_is_a_gang_where_vllm_has_hosts_of_its_own(gang):
     one = reinforced(gang, Hosts(["a", "b", "c"]), "layout.gpus_per_node=2", "layout.pp=2", "reinforce.engines=2")
     job = reinforcement(one.run)
-    assert job and job.conf == one.run and job.run.layout.nodes == 3
+    assert job and job.conf(job.run) == one.run and job.run.layout.nodes == 3
     assert job.task(job.run) == Task(
-        "reinforce", nodes=3, gpus=2, ranks=2, helps="reinforcement.engines.guest", helpers=2
+        "reinforce", nodes=1, gpus=2, ranks=2, helps="reinforcement.engines.guest", helpers=2
     )
     alone = one.run.model_copy(update={"reinforce": one.run.reinforce.model_copy(update={"hosts": 0})})
     assert reinforcement(alone) is None
+
+
+def test_a_reinforcement_learning_over_several_hosts_is_a_gang_with_and_without_hosts_of_vllm(gang):
+    one = reinforced(gang, Hosts(["a"]), "layout.nodes=2")
+    job = reinforcement(one.run)
+    assert job and job.run.layout.nodes == 4 and job.needed(job.run) == 2
+    assert job.task(job.run) == Task(
+        "reinforce", nodes=2, gpus=1, ranks=1, helps="reinforcement.engines.guest", helpers=1
+    )
+    assert job.is_over(job.run, ["done", "done", "running", "failed"])
+    assert not job.is_over(job.run, ["done", "running", "done", "done"])
+    alone = one.run.model_copy(update={"reinforce": one.run.reinforce.model_copy(update={"hosts": 0})})
+    job = reinforcement(alone)
+    assert job and job.task(job.run) == Task("reinforce", nodes=2, gpus=1, ranks=1)
+
+
+def test_vllm_goes_without_hosts_before_training_does_and_keeps_one(gang):
+    one = reinforced(gang, Hosts(["a"]), "layout.nodes=2", "reinforce.hosts=3")
+    job = reinforcement(one.run)
+    assert job
+
+    def on(hosts: int) -> tuple[int, int]:
+        layout = job.run.layout.model_copy(update={"nodes": hosts})
+        found = job.conf(job.run.model_copy(update={"layout": layout}))
+        return found.layout.nodes, found.reinforce.hosts
+
+    assert [on(hosts) for hosts in (5, 4, 3, 2)] == [(2, 3), (2, 2), (2, 1), (1, 1)]
+
+
+def test_min_nodes_counts_the_hosts_that_train(gang):
+    job = reinforcement(reinforced(gang, Hosts(["a"]), "layout.nodes=2").run)
+    assert job
+
+    def found(left: int, min_nodes: int | None) -> int | None:
+        return next_step.fewer(job.run, left, min_nodes, None, None, job.trains)
+
+    assert (found(3, 2), found(2, 2), found(2, 1), found(1, 1), found(3, None)) == (3, None, 2, None, None)
+
+
+@pytest.mark.parametrize("lost", ["a", "b"])
+def test_a_host_that_trains_costs_the_attempt_whichever_it_is(gang, lost):
+    acts = {name: ["compute", "answer"] for name in "abc"} | {name: ["compute"] * 2 for name in "de"}
+    hosts = Hosts([*acts], acts | {lost: ["die"]})
+    one = reinforced(gang, hosts, "layout.nodes=2")
+    one.ends_well()
+    assert hosts.given == [["a", "b", "c", "d"], [name for name in "abcde" if name != lost]]
+    assert f"host: {lost} no longer answers; goes on without {lost}" in one.lines
+
+
+def test_fewer_hosts_are_gone_on_with_where_min_nodes_allows_it_for_those_that_train(gang):
+    acts = {"a": ["compute", "compute", "answer"], "b": ["compute", "die"], "c": ["die"], "d": ["compute"] * 3}
+    hosts = Hosts([*acts], acts)
+    one = reinforced(gang, hosts, "layout.nodes=3", "reinforce.hosts=1", "gang.min_nodes=1", "reinforce.prompts=12")
+    one.ends_well()
+    assert hosts.given == [["a", "b", "c", "d"], ["a", "b", "d"], ["a", "d"]]
+    assert "host: c no longer answers; goes on with 3 of 4 hosts, without c" in one.lines
+    confs = [yaml.safe_load(Board(one.store, "gang", number).text("resolved.yaml")) for number in (1, 2, 3)]
+    assert [(run["layout"]["nodes"], run["reinforce"]["hosts"]) for run in confs] == [(3, 1), (2, 1), (1, 1)]
 
 
 def test_a_conversion_is_a_gang_where_all_hosts_are_to_convert(gang, tmp_path):
@@ -440,7 +501,7 @@ def test_a_conversion_is_a_gang_where_all_hosts_are_to_convert(gang, tmp_path):
     assert job.newest() == 2
     (tmp_path / "base").mkdir()
     checkpoints.mark(tmp_path / "base")
-    assert job.is_done() and job.is_over(["done", "done"]) and not job.is_over(["done", "running"])
+    assert job.is_done() and job.is_over(job.run, ["done", "done"]) and not job.is_over(job.run, ["done", "running"])
 
 
 def test_ranks_follow_the_places_of_hosts_and_the_first_host_is_the_master(gang):
