@@ -19,7 +19,7 @@ def test_an_adapter_alone_is_evaluated_and_promoted(tmp_path):
     own = {"FINETUNE_RUNS": f"{tmp_path}/runs", "PREFECT_HOME": f"{tmp_path}/prefect", "NO_COLOR": "1"}
     without = {name: value for name, value in os.environ.items() if name not in ("FINETUNE_STORE", "PREFECT_API_URL")}
     command = [sys.executable, "-m", "flows.finetune", f"{tmp_path}/quick.yaml"]
-    done = subprocess.run(command, cwd=ROOT, env=without | own, capture_output=True, text=True, timeout=280)
+    done = subprocess.run(command, cwd=ROOT, env=without | own, capture_output=True, text=True, timeout=540)
     said = done.stdout + done.stderr
     assert done.returncode == 0, said
     assert set(states(said).values()) == {"Completed"}

@@ -137,7 +137,7 @@ def test_a_deployment_with_nothing_new_keeps_the_runs_that_are_due(place, worker
         return {run["id"] for run in runs if run["created_by"] and run["created_by"]["id"] == added}
 
     try:
-        wait_for(due, 120)  # the scheduler looks at all of them each 60 s
+        wait_for(due, 120)  # the scheduler looks at all of them every 10 s here
         before, written = due(), deployment(place, "tiny")["updated"]
         redeploy(place, "tiny")
         assert before <= due()

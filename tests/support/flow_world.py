@@ -58,7 +58,7 @@ class World:
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
         return subprocess.Popen(command, cwd=ROOT, env=self.environment | environment, **pipes)
 
-    def run(self, *arguments: object, code: int = 0, within: float = 280, **environment: str) -> str:
+    def run(self, *arguments: object, code: int = 0, within: float = 540, **environment: str) -> str:
         """Run a flow to its end. Returns what it printed."""
         found, output = self.finish(*arguments, within=within, **environment)
         with (self.folder / "outputs.txt").open("a") as file:
@@ -113,6 +113,7 @@ def world(folder: Path) -> Iterator[World]:
             "FINETUNE_RUNS": str(folder / "runs"),
             "PREFECT_HOME": str(folder / "prefect"),
             "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
+            "PREFECT_SERVER_SERVICES_SCHEDULER_LOOP_SECONDS": "10",  # 60, unless told: tests wait for it
             "MLFLOW_DISABLE_TELEMETRY": "true",
             "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false",
             "NO_COLOR": "1",

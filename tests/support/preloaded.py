@@ -10,6 +10,7 @@ command: some are read by an import.
 """
 
 import contextlib
+import gc
 import json
 import os
 import runpy
@@ -148,6 +149,7 @@ if __name__ == "__main__":
     replies = os.dup(1)
     os.dup2(2, 1)  # what is imported may print
     exec(sys.argv[1])
+    gc.freeze()  # what was imported: each fork would look through it as it ends, for seconds where that is vLLM
     if asked := _next(replies):
         _become(asked)
         runpy.run_module(asked["module"], run_name="__main__", alter_sys=True)

@@ -61,11 +61,12 @@ NEED_DATA += (
 )
 
 
-@pytest.fixture(scope="session", autouse=True)
+@pytest.fixture(scope="module", autouse=True)
 def fork_to_prepare():
     """Have trainer/data/prepared.py prepare rows made by hand in forks of a process that has the imports.
 
-    Most of the seconds that a process takes which is started for a few rows are imports.
+    Most of the seconds that a process takes which is started for a few rows are imports. Tests of other folders that
+    come later in the same session start processes as ever: the one that is forked has the environment of its start.
     """
     contexts, forks = multiprocessing.get_context, multiprocessing.get_context("forkserver")
     forks.set_forkserver_preload(["tests.support.for_preparation"])

@@ -27,9 +27,9 @@ CASES = [
     ("glm4-moe", "bf16", "pp=2 vpp=2 gpus_per_node=2"),
     ("glm4-moe-mtp", "fp32", "tp=2 sp=true ep=2 gpus_per_node=2"),
     ("glm4-moe-mtp", "bf16", "pp=2 gpus_per_node=2"),
-    ("deepseek-v3", "fp32", "pp=2 ep=2 gpus_per_node=4"),
+    pytest.param("deepseek-v3", "fp32", "pp=2 ep=2 gpus_per_node=4", marks=pytest.mark.slow),
     ("qwen3-moe", "bf16", "tp=2 sp=true etp=2 gpus_per_node=2"),
-    ("qwen3", "bf16", "tp=2 pp=2 gpus_per_node=4"),
+    pytest.param("qwen3", "bf16", "tp=2 pp=2 gpus_per_node=4", marks=pytest.mark.slow),
     ("gpt-oss", "bf16", "tp=2 sp=true ep=2 gpus_per_node=2"),
 ]
 

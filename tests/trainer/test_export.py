@@ -51,16 +51,32 @@ CASES = {
     "full, stacked experts": Case("gpt-oss", ("adapter.kind=none",), "pp=2 gpus_per_node=2"),
     "full": Case("glm4-moe-mtp", ("adapter.kind=none",), "tp=2 sp=true ep=2 gpus_per_node=2"),
 }
+QUICK = ("lora", "lora shared by experts", "lora, latent attention", "dora", "full, tied", "lora, stacked experts")
 LORA = [name for name, case in CASES.items() if name.startswith("lora") and case.bridge]
 ADAPTERS = [name for name in CASES if not name.startswith("full")]
+FIRST = {case.kind: name for name, case in reversed(CASES.items())}
+
+
+def each(names, quick):
+    """Parameters of a test: those that are quick, and the others for the slow run."""
+    return [pytest.param(name, marks=[] if name in quick else pytest.mark.slow) for name in names]
 
 
 @pytest.fixture(scope="module")
-def exported(configure, ranks, work):
+def cases(request) -> dict[str, Case]:
+    """Those that are asked for by their names, the first of each kind that is, and what tests without either use."""
+    asked = [getattr(item, "callspec", None) for item in request.session.items if item.path == request.path]
+    names = {one.params.get("name") or FIRST.get(one.params.get("kind")) for one in asked if one}
+    names |= {FIRST[kind] for kind in ("glm4-moe-mtp", "glm4-moe", "gpt-oss")}
+    return {name: case for name, case in CASES.items() if name in names}
+
+
+@pytest.fixture(scope="module")
+def exported(cases, configure, ranks, work):
     """Run by name of case and kind of model: the cases' exports, and the models' bases."""
     runs = {}
     bases = {}
-    for name, case in CASES.items():
+    for name, case in cases.items():
         folder = work / "exports" / name.replace(" ", "-").replace("'", "").replace(",", "")
         paths = (f"paths.output={folder}/output", f"paths.export={folder}/export", f"paths.base={work}/{case.kind}-b")
         settings = (*case.settings, *paths, "train.steps=3", "optimizer.lr=1e-2")
@@ -74,10 +90,10 @@ def exported(configure, ranks, work):
 
 
 @pytest.fixture(scope="module")
-def megatron(exported, ranks, megatron_logits):
+def megatron(cases, exported, ranks, megatron_logits):
     """Logits and Bridge's exported weights by name; exports, once Megatron has invented what was not trained."""
     found = {name: megatron_logits(run, tokens=TOKENS) for name, run in exported.bases.items()}
-    for name, case in CASES.items():
+    for name, case in cases.items():
         folder = Path(exported.runs[name].paths.output) / "checkpoints"
         what, step = ("checkpoint", 3) if case.layout else ("invent", 1)
         asked = {what: str(checkpoints.step_folder(folder, step))} | ({} if case.bridge else {"alone": True})
@@ -120,28 +136,28 @@ def weights(folder: str | Path) -> dict[str, torch.Tensor]:
     return {name: tensor for file in Path(folder).glob("*.safetensors") for name, tensor in load_file(file).items()}
 
 
-@pytest.mark.parametrize("kind", sorted({case.kind for case in CASES.values()}))
+@pytest.mark.parametrize("kind", each(sorted(FIRST), {CASES[name].kind for name in QUICK}))
 def test_the_converted_model_is_the_released_one(kind, megatron, transformers):
     assert difference(megatron[kind]["logits"], transformers[kind, "base"]) < BOUND
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", each(CASES, QUICK))
 def test_training_has_changed_the_logits(name, megatron, exported):
     """Else the comparisons below would prove nothing."""
     assert difference(megatron[name]["logits"], megatron[CASES[name].kind]["logits"]) > 100 * BOUND
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", each(CASES, QUICK))
 def test_the_merged_model_is_the_trained_one(name, megatron, transformers):
     assert difference(transformers[name, "merged"], megatron[name]["logits"]) < BOUND
 
 
-@pytest.mark.parametrize("name", ADAPTERS)
+@pytest.mark.parametrize("name", each(ADAPTERS, QUICK))
 def test_the_adapter_makes_the_trained_model_of_the_released_one(name, megatron, transformers):
     assert difference(transformers[name, "adapter"], megatron[name]["logits"]) < BOUND
 
 
-@pytest.mark.parametrize("name", [*LORA, "full", "full, tied", "full, stacked experts"])
+@pytest.mark.parametrize("name", each([*LORA, "full", "full, tied", "full, stacked experts"], QUICK))
 def test_weights_are_those_that_bridge_exports(name, megatron, exported):
     """Multi-token prediction included. Bridge leaves out the copies, and does not merge DoRA's magnitudes."""
     ours, bridges = weights(Path(exported.runs[name].paths.export) / "merged"), megatron[name]["weights"]
@@ -153,7 +169,7 @@ def test_weights_are_those_that_bridge_exports(name, megatron, exported):
     )
 
 
-@pytest.mark.parametrize("name", ADAPTERS)
+@pytest.mark.parametrize("name", each(ADAPTERS, QUICK))
 def test_what_has_no_adapter_stays_as_released(name, exported):
     run = exported.runs[name]
     before, after = weights(run.paths.model), weights(Path(run.paths.export) / "merged")

@@ -45,10 +45,11 @@ def trained(request, configure, ranks, tmp_path):
     return run
 
 
-def log_probs(rows: list[dict], model: Path, folder: Path) -> list[list[float]]:
-    """What transformers says of the tokens."""
+def log_probs(rows: list[dict], models: dict[str, Path], folder: Path) -> dict[str, list[list[float]]]:
+    """What transformers says of the tokens, by name of the model."""
     jobs = [
-        {"model": str(model), "adapter": None, "tokens": [row["tokens"]], "out": str(folder / f"{number}.pt")}
+        {"model": str(model), "adapter": None, "tokens": [row["tokens"]], "out": str(folder / f"{name}-{number}.pt")}
+        for name, model in models.items()
         for number, row in enumerate(rows)
     ]
     command = [sys.executable, RANKS / "hf_logits.py"]
@@ -58,22 +59,23 @@ def log_probs(rows: list[dict], model: Path, folder: Path) -> list[list[float]]:
     for job in jobs:
         logits, tokens = torch.load(job["out"])[0].log_softmax(-1), torch.tensor(job["tokens"][0])
         found.append(logits[:-1].gather(1, tokens[1:, None]).flatten().tolist())
-    return found
+    return {name: found[at * len(rows) : (at + 1) * len(rows)] for at, name in enumerate(models)}
 
 
 def test_the_merged_model_is_the_trained_one_and_the_report_says_how_far_either_is(trained, ranks, tmp_path):
     record = json.loads((tmp_path / "parity").read_text())
-    distances = {}
+    runs, distances = {}, {}
     for onto in ("packed", "released"):
-        run = trained(f"export.merge_onto={onto}", f"paths.export={tmp_path / onto}")
-        done = ranks("export", run)
+        runs[onto] = trained(f"export.merge_onto={onto}", f"paths.export={tmp_path / onto}")
+        done = ranks("export", runs[onto])
         assert done.code == 0, done.output[-3000:]
         assert f"merged onto the {onto} weights" in done.output
-        found = log_probs(record["rows"], tmp_path / onto / "merged", tmp_path)
+    found = log_probs(record["rows"], {onto: tmp_path / onto / "merged" for onto in runs}, tmp_path)
+    for onto, run in runs.items():
         # What FP8 rounds of so small a model is within the wide bound: there the narrow one tells both apart.
         narrow = onto == "packed" or run.model.base == "fp8"
         bound = agreement.BOUNDS["fp32" if narrow else "packed"]
-        parity = agreement.judge(record, found, bound)
+        parity = agreement.judge(record, found[onto], bound)
         assert parity["ok"] == (onto == "packed"), parity["faults"]
         distances[onto] = parity["mean"]
     assert distances["packed"] < 1e-4 < 1e-2 < distances["released"]

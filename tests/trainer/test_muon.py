@@ -1,5 +1,6 @@
 """optimizer.kind muon: orthogonal updates of matrices, the same at any layout, gone on with after a kill."""
 
+import functools
 from pathlib import Path
 
 import pytest
@@ -29,8 +30,9 @@ def update(run, name: str) -> torch.Tensor:
 
 @pytest.fixture(scope="module")
 def trained(configure, base, ranks, work):
-    """trained(name, *overrides, kind="llama") -> run, result"""
+    """trained(name, *overrides, kind="llama") -> run, result; the same is trained once."""
 
+    @functools.cache
     def trained(name: str, *overrides: str, kind: str = "llama"):
         base(kind)
         run = configure(kind, f"paths.output={work}/{name}", *overrides)
@@ -53,7 +55,7 @@ def test_matrices_get_orthogonal_updates_and_others_adamws(trained):
 
 
 def test_killed_it_goes_on_and_another_layout_takes_the_same_steps(trained, configure, ranks, work):
-    _, whole = trained("muon-whole", *MUON)
+    _, whole = trained("muon", *MUON)
     run = configure("llama", f"paths.output={work}/muon-killed", *MUON)
     assert ranks("train", run, kill_at=2).code == -9
     assert losses(ranks("train", run)) == losses(whole)

@@ -16,7 +16,7 @@ from trainer.rehearsal import tiny_models
 from trainer.weights.quantised import report
 
 slow = pytest.mark.slow
-STEPS = ["train.steps=20", "optimizer.lr=1e-3"]
+STEPS = ["train.steps=6", "optimizer.lr=1e-3"]
 PLACES = "paths.output={0} paths.logs={0}/logs paths.parity={0}/parity.json"
 CUTS = {
     "alone": [],
@@ -33,7 +33,7 @@ CUTS = {
 PACKS = {"experts packed": ["experts"], "attention packed": ["attention", "dense"]}
 ROWS = [
     ("llama", "fp8", "alone", True),
-    ("glm4-moe", "int4", "alone", False),
+    ("glm4-moe", "int4", "alone", True),
     ("glm4-moe", "fp8", "ep2", True),
     ("llama", "int4", "tp2", True),
     ("glm4-moe", "fp8", "etp2", True),
@@ -92,7 +92,7 @@ def test_losses_are_those_on_the_weights_that_it_stands_for(kind, form, cut, tra
     expected, _ = train(kind, *STEPS, *same, command="train_unpacked", base=form, **pack)
     found, _ = train(kind, *STEPS, f"model.base={form}", *CUTS[cut])
     plain, _ = train(kind, *STEPS)
-    assert len(found) == 20
+    assert len(found) == 6
     assert found == pytest.approx(expected, rel=1e-5)
     assert abs(plain[0] - expected[0]) > 1e-5 * expected[0], "rounding has changed nothing, so nothing is compared"
 
@@ -111,7 +111,7 @@ def test_a_resume_at_another_layout_goes_on_as_if_nothing_had_been(train, config
     assert keys and not [key for key in keys if "layers." in key and ".adapter." not in key and "optimizer" not in key]
 
 
-@pytest.mark.parametrize("mtp", ["false", pytest.param("true", marks=slow)])
+@pytest.mark.parametrize("mtp", [pytest.param("false", marks=slow), "true"])
 def test_a_training_that_was_killed_goes_on_at_another_layout(mtp, configure, ranks, tmp_path):
     """With multi-token prediction and without it, from a base that was packed once, into other parts of it."""
     kind = "glm4-moe-mtp"
@@ -246,7 +246,7 @@ def test_experts_of_gpt_oss_are_taken_over_from_its_release(to, cut, configure, 
         done = ranks(command, run)
         assert done.code == 0, done.output[-3000:]
         losses.append([line["lm_loss"] for line in done.metrics if line["kind"] == "train"])
-    assert len(losses[0]) == 20 and losses[1] == pytest.approx(losses[0], rel=1e-5)
+    assert len(losses[0]) == 6 and losses[1] == pytest.approx(losses[0], rel=1e-5)
     _, rows = reported(tmp_path / "1")
     experts = [row for row in rows if ".experts." in row["tensor"]]
     assert experts and all(row["as_released"] and row["error"] == 0 for row in experts)

@@ -27,7 +27,7 @@ CUTS = {
 }
 ROWS = [
     ("glm4-moe", "fp8", "etp2", False),
-    ("glm4-moe-mtp", "nvfp4", "ep2", False),
+    ("glm4-moe-mtp", "nvfp4", "ep2", True),
     ("glm4-moe-mtp", "int4", "pp2", True),
     ("glm4-moe", "mxfp4", "etp2", True),
     ("glm4-moe", "nvfp4", "etp2", True),

@@ -87,8 +87,7 @@ def test_killed_between_checkpoints_it_repeats_the_lost_steps_to_the_last_bit(un
     "layout",
     [
         "tp=2 sp=true ep=2",
-        "pp=2 vpp=2",
-        *(pytest.param(one, marks=pytest.mark.slow) for one in ("pp=4", "dp=2", "ep=2")),
+        *(pytest.param(one, marks=pytest.mark.slow) for one in ("pp=2 vpp=2", "pp=4", "dp=2", "ep=2")),
     ],
 )
 def test_resumes_at_another_layout(layout, undisturbed, halfway, configure, ranks, work):

@@ -111,8 +111,16 @@ def test_a_bar_is_as_long_as_what_a_gpu_has():
         assert {len(row.split("|")[1]) for row in rows} == {display.BAR}
 
 
+LONG = ("deepseek-v3-64-as-documented",)  # a long search for what fits instead, as others have that end sooner
+
+
 @pytest.mark.parametrize(
-    "file", [file for folder in FOLDERS for file in sorted(folder.glob("*.yaml"))], ids=lambda f: f.stem
+    "file",
+    [
+        pytest.param(file, marks=pytest.mark.slow if file.stem in LONG else (), id=file.stem)
+        for folder in FOLDERS
+        for file in sorted(folder.glob("*.yaml"))
+    ],
 )
 def test_every_configuration_ends_in_a_plan_that_can_finish(file):
     """But for layouts as others have documented them, which need not fit; what they train could be evaluated."""

@@ -15,7 +15,6 @@ sys.path.insert(0, str(Path(__file__).parents[3]))
 
 def main() -> None:
     import torch
-    from peft import PeftModel
     from transformers import AutoConfig, AutoModelForCausalLM
 
     from trainer.patches.families import kimi_k2, minimax_m2
@@ -31,6 +30,8 @@ def main() -> None:
         else:
             model = AutoModelForCausalLM.from_pretrained(job["model"], dtype=torch.float32, attn_implementation="eager")
         if job["adapter"]:
+            from peft import PeftModel  # seconds, that most callers do without
+
             with warnings.catch_warnings():
                 warnings.filterwarnings("error", message=".*(missing|unexpected).*keys.*")
                 model = PeftModel.from_pretrained(model, job["adapter"])

@@ -1,5 +1,6 @@
 """Server that reads requests, one line of JSON each, and runs trainer commands on forked ranks. See conftest.ranks."""
 
+import gc
 import importlib.util
 import json
 import sys
@@ -10,11 +11,29 @@ sys.path.insert(0, str(Path(__file__).parents[3]))
 from conf.schema.run import Run
 from trainer.rehearsal import forked_ranks
 
+# What the commands import once they run: each of hundreds of ranks would import it anew.
+OF_COMMANDS = (
+    "trainer.megatron.sequences",
+    "trainer.objectives.forward",
+    "trainer.patches.resharding",
+    "trainer.training.learning_check",
+    "trainer.training.loss_scaling",
+    "trainer.training.mark_checkpoints",
+    "trainer.training.metrics",
+    "trainer.training.parity",
+    "trainer.training.validations",
+    "trainer.training.weight_means",
+    "trainer.weights.starting_adapter",
+)
+
 
 def main() -> None:
     replies = sys.stdout
     sys.stdout = sys.stderr
     forked_ranks.import_all()
+    for name in OF_COMMANDS:
+        importlib.import_module(name)
+    gc.freeze()  # what was imported: no rank looks through it again
     for line in sys.stdin:
         request = json.loads(line)
         run = Run.model_validate_json(json.dumps(request["run"]))

@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[3]
+ENVIRONMENT = {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
 
 BESIDE_TORCH = """
 import itertools
@@ -118,9 +119,7 @@ assert torch.equal(bias.grad, torch.full((40,), 30.0))
 
 
 def interpreted(code: str) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, env={"TRITON_INTERPRET": "1"}, capture_output=True, text=True
-    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
 
 

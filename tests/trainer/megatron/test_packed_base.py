@@ -19,6 +19,7 @@ from trainer.startup.cpu.cuda import DeviceMode
 from trainer.weights.quantised import e2m1, pack, unpack
 
 ROOT = Path(__file__).parents[3]
+ENVIRONMENT = {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
 WAYS = {
     "fp8": (Scheme("fp8", "", "", (128, 128)), torch.float32),
     "int4": (Scheme("int", "", "", (1, 32), 4), torch.bfloat16),
@@ -121,9 +122,7 @@ def test_zeros_and_short_groups_have_numbers_too(form):
 
 def test_the_kernel_gives_the_same_numbers():
     """Under Triton's interpreter; benchmarks/gpu/packed.py compares what its compiler makes of it, in bf16 too."""
-    done = subprocess.run(
-        [sys.executable, "-c", KERNEL], cwd=ROOT, env={"TRITON_INTERPRET": "1"}, capture_output=True, text=True
-    )
+    done = subprocess.run([sys.executable, "-c", KERNEL], cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 
 

@@ -12,7 +12,7 @@ from trainer.data.tickets import tickets, with_worse
 def compared(work, configure, base, ranks):
     """compared(model, name, *overrides) -> Run of dpo on tickets, whose reference has been asked.
 
-    With ask=False nobody has been.
+    With ask=False nobody has been. One process answers for all runs of a model: whoever comes later finds it answered.
     """
     folder = work / "ranked"
     folder.mkdir()
@@ -22,7 +22,9 @@ def compared(work, configure, base, ranks):
 
     def compared(model: str, name: str, *overrides: str, ask: bool = True):
         base(model)
-        paths = {"data": folder, "output": work / name, "reference": work / f"{name}-reference"}
+        shared = ask and not any(one.startswith("layout.") for one in overrides)
+        reference = work / f"{model if shared else name}-reference"
+        paths = {"data": folder, "output": work / name, "reference": reference}
         given = [f"paths.{key}={path}" for key, path in paths.items()]
         run = configure(model, "train.objective=dpo", *given, *overrides)
         Path(run.paths.reference).mkdir(exist_ok=True)

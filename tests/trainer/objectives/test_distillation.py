@@ -29,7 +29,7 @@ def taught(work, configure, base, ranks):
         paths |= {"teacher": work / "mistral", "teacher_base": work / "mistral-base"}
         keys = {f"paths.{key}": path for key, path in paths.items()}
         keys |= {"train.objective": "distill", "train.teacher": "tiny://mistral", "train.teacher_top_k": 24}
-        keys |= {"data.loss_on": "all", "train.global_batch": ROWS, "train.micro_batch": 4, "adapter.kind": "none"}
+        keys |= {"data.loss_on": "all", "train.global_batch": ROWS, "train.micro_batch": 8, "adapter.kind": "none"}
         keys |= dict(one.split("=", 1) for one in overrides)
         run = configure("qwen3", *(f"{key}={value}" for key, value in keys.items()))
         Path(run.paths.reference).mkdir(exist_ok=True)

@@ -16,7 +16,7 @@ def steps(result) -> list[dict]:
 
 
 def test_the_first_loss_is_that_of_a_coin_and_held_out_pairs_come_out_right_after_some_steps(compared, ranks):
-    keys = ["train.steps=40", "train.global_batch=16", "train.micro_batch=4", "train.validate_every=40"]
+    keys = ["train.steps=40", "train.global_batch=16", "train.micro_batch=8", "train.validate_every=40"]
     run = compared("llama", "dpo", *keys, "train.validate_batches=4", "optimizer.lr=3e-3", "train.dpo_beta=0.5")
     result = ranks("train", run)
     assert result.code == 0, result.output[-3000:]

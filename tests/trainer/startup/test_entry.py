@@ -137,7 +137,7 @@ def chain(started, tmp_path):
     return command, int(ranks[0][1]), [int(pid) for pid, _ in ranks]
 
 
-@pytest.mark.parametrize("victim", ["command", "torchrun"])
+@pytest.mark.parametrize("victim", ["command", pytest.param("torchrun", marks=pytest.mark.slow)])
 def test_no_rank_outlives_torchrun_or_who_started_it(chain, victim):
     command, torchrun, ranks = chain
     assert all(map(alive, [command.pid, torchrun, *ranks]))

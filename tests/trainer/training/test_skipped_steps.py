@@ -1,7 +1,5 @@
 """Steps that fp16 skips, as their gradients overflow, and which kernels fp16 is given on a GPU."""
 
-import subprocess
-import sys
 from types import SimpleNamespace
 from unittest import mock
 
@@ -9,19 +7,10 @@ import pytest
 
 from trainer.startup import device
 
-PROGRAM = """
-from types import SimpleNamespace
-from trainer.startup import device
-device.start()
-from trainer.training.learning_check import Gates
-gates = Gates(SimpleNamespace(), SimpleNamespace())  # as it is once it has given up what it compared
-gates.on_train_step_end(SimpleNamespace(skipped_iter=True))
-gates.on_train_step_end(SimpleNamespace(skipped_iter=False))
-"""
 
-
-def test_a_step_that_is_skipped_after_the_learning_check_is_over_ends_nothing():
-    subprocess.run([sys.executable, "-c", PROGRAM], check=True)
+def test_a_step_that_is_skipped_after_the_learning_check_is_over_ends_nothing(configure, ranks):
+    done = ranks("skipped_step", configure("llama"))
+    assert done.code == 0, done.output
 
 
 @pytest.mark.parametrize(("fp16", "kernel"), [(False, "te"), (True, "native")])
