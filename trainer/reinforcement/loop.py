@@ -13,6 +13,8 @@ import json
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from datetime import timedelta
+from functools import cached_property
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -48,6 +50,7 @@ from trainer.training.metrics import Metrics
 from trainer.training.parity import log_probs
 
 RESULT = "reinforced.json"
+LONGEST = timedelta(days=1)  # that a rank waits for the first: for all answers of a step. One that has ended is noticed
 UNHEARD = 20  # optimizer steps after which gradients that are nothing but noise are told of
 
 
@@ -341,6 +344,11 @@ class Reinforcement(Callback):
         self.metrics.write({"kind": "held_out", "step": last_step(self.run), "time": time.time(), "exact_match": after})
         say(f"held out: greedy exact match {before:.3f} before, {after:.3f} after, of {len(self.held_out)} rows")
 
+    @cached_property
+    def _waiting(self) -> Any:
+        """Group in which ranks wait for the first. NCCL would wait on the GPU, of which vLLM may have its turn."""
+        return distributed.new_group(backend="gloo", timeout=LONGEST)
+
     def _on_first(self, call: Callable[[], Any] | None, drained: Iterator[Any] | None = None) -> Any:
         """What rank 0 gets from the call, on every rank. `drained` is what the others have to go through meanwhile."""
         outcome: list[Any] = [None]
@@ -356,7 +364,7 @@ class Reinforcement(Callback):
         elif drained is not None:
             for _ in drained:
                 pass
-        distributed.broadcast_object_list(outcome, src=0)
+        distributed.broadcast_object_list(outcome, src=0, group=self._waiting)
         well, found = outcome[0]
         if not well:
             raise Fault(found)
