@@ -3,18 +3,16 @@ something to train on.
 
     weights to vLLM -> probe -> answers -> rewards -> journal -> the loop's own step
 
-What only one process can do, rank 0 does: it has vLLM, the rewards and the journal. The others hear the outcome, so
-that a fault ends all of them alike.
+What only one process can do, rank 0 does: it has vLLM, the rewards and the journal. The others hear the outcome
+(trainer/reinforcement/first_rank.py).
 """
 
 # pyright: reportOptionalMemberAccess=false, reportOptionalCall=false, reportArgumentType=false
 
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
-from datetime import timedelta
-from functools import cached_property
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -27,11 +25,11 @@ from torch import distributed
 
 from conf.rules.reinforcement import cut, in_turn, without_signal
 from conf.schema.run import Run
-from contract.faults import Fault
 from contract.files import write_atomically
 from trainer.megatron.recipe import last_step
 from trainer.reinforcement import advantages, probe
 from trainer.reinforcement.batches import Form, micro_batches
+from trainer.reinforcement.first_rank import FirstRank
 from trainer.reinforcement.journal import Journal
 from trainer.reinforcement.policy_step import LARGEST, Feed, PolicyStep, Temperature
 from trainer.reinforcement.policy_step import log_probs as log_probs_of_answers
@@ -50,7 +48,6 @@ from trainer.training.metrics import Metrics
 from trainer.training.parity import log_probs
 
 RESULT = "reinforced.json"
-LONGEST = timedelta(days=1)  # that a rank waits for the first: for all answers of a step. One that has ended is noticed
 UNHEARD = 20  # optimizer steps after which gradients that are nothing but noise are told of
 
 
@@ -69,6 +66,7 @@ class Reinforcement(Callback):
     ):
         self.run, self.asked, self.bridge, self.rollouts = run, run.reinforce, bridge, rollouts
         self.feed, self.policy_step, self.metrics, self.fresh = feed, step, metrics, fresh
+        self._on_first = FirstRank()
         self.output = Path(run.paths.output)
         self.journal = Journal(self.output)
         self.temperature = Temperature(self.asked.temperature)
@@ -343,32 +341,6 @@ class Reinforcement(Callback):
         write_atomically(self.output / RESULT, json.dumps(facts), durable=True)
         self.metrics.write({"kind": "held_out", "step": last_step(self.run), "time": time.time(), "exact_match": after})
         say(f"held out: greedy exact match {before:.3f} before, {after:.3f} after, of {len(self.held_out)} rows")
-
-    @cached_property
-    def _waiting(self) -> Any:
-        """Group in which ranks wait for the first. NCCL would wait on the GPU, of which vLLM may have its turn."""
-        return distributed.new_group(backend="gloo", timeout=LONGEST)
-
-    def _on_first(self, call: Callable[[], Any] | None, drained: Iterator[Any] | None = None) -> Any:
-        """What rank 0 gets from the call, on every rank. `drained` is what the others have to go through meanwhile."""
-        outcome: list[Any] = [None]
-        if distributed.get_rank() == 0:
-            assert call is not None
-            try:
-                outcome = [(True, call())]
-            except Fault as fault:
-                outcome = [(False, str(fault))]
-                if drained is not None:
-                    for _ in drained:  # the others wait for this rank in each tensor
-                        pass
-        elif drained is not None:
-            for _ in drained:
-                pass
-        distributed.broadcast_object_list(outcome, src=0, group=self._waiting)
-        well, found = outcome[0]
-        if not well:
-            raise Fault(found)
-        return found
 
 
 def _noted(done: int) -> str:
