@@ -126,13 +126,15 @@ def rows(stored: Stored, place: Place) -> list[torch.Tensor]:
     Nothing is put together: a vocabulary is more than a file's part may take of memory.
     """
     depth = len(place.index)
+    if not place.shape:
+        return [read(stored, place)]
     chunks = sorted(place.chunks, key=lambda chunk: chunk.offsets[depth:])
-    ends = [*itertools.accumulate((chunk.sizes[depth] for chunk in chunks), initial=0)] if place.shape else []
+    ends = [*itertools.accumulate((chunk.sizes[depth] for chunk in chunks), initial=0)]
     are_rows = all(
         (chunk.sizes[depth + 1 :], chunk.offsets[depth:]) == (place.shape[1:], (first, *(0,) * (len(place.shape) - 1)))
         for chunk, first in zip(chunks, ends, strict=False)
     )
-    if not are_rows or ends[-1:] != [*place.shape[:1]]:
+    if not are_rows or ends[-1] != place.shape[0]:
         return [read(stored, place)]
     found = []
     for chunk, first in zip(chunks, ends, strict=False):

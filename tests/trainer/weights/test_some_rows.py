@@ -1,5 +1,6 @@
 """Rows of a stored weight are read by themselves, wherever they lie in its pieces."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from contract.faults import Fault
-from trainer.weights import torch_dist
+from trainer.weights import digests, torch_dist
 from trainer.weights.torch_dist import Place, Stored
 
 NAME = "embedding.word_embeddings.weight"
@@ -56,3 +57,37 @@ def test_pieces_without_one_of_them_are_left_alone(stored, pieces):
 def test_a_row_that_is_not_stored_is_told(stored):
     with pytest.raises(Fault, match="0 of 4 elements are stored"):
         torch_dist.some_rows(stored, NAME, [10])
+
+
+def test_blocks_of_rows_are_the_pieces_in_their_order(stored):
+    backwards = replace(stored.places[NAME], chunks=stored.places[NAME].chunks[::-1])
+    blocks = torch_dist.rows(stored, backwards)
+    assert [len(block) for block in blocks] == [3, 4, 3]
+    assert torch.equal(torch.cat(blocks), WHOLE) and stored.seen == {NAME}
+
+
+@pytest.mark.parametrize("lost", range(3))
+def test_a_piece_that_is_not_stored_is_told(lost, stored):
+    chunks = [chunk for number, chunk in enumerate(stored.places[NAME].chunks) if number != lost]
+    with pytest.raises(Fault, match="of its 40 elements are stored"):
+        torch_dist.rows(stored, replace(stored.places[NAME], chunks=tuple(chunks)))
+
+
+def test_blocks_are_held_together_against_the_digest_of_the_whole(stored):
+    right = replace(stored, in_memory={"digests": {NAME: digests.digest(WHOLE)}})
+    assert len(torch_dist.rows(right, right.places[NAME])) == 3
+    wrong = replace(stored, in_memory={"digests": {NAME: digests.digest(WHOLE.flip(0))}})
+    with pytest.raises(Fault, match="is not the tensor that training had in memory"):
+        torch_dist.rows(wrong, wrong.places[NAME])
+
+
+def test_what_is_cut_by_columns_comes_whole(stored):
+    columns = [ChunkStorageMetadata(torch.Size((0, first)), torch.Size((10, 2))) for first in (0, 2)]
+    places = {MetadataIndex(NAME, one.offsets): _StorageInfo(torch_dist.RELEASED, 0, 0) for one in columns}
+    cut = replace(
+        stored,
+        metadata=replace(stored.metadata, storage_data=places),
+        make=lambda index: WHOLE[:, index.offset[1] : index.offset[1] + 2],
+    )
+    (whole,) = torch_dist.rows(cut, replace(stored.places[NAME], chunks=tuple(columns)))
+    assert torch.equal(whole, WHOLE)
