@@ -1,4 +1,4 @@
-"""What the first rank alone can do, for all: the others hear the outcome, so that a fault ends all of them alike."""
+"""Work of the first rank, for all: the others hear the outcome, so that a fault ends all of them alike."""
 
 from collections.abc import Callable, Iterator
 from datetime import timedelta
