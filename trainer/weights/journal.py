@@ -52,13 +52,16 @@ def do(
 
 
 def share(sizes: dict[int, int], ranks: int) -> list[list[int]]:
-    """Numbers for each rank, so that sizes add up to about the same."""
+    """Numbers for each rank, the largest first, so that sizes add up to about the same.
+
+    What is large is written faster than a disk takes it, which goes on beside the rest.
+    """
     loads, found = [0] * ranks, [[] for _ in range(ranks)]
     for number, size in sorted(sizes.items(), key=lambda one: (-one[1], one[0])):
         least = loads.index(min(loads))
         loads[least] += size + 1
         found[least].append(number)
-    return [sorted(numbers) for numbers in found]
+    return found
 
 
 def _entries(folder: Path, numbers: Iterable[int]) -> dict[int, Entry]:

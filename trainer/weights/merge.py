@@ -1,14 +1,10 @@
 """Merge of trained weights into released ones, weight by weight: a low-rank adapter to be added, or a new value.
 
-    LoRA   W' = W + scale * B @ A
-    DoRA   W' = magnitude * (W + scale * B @ A) / norm of each row of it
-
-Everything is computed in fp32 and rounded once, to the released type. A, B and magnitudes are read from the checkpoint
-when they are needed: those of a model with many experts do not fit in memory together.
+What an adapter makes of a weight is computed by low_rank.py. A, B and magnitudes are read from the checkpoint when they
+are needed: those of a model with many experts do not fit in memory together.
 """
 
 import re
-import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -18,7 +14,7 @@ import yaml
 
 from conf.model_files.quantization import Packed
 from contract.faults import Fault
-from trainer.weights import mapping, torch_dist
+from trainer.weights import low_rank, mapping, torch_dist
 from trainer.weights.mapping import Part
 from trainer.weights.released import Entry, Model, enumerate_names
 from trainer.weights.released_tensors import DTYPES
@@ -28,9 +24,6 @@ ADAPTER = re.compile(
     r"(?P<layer>.+)\.adapter\.(?P<role>linear_in|linear_out|weight_magnitude)(\.weight)?(?P<expert>\d*)$"
 )
 VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")
-AT_ONCE = 2**19  # elements that are merged at once
-LARGEST_ROOM = 2**24  # elements of a product whose memory is kept for the next one
-_rooms = threading.local()
 
 
 @dataclass(frozen=True)
@@ -71,9 +64,22 @@ class Adapter:
 
     def merged(self, weight: torch.Tensor, stored: Stored, config) -> torch.Tensor:
         """The released weight with this adapter, as it has to be written."""
-        factors = self.factors(stored, config)
-        found = merged(self.part.turn(weight), *factors, self.scale, self.magnitudes(stored, config))
+        before = self.part.turn(weight)
+        found, filled = torch.empty_like(before, memory_format=torch.contiguous_format), 0
+        for block in self._blocks(before, stored, config):
+            found[filled : filled + len(block)] = block
+            filled += len(block)
         return self.part.turn(found).contiguous()
+
+    def blocks(self, weight: torch.Tensor, stored: Stored, config) -> Iterator[torch.Tensor]:
+        """The same in blocks of its rows, each of which is gone when the next is asked for."""
+        if self.part.turned:
+            return iter([self.merged(weight, stored, config)])
+        return self._blocks(weight, stored, config)
+
+    def _blocks(self, weight: torch.Tensor, stored: Stored, config) -> Iterator[torch.Tensor]:
+        factors = self.factors(stored, config)
+        return low_rank.merged(weight, *factors, self.scale, self.magnitudes(stored, config))
 
 
 @dataclass(frozen=True)
@@ -212,52 +218,6 @@ def _whole[Kind](stacks: dict[str, dict[int, Kind]], model: Model) -> tuple[dict
     wanted = {name: range(model.weights[name].shape[0]) for name in of_stack}
     broken = [name for name, each in of_stack.items() if each.keys() != {*wanted[name]}]
     return {name: tuple(of_stack[name][n] for n in wanted[name]) for name in of_stack if name not in broken}, broken
-
-
-def merged(weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scale: float, magnitude) -> torch.Tensor:
-    change = torch.mm(b.float(), a.float(), out=_room(weight.shape))
-    found = torch.empty_like(weight, memory_format=torch.contiguous_format)
-    for rows in _blocks(weight):
-        whole = weight[rows].float()
-        whole += change[rows].mul_(scale)
-        if magnitude is not None:
-            whole *= (magnitude[rows].float() / whole.norm(dim=1)).unsqueeze(1)
-        found[rows] = whole
-    return found
-
-
-def is_merged(found: torch.Tensor, weight: torch.Tensor, a, b, scale: float, magnitude) -> bool:
-    """Whether `found` is the merged weight to the last bit but one of its type, computed once more in another order."""
-    a, factor, eps = a.float(), b.float() * scale, torch.finfo(found.dtype).eps
-    largest, beyond = [0.0], [0.0]  # of each block: the largest number, and by how much one is off beyond rounding
-    for rows in _blocks(weight):
-        whole = expected(weight[rows], a, factor[rows], None if magnitude is None else magnitude[rows])
-        off = found[rows].float().sub_(whole).abs_()
-        largest.append(float(whole.abs_().amax()))
-        beyond.append(float(off.sub_(whole, alpha=eps).amax()))
-    return all(one <= 1e-5 * max(largest) for one in beyond)  # of what is not a number, neither is
-
-
-def expected(weight: torch.Tensor, a: torch.Tensor, factor: torch.Tensor, magnitude) -> torch.Tensor:
-    """The merged weight, or rows of it, in fp32, computed in another order than merged() does. `factor` is scaled B."""
-    whole = weight.to(torch.float32, copy=True).addmm_(factor, a)
-    return whole if magnitude is None else magnitude.float()[:, None] * torch.nn.functional.normalize(whole, dim=1)
-
-
-def _room(shape: torch.Size) -> torch.Tensor:
-    """Room for a product, kept by each thread: to give memory back and ask for it again takes as long as to merge."""
-    count = shape.numel()
-    if count > LARGEST_ROOM:
-        return torch.empty(shape)
-    if count > len(getattr(_rooms, "last", ())):
-        _rooms.last = torch.empty(count)
-    return _rooms.last[:count].view(shape)
-
-
-def _blocks(weight: torch.Tensor) -> Iterator[slice]:
-    """Rows that fit into a processor's own memory, several fp32 copies of them: most of the time is memory's."""
-    step = max(1, AT_ONCE // max(1, weight.shape[1]))
-    return (slice(first, first + step) for first in range(0, weight.shape[0], step))
 
 
 def _alpha(stored: Stored) -> float:

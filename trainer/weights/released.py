@@ -31,16 +31,16 @@ from trainer.startup import device
 
 SOURCE = "source.json"  # beside a converted model: what each released tensor was
 BLOCK = 2**18  # bytes read at once, which a core keeps near
-AT_ONCE = 2**16  # numbers looked at together
 CHECKSUMS = "xxh3_128"
 SHA256_DIGITS = 64  # of a checksum that an earlier version has recorded
 # Bits of the exponent, and the unsigned integer that holds them.
-EXPONENTS: dict[str, tuple[str, np.unsignedinteger]] = {
-    "F64": ("<u8", np.uint64(0x7FF0000000000000)),
-    "F32": ("<u4", np.uint32(0x7F800000)),
-    "F16": ("<u2", np.uint16(0x7C00)),
-    "BF16": ("<u2", np.uint16(0x7F80)),
+EXPONENTS = {
+    "F64": ("<u8", 0x7FF0000000000000),
+    "F32": ("<u4", 0x7F800000),
+    "F16": ("<u2", 0x7C00),
+    "BF16": ("<u2", 0x7F80),
 }
+_memory: list[memoryview] = []  # of blocks that nobody reads
 # Left over in old checkpoints of Llama, and GPT-2's causal masks; every model class computes them.
 COMPUTED = re.compile(r"\.rotary_emb\.inv_freq$|\bh\.\d+\.attn\.(masked_)?bias$")
 
@@ -204,12 +204,9 @@ def is_finite(block: bytes | memoryview, dtype: str) -> bool:
     numbers = np.frombuffer(block, width)
     if not numbers.size:
         return True
-    parts = np.empty(min(numbers.size, AT_ONCE), numbers.dtype)  # small enough for the processor's own memory
-    for start in range(0, numbers.size, AT_ONCE):
-        some = numbers[start : start + AT_ONCE]
-        if np.bitwise_and(some, exponent, out=parts[: some.size]).max() == exponent:
-            return False
-    return True
+    # Read as integers, what is not finite is above all that is, of either sign.
+    sign = 1 << (8 * numbers.itemsize - 1)
+    return bool(numbers.view(f"<i{numbers.itemsize}").max() < exponent and numbers.max() < exponent | sign)
 
 
 def _has_no_scale(block: bytes | memoryview, dtype: str) -> bool:
@@ -248,10 +245,17 @@ def _is_in_memory(descriptor: int, entry: Entry) -> bool:
 def blocks(f: BinaryIO, entry: Entry) -> Iterator[memoryview]:
     """The bytes of a tensor, some at a time. Each block is gone when the next is asked for."""
     f.seek(entry.start)
-    left, memory = entry.size, memoryview(bytearray(min(BLOCK, entry.size)))
-    while left:
-        count = f.readinto(memory[:left])  # pyright: ignore[reportAttributeAccessIssue]
-        if not count:
-            raise Fault(f"{f.name}: ends {left} bytes early; download it again")
-        yield memory[:count]
-        left -= count
+    left = entry.size
+    try:
+        memory = _memory.pop()
+    except IndexError:
+        memory = memoryview(bytearray(BLOCK))
+    try:
+        while left:
+            count = f.readinto(memory[:left])  # pyright: ignore[reportAttributeAccessIssue]
+            if not count:
+                raise Fault(f"{f.name}: ends {left} bytes early; download it again")
+            yield memory[:count]
+            left -= count
+    finally:
+        _memory.append(memory)  # for the next tensor: the kernel clears new memory, page by page

@@ -1,6 +1,7 @@
 """Trained tensors, matched with the released model: where each tensor of an export comes from."""
 
 import json
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -50,11 +51,14 @@ class Trained:
             return self._merged(adapter)
         return self._unpacked(self.packed, name) if self.packed and self.packed.has(name) else None
 
-    def blocks(self, name: str) -> list[torch.Tensor] | None:
-        """The same in blocks of its rows, one behind another."""
+    def blocks(self, name: str) -> Iterable[torch.Tensor] | None:
+        """The same in blocks of its rows, one behind another, each of which is gone when the next is asked for."""
         source = self.copies.get(name, name)
         if source in self.values:
             return self.values[source].blocks(self.stored, self.config, self.model.weights[source])
+        adapter = self.adapters.get(source)
+        if isinstance(adapter, Adapter) and not (self.packed and self.packed.has(source)):
+            return adapter.blocks(self.before(adapter.part), self.stored, self.config)
         return None if (whole := self.tensor(name)) is None else [whole]
 
     def before(self, part: Part) -> torch.Tensor:
@@ -66,8 +70,7 @@ class Trained:
         before = self.before(adapter.part)
         if self.packed is None or not self.packed.has(adapter.part.name):
             return adapter.merged(before, self.stored, self.config)
-        # a copy: merge.merged() adds to a weight that is in fp32
-        exact = adapter.merged(before.to(torch.float32, copy=True), self.stored, self.config)
+        exact = adapter.merged(before.float(), self.stored, self.config)
         found = exact.to(DTYPES[self.model.weights[adapter.part.name].dtype])
         self.packed.measure(adapter.part, before, exact, found)
         return found

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from trainer.weights import merge, released, released_tensors
+from trainer.weights import low_rank, released, released_tensors
 from trainer.weights.exported import merged_format, parts
 from trainer.weights.exported.parts import Layout
 from trainer.weights.quantised import pack, unpack
@@ -37,7 +37,7 @@ class Rounding:
     last: tuple[str, Parts] = ("", {})
     threads: int = 1  # that `last` is of
 
-    def blocks(self, name: str) -> list[torch.Tensor] | None:
+    def blocks(self, name: str) -> Iterable[torch.Tensor] | None:
         weight = self.weight(name)
         if not self.trained.has(weight):
             return None
@@ -87,7 +87,8 @@ class Rounding:
         a, b = adapter.factors(self.trained.stored, self.trained.config)
         magnitude = adapter.magnitudes(self.trained.stored, self.trained.config)
         before, scales = released_tensors.read(self.trained.model, name), self.scales[name]
-        expected = merge.expected(before, a.float(), b.float() * adapter.scale, magnitude)
+        exact = before.to(torch.float32, copy=True)
+        expected = low_rank.expected(exact, a.float(), b.float() * adapter.scale, magnitude)
         found = unpack.unpack(packed, codes, scales, torch.float32)
         smallest = unpack.spread(scales.float().view(unpack.grid(packed)), packed, 0, packed.shape[0]) * 2.0**-9
         bound = torch.maximum(expected.abs() / 8, smallest) * 1.001 + 1e-5 * expected.abs().max()

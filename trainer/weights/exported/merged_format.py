@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 from conf.model_files import config_json, quantization, safetensors_header, weights
-from trainer.weights import merge, released, released_tensors
+from trainer.weights import low_rank, released, released_tensors
 from trainer.weights.exported import parts
 from trainer.weights.exported.parts import Layout
 from trainer.weights.merge import Adapter
@@ -43,7 +43,7 @@ class Merged:
     trained: Trained
     threads: int = parts.THREADS
 
-    def blocks(self, name: str) -> list[torch.Tensor] | None:
+    def blocks(self, name: str) -> Iterable[torch.Tensor] | None:
         blocks = self.trained.blocks(name)
         unpacked = blocks is None and name in self.trained.model.packed
         return [released_tensors.read(self.trained.model, name)] if unpacked else blocks
@@ -98,7 +98,7 @@ def _is_merged(trained: Trained, adapter: Adapter, found: torch.Tensor) -> bool:
     factors = adapter.factors(trained.stored, trained.config)
     magnitude = adapter.magnitudes(trained.stored, trained.config)
     before = adapter.part.turn(trained.before(adapter.part))
-    return merge.is_merged(adapter.part.turn(found), before, *factors, adapter.scale, magnitude)
+    return low_rank.is_merged(adapter.part.turn(found), before, *factors, adapter.scale, magnitude)
 
 
 def as_it_is(model: Model, file: str) -> Layout:

@@ -56,6 +56,14 @@ class Part:
         return sum(entry.size for entry in self.rows.values())
 
 
+@dataclass(frozen=True)
+class Written:
+    """A tensor that was written: the checksum of what was, and whether it is there and right, read back."""
+
+    checksum: str
+    is_right: bool
+
+
 class Format(Protocol):
     """Contents of the files of a merged model."""
 
@@ -67,8 +75,11 @@ class Format(Protocol):
         """Number of threads that may ask for tensors side by side."""
         ...
 
-    def blocks(self, name: str) -> list[torch.Tensor] | None:
-        """The tensor as it has to be written, in blocks one behind another; None for one that is copied as it is."""
+    def blocks(self, name: str) -> Iterable[torch.Tensor] | None:
+        """The tensor as it has to be written, in blocks of its rows; None for one that is copied as it is.
+
+        Each block is gone when the next is asked for.
+        """
         ...
 
     def is_right(self, path: Path, name: str, entry: Entry) -> bool:
@@ -96,7 +107,8 @@ def write(wanted: Format, layouts: list[Layout], folder: Path, noted: Path) -> l
     cut = dict(enumerate(parts(layouts)))
     sizes = {number: part.size for number, part in cut.items()}
     done = 0
-    with ThreadPoolExecutor(min(wanted.threads, device.cores())) as pool:
+    # One more than there are cores: a disk is waited for besides.
+    with ThreadPoolExecutor(min(wanted.threads, device.cores() + 1)) as pool, ThreadPoolExecutor(1) as disk:
 
         def is_whole(number: int, entry: journal.Entry) -> bool:
             part = cut[number]
@@ -105,7 +117,7 @@ def write(wanted: Format, layouts: list[Layout], folder: Path, noted: Path) -> l
 
         def make(number: int) -> journal.Entry:
             nonlocal done
-            entry = _make(wanted, cut[number], folder / cut[number].file, pool)
+            entry = _make(wanted, cut[number], folder / cut[number].file, pool, disk)
             before, done = done, done + 1
             tenths = [10 * count * atomic_folder.ranks() // len(cut) for count in (before, done)]
             if tenths[0] < tenths[1] < 10:
@@ -145,52 +157,76 @@ def _begin(layout: Layout, path: Path) -> None:
     path.chmod(READABLE)
 
 
-def _make(wanted: Format, part: Part, path: Path, pool: ThreadPoolExecutor) -> journal.Entry:
+def _make(wanted: Format, part: Part, path: Path, pool: ThreadPoolExecutor, disk: ThreadPoolExecutor) -> journal.Entry:
     """Write a part and check it. Returns its entry: a checksum, and the trained tensors that were read for it."""
-    stored, written, copied = wanted.trained.stored, dict[str, str](), dict[str, str]()
+    stored, found = wanted.trained.stored, dict[str, Written]()
     before = {*stored.seen}
     stored.seen.clear()
-    with path.open("r+b") as new:
+    with path.open("r+b", buffering=0) as new:
         for batch in _batches(part.rows):
-            for name, blocks in zip(batch, pool.map(wanted.blocks, batch), strict=True):
-                entry = part.rows[name]
-                new.seek(entry.start)
-                if blocks is None:
-                    copied[name] = _copy(wanted.trained.model, name, new)
-                    continue
-                shape = (sum(map(len, blocks)), *blocks[0].shape[1:]) if entry.shape else blocks[0].shape
-                assert shape == entry.shape, f"{name}: {shape} is not the released {entry.shape}"
-                written[name] = _write(blocks, entry, new)
-        new.flush()
-        _check(wanted, part, path, written, pool)
-        # the disk begins with it now; atomic_folder.py waits for all of it
-        os.posix_fadvise(new.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+            made = pool.map(lambda name: _put(wanted, name, part.rows[name], path, new), batch)
+            found |= zip(batch, made, strict=True)
+        _require_right(wanted, path, [name for name, one in found.items() if not one.is_right])
+        disk.submit(_begin_to_store, os.dup(new.fileno()), min(entry.start for entry in part.rows.values()), part.size)
     seen = sorted(stored.seen)
     stored.seen.update(before)
-    return {"sum": _sum(written | copied), "seen": seen} | wanted.notes(part.rows)
+    sums = {name: one.checksum for name, one in found.items()}
+    return {"sum": _sum(sums), "seen": seen} | wanted.notes(part.rows)
 
 
-def _write(blocks: list[torch.Tensor], entry: Entry, new: BinaryIO) -> str:
-    """Write a tensor. Returns its checksum, or that it is not finite. What is read for it may be read from a disk."""
-    found, finite = xxhash.xxh3_128(), True
+def _put(wanted: Format, name: str, entry: Entry, path: Path, new: BinaryIO) -> Written:
+    """Write a tensor and read it back at once, while a processor has at hand what it is made of."""
+    blocks = wanted.blocks(name)
+    if blocks is None:
+        return Written(_copy(wanted.trained.model, name, entry, new), wanted.is_right(path, name, entry))
+    written = _write(name, blocks, entry, new)
+    del blocks  # before another one's are made
+    return Written(written, _checksum(path, entry) == written and wanted.is_right(path, name, entry))
+
+
+def _write(name: str, blocks: Iterable[torch.Tensor], entry: Entry, new: BinaryIO) -> str:
+    """Write a tensor. Returns its checksum, or that it is not finite."""
+    found, finite, at, end = xxhash.xxh3_128(), True, entry.start, entry.start + entry.size
     for block in blocks:
         content = as_bytes(block)
+        fits = block.shape[1:] == entry.shape[1:] and at + len(content) <= end
+        assert fits, f"{name}: {tuple(block.shape)} is no part of the released {entry.shape}"
         for start in range(0, len(content), released.BLOCK):  # which stays near the processor
             some = content[start : start + released.BLOCK]
             found.update(some)
             finite = finite and released.is_finite(some, entry.dtype)
-            new.write(some)
+            at += _write_at(new, some, at)
+    assert at == end, f"{name}: {end - at} bytes of the released {entry.shape} are missing"
     return found.hexdigest() if finite else "not finite"
 
 
-def _copy(model: released.Model, name: str, new: BinaryIO) -> str:
+def _copy(model: released.Model, name: str, entry: Entry, new: BinaryIO) -> str:
     """Write a tensor as it was released. Returns its checksum."""
-    found, entry = xxhash.xxh3_128(), model.tensors[name]
-    with (model.folder / entry.file).open("rb") as old:
-        for block in released.blocks(old, entry):
+    found, old, at = xxhash.xxh3_128(), model.tensors[name], entry.start
+    with (model.folder / old.file).open("rb") as file:
+        for block in released.blocks(file, old):
             found.update(block)
-            new.write(block)
+            at += _write_at(new, block, at)
     return found.hexdigest()
+
+
+def _write_at(file: BinaryIO, content: memoryview, at: int) -> int:
+    """Write at this place, whatever other threads write elsewhere. Returns how many bytes there are."""
+    done = 0
+    while done < len(content):
+        done += os.pwrite(file.fileno(), content[done:], at + done)
+    return done
+
+
+def _begin_to_store(descriptor: int, start: int, size: int) -> None:
+    """Have the disk begin with a part; atomic_folder.py waits for all of them. Where the disk is busy, this waits, too.
+
+    The kernel forgets what is stored already: no more of the file, or what is read back of it comes from the disk.
+    """
+    try:
+        os.posix_fadvise(descriptor, start, size, os.POSIX_FADV_DONTNEED)
+    finally:
+        os.close(descriptor)
 
 
 def _sum(sums: dict[str, str]) -> str:
@@ -206,18 +242,7 @@ def _read_ahead(trained: Trained, part: Part) -> None:
     released.read_ahead(model, tensors | {name for name in known if name in model.tensors})
 
 
-def _check(wanted: Format, part: Part, path: Path, written: dict[str, str], pool: ThreadPoolExecutor) -> None:
-    def is_right(name: str) -> bool:
-        entry = part.rows[name]
-        there = name not in written or _checksum(path, entry) == written[name]
-        return there and wanted.is_right(path, name, entry)
-
-    wrong = [
-        name
-        for batch in _batches(part.rows)
-        for name, fine in zip(batch, pool.map(is_right, batch), strict=True)
-        if not fine
-    ]
+def _require_right(wanted: Format, path: Path, wrong: list[str]) -> None:
     edited = [name for name in wrong if not is_released(wanted.trained, wanted.weight(name))]
     if edited:
         raise Fault(

@@ -1,0 +1,79 @@
+"""A weight with a low-rank change, in blocks of its rows, and the check of one that was written.
+
+    LoRA   W' = W + scale * B @ A
+    DoRA   W' = magnitude * (W + scale * B @ A) / norm of each row of it
+
+Everything is computed in fp32 and rounded once, to the type of W.
+"""
+
+import threading
+from collections.abc import Iterator
+from math import prod
+
+import torch
+
+AT_ONCE = 2**19  # elements that are merged at once
+TILE = 64  # Rows of a block are a multiple of it: their product is then, to the last bit, that of the whole matrix.
+LARGEST_ROOM = 2**24  # elements whose memory is kept for the next weight
+_rooms = threading.local()
+
+
+def merged(weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scale: float, magnitude) -> Iterator[torch.Tensor]:
+    """The merged weight in blocks of its rows, each of which is gone when the next is asked for."""
+    a, b = a.float(), b.float()
+    changes, found = _room("changes", _block(weight)), torch.empty(_block(weight), dtype=weight.dtype)
+    for rows, whole in _blocks(weight):
+        whole += torch.mm(b[rows], a, out=changes[: len(whole)]).mul_(scale)
+        if magnitude is not None:
+            whole *= (magnitude[rows].float() / whole.norm(dim=1)).unsqueeze(1)
+        yield found[: len(whole)].copy_(whole)
+
+
+def is_merged(found: torch.Tensor, weight: torch.Tensor, a, b, scale: float, magnitude) -> bool:
+    """Whether `found` is the merged weight to the last bit but one of its type, computed once more in another order."""
+    a, factor, eps = a.float(), b.float() * scale, torch.finfo(found.dtype).eps
+    largest, beyond = [0.0], [0.0]  # of each block: the largest number, and by how much one is off beyond rounding
+    differences = _room("differences", _block(weight))
+    for rows, released in _blocks(weight):
+        whole = expected(released, a, factor[rows], None if magnitude is None else magnitude[rows])
+        off = differences[: len(whole)].copy_(found[rows]).sub_(whole).abs_()
+        largest.append(float(whole.abs_().amax()))
+        beyond.append(float(off.sub_(whole, alpha=eps).amax()))
+    return all(one <= 1e-5 * max(largest) for one in beyond)  # of what is not a number, neither is
+
+
+def expected(weight: torch.Tensor, a: torch.Tensor, factor: torch.Tensor, magnitude) -> torch.Tensor:
+    """The merged weight, or rows of it, computed in another order than merged() does.
+
+    `weight` is in fp32 and is overwritten; `factor` is scaled B.
+    """
+    whole = weight.addmm_(factor, a)
+    return whole if magnitude is None else magnitude.float()[:, None] * torch.nn.functional.normalize(whole, dim=1)
+
+
+def _blocks(weight: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor]]:
+    """Rows that fit into a processor's own memory, in fp32, which may be overwritten: most of the time is memory's."""
+    room = _room("block", _block(weight))
+    for first in range(0, weight.shape[0], room.shape[0]):
+        rows = slice(first, min(first + room.shape[0], weight.shape[0]))
+        yield rows, room[: rows.stop - first].copy_(weight[rows])
+
+
+def _block(weight: torch.Tensor) -> tuple[int, int]:
+    rows, columns = weight.shape
+    return max(1, min(rows, max(1, AT_ONCE // max(1, columns) // TILE) * TILE)), columns
+
+
+def _room(use: str, shape: tuple[int, ...]) -> torch.Tensor:
+    """Room for fp32, kept by each thread for this use.
+
+    To give memory back and ask for it again takes longer than to merge: the kernel clears it page by page.
+    """
+    count = prod(shape)
+    if count > LARGEST_ROOM:
+        return torch.empty(shape)
+    kept = getattr(_rooms, use, None)
+    if kept is None or kept.numel() < count:
+        kept = torch.empty(count)
+        setattr(_rooms, use, kept)
+    return kept[:count].view(shape)
