@@ -52,16 +52,18 @@ def do(
 
 
 def share(sizes: dict[int, int], ranks: int) -> list[list[int]]:
-    """Numbers for each rank, the largest first, so that sizes add up to about the same.
+    """Numbers for each rank, so that sizes add up to about the same.
 
-    What is large is written faster than a disk takes it, which goes on beside the rest.
+    They are in their order, but each rank begins elsewhere: units side by side would be of the same file.
     """
     loads, found = [0] * ranks, [[] for _ in range(ranks)]
     for number, size in sorted(sizes.items(), key=lambda one: (-one[1], one[0])):
         least = loads.index(min(loads))
         loads[least] += size + 1
         found[least].append(number)
-    return found
+    found = [sorted(numbers) for numbers in found]
+    firsts = [len(numbers) * rank // ranks for rank, numbers in enumerate(found)]
+    return [numbers[first:] + numbers[:first] for numbers, first in zip(found, firsts, strict=True)]
 
 
 def _entries(folder: Path, numbers: Iterable[int]) -> dict[int, Entry]:

@@ -12,6 +12,7 @@ as_released.py.
 # pyright: reportArgumentType=false
 
 import os
+import threading
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -25,6 +26,7 @@ from contract.faults import Fault
 from trainer.startup import device
 from trainer.startup.console import say
 from trainer.weights import atomic_folder, journal, released
+from trainer.weights.exported.storing import Storing
 from trainer.weights.released import Entry, enumerate_names
 from trainer.weights.trained import Trained
 
@@ -33,6 +35,7 @@ LARGEST, SMALLEST = 2**28, 2**20  # bytes of a part
 COUNT = 256  # of an export whose parts are between those two
 SIDE_BY_SIDE = 64 * 2**20  # bytes of weights that are made at once
 THREADS = 8  # at most
+_writing = threading.Lock()  # the kernel has one at a time write into a file, and the others spin until they may
 
 
 @dataclass(frozen=True)
@@ -104,11 +107,12 @@ def write(wanted: Format, layouts: list[Layout], folder: Path, noted: Path) -> l
         for layout in layouts:
             _begin(layout, folder / layout.file)
     atomic_folder.barrier()
-    cut = dict(enumerate(parts(layouts)))
+    cut, model = dict(enumerate(parts(layouts))), wanted.trained.model
     sizes = {number: part.size for number, part in cut.items()}
+    size = sum(sizes.values()) + sum(entry.size for entry in model.tensors.values())
     done = 0
     # One more than there are cores: a disk is waited for besides.
-    with ThreadPoolExecutor(min(wanted.threads, device.cores() + 1)) as pool, ThreadPoolExecutor(1) as disk:
+    with ThreadPoolExecutor(min(wanted.threads, device.cores() + 1)) as pool, Storing(size) as storing:
 
         def is_whole(number: int, entry: journal.Entry) -> bool:
             part = cut[number]
@@ -117,7 +121,11 @@ def write(wanted: Format, layouts: list[Layout], folder: Path, noted: Path) -> l
 
         def make(number: int) -> journal.Entry:
             nonlocal done
-            entry = _make(wanted, cut[number], folder / cut[number].file, pool, disk)
+            part, path = cut[number], folder / cut[number].file
+            entry = _make(wanted, part, path, pool)
+            sources = [model.tensors[name] for name in _released(wanted.trained, part)]
+            spans = [(model.folder / one.file, one.start, one.size) for one in sources]
+            storing.begin((path, min(row.start for row in part.rows.values()), part.size), spans)
             before, done = done, done + 1
             tenths = [10 * count * atomic_folder.ranks() // len(cut) for count in (before, done)]
             if tenths[0] < tenths[1] < 10:
@@ -157,7 +165,7 @@ def _begin(layout: Layout, path: Path) -> None:
     path.chmod(READABLE)
 
 
-def _make(wanted: Format, part: Part, path: Path, pool: ThreadPoolExecutor, disk: ThreadPoolExecutor) -> journal.Entry:
+def _make(wanted: Format, part: Part, path: Path, pool: ThreadPoolExecutor) -> journal.Entry:
     """Write a part and check it. Returns its entry: a checksum, and the trained tensors that were read for it."""
     stored, found = wanted.trained.stored, dict[str, Written]()
     before = {*stored.seen}
@@ -167,7 +175,6 @@ def _make(wanted: Format, part: Part, path: Path, pool: ThreadPoolExecutor, disk
             made = pool.map(lambda name: _put(wanted, name, part.rows[name], path, new), batch)
             found |= zip(batch, made, strict=True)
         _require_right(wanted, path, [name for name, one in found.items() if not one.is_right])
-        disk.submit(_begin_to_store, os.dup(new.fileno()), min(entry.start for entry in part.rows.values()), part.size)
     seen = sorted(stored.seen)
     stored.seen.update(before)
     sums = {name: one.checksum for name, one in found.items()}
@@ -213,20 +220,10 @@ def _copy(model: released.Model, name: str, entry: Entry, new: BinaryIO) -> str:
 def _write_at(file: BinaryIO, content: memoryview, at: int) -> int:
     """Write at this place, whatever other threads write elsewhere. Returns how many bytes there are."""
     done = 0
-    while done < len(content):
-        done += os.pwrite(file.fileno(), content[done:], at + done)
+    with _writing:
+        while done < len(content):
+            done += os.pwrite(file.fileno(), content[done:], at + done)
     return done
-
-
-def _begin_to_store(descriptor: int, start: int, size: int) -> None:
-    """Have the disk begin with a part; atomic_folder.py waits for all of them. Where the disk is busy, this waits, too.
-
-    The kernel forgets what is stored already: no more of the file, or what is read back of it comes from the disk.
-    """
-    try:
-        os.posix_fadvise(descriptor, start, size, os.POSIX_FADV_DONTNEED)
-    finally:
-        os.close(descriptor)
 
 
 def _sum(sums: dict[str, str]) -> str:
@@ -236,10 +233,15 @@ def _sum(sums: dict[str, str]) -> str:
 
 def _read_ahead(trained: Trained, part: Part) -> None:
     """Have the kernel read what the part is made of, as far as it is the release's."""
+    released.read_ahead(trained.model, _released(trained, part))
+
+
+def _released(trained: Trained, part: Part) -> set[str]:
+    """The released tensors that the part is made of."""
     model = trained.model
     known = [name for name in part.rows if trained.copies.get(name, name) not in trained.values]
     tensors = {tensor for name in known if name in model.weights for tensor in model.parts(name)}
-    released.read_ahead(model, tensors | {name for name in known if name in model.tensors})
+    return tensors | {name for name in known if name in model.tensors}
 
 
 def _require_right(wanted: Format, path: Path, wrong: list[str]) -> None:
