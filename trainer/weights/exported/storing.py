@@ -32,7 +32,7 @@ class Storing:
         self.pool.shutdown(cancel_futures=kind is not None)
 
     def begin(self, written: Span, read: Iterable[Span]) -> None:
-        """Have the disk begin with what was written, out of what was read. That all is stored is for others to wait for."""
+        """Have the disk begin with what was written, out of what was read. That all is stored is not waited for."""
         self.pool.submit(self._begin, written, [*read])
 
     def _begin(self, written: Span, read: list[Span]) -> None:
