@@ -31,8 +31,9 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 
 from contract import regular_files
 from contract.faults import Fault
-from trainer.weights import digests, file_sums, mapped_piece
-from trainer.weights.mapped_piece import Layout
+from trainer.weights import digests, file_sums
+from trainer.weights.mapped import mapped_piece
+from trainer.weights.mapped.mapped_piece import Layout
 from trainer.weights.released import enumerate_names
 
 NOT_WEIGHTS = re.compile(r"^(optimizer|rng_state|common_state|rerun_state_machine_state)\b|_extra_state")

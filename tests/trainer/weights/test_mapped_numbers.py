@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from trainer.weights import mapped_numbers
+from trainer.weights.mapped import mapped_numbers
 
 
 @pytest.fixture

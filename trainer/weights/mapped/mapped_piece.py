@@ -15,7 +15,7 @@ from typing import Any, BinaryIO
 
 import torch
 
-from trainer.weights import mapped_numbers
+from trainer.weights.mapped import mapped_numbers
 
 
 @dataclass(frozen=True)
