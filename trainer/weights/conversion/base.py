@@ -15,7 +15,7 @@ from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, apply_factories
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 from megatron.core.optimizer import OptimizerConfig
-from megatron.core.utils import get_model_config, unwrap_model
+from megatron.core.utils import get_model_config
 
 from conf.schema.run import Run
 from conf.schema.sections import Layout
@@ -23,6 +23,14 @@ from trainer.megatron.model import make_provider
 from trainer.weights import atomic_folder, coverage, journal, model_digests, released
 from trainer.weights.conversion import megatron_tensors, shards
 from trainer.weights.conversion.megatron_tensors import Values
+
+_CHECKPOINT = CheckpointConfig(
+    async_save=False,
+    save_optim=False,
+    save_rng=False,
+    ckpt_format="torch_dist",
+    dist_ckpt_optim_fully_reshardable=True,
+)
 
 
 class Conversion:
@@ -38,10 +46,8 @@ class Conversion:
         coverage.check(wanted, model, known or _sums_of_copies(model), left_out)
         self.left_out = sorted(left_out)
         tasks = self.tasks = megatron_tensors.tasks(bridge, self.chunks)
-        asked = model_digests.metadata()
-        state = {f"model{i}": chunk.sharded_state_dict(metadata=asked) for i, chunk in enumerate(self._unwrapped())}
-        apply_factories(state)
-        stored = [value for value in nested_values(state) if isinstance(value, ShardedTensor)]
+        self.state = _state(self.chunks)
+        stored = [value for value in nested_values(self.state) if isinstance(value, ShardedTensor)]
         self.stored = {(one.key, one.global_offset) for one in stored}
         self.pieces = megatron_tensors.pieces(tasks, stored)
 
@@ -86,7 +92,7 @@ class Conversion:
             if atomic_folder.rank() == 0:
                 work.finish(entries)
 
-        _save(self.chunks, partial, write)
+        _save(self.chunks, self.state, partial, write)
         return sums
 
     def settle(self) -> None:
@@ -96,9 +102,6 @@ class Conversion:
 
     def _size(self, name: str) -> int:
         return self.model.tensors[name].size
-
-    def _unwrapped(self) -> list:
-        return unwrap_model(self.chunks)
 
 
 def _provider(run: Run, bridge):
@@ -134,7 +137,15 @@ class _Strategy(TorchDistSaveShardedStrategy):
         self.write(sharded_state_dict, Path(checkpoint_dir))
 
 
-def _save(chunks: list, folder: Path, write) -> None:
+def _state(chunks: list) -> dict:
+    """What Megatron-Bridge would save of the model. It takes seconds where a layer has many experts."""
+    asked = {"metadata": model_digests.metadata()}
+    state = checkpointing.generate_state_dict(_CHECKPOINT, chunks, None, None, None, iteration=0, model_sd_kwargs=asked)
+    apply_factories(state)
+    return state
+
+
+def _save(chunks: list, saved: dict, folder: Path, write) -> None:
     """Save as Megatron-Bridge's save_megatron_model() does, which takes no strategy."""
     state = GlobalState()
     state.cfg = ConfigContainer(
@@ -146,18 +157,13 @@ def _save(chunks: list, folder: Path, write) -> None:
         dataset=None,
         logger=LoggerConfig(),
         tokenizer=None,
-        checkpoint=CheckpointConfig(
-            async_save=False,
-            save=str(folder),
-            save_optim=False,
-            save_rng=False,
-            ckpt_format="torch_dist",
-            dist_ckpt_optim_fully_reshardable=True,
-        ),
+        checkpoint=replace(_CHECKPOINT, save=str(folder)),
         dist=None,
     )
     context = {"save_strategy": _Strategy(write)}
-    checkpointing.save_checkpoint(state, chunks, None, None, 0, checkpointing_context=context)
+    checkpointing.save_checkpoint(
+        state, chunks, None, None, 0, checkpointing_context=context, prebuilt_state_dict=saved
+    )
 
 
 def record(model: released.Model, sums: dict[str, str], folder: Path) -> None:
