@@ -215,17 +215,17 @@ def measure(work: Path, size: float, processes: int, bridge: bool, rows: list[st
     size = generate(model, size)
     train(model, work / "output/checkpoints/iter_0000001")
     print(f"\n{size:.1f} GB of {WIDTHS}'s widths, {processes} processes, {os.cpu_count()} CPUs\n")
-    print(f"{'':26} {'seconds':>8} {'x cp':>6} {'start':>6} {'CPU s':>8} {'GB RSS':>7} {'of no file':>10}")
+    print(f"{'':26} {'seconds':>8} {'start':>6} {'CPU s':>8} {'GB RSS':>7} {'of no file':>10}")
     paths = [f"paths.{name}={work / name}" for name in ("model", "base", "output", "export", "logs")]
     ours = [*paths, f"layout.gpus_per_node={processes}", "train.precision=bf16", "train.global_batch=64"]
 
     def command(name: str, *more: str) -> list[str]:
         return [sys.executable, "-m", f"trainer.{name}", "tiny", *ours, *more]
 
-    def show(what: str, took: Took, copy: Took) -> None:
-        seconds = took.seconds - took.start
-        numbers = f"{seconds:8.1f} {seconds / copy.seconds:6.2f} {took.start:6.1f} {took.cpu:8.1f}"
+    def show(what: str, took: Took) -> Took:
+        numbers = f"{took.seconds - took.start:8.1f} {took.start:6.1f} {took.cpu:8.1f}"
         print(f"{what:26} {numbers} {took.resident:7.2f} {took.anonymous:10.2f}", flush=True)
+        return took
 
     for state in ("cold", "warm"):
 
@@ -235,8 +235,8 @@ def measure(work: Path, size: float, processes: int, bridge: bool, rows: list[st
             return folder
 
         os.sync()
-        copy = copied(ready(model), work / "copy", log)
-        show(f"cp -r, sync ({state})", copy, copy)
+        copies = [show(f"cp -r, sync ({state})", copied(ready(model), work / "copy", log))]
+        took: dict[str, Took] = {}
         for what, made, asked in (
             ("described", base, command("convert", "convert.to=none", "model.compare=false")),
             ("convert", base, command("convert", "model.compare=false")),
@@ -250,7 +250,7 @@ def measure(work: Path, size: float, processes: int, bridge: bool, rows: list[st
                 ready(read)
             shutil.rmtree(made, ignore_errors=True)
             begun = made.with_name(made.name + PARTIAL) / atomic_folder.JOURNAL
-            show(f"{what} ({state})", timed(asked, log, begun), copy)
+            took[what] = show(f"{what} ({state})", timed(asked, log, begun))
         shutil.rmtree(work / "export", ignore_errors=True)
         if bridge:
             for tool in BRIDGE_TOOLS:
@@ -261,12 +261,16 @@ def measure(work: Path, size: float, processes: int, bridge: bool, rows: list[st
                 for name in tool.reads:
                     ready(work / name)
                 try:
-                    show(named, timed(tool.command(work), log), copy)
+                    took[f"Bridge's {tool.name}"] = show(named, timed(tool.command(work), log))
                 except Killed as killed:
                     print(f"{named:26} {killed}", flush=True)
                     shutil.rmtree(work / tool.makes, ignore_errors=True)
             for tool in BRIDGE_TOOLS:
                 shutil.rmtree(work / tool.makes, ignore_errors=True)
+        copies.append(show(f"cp -r, sync ({state}, again)", copied(ready(model), work / "copy", log)))
+        mean = sum(one.seconds for one in copies) / len(copies)
+        times = [f"{what} {(one.seconds - one.start) / mean:.2f}" for what, one in took.items()]
+        print(f"times the mean of both copies: {'; '.join(times)}\n", flush=True)
     for folder in (model, base, work / "output"):
         shutil.rmtree(folder, ignore_errors=True)
 
