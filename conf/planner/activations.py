@@ -65,16 +65,16 @@ def kinds(facts: ModelFacts) -> list[str]:
     return ["dense", *(["moe"] if facts.experts else []), "mtp"]
 
 
-def kept(run: Run, facts: ModelFacts, kind: str) -> int:
-    """Bytes that one layer ("dense", "moe" or "mtp") keeps of one microbatch from forward to backward."""
+def kept(run: Run, facts: ModelFacts, whole: int) -> int:
+    """Bytes that one layer keeps of one microbatch from forward to backward; `whole` are those of its parts."""
     if run.train.recompute == "full":
         t = tokens(run, facts)
         return t.local * facts.hidden * t.byte  # recompute_layers is the caller's: one such input for each block
-    return sum(parts(run, facts, kind).values())
+    return whole
 
 
 def parts(run: Run, facts: ModelFacts, kind: str) -> dict[str, int]:
-    """Bytes that a layer keeps from forward to backward without full recompute, by part of the layer."""
+    """Bytes that one layer ("dense", "moe" or "mtp") keeps from forward to backward without full recompute, by part."""
     mtp = kind == "mtp"
     if mtp:
         kind = facts.kind(facts.layers - 1)
@@ -93,19 +93,18 @@ def parts(run: Run, facts: ModelFacts, kind: str) -> dict[str, int]:
     return found
 
 
-def working(run: Run, facts: ModelFacts, kind: str) -> dict[str, int]:
-    """Bytes that a layer needs in its backward pass besides those that it keeps.
+def working(run: Run, facts: ModelFacts, kind: str, whole: int) -> dict[str, int]:
+    """Bytes that a layer needs in its backward pass besides those that it keeps; `whole` are those of its parts.
 
     They are recomputed activations, gradients, and tokens on their way.
     """
     t = tokens(run, facts)
     again = 0
     if run.train.recompute == "full":
-        bare = run.model_copy(update={"train": run.train.model_copy(update={"recompute": "none"})})
-        again = sum(parts(bare, facts, kind).values()) * (1 if kind == "mtp" else run.train.recompute_layers)
+        again = whole * (1 if kind == "mtp" else run.train.recompute_layers)
     elif run.train.recompute == "selective":
         bare = run.model_copy(update={"train": run.train.model_copy(update={"recompute_modules": ()})})
-        again = sum(parts(bare, facts, kind).values()) - sum(parts(run, facts, kind).values())
+        again = sum(parts(bare, facts, kind).values()) - whole
     gate = 2 if facts.gated else 1
     width = t.whole * max(attention_width(facts), facts.ffn * gate) // run.layout.tp
     dense = t.local * facts.hidden * 2 + width

@@ -105,7 +105,7 @@ def asking(run: Run, facts: ModelFacts, gpu: Gpu) -> list[StageMemory]:
     bare = run.model_copy(update={"train": run.train.model_copy(update={"recompute": "none"})})
     cut, works, found = grid(run.layout, run.train), {}, []
     for kind in activations.kinds(facts):  # the gradients of a backward pass are as large as what a forward pass makes
-        works[kind] = {"logits": 0, **activations.working(bare, facts, kind)}
+        works[kind] = {"logits": 0, **activations.working(bare, facts, kind, 0)}
     for holding in holdings(run, facts, {}):
         weights, copies = states.weights(run, gpu, holding.parameters, holding.quantized, holding.matrices)
         moments = [works[kind] for kind in holding.layers]
@@ -192,14 +192,13 @@ def _costs(run: Run, facts: ModelFacts, memo: dict[Any, Any]) -> dict[str, tuple
     layout, train = run.layout, run.train
     key = ("costs", layout.tp, layout.cp, layout.ep, layout.etp, layout.sp, train.micro_batch, train.recompute)
     if key not in memo:
+        whole = {kind: sum(activations.parts(run, facts, kind).values()) for kind in activations.kinds(facts)}
         memo[key] = {
-            kind: (activations.kept(run, facts, kind), activations.working(run, facts, kind))
-            for kind in activations.kinds(facts)
-        } | {"loss": (0, {"logits": activations.logits(run, facts), "dispatch": 0, "working": 0})}
-        memo[key] |= {
-            f"whole {kind}": (sum(activations.parts(run, facts, kind).values()), {})
-            for kind in activations.kinds(facts)
+            kind: (activations.kept(run, facts, size), activations.working(run, facts, kind, size))
+            for kind, size in whole.items()
         }
+        memo[key] |= {"loss": (0, {"logits": activations.logits(run, facts), "dispatch": 0, "working": 0})}
+        memo[key] |= {f"whole {kind}": (size, {}) for kind, size in whole.items()}
     return memo[key]
 
 

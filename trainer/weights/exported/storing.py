@@ -18,7 +18,7 @@ Span = tuple[Path, int, int]  # a file, the first byte, and how many
 
 
 class Storing:
-    """`size` is of what is read and written in all."""
+    """The thread, for what is `size` bytes in all, read and written."""
 
     def __init__(self, size: int):
         self.forgets = size > psutil.virtual_memory().available
