@@ -1,9 +1,9 @@
 """The merged model in the release's types: the released checkpoint with the trained weights, in the same files.
 
-Each file keeps its header, byte by byte, so every tensor keeps its shape and lies where it lay. Once a part of it is
-written it is read back (parts.py): a weight that was not trained must have the released checksum, a merged weight must
-be what the adapter's factors give when multiplied once more, a new value must be the one written, and nothing may be
-infinite or not a number.
+Each file keeps its header, byte by byte, so every tensor keeps its shape and lies where it lay. Each tensor is read
+back as soon as it is written (parts.py): a weight that was not trained must have the released checksum, a merged weight
+must be what the adapter's factors give when multiplied once more, a new value must be the one written, and nothing may
+be infinite or not a number.
 
 Weights of a quantised release are unpacked: a file then has a header of its own, with the same weights in the same
 order and no scales. Configuration, tokenizer and chat template are copied, and config.json without quantization_config;
