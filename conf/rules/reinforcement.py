@@ -1,6 +1,7 @@
 """Reinforcement learning as a training: which values go together, and the run that Megatron's loop is given.
 
 as_training(run) -> Run      steps, batch, learning rate and places of the stage, in training's own keys
+is_policy(run) -> bool       whether a run is such a one
 transport(run, on_gpus)      the way that weights take, as trainer and plan know it
 engines(run)                 engines of vLLM on all hosts
 in_turn(run)                 whether they have GPUs of training, in turn with it
@@ -294,3 +295,8 @@ def as_training(run: Run) -> Run:
         "paths": {"output": run.paths.reinforced, "data": data, "parity": f"{run.paths.reinforced}/parity.json"},
     }
     return run.model_copy(update={name: getattr(run, name).model_copy(update=keys) for name, keys in sections.items()})
+
+
+def is_policy(run: Run) -> bool:
+    """Whether the run is one that as_training() has made."""
+    return run.paths.output == run.paths.reinforced

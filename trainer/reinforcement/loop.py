@@ -27,7 +27,7 @@ from conf.rules.reinforcement import cut, in_turn, without_signal
 from conf.schema.run import Run
 from contract.files import write_atomically
 from trainer.megatron.recipe import last_step
-from trainer.reinforcement import advantages, probe
+from trainer.reinforcement import advantages, exact_logits, probe
 from trainer.reinforcement.batches import Form, micro_batches
 from trainer.reinforcement.first_rank import FirstRank
 from trainer.reinforcement.journal import Journal
@@ -101,6 +101,8 @@ class Reinforcement(Callback):
             context.state.train_state = TrainState()
 
     def on_train_start(self, context: Any) -> None:
+        if self.run.train.precision != "fp32":
+            exact_logits.install(context.model)
         self.temperature.install(context.model)
         if self.asked.replay_experts:
             self.policy_step.replay.install(context.model)

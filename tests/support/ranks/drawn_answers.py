@@ -12,7 +12,7 @@ from megatron.bridge.training.callbacks import Callback
 from megatron.core import parallel_state
 
 from conf.schema.run import Run
-from trainer.reinforcement import routes
+from trainer.reinforcement import exact_logits, routes
 from trainer.reinforcement.batches import Form, micro_batches
 from trainer.reinforcement.losses import Settings
 from trainer.reinforcement.policy_step import Feed, FromOutside, PolicyStep, log_probs
@@ -37,6 +37,8 @@ class Answers(Callback):
         self.said: dict[int, list[float]] = {}  # log-probabilities of this rank's answers, before the first step
 
     def on_train_start(self, context: Any) -> None:
+        if self.run.world > 1:  # what others are held against is of megatron-core's own product
+            exact_logits.install(context.model)
         if self.replayed:
             self.step.replay.install(context.model)
         self.said |= log_probs(self.run, context, self.step, self._batches(self._drawn(context)))
