@@ -54,7 +54,7 @@ class Rollout:
             from vllm import LLM
 
             vllm_cpu.ask_in_process()
-        from trainer.reinforcement.engines import worker
+        from trainer.reinforcement.engines import log_probs, worker
         from trainer.reinforcement.transfer import weight_engine
 
         self.version = -1  # as released
@@ -63,6 +63,8 @@ class Rollout:
         self.adapter: Any = None  # beside the released weights
         backend = {"backend": weight_engine.name(settings["transport"])}
         extended = {"weight_transfer_config": backend, "worker_extension_cls": worker.NAME}
+        extended |= {"scheduler_cls": log_probs.SCHEDULER}
+        log_probs.take_whole()
         self.llm = LLM(**settings["arguments"], **extended)
         _end_with_workers()
         if settings["arguments"].get("enable_return_routed_experts") and vllm_cpu.is_installed():
