@@ -10,8 +10,9 @@ their weights one after another, and answer while training computes where reinfo
 GPUs, each has a part of the weights, and of keys and values. The cache has room for all answers of a step at full
 length, or for what is left; with less than one row nothing is answered.
 
-TRANSFER, PROBE and ANSWERED, which vLLM's host takes for a token of each of 256 rows, were measured on an H200 with
-3.21 GB of a Qwen3-MoE (benchmarks/gpu/reinforcement.py, 23 November 2026). All else is arithmetic.
+TRANSFER and PROBE were measured on an H200 with 3.21 GB of a Qwen3-MoE (benchmarks/gpu/reinforcement.py, 23 November
+2026); ANSWERED, which vLLM's host takes for a token of each of 256 rows, with 9.63 GB (25 November). All else is
+arithmetic.
 HELD was measured with answers of 4096 tokens. Training over several hosts sends the first one what it has not: each of
 the tensors by itself, over one GPU's network.
 
@@ -44,7 +45,7 @@ from conf.schema.sections import Adapter
 TRANSFER = {"ipc": 10.3 * GB, "nccl": 10.3 * GB, "gloo": 0.62 * GB, "files": 0.62 * GB}
 PROBE = 0.18  # seconds
 BEGINNING = 60.0  # seconds until vLLM has compiled, and both can begin
-ANSWERED = 28e-6  # seconds for a row's token, on the host
+ANSWERED = 12e-6  # seconds for a row's token, on the host
 HELD = 170  # bytes of an answer's token, in lists of Python's and in the line of the journal that is made of them
 BUCKETS = int(1.1 * GB)  # what weights go through: two of trainer/reinforcement/transfer/wire.py, and what digests take
 
