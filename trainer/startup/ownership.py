@@ -9,6 +9,9 @@ owner creates .owner.N+1, which only one can; the highest number counts.
 This is not done with flock: NFS without a lock daemon, and Lustre mounted with localflock, grant one lock to every
 host, without a word; and a lock does not say whose it is. Exclusive creation is decided by the file server.
 
+A command of a flow (GUARD_PID) waits for an owner on its own host that may be what a killed flow has left: its guard
+(tasks/run/guard.py) gives that the run's gang.grace to save what it has. By hand, a second start is refused at once.
+
 All ranks of a run share its folder. The process that starts them owns it; where torchrun or a gang has started them,
 rank 0 does. The next attempt of a gang takes over at once, because its controller has seen to the end of the last one.
 
@@ -36,6 +39,8 @@ RENEWED = 5.0  # seconds between touches
 EXPIRES = 60.0  # longer than NFS keeps what it knows of a file, and than an import holds the interpreter
 POLLED = 1.0
 OWNED = "TRAINER_OWNED"  # in the environment of ranks whose starter owns the folder
+GUARDED = "GUARD_PID"  # in the environment of what a flow has started
+LEAVES = 5.0  # seconds after gang.grace in which a guard has killed what is left
 REPLACED = ("base", "data", "export")  # as a whole, so that their owner's file lies beside them
 
 
@@ -69,7 +74,8 @@ def _try_to_take(run: Run, key: str) -> tuple[Path, Path, list[Path]] | None:
     try:
         place = _place(folder, key)
         created = _make_folder(place.parent)
-        return place, _take(place, key, _myself()), created
+        patience = run.gang.grace + LEAVES if GUARDED in os.environ else 0.0
+        return place, _take(place, key, _myself(), patience), created
     except OSError as error:
         if error.errno in CANNOT_WRITE:
             return None
@@ -91,11 +97,11 @@ def _make_folder(folder: Path) -> list[Path]:
     return missing
 
 
-def _take(place: Path, key: str, me: dict[str, Any]) -> Path:
+def _take(place: Path, key: str, me: dict[str, Any], patience: float = 0.0) -> Path:
     while True:
         number, newest = _newest(place)
         if newest:
-            _wait_for_end(newest, key, place, me)
+            _wait_for_end(newest, key, place, me, patience)
         mine = place.with_name(f"{place.name}.{number + 1}")
         with contextlib.suppress(FileExistsError):  # somebody else was faster: look again
             _create(mine, me)
@@ -107,15 +113,14 @@ def _take(place: Path, key: str, me: dict[str, Any]) -> Path:
             mine.unlink()
 
 
-def _wait_for_end(newest: Path, key: str, place: Path, me: dict[str, Any]) -> None:
+def _wait_for_end(newest: Path, key: str, place: Path, me: dict[str, Any], patience: float) -> None:
     """Wait until that owner is seen to be gone. Raises a Fault as soon as it is seen to live."""
     seen, until, told = _touched(newest), time.monotonic() + EXPIRES, False
     while seen is not None and time.monotonic() < until:
         owner = _read(newest)
         if owner.get("boot") == me["boot"]:
-            if started(owner["pid"]) != owner["born"]:
-                return
-            raise Fault(_refusal(owner, key, place))
+            _wait_for_process(owner, key, place, patience)
+            return
         if _is_earlier_attempt(owner.get("attempt", ""), me["attempt"]):
             return
         if not told:
@@ -126,6 +131,18 @@ def _wait_for_end(newest: Path, key: str, place: Path, me: dict[str, Any]) -> No
         if now is not None and now != seen:
             raise Fault(_refusal(_read(newest) or owner, key, place))
         seen = now
+
+
+def _wait_for_process(owner: dict[str, Any], key: str, place: Path, patience: float) -> None:
+    """Wait until a process of this host has ended. Raises a Fault where it is still there after so many seconds."""
+    until, told = time.monotonic() + patience, False
+    while started(owner["pid"]) == owner["born"]:
+        if time.monotonic() >= until:
+            raise Fault(_refusal(owner, key, place))
+        if not told:
+            say(f"paths.{key}: waits for {_name(owner)}, which has it, for {patience:.0f} s at most")
+            told = True
+        time.sleep(min(POLLED, max(0.0, until - time.monotonic())))
 
 
 def _refusal(owner: dict[str, Any], key: str, place: Path) -> str:

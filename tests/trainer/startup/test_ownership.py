@@ -50,7 +50,7 @@ def fast(monkeypatch):
     monkeypatch.setattr(ownership, "RENEWED", 0.1)
     monkeypatch.setattr(ownership, "EXPIRES", 1.0)
     monkeypatch.setattr(ownership, "POLLED", 0.02)
-    for name in ("RANK", "GANG_ATTEMPT", ownership.OWNED):
+    for name in ("RANK", "GANG_ATTEMPT", ownership.OWNED, ownership.GUARDED):
         monkeypatch.delenv(name, raising=False)
 
 
@@ -142,6 +142,29 @@ def test_the_death_of_its_owner_frees_a_folder_at_once(start, tmp_path):
     first.wait(5)
     second = start(tmp_path / "output")
     assert second.stdout.readline() == "writes\n"
+
+
+def test_what_a_killed_flow_has_left_may_end_before_the_next_flow_goes_on(start, tmp_path, monkeypatch, capfd):
+    first = start(tmp_path / "output")
+    assert first.stdout.readline() == "writes\n"
+    monkeypatch.setenv(ownership.GUARDED, "1")
+    ending = threading.Timer(0.5, (tmp_path / "output" / "end").touch)
+    ending.start()
+    with owned(tmp_path / "output"):
+        assert first.poll() is not None or first.wait(5) == 0
+    assert f"waits for toy (process {first.pid} on " in capfd.readouterr().out
+
+
+def test_one_that_goes_on_is_not_what_a_killed_flow_has_left(start, tmp_path, monkeypatch):
+    first = start(tmp_path / "output")
+    assert first.stdout.readline() == "writes\n"
+    monkeypatch.setenv(ownership.GUARDED, "1")
+    monkeypatch.setattr(ownership, "LEAVES", 0.2)
+    began = time.monotonic()
+    run = load("tiny", [f"paths.output={tmp_path}/output", "gang.grace=1"])
+    with pytest.raises(Fault, match=f"process {first.pid} on"), ownership.hold(run, "output"):
+        pass
+    assert 1.2 <= time.monotonic() - began < 5
 
 
 def test_a_stopped_owner_of_this_host_is_alive(start, tmp_path):
