@@ -30,16 +30,20 @@ def merged(weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scale: float,
 
 
 def is_merged(found: torch.Tensor, weight: torch.Tensor, a, b, scale: float, magnitude) -> bool:
-    """Whether `found` is the merged weight to the last bit but one of its type, computed once more in another order."""
-    a, factor, eps = a.float(), b.float() * scale, torch.finfo(found.dtype).eps
+    """Whether `found` is the merged weight, rounded to its type, computed once more in another order.
+
+    Beside rounding, a number may be off by what fp32 loses of the largest one.
+    """
+    a, factor, numbers = a.float(), b.float() * scale, torch.finfo(found.dtype)
+    near_zero = numbers.eps / 2 * numbers.tiny  # what rounding is off by where numbers have no exponent left
     largest, beyond = [0.0], [0.0]  # of each block: the largest number, and by how much one is off beyond rounding
     differences = _room("differences", _block(weight))
     for rows, released in _blocks(weight):
         whole = expected(released, a, factor[rows], None if magnitude is None else magnitude[rows])
         off = differences[: len(whole)].copy_(found[rows]).sub_(whole).abs_()
         largest.append(float(whole.abs_().amax()))
-        beyond.append(float(off.sub_(whole, alpha=eps).amax()))
-    return all(one <= 1e-5 * max(largest) for one in beyond)  # of what is not a number, neither is
+        beyond.append(float(off.sub_(whole, alpha=numbers.eps / 2).amax()))
+    return all(one <= 1e-5 * max(largest) + near_zero for one in beyond)  # of what is not a number, neither is
 
 
 def expected(weight: torch.Tensor, a: torch.Tensor, factor: torch.Tensor, magnitude) -> torch.Tensor:

@@ -50,3 +50,120 @@ def test_one_number_that_is_off_is_seen_in_any_block(monkeypatch, row, column):
     assert not low_rank.is_merged(found, weight.bfloat16(), a, b, 2.0, None)
     found[row, column] = float("nan")
     assert not low_rank.is_merged(found, weight.bfloat16(), a, b, 2.0, None)
+
+
+TYPES = [torch.bfloat16, torch.float16, torch.float32]
+
+
+class Drawn:
+    """A weight, its factors and a magnitude, of a shape and with a scale that the number gives."""
+
+    def __init__(self, number: int, dtype: torch.dtype, dora: bool):
+        drawn = torch.Generator().manual_seed(number)
+        rows, columns = (int(torch.randint(1, 400, (), generator=drawn)) for _ in range(2))
+        rank = int(torch.randint(1, 65, (), generator=drawn))
+        self.weight = (0.02 * torch.randn(rows, columns, generator=drawn)).to(dtype)
+        self.a = torch.randn(rank, columns, generator=drawn)
+        self.b = 0.02 * torch.randn(rows, rank, generator=drawn) / rank**0.5
+        self.scale = float(torch.rand((), generator=drawn)) + 0.5
+        self.magnitude = 1 + torch.rand(rows, generator=drawn) if dora else None
+
+    def whole(self) -> torch.Tensor:
+        blocks = low_rank.merged(self.weight, self.a, self.b, self.scale, self.magnitude)
+        return torch.cat([block.clone() for block in blocks])
+
+    def holds(self, found: torch.Tensor, **other) -> bool:
+        """Whether it is merged."""
+        asked = {"scale": self.scale, "magnitude": self.magnitude} | other
+        return low_rank.is_merged(found, self.weight, self.a, self.b, **asked)
+
+
+@pytest.fixture
+def small_blocks(monkeypatch):
+    monkeypatch.setattr(low_rank, "AT_ONCE", 2**14)
+
+
+@pytest.mark.parametrize("dora", [False, True])
+@pytest.mark.parametrize("dtype", TYPES)
+def test_what_was_merged_is_never_refused(small_blocks, dtype, dora):
+    for number in range(60):
+        drawn = Drawn(number, dtype, dora)
+        assert drawn.holds(drawn.whole()), number
+
+
+@pytest.mark.parametrize("dora", [False, True])
+@pytest.mark.parametrize("dtype", TYPES)
+def test_each_fault_is_refused_wherever_it_is(small_blocks, dtype, dora):
+    for number in range(40):
+        drawn = Drawn(number, dtype, dora)
+        merged = drawn.whole()
+        chosen = torch.Generator().manual_seed(number)
+        # Of a number near 0, two steps are less than what fp32 loses of the largest.
+        large = (merged.abs() >= merged.abs().max() / 16).nonzero()
+        row, column = large[int(torch.randint(len(large), (), generator=chosen))].tolist()
+        for fault in ("two steps up", "two steps down", "nan", "inf", "-inf", "sign", "zero", "row of another"):
+            found = merged.clone()
+            if fault.startswith("two steps"):
+                found[row, column] = two_steps(merged, row, column, fault == "two steps up")
+            elif fault == "sign":
+                found[row, column] *= -1
+            elif fault == "zero":
+                found[max(0, row - 3) : row + 1] = 0
+            elif fault == "row of another":
+                found[row] = merged.roll(1, 0)[row] if len(merged) > 1 else -merged[row]
+            else:
+                found[row, column] = float(fault)
+            assert not drawn.holds(found), f"{number}: {fault} at {row}, {column} of {tuple(found.shape)}"
+        if dora:
+            assert drawn.magnitude is not None
+            assert not drawn.holds(merged, magnitude=drawn.magnitude * 1.05), f"{number}: other magnitudes"
+        if not dora or merged.shape[1] > 1:  # else the norm takes it away again
+            assert not drawn.holds(merged, scale=drawn.scale * 1.5), f"{number}: another scale"
+
+
+def two_steps(merged: torch.Tensor, row: int, column: int, up: bool) -> torch.Tensor:
+    """Number that is two steps of its type away; in fp32, of which another order loses more, 2e-5 of the largest."""
+    number = merged[row, column].clone()
+    if merged.dtype == torch.float32:
+        return number + (2 if up else -2) * 1e-5 * merged.abs().max()
+    towards = torch.tensor(float("inf") if up else -float("inf"), dtype=number.dtype)
+    return torch.nextafter(torch.nextafter(number, towards), towards)
+
+
+@pytest.mark.parametrize("dora", [False, True])
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("size", [1, 1e-3, 1e-5])
+def test_no_order_of_adding_up_is_refused_however_small_numbers_are(small_blocks, dtype, size, dora):
+    """fp16 has the same distance between all numbers near 0, where rounding is off by more than a part of them."""
+    for number in range(30):
+        drawn = Drawn(number, dtype, dora)
+        drawn.weight *= size
+        drawn.b *= size
+        exact = drawn.weight.double() + drawn.scale * (drawn.b.double() @ drawn.a.double())
+        if drawn.magnitude is not None:
+            drawn.magnitude *= size
+            exact *= (drawn.magnitude / exact.norm(dim=1))[:, None]
+        assert drawn.holds(exact.to(dtype)), number
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+def test_what_is_infinite_is_refused_where_it_is_expected_as_well(small_blocks, dtype):
+    drawn = Drawn(1, dtype, False)
+    drawn.weight[0, 0] = float("inf")
+    assert not drawn.holds(drawn.whole())
+    drawn.weight[0, 0] = float("nan")
+    assert not drawn.holds(drawn.whole())
+
+
+def test_numbers_that_outgrow_their_type_are_refused(small_blocks):
+    drawn = Drawn(1, torch.float16, False)
+    drawn.scale = 1e8
+    found = drawn.whole()
+    assert bool(found.isinf().any()) and not drawn.holds(found)
+
+
+def test_zeros_of_either_sign_are_the_same(small_blocks):
+    drawn = Drawn(1, torch.bfloat16, False)
+    drawn.weight.zero_()
+    drawn.b.zero_()
+    assert drawn.holds(drawn.whole()) and drawn.holds(-drawn.whole())
