@@ -19,6 +19,7 @@ from contract.files import write_atomically
 from trainer.reinforcement.samples import Answer, Group, Step
 
 FOLDER, OF = "rollouts", "of.json"
+MADE_ANEW = "without it the step is made anew"
 OWN = ("function", "environment", "judge_prompt")  # files of one's own, by their content
 
 
@@ -52,17 +53,21 @@ class Journal:
         path = self._path(number)
         if not path.exists():
             return None
-        found = json_object.read(path)
         try:
+            found = json_object.read(path)
             groups = [
                 Group(group["row"], group["prompt"], [Answer(**answer) for answer in group["answers"]])
                 for group in found["groups"]
             ]
-            return Step(**{**found, "groups": groups})
-        except (KeyError, TypeError) as error:
-            raise Fault(
-                f"{path}: not what trainer.reinforce writes ({error!r}); without it the step is made anew"
-            ) from None
+            step = Step(**{**found, "groups": groups})
+            damage = _damage(step, number)
+        except Fault as fault:
+            raise Fault(f"{fault}; {MADE_ANEW}") from None
+        except (KeyError, TypeError, AttributeError) as error:
+            damage = repr(error)
+        if damage:
+            raise Fault(f"{path}: not what trainer.reinforce writes ({damage}); {MADE_ANEW}")
+        return step
 
     def note(self, name: str, facts: dict[str, Any]) -> None:
         write_atomically(self.folder / f"{name}.json", json.dumps(facts), durable=True)
@@ -73,3 +78,25 @@ class Journal:
 
     def _path(self, number: int) -> Path:
         return self.folder / f"{number:06d}.json"
+
+
+def _damage(step: Step, number: int) -> str:
+    """What of a step nothing could be learned from, or something wrong; empty where it is whole."""
+    if step.number != number:
+        return f"step {step.number}"
+    for place, group in enumerate(step.groups, 1):
+        if not group.prompt or not group.answers or not _are_tokens(group.prompt):
+            return f"group {place} has no prompt or no answer"
+        for answer in group.answers:
+            told = [one for one in answer.log_probs if one is not None]
+            if not _are_tokens(answer.tokens) or len(answer.log_probs) != len(answer.tokens):
+                return f"an answer of group {place} has tokens that are none, or without log-probabilities"
+            if not all(isinstance(value, float | int) for value in [*told, answer.reward]):
+                return f"an answer of group {place} has a reward, or a log-probability, that is no number"
+    if step.old and [len(one) for one in step.old] != [len(answer.tokens) for answer in step.answers]:
+        return "the trainer's log-probabilities are of other answers"
+    return "" if step.groups else "no groups"
+
+
+def _are_tokens(found: list[int]) -> bool:
+    return all(isinstance(token, int) and token >= 0 for token in found)
