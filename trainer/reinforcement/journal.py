@@ -13,6 +13,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from conf.rules.reinforcement import contents
+from conf.schema import identity
+from conf.schema.run import Run
 from contract import json_object
 from contract.faults import Fault
 from contract.files import write_atomically
@@ -23,28 +26,36 @@ MADE_ANEW = "without it the step is made anew"
 OWN = ("function", "environment", "judge_prompt")  # files of one's own, by their content
 
 
+def facts(run: Run) -> dict[str, Any]:
+    """The keys that decide on a run's steps, and digests of the files of one's own."""
+    return identity.of(run, "reinforce")["reinforce"] | contents(run)
+
+
 class Journal:
     def __init__(self, output: Path):
         self.folder = output / FOLDER
 
     def begin(self, facts: dict[str, Any]) -> None:
         """Begin or go on. Raises a Fault where what is there was made by other keys."""
+        self.require(facts)
         path = self.folder / OF
-        plain = json.loads(json.dumps(facts))
-        if path.exists():
-            before = json_object.read(path)
-            for key in sorted(before.keys() | plain.keys()):
-                if key in OWN and key not in before:
-                    continue  # begun when they were not noted; one that is new has another reward, or more turns
-                if before.get(key) != plain.get(key):
-                    was, now = json.dumps(before.get(key)), json.dumps(plain.get(key))
-                    raise Fault(
-                        f"reinforce.{key}: {now}, but {self.folder} was begun with {was}; set it back to go on, or "
-                        "name another paths.reinforced"
-                    )
-            return
-        self.folder.mkdir(parents=True, exist_ok=True)
-        write_atomically(path, json.dumps(plain), durable=True)
+        if not path.exists():
+            self.folder.mkdir(parents=True, exist_ok=True)
+            write_atomically(path, json.dumps(facts), durable=True)
+
+    def require(self, facts: dict[str, Any]) -> None:
+        """Raise a Fault where what is there was made by other keys."""
+        path = self.folder / OF
+        before, plain = json_object.read(path) if path.exists() else None, json.loads(json.dumps(facts))
+        for key in sorted(before.keys() | plain.keys()) if before is not None else ():
+            if key in OWN and key not in before:
+                continue  # begun when they were not noted; one that is new has another reward, or more turns
+            if before.get(key) != plain.get(key):
+                was, now = json.dumps(before.get(key)), json.dumps(plain.get(key))
+                raise Fault(
+                    f"reinforce.{key}: {now}, but {self.folder} was begun with {was}; set it back to go on, or "
+                    "name another paths.reinforced"
+                )
 
     def write(self, step: Step) -> None:
         write_atomically(self._path(step.number), json.dumps(asdict(step)), durable=True)
