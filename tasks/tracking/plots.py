@@ -120,7 +120,7 @@ Series = list[tuple[str, str, str]]  # kind of line, key, label
 def draw(axes: Any, lines: list[dict], series: Series) -> None:
     from matplotlib.ticker import MaxNLocator
 
-    axes.xaxis.set_major_locator(MaxNLocator("auto", integer=True))
+    axes.xaxis.set_major_locator(MaxNLocator("auto", integer=True, steps=[1, 2, 5, 10]))
     curves = _curves(lines, series)
     for label, points in curves.items():
         marker = "o" if len(points) < 20 else ""
