@@ -46,8 +46,10 @@ class Journal:
     def require(self, facts: dict[str, Any]) -> None:
         """Raise a Fault where what is there was made by other keys."""
         path = self.folder / OF
-        before, plain = json_object.read(path) if path.exists() else None, json.loads(json.dumps(facts))
-        for key in sorted(before.keys() | plain.keys()) if before is not None else ():
+        if not path.exists():
+            return
+        before, plain = json_object.read(path), json.loads(json.dumps(facts))
+        for key in sorted(before.keys() | plain.keys()):
             if key in OWN and key not in before:
                 continue  # begun when they were not noted; one that is new has another reward, or more turns
             if before.get(key) != plain.get(key):
@@ -65,17 +67,12 @@ class Journal:
         if not path.exists():
             return None
         try:
-            found = json_object.read(path)
-            groups = [
-                Group(group["row"], group["prompt"], [Answer(**answer) for answer in group["answers"]])
-                for group in found["groups"]
-            ]
-            step = Step(**{**found, "groups": groups})
+            step = _step(json_object.read(path))
             damage = _damage(step, number)
         except Fault as fault:
             raise Fault(f"{fault}; {MADE_ANEW}") from None
         except (KeyError, TypeError, AttributeError) as error:
-            damage = repr(error)
+            raise Fault(f"{path}: not what trainer.reinforce writes ({error!r}); {MADE_ANEW}") from None
         if damage:
             raise Fault(f"{path}: not what trainer.reinforce writes ({damage}); {MADE_ANEW}")
         return step
@@ -89,6 +86,14 @@ class Journal:
 
     def _path(self, number: int) -> Path:
         return self.folder / f"{number:06d}.json"
+
+
+def _step(found: dict[str, Any]) -> Step:
+    groups = [
+        Group(group["row"], group["prompt"], [Answer(**answer) for answer in group["answers"]])
+        for group in found["groups"]
+    ]
+    return Step(**{**found, "groups": groups})
 
 
 def _damage(step: Step, number: int) -> str:
