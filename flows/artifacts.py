@@ -17,7 +17,9 @@ and exit code 1; code 2 where nothing can be proven, as when what it was made fr
 """
 
 import argparse
+import contextlib
 import json
+import math
 import os
 import re
 import subprocess
@@ -27,6 +29,7 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from datetime import datetime
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +46,8 @@ from tasks.stages import pipeline
 from tasks.store import Store
 
 OWN = ("runs", "pins", "gangs")  # folders of the store that hold no artifacts
-PLACE = re.compile(rf"({'|'.join(sorted({name.partition('-')[0] for name in pipeline.ORDER}))})/[0-9a-f]{{16}}")
+STAGES = sorted({name.partition("-")[0] for name in pipeline.ORDER})
+PLACE = re.compile(rf"({'|'.join(STAGES)})/[0-9a-f]{{16}}")
 GANG = re.compile(r"train-[0-9a-f]{16}")
 DAY = 86400.0  # seconds
 CHANGES = 4  # shown
@@ -74,6 +78,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def show_all(store: Store, stage: str) -> int:
+    if stage and stage not in STAGES:
+        near = get_close_matches(stage.partition("-")[0], STAGES, n=1)
+        raise Fault(f"{stage}: no stage; " + (f"did you mean {near[0]}?" if near else ", ".join(STAGES)))
     found = sorted(artifact.every(store, stage), key=lambda made: made.made["at"])
     sources = found if not stage else list(artifact.every(store))
     everything = {made.stage.fingerprint: made for made in sources}
@@ -110,6 +117,7 @@ def _score(made: Artifact) -> str:
         return f"version {result.get('version')}, {' and '.join(result.get('aliases', ()))}"
     else:
         named = {"loss": "loss", "validation_loss": "validation"}
+        named |= {"reward": "reward", "held_out_before": "held out before", "held_out_after": "after"}
         told = [(name, result[key]) for key, name in named.items() if key in result]
     return ", ".join(f"{name} {value:.4g}" for name, value in told)
 
@@ -324,9 +332,16 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     verified = "these alone; a base (convert) and an export against the release as well"
     commands.add_parser("verify", help="read every byte").add_argument("keys", nargs="*", metavar="key", help=verified)
     gc = commands.add_parser("gc", help="remove what nothing refers to")
-    gc.add_argument("--days", type=float, help="runs that began longer ago refer to nothing")
+    gc.add_argument("--days", type=_days, help="runs that began longer ago refer to nothing")
     gc.add_argument("--delete", action="store_true", help="do it; without, it is only said")
     return parser.parse_args(argv)
+
+
+def _days(text: str) -> float:
+    with contextlib.suppress(ValueError):
+        if 0 <= (days := float(text)) < math.inf:
+            return days
+    raise argparse.ArgumentTypeError(f"{text}: a number of days, from 0 on, is wanted")
 
 
 if __name__ == "__main__":

@@ -11,10 +11,12 @@ Not covered: what a wheel has compiled in from others, and models or data, which
 
 import importlib.metadata
 from collections import defaultdict
+from collections.abc import Sequence
 from importlib.metadata import Distribution
 from pathlib import PurePath
 
 from contract import closed_pipe
+from flows import arguments
 
 
 def stated(package: Distribution) -> str:
@@ -34,7 +36,8 @@ def _file(package: Distribution) -> str:
     return f"its file: {names[0]}" if names else "it brings no licence file"
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> None:
+    arguments.parser("flows.licences", __doc__).parse_args(argv)
     found: dict[str, set[str]] = defaultdict(set)
     for package in importlib.metadata.distributions():
         if name := package.metadata["Name"]:  # a half-removed package leaves a folder without metadata

@@ -21,11 +21,15 @@ import time
 import urllib.request
 from pathlib import Path
 
-from contract import closed_pipe
+from contract import closed_pipe, json_object
+from contract.faults import Fault
+from contract.files import write_atomically
 from contract.processes import started
 from flows import packages, scheduling
+from flows.arguments import refused
 from flows.scheduling import Trouble
 from tasks.run.places import runs_folder
+from tasks.store.durable import plainly
 
 HOST = "127.0.0.1"
 READY_WITHIN = 300.0  # both servers make their databases at the first start; a busy host took more than 120
@@ -38,7 +42,10 @@ BIN = Path(sys.executable).parent
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m flows.services", description=__doc__.partition("\n")[0])
     parser.add_argument("do", choices=("up", "down", "status"))
-    return {"up": up, "down": down, "status": status}[parser.parse_args().do]()
+    try:
+        return {"up": up, "down": down, "status": status}[parser.parse_args().do]()
+    except Fault as fault:
+        return refused(fault)
 
 
 def up() -> int:
@@ -165,12 +172,19 @@ def _start(name: str, command: list, address: str, environment: dict[str, str]) 
 def _running() -> dict[str, dict]:
     """Processes of the file that still are the same: a number alone may be another process by now."""
     path = _folder() / "processes.json"
-    noted = json.loads(path.read_text()) if path.exists() else {}
-    return {name: process for name, process in noted.items() if started(process["pid"]) == process["started"]}
+    try:
+        noted = json_object.read(path) if path.exists() else {}
+        return {name: process for name, process in noted.items() if started(process["pid"]) == process["started"]}
+    except (Fault, TypeError, KeyError) as error:
+        reason = str(error) if isinstance(error, Fault) else f"{path}: not what make up writes ({error!r})"
+        raise Fault(
+            f"{reason}; what make up has started is not known any more: remove the file, and end it by hand"
+        ) from None
 
 
 def _save(running: dict) -> None:
-    (_folder() / "processes.json").write_text(json.dumps(running, indent=1))
+    with plainly(_folder()):
+        write_atomically(_folder() / "processes.json", json.dumps(running, indent=1), durable=False)
 
 
 def _signal(process: dict, number: int) -> None:
@@ -223,7 +237,8 @@ def _has_gpu() -> bool:
 
 def _folder() -> Path:
     folder = runs_folder() / "services"
-    folder.mkdir(parents=True, exist_ok=True)
+    with plainly(runs_folder()):
+        folder.mkdir(parents=True, exist_ok=True)
     return folder
 
 

@@ -12,8 +12,7 @@ which trainer.export takes as paths.output, metrics.jsonl and parity.json beside
 import os
 from pathlib import Path
 
-from conf.rules.reinforcement import as_training, contents
-from conf.schema import identity
+from conf.rules.reinforcement import as_training
 from conf.schema.run import Run
 from contract import checkpoints
 from contract.faults import Fault
@@ -53,7 +52,7 @@ def _train(given: Run, run: Run, rollouts: Rollouts | None, start: int) -> None:
     device.start()
     from trainer.megatron.model import open_bridge
     from trainer.patches import resharding
-    from trainer.reinforcement.journal import Journal
+    from trainer.reinforcement.journal import Journal, facts
     from trainer.reinforcement.loop import Reinforcement
     from trainer.reinforcement.losses import Settings
     from trainer.reinforcement.policy_step import Feed, FromOutside, PolicyStep
@@ -65,7 +64,7 @@ def _train(given: Run, run: Run, rollouts: Rollouts | None, start: int) -> None:
     resharding.install()
     asked, feed = run.reinforce, Feed()
     if rollouts:
-        Journal(Path(run.paths.output)).begin(identity.of(given, "reinforce")["reinforce"] | contents(given))
+        Journal(Path(run.paths.output)).begin(facts(given))
     with megatron_to(Path(run.paths.logs)):
         bridge = open_bridge(run)
         config = make_config(run, bridge, start or None)

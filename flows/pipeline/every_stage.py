@@ -3,6 +3,7 @@
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportFunctionMemberAccess=false
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from datetime import UTC
 from pathlib import PurePath
 from typing import Any, Literal
@@ -45,14 +46,16 @@ def make(
     require: Callable[[Run], None] = lambda run: None,
 ) -> State:
     """Make what is not there already. `require` raises a Fault for a run that is not the flow's to make."""
+    begun = ExitStack()
     try:
         run = load(conf, as_overrides(changes))
         require(run)
         planned = plan.submit(run, until_stage).result()  # from config.json alone
         asked = request(planned.run, from_stage, until_stage)
+        session = begun.enter_context(Session(planned.run, asked, flow_run.id, flow_run.name))
     except (ConfigError, Fault) as fault:
         return Failed(message=str(fault))
-    with Session(planned.run, asked, flow_run.id, flow_run.name) as session:
+    with begun:
         tell(session.tracking, planned)
         model = download.submit(session.stage("download"))  # GLM-4.7: 716 GB
         data = prepare.submit(session.stage("prepare"), model)  # the tokenizer is the model's

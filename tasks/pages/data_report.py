@@ -158,7 +158,7 @@ def _alike(found: dict[str, Any] | None, files: str) -> list[str]:
     """Leaks first, then copies and near copies, by file and line."""
     if not found:
         return []
-    total = ", ".join(f"{count:,} of {words(kind)}" for kind, count in found["counts"].items() if count)
+    total = ", ".join(f"{words(kind)} {count:,}" for kind, count in found["counts"].items() if count)
     rows = [
         (
             words(kind),
@@ -172,7 +172,12 @@ def _alike(found: dict[str, Any] | None, files: str) -> list[str]:
         for entry in found["samples"].get(kind, [])[:SAMPLES]
     ]
     return [
-        *("", "## Copies and leaks", "", f"{total}. All of them: {code(f'{files}/{found["file"]}', 300)}."),
+        *(
+            "",
+            "## Copies and leaks",
+            "",
+            f"Rows that are like another one: {total}. All of them: {code(f'{files}/{found["file"]}', 300)}.",
+        ),
         *table(("what", "row", "in", "is like", "in", "by"), rows),
         *("", "data.leaks, data.near_copies and data.duplicates: drop leaves them out."),
     ]

@@ -22,6 +22,7 @@ from tasks.run.places import open_run_store, runs_folder
 from tasks.run.request import Request
 from tasks.run.run_tracking import RunTracking
 from tasks.run.stage_run import StageRun
+from tasks.store.durable import plainly
 
 
 class Session(AbstractContextManager):
@@ -33,7 +34,8 @@ class Session(AbstractContextManager):
         self._ending = threading.Event()
 
     def __enter__(self) -> Self:
-        self.tracking = RunTracking(self.run, self.name, self.id, self.request.stages, self.store, self.folder)
+        with plainly(self.folder):
+            self.tracking = RunTracking(self.run, self.name, self.id, self.request.stages, self.store, self.folder)
         try:
             self._note("running")
         except Fault as fault:

@@ -7,6 +7,7 @@ tag. Without a champion, the base model is the one to beat.
 
 import contextlib
 import json
+import math
 import re
 import sqlite3
 import warnings
@@ -71,8 +72,7 @@ def promote(
         value = _value(after, settings.metric)
         champion = _by_alias(client, settings.model, "champion")
         if champion:
-            measured = champion.tags.get(settings.metric)
-            rival = Rival(f"champion {champion.version}", float(measured) if measured is not None else None)
+            rival = Rival(f"champion {champion.version}", _number(champion.tags.get(settings.metric)))
         wins, reason = decide(settings.metric, value, rival, settings.margin)
         if champion and _is(champion.tags, tuned):
             wins, reason = True, f"{settings.metric} {value:.4g}; it was champion before"
@@ -80,7 +80,9 @@ def promote(
         questions = canonical([asked, after.stage.inputs.get("data")])
         if rival and champion and champion.tags.get("finetune.questions", questions) != questions:
             reason += f"; {rival.name} was asked other questions"
-        tags = {settings.metric: repr(value), "reason": reason, "finetune.questions": questions}
+        # With nan as its value, a champion could never be replaced.
+        measured = {settings.metric: repr(value)} if math.isfinite(value) else {}
+        tags = measured | {"reason": reason, "finetune.questions": questions}
         version = _register(client, settings.model, tracking, tuned, tags)
         told = description(stage_run.run, tuned, version, reason, tracking)
         client.update_model_version(settings.model, version, told)
@@ -126,6 +128,9 @@ def _needed(tuned: Artifact, released: Artifact | None) -> dict[str, Stage]:
 
 def decide(metric: str, value: float, rival: Rival | None, margin: float) -> tuple[bool, str]:
     """Whether the model becomes champion, and the reason, as text for people."""
+    if not math.isfinite(value):
+        against = f" against {rival.value:.4g} of {rival.name}" if rival and rival.value is not None else ""
+        return False, f"{metric} {value}{against}, which is no number, and so not above anything"
     if rival is None:
         return True, f"{metric} {value:.4g}; it is the first, and began with drawn weights"
     if rival.value is None:
@@ -152,6 +157,15 @@ def _value(evaluation: Artifact, metric: str) -> float:
     if metric not in metrics:
         raise Fault(f"promote.metric: {metric}: not among what was evaluated: {', '.join(sorted(metrics))}")
     return metrics[metric]
+
+
+def _number(tag: str | None) -> float | None:
+    """The value in a version's tag, which people may edit; None where there is none."""
+    try:
+        value = float(tag or "")
+    except ValueError:
+        return None
+    return value if math.isfinite(value) else None
 
 
 def _by_alias(client, model: str, alias: str):

@@ -25,8 +25,9 @@ os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
 os.environ.setdefault("MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT", "true")
 os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")  # the shipper tries again, and can be hurried
 os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "10")
-for _name in ("alembic", "mlflow.store.db.utils"):
-    logging.getLogger(_name).setLevel(logging.WARNING)
+logging.getLogger("alembic").setLevel(logging.WARNING)
+# An error of the database has two tracebacks there, each time that it is tried; shipping says it in a line.
+logging.getLogger("mlflow.store.db.utils").setLevel(logging.CRITICAL)
 
 from mlflow import MlflowClient  # noqa: E402
 from mlflow.entities import (  # noqa: E402

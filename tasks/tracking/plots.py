@@ -78,7 +78,7 @@ def figure(name: str, lines: list[dict]) -> bytes | None:
     if not _curves(lines, series):
         return None
     drawing, axes = canvas(title, "step", unit)
-    _draw(axes, lines, series)
+    draw(axes, lines, series)
     return png(drawing)
 
 
@@ -94,7 +94,7 @@ def together(lines: list[dict], names: tuple[str, ...]) -> bytes | None:
     panels = drawing.subplots(len(names), 1, sharex=True, height_ratios=(2.2, *(1 for _ in names[1:])))
     for axes, name in zip(panels, names, strict=True):
         title, unit, series = FIGURES[name]
-        _draw(axes, lines, series)
+        draw(axes, lines, series)
         axes.set(title=title, ylabel=unit)
         axes.grid(alpha=0.3)
     panels[-1].set_xlabel("step")
@@ -117,7 +117,10 @@ def canvas(title: str, x: str, y: str) -> tuple[Any, Any]:
 Series = list[tuple[str, str, str]]  # kind of line, key, label
 
 
-def _draw(axes: Any, lines: list[dict], series: Series) -> None:
+def draw(axes: Any, lines: list[dict], series: Series) -> None:
+    from matplotlib.ticker import MaxNLocator
+
+    axes.xaxis.set_major_locator(MaxNLocator("auto", integer=True, steps=[1, 2, 5, 10]))
     curves = _curves(lines, series)
     for label, points in curves.items():
         marker = "o" if len(points) < 20 else ""

@@ -30,7 +30,9 @@ def world(tmp_path, monkeypatch, capsys):
 
         def fill(work):
             (work.folder / "files/content").write_text(f"{name} {config}")
-            return {"metrics": {"arc/acc": 0.25, "arc/acc_stderr": 0.1}} if name == "evaluate" else {"loss": 0.5}
+            results = {"evaluate": {"metrics": {"arc/acc": 0.25, "arc/acc_stderr": 0.1}}}
+            results |= {"reinforce": {"reward": 0.8, "held_out_before": 0.02, "held_out_after": 0.94}}
+            return results.get(name, {"loss": 0.5})
 
         by = {"flow": "toy-1", "run": "toy"}
         return artifact.get_or_make(stage, store, fill, tmp_path / "work", lambda _: None, by)
@@ -72,7 +74,27 @@ def test_list(world):
     assert all(f"{made.key} " in output for made in (world.convert, world.prepare, world.train))
     assert "by toy-1" in lines[0] and lines[-1].startswith("3 artifacts, ") and lines[-1].endswith(world.store.uri)
     assert world.run("list", "train")[1].splitlines()[-1].startswith("1 artifacts, ")
-    assert world.run("list", "nothing")[1].startswith("0 artifacts, 0 B")
+    assert world.run("list", "export")[1].startswith("0 artifacts, 0 B")
+
+
+@pytest.mark.parametrize("stage, says", [("trian", "did you mean train?"), ("evaluate-base", "evaluate"), ("runs", "")])
+def test_a_stage_that_is_none_is_named(world, stage, says):
+    code, out, err = world.run("list", stage)
+    assert code == 2 and not out and err.startswith(f"error: {stage}: no stage") and says in err
+    assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize("days", ["-1", "nan", "inf", "-inf", "soon"])
+def test_days_that_are_none_remove_nothing(world, days, capsys):
+    with pytest.raises(SystemExit) as ended:
+        world.run("gc", "--delete", f"--days={days}")
+    assert ended.value.code == 2 and f"{days}: a number of days" in capsys.readouterr().err.splitlines()[-1]
+    assert there(world) == {"convert", "prepare", "train"}
+
+
+def test_list_has_what_a_reinforcement_learning_has_come_to(world):
+    world.make("reinforce", {"lr": 1})
+    assert "reward 0.8, held out before 0.02, after 0.94" in world.run("list", "reinforce")[1]
 
 
 def test_show_has_what_it_came_from_and_what_came_of_it(world):

@@ -23,5 +23,12 @@ def test_a_licence_is_shown_as_it_is_stated(tmp_path, about, says):
 
 
 def test_every_installed_package_is_listed(capsys):
-    licences.main()
+    licences.main([])
     assert ", pytest " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("arguments, code", [(["--help"], 0), (["pytest"], 2)])
+def test_it_takes_no_arguments(arguments, code, capsys):
+    with pytest.raises(SystemExit) as ended:
+        licences.main(arguments)
+    assert ended.value.code == code and "MIT" not in capsys.readouterr().out

@@ -7,6 +7,7 @@ from datetime import UTC, datetime, timedelta
 
 import pytest
 
+from flows.services import main
 from tests.flows.test_deployments import deployment, edit
 from tests.support.flow_world import BIN, ROOT, World, wait_for
 
@@ -91,3 +92,29 @@ def test_a_cron_a_minute_ahead_runs_before_and_after_a_second_make_up(services, 
     services("down")
     place = of(services, tmp_path, services("up"))
     assert deployment(place, "tiny")["schedules"] == before
+
+
+DAMAGED = ("", '{"prefect": {"pid": 1', "[]", '{"prefect": 1}', '{"prefect": {"pid": 1}}', "\xff")
+
+
+@pytest.mark.parametrize("content", DAMAGED)
+@pytest.mark.parametrize("do", ["status", "down"])
+def test_a_file_of_processes_that_is_damaged_is_a_line(tmp_path, monkeypatch, capsys, content, do):
+    """Without it nobody knows any more what is to be stopped."""
+    monkeypatch.setenv("FINETUNE_RUNS", str(tmp_path))
+    path = tmp_path / "services" / "processes.json"
+    path.parent.mkdir()
+    path.write_text(content, "latin-1")
+    monkeypatch.setattr(sys, "argv", ["services", do])
+    assert main() == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"error: {path}: ") and "not known any more" in line
+    assert path.read_text("latin-1") == content
+
+
+def test_a_file_in_the_place_of_the_folder_is_a_line(tmp_path, monkeypatch, capsys):
+    (tmp_path / "runs").touch()
+    monkeypatch.setenv("FINETUNE_RUNS", str(tmp_path / "runs"))
+    monkeypatch.setattr(sys, "argv", ["services", "status"])
+    assert main() == 2
+    assert capsys.readouterr().err.endswith(f"; {tmp_path}/runs must be a folder that can be written\n")

@@ -27,7 +27,7 @@ from trainer.checks import adapters
 from trainer.data import prepared, references
 from trainer.data.tokens import tokenizer
 from trainer.megatron.recipe import checkpoint_folder
-from trainer.reinforcement import rewards
+from trainer.reinforcement import journal, rewards
 from trainer.serving import agreement, held_out_texts, prompts, unmerged
 from trainer.training import resume
 from trainer.weights import released
@@ -142,6 +142,7 @@ def check_reinforce(given: Run) -> None:
     if given.reinforce.source and not (Path(run.paths.data) / prepared.MANIFEST).exists():
         made = f"python -m trainer.prepare CONF data.source={given.reinforce.source} paths.data={run.paths.data}"
         raise Fault(f"paths.prompts: {run.paths.data}: not prepared; {made}")
+    journal.Journal(Path(run.paths.output)).require(journal.facts(given))  # by its own keys, before those of a training
     resume.check(run, checkpoint_folder(run))
     if "RANK" not in os.environ or ("GANG_ATTEMPT" in os.environ and os.environ["RANK"] == "0"):
         rewards.check(run)

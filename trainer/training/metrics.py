@@ -44,10 +44,10 @@ from torch import distributed
 from conf.rules import objectives
 from conf.schema.run import Run
 from contract.faults import Fault
-from contract.files import write_atomically
 from trainer.megatron.recipe import last_step
 from trainer.startup.console import say
 from trainer.training.gradients import Gradients
+from trainer.training.metrics_lines import drop_after
 from trainer.training.pace import Pace
 from trainer.training.tensorboard_files import TensorBoardFiles
 
@@ -77,7 +77,7 @@ class Metrics(Callback):
         self.gradients = Gradients(run)
         if os.environ["RANK"] == "0":
             path.parent.mkdir(parents=True, exist_ok=True)
-            counted = _drop_after(path, start)
+            counted = drop_after(path, start)
             self.skipped, self.no_numbers = (counted.get(key, 0) for key in ("skipped_steps", "nan_steps"))
             self.curves = TensorBoardFiles(path.parent, start) if run.track.tensorboard else None
 
@@ -283,21 +283,3 @@ def _highest(*values: float) -> list[float]:
 def _numbers(losses: dict[str, float]) -> dict[str, float | None]:
     """Losses as JSON has them, which knows no infinity."""
     return {name: loss if math.isfinite(loss) else None for name, loss in losses.items()}
-
-
-def _drop_after(path: Path, step: int) -> dict:
-    """Keep the whole lines of steps up to this one: a killed process may leave later ones, and half of the last.
-
-    Returns the last line that is kept of those that count skipped steps.
-    """
-    kept, last = [], {}
-    for line in path.read_text().splitlines() if path.exists() else []:
-        try:
-            found = json.loads(line)
-            if found["step"] <= step and step:
-                kept.append(line + "\n")
-                last = found if "skipped_steps" in found else last
-        except ValueError:
-            continue
-    write_atomically(path, "".join(kept), durable=True)
-    return last

@@ -37,6 +37,14 @@ def test_decisions(value, rival, margin, wins, says):
     assert (decision, says in reason) == (wins, True), reason
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("rival", [None, Rival("X", None), Rival("X", 0.5), Rival("X", float("-inf"))])
+@pytest.mark.parametrize("metric", [METRIC, "held_out/perplexity"])
+def test_what_is_no_number_is_better_than_nothing(value, rival, metric):
+    wins, reason = decide(metric, value, rival, 0.0)
+    assert not wins and f"{value}" in reason, reason
+
+
 @dataclass
 class Toy:
     """As much of the stage's run as promotion asks for."""
@@ -252,3 +260,30 @@ def test_a_server_is_not_given_a_folder_s_uri_as_a_source(world):
     source, more = created[0]
     assert source == tuned.result["uri"].replace("file://", "folder://")
     assert more["tags"]["finetune.uri"] == tuned.result["uri"]
+
+
+def measured_as_none(world):
+    tuned, before, _ = world.models(1, 0.6)
+    return tuned, before, world.made(Stage("evaluate", 1, {"again": 1}), {"metrics": {METRIC: float("nan")}})
+
+
+def test_a_champion_keeps_its_value_when_it_is_measured_as_no_number(world):
+    """With nan as its value nothing would ever be better."""
+    world.run(1, 0.6)
+    again = world.run(1, 0.6, found=measured_as_none(world))
+    assert "it was champion before" in again.result["reason"] and versions(world)[0].tags[METRIC] == "0.6"
+    assert world.run(2, 0.7).result["aliases"] == ["challenger", "champion"]
+
+
+def test_a_model_whose_value_is_no_number_is_registered_and_no_champion(world):
+    first = world.run(1, 0.6, found=measured_as_none(world))
+    assert first.result["aliases"] == ["challenger"] and METRIC not in versions(world)[0].tags
+    assert world.run(2, 0.7).result["aliases"] == ["challenger", "champion"]
+
+
+@pytest.mark.parametrize("tag", ["high", "nan", ""])
+def test_a_champion_whose_tag_is_no_number_is_not_replaced(world, tag):
+    world.run(1, 0.6)
+    world.client.set_model_version_tag("tickets", "1", METRIC, tag)
+    second = world.run(2, 0.9)
+    assert second.result["aliases"] == ["challenger"] and "was never measured" in second.result["reason"]

@@ -1,9 +1,11 @@
 import contextlib
 import json
+import logging
 import os
 import random
 import signal
 import socket
+import sqlite3
 import subprocess
 import sys
 import time
@@ -412,3 +414,24 @@ def test_a_new_database_is_there_whole_or_not_at_all(tmp_path, monkeypatch):
     monkeypatch.setattr(mlflow_sink, "MlflowClient", Toy)
     mlflow_sink._client(f"sqlite:///{database}")
     assert database.read_text() == "tables" * 2, "made anew beside its place, put there, and asked"
+
+
+def test_what_the_database_refuses_is_told_once_and_without_a_traceback(tmp_path):
+    """MLflow logs each error of its database with two tracebacks; tracking says it in a line, and tries again."""
+    from tasks.tracking import mlflow_sink
+
+    client = mlflow_sink._client(f"sqlite:///{tmp_path}/mlflow.db")
+    client.search_experiments()
+    with contextlib.closing(sqlite3.connect(tmp_path / "mlflow.db")) as database:
+        database.execute("DROP TABLE experiment_tags")
+    records: list[logging.LogRecord] = []
+    handler = logging.Handler()
+    handler.emit = records.append
+    logger = logging.getLogger("mlflow.store.db.utils")
+    logger.addHandler(handler)
+    try:
+        with pytest.raises(Exception, match="no such table"):
+            client.set_experiment_tag("0", "key", "value")
+    finally:
+        logger.removeHandler(handler)
+    assert not records

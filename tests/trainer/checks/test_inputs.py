@@ -16,6 +16,7 @@ from contract.faults import Fault
 from trainer.checks import inputs
 from trainer.data import prepared
 from trainer.rehearsal import tiny_models
+from trainer.reinforcement.journal import Journal, facts
 
 LONG = ("data.seq_length=512",)  # as the longest rows
 
@@ -67,6 +68,20 @@ def test_a_step_of_reinforcement_may_have_more_answers_than_there_are_prompts(ru
     asked = run.reinforce.model_copy(update={"steps": 1, "start": "base", "prompts": 64, "samples": 8})
     paths = run.paths.model_copy(update={"reinforced": str(tmp_path / "reinforced")})
     inputs.check_reinforce(run.model_copy(update={"reinforce": asked, "paths": paths}))
+
+
+def test_reinforcement_that_went_on_with_other_keys_is_told_by_its_own(run, tmp_path):
+    """Its checkpoints would say the same by the keys of a training, which nobody has set."""
+    asked = run.reinforce.model_copy(update={"steps": 1, "start": "base"})
+    paths = run.paths.model_copy(update={"reinforced": str(tmp_path / "reinforced")})
+    begun = run.model_copy(update={"reinforce": asked, "paths": paths})
+    journal = Journal(tmp_path / "reinforced")
+    journal.begin(facts(begun))
+    inputs.check_reinforce(begun)
+    other = begun.model_copy(update={"reinforce": asked.model_copy(update={"lr": 0.25})})
+    says = r"^reinforce\.lr: 0\.25, but .*/rollouts was begun with 1e-06; .* name another paths\.reinforced$"
+    with pytest.raises(Fault, match=says):
+        inputs.check_reinforce(other)
 
 
 def shard(run) -> Path:

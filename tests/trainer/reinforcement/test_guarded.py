@@ -74,6 +74,14 @@ def deaf(prompt, answer, reference):
 def stubborn(prompt, answer, reference):
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     while True: time.sleep(1)
+def forges(prompt, answer, reference):
+    from multiprocessing.connection import Connection
+    for descriptor in range(3, 20):
+        try:
+            Connection(descriptor, readable=False).send_bytes(answer.encode())
+        except OSError:
+            pass
+    return 1
 def survives(prompt, answer, reference):
     import ctypes
     return float(ctypes.CDLL(None).prctl(1, 0, 0, 0, 0))
@@ -132,6 +140,12 @@ def test_what_a_function_may_not_do_ends_the_run_in_one_line(worker, name, reaso
         worker(name).rewards([question()])
     assert reason in str(fault.value) and "\n" not in str(fault.value)
     assert str(fault.value).startswith("reinforce.reward: function: for the answer 'yes': ")
+
+
+@pytest.mark.parametrize("said", [f'{{"reward": 1{"0" * 400}}}', "[" * 50000, "[1]", '{"reward": null}', "\x00"])
+def test_a_forged_reply_ends_the_run_in_one_line(worker, said):
+    with pytest.raises(Fault, match=r"^reinforce\.reward: function: .*: what it returned is no number$"):
+        worker("forges").rewards([question(said)])
 
 
 @pytest.mark.parametrize("name", ["endless", "sleeps", "stubborn"])
@@ -263,5 +277,7 @@ def test_code_is_worth_the_share_of_its_checks(tmp_path):
     assert worker.rewards([question(one, "assert False") for one in [*cheats, ""]])[2] == 0.0
     forged = "import os\nos.write(4, b'{\"reward\": NaN}'); os.write(5, b'{\"reward\": 7}'); os._exit(0)"
     assert worker.rewards([question(forged, "assert True")]) == [0.0]
+    larger = forged.replace("NaN", "7").replace("7", "1" + "0" * 400)  # no float is as large
+    assert worker.rewards([question(larger, "assert True")]) == [0.0]
     worker.close()
     assert not (tmp_path / "x").exists()

@@ -1,5 +1,7 @@
 """The journal of answers: what was written is read again, and of another run it is refused."""
 
+import json
+
 import pytest
 
 from conf.load import load
@@ -54,3 +56,40 @@ def test_a_step_that_is_damaged_is_named(tmp_path):
     (tmp_path / "rollouts/000001.json").write_text('{"number": 1}')
     with pytest.raises(Fault, match=r"000001\.json: not what trainer\.reinforce writes"):
         journal.read(1)
+
+
+DAMAGES = {
+    "another step's": lambda found: found.update(number=7),
+    "no group": lambda found: found["groups"].clear(),
+    "no answer": lambda found: found["groups"][0]["answers"].clear(),
+    "fewer log-probabilities": lambda found: found["groups"][0]["answers"][0]["log_probs"].pop(),
+    "a token that is none": lambda found: found["groups"][0]["answers"][0]["tokens"].__setitem__(0, -5),
+    "tokens as text": lambda found: found["groups"][0]["answers"][1].update(tokens="a"),
+    "a reward that is none": lambda found: found["groups"][0]["answers"][0].update(reward=None),
+    "a prompt that is none": lambda found: found["groups"][0].update(prompt=None),
+    "fewer of the trainer's": lambda found: found["old"].pop(),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_step_that_would_be_trained_on_wrongly_is_refused(tmp_path, step, damage):
+    journal = Journal(tmp_path)
+    journal.begin({})
+    journal.write(step)
+    path = tmp_path / "rollouts/000003.json"
+    found = json.loads(path.read_text())
+    DAMAGES[damage](found)
+    path.write_text(json.dumps(found))
+    with pytest.raises(Fault, match=r"000003\.json: .*; without it the step is made anew$"):
+        journal.read(3)
+
+
+@pytest.mark.parametrize("share", [0, 0.5, 0.99])
+def test_half_a_step_is_told_with_what_mends_it(tmp_path, step, share):
+    journal = Journal(tmp_path)
+    journal.begin({})
+    journal.write(step)
+    path = tmp_path / "rollouts/000003.json"
+    path.write_bytes(path.read_bytes()[: int(path.stat().st_size * share)])
+    with pytest.raises(Fault, match=r"000003\.json: not readable as JSON .*; without it the step is made anew$"):
+        journal.read(3)

@@ -145,7 +145,7 @@ class Worker:
             code = self.process.returncode
             self.close()
             return {"refused": f"it has ended its process ({_code(code)})"}
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, OverflowError, RecursionError):  # it may have forged the reply
             self.close()
             return {"refused": f"what it returned is no {'text' if self.kind == ENVIRONMENT else 'number'}"}
 

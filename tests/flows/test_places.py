@@ -1,0 +1,27 @@
+"""A flow whose store or folder of local files cannot be used ends in a line before any stage, without an exception."""
+
+from types import SimpleNamespace
+from uuid import uuid4
+
+import pytest
+
+from conf.load import load
+from flows.pipeline import every_stage
+from tasks.stages import plan
+
+
+@pytest.mark.parametrize("variable", ["FINETUNE_STORE", "FINETUNE_RUNS"])
+@pytest.mark.parametrize("below", ["", "/folder"])
+def test_a_file_in_the_place_of_a_folder_ends_the_flow_in_a_line(monkeypatch, tmp_path, variable, below):
+    monkeypatch.setenv("FINETUNE_RUNS", str(tmp_path / "runs"))
+    monkeypatch.setenv("FINETUNE_STORE", str(tmp_path / "store"))
+    (tmp_path / "file").touch()
+    planned = plan.settle(load("tiny", []))
+    asked = SimpleNamespace(result=lambda: planned)
+    monkeypatch.setattr(every_stage, "plan", SimpleNamespace(submit=lambda run, last: asked))
+    monkeypatch.setattr(every_stage, "flow_run", SimpleNamespace(id=str(uuid4()), name="toy"))
+    monkeypatch.setenv(variable, f"{tmp_path}/file{below}")
+    state = every_stage.make("tiny", {}, None, None)
+    assert state.is_failed() and state.message is not None
+    assert state.message.endswith(f"{tmp_path}/file{below} must be a folder that can be written")
+    assert "Not a directory" in state.message or "File exists" in state.message
