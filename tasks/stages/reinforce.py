@@ -118,5 +118,5 @@ def _summary(lines: list[dict], result: Path) -> dict:
     found |= {"mismatch_max": max(line["mismatch"] for line in steps)}
     if result.exists():
         facts = json.loads(result.read_text())
-        found |= {"held_out_before": facts["before"], "held_out_after": facts["after"]}
+        found |= {f"held_out_{when}": facts[when] for when in ("before", "after") if when in facts}
     return found

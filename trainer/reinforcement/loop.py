@@ -110,7 +110,8 @@ class Reinforcement(Callback):
         done = context.state.train_state.step
         if self.signal and done:
             self.signal.resume(self._on_first(lambda: self._signal_after(done)))
-        if self.held_out and self._on_first(lambda: self.journal.noted("before") is None):
+        # Behind the first step it cannot be asked any more, should somebody have removed it.
+        if self.held_out and not done and self._on_first(lambda: self.journal.noted("before") is None):
             self._transfer(context, 0)
             self._on_first(lambda: self.journal.note("before", {"exact_match": self.sampler.greedy(self.held_out)}))
 
@@ -339,10 +340,12 @@ class Reinforcement(Callback):
     def _result(self) -> None:
         before = (self.journal.noted("before") or {}).get("exact_match")
         after = self.sampler.greedy(self.held_out)
-        facts = {"steps": self.asked.steps, "held_out": len(self.held_out), "before": before, "after": after}
+        facts = {"steps": self.asked.steps, "held_out": len(self.held_out), "after": after}
+        facts |= {} if before is None else {"before": before}
         write_atomically(self.output / RESULT, json.dumps(facts), durable=True)
         self.metrics.write({"kind": "held_out", "step": last_step(self.run), "time": time.time(), "exact_match": after})
-        say(f"held out: greedy exact match {before:.3f} before, {after:.3f} after, of {len(self.held_out)} rows")
+        known = "not known" if before is None else f"{before:.3f}"
+        say(f"held out: greedy exact match {known} before, {after:.3f} after, of {len(self.held_out)} rows")
 
 
 def _noted(done: int) -> str:
