@@ -36,6 +36,9 @@ READY_WITHIN = 300.0  # both servers make their databases at the first start; a 
 LEAVE_WITHIN = 20.0  # a worker that is told to leave cancels its runs first
 SCHEDULED_WITHIN = 45.0  # the scheduler looks at what was deployed each 5 s, a worker that was started comes in 5
 QUIET = {"MLFLOW_DISABLE_TELEMETRY": "true", "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}
+# A schedule that is made by hand is seen when Prefect next looks at all of them: a cron that was due within its 60
+# seconds would have its next run in a year.
+SCHEDULED_OFTEN = {"PREFECT_SERVER_SERVICES_SCHEDULER_LOOP_SECONDS": "5"}
 BIN = Path(sys.executable).parent
 
 
@@ -56,7 +59,9 @@ def up() -> int:
             port = _free_port(port)
             address = f"http://{HOST}:{port}"
             page = {"PREFECT_SERVER_UI_API_URL": f"{address}/api"}  # which its page asks; at 4200 unless told
-            running[name] = _start(name, _server(name, port), address, _without_servers() | QUIET | page)
+            running[name] = _start(
+                name, _server(name, port), address, SCHEDULED_OFTEN | _without_servers() | QUIET | page
+            )
             _save(running)
             if not _is_healthy(running[name]["address"] + health, running[name]):
                 print(f"error: {name} did not come up; its log: {_folder() / f'{name}.log'}", file=sys.stderr)
