@@ -54,8 +54,8 @@ def _train(given: Run, run: Run, rollouts: Rollouts | None, start: int) -> None:
     from trainer.patches import resharding
     from trainer.reinforcement.journal import Journal, facts
     from trainer.reinforcement.loop import Reinforcement
-    from trainer.reinforcement.losses import Settings
-    from trainer.reinforcement.policy_step import Feed, FromOutside, PolicyStep
+    from trainer.reinforcement.policy.losses import Settings
+    from trainer.reinforcement.policy.policy_step import Feed, FromOutside, PolicyStep
     from trainer.training.bridge_loop import train
     from trainer.training.mark_checkpoints import Saves
     from trainer.training.metrics import Metrics

@@ -131,7 +131,7 @@ def logits(run: Run, facts: ModelFacts) -> int:
     # In fp32: less their largest, and to the power of e. Distillation has them divided by its temperature as well.
     # Transformer Engine's loss makes neither, and takes no fp16: GPT2-large took 13.6 GB more in it on an H200.
     twice = run.train.z_loss or run.train.precision == "fp16"
-    # A policy's come in fp32 (trainer/reinforcement/exact_logits.py), and their gradient is rounded.
+    # A policy's come in fp32 (trainer/reinforcement/policy/exact_logits.py), and their gradient is rounded.
     exact = reinforcement.is_policy(run) and t.byte < 4
     in_fp32 = 12 * rows if run.train.objective == "distill" else 8 * rows if twice else 4 * rows if exact else 0
     return rows * t.byte * (1 + (facts.mtp_layers if run.model.mtp else 0)) + in_fp32

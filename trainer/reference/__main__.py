@@ -32,7 +32,7 @@ def main(given: Run) -> None:
     from trainer.megatron.model import open_bridge
     from trainer.patches import resharding
     from trainer.reference.scoring import Scoring
-    from trainer.reinforcement.policy_step import Feed, FromOutside
+    from trainer.reinforcement.policy.policy_step import Feed, FromOutside
     from trainer.training import bridge_loop
     from trainer.weights import starting_adapter
 

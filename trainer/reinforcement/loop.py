@@ -27,12 +27,13 @@ from conf.rules.reinforcement import cut, in_turn, without_signal
 from conf.schema.run import Run
 from contract.files import write_atomically
 from trainer.megatron.recipe import last_step
-from trainer.reinforcement import advantages, exact_logits, probe
+from trainer.reinforcement import probe
 from trainer.reinforcement.batches import Form, micro_batches
 from trainer.reinforcement.first_rank import FirstRank
 from trainer.reinforcement.journal import Journal
-from trainer.reinforcement.policy_step import LARGEST, Feed, PolicyStep, Temperature
-from trainer.reinforcement.policy_step import log_probs as log_probs_of_answers
+from trainer.reinforcement.policy import advantages, exact_logits
+from trainer.reinforcement.policy.policy_step import LARGEST, Feed, PolicyStep, Temperature
+from trainer.reinforcement.policy.policy_step import log_probs as log_probs_of_answers
 from trainer.reinforcement.rollouts import Rollouts
 from trainer.reinforcement.samples import Scored, Step
 from trainer.reinforcement.steps.ahead import Ahead, require_fresh

@@ -12,10 +12,11 @@ from megatron.bridge.training.callbacks import Callback
 from megatron.core import parallel_state
 
 from conf.schema.run import Run
-from trainer.reinforcement import exact_logits, routes
+from trainer.reinforcement import routes
 from trainer.reinforcement.batches import Form, micro_batches
-from trainer.reinforcement.losses import Settings
-from trainer.reinforcement.policy_step import Feed, FromOutside, PolicyStep, log_probs
+from trainer.reinforcement.policy import exact_logits
+from trainer.reinforcement.policy.losses import Settings
+from trainer.reinforcement.policy.policy_step import Feed, FromOutside, PolicyStep, log_probs
 from trainer.reinforcement.samples import Scored
 
 VOCABULARY = 100

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from trainer.reinforcement.exact_logits import Product
+from trainer.reinforcement.policy.exact_logits import Product
 
 
 @pytest.fixture

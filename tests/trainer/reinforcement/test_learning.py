@@ -17,8 +17,8 @@ import torch
 from tests.support.shuffled_rewards import among
 from tests.trainer.reinforcement.conftest import TRAINER
 from trainer.data.tickets import tickets, with_mistakes
-from trainer.reinforcement import advantages
-from trainer.reinforcement.losses import Batch, Settings, objective
+from trainer.reinforcement.policy import advantages
+from trainer.reinforcement.policy.losses import Batch, Settings, objective
 from trainer.training.gradient_signal import GradientSignal, cosine_of, products
 
 RIGHT, ROWS, HELD_OUT = 0.1, 1600, 64

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from trainer.reinforcement.losses import Batch, Settings, k3, objective
+from trainer.reinforcement.policy.losses import Batch, Settings, k3, objective
 
 ANSWERS, TOKENS = 5, 7
 LOSSES = ("grpo", "dr_grpo", "dapo", "gspo", "cispo")

@@ -8,8 +8,9 @@ import pytest
 
 from conf.load import load
 from contract.faults import Fault
-from trainer.reinforcement import advantages, rewards
+from trainer.reinforcement import rewards
 from trainer.reinforcement.guarded.worker import Question, Worker
+from trainer.reinforcement.policy import advantages
 
 SCHEMA = '{"type": "object", "properties": {"age": {"type": "integer"}}, "required": ["age"]}'
 

@@ -116,7 +116,7 @@ def arguments(run: Run) -> dict[str, Any]:
         "max_num_seqs": min(256, together),
         "logprobs_mode": "processed_logprobs",  # at the temperature that was sampled at
         "disable_log_stats": True,
-        "hf_overrides": {"head_dtype": "float32"},  # logits, as trainer/reinforcement/exact_logits.py has them
+        "hf_overrides": {"head_dtype": "float32"},  # logits, as trainer/reinforcement/policy/exact_logits.py has them
     }
     if gpus > 1:
         found |= {"tensor_parallel_size": gpus, "enable_expert_parallel": spread}

@@ -10,7 +10,8 @@ from conf.schema.run import Run
 from contract.faults import Fault
 from trainer.data.rows import Row
 from trainer.data.tokens.templates import Template
-from trainer.reinforcement import advantages, probe
+from trainer.reinforcement import probe
+from trainer.reinforcement.policy import advantages
 from trainer.reinforcement.samples import Step
 from trainer.startup.console import say
 

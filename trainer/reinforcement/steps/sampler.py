@@ -12,9 +12,10 @@ from typing import Any
 from conf.schema.run import Run
 from trainer.data.rows import Row
 from trainer.data.tokens.templates import Template
-from trainer.reinforcement import advantages, draw, probe, rewards
+from trainer.reinforcement import draw, probe, rewards
 from trainer.reinforcement.guarded.environment import Environment
 from trainer.reinforcement.guarded.worker import Question
+from trainer.reinforcement.policy import advantages
 from trainer.reinforcement.rollouts import Answered, Rollouts
 from trainer.reinforcement.samples import Answer, Group, Step
 

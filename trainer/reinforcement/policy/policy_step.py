@@ -29,7 +29,7 @@ from torch import distributed
 from conf.schema.run import Run
 from trainer.megatron.whole_rows import whole
 from trainer.reinforcement.batches import ROWS, Form
-from trainer.reinforcement.losses import Batch, Settings, by_answer, objective
+from trainer.reinforcement.policy.losses import Batch, Settings, by_answer, objective
 from trainer.reinforcement.routes import Replay
 from trainer.reinforcement.samples import Scored
 from trainer.training.parity import forward_only
