@@ -40,37 +40,35 @@ class _Step:
         return None
 
 
-class _Keeping:
-    """What both of vLLM's schedulers do besides."""
+class Keeping(Scheduler):
+    """vLLM's scheduler, which keeps log-probabilities until their answer ends."""
 
     def __init__(self, *arguments: Any, **named: Any):
         super().__init__(*arguments, **named)
         self.kept: Kept = {}
 
-    def update_from_output(self, scheduled: Any, output: Any) -> Any:
-        if output.logprobs is not None and output.logprobs.cu_num_generated_tokens is None:
-            output.logprobs = _Step(output, dict(self.requests), self.kept)  # requests that end are taken off the list
-        found = super().update_from_output(scheduled, output)  # pyright: ignore
+    def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
+        told = model_runner_output.logprobs
+        if told is not None and told.cu_num_generated_tokens is None:
+            # A request that ends is taken off the scheduler's list before its piece is asked for.
+            model_runner_output.logprobs = _Step(model_runner_output, dict(self.requests), self.kept)
+        found = super().update_from_output(scheduler_output, model_runner_output)
         for outputs in found.values():
             for one in outputs.outputs:
                 if one.finish_reason is not None and one.request_id in self.kept:
                     one.new_logprobs = _whole(self.kept.pop(one.request_id))
         return found
 
-    def finish_requests(self, requests: Any, status: Any) -> Any:
+    def finish_requests(self, request_ids: Any, finished_status: Any) -> Any:
         """End requests that are taken back, of which nobody is told."""
-        found = super().finish_requests(requests, status)  # pyright: ignore
-        for gone in self.kept.keys() - self.requests.keys():  # pyright: ignore
+        found = super().finish_requests(request_ids, finished_status)
+        for gone in self.kept.keys() - self.requests.keys():
             del self.kept[gone]
         return found
 
 
-class Keeping(_Keeping, Scheduler):
-    """vLLM's scheduler."""
-
-
-class KeepingAsync(_Keeping, AsyncScheduler):
-    """vLLM's scheduler of steps that are prepared while others are computed."""
+class KeepingAsync(Keeping, AsyncScheduler):
+    """The same of vLLM's scheduler that prepares a step while another is computed."""
 
 
 def scheduler(*, vllm_config: Any, **named: Any) -> Scheduler:
@@ -85,17 +83,17 @@ def take_whole() -> None:
     if one_by_one.__module__ == __name__:
         return
 
-    def take(self: LogprobsProcessor, told: LogprobsLists) -> None:
+    def take(self: LogprobsProcessor, logprobs_lists: LogprobsLists) -> None:
         if self.num_logprobs != 0 or self.tokenizer is not None or not isinstance(self.logprobs, FlatLogprobs):
-            one_by_one(self, told)
+            one_by_one(self, logprobs_lists)
             return
         assert self.cumulative_logprob is not None
         found, before = self.logprobs, len(self.logprobs.logprobs)
-        values = told.logprobs[:, 0].tolist()
+        values = logprobs_lists.logprobs[:, 0].tolist()
         self.cumulative_logprob += sum(values)
         found.logprobs += values
-        found.token_ids += told.logprob_token_ids[:, 0].tolist()
-        found.ranks += numpy.ravel(told.sampled_token_ranks).tolist()
+        found.token_ids += logprobs_lists.logprob_token_ids[:, 0].tolist()
+        found.ranks += numpy.ravel(logprobs_lists.sampled_token_ranks).tolist()
         found.decoded_tokens += [None] * len(values)
         found.start_indices += range(before, before + len(values))
         found.end_indices += range(before + 1, before + len(values) + 1)
