@@ -76,7 +76,7 @@ def stubborn(prompt, answer, reference):
     while True: time.sleep(1)
 def forges(prompt, answer, reference):
     from multiprocessing.connection import Connection
-    for descriptor in range(3, 20):
+    for descriptor in range(3, 1024):
         try:
             Connection(descriptor, readable=False).send_bytes(answer.encode())
         except OSError:
