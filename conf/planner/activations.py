@@ -132,9 +132,10 @@ def logits(run: Run, facts: ModelFacts) -> int:
     # Transformer Engine's loss makes neither, and takes no fp16: GPT2-large took 13.6 GB more in it on an H200.
     twice = run.train.z_loss or run.train.precision == "fp16"
     # A policy's come in fp32 (trainer/reinforcement/policy/exact_logits.py), and their gradient is rounded.
-    exact = reinforcement.is_policy(run) and t.byte < 4
-    in_fp32 = 12 * rows if run.train.objective == "distill" else 8 * rows if twice else 4 * rows if exact else 0
-    return rows * t.byte * (1 + (facts.mtp_layers if run.model.mtp else 0)) + in_fp32
+    exact = reinforcement.is_policy(run) and run.train.precision == "bf16"
+    of_each = t.byte + (4 if exact else 0)
+    in_fp32 = 12 * rows if run.train.objective == "distill" else 8 * rows if twice else 0
+    return rows * of_each * (1 + (facts.mtp_layers if run.model.mtp else 0)) + in_fp32
 
 
 def said(run: Run) -> int:

@@ -171,7 +171,7 @@ def _die_with_agent() -> None:
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return
     end_with_parent()
-    if os.getppid() in (1, int(os.environ.get("GUARD_PID", "1"))) and not _is_torchrun(os.getppid()):
+    if os.getppid() in (1, int(os.environ.get(ownership.GUARDED, "1"))) and not _is_torchrun(os.getppid()):
         os._exit(1)  # it died before the line above: whoever adopts orphans is our parent now
 
 

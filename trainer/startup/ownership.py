@@ -39,7 +39,7 @@ RENEWED = 5.0  # seconds between touches
 EXPIRES = 60.0  # longer than NFS keeps what it knows of a file, and than an import holds the interpreter
 POLLED = 1.0
 OWNED = "TRAINER_OWNED"  # in the environment of ranks whose starter owns the folder
-GUARDED = "GUARD_PID"  # in the environment of what a flow has started
+GUARDED = "GUARD_PID"  # in the environment of what a flow has started (tasks/run/guard.py)
 LEAVES = 5.0  # seconds after gang.grace in which a guard has killed what is left
 REPLACED = ("base", "data", "export")  # as a whole, so that their owner's file lies beside them
 
@@ -114,7 +114,7 @@ def _take(place: Path, key: str, me: dict[str, Any], patience: float = 0.0) -> P
 
 
 def _wait_for_end(newest: Path, key: str, place: Path, me: dict[str, Any], patience: float) -> None:
-    """Wait until that owner is seen to be gone. Raises a Fault as soon as it is seen to live."""
+    """Wait until that owner is seen to be gone. Raises a Fault once it is seen to live, here for so many seconds."""
     seen, until, told = _touched(newest), time.monotonic() + EXPIRES, False
     while seen is not None and time.monotonic() < until:
         owner = _read(newest)

@@ -4,6 +4,7 @@ KILLS=20 kills so many times at random moments, where the default is a few.
 """
 
 import contextlib
+import json
 import os
 import shutil
 import signal
@@ -119,3 +120,21 @@ def until(holds, process: subprocess.Popen) -> None:
     while not holds():
         assert process.poll() is None and time.monotonic() < end
         time.sleep(0.01)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_what_was_lost_of_its_beginning_is_not_asked_of_trained_weights(finish, place, rows):
+    data = place / "with-held-out"
+    shutil.copytree(rows, data)
+    shutil.copy(data / "validation.jsonl", data / "test.jsonl")
+    keys = {"reinforce.steps": 4, "reinforce.held_out": 4, "paths.data": data}
+    folder = finish("forgetful", keys)
+    facts = json.loads((folder / "reinforced.json").read_text())
+    assert {"before", "after"} <= facts.keys()
+    (folder / "rollouts/before.json").unlink()
+    shutil.rmtree(checkpoints.step_folder(folder / "checkpoints", 4))
+    finish("forgetful", keys)
+    del facts["before"]
+    assert json.loads((folder / "reinforced.json").read_text()) == facts
+    assert "greedy exact match not known before" in (place / "forgetful.log").read_text()
