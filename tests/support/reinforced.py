@@ -3,6 +3,9 @@
 import json
 from pathlib import Path
 
+# An adapter that vLLM can have as one.
+ADAPTER = {"adapter.kind": "lora", "adapter.rank": 8, "adapter.targets": "[linear_qkv,linear_proj]"}
+
 
 def answers(folder: Path) -> list[tuple[list, list[float]]]:
     """Tokens and rewards of every answer of each step."""
@@ -24,3 +27,8 @@ def signals(folder: Path) -> dict[int, float]:
     """Signal in the gradients up to each step, as it was last computed."""
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     return {line["step"]: line["gradient_signal"] for line in lines if line["kind"] == "reinforce"}
+
+
+def of_steps(folder: Path) -> list[dict]:
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [line for line in lines if line["kind"] == "reinforce"]

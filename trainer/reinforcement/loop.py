@@ -40,6 +40,7 @@ from trainer.reinforcement.steps.ahead import Ahead, require_fresh
 from trainer.reinforcement.steps.report import Report, add_to_table
 from trainer.reinforcement.steps.sampler import Heard, Sampled, Sampler
 from trainer.reinforcement.transfer import in_memory
+from trainer.reinforcement.transfer.export import Export
 from trainer.serving import prompts
 from trainer.startup import device
 from trainer.startup.console import say
@@ -83,7 +84,7 @@ class Reinforcement(Callback):
         self.signal = None if without_signal(run) else GradientSignal(self.asked.signal)
         self.seconds: dict[str, float] = {}
         self.in_use: dict[str, int] = {}  # bytes of the GPU, while vLLM is awake and while it sleeps
-        self.tasks: list[Any] | None = None  # how Bridge makes released tensors of Megatron's
+        self.export: Export | None = None
         self.sampler, self.ahead = None, None
         if rollouts:
             # A tokenizer is not for two threads at once: what samples beside training has its own.
@@ -215,7 +216,7 @@ class Reinforcement(Callback):
             self.sent = self._adapter(context, version)
         else:
             tensors = self._weights(context)
-            self.sent = self._on_first(lambda: self.rollouts.update(tensors, version), tensors)
+            self.sent = self._on_first(lambda: self.rollouts.update(tensors, version, self.export), tensors)
         self._make_room()
         self._on_first(lambda: self.rollouts.begin())
         self.seconds["transfer"] = time.monotonic() - start
@@ -232,12 +233,10 @@ class Reinforcement(Callback):
     def _weights(self, context: Any) -> Iterator[tuple[str, torch.Tensor]]:
         """Tensors as released, one after another. Every rank has to take all of them."""
         start, self.seconds["export"] = time.monotonic(), 0.0
-        if self.tasks is None:
-            self.tasks = self.bridge.get_conversion_tasks(context.model)
-        given = {"conversion_tasks": self.tasks, "cpu": False, "show_progress": False}
-        for weight in self.bridge.export_hf_weights(context.model, **given):
+        self.export = self.export or Export(self.bridge, context.model)
+        for named in self.export.tensors():
             self.seconds["export"] += time.monotonic() - start
-            yield weight.param_name, weight.weight
+            yield named
             start = time.monotonic()
 
     def _sleep(self) -> None:

@@ -61,6 +61,7 @@ class Rollout:
         self.names: set[str] = set()
         self.arrived: set[str] = set()
         self.adapter: Any = None  # beside the released weights
+        self.sleeps = bool(settings["arguments"].get("enable_sleep_mode"))
         backend = {"backend": weight_engine.name(settings["transport"])}
         extended = {"weight_transfer_config": backend, "worker_extension_cls": worker.NAME}
         extended |= {"scheduler_cls": log_probs.SCHEDULER}
@@ -95,12 +96,26 @@ class Rollout:
         self.arrived |= {one.name for one in metas}
         self._each("update_weights", update_info={"metas": metas, "used": used, "shared": shared})
 
-    def finish(self, version: int) -> None:
+    def finish(self, version: int) -> str:
+        """Have vLLM complete its layers. Returns why the transfer cannot be repeated with other numbers, or nothing."""
         for number, names in enumerate(self._each("arrived_tensors")):
             if missing := sorted(self.arrived - names):
                 raise Fault(f"transfer of weights: {_first(missing)} did not come to worker {number} of vLLM's")
         self.llm.finish_weight_update()
         self._complete(version)
+        return next(filter(None, self._each("cannot_repeat", sleeps=self.sleeps)), "")
+
+    def repeat(self) -> None:
+        """Take all buckets of the last transfer once more, from the pipe."""
+        self._each("repeat_weights")
+
+    def repeat_bucket(self, number: int, shared: tuple, sums: list[int]) -> None:
+        """Take one of them, from memory that the trainer shares."""
+        self._each("repeat_weights", number=number, shared=shared, sums=sums)
+
+    def repeated(self, version: int) -> None:
+        self._each("close_repeated")
+        self.version = version
 
     def load(self, folder: str, metas: list, version: int) -> None:
         """Load all weights from a file that the trainer has written."""

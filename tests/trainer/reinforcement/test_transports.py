@@ -1,6 +1,5 @@
 """Ways of weights to vLLM: each gives it the same policy, and an end of one side is noticed by the other."""
 
-import json
 import multiprocessing
 import os
 import shutil
@@ -15,9 +14,8 @@ import torch
 from conf.load import ConfigError, load
 from contract import output_marks
 from contract.faults import Fault
-from tests.support.reinforced import answers
+from tests.support.reinforced import ADAPTER, answers, of_steps
 from trainer.reinforcement.engines import settings
-from trainer.reinforcement.rollouts import _free_port
 from trainer.reinforcement.transfer import shared_memory, wire
 
 SENT = torch.arange(5000).to(torch.uint8)
@@ -32,7 +30,7 @@ def other_side(port: int, ends_early: bool) -> None:
 
 @pytest.mark.parametrize("ends_early", [False, True])
 def test_what_goes_through_a_pipe_arrives_and_a_side_that_has_ended_is_noticed(ends_early):
-    port = _free_port()
+    port = wire.free_port()
     process = multiprocessing.get_context("fork").Process(target=other_side, args=(port, ends_early))
     process.start()
     pipe = wire.Pipe("127.0.0.1", port, 0)
@@ -57,7 +55,7 @@ def worker(port: int, rank: int, ends_early: bool, found) -> None:
 
 @pytest.mark.parametrize("ends_early", [False, True])
 def test_all_workers_behind_a_pipe_get_what_is_sent_once_and_one_that_has_ended_is_noticed(ends_early):
-    port, context = _free_port(), multiprocessing.get_context("fork")
+    port, context = wire.free_port(), multiprocessing.get_context("fork")
     mine, theirs = multiprocessing.Pipe()
     workers = [context.Process(target=worker, args=(port, rank, ends_early, theirs)) for rank in (1, 2)]
     for one in workers:
@@ -84,7 +82,7 @@ def takes_nothing(port: int) -> None:
 
 
 def test_a_side_that_takes_nothing_is_waited_for_so_many_seconds():
-    port = _free_port()
+    port = wire.free_port()
     process = multiprocessing.get_context("fork").Process(target=takes_nothing, args=(port,))
     process.start()
     pipe = wire.Pipe("127.0.0.1", port, 0, seconds=1.0)
@@ -102,7 +100,7 @@ def test_nccl_which_waits_for_ever_is_ended_where_the_other_side_has():
     pipe.device, pipe.gone = torch.device("cuda"), lambda: next(asked)
     pipe.group = SimpleNamespace(abort=lambda: ended.append(True))
     with pytest.raises(RuntimeError, match="the other process has ended"):
-        pipe._finish(SimpleNamespace(is_completed=lambda: False))
+        pipe.finish(SimpleNamespace(is_completed=lambda: False))
     assert ended == [True]
 
 
@@ -133,7 +131,6 @@ def test_nccl_is_refused_where_there_are_no_gpus():
         settings.transport(run)
 
 
-ADAPTER = {"adapter.kind": "lora", "adapter.rank": 8, "adapter.targets": "[linear_qkv,linear_proj]"}
 COLUMNS = ("sent_mb", "seconds_transfer", "seconds_export", "seconds_generate", "generated_tokens_per_second")
 
 
@@ -160,8 +157,3 @@ def test_each_transport_gives_vllm_the_same_policy(forked, place, base, work):
         medians = [statistics.median(step.get(column, 0.0) for step in steps) for column in COLUMNS]
         print(name, *(f"{median:.3g}" for median in medians), sep="  ", flush=True)
     assert of_steps(place / "adapter")[0]["sent_mb"] < of_steps(place / "gloo")[0]["sent_mb"] / 4
-
-
-def of_steps(folder: Path) -> list[dict]:
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [line for line in lines if line["kind"] == "reinforce"]

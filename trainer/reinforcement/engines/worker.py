@@ -32,6 +32,16 @@ class Worker:
         """Names of all tensors that came since the transfer began, were as they had been sent, and were loaded."""
         return frozenset(self.weight_transfer_engine.arrived)
 
+    def cannot_repeat(self, sleeps: bool) -> str:
+        """Why a transfer cannot be repeated here with other numbers; empty where it can."""
+        return self.weight_transfer_engine.cannot_repeat(sleeps)
+
+    def repeat_weights(self, **given: Any) -> None:
+        self.weight_transfer_engine.repeat(**given)
+
+    def close_repeated(self) -> None:
+        self.weight_transfer_engine.close()
+
     def seed_draws(self, seed: int) -> None:
         """Seed what vLLM draws from where a request has no seed of its own."""
         import numpy

@@ -6,10 +6,14 @@ vLLM 0.26 brings nccl and ipc of its own. Both are without checksums, and its nc
 well. Between start and finish it loads layer by layer: a layer is
 built anew once all of its tensors have come, which is why a transfer always sends every tensor. Until then it keeps
 those that have come, so that none may lie in memory that the sender fills again.
+
+All that takes Python for each tensor. Where a model allows it, the third transfer and those behind it are repeated: the
+same buckets with other numbers, which go where those of the first two have gone (repeated/loading.py).
 """
 
 # pyright: reportIncompatibleMethodOverride=false, reportCallIssue=false, reportArgumentType=false
 
+import contextlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +22,10 @@ import torch
 from vllm.distributed.weight_transfer import base
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
+from contract.faults import Fault
 from trainer.reinforcement.transfer import wire
+from trainer.reinforcement.transfer.repeated import loading
+from trainer.weights import digests
 
 
 @dataclass
@@ -39,17 +46,26 @@ class BucketEngine(base.WeightTransferEngine[Init, Update]):
 
     init_info_cls, update_info_cls = Init, Update
     arrived: set[str]  # names of the tensors that were loaded since the start
+    buckets: list[list[wire.Meta]]  # what has come in each since the start
+    watch: loading.Watch | None = None  # of the first transfer
+    learned: loading.Learned | None = None
 
     def start_weight_update(self) -> None:
         from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
 
-        self.arrived = set()
+        self.arrived, self.buckets = set(), []
+        self.watch = None if self.learned else loading.Watch(self.model)
         initialize_layerwise_reload(self.model)
 
     def finish_weight_update(self) -> None:
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 
-        finalize_layerwise_reload(self.model, self.model_config)
+        with self.watch or contextlib.nullcontext():
+            finalize_layerwise_reload(self.model, self.model_config)
+        if self.watch:
+            self.learned, self.watch = loading.Learned(self.model, self.watch.ended()), None
+        elif self.learned:
+            self.learned.hold_against(self.model)
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
         """Load one bucket. The base class waits for an accelerator here, which a CPU has not."""
@@ -57,8 +73,30 @@ class BucketEngine(base.WeightTransferEngine[Init, Update]):
 
     def receive_weights(self, update_info: Update) -> None:
         memory = self.received(update_info)
+        if self.watch:
+            self.watch.arrived(len(self.buckets), memory)
+        self.buckets.append(update_info.metas)
         # The digests are known on the host only when all of the bucket has been read.
-        self.model.load_weights(self.noted(wire.taken_apart(update_info.metas, memory)))
+        tensors = self.noted(wire.taken_apart(update_info.metas, memory))
+        with self.watch or contextlib.nullcontext():
+            self.model.load_weights(tensors)
+
+    def cannot_repeat(self, sleeps: bool) -> str:
+        """Why a transfer cannot be repeated; empty where it can. `sleeps` is whether vLLM sleeps before each."""
+        return self.learned.refused(self.model, sleeps) if self.learned else "nothing was learned of a transfer"
+
+    def taken(self, number: int, memory: torch.Tensor) -> torch.Tensor:
+        """Put a bucket that is repeated to where it goes. Returns the digests of its tensors."""
+        assert self.learned
+        found = wire.sums(memory, [one.bytes for one in self.buckets[number]])
+        self.learned.loading.put(number, memory)
+        return found
+
+    def require(self, metas: list[wire.Meta], found: torch.Tensor, sent: torch.Tensor) -> None:
+        """Require that tensors have the digests that they were sent with."""
+        for place in (found != sent).nonzero().flatten().tolist()[:1]:
+            now, then = (digests.text(int(one[place])) for one in (found, sent))
+            raise Fault(f"transfer of weights: {metas[place].name} is not what was sent: digest {now}, not {then}")
 
     def noted(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
         """Tensors as they are taken, each of which has arrived then."""
@@ -69,6 +107,9 @@ class BucketEngine(base.WeightTransferEngine[Init, Update]):
     def received(self, update_info: Update) -> torch.Tensor:
         """The bucket in memory that is its own."""
         raise NotImplementedError
+
+    def close(self) -> None:
+        """Let go of what the sender frees behind a transfer."""
 
     def shutdown(self) -> None:
         pass
@@ -95,6 +136,23 @@ class GlooEngine(BucketEngine):
     def received(self, update_info: Update) -> torch.Tensor:
         return self.pipe.receive(update_info.used).to(self.device)
 
+    def repeat(self) -> None:
+        """Take all buckets once more. While one is put to its place, the next comes in."""
+        used = [wire.places([one.bytes for one in metas])[-1] for metas in self.buckets]
+        rooms = [torch.empty(max(used), dtype=torch.uint8, device=self.pipe.device) for _ in used[:2]]
+        come = [rooms[number % 2][:count] for number, count in enumerate(used)]
+        works = [self.pipe.broadcast(memory) for memory in come[:2]]
+        found = []
+        for number, memory in enumerate(come):
+            works[number].wait()
+            found.append(self.taken(number, memory.to(self.device)))
+            if number + 2 < len(come):
+                works.append(self.pipe.broadcast(come[number + 2]))
+        all_found = torch.cat(found).to(self.pipe.device)
+        sent = torch.empty_like(all_found)
+        self.pipe.finish(self.pipe.broadcast(sent))
+        self.require([one for metas in self.buckets for one in metas], all_found, sent)
+
 
 class NcclEngine(GlooEngine):
     """Buckets that come over NCCL, from GPU to GPU. On a CPU it is gloo, by the same steps."""
@@ -114,17 +172,31 @@ class SharedEngine(BucketEngine):
         self.opened: dict[Any, torch.Tensor] = {}
 
     def received(self, update_info: Update) -> torch.Tensor:
+        assert update_info.shared
+        return self.seen(update_info.shared, update_info.used).clone()
+
+    def seen(self, shared: tuple, used: int) -> torch.Tensor:
         from trainer.reinforcement.transfer import shared_memory
 
-        assert update_info.shared
-        key = shared_memory.key(update_info.shared)
+        key = shared_memory.key(shared)
         if key not in self.opened:
-            self.opened[key] = shared_memory.opened(update_info.shared, self.device)
-        return self.opened[key][: update_info.used].clone()
+            self.opened[key] = shared_memory.opened(shared, self.device)
+        return self.opened[key][:used]
 
     def finish_weight_update(self) -> None:
-        self.opened.clear()  # or the sender could not free it
+        self.close()
         super().finish_weight_update()
+
+    def repeat(self, number: int, shared: tuple, sums: list[int]) -> None:
+        """Take a bucket once more. The sender may fill its memory again when this returns."""
+        metas = self.buckets[number]
+        found = self.taken(number, self.seen(shared, wire.places([one.bytes for one in metas])[-1]))
+        self.require(metas, found.cpu(), torch.tensor(sums))
+        if self.device.type == "cuda":
+            torch.cuda.current_stream(self.device).synchronize()
+
+    def close(self) -> None:
+        self.opened.clear()  # or the sender could not free it
 
 
 ENGINES = {"gloo": GlooEngine, "nccl": NcclEngine, "ipc": SharedEngine}  # by transport

@@ -8,6 +8,7 @@ number that its place gives (trainer/weights/digests.py), and a tensor's digest 
 
 # pyright: reportAttributeAccessIssue=false, reportPrivateImportUsage=false, reportArgumentType=false
 
+import socket
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -103,10 +104,17 @@ def taken_apart(metas: Sequence[Meta], memory: torch.Tensor) -> list[tuple[str, 
     for one, digest in zip(metas, _digests(memory, sizes), strict=True):
         if digest != one.digest:
             raise Fault(f"transfer of weights: {one.name} is not what was sent: digest {digest}, not {one.digest}")
-    return [
-        (one.name, memory[at : at + size].view(getattr(torch, one.dtype)).view(one.shape))
-        for one, size, at in zip(metas, sizes, _places(sizes), strict=False)
-    ]
+    return [(one.name, part(memory, one, place)) for one, place in zip(metas, places(sizes), strict=False)]
+
+
+def part(memory: torch.Tensor, one: Meta, place: int) -> torch.Tensor:
+    """A tensor of a bucket, which begins at a byte of its memory."""
+    return memory[place : place + one.bytes].view(getattr(torch, one.dtype)).view(one.shape)
+
+
+def places(sizes: Sequence[int]) -> list[int]:
+    """At which byte of a bucket each tensor of so many bytes begins, and where the last one ends."""
+    return [place * ROW for place in accumulate(map(_rows, sizes), initial=0)]
 
 
 def require(sent: Meta, found: torch.Tensor) -> None:
@@ -126,17 +134,19 @@ def _bucket(group: Sequence[Sent], memory: torch.Tensor | None) -> Bucket:
 
 
 def _digests(memory: torch.Tensor, sizes: Sequence[int]) -> list[str]:
-    """Digests of tensors of so many bytes, which lie in the memory one behind another."""
+    return [digests.text(number) for number in sums(memory, sizes).tolist()]
+
+
+def sums(memory: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
+    """Digests, as numbers, of tensors of so many bytes, which lie in the memory one behind another."""
     ends = [*accumulate(map(_rows, sizes), initial=0)]
     rows = memory[: ends[-1] * ROW].view(torch.int64).view(-1, WORDS)
-    sums = (rows * digests.place_factors(0, 0, WORDS, memory.device)).sum(-1)
-    sums *= digests.place_factors(1, 0, len(rows), memory.device)
-    until = torch.cat([sums.new_zeros(1), sums.cumsum(0)])[torch.tensor(ends, device=memory.device)]
-    return [digests.text(number) for number in until.diff().tolist()]
-
-
-def _places(sizes: Sequence[int]) -> list[int]:
-    return [place * ROW for place in accumulate(map(_rows, sizes), initial=0)]
+    of_rows = (rows * digests.place_factors(0, 0, WORDS, memory.device)).sum(-1)
+    of_rows *= digests.place_factors(1, 0, len(rows), memory.device)
+    until = torch.cat([of_rows.new_zeros(1), of_rows.cumsum(0)])
+    # From pinned memory it goes over without waiting for all that the GPU has still to do.
+    at = torch.tensor(ends, pin_memory=memory.is_cuda).to(memory.device, non_blocking=True)
+    return until[at].diff()
 
 
 def _rows(size: int) -> int:
@@ -145,6 +155,13 @@ def _rows(size: int) -> int:
 
 def _dtype(tensor: torch.Tensor) -> str:
     return str(tensor.dtype).removeprefix("torch.")
+
+
+def free_port() -> int:
+    """A port of this host that nobody listens at."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
 
 
 class Pipe:
@@ -176,22 +193,23 @@ class Pipe:
 
     def send(self, tensor: torch.Tensor) -> None:
         """Send a tensor to all others."""
-        self._finish(self._broadcast(tensor.to(self.device), self.rank))
+        self.finish(self.broadcast(tensor.to(self.device), self.rank))
 
     def receive(self, size: int) -> torch.Tensor:
         """Receive what rank 0 sends, or rank 1 to rank 0."""
         tensor = torch.empty(size, dtype=torch.uint8, device=self.device)
-        self._finish(self._broadcast(tensor, 0 if self.rank else 1))
+        self.finish(self.broadcast(tensor, 0 if self.rank else 1))
         return tensor
 
-    def _broadcast(self, tensor: torch.Tensor, source: int) -> Any:
+    def broadcast(self, tensor: torch.Tensor, source: int = 0) -> Any:
+        """Begin to send a tensor, or to receive into it. What follows on a GPU waits by the work's own wait()."""
         from torch.distributed import BroadcastOptions
 
         options = BroadcastOptions()
         options.rootRank, options.rootTensor = source, 0
         return self.group.broadcast([tensor], options)
 
-    def _finish(self, work: Any) -> None:
+    def finish(self, work: Any) -> None:
         """Wait until a tensor has gone over. Raises a RuntimeError where the other process has ended, as gloo does."""
         while self.device.type != "cpu" and not work.is_completed():
             if self.gone():

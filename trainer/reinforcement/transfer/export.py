@@ -1,0 +1,57 @@
+"""Released tensors of a policy: Megatron-Bridge's, and how to make them again without it."""
+
+# pyright: reportArgumentType=false
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import distributed
+
+from trainer.reinforcement.transfer import wire
+from trainer.reinforcement.transfer.repeated import recipes
+from trainer.reinforcement.transfer.repeated.filling import Filling
+from trainer.reinforcement.transfer.repeated.recipes import Recipe
+from trainer.startup.console import say
+
+
+class Export:
+    """All tensors of a model in training."""
+
+    def __init__(self, bridge: Any, model: list[torch.nn.Module]):
+        self.bridge, self.model = bridge, model
+        self.tasks: list[Any] | None = None  # how Bridge makes released tensors of Megatron's
+        # Where several processes have the weights, they have to gather them, each time anew.
+        self._watches = distributed.get_world_size() == 1
+        self._noted: dict[str, Recipe] = {}
+        self._memory = set[int]()
+
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Tensors as released, one after another. Every rank has to take all of them."""
+        if self.tasks is None:
+            self.tasks = self.bridge.get_conversion_tasks(self.model)
+        given = {"conversion_tasks": self.tasks, "cpu": False, "show_progress": False}
+        found = ((one.param_name, one.weight) for one in self.bridge.export_hf_weights(self.model, **given))
+        if not self._watches or self._noted:
+            yield from found
+            return
+        watch = recipes.Watch(self.model)
+        yield from recipes.watched(found, watch, self._noted)
+        self._memory = watch.memory
+        if watch.refused:
+            self._give_up(f"{watch.refused} is not known to it")
+
+    def fillings(self, buckets: Sequence[Sequence[wire.Meta]]) -> list[Filling] | None:
+        """What fills buckets with the tensors; None where that is Bridge's work."""
+        return [Filling(metas, self._noted) for metas in buckets] if self.is_unchanged() else None
+
+    def is_unchanged(self) -> bool:
+        """Whether it is known how tensors are made, and Megatron's weights lie where they did then."""
+        if self._noted and recipes.memory_of(self.model) != self._memory:
+            self._give_up("Megatron's weights lie elsewhere now")
+        return bool(self._noted)
+
+    def _give_up(self, why: str) -> None:
+        say(f"weights: Megatron-Bridge exports them for every step, as nothing else can: {why}")
+        self._watches = False
+        self._noted.clear()

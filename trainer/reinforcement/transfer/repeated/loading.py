@@ -1,0 +1,207 @@
+"""Where vLLM puts each number of a bucket, seen while it loads a model, so that it is put there again at once.
+
+vLLM's loaders take a tenth of a millisecond of Python for a tensor: each looks for its parameter by its name, takes its
+worker's part, and waits for the rest of its layer. In the end numbers are copied, from where they lie in a bucket to
+where they lie in a parameter. Where nothing else is done to them, these copies are all that a later transfer needs:
+
+1. While the first transfer is loaded, every copy is noted, and what is in a parameter afterwards is held against what
+   was copied there: a layer that swaps or packs its weights has something else.
+2. The second is loaded as the first. What no copy has gone to has to be as before: where it is not, vLLM has computed
+   it of the weights, and would have to do so again.
+"""
+
+# pyright: reportAttributeAccessIssue=false, reportPrivateImportUsage=false
+
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from trainer.weights import digests
+
+COPY = torch.ops.aten.copy_.default
+CACHES = ("kv_cache",)  # attributes of vLLM's layers that hold no weights
+
+
+@dataclass(frozen=True)
+class Form:
+    """Numbers within a piece of memory."""
+
+    dtype: torch.dtype
+    shape: torch.Size
+    strides: tuple[int, ...]
+    offset: int  # of bytes in a bucket, of numbers elsewhere
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> "Form":
+        return cls(tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset())
+
+    def within(self, memory: torch.Tensor) -> torch.Tensor:
+        """These numbers, of a bucket's bytes."""
+        numbers = memory.view(self.dtype)
+        first = numbers.storage_offset() + self.offset // self.dtype.itemsize
+        return numbers.as_strided(self.shape, self.strides, first)
+
+
+@dataclass(frozen=True)
+class Copy:
+    """Numbers of a bucket, and where they go."""
+
+    bucket: int
+    source: Form
+    target: Form
+    total: torch.Tensor  # digest of the numbers
+
+
+@dataclass
+class Loading:
+    """Copies of a transfer."""
+
+    copies: dict[int, list[tuple[Form, torch.Tensor]]] = field(default_factory=lambda: defaultdict(list))
+    refused: str = ""  # why they do not do
+
+    def put(self, bucket: int, memory: torch.Tensor) -> None:
+        """Put the numbers of a bucket to where they go."""
+        copies = self.copies.get(bucket)
+        if copies:
+            with torch.inference_mode():  # vLLM may have made its parameters in it
+                torch._foreach_copy_([target for _, target in copies], [source.within(memory) for source, _ in copies])
+
+    def filled(self) -> dict[int, int]:
+        """How many numbers go to each piece of memory."""
+        found: dict[int, int] = defaultdict(int)
+        for copies in self.copies.values():
+            for _, target in copies:
+                found[target.untyped_storage().data_ptr()] += target.numel()
+        return found
+
+
+class Watch(TorchDispatchMode):
+    """While it is entered, it notes what is copied from buckets to the parameters of a model."""
+
+    def __init__(self, model: torch.nn.Module):
+        super().__init__()
+        self.found = Loading()
+        self._kept = {one.untyped_storage().data_ptr() for one in _registered(model) if one.numel()}
+        self._buckets: dict[int, tuple[int, int]] = {}  # by memory: number of the bucket, and where it begins
+        self._waiting: dict[int, list[Copy]] = defaultdict(list)  # by memory: of a layer that is not complete
+        self._totals: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def arrived(self, bucket: int, memory: torch.Tensor) -> None:
+        """Have this be a bucket's memory, until another one's is there."""
+        self._buckets[memory.untyped_storage().data_ptr()] = bucket, memory.data_ptr()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func is COPY and not self.found.refused and not args[0].is_meta and not args[1].is_meta:
+            self._note(args[0], args[1])
+        return result
+
+    def ended(self) -> Loading:
+        """All copies, once the model is whole. They do not do where a layer has something else than was copied."""
+        found = self.found
+        if self._waiting and not found.refused:
+            found.refused = f"{len(self._waiting)} tensors of layers are kept in another form"
+        if self._totals and not found.refused:
+            off = torch.stack([one for one, _ in self._totals]) != torch.stack([other for _, other in self._totals])
+            if bool(off.any()):
+                found.refused = f"{int(off.sum())} tensors are in another order within their layers"
+        self._waiting.clear()
+        self._totals.clear()
+        return found
+
+    def _note(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        into, out = target.untyped_storage().data_ptr(), source.untyped_storage().data_ptr()
+        if out in self._buckets:
+            bucket, first = self._buckets[out]
+            form = Form(source.dtype, source.shape, source.stride(), source.data_ptr() - first)
+            if target.shape != source.shape:
+                self.found.refused = "one number is copied to many places"
+                return
+            copy = Copy(bucket, form, Form.of(target), _total(source.to(target.dtype)))
+            if into in self._kept:
+                self._keep(copy, target)
+            else:
+                self._waiting[into].append(copy)
+        elif out in self._waiting and into in self._kept:
+            whole, found = Form.of(source), Form.of(target)
+            if (whole.dtype, whole.shape, whole.strides) != (found.dtype, found.shape, found.strides):
+                self.found.refused = "a layer has its weights in another form"
+                return
+            for copy in self._waiting.pop(out):
+                place = copy.target.offset - whole.offset + found.offset
+                self._keep(copy, target.as_strided(copy.target.shape, copy.target.strides, place))
+
+    def _keep(self, copy: Copy, target: torch.Tensor) -> None:
+        target = target.detach()
+        self.found.copies[copy.bucket].append((copy.source, target))
+        self._totals.append((copy.total, _total(target)))
+
+
+class Learned:
+    """What was learned of the transfers so far: the copies of the first, and whether they do."""
+
+    def __init__(self, model: torch.nn.Module, loading: Loading):
+        self.loading, self._proven = loading, False
+        self._before = {} if loading.refused else _totals(self._untouched(model))
+
+    def hold_against(self, model: torch.nn.Module) -> None:
+        """Look at a model that was loaded once more, with other weights."""
+        if self._proven or self.loading.refused:
+            return
+        now = _totals(self._untouched(model))
+        changed = next(
+            (name for name in self._before.keys() | now.keys() if self._before.get(name) != now.get(name)), ""
+        )
+        if changed:
+            self._refuse(f"{changed} is computed of weights")
+        self._proven = True
+
+    def refused(self, model: torch.nn.Module, sleeps: bool) -> str:
+        """Why the copies do not do; empty where they do. vLLM keeps buffers while it sleeps, and nothing else."""
+        if sleeps and self._proven and not self.loading.refused:
+            kept, partly = {name for name, _ in model.named_buffers()}, self.loading.filled()
+            for name, tensor in self._untouched(model).items():
+                if name not in kept and not partly[tensor.untyped_storage().data_ptr()]:
+                    self._refuse(f"{name} is not kept asleep")
+        return self.loading.refused or ("" if self._proven else "the copies of one transfer are no proof")
+
+    def _refuse(self, why: str) -> None:
+        self.loading.refused = self.loading.refused or why
+        self.loading.copies.clear()
+
+    def _untouched(self, model: torch.nn.Module) -> dict[str, torch.Tensor]:
+        """Tensors of a model that no copy goes to, or not to all of, by name."""
+        filled = self.loading.filled()
+        return {
+            name: one
+            for name, one in _all_tensors(model)
+            if one.numel() and not one.is_meta and filled[one.untyped_storage().data_ptr()] < one.numel()
+        }
+
+
+def _registered(model: torch.nn.Module) -> Iterator[torch.Tensor]:
+    yield from model.parameters()
+    yield from model.buffers()
+
+
+def _all_tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Parameters and buffers, and what a layer has besides as an attribute."""
+    yield from model.named_parameters()
+    yield from model.named_buffers()
+    for prefix, module in model.named_modules():
+        for name, value in vars(module).items():
+            if isinstance(value, torch.Tensor) and name not in CACHES:
+                yield f"{prefix}.{name}", value
+
+
+def _total(tensor: torch.Tensor) -> torch.Tensor:
+    return digests.sums(tensor, (0,) * tensor.ndim)
+
+
+def _totals(tensors: dict[str, torch.Tensor]) -> dict[str, int]:
+    """Digests of tensors, by name."""
+    return dict(zip(tensors, (int(_total(one)) for one in tensors.values()), strict=True))

@@ -1,0 +1,162 @@
+"""How each released tensor is made of Megatron's memory, seen while Megatron-Bridge makes it, to be made so again.
+
+Bridge takes a tenth of a millisecond of Python for a tensor, and a model of experts has tens of thousands. What it does
+with the numbers is little: a view of a weight, rows put in another order, an adapter added. Where one process has all of
+the weights, its operations are noted once. From then on a tensor is made by these alone, or, where it is a view or a
+weight with an adapter, together with many others in one kernel.
+"""
+
+# pyright: reportAttributeAccessIssue=false, reportPrivateImportUsage=false
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils.weak import WeakIdKeyDictionary
+
+aten = torch.ops.aten
+SAME = (aten.detach.default, aten.alias.default)
+PLAIN = (torch.Tensor, torch.nn.Parameter)  # others, as those in FP8, are more than their memory
+
+
+@dataclass(frozen=True, eq=False)
+class Step:
+    """A result of an operation: of Megatron's memory, of other steps, and of what is no weight."""
+
+    operation: Any
+    arguments: tuple[Any, ...]
+    keys: dict[str, Any]
+    number: int  # of a result among several
+
+
+Recipe = torch.Tensor | Step  # a part of Megatron's memory, or what is made of it
+
+
+@dataclass(frozen=True)
+class Merged:
+    """A weight with a low-rank adapter: base + scale * b @ a, in fp32, rounded to the type of the base."""
+
+    base: torch.Tensor
+    a: torch.Tensor
+    b: torch.Tensor
+    scale: float
+
+
+class Watch(TorchDispatchMode):
+    """While it is entered, it notes what is done with the memory of some modules."""
+
+    def __init__(self, modules: Iterable[torch.nn.Module]):
+        super().__init__()
+        self.memory, self.refused = memory_of(modules), ""
+        self._made: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        results = func(*args, **kwargs)
+        tensors = [one for one in tree_leaves((args, kwargs)) if isinstance(one, torch.Tensor)]
+        others = [one for one in tensors if not self._is_known(one)]
+        if self.refused or len(others) == len(tensors):
+            return results
+        if func._schema.is_mutable or any(one.is_floating_point() for one in others):
+            # What is written into, or goes in from elsewhere, would have to be known as it will be the next time.
+            self.refused = str(func)
+            return results
+        given, keys = tree_map_only(torch.Tensor, lambda one: self._made.get(one, one), (args, kwargs))
+        for number, result in enumerate(results if isinstance(results, (tuple, list)) else [results]):
+            if isinstance(result, torch.Tensor) and not self._is_memory(result):
+                self._made[result] = Step(func, tuple(given), keys, number)
+        return results
+
+    def recipe(self, tensor: torch.Tensor) -> Recipe | None:
+        """How the tensor was made; None where that was not seen."""
+        if self._is_memory(tensor):
+            return tensor.detach()
+        found = self._made.get(tensor)
+        while found is not None and found.operation in SAME:
+            found = found.arguments[0]
+        return found
+
+    def _is_known(self, value: torch.Tensor) -> bool:
+        return value in self._made or self._is_memory(value)
+
+    def _is_memory(self, tensor: torch.Tensor) -> bool:
+        return type(tensor) in PLAIN and tensor.untyped_storage().data_ptr() in self.memory
+
+
+def memory_of(modules: Iterable[torch.nn.Module]) -> set[int]:
+    """Where the numbers of some modules lie."""
+    found = set[int]()
+    for module in modules:
+        # megatron-core's wrapper for data-parallel training has an attribute of the name buffers.
+        for one in chain(module.parameters(), torch.nn.Module.buffers(module)):
+            found.add(one.untyped_storage().data_ptr())
+    return found - {0}
+
+
+class Kitchen:
+    """It makes tensors by their recipes. What several need is made once, as long as it is the same kitchen."""
+
+    def __init__(self) -> None:
+        self._made: dict[int, Any] = {}
+
+    def make(self, recipe: Recipe) -> torch.Tensor:
+        if isinstance(recipe, torch.Tensor):
+            return recipe
+        place = id(recipe)
+        if place not in self._made:
+            self._made[place] = self._done(recipe)
+        return self._made[place]
+
+    def _done(self, step: Step) -> torch.Tensor:
+        given, keys = tree_map_only(Step, self.make, (step.arguments, step.keys))
+        results = step.operation(*given, **keys)
+        return results[step.number] if isinstance(results, (tuple, list)) else results
+
+
+def as_merged(recipe: Recipe) -> Merged | None:
+    """The recipe as a weight with an adapter, where it is one whose parts lie in Megatron's memory."""
+    outer = recipe
+    if _is(outer, aten._to_copy.default):
+        outer = outer.arguments[0]
+    if not _is(outer, aten.add.Tensor) or outer.keys or not _is(outer.arguments[1], aten.mul.Tensor):
+        return None
+    base, (product, scale) = _numbers(outer.arguments[0]), outer.arguments[1].arguments
+    if not _is(product, aten.mm.default) or not isinstance(scale, float):
+        return None
+    b, a = (_numbers(one) for one in product.arguments)
+    parts = (base, a, b)
+    if not all(isinstance(one, torch.Tensor) and one.ndim == 2 and one.stride(1) == 1 for one in parts):
+        return None
+    return Merged(base, a, b, scale)
+
+
+def _is(value: Any, operation: Any) -> bool:
+    return isinstance(value, Step) and value.operation is operation
+
+
+def _numbers(value: Any) -> Any:
+    """What a conversion to fp32 was made of."""
+    while _is(value, aten._to_copy.default) and value.keys.get("dtype") is torch.float32 or _is(value, SAME[0]):
+        value = value.arguments[0]
+    return value
+
+
+def watched(
+    tensors: Iterator[tuple[str, torch.Tensor]], watch: Watch, noted: dict[str, Recipe]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Tensors as they come, whose recipes are noted. What is done with a tensor outside is not watched."""
+    while True:
+        with watch:
+            found = next(tensors, None)
+            if found is None:
+                return
+            recipe = watch.recipe(found[1])
+        if recipe is None:
+            watch.refused = watch.refused or found[0]
+        else:
+            noted[found[0]] = recipe
+        yield found

@@ -1,0 +1,204 @@
+"""Whole weights from the trainer to all engines, in buckets, and the same buckets once more with other numbers.
+
+The first two transfers take every tensor from Megatron-Bridge and have vLLM load it. Behind them each side may know
+where the numbers of a bucket lie (trainer/reinforcement/transfer/repeated/): then nothing is left but to fill buckets
+and to send them, at the speed of what lies between the two.
+"""
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from itertools import chain
+from typing import Any
+
+import torch
+
+from conf.rules.reinforcement import cut
+from conf.schema.run import Run
+from contract.faults import Fault
+from trainer.reinforcement.engines import settings
+from trainer.reinforcement.engines.engine import Engine
+from trainer.reinforcement.engines.group import Group
+from trainer.reinforcement.transfer import shared_memory, wire
+from trainer.reinforcement.transfer.export import Export
+from trainer.reinforcement.transfer.repeated import filling
+from trainer.reinforcement.transfer.repeated.filling import Filling
+from trainer.startup import device
+from trainer.startup.console import say
+
+AFTERWARDS = 2.0  # seconds in which a process that takes no weights may say why
+Tensors = Iterator[tuple[str, torch.Tensor]]
+
+
+class Sender:
+    """The trainer's end of what lies between it and the engines: a pipe to each, or memory that all see."""
+
+    def __init__(self, run: Run, group: Group, transport: str):
+        self.run, self.group, self.transport = run, group, transport
+        self.buckets: list[list[wire.Meta]] = []  # of the last whole transfer
+        self.can_repeat = False  # whether every engine can
+        self.fillings: list[Filling] | None = None  # that have proved to be what Bridge exports
+        self.compared = self.told = False
+
+    def send(self, tensors: Tensors, version: int, export: Export | None) -> int:
+        """Give every engine the weights of a version. Returns how many bytes went over to each."""
+        for engine in [*self.group.engines]:
+            if not engine.joined:
+                self.group.attempt(engine, partial(self._join, engine))
+        if self.can_repeat:
+            self._repeat(tensors, export)
+            self.group.each("repeated", version=version)
+        else:
+            self._send_whole(tensors, version, export)
+        if self.transport == "ipc":
+            shared_memory.collect()
+        return sum(one.bytes for one in chain.from_iterable(self.buckets))
+
+    def _send_whole(self, tensors: Tensors, version: int, export: Export | None) -> None:
+        self.group.each("begin")
+        before, self.buckets = self.buckets, []
+        known = export.fillings(before) if export and before and not self.compared else None
+        allocate, size = self._memory()
+        reading, handles = list[Engine](), dict[int, Any]()
+        for bucket in wire.buckets(tensors, allocate, size):
+            self._wait_for(reading)
+            if known and (unlike := _first_unlike(known, len(self.buckets), bucket)):
+                known = None
+                say(f"weights: Megatron-Bridge exports them for every step: {unlike} would be another without it")
+            for engine in [*self.group.engines]:
+                reading += [engine for _ in self.group.attempt(engine, partial(self._send, engine, bucket, handles))]
+            self.buckets.append(bucket.metas)
+        self._wait_for(reading)
+        self.fillings, self.compared = known or self.fillings, bool(before)
+        reasons = self.group.each("finish", version=version).values()
+        self.can_repeat = not any(reasons) and bool(before)
+        if before and not self.can_repeat and not self.told and device.has_gpu():  # on a CPU it is always so
+            self.told = True
+            say(f"weights: vLLM loads them for every step, as it would for the first: {next(filter(None, reasons))}")
+
+    def _wait_for(self, reading: list[Engine]) -> None:
+        """Wait until vLLM is done with the bucket before, whose memory is filled next."""
+        for engine in reading:
+            self.group.attempt(engine, partial(engine.answer, "bucket"))
+        reading.clear()
+
+    def _send(self, engine: Engine, bucket: wire.Bucket, handles: dict[int, Any]) -> None:
+        shared = self._shared(bucket.memory, handles) if self.transport == "ipc" else None
+        engine.ask("bucket", {"metas": bucket.metas, "used": bucket.used, "shared": shared})
+        if engine.pipe is not None:
+            self._over(engine, "bucket", partial(engine.pipe.send, bucket.bytes))
+
+    def _repeat(self, tensors: Tensors, export: Export | None) -> None:
+        """Send all buckets once more."""
+        if self.fillings and not (export and export.is_unchanged()):
+            self.fillings = None
+        used = [wire.places([one.bytes for one in metas])[-1] for metas in self.buckets]
+        allocate, _ = self._memory()
+        rooms = [allocate(max(used)) for _ in used[:2]]
+        parts = [rooms[number % 2][:count] for number, count in enumerate(used)]
+        if self.transport == "ipc":
+            self._repeat_shared(tensors, rooms, parts)
+        else:
+            self._repeat_over_pipes(tensors, parts)
+        if not self.fillings and (more := next(tensors, None)):
+            raise Fault(f"transfer of weights: {more[0]} came, and not before")
+
+    def _repeat_over_pipes(self, tensors: Tensors, parts: list[torch.Tensor]) -> None:
+        """While a bucket goes over, the next is filled; the digests of all go over behind the last."""
+        for engine in [*self.group.engines]:
+            self.group.attempt(engine, partial(engine.ask, "repeat", {}))
+        sums, going = [], list[list[tuple[Engine, Any]]]()
+        for number, memory in enumerate(parts):
+            for engine, work in going[number - 2] if number > 1 else ():
+                self._attempt_over(engine, work.wait)
+            sums.append(self._filled(number, memory, tensors))
+            going.append([])
+            for engine in [*self.group.engines]:
+                assert engine.pipe
+                begin = partial(engine.pipe.broadcast, memory.to(engine.pipe.device))
+                going[-1] += [(engine, work) for work in self._attempt_over(engine, begin)]
+        found = torch.cat(sums)
+        for engine in [*self.group.engines]:
+            assert engine.pipe
+            self._attempt_over(engine, partial(engine.pipe.send, found))
+        for engine in [*self.group.engines]:
+            self.group.attempt(engine, partial(engine.answer, "repeat"))
+
+    def _repeat_shared(self, tensors: Tensors, rooms: list[torch.Tensor], parts: list[torch.Tensor]) -> None:
+        reading, handles = list[Engine](), dict[int, Any]()
+        for number, memory in enumerate(parts):
+            sums = self._filled(number, memory, tensors).tolist()
+            self._wait_for(reading)
+            asked = {"number": number, "shared": self._shared(rooms[number % 2], handles), "sums": sums}
+            for engine in [*self.group.engines]:
+                reading += [engine for _ in self.group.attempt(engine, partial(engine.ask, "repeat_bucket", asked))]
+        self._wait_for(reading)
+
+    def _filled(self, number: int, memory: torch.Tensor, tensors: Tensors) -> torch.Tensor:
+        """Fill a bucket's memory. Returns the digests of its tensors."""
+        metas = self.buckets[number]
+        sizes = [one.bytes for one in metas]
+        if self.fillings:
+            self.fillings[number].fill(memory)
+            return wire.sums(memory, sizes)
+        for one, place in zip(metas, wire.places(sizes), strict=False):
+            name, tensor = next(tensors, ("nothing", None))
+            if name != one.name or tensor is None:
+                raise Fault(f"transfer of weights: {name} came in the place of {one.name}")
+            wire.part(memory, one, place).copy_(tensor.detach())
+        return wire.sums(memory, sizes)
+
+    def _shared(self, memory: torch.Tensor, handles: dict[int, Any]) -> Any:
+        """What opens the memory elsewhere. A second handle of the same memory would keep it from being freed."""
+        place = memory.data_ptr()
+        handles[place] = handles.get(place) or shared_memory.shared(memory)
+        return handles[place]
+
+    def _attempt_over(self, engine: Engine, call: Callable[[], Any]) -> list[Any]:
+        return self.group.attempt(engine, partial(self._over, engine, "repeat", call))
+
+    def _over(self, engine: Engine, name: str, call: Callable[[], Any]) -> Any:
+        """Do what sends something to the engine. Where that fails, the engine says why."""
+        try:
+            return call()
+        except RuntimeError:
+            if engine.patience and not engine.connection.poll(AFTERWARDS):
+                raise engine.lost(name) from None
+            engine.answer(name)  # says why it is gone
+            raise
+
+    def _join(self, engine: Engine) -> None:
+        if self.transport == "ipc":
+            settings.require_reach(self.run)
+            engine.call("join", host=None, port=None)
+        else:
+            port = wire.free_port()
+            engine.ask("join", {"host": engine.address, "port": port})
+            where = torch.device("cuda" if self.transport == "nccl" and device.has_gpu() else "cpu")
+            try:
+                given = (engine.address, port, 0, where, engine.is_gone, engine.patience)
+                engine.pipe = wire.Pipe(*given, workers=cut(self.run))
+            except RuntimeError:
+                if engine.patience:
+                    raise engine.lost("join") from None
+                raise
+            engine.answer("join")
+        engine.joined = True
+
+    def _memory(self) -> tuple[Callable[[int], torch.Tensor], int]:
+        """What allocates memory for buckets, and how many bytes a bucket has."""
+        if self.transport == "ipc":
+            return shared_memory.allocate, wire.BUCKET_OF_GPU if device.has_gpu() else wire.BUCKET
+        where, size = ("cuda", wire.BUCKET_OF_GPU) if device.has_gpu() else ("cpu", wire.BUCKET)
+        if self.transport == "gloo":
+            size = wire.BUCKET
+        return (lambda size: torch.empty(size, dtype=torch.uint8, device=where)), size
+
+
+def _first_unlike(known: list[Filling], number: int, bucket: wire.Bucket) -> str | None:
+    """Name of the first tensor of a bucket that its filling would make otherwise."""
+    mine = known[number] if number < len(known) else None
+    if mine is None or [one.name for one in mine.metas] != [one.name for one in bucket.metas]:
+        return bucket.metas[0].name
+    memory = torch.empty_like(bucket.bytes)
+    mine.fill(memory)
+    return filling.first_unlike(bucket.metas, memory, bucket.bytes)
