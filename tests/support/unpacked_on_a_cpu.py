@@ -2,8 +2,8 @@
 
     python -m tests.support.unpacked_on_a_cpu CONF [key=value ...]
 
-What PLANTED names is done wrongly when a transfer is repeated: "flipped" changes a bit on its way. This module takes the
-place of vLLM's process as well.
+PLANTED=flipped changes a bit of each bucket on its way when a transfer is repeated. This module takes the place of
+vLLM's process as well.
 """
 
 import os

@@ -1,8 +1,225 @@
 """Transfers that are repeated without Megatron-Bridge and vLLM's loaders give vLLM the same policy."""
 
+import json
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
+import torch
+from torch import nn
 
 from tests.support.reinforced import ADAPTER, answers, of_steps
+from trainer.reinforcement.transfer import wire
+from trainer.reinforcement.transfer.repeated import filling, recipes
+from trainer.reinforcement.transfer.repeated.loading import Learned, Watch
+
+ROOT = Path(__file__).parents[3]
+
+
+@pytest.mark.parametrize(
+    "model, keys",
+    [
+        ("glm4-moe-mtp", ("adapter.kind=lora",)),
+        ("glm4-moe", ("adapter.kind=none",)),
+        pytest.param("qwen3-moe", ("adapter.kind=lora", "adapter.experts=shared"), marks=pytest.mark.slow),
+        pytest.param("llama", ("adapter.kind=dora",), marks=pytest.mark.slow),
+    ],
+)
+def test_tensors_made_by_recipes_are_those_that_bridge_exports(model, keys, base, configure, ranks, work):
+    base(model)
+    folder = work / "-".join(["repeated", model, *keys])
+    folder.mkdir()
+    result = ranks("repeated_export", configure(model, *keys, f"paths.output={folder}"))
+    assert result.code == 0, result.output[-4000:]
+    found = json.loads((folder / "answer.json").read_text())
+    assert found["different"] == [] and found["moved"]
+    print(found)
+    assert found["view"] + found["merged"] + found["steps"] == found["tensors"]
+
+
+@pytest.mark.slow
+def test_experts_that_bridge_stacks_are_left_to_it(base, configure, ranks, work):
+    base("gpt-oss")
+    folder = work / "repeated-gpt-oss"
+    folder.mkdir()
+    result = ranks("repeated_export", configure("gpt-oss", "adapter.kind=none", f"paths.output={folder}"))
+    assert result.code == 0, result.output[-4000:]
+    assert "for every step, as nothing else can: aten.copy_.default is not known to it" in result.output
+    found = json.loads((folder / "answer.json").read_text())
+    assert found["different"] == [] and found["view"] + found["merged"] + found["steps"] == 0
+
+
+class Toy(nn.Module):
+    """Weights in the one memory, a part of which is no model's, and what is made of them."""
+
+    def __init__(self):
+        super().__init__()
+        self.base, self.a, self.b = (nn.Parameter(torch.randn(shape)) for shape in ((6, 4), (2, 4), (6, 2)))
+
+    def exported(self, how):
+        yield "tensor", how(self).detach()
+
+
+def noted(how) -> tuple[recipes.Watch, dict, Toy]:
+    toy = Toy()
+    watch, found = recipes.Watch([toy]), {}
+    assert [name for name, _ in recipes.watched(toy.exported(how), watch, found)] == ["tensor"]
+    return watch, found, toy
+
+
+ROWS = torch.tensor([3, 0, 5])
+HOWS = {
+    "rows in another order": lambda toy: toy.base[ROWS].flip(0).reshape(-1),
+    "parts of parts": lambda toy: torch.cat(toy.base.chunk(2, 1)[::-1]).chunk(3)[1].t().contiguous(),
+    "an adapter": lambda toy: toy.base.float() + 0.5 * (toy.b.float() @ toy.a.float()),
+    "half of an adapter": lambda toy: toy.base[:3] + 0.25 * (toy.b[:3] @ toy.a),
+}
+
+
+@pytest.mark.parametrize("how", HOWS)
+def test_what_is_made_of_weights_is_made_of_later_ones_alike(how):
+    watch, found, toy = noted(HOWS[how])
+    assert not watch.refused
+    for parameter in toy.parameters():
+        parameter.data.normal_()
+    assert torch.equal(recipes.Kitchen().make(found["tensor"]), HOWS[how](toy))
+    merged = recipes.as_merged(found["tensor"])
+    assert (merged is not None) == ("adapter" in how)
+    if merged:
+        assert torch.equal(merged.base + merged.scale * (merged.b @ merged.a), HOWS[how](toy))
+
+
+NOISE = torch.randn(6, 4)
+
+
+@pytest.mark.parametrize(
+    "how, why",
+    {
+        lambda toy: torch.empty(6, 4).copy_(toy.base): "aten.copy_.default",
+        lambda toy: toy.base + NOISE: "aten.add.Tensor",
+        lambda toy: torch.randn(3): "tensor",
+    }.items(),
+)
+def test_what_would_be_another_the_next_time_is_refused(how, why):
+    assert noted(how)[0].refused == why
+
+
+def test_a_tensor_that_is_another_is_named():
+    metas = [wire.Meta(name, "bfloat16", (100, 7), "") for name in ("first", "second")]
+    memory = torch.zeros(wire.places([one.bytes for one in metas])[-1], dtype=torch.uint8)
+    for one, place in zip(metas, wire.places([1400, 1400]), strict=False):
+        wire.part(memory, one, place).fill_(1)
+    other = memory.clone()
+    wire.part(other, metas[1], 8192)[3, 3] = 1.0078125  # the next number
+    assert filling.first_unlike(metas, other, memory) is None
+    wire.part(other, metas[1], 8192)[3, 3] = 1.015625
+    assert filling.first_unlike(metas, other, memory) == "second"
+
+
+BESIDE_TORCH = """
+import itertools, torch
+from trainer.reinforcement.transfer.repeated import merging
+from trainer.reinforcement.transfer.repeated.recipes import Merged
+
+torch.manual_seed(0)
+KINDS = torch.float32, torch.bfloat16
+for kind, adapter, rank in itertools.product(KINDS, KINDS, (3, 16, 70)):
+    each = [
+        Merged(
+            torch.randn(2 * rows, columns).to(kind)[rows:],
+            torch.randn(rank, columns).to(adapter),
+            torch.randn(rows, 2 * rank).to(adapter)[:, rank:],
+            0.5,
+        )
+        for rows, columns in [(70, 130)] * 3
+    ]
+    size = 70 * 130 * kind.itemsize
+    places = [0, 8 * size, 2 * size]
+    memory = torch.zeros(9 * size, dtype=torch.uint8)
+    assert len({merging.kind(one) for one in each}) == 1
+    merging.merge(each[0], merging.table(each, places), memory)
+    for one, place in zip(each, places):
+        found = memory[place : place + size].view(kind).view(70, 130)
+        wanted = one.base.double() + 0.5 * (one.b.double() @ one.a.double())
+        bound = 1e-5 if kind is torch.float32 else 1e-2
+        assert ((found.double() - wanted).abs() <= bound * (1 + wanted.abs())).all(), (kind, adapter, rank)
+    assert memory[3 * size : 8 * size].count_nonzero() == 0
+print("as torch")
+"""
+
+
+def test_the_kernel_merges_as_torch_does():
+    given = {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", BESIDE_TORCH], cwd=ROOT, env=given, capture_output=True, text=True, timeout=240
+    )
+    assert done.stdout.strip() == "as torch", done.stderr[-3000:]
+
+
+class Inner(nn.Module):
+    """A layer of a model as vLLM has it: two matrices in one, of which each worker has some columns."""
+
+    def __init__(self, swaps: bool, computes: bool):
+        super().__init__()
+        self.swaps, self.computes = swaps, computes
+        self.whole = nn.Parameter(torch.zeros(4, 3))
+        self.register_buffer("table", torch.ones(5))
+        self.kv_cache = torch.zeros(2)
+        self.length = torch.zeros(())
+
+    def load(self, halves: list[torch.Tensor]) -> None:
+        made = torch.empty(4, 3)
+        for number, half in enumerate(halves):
+            made[2 * number :][:2].copy_(half[:, 1:4])
+        if self.swaps:
+            made = torch.cat([made[2:], made[:2]])
+        self.whole.data.copy_(made)
+        if self.computes:
+            self.length = self.whole.norm()
+        self.kv_cache.normal_()
+
+
+def learned(model: Inner, transfers: int = 2) -> tuple[Learned, list[torch.Tensor]]:
+    found = None
+    buckets: list[torch.Tensor] = []
+    for _ in range(transfers):
+        watch = Watch(model)
+        buckets = [torch.randn(2, 5).repeat(1, 1).view(-1).view(torch.uint8).clone() for _ in range(2)]
+        for number, memory in enumerate(buckets):
+            watch.arrived(number, memory)
+        with watch:
+            model.load([memory.view(torch.float32).view(2, 5) for memory in buckets])
+        if found is None:
+            found = Learned(model, watch.ended())
+        else:
+            found.hold_against(model)
+    assert found
+    return found, buckets
+
+
+def test_what_was_copied_of_buckets_is_copied_again():
+    model = Inner(swaps=False, computes=False)
+    found, _ = learned(model)
+    assert found.refused(model, sleeps=False) == ""
+    buckets = [torch.randn(2, 5) for _ in range(2)]
+    for number, bucket in enumerate(buckets):
+        found.loading.put(number, bucket.view(-1).view(torch.uint8))
+    assert torch.equal(model.whole, torch.cat(buckets)[:, 1:4])
+
+
+@pytest.mark.parametrize(
+    "swaps, computes, transfers, sleeps, why",
+    [
+        (True, False, 2, False, "1 tensors of layers are kept in another form"),
+        (False, True, 2, False, ".length is computed of weights"),
+        (False, False, 1, False, "the copies of one transfer are no proof"),
+        (False, False, 2, True, ".length is not kept asleep"),
+    ],
+)
+def test_where_copies_are_not_all_that_vllm_does_they_do_not_do(swaps, computes, transfers, sleeps, why):
+    model = Inner(swaps, computes)
+    assert learned(model, transfers)[0].refused(model, sleeps) == why
 
 
 @pytest.mark.slow
@@ -10,17 +227,33 @@ from tests.support.reinforced import ADAPTER, answers, of_steps
 @pytest.mark.parametrize("transport", ["gloo", "ipc"])
 def test_a_policy_is_the_same_whether_transfers_are_repeated_or_not(forked, place, base, work, transport):
     base("llama")
-    keys = ADAPTER | {"paths.model": work / "llama", "paths.base": work / "llama-base", "reinforce.steps": 5}
-    keys |= {"reinforce.held_out": 0, "reinforce.lr": 1e-2, "reinforce.transport": transport}
     found = {}
-    for module in ("trainer.reinforce", "tests.support.unpacked_on_a_cpu"):
+    for module in ("trainer.reinforce", UNPACKED):
         name = f"{module}-{transport}"
-        process, folder = forked(name, keys, module)
+        process, folder = forked(name, of_llama(work) | {"reinforce.transport": transport}, module)
         assert process.wait(600) == 0, (place / f"{name}.log").read_text()[-4000:]
-        found[module] = answers(folder), of_steps(folder), (place / f"{name}.log").read_text()
+        found[module] = answers(folder), of_steps(folder)
     usual, repeated = found.values()
     assert usual[0] == repeated[0]
     assert all(step["probe"] < 1e-5 for step in repeated[1])
-    print(repeated[1][-1], usual[1][-1])
     assert ["seconds_export" in step for step in repeated[1]] == [True, True, False, False, False]
     assert all("seconds_export" in step for step in usual[1])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_bit_that_changes_while_a_transfer_is_repeated_ends_the_run(forked, place, base, work):
+    base("llama")
+    process, folder = forked("flipped", of_llama(work), UNPACKED, PLANTED="flipped")
+    assert process.wait(600) == 2
+    said = (place / "flipped.log").read_text()
+    assert "transfer of weights: model.norm.weight is not what was sent: digest " in said, said[-3000:]
+    assert len(of_steps(folder)) == 2
+
+
+UNPACKED = "tests.support.unpacked_on_a_cpu"
+
+
+def of_llama(work: Path) -> dict[str, object]:
+    keys = ADAPTER | {"paths.model": work / "llama", "paths.base": work / "llama-base", "reinforce.steps": 5}
+    return keys | {"reinforce.held_out": 0, "reinforce.lr": 1e-2}

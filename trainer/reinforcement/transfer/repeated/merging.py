@@ -7,6 +7,7 @@ takes hundreds of matrices, wherever Megatron has them. All is computed in fp32 
 # pyright: reportArgumentType=false, reportCallIssue=false, reportOptionalMemberAccess=false
 
 from collections.abc import Sequence
+from itertools import chain
 
 import torch
 import triton
@@ -30,8 +31,7 @@ def kind(merged: Merged) -> tuple:
 def table(each: Sequence[Merged], places: Sequence[int]) -> torch.Tensor:
     """Where the parts of matrices of one kind lie, and at which byte of a bucket each begins when it is merged."""
     rows = [
-        [one.base.data_ptr(), one.base.stride(0), one.a.data_ptr(), one.a.stride(0), one.b.data_ptr(), one.b.stride(0)]
-        + [place]
+        [*chain.from_iterable((part.data_ptr(), part.stride(0)) for part in (one.base, one.a, one.b)), place]
         for one, place in zip(each, places, strict=True)
     ]
     return torch.tensor(rows, dtype=torch.int64).to(each[0].base.device)

@@ -1,8 +1,8 @@
 """How each released tensor is made of Megatron's memory, seen while Megatron-Bridge makes it, to be made so again.
 
 Bridge takes a tenth of a millisecond of Python for a tensor, and a model of experts has tens of thousands. What it does
-with the numbers is little: a view of a weight, rows put in another order, an adapter added. Where one process has all of
-the weights, its operations are noted once. From then on a tensor is made by these alone, or, where it is a view or a
+with the numbers is little: a view of a weight, rows put in another order, an adapter added. Where one process has all
+of the weights, its operations are noted once. From then on a tensor is made by these alone, or, where it is a view or a
 weight with an adapter, together with many others in one kernel.
 """
 
@@ -140,7 +140,7 @@ def _is(value: Any, operation: Any) -> bool:
 
 def _numbers(value: Any) -> Any:
     """What a conversion to fp32 was made of."""
-    while _is(value, aten._to_copy.default) and value.keys.get("dtype") is torch.float32 or _is(value, SAME[0]):
+    while (_is(value, aten._to_copy.default) and value.keys.get("dtype") is torch.float32) or _is(value, SAME[0]):
         value = value.arguments[0]
     return value
 
