@@ -84,7 +84,7 @@ distributed.destroy_process_group()
 COLUMNS = {
     "step s": ("seconds_step", "{:.2f}"),
     "transfer s": ("seconds_transfer", "{:.2f}"),
-    "GB/s": ("rate", "{:.2f}"),
+    "GB/s": ("sent_gb_per_second", "{:.1f}"),
     "export s": ("seconds_export", "{:.2f}"),
     "probe s": ("seconds_probe", "{:.2f}"),
     "generate s": ("seconds_generate", "{:.2f}"),
@@ -92,6 +92,8 @@ COLUMNS = {
     "sleep s": ("seconds_sleep", "{:.3f}"),
     "train s": ("seconds_train", "{:.2f}"),
     "wait s": ("seconds_wait", "{:.2f}"),
+    "journal s": ("seconds_journal", "{:.2f}"),
+    "rest s": ("seconds_rest", "{:.2f}"),
     "mismatch": ("mismatch", "{:.1e}"),
     "k3": ("mismatch_k3", "{:.1e}"),
     "GB awake": ("gpu_gb_awake", "{:.1f}"),
@@ -170,8 +172,6 @@ class Bench:
         lines = [line for line in lines if line["kind"] == "reinforce"]
         for before, line in itertools.pairwise(lines):
             line["seconds_step"] = line["time"] - before["time"]
-            if "sent_mb" in line:  # sampling ahead, a run's last step sends none
-                line["rate"] = line["sent_mb"] / 1e3 / line["seconds_transfer"]
         return lines[1:]
 
     def link(self) -> float:

@@ -9,7 +9,6 @@ and are not sampled again. On a CPU they would come out the same; on a GPU they 
 """
 
 import json
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +59,7 @@ class Journal:
                 )
 
     def write(self, step: Step) -> None:
-        write_atomically(self._path(step.number), json.dumps(asdict(step)), durable=True)
+        write_atomically(self._path(step.number), json.dumps(step, default=vars), durable=True)
 
     def read(self, number: int) -> Step | None:
         path = self._path(number)

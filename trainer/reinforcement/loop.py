@@ -9,6 +9,7 @@ What only one process can do, rank 0 does: it has vLLM, the rewards and the jour
 
 # pyright: reportOptionalMemberAccess=false, reportOptionalCall=false, reportArgumentType=false
 
+import contextlib
 import json
 import time
 from collections.abc import Iterator
@@ -82,7 +83,8 @@ class Reinforcement(Callback):
         self.lag = 0.0  # steps that the step's weights are behind the policy
         self.report = Report(run)
         self.signal = None if without_signal(run) else GradientSignal(self.asked.signal)
-        self.seconds: dict[str, float] = {}
+        self.seconds: dict[str, float] = {}  # of each phase of the step
+        self.reported: float | None = None  # when the step before was
         self.in_use: dict[str, int] = {}  # bytes of the GPU, while vLLM is awake and while it sleeps
         self.export: Export | None = None
         self.sampler, self.ahead = None, None
@@ -131,7 +133,8 @@ class Reinforcement(Callback):
     def on_train_step_end(self, context: Any) -> None:
         done = context.state.train_state.step + 1  # Bridge counts it later
         self.seconds["train"] = self.seconds.get("train", 0.0) + time.monotonic() - self.began
-        signal = self._listen(context, done)
+        with self._phase("signal"):
+            signal = self._listen(context, done)
         self.policy_step.replay.end()
         if done % self.asked.updates == 0:
             self._report(done, self._figures() | signal)
@@ -186,11 +189,11 @@ class Reinforcement(Callback):
         version = context.state.train_state.step
         self._transfer(context, version)
         found = self._on_first(lambda: self.sampler.step(number, version))
-        start = time.monotonic()
-        self._on_first(self._sleep)
-        self.seconds["sleep"] = time.monotonic() - start
+        with self._phase("sleep"):
+            self._on_first(self._sleep)
         if self.asked.updates == 1:
-            self._on_first(lambda: self.journal.write(found.step))
+            with self._phase("journal"):
+                self._on_first(lambda: self.journal.write(found.step))
         return found
 
     def _ahead(self, context: Any, number: int) -> Sampled:
@@ -210,19 +213,26 @@ class Reinforcement(Callback):
 
     def _transfer(self, context: Any, version: int) -> None:
         """Give vLLM the weights as they are, and look whether it computes with them."""
+        with self._phase("transfer"):
+            self._make_room()
+            start = time.monotonic()
+            if self.asked.transport == "adapter":
+                self.sent = self._adapter(context, version)
+            else:
+                tensors = self._weights(context)
+                self.sent = self._on_first(lambda: self.rollouts.update(tensors, version, self.export), tensors)
+            self.rate = self.sent / 1e9 / (time.monotonic() - start)
+            self._make_room()
+            self._on_first(lambda: self.rollouts.begin())
+        with self._phase("probe"):
+            self._probe(context, version)
+
+    @contextlib.contextmanager
+    def _phase(self, name: str) -> Iterator[None]:
+        """Count the time of a block as that of a phase of the step."""
         start = time.monotonic()
-        self._make_room()
-        if self.asked.transport == "adapter":
-            self.sent = self._adapter(context, version)
-        else:
-            tensors = self._weights(context)
-            self.sent = self._on_first(lambda: self.rollouts.update(tensors, version, self.export), tensors)
-        self._make_room()
-        self._on_first(lambda: self.rollouts.begin())
-        self.seconds["transfer"] = time.monotonic() - start
-        start = time.monotonic()
-        self._probe(context, version)
-        self.seconds["probe"] = time.monotonic() - start
+        yield
+        self.seconds[name] = self.seconds.get(name, 0.0) + time.monotonic() - start
 
     def _make_room(self) -> None:
         """Leave vLLM what every rank holds of its GPU and does not use, where vLLM is on GPUs of several ranks."""
@@ -327,9 +337,14 @@ class Reinforcement(Callback):
 
     def _report(self, done: int, figures: dict[str, float]) -> None:
         """Write the step's line, and end the run where it has no sense to go on."""
+        now = time.monotonic()
+        if self.reported is not None:  # what is in no phase: the report before, and Megatron-Bridge between steps
+            told = sum(seconds for name, seconds in self.seconds.items() if name != "export")  # a part of transfer
+            self.seconds["rest"] = now - self.reported - told
+        self.reported = now
         line = self.report.line(self.step, done, self.lag, figures, self.seconds)
         if "transfer" in self.seconds:
-            line |= {"probe": self.apart, "sent_mb": self.sent / 1e6}
+            line |= {"probe": self.apart, "sent_mb": self.sent / 1e6, "sent_gb_per_second": self.rate}
             line |= {f"gpu_gb_{state}": size / 1e9 for state, size in self.in_use.items() if size}
         line |= {"engines": self._on_first(lambda: len(self.rollouts.engines))}
         self.metrics.write(line)

@@ -21,46 +21,35 @@ def main(run: Run) -> None:
     bridge, _, model = logits.built(run)
     if adapter := make_adapter(run):
         model = adapter(model, training=True)
-    change(model, 1)
+    change(model, 0)
     export, different = Export(bridge, model), set[str]()
     buckets = [one.metas for one in wire.buckets(export.tensors(), torch.ByteTensor, 1 << 16)]
     for seed in (1, 2):
         change(model, seed)
+        wanted = {name: tensor.clone() for name, tensor in export.tensors()}
         for filling in export.fillings(buckets) or ():
-            memory = torch.zeros(wire.places([one.bytes for one in filling.metas])[-1], dtype=torch.uint8)
+            places = wire.places([one.bytes for one in filling.metas])
+            memory = torch.zeros(places[-1], dtype=torch.uint8)
             filling.fill(memory)
-            for one, place in zip(filling.metas, wire.places([one.bytes for one in filling.metas]), strict=False):
-                wanted = right[one.name] if (right := exported(export)) else None
-                if wanted is None or not torch.equal(wire.part(memory, one, place), wanted):
-                    different.add(one.name)
-    found = list(export._noted.values())
-    kinds = [
-        "view" if isinstance(one, torch.Tensor) else "merged" if recipes.as_merged(one) else "steps" for one in found
-    ]
-    model[0].register_buffer("new", torch.zeros(3))
-    answer = {
-        "tensors": sum(map(len, buckets)),
-        "different": sorted(different),
-        "moved": export.fillings(buckets) is None,
-    }
-    answer |= {kind: kinds.count(kind) for kind in ("view", "merged", "steps")}
+            made = {one.name: wire.part(memory, one, place) for one, place in zip(filling.metas, places, strict=False)}
+            different |= {name for name, tensor in made.items() if not torch.equal(tensor, wanted[name])}
+    kinds = [kind(one) for one in export._noted.values()]
+    answer = {"tensors": sum(map(len, buckets)), "different": sorted(different)}
+    answer |= {one: kinds.count(one) for one in ("view", "merged", "steps")}
+    model[0].register_buffer("new", torch.zeros(3))  # which no tensor is made of
+    answer |= {"unchanged": export.is_unchanged()}
+    for parameter in model[0].parameters():
+        parameter.data = parameter.data.clone()
+    answer |= {"moved": not export.is_unchanged()}
     (Path(run.paths.output) / "answer.json").write_text(json.dumps(answer))
     torch.distributed.destroy_process_group()
 
 
-kept: dict[int, dict[str, torch.Tensor]] = {}
-version = [0]
-
-
-def exported(export: Export) -> dict[str, torch.Tensor]:
-    """What Bridge exports of the weights as they are."""
-    if version[0] not in kept:
-        kept[version[0]] = {name: tensor.clone() for name, tensor in export.tensors()}
-    return kept[version[0]]
+def kind(recipe: recipes.Recipe) -> str:
+    return "view" if isinstance(recipe, torch.Tensor) else "merged" if recipes.as_merged(recipe) else "steps"
 
 
 def change(model: list[torch.nn.Module], seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     for parameter in model[0].parameters():
         parameter.data.copy_(0.05 * torch.randn(parameter.shape, generator=generator))
-    version[0] += 1

@@ -37,9 +37,9 @@ class Export:
             return
         watch = recipes.Watch(self.model)
         yield from recipes.watched(found, watch, self._noted)
-        self._memory = watch.memory
         if watch.refused:
             self._give_up(f"{watch.refused} is not known to it")
+        self._memory = set[int]().union(*map(recipes.memory_used, self._noted.values()))
 
     def fillings(self, buckets: Sequence[Sequence[wire.Meta]]) -> list[Filling] | None:
         """What fills buckets with the tensors; None where that is Bridge's work."""
@@ -47,7 +47,7 @@ class Export:
 
     def is_unchanged(self) -> bool:
         """Whether it is known how tensors are made, and Megatron's weights lie where they did then."""
-        if self._noted and recipes.memory_of(self.model) != self._memory:
+        if self._noted and not self._memory <= recipes.memory_of(self.model):
             self._give_up("Megatron's weights lie elsewhere now")
         return bool(self._noted)
 

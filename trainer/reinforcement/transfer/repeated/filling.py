@@ -1,5 +1,7 @@
 """Buckets filled by recipes, as Megatron-Bridge's tensors would fill them, with few calls for each."""
 
+# pyright: reportPrivateImportUsage=false
+
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass

@@ -37,7 +37,7 @@ class Form:
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> "Form":
-        return cls(tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset())
+        return cls(tensor.dtype, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
 
     def within(self, memory: torch.Tensor) -> torch.Tensor:
         """These numbers, of a bucket's bytes."""
@@ -174,12 +174,12 @@ class Learned:
         self.loading.copies.clear()
 
     def _untouched(self, model: torch.nn.Module) -> dict[str, torch.Tensor]:
-        """Tensors of a model that no copy goes to, or not to all of, by name."""
-        filled = self.loading.filled()
+        """Tensors of a model that no copy goes to, or not to all of, by name; those that lie where its weights do."""
+        filled, where = self.loading.filled(), next(model.parameters()).device
         return {
             name: one
             for name, one in _all_tensors(model)
-            if one.numel() and not one.is_meta and filled[one.untyped_storage().data_ptr()] < one.numel()
+            if one.numel() and one.device == where and filled[one.untyped_storage().data_ptr()] < one.numel()
         }
 
 

@@ -97,6 +97,17 @@ def memory_of(modules: Iterable[torch.nn.Module]) -> set[int]:
     return found - {0}
 
 
+def memory_used(recipe: Recipe) -> set[int]:
+    """Where the numbers lie that a tensor is made of."""
+    if isinstance(recipe, torch.Tensor):
+        return {recipe.untyped_storage().data_ptr()}
+    given = tree_leaves((recipe.arguments, recipe.keys), is_leaf=lambda one: isinstance(one, Step))
+    parts = (
+        one for one in given if isinstance(one, Step) or (isinstance(one, torch.Tensor) and one.is_floating_point())
+    )
+    return set[int]().union(*map(memory_used, parts))
+
+
 class Kitchen:
     """It makes tensors by their recipes. What several need is made once, as long as it is the same kitchen."""
 
