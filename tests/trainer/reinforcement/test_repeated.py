@@ -45,7 +45,7 @@ def test_experts_that_bridge_stacks_are_left_to_it(base, configure, ranks, work)
     folder.mkdir()
     result = ranks("repeated_export", configure("gpt-oss", "adapter.kind=none", f"paths.output={folder}"))
     assert result.code == 0, result.output[-4000:]
-    assert "for every step, as nothing else can: aten.copy_.default is not known to it" in result.output
+    assert "for every step, as recipes do not do: aten.copy_.default is not known to them" in result.output
     found = json.loads((folder / "answer.json").read_text())
     assert found["different"] == [] and found["view"] + found["merged"] + found["steps"] == 0
 
@@ -206,6 +206,24 @@ def test_what_was_copied_of_buckets_is_copied_again():
     for number, bucket in enumerate(buckets):
         found.loading.put(number, bucket.view(-1).view(torch.uint8))
     assert torch.equal(model.whole, torch.cat(buckets)[:, 1:4])
+
+
+def test_memory_that_a_layer_is_given_behind_a_bucket_is_not_taken_for_it():
+    """A bucket's memory is freed while later ones are loaded, and layers are made in what is free."""
+    model = Inner(swaps=False, computes=False)
+    watch = Watch(model)
+    gone = torch.randn(4, 3)
+    watch.arrived(0, gone.view(-1).view(torch.uint8))
+    storage = gone.untyped_storage()
+    del gone, storage
+    bucket = torch.randn(12)
+    watch.arrived(1, bucket.view(torch.uint8))
+    for made in (torch.empty(4, 3) for _ in range(64)):  # one of them lies where the first bucket did
+        with watch:
+            made.copy_(bucket.view(4, 3))
+            model.whole.data.copy_(made)
+    loading = watch.ended()
+    assert loading.refused == "" and [*loading.copies] == [1]
 
 
 @pytest.mark.parametrize(

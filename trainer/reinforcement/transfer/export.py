@@ -14,6 +14,8 @@ from trainer.reinforcement.transfer.repeated.filling import Filling
 from trainer.reinforcement.transfer.repeated.recipes import Recipe
 from trainer.startup.console import say
 
+MOVES = 3  # Megatron may put weights elsewhere so often: experts come together in their first step
+
 
 class Export:
     """All tensors of a model in training."""
@@ -22,7 +24,7 @@ class Export:
         self.bridge, self.model = bridge, model
         self.tasks: list[Any] | None = None  # how Bridge makes released tensors of Megatron's
         # Where several processes have the weights, they have to gather them, each time anew.
-        self._watches = distributed.get_world_size() == 1
+        self._moves_left = MOVES if distributed.get_world_size() == 1 else 0
         self._noted: dict[str, Recipe] = {}
         self._memory = set[int]()
 
@@ -32,26 +34,33 @@ class Export:
             self.tasks = self.bridge.get_conversion_tasks(self.model)
         given = {"conversion_tasks": self.tasks, "cpu": False, "show_progress": False}
         found = ((one.param_name, one.weight) for one in self.bridge.export_hf_weights(self.model, **given))
-        if not self._watches or self._noted:
+        if self._noted or not self._moves_left:
             yield from found
             return
-        watch = recipes.Watch(self.model)
-        yield from recipes.watched(found, watch, self._noted)
+        watch, noted = recipes.Watch(self.model), dict[str, Recipe]()
+        yield from recipes.watched(found, watch, noted)
         if watch.refused:
-            self._give_up(f"{watch.refused} is not known to it")
-        self._memory = set[int]().union(*map(recipes.memory_used, self._noted.values()))
+            self.give_up(f"{watch.refused} is not known to them")
+        else:
+            self._noted = noted
+            self._memory = set[int]().union(*map(recipes.memory_used, noted.values()))
 
     def fillings(self, buckets: Sequence[Sequence[wire.Meta]]) -> list[Filling] | None:
         """What fills buckets with the tensors; None where that is Bridge's work."""
-        return [Filling(metas, self._noted) for metas in buckets] if self.is_unchanged() else None
+        if not self.is_known() or {one.name for metas in buckets for one in metas} != self._noted.keys():
+            return None
+        return [Filling(metas, self._noted) for metas in buckets]
 
-    def is_unchanged(self) -> bool:
+    def is_known(self) -> bool:
         """Whether it is known how tensors are made, and Megatron's weights lie where they did then."""
         if self._noted and not self._memory <= recipes.memory_of(self.model):
-            self._give_up("Megatron's weights lie elsewhere now")
+            self._noted = {}
+            self._moves_left -= 1
+            if not self._moves_left:
+                self.give_up("Megatron's weights lie elsewhere each time")
         return bool(self._noted)
 
-    def _give_up(self, why: str) -> None:
-        say(f"weights: Megatron-Bridge exports them for every step, as nothing else can: {why}")
-        self._watches = False
-        self._noted.clear()
+    def give_up(self, why: str) -> None:
+        """Have Bridge make all tensors from now on."""
+        say(f"weights: Megatron-Bridge exports them for every step, as recipes do not do: {why}")
+        self._moves_left, self._noted = 0, {}

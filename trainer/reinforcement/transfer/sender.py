@@ -35,45 +35,68 @@ class Sender:
     def __init__(self, run: Run, group: Group, transport: str):
         self.run, self.group, self.transport = run, group, transport
         self.buckets: list[list[wire.Meta]] = []  # of the last whole transfer
-        self.can_repeat = False  # whether every engine can
-        self.fillings: list[Filling] | None = None  # that have proved to be what Bridge exports
-        self.compared = self.told = False
+        self.can_repeat = self.told = False  # whether every engine can
+        self.fillings: list[Filling] | None = None  # what may fill the buckets without Bridge
+        self.proven = False  # whether it has filled them with what Bridge exports
 
     def send(self, tensors: Tensors, version: int, export: Export | None) -> int:
         """Give every engine the weights of a version. Returns how many bytes went over to each."""
         for engine in [*self.group.engines]:
             if not engine.joined:
                 self.group.attempt(engine, partial(self._join, engine))
+        self._prepare(export)
         if self.can_repeat:
-            self._repeat(tensors, export)
+            self._repeat(tensors)
             self.group.each("repeated", version=version)
         else:
-            self._send_whole(tensors, version, export)
+            self._send_whole(tensors, version)
+        self.proven = bool(self.fillings)
+        if export and self.unlike:
+            export.give_up(f"{self.unlike} would be another")
         if self.transport == "ipc":
             shared_memory.collect()
         return sum(one.bytes for one in chain.from_iterable(self.buckets))
 
-    def _send_whole(self, tensors: Tensors, version: int, export: Export | None) -> None:
+    def _prepare(self, export: Export | None) -> None:
+        """Have what fills the buckets, as far as it is known."""
+        self.unlike = ""
+        known = export is not None and bool(self.buckets) and export.is_known()
+        if not known:
+            self.fillings, self.proven = None, False
+        elif self.fillings is None and export:
+            self.fillings = export.fillings(self.buckets)
+
+    def _send_whole(self, tensors: Tensors, version: int) -> None:
         self.group.each("begin")
         before, self.buckets = self.buckets, []
-        known = export.fillings(before) if export and before and not self.compared else None
         allocate, size = self._memory()
         reading, handles = list[Engine](), dict[int, Any]()
         for bucket in wire.buckets(tensors, allocate, size):
             self._wait_for(reading)
-            if known and (unlike := _first_unlike(known, len(self.buckets), bucket)):
-                known = None
-                say(f"weights: Megatron-Bridge exports them for every step: {unlike} would be another without it")
+            self._compare(len(self.buckets), bucket.metas, bucket.bytes)
             for engine in [*self.group.engines]:
                 reading += [engine for _ in self.group.attempt(engine, partial(self._send, engine, bucket, handles))]
             self.buckets.append(bucket.metas)
         self._wait_for(reading)
-        self.fillings, self.compared = known or self.fillings, bool(before)
         reasons = self.group.each("finish", version=version).values()
         self.can_repeat = not any(reasons) and bool(before)
         if before and not self.can_repeat and not self.told and device.has_gpu():  # on a CPU it is always so
             self.told = True
             say(f"weights: vLLM loads them for every step, as it would for the first: {next(filter(None, reasons))}")
+
+    def _compare(self, number: int, metas: list[wire.Meta], memory: torch.Tensor) -> None:
+        """Hold what fills a bucket without Bridge against what Bridge has made."""
+        if self.fillings is None or self.proven:
+            return
+        mine = self.fillings[number] if number < len(self.fillings) else None
+        if mine is None or [one.name for one in mine.metas] != [one.name for one in metas]:
+            self.unlike = metas[0].name
+        else:
+            found = torch.empty_like(memory)
+            mine.fill(found)
+            self.unlike = filling.first_unlike(metas, found, memory) or ""
+        if self.unlike:
+            self.fillings = None
 
     def _wait_for(self, reading: list[Engine]) -> None:
         """Wait until vLLM is done with the bucket before, whose memory is filled next."""
@@ -87,10 +110,8 @@ class Sender:
         if engine.pipe is not None:
             self._over(engine, "bucket", partial(engine.pipe.send, bucket.bytes))
 
-    def _repeat(self, tensors: Tensors, export: Export | None) -> None:
+    def _repeat(self, tensors: Tensors) -> None:
         """Send all buckets once more."""
-        if self.fillings and not (export and export.is_unchanged()):
-            self.fillings = None
         used = [wire.places([one.bytes for one in metas])[-1] for metas in self.buckets]
         allocate, _ = self._memory()
         rooms = [allocate(max(used)) for _ in used[:2]]
@@ -99,7 +120,7 @@ class Sender:
             self._repeat_shared(tensors, rooms, parts)
         else:
             self._repeat_over_pipes(tensors, parts)
-        if not self.fillings and (more := next(tensors, None)):
+        if not self.proven and (more := next(tensors, None)):
             raise Fault(f"transfer of weights: {more[0]} came, and not before")
 
     def _repeat_over_pipes(self, tensors: Tensors, parts: list[torch.Tensor]) -> None:
@@ -137,7 +158,7 @@ class Sender:
         """Fill a bucket's memory. Returns the digests of its tensors."""
         metas = self.buckets[number]
         sizes = [one.bytes for one in metas]
-        if self.fillings:
+        if self.fillings and self.proven:
             self.fillings[number].fill(memory)
             return wire.sums(memory, sizes)
         for one, place in zip(metas, wire.places(sizes), strict=False):
@@ -145,6 +166,7 @@ class Sender:
             if name != one.name or tensor is None:
                 raise Fault(f"transfer of weights: {name} came in the place of {one.name}")
             wire.part(memory, one, place).copy_(tensor.detach())
+        self._compare(number, metas, memory)
         return wire.sums(memory, sizes)
 
     def _shared(self, memory: torch.Tensor, handles: dict[int, Any]) -> Any:
@@ -192,13 +214,3 @@ class Sender:
         if self.transport == "gloo":
             size = wire.BUCKET
         return (lambda size: torch.empty(size, dtype=torch.uint8, device=where)), size
-
-
-def _first_unlike(known: list[Filling], number: int, bucket: wire.Bucket) -> str | None:
-    """Name of the first tensor of a bucket that its filling would make otherwise."""
-    mine = known[number] if number < len(known) else None
-    if mine is None or [one.name for one in mine.metas] != [one.name for one in bucket.metas]:
-        return bucket.metas[0].name
-    memory = torch.empty_like(bucket.bytes)
-    mine.fill(memory)
-    return filling.first_unlike(bucket.metas, memory, bucket.bytes)

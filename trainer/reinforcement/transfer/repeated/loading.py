@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from trainer.weights import digests
@@ -86,13 +87,14 @@ class Watch(TorchDispatchMode):
         super().__init__()
         self.found = Loading()
         self._kept = {one.untyped_storage().data_ptr() for one in _registered(model) if one.numel()}
-        self._buckets: dict[int, tuple[int, int]] = {}  # by memory: number of the bucket, and where it begins
+        self._buckets: dict[int, tuple[int, int, StorageWeakRef]] = {}  # by memory: number, first byte, and the memory
         self._waiting: dict[int, list[Copy]] = defaultdict(list)  # by memory: of a layer that is not complete
         self._totals: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def arrived(self, bucket: int, memory: torch.Tensor) -> None:
-        """Have this be a bucket's memory, until another one's is there."""
-        self._buckets[memory.untyped_storage().data_ptr()] = bucket, memory.data_ptr()
+        """Have this be a bucket's memory, as long as it is there: a layer may be given the same place behind it."""
+        storage = memory.untyped_storage()
+        self._buckets[storage.data_ptr()] = bucket, memory.data_ptr(), StorageWeakRef(storage)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -115,8 +117,8 @@ class Watch(TorchDispatchMode):
 
     def _note(self, target: torch.Tensor, source: torch.Tensor) -> None:
         into, out = target.untyped_storage().data_ptr(), source.untyped_storage().data_ptr()
-        if out in self._buckets:
-            bucket, first = self._buckets[out]
+        bucket, first, held = self._buckets.get(out, (0, 0, None))
+        if held and not held.expired():
             form = Form(source.dtype, source.shape, source.stride(), source.data_ptr() - first)
             if target.shape != source.shape:
                 self.found.refused = "one number is copied to many places"
