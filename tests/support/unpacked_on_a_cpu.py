@@ -36,9 +36,9 @@ def plant() -> None:
 
     taken: Any = weight_engine.BucketEngine.taken
 
-    def flipped(self: Any, number: int, memory: Any) -> Any:
+    def flipped(self: Any, number: int, memory: Any, totals: Any) -> None:
         memory[8] ^= 1
-        return taken(self, number, memory)
+        taken(self, number, memory, totals)
 
     if os.environ.get("PLANTED") == "flipped":
         weight_engine.BucketEngine.taken = flipped

@@ -105,16 +105,17 @@ class Rollout:
         self._complete(version)
         return next(filter(None, self._each("cannot_repeat", sleeps=self.sleeps)), "")
 
-    def repeat(self) -> None:
+    def repeat(self, version: int) -> None:
         """Take all buckets of the last transfer once more, from the pipe."""
         self._each("repeat_weights")
+        self.version = version
 
-    def repeat_bucket(self, number: int, shared: tuple, sums: list[int]) -> None:
+    def repeat_bucket(self, number: int, shared: tuple) -> None:
         """Take one of them, from memory that the trainer shares."""
-        self._each("repeat_weights", number=number, shared=shared, sums=sums)
+        self._each("repeat_weights", number=number, shared=shared)
 
-    def repeated(self, version: int) -> None:
-        self._each("close_repeated")
+    def end_repeated(self, sums: list[int], version: int) -> None:
+        self._each("end_repeated", sums=sums)
         self.version = version
 
     def load(self, folder: str, metas: list, version: int) -> None:

@@ -5,6 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy
 import pytest
 import torch
 from torch import nn
@@ -13,6 +14,7 @@ from tests.support.reinforced import ADAPTER, answers, of_steps
 from trainer.reinforcement.transfer import wire
 from trainer.reinforcement.transfer.repeated import filling, recipes
 from trainer.reinforcement.transfer.repeated.loading import Learned, Watch
+from trainer.reinforcement.transfer.repeated.totals import Totals
 
 ROOT = Path(__file__).parents[3]
 
@@ -119,8 +121,9 @@ def test_a_tensor_that_is_another_is_named():
 
 BESIDE_TORCH = """
 import itertools, torch
-from trainer.reinforcement.transfer.repeated import merging
+from trainer.reinforcement.transfer.repeated import kernels
 from trainer.reinforcement.transfer.repeated.recipes import Merged
+from trainer.weights import digests
 
 torch.manual_seed(0)
 KINDS = torch.float32, torch.bfloat16
@@ -129,27 +132,42 @@ for kind, adapter, rank in itertools.product(KINDS, KINDS, (3, 16, 70)):
         Merged(
             torch.randn(2 * rows, columns).to(kind)[rows:],
             torch.randn(rank, columns).to(adapter),
-            torch.randn(rows, 2 * rank).to(adapter)[:, rank:],
+            torch.randn(rows, 2 * rank + 16).to(adapter)[:, 16 : 16 + rank],
             0.5,
         )
-        for rows, columns in [(70, 130)] * 3
+        for rows, columns in [(72, 136)] * 3
     ]
-    size = 70 * 130 * kind.itemsize
+    size = 72 * 136 * kind.itemsize
     places = [0, 8 * size, 2 * size]
     memory = torch.zeros(9 * size, dtype=torch.uint8)
-    assert len({merging.kind(one) for one in each}) == 1
-    merging.merge(each[0], merging.table(each, places), memory)
+    (alike,) = {kernels.kind(one) for one in each}
+    assert alike
+    kernels.merge(each[0], kernels.merged_table(each, places), memory)
     for one, place in zip(each, places):
-        found = memory[place : place + size].view(kind).view(70, 130)
+        found = memory[place : place + size].view(kind).view(72, 136)
         wanted = one.base.double() + 0.5 * (one.b.double() @ one.a.double())
         bound = 1e-5 if kind is torch.float32 else 1e-2
         assert ((found.double() - wanted).abs() <= bound * (1 + wanted.abs())).all(), (kind, adapter, rank)
     assert memory[3 * size : 8 * size].count_nonzero() == 0
+assert kernels.kind(Merged(torch.ones(9)[1:].view(2, 4), torch.ones(3, 4), torch.ones(2, 3), 1.0)) is None
+
+memory = torch.randint(0, 256, (1 << 17,), dtype=torch.uint8)
+targets = [torch.zeros(count, dtype=torch.bfloat16) for count in (4, 20000, 36)]
+places = [8192, 0, 1 << 16]
+assert all(map(kernels.is_of_words, places, targets))
+assert not kernels.is_of_words(0, torch.zeros(3, dtype=torch.bfloat16))
+kernels.copy(memory, kernels.copied_table(places, targets), 5000)
+for place, target in zip(places, targets):
+    assert torch.equal(target.view(torch.uint8), memory[place:][: target.nbytes])
+
+factors, sums = digests.place_factors(0, 0, 1024, "cpu"), torch.empty(16, dtype=torch.int64)
+kernels.row_sums(memory, factors, sums)
+assert torch.equal(sums, (memory.view(torch.int64).view(16, 1024) * factors).sum(-1))
 print("as torch")
 """
 
 
-def test_the_kernel_merges_as_torch_does():
+def test_kernels_merge_copy_and_sum_as_torch_does():
     given = {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         [sys.executable, "-c", BESIDE_TORCH], cwd=ROOT, env=given, capture_output=True, text=True, timeout=240
@@ -212,18 +230,34 @@ def test_memory_that_a_layer_is_given_behind_a_bucket_is_not_taken_for_it():
     """A bucket's memory is freed while later ones are loaded, and layers are made in what is free."""
     model = Inner(swaps=False, computes=False)
     watch = Watch(model)
-    gone = torch.randn(4, 3)
-    watch.arrived(0, gone.view(-1).view(torch.uint8))
-    storage = gone.untyped_storage()
-    del gone, storage
+    memory = numpy.zeros(48, dtype=numpy.uint8)
+    watch.arrived(0, torch.from_numpy(memory))
     bucket = torch.randn(12)
     watch.arrived(1, bucket.view(torch.uint8))
-    for made in (torch.empty(4, 3) for _ in range(64)):  # one of them lies where the first bucket did
-        with watch:
-            made.copy_(bucket.view(4, 3))
-            model.whole.data.copy_(made)
+    made = torch.from_numpy(memory.view(numpy.float32).reshape(4, 3))
+    with watch:
+        made.copy_(bucket.view(4, 3))
+        model.whole.data.copy_(made)
     loading = watch.ended()
     assert loading.refused == "" and [*loading.copies] == [1]
+
+
+def test_the_digest_of_a_tensor_is_of_its_own_bytes_and_of_its_place():
+    buckets = [[wire.Meta(f"{number}.{one}", "bfloat16", (5000,), "") for one in range(3)] for number in range(2)]
+    memory = torch.randint(0, 256, (2, 3 * 2 * 8192), dtype=torch.uint8)
+
+    def found(changed: tuple[int, int] | None = None) -> torch.Tensor:
+        totals = Totals(buckets, torch.device("cpu"))
+        for number in (0, 1):
+            bucket = memory[number].clone()
+            if changed and changed[0] == number:
+                bucket[changed[1]] ^= 4
+            totals.add(number, bucket)
+        return totals.found()
+
+    assert len(set(found().tolist())) == 6
+    assert (found() != found((1, 2 * 8192))).tolist() == [False] * 4 + [True, False]
+    assert (found() != found((0, 6 * 8192 - 1))).tolist() == [False] * 2 + [True] + [False] * 3
 
 
 @pytest.mark.parametrize(

@@ -39,8 +39,8 @@ class Worker:
     def repeat_weights(self, **given: Any) -> None:
         self.weight_transfer_engine.repeat(**given)
 
-    def close_repeated(self) -> None:
-        self.weight_transfer_engine.close()
+    def end_repeated(self, sums: list[int]) -> None:
+        self.weight_transfer_engine.end_repeated(sums)
 
     def seed_draws(self, seed: int) -> None:
         """Seed what vLLM draws from where a request has no seed of its own."""

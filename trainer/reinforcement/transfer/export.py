@@ -26,7 +26,7 @@ class Export:
         # Where several processes have the weights, they have to gather them, each time anew.
         self._moves_left = MOVES if distributed.get_world_size() == 1 else 0
         self._noted: dict[str, Recipe] = {}
-        self._memory = set[int]()
+        self._where: list[tuple[dict[str, Any], str, int]] = []  # weights, each by its module's own and its name
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Tensors as released, one after another. Every rank has to take all of them."""
@@ -43,7 +43,10 @@ class Export:
             self.give_up(f"{watch.refused} is not known to them")
         else:
             self._noted = noted
-            self._memory = set[int]().union(*map(recipes.memory_used, noted.values()))
+            used = set[int]().union(*map(recipes.memory_used, noted.values()))
+            self._where = [
+                (own, name, one.data_ptr()) for own, name, one in _weights(self.model) if _memory(one) in used
+            ]
 
     def fillings(self, buckets: Sequence[Sequence[wire.Meta]]) -> list[Filling] | None:
         """What fills buckets with the tensors; None where that is Bridge's work."""
@@ -53,7 +56,7 @@ class Export:
 
     def is_known(self) -> bool:
         """Whether it is known how tensors are made, and Megatron's weights lie where they did then."""
-        if self._noted and not self._memory <= recipes.memory_of(self.model):
+        if self._noted and not all(own[name].data_ptr() == place for own, name, place in self._where):
             self._noted = {}
             self._moves_left -= 1
             if not self._moves_left:
@@ -64,3 +67,14 @@ class Export:
         """Have Bridge make all tensors from now on."""
         say(f"weights: Megatron-Bridge exports them for every step, as recipes do not do: {why}")
         self._moves_left, self._noted = 0, {}
+
+
+def _weights(model: list[torch.nn.Module]) -> Iterator[tuple[dict[str, Any], str, torch.Tensor]]:
+    for part in model:
+        for module in part.modules():
+            for own in (module._parameters, module._buffers):
+                yield from ((own, name, one) for name, one in own.items() if one is not None)
+
+
+def _memory(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()

@@ -22,6 +22,7 @@ from trainer.reinforcement.transfer import shared_memory, wire
 from trainer.reinforcement.transfer.export import Export
 from trainer.reinforcement.transfer.repeated import filling
 from trainer.reinforcement.transfer.repeated.filling import Filling
+from trainer.reinforcement.transfer.repeated.totals import Totals
 from trainer.startup import device
 from trainer.startup.console import say
 
@@ -46,8 +47,7 @@ class Sender:
                 self.group.attempt(engine, partial(self._join, engine))
         self._prepare(export)
         if self.can_repeat:
-            self._repeat(tensors)
-            self.group.each("repeated", version=version)
+            self._repeat(tensors, version)
         else:
             self._send_whole(tensors, version)
         self.proven = bool(self.fillings)
@@ -110,64 +110,70 @@ class Sender:
         if engine.pipe is not None:
             self._over(engine, "bucket", partial(engine.pipe.send, bucket.bytes))
 
-    def _repeat(self, tensors: Tensors) -> None:
+    def _repeat(self, tensors: Tensors, version: int) -> None:
         """Send all buckets once more."""
         used = [wire.places([one.bytes for one in metas])[-1] for metas in self.buckets]
         allocate, _ = self._memory()
         rooms = [allocate(max(used)) for _ in used[:2]]
         parts = [rooms[number % 2][:count] for number, count in enumerate(used)]
+        totals = Totals(self.buckets, rooms[0].device)
         if self.transport == "ipc":
-            self._repeat_shared(tensors, rooms, parts)
+            self._repeat_shared(tensors, rooms, parts, totals)
+            self.group.each("end_repeated", sums=totals.found().tolist(), version=version)
         else:
-            self._repeat_over_pipes(tensors, parts)
+            self._repeat_over_pipes(tensors, parts, totals, version)
         if not self.proven and (more := next(tensors, None)):
             raise Fault(f"transfer of weights: {more[0]} came, and not before")
 
-    def _repeat_over_pipes(self, tensors: Tensors, parts: list[torch.Tensor]) -> None:
+    def _repeat_over_pipes(self, tensors: Tensors, parts: list[torch.Tensor], totals: Totals, version: int) -> None:
         """While a bucket goes over, the next is filled; the digests of all go over behind the last."""
         for engine in [*self.group.engines]:
-            self.group.attempt(engine, partial(engine.ask, "repeat", {}))
-        sums, going = [], list[list[tuple[Engine, Any]]]()
+            self.group.attempt(engine, partial(engine.ask, "repeat", {"version": version}))
+        going = list[list[tuple[Engine, Any]]]()
         for number, memory in enumerate(parts):
             for engine, work in going[number - 2] if number > 1 else ():
                 self._attempt_over(engine, work.wait)
-            sums.append(self._filled(number, memory, tensors))
+            self._fill(number, memory, tensors)
+            totals.add(number, memory)
             going.append([])
             for engine in [*self.group.engines]:
                 assert engine.pipe
                 begin = partial(engine.pipe.broadcast, memory.to(engine.pipe.device))
                 going[-1] += [(engine, work) for work in self._attempt_over(engine, begin)]
-        found = torch.cat(sums)
+        found = totals.found()
         for engine in [*self.group.engines]:
             assert engine.pipe
             self._attempt_over(engine, partial(engine.pipe.send, found))
         for engine in [*self.group.engines]:
             self.group.attempt(engine, partial(engine.answer, "repeat"))
 
-    def _repeat_shared(self, tensors: Tensors, rooms: list[torch.Tensor], parts: list[torch.Tensor]) -> None:
+    def _repeat_shared(
+        self, tensors: Tensors, rooms: list[torch.Tensor], parts: list[torch.Tensor], totals: Totals
+    ) -> None:
         reading, handles = list[Engine](), dict[int, Any]()
         for number, memory in enumerate(parts):
-            sums = self._filled(number, memory, tensors).tolist()
+            self._fill(number, memory, tensors)
+            totals.add(number, memory)
+            if memory.is_cuda:  # the other process does not wait for this one's stream
+                torch.cuda.current_stream().synchronize()
             self._wait_for(reading)
-            asked = {"number": number, "shared": self._shared(rooms[number % 2], handles), "sums": sums}
+            asked = {"number": number, "shared": self._shared(rooms[number % 2], handles)}
             for engine in [*self.group.engines]:
                 reading += [engine for _ in self.group.attempt(engine, partial(engine.ask, "repeat_bucket", asked))]
         self._wait_for(reading)
 
-    def _filled(self, number: int, memory: torch.Tensor, tensors: Tensors) -> torch.Tensor:
-        """Fill a bucket's memory. Returns the digests of its tensors."""
-        metas = self.buckets[number]
-        sizes = [one.bytes for one in metas]
+    def _fill(self, number: int, memory: torch.Tensor, tensors: Tensors) -> None:
+        """Fill a bucket's memory."""
         if self.fillings and self.proven:
             self.fillings[number].fill(memory)
-            return wire.sums(memory, sizes)
-        for one, place in zip(metas, wire.places(sizes), strict=False):
+            return
+        metas = self.buckets[number]
+        for one, place in zip(metas, wire.places([one.bytes for one in metas]), strict=False):
             name, tensor = next(tensors, ("nothing", None))
             if name != one.name or tensor is None:
                 raise Fault(f"transfer of weights: {name} came in the place of {one.name}")
             wire.part(memory, one, place).copy_(tensor.detach())
         self._compare(number, metas, memory)
-        return wire.sums(memory, sizes)
 
     def _shared(self, memory: torch.Tensor, handles: dict[int, Any]) -> Any:
         """What opens the memory elsewhere. A second handle of the same memory would keep it from being freed."""

@@ -25,6 +25,7 @@ from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from contract.faults import Fault
 from trainer.reinforcement.transfer import wire
 from trainer.reinforcement.transfer.repeated import loading
+from trainer.reinforcement.transfer.repeated.totals import Totals
 from trainer.weights import digests
 
 
@@ -85,18 +86,21 @@ class BucketEngine(base.WeightTransferEngine[Init, Update]):
         """Why a transfer cannot be repeated; empty where it can. `sleeps` is whether vLLM sleeps before each."""
         return self.learned.refused(self.model, sleeps) if self.learned else "nothing was learned of a transfer"
 
-    def taken(self, number: int, memory: torch.Tensor) -> torch.Tensor:
-        """Put a bucket that is repeated to where it goes. Returns the digests of its tensors."""
-        assert self.learned
-        found = wire.sums(memory, [one.bytes for one in self.buckets[number]])
-        self.learned.loading.put(number, memory)
-        return found
+    def begin_repeated(self) -> Totals:
+        return Totals(self.buckets, torch.device(self.device))
 
-    def require(self, metas: list[wire.Meta], found: torch.Tensor, sent: torch.Tensor) -> None:
-        """Require that tensors have the digests that they were sent with."""
+    def taken(self, number: int, memory: torch.Tensor, totals: Totals) -> None:
+        """Put a bucket that is repeated to where it goes."""
+        assert self.learned
+        totals.add(number, memory)
+        self.learned.loading.put(number, memory)
+
+    def require(self, found: torch.Tensor, sent: torch.Tensor) -> None:
+        """Require that all tensors have the digests that they were sent with."""
         for place in (found != sent).nonzero().flatten().tolist()[:1]:
+            name = [one.name for metas in self.buckets for one in metas][place]
             now, then = (digests.text(int(one[place])) for one in (found, sent))
-            raise Fault(f"transfer of weights: {metas[place].name} is not what was sent: digest {now}, not {then}")
+            raise Fault(f"transfer of weights: {name} is not what was sent: digest {now}, not {then}")
 
     def noted(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
         """Tensors as they are taken, each of which has arrived then."""
@@ -107,9 +111,6 @@ class BucketEngine(base.WeightTransferEngine[Init, Update]):
     def received(self, update_info: Update) -> torch.Tensor:
         """The bucket in memory that is its own."""
         raise NotImplementedError
-
-    def close(self) -> None:
-        """Let go of what the sender frees behind a transfer."""
 
     def shutdown(self) -> None:
         pass
@@ -142,16 +143,16 @@ class GlooEngine(BucketEngine):
         rooms = [torch.empty(max(used), dtype=torch.uint8, device=self.pipe.device) for _ in used[:2]]
         come = [rooms[number % 2][:count] for number, count in enumerate(used)]
         works = [self.pipe.broadcast(memory) for memory in come[:2]]
-        found = []
+        totals = self.begin_repeated()
         for number, memory in enumerate(come):
             works[number].wait()
-            found.append(self.taken(number, memory.to(self.device)))
+            self.taken(number, memory.to(self.device), totals)
             if number + 2 < len(come):
                 works.append(self.pipe.broadcast(come[number + 2]))
-        all_found = torch.cat(found).to(self.pipe.device)
-        sent = torch.empty_like(all_found)
+        found = totals.found().to(self.pipe.device)
+        sent = torch.empty_like(found)
         self.pipe.finish(self.pipe.broadcast(sent))
-        self.require([one for metas in self.buckets for one in metas], all_found, sent)
+        self.require(found, sent)
 
 
 class NcclEngine(GlooEngine):
@@ -170,6 +171,7 @@ class SharedEngine(BucketEngine):
 
     def init_transfer_engine(self, init_info: Init) -> None:
         self.opened: dict[Any, torch.Tensor] = {}
+        self.totals: Totals
 
     def received(self, update_info: Update) -> torch.Tensor:
         assert update_info.shared
@@ -187,13 +189,17 @@ class SharedEngine(BucketEngine):
         self.close()
         super().finish_weight_update()
 
-    def repeat(self, number: int, shared: tuple, sums: list[int]) -> None:
+    def repeat(self, number: int, shared: tuple) -> None:
         """Take a bucket once more. The sender may fill its memory again when this returns."""
-        metas = self.buckets[number]
-        found = self.taken(number, self.seen(shared, wire.places([one.bytes for one in metas])[-1]))
-        self.require(metas, found.cpu(), torch.tensor(sums))
+        if number == 0:
+            self.totals = self.begin_repeated()
+        self.taken(number, self.seen(shared, wire.places([one.bytes for one in self.buckets[number]])[-1]), self.totals)
         if self.device.type == "cuda":
             torch.cuda.current_stream(self.device).synchronize()
+
+    def end_repeated(self, sums: list[int]) -> None:
+        self.require(self.totals.found().cpu(), torch.tensor(sums))
+        self.close()
 
     def close(self) -> None:
         self.opened.clear()  # or the sender could not free it

@@ -134,19 +134,14 @@ def _bucket(group: Sequence[Sent], memory: torch.Tensor | None) -> Bucket:
 
 
 def _digests(memory: torch.Tensor, sizes: Sequence[int]) -> list[str]:
-    return [digests.text(number) for number in sums(memory, sizes).tolist()]
-
-
-def sums(memory: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
-    """Digests, as numbers, of tensors of so many bytes, which lie in the memory one behind another."""
+    """Digests of tensors of so many bytes, which lie in the memory one behind another."""
     ends = [*accumulate(map(_rows, sizes), initial=0)]
     rows = memory[: ends[-1] * ROW].view(torch.int64).view(-1, WORDS)
     of_rows = (rows * digests.place_factors(0, 0, WORDS, memory.device)).sum(-1)
     of_rows *= digests.place_factors(1, 0, len(rows), memory.device)
     until = torch.cat([of_rows.new_zeros(1), of_rows.cumsum(0)])
-    # From pinned memory it goes over without waiting for all that the GPU has still to do.
-    at = torch.tensor(ends, pin_memory=memory.is_cuda).to(memory.device, non_blocking=True)
-    return until[at].diff()
+    found = until[torch.tensor(ends, device=memory.device)].diff()
+    return [digests.text(number) for number in found.tolist()]
 
 
 def _rows(size: int) -> int:

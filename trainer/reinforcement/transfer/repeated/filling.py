@@ -21,7 +21,7 @@ class Together:
     """Weights with adapters that one kernel merges."""
 
     first: Merged
-    places: torch.Tensor
+    table: torch.Tensor
 
 
 class Filling:
@@ -31,28 +31,32 @@ class Filling:
         self.metas = metas
         self.views: list[tuple[wire.Meta, int, torch.Tensor]] = []
         self.steps: list[tuple[wire.Meta, int, Recipe]] = []
-        self.merged: list[tuple[int, Merged]] = []
+        self.merged: list[tuple[wire.Meta, int, Merged, Recipe]] = []
         for one, place in zip(metas, wire.places([one.bytes for one in metas]), strict=False):
             recipe = noted[one.name]
             merged = recipes.as_merged(recipe)
             if isinstance(recipe, torch.Tensor):
                 self.views.append((one, place, recipe))
             elif merged and merged.base.is_cuda and one.dtype == str(merged.base.dtype).removeprefix("torch."):
-                self.merged.append((place, merged))
+                self.merged.append((one, place, merged, recipe))
             else:
                 self.steps.append((one, place, recipe))
 
     @cached_property
     def together(self) -> list[Together]:
+        """Weights with adapters that kernels merge. The others are left to their recipes."""
         if not self.merged:
             return []
-        from trainer.reinforcement.transfer.repeated import merging
+        from trainer.reinforcement.transfer.repeated import kernels
 
         kinds: dict[tuple, list[tuple[int, Merged]]] = defaultdict(list)
-        for place, one in self.merged:
-            kinds[merging.kind(one)].append((place, one))
+        for meta, place, one, recipe in self.merged:
+            if kind := kernels.kind(one):
+                kinds[kind].append((place, one))
+            else:
+                self.steps.append((meta, place, recipe))
         return [
-            Together(each[0][1], merging.table([one for _, one in each], [place for place, _ in each]))
+            Together(each[0][1], kernels.merged_table([one for _, one in each], [place for place, _ in each]))
             for each in kinds.values()
         ]
 
@@ -63,9 +67,9 @@ class Filling:
             into = [wire.part(memory, one, place) for one, place, _ in self.views]
             torch._foreach_copy_(into, [view for *_, view in self.views])
         for one in self.together:
-            from trainer.reinforcement.transfer.repeated import merging
+            from trainer.reinforcement.transfer.repeated import kernels
 
-            merging.merge(one.first, one.places, memory)
+            kernels.merge(one.first, one.table, memory)
         kitchen = Kitchen()
         for one, place, recipe in self.steps:
             wire.part(memory, one, place).copy_(kitchen.make(recipe))

@@ -15,6 +15,7 @@ where they lie in a parameter. Where nothing else is done to them, these copies 
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 import torch
@@ -40,6 +41,10 @@ class Form:
     def of(cls, tensor: torch.Tensor) -> "Form":
         return cls(tensor.dtype, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
 
+    def is_like(self, target: torch.Tensor) -> bool:
+        """Whether these numbers lie as those of the target do."""
+        return (self.dtype, self.shape, self.strides) == (target.dtype, target.shape, target.stride())
+
     def within(self, memory: torch.Tensor) -> torch.Tensor:
         """These numbers, of a bucket's bytes."""
         numbers = memory.view(self.dtype)
@@ -62,21 +67,44 @@ class Loading:
     """Copies of a transfer."""
 
     copies: dict[int, list[tuple[Form, torch.Tensor]]] = field(default_factory=lambda: defaultdict(list))
+    tables: dict[int, tuple[torch.Tensor, int]] = field(default_factory=dict)  # of those that one kernel takes
+    together: dict[int, list[torch.Tensor]] = field(default_factory=dict)  # where those go
     refused: str = ""  # why they do not do
 
     def put(self, bucket: int, memory: torch.Tensor) -> None:
         """Put the numbers of a bucket to where they go."""
-        copies = self.copies.get(bucket)
-        if copies:
+        if memory.is_cuda and bucket not in self.tables:
+            self._take_together(bucket)
+        if bucket in self.tables:
+            from trainer.reinforcement.transfer.repeated import kernels
+
+            kernels.copy(memory, *self.tables[bucket])
+        if copies := self.copies.get(bucket):
             with torch.inference_mode():  # vLLM may have made its parameters in it
                 torch._foreach_copy_([target for _, target in copies], [source.within(memory) for source, _ in copies])
+
+    def _take_together(self, bucket: int) -> None:
+        """Have one kernel copy what is whole on both sides: most of a model, if not all."""
+        from trainer.reinforcement.transfer.repeated import kernels
+
+        whole = [
+            one
+            for one in self.copies.get(bucket, [])
+            if one[0].is_like(one[1]) and kernels.is_of_words(one[0].offset, one[1])
+        ]
+        if whole:
+            places, targets = [form.offset for form, _ in whole], [target for _, target in whole]
+            longest = max(one.numel() * one.element_size() for one in targets) // 8
+            self.tables[bucket] = kernels.copied_table(places, targets), longest
+            self.together[bucket] = targets
+            self.copies[bucket] = [one for one in self.copies[bucket] if not any(one is other for other in whole)]
 
     def filled(self) -> dict[int, int]:
         """How many numbers go to each piece of memory."""
         found: dict[int, int] = defaultdict(int)
-        for copies in self.copies.values():
-            for _, target in copies:
-                found[target.untyped_storage().data_ptr()] += target.numel()
+        apart = (target for copies in self.copies.values() for _, target in copies)
+        for target in chain(apart, *self.together.values()):
+            found[target.untyped_storage().data_ptr()] += target.numel()
         return found
 
 
