@@ -10,6 +10,8 @@ fused_bias_swiglu.py and fused_bias_dropout.py, within the rounding of the type.
 
 import torch
 
+from trainer.megatron.norms import residual as way
+
 
 def install() -> None:
     """Have Megatron-Core call the kernels. A second call changes nothing."""
@@ -39,6 +41,7 @@ def _adding(compiled):
 
     def bias_dropout_add(x_with_bias, residual, prob):
         x, bias = x_with_bias
+        residual = way.past(residual)
         if bias is None or prob or x.dtype != residual.dtype:
             return compiled(x_with_bias, residual, prob)
         return _Sum.apply(x, bias, residual)
@@ -56,5 +59,7 @@ class _Sum(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, gradient):
-        of_bias = gradient.reshape(-1, gradient.shape[-1]).sum(0).to(ctx.type) if ctx.needs_input_grad[1] else None
+        from trainer.megatron.activations import kernel
+
+        of_bias = kernel.column_sums(gradient).to(ctx.type) if ctx.needs_input_grad[1] else None
         return gradient, of_bias, gradient

@@ -2,11 +2,14 @@
 
 Powers of two have one there. Others, such as GPT2-large's 1,280 and GLM-4.7's 5,120, share a general one, which reaches
 a third of the memory's speed. What comes out is quantized behind the norm, and not within it, where FP8 wants that.
+The gradient of the residual beside a norm is added by its kernel (residual.py).
 """
 
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportMissingImports=false
 
 import torch
+
+from trainer.megatron.norms import residual
 
 NARROWEST, WIDEST = 1024, 16384
 
@@ -24,6 +27,7 @@ def install() -> None:
         for module in (engine, cpp_extensions, layer_norm, rmsnorm):  # each has its own name for them
             if hasattr(module, function.__name__):
                 setattr(module, function.__name__, function)
+    residual.install(lambda x, weight: x.is_contiguous() and _ours(x.view(-1, x.shape[-1]), weight))
 
 
 def _functions(engine) -> tuple[dict, tuple]:
@@ -72,4 +76,4 @@ def _backward(gradient, x, means, spreads, weight, centered):
 
     # A view of a parameter that is trained says without autograd that it is not.
     trained = weight.requires_grad or not isinstance(weight, torch.nn.Parameter)
-    return kernel.backward(gradient, x, means, spreads, weight, centered, trained)
+    return kernel.backward(gradient, x, means, spreads, weight, centered, trained, residual.take(x))
