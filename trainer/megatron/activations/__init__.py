@@ -10,6 +10,7 @@ fused_bias_swiglu.py and fused_bias_dropout.py, within the rounding of the type.
 
 import torch
 
+from trainer.megatron import quantized
 from trainer.megatron.norms import residual as way
 
 
@@ -22,6 +23,7 @@ def install() -> None:
     if fused_bias_gelu.bias_gelu is kernel.bias_gelu:
         return
     fused_bias_gelu.bias_gelu = kernel.bias_gelu
+    fused_bias_gelu.GeLUFunction.forward = staticmethod(_gelu)
     fused_bias_gelu.GeLUFunction.backward = staticmethod(_gelu_back)
     fused_bias_swiglu.swiglu = fused_bias_swiglu.weighted_swiglu = kernel.swiglu
     fused_bias_swiglu.swiglu_back = lambda gradient, x: kernel.swiglu_back(gradient, x)[0]
@@ -29,11 +31,45 @@ def install() -> None:
     fused_bias_dropout.bias_dropout_add_fused_train = _adding(fused_bias_dropout.bias_dropout_add_fused_train)
 
 
+def _gelu(ctx, x, bias):
+    from trainer.megatron.activations import kernel
+
+    ctx.save_for_backward(x, bias)
+    ctx.reader = quantized.reader(x)
+    if ctx.reader is None:
+        return kernel.bias_gelu(bias, x)
+    from trainer.megatron.quantized import kernel as in_fp8
+
+    x, bias = x.detach().contiguous(), bias.detach()
+
+    def fill(place, quantizer):
+        if quantizer is None:
+            return place.copy_(kernel.bias_gelu(bias, x).view(place.shape))
+        return in_fp8.gelu(bias, x, quantized.Parts(quantizer, place))
+
+    return quantized.promise(x, fill)
+
+
 def _gelu_back(ctx, gradient):
     from trainer.megatron.activations import kernel
 
     x, bias = ctx.saved_tensors
-    return kernel.bias_gelu_back(gradient, bias, x)
+    if ctx.reader is None:
+        return kernel.bias_gelu_back(gradient, bias, x)
+    from trainer.megatron.quantized import kernel as in_fp8
+
+    ctx.reader.set_usage(rowwise=True, columnwise=True)
+    parts = quantized.Parts(ctx.reader, x.view(-1, x.shape[-1]))
+    made, of_bias = in_fp8.gelu_back(gradient.contiguous(), bias, x.contiguous(), parts)
+    asked, shape = ctx.reader, parts.rows.shape
+
+    def fill(place, quantizer):
+        if quantizer is asked and place.shape == shape:
+            return made
+        place.copy_(made.dequantize().view(place.shape))
+        return None if quantizer is None else quantizer(place)
+
+    return quantized.promise(x, fill), of_bias
 
 
 def _adding(compiled):

@@ -17,15 +17,23 @@ PROGRAMS = 2  # backward, of each multiprocessor
 
 
 def forward(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, epsilon: float, centered: bool
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    epsilon: float,
+    centered: bool,
+    normed: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The normed rows, their means, and one over their spread; without a bias of their roots of mean squares."""
+    """The normed rows, their means, and one over their spread; without a bias of their roots of mean squares.
+
+    Where they are not to be `normed`, x is in the place of the rows.
+    """
     rows, columns = x.shape
-    out = torch.empty_like(x)
+    out = torch.empty_like(x) if normed else x
     means, spreads = x.new_empty((2, rows), dtype=torch.float32)
     tall, wide, warps = _tile(columns, *FORWARD)
     given = x, weight, weight if bias is None else bias, out, means, spreads
-    sizes = rows, columns, epsilon, bias is not None, centered, tall, wide
+    sizes = rows, columns, epsilon, bias is not None, centered, normed, tall, wide
     _forward[(triton.cdiv(rows, tall),)](*given, *sizes, num_warps=warps)
     return out, means, spreads
 
@@ -88,6 +96,7 @@ def _forward(
     epsilon,
     HAS_MEAN: tl.constexpr,
     CENTERED: tl.constexpr,
+    NORMED: tl.constexpr,
     TALL: tl.constexpr,
     WIDE: tl.constexpr,
 ):
@@ -102,10 +111,11 @@ def _forward(
         tl.store(means + row, mean, mask=row < rows)
     spread = 1.0 / tl.sqrt(tl.sum(y * y, 1) / columns + epsilon)
     tl.store(spreads + row, spread, mask=row < rows)
-    y = y * spread[:, None] * _weights(weight, column, column < columns, CENTERED)[None, :]
-    if HAS_MEAN:
-        y += tl.load(bias + column, mask=column < columns, other=0.0).to(tl.float32)[None, :]
-    tl.store(out + place, y.to(out.dtype.element_ty), mask=known)
+    if NORMED:
+        y = y * spread[:, None] * _weights(weight, column, column < columns, CENTERED)[None, :]
+        if HAS_MEAN:
+            y += tl.load(bias + column, mask=column < columns, other=0.0).to(tl.float32)[None, :]
+        tl.store(out + place, y.to(out.dtype.element_ty), mask=known)
 
 
 @triton.jit

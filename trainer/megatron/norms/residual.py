@@ -14,6 +14,7 @@ from collections.abc import Callable
 
 import torch
 
+from trainer.megatron import quantized
 from trainer.patches import versions
 
 WRITTEN_FOR = {"transformer-engine": ("2.20.2",), "megatron-core": ("0.19.2",)}
@@ -41,6 +42,7 @@ def splitting(function: type, ours: Callable[[torch.Tensor, torch.Tensor], bool]
         @staticmethod
         def forward(ctx, x, *given):
             found = function.forward(ctx, x, *given)
+            quantized.reads(found[0], ctx.grad_output_quantizer)
             # A way that nobody took has no gradient, and not one of zeros.
             ctx.set_materialize_grads(ctx.return_layernorm_output)
             return (*found, x)
