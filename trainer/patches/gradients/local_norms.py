@@ -8,6 +8,8 @@ norm of all its gradients at hand, and they are not read once more. Can go when 
 https://github.com/NVIDIA/Megatron-LM/blob/main/megatron/core/distributed/param_and_grad_buffer.py
 """
 
+# pyright: reportOptionalMemberAccess=false
+
 import math
 
 import torch

@@ -8,7 +8,7 @@ that clip: what nobody clips would not be divided. Can go when megatron-core han
 https://github.com/NVIDIA/Megatron-LM/blob/main/megatron/core/distributed/finalize_model_grads.py
 """
 
-# pyright: reportAttributeAccessIssue=false
+# pyright: reportAttributeAccessIssue=false, reportPrivateImportUsage=false
 
 from collections.abc import Callable
 from typing import Any
