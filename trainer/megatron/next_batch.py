@@ -35,7 +35,7 @@ class NextBatch(Callback):
         batch_utils.prepare_finetuning_batch = self.given(batch_utils.prepare_finetuning_batch)
 
     def after(self, finalize: Callable[..., None]) -> Callable[..., None]:
-        """What is called when all of a step's passes have been started, and reads one batch more."""
+        """The end of a step's passes, which reads one batch more once all of them have been started."""
 
         @functools.wraps(finalize)
         def finalize_and_read(*given: Any, **named: Any) -> None:
@@ -51,7 +51,7 @@ class NextBatch(Callback):
         return finalize_and_read
 
     def given(self, prepare: Callable[..., Any]) -> Callable[..., Any]:
-        """What Bridge calls for the micro batches of a step, of training or of a validation."""
+        """Bridge's way to the micro batches of a step, of training or of a validation."""
 
         @functools.wraps(prepare)
         def prepare_finetuning_batch(data_iterator: Iterator[Any] | None, *given: Any, **named: Any) -> Any:
