@@ -92,7 +92,7 @@ def same(found: Any, expected: Any, of: Any, by: Any) -> dict[str, Any]:
     pairs = (found._data, expected._data), (found._transpose, expected._transpose)
     differ = max(float((one != other).float().mean()) for one, other in pairs)
     turned = torch.equal(found._transpose.flatten(1).t(), found._data.flatten(0, -2))
-    kept = torch.equal(of.amax, by.amax) and torch.equal(found._scale_inv, expected._scale_inv)
+    kept = torch.allclose(of.amax, by.amax, rtol=1e-2) and torch.equal(found._scale_inv, expected._scale_inv)
     # Sums in another order round a few bf16 numbers, and so their FP8 ones, to the other neighbour.
     return {"differ": differ, "same": differ < 1e-4 and turned and kept, "turned": turned, "kept": kept}
 

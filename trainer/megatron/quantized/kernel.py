@@ -11,7 +11,11 @@ import triton.language as tl
 
 from trainer.megatron.quantized import Parts
 
-TALL, WIDE, WARPS = 64, 128, 8  # rows and columns of a tile, and who works at it
+TALL, WIDE, WARPS = (
+    128,
+    64,
+    8,
+)  # rows and columns of a tile, and who works at it: backward, more would take all registers
 SUMMED = 256  # rows whose sum one program makes
 
 
@@ -73,7 +77,7 @@ def _keep(y, out, turned, scale, row, column, rows, columns, TURNED: tl.constexp
 def _end(found, scale, inverse, largest):
     tl.atomic_max(largest, found)
     if tl.program_id(0) + tl.program_id(1) == 0:
-        tl.store(inverse, 1.0 / scale)
+        tl.store(inverse, tl.div_rn(tl.full((), 1.0, tl.float32), scale))  # as Transformer Engine rounds it
 
 
 @triton.jit
