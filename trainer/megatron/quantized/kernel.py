@@ -11,11 +11,7 @@ import triton.language as tl
 
 from trainer.megatron.quantized import Parts
 
-TALL, WIDE, WARPS = (
-    128,
-    64,
-    8,
-)  # rows and columns of a tile, and who works at it: backward, more would take all registers
+TALL, WIDE, WARPS = 128, 64, 8  # rows and columns of a tile, and who works at it
 SUMMED = 256  # rows whose sum one program makes
 
 
