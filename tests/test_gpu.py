@@ -41,6 +41,16 @@ def test_the_gpu_trains_what_the_cpu_trains():
 
 
 @pytest.mark.gpu
+@pytest.mark.timeout(600)
+def test_kernels_compute_what_torch_and_transformer_engine_do(tmp_path):
+    if gpus() < 1:
+        pytest.skip("no GPU here")
+    command = ["bash", FOLDER / "run", "kernels.py", tmp_path, "--only", "sums", "fp8", "layers"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.gpu
 @pytest.mark.timeout(900)
 def test_gangs_on_two_gpus_survive(tmp_path):
     if gpus() < 2:

@@ -59,7 +59,8 @@ def main(run: Run) -> None:
     from megatron.bridge.training.gpt_step import forward_step
     from megatron.bridge.training.pretrain import pretrain
 
-    from trainer.megatron import adapters
+    from trainer.megatron import adapters, next_batch
+    from trainer.megatron.next_batch import NextBatch
     from trainer.patches.gradients import local_norms
 
     here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
@@ -69,6 +70,7 @@ def main(run: Run) -> None:
     output = Path(run.paths.output)
     output.mkdir(parents=True, exist_ok=True)
     callbacks = [local_norms.install(), _clock(output / RESULT), *([recorder(run)] if run.log.profile_every else [])]
+    callbacks += [NextBatch()] if next_batch.helps(run) else []
     try:
         # Drawn on the host, it takes minutes where each of many experts has an adapter; Bridge has filled them before.
         with megatron_to(Path(run.paths.logs)), mock.patch.object(adapters, "draw_initial_values"):

@@ -41,7 +41,9 @@ def main(run: Run) -> None:
     device.start()
     if run.gang.preflight and "GANG_ATTEMPT" in os.environ:
         preflight.main(run)
+    from trainer.megatron import next_batch
     from trainer.megatron.model import open_bridge
+    from trainer.megatron.next_batch import NextBatch
     from trainer.objectives import forward
     from trainer.patches import resharding
     from trainer.training.learning_check import Gates
@@ -72,6 +74,7 @@ def main(run: Run) -> None:
             callbacks += [Parity(run, validations, means), Saves(run, metrics, validations), heartbeat.callback()]
             callbacks += [recorder(run)] if run.log.profile_every else []
             callbacks += [LossScaling()] if run.train.precision == "fp16" else []
+            callbacks += [NextBatch()] if next_batch.helps(run) else []
             forward_step = metrics.gradients.watch(forward_step)
         bridge_loop.train(run, config, forward_step, callbacks)
 

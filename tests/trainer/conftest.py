@@ -58,6 +58,8 @@ NEED_DATA += (
     "killed_reference",
     "train_unpacked",
     "frozen_experts",
+    "train_dividing_at_the_clip",
+    "train_reading_ahead",
 )
 
 

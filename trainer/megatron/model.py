@@ -127,10 +127,12 @@ def make_provider(run: Run, bridge, load_weights: bool = False):
     if train.cuda_graphs and device.has_gpu():
         recorded_layers.choose(run, provider)
     if device.compiles():
-        from trainer.megatron import activations, norms
+        from trainer.megatron import activations, norms, quantized
 
         activations.install()
         norms.install()
+        if train.fp8 == "delayed" and run.adapter.kind == "none" and not provider.num_moe_experts:
+            quantized.install()
     device.choose_kernels(provider, every_weight=run.adapter.kind == "none", fp16=run.train.precision == "fp16")
     return provider
 

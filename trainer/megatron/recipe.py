@@ -46,6 +46,7 @@ def make_config(run: Run, bridge, resume_step: int | None):
     from trainer.megatron.sequences import make_dataset
     from trainer.patches import batch_ramp as ramp
     from trainer.patches import packed_positions
+    from trainer.patches.gradients import token_count
 
     train, optimizer, checkpoint = run.train, run.optimizer, run.checkpoint
     precision.prepare(run, resume_step is not None)
@@ -53,6 +54,8 @@ def make_config(run: Run, bridge, resume_step: int | None):
         packed_positions.install()
     if train.batch_ramp:
         ramp.install(" ".join(f"{start}:{size}" for start, size in batch_ramp.sizes(train)))
+    if device.has_gpu() and token_count.helps(run):
+        token_count.install()
     folder = str(checkpoint_folder(run))
     return ConfigContainer(
         model=make_provider(run, bridge),

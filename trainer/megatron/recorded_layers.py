@@ -7,6 +7,8 @@ stay outside.
 
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false
 
+import functools
+
 from conf.schema.run import Run
 
 
@@ -20,6 +22,7 @@ def choose(run: Run, provider) -> None:
         provider.cuda_graph_modules.append("mlp")
     provider.use_te_rng_tracker = True
     _leave_masks_out()
+    _hand_out_gradients()
 
 
 def _moe_layers(provider) -> list[int]:
@@ -47,3 +50,17 @@ def _leave_masks_out() -> None:
 
     TransformerLayer.get_layer_static_inputs = inputs
     TransformerLayer._get_te_cuda_graph_replay_args = without_mask
+
+
+def _hand_out_gradients() -> None:
+    """Have a layer hand out its weights' gradients where its graph has made them.
+
+    Transformer Engine copies them, as whoever keeps one would see the next replay write over it. Core adds each to the
+    main gradient at once, before another layer's graph is started, and those of the large weights are in the main
+    gradient already: what is copied for them says nothing.
+    """
+    from megatron.core.transformer import cuda_graphs
+
+    record = cuda_graphs.make_graphed_callables
+    if not isinstance(record, functools.partial):
+        cuda_graphs.make_graphed_callables = functools.partial(record, clone_param_grads_on_return=False)

@@ -70,6 +70,16 @@ def test_core_waits_for_the_norm_of_each_bucket():
     assert "grad_norm = self.buckets[i].grad_data.norm(p=2)" in core
 
 
+def test_core_multiplies_every_gradient_twice():
+    core = text("megatron-core", "megatron/core/distributed/finalize_model_grads.py")
+    assert "            model_chunk.scale_gradients(scaling)\n" in core
+    buffers = text("megatron-core", "megatron/core/distributed/param_and_grad_buffer.py")
+    assert "        self.grad_data *= scaling_factor\n" in buffers
+    clip = text("megatron-core", "megatron/core/optimizer/clip_grads.py")
+    assert "clip_coeff = max_norm / (total_norm + 1.0e-6)\n" in clip
+    assert "multi_tensor_scale_tensor_impl, dummy_overflow_buf, [grads, grads], clip_coeff\n" in clip
+
+
 def test_core_asks_transformer_engine_for_a_name_that_it_has_no_more(monkeypatch):
     core = text("megatron-core", "megatron/core/extensions/transformer_engine.py")
     assert "from transformer_engine.pytorch.attention import _SplitAlongDim\n" in core

@@ -27,6 +27,7 @@ LIGHT = {
     "families/scaled_positions": "install",
     "gradients/accumulation": "install",
     "gradients/split": "install",
+    "gradients/token_count": "install",
     "import_fixes": "install",
     "lazy_bridge": "install",
     "null_tokenizer": "install",

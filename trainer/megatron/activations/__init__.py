@@ -10,6 +10,9 @@ fused_bias_swiglu.py and fused_bias_dropout.py, within the rounding of the type.
 
 import torch
 
+from trainer.megatron import quantized
+from trainer.megatron.norms import residual as way
+
 
 def install() -> None:
     """Have Megatron-Core call the kernels. A second call changes nothing."""
@@ -20,6 +23,7 @@ def install() -> None:
     if fused_bias_gelu.bias_gelu is kernel.bias_gelu:
         return
     fused_bias_gelu.bias_gelu = kernel.bias_gelu
+    fused_bias_gelu.GeLUFunction.forward = staticmethod(_gelu)
     fused_bias_gelu.GeLUFunction.backward = staticmethod(_gelu_back)
     fused_bias_swiglu.swiglu = fused_bias_swiglu.weighted_swiglu = kernel.swiglu
     fused_bias_swiglu.swiglu_back = lambda gradient, x: kernel.swiglu_back(gradient, x)[0]
@@ -27,11 +31,45 @@ def install() -> None:
     fused_bias_dropout.bias_dropout_add_fused_train = _adding(fused_bias_dropout.bias_dropout_add_fused_train)
 
 
+def _gelu(ctx, x, bias):
+    from trainer.megatron.activations import kernel
+
+    ctx.save_for_backward(x, bias)
+    ctx.reader = quantized.reader(x)
+    if ctx.reader is None:
+        return kernel.bias_gelu(bias, x)
+    from trainer.megatron.quantized import kernel as in_fp8
+
+    x, bias = x.detach().contiguous(), bias.detach()
+
+    def fill(place, quantizer):
+        if quantizer is None:
+            return place.copy_(kernel.bias_gelu(bias, x).view(place.shape))
+        return in_fp8.gelu(bias, x, quantized.Parts(quantizer, place))
+
+    return quantized.promise(x, fill)
+
+
 def _gelu_back(ctx, gradient):
     from trainer.megatron.activations import kernel
 
     x, bias = ctx.saved_tensors
-    return kernel.bias_gelu_back(gradient, bias, x)
+    if ctx.reader is None:
+        return kernel.bias_gelu_back(gradient, bias, x)
+    from trainer.megatron.quantized import kernel as in_fp8
+
+    ctx.reader.set_usage(rowwise=True, columnwise=True)
+    parts = quantized.Parts(ctx.reader, x.view(-1, x.shape[-1]))
+    made, of_bias = in_fp8.gelu_back(gradient.contiguous(), bias, x.contiguous(), parts)
+    asked, shape = ctx.reader, parts.rows.shape
+
+    def fill(place, quantizer):
+        if quantizer is asked and place.shape == shape:
+            return made
+        place.copy_(made.dequantize().view(place.shape))
+        return None if quantizer is None else quantizer(place)
+
+    return quantized.promise(x, fill), of_bias
 
 
 def _adding(compiled):
@@ -39,6 +77,7 @@ def _adding(compiled):
 
     def bias_dropout_add(x_with_bias, residual, prob):
         x, bias = x_with_bias
+        residual = way.past(residual)
         if bias is None or prob or x.dtype != residual.dtype:
             return compiled(x_with_bias, residual, prob)
         return _Sum.apply(x, bias, residual)
@@ -56,5 +95,7 @@ class _Sum(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, gradient):
-        of_bias = gradient.reshape(-1, gradient.shape[-1]).sum(0).to(ctx.type) if ctx.needs_input_grad[1] else None
+        from trainer.megatron.activations import kernel
+
+        of_bias = kernel.column_sums(gradient).to(ctx.type) if ctx.needs_input_grad[1] else None
         return gradient, of_bias, gradient

@@ -1,12 +1,16 @@
 """Layer norms and RMS norms by kernels of our own, for widths that Transformer Engine has none for.
 
 Powers of two have one there. Others, such as GPT2-large's 1,280 and GLM-4.7's 5,120, share a general one, which reaches
-a third of the memory's speed. What comes out is quantized behind the norm, and not within it, where FP8 wants that.
+a third of the memory's speed. Where FP8 wants it, what comes out is quantized within the norm, if the scale is known,
+and else behind it. The gradient of the residual beside a norm is added by its kernel (residual.py).
 """
 
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportMissingImports=false
 
 import torch
+
+from trainer.megatron import quantized
+from trainer.megatron.norms import residual
 
 NARROWEST, WIDEST = 1024, 16384
 
@@ -24,6 +28,7 @@ def install() -> None:
         for module in (engine, cpp_extensions, layer_norm, rmsnorm):  # each has its own name for them
             if hasattr(module, function.__name__):
                 setattr(module, function.__name__, function)
+    residual.install(lambda x, weight: x.is_contiguous() and _ours(x.view(-1, x.shape[-1]), weight))
 
 
 def _functions(engine) -> tuple[dict, tuple]:
@@ -63,6 +68,12 @@ def _ours(x: torch.Tensor, weight: torch.Tensor) -> bool:
 def _forward(engine, x, weight, bias, epsilon, quantizer, centered):
     from trainer.megatron.norms import kernel
 
+    if quantizer is not None and quantized.knows(quantizer):
+        from trainer.megatron.quantized import kernel as in_fp8
+
+        _, means, spreads = kernel.forward(x, weight, bias, epsilon, centered, normed=False)
+        parts = quantized.Parts(quantizer, x)
+        return in_fp8.norm(x, weight, bias, None if bias is None else means, spreads, centered, parts), means, spreads
     found, means, spreads = kernel.forward(x, weight, bias, epsilon, centered)
     return (found if quantizer is None else engine.quantize(found, quantizer)), means, spreads
 
@@ -72,4 +83,4 @@ def _backward(gradient, x, means, spreads, weight, centered):
 
     # A view of a parameter that is trained says without autograd that it is not.
     trained = weight.requires_grad or not isinstance(weight, torch.nn.Parameter)
-    return kernel.backward(gradient, x, means, spreads, weight, centered, trained)
+    return kernel.backward(gradient, x, means, spreads, weight, centered, trained, residual.take(x))

@@ -17,15 +17,23 @@ PROGRAMS = 2  # backward, of each multiprocessor
 
 
 def forward(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, epsilon: float, centered: bool
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    epsilon: float,
+    centered: bool,
+    normed: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The normed rows, their means, and one over their spread; without a bias of their roots of mean squares."""
+    """The normed rows, their means, and one over their spread; without a bias of their roots of mean squares.
+
+    Where they are not to be `normed`, x is in the place of the rows.
+    """
     rows, columns = x.shape
-    out = torch.empty_like(x)
+    out = torch.empty_like(x) if normed else x
     means, spreads = x.new_empty((2, rows), dtype=torch.float32)
     tall, wide, warps = _tile(columns, *FORWARD)
     given = x, weight, weight if bias is None else bias, out, means, spreads
-    sizes = rows, columns, epsilon, bias is not None, centered, tall, wide
+    sizes = rows, columns, epsilon, bias is not None, centered, normed, tall, wide
     _forward[(triton.cdiv(rows, tall),)](*given, *sizes, num_warps=warps)
     return out, means, spreads
 
@@ -38,15 +46,21 @@ def backward(
     weight: torch.Tensor,
     centered: bool,
     trained: bool = True,
+    past: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The gradients of x, of the weight, and of the bias; where those two are not `trained`, zeros."""
+    """The gradients of x, of the weight, and of the bias; where those two are not `trained`, zeros.
+
+    A gradient of x that came `past` the norm is added to x's.
+    """
     rows, columns = x.shape
     tall, wide, warps = _tile(columns, *BACKWARD)
     tiles, has_mean = triton.cdiv(rows, tall), means is not None
     count = min(tiles, PROGRAMS * (_multiprocessors(x.device) if x.is_cuda else 1))
     out, some = torch.empty_like(x), x.new_empty((2, count if trained else 0, columns), dtype=torch.float32)
-    given = gradient.contiguous(), x, means if has_mean else spreads, spreads, weight, out, some
-    sizes = rows, columns, tiles, count * columns, has_mean, centered, trained, tall, wide
+    added = past is not None
+    beside = past.contiguous() if added else x
+    given = gradient.contiguous(), x, means if has_mean else spreads, spreads, weight, beside, out, some
+    sizes = rows, columns, tiles, count * columns, has_mean, centered, trained, added, tall, wide
     _backward[(count,)](*given, *sizes, num_warps=warps)
     of_weight, of_bias = some.sum(1).to(weight.dtype)
     return out, of_weight, of_bias
@@ -82,6 +96,7 @@ def _forward(
     epsilon,
     HAS_MEAN: tl.constexpr,
     CENTERED: tl.constexpr,
+    NORMED: tl.constexpr,
     TALL: tl.constexpr,
     WIDE: tl.constexpr,
 ):
@@ -96,10 +111,11 @@ def _forward(
         tl.store(means + row, mean, mask=row < rows)
     spread = 1.0 / tl.sqrt(tl.sum(y * y, 1) / columns + epsilon)
     tl.store(spreads + row, spread, mask=row < rows)
-    y = y * spread[:, None] * _weights(weight, column, column < columns, CENTERED)[None, :]
-    if HAS_MEAN:
-        y += tl.load(bias + column, mask=column < columns, other=0.0).to(tl.float32)[None, :]
-    tl.store(out + place, y.to(out.dtype.element_ty), mask=known)
+    if NORMED:
+        y = y * spread[:, None] * _weights(weight, column, column < columns, CENTERED)[None, :]
+        if HAS_MEAN:
+            y += tl.load(bias + column, mask=column < columns, other=0.0).to(tl.float32)[None, :]
+        tl.store(out + place, y.to(out.dtype.element_ty), mask=known)
 
 
 @triton.jit
@@ -109,6 +125,7 @@ def _backward(
     means,
     spreads,
     weight,
+    beside,
     out,
     some,
     rows,
@@ -118,6 +135,7 @@ def _backward(
     HAS_MEAN: tl.constexpr,
     CENTERED: tl.constexpr,
     TRAINED: tl.constexpr,
+    ADDED: tl.constexpr,
     TALL: tl.constexpr,
     WIDE: tl.constexpr,
 ):
@@ -142,7 +160,10 @@ def _backward(
         found = given - y * (tl.sum(given * y, 1) / columns)[:, None]
         if HAS_MEAN:
             found -= (tl.sum(given, 1) / columns)[:, None]
-        tl.store(out + place, (found * spread[:, None]).to(out.dtype.element_ty), mask=known)
+        found *= spread[:, None]
+        if ADDED:
+            found += tl.load(beside + place, mask=known, other=0.0).to(tl.float32)
+        tl.store(out + place, found.to(out.dtype.element_ty), mask=known)
     if TRAINED:
         line = some + tl.program_id(0) * columns + column
         tl.store(line, tl.sum(of_weight, 0), mask=column < columns)

@@ -1,0 +1,176 @@
+"""A norm, GELU, and GELU's backward, which write FP8 by rows and turned, and keep the largest number.
+
+A number is rounded to the type of what is read first, and then to FP8, as it would be if it were written between.
+"""
+
+# pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false, reportReturnType=false
+
+import torch
+import triton
+import triton.language as tl
+
+from trainer.megatron.quantized import Parts
+
+TALL, WIDE, WARPS = 128, 64, 8  # rows and columns of a tile, and who works at it
+SUMMED = 256  # rows whose sum one program makes
+
+
+def norm(x: torch.Tensor, weight, bias, means, spreads: torch.Tensor, centered: bool, parts: Parts):
+    """The normed rows; `means` is None for roots of mean squares."""
+    has_mean = means is not None
+    given = x, weight, bias if has_mean else weight, means if has_mean else spreads, spreads
+    rows, columns = x.shape
+    sizes = rows, columns, has_mean, centered, parts.turned is not None, TALL, WIDE
+    _norm[_grid(rows, columns, TALL)](*given, *_places(parts), *sizes, num_warps=WARPS)
+    return parts.whole
+
+
+def gelu(bias: torch.Tensor, x: torch.Tensor, parts: Parts):
+    """GELU of x + bias, by tanh's approximation."""
+    rows, columns = x.numel() // x.shape[-1], x.shape[-1]
+    sizes = rows, columns, parts.turned is not None, TALL, WIDE
+    _gelu[_grid(rows, columns, TALL)](x, bias, *_places(parts), *sizes, num_warps=WARPS)
+    return parts.whole
+
+
+def gelu_back(gradient: torch.Tensor, bias: torch.Tensor, x: torch.Tensor, parts: Parts):
+    """The gradients of x, in FP8, and of the bias."""
+    rows, columns = x.numel() // x.shape[-1], x.shape[-1]
+    some = torch.empty((triton.cdiv(rows, SUMMED), columns), dtype=torch.float32, device=x.device)
+    sizes = rows, columns, parts.turned is not None, TALL, WIDE, SUMMED
+    grid = _grid(rows, columns, SUMMED)
+    _gelu_back[grid](gradient, x, bias, some, *_places(parts), *sizes, num_warps=WARPS)
+    return parts.whole, some.sum(0).to(bias.dtype)
+
+
+def _grid(rows: int, columns: int, tall: int) -> tuple[int, int]:
+    return triton.cdiv(columns, WIDE), triton.cdiv(rows, tall)
+
+
+def _places(parts: Parts) -> tuple:
+    turned = parts.rows if parts.turned is None else parts.turned
+    return parts.rows, turned, parts.scale, parts.inverse, parts.largest
+
+
+@triton.jit
+def _sigmoid(x):
+    return 1.0 / (1.0 + tl.exp(-x))
+
+
+@triton.jit
+def _keep(y, out, turned, scale, row, column, rows, columns, TURNED: tl.constexpr):
+    """Write a tile, and find its largest number."""
+    known = (row < rows)[:, None] & (column < columns)[None, :]
+    quantized = (y * scale).to(out.dtype.element_ty)
+    tl.store(out + row.to(tl.int64)[:, None] * columns + column[None, :], quantized, mask=known)
+    if TURNED:
+        place = column.to(tl.int64)[:, None] * rows + row[None, :]
+        tl.store(turned + place, tl.trans(quantized), mask=(column < columns)[:, None] & (row < rows)[None, :])
+    return tl.max(tl.max(tl.where(known, tl.abs(y), 0.0), 1), 0)
+
+
+@triton.jit
+def _end(found, scale, inverse, largest):
+    tl.atomic_max(largest, found)
+    if tl.program_id(0) + tl.program_id(1) == 0:
+        tl.store(inverse, tl.div_rn(tl.full((), 1.0, tl.float32), scale))  # as Transformer Engine rounds it
+
+
+@triton.jit
+def _norm(
+    x,
+    weight,
+    bias,
+    means,
+    spreads,
+    out,
+    turned,
+    scales,
+    inverse,
+    largest,
+    rows,
+    columns,
+    HAS_MEAN: tl.constexpr,
+    CENTERED: tl.constexpr,
+    TURNED: tl.constexpr,
+    TALL: tl.constexpr,
+    WIDE: tl.constexpr,
+):
+    row = tl.program_id(1) * TALL + tl.arange(0, TALL)
+    column = tl.program_id(0) * WIDE + tl.arange(0, WIDE)
+    known = (row < rows)[:, None] & (column < columns)[None, :]
+    y = tl.load(x + row.to(tl.int64)[:, None] * columns + column[None, :], mask=known, other=0.0).to(tl.float32)
+    if HAS_MEAN:
+        y -= tl.load(means + row, mask=row < rows, other=0.0)[:, None]
+    by = tl.load(weight + column, mask=column < columns, other=0.0).to(tl.float32)
+    y *= tl.load(spreads + row, mask=row < rows, other=0.0)[:, None]
+    y *= (by + 1.0 if CENTERED else by)[None, :]
+    if HAS_MEAN:
+        y += tl.load(bias + column, mask=column < columns, other=0.0).to(tl.float32)[None, :]
+    scale = tl.load(scales)
+    y = y.to(x.dtype.element_ty).to(tl.float32)
+    _end(_keep(y, out, turned, scale, row, column, rows, columns, TURNED), scale, inverse, largest)
+
+
+@triton.jit
+def _gelu(
+    x,
+    bias,
+    out,
+    turned,
+    scales,
+    inverse,
+    largest,
+    rows,
+    columns,
+    TURNED: tl.constexpr,
+    TALL: tl.constexpr,
+    WIDE: tl.constexpr,
+):
+    row = tl.program_id(1) * TALL + tl.arange(0, TALL)
+    column = tl.program_id(0) * WIDE + tl.arange(0, WIDE)
+    known = (row < rows)[:, None] & (column < columns)[None, :]
+    y = tl.load(x + row.to(tl.int64)[:, None] * columns + column[None, :], mask=known, other=0.0).to(tl.float32)
+    y += tl.load(bias + column, mask=column < columns, other=0.0).to(tl.float32)[None, :]
+    y *= _sigmoid(2.0 * 0.79788456 * y * (1.0 + 0.044715 * y * y))
+    scale = tl.load(scales)
+    y = y.to(x.dtype.element_ty).to(tl.float32)
+    _end(_keep(y, out, turned, scale, row, column, rows, columns, TURNED), scale, inverse, largest)
+
+
+@triton.jit
+def _gelu_back(
+    gradient,
+    x,
+    bias,
+    some,
+    out,
+    turned,
+    scales,
+    inverse,
+    largest,
+    rows,
+    columns,
+    TURNED: tl.constexpr,
+    TALL: tl.constexpr,
+    WIDE: tl.constexpr,
+    SUMMED: tl.constexpr,
+):
+    column = tl.program_id(0) * WIDE + tl.arange(0, WIDE)
+    added = tl.load(bias + column, mask=column < columns, other=0.0).to(tl.float32)[None, :]
+    scale = tl.load(scales)
+    total = tl.zeros((WIDE,), tl.float32)
+    found = tl.max(total, 0)
+    for first in range(0, SUMMED, TALL):
+        row = tl.program_id(1) * SUMMED + first + tl.arange(0, TALL)
+        known = (row < rows)[:, None] & (column < columns)[None, :]
+        place = row.to(tl.int64)[:, None] * columns + column[None, :]
+        y = tl.load(x + place, mask=known, other=0.0).to(tl.float32) + added
+        given = tl.load(gradient + place, mask=known, other=0.0).to(tl.float32)
+        half = _sigmoid(2.0 * 0.79788456 * y * (1.0 + 0.044715 * y * y))  # (1 + tanh) / 2
+        given *= half + 2.0 * y * half * (1.0 - half) * (0.79788456 + 0.1070322243 * y * y)
+        total += tl.sum(given, 0)
+        y = given.to(x.dtype.element_ty).to(tl.float32)
+        found = tl.maximum(found, _keep(y, out, turned, scale, row, column, rows, columns, TURNED))
+    tl.store(some + tl.program_id(1) * columns + column, total, mask=column < columns)
+    _end(found, scale, inverse, largest)
