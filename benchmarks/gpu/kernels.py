@@ -15,6 +15,7 @@ Each line is a JSON object, which OUT/kernels.jsonl gets too. The exit code is 1
 
 import argparse
 import contextlib
+import itertools
 import json
 import os
 import sys
@@ -98,6 +99,7 @@ def same(found: Any, expected: Any, of: Any, by: Any) -> dict[str, Any]:
 
 
 def fp8() -> Iterator[dict[str, Any]]:
+    import transformer_engine.pytorch  # noqa: F401  loads what the next is a part of
     import transformer_engine_torch as engine
 
     from trainer.megatron import norms, quantized
@@ -179,9 +181,9 @@ def tiles() -> Iterator[dict[str, Any]]:
     x, past, gradient, weight, bias = (*(normal(ROWS, WIDTH) for _ in range(3)), normal(WIDTH), normal(WIDTH))
     _, means, spreads = norms.forward(x, weight, bias, 1e-5, False)
     found = {}
-    for norms.PROGRAMS in (2, 3, 4):
-        for norms.BACKWARD in ((4096, 8), (4096, 4), (2048, 4), (2048, 8), (8192, 8)):
-            key = f"{norms.PROGRAMS} {norms.BACKWARD}"
+    for norms.PROGRAMS, norms.AHEAD in itertools.product((2, 3, 4), (1, 2, 3, 4)):
+        for norms.BACKWARD in ((4096, 8), (2048, 4), (2048, 8)):
+            key = f"{norms.PROGRAMS} {norms.AHEAD} {norms.BACKWARD}"
             found[key] = us(lambda: norms.backward(gradient, x, means, spreads, weight, False, past=past))
     yield {"name": "norm and residual", "us": found}
     found = {}
@@ -193,16 +195,10 @@ def tiles() -> Iterator[dict[str, Any]]:
     wide, inner, back = normal(ROWS, INNER), normal(INNER), normal(ROWS, INNER)
     of, again = quantizer(), quantizer("kFloat8E5M2", 300.0)
     found = {}
-    for kernel.TALL, kernel.WIDE, kernel.WARPS in (
-        (64, 128, 8),
-        (64, 128, 4),
-        (128, 64, 4),
-        (128, 128, 8),
-        (64, 64, 4),
-        (32, 128, 4),
-        (128, 64, 8),
-    ):
-        found[f"{kernel.TALL} x {kernel.WIDE}, {kernel.WARPS}"] = (
+    shapes = ((64, 128), (128, 64), (64, 64), (32, 128), (32, 64), (128, 32))
+    for tile, kernel.WARPS in itertools.product(shapes, (2, 4, 8)):
+        kernel.NORM = kernel.GELU = kernel.BACK = tile
+        found[f"{tile}, {kernel.WARPS}"] = (
             us(lambda: kernel.norm(x, weight, bias, means, spreads, False, quantized.Parts(of, x))),
             us(lambda: kernel.gelu(inner, wide, quantized.Parts(of, wide))),
             us(lambda: kernel.gelu_back(back, inner, wide, quantized.Parts(again, wide))),

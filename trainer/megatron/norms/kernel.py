@@ -12,8 +12,9 @@ import torch
 import triton
 import triton.language as tl
 
-FORWARD, BACKWARD = (8192, 8), (4096, 8)  # numbers of a tile, at least, and warps for so many of them
-PROGRAMS = 2  # backward, of each multiprocessor
+FORWARD, BACKWARD = (2048, 2), (4096, 8)  # numbers of a tile, at least, and warps for so many of them
+PROGRAMS, AHEAD = 2, 3  # backward, of each multiprocessor, and tiles that each of them reads ahead,
+ROOM = 96 * 1024  # where those need no more bytes of the multiprocessor's own memory
 
 
 def forward(
@@ -60,7 +61,9 @@ def backward(
     added = past is not None
     beside = past.contiguous() if added else x
     given = gradient.contiguous(), x, means if has_mean else spreads, spreads, weight, beside, out, some
-    sizes = rows, columns, tiles, count * columns, has_mean, centered, trained, added, tall, wide
+    read = tall * wide * (3 if added else 2) * x.element_size()
+    ahead = AHEAD if AHEAD * read <= ROOM else 1
+    sizes = rows, columns, tiles, count * columns, has_mean, centered, trained, added, tall, wide, ahead
     _backward[(count,)](*given, *sizes, num_warps=warps)
     of_weight, of_bias = some.sum(1).to(weight.dtype)
     return out, of_weight, of_bias
@@ -138,12 +141,13 @@ def _backward(
     ADDED: tl.constexpr,
     TALL: tl.constexpr,
     WIDE: tl.constexpr,
+    AHEAD: tl.constexpr,
 ):
     column = tl.arange(0, WIDE)
     scale = _weights(weight, column, column < columns, CENTERED)
     of_weight = tl.zeros((TALL, WIDE), tl.float32)
     of_bias = tl.zeros((TALL, WIDE), tl.float32)
-    for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
+    for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), num_stages=AHEAD):
         row = tile * TALL + tl.arange(0, TALL)
         place = row.to(tl.int64)[:, None] * columns + column[None, :]
         known = (row < rows)[:, None] & (column < columns)[None, :]

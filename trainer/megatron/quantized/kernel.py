@@ -11,7 +11,8 @@ import triton.language as tl
 
 from trainer.megatron.quantized import Parts
 
-TALL, WIDE, WARPS = 128, 64, 8  # rows and columns of a tile, and who works at it
+NORM, GELU, BACK = (64, 128), (32, 128), (128, 64)  # rows and columns of a tile
+WARPS = 4  # that work at it
 SUMMED = 256  # rows whose sum one program makes
 
 
@@ -20,16 +21,16 @@ def norm(x: torch.Tensor, weight, bias, means, spreads: torch.Tensor, centered: 
     has_mean = means is not None
     given = x, weight, bias if has_mean else weight, means if has_mean else spreads, spreads
     rows, columns = x.shape
-    sizes = rows, columns, has_mean, centered, parts.turned is not None, TALL, WIDE
-    _norm[_grid(rows, columns, TALL)](*given, *_places(parts), *sizes, num_warps=WARPS)
+    sizes = rows, columns, has_mean, centered, parts.turned is not None, *NORM
+    _norm[_grid(rows, columns, *NORM)](*given, *_places(parts), *sizes, num_warps=WARPS)
     return parts.whole
 
 
 def gelu(bias: torch.Tensor, x: torch.Tensor, parts: Parts):
     """GELU of x + bias, by tanh's approximation."""
     rows, columns = x.numel() // x.shape[-1], x.shape[-1]
-    sizes = rows, columns, parts.turned is not None, TALL, WIDE
-    _gelu[_grid(rows, columns, TALL)](x, bias, *_places(parts), *sizes, num_warps=WARPS)
+    sizes = rows, columns, parts.turned is not None, *GELU
+    _gelu[_grid(rows, columns, *GELU)](x, bias, *_places(parts), *sizes, num_warps=WARPS)
     return parts.whole
 
 
@@ -37,14 +38,14 @@ def gelu_back(gradient: torch.Tensor, bias: torch.Tensor, x: torch.Tensor, parts
     """The gradients of x, in FP8, and of the bias."""
     rows, columns = x.numel() // x.shape[-1], x.shape[-1]
     some = torch.empty((triton.cdiv(rows, SUMMED), columns), dtype=torch.float32, device=x.device)
-    sizes = rows, columns, parts.turned is not None, TALL, WIDE, SUMMED
-    grid = _grid(rows, columns, SUMMED)
+    sizes = rows, columns, parts.turned is not None, *BACK, SUMMED
+    grid = _grid(rows, columns, SUMMED, BACK[1])
     _gelu_back[grid](gradient, x, bias, some, *_places(parts), *sizes, num_warps=WARPS)
     return parts.whole, some.sum(0).to(bias.dtype)
 
 
-def _grid(rows: int, columns: int, tall: int) -> tuple[int, int]:
-    return triton.cdiv(columns, WIDE), triton.cdiv(rows, tall)
+def _grid(rows: int, columns: int, tall: int, wide: int) -> tuple[int, int]:
+    return triton.cdiv(columns, wide), triton.cdiv(rows, tall)
 
 
 def _places(parts: Parts) -> tuple:

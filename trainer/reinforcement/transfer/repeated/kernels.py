@@ -13,11 +13,11 @@ import triton.language as tl
 
 from trainer.reinforcement.transfer.repeated.recipes import Merged
 
-TALL, WIDE = 64, 128  # of a tile that is merged
+TALL, WIDE, WARPS = 64, 128, 8  # of a tile that is merged
 LEAST, DEEPEST = 16, 32  # of a rank, that a product on a GPU takes at once
 AT_ONCE = 4096  # words that a program copies
 ALIGNED = 16  # bytes, that a matrix has to begin at a multiple of
-TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
+TYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def kind(merged: Merged) -> tuple | None:
@@ -30,12 +30,19 @@ def kind(merged: Merged) -> tuple | None:
 
 
 def merged_table(each: Sequence[Merged], places: Sequence[int]) -> torch.Tensor:
-    """Where the parts of matrices of one kind lie, and at which byte of a bucket each begins when it is merged."""
+    """How many numbers the parts of each matrix lie behind those of the first, and at which byte of a bucket it begins.
+
+    From an address that is read from a table, numbers would be loaded one by one; from an argument's, eight at once.
+    """
     rows = [
-        [one.base.data_ptr(), one.a.data_ptr(), one.b.data_ptr(), place]
+        [*map(_behind, (one.base, one.a, one.b), (each[0].base, each[0].a, each[0].b)), place]
         for one, place in zip(each, places, strict=True)
     ]
     return torch.tensor(rows, dtype=torch.int64).to(each[0].base.device)
+
+
+def _behind(tensor: torch.Tensor, first: torch.Tensor) -> int:
+    return (tensor.data_ptr() - first.data_ptr()) // first.element_size()
 
 
 def merge(first: Merged, table: torch.Tensor, memory: torch.Tensor) -> None:
@@ -48,13 +55,17 @@ def merge(first: Merged, table: torch.Tensor, memory: torch.Tensor) -> None:
     grid = (len(table), triton.cdiv(rows, TALL), triton.cdiv(columns, WIDE))
     deep = min(DEEPEST, max(LEAST, triton.next_power_of_2(rank)))
     strides = base.stride(0), a.stride(0), b.stride(0)
-    types = TYPES[base.dtype], TYPES[a.dtype], TYPES[b.dtype]
-    _merge[grid](table, memory, rows, columns, rank, first.scale, *strides, deep, TALL, WIDE, *types, num_warps=8)
+    together = [ALIGNED // part.element_size() for part in (base, a, b)]
+    sizes = rows, columns, rank, first.scale, *strides, deep, TALL, WIDE, *together
+    _merge[grid](table, base, a, b, memory, *sizes, num_warps=WARPS)
 
 
 @triton.jit
 def _merge(
     table,
+    bases,
+    all_a,
+    all_b,
     memory,
     rows,
     columns,
@@ -66,15 +77,15 @@ def _merge(
     DEEP: tl.constexpr,
     TALL: tl.constexpr,
     WIDE: tl.constexpr,
-    BASE: tl.constexpr,
-    A: tl.constexpr,
-    B: tl.constexpr,
+    OF_BASE: tl.constexpr,
+    OF_A: tl.constexpr,
+    OF_B: tl.constexpr,
 ):
     own = table + tl.program_id(0) * 4
-    base = tl.multiple_of(tl.load(own), 16).to(tl.pointer_type(BASE))
-    a = tl.multiple_of(tl.load(own + 1), 16).to(tl.pointer_type(A))
-    b = tl.multiple_of(tl.load(own + 2), 16).to(tl.pointer_type(B))
-    out = (memory + tl.multiple_of(tl.load(own + 3), 16)).to(tl.pointer_type(BASE))
+    base = bases + tl.multiple_of(tl.load(own), OF_BASE)
+    a = all_a + tl.multiple_of(tl.load(own + 1), OF_A)
+    b = all_b + tl.multiple_of(tl.load(own + 2), OF_B)
+    out = (memory + tl.multiple_of(tl.load(own + 3), 16)).to(bases.dtype)
     row = (tl.program_id(1) * TALL + tl.arange(0, TALL))[:, None]
     column = (tl.program_id(2) * WIDE + tl.arange(0, WIDE))[None, :]
     inside = (row < rows) & (column < columns)
@@ -87,7 +98,9 @@ def _merge(
         right_known = (depth < rank)[:, None] & (column < columns)
         right = tl.load(a + depth[:, None] * a_stride + column, mask=right_known, other=0.0)
         change += tl.dot(left.to(tl.float32), right.to(tl.float32), input_precision="ieee")
-    tl.store(out + row.to(tl.int64) * columns + column, (whole + change * scale).to(BASE), mask=inside)
+    tl.store(
+        out + row.to(tl.int64) * columns + column, (whole + change * scale).to(bases.dtype.element_ty), mask=inside
+    )
 
 
 def copied_table(places: Sequence[int], targets: Sequence[torch.Tensor]) -> torch.Tensor:
