@@ -33,7 +33,7 @@ class Worker:
         return frozenset(self.weight_transfer_engine.arrived)
 
     def cannot_repeat(self, sleeps: bool) -> str:
-        """Why a transfer cannot be repeated here with other numbers; empty where it can."""
+        """The reason that a transfer cannot be repeated here with other numbers; empty where it can."""
         return self.weight_transfer_engine.cannot_repeat(sleeps)
 
     def repeat_weights(self, **given: Any) -> None:

@@ -49,7 +49,7 @@ class Export:
             ]
 
     def fillings(self, buckets: Sequence[Sequence[wire.Meta]]) -> list[Filling] | None:
-        """What fills buckets with the tensors; None where that is Bridge's work."""
+        """One for each bucket, which fills it with its tensors; None where that is Bridge's work."""
         if not self.is_known() or {one.name for metas in buckets for one in metas} != self._noted.keys():
             return None
         return [Filling(metas, self._noted) for metas in buckets]

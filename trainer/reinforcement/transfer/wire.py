@@ -113,7 +113,7 @@ def part(memory: torch.Tensor, one: Meta, place: int) -> torch.Tensor:
 
 
 def places(sizes: Sequence[int]) -> list[int]:
-    """At which byte of a bucket each tensor of so many bytes begins, and where the last one ends."""
+    """The byte of a bucket at which each tensor of so many bytes begins, and the one at which the last ends."""
     return [place * ROW for place in accumulate(map(_rows, sizes), initial=0)]
 
 

@@ -25,7 +25,7 @@ class Together:
 
 
 class Filling:
-    """What fills one bucket."""
+    """The recipes of one bucket, sorted by how they are made."""
 
     def __init__(self, metas: Sequence[wire.Meta], noted: dict[str, Recipe]):
         self.metas = metas

@@ -1,4 +1,4 @@
-"""What is done to a whole bucket on a GPU, each in one pass over memory and one launch for hundreds of tensors.
+"""Work on whole buckets on a GPU, each in one pass over memory and one launch for hundreds of tensors.
 
 Where the tensors lie is in tables on the GPU: to name each in a launch of its own would take longer than to copy it.
 """
@@ -21,7 +21,7 @@ TYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def kind(merged: Merged) -> tuple | None:
-    """What matrices that are merged together have in common; None of one that is not merged here."""
+    """All that matrices which are merged together have in common; None of one that is not merged here."""
     parts = (merged.base, merged.a, merged.b)
     if any(part.dtype not in TYPES or part.data_ptr() % ALIGNED for part in parts):
         return None
@@ -30,7 +30,7 @@ def kind(merged: Merged) -> tuple | None:
 
 
 def merged_table(each: Sequence[Merged], places: Sequence[int]) -> torch.Tensor:
-    """How many numbers the parts of each matrix lie behind those of the first, and at which byte of a bucket it begins.
+    """A row for each matrix: how many numbers its parts lie behind those of the first, and its first byte in a bucket.
 
     From an address that is read from a table, numbers would be loaded one by one; from an argument's, eight at once.
     """
@@ -46,7 +46,7 @@ def _behind(tensor: torch.Tensor, first: torch.Tensor) -> int:
 
 
 def merge(first: Merged, table: torch.Tensor, memory: torch.Tensor) -> None:
-    """base + scale * b @ a of matrices of the first one's kind, into a bucket's memory.
+    """Merge matrices of the first one's kind into a bucket's memory: base + scale * b @ a.
 
     It is computed in fp32 and rounded once, to the type of the base.
     """
@@ -104,7 +104,7 @@ def _merge(
 
 
 def copied_table(places: Sequence[int], targets: Sequence[torch.Tensor]) -> torch.Tensor:
-    """At which word of a bucket a tensor begins, where it goes, and of how many words it is."""
+    """A row for each tensor: its first word in a bucket, where it goes, and of how many words it is."""
     rows = [
         [place // 8, one.data_ptr(), one.numel() * one.element_size() // 8]
         for place, one in zip(places, targets, strict=True)

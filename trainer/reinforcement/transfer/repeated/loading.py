@@ -1,4 +1,4 @@
-"""Where vLLM puts each number of a bucket, seen while it loads a model, so that it is put there again at once.
+"""The copies from buckets to vLLM's parameters, seen while vLLM loads a model, so that they are made again at once.
 
 vLLM's loaders take a tenth of a millisecond of Python for a tensor: each looks for its parameter by its name, takes its
 worker's part, and waits for the rest of its layer. In the end numbers are copied, from where they lie in a bucket to
@@ -46,7 +46,7 @@ class Form:
         return (self.dtype, self.shape, self.strides) == (target.dtype, target.shape, target.stride())
 
     def within(self, memory: torch.Tensor) -> torch.Tensor:
-        """These numbers, of a bucket's bytes."""
+        """The numbers themselves, of a bucket's bytes."""
         numbers = memory.view(self.dtype)
         first = numbers.storage_offset() + self.offset // self.dtype.itemsize
         return numbers.as_strided(self.shape, self.strides, first)
@@ -100,7 +100,7 @@ class Loading:
             self.copies[bucket] = [one for one in self.copies[bucket] if not any(one is other for other in whole)]
 
     def filled(self) -> dict[int, int]:
-        """How many numbers go to each piece of memory."""
+        """The count of numbers that go to each piece of memory."""
         found: dict[int, int] = defaultdict(int)
         apart = (target for copies in self.copies.values() for _, target in copies)
         for target in chain(apart, *self.together.values()):
@@ -109,7 +109,7 @@ class Loading:
 
 
 class Watch(TorchDispatchMode):
-    """While it is entered, it notes what is copied from buckets to the parameters of a model."""
+    """Notes of what is copied from buckets to the parameters of a model, while it is entered."""
 
     def __init__(self, model: torch.nn.Module):
         super().__init__()
@@ -172,7 +172,7 @@ class Watch(TorchDispatchMode):
 
 
 class Learned:
-    """What was learned of the transfers so far: the copies of the first, and whether they do."""
+    """The copies of the first transfer, and whether they do."""
 
     def __init__(self, model: torch.nn.Module, loading: Loading):
         self.loading, self._proven = loading, False
@@ -191,7 +191,7 @@ class Learned:
         self._proven = True
 
     def refused(self, model: torch.nn.Module, sleeps: bool) -> str:
-        """Why the copies do not do; empty where they do. vLLM keeps buffers while it sleeps, and nothing else."""
+        """The reason that the copies do not do; empty where they do. vLLM keeps buffers while it sleeps, and nothing else."""
         if sleeps and self._proven and not self.loading.refused:
             kept, partly = {name for name, _ in model.named_buffers()}, self.loading.filled()
             for name, tensor in self._untouched(model).items():

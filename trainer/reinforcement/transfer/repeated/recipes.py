@@ -1,4 +1,4 @@
-"""How each released tensor is made of Megatron's memory, seen while Megatron-Bridge makes it, to be made so again.
+"""Recipes of released tensors: how Megatron-Bridge makes each of Megatron's memory, to make it so again.
 
 Bridge takes a tenth of a millisecond of Python for a tensor, and a model of experts has tens of thousands. What it does
 with the numbers is little: a view of a weight, rows put in another order, an adapter added. Where one process has all
@@ -47,7 +47,7 @@ class Merged:
 
 
 class Watch(TorchDispatchMode):
-    """While it is entered, it notes what is done with the memory of some modules."""
+    """Notes of what is done with the memory of some modules, while it is entered."""
 
     def __init__(self, modules: Iterable[torch.nn.Module]):
         super().__init__()
@@ -72,7 +72,7 @@ class Watch(TorchDispatchMode):
         return results
 
     def recipe(self, tensor: torch.Tensor) -> Recipe | None:
-        """How the tensor was made; None where that was not seen."""
+        """The way that the tensor was made; None where that was not seen."""
         if self._is_memory(tensor):
             return tensor.detach()
         found = self._made.get(tensor)
@@ -88,7 +88,7 @@ class Watch(TorchDispatchMode):
 
 
 def memory_of(modules: Iterable[torch.nn.Module]) -> set[int]:
-    """Where the numbers of some modules lie."""
+    """All places where the numbers of some modules lie."""
     found = set[int]()
     for module in modules:
         # megatron-core's wrapper for data-parallel training has an attribute of the name buffers.
@@ -98,7 +98,7 @@ def memory_of(modules: Iterable[torch.nn.Module]) -> set[int]:
 
 
 def memory_used(recipe: Recipe) -> set[int]:
-    """Where the numbers lie that a tensor is made of."""
+    """All places where the numbers lie that a tensor is made of."""
     if isinstance(recipe, torch.Tensor):
         return {recipe.untyped_storage().data_ptr()}
     given = tree_leaves((recipe.arguments, recipe.keys), is_leaf=lambda one: isinstance(one, Step))
@@ -109,7 +109,7 @@ def memory_used(recipe: Recipe) -> set[int]:
 
 
 class Kitchen:
-    """It makes tensors by their recipes. What several need is made once, as long as it is the same kitchen."""
+    """Tensors made by their recipes. A step that several need is taken once, as long as it is the same kitchen."""
 
     def __init__(self) -> None:
         self._made: dict[int, Any] = {}
