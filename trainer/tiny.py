@@ -15,6 +15,7 @@ from pathlib import Path
 
 from conf.model_files import quantization
 from contract import closed_pipe
+from contract.faults import line_of
 from trainer.rehearsal.tiny_models import KINDS, make_data, make_model
 
 
@@ -37,7 +38,13 @@ def main() -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     except OSError as error:
-        print(f"error: {out}: {error.strerror}", file=sys.stderr)
+        print(f"error: {out}: {error.strerror or error}", file=sys.stderr)
+        return 2
+    except Exception as error:  # safetensors has an error of its own for a full disk
+        line = line_of(error)
+        if line is None:
+            raise
+        print(f"error: {out}: {line.removeprefix('disk: ')}", file=sys.stderr)
         return 2
     return 0
 
