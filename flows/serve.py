@@ -29,9 +29,9 @@ from prefect import State, flow, get_run_logger
 from prefect.states import Completed, Failed
 
 from contract import closed_pipe, host_gpus
-from contract.faults import Fault
+from contract.faults import Fault, line_of
 from contract.served_model import KEY, ServedModel
-from flows.arguments import parser, refused
+from flows.arguments import parser, refused, refused_or_raised
 from tasks.run import artifact
 from tasks.run.launch import Broken, Turn
 from tasks.run.places import kernels_folder, open_run_store, runs_folder
@@ -53,10 +53,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         if options.check:
             return check(sources, served, say, ended)
         run(sources, served, say, ended.is_set)
-    except Fault as fault:
-        return refused(fault)
     except Broken as broken:
         return refused(broken, code=1)
+    except (Fault, OSError) as error:
+        return refused_or_raised(error)
     say("stopped")
     return 0
 
@@ -77,6 +77,10 @@ def serve(model: str, host: str = HOST, port: int = PORT, adapter: bool = False,
         run(sources, served, get_run_logger().info, lambda: False)
     except (Fault, Broken) as error:
         return Failed(message=str(error))
+    except OSError as error:
+        if (line := line_of(error)) is None:
+            raise
+        return Failed(message=line)
     return Completed(message="stopped")
 
 

@@ -1,6 +1,7 @@
 """python -m flows.serve: what it says and refuses, in this process; and, slow, a model served and asked."""
 
 import json
+import logging
 import subprocess
 import sys
 import textwrap
@@ -83,6 +84,16 @@ def test_a_refusal_is_one_line(made, answers, capsys, arguments, said):
     assert serve.main(arguments) == 2
     shown = capsys.readouterr()
     assert shown.err.startswith(said) and shown.err.count("\n") == 1 and not answers
+
+
+def test_a_folder_that_cannot_be_written_is_one_line(made, tmp_path, capsys, monkeypatch):
+    (tmp_path / "serve").touch()
+    assert serve.main([made.key, "--port", "8123"]) == 2
+    shown = capsys.readouterr()
+    assert shown.err == f"error: {tmp_path}/serve/8123: Not a directory\n"
+    monkeypatch.setattr(serve, "get_run_logger", lambda: logging.getLogger("toy"))
+    state = serve.serve.fn(made.key, port=8123)
+    assert state.is_failed() and state.message == f"{tmp_path}/serve/8123: Not a directory"
 
 
 def test_a_check_needs_an_evaluation_with_answers(made, answers, capsys):
