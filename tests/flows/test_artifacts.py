@@ -120,6 +120,7 @@ def test_show_takes_the_part_that_tells_it_apart(world):
     fingerprint = world.train.stage.fingerprint
     assert world.train.key in world.run("show", fingerprint[:10])[1]
     assert world.train.key in world.run("show", "tr")[1]
+    assert world.train.key in world.run("show", f"{world.train.key}/")[1]  # as a shell completes a folder
     code, output, errors = world.run("show", "zzz")
     assert (code, output) == (2, "") and errors.startswith("error: zzz: names 0 artifacts: none; ")
     world.make("train", {"lr": 0.2})
