@@ -87,6 +87,10 @@ def serve(model: str, host: str = HOST, port: int = PORT, adapter: bool = False,
 def prepare(name: str, host: str, port: int, adapter: bool, length: int | None) -> tuple[Sources, ServedModel]:
     """Find what is to be served, and bring it to this host."""
     _require_key(host)
+    if not 1 <= port < 2**16:  # the system would choose one for 0, which nobody could be told of
+        raise Fault(f"--port: {port} is no port, from 1 to {2**16 - 1}")
+    if length is not None and length < 2:
+        raise Fault(f"--length: {length} leaves no token for an answer behind a question; 2 at least")
     store, folder = open_run_store(), runs_folder()
     found = named.find(name, store, resolve(None, folder))
     sources = artifacts.collect(found, store, adapter, gpus=bool(host_gpus.visible()))

@@ -77,6 +77,12 @@ def test_the_form_with_an_adapter_is_said(made, answers, capsys):
         (["nothing"], "error: nothing: neither a model in the registry at sqlite:///"),
         (["export/ffff"], "error: export/ffff: names 0 exports"),
         (["tickets@"], "error: tickets@: behind the @ stands a version or an alias"),
+        (["nothing", "--port", "0"], "error: --port: 0 is no port, from 1 to 65535"),
+        (["nothing", "--port", "99999"], "error: --port: 99999 is no port, from 1 to 65535"),
+        (
+            ["nothing", "--length", "0"],
+            "error: --length: 0 leaves no token for an answer behind a question; 2 at least",
+        ),
         (["nothing", "--host", "0.0.0.0"], "error: --host 0.0.0.0: others reach it, and nothing asks them for a key"),
     ],
 )
