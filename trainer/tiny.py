@@ -31,6 +31,8 @@ def main() -> int:
         else:
             command.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16")
     options = vars(parser.parse_args())
+    if options.get("rows", 1) < 1:
+        parser.error(f"--rows: {options['rows']} is no number of rows, from 1 on")
     kind, out = options.pop("kind"), options.pop("out")
     try:
         make_data(out, **options) if kind == "data" else make_model(kind, out, **options)

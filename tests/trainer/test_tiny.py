@@ -177,6 +177,15 @@ def test_a_full_disk_is_one_line(tmp_path, monkeypatch, capsys):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize("rows", ["0", "-5"])
+def test_no_rows_are_no_data(tmp_path, monkeypatch, capsys, rows):
+    monkeypatch.setattr("sys.argv", ["tiny", "data", str(tmp_path / "data"), f"--rows={rows}"])
+    with pytest.raises(SystemExit) as end:
+        tiny.main()
+    assert end.value.code == 2 and f"--rows: {rows} is no number of rows, from 1 on" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
 def test_nothing_half_written_is_left(tmp_path, monkeypatch):
     def fail(*arguments):
         raise OSError("no space")
