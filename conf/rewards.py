@@ -1,5 +1,6 @@
 """Rewards of one's own, as far as they can be held against rules before anything runs: hours of training come first.
 
+    place("rewards.py:mine")    -> path and name         of a file that need not be there
     function("rewards.py:mine") -> name and source       of a file that Python can read, and that has the name
     judge_prompt("judge.txt")   -> text                  that a judge sees an answer in
     regex(text), schema(text)                            of a pattern, or of a row's answer
@@ -11,6 +12,8 @@ import ast
 import json
 import re
 import warnings
+from collections import Counter
+from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -19,14 +22,23 @@ from urllib.parse import urlsplit
 from contract import regular_files
 from contract.faults import Fault
 
+CALLED_WITH = {"function": ("prompt", "answer", "reference"), "environment": ("prompt", "answers", "reference")}
 BINDS_BY_ITSELF = {"exec", "globals", "setattr", "vars", "locals"}  # names that a file may have of these are not seen
 
 
-def function(place: str) -> tuple[str, str]:
-    """The name, and the source of its file. No line of it is run."""
-    path, _, name = place.rpartition(":")
+def place(text: str) -> tuple[str, str]:
+    path, _, name = text.rpartition(":")
     if not path.endswith(".py") or not name.isidentifier():
-        raise Fault(f"{place}: PATH.py:NAME is wanted")
+        raise Fault(f"{text}: PATH.py:NAME is wanted")
+    return path, name
+
+
+def function(named: str, called_with: Sequence[str] = ()) -> tuple[str, str]:
+    """The name, and the source of its file. No line of it is run.
+
+    A function that is seen whole has to take the arguments that it is called with, by their names.
+    """
+    path, name = place(named)
     source = _text(path).removeprefix("\ufeff")  # some editors begin with it, and Python's own reader takes it
     try:
         with warnings.catch_warnings(action="ignore"):  # of escapes in strings
@@ -35,17 +47,39 @@ def function(place: str) -> tuple[str, str]:
         line = f" (line {error.lineno})" if isinstance(error, SyntaxError) and error.lineno else ""
         reason = error.msg if isinstance(error, SyntaxError) else " ".join(str(error).split())
         raise Fault(f"{path}: no Python: {reason}{line}") from None
-    bound, used = set[str](), set[str]()
+    bound, used = Counter[str](), set[str]()
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-            bound.add(node.name)
+            bound[node.name] += 1
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load):
+            used.add(node.id)
         elif isinstance(node, ast.Name):
-            (used if isinstance(node.ctx, ast.Load) else bound).add(node.id)
+            bound[node.id] += 1
         elif isinstance(node, ast.alias):
-            bound.add((node.asname or node.name).split(".")[0])
-    if name not in bound and "*" not in bound and not used & BINDS_BY_ITSELF:
+            bound[(node.asname or node.name).split(".")[0]] += 1
+    all_seen = "*" not in bound and not used & BINDS_BY_ITSELF
+    if name not in bound and all_seen:
         raise Fault(f"{path}: there is no {name} in it")
+    if bound[name] == 1 and all_seen:
+        for node in tree.body:
+            if isinstance(node, ast.FunctionDef) and node.name == name and not node.decorator_list:
+                _require_fit(path, name, node.args, called_with)
     return name, source
+
+
+def _require_fit(path: str, name: str, takes: ast.arguments, called_with: Sequence[str]) -> None:
+    """Raise a Fault where a call with these arguments, by their names, would raise TypeError."""
+    if not called_with:
+        return
+    by_place, by_name = [*takes.posonlyargs, *takes.args], {one.arg for one in (*takes.args, *takes.kwonlyargs)}
+    needed = by_place[: len(by_place) - len(takes.defaults)]
+    needed += [one for one, value in zip(takes.kwonlyargs, takes.kw_defaults, strict=True) if value is None]
+    unknown = [] if takes.kwarg else [one for one in called_with if one not in by_name]
+    not_given = [one.arg for one in needed if one.arg not in by_name.intersection(called_with)]
+    if unknown or not_given:
+        wrong = f"takes no {', '.join(unknown)}" if unknown else f"needs {', '.join(not_given)} as well"
+        call = ", ".join(f"{one}=..." for one in called_with)
+        raise Fault(f"{path}: {name} {wrong}; it is called as {name}({call})")
 
 
 def judge_prompt(path: str) -> str:

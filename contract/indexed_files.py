@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable
 from pathlib import Path, PurePath
 
+from contract import regular_files
 from contract.faults import Fault
 
 BIN, IDX = ".bin", ".idx"
@@ -19,8 +20,8 @@ def of(path: Path) -> list[Path]:
     In a folder only .idx says that there is one: a .bin alone is something else, such as weights.
     """
     if path.is_dir() and not is_prefix(path):
-        inside = (file.relative_to(path) for file in path.rglob(f"*{IDX}"))
-        return both([path / file for file in inside if not any(part.startswith(".") for part in file.parts)])
+        inside = map(PurePath, regular_files.below(path))
+        return both([path / file for file in inside if file.suffix == IDX and not file.name.startswith(".")])
     halves = [path] if path.suffix in (BIN, IDX) else [path.with_name(path.name + ending) for ending in (BIN, IDX)]
     return both([half for half in halves if half.exists()])
 

@@ -7,7 +7,7 @@ import os
 import stat
 from difflib import get_close_matches
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, NoReturn
 
 from contract.faults import Fault
 
@@ -56,6 +56,22 @@ def is_there(path: Path) -> bool:
     except (OSError, ValueError):
         return False
     return True
+
+
+def below(folder: Path) -> list[str]:
+    """Names, relative to the folder, of all that lies in it and in folders within it, and is no folder itself.
+
+    Hidden folders and links to folders are left out. What cannot be listed is a Fault: files may be missed there.
+    """
+
+    def refuse(error: OSError) -> NoReturn:
+        raise Fault(f"{error.filename}: {error.strerror}; what lies in it cannot be seen")
+
+    found = list[str]()
+    for here, subfolders, names in os.walk(folder, onerror=refuse):
+        subfolders[:] = [name for name in subfolders if not name.startswith(".")]
+        found += [Path(here, name).relative_to(folder).as_posix() for name in names]
+    return found
 
 
 def or_meant(path: Path) -> str:

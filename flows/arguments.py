@@ -5,6 +5,8 @@
 import argparse
 import sys
 
+from contract.faults import line_of
+
 
 def parser(module: str, description: str | None) -> argparse.ArgumentParser:
     return argparse.ArgumentParser(
@@ -30,3 +32,11 @@ def refused(fault: object, code: int = 2) -> int:
     """Print a fault. Returns the exit code, 2 for one that the caller can mend."""
     print("".join(f"error: {line}\n" for line in str(fault).splitlines()), end="", file=sys.stderr)
     return code
+
+
+def refused_or_raised(error: Exception) -> int:
+    """Print a fault, or what the host refuses, as where a disk is full. Raise a defect of this program again."""
+    line = line_of(error)
+    if line is None:
+        raise error
+    return refused(line)

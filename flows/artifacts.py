@@ -315,6 +315,7 @@ def _tree(made: Artifact, everything: dict[str, Artifact], depth: int) -> str:
 
 def _one(store: Store, part: str) -> Artifact:
     everything = artifact.every(store)
+    part = part.rstrip("/")  # a shell puts one behind the name of a folder
     found = [made for made in everything if made.key.startswith(part) or made.stage.fingerprint.startswith(part)]
     if len(found) != 1:
         there = ", ".join(made.key for made in found) or "none; python -m flows.artifacts list shows what there is"

@@ -156,6 +156,12 @@ def network(on_gpu: bool, root: Path = Path("/")) -> Finding:
     return Finding("ok", "network", fact)
 
 
+def runs_folder() -> Path:
+    """The folder of all local files, as tasks/run/places.py has it for who starts a flow from here."""
+    named = os.environ.get("FINETUNE_RUNS")
+    return Path(os.path.expanduser(named)).absolute() if named else ROOT / "runs"
+
+
 def existing(folder: Path) -> Path:
     """The folder if it exists, else the folder in which it would be made."""
     return next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
@@ -266,7 +272,7 @@ def service(name: str, variable: str, default: str) -> Finding:
 
 def schedules(prefect: Finding) -> list[Finding]:
     """Check that the server starts runs: the one that PREFECT_API_URL names, or else that of make up."""
-    up = scheduling.of_make_up(Path(os.environ.get("FINETUNE_RUNS", ROOT / "runs")))
+    up = scheduling.of_make_up(runs_folder())
     api = os.environ.get("PREFECT_API_URL", "").rstrip("/") or (up["address"] + "/api" if up else "")
     if prefect.status != "ok" or not api:
         return [Finding("info", "schedule", "no server that answers: no schedule runs")]
@@ -295,9 +301,10 @@ def tracking() -> Finding:
 
 
 def store() -> Finding:
-    place = os.environ.get("FINETUNE_STORE", "runs/store")
+    place = os.environ.get("FINETUNE_STORE") or str(runs_folder() / "store")
     if not place.startswith("s3://"):
-        return writable("store", Path(place[len("file://") :] if place.startswith("file://") else place))
+        is_uri = place.startswith("file://")
+        return writable("store", Path(place[len("file://") :] if is_uri else os.path.expanduser(place)))
     endpoint = next(filter(os.environ.get, ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL")), "")
     answer = probe(os.environ.get(endpoint, "https://s3.amazonaws.com"), "HEAD")
     fact = f"S3 at {endpoint or 'AWS'}: "
@@ -332,7 +339,7 @@ def diagnose(extra: str | None) -> tuple[str, list[Finding]]:
         memory(),
         shared_memory(on_gpu),
         open_files(),
-        disk("runs", ROOT / "runs", on_gpu),
+        disk("runs", runs_folder(), on_gpu),
         disk("cache", cache, on_gpu),
         store(),
         tracking(),

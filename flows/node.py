@@ -8,6 +8,7 @@ another worker.
 import contextlib
 import os
 import socket
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -21,6 +22,7 @@ from prefect.runtime import flow_run
 from prefect.states import Completed, Failed
 
 from contract.processes import started
+from flows.arguments import parser, refused
 from tasks.gang.engines.prefect import PASSED_ON
 from tasks.run import launch
 
@@ -73,3 +75,8 @@ def _until_worker() -> list[int]:
     me = psutil.Process()
     above = [parent.pid for parent in me.parents() if any(Path(part).name == "prefect" for part in parent.cmdline())]
     return [me.pid, *above]
+
+
+if __name__ == "__main__":
+    parser("flows.node", __doc__).parse_known_args()
+    sys.exit(refused("flows.node: a worker of Prefect's starts it, once for each host of a run"))

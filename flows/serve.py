@@ -29,9 +29,9 @@ from prefect import State, flow, get_run_logger
 from prefect.states import Completed, Failed
 
 from contract import closed_pipe, host_gpus
-from contract.faults import Fault
+from contract.faults import Fault, line_of
 from contract.served_model import KEY, ServedModel
-from flows.arguments import parser, refused
+from flows.arguments import parser, refused, refused_or_raised
 from tasks.run import artifact
 from tasks.run.launch import Broken, Turn
 from tasks.run.places import kernels_folder, open_run_store, runs_folder
@@ -53,10 +53,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         if options.check:
             return check(sources, served, say, ended)
         run(sources, served, say, ended.is_set)
-    except Fault as fault:
-        return refused(fault)
     except Broken as broken:
         return refused(broken, code=1)
+    except (Fault, OSError) as error:
+        return refused_or_raised(error)
     say("stopped")
     return 0
 
@@ -77,12 +77,20 @@ def serve(model: str, host: str = HOST, port: int = PORT, adapter: bool = False,
         run(sources, served, get_run_logger().info, lambda: False)
     except (Fault, Broken) as error:
         return Failed(message=str(error))
+    except OSError as error:
+        if (line := line_of(error)) is None:
+            raise
+        return Failed(message=line)
     return Completed(message="stopped")
 
 
 def prepare(name: str, host: str, port: int, adapter: bool, length: int | None) -> tuple[Sources, ServedModel]:
     """Find what is to be served, and bring it to this host."""
     _require_key(host)
+    if not 1 <= port < 2**16:  # the system would choose one for 0, which nobody could be told of
+        raise Fault(f"--port: {port} is no port, from 1 to {2**16 - 1}")
+    if length is not None and length < 2:
+        raise Fault(f"--length: {length} leaves no token for an answer behind a question; 2 at least")
     store, folder = open_run_store(), runs_folder()
     found = named.find(name, store, resolve(None, folder))
     sources = artifacts.collect(found, store, adapter, gpus=bool(host_gpus.visible()))

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from conf.model_files import quantization
 from contract import closed_pipe
+from contract.faults import line_of
 from trainer.rehearsal.tiny_models import KINDS, make_data, make_model
 
 
@@ -30,6 +31,8 @@ def main() -> int:
         else:
             command.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16")
     options = vars(parser.parse_args())
+    if options.get("rows", 1) < 1:
+        parser.error(f"--rows: {options['rows']} is no number of rows, from 1 on")
     kind, out = options.pop("kind"), options.pop("out")
     try:
         make_data(out, **options) if kind == "data" else make_model(kind, out, **options)
@@ -37,7 +40,13 @@ def main() -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     except OSError as error:
-        print(f"error: {out}: {error.strerror}", file=sys.stderr)
+        print(f"error: {out}: {error.strerror or error}", file=sys.stderr)
+        return 2
+    except Exception as error:  # safetensors has an error of its own for a full disk
+        line = line_of(error)
+        if line is None:
+            raise
+        print(f"error: {out}: {line.removeprefix('disk: ')}", file=sys.stderr)
         return 2
     return 0
 

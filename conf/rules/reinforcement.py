@@ -115,10 +115,18 @@ def contradictions(run: Run) -> Iterator[tuple[str, str]]:
 
 
 def _own(run: Run) -> Iterator[tuple[str, str]]:
-    """Yield what is wrong with a pattern of one's own, or a judge's address."""
+    """Yield what is wrong with a pattern of one's own, a judge's address, or the name of a function.
+
+    The files of functions are looked at where the stage runs, which may be another host.
+    """
     asked = run.reinforce
     rule = {"regex": rewards.regex, "json_schema": rewards.schema}.get(asked.reward)
-    for key, value, check in (("pattern", asked.pattern, rule), ("judge", asked.judge, rewards.judge_address)):
+    for key, value, check in (
+        ("pattern", asked.pattern, rule),
+        ("judge", asked.judge, rewards.judge_address),
+        ("function", asked.function, rewards.place),
+        ("environment", asked.environment, rewards.place),
+    ):
         try:
             if value is not None and check:
                 check(value)
@@ -160,7 +168,10 @@ def contents(run: Run) -> dict[str, str]:
 
 def _content(key: str, place: str) -> str:
     try:
-        name, text = ("", rewards.judge_prompt(place)) if key == "judge_prompt" else rewards.function(place)
+        if key == "judge_prompt":
+            name, text = "", rewards.judge_prompt(place)
+        else:
+            name, text = rewards.function(place, rewards.CALLED_WITH[key])
     except Fault as fault:
         raise Fault(f"reinforce.{key}: {fault}") from None
     return f"sha256:{hashlib.sha256(text.encode()).hexdigest()}" + (f":{name}" if name else "")

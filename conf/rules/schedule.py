@@ -92,7 +92,7 @@ def saved(run: Run) -> int:
     if every == "epoch":
         return ceil(epochs or 1)
     if isinstance(every, float):
-        return ceil(1 / Fraction(str(every)))
+        return ceil(steps / _share(every, steps)) if steps else min(ceil(1 / Fraction(str(every))), COUNTED)
     return ceil(steps / every) if steps else 1
 
 

@@ -132,7 +132,7 @@ class Reinforce(Section):
         default=10.0, gt=0, le=3600, description="longest time for one reward by a function, by code or by a judge"
     )
     reward_memory_gb: Annotated[float, bears("reinforce")] = Field(
-        default=1.0, gt=0, description="memory of the guarded process"
+        default=1.0, gt=0, le=65536, description="memory of the guarded process"
     )
     seed: Annotated[Seed, bears("reinforce")] = Field(default=1234, description="of prompts and samples")
     transport: Annotated[Literal["ipc", "nccl", "gloo", "files", "adapter"] | None, NOWHERE] = Field(

@@ -5,8 +5,12 @@ files, index files and the descriptions that `datasets` leaves beside its files 
 other kinds is none either, as it is a README or a licence there.
 """
 
+import stat
 from collections.abc import Iterable
-from pathlib import PurePath, PurePosixPath
+from pathlib import Path, PurePath, PurePosixPath
+
+from contract import regular_files
+from contract.faults import Fault
 
 TEXT = ".txt"
 FORMATS = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", TEXT, ".parquet", ".arrow", ".feather")
@@ -31,6 +35,22 @@ def format_of(name: str | PurePath) -> str:
 def only_texts(names: Iterable[str | PurePath]) -> bool:
     """Whether these files, if any, are .txt, as those are that megatron-core leaves beside tokens in its cache."""
     return all(format_of(name) == TEXT for name in names)
+
+
+def inside(folder: Path) -> list[Path]:
+    """List the files of a folder on this host that are read, in their order."""
+    found = list[Path]()
+    for file in (folder / name for name in among(regular_files.below(folder))):
+        try:
+            mode = file.stat().st_mode
+        except FileNotFoundError:
+            if file.is_symlink():
+                raise Fault(f"{file}: a link to {file.readlink()}, which is not there") from None
+            continue  # removed this moment
+        except OSError as error:
+            raise Fault(f"{file}: {error.strerror}") from None
+        found += [file] if stat.S_ISREG(mode) else []
+    return found
 
 
 def among(names: Iterable[str]) -> list[str]:

@@ -349,7 +349,7 @@ class Gang(Section):
         default=900, gt=0, description="seconds until all hosts are there, or are given back"
     )
     silent_after: Annotated[float, NOWHERE] = Field(
-        default=12, ge=9, description="seconds of silence after which a host counts as gone"
+        default=12, ge=9, le=10**6, description="seconds of silence after which a host counts as gone"
     )
     stall_factor: Annotated[float, NOWHERE] = Field(
         default=10, ge=2, description="a step may take so many times the usual one's time"

@@ -25,10 +25,10 @@ from pydantic import ValidationError
 
 from conf.load import FOLDER, load, read_overrides
 from contract import closed_pipe
-from contract.faults import ConfigError, Fault, line_of
+from contract.faults import ConfigError, Fault
 from contract.files import write_atomically
 from contract.first_rows import FirstRows
-from flows.arguments import parser, refused
+from flows.arguments import parser, refused, refused_or_raised
 from flows.new import choices, commented_yaml, deployment, machine, model, planned, rows
 from flows.new.machine import Machine
 from flows.new.planned import Settled
@@ -52,10 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except Broken as broken:
         return refused(broken, code=1)
     except (Fault, OSError) as error:
-        line = line_of(error)
-        if line is None:
-            raise
-        return refused(line)
+        return refused_or_raised(error)
     except KeyboardInterrupt:
         return refused("interrupted; nothing was written", code=130)
 

@@ -44,6 +44,7 @@ def command(flow, description: str, require: Callable[[Run], None] = lambda run:
         return refused(fault)
     # All was checked above, and the deployments' form knows neither files outside of conf/ nor nulls.
     try:
+        own_server.require_answer()
         own_server.start()
         state = flow.with_options(validate_parameters=False)(
             conf=options.conf,

@@ -32,7 +32,7 @@ from contract import closed_pipe, nvidia_smi
 from contract.amounts import clock
 from contract.faults import Fault
 from contract.files import write_atomically
-from flows.arguments import of_a_run, refused
+from flows.arguments import of_a_run, refused_or_raised
 from flows.study import figures, measured, page, rows, tracked
 from flows.study.measured import How
 from flows.study.rows import Row
@@ -59,8 +59,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         report |= {"versions": _versions(answers), "rows": [_told(*pair, how) for pair in answers]}
         write_atomically(folder / RESULT, json.dumps(report), durable=False)
         write_atomically(folder / PAGE, page.of(report, folder), durable=False)
-    except Fault as fault:
-        return refused(fault)
+    except (Fault, OSError) as error:
+        return refused_or_raised(error)
     print("\n".join(table(report["rows"])))
     if options.track:
         print(tracked.tell(runs_folder(), experiment, report, [folder / RESULT, folder / PAGE]))

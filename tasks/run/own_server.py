@@ -17,6 +17,24 @@ WAITS = "PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS"
 LEVELS = {"PREFECT_SERVER_LOGGING_LEVEL": "CRITICAL", "PREFECT_LOGGING_ROOT_LEVEL": "CRITICAL"}
 
 
+def require_answer() -> None:
+    """Raise a Fault where PREFECT_API_URL names a server that is not there, or that this Prefect cannot talk to."""
+    import httpx
+    from prefect.client.orchestration import get_client
+    from prefect.settings import get_current_settings
+
+    if not get_current_settings().api.url:
+        return
+    try:
+        with get_client(sync_client=True) as client:
+            client.raise_for_api_version_mismatch_once()  # the flow asks the same, and does not ask again
+    except (RuntimeError, httpx.HTTPError) as error:
+        line = (str(error).splitlines() or [""])[0].rstrip(".")
+        raise Fault(
+            f"PREFECT_API_URL: {line}; unset it for a server of this run's own, or make up starts one"
+        ) from None
+
+
 def start() -> None:
     """Start it, where PREFECT_API_URL names no server. A Fault where this host is too busy for it."""
     from prefect.settings import get_current_settings

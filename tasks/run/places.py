@@ -3,12 +3,18 @@
 import os
 from pathlib import Path
 
+from contract.faults import Fault
 from tasks.store import Store, open_store
 
 
 def runs_folder() -> Path:
-    """The folder of all local files."""
-    return Path(os.environ.get("FINETUNE_RUNS", "runs")).absolute()
+    """The folder of all local files, which FINETUNE_RUNS names. No shell may have looked at what that holds."""
+    try:
+        return Path(os.environ.get("FINETUNE_RUNS") or "runs").expanduser().absolute()
+    except RuntimeError:
+        raise Fault(
+            f"FINETUNE_RUNS: {os.environ['FINETUNE_RUNS']}: there is no such home; write the path out"
+        ) from None
 
 
 def kernels_folder() -> Path:

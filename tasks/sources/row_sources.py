@@ -124,8 +124,10 @@ def files(source: str, key: str) -> list[Path]:
     if indexed_files.is_prefix(path):
         found = _indexed(path, key)
     elif path.is_dir():
-        names = row_files.among(file.relative_to(path).as_posix() for file in path.rglob("*") if file.is_file())
-        found = [path / name for name in names]
+        try:
+            found = row_files.inside(path)
+        except Fault as fault:
+            raise Fault(f"{key}: {fault}") from None
         found = (row_files.only_texts(found) and _indexed(path, key)) or found
     elif path.exists():
         if not path.is_file():

@@ -2,7 +2,8 @@
 
 A version's source is the merged model's URI in the store, checked to be there whole; or the adapter's, where that alone
 was exported, and its tags name the base in the store. A champion is measured by the value that its version carries as a
-tag. Without a champion, the base model is the one to beat.
+tag, where it was asked the same questions: values of other rows do not compare, and it stays. Without a champion, the
+base model is the one to beat.
 """
 
 import contextlib
@@ -26,12 +27,15 @@ from tasks.run import artifact
 from tasks.run.artifact import Artifact, Missing, Stage, Work, canonical
 from tasks.run.run_tracking import RunTracking
 from tasks.run.stage_run import OPTIONS, StageRun
+from tasks.store import Store
 from tasks.tracking.address import public
 from tasks.tracking.mlflow_pages import authorization
 
 VERSION = 1
 LOWER = ("perplexity", "bits_per_byte")  # ends of metrics of which less is better
 LONG = 400  # characters of a path
+HELD_OUT = re.compile(r"test\.(jsonl|bin)")  # of prepared data, what is asked
+ASKED = "finetune.asked."  # begins the tag of a version that says what its value of a metric was measured on
 
 
 @dataclass(frozen=True)
@@ -40,6 +44,7 @@ class Rival:
 
     name: str
     value: float | None  # of the metric; None where it was never measured
+    asked_the_same: bool = True
 
 
 def stage(run: Run, tuned: Stage, before: Stage, after: Stage) -> Stage:
@@ -68,21 +73,20 @@ def promote(
         for what, needed in _needed(tuned, released).items():
             if isinstance(there := artifact.find(needed, stage_run.store), Missing):
                 raise Fault(f"{tuned.result['uri']}: not registered: {what}{there.reason}")
+        questions = _questions(settings.metric, after, stage_run.store)
         rival = Rival("the base model", _value(before, settings.metric)) if before else None
         value = _value(after, settings.metric)
         champion = _by_alias(client, settings.model, "champion")
         if champion:
-            rival = Rival(f"champion {champion.version}", _number(champion.tags.get(settings.metric)))
+            number = _number(champion.tags.get(settings.metric))
+            same = champion.tags.get(ASKED + settings.metric, questions) == questions
+            rival = Rival(f"champion {champion.version}", number, same)
         wins, reason = decide(settings.metric, value, rival, settings.margin)
         if champion and _is(champion.tags, tuned):
             wins, reason = True, f"{settings.metric} {value:.4g}; it was champion before"
-        asked = {key: value for key, value in after.stage.config.items() if key != "adapter"}  # that is how, not what
-        questions = canonical([asked, after.stage.inputs.get("data")])
-        if rival and champion and champion.tags.get("finetune.questions", questions) != questions:
-            reason += f"; {rival.name} was asked other questions"
         # With nan as its value, a champion could never be replaced.
-        measured = {settings.metric: repr(value)} if math.isfinite(value) else {}
-        tags = measured | {"reason": reason, "finetune.questions": questions}
+        measured = {settings.metric: repr(value), ASKED + settings.metric: questions} if math.isfinite(value) else {}
+        tags = measured | {"reason": reason}
         version = _register(client, settings.model, tracking, tuned, tags)
         told = description(stage_run.run, tuned, version, reason, tracking)
         client.update_model_version(settings.model, version, told)
@@ -135,6 +139,9 @@ def decide(metric: str, value: float, rival: Rival | None, margin: float) -> tup
         return True, f"{metric} {value:.4g}; it is the first, and began with drawn weights"
     if rival.value is None:
         return False, f"{rival.name} was never measured by {metric}, so nothing says that {value:.4g} is better"
+    if not rival.asked_the_same:
+        told = f"{rival.name} was asked other questions, so that its {rival.value:.4g} and {value:.4g} do not compare"
+        return False, f"{metric}: {told}; the run that made it measures it anew with these, or make this one champion"
     apart = round(value - rival.value, 9)  # 0.4 is not 0.1 above 0.3 by more than 0.1
     gain = -apart if metric.endswith(LOWER) else apart
     compared = f"{metric} {value:.4g} against {rival.value:.4g} of {rival.name}: {apart:+.4g}"
@@ -142,6 +149,29 @@ def decide(metric: str, value: float, rival: Rival | None, margin: float) -> tup
     if gain > margin:
         return True, f"{compared}, above the margin of {margin:g}"
     return False, f"{compared}, not above the margin of {margin:g}"
+
+
+def _questions(metric: str, after: Artifact, store: Store) -> str:
+    """What the metric was measured on. Values of equal texts compare; how a model was served bears nothing on them.
+
+    Numbers of tokens are of a tokenizer and a template as well. Rows of lm-eval's own tasks are known by their names.
+    """
+    asked = after.stage.config.get("evaluate", {})
+    if not metric.startswith("held_out/"):
+        files = sorted(after.stage.config.get("task_files", {}).values())
+        return canonical({"rows": asked.get("rows"), "seed": asked.get("seed"), "task_files": files})
+    data = artifact.read(store, f"prepare/{after.stage.inputs['data']}")
+    if data is None:
+        raise Fault(f"prepare/{after.stage.inputs['data']}: what was asked is gone from the store; start the run again")
+    there = data.result["rows"]["test"]
+    found = {"rows": min(asked.get("rows") or there, there)}
+    rows = {name: file.sha256 for name, file in data.files.items() if HELD_OUT.fullmatch(name)}
+    found |= rows or {"data": data.digest}
+    if metric == "held_out/exact_match":
+        return canonical(found | {"max_tokens": asked.get("max_tokens")})
+    found |= {"template": [file.sha256 for name, file in data.files.items() if name == "template.json"]}
+    found |= {"seq_length": data.stage.config["seq_length"]} if data.result["kind"] == "text" else {}  # of windows
+    return canonical(found | {"model": data.stage.inputs.get("model")})
 
 
 def registry(uri: str):

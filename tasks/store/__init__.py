@@ -92,7 +92,10 @@ def open_store(uri: str, hasty: bool = False) -> Store:
             raise Fault("store: empty; it takes s3://bucket/prefix or a folder")
         from tasks.store.local import LocalStore
 
-        return LocalStore(Path(uri).expanduser().absolute())
+        try:
+            return LocalStore(Path(uri).expanduser().absolute())
+        except RuntimeError:
+            raise Fault(f"store: {uri}: there is no such home; write the path out") from None
     try:
         parts = urlsplit(uri)
     except ValueError:

@@ -43,7 +43,8 @@ class LocalStore:
             try:
                 with self._at(key).open("rb") as f:
                     return f.read(), tag_of(os.fstat(f.fileno()))
-            except (FileNotFoundError, NotADirectoryError):
+            except (FileNotFoundError, NotADirectoryError) as error:
+                self._unless_gone(error)
                 return None
 
     def create(self, key: str, data: bytes) -> str | None:
@@ -183,7 +184,7 @@ class LocalStore:
     def _files(self, prefix: str) -> Iterator[tuple[str, os.stat_result]]:
         """Plain files only: nobody can put a link into the store to make it hand out files that lie outside."""
         folder = self._below(prefix)
-        for here, subfolders, names in os.walk(folder, onerror=_unless_gone):
+        for here, subfolders, names in os.walk(folder, onerror=self._unless_gone):
             if here == str(self.root) and OWN in subfolders:
                 subfolders.remove(OWN)
             for name in names:
@@ -192,6 +193,13 @@ class LocalStore:
                     facts = os.lstat(path)
                     if os.path.isfile(path) and not os.path.islink(path):
                         yield os.path.relpath(path, folder), facts
+
+    def _unless_gone(self, error: OSError) -> None:
+        """Let pass that something is not in the store; not that the store is no folder, or lies below a file."""
+        if isinstance(error, NotADirectoryError) and not self.root.is_dir():
+            raise NotADirectoryError(error.errno, error.strerror, str(self.root))
+        if not isinstance(error, FileNotFoundError | NotADirectoryError):
+            raise error
 
     def _store(self, key: str, data: bytes, allowed) -> str | None:
         target = self._at(key)
@@ -297,8 +305,3 @@ class LocalStore:
             return json.loads(self._verified_at(prefix).read_bytes())
         except (OSError, ValueError):
             return {}
-
-
-def _unless_gone(error: OSError) -> None:
-    if not isinstance(error, FileNotFoundError | NotADirectoryError):
-        raise error

@@ -410,6 +410,8 @@ BOMB = "a: &a !!int 7\n" + "\n".join(
     "text, says",
     [
         ("train.steps=" + "9" * 27, "train.steps: 9{27} is too large: it must be at most 2147483647"),
+        # what a socket takes: it is told of as the configuration is read, and not when engines meet
+        ("gang.silent_after=1e30", "gang.silent_after: 1e\\+30 is too large: it must be at most 1000000"),
         ("checkpoint.keep=1e26", "checkpoint.keep: 1e\\+26 is not an integer"),
         ("adapter.targets=[linear_qkv, linear_qkv]", "adapter.targets: linear_qkv stands in it twice"),
         ("evaluate.tasks=[held_out, held_out]", "evaluate.tasks: held_out stands in it twice"),

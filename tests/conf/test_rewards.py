@@ -6,6 +6,7 @@ import pytest
 
 from conf import rewards
 from conf.load import load
+from conf.rules import reinforcement
 from contract.faults import ConfigError, Fault
 
 FILES = {
@@ -64,6 +65,61 @@ def test_a_function_that_cannot_be_is_one_line(folder, place, said):
     with pytest.raises(Fault, match=said) as fault:
         rewards.function(f"{folder}/{place}")
     assert "\n" not in str(fault.value)
+
+
+CALL = r"; it is called as mine\(prompt=\.\.\., answer=\.\.\., reference=\.\.\.\)$"
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "def mine(prompt, answer, reference): ...",
+        "def mine(reference, *, answer, prompt, strict=False): ...",
+        "def mine(answer, **others): ...",
+        "def mine(*all, **others): ...",
+        "def mine(a): ...\nmine = wrapped(mine)",
+        "@wrapped\ndef mine(a): ...",
+        "def mine(a): ...\nfrom math import *",
+    ],
+)
+def test_a_function_may_take_its_arguments_by_any_way(tmp_path, line):
+    (tmp_path / "one.py").write_text(line)
+    assert rewards.function(f"{tmp_path}/one.py:mine", rewards.CALLED_WITH["function"]) == ("mine", line)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ("", "mine takes no prompt, answer, reference"),
+        ("question, answer, reference", "mine takes no prompt"),
+        ("prompt, answer", "mine takes no reference"),
+        ("prompt, answer, reference, /", "mine takes no prompt, answer, reference"),
+        ("prompt, answer, reference, scale", "mine needs scale as well"),
+        ("prompt, answer, reference, *, scale", "mine needs scale as well"),
+        ("prompt, /, **others", "mine needs prompt as well"),
+    ],
+)
+def test_a_function_that_cannot_be_called_is_one_line(tmp_path, arguments, said):
+    (tmp_path / "one.py").write_text(f"def mine({arguments}):\n    return 1.0")
+    with pytest.raises(Fault, match=rf"one\.py: {said}{CALL}"):
+        rewards.function(f"{tmp_path}/one.py:mine", rewards.CALLED_WITH["function"])
+    run = load("tiny-rl", ["reinforce.reward=function", f"reinforce.function={tmp_path}/one.py:mine"])
+    with pytest.raises(Fault, match=rf"^reinforce\.function: \S*one\.py: {said}"):
+        reinforcement.contents(run)
+
+
+@pytest.mark.parametrize(
+    ("keys", "said"),
+    [
+        (["reward=function", "function=json:loads"], "reinforce.function: json:loads: PATH.py:NAME is wanted"),
+        (["turns=2", "environment=game.py"], "reinforce.environment: game.py: PATH.py:NAME is wanted"),
+        (["reward_memory_gb=1e18"], "reinforce.reward_memory_gb: 1e+18 is too large: it must be at most 65536"),
+    ],
+)
+def test_what_is_no_place_of_a_function_and_no_memory_is_told_as_the_configuration_is_read(keys, said):
+    with pytest.raises(ConfigError) as error:
+        load("tiny-rl", [f"reinforce.{key}" for key in keys])
+    assert str(error.value).partition(": ")[2] == said
 
 
 @pytest.mark.parametrize(

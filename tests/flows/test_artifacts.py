@@ -57,6 +57,16 @@ def there(world) -> set[str]:
     return {made.stage.name for made in artifact.every(world.store)}
 
 
+def test_a_store_that_is_no_folder_is_one_line(world, tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("FINETUNE_STORE", f"{tmp_path}/file/store")
+    said = (
+        f"error: {tmp_path}/file/store: Not a directory; {tmp_path}/file/store must be a folder that can be written\n"
+    )
+    for arguments in (["list"], ["list", "train"], ["show", "train/6a8e"], ["verify"], ["gc"]):
+        assert world.run(*arguments) == (2, "", said)
+
+
 def test_list_says_what_changed_since_the_one_before_and_the_score(world):
     world.make("evaluate", {"task": "arc"}, trained=world.train)
     other = world.make("train", {"lr": 0.2}, base=world.convert, data=world.prepare)
@@ -110,6 +120,7 @@ def test_show_takes_the_part_that_tells_it_apart(world):
     fingerprint = world.train.stage.fingerprint
     assert world.train.key in world.run("show", fingerprint[:10])[1]
     assert world.train.key in world.run("show", "tr")[1]
+    assert world.train.key in world.run("show", f"{world.train.key}/")[1]  # as a shell completes a folder
     code, output, errors = world.run("show", "zzz")
     assert (code, output) == (2, "") and errors.startswith("error: zzz: names 0 artifacts: none; ")
     world.make("train", {"lr": 0.2})

@@ -1,6 +1,7 @@
 """python -m flows.serve: what it says and refuses, in this process; and, slow, a model served and asked."""
 
 import json
+import logging
 import subprocess
 import sys
 import textwrap
@@ -76,6 +77,12 @@ def test_the_form_with_an_adapter_is_said(made, answers, capsys):
         (["nothing"], "error: nothing: neither a model in the registry at sqlite:///"),
         (["export/ffff"], "error: export/ffff: names 0 exports"),
         (["tickets@"], "error: tickets@: behind the @ stands a version or an alias"),
+        (["nothing", "--port", "0"], "error: --port: 0 is no port, from 1 to 65535"),
+        (["nothing", "--port", "99999"], "error: --port: 99999 is no port, from 1 to 65535"),
+        (
+            ["nothing", "--length", "0"],
+            "error: --length: 0 leaves no token for an answer behind a question; 2 at least",
+        ),
         (["nothing", "--host", "0.0.0.0"], "error: --host 0.0.0.0: others reach it, and nothing asks them for a key"),
     ],
 )
@@ -83,6 +90,16 @@ def test_a_refusal_is_one_line(made, answers, capsys, arguments, said):
     assert serve.main(arguments) == 2
     shown = capsys.readouterr()
     assert shown.err.startswith(said) and shown.err.count("\n") == 1 and not answers
+
+
+def test_a_folder_that_cannot_be_written_is_one_line(made, tmp_path, capsys, monkeypatch):
+    (tmp_path / "serve").touch()
+    assert serve.main([made.key, "--port", "8123"]) == 2
+    shown = capsys.readouterr()
+    assert shown.err == f"error: {tmp_path}/serve/8123: Not a directory\n"
+    monkeypatch.setattr(serve, "get_run_logger", lambda: logging.getLogger("toy"))
+    state = serve.serve.fn(made.key, port=8123)
+    assert state.is_failed() and state.message == f"{tmp_path}/serve/8123: Not a directory"
 
 
 def test_a_check_needs_an_evaluation_with_answers(made, answers, capsys):

@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 
+from trainer import tiny
 from trainer.patches.families import kimi_k2
 from trainer.rehearsal.tiny_models import KINDS, SPECIAL_TOKENS, make_data, make_model
 
@@ -163,6 +164,26 @@ def test_command_line(folders, tmp_path):
     again = subprocess.run([*command, "data", str(out)], cwd=root, capture_output=True, text=True)
     assert again.returncode == 2 and again.stderr == f"error: {out} exists and is not an empty folder\n"
     assert [path.name for path in out.parent.iterdir()] == ["llama"]
+
+
+def test_a_full_disk_is_one_line(tmp_path, monkeypatch, capsys):
+    def full(*arguments, **options):
+        raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+
+    monkeypatch.setattr("safetensors.torch.save_file", full)
+    monkeypatch.setattr("sys.argv", ["tiny", "llama", str(tmp_path / "llama")])
+    assert tiny.main() == 2
+    assert capsys.readouterr().err == f"error: {tmp_path}/llama: No space left on device\n"
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("rows", ["0", "-5"])
+def test_no_rows_are_no_data(tmp_path, monkeypatch, capsys, rows):
+    monkeypatch.setattr("sys.argv", ["tiny", "data", str(tmp_path / "data"), f"--rows={rows}"])
+    with pytest.raises(SystemExit) as end:
+        tiny.main()
+    assert end.value.code == 2 and f"--rows: {rows} is no number of rows, from 1 on" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
 
 
 def test_nothing_half_written_is_left(tmp_path, monkeypatch):

@@ -8,13 +8,13 @@ Two lm-eval tasks over the same rows of test.jsonl, reported as one:
     perplexity        exp of its negative: 1 is certainty
 """
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from conf.schema.run import Run
 from contract.faults import Fault
+from trainer.data.tokens.perplexity import perplexity
 from trainer.data.tokens.templates import Template
 from trainer.serving import prompts, unmerged
 
@@ -92,7 +92,7 @@ def tasks(run: Run, test: Test) -> list[dict]:
         "process_results": lambda row, found: dict.fromkeys(METRICS[1:], (found[0][0], row["tokens"])),
         "metric_list": [
             {"metric": "log_likelihood", "aggregation": _mean, "higher_is_better": True},
-            {"metric": "perplexity", "aggregation": lambda pairs: math.exp(-_mean(pairs)), "higher_is_better": False},
+            {"metric": "perplexity", "aggregation": lambda pairs: perplexity(-_mean(pairs)), "higher_is_better": False},
         ],
     }
     return [shared | answers, shared | likelihoods]

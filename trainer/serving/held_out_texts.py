@@ -24,6 +24,7 @@ from trainer.data import blend, prepared
 from trainer.data.read import indexed
 from trainer.data.read.choose import SPLITS
 from trainer.data.tokens import tokenizer
+from trainer.data.tokens.perplexity import perplexity
 from trainer.serving import prompts, unmerged
 from trainer.serving.held_out import NAME
 
@@ -67,7 +68,7 @@ def ask(run: Run, served: Any) -> dict[str, Any]:
     asked = windows(run)
     found = [value for row in served.read(asked) for value in row]
     mean = math.fsum(found) / len(found)
-    metrics = {f"{NAME}/log_likelihood": mean, f"{NAME}/perplexity": math.exp(-mean)}
+    metrics = {f"{NAME}/log_likelihood": mean, f"{NAME}/perplexity": perplexity(-mean)}
     return {"metrics": metrics, "rows": {NAME: len(asked)}, "samples": {NAME: _samples(run, served, asked)}}
 
 

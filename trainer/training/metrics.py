@@ -44,6 +44,7 @@ from torch import distributed
 from conf.rules import objectives
 from conf.schema.run import Run
 from contract.faults import Fault
+from trainer.data.tokens.perplexity import perplexity
 from trainer.megatron.recipe import last_step
 from trainer.startup.console import say
 from trainer.training.gradients import Gradients
@@ -60,11 +61,6 @@ def stop_at_no_number(step: int, losses: dict[str, float]) -> None:
     for name, loss in losses.items():
         if not math.isfinite(loss):
             raise RuntimeError(f"step {step}: {name.replace('_', ' ')} is {loss}")
-
-
-def perplexity(loss: float) -> float:
-    """The number of tokens among which a model that chooses evenly would have this loss."""
-    return math.exp(min(loss, 700.0))  # no larger one is a number
 
 
 class Metrics(Callback):

@@ -4,10 +4,10 @@ Secrets come by the names of Secrets, and storage by the name of a claim. Kueue 
 is checked against JobSet v1alpha2 (tests/tasks/gang/engines/test_kubernetes.py).
 """
 
-import os
 from typing import Any
 
 from tasks.gang.engines import Demand, grace
+from tasks.run.places import runs_folder
 
 QUEUE = "kueue.x-k8s.io/queue-name"
 FORGOTTEN_AFTER = 3600  # seconds that an ended JobSet stays, where nobody is left to remove it
@@ -108,4 +108,4 @@ def _others(without: tuple[str, ...]) -> dict[str, Any]:
 
 def shared() -> str:
     """The folder of FINETUNE_RUNS: pods have it at the same path as the flow."""
-    return os.path.abspath(os.environ.get("FINETUNE_RUNS", "runs"))
+    return str(runs_folder())

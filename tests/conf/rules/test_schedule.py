@@ -4,6 +4,7 @@ import pytest
 
 from conf.load import dump, load
 from conf.rules import schedule
+from conf.schema.sections import COUNTED
 from contract.faults import ConfigError, Fault
 
 
@@ -98,3 +99,11 @@ def test_a_plan_counts_what_it_can():
     assert schedule.last_step(schedule.assumed(run, None)) is None and schedule.saved(run) == 2
     assert schedule.last_step(schedule.assumed(run, 1600)) == 200
     assert schedule.saved(load("tiny", ["checkpoint.save_every=0.3"])) == 4
+
+
+@pytest.mark.parametrize("share", ["0.001", "1e-320"])
+def test_a_share_below_a_step_is_a_step(share):
+    every = f"checkpoint.save_every={share}"
+    assert schedule.saved(load("tiny", [every, "train.steps=100"])) == 100
+    unknown = schedule.saved(load("tiny", [every, "train.epochs=1"]))
+    assert unknown == (1000 if share == "0.001" else COUNTED)

@@ -41,6 +41,12 @@ def call(folder, *arguments):
     return study.main(["tiny", "--gpus", "2", "--to", str(folder), *arguments])
 
 
+def test_a_folder_that_cannot_be_written_is_one_line(tmp_path, capsys):
+    (tmp_path / "file").touch()
+    assert call(tmp_path / "file/study") == 2
+    assert capsys.readouterr().err == f"error: {tmp_path}/file/study: Not a directory\n"
+
+
 @pytest.mark.parametrize("name", sorted(file.stem for file in rows.STUDIES.glob("*.yaml")))
 def test_every_listed_row_is_a_legal_layout(name):
     found, lists = rows.listed(name)

@@ -51,6 +51,20 @@ def test_a_standing_server_is_used_and_none_is_imported(prefects, started, monke
     assert started == [] and prefects.__name__ not in sys.modules
 
 
+@pytest.mark.parametrize("named", ["http://127.0.0.1:1/api", "http://me:secret@127.0.0.1:1/api"])
+def test_a_standing_server_that_is_gone_is_one_line(named):
+    with temporary_settings({PREFECT_API_URL: named}), pytest.raises(Fault) as caught:
+        own_server.require_answer()
+    said = "PREFECT_API_URL: Failed to reach API at http://127.0.0.1:1/api/"
+    assert str(caught.value) == f"{said}; unset it for a server of this run's own, or make up starts one"
+
+
+def test_without_an_address_no_server_is_asked(started):
+    with temporary_settings(restore_defaults={PREFECT_API_URL}):
+        own_server.require_answer()
+    assert not started
+
+
 def test_a_server_that_does_not_start_is_a_fault_that_says_how_to_wait_longer(prefects, monkeypatch):
     class Toy:
         def start(self):

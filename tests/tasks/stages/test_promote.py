@@ -93,14 +93,29 @@ def world(tmp_path, empty_registry):
 
         return artifact.get_or_make(stage, store, make, tmp_path / "work", lambda _: None, {"flow": "toy"})
 
-    def models(seed: int, score: float, base: float = 0.05, metric: str = METRIC):
+    def held_out(test: str = "rows", training: str = "others", count: int = 49, kind: str = "sft", length: int = 64):
+        def make(work):
+            (work.folder / "files/test.jsonl").write_text(test)
+            (work.folder / "files/training.jsonl").write_text(training)
+            return {"kind": kind, "rows": {"test": count}}
+
+        of = {"test": test, "training": training, "count": count, "kind": kind, "seq_length": length}
+        stage = Stage("prepare", 1, of, {"model": "m"})
+        return artifact.get_or_make(stage, store, make, tmp_path / "work", lambda _: None, {"flow": "toy"})
+
+    def models(seed: int, score: float, base: float = 0.05, metric: str = METRIC, data=None, **asked):
         stage = Stage("export", 1, {"seed": seed})
         tuned = made(stage, {"uri": store.link(f"{stage.key}/files/merged")})
         before = made(
             Stage("evaluate", 1, {"of": "base", "score": base, "metric": metric}), {"metrics": {metric: base}}
         )
         after = made(
-            Stage("evaluate", 1, {"seed": seed, "score": score, "metric": metric}),
+            Stage(
+                "evaluate",
+                1,
+                {"seed": seed, "score": score, "metric": metric, "evaluate": asked},
+                inputs={"data": (data or held_out()).stage.fingerprint},
+            ),
             {"metrics": {metric: score, "arc/acc": 0.3}},
         )
         return tuned, before, after
@@ -117,7 +132,15 @@ def world(tmp_path, empty_registry):
 
     client = promote.registry(f"sqlite:///{database}")
     return SimpleNamespace(
-        run=run, made=made, models=models, wipe=wipe, client=client, store=store, root=tmp_path, database=database
+        run=run,
+        made=made,
+        models=models,
+        held_out=held_out,
+        wipe=wipe,
+        client=client,
+        store=store,
+        root=tmp_path,
+        database=database,
     )
 
 
@@ -168,6 +191,54 @@ def test_a_champion_that_was_never_measured_so_is_not_replaced(world):
     second = world.run(2, 0.9, "evaluate.tasks=[arc]", "promote.metric=arc/easy", metric="arc/easy")
     assert second.result["aliases"] == ["challenger"]
     assert second.result["reason"].startswith("champion 1 was never measured by arc/easy")
+
+
+@pytest.mark.parametrize(
+    ("data", "asked"),
+    [({"test": "newer rows"}, {}), ({}, {"rows": 20}), ({}, {"max_tokens": 9}), ({"count": 48}, {})],
+)
+def test_a_champion_that_was_asked_other_questions_stays(world, data, asked):
+    world.run(1, 0.6, max_tokens=8, rows=200)
+    second = world.run(2, 0.9, data=world.held_out(**data), **{"max_tokens": 8, "rows": 200} | asked)
+    assert second.result["aliases"] == ["challenger"]
+    assert second.result["reason"].startswith(
+        f"{METRIC}: champion 1 was asked other questions, so that its 0.6 and 0.9 do not compare; "
+    )
+    assert aliases(world) == {"challenger": "2", "champion": "1"}
+    again = world.run(1, 0.5, data=world.held_out(**data), **{"max_tokens": 8, "rows": 200} | asked)
+    assert again.result["aliases"] == ["challenger", "champion"]  # measured anew, by the newer questions
+    third = world.run(3, 0.9, data=world.held_out(**data), **{"max_tokens": 8, "rows": 200} | asked)
+    assert third.result["reason"].startswith(f"{METRIC} 0.9 against 0.5 of champion 1: +0.4")
+
+
+def test_the_same_questions_are_known_by_what_is_asked(world):
+    """Not by the rows of training, nor by what more an evaluation looks at, nor by a number above that of all rows."""
+    world.run(1, 0.6, rows=200)
+    second = world.run(2, 0.9, data=world.held_out(training="more of them"), rows=None, samples=3, parity_rows=2)
+    assert second.result["aliases"] == ["challenger", "champion"]
+
+
+def test_questions_of_other_tasks_are_not_those_of_the_held_out_rows(world):
+    arc = ("evaluate.tasks=[arc]", "promote.metric=arc/acc")
+    world.run(1, 0.6, *arc, metric="arc/acc")
+    second = world.run(2, 0.9, *arc, metric="arc/acc", data=world.held_out("newer rows"))
+    assert second.result["reason"].startswith("arc/acc 0.3 against 0.3 of champion 1: +0")
+
+
+def test_a_perplexity_of_texts_is_of_their_windows_too(world):
+    name = "held_out/perplexity"
+    short, long = (world.held_out(kind="text", length=length) for length in (64, 128))
+    world.run(1, 9.0, f"promote.metric={name}", metric=name, base=20.0, data=short)
+    second = world.run(2, 8.0, f"promote.metric={name}", metric=name, base=20.0, data=short)
+    assert second.result["aliases"] == ["challenger", "champion"]
+    third = world.run(3, 7.0, f"promote.metric={name}", metric=name, base=20.0, data=long)
+    assert "do not compare" in third.result["reason"]
+
+
+def test_a_champion_of_before_questions_were_noted_is_compared(world):
+    world.run(1, 0.6)
+    world.client.delete_model_version_tag("tickets", "1", promote.ASKED + METRIC)
+    assert world.run(2, 0.9).result["aliases"] == ["challenger", "champion"]
 
 
 def killed(*_):
@@ -264,7 +335,8 @@ def test_a_server_is_not_given_a_folder_s_uri_as_a_source(world):
 
 def measured_as_none(world):
     tuned, before, _ = world.models(1, 0.6)
-    return tuned, before, world.made(Stage("evaluate", 1, {"again": 1}), {"metrics": {METRIC: float("nan")}})
+    asked = {"data": world.held_out().stage.fingerprint}
+    return tuned, before, world.made(Stage("evaluate", 1, {"again": 1}, asked), {"metrics": {METRIC: float("nan")}})
 
 
 def test_a_champion_keeps_its_value_when_it_is_measured_as_no_number(world):

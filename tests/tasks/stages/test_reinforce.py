@@ -19,7 +19,7 @@ def stage(*overrides: str) -> Stage:
 )
 def test_the_content_of_a_file_counts_and_its_place_does_not(key, others, tmp_path):
     found = []
-    for folder, source in ("one", "def f(): pass"), ("other", "def f(): pass"), ("third", "def f(): return 1"):
+    for folder, source in ("one", "def f(**_): pass"), ("other", "def f(**_): pass"), ("third", "def f(**_): return 1"):
         (tmp_path / folder).mkdir()
         (tmp_path / folder / "file.py").write_text(source)
         found.append(stage(f"reinforce.{key}={tmp_path}/{folder}/file.py:f", *others).fingerprint)
@@ -46,11 +46,11 @@ def test_what_a_judge_reads_and_is_called_counts_and_where_it_is_does_not(tmp_pa
 
 def test_a_file_that_changes_after_the_run_began_is_refused(tmp_path):
     file = tmp_path / "file.py"
-    file.write_text("def f(): pass")
+    file.write_text("def f(**_): pass")
     run = load("tiny-rl", ["reinforce.turns=2", f"reinforce.environment={file}:f"])
     asked = reinforce.stage(run, INPUT, INPUT, INPUT)
     reinforce.require_unchanged(run, asked)
-    file.write_text("def f(): return 1")
+    file.write_text("def f(**_): return 1")
     with pytest.raises(Fault, match=rf"^reinforce.environment: {file}:f: has changed since the run began"):
         reinforce.require_unchanged(run, asked)
 

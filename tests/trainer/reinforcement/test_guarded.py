@@ -178,7 +178,9 @@ def test_it_reads_nothing_but_what_python_reads(tmp_path, worker, monkeypatch):
         for path in (anybodys.name, f"/proc/{os.getpid()}/environ", "/etc/passwd", __file__):
             with pytest.raises(Fault, match="PermissionError"):
                 worker("reads").rewards([question(path)])
-    (tmp_path / "early.py").write_text("import os\nopen(f'/proc/{os.getppid()}/environ').read()\ndef good(): pass")
+    (tmp_path / "early.py").write_text(
+        "import os\nopen(f'/proc/{os.getppid()}/environ').read()\ndef good(**asked): pass"
+    )
     with pytest.raises(Fault, match=r"^reinforce.function: good: PermissionError"):
         Worker("function", f"{tmp_path}/early.py:good", 20.0, 1.0)
 

@@ -41,13 +41,13 @@ def test_a_journal_of_another_reward_of_one_s_own_is_not_gone_on_with(tmp_path):
         Journal(tmp_path).begin({"steps": 5} | contents(run))
 
     Journal(tmp_path).begin({"steps": 5})  # as it was when contents were not noted
-    begin("def mine(): pass")
+    begin("def mine(**asked): pass")
     (tmp_path / "rollouts/of.json").unlink()
-    begin("def mine(): pass")
+    begin("def mine(**asked): pass")
     with pytest.raises(
         Fault, match=r"^reinforce\.function: \"sha256:.*:mine\", but .*/rollouts was begun with \"sha256:"
     ):
-        begin("def mine(): return 1")
+        begin("def mine(**asked): return 1")
 
 
 def test_a_step_that_is_damaged_is_named(tmp_path):

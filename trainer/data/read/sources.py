@@ -97,8 +97,10 @@ def files(source: str) -> list[Path]:
     if indexed_files.is_prefix(path):
         return _indexed(path)
     if path.is_dir():
-        inside = (file.relative_to(path).as_posix() for file in path.rglob("*") if file.is_file())
-        found = [path / name for name in row_files.among(inside)]
+        try:
+            found = row_files.inside(path)
+        except Fault as fault:
+            raise Fault(f"data.source: {fault}") from None
         found = (row_files.only_texts(found) and _indexed(path)) or found
         if not found:
             raise Fault(f"data.source: {source}: no file in this folder ends in one of {row_files.ENDINGS}")

@@ -58,7 +58,7 @@ class Worker:
         self.key = KEYS.get(kind, "reinforce.reward")
         if function is not None:
             try:
-                self.name, self.source = rewards.function(function)
+                self.name, self.source = rewards.function(function, rewards.CALLED_WITH[kind])
             except Fault as fault:
                 raise Fault(f"{self.key}: {fault}") from None
             self.file = Path(function.rpartition(":")[0]).name
