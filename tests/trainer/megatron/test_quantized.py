@@ -161,11 +161,17 @@ assert asked[-1] is again and torch.allclose(of_x.float(), expected_back[0].floa
 x, y = passed(back)
 assert torch.allclose(bias_quantize(y.view(-1, 304), other)[0], expected.float().sum((0, 1)), rtol=1e-3, atol=1e-2)
 
-# What was promised and never asked for is no other tensor's.
+# What was promised and never asked for is no other tensor's, and the next promise tells of it.
 x, y = passed(back)
 place = y.data_ptr()
 del x, y
 assert all(torch.randn(10, 8, 304).bfloat16().data_ptr() != place for _ in range(20))
+try:
+    passed(back)
+except RuntimeError as error:
+    assert "were not asked to be quantized, but read as they are" in str(error)
+else:
+    raise AssertionError("nobody tells")
 """
 )
 

@@ -7,7 +7,8 @@ own quantizing makes of the bf16 ones.
 A norm is told its quantizer. GELU comes before the layer that quantizes its numbers, and its backward before the one
 that quantizes its gradient: they promise numbers, that is, they give out a tensor that is not filled, and the numbers
 are made, or handed over, when it is asked to be quantized. That is for tensors which are read in no other way, as they
-are between the two products of a dense layer whose every weight is trained; an adapter would read them in bf16.
+are between the two products of a dense layer whose every weight is trained; an adapter would read them in bf16. Where
+nobody has asked for a promise when the next is made, the run ends: somebody has read what is not there.
 """
 
 # pyright: reportAttributeAccessIssue=false, reportMissingImports=false
@@ -89,6 +90,10 @@ def reader(x: torch.Tensor) -> Any:
 def promise(like: torch.Tensor, fill: Fill) -> torch.Tensor:
     """A tensor of this shape that is not filled before it is asked to be quantized."""
     global _promised
+    if _promised is not None:
+        raise RuntimeError(
+            "train.fp8=delayed: numbers that GELU promised were not asked to be quantized, but read as they are"
+        )
     found = torch.empty_like(like, memory_format=torch.contiguous_format)
     _promised = found.detach(), fill  # held, so that its memory becomes no other tensor's
     return found

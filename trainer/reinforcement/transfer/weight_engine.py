@@ -83,7 +83,7 @@ class BucketEngine(base.WeightTransferEngine[Init, Update]):
             self.model.load_weights(tensors)
 
     def cannot_repeat(self, sleeps: bool) -> str:
-        """The reason that a transfer cannot be repeated; empty where it can. `sleeps` is whether vLLM sleeps before each."""
+        """The reason that a transfer cannot be repeated; empty where it can. `sleeps`: vLLM sleeps before each."""
         return self.learned.refused(self.model, sleeps) if self.learned else "nothing was learned of a transfer"
 
     def begin_repeated(self) -> Totals:

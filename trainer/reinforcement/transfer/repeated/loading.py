@@ -191,7 +191,7 @@ class Learned:
         self._proven = True
 
     def refused(self, model: torch.nn.Module, sleeps: bool) -> str:
-        """The reason that the copies do not do; empty where they do. vLLM keeps buffers while it sleeps, and nothing else."""
+        """The reason that the copies do not do; empty where they do. Asleep, vLLM keeps buffers and nothing else."""
         if sleeps and self._proven and not self.loading.refused:
             kept, partly = {name for name, _ in model.named_buffers()}, self.loading.filled()
             for name, tensor in self._untouched(model).items():
