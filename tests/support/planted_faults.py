@@ -65,7 +65,7 @@ def _go_back(self: Any, tensors: Tensors, version: int) -> None:
 
 
 def _no_sync(self: Any, transfer: Callable[[], None], draw: random.Random) -> None:
-    _with(self.rollouts, "update", lambda tensors, version: len(list(tensors)), transfer)
+    _with(self.rollouts, "update", lambda tensors, version, export: len(list(tensors)), transfer)
 
 
 def _old(self: Any, transfer: Callable[[], None], draw: random.Random) -> None:

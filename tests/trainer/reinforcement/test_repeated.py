@@ -140,25 +140,29 @@ for kind, adapter, rank in itertools.product(KINDS, KINDS, (3, 16, 70)):
     size = 72 * 136 * kind.itemsize
     places = [0, 8 * size, 2 * size]
     memory = torch.zeros(9 * size, dtype=torch.uint8)
-    (alike,) = {kernels.kind(one) for one in each}
+    (alike,) = {kernels.Merges.kind(one) for one in each}
     assert alike
-    kernels.merge(each[0], kernels.merged_table(each, places), memory)
+    kernels.Merges(places, each).fill(memory)
     for one, place in zip(each, places):
         found = memory[place : place + size].view(kind).view(72, 136)
         wanted = one.base.double() + 0.5 * (one.b.double() @ one.a.double())
         bound = 1e-5 if kind is torch.float32 else 1e-2
         assert ((found.double() - wanted).abs() <= bound * (1 + wanted.abs())).all(), (kind, adapter, rank)
     assert memory[3 * size : 8 * size].count_nonzero() == 0
-assert kernels.kind(Merged(torch.ones(9)[1:].view(2, 4), torch.ones(3, 4), torch.ones(2, 3), 1.0)) is None
+assert kernels.Merges.kind(Merged(torch.ones(9)[1:].view(2, 4), torch.ones(3, 4), torch.ones(2, 3), 1.0)) is None
 
 memory = torch.randint(0, 256, (1 << 17,), dtype=torch.uint8)
 targets = [torch.zeros(count, dtype=torch.bfloat16) for count in (4, 20000, 36)]
 places = [8192, 0, 1 << 16]
-assert all(map(kernels.is_of_words, places, targets))
-assert not kernels.is_of_words(0, torch.zeros(3, dtype=torch.bfloat16))
-kernels.copy(memory, kernels.copied_table(places, targets), 5000)
+assert all(map(kernels.Copies.has, places, targets))
+assert not kernels.Copies.has(0, torch.zeros(3, dtype=torch.bfloat16))
+copies, back = kernels.Copies(places, targets), torch.zeros_like(memory)
+copies.empty(memory)
+copies.fill(back)
 for place, target in zip(places, targets):
     assert torch.equal(target.view(torch.uint8), memory[place:][: target.nbytes])
+    assert torch.equal(target.view(torch.uint8), back[place:][: target.nbytes])
+assert back.count_nonzero() <= sum(target.nbytes for target in targets)
 
 factors, sums = digests.place_factors(0, 0, 1024, "cpu"), torch.empty(16, dtype=torch.int64)
 kernels.row_sums(memory, factors, sums)

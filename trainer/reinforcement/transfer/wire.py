@@ -67,7 +67,7 @@ class Bucket:
 def meta(name: str, tensor: torch.Tensor) -> Meta:
     """A tensor that goes by itself, as in a file."""
     whole = tensor if tensor.ndim else tensor.reshape(1)
-    return Meta(name, _dtype(tensor), tuple(tensor.shape), digests.digest(whole))
+    return Meta(name, dtype(tensor), tuple(tensor.shape), digests.digest(whole))
 
 
 def buckets(
@@ -92,7 +92,7 @@ def buckets(
             memories[turn] = memory = allocate(max(end, size))
         memory[at : at + count].view(tensor.dtype).view(tensor.shape).copy_(tensor.detach())
         memory[at + count : end].zero_()
-        group.append((name, _dtype(tensor), tuple(tensor.shape), count))
+        group.append((name, dtype(tensor), tuple(tensor.shape), count))
         at = end
     if group:
         yield _bucket(group, memories[turn])
@@ -129,7 +129,7 @@ def require(sent: Meta, found: torch.Tensor) -> None:
 def _bucket(group: Sequence[Sent], memory: torch.Tensor | None) -> Bucket:
     assert memory is not None
     found = _digests(memory, [size for *_, size in group])
-    metas = [Meta(name, dtype, shape, digest) for (name, dtype, shape, _), digest in zip(group, found, strict=True)]
+    metas = [Meta(name, kind, shape, digest) for (name, kind, shape, _), digest in zip(group, found, strict=True)]
     return Bucket(metas, memory)
 
 
@@ -148,7 +148,8 @@ def _rows(size: int) -> int:
     return -(-size // ROW)
 
 
-def _dtype(tensor: torch.Tensor) -> str:
+def dtype(tensor: torch.Tensor) -> str:
+    """Name of a tensor's type, as a Meta has it."""
     return str(tensor.dtype).removeprefix("torch.")
 
 

@@ -4,24 +4,14 @@
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from typing import Any
 
 import torch
 
 from trainer.reinforcement.transfer import wire
-from trainer.reinforcement.transfer.repeated import recipes
-from trainer.reinforcement.transfer.repeated.recipes import Kitchen, Merged, Recipe
+from trainer.reinforcement.transfer.repeated.recipes import Kitchen, Merged, Recipe, as_merged
 
 COMPARED = 2**24  # numbers at once
-
-
-@dataclass(frozen=True)
-class Together:
-    """Weights with adapters that one kernel merges."""
-
-    first: Merged
-    table: torch.Tensor
 
 
 class Filling:
@@ -29,50 +19,54 @@ class Filling:
 
     def __init__(self, metas: Sequence[wire.Meta], noted: dict[str, Recipe]):
         self.metas = metas
-        self.views: list[tuple[wire.Meta, int, torch.Tensor]] = []
-        self.steps: list[tuple[wire.Meta, int, Recipe]] = []
-        self.merged: list[tuple[wire.Meta, int, Merged, Recipe]] = []
-        for one, place in zip(metas, wire.places([one.bytes for one in metas]), strict=False):
-            recipe = noted[one.name]
-            merged = recipes.as_merged(recipe)
-            if isinstance(recipe, torch.Tensor):
-                self.views.append((one, place, recipe))
-            elif merged and merged.base.is_cuda and one.dtype == str(merged.base.dtype).removeprefix("torch."):
-                self.merged.append((one, place, merged, recipe))
+        self.steps: list[tuple[wire.Meta, int, Recipe]] = []  # those that are made one by one
+        self.launches: list[Any] = []  # of kernels that make many at once
+        placed = zip(metas, wire.places([one.bytes for one in metas]), strict=False)
+        self._sort([(one, place, noted[one.name]) for one, place in placed])
+
+    def _sort(self, recipes: Sequence[tuple[wire.Meta, int, Recipe]]) -> None:
+        copies: list[tuple[int, torch.Tensor]] = []
+        merges: dict[tuple, list[tuple[int, Merged]]] = defaultdict(list)
+        for one, place, recipe in recipes:
+            merged = as_merged(recipe)
+            if isinstance(recipe, torch.Tensor) and _is_copied(one, place, recipe):
+                copies.append((place, recipe))
+            elif merged and (kind := _kind(one, merged)):
+                merges[kind].append((place, merged))
             else:
                 self.steps.append((one, place, recipe))
+        if copies or merges:
+            from trainer.reinforcement.transfer.repeated.kernels import Copies, Merges
 
-    @cached_property
-    def together(self) -> list[Together]:
-        """Weights with adapters that kernels merge. The others are left to their recipes."""
-        if not self.merged:
-            return []
-        from trainer.reinforcement.transfer.repeated import kernels
-
-        kinds: dict[tuple, list[tuple[int, Merged]]] = defaultdict(list)
-        for meta, place, one, recipe in self.merged:
-            if kind := kernels.kind(one):
-                kinds[kind].append((place, one))
-            else:
-                self.steps.append((meta, place, recipe))
-        return [
-            Together(each[0][1], kernels.merged_table([one for _, one in each], [place for place, _ in each]))
-            for each in kinds.values()
-        ]
+            self.launches += [Copies(*zip(*copies, strict=True))] if copies else []
+            self.launches += [Merges(*zip(*each, strict=True)) for each in merges.values()]
 
     @torch.no_grad()
     def fill(self, memory: torch.Tensor) -> None:
         """Write all tensors of the bucket to its memory. What lies between them stays as it is."""
-        if self.views:
-            into = [wire.part(memory, one, place) for one, place, _ in self.views]
-            torch._foreach_copy_(into, [view for *_, view in self.views])
-        for one in self.together:
-            from trainer.reinforcement.transfer.repeated import kernels
-
-            kernels.merge(one.first, one.table, memory)
+        for one in self.launches:
+            one.fill(memory)
         kitchen = Kitchen()
         for one, place, recipe in self.steps:
             wire.part(memory, one, place).copy_(kitchen.make(recipe))
+
+
+def _is_copied(one: wire.Meta, place: int, view: torch.Tensor) -> bool:
+    """Whether a kernel copies a part of Megatron's memory as it is."""
+    if not view.is_cuda or one.dtype != wire.dtype(view) or one.shape != tuple(view.shape):
+        return False
+    from trainer.reinforcement.transfer.repeated.kernels import Copies
+
+    return Copies.has(place, view)
+
+
+def _kind(one: wire.Meta, merged: Merged) -> tuple | None:
+    """The kind of a matrix that a kernel merges."""
+    if not merged.base.is_cuda or one.dtype != wire.dtype(merged.base):
+        return None
+    from trainer.reinforcement.transfer.repeated.kernels import Merges
+
+    return Merges.kind(merged)
 
 
 def first_unlike(metas: Iterable[wire.Meta], found: torch.Tensor, wanted: torch.Tensor) -> str | None:

@@ -20,44 +20,36 @@ ALIGNED = 16  # bytes, that a matrix has to begin at a multiple of
 TYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
-def kind(merged: Merged) -> tuple | None:
-    """All that matrices which are merged together have in common; None of one that is not merged here."""
-    parts = (merged.base, merged.a, merged.b)
-    if any(part.dtype not in TYPES or part.data_ptr() % ALIGNED for part in parts):
-        return None
-    forms = [(*part.shape, part.stride(0), part.dtype) for part in parts]
-    return merged.scale, *forms
+class Merges:
+    """Matrices of one kind, each with a low-rank adapter: base + scale * b @ a, in fp32, rounded to the base's type."""
 
+    def __init__(self, places: Sequence[int], each: Sequence[Merged]):
+        self.each, (base, a, b) = each, each[0].parts  # whose memory they keep
+        # From an address that is read from a table, numbers would be loaded one by one; from an argument's, which these
+        # lie so many numbers behind, eight at once.
+        rows = [[*map(_behind, one.parts, each[0].parts), place] for place, one in zip(places, each, strict=True)]
+        self.table = torch.tensor(rows, dtype=torch.int64).to(base.device)
+        (rows, columns), rank = base.shape, a.shape[0]
+        self.grid = len(each), triton.cdiv(rows, TALL), triton.cdiv(columns, WIDE)
+        deep = min(DEEPEST, max(LEAST, triton.next_power_of_2(rank)))
+        strides = base.stride(0), a.stride(0), b.stride(0)
+        together = [ALIGNED // part.element_size() for part in (base, a, b)]
+        self.sizes = rows, columns, rank, each[0].scale, *strides, deep, TALL, WIDE, *together
 
-def merged_table(each: Sequence[Merged], places: Sequence[int]) -> torch.Tensor:
-    """A row for each matrix: how many numbers its parts lie behind those of the first, and its first byte in a bucket.
+    @staticmethod
+    def kind(one: Merged) -> tuple | None:
+        """All that matrices have in common which are merged together; None of one that is not."""
+        if any(part.dtype not in TYPES or part.data_ptr() % ALIGNED for part in one.parts):
+            return None
+        return one.scale, *((*part.shape, part.stride(0), part.dtype) for part in one.parts)
 
-    From an address that is read from a table, numbers would be loaded one by one; from an argument's, eight at once.
-    """
-    rows = [
-        [*map(_behind, (one.base, one.a, one.b), (each[0].base, each[0].a, each[0].b)), place]
-        for one, place in zip(each, places, strict=True)
-    ]
-    return torch.tensor(rows, dtype=torch.int64).to(each[0].base.device)
+    def fill(self, memory: torch.Tensor) -> None:
+        """Merge all of them into the bucket."""
+        _merge[self.grid](self.table, *self.each[0].parts, memory, *self.sizes, num_warps=WARPS)
 
 
 def _behind(tensor: torch.Tensor, first: torch.Tensor) -> int:
     return (tensor.data_ptr() - first.data_ptr()) // first.element_size()
-
-
-def merge(first: Merged, table: torch.Tensor, memory: torch.Tensor) -> None:
-    """Merge matrices of the first one's kind into a bucket's memory: base + scale * b @ a.
-
-    It is computed in fp32 and rounded once, to the type of the base.
-    """
-    base, a, b = first.base, first.a, first.b
-    (rows, columns), rank = base.shape, a.shape[0]
-    grid = (len(table), triton.cdiv(rows, TALL), triton.cdiv(columns, WIDE))
-    deep = min(DEEPEST, max(LEAST, triton.next_power_of_2(rank)))
-    strides = base.stride(0), a.stride(0), b.stride(0)
-    together = [ALIGNED // part.element_size() for part in (base, a, b)]
-    sizes = rows, columns, rank, first.scale, *strides, deep, TALL, WIDE, *together
-    _merge[grid](table, base, a, b, memory, *sizes, num_warps=WARPS)
 
 
 @triton.jit
@@ -103,37 +95,44 @@ def _merge(
     )
 
 
-def copied_table(places: Sequence[int], targets: Sequence[torch.Tensor]) -> torch.Tensor:
-    """A row for each tensor: its first word in a bucket, where it goes, and of how many words it is."""
-    rows = [
-        [place // 8, one.data_ptr(), one.numel() * one.element_size() // 8]
-        for place, one in zip(places, targets, strict=True)
-    ]
-    return torch.tensor(rows, dtype=torch.int64).to(targets[0].device)
+class Copies:
+    """Tensors that lie whole in a bucket and whole elsewhere, and are copied either way in words of 8 bytes."""
 
+    def __init__(self, places: Sequence[int], tensors: Sequence[torch.Tensor]):
+        words = [one.numel() * one.element_size() // 8 for one in tensors]
+        rows = [[place // 8, one.data_ptr(), count] for place, one, count in zip(places, tensors, words, strict=True)]
+        self.tensors = tensors  # whose memory they keep
+        self.table = torch.tensor(rows, dtype=torch.int64).to(tensors[0].device)
+        self.grid = len(tensors), triton.cdiv(max(words), AT_ONCE)
 
-def is_of_words(place: int, target: torch.Tensor) -> bool:
-    """Whether a tensor that is whole on both sides may be copied in words of 8 bytes."""
-    count = target.numel() * target.element_size()
-    return target.is_contiguous() and place % 8 == target.data_ptr() % 8 == count % 8 == 0
+    @staticmethod
+    def has(place: int, tensor: torch.Tensor) -> bool:
+        """Whether a tensor may be one of them that begins at this byte of a bucket."""
+        count = tensor.numel() * tensor.element_size()
+        return tensor.is_contiguous() and place % 8 == tensor.data_ptr() % 8 == count % 8 == 0 < count
 
+    def fill(self, memory: torch.Tensor) -> None:
+        """Copy all to the bucket."""
+        _copy[self.grid](memory.view(torch.int64), self.table, True, AT_ONCE, num_warps=8)
 
-def copy(memory: torch.Tensor, table: torch.Tensor, longest: int) -> None:
-    """Copy tensors of at most so many words from a bucket to where they go."""
-    words = memory.view(torch.int64)
-    _copy[(len(table), triton.cdiv(longest, AT_ONCE))](words, table, AT_ONCE, num_warps=8)
+    def empty(self, memory: torch.Tensor) -> None:
+        """Copy all from the bucket to where they lie elsewhere."""
+        _copy[self.grid](memory.view(torch.int64), self.table, False, AT_ONCE, num_warps=8)
 
 
 @triton.jit
-def _copy(words, table, AT_ONCE: tl.constexpr):
+def _copy(words, table, FILLS: tl.constexpr, AT_ONCE: tl.constexpr):
     own = table + tl.program_id(0) * 3
-    source = words + tl.load(own)
-    target = tl.load(own + 1).to(tl.pointer_type(tl.int64))
+    inside = words + tl.load(own)
+    outside = tl.load(own + 1).to(tl.pointer_type(tl.int64))
     count = tl.load(own + 2)
     first = tl.program_id(1).to(tl.int64) * AT_ONCE
     if first < count:
         at = first + tl.arange(0, AT_ONCE)
-        tl.store(target + at, tl.load(source + at, mask=at < count), mask=at < count)
+        if FILLS:
+            tl.store(inside + at, tl.load(outside + at, mask=at < count), mask=at < count)
+        else:
+            tl.store(outside + at, tl.load(inside + at, mask=at < count), mask=at < count)
 
 
 def row_sums(memory: torch.Tensor, factors: torch.Tensor, out: torch.Tensor) -> None:

@@ -67,43 +67,37 @@ class Loading:
     """Copies of a transfer."""
 
     copies: dict[int, list[tuple[Form, torch.Tensor]]] = field(default_factory=lambda: defaultdict(list))
-    tables: dict[int, tuple[torch.Tensor, int]] = field(default_factory=dict)  # of those that one kernel takes
-    together: dict[int, list[torch.Tensor]] = field(default_factory=dict)  # where those go
+    together: dict[int, Any] = field(default_factory=dict)  # those that one kernel takes, by bucket
     refused: str = ""  # why they do not do
 
     def put(self, bucket: int, memory: torch.Tensor) -> None:
         """Put the numbers of a bucket to where they go."""
-        if memory.is_cuda and bucket not in self.tables:
+        if memory.is_cuda and bucket not in self.together:
             self._take_together(bucket)
-        if bucket in self.tables:
-            from trainer.reinforcement.transfer.repeated import kernels
-
-            kernels.copy(memory, *self.tables[bucket])
+        if together := self.together.get(bucket):
+            together.empty(memory)
         if copies := self.copies.get(bucket):
             with torch.inference_mode():  # vLLM may have made its parameters in it
                 torch._foreach_copy_([target for _, target in copies], [source.within(memory) for source, _ in copies])
 
     def _take_together(self, bucket: int) -> None:
         """Have one kernel copy what is whole on both sides: most of a model, if not all."""
-        from trainer.reinforcement.transfer.repeated import kernels
+        from trainer.reinforcement.transfer.repeated.kernels import Copies
 
-        whole = [
-            one
-            for one in self.copies.get(bucket, [])
-            if one[0].is_like(one[1]) and kernels.is_of_words(one[0].offset, one[1])
-        ]
-        if whole:
-            places, targets = [form.offset for form, _ in whole], [target for _, target in whole]
-            longest = max(one.numel() * one.element_size() for one in targets) // 8
-            self.tables[bucket] = kernels.copied_table(places, targets), longest
-            self.together[bucket] = targets
-            self.copies[bucket] = [one for one in self.copies[bucket] if not any(one is other for other in whole)]
+        whole, rest = [], []
+        for form, target in self.copies.get(bucket, []):
+            is_whole = form.is_like(target) and Copies.has(form.offset, target)
+            (whole if is_whole else rest).append((form, target))
+        self.copies[bucket] = rest
+        places, targets = [form.offset for form, _ in whole], [target for _, target in whole]
+        self.together[bucket] = Copies(places, targets) if whole else None
 
     def filled(self) -> dict[int, int]:
         """The count of numbers that go to each piece of memory."""
         found: dict[int, int] = defaultdict(int)
         apart = (target for copies in self.copies.values() for _, target in copies)
-        for target in chain(apart, *self.together.values()):
+        whole = (target for together in self.together.values() if together for target in together.tensors)
+        for target in chain(apart, whole):
             found[target.untyped_storage().data_ptr()] += target.numel()
         return found
 

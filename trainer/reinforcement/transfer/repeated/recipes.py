@@ -45,6 +45,10 @@ class Merged:
     b: torch.Tensor
     scale: float
 
+    @property
+    def parts(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        return self.base, self.a, self.b
+
 
 class Watch(TorchDispatchMode):
     """Notes of what is done with the memory of some modules, while it is entered."""
