@@ -59,7 +59,7 @@ def is_there(path: Path) -> bool:
 
 
 def below(folder: Path) -> list[str]:
-    """Names, relative to the folder, of all that lies in it and in folders within it, and is no folder itself.
+    """List all that lies in a folder and in folders within it, and is no folder itself, by names relative to it.
 
     Hidden folders and links to folders are left out. What cannot be listed is a Fault: files may be missed there.
     """

@@ -21,6 +21,7 @@ from prefect.client.orchestration import get_client
 from prefect.runtime import flow_run
 from prefect.states import Completed, Failed
 
+from contract import closed_pipe
 from contract.processes import started
 from flows.arguments import parser, refused
 from tasks.gang.engines.prefect import PASSED_ON
@@ -78,5 +79,6 @@ def _until_worker() -> list[int]:
 
 
 if __name__ == "__main__":
-    parser("flows.node", __doc__).parse_known_args()
-    sys.exit(refused("flows.node: a worker of Prefect's starts it, once for each host of a run"))
+    with closed_pipe.quiet():
+        parser("flows.node", __doc__).parse_known_args()
+        sys.exit(refused("flows.node: a worker of Prefect's starts it, once for each host of a run"))

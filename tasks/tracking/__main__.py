@@ -1,4 +1,7 @@
-"""Ship the events that killed flows left behind: python -m tasks.tracking RUNS; exit code 1 if some have to wait."""
+"""Ship the events that killed flows left behind: python -m tasks.tracking RUNS.
+
+Exit code 1 if some have to wait, 2 where RUNS is no folder.
+"""
 
 import argparse
 import sys
@@ -18,6 +21,9 @@ def main() -> int:
     parser.add_argument("--timeout", type=float, default=600.0, help="seconds to wait for a service (600)")
     parser.add_argument("--after", type=Path, metavar="JOURNAL", help="begin once nobody holds it, or in a minute")
     args = parser.parse_args()
+    if not args.runs.is_dir():  # else nothing would seem to wait
+        print(f"error: {args.runs}: no such folder; FINETUNE_RUNS names it, or it is runs/", file=sys.stderr)
+        return 2
     until = time.monotonic() + LEAVES_WITHIN
     while args.after and journal.is_held(args.after) and time.monotonic() < until:
         time.sleep(0.2)

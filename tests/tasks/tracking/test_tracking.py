@@ -18,6 +18,7 @@ import pytest
 from contract import processes
 from contract.faults import Fault
 from tasks import tracking
+from tasks.tracking import __main__ as tracking_command
 from tasks.tracking import journal
 from tasks.tracking.address import public
 from tasks.tracking.outages import Away
@@ -268,6 +269,16 @@ def test_killed_at_any_moment_and_started_again(server, client, tmp_path, flow):
     last = client.search_runs(["1"], "tags.`finetune.id` = 'last'")[0].info.run_id
     assert found[0].data.tags["finetune.parent"] == last
     assert [*(tmp_path / "tracking").iterdir()] == []
+
+
+@pytest.mark.parametrize("name", ["nowhere", "file"])
+def test_a_folder_that_is_none_is_told_of(tmp_path, monkeypatch, capsys, name):
+    """Nothing waits there, and it may wait elsewhere."""
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(sys, "argv", ["tracking", str(tmp_path / name)])
+    assert tracking_command.main() == 2
+    said = f"error: {tmp_path / name}: no such folder; FINETUNE_RUNS names it, or it is runs/\n"
+    assert capsys.readouterr() == ("", said)
 
 
 def test_what_lives_is_left_alone(start, server, tmp_path):
