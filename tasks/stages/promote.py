@@ -2,7 +2,7 @@
 
 A version's source is the merged model's URI in the store, checked to be there whole; or the adapter's, where that alone
 was exported, and its tags name the base in the store. A champion is measured by the value that its version carries as a
-tag, where it was asked the same questions: values of other rows do not compare, and it stays. Without a champion, the
+tag; where that was measured on other questions, as after data have grown, the reason says so. Without a champion, the
 base model is the one to beat.
 """
 
@@ -44,7 +44,6 @@ class Rival:
 
     name: str
     value: float | None  # of the metric; None where it was never measured
-    asked_the_same: bool = True
 
 
 def stage(run: Run, tuned: Stage, before: Stage, after: Stage) -> Stage:
@@ -78,12 +77,12 @@ def promote(
         value = _value(after, settings.metric)
         champion = _by_alias(client, settings.model, "champion")
         if champion:
-            number = _number(champion.tags.get(settings.metric))
-            same = champion.tags.get(ASKED + settings.metric, questions) == questions
-            rival = Rival(f"champion {champion.version}", number, same)
+            rival = Rival(f"champion {champion.version}", _number(champion.tags.get(settings.metric)))
         wins, reason = decide(settings.metric, value, rival, settings.margin)
         if champion and _is(champion.tags, tuned):
             wins, reason = True, f"{settings.metric} {value:.4g}; it was champion before"
+        if rival and champion and champion.tags.get(ASKED + settings.metric, questions) != questions:
+            reason += f"; {rival.name} was asked other questions, so that the two values say less than their numbers"
         # With nan as its value, a champion could never be replaced.
         measured = {settings.metric: repr(value), ASKED + settings.metric: questions} if math.isfinite(value) else {}
         tags = measured | {"reason": reason}
@@ -139,9 +138,6 @@ def decide(metric: str, value: float, rival: Rival | None, margin: float) -> tup
         return True, f"{metric} {value:.4g}; it is the first, and began with drawn weights"
     if rival.value is None:
         return False, f"{rival.name} was never measured by {metric}, so nothing says that {value:.4g} is better"
-    if not rival.asked_the_same:
-        told = f"{rival.name} was asked other questions, so that its {rival.value:.4g} and {value:.4g} do not compare"
-        return False, f"{metric}: {told}; the run that made it measures it anew with these, or make this one champion"
     apart = round(value - rival.value, 9)  # 0.4 is not 0.1 above 0.3 by more than 0.1
     gain = -apart if metric.endswith(LOWER) else apart
     compared = f"{metric} {value:.4g} against {rival.value:.4g} of {rival.name}: {apart:+.4g}"
