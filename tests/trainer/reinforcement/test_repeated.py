@@ -246,6 +246,19 @@ def test_memory_that_a_layer_is_given_behind_a_bucket_is_not_taken_for_it():
     assert loading.refused == "" and [*loading.copies] == [1]
 
 
+def test_a_layer_that_is_made_where_another_one_was_is_not_taken_for_it():
+    """A layer of a CPU packs its weights, and what it loaded is freed without being copied anywhere."""
+    model = Inner(swaps=False, computes=False)
+    watch, bucket, memory = Watch(model), torch.randn(36), numpy.zeros(144, dtype=numpy.float32)
+    watch.arrived(0, bucket.view(torch.uint8))
+    with watch:
+        torch.from_numpy(memory[:36].reshape(12, 3)).copy_(bucket.view(12, 3))
+        small = torch.from_numpy(memory[:12].reshape(4, 3))
+        small.copy_(bucket[:12].view(4, 3))
+        model.whole.data.copy_(small)
+    assert watch.ended().refused == "layers keep their weights in another form"
+
+
 def test_the_digest_of_a_tensor_is_of_its_own_bytes_and_of_its_place():
     buckets = [[wire.Meta(f"{number}.{one}", "bfloat16", (5000,), "") for one in range(3)] for number in range(2)]
     memory = torch.randint(0, 256, (2, 3 * 2 * 8192), dtype=torch.uint8)
@@ -267,7 +280,7 @@ def test_the_digest_of_a_tensor_is_of_its_own_bytes_and_of_its_place():
 @pytest.mark.parametrize(
     "swaps, computes, transfers, sleeps, why",
     [
-        (True, False, 2, False, "1 tensors of layers are kept in another form"),
+        (True, False, 2, False, "layers keep their weights in another form"),
         (False, True, 2, False, ".length is computed of weights"),
         (False, False, 1, False, "the copies of one transfer are no proof"),
         (False, False, 2, True, ".length is not kept asleep"),

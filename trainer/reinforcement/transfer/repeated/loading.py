@@ -25,6 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from trainer.weights import digests
 
 COPY = torch.ops.aten.copy_.default
+ELSEWHERE = "layers keep their weights in another form"  # as those of a CPU do
 CACHES = ("kv_cache",)  # attributes of vLLM's layers that hold no weights
 
 
@@ -102,19 +103,30 @@ class Loading:
         return found
 
 
+@dataclass
+class Layer:
+    """A layer's tensor while it is loaded: the copies to it, as long as its memory is there."""
+
+    held: StorageWeakRef
+    copies: list[Copy] = field(default_factory=list)
+
+
 class Watch(TorchDispatchMode):
-    """Notes of what is copied from buckets to the parameters of a model, while it is entered."""
+    """Notes of what is copied from buckets to the parameters of a model, while it is entered.
+
+    Places in memory are given to one tensor after another: what is known of one ends with it.
+    """
 
     def __init__(self, model: torch.nn.Module):
         super().__init__()
         self.found = Loading()
         self._kept = {one.untyped_storage().data_ptr() for one in _registered(model) if one.numel()}
         self._buckets: dict[int, tuple[int, int, StorageWeakRef]] = {}  # by memory: number, first byte, and the memory
-        self._waiting: dict[int, list[Copy]] = defaultdict(list)  # by memory: of a layer that is not complete
+        self._layers: dict[int, Layer] = {}  # by memory
         self._totals: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def arrived(self, bucket: int, memory: torch.Tensor) -> None:
-        """Have this be a bucket's memory, as long as it is there: a layer may be given the same place behind it."""
+        """Have this be a bucket's memory, as long as it is there."""
         storage = memory.untyped_storage()
         self._buckets[storage.data_ptr()] = bucket, memory.data_ptr(), StorageWeakRef(storage)
 
@@ -127,42 +139,55 @@ class Watch(TorchDispatchMode):
     def ended(self) -> Loading:
         """All copies, once the model is whole. They do not do where a layer has something else than was copied."""
         found = self.found
-        if self._waiting and not found.refused:
-            found.refused = f"{len(self._waiting)} tensors of layers are kept in another form"
+        if self._layers:
+            self._refuse(ELSEWHERE)
         if self._totals and not found.refused:
             off = torch.stack([one for one, _ in self._totals]) != torch.stack([other for _, other in self._totals])
             if bool(off.any()):
-                found.refused = f"{int(off.sum())} tensors are in another order within their layers"
-        self._waiting.clear()
+                self._refuse(f"{int(off.sum())} tensors are in another order within their layers")
+        self._layers.clear()
         self._totals.clear()
         return found
 
     def _note(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        into, out = target.untyped_storage().data_ptr(), source.untyped_storage().data_ptr()
-        bucket, first, held = self._buckets.get(out, (0, 0, None))
-        if held and not held.expired():
+        into, out = target.untyped_storage(), source.untyped_storage()
+        bucket, first, held = self._buckets.get(out.data_ptr(), (0, 0, None))
+        layer = self._layers.get(out.data_ptr())
+        if layer and layer.held.expired():
+            self._refuse(ELSEWHERE)
+        elif layer and into.data_ptr() in self._kept:
+            self._take(self._layers.pop(out.data_ptr()), Form.of(source), target)
+        elif held and not held.expired():
             form = Form(source.dtype, source.shape, source.stride(), source.data_ptr() - first)
             if target.shape != source.shape:
-                self.found.refused = "one number is copied to many places"
+                self._refuse("one number is copied to many places")
                 return
             copy = Copy(bucket, form, Form.of(target), _total(source.to(target.dtype)))
-            if into in self._kept:
+            if into.data_ptr() in self._kept:
                 self._keep(copy, target)
-            else:
-                self._waiting[into].append(copy)
-        elif out in self._waiting and into in self._kept:
-            whole, found = Form.of(source), Form.of(target)
-            if (whole.dtype, whole.shape, whole.strides) != (found.dtype, found.shape, found.strides):
-                self.found.refused = "a layer has its weights in another form"
                 return
-            for copy in self._waiting.pop(out):
-                place = copy.target.offset - whole.offset + found.offset
-                self._keep(copy, target.as_strided(copy.target.shape, copy.target.strides, place))
+            layer = self._layers.setdefault(into.data_ptr(), Layer(StorageWeakRef(into)))
+            if layer.held.expired():
+                self._refuse(ELSEWHERE)
+            layer.copies.append(copy)
+
+    def _take(self, layer: Layer, whole: Form, target: torch.Tensor) -> None:
+        """Take the copies to a layer's tensor for copies to the parameter that it is copied to."""
+        found = Form.of(target)
+        if (whole.dtype, whole.shape, whole.strides) != (found.dtype, found.shape, found.strides):
+            self._refuse("a layer has its weights in another form")
+            return
+        for copy in layer.copies:
+            place = copy.target.offset - whole.offset + found.offset
+            self._keep(copy, target.as_strided(copy.target.shape, copy.target.strides, place))
 
     def _keep(self, copy: Copy, target: torch.Tensor) -> None:
         target = target.detach()
         self.found.copies[copy.bucket].append((copy.source, target))
         self._totals.append((copy.total, _total(target)))
+
+    def _refuse(self, why: str) -> None:
+        self.found.refused = self.found.refused or why
 
 
 class Learned:
