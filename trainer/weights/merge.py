@@ -78,7 +78,7 @@ class Adapter:
 
 @dataclass(frozen=True)
 class Change:
-    """What an adapter does to its weight, read from the checkpoint."""
+    """Change of a weight by its adapter, read from the checkpoint."""
 
     a: torch.Tensor
     b: torch.Tensor

@@ -79,7 +79,7 @@ class Trained:
         return ReadRows(path, entry, dtype, "released", self.sums[part.name])
 
     def change(self, adapter: Adapter) -> Change:
-        """What the adapter does to its weight. A weight is checked as soon as it is merged, of the same factors."""
+        """Change of a weight by this adapter. A weight is checked as soon as it is merged, of the same factors."""
         if getattr(self.last, "adapter", None) is not adapter:
             self.last.adapter, self.last.change = adapter, adapter.change(self.stored, self.config)
         return self.last.change

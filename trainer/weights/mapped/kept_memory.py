@@ -12,7 +12,7 @@ _kept = threading.local()
 
 
 def take(use: str, count: int, dtype: torch.dtype) -> torch.Tensor:
-    """So many numbers, of any value. What this thread has taken for the same use before is gone."""
+    """Memory of so many numbers, of any value. What this thread has taken for the same use before is gone."""
     size = count * dtype.itemsize
     memory = getattr(_kept, use, None)
     if memory is None or len(memory) < size:
