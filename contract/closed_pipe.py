@@ -24,11 +24,11 @@ def quiet() -> Iterator[None]:
     try:
         yield
     except BrokenPipeError:
-        if not _dropped():  # it is of a connection
+        if not drop_unread():  # it is of a connection
             raise
         sys.exit(CODE)
     finally:
-        _dropped()
+        drop_unread()
 
 
 def drop(stream: TextIO) -> None:
@@ -38,8 +38,8 @@ def drop(stream: TextIO) -> None:
     os.close(nowhere)
 
 
-def _dropped() -> bool:
-    """Whether standard output or error has no reader. What is still written there goes to nobody then."""
+def drop_unread() -> bool:
+    """Send what is still written to standard output and error to nobody, where nobody reads it. Returns whether so."""
     gone = [stream for stream in (sys.stdout, sys.stderr) if stream and _is_unread(stream)]
     for stream in gone:
         drop(stream)

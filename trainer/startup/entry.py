@@ -23,6 +23,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
+from typing import NoReturn
 
 import psutil
 
@@ -96,10 +97,19 @@ def start(
                 )
             with owned(run):
                 run = check(run) or run
-                if imports:
-                    sys.exit(_forks(main, run, imports))
-                _take_gpus(run, gpus)
-                sys.exit(_torchrun(run, sys.modules["__main__"].__spec__.name))
+                if not imports:
+                    _take_gpus(run, gpus)
+                    sys.exit(_torchrun(run, sys.modules["__main__"].__spec__.name))
+                code = _forks(main, run, imports)
+            _leave(code)
+
+
+def _leave(code: int) -> NoReturn:
+    """End this process, whose forks have ended, at once: Python takes a fifth of a second to undo what it imported."""
+    closed_pipe.drop_unread()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def _take_gpus(run: Run, stage: str | None) -> None:

@@ -15,6 +15,7 @@ import yaml
 from conf.model_files.quantization import Packed
 from contract.faults import Fault
 from trainer.weights import low_rank, mapping, torch_dist
+from trainer.weights.low_rank import Matrix
 from trainer.weights.mapping import Part
 from trainer.weights.released import Entry, Model, enumerate_names
 from trainer.weights.released_tensors import DTYPES
@@ -62,24 +63,35 @@ class Adapter:
             whole = whole.view(ways, 2, -1).transpose(0, 1).reshape(-1)
         return self.part.rows(whole, config)
 
-    def merged(self, weight: torch.Tensor, stored: Stored, config) -> torch.Tensor:
+    def merged(self, weight: torch.Tensor, change: "Change") -> torch.Tensor:
         """The released weight with this adapter, as it has to be written."""
         before = self.part.turn(weight)
         found, filled = torch.empty_like(before, memory_format=torch.contiguous_format), 0
-        for block in self._blocks(before, stored, config):
+        for block in change.blocks(before):
             found[filled : filled + len(block)] = block
             filled += len(block)
         return self.part.turn(found).contiguous()
 
-    def blocks(self, weight: torch.Tensor, stored: Stored, config) -> Iterator[torch.Tensor]:
-        """The same in blocks of its rows, each of which is gone when the next is asked for."""
-        if self.part.turned:
-            return iter([self.merged(weight, stored, config)])
-        return self._blocks(weight, stored, config)
+    def change(self, stored: Stored, config) -> "Change":
+        return Change(*self.factors(stored, config), self.scale, self.magnitudes(stored, config))
 
-    def _blocks(self, weight: torch.Tensor, stored: Stored, config) -> Iterator[torch.Tensor]:
-        factors = self.factors(stored, config)
-        return low_rank.merged(weight, *factors, self.scale, self.magnitudes(stored, config))
+
+@dataclass(frozen=True)
+class Change:
+    """Change of a weight by its adapter, read from the checkpoint."""
+
+    a: torch.Tensor
+    b: torch.Tensor
+    scale: float
+    magnitude: torch.Tensor | None
+
+    def blocks(self, weight: Matrix) -> Iterator[torch.Tensor]:
+        """The merged weight in blocks of its rows, each of which is gone when the next is asked for."""
+        return low_rank.merged(weight, self.a, self.b, self.scale, self.magnitude)
+
+    def is_in(self, found: Matrix, weight: Matrix) -> bool:
+        """Whether this is the merged weight."""
+        return low_rank.is_merged(found, weight, self.a, self.b, self.scale, self.magnitude)
 
 
 @dataclass(frozen=True)

@@ -157,7 +157,7 @@ def has_sum(path: Path, entry: Entry, recorded: str) -> bool:
 
 def checksum(path: Path, entry: Entry, recorded: str = "") -> str:
     """Checksum of the bytes at this place of a file, of the kind of the recorded one."""
-    found = _new_sum(recorded)
+    found = new_sum(recorded)
     with path.open("rb") as f:
         for block in blocks(f, entry):
             found.update(block)
@@ -175,14 +175,14 @@ def enumerate_names(names: Iterable[str], limit: int = 10) -> str:
     return ", ".join(names[:limit]) + more
 
 
-def _new_sum(recorded: str):
+def new_sum(recorded: str):
     """A checksum that begins, of the kind of the recorded one."""
     return hashlib.sha256() if len(recorded) == SHA256_DIGITS else xxhash.xxh3_128()
 
 
 def _read(path: Path, entry: Entry, scale: bool, recorded: str) -> tuple[str, bool]:
     """Checksum of a tensor, and whether all its numbers are finite; those of a scale, above 0 as well."""
-    found, finite = _new_sum(recorded), True
+    found, finite = new_sum(recorded), True
     with path.open("rb") as f:
         for block in blocks(f, entry):
             found.update(block)

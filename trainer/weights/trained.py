@@ -1,6 +1,7 @@
 """Trained tensors, matched with the released model: where each tensor of an export comes from."""
 
 import json
+import threading
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -14,8 +15,9 @@ from contract.faults import Fault
 from trainer.megatron.model import open_bridge
 from trainer.weights import mapping, merge, released, released_tensors, torch_dist
 from trainer.weights.conversion import unwritten
+from trainer.weights.mapped.read_rows import ReadRows
 from trainer.weights.mapping import Part
-from trainer.weights.merge import Adapter, NewValue, StackedAdapters, StackedValues
+from trainer.weights.merge import Adapter, Change, NewValue, StackedAdapters, StackedValues
 from trainer.weights.packed_base import as_trained
 from trainer.weights.packed_base.as_trained import AsTrained
 from trainer.weights.released import Model
@@ -38,6 +40,7 @@ class Trained:
     values: dict[str, NewValue | StackedValues] = field(default_factory=dict)
     copies: dict[str, str] = field(default_factory=dict)  # copy -> original, of tensors that Megatron has once
     packed: AsTrained | None = None  # of a merge onto the numbers of a packed base
+    last: threading.local = field(default_factory=threading.local)  # the change that a thread has asked for last
 
     def tensor(self, name: str) -> torch.Tensor | None:
         """The tensor as it has to be written; None for one that is copied from the release."""
@@ -57,8 +60,8 @@ class Trained:
         if source in self.values:
             return self.values[source].blocks(self.stored, self.config, self.model.weights[source])
         adapter = self.adapters.get(source)
-        if isinstance(adapter, Adapter) and not (self.packed and self.packed.has(source)):
-            return adapter.blocks(self.before(adapter.part), self.stored, self.config)
+        if isinstance(adapter, Adapter) and (weight := self.rows(adapter.part)):
+            return self.change(adapter).blocks(weight)
         return None if (whole := self.tensor(name)) is None else [whole]
 
     def before(self, part: Part) -> torch.Tensor:
@@ -66,11 +69,26 @@ class Trained:
         found = self.packed.read(part) if self.packed else None
         return mapping.read(self.model, part) if found is None else found
 
+    def rows(self, part: Part) -> ReadRows | None:
+        """The released weight to be read by its rows, where it lies in a file as Megatron has it."""
+        taken = self.packed and self.packed.has(part.name)
+        if taken or part.turned or part.expert is not None or part.name in self.model.packed:
+            return None
+        entry = self.model.tensors[part.name]
+        path, dtype = self.model.folder / entry.file, DTYPES[entry.dtype]
+        return ReadRows(path, entry, dtype, "released", self.sums[part.name])
+
+    def change(self, adapter: Adapter) -> Change:
+        """Change of a weight by this adapter. A weight is checked as soon as it is merged, of the same factors."""
+        if getattr(self.last, "adapter", None) is not adapter:
+            self.last.adapter, self.last.change = adapter, adapter.change(self.stored, self.config)
+        return self.last.change
+
     def _merged(self, adapter: Adapter) -> torch.Tensor:
         before = self.before(adapter.part)
         if self.packed is None or not self.packed.has(adapter.part.name):
-            return adapter.merged(before, self.stored, self.config)
-        exact = adapter.merged(before.float(), self.stored, self.config)
+            return adapter.merged(before, self.change(adapter))
+        exact = adapter.merged(before.float(), self.change(adapter))
         found = exact.to(DTYPES[self.model.weights[adapter.part.name].dtype])
         self.packed.measure(adapter.part, before, exact, found)
         return found
@@ -91,7 +109,7 @@ class Trained:
         if name in self.values:
             return self.values[name].value(self.stored, self.config, self.model.weights[name]).float()
         (adapter,) = self.adapters[name].each  # no stack is rounded to the release's format
-        return adapter.merged(released_tensors.read(self.model, name).float(), self.stored, self.config)
+        return adapter.merged(released_tensors.read(self.model, name).float(), self.change(adapter))
 
     def has(self, name: str) -> bool:
         """Whether training, or the converted base, has the weight."""

@@ -1,10 +1,12 @@
 """Layers compared with transformers', with faults planted. See tests/trainer/weights/test_same_function.py.
 
 main(run) reads request.json in run.paths.output, a list of cases, and leaves each one's answer in answer.json: the
-differences, or the line of a fault. A case has run and fault, the name of a function here.
+differences, or the line of a fault. A case has run and fault, the name of a function here. The last answer is whether
+torch has imported its compiler.
 """
 
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -33,7 +35,8 @@ def main(run: Run) -> None:
                 answers.append(same_function.compare(asked, Path(asked.paths.base) / "iter_0000000"))
             except Fault as fault:
                 answers.append(str(fault))
-    (folder / "answer.json").write_text(json.dumps(answers))
+    compiler = "torch._dynamo.convert_frame" in sys.modules
+    (folder / "answer.json").write_text(json.dumps([*answers, compiler]))
     torch.distributed.destroy_process_group()
 
 

@@ -25,6 +25,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import psutil
 import torch
@@ -203,7 +204,7 @@ def _by_transformers(cut: Cut, folder: Path, types: dict[str, torch.dtype]) -> A
     logging.disable_progress_bar()
     own = trusted(cut.run, cut.config)
     config = AutoConfig.from_pretrained(folder, trust_remote_code=own)
-    with no_init_weights():  # which touches no memory; on "meta" torch computes in Python, and imports for seconds
+    with no_init_weights():  # which touches no memory
         kind = type(AutoModelForCausalLM.from_config(config, trust_remote_code=own))
     weights, of_mtp = _weights(cut, types)
     if cut.mtp:  # whose block is a layer like the last
@@ -212,7 +213,8 @@ def _by_transformers(cut: Cut, folder: Path, types: dict[str, torch.dtype]) -> A
             if kinds := getattr(config, key, None):
                 setattr(config, key, [*kinds, kinds[-1]])
     options = {"dtype": torch.float32, "attn_implementation": "eager", "output_loading_info": True}
-    model, loaded = kind.from_pretrained(None, config=config, state_dict=weights, **options)
+    with _made_on_cpu(kind):
+        model, loaded = kind.from_pretrained(None, config=config, state_dict=weights, **options)
     lost = sorted({*loaded["missing_keys"], *loaded["unexpected_keys"], *map(str, loaded["mismatched_keys"])})
     if lost:
         names = released.enumerate_names(lost)
@@ -240,6 +242,23 @@ def _by_transformers(cut: Cut, folder: Path, types: dict[str, torch.dtype]) -> A
         # the last token is followed by none
         added[cut.mtp_name] = decoder(inputs_embeds=mixed, use_cache=False).last_hidden_state[:, :-1]
     return added | {LOGITS: logits}
+
+
+@contextlib.contextmanager
+def _made_on_cpu(kind) -> Iterator[None]:
+    """Have from_pretrained() make its model on the CPU, in memory that is not touched before the weights replace it.
+
+    It makes it on "meta", where torch computes the initial values in Python, and imports its compiler for that.
+    """
+    from transformers.initialization import no_init_weights
+
+    contexts = kind.get_init_context
+
+    def on_cpu(*args, **kwargs) -> list:
+        return [one for one in contexts(*args, **kwargs) if not isinstance(one, torch.device)] + [no_init_weights()]
+
+    with mock.patch.object(kind, "get_init_context", on_cpu):
+        yield
 
 
 def _norm(kind, config, weight: torch.Tensor):

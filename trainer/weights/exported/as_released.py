@@ -51,18 +51,18 @@ class Rounding:
         """Names of quantised weights by those of their codes and scales."""
         return {part: name for name, one in self.trained.model.packed.items() for part in one.tensors}
 
-    def is_right(self, path: Path, name: str, entry: Entry) -> bool:
+    def is_right(self, path: Path, name: str, entry: Entry, written: str) -> bool:
         trained, weight = self.trained, self.weight(name)
         if not trained.has(weight):
             return released.has_sum(path, entry, trained.sums[name])
-        if not parts.is_released(trained, weight):
+        source = trained.copies.get(weight, weight)
+        if source in trained.adapters and weight not in trained.model.packed:
+            return merged_format.holds_merged(trained, source, path, entry, written)
+        if not parts.holds(path, entry, written) or not parts.is_released(trained, weight):
             return False
-        if trained.copies.get(weight, weight) not in trained.adapters:
+        if source not in trained.adapters or name != trained.model.packed[weight].codes:
             return True
-        found = released_tensors.at(path.parent, replace(entry, file=path.name))
-        if weight in trained.model.packed:
-            return name != trained.model.packed[weight].codes or self.is_near(weight, found)
-        return merged_format.is_merged(trained, name, found)
+        return self.is_near(weight, released_tensors.at(path.parent, replace(entry, file=path.name)))
 
     def notes(self, names: Iterable[str]) -> dict[str, Any]:
         """Losses by rounding of these tensors' weights."""
@@ -84,11 +84,10 @@ class Rounding:
         """Whether these codes are of the merged weight, computed once more in another order."""
         (adapter,) = self.trained.adapters[self.trained.copies.get(name, name)].each  # no stack is in FP8
         packed = self.trained.model.packed[name]
-        a, b = adapter.factors(self.trained.stored, self.trained.config)
-        magnitude = adapter.magnitudes(self.trained.stored, self.trained.config)
+        change = self.trained.change(adapter)
         before, scales = released_tensors.read(self.trained.model, name), self.scales[name]
         exact = before.to(torch.float32, copy=True)
-        expected = low_rank.expected(exact, a.float(), b.float() * adapter.scale, magnitude)
+        expected = low_rank.expected(exact, change.a.float(), change.b.float() * change.scale, change.magnitude)
         found = unpack.unpack(packed, codes, scales, torch.float32)
         smallest = unpack.spread(scales.float().view(unpack.grid(packed)), packed, 0, packed.shape[0]) * 2.0**-9
         bound = torch.maximum(expected.abs() / 8, smallest) * 1.001 + 1e-5 * expected.abs().max()

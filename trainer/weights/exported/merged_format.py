@@ -25,11 +25,14 @@ from typing import Any
 import torch
 
 from conf.model_files import config_json, quantization, safetensors_header, weights
-from trainer.weights import low_rank, released, released_tensors
+from contract.faults import Fault
+from trainer.weights import released, released_tensors
 from trainer.weights.exported import parts
 from trainer.weights.exported.parts import Layout
+from trainer.weights.mapped.read_rows import ReadRows
 from trainer.weights.merge import Adapter
 from trainer.weights.released import Entry, Model
+from trainer.weights.released_tensors import DTYPES
 from trainer.weights.trained import Trained
 
 QUANTISED = "hf_quant_config.json"  # ModelOpt's: vLLM would take a model beside it for a quantised one
@@ -48,15 +51,14 @@ class Merged:
         unpacked = blocks is None and name in self.trained.model.packed
         return [released_tensors.read(self.trained.model, name)] if unpacked else blocks
 
-    def is_right(self, path: Path, name: str, entry: Entry) -> bool:
+    def is_right(self, path: Path, name: str, entry: Entry, written: str) -> bool:
         trained, source = self.trained, self.weight(name)
         if source in trained.values:
-            return True
+            return parts.holds(path, entry, written)
         if source in trained.adapters:
-            found = released_tensors.at(path.parent, replace(entry, file=path.name))
-            return parts.is_released(trained, source) and is_merged(trained, source, found)
+            return holds_merged(trained, source, path, entry, written)
         if source in trained.model.packed or (trained.packed and trained.packed.has(source)):
-            return parts.is_released(trained, source)
+            return parts.holds(path, entry, written) and parts.is_released(trained, source)
         return released.has_sum(path, entry, trained.sums[name])
 
     def weight(self, name: str) -> str:
@@ -89,16 +91,28 @@ def other_files(model: Model) -> list[Path]:
     return [path for path in there if not path.name.startswith(".") and path.name != QUANTISED]
 
 
-def is_merged(trained: Trained, name: str, found: torch.Tensor) -> bool:
-    """Whether this is the released weight of that name, merged with its adapter."""
-    return all(_is_merged(trained, adapter, adapter.part.of(found)) for adapter in trained.adapters[name].each)
+def holds_merged(trained: Trained, name: str, path: Path, entry: Entry, written: str) -> bool:
+    """Whether what was written lies in the file, and is the released weight of this name, merged with its adapter.
+
+    The bytes that are compared are those whose checksums are: of the file, and of the release.
+    """
+    adapter = trained.adapters[name]
+    before = trained.rows(adapter.part) if isinstance(adapter, Adapter) else None
+    if before is None or not isinstance(adapter, Adapter):
+        found = released_tensors.at(path.parent, replace(entry, file=path.name))
+        is_there = parts.holds(path, entry, written) and parts.is_released(trained, name)
+        return is_there and all(_is_merged(trained, one, one.part.of(found)) for one in adapter.each)
+    found = ReadRows(path, entry, DTYPES[entry.dtype], "found")
+    try:
+        is_merged = trained.change(adapter).is_in(found, before)
+    except Fault:  # one of the files ends early: parts.py says which
+        return False
+    return is_merged and found.has_sum(written) and before.is_recorded
 
 
 def _is_merged(trained: Trained, adapter: Adapter, found: torch.Tensor) -> bool:
-    factors = adapter.factors(trained.stored, trained.config)
-    magnitude = adapter.magnitudes(trained.stored, trained.config)
     before = adapter.part.turn(trained.before(adapter.part))
-    return low_rank.is_merged(adapter.part.turn(found), before, *factors, adapter.scale, magnitude)
+    return trained.change(adapter).is_in(adapter.part.turn(found), before)
 
 
 def as_it_is(model: Model, file: str) -> Layout:

@@ -85,8 +85,8 @@ class Format(Protocol):
         """
         ...
 
-    def is_right(self, path: Path, name: str, entry: Entry) -> bool:
-        """Whether the file has the tensor that it should. What was written there is known to be there.
+    def is_right(self, path: Path, name: str, entry: Entry, written: str) -> bool:
+        """Whether the file, read back, has the tensor that it should: what was written, which has this checksum.
 
         Of one that was copied, whether it has the checksum that the conversion has recorded.
         """
@@ -184,11 +184,9 @@ def _make(wanted: Format, part: Part, path: Path, pool: ThreadPoolExecutor) -> j
 def _put(wanted: Format, name: str, entry: Entry, path: Path, new: BinaryIO) -> Written:
     """Write a tensor and read it back at once, while a processor has at hand what it is made of."""
     blocks = wanted.blocks(name)
-    if blocks is None:
-        return Written(_copy(wanted.trained.model, name, entry, new), wanted.is_right(path, name, entry))
-    written = _write(name, blocks, entry, new)
+    written = _copy(wanted.trained.model, name, entry, new) if blocks is None else _write(name, blocks, entry, new)
     del blocks  # before another one's are made
-    return Written(written, _checksum(path, entry) == written and wanted.is_right(path, name, entry))
+    return Written(written, wanted.is_right(path, name, entry, written))
 
 
 def _write(name: str, blocks: Iterable[torch.Tensor], entry: Entry, new: BinaryIO) -> str:
@@ -262,6 +260,11 @@ def is_released(trained: Trained, name: str) -> bool:
     return all(
         released.has_sum(model.folder / entry.file, entry, trained.sums[part]) for part, entry in entries.items()
     )
+
+
+def holds(path: Path, entry: Entry, written: str) -> bool:
+    """Whether what was written at this place of the file, which has this checksum, lies there."""
+    return _checksum(path, entry) == written
 
 
 def _checksum(path: Path, entry: Entry) -> str:

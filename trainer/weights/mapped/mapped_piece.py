@@ -6,6 +6,7 @@ wants a file of one tensor, and torch.load takes a millisecond for a header and 
 """
 
 import io
+import os
 import pickle
 import zipfile
 import zlib
@@ -35,7 +36,7 @@ class Layout:
 
 
 class _Window(io.RawIOBase):
-    """A file from `start` on, `length` bytes long, as if it were all of it."""
+    """A file from `start` on, `length` bytes long, as if it were all of it. It is read past its own buffer."""
 
     def __init__(self, file: BinaryIO, start: int, length: int):
         self.file, self.start, self.length, self.at = file, start, length, 0
@@ -54,11 +55,10 @@ class _Window(io.RawIOBase):
         return self.at
 
     def readinto(self, buffer: Any) -> int:
-        self.file.seek(self.start + self.at)
-        found = self.file.read(min(len(buffer), max(0, self.length - self.at)))
-        buffer[: len(found)] = found
-        self.at += len(found)
-        return len(found)
+        some = memoryview(buffer)[: max(0, self.length - self.at)]
+        count = os.preadv(self.file.fileno(), [some], self.start + self.at)
+        self.at += count
+        return count
 
 
 class _Description(pickle.Unpickler):
