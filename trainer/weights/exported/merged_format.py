@@ -101,13 +101,18 @@ def holds_merged(trained: Trained, name: str, path: Path, entry: Entry, written:
     if before is None or not isinstance(adapter, Adapter):
         found = released_tensors.at(path.parent, replace(entry, file=path.name))
         is_there = parts.holds(path, entry, written) and parts.is_released(trained, name)
-        return is_there and all(_is_merged(trained, one, one.part.of(found)) for one in adapter.each)
+        return is_there and is_merged(trained, name, found)
     found = ReadRows(path, entry, DTYPES[entry.dtype], "found")
     try:
-        is_merged = trained.change(adapter).is_in(found, before)
+        is_right = trained.change(adapter).is_in(found, before)
     except Fault:  # one of the files ends early: parts.py says which
         return False
-    return is_merged and found.has_sum(written) and before.is_recorded
+    return is_right and found.has_sum(written) and before.is_recorded
+
+
+def is_merged(trained: Trained, name: str, found: torch.Tensor) -> bool:
+    """Whether this is the released weight of that name, merged with its adapter."""
+    return all(_is_merged(trained, one, one.part.of(found)) for one in trained.adapters[name].each)
 
 
 def _is_merged(trained: Trained, adapter: Adapter, found: torch.Tensor) -> bool:
