@@ -12,6 +12,7 @@ import signal
 import socket
 import time
 from collections.abc import Callable
+from multiprocessing.context import ForkProcess
 from pathlib import Path
 
 from conf.schema.run import Run
@@ -36,6 +37,7 @@ def import_all() -> None:
 def call(command: Callable[[Run], None], run: Run, log: Path, until: Callable[[], bool] = lambda: False) -> int:
     """Run a command's main on run.world ranks. Returns 0, or the first failed rank's code; `log` keeps their output.
 
+    Of ranks that fail together, one that was killed is the first: the others have lost their connection to it.
     Once until() is true, every rank is killed with SIGKILL, as when a host is lost.
     """
     port = _free_port()
@@ -44,16 +46,20 @@ def call(command: Callable[[Run], None], run: Run, log: Path, until: Callable[[]
     ranks = [context.Process(target=_rank, args=(command, run, rank, port, log)) for rank in range(run.world)]
     for rank in ranks:
         rank.start()
-    code = 0
     while any(rank.is_alive() for rank in ranks):
         time.sleep(0.02)
-        code = code or next((rank.exitcode for rank in ranks if rank.exitcode), 0)
+        code = _failed(ranks)
         if code or until():
             for rank in ranks:
                 rank.kill()
                 rank.join()
             return code or -signal.SIGKILL
-    return next((rank.exitcode for rank in ranks if rank.exitcode), 0)
+    return _failed(ranks)
+
+
+def _failed(ranks: list[ForkProcess]) -> int:
+    codes = [rank.exitcode for rank in ranks if rank.exitcode]
+    return next((code for code in codes if code < 0), next(iter(codes), 0))
 
 
 def _free_port() -> int:
