@@ -14,6 +14,7 @@ import pytest
 from contract.faults import Fault
 from trainer.reinforcement.engines import engine
 from trainer.reinforcement.engines.engine import LocalEngine, Lost
+from trainer.reinforcement.engines.group import Group
 from trainer.reinforcement.rollouts import Rollouts
 
 KILLED = """
@@ -34,7 +35,8 @@ class StandIns(Rollouts):
     """Engines that stand in for vLLM's, with settings of their own each."""
 
     def __init__(self, folder: Any, *settings: dict[str, Any]):
-        self.started, self.closing, self.meeting = len(settings), False, None
+        Group.__init__(self, len(settings), far=False)
+        self.meeting = None
         self.engines = [
             LocalEngine(f"engine {number}", given, folder / f"rollout-{number}.log", {})
             for number, given in enumerate(settings)
@@ -125,3 +127,13 @@ def test_a_trainer_that_is_killed_leaves_no_file_of_what_its_engine_was_told(tmp
     done = subprocess.run(command, env=os.environ | {"TMPDIR": str(temporary)}, stdout=subprocess.PIPE, text=True)
     assert done.returncode == -signal.SIGKILL and int(done.stdout)
     assert not [*temporary.iterdir()]
+
+
+def test_an_engine_that_was_left_out_is_asked_nothing_more(engines):
+    """A transfer waits for what it began with each engine, also where one was lost meanwhile."""
+    two = engines({}, {})
+    lost, other = two.engines
+    lost.process.kill()
+    lost.process.wait()
+    assert two.attempt(lost, lambda: lost.call("answer")) == [] and two.engines == [other]
+    assert two.attempt(lost, lambda: lost.call("answer")) == [] and two.engines == [other]

@@ -16,6 +16,7 @@ from conf.load import load
 from contract.faults import Fault
 from tests.tasks.gang import world
 from trainer.reinforcement.engines import meeting
+from trainer.reinforcement.engines.group import Group
 from trainer.reinforcement.engines.meeting import Meeting
 from trainer.reinforcement.rollouts import Rollouts
 
@@ -28,7 +29,8 @@ class Far(Rollouts):
     """The trainer's side, without a model."""
 
     def __init__(self, run: Any):
-        self.run, self.started, self.closing, self.engines = run, run.reinforce.hosts, False, []
+        Group.__init__(self, run.reinforce.hosts, far=True)
+        self.run = run
         self.meeting = Meeting(run)
 
 

@@ -1,5 +1,6 @@
 """vLLM and the trainer have a GPU's memory in turn: what vLLM is told, and in which order."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,12 +15,13 @@ class Told(Rollouts):
     def __init__(self, transport: str, sleeps: bool = True):
         self.transport, self.sleeps, self.asleep = transport, sleeps, set()
         self.told: list[Any] = []
+        self.sender: Any = SimpleNamespace(send=self._sent)
 
     def each(self, name: str, **arguments: Any) -> dict:
         self.told.append((name, *arguments.values()))
         return {}
 
-    def _by(self, tensors: Any, version: int) -> int:
+    def _sent(self, tensors: Any, version: int, export: Any) -> int:
         self.told.append("weights")
         return 0
 

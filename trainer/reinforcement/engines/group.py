@@ -24,7 +24,12 @@ class Group:
         }
 
     def attempt(self, engine: Engine, call: Callable[[], Any]) -> list[Any]:
-        """Result of the call in a list; an empty one where the engine is lost and others are left."""
+        """Result of the call in a list; an empty one where the engine is lost and others are left.
+
+        An engine that was left out before is asked nothing: what was begun with it may come up once more.
+        """
+        if engine not in self.engines:
+            return []
         try:
             return [call()]
         except Lost as lost:

@@ -44,9 +44,8 @@ class Export:
         else:
             self._noted = noted
             used = set[int]().union(*map(recipes.memory_used, noted.values()))
-            self._where = [
-                (own, name, one.data_ptr()) for own, name, one in _weights(self.model) if _memory(one) in used
-            ]
+            there = ((own, name, one) for own, name, one in _weights(self.model) if _memory(one) in used)
+            self._where = [(own, name, _begin(one)) for own, name, one in there]
 
     def fillings(self, buckets: Sequence[Sequence[wire.Meta]]) -> list[Filling] | None:
         """One for each bucket, which fills it with its tensors; None where that is Bridge's work."""
@@ -56,7 +55,7 @@ class Export:
 
     def is_known(self) -> bool:
         """Whether it is known how tensors are made, and Megatron's weights lie where they did then."""
-        if self._noted and not all(own[name].data_ptr() == place for own, name, place in self._where):
+        if self._noted and any(_begin(own.get(name)) != place for own, name, place in self._where):
             self._noted = {}
             self._moves_left -= 1
             if not self._moves_left:
@@ -78,3 +77,7 @@ def _weights(model: list[torch.nn.Module]) -> Iterator[tuple[dict[str, Any], str
 
 def _memory(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
+
+
+def _begin(tensor: torch.Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()
