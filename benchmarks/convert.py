@@ -7,15 +7,18 @@ A model of Qwen3-30B-A3B's widths is generated, with as many layers as the size 
 the pages of what is read dropped from the kernel's memory before (cold), and left there (warm); and all of that once
 more at half the size. The export is of the base as it is, so every tensor is read from it and written anew; the merge
 is of an adapter of rank 8 on every linear layer and every expert. "described" is convert.to: none, which reads the
-release once and writes no weight. Each is timed as a whole command, less the time until it begins with the first unit
-of its work, which is the start of its processes and is shown apart. Memory is the largest resident set of a process,
-and of that what belongs to no file, sampled ten times a second. CPU seconds are of all processes; on a host that is
-busy with other things they say more than the others. The comparison of the first layers, at the end of a conversion,
-is of one size whatever the model's. Megatron-Bridge's tools are those of benchmarks/bridge_tools.py, in one process,
-their start included; they hold the whole model, and each is left out where the host has not the memory for that.
+release once and writes no weight. What a page of memory costs drifts on a virtual machine, by several times within
+minutes, so that a row is held against a copy just before it and one just behind it. Each is timed as a whole command,
+less the time until it begins with the first unit of its work, which is the start of its processes and is shown apart.
+Memory is the largest resident set of a process, and of that what belongs to no file, sampled ten times a second. CPU
+seconds are of all processes; on a host that is busy with other things they say more than the others. The comparison of
+the first layers, at the end of a conversion, is of one size whatever the model's. Megatron-Bridge's tools are those of
+benchmarks/bridge_tools.py, in one process, their start included; they hold the whole model, and each is left out where
+the host has not the memory for that.
 """
 
 import argparse
+import itertools
 import json
 import os
 import shutil
@@ -234,9 +237,11 @@ def measure(work: Path, size: float, processes: int, bridge: bool, rows: list[st
                 drop(folder)
             return folder
 
+        def copy(state=state) -> float:
+            return show(f"cp -r, sync ({state})", copied(ready(model), work / "copy", log)).seconds
+
         os.sync()
-        copies = [show(f"cp -r, sync ({state})", copied(ready(model), work / "copy", log))]
-        took: dict[str, Took] = {}
+        copies, took = [copy()], dict[str, Took]()
         for what, made, asked in (
             ("described", base, command("convert", "convert.to=none", "model.compare=false")),
             ("convert", base, command("convert", "model.compare=false")),
@@ -251,6 +256,7 @@ def measure(work: Path, size: float, processes: int, bridge: bool, rows: list[st
             shutil.rmtree(made, ignore_errors=True)
             begun = made.with_name(made.name + PARTIAL) / atomic_folder.JOURNAL
             took[what] = show(f"{what} ({state})", timed(asked, log, begun))
+            copies.append(copy())
         shutil.rmtree(work / "export", ignore_errors=True)
         if bridge:
             for tool in BRIDGE_TOOLS:
@@ -262,15 +268,17 @@ def measure(work: Path, size: float, processes: int, bridge: bool, rows: list[st
                     ready(work / name)
                 try:
                     took[f"Bridge's {tool.name}"] = show(named, timed(tool.command(work), log))
+                    copies.append(copy())
                 except Killed as killed:
                     print(f"{named:26} {killed}", flush=True)
                     shutil.rmtree(work / tool.makes, ignore_errors=True)
             for tool in BRIDGE_TOOLS:
                 shutil.rmtree(work / tool.makes, ignore_errors=True)
-        copies.append(show(f"cp -r, sync ({state}, again)", copied(ready(model), work / "copy", log)))
-        mean = sum(one.seconds for one in copies) / len(copies)
-        times = [f"{what} {(one.seconds - one.start) / mean:.2f}" for what, one in took.items()]
-        print(f"times the mean of both copies: {'; '.join(times)}\n", flush=True)
+        times = [
+            f"{what} {(one.seconds - one.start) / ((before + after) / 2):.2f}"
+            for (what, one), (before, after) in zip(took.items(), itertools.pairwise(copies), strict=True)
+        ]
+        print(f"times the mean of the copies around each: {'; '.join(times)}\n", flush=True)
     for folder in (model, base, work / "output"):
         shutil.rmtree(folder, ignore_errors=True)
 
