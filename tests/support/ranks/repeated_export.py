@@ -28,10 +28,9 @@ def main(run: Run) -> None:
         change(model, seed)
         wanted = {name: tensor.clone() for name, tensor in export.tensors()}
         for filling in export.fillings(buckets) or ():
-            places = wire.places([one.bytes for one in filling.metas])
-            memory = torch.zeros(places[-1], dtype=torch.uint8)
+            memory = torch.zeros(wire.used(filling.metas), dtype=torch.uint8)
             filling.fill(memory)
-            made = {one.name: wire.part(memory, one, place) for one, place in zip(filling.metas, places, strict=False)}
+            made = {one.name: wire.part(memory, one, place) for one, place in wire.placed(filling.metas)}
             different |= {name for name, tensor in made.items() if not torch.equal(tensor, wanted[name])}
     kinds = [kind(one) for one in export._noted.values()]
     answer = {"tensors": sum(map(len, buckets)), "different": sorted(different)}

@@ -109,8 +109,8 @@ def test_what_would_be_another_the_next_time_is_refused(how, why):
 
 def test_a_tensor_that_is_another_is_named():
     metas = [wire.Meta(name, "bfloat16", (100, 7), "") for name in ("first", "second")]
-    memory = torch.zeros(wire.places([one.bytes for one in metas])[-1], dtype=torch.uint8)
-    for one, place in zip(metas, wire.places([1400, 1400]), strict=False):
+    memory = torch.zeros(wire.used(metas), dtype=torch.uint8)
+    for one, place in wire.placed(metas):
         wire.part(memory, one, place).fill_(1)
     other = memory.clone()
     wire.part(other, metas[1], 8192)[3, 3] = 1.0078125  # the next number

@@ -102,10 +102,23 @@ def _sigmoid(x):
 
 
 @triton.jit
+def tanh_gelu(y):
+    """GELU, by tanh's approximation."""
+    return y * _sigmoid(2.0 * 0.79788456 * y * (1.0 + 0.044715 * y * y))
+
+
+@triton.jit
+def tanh_gelu_slope(y):
+    """The slope of tanh_gelu."""
+    half = _sigmoid(2.0 * 0.79788456 * y * (1.0 + 0.044715 * y * y))  # (1 + tanh) / 2
+    return half + 2.0 * y * half * (1.0 - half) * (0.79788456 + 0.1070322243 * y * y)
+
+
+@triton.jit
 def _bias_gelu(x, bias, out, rows, columns, TALL: tl.constexpr, WIDE: tl.constexpr):
     place, known = _tile(rows, columns, tl.program_id(1) * TALL, TALL, WIDE)
     y = tl.load(x + place, mask=known, other=0.0).to(tl.float32) + _of_columns(bias, columns, WIDE)
-    y *= _sigmoid(2.0 * 0.79788456 * y * (1.0 + 0.044715 * y * y))
+    y = tanh_gelu(y)
     tl.store(out + place, y.to(out.dtype.element_ty), mask=known)
 
 
@@ -119,9 +132,7 @@ def _bias_gelu_back(
         place, known = _tile(rows, columns, tl.program_id(1) * SUMMED + first, TALL, WIDE)
         y = tl.load(x + place, mask=known, other=0.0).to(tl.float32) + added
         given = tl.load(gradient + place, mask=known, other=0.0).to(tl.float32)
-        half = _sigmoid(2.0 * 0.79788456 * y * (1.0 + 0.044715 * y * y))  # (1 + tanh) / 2
-        slope = half + 2.0 * y * half * (1.0 - half) * (0.79788456 + 0.1070322243 * y * y)
-        found = given * slope
+        found = given * tanh_gelu_slope(y)
         total += found
         tl.store(out + place, found.to(out.dtype.element_ty), mask=known)
     column = tl.program_id(0) * WIDE + tl.arange(0, WIDE)

@@ -9,6 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
+from trainer.megatron.activations.kernel import tanh_gelu, tanh_gelu_slope
 from trainer.megatron.quantized import Parts
 
 NORM, GELU, BACK = (64, 128), (32, 128), (128, 64)  # rows and columns of a tile
@@ -54,8 +55,10 @@ def _places(parts: Parts) -> tuple:
 
 
 @triton.jit
-def _sigmoid(x):
-    return 1.0 / (1.0 + tl.exp(-x))
+def _read(x, row, column, rows, columns):
+    """A tile's numbers, in fp32."""
+    known = (row < rows)[:, None] & (column < columns)[None, :]
+    return tl.load(x + row.to(tl.int64)[:, None] * columns + column[None, :], mask=known, other=0.0).to(tl.float32)
 
 
 @triton.jit
@@ -99,8 +102,7 @@ def _norm(
 ):
     row = tl.program_id(1) * TALL + tl.arange(0, TALL)
     column = tl.program_id(0) * WIDE + tl.arange(0, WIDE)
-    known = (row < rows)[:, None] & (column < columns)[None, :]
-    y = tl.load(x + row.to(tl.int64)[:, None] * columns + column[None, :], mask=known, other=0.0).to(tl.float32)
+    y = _read(x, row, column, rows, columns)
     if HAS_MEAN:
         y -= tl.load(means + row, mask=row < rows, other=0.0)[:, None]
     by = tl.load(weight + column, mask=column < columns, other=0.0).to(tl.float32)
@@ -130,10 +132,9 @@ def _gelu(
 ):
     row = tl.program_id(1) * TALL + tl.arange(0, TALL)
     column = tl.program_id(0) * WIDE + tl.arange(0, WIDE)
-    known = (row < rows)[:, None] & (column < columns)[None, :]
-    y = tl.load(x + row.to(tl.int64)[:, None] * columns + column[None, :], mask=known, other=0.0).to(tl.float32)
+    y = _read(x, row, column, rows, columns)
     y += tl.load(bias + column, mask=column < columns, other=0.0).to(tl.float32)[None, :]
-    y *= _sigmoid(2.0 * 0.79788456 * y * (1.0 + 0.044715 * y * y))
+    y = tanh_gelu(y)
     scale = tl.load(scales)
     y = y.to(x.dtype.element_ty).to(tl.float32)
     _end(_keep(y, out, turned, scale, row, column, rows, columns, TURNED), scale, inverse, largest)
@@ -165,11 +166,10 @@ def _gelu_back(
     for first in range(0, SUMMED, TALL):
         row = tl.program_id(1) * SUMMED + first + tl.arange(0, TALL)
         known = (row < rows)[:, None] & (column < columns)[None, :]
-        place = row.to(tl.int64)[:, None] * columns + column[None, :]
+        place = row.to(tl.int64)[:, None] * columns + column[None, :]  # once for both, for which there are registers
         y = tl.load(x + place, mask=known, other=0.0).to(tl.float32) + added
         given = tl.load(gradient + place, mask=known, other=0.0).to(tl.float32)
-        half = _sigmoid(2.0 * 0.79788456 * y * (1.0 + 0.044715 * y * y))  # (1 + tanh) / 2
-        given *= half + 2.0 * y * half * (1.0 - half) * (0.79788456 + 0.1070322243 * y * y)
+        given *= tanh_gelu_slope(y)
         total += tl.sum(given, 0)
         y = given.to(x.dtype.element_ty).to(tl.float32)
         found = tl.maximum(found, _keep(y, out, turned, scale, row, column, rows, columns, TURNED))

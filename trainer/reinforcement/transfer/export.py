@@ -44,8 +44,8 @@ class Export:
         else:
             self._noted = noted
             used = set[int]().union(*map(recipes.memory_used, noted.values()))
-            there = ((own, name, one) for own, name, one in _weights(self.model) if _memory(one) in used)
-            self._where = [(own, name, _begin(one)) for own, name, one in there]
+            every = recipes.weights(self.model)
+            self._where = [(own, name, _begin(one)) for own, name, one in every if recipes.memory(one) in used]
 
     def fillings(self, buckets: Sequence[Sequence[wire.Meta]]) -> list[Filling] | None:
         """One for each bucket, which fills it with its tensors; None where that is Bridge's work."""
@@ -66,17 +66,6 @@ class Export:
         """Have Bridge make all tensors from now on."""
         say(f"weights: Megatron-Bridge exports them for every step, as recipes do not do: {why}")
         self._moves_left, self._noted = 0, {}
-
-
-def _weights(model: list[torch.nn.Module]) -> Iterator[tuple[dict[str, Any], str, torch.Tensor]]:
-    for part in model:
-        for module in part.modules():
-            for own in (module._parameters, module._buffers):
-                yield from ((own, name, one) for name, one in own.items() if one is not None)
-
-
-def _memory(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
 
 
 def _begin(tensor: torch.Tensor | None) -> int:

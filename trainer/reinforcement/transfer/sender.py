@@ -112,7 +112,7 @@ class Sender:
 
     def _repeat(self, tensors: Tensors, version: int) -> None:
         """Send all buckets once more."""
-        used = [wire.places([one.bytes for one in metas])[-1] for metas in self.buckets]
+        used = [*map(wire.used, self.buckets)]
         allocate, _ = self._memory()
         rooms = [allocate(max(used)) for _ in used[:2]]
         parts = [rooms[number % 2][:count] for number, count in enumerate(used)]
@@ -168,7 +168,7 @@ class Sender:
             self.fillings[number].fill(memory)
             return
         metas = self.buckets[number]
-        for one, place in zip(metas, wire.places([one.bytes for one in metas]), strict=False):
+        for one, place in wire.placed(metas):
             name, tensor = next(tensors, ("nothing", None))
             if name != one.name or tensor is None:
                 raise Fault(f"transfer of weights: {name} came in the place of {one.name}")

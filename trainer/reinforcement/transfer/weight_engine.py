@@ -139,7 +139,7 @@ class GlooEngine(BucketEngine):
 
     def repeat(self) -> None:
         """Take all buckets once more. While one is put to its place, the next comes in."""
-        used = [wire.places([one.bytes for one in metas])[-1] for metas in self.buckets]
+        used = [*map(wire.used, self.buckets)]
         rooms = [torch.empty(max(used), dtype=torch.uint8, device=self.pipe.device) for _ in used[:2]]
         come = [rooms[number % 2][:count] for number, count in enumerate(used)]
         works = [self.pipe.broadcast(memory) for memory in come[:2]]
@@ -193,7 +193,7 @@ class SharedEngine(BucketEngine):
         """Take a bucket once more. The sender may fill its memory again when this returns."""
         if number == 0:
             self.totals = self.begin_repeated()
-        self.taken(number, self.seen(shared, wire.places([one.bytes for one in self.buckets[number]])[-1]), self.totals)
+        self.taken(number, self.seen(shared, wire.used(self.buckets[number])), self.totals)
         if self.device.type == "cuda":
             torch.cuda.current_stream(self.device).synchronize()
 

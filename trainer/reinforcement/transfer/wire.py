@@ -57,7 +57,7 @@ class Bucket:
 
     @property
     def used(self) -> int:
-        return sum(_rows(one.bytes) for one in self.metas) * ROW
+        return used(self.metas)
 
     @property
     def bytes(self) -> torch.Tensor:
@@ -104,7 +104,7 @@ def taken_apart(metas: Sequence[Meta], memory: torch.Tensor) -> list[tuple[str, 
     for one, digest in zip(metas, _digests(memory, sizes), strict=True):
         if digest != one.digest:
             raise Fault(f"transfer of weights: {one.name} is not what was sent: digest {digest}, not {one.digest}")
-    return [(one.name, part(memory, one, place)) for one, place in zip(metas, places(sizes), strict=False)]
+    return [(one.name, part(memory, one, place)) for one, place in placed(metas)]
 
 
 def part(memory: torch.Tensor, one: Meta, place: int) -> torch.Tensor:
@@ -112,9 +112,14 @@ def part(memory: torch.Tensor, one: Meta, place: int) -> torch.Tensor:
     return memory[place : place + one.bytes].view(getattr(torch, one.dtype)).view(one.shape)
 
 
-def places(sizes: Sequence[int]) -> list[int]:
-    """The byte of a bucket at which each tensor of so many bytes begins, and the one at which the last ends."""
-    return [place * ROW for place in accumulate(map(_rows, sizes), initial=0)]
+def placed(metas: Sequence[Meta]) -> list[tuple[Meta, int]]:
+    """Tensors of a bucket, each with the byte at which it begins."""
+    return list(zip(metas, accumulate((_rows(one.bytes) * ROW for one in metas), initial=0), strict=False))
+
+
+def used(metas: Sequence[Meta]) -> int:
+    """The bytes of a bucket that its tensors take, each whole rows."""
+    return sum(_rows(one.bytes) for one in metas) * ROW
 
 
 def require(sent: Meta, found: torch.Tensor) -> None:

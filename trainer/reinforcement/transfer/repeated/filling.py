@@ -3,7 +3,7 @@
 # pyright: reportPrivateImportUsage=false
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -21,8 +21,7 @@ class Filling:
         self.metas = metas
         self.steps: list[tuple[wire.Meta, int, Recipe]] = []  # those that are made one by one
         self.launches: list[Any] = []  # of kernels that make many at once
-        placed = zip(metas, wire.places([one.bytes for one in metas]), strict=False)
-        self._sort([(one, place, noted[one.name]) for one, place in placed])
+        self._sort([(one, place, noted[one.name]) for one, place in wire.placed(metas)])
 
     def _sort(self, recipes: Sequence[tuple[wire.Meta, int, Recipe]]) -> None:
         copies: list[tuple[int, torch.Tensor]] = []
@@ -69,10 +68,9 @@ def _kind(one: wire.Meta, merged: Merged) -> tuple | None:
     return Merges.kind(merged)
 
 
-def first_unlike(metas: Iterable[wire.Meta], found: torch.Tensor, wanted: torch.Tensor) -> str | None:
+def first_unlike(metas: Sequence[wire.Meta], found: torch.Tensor, wanted: torch.Tensor) -> str | None:
     """Name of the first tensor of a bucket that is more than a rounding away from what it should be."""
-    metas = [*metas]
-    for one, place in zip(metas, wire.places([one.bytes for one in metas]), strict=False):
+    for one, place in wire.placed(metas):
         mine, right = wire.part(found, one, place), wire.part(wanted, one, place)
         if not torch.equal(mine, right) and not _is_near(mine.flatten(), right.flatten()):
             return one.name

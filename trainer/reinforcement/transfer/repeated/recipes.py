@@ -88,23 +88,30 @@ class Watch(TorchDispatchMode):
         return value in self._made or self._is_memory(value)
 
     def _is_memory(self, tensor: torch.Tensor) -> bool:
-        return type(tensor) in PLAIN and tensor.untyped_storage().data_ptr() in self.memory
+        return type(tensor) in PLAIN and memory(tensor) in self.memory
 
 
 def memory_of(modules: Iterable[torch.nn.Module]) -> set[int]:
     """All places where the numbers of some modules lie."""
-    found = set[int]()
-    for module in modules:
-        # megatron-core's wrapper for data-parallel training has an attribute of the name buffers.
-        for one in chain(module.parameters(), torch.nn.Module.buffers(module)):
-            found.add(one.untyped_storage().data_ptr())
-    return found - {0}
+    return {memory(one) for *_, one in weights(modules)} - {0}
+
+
+def weights(modules: Iterable[torch.nn.Module]) -> Iterator[tuple[dict[str, Any], str, torch.Tensor]]:
+    """Parameters and buffers of some modules, each behind what its module has it in, and its name there."""
+    for module in chain.from_iterable(one.modules() for one in modules):
+        for own in (module._parameters, module._buffers):
+            yield from ((own, name, one) for name, one in own.items() if one is not None)
+
+
+def memory(tensor: torch.Tensor) -> int:
+    """The place of the memory that a tensor's numbers lie in."""
+    return tensor.untyped_storage().data_ptr()
 
 
 def memory_used(recipe: Recipe) -> set[int]:
     """All places where the numbers lie that a tensor is made of."""
     if isinstance(recipe, torch.Tensor):
-        return {recipe.untyped_storage().data_ptr()}
+        return {memory(recipe)}
     given = tree_leaves((recipe.arguments, recipe.keys), is_leaf=lambda one: isinstance(one, Step))
     parts = (
         one for one in given if isinstance(one, Step) or (isinstance(one, torch.Tensor) and one.is_floating_point())

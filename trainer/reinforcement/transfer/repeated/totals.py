@@ -14,16 +14,15 @@ from trainer.weights import digests
 
 class Totals:
     def __init__(self, buckets: Sequence[Sequence[wire.Meta]], device: torch.device):
-        sizes = [[one.bytes for one in metas] for metas in buckets]
-        self.counts = [wire.places(each)[-1] // wire.ROW for each in sizes]
-        self.first = [*accumulate(self.counts, initial=0)]
-        # Of each tensor, the row that it ends before.
-        ends = [
+        self.first = [*accumulate((wire.used(metas) // wire.ROW for metas in buckets), initial=0)]
+        # The row that each tensor begins with, and behind the last one the row that it ends before.
+        begins = [
             start + place // wire.ROW
-            for start, each in zip(self.first, sizes, strict=False)
-            for place in wire.places(each)[1:]
+            for start, metas in zip(self.first, buckets, strict=False)
+            for _, place in wire.placed(metas)
         ]
-        self.ends = torch.tensor([0, *ends], pin_memory=device.type == "cuda").to(device, non_blocking=True)
+        rows = torch.tensor([*begins, self.first[-1]], pin_memory=device.type == "cuda")
+        self.ends = rows.to(device, non_blocking=True)
         self.factors = digests.place_factors(0, 0, wire.WORDS, device)
         self.sums = torch.empty(self.first[-1], dtype=torch.int64, device=device)
 
