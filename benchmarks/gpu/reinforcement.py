@@ -6,9 +6,10 @@
 
 A Qwen3-MoE of random weights (trainer.tiny's tokenizer) is converted, and trainer.reinforce trains LoRA on it for some
 steps, once for each row: 16 prompts with 16 answers of up to so many tokens. A row has medians of all steps but the
-first: seconds of a step, of the transfer and GB/s, of them those of Megatron-Bridge's export, seconds of the probe, of
+first: seconds of a step, of the transfer and GB/s, those of Megatron-Bridge's export, seconds of the probe, of
 answering and tokens/s, of training, nats a token between both and their k3, and GB of the first GPU while vLLM answers
-and while it sleeps. Then vLLM by itself, in a process as its own documentation starts it, answers the prompts of the
+and while it sleeps. Where later transfers repeat the first ones, without Bridge, the transfer and its GB/s are of those
+alone. Then vLLM by itself, in a process as its own documentation starts it, answers the prompts of the
 last step, and so does it with one thing after another that the loop asks for: a seed for each row, log-probabilities,
 no text; on two GPUs where the last row's vLLM was. With two GPUs NCCL's broadcast of 1 GiB is measured beside. Rows of
 one GPU are taken on all GPUs side by side.
@@ -99,6 +100,7 @@ COLUMNS = {
     "GB awake": ("gpu_gb_awake", "{:.1f}"),
     "GB asleep": ("gpu_gb_asleep", "{:.1f}"),
 }
+OF_TRANSFER = ("seconds_transfer", "sent_gb_per_second")
 # What the loop asks vLLM for, one after another.
 ASKED = {
     "alone": {},
@@ -227,8 +229,9 @@ def _rows(bench: Bench, names: list[str], gpus: int) -> dict[str, list[dict[str,
 
 def row(name: str, lines: list[dict[str, Any]]) -> list[str]:
     cells = [name]
+    repeated = [line for line in lines if "seconds_export" not in line] or lines
     for key, form in COLUMNS.values():
-        values = [line[key] for line in lines if key in line]
+        values = [line[key] for line in (repeated if key in OF_TRANSFER else lines) if key in line]
         cells.append(form.format(statistics.median(values)) if values else "")
     return cells
 
@@ -287,7 +290,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("out", type=Path, metavar="OUT")
     parser.add_argument("--size", choices=("tiny", "3gb", "10gb"), default="3gb")
     parser.add_argument("--rows", nargs="+", choices=ROWS, default=["ipc", "gloo"], help="default: ipc gloo")
-    parser.add_argument("--steps", type=int, default=4)
+    parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--tokens", type=int, default=256, help="of an answer, at most (default 256)")
     parser.add_argument("--seconds", type=float, default=560, help="after which what runs is ended (default 560)")
     parser.add_argument("--work", type=Path, help="folder for model and checkpoints (default a temporary one)")

@@ -45,7 +45,7 @@ def main(run: Run) -> None:
 
 
 def kind(recipe: recipes.Recipe) -> str:
-    return "view" if isinstance(recipe, torch.Tensor) else "merged" if recipes.as_merged(recipe) else "steps"
+    return "view" if isinstance(recipe, torch.Tensor) else "merged" if recipes.merges(recipe) else "steps"
 
 
 def change(model: list[torch.nn.Module], seed: int) -> None:

@@ -13,8 +13,8 @@ from torch import nn
 from tests.support.reinforced import ADAPTER, answers, of_steps
 from trainer.reinforcement.transfer import wire
 from trainer.reinforcement.transfer.repeated import filling, recipes
+from trainer.reinforcement.transfer.repeated.buckets import Buckets
 from trainer.reinforcement.transfer.repeated.loading import Learned, Watch
-from trainer.reinforcement.transfer.repeated.totals import Totals
 
 ROOT = Path(__file__).parents[3]
 
@@ -70,12 +70,20 @@ def noted(how) -> tuple[recipes.Watch, dict, Toy]:
     return watch, found, toy
 
 
-ROWS = torch.tensor([3, 0, 5])
+ROWS, HEADS = torch.tensor([3, 0, 5]), torch.tensor([2, 0])
+
+
+def heads(rows: torch.Tensor) -> torch.Tensor:
+    """Some heads of those in a weight, each of two rows."""
+    return rows.view(3, 2, -1)[HEADS].view(4, -1)
+
+
 HOWS = {
     "rows in another order": lambda toy: toy.base[ROWS].flip(0).reshape(-1),
     "parts of parts": lambda toy: torch.cat(toy.base.chunk(2, 1)[::-1]).chunk(3)[1].t().contiguous(),
     "an adapter": lambda toy: toy.base.float() + 0.5 * (toy.b.float() @ toy.a.float()),
     "half of an adapter": lambda toy: toy.base[:3] + 0.25 * (toy.b[:3] @ toy.a),
+    "heads of an adapter": lambda toy: heads(toy.base).float() + 0.5 * (heads(toy.b).float() @ toy.a.float()),
 }
 
 
@@ -86,10 +94,17 @@ def test_what_is_made_of_weights_is_made_of_later_ones_alike(how):
     for parameter in toy.parameters():
         parameter.data.normal_()
     assert torch.equal(recipes.Kitchen().make(found["tensor"]), HOWS[how](toy))
-    merged = recipes.as_merged(found["tensor"])
-    assert (merged is not None) == ("adapter" in how)
+    merged = recipes.merges(found["tensor"])
+    assert len(merged) == (0 if "adapter" not in how else 2 if "heads" in how else 1)
     if merged:
-        assert torch.equal(merged.base + merged.scale * (merged.b @ merged.a), HOWS[how](toy))
+        assert torch.equal(torch.cat([one.base + one.scale * (one.b @ one.a) for one in merged]), HOWS[how](toy))
+
+
+def test_heads_lie_one_behind_another():
+    _, found, toy = noted(lambda toy: heads(toy.base))
+    assert torch.equal(torch.cat(recipes.pieces(found["tensor"])), heads(toy.base))
+    _, found, _ = noted(lambda toy: toy.base.view(3, 2, 4)[:, torch.tensor([1])].view(3, 4))
+    assert recipes.pieces(found["tensor"]) == []
 
 
 NOISE = torch.randn(6, 4)
@@ -121,7 +136,8 @@ def test_a_tensor_that_is_another_is_named():
 
 BESIDE_TORCH = """
 import itertools, torch
-from trainer.reinforcement.transfer.repeated import kernels
+from trainer.reinforcement.transfer import wire
+from trainer.reinforcement.transfer.repeated import filling, kernels, recipes
 from trainer.reinforcement.transfer.repeated.recipes import Merged
 from trainer.weights import digests
 
@@ -140,7 +156,7 @@ for kind, adapter, rank in itertools.product(KINDS, KINDS, (3, 16, 70)):
     size = 72 * 136 * kind.itemsize
     places = [0, 8 * size, 2 * size]
     memory = torch.zeros(9 * size, dtype=torch.uint8)
-    (alike,) = {kernels.Merges.kind(one) for one in each}
+    (alike,) = {kernels.Merges.kind(0, one) for one in each}
     assert alike
     kernels.Merges(places, each).fill(memory)
     for one, place in zip(each, places):
@@ -149,7 +165,9 @@ for kind, adapter, rank in itertools.product(KINDS, KINDS, (3, 16, 70)):
         bound = 1e-5 if kind is torch.float32 else 1e-2
         assert ((found.double() - wanted).abs() <= bound * (1 + wanted.abs())).all(), (kind, adapter, rank)
     assert memory[3 * size : 8 * size].count_nonzero() == 0
-assert kernels.Merges.kind(Merged(torch.ones(9)[1:].view(2, 4), torch.ones(3, 4), torch.ones(2, 3), 1.0)) is None
+known = Merged(torch.ones(2, 4), torch.ones(3, 4), torch.ones(2, 3), 1.0)
+shifted = Merged(torch.ones(9)[1:].view(2, 4), known.a, known.b, 1.0)
+assert kernels.Merges.kind(16, known) and not kernels.Merges.kind(8, known) and not kernels.Merges.kind(0, shifted)
 
 memory = torch.randint(0, 256, (1 << 17,), dtype=torch.uint8)
 targets = [torch.zeros(count, dtype=torch.bfloat16) for count in (4, 20000, 36)]
@@ -167,11 +185,34 @@ assert back.count_nonzero() <= sum(target.nbytes for target in targets)
 factors, sums = digests.place_factors(0, 0, 1024, "cpu"), torch.empty(16, dtype=torch.int64)
 kernels.row_sums(memory, factors, sums)
 assert torch.equal(sums, (memory.view(torch.int64).view(16, 1024) * factors).sum(-1))
+
+torch.Tensor.is_cuda = True
+rows, a, b, places = torch.randn(4, 8, 16), torch.randn(3, 16), torch.randn(4, 8, 3), torch.tensor([3, 0, 1])
+weights = torch.nn.ParameterList([rows, a, b])
+tensors = {
+    "heads": lambda: weights[0][places].view(24, 16),
+    "merged": lambda: weights[0][places].view(24, 16) + 0.5 * (weights[2][places].view(24, 3) @ weights[1]),
+    "view": lambda: weights[0][2],
+    "cut": lambda: weights[0][places][:, 1:].reshape(-1),
+}
+watch, noted = recipes.Watch([weights]), {}
+metas = [
+    wire.Meta(name, "float32", tuple(one.shape), "")
+    for name, one in recipes.watched(((name, make().detach()) for name, make in tensors.items()), watch, noted)
+]
+filled = filling.Filling(metas, noted)
+assert [one.name for one, *_ in filled.steps] == ["cut"] and len(filled.launches) == 2
+memory = torch.zeros(wire.used(metas), dtype=torch.uint8)
+for weight in weights:
+    weight.data.normal_()
+filled.fill(memory)
+for one, place in wire.placed(metas):
+    torch.testing.assert_close(wire.part(memory, one, place), tensors[one.name]().detach(), rtol=1e-5, atol=1e-6)
 print("as torch")
 """
 
 
-def test_kernels_merge_copy_and_sum_as_torch_does():
+def test_kernels_fill_buckets_merge_copy_and_sum_as_torch_does():
     given = {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         [sys.executable, "-c", BESIDE_TORCH], cwd=ROOT, env=given, capture_output=True, text=True, timeout=240
@@ -264,13 +305,14 @@ def test_the_digest_of_a_tensor_is_of_its_own_bytes_and_of_its_place():
     memory = torch.randint(0, 256, (2, 3 * 2 * 8192), dtype=torch.uint8)
 
     def found(changed: tuple[int, int] | None = None) -> torch.Tensor:
-        totals = Totals(buckets, torch.device("cpu"))
+        totals = Buckets(buckets, torch.device("cpu"))
+        totals.begin()
         for number in (0, 1):
             bucket = memory[number].clone()
             if changed and changed[0] == number:
                 bucket[changed[1]] ^= 4
             totals.add(number, bucket)
-        return totals.found()
+        return totals.digests()
 
     assert len(set(found().tolist())) == 6
     assert (found() != found((1, 2 * 8192))).tolist() == [False] * 4 + [True, False]

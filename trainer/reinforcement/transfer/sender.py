@@ -21,8 +21,8 @@ from trainer.reinforcement.engines.group import Group
 from trainer.reinforcement.transfer import shared_memory, wire
 from trainer.reinforcement.transfer.export import Export
 from trainer.reinforcement.transfer.repeated import filling
+from trainer.reinforcement.transfer.repeated.buckets import Buckets
 from trainer.reinforcement.transfer.repeated.filling import Filling
-from trainer.reinforcement.transfer.repeated.totals import Totals
 from trainer.startup import device
 from trainer.startup.console import say
 
@@ -36,6 +36,7 @@ class Sender:
     def __init__(self, run: Run, group: Group, transport: str):
         self.run, self.group, self.transport = run, group, transport
         self.buckets: list[list[wire.Meta]] = []  # of the last whole transfer
+        self.repeated: Buckets | None = None  # the same, once it has been repeated
         self.can_repeat = self.told = False  # whether every engine can
         self.fillings: list[Filling] | None = None  # what may fill the buckets without Bridge
         self.proven = False  # whether it has filled them with what Bridge exports
@@ -45,17 +46,13 @@ class Sender:
         for engine in [*self.group.engines]:
             if not engine.joined:
                 self.group.attempt(engine, partial(self._join, engine))
-        self._prepare(export)
-        if self.can_repeat:
-            self._repeat(tensors, version)
-        else:
-            self._send_whole(tensors, version)
+        sent = (self._repeat if self.can_repeat else self._send_whole)(tensors, version, export)
         self.proven = bool(self.fillings)
         if export and self.unlike:
             export.give_up(f"{self.unlike} would be another")
         if self.transport == "ipc":
             shared_memory.collect()
-        return sum(one.bytes for one in chain.from_iterable(self.buckets))
+        return sent
 
     def _prepare(self, export: Export | None) -> None:
         """Have what fills the buckets, as far as it is known."""
@@ -66,9 +63,10 @@ class Sender:
         elif self.fillings is None and export:
             self.fillings = export.fillings(self.buckets)
 
-    def _send_whole(self, tensors: Tensors, version: int) -> None:
+    def _send_whole(self, tensors: Tensors, version: int, export: Export | None) -> int:
+        self._prepare(export)
         self.group.each("begin")
-        before, self.buckets = self.buckets, []
+        before, self.buckets, self.repeated = self.buckets, [], None
         allocate, size = self._memory()
         reading, handles = list[Engine](), dict[int, Any]()
         for bucket in wire.buckets(tensors, allocate, size):
@@ -83,6 +81,7 @@ class Sender:
         if before and not self.can_repeat and not self.told and device.has_gpu():  # on a CPU it is always so
             self.told = True
             say(f"weights: vLLM loads them for every step, as it would for the first: {next(filter(None, reasons))}")
+        return sum(one.bytes for one in chain.from_iterable(self.buckets))
 
     def _compare(self, number: int, metas: list[wire.Meta], memory: torch.Tensor) -> None:
         """Hold what fills a bucket without Bridge against what Bridge has made."""
@@ -110,54 +109,56 @@ class Sender:
         if engine.pipe is not None:
             self._over(engine, "bucket", partial(engine.pipe.send, bucket.bytes))
 
-    def _repeat(self, tensors: Tensors, version: int) -> None:
+    def _repeat(self, tensors: Tensors, version: int, export: Export | None) -> int:
         """Send all buckets once more."""
-        used = [*map(wire.used, self.buckets)]
+        if self.transport != "ipc":
+            for engine in [*self.group.engines]:  # which get ready while this side does
+                self.group.attempt(engine, partial(engine.ask, "repeat", {"version": version}))
+        self._prepare(export)
         allocate, _ = self._memory()
-        rooms = [allocate(max(used)) for _ in used[:2]]
-        parts = [rooms[number % 2][:count] for number, count in enumerate(used)]
-        totals = Totals(self.buckets, rooms[0].device)
+        self.repeated = self.repeated or Buckets(self.buckets, torch.device("cuda" if device.has_gpu() else "cpu"))
+        self.repeated.begin()
+        rooms = self.repeated.rooms(allocate)
         if self.transport == "ipc":
-            self._repeat_shared(tensors, rooms, parts, totals)
-            self.group.each("end_repeated", sums=totals.found().tolist(), version=version)
+            self._repeat_shared(tensors, rooms, self.repeated)
+            self.group.each("end_repeated", sums=self.repeated.digests().tolist(), version=version)
         else:
-            self._repeat_over_pipes(tensors, parts, totals, version)
+            self._repeat_over_pipes(tensors, rooms, self.repeated)
         if not self.proven and (more := next(tensors, None)):
             raise Fault(f"transfer of weights: {more[0]} came, and not before")
+        return self.repeated.bytes
 
-    def _repeat_over_pipes(self, tensors: Tensors, parts: list[torch.Tensor], totals: Totals, version: int) -> None:
+    def _repeat_over_pipes(self, tensors: Tensors, rooms: list[torch.Tensor], repeated: Buckets) -> None:
         """While a bucket goes over, the next is filled; the digests of all go over behind the last."""
-        for engine in [*self.group.engines]:
-            self.group.attempt(engine, partial(engine.ask, "repeat", {"version": version}))
         going = list[list[tuple[Engine, Any]]]()
-        for number, memory in enumerate(parts):
+        for number, (room, used) in enumerate(zip(rooms, repeated.used, strict=True)):
+            memory = room[:used]
             for engine, work in going[number - 2] if number > 1 else ():
                 self._attempt_over(engine, work.wait)
             self._fill(number, memory, tensors)
-            totals.add(number, memory)
+            repeated.add(number, memory)
             going.append([])
             for engine in [*self.group.engines]:
                 assert engine.pipe
                 begin = partial(engine.pipe.broadcast, memory.to(engine.pipe.device))
                 going[-1] += [(engine, work) for work in self._attempt_over(engine, begin)]
-        found = totals.found()
+        found = repeated.digests()
         for engine in [*self.group.engines]:
             assert engine.pipe
             self._attempt_over(engine, partial(engine.pipe.send, found))
         for engine in [*self.group.engines]:
             self.group.attempt(engine, partial(engine.answer, "repeat"))
 
-    def _repeat_shared(
-        self, tensors: Tensors, rooms: list[torch.Tensor], parts: list[torch.Tensor], totals: Totals
-    ) -> None:
+    def _repeat_shared(self, tensors: Tensors, rooms: list[torch.Tensor], repeated: Buckets) -> None:
         reading, handles = list[Engine](), dict[int, Any]()
-        for number, memory in enumerate(parts):
+        for number, (room, used) in enumerate(zip(rooms, repeated.used, strict=True)):
+            memory = room[:used]
             self._fill(number, memory, tensors)
-            totals.add(number, memory)
+            repeated.add(number, memory)
             if memory.is_cuda:  # the other process does not wait for this one's stream
                 torch.cuda.current_stream().synchronize()
             self._wait_for(reading)
-            asked = {"number": number, "shared": self._shared(rooms[number % 2], handles)}
+            asked = {"number": number, "shared": self._shared(room, handles)}
             for engine in [*self.group.engines]:
                 reading += [engine for _ in self.group.attempt(engine, partial(engine.ask, "repeat_bucket", asked))]
         self._wait_for(reading)

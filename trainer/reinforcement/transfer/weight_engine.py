@@ -16,6 +16,7 @@ same buckets with other numbers, which go where those of the first two have gone
 import contextlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,7 +26,7 @@ from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from contract.faults import Fault
 from trainer.reinforcement.transfer import wire
 from trainer.reinforcement.transfer.repeated import loading
-from trainer.reinforcement.transfer.repeated.totals import Totals
+from trainer.reinforcement.transfer.repeated.buckets import Buckets
 from trainer.weights import digests
 
 
@@ -48,13 +49,14 @@ class BucketEngine(base.WeightTransferEngine[Init, Update]):
     init_info_cls, update_info_cls = Init, Update
     arrived: set[str]  # names of the tensors that were loaded since the start
     buckets: list[list[wire.Meta]]  # what has come in each since the start
+    repeated: Buckets | None = None  # the same, once they have been repeated
     watch: loading.Watch | None = None  # of the first transfer
     learned: loading.Learned | None = None
 
     def start_weight_update(self) -> None:
         from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
 
-        self.arrived, self.buckets = set(), []
+        self.arrived, self.buckets, self.repeated = set(), [], None
         self.watch = None if self.learned else loading.Watch(self.model)
         initialize_layerwise_reload(self.model)
 
@@ -86,13 +88,15 @@ class BucketEngine(base.WeightTransferEngine[Init, Update]):
         """The reason that a transfer cannot be repeated; empty where it can. `sleeps`: vLLM sleeps before each."""
         return self.learned.refused(self.model, sleeps) if self.learned else "nothing was learned of a transfer"
 
-    def begin_repeated(self) -> Totals:
-        return Totals(self.buckets, torch.device(self.device))
+    def known(self) -> Buckets:
+        """The buckets of the last whole transfer."""
+        self.repeated = self.repeated or Buckets(self.buckets, torch.device(self.device))
+        return self.repeated
 
-    def taken(self, number: int, memory: torch.Tensor, totals: Totals) -> None:
+    def taken(self, number: int, memory: torch.Tensor) -> None:
         """Put a bucket that is repeated to where it goes."""
         assert self.learned
-        totals.add(number, memory)
+        self.known().add(number, memory)
         self.learned.loading.put(number, memory)
 
     def require(self, found: torch.Tensor, sent: torch.Tensor) -> None:
@@ -139,17 +143,17 @@ class GlooEngine(BucketEngine):
 
     def repeat(self) -> None:
         """Take all buckets once more. While one is put to its place, the next comes in."""
-        used = [*map(wire.used, self.buckets)]
-        rooms = [torch.empty(max(used), dtype=torch.uint8, device=self.pipe.device) for _ in used[:2]]
-        come = [rooms[number % 2][:count] for number, count in enumerate(used)]
+        known = self.known()
+        known.begin()
+        rooms = known.rooms(partial(torch.empty, dtype=torch.uint8, device=self.pipe.device))
+        come = [room[:count] for room, count in zip(rooms, known.used, strict=True)]
         works = [self.pipe.broadcast(memory) for memory in come[:2]]
-        totals = self.begin_repeated()
         for number, memory in enumerate(come):
             works[number].wait()
-            self.taken(number, memory.to(self.device), totals)
+            self.taken(number, memory.to(self.device))
             if number + 2 < len(come):
                 works.append(self.pipe.broadcast(come[number + 2]))
-        found = totals.found().to(self.pipe.device)
+        found = known.digests().to(self.pipe.device)
         sent = torch.empty_like(found)
         self.pipe.finish(self.pipe.broadcast(sent))
         self.require(found, sent)
@@ -171,7 +175,6 @@ class SharedEngine(BucketEngine):
 
     def init_transfer_engine(self, init_info: Init) -> None:
         self.opened: dict[Any, torch.Tensor] = {}
-        self.totals: Totals
 
     def received(self, update_info: Update) -> torch.Tensor:
         assert update_info.shared
@@ -191,14 +194,15 @@ class SharedEngine(BucketEngine):
 
     def repeat(self, number: int, shared: tuple) -> None:
         """Take a bucket once more. The sender may fill its memory again when this returns."""
+        known = self.known()
         if number == 0:
-            self.totals = self.begin_repeated()
-        self.taken(number, self.seen(shared, wire.used(self.buckets[number])), self.totals)
+            known.begin()
+        self.taken(number, self.seen(shared, known.used[number]))
         if self.device.type == "cuda":
             torch.cuda.current_stream(self.device).synchronize()
 
     def end_repeated(self, sums: list[int]) -> None:
-        self.require(self.totals.found().cpu(), torch.tensor(sums))
+        self.require(self.known().digests().cpu(), torch.tensor(sums))
         self.close()
 
     def close(self) -> None:

@@ -189,8 +189,13 @@ class Pipe:
         self.within = timedelta(seconds=seconds) if seconds else PATIENCE
         meets, count = MEETS if seconds else PATIENCE, 1 + workers
         self.store = TCPStore(host, port, count, is_master=rank == 0, timeout=meets, wait_for_workers=False)
-        kind = ProcessGroupGloo if device.type == "cpu" else ProcessGroupNCCL
-        self.group = kind(self.store, rank, count, meets)
+        if device.type == "cpu":
+            self.group: Any = ProcessGroupGloo(self.store, rank, count, meets)
+        else:
+            # A kernel that fills the next bucket takes all of a GPU, and the sending of this one is not to wait for it.
+            options = ProcessGroupNCCL.Options(is_high_priority_stream=True)
+            options._timeout = meets
+            self.group = ProcessGroupNCCL(self.store, rank, count, options)
 
     def send(self, tensor: torch.Tensor) -> None:
         """Send a tensor to all others."""

@@ -4,12 +4,13 @@
 
 from collections import defaultdict
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any
 
 import torch
 
 from trainer.reinforcement.transfer import wire
-from trainer.reinforcement.transfer.repeated.recipes import Kitchen, Merged, Recipe, as_merged
+from trainer.reinforcement.transfer.repeated.recipes import Kitchen, Merged, Recipe, merges, pieces
 
 COMPARED = 2**24  # numbers at once
 
@@ -25,20 +26,20 @@ class Filling:
 
     def _sort(self, recipes: Sequence[tuple[wire.Meta, int, Recipe]]) -> None:
         copies: list[tuple[int, torch.Tensor]] = []
-        merges: dict[tuple, list[tuple[int, Merged]]] = defaultdict(list)
+        merged: dict[tuple | None, list[tuple[int, Merged]]] = defaultdict(list)
         for one, place, recipe in recipes:
-            merged = as_merged(recipe)
-            if isinstance(recipe, torch.Tensor) and _is_copied(one, place, recipe):
-                copies.append((place, recipe))
-            elif merged and (kind := _kind(one, merged)):
-                merges[kind].append((place, merged))
+            if found := _copied(one, place, recipe):
+                copies += found
+            elif kinds := _merged(one, place, recipe):
+                for kind, at, part in kinds:
+                    merged[kind].append((at, part))
             else:
                 self.steps.append((one, place, recipe))
-        if copies or merges:
+        if copies or merged:
             from trainer.reinforcement.transfer.repeated.kernels import Copies, Merges
 
             self.launches += [Copies(*zip(*copies, strict=True))] if copies else []
-            self.launches += [Merges(*zip(*each, strict=True)) for each in merges.values()]
+            self.launches += [Merges(*zip(*each, strict=True)) for each in merged.values()]
 
     @torch.no_grad()
     def fill(self, memory: torch.Tensor) -> None:
@@ -50,22 +51,37 @@ class Filling:
             wire.part(memory, one, place).copy_(kitchen.make(recipe))
 
 
-def _is_copied(one: wire.Meta, place: int, view: torch.Tensor) -> bool:
-    """Whether a kernel copies a part of Megatron's memory as it is."""
-    if not view.is_cuda or one.dtype != wire.dtype(view) or one.shape != tuple(view.shape):
-        return False
+def _copied(one: wire.Meta, place: int, recipe: Recipe) -> list[tuple[int, torch.Tensor]]:
+    """The parts of Megatron's memory that a kernel copies as they are, each with its place; none of another tensor."""
+    parts = pieces(recipe)
+    if not _are_all_of(one, parts):
+        return []
     from trainer.reinforcement.transfer.repeated.kernels import Copies
 
-    return Copies.has(place, view)
+    placed = [*zip(_places(place, parts), parts, strict=True)]
+    return placed if all(Copies.has(*each) for each in placed) else []
 
 
-def _kind(one: wire.Meta, merged: Merged) -> tuple | None:
-    """The kind of a matrix that a kernel merges."""
-    if not merged.base.is_cuda or one.dtype != wire.dtype(merged.base):
-        return None
+def _merged(one: wire.Meta, place: int, recipe: Recipe) -> list[tuple[tuple | None, int, Merged]]:
+    """The matrices that a kernel merges, each with its kind and its place; none of another tensor."""
+    parts = merges(recipe)
+    if not _are_all_of(one, [part.base for part in parts]):
+        return []
     from trainer.reinforcement.transfer.repeated.kernels import Merges
 
-    return Merges.kind(merged)
+    places = _places(place, [part.base for part in parts])
+    kinds = [Merges.kind(*each) for each in zip(places, parts, strict=True)]
+    return [*zip(kinds, places, parts, strict=True)] if all(kinds) else []
+
+
+def _are_all_of(one: wire.Meta, parts: Sequence[torch.Tensor]) -> bool:
+    """Whether a tensor is these parts of a GPU's memory, and of their type."""
+    alike = all(part.is_cuda and one.dtype == wire.dtype(part) for part in parts)
+    return bool(parts) and alike and sum(part.nbytes for part in parts) == one.bytes
+
+
+def _places(first: int, parts: Sequence[torch.Tensor]) -> list[int]:
+    return [*accumulate((part.nbytes for part in parts[:-1]), initial=first)]
 
 
 def first_unlike(metas: Sequence[wire.Meta], found: torch.Tensor, wanted: torch.Tensor) -> str | None:

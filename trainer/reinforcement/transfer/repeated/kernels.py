@@ -16,7 +16,7 @@ from trainer.reinforcement.transfer.repeated.recipes import Merged
 TALL, WIDE, WARPS = 64, 128, 8  # of a tile that is merged
 LEAST, DEEPEST = 16, 32  # of a rank, that a product on a GPU takes at once
 AT_ONCE = 4096  # words that a program copies
-ALIGNED = 16  # bytes, that a matrix has to begin at a multiple of
+ALIGNED = 16  # bytes, that a matrix has to begin at a multiple of, on either side
 TYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -37,9 +37,9 @@ class Merges:
         self.sizes = rows, columns, rank, each[0].scale, *strides, deep, TALL, WIDE, *together
 
     @staticmethod
-    def kind(one: Merged) -> tuple | None:
-        """All that matrices have in common which are merged together; None of one that is not."""
-        if any(part.dtype not in TYPES or part.data_ptr() % ALIGNED for part in one.parts):
+    def kind(place: int, one: Merged) -> tuple | None:
+        """All that matrices have in common which are merged together; None of one that is not, to this byte."""
+        if place % ALIGNED or any(part.dtype not in TYPES or part.data_ptr() % ALIGNED for part in one.parts):
             return None
         return one.scale, *((*part.shape, part.stride(0), part.dtype) for part in one.parts)
 

@@ -20,6 +20,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 aten = torch.ops.aten
 SAME = (aten.detach.default, aten.alias.default)
+MOST = 4096  # pieces of a tensor that are known one by one
 PLAIN = (torch.Tensor, torch.nn.Parameter)  # others, as those in FP8, are more than their memory
 
 
@@ -69,7 +70,9 @@ class Watch(TorchDispatchMode):
             # What is written into, or goes in from elsewhere, would have to be known as it will be the next time.
             self.refused = str(func)
             return results
-        given, keys = tree_map_only(torch.Tensor, lambda one: self._made.get(one, one), (args, kwargs))
+        # Numbers of rows that lie on the host would be sent anew each time, and waited for.
+        where = next(one.device for one in tensors if self._is_known(one))
+        given, keys = tree_map_only(torch.Tensor, lambda one: self._made.get(one, one.to(where)), (args, kwargs))
         for number, result in enumerate(results if isinstance(results, (tuple, list)) else [results]):
             if isinstance(result, torch.Tensor) and not self._is_memory(result):
                 self._made[result] = Step(func, tuple(given), keys, number)
@@ -139,21 +142,45 @@ class Kitchen:
         return results[step.number] if isinstance(results, (tuple, list)) else results
 
 
-def as_merged(recipe: Recipe) -> Merged | None:
-    """The recipe as a weight with an adapter, where it is one whose parts lie in Megatron's memory."""
+def pieces(recipe: Recipe) -> list[torch.Tensor]:
+    """The parts of Megatron's memory that a tensor is put together of, one behind another; none of one that is not.
+
+    Queries, keys and values are one weight in Megatron, in which each head has rows of its own.
+    """
+    recipe = _numbers(recipe)
+    if isinstance(recipe, torch.Tensor):
+        return [recipe]
+    inner = _numbers(recipe.arguments[0]) if _is(recipe, aten.view.default) else recipe
+    if not _is(inner, aten.index.Tensor):
+        return []
+    whole, places = _numbers(inner.arguments[0]), inner.arguments[1]
+    if not isinstance(whole, torch.Tensor) or len(places) != 1 or places[0].ndim != 1 or places[0].dtype != torch.int64:
+        return []
+    return [whole[place] for place in places[0].tolist()] if len(places[0]) <= MOST else []
+
+
+def merges(recipe: Recipe) -> list[Merged]:
+    """The weights with adapters that a tensor is put together of, one behind another; none of one that is not."""
     outer = recipe
     if _is(outer, aten._to_copy.default):
         outer = outer.arguments[0]
     if not _is(outer, aten.add.Tensor) or outer.keys or not _is(outer.arguments[1], aten.mul.Tensor):
-        return None
-    base, (product, scale) = _numbers(outer.arguments[0]), outer.arguments[1].arguments
+        return []
+    base, (product, scale) = outer.arguments[0], outer.arguments[1].arguments
     if not _is(product, aten.mm.default) or not isinstance(scale, float):
-        return None
-    b, a = (_numbers(one) for one in product.arguments)
-    parts = (base, a, b)
-    if not all(isinstance(one, torch.Tensor) and one.ndim == 2 and one.stride(1) == 1 for one in parts):
-        return None
-    return Merged(base, a, b, scale)
+        return []
+    bases, all_b, (a, *rest) = pieces(base), pieces(product.arguments[0]), pieces(product.arguments[1])
+    if rest or len(bases) != len(all_b):
+        return []
+    found = [Merged(base, a, b, scale) for base, b in zip(bases, all_b, strict=True)]
+    return found if all(map(_is_product, found)) else []
+
+
+def _is_product(one: Merged) -> bool:
+    """Whether the parts are matrices as they stand, whose rows are not scattered."""
+    if not all(part.ndim == 2 and part.stride(1) == 1 for part in one.parts):
+        return False
+    return one.base.shape == (len(one.b), one.a.shape[1]) and one.b.shape[1] == len(one.a)
 
 
 def _is(value: Any, operation: Any) -> bool:

@@ -1,0 +1,55 @@
+"""The buckets of a transfer that is repeated, as both sides know them: how long each is, and digests of all tensors.
+
+What they are is found once, as that takes Python for each tensor. Digests are those of a bucket that is sent by itself
+(trainer/reinforcement/transfer/wire.py), but for the rows, which are numbered through all buckets. They are gathered
+bucket by bucket, and known on the host at the end.
+"""
+
+from collections.abc import Callable, Sequence
+from itertools import accumulate, chain
+
+import torch
+
+from trainer.reinforcement.transfer import wire
+from trainer.weights import digests
+
+
+class Buckets:
+    def __init__(self, metas: Sequence[Sequence[wire.Meta]], device: torch.device):
+        self.bytes = sum(one.bytes for one in chain.from_iterable(metas))
+        self.used = [*map(wire.used, metas)]
+        self.first = [*accumulate((size // wire.ROW for size in self.used), initial=0)]  # rows
+        # The row that each tensor begins with, and behind the last one the row that it ends before.
+        begins = [
+            start + place // wire.ROW
+            for start, each in zip(self.first, metas, strict=False)
+            for _, place in wire.placed(each)
+        ]
+        self.ends = torch.tensor([*begins, self.first[-1]]).to(device)
+        self.factors = digests.place_factors(0, 0, wire.WORDS, device)
+        self.sums = self.factors.new_empty(0)  # of each row, in a transfer
+
+    def begin(self) -> None:
+        """Begin a transfer."""
+        self.sums = torch.empty(self.first[-1], dtype=torch.int64, device=self.ends.device)
+
+    def rooms(self, allocate: Callable[[int], torch.Tensor]) -> list[torch.Tensor]:
+        """Memory for each bucket, as long as the longest: it is filled in turn with another."""
+        two = [allocate(max(self.used)) for _ in self.used[:2]]
+        return [two[number % 2] for number in range(len(self.used))]
+
+    def add(self, number: int, memory: torch.Tensor) -> None:
+        """Add the rows of a bucket."""
+        out = self.sums[self.first[number] : self.first[number + 1]]
+        if memory.is_cuda:
+            from trainer.reinforcement.transfer.repeated import kernels
+
+            kernels.row_sums(memory, self.factors, out)
+        else:
+            torch.sum(memory.view(torch.int64).view(-1, wire.WORDS) * self.factors, -1, out=out)
+
+    def digests(self) -> torch.Tensor:
+        """A number for each tensor, in the order of all buckets."""
+        sums, self.sums = self.sums, self.sums.new_empty(0)
+        rows = sums * digests.place_factors(1, 0, len(sums), sums.device)
+        return torch.cat([rows.new_zeros(1), rows.cumsum(0)])[self.ends].diff()
