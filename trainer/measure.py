@@ -62,6 +62,7 @@ def main(run: Run) -> None:
     from trainer.megatron import adapters, next_batch
     from trainer.megatron.next_batch import NextBatch
     from trainer.patches.gradients import local_norms
+    from trainer.training import bridge_loop
 
     here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     if device.has_gpu() and here > torch.cuda.device_count():
@@ -71,6 +72,7 @@ def main(run: Run) -> None:
     output.mkdir(parents=True, exist_ok=True)
     callbacks = [local_norms.install(), _clock(output / RESULT), *([recorder(run)] if run.log.profile_every else [])]
     callbacks += [NextBatch()] if next_batch.helps(run) else []
+    bridge_loop.bound_cleanup()
     try:
         # Drawn on the host, it takes minutes where each of many experts has an adapter; Bridge has filled them before.
         with megatron_to(Path(run.paths.logs)), mock.patch.object(adapters, "draw_initial_values"):

@@ -116,6 +116,39 @@ def test_layers_that_are_dense_by_their_number_are_cut_off():
         trial.cut(config, 0)
 
 
+EXHAUSTED = """
+import os, sys, threading, torch
+from pathlib import Path
+from conf.load import load
+from trainer import measure, trial
+from trainer.rehearse import config_of
+from trainer.startup import entry
+
+run = load("tiny", ["layout.nodes=1", "layout.gpus_per_node=1"])
+made = trial.settle(run, config_of(run), 3, Path(sys.argv[1]))
+os.environ.update(entry._alone())
+measure.device.start()
+from megatron.bridge.training import gpt_step, pretrain
+from trainer.training import bridge_loop
+
+def exhausted(*_):
+    raise torch.OutOfMemoryError("planted")
+
+bridge_loop.CLEANUP_SECONDS = 0.2
+gpt_step.forward_step = exhausted
+pretrain._cleanup_after_pretrain_failure = lambda *_: threading.Event().wait()
+with entry.faults_in_one_line():
+    measure.main(made)
+"""
+
+
+def test_a_rank_without_memory_ends_whatever_its_process_groups_wait_for(tmp_path):
+    """NCCL's groups were seen to be given up by no rank of two that both had run out of memory."""
+    done = subprocess.run([sys.executable, "-c", EXHAUSTED, str(tmp_path)], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2 and "rank 0: out of memory with " in done.stderr, done.stderr[-2000:]
+    assert json.loads((tmp_path / "output" / "out-of-memory.json").read_text())["line"] == "planted"
+
+
 def test_running_out_of_memory_is_an_answer():
     run = load("tiny")
     facts = facts_from_hf(config_of(run))

@@ -21,7 +21,6 @@ END_SECONDS = 90  # until a process that has failed is there no more, whatever i
 
 def train(run: Run, config: Any, forward_step: Any, callbacks: list[Any]) -> None:
     """Train until the last step, or until somebody tells this process to end."""
-    from megatron.bridge.training import pretrain
     from megatron.bridge.training.finetune import finetune
 
     from trainer.patches.gradients import local_norms
@@ -35,7 +34,7 @@ def train(run: Run, config: Any, forward_step: Any, callbacks: list[Any]) -> Non
         unwritten.prepare(run)
 
     logging.getLogger("megatron.bridge.training.pretrain").addFilter(_is_failure)
-    pretrain._cleanup_after_pretrain_failure = bounded(pretrain._cleanup_after_pretrain_failure)
+    bound_cleanup()
     try:
         finetune(config, forward_step, callbacks=callbacks)
     except SystemExit as leave:  # Bridge's way to end after SIGTERM, once its checkpoint is written
@@ -51,10 +50,17 @@ def train(run: Run, config: Any, forward_step: Any, callbacks: list[Any]) -> Non
         raise Fault(f"{folder}: a checkpoint could not be written; {free} are free there") from error
 
 
+def bound_cleanup() -> None:
+    """Have a loop that has failed end its process, whatever its cleanup waits for."""
+    from megatron.bridge.training import pretrain
+
+    pretrain._cleanup_after_pretrain_failure = bounded(pretrain._cleanup_after_pretrain_failure)
+
+
 def bounded(cleanup: Callable[..., None]) -> Callable[..., None]:
     """Bridge's cleanup after a failure, which cannot keep the process from ending.
 
-    It aborts NCCL's groups. On one GPU that was seen to wait for ever, so that a training that had failed stayed. What
+    It aborts NCCL's groups. On GPUs that was seen to wait for ever, so that a training that had failed stayed. What
     has failed is told all the same; the last resort is the interpreter's own watchdog, which waits for no thread.
     """
 
