@@ -3,6 +3,8 @@
 import sys
 import types
 
+import torch
+
 from trainer.megatron import recorded_layers
 
 
@@ -17,3 +19,20 @@ def test_layers_are_recorded_without_copies_of_what_is_added_at_once(monkeypatch
     recorded_layers._hand_out_gradients()
     core.make_graphed_callables("layer", _order=[1, -1])
     assert asked == [(("layer",), {"_order": [1, -1], "clone_param_grads_on_return": False})]
+
+
+def test_a_recorded_sum_begins_before_the_product_beside_it(monkeypatch):
+    names = ("transformer_engine", "transformer_engine.pytorch", "transformer_engine.pytorch.module")
+    for name in names:
+        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+    done: list[object] = []
+    modules = [types.SimpleNamespace(allreduce=lambda *given, **how: done.append((given, how)) or "work")] * 2
+    sys.modules[names[-1]].linear, sys.modules[names[-1]].layernorm_linear = modules
+    recorded_layers._sum_beside_products()
+    recorded_layers._sum_beside_products()
+    monkeypatch.setattr(torch.cuda, "_sleep", done.append)
+    for recorded, async_op in ((True, False), (False, True), (True, True)):
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda recorded=recorded: recorded)
+        assert modules[0].allreduce("sum", "group", async_op=async_op) == "work"
+    how = [(("sum", "group"), {"async_op": async_op}) for async_op in (False, True, True)]
+    assert done == [*how, recorded_layers.HEAD_START]
