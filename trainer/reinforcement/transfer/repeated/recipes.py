@@ -142,6 +142,7 @@ class Kitchen:
         return results[step.number] if isinstance(results, (tuple, list)) else results
 
 
+@torch.no_grad()
 def pieces(recipe: Recipe) -> list[torch.Tensor]:
     """The parts of Megatron's memory that a tensor is put together of, one behind another; none of one that is not.
 
