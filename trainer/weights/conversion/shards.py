@@ -17,7 +17,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
-import xxhash
 from megatron.core.dist_checkpointing.mapping import ShardedObject, is_main_replica
 from megatron.core.dist_checkpointing.strategies.torch import MCoreSavePlanner, mcore_to_pyt_state_dict
 from torch.distributed.checkpoint.default_planner import create_default_global_save_plan
@@ -30,6 +29,7 @@ from contract.files import sync
 from trainer.weights import file_sums, released, torch_dist
 from trainer.weights.conversion import tiling
 from trainer.weights.conversion.megatron_tensors import Piece, Values
+from trainer.weights.conversion.summed_stream import SummedStream
 from trainer.weights.released import Model
 
 LARGEST, SMALLEST = 2**28, 2**20
@@ -222,7 +222,7 @@ class _Checksummed(FileSystem):
             if mode != "wb":
                 yield stream
                 return
-            summed = _Summed(stream)
+            summed = SummedStream(stream)
             try:
                 yield summed
                 stream.flush()
@@ -232,40 +232,6 @@ class _Checksummed(FileSystem):
                 raise
             summed.end_piece()
             self.sums = summed.sums
-
-
-class _Summed(io.IOBase):
-    """Stream that adds up each piece, and brings it to a place from which its numbers can be mapped."""
-
-    def __init__(self, stream: io.IOBase):
-        self.stream, self.piece, self.start, self.error = stream, xxhash.xxh3_128(), 0, None
-        self.sums: dict[int, str] = {}
-
-    def write(self, data) -> int:
-        try:
-            self.piece.update(data)
-            return self.stream.write(data)
-        except OSError as error:
-            self.error = error
-            raise
-
-    def tell(self) -> int:
-        """Tell the place, as torch asks for before and after each piece. Readers pass over the zeros behind one."""
-        if over := self.stream.tell() % torch_dist.ALIGNED:
-            self.write(bytes(torch_dist.ALIGNED - over))
-        self.end_piece()
-        return self.stream.tell()
-
-    def end_piece(self) -> None:
-        if (end := self.stream.tell()) > self.start:
-            self.sums[self.start] = self.piece.hexdigest()
-            self.piece, self.start = xxhash.xxh3_128(), end
-
-    def flush(self) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
 
 
 def _groups(pieces: list[Piece], made_of: dict[str, list[str]]) -> list[tuple[tuple[Piece, ...], list[str]]]:

@@ -11,7 +11,6 @@ as_released.py.
 
 # pyright: reportArgumentType=false
 
-import os
 import threading
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -25,7 +24,7 @@ import xxhash
 from contract.faults import Fault
 from trainer.startup import device
 from trainer.startup.console import say
-from trainer.weights import atomic_folder, journal, released
+from trainer.weights import atomic_folder, journal, released, short_writes
 from trainer.weights.exported.storing import Storing
 from trainer.weights.released import Entry, enumerate_names
 from trainer.weights.trained import Trained
@@ -217,11 +216,9 @@ def _copy(model: released.Model, name: str, entry: Entry, new: BinaryIO) -> str:
 
 def _write_at(file: BinaryIO, content: memoryview, at: int) -> int:
     """Write at this place, whatever other threads write elsewhere. Returns how many bytes there are."""
-    done = 0
     with _writing:
-        while done < len(content):
-            done += os.pwrite(file.fileno(), content[done:], at + done)
-    return done
+        short_writes.write_at(file.fileno(), content, at)
+    return len(content)
 
 
 def _sum(sums: dict[str, str]) -> str:
