@@ -8,7 +8,8 @@ the pages of what is read dropped from the kernel's memory before (cold), and le
 more at half the size. The export is of the base as it is, so every tensor is read from it and written anew; the merge
 is of an adapter of rank 8 on every linear layer and every expert. "described" is convert.to: none, which reads the
 release once and writes no weight. What a page of memory costs drifts on a virtual machine, by several times within
-minutes, so that a row is held against a copy just before it and one just behind it. Each is timed as a whole command,
+minutes, so that a row is held against a copy just before it and one just behind it; what a row makes is removed before
+that copy already, as pages that were freed long ago cost most of all. Each is timed as a whole command,
 less the time until it begins with the first unit of its work, which is the start of its processes and is shown apart.
 Memory is the largest resident set of a process, and of that what belongs to no file, sampled ten times a second. CPU
 seconds are of all processes; on a host that is busy with other things they say more than the others. The comparison of
@@ -241,23 +242,23 @@ def measure(work: Path, size: float, processes: int, bridge: bool, rows: list[st
             return show(f"cp -r, sync ({state})", copied(ready(model), work / "copy", log)).seconds
 
         os.sync()
-        copies, took = [copy()], dict[str, Took]()
-        for what, made, asked in (
+        asked = [
             ("described", base, command("convert", "convert.to=none", "model.compare=false")),
             ("convert", base, command("convert", "model.compare=false")),
             ("convert, compared", base, command("convert")),
             ("export", work / "export", command("export", "export.checkpoint=base")),
             ("merge", work / "export", command("export", "export.formats=[merged]")),
-        ):
-            if what not in rows:
-                continue
+        ]
+        asked = [row for row in asked if row[0] in rows]
+        shutil.rmtree(asked[0][1], ignore_errors=True)
+        copies, took = [copy()], dict[str, Took]()
+        for (what, made, line), (_, next_made, _) in zip(asked, [*asked[1:], asked[-1]], strict=True):
             for read in (model, *([base] if made != base else [])):
                 ready(read)
-            shutil.rmtree(made, ignore_errors=True)
             begun = made.with_name(made.name + PARTIAL) / atomic_folder.JOURNAL
-            took[what] = show(f"{what} ({state})", timed(asked, log, begun))
+            took[what] = show(f"{what} ({state})", timed(line, log, begun))
+            shutil.rmtree(next_made, ignore_errors=True)
             copies.append(copy())
-        shutil.rmtree(work / "export", ignore_errors=True)
         if bridge:
             for tool in BRIDGE_TOOLS:
                 named = f"Bridge's {tool.name} ({state})"
