@@ -5,7 +5,7 @@ routers, and all of a dense layer. What experts compute, and attention over pack
 stay outside.
 """
 
-# pyright: reportArgumentType=false, reportAttributeAccessIssue=false
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportMissingImports=false
 
 import functools
 from typing import Any
