@@ -74,10 +74,11 @@ def _watch(ranks: list[ForkProcess]) -> int:
         wait([rank.sentinel for rank in left])
         for rank in left:
             rank.join(0)
-        if any(rank.exitcode for rank in ranks):
+        codes = [rank.exitcode for rank in ranks]  # looked at once: one that runs may have failed a moment later
+        if any(codes):
             _tell_of_killed(ranks)
             return _end(ranks)
-        left = [rank for rank in left if rank.exitcode is None]
+        left = [rank for rank, code in zip(ranks, codes, strict=True) if code is None]
     return 0
 
 

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from trainer.startup import forks
+
 ROOT = Path(__file__).parents[3]
 
 TOY = """
@@ -81,6 +83,30 @@ def gone(pids: list[int], within: float = 5) -> bool:
     while any(Path(f"/proc/{pid}").exists() for pid in pids) and time.monotonic() < until:
         time.sleep(0.02)
     return not any(Path(f"/proc/{pid}").exists() for pid in pids)
+
+
+class Ending:
+    """A rank that is found to have failed a moment after it was found to run."""
+
+    sentinel = 0
+
+    def __init__(self):
+        self.codes = iter([None])
+
+    def join(self, seconds: float | None = None) -> None:
+        pass
+
+    def terminate(self) -> None:
+        pass
+
+    @property
+    def exitcode(self) -> int | None:
+        return next(self.codes, -signal.SIGTERM)
+
+
+def test_ranks_that_end_while_they_are_looked_at_have_failed_all_the_same(monkeypatch):
+    monkeypatch.setattr(forks, "wait", lambda sentinels: sentinels)
+    assert forks._watch([Ending(), Ending()]) == -signal.SIGTERM
 
 
 def test_ranks_meet_and_know_their_numbers(toy):
