@@ -36,9 +36,9 @@ def plant() -> None:
 
     taken: Any = weight_engine.BucketEngine.taken
 
-    def flipped(self: Any, number: int, memory: Any, totals: Any) -> None:
+    def flipped(self: Any, number: int, memory: Any) -> None:
         memory[8] ^= 1
-        taken(self, number, memory, totals)
+        taken(self, number, memory)
 
     if os.environ.get("PLANTED") == "flipped":
         weight_engine.BucketEngine.taken = flipped
