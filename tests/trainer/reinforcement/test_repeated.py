@@ -83,6 +83,8 @@ HOWS = {
     "parts of parts": lambda toy: torch.cat(toy.base.chunk(2, 1)[::-1]).chunk(3)[1].t().contiguous(),
     "an adapter": lambda toy: toy.base.float() + 0.5 * (toy.b.float() @ toy.a.float()),
     "half of an adapter": lambda toy: toy.base[:3] + 0.25 * (toy.b[:3] @ toy.a),
+    "a product with what is computed": lambda toy: toy.base + 0.5 * (toy.b @ (2.0 * toy.a)),
+    "rows that are computed": lambda toy: toy.base[toy.base[:, 0].argsort()],
     "heads of an adapter": lambda toy: heads(toy.base).float() + 0.5 * (heads(toy.b).float() @ toy.a.float()),
 }
 
@@ -94,6 +96,7 @@ def test_what_is_made_of_weights_is_made_of_later_ones_alike(how):
     for parameter in toy.parameters():
         parameter.data.normal_()
     assert torch.equal(recipes.Kitchen().make(found["tensor"]), HOWS[how](toy))
+    assert recipes.pieces(found["tensor"]) == []
     merged = recipes.merges(found["tensor"])
     assert len(merged) == (0 if "adapter" not in how else 2 if "heads" in how else 1)
     if merged:

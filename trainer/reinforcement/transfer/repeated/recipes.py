@@ -154,10 +154,12 @@ def pieces(recipe: Recipe) -> list[torch.Tensor]:
     inner = _numbers(recipe.arguments[0]) if _is(recipe, aten.view.default) else recipe
     if not _is(inner, aten.index.Tensor):
         return []
-    whole, places = _numbers(inner.arguments[0]), inner.arguments[1]
-    if not isinstance(whole, torch.Tensor) or len(places) != 1 or places[0].ndim != 1 or places[0].dtype != torch.int64:
+    whole, (rows, *others) = _numbers(inner.arguments[0]), inner.arguments[1]
+    if others or not all(isinstance(one, torch.Tensor) for one in (whole, rows)):
         return []
-    return [whole[place] for place in places[0].tolist()] if len(places[0]) <= MOST else []
+    if rows.ndim != 1 or rows.dtype != torch.int64 or len(rows) > MOST:
+        return []
+    return [whole[row] for row in rows.tolist()]
 
 
 def merges(recipe: Recipe) -> list[Merged]:
@@ -170,10 +172,10 @@ def merges(recipe: Recipe) -> list[Merged]:
     base, (product, scale) = outer.arguments[0], outer.arguments[1].arguments
     if not _is(product, aten.mm.default) or not isinstance(scale, float):
         return []
-    bases, all_b, (a, *rest) = pieces(base), pieces(product.arguments[0]), pieces(product.arguments[1])
-    if rest or len(bases) != len(all_b):
+    bases, all_b, all_a = pieces(base), pieces(product.arguments[0]), pieces(product.arguments[1])
+    if len(all_a) != 1 or len(bases) != len(all_b):
         return []
-    found = [Merged(base, a, b, scale) for base, b in zip(bases, all_b, strict=True)]
+    found = [Merged(base, all_a[0], b, scale) for base, b in zip(bases, all_b, strict=True)]
     return found if all(map(_is_product, found)) else []
 
 
