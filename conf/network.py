@@ -177,6 +177,17 @@ def settings(run: Run, gpu: str | None) -> list[Setting]:
     return list(found.values())
 
 
+def sockets(interface: str = "lo") -> dict[str, str]:
+    """Variables that have ranks listen on one interface. On the loopback interface no other host can connect."""
+    return {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": f"={interface}"}
+
+
+def meeting(nodes: int, node: int, address: str, port: int) -> list[str]:
+    """Options of trainer/startup/torchrun.py: hosts, the rank of this one, where the first admits others."""
+    options = ["--nnodes", str(nodes), "--rdzv-backend", "relayed", "--rdzv-conf", f"rank={node}"]
+    return [*options, "--rdzv-endpoint", f"{address}:{port}", "--max-restarts", "0"]
+
+
 def is_blackwell(gpu: str) -> bool:
     return any(name in gpu.lower() for name in BLACKWELL)
 

@@ -32,6 +32,7 @@ from contract.faults import Fault
 from trainer.hosts import products
 from trainer.hosts.health import of_gpu, of_host, taken
 from trainer.hosts.host_verdict import Expected, as_dict, misfits, rounds, unique
+from trainer.patches import store_address
 from trainer.startup import entry
 from trainer.startup.console import say
 from trainer.startup.device import has_gpu
@@ -72,6 +73,7 @@ def measure(run: Run) -> dict[str, Any]:
         torch.cuda.set_device(device)
         torch.zeros(1, device=device)
         rank["taken"] = taken(local)
+    store_address.install()
     within = datetime.timedelta(seconds=WITHIN)
     backend = "cpu:gloo,cuda:nccl" if kind == "gpu" else "gloo"
     # A store of its own: training meets in the same place afterwards, and is not to find what was written here.

@@ -82,7 +82,7 @@ class Gang:
         return found
 
     def ranks(self) -> list[psutil.Process]:
-        return self.processes("trainer.train", "torch.distributed.run")
+        return self.processes("trainer.train", "trainer.startup.torchrun")
 
     def members(self) -> list[psutil.Process]:
         return self.processes("tasks.gang.member", "tasks.run.guard")

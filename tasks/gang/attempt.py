@@ -138,7 +138,7 @@ def go(lookout: Lookout) -> dict[int, str]:
     order = [members[name] for name in rank_order({name: nodes[k].place for k, name in names.items()})]
     first = nodes[order[0]]
     lookout.peers = Peers({str(k): (node.address, node.port) for k, node in nodes.items()})
-    lookout.say(state="go", order=tuple(order), master=(first.address, first.master_port))
+    lookout.say(state="go", order=tuple(order), master=(first.address, first.master_port), key=secrets.token_hex(32))
     return {k: names[k] for k in order}
 
 

@@ -111,7 +111,7 @@ def _train(link: Link, board: Board, node: int, folder: Path, told: threading.Ev
     run = load(conf)
     assert word.master, "the controller said go"
     name = f"{board.gang}-{board.attempt}"
-    start = Start(run, board.task(), conf, name, word.order.index(node), link.me.address, word.master)
+    start = Start(run, board.task(), conf, name, word.order.index(node), link.me.address, word.master, word.key)
     host, ranks = Host(), Ranks(start, folder / "run")
     link.say(state="running")
     said, grace, why, look = time.monotonic(), 0.0, "", "running"

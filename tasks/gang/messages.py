@@ -54,6 +54,7 @@ class Word(Message):
     port: int = 0  # where it answers
     order: tuple[int, ...] = ()  # go: members, in the order of their ranks
     master: Address | None = None  # go: where ranks meet
+    key: str = ""  # go: secret with which hosts are let in there
     reason: str = ""  # stop: why
     save: bool = False  # stop: a checkpoint first
     closed: bool = False  # no member is left

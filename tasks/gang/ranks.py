@@ -51,6 +51,7 @@ class Start:
     node: int  # this host's place among all
     address: str  # of this host, as the others see it
     master: Address
+    key: str  # secret of the attempt, which the hosts prove to one another
 
 
 class Ranks:
@@ -67,24 +68,22 @@ class Ranks:
         self._life().mkdir(parents=True)
         nodes, node, master = task.nodes, start.node, start.master
         if helps:
-            nodes, node, master = 1, 0, (start.address, peer_probe.free_port())
-        command = [sys.executable, "-m", "torch.distributed.run"]
-        command += ["--nnodes", str(nodes), "--node-rank", str(node)]
-        command += ["--nproc-per-node", str(self.count), "--max-restarts", "0", "--rdzv-id", start.name]
-        command += ["--master-addr", master[0], "--master-port", str(master[1])]
+            nodes, node = 1, 0
+        command = [sys.executable, "-m", "trainer.startup.torchrun", *network.meeting(nodes, node, *master)]
+        command += ["--nproc-per-node", str(self.count), "--rdzv-id", start.name]
         command += ["--log-dir", str(folder / "ranks"), "--redirects", "3"]
         command += ["-m", f"trainer.{name}", str(start.conf)]
         environment = network.environment(start.run, nvidia_smi.kind())  # what this host says already wins
         environment |= {name: value for name, value in os.environ.items() if not name.startswith(PRIVATE)}
         environment |= {"PYTHONUNBUFFERED": "1", "PYTHONPATH": str(ROOT), signs_of_life.FOLDER: str(self._life())}
         environment |= {"GANG_ATTEMPT": start.name, "TRAINER_FAULT_FILE": str(folder / "fault")}
-        environment |= {"GANG_ADDRESS": start.address}
+        environment |= {"GANG_ADDRESS": start.address, "GANG_KEY": start.key}
         environment |= {} if task.gpus else {"CUDA_VISIBLE_DEVICES": ""}
         environment |= {"VLLM_HOST_IP": start.address}  # vLLM else asks for the route to the internet
         environment.setdefault("OMP_NUM_THREADS", "1")
-        if name := peer_probe.interface(start.address):  # gloo and NCCL else guess, by the name of the host
-            environment.setdefault("GLOO_SOCKET_IFNAME", name)
-            environment.setdefault("NCCL_SOCKET_IFNAME", f"={name}")
+        one_host = task.nodes == 1 and not task.helps
+        if interface := "lo" if one_host else peer_probe.interface(start.address):
+            environment = network.sockets(interface) | environment
         self.log = folder / "torchrun.log"
         with self.log.open("w") as log:
             self.process = subprocess.Popen(

@@ -28,7 +28,7 @@ from typing import Any
 
 from contract.faults import Fault, line_of
 from contract.processes import end_with_parent
-from trainer.patches import vllm_cpu
+from trainer.patches import store_address, vllm_cpu
 from trainer.patches.transformers_imports import import_transformers
 from trainer.reinforcement import messages
 from trainer.serving import engine, unmerged
@@ -269,6 +269,7 @@ def begin_as_worker() -> None:
         import_transformers()
         import vllm.v1.executor.multiproc_executor  # noqa: F401
     vllm_cpu.name_no_shared_memory()
+    store_address.install()
 
 
 if __name__ == AS_WORKER:

@@ -18,7 +18,7 @@ from conf.model_files import config_json, quantization
 from conf.rules.serving import FP8, rounding
 from conf.schema.run import Run
 from contract.faults import Fault
-from trainer.patches import vllm_cpu
+from trainer.patches import store_address, vllm_cpu
 from trainer.patches.transformers_imports import import_transformers
 from trainer.serving import hosts, start_up, unmerged
 
@@ -50,6 +50,7 @@ def prepare(kernels: Path, online: bool) -> None:
         os.environ.setdefault(name, value)
     with vllm_cpu.hidden():
         import_transformers()
+    store_address.install()
 
 
 def device() -> str:

@@ -52,11 +52,12 @@ def meet() -> Place | None:
     master, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     store = TCPStore(master, port, is_master=False, timeout=timedelta(seconds=WITHIN))
     if node == 0:
-        store.set(f"serving/{name}", str(_free_port(master)))
-    told = int(store.get(f"serving/{name}"))
+        own = os.environ["GANG_ADDRESS"]
+        store.set(f"serving/{name}", f"{own}:{_free_port(own)}")
+    address, _, free = store.get(f"serving/{name}").decode().rpartition(":")
     for variable in [variable for variable in os.environ if variable.startswith(OF_TORCHRUN)]:
         del os.environ[variable]
-    return Place(node, nodes, master, told)
+    return Place(node, nodes, address, int(free))
 
 
 def arguments(place: Place | None) -> dict[str, Any]:

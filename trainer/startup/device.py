@@ -65,9 +65,10 @@ def start() -> None:
     gc.disable()  # of the 470000 objects that imports make, none is garbage: looking for some takes 2 s
     if not has_gpu():
         _put_cpu_below()
-    from trainer.patches import import_fixes, lazy_bridge
+    from trainer.patches import import_fixes, lazy_bridge, store_address
 
     lazy_bridge.install()
+    store_address.install()
     import_fixes.install(compiles=has_gpu())
     if not has_gpu():
         from trainer.startup.cpu import cuda

@@ -1,7 +1,7 @@
 """Start of every trainer command: read and check the configuration, start the ranks, put faults in one line.
 
     python -m trainer.train CONF [key=value ...]        checks, then runs layout.gpus_per_node processes on this host
-    torchrun ... -m trainer.train RESOLVED.yaml         one rank of a run that somebody else starts
+    python -m trainer.startup.torchrun ... -m trainer.train RESOLVED.yaml       ranks of a run over several hosts
 
 Exit code 0 is success, 2 a fault of the person who started it (one line on stderr says which), 1 anything else. Started
 without torchrun, a run of one process stays in this process; more are handed to torchrun, or, where no GPU is used, are
@@ -213,7 +213,7 @@ def _alone() -> dict[str, str]:
 
 def _environment(run: Run) -> dict[str, str]:
     """What ranks on this host's GPUs start with, but for what is set here already, as of a gang's (tasks/gang)."""
-    wanted = network.environment(run, nvidia_smi.kind())
+    wanted = network.sockets() | network.environment(run, nvidia_smi.kind())
     return {name: value for name, value in wanted.items() if name not in os.environ}
 
 
@@ -258,7 +258,7 @@ def _torchrun(run: Run, module: str) -> int:
     with tempfile.TemporaryDirectory(prefix="trainer-") as folder:
         resolved, fault = Path(folder) / "resolved.yaml", Path(folder) / "fault"
         dump(run, resolved)
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+        command = [sys.executable, "-m", "trainer.startup.torchrun", *network.meeting(1, 0, "127.0.0.1", 0)]
         command += ["--nproc-per-node", str(run.layout.gpus_per_node), "-m", module, str(resolved)]
         environment = os.environ | _environment(run) | {FAULT_FILE: str(fault), ownership.OWNED: "1"}
         environment |= {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}

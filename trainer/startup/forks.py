@@ -17,7 +17,9 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkProcess
 from typing import IO
 
+from conf import network
 from contract.processes import end_with_parent
+from trainer.patches import store_address
 
 PATIENCE = 30.0  # seconds that a rank has to end after SIGTERM, as torchrun gives it
 HOST = "127.0.0.1"
@@ -27,6 +29,7 @@ def share(count: int) -> None:
     """Have each of so many ranks take its share of the cores. Before torch is loaded."""
     os.environ["LOCAL_WORLD_SIZE"] = str(count)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ.update(network.sockets())
 
 
 def run(work: Callable[[], None], count: int, forward: Callable[[IO[str]], None]) -> int:
@@ -63,9 +66,7 @@ def run(work: Callable[[], None], count: int, forward: Callable[[IO[str]], None]
 
 def _meeting_place():
     """Store by which the ranks meet. It has threads, so that it begins behind the forks, at a port that is free."""
-    from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
-
-    return TCPStore(HOST, 0, is_master=True, wait_for_workers=False)
+    return store_address.listen(HOST, wait_for_workers=False)
 
 
 def _watch(ranks: list[ForkProcess]) -> int:

@@ -13,7 +13,7 @@ WORD = Word("a1", "gathering", 1, "/runs/probe", ("10.0.0.1", "127.0.0.1"), 4000
 MEMBER = Member("b2", "n1", "waiting", "10.0.0.2", 4001, 4002, "token", "rack1")
 MESSAGES = [
     WORD,
-    Word("a1", "go", 7, "/runs/probe", ("10.0.0.1",), 4000, order=(1, 0), master=("10.0.0.2", 4002)),
+    Word("a1", "go", 7, "/runs/probe", ("10.0.0.1",), 4000, order=(1, 0), master=("10.0.0.2", 4002), key="f1"),
     Word("a1", "stop", 9, "/runs/probe", ("10.0.0.1",), 4000, reason="done", save=True, closed=True),
     MEMBER,
     Member("b2", "n1", "running", ranks=(SIGN, SIGN), free=0),
@@ -34,6 +34,7 @@ def test_keys_stay_what_readers_of_other_versions_know():
         "addresses": ["10.0.0.1"],
         "beat": 7,
         "by": "a1",
+        "key": "f1",
         "master": ["10.0.0.2", 4002],
         "order": [1, 0],
         "port": 4000,

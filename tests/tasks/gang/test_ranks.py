@@ -36,7 +36,9 @@ def started(tmp_path, monkeypatch):
         job = reinforcement(run)
         assert job
         conf, folder = job.conf(job.run), tmp_path / str(place)
-        start = Start(conf, job.task(job.run), folder / "conf.yaml", "gang-1", place, f"10.0.0.{place + 1}", GROUP)
+        start = Start(
+            conf, job.task(job.run), folder / "conf.yaml", "gang-1", place, f"10.0.0.{place + 1}", GROUP, "secret"
+        )
         made = Ranks(start, folder)
         command, environment = seen[-1]
         return made, of_torchrun(command), environment
@@ -47,7 +49,7 @@ def started(tmp_path, monkeypatch):
 def of_torchrun(command: list[str]) -> dict[str, str]:
     """Options of torchrun, and the module that its ranks run."""
     *_, last = (place for place, word in enumerate(command) if word == "-m")
-    options = command[command.index("torch.distributed.run") + 1 : last]
+    options = command[command.index("trainer.startup.torchrun") + 1 : last]
     return {name.removeprefix("--"): value for name, value in batched(options, 2)} | {"module": command[last + 1]}
 
 
@@ -55,8 +57,8 @@ def test_hosts_that_train_are_one_group_which_meets_on_the_first(started):
     for place in (0, 1):
         made, command, environment = started(place)
         assert command["module"] == "trainer.reinforce"
-        assert (command["nnodes"], command["node-rank"], command["nproc-per-node"]) == ("2", str(place), "2")
-        assert (command["master-addr"], command["master-port"]) == ("10.0.0.1", "29500")
+        assert (command["nnodes"], command["rdzv-conf"], command["nproc-per-node"]) == ("2", f"rank={place}", "2")
+        assert (command["rdzv-endpoint"], environment["GANG_KEY"]) == ("10.0.0.1:29500", "secret")
         assert (made.first, made.count, made.shift) == (2 * place, 2, 0)
         assert environment["GANG_ADDRESS"] == environment["VLLM_HOST_IP"] == f"10.0.0.{place + 1}"
         assert environment["GANG_ATTEMPT"] == "gang-1"
@@ -66,8 +68,7 @@ def test_each_host_of_vllm_is_a_group_of_its_own_whose_ranks_are_numbered_behind
     for place in (2, 3):
         made, command, _ = started(place)
         assert command["module"] == "trainer.reinforcement.engines.guest"
-        assert (command["nnodes"], command["node-rank"], command["nproc-per-node"]) == ("1", "0", "1")
-        assert command["master-addr"] == f"10.0.0.{place + 1}"
+        assert (command["nnodes"], command["rdzv-conf"], command["nproc-per-node"]) == ("1", "rank=0", "1")
         assert (made.first, made.count, made.shift) == (2 * place, 1, 2 * place)
         assert made.writes == tmp_path
 
@@ -76,7 +77,7 @@ def test_without_hosts_of_vllm_s_own_all_members_train(started):
     for place in (0, 1):
         _, command, _ = started(place, "reinforce.hosts=0")
         assert (command["module"], command["nnodes"]) == ("trainer.reinforce", "2")
-        assert command["master-addr"] == "10.0.0.1"
+        assert command["rdzv-endpoint"] == "10.0.0.1:29500"
 
 
 def test_engines_behind_training_have_gpus_of_their_own_and_no_ranks(started):

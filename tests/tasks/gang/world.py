@@ -132,11 +132,11 @@ class World:
 
     def ranks(self, host: int) -> list[psutil.Process]:
         found = [p for p in self.processes(host) if "trainer.train" in _line(p)]
-        return [p for p in found if "torch.distributed.run" not in _line(p)]
+        return [p for p in found if "trainer.startup.torchrun" not in _line(p)]
 
     def training(self) -> list[psutil.Process]:
         """Every process of every gang on every host: what may not outlive it."""
-        marks = ("tasks.gang.member", "torch.distributed.run", "trainer.train")
+        marks = ("tasks.gang.member", "trainer.startup.torchrun", "trainer.train")
         return [p for host in self.workers for p in self.processes(host) if any(mark in _line(p) for mark in marks)]
 
     def flow(self, *arguments: str, **environment: str) -> subprocess.Popen:

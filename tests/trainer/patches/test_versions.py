@@ -32,6 +32,7 @@ LIGHT = {
     "lazy_bridge": "install",
     "null_tokenizer": "install",
     "offloading": "keep_counting",
+    "store_address": "install",
     "transformers_imports": "import_transformers",
     "vllm_cpu": "ask_in_process",
 }

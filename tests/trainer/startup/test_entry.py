@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from conf import network
 from conf.load import load
 from contract import nvidia_smi
 from trainer.startup import entry
@@ -155,7 +156,7 @@ def test_a_notice_of_preemption_reaches_the_ranks(chain):
 
 def test_ranks_start_in_the_environment_of_their_layout_and_what_is_set_here_wins(monkeypatch):
     run = load("tiny", ["layout.gpus_per_node=2", "layout.tp=2", "train.micro_batch=8"])
-    assert entry._environment(run) == {}  # no GPU
+    assert entry._environment(run) == network.sockets()  # without a GPU
     monkeypatch.setattr(nvidia_smi, "kind", lambda: "NVIDIA H200")
     monkeypatch.setenv("NCCL_DEBUG", "INFO")
     monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)  # torch's compiler sets it for this process

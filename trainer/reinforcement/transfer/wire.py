@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from contract.faults import Fault
+from trainer.patches import store_address
 from trainer.weights import digests
 
 BUCKET = 64 << 20  # bytes
@@ -188,7 +189,10 @@ class Pipe:
         self.rank, self.device, self.gone = rank, device, gone
         self.within = timedelta(seconds=seconds) if seconds else PATIENCE
         meets, count = MEETS if seconds else PATIENCE, 1 + workers
-        self.store = TCPStore(host, port, count, is_master=rank == 0, timeout=meets, wait_for_workers=False)
+        if rank == 0:
+            self.store = store_address.listen(host, port, world_size=count, timeout=meets, wait_for_workers=False)
+        else:
+            self.store = TCPStore(host, port, count, is_master=False, timeout=meets)
         if device.type == "cpu":
             self.group: Any = ProcessGroupGloo(self.store, rank, count, meets)
         else:

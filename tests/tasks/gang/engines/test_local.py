@@ -68,7 +68,7 @@ def wait_for_step(folder: Path, number: int, seconds: float = 120) -> None:
 
 def ranks(of: subprocess.Popen, job: str = "train") -> list[psutil.Process]:
     found = psutil.Process(of.pid).children(recursive=True)
-    return [p for p in found if f"trainer.{job}" in p.cmdline() and "torch.distributed.run" not in p.cmdline()]
+    return [p for p in found if f"trainer.{job}" in p.cmdline() and "trainer.startup.torchrun" not in p.cmdline()]
 
 
 def members(of: subprocess.Popen) -> list[psutil.Process]:

@@ -23,7 +23,7 @@ def main() -> int:
     if module != "trainer.reinforce":
         time.sleep(600)
     steps = run["reinforce"]["steps"] * run["reinforce"]["updates"]
-    if "--node-rank 0 " in " ".join(sys.argv):
+    if "--rdzv-conf rank=0 " in " ".join(sys.argv):
         mark = Path(run["paths"]["reinforced"]) / f"checkpoints/iter_{steps:07d}/complete.json"
         mark.parent.mkdir(parents=True)
         mark.write_text(json.dumps({"files": {}}))
