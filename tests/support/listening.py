@@ -1,42 +1,51 @@
-"""Sockets on which a command listens, from its start to its end, with all of its processes."""
+"""Sockets on which commands listen, from their start to their end, with every process that they start."""
 
 import contextlib
-import subprocess
+import os
 import threading
+import uuid
 from collections.abc import Iterator
 
 import psutil
 
 LOOPBACK = ("127.", "::1", "::ffff:127.")
-EVERY = 0.05  # seconds between looks; the sockets of a command stay open for seconds
+EVERY = 0.1  # seconds between looks; the sockets of a command stay open for seconds
+MARK = "LISTENING_TEST"  # in the environment of all that is looked at
 
 
 class Listening:
-    """Addresses on which a process and its descendants listen, with the command line of each listener."""
+    """Addresses on which processes with a mark in their environment listen, and their command lines."""
 
-    def __init__(self, pid: int):
-        self.root = psutil.Process(pid)
+    def __init__(self, mark: str):
+        self.environment = os.environ | {MARK: mark}
         self.at: dict[tuple[str, int], str] = {}
 
     def look(self) -> None:
-        processes: list[psutil.Process] = []
-        with contextlib.suppress(psutil.Error):
-            processes = [self.root, *self.root.children(recursive=True)]
-        for process in processes:
+        for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error):
-                for connection in process.net_connections("tcp"):
-                    if connection.status == psutil.CONN_LISTEN:
-                        self.at[connection.laddr.ip, connection.laddr.port] = " ".join(process.cmdline())
+                if process.environ().get(MARK) == self.environment[MARK]:
+                    self.at |= listeners(process)
 
     def exposed(self) -> dict[tuple[str, int], str]:
-        """Those that another host can connect to."""
-        return {address: line for address, line in self.at.items() if not address[0].startswith(LOOPBACK)}
+        return {address: line for address, line in self.at.items() if is_exposed(address)}
+
+
+def listeners(process: psutil.Process) -> dict[tuple[str, int], str]:
+    """Addresses on which a process listens, with its command line."""
+    sockets = process.net_connections("tcp")
+    addresses = [one.laddr for one in sockets if one.status == psutil.CONN_LISTEN]
+    return {(one.ip, one.port): " ".join(process.cmdline()) for one in addresses}
+
+
+def is_exposed(address: tuple[str, int]) -> bool:
+    """Whether another host can connect."""
+    return not address[0].startswith(LOOPBACK)
 
 
 @contextlib.contextmanager
-def listening(process: subprocess.Popen) -> Iterator[Listening]:
-    """Look again and again until the block ends."""
-    seen, over = Listening(process.pid), threading.Event()
+def listening() -> Iterator[Listening]:
+    """Look again and again until the block ends, at processes that are started with its environment."""
+    seen, over = Listening(uuid.uuid4().hex), threading.Event()
 
     def watch() -> None:
         while not over.wait(EVERY):
@@ -46,6 +55,7 @@ def listening(process: subprocess.Popen) -> Iterator[Listening]:
     thread.start()
     try:
         yield seen
+        seen.look()
     finally:
         over.set()
         thread.join()

@@ -6,8 +6,9 @@ send ranks to another address, and ranks unpickle the messages that they exchang
 listens on the address of its host name.
 """
 
-# pyright: reportPrivateImportUsage=false
+# pyright: reportPrivateImportUsage=false, reportAttributeAccessIssue=false
 
+import importlib
 import socket
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -32,7 +33,10 @@ def listen(host: str, port: int = 0, **settings: Any) -> "TCPStore":
 def install() -> None:
     """Have the store of a process group's first rank listen on MASTER_ADDR, or on the address of its tcp:// URL."""
     versions.check(__name__, WRITTEN_FOR)
-    from torch.distributed import TCPStore, rendezvous
+    from torch.distributed import TCPStore
+
+    # The package has a function of this name as well.
+    rendezvous = importlib.import_module("torch.distributed.rendezvous")
 
     def create(
         hostname: str, port: int, rank: int, world_size: int, timeout: timedelta, use_libuv: bool = True

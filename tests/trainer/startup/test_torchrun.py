@@ -59,9 +59,8 @@ def free_port(address: str = "127.0.0.1") -> int:
 
 
 def test_ranks_of_one_host_listen_on_the_loopback_address_only(host):
-    command = host(0, 1, "127.0.0.1:0", "")
-    with listening(command) as seen:
-        output = command.communicate(timeout=120)[0]
+    with listening() as seen:
+        output = host(0, 1, "127.0.0.1:0", "", **seen.environment).communicate(timeout=120)[0]
     assert output.count("[(0, False), (1, False)]") == 2, output
     assert seen.at and not seen.exposed(), seen.exposed()
 
