@@ -99,8 +99,9 @@ def down() -> int:
         _end({name: running.pop(name) for name in [*running] if name.startswith("worker")})  # they talk to servers
         _end(running)
         _end(_left())
+        unused = server and prefect_server.users(server) is None
         _save({})  # from now on Prefect's server ends after its last user
-        if server and prefect_server.users(server) is None:
+        if server and unused:
             _end({"prefect": server})
         elif server := server or prefect_server.running():
             say(_used(server))
@@ -280,10 +281,9 @@ def _left() -> dict[str, dict]:
 
 
 def _used(server: dict) -> str:
-    users = ", ".join(map(str, prefect_server.users(server) or ())) or "unknown"
-    return (
-        f"{'prefect'.ljust(20)}  {server['address']}  (process {server['pid']}) ends after its users: process {users}"
-    )
+    users = ", ".join(map(str, prefect_server.users(server) or ()))
+    end = f"ends after its users: process {users}" if users else "is ending"
+    return f"{'prefect'.ljust(20)}  {server['address']}  (process {server['pid']}) {end}"
 
 
 def _has_gpu() -> bool:
