@@ -17,7 +17,9 @@ from pathlib import Path
 
 import uvicorn
 from prefect.server.api.server import create_app
+from prefect.server.database.configurations import AioSqliteConfiguration
 from prefect.settings import get_current_settings
+from sqlalchemy.ext.asyncio import AsyncSession
 
 from contract.processes import started
 
@@ -28,6 +30,7 @@ ENDS_WITHIN = 10.0  # seconds; what is open then is cut
 def main(lock: str, listening: str, users: str, listed: str) -> None:
     for number in (lock, listening):
         os.set_inheritable(int(number), False)
+    _take_turns()
     settings = get_current_settings().server
     config = uvicorn.Config(
         create_app(final=True),
@@ -38,6 +41,20 @@ def main(lock: str, listening: str, users: str, listed: str) -> None:
     server = uvicorn.Server(config)
     threading.Thread(target=_end_unused, args=(server, Path(users), Path(listed)), daemon=True).start()
     server.run(sockets=[socket.socket(fileno=int(listening))])
+
+
+def _take_turns() -> None:
+    """Begin each transaction on SQLite with the lock for writing, so others wait for their turn, up to 60 s.
+
+    By default a transaction begins without it. SQLite refuses its first write at once, as a deadlock, if another one
+    has written since it has read: of 96 runs created by 12 clients at a time, Prefect 3.8.8 refused 89 with code 503.
+    """
+    begin = AioSqliteConfiguration.begin_transaction
+
+    def begin_transaction(self: AioSqliteConfiguration, session: AsyncSession, with_for_update: bool = False):
+        return begin(self, session, with_for_update=True)
+
+    AioSqliteConfiguration.begin_transaction = begin_transaction
 
 
 def _end_unused(server: uvicorn.Server, users: Path, listed: Path) -> None:

@@ -3,10 +3,6 @@
 import fcntl
 import json
 import os
-import signal
-import sqlite3
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -20,7 +16,6 @@ from prefect.settings import (
 from contract.faults import Fault
 from contract.processes import started
 from tasks.servers import prefect_server
-from tests.support.flow_world import ROOT, wait_for
 
 
 @pytest.fixture
@@ -32,46 +27,6 @@ def home(tmp_path, monkeypatch):
     monkeypatch.setenv("NO_COLOR", "1")
     with temporary_settings(restore_defaults={PREFECT_API_URL}):
         yield tmp_path
-
-
-def flow(home: Path, name: str) -> tuple[subprocess.Popen, Path]:
-    """Start a short run of the flow in a terminal, and return its process and its output."""
-    output = home / name
-    command = [sys.executable, "-m", "flows.finetune", "tiny", "--until", "download"]
-    with output.open("w") as file:
-        return subprocess.Popen(command, cwd=ROOT, stdout=file, stderr=file, start_new_session=True), output
-
-
-def left(home: Path) -> list[int]:
-    """Processes that know this folder of runs."""
-    found, mark = [], f"FINETUNE_RUNS={home}/runs".encode()
-    for entry in filter(str.isdigit, os.listdir("/proc")):
-        try:
-            known = mark in Path(f"/proc/{entry}/environ").read_bytes().split(b"\0")
-        except OSError:
-            continue
-        if known and started(int(entry)):
-            found.append(int(entry))
-    return found
-
-
-@pytest.mark.timeout(600)
-def test_two_runs_in_terminals_share_a_server_that_outlives_the_one_that_is_killed(home):
-    """SIGKILL of the run that started the server, then SIGTERM of a run with its process group, leave nothing."""
-    (first, output), (second, other) = flow(home, "first"), flow(home, "second")
-    wait_for(lambda: "Beginning flow run" in output.read_text() or first.poll() is not None, 240)
-    first.kill()
-    first.wait()
-    assert second.wait(240) == 0, other.read_text()
-    third, again = flow(home, "third")
-    wait_for(lambda: "Beginning flow run" in again.read_text() or third.poll() is not None, 240)
-    os.killpg(third.pid, signal.SIGTERM)
-    third.wait(60)
-    wait_for(lambda: not left(home), 30)
-    with sqlite3.connect(home / "runs/prefect/prefect.db") as database:
-        states = sorted(state for (state,) in database.execute("select state_type from flow_run"))
-    assert states[0] in ("CANCELLED", "COMPLETED", "CRASHED") and "COMPLETED" in states and len(states) == 3
-    assert not (home / "home/.prefect/prefect.db").exists()
 
 
 def record(home: Path, **changed: object) -> dict:
