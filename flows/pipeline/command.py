@@ -24,7 +24,7 @@ from tasks.sources.hub.api import Unreachable
 from tasks.stages import pipeline, plan
 from tasks.store import Store
 
-ENDS_WITHIN = 30.0  # seconds after a signal, beyond those in which a training saves a checkpoint
+ENDS_WITHIN = 60.0  # seconds after a signal, beyond those in which a training saves a checkpoint; pods take 40 to go
 
 
 def command(flow, description: str, require: Callable[[Run], None] = lambda run: None, default: str = "tiny") -> int:
