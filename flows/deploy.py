@@ -1,4 +1,4 @@
-"""Deploy prefect.yaml on the server of PREFECT_API_URL, or on this checkout's, and keep what was set there by hand.
+"""Deploy prefect.yaml on the server of PREFECT_API_URL, or on this checkout's, and keep edits made there.
 
     python -m flows.deploy [NAME ...]        all deployments, or those, and the automations
 

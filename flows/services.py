@@ -42,8 +42,8 @@ from tasks.store.durable import plainly
 READY_WITHIN = 300.0  # MLflow makes its database at the first start; a busy host took more than 120
 LEAVE_WITHIN = 20.0  # a worker that gets SIGTERM cancels its runs first
 SCHEDULED_WITHIN = 45.0  # the scheduler looks at what was deployed each 5 s, a worker that was started comes in 5
-DEPLOYED_WITHIN = 600.0
-OTHER_WITHIN = 900.0  # another `make up` or `make down` of this folder
+DEPLOYED_WITHIN = 900.0
+OTHER_WITHIN = 1800.0  # another `make up` or `make down` of this folder
 QUIET = {"MLFLOW_DISABLE_TELEMETRY": "true", "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}
 MARK = "FINETUNE_SERVICES"  # in the environment of all that `make up` starts, and of all that this starts
 BIN = Path(sys.executable).parent
@@ -57,7 +57,7 @@ def main() -> int:
     except Fault as fault:
         return refused(fault)
     except KeyboardInterrupt:
-        return refused("interrupted; make down stops what was started, and make up continues", code=130)
+        return refused("interrupted; make down stops all that runs, and make up continues", code=130)
 
 
 def up() -> int:
@@ -71,7 +71,7 @@ def up() -> int:
         _start_servers(running)
         environment = _environment(running)
         for pool in ("finetune-cpu", "finetune-gpu", "finetune-nodes"):
-            if not answers(f"{environment['PREFECT_API_URL']}/work_pools/{pool}", 30):  # what was edited there stays
+            if not answers(f"{environment['PREFECT_API_URL']}/work_pools/{pool}", 30):  # edits there stay
                 _done(environment, str(BIN / "prefect"), "work-pool", "create", pool, "--type", "process")
         say("deployments: compared with prefect.yaml")
         print(_done(environment, sys.executable, "-m", "flows.deploy"), end="")
@@ -270,7 +270,7 @@ def _signal(process: dict, number: int) -> None:
 
 
 def _left() -> dict[str, dict]:
-    """Processes that a service has started and left behind, in whatever sessions: a worker may have been killed."""
+    """Processes, in whatever sessions, that a service has started and not ended: a worker may have been killed."""
     mark, processes = f"{MARK}={_folder()}".encode(), {}
     for entry in filter(str.isdigit, os.listdir("/proc")):
         with contextlib.suppress(OSError):  # it has ended, or is another user's

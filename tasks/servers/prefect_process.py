@@ -24,7 +24,7 @@ from sqlalchemy.ext.asyncio import AsyncSession
 from contract.processes import started
 
 LOOKS = 0.5  # seconds between looks at its users
-ENDS_WITHIN = 10.0  # seconds; what is open then is cut
+ENDS_WITHIN = 10.0  # seconds; connections that are open then are cut
 
 
 def main(lock: str, listening: str, users: str, listed: str) -> None:

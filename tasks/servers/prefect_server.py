@@ -71,7 +71,7 @@ def _use_own() -> None:
 def join(say: Callable[[str], None] = say) -> tuple[dict, int]:
     """Become a user of the checkout's server, which is started if need be.
 
-    Returns the server's record and a file descriptor: as long as it is open, the server stays.
+    Returns the server's record and a file descriptor: while it is open, the server stays.
     """
     from prefect.settings import get_current_settings
 
@@ -79,7 +79,7 @@ def join(say: Callable[[str], None] = say) -> tuple[dict, int]:
     database = _database()
     with plainly(database.parent):
         database.parent.mkdir(parents=True, exist_ok=True)
-        user = os.open(_beside(database, "users"), os.O_RDWR | os.O_CREAT, 0o600)
+        user = os.open(_lock_file(database, "users"), os.O_RDWR | os.O_CREAT, 0o600)
     log = runs_folder() / SERVICES / "prefect.log"
     is_new = "" if database.exists() else ", which makes its database first"
     wait = Wait("Prefect server", limit, log, say)
@@ -103,7 +103,7 @@ def join(say: Callable[[str], None] = say) -> tuple[dict, int]:
 def running() -> dict | None:
     """The record of the server that has this checkout's database open; None without one."""
     try:
-        record = json.loads(_beside(_database(), "lock").read_text())
+        record = json.loads(_lock_file(_database(), "lock").read_text())
         return record if started(record["pid"]) == record["started"] else None
     except (OSError, ValueError, LookupError, TypeError):
         return None
@@ -112,7 +112,7 @@ def running() -> dict | None:
 def users(server: dict) -> list[int] | None:
     """Processes that use the server, as far as the kernel names them; None without one."""
     try:
-        file = os.open(server["users"], os.O_RDWR)
+        file = os.open(server.get("users", ""), os.O_RDWR)  # a server of an earlier version names none
     except OSError:
         return None
     try:
@@ -147,7 +147,7 @@ def free_port(first: int) -> socket.socket:
 
 def _start(database: Path, log: Path) -> subprocess.Popen | None:
     """Start the server, which gets the lock of the database. None if another process has the lock."""
-    lock = os.open(_beside(database, "lock"), os.O_RDWR | os.O_CREAT, 0o600)
+    lock = os.open(_lock_file(database, "lock"), os.O_RDWR | os.O_CREAT, 0o600)
     try:
         if not _locked(lock, fcntl.LOCK_EX):
             return None
@@ -158,7 +158,7 @@ def _start(database: Path, log: Path) -> subprocess.Popen | None:
             address, begin = f"http://{HOST}:{listening.getsockname()[1]}", output.tell()
             given = [lock, listening.fileno()]
             command = [sys.executable, "-m", "tasks.servers.prefect_process", *map(str, given)]
-            command += [str(_beside(database, "users")), str(log.parent / "processes.json")]
+            command += [str(_lock_file(database, "users")), str(log.parent / "processes.json")]
             process = subprocess.Popen(
                 command,
                 cwd=ROOT,  # prefect.toml lies there
@@ -170,7 +170,7 @@ def _start(database: Path, log: Path) -> subprocess.Popen | None:
                 start_new_session=True,
             )
         record = {"pid": process.pid, "started": started(process.pid), "address": address, "log": str(log)}
-        record |= {"log_from": begin, "users": str(_beside(database, "users"))}
+        record |= {"log_from": begin, "users": str(_lock_file(database, "users"))}
         os.ftruncate(lock, 0)
         os.pwrite(lock, json.dumps(record).encode(), 0)
         return process
@@ -209,7 +209,7 @@ def _given_database() -> str:
     return url.get_secret_value() if url else ""
 
 
-def _beside(database: Path, what: str) -> Path:
+def _lock_file(database: Path, what: str) -> Path:
     return database.with_name(f"{database.name}.{what}")
 
 

@@ -64,7 +64,7 @@ def limited_end(seconds: float, then: str) -> Iterator[None]:
                 os._exit(128 + signal.SIGTERM)
         os.close(reading)
 
-    before = signal.set_wakeup_fd(writing, warn_on_full_buffer=False)  # holds whoever handles the signal
+    before = signal.set_wakeup_fd(writing, warn_on_full_buffer=False)  # holds for any handler of the signal
     threading.Thread(target=watch, daemon=True).start()
     try:
         yield

@@ -123,7 +123,7 @@ def up(tmp_path, monkeypatch):
 
 @pytest.mark.filterwarnings("ignore:Exception ignored in.*Popen:pytest.PytestUnraisableExceptionWarning")
 def test_down_ends_what_a_killed_worker_has_left_in_another_session(up, tmp_path, monkeypatch, capsys):
-    """A worker starts each run in a session of its own, which nothing but an environment leads to."""
+    """A worker starts each run in another session: nothing but an environment leads to it."""
     flow = "import subprocess, sys; subprocess.Popen(['sleep', '600'], start_new_session=True); print(flush=True)"
     worker = up("worker-toy", f"{flow}\nimport time; time.sleep(600)")
     log = tmp_path / "services/worker-toy.log"

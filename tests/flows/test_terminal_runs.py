@@ -11,6 +11,8 @@ import pytest
 
 from tests.support.flow_world import ROOT, wait_for
 
+BEGUN = "Beginning flow run"
+
 
 @pytest.fixture
 def flow(tmp_path, monkeypatch):
@@ -48,8 +50,8 @@ def test_two_runs_share_a_server_that_ends_after_the_last_of_them(flow, tmp_path
     """SIGKILL of the run that has started the server; then SIGTERM of the other's process group, as timeout sends."""
     runs = [flow("first"), flow("second")]
     for process, output in runs:
-        wait_for(lambda output=output: "Beginning flow run" in output.read_text(), 240)
-        assert process.poll() is None
+        wait_for(lambda run=(process, output): run[0].poll() is not None or BEGUN in run[1].read_text(), 240)
+        assert process.poll() is None, output.read_text()
     runs.sort(key=lambda run: "server: starts" not in run[1].read_text())
     (starter, _), (other, output) = runs
     starter.kill()
