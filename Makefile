@@ -6,9 +6,6 @@ endif
 PYTHON := .venv/bin/python
 STAMP := .venv/.synced-$(EXTRA)
 
-# Runs on this host keep Prefect's database with all else in runs/.
-WITH_PREFECT := mkdir -p runs/prefect && PREFECT_HOME=$${PREFECT_HOME:-$(CURDIR)/runs/prefect}
-
 .PHONY: help setup tiny tiny-rl up down test slow doctor lint families layouts study bench-store bench-flow bench-data bench-convert bench-packed bench-libraries faults scale gpu gpu-kit schema presets licences clean
 
 help: ## list these targets (the default)
@@ -22,16 +19,16 @@ $(STAMP): pyproject.toml uv.lock
 	@rm -f .venv/.synced-* && touch $@
 
 tiny: $(STAMP) ## run the whole pipeline on a tiny model, on this CPU
-	@$(WITH_PREFECT) $(PYTHON) -m flows.finetune tiny
+	@$(PYTHON) -m flows.finetune tiny
 
 tiny-rl: $(STAMP) ## the same with reinforcement learning behind training
-	@$(WITH_PREFECT) $(PYTHON) -m flows.finetune tiny-rl
+	@$(PYTHON) -m flows.finetune tiny-rl
 
 up: $(STAMP) ## start a Prefect server, MLflow and workers on this host
-	@$(WITH_PREFECT) $(PYTHON) -m flows.services up
+	@$(PYTHON) -m flows.services up
 
 down: ## stop what make up started
-	@$(WITH_PREFECT) $(PYTHON) -m flows.services down
+	@$(PYTHON) -m flows.services down
 
 # Much of a test is waiting for servers and imports. What runs together, and what comes last, is in tests/conftest.py.
 JOBS ?= 2

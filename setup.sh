@@ -66,6 +66,11 @@ fetch_uv() {
 }
 
 start=$(date +%s)
+say "looks for uv and Python 3.12"
+# A line every 10 s as long as this shell lives. The pause holds no output open after that.
+while sleep 10 >/dev/null 2>&1 && kill -0 $$ 2>/dev/null; do say "$(($(date +%s) - start)) s"; done &
+clock=$!
+trap 'kill "$clock" 2>/dev/null || true' EXIT
 python=$(candidates python3.12 | first python_312) || python=
 uv=$(find_uv) || {
     fetch_uv
@@ -86,11 +91,16 @@ say "packages of uv.lock with extra $EXTRA (8 GB: under a minute from uv's cache
 # A training process imports some 2,400 modules, serving and Prefect's server as many. Compiled once here, in half a
 # minute, they are there in 4 s at every start, also where PYTHONDONTWRITEBYTECODE keeps a process from storing them
 # itself. Only a saving: a failure is none of setup's.
-store_byte_code() { PYTHONDONTWRITEBYTECODE='' .venv/bin/python -c "$1" >/dev/null 2>&1 & }
+say "byte code"
+storing=
+store_byte_code() {
+    PYTHONDONTWRITEBYTECODE='' .venv/bin/python -c "$1" >/dev/null 2>&1 &
+    storing="$storing $!"
+}
 store_byte_code 'import torch.distributed.run; from trainer.rehearsal import forked_ranks; forked_ranks.import_all()'
 store_byte_code 'from pathlib import Path; from trainer.serving import engine; engine.prepare(Path(), False); from lm_eval import evaluator, tasks
 from lm_eval.models import vllm_causallms; from vllm import LLM; from vllm.entrypoints.openai import api_server; from vllm.v1.worker import cpu_worker, gpu_worker'
 store_byte_code 'import flows.finetune, prefect.server.api.server, prefect.cli.root, tasks.tracking.mlflow_sink, boto3
 import mlflow.server, mlflow.store.tracking.sqlalchemy_store, mlflow.store.model_registry.sqlalchemy_store'
-wait
+wait $storing || true
 say "done in $(($(date +%s) - start)) s"

@@ -1,6 +1,6 @@
 """Automations of Prefect's server that restart a run whose process or host dies.
 
-    python -m flows.automations              make or update them on the server that PREFECT_API_URL names
+    python -m flows.automations              make or update them on the server of PREFECT_API_URL, or on this checkout's
     python -m flows.automations --delete     remove them
 
 A run that has sent heartbeats and then none is set to Crashed: a worker that lives does so itself, but where its host
@@ -25,6 +25,7 @@ from prefect.events.actions import ChangeFlowRunState
 from prefect.settings import get_current_settings
 
 from contract import closed_pipe
+from tasks.servers import prefect_server
 
 # Ten beats (prefect.yaml). Narrower than three, healthy runs were found dead, and while the server is away nobody is
 # heard. A process that was found dead and lives holds the lease of its stage: its successor waits for that.
@@ -104,6 +105,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m flows.automations", description=__doc__.partition("\n")[0])
     parser.add_argument("--delete", action="store_true", help="remove them")
     remove = parser.parse_args(argv).delete
+    prefect_server.use_running()
     address = get_current_settings().api.url
     if not address:
         print("error: PREFECT_API_URL: names no server; make up starts one on this host", file=sys.stderr)

@@ -1,4 +1,4 @@
-"""Deploy prefect.yaml on the server that PREFECT_API_URL names, and keep what was set there by hand.
+"""Deploy prefect.yaml on the server of PREFECT_API_URL, or on this checkout's, and keep edits made there.
 
     python -m flows.deploy [NAME ...]        all deployments, or those, and the automations
 
@@ -37,6 +37,7 @@ from conf.load import load
 from contract import closed_pipe
 from flows import automations
 from tasks.pages import deployment_form
+from tasks.servers import prefect_server
 
 ROOT = Path(__file__).resolve().parent.parent
 FILE = ROOT / "prefect.yaml"
@@ -61,6 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"error: {', '.join(sorted(unknown))}: not in prefect.yaml; it has {', '.join(there)}", file=sys.stderr)
         return 2
     wanted["deployments"] = [one for one in wanted["deployments"] if not names or one["name"] in names]
+    prefect_server.use_running()
     address = get_current_settings().api.url
     if not address:
         print("error: PREFECT_API_URL: names no server; make up starts one on this host", file=sys.stderr)

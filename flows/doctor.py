@@ -329,7 +329,7 @@ def diagnose(extra: str | None) -> tuple[str, list[Finding]]:
     on_gpu = bool(cards)
     host = "gpu" if on_gpu else "cpu"
     cache = Path(os.environ.get("HF_HOME", "~/.cache/huggingface")).expanduser()
-    prefect = service("prefect", "PREFECT_API_URL", "an ephemeral server for each run")
+    prefect = service("prefect", "PREFECT_API_URL", "one server for all runs of this folder, as long as one lasts")
     return host, [
         system(os.uname(), libc()),
         *environment(extra or host),

@@ -5,20 +5,25 @@
     python -m flows.services status
 
 `make up` and `make down` do the same. State lies in runs/services: a file with the processes, and a log of each. All
-listen on the loopback address alone. FINETUNE_RUNS moves it; ports are 4200 and 5000, or the next free ones.
+listen on the loopback address alone. FINETUNE_RUNS moves it; ports are 4200 and 5000, or the next free ones. Runs in
+terminals use the same Prefect server (tasks/servers/prefect_server.py). Each wait is reported every 10 s, and has a
+limit.
 """
 
 # pyright: reportOptionalMemberAccess=false
 
 import argparse
+import contextlib
+import fcntl
 import json
 import os
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
-import urllib.request
+from collections.abc import Iterator
 from pathlib import Path
 
 from contract import closed_pipe, json_object
@@ -29,16 +34,18 @@ from flows import packages, scheduling
 from flows.arguments import refused
 from flows.scheduling import Trouble
 from tasks.run.places import runs_folder
+from tasks.servers import prefect_server
+from tasks.servers.prefect_server import HOST, SERVICES, answers
+from tasks.servers.waiting import Wait, say
 from tasks.store.durable import plainly
 
-HOST = "127.0.0.1"
-READY_WITHIN = 300.0  # both servers make their databases at the first start; a busy host took more than 120
-LEAVE_WITHIN = 20.0  # a worker that is told to leave cancels its runs first
+READY_WITHIN = 300.0  # MLflow makes its database at the first start; a busy host took more than 120
+LEAVE_WITHIN = 20.0  # a worker that gets SIGTERM cancels its runs first
 SCHEDULED_WITHIN = 45.0  # the scheduler looks at what was deployed each 5 s, a worker that was started comes in 5
+DEPLOYED_WITHIN = 900.0
+OTHER_WITHIN = 1800.0  # another `make up` or `make down` of this folder
 QUIET = {"MLFLOW_DISABLE_TELEMETRY": "true", "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}
-# A schedule that is made by hand is seen when Prefect next looks at all of them: a cron that was due within its 60
-# seconds would have its next run in a year.
-SCHEDULED_OFTEN = {"PREFECT_SERVER_SERVICES_SCHEDULER_LOOP_SECONDS": "5"}
+MARK = "FINETUNE_SERVICES"  # in the environment of all that `make up` starts, and of all that this starts
 BIN = Path(sys.executable).parent
 
 
@@ -49,35 +56,34 @@ def main() -> int:
         return {"up": up, "down": down, "status": status}[parser.parse_args().do]()
     except Fault as fault:
         return refused(fault)
+    except KeyboardInterrupt:
+        return refused("interrupted; make down stops all that runs, and make up continues", code=130)
 
 
 def up() -> int:
-    running = _running()
-    servers = {"prefect": ("/api/health", 4200), "mlflow": ("/health", 5000)}
-    for name, (health, port) in servers.items():
-        if name not in running:
-            port = _free_port(port)
-            address = f"http://{HOST}:{port}"
-            page = {"PREFECT_SERVER_UI_API_URL": f"{address}/api"}  # which its page asks; at 4200 unless told
-            running[name] = _start(
-                name, _server(name, port), address, SCHEDULED_OFTEN | _without_servers() | QUIET | page
-            )
-            _save(running)
-            if not _is_healthy(running[name]["address"] + health, running[name]):
-                print(f"error: {name} did not come up; its log: {_folder() / f'{name}.log'}", file=sys.stderr)
-                return 1
-    environment = _environment(running)
-    for pool in ("finetune-cpu", "finetune-gpu", "finetune-nodes"):
-        if not _answers(f"{environment['PREFECT_API_URL']}/work_pools/{pool}", 30):  # what was edited there stays
-            _done(environment, str(BIN / "prefect"), "work-pool", "create", pool, "--type", "process")
-    print(_done(environment, sys.executable, "-m", "flows.deploy"), end="")
-    for pool in ["finetune-cpu"] + ["finetune-gpu"] * _has_gpu():
-        if f"worker-{pool}" not in running:
-            command = [BIN / "prefect", "worker", "start", "--pool", pool, "--name", f"{pool}-{socket.gethostname()}"]
-            running[f"worker-{pool}"] = _start(f"worker-{pool}", command, "", environment)
-            _save(running)
-    status()
-    troubles = _troubles(running, environment["PREFECT_API_URL"])
+    say("make up: Prefect server, MLflow server, workers, deployments")
+    with _turn():
+        running = _running()
+        workers = [f"worker-finetune-{kind}" for kind in ["cpu"] + ["gpu"] * _has_gpu()]
+        if {"prefect", "mlflow", *workers} <= {*running}:
+            say("already up:")
+            status()
+        _start_servers(running)
+        environment = _environment(running)
+        for pool in ("finetune-cpu", "finetune-gpu", "finetune-nodes"):
+            if not answers(f"{environment['PREFECT_API_URL']}/work_pools/{pool}", 30):  # edits there stay
+                _done(environment, str(BIN / "prefect"), "work-pool", "create", pool, "--type", "process")
+        say("deployments: compared with prefect.yaml")
+        print(_done(environment, sys.executable, "-m", "flows.deploy"), end="")
+        for worker in workers:
+            if worker not in running:
+                pool = worker.partition("-")[2]
+                name = f"{pool}-{socket.gethostname()}"
+                command = [BIN / "prefect", "worker", "start", "--pool", pool, "--name", name]
+                running[worker] = _start(worker, command, "", environment)
+                _save(running)
+        status()
+        troubles = _troubles(running, environment["PREFECT_API_URL"])
     print(f"\nexport PREFECT_API_URL={environment['PREFECT_API_URL']}")
     print(f"export MLFLOW_TRACKING_URI={environment['MLFLOW_TRACKING_URI']}")
     print(f"{_shown(BIN / 'prefect')} deployment run finetune/tiny --watch")
@@ -87,25 +93,70 @@ def up() -> int:
 
 
 def down() -> int:
-    running = _running()
-    for name in sorted(running, reverse=True):  # workers before the servers that they talk to
-        _signal(running[name], signal.SIGTERM)
-        if name.startswith("worker"):
-            _wait([running[name]])
-    _wait(list(running.values()))
-    for name, process in running.items():
-        print(f"stopped {name} (process {process['pid']})")
-    _save({})
+    with _turn():
+        running = _running()
+        server = running.pop("prefect", None)
+        _end({name: running.pop(name) for name in [*running] if name.startswith("worker")})  # they talk to servers
+        _end(running)
+        _end(_left())
+        unused = server and prefect_server.users(server) is None
+        _save({})  # from now on Prefect's server ends after its last user
+        if server and unused:
+            _end({"prefect": server})
+        elif server := server or prefect_server.running():
+            say(_used(server))
     return 0
 
 
 def status() -> int:
     running = _running()
     for name, process in sorted(running.items()):
-        print(f"{name.ljust(20)}  {process['address'] or 'running'}  (process {process['pid']})")
+        say(f"{name.ljust(20)}  {process['address'] or 'running'}  (process {process['pid']})")
     if not running:
-        print("nothing is running; make up starts it")
+        server = prefect_server.running()
+        say(_used(server) if server else "nothing is running; make up starts it")
     return 0 if running else 1
+
+
+def _start_servers(running: dict) -> None:
+    if "prefect" not in running:
+        running["prefect"], user = prefect_server.join()
+        _save(running)  # from now on it stays without a user
+        os.close(user)
+    if "mlflow" not in running:
+        with prefect_server.free_port(5000) as free:
+            port = free.getsockname()[1]
+        say(f"MLflow server: starts; its log: {_folder() / 'mlflow.log'}")
+        running["mlflow"] = _start("mlflow", _mlflow(port), f"http://{HOST}:{port}", {**os.environ} | QUIET)
+        _save(running)
+    for name, health in (("prefect", "/api/health"), ("mlflow", "/health")):
+        process = running[name]
+        wait = Wait(f"{name} server", READY_WITHIN, Path(process["log"]))
+        while not answers(process["address"] + health):
+            if started(process["pid"]) != process["started"]:
+                raise wait.failed("has ended")
+            wait.pause()
+
+
+@contextlib.contextmanager
+def _turn() -> Iterator[None]:
+    """Let one `make up` or `make down` work at a time. The kernel ends the turn with its process."""
+    with (_folder() / "turn").open("a+") as file:
+        wait = None
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if wait is None:
+                    file.seek(0)
+                    wait = Wait(f"another make up or make down (process {file.read()}) is under way", OTHER_WITHIN)
+                    say(wait.what)
+                wait.pause()
+        file.truncate(0)
+        file.write(str(os.getpid()))
+        file.flush()
+        yield
 
 
 def _troubles(running: dict, api: str) -> list[Trouble]:
@@ -114,14 +165,15 @@ def _troubles(running: dict, api: str) -> list[Trouble]:
     The scheduler takes some seconds after a deployment, and a worker to come.
     """
     own = [f"work pool {name.partition('-')[2]} " for name in running if name.startswith("worker-")]
-    until = time.monotonic() + SCHEDULED_WITHIN
+    dead, unattended, wait = [], [], Wait("workers and schedules", SCHEDULED_WITHIN)
     try:
         deployments = scheduling.active(api)
-        while True:
-            dead, unattended = scheduling.unscheduled(api, deployments, 0), scheduling.unattended(api, deployments)
-            if time.monotonic() > until or not (dead or any(pool in one.fact for one in unattended for pool in own)):
-                break
-            time.sleep(1)
+        with contextlib.suppress(Fault):  # it is reported below
+            while True:
+                dead, unattended = scheduling.unscheduled(api, deployments, 0), scheduling.unattended(api, deployments)
+                if not (dead or any(pool in one.fact for one in unattended for pool in own)):
+                    break
+                wait.pause()
     except scheduling.Silent as silent:
         dead, unattended = [Trouble(True, f"schedules: Prefect's server {silent}", "make doctor")], []
     server = running["prefect"]
@@ -130,9 +182,7 @@ def _troubles(running: dict, api: str) -> list[Trouble]:
     return clashes + errors + dead + unattended
 
 
-def _server(name: str, port: int) -> list:
-    if name == "prefect":
-        return [BIN / "prefect", "server", "start", "--host", HOST, "--port", str(port)]
+def _mlflow(port: int) -> list:
     runs = runs_folder()
     store = ["--backend-store-uri", f"sqlite:///{runs / 'mlflow.db'}", "--artifacts-destination"]
     place = ["--host", HOST, "--port", str(port), "--workers", "1"]  # of four, each takes 250 MB
@@ -148,14 +198,21 @@ def _environment(running: dict) -> dict[str, str]:
 
 
 def _done(environment: dict[str, str], *command: str) -> str:
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    if done.returncode:
-        sys.exit(f"error: {' '.join([Path(command[0]).name, *command[1:]])}: {done.stdout}{done.stderr}")
-    return done.stdout
-
-
-def _without_servers() -> dict[str, str]:
-    return {name: value for name, value in os.environ.items() if name != "PREFECT_API_URL"}
+    """Output of a command that has to end in time."""
+    shown = " ".join([Path(command[0]).name, *command[1:]])
+    with tempfile.TemporaryFile("w+") as output:
+        process = subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=output)
+        try:
+            wait = Wait(shown, DEPLOYED_WITHIN)
+            while process.poll() is None:
+                wait.pause()
+        finally:
+            process.kill()
+            process.wait()
+        output.seek(0)
+        if process.returncode:
+            raise Fault(f"{shown}: {output.read()}")
+        return output.read()
 
 
 def _start(name: str, command: list, address: str, environment: dict[str, str]) -> dict:
@@ -167,7 +224,7 @@ def _start(name: str, command: list, address: str, environment: dict[str, str]) 
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
-            env=environment,
+            env=environment | {MARK: str(_folder())},
             start_new_session=True,
         )
     place = {"address": address, "log": str(path), "log_from": begin}
@@ -192,48 +249,41 @@ def _save(running: dict) -> None:
         write_atomically(_folder() / "processes.json", json.dumps(running, indent=1), durable=False)
 
 
-def _signal(process: dict, number: int) -> None:
-    """Send a signal to the process's whole session: an MLflow server has workers of its own."""
-    if started(process["pid"]) == process["started"]:
-        os.killpg(process["pid"], number)
-
-
-def _wait(processes: list[dict]) -> None:
-    until = time.monotonic() + LEAVE_WITHIN
-    for process in processes:
+def _end(processes: dict[str, dict]) -> None:
+    """End processes and their groups, by SIGKILL if need be: an MLflow server has workers."""
+    for process in processes.values():
+        _signal(process, signal.SIGTERM)
+    kill_at = time.monotonic() + LEAVE_WITHIN
+    for name, process in processes.items():
+        wait = Wait(f"end of {name} (process {process['pid']})", 2 * LEAVE_WITHIN)
         while started(process["pid"]) == process["started"]:
-            if time.monotonic() > until:
+            if time.monotonic() > kill_at:
                 _signal(process, signal.SIGKILL)
-            time.sleep(0.1)
+            wait.pause()
+        say(f"stopped {name} (process {process['pid']})")
 
 
-def _is_healthy(url: str, process: dict) -> bool:
-    until = time.monotonic() + READY_WITHIN
-    while time.monotonic() < until and started(process["pid"]) == process["started"]:
-        if _answers(url):
-            return True
-        time.sleep(0.2)
-    return False
+def _signal(process: dict, number: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        if started(process["pid"]) == process["started"]:
+            os.killpg(os.getpgid(process["pid"]), number)
 
 
-def _answers(url: str, seconds: float = 2) -> bool:
-    try:
-        with urllib.request.urlopen(url, timeout=seconds):
-            return True
-    except OSError:
-        return False
+def _left() -> dict[str, dict]:
+    """Processes, in whatever sessions, that a service has started and not ended: a worker may have been killed."""
+    mark, processes = f"{MARK}={_folder()}".encode(), {}
+    for entry in filter(str.isdigit, os.listdir("/proc")):
+        with contextlib.suppress(OSError):  # it has ended, or is another user's
+            since = started(int(entry))
+            if since and mark in Path(f"/proc/{entry}/environ").read_bytes().split(b"\0"):
+                processes[f"leftover {entry}"] = {"pid": int(entry), "started": since}
+    return processes
 
 
-def _free_port(first: int) -> int:
-    for port in range(first, first + 100):
-        with socket.socket() as s:
-            s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                s.bind((HOST, port))
-            except OSError:
-                continue
-            return port
-    sys.exit(f"error: no free port from {first} on")
+def _used(server: dict) -> str:
+    users = ", ".join(map(str, prefect_server.users(server) or ()))
+    end = f"ends after its users: process {users}" if users else "is ending"
+    return f"{'prefect'.ljust(20)}  {server['address']}  (process {server['pid']}) {end}"
 
 
 def _has_gpu() -> bool:
@@ -241,7 +291,7 @@ def _has_gpu() -> bool:
 
 
 def _folder() -> Path:
-    folder = runs_folder() / "services"
+    folder = runs_folder() / SERVICES
     with plainly(runs_folder()):
         folder.mkdir(parents=True, exist_ok=True)
     return folder

@@ -42,7 +42,7 @@ ROOMS = {
         {"schema", "model_facts"},
         {"model_files", "strict_yaml", "error_lines", "rewards"},
     ],
-    "tasks": [{"serving"}, {"stages"}, {"gang"}, {"run", "sources"}, {"store", "tracking", "pages"}],
+    "tasks": [{"serving"}, {"stages"}, {"gang", "servers"}, {"run", "sources"}, {"store", "tracking", "pages"}],
     "trainer": [
         {"commands"},
         {"proof", "reference"},

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-TOOLS = ("sh", "cp", "cut", "date", "dirname", "id", "ls", "mkdir", "rm", "tr")
+TOOLS = ("sh", "cp", "cut", "date", "dirname", "id", "ls", "mkdir", "rm", "sleep", "tr")
 
 
 def script(path: Path, body: str) -> Path:
@@ -98,7 +98,7 @@ def test_nothing_to_fetch_uv_with(host):
     script(host / "bin/python3", "exit 1")  # too old, or without pip
     done = setup(host, host / "bin")
     assert done.returncode == 1
-    assert done.stdout == ""
+    assert done.stdout == "setup: looks for uv and Python 3.12\n"
     assert done.stderr.count("\n") == 1
     assert "sudo apt-get install python3-venv" in done.stderr
 
@@ -121,6 +121,17 @@ def test_a_uv_that_is_too_old_is_replaced(host, venv_works):
     assert synced_with(host) == str(python)
     assert f"({host}/tree/.uv/bin/uv)" in done.stdout
     assert ("pip install --quiet --target .uv uv" in (host / "log").read_text()) is not venv_works
+
+
+def test_a_long_step_prints_a_line_every_ten_seconds(host):
+    """With a pause of no time in its place; the clock ends with the script."""
+    add_uv(host / "bin/uv", host).write_text('#!/bin/sh\n[ "$1" != sync ] || exec /bin/sleep 1\n')
+    add_python(host / "bin/python3.12")
+    (host / "tools/sleep").unlink()
+    script(host / "tools/sleep", "exec /bin/sleep 0.1")
+    lines = setup(host, host / "bin").stdout.splitlines()
+    assert lines[0] == "setup: looks for uv and Python 3.12"
+    assert len([line for line in lines if line in ("setup: 0 s", "setup: 1 s")]) > 3
 
 
 def test_help_lists_every_target():

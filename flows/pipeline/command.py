@@ -14,13 +14,17 @@ from conf.schema.run import Run
 from contract.faults import ConfigError, Fault
 from flows.arguments import of_a_run, refused
 from flows.new import rows
-from tasks.run import artifact, forecast, own_server
-from tasks.run.places import open_run_store
+from tasks.run import artifact, forecast
+from tasks.run.places import open_run_store, runs_folder
 from tasks.run.request import Request
+from tasks.servers import prefect_server
+from tasks.servers.waiting import limited_end
 from tasks.sources import row_sources
 from tasks.sources.hub.api import Unreachable
 from tasks.stages import pipeline, plan
 from tasks.store import Store
+
+ENDS_WITHIN = 60.0  # seconds after a signal, beyond those in which a training saves a checkpoint; pods take 40 to go
 
 
 def command(flow, description: str, require: Callable[[Run], None] = lambda run: None, default: str = "tiny") -> int:
@@ -44,15 +48,15 @@ def command(flow, description: str, require: Callable[[Run], None] = lambda run:
         return refused(fault)
     # All was checked above, and the deployments' form knows neither files outside of conf/ nor nulls.
     try:
-        own_server.require_answer()
-        own_server.start()
-        state = flow.with_options(validate_parameters=False)(
-            conf=options.conf,
-            changes=from_overrides(options.overrides),
-            from_stage=first,
-            until_stage=last,
-            return_state=True,
-        )
+        prefect_server.use()
+        with limited_end(run.gang.grace + ENDS_WITHIN, f"python -m tasks.tracking {runs_folder()} ships what waits"):
+            state = flow.with_options(validate_parameters=False)(
+                conf=options.conf,
+                changes=from_overrides(options.overrides),
+                from_stage=first,
+                until_stage=last,
+                return_state=True,
+            )
     except Fault as fault:
         return refused(fault)
     except KeyboardInterrupt:

@@ -258,13 +258,13 @@ class Tracking(Stage):
         late = [s for s in self._shippers if not s.close(max(0.0, until - time.monotonic()))]
         if not late:
             return None
+        waiting, reason = self._journal.waiting(late[0].service), late[0].trouble or f"not done in {timeout:.0f} s"
+        where = public(self._address) if late[0].service == "mlflow" else "Weights & Biases"
+        line = f"tracking: {waiting} events for {where} wait in {self._journal.folder} ({reason}); "
         if hand_over:
             self._hand_over("--after", str(self._journal.folder))
-            return None
-        waiting, reason = self._journal.waiting(late[0].service), late[0].trouble or "it is slow"
-        where = public(self._address) if late[0].service == "mlflow" else "Weights & Biases"
-        place = self._journal.folder
-        return f"tracking: {waiting} events for {where} wait in {place} ({reason}); the next flow ships them"
+            line += f"a process ships them if it can within {HANDED_OVER:.0f} s, else "
+        return line + f"the next flow ships them, or python -m tasks.tracking {self._runs}"
 
     def drop(self) -> None:
         """Tell nothing of a flow that found everything made. What killed flows left behind is shipped all the same."""

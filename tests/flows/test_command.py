@@ -9,8 +9,9 @@ import pytest
 from conf.load import FOLDER, load
 from conf.overrides import as_overrides
 from flows.pipeline.command import command
-from tasks.run import artifact, own_server
+from tasks.run import artifact
 from tasks.run.artifact import Artifact
+from tasks.servers import prefect_server
 from tasks.sources.hub import api
 from tasks.stages import pipeline
 
@@ -22,7 +23,7 @@ def run(tmp_path, monkeypatch, capsys):
     """Runs a command line with a flow that only notes what it gets; returns code, errors, output."""
     monkeypatch.setenv("FINETUNE_RUNS", str(tmp_path / "runs"))
     monkeypatch.delenv("FINETUNE_STORE", raising=False)
-    monkeypatch.setattr(own_server, "start", lambda: None)
+    monkeypatch.setattr(prefect_server, "use", lambda: None)
     calls: list[dict] = []
 
     def toy_flow(**parameters):
@@ -154,7 +155,7 @@ def test_a_failed_run_shows_why_and_how(run, monkeypatch, capsys):
     ends = {"is_completed": lambda: False, "is_failed": lambda: True}
     state = SimpleNamespace(**ends, message="train: a\nexport: b", name="Failed")
     monkeypatch.setattr(sys, "argv", ["finetune", "tiny"])
-    monkeypatch.setattr(own_server, "start", lambda: None)
+    monkeypatch.setattr(prefect_server, "use", lambda: None)
     assert command(SimpleNamespace(name="finetune", with_options=lambda **_: lambda **_: state), "x") == 2
     assert capsys.readouterr().err == "error: train: a\nerror: export: b\n"
 
@@ -164,7 +165,7 @@ def test_ctrl_c_ends_in_a_line(monkeypatch, capsys):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(sys, "argv", ["finetune", "tiny"])
-    monkeypatch.setattr(own_server, "start", lambda: None)
+    monkeypatch.setattr(prefect_server, "use", lambda: None)
     assert command(SimpleNamespace(name="finetune", with_options=lambda **_: interrupted), "x") == 130
     assert capsys.readouterr().err.startswith("error: interrupted; what was made is kept")
 

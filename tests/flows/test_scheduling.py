@@ -12,6 +12,7 @@ import pytest
 
 from contract.processes import started
 from flows import doctor, packages, scheduling, services
+from tasks.servers import prefect_server
 from tests.support.flow_world import BIN, World, end, free_port, wait_for
 
 # What Prefect 3.8.8 wrote with SQLAlchemy 2.1.9, shortened: NOW is when.
@@ -297,7 +298,7 @@ def test_a_scheduler_that_raises_is_noticed_by_both_commands(tmp_path, monkeypat
         to_log = {"stdout": file, "stderr": file, "env": environment, "start_new_session": True, "cwd": tmp_path}
         server = subprocess.Popen([BIN / "prefect", "server", "start", "--port", str(port)], **to_log)
     try:
-        wait_for(lambda: services._answers(f"{api}/health"), 250)
+        wait_for(lambda: prefect_server.answers(f"{api}/health"), 250)
         world = World(tmp_path, {}, api, "")
         flow = world.ask_prefect("flows/", name="toy")
         schedules = [{"active": True, "schedule": {"cron": "* * * * *", "timezone": "UTC"}}]

@@ -1,13 +1,14 @@
 """`make up` as a user has it: in a folder of its own, again and again, with schedules that start runs."""
 
 import os
+import signal
 import subprocess
 import sys
 from datetime import UTC, datetime, timedelta
 
 import pytest
 
-from flows.services import main
+from flows.services import _left, _save, _start, _turn, main
 from tests.flows.test_deployments import deployment, edit
 from tests.support.flow_world import BIN, ROOT, World, wait_for
 
@@ -92,6 +93,57 @@ def test_a_cron_a_minute_ahead_runs_before_and_after_a_second_make_up(services, 
     services("down")
     place = of(services, tmp_path, services("up"))
     assert deployment(place, "tiny")["schedules"] == before
+
+
+@pytest.mark.timeout(30)
+def test_the_first_line_comes_at_once(services):
+    command = [sys.executable, "-m", "flows.services", "up"]
+    process = subprocess.Popen(command, cwd=ROOT, env=services.environment, stdout=subprocess.PIPE, text=True)
+    with process:
+        assert (
+            process.stdout
+            and process.stdout.readline() == "make up: Prefect server, MLflow server, workers, deployments\n"
+        )
+        process.kill()
+
+
+@pytest.fixture
+def up(tmp_path, monkeypatch):
+    """Returns a function that starts a toy in a service's place, and notes it as `make up` does."""
+    monkeypatch.setenv("FINETUNE_RUNS", str(tmp_path))
+    noted: dict[str, dict] = {}
+
+    def start(name: str, code: str) -> int:
+        noted[name] = _start(name, [sys.executable, "-c", code], "http://127.0.0.1:1", {**os.environ})
+        _save(noted)
+        return noted[name]["pid"]
+
+    return start
+
+
+@pytest.mark.filterwarnings("ignore:Exception ignored in.*Popen:pytest.PytestUnraisableExceptionWarning")
+def test_down_ends_what_a_killed_worker_has_left_in_another_session(up, tmp_path, monkeypatch, capsys):
+    """A worker starts each run in another session: nothing but an environment leads to it."""
+    flow = "import subprocess, sys; subprocess.Popen(['sleep', '600'], start_new_session=True); print(flush=True)"
+    worker = up("worker-toy", f"{flow}\nimport time; time.sleep(600)")
+    log = tmp_path / "services/worker-toy.log"
+    wait_for(log.read_text, 30)
+    os.kill(worker, signal.SIGKILL)
+    os.waitpid(worker, 0)
+    monkeypatch.setattr(sys, "argv", ["services", "down"])
+    assert main() == 0
+    assert "stopped leftover" in capsys.readouterr().out
+    assert not _left()
+
+
+def test_a_second_make_up_waits_for_the_first_and_names_it(up, monkeypatch, capsys):
+    monkeypatch.setattr("flows.services.OTHER_WITHIN", 0.3)
+    with _turn():
+        monkeypatch.setattr(sys, "argv", ["services", "up"])
+        assert main() == 2
+    under_way = f"another make up or make down (process {os.getpid()}) is under way"
+    said = capsys.readouterr()
+    assert said.out.splitlines()[1] == under_way and said.err == f"error: {under_way}: not ready after 0 s\n"
 
 
 DAMAGED = ("", '{"prefect": {"pid": 1', "[]", '{"prefect": 1}', '{"prefect": {"pid": 1}}', "\xff")

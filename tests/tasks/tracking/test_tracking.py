@@ -247,6 +247,21 @@ def test_close_says_what_waits_and_the_next_flow_ships_it(start, server, client,
     ]
 
 
+def test_a_flow_that_is_killed_says_what_waits_and_how_it_is_shipped(start, tmp_path, monkeypatch):
+    handed = []
+    monkeypatch.setattr(tracking.Tracking, "_hand_over", lambda self, *options: handed.append(options))
+    with socket.socket() as silent:  # it takes connections, and never answers
+        silent.bind(("127.0.0.1", 0))
+        silent.listen()
+        t = start("flow5", uri=f"http://127.0.0.1:{silent.getsockname()[1]}")
+        t.stage("train").end()
+        asked = time.monotonic()
+        line = t.close(0.0, hand_over=True)
+        assert time.monotonic() - asked < 3 and [options[0] for options in handed] == ["--after"]
+    assert line.startswith("tracking: 3 events for http://127.0.0.1:")
+    assert line.endswith(f"within 60 s, else the next flow ships them, or python -m tasks.tracking {tmp_path}")
+
+
 def test_killed_at_any_moment_and_started_again(server, client, tmp_path, flow):
     file = tmp_path / "metrics.jsonl"
     for attempt in range(3):

@@ -1,0 +1,235 @@
+"""The Prefect server that a command uses: one per checkout, shared by all commands.
+
+It is the server that PREFECT_API_URL names, in the environment or in a profile. Else it is the server that has this
+checkout's database open, from `make up` or from another command. Else this command starts one
+(tasks/servers/prefect_process.py), which ends after its last user.
+
+The database is runs/prefect/prefect.db, or prefect.db in PREFECT_HOME, or the one that Prefect's own setting of a
+connection URL names. Two files next to it carry locks of the kernel, which end with their holders, even by SIGKILL:
+
+    prefect.db.lock     held by the server, whose address and process it names: no second server opens the database
+    prefect.db.users    shared by the commands that use the server
+"""
+
+import contextlib
+import fcntl
+import json
+import os
+import socket
+import subprocess
+import sys
+import urllib.request
+from collections.abc import Callable
+from pathlib import Path
+
+from contract.faults import Fault
+from contract.processes import started
+from tasks.run.places import runs_folder
+from tasks.servers.waiting import Wait, say
+from tasks.store.durable import plainly
+
+HOST = "127.0.0.1"
+PORT = 4200  # or the next one that is free
+READY_WITHIN = 300.0  # seconds; the database is made at the first start, and a busy host took more than 120
+LIMIT = "PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS"  # a longer one holds
+ROOT = Path(__file__).resolve().parents[2]
+SERVICES = "services"  # folder in runs/ of the servers' logs, and of the list that `make up` keeps
+# A schedule made by hand is seen when the scheduler next looks: with Prefect's 60 s, a cron that is due sooner would
+# have its next run in a year. A request that fails as the database is locked is an error in the log.
+SETTINGS = {"PREFECT_SERVER_SERVICES_SCHEDULER_LOOP_SECONDS": "5", "PREFECT_SERVER_LOG_RETRYABLE_ERRORS": "true"}
+
+
+def use() -> None:
+    """Have this process's Prefect talk to the right server, and stay one of its users until the process ends.
+
+    A Fault if the server that PREFECT_API_URL names does not answer, or if a new one does not start.
+    """
+    from prefect.settings import get_current_settings
+
+    if get_current_settings().api.url:
+        _require_answer()
+    else:
+        _use_own()
+
+
+def use_running() -> None:
+    """Do the same with a server that runs. Without one, nothing changes."""
+    from prefect.settings import get_current_settings
+
+    if not get_current_settings().api.url and running():
+        _use_own()
+
+
+def _use_own() -> None:
+    from prefect.context import refresh_global_settings_context
+
+    server, _ = join(lambda line: print(line, file=sys.stderr, flush=True))
+    os.environ["PREFECT_API_URL"] = f"{server['address']}/api"
+    refresh_global_settings_context()
+
+
+def join(say: Callable[[str], None] = say) -> tuple[dict, int]:
+    """Become a user of the checkout's server, which is started if need be.
+
+    Returns the server's record and a file descriptor: while it is open, the server stays.
+    """
+    from prefect.settings import get_current_settings
+
+    limit = max(READY_WITHIN, get_current_settings().server.ephemeral.startup_timeout_seconds)
+    database = _database()
+    with plainly(database.parent):
+        database.parent.mkdir(parents=True, exist_ok=True)
+        user = os.open(_lock_file(database, "users"), os.O_RDWR | os.O_CREAT, 0o600)
+    log = runs_folder() / SERVICES / "prefect.log"
+    is_new = "" if database.exists() else ", which makes its database first"
+    wait = Wait("Prefect server", limit, log, say)
+    while not _locked(user, fcntl.LOCK_SH):  # a server that nobody uses is ending
+        wait.pause()
+    process = None
+    while True:
+        if process is None and (process := _start(database, log)):
+            say(f"Prefect server: starts{is_new}; its log: {log}")
+        server = running()
+        if server and answers(f"{server['address']}/api/health"):
+            return server, user
+        if process and process.poll() is not None:
+            raise wait.failed(f"ended with code {process.returncode}")
+        try:
+            wait.pause()
+        except Fault as fault:
+            raise Fault(f"{fault}; on a busy host {LIMIT}=600 (seconds) waits longer") from None
+
+
+def running() -> dict | None:
+    """The record of the server that has this checkout's database open; None without one."""
+    try:
+        record = json.loads(_lock_file(_database(), "lock").read_text())
+        return record if started(record["pid"]) == record["started"] else None
+    except (OSError, ValueError, LookupError, TypeError):
+        return None
+
+
+def users(server: dict) -> list[int] | None:
+    """Processes that use the server, as far as the kernel names them; None without one."""
+    try:
+        file = os.open(server.get("users", ""), os.O_RDWR)  # a server of an earlier version names none
+    except OSError:
+        return None
+    try:
+        if _locked(file, fcntl.LOCK_EX):
+            return None
+        number = str(os.fstat(file).st_ino)
+    finally:
+        os.close(file)
+    locks = [line.split() for line in Path("/proc/locks").read_text().splitlines()]
+    return sorted({int(lock[4]) for lock in locks if lock[3] == "READ" and lock[5].rpartition(":")[2] == number})
+
+
+def answers(url: str, seconds: float = 2) -> bool:
+    try:
+        with urllib.request.urlopen(url, timeout=seconds):
+            return True
+    except OSError:
+        return False
+
+
+def free_port(first: int) -> socket.socket:
+    """A socket at the first free port of the loopback address."""
+    for port in range(first, first + 100):
+        listening = socket.socket()
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        with contextlib.suppress(OSError):
+            listening.bind((HOST, port))
+            return listening
+        listening.close()
+    raise Fault(f"no free port from {first} to {first + 99}")
+
+
+def _start(database: Path, log: Path) -> subprocess.Popen | None:
+    """Start the server, which gets the lock of the database. None if another process has the lock."""
+    lock = os.open(_lock_file(database, "lock"), os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        if not _locked(lock, fcntl.LOCK_EX):
+            return None
+        with plainly(log.parent):
+            log.parent.mkdir(parents=True, exist_ok=True)
+        with free_port(PORT) as listening, log.open("a") as output:
+            listening.listen(128)
+            address, begin = f"http://{HOST}:{listening.getsockname()[1]}", output.tell()
+            given = [lock, listening.fileno()]
+            command = [sys.executable, "-m", "tasks.servers.prefect_process", *map(str, given)]
+            command += [str(_lock_file(database, "users")), str(log.parent / "processes.json")]
+            process = subprocess.Popen(
+                command,
+                cwd=ROOT,  # prefect.toml lies there
+                env=_environment(database, address),
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                pass_fds=given,
+                start_new_session=True,
+            )
+        record = {"pid": process.pid, "started": started(process.pid), "address": address, "log": str(log)}
+        record |= {"log_from": begin, "users": str(_lock_file(database, "users"))}
+        os.ftruncate(lock, 0)
+        os.pwrite(lock, json.dumps(record).encode(), 0)
+        return process
+    finally:
+        os.close(lock)
+
+
+def _environment(database: Path, address: str) -> dict[str, str]:
+    """The server's environment: settings of the caller's profile hold for it, and its page asks the server itself."""
+    from prefect.settings import get_current_settings
+
+    settings = get_current_settings().to_environment_variables(exclude_unset=True)
+    own = {"PREFECT_HOME": str(database.parent), "PREFECT_UI_API_URL": f"{address}/api"}
+    if not _given_database():
+        own["PREFECT_SERVER_DATABASE_CONNECTION_URL"] = f"sqlite+aiosqlite:///{database}"
+    return {
+        name: value for name, value in (SETTINGS | os.environ | settings | own).items() if name != "PREFECT_API_URL"
+    }
+
+
+def _database() -> Path:
+    """The path of the database's file. A PostgreSQL server has none: its path only names the locks."""
+    home = Path(os.environ.get("PREFECT_HOME") or runs_folder() / "prefect").expanduser().absolute()
+    kind, _, path = _given_database().partition(":///")
+    if kind.startswith("sqlite") and path and ":memory:" not in path:
+        return Path(path.partition("?")[0]).absolute()
+    return home / ("prefect.db" if not kind else "server")
+
+
+def _given_database() -> str:
+    """The connection URL that the user has set, for Prefect's server; empty without one."""
+    from prefect.settings import get_current_settings
+
+    given = get_current_settings().server.database
+    url = given.connection_url if "connection_url" in given.model_fields_set else None
+    return url.get_secret_value() if url else ""
+
+
+def _lock_file(database: Path, what: str) -> Path:
+    return database.with_name(f"{database.name}.{what}")
+
+
+def _locked(file: int, how: int) -> bool:
+    """Whether this process gets the lock of the kernel, now."""
+    try:
+        fcntl.flock(file, how | fcntl.LOCK_NB)
+        return True
+    except BlockingIOError:
+        return False
+
+
+def _require_answer() -> None:
+    """Raise a Fault if the server that PREFECT_API_URL names does not answer, or has an unfit version."""
+    import httpx
+    from prefect.client.orchestration import get_client
+
+    try:
+        with get_client(sync_client=True) as client:
+            client.raise_for_api_version_mismatch_once()  # the flow asks the same, and does not ask again
+    except (RuntimeError, httpx.HTTPError) as error:
+        line = (str(error).splitlines() or [""])[0].rstrip(".")
+        raise Fault(f"PREFECT_API_URL: {line}; unset it for the server of this checkout") from None

@@ -1,0 +1,74 @@
+"""Limits of waits: for a server, which is reported every 10 s, and for the end of this process after a signal."""
+
+import contextlib
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from contract.faults import Fault
+
+EVERY = 10.0  # seconds between lines
+PAUSE = 0.2
+
+
+def say(line: str) -> None:
+    """Print a line at once, also into a pipe."""
+    print(line, flush=True)
+
+
+class Wait:
+    def __init__(self, what: str, limit: float, log: Path | None = None, say: Callable[[str], None] = say):
+        self.what, self.limit, self.log, self._say = what, limit, log, say
+        self._began = self._said = time.monotonic()
+
+    def pause(self) -> None:
+        """Let some time pass. A Fault at the limit."""
+        now = time.monotonic()
+        if now - self._began > self.limit:
+            raise self.failed(f"not ready after {self.limit:.0f} s")
+        if now - self._said >= EVERY:
+            self._said = now
+            self._say(f"{self.what}: {now - self._began:.0f} s (at most {self.limit:.0f})")
+        time.sleep(PAUSE)
+
+    def failed(self, reason: str) -> Fault:
+        """The end of a wait as a Fault that names the log and its last line."""
+        lines = self.log.read_text(errors="replace").split("\n") if self.log and self.log.exists() else []
+        last = next((line.strip() for line in reversed(lines) if line.strip()), "")
+        shown = f"; {last[:200]}" if last else ""
+        return Fault(f"{self.what}: {reason}" + (f"; its log: {self.log}{shown}" if self.log else ""))
+
+
+@contextlib.contextmanager
+def limited_end(seconds: float, then: str) -> Iterator[None]:
+    """End this process at most that long after SIGTERM or Ctrl-C; `then` says how the rest is done later.
+
+    A server that is away holds up the end of a run otherwise: Prefect's client tries each request for a minute. For the
+    main thread of a command.
+    """
+    reading, writing = os.pipe()
+    os.set_blocking(writing, False)
+    signalled = threading.Event()
+
+    def watch() -> None:
+        while data := os.read(reading, 64):
+            if {signal.SIGTERM, signal.SIGINT} & {*data}:
+                signalled.set()
+                time.sleep(seconds)
+                line = f"error: cut off {seconds:.0f} s after the signal: a server does not answer; {then}"
+                print(line, file=sys.stderr, flush=True)
+                os._exit(128 + signal.SIGTERM)
+        os.close(reading)
+
+    before = signal.set_wakeup_fd(writing, warn_on_full_buffer=False)  # holds for any handler of the signal
+    threading.Thread(target=watch, daemon=True).start()
+    try:
+        yield
+    finally:
+        if not signalled.is_set():
+            signal.set_wakeup_fd(before)
+            os.close(writing)
