@@ -53,6 +53,7 @@ def publish(planned: Plan, outcomes: Outcomes, store: Store, tracking: RunTracki
     links = _links(planned.run, made, store, tracking)
     text = run_page.page(name, planned, outcomes, links, store)
     create_markdown_artifact(text, key=f"report-{planned.run.name}", description=name)
+    tracking.describe(run_page.verdict(made))
     for metric, base, tuned in run_page.gains(made):
         tracking.tell({f"score/tuned/{metric}": tuned} | ({} if base is None else {f"score/base/{metric}": base}))
     if trained := made.get("train"):
