@@ -144,6 +144,11 @@ def as_yaml(run: Run) -> str:
     return strict_yaml.dump(run.model_dump(mode="json"))
 
 
+def names() -> list[str]:
+    """Names of the configurations that a run may start from."""
+    return sorted(file.stem for file in FOLDER.glob("*.yaml"))
+
+
 def _find(path: str) -> tuple[Path, str]:
     if not re.fullmatch(r"[\w-]+", path):
         file, shown = Path(path), path

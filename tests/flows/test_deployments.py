@@ -216,6 +216,7 @@ def test_the_form_shows_help_limits_and_choices(place, worker):
     [
         ({"conf": "tinny"}, "tinny"),
         ({"changes": {"optimizer": {"lr": -1}}}, "minimum"),
+        ({"learning_rate": 5}, "maximum"),
         ({"changes": {"train": {"stps": 1}}}, "stps"),
         ({"changes": {"model": {"source": 3}}}, "source"),
         ({"until_stage": "trian"}, "trian"),
