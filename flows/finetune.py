@@ -3,6 +3,7 @@
     python -m flows.finetune tiny                                  on this host; no server needed
     python -m flows.finetune glm47 optimizer.lr=2e-4 --dry-run     what would run, what is there already, and the cost
     prefect deployment run finetune/glm47                          on a work pool (prefect.yaml)
+    finetune("tiny", learning_rate=2e-3)                           from Python, in any folder (examples/finetune.ipynb)
 
 A run whose plan does not fit ends before anything is downloaded (hardware.gate).
 A stage whose artifact is in the store already ends as Cached. One that was interrupted goes on where it was.
@@ -37,6 +38,8 @@ def finetune(
     last: Stage | None = None,  # pyright: ignore[reportInvalidTypeForm]
 ) -> State:
     """Plan, download, convert, prepare, train, export, evaluate and promote; what is there already is not made again.
+
+    Called from Python it returns a tasks.stages.result.Result, and raises an error if the run fails.
 
     Args:
         conf: The configuration that the run starts from.

@@ -17,7 +17,7 @@ from conf.schema.run import Run
 from contract.faults import ConfigError, Fault
 from flows.pipeline.steps import Steps
 from tasks.run.session import Session
-from tasks.stages import run_report
+from tasks.stages import result, run_report
 from tasks.stages.convert import convert, convert_teacher
 from tasks.stages.download import download, download_teacher
 from tasks.stages.evaluate import evaluate_base, evaluate_tuned
@@ -45,7 +45,7 @@ def make(
     until_stage: str | None,
     require: Callable[[Run], None] = lambda run: None,
 ) -> State:
-    """Make what is not there already. `require` raises a Fault for a run that is not the flow's to make."""
+    """Make what is not there already. `require` raises a Fault for a run of another flow. The state has a Result."""
     begun = ExitStack()
     try:
         run = load(conf, overrides)
@@ -88,4 +88,5 @@ def make(
             if step is before:
                 session.require_base()
         run_report.publish(planned, session.outcomes, session.store, session.tracking)
-    return session.outcomes.verdict()
+        made = result.of(session.outcomes, session.store, session.tracking)
+    return session.outcomes.verdict(made)
