@@ -82,7 +82,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def declared() -> dict:
-    """prefect.yaml, with the deployments of prefect.own.yaml."""
+    """Content of prefect.yaml, with the deployments of prefect.own.yaml."""
     wanted = yaml.safe_load(FILE.read_text())
     own = listed(OWN.read_text(), OWN.name) if OWN.exists() else []
     names = {one["name"] for one in own}

@@ -140,7 +140,7 @@ def _place(options: argparse.Namespace) -> tuple[str, Path, list[str]]:
         return name, path, [f"--name: {wanted}: a file ends in .yaml; a name has no slash"]
     if options.print:
         return name, path, []
-    if not path.parent.is_dir() and path.parent != OWN:
+    if not path.parent.is_dir():
         return name, path, [f"--name: {path.parent}: no such folder"]
     if (path.exists() or path.is_symlink()) and not options.force:
         return name, path, [f"--name: {_shown(path)}: is there already; --force replaces it, another name keeps it"]
@@ -236,7 +236,6 @@ def _check(text: str, name: str, folder: Path) -> None:
 
 def _write(path: Path, text: str, settled: Settled, found: model.Model) -> None:
     """Write the configuration and its deployment, both or neither."""
-    path.parent.mkdir(exist_ok=True)
     if path.parent != OWN:
         write_atomically(path, text, durable=False)
         return

@@ -45,7 +45,7 @@ def place(tmp_path, monkeypatch):
     config = json.loads((tmp_path / "model/config.json").read_text()) | {"head_dim": 32, "max_position_embeddings": 512}
     (tmp_path / "model/config.json").write_text(json.dumps(config))
     (tmp_path / "desk.csv").write_text("wrote,to\na b,c\n" * 150)
-    (tmp_path / "conf").mkdir()
+    (tmp_path / "conf/own").mkdir(parents=True)
     monkeypatch.setattr(new, "FOLDER", tmp_path / "conf")
     monkeypatch.setattr(new, "OWN", tmp_path / "conf/own")
     monkeypatch.setattr(new, "DEPLOYMENTS", tmp_path / "prefect.own.yaml")
@@ -107,7 +107,7 @@ def test_a_configuration_of_an_earlier_version_stays_where_it_is(place, capsys):
     assert new.main(["model", "desk.csv", "--name", "desk"]) == 2
     assert "error: --name: conf/desk.yaml: is there already" in capsys.readouterr().err
     assert new.main(["model", "desk.csv", "--name", "desk", "--force"]) == 0
-    assert load(place / "conf/desk.yaml").name == "desk" and not (place / "conf/own").exists()
+    assert load(place / "conf/desk.yaml").name == "desk" and not [*(place / "conf/own").iterdir()]
 
 
 def test_written_paths_have_no_dots(place, monkeypatch):
@@ -125,7 +125,6 @@ def test_written_paths_have_no_dots(place, monkeypatch):
 
 
 def test_nothing_is_replaced_unless_asked(place, capsys):
-    (place / "conf/own").mkdir()
     (place / "conf/own/desk.yaml").write_text("mine")
     assert new.main(["model", "desk.csv", "--name", "desk"]) == 2
     assert capsys.readouterr().err == (
@@ -247,7 +246,7 @@ def test_keys_that_do_not_go_with_the_rest(place, capsys, given, complaint):
     assert new.main(["model", "desk.csv", given]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(f"error: {complaint}")
-    assert not [*(place / "conf").iterdir()]
+    assert not [*(place / "conf").rglob("*.yaml")]
 
 
 def test_a_layout_that_was_asked_for_is_not_searched_for(place):
