@@ -28,7 +28,8 @@ def with_values(schema: dict[str, Any], run: Run) -> dict[str, Any]:
         if name in SHORT:
             section, _, key = SHORT[name].partition(".")
             entry |= _limits(definitions[CHANGEABLE[section].__name__]["properties"][key])
-            entry["description"] = entry["description"].rstrip(".") + _said(run.name, values[section][key])
+            if (value := values[section][key]) is not None:
+                entry["description"] = entry["description"].rstrip(".") + _said(run.name, value)
     properties["changes"]["title"] = "other keys"
     properties["changes"]["anyOf"] = [{"type": "string", "title": "key=value"}, CHANGES]
     definitions["Changes"]["title"] = "every key"

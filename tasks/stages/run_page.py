@@ -49,7 +49,8 @@ def page(name: str, planned: Plan, outcomes: Outcomes, links: dict[str, str], st
 
 def verdict(made: Made) -> str:
     """Short form of the report: whether the model was promoted and why, and its metrics."""
-    return "\n".join([*_headline(made), *_evaluation(made)])
+    headline, *command = _headline(made)
+    return "\n".join([headline, *_evaluation(made), *command])
 
 
 def _evaluation(made: Made) -> list[str]:

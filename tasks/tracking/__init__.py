@@ -151,7 +151,7 @@ class Stage:
     def _catch_up(self) -> None:
         while lines := self._tail.lines():
             rows = [row for line in lines for row in metrics(line)]
-            self._has_curves |= bool(rows)
+            self._has_curves |= any(line["kind"] != "start" for line in lines)
             chunks = [rows[first : first + 900] for first in range(0, len(rows), 900)]
             self._journal.append(*[{"do": "log", **self._names, "axis": "step", "metrics": c} for c in chunks])
 

@@ -215,11 +215,11 @@ def test_results_come_first_in_the_list_of_a_run(start, client, tmp_path):
     t = start("ordered")
     t.part("prepare").metrics({"seconds": 3})
     t.metrics_at_end({"plan/memory_gb": 1})
-    t.metrics({"score/tuned/held_out/exact_match": 0.5})
+    t.metrics({"evaluation/tuned/held_out/exact_match": 0.5})
     t.end()
     assert t.close(30) is None
     assert [*client.get_run(t.run_id()).data.metrics] == [
-        "score/tuned/held_out/exact_match",
+        "evaluation/tuned/held_out/exact_match",
         "stages/prepare/seconds",
         "plan/memory_gb",
     ]
