@@ -1,4 +1,4 @@
-"""Deploy prefect.yaml and prefect.own.yaml on the server that PREFECT_API_URL names; keep what was set there by hand.
+"""Deploy prefect.yaml and prefect.own.yaml on the server that PREFECT_API_URL names; keep changes made by hand.
 
     python -m flows.deploy [NAME ...]        all deployments, or those, and the automations
 

@@ -14,7 +14,7 @@ deployments:
 
 
 def with_deployment(text: str, name: str, description: str, cuda: bool) -> str:
-    """The file, which may be empty, with an entry for NAME. An entry of that name that is there stays as it is."""
+    """The file, which may be empty, with an entry for NAME. An existing entry of that name stays."""
     text = text if text.strip() else HEAD
     before = listed(text, NAME)
     if any(one["name"] == name for one in before):
@@ -37,7 +37,7 @@ def with_deployment(text: str, name: str, description: str, cuda: bool) -> str:
     except (Fault, yaml.YAMLError):
         after = []
     if not after or after[:-1] != before or after[-1].get("parameters") != {"conf": name}:
-        raise Fault(f"{NAME}: has been changed so that no entry can be added; docs/configuration.md has its lines")
+        raise Fault(f"{NAME}: no entry can be added to it; docs/configuration.md has its lines")
     return whole
 
 

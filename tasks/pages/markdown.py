@@ -17,7 +17,7 @@ def code(text: str, most: int = SHOWN) -> str:
 
 
 def words(text: str) -> str:
-    """Text as plain words in one line. An underscore within a word is plain by itself, also in MLflow's lists."""
+    """Text as plain words in one line. An underscore within a word needs no escape, which MLflow's lists would show."""
     return re.sub(r"([\\`*{}\[\]<>#|~$!&]|(?<![^\W_])_|_(?![^\W_]))", r"\\\1", " ".join(clean(text).split()))
 
 

@@ -1,4 +1,4 @@
-"""Result of a run, as the flow returns it to Python code: what was made, its URIs, and how good it is."""
+"""Result of a run, as the flow returns it to Python code: URIs, metrics and the registered version."""
 
 from dataclasses import dataclass
 
