@@ -40,8 +40,9 @@ from contract.faults import ConfigError
 from contract.files import write_atomically
 
 FOLDER = Path(__file__).parent
-# Names are looked for here; only what lies in FOLDER itself is offered to run.
-FOLDERS = (FOLDER, FOLDER / "documented")
+OWN = FOLDER / "own"  # configurations of this checkout's user, which git ignores
+# Names are looked for here, in this order; those of FOLDER and OWN are offered to run.
+FOLDERS = (OWN, FOLDER, FOLDER / "documented")
 KEYS = dotted_keys()
 SECTIONS = list(sections())
 # Of each pair one key counts: an override of one takes the other out of the file.
@@ -144,13 +145,18 @@ def as_yaml(run: Run) -> str:
     return strict_yaml.dump(run.model_dump(mode="json"))
 
 
+def names() -> list[str]:
+    """Names of the configurations that a run may start from."""
+    return sorted({file.stem for folder in (FOLDER, OWN) for file in folder.glob("*.yaml")})
+
+
 def _find(path: str) -> tuple[Path, str]:
     if not re.fullmatch(r"[\w-]+", path):
         file, shown = Path(path), path
     else:
         files = [folder / f"{path}.yaml" for folder in FOLDERS]
-        file = next((file for file in files if file.exists()), files[0])
-        shown = str(file.relative_to(FOLDER.parent))
+        file = next((file for file in files if file.exists()), FOLDER / f"{path}.yaml")
+        shown = os.path.relpath(file, FOLDER.parent)
     if not regular_files.is_there(file):
         known = sorted(file.stem for folder in FOLDERS for file in folder.glob("*.yaml"))
         stem, likely = file.stem, get_close_matches(file.stem, known, n=1)

@@ -8,14 +8,23 @@ Changes has the sections and keys of conf/schema/run.py, all of them optional; n
 import json
 import re
 from collections.abc import Iterable
-from typing import Any, Literal
+from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, create_model
+from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema, create_model
 
-from conf.load import FOLDER, read_overrides
+from conf.load import names, read_overrides
 from conf.schema.run import sections
 
-Name = Literal[*sorted(file.stem for file in FOLDER.glob("*.yaml"))]  # type: ignore[valid-type]
+# A form offers the names; Python and the command line take a file as well.
+Name = Annotated[str, WithJsonSchema({"type": "string", "enum": names()})]
+# Keys that are parameters of a flow, as most runs set no others.
+SHORT = {
+    "model": "model.source",
+    "data": "data.source",
+    "learning_rate": "optimizer.lr",
+    "epochs": "train.epochs",
+    "rank": "adapter.rank",
+}
 
 CLOSED = ConfigDict(extra="forbid", allow_inf_nan=False)
 
@@ -72,16 +81,20 @@ Changes = create_model(  # pyright: ignore[reportCallIssue]
 )
 
 
-def as_overrides(changes: Any) -> list[str]:
-    """Write each change as key=value.
+def as_overrides(changes: Any, **short: Any) -> list[str]:
+    """Write each change as key=value, and then each parameter of `short` that is set.
 
-    In a form a null says nothing; in a dict, as from_overrides() makes it, a null is a value.
+    Changes may be such lines already. In a form a null says nothing; in a dict, as from_overrides() makes it, a null is
+    a value.
     """
+    own = [f"{SHORT[name]}={json.dumps(value)}" for name, value in short.items() if value is not None]
+    if isinstance(changes, str):
+        return [*filter(None, map(str.strip, changes.splitlines())), *own]
     found = changes.model_dump(mode="json", exclude_none=True) if isinstance(changes, BaseModel) else changes or {}
     values: dict[str, Any] = {}
     for name, value in found.items():
         values |= {f"{name}.{key}": item for key, item in value.items()} if isinstance(value, dict) else {name: value}
-    return [f"{key}={json.dumps(value, ensure_ascii=False)}" for key, value in values.items()]
+    return [*(f"{key}={json.dumps(value, ensure_ascii=False)}" for key, value in values.items()), *own]
 
 
 def from_overrides(overrides: Iterable[str]) -> dict[str, Any]:

@@ -49,6 +49,12 @@ def read(path: Path, largest: int = LARGEST) -> bytes:
     return found
 
 
+def whole(path: str) -> str:
+    """The path as a configuration keeps it: absolute and without `..`. Links stay, except before a `..`."""
+    place = Path(path).expanduser().absolute()
+    return str(place.resolve() if ".." in place.parts else place)
+
+
 def is_there(path: Path) -> bool:
     """Whether anything has this name, a broken link included. Unlike Path.exists() this raises for no name."""
     try:

@@ -1,4 +1,4 @@
-"""Deploy prefect.yaml on the server of PREFECT_API_URL, or on this checkout's, and keep edits made there.
+"""Deploy prefect.yaml and prefect.own.yaml on the server of PREFECT_API_URL, or on this checkout's; keep edits there.
 
     python -m flows.deploy [NAME ...]        all deployments, or those, and the automations
 
@@ -35,12 +35,16 @@ from prefect.utilities.callables import parameter_schema
 
 from conf.load import load
 from contract import closed_pipe
+from contract.faults import Fault
 from flows import automations
+from flows.arguments import refused
+from flows.new.deployment import listed
 from tasks.pages import deployment_form
 from tasks.servers import prefect_server
 
 ROOT = Path(__file__).resolve().parent.parent
 FILE = ROOT / "prefect.yaml"
+OWN = ROOT / "prefect.own.yaml"  # deployments of this checkout's user, which git ignores; they replace equal names
 FIRST = "first_schedules"  # no key of Prefect's: it replaces all schedules of a deployment by those of its own key
 # Variables on the server, one for each deployment: digests of what it set last. Prefect's hold 5000 characters; servers
 # of before have one of this name for all deployments.
@@ -56,11 +60,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m flows.deploy", description=__doc__.partition("\n")[0])
     parser.add_argument("names", nargs="*", metavar="NAME", help="of a deployment (default: all of them)")
     names = parser.parse_args(argv).names
-    wanted = yaml.safe_load(FILE.read_text())
+    try:
+        wanted = declared()
+    except (Fault, yaml.YAMLError) as error:
+        return refused(error if isinstance(error, Fault) else f"{OWN.name}: not YAML: {' '.join(str(error).split())}")
     there = [deployment["name"] for deployment in wanted["deployments"]]
     if unknown := {*names} - {*there}:
-        print(f"error: {', '.join(sorted(unknown))}: not in prefect.yaml; it has {', '.join(there)}", file=sys.stderr)
-        return 2
+        known = f"not in {FILE.name} or {OWN.name}, which have {', '.join(there)}"
+        return refused(f"{', '.join(sorted(unknown))}: {known}")
     wanted["deployments"] = [one for one in wanted["deployments"] if not names or one["name"] in names]
     prefect_server.use_running()
     address = get_current_settings().api.url
@@ -74,6 +81,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"error: {address}: {str(error).splitlines()[0]}", file=sys.stderr)
         return 2
     return failed or automations.main([])
+
+
+def declared() -> dict:
+    """Content of prefect.yaml, with the deployments of prefect.own.yaml."""
+    wanted = yaml.safe_load(FILE.read_text())
+    own = listed(OWN.read_text(), OWN.name) if OWN.exists() else []
+    names = {one["name"] for one in own}
+    return wanted | {"deployments": [one for one in wanted["deployments"] if one["name"] not in names] + own}
 
 
 def deploy(client: SyncPrefectClient, wanted: dict) -> int:

@@ -3,6 +3,7 @@
     python -m flows.finetune tiny                                  on this host; no server needed
     python -m flows.finetune glm47 optimizer.lr=2e-4 --dry-run     what would run, what is there already, and the cost
     prefect deployment run finetune/glm47                          on a work pool (prefect.yaml)
+    finetune("tiny", learning_rate=2e-3)                           from Python, in any folder (examples/finetune.ipynb)
 
 A run whose plan does not fit ends before anything is downloaded (hardware.gate).
 A stage whose artifact is in the store already ends as Cached. One that was interrupted goes on where it was.
@@ -15,7 +16,7 @@ import sys
 
 from prefect import State, flow
 
-from conf.overrides import Changes, Name
+from conf.overrides import Changes, Name, as_overrides
 from contract import closed_pipe
 from flows.pipeline import every_stage
 from flows.pipeline.command import command
@@ -25,7 +26,12 @@ from flows.pipeline.every_stage import Stage, name_of_run
 @flow(name="finetune", flow_run_name=name_of_run, persist_result=False)
 def finetune(
     conf: Name = "tiny",  # pyright: ignore[reportInvalidTypeForm]: a choice that depends on what lies in conf/
-    changes: Changes = {},  # noqa: B006  # pyright: ignore[reportInvalidTypeForm, reportArgumentType]
+    model: str | None = None,
+    data: str | None = None,
+    learning_rate: float | None = None,
+    epochs: float | None = None,
+    rank: int | None = None,
+    changes: Changes | str = {},  # noqa: B006  # pyright: ignore[reportInvalidTypeForm, reportArgumentType]
     from_stage: Stage | None = None,  # pyright: ignore[reportInvalidTypeForm]
     until_stage: Stage | None = None,  # pyright: ignore[reportInvalidTypeForm]
     first: Stage | None = None,  # pyright: ignore[reportInvalidTypeForm]
@@ -33,15 +39,23 @@ def finetune(
 ) -> State:
     """Plan, download, convert, prepare, train, export, evaluate and promote; what is there already is not made again.
 
+    Called from Python it returns a tasks.stages.result.Result, and raises an error if the run fails.
+
     Args:
-        conf: The configuration in conf/ that the run starts from.
-        changes: Keys that differ from it.
-        from_stage: Make this stage and all behind it anew.
+        conf: The configuration that the run starts from.
+        model: Hub id, folder or s3:// URI of the model that is trained (model.source).
+        data: File, folder, Hub id or s3:// URI of the rows that it learns from (data.source).
+        learning_rate: Highest learning rate, reached after warmup (optimizer.lr).
+        epochs: Passes over the data, such as 3 or 0.5 (train.epochs).
+        rank: Inner width of the adapter (adapter.rank).
+        changes: Other keys that differ from the configuration, one KEY=VALUE a line, or by section.
+        from_stage: Make this stage and all later ones anew.
         until_stage: End after this stage.
         first: Former name of from_stage.
         last: Former name of until_stage.
     """
-    return every_stage.make(conf, changes, from_stage or first, until_stage or last)
+    short = {"model": model, "data": data, "learning_rate": learning_rate, "epochs": epochs, "rank": rank}
+    return every_stage.make(conf, as_overrides(changes, **short), from_stage or first, until_stage or last)
 
 
 # Schedules, edited deployments and runs that a server restarts may have the former names. Forms show the others alone.

@@ -14,7 +14,7 @@ import sys
 
 from prefect import State, flow
 
-from conf.overrides import Changes, Name
+from conf.overrides import Changes, Name, as_overrides
 from conf.rules import pretraining
 from contract import closed_pipe
 from flows.pipeline import every_stage
@@ -25,19 +25,26 @@ from flows.pipeline.every_stage import Stage, name_of_run
 @flow(name="pretrain", flow_run_name=name_of_run, persist_result=False)
 def pretrain(
     conf: Name = "tiny-pretrain",  # pyright: ignore[reportInvalidTypeForm]
-    changes: Changes = {},  # noqa: B006  # pyright: ignore[reportInvalidTypeForm, reportArgumentType]
+    data: str | None = None,
+    learning_rate: float | None = None,
+    epochs: float | None = None,
+    changes: Changes | str = {},  # noqa: B006  # pyright: ignore[reportInvalidTypeForm, reportArgumentType]
     from_stage: Stage | None = None,  # pyright: ignore[reportInvalidTypeForm]
     until_stage: Stage | None = None,  # pyright: ignore[reportInvalidTypeForm]
 ) -> State:
     """Draw weights, prepare texts, train, validate, export, evaluate and register; what is there is not made again.
 
     Args:
-        conf: The configuration in conf/ that the run starts from.
-        changes: Keys that differ from it.
-        from_stage: Make this stage and all behind it anew.
+        conf: The configuration that the run starts from.
+        data: File, folder, Hub id or s3:// URI of the texts that it learns from (data.source).
+        learning_rate: Highest learning rate, reached after warmup (optimizer.lr).
+        epochs: Passes over the data, such as 3 or 0.5 (train.epochs).
+        changes: Other keys that differ from the configuration, one KEY=VALUE a line, or by section.
+        from_stage: Make this stage and all later ones anew.
         until_stage: End after this stage.
     """
-    return every_stage.make(conf, changes, from_stage, until_stage, pretraining.require)
+    overrides = as_overrides(changes, data=data, learning_rate=learning_rate, epochs=epochs)
+    return every_stage.make(conf, overrides, from_stage, until_stage, pretraining.require)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ THEIRS = """
 from mlflow.system_metrics.system_metrics_monitor import SystemMetricsMonitor
 monitor = SystemMetricsMonitor("run", tracking_uri="http://127.0.0.1:9")
 monitor.collect_metrics()
-print(*sorted(f"system/{name}" for name in monitor.aggregate_metrics()))
+print(*sorted(f"utilization/{name}" for name in monitor.aggregate_metrics()))
 """
 AWAY = """
 import logging, os, sys, time

@@ -23,8 +23,8 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from conf.load import FOLDER, load, read_overrides
-from contract import closed_pipe
+from conf.load import FOLDER, OWN, load, read_overrides
+from contract import closed_pipe, regular_files
 from contract.faults import ConfigError, Fault
 from contract.files import write_atomically
 from contract.first_rows import FirstRows
@@ -35,7 +35,7 @@ from flows.new.planned import Settled
 from tasks.run.launch import Broken
 
 ROOT = FOLDER.parent
-DEPLOYMENTS = ROOT / "prefect.yaml"
+DEPLOYMENTS = ROOT / deployment.NAME
 LONGEST = 60  # characters of a name that is made up
 
 OTHERWISE = {"name": "--name names it", "model.source": "MODEL says so", "data.source": "DATA says so"}
@@ -88,6 +88,7 @@ def _new(options: argparse.Namespace, folder: Path) -> int:
     if wrong or looked is None:
         raise ConfigError(*wrong)
     found, first = looked
+    given = {key: _whole(value) for key, value in given.items()}
     given |= {"model.source": found.source, "data.source": rows.whole(options.data)}
     settled = _settled(name, found, first, on, given)
     text = _text(settled, found, path)
@@ -98,6 +99,13 @@ def _new(options: argparse.Namespace, folder: Path) -> int:
         _write(path, text, settled, found)
     _tell(settled, first, path, options.print)
     return 0
+
+
+def _whole(value: Any) -> Any:
+    """The value of a key; paths that begin as a shell's do are written out, as a worker has another folder."""
+    if isinstance(value, list):
+        return [_whole(item) for item in value]
+    return regular_files.whole(value) if isinstance(value, str) and re.match(r"(~|\.\.?)/", value) else value
 
 
 def _this_host() -> tuple[Machine | None, str]:
@@ -122,7 +130,9 @@ def _place(options: argparse.Namespace) -> tuple[str, Path, list[str]]:
     """Name and file of the configuration, and what is wrong with them."""
     wanted = options.name or _name(options)
     is_file = wanted.endswith((".yaml", ".yml")) or "/" in wanted
-    path = Path(wanted).expanduser().absolute() if is_file else FOLDER / f"{wanted}.yaml"
+    path = Path(regular_files.whole(wanted)) if is_file else OWN / f"{wanted}.yaml"
+    if not is_file and (tracked := FOLDER / path.name).exists():
+        path = tracked
     name = path.stem if is_file else wanted
     if not re.fullmatch(r"[a-z0-9-]{1,100}", name):
         return name, path, [f"--name: {name!r}: small letters, digits and dashes alone; as {_slug(name) or 'helpdesk'}"]
@@ -210,7 +220,8 @@ def _text(settled: Settled, found: model.Model, path: Path) -> str:
         "Written by python -m flows.new; every value may be changed. python -m conf.schema lists all keys.",
         f"The plan was: {planned.told(settled)}.",
     ]
-    return commented_yaml.text(settled.choices, head, path.parent == FOLDER)
+    schema = {FOLDER: "schema.json", OWN: "../schema.json"}.get(path.parent, "")
+    return commented_yaml.text(settled.choices, head, schema)
 
 
 def _check(text: str, name: str, folder: Path) -> None:
@@ -225,10 +236,10 @@ def _check(text: str, name: str, folder: Path) -> None:
 
 def _write(path: Path, text: str, settled: Settled, found: model.Model) -> None:
     """Write the configuration and its deployment, both or neither."""
-    if path.parent != FOLDER:
+    if path.parent != OWN:
         write_atomically(path, text, durable=False)
         return
-    before = DEPLOYMENTS.read_text()
+    before = DEPLOYMENTS.read_text() if DEPLOYMENTS.exists() else ""
     about = f"{found.shown} on {settled.machine.shown}, written by flows.new."
     after = deployment.with_deployment(before, path.stem, about, settled.machine.gpu.cuda)
     if after != before:
@@ -236,7 +247,9 @@ def _write(path: Path, text: str, settled: Settled, found: model.Model) -> None:
     try:
         write_atomically(path, text, durable=False)
     except BaseException:
-        if after != before:
+        if not before:
+            DEPLOYMENTS.unlink(missing_ok=True)
+        elif after != before:
             write_atomically(DEPLOYMENTS, before, durable=False)
         raise
 
@@ -244,10 +257,11 @@ def _write(path: Path, text: str, settled: Settled, found: model.Model) -> None:
 def _tell(settled: Settled, first: FirstRows, path: Path, printed: bool) -> None:
     """Say what was chosen, and what comes next."""
     where = sys.stderr if printed else sys.stdout
-    run, in_conf = settled.run, path.parent == FOLDER
+    run, deployed = settled.run, path.parent == OWN
     wrote = "would write" if printed else "wrote"
     say = partial(print, file=where)
-    say(f"{wrote} {_shown(path)}" + (f", and the deployment finetune/{path.stem} into prefect.yaml" if in_conf else ""))
+    entry = f", and the deployment finetune/{path.stem} into {DEPLOYMENTS.name}" if deployed else ""
+    say(f"{wrote} {_shown(path)}{entry}")
     say(f"  rows   {settled.choices.made['data.source'].why}")
     if first.guessed:
         say(f"         guessed from {first.guessed}; data.input=COLUMN data.output=COLUMN says otherwise")
@@ -255,7 +269,7 @@ def _tell(settled: Settled, first: FirstRows, path: Path, printed: bool) -> None
     say(f"  plan   {planned.told(settled)}")
     if not run.evaluate.tasks:
         say(f"  note   no evaluation: {settled.choices.made['evaluate.tasks'].why}")
-    name, python = path.stem if in_conf else _shown(path), _python()
+    name, python = path.stem if path.parent in (OWN, FOLDER) else _shown(path), _python()
     say("next:")
     following = [
         (f"-m flows.plan {name}", "memory, time and price of each stage; --gpu h200 --gpus 4 for others"),
@@ -264,7 +278,7 @@ def _tell(settled: Settled, first: FirstRows, path: Path, printed: bool) -> None
     ]
     if run.evaluate.tasks:
         following.append((f"-m flows.serve {run.promote.model}", "serves the tuned model, and prints how to ask it"))
-    if in_conf:
+    if deployed:
         following.append((f"-m flows.deploy {name}", "puts it on Prefect's server; make up starts one here"))
     width = max(len(command) for command, _ in following)
     for command, what in following:
@@ -286,7 +300,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     made.add_argument("data", metavar="DATA", nargs="?", help=DATA)
     made.add_argument("overrides", metavar="KEY=VALUE", nargs="*", help="such as data.input=ticket or adapter.rank=32")
     made.add_argument("--gpus", metavar="GPUS", help=f"{machine.FORM}; by default those of this host")
-    made.add_argument("--name", metavar="NAME", help="conf/NAME.yaml, or a .yaml file elsewhere, which is not deployed")
+    made.add_argument("--name", metavar="NAME", help="conf/own/NAME.yaml, or a .yaml file that is not deployed")
     made.add_argument("--yes", action="store_true", help="ask nothing")
     made.add_argument("--force", action="store_true", help="replace a file that is there")
     made.add_argument("--print", action="store_true", help="print the file and write nothing; also --dry-run")

@@ -10,12 +10,12 @@ from conf.strict_yaml import Dumper
 from flows.new.choices import Choices
 
 WIDTH = 120  # of a line with its comment; a longer comment stands above its key
-SCHEMA = "# yaml-language-server: $schema=schema.json"
+SCHEMA = "# yaml-language-server: $schema="
 
 
-def text(found: Choices, head: Iterable[str], beside_schema: bool) -> str:
-    """The YAML of all choices, in the order of the schema."""
-    lines = [SCHEMA] if beside_schema else []
+def text(found: Choices, head: Iterable[str], schema: str) -> str:
+    """The YAML of all choices, in the order of the schema, whose path editors need; "" leaves it out."""
+    lines = [SCHEMA + schema] if schema else []
     lines += [f"# {_line(one)}".rstrip() for one in head]
     for section in Run.model_fields:
         keys = [key for key in found.made if key.partition(".")[0] == section]

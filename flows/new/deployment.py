@@ -1,15 +1,22 @@
-"""A deployment of a new configuration, as text at the end of prefect.yaml: its comments and all else stay."""
+"""A deployment of a new configuration, as text at the end of prefect.own.yaml: its comments and all else stay."""
 
 import yaml
 
 from contract.faults import Fault
 
+NAME = "prefect.own.yaml"
 FLOW = "flows/finetune.py:finetune"
+HEAD = """\
+# Deployments of this checkout, next to those of prefect.yaml and with the same keys. git ignores this file.
+# python -m flows.deploy and make up read both; a deployment here replaces one of the same name there.
+deployments:
+"""
 
 
 def with_deployment(text: str, name: str, description: str, cuda: bool) -> str:
-    """The file with an entry for conf/NAME.yaml. An entry of that name that is there stays as it is."""
-    before = _deployments(text)
+    """The file, which may be empty, with an entry for NAME. An existing entry of that name stays."""
+    text = text if text.strip() else HEAD
+    before = listed(text, NAME)
     if any(one["name"] == name for one in before):
         return text
     pool = "gpu" if cuda else "cpu"
@@ -18,23 +25,26 @@ def with_deployment(text: str, name: str, description: str, cuda: bool) -> str:
         f"    description: {yaml.safe_dump(description, width=10**6).strip().removesuffix('...').strip()}\n"
         f"    entrypoint: {FLOW}\n"
         f"    parameters: {{conf: {name}}}\n"
-        f"    work_pool: *{pool}\n"
+        f"    work_pool:\n"
+        f"      name: finetune-{pool}\n"
+        f'      job_variables: {{env: {{PREFECT_FLOWS_HEARTBEAT_FREQUENCY: "30"}}}}\n'
         f"    tags: [{pool}]\n"
-        f"    concurrency_limit: *one-at-a-time\n"
+        f"    concurrency_limit: {{limit: 1, collision_strategy: ENQUEUE}}\n"
     )
     whole = text.rstrip("\n") + "\n" + made
     try:
-        after = _deployments(whole)
+        after = listed(whole, NAME)
     except (Fault, yaml.YAMLError):
         after = []
-    if after[:-1] != before or after[-1].get("parameters") != {"conf": name}:
-        raise Fault("prefect.yaml: has been changed so that no entry can be added; docs/configuration.md has its lines")
+    if not after or after[:-1] != before or after[-1].get("parameters") != {"conf": name}:
+        raise Fault(f"{NAME}: no entry can be added to it; docs/configuration.md has its lines")
     return whole
 
 
-def _deployments(text: str) -> list[dict]:
+def listed(text: str, name: str) -> list[dict]:
+    """Deployments of a file of this name."""
     found = yaml.safe_load(text)
-    listed = found.get("deployments") if isinstance(found, dict) else None
-    if not isinstance(listed, list) or not all(isinstance(one, dict) and "name" in one for one in listed):
-        raise Fault("prefect.yaml: no list of deployments with names")
-    return listed
+    entries = found["deployments"] or [] if isinstance(found, dict) and "deployments" in found else None
+    if not isinstance(entries, list) or not all(isinstance(one, dict) and "name" in one for one in entries):
+        raise Fault(f"{name}: no list of deployments with names")
+    return entries

@@ -12,6 +12,7 @@ from conf.schema.data import Data
 from conf.schema.run import Run
 from conf.schema.sections import Adapter, Evaluate, Layout
 from conf.schema.training import Optimizer, Train
+from contract import regular_files
 from contract.first_rows import FirstRows
 from tasks.run import launch
 from tasks.sources import hub, row_sources
@@ -23,7 +24,7 @@ HUB_TOKENS = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")
 def whole(source: str) -> str:
     """The source as a worker elsewhere on this host would find it: files by their whole path."""
     is_here = row_sources.kind(source, KEY) == "local"
-    return str(Path(source).expanduser().absolute()) if is_here else source
+    return regular_files.whole(source) if is_here else source
 
 
 def look(run: Run, tokenizer: Path | None, folder: Path) -> FirstRows:

@@ -6,18 +6,18 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from datetime import UTC
 from pathlib import PurePath
-from typing import Any, Literal
+from typing import Literal
 
 from prefect import State, allow_failure
 from prefect.runtime import flow_run
 from prefect.states import Failed
 
 from conf.load import load
-from conf.overrides import as_overrides
 from conf.schema.run import Run
 from contract.faults import ConfigError, Fault
+from flows.pipeline.steps import Steps
 from tasks.run.session import Session
-from tasks.stages import run_report
+from tasks.stages import result, run_report
 from tasks.stages.convert import convert, convert_teacher
 from tasks.stages.download import download, download_teacher
 from tasks.stages.evaluate import evaluate_base, evaluate_tuned
@@ -40,15 +40,15 @@ def name_of_run() -> str:
 
 def make(
     conf: str,
-    changes: Any,
+    overrides: list[str],
     from_stage: str | None,
     until_stage: str | None,
     require: Callable[[Run], None] = lambda run: None,
 ) -> State:
-    """Make what is not there already. `require` raises a Fault for a run that is not the flow's to make."""
+    """Make the artifacts that are missing. `require` raises a Fault for a run of another flow. The state has a Result."""
     begun = ExitStack()
     try:
-        run = load(conf, as_overrides(changes))
+        run = load(conf, overrides)
         require(run)
         planned = plan.submit(run, until_stage).result()  # from config.json alone
         asked = request(planned.run, from_stage, until_stage)
@@ -57,34 +57,36 @@ def make(
         return Failed(message=str(fault))
     with begun:
         tell(session.tracking, planned)
-        model = download.submit(session.stage("download"))  # GLM-4.7: 716 GB
-        data = prepare.submit(session.stage("prepare"), model)  # the tokenizer is the model's
+        steps = Steps()
+        model = steps.add(download, session.stage("download"))  # GLM-4.7: 716 GB
+        data = steps.add(prepare, session.stage("prepare"), model)  # the tokenizer is the model's
         prompted = data
         if "prepare-prompts" in asked.stages:
-            prompted = prepare_prompts.submit(session.stage("prepare-prompts"), model)
-        base = convert.submit(session.stage("convert"), model)  # as large again; 1 minute for each 4 GB and process
-        before = evaluate_base.submit(session.stage("evaluate-base"), model, prompted)  # before training, or beside it
-        earlier = session.before_training(before)
+            prompted = steps.add(prepare_prompts, session.stage("prepare-prompts"), model)
+        base = steps.add(convert, session.stage("convert"), model)  # as large again; 1 minute for each 4 GB and process
+        before = steps.add(evaluate_base, session.stage("evaluate-base"), model, prompted)
         judge, teacher = base, None
         if "download-teacher" in asked.stages:
-            teacher = download_teacher.submit(session.stage("download-teacher"))
-            judge = convert_teacher.submit(session.stage("convert-teacher"), teacher)
+            teacher = steps.add(download_teacher, session.stage("download-teacher"))
+            judge = steps.add(convert_teacher, session.stage("convert-teacher"), teacher)
         said = None
         if "reference" in asked.stages:
-            said = reference.submit(session.stage("reference"), model, judge, data, teacher)
-        trained = train.submit(
-            session.stage("train"), model, base, data, said, wait_for=earlier
+            said = steps.add(reference, session.stage("reference"), model, judge, data, teacher)
+        earlier = session.before_training(before)  # before training, or at the same time
+        trained = steps.add(
+            train, session.stage("train"), model, base, data, said, wait_for=earlier
         )  # the hours, the money
         policy = trained
         if "reinforce" in asked.stages:
-            policy = reinforce.submit(session.stage("reinforce"), model, base, prompted, trained)
-        tuned = export.submit(session.stage("export"), model, base, policy)  # as large again
-        after = evaluate_tuned.submit(
-            session.stage("evaluate-tuned"), tuned, prompted, policy, model, allow_failure(before)
+            policy = steps.add(reinforce, session.stage("reinforce"), model, base, prompted, trained)
+        tuned = steps.add(export, session.stage("export"), model, base, policy)  # as large again
+        after = steps.add(
+            evaluate_tuned, session.stage("evaluate-tuned"), tuned, prompted, policy, model, allow_failure(before)
         )
-        promoted = promote.submit(session.stage("promote"), tuned, before, after, model)
-        session.needs(before)
-        for future in (model, data, prompted, base, before, trained, policy, tuned, after, promoted):
-            future.wait()
+        steps.add(promote, session.stage("promote"), tuned, before, after, model)
+        for step in steps.run():
+            if step is before:
+                session.require_base()
         run_report.publish(planned, session.outcomes, session.store, session.tracking)
-    return session.outcomes.verdict()
+        made = result.of(session.outcomes, session.store, session.tracking)
+    return session.outcomes.verdict(made)

@@ -1,27 +1,47 @@
-"""The form of a deployment in Prefect's UI, with the values that its configuration has now beside each key.
+"""The form of a deployment in Prefect's UI: a few fields, and one for all other keys, with the configuration's values.
 
-A description is all that Prefect's form shows of a key. A value in the field itself would be sent with each run, and
-would outlive a change of the configuration.
+That field takes lines of KEY=VALUE; its other tab has every key. A description is all that Prefect's form shows of a
+key. A value in the field itself would be sent with each run, and would outlive a change of the configuration.
 """
 
 import copy
 import json
 from typing import Any
 
-from conf.overrides import CHANGEABLE, marked
+from conf.overrides import CHANGEABLE, SHORT, marked, plain
 from conf.schema.run import Run
 
 SHOWN = 80  # characters of a value
+CHANGES = {"$ref": "#/definitions/Changes"}
 
 
 def with_values(schema: dict[str, Any], run: Run) -> dict[str, Any]:
     """The schema of a deployment's parameters, whose descriptions say what the run has."""
     found, values = copy.deepcopy(schema), run.model_dump(mode="json")
-    definitions = found.get("definitions", {})
+    properties, definitions = found["properties"], found.get("definitions", {})
     for section, kind in CHANGEABLE.items():
         for key, entry in definitions.get(kind.__name__, {}).get("properties", {}).items():
             entry["description"] = f"{entry.get('description', '')}{_said(run.name, values[section][key])}".strip()
-    return found
+    for name, entry in properties.items():
+        plain(entry)
+        entry["title"] = name.replace("_", " ")
+        if name in SHORT:
+            section, _, key = SHORT[name].partition(".")
+            entry |= _limits(definitions[CHANGEABLE[section].__name__]["properties"][key])
+            if (value := values[section][key]) is not None:
+                entry["description"] = entry["description"].rstrip(".") + _said(run.name, value)
+    properties["changes"]["title"] = "other keys"
+    properties["changes"]["anyOf"] = [{"type": "string", "title": "key=value"}, CHANGES]
+    definitions["Changes"]["title"] = "every key"
+    # An error of an alternative has no reason. This adds a second error, at the key.
+    chosen = {"properties": {"changes": {"type": "object"}}, "required": ["changes"]}
+    return found | {"if": chosen, "then": {"properties": {"changes": CHANGES}}}
+
+
+def _limits(key: dict[str, Any]) -> dict[str, Any]:
+    """The limits of a key's value; of its text, if it may be a section as well."""
+    kind = next((kind for kind in key.get("anyOf", ()) if kind.get("type") == "string"), key)
+    return {name: value for name, value in kind.items() if name not in ("title", "description")}
 
 
 def _said(name: str, value: object) -> str:

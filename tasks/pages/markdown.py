@@ -17,8 +17,8 @@ def code(text: str, most: int = SHOWN) -> str:
 
 
 def words(text: str) -> str:
-    """Text as plain words in one line."""
-    return re.sub(r"([\\`*_{}\[\]<>#|~$!&])", r"\\\1", " ".join(clean(text).split()))
+    """Text as plain words in one line. An underscore within a word needs no escape, which MLflow's lists would show."""
+    return re.sub(r"([\\`*{}\[\]<>#|~$!&]|(?<![^\W_])_|_(?![^\W_]))", r"\\\1", " ".join(clean(text).split()))
 
 
 def fitted(text: str, width: int, lines: int = 4) -> str:

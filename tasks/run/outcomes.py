@@ -1,6 +1,7 @@
 """The ends of a run's stages, and the state that the run itself ends in."""
 
 from dataclasses import dataclass
+from typing import Any
 
 from prefect import State
 from prefect.states import Completed, Failed
@@ -35,8 +36,8 @@ class Outcomes:
         """Artifacts by the name of their stage."""
         return {name: outcome.artifact for name, outcome in self.by_stage.items() if outcome.artifact}
 
-    def verdict(self) -> State:
-        """The state that the flow ends in."""
+    def verdict(self, made: Any = None) -> State:
+        """The state that the flow ends in, with `made` as its result if it has completed."""
         states = [outcome.state for outcome in self.by_stage.values()]
         ends = {name: outcome.reason for name, outcome in self.by_stage.items() if outcome.failed}
         if ends and self.pointless and "train" not in self.by_stage:
@@ -45,4 +46,4 @@ class Outcomes:
             message = "\n".join(f"{name}: {reason}" for name, reason in ends.items()) or "not all stages have run"
             return Failed(message=message, name="Crashed" if "Crashed" in states else "Failed")
         cached = states.count("Cached")
-        return Completed(message=f"{cached} stages cached, {states.count('Completed')} made")
+        return Completed(message=f"{cached} stages cached, {states.count('Completed')} made", data=made)

@@ -24,7 +24,7 @@ class Progress:
 
     def __init__(self, key: str, unit: str):
         self.artifact, self.unit = TaskArtifact(key, "progress"), unit
-        self.began = self.told = 0.0
+        self.began = self.told = self.done = 0.0  # `done` is the amount that was sent last
         self.there: float | None = None  # at the start: a killed attempt is gone on with
         self.first: tuple[float, float] | None = (
             None  # first amount beyond that, and when: what is slow at first is over
@@ -38,12 +38,12 @@ class Progress:
                 self.there, self.began = done, now
             if self.first is None and done > self.there:
                 self.first = done, now
-            last = done >= total and self.artifact.is_sent
+            last = done >= total > self.done and self.artifact.is_sent
             if not self.artifact.has_task or not total or now - self.began < SHOWN_AFTER:
                 return
             if now - self.told < EVERY and not last:
                 return
-            self.told = now
+            self.told, self.done = now, done
             self._tell(100 * done / total, self._describe(done, total, now))
 
     def _describe(self, done: float, total: float, now: float) -> str:

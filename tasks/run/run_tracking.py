@@ -12,6 +12,7 @@ from prefect.utilities.urls import url_for
 
 from conf.schema.run import Run
 from tasks import tracking
+from tasks.pages.markdown import words
 from tasks.run.artifact import Artifact, Stage
 from tasks.run.outcomes import Outcomes
 from tasks.store import Store
@@ -20,6 +21,7 @@ from tasks.tracking.address import resolve
 from tasks.tracking.mlflow_pages import Pages
 
 LINK_WITHIN = 5.0  # seconds that the report waits for MLflow's address of the run
+NOTE = "mlflow.note.content"  # the tag that MLflow shows as a description
 TOLD_WITHIN = 15.0  # seconds that the end of a run waits for a slow tracking server
 
 
@@ -107,11 +109,19 @@ class RunTracking:
     def _note(self, what: str) -> dict[str, str]:
         """What MLflow shows above a run."""
         where = f"[{self.name}]({self.prefect})" if self.prefect else self.name
-        return {"mlflow.note.content": f"{what} {where} of `{self._run.name}`, in Prefect."}
+        return {NOTE: f"{what} {where} of `{self._run.name}`, in Prefect."}
 
     def tell(self, values: dict[str, float]) -> None:
         """Log metrics of the run as a whole."""
         self._whole.metrics(values)
+
+    def tell_at_end(self, values: dict[str, float]) -> None:
+        """Log metrics of the run as a whole that are of less interest than its results."""
+        self._whole.metrics_at_end(values)
+
+    def describe(self, verdict: str) -> None:
+        """Show a verdict in Markdown above the run."""
+        self._whole.tags({NOTE: f"{verdict}\n\n{self._note('A run of the flow')[NOTE]}"})
 
     def draw(self, content: bytes, name: str, of: str) -> None:
         """Log a JSON file of the run as a whole, and its figures."""
@@ -130,6 +140,8 @@ class RunTracking:
                 tracked.end("KILLED" if killed else "FAILED", outcome.reason)
             else:
                 tracked.end("KILLED", reason)
+        if reason:
+            self.describe(f"**{status.capitalize()}**: {words(reason)}")
         self._whole.end(status, reason)
         if status == "FINISHED" and not self._whole.shipping:
             self._whole.drop()

@@ -11,7 +11,6 @@ from contextlib import AbstractContextManager
 from typing import Any, Self
 
 from prefect import allow_failure
-from prefect.futures import PrefectFuture
 
 from conf.rules import gpus, objectives, reinforcement
 from conf.schema.run import Run
@@ -61,7 +60,7 @@ class Session(AbstractContextManager):
         run = objectives.of_teacher(run) if name.endswith("-teacher") else run
         return StageRun(name, run, self.request, self.store, self.folder, self.tracking, self.outcomes, self._ending)
 
-    def before_training(self, base: PrefectFuture) -> list[Any] | None:
+    def before_training(self, base: Any) -> list[Any] | None:
         """Tasks that training waits for beside its inputs: a base that cannot be evaluated is found before the hours.
 
         Where this host has room for both (conf/rules/gpus.py), they go on beside one another.
@@ -70,9 +69,8 @@ class Session(AbstractContextManager):
             return None
         return [base] if self.run.evaluate.base == "required" else [allow_failure(base)]
 
-    def needs(self, base: PrefectFuture) -> None:
-        """Wait for the base's evaluation. Where it ends without a result, nothing is trained (evaluate.base)."""
-        base.wait()
+    def require_base(self) -> None:
+        """Stop training if the base's evaluation has ended without a result (evaluate.base)."""
         outcome = self.outcomes.by_stage.get("evaluate-base")
         if outcome and outcome.failed and self.run.evaluate.base == "required":
             mended = "with evaluate.base=optional it would train all the same"

@@ -41,6 +41,7 @@ def _may_pass(task, task_run, state: State) -> bool:
 
 
 OPTIONS: dict[str, Any] = {
+    "task_run_name": "{stage_run.name}",
     "cache_policy": NO_CACHE,  # tasks/run/artifact.py finds what was made before
     "persist_result": False,
     "retries": 1,

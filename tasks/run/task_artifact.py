@@ -31,7 +31,9 @@ class TaskArtifact:
 
         with get_client(sync_client=True) as client:
             if self._id is not None:
-                client.update_artifact(self._id, ArtifactUpdate(data=data, description=description))
+                # update_artifact() would also emit an event, which --watch prints as a line with a bare UUID.
+                update = ArtifactUpdate(data=data, description=description).model_dump(mode="json", exclude_unset=True)
+                client.request("PATCH", "/artifacts/{id}", json=update, path_params={"id": self._id})
                 return
             new = ArtifactCreate(
                 key=self._key,

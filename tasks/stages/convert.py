@@ -32,7 +32,7 @@ def stage_of_teacher(run: Run, model: Stage) -> Stage:
     return stage(objectives.of_teacher(run), model)
 
 
-@task(name="convert", task_run_name="{stage_run.name}", **OPTIONS)
+@task(name="convert", **OPTIONS)
 def convert(stage_run: StageRun, model: Artifact) -> State:
     """Convert the release."""
 

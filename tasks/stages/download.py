@@ -39,7 +39,7 @@ def stage_of_teacher(run: Run) -> Stage:
     return stage(objectives.of_teacher(run))
 
 
-@task(name="download", task_run_name="{stage_run.name}", **OPTIONS)
+@task(name="download", **OPTIONS)
 def download(stage_run: StageRun) -> State:
     """Fetch the released model, or make one with drawn weights."""
     model, config = stage_run.run.model, stage_run.asked.config

@@ -40,7 +40,7 @@ def stage(run: Run, model: Stage, data: Stage, trained: Stage | None = None, bef
     return Stage("evaluate", VERSION, config, inputs)
 
 
-@task(name="evaluate", task_run_name="{stage_run.name}", **OPTIONS)
+@task(name="evaluate", **OPTIONS)
 def evaluate(
     stage_run: StageRun,
     model: Artifact,

@@ -48,7 +48,7 @@ from tasks.stages import pipeline
 GRACE = "GUARD_GRACE"
 
 
-@task(name="plan", **OPTIONS)
+@task(name="plan", **OPTIONS | {"task_run_name": "plan"})
 def plan(run: Run, last: str | None = None) -> State:
     """Plan: legal, fits, how long, how much; `last` is the last stage that is asked for."""
     try:
@@ -202,7 +202,7 @@ def page(planned: Plan) -> str:
 def tell(tracking: RunTracking, planned: Plan) -> None:
     """Log the plan, its figures and its numbers to MLflow's run of the flow."""
     tracking.draw(json.dumps(display.as_dict(planned), indent=1).encode(), "plan.json", "plan")
-    tracking.tell({f"plan/{name}": value for name, value in numbers(planned).items()})
+    tracking.tell_at_end({f"plan/{name}": value for name, value in numbers(planned).items()})
 
 
 def numbers(planned: Plan) -> dict[str, float]:

@@ -56,7 +56,7 @@ def stage_of_prompts(run: Run, model: Stage) -> Stage:
     return stage(reinforcement.of_prompts(run), model, "reinforce.source")
 
 
-@task(name="prepare", task_run_name="{stage_run.name}", **OPTIONS)
+@task(name="prepare", **OPTIONS)
 def prepare(stage_run: StageRun, model: Artifact) -> State:
     """Prepare the data."""
 

@@ -35,9 +35,8 @@ def page(name: str, planned: Plan, outcomes: Outcomes, links: dict[str, str], st
     if answers := _answers(store, made):
         text += ["", *table(("prompt", "tuned", "reference", "base"), map(_row, answers[:ANSWERS]))]
         text += ["", f"{min(ANSWERS, len(answers))} of {len(answers)} that both were asked."]
-    if found := gains(made):
-        text += ["", "## Evaluation"]
-        text += table(("metric", "tuned", "base"), [(words(n), f"{t:.4g}", of_base(b)) for n, b, t in found])
+    if found := _evaluation(made):
+        text += ["", "## Evaluation", *found]
     text += _training(store, made, outcomes.stages["train"])
     text += ["", "## Made of", *table(("", ""), _facts(planned, made, store))]
     text += ["", "## Where", "", *(_place(what, where) for what, where in links.items())]
@@ -46,6 +45,17 @@ def page(name: str, planned: Plan, outcomes: Outcomes, links: dict[str, str], st
     text += ["", fenced("\n".join(picture.lines(planned)))] if planned.stages else []
     text += ["", "## Configuration", "", "As it was resolved:", "", fenced(_configuration(run))]
     return "\n".join(text) + "\n"
+
+
+def verdict(made: Made) -> str:
+    """Short form of the report: whether the model was promoted and why, and its metrics."""
+    headline, *command = _headline(made)
+    return "\n".join([headline, *_evaluation(made), *command])
+
+
+def _evaluation(made: Made) -> list[str]:
+    rows = [(words(name), f"{tuned:.4g}", of_base(base)) for name, base, tuned in gains(made)]
+    return table(("metric", "tuned", "base"), rows)
 
 
 def gains(made: Made) -> list[tuple[str, float | None, float]]:

@@ -11,7 +11,7 @@ from tasks.stages.run_page import Made
 from tasks.store import Store
 from tasks.tracking.address import public
 
-# Names in MLflow, in whose sections the loss comes first (tasks/tracking/tail.py).
+# Names in MLflow, whose sections are in alphabetical order: evaluation, then the loss (tasks/tracking/tail.py).
 TRAINED = {
     "loss": "loss/training",
     "validation_loss": "loss/validation",
@@ -53,8 +53,11 @@ def publish(planned: Plan, outcomes: Outcomes, store: Store, tracking: RunTracki
     links = _links(planned.run, made, store, tracking)
     text = run_page.page(name, planned, outcomes, links, store)
     create_markdown_artifact(text, key=f"report-{planned.run.name}", description=name)
+    tracking.describe(run_page.verdict(made))
     for metric, base, tuned in run_page.gains(made):
-        tracking.tell({f"score/tuned/{metric}": tuned} | ({} if base is None else {f"score/base/{metric}": base}))
+        tracking.tell(
+            {f"evaluation/tuned/{metric}": tuned} | ({} if base is None else {f"evaluation/base/{metric}": base})
+        )
     if trained := made.get("train"):
         tracking.tell({told: trained.result[key] for key, told in TRAINED.items() if key in trained.result})
     print("\n".join(["", *lines(outcomes, links), ""]))

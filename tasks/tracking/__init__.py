@@ -55,6 +55,7 @@ class Stage:
         self._names = {"run": run, "shared": True} if shared else {"run": run}
         self._tail: Tail | None = None
         self._tables: list[str] = []
+        self._has_curves = False
         self._mutex = threading.Lock()
         self._ended = False
 
@@ -79,6 +80,7 @@ class Stage:
         The file may come later.
         """
         self._tail = Tail(path)
+        self._stages.append(self)
 
     def text(self, text: str, name: str) -> None:
         self.file(text.encode(), name)
@@ -127,8 +129,6 @@ class Stage:
             if self._ended:
                 return
             self._ended = True
-            if self in self._stages:
-                self._stages.remove(self)
         self.unfollow()
         tags = {"finetune.reason": _text(reason, 5000)} if reason else {}
         self._tell(do="end", status=status, time=_now(), tags=tags)
@@ -141,6 +141,7 @@ class Stage:
                 self._tail.close()
                 self._keep_the_file(self._tail.path)
                 self._tail = None
+                self._stages.remove(self)
 
     def catch_up(self) -> None:
         with self._mutex:
@@ -150,6 +151,7 @@ class Stage:
     def _catch_up(self) -> None:
         while lines := self._tail.lines():
             rows = [row for line in lines for row in metrics(line)]
+            self._has_curves |= any(line["kind"] != "start" for line in lines)
             chunks = [rows[first : first + 900] for first in range(0, len(rows), 900)]
             self._journal.append(*[{"do": "log", **self._names, "axis": "step", "metrics": c} for c in chunks])
 
@@ -166,6 +168,9 @@ class Stage:
             return None
 
     def sample(self, values: dict[str, float]) -> None:
+        """Log the host's load, unless it would stand above the first figures of the training."""
+        if not self._has_curves:
+            return
         self._tell(do="log", axis="time", metrics=[[key, value, _now(), 0] for key, value in values.items()])
 
     def _tell(self, **event) -> None:
@@ -176,11 +181,12 @@ class Part(Stage):
     """A stage's part of the flow's own run: its name stands before the names of what it logs."""
 
     def __init__(self, whole: "Tracking", own: Journal, name: str):
-        super().__init__(own, whole.run, [])
+        super().__init__(own, whole.run, whole._stages)
         self._whole, self.name = whole, name
 
     def metrics(self, values: dict, step: int | None = None) -> None:
-        super().metrics({f"stages/{self.name}/{key}": value for key, value in values.items()}, step)
+        assert step is None, "a curve needs a run, or a file to follow"
+        self._whole.metrics_at_end({f"stages/{self.name}/{key}": value for key, value in values.items()})
 
     def tags(self, values: dict) -> None:
         super().tags({f"finetune.{self.name}.{key.removeprefix('finetune.')}": value for key, value in values.items()})
@@ -211,6 +217,7 @@ class Tracking(Stage):
         left_behind = same_service(root, public(address))
         self._shippers = [Shipper(own, "mlflow", address, left_behind)]
         self._shippers += [Shipper(own, service, address) for service in own.meta["sinks"][1:]]
+        self._at_end: dict[str, float] = {}
         self._closing = threading.Event()
         self._watch = threading.Thread(target=self._look, name=f"watch {own.folder.name}", daemon=True)
 
@@ -220,8 +227,16 @@ class Tracking(Stage):
         self._begin(id, name, "flow", tags or {}, id, shared)
         if params:
             stage.params(params)
-        self._stages.append(stage)
         return stage
+
+    def metrics_at_end(self, values: dict) -> None:
+        """Log metrics below all that the run has logged by its end: MLflow lists them in the order of their arrival."""
+        self._at_end |= values
+
+    def end(self, status: str = "FINISHED", reason: str = "") -> None:
+        if self._at_end:
+            self.metrics(self._at_end)
+        super().end(status, reason)
 
     def part(self, name: str) -> Part:
         """The part of a stage that has no run of its own."""
@@ -302,7 +317,7 @@ class Tracking(Stage):
                 if now - sampled >= (SAMPLE if now - started < 3600 else 6 * SAMPLE):
                     sampled = now
                     values = machine.sample()
-                    for stage in [self, *self._stages]:
+                    for stage in [*self._stages]:
                         stage.sample(values)
             except Exception as error:  # a file system or a driver that fails now and then
                 log.warning("tracking: %s: %s", type(error).__name__, clean(str(error)))

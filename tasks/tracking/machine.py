@@ -1,5 +1,6 @@
-"""One sample of this host's load, under the names by which MLflow's page of system metrics knows them.
+"""One sample of this host's load, under the names of MLflow's system metrics in a section that comes last.
 
+MLflow lists metrics with the prefix `system/` above all others, whatever a run is about.
 Not covered: the other hosts of a gang; each would sample itself.
 """
 
@@ -24,7 +25,7 @@ def sample() -> dict[str, float]:
             "network_receive_megabytes": net.bytes_recv / 1e6,
             "network_transmit_megabytes": net.bytes_sent / 1e6,
         }
-    return {f"system/{name}": float(value) for name, value in (values | _gpus()).items()}
+    return {f"utilization/{name}": float(value) for name, value in (values | _gpus()).items()}
 
 
 def _gpus() -> dict[str, float]:

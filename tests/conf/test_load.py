@@ -12,7 +12,8 @@ import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
-from conf.load import FOLDER, dump, load, main
+from conf import load as conf_load
+from conf.load import FOLDER, FOLDERS, dump, load, main
 from conf.rules import layout
 from conf.rules.contradictions import contradictions
 from conf.schema.data import Part, Rows
@@ -163,7 +164,7 @@ def test_file_that_is_no_configuration(conf, text, line):
 
 def test_file_that_cannot_be_read(conf, tmp_path):
     conf("")
-    names = sorted(file.stem for folder in (FOLDER, FOLDER / "documented") for file in folder.glob("*.yaml"))
+    names = sorted(file.stem for folder in FOLDERS for file in folder.glob("*.yaml"))
     assert {"glm47", "mixtral-8x7b", "qwen3-235b-as-documented"} <= {*names}
     assert lines("nope") == [f"no such configuration: nope; it is a file, or one of {', '.join(names)}"]
     assert lines("glm-47") == ["no such configuration: glm-47; did you mean glm47?"]
@@ -172,6 +173,15 @@ def test_file_that_cannot_be_read(conf, tmp_path):
     assert lines(tmp_path) == [f"{tmp_path}: a folder, and no file"]
     Path("run.yaml").write_bytes(b"\xff")
     assert lines("run.yaml")[0].startswith("run.yaml: 'utf-8' codec")
+
+
+def test_own_configurations_come_first_and_are_offered(tmp_path, monkeypatch):
+    monkeypatch.setattr(conf_load, "OWN", tmp_path)
+    monkeypatch.setattr(conf_load, "FOLDERS", (tmp_path, *FOLDERS[1:]))
+    for name in ("desk", "glm47"):
+        (tmp_path / f"{name}.yaml").write_text((FOLDER / "tiny.yaml").read_text())
+    assert load("desk") == load("glm47") == load("tiny")
+    assert conf_load.names() == sorted({"desk", *(file.stem for file in FOLDER.glob("*.yaml"))})
 
 
 def test_all_problems_at_once(conf):

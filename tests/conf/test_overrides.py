@@ -8,6 +8,7 @@ from pydantic import ValidationError
 from conf.load import load
 from conf.overrides import Changes, as_overrides, from_overrides
 from conf.schema.run import sections
+from contract.faults import ConfigError
 
 
 @pytest.mark.parametrize(
@@ -95,3 +96,12 @@ def test_a_form_s_nulls_say_nothing():
 )
 def test_a_command_line_s_overrides_mean_the_same_on_the_way_through(override):
     assert load("tiny", as_overrides(from_overrides([override]))) == load("tiny", [override])
+
+
+def test_lines_and_parameters_mean_what_the_command_line_means():
+    assert as_overrides("train.steps=7\n\n  optimizer.warmup=0.1 \n") == ["train.steps=7", "optimizer.warmup=0.1"]
+    found = as_overrides({"train": {"global_batch": 8}}, model="a: b", learning_rate=1e-3, epochs=None, rank=4)
+    assert found == ["train.global_batch=8", 'model.source="a: b"', "optimizer.lr=0.001", "adapter.rank=4"]
+    assert load("tiny", [*found, "train.micro_batch=8"]).model.source == "a: b"
+    with pytest.raises(ConfigError, match=r"optimizer\.lr: set twice"):
+        load("tiny", as_overrides("optimizer.lr=1e-3", learning_rate=1e-3))

@@ -14,8 +14,9 @@ import yaml
 from prefect.client.schemas.actions import VariableCreate
 from prefect.exceptions import ObjectNotFound
 
-from conf.load import FOLDER, load
+from conf.load import FOLDER, load, names
 from flows import deploy, scheduling
+from flows.new import deployment as new_deployment
 from tasks.pages import deployment_form
 from tests.flows.conftest import Place
 from tests.support.flow_world import BIN, ROOT, end, wait_for
@@ -197,13 +198,32 @@ def test_a_deployment_that_nobody_has_edited_follows_prefect_yaml():
 def test_a_deployment_that_is_not_there_is_named_with_those_that_are(capsys):
     assert deploy.main(["tinny"]) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("error: tinny: not in prefect.yaml; it has tiny, ") and ", glm47," in line
+    assert (
+        line.startswith("error: tinny: not in prefect.yaml or prefect.own.yaml, which have tiny, ")
+        and ", glm47," in line
+    )
+
+
+def test_own_deployments_are_read_from_a_file_of_their_own(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(deploy, "OWN", tmp_path / "prefect.own.yaml")
+    tracked = deploy.declared()["deployments"]
+    entry = new_deployment.with_deployment("", "desk", "Desk.", False)
+    entry = new_deployment.with_deployment(entry, "glm47", "Mine.", True)
+    deploy.OWN.write_text(entry)
+    by_name = {one["name"]: one for one in deploy.declared()["deployments"]}
+    assert [*by_name] == [one["name"] for one in tracked if one["name"] != "glm47"] + ["desk", "glm47"]
+    assert by_name["glm47"]["description"] == "Mine." and by_name["desk"]["work_pool"]["name"] == "finetune-cpu"
+    glm47 = next(one for one in tracked if one["name"] == "glm47")
+    assert by_name["glm47"]["work_pool"] == glm47["work_pool"]
+    assert by_name["glm47"]["concurrency_limit"] == glm47["concurrency_limit"]
+    deploy.OWN.write_text("deployments: [")
+    assert deploy.main([]) == 2 and "error: prefect.own.yaml: not YAML" in capsys.readouterr().err
 
 
 def test_the_form_shows_help_limits_and_choices(place, worker):
     (deployment,) = place.ask_prefect("deployments/filter", deployments={"name": {"any_": ["tiny"]}})
     schema = deployment["parameter_openapi_schema"]
-    assert schema["properties"]["conf"]["enum"] == sorted(path.stem for path in FOLDER.glob("*.yaml"))
+    assert schema["properties"]["conf"]["enum"] == names()
     rate = schema["definitions"]["Optimizer"]["properties"]["lr"]
     assert (rate["exclusiveMinimum"], rate["maximum"], rate["type"]) == (0, 1, "number")
     assert rate["description"].endswith(f"in tiny: {load('tiny').optimizer.lr}")
@@ -216,6 +236,7 @@ def test_the_form_shows_help_limits_and_choices(place, worker):
     [
         ({"conf": "tinny"}, "tinny"),
         ({"changes": {"optimizer": {"lr": -1}}}, "minimum"),
+        ({"learning_rate": 5}, "maximum"),
         ({"changes": {"train": {"stps": 1}}}, "stps"),
         ({"changes": {"model": {"source": 3}}}, "source"),
         ({"until_stage": "trian"}, "trian"),

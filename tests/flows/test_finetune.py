@@ -81,11 +81,14 @@ def test_mlflow_has_each_step_once_and_every_stage(place, first):
     parts = ("", "figures", "prepare", "evaluate-tuned")
     kept = {item.path for folder in parts for item in client.list_artifacts(parent.info.run_id, folder)}
     assert {"prepare/report.json", "figures/token_lengths.png", "evaluate-tuned/answers.json"} <= kept
-    assert "/runs/flow-run/" in parent.data.tags["mlflow.note.content"]
+    note = parent.data.tags["mlflow.note.content"]
+    assert note.startswith("**quick version 1** is challenger and champion: held_out/exact_match ")
+    assert "| held_out/exact_match | " in note and "/runs/flow-run/" in note
     version = client.get_model_version_by_alias("quick", "champion")
     assert version.source.startswith("s3://finetune/main/export/")
     assert "against" in version.tags["reason"]
     assert version.run_id == train.info.run_id and f"flows.serve quick@{version.version}" in (version.description or "")
+    assert str(version.description).startswith("held_out/exact_match ")
     assert f"Path: `{version.source}`" in str(version.description) and "/runs/flow-run/" in str(version.description)
 
 
@@ -94,6 +97,9 @@ def test_prefect_has_the_report(place, first):
     assert run["state_name"] == "Completed"
     tasks = place.ask_prefect("task_runs/filter", flow_runs={"id": {"any_": [run["id"]]}})
     assert {task["state_name"] for task in tasks} == {"Completed"}
+    assert {task["name"] for task in tasks} == {"plan", *STAGES}
+    updates = place.ask_prefect("events/filter", filter={"event": {"name": ["prefect.artifact.updated"]}})
+    assert updates["total"] == 0, "each is a line of --watch that shows a UUID"
     reports = place.ask_prefect("artifacts/filter", flow_runs={"id": {"any_": [run["id"]]}})
     (data,) = [report for report in reports if report["key"] == "data-quick"]
     assert "| `tiny://tickets` | pairs |" in data["data"]
@@ -216,7 +222,7 @@ def test_a_fault_is_one_line(place, first, override, line):
     output = place.run(*override.split(), "--until", "promote", code=2, HF_ENDPOINT="http://127.0.0.1:9")
     errors = [text for text in output.splitlines() if text.startswith("error: ")]
     assert errors and all(line in error for error in errors)
-    assert "Traceback" not in output
+    assert "Traceback" not in output and "NotReady" not in output
 
 
 def test_no_secret_is_kept_anywhere(place, first, bucket):

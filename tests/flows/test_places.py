@@ -21,7 +21,7 @@ def test_a_file_in_the_place_of_a_folder_ends_the_flow_in_a_line(monkeypatch, tm
     monkeypatch.setattr(every_stage, "plan", SimpleNamespace(submit=lambda run, last: asked))
     monkeypatch.setattr(every_stage, "flow_run", SimpleNamespace(id=str(uuid4()), name="toy"))
     monkeypatch.setenv(variable, f"{tmp_path}/file{below}")
-    state = every_stage.make("tiny", {}, None, None)
+    state = every_stage.make("tiny", [], None, None)
     assert state.is_failed() and state.message is not None
     assert state.message.endswith(f"{tmp_path}/file{below} must be a folder that can be written")
     assert "Not a directory" in state.message or "File exists" in state.message

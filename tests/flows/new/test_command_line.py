@@ -7,17 +7,17 @@ import io
 import json
 import os
 import re
-import shutil
 import subprocess
 import sys
 
 import pytest
 import yaml
 
+from conf import load as conf_load
 from conf.load import load
 from contract.faults import Fault
 from contract.first_rows import FirstRows
-from flows import plan
+from flows import deploy, plan
 from flows.new import __main__ as new
 from flows.new import deployment, rows
 from tests.support import small_model
@@ -45,10 +45,10 @@ def place(tmp_path, monkeypatch):
     config = json.loads((tmp_path / "model/config.json").read_text()) | {"head_dim": 32, "max_position_embeddings": 512}
     (tmp_path / "model/config.json").write_text(json.dumps(config))
     (tmp_path / "desk.csv").write_text("wrote,to\na b,c\n" * 150)
-    (tmp_path / "conf").mkdir()
-    shutil.copy(ROOT / "prefect.yaml", tmp_path)
+    (tmp_path / "conf/own").mkdir(parents=True)
     monkeypatch.setattr(new, "FOLDER", tmp_path / "conf")
-    monkeypatch.setattr(new, "DEPLOYMENTS", tmp_path / "prefect.yaml")
+    monkeypatch.setattr(new, "OWN", tmp_path / "conf/own")
+    monkeypatch.setattr(new, "DEPLOYMENTS", tmp_path / "prefect.own.yaml")
     monkeypatch.setattr(new.machine.nvidia_smi, "visible", lambda: ())
     monkeypatch.setattr(new.rows, "look", lambda run, tokenizer, folder: FIRST)
     monkeypatch.setattr(sys, "stdin", io.StringIO())
@@ -59,7 +59,7 @@ def place(tmp_path, monkeypatch):
 def test_what_it_writes_is_planned_and_has_a_deployment(place, capsys):
     assert new.main(["model", "desk.csv", "--name", "desk"]) == 0
     said = capsys.readouterr().out
-    assert "wrote conf/desk.yaml, and the deployment finetune/desk" in said
+    assert "wrote conf/own/desk.yaml, and the deployment finetune/desk" in said
     assert re.findall(r"-m (flows\.\w+) desk", said) == [
         "flows.plan",
         "flows.finetune",
@@ -67,19 +67,19 @@ def test_what_it_writes_is_planned_and_has_a_deployment(place, capsys):
         "flows.serve",
         "flows.deploy",
     ]
-    run = load(place / "conf/desk.yaml")
+    run = load(place / "conf/own/desk.yaml")
     assert (run.model.source, run.data.source) == (f"{place}/model", f"{place}/desk.csv")  # for a worker elsewhere
     assert (run.data.input, run.data.output, run.hardware.gpu, run.world) == ("wrote", "to", "cpu", 1)
-    text = (place / "conf/desk.yaml").read_text()
+    text = (place / "conf/own/desk.yaml").read_text()
     lines = text.splitlines()
     keys = [number for number, line in enumerate(lines) if re.match(r" +\w+: ", line)]
     assert len(keys) > 20
     for number in keys:
         assert " # " in lines[number] or lines[number - 1].startswith("  # ")
     assert max(len(line) for line in lines if str(place) not in line) <= 120
-    assert text.startswith("# yaml-language-server: $schema=schema.json\n")
-    assert plan.main([f"{place}/conf/desk.yaml"]) == 0
-    entry = yaml.safe_load((place / "prefect.yaml").read_text())["deployments"][-1]
+    assert text.startswith("# yaml-language-server: $schema=../schema.json\n")
+    assert plan.main([f"{place}/conf/own/desk.yaml"]) == 0
+    entry = yaml.safe_load((place / "prefect.own.yaml").read_text())["deployments"][-1]
     assert (entry["name"], entry["parameters"]) == ("desk", {"conf": "desk"})
     assert (
         entry["concurrency_limit"]["collision_strategy"] == "ENQUEUE" and entry["work_pool"]["name"] == "finetune-cpu"
@@ -87,25 +87,54 @@ def test_what_it_writes_is_planned_and_has_a_deployment(place, capsys):
 
 
 def test_a_file_elsewhere_has_no_deployment(place, capsys):
-    before = (place / "prefect.yaml").read_text()
     assert new.main(["model", "desk.csv", "--name", "own/desk.yaml"]) == 2
     assert "own: no such folder" in capsys.readouterr().err
     assert new.main(["model", "desk.csv", "--name", "./desk.yaml"]) == 0
-    assert load(place / "desk.yaml").name == "desk" and (place / "prefect.yaml").read_text() == before
+    assert load(place / "desk.yaml").name == "desk" and not (place / "prefect.own.yaml").exists()
     assert "flows.deploy" not in capsys.readouterr().out
 
 
-def test_nothing_is_replaced_unless_asked(place, capsys):
+def test_what_a_user_adds_is_in_no_file_that_git_tracks(place):
+    assert new.main(["model", "desk.csv", "--name", "desk"]) == 0
+    written = [path.relative_to(place) for path in (place / "conf/own/desk.yaml", place / "prefect.own.yaml")]
+    listed = subprocess.run(["git", "check-ignore", *written], cwd=ROOT, capture_output=True, text=True)
+    assert listed.stdout.split() == [str(path) for path in written]
+    assert new.OWN.relative_to(place) == conf_load.OWN.relative_to(ROOT) and ROOT / written[1] == deploy.OWN
+
+
+def test_a_configuration_of_an_earlier_version_stays_where_it_is(place, capsys):
     (place / "conf/desk.yaml").write_text("mine")
     assert new.main(["model", "desk.csv", "--name", "desk"]) == 2
-    assert capsys.readouterr().err == (
-        "error: --name: conf/desk.yaml: is there already; --force replaces it, another name keeps it\n"
+    assert "error: --name: conf/desk.yaml: is there already" in capsys.readouterr().err
+    assert new.main(["model", "desk.csv", "--name", "desk", "--force"]) == 0
+    assert load(place / "conf/desk.yaml").name == "desk" and not [*(place / "conf/own").iterdir()]
+
+
+def test_written_paths_have_no_dots(place, monkeypatch):
+    (place / "below").mkdir()
+    monkeypatch.chdir(place / "below")
+    assert (
+        new.main(
+            ["../model", "../below/../desk.csv", "evaluate.tasks=[held_out, ../task.yaml]", "--name", "../desk.yaml"]
+        )
+        == 0
     )
-    assert (place / "conf/desk.yaml").read_text() == "mine"
+    run = load(place / "desk.yaml")
+    assert (run.model.source, run.data.source) == (f"{place}/model", f"{place}/desk.csv")
+    assert run.evaluate.tasks == ("held_out", f"{place}/task.yaml")
+
+
+def test_nothing_is_replaced_unless_asked(place, capsys):
+    (place / "conf/own/desk.yaml").write_text("mine")
+    assert new.main(["model", "desk.csv", "--name", "desk"]) == 2
+    assert capsys.readouterr().err == (
+        "error: --name: conf/own/desk.yaml: is there already; --force replaces it, another name keeps it\n"
+    )
+    assert (place / "conf/own/desk.yaml").read_text() == "mine"
     assert new.main(["model", "desk.csv", "--name", "desk", "--force"]) == 0
     assert new.main(["model", "desk.csv", "--name", "desk", "--force"]) == 0
-    assert load(place / "conf/desk.yaml").name == "desk"
-    assert (place / "prefect.yaml").read_text().count("- name: desk\n") == 1
+    assert load(place / "conf/own/desk.yaml").name == "desk"
+    assert (place / "prefect.own.yaml").read_text().count("- name: desk\n") == 1
 
 
 def test_printed_it_is_the_file_alone_and_nothing_is_written(place, capsys):
@@ -148,7 +177,7 @@ def test_on_a_terminal_it_asks_for_what_is_missing(place, capsys, monkeypatch):
     assert new.main([]) == 0
     asked = capsys.readouterr().err
     assert asked.count("Model (") == 2 and "Name [model-desk]" in asked and "none here" in asked
-    assert load(place / "conf/help.yaml").name == "help"
+    assert load(place / "conf/own/help.yaml").name == "help"
 
 
 def test_an_end_of_input_ends_it(place, capsys, monkeypatch):
@@ -217,40 +246,39 @@ def test_keys_that_do_not_go_with_the_rest(place, capsys, given, complaint):
     assert new.main(["model", "desk.csv", given]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(f"error: {complaint}")
-    assert not [*(place / "conf").iterdir()]
+    assert not [*(place / "conf").rglob("*.yaml")]
 
 
 def test_a_layout_that_was_asked_for_is_not_searched_for(place):
     assert new.main(["model", "desk.csv", "--gpus", "2xcpu", "layout.ep=2", "--name", "desk"]) == 0
-    layout = load(place / "conf/desk.yaml").layout
+    layout = load(place / "conf/own/desk.yaml").layout
     assert (layout.gpus_per_node, layout.ep, layout.tp) == (2, 2, 1)
 
 
 def test_a_full_disk_leaves_nothing_behind(place, capsys, monkeypatch):
-    before = (place / "prefect.yaml").read_text()
     write = new.write_atomically
 
     def full(path, text, durable):
-        if path.parent.name == "conf":
+        if path.parent.name == "own":
             raise OSError(28, "No space left on device", str(path))
         write(path, text, durable=durable)
 
     monkeypatch.setattr(new, "write_atomically", full)
     assert new.main(["model", "desk.csv", "--name", "desk"]) == 2
-    assert capsys.readouterr().err == f"error: {place}/conf/desk.yaml: No space left on device\n"
-    assert (place / "prefect.yaml").read_text() == before and not [*(place / "conf").iterdir()]
+    assert capsys.readouterr().err == f"error: {place}/conf/own/desk.yaml: No space left on device\n"
+    assert not (place / "prefect.own.yaml").exists() and not [*(place / "conf/own").iterdir()]
 
 
-def test_a_prefect_yaml_of_another_form_is_left_alone():
-    with pytest.raises(Fault, match=r"prefect.yaml: no list of deployments"):
+def test_a_file_of_deployments_of_another_form_is_left_alone():
+    with pytest.raises(Fault, match=r"prefect.own.yaml: no list of deployments"):
         deployment.with_deployment("name: x\n", "desk", "Desk.", True)
-    closed = (ROOT / "prefect.yaml").read_text() + "more: 1\n"
+    closed = deployment.with_deployment("", "other", "Other.", True) + "more: 1\n"
     with pytest.raises(Fault, match=r"no entry can be added"):
         deployment.with_deployment(closed, "desk", "Desk.", True)
 
 
 def test_a_deployment_is_added_once_and_its_words_are_quoted():
-    text = (ROOT / "prefect.yaml").read_text()
+    text = deployment.with_deployment("# mine\ndeployments:\n", "other", "Other.", True)
     once = deployment.with_deployment(text, "desk", "Llama: 'ours' # and yours", cuda=True)
     assert once.startswith(text) and deployment.with_deployment(once, "desk", "other", cuda=False) == once
     entry = yaml.safe_load(once)["deployments"][-1]

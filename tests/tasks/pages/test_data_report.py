@@ -61,7 +61,7 @@ PAGE = """# some: data
 
 | source | read as | why | rows |
 |---|---|---|---|
-| `rows¦x.jsonl` | pairs | columns q, a\\_b -\\> input, output | 1,200 |
+| `rows¦x.jsonl` | pairs | columns q, a_b -\\> input, output | 1,200 |
 
 ## Left out
 

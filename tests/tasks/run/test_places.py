@@ -1,7 +1,5 @@
 """tasks/run/places.py: a variable names a folder though no shell has read it, as in the environment of a job."""
 
-from pathlib import Path
-
 import pytest
 
 from contract.faults import Fault
@@ -25,9 +23,10 @@ def test_the_folder_of_local_files(home, monkeypatch, named, meant):
     assert doctor.store().fact == str(home / meant / "store")
 
 
-def test_an_empty_name_is_none(monkeypatch):
+def test_an_empty_name_is_none_in_any_folder(monkeypatch, tmp_path):
     monkeypatch.setenv("FINETUNE_RUNS", "")
-    assert runs_folder() == Path.cwd() / "runs" and doctor.runs_folder() == doctor.ROOT / "runs"
+    monkeypatch.chdir(tmp_path)
+    assert runs_folder() == doctor.runs_folder() == doctor.ROOT / "runs"
 
 
 def test_a_home_that_is_not_there_is_one_line(monkeypatch):

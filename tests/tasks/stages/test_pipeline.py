@@ -89,19 +89,20 @@ def calls(source: str) -> dict[str, dict[str, str]]:
     """The stages that a flow submits, in order; what each is given, by the name that its task has for it."""
     found: dict[str, dict[str, str]] = {}
     made_by: dict[str, str] = {}
-    lines = [line for line in ast.walk(ast.parse(source)) if isinstance(line, ast.Assign)]
+    lines = [line for line in ast.walk(ast.parse(source)) if isinstance(line, ast.Assign | ast.Expr)]
     for line in sorted(lines, key=lambda line: line.lineno):
-        if not isinstance(line, ast.Assign) or ".submit(session" not in (text := ast.unparse(line.value)):
+        if not ast.unparse(line.value).startswith("steps.add("):
             continue
-        assert isinstance(line.value, ast.Call) and isinstance(line.targets[0], ast.Name)
-        task = text.partition(".")[0]
+        assert isinstance(line.value, ast.Call)
+        task, *inputs = map(ast.unparse, line.value.args)
         signature = inspect.signature(getattr(every_stage, task).fn)
-        given = signature.bind(*map(ast.unparse, line.value.args)).arguments
+        given = signature.bind(*inputs).arguments
         name = given.pop("stage_run").removeprefix("session.stage('").removesuffix("')")
         assert task in (name.partition("-")[0], name.replace("-", "_"))
         taken = {key: re.sub(r"allow_failure\((\w+)\)", r"\1", variable) for key, variable in given.items()}
         found[name] = {key: made_by[variable] for key, variable in taken.items()}
-        made_by[line.targets[0].id] = name
+        if isinstance(line, ast.Assign):
+            made_by[ast.unparse(line.targets[0])] = name
     return found
 
 
@@ -116,8 +117,8 @@ def test_the_flow_makes_these_stages_from_these_inputs():
         ('session.stage("evaluate-base"), model, prompted)', 'session.stage("evaluate-base"), model, base)'),
         ('session.stage("promote"), tuned, before, after', 'session.stage("promote"), tuned, after, before'),
         (
-            '        base = convert.submit(session.stage("convert"), model)',
-            '        base = download.submit(session.stage("download"))',
+            '        base = steps.add(convert, session.stage("convert"), model)',
+            '        base = steps.add(download, session.stage("download"))',
         ),
     ],
 )

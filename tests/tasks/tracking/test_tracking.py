@@ -19,7 +19,7 @@ from contract import processes
 from contract.faults import Fault
 from tasks import tracking
 from tasks.tracking import __main__ as tracking_command
-from tasks.tracking import journal
+from tasks.tracking import journal, machine
 from tasks.tracking.address import public
 from tasks.tracking.outages import Away
 from tasks.tracking.shipping import drain
@@ -205,9 +205,25 @@ def test_metrics_of_a_training_and_its_figures(start, client, tmp_path, monkeypa
     assert steps(client, run, "loss/training") == [*range(1, 32)]
     assert steps(client, run, "loss/validation") == [5, 10, 15, 20, 25, 30]
     assert str({m.step: m.value for m in client.get_metric_history(run, "loss/training")}[31]) == "nan"
-    assert client.get_metric_history(run, "system/cpu_utilization_percentage")
+    assert client.get_metric_history(run, "utilization/cpu_utilization_percentage")
     figures = {Path(figure.path).name for figure in client.list_artifacts(run, "figures")}
     assert figures == {"loss.png", "learning_rate.png"}
+
+
+def test_results_come_first_in_the_list_of_a_run(start, client, tmp_path):
+    """MLflow lists metrics in the order of their arrival, those that begin with system/ above all others."""
+    t = start("ordered")
+    t.part("prepare").metrics({"seconds": 3})
+    t.metrics_at_end({"plan/memory_gb": 1})
+    t.metrics({"evaluation/tuned/held_out/exact_match": 0.5})
+    t.end()
+    assert t.close(30) is None
+    assert [*client.get_run(t.run_id()).data.metrics] == [
+        "evaluation/tuned/held_out/exact_match",
+        "stages/prepare/seconds",
+        "plan/memory_gb",
+    ]
+    assert not [name for name in machine.sample() if name.startswith("system/")]
 
 
 def test_outage_delays_metrics_and_no_step(start, server, client, tmp_path):
