@@ -182,6 +182,8 @@ def stage_table(plan: Plan, needs: Sequence[StageNeed]) -> Iterator[str]:
         aligned = (figure.rjust(width) for figure, width in zip(figures, widths[1:], strict=True))
         yield f"{name.ljust(widths[0])}  {'  '.join(aligned)}".rstrip()
     yield f"all of them: {whole(plan, needs)}"
+    if plan.noise and any(need.stage.startswith("evaluate") for need in needs):
+        yield plan.noise
     train = next((need for need in needs if need.stage == "train"), None)
     if train and train.disk > MUCH and plan.run.checkpoint.keep is None:
         count = schedule.saved(plan.run)
@@ -368,6 +370,7 @@ def as_dict(plan: Plan) -> dict[str, Any]:
         "stage_needs": [dict(vars(need)) for need in plan.needs],
         "base": [dict(vars(way)) for way in loadings(plan.run, plan.facts, plan.gpu)] if plan.gpu.cuda else None,
         "evaluation": _evaluation_dict(plan) if plan.serving else None,
+        "noise": plan.noise,
         "unserved": plan.unserved,
         "reinforce": _rollout_dict(plan) if plan.rollout else None,
         "unanswered": plan.unanswered,

@@ -72,6 +72,7 @@ class Plan:
     not_searched: str = ""
     steps: int | None = None  # of the training; None where they follow from data that are not known
     assumed: str = ""  # of such data
+    noise: str = ""  # warning about too few held-out rows to show a gain
     serving: Serving | None = None  # the layout of the evaluation, on GPUs that can serve the model
     faster: Candidate | None = None  # the fastest layout with room, where that takes less time than this one
     compared: bool = False  # whether a faster one was looked for

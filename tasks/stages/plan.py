@@ -25,6 +25,7 @@ from prefect import State, get_run_logger, task
 from prefect.artifacts import create_markdown_artifact
 from prefect.states import Completed, Failed
 
+from conf import noise
 from conf.model_facts import ModelFacts
 from conf.planner import advice, display, hardware, picture, verdict
 from conf.planner.hardware import GB
@@ -60,6 +61,8 @@ def plan(run: Run, last: str | None = None) -> State:
         return Failed(message=fault, data=Fault(fault))
     say = get_run_logger()
     (say.info if planned.fits else say.warning)(summary(planned))
+    if planned.noise and pipeline.is_evaluated(run, last):
+        say.warning(planned.noise.removeprefix("warning: "))
     return Completed(message=planned.verdict, data=planned)
 
 
@@ -81,11 +84,14 @@ def _settle(
     counts = run.train.epochs is not None or objectives.has_reference(run)
     made = prepared(settled) if counts else None
     rows = training_rows.asked(settled, made) if objectives.has_reference(run) else None
+    few = noise.warning(settled, training_rows.held_out(settled, made))
     if run.train.epochs is None:
-        return verdict.plan(settled, facts, hardware.of(settled), teacher, rows)
+        return replace(verdict.plan(settled, facts, hardware.of(settled), teacher, rows), noise=few)
     sequences, assumed = training_rows.sequences(settled, made)
     planned = verdict.plan(schedule.assumed(settled, sequences), facts, hardware.of(settled), teacher, rows)
-    return replace(planned, run=settled, assumed=assumed)  # the steps themselves are known once the data are prepared
+    return replace(
+        planned, run=settled, assumed=assumed, noise=few
+    )  # the steps themselves are known once the data are prepared
 
 
 def _prepared(run: Run) -> dict[str, Any] | None:
