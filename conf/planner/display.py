@@ -143,7 +143,7 @@ def _time_lines(plan: Plan) -> Iterator[str]:
         yield f"step     no time is predicted for a {plan.gpu.name}"
         yield f"run      {length(plan)}"
         return
-    rate = f"{time.tokens_per_second:.0f} tokens/s/GPU, {time.tflops:.0f} TFLOP/s/GPU"
+    rate = f"{time.tokens_per_second:.0f} tokens/s/GPU with padding, {time.tflops:.0f} TFLOP/s/GPU"
     yield f"step     {time.likely:.3g} s likely, {time.low:.3g} to {time.high:.3g}; {rate}"
     waits = ", ".join(f"{dim} {seconds:.2g} s" for dim, (_, seconds) in time.communication.items() if seconds)
     yield f"waits    {waits or 'for no other GPU'}; {time.bubble:.0%} of a step for the pipeline"

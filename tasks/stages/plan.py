@@ -215,7 +215,7 @@ def numbers(planned: Plan) -> dict[str, float]:
     """Numbers that a measured run can be held against, and the price."""
     found = {"memory_gb": planned.fullest.total / GB, "allocated_gb": _allocated(planned)}
     if time := planned.time:
-        found |= {"step_seconds": time.likely, "tokens_per_second": time.tokens_per_second}
+        found |= {"step_seconds": time.likely, "padded_tokens_per_second": time.tokens_per_second}
         found |= {} if time.hours is None else {"hours": time.hours}
         found |= {} if time.cost is None else {"cost_usd": time.cost}
     return found
