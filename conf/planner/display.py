@@ -15,11 +15,12 @@ from conf.planner.search import Candidate, Found, changes
 from conf.planner.serving.memory import ServedMemory
 from conf.planner.serving.rollout import Rollout
 from conf.planner.stage_needs import Loading, StageNeed, loadings
+from conf.planner.timing import HIGH_ON_CPU, LOW_ON_CPU
 from conf.planner.verdict import LARGEST, WITH_LORA, Plan
 from conf.rules import gpus, objectives, schedule
 from conf.rules.layout import Grid
 from conf.schema.run import Layout, Run
-from contract.amounts import size
+from contract.amounts import dollars, size
 
 BAR = 30  # characters for all of a GPU's memory
 # What a bar draws; the rest of a stage's memory is buffers, context and margin, the same for every layout.
@@ -140,7 +141,7 @@ def _bar(stage: StageMemory) -> str:
 def _time_lines(plan: Plan) -> Iterator[str]:
     time = plan.time
     if time is None:
-        yield f"step     no time is predicted for a {plan.gpu.name}"
+        yield f"step     {cpu_step(plan)}, from matrix products measured on this CPU"
         yield f"run      {length(plan)}"
         return
     rate = f"{time.tokens_per_second:.0f} tokens/s/GPU with padding, {time.tflops:.0f} TFLOP/s/GPU"
@@ -163,7 +164,14 @@ def length(plan: Plan) -> str:
         return f"{of} of sequences {plan.assumed}"
     steps = f"{plan.steps} steps{f' = {of} of {plan.assumed}' if of else ''}"
     hours = "" if time is None or time.hours is None else f", {time.hours:.3g} hours"
-    return f"{steps}{hours}{'' if time is None or time.cost is None else f', {time.cost:,.0f} USD'}"
+    hours = f", about {duration(plan.cpu_step * plan.steps)}" if plan.cpu_step else hours
+    return f"{steps}{hours}{'' if time is None or time.cost is None else f', {dollars(time.cost)} USD'}"
+
+
+def cpu_step(plan: Plan) -> str:
+    """Time of a step on this host's CPU."""
+    assert plan.cpu_step
+    return f"about {plan.cpu_step:.2g} s, {plan.cpu_step * LOW_ON_CPU:.2g} to {plan.cpu_step * HIGH_ON_CPU:.2g}"
 
 
 def _faster(plan: Plan, seconds: float) -> str:
@@ -226,7 +234,7 @@ def cheaper(converted: Loading, direct: Loading) -> str:
 def cells(need: StageNeed) -> tuple[str, ...]:
     """A stage's figures under COLUMNS. What a stage does not use, or nobody can say, is empty."""
     gigabytes = [f"{n / GB:.1f}" if n else "" for n in (need.gpu_memory, need.memory, need.disk)]
-    cost = "" if need.cost is None else f"{need.cost:,.2f}" if need.cost < 10 else f"{need.cost:,.0f}"
+    cost = "" if need.cost is None else dollars(need.cost)
     time = "" if need.seconds is None else duration(need.seconds)
     return str(need.hosts), str(need.gpus or ""), *gigabytes, time, cost
 
@@ -239,7 +247,7 @@ def whole(plan: Plan, needs: Sequence[StageNeed]) -> str:
         seconds = duration(sum(need.seconds or 0 for need in needs))
         found.append(f"{seconds} in sequence{' without train' if without else ''}")
     if plan.gpu.price is not None:
-        found.append(f"{sum(need.cost or 0 for need in needs):,.0f} USD")
+        found.append(f"{dollars(sum(need.cost or 0 for need in needs))} USD")
     return ", ".join(found)
 
 
@@ -335,7 +343,7 @@ def ranking(candidates: list[Candidate], gpu: Gpu) -> Iterator[str]:
         figures = f"{one.seconds:8.3g} s  " if gpu.cuda else ""
         figures += f"{one.memory / GB:6.1f} GB"
         cost = _cost(one, gpu)
-        figures += "" if cost is None else f"  {cost:,.0f} USD"
+        figures += "" if cost is None else f"  {dollars(cost)} USD"
         yield f"{place:>3}. {figures}  {degrees(one.layout)}; {choice}; {one.verdict}"
 
 
@@ -366,6 +374,7 @@ def as_dict(plan: Plan) -> dict[str, Any]:
         "stages": [{"rank": s.rank, **s.items, "total": s.total, "over": s.over} for s in plan.stages],
         "picture": picture.as_dict(plan),
         "time": dict(vars(time)) if time else None,
+        "cpu_step": plan.cpu_step,
         "faster": _candidate_dict(plan.faster, plan.gpu) if plan.faster else None,
         "stage_needs": [dict(vars(need)) for need in plan.needs],
         "base": [dict(vars(way)) for way in loadings(plan.run, plan.facts, plan.gpu)] if plan.gpu.cuda else None,

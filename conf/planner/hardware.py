@@ -25,8 +25,10 @@ Not covered: power limits and clocks of one machine, hosts whose GPUs differ, to
 
 import os
 import re
+import time
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
+from functools import cache
 from math import isfinite
 from pathlib import Path
 from typing import Annotated, Any
@@ -138,6 +140,7 @@ GPUS = {
 
 CPU = Gpu("cpu", 0, {"fp32": 0.1, "bf16": 0.1}, 20 * GB, 5 * GB, 1 * GB, 1, cuda=False, capability=0)
 NAMES = (*GPUS, CPU.name)
+PRODUCTS = 0.3  # seconds in which this CPU is measured
 LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))  # of a container
 
 Figure = Annotated[float, Field(gt=0, le=10**6)]
@@ -179,6 +182,20 @@ class OwnGpu(Strict):
             capability=self.capability or (9.0 if self.fp8 else 8.0),
             bus=self.bus * GB,
         )
+
+
+@cache
+def cpu_flops() -> float:
+    """FLOP/s of this host's CPU: the best of many products of matrices in fp32, as other programs slow some of them."""
+    import numpy as np
+
+    size, best, until = 512, 0.0, time.perf_counter() + PRODUCTS
+    matrix = np.ones((size, size), np.float32)
+    while time.perf_counter() < until or not best:
+        began = time.perf_counter()
+        matrix @ matrix
+        best = max(best, 2 * size**3 / (time.perf_counter() - began))
+    return best
 
 
 def of(run: Run, gpus: int | None = None) -> Gpu:

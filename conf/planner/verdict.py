@@ -33,7 +33,7 @@ from conf.planner.serving import rollout as answering
 from conf.planner.serving.layout import Serving
 from conf.planner.serving.rollout import Rollout
 from conf.planner.stage_needs import Asking, StageNeed, stage_needs
-from conf.planner.timing import Timing, timing
+from conf.planner.timing import Timing, on_cpu, timing
 from conf.rules import objectives, packed_base, reinforcement, schedule, serving
 from conf.rules.layout import Grid, grid, problems
 from conf.schema.model import CONFIG, Drawn
@@ -63,6 +63,7 @@ class Plan:
     cut: Grid | None = None  # this and what follows: of a legal layout
     stages: tuple[StageMemory, ...] = ()
     time: Timing | None = None  # not of a CPU
+    cpu_step: float | None = None  # seconds of a step on this host's CPU, from a product that was measured
     needs: tuple[StageNeed, ...] = ()  # of every stage of the flow
     found: Found | None = None  # instead, where the layout is refused
     with_lora: Found | None = None  # where full fine-tuning fits nowhere with room
@@ -117,7 +118,7 @@ def plan(run: Run, facts: ModelFacts, gpu: Gpu, teacher: ModelFacts | None = Non
     asked = evaluation["serving"], answers["rollout"], reference["asking"]
     needs = tuple(stage_needs(run, facts, gpu, stages, time, *asked))
     whole = {"cut": grid(run.layout, run.train), "stages": stages, "time": time, "needs": needs}
-    whole["steps"] = schedule.last_step(run)
+    whole["steps"], whole["cpu_step"] = schedule.last_step(run), None if gpu.cuda else on_cpu(run, facts, gpu)
     legal = Plan(run, facts, gpu, (), **whole, **evaluation, **answers, **reference)
     return legal if legal.fits else replace(legal, **_instead(run, facts, gpu, suits))
 

@@ -34,6 +34,7 @@ from conf.rules import conversion, objectives, reinforcement, schedule, serving
 from conf.schema.data import Data
 from conf.schema.model import Drawn
 from conf.schema.run import Run
+from contract.amounts import dollars
 from contract.faults import ConfigError, Fault
 from tasks.gang.job import evaluation
 from tasks.pages.markdown import fenced, table, words
@@ -188,7 +189,8 @@ def summary(planned: Plan) -> str:
     """The plan in one line for terminals and logs."""
     time = planned.time
     if time is None:
-        return f"plan  {planned.verdict}" + (f"; {display.length(planned)}" if planned.stages else "")
+        step = f"; {display.cpu_step(planned)} a step" if planned.cpu_step else ""
+        return f"plan  {planned.verdict}{step}" + (f"; {display.length(planned)}" if planned.stages else "")
     step = f"{time.likely:.3g} s a step; {display.length(planned)}"
     return f"plan  {planned.verdict}; {step}; all stages: {display.whole(planned, planned.needs)}"
 
@@ -251,7 +253,7 @@ def _rows(planned: Plan) -> list[tuple[str, str]]:
     if time := planned.time:
         rows.append(("step", f"{time.likely:.3g} s ({time.low:.3g} to {time.high:.3g})"))
         rows.append(("run", display.length(planned)))
-        rows += [] if time.cost is None else [("cost", f"{time.cost:,.0f} USD at {gpu.price:g} per GPU and hour")]
+        rows += [] if time.cost is None else [("cost", f"{dollars(time.cost)} USD at {gpu.price:g} per GPU and hour")]
     rows += [("evaluation", " ".join(line.split())) for line in display.evaluation(planned)]
     rows += [("reinforce", " ".join(line.split())) for line in display.answers(planned)]
     rows += [("teacher", " ".join(" ".join(display.reference(planned)).split()))] if planned.asking else []
