@@ -171,7 +171,8 @@ def length(plan: Plan) -> str:
 def cpu_step(plan: Plan) -> str:
     """Time of a step on this host's CPU."""
     assert plan.cpu_step
-    return f"about {plan.cpu_step:.2g} s, {plan.cpu_step * LOW_ON_CPU:.2g} to {plan.cpu_step * HIGH_ON_CPU:.2g}"
+    low, high = plan.cpu_step * LOW_ON_CPU, plan.cpu_step * HIGH_ON_CPU
+    return f"about {plan.cpu_step:.2g} s a step ({low:.2g} to {high:.2g})"
 
 
 def _faster(plan: Plan, seconds: float) -> str:

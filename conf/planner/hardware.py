@@ -5,7 +5,7 @@
     by_device("NVIDIA H200")              the kind that a driver says
 
 cpu is this host: its memory, shared by all processes that the layout starts on it, with no CUDA and no NCCL. Its rates
-are a guess that ranks layouts of tiny models; no time is predicted from them.
+are a guess that ranks layouts of tiny models. The time of a step is predicted from a product that is measured.
 
     # my-gpu.yaml
     name: l40s
@@ -186,16 +186,21 @@ class OwnGpu(Strict):
 
 @cache
 def cpu_flops() -> float:
-    """FLOP/s of this host's CPU: the best of many products of matrices in fp32, as other programs slow some of them."""
-    import numpy as np
+    """FLOP/s of this host's CPU in products of fp32 matrices, by the best product of one thread.
 
-    size, best, until = 512, 0.0, time.perf_counter() + PRODUCTS
+    Others are slowed by other programs, as all products of several threads would be. Two threads count as one core.
+    """
+    import numpy as np
+    from threadpoolctl import threadpool_limits
+
+    size, best, until = 256, 0.0, time.perf_counter() + PRODUCTS
     matrix = np.ones((size, size), np.float32)
-    while time.perf_counter() < until or not best:
-        began = time.perf_counter()
-        matrix @ matrix
-        best = max(best, 2 * size**3 / (time.perf_counter() - began))
-    return best
+    with threadpool_limits(1):
+        while time.perf_counter() < until or not best:
+            began = time.perf_counter()
+            np.matmul(matrix, matrix)
+            best = max(best, 2 * size**3 / (time.perf_counter() - began))
+    return best * max(1.0, len(os.sched_getaffinity(0)) / 2)
 
 
 def of(run: Run, gpus: int | None = None) -> Gpu:

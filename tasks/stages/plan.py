@@ -189,7 +189,7 @@ def summary(planned: Plan) -> str:
     """The plan in one line for terminals and logs."""
     time = planned.time
     if time is None:
-        step = f"; {display.cpu_step(planned)} a step" if planned.cpu_step else ""
+        step = f"; {display.cpu_step(planned)}" if planned.cpu_step else ""
         return f"plan  {planned.verdict}{step}" + (f"; {display.length(planned)}" if planned.stages else "")
     step = f"{time.likely:.3g} s a step; {display.length(planned)}"
     return f"plan  {planned.verdict}; {step}; all stages: {display.whole(planned, planned.needs)}"
@@ -254,6 +254,8 @@ def _rows(planned: Plan) -> list[tuple[str, str]]:
         rows.append(("step", f"{time.likely:.3g} s ({time.low:.3g} to {time.high:.3g})"))
         rows.append(("run", display.length(planned)))
         rows += [] if time.cost is None else [("cost", f"{dollars(time.cost)} USD at {gpu.price:g} per GPU and hour")]
+    if planned.cpu_step:
+        rows += [("step", display.cpu_step(planned)), ("run", display.length(planned))]
     rows += [("evaluation", " ".join(line.split())) for line in display.evaluation(planned)]
     rows += [("reinforce", " ".join(line.split())) for line in display.answers(planned)]
     rows += [("teacher", " ".join(" ".join(display.reference(planned)).split()))] if planned.asking else []
