@@ -26,7 +26,7 @@ LONGEST, LONGEST_ON_CPU = 8192, 2048  # tokens of a sequence, unless asked for
 PACK = 4096  # tokens of a packed sequence
 PACKED_FROM = 256  # packed sequences of an epoch, below which rows are worth a sequence each
 MOST_BAD = 0.1  # of the rows; with more, something else is wrong
-# Below so many parameters and with few rows: the steps that a model needs to learn a task, and the most epochs for them.
+# Below so many parameters and with few rows: the steps that a model needs to learn a task, and at most so many epochs.
 SMALL, STEPS, MOST_EPOCHS = 2e9, 200, 10
 SHARES = (0.01, 0.02, 0.05, 0.1, 0.15, 0.2, 0.25, 0.3)
 TESTED = 200  # rows that are asked about, evaluate.rows
