@@ -21,6 +21,7 @@ from conf.planner.display import duration
 from conf.planner.hardware import GB
 from conf.planner.verdict import Plan, compared, facts_of, plan, settle
 from contract import closed_pipe
+from contract.amounts import dollars
 from contract.files import write_atomically
 
 BEGIN, END = "<!-- presets: begin -->", "<!-- presets: end -->"
@@ -76,7 +77,7 @@ def _row(one: Preset) -> tuple[str, ...]:
         f"{-planned.fullest.over / GB:.0f}",
         f"{planned.steps} steps, {duration(planned.time.hours * 3600)}",
         duration(sum(need.seconds or 0.0 for need in needs)),
-        f"{cost:,.2f}" if cost < 10 else f"{cost:,.0f}",
+        dollars(cost),
         best,
     )
 

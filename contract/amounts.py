@@ -1,4 +1,4 @@
-"""Numbers of bytes and spans of time, as people read them."""
+"""Numbers of bytes, spans of time and prices, as people read them."""
 
 from __future__ import annotations  # flows/doctor.py runs on Python 3.8
 
@@ -19,6 +19,13 @@ def clock(seconds: float) -> str:
     minutes, seconds = divmod(max(0, round(seconds)), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{seconds:02}"
+
+
+def dollars(price: float) -> str:
+    """Format a price in USD, with cents below 10 and with as many digits as a smaller one needs: 148, 7.45, 0.004."""
+    if not 0 < price < 10:
+        return f"{price:,.0f}"
+    return f"{price:.2f}" if price >= 0.01 else f"{price:.1g}"
 
 
 def unlike(one: float, other: float) -> tuple[str, str]:

@@ -18,6 +18,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
+from conf import noise
 from conf.load import load
 from conf.model_facts import ModelFacts
 from conf.planner import display, hardware
@@ -61,7 +62,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ConfigError as fault:
         return refused(fault)
     rows = training_rows.asked(run) if objectives.has_reference(run) else None
-    planned = compared(replace(plan(run, facts, gpu, teacher, rows), assumed=assumed))
+    few = noise.warning(run, training_rows.held_out(run))
+    planned = compared(replace(plan(run, facts, gpu, teacher, rows), assumed=assumed, noise=few))
     shown, text = display.as_dict(planned), list(display.lines(planned))
     passed = planned.fits and not (planned.unserved or planned.unanswered or planned.unasked)
     if options.rehearse:

@@ -8,6 +8,8 @@ were prepared with, or the tokens of the test where they are texts. Other tasks 
 (their data come from the Hub) or by the path of a YAML file. Writes to paths.evaluation:
 
     results.json       metrics ("held_out/exact_match"), rows, samples, parity, chat_template (SHA-256), versions
+    scores.json        by metric, for each row: the sum of its values, and how many these are; for metrics that are a
+                       function of the mean over all of them
     progress.jsonl     appended to while it runs: done and total rows, of what
     log.txt            what vLLM and lm-eval print
     log_probs.json     what the model says of the prompts of parity, where it is asked for them: a tuned one, and a
@@ -76,6 +78,7 @@ def _score(run: Run, folder: Path) -> None:
             raise Fault(full) from error
         _show_failure(error, log, begin)
         sys.exit(1)
+    write_atomically(folder / "scores.json", json.dumps(results.pop("scores")), durable=True)
     results |= {"seconds": round(time.monotonic() - started, 1), "versions": _versions()}
     write_atomically(folder / "results.json", json.dumps(results, indent=1, ensure_ascii=False), durable=True)
     output_marks.finished(folder)
@@ -113,7 +116,7 @@ def evaluate(run: Run, progress: "Progress") -> dict:
     began = time.monotonic()
     served = engine.serve(run, computed, progress)
     say(f"evaluate: vLLM answers in {_kind(run, computed)}, after {time.monotonic() - began:.1f} s")
-    results = {"metrics": {}, "rows": {}, "samples": {}}
+    results = {"metrics": {}, "rows": {}, "samples": {}, "scores": {}}
     for name in names:
         progress.task = name
         served.tokens = test.tokens() if test and name == held_out.NAME else None

@@ -15,11 +15,12 @@ from conf.planner.search import Candidate, Found, changes
 from conf.planner.serving.memory import ServedMemory
 from conf.planner.serving.rollout import Rollout
 from conf.planner.stage_needs import Loading, StageNeed, loadings
+from conf.planner.timing import HIGH_ON_CPU, LOW_ON_CPU
 from conf.planner.verdict import LARGEST, WITH_LORA, Plan
 from conf.rules import gpus, objectives, schedule
 from conf.rules.layout import Grid
 from conf.schema.run import Layout, Run
-from contract.amounts import size
+from contract.amounts import dollars, size
 
 BAR = 30  # characters for all of a GPU's memory
 # What a bar draws; the rest of a stage's memory is buffers, context and margin, the same for every layout.
@@ -140,10 +141,10 @@ def _bar(stage: StageMemory) -> str:
 def _time_lines(plan: Plan) -> Iterator[str]:
     time = plan.time
     if time is None:
-        yield f"step     no time is predicted for a {plan.gpu.name}"
+        yield f"step     {cpu_step(plan)}, from matrix products measured on this CPU"
         yield f"run      {length(plan)}"
         return
-    rate = f"{time.tokens_per_second:.0f} tokens/s/GPU, {time.tflops:.0f} TFLOP/s/GPU"
+    rate = f"{time.tokens_per_second:.0f} tokens/s/GPU with padding, {time.tflops:.0f} TFLOP/s/GPU"
     yield f"step     {time.likely:.3g} s likely, {time.low:.3g} to {time.high:.3g}; {rate}"
     waits = ", ".join(f"{dim} {seconds:.2g} s" for dim, (_, seconds) in time.communication.items() if seconds)
     yield f"waits    {waits or 'for no other GPU'}; {time.bubble:.0%} of a step for the pipeline"
@@ -163,7 +164,15 @@ def length(plan: Plan) -> str:
         return f"{of} of sequences {plan.assumed}"
     steps = f"{plan.steps} steps{f' = {of} of {plan.assumed}' if of else ''}"
     hours = "" if time is None or time.hours is None else f", {time.hours:.3g} hours"
-    return f"{steps}{hours}{'' if time is None or time.cost is None else f', {time.cost:,.0f} USD'}"
+    hours = f", about {duration(plan.cpu_step * plan.steps)}" if plan.cpu_step else hours
+    return f"{steps}{hours}{'' if time is None or time.cost is None else f', {dollars(time.cost)} USD'}"
+
+
+def cpu_step(plan: Plan) -> str:
+    """Time of a step on this host's CPU."""
+    assert plan.cpu_step
+    low, high = plan.cpu_step * LOW_ON_CPU, plan.cpu_step * HIGH_ON_CPU
+    return f"about {plan.cpu_step:.2g} s a step ({low:.2g} to {high:.2g})"
 
 
 def _faster(plan: Plan, seconds: float) -> str:
@@ -182,6 +191,8 @@ def stage_table(plan: Plan, needs: Sequence[StageNeed]) -> Iterator[str]:
         aligned = (figure.rjust(width) for figure, width in zip(figures, widths[1:], strict=True))
         yield f"{name.ljust(widths[0])}  {'  '.join(aligned)}".rstrip()
     yield f"all of them: {whole(plan, needs)}"
+    if plan.noise and any(need.stage.startswith("evaluate") for need in needs):
+        yield plan.noise
     train = next((need for need in needs if need.stage == "train"), None)
     if train and train.disk > MUCH and plan.run.checkpoint.keep is None:
         count = schedule.saved(plan.run)
@@ -224,7 +235,7 @@ def cheaper(converted: Loading, direct: Loading) -> str:
 def cells(need: StageNeed) -> tuple[str, ...]:
     """A stage's figures under COLUMNS. What a stage does not use, or nobody can say, is empty."""
     gigabytes = [f"{n / GB:.1f}" if n else "" for n in (need.gpu_memory, need.memory, need.disk)]
-    cost = "" if need.cost is None else f"{need.cost:,.2f}" if need.cost < 10 else f"{need.cost:,.0f}"
+    cost = "" if need.cost is None else dollars(need.cost)
     time = "" if need.seconds is None else duration(need.seconds)
     return str(need.hosts), str(need.gpus or ""), *gigabytes, time, cost
 
@@ -237,7 +248,7 @@ def whole(plan: Plan, needs: Sequence[StageNeed]) -> str:
         seconds = duration(sum(need.seconds or 0 for need in needs))
         found.append(f"{seconds} in sequence{' without train' if without else ''}")
     if plan.gpu.price is not None:
-        found.append(f"{sum(need.cost or 0 for need in needs):,.0f} USD")
+        found.append(f"{dollars(sum(need.cost or 0 for need in needs))} USD")
     return ", ".join(found)
 
 
@@ -333,7 +344,7 @@ def ranking(candidates: list[Candidate], gpu: Gpu) -> Iterator[str]:
         figures = f"{one.seconds:8.3g} s  " if gpu.cuda else ""
         figures += f"{one.memory / GB:6.1f} GB"
         cost = _cost(one, gpu)
-        figures += "" if cost is None else f"  {cost:,.0f} USD"
+        figures += "" if cost is None else f"  {dollars(cost)} USD"
         yield f"{place:>3}. {figures}  {degrees(one.layout)}; {choice}; {one.verdict}"
 
 
@@ -364,10 +375,12 @@ def as_dict(plan: Plan) -> dict[str, Any]:
         "stages": [{"rank": s.rank, **s.items, "total": s.total, "over": s.over} for s in plan.stages],
         "picture": picture.as_dict(plan),
         "time": dict(vars(time)) if time else None,
+        "cpu_step": plan.cpu_step,
         "faster": _candidate_dict(plan.faster, plan.gpu) if plan.faster else None,
         "stage_needs": [dict(vars(need)) for need in plan.needs],
         "base": [dict(vars(way)) for way in loadings(plan.run, plan.facts, plan.gpu)] if plan.gpu.cuda else None,
         "evaluation": _evaluation_dict(plan) if plan.serving else None,
+        "noise": plan.noise,
         "unserved": plan.unserved,
         "reinforce": _rollout_dict(plan) if plan.rollout else None,
         "unanswered": plan.unanswered,

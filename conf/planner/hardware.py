@@ -5,7 +5,7 @@
     by_device("NVIDIA H200")              the kind that a driver says
 
 cpu is this host: its memory, shared by all processes that the layout starts on it, with no CUDA and no NCCL. Its rates
-are a guess that ranks layouts of tiny models; no time is predicted from them.
+are a guess that ranks layouts of tiny models. The time of a step is predicted from a product that is measured.
 
     # my-gpu.yaml
     name: l40s
@@ -25,8 +25,10 @@ Not covered: power limits and clocks of one machine, hosts whose GPUs differ, to
 
 import os
 import re
+import time
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
+from functools import cache
 from math import isfinite
 from pathlib import Path
 from typing import Annotated, Any
@@ -138,6 +140,7 @@ GPUS = {
 
 CPU = Gpu("cpu", 0, {"fp32": 0.1, "bf16": 0.1}, 20 * GB, 5 * GB, 1 * GB, 1, cuda=False, capability=0)
 NAMES = (*GPUS, CPU.name)
+PRODUCTS = 0.3  # seconds in which this CPU is measured
 LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))  # of a container
 
 Figure = Annotated[float, Field(gt=0, le=10**6)]
@@ -179,6 +182,25 @@ class OwnGpu(Strict):
             capability=self.capability or (9.0 if self.fp8 else 8.0),
             bus=self.bus * GB,
         )
+
+
+@cache
+def cpu_flops() -> float:
+    """FLOP/s of this host's CPU in products of fp32 matrices, by the best product of one thread.
+
+    Others are slowed by other programs, as all products of several threads would be. Two threads count as one core.
+    """
+    import numpy as np
+    from threadpoolctl import threadpool_limits
+
+    size, best, until = 256, 0.0, time.perf_counter() + PRODUCTS
+    matrix = np.ones((size, size), np.float32)
+    with threadpool_limits(1):
+        while time.perf_counter() < until or not best:
+            began = time.perf_counter()
+            np.matmul(matrix, matrix)
+            best = max(best, 2 * size**3 / (time.perf_counter() - began))
+    return best * max(1.0, len(os.sched_getaffinity(0)) / 2)
 
 
 def of(run: Run, gpus: int | None = None) -> Gpu:

@@ -1,6 +1,7 @@
 """Duration of a step and of the run, and the price.
 
     timing(run, facts, gpu) -> Timing
+    on_cpu(run, facts, gpu) -> float           seconds of a step on this host's CPU
     asking(run, facts, gpu, rows) -> float     seconds in which a model is asked of rows, and not trained
 
 Each matrix product takes its FLOPs at a share of the data sheet's rate and its bytes at a share of memory's; all else
@@ -22,7 +23,7 @@ from typing import Any
 from conf.model_facts import ModelFacts
 from conf.planner import rates, work
 from conf.planner.activations import kinds
-from conf.planner.hardware import Gpu
+from conf.planner.hardware import Gpu, cpu_flops
 from conf.planner.memory import Holding, holdings
 from conf.planner.states import byte, shares
 from conf.planner.traffic import LATENCY, collectives, gathered, hop, uneven
@@ -31,6 +32,8 @@ from conf.rules.layout import grid
 from conf.schema.run import Run
 from conf.schema.training import Train
 
+# On a CPU a step took 2 times as long as its products for 0.5B parameters, and 3 times for 0.9M.
+OF_PRODUCT, LOW_ON_CPU, HIGH_ON_CPU = 0.5, 0.5, 2.0
 LOW, HIGH = 0.8, 1.3  # of the likely time: rates differ so much by clocks, drivers and shapes
 
 
@@ -179,6 +182,15 @@ def timing(run: Run, facts: ModelFacts, gpu: Gpu) -> Timing:
         hours=hours,
         cost=None if gpu.price is None or hours is None else gpu.price * layout.world * hours,
     )
+
+
+def on_cpu(run: Run, facts: ModelFacts, gpu: Gpu) -> float:
+    """Seconds of a step on this host's CPU: its FLOPs at a share of the speed of a matrix product, measured here.
+
+    All processes of the host share that speed.
+    """
+    flops = timing(run, facts, gpu).flops.values()
+    return sum(flops) / cpu_flops() / OF_PRODUCT
 
 
 def asking(run: Run, facts: ModelFacts, gpu: Gpu, rows: int) -> float:

@@ -33,7 +33,7 @@ from conf.planner.serving import rollout as answering
 from conf.planner.serving.layout import Serving
 from conf.planner.serving.rollout import Rollout
 from conf.planner.stage_needs import Asking, StageNeed, stage_needs
-from conf.planner.timing import Timing, timing
+from conf.planner.timing import Timing, on_cpu, timing
 from conf.rules import objectives, packed_base, reinforcement, schedule, serving
 from conf.rules.layout import Grid, grid, problems
 from conf.schema.model import CONFIG, Drawn
@@ -63,6 +63,7 @@ class Plan:
     cut: Grid | None = None  # this and what follows: of a legal layout
     stages: tuple[StageMemory, ...] = ()
     time: Timing | None = None  # not of a CPU
+    cpu_step: float | None = None  # seconds of a step on this host's CPU, from a product that was measured
     needs: tuple[StageNeed, ...] = ()  # of every stage of the flow
     found: Found | None = None  # instead, where the layout is refused
     with_lora: Found | None = None  # where full fine-tuning fits nowhere with room
@@ -72,6 +73,7 @@ class Plan:
     not_searched: str = ""
     steps: int | None = None  # of the training; None where they follow from data that are not known
     assumed: str = ""  # of such data
+    noise: str = ""  # warning about too few held-out rows to show a gain
     serving: Serving | None = None  # the layout of the evaluation, on GPUs that can serve the model
     faster: Candidate | None = None  # the fastest layout with room, where that takes less time than this one
     compared: bool = False  # whether a faster one was looked for
@@ -116,7 +118,7 @@ def plan(run: Run, facts: ModelFacts, gpu: Gpu, teacher: ModelFacts | None = Non
     asked = evaluation["serving"], answers["rollout"], reference["asking"]
     needs = tuple(stage_needs(run, facts, gpu, stages, time, *asked))
     whole = {"cut": grid(run.layout, run.train), "stages": stages, "time": time, "needs": needs}
-    whole["steps"] = schedule.last_step(run)
+    whole["steps"], whole["cpu_step"] = schedule.last_step(run), None if gpu.cuda else on_cpu(run, facts, gpu)
     legal = Plan(run, facts, gpu, (), **whole, **evaluation, **answers, **reference)
     return legal if legal.fits else replace(legal, **_instead(run, facts, gpu, suits))
 

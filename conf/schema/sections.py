@@ -393,6 +393,13 @@ class Promote(Section):
     margin: Annotated[float, bears("promote")] = Field(
         default=0.0, ge=0, description="the champion is replaced by what beats it by more than this"
     )
+    confidence: Annotated[float, bears("promote", absent=0.0)] = Field(
+        default=0.95,
+        ge=0,
+        lt=1,
+        description="how sure a gain over the base and the champion has to be, by a paired test of the rows: 0.95 = "
+        "equal models gain as much in 5 % of cases at most; 0 = promote.margin alone decides",
+    )
 
 
 class Track(Section):

@@ -11,8 +11,10 @@ from dataclasses import dataclass, field
 from math import ceil
 from typing import Any
 
+from conf import noise
 from conf.model_facts import ModelFacts
 from conf.schema.run import Run
+from conf.schema.sections import Promote
 from contract.faults import Fault
 from contract.first_rows import FirstRows
 from flows.new.machine import Machine
@@ -24,6 +26,8 @@ LONGEST, LONGEST_ON_CPU = 8192, 2048  # tokens of a sequence, unless asked for
 PACK = 4096  # tokens of a packed sequence
 PACKED_FROM = 256  # packed sequences of an epoch, below which rows are worth a sequence each
 MOST_BAD = 0.1  # of the rows; with more, something else is wrong
+# Below so many parameters and with few rows: the steps that a model needs to learn a task, and at most so many epochs.
+SMALL, STEPS, MOST_EPOCHS = 2e9, 200, 10
 SHARES = (0.01, 0.02, 0.05, 0.1, 0.15, 0.2, 0.25, 0.3)
 TESTED = 200  # rows that are asked about, evaluate.rows
 SHORT = 12  # tokens of an answer that has one right wording
@@ -85,7 +89,7 @@ def choose(name: str, model: Model, rows: FirstRows, machine: Machine, given: di
     kind = _adapter(found, model.facts)
     found.put("hardware.gpu", machine.kind, machine.why)
     _put_others(found, "hardware")
-    _training(found, rows, count, lengths, batch, validating)
+    _training(found, rows, count, lengths, batch, validating, model.parameters)
     _put_precision(found, machine)
     _put_others(found, "train")
     found.put("optimizer.lr", rate(kind, model.parameters), f"usual for {_kind(kind)} of {amount(model.parameters)}")
@@ -188,7 +192,7 @@ def _splits(found: Choices, rows: FirstRows, count: int, lengths: Lengths, batch
     """Choose the rows that are held out. Returns the number of batches that validation has."""
     tested = 0.0
     if rows.kind != "text":
-        wanted = min(TESTED, max(10, count // 20))
+        wanted = _tested(found, count)
         share = held_out(rows.places, count, wanted, 0.0) or 0.1
         held = f"some {count * share:,.0f} rows that training never sees: base and tuned model are asked about them"
         tested = found.put("data.test", share, held)
@@ -202,6 +206,13 @@ def _splits(found: Choices, rows: FirstRows, count: int, lengths: Lengths, batch
     share = found.put("data.validation", share, f"some {count * share:,.0f} rows, enough for a batch of {batch}")
     there = _between(rows.places, tested, tested + share) if rows.places else count * share * 0.8
     return max(1, min(10, int(there / lengths.each / batch)))
+
+
+def _tested(found: Choices, count: int) -> int:
+    """Rows to hold back: those that show a gain of noise.NOTABLE, and at most a fifth of few rows."""
+    confidence = found.given.get("promote.confidence", Promote().confidence)
+    enough = max(10, count // 20, noise.needed(noise.NOTABLE, confidence))
+    return min(TESTED, enough, max(count // 5, noise.fewest(confidence)))
 
 
 def held_out(places: Sequence[float], count: int, wanted: int, start: float) -> float | None:
@@ -242,11 +253,15 @@ def _kind(kind: str) -> str:
     return {"lora": "LoRA", "dora": "DoRA", "none": "all weights"}.get(kind, kind)
 
 
-def _training(found: Choices, rows: FirstRows, count: int, lengths: Lengths, batch: int, validating: int) -> None:
+def _training(
+    found: Choices, rows: FirstRows, count: int, lengths: Lengths, batch: int, validating: int, parameters: int
+) -> None:
     held = found.get("data.validation", 0.0) + found.get("data.test", 0.0)
     found.sequences = max(1, round(count * (1 - held) / lengths.each))
     if "train.steps" not in found.given:
         epochs = 1 if rows.kind == "text" or count > 20_000 else 2 if count > 2_000 else 3
+        if epochs == 3 and parameters < SMALL:
+            epochs = max(epochs, min(MOST_EPOCHS, ceil(STEPS * batch / found.sequences)))
         steps = f"{ceil(found.sequences * epochs / batch):,} steps"
         unknown = f"; the number of rows is not known, and taken as {UNKNOWN:,}" if rows.rows is None else ""
         found.put(

@@ -103,7 +103,7 @@ def told(found: Settled) -> str:
     time, stage = found.plan.time, found.plan.fullest
     memory = f"{stage.total / GB:.2g} of {stage.capacity / GB:.3g} GB"
     if time is None:
-        return f"{memory} of memory; no time is predicted on a CPU"
+        return f"{memory} of memory; {display.cpu_step(found.plan)}; {display.length(found.plan)}"
     assert time.hours is not None, "its steps are resolved"
     training = f"{time.likely:.3g} s a step, {display.duration(time.hours * 3600)} of training"
     return f"{memory} on the fullest GPU; {training}; all stages: {display.whole(found.plan, found.plan.needs)}"

@@ -50,6 +50,10 @@ def page(name: str, lines: list[Line], steps: int, image: bytes | None, links: d
             margin = f"of the held-out rows are ranked right; margin {newest['rewards/margin']:.3g}"
             rows.append(("accuracy", f"{newest['rewards/accuracy']:.3g}", margin))
     rows.append(("speed", f"{last['tokens_per_second']:,.0f} tokens/s", f"{last['step_seconds']:.3g} s a step"))
+    if last.get("padding"):
+        rows.append(
+            ("padding", f"{last['padding']:.0%}", "of the positions hold no token; they take time and are not counted")
+        )
     rows.append(("learning rate", _shown(last.get("lr")), ""))
     rows.append(("gradient norm", _shown(last.get("grad_norm")), "before clipping"))
     if "loss_scale" in last:

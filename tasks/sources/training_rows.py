@@ -2,6 +2,7 @@
 
     sequences(run, made) -> (count, what was assumed)      None where nothing is known: sources on the Hub or in S3
     asked(run, made) -> count                              rows that the reference of a training is asked of
+    held_out(run, made) -> count                           rows of the test split
 
 Rows are counted in the first megabytes of each file and scaled to its size; no row is read. None is taken as too long,
 broken or a duplicate. Packed sequences and texts for pretraining are filled with a token for every four bytes.
@@ -48,6 +49,14 @@ def asked(run: Run, made: dict[str, Any] | None = None) -> int | None:
         return sum(made["rows"].get(split, 0) for split in ("training", "validation"))
     found = _counted(run)
     return None if found is None else ceil(found[0] * (1 - run.data.test))
+
+
+def held_out(run: Run, made: dict[str, Any] | None = None) -> int | None:
+    """Number of rows of the test split; None where nothing is known, and of texts, which are cut into windows."""
+    if made:
+        return None if made["kind"] == "text" else made["rows"].get("test", 0)
+    found = None if any(part.shape == "text" for part in run.data.parts) else _counted(run)
+    return None if found is None else round(found[0] * run.data.test)
 
 
 def _counted(run: Run) -> tuple[float, float] | None:

@@ -25,6 +25,7 @@ from prefect import State, get_run_logger, task
 from prefect.artifacts import create_markdown_artifact
 from prefect.states import Completed, Failed
 
+from conf import noise
 from conf.model_facts import ModelFacts
 from conf.planner import advice, display, hardware, picture, verdict
 from conf.planner.hardware import GB
@@ -33,6 +34,7 @@ from conf.rules import conversion, objectives, reinforcement, schedule, serving
 from conf.schema.data import Data
 from conf.schema.model import Drawn
 from conf.schema.run import Run
+from contract.amounts import dollars
 from contract.faults import ConfigError, Fault
 from tasks.gang.job import evaluation
 from tasks.pages.markdown import fenced, table, words
@@ -60,6 +62,8 @@ def plan(run: Run, last: str | None = None) -> State:
         return Failed(message=fault, data=Fault(fault))
     say = get_run_logger()
     (say.info if planned.fits else say.warning)(summary(planned))
+    if planned.noise and pipeline.is_evaluated(run, last):
+        say.warning(planned.noise.removeprefix("warning: "))
     return Completed(message=planned.verdict, data=planned)
 
 
@@ -81,11 +85,14 @@ def _settle(
     counts = run.train.epochs is not None or objectives.has_reference(run)
     made = prepared(settled) if counts else None
     rows = training_rows.asked(settled, made) if objectives.has_reference(run) else None
+    few = noise.warning(settled, training_rows.held_out(settled, made))
     if run.train.epochs is None:
-        return verdict.plan(settled, facts, hardware.of(settled), teacher, rows)
+        return replace(verdict.plan(settled, facts, hardware.of(settled), teacher, rows), noise=few)
     sequences, assumed = training_rows.sequences(settled, made)
     planned = verdict.plan(schedule.assumed(settled, sequences), facts, hardware.of(settled), teacher, rows)
-    return replace(planned, run=settled, assumed=assumed)  # the steps themselves are known once the data are prepared
+    return replace(
+        planned, run=settled, assumed=assumed, noise=few
+    )  # the steps themselves are known once the data are prepared
 
 
 def _prepared(run: Run) -> dict[str, Any] | None:
@@ -182,7 +189,8 @@ def summary(planned: Plan) -> str:
     """The plan in one line for terminals and logs."""
     time = planned.time
     if time is None:
-        return f"plan  {planned.verdict}" + (f"; {display.length(planned)}" if planned.stages else "")
+        step = f"; {display.cpu_step(planned)}" if planned.cpu_step else ""
+        return f"plan  {planned.verdict}{step}" + (f"; {display.length(planned)}" if planned.stages else "")
     step = f"{time.likely:.3g} s a step; {display.length(planned)}"
     return f"plan  {planned.verdict}; {step}; all stages: {display.whole(planned, planned.needs)}"
 
@@ -209,7 +217,7 @@ def numbers(planned: Plan) -> dict[str, float]:
     """Numbers that a measured run can be held against, and the price."""
     found = {"memory_gb": planned.fullest.total / GB, "allocated_gb": _allocated(planned)}
     if time := planned.time:
-        found |= {"step_seconds": time.likely, "tokens_per_second": time.tokens_per_second}
+        found |= {"step_seconds": time.likely, "padded_tokens_per_second": time.tokens_per_second}
         found |= {} if time.hours is None else {"hours": time.hours}
         found |= {} if time.cost is None else {"cost_usd": time.cost}
     return found
@@ -245,7 +253,9 @@ def _rows(planned: Plan) -> list[tuple[str, str]]:
     if time := planned.time:
         rows.append(("step", f"{time.likely:.3g} s ({time.low:.3g} to {time.high:.3g})"))
         rows.append(("run", display.length(planned)))
-        rows += [] if time.cost is None else [("cost", f"{time.cost:,.0f} USD at {gpu.price:g} per GPU and hour")]
+        rows += [] if time.cost is None else [("cost", f"{dollars(time.cost)} USD at {gpu.price:g} per GPU and hour")]
+    if planned.cpu_step:
+        rows += [("step", display.cpu_step(planned)), ("run", display.length(planned))]
     rows += [("evaluation", " ".join(line.split())) for line in display.evaluation(planned)]
     rows += [("reinforce", " ".join(line.split())) for line in display.answers(planned)]
     rows += [("teacher", " ".join(" ".join(display.reference(planned)).split()))] if planned.asking else []

@@ -1,9 +1,12 @@
 """Stage promote: the tuned model in MLflow's registry. It becomes challenger always, and champion when it is better.
 
+It is better if it beats the base, and the champion if there is one, by more than promote.margin and by more than noise
+(promote.confidence, tasks/stages/evidence.py). Without promote.confidence it has to beat the champion alone, if there
+is one. A champion is measured by the value that its version carries as a tag; where that was measured on other
+questions, as after data have grown, the reason says so.
+
 A version's source is the merged model's URI in the store, checked to be there whole; or the adapter's, where that alone
-was exported, and its tags name the base in the store. A champion is measured by the value that its version carries as a
-tag; where that was measured on other questions, as after data have grown, the reason says so. Without a champion, the
-base model is the one to beat.
+was exported, and its tags name the base in the store.
 """
 
 import contextlib
@@ -12,8 +15,10 @@ import math
 import re
 import sqlite3
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 from urllib.parse import unquote, urlsplit
 
 import httpx
@@ -21,12 +26,14 @@ from prefect import State, task
 
 from conf.schema import identity
 from conf.schema.run import Run
+from conf.schema.sections import Promote
 from contract.faults import Fault
 from tasks.pages.markdown import code, words
 from tasks.run import artifact
 from tasks.run.artifact import Artifact, Missing, Stage, Work, canonical
 from tasks.run.run_tracking import RunTracking
 from tasks.run.stage_run import OPTIONS, StageRun
+from tasks.stages.evidence import Evidence, compare
 from tasks.store import Store
 from tasks.tracking.address import public
 from tasks.tracking.mlflow_pages import authorization
@@ -44,6 +51,7 @@ class Rival:
 
     name: str
     value: float | None  # of the metric; None where it was never measured
+    evidence: Evidence | None = None  # for a gain over it; None = promote.confidence is 0
 
 
 def stage(run: Run, tuned: Stage, before: Stage, after: Stage) -> Stage:
@@ -72,17 +80,17 @@ def promote(
         for what, needed in _needed(tuned, released).items():
             if isinstance(there := artifact.find(needed, stage_run.store), Missing):
                 raise Fault(f"{tuned.result['uri']}: not registered: {what}{there.reason}")
-        questions = _questions(settings.metric, after, stage_run.store)
-        rival = Rival("the base model", _value(before, settings.metric)) if before else None
-        value = _value(after, settings.metric)
+        metric = settings.metric
+        questions, value = _questions(metric, after, stage_run.store), _value(after, metric)
         champion = _by_alias(client, settings.model, "champion")
-        if champion:
-            rival = Rival(f"champion {champion.version}", _number(champion.tags.get(settings.metric)))
-        wins, reason = decide(settings.metric, value, rival, settings.margin)
+        same = not champion or champion.tags.get(ASKED + metric, questions) == questions
+        rivals = _rivals(settings, champion, before, after, stage_run.store, same)
+        wins, reason = decide(metric, value, rivals, settings.margin, settings.confidence)
         if champion and _is(champion.tags, tuned):
-            wins, reason = True, f"{settings.metric} {value:.4g}; it was champion before"
-        if rival and champion and champion.tags.get(ASKED + settings.metric, questions) != questions:
-            reason += f"; {rival.name} was asked other questions, so that the two values say less than their numbers"
+            wins, reason = True, f"{metric} {value:.4g}; it was champion before"
+        if champion and not same:
+            name = rivals[0].name
+            reason += f"; {name} was asked other questions, so that the two values say less than their numbers"
         # With nan as its value, a champion could never be replaced.
         measured = {settings.metric: repr(value), ASKED + settings.metric: questions} if math.isfinite(value) else {}
         tags = measured | {"reason": reason}
@@ -94,8 +102,9 @@ def promote(
             client.set_registered_model_alias(settings.model, "champion", version)
         # Runs are forgotten in time; what the registry names stays (flows/artifacts.py).
         keys = [made.key for made in (tuned, before, after) if made]
-        pin = {"artifacts": keys, "model": settings.model, "version": version}
-        stage_run.store.write(f"pins/{settings.model}-{version}.json", json.dumps(pin).encode())
+        pin, place = {"artifacts": keys, "model": settings.model, "version": version}, _pin(settings.model, version)
+        if measured or not stage_run.store.read(place):  # else the one before names the evaluation of its value
+            stage_run.store.write(place, json.dumps(pin).encode())
         aliases = ["challenger", *(["champion"] if wins else [])]
         decision = {"model": settings.model, "version": version, "aliases": aliases, "reason": reason, "value": value}
         (work.folder / "files/decision.json").write_text(json.dumps(decision, indent=1))
@@ -129,22 +138,59 @@ def _needed(tuned: Artifact, released: Artifact | None) -> dict[str, Stage]:
     return {"": tuned.stage} | ({"its base: ": released.stage} if is_adapter and released else {})
 
 
-def decide(metric: str, value: float, rival: Rival | None, margin: float) -> tuple[bool, str]:
-    """Whether the model becomes champion, and the reason, as text for people."""
+def _rivals(
+    settings: Promote, champion: Any, before: Artifact | None, after: Artifact, store: Store, same_questions: bool
+) -> list[Rival]:
+    """The champion, if there is one, and the base, each with the evidence for a gain over it."""
+
+    def rival(name: str, value: float | None, evaluation: Artifact | None, same_rows: bool = True) -> Rival:
+        known = settings.confidence and value is not None
+        return Rival(name, value, compare(settings.metric, evaluation, after, store, same_rows) if known else None)
+
+    found = []
+    if champion:
+        evaluation = _evaluation(store, settings.model, champion.version)
+        value = _number(champion.tags.get(settings.metric))
+        found.append(rival(f"champion {champion.version}", value, evaluation, same_questions))
+    if before and (settings.confidence or not champion):
+        found.append(rival("the base model", _value(before, settings.metric), before))
+    return found
+
+
+def decide(
+    metric: str, value: float, rivals: Sequence[Rival], margin: float, confidence: float = 0.0
+) -> tuple[bool, str]:
+    """Whether the model becomes champion, as it is better than each rival, and the reason, as text for people."""
+    if not rivals:
+        return math.isfinite(value), f"{metric} {value:.4g}; it is the first, and began with drawn weights"
+    found = [_beats(metric, value, rival, margin, confidence) for rival in rivals]
+    return all(wins for wins, _ in found), "; ".join(reason for _, reason in found)
+
+
+def _beats(metric: str, value: float, rival: Rival, margin: float, confidence: float) -> tuple[bool, str]:
+    """Whether the model is better than the rival, and the reason."""
     if not math.isfinite(value):
-        against = f" against {rival.value:.4g} of {rival.name}" if rival and rival.value is not None else ""
-        return False, f"{metric} {value}{against}, which is no number, and so not above anything"
-    if rival is None:
-        return True, f"{metric} {value:.4g}; it is the first, and began with drawn weights"
+        against = "" if rival.value is None else f" against {rival.value:.4g} of {rival.name}"
+        return False, f"{metric} {value}{against}, which is not above anything"
     if rival.value is None:
         return False, f"{rival.name} was never measured by {metric}, so nothing says that {value:.4g} is better"
     apart = round(value - rival.value, 9)  # 0.4 is not 0.1 above 0.3 by more than 0.1
     gain = -apart if metric.endswith(LOWER) else apart
     compared = f"{metric} {value:.4g} against {rival.value:.4g} of {rival.name}: {apart:+.4g}"
-    compared += ", where less is better" * metric.endswith(LOWER)
-    if gain > margin:
-        return True, f"{compared}, above the margin of {margin:g}"
-    return False, f"{compared}, not above the margin of {margin:g}"
+    compared += " (less is better)" * metric.endswith(LOWER)
+    if not gain > margin:
+        return False, f"{compared}, not above the margin of {margin:g}"
+    above = f"{compared}, above the margin of {margin:g}"
+    seen = rival.evidence
+    if not confidence or seen is None:
+        return True, above
+    if seen.chance is None:
+        again = "--from evaluate-base and --from evaluate-tuned keep them, promote.confidence=0 needs none"
+        return False, f"{compared}, and whether it is noise is not known: {seen.how}; {again}"
+    rows, odds = f", {seen.shown}" * bool(seen.shown), f"({seen.how}, p {seen.chance:.2g} of {1 - confidence:.2g})"
+    if seen.chance > 1 - confidence:
+        return False, f"{compared}{rows}, within noise: challenger {odds}"
+    return True, f"{above}{rows}, outside noise {odds}"
 
 
 def _questions(metric: str, after: Artifact, store: Store) -> str:
@@ -168,6 +214,16 @@ def _questions(metric: str, after: Artifact, store: Store) -> str:
     found |= {"template": [file.sha256 for name, file in data.files.items() if name == "template.json"]}
     found |= {"seq_length": data.stage.config["seq_length"]} if data.result["kind"] == "text" else {}  # of windows
     return canonical(found | {"model": data.stage.inputs.get("model")})
+
+
+def _evaluation(store: Store, model: str, version: str) -> Artifact | None:
+    """Evaluation of a registered version. Its pin names it last; None where it is in another store."""
+    pin = store.read(_pin(model, version))
+    return artifact.read(store, json.loads(pin[0])["artifacts"][-1]) if pin else None
+
+
+def _pin(model: str, version: str) -> str:
+    return f"pins/{model}-{version}.json"
 
 
 def registry(uri: str):

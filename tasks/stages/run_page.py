@@ -11,7 +11,7 @@ from conf.planner import display, picture
 from conf.planner.verdict import Plan
 from conf.rules import gpus
 from conf.schema.run import Run
-from contract.amounts import clock
+from contract.amounts import clock, dollars
 from tasks.gang.history import prefect_page as gang
 from tasks.gang.history import timeline
 from tasks.pages import data_report
@@ -154,13 +154,14 @@ def _spent(planned: Plan, made: Made) -> list[tuple[str, str]]:
     if "train" not in made:
         return []
     of = {name: one.made["seconds"] / 3600 for name, one in made.items()}
-    price, dollars = planned.gpu.price, ""
+    price, spent = planned.gpu.price, ""
     if price is not None:
         cost = {name: hours * _processes(planned, name) * price for name, hours in of.items()}
-        dollars = f", {cost['train']:,.2f} USD; all stages {sum(cost.values()):,.2f} USD at {price:g} per GPU and hour"
-    rows = [("hours", f"{of['train']:.3g} of training, {sum(of.values()):.3g} of all stages{dollars}")]
+        both = dollars(cost["train"]), dollars(sum(cost.values()))
+        spent = f", {both[0]} USD; all stages {both[1]} USD at {price:g} per GPU and hour"
+    rows = [("hours", f"{of['train']:.3g} of training, {sum(of.values()):.3g} of all stages{spent}")]
     if planned.time:
-        cost = "" if planned.time.cost is None else f", {planned.time.cost:,.2f} USD"
+        cost = "" if planned.time.cost is None else f", {dollars(planned.time.cost)} USD"
         rows.append(("planned", f"{planned.time.hours:.3g} hours of training{cost}"))
     return rows
 

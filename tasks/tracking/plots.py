@@ -23,7 +23,7 @@ FIGURES = {
     "perplexity": ("Perplexity of the validation data", "", [("validation", "perplexity", "validation")]),
     "learning_rate": ("Learning rate", "", [("train", "lr", "learning rate")]),
     "gradient_norm": ("Gradient norm", "", [("train", "grad_norm", "before clipping")]),
-    "throughput": ("Throughput", "tokens per second", [("train", "tokens_per_second", "all devices")]),
+    "throughput": ("Throughput", "tokens per second, without padding", [("train", "tokens_per_second", "all devices")]),
     "memory": ("Memory, highest of any rank", "GB", [("train", "memory_gb", "peak")]),
     "expert_load": (
         "Busiest expert's load over the mean load",

@@ -19,6 +19,7 @@ SECTIONS = {
     "speed": (
         "step_seconds",
         "tokens_per_second",
+        "padding",
         "tflops",
         "mfu",
         "memory_gb",

@@ -100,6 +100,15 @@ def test_results_hold_metrics_rows_and_samples(evaluated):
     assert results["versions"]["vllm"].startswith("0.26")
 
 
+def test_scores_of_rows_make_up_the_metrics(evaluated):
+    scores, metrics = json.loads((evaluated.folder / "scores.json").read_text()), evaluated.results["metrics"]
+    assert {"held_out/exact_match", "held_out/log_likelihood", "held_out/perplexity", "sums/acc"} <= scores.keys()
+    for name, rows in scores.items():
+        mean = sum(total for total, _ in rows) / sum(count for _, count in rows)
+        value = math.exp(-mean) if name == "held_out/perplexity" else mean
+        assert len(rows) == 8 and metrics[name] == pytest.approx(value), name
+
+
 def test_people_and_programs_see_progress_and_not_what_vllm_prints(evaluated):
     lines = [json.loads(line) for line in (evaluated.folder / "progress.jsonl").read_text().splitlines()]
     assert {"done": 8, "total": 8, "what": "held_out answers"} in lines

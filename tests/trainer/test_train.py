@@ -6,8 +6,10 @@ import shutil
 from pathlib import Path
 
 import pytest
+from pyarrow import parquet
 
 from contract import checkpoints
+from trainer.data import prepared
 from trainer.training import resume
 
 
@@ -55,6 +57,16 @@ def test_metrics_say_what_a_step_did(undisturbed):
     assert {"step_seconds", "tokens_per_second", "tflops", "memory_gb", "lm_loss"} <= line.keys()
     assert "mfu" not in line  # a CPU has no peak on record
     assert losses(result)[6] < losses(result)[1]
+
+
+def test_padding_is_counted_apart(undisturbed):
+    run, result = undisturbed
+    line = next(line for line in result.metrics if line["kind"] == "train" and line["step"] == 6)
+    rows = parquet.read_table(prepared.folder(run) / "training.idx.parquet")["input_ids"].to_pylist()
+    tokens = sum(len(row) - 1 for row in rows)  # the last one is only a label
+    assert line["padding"] == pytest.approx(1 - tokens / (64 * len(rows))) and 0 < line["padding"] < 1
+    batch = run.train.global_batch * 64 * tokens / (64 * len(rows))
+    assert line["tokens_per_second"] * line["step_seconds"] == pytest.approx(batch)
 
 
 def test_a_checkpoint_records_what_it_is_of(undisturbed, configure):

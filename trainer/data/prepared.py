@@ -17,7 +17,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from conf.rules import schedule
+from conf.rules import objectives, schedule
 from conf.rules.sequences import lacking
 from conf.schema import bearing, identity
 from conf.schema.run import Run
@@ -162,6 +162,17 @@ def of_an_epoch(run: Run, found: Prepared) -> int:
     if found.kind == "text":
         tokens = json_object.read(folder(run) / "report.json")["tokens"]["training"]["tokens"]
     return schedule.sequences(run, found.kind, found.sequences["training"], tokens)
+
+
+def fill(run: Run) -> float:
+    """Share of the positions of training sequences that hold tokens; the others are padding. Texts have none."""
+    found = load(folder(run))
+    if found.kind == "text":
+        return 1.0
+    counted = json_object.read(folder(run) / "report.json")["tokens"]["training"]
+    each = objectives.sequences(run.train)
+    positions = found.sequences["training"] * each * run.data.seq_length
+    return (counted["tokens"] - counted["rows"] * each) / positions  # the last token of a row is only a label
 
 
 def _check_files(place: Path, found: Prepared) -> None:

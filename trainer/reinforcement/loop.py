@@ -322,7 +322,10 @@ class Reinforcement(Callback):
                 reference = self._log_probs(context, answers)
             answers = [replace(one, reference=reference.get(number)) for number, one in enumerate(answers)]
         self.policy_step.begin(answers)
-        self.feed.give(self._micro_batches(answers))
+        batches, form = self._micro_batches(answers), Form.of(self.run)
+        positions = len(batches) * parallel_state.get_data_parallel_world_size() * form.rows * form.length
+        self.metrics.counted = sum(len(one.prompt) + len(one.answer) - 1 for one in answers), positions
+        self.feed.give(batches)
 
     def _figures(self) -> dict[str, float]:
         """Figures of all ranks. Losses are computed on the last stage, by each of its ranks alike."""

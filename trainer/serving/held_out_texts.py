@@ -64,12 +64,15 @@ def require(run: Run) -> None:
 
 
 def ask(run: Run, served: Any) -> dict[str, Any]:
-    """Ask the model. Returns metrics by "task/metric", the number of windows, and samples, by task."""
+    """Ask the model. Returns metrics and scores of windows by "task/metric", the number of windows, and samples."""
     asked = windows(run)
-    found = [value for row in served.read(asked) for value in row]
+    said = served.read(asked)
+    found = [value for row in said for value in row]
     mean = math.fsum(found) / len(found)
     metrics = {f"{NAME}/log_likelihood": mean, f"{NAME}/perplexity": perplexity(-mean)}
-    return {"metrics": metrics, "rows": {NAME: len(asked)}, "samples": {NAME: _samples(run, served, asked)}}
+    scores = {name: [(math.fsum(row), len(row)) for row in said] for name in metrics}
+    samples = {NAME: _samples(run, served, asked)}
+    return {"metrics": metrics, "rows": {NAME: len(asked)}, "samples": samples, "scores": scores}
 
 
 def _length(run: Run) -> int:

@@ -1,11 +1,14 @@
 """Tasks of lm-eval: found by name or file, asked of a served model, and their results as plain metrics and samples."""
 
+import math
 import random
+from collections.abc import Iterator
 from difflib import get_close_matches
 from typing import Any
 
 from conf.schema.run import Run
 from contract.faults import Fault
+from trainer.data.tokens.perplexity import perplexity
 from trainer.serving import held_out, prompts
 
 
@@ -43,7 +46,10 @@ def _load_other(manager, name: str) -> dict:
 
 
 def ask(run: Run, served, tasks: dict) -> dict:
-    """Ask the model. Returns metrics by "task/metric", the number of rows by task, and samples by task."""
+    """Ask the model.
+
+    Returns metrics and scores of rows by "task/metric", and the number of rows and samples by task.
+    """
     import numpy
     import torch
     from lm_eval import evaluator
@@ -66,7 +72,39 @@ def ask(run: Run, served, tasks: dict) -> dict:
         for task, every in found["samples"].items()
         if task != held_out.LIKELIHOOD
     }
-    return {"metrics": metrics, "rows": rows, "samples": samples}
+    scores = {name: rows for task, every in found["samples"].items() for name, rows in _scores(task, every, metrics)}
+    return {"metrics": metrics, "rows": rows, "samples": samples, "scores": scores}
+
+
+def _scores(task: str, every: list[dict], metrics: dict[str, float]) -> Iterator[tuple[str, list[list[float]]]]:
+    """Scores of the rows, of each metric that is a function of their mean: of the mean itself, exp(-mean), or bits.
+
+    A task has a sample for each row and filter. A score is a number, or a sum and how many values it has.
+    """
+    for chosen in dict.fromkeys(one["filter"] for one in every):
+        rows = [one for one in every if one["filter"] == chosen]
+        for metric in rows[0]["metrics"]:
+            name = f"{_shown(task)}/{_metric(f'{metric},{chosen}')}"
+            found = [_score(one.get(metric)) for one in rows]
+            scores = [score for score in found if score]
+            if name in metrics and len(scores) == len(found) and _is_of_mean(metrics[name], scores):
+                yield name, scores
+
+
+def _score(value: Any) -> list[float] | None:
+    """A row's score as a sum and the number of its values; None if it is not one."""
+    pair = value if isinstance(value, tuple | list) else (value, 1)
+    if len(pair) != 2 or not all(isinstance(one, int | float) and math.isfinite(one) for one in pair):
+        return None
+    return [float(one) for one in pair]
+
+
+def _is_of_mean(value: float, scores: list[list[float]]) -> bool:
+    total, count = (math.fsum(column) for column in zip(*scores, strict=True))
+    if not count:
+        return False
+    mean = total / count
+    return any(math.isclose(value, one, rel_tol=1e-6) for one in (mean, perplexity(-mean), -mean / math.log(2)))
 
 
 def _shown(task: str) -> str:

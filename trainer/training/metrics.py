@@ -14,7 +14,8 @@ drops the lines of later steps, which an interrupted attempt left behind, so tha
     kl                                                    of distill: divergence from the teacher
     batch                                                 sequences of the step, where they grow (train.ramp_from)
     samples, tokens                                       consumed since the start, padding included
-    step_seconds, tokens_per_second                       of the whole run, the slowest rank counting
+    step_seconds, tokens_per_second                       of the whole run, the slowest rank counting; without padding
+    padding                                               share of the tokens that are padding: mean of the data
     perplexity                                            of a validation: exp of its loss; of sft
     tflops, mfu                                           per device, of the model without recomputation; mfu where the
                                                           device's peak is known
@@ -44,6 +45,7 @@ from torch import distributed
 from conf.rules import objectives
 from conf.schema.run import Run
 from contract.faults import Fault
+from trainer.data import prepared
 from trainer.data.tokens.perplexity import perplexity
 from trainer.megatron.recipe import last_step
 from trainer.startup.console import say
@@ -70,7 +72,8 @@ class Metrics(Callback):
         self.loads: dict[int, torch.Tensor] = {}
         self.validated, self.validation_loss, self.pace = -1, math.nan, Pace()
         self.skipped = self.no_numbers = 0
-        self.gradients = Gradients(run)
+        self.gradients, self.fill = Gradients(run), prepared.fill(run)
+        self.counted: tuple[int, int] | None = None  # tokens and positions of a step that reads no prepared sequences
         if os.environ["RANK"] == "0":
             path.parent.mkdir(parents=True, exist_ok=True)
             counted = drop_after(path, start)
@@ -120,7 +123,8 @@ class Metrics(Callback):
         line |= {"batch": batch} if self.run.train.batch_ramp else {}
         of_sample = self.run.data.seq_length * objectives.sequences(self.run.train)
         line |= {"samples": samples, "tokens": samples * of_sample}
-        line |= {"step_seconds": seconds, "tokens_per_second": batch * of_sample / seconds}
+        tokens, positions = self.counted or (batch * of_sample * self.fill, batch * of_sample)
+        line |= {"step_seconds": seconds, "tokens_per_second": tokens / seconds, "padding": 1 - tokens / positions}
         line |= {"tflops": tflops} | ({"mfu": tflops / peak} if peak else {})
         line |= {"memory_gb": memory, **loads}
         self.write(line)
@@ -223,10 +227,11 @@ class Metrics(Callback):
     def _say(self, line: dict) -> None:
         last, step = last_step(self.run), line["step"]
         loss = f"skipped, loss scale {line['loss_scale']:g}" if "grad_norm" not in line else ""
+        padding = f", {line['padding']:.0%} padding" if line["padding"] >= 0.005 else ""
         loss = loss or f"loss {line['lm_loss']:.4f}  grad norm {line['grad_norm']:.3g}"
         say(
             f"step {step}/{last}  {loss}  lr {line['lr']:.3g}  "
-            f"{line['step_seconds']:.2f} s  {line['tokens_per_second']:.0f} tokens/s{self.left}"
+            f"{line['step_seconds']:.2f} s  {line['tokens_per_second']:.0f} tokens/s{padding}{self.left}"
         )
 
 

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from conf import noise
 from conf.model_facts import known
 from conf.planner import hardware
 from conf.rules import schedule
@@ -52,10 +53,10 @@ def made(rows: FirstRows = TICKETS, on: Machine | None = None, name: str = "tiny
 def test_few_short_rows_on_a_cpu():
     run, why = made()
     assert (run.data.seq_length, run.data.packed, run.train.global_batch) == (64, False, 8)
-    assert run.train.steps == 102 and run.optimizer.warmup_steps == 6
+    assert run.train.steps == 225 and run.optimizer.warmup_steps == 12
     assert (run.train.precision, run.hardware.gpu, run.promote.metric) == ("fp32", "cpu", "held_out/exact_match")
-    assert (run.train.validate_every, run.train.validate_batches, run.checkpoint.save_every) == (11, 1, 21)
-    assert why["train.epochs"] == choices.Choice(3, "times that each row is seen; 270 sequences, 102 steps")
+    assert (run.train.validate_every, run.train.validate_batches, run.checkpoint.save_every) == (23, 1, 45)
+    assert why["train.epochs"] == choices.Choice(8, "times that each row is seen; 225 sequences, 225 steps")
 
 
 def test_many_rows_share_sequences_on_gpus():
@@ -71,7 +72,7 @@ def test_many_rows_share_sequences_on_gpus():
 
 def test_what_is_asked_for_stays_and_the_rest_follows_from_it():
     run, why = made(train__global_batch=4, adapter__kind="none", optimizer__beta2=0.99, data__seq_length=128)
-    assert run.train.steps == 212 and run.data.seq_length == 128 and run.optimizer.beta2 == 0.99
+    assert run.train.steps == 237 and run.data.seq_length == 128 and run.optimizer.beta2 == 0.99
     assert run.optimizer.lr == 2e-3 and "adapter.rank" not in why
     assert why["train.global_batch"].why == why["optimizer.beta2"].why == "as asked"
 
@@ -161,3 +162,23 @@ def test_without_evaluation_nothing_is_left_of_it():
 
 def test_a_cpu_is_this_host():
     assert cpu("x").gpu.memory == hardware.read("cpu").memory
+
+
+@pytest.mark.parametrize(
+    ("count", "share", "held"), [(20, 0.25, 5), (100, 0.2, 20), (300, 0.2, 60), (600, 0.1, 60), (10_000, 0.02, 200)]
+)
+def test_enough_rows_are_held_back_to_show_a_gain(count, share, held):
+    run, _ = made(rows(rows=count, read=count, places=[number / count for number in range(count)]))
+    assert (run.data.test, round(run.data.test * count)) == (share, held)
+    assert noise.warning(run, held) == "" or held == count // 5 or count < 25
+
+
+def test_a_small_model_takes_steps_enough_on_few_rows_and_a_large_one_three_epochs():
+    assert [made(rows(rows=count, places=[]))[1]["train.epochs"].value for count in (100, 300, 600, 3_000)] == [
+        10,
+        9,
+        4,
+        2,
+    ]
+    assert made(on=parse("8xh100"), name="qwen3-235b")[1]["train.epochs"].value == 3
+    assert made(train__epochs=2)[1]["train.epochs"].value == 2

@@ -35,6 +35,14 @@ def test_the_page_of_a_training():
     assert "![training](data:image/png;base64,cG5n)" in text and "- [MLflow](<http://mlflow/#/a?b=c>)" in text
 
 
+def test_the_page_names_padding_where_there_is_some():
+    padded = line(31, 231.0, padding=0.46)
+    assert "| padding | 46% | of the positions hold no token" in training_page.page(
+        "quick", [*LINES, padded], 50, None, {}
+    )
+    assert "padding" not in training_page.page("quick", LINES, 50, None, {})
+
+
 def test_one_picture_has_all_curves():
     assert (plots.together([*LINES, VALIDATED], plots.OF_TRAINING) or b"").startswith(b"\x89PNG")
     assert plots.together([VALIDATED], plots.OF_REINFORCEMENT) is None

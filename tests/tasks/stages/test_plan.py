@@ -7,7 +7,8 @@ import pytest
 
 from conf.load import load
 from conf.model_facts import MODELS
-from conf.planner import display, picture
+from conf.planner import display, picture, timing
+from contract.amounts import dollars
 from contract.faults import ConfigError, Fault
 from tasks.run.artifact import Artifact, Stage
 from tasks.stages import convert, plan, prepare, train
@@ -201,12 +202,30 @@ def test_what_was_measured_stands_beside():
     assert {"memory_gb", "allocated_gb", "step_seconds", "hours"} <= {*plan.numbers(planned)}
 
 
-def test_a_cpu_is_this_host_and_no_time_is_promised():
+def test_a_cpu_is_this_host_and_its_time_is_an_estimate(monkeypatch):
+    monkeypatch.setattr(timing, "cpu_flops", lambda: 1e11)
     planned = plan.settle(load("tiny", ["layout.gpus_per_node=2", "train.micro_batch=8"]))
     assert planned.time is None and planned.fits and planned.gpu.memory < planned.fullest.capacity * 2
     rows = plan.beside(planned, {"train": made("train", 9.0, 10**6, peak_memory_gb=1.0)})
     assert [name.split()[0] for name, _, _ in rows] == ["GB", "GB"] and "step_seconds" not in plan.numbers(planned)
-    assert "s a step" not in plan.summary(planned)
+    assert planned.cpu_step and 0.01 < planned.cpu_step < 1
+    assert "about 0.091 s a step (0.046 to 0.18); 100 steps, about 9 s" in plan.summary(planned)
+    monkeypatch.setattr(timing, "cpu_flops", lambda: 2e11)
+    faster = plan.settle(planned.run).cpu_step
+    assert faster == pytest.approx(planned.cpu_step / 2)
+
+
+def test_a_cheap_run_costs_cents():
+    planned = plan.settle(load("tiny", ["hardware.gpu=h100", "hardware.price=3"]))
+    assert planned.time and planned.time.cost and 0 < planned.time.cost < 0.01
+    said = [plan.summary(planned), plan.page(planned), *display.lines(planned)]
+    assert not [text for text in said if " 0 USD" in text] and f"{dollars(planned.time.cost)} USD" in said[0]
+
+
+def test_too_few_held_out_rows_are_warned_about():
+    few = plan.settle(load("tiny", ["data.test=0.02"]))
+    assert "warning: about 32 held-out rows can show only a gain of 0.16 or more" in "\n".join(display.lines(few))
+    assert plan.settle(load("tiny")).noise == ""
 
 
 def _fingerprints(run) -> list[str]:

@@ -1,6 +1,8 @@
 """tasks/stages/promote.py against MLflow's own registry in a sqlite file: who is challenger, who champion, and why."""
 
+import json
 import logging
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,6 +18,7 @@ from tasks.stages.promote import Rival, decide
 from tasks.store import open_store
 
 METRIC = "held_out/exact_match"
+ROWS = 100
 
 
 @pytest.mark.parametrize(
@@ -33,7 +36,7 @@ METRIC = "held_out/exact_match"
     ],
 )
 def test_decisions(value, rival, margin, wins, says):
-    decision, reason = decide(METRIC, value, Rival("X", rival), margin)
+    decision, reason = decide(METRIC, value, [Rival("X", rival)], margin)
     assert (decision, says in reason) == (wins, True), reason
 
 
@@ -41,8 +44,15 @@ def test_decisions(value, rival, margin, wins, says):
 @pytest.mark.parametrize("rival", [None, Rival("X", None), Rival("X", 0.5), Rival("X", float("-inf"))])
 @pytest.mark.parametrize("metric", [METRIC, "held_out/perplexity"])
 def test_what_is_no_number_is_better_than_nothing(value, rival, metric):
-    wins, reason = decide(metric, value, rival, 0.0)
+    wins, reason = decide(metric, value, [rival] if rival else [], 0.0)
     assert not wins and f"{value}" in reason, reason
+
+
+def scores(metric: str, value: float) -> dict[str, list[list[float]]]:
+    """Scores of ROWS rows: the first ones are right, or each token has the same log-probability."""
+    if metric.endswith("perplexity"):
+        return {metric: [[-7 * math.log(value), 7]] * ROWS}
+    return {metric: [[float(row < round(value * ROWS)), 1] for row in range(ROWS)]}
 
 
 @dataclass
@@ -86,9 +96,11 @@ def world(tmp_path, empty_registry):
     database.write_bytes(empty_registry)
     store = open_store(str(tmp_path / "store"))
 
-    def made(stage: Stage, result: dict):
+    def made(stage: Stage, result: dict, scores: dict | None = None):
         def make(work):
             (work.folder / "files/model").write_text(stage.fingerprint)
+            if scores:
+                (work.folder / "files/scores.json").write_text(json.dumps(scores))
             return result
 
         return artifact.get_or_make(stage, store, make, tmp_path / "work", lambda _: None, {"flow": "toy"})
@@ -106,9 +118,8 @@ def world(tmp_path, empty_registry):
     def models(seed: int, score: float, base: float = 0.05, metric: str = METRIC, data=None, **asked):
         stage = Stage("export", 1, {"seed": seed})
         tuned = made(stage, {"uri": store.link(f"{stage.key}/files/merged")})
-        before = made(
-            Stage("evaluate", 1, {"of": "base", "score": base, "metric": metric}), {"metrics": {metric: base}}
-        )
+        of_base = {"of": "base", "score": base, "metric": metric}
+        before = made(Stage("evaluate", 1, of_base), {"metrics": {metric: base}}, scores(metric, base))
         after = made(
             Stage(
                 "evaluate",
@@ -117,8 +128,20 @@ def world(tmp_path, empty_registry):
                 inputs={"data": (data or held_out()).stage.fingerprint},
             ),
             {"metrics": {metric: score, "arc/acc": 0.3}},
+            scores(metric, score),
         )
         return tuned, before, after
+
+    def scored(base: dict, tuned: dict, seed: int = 1):
+        """Evaluations by the scores of their rows, or by their metrics alone."""
+        exported, *_ = models(seed, 0.0)
+        found = []
+        for of, one in (("base", base), ("tuned", tuned)):
+            (name, rows), *_ = one.items()
+            known = one if isinstance(rows, float) else {name: sum(value for value, _ in rows) / len(rows)}
+            stage = Stage("evaluate", 1, {"of": of, "rows": str(one)}, {"data": held_out().stage.fingerprint})
+            found.append(made(stage, {"metrics": known}, None if isinstance(rows, float) else one))
+        return exported, *found
 
     def run(seed: int, score: float, *overrides: str, found=None, released=None, **more):
         tuned, before, after = found or models(seed, score, **more)
@@ -135,6 +158,7 @@ def world(tmp_path, empty_registry):
         run=run,
         made=made,
         models=models,
+        scored=scored,
         held_out=held_out,
         wipe=wipe,
         client=client,
@@ -298,7 +322,7 @@ def test_an_adapter_is_registered_with_its_base_which_has_to_be_there(world):
 
 def test_a_wrong_metric_shows_what_there_is(world):
     with pytest.raises(
-        Fault, match=r"^promote.metric: held_out/accuracy: not among what was evaluated: held_out/exact_match$"
+        Fault, match=r"^promote.metric: held_out/accuracy: not among what was evaluated: arc/acc, held_out/exact_match$"
     ):
         world.run(1, 0.6, "promote.metric=held_out/accuracy")
     assert world.client.search_registered_models() == []
@@ -359,3 +383,61 @@ def test_a_champion_whose_tag_is_no_number_is_not_replaced(world, tag):
     world.client.set_model_version_tag("tickets", "1", METRIC, tag)
     second = world.run(2, 0.9)
     assert second.result["aliases"] == ["challenger"] and "was never measured" in second.result["reason"]
+
+
+def right(*rows: int, of: int) -> dict[str, list[list[float]]]:
+    return {METRIC: [[float(row in rows), 1] for row in range(of)]}
+
+
+@pytest.mark.parametrize(
+    ("base", "tuned", "wins", "says"),
+    [
+        (right(of=31), right(7, of=31), False, "+0.03226, 1 of 31, within noise: challenger (higher in 1 rows"),
+        (right(of=11), right(7, of=11), False, "1 of 11, within noise: challenger"),
+        (right(of=70), right(1, 2, 3, of=70), False, "3 of 70, within noise: challenger"),
+        (right(of=31), right(*range(20), of=31), True, "20 of 31, outside noise (higher in 20 rows, lower in 0, p "),
+        (right(of=64), right(*range(64), of=64), True, "64 of 64, outside noise"),
+        # As many more are right as in the next one, but others have become wrong.
+        (right(*range(8), of=99), right(*range(4, 18), of=99), False, "higher in 10 rows, lower in 4, p 0.09 of 0.05"),
+        (right(*range(8), of=99), right(*range(14), of=99), True, "higher in 6 rows, lower in 0, p 0.016 of 0.05"),
+    ],
+)
+def test_a_gain_within_noise_makes_no_champion(world, base, tuned, wins, says):
+    found = world.scored(base, tuned)
+    made = world.run(1, 0.0, "promote.margin=0", found=found)
+    assert ("champion" in made.result["aliases"]) == wins and says in made.result["reason"], made.result["reason"]
+    by_margin = world.run(1, 0.0, "promote.confidence=0", found=found)
+    assert "champion" in by_margin.result["aliases"] and "noise" not in by_margin.result["reason"]
+
+
+def test_a_champion_is_compared_row_by_row_too(world):
+    """Its evaluation is found by its pin. A gain over the base alone is not enough."""
+    base, first, second = right(of=64), right(*range(30), of=64), right(*range(33), of=64)
+    assert "champion" in world.run(1, 0.0, found=world.scored(base, first)).result["aliases"]
+    made = world.run(2, 0.0, found=world.scored(base, second, seed=2))
+    assert made.result["aliases"] == ["challenger"]
+    by_champion, by_base = made.result["reason"].split("; ")
+    assert "0.4688 of champion 1: +0.04688, 33 of 64, within noise: challenger (higher in 3 rows" in by_champion
+    assert "0 of the base model: +0.5156, above the margin of 0, 33 of 64, outside noise" in by_base
+
+
+def test_evaluations_without_scores_are_compared_by_their_standard_errors(world):
+    """Those from before scores were kept, and groups of lm-eval's tasks."""
+
+    def decided(was, now, error, **more):
+        known = {METRIC: was, f"{METRIC}_stderr": error}, {METRIC: now, f"{METRIC}_stderr": error}
+        made = world.run(1, 0.0, found=world.scored(*known), **more)
+        return "champion" in made.result["aliases"], made.result["reason"]
+
+    wins, reason = decided(0.0, 0.032, 0.032)
+    assert not wins and "within noise: challenger (by standard errors, as rows are not the same" in reason
+    wins, reason = decided(0.1, 0.4, 0.05)
+    assert wins and "outside noise (by standard errors" in reason
+
+
+def test_evaluations_that_say_nothing_of_noise_are_to_be_made_again(world):
+    made = world.run(1, 0.0, found=world.scored({METRIC: 0.0}, {METRIC: 0.5}))
+    assert made.result["aliases"] == ["challenger"]
+    assert (
+        "whether it is noise is not known" in made.result["reason"] and "--from evaluate-base" in made.result["reason"]
+    )

@@ -65,9 +65,10 @@ def _write_tokens(name: str, sequences: Sequences, plan: Plan, folder: Path) -> 
         order, bounds = np.arange(len(lengths), dtype=np.int32), np.arange(len(lengths) + 1)
         sequences_file.write(path, sequences, order, bounds, pad_to=None, pad_id=end)
         return {}
-    order, bounds = packing.assign(packing.padded(lengths, plan.multiple), data.seq_length, data.seed)
+    padded = packing.padded(lengths, plan.multiple)
+    order, bounds = packing.assign(padded, data.seq_length, data.seed)
     sequences_file.write(path, sequences, order, bounds, pad_to=plan.multiple, pad_id=end)
-    return {name: report.packing(lengths, bounds, data.seq_length)}
+    return {name: report.packing(lengths, padded, bounds, data.seq_length, plan.multiple)}
 
 
 def _write_lines(path: Path, sequences: Sequences) -> np.ndarray:

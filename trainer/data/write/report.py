@@ -13,6 +13,7 @@ from trainer.data.read.choose import SPLITS
 SAMPLES = 5  # rows shown of each kind
 BINS = 24
 MOST = 0.9  # share of tokens that are learned
+LEAST = 16  # multiple at most layouts (conf/rules/layout.py)
 FEW = 0.01  # share of rows left out, cut or alike that is worth a warning
 
 
@@ -46,12 +47,14 @@ def lengths(tokens: np.ndarray, learned: np.ndarray) -> dict[str, Any]:
     }
 
 
-def packing(tokens: np.ndarray, bounds: np.ndarray, capacity: int) -> dict[str, Any]:
-    sequences = len(bounds) - 1
+def packing(tokens: np.ndarray, padded: np.ndarray, bounds: np.ndarray, capacity: int, multiple: int) -> dict[str, Any]:
+    sequences, used = len(bounds) - 1, float(tokens.sum(dtype=np.int64) - len(tokens))
     return {
         "sequences": sequences,
         "rows": len(tokens),
-        "efficiency": round(float(tokens.sum(dtype=np.int64) - len(tokens)) / (sequences * capacity), 4),
+        "efficiency": round(used / (sequences * capacity), 4),
+        "padding": round((float(padded.sum(dtype=np.int64)) - used) / (sequences * capacity), 4),
+        "multiple": multiple,
         "rows_per_sequence": round(len(tokens) / sequences, 2),
     }
 
@@ -86,5 +89,17 @@ def warnings(report: dict[str, Any]) -> list[str]:
     for name in SPLITS:
         entry = report.get("packing", {}).get(name)
         if entry and entry["efficiency"] < 0.8 and entry["sequences"] > 1:
-            found.append(f"packed sequences of {name} are only {entry['efficiency']:.0%} full")
+            found.append(_half_full(name, entry, report["tokens"][name]["tokens"] / entry["rows"]))
     return found
+
+
+def _half_full(name: str, entry: dict[str, Any], mean: float) -> str:
+    """Warning about packed sequences that are not full: why, and what to change."""
+    padding, multiple = entry["padding"], entry["multiple"]
+    room = 1 - entry["efficiency"] - padding
+    said = f"packed sequences of {name} are only {entry['efficiency']:.0%} full: {padding:.0%} of them pads each row "
+    said += f"(about {mean:.0f} tokens) to a multiple of {multiple}, {room:.0%} is room that no row fits into; "
+    if room > padding:
+        return f"{said}another data.seq_length leaves less, such as twice as many tokens"
+    layout = ", or a smaller layout.cp or layout.tp" if multiple > LEAST else ""
+    return f"{said}several short items in one row need less padding{layout}"

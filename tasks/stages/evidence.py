@@ -1,0 +1,71 @@
+"""Evidence that one evaluation is better than another: row by row, or else by their standard errors.
+
+An evaluation keeps the scores of its rows in scores.json (trainer/evaluate.py). Scores of the same rows are compared in
+pairs (conf/noise.py). Without such pairs the standard errors decide, if both evaluations have them: for groups of
+tasks, for other questions, and for evaluations from before scores were kept. This is weaker: the same gain needs more
+rows, as a row that is hard for both models counts as noise.
+"""
+
+import json
+import math
+from dataclasses import dataclass
+from statistics import NormalDist
+from typing import Any
+
+from conf import noise
+from tasks.run.artifact import Artifact
+from tasks.store import Store
+
+Scores = list[list[float]]  # of each row: the sum, and the number of values in it
+SCORES = "scores.json"
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """Knowledge about the gain of one evaluation over another."""
+
+    shown: str  # for people: the rows that are right; "" where rows are neither right nor wrong
+    how: str  # for people: what was compared, or why nothing could be
+    chance: float | None  # that equal models differ as much; None where nothing could be compared
+
+
+def compare(metric: str, before: Artifact | None, after: Artifact, store: Store, same_rows: bool) -> Evidence:
+    """The evidence for the gain of `after` over `before`; None = its record is not in this store."""
+    old, new = (_scores(one, metric, store) if one else None for one in (before, after))
+    shown = f"{sum(total for total, _ in new):.0f} of {len(new)}" if new and _is_right_or_wrong(new) else ""
+    if same_rows and old and new and [count for _, count in old] == [count for _, count in new]:
+        gains = [now - was for (now, _), (was, _) in zip(new, old, strict=True)]
+        better, worse = sum(gain > 0 for gain in gains), sum(gain < 0 for gain in gains)
+        return Evidence(shown, f"higher in {better} rows, lower in {worse}", noise.chance(gains))
+    points = [_mean(old), _mean(new)] if old and new else [_reported(one, metric) for one in (before, after)]
+    (was, one_error), (now, other_error) = points
+    if one_error is None or other_error is None:
+        return Evidence(shown, "there are neither scores of rows nor standard errors of both", None)
+    error, gain = math.hypot(one_error, other_error), abs(now - was)
+    chance = 1 - NormalDist().cdf(gain / error) if error else 0.0 if gain else 1.0
+    return Evidence(shown, "by standard errors, as rows are not the same or not known", chance)
+
+
+def _scores(evaluation: Artifact, metric: str, store: Store) -> Scores | None:
+    found = store.read(f"{evaluation.key}/files/{SCORES}") if SCORES in evaluation.files else None
+    return json.loads(found[0]).get(metric) if found else None
+
+
+def _is_right_or_wrong(scores: Scores) -> bool:
+    return all(total in (0, 1) and count == 1 for total, count in scores)
+
+
+def _mean(scores: Scores) -> tuple[float, float | None]:
+    """Mean of all values and its standard error, by what each row adds to it; a single row has none."""
+    count, values = len(scores), math.fsum(count for _, count in scores)
+    mean = math.fsum(total for total, _ in scores) / values
+    apart = math.fsum((total - mean * count) ** 2 for total, count in scores)
+    return mean, math.sqrt(apart * count / (count - 1)) / values if count > 1 else None
+
+
+def _reported(evaluation: Artifact | None, metric: str) -> tuple[float, float | None]:
+    """The metric and its standard error, as lm-eval has it: task/acc_stderr, or task/acc_stderr/FILTER."""
+    task, name, *chosen = metric.split("/")
+    found: dict[str, Any] = evaluation.result["metrics"] if evaluation else {}
+    error = found.get("/".join([task, f"{name}_stderr", *chosen]))
+    return found.get(metric, math.nan), error if isinstance(error, float) and math.isfinite(error) else None
