@@ -38,7 +38,7 @@ ROOMS = {
         {"network", "overrides", "presets"},
         {"load"},
         {"planner"},
-        {"rules"},
+        {"rules", "balancing"},
         {"schema", "model_facts"},
         {"model_files", "strict_yaml", "error_lines", "rewards"},
     ],

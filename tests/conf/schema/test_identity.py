@@ -8,6 +8,7 @@ import pytest
 from pydantic import Field, TypeAdapter
 
 from conf.load import load
+from conf.planner import verdict
 from conf.rules import reinforcement
 from conf.schema import bearing, identity
 from conf.schema.bearing import NOWHERE, bears
@@ -15,6 +16,7 @@ from conf.schema.data import Part
 from conf.schema.run import Run, sections
 from conf.schema.sections import Section
 from conf.schema.training import Train
+from contract.faults import ConfigError
 from tasks.sources import adapters, hub, released_config, row_sources
 from tasks.stages import pipeline
 
@@ -25,19 +27,19 @@ MADE = [
         "tiny",
         "",
         "ecdb0cbcb551ad59 a3610b4f3664e50c 704e7c13c8a768c4 c39aba8db4f7c34e "
-        "341d95974b572797 de69104a819a3fab c67ef9b1c731feeb 3fe6e2257ba3deb1",
+        "24a1790a70e5b661 4e132a0f4a81c552 363119f708031604 bd7b7630f4c6b5c1",
     ),
     (
         "glm47",
         "",
         "6fd97773102422f4 3b96f3784513004a ac712979fccde627 6eecf0d6371fba40 "
-        "4412480085a10072 b9ed9cd625ded2a8 d21388bc9c330776 fdefb98834d8899f",
+        "066d22b9e005aa96 7c98303e0a83a0d2 f8c46979c2f8b60a 704572d6e6d93c14",
     ),
     (
         "glm47",
         "adapter.experts=each",
         "6fd97773102422f4 3b96f3784513004a ac712979fccde627 6eecf0d6371fba40 "
-        "5a88a1788c0221a9 6f85efc3eb2f2004 fae5153577f8e51b 216275a775b7e523",
+        "9a946ba7082c8c51 f1bcbbbf3f769671 197952835232af48 7f75dd22fe628699",
     ),
     (
         "tiny",
@@ -49,13 +51,13 @@ MADE = [
         "tiny",
         "adapter.experts=shared train.stop_after=3 data.packed=true data.input=question train.micro_batch=1",
         "ecdb0cbcb551ad59 46516345a32d4f51 704e7c13c8a768c4 53372a9f8a8b7fa6 "
-        "046fbc12f7083127 fb26fc8b56a6b0d7 17068617b7b1caf3 ef3035c26fdba191",
+        "79a76fb89a13430c 1cbfda25b4540c9e a52bc1093559560e 444474e5c18524af",
     ),
     (
         "glm47",
         "train.fp8=current optimizer.states=bf16 optimizer.gradients=bf16 adapter.kind=none",
         "6fd97773102422f4 3b96f3784513004a ac712979fccde627 6eecf0d6371fba40 "
-        "c00af31eabc7aaf2 20bf6dc0d2f38565 f28ebda9cac2e6ea 548b039e3d5ad1f0",
+        "1171afbe6375ac7d 3b235ea84dd8b8f4 35d26f800789349d abc835ad5d9678f1",
     ),
     (
         "glm47",
@@ -68,11 +70,20 @@ MADE = [
         "glm47",
         "optimizer.distributed=false log.every=7 gang.retries=9 evaluate.gpus=2 paths.model=elsewhere data.workers=3",
         "6fd97773102422f4 3b96f3784513004a ac712979fccde627 6eecf0d6371fba40 "
-        "4412480085a10072 b9ed9cd625ded2a8 d21388bc9c330776 fdefb98834d8899f",
+        "066d22b9e005aa96 7c98303e0a83a0d2 f8c46979c2f8b60a 704572d6e6d93c14",
     ),
 ]
 KEYS = {f"{section}.{key}": field for section, kind in sections().items() for key, field in kind.model_fields.items()}
 PINNED = {key: bearing.of(field).absent for key, field in KEYS.items() if bearing.of(field).pinned}
+
+
+def described(run: Run) -> dict[str, Any]:
+    """The config.json of the model, by whatever name other() gives it; nothing of one that is unknown."""
+    source = str(run.model.source).removesuffix("-other")
+    try:
+        return verdict.config_of(run.model_copy(update={"model": run.model.model_copy(update={"source": source})}))[0]
+    except ConfigError:
+        return {}
 
 
 @pytest.fixture(autouse=True)
@@ -81,7 +92,7 @@ def no_hub(monkeypatch, tmp_path):
     resolved = namedtuple("resolved", "commit")
     monkeypatch.setenv("FINETUNE_RUNS", str(tmp_path))
     monkeypatch.setattr(hub, "resolve", lambda source, revision: resolved(f"commit of {source} at {revision}"))
-    monkeypatch.setattr(released_config, "read", lambda run: {})
+    monkeypatch.setattr(released_config, "read", described)
     monkeypatch.setattr(adapters, "identity", lambda source, _: f"content of {source}")
     monkeypatch.setattr(reinforcement, "_content", lambda key, place: f"content of {place}")
     monkeypatch.setattr(row_sources, "_commit", lambda source, revision, _: f"commit of {source} at {revision}")
