@@ -8,7 +8,7 @@ from typing import Any
 
 from prefect import State, task
 
-from conf import balancing
+from conf import auxiliary_losses
 from conf.rules import packed_base, schedule
 from conf.rules.gpus import takes
 from conf.schema import identity
@@ -52,8 +52,8 @@ def stage(run: Run, base: Stage, data: Stage, reference: Stage | None = None) ->
 def config_of(run: Run, trained: Run) -> dict[str, dict[str, Any]]:
     """The keys in a training's identity. `trained` has their values as it is trained."""
     config = identity.of(run, "train")
-    if balancing.is_balanced(trained, released_config.read(run)):
-        config["moe"] |= balancing.IDENTITY
+    for section, values in auxiliary_losses.identity(trained, released_config.read(run)).items():
+        config[section] |= values
     return config
 
 

@@ -35,9 +35,8 @@ import torch
 from megatron.bridge.training.callbacks import Callback
 from megatron.bridge.training.utils.flop_utils import num_floating_point_operations
 from megatron.core import parallel_state
-from megatron.core.num_microbatches_calculator import get_current_running_global_batch_size, get_num_microbatches
+from megatron.core.num_microbatches_calculator import get_current_running_global_batch_size
 from megatron.core.transformer.moe.router import TopKRouter
-from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 from megatron.core.utils import unwrap_model
 from torch import distributed
 
@@ -47,6 +46,7 @@ from contract.faults import Fault
 from trainer.data.tokens.perplexity import perplexity
 from trainer.megatron.recipe import last_step
 from trainer.megatron.routers import balance
+from trainer.patches.gradients import mtp_loss
 from trainer.startup.console import say
 from trainer.training.gradients import Gradients
 from trainer.training.metrics_lines import drop_after
@@ -99,7 +99,7 @@ class Metrics(Callback):
     def on_train_step_end(self, context) -> None:
         step = context.state.train_state.step + 1
         self.left = self.pace.left(step, last_step(self.run), time.monotonic())
-        losses = self._losses(context, step)
+        losses = self._losses(context)
         self._count_skipped(context, step, losses)
         if not context.skipped_iter:
             stop_at_no_number(step, losses)
@@ -171,21 +171,16 @@ class Metrics(Callback):
             return {}
         return {"skipped_steps": self.skipped, "nan_steps": self.no_numbers}
 
-    def _losses(self, context, step: int) -> dict[str, float]:
-        model, scale = context.state.cfg.model, 1 / get_num_microbatches()
-        seen = _Scalars()
-        if model.mtp_num_layers:
-            MTPLossLoggingHelper.track_mtp_metrics(scale, step, seen)
-        heads = [f"mtp_{i + 1} loss" for i in range(model.mtp_num_layers or 0)]
-        lm = context.loss_dict.get("lm loss", torch.zeros(())) if context.loss_dict else torch.zeros(())
-        squares = (context.loss_dict or {}).get("z loss", 0.0)
-        last = _from_last_stage([float(lm), float(squares), *(seen.get(head, 0.0) for head in heads)])
+    def _losses(self, context) -> dict[str, float]:
+        model = context.state.cfg.model
+        found = context.loss_dict or {}
+        last = _from_last_stage([float(found.get(name, 0.0)) for name in ("lm loss", "z loss")])
         losses = {"lm_loss": last[0]} | ({"z_loss": last[1]} if self.run.train.z_loss else {})
-        if heads:
-            losses["mtp_loss"] = sum(last[2:]) / len(heads)
+        if model.mtp_num_layers:
+            losses["mtp_loss"] = mtp_loss.figure()
         if model.num_moe_experts:
-            found = balance.figures()
-            losses |= {name: found[name] for name in _auxiliary_losses(model)}
+            of_routers = balance.figures()
+            losses |= {name: of_routers[name] for name in _auxiliary_losses(model)}
         return losses
 
     def _count(self, router, inputs, outputs) -> None:
@@ -218,16 +213,6 @@ class Metrics(Callback):
             f"step {step}/{last}  {loss}  lr {line['lr']:.3g}  "
             f"{line['step_seconds']:.2f} s  {line['tokens_per_second']:.0f} tokens/s{self.left}"
         )
-
-
-class _Scalars(dict):
-    """Writer in the place of Megatron's TensorBoard writer. It keeps all values."""
-
-    def add_scalar(self, name: str, value, step: int) -> None:
-        self[name] = float(value)
-
-    def add_scalars(self, name: str, values, step: int) -> None:
-        pass
 
 
 def _peak(device: str) -> float | None:

@@ -21,7 +21,8 @@ from tasks.sources import adapters, hub, released_config, row_sources
 from tasks.stages import pipeline
 
 # Fingerprints of all stages, in order, as of version 4906b5a: an edit that changes one throws away what others have
-# paid for. Those of adapters that experts share are younger where ep > 1: they were another model at each ep.
+# paid for. Those of adapters that experts share are younger where ep > 1: they were another model at each ep. And so are
+# those of trainings that balance experts, or have MTP layers: conf/auxiliary_losses.py.
 MADE = [
     (
         "tiny",
@@ -33,13 +34,13 @@ MADE = [
         "glm47",
         "",
         "6fd97773102422f4 3b96f3784513004a ac712979fccde627 6eecf0d6371fba40 "
-        "066d22b9e005aa96 7c98303e0a83a0d2 f8c46979c2f8b60a 704572d6e6d93c14",
+        "5cec6da2feb22411 e55f4ed11b8875cf fc6f26d73fcbff82 a24dfc7d3a861c60",
     ),
     (
         "glm47",
         "adapter.experts=each",
         "6fd97773102422f4 3b96f3784513004a ac712979fccde627 6eecf0d6371fba40 "
-        "9a946ba7082c8c51 f1bcbbbf3f769671 197952835232af48 7f75dd22fe628699",
+        "c3a8084d86438e82 60ab659790318133 f56fde1c2bac5126 c4e5cbbbebeecaa1",
     ),
     (
         "tiny",
@@ -57,20 +58,26 @@ MADE = [
         "glm47",
         "train.fp8=current optimizer.states=bf16 optimizer.gradients=bf16 adapter.kind=none",
         "6fd97773102422f4 3b96f3784513004a ac712979fccde627 6eecf0d6371fba40 "
-        "1171afbe6375ac7d 3b235ea84dd8b8f4 35d26f800789349d abc835ad5d9678f1",
+        "fada29e3fc23f431 7a8d53e384cd4018 c496825579527585 f9291f7506bee958",
     ),
     (
         "glm47",
         "adapter.experts=each model.revision=v2 model.unsafe_weights=true data.split=test data.rows=9 "
         "export.formats=[merged] evaluate.rows=null promote.margin=0.1 moe.balance=none",
         "9ed884aad601057d b0e673f03b63403e 019b05f7fd1169a7 ba1d3daf20c562b5 "
-        "d2224d82dda8d961 292214f798e42454 9d846d5f970bc928 723446d2ceee19a3",
+        "cda847b5e62f09cd 057c62fe0f9b0ef0 e3f886b38392463b 6114a14aff34f412",
+    ),
+    (
+        "glm47",
+        "moe.balance=none model.mtp=false",
+        "6fd97773102422f4 3b96f3784513004a 6827d10a877ddd1a 6eecf0d6371fba40 "
+        "ac123039b21da6e0 0b7d01934450390a 23690a75a305230b 67edb0ef47988293",
     ),
     (
         "glm47",
         "optimizer.distributed=false log.every=7 gang.retries=9 evaluate.gpus=2 paths.model=elsewhere data.workers=3",
         "6fd97773102422f4 3b96f3784513004a ac712979fccde627 6eecf0d6371fba40 "
-        "066d22b9e005aa96 7c98303e0a83a0d2 f8c46979c2f8b60a 704572d6e6d93c14",
+        "5cec6da2feb22411 e55f4ed11b8875cf fc6f26d73fcbff82 a24dfc7d3a861c60",
     ),
 ]
 KEYS = {f"{section}.{key}": field for section, kind in sections().items() for key, field in kind.model_fields.items()}
@@ -138,6 +145,13 @@ def test_a_value_counts_in_the_stages_that_its_key_declares_and_in_no_other():
         if not counts <= found <= counts | {declared.derived}:
             wrong[key] = found
     assert wrong == {}
+
+
+@pytest.mark.parametrize("best, changed", [("true", ["train", "export", "evaluate-tuned", "promote"]), ("false", [])])
+def test_how_often_is_saved_counts_for_the_best_checkpoint_alone(best, changed):
+    shared = [f"checkpoint.keep_best={best}", "train.validate_every=5"]
+    often, seldom = (pipeline.stages(load("tiny", [*shared, f"checkpoint.save_every={n}"])) for n in (5, 20))
+    assert [name for name in often if often[name].fingerprint != seldom[name].fingerprint] == changed
 
 
 def test_an_adapter_that_is_served_unmerged_is_another_evaluation_of_the_tuned_model_alone():

@@ -1,4 +1,4 @@
-"""Print, as JSON, how Megatron trains the routers of a run. For tests/conf/test_balancing.py and test_balance.py."""
+"""Print, as JSON, how Megatron trains the routers of a run. For test_balance.py."""
 
 import json
 

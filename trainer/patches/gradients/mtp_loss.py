@@ -24,6 +24,7 @@ import torch
 from megatron.bridge.training import gpt_step
 from megatron.core.models.gpt import gpt_model
 from megatron.core.transformer import multi_token_prediction
+from torch import distributed
 
 from trainer.patches import versions
 
@@ -31,6 +32,7 @@ WRITTEN_FOR = {"megatron-bridge": ("0.6.2",), "megatron-core": ("0.19.2",)}
 LOSS_MASK = 2  # place in what get_batch() returns
 
 _mask: torch.Tensor | None = None  # this rank's part of the micro batch that goes forward
+_sums: torch.Tensor | None = None  # of the losses, and of the learned tokens, of all MTP layers
 
 
 def install() -> None:
@@ -40,6 +42,24 @@ def install() -> None:
         gpt_model.process_mtp_loss = _of_learned(gpt_model.process_mtp_loss)
         gpt_step.get_batch = _noting_mask(gpt_step.get_batch)
         multi_token_prediction._roll_tensor_packed_seq = _where_rows_lie(multi_token_prediction._roll_tensor_packed_seq)
+
+
+def figure() -> float:
+    """The mean loss over learned tokens since the last call, of all ranks and layers. Every rank takes part."""
+    found = torch.zeros(2, dtype=torch.float64, device="cuda")
+    if _sums is not None:
+        found += _sums
+        _sums.zero_()
+    distributed.all_reduce(found)
+    total, tokens = found.tolist()
+    return total / tokens if tokens else 0.0
+
+
+def _add(losses: torch.Tensor, mask: torch.Tensor) -> None:
+    global _sums
+    if _sums is None:
+        _sums = torch.zeros(2, dtype=torch.float64, device=losses.device)
+    _sums += torch.stack([losses.detach().double().sum(), mask.double().sum()])
 
 
 def _noting_mask(get_batch: Callable[..., Any]) -> Callable[..., Any]:
@@ -58,18 +78,21 @@ def _of_learned(process: Callable[..., torch.Tensor]) -> Callable[..., torch.Ten
     def process_mtp_loss(**named: Any) -> torch.Tensor:
         if not torch.is_grad_enabled() or named["labels"] is None:
             return process(**named)
-        assert _mask is not None, "an MTP layer was run in training without a batch"
+        mask = _mask
+        assert mask is not None, "an MTP layer was run in training without a batch"
         bounds = {name: named[name] for name in ("cp_group", "packed_seq_params")}
         # A rank that learns none of its own tokens may predict the first one of the next rank.
-        counted = ones = torch.where(_mask.any(), _mask, torch.ones_like(_mask))
-        ahead, all_tokens = _mask, ones.sum()
+        counted = ones = torch.where(mask.any(), mask, torch.ones_like(mask))
+        ahead, all_tokens = mask, ones.sum()
 
         def losses(labels: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
             """Losses over the weight that process() is about to multiply them with."""
             nonlocal ahead, ones
             ahead, _ = multi_token_prediction.roll_tensor(ahead, **bounds)
             ones, predicted = multi_token_prediction.roll_tensor(ones, **bounds)
-            return named["compute_language_model_loss"](labels, logits) * ahead * (predicted.clamp(min=1) / all_tokens)
+            found = named["compute_language_model_loss"](labels, logits) * ahead
+            _add(found, mask)
+            return found * (predicted.clamp(min=1) / all_tokens)
 
         return process(**named | {"loss_mask": counted, "compute_language_model_loss": losses})
 

@@ -1,10 +1,12 @@
-"""Training of routers beyond the loss of tokens: balance of experts, the z loss, and the experts' bias.
+"""Losses of a training next to that of the next token: balance of experts and the routers' z loss, and MTP layers.
 
-    is_balanced(run, config)    whether the run has any of these, by its keys and the released model's config.json
-    IDENTITY                    what the identity of such a run has: trainings before counted micro batches, and padding
+    identity(run, config)       what the identity of a training has of them, by section
+    is_balanced(run, config)    whether routers are trained so, or the experts' bias is
+    looks_ahead(run, config)    whether MTP layers are
 
-Each is computed over rows of the data (trainer/megatron/routers/balance.py): train.micro_batch, the layout and
-packing do not bear on them.
+`config` is the released model's config.json. Each loss is one over rows of the data, or over their learned tokens
+(trainer/megatron/routers/balance.py, trainer/patches/gradients/mtp_loss.py): train.micro_batch, the layout and packing
+do not bear on them. Earlier trainings computed them over micro batches and padding, and have other fingerprints.
 """
 
 from typing import Any
@@ -12,7 +14,8 @@ from typing import Any
 from conf.model_files import config_json
 from conf.schema.run import Run
 
-IDENTITY = {"balance_over": "rows"}
+BALANCE = {"moe": {"balance_over": "rows"}}
+AHEAD = {"model": {"mtp_loss_over": "learned tokens"}}
 # The key of config.json with the weight of balancing, which Megatron-Bridge 0.6 otherwise has a number above 0 for;
 # null = it has that number whatever config.json says. Families of experts without an entry have no balancing.
 WEIGHTS = {
@@ -27,6 +30,15 @@ WEIGHTS = {
 }
 UNBALANCED = ("GptOssForCausalLM",)
 BIASED = ("DeepseekV3ForCausalLM", "MiniMaxM2ForCausalLM")  # whose bias follows how busy experts are
+
+
+def identity(run: Run, config: dict[str, Any]) -> dict[str, dict[str, str]]:
+    return (BALANCE if is_balanced(run, config) else {}) | (AHEAD if looks_ahead(run, config) else {})
+
+
+def looks_ahead(run: Run, config: dict[str, Any]) -> bool:
+    learned = run.model.mtp_loss_scale > 0 and run.train.objective == "sft"
+    return run.model.mtp and learned and bool(config.get("num_nextn_predict_layers"))
 
 
 def is_balanced(run: Run, config: dict[str, Any]) -> bool:
