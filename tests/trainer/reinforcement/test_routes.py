@@ -79,7 +79,7 @@ def test_what_is_recomputed_takes_the_experts_of_its_own_micro_batch():
     for loss in losses:
         loss.backward()
     assert [one.tolist() for one in taken[2:]] == [first.tolist(), second.tolist()]
-    assert not choice.recomputed
+    assert not choice.recomputed.kept
     choice.end()
     assert choice.get_replay_topk(scores, CHOSEN, 1, 2, lambda *given, **named: (given, named))[1] == {
         "num_groups": 1,
