@@ -26,7 +26,7 @@ def rows_of(mask: torch.Tensor, cut: torch.Tensor | None, depths: int, weight: i
         row, count = torch.arange(sequences, device=mask.device)[:, None].expand(-1, tokens), sequences
     else:
         row = torch.searchsorted(cut[0, 1:].contiguous().long(), place, right=True)[None]
-        count = max(cut.size(1), tokens // SHORTEST)  # of one size for all batches, which CUDA graphs need
+        count = max(cut.size(1), tokens // SHORTEST + 2)  # of one size for all batches, which CUDA graphs need
     flat, places = row.flatten(), place.expand_as(row).flatten()
     learned = torch.zeros(count, device=mask.device).index_add_(0, flat, mask.float().flatten())
     if weight is not None:
