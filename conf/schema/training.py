@@ -208,8 +208,8 @@ class Moe(Section):
     )
     balance: Annotated[Literal["model", "none", "aux_loss", "seq_aux_loss"], bears("train")] = Field(
         default="model",
-        description="balancing loss; model = what Megatron-Bridge sets for this architecture; aux_loss and seq_aux_loss "
-        "are the same here: of each row, without padding, at any micro_batch and layout",
+        description="balancing loss; model = what Megatron-Bridge sets for this architecture; aux_loss and "
+        "seq_aux_loss are the same here: of each row, without padding, at any micro_batch and layout",
     )
     force_balance: Annotated[bool, bears("train")] = Field(
         default=False, description="route evenly at random: for measurements only"

@@ -50,7 +50,7 @@ def stage(run: Run, base: Stage, data: Stage, reference: Stage | None = None) ->
 
 
 def config_of(run: Run, trained: Run) -> dict[str, dict[str, Any]]:
-    """The keys in a training's identity. `trained` has their values as it is trained."""
+    """The keys in a training's identity. `trained` is the run with the values that training uses."""
     config = identity.of(run, "train")
     for section, values in auxiliary_losses.identity(trained, released_config.read(run)).items():
         config[section] |= values

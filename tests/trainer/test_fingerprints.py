@@ -1,4 +1,4 @@
-"""A key that is in no fingerprint of the trained model changes nothing of it: each is changed, and tiny models trained.
+"""Keys without a place in the trained model's fingerprint do not change it: each is changed, and tiny models trained.
 
 Every key that identity declares without effect is in CHANGES, or in a section of NOT_READ, whose keys are all changed
 at once. Models are a dense one, one of experts that are balanced strongly, and the same over packed rows.
@@ -70,7 +70,7 @@ OF_CONVERSION = {"model.compare", "convert.hosts"}
 
 
 def unchanging() -> set[str]:
-    """Keys that are in no fingerprint up to that of the export, by themselves or by what a stage derives from them."""
+    """Keys without a place in any fingerprint up to that of the export, directly or derived."""
     declared = {
         f"{section}.{key}": bearing.of(field)
         for section, kind in sections().items()
@@ -114,7 +114,7 @@ def exported(configure, ranks, base, work):
 
 @pytest.fixture(scope="module")
 def require_unchanged(exported, configure):
-    """require_unchanged(model, change, edit): what is exported is as without, but for rounding."""
+    """require_unchanged(model, change, edit): the export is that of the unchanged run, except for rounding."""
 
     def require_unchanged(model: str, change: str, edit: Callable[[Run], Run] = lambda run: run) -> None:
         found = exported(model, change, edit)

@@ -1,14 +1,14 @@
 """Patch of the losses of routers, and of the experts' bias: each row of the data counts alike, and padding not at all.
 
 Megatron-core computes a balancing loss over the tokens of a micro batch (aux_loss) or of a sequence of it
-(seq_aux_loss), so that another train.micro_batch, or rows that share a packed sequence, train another function. Padding
+(seq_aux_loss), and another train.micro_batch, or rows that share a packed sequence, train another function. Padding
 counts, as Megatron-Bridge passes no mask, and the expert bias cannot take one: a mask of tokens does not fit a table of
 tokens and experts. And all of it is weighed by tokens, while the loss of the tokens is divided by those that are
 learned.
 
 Here the balancing loss is that of a row: of an example, whether it has a sequence to itself or shares one, up to its
-last learned token. A row counts by its learned tokens, as in the loss of the tokens, so that a coefficient is the
-weight of a mean over rows; and so does the z loss. Neither depends on the micro batch, on the layout, on packing or on
+last learned token. A row counts by its learned tokens, as in the loss of the tokens, and a coefficient is the weight of
+a mean over rows. The same holds for the z loss. Neither depends on the micro batch, on the layout, on packing or on
 padding. The bias counts the tokens of rows alone.
 
 Can go when megatron-core takes the bounds of packed rows and a padding mask for all three.

@@ -19,6 +19,6 @@ class Recomputed[Value]:
         """The value for the pass that runs: `now` in forward, and in backward that of the micro batch's forward."""
         if torch._C._current_graph_task_id() != -1:  # autograd runs
             return self.kept.popleft()
-        if not torch.is_grad_enabled():  # the first pass of what is recomputed
+        if not torch.is_grad_enabled():  # the first pass of a recomputed module
             self.kept.append(now)
         return now

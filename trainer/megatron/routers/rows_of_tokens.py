@@ -19,7 +19,7 @@ class Rows(NamedTuple):
 
 
 def rows_of(mask: torch.Tensor, cut: torch.Tensor | None, depths: int, weight: int | None = None) -> Rows:
-    """Rows of whole sequences, from what is learned of them and from where packed rows end: [depths, rows, tokens]."""
+    """Rows of whole sequences, by loss mask and ends of packed rows: `number` is [depths, sequences, tokens]."""
     sequences, tokens = mask.shape
     place = torch.arange(tokens, device=mask.device)
     if cut is None:

@@ -1,12 +1,12 @@
 """Patch of the loss of MTP layers: the tokens that are learned count, as in the loss of the next token.
 
-Megatron-Bridge gives the model no loss mask, so that prompts and padding are learned too, with as much more weight as
-there are more of them. And megatron-core weighs the loss by the tokens of a micro batch and of a context-parallel rank
-over those that an MTP layer predicts, so that layout.cp and data.packed train another function. Here the sum over
-learned tokens that the layer predicts is divided by all learned tokens (DeepSeek-V3's report, equation 24).
+Megatron-Bridge gives the model no loss mask: prompts and padding are learned too, and add to the weight of the loss.
+And megatron-core weighs the loss by the tokens of a micro batch and of a context-parallel rank over those that an MTP
+layer predicts: layout.cp and data.packed train another function. Here the sum over learned tokens that the layer
+predicts is divided by all learned tokens (DeepSeek-V3's report, equation 24).
 
 Packed rows are shifted within their bounds without padding, as Bridge counts them for attention, and these are not the
-places where they lie: behind the first row an MTP layer reads and predicts tokens of other places. Here the bounds with
+places where they lie: after the first row an MTP layer reads and predicts tokens of other places. Here the bounds with
 padding are taken.
 
 Can go when Megatron-Bridge passes the mask, and megatron-core leaves its weight out and takes cu_seqlens_q_padded.
@@ -36,7 +36,7 @@ _sums: torch.Tensor | None = None  # of the losses, and of the learned tokens, o
 
 
 def install() -> None:
-    """Have MTP layers learn what is learned. A second call changes nothing."""
+    """Have MTP layers learn the tokens of the loss mask. A second call changes nothing."""
     versions.check(__name__, WRITTEN_FOR)
     if not hasattr(gpt_model.process_mtp_loss, "__wrapped__"):
         gpt_model.process_mtp_loss = _of_learned(gpt_model.process_mtp_loss)
@@ -81,7 +81,7 @@ def _of_learned(process: Callable[..., torch.Tensor]) -> Callable[..., torch.Ten
         mask = _mask
         assert mask is not None, "an MTP layer was run in training without a batch"
         bounds = {name: named[name] for name in ("cp_group", "packed_seq_params")}
-        # A rank that learns none of its own tokens may predict the first one of the next rank.
+        # A rank without a learned token may still predict the first one of the next rank.
         counted = ones = torch.where(mask.any(), mask, torch.ones_like(mask))
         ahead, all_tokens = mask, ones.sum()
 
