@@ -28,35 +28,24 @@ MODELS = {
     "packed": ("glm4-moe-mtp", (*BALANCED, "data.packed=true")),
 }
 TWO = "layout.gpus_per_node=2"
+# Several keys at once, as every run takes seconds.
 CHANGES = {
     "dense experts packed": [
-        TWO,
-        "layout.nodes=2",
-        f"{TWO} layout.tp=2 layout.sp=true",
-        f"{TWO} layout.pp=2 layout.first_stage_layers=1",
-        f"{TWO} layout.pp=2 layout.last_stage_layers=1",
-        f"{TWO} layout.pp=2 layout.vpp=2",
-        f"{TWO} layout.cp=2",
-        "layout.auto=true",
-        "train.recompute=full train.recompute_layers=1",
-        "train.recompute=full train.recompute_first=2",
-        "train.recompute=selective train.recompute_modules=[layernorm]",
-        "train.cuda_graphs=true train.overlap_tp=true",  # on GPUs alone
-        "optimizer.distributed=false",
-        "checkpoint.save_every=1 export.every=1",
-        "adapter.lean=false",
-        "data.workers=1 data.processes=2",
+        f"{TWO} adapter.lean=false",
+        "layout.nodes=2 layout.auto=true optimizer.distributed=false",
+        f"{TWO} layout.tp=2 layout.sp=true data.workers=1 data.processes=2",
+        f"{TWO} layout.pp=2 layout.first_stage_layers=1 train.recompute=full train.recompute_first=2",
+        f"{TWO} layout.pp=2 layout.last_stage_layers=1 train.recompute=selective train.recompute_modules=[layernorm]",
+        f"{TWO} layout.pp=2 layout.vpp=2 train.cuda_graphs=true train.overlap_tp=true",  # both on GPUs alone
+        f"{TWO} layout.cp=2 checkpoint.save_every=1 export.every=1 model.ignore_config=[other]",
         "log.every=2 log.layer_norms=true log.noise_scale=true log.peak_tflops=1.0 log.profile_every=2",
-        "model.ignore_config=[other]",
     ],
     "dense": ["train.recompute=full train.recompute_layers=2", "optimizer.offload=1.0 adapter.kind=none"],
     "dense experts": ["train.micro_batch=1", "train.micro_batch=4"],
     "experts packed": [
-        f"{TWO} layout.ep=2",
+        f"{TWO} layout.ep=2 moe.dispatcher=allgather",
         f"{TWO} layout.tp=2 layout.sp=true layout.etp=2",
-        "train.recompute=selective train.recompute_modules=[moe,shared_experts]",
-        "moe.dispatcher=allgather",
-        "moe.grouped_gemm=false",
+        "train.recompute=selective train.recompute_modules=[moe,shared_experts] moe.grouped_gemm=false",
     ],
 }
 ALL = [(model, change) for models, changes in CHANGES.items() for model in models.split() for change in changes]
