@@ -1,5 +1,6 @@
 """Stage export: the trained model in Hugging Face's formats: merged, for any server, and the adapter by itself."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 from prefect import State, task
@@ -22,16 +23,16 @@ def stage(run: Run, model: Stage, trained: Stage) -> Stage:
     return Stage("export", VERSION, config, {"model": model.fingerprint, "trained": trained.fingerprint})
 
 
-def lacks_step(run: Run, trained: Artifact) -> bool:
-    """Whether a training that was found is without the step that is to be exported, and this run's would have it."""
+def is_usable(run: Run, trained: Artifact, resolved: Callable[[Run], Run]) -> bool:
+    """Whether a stored training has the step to export, or this run would not save it either."""
     step = run.export.checkpoint
     if not isinstance(step, int) or f"checkpoints/{step_folder(Path(), step)}/{MARK}" in trained.files:
-        return False
-    return schedule.saves(run, step)
+        return True
+    return not schedule.saves(resolved(run), step)
 
 
 def require_step(run: Run) -> None:
-    """Refuse a step to export that this training would not save."""
+    """Refuse a step to export that this training, whose steps are known, would not save."""
     step = run.export.checkpoint
     if isinstance(step, int) and not schedule.saves(run, step):
         every, last, keep = run.checkpoint.save_every, schedule.last_step(run), run.checkpoint.keep

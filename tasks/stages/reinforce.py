@@ -100,7 +100,7 @@ def reinforce(
         return _summary(lines, output / "reinforced.json")
 
     def valid(found: Artifact) -> bool:
-        return not export.lacks_step(rules.as_training(stage_run.run), found)
+        return export.is_usable(stage_run.run, found, rules.as_training)
 
     return stage_run.get_or_make(make, valid)
 

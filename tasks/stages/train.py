@@ -69,7 +69,7 @@ def train(
         return schedule.resolved(run, schedule.sequences(run, data.result["kind"], rows, tokens))
 
     def valid(found: Artifact) -> bool:
-        return stage_run.reinforces or not export.lacks_step(resolved(stage_run.run), found)
+        return stage_run.reinforces or export.is_usable(stage_run.run, found, resolved)
 
     def make(work: Work) -> dict:
         if stage_run.pointless:

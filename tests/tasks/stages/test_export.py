@@ -22,11 +22,11 @@ def tiny(checkpoint: object, every: int, *overrides: str):
 
 
 @pytest.mark.parametrize(
-    "checkpoint, every, lacks",
-    [(10, 10, True), (10, 20, False), (20, 20, False), (40, 10, False), ("latest", 10, False), (50, 30, True)],
+    "checkpoint, every, usable",
+    [(10, 10, False), (10, 20, True), (20, 20, True), (40, 10, True), ("latest", 10, True), (50, 30, False)],
 )
-def test_a_training_without_the_step_is_made_again_if_it_gets_the_step_then(checkpoint, every, lacks):
-    assert export.lacks_step(tiny(checkpoint, every), training(20, 40)) == lacks
+def test_a_training_without_the_step_is_made_again_if_it_gets_the_step_then(checkpoint, every, usable):
+    assert export.is_usable(tiny(checkpoint, every), training(20, 40), schedule.resolved) == usable
 
 
 def test_a_step_that_is_never_saved_is_refused_before_training():
