@@ -38,7 +38,7 @@ ROOMS = {
         {"network", "overrides", "presets"},
         {"load"},
         {"planner"},
-        {"rules", "noise"},
+        {"rules", "noise", "auxiliary_losses"},
         {"schema", "model_facts"},
         {"model_files", "strict_yaml", "error_lines", "rewards"},
     ],

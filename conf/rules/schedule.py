@@ -86,6 +86,14 @@ def is_over(run: Run, step: int, mark: dict[str, Any]) -> bool:
     return (last is not None and step >= last) or (patience is not None and worse >= patience)
 
 
+def saves(run: Run, step: int) -> bool:
+    """Whether a resolved run has a checkpoint of this step when it has ended as planned."""
+    every, last, keep = run.checkpoint.save_every, last_step(run), run.checkpoint.keep
+    assert isinstance(every, int) and last is not None
+    later = ceil(last / every) - ceil(step / every)
+    return step <= last and (step % every == 0 or step == last) and (keep is None or later < keep)
+
+
 def saved(run: Run) -> int:
     """Number of checkpoints that the run writes, or the fewest while its steps are unknown."""
     every, steps, epochs = run.checkpoint.save_every, run.train.steps, run.train.epochs

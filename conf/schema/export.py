@@ -25,7 +25,7 @@ class Export(Section):
     ] = Field(
         default="latest",
         description="which to export: the newest, the best by validation (checkpoint.keep_best), the untrained base, "
-        "or a step",
+        "or a step, which checkpoint.save_every has to save",
     )
     every: Annotated[Count | None, NOWHERE] = Field(
         default=None,

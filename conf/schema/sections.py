@@ -226,9 +226,9 @@ class Hardware(Section):
 class Checkpoint(Section):
     """Checkpoints that are saved during training."""
 
-    save_every: Annotated[Interval, NOWHERE] = Field(
+    save_every: Annotated[Interval, bears(derived="train")] = Field(
         description="steps between checkpoints; below 1 = share of all steps; epoch = once an epoch; the last step is "
-        "always saved"
+        "always saved; with keep_best another value is another training, as the best is one of these"
     )
     keep: Annotated[Count | None, bears("train", held=False)] = Field(
         default=None, description="newest complete checkpoints that stay; null = all"

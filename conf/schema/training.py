@@ -195,7 +195,7 @@ class Moe(Section):
     """Routing of tokens to experts; without effect on a dense model."""
 
     aux_loss_coeff: Annotated[float | None, bears("train")] = Field(
-        default=None, ge=0, description="weight of balancing; null = the model's own"
+        default=None, ge=0, description="weight of the balancing loss, a mean over rows; null = the model's own"
     )
     z_loss_coeff: Annotated[float | None, bears("train")] = Field(
         default=None, ge=0, description="weight of the z loss; null = none; 1e-3 is usual"
@@ -207,7 +207,9 @@ class Moe(Section):
         default=False, description="keep the router's weights as released"
     )
     balance: Annotated[Literal["model", "none", "aux_loss", "seq_aux_loss"], bears("train")] = Field(
-        default="model", description="balancing loss; model = what Megatron-Bridge sets for this architecture"
+        default="model",
+        description="balancing loss; model = what Megatron-Bridge sets for this architecture; aux_loss and "
+        "seq_aux_loss are the same here: of each row, without padding, at any micro_batch and layout",
     )
     force_balance: Annotated[bool, bears("train")] = Field(
         default=False, description="route evenly at random: for measurements only"

@@ -6,15 +6,15 @@ from typing import Any
 from conf.planner import verdict
 from conf.schema.model import Drawn
 from conf.schema.run import Run
-from tasks.sources import hub
+from tasks.sources import drawn, hub
 from tasks.sources.hub import config_json
 
 
 def read(run: Run) -> dict[str, Any]:
-    """The file of the commit, or the folder, that the stage download is asked for; nothing of drawn weights."""
+    """The file of the commit, or the folder, that the stage download is asked for, or that weights are drawn for."""
     source = run.model.source
     if isinstance(source, Drawn):
-        return {}
+        return drawn.config(source, run.model.revision)
     if hub.kind(source) == "tiny":
         return verdict.config_of(run)[0]
     return _read(source, hub.resolve(source, run.model.revision).commit, run.model.revision)

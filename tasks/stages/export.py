@@ -1,12 +1,16 @@
 """Stage export: the trained model in Hugging Face's formats: merged, for any server, and the adapter by itself."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 from prefect import State, task
 
 from conf.planner.stage_needs import on_one_host
+from conf.rules import schedule
 from conf.schema import identity
 from conf.schema.run import Run
+from contract.checkpoints import MARK, step_folder
+from contract.faults import Fault
 from tasks.run import launch
 from tasks.run.artifact import Artifact, Stage, Work
 from tasks.run.stage_run import OPTIONS, StageRun
@@ -17,6 +21,26 @@ VERSION = 1
 def stage(run: Run, model: Stage, trained: Stage) -> Stage:
     config = identity.flat(run, "export") | {"formats": list(run.export.formats or ()) or None}
     return Stage("export", VERSION, config, {"model": model.fingerprint, "trained": trained.fingerprint})
+
+
+def is_usable(run: Run, trained: Artifact, resolved: Callable[[Run], Run]) -> bool:
+    """Whether a stored training has the step to export, or this run would not save it either."""
+    step = run.export.checkpoint
+    if not isinstance(step, int) or f"checkpoints/{step_folder(Path(), step)}/{MARK}" in trained.files:
+        return True
+    return not schedule.saves(resolved(run), step)
+
+
+def require_step(run: Run) -> None:
+    """Refuse a step to export that this training, whose steps are known, would not save."""
+    step = run.export.checkpoint
+    if isinstance(step, int) and not schedule.saves(run, step):
+        every, last, keep = run.checkpoint.save_every, schedule.last_step(run), run.checkpoint.keep
+        kept = f", and the newest {keep} stay (checkpoint.keep)" if keep else ""
+        raise Fault(
+            f"export.checkpoint: {step}, but checkpoints are saved every {every} steps up to {last} "
+            f"(checkpoint.save_every){kept}"
+        )
 
 
 @task(name="export", **OPTIONS)

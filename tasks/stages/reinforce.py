@@ -22,6 +22,7 @@ from tasks.run.artifact import Artifact, Stage, Work
 from tasks.run.live_page import LivePage
 from tasks.run.progress import Progress, newest
 from tasks.run.stage_run import OPTIONS, StageRun, may_pass
+from tasks.stages import export, train
 from tasks.tracking import plots
 
 VERSION = 1
@@ -33,7 +34,7 @@ def stage(run: Run, base: Stage, data: Stage, trained: Stage) -> Stage:
     inputs = {"base": base.fingerprint, "data": data.fingerprint}
     if run.reinforce.start == "trained":
         return Stage("reinforce", VERSION, config, inputs | {"trained": trained.fingerprint})
-    return Stage("reinforce", VERSION, config | identity.of(run, "train"), inputs)
+    return Stage("reinforce", VERSION, config | train.config_of(run, rules.as_training(run)), inputs)
 
 
 # A checkpoint and a journal may lie behind what crashed: both are gone on with.
@@ -59,6 +60,7 @@ def reinforce(
             "output": stage_run.local(trained) if trained else work.folder / "none",
         }
         require_unchanged(stage_run.run, stage_run.asked)
+        export.require_step(rules.as_training(stage_run.run))
         run, metrics = stage_run.at(**paths), output / "metrics.jsonl"
         bar, tracked = Progress("reinforce", "steps"), stage_run.tracked()
         tracked.follow(metrics)
@@ -97,7 +99,10 @@ def reinforce(
             (output / "reinforcement.png").write_bytes(image)
         return _summary(lines, output / "reinforced.json")
 
-    return stage_run.get_or_make(make)
+    def valid(found: Artifact) -> bool:
+        return export.is_usable(stage_run.run, found, rules.as_training)
+
+    return stage_run.get_or_make(make, valid)
 
 
 def require_unchanged(run: Run, asked: Stage) -> None:

@@ -4,9 +4,11 @@
 
 import re
 import time
+from typing import Any
 
 from prefect import State, task
 
+from conf import auxiliary_losses
 from conf.rules import packed_base, schedule
 from conf.rules.gpus import takes
 from conf.schema import identity
@@ -24,13 +26,14 @@ from tasks.run.places import runs_folder
 from tasks.run.progress import Progress, newest
 from tasks.run.stage_run import OPTIONS, StageRun, may_pass
 from tasks.sources import adapters, released_config
+from tasks.stages import export
 from tasks.tracking import plots
 
 STEP_EVERY = 5.0  # seconds between lines of steps in the log
 
 
 def stage(run: Run, base: Stage, data: Stage, reference: Stage | None = None) -> Stage:
-    config = identity.of(run, "train")
+    config = config_of(run, run)
     if run.model.adapter:
         config["model"] = config.get("model", {}) | {"adapter": adapters.identity(run.model.adapter, runs_folder())}
     if packed_base.format_of(run) and packed_base.once_rounded(run, released_config.read(run)):
@@ -39,9 +42,19 @@ def stage(run: Run, base: Stage, data: Stage, reference: Stage | None = None) ->
         # They are the same model at any ep since each counts once in the norm of gradients
         # (trainer/patches/shared_experts.py). Those of before were so at ep 1 alone, whose artifacts this finds again.
         config["layout"] = {"ep": 1}
+    if run.checkpoint.keep_best:  # the best is one of those that are saved
+        config["checkpoint"] |= {"save_every": run.checkpoint.save_every}
     inputs = {"base": base.fingerprint, "data": data.fingerprint}
     inputs |= {"reference": reference.fingerprint} if reference else {}
     return Stage("train", identity.VERSION, config, inputs)
+
+
+def config_of(run: Run, trained: Run) -> dict[str, dict[str, Any]]:
+    """The keys in a training's identity. `trained` is the run with the values that training uses."""
+    config = identity.of(run, "train")
+    for section, values in auxiliary_losses.identity(trained, released_config.read(run)).items():
+        config[section] |= values
+    return config
 
 
 # A checkpoint may lie behind what crashed: it is gone on with.
@@ -50,6 +63,13 @@ def train(
     stage_run: StageRun, model: Artifact, base: Artifact, data: Artifact, reference: Artifact | None = None
 ) -> State:
     """Train with Megatron-Bridge."""
+
+    def resolved(run: Run) -> Run:
+        rows, tokens = data.result["sequences"]["training"], data.result.get("tokens_training", 0)
+        return schedule.resolved(run, schedule.sequences(run, data.result["kind"], rows, tokens))
+
+    def valid(found: Artifact) -> bool:
+        return stage_run.reinforces or export.is_usable(stage_run.run, found, resolved)
 
     def make(work: Work) -> dict:
         if stage_run.pointless:
@@ -65,9 +85,9 @@ def train(
         }
         paths |= {"reference": stage_run.local(reference)} if reference else {}
         start, made = work.folder / "adapter", data.result
-        asked = adapters.as_found(stage_run.at(**paths), stage_run.asked.config, start, runs_folder())
-        rows, tokens = made["sequences"]["training"], made.get("tokens_training", 0)
-        run = schedule.resolved(asked, schedule.sequences(asked, made["kind"], rows, tokens))
+        run = resolved(adapters.as_found(stage_run.at(**paths), stage_run.asked.config, start, runs_folder()))
+        if not stage_run.reinforces:
+            export.require_step(run)
         metrics = output / "metrics.jsonl"
         bar = Progress("train", "steps")
         tracked = stage_run.tracked()
@@ -117,7 +137,7 @@ def train(
             (output / "training.png").write_bytes(image)
         return _summary(lines)
 
-    return stage_run.get_or_make(make)
+    return stage_run.get_or_make(make, valid)
 
 
 def require_done(job: Job) -> None:

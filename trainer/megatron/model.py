@@ -85,6 +85,9 @@ def make_provider(run: Run, bridge, load_weights: bool = False):
         provider.mtp_num_layers = None
     elif provider.mtp_num_layers:
         # A head that predicts further tokens would learn the rejected answers as if they were right.
+        from trainer.patches.gradients import mtp_loss
+
+        mtp_loss.install()
         provider.mtp_loss_scaling_factor = run.model.mtp_loss_scale if train.objective == "sft" else 0.0
     else:
         provider.mtp_num_layers = None  # a config.json says 0; Megatron tests for None
@@ -92,9 +95,11 @@ def make_provider(run: Run, bridge, load_weights: bool = False):
     if provider.multi_latent_attention:
         latent_norms.keep_epsilon(provider)
     if provider.num_moe_experts:
+        from trainer.megatron.routers import balance
         from trainer.patches import kept_routes
 
         kept_routes.install()
+        balance.install()
         if run.adapter.kind != "none":
             provider.moe_router_bias_update_rate = 0.0  # the bias is no weight of the adapter: moving it would be lost
         # It communicates outside the layers that adapters wrap, and core refuses it with the other two.

@@ -34,3 +34,19 @@ def places(length: int, cut: torch.Tensor | None, group: Any, device: torch.devi
         numbers = {"tokens": torch.arange(length, device=device)[None]}
         return get_batch_on_this_cp_rank(numbers, is_hybrid_cp=False, cp_group=group)["tokens"][0]
     return get_thd_cp_partition_indices(cut.squeeze(0), total_tokens=length, cp_group=group, device=device)
+
+
+def of_this_rank(values: torch.Tensor, cut: torch.Tensor | None, by_sequence: bool) -> torch.Tensor:
+    """Values of the tokens that this rank's routers read, of a micro batch's [rows, tokens, ...].
+
+    Context parallelism takes pieces of each row, and sequence parallelism gives each tensor-parallel rank a part of
+    these. Megatron has the first token of each row first.
+    """
+    group = parallel_state.get_context_parallel_group()
+    if group.size() > 1:
+        values = values[:, places(values.size(1), cut, group, torch.device("cuda"))]
+    found = values.transpose(0, 1)
+    if by_sequence:
+        ranks = parallel_state.get_tensor_model_parallel_world_size()
+        found = found.chunk(ranks)[parallel_state.get_tensor_model_parallel_rank()]
+    return found.flatten(0, 1)

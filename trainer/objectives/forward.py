@@ -15,6 +15,7 @@ from megatron.core import parallel_state
 from megatron.core.utils import get_batch_on_this_cp_rank
 
 from conf.schema.run import Run
+from trainer.megatron.routers import balance
 from trainer.megatron.whole_rows import whole
 from trainer.objectives.distillation import divergence, likeliest
 from trainer.objectives.preferences import Settings, answer_log_probs, preference
@@ -40,7 +41,8 @@ class PreferenceStep:
 
     def __call__(self, state: Any, iterator: Iterator[dict[str, Any]], model: Any) -> tuple[Any, Any]:
         batch = next(iterator)
-        output, _ = gpt_step.forward_step(state, iter([batch]), model)
+        tokens = batch["loss_mask"].size(1)  # what _loss() divides by for each of the two
+        output, _ = gpt_step.forward_step(state, iter([batch | {balance.WEIGHT: tokens}]), model)
         return output, partial(self._loss, {key: batch[key] for key in OURS})
 
     def _loss(self, batch: dict[str, torch.Tensor], output: torch.Tensor) -> Any:
@@ -50,7 +52,7 @@ class PreferenceStep:
         found = preference(self.settings, chosen, rejected, (reference[0::2], reference[1::2]))
         # Each context-parallel rank computes the loss of whole answers, with gradients of its own part of them.
         counts = float(parallel_state.get_context_parallel_rank() == 0)
-        # Megatron divides by tokens, and weighs what keeps experts balanced by those of all rows, padding included.
+        # Megatron divides by tokens: as many as the losses of routers are weighed by.
         tokens = mask.numel() // len(chosen)
         pairs = torch.tensor(len(chosen) * counts, device=output.device)
         told = {"lm loss": found.loss.detach()} | found.figures

@@ -8,7 +8,6 @@ is replayed, and gradients reach the routers as ever.
 # pyright: reportOptionalMemberAccess=false, reportAttributeAccessIssue=false
 
 import base64
-from collections import deque
 from collections.abc import Callable
 from itertools import chain
 from typing import Any
@@ -16,6 +15,7 @@ from typing import Any
 import torch
 
 from contract.faults import Fault
+from trainer.megatron.routers.recomputed import Recomputed
 
 BYTES = {1: torch.uint8, 2: torch.int16}  # of an expert's number, which is below 2 ** 15
 
@@ -53,24 +53,19 @@ def require_told(routes: torch.Tensor, tokens: int) -> None:
 class Choice:
     """Experts that a router is to choose, in the place of megatron-core's RouterReplay.
 
-    Core's own tells forward and recompute apart by a switch for all routers, which pipelines cannot use: there a micro
-    batch goes forward before an earlier one is recomputed. Here autograd is asked whether it runs. Micro batches of a
-    stage go backward in the order in which they went forward.
+    Core's own tells forward and recompute apart by a switch for all routers, which pipelines cannot use.
     """
 
     def __init__(self) -> None:
         self.now: torch.Tensor | None = None
-        self.recomputed: deque[torch.Tensor] = deque()  # of micro batches that have not gone backward
+        self.recomputed: Recomputed[torch.Tensor] = Recomputed()
 
-    def begin(self, chosen: torch.Tensor, again: bool) -> None:
-        """Choose these, and these once more where the router is to run again in backward."""
+    def begin(self, chosen: torch.Tensor) -> None:
         self.now = chosen
-        if again:
-            self.recomputed.append(chosen)
 
     def end(self) -> None:
         self.now = None
-        self.recomputed.clear()
+        self.recomputed.kept.clear()
 
     def get_replay_topk(
         self, scores: torch.Tensor, topk: int, num_groups: Any, group_topk: Any, default_compute_topk: Callable
@@ -78,8 +73,7 @@ class Choice:
         """Scores of the experts that are chosen, and these. Core calls this by its name."""
         if self.now is None:
             return default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
-        runs_backward = torch._C._current_graph_task_id() != -1
-        chosen = (self.recomputed.popleft() if runs_backward else self.now).long()
+        chosen = self.recomputed.take(self.now).long()
         if chosen.shape != (len(scores), topk):
             raise Fault(
                 f"reinforce.replay_experts: a router reads {len(scores)} tokens and takes {topk} experts of each, and "
@@ -111,41 +105,17 @@ class Replay:
         """Have routers of a chunk choose the experts of a micro batch, also where layers are recomputed."""
         from megatron.core.utils import unwrap_model
 
+        from trainer.megatron.whole_rows import of_this_rank
+
         routers = self.routers[id(unwrap_model(chunk))]
         if routers:
-            config = routers[0].config
-            again = torch.is_grad_enabled() and (
-                config.recompute_granularity == "full"
-                or (config.recompute_granularity == "selective" and "moe" in config.recompute_modules)
-            )
             # All at once: a copy for each layer would have the host wait for the GPU in each.
             here = batch["routes"].to("cuda", non_blocking=True)
-            of_tokens = of_this_rank(here, batch.get("cu_seqlens_q"), config.sequence_parallel)
+            of_tokens = of_this_rank(here, batch.get("cu_seqlens_q"), routers[0].config.sequence_parallel)
             for router in routers:
-                router.router_replay.begin(of_tokens[:, router.layer_number - 1], again)
+                router.router_replay.begin(of_tokens[:, router.layer_number - 1])
 
     def end(self) -> None:
         """Have routers choose for themselves."""
         for router in chain(*self.routers.values()):
             router.router_replay.end()
-
-
-def of_this_rank(routes: torch.Tensor, cut: torch.Tensor | None, by_sequence: bool) -> torch.Tensor:
-    """Routes [tokens, layers, experts] of the tokens that this rank's routers read, of a micro batch's [rows, tokens].
-
-    Context parallelism takes pieces of each row, and sequence parallelism gives each tensor-parallel rank a part of
-    these. Megatron has the first token of each row first.
-    """
-    from megatron.core import parallel_state
-
-    from trainer.megatron.whole_rows import places
-
-    group = parallel_state.get_context_parallel_group()
-    if group.size() > 1:
-        mine = places(routes.size(1), cut, group, torch.device("cuda"))
-        routes = routes[:, mine]
-    found = routes.transpose(0, 1)
-    if by_sequence:
-        ranks = parallel_state.get_tensor_model_parallel_world_size()
-        found = found.chunk(ranks)[parallel_state.get_tensor_model_parallel_rank()]
-    return found.flatten(0, 1)

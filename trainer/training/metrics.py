@@ -5,6 +5,7 @@ drops the lines of later steps, which an interrupted attempt left behind, so tha
 
     step, lm_loss, mtp_loss, aux_loss, lr, grad_norm      of this step; losses are means over tokens
     z_loss                                                mean square that train.z_loss weighs
+    aux_loss                                              of balancing, 1 if experts are equally busy: means over rows
     router_z_loss                                         that of the routers, which moe.z_loss_coeff weighs
     loss_scale, skipped_steps, nan_steps                  of fp16: steps whose gradients overflowed so far, and those
                                                           among them whose loss was no number; lm_loss is null then
@@ -35,10 +36,8 @@ import torch
 from megatron.bridge.training.callbacks import Callback
 from megatron.bridge.training.utils.flop_utils import num_floating_point_operations
 from megatron.core import parallel_state
-from megatron.core.num_microbatches_calculator import get_current_running_global_batch_size, get_num_microbatches
-from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
+from megatron.core.num_microbatches_calculator import get_current_running_global_batch_size
 from megatron.core.transformer.moe.router import TopKRouter
-from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 from megatron.core.utils import unwrap_model
 from torch import distributed
 
@@ -48,6 +47,8 @@ from contract.faults import Fault
 from trainer.data import prepared
 from trainer.data.tokens.perplexity import perplexity
 from trainer.megatron.recipe import last_step
+from trainer.megatron.routers import balance
+from trainer.patches.gradients import mtp_loss
 from trainer.startup.console import say
 from trainer.training.gradients import Gradients
 from trainer.training.metrics_lines import drop_after
@@ -101,7 +102,7 @@ class Metrics(Callback):
     def on_train_step_end(self, context) -> None:
         step = context.state.train_state.step + 1
         self.left = self.pace.left(step, last_step(self.run), time.monotonic())
-        losses = self._losses(context, step)
+        losses = self._losses(context)
         self._count_skipped(context, step, losses)
         if not context.skipped_iter:
             stop_at_no_number(step, losses)
@@ -174,32 +175,16 @@ class Metrics(Callback):
             return {}
         return {"skipped_steps": self.skipped, "nan_steps": self.no_numbers}
 
-    def _losses(self, context, step: int) -> dict[str, float]:
-        model, scale = context.state.cfg.model, 1 / get_num_microbatches()
-        seen = _Scalars()
-        if model.num_moe_experts:
-            names = _auxiliary_losses(model)
-            get_moe_metrics_tracker().report(
-                loss_scale=scale,
-                iteration=step,
-                writer=seen,
-                force_initialize=True,
-                track_names=list(names),
-                num_layers=model.num_layers,
-                moe_layer_freq=model.moe_layer_freq,
-                mtp_num_layers=model.mtp_num_layers,
-            )
-        if model.mtp_num_layers:
-            MTPLossLoggingHelper.track_mtp_metrics(scale, step, seen)
-        heads = [f"mtp_{i + 1} loss" for i in range(model.mtp_num_layers or 0)]
-        lm = context.loss_dict.get("lm loss", torch.zeros(())) if context.loss_dict else torch.zeros(())
-        squares = (context.loss_dict or {}).get("z loss", 0.0)
-        last = _from_last_stage([float(lm), float(squares), *(seen.get(head, 0.0) for head in heads)])
+    def _losses(self, context) -> dict[str, float]:
+        model = context.state.cfg.model
+        found = context.loss_dict or {}
+        last = _from_last_stage([float(found.get(name, 0.0)) for name in ("lm loss", "z loss")])
         losses = {"lm_loss": last[0]} | ({"z_loss": last[1]} if self.run.train.z_loss else {})
-        if heads:
-            losses["mtp_loss"] = sum(last[2:]) / len(heads)
+        if model.mtp_num_layers:
+            losses["mtp_loss"] = mtp_loss.figure()
         if model.num_moe_experts:
-            losses |= {name: seen.get(key, 0.0) for key, name in _auxiliary_losses(model).items()}
+            of_routers = balance.figures()
+            losses |= {name: of_routers[name] for name in _auxiliary_losses(model)}
         return losses
 
     def _count(self, router, inputs, outputs) -> None:
@@ -235,31 +220,14 @@ class Metrics(Callback):
         )
 
 
-class _Scalars(dict):
-    """Writer in the place of Megatron's TensorBoard writer. It keeps all values."""
-
-    def add_scalar(self, name: str, value, step: int) -> None:
-        self[name] = float(value)
-
-    def add_scalars(self, name: str, values, step: int) -> None:
-        pass
-
-
 def _peak(device: str) -> float | None:
     return next((peak for name, peak in PEAKS.items() if name in device), None)
 
 
-def _auxiliary_losses(model) -> dict[str, str]:
+def _auxiliary_losses(model) -> list[str]:
     kinds = model.moe_router_load_balancing_type
-    kinds = [kinds] if isinstance(kinds, str) else kinds
-    names = {}
-    if "aux_loss" in kinds:
-        names["load_balancing_loss"] = "aux_loss"
-    if "seq_aux_loss" in kinds:
-        names["seq_load_balancing_loss"] = "aux_loss"
-    if model.moe_z_loss_coeff:
-        names["z_loss"] = "router_z_loss"
-    return names
+    balanced = {"aux_loss", "seq_aux_loss"} & {*([kinds] if isinstance(kinds, str) else kinds)}
+    return [*(["aux_loss"] if balanced else []), *(["router_z_loss"] if model.moe_z_loss_coeff else [])]
 
 
 def _from_last_stage(values: list[float]) -> list[float]:

@@ -16,6 +16,8 @@ from typing import Any
 
 import yaml
 
+from conf import auxiliary_losses
+from conf.model_files import config_json
 from conf.schema import identity
 from conf.schema.run import Run
 from contract import checkpoints, indexed_files
@@ -51,7 +53,7 @@ IN_BRIDGE = {
 def record(run: Run) -> dict[str, Any]:
     """Description, for a checkpoint's mark, of the training that saves it."""
     found = {"version": identity.VERSION, "keys": identity.recorded(run), "base": _base(run), "tokens": _tokens(run)}
-    return found | {"magnitudes": "whole"}
+    return found | {"magnitudes": "whole", "auxiliary_losses": _auxiliary_losses(run)}
 
 
 def check(run: Run, folder: Path) -> None:
@@ -62,6 +64,9 @@ def check(run: Run, folder: Path) -> None:
     lines = []
     if was.get("version", identity.VERSION) != identity.VERSION:
         text = f"by version {was['version']} of this program's training, and this is {identity.VERSION}"
+        lines.append(f"{place}: was trained {text}; start again in another paths.output")
+    if was.get("auxiliary_losses", {}) != (losses := _auxiliary_losses(run)) and losses:
+        text = "by an earlier version of this program, whose losses of routers and of MTP layers are other ones"
         lines.append(f"{place}: was trained {text}; start again in another paths.output")
     ways = _ways_of_magnitudes(place) if run.adapter.kind == "dora" and was.get("magnitudes") != "whole" else 1
     if ways > 1 and "linear_fc1" in run.adapter.names:
@@ -128,6 +133,12 @@ def _line(key: str, was: Any, now: Any, place: Path) -> str:
 
 def _short(value: Any) -> str:
     return value[:12] if isinstance(value, str) else json.dumps(value)
+
+
+def _auxiliary_losses(run: Run) -> dict[str, Any]:
+    """What identity has of them; nothing if the model lies elsewhere."""
+    path = Path(run.paths.model) / config_json.NAME
+    return auxiliary_losses.identity(run, config_json.read(path)) if path.is_file() else {}
 
 
 def _base(run: Run) -> dict[str, Any]:

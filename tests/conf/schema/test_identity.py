@@ -8,6 +8,7 @@ import pytest
 from pydantic import Field, TypeAdapter
 
 from conf.load import load
+from conf.planner import verdict
 from conf.rules import reinforcement
 from conf.schema import bearing, identity
 from conf.schema.bearing import NOWHERE, bears
@@ -15,29 +16,31 @@ from conf.schema.data import Part
 from conf.schema.run import Run, sections
 from conf.schema.sections import Section
 from conf.schema.training import Train
+from contract.faults import ConfigError
 from tasks.sources import adapters, hub, released_config, row_sources
 from tasks.stages import pipeline
 
 # Fingerprints of all stages, in order, as of version 4906b5a: an edit that changes one throws away what others have
-# paid for. Those of adapters that experts share are younger where ep > 1: they were another model at each ep.
+# paid for. Those of adapters that experts share are younger where ep > 1: they were another model at each ep. Those of
+# trainings that balance experts, or have MTP layers, are younger too: conf/auxiliary_losses.py.
 MADE = [
     (
         "tiny",
         "",
         "ecdb0cbcb551ad59 a3610b4f3664e50c 704e7c13c8a768c4 c39aba8db4f7c34e "
-        "341d95974b572797 de69104a819a3fab c67ef9b1c731feeb 3fe6e2257ba3deb1",
+        "24a1790a70e5b661 4e132a0f4a81c552 363119f708031604 bd7b7630f4c6b5c1",
     ),
     (
         "glm47",
         "",
         "6fd97773102422f4 3b96f3784513004a ac712979fccde627 6eecf0d6371fba40 "
-        "4412480085a10072 b9ed9cd625ded2a8 d21388bc9c330776 fdefb98834d8899f",
+        "5cec6da2feb22411 e55f4ed11b8875cf fc6f26d73fcbff82 a24dfc7d3a861c60",
     ),
     (
         "glm47",
         "adapter.experts=each",
         "6fd97773102422f4 3b96f3784513004a ac712979fccde627 6eecf0d6371fba40 "
-        "5a88a1788c0221a9 6f85efc3eb2f2004 fae5153577f8e51b 216275a775b7e523",
+        "c3a8084d86438e82 60ab659790318133 f56fde1c2bac5126 c4e5cbbbebeecaa1",
     ),
     (
         "tiny",
@@ -49,30 +52,45 @@ MADE = [
         "tiny",
         "adapter.experts=shared train.stop_after=3 data.packed=true data.input=question train.micro_batch=1",
         "ecdb0cbcb551ad59 46516345a32d4f51 704e7c13c8a768c4 53372a9f8a8b7fa6 "
-        "046fbc12f7083127 fb26fc8b56a6b0d7 17068617b7b1caf3 ef3035c26fdba191",
+        "79a76fb89a13430c 1cbfda25b4540c9e a52bc1093559560e 444474e5c18524af",
     ),
     (
         "glm47",
         "train.fp8=current optimizer.states=bf16 optimizer.gradients=bf16 adapter.kind=none",
         "6fd97773102422f4 3b96f3784513004a ac712979fccde627 6eecf0d6371fba40 "
-        "c00af31eabc7aaf2 20bf6dc0d2f38565 f28ebda9cac2e6ea 548b039e3d5ad1f0",
+        "fada29e3fc23f431 7a8d53e384cd4018 c496825579527585 f9291f7506bee958",
     ),
     (
         "glm47",
         "adapter.experts=each model.revision=v2 model.unsafe_weights=true data.split=test data.rows=9 "
         "export.formats=[merged] evaluate.rows=null promote.margin=0.1 moe.balance=none",
         "9ed884aad601057d b0e673f03b63403e 019b05f7fd1169a7 ba1d3daf20c562b5 "
-        "d2224d82dda8d961 292214f798e42454 9d846d5f970bc928 723446d2ceee19a3",
+        "cda847b5e62f09cd 057c62fe0f9b0ef0 e3f886b38392463b 6114a14aff34f412",
+    ),
+    (
+        "glm47",
+        "moe.balance=none model.mtp=false",
+        "6fd97773102422f4 3b96f3784513004a 6827d10a877ddd1a 6eecf0d6371fba40 "
+        "ac123039b21da6e0 0b7d01934450390a 23690a75a305230b 67edb0ef47988293",
     ),
     (
         "glm47",
         "optimizer.distributed=false log.every=7 gang.retries=9 evaluate.gpus=2 paths.model=elsewhere data.workers=3",
         "6fd97773102422f4 3b96f3784513004a ac712979fccde627 6eecf0d6371fba40 "
-        "4412480085a10072 b9ed9cd625ded2a8 d21388bc9c330776 fdefb98834d8899f",
+        "5cec6da2feb22411 e55f4ed11b8875cf fc6f26d73fcbff82 a24dfc7d3a861c60",
     ),
 ]
 KEYS = {f"{section}.{key}": field for section, kind in sections().items() for key, field in kind.model_fields.items()}
 PINNED = {key: bearing.of(field).absent for key, field in KEYS.items() if bearing.of(field).pinned}
+
+
+def described(run: Run) -> dict[str, Any]:
+    """The config.json of the model, by whatever name other() gives it; nothing of one that is unknown."""
+    source = str(run.model.source).removesuffix("-other")
+    try:
+        return verdict.config_of(run.model_copy(update={"model": run.model.model_copy(update={"source": source})}))[0]
+    except ConfigError:
+        return {}
 
 
 @pytest.fixture(autouse=True)
@@ -81,7 +99,7 @@ def no_hub(monkeypatch, tmp_path):
     resolved = namedtuple("resolved", "commit")
     monkeypatch.setenv("FINETUNE_RUNS", str(tmp_path))
     monkeypatch.setattr(hub, "resolve", lambda source, revision: resolved(f"commit of {source} at {revision}"))
-    monkeypatch.setattr(released_config, "read", lambda run: {})
+    monkeypatch.setattr(released_config, "read", described)
     monkeypatch.setattr(adapters, "identity", lambda source, _: f"content of {source}")
     monkeypatch.setattr(reinforcement, "_content", lambda key, place: f"content of {place}")
     monkeypatch.setattr(row_sources, "_commit", lambda source, revision, _: f"commit of {source} at {revision}")
@@ -127,6 +145,13 @@ def test_a_value_counts_in_the_stages_that_its_key_declares_and_in_no_other():
         if not counts <= found <= counts | {declared.derived}:
             wrong[key] = found
     assert wrong == {}
+
+
+@pytest.mark.parametrize("best, changed", [("true", ["train", "export", "evaluate-tuned", "promote"]), ("false", [])])
+def test_how_often_is_saved_counts_for_the_best_checkpoint_alone(best, changed):
+    shared = [f"checkpoint.keep_best={best}", "train.validate_every=5"]
+    often, seldom = (pipeline.stages(load("tiny", [*shared, f"checkpoint.save_every={n}"])) for n in (5, 20))
+    assert [name for name in often if often[name].fingerprint != seldom[name].fingerprint] == changed
 
 
 def test_an_adapter_that_is_served_unmerged_is_another_evaluation_of_the_tuned_model_alone():

@@ -43,6 +43,7 @@ HEAVY = {
     "families/norms_over_heads": ["install"],
     "families/stacked_experts": ["install"],
     "gradients/local_norms": ["install"],
+    "gradients/mtp_loss": ["install"],
     "kept_routes": ["install"],
     "packed_positions": ["install"],
     "recompute": ["start_from_the_embedding"],

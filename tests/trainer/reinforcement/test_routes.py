@@ -73,13 +73,13 @@ def test_what_is_recomputed_takes_the_experts_of_its_own_micro_batch():
     first, second = (torch.from_numpy(drawn(4 * count)[:4, 0]).long() for count in (1, 2))
     losses = []
     for chosen in first, second:  # as a pipeline does: both go forward before one goes backward
-        choice.begin(chosen, again=True)
+        choice.begin(chosen)
         losses.append(checkpoint(router, scores, use_reentrant=True))
     assert [one.tolist() for one in taken] == [first.tolist(), second.tolist()]
     for loss in losses:
         loss.backward()
     assert [one.tolist() for one in taken[2:]] == [first.tolist(), second.tolist()]
-    assert not choice.recomputed
+    assert not choice.recomputed.kept
     choice.end()
     assert choice.get_replay_topk(scores, CHOSEN, 1, 2, lambda *given, **named: (given, named))[1] == {
         "num_groups": 1,
@@ -89,7 +89,7 @@ def test_what_is_recomputed_takes_the_experts_of_its_own_micro_batch():
 
 def test_experts_of_other_tokens_than_a_router_reads_are_refused():
     choice = routes.Choice()
-    choice.begin(torch.from_numpy(drawn(3)[:, 0]).long(), again=False)
+    choice.begin(torch.from_numpy(drawn(3)[:, 0]).long())
     with pytest.raises(Fault, match=r"reads 4 tokens and takes 2 experts of each, and was told those of \(3, 2\)"):
         choice.get_replay_topk(torch.rand(4, EXPERTS), CHOSEN, None, None, lambda: None)
 

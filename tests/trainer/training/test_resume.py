@@ -82,6 +82,21 @@ def other(value):
     return value[:-1] if isinstance(value, list) and value else f"other than {value}"
 
 
+def test_losses_of_an_earlier_version_are_not_mixed_with_those_of_this_one(run, tmp_path):
+    config = json.dumps({"architectures": ["Glm4MoeForCausalLM"], "num_nextn_predict_layers": 1})
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text(config)
+    own = run.model_copy(update={"paths": run.paths.model_copy(update={"model": str(tmp_path / "model")})})
+    with pytest.raises(Fault, match="by an earlier version of this program, whose losses of routers and of MTP"):
+        check(own)
+    save(own)
+    check(own)
+    without = {"moe": own.moe.model_copy(update={"balance": "none"})}
+    without["model"] = own.model.model_copy(update={"mtp_loss_scale": 0.0})
+    save(own.model_copy(update=without), auxiliary_losses={})
+    check(own.model_copy(update=without))
+
+
 @pytest.mark.parametrize("key", sorted(HELD))
 def test_a_checkpoint_of_another_value_is_refused_by_its_key(key, run):
     keys = identity.recorded(run)
