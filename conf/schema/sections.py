@@ -129,6 +129,11 @@ class Adapter(Section):
     rslora: Annotated[bool, bears("train", absent=False)] = Field(
         default=False, description="scale by alpha / sqrt(rank) instead, so that high ranks learn as fast (rsLoRA)"
     )
+    init: Annotated[Literal["xavier", "kaiming"], bears("train", absent="xavier")] = Field(
+        default="xavier",
+        description="how A is drawn (B starts at 0): xavier = normal, variance 2 / (inputs + rank), Megatron-Bridge's "
+        "default; kaiming = uniform, variance 1 / (3 * inputs), PEFT's default: for recipes written for PEFT",
+    )
     b_lr_ratio: Annotated[float, bears("train", absent=1.0)] = Field(
         default=1.0, gt=0, le=1000, description="learning rate of B over that of A; LoRA+ takes 16"
     )

@@ -238,6 +238,7 @@ def _adapter(found: Choices, facts: ModelFacts) -> str:
         return kind
     rank = found.put("adapter.rank", 16, "enough for a task of one kind; 32 to 64 for much new knowledge")
     found.put("adapter.alpha", 2 * rank, "twice the rank")
+    found.put("adapter.init", "kaiming", "A starts as in PEFT, whose learning rates then apply")
     found.put("adapter.targets", "all-linear", "attention, dense layers and experts")
     if facts.experts >= MANY_EXPERTS:
         found.put("adapter.experts", "shared", f"one for all {facts.experts} experts of a layer; each would be large")

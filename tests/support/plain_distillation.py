@@ -30,6 +30,19 @@ def divergence(student: torch.Tensor, teacher: torch.Tensor, k: int) -> torch.Te
     return torch.nn.functional.kl_div(classes[1], classes[0], reduction="none", log_target=True).sum(-1)
 
 
+def rows(run: Run) -> dict[str, torch.Tensor]:
+    """All rows that are trained on, as one batch."""
+    table = parquet.read_table(prepared.folder(run) / "training.idx.parquet").to_pylist()
+    shape = len(table), run.data.seq_length
+    batch = {key: torch.zeros(shape, dtype=torch.long) for key in ("tokens", "labels", "loss_mask")}
+    for number, row in enumerate(table):
+        length = len(row["input_ids"]) - 1
+        batch["tokens"][number, :length] = torch.tensor(row["input_ids"][:-1])
+        batch["labels"][number, :length] = torch.tensor(row["input_ids"][1:])
+        batch["loss_mask"][number, :length] = torch.tensor(row["loss_mask"][:-1])
+    return batch
+
+
 def train(run: Run) -> dict[str, Any]:
     from transformers import AutoModelForCausalLM
 
@@ -37,12 +50,7 @@ def train(run: Run) -> dict[str, Any]:
         AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
         for folder in (run.paths.model, run.paths.teacher)
     )
-    table = parquet.read_table(prepared.folder(run) / "training.idx.parquet").to_pylist()
-    shape = len(table), run.data.seq_length
-    batch = {"tokens": torch.zeros(shape, dtype=torch.long), "loss_mask": torch.zeros(shape)}
-    for number, row in enumerate(table):
-        batch["tokens"][number, : len(row["input_ids"]) - 1] = torch.tensor(row["input_ids"][:-1])
-        batch["loss_mask"][number, : len(row["loss_mask"]) - 1] = torch.tensor(row["loss_mask"][:-1]).float()
+    batch = rows(run)
     one, mask, temperature = run.optimizer, batch["loss_mask"], run.train.distill_temperature
     groups = [
         {"params": [p for p in student.parameters() if p.ndim > 1], "weight_decay": one.weight_decay},

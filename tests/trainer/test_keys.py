@@ -30,6 +30,32 @@ def test_dropout_disturbs_each_step_of_training_alike_at_the_same_seed(trained):
     assert all(abs(one - other) > 1e-3 for one, other in zip(losses(plain), losses(dropped), strict=True))
 
 
+def test_each_seed_decides_its_own_draws(trained):
+    """B starts at 0, so that another adapter shows in the second loss at the earliest."""
+    first, dropout = trained(), "model.dropout=0.5"
+    reordered, redrawn = trained("data.seed=7"), trained("train.seed=7")
+    assert losses(reordered)[0] != losses(first)[0], "other rows"
+    assert losses(redrawn)[0] == losses(first)[0] and losses(redrawn)[2] != losses(first)[2], "another adapter"
+    assert losses(trained(dropout, "train.seed=7"))[0] != losses(trained(dropout))[0], "other places are dropped"
+
+
+def test_an_adapter_s_dropout_begins_once_b_is_not_zero(trained):
+    plain, dropped = losses(trained()), losses(trained("adapter.dropout=0.5"))
+    assert dropped[0] == plain[0] and abs(dropped[2] - plain[2]) > 1e-3
+
+
+def test_a_resume_drops_what_the_whole_training_drops(configure, ranks, base, work):
+    base("llama")
+    keys = ["train.steps=4", "checkpoint.save_every=2", "model.dropout=0.3", "adapter.dropout=0.3"]
+    whole = ranks("train", configure("llama", f"paths.output={work}/dropped", *keys))
+    cut = configure("llama", f"paths.output={work}/dropped-killed", *keys)
+    assert ranks("train", cut, kill_at=3).code == -9
+    resumed = ranks("train", cut)
+    assert resumed.code == 0, resumed.output
+    found = [[line["lm_loss"] for line in one.metrics if line["kind"] == "train"] for one in (whole, resumed)]
+    assert len(found[0]) == 4 and found[0] == found[1]
+
+
 def test_rslora_scales_by_the_root_of_the_rank(trained):
     rooted = trained("adapter.rank=16", "adapter.alpha=4", "adapter.rslora=true")
     assert losses(rooted) == losses(trained("adapter.rank=16", "adapter.alpha=16"))

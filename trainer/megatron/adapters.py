@@ -2,8 +2,9 @@
 
 Initial values. Bridge draws each rank's piece of A from that rank's random stream, so the adapter that a run starts
 from depends on its layout and its device. Here the whole A of a layer is drawn on the CPU from a generator seeded by
-the layer's name (and expert), and every rank keeps its piece: the same on 1 process and on 32 GPUs. B starts at zero;
-only comparisons of layouts draw it too (SPREAD_OF_B), as zeros hide what B multiplies.
+the layer's name (and expert), and every rank keeps its piece: the same on 1 process and on 32 GPUs. adapter.init names
+the distribution: Bridge's or PEFT's. B starts at zero; only comparisons of layouts draw it too (SPREAD_OF_B), as zeros
+hide what B multiplies.
 
 What they cost more than they have to is left out by lean_adapters.py. What else Bridge's adapters get wrong is repaired
 in trainer/patches: expert_adapters.py, shared_experts.py, dora.py, sequence_parallel.py and recompute.py.
@@ -34,6 +35,7 @@ SPREAD_OF_B = 0.0  # as a part of A's; trainer/layouts.py and tests set another
 @dataclass
 class LoRA(bridge_lora.LoRA):
     seed: int = 0
+    init: str = "xavier"
     lean: bool = True
     start = None  # no field: fills adapters that do not start as drawn (model.adapter)
 
@@ -51,7 +53,7 @@ class LoRA(bridge_lora.LoRA):
         else:
             sequence_parallel.give_every_adapter_all_tokens(model)
         shared_experts.count_once(model)
-        draw_initial_values(model, self.seed)
+        draw_initial_values(model, self.seed, self.init)
         if self.start:
             self.start(model)
         recompute.start_from_the_embedding(model)
@@ -64,12 +66,13 @@ class LoRA(bridge_lora.LoRA):
 @dataclass
 class DoRA(bridge_dora.DoRA):
     seed: int = 0
+    init: str = "xavier"
 
     def __call__(self, model, training: bool = True):
         dora.install()
         model = super().__call__(model, training)
         sequence_parallel.give_every_adapter_all_tokens(model)
-        draw_initial_values(model, self.seed)
+        draw_initial_values(model, self.seed, self.init)
         _set_magnitudes(model)
         dora.mark_magnitudes(model)
         recompute.start_from_the_embedding(model)
@@ -85,9 +88,9 @@ def _set_magnitudes(model) -> None:
 
 
 @torch.no_grad()
-def draw_initial_values(model, seed: int) -> None:
-    """Fill every A with its part of a Xavier-normal matrix that is drawn whole, and every B with zeros."""
-    drawn = partial(_draw, seed)
+def draw_initial_values(model, seed: int, init: str) -> None:
+    """Fill every A with its part of a matrix that is drawn whole, and every B with zeros."""
+    drawn = partial(_draw, seed, init)
     for whole, parameter, parts in _matrices(model):
         if whole.endswith(".adapter.linear_in.weight"):
             parameter.copy_(_piece(whole, parameter, drawn, parts))
@@ -136,10 +139,12 @@ def _piece(name: str, parameter, matrix: Callable[..., torch.Tensor], parts: int
     return torch.stack(list(pieces))
 
 
-def _draw(seed: int, name: str, like, dim: int, ways: int) -> torch.Tensor:
+def _draw(seed: int, init: str, name: str, like, dim: int, ways: int) -> torch.Tensor:
     shape = _whole_shape(like, dim, ways)
     digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
     generator = torch.Generator("cpu").manual_seed(int.from_bytes(digest[:7], "big"))
+    if init == "kaiming":  # PEFT's: kaiming_uniform_(a=sqrt(5)) of [rank, inputs]
+        return (2 * torch.rand(shape, generator=generator, device="cpu") - 1) / math.sqrt(shape[1])
     return torch.randn(shape, generator=generator, device="cpu") * math.sqrt(2 / sum(shape))
 
 

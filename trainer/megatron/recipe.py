@@ -164,6 +164,7 @@ def make_adapter(run: Run):
         "alpha": adapter.alpha * math.sqrt(adapter.rank) if adapter.rslora else adapter.alpha,  # over rank, later
         "dropout": adapter.dropout,
         "seed": run.train.seed,
+        "init": adapter.init,
     }
     from trainer.megatron.adapters import DoRA, LoRA
 

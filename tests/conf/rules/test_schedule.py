@@ -94,6 +94,13 @@ def test_a_wrong_length_is_a_line(overrides, line):
     assert line in found
 
 
+def test_a_training_is_over_at_its_last_step_or_once_validations_got_worse_too_often():
+    run = load("tiny", ["train.steps=20", "train.stop_after=12", "train.stop_after_worse=2"])
+    assert schedule.last_step(run) == 12
+    assert [schedule.is_over(run, step, {}) for step in (11, 12)] == [False, True]
+    assert [schedule.is_over(run, 3, {"validations": {"worse": worse}}) for worse in (1, 2)] == [False, True]
+
+
 def test_a_plan_counts_what_it_can():
     run = load("tiny", ["train.epochs=2", "checkpoint.save_every=epoch"])
     assert schedule.last_step(schedule.assumed(run, None)) is None and schedule.saved(run) == 2

@@ -56,6 +56,7 @@ def test_few_short_rows_on_a_cpu():
     assert run.train.steps == 225 and run.optimizer.warmup_steps == 12
     assert (run.train.precision, run.hardware.gpu, run.promote.metric) == ("fp32", "cpu", "held_out/exact_match")
     assert (run.train.validate_every, run.train.validate_batches, run.checkpoint.save_every) == (23, 1, 45)
+    assert run.adapter.init == "kaiming" and "PEFT" in why["adapter.init"].why
     assert why["train.epochs"] == choices.Choice(8, "times that each row is seen; 225 sequences, 225 steps")
 
 

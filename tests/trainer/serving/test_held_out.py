@@ -23,6 +23,20 @@ def test_of_answers(run):
     assert 1e300 < found([(2 * WORST, 2)]) < float("inf")
 
 
+def test_each_token_counts_once_whichever_row_it_is_in(run):
+    _, likelihoods = held_out.tasks(run, held_out.Test([], []))
+    (found,) = [one["aggregation"] for one in likelihoods["metric_list"] if one["metric"] == "log_likelihood"]
+    assert found([(-3.0, 1), (-1.0, 3)]) == -1.0
+
+
+@pytest.mark.parametrize(
+    ("answer", "right"),
+    [("blue", True), (" blue\n", True), ("azure", True), ("blue green", False), ("Blue", False), ("", False)],
+)
+def test_an_answer_is_right_if_it_equals_an_accepted_one_but_for_spaces_around_it(answer, right):
+    assert held_out.is_right(answer, ["blue ", "azure"]) is right
+
+
 def test_of_texts(run, monkeypatch):
     monkeypatch.setattr(held_out_texts, "windows", lambda run: [[1, 2, 3]])
     monkeypatch.setattr(held_out_texts, "_samples", lambda *_: [])

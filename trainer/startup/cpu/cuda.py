@@ -6,8 +6,11 @@ Megatron calls on torch.cuda are replaced. Nothing else in the process is touche
 """
 
 import contextlib
+import functools
 import time
+from collections.abc import Callable
 from types import SimpleNamespace
+from typing import Any
 
 import psutil
 import torch
@@ -34,12 +37,26 @@ def install() -> None:
 def join_random_states() -> None:
     """Let Megatron's per-rank random streams switch the CPU's generator.
 
-    Megatron reaches for the GPU's generator by a private way.
+    Megatron reaches for the GPU's generator by a private way. A data loader draws a seed for its workers from the CPU's
+    generator, once an epoch and once more after a resume. Here that leaves the generator unchanged, as it does a GPU's:
+    a resumed training drops the same values as a whole one.
     """
     from megatron.core.tensor_parallel import random
+    from torch.utils.data import dataloader
+
+    dataloader._BaseDataLoaderIter.__init__ = _keeping_random_state(dataloader._BaseDataLoaderIter.__init__)
 
     random._get_cuda_rng_state = lambda device="cuda", clone=False, graph_safe=False: torch.get_rng_state()
     random._set_cuda_rng_state = lambda state, device=-1, graph_safe=False: _set_rng_state(state)
+
+
+def _keeping_random_state(begin: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(begin)
+    def begin_and_restore(*given: Any) -> None:
+        with torch.random.fork_rng(devices=[]):
+            begin(*given)
+
+    return begin_and_restore
 
 
 def copy_recomputed() -> None:
