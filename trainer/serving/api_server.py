@@ -12,7 +12,7 @@ from pathlib import Path
 
 from conf.planner.serving.layout import SEQUENCES
 from contract import json_object
-from contract.served_model import ServedModel
+from contract.served_model import DEFAULTS, ServedModel
 from trainer.data.tokens import templates, tokenizer
 from trainer.patches import vllm_cpu
 from trainer.serving import chat_template, engine, prompts, unmerged
@@ -61,6 +61,7 @@ def arguments(asked: ServedModel, folder: Path, gpus: int) -> list[str]:
     unpacked = engine.UNPACKED if asked.adapter and engine.is_quantised(Path(asked.model)) else LOADED
     for key, value in unpacked.items():
         found += [f"--{key.replace('_', '-')}", value if isinstance(value, str) else json.dumps(value)]
+    found += ["--generation-config", "vllm", "--override-generation-config", json.dumps(DEFAULTS)]
     found += ["--max-model-len", str(asked.length or "auto")]
     found += ["--max-num-seqs", str(SEQUENCES), "--allowed-origins", "[]", "--disable-uvicorn-access-log"]
     found += ["--middleware", "trainer.serving.public_paths.PublicPaths", "--shutdown-timeout", str(DRAINS)]
