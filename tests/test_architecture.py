@@ -57,7 +57,7 @@ ROOMS = {
         {"patches"},
     ],
 }
-MOST = 16  # modules of a room
+MOST = 24  # modules of a room
 LONGEST = 500  # lines of a module
 VAGUE = {"utils", "util", "common", "helpers", "helper", "core", "misc"}
 # Names that say nothing to whoever opens the folder for the first time, and what stands for them.

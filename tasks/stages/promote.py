@@ -11,7 +11,6 @@ import json
 import math
 import re
 import sqlite3
-import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
@@ -28,7 +27,7 @@ from tasks.run.artifact import Artifact, Missing, Stage, Work, canonical
 from tasks.run.run_tracking import RunTracking
 from tasks.run.stage_run import OPTIONS, StageRun
 from tasks.store import Store
-from tasks.tracking.address import public
+from tasks.tracking.address import public, registry
 from tasks.tracking.mlflow_pages import authorization
 
 VERSION = 1
@@ -168,14 +167,6 @@ def _questions(metric: str, after: Artifact, store: Store) -> str:
     found |= {"template": [file.sha256 for name, file in data.files.items() if name == "template.json"]}
     found |= {"seq_length": data.stage.config["seq_length"]} if data.result["kind"] == "text" else {}  # of windows
     return canonical(found | {"model": data.stage.inputs.get("model")})
-
-
-def registry(uri: str):
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of libraries that MLflow imports
-        from mlflow import MlflowClient
-
-        return MlflowClient(tracking_uri=uri, registry_uri=uri)
 
 
 def _value(evaluation: Artifact, metric: str) -> float:
