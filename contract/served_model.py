@@ -9,6 +9,8 @@ from contract.faults import Fault
 from contract.files import write_atomically
 
 KEY = "VLLM_API_KEY"  # the variable of the environment with the key that callers have to send
+# Settings of a request that names none: those of every evaluation, not those of the model's generation_config.json.
+DEFAULTS = {"temperature": 0.0, "repetition_penalty": 1.0}
 
 
 @dataclass(frozen=True)

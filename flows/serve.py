@@ -28,9 +28,9 @@ import httpx
 from prefect import State, flow, get_run_logger
 from prefect.states import Completed, Failed
 
-from contract import closed_pipe, host_gpus
+from contract import closed_pipe, host_gpus, json_object
 from contract.faults import Fault, line_of
-from contract.served_model import KEY, ServedModel
+from contract.served_model import DEFAULTS, KEY, ServedModel
 from flows.arguments import parser, refused, refused_or_raised
 from tasks.run import artifact
 from tasks.run.launch import Broken, Turn
@@ -40,6 +40,7 @@ from tasks.serving.artifacts import Sources
 from tasks.tracking.address import resolve
 
 HOST, PORT = "127.0.0.1", 8000
+SAMPLING = {**DEFAULTS, "top_k": 0, "top_p": 1.0, "min_p": 0.0}  # that vLLM alone would take from a release
 Say = Callable[[str], None]
 
 
@@ -104,9 +105,11 @@ def run(sources: Sources, served: ServedModel, say: Say, stop: Callable[[], bool
     title, address = f"{sources.named.title} ({sources.form}, {served.precision})", server.url(served)
 
     def answered(seconds: float) -> None:
-        say(f"serving {title} at {address}/v1, after {seconds:.0f} s; ask:\n\n{how_to_ask(served)}")
+        commands = how_to_ask(served, sources.asked.get("max_tokens"))
+        say(f"serving {title} at {address}/v1, after {seconds:.0f} s; ask:\n\n{commands}")
 
     say(f"{title}: {sources.named.export.key}, soon at {address}")
+    say(settings(Path(served.model)))
     _keep(title, served, say, stop, answered)
 
 
@@ -140,12 +143,20 @@ def check(sources: Sources, served: ServedModel, say: Say, ended: threading.Even
     return 0 if told[0].ok else 1
 
 
-def how_to_ask(served: ServedModel) -> str:
-    """Commands that ask the server, by curl and by OpenAI's client."""
-    content = questions.example(Path(served.data))
-    stop = questions.stops(Path(served.data))
-    asked = {"model": served.name, "temperature": 0, "messages": [{"role": "user", "content": content}]}
-    asked |= {"stop": stop} if stop else {}
+def settings(model: Path) -> str:
+    """A line with the settings of a request that names none, and those of the release that do not apply."""
+    file = model / "generation_config.json"
+    released = json_object.read(file) if file.is_file() else {}
+    unlike = [f"{name} {released[name]}" for name, ours in SAMPLING.items() if released.get(name) not in (None, ours)]
+    ours = ", ".join(f"{name} {value:g}" for name, value in DEFAULTS.items())
+    left = f"; {file.name} of the release has {', '.join(unlike)}, which a request can name" if unlike else ""
+    return f"requests that name no settings are answered as in the evaluation: {ours}{left}"
+
+
+def how_to_ask(served: ServedModel, max_tokens: int | None) -> str:
+    """Commands that ask the server, by curl and by OpenAI's client, for the answers of the evaluation."""
+    asked = questions.request(served.name, max_tokens, questions.stops(Path(served.data)))
+    asked["messages"] = [{"role": "user", "content": questions.example(Path(served.data))}]
     address = f"{server.url(served)}/v1"
     key = f' -H "Authorization: Bearer ${KEY}"' if os.environ.get(KEY) else ""
     given = f'os.environ["{KEY}"]' if key else '"none"'

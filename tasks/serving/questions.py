@@ -1,7 +1,8 @@
 """Questions of an evaluation, asked of a server, and the answers compared with those of the evaluation.
 
-A question is asked as text in front of the answer (/v1/completions) and, where a row holds no tools, as a chat
-(/v1/chat/completions), which shows that the server's chat template writes the prompts of the training. Answers are
+A question is asked as text in front of the answer (/v1/completions) and, if a row holds no tools, as a chat
+(/v1/chat/completions), which shows that the server's chat template writes the prompts of the training. A request has
+the settings of the printed command, and leaves temperature and penalties to the server, as a user does. Answers are
 greedy: in fp32 they have to be equal, in bf16 some differ by rounding, and NEARLY_ALL have to be equal.
 """
 
@@ -90,11 +91,18 @@ def stops(data: Path) -> list[str]:
     return [stop] if stop and stop != end else []
 
 
+def request(name: str, max_tokens: int | None, stop: list[str]) -> dict[str, Any]:
+    """Settings of a request that is answered as in the evaluation. All others are the server's."""
+    settings: dict[str, Any] = {"model": name}
+    settings |= {"max_tokens": max_tokens} if max_tokens else {}
+    return settings | ({"stop": stop} if stop else {})
+
+
 def ask(
     url: str, key: str, name: str, questions: list[Question], max_tokens: int, stop: list[str], required: float
 ) -> Compared:
     """Ask a server that is there, and compare."""
-    settings = {"model": name, "temperature": 0, "repetition_penalty": 1.0, "max_tokens": max_tokens, "stop": stop}
+    settings = request(name, max_tokens, stop)
     asked = {"completions": 0, "chat": 0}
     differ = []
     with httpx.Client(headers={"Authorization": f"Bearer {key}"} if key else {}, timeout=ANSWERS_WITHIN) as client:

@@ -7,7 +7,6 @@ models:/NAME/VERSION is a version in MLflow's registry, whose tag finetune.adapt
 """
 
 import re
-import warnings
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
@@ -66,21 +65,12 @@ def _registered(source: str, runs: Path) -> str:
     from mlflow.exceptions import MlflowException
 
     try:
-        tags = _registry(runs).get_model_version(match["name"], match["version"]).tags
+        tags = address.registry(address.resolve(None, runs)).get_model_version(match["name"], match["version"]).tags
     except MlflowException as error:
         raise Fault(f"model.adapter: {source}: {address.clean(str(error)).splitlines()[0][:200]}") from None
     if "finetune.adapter" not in tags:
         raise Fault(f"model.adapter: {source}: has no tag finetune.adapter: it was not exported with its adapter")
     return tags["finetune.adapter"]
-
-
-def _registry(runs: Path) -> Any:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of libraries that MLflow imports
-        from mlflow import MlflowClient
-
-    uri = address.resolve(None, runs)
-    return MlflowClient(tracking_uri=uri, registry_uri=uri)
 
 
 def _described(resolved: hub.Resolved) -> dict[str, str]:

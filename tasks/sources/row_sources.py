@@ -191,7 +191,8 @@ def _commit(source: str, revision: str, key: str) -> str:
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
     try:
-        found = HfApi(endpoint=api.endpoint()).dataset_info(source, revision=revision, timeout=30).sha
+        hub = HfApi(endpoint=api.endpoint())
+        found = api.patiently(lambda: hub.dataset_info(source, revision=revision, timeout=30)).sha
     except HFValidationError:
         raise Fault(f"{key}: {source}: no such file, and no data set's name on the Hub (org/name)") from None
     except HfHubHTTPError as error:

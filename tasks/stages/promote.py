@@ -14,7 +14,6 @@ import json
 import math
 import re
 import sqlite3
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,7 +34,7 @@ from tasks.run.run_tracking import RunTracking
 from tasks.run.stage_run import OPTIONS, StageRun
 from tasks.stages.evidence import Evidence, compare
 from tasks.store import Store
-from tasks.tracking.address import public
+from tasks.tracking.address import public, registry
 from tasks.tracking.mlflow_pages import authorization
 
 VERSION = 1
@@ -224,14 +223,6 @@ def _evaluation(store: Store, model: str, version: str) -> Artifact | None:
 
 def _pin(model: str, version: str) -> str:
     return f"pins/{model}-{version}.json"
-
-
-def registry(uri: str):
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of libraries that MLflow imports
-        from mlflow import MlflowClient
-
-        return MlflowClient(tracking_uri=uri, registry_uri=uri)
 
 
 def _value(evaluation: Artifact, metric: str) -> float:

@@ -2,8 +2,9 @@
 
 Credentials, region and endpoint are found by boto3's standard chain (AWS_PROFILE, AWS_ACCESS_KEY_ID, roles;
 AWS_ENDPOINT_URL for another S3 than Amazon's) and appear in no message. Requests are tried 8 times with growing pauses
-(AWS_MAX_ATTEMPTS and AWS_RETRY_MODE change that). Needed: list, get, put, delete and multipart on the bucket, and
-conditional writes (If-None-Match, If-Match), which are tried out before anything relies on them.
+(AWS_MAX_ATTEMPTS and AWS_RETRY_MODE change that). An S3 that does not answer for 3 s is named in a line, and given up
+after 120 s, or after the attempts of 60 s that AWS_MAX_ATTEMPTS allows. Needed: list, get, put, delete and multipart on
+the bucket, and conditional writes (If-None-Match, If-Match), which are tried out before anything relies on them.
 
 An object's tag is its ETag. Its SHA-256 is stored with it as metadata and is what resuming and verification go by.
 """
@@ -20,7 +21,7 @@ from contract.faults import Fault
 from tasks.store import s3_download, s3_upload
 from tasks.store.folder import File, Progress
 from tasks.store.s3_bucket import S3Bucket, tag_of
-from tasks.store.s3_errors import ABSENT, ATTEMPTS, REFUSED, Refused, broken, code_of, lost, pause, plainly
+from tasks.store.s3_errors import ABSENT, ATTEMPTS, REFUSED, Refused, broken, code_of, lost, pause, plainly, read
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,7 @@ class S3Store(S3Bucket):
                         return None
                     raise
                 with contextlib.suppress(*broken()), contextlib.closing(answer["Body"]) as body:
-                    return body.read(), tag_of(answer)
+                    return read(self, body), tag_of(answer)
             pause(attempt)
         raise lost(self.link(key))
 

@@ -5,12 +5,17 @@
 import functools
 import logging
 import os
+import time
 from dataclasses import dataclass
 from typing import Any
 
 from contract.faults import Fault
+from contract.waits import within
 from tasks.store.folder import THREADS, checked
-from tasks.store.s3_errors import ATTEMPTS, code_of, plainly
+from tasks.store.s3_errors import ATTEMPTS, ATTEMPTS_SET, SILENT, address, code_of, plainly
+
+CONNECTS, ANSWERS = 10, 60  # seconds, between two bytes
+WHOLE = 130  # seconds of an attempt: to send 16 MiB, and to be answered
 
 
 @dataclass(frozen=True)
@@ -74,22 +79,52 @@ class S3Bucket:
         if logger.getEffectiveLevel() < logging.INFO:
             logger.setLevel(logging.INFO)
         settings: dict[str, Any] = {}
-        if not os.environ.get("AWS_MAX_ATTEMPTS") and not os.environ.get("AWS_RETRY_MODE"):
+        own = not any(map(os.environ.get, ATTEMPTS_SET))
+        if own:
             settings["retries"] = {"mode": "standard", "max_attempts": 2 if self.hasty else ATTEMPTS}
         if os.environ.get("AWS_ENDPOINT_URL") or os.environ.get("AWS_ENDPOINT_URL_S3"):
             settings["s3"] = {"addressing_style": "path"}  # stores beside Amazon's rarely have a host name per bucket
         with plainly(self, "no client"):
-            return boto3.session.Session().client(
+            client = boto3.session.Session().client(
                 "s3",
                 config=Config(
-                    connect_timeout=2 if self.hasty else 10,
-                    read_timeout=4 if self.hasty else 60,
+                    connect_timeout=2 if self.hasty else CONNECTS,
+                    read_timeout=4 if self.hasty else ANSWERS,
                     tcp_keepalive=True,
                     max_pool_connections=THREADS,
                     response_checksum_validation="when_required",  # every file's SHA-256 is checked instead
                     **settings,
                 ),
             )
+        _limit(client, self.uri, 8 if self.hasty else WHOLE, own)
+        return client
+
+
+def _limit(client: Any, uri: str, seconds: float, own: bool) -> None:
+    """Limit each attempt of the client's, and, with the attempts that are our own, the time of a silent store."""
+    from botocore.exceptions import ReadTimeoutError
+
+    session, who = client._endpoint.http_session, f"{uri} at {address(client)}"
+    send, retries = session.send, " or ".join(ATTEMPTS_SET)
+    then = f"then the request is sent again, for {SILENT} s" if own else f"then as {retries} says"
+
+    def send_within(request: Any) -> Any:
+        try:
+            return within(seconds, functools.partial(send, request), who, then)
+        except TimeoutError:
+            raise ReadTimeoutError(endpoint_url=who) from None
+
+    def begin(params: dict, **_: Any) -> None:
+        params["context"]["began"] = time.monotonic()
+
+    def end(request_dict: dict, caught_exception: Exception | None, **_: Any) -> None:
+        if caught_exception and time.monotonic() - request_dict["context"]["began"] > SILENT:
+            raise caught_exception
+
+    session.send = send_within
+    if own:
+        client.meta.events.register("before-call.s3", begin)
+        client.meta.events.register_first("needs-retry.s3", end)
 
 
 def tag_of(answer: dict) -> str:

@@ -23,7 +23,7 @@ from tasks.store import folder as folders
 from tasks.store.durable import plainly as disk_plainly
 from tasks.store.folder import BLOCK, File, Meter, Progress, Task, work_through
 from tasks.store.s3_bucket import S3Bucket
-from tasks.store.s3_errors import ABSENT, ATTEMPTS, broken, code_of, lost, pause, plainly
+from tasks.store.s3_errors import ABSENT, ATTEMPTS, SLOW, broken, code_of, lost, pause, plainly, read
 
 PIECE = 8 << 20  # what an interruption costs at most, per thread
 RANGE = 8  # pieces per request: of 64 MiB, the 30 ms that a request costs are a few percent
@@ -178,15 +178,15 @@ def stream(store: S3Bucket, key: str, start: int, stop: int, size: int) -> Itera
             if answer["ContentLength"] != stop - at:
                 raise _gone(store, key, f"size differs: {answer['ContentLength']} bytes came, not {stop - at}")
             try:
-                while at < stop and (block := body.read(min(BLOCK - at % BLOCK, stop - at))):
+                while at < stop and (block := read(store, body, min(BLOCK - at % BLOCK, stop - at))):
                     at += len(block)
                     broke = 0
                     yield block
-            except broken():
-                pass
+            except broken() as error:
+                broke += SLOW if isinstance(error, TimeoutError) else 0
         if at < stop:
             broke += 1
-            if broke == ATTEMPTS:
+            if broke >= ATTEMPTS:
                 raise lost(f"s3://{store.bucket}/{key}")
             pause(broke)
 

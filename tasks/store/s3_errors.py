@@ -13,6 +13,7 @@ from typing import Any, NoReturn, Protocol
 from urllib.parse import urlsplit
 
 from contract.faults import Fault
+from contract.waits import within
 
 
 class Named(Protocol):
@@ -25,6 +26,10 @@ class Named(Protocol):
 
 
 ATTEMPTS = 8
+ATTEMPTS_SET = ("AWS_MAX_ATTEMPTS", "AWS_RETRY_MODE")  # by whoever starts the command
+SILENT = 120  # seconds after which a request that nobody answers is not sent again
+BLOCK_WITHIN = 60.0  # seconds that a block of an object may take
+SLOW = 3  # a block that takes longer counts as so many more broken connections
 REFUSED = {"PreconditionFailed", "412", "ConditionalRequestConflict", "409", "NoSuchKey", "404"}
 ABSENT = {"NoSuchKey", "404"}
 CREDENTIALS = {
@@ -44,7 +49,14 @@ def broken() -> tuple[type[Exception], ...]:
     from botocore.exceptions import IncompleteReadError, ReadTimeoutError, ResponseStreamingError
     from urllib3.exceptions import HTTPError
 
-    return IncompleteReadError, ReadTimeoutError, ResponseStreamingError, HTTPError
+    return IncompleteReadError, ReadTimeoutError, ResponseStreamingError, HTTPError, TimeoutError
+
+
+def read(store: Named, body: Any, length: int | None = None) -> bytes:
+    """Read some of an answer's content, or all of it, which must not be a large object's."""
+    who = f"{store.uri} at {address(store.client)}"
+    then = "then it is asked for the rest of the object"
+    return within(BLOCK_WITHIN, functools.partial(body.read, length), who, then)
 
 
 class Refused(Fault):
@@ -110,10 +122,12 @@ def _explain(store: Named, error: Exception, stage: str) -> NoReturn:
     elif kind in ("ParamValidationError", "InvalidEndpointConfigurationError", "NoRegionError") or stage:
         text = f"not a request that S3 takes ({kind}); check the bucket's name, the region and AWS_ENDPOINT_URL"
     else:
-        text = f"{_endpoint(store)} does not answer ({kind}); check AWS_ENDPOINT_URL and the network, then begin again"
+        advice = "check AWS_ENDPOINT_URL and the network, then begin again"
+        text = f"{address(store.client)} does not answer ({kind}); {advice}"
     raise Fault(f"{store.uri}: {text}") from None
 
 
-def _endpoint(store: Named) -> str:
-    parts = urlsplit(store.client.meta.endpoint_url)
+def address(client: Any) -> str:
+    """Address of the S3 that a client asks, without credentials."""
+    parts = urlsplit(client.meta.endpoint_url)
     return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}"

@@ -2,11 +2,15 @@
 
 import os
 import re
+import warnings
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 from contract.faults import Fault
+from contract.waits import limited
 
+ANSWERS_WITHIN = 60.0  # seconds of a server, with the repetitions of MLflow's client
 SCHEMES = {"http", "https", "sqlite", "postgresql", "mysql", "mssql", "databricks"}
 
 
@@ -19,6 +23,18 @@ def resolve(uri: str | None, runs: Path) -> str:
             "http://HOST:5000 and sqlite:////folder/mlflow.db are right"
         )
     return uri.rstrip("/")
+
+
+def registry(uri: str) -> Any:
+    """MLflow's client. Its methods raise a Fault if a server does not answer in time."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of libraries that MLflow imports
+        from mlflow import MlflowClient
+
+    client = MlflowClient(tracking_uri=uri, registry_uri=uri)
+    if not uri.startswith("http"):
+        return client
+    return limited(client, ANSWERS_WITHIN, f"MLflow at {public(uri)}", "then this command gives up")
 
 
 def public(uri: str) -> str:

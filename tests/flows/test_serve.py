@@ -52,10 +52,25 @@ def test_it_says_what_is_served_where_and_how_to_ask(made, answers, capsys):
     asked = json.loads(line.removeprefix("-d '").removesuffix("'"))
     assert asked == {
         "model": made.key.replace("/", "-"),
-        "temperature": 0,
         "messages": [{"role": "user", "content": ROWS[0]["input"]}],
     }
     assert 'OpenAI(base_url="http://127.0.0.1:8123/v1", api_key="none")' in said and "Authorization" not in said
+
+
+def test_the_printed_request_and_the_settings_that_apply_are_those_of_the_evaluation(made, answers, capsys):
+    store = serve.open_run_store()
+    evaluated(store, made, [])
+    release = store.place(f"{made.key}/files/merged")
+    (release / "generation_config.json").write_text('{"repetition_penalty": 1.1, "temperature": 0.7, "top_p": 1.0}')
+    assert serve.main([made.key, "--port", "8123"]) == 0
+    said = capsys.readouterr().out
+    (line,) = [line.strip() for line in said.splitlines() if line.strip().startswith("-d ")]
+    asked = json.loads(line.removeprefix("-d '").removesuffix("'"))
+    assert asked.keys() == {"model", "max_tokens", "messages"} and asked["max_tokens"] == 8
+    assert (
+        "requests that name no settings are answered as in the evaluation: temperature 0, repetition_penalty 1; "
+        "generation_config.json of the release has temperature 0.7, repetition_penalty 1.1, which a request can name"
+    ) in said
 
 
 def test_the_key_is_named_and_never_shown(made, answers, capsys, monkeypatch):

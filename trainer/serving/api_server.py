@@ -12,10 +12,10 @@ from pathlib import Path
 
 from conf.planner.serving.layout import SEQUENCES
 from contract import json_object
-from contract.served_model import ServedModel
-from trainer.data.tokens import templates, tokenizer
+from contract.served_model import DEFAULTS, ServedModel
+from trainer.data.tokens import rendering, templates, tokenizer
 from trainer.patches import vllm_cpu
-from trainer.serving import chat_template, engine, prompts, unmerged
+from trainer.serving import chat_template, constraints, engine, prompts, unmerged
 from trainer.startup.console import say
 
 # Doors of vLLM's that a server for callers keeps shut: pickles between processes, its own tests, loading of adapters.
@@ -45,6 +45,8 @@ def serve(asked: ServedModel) -> None:
             from vllm.utils.argparse_utils import FlexibleArgumentParser
 
             vllm_cpu.ask_in_process()
+        rendering.install()
+        constraints.install(tokenizer.load(Path(asked.model), asked.trust_remote_code))
         parsed = make_arg_parser(FlexibleArgumentParser()).parse_args(given)
         assert parsed  # its annotation allows None
         validate_parsed_serve_args(parsed)
@@ -61,6 +63,8 @@ def arguments(asked: ServedModel, folder: Path, gpus: int) -> list[str]:
     unpacked = engine.UNPACKED if asked.adapter and engine.is_quantised(Path(asked.model)) else LOADED
     for key, value in unpacked.items():
         found += [f"--{key.replace('_', '-')}", value if isinstance(value, str) else json.dumps(value)]
+    found += ["--generation-config", "vllm", "--override-generation-config", json.dumps(DEFAULTS)]
+    found += ["--structured-outputs-config", json.dumps({"backend": constraints.BACKEND})]
     found += ["--max-model-len", str(asked.length or "auto")]
     found += ["--max-num-seqs", str(SEQUENCES), "--allowed-origins", "[]", "--disable-uvicorn-access-log"]
     found += ["--middleware", "trainer.serving.public_paths.PublicPaths", "--shutdown-timeout", str(DRAINS)]

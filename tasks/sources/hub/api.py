@@ -12,6 +12,7 @@ HF_ENDPOINT, HF_TOKEN (or the file that `hf auth login` writes) and HF_HUB_OFFLI
 text that is raised here contains the token.
 """
 
+import contextlib
 import errno
 import json
 import logging
@@ -25,10 +26,13 @@ from threading import Event
 from urllib.parse import urlsplit
 
 from contract.faults import Fault
+from contract.waits import within
 from tasks.sources.hub.digests import CHUNK, Check
 
 WAITS = (0.5, 1, 2, 4, 8, 16)  # seconds before each further attempt; a file that grew starts again from the first
 LONGEST_WAIT = 330  # the Hub counts requests over windows of 300 s
+ANSWERS_WITHIN = 30.0  # seconds of a whole answer that describes something, or of the beginning of a file
+SLOWEST = 1000  # bytes a second, over ANSWERS_WITHIN
 PASSING = {408, 425, 429, 500, 502, 503, 504, 520, 522, 524}
 
 
@@ -66,7 +70,7 @@ def describe(name: str, revision: str) -> tuple[str, dict[str, int], dict[str, s
     seconds = constants.HF_HUB_ETAG_TIMEOUT
     api = HfApi(endpoint=endpoint())
     try:
-        info = _patiently(lambda: api.model_info(name, revision=revision, files_metadata=True, timeout=seconds))
+        info = patiently(lambda: api.model_info(name, revision=revision, files_metadata=True, timeout=seconds))
         siblings = info.siblings or []
         if info.sha is None or any(file.size is None or not (file.lfs or file.blob_id) for file in siblings):
             raise KeyError("sha, sizes and digests")
@@ -74,7 +78,7 @@ def describe(name: str, revision: str) -> tuple[str, dict[str, int], dict[str, s
         digests = {f.rfilename: f"sha256:{f.lfs.sha256}" if f.lfs else f"git:{f.blob_id}" for f in siblings}
         if info.gated and files:  # the description of a gated model is public; its files are not
             url = hf_hub_url(name, min(files, key=files.__getitem__), revision=info.sha, endpoint=endpoint())
-            _patiently(lambda: get_hf_file_metadata(url, timeout=seconds, endpoint=endpoint()))
+            patiently(lambda: get_hf_file_metadata(url, timeout=seconds, endpoint=endpoint()))
     except HFValidationError:
         raise Fault(f"{name}: neither a folder that is there nor a model of the Hub, which is named org/name") from None
     except (KeyError, TypeError, AttributeError, json.JSONDecodeError):
@@ -135,15 +139,16 @@ def _receive(url: str, part: Path, size: int, digest: str, count: Callable, stop
             done += len(chunk)
             count(len(chunk))
         while done < size:
-            before = done
+            before, mark = done, (time.monotonic(), done)
             # gzip and Range do not go together; the token is read anew, and is not sent on to another host
             headers = {**build_hf_headers(), "Accept-Encoding": "identity"} | (
                 {"Range": f"bytes={done}-"} if done else {}
             )
             try:
-                with get_session().stream(
-                    "GET", url, headers=headers, timeout=constants.HF_HUB_DOWNLOAD_TIMEOUT
-                ) as answer:
+                with contextlib.ExitStack() as stack:
+                    seconds = constants.HF_HUB_DOWNLOAD_TIMEOUT
+                    stream = get_session().stream("GET", url, headers=headers, timeout=seconds)
+                    answer = _answer(lambda stream=stream: stack.enter_context(stream))
                     hf_raise_for_status(answer)
                     if done and answer.status_code != 206:  # it does not continue: all of it comes again
                         count(-done)
@@ -158,6 +163,11 @@ def _receive(url: str, part: Path, size: int, digest: str, count: Callable, stop
                         count(len(chunk), sent=True)
                         if done > size:
                             return False
+                        if time.monotonic() - mark[0] > ANSWERS_WITHIN:
+                            if done - mark[1] < SLOWEST * ANSWERS_WITHIN:
+                                before = done  # which is no progress
+                                raise httpx.ReadTimeout(f"slower than {SLOWEST} bytes a second")
+                            mark = time.monotonic(), done
                 if done < size:
                     raise httpx.RemoteProtocolError("ended early")
             except Exception as error:
@@ -173,17 +183,28 @@ def _receive(url: str, part: Path, size: int, digest: str, count: Callable, stop
     return check.right()
 
 
-def _patiently[T](call: Callable[[], T]) -> T:
+def patiently[T](call: Callable[[], T]) -> T:
+    """Call the Hub, some times while it is away."""
     attempt = 0
     while True:
         try:
-            return call()
+            return _answer(call)
         except Exception as error:
             seconds = _pause(error, attempt) if attempt < 4 else None
             if seconds is None:
                 raise
         attempt += 1
         time.sleep(seconds)
+
+
+def _answer[T](call: Callable[[], T]) -> T:
+    """Call the Hub within a limit, and break off as httpx does."""
+    import httpx
+
+    try:
+        return within(ANSWERS_WITHIN, call, f"the Hub at {_shown(endpoint())}", "then it is asked again, some times")
+    except TimeoutError as error:
+        raise httpx.ReadTimeout(str(error)) from None
 
 
 def _pause(error: Exception, attempt: int) -> float | None:

@@ -47,13 +47,13 @@ def server():
         http.shutdown()
 
 
-def test_each_is_asked_greedily_as_text_and_as_a_chat(asked, server):
+def test_each_is_asked_as_a_user_asks_as_text_and_as_a_chat(asked, server):
     url, requests, _ = server
     found = questions.ask(url, "key", "tickets", questions.of(*asked), 8, [], 1.0)
     assert not found.ok and found.asked == {"completions": 3, "chat": 3}
     assert {key for _, key, _ in requests} == {"Bearer key"}
     (way, _, text), (other, _, chat), *_ = requests
-    shared = {"model": "tickets", "temperature": 0, "max_tokens": 8, "repetition_penalty": 1.0, "stop": []}
+    shared = {"model": "tickets", "max_tokens": 8}  # the server's temperature and penalties
     assert (way, text) == ("/v1/completions", shared | {"prompt": ROWS[0]["input"], "add_special_tokens": False})
     messages = [{"role": "user", "content": ROWS[0]["input"]}]
     assert (other, chat) == ("/v1/chat/completions", shared | {"messages": messages})

@@ -103,6 +103,12 @@ def test_nothing_but_safetensors_and_no_code_of_the_model_unless_it_was_allowed(
     assert not {"--api-key", "--trust-request-chat-template"} & found.keys()
 
 
+def test_a_request_that_names_no_settings_has_those_of_the_evaluation(served):
+    found = served()
+    assert found["--generation-config"] == "vllm"
+    assert json.loads(found["--override-generation-config"]) == {"temperature": 0, "repetition_penalty": 1}
+
+
 def test_the_template_of_the_training_and_its_options_are_the_servers(served, model, tmp_path):
     (tmp_path / "own.jinja").write_text("{% for message in messages %}{{ message.content }}{% endfor %}")
     text = {"template": str(tmp_path / "own.jinja"), "template_options": {"enable_thinking": False}}

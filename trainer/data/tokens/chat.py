@@ -8,19 +8,29 @@ template and text that is learned stay.
 # pyright: reportArgumentType=false
 
 from collections.abc import Sequence
-from typing import Any, cast
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from trainer.data.rows import Bad, Row
+from contract.faults import Fault
+from trainer.data.rows import Bad, Row, show
+from trainer.data.tokens import rendering
 from trainer.data.tokens import spans as spanned
 from trainer.data.tokens import tokenizer as tokenizers
 from trainer.data.tokens.encoded import Encoded
 from trainer.data.tokens.spans import Refused, Rendered, Span
 from trainer.data.tokens.template_text import TemplateText
+from trainer.startup.limited_calls import Exceeded
 
 Messages = list[dict[str, Any]]
 MARK = "\ue000"  # stands for an answer, to see where the template puts it; a character for private use
+
+
+class Unrendered(Fault):
+    """A template exceeds its limits with a row, by its number among those to encode."""
+
+    row = 0
 
 
 def conversation(row: Row) -> Messages:
@@ -30,7 +40,7 @@ def conversation(row: Row) -> Messages:
 
 
 def encode(template: TemplateText, rows: Sequence[Row]) -> list[Encoded | Bad]:
-    done = [_try(template, row) for row in rows]
+    done = [_try(template, row, number) for number, row in enumerate(rows)]
     texts = [one.text + template.appended(one.text) for one in done if isinstance(one, Rendered)]
     found = tokenizers.encodings(template.tokenizer, texts)
     return [
@@ -39,11 +49,14 @@ def encode(template: TemplateText, rows: Sequence[Row]) -> list[Encoded | Bad]:
     ]
 
 
-def _try(template: TemplateText, row: Row) -> Rendered | Bad:
+def _try(template: TemplateText, row: Row, number: int) -> Rendered | Bad:
     try:
         return rendered(template, row)
     except Refused as error:
         return error.bad
+    except Unrendered as error:
+        error.row = number
+        raise
 
 
 def rendered(template: TemplateText, row: Row) -> Rendered:
@@ -91,27 +104,33 @@ def render(
     variables: dict[str, str] | None = None,
 ) -> tuple[str, list[Span]]:
     """Render as tokenizer.apply_chat_template(tokenize=False) does, and find where {% generation %} stands."""
-    from transformers.utils.chat_template_utils import render_jinja_template
-
     source = template.source(tools)
     tracked = tracked and spanned.GENERATION.search(source) is not None
     try:
-        texts, spans = cast(
-            "tuple[list[str], list[list[Span]]]",
-            render_jinja_template(
-                conversations=[messages],
-                tools=tools,
-                chat_template=source,
-                return_assistant_tokens_mask=tracked,
-                add_generation_prompt=prompt,
-                **template.variables,
-                **(variables or {}),
-            ),
+        texts, spans = rendering.render(
+            conversations=[messages],
+            tools=tools,
+            chat_template=source,
+            return_assistant_tokens_mask=tracked,
+            add_generation_prompt=prompt,
+            **template.variables,
+            **(variables or {}),
         )
-    except Exception as error:  # a template can raise anything that Python can
-        line = (str(error).strip().splitlines() or [""])[0]
-        raise Refused(Bad("template refuses it", "messages", line or type(error).__name__)) from None
+    except rendering.Refused as error:
+        raise Refused(Bad("template refuses it", "messages", str(error))) from None
+    except Exceeded as error:
+        row = show(variables["input"] if variables else messages)
+        raise Unrendered(f"{_file(template)}: the template {error} with the row {row}; repair it") from None
     return texts[0], spans[0] if tracked else []
+
+
+def _file(template: TemplateText) -> Path:
+    """The file that holds the template."""
+    if template.origin.endswith(".jinja"):
+        return Path(template.origin)
+    folder = Path(template.tokenizer.name_or_path)
+    file = folder / "chat_template.jinja"
+    return file if file.is_file() else folder / "tokenizer_config.json"
 
 
 def _encoded(template: TemplateText, row: Row, one: Rendered, encoding) -> Encoded | Bad:

@@ -25,11 +25,12 @@ from contract import regular_files
 from contract.faults import Fault
 from trainer.data.read import anomalies
 from trainer.data.rows import Bad, Row
-from trainer.data.tokens import chat, plain
+from trainer.data.tokens import chat, plain, rendering
 from trainer.data.tokens import tokenizer as tokenizers
 from trainer.data.tokens.encoded import Encoded, Limit
 from trainer.data.tokens.template_text import Kind, TemplateText
 from trainer.data.tokens.tokenizer import Tokenizer
+from trainer.startup.limited_calls import Exceeded
 
 DEFAULT = "{input} {output}"
 CHAT = "chat template"
@@ -57,7 +58,11 @@ class Template(TemplateText):
             return chat.encode(self, rows)
         pairs = [_pair(self, row) for row in rows]
         good = [row for row in pairs if not isinstance(row, Bad)]
-        found = iter((plain if self.kind == "plain" else chat).encode(self, good))
+        try:
+            found = iter((plain if self.kind == "plain" else chat).encode(self, good))
+        except chat.Unrendered as error:
+            error.row = [number for number, row in enumerate(pairs) if not isinstance(row, Bad)][error.row]
+            raise
         return [row if isinstance(row, Bad) else next(found) for row in pairs]
 
     def line(self, row: Row) -> Row:
@@ -133,6 +138,8 @@ def choose(data: Data, tokenizer: Tokenizer, kind: str) -> Template:
                 f"{folder}: a tokenizer without tokenizer.json cannot say where answers begin; only a text "
                 'such as data.template: "{input} {output}" can be used with it'
             )
+        if template in ("chat", "jinja"):
+            rendering.start()
         return Template(template, text, origin, data.loss_on, stop, data.template_options, limit, tokenizer)
 
     if kind == "text":
@@ -165,9 +172,6 @@ def _end(tokenizer: Tokenizer) -> str:
 
 
 def _file(name: str) -> tuple[Kind, str, str]:
-    from jinja2 import TemplateError, meta
-    from transformers.utils.chat_template_utils import _compile_jinja_template
-
     try:
         text = regular_files.read(Path(name)).decode("utf-8")
     except UnicodeDecodeError as error:
@@ -175,10 +179,11 @@ def _file(name: str) -> tuple[Kind, str, str]:
     except Fault as fault:
         raise Fault(f"data.template: {fault}, in {Path.cwd()}") from None
     try:
-        environment = _compile_jinja_template(text).environment
-        used = meta.find_undeclared_variables(environment.parse(text))
-    except TemplateError as error:
+        used = rendering.variables(text)
+    except rendering.Refused as error:
         raise Fault(f"data.template: {name}: {error}") from None
+    except Exceeded as error:
+        raise Fault(f"data.template: {name}: it {error}; repair it") from None
     if "messages" in used:
         return "chat", text, name
     if {"input", "output"} <= used:
@@ -205,6 +210,8 @@ def from_record(record: dict[str, Any], tokenizer: Tokenizer) -> Template:
         )
     if record["origin"] == CHAT and tokenizer.chat_template != record["text"]:
         raise Fault(f"{folder}: its chat template is not the one that the data were prepared with")
+    if record["kind"] in ("chat", "jinja"):
+        rendering.start()
     limit = Limit(record["seq_length"], record["packed"], record["too_long"])
     keys = ("kind", "text", "origin", "loss_on", "stop", "options")
     return Template(**{key: record[key] for key in keys}, limit=limit, tokenizer=tokenizer)

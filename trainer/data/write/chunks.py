@@ -13,10 +13,12 @@ import numpy as np
 import orjson
 
 from conf.schema.data import Data
+from contract.faults import Fault
 from trainer.data.read import choose, likeness
 from trainer.data.read.shapes import Shape
 from trainer.data.read.sources import Chunk
 from trainer.data.rows import Bad, Row, Rows
+from trainer.data.tokens.chat import Unrendered
 from trainer.data.tokens.templates import Template
 from trainer.data.write import spool
 
@@ -92,7 +94,11 @@ def _batch(
 ) -> dict[str, np.ndarray]:
     kept, encoded = [], []
     places = []
-    for row, position, found in zip(rows, positions, plan.template.encode(rows), strict=True):
+    try:
+        results = plan.template.encode(rows)
+    except Unrendered as error:
+        raise Fault(f"{loaded.place(positions[error.row])}: {error}") from None
+    for row, position, found in zip(rows, positions, results, strict=True):
         if isinstance(found, Bad):
             _drop(facts, found, loaded, position)
             continue

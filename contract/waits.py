@@ -1,0 +1,80 @@
+"""Limits on waits for servers, and a line on stderr after some seconds: who is waited for, and until when.
+
+    within(60, call, "s3://bucket at http://host:9000", "then the request is sent again")
+    limited(client, 60, "MLflow at http://host:5000", "then this command ends")     the same for each of its methods
+
+Libraries limit the time between two bytes, and a server that sends one byte at a time exceeds no such limit. So a call
+runs in a thread that is left to itself at the limit.
+"""
+
+import contextvars
+import functools
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from contract.faults import Fault
+
+NOTICE = 3.0  # seconds until the first line
+AGAIN = 30.0  # seconds between two lines about one server, however many threads wait for it
+
+_noticed: dict[str, float] = {}
+
+
+def within[T](seconds: float, call: Callable[[], T], who: str, then: str) -> T:
+    """Return the result of the call. Raises TimeoutError at the limit."""
+    outcome: list[tuple[bool, Any]] = []
+    context = contextvars.copy_context()
+
+    def run() -> None:
+        try:
+            outcome.append((True, context.run(call)))
+        except BaseException as error:  # raised where the result is waited for
+            outcome.append((False, error))
+
+    thread = threading.Thread(target=run, daemon=True, name=f"wait for {who}")
+    thread.start()
+    thread.join(min(NOTICE, seconds))
+    if not outcome and seconds > NOTICE:
+        _tell(seconds, who, then)
+        thread.join(seconds - NOTICE)
+    if not outcome:
+        raise TimeoutError(f"{who} has not answered for {seconds:.0f} s")
+    succeeded, result = outcome[0]
+    if succeeded:
+        return result
+    raise result
+
+
+def limited(server: Any, seconds: float, who: str, then: str) -> Any:
+    """The object, with a limit on each of its methods."""
+    return _Limited(server, seconds, who, then)
+
+
+class _Limited:
+    """An object with limits on its methods. One beyond them is a Fault."""
+
+    def __init__(self, server: Any, *limits: Any):
+        self._server, self._limits = server, limits
+
+    def __getattr__(self, name: str) -> Any:
+        method, (seconds, who, then) = getattr(self._server, name), self._limits
+
+        def call(*args: Any, **keys: Any) -> Any:
+            try:
+                return within(seconds, functools.partial(method, *args, **keys), who, then)
+            except TimeoutError as error:
+                raise Fault(f"{error}; see whether it runs, and try again") from None
+
+        return call
+
+
+def _tell(seconds: float, who: str, then: str) -> None:
+    now = time.monotonic()
+    if now - _noticed.get(who, -AGAIN) < AGAIN:
+        return
+    _noticed[who] = now
+    since, until = (time.strftime("%H:%M:%S", time.localtime(time.time() + s)) for s in (-NOTICE, seconds - NOTICE))
+    print(f"waiting for {who}, without an answer since {since}, until {until}; {then}", file=sys.stderr, flush=True)

@@ -1,0 +1,175 @@
+"""Limits on the time and memory of calls, for work on text that others wrote: templates, grammars.
+
+A call runs in a forked worker, so nothing inside of it can escape its limits: the kernel ends a worker after `seconds`
+of CPU time, and refuses it more than `memory` bytes. A keeper, forked from the caller once, forks a new worker when
+one has ended. It is forked early, by start(), if threads or much memory come later. Both end with the caller, because
+their sockets close, and neither holds a file or a lock of the caller's.
+
+    calls = LimitedCalls(work, seconds=5, memory=2**29)
+    calls(request)      what work(request) returns, in types that marshal writes; Exceeded beyond a limit
+
+What it returns may be LENGTH bytes, and TIMES the request besides: a caller has many of them in memory at once.
+"""
+
+import atexit
+import marshal
+import math
+import os
+import pickle
+import resource
+import signal
+import socket
+import struct
+import threading
+import time
+import warnings
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+from contract.amounts import size
+
+HEADER = struct.Struct("Q")
+LENGTH, TIMES = 2**18, 16
+WAITS = 12.0  # times the CPU time: a worker on a busy host may wait for its core, but never longer
+
+
+class Exceeded(Exception):
+    """A call beyond a limit. The message continues a sentence about the work: "takes more than 5 s"."""
+
+
+class LimitedCalls:
+    """Work that is called with limits, one call at a time."""
+
+    def __init__(self, work: Callable[[Any], Any], seconds: int, memory: int):
+        self.work, self.seconds, self.memory = work, seconds, memory
+        self.lock = threading.Lock()
+        self.owner = 0  # the process that the keeper belongs to; a fork of it needs another
+        self.keeper: socket.socket
+        self.worker: socket.socket
+        self.pid = 0
+
+    def start(self) -> None:
+        """Fork the keeper, unless this process has one."""
+        if self.owner == os.getpid():
+            return
+        self.lock = threading.Lock()  # another thread may have held it while this process was forked
+        self.keeper, theirs = socket.socketpair()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # of a fork next to threads, whose locks it needs not
+            forked = os.fork()
+        if not forked:
+            _keep(theirs, self.work, self.seconds, self.memory)
+        theirs.close()
+        self.owner = os.getpid()
+        self._next()
+        atexit.register(self._end)
+
+    def _end(self) -> None:
+        self.keeper.close()
+        self.worker.close()
+
+    def __call__(self, request: Any) -> Any:
+        self.start()
+        with self.lock:
+            try:
+                self.worker.settimeout(WAITS * self.seconds)
+                _send(self.worker, pickle.dumps(request))
+                succeeded, result = marshal.loads(_receive(self.worker))
+            except (OSError, EOFError) as error:
+                if isinstance(error, TimeoutError):
+                    os.kill(self.pid, signal.SIGKILL)
+                raise Exceeded(self._reason(self._next())) from None
+        if succeeded:
+            return result
+        raise Exceeded(result)
+
+    def _next(self) -> int:
+        """Take the next worker from the keeper, and return the signal that ended the one before."""
+        self.keeper.settimeout(WAITS * self.seconds)
+        message, descriptors, *_ = socket.recv_fds(self.keeper, 64, 1)
+        if hasattr(self, "worker"):
+            self.worker.close()
+        self.worker = socket.socket(fileno=descriptors[0])
+        self.pid, ended = map(int, message.split())
+        return ended
+
+    def _reason(self, ended: int) -> str:
+        if ended in (signal.SIGXCPU, signal.SIGKILL):
+            return f"takes more than {self.seconds} s"
+        return f"ends its process by signal {ended}, as endless nesting does"
+
+
+def _keep(control: socket.socket, work: Callable[[Any], Any], seconds: int, memory: int) -> NoReturn:
+    """Fork workers, each when the one before has ended, until nobody takes them."""
+    ended = 0
+    try:
+        _leave_files(control.fileno())
+        while True:
+            mine, theirs = socket.socketpair()
+            pid = os.fork()
+            if not pid:
+                control.close()
+                theirs.close()
+                _serve(mine, work, seconds, memory)
+                os._exit(0)
+            mine.close()
+            socket.send_fds(control, [f"{pid} {ended}".encode()], [theirs.fileno()])
+            theirs.close()
+            ended = os.waitpid(pid, 0)[1] & 0x7F
+    finally:
+        os._exit(0)
+
+
+def _leave_files(kept: int) -> None:
+    """Close all files but one, and take no part in the caller's signals and output."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    nothing = os.open(os.devnull, os.O_RDWR)
+    for number in range(3):
+        os.dup2(nothing, number)
+    os.closerange(3, kept)
+    os.closerange(kept + 1, resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+
+
+def _serve(calls: socket.socket, work: Callable[[Any], Any], seconds: int, memory: int) -> None:
+    """Answer calls until the caller closes the socket."""
+    with open("/proc/self/statm") as file:
+        used = int(file.read().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (used + memory, used + memory))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    while True:
+        try:
+            request = _receive(calls)
+        except EOFError:
+            return
+        limit = math.ceil(time.process_time()) + seconds
+        resource.setrlimit(resource.RLIMIT_CPU, (limit, resource.RLIM_INFINITY))
+        try:
+            answer = marshal.dumps((True, work(pickle.loads(request))))
+            if len(answer) > LENGTH + TIMES * len(request):
+                answer = marshal.dumps((False, f"writes {size(len(answer))} for a request of {size(len(request))}"))
+        except MemoryError:
+            answer = marshal.dumps((False, f"takes more than {size(memory)} of memory"))
+        _send(calls, answer)
+
+
+def _send(to: socket.socket, message: bytes) -> None:
+    to.sendall(HEADER.pack(len(message)) + message)
+
+
+def _receive(source: socket.socket) -> bytes:
+    (length,) = HEADER.unpack(_exactly(source, HEADER.size))
+    return _exactly(source, length)
+
+
+def _exactly(source: socket.socket, length: int) -> bytes:
+    first = source.recv(length, socket.MSG_WAITALL) if length else b""
+    if len(first) == length:
+        return first
+    parts, missing = [first], length - len(first)
+    while missing:
+        if not (part := source.recv(missing)):
+            raise EOFError
+        parts.append(part)
+        missing -= len(part)
+    return b"".join(parts)
