@@ -50,6 +50,12 @@ def tensors(folder: Path) -> dict[str, Entry]:
     return found
 
 
+def require_whole(folder: Path) -> None:
+    """Raise a Fault for safetensors that are damaged or missing. A folder without weights passes: it can be planned."""
+    if any(regular_files.is_there(folder / name) for name in (SINGLE, INDEX)):
+        tensors(folder)
+
+
 def are_of(path: Path) -> bool:
     """Whether a file holds weights, or says which files do, by its name."""
     return path.name.endswith(ENDINGS)

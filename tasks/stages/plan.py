@@ -19,6 +19,7 @@ import json
 import os
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from prefect import State, get_run_logger, task
@@ -26,6 +27,7 @@ from prefect.artifacts import create_markdown_artifact
 from prefect.states import Completed, Failed
 
 from conf.model_facts import ModelFacts
+from conf.model_files import weights
 from conf.planner import advice, display, hardware, picture, verdict
 from conf.planner.hardware import GB
 from conf.planner.verdict import Plan
@@ -149,6 +151,8 @@ def unasked(planned: Plan, last: str | None) -> str:
 def unfit(planned: Plan, last: str | None) -> str:
     """The reason why the rows, which are not read here, or the model are not what a stage takes; "" where they may."""
     run, asked, found = planned.run, pipeline.asked(planned.run, last), list[str]()
+    if "prepare" in asked:
+        found.append(training_rows.empty(run.data))
     if "train" in asked:
         found += [objectives.unfit(run, *one) for one in _known(run.data)]
     if "reinforce" in asked:
@@ -264,6 +268,8 @@ def _facts(run: Run) -> ModelFacts:
         return verdict.facts_of(run)
     else:
         config = config_json.read(source, run.model.revision)
+        if hub.kind(source) == "folder":
+            weights.require_whole(Path(source).expanduser())
     facts = verdict.facts_in(config, f"model.source: {source}: ")
     if found := conversion.obstacles(config, run.model.ignore_config):
         raise Fault(f"model.source: {source}: {'; '.join(found)}")
