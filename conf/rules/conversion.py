@@ -48,6 +48,8 @@ BRIDGED = {
     *("MiMoForCausalLM", "MiMoV2FlashForCausalLM", "NemotronForCausalLM", "SarvamMLAForCausalLM"),
     *("SarvamMoEForCausalLM", "Step3p5ForCausalLM"),
 }
+# Families that Megatron-Bridge registers by name: their releases have code for a transformers without the family.
+BY_NAME = ("DeepseekV3ForCausalLM", "Glm4MoeLiteForCausalLM", "MiniMaxM2ForCausalLM")
 UNTRIED = (
     "Megatron-Bridge 0.6 has a bridge for it, but nobody compared the trained and exported model with transformers"
 )
@@ -86,11 +88,26 @@ def not_converted(config: dict[str, Any]) -> str:
     if architecture not in CONVERTED:
         named = architecture or "a model without architectures in its config.json"
         return f"{named} is not converted or trained here: {_reason(architecture)}; {closest(config)}"
+    if own := _own_code(config, architecture):
+        return own
     kind = config.get("model_type")
     if (ALIASES.get(kind, kind) if isinstance(kind, str) else kind) != CONVERTED[architecture]:
         kind = config_json.show(config.get("model_type"))
         return f"model_type is {kind}, and that of {architecture} is {CONVERTED[architecture]}"
     return ""
+
+
+def _own_code(config: dict[str, Any], architecture: str) -> str:
+    """The reason why Megatron-Bridge does not take a release that names code for its model; "" if it does.
+
+    Megatron-Bridge looks for a bridge by the name of that class, and finds only bridges registered by a name.
+    """
+    named = config.get("auto_map")
+    code = str((named if isinstance(named, dict) else {}).get("AutoModelForCausalLM", ""))
+    if not code or (architecture in BY_NAME and code.rpartition(".")[2] == architecture):
+        return ""
+    text = f"auto_map names {config_json.show(code)}, code of the release, and only transformers' {architecture} is"
+    return f"{text} converted; if both compute the same, take auto_map out of config.json in a local folder"
 
 
 def _reason(architecture: str) -> str:

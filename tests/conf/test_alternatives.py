@@ -9,7 +9,7 @@ import pytest
 from conf.alternatives import DENSE, OF_EXPERTS, closest
 from conf.model_facts import CONVERTED, MODELS, facts_from_hf
 from conf.planner.parameters import total
-from conf.rules.conversion import BRIDGED, NOT_TAKEN, not_converted
+from conf.rules.conversion import BRIDGED, BY_NAME, NOT_TAKEN, not_converted
 
 KNOWN = {
     known["source"].removesuffix(" config.json"): known["config"]
@@ -52,6 +52,7 @@ def test_the_families_that_megatron_bridge_knows_are_those_of_the_installed_rele
     files = [*Path(package.submodule_search_locations[0], "models").rglob("*.py")]
     text = "\n".join(file.read_text("utf-8") for file in files)
     names = dict(re.findall(r'^(_\w+_HF_CLASS_NAME) = "(\w+)"', text, re.MULTILINE))
+    assert set(BY_NAME) == {name for name in re.findall(r'\bsource="(\w+)",', text) if name in CONVERTED}
     registered = {names.get(name, name) for name in re.findall(r'\bsource="?(\w+?)"?,', text)}
     known = {name for name in registered if name.endswith("ForCausalLM")}
     assert known - NOT_TAKEN.keys() - CONVERTED.keys() == BRIDGED

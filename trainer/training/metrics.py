@@ -41,6 +41,7 @@ from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelpe
 from megatron.core.utils import unwrap_model
 from torch import distributed
 
+from conf.planner import hardware
 from conf.rules import objectives
 from conf.schema.run import Run
 from contract.faults import Fault
@@ -51,9 +52,6 @@ from trainer.training.gradients import Gradients
 from trainer.training.metrics_lines import drop_after
 from trainer.training.pace import Pace
 from trainer.training.tensorboard_files import TensorBoardFiles
-
-# Dense bf16 TFLOP/s of one device by a part of its name, from NVIDIA's datasheets.
-PEAKS = {"GB200": 2500.0, "B200": 2250.0, "H200": 989.0, "H100": 989.0, "A100": 312.0}
 
 
 def stop_at_no_number(step: int, losses: dict[str, float]) -> None:
@@ -241,7 +239,9 @@ class _Scalars(dict):
 
 
 def _peak(device: str) -> float | None:
-    return next((peak for name, peak in PEAKS.items() if name in device), None)
+    """Dense TFLOP/s in bf16 of the GPU that a driver calls by this name."""
+    gpu = hardware.by_device(device)
+    return gpu.tflops["bf16"] if gpu else None
 
 
 def _auxiliary_losses(model) -> dict[str, str]:
