@@ -83,11 +83,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _obstacles(run: Run) -> list[str]:
     """Reasons why the model cannot be converted."""
-    if isinstance(run.model.source, str) and (folder := Path(run.model.source).expanduser()).is_dir():
-        weights.require_whole(folder)
     found = obstacles(config_of(run)[0], run.model.ignore_config)
     if not found and (refused := unwritable(config_of(run)[0], run.export.quantization)):
         return [refused]
+    if isinstance(run.model.source, str) and (folder := Path(run.model.source).expanduser()).is_dir():
+        weights.require_headers(folder)
     of_model = [f"model.source: {run.model.source}: {line}" for line in found]
     if not objectives.has_teacher(run):
         return of_model

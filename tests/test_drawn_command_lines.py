@@ -104,7 +104,7 @@ def overrides(draw: random.Random, most: int) -> list[str]:
 
 @pytest.fixture(autouse=True)
 def alone(tmp_path, monkeypatch):
-    """An empty folder, without a Hub, a store or a server, and the signals as they were."""
+    """An empty folder, without a Hub, a store or a server; signals are restored."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("FINETUNE_RUNS", str(tmp_path / "runs"))
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")

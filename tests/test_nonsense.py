@@ -120,6 +120,7 @@ SENSE = [
     "tiny optimizer.weight_decay=3.2 optimizer.eps=1e-15 optimizer.clip_grad=1e-3",
     "tiny optimizer.eps=0.1 optimizer.clip_grad=0 optimizer.beta2=0.9999",
     "tiny moe.aux_loss_coeff=0.5 moe.z_loss_coeff=0.1 moe.balance=seq_aux_loss",
+    f"{DENSE} moe.aux_loss_coeff=0 moe.balance=none moe.force_balance=false",
     "tiny adapter.alpha=1 adapter.rank=64",
     "tiny adapter.alpha=512 adapter.rank=8",
     "tiny evaluate.parity_bound=0.5 gang.start_within=86400 hardware.price=98.32",

@@ -217,7 +217,8 @@ def _balancing(run: Run, facts: ModelFacts) -> Iterator[Broken]:
     """Yield keys of routing that are set for a dense model, which has no router."""
     for key in ROUTING if not facts.experts else ():
         default = Moe.model_fields[key].default
-        if (value := getattr(run.moe, key)) != default:
+        value = getattr(run.moe, key)
+        if value and value not in (default, "none"):  # 0 and none are true of a dense model
             yield Broken(f"{key} of dense", f"moe.{key}", f"{show(value)}, but the model has no experts", [default])
 
 

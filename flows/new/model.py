@@ -93,7 +93,7 @@ def read(wanted: ModelSection, folder: Path) -> Model:
         lacks = f"{source} holds no weights: the configuration can be planned, and runs once *.safetensors are there"
         return Model(source, config, facts, Path(source) if tokenizer_files.are_among(names) else None, lacks)
     if resolved is None:
-        weights.require_whole(Path(source))
+        weights.require_headers(Path(source))
     chosen, _ = file_choice.choose(names, wanted.unsafe_weights, wanted.trust_remote_code)
     file_choice.require_weights(place, chosen, names, wanted.unsafe_weights)
     file_choice.require_tokenizer(source, names)

@@ -57,10 +57,13 @@ def empty(data: Data) -> str:
     """The first source on this host without a row, as a reason; "" if each has one, or may have one."""
     for number, part in enumerate(data.parts):
         key = f"data.mixture[{number}].source" if data.mixture else "data.source"
-        if part.source and row_sources.kind(part.source, key) == "local":
-            files = row_sources.files(part.source, key)
-            if not any(map(_may_have_rows, files)):
-                return f"{key}: {part.source}: no row in {files[0] if len(files) == 1 else f'its {len(files)} files'}"
+        try:
+            is_local = part.source and row_sources.kind(part.source, key) == "local"
+            files = row_sources.files(part.source, key) if part.source and is_local else []
+        except Fault:  # the stage reports a source that is not there
+            continue
+        if files and not any(map(_may_have_rows, files)):
+            return f"{key}: {part.source}: no row in {files[0] if len(files) == 1 else f'its {len(files)} files'}"
     return ""
 
 

@@ -151,14 +151,14 @@ def unasked(planned: Plan, last: str | None) -> str:
 def unfit(planned: Plan, last: str | None) -> str:
     """The reason why the rows, which are not read here, or the model are not what a stage takes; "" where they may."""
     run, asked, found = planned.run, pipeline.asked(planned.run, last), list[str]()
-    if "prepare" in asked:
-        found.append(training_rows.empty(run.data))
     if "train" in asked:
         found += [objectives.unfit(run, *one) for one in _known(run.data)]
     if "reinforce" in asked:
         prompts = reinforcement.of_prompts(run) if reinforcement.has_prompts(run) else run
         found += [reinforcement.unfit(run, *one) for one in _known(prompts.data)]
         found += [reinforcement.unlike(run, planned.facts)]
+    if "prepare" in asked:
+        found.append(training_rows.empty(run.data))
     return next(filter(None, found), "")
 
 
@@ -268,13 +268,13 @@ def _facts(run: Run) -> ModelFacts:
         return verdict.facts_of(run)
     else:
         config = config_json.read(source, run.model.revision)
-        if hub.kind(source) == "folder":
-            weights.require_whole(Path(source).expanduser())
     facts = verdict.facts_in(config, f"model.source: {source}: ")
     if found := conversion.obstacles(config, run.model.ignore_config):
         raise Fault(f"model.source: {source}: {'; '.join(found)}")
     if refused := conversion.unwritable(config, run.export.quantization):
         raise Fault(refused)
+    if isinstance(source, str) and hub.kind(source) == "folder":
+        weights.require_headers(Path(source).expanduser())
     return facts
 
 
