@@ -109,7 +109,7 @@ class Metrics(Callback):
         samples = context.state.train_state.consumed_train_samples + batch
         sequences = batch * objectives.sequences(self.run.train)
         tflops = num_floating_point_operations(config, sequences) / seconds / distributed.get_world_size() / 1e12
-        peak = self.run.log.peak_tflops or _peak(torch.cuda.get_device_name())
+        peak = self.run.log.peak_tflops or hardware.peak(torch.cuda.get_device_name())
         line = {"kind": "train", "step": step, "time": time.time(), **_numbers(losses)}
         line |= self._figures(context.loss_dict)
         line |= {"lr": context.optimizer.param_groups[0]["lr"]} | self._scaling(context)
@@ -236,12 +236,6 @@ class _Scalars(dict):
 
     def add_scalars(self, name: str, values, step: int) -> None:
         pass
-
-
-def _peak(device: str) -> float | None:
-    """Dense TFLOP/s in bf16 of the GPU that a driver calls by this name."""
-    gpu = hardware.by_device(device)
-    return gpu.tflops["bf16"] if gpu else None
 
 
 def _auxiliary_losses(model) -> dict[str, str]:
