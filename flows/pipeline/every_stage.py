@@ -45,7 +45,7 @@ def make(
     until_stage: str | None,
     require: Callable[[Run], None] = lambda run: None,
 ) -> State:
-    """Make the artifacts that are missing. `require` raises a Fault for a run of another flow. The state has a Result."""
+    """Make the artifacts that are missing. `require` raises a Fault for another flow's run. The state has a Result."""
     begun = ExitStack()
     try:
         run = load(conf, overrides)
