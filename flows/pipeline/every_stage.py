@@ -2,6 +2,7 @@
 
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportFunctionMemberAccess=false
 
+import logging
 from collections.abc import Callable
 from contextlib import ExitStack
 from datetime import UTC
@@ -9,6 +10,7 @@ from pathlib import PurePath
 from typing import Literal
 
 from prefect import State, allow_failure
+from prefect.exceptions import FailedRun
 from prefect.runtime import flow_run
 from prefect.states import Failed
 
@@ -45,7 +47,8 @@ def make(
     until_stage: str | None,
     require: Callable[[Run], None] = lambda run: None,
 ) -> State:
-    """Make the missing artifacts. `require` raises a Fault for a run of another flow. The state has a Result."""
+    """Make the artifacts that are missing. `require` raises a Fault for another flow's run. The state has a Result."""
+    logging.getLogger("prefect.flow_runs").addFilter(_has_news)
     begun = ExitStack()
     try:
         run = load(conf, overrides)
@@ -90,3 +93,8 @@ def make(
         run_report.publish(planned, session.outcomes, session.store, session.tracking)
         made = result.of(session.outcomes, session.store, session.tracking)
     return session.outcomes.verdict(made)
+
+
+def _has_news(record: logging.LogRecord) -> bool:
+    """Whether to log a record. The engine's stack trace of a failed run is left out: its state has the reason."""
+    return not (record.exc_info and isinstance(record.exc_info[1], FailedRun))

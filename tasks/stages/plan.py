@@ -14,6 +14,8 @@ does not fit. A run that is illegal, or whose model cannot be converted, ends in
 arithmetic.
 """
 
+# pyright: reportArgumentType=false, reportCallIssue=false
+
 import importlib.metadata
 import json
 import os

@@ -25,7 +25,7 @@ class Result:
 
 
 def of(outcomes: Outcomes, store: Store, tracking: RunTracking) -> Result:
-    made = outcomes.made
+    made = {name: outcomes.made[name] for name in outcomes.stages if name in outcomes.made}
     gains = run_page.gains(made)
     promoted = made["promote"].result if "promote" in made else {}
     run, pages = tracking.own_run() or tracking.training_run(), tracking.pages()

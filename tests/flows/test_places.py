@@ -1,9 +1,11 @@
 """A flow whose store or folder of local files cannot be used ends in a line before any stage, without an exception."""
 
+import logging
 from types import SimpleNamespace
 from uuid import uuid4
 
 import pytest
+from prefect.exceptions import FailedRun
 
 from conf.load import load
 from flows.pipeline import every_stage
@@ -25,3 +27,6 @@ def test_a_file_in_the_place_of_a_folder_ends_the_flow_in_a_line(monkeypatch, tm
     assert state.is_failed() and state.message is not None
     assert state.message.endswith(f"{tmp_path}/file{below} must be a folder that can be written")
     assert "Not a directory" in state.message or "File exists" in state.message
+    trace = (FailedRun, FailedRun(state.message), None)
+    logged = logging.LogRecord("prefect.flow_runs", logging.ERROR, __file__, 1, "unexpected exception", (), trace)
+    assert not logging.getLogger("prefect.flow_runs").filter(logged), "Prefect's engine adds a stack trace"
