@@ -23,6 +23,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from conf import noise
 from conf.load import FOLDER, OWN, load, read_overrides
 from contract import closed_pipe, regular_files
 from contract.faults import ConfigError, Fault
@@ -269,6 +270,8 @@ def _tell(settled: Settled, first: FirstRows, path: Path, printed: bool) -> None
         say(f"         guessed from {first.guessed}; data.input=COLUMN data.output=COLUMN says otherwise")
     say(f"  runs   {run.train.steps} steps of {run.train.global_batch} sequences on {settled.machine.shown}")
     say(f"  plan   {planned.told(settled)}")
+    if few := noise.warning(run, None if first.rows is None else round(first.rows * run.data.test)):
+        say(f"  note   {few.removeprefix('warning: ')}")
     if not run.evaluate.tasks:
         say(f"  note   no evaluation: {settled.choices.made['evaluate.tasks'].why}")
     name, python = path.stem if path.parent in (OWN, FOLDER) else _shown(path), _python()

@@ -55,7 +55,7 @@ def asked(run: Run, made: dict[str, Any] | None = None) -> int | None:
 
 
 def held_out(run: Run, made: dict[str, Any] | None = None) -> int | None:
-    """Number of rows of the test split; None where nothing is known, and of texts, which are cut into windows."""
+    """Number of rows of the test split; None = unknown, or texts, which are cut into windows."""
     if made:
         return None if made["kind"] == "text" else made["rows"].get("test", 0)
     found = None if any(part.shape == "text" for part in run.data.parts) else _counted(run)

@@ -25,8 +25,8 @@ class Evidence:
     """Knowledge about the gain of one evaluation over another."""
 
     shown: str  # for people: the rows that are right; "" where rows are neither right nor wrong
-    how: str  # for people: what was compared, or why nothing could be
-    chance: float | None  # that equal models differ as much; None where nothing could be compared
+    how: str  # for people: the way of the comparison, or why there is none
+    chance: float | None  # that equal models differ as much; None = not comparable
 
 
 def compare(metric: str, before: Artifact | None, after: Artifact, store: Store, same_rows: bool) -> Evidence:

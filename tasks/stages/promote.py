@@ -153,7 +153,7 @@ def _rivals(
 def decide(
     metric: str, value: float, rivals: Sequence[Rival], margin: float, confidence: float = 0.0
 ) -> tuple[bool, str]:
-    """Whether the model becomes champion, as it is better than each rival, and the reason, as text for people."""
+    """Whether the model is better than each rival, and so becomes champion; and the reason, for people."""
     if not rivals:
         return math.isfinite(value), f"{metric} {value:.4g}; it is the first, and began with drawn weights"
     found = [_beats(metric, value, rival, margin, confidence) for rival in rivals]
@@ -210,7 +210,7 @@ def _questions(metric: str, after: Artifact, store: Store) -> str:
 
 
 def _evaluation(store: Store, model: str, version: str) -> Artifact | None:
-    """Evaluation of a registered version. Its pin names it last; None where it is in another store."""
+    """Evaluation of a registered version. Its pin names it last; None = it is in another store."""
     pin = store.read(_pin(model, version))
     return artifact.read(store, json.loads(pin[0])["artifacts"][-1]) if pin else None
 

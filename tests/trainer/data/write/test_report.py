@@ -1,4 +1,4 @@
-"""trainer/data/write/report.py: what is said about packed sequences that are not full."""
+"""trainer/data/write/report.py: warnings about packed sequences that are not full."""
 
 import numpy as np
 import pytest
