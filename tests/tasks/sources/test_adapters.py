@@ -32,7 +32,7 @@ def registered(monkeypatch, folder):
             raise MlflowException(f"Model Version (name={name}, version={number}) not found")
         return SimpleNamespace(tags=tags)
 
-    monkeypatch.setattr(adapters, "_registry", lambda _: SimpleNamespace(get_model_version=version))
+    monkeypatch.setattr(adapters.address, "registry", lambda _: SimpleNamespace(get_model_version=version))
     return tags
 
 
