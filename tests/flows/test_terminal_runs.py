@@ -18,6 +18,7 @@ BEGUN = "Beginning flow run"
 def flow(tmp_path, monkeypatch):
     """flow(name): start a short run, and return its process and its output."""
     monkeypatch.setenv("FINETUNE_RUNS", str(tmp_path / "runs"))
+    (tmp_path / "home").mkdir()
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     monkeypatch.setenv("NO_COLOR", "1")
     monkeypatch.delenv("PREFECT_HOME")
