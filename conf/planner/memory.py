@@ -236,7 +236,7 @@ def _rank(
     if holding.output:  # its weight's gradient as well
         output = _trained_bytes(run, _output_weights(run, facts)) + empty
         loss = costs["loss"][1]
-        apart = _too_small(run, facts, gpu, holding) if run.train.recompute == "full" else 0
+        apart = _too_small(run, facts, gpu, holding, works)
         moments += [{**loss, "working": loss["working"] + output, "margin": apart}]
     passing = states.passing(run, cut, *holding.trained, holding.quantized)
     moments += [{"logits": 0, "dispatch": 0, "working": passing - kept, "margin": 0}]
@@ -283,19 +283,19 @@ def _output_weights(run: Run, facts: ModelFacts) -> int:
     return facts.padded_vocab(run.layout.tp) // run.layout.tp * facts.hidden
 
 
-def _too_small(run: Run, facts: ModelFacts, gpu: Gpu, holding: Holding) -> int:
+def _too_small(run: Run, facts: ModelFacts, gpu: Gpu, holding: Holding, works: list[dict[str, int]]) -> int:
     """Bytes that are free at the loss in blocks which are too small for the logits.
 
-    They are of a layer's forward pass, and of one layer's frozen experts, which were laid in one block each
-    (trainer/megatron/frozen_experts.py). Where layers are not computed again, what they keep fills such places.
+    They are of tokens that were sent to experts, and of one layer's frozen experts, which were laid in one block each
+    (trainer/megatron/frozen_experts.py). If layers keep more than their input, that fills such places.
     """
-    bare = run.model_copy(update={"train": run.train.model_copy(update={"recompute": "none"})})
-    found = max(sum(activations.working(bare, facts, kind, 0).values()) for kind in holding.layers)
-    if gpu.capability // 1 != FROZEN_PRODUCT or not (experts := _stacked(run, facts, holding)):
-        return found
-    t = activations.tokens(run, facts)
-    one = t.whole * facts.padded_vocab(run.layout.tp) // run.layout.tp * t.byte
-    return found + sum(experts) - (one if one <= max(experts) else 0)
+    if not facts.experts or run.train.recompute != "full" or run.train.recompute_first is not None:
+        return 0
+    sent, blocks = max(work["dispatch"] for work in works), _stacked(run, facts, holding)
+    if int(gpu.capability) != FROZEN_PRODUCT or not blocks:
+        return sent
+    each = activations.tokens(run, facts).whole * _output_weights(run, facts) // facts.hidden * byte(run.train)
+    return sent + sum(blocks) - (each if each <= max(blocks) else 0)
 
 
 def _stacked(run: Run, facts: ModelFacts, holding: Holding) -> tuple[int, ...]:
@@ -327,7 +327,9 @@ def _empty_gradients(run: Run, facts: ModelFacts, holding: Holding) -> int:
     sizes = {_output_weights(run, facts)} if holding.output else set()
     for kind in holding.layers:
         base = facts.kinds[-1] if kind == "mtp" else kind
-        sizes |= {one.into * one.out // (1 if one.cut == "whole" else layout.tp) for one in parameters.linears(facts, base)}
+        sizes |= {
+            one.into * one.out // (1 if one.cut == "whole" else layout.tp) for one in parameters.linears(facts, base)
+        }
         if base == "moe":
             matrix = facts.hidden * facts.expert_ffn // layout.etp
             sizes |= {matrix, matrix * gate}
