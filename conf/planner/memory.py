@@ -129,7 +129,8 @@ def asking(run: Run, facts: ModelFacts, gpu: Gpu) -> list[StageMemory]:
                 copies=copies,
                 activations=kept,
                 **peak,
-                **_besides(run, facts, gpu, kept + sum(peak.values())),
+                margin=int((kept + sum(peak.values())) * _fragments(run, facts)),
+                **_besides(run, facts, gpu),
             )
         )
     return found
@@ -232,14 +233,18 @@ def _rank(
     empty = _empty_gradients(run, facts, holding) if gpu.cuda else 0
     gradient = empty or _largest_gradient(run, facts, holding)
     works = [costs[kind][1] for kind in holding.layers]
-    moments = [{"logits": 0, **one, "working": one["working"] + gradient, "margin": 0} for one in works]
+    moments = [{"logits": 0, **one, "working": one["working"] + gradient} for one in works]
     if holding.output:  # its weight's gradient as well
         output = _trained_bytes(run, _output_weights(run, facts)) + empty
         loss = costs["loss"][1]
-        apart = _too_small(run, facts, gpu, holding, works)
-        moments += [{**loss, "working": loss["working"] + output, "margin": apart}]
+        moments += [{**loss, "working": loss["working"] + output}]
+    for moment in moments:
+        moment["margin"] = int((kept + sum(moment.values())) * _fragments(run, facts))
+        moment["margin"] += _too_small(run, facts, gpu, holding, works) if moment["logits"] else 0
     passing = states.passing(run, cut, *holding.trained, holding.quantized)
-    moments += [{"logits": 0, "dispatch": 0, "working": passing - kept, "margin": 0}]
+    if not gpu.cuda:  # where a checkpoint is made of what lies there, too
+        passing = max(passing, states.saving(run, cut, *holding.trained))
+    moments += [{"logits": 0, "dispatch": 0, "working": passing - kept, "margin": int(passing * EVEN)}]
     peak = max(moments, key=lambda moment: sum(moment.values()))
     return StageMemory(
         rank=holding.rank,
@@ -249,19 +254,23 @@ def _rank(
         adapters=holding.adapters * states.byte(run.train),
         copies=copies,
         activations=kept,
-        **peak | _besides(run, facts, gpu, kept + sum(peak.values()) - peak["margin"], peak["margin"]),
+        **peak,
+        **_besides(run, facts, gpu),
     )
 
 
-def _besides(run: Run, facts: ModelFacts, gpu: Gpu, passing: int, apart: int = 0) -> dict[str, int]:
-    """Memory besides that of the model, `passing` bytes that come and go, and `apart` that lie between them."""
+def _fragments(run: Run, facts: ModelFacts) -> float:
+    return FRAGMENTS if facts.experts or run.adapter.kind == "none" else EVEN
+
+
+def _besides(run: Run, facts: ModelFacts, gpu: Gpu) -> dict[str, int]:
+    """Memory besides that of the model."""
     input_bytes = int(activations.tokens(run, facts).whole) * facts.hidden * byte(run.train)
     shared = SHARED_BUFFERS * input_bytes if run.train.overlap_tp else 0
     groups = _groups(run, facts) * (NCCL_GROUP if run.world > 1 else NCCL_ALONE)
     return {
         "buffers": WORKSPACE + groups + shared if gpu.cuda else 0,
         "context": CONTEXT if gpu.cuda else PROCESS,
-        "margin": int(passing * (FRAGMENTS if facts.experts or run.adapter.kind == "none" else EVEN)) + apart,
         "capacity": gpu.memory,
     }
 
