@@ -52,6 +52,7 @@ def _train(given: Run, run: Run, rollouts: Rollouts | None, start: int) -> None:
     device.start()
     from trainer.megatron.model import open_bridge
     from trainer.patches import resharding
+    from trainer.patches.checkpoints import exchanged_states
     from trainer.reinforcement.journal import Journal, facts
     from trainer.reinforcement.loop import Reinforcement
     from trainer.reinforcement.policy.losses import Settings
@@ -62,6 +63,7 @@ def _train(given: Run, run: Run, rollouts: Rollouts | None, start: int) -> None:
     from trainer.training.parity import Parity
 
     resharding.install()
+    exchanged_states.install()
     asked, feed = run.reinforce, Feed()
     if rollouts:
         Journal(Path(run.paths.output)).begin(facts(given))

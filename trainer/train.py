@@ -46,6 +46,7 @@ def main(run: Run) -> None:
     from trainer.megatron.next_batch import NextBatch
     from trainer.objectives import forward
     from trainer.patches import resharding
+    from trainer.patches.checkpoints import exchanged_states
     from trainer.training.learning_check import Gates
     from trainer.training.loss_scaling import LossScaling
     from trainer.training.mark_checkpoints import Saves
@@ -56,6 +57,7 @@ def main(run: Run) -> None:
     from trainer.weights import starting_adapter
 
     resharding.install()
+    exchanged_states.install()
     start = done[-1] if done else 0
     with megatron_to(Path(run.paths.logs)):
         bridge = open_bridge(run)

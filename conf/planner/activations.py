@@ -12,7 +12,12 @@ Read off the layers that a GPU run builds: megatron-core 0.19 (attention.py, mlp
     permutations    keep maps of indices; all-to-all and un-permutation keep no tokens
     FP8             trained layers keep their input in FP8, but where another layer keeps it in bf16 anyhow (core's
                     save_original_input, which delayed scaling cannot); adapters compute in bf16 and keep that, but
-                    those of each expert. The tokens of an expert are filled up to a multiple of 16 (mxfp8: 32)
+                    those of each expert. The tokens of an expert are filled up to a multiple of 16 (mxfp8: 32). A
+                    frozen layer with a norm keeps the norm's output in FP8 if an adapter takes that output (Transformer
+                    Engine's LayerNormLinear saves all that it returns)
+    recomputation   a layer keeps its input. A dispatcher also holds the routing of the last forward pass, and the first
+                    one has no graph that trainer/patches/kept_routes.py could drop
+    loss            Transformer Engine's works on a copy of the logits
 
     dropout         keeps a mask of 1 byte of what attention and MLP add to the residual; fused attention draws its own
                     again, without a mask
@@ -34,6 +39,7 @@ IMBALANCE = 1.2
 # Bytes per token and expert that routing keeps: logits, scores, probabilities, the loss's scores (fp32 each), the map
 # (bool), and the permutation's map of rows (two int32 a piece).
 ROUTING = 4 * 4 + 1 + 2 * 4
+HELD_ROUTING = 4 + 1 + 2 * 4  # of those, what a dispatcher holds: probabilities, and both maps
 # Bytes of a number in FP8, with its share of a scale: of 4 bytes for 128 numbers, or of 1 for 32.
 LOW = {"current": 1.0, "delayed": 1.0, "blockwise": 1 + 4 / 128, "mxfp8": 1 + 1 / 32}
 
@@ -65,12 +71,20 @@ def kinds(facts: ModelFacts) -> list[str]:
     return ["dense", *(["moe"] if facts.experts else []), "mtp"]
 
 
-def kept(run: Run, facts: ModelFacts, whole: int) -> int:
-    """Bytes that one layer keeps of one microbatch from forward to backward; `whole` are those of its parts."""
-    if run.train.recompute == "full":
-        t = tokens(run, facts)
-        return t.local * facts.hidden * t.byte  # recompute_layers is the caller's: one such input for each block
-    return whole
+def kept(run: Run, facts: ModelFacts, kind: str, whole: int) -> int:
+    """Bytes that one layer keeps of one microbatch from forward to backward; `whole` are those of its parts.
+
+    With full recomputation they are of a block of layers, which keeps one input.
+    """
+    if run.train.recompute != "full":
+        return whole
+    t, layers = tokens(run, facts), 1 if kind == "mtp" else run.train.recompute_layers
+    base = facts.kinds[-1] if kind == "mtp" else kind
+    return t.local * facts.hidden * t.byte + (layers * _held_routing(facts, t) if base == "moe" else 0)
+
+
+def _held_routing(facts: ModelFacts, t: Tokens) -> int:
+    return t.local * facts.experts * HELD_ROUTING
 
 
 def parts(run: Run, facts: ModelFacts, kind: str) -> dict[str, int]:
@@ -82,6 +96,7 @@ def parts(run: Run, facts: ModelFacts, kind: str) -> dict[str, int]:
     found = {"norms": _norms(run.train, facts, t, kind), "attention": _attention(run, facts, t)}
     if kind == "dense":
         found["mlp"] = 0 if "mlp" in run.train.recompute_modules else _dense(run, t, facts, facts.ffn, facts.hidden)
+        found["mlp"] += _returned(run, "linear_fc1", found["mlp"] and t.whole * facts.hidden)
     else:
         found |= _moe(run, facts, t)
     if run.model.dropout:
@@ -124,18 +139,30 @@ def working(run: Run, facts: ModelFacts, kind: str, whole: int) -> dict[str, int
     return {"dispatch": dispatch, "working": again + dense * t.byte + int(width * low)}
 
 
+def at_loss(run: Run, facts: ModelFacts) -> dict[str, int]:
+    """Bytes while the loss is computed. The last layer's output and its norm are there as well."""
+    t = tokens(run, facts)
+    return {"logits": logits(run, facts), "dispatch": 0, "working": 2 * t.local * facts.hidden * t.byte}
+
+
 def logits(run: Run, facts: ModelFacts) -> int:
-    """Bytes while the loss is computed, of the model and of each MTP layer. The gradient takes the logits' place."""
+    """Bytes of the logits at the loss, of the model and of each MTP layer.
+
+    The gradient takes the place of the logits, or of the copy that Transformer Engine's loss has made of them.
+    """
     t = tokens(run, facts)
     rows = t.whole * facts.padded_vocab(run.layout.tp) // run.layout.tp
     # In fp32: less their largest, and to the power of e. Distillation has them divided by its temperature as well.
-    # Transformer Engine's loss makes neither, and takes no fp16: GPT2-large took 13.6 GB more in it on an H200.
+    # Transformer Engine's loss makes neither, and takes no fp16: GPT2-large took 13.6 GB more in it on an H200. But it
+    # copies the logits: Qwen3-30B-A3B and Llama-3.1-8B had them twice on an H100, one of 8,192 tokens 2.1 and 2.5 GB.
     twice = run.train.z_loss or run.train.precision == "fp16"
     # A policy's come in fp32 (trainer/reinforcement/policy/exact_logits.py), and their gradient is rounded.
     exact = reinforcement.is_policy(run) and run.train.precision == "bf16"
     of_each = t.byte + (4 if exact else 0)
+    own_loss = run.train.objective == "distill" or run.train.precision == "fp16"
+    copied = 0 if own_loss else rows * (4 if exact else t.byte)
     in_fp32 = 12 * rows if run.train.objective == "distill" else 8 * rows if twice else 0
-    return rows * of_each * (1 + (facts.mtp_layers if run.model.mtp else 0)) + in_fp32
+    return rows * of_each * (1 + (facts.mtp_layers if run.model.mtp else 0)) + copied + in_fp32
 
 
 def said(run: Run) -> int:
@@ -169,6 +196,11 @@ def _input(
     if run.adapter.dropout:
         return int(size * (each + 1))  # its own copy, which no recompute drops
     return 0 if held or drops else int(size * each)
+
+
+def _returned(run: Run, name: str, size: int) -> int:
+    """Bytes that a frozen layer with a norm keeps in FP8 of the norm's output, which it returns to an adapter."""
+    return int(size * LOW[run.train.fp8]) if run.train.fp8 and _adapted(run.adapter, name) else 0
 
 
 def _lora(run: Run, t: Tokens, name: str, rows: int, out: int) -> int:
@@ -219,6 +251,7 @@ def _attention(run: Run, facts: ModelFacts, t: Tokens) -> int:
         # norms of q and k keep both from before
         inner = (query + 2 * keys) + (query + keys if facts.qk_norm else 0)
         total = inner * t.byte + _input(run, t, "linear_qkv", gathered * facts.hidden)
+        total += _returned(run, "linear_qkv", gathered * facts.hidden)
         total += _lora(run, t, "linear_qkv", t.whole, (facts.heads + 2 * facts.kv_heads) * facts.head_dim // layout.tp)
     # attention keeps its output for its own backward pass, unless that is computed again
     total += 0 if "core_attn" in again and not _input(run, t, "linear_proj", out) else out * t.byte
@@ -242,7 +275,7 @@ def _dense(run: Run, t: Tokens, facts: ModelFacts, width: int, hidden: int) -> i
 def _moe(run: Run, facts: ModelFacts, t: Tokens) -> dict[str, int]:
     again, etp, gate = run.train.recompute_modules, run.layout.etp, 2 if facts.gated else 1
     if "moe" in again:  # the input of the whole, which is the norm's output
-        return {"experts": t.local * facts.hidden * t.byte}
+        return {"experts": t.local * facts.hidden * t.byte, "router": _held_routing(facts, t)}
     inner = t.busiest * facts.expert_ffn // etp
     experts = _input(run, t, "linear_fc1", t.busiest * facts.hidden, grouped=True) + inner * gate * t.byte
     experts += _input(run, t, "linear_fc2", inner, drops="moe_act" in again, grouped=True)

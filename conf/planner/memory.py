@@ -23,18 +23,23 @@ from conf.rules.layout import Grid, grid
 from conf.schema.run import Layout, Run
 
 # Not torch's to see, and read off an H200 (benchmarks/gpu/calibrate.py): CUDA's context with the code of cuBLAS,
-# Transformer Engine and attention, and the buffers of a communicator of NCCL's.
-CONTEXT, NCCL_GROUP = int(0.74e9), int(0.45e9)
+# Transformer Engine and attention, and the buffers of a communicator of NCCL's, of one rank alone and of several.
+CONTEXT, NCCL_ALONE, NCCL_GROUP = int(0.74e9), int(0.45e9), int(0.51e9)
 # Megatron sends through these even where one rank is alone in them: the world, tp, the ranks that share a model, dp
-# with and without cp, and edp. An H200 had 3.4 to 3.9 GB in use besides torch's in steps on one and two GPUs.
+# with and without cp, and edp. An H200 had 3.4 to 3.9 GB in use besides torch's in steps on one and two GPUs, and an
+# H100 3.0 on one and 4.0 to 4.2 on two in dp, tp, cp or pp.
 ALWAYS = 6
+# More with experts over several ranks: NCCL's log names three communicators, and one has channels for each pair of
+# ranks as well. Two H100 had 5.9 GB in use besides torch's at ep2, and 6.4 with MTP or with tp2, whatever the model.
+OF_EXPERTS = 4
 PROCESS = int(0.8 * GIB)  # the libraries of a rank on a CPU, resident: 0.97 GB were seen with a tiny model
 WORKSPACE = int(0.2 * GIB)  # cuBLAS and Transformer Engine: 32 MiB per stream, and as much per grouped product
 SHARED_BUFFERS = 16  # of a layer's input each, of tensor-parallel ranks with train.overlap_tp: 2.7 GB for GPT2-large
 # What the caching allocator holds and cannot use, of memory that comes and goes; weights and states lie in few blocks.
 # Routing gives every microbatch other sizes; expandable segments, which trainer/startup/device.py asks for, have
-# halved it.
-FRAGMENTS = 0.08
+# halved it. Without routing and with frozen weights, sizes repeat: 0.2 to 4 % were held on H100s.
+FRAGMENTS, EVEN = 0.08, 0.03
+FROZEN_PRODUCT = 9  # compute capability of the GPUs on which the experts of a layer are laid in one block
 DRY = 0.02  # of all a GPU has: below it the allocator empties its cache again and again
 
 
@@ -110,7 +115,7 @@ def asking(run: Run, facts: ModelFacts, gpu: Gpu) -> list[StageMemory]:
         weights, copies = states.weights(run, gpu, holding.parameters, holding.quantized, holding.matrices)
         moments = [works[kind] for kind in holding.layers]
         if holding.output:
-            moments.append({"logits": activations.logits(run, facts), "dispatch": 0, "working": 0})
+            moments.append(activations.at_loss(run, facts))
         loading = states.passing(run, cut, 0, 0, holding.quantized)
         moments.append({"logits": 0, "dispatch": 0, "working": loading})
         peak, kept = max(moments, key=lambda moment: sum(moment.values())), holding.output * activations.said(run)
@@ -124,7 +129,8 @@ def asking(run: Run, facts: ModelFacts, gpu: Gpu) -> list[StageMemory]:
                 copies=copies,
                 activations=kept,
                 **peak,
-                **_besides(run, facts, gpu, kept + sum(peak.values())),
+                margin=int((kept + sum(peak.values())) * _fragments(run, facts)),
+                **_besides(run, facts, gpu),
             )
         )
     return found
@@ -194,10 +200,10 @@ def _costs(run: Run, facts: ModelFacts, memo: dict[Any, Any]) -> dict[str, tuple
     if key not in memo:
         whole = {kind: sum(activations.parts(run, facts, kind).values()) for kind in activations.kinds(facts)}
         memo[key] = {
-            kind: (activations.kept(run, facts, size), activations.working(run, facts, kind, size))
+            kind: (activations.kept(run, facts, kind, size), activations.working(run, facts, kind, size))
             for kind, size in whole.items()
         }
-        memo[key] |= {"loss": (0, {"logits": activations.logits(run, facts), "dispatch": 0, "working": 0})}
+        memo[key] |= {"loss": (0, activations.at_loss(run, facts))}
         memo[key] |= {f"whole {kind}": (size, {}) for kind, size in whole.items()}
     return memo[key]
 
@@ -224,14 +230,21 @@ def _rank(
     flying = in_flight(run.layout, cut.microbatches, holding.rank)
     kept = int(sum(costs[kind][0] * n for kind, n in blocks.items()) * flying)
     # What is live besides at the fullest moment: in the backward pass of a layer, or at the loss.
-    gradient = _largest_gradient(run, facts, holding)
+    empty = _empty_gradients(run, facts, holding) if gpu.cuda else 0
+    gradient = empty or _largest_gradient(run, facts, holding)
     works = [costs[kind][1] for kind in holding.layers]
     moments = [{"logits": 0, **one, "working": one["working"] + gradient} for one in works]
     if holding.output:  # its weight's gradient as well
-        output = _trained_bytes(run, facts.padded_vocab(run.layout.tp) // run.layout.tp * facts.hidden)
-        moments += [{**costs["loss"][1], "working": output}]
+        output = _trained_bytes(run, _output_weights(run, facts)) + empty
+        loss = costs["loss"][1]
+        moments += [{**loss, "working": loss["working"] + output}]
+    for moment in moments:
+        moment["margin"] = int((kept + sum(moment.values())) * _fragments(run, facts))
+        moment["margin"] += _too_small(run, facts, gpu, holding, works) if moment["logits"] else 0
     passing = states.passing(run, cut, *holding.trained, holding.quantized)
-    moments += [{"logits": 0, "dispatch": 0, "working": passing - kept}]
+    if not gpu.cuda:  # where a checkpoint is made of what lies there, too
+        passing = max(passing, states.saving(run, cut, *holding.trained))
+    moments += [{"logits": 0, "dispatch": 0, "working": passing - kept, "margin": int(passing * EVEN)}]
     peak = max(moments, key=lambda moment: sum(moment.values()))
     return StageMemory(
         rank=holding.rank,
@@ -242,18 +255,22 @@ def _rank(
         copies=copies,
         activations=kept,
         **peak,
-        **_besides(run, facts, gpu, kept + sum(peak.values())),
+        **_besides(run, facts, gpu),
     )
 
 
-def _besides(run: Run, facts: ModelFacts, gpu: Gpu, passing: int) -> dict[str, int]:
-    """Memory besides that of the model, beside `passing` bytes that come and go."""
+def _fragments(run: Run, facts: ModelFacts) -> float:
+    return FRAGMENTS if facts.experts or run.adapter.kind == "none" else EVEN
+
+
+def _besides(run: Run, facts: ModelFacts, gpu: Gpu) -> dict[str, int]:
+    """Memory besides that of the model."""
     input_bytes = int(activations.tokens(run, facts).whole) * facts.hidden * byte(run.train)
     shared = SHARED_BUFFERS * input_bytes if run.train.overlap_tp else 0
+    groups = _groups(run, facts) * (NCCL_GROUP if run.world > 1 else NCCL_ALONE)
     return {
-        "buffers": WORKSPACE + NCCL_GROUP * _groups(run.layout) + shared if gpu.cuda else 0,
+        "buffers": WORKSPACE + groups + shared if gpu.cuda else 0,
         "context": CONTEXT if gpu.cuda else PROCESS,
-        "margin": int(passing * FRAGMENTS),
         "capacity": gpu.memory,
     }
 
@@ -269,6 +286,63 @@ def _first_blocks(layers: dict[str, int], first: int) -> dict[str, int]:
         first -= again
         blocks |= {kind: again, f"whole {kind}": layers[kind] - again}
     return blocks
+
+
+def _output_weights(run: Run, facts: ModelFacts) -> int:
+    return facts.padded_vocab(run.layout.tp) // run.layout.tp * facts.hidden
+
+
+def _too_small(run: Run, facts: ModelFacts, gpu: Gpu, holding: Holding, works: list[dict[str, int]]) -> int:
+    """Bytes that are free at the loss in blocks which are too small for the logits.
+
+    They are of tokens that were sent to experts, and of one layer's frozen experts, which were laid in one block each
+    (trainer/megatron/frozen_experts.py). If layers keep more than their input, that fills such places.
+    """
+    if not facts.experts or run.train.recompute != "full" or run.train.recompute_first is not None:
+        return 0
+    sent, blocks = max(work["dispatch"] for work in works), _stacked(run, facts, holding)
+    if int(gpu.capability) != FROZEN_PRODUCT or not blocks:
+        return sent
+    each = activations.tokens(run, facts).whole * _output_weights(run, facts) // facts.hidden * byte(run.train)
+    return sent + sum(blocks) - (each if each <= max(blocks) else 0)
+
+
+def _stacked(run: Run, facts: ModelFacts, holding: Holding) -> tuple[int, ...]:
+    """Bytes of the blocks that the frozen experts of a layer lie in."""
+    if (
+        not holding.layers.keys() & {"moe", "mtp"}
+        or not facts.experts
+        or run.adapter.kind == "none"
+        or run.train.precision != "bf16"
+        or run.train.fp8
+        or packed_base.format_of(run)
+        or not run.moe.grouped_gemm
+    ):
+        return ()
+    layout = run.layout
+    matrix = facts.experts // layout.ep * facts.hidden * facts.expert_ffn // layout.etp * byte(run.train)
+    return (matrix * (2 if facts.gated else 1), matrix)
+
+
+def _empty_gradients(run: Run, facts: ModelFacts, holding: Holding) -> int:
+    """Bytes of gradients that nothing is written in, of which Transformer Engine keeps one for each size of weight.
+
+    Where every weight is trained, products add to the fp32 sum themselves (gradient_accumulation_fusion), and autograd
+    gets an empty one (get_dummy_wgrad). Adapters' are small.
+    """
+    if run.adapter.kind != "none":
+        return 0
+    layout, gate = run.layout, 2 if facts.gated else 1
+    sizes = {_output_weights(run, facts)} if holding.output else set()
+    for kind in holding.layers:
+        base = facts.kinds[-1] if kind == "mtp" else kind
+        sizes |= {
+            one.into * one.out // (1 if one.cut == "whole" else layout.tp) for one in parameters.linears(facts, base)
+        }
+        if base == "moe":
+            matrix = facts.hidden * facts.expert_ffn // layout.etp
+            sizes |= {matrix, matrix * gate}
+    return sum(sizes) * byte(run.train)
 
 
 def _largest_gradient(run: Run, facts: ModelFacts, holding: Holding) -> int:
@@ -295,6 +369,9 @@ def _trained_bytes(run: Run, weights: int) -> int:
     return weights * states.byte(run.train) if run.adapter.kind == "none" else 0
 
 
-def _groups(layout: Layout) -> int:
+def _groups(run: Run, facts: ModelFacts) -> int:
     """Number of communicators that a rank has opened."""
-    return ALWAYS + sum(degree > 1 for degree in (layout.cp, layout.pp, layout.ep, layout.etp))
+    layout = run.layout
+    found = ALWAYS + sum(degree > 1 for degree in (layout.cp, layout.pp, layout.etp))
+    found += OF_EXPERTS + (layout.tp > 1) if layout.ep > 1 else 0
+    return found + (facts.mtp_layers > 0 and run.model.mtp)

@@ -31,6 +31,7 @@ from conf.planner.timing import Timing
 from conf.planner.timing import asking as seconds_of_asking
 from conf.rules import objectives, packed_base, pretraining, reinforcement, schedule
 from conf.rules.gpus import takes
+from conf.rules.layout import grid
 from conf.rules.serving import BYTES, precision
 from conf.schema.run import Run
 from conf.schema.sections import Layout
@@ -43,6 +44,7 @@ PACKED = 0.035 * GB  # bytes/s of a process that makes codes and scales of weigh
 DESCRIBED = 20.0  # seconds in which a rank finds out which released tensors its weights are made of
 CONVERTING = 3 * GB  # most of a process: its libraries, and a shard of tensors
 FILE = 5 * GB  # of a release: one is read, one is written at a time
+RANK = int(1.9 * GB)  # a process of training on a GPU, resident: 1.84 to 1.91 GB on an H100, with pages of its own
 OF_VLLM = 4 * GIB  # resident memory of a process of vLLM, beside files that it maps
 
 
@@ -116,7 +118,7 @@ def _asked(asking: Asking, gpu: Gpu) -> StageNeed:
     if gpu.cuda and rows is not None:
         seconds = START + _load(run, asking.facts) + seconds_of_asking(run, asking.facts, gpu, rows)
     gpus, fullest = (layout.gpus_per_node, asking.fullest.total) if gpu.cuda else (0, 0)
-    resident = 0 if gpu.cuda else sum(one.total for one in asking.stages)
+    resident = 0 if gpu.cuda else _fullest_host(run, [one.total for one in asking.stages])
     return StageNeed("reference", takes(run, "reference").hosts, gpus, fullest, resident, disk, seconds)
 
 
@@ -202,18 +204,30 @@ def _load(run: Run, facts: ModelFacts) -> float:
 def _training(run: Run, facts: ModelFacts, stages: tuple[StageMemory, ...], time: Timing | None, gpu: Gpu) -> StageNeed:
     trained, byte = _trained(run, facts), states.byte(run.train)
     kept = (8 if byte == 4 else 12) * trained if run.checkpoint.save_optimizer else 0  # in fp32, however it is held
-    away = int(states.AWAY * trained * run.optimizer.offload)
     written = schedule.saved(run)
     # a new checkpoint is whole before the oldest goes
     copies = min(written, run.checkpoint.keep + 1) if run.checkpoint.keep else written
     layout = run.layout
-    # saving copies what is trained into host memory before it writes
-    resident = (trained * byte + kept + away) // layout.nodes + (0 if gpu.cuda else sum(one.total for one in stages))
     hours = time.hours if time else None
     seconds = None if hours is None else hours * 3600 + START + _load(run, facts)
     fullest = max(stage.total for stage in stages) if gpu.cuda else 0
-    gpus = layout.gpus_per_node if gpu.cuda else 0
+    gpus, resident = layout.gpus_per_node if gpu.cuda else 0, _host(run, facts, stages, gpu)
     return StageNeed("train", layout.nodes, gpus, fullest, resident, copies * (trained * byte + kept), seconds)
+
+
+def _host(run: Run, facts: ModelFacts, stages: tuple[StageMemory, ...], gpu: Gpu) -> int:
+    """Bytes of the fullest host of a training, at its fullest moment: while a checkpoint is made."""
+    if not gpu.cuda:
+        return _fullest_host(run, [stage.total for stage in stages])
+    cut, every = grid(run.layout, run.train), [one.trained for one in memory.holdings(run, facts, {})]
+    return _fullest_host(run, [RANK + states.saving(run, cut, *of) + states.host_bytes(run, cut, *of) for of in every])
+
+
+def _fullest_host(run: Run, each: list[int]) -> int:
+    """The most bytes of a host, of those of a rank of each pipeline stage."""
+    here = run.layout.gpus_per_node
+    ranks = [each[rank * run.layout.pp // run.world] for rank in range(run.world)]
+    return max(sum(ranks[first : first + here]) for first in range(0, run.world, here))
 
 
 def _reinforcement(

@@ -4,6 +4,7 @@
     state_bytes(run, cut, dense, expert)        gradients and optimizer of so many trained parameters of one rank
     host_bytes(run, cut, dense, expert)         the optimizer's on the host, of one rank
     passing(run, cut, dense, expert, quantized) what lies besides for a moment, while no activations do
+    saving(run, cut, dense, expert)             what a rank has on the host while it saves its part of a checkpoint
 
 A parameter takes 2 bytes in bf16, 4 in fp32. A trained one takes 4 more for its gradient, or 2 (optimizer.gradients),
 and the optimizer's share: two means of 4 bytes each, or 2 or 1 (optimizer.states), and in bf16 the fp32 weight. The
@@ -17,6 +18,10 @@ FP8. Transformer Engine makes a copy of each weight in the first microbatch of a
 the input it needs the transposed one too, but where products in FP8 take either layout (Blackwell, one scale for a
 tensor). Blocks of 128 x 128 have an fp32 scale, in either copy; those of 32 (mxfp8) one byte. With train.fp8_weights
 the copies are all there is, after loading, which writes them from bf16.
+
+A checkpoint holds the optimizer's states by parameter, and for that every rank gets those of its whole buffer on the
+host: weight and two means in fp32, and copies of the part that the rank writes
+(trainer/patches/checkpoints/exchanged_states.py).
 
 A packed base (model.base) has its codes and scales in their place, also while it is loaded.
 
@@ -35,6 +40,7 @@ from conf.schema.training import Train
 
 MEANS = {"fp32": 8, "bf16": 4, "fp8": 2}  # bytes of both
 AWAY = 16  # bytes of an offloaded parameter on the host
+SAVED = 12  # bytes of the weight and both means in fp32, however they are held
 
 
 def byte(train: Train) -> int:
@@ -77,6 +83,17 @@ def passing(run: Run, cut: Grid, dense: int, expert: int, quantized: int) -> int
     # All means in FP8 are unpacked to fp32 for the step, else gradients in bf16 are.
     step = 8 * here if run.optimizer.states == "fp8" else 4 * here if run.optimizer.gradients == "bf16" else 0
     return max(step, quantized * byte(run.train) if run.train.fp8_weights else 0)
+
+
+def saving(run: Run, cut: Grid, dense: int, expert: int) -> int:
+    """The weights that the rank writes; with the optimizer's states, all of its buffers and copies of its part."""
+    ways = cut.dp * run.layout.cp, cut.edp
+    part = ceil(dense / ways[0]) + ceil(expert / ways[1])
+    if not run.checkpoint.save_optimizer:
+        return part * byte(run.train)
+    if not run.optimizer.distributed:
+        return part * (byte(run.train) + SAVED)
+    return SAVED * (dense + expert) + part * (byte(run.train) + SAVED)
 
 
 def shares(run: Run, cut: Grid, dense: int, expert: int) -> tuple[int, int]:

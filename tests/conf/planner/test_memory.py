@@ -173,7 +173,8 @@ def test_trained_layers_keep_inputs_in_fp8():
         assert 0.6 * high < low < 0.95 * high
         frozen = {"adapter__kind": "lora", "adapter__experts": "shared"}
         high, low = (one(alone(**frozen, train__fp8=fp8), known(name)).activations for fp8 in ("null", "current"))
-        assert high <= low < 1.03 * high  # adapters keep theirs in bf16, of tokens that are filled up
+        # adapters keep theirs in bf16, of tokens that are filled up, and normed layers have another copy in FP8
+        assert high <= low < 1.07 * high
 
 
 def test_cp_ranks_share_the_optimizer_too():
@@ -338,7 +339,7 @@ def test_measured_slice_of_glm47(monkeypatch, recompute, modules, fp8, measured)
 
 
 # nvidia-smi in the published runs of GPT2-large: 16 heads, 1024 tokens, no distributed optimizer, and dropout of 0.1,
-# which keeps masks that a fine-tuning run has not: 2 bytes per token, layer and hidden number. Their loss was computed
+# which keeps masks that a fine-tuning run has not: 2 bytes per token, layer and hidden number. In fp16, and with a loss
 # on two copies of the logits in fp32.
 @pytest.mark.parametrize(
     "layout, batch, measured",
@@ -357,14 +358,14 @@ def test_published_runs_of_gpt2(layout, batch, measured):
         train__global_batch=batch,
         train__micro_batch=batch,
         data__seq_length=1024,
+        train__precision="fp16",
         optimizer__distributed=False,
         **{f"layout__{key}": value for key, value in layout.items()},
     )
     stages = memory(made, known("gpt2-large-16-heads"), H200)
     for stage, seen in zip(stages, measured, strict=True):
         masks = 2 * 36 * 1280 * batch * 1024 // (ranks if layout.get("sp") or "tp" not in layout else 1)
-        copies = 8 * batch * 1024 * 50304 // (1 if "pp" in layout else ranks) if stage is stages[-1] else 0
-        assert stage.total + masks + copies == pytest.approx(seen * 2**20, rel=0.12)
+        assert stage.total + masks == pytest.approx(seen * 2**20, rel=0.13)
 
 
 def test_room_is_counted_in_bytes():

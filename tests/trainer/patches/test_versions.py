@@ -38,6 +38,7 @@ LIGHT = {
 }
 # They import Megatron when they are imported.
 HEAVY = {
+    "checkpoints/exchanged_states": ["install"],
     "dora": ["install", "mark_magnitudes"],
     "expert_adapters": ["install"],
     "families/norms_over_heads": ["install"],
