@@ -1,6 +1,7 @@
 """`make up` as a user has it: in a folder of its own, again and again, with schedules that start runs."""
 
 import contextlib
+import fcntl
 import json
 import os
 import signal
@@ -13,7 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from flows.services import _left, _save, _start, _turn, main
+from contract.faults import Fault
+from flows.services import _left, _save, _start, _start_servers, _turn, main
 from tests.flows.test_deployments import deployment, edit
 from tests.support.flow_world import BIN, ROOT, World, wait_for
 
@@ -149,6 +151,18 @@ def test_a_second_make_up_waits_for_the_first_and_names_it(up, monkeypatch, caps
     under_way = f"another make up or make down (process {os.getpid()}) is under way"
     said = capsys.readouterr()
     assert said.out.splitlines()[1] == under_way and said.err == f"error: {under_way}: not ready after 0 s\n"
+
+
+def test_mlflow_does_not_start_while_a_run_makes_its_database(tmp_path, monkeypatch):
+    monkeypatch.setenv("FINETUNE_RUNS", str(tmp_path))
+    monkeypatch.setattr("flows.services.READY_WITHIN", 0.3)
+    monkeypatch.setattr("flows.services.answers", lambda url: True)
+    up = {"prefect": {"address": "", "log": "x"}}
+    with (tmp_path / "mlflow.db.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with pytest.raises(Fault, match="MLflow's database, which a run has locked: not ready after 0 s"):
+            _start_servers(up)
+    assert [*up] == ["prefect"]
 
 
 @pytest.mark.slow
