@@ -35,7 +35,7 @@ from flows.arguments import refused
 from flows.scheduling import Trouble
 from tasks.run.places import runs_folder
 from tasks.servers import prefect_server
-from tasks.servers.prefect_server import HOST, SERVICES, answers
+from tasks.servers.prefect_server import HOST, SERVICES, answers, locked
 from tasks.servers.waiting import Wait, say
 from tasks.store.durable import plainly
 
@@ -123,19 +123,30 @@ def _start_servers(running: dict) -> None:
         running["prefect"], user = prefect_server.join()
         _save(running)  # from now on it stays without a user
         os.close(user)
-    if "mlflow" not in running:
-        with prefect_server.free_port(5000) as free:
-            port = free.getsockname()[1]
-        say(f"MLflow server: starts; its log: {_folder() / 'mlflow.log'}")
-        running["mlflow"] = _start("mlflow", _mlflow(port), f"http://{HOST}:{port}", {**os.environ} | QUIET)
-        _save(running)
-    for name, health in (("prefect", "/api/health"), ("mlflow", "/health")):
-        process = running[name]
-        wait = Wait(f"{name} server", READY_WITHIN, Path(process["log"]))
-        while not answers(process["address"] + health):
-            if started(process["pid"]) != process["started"]:
-                raise wait.failed("has ended")
+    _wait_until_healthy("prefect", running["prefect"], "/api/health")
+    with (runs_folder() / "mlflow.db.lock").open("w") as lock:  # a run makes the tables as well; two at once break them
+        wait = Wait("MLflow's database, which a run has locked", READY_WITHIN)
+        while not locked(lock.fileno(), fcntl.LOCK_EX):
             wait.pause()
+        if "mlflow" not in running:
+            running["mlflow"] = _start_mlflow()
+            _save(running)
+        _wait_until_healthy("mlflow", running["mlflow"], "/health")
+
+
+def _start_mlflow() -> dict:
+    with prefect_server.free_port(5000) as free:
+        port = free.getsockname()[1]
+    say(f"MLflow server: starts; its log: {_folder() / 'mlflow.log'}")
+    return _start("mlflow", _mlflow(port), f"http://{HOST}:{port}", {**os.environ} | QUIET)
+
+
+def _wait_until_healthy(name: str, process: dict, path: str) -> None:
+    wait = Wait(f"{name} server", READY_WITHIN, Path(process["log"]))
+    while not answers(process["address"] + path):
+        if started(process["pid"]) != process["started"]:
+            raise wait.failed("has ended")
+        wait.pause()
 
 
 @contextlib.contextmanager
@@ -143,16 +154,12 @@ def _turn() -> Iterator[None]:
     """Let one `make up` or `make down` work at a time. The kernel ends the turn with its process."""
     with (_folder() / "turn").open("a+") as file:
         wait = None
-        while True:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if wait is None:
-                    file.seek(0)
-                    wait = Wait(f"another make up or make down (process {file.read()}) is under way", OTHER_WITHIN)
-                    say(wait.what)
-                wait.pause()
+        while not locked(file.fileno(), fcntl.LOCK_EX):
+            if wait is None:
+                file.seek(0)
+                wait = Wait(f"another make up or make down (process {file.read()}) is under way", OTHER_WITHIN)
+                say(wait.what)
+            wait.pause()
         file.truncate(0)
         file.write(str(os.getpid()))
         file.flush()

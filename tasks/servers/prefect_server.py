@@ -83,7 +83,7 @@ def join(say: Callable[[str], None] = say) -> tuple[dict, int]:
     log = runs_folder() / SERVICES / "prefect.log"
     is_new = "" if database.exists() else ", which makes its database first"
     wait = Wait("Prefect server", limit, log, say)
-    while not _locked(user, fcntl.LOCK_SH):  # a server that nobody uses is ending
+    while not locked(user, fcntl.LOCK_SH):  # a server that nobody uses is ending
         wait.pause()
     process = None
     while True:
@@ -116,7 +116,7 @@ def users(server: dict) -> list[int] | None:
     except OSError:
         return None
     try:
-        if _locked(file, fcntl.LOCK_EX):
+        if locked(file, fcntl.LOCK_EX):
             return None
         number = str(os.fstat(file).st_ino)
     finally:
@@ -149,7 +149,7 @@ def _start(database: Path, log: Path) -> subprocess.Popen | None:
     """Start the server, which gets the lock of the database. None if another process has the lock."""
     lock = os.open(_lock_file(database, "lock"), os.O_RDWR | os.O_CREAT, 0o600)
     try:
-        if not _locked(lock, fcntl.LOCK_EX):
+        if not locked(lock, fcntl.LOCK_EX):
             return None
         with plainly(log.parent):
             log.parent.mkdir(parents=True, exist_ok=True)
@@ -213,7 +213,7 @@ def _lock_file(database: Path, what: str) -> Path:
     return database.with_name(f"{database.name}.{what}")
 
 
-def _locked(file: int, how: int) -> bool:
+def locked(file: int, how: int) -> bool:
     """Whether this process gets the lock of the kernel, now."""
     try:
         fcntl.flock(file, how | fcntl.LOCK_NB)

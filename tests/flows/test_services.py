@@ -1,14 +1,21 @@
 """`make up` as a user has it: in a folder of its own, again and again, with schedules that start runs."""
 
+import contextlib
+import fcntl
+import json
 import os
 import signal
 import subprocess
 import sys
+import urllib.request
+from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime, timedelta
+from pathlib import Path
 
 import pytest
 
-from flows.services import _left, _save, _start, _turn, main
+from contract.faults import Fault
+from flows.services import _left, _save, _start, _start_servers, _turn, main
 from tests.flows.test_deployments import deployment, edit
 from tests.support.flow_world import BIN, ROOT, World, wait_for
 
@@ -144,6 +151,57 @@ def test_a_second_make_up_waits_for_the_first_and_names_it(up, monkeypatch, caps
     under_way = f"another make up or make down (process {os.getpid()}) is under way"
     said = capsys.readouterr()
     assert said.out.splitlines()[1] == under_way and said.err == f"error: {under_way}: not ready after 0 s\n"
+
+
+def test_mlflow_does_not_start_while_a_run_makes_its_database(tmp_path, monkeypatch):
+    monkeypatch.setenv("FINETUNE_RUNS", str(tmp_path))
+    monkeypatch.setattr("flows.services.READY_WITHIN", 0.3)
+    monkeypatch.setattr("flows.services.answers", lambda url: True)
+    up = {"prefect": {"address": "", "log": "x"}}
+    with (tmp_path / "mlflow.db.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with pytest.raises(Fault, match="MLflow's database, which a run has locked: not ready after 0 s"):
+            _start_servers(up)
+    assert [*up] == ["prefect"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_make_up_takes_over_the_server_of_a_run_and_refuses_none_of_the_next(services, tmp_path):
+    """All runs are on one page; then SIGKILL of everything but the server, and `make down`, leave nothing."""
+    output = tmp_path / "output"
+    command = [sys.executable, "-m", "flows.finetune", "tiny", "--until", "convert"]
+    with output.open("w") as file:
+        run = subprocess.Popen(command, cwd=ROOT, env=services.environment, stdout=file, stderr=file)
+    wait_for(lambda: run.poll() is not None or "Beginning flow run" in output.read_text(), 300)
+    assert run.poll() is None, output.read_text()
+    place = of(services, tmp_path, services("up"))
+    (server,) = [line.split()[1] for line in services("status").splitlines() if line.startswith("prefect ")]
+    assert place.prefect == f"{server}/api"
+    assert run.wait(600) == 0 and f"Prefect, this run: {server}/" in output.read_text(), output.read_text()
+    asked = {"parameters": {"conf": "tiny", "until_stage": "download"}, "state": {"type": "SCHEDULED"}}
+    url = f"{place.prefect}/deployments/{deployment(place, 'tiny')['id']}/create_flow_run"
+    form = urllib.request.Request(url, json.dumps(asked).encode(), {"Content-Type": "application/json"})
+    with ThreadPoolExecutor(5) as threads:  # as the page does: nothing is asked again
+        assert [*threads.map(lambda _: urllib.request.urlopen(form, timeout=60).status, range(5))] == [201] * 5
+    wait_for(lambda: {run["state_type"] for run in place.ask_prefect("flow_runs/filter")} >= {"RUNNING"}, 300)
+    for pid in users_of(tmp_path):
+        if "tasks.servers.prefect_process" not in Path(f"/proc/{pid}/cmdline").read_text():
+            os.kill(pid, signal.SIGKILL)
+    services("down")
+    assert users_of(tmp_path) == []
+
+
+def users_of(folder: Path) -> list[int]:
+    """Processes that know this folder of runs."""
+    mark = f"FINETUNE_RUNS={folder}/runs".encode()
+    paths = [path for path in Path("/proc").iterdir() if path.name.isdigit()]
+    found = []
+    for path in paths:
+        with contextlib.suppress(OSError):
+            if mark in (path / "environ").read_bytes().split(b"\0"):
+                found.append(int(path.name))
+    return found
 
 
 DAMAGED = ("", '{"prefect": {"pid": 1', "[]", '{"prefect": 1}', '{"prefect": {"pid": 1}}', "\xff")
