@@ -103,7 +103,7 @@ def test_a_constraint_is_kept_or_refused_within_seconds_while_others_are_answere
     with ThreadPoolExecutor(1) as pool:
         began = time.monotonic()
         refused = pool.submit(ask, address, structured_outputs=(CONSTRAINTS | SLOW)[name])
-        assert answer(ask(address)) and time.monotonic() - began < 20
+        assert ask(address).status_code == 200 and time.monotonic() - began < 20
         response = refused.result()
     assert response.status_code in (200, 400), response.text
     if response.status_code == 400:
@@ -116,4 +116,4 @@ def test_a_template_that_hangs_on_a_message_is_answered_400(address):
     response = ask(address, "bomb")
     assert response.status_code == 400
     assert "the chat template takes more than 5 s with these messages" in response.json()["error"]["message"]
-    assert answer(ask(address))
+    assert ask(address).status_code == 200

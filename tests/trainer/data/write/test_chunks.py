@@ -9,6 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from conf.schema.data import Data
+from contract.faults import Fault
 from trainer.data.read import shapes, sources
 from trainer.data.tokens import templates, tokenizer
 from trainer.data.write import chunks
@@ -92,3 +93,19 @@ def test_the_same_chunk_gives_the_same_bytes(tokens, tmp_path):
         chunks.encode(what, chunk, tmp_path / name, None)
         made.append((tmp_path / name).read_bytes())
     assert made[0] == made[1]
+
+
+@pytest.mark.parametrize("text", ["{{ messages[0].content * 700000000 }}", "{{ input * 700000000 }}{{ output }}"])
+def test_a_row_that_the_template_writes_too_much_of_is_named_with_both_files(text, tokens, tmp_path):
+    """It ends the preparation, also when bad rows are dropped: the next rows would be as slow."""
+    rows = [{"input": value, "output": "b"} for value in ("", "", "c", "")]
+    file, own = tmp_path / "rows.jsonl", tmp_path / "own.jinja"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    own.write_text(text)
+    what = plan("pairs", str(own), tokens, tmp_path)
+    (chunk,) = sources.chunks(what.data.model_copy(update={"source": str(file)}).parts[0], 0, lambda number: False)
+    with pytest.raises(Fault) as caught:
+        chunks.encode(what, chunk, tmp_path / "made.chunk", None)
+    assert str(caught.value).startswith(
+        f"{file}:3: {own}: the template takes more than 536.9 MB of memory with the row"
+    )
