@@ -24,7 +24,7 @@ SHARED = ("train.steps=3", "optimizer.lr=1e-3", "optimizer.warmup_steps=0", "dat
 BALANCED = ("moe.aux_loss_coeff=0.5", "moe.z_loss_coeff=0.01", "train.seed=7")
 MODELS = {
     "dense": ("llama", ()),
-    "experts": ("glm4-moe-mtp", BALANCED),
+    "experts": ("glm4-moe-mtp", (*BALANCED, "moe.balance=aux_loss")),
     "packed": ("glm4-moe-mtp", (*BALANCED, "data.packed=true")),
 }
 TWO = "layout.gpus_per_node=2"

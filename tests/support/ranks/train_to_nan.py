@@ -11,8 +11,9 @@ def main(run: Run) -> None:
 
     losses = Metrics._losses
 
-    def wrong(self, context, step: int) -> dict[str, float]:
-        return losses(self, context, step) | ({"lm_loss": math.nan} if step == 2 else {})
+    def wrong(self, context) -> dict[str, float]:
+        second = context.state.train_state.step == 1  # steps taken before this one
+        return losses(self, context) | ({"lm_loss": math.nan} if second else {})
 
     Metrics._losses = wrong
     train.main(run)

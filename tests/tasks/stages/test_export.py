@@ -1,12 +1,14 @@
 """tasks/stages/export.py: the step to export is one that the training has, or one that it will have."""
 
+from types import SimpleNamespace
+
 import pytest
 
 from conf.load import load
 from conf.rules import schedule
 from contract.faults import Fault
 from tasks.run.artifact import Artifact, Stage
-from tasks.stages import export
+from tasks.stages import export, train
 from tasks.store import File
 
 
@@ -27,6 +29,16 @@ def tiny(checkpoint: object, every: int, *overrides: str):
 )
 def test_a_training_without_the_step_is_made_again_if_it_gets_the_step_then(checkpoint, every, usable):
     assert export.is_usable(tiny(checkpoint, every), training(20, 40), schedule.resolved) == usable
+
+
+@pytest.mark.parametrize("reinforces, usable", [(False, False), (True, True)])
+def test_train_looks_for_the_step_unless_a_reinforced_policy_is_exported(reinforces, usable):
+    asked = SimpleNamespace(
+        run=tiny(10, 10), reinforces=reinforces, get_or_make=lambda make, valid: valid(training(20))
+    )
+    data = Artifact(Stage("prepare", 1), {}, {"sequences": {"training": 64}, "kind": "sft"}, {})
+    some = training()
+    assert train.train.fn(asked, some, some, data) == usable
 
 
 def test_a_step_that_is_never_saved_is_refused_before_training():
