@@ -28,7 +28,7 @@ from math import ceil
 from conf.model_facts import ModelFacts
 from conf.planner import parameters
 from conf.planner.hardware import Gpu
-from conf.planner.memory import CONTEXT, NCCL_GROUP, WORKSPACE
+from conf.planner.memory import CONTEXT, NCCL_ALONE, WORKSPACE
 from conf.schema.sections import Adapter
 
 UTILIZATION = 0.9  # of a GPU, by vLLM; with its own 0.92 the prompts' log-probabilities have less than they take
@@ -115,7 +115,7 @@ def memory(facts: ModelFacts, way: Way, gpu: Gpu) -> ServedMemory:
         activations=int(way.tokens * (4 * facts.hidden + width) * way.byte),
         sampler=way.sequences * facts.vocab * 12,
         graphs=0 if way.eager else int(GRAPHS + GRAPHS_A_LAYER * facts.layers / way.hosts),
-        context=CONTEXT + WORKSPACE + NCCL_GROUP * groups,
+        context=CONTEXT + WORKSPACE + NCCL_ALONE * groups,
         token=token,
         prompts=way.tokens * facts.vocab * (way.byte + 8),
         capacity=gpu.memory,

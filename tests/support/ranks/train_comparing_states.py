@@ -1,5 +1,6 @@
 """trainer.train, whose checkpoints compare the exchanged states of the optimizer with those of megatron-core."""
 
+import os
 from pathlib import Path
 
 from conf.schema.run import Run
@@ -36,4 +37,4 @@ def main(run: Run) -> None:
     compared.__wrapped__ = ours.__wrapped__
     DistributedOptimizer.get_parameter_state_dp_zero = compared
     train.main(run)
-    Path(run.paths.output, f"states-{torch.distributed.get_rank()}.txt").write_text(" ".join(seen))
+    Path(run.paths.output, f"states-{os.environ['RANK']}.txt").write_text(" ".join(seen))
