@@ -31,7 +31,8 @@ class Step:
         return all(_allows(one) for one in (*self.inputs, *self.wait_for))
 
     def submit(self) -> None:
-        self.future = self.task.submit(self.stage_run, *map(_future, self.inputs), wait_for=map(_future, self.wait_for))
+        inputs, wait_for = ([*map(_future, these)] for these in (self.inputs, self.wait_for))
+        self.future = self.task.submit(self.stage_run, *inputs, wait_for=wait_for)
 
 
 @dataclass
