@@ -51,7 +51,6 @@ NONSENSE = [
     ("tiny gang.quiet_seconds=1e-300", "gang.quiet_seconds"),
     ("tiny promote.model='\"{input}\"'", "promote.model"),
     ("tiny promote.model=a/b", "promote.model"),
-    ("tiny promote.metric=mmlu/acc", "promote.metric"),
     ("tiny promote.metric=held_out/", "promote.metric"),
     ("tiny promote.margin=2", "promote.margin"),
     ("tiny paths.output='\"runs/{nam}/x\"'", "paths.output"),

@@ -18,13 +18,10 @@ def contradictions(run: Run) -> Iterator[tuple[str, str]]:
 
 
 def _promotion(run: Run) -> Iterator[tuple[str, str]]:
-    promote, tasks = run.promote, run.evaluate.tasks
+    promote = run.promote
     if re.search(r"[/:'\"]|^\.+$", promote.model):
         yield "promote.model", f"{promote.model}: MLflow's registry takes no name with a slash, colon or quote"
-    task_files = any(task.endswith((".yaml", ".yml")) for task in tasks)  # a task file has its own name inside
-    if tasks and not task_files and not promote.metric.startswith(tasks):  # mmlu also yields mmlu_anatomy/acc
-        yield "promote.metric", f"{promote.metric} is of none of evaluate.tasks: {', '.join(tasks)}"
-    elif promote.metric.endswith("/"):
+    if promote.metric.endswith("/"):
         yield "promote.metric", f"{promote.metric} names a task and no metric of it, such as held_out/exact_match"
     if promote.margin >= 1 and promote.metric.rpartition("/")[2] in SHARES:
         yield "promote.margin", f"{promote.margin:g}, but {promote.metric} is a share: below 1"

@@ -54,6 +54,10 @@ class Rival:
 
 
 def stage(run: Run, tuned: Stage, before: Stage, after: Stage) -> Stage:
+    asked = run.evaluate.tasks
+    names_known = not any(task.endswith((".yaml", ".yml")) for task in asked)  # a task file has its own name inside
+    if asked and names_known and not run.promote.metric.startswith(asked):  # mmlu also yields mmlu_anatomy/acc
+        raise Fault(f"promote.metric: {run.promote.metric} is of none of evaluate.tasks: {', '.join(asked)}")
     inputs = {"tuned": tuned.fingerprint, "before": before.fingerprint, "after": after.fingerprint}
     return Stage("promote", VERSION, identity.flat(run, "promote"), inputs)
 

@@ -389,7 +389,6 @@ def runs(draw) -> Run:
     data["model"]["source"] = draw(NAMES)
     if data["adapter"]["kind"] != "lora" or train["fp8"]:
         data["model"]["base"] = "bf16"
-    data["promote"]["metric"] = f"{data['evaluate']['tasks'][0]}/exact_match"
     data["reinforce"]["steps"] = 0  # else most of what is drawn for its other keys contradicts something
     run = Run.model_validate(data)
     for _ in range(5):  # what contradicts something else gets its default
