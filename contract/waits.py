@@ -31,7 +31,7 @@ def within[T](seconds: float, call: Callable[[], T], who: str, then: str) -> T:
     def run() -> None:
         try:
             outcome.append((True, context.run(call)))
-        except BaseException as error:  # raised where the result is waited for
+        except BaseException as error:  # raised in the thread that waits
             outcome.append((False, error))
 
     thread = threading.Thread(target=run, daemon=True, name=f"wait for {who}")

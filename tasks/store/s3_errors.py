@@ -26,7 +26,7 @@ class Named(Protocol):
 
 
 ATTEMPTS = 8
-ATTEMPTS_SET = ("AWS_MAX_ATTEMPTS", "AWS_RETRY_MODE")  # by whoever starts the command
+ATTEMPTS_SET = ("AWS_MAX_ATTEMPTS", "AWS_RETRY_MODE")  # in the environment of the command
 SILENT = 120  # seconds after which a request that nobody answers is not sent again
 BLOCK_WITHIN = 60.0  # seconds that a block of an object may take
 SLOW = 3  # a block that takes longer counts as so many more broken connections

@@ -52,7 +52,10 @@ def address(tmp_path_factory):
         yield f"{address}/v1"
     finally:
         process.terminate()
-        process.wait(60)
+        try:
+            process.wait(60)
+        finally:
+            process.kill()
 
 
 def is_healthy(address: str) -> bool:

@@ -165,7 +165,7 @@ def _receive(url: str, part: Path, size: int, digest: str, count: Callable, stop
                             return False
                         if time.monotonic() - mark[0] > ANSWERS_WITHIN:
                             if done - mark[1] < SLOWEST * ANSWERS_WITHIN:
-                                before = done  # which is no progress
+                                before = done  # too little counts as nothing
                                 raise httpx.ReadTimeout(f"slower than {SLOWEST} bytes a second")
                             mark = time.monotonic(), done
                 if done < size:
