@@ -38,7 +38,7 @@ def test_train_looks_for_the_step_unless_a_reinforced_policy_is_exported(reinfor
     )
     data = Artifact(Stage("prepare", 1), {}, {"sequences": {"training": 64}, "kind": "sft"}, {})
     some = training()
-    assert train.train.fn(asked, some, some, data) == usable
+    assert train.train.fn(asked, some, some, data) == usable  # pyright: ignore[reportFunctionMemberAccess]
 
 
 def test_a_step_that_is_never_saved_is_refused_before_training():
