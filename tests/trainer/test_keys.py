@@ -20,27 +20,33 @@ def trained(configure, ranks, base, work):
     return trained
 
 
+@pytest.fixture(scope="module")
+def plain(trained) -> list[float]:
+    """Losses of the training without any setting."""
+    return losses(trained())
+
+
 def losses(found: dict[int, dict]) -> list[float]:
     return [line["lm_loss"] for line in found.values()]
 
 
-def test_dropout_disturbs_each_step_of_training_alike_at_the_same_seed(trained):
-    plain, dropped, again = trained(), trained("model.dropout=0.5"), trained("model.dropout=0.5")
+def test_dropout_disturbs_each_step_of_training_alike_at_the_same_seed(plain, trained):
+    """Another seed drops other values from the first step on."""
+    dropped, again = trained("model.dropout=0.5"), trained("model.dropout=0.5")
     assert losses(dropped) == losses(again)
-    assert all(abs(one - other) > 1e-3 for one, other in zip(losses(plain), losses(dropped), strict=True))
+    assert all(abs(one - other) > 1e-3 for one, other in zip(plain, losses(dropped), strict=True))
+    assert losses(trained("model.dropout=0.5", "train.seed=7"))[0] != losses(dropped)[0]
 
 
-def test_each_seed_decides_its_own_draws(trained):
-    """B starts at 0, so that another adapter shows in the second loss at the earliest."""
-    first, dropout = trained(), "model.dropout=0.5"
-    reordered, redrawn = trained("data.seed=7"), trained("train.seed=7")
-    assert losses(reordered)[0] != losses(first)[0], "other rows"
-    assert losses(redrawn)[0] == losses(first)[0] and losses(redrawn)[2] != losses(first)[2], "another adapter"
-    assert losses(trained(dropout, "train.seed=7"))[0] != losses(trained(dropout))[0], "other places are dropped"
+def test_each_seed_decides_its_own_draws(plain, trained):
+    """B starts at 0: another adapter does not show in the first loss."""
+    reordered, redrawn = losses(trained("data.seed=7")), losses(trained("train.seed=7"))
+    assert reordered[0] != plain[0], "other rows"
+    assert redrawn[0] == plain[0] and redrawn[2] != plain[2], "another adapter"
 
 
-def test_an_adapter_s_dropout_begins_once_b_is_not_zero(trained):
-    plain, dropped = losses(trained()), losses(trained("adapter.dropout=0.5"))
+def test_an_adapter_s_dropout_begins_once_b_is_not_zero(plain, trained):
+    dropped = losses(trained("adapter.dropout=0.5"))
     assert dropped[0] == plain[0] and abs(dropped[2] - plain[2]) > 1e-3
 
 
