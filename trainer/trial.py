@@ -17,7 +17,7 @@ GPUs and the host did in it (trainer/profiling/), and --profile-to names the fol
 JSON, and every rank's trace.
 
 With --best N the N fastest layouts that the plan finds for as many GPUs are tried after the configuration's own, and
-the keys of the fastest one are printed. Each takes about a minute; best-CONF-TIME.json has what was measured so far.
+the keys of the fastest one are printed. Each takes about a minute; runs/best-CONF-TIME.json has the figures so far.
 
 Ranks start in the environment that those of a training get (conf/network.py); what is set here already wins.
 
@@ -118,7 +118,8 @@ def _best(options: argparse.Namespace, asked: Run, run: Run, facts: ModelFacts) 
     more = ["--steps", str(options.steps), *(["--gpu", options.gpu] if options.gpu else [])]
     more += ["--layers", str(options.layers)] if options.layers is not None else []
     tried = best_layouts.candidates(asked, run, facts, found, options.best)
-    file = Path(f"best-{Path(options.conf).stem}-{time.strftime('%Y%m%d-%H%M%S')}.json")
+    file = _place("best", options).with_suffix(".json")
+    file.parent.mkdir(parents=True, exist_ok=True)
     _to_stderr(f"{len(tried)} trials, of which {file} has what was measured; ms of a step / planned = ratio")
     rows: list[best_layouts.Row] = []
     for one in tried:
@@ -205,12 +206,17 @@ def _measure(
 
 def _profile_folder(options: argparse.Namespace) -> Path:
     """Folder that the profile goes to: new, so that no other profile is mixed with it."""
-    name = f"profile-{Path(options.conf).stem}-{time.strftime('%Y%m%d-%H%M%S')}"
-    folder = Path(options.profile_to or name).absolute()
+    folder = Path(options.profile_to or _place("profile", options)).absolute()
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise Fault(f"--profile-to: {folder} is there already, and not empty")
     folder.mkdir(parents=True, exist_ok=True)
     return folder
+
+
+def _place(what: str, options: argparse.Namespace) -> Path:
+    """Place of a result that the caller gave none: in the folder of runs, by configuration and time."""
+    runs = Path(os.environ.get("FINETUNE_RUNS") or "runs").expanduser()
+    return runs / f"{what}-{Path(options.conf).stem}-{time.strftime('%Y%m%d-%H%M%S')}"
 
 
 def _profiled(run: Run, facts: ModelFacts, ranks: list[dict[str, Any]], keeps: Path) -> dict[str, Any]:
@@ -326,7 +332,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--gpu", metavar="KIND", help="plan for this one instead of the one that is here")
     parser.add_argument("--best", type=_positive, metavar="N", help="try the N fastest plans, and name the fastest")
     parser.add_argument("--profile", action="store_true", help="record one more step, and say what was done in it")
-    parser.add_argument("--profile-to", metavar="FOLDER", help="of the traces and the page (profile-CONF-TIME)")
+    parser.add_argument("--profile-to", metavar="FOLDER", help="of the traces and the page (runs/profile-CONF-TIME)")
     parser.add_argument("--json", action="store_true", help="for programs: one line, with a list of all ranks")
     options = parser.parse_intermixed_args()
     options.profile = options.profile or options.profile_to is not None

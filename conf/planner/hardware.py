@@ -222,6 +222,12 @@ def by_device(name: str) -> Gpu | None:
     return next((gpu for kind, gpu in GPUS.items() if meant(kind)), None)
 
 
+def peak(device: str) -> float | None:
+    """Dense TFLOP/s in bf16 of the GPU that a driver calls by this name; None if it is unknown."""
+    gpu = by_device(device)
+    return gpu.tflops["bf16"] if gpu else None
+
+
 def _meant(key: str) -> str:
     near = get_close_matches(key, OwnGpu.model_fields, n=1)
     return f"; did you mean {near[0]}?" if near else f"; the keys here are {', '.join(OwnGpu.model_fields)}"

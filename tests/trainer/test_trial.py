@@ -1,5 +1,6 @@
 """trainer/trial.py: models that are cut keep their kinds of layers, and what Megatron holds is what is planned."""
 
+import argparse
 import json
 import subprocess
 import sys
@@ -57,6 +58,16 @@ def holds_a_profile_of_the_host(profile):
         assert Path(row["trace"]).stat().st_size > 0
     assert Path(profile["page"]).read_text().count("<svg") == 2
     assert any("no kernels" in line for line in report.lines(profile))
+
+
+def test_results_without_a_place_go_to_the_folder_of_runs(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("FINETUNE_RUNS", raising=False)
+    options = argparse.Namespace(conf="a/tiny.yaml", profile_to=None)
+    assert trial._profile_folder(options).parent == tmp_path / "runs"
+    monkeypatch.setenv("FINETUNE_RUNS", str(tmp_path / "elsewhere"))
+    assert trial._profile_folder(options).parent == tmp_path / "elsewhere"
+    assert {path.name for path in tmp_path.iterdir()} == {"runs", "elsewhere"}
 
 
 @pytest.mark.parametrize(

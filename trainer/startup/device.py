@@ -9,10 +9,13 @@ called differently.
 import functools
 import gc
 import os
+import re
 import shutil
 import sys
 import warnings
 from pathlib import Path
+
+NOISY = rf"(megatron|torch|transformers|{re.escape(f'{__package__}.cpu.cuda')})\b"  # modules whose warnings are hidden
 
 
 @functools.cache
@@ -51,7 +54,7 @@ def start() -> None:
     if "megatron.core" in sys.modules:
         return
     # Bridge's deprecations and its list of kernels that are not installed: 40 lines that no user can act on.
-    warnings.filterwarnings("ignore", module=r"(megatron|torch|transformers|trainer\.cpu\.cuda)\b")
+    warnings.filterwarnings("ignore", module=NOISY)
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     # Routing gives every step other sizes of tensors: what the allocator holds and cannot use fell from 11 to 5 % of
     # the peak on full fine-tuning of GLM's layers, on an H200. Read at the first allocation.

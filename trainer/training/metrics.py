@@ -41,6 +41,7 @@ from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelpe
 from megatron.core.utils import unwrap_model
 from torch import distributed
 
+from conf.planner import hardware
 from conf.rules import objectives
 from conf.schema.run import Run
 from contract.faults import Fault
@@ -51,9 +52,6 @@ from trainer.training.gradients import Gradients
 from trainer.training.metrics_lines import drop_after
 from trainer.training.pace import Pace
 from trainer.training.tensorboard_files import TensorBoardFiles
-
-# Dense bf16 TFLOP/s of one device by a part of its name, from NVIDIA's datasheets.
-PEAKS = {"GB200": 2500.0, "B200": 2250.0, "H200": 989.0, "H100": 989.0, "A100": 312.0}
 
 
 def stop_at_no_number(step: int, losses: dict[str, float]) -> None:
@@ -111,7 +109,7 @@ class Metrics(Callback):
         samples = context.state.train_state.consumed_train_samples + batch
         sequences = batch * objectives.sequences(self.run.train)
         tflops = num_floating_point_operations(config, sequences) / seconds / distributed.get_world_size() / 1e12
-        peak = self.run.log.peak_tflops or _peak(torch.cuda.get_device_name())
+        peak = self.run.log.peak_tflops or hardware.peak(torch.cuda.get_device_name())
         line = {"kind": "train", "step": step, "time": time.time(), **_numbers(losses)}
         line |= self._figures(context.loss_dict)
         line |= {"lr": context.optimizer.param_groups[0]["lr"]} | self._scaling(context)
@@ -238,10 +236,6 @@ class _Scalars(dict):
 
     def add_scalars(self, name: str, values, step: int) -> None:
         pass
-
-
-def _peak(device: str) -> float | None:
-    return next((peak for name, peak in PEAKS.items() if name in device), None)
 
 
 def _auxiliary_losses(model) -> dict[str, str]:

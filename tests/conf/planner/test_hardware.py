@@ -1,9 +1,11 @@
 """conf/planner/hardware.py: the figures hang together, and a user's own GPU is read strictly."""
 
+from pathlib import Path
+
 import pytest
 
 from conf.load import load
-from conf.planner.hardware import GB, GIB, GPUS, by_device, of, priced, read
+from conf.planner.hardware import GB, GIB, GPUS, by_device, of, peak, priced, read
 from contract.faults import ConfigError
 
 OWN = {"name": "l40s", "memory": 44.4, "bf16": 362, "hbm": 864, "link": 32, "network": 25, "per_host": 8}
@@ -128,3 +130,20 @@ def test_the_gpu_of_a_run():
     assert of(load("llama31-70b", ["hardware.price=2"])).price == 2
     alone, of_two = of(load("tiny")), of(load("tiny", ["layout.gpus_per_node=2", "train.micro_batch=8"]))
     assert not alone.cuda and of_two.memory == alone.memory // 2 and of_two.per_host == 2
+
+
+@pytest.mark.parametrize(
+    "device, name",
+    [
+        ("NVIDIA H100 80GB HBM3", "h100"),
+        ("NVIDIA GB200", "gb200"),
+        ("NVIDIA L4", "l4"),
+        ("NVIDIA L40S", "l40s"),
+        ("NVIDIA GeForce RTX 4090", "rtx4090"),
+    ],
+)
+def test_the_peak_of_a_training_is_that_of_the_plan(device, name):
+    """metrics.jsonl has `mfu` for every GPU that can be planned for; its own table knew five."""
+    assert peak(device) == GPUS[name].tflops["bf16"]
+    assert peak("cpu") is None
+    assert "PEAKS" not in (Path(__file__).parents[3] / "trainer/training/metrics.py").read_text()

@@ -89,5 +89,5 @@ def test_command(tmp_path):
     assert done.returncode == 0, done.stderr
     rows = json.loads(done.stdout)
     assert len(rows) == 2 and all(row["seconds"] > 0 for row in rows)
-    (kept,) = tmp_path.glob("best-tiny-*.json")
+    (kept,) = tmp_path.glob("runs/best-tiny-*.json")
     assert json.loads(kept.read_text()) == rows

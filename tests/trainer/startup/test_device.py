@@ -1,6 +1,7 @@
 """What platform.start() leaves out of a process, and what torch.cuda and Transformer Engine are to it on a CPU."""
 
 import json
+import re
 import subprocess
 import sys
 
@@ -165,3 +166,11 @@ def test_a_module_that_is_there_is_not_promised(heavy):
     with lazy_bridge.promised({heavy: ("Thing",)}):
         assert sys.modules[heavy] is there
     assert sys.modules[heavy] is there
+
+
+def test_warnings_of_the_stand_in_for_cuda_are_hidden():
+    """The filter names a module, which must be there: else a move shows 40 lines to every user."""
+    from trainer.startup.cpu import cuda
+
+    assert re.match(device.NOISY, cuda.__name__) and re.match(device.NOISY, "megatron.core")
+    assert not re.match(device.NOISY, "trainer.startup.device")
