@@ -68,6 +68,7 @@ class Family:
     defaults: Mapping[str, Any] = field(default_factory=dict)  # transformers', where a rule needs them
     same: Mapping[str, str] = field(default_factory=dict)  # keys that transformers writes, by the key they repeat
     written: tuple[str, ...] = ()  # keys that have to be there, as transformers' default is another function
+    filled: tuple[str, ...] = ()  # keys that cannot be null: transformers refuses that, or Megatron-Bridge ignores it
     turns: tuple[str, ...] = ()  # kinds of layers that follow one another, again and again; none: all are alike
 
 
@@ -88,12 +89,21 @@ PLAIN = SIZES | ROTARY | {"rms_norm_eps", "head_dim", "tie_word_embeddings"}
 SILU = {"hidden_act": ("silu",)}  # on a GPU Megatron's fused gelu is another one
 QWENS = SILU | {"use_sliding_window": (False,)}
 SIGMOID = SILU | {"norm_topk_prob": (True,), "scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",)}
+# Keys of sizes that planner and transformers take for other values if they are absent, and that transformers wants.
+HEADS = ("num_key_value_heads", "head_dim")
+SIGMOID_SIZES = ("first_k_dense_replace", "moe_intermediate_size")
+COUNTS = ("n_routed_experts", "n_shared_experts")
+GROUPED = ("norm_topk_prob", "routed_scaling_factor", "n_group", "topk_group")
+RANKS = ("q_lora_rank", "kv_lora_rank")  # without the first, the query is one matrix, whose conversion fails
+SHARED = "shared_expert_intermediate_size"
 FAMILIES = {
     "Glm4MoeForCausalLM": Family(
         PLAIN | SIGMOID_EXPERTS | {"attention_bias", "use_qk_norm", "partial_rotary_factor"},
         SIGMOID,
         DEFAULT,
         {"n_group": 1, "topk_group": 1, "num_experts_per_tok": 8, "partial_rotary_factor": 0.5},
+        written=(*HEADS, *SIGMOID_SIZES, *COUNTS, "attention_bias", "use_qk_norm"),
+        filled=(*HEADS, *SIGMOID_SIZES, *COUNTS, *GROUPED, "use_qk_norm"),
     ),
     "Glm4MoeLiteForCausalLM": Family(
         SIZES | ROTARY | SIGMOID_EXPERTS | LATENT | {"rms_norm_eps", "tie_word_embeddings", "attention_bias"},
@@ -102,7 +112,8 @@ FAMILIES = {
         DEFAULT,
         {"n_group": 1, "topk_group": 1, "num_experts_per_tok": 4},
         {"head_dim": "qk_rope_head_dim"},
-        ("first_k_dense_replace",),
+        (*SIGMOID_SIZES, *COUNTS, *RANKS),
+        (*SIGMOID_SIZES, *COUNTS, *RANKS, *GROUPED, "num_key_value_heads"),
     ),
     "DeepseekV3ForCausalLM": Family(
         SIZES | ROTARY | SIGMOID_EXPERTS | LATENT | {"rms_norm_eps", "tie_word_embeddings", "attention_bias"},
@@ -110,6 +121,8 @@ FAMILIES = {
         DEFAULT | LATENT_YARN,
         {"n_group": 8, "topk_group": 4, "num_experts_per_tok": 8},
         {"head_dim": "qk_rope_head_dim"},
+        (*SIGMOID_SIZES, *RANKS),
+        (*SIGMOID_SIZES, *RANKS, "routed_scaling_factor"),
     ),
     "Qwen3MoeForCausalLM": Family(
         PLAIN
@@ -118,14 +131,24 @@ FAMILIES = {
         | {"attention_bias", "decoder_sparse_step", "mlp_only_layers"},
         QWENS,
         DEFAULT | YARN,
+        written=("moe_intermediate_size", "num_experts"),
+        filled=(*HEADS, "intermediate_size", "moe_intermediate_size", "num_experts", "norm_topk_prob"),
     ),
-    "Qwen3ForCausalLM": Family(PLAIN, QWENS | {"attention_bias": (False,)}, DEFAULT | YARN),
-    "Qwen2ForCausalLM": Family(PLAIN | {"attention_bias"}, QWENS, DEFAULT | YARN),
+    "Qwen3ForCausalLM": Family(
+        PLAIN, QWENS | {"attention_bias": (False,)}, DEFAULT | YARN, written=HEADS, filled=("head_dim",)
+    ),
+    "Qwen2ForCausalLM": Family(
+        PLAIN | {"attention_bias"}, QWENS, DEFAULT | YARN, written=("num_key_value_heads",), filled=("head_dim",)
+    ),
     "LlamaForCausalLM": Family(
         PLAIN, SILU | {"attention_bias": (False,), "mlp_bias": (False,)}, DEFAULT | LINEAR | LLAMA3 | YARN
     ),
     "MistralForCausalLM": Family(
-        PLAIN | {"sliding_window"}, SILU | {"attention_bias": (False,)}, DEFAULT, written=("sliding_window",)
+        PLAIN | {"sliding_window"},
+        SILU | {"attention_bias": (False,)},
+        DEFAULT,
+        written=("sliding_window", "num_key_value_heads"),
+        filled=("num_key_value_heads",),
     ),
     "MiniMaxM2ForCausalLM": Family(
         PLAIN
@@ -136,21 +159,27 @@ FAMILIES = {
         | {"use_qk_norm": (True,), "qk_norm_type": ("per_layer",), "shared_intermediate_size": (0,)},
         DEFAULT,
         {"norm_topk_prob": True},
-        written=("rotary_dim", "head_dim"),  # the release's; Megatron-Bridge turns all of a head without
+        # rotary_dim and head_dim are the release's; Megatron-Bridge turns all of a head without
+        written=("rotary_dim", *HEADS, "num_local_experts"),
+        filled=(*HEADS, "num_local_experts", "rope_theta"),
     ),
     "MixtralForCausalLM": Family(
         PLAIN | {"num_local_experts", "num_experts_per_tok"},
         SILU | {"sliding_window": (None,), "router_jitter_noise": (0,)},
         DEFAULT | YARN,
         {"norm_topk_prob": True},
+        written=("num_key_value_heads", "num_local_experts"),
+        filled=("num_key_value_heads", "num_local_experts"),
     ),
     "Qwen2MoeForCausalLM": Family(
         PLAIN
         | EXPERTS
-        | {"num_experts", "shared_expert_intermediate_size", "norm_topk_prob", "qkv_bias"}
+        | {"num_experts", SHARED, "norm_topk_prob", "qkv_bias"}
         | {"decoder_sparse_step", "mlp_only_layers"},
         QWENS,
         DEFAULT | YARN,
+        written=("num_key_value_heads", "moe_intermediate_size", "num_experts", SHARED),
+        filled=(*HEADS, "moe_intermediate_size", "num_experts", SHARED, "norm_topk_prob", "qkv_bias"),
     ),
     "GPT2LMHeadModel": Family(
         {"n_layer", "n_embd", "n_head", "n_inner", "vocab_size", "layer_norm_epsilon", "tie_word_embeddings"}
@@ -161,6 +190,7 @@ FAMILIES = {
         {},
         {},
         {"n_ctx": "n_positions"},
+        filled=("activation_function", "layer_norm_epsilon"),
     ),
     "GptOssForCausalLM": Family(
         PLAIN | {"num_local_experts", "num_experts", "num_experts_per_tok", "attention_bias", "sliding_window"},
@@ -168,7 +198,8 @@ FAMILIES = {
         GPT_OSS_YARN,
         {"norm_topk_prob": True},
         {"experts_per_token": "num_experts_per_tok"},
-        ("num_local_experts", "num_key_value_heads", "head_dim", "sliding_window"),
+        ("num_local_experts", *HEADS, "sliding_window"),
+        ("num_local_experts", *HEADS),
         ("sliding_attention", "full_attention"),
     ),
     "OlmoeForCausalLM": Family(
@@ -179,6 +210,8 @@ FAMILIES = {
         DEFAULT | YARN,
         {},
         {"num_key_value_heads": "num_attention_heads"},
+        ("num_experts",),
+        ("num_experts", "head_dim"),
     ),
 }
 
@@ -197,6 +230,9 @@ def _unread(config: Mapping[str, Any], family: Family) -> Iterator[tuple[str, st
     for key in family.written:
         if key not in config:
             yield key, "absent, and transformers has another default than Megatron-Bridge; write it down"
+    for key in family.filled:
+        if key in config and config[key] is None:
+            yield key, f"null, which cannot be converted of {_name(config)}; write a value down"
     builds = f"and Megatron-Bridge builds {_name(config)} with"
     only = {**OF_ALL, **family.only}
     for key, value in config.items():
@@ -207,15 +243,13 @@ def _unread(config: Mapping[str, Any], family: Family) -> Iterator[tuple[str, st
             if value is not None and not _among(value, only[key]):
                 yield key, f"{_show(value)}, {builds} {_show(only[key][0])} alone"
         elif key in OF_LAYERS and family.turns:
-            if value and value != [
-                family.turns[n % len(family.turns)] for n in range(config.get("num_hidden_layers", 0))
-            ]:
+            if value and value != [family.turns[n % len(family.turns)] for n in range(_layers(config))]:
                 yield key, f"{_show(value)}, {builds} {' and '.join(family.turns)} by turns alone"
         elif key in OF_LAYERS:
             if value and not (isinstance(value, list) and all(kind == OF_LAYERS[key] for kind in value)):
                 yield key, f"{_show(value)}, {builds} {OF_LAYERS[key]} alone"
         elif key == FIRST_DENSE:
-            if value and value != ["dense", *["sparse"] * (config.get("num_hidden_layers", 1) - 1)]:
+            if value and value != ["dense", *["sparse"] * (_layers(config) - 1)]:
                 yield key, f"{_show(value)}, {builds} experts in all layers but the first alone"
         elif key in WINDOWS and "use_sliding_window" in only:
             continue
@@ -276,6 +310,12 @@ def _routing(config: Mapping[str, Any], family: Family) -> Iterator[tuple[str, s
     if sizes and groups != kept and each // kept != 2:
         text = f"the {groups} groups by their best {each // kept} experts, and not by 2"
         yield "topk_group", f"{kept}, of which Megatron would rank {text}"
+
+
+def _layers(config: Mapping[str, Any]) -> int:
+    """Number of layers; 0 if the key holds none, which conf/model_facts.py reports."""
+    found = config.get("num_hidden_layers")
+    return found if type(found) is int else 0
 
 
 def _says_nothing(value: Any) -> bool:

@@ -88,6 +88,8 @@ def _new(options: argparse.Namespace, folder: Path) -> int:
     if wrong or looked is None:
         raise ConfigError(*wrong)
     found, first = looked
+    if found.lacks:
+        print(f"note: {found.lacks}", file=sys.stderr)
     given |= {"model.source": found.source, "data.source": rows.whole(options.data)}
     settled = _settled(name, found, first, on, given)
     text = _text(settled, found, path)

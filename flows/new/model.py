@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from conf.model_facts import ModelFacts
-from conf.model_files import tokenizer_files
+from conf.model_files import tokenizer_files, weights
 from conf.planner import parameters
 from conf.planner.verdict import facts_in
 from conf.rules import conversion
@@ -30,7 +30,8 @@ class Model:
     source: str  # as model.source has it: folders by their whole path
     config: dict[str, Any]
     facts: ModelFacts
-    tokenizer: Path  # folder
+    tokenizer: Path | None  # folder; None for a folder that holds config.json alone
+    lacks: str = ""  # files without which the configuration can be planned and not run
 
     @property
     def parameters(self) -> int:
@@ -88,6 +89,11 @@ def read(wanted: ModelSection, folder: Path) -> Model:
     if found := conversion.obstacles(config, wanted.ignore_config):
         raise Fault(f"{place}: {'; '.join(found)}")
     facts = facts_in(config, f"{place}: ")
+    if resolved is None and not any(map(file_choice.is_weights, names)):
+        lacks = f"{source} holds no weights: the configuration can be planned, and runs once *.safetensors are there"
+        return Model(source, config, facts, Path(source) if tokenizer_files.are_among(names) else None, lacks)
+    if resolved is None:
+        weights.require_headers(Path(source))
     chosen, _ = file_choice.choose(names, wanted.unsafe_weights, wanted.trust_remote_code)
     file_choice.require_weights(place, chosen, names, wanted.unsafe_weights)
     file_choice.require_tokenizer(source, names)

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from conf.model_facts import CONVERTED
+from conf.model_facts import CONVERTED, MODELS
 from conf.model_files import safetensors_header
 from conf.planner import released_model
-from conf.rules.conversion import NOT_TAKEN
+from conf.rules.conversion import NOT_TAKEN, not_converted
 from conf.rules.function import FAMILIES
 from contract.faults import Fault
 from tests.support import small_model
@@ -63,11 +63,39 @@ def change(model: Path, name: str, edit: Callable[[Any], Any]) -> None:
     (model / name).write_text(json.dumps(found if edited is None else edited))
 
 
-@pytest.mark.parametrize("architecture", ["PhimoeForCausalLM", "Unknown"])
-def test_an_architecture_that_is_not_converted_here_is_told_those_that_are(model, architecture):
+@pytest.mark.parametrize(
+    "architecture, reason",
+    [
+        ("PhimoeForCausalLM", "Megatron-Bridge 0.6 has no bridge for it"),
+        ("Ernie4_5_MoeForCausalLM", "Megatron-Bridge 0.6 has a bridge for it, but nobody compared"),
+        ("Qwen3VLForConditionalGeneration", "it reads more than text"),
+    ],
+)
+def test_an_architecture_that_is_not_converted_here_is_refused_with_a_reason_and_a_release(model, architecture, reason):
     change(model, CONFIG, lambda config: config | {"architectures": [architecture]})
-    expected = f"{architecture} is not converted or trained here; {', '.join(CONVERTED)} are"
-    assert refused(model) == f"{model}/config.json: {expected}"
+    line = refused(model)
+    assert line.startswith(f"{model}/config.json: {architecture} is not converted or trained here: {reason}")
+    assert "the closest supported model with experts is allenai/OLMoE-1B-7B-0924" in line
+
+
+@pytest.mark.parametrize("name", ["modeling_own.Qwen3MoeForCausalLM", "org/repo--modeling_own.OwnForCausalLM"])
+def test_code_of_a_release_is_refused_with_the_true_reason(model, name):
+    own = {"auto_map": {"AutoConfig": "configuration_own.Config", "AutoModelForCausalLM": name}}
+    change(model, CONFIG, lambda config: config | own)
+    line = refused(model)
+    assert f'auto_map names "{name}", code of the release, and only transformers\' Qwen3MoeForCausalLM is' in line
+    assert "not yet supported" not in line
+    change(model, CONFIG, lambda config: config | {"auto_map": {"AutoTokenizer": ["tokenization_own.Own", None]}})
+    released_model.check_released(model)
+
+
+def test_code_of_a_release_passes_for_families_that_megatron_bridge_knows_by_name():
+    config = json.loads((MODELS / "tiny-deepseek-v3.json").read_text())["config"] | {
+        "auto_map": {"AutoModelForCausalLM": "modeling_deepseek.DeepseekV3ForCausalLM"}
+    }
+    assert not_converted(config) == ""
+    other = {"auto_map": {"AutoModelForCausalLM": "modeling_own.OwnForCausalLM"}}
+    assert "auto_map" in not_converted(config | other)
 
 
 def test_a_family_that_is_not_taken_has_a_reason_and_another_to_take(model):
@@ -76,7 +104,7 @@ def test_a_family_that_is_not_taken_has_a_reason_and_another_to_take(model):
     assert said.startswith(
         f"{model}/config.json: NemotronHForCausalLM is not converted or trained here: an export does"
     )
-    assert "take Qwen/Qwen3-30B-A3B" in said
+    assert "the closest supported model" in said
 
 
 @pytest.mark.parametrize("architecture", NOT_TAKEN)
@@ -84,7 +112,7 @@ def test_every_family_that_is_not_taken_is_refused_in_a_line_with_its_reason(mod
     change(model, CONFIG, lambda config: config | {"architectures": [architecture]})
     said = refused(model)
     assert f"{architecture} is not converted or trained here: {NOT_TAKEN[architecture]}" in said and "\n" not in said
-    assert architecture not in CONVERTED and "take Qwen/Qwen3-30B-A3B" in said
+    assert architecture not in CONVERTED and "the closest supported model" in said
 
 
 @pytest.mark.parametrize("value", ["Qwen3MoeForCausalLM", 3, {"a": 1}, [3], [None], [[]], True])

@@ -182,7 +182,6 @@ def test_models_that_cannot_be_trained(place, capsys, change, complaint):
     "lost, complaint",
     [
         ("model-00001-of-00002.safetensors", ""),
-        ("*.safetensors*", "no file of weights"),
         ("tokenizer*", "no tokenizer (tokenizer.json)"),
         ("config.json", "no config.json there"),
     ],
@@ -192,6 +191,16 @@ def test_folders_that_lack_something(place, capsys, lost, complaint):
         file.unlink()
     assert new.main(["model", "desk.csv"]) == (2 if complaint else 0)
     assert complaint in capsys.readouterr().err
+
+
+def test_a_folder_without_weights_is_planned_and_one_with_an_empty_file_is_not(place, capsys):
+    for file in (place / "model").glob("*.safetensors*"):
+        file.unlink()
+    assert new.main(["model", "desk.csv"]) == 0
+    assert f"note: {place}/model holds no weights: the configuration can be planned" in capsys.readouterr().err
+    (place / "model/model.safetensors").touch()
+    assert new.main(["model", "desk.csv", "--force"]) == 2
+    assert "model.safetensors: truncated: 0 bytes do not even hold the header" in capsys.readouterr().err
 
 
 def test_too_few_gpus_are_answered_with_how_many_would_do(place, capsys):

@@ -1,0 +1,58 @@
+"""conf/alternatives.py: the release that is offered is supported, and its size is near the model's."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from conf.alternatives import DENSE, OF_EXPERTS, closest
+from conf.model_facts import CONVERTED, MODELS, facts_from_hf
+from conf.planner.parameters import total
+from conf.rules.conversion import BRIDGED, BY_NAME, NOT_TAKEN, not_converted
+
+KNOWN = {
+    known["source"].removesuffix(" config.json"): known["config"]
+    for known in (json.loads(file.read_text()) for file in MODELS.glob("*.json"))
+}
+SMALL = {"hidden_size": 640, "num_hidden_layers": 18, "num_attention_heads": 4, "num_key_value_heads": 1}
+SMALL |= {"head_dim": 256, "intermediate_size": 2048, "vocab_size": 262144}
+
+
+@pytest.mark.parametrize("name", sorted(KNOWN.keys() & (DENSE | OF_EXPERTS).keys()))
+def test_a_release_is_the_closest_to_itself_and_has_the_size_of_the_table(name):
+    facts = facts_from_hf(KNOWN[name])
+    table = OF_EXPERTS if facts.experts else DENSE
+    assert total(facts) / 1e9 == pytest.approx(table[name], rel=0.03)
+    assert f" is {name}, " in closest(KNOWN[name])
+
+
+def test_a_model_of_270_million_is_not_sent_to_one_of_30_billion():
+    line = not_converted({"architectures": ["Gemma3ForCausalLM"], **SMALL})
+    assert line.endswith(
+        "it has about 0.27 billion parameters, "
+        "and the closest supported model is Qwen/Qwen2.5-0.5B-Instruct, which has 0.49 billion"
+    )
+    within = {"architectures": ["Gemma3ForConditionalGeneration"], "text_config": SMALL}
+    assert "Qwen/Qwen2.5-0.5B-Instruct" in not_converted(within)
+
+
+@pytest.mark.parametrize("sizes", [{}, {"hidden_size": "x"}, {"n_embd": 8}, {"text_config": 7}])
+def test_without_sizes_two_releases_are_offered(sizes):
+    line = not_converted({"architectures": ["FalconForCausalLM"], **sizes})
+    assert line.endswith("take Qwen/Qwen3-8B, or Qwen/Qwen3-30B-A3B for a model with experts")
+
+
+def test_the_families_that_megatron_bridge_knows_are_those_of_the_installed_release():
+    import importlib.util
+
+    package = importlib.util.find_spec("megatron.bridge")
+    if package is None or not package.submodule_search_locations:
+        pytest.skip("Megatron-Bridge is not installed")
+    files = [*Path(package.submodule_search_locations[0], "models").rglob("*.py")]
+    text = "\n".join(file.read_text("utf-8") for file in files)
+    names = dict(re.findall(r'^(_\w+_HF_CLASS_NAME) = "(\w+)"', text, re.MULTILINE))
+    assert set(BY_NAME) == {name for name in re.findall(r'\bsource="(\w+)",', text) if name in CONVERTED}
+    registered = {names.get(name, name) for name in re.findall(r'\bsource="?(\w+?)"?,', text)}
+    known = {name for name in registered if name.endswith("ForCausalLM")}
+    assert known - NOT_TAKEN.keys() - CONVERTED.keys() == BRIDGED
