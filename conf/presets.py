@@ -11,7 +11,7 @@ says in a comment of its file why it is not:
 
 import argparse
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -81,23 +81,27 @@ def _row(one: Preset) -> tuple[str, ...]:
     )
 
 
-def write(page: Path, text: str) -> None:
-    before, _, rest = page.read_text("utf-8").partition(BEGIN)
+def write(page: Path, make: Callable[[], str]) -> None:
+    """Write a table between the marks of a page. The page is read first, as planning takes a minute."""
+    try:
+        before, _, rest = page.read_text("utf-8").partition(BEGIN)
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "not UTF-8"
+        raise SystemExit(f"error: {page}: {reason}; name a page with {BEGIN} ... {END}") from None
     _, mark, after = rest.partition(END)
     if not mark:
         raise SystemExit(f"error: {page}: has no {BEGIN} ... {END}")
-    write_atomically(page, f"{before}{BEGIN}\n{text}\n{END}{after}", durable=False)
+    write_atomically(page, f"{before}{BEGIN}\n{make()}\n{END}{after}", durable=False)
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m conf.presets", description="Print the table of configurations.")
     parser.add_argument("page", nargs="?", type=Path, help="write it into this page instead, between its marks")
-    page = parser.parse_args().page
-    text = table(presets())
+    page = parser.parse_args(argv).page
     if page:
-        write(page, text)
+        write(page, lambda: table(presets()))
     else:
-        print(text)
+        print(table(presets()))
 
 
 if __name__ == "__main__":

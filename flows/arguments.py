@@ -18,11 +18,11 @@ def parser(module: str, description: str | None) -> argparse.ArgumentParser:
 
 
 def of_a_run(
-    module: str, description: str | None, example: str, names: str = "a name in conf/", default: str | None = None
+    module: str, description: str | None, example: str, names: str = "a name in conf/", required: bool = True
 ) -> argparse.ArgumentParser:
     """Make a parser for NAME [KEY=VALUE ...]; parse_intermixed_args lets options stand anywhere among them."""
     made = parser(module, description)
-    optional = {"nargs": "?", "default": default} if default else {}
+    optional = {} if required else {"nargs": "?"}
     made.add_argument("conf", metavar="NAME", help=f"{names}, or a YAML file", **optional)
     made.add_argument("overrides", metavar="KEY=VALUE", nargs="*", help=f"such as {example}")
     return made

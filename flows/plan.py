@@ -17,9 +17,11 @@ import math
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from pathlib import Path
 
 from conf.load import load
 from conf.model_facts import ModelFacts
+from conf.model_files import weights
 from conf.planner import display, hardware
 from conf.planner.hardware import GB, Gpu
 from conf.planner.search import Found, search
@@ -58,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             run = settle(run, facts, gpu, teacher)
         except NothingFits:
             return _told(cannot, _search(run, facts, settled_on(run, gpu), run.world, options))
-    except ConfigError as fault:
+    except (ConfigError, Fault) as fault:
         return refused(fault)
     rows = training_rows.asked(run) if objectives.has_reference(run) else None
     planned = compared(replace(plan(run, facts, gpu, teacher, rows), assumed=assumed))
@@ -84,6 +86,8 @@ def _obstacles(run: Run) -> list[str]:
     found = obstacles(config_of(run)[0], run.model.ignore_config)
     if not found and (refused := unwritable(config_of(run)[0], run.export.quantization)):
         return [refused]
+    if isinstance(run.model.source, str) and (folder := Path(run.model.source).expanduser()).is_dir():
+        weights.require_headers(folder)
     of_model = [f"model.source: {run.model.source}: {line}" for line in found]
     if not objectives.has_teacher(run):
         return of_model
@@ -137,7 +141,10 @@ def _table(run: Run, gpu: Gpu, gpus: int, found: Found, top: int) -> Iterator[st
         yield from display.ranking(found.fitting[:top], gpu)
     else:
         yield from display.suggestions(found, gpus, gpu)
-    yield f"{found.reasons.total()} others fail:"
+    if found.fitting:
+        yield f"{found.reasons.total()} others are illegal or do not fit; --json names the reasons"
+        return
+    yield f"{found.reasons.total()} fail:"
     yield from (f"{count:>6}  {reason}" for reason, count in found.reasons.most_common(REASONS))
     if (rest := len(found.reasons) - REASONS) > 0:
         yield f"        and {rest} rarer reasons, which --json names"

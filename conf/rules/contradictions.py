@@ -1,6 +1,7 @@
 """Rules for values of a run that are right alone and wrong together, except for its parallel layout (layout.py)."""
 
 from collections.abc import Iterator
+from math import sqrt
 
 from conf.rules import (
     batch_ramp,
@@ -12,11 +13,13 @@ from conf.rules import (
     serving,
     validations,
 )
-from conf.schema import clusters
+from conf.schema import clusters, names
 from conf.schema.data import Rows
 from conf.schema.run import Run, sections
 from conf.schema.sections import Adapter
 
+SMALLEST_NORM = 1e-6  # that gradients are clipped to: Adam's eps outweighs smaller ones
+SCALES = (1e-4, 1e3)  # of an adapter's output; 0.1 to 10 are common
 LINES = ("slurm.setup",)  # lists whose entries may be equal: lines of a script
 
 
@@ -29,6 +32,7 @@ def contradictions(run: Run) -> Iterator[tuple[str, str]]:
     for key in ("rslora", "b_lr_ratio"):
         if run.adapter.kind == "none" and getattr(run.adapter, key) != Adapter.model_fields[key].default:
             yield f"adapter.{key}", "has no effect with adapter.kind none"
+    yield from _scale(run)
     if run.model.adapter and run.adapter.kind != "lora":
         yield "model.adapter", f"is gone on with as LoRA, and adapter.kind is {run.adapter.kind}"
     if run.model.adapter and run.reinforce.steps and run.reinforce.start == "base":
@@ -61,6 +65,9 @@ def contradictions(run: Run) -> Iterator[tuple[str, str]]:
         yield "optimizer.warmup_steps", f"{optimizer.warmup_steps} leaves none of the {train.steps} steps for the decay"
     if optimizer.min_lr > optimizer.lr:
         yield "optimizer.min_lr", f"{optimizer.min_lr} is above optimizer.lr {optimizer.lr}"
+    if 0 < optimizer.clip_grad < SMALLEST_NORM:
+        text = f"{optimizer.clip_grad:g} leaves nothing of a gradient"
+        yield "optimizer.clip_grad", f"{text}: at least {SMALLEST_NORM:g}, or 0 for no clipping"
     if optimizer.kind == "muon":
         yield from _muon(run)
     if train.recompute == "selective" and not train.recompute_modules:
@@ -99,6 +106,17 @@ def contradictions(run: Run) -> Iterator[tuple[str, str]]:
     yield from serving.contradictions(run)
     yield from reinforcement.contradictions(run)
     yield from clusters.contradictions(run.gang.engine, run.kubernetes)
+    yield from names.contradictions(run)
+    if run.gang.min_nodes is not None and run.gang.min_nodes > run.layout.nodes:
+        yield "gang.min_nodes", f"{run.gang.min_nodes} is more than layout.nodes {run.layout.nodes}"
+
+
+def _scale(run: Run) -> Iterator[tuple[str, str]]:
+    adapter = run.adapter
+    scale = adapter.alpha / (sqrt(adapter.rank) if adapter.rslora else adapter.rank)
+    if adapter.kind != "none" and not SCALES[0] <= scale <= SCALES[1]:
+        text = f"{adapter.alpha} with adapter.rank {adapter.rank} scales the adapter by {scale:g}"
+        yield "adapter.alpha", f"{text}: from {SCALES[0]:g} to {SCALES[1]:g} is usable; alpha = rank scales by 1"
 
 
 def _without_means(run: Run) -> str:

@@ -8,12 +8,16 @@ from collections.abc import Collection, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+from conf.error_lines import show
 from conf.model_facts import ModelFacts
 from conf.rules import packed_base, precision
 from conf.schema.run import Run
+from conf.schema.training import Moe
 
 # Megatron cuts the input of these layers over tp, that of all others is whole.
 ROW_PARALLEL = {"linear_proj", "linear_fc2"}
+# Keys of section moe that bear on the router, which a dense model lacks.
+ROUTING = ("aux_loss_coeff", "z_loss_coeff", "balance", "force_balance", "freeze_router")
 # The first of two low-rank products is whole on every rank of tp.
 WHOLE = {"linear_q_down_proj", "linear_kv_down_proj"}
 
@@ -34,6 +38,7 @@ def broken(run: Run, facts: ModelFacts, counts: list[int]) -> Iterator[Broken]:
     yield from _fp8(run, facts)
     yield from _packed(run, facts)
     yield from _of_gpt_oss(run, facts)
+    yield from _balancing(run, facts)
 
 
 def divisors(number: int) -> list[int]:
@@ -139,6 +144,9 @@ def _without(values: tuple[Any, ...], gone: Collection[Any]) -> list[tuple[Any, 
 
 def _rest(run: Run, facts: ModelFacts) -> Iterator[Broken]:
     layout, train = run.layout, run.train
+    if run.adapter.kind != "none" and run.adapter.rank > facts.hidden:
+        text = f"{run.adapter.rank} is above the model's hidden size, {facts.hidden}: such an adapter saves nothing"
+        yield Broken("rank", "adapter.rank", text, [facts.hidden])
     if layout.cp > 1 and facts.angles % (2 * layout.cp):
         text = f"{layout.cp} does not cut the {facts.angles} rotations of latent attention into 2 pieces each"
         yield Broken("angles", "layout.cp", text, divisors(layout.world))
@@ -203,6 +211,15 @@ def _packed(run: Run, facts: ModelFacts) -> Iterator[Broken]:
         text = f"{what}: {size} is no multiple of {least}, which model.base {run.model.base} needs"
         others = ["fp8", "bf16"] if key == "model.base" else divisors(run.layout.world)
         yield Broken(f"packed {what}", key, text, others)
+
+
+def _balancing(run: Run, facts: ModelFacts) -> Iterator[Broken]:
+    """Yield keys of routing that are set for a dense model, which has no router."""
+    for key in ROUTING if not facts.experts else ():
+        default = Moe.model_fields[key].default
+        value = getattr(run.moe, key)
+        if value and value not in (default, "none"):  # 0 and none are true of a dense model
+            yield Broken(f"{key} of dense", f"moe.{key}", f"{show(value)}, but the model has no experts", [default])
 
 
 def _of_gpt_oss(run: Run, facts: ModelFacts) -> Iterator[Broken]:

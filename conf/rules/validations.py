@@ -20,3 +20,6 @@ def contradictions(run: Run) -> Iterator[tuple[str, str]]:
         yield "export.checkpoint", "best, but checkpoint.keep_best is false"
     if run.export.checkpoint == "best" and run.reinforce.steps:
         yield "export.checkpoint", f"best, but reinforce.steps {run.reinforce.steps} have no validations"
+    steps, step = run.reinforce.steps or run.train.steps, run.export.checkpoint
+    if isinstance(step, int) and steps is not None and step > steps:
+        yield "export.checkpoint", f"{step} is after the last step, {steps}"

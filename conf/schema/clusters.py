@@ -16,9 +16,11 @@ from conf.schema.sections import Count, Section, Text
 Variable = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
 Setting = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*=")]
 Label = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_./-]*=[A-Za-z0-9_.-]*$")]
-Amount = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9.-]*(/[A-Za-z0-9_.-]+)?=[0-9.]+([KMGTP]i?|m)?$")]
+Amount = Annotated[
+    str, Field(pattern=r"^[a-z0-9][a-z0-9.-]*(/[A-Za-z0-9_.-]+)?=[0-9]*[1-9][0-9]*(\.[0-9]+)?([KMGTP]i?|m)?$")
+]
 Limit = Annotated[str, Field(pattern=r"^([0-9]+-)?[0-9]+(:[0-9]+){0,2}$")]
-Memory = Annotated[str, Field(pattern=r"^[0-9.]+[KMGT]i?$")]
+Memory = Annotated[str, Field(pattern=r"^[0-9]*[1-9][0-9]*(\.[0-9]+)?[KMGT]i?$")]
 Option = Annotated[str, Field(pattern=r"^-")]
 Name = Annotated[str, Field(pattern=r"^[a-z0-9]([a-z0-9.-]*[a-z0-9])?$")]
 
@@ -103,7 +105,7 @@ class Kubernetes(Section):
     resources: Annotated[tuple[Amount, ...], NOWHERE] = listed(
         (), "others per pod, as rdma/ib=8, vpc.amazonaws.com/efa=32 or hugepages"
     )
-    shm: Annotated[str, Field(pattern=r"^[0-9]+([KMGT]i)$"), NOWHERE] = Field(
+    shm: Annotated[str, Field(pattern=r"^[0-9]*[1-9][0-9]*[KMGT]i$"), NOWHERE] = Field(
         default="64Gi", description="/dev/shm, through which NCCL and data loaders go; 64 MB without"
     )
     claim: Annotated[Name | None, NOWHERE] = Field(

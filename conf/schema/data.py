@@ -95,8 +95,8 @@ class Data(Rows):
     too_long: Annotated[Literal["drop", "truncate", "error"], bears("prepare")] = Field(
         default="drop", description="rows longer than a sequence; truncate cuts the prompt, never an answer"
     )
-    seq_length: Annotated[Count, bears("prepare", "train")] = Field(
-        description="tokens per sequence; a packed sequence holds several rows"
+    seq_length: Annotated[int, bears("prepare", "train")] = Field(
+        ge=2, le=2**24, description="tokens per sequence; a packed sequence holds several rows"
     )
     packed: Annotated[bool, bears("prepare", "train")] = Field(
         default=False, description="several rows per sequence, attention kept apart: no padding"
@@ -122,7 +122,9 @@ class Data(Rows):
     workers: Annotated[int, NOWHERE] = Field(
         default=0, ge=0, le=1024, description="loader processes per rank; 0 = none, enough for token files"
     )
-    processes: Annotated[Count | None, NOWHERE] = Field(default=None, description="of preparation; null = one per core")
+    processes: Annotated[int | None, NOWHERE] = Field(
+        default=None, ge=1, le=1024, description="of preparation; null = one per core"
+    )
     seed: Annotated[Seed, bears("prepare", "train")] = Field(
         default=1234, description="order of the sequences, and which rows share one; Megatron's default"
     )

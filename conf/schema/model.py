@@ -88,7 +88,7 @@ class Model(Section):
         "that cannot be computed on this host",
     )
     mtp_loss_scale: Annotated[float, bears("train")] = Field(
-        default=0.3, ge=0, description="weight of their loss; 0.3 is Bridge's value for GLM-4.5+"
+        default=0.3, ge=0, le=10, description="weight of their loss; 0.3 is Bridge's value for GLM-4.5+"
     )
     # on the evaluation, as that of the base leaves what the tuned model is held to; on what is converted, where that is
     # packed as well

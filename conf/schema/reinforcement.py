@@ -39,10 +39,13 @@ class Reinforce(Section):
         default=256, description="longest answer; prompt and answer fit into data.seq_length"
     )
     temperature: Annotated[float, bears("reinforce")] = Field(
-        default=1.0, gt=0, le=10, description="of sampling; the policy that is trained is the one at this temperature"
+        default=1.0,
+        ge=0.01,
+        le=10,
+        description="of sampling; the policy that is trained is the one at this temperature",
     )
     lr: Annotated[float, bears("reinforce")] = Field(
-        default=1e-6, gt=0, le=1, description="learning rate, constant; in place of optimizer.lr and its schedule"
+        default=1e-6, ge=1e-12, le=1, description="learning rate, constant; in place of optimizer.lr and its schedule"
     )
     signal: Annotated[float, bears("reinforce", absent=0.0)] = Field(
         default=0.0,
@@ -60,13 +63,13 @@ class Reinforce(Section):
         "gspo = ratios of whole answers; cispo = clipped weights instead of clipped ratios",
     )
     clip_low: Annotated[float, bears("reinforce")] = Field(
-        default=0.2, ge=0, description="a ratio counts down to 1 - this; gspo is used with 3e-4"
+        default=0.2, ge=0, le=1, description="a ratio counts down to 1 - this; gspo is used with 3e-4"
     )
     clip_high: Annotated[float, bears("reinforce")] = Field(
-        default=0.2, ge=0, description="and up to 1 + this; dapo is used with 0.28, gspo with 4e-4"
+        default=0.2, ge=0, le=100, description="and up to 1 + this; dapo is used with 0.28, gspo with 4e-4"
     )
     kl: Annotated[float, bears("reinforce")] = Field(
-        default=0.0, ge=0, description="weight of the divergence from the policy that the stage began with"
+        default=0.0, ge=0, le=100, description="weight of the divergence from the policy that the stage began with"
     )
     correction: Annotated[Correction, bears("reinforce")] = Field(
         default="tis",
@@ -77,7 +80,7 @@ class Reinforce(Section):
         default=0.5, ge=0, le=1, description="lowest ratio of trainer to engine for icepop and sequence_mask"
     )
     correction_high: Annotated[float, bears("reinforce")] = Field(
-        default=2.0, ge=1, description="highest ratio of trainer to engine"
+        default=2.0, ge=1, le=10**6, description="highest ratio of trainer to engine"
     )
     replay_experts: Annotated[bool, bears("reinforce", absent=False)] = Field(
         default=False,
@@ -129,10 +132,10 @@ class Reinforce(Section):
         "the text that comes next, or None where the conversation is over; its content counts",
     )
     reward_seconds: Annotated[float, bears("reinforce")] = Field(
-        default=10.0, gt=0, le=3600, description="longest time for one reward by a function, by code or by a judge"
+        default=10.0, ge=0.01, le=3600, description="longest time for one reward by a function, by code or by a judge"
     )
     reward_memory_gb: Annotated[float, bears("reinforce")] = Field(
-        default=1.0, gt=0, le=65536, description="memory of the guarded process"
+        default=1.0, ge=0.01, le=65536, description="memory of the guarded process"
     )
     seed: Annotated[Seed, bears("reinforce")] = Field(default=1234, description="of prompts and samples")
     transport: Annotated[Literal["ipc", "nccl", "gloo", "files", "adapter"] | None, NOWHERE] = Field(
@@ -172,7 +175,7 @@ class Reinforce(Section):
         default=4, description="fixed rows on which trainer and vLLM must agree after each transfer of weights"
     )
     probe_bound: Annotated[float | None, NOWHERE] = Field(
-        default=None, gt=0, description="mean difference, nats per token; null = 1e-4 in fp32, else 0.05"
+        default=None, gt=0, le=1, description="mean difference, nats per token; null = 1e-4 in fp32, else 0.05"
     )
     patience: Annotated[Count, NOWHERE] = Field(
         default=10, description="steps without any difference between rewards, after which the run ends"

@@ -36,6 +36,8 @@ Seed = Annotated[int, Field(ge=1, lt=2**31)]  # Megatron refuses 0, and NumPy ta
 def _without_nul(value: str) -> str:
     if "\0" in value:
         raise PydanticCustomError("nul", "holds a NUL, which no name and no line of text has")
+    if not value.strip():
+        raise PydanticCustomError("blank", "holds nothing but blanks")
     return value
 
 
@@ -86,12 +88,12 @@ def _one_interval(value: Any, validate: ValidatorFunctionWrapHandler) -> Any:
     try:
         return validate(value)
     except ValidationError:
-        text = "neither a number of steps nor epoch nor a share of all steps, above 0 and below 1"
+        text = "neither a number of steps nor epoch nor a share of all steps, from 1e-6 and below 1"
         raise PydanticCustomError("interval", text) from None
 
 
 # Steps between two events of a training, a share of all its steps, or once an epoch (conf/rules/schedule.py)
-Share = Annotated[float, Field(gt=0, lt=1)]
+Share = Annotated[float, Field(ge=1e-6, lt=1)]
 Interval = Annotated[Literal["epoch"] | Count | Share, WrapValidator(_one_interval)]
 IntervalOrNever = Annotated[Literal["epoch"] | Number | Share, WrapValidator(_one_interval)]
 
@@ -130,7 +132,7 @@ class Adapter(Section):
         default=False, description="scale by alpha / sqrt(rank) instead, so that high ranks learn as fast (rsLoRA)"
     )
     b_lr_ratio: Annotated[float, bears("train", absent=1.0)] = Field(
-        default=1.0, gt=0, le=1000, description="learning rate of B over that of A; LoRA+ takes 16"
+        default=1.0, ge=1e-3, le=1000, description="learning rate of B over that of A; LoRA+ takes 16"
     )
     dropout: Annotated[float, bears("train")] = Field(default=0.0, ge=0, lt=1, description="on the adapter's input")
     lean: Annotated[bool, NOWHERE] = Field(
@@ -216,7 +218,10 @@ class Hardware(Section):
         "any other model",
     )
     price: Annotated[float | None, NOWHERE] = Field(
-        default=None, ge=0, description="USD per GPU and hour; null = the .yaml's, or about what renting one costs"
+        default=None,
+        ge=0,
+        le=10_000,
+        description="USD per GPU and hour; null = the .yaml's, or about what renting one costs",
     )
     gate: Annotated[Literal["stop", "warn"], NOWHERE] = Field(
         default="stop", description="what a flow does whose plan does not fit; stop = before anything is downloaded"
@@ -255,7 +260,7 @@ class Log(Section):
         "batches a step and rank, and a layout of tp and dp alone",
     )
     peak_tflops: Annotated[float | None, NOWHERE] = Field(
-        default=None, gt=0, description="per device, dense, for MFU; null = from the device's name"
+        default=None, ge=1e-3, le=10**6, description="per device, dense, for MFU; null = from the device's name"
     )
     profile_every: Annotated[int | None, NOWHERE] = Field(
         default=None,
@@ -329,6 +334,7 @@ class Evaluate(Section):
     parity_bound: Annotated[float | None, bears("evaluate")] = Field(
         default=None,
         gt=0,
+        le=1,
         description="mean difference, nats per token; null = 1e-3 where all is fp32, else 0.05",
     )
     seed: Annotated[Seed, bears("evaluate")] = Field(
@@ -346,17 +352,19 @@ class Gang(Section):
         default="finetune-nodes", description="for prefect: work pool with one worker per host"
     )
     start_within: Annotated[float, NOWHERE] = Field(
-        default=900, gt=0, description="seconds until all hosts are there, or are given back"
+        default=900, ge=0.1, le=10**6, description="seconds until all hosts are there, or are given back"
     )
     silent_after: Annotated[float, NOWHERE] = Field(
         default=12, ge=9, le=10**6, description="seconds of silence after which a host counts as gone"
     )
     stall_factor: Annotated[float, NOWHERE] = Field(
-        default=10, ge=2, description="a step may take so many times the usual one's time"
+        default=10, ge=2, le=1000, description="a step may take so many times the usual one's time"
     )
-    stall_seconds: Annotated[float, NOWHERE] = Field(default=120, gt=0, description="and at least so many seconds")
+    stall_seconds: Annotated[float, NOWHERE] = Field(
+        default=120, ge=0.1, le=10**6, description="and at least so many seconds"
+    )
     quiet_seconds: Annotated[float, NOWHERE] = Field(
-        default=3600, gt=0, description="seconds that loading, validation or a save may take without a step"
+        default=3600, ge=0.1, le=10**6, description="seconds that loading, validation or a save may take without a step"
     )
     retries: Annotated[Number, NOWHERE] = Field(
         default=3, description="new attempts after hosts failed; a later checkpoint starts the count again"

@@ -22,7 +22,7 @@ class Train(Section):
         "distill = what the teacher holds for the next token of answers",
     )
     dpo_beta: Annotated[float, bears("train", absent=0.1)] = Field(
-        default=0.1, gt=0, le=100, description="of dpo: how dear it is to leave the reference; TRL's default"
+        default=0.1, ge=1e-6, le=100, description="of dpo: how dear it is to leave the reference; TRL's default"
     )
     dpo_label_smoothing: Annotated[float, bears("train", absent=0.0)] = Field(
         default=0.0, ge=0, lt=0.5, description="of dpo: share of rows whose answers are taken to be in the wrong order"
@@ -39,7 +39,7 @@ class Train(Section):
     )
     epochs: Annotated[float | None, bears("train", absent=None)] = Field(
         default=None,
-        gt=0,
+        ge=1e-6,
         le=10_000,
         description="passes over the training sequences, such as 3 or 0.5; their steps are known once the data are "
         "prepared",
@@ -53,7 +53,10 @@ class Train(Section):
         default=64, description="of distill: likeliest tokens that are kept at each place; all others count as one"
     )
     distill_temperature: Annotated[float, bears("reference", "train", absent=1.0)] = Field(
-        default=1.0, gt=0, le=100, description="of distill: divides the logits of both; above 1 the unlikely count more"
+        default=1.0,
+        ge=0.01,
+        le=100,
+        description="of distill: divides the logits of both; above 1 the unlikely count more",
     )
     global_batch: Annotated[Count, bears("train")] = Field(
         description="sequences per step, over all ranks; of dpo, rows of two"
@@ -79,6 +82,7 @@ class Train(Section):
     loss_scale: Annotated[float, bears("train", absent=1024.0)] = Field(
         default=1024.0,
         ge=1,
+        le=2**32,
         description="of fp16, whose loss is a sum over tokens, at first: halved by each step whose gradients overflow, "
         "which is skipped, and doubled after 1000 steps without one",
     )
@@ -124,7 +128,7 @@ class Train(Section):
     )
     ema_decay: Annotated[float | None, bears("train", absent=None)] = Field(
         default=None,
-        gt=0,
+        ge=0.01,
         lt=1,
         description="checkpoints also hold a moving mean of the weights, of which a step keeps this share (0.999); "
         "4 bytes a trained parameter on each rank; null = none",
@@ -149,7 +153,9 @@ class Optimizer(Section):
         description="muon = matrices get orthogonal updates, as large as AdamW's; embeddings, head, norms, biases keep "
         "AdamW; for all weights (adapter.kind none), with optimizer.distributed false",
     )
-    lr: Annotated[float, bears("train")] = Field(gt=0, le=1, description="highest learning rate, reached after warmup")
+    lr: Annotated[float, bears("train")] = Field(
+        ge=1e-12, le=1, description="highest learning rate, reached after warmup"
+    )
     min_lr: Annotated[float, bears("train")] = Field(default=0.0, ge=0, description="learning rate at the last step")
     warmup_steps: Annotated[Number, bears("train")] = Field(default=0, description="steps of linear rise from 0")
     warmup: Annotated[float | None, bears("train", absent=None)] = Field(
@@ -159,22 +165,22 @@ class Optimizer(Section):
         default="cosine", description="shape of the fall from lr to min_lr"
     )
     weight_decay: Annotated[float, bears("train")] = Field(
-        default=0.1, ge=0, description="decoupled; biases and norms are exempt"
+        default=0.1, ge=0, le=10, description="decoupled; biases and norms are exempt"
     )
     without_decay: Annotated[tuple[Text, ...] | None, bears("train", absent=None)] = Field(
         default=None, strict=False, description='further weights that are exempt, by Megatron\'s names: "*embedding*"'
     )
     beta1: Annotated[float, bears("train")] = Field(
-        default=0.9, ge=0, lt=1, description="decay of the mean of gradients, per step"
+        default=0.9, ge=0, le=0.99999, description="decay of the mean of gradients, per step"
     )
     beta2: Annotated[float, bears("train")] = Field(
-        default=0.95, ge=0, lt=1, description="of the mean of squares; 0.95 is usual for LLMs"
+        default=0.95, ge=0, le=0.999999, description="of the mean of squares; 0.95 is usual for LLMs"
     )
     eps: Annotated[float, bears("train")] = Field(
-        default=1e-8, gt=0, description="keeps the division by the root of squares finite"
+        default=1e-8, ge=1e-30, le=1, description="keeps the division by the root of squares finite"
     )
     clip_grad: Annotated[float, bears("train")] = Field(
-        default=1.0, ge=0, description="largest norm of the gradient; 0 = no clipping"
+        default=1.0, ge=0, le=1e9, description="largest norm of the gradient; 0 = no clipping"
     )
     # A resume keeps distributed and offload: Megatron does not read the state of one kind of optimizer into another.
     distributed: Annotated[bool, bears(held=True)] = Field(
@@ -192,13 +198,13 @@ class Optimizer(Section):
 
 
 class Moe(Section):
-    """Routing of tokens to experts; without effect on a dense model."""
+    """Routing of tokens to experts. A dense model takes none of its losses."""
 
     aux_loss_coeff: Annotated[float | None, bears("train")] = Field(
-        default=None, ge=0, description="weight of balancing; null = the model's own"
+        default=None, ge=0, le=10, description="weight of balancing; null = the model's own"
     )
     z_loss_coeff: Annotated[float | None, bears("train")] = Field(
-        default=None, ge=0, description="weight of the z loss; null = none; 1e-3 is usual"
+        default=None, ge=0, le=1, description="weight of the z loss; null = none; 1e-3 is usual"
     )
     router_dtype: Annotated[Literal["fp32", "fp64"], bears("train")] = Field(
         default="fp32", description="of routing scores; bf16 flips ties"

@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 
 from conf.load import load
+from conf.model_files import weights
 from conf.overrides import from_overrides
 from conf.planner import display
 from conf.planner.verdict import Plan
@@ -17,19 +18,20 @@ from flows.new import rows
 from tasks.run import artifact, forecast, own_server
 from tasks.run.places import open_run_store
 from tasks.run.request import Request
-from tasks.sources import row_sources
+from tasks.sources import hub, row_sources
 from tasks.sources.hub.api import Unreachable
 from tasks.stages import pipeline, plan
 from tasks.store import Store
 
 
-def command(flow, description: str, require: Callable[[Run], None] = lambda run: None, default: str = "tiny") -> int:
+def command(flow, description: str, require: Callable[[Run], None] = lambda run: None, example: str = "tiny") -> int:
     """Run the flow and return the exit code: 0, 2 for a fault that the caller can mend, 1 for anything else.
 
-    `require` raises a Fault for a run that is not the flow's to make. `default` is the configuration that is taken
-    where none is named.
+    `require` raises a Fault for a run that is not the flow's to make. `example` is a configuration that one may name.
     """
-    options = _arguments(f"flows.{flow.name}", description, default)
+    options = _arguments(f"flows.{flow.name}", description)
+    if options.conf is None:
+        return refused(f"NAME: missing; it names a file, or a configuration in conf/, such as {example}")
     try:
         run = load(options.conf, options.overrides)
         require(run)
@@ -73,7 +75,7 @@ def _foretold(run: Run, first: str | None, last: str | None) -> list[str]:
     except Unreachable as fault:
         planned = _possible(_recalled(run, fault), last)
         would = [str(fault), "So it is not known what of this is there already. By the config.json that is known here:"]
-    return [*would, *_takes(planned, pipeline.asked(planned.run, last)), plan.summary(planned)]
+    return [*would, *_lacks(run), *_takes(planned, pipeline.asked(planned.run, last)), plan.summary(planned)]
 
 
 def _require_rows_to_learn_from(run: Run, asked: Request, store: Store) -> None:
@@ -110,6 +112,16 @@ def _possible(planned: Plan, last: str | None) -> Plan:
     return planned
 
 
+def _lacks(run: Run) -> list[str]:
+    """A line for a folder whose model can be planned, and has no weights to run with."""
+    source = run.model.source
+    if not isinstance(source, str) or hub.kind(source) != "folder":
+        return []
+    if any(map(weights.are_of, Path(source).expanduser().iterdir())):
+        return []
+    return [f"{source} holds no weights: a run ends at download until *.safetensors are there"]
+
+
 def _takes(planned: Plan, asked: Collection[str]) -> list[str]:
     """What the stages take that are asked for, and the evaluation if it is among them."""
     needs = [need for need in planned.needs if need.stage in asked]
@@ -119,9 +131,9 @@ def _takes(planned: Plan, asked: Collection[str]) -> list[str]:
     return ["", *display.stage_table(planned, needs), *ways, *how, ""] if needs else []
 
 
-def _arguments(module: str, description: str, default: str) -> argparse.Namespace:
+def _arguments(module: str, description: str) -> argparse.Namespace:
     stages = ", ".join(pipeline.ORDER)
-    parser = of_a_run(module, description, example="optimizer.lr=2e-4", default=default)
+    parser = of_a_run(module, description, example="optimizer.lr=2e-4", required=False)
     parser.epilog = (
         f"Stages, in order: {stages}. FINETUNE_STORE names the store (s3://bucket/prefix or a folder), "
         "FINETUNE_RUNS the local folder for work and caches (runs), MLFLOW_TRACKING_URI the tracking server."

@@ -2,6 +2,7 @@
 
     sequences(run, made) -> (count, what was assumed)      None where nothing is known: sources on the Hub or in S3
     asked(run, made) -> count                              rows that the reference of a training is asked of
+    empty(data) -> why                                     the first source on this host without a row; "" for none
 
 Rows are counted in the first megabytes of each file and scaled to its size; no row is read. None is taken as too long,
 broken or a duplicate. Packed sequences and texts for pretraining are filled with a token for every four bytes.
@@ -13,6 +14,7 @@ from typing import Any
 
 from conf.rules import schedule
 from conf.schema import row_files
+from conf.schema.data import Data
 from conf.schema.run import Run
 from contract import regular_files
 from contract.faults import Fault
@@ -20,7 +22,8 @@ from tasks.sources import row_sources
 
 SAMPLE = 4 << 20  # bytes of each file
 BYTES = 4  # of a token, in English text and in JSON alike
-LINES = (".jsonl", ".ndjson", ".csv", ".tsv")  # a row a line, as far as cells hold no line ends
+HEADED = (".csv", ".tsv")  # the first line names columns
+LINES = (".jsonl", ".ndjson", *HEADED)  # a row a line, as far as cells hold no line ends
 TICKETS = 1600  # of tiny://tickets, 44 tokens each
 
 
@@ -48,6 +51,26 @@ def asked(run: Run, made: dict[str, Any] | None = None) -> int | None:
         return sum(made["rows"].get(split, 0) for split in ("training", "validation"))
     found = _counted(run)
     return None if found is None else ceil(found[0] * (1 - run.data.test))
+
+
+def empty(data: Data) -> str:
+    """The first source on this host without a row, as a reason; "" if each has one, or may have one."""
+    for number, part in enumerate(data.parts):
+        key = f"data.mixture[{number}].source" if data.mixture else "data.source"
+        try:
+            is_local = part.source and row_sources.kind(part.source, key) == "local"
+            files = row_sources.files(part.source, key) if part.source and is_local else []
+        except Fault:  # the stage reports a source that is not there
+            continue
+        if files and not any(map(_may_have_rows, files)):
+            return f"{key}: {part.source}: no row in {files[0] if len(files) == 1 else f'its {len(files)} files'}"
+    return ""
+
+
+def _may_have_rows(file: Path) -> bool:
+    counted = _of_file(file)
+    headers = row_files.format_of(file.name) in HEADED
+    return counted[0] > headers if counted else file.stat().st_size > 0
 
 
 def _counted(run: Run) -> tuple[float, float] | None:

@@ -19,6 +19,7 @@ import json
 import os
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from prefect import State, get_run_logger, task
@@ -26,6 +27,7 @@ from prefect.artifacts import create_markdown_artifact
 from prefect.states import Completed, Failed
 
 from conf.model_facts import ModelFacts
+from conf.model_files import weights
 from conf.planner import advice, display, hardware, picture, verdict
 from conf.planner.hardware import GB
 from conf.planner.verdict import Plan
@@ -155,6 +157,8 @@ def unfit(planned: Plan, last: str | None) -> str:
         prompts = reinforcement.of_prompts(run) if reinforcement.has_prompts(run) else run
         found += [reinforcement.unfit(run, *one) for one in _known(prompts.data)]
         found += [reinforcement.unlike(run, planned.facts)]
+    if "prepare" in asked:
+        found.append(training_rows.empty(run.data))
     return next(filter(None, found), "")
 
 
@@ -269,6 +273,8 @@ def _facts(run: Run) -> ModelFacts:
         raise Fault(f"model.source: {source}: {'; '.join(found)}")
     if refused := conversion.unwritable(config, run.export.quantization):
         raise Fault(refused)
+    if isinstance(source, str) and hub.kind(source) == "folder":
+        weights.require_headers(Path(source).expanduser())
     return facts
 
 

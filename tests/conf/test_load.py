@@ -88,7 +88,7 @@ def test_files_in_conf(name):
         ("1e-4", "'1e-4'", 'optimizer.lr: "1e-4" is not a number'),
         ("1e-4", ".nan", "is not a number"),
         ("1e-4", "1e999", "is not a finite number"),
-        ("1e-4", "0", "optimizer.lr: 0 is too small: it must be above 0"),
+        ("1e-4", "0", "optimizer.lr: 0 is too small: it must be at least 1e-12"),
         ("1e-4", "2", "optimizer.lr: 2 is too large: it must be at most 1"),
         ("1e-4", "1e-4, distributed: yes", 'optimizer.distributed: "yes" is not true or false'),
         ("1e-4", "1e-4, decay: cosin", "optimizer.decay: \"cosin\" is not one of 'cosine', 'linear' or 'constant'"),
@@ -313,7 +313,7 @@ def values(field: dict[str, Any]) -> st.SearchStrategy[Any]:
             traps = st.sampled_from(["1e-4", "null", "~", "yes", "0x1F", "2026-01-01", " a: b #c", "=", "<<", "-", "'"])
             return traps | st.text(
                 st.characters(codec="utf-8", exclude_characters="\0"), min_size=1, max_size=60
-            ).filter(_is_no_home)
+            ).filter(_is_taken)
         case {"type": "integer"}:
             return st.integers(field.get("minimum", 0), min(10, field.get("maximum", 10)))
         case {"type": "number"}:
@@ -333,9 +333,9 @@ def values(field: dict[str, Any]) -> st.SearchStrategy[Any]:
     raise AssertionError(field)
 
 
-def _is_no_home(text: str) -> bool:
-    """~name is no path that is taken."""
-    return not text.startswith("~")
+def _is_taken(text: str) -> bool:
+    """Whether a text is a name: it holds more than blanks, and ~name is refused."""
+    return bool(text.strip()) and not text.startswith("~")
 
 
 def section(schema: dict[str, Any]) -> st.SearchStrategy[dict[str, Any]]:

@@ -36,8 +36,8 @@ def test_a_page_without_marks_is_refused_and_left_alone(tmp_path):
     page = tmp_path / "page.md"
     page.write_text(f"nothing here\n{presets.BEGIN}\n")
     with pytest.raises(SystemExit, match=rf"has no {presets.BEGIN} \.\.\. {presets.END}"):
-        presets.write(page, "table")
+        presets.write(page, lambda: "table")
     assert page.read_text() == f"nothing here\n{presets.BEGIN}\n"
     page.write_text(f"before\n{presets.BEGIN}\nold\n{presets.END}\nafter\n")
-    presets.write(page, "table")
+    presets.write(page, lambda: "table")
     assert page.read_text() == f"before\n{presets.BEGIN}\ntable\n{presets.END}\nafter\n"

@@ -40,7 +40,7 @@ def run(tmp_path, monkeypatch, capsys):
 
 
 def test_a_plain_run(run):
-    assert run()[0] == 0
+    assert run("tiny")[0] == 0
     assert run.calls == [{"conf": "tiny", "changes": {}, "from_stage": None, "until_stage": None, "return_state": True}]
 
 
@@ -68,7 +68,7 @@ def test_a_plain_run(run):
         (["tiny", "evaluate.tasks=[nowhere.yaml]", "--dry-run"], "evaluate.tasks: nowhere.yaml: no such file"),
         (
             ["tiny", "promote.model=a/b", "--dry-run"],
-            "promote.model: a/b: MLflow's registry takes no name with a slash",
+            "override promote.model=a/b: promote.model: a/b: MLflow's registry takes no name with a slash",
         ),
     ],
 )
@@ -181,7 +181,7 @@ def test_a_dry_run_refuses_rows_of_this_host_that_the_objective_does_not_learn_f
 
 def test_a_dry_run_refuses_data_that_are_prepared_and_not_what_the_objective_learns_from(run, monkeypatch, tmp_path):
     rows = tmp_path / "mine.jsonl"
-    rows.write_text("")
+    rows.write_text("{}\n")
     made = Artifact(SimpleNamespace(key="prepare/0123"), {}, {"kind": "preference"}, {})  # pyright: ignore[reportArgumentType]
     monkeypatch.setattr(artifact, "find", lambda stage, store: made)
     errors = run("tiny", f"data.source={rows}", "--dry-run")[1]

@@ -84,7 +84,7 @@ def test_an_override_takes_the_place_of_the_other_key():
         ),
         (["checkpoint.save_every=1.0"], "1.0: neither a number of steps nor epoch nor a share of all steps, "),
         (["train.validate_every=epochs"], '"epochs": neither a number of steps nor epoch nor a share'),
-        (["train.epochs=0"], "train.epochs: 0 is too small: it must be above 0"),
+        (["train.epochs=0"], "train.epochs: 0 is too small: it must be at least 1e-06"),
     ],
 )
 def test_a_wrong_length_is_a_line(overrides, line):

@@ -14,6 +14,7 @@ from tasks.stages import convert, plan, prepare, train
 from tasks.store.folder import File
 from tasks.tracking import plan_plots
 from tests.support import s3_server, stand_in_hub
+from tests.support.small_model import write_shard
 
 CONFIG = json.loads((MODELS / "glm47.json").read_text())["config"]
 
@@ -24,7 +25,9 @@ def folder(tmp_path):
     made = tmp_path / "model"
     made.mkdir()
     (made / "config.json").write_text(json.dumps(CONFIG))
-    (made / "model.safetensors").write_bytes(bytes(2**20))
+    write_shard(
+        made / "model.safetensors", {"w": {"dtype": "U8", "shape": [2**20], "data_offsets": [0, 2**20]}}, bytes(2**20)
+    )
     return made
 
 
@@ -50,6 +53,14 @@ def test_of_the_hub_comes_config_json_and_nothing_else(hub, folder):
     assert plan.settle(of("org/glm", f"model.revision={first}")).fits
 
 
+def test_an_empty_file_of_weights_is_refused_and_a_folder_without_weights_is_planned(folder):
+    (folder / "model.safetensors").write_bytes(b"")
+    with pytest.raises(Fault, match=r"model\.safetensors: truncated: 0 bytes do not even hold the header"):
+        plan.settle(of(folder))
+    (folder / "model.safetensors").unlink()
+    assert plan.settle(of(folder)).fits
+
+
 def test_of_a_folder_and_of_s3(folder, s3_url, monkeypatch):
     assert plan.settle(of(folder)).fits
     client, bucket = s3_server.bucket_of_test(s3_url, monkeypatch, "models")
@@ -69,7 +80,7 @@ def test_of_a_folder_and_of_s3(folder, s3_url, monkeypatch):
         ),
         (
             {"architectures": ["PhimoeForCausalLM"]},
-            "PhimoeForCausalLM is not converted or trained here; Glm4MoeForCausalLM, ",
+            "PhimoeForCausalLM is not converted or trained here: Megatron-Bridge 0.6 has no bridge for it; it has ",
         ),
         (
             {"use_sliding_window": True, "clip_qkv": 8.0},
