@@ -125,7 +125,7 @@ def starts(most: int, few: int) -> list[Any]:
 
 @pytest.mark.parametrize("start", starts(MANY, FEW))
 @pytest.mark.timeout(900)
-def test_a_random_configuration_is_planned_or_refused_in_lines(capsys, start):
+def test_a_random_configuration_is_planned_or_refused_in_lines(capfd, start):
     for seed in range(start, start + FEW):
         draw = random.Random(seed)
         words = [draw.choice(NAMES), *overrides(draw, 5)]
@@ -133,7 +133,7 @@ def test_a_random_configuration_is_planned_or_refused_in_lines(capsys, start):
             code = plan.main(words)
         except BaseException as error:
             raise AssertionError(f"{seed}: {words}") from error
-        errors = capsys.readouterr().err
+        errors = capfd.readouterr().err
         assert code in (0, 1, 2) and all(line.startswith("error: ") for line in errors.splitlines()), (words, errors)
 
 
@@ -163,13 +163,13 @@ def run(line: list[str], monkeypatch) -> object:
 
 @pytest.mark.parametrize("start", starts(MANY_LINES, FEW_LINES))
 @pytest.mark.timeout(900)
-def test_a_random_command_line_is_answered_without_a_stack_trace(capsys, monkeypatch, start):
+def test_a_random_command_line_is_answered_without_a_stack_trace(capfd, monkeypatch, start):
     for seed in range(start, start + FEW_LINES):
         line = line_of(random.Random(seed))
         try:
             code = run(line, monkeypatch)
         except BaseException as error:
             raise AssertionError(f"{seed}: {line}") from error
-        errors = capsys.readouterr().err
+        errors = capfd.readouterr().err
         assert code is not None and "Traceback" not in errors, (seed, line, errors)
         assert not [*Path().glob("runs/*")], (seed, line)
