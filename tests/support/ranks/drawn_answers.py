@@ -52,7 +52,7 @@ class Answers(Callback):
 
     def on_train_step_end(self, context: Any) -> None:
         if context.state.cfg.model.recompute_granularity:  # each micro batch's experts were taken once again
-            assert not any(one.router_replay.recomputed for one in chain(*self.step.replay.routers.values()))
+            assert not any(one.router_replay.recomputed.kept for one in chain(*self.step.replay.routers.values()))
         self.step.replay.end()
 
     def _drawn(self, context: Any) -> list[Scored]:
