@@ -69,7 +69,7 @@ def test_what_does_not_fit_is_refused_with_what_does():
     run = load("glm47-as-documented", ["layout.etp=1"])
     planned = plan(run, known("glm47"), H100)
     assert planned.legal and not planned.fits
-    assert planned.verdict.startswith("refused: legal, and lacks 3")
+    assert planned.verdict.startswith("refused: legal, and lacks 4")
     assert planned.found and all(one.over <= 0 for one in planned.found.fitting)
     said = list(display.lines(planned))
     assert said[-1] == planned.verdict and sum("fits, " in line for line in said) == 3
@@ -77,7 +77,7 @@ def test_what_does_not_fit_is_refused_with_what_does():
 
 
 def test_what_fits_is_not_searched_for():
-    planned = plan(load("glm47-as-documented"), known("glm47"), H100)
+    planned = plan(load("glm47-as-documented", ["data.seq_length=4096"]), known("glm47"), H100)
     assert planned.fits and planned.found is None
     assert planned.cut and (planned.cut.dp, planned.cut.edp) == (16, 2)
 
@@ -92,7 +92,7 @@ def test_hosts_that_a_gpu_does_not_come_in_are_planned_without_suggestions():
 
 
 def test_programs_get_the_same_keys_whatever_the_verdict():
-    kinds = [["layout.etp=2"], ["layout.etp=1"], ["layout.ep=7"]]
+    kinds = [["data.seq_length=4096"], ["layout.etp=1"], ["layout.ep=7"]]
     plans = [
         display.as_dict(plan(load("glm47-as-documented", kind, illegal=True), known("glm47"), H100)) for kind in kinds
     ]
@@ -170,7 +170,7 @@ def test_prices_of_all_stages_are_those_of_the_hosts_that_are_had():
 def test_a_model_that_no_host_of_the_run_serves_is_refused_in_words():
     run = load("glm47-as-documented", ["evaluate.nodes=1"])
     planned = plan(run, known("glm47"), H100)
-    assert planned.fits and planned.unserved.startswith(
+    assert planned.legal and planned.unserved.startswith(
         "93.5 GB on each of 8 h100, 88.3 of them weights, and 17.1 GB are"
     )
     assert sum("refused all the same: evaluation: 93.5 GB" in line for line in display.lines(planned)) == 1
