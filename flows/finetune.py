@@ -13,17 +13,19 @@ A stage whose artifact is in the store already ends as Cached. One that was inte
 
 import inspect
 import sys
+from functools import partial
 
-from prefect import State, flow
+from prefect import State
 
 from conf.overrides import Changes, Name, as_overrides
 from contract import closed_pipe
 from flows.pipeline import every_stage
+from flows.pipeline.checkout_flow import CheckoutFlow
 from flows.pipeline.command import command
 from flows.pipeline.every_stage import Stage, name_of_run
 
 
-@flow(name="finetune", flow_run_name=name_of_run, persist_result=False)
+@partial(CheckoutFlow, name="finetune", flow_run_name=name_of_run, persist_result=False)
 def finetune(
     conf: Name = "tiny",  # pyright: ignore[reportInvalidTypeForm]: a choice that depends on what lies in conf/
     model: str | None = None,

@@ -11,18 +11,20 @@ train.seed (model.source={config: ...}), or with a released model's. Data are te
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportFunctionMemberAccess=false
 
 import sys
+from functools import partial
 
-from prefect import State, flow
+from prefect import State
 
 from conf.overrides import Changes, Name, as_overrides
 from conf.rules import pretraining
 from contract import closed_pipe
 from flows.pipeline import every_stage
+from flows.pipeline.checkout_flow import CheckoutFlow
 from flows.pipeline.command import command
 from flows.pipeline.every_stage import Stage, name_of_run
 
 
-@flow(name="pretrain", flow_run_name=name_of_run, persist_result=False)
+@partial(CheckoutFlow, name="pretrain", flow_run_name=name_of_run, persist_result=False)
 def pretrain(
     conf: Name = "tiny-pretrain",  # pyright: ignore[reportInvalidTypeForm]
     data: str | None = None,
