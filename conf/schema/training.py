@@ -223,6 +223,7 @@ class Moe(Section):
     dispatcher: Annotated[Literal["alltoall", "allgather", "flex"], NOWHERE] = Field(
         default="alltoall", description="from tokens to experts; flex = DeepEP or HybridEP"
     )
-    grouped_gemm: Annotated[bool, NOWHERE] = Field(
+    # Without it adapters of experts begin with other numbers of the same distribution; a resume finds them drawn.
+    grouped_gemm: Annotated[bool, bears("train", absent=True, held=False)] = Field(
         default=True, description="compute all experts of a rank in one kernel"
     )

@@ -33,19 +33,19 @@ CHANGES = {
     "dense experts packed": [
         f"{TWO} adapter.lean=false",
         "layout.nodes=2 layout.auto=true optimizer.distributed=false",
-        f"{TWO} layout.tp=2 layout.sp=true data.workers=1 data.processes=2",
+        f"{TWO} layout.tp=2 layout.sp=true data.processes=2",
         f"{TWO} layout.pp=2 layout.first_stage_layers=1 train.recompute=full train.recompute_first=2",
         f"{TWO} layout.pp=2 layout.last_stage_layers=1 train.recompute=selective train.recompute_modules=[layernorm]",
         f"{TWO} layout.pp=2 layout.vpp=2 train.cuda_graphs=true train.overlap_tp=true",  # both on GPUs alone
         f"{TWO} layout.cp=2 checkpoint.save_every=1 export.every=1 model.ignore_config=[other]",
         "log.every=2 log.layer_norms=true log.noise_scale=true log.peak_tflops=1.0 log.profile_every=2",
     ],
-    "dense": ["train.recompute=full train.recompute_layers=2", "optimizer.offload=1.0 adapter.kind=none"],
+    "dense": ["train.recompute=full train.recompute_layers=2"],
     "dense experts": ["train.micro_batch=1", "train.micro_batch=4"],
     "experts packed": [
         f"{TWO} layout.ep=2 moe.dispatcher=allgather",
         f"{TWO} layout.tp=2 layout.sp=true layout.etp=2",
-        "train.recompute=selective train.recompute_modules=[moe,shared_experts] moe.grouped_gemm=false",
+        "train.recompute=selective train.recompute_modules=[moe,shared_experts]",
     ],
 }
 ALL = [(model, change) for models, changes in CHANGES.items() for model in models.split() for change in changes]
@@ -56,6 +56,9 @@ FAST = [
 ]
 NOT_READ = ("hardware", "reinforce", "evaluate", "gang", "slurm", "kubernetes", "promote", "track", "paths")
 OF_CONVERSION = {"model.compare", "convert.hosts"}
+# Adam on the host rounds otherwise, and is compared in tests/trainer/megatron/test_precision.py; loaders of their own need
+# a GPU here.
+ELSEWHERE = {"optimizer.offload", "data.workers"}
 
 
 def unchanging() -> set[str]:
@@ -75,8 +78,8 @@ def unchanging() -> set[str]:
 
 
 def test_every_key_without_effect_is_tried():
-    tried = {pair.partition("=")[0] for _, change in ALL for pair in change.split()} - {"adapter.kind"}
-    assert {key for key in unchanging() if key.partition(".")[0] not in NOT_READ} == tried | OF_CONVERSION
+    tried = {pair.partition("=")[0] for _, change in ALL for pair in change.split()}
+    assert {key for key in unchanging() if key.partition(".")[0] not in NOT_READ} == tried | OF_CONVERSION | ELSEWHERE
 
 
 @pytest.fixture(scope="module")
@@ -107,7 +110,7 @@ def require_unchanged(exported, configure):
 
     def require_unchanged(model: str, change: str, edit: Callable[[Run], Run] = lambda run: run) -> None:
         found = exported(model, change, edit)
-        expected = exported(model, "adapter.kind=none" if "adapter.kind=none" in change else "")
+        expected = exported(model, "")
         released = tensors(Path(configure(MODELS[model][0]).paths.model))
         released = {f"merged/{name.partition('/')[2]}": tensor for name, tensor in released.items()}
         assert found.keys() == expected.keys()
@@ -188,7 +191,17 @@ def another(run: Run, section: str, key: str, folder: Path) -> Any:
     kind = TypeAdapter(Annotated[field.annotation, *field.metadata])  # pyright: ignore[reportInvalidTypeForm]
     literals = get_args(field.annotation)
     number = value if isinstance(value, int | float) else 1
-    tried = (not value, number + 1, number - 1, number / 2, "http://127.0.0.1:9/v1", "other", ("other",), ("a=b",))
+    tried = (
+        not value,
+        number + 1,
+        number - 1,
+        number / 2,
+        "http://127.0.0.1:9/v1",
+        "other",
+        "none",
+        ("other",),
+        ("a=b",),
+    )
     for other in (*_flat(literals), *tried):
         try:
             made = kind.validate_python(other)
