@@ -154,13 +154,14 @@ def settle(run: Run, config: dict[str, Any], steps: int, folder: Path, profiled:
     steps += RECORDED if profiled else 0
     names = ("model", "base", "data", "output", "logs", "export")
     paths = run.paths.model_copy(update={name: str(folder / name) for name in names})
-    moe = run.moe.model_copy(update={"force_balance": True})
+    facts = facts_from_hf(config)
+    moe = run.moe.model_copy(update={"force_balance": bool(facts.experts)})
     log = run.log.model_copy(update={"profile_every": steps if profiled else None})
     made = schedule.of_steps(objectives.as_sft(run), steps).model_copy(update={"paths": paths, "moe": moe, "log": log})
     for name in names:
         (folder / name).mkdir()
     (folder / "model" / "config.json").write_text(json.dumps(config))
-    write_tokens(made, facts_from_hf(config).vocab)
+    write_tokens(made, facts.vocab)
     return made
 
 

@@ -11,6 +11,7 @@ import pytest
 from conf.load import load
 from conf.model_facts import facts_from_hf
 from conf.planner.hardware import GPUS
+from conf.rules.layout import problems
 from contract.faults import Fault
 from trainer import trial
 from trainer.profiling import report
@@ -113,6 +114,16 @@ def test_a_cut_model_has_layers_of_every_kind(name, layers, kinds, mtp):
     facts = facts_from_hf(trial.cut(config, layers))
     assert ([*facts.kinds], facts.mtp_layers) == (kinds, mtp)
     assert facts.hidden == facts_from_hf(config).hidden
+
+
+@pytest.mark.parametrize("name", ["llama31-8b-1xh100", "qwen3-30b-a3b-1xh100"])
+def test_the_measured_run_is_legal_for_dense_and_moe_models(name, tmp_path):
+    run = load(name)
+    config = trial.cut(config_of(run), 2)
+    facts = facts_from_hf(config)
+    settled = trial.settle(run, config, 3, tmp_path)
+    assert settled.moe.force_balance == bool(facts.experts)
+    assert problems(settled, facts) == []
 
 
 def test_kinds_of_layers_are_cut_off_with_the_layers():
