@@ -56,8 +56,8 @@ FAST = [
 ]
 NOT_READ = ("hardware", "reinforce", "evaluate", "gang", "slurm", "kubernetes", "promote", "track", "paths")
 OF_CONVERSION = {"model.compare", "convert.hosts"}
-# Adam on the host rounds otherwise, and is compared in tests/trainer/megatron/test_precision.py; loaders of their own need
-# a GPU here.
+# Adam on the host rounds otherwise: tests/trainer/megatron/test_precision.py compares it. Loader processes need a GPU.
+TEXTS = ("other", "none", "8Gi", "8", "a=b", "a=8", "--other")  # one of which has the pattern of any text
 ELSEWHERE = {"optimizer.offload", "data.workers"}
 
 
