@@ -57,7 +57,16 @@ FAST = [
 NOT_READ = ("hardware", "reinforce", "evaluate", "gang", "slurm", "kubernetes", "promote", "track", "paths")
 OF_CONVERSION = {"model.compare", "convert.hosts"}
 # Adam on the host rounds otherwise: tests/trainer/megatron/test_precision.py compares it. Loader processes need a GPU.
-TEXTS = ("other", "none", "8Gi", "8", "a=b", "a=8", "--other")  # one of which has the pattern of any text
+TEXTS = (
+    "http://127.0.0.1:9/v1",
+    "other",
+    "none",
+    "8Gi",
+    "8",
+    "a=b",
+    "a=8",
+    "--other",
+)  # one of which has the pattern of any text
 ELSEWHERE = {"optimizer.offload", "data.workers"}
 
 
@@ -191,18 +200,8 @@ def another(run: Run, section: str, key: str, folder: Path) -> Any:
     kind = TypeAdapter(Annotated[field.annotation, *field.metadata])  # pyright: ignore[reportInvalidTypeForm]
     literals = get_args(field.annotation)
     number = value if isinstance(value, int | float) else 1
-    tried = (
-        not value,
-        number + 1,
-        number - 1,
-        number / 2,
-        "http://127.0.0.1:9/v1",
-        "other",
-        "none",
-        ("other",),
-        ("a=b",),
-    )
-    for other in (*_flat(literals), *tried):
+    numbers = (not value, number + 1, number - 1, number / 2)
+    for other in (*_flat(literals), *numbers, *TEXTS, *((text,) for text in TEXTS)):
         try:
             made = kind.validate_python(other)
         except ValidationError:
