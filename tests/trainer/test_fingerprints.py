@@ -194,7 +194,7 @@ def another(run: Run, section: str, key: str, folder: Path) -> Any:
     value, field = getattr(getattr(run, section), key), sections()[section].model_fields[key]
     if section == "paths":
         place = folder / key
-        if Path(value).exists() and not place.exists():
+        if Path(value).is_dir() and not place.exists():
             shutil.copytree(value, place)
         return str(place)
     kind = TypeAdapter(Annotated[field.annotation, *field.metadata])  # pyright: ignore[reportInvalidTypeForm]
