@@ -56,8 +56,17 @@ FAST = [
 ]
 NOT_READ = ("hardware", "reinforce", "evaluate", "gang", "slurm", "kubernetes", "promote", "track", "paths")
 OF_CONVERSION = {"model.compare", "convert.hosts"}
-# Adam on the host rounds otherwise, and is compared in tests/trainer/megatron/test_precision.py; loaders of their own need
-# a GPU here.
+# Adam on the host rounds otherwise: tests/trainer/megatron/test_precision.py compares it. Loader processes need a GPU.
+TEXTS = (
+    "http://127.0.0.1:9/v1",
+    "other",
+    "none",
+    "8Gi",
+    "8",
+    "a=b",
+    "a=8",
+    "--other",
+)  # one of which has the pattern of any text
 ELSEWHERE = {"optimizer.offload", "data.workers"}
 
 
@@ -98,7 +107,7 @@ def exported(configure, ranks, base, work):
                 done = ranks(command, run)
                 assert done.code == 0, done.output[-3000:]
             known[model, change] = tensors(Path(run.paths.export))
-            shutil.rmtree(folder)
+            shutil.rmtree(folder, ignore_errors=True)  # not there with other paths
         return known[model, change]
 
     return exported
@@ -185,24 +194,14 @@ def another(run: Run, section: str, key: str, folder: Path) -> Any:
     value, field = getattr(getattr(run, section), key), sections()[section].model_fields[key]
     if section == "paths":
         place = folder / key
-        if Path(value).exists() and not place.exists():
+        if Path(value).is_dir() and not place.exists():
             shutil.copytree(value, place)
         return str(place)
     kind = TypeAdapter(Annotated[field.annotation, *field.metadata])  # pyright: ignore[reportInvalidTypeForm]
     literals = get_args(field.annotation)
     number = value if isinstance(value, int | float) else 1
-    tried = (
-        not value,
-        number + 1,
-        number - 1,
-        number / 2,
-        "http://127.0.0.1:9/v1",
-        "other",
-        "none",
-        ("other",),
-        ("a=b",),
-    )
-    for other in (*_flat(literals), *tried):
+    numbers = (not value, number + 1, number - 1, number / 2)
+    for other in (*_flat(literals), *numbers, *TEXTS, *((text,) for text in TEXTS)):
         try:
             made = kind.validate_python(other)
         except ValidationError:
