@@ -16,7 +16,7 @@ import pytest
 from conf.load import FOLDER
 from conf.schema.run import Run, sections
 from flows import plan
-from tasks.run import own_server
+from tasks.servers import prefect_server
 from tasks.sources.hub import api
 
 FEW, MANY = 100, 2000
@@ -109,7 +109,7 @@ def alone(tmp_path, monkeypatch):
     monkeypatch.setenv("FINETUNE_RUNS", str(tmp_path / "runs"))
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
     monkeypatch.setattr(api, "WAITS", ())
-    monkeypatch.setattr(own_server, "start", lambda: sys.exit("a flow would start"))
+    monkeypatch.setattr(prefect_server, "use", lambda: sys.exit("a flow would start"))
     for name in ("FINETUNE_STORE", "MLFLOW_TRACKING_URI", "PREFECT_API_URL"):
         monkeypatch.delenv(name, raising=False)
     handlers = {one: signal.getsignal(one) for one in (signal.SIGINT, signal.SIGTERM, signal.SIGPIPE)}

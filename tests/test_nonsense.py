@@ -22,7 +22,6 @@ NONSENSE = [
     ("tiny optimizer.eps=1e-320", "optimizer.eps"),
     ("tiny optimizer.clip_grad=1e-320", "optimizer.clip_grad"),
     ("tiny optimizer.clip_grad=1e308", "optimizer.clip_grad"),
-    ("tiny optimizer.lr=1e-320", "optimizer.lr"),
     ("tiny optimizer.lr=3", "optimizer.lr"),
     ("tiny optimizer.min_lr=0.9", "optimizer.min_lr"),
     ("tiny optimizer.beta1=0.9999999999999999", "optimizer.beta1"),

@@ -83,7 +83,7 @@ def _arguments() -> argparse.Namespace:
 
 def cases(kind: str) -> list[Case]:
     """Layouts at which a family is tried: the first three of trainer/layouts.py."""
-    return [case for case in layouts.TABLE if case.model == kind and not case.flags() and not case.differs][:3]
+    return [case for case in layouts.TABLE if case.model == kind and not case.flags()][:3]
 
 
 def _try(kind: str, folder: Path, options: argparse.Namespace) -> Row:

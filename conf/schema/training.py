@@ -153,9 +153,7 @@ class Optimizer(Section):
         description="muon = matrices get orthogonal updates, as large as AdamW's; embeddings, head, norms, biases keep "
         "AdamW; for all weights (adapter.kind none), with optimizer.distributed false",
     )
-    lr: Annotated[float, bears("train")] = Field(
-        ge=1e-12, le=1, description="highest learning rate, reached after warmup"
-    )
+    lr: Annotated[float, bears("train")] = Field(gt=0, le=1, description="highest learning rate, reached after warmup")
     min_lr: Annotated[float, bears("train")] = Field(default=0.0, ge=0, description="learning rate at the last step")
     warmup_steps: Annotated[Number, bears("train")] = Field(default=0, description="steps of linear rise from 0")
     warmup: Annotated[float | None, bears("train", absent=None)] = Field(

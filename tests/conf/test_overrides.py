@@ -56,7 +56,7 @@ def test_a_form_has_help_limits_and_choices():
 
 
 VALUES = {
-    "optimizer": {"lr": 1e-05, "eps": 1e-300, "beta1": 0.0, "distributed": False},
+    "optimizer": {"lr": 1e-05, "eps": 1e-30, "beta1": 0.0, "distributed": False},
     "train": {"steps": 10**7, "recompute": "selective", "recompute_modules": ["core_attn", "mlp"]},
     "data": {"template": "Q: {input} # \"quoted\" 'too'\n\tA: \\ {output}", "source": "grün 😀, [a]: {b}"},
     "model": {"revision": "1e-4"},

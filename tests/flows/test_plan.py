@@ -168,6 +168,7 @@ def test_what_a_seed_cannot_do_comes_with_layouts_that_fit(ask):
     one = suggested[1]
     degrees = [f"layout.{key}={json.dumps(value)}" for key, value in one["layout"].items()]
     again = [f"train.recompute={one['recompute']}", f"train.recompute_modules={json.dumps(one['recompute_modules'])}"]
+    again += ["model.mtp=false"]  # as documented
     code, again = ask("deepseek-v3-64", *degrees, *again, f"train.micro_batch={one['micro_batch']}")
     assert (code, max(stage["total"] for stage in again["stages"])) == (0, one["memory"])
 
@@ -177,7 +178,7 @@ def test_qwen3_needs_etp_1_and_more_memory(ask):
     assert refused["problems"][0].startswith("layout.pp: etp 4 * ep 4 * pp 8 = 128 does not divide the 32 processes")
     code, legal = ask("qwen3-235b-as-documented", "layout.etp=1")
     assert (code, legal["legal"], legal["fits"], legal["grid"]["edp"]) == (1, True, False, 1)
-    assert "lacks 7" in legal["verdict"]
+    assert "lacks 8" in legal["verdict"]
 
 
 def test_405b_is_refused_with_its_reasons(ask):
@@ -240,6 +241,7 @@ def test_a_layout_costs_in_the_search_what_it_costs_by_itself(ask):
     one = ask("glm47", "--gpus", "32", "--top", "1", "--price", "3")[1]["layouts"][0]
     degrees = [f"layout.{key}={json.dumps(value)}" for key, value in one["layout"].items()]
     choice = [f"train.recompute={one['recompute']}", f"train.micro_batch={one['micro_batch']}"]
+    choice += [f"optimizer.offload={one['offload']}"]
     planned = ask("glm47", *degrees, *choice, "--price", "3")[1]
     assert planned["time"]["cost"] == pytest.approx(one["cost"])
     assert planned["time"]["likely"] == pytest.approx(one["seconds"])

@@ -261,7 +261,7 @@ def test_a_release_that_changed_after_the_conversion_is_noticed(configure, ranks
 @pytest.mark.parametrize(
     ("override", "said"),
     [
-        ("export.checkpoint=7", "export.checkpoint: 7 is not complete in"),
+        ("export.checkpoint=5", "export.checkpoint: 5 is not complete in"),
         ("paths.output=nowhere", "no complete checkpoint; one is made by python -m trainer.train"),
     ],
 )

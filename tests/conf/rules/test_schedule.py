@@ -4,7 +4,6 @@ import pytest
 
 from conf.load import dump, load
 from conf.rules import schedule
-from conf.schema.sections import COUNTED
 from contract.faults import ConfigError, Fault
 
 
@@ -108,9 +107,9 @@ def test_a_plan_counts_what_it_can():
     assert schedule.saved(load("tiny", ["checkpoint.save_every=0.3"])) == 4
 
 
-@pytest.mark.parametrize("share", ["0.001", "1e-320"])
+@pytest.mark.parametrize("share", ["0.001", "1e-6"])
 def test_a_share_below_a_step_is_a_step(share):
     every = f"checkpoint.save_every={share}"
     assert schedule.saved(load("tiny", [every, "train.steps=100"])) == 100
     unknown = schedule.saved(load("tiny", [every, "train.epochs=1"]))
-    assert unknown == (1000 if share == "0.001" else COUNTED)
+    assert unknown == round(1 / float(share))

@@ -112,7 +112,7 @@ def test_a_damaged_config_json(folder, text):
 def test_what_does_not_fit_is_refused_in_a_line_that_mends_it(folder):
     one_stage = ["layout.pp=1", "layout.vpp=null"]
     refused = plan.refusal(plan.settle(of(folder, *one_stage)))
-    assert refused.startswith("plan: legal, and lacks 3") and "\n" not in refused
+    assert refused.startswith("plan: legal, and lacks 4") and "\n" not in refused
     assert refused.endswith("; hardware.gate=warn goes on all the same")
     better = refused.partition("On 32 h100 fits: ")[2].partition(", or ")[0].split()
     changed = [key.partition("=")[0] for key in better]

@@ -88,7 +88,7 @@ def test_what_does_not_makes_nothing(files, change):
 
 def test_the_model_is_an_input_as_the_tokenizer_comes_from_it(files):
     assert stage() != stage(model=Stage("download", 1, {"commit": "two"}))
-    run = load("tiny", ["model.source=tiny://dense"])
+    run = load("tiny", ["model.source=tiny://llama"])
     stages = pipeline.stages(run)
     assert stages["prepare"].inputs == {"model": stages["download"].fingerprint}
     assert stages["train"].inputs["data"] == stages["prepare"].fingerprint

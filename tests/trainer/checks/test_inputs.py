@@ -17,6 +17,7 @@ from trainer.checks import inputs
 from trainer.data import prepared
 from trainer.rehearsal import tiny_models
 from trainer.reinforcement.journal import Journal, facts
+from trainer.training import resume
 
 LONG = ("data.seq_length=512",)  # as the longest rows
 
@@ -209,7 +210,7 @@ def by_hand(original, tmp_path):
     inputs.check_train(run)
     step = checkpoints.step_folder(tmp_path / "output/checkpoints", 5)
     step.mkdir(parents=True)
-    checkpoints.mark(step, step=5)
+    checkpoints.mark(step, step=5, training=resume.record(run))
     inputs.check_train(run)
     inputs.check_evaluate(to_evaluate(run))
     return run

@@ -285,7 +285,7 @@ def test_what_a_page_prints_is_what_its_flow_submits(page, capsys):
     text = (ROOT / f"docs/{page}.md").read_text()
     words = [
         shlex.split(line)[2:]
-        for line in re.findall(r"^    (python -m flows\.(?:gang|finetune) .*)$", text, re.MULTILINE)
+        for line in re.findall(r"^    (python -m flows\.(?:gang|finetune) mine .*)$", text, re.MULTILINE)
     ]
     (printed,) = [one[1:] for one in words if one[0] == "flows.gang"]
     (submitted,) = [one[1:] for one in words if one[0] == "flows.finetune"]
