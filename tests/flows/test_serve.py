@@ -61,6 +61,7 @@ def test_the_printed_request_and_the_settings_that_apply_are_those_of_the_evalua
     store = serve.open_run_store()
     evaluated(store, made, [])
     release = store.place(f"{made.key}/files/merged")
+    assert release
     (release / "generation_config.json").write_text('{"repetition_penalty": 1.1, "temperature": 0.7, "top_p": 1.0}')
     assert serve.main([made.key, "--port", "8123"]) == 0
     said = capsys.readouterr().out

@@ -35,7 +35,11 @@ def test_of_a_model_on_the_hub_come_its_description_and_no_weights(hub, tmp_path
     found = model.read(ModelSection(source="org/open"), tmp_path / "fetched")
     assert (found.source, found.context, found.shown) == ("org/open", 128, "open")
     assert found.parameters == sum(map(_numel, small_model.tiny_models.model_shapes(small_model.CONFIG).values()))
-    assert (found.tokenizer / "tokenizer.json").is_file() and not [*found.tokenizer.glob("*.safetensors")]
+    assert (
+        found.tokenizer
+        and (found.tokenizer / "tokenizer.json").is_file()
+        and not [*found.tokenizer.glob("*.safetensors")]
+    )
     assert not any(name.endswith(".safetensors") for name in hub.sent)
 
 

@@ -1,5 +1,7 @@
 """trainer.train, whose checkpoints compare the exchanged states of the optimizer with those of megatron-core."""
 
+# pyright: reportFunctionMemberAccess=false, reportIndexIssue=false
+
 import os
 from pathlib import Path
 

@@ -1,5 +1,7 @@
 """trainer/patches/store_address.py, with the store of a single process and torch's own."""
 
+# pyright: reportPrivateImportUsage=false
+
 import subprocess
 import sys
 
