@@ -89,7 +89,7 @@ def test_files_in_conf(name):
         ("1e-4", "'1e-4'", 'optimizer.lr: "1e-4" is not a number'),
         ("1e-4", ".nan", "is not a number"),
         ("1e-4", "1e999", "is not a finite number"),
-        ("1e-4", "0", "optimizer.lr: 0 is too small: it must be at least 1e-12"),
+        ("1e-4", "0", "optimizer.lr: 0 is too small: it must be above 0"),
         ("1e-4", "2", "optimizer.lr: 2 is too large: it must be at most 1"),
         ("1e-4", "1e-4, distributed: yes", 'optimizer.distributed: "yes" is not true or false'),
         ("1e-4", "1e-4, decay: cosin", "optimizer.decay: \"cosin\" is not one of 'cosine', 'linear' or 'constant'"),
