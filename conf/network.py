@@ -183,7 +183,7 @@ def sockets(interface: str = "lo") -> dict[str, str]:
 
 
 def meeting(nodes: int, node: int, address: str, port: int) -> list[str]:
-    """Options of trainer/startup/torchrun.py: hosts, the rank of this one, where the first admits others."""
+    """Options of trainer/startup/torchrun.py: number and rank of hosts, and the address of the first."""
     options = ["--nnodes", str(nodes), "--rdzv-backend", "relayed", "--rdzv-conf", f"rank={node}"]
     return [*options, "--rdzv-endpoint", f"{address}:{port}", "--max-restarts", "0"]
 

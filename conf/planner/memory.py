@@ -242,7 +242,7 @@ def _rank(
         moment["margin"] = int((kept + sum(moment.values())) * _fragments(run, facts))
         moment["margin"] += _too_small(run, facts, gpu, holding, works) if moment["logits"] else 0
     passing = states.passing(run, cut, *holding.trained, holding.quantized)
-    if not gpu.cuda:  # where a checkpoint is made of what lies there, too
+    if not gpu.cuda:  # a checkpoint is assembled in the same memory
         passing = max(passing, states.saving(run, cut, *holding.trained))
     moments += [{"logits": 0, "dispatch": 0, "working": passing - kept, "margin": int(passing * EVEN)}]
     peak = max(moments, key=lambda moment: sum(moment.values()))
@@ -325,7 +325,7 @@ def _stacked(run: Run, facts: ModelFacts, holding: Holding) -> tuple[int, ...]:
 
 
 def _empty_gradients(run: Run, facts: ModelFacts, holding: Holding) -> int:
-    """Bytes of gradients that nothing is written in, of which Transformer Engine keeps one for each size of weight.
+    """Bytes of empty gradients. Transformer Engine keeps one for each size of weight.
 
     Where every weight is trained, products add to the fp32 sum themselves (gradient_accumulation_fusion), and autograd
     gets an empty one (get_dummy_wgrad). Adapters' are small.

@@ -2,8 +2,8 @@
 
 It is better if it beats the base, and the champion if there is one, by more than promote.margin and by more than noise
 (promote.confidence, tasks/stages/evidence.py). Without promote.confidence it has to beat the champion alone, if there
-is one. A champion is measured by the value that its version carries as a tag; where that was measured on other
-questions, as after data have grown, the reason says so.
+is one. A champion is measured by the value that its version carries as a tag; if that was measured on other
+questions, for example because the data have grown, the reason says so.
 
 A version's source is the merged model's URI in the store, checked to be there whole; or the adapter's, where that alone
 was exported, and its tags name the base in the store.
