@@ -18,7 +18,8 @@ LIMIT = 2711
 HARD = re.compile(
     r"\b(?:where (?:there|it|they|the|a|an|no|that|one)|behind|beside|(?:is|are|was) told|go(?:es|ne)? on"
     r"|of (?:its|their|our|one's) own|by (?:itself|themselves)|(?:is|are) no [a-z]+"
-    r"|what (?:it|there|they|is|was|has|one)|whoever|of which|so that|without a word|as (?:it|they) (?:is|are|was|were))\b",
+    r"|what (?:it|there|they|is|was|has|one)|whoever"
+    r"|of which|so that|without a word|as (?:it|they) (?:is|are|was|were))\b",
     re.IGNORECASE,
 )
 
