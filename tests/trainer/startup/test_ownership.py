@@ -119,7 +119,7 @@ def test_a_second_start_is_refused_before_it_touches_what_the_first_writes(start
     said = second.communicate(timeout=20)[0]
     assert second.returncode == 2
     assert said.startswith(f"error: paths.output: {tmp_path}/output: toy (process {first.pid} on ")
-    assert " writes it since 20" in said
+    assert " has owned it since 20" in said
     assert said.count("\n") == 1
     assert {path.name: path.read_text() for path in (tmp_path / "output").iterdir()} == before
     (tmp_path / "output" / "end").touch()
@@ -177,7 +177,9 @@ def test_a_stopped_owner_of_this_host_is_alive(start, tmp_path):
 
 def test_an_owner_on_another_host_that_is_seen_to_live_keeps_its_folder(tmp_path, touched):
     touched(plant(tmp_path / "output"))
-    expected = r"trainer.train \(process 7 on far\) writes it since 2026-11-22 10:00:00\+00:00; end that or wait for it"
+    expected = (
+        r"trainer.train \(process 7 on far\) has owned it since 2026-11-22 10:00:00\+00:00; end that or wait for it"
+    )
     with pytest.raises(Fault, match=expected), owned(tmp_path / "output"):
         pass
 
