@@ -1,4 +1,4 @@
-"""z loss: adds the squared logarithm of the softmax's sum of each learned token to its loss.
+"""The z loss: adds the squared logarithm of the softmax's sum of each learned token to its loss.
 
 It keeps logits from drifting, which does not change the softmax (PaLM, Chowdhery et al. 2022, uses a weight of 1e-4).
 The logged loss is that of the tokens; the mean of the squares is logged as z_loss. A validation has no z loss.

@@ -40,7 +40,7 @@ def memory_in_use() -> int:
 
 
 def cores() -> int:
-    """This process's share of the host's cores."""
+    """Number of the host's cores that are this process's share."""
     return max(1, (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
 
 

@@ -121,7 +121,7 @@ class LearningCheck(Callback):
 
 @dataclass(frozen=True)
 class Tensor:
-    """This rank's part of a trained tensor. A tensor that holds several experts has a key for each of them."""
+    """A trained tensor, or this rank's part of it. A tensor that holds several experts has a key for each of them."""
 
     name: str
     parameter: torch.nn.Parameter
