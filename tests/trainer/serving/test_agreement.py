@@ -121,7 +121,10 @@ def test_an_adapter_that_does_little_is_held_to_the_bound():
         ("{", "not of these prompts"),
         ({"quantization": "fp8", "rows": []}, "not of these prompts"),
         ({"quantization": "fp8", "rows": [{"tokens": [1, 2, 3], "log_probs": [-1.0]}]}, "was served with quantization"),
-        ({"quantization": None, "rows": [{"tokens": [1, 2, 3], "log_probs": [-1.0, -2.0]}]}, "was served with quantization"),
+        (
+            {"quantization": None, "rows": [{"tokens": [1, 2, 3], "log_probs": [-1.0, -2.0]}]},
+            "was served with quantization",
+        ),
     ],
 )
 def test_a_base_that_says_nothing_of_the_prompts_is_a_fault(record, fault, tmp_path):
