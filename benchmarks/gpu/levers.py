@@ -182,7 +182,7 @@ def lines(rows: list[dict[str, Any]]) -> Iterator[str]:
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     names = " ".join(lever.name for lever in LEVERS[1:])
-    parser.add_argument("out", type=Path, nargs="?", metavar="OUT", help="folder of the results; default: $OUT or runs/gpu")
+    parser.add_argument("out", type=Path, nargs="?", metavar="OUT", help="of the results (default $OUT or runs/gpu)")
     parser.add_argument("--gpus", type=int, default=2, metavar="N", help="GPUs that a trial may have (2)")
     parser.add_argument("--rows", nargs="*", default=[], metavar="PART", help="by name, or how it begins: air, gpt2")
     parser.add_argument("--levers", nargs="*", default=["no-grouped"], metavar="PART", help=f"of {names}; base always")

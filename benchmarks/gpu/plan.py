@@ -233,7 +233,7 @@ def planned(one: Trial) -> str:
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("out", type=Path, nargs="?", metavar="OUT", help="folder of the results; default: $OUT or runs/gpu")
+    parser.add_argument("out", type=Path, nargs="?", metavar="OUT", help="of the results (default $OUT or runs/gpu)")
     parser.add_argument("--gpus", type=int, default=1, metavar="N", help="take the trials of so many GPUs (1)")
     parser.add_argument("--only", nargs="*", default=[], metavar="PART", help="of a group or name: rows, glm")
     parser.add_argument("--minutes", type=float, default=7.5, metavar="M", help="begin none after that (7.5)")
