@@ -69,4 +69,4 @@ finetune.__signature__ = _shown.replace(
 
 if __name__ == "__main__":
     with closed_pipe.quiet():
-        sys.exit(command(finetune, __doc__))
+        sys.exit(command(finetune))
