@@ -40,7 +40,6 @@ from conf.schema.model import Drawn
 from conf.schema.run import Run
 from contract.amounts import dollars
 from contract.faults import ConfigError, Fault
-from tasks.gang.job import evaluation
 from tasks.pages.markdown import fenced, table, words
 from tasks.run import artifact
 from tasks.run.artifact import Artifact
@@ -50,6 +49,7 @@ from tasks.run.stage_run import OPTIONS
 from tasks.sources import drawn, hub, row_sources, training_rows
 from tasks.sources.hub import config_json
 from tasks.stages import pipeline
+from tasks.stages.run_job import job_of
 
 GRACE = "GUARD_GRACE"
 
@@ -179,7 +179,7 @@ def _known(data: Data) -> list[tuple[str, str]]:
 
 def _evaluates_here(run: Run) -> bool:
     """Whether evaluations are on this host, and not on those that an engine finds."""
-    elsewhere = evaluation(run)
+    elsewhere = job_of("evaluate", run)
     return elsewhere is None or elsewhere.run.gang.engine == "local"
 
 

@@ -132,7 +132,7 @@ def test_a_flow_that_makes_something_else_is_seen(line, other):
 def test_a_stage_that_has_gpus_waits_for_its_turn():
     for kind in PIPELINE:
         module = inspect.getmodule(kind.stage)
-        assert module and ("stage_run.turn(" in inspect.getsource(module)) == kind.gpus, kind.name
+        assert module and ("run_job(" in inspect.getsource(module)) == kind.gpus, kind.name
 
 
 def test_the_page_has_these_stages():
