@@ -65,7 +65,7 @@ def flow(folder: Path) -> None:
     os.environ |= {"FINETUNE_RUNS": str(folder / "runs"), "FINETUNE_STORE": str(folder / "store")}
     from conf.schema.run import Run
     from flows.finetune import finetune
-    from flows.pipeline.command import command
+    from flows.run_command import command
     from tasks.run.stage_run import StageRun
 
     run = Trace(lambda value: isinstance(value, Run))

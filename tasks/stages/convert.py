@@ -6,7 +6,7 @@ The result can be read at any layout. The flow's host converts, or with convert.
 from prefect import State, task
 
 from conf.planner.stage_needs import on_one_host
-from conf.rules import gpus, objectives
+from conf.rules import gpus
 from conf.schema import identity
 from conf.schema.run import Run
 from tasks.run import launch
@@ -25,10 +25,6 @@ def stage(run: Run, model: Stage) -> Stage:
     return Stage("convert", VERSION, config, {"model": model.fingerprint})
 
 
-def stage_of_teacher(run: Run, model: Stage) -> Stage:
-    return stage(objectives.of_teacher(run), model)
-
-
 @task(name="convert", **OPTIONS)
 def convert(stage_run: StageRun, model: Artifact) -> State:
     """Convert the release."""
@@ -44,6 +40,3 @@ def convert(stage_run: StageRun, model: Artifact) -> State:
         return {}
 
     return stage_run.get_or_make(make)
-
-
-convert_teacher = convert.with_options(name="convert-teacher")

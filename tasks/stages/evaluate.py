@@ -85,10 +85,6 @@ def evaluate(
     return stage_run.get_or_make(make)
 
 
-evaluate_base = evaluate.with_options(name="evaluate-base")  # Prefect's pages name a task before it starts, too
-evaluate_tuned = evaluate.with_options(name="evaluate-tuned")
-
-
 def _served(stage_run: StageRun, model: Artifact, released: Artifact | None) -> dict[str, Path]:
     """Paths of what is served: the base by itself, the merged model, or the base with the adapter of the export."""
     if released is None:
