@@ -10,9 +10,9 @@ import time
 from contextlib import AbstractContextManager
 from typing import Self
 
+from conf.host import nvidia_smi
 from conf.rules import gpus
 from conf.schema.run import Run
-from contract import nvidia_smi
 from contract.faults import Fault
 from tasks.run.outcomes import Outcomes
 from tasks.run.places import open_run_store, runs_folder

@@ -2,11 +2,11 @@
 
 from collections.abc import Callable
 
+from conf.host import nvidia_smi
 from conf.planner import hardware
 from conf.planner.fewer_hosts import fewer_hosts, less_memory
 from conf.rules import gpus
 from conf.schema.run import Run
-from contract import nvidia_smi
 from tasks.gang import controller
 from tasks.gang.history import prefect_page
 from tasks.gang.history.timeline import History
