@@ -74,7 +74,9 @@ def test_a_member_of_another_version_is_named_and_no_other_suffers(board):
     one.join()
     board.write("nodes/1.json", b'{"by": "1", "host": "host1", "state": "waiting", "colour": "red"}')
     wait_for(lambda: lookout.foreign and 0 in lookout.nodes)
-    with pytest.raises(Fault, match=r"^gangs/gang/1/nodes/1\.json: no Member .* \(unknown key colour\);"):
+    with pytest.raises(
+        Fault, match=r"^gangs/gang/1/nodes/1\.json: not a Member .* \(colour: Unexpected keyword argument\);"
+    ):
         lookout.check()
     one.end(5)
     lookout.end(5)
