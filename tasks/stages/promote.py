@@ -168,7 +168,7 @@ def _beats(metric: str, value: float, rival: Rival, margin: float, confidence: f
     """Whether the model is better than the rival, and the reason."""
     if not math.isfinite(value):
         against = "" if rival.value is None else f" against {rival.value:.4g} of {rival.name}"
-        return False, f"{metric} {value}{against}, which is not a number"
+        return False, f"{metric} {value}{against}, which is not above anything"
     if rival.value is None:
         return False, f"{rival.name} was never measured by {metric}, so it is unknown whether {value:.4g} is better"
     apart = round(value - rival.value, 9)  # 0.4 is not 0.1 above 0.3 by more than 0.1

@@ -88,7 +88,7 @@ def test_a_controller_of_another_version_ends_a_member(board):
     one = member(board)
     one.join()
     lookout._notice.board.write("gang.json", b'{"by": "x", "state": "going"}')
-    wait_for(lambda: 'state is "going", not one of gathering, go, stop' in one.why_stop())
+    wait_for(lambda: "(state: Input should be 'gathering', 'go' or 'stop')" in one.why_stop())
     one.end(5)
     lookout.end(5)
 
