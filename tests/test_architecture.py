@@ -41,6 +41,7 @@ ROOMS = {
         {"rules", "noise", "auxiliary_losses"},
         {"schema", "alternatives"},
         {"model_facts"},
+        {"families"},
         {"model_files", "strict_yaml", "error_lines", "rewards"},
     ],
     "tasks": [{"serving"}, {"stages"}, {"gang", "servers"}, {"run", "sources"}, {"store", "tracking", "pages"}],
