@@ -46,8 +46,8 @@ def facts_from_hf(config: dict[str, Any]) -> ModelFacts:
 
 
 def shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-    tensors = families.of(config).tensors(facts_from_hf(config))
-    return {name: tensor.shape for name, tensor in tensors.items()}
+    family = families.of(config)
+    return {name: tensor.shape for name, tensor in family.tensors(family.facts(Keys(config))).items()}
 
 
 def _packed(config: dict[str, Any]) -> dict[str, Any]:
