@@ -78,8 +78,8 @@ def test_another_version_is_one_line(patch, function, other_version):
         getattr(import_module(f"trainer.patches.{patch.replace('/', '.')}"), function)(*arguments)
     (package, known), *_ = written_for(patch).items()
     assert str(refused.value) == (
-        f"{package} 99.1: trainer/patches/{patch}.py is written for {known[0]}; install that (make setup), "
-        "or see what has to change (docs/development.md)"
+        f"{package} 99.1: trainer/patches/{patch}.py is written for {known[0]}; install that version (make setup), "
+        "or adapt the patch (docs/development.md)"
     )
 
 

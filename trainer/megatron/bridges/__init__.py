@@ -1,9 +1,9 @@
-"""Bridges of our own, for families that Megatron-Bridge 0.6 does not convert; written as it writes its own.
+"""Bridges for families that Megatron-Bridge 0.6 does not convert, in its style.
 
     load(architecture)      register the bridge of a family, ours or Megatron-Bridge's, with AutoBridge
 
-Each file goes when Megatron-Bridge has the family. One that it has already is never replaced; what is wrong with it is
-repaired in trainer/patches/families/.
+Remove a file when Megatron-Bridge has the family. Bridges of Megatron-Bridge are never replaced; their bugs are fixed
+in trainer/patches/families/.
 """
 
 import importlib
@@ -15,7 +15,7 @@ OURS = {
     "Qwen2MoeForCausalLM": "qwen2_moe",
     "GPT2LMHeadModel": "gpt2",
 }
-# Patches that a family of Megatron-Bridge's needs, to install before its bridge is asked for anything.
+# Patches for families of Megatron-Bridge, installed before the bridge is used.
 PATCHED = {
     "OlmoeForCausalLM": ("norms_over_heads",),
     "MiniMaxM2ForCausalLM": ("norms_over_heads", "minimax_m2"),
