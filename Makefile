@@ -99,10 +99,9 @@ gpu: ## compare training on this GPU with the CPU
 gpu-kit: $(STAMP) ## pack what the GPU tests need; FLOW=1: the whole flow, in parts
 	$(PYTHON) benchmarks/gpu/kit.py $(if $(FLOW),--flow)
 
-schema: $(STAMP) ## write conf/schema.json and the tables of docs/configuration.md anew
+schema: $(STAMP) ## write conf/schema.json and docs/reference/keys.md from the code
 	$(PYTHON) -m conf.schema --json > conf/schema.json
-	$(PYTHON) -m conf.schema --page > .keys.md && sed -i -e '/^## Keys/q' docs/configuration.md && \
-		{ echo; cat .keys.md; } >> docs/configuration.md && rm .keys.md
+	$(PYTHON) -m conf.schema --page > docs/reference/keys.md
 
 presets: $(STAMP) ## write README's table of configurations anew
 	$(PYTHON) -m conf.presets README.md

@@ -124,7 +124,7 @@ def gpus(cards: list[list[str]], trouble: str) -> Finding:
     cuda = installed().get("nvidia-cuda-runtime", CUDA).split(".")[0]
     least = DRIVERS.get(cuda, DRIVERS[CUDA])
     if int(driver.split(".")[0]) < least:
-        mend = f"sudo apt-get install nvidia-driver-{least}-server && sudo reboot  # docs/gpu.md"
+        mend = f"sudo apt-get install nvidia-driver-{least}-server && sudo reboot  # docs/how-to/gpu.md"
         return Finding(
             "fail", "gpu", f"{fact}; torch is built for CUDA {cuda}, and CUDA {cuda} needs {least} or newer", mend
         )

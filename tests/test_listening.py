@@ -1,4 +1,4 @@
-"""No command listens beyond this host, with any of its processes, from its start to its end (docs/network.md)."""
+"""No command, nor any of its processes, ever listens beyond this host (docs/reference/network.md)."""
 
 import subprocess
 import sys

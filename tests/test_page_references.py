@@ -1,4 +1,4 @@
-"""What the pages name is there: the rooms of docs/architecture.md, and every path, command and link of every page."""
+"""Every path, command and link in the pages exists; docs/reference/architecture.md shows the whole tree."""
 
 import re
 import subprocess
@@ -8,6 +8,7 @@ from pathlib import Path, PurePath
 import pytest
 
 ROOT = Path(__file__).parents[1]
+ARCHITECTURE = ROOT / "docs/reference/architecture.md"
 FOLDERS = ("contract", "conf", "flows", "tasks", "trainer", "tests", "benchmarks")
 
 
@@ -37,10 +38,10 @@ def test_the_architecture_page_shows_the_tree():
     folders = {f"{folder}/" for name in tracked for folder in PurePath(name).parents[:-1]}
     entries = {*tracked, *folders}
     top = [name for name in sorted(entries) if name.rstrip("/").count("/") == 1 and not name.endswith("__init__.py")]
-    shown = [entry for entry in tree((ROOT / "docs/architecture.md").read_text()) if entry.partition("/")[0] in FOLDERS]
+    shown = [entry for entry in tree(ARCHITECTURE.read_text()) if entry.partition("/")[0] in FOLDERS]
 
     assert [name for name in top if not any(fnmatch(name, entry) for entry in shown)] == [], (
-        "not in the tree of docs/architecture.md"
+        "not in the tree of docs/reference/architecture.md"
     )
     assert [entry for entry in shown if not any(fnmatch(name, entry) for name in entries)] == [], "not there"
 

@@ -13,7 +13,7 @@ START and the rates of conversion and export were measured on one H200 with 9.6 
 another, up to READ of the host's storage, is arithmetic, as are disk and memory. Without a converted base
 (convert.to: none), CHECKED and UNPACKED are of a second of a core's work, measured on 256 MB of bf16 and on a matrix of
 DeepSeek-V3's in FP8 blocks; DESCRIBED is about that of GLM-4.7's 45,000 tensors. A base that is packed once is checked
-and then packed; PACKED is of one process that packed 1.1 GB in the slowest format, nvfp4 (docs/quantised.md).
+and then packed; PACKED is of one process that packed 1.1 GB in the slowest format, nvfp4 (docs/how-to/quantised.md).
 
 Not covered: preparation, whose rows nobody has counted yet; copies to a store that is no folder; checkpoints' time.
 """

@@ -2,7 +2,7 @@
 
     python -m conf.schema            a table of all keys
     python -m conf.schema --json     the JSON schema, which editors use to complete and check conf/*.yaml
-    python -m conf.schema --page     tables in Markdown, which end docs/configuration.md
+    python -m conf.schema --page     docs/reference/keys.md: tables in Markdown
 
 The table is as wide as the terminal; make schema writes both files.
 """

@@ -4,9 +4,9 @@ The stages in tasks/stages/ take of() into the fingerprint of what they make, an
 content of files, a commit. A checkpoint keeps recorded() of the run that saved it, and trainer/training/resume.py
 compares that with the run that goes on from it.
 
-The layout and the micro batch bear no identity: losses are the same at every layout (docs/layouts.md), except for
-dropout, which draws other numbers from the same distribution. Neither do recomputation, kernels and logging. How often
-a checkpoint is saved counts if the best one is kept (tasks/stages/train.py).
+The layout and the micro batch bear no identity: losses are the same at every layout (docs/reference/layouts.md), except
+for dropout, which draws other numbers from the same distribution. Neither do recomputation, kernels and logging. How
+often a checkpoint is saved counts if the best one is kept (tasks/stages/train.py).
 """
 
 from typing import Any

@@ -28,14 +28,14 @@ def table(width: int) -> Iterator[str]:
 
 
 def markdown() -> str:
-    """All keys as Markdown: a table for each section, as docs/configuration.md has them."""
-    parts = []
+    """Return docs/reference/keys.md: a table of the keys of each section."""
+    parts = ["# Keys\n\nAll keys of a configuration. `make schema` writes this page.\n"]
     for section, kind in sections().items():
         rows = [_row(key, field) for key, field in kind.model_json_schema()["properties"].items()]
         cells = [(f"`{key}`", type_, f"`{value}`", meaning) for key, type_, value, _, meaning in rows]
         lines = [" | ".join(cell.replace("|", "\\|") for cell in row) for row in cells]
         table = "\n".join(f"| {line} |" for line in ("key | type | default | meaning", "--- | --- | --- | ---", *lines))
-        parts.append(f"### {section}\n\n{table}\n")
+        parts.append(f"## {section}\n\n{table}\n")
     return "\n".join(parts)
 
 

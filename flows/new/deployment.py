@@ -37,7 +37,7 @@ def with_deployment(text: str, name: str, description: str, cuda: bool) -> str:
     except (Fault, yaml.YAMLError):
         after = []
     if not after or after[:-1] != before or after[-1].get("parameters") != {"conf": name}:
-        raise Fault(f"{NAME}: no entry can be added to it; docs/configuration.md has its lines")
+        raise Fault(f"{NAME}: no entry can be added to it; docs/reference/configuration.md has its lines")
     return whole
 
 

@@ -1,4 +1,4 @@
-"""tasks/stages/pipeline.py: the one list of stages, to which the flow and docs/pipeline.md are held."""
+"""tasks/stages/pipeline.py: the one list of stages, to which the flow and docs/reference/pipeline.md are held."""
 
 import ast
 import inspect
@@ -16,7 +16,7 @@ from tasks.run.artifact import Stage
 from tasks.stages import pipeline, promote
 from tasks.stages.pipeline import ORDER, PIPELINE
 
-PAGE = (Path(__file__).parents[3] / "docs/pipeline.md").read_text()
+PAGE = (Path(__file__).parents[3] / "docs/reference/pipeline.md").read_text()
 FLOW = inspect.getsource(every_stage)
 OF_TINY = [
     name

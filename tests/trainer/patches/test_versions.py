@@ -11,6 +11,7 @@ from contract.faults import Fault
 from trainer.patches import versions
 
 ROOT = Path(__file__).parents[3]
+PAGE = ROOT / "docs/how-to/development.md"
 FOLDER = ROOT / "trainer/patches"
 NAMES = {path.relative_to(FOLDER).with_suffix("").as_posix() for path in FOLDER.rglob("[a-z]*.py")}
 PATCHES = sorted(NAMES - {"versions"})
@@ -79,7 +80,7 @@ def test_another_version_is_one_line(patch, function, other_version):
     (package, known), *_ = written_for(patch).items()
     assert str(refused.value) == (
         f"{package} 99.1: trainer/patches/{patch}.py is written for {known[0]}; install that version (make setup), "
-        "or adapt the patch (docs/development.md)"
+        "or change the patch (docs/how-to/development.md)"
     )
 
 
@@ -99,9 +100,7 @@ def test_a_package_that_is_not_there_is_said_to_be_missing():
 
 @pytest.mark.parametrize("patch", PATCHES)
 def test_it_is_written_for_what_is_installed_and_the_page_says_so(patch):
-    (row,) = (
-        line for line in (ROOT / "docs/development.md").read_text().splitlines() if line.startswith(f"| `{patch}`")
-    )
+    (row,) = (line for line in PAGE.read_text().splitlines() if line.startswith(f"| `{patch}`"))
     for package, known in written_for(patch).items():
         assert versions.installed(package) in (*known, None)  # None: vLLM's CPU build, on a GPU
         assert f"{package} {known[-1]}" in row

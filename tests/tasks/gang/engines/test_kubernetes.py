@@ -258,7 +258,7 @@ def test_words_of_pods_that_cannot_begin_or_were_taken_back():
 def test_the_manifests_of_the_page_have_the_api_s_types_and_the_rights_that_the_flow_needs():
     from kubeflow_trainer_api import models
 
-    page = (ROOT / "docs/kubernetes.md").read_text()
+    page = (ROOT / "docs/how-to/kubernetes.md").read_text()
     files = re.split(r"^    # \w+\.yaml$", page, flags=re.MULTILINE)[1:]
     blocks = [textwrap.dedent(re.match(r"(?:    .*|\n)+", text.lstrip("\n"))[0]) for text in files]  # pyright: ignore
     found = [one for block in blocks for one in yaml.safe_load_all(block)]
@@ -282,7 +282,7 @@ def test_the_manifests_of_the_page_have_the_api_s_types_and_the_rights_that_the_
 @pytest.mark.parametrize("page", ["slurm", "kubernetes"])
 def test_what_a_page_prints_is_what_its_flow_submits(page, capsys):
     """The line of flows.gang and that of flows.finetune name the same keys."""
-    text = (ROOT / f"docs/{page}.md").read_text()
+    text = (ROOT / f"docs/how-to/{page}.md").read_text()
     words = [
         shlex.split(line)[2:]
         for line in re.findall(r"^    (python -m flows\.(?:gang|finetune) mine .*)$", text, re.MULTILINE)
