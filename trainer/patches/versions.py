@@ -17,6 +17,7 @@ def check(patch: str, written_for: Mapping[str, tuple[str, ...]]) -> None:
         version = installed(package)
         if version not in known:
             raise Fault(
+                f"{package} {version or 'is not installed'}: {patch.replace('.', '/')}.py is written for "
                 f"{' and '.join(known)}; install that version (make setup), or change the patch "
                 "(docs/how-to/development.md)"
             )
