@@ -148,4 +148,4 @@ def test_ids_numbers_and_dates_are_no_texts():
     rows = [f"T-{n}" for n in range(30)], [str(n) for n in range(30)], [f"2026-01-{n:02}" for n in range(30)]
     assert not any(first_rows._is_text(values) for values in rows)
     assert first_rows._is_text(["billing", "shipping"] * 15)
-    assert first_rows._told(Bad("empty", "a")) == "a: empty"
+    assert first_rows._described(Bad("empty", "a")) == "a: empty"
