@@ -26,6 +26,7 @@ from pydantic import ValidationError
 
 from conf import strict_yaml
 from conf.error_lines import key_of, line, show, told
+from conf.host import nvidia_smi
 from conf.model_files import weights
 from conf.planner import hardware
 from conf.rules import layout
@@ -35,7 +36,7 @@ from conf.schema.model import CONFIG, Drawn
 from conf.schema.run import Run, dotted_keys, sections, spelled_out
 from conf.schema.sections import MOST
 from conf.strict_yaml import parse, read_text
-from contract import closed_pipe, nvidia_smi, regular_files
+from contract import closed_pipe, regular_files
 from contract.faults import ConfigError
 from contract.files import write_atomically
 

@@ -25,10 +25,11 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from conf.host import nvidia_smi
 from conf.load import load
 from conf.planner import hardware
 from conf.planner.verdict import Plan, facts_of, plan, settle
-from contract import closed_pipe, json_object, nvidia_smi
+from contract import closed_pipe, json_object
 from contract.faults import Fault
 from contract.files import write_atomically
 from flows.arguments import refused

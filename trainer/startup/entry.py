@@ -28,10 +28,11 @@ from typing import NoReturn
 import psutil
 
 from conf import network
+from conf.host import gpu_locks, nvidia_smi
 from conf.load import dump, load
 from conf.rules.gpus import takes
 from conf.schema.run import Run
-from contract import closed_pipe, host_gpus, nvidia_smi
+from contract import closed_pipe
 from contract.faults import ConfigError, Fault, line_of
 from contract.files import write_atomically
 from contract.processes import end_with_parent
@@ -119,7 +120,7 @@ def _take_gpus(run: Run, stage: str | None) -> None:
     """
     if stage:
         command = sys.modules["__main__"].__spec__.name.removesuffix(".__main__").rpartition(".")[2]
-        hold = host_gpus.take(f"{command} of {run.name}, started by hand", say, count=takes(run, stage).gpus)
+        hold = gpu_locks.take(f"{command} of {run.name}, started by hand", say, count=takes(run, stage).gpus)
         os.environ.update(hold.environment if hold else {})
 
 

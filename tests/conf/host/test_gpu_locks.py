@@ -1,4 +1,4 @@
-"""contract/host_gpus.py with real processes and kills; nvidia-smi is a script that reads what a test writes."""
+"""conf/host/gpu_locks.py with real processes and kills; nvidia-smi is a script that reads what a test writes."""
 
 import json
 import os
@@ -12,15 +12,15 @@ from pathlib import Path
 
 import pytest
 
-from contract import host_gpus, nvidia_smi
+from conf.host import gpu_locks, nvidia_smi
 from contract.faults import Fault
 
 ROOT = Path(__file__).parents[2]
 # A process that takes its turns: says when it has the GPUs, and notes it where two at once would be seen.
 HOLDER = """
 import sys, time
-from contract import host_gpus
-hold = host_gpus.take(sys.argv[1], lambda line: print(line, flush=True))
+from conf.host import gpu_locks
+hold = gpu_locks.take(sys.argv[1], lambda line: print(line, flush=True))
 print("has", *hold.gpus, flush=True)
 time.sleep(float(sys.argv[2]))
 """
@@ -31,7 +31,7 @@ def host(tmp_path, monkeypatch):
     """host(uuid=MiB, ...): the GPUs that nvidia-smi shows from now on."""
     fake_nvidia_smi(tmp_path, monkeypatch.setenv)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    monkeypatch.delenv(host_gpus.HELD, raising=False)
+    monkeypatch.delenv(gpu_locks.HELD, raising=False)
 
     def host(**memory: int) -> None:
         show_gpus(tmp_path, {f"GPU-{name}": used for name, used in memory.items()})
@@ -71,8 +71,8 @@ def holder(what: str, seconds: float = 60.0, **environment: str) -> subprocess.P
 def test_on_a_host_without_gpus_nobody_waits_and_nothing_is_written(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setenv("FINETUNE_LOCKS", str(tmp_path / "locks"))
-    first, second = (host_gpus.take(name, pytest.fail) for name in ("train", "evaluate"))
-    assert first == second == host_gpus.Hold() and not (tmp_path / "locks").exists()
+    first, second = (gpu_locks.take(name, pytest.fail) for name in ("train", "evaluate"))
+    assert first == second == gpu_locks.Hold() and not (tmp_path / "locks").exists()
 
 
 def test_the_second_waits_and_says_for_whom_until_the_first_is_killed(host):
@@ -96,12 +96,12 @@ def test_who_waits_can_be_cancelled_and_has_nothing_then(host):
     first = holder("train")
     first.stdout.readline()
     said, began = [], time.monotonic()
-    assert host_gpus.take("evaluate", said.append, lambda: time.monotonic() - began > 1) is None
+    assert gpu_locks.take("evaluate", said.append, lambda: time.monotonic() - began > 1) is None
     assert len(said) == 1 and time.monotonic() - began < 3
-    assert host_gpus.held(("GPU-a",)).startswith("train has had it for")
+    assert gpu_locks.held(("GPU-a",)).startswith("train has had it for")
     first.kill()
     first.communicate()
-    assert host_gpus.held(("GPU-a",)) is None
+    assert gpu_locks.held(("GPU-a",)) is None
 
 
 def test_different_gpus_are_had_at_once_and_all_or_none_of_them(host, monkeypatch):
@@ -113,7 +113,7 @@ def test_different_gpus_are_had_at_once_and_all_or_none_of_them(host, monkeypatc
     all_of_them = holder("three")
     said = all_of_them.stdout.readline()
     assert "three waits for 3 GPUs: " in said and "two has had 1 of 3 for" in said and "one has had 1 of 3" in said
-    assert host_gpus.held(("GPU-b",)) is None, "who waits for one holds no other"
+    assert gpu_locks.held(("GPU-b",)) is None, "who waits for one holds no other"
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert nvidia_smi.visible() == ()
     for process in (one, two, all_of_them):
@@ -123,21 +123,21 @@ def test_different_gpus_are_had_at_once_and_all_or_none_of_them(host, monkeypatc
 
 def test_each_gets_as_many_as_it_asks_for_beside_one_another_and_sees_no_others(host):
     host(a=0, b=0, c=0, d=0)
-    with host_gpus.taken("train", pytest.fail, count=2) as train, host_gpus.taken("ask", pytest.fail, count=1) as ask:
+    with gpu_locks.taken("train", pytest.fail, count=2) as train, gpu_locks.taken("ask", pytest.fail, count=1) as ask:
         assert (train.gpus, ask.gpus) == (("GPU-a", "GPU-b"), ("GPU-c",))
         assert train.environment["CUDA_VISIBLE_DEVICES"] == "0,1" and ask.environment["CUDA_VISIBLE_DEVICES"] == "2"
-        assert host_gpus.take("rest", pytest.fail, count=0) == host_gpus.Hold()
+        assert gpu_locks.take("rest", pytest.fail, count=0) == gpu_locks.Hold()
         with pytest.raises(Fault, match=r"^serve takes 5 GPUs, and this host has 4$"):
-            host_gpus.take("serve", pytest.fail, count=5)
+            gpu_locks.take("serve", pytest.fail, count=5)
 
 
 def test_who_has_which_and_who_waits_is_shown(host):
     host(a=0, b=0, c=0)
-    assert host_gpus.standing() == []
-    with host_gpus.taken("train of x", pytest.fail, count=2):
+    assert gpu_locks.standing() == []
+    with gpu_locks.taken("train of x", pytest.fail, count=2):
         second = holder("evaluate-base of y")
         second.stdout.readline()
-        assert [re.sub(r"\d+:\d\d:\d\d", "T", line) for line in host_gpus.standing()] == [
+        assert [re.sub(r"\d+:\d\d:\d\d", "T", line) for line in gpu_locks.standing()] == [
             "train of x has had GPU 0, 1 for T",
             "evaluate-base of y has waited for 3 GPUs for T",
         ]
@@ -148,18 +148,18 @@ def test_who_has_which_and_who_waits_is_shown(host):
         assert "has GPU 2 of this host, after" in third.stdout.readline()
         third.kill()
         third.communicate()
-    assert host_gpus.standing() == [] and not [*(host_gpus.folder() / "queue").iterdir()]
+    assert gpu_locks.standing() == [] and not [*(gpu_locks.folder() / "queue").iterdir()]
 
 
 def test_nobody_waits_behind_a_process_that_was_suspended(host):
     host(a=0, b=0)
-    with host_gpus.taken("train", pytest.fail, count=1):
+    with gpu_locks.taken("train", pytest.fail, count=1):
         waits = holder("all of them")
         waits.stdout.readline()
         stop = time.monotonic() + 1.2
-        assert host_gpus.take("one", lambda line: None, lambda: time.monotonic() > stop, count=1) is None
+        assert gpu_locks.take("one", lambda line: None, lambda: time.monotonic() > stop, count=1) is None
         waits.send_signal(signal.SIGSTOP)
-        with host_gpus.taken("one", lambda line: None, count=1) as hold:
+        with gpu_locks.taken("one", lambda line: None, count=1) as hold:
             assert hold.gpus == ("GPU-b",)
         waits.kill()
         waits.communicate()
@@ -167,20 +167,20 @@ def test_nobody_waits_behind_a_process_that_was_suspended(host):
 
 def test_whoever_is_passed_the_descriptors_has_them_when_the_taker_is_gone(host):
     host(a=0)
-    with host_gpus.taken("train", pytest.fail) as hold:
+    with gpu_locks.taken("train", pytest.fail) as hold:
         child = subprocess.Popen(["sleep", "60"], pass_fds=hold.descriptors)
         other = subprocess.Popen(["sleep", "60"])
-    assert host_gpus.held(hold.gpus).startswith("train has had it for")
+    assert gpu_locks.held(hold.gpus).startswith("train has had it for")
     child.kill()
     child.wait()
-    assert host_gpus.held(hold.gpus) is None
+    assert gpu_locks.held(hold.gpus) is None
     other.kill()
     other.wait()
 
 
 def test_a_starter_that_holds_them_is_not_waited_for(host):
     host(a=0)
-    with host_gpus.taken("flow", pytest.fail) as hold:
+    with gpu_locks.taken("flow", pytest.fail) as hold:
         ours = holder("train", 0, **hold.environment)
         assert ours.communicate(timeout=90)[0] == "has\n"
 
@@ -194,16 +194,16 @@ def test_the_memory_of_a_dead_process_is_waited_for(host, monkeypatch):
         host(a=200, b=3)
 
     began = time.monotonic()
-    with host_gpus.taken("train", say):
+    with gpu_locks.taken("train", say):
         assert time.monotonic() - began < 5
     assert said == ["train waits for the memory of its GPUs: 87.9 GiB are not free yet"]
 
 
 def test_memory_of_somebody_who_stays_is_named_and_not_waited_for_for_ever(host, monkeypatch):
-    monkeypatch.setattr(host_gpus, "UNCHANGED", 0.5)
+    monkeypatch.setattr(gpu_locks, "UNCHANGED", 0.5)
     host(a=2048)
     said: list[str] = []
-    with host_gpus.taken("train", said.append) as hold:
+    with gpu_locks.taken("train", said.append) as hold:
         assert hold.gpus == ("GPU-a",)
     expected = "train begins although 2.0 GiB of its GPUs are in use by others: process 4711, python"
     assert said[1:] == [expected]
@@ -211,7 +211,7 @@ def test_memory_of_somebody_who_stays_is_named_and_not_waited_for_for_ever(host,
 
 @pytest.mark.parametrize("trials", [6, pytest.param(200, marks=pytest.mark.slow)])
 def test_two_never_have_one_gpu_and_all_are_served_while_processes_are_killed_at_any_moment(trials):
-    command = [sys.executable, "-m", "tests.contract.gpu_contest", str(trials)]
+    command = [sys.executable, "-m", "tests.conf.host.gpu_contest", str(trials)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     assert f"{trials} trials, " in done.stdout and ", 0 killed" not in done.stdout
@@ -221,12 +221,12 @@ def test_a_damaged_note_and_another_account_s_umask_are_no_obstacle(host, tmp_pa
     host(a=0)
     before = os.umask(0o077)
     try:
-        with host_gpus.taken("train", pytest.fail):
+        with gpu_locks.taken("train", pytest.fail):
             file = tmp_path / "locks/GPU-a.lock"
             assert json.loads(file.read_text())["what"] == "train"
             assert file.stat().st_mode & 0o777 == 0o666 and file.parent.stat().st_mode & 0o7777 == 0o1777
             file.write_text("{half")
-            assert host_gpus.held(("GPU-a",)).startswith("another process has had it for")
+            assert gpu_locks.held(("GPU-a",)).startswith("another process has had it for")
     finally:
         os.umask(before)
 
@@ -243,7 +243,7 @@ def test_a_trainer_started_by_hand_waits_too_and_ctrl_c_ends_it(host, tmp_path):
     (tmp_path / "toy_command.py").write_text(code)
     environment = os.environ | {"PYTHONPATH": f"{ROOT}:{tmp_path}", "PYTHONUNBUFFERED": "1"}
     command = [sys.executable, "-m", "toy_command"]
-    with host_gpus.taken("train of flow-1", pytest.fail):
+    with gpu_locks.taken("train of flow-1", pytest.fail):
         in_front = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # behind `&` a shell has Ctrl-C ignored
         waits = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True, preexec_fn=in_front)
         said = "toy_command of tiny, started by hand waits for 1 GPU: train of flow-1 has had it"

@@ -1,13 +1,13 @@
 """Owners of this host's GPUs: a process tree takes as many as it needs, at once, and the kernel frees them at its end.
 
-    with host_gpus.taken("train of tiny-1122", say, stop, count=4) as hold:
+    with gpu_locks.taken("train of tiny-1122", say, stop, count=4) as hold:
         subprocess.Popen(command, pass_fds=hold.descriptors, env=os.environ | hold.environment)
 
 A GPU is a file, <folder>/<its UUID>.lock, and belongs to whoever has locked it (flock). A lock lives as long as a
 process that has the descriptor. So a killed process keeps nothing, and no clock is asked. The content of the file is
 for people: who has it, and since when. A process takes all that it wants or nothing, so that nobody waits for one GPU
 while holding another. Those that wait have a file each in <folder>/queue, locked while they wait, and are served as
-contract/gpu_queue.py says; who looks, takes <folder>/turn.lock for that moment. The GPUs of a host are those that
+conf/host/gpu_queue.py says; who looks, takes <folder>/turn.lock for that moment. The GPUs of a host are those that
 nvidia-smi lists and CUDA_VISIBLE_DEVICES leaves; where there are none, nothing is waited for. HOST_GPUS_HELD in the
 environment says that a starter holds them for this process.
 
@@ -28,11 +28,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from contract import gpu_queue, nvidia_smi
+from conf.host import gpu_queue, nvidia_smi
+from conf.host.gpu_queue import Wish
+from conf.host.nvidia_smi import listed, visible
 from contract.amounts import clock
 from contract.faults import Fault
-from contract.gpu_queue import Wish
-from contract.nvidia_smi import listed, visible
 from contract.processes import suspended
 
 HELD = "HOST_GPUS_HELD"

@@ -1,6 +1,6 @@
 """Processes that want GPUs of a host that has none: who has what is noted by other locks, and some are killed.
 
-    python -m tests.contract.gpu_contest [TRIALS] [--seed N]
+    python -m tests.conf.host.gpu_contest [TRIALS] [--seed N]
 
 Each trial draws a host of 1 to 8 GPUs and 3 to 6 processes. Each process takes as many as it draws, again and again,
 under the name of one of two flows. Exit code 1: two had one GPU, somebody waited for ever, or something was left.
@@ -16,7 +16,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from contract import host_gpus, nvidia_smi
+from conf.host import gpu_locks, nvidia_smi
 
 WITHIN = 60.0  # seconds in which all of a trial are served, on a busy machine
 TWO = 3  # exit code of a process that has found another one's note on its GPU
@@ -52,8 +52,8 @@ def trial(seed: int) -> tuple[int, list[str]]:
                     os.waitpid(pid, 0)
                 break
             time.sleep(0.005)
-        if host_gpus.held(tuple(gpus)) or host_gpus.standing():
-            wrong.append(f"seed {seed}: left: {host_gpus.standing()}")
+        if gpu_locks.held(tuple(gpus)) or gpu_locks.standing():
+            wrong.append(f"seed {seed}: left: {gpu_locks.standing()}")
         return len(killed), wrong
 
 
@@ -73,7 +73,7 @@ def compete(chance: random.Random, number: int, notes: Path, count: int) -> int:
     for _ in range(chance.randint(1, 3)):
         asked, rank = chance.choice([1, count, chance.randint(1, count)]), chance.randint(0, 1)
         flow = f"flow {number % 2}"
-        with host_gpus.taken(f"{number} of {flow}", lambda line: None, count=asked, flow=flow, rank=rank) as hold:
+        with gpu_locks.taken(f"{number} of {flow}", lambda line: None, count=asked, flow=flow, rank=rank) as hold:
             assert hold and len({*hold.gpus}) == asked
             for gpu in hold.gpus:
                 try:
@@ -87,12 +87,12 @@ def compete(chance: random.Random, number: int, notes: Path, count: int) -> int:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m tests.contract.gpu_contest")
+    parser = argparse.ArgumentParser(prog="python -m tests.conf.host.gpu_contest")
     parser.add_argument("trials", nargs="?", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     os.environ.pop("CUDA_VISIBLE_DEVICES", None)
-    host_gpus.TRIED = 0.01
+    gpu_locks.TRIED = 0.01
     began = time.monotonic()
     results = [trial(seed) for seed in range(options.seed, options.seed + options.trials)]
     wrong, killed = [line for _, lines in results for line in lines], sum(count for count, _ in results)

@@ -5,7 +5,7 @@
 
 A wish that cannot be met now keeps later ones from every GPU that it may use: one that wants all of them waits no
 longer than those that had them. Wishes of one flow exchange their places by rank, so that training comes before an
-evaluation that has asked earlier. All of it is arithmetic; contract/host_gpus.py has the locks.
+evaluation that has asked earlier. All of it is arithmetic; conf/host/gpu_locks.py has the locks.
 """
 
 from __future__ import annotations  # flows/doctor.py runs on Python 3.8

@@ -1,8 +1,8 @@
-"""contract/gpu_queue.py: who is given which of the free GPUs."""
+"""conf/host/gpu_queue.py: who is given which of the free GPUs."""
 
 import pytest
 
-from contract.gpu_queue import Wish, choose, given, in_order
+from conf.host.gpu_queue import Wish, choose, given, in_order
 
 HOST = tuple("abcdefgh")
 

@@ -1,4 +1,4 @@
-"""trainer/weights/quantised/taken_over.py: released codes come back byte for byte, or not at all."""
+"""trainer/weights/packed_base/released_scales.py: released codes come back byte for byte, or not at all."""
 
 import pytest
 import torch
@@ -8,8 +8,9 @@ from conf.model_files.quantization import E2M1, Packed, Scheme
 from conf.rules.packed_base import FORMATS
 from tests.support import e2m1
 from trainer.weights import released
-from trainer.weights.quantised import taken_over, unpack
-from trainer.weights.quantised.taken_over import Scales, codes
+from trainer.weights.packed_base import released_scales
+from trainer.weights.packed_base.released_scales import Scales, codes
+from trainer.weights.quantised import unpack
 
 EVERY_CODE = torch.tensor([code for code in range(256) if code & 0x7F != 0x7F], dtype=torch.uint8)
 
@@ -98,7 +99,7 @@ def test_scales_over_a_number_are_taken_over_as_scales_times_one(seed, tmp_path)
     (tmp_path / "config.json").write_text("{}")
     model = released.read(tmp_path)
     scheme = Scheme("nvfp4", "", "", (1, 16), 4, factor=".weight_global_scale", divides=True)
-    found = taken_over._factor(model, Packed(scheme, (1, 16), "", "", factor="x.weight_global_scale"))
+    found = released_scales._factor(model, Packed(scheme, (1, 16), "", "", factor="x.weight_global_scale"))
     scales = torch.arange(1, 0x7F, dtype=torch.uint8).view(torch.float8_e4m3fn).float()[:, None]
     numbers = torch.tensor(E2M1)
     assert torch.equal((numbers * (scales * found)).bfloat16(), (numbers * (scales / factor)).bfloat16())
