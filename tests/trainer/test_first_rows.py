@@ -85,7 +85,7 @@ def test_what_the_caller_says_is_no_guess(look):
 
 
 def test_three_columns_of_text_are_nobody_s_guess(look):
-    with pytest.raises(Fault, match=r"rows.csv:2: no columns that are known: there are a \(text\), b \(text\), c"):
+    with pytest.raises(Fault, match=r"rows.csv:2: no known columns: the columns are a \(text\), b \(text\), c"):
         look([{"a": f"some words {n}", "b": f"other words {n}", "c": f"more words {n}"} for n in range(30)])
 
 
