@@ -53,10 +53,10 @@ lint: $(STAMP) ## check style, format and types
 	$(PYTHON) -m basedpyright
 
 families: $(STAMP) ## try every family beside transformers, PEFT and vLLM, on tiny models, on this CPU; goes on where it was
-	$(PYTHON) -m trainer.families --workdir runs/families
+	$(PYTHON) -m benchmarks.families --workdir runs/families
 
 layouts: $(STAMP) ## train at every parallel layout on this CPU and compare with one process
-	$(PYTHON) -m trainer.layouts
+	$(PYTHON) -m benchmarks.layouts
 
 GPUS ?= 1
 CONF ?= $(if $(SHORT),tiny,gpt2-large)

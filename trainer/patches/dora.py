@@ -4,7 +4,7 @@ Megatron-Bridge computes the norm of a row-parallel weight over one rank's colum
 all. Bridge also does not mark the magnitudes' gradients as partial (row-parallel) or cut (column-parallel) over ranks.
 And it saves the magnitudes of a fused gate and up in each rank's order, so a resume at another tp mixed up gate and up.
 
-Remove each part when Bridge does the same; comparisons of layouts and tests/trainer/megatron/test_gradients.py check
+Remove each part when Bridge does the same; benchmarks/layouts.py and tests/trainer/megatron/test_gradients.py check
 them. https://github.com/NVIDIA-NeMo/Megatron-Bridge/blob/main/src/megatron/bridge/peft/dora_layers.py
 """
 

@@ -7,7 +7,7 @@ dispatcher then adds up copies of the result. ExpertAdapter fixes both.
 When Bridge merges or exports fc1's adapter, it takes the first half of B's rows for gate, but each rank has rows of
 both.
 
-Remove when Bridge does the same; comparisons of layouts, tests/trainer/test_train.py and (for merging)
+Remove when Bridge does the same; benchmarks/layouts.py, tests/trainer/test_train.py and (for merging)
 tests/trainer/megatron/test_lean_adapters.py check it.
 https://github.com/NVIDIA-NeMo/Megatron-Bridge/blob/main/src/megatron/bridge/peft/utils.py
 """

@@ -12,7 +12,7 @@ experts are not grouped. fc2's ranks multiplied only their part of the hidden va
 of the result; fc1's A got its gradient from one rank's columns of B alone. Losses were off by 1.6 % after ten steps at
 etp 2. Adapter fixes both.
 
-Remove each part when Bridge does the same; the rows "shared" of the comparison of layouts check them.
+Remove each part when Bridge does the same; the rows "shared" of benchmarks/layouts.py check them.
 https://github.com/NVIDIA-NeMo/Megatron-Bridge/blob/main/src/megatron/bridge/peft/utils.py
 """
 

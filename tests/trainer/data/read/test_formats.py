@@ -439,7 +439,7 @@ def test_a_line_without_an_end(tmp_path, monkeypatch):
     assert "a line of more than 1 MiB, which begins with" in fault(file(tmp_path, "a.jsonl", long))
     assert "a line of more than 1 MiB" in fault(file(tmp_path, "a.txt.gz", gzip.compress(long)))
     assert ":1: a row of more than 1 MiB; is a quote missing?" in fault(file(tmp_path, "a.json", b'["' + long))
-    assert ":2: a quote opens" in fault(file(tmp_path, "a.csv", b'a,b\n1,"' + b"x\n" * (3 << 20)))
+    assert ":2: a quote in this row" in fault(file(tmp_path, "a.csv", b'a,b\n1,"' + b"x\n" * (3 << 20)))
 
 
 # Memory

@@ -1,10 +1,11 @@
-"""flows/study/card.py: a configuration's card has what was measured, and says of all else that it was not."""
+"""benchmarks/card.py: a configuration's card has what was measured, and says of all else that it was not."""
 
 import json
 
 import pytest
 
-from flows.study import card, measured
+from benchmarks import card
+from flows.study import measured
 from tests.flows.study.answers import answer
 
 NAME = "qwen3-30b-a3b-1xh100"

@@ -1,4 +1,4 @@
-"""python -m trainer.families: every family beside transformers, PEFT and vLLM. All of them take half an hour."""
+"""python -m benchmarks.families: every family beside transformers, PEFT and vLLM. All of them take half an hour."""
 
 import json
 import subprocess
@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from trainer import families, layouts
+from benchmarks import families, layouts
 from trainer.rehearsal import tiny_models
 
 
@@ -26,7 +26,7 @@ def test_a_figure_that_is_missing_or_above_its_bound_is_missed():
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("kind", tiny_models.KINDS)
 def test_a_family(kind, tmp_path):
-    command = [sys.executable, "-m", "trainer.families", kind, "--workdir", str(tmp_path / "work")]
+    command = [sys.executable, "-m", "benchmarks.families", kind, "--workdir", str(tmp_path / "work")]
     done = subprocess.run(command, text=True, capture_output=True)
     assert done.returncode == 0, done.stdout + done.stderr[-4000:]
     assert json.loads(done.stdout.splitlines()[-1])["missed"] == []

@@ -1,6 +1,6 @@
 """Rehearse parallel layouts on this machine: every one must train as a single process does.
 
-    python -m trainer.layouts [--only PART ...] [--steps N] [--workdir FOLDER]
+    python -m benchmarks.layouts [--only PART ...] [--steps N] [--workdir FOLDER]
 
 Trains LoRA on tiny models in fp32 at each layout of TABLE, on up to 8 gloo processes, and prints the largest relative
 difference of any step's loss from that of one process. B is drawn like A: from a B of zeros, with which runs start,
@@ -23,13 +23,19 @@ from pathlib import Path
 from conf.load import load
 from conf.schema.run import Run
 from contract import closed_pipe, output_marks
-from contract.output_marks import REHEARSAL
+from contract.output_marks import Kind
 from trainer import convert, train
 from trainer.data import prepared
 from trainer.rehearsal import forked_ranks, tiny_models
 from trainer.startup import device, entry
 
 BOUND = 1e-4
+FOLDER = Kind(
+    "rehearsals of layouts",
+    "benchmarks.layouts",
+    whole=False,
+    other_marks=(("*/metrics.jsonl", frozenset({"kind", "step"})),),
+)
 LATENT = "linear_q_down_proj,linear_q_up_proj,linear_kv_down_proj,linear_kv_up_proj,linear_proj,linear_fc1,linear_fc2"
 
 
@@ -117,7 +123,7 @@ def main() -> None:
     with contextlib.ExitStack() as stack:
         folder = options.workdir or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="layouts-")))
         with entry.faults_in_one_line():
-            output_marks.take(folder, REHEARSAL)
+            output_marks.take(folder, FOLDER)
         forked_ranks.import_all()
         rows = _rehearse(cases, folder, options.steps)
     missed = [row for row in rows if not row["ok"]]
@@ -154,7 +160,7 @@ def _rehearse(cases: list[Case], folder: Path, steps: int) -> list[dict]:
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="python -m trainer.layouts", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m benchmarks.layouts", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--only", nargs="*", default=[], metavar="PART", help="such as: glm4-moe ep2 packed")
     parser.add_argument("--steps", type=int, default=10, help="training steps per layout (default 10)")

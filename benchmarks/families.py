@@ -1,6 +1,6 @@
 """Try every family that is converted here, by a tiny model in fp32, beside what transformers computes.
 
-    python -m trainer.families [KIND ...] [--steps N] [--workdir FOLDER] [--without-vllm]
+    python -m benchmarks.families [KIND ...] [--steps N] [--workdir FOLDER] [--without-vllm]
 
 For each of the tiny models, in one line of a table:
 
@@ -28,17 +28,17 @@ import time
 from functools import partial
 from pathlib import Path
 
+from benchmarks import layouts, logits
+from benchmarks.layouts import Case
 from conf.model_facts import facts_from_hf
 from conf.rules.serving import unservable
 from conf.schema.run import Run
 from contract import checkpoints, closed_pipe, json_object, output_marks
 from contract.faults import Fault
 from contract.files import write_atomically
-from contract.output_marks import REHEARSAL
-from trainer import export, layouts
-from trainer.layouts import Case
+from trainer import export
 from trainer.megatron.recipe import checkpoint_folder
-from trainer.rehearsal import forked_ranks, logits, tiny_models
+from trainer.rehearsal import forked_ranks, tiny_models
 from trainer.startup import entry
 
 BOUND = 1e-4
@@ -55,7 +55,7 @@ def main() -> None:
     with contextlib.ExitStack() as stack:
         folder = options.workdir or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="families-")))
         with entry.faults_in_one_line():
-            output_marks.take(folder, REHEARSAL)
+            output_marks.take(folder, layouts.FOLDER)
             forked_ranks.import_all()
             print(f"{'family':14}" + "".join(f"{name:>11}" for name in COLUMNS) + "  layouts", flush=True)
             found = {kind: _try(kind, folder / kind, options) for kind in options.kinds or tiny_models.KINDS}
@@ -66,7 +66,7 @@ def main() -> None:
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="python -m trainer.families", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m benchmarks.families", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     kinds = [*tiny_models.KINDS]
     parser.add_argument("kinds", nargs="*", metavar="KIND", help=f"of {', '.join(kinds)}; all, unless told")
@@ -82,7 +82,7 @@ def _arguments() -> argparse.Namespace:
 
 
 def cases(kind: str) -> list[Case]:
-    """Layouts at which a family is tried: the first three of trainer/layouts.py."""
+    """Layouts at which a family is tried: the first three of benchmarks/layouts.py."""
     return [case for case in layouts.TABLE if case.model == kind and not case.flags()][:3]
 
 
@@ -93,8 +93,8 @@ def _try(kind: str, folder: Path, options: argparse.Namespace) -> Row:
     }
     row, note = kept(folder / KEPT, asked), "  kept"
     if not row:
-        output_marks.remove(folder, REHEARSAL)
-        output_marks.take(folder, REHEARSAL)
+        output_marks.remove(folder, layouts.FOLDER)
+        output_marks.take(folder, layouts.FOLDER)
         row, note = dict.fromkeys(COLUMNS, math.nan) | _figures(kind, folder, options), ""
         if not any(missed(name, value) for name, value in row.items()):
             write_atomically(folder / KEPT, json.dumps({"asked": asked, "row": row}), durable=False)

@@ -1,9 +1,9 @@
 """Verification card of a configuration: what was measured of it here, beside what is planned, and how to see the rest.
 
-    python -m flows.study.card qwen3-30b-a3b-1xh100                  a trial on this host's GPUs, then its card
-    python -m flows.study.card glm47 --layers 6 layout.nodes=1 ...   of a model that is cut
-    python -m flows.study.card qwen3-30b-a3b-1xh100 --answer FILE    of what `python -m trainer.trial ... --json` said
-    python -m flows.study.card qwen3-30b-a3b-1xh100 --planned        what needs no GPU: the plan
+    python -m benchmarks.card qwen3-30b-a3b-1xh100                  a trial on this host's GPUs, then its card
+    python -m benchmarks.card glm47 --layers 6 layout.nodes=1 ...   of a model that is cut
+    python -m benchmarks.card qwen3-30b-a3b-1xh100 --answer FILE    of what `python -m trainer.trial ... --json` said
+    python -m benchmarks.card qwen3-30b-a3b-1xh100 --planned        what needs no GPU: the plan
 
 The card is Markdown, on stdout and in runs/cards/NAME.md: commands, commit, hardware, packages; a step, tokens/s and
 TFLOP/s of a GPU, their share of a matrix product right after, memory of the fullest rank, each planned and measured.
@@ -84,7 +84,7 @@ def lines(row: Row, options: argparse.Namespace, planned: Plan, answer: dict[str
     run = planned.run
     yield f"# {row.name}"
     yield ""
-    yield f"    python -m flows.study.card {row.configuration}{cut} {keys}".rstrip()
+    yield f"    python -m benchmarks.card {row.configuration}{cut} {keys}".rstrip()
     yield f"    python -m trainer.trial {row.configuration}{cut} {keys}".rstrip()
     yield ""
     yield "| | |"
@@ -168,7 +168,7 @@ def _commit() -> str:
 
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="python -m flows.study.card", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m benchmarks.card", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("conf", help="a name in conf/, or the path of a YAML file")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="such as layout.nodes=1 layout.ep=8")
