@@ -155,7 +155,7 @@ def test_layout_that_does_not_divide(run):
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        (None, "neither prepared.json .* nor training.jsonl, with one JSON object a line"),
+        (None, "neither prepared.json .* nor training.jsonl, with one JSON object per line"),
         ("", "training.jsonl: has no rows"),
         ("[1]\n", r"training.jsonl:1: not an object with columns: \[1\]"),
         ('{"input": "a"}\n', "training.jsonl:1: no known columns: the columns are input"),
