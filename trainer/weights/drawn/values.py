@@ -16,7 +16,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from trainer.weights.drawn.shapes import Config
+from conf.families.parts.family import Config
 
 BLOCK = 1 << 20  # numbers
 USUAL = 0.02  # initializer_range, where config.json does not say
