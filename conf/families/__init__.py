@@ -2,6 +2,7 @@
 
     of(config)            the Family of a config.json; OTHER for an unknown one, whose sizes have Llama's names
     named(architecture)   the first one of an architecture, or OTHER
+    layer(facts, kind)    tensors of a layer, of all kinds or of one
     every()               all of them by model_type: the files of this folder, the entry points `finetune.families` of
                           installed packages, and those that add() has loaded
     add(place)            load a family from outside the repository: a Python file, or the import path of a module
@@ -15,13 +16,15 @@ import importlib.metadata
 import importlib.util
 import pkgutil
 import sys
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from conf.families.parts.family import Family as Family
 from conf.families.parts.family import Serving as Serving
+from conf.families.parts.sizes import ModelFacts
+from conf.families.parts.tensors import Tensor
 from conf.model_files import config_json
 
 GROUP = "finetune.families"
@@ -38,6 +41,12 @@ def of(config: dict[str, Any]) -> Family:
 def named(architecture: str) -> Family:
     same = [family for family in every().values() if family.architecture == architecture]
     return next((family for family in same if not family.read_as), OTHER)
+
+
+@lru_cache
+def layer(facts: ModelFacts, kind: str, of: str = "") -> tuple[Tensor, ...]:
+    tensors = named(facts.architecture).layer(facts, kind)
+    return tuple(tensor for tensor in tensors if of in ("", tensor.kind))
 
 
 @cache
@@ -58,6 +67,7 @@ def add(place: str) -> Family:
     if not isinstance(family, Family):
         raise ValueError(f"{place}: FAMILY is not a conf.families.Family")
     every()[family.model_type] = family
+    layer.cache_clear()
     return family
 
 

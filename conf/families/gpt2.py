@@ -74,6 +74,8 @@ FAMILY = Family(
     embedding="transformer.wte.weight",
     layers_in="transformer.h",
     names={"num_hidden_layers": "n_layer", "hidden_size": "n_embd"},
+    narrow=("c_proj.weight",),  # as its paper says; transformers 5.12 compares a name that no tensor has
+    zero_padding=False,
     tiny={
         "": dict(
             n_layer=4,
