@@ -94,7 +94,7 @@ def test_of_a_folder_and_of_s3(folder, s3_url, monkeypatch):
             "config.json: use_sliding_window is true, which Megatron-Bridge does not read of Glm4MoeForCausalLM; "
             "config.json: clip_qkv is 8.0, which",
         ),
-        ({"num_hidden_layers": -3}, "config.json: num_hidden_layers is -3, which is no size from 1"),
+        ({"num_hidden_layers": -3}, "config.json: num_hidden_layers is -3, which is not a size from 1"),
         ({"num_attention_heads": "96"}, 'config.json: num_attention_heads is "96"'),
     ],
 )
