@@ -17,10 +17,6 @@ from pathlib import Path
 
 from contract.faults import line_of
 
-# A test compares these with the tables that they name.
-STAGES = ["download", "prepare", "prepare-prompts", "convert", "evaluate-base", "download-teacher", "convert-teacher"]
-STAGES += ["reference", "train", "reinforce", "export", "evaluate-tuned", "promote"]
-ENGINES = ("slurm", "kubernetes")  # that take a submission
 HOST, PORT = "127.0.0.1", 8000
 MODEL = "org/name on the Hub, a folder, or s3://..."
 DATA = "a file, a folder, org/name on the Hub, or s3://..."
@@ -49,6 +45,13 @@ def about(module: str) -> str:
     return ast.get_docstring(ast.parse(file.read_text("utf-8"))) or ""
 
 
+def stages() -> list[str]:
+    """The names of the stages in flows/pipeline.py, which is not imported for it."""
+    tree = ast.parse((Path(__file__).parent / "pipeline.py").read_text("utf-8"))
+    steps = (node for node in ast.walk(tree) if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "Step")
+    return [ast.literal_eval(step.args[0]) for step in steps]
+
+
 def parser(module: str, description: str | None = None) -> argparse.ArgumentParser:
     text = about(module) if description is None else description
     return argparse.ArgumentParser(
@@ -73,12 +76,12 @@ def of_a_run(
 def finetune(module: str = "finetune") -> argparse.ArgumentParser:
     made = of_a_run(module, example="optimizer.lr=2e-4", required=False)
     made.epilog = (
-        f"Stages, in order: {', '.join(STAGES)}. FINETUNE_STORE names the store (s3://bucket/prefix or a folder), "
+        f"Stages, in order: {', '.join(stages())}. FINETUNE_STORE names the store (s3://bucket/prefix or a folder), "
         "FINETUNE_RUNS the local folder for work and caches (runs), MLFLOW_TRACKING_URI the tracking server."
     )
-    made.add_argument("--until-stage", "--until", metavar="STAGE", help="end after this stage")
+    made.add_argument("--until-stage", metavar="STAGE", help="end after this stage")
     again = "run this stage and all later ones again"
-    made.add_argument("--from-stage", "--from", metavar="STAGE", help=again)
+    made.add_argument("--from-stage", metavar="STAGE", help=again)
     made.add_argument("--dry-run", action="store_true", help="print what would run and what it would cost")
     return made
 
@@ -163,7 +166,7 @@ def _days(text: str) -> float:
 
 def gang() -> argparse.ArgumentParser:
     made = of_a_run("gang", example="slurm.partition=h100")
-    made.add_argument("--engine", choices=ENGINES, help="in place of gang.engine")
+    made.add_argument("--engine", choices=("slurm", "kubernetes"), help="in place of gang.engine")
     made.add_argument(
         "--stage", choices=("train", "reinforce"), default="train", help="the stage that uses the hosts (train)"
     )
@@ -211,7 +214,7 @@ def values_of(action: argparse.Action) -> list[str]:
     """The values that a shell may offer for an option or a word; empty if any value will do."""
     if action.choices is not None:
         return [*action.choices]
-    return STAGES if action.metavar == "STAGE" else []
+    return stages() if action.metavar == "STAGE" else []
 
 
 def refused(fault: object, code: int = 2) -> int:

@@ -11,7 +11,7 @@ import pytest
 
 from conf.load import FOLDER
 from flows import arguments
-from tasks.stages import pipeline
+from flows.pipeline import PIPELINE
 
 ROOT = FOLDER.parent
 SHELL = """\
@@ -51,7 +51,7 @@ def test_it_is_declared_as_a_script_and_runs_as_a_module():
 
 
 def test_the_tables_of_the_arguments_are_those_of_the_code():
-    assert [*pipeline.ORDER] == arguments.STAGES
+    assert arguments.stages() == [*PIPELINE.names]
     for words in arguments.COMMANDS.values():
         module = words.partition(" ")[0]
         assert arguments.about(module) and callable(getattr(arguments, module))
