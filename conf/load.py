@@ -96,7 +96,7 @@ def load(path: str | os.PathLike[str], overrides: Sequence[str] = (), illegal: b
 
 
 def _place(places: dict[str, str], key: str, shown: str) -> str:
-    """The override or the file that sets a key, by default the file `shown`. The key may be one of a list's sections."""
+    """The override or the file that sets a key, by default `shown`. The key may be one of a section in a list."""
     return places.get(key, places.get(key.partition("[")[0], shown))
 
 
