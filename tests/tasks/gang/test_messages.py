@@ -81,7 +81,7 @@ def test_keys_stay_what_readers_of_other_versions_know():
         (Word, b'{"by": "x", "state": "go", "order": [true]}', r"order\[0\] is true, not int"),
         (Word, b'{"by": "x", "state": "go"', "Expecting"),
         (Word, b"\xff\xff", "codec can't decode"),
-        (Word, b"[]", "it is no JSON object"),
+        (Word, b"[]", "it is not a JSON object"),
         (Standing, b"", "Expecting value"),
         (Peers, b'{"0": ["10.0.0.1", "4"]}', r'\[0\]\[1\] is "4", not int'),
         (Peers, b"7", "it is 7, not dict"),

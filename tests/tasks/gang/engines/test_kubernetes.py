@@ -233,7 +233,7 @@ def test_hosts_that_there_are(cluster):
 
 
 def test_a_store_that_pods_do_not_have_is_named(cluster, tmp_path):
-    with pytest.raises(Fault, match=r"FINETUNE_STORE: /elsewhere: pods have s3:// stores, and folders in"):
+    with pytest.raises(Fault, match=r"FINETUNE_STORE: /elsewhere: pods reach s3:// stores, and folders in"):
         kubernetes.start(tiny(), Board(open_store("/elsewhere"), "train-x", 1), 2)
 
 
