@@ -14,9 +14,7 @@ def runs_folder() -> Path:
     try:
         return Path(os.environ.get("FINETUNE_RUNS") or ROOT / "runs").expanduser().absolute()
     except RuntimeError:
-        raise Fault(
-            f"FINETUNE_RUNS: {os.environ['FINETUNE_RUNS']}: there is no such home; write the path out"
-        ) from None
+        raise Fault(f"FINETUNE_RUNS: {os.environ['FINETUNE_RUNS']}: no such home folder; write the full path") from None
 
 
 def kernels_folder() -> Path:

@@ -91,7 +91,7 @@ def test_what_is_damaged_or_another_version_s_is_one_line(kind, data, says):
     with pytest.raises(Fault, match=says) as refused:
         kind.from_json(data, "gangs/g/1/x.json")
     line = str(refused.value)
-    assert line.startswith(f"gangs/g/1/x.json: no {kind.__name__} as this version of the project writes it (")
+    assert line.startswith(f"gangs/g/1/x.json: not a {kind.__name__} of this version of the project (")
     assert "\n" not in line and len(line) < 300
 
 

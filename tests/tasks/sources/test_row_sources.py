@@ -109,9 +109,9 @@ def test_the_order_of_files_counts(identity, tmp_path):
     [
         ("absent.jsonl", "no such file"),
         ("absent/folder/of/files", "no such file"),
-        ("absent*.jsonl", "no file of rows has such a name; they end in .jsonl, .ndjson"),
+        ("absent*.jsonl", "no file of rows has this name; their names end in .jsonl, .ndjson"),
         ("empty", "no file of rows in this folder"),
-        ("model.safetensors", "no file of rows; they end in"),
+        ("model.safetensors", "not a file of rows; their names end in"),
         ("dangling.jsonl", "a link to nowhere, which is not there"),
     ],
 )
@@ -129,10 +129,10 @@ def test_sources_that_are_none(identity, tmp_path, name, complaint):
             "tiny://letters",
             "no such data; there is tiny://tickets, tiny://mistaken-tickets, tiny://ranked-tickets and tiny://texts",
         ),
-        ("gs://bucket/rows", "no source of data"),
-        ("https://host/rows.jsonl", "no source of data"),
+        ("gs://bucket/rows", "not a source of data"),
+        ("https://host/rows.jsonl", "not a source of data"),
         ("rows.jsonl.gz", "no such file"),
-        ("s3://", "names no bucket"),
+        ("s3://", "has no bucket"),
         ("s3://key:secret@bucket/x", "leave them to the environment"),
     ],
 )
@@ -279,7 +279,7 @@ def test_a_data_set_is_known_by_its_commit(dataset, identity, tmp_path):
 def test_what_the_hub_refuses(dataset, identity, tmp_path):
     dataset.publish("datasets/org/private", tmp_path / "set", private=True)
     for source in ("org/absent", "org/private"):
-        assert f"{source}@main: the Hub says 401; check the name" in refused(source, identity)
+        assert f"{source}@main: the Hub answers 401; check the name" in refused(source, identity)
     assert "no such file, and no data set's name on the Hub" in refused("not a name", identity)
 
 
@@ -385,9 +385,9 @@ def test_a_fetch_goes_on_where_it_was(bucket, identity, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     "source, complaint",
     [
-        ("/absent", "nothing lies there; check the bucket and the prefix, which is no pattern"),
-        ("/set/*.jsonl", "nothing lies there"),
-        ("/other", "none of the 2 objects there is a file of rows, such as README.md; they end in .jsonl"),
+        ("/absent", "contains no objects; check the bucket and the prefix, which is not a pattern"),
+        ("/set/*.jsonl", "contains no objects"),
+        ("/other", "none of its 2 objects, such as README.md, is a file of rows; their names end in .jsonl"),
         ("/half", "a.bin: of no use without a.idx, which does not lie beside it"),
         ("/half/a", "a.bin: of no use without a.idx"),
         ("/bad", r"'a\\b.jsonl' is no name of a file inside a folder"),
