@@ -1,4 +1,4 @@
-"""The places of this installation: the folder of its local files, and the store of its artifacts."""
+"""Locations of this installation: the folder of its local files, and the store of its artifacts."""
 
 import os
 from pathlib import Path
@@ -10,7 +10,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def runs_folder() -> Path:
-    """The folder of all local files: runs/ of this project, or FINETUNE_RUNS, whose value no shell may have read."""
+    """The folder of all local files: runs/ of this project, or FINETUNE_RUNS, in which ~ may be unexpanded."""
     try:
         return Path(os.environ.get("FINETUNE_RUNS") or ROOT / "runs").expanduser().absolute()
     except RuntimeError:

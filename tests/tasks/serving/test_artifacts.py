@@ -66,7 +66,7 @@ def test_an_adapter_is_served_beside_the_base(store, asked, merged):
         ),
         ({"target_parameters": ["mlp.experts.down_proj"]}, True, None),
         ({"target_parameters": ["mlp.shared_experts.up_proj.weight"]}, False, None),
-        (None, True, "holds no adapter"),
+        (None, True, "contains no adapter"),
     ],
 )
 def test_an_adapter_that_would_be_left_out_in_part_is_refused(store, adapter, gpus, said):

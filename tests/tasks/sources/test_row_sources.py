@@ -369,13 +369,13 @@ def test_a_fetch_goes_on_where_it_was(bucket, identity, tmp_path, monkeypatch):
     hub._part(work, "half.parquet", f"etag:{tags['half.parquet']}").write_bytes(body[: 4 << 20])
     hub._part(work, "damaged.parquet", f"etag:{tags['damaged.parquet']}").write_bytes(b"x" * 1000)
     sent: list[int] = []
-    count = hub._Meter.add
+    count = hub.Meter.add
 
-    def add(meter: hub._Meter, size: int, **how: bool) -> None:
+    def add(meter: hub.Meter, size: int, **how: bool) -> None:
         sent.append(size if how.get("sent") else 0)
         count(meter, size, **how)
 
-    monkeypatch.setattr(hub._Meter, "add", add)
+    monkeypatch.setattr(hub.Meter, "add", add)
     row_sources.local(part, found, KEY, work)
     assert all((work / f"{name}.parquet").read_bytes() == body + name.encode() for name in ("whole", "half", "damaged"))
     assert sum(sent) == (2 << 20) + len("half") + 2 * (len(body) + len("damaged")) - 1000

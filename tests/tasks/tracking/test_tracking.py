@@ -369,7 +369,7 @@ def test_what_mlflow_refuses_holds_up_nothing(start, client, caplog):
     t.end()
     assert t.close(30) is None
     assert client.get_run(t.run_id()).data.params == {"lr": "1", "batch": "4"}
-    assert "does not take lr" in caplog.text
+    assert "refuses lr" in caplog.text
 
 
 @pytest.mark.slow
