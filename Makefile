@@ -6,7 +6,7 @@ endif
 PYTHON := .venv/bin/python
 STAMP := .venv/.synced-$(EXTRA)
 
-.PHONY: help setup tiny tiny-rl up down test slow doctor lint families layouts study bench-store bench-flow bench-data bench-convert bench-packed bench-libraries faults scale gpu gpu-kit schema presets licences clean
+.PHONY: help setup tiny tiny-rl up down test slow doctor lint families layouts study bench-store bench-flow bench-data bench-convert bench-packed bench-libraries faults scale gpu gpu-kit schema presets docs licences clean
 
 help: ## list these targets (the default)
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-15s  %s\n", $$1, $$2 }' Makefile
@@ -53,10 +53,10 @@ lint: $(STAMP) ## check style, format and types
 	$(PYTHON) -m basedpyright
 
 families: $(STAMP) ## try every family beside transformers, PEFT and vLLM, on tiny models, on this CPU; goes on where it was
-	$(PYTHON) -m trainer.families --workdir runs/families
+	$(PYTHON) -m benchmarks.families --workdir runs/families
 
 layouts: $(STAMP) ## train at every parallel layout on this CPU and compare with one process
-	$(PYTHON) -m trainer.layouts
+	$(PYTHON) -m benchmarks.layouts
 
 GPUS ?= 1
 CONF ?= $(if $(SHORT),tiny,gpt2-large)
@@ -103,8 +103,12 @@ schema: $(STAMP) ## write conf/schema.json and docs/reference/keys.md from the c
 	$(PYTHON) -m conf.schema --json > conf/schema.json
 	$(PYTHON) -m conf.schema --page > docs/reference/keys.md
 
-presets: $(STAMP) ## write README's table of configurations anew
-	$(PYTHON) -m conf.presets README.md
+presets: $(STAMP) ## write the tables of docs/start/configurations.md from the configurations
+	$(PYTHON) -m conf.presets docs/start/configurations.md
+
+# uv installs mkdocs-material into an environment of its own, from the group docs of uv.lock.
+docs: ## build docs/ as a site in runs/site; a dead link is an error
+	PATH="$(CURDIR)/.uv/bin:$$PATH" NO_MKDOCS_2_WARNING=1 uv run --frozen --isolated --only-group docs mkdocs build --strict
 
 licences: $(STAMP) ## list the licences of the installed packages
 	@$(PYTHON) -m flows.licences

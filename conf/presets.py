@@ -1,10 +1,10 @@
-"""Table of the configurations that can run: their hardware, time and price, beside the fastest layout that was found.
+"""Tables of the configurations for GPUs, grouped by hardware: layout, time, price and the fastest layout known.
 
-    python -m conf.presets              the table in Markdown, by the planner's arithmetic alone
-    python -m conf.presets README.md    write it into that page, between its two marks; make presets does it
+    python -m conf.presets          print the tables in Markdown; the planner computes all figures
+    python -m conf.presets PAGE     write them into that page, between its two marks; make presets does this
 
-A configuration is written at the fastest layout that leaves room for the plan's own error (conf/planner/search.py), or
-says in a comment of its file why it is not:
+A configuration uses the fastest layout that leaves room for the error of the plan (conf/planner/search.py). A slower
+one gives the reason in a comment of its file:
 
     # Not the fastest layout: ...
 """
@@ -26,51 +26,62 @@ from contract.files import write_atomically
 
 BEGIN, END = "<!-- presets: begin -->", "<!-- presets: end -->"
 EXCUSE = re.compile(r"^# Not the fastest layout: (.+)", re.MULTILINE)
-HEADS = ("configuration", "trained", "GPUs", "s/step", "GB left", "training", "whole flow", "USD", "fastest found")
+HEADS = ("configuration", "trained", "GPUs", "s/step", "GB left", "training", "whole flow", "USD", "fastest layout")
+GROUPS = ("One card of 24 or 48 GB", "One H100 or H200", "One host", "Several hosts")
 
 
 @dataclass(frozen=True)
 class Preset:
     name: str
     planned: Plan
-    excuse: str  # why it is not the fastest; empty where nothing is said
+    excuse: str  # why it is not the fastest; empty if the file gives no reason
 
     @property
     def ratio(self) -> float:
-        """Seconds of a step over those of the fastest layout that was found; 1 where none is notably faster."""
+        """Seconds of a step, divided by those of the fastest layout; 1 if no layout is notably faster."""
         assert self.planned.time
         return self.planned.time.likely / self.planned.faster.seconds if self.planned.faster else 1.0
+
+    @property
+    def group(self) -> str:
+        layout = self.planned.run.layout
+        if layout.world > 1:
+            return GROUPS[3] if layout.nodes > 1 else GROUPS[2]
+        return GROUPS[0] if self.planned.gpu.memory < 60 * GB else GROUPS[1]
 
 
 def presets() -> Iterator[Preset]:
     """All configurations in conf/ for GPUs, the smallest hardware first."""
-    found = []
+    listed = []
     for file in FOLDER.glob("*.yaml"):
         run = load(file, illegal=True)
         gpu, facts = hardware.of(run), facts_of(run)
         if gpu.cuda:
-            said = EXCUSE.search(file.read_text("utf-8"))
+            excuse = EXCUSE.search(file.read_text("utf-8"))
             planned = compared(plan(settle(run, facts, gpu), facts, gpu))
-            found.append(Preset(file.stem, planned, said[1] if said else ""))
-    yield from sorted(found, key=lambda one: (one.planned.run.world * one.planned.gpu.memory, one.name))
+            listed.append(Preset(file.stem, planned, excuse[1] if excuse else ""))
+    yield from sorted(listed, key=lambda preset: (preset.planned.run.world * preset.planned.gpu.memory, preset.name))
 
 
-def table(found: Iterable[Preset]) -> str:
-    rows = [HEADS, *map(_row, found)]
-    rows.insert(1, tuple("---" for _ in HEADS))
-    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+def tables(found: Iterable[Preset]) -> str:
+    """Return one table for each group of hardware, under its heading."""
+    presets, parts = list(found), []
+    for group in GROUPS:
+        rows = [HEADS, tuple("---" for _ in HEADS), *(_row(preset) for preset in presets if preset.group == group)]
+        parts.append("\n".join((f"## {group}\n", *(f"| {' | '.join(row)} |" for row in rows))))
+    return "\n\n".join(parts)
 
 
-def _row(one: Preset) -> tuple[str, ...]:
-    planned, run, gpu = one.planned, one.planned.run, one.planned.gpu
-    assert planned.time and planned.time.hours is not None, f"{one.name}: train.steps says how long it is"
+def _row(preset: Preset) -> tuple[str, ...]:
+    planned, run, gpu = preset.planned, preset.planned.run, preset.planned.gpu
+    assert planned.time and planned.time.hours is not None, f"{preset.name}: has no train.steps"
     layout, needs = run.layout, planned.needs
     trained = "all weights" if run.adapter.kind == "none" else f"{run.adapter.kind} {run.adapter.rank}"
     hosts = f"{layout.nodes} x {layout.gpus_per_node}" if layout.nodes > 1 else str(layout.gpus_per_node)
     cost = sum(need.cost or 0.0 for need in needs)
-    best = f"{planned.faster.seconds:.3g} s, {one.ratio:.2f} times" if planned.faster else "this one"
+    best = f"{planned.faster.seconds:.3g} s, {preset.ratio:.2f} times" if planned.faster else "this"
     return (
-        f"`{one.name}`",
+        f"`{preset.name}`",
         trained,
         f"{hosts} {gpu.name}",
         f"{planned.time.likely:.3g}",
@@ -83,7 +94,7 @@ def _row(one: Preset) -> tuple[str, ...]:
 
 
 def write(page: Path, make: Callable[[], str]) -> None:
-    """Write a table between the marks of a page. The page is read first, as planning takes a minute."""
+    """Write the tables between the marks of a page. Read the page first, because planning takes a minute."""
     try:
         before, _, rest = page.read_text("utf-8").partition(BEGIN)
     except (OSError, UnicodeDecodeError) as error:
@@ -96,13 +107,13 @@ def write(page: Path, make: Callable[[], str]) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m conf.presets", description="Print the table of configurations.")
-    parser.add_argument("page", nargs="?", type=Path, help="write it into this page instead, between its marks")
+    parser = argparse.ArgumentParser(prog="python -m conf.presets", description="Print the tables of configurations.")
+    parser.add_argument("page", nargs="?", type=Path, help="write them into this page, between its marks")
     page = parser.parse_args(argv).page
     if page:
-        write(page, lambda: table(presets()))
+        write(page, lambda: tables(presets()))
     else:
-        print(table(presets()))
+        print(tables(presets()))
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ from contract import regular_files
 from contract.faults import Fault
 
 BIN, IDX = ".bin", ".idx"
+HEADER, VERSION = b"MMIDIDX\x00\x00", 1  # of an .idx file
 
 
 def is_prefix(path: Path) -> bool:

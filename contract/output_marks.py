@@ -96,12 +96,6 @@ EVALUATION = Kind(
     whole=False,
     other_marks=(("progress.jsonl", frozenset({"done", "total", "what"})),),
 )
-REHEARSAL = Kind(
-    "rehearsals of layouts",
-    "trainer.layouts",
-    whole=False,
-    other_marks=(("*/metrics.jsonl", frozenset({"kind", "step"})),),
-)
 LOGS = Kind("logs", "", whole=False)  # only ever appended to
 PARITY = Kind("what training says of fixed prompts", "trainer.train", keys=frozenset({"step", "asked", "rows"}))
 

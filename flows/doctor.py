@@ -28,7 +28,8 @@ from pathlib import Path
 from typing import NamedTuple
 from urllib.parse import unquote, urlsplit
 
-from contract import closed_pipe, host_gpus
+from conf.host import gpu_locks
+from contract import closed_pipe
 from contract.faults import Fault
 from flows import scheduling
 from flows.packages import clashes, installed, locked
@@ -134,9 +135,9 @@ def gpus(cards: list[list[str]], trouble: str) -> Finding:
 def owners() -> list[Finding]:
     """The owners of the GPUs, and those that wait for some."""
     try:
-        return [Finding("info", "gpu", line) for line in host_gpus.standing()]
+        return [Finding("info", "gpu", line) for line in gpu_locks.standing()]
     except Fault as fault:
-        return [Finding("fail", "gpu", str(fault), f"sudo chmod 1777 {host_gpus.folder()}")]
+        return [Finding("fail", "gpu", str(fault), f"sudo chmod 1777 {gpu_locks.folder()}")]
 
 
 def network(on_gpu: bool, root: Path = Path("/")) -> Finding:

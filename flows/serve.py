@@ -28,7 +28,8 @@ import httpx
 from prefect import State, flow, get_run_logger
 from prefect.states import Completed, Failed
 
-from contract import closed_pipe, host_gpus, json_object
+from conf.host import gpu_locks
+from contract import closed_pipe, json_object
 from contract.faults import Fault, line_of
 from contract.served_model import DEFAULTS, KEY, ServedModel
 from flows.arguments import parser, refused, refused_or_raised
@@ -94,7 +95,7 @@ def prepare(name: str, host: str, port: int, adapter: bool, length: int | None) 
         raise Fault(f"--length: {length} leaves no token for an answer behind a question; 2 at least")
     store, folder = open_run_store(), runs_folder()
     found = named.find(name, store, resolve(None, folder))
-    sources = artifacts.collect(found, store, adapter, gpus=bool(host_gpus.visible()))
+    sources = artifacts.collect(found, store, adapter, gpus=bool(gpu_locks.visible()))
     where = {"host": host, "port": port, "kernels": str(kernels_folder())}
     return sources, artifacts.served_model(sources, store, folder / "cache", length=length, **where)
 

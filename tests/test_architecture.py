@@ -8,6 +8,7 @@ import ast
 import functools
 import subprocess
 import sys
+import warnings
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
@@ -41,7 +42,7 @@ ROOMS = {
         {"rules", "noise", "auxiliary_losses"},
         {"schema", "alternatives"},
         {"model_facts"},
-        {"model_files", "strict_yaml", "error_lines", "rewards"},
+        {"model_files", "strict_yaml", "error_lines", "rewards", "host"},
     ],
     "tasks": [{"serving"}, {"stages"}, {"gang", "servers"}, {"run", "sources"}, {"store", "tracking", "pages"}],
     "trainer": [
@@ -58,7 +59,7 @@ ROOMS = {
         {"patches"},
     ],
 }
-MOST = 24  # modules of a room
+MOST = 24  # modules of a folder, above which it is reported
 LONGEST = 500  # lines of a module
 VAGUE = {"utils", "util", "common", "helpers", "helper", "core", "misc"}
 # Names that say nothing to whoever opens the folder for the first time, and what stands for them.
@@ -173,8 +174,25 @@ def unordered(root: Path) -> list[str]:
 
 def circles(root: Path) -> list[list[str]]:
     """Groups of modules each of which imports itself by way of the others."""
-    edges = graph(root)
+    return groups_in_cycles(graph(root))
 
+
+def folder_cycles(root: Path) -> list[list[str]]:
+    """Groups of entries of one folder, modules or folders, that import one another in a cycle, at every depth.
+
+    An import counts for the two entries in which the paths of the modules first differ.
+    """
+    siblings = defaultdict(set)
+    for name, targets in graph(root).items():
+        for target in targets:
+            parts, others = name.split("."), target.split(".")
+            same = next((i for i, (a, b) in enumerate(zip(parts, others, strict=False)) if a != b), None)
+            if same is not None:  # else one of them is the __init__.py of a folder around the other
+                siblings[".".join(parts[: same + 1])].add(".".join(others[: same + 1]))
+    return groups_in_cycles(siblings)
+
+
+def groups_in_cycles(edges: dict[str, set[str]]) -> list[list[str]]:
     def reached(start: str) -> set[str]:
         seen: set[str] = set()
         waiting = list(edges.get(start, ()))
@@ -224,8 +242,15 @@ def test_no_modules_import_one_another_in_a_circle():
     assert circles(ROOT) == []
 
 
-def test_a_room_is_not_crowded():
-    assert crowded(ROOT) == []
+def test_no_folders_import_one_another_in_a_cycle():
+    assert folder_cycles(ROOT) == []
+
+
+@pytest.mark.filterwarnings("default:large folder")
+def test_large_folders_are_reported():
+    """A warning in the output, not a limit: a limit would decide where a module goes."""
+    for line in crowded(ROOT):
+        warnings.warn(f"large folder: {line}", stacklevel=1)
 
 
 def test_names_say_what_a_module_is_about():
@@ -298,6 +323,29 @@ def test_a_crowd_is_seen(plant):
     root = plant("trainer/data/__init__.py")
     assert crowded(root) == []
     assert crowded(plant("trainer/data/one_more.py")) == [f"trainer/data: {MOST + 1} modules"]
+
+
+def test_large_folders_are_a_warning_and_no_failure(plant, monkeypatch):
+    for number in range(MOST):
+        plant(f"trainer/data/m{number}.py")
+    root = plant("trainer/data/one_more.py")
+    monkeypatch.setattr(sys.modules[__name__], "ROOT", root)
+    with pytest.warns(UserWarning, match=f"large folder: trainer/data: {MOST + 1} modules"):
+        test_large_folders_are_reported()
+
+
+def test_a_cycle_of_folders_is_seen_at_every_depth(plant):
+    """No two modules of these import one another, and in the last no two folders do."""
+    plant("tasks/run/session.py", "from tasks.store.local import open\n")
+    plant("tasks/store/local.py")
+    plant("tasks/store/s3.py", "def f():\n    from tasks.run import lease\n")
+    plant("tasks/run/lease.py")
+    plant("trainer/data/read/lines.py", "from ..tokens import chat\n")
+    plant("trainer/data/tokens/chat.py")
+    plant("trainer/data/tokens/plain.py", "from trainer.data import rows\n")
+    root = plant("trainer/data/rows.py", "if TYPE_CHECKING:\n    from trainer.data.tokens.chat import Chat\n")
+    assert circles(root) == []
+    assert folder_cycles(root) == [["tasks.run", "tasks.store"], ["trainer.data.rows", "trainer.data.tokens"]]
 
 
 @pytest.mark.parametrize(

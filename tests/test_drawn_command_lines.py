@@ -41,7 +41,7 @@ OF_RUN += [
     "--planned",
 ]
 # Commands that take a configuration, and whether they only print, as a flow does that finds no server.
-RUNS = {f"flows.{name}": False for name in ("study", "study.card")}
+RUNS = dict.fromkeys(("flows.study", "benchmarks.card"), False)
 RUNS |= dict.fromkeys(("flows.finetune", "flows.pretrain", "flows.plan", "flows.gang", "conf.load"), True)
 RUNS |= {f"trainer.{name}": False for name in ("prepare", "convert", "train", "export", "evaluate", "reinforce")}
 RUNS |= {f"trainer.{name}": False for name in ("compare", "rehearse", "trial", "preflight", "measure", "first_rows")}
@@ -63,8 +63,8 @@ OTHERS = {
     "tasks.tracking": ["--timeout", "--after"],
     "trainer.tiny": ["llama", "tickets", "--rows", "--seed", "--dtype"],
     "trainer.profiling": ["--json"],
-    "trainer.families": ["--steps", "llama"],
-    "trainer.layouts": ["--steps", "--workdir"],
+    "benchmarks.families": ["--steps", "llama"],
+    "benchmarks.layouts": ["--steps", "--workdir"],
     "trainer.weights.drawn": ["--tokenizer", "--seed"],
 }
 

@@ -84,7 +84,7 @@ def _score(run: Run, folder: Path) -> None:
     output_marks.finished(folder)
     for name, value in results["metrics"].items():
         say(f"evaluate: {name} {value:.4f}")
-    say(f"evaluate: {agreement.told(results['parity'], results['parity_not_compared'])}")
+    say(f"evaluate: {agreement.summary(results['parity'], results['parity_not_compared'])}")
     if results["parity"]:
         agreement.require(results["parity"])
     say(f"evaluate: {folder / 'results.json'}, after {results['seconds']} s")

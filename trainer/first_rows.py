@@ -15,9 +15,9 @@ from conf.schema.data import Part
 from conf.schema.run import Run
 from contract.faults import Fault
 from contract.first_rows import FirstRows
-from trainer.data.read import anomalies, choose, shapes, sources
+from trainer.data.read import choose, shapes, sources
 from trainer.data.rows import Bad, Row
-from trainer.data.tokens import chat, templates, tokenizer
+from trainer.data.tokens import anomalies, chat, templates, tokenizer
 from trainer.data.tokens.spans import Refused
 from trainer.data.tokens.templates import Template
 from trainer.startup import entry

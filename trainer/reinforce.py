@@ -37,7 +37,7 @@ def main(given: Run) -> None:
     if first:
         for name in checkpoints.remove_incomplete(folder):
             say(f"reinforce: removed {folder / name}, the rest of an interrupted save")
-        resume.tell(run, folder)
+        resume.report_changes(run, folder)
     if run.layout.nodes > 1 and run.gang.preflight and "GANG_ATTEMPT" in os.environ:
         preflight.main(run)
     rollouts = Rollouts(run) if first else None  # vLLM loads the model while Megatron does
@@ -58,7 +58,7 @@ def _train(given: Run, run: Run, rollouts: Rollouts | None, start: int) -> None:
     from trainer.reinforcement.policy.losses import Settings
     from trainer.reinforcement.policy.policy_step import Feed, FromOutside, PolicyStep
     from trainer.training.bridge_loop import train
-    from trainer.training.mark_checkpoints import Saves
+    from trainer.training.mark_checkpoints import MarkCheckpoints
     from trainer.training.metrics import Metrics
     from trainer.training.parity import Parity
 
@@ -80,7 +80,7 @@ def _train(given: Run, run: Run, rollouts: Rollouts | None, start: int) -> None:
         step = PolicyStep(Settings(**keys, longest=asked.max_tokens), asked.updates > 1, asked.kl > 0)
         metrics = Metrics(run, Path(run.paths.output) / "metrics.jsonl", start)
         steps = Reinforcement(run, bridge, rollouts, feed, step, metrics, fresh)
-        callbacks = [steps, metrics, Parity(run), Saves(run, metrics), heartbeat.callback(), feed]
+        callbacks = [steps, metrics, Parity(run), MarkCheckpoints(run, metrics), heartbeat.callback(), feed]
         train(run, config, step, callbacks)
 
 

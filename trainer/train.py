@@ -36,7 +36,7 @@ def main(run: Run) -> None:
     if os.environ["RANK"] == "0":
         for name in checkpoints.remove_incomplete(folder):
             say(f"train: removed {folder / name}, the rest of an interrupted save")
-        resume.tell(run, folder)
+        resume.report_changes(run, folder)
 
     device.start()
     if run.gang.preflight and "GANG_ATTEMPT" in os.environ:
@@ -47,9 +47,9 @@ def main(run: Run) -> None:
     from trainer.objectives import forward
     from trainer.patches import resharding
     from trainer.patches.checkpoints import exchanged_states
-    from trainer.training.learning_check import Gates
+    from trainer.training.learning_check import LearningCheck
     from trainer.training.loss_scaling import LossScaling
-    from trainer.training.mark_checkpoints import Saves
+    from trainer.training.mark_checkpoints import MarkCheckpoints
     from trainer.training.metrics import Metrics
     from trainer.training.parity import Parity
     from trainer.training.validations import Validations
@@ -72,8 +72,12 @@ def main(run: Run) -> None:
             metrics = Metrics(run, Path(run.paths.output) / "metrics.jsonl", start)
             validations = Validations(run, metrics, start)
             means = WeightMeans(run, start) if run.train.ema_decay else None
-            callbacks = [metrics, Gates(run, metrics), validations, *([means] if means else [])]
-            callbacks += [Parity(run, validations, means), Saves(run, metrics, validations), heartbeat.callback()]
+            callbacks = [metrics, LearningCheck(run, metrics), validations, *([means] if means else [])]
+            callbacks += [
+                Parity(run, validations, means),
+                MarkCheckpoints(run, metrics, validations),
+                heartbeat.callback(),
+            ]
             callbacks += [recorder(run)] if run.log.profile_every else []
             callbacks += [LossScaling()] if run.train.precision == "fp16" else []
             callbacks += [NextBatch()] if next_batch.helps(run) else []

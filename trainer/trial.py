@@ -45,6 +45,7 @@ from typing import Any
 
 import numpy as np
 
+from conf.host import gpu_locks, nvidia_smi
 from conf.load import dump, load
 from conf.model_facts import GPT2, ModelFacts, facts_from_hf
 from conf.planner import hardware, verdict
@@ -56,7 +57,7 @@ from conf.rules.function import FIRST_DENSE, OF_LAYERS
 from conf.rules.gpus import takes
 from conf.rules.layout import grid, problems
 from conf.schema.run import Run
-from contract import closed_pipe, host_gpus, nvidia_smi
+from contract import closed_pipe
 from contract.faults import Fault
 from contract.processes import end_with_parent
 from trainer.data.identity import MANIFEST
@@ -94,7 +95,7 @@ def main() -> int:
         with tempfile.TemporaryDirectory(prefix="trial-") as folder:
             made = settle(run, config, options.steps, Path(folder), bool(keeps))
             what = f"trial of {run.name}, started by hand"
-            with host_gpus.taken(what, _to_stderr, count=takes(made, "train").gpus) as hold:
+            with gpu_locks.taken(what, _to_stderr, count=takes(made, "train").gpus) as hold:
                 code, ranks, exhausted = _measure(made, Path(folder), hold.environment if hold else {})
             for rank in ranks:
                 rank["seconds"] = rank["seconds"][: options.steps - 1]  # those that are recorded take longer

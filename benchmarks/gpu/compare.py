@@ -112,12 +112,12 @@ def name_of_gpu() -> str | None:
 def one_turn(gpu: bool) -> Iterator[None]:
     """Have this host's GPU for all runs together, which would otherwise wait for one another."""
     sys.path.insert(0, str(ROOT))
-    from contract import host_gpus
+    from conf.host import gpu_locks
 
     if not gpu:
         yield
         return
-    with host_gpus.taken("comparison of a GPU with the CPU", print, count=1) as hold:
+    with gpu_locks.taken("comparison of a GPU with the CPU", print, count=1) as hold:
         os.environ.update(hold.environment if hold else {})
         yield
 

@@ -4,7 +4,7 @@
     beside(run, 8)                      whether the base is evaluated beside training on this host of 8 GPUs
     may_leave(run)                      whether evaluations go to the hosts of training where the flow's has no GPUs
 
-contract/host_gpus.py gives single GPUs to stages; a stage has all that it takes or none. Stages that are not listed,
+conf/host/gpu_locks.py gives single GPUs to stages; a stage has all that it takes or none. Stages that are not listed,
 such as export, compute on CPUs. So does convert; over the hosts of training it has them with their GPUs all the same.
 """
 

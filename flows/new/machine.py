@@ -8,10 +8,10 @@ import re
 import subprocess
 from dataclasses import dataclass
 
+from conf.host import nvidia_smi
 from conf.planner import hardware
 from conf.planner.hardware import CPU, GIB, GPUS, NAMES, Gpu
 from conf.schema.sections import MOST
-from contract import nvidia_smi
 from contract.faults import ConfigError, Fault
 
 FORM = "such as 8xh100, 1xa100, 2x8xh200 (hosts x GPUs), 1xmy-gpu.yaml or cpu"

@@ -25,10 +25,11 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from conf.host import nvidia_smi
 from conf.planner import parameters
 from conf.planner.verdict import facts_of
 from conf.schema.run import Run
-from contract import closed_pipe, nvidia_smi
+from contract import closed_pipe
 from contract.amounts import clock
 from contract.faults import Fault
 from contract.files import write_atomically

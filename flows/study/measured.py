@@ -20,7 +20,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from contract import json_object, nvidia_smi
+from conf.host import nvidia_smi
+from contract import json_object
 from contract.faults import Fault, Stopped
 from contract.files import write_atomically
 from flows.study.rows import Row

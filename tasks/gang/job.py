@@ -8,11 +8,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import ClassVar
 
+from conf.host import nvidia_smi
 from conf.planner import hardware
 from conf.rules import gpus, schedule
 from conf.rules.reinforcement import as_training
 from conf.schema.run import Run
-from contract import checkpoints, nvidia_smi
+from contract import checkpoints
 from contract.output_marks import JOURNAL, PARTIAL, REFERENCE
 from tasks.gang.messages import Task
 

@@ -30,8 +30,8 @@ import traceback
 from dataclasses import replace
 from pathlib import Path
 
+from conf.host import gpu_locks, nvidia_smi
 from conf.load import load
-from contract import host_gpus, nvidia_smi
 from contract.faults import Fault
 from contract.processes import started
 from tasks.gang import peer_probe
@@ -174,7 +174,7 @@ def _take_gpus(board: Board, ending: threading.Event, starters: list[str]) -> bo
     def say(line: str) -> None:
         print(line, flush=True)
 
-    hold = host_gpus.take(f"gang {board.gang}", say, over, count=task.gpus)
+    hold = gpu_locks.take(f"gang {board.gang}", say, over, count=task.gpus)
     os.environ.update(hold.environment if hold else {})
     return hold is not None
 

@@ -19,8 +19,9 @@ from pathlib import Path
 from typing import Any
 
 from conf import network
+from conf.host import nvidia_smi
 from conf.schema.run import Run
-from contract import nvidia_smi, signs_of_life
+from contract import signs_of_life
 from contract.amounts import size
 from contract.processes import started, state
 from tasks.gang import peer_probe

@@ -16,9 +16,9 @@ from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from conf.host import gpu_locks
 from conf.load import dump
 from conf.schema.run import Run
-from contract import host_gpus
 from contract.faults import Fault, Stopped
 from tasks.run.guard import GRACE, guarded
 
@@ -141,11 +141,11 @@ def process(
 
 
 @contextlib.contextmanager
-def _gpus(turn: Turn | None, stop: Callable[[], bool]) -> Iterator[host_gpus.Hold | None]:
+def _gpus(turn: Turn | None, stop: Callable[[], bool]) -> Iterator[gpu_locks.Hold | None]:
     if turn is None:
-        yield host_gpus.Hold()
+        yield gpu_locks.Hold()
         return
-    with host_gpus.taken(turn.what, turn.waits, stop, None, turn.gpus, turn.flow, turn.rank) as hold:
+    with gpu_locks.taken(turn.what, turn.waits, stop, None, turn.gpus, turn.flow, turn.rank) as hold:
         if hold:
             turn.has(hold.gpus)
         yield hold

@@ -12,9 +12,9 @@ from typing import Any, Self
 
 from prefect import allow_failure
 
+from conf.host import nvidia_smi
 from conf.rules import gpus, objectives, reinforcement
 from conf.schema.run import Run
-from contract import nvidia_smi
 from contract.faults import Fault
 from tasks.run.outcomes import Outcomes
 from tasks.run.places import open_run_store, runs_folder

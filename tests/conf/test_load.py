@@ -264,7 +264,7 @@ def test_override_given_twice(conf):
     ],
 )
 def test_auto_alone_means_the_gpus_of_the_host_that_runs_it(conf, monkeypatch, here, overrides, gpus):
-    monkeypatch.setattr("contract.nvidia_smi.visible", lambda: ("GPU",) * here)
+    monkeypatch.setattr("conf.host.nvidia_smi.visible", lambda: ("GPU",) * here)
     assert load(conf(RIGHT + "layout: auto\nhardware: {gpu: h200}\n"), overrides).layout.gpus_per_node == gpus
 
 

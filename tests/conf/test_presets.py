@@ -1,4 +1,4 @@
-"""conf/presets.py: every configuration is at the fastest layout with room, or says why not; README has their table."""
+"""conf/presets.py: each configuration uses the fastest layout that fits, or gives a reason; a page lists them."""
 
 from pathlib import Path
 
@@ -6,8 +6,8 @@ import pytest
 
 from conf import presets
 
-README = Path(__file__).parents[2] / "README.md"
-SLOWEST = 1.05  # times the fastest that was found
+PAGE = Path(__file__).parents[2] / "docs/start/configurations.md"
+SLOWEST = 1.05  # times the fastest layout
 
 
 @pytest.fixture(scope="module")
@@ -27,9 +27,9 @@ def test_each_fits_and_each_but_an_fp8_release_can_be_evaluated(found):
         assert one.planned.fits and not one.planned.unserved, one.name
 
 
-def test_readme_has_their_table(found):
-    _, _, rest = README.read_text("utf-8").partition(presets.BEGIN)
-    assert rest.partition(presets.END)[0].strip() == presets.table(found), "run: make presets"
+def test_the_page_has_their_tables(found):
+    _, _, rest = PAGE.read_text("utf-8").partition(presets.BEGIN)
+    assert rest.partition(presets.END)[0].strip() == presets.tables(found), "run: make presets"
 
 
 def test_a_page_without_marks_is_refused_and_left_alone(tmp_path):

@@ -2,6 +2,8 @@
 
 import json
 import os
+import select
+import socket
 import subprocess
 import sys
 import time
@@ -55,6 +57,23 @@ def world(tmp_path, monkeypatch, capsys):
 
 def there(world) -> set[str]:
     return {made.stage.name for made in artifact.every(world.store)}
+
+
+@pytest.mark.timeout(60)
+def test_a_store_that_never_answers_is_reported_while_the_command_waits(tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as server:  # the kernel accepts connections; nobody answers
+        url = f"http://127.0.0.1:{server.getsockname()[1]}"
+        variables = {"FINETUNE_STORE": "s3://bucket", "AWS_ENDPOINT_URL": url, "FINETUNE_RUNS": str(tmp_path)}
+        variables |= {"AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": "secret", "AWS_REGION": "us-east-1"}
+        command = [sys.executable, "-m", "flows.artifacts", "list"]
+        process = subprocess.Popen(command, cwd=ROOT, env=os.environ | variables, stderr=subprocess.PIPE, text=True)
+        with process:
+            try:
+                readable, _, _ = select.select([process.stderr], [], [], 40)
+                assert readable, "40 s without output"
+                assert process.stderr and f"waiting for s3://bucket at {url}" in process.stderr.readline()
+            finally:
+                process.kill()
 
 
 def test_a_store_that_is_no_folder_is_one_line(world, tmp_path, monkeypatch):

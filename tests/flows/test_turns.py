@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from tests.contract.test_host_gpus import fake_nvidia_smi, show_gpus
+from tests.conf.host.test_gpu_locks import fake_nvidia_smi, show_gpus
 from tests.support.flow_world import ROOT, states, wait_for
 from tests.support.toy_flows import LONG, Toys
 

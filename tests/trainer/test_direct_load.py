@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file, save_file
 
-from trainer import layouts
+from benchmarks import layouts
 from trainer.rehearsal import tiny_models
 
 slow = pytest.mark.slow
@@ -51,7 +51,7 @@ def both(configure, ranks, folder):
 
 
 def cut(model: str, layout: str, folder: Path) -> list[str]:
-    """The overrides of a layout of trainer/layouts.py."""
+    """The overrides of a layout of benchmarks/layouts.py."""
     run = layouts.configured(layouts.Case(model, layout), folder, 1)
     degrees = {key: value for key, value in run.layout.model_dump().items() if value not in (None, False)}
     found = [f"layout.{key}={str(value).lower()}" for key, value in degrees.items()]

@@ -125,7 +125,7 @@ def test_a_model_without_the_adapter_is_not_taken_for_the_trained_one(trained, e
     assert result.code == 2
     assert "error: parity: the served model is not the trained one of step 6" in result.errors
     assert "the bound is 0.001 (evaluate.parity_bound); " in result.errors
-    assert "of what the adapter does is lost, the bound is 1%; worst" in result.errors
+    assert "of the adapter's effect is lost, the bound is 1%; worst" in result.errors
     assert result.errors.count("\n") == 1
     assert result.results["parity"]["ok"] is False
     assert result.results["parity"]["mean"] > 0.001

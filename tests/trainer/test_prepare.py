@@ -16,7 +16,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from contract import output_marks
-from tests.support import preloaded
+from tests.support import data_folders, preloaded
 from trainer.rehearsal.tiny_models import make_model
 
 ROOT = Path(__file__).parents[2]
@@ -133,6 +133,27 @@ def test_what_is_written(place):
     assert 0.5 < report["packing"]["training"]["efficiency"] <= 1
     assert sum(report["tokens"]["training"]["histogram"]["counts"]) == len(lines["training"])
     assert not list(place.folder.glob("*preparing*"))
+
+
+@pytest.mark.timeout(120)
+def test_a_chat_template_without_an_end_ends_the_command(place, tmp_path):
+    folder = data_folders.make(
+        tmp_path / "endless",
+        "chatml",
+        "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}{{ messages[0].content }}",
+    )
+    conversations = [
+        {"messages": [{"role": "user", "content": f"ask {n}"}, {"role": "assistant", "content": f"answer {n}"}]}
+        for n in range(3)
+    ]
+    write(place.folder / "rows.jsonl", conversations)
+    process = place.start("data.template=auto", f"paths.model={folder}")
+    try:
+        output, _ = process.communicate(timeout=90)
+    finally:
+        process.kill()
+    assert process.returncode == 2
+    assert f"{folder}/chat_template.jinja: the template takes more than 5 s" in output
 
 
 def test_texts_become_indexed_data_sets(place):

@@ -171,8 +171,8 @@ def check_export(run: Run) -> None:
 def check_evaluate(run: Run) -> None:
     folder, tasks = unmerged.model(run), run.evaluate.tasks
     if not folder.is_dir():
-        key, maker = ("model", "the released checkpoint") if unmerged.is_asked(run) else ("served", "a model")
-        made = "" if unmerged.is_asked(run) else " (trainer.export)"
+        key, maker = ("model", "the released checkpoint") if unmerged.is_configured(run) else ("served", "a model")
+        made = "" if unmerged.is_configured(run) else " (trainer.export)"
         raise Fault(f"paths.{key}: {folder}: no such folder; it holds {maker} in Hugging Face format{made}")
     if not tasks:
         raise Fault("evaluate.tasks: empty; held_out is the data's test split")

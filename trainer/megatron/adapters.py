@@ -29,7 +29,7 @@ from megatron.core import parallel_state
 from trainer.megatron import frozen_experts, frozen_norms, lean_adapters
 from trainer.patches import dora, expert_adapters, recompute, sequence_parallel, shared_experts
 
-SPREAD_OF_B = 0.0  # as a part of A's; trainer/layouts.py and tests set another
+SPREAD_OF_B = 0.0  # as a part of A's; benchmarks/layouts.py and tests set another
 
 
 @dataclass

@@ -1,6 +1,7 @@
-"""Forward pass of an objective in Megatron-Bridge's loop: its own, with another loss.
+"""The forward_step of each objective: Megatron-Bridge's own, with another loss.
 
-GPTModel's loss of a token is its negative log-probability: it is the same at every layout, and needs no logits.
+GPTModel's loss of a token is its negative log-probability, at every layout. PreferenceStep uses it, and needs no
+logits.
 """
 
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false
@@ -21,16 +22,16 @@ from trainer.objectives.distillation import divergence, likeliest
 from trainer.objectives.preferences import Settings, answer_log_probs, preference
 from trainer.objectives.softmax_sums import WithZLoss
 
-TAUGHT = ("teacher_values", "teacher_ids")
-OURS = ("loss_mask", "reference")  # what the loss reads of a batch
+OF_TEACHER = ("teacher_values", "teacher_ids")
+OF_PAIRS = ("loss_mask", "reference")  # entries of a batch that the loss of dpo reads
 
 
 def step(run: Run) -> Any:
-    """The forward_step that Bridge's loop is given."""
+    """The forward_step for Bridge's loop."""
     if run.train.z_loss:
         return WithZLoss(run.train.z_loss)
-    found = {"dpo": PreferenceStep, "distill": DistillationStep}.get(run.train.objective)
-    return found(run) if found else gpt_step.forward_step
+    kind = {"dpo": PreferenceStep, "distill": DistillationStep}.get(run.train.objective)
+    return kind(run) if kind else gpt_step.forward_step
 
 
 class PreferenceStep:
@@ -41,27 +42,27 @@ class PreferenceStep:
 
     def __call__(self, state: Any, iterator: Iterator[dict[str, Any]], model: Any) -> tuple[Any, Any]:
         batch = next(iterator)
-        tokens = batch["loss_mask"].size(1)  # what _loss() divides by for each of the two
+        tokens = batch["loss_mask"].size(1)  # _loss() divides each of the two answers by it
         output, _ = gpt_step.forward_step(state, iter([batch | {balance.WEIGHT: tokens}]), model)
-        return output, partial(self._loss, {key: batch[key] for key in OURS})
+        return output, partial(self._loss, {key: batch[key] for key in OF_PAIRS})
 
     def _loss(self, batch: dict[str, torch.Tensor], output: torch.Tensor) -> Any:
-        mask, reference = (batch[key].to(output.device, non_blocking=True) for key in OURS)
+        mask, reference = (batch[key].to(output.device, non_blocking=True) for key in OF_PAIRS)
         answers = answer_log_probs(-whole(output.float(), None), mask)
         chosen, rejected = answers[0::2], answers[1::2]
-        found = preference(self.settings, chosen, rejected, (reference[0::2], reference[1::2]))
-        # Each context-parallel rank computes the loss of whole answers, with gradients of its own part of them.
+        result = preference(self.settings, chosen, rejected, (reference[0::2], reference[1::2]))
+        # Each context-parallel rank computes the loss of whole answers, and gets the gradients of its part of them.
         counts = float(parallel_state.get_context_parallel_rank() == 0)
-        # Megatron divides by tokens: as many as the losses of routers are weighed by.
+        # Megatron divides by tokens: as many as weigh the losses of routers.
         tokens = mask.numel() // len(chosen)
         pairs = torch.tensor(len(chosen) * counts, device=output.device)
-        told = {"lm loss": found.loss.detach()} | found.figures
-        sums = {name: torch.stack([values.sum() * counts, pairs]) for name, values in told.items()}
-        return found.loss.sum() * tokens, (pairs * tokens).to(torch.int), sums
+        figures = {"lm loss": result.loss.detach()} | result.figures
+        sums = {name: torch.stack([values.sum() * counts, pairs]) for name, values in figures.items()}
+        return result.loss.sum() * tokens, (pairs * tokens).to(torch.int), sums
 
 
 class DistillationStep:
-    """The forward_step of distill: logits instead of losses, beside what the teacher said."""
+    """The forward_step of distill: compares logits with the teacher's likeliest tokens in the batch."""
 
     def __init__(self, run: Run):
         self.temperature = run.train.distill_temperature
@@ -69,41 +70,41 @@ class DistillationStep:
     def __call__(self, state: Any, iterator: Iterator[dict[str, Any]], model: Any) -> tuple[Any, Any]:
         batch = next(iterator)
         output, _ = gpt_step.forward_step(state, iter([batch | {"labels": None}]), model)
-        return output, partial(self._loss, {key: batch[key] for key in ("loss_mask", *TAUGHT)})
+        return output, partial(self._loss, {key: batch[key] for key in ("loss_mask", *OF_TEACHER)})
 
     def _loss(self, batch: dict[str, torch.Tensor], output: torch.Tensor) -> Any:
         group = parallel_state.get_context_parallel_group()
-        given = {key: value.to(output.device, non_blocking=True) for key, value in batch.items()}
-        mine = get_batch_on_this_cp_rank(given, is_hybrid_cp=False, cp_group=group)
-        values, ids = (mine[key] for key in TAUGHT)
-        found = divergence(output.float() / self.temperature, values, ids.long()) * mine["loss_mask"]
-        tokens, kl = mine["loss_mask"].sum().to(found.dtype), found.sum()
+        whole_rows = {key: value.to(output.device, non_blocking=True) for key, value in batch.items()}
+        share = get_batch_on_this_cp_rank(whole_rows, is_hybrid_cp=False, cp_group=group)
+        values, ids = (share[key] for key in OF_TEACHER)
+        of_tokens = divergence(output.float() / self.temperature, values, ids.long()) * share["loss_mask"]
+        tokens, kl = share["loss_mask"].sum().to(of_tokens.dtype), of_tokens.sum()
         loss = kl * self.temperature**2
-        sums = {name: torch.stack([one.detach(), tokens]) for name, one in (("lm loss", loss), ("kl", kl))}
+        sums = {name: torch.stack([total.detach(), tokens]) for name, total in (("lm loss", loss), ("kl", kl))}
         return loss, tokens.to(torch.int), sums
 
 
-class Teaching:
-    """A forward_step that gives the likeliest tokens of each place, whole rows of them."""
+class TeacherStep:
+    """A forward_step that returns the likeliest tokens of each position, for whole rows."""
 
     def __init__(self, run: Run):
         self.k, self.temperature = run.train.teacher_top_k, run.train.distill_temperature
 
     def __call__(self, state: Any, iterator: Iterator[dict[str, Any]], model: Any) -> tuple[Any, Any]:
         output, _ = gpt_step.forward_step(state, iter([next(iterator) | {"labels": None}]), model)
-        return output, self._found
+        return output, self._likeliest
 
-    def _found(self, logits: torch.Tensor, non_loss_data: bool = True) -> tuple[torch.Tensor, torch.Tensor]:
+    def _likeliest(self, logits: torch.Tensor, non_loss_data: bool = True) -> tuple[torch.Tensor, torch.Tensor]:
         values, ids = likeliest(logits.float() / self.temperature, self.k)
         return whole(values, None), whole(ids, None)
 
 
 def scores(state: Any, iterator: Iterator[dict[str, Any]], model: Any) -> tuple[Any, Any]:
-    """A forward_step that gives the log-probability of each row's answer, alone in a tuple."""
+    """A forward_step that returns the log-probability of each row's answer, in a tuple of one."""
     batch = next(iterator)
     output, _ = gpt_step.forward_step(state, iter([batch]), model)
 
-    def found(losses: torch.Tensor, non_loss_data: bool = True) -> tuple[torch.Tensor]:
+    def of_answers(losses: torch.Tensor, non_loss_data: bool = True) -> tuple[torch.Tensor]:
         return (answer_log_probs(-whole(losses.float(), None), batch["loss_mask"].to(losses.device)),)
 
-    return output, found
+    return output, of_answers

@@ -2,10 +2,9 @@
 
     preference(settings, chosen, rejected, of_reference) -> Preference     of one micro batch
 
-A reward is what an answer has become more likely than the reference has it, times beta. The loss of a pair is that of
-taking the chosen answer for the better one, by a logistic model of the margin between both rewards; with label
-smoothing, a share of the pairs counts as if their order were wrong (conservative DPO). It is what TRL computes with
-loss_type "sigmoid".
+The reward of an answer is beta times the difference of its log-probability from that of the reference. The loss of a
+pair is the logistic loss of the margin between both rewards. With label smoothing, a share of the pairs counts as if
+their order were wrong (conservative DPO). TRL computes the same with loss_type "sigmoid".
 """
 
 from dataclasses import dataclass
@@ -31,15 +30,15 @@ class Preference:
 def preference(
     settings: Settings, chosen: torch.Tensor, rejected: torch.Tensor, reference: tuple[torch.Tensor, torch.Tensor]
 ) -> Preference:
-    """The loss of pairs; all tensors are [pairs], sums over an answer's tokens. `reference` has both answers' own."""
-    rewards = [settings.beta * (one - before) for one, before in zip((chosen, rejected), reference, strict=True)]
+    """The loss of pairs. All tensors are [pairs], sums over an answer's tokens; `reference` has both."""
+    rewards = [settings.beta * (own - before) for own, before in zip((chosen, rejected), reference, strict=True)]
     margin = rewards[0] - rewards[1]
     share = settings.label_smoothing
     loss = -(1 - share) * logsigmoid(margin) - share * logsigmoid(-margin)
     figures = [*rewards, (margin > 0).to(margin.dtype), margin]
-    return Preference(loss, {name: one.detach() for name, one in zip(FIGURES["dpo"], figures, strict=True)})
+    return Preference(loss, {name: values.detach() for name, values in zip(FIGURES["dpo"], figures, strict=True)})
 
 
 def answer_log_probs(log_probs: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """Log-probability of each row's answer: the sum over the tokens that count. Both are [rows, tokens]."""
+    """Log-probability of each row's answer: the sum over its learned tokens. Both arguments are [rows, tokens]."""
     return (log_probs * mask).sum(-1)

@@ -1,7 +1,7 @@
-"""Squares of the logarithm of the softmax's sum, of each token that is learned, beside its own loss: z loss.
+"""The z loss: adds the squared logarithm of the softmax's sum of each learned token to its loss.
 
-It keeps logits from drifting, which the softmax does not see (PaLM, Chowdhery et al. 2022, takes a weight of 1e-4). The
-loss that is told stays that of the tokens; the squares are told as z_loss. A validation has none.
+It keeps logits from drifting, which does not change the softmax (PaLM, Chowdhery et al. 2022, uses a weight of 1e-4).
+The logged loss is that of the tokens; the mean of the squares is logged as z_loss. A validation has no z loss.
 """
 
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false
@@ -18,7 +18,7 @@ from trainer.objectives.log_sum_exp import log_sum_exp
 
 
 class WithZLoss:
-    """The forward_step of next tokens, whose loss has `weight` times the squares."""
+    """The forward_step of sft, with `weight` times the squares added to the loss."""
 
     def __init__(self, weight: float):
         self.weight = weight
@@ -27,24 +27,26 @@ class WithZLoss:
         chunk = unwrap_model(model)
         if not torch.is_grad_enabled() or not chunk.post_process:
             return gpt_step.forward_step(state, iterator, model)
-        found: list[torch.Tensor] = []  # of each MTP layer first, and of the model last
-        hook = chunk.output_layer.register_forward_hook(lambda module, given, made: found.append(_squares(made[0])))
+        all_squares: list[torch.Tensor] = []  # first of each MTP layer, last of the model
+        hook = chunk.output_layer.register_forward_hook(
+            lambda module, inputs, outputs: all_squares.append(_squares(outputs[0]))
+        )
         try:
             output, loss = gpt_step.forward_step(state, iterator, model)
         finally:
             hook.remove()
-        squares = found[-1].transpose(0, 1).contiguous()
+        squares = all_squares[-1].transpose(0, 1).contiguous()
         return output + self.weight * squares, partial(self._loss, loss, squares.detach())
 
     def _loss(self, loss: Callable, squares: torch.Tensor, output: torch.Tensor) -> Any:
-        whole, tokens, _ = loss(output)
-        told = loss(output.detach() - self.weight * squares)[2] | {"z loss": loss(squares)[2]["lm loss"]}
-        return whole, tokens, told
+        total, tokens, _ = loss(output)
+        figures = loss(output.detach() - self.weight * squares)[2] | {"z loss": loss(squares)[2]["lm loss"]}
+        return total, tokens, figures
 
 
 def _squares(logits: torch.Tensor) -> torch.Tensor:
-    """Squares by token, of logits of which each tensor-parallel rank has those of a part of the vocabulary.
+    """Squares of each token, from the logits of this rank's part of the vocabulary.
 
-    Nothing of it needs the logits in the backward pass: core's loss is computed in their place.
+    The logits are copied to fp32, because Megatron-core's loss overwrites them.
     """
     return log_sum_exp(logits.float()) ** 2

@@ -4,7 +4,7 @@ Megatron-Bridge takes the norm of a row-parallel weight over one rank's columns 
 Bridge does not mark the magnitudes' gradients as partial (row-parallel) or cut (column-parallel) over ranks either, and
 saves those of a fused gate and up as each rank has them, so that a resume at another tp took gates' for ups'.
 
-Each can go when Bridge does the same; trainer/layouts.py and tests/trainer/megatron/test_gradients.py hold them.
+Each can go when Bridge does the same; benchmarks/layouts.py and tests/trainer/megatron/test_gradients.py hold them.
 https://github.com/NVIDIA-NeMo/Megatron-Bridge/blob/main/src/megatron/bridge/peft/dora_layers.py
 """
 

@@ -6,7 +6,7 @@ values, and the dispatcher then adds up copies of the result. ExpertAdapter repa
 
 When it merges or exports fc1's adapter, it takes the first half of B's rows for gate, and each rank has rows of both.
 
-Can go when Bridge does the same; trainer/layouts.py, tests/trainer/test_train.py and, of the last,
+Can go when Bridge does the same; benchmarks/layouts.py, tests/trainer/test_train.py and, of the last,
 tests/trainer/megatron/test_lean_adapters.py hold it.
 https://github.com/NVIDIA-NeMo/Megatron-Bridge/blob/main/src/megatron/bridge/peft/utils.py
 """

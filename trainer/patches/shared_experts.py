@@ -12,7 +12,7 @@ where experts are not grouped: fc2's ranks multiplied only their own part of the
 added up copies of the result; fc1's A got its gradient from one rank's columns of B alone. Losses were off by 1.6 %
 after ten steps at etp 2. Adapter repairs both.
 
-Each can go when Bridge does the same; the rows "shared" of trainer/layouts.py hold them.
+Each can go when Bridge does the same; the rows "shared" of benchmarks/layouts.py hold them.
 https://github.com/NVIDIA-NeMo/Megatron-Bridge/blob/main/src/megatron/bridge/peft/utils.py
 """
 

@@ -26,7 +26,7 @@ from conf.rules.objectives import AT_ONCE
 from conf.schema.run import Run
 from trainer.data import prepared, references
 from trainer.megatron.token_files import Answers, Rows, file
-from trainer.objectives.forward import Teaching, scores
+from trainer.objectives.forward import TeacherStep, scores
 from trainer.reference import parts
 from trainer.startup import heartbeat
 from trainer.startup.console import say
@@ -80,7 +80,7 @@ class Scoring(Callback):
         """Ask the model of these rows. Returns the names of the parts that this rank has written."""
         rows, written = self.rows[split], parts.Parts(self.folder, split)
         teaches = objectives.has_teacher(self.run)
-        step = Teaching(self.run) if teaches else scores
+        step = TeacherStep(self.run) if teaches else scores
         for mine, batches in self._passes(split, numbers):
             said = forward_only(context, step, batches, rows=self._sequences(), length=self.run.data.seq_length)
             if _speaks():

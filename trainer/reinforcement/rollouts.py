@@ -22,9 +22,9 @@ from trainer.reinforcement.engines import settings
 from trainer.reinforcement.engines.engine import Engine, LocalEngine
 from trainer.reinforcement.engines.group import Group
 from trainer.reinforcement.engines.meeting import Meeting
+from trainer.reinforcement.engines.sender import Sender
 from trainer.reinforcement.transfer import in_memory, wire
 from trainer.reinforcement.transfer.export import Export
-from trainer.reinforcement.transfer.sender import Sender
 from trainer.serving import unmerged
 from trainer.startup import device
 from trainer.startup.console import say

@@ -1,12 +1,12 @@
-"""Constraints that callers send with a question (structured_outputs, response_format), tried before vLLM has them.
+"""Check the constraints that callers send with a question (structured_outputs, response_format) before vLLM gets them.
 
-vLLM compiles a constraint in its engine, without a limit: 20,000 choices take 10 s of CPU time, a schema nested 400
-times never ends, and a constraint that its engine refuses is answered 500. So a worker with limits compiles each one
-first (trainer/startup/limited_calls.py), and a constraint beyond them, or one that allows no answer at all, is
-answered 400 with the reason. xgrammar alone compiles them: with several compilers, vLLM's engine keeps to the first
-one that it needed, whatever a later request was checked for.
+vLLM compiles a constraint in its engine without a limit: 20,000 choices take 10 s of CPU time, a schema nested 400
+times never ends, and a constraint that the engine refuses gets status 500. Therefore a worker with limits compiles each
+constraint first (trainer/startup/limited_calls.py). A constraint that exceeds the limits, or that allows no answer,
+gets status 400 with the reason. xgrammar is the only compiler: with several, vLLM's engine uses the first one that it
+needed, even if a later request was checked for another.
 
-Can go when vLLM has limits: https://github.com/vllm-project/vllm/tree/main/vllm/v1/structured_output
+Remove this when vLLM has limits: https://github.com/vllm-project/vllm/tree/main/vllm/v1/structured_output
 """
 
 # pyright: reportArgumentType=false
@@ -25,37 +25,37 @@ MEMORY = 2**31
 
 
 def install(tokenizer: Any) -> None:
-    """Have vLLM's server try each constraint first. Before it starts, as a process is forked."""
+    """Make vLLM's server check each constraint first. Call it before the server starts, because it forks a process."""
     vllm_cpu.require_known()
     from vllm.v1.engine.async_llm import AsyncLLM
 
-    tried = LimitedCalls(_trial(tokenizer), SECONDS, MEMORY)
-    tried.start()
+    check = LimitedCalls(_checker(tokenizer), SECONDS, MEMORY)
+    check.start()
     add_request: Any = AsyncLLM.add_request
 
-    async def try_first(self: Any, request_id: str, prompt: Any, params: Any, *args: Any, **keys: Any) -> Any:
+    async def check_first(self: Any, request_id: str, prompt: Any, params: Any, *args: Any, **keys: Any) -> Any:
         try:
             if constraint := getattr(params, "structured_outputs", None):
-                await asyncio.to_thread(_require, tried, constraint)
+                await asyncio.to_thread(_require, check, constraint)
             return await add_request(self, request_id, prompt, params, *args, **keys)
         except RecursionError:
             raise ValueError(f"{REFUSED}: it is nested too deeply") from None
 
-    AsyncLLM.add_request = try_first
+    AsyncLLM.add_request = check_first
 
 
-def _require(tried: LimitedCalls, constraint: Any) -> None:
-    """Raise a ValueError, which vLLM answers 400, for a constraint that cannot be kept."""
+def _require(check: LimitedCalls, constraint: Any) -> None:
+    """Raise a ValueError, which vLLM answers with status 400, for a constraint that cannot be used."""
     try:
-        refused = tried(constraint)
+        reason = check(constraint)
     except Exceeded as error:
-        refused = f"it {error}"
-    if refused:
-        raise ValueError(f"{REFUSED}: {refused}")
+        reason = f"it {error}"
+    if reason:
+        raise ValueError(f"{REFUSED}: {reason}")
 
 
-def _trial(tokenizer: Any) -> Any:
-    """A function of a constraint. Returns the reason why it cannot be used, or nothing."""
+def _checker(tokenizer: Any) -> Any:
+    """A function that returns the reason why a constraint cannot be used, or an empty text."""
     from vllm import SamplingParams
     from vllm.v1.structured_output.backend_xgrammar import XgrammarBackend, validate_xgrammar_grammar
     from vllm.v1.structured_output.request import get_structured_output_key
@@ -66,16 +66,16 @@ def _trial(tokenizer: Any) -> Any:
     backend = XgrammarBackend(settings, tokenizer, len(tokenizer))
 
     def reason(constraint: Any) -> str:
-        asked = SamplingParams(structured_outputs=constraint)
+        params = SamplingParams(structured_outputs=constraint)
         try:
-            validate_xgrammar_grammar(asked)
-            grammar = backend.compile_grammar(*get_structured_output_key(asked.structured_outputs))
+            validate_xgrammar_grammar(params)
+            grammar = backend.compile_grammar(*get_structured_output_key(params.structured_outputs))
             allowed = backend.allocate_token_bitmask(1)
             grammar.fill_bitmask(allowed, 0)
         except MemoryError:
             raise
-        except Exception as error:  # xgrammar raises what its C++ does
+        except Exception as error:  # xgrammar passes on any exception of its C++ code
             return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
-        return "" if allowed.any() else "no answer can begin in the way that it asks for"
+        return "" if allowed.any() else "no answer can satisfy it: no first token is allowed"
 
     return reason

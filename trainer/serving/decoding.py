@@ -1,48 +1,50 @@
-"""Check that a served model says the same of tokens when it writes them and when it reads them.
+"""Check that a served model gives tokens the same log-probabilities when it writes them and when it reads them.
 
-Serving computes the two by different code: writing takes keys and values from a cache, and latent attention other
-weights. An adapter that counts in prompts alone, or keys and values kept of another adapter, show here and in no
-comparison of prompts. Both sides are asked of one engine, so that training need not have written anything down.
+vLLM computes the two with different code: writing reads keys and values from a cache, and latent attention uses other
+weights for it. This check detects an adapter that has an effect only on prompts, and cached keys and values of another
+adapter; a comparison of prompts cannot. It needs one engine and no record of the training.
 """
 
 from typing import Any
 
-TOKENS = 8  # written behind each prompt
-KEPT = 0.9  # of the tokens, the closest: rounding sends a few of them to other experts, by one way and not by the other
+TOKENS = 8  # written after the first half of each prompt
+COMPARED = (
+    0.9  # share of the tokens, those that differ least: rounding may send a few to other experts in one of the ways
+)
 
 
-Written = list[tuple[list[int], list[float]]]  # tokens and their log-probabilities, behind each prompt
+Written = list[tuple[list[int], list[float]]]  # tokens and their log-probabilities, for each prompt
 
 
 def write(served: Any, prompts: list[list[int]]) -> Written:
-    """Let the model go on behind the first half of each prompt."""
-    return served.go_on([_begun(tokens) for tokens in prompts], TOKENS)
+    """Let the model continue the first half of each prompt."""
+    return served.continue_prompts([_first_half(tokens) for tokens in prompts], TOKENS)
 
 
 def compare(served: Any, prompts: list[list[int]], written: Written, bound: float) -> dict:
-    """Differences over the tokens that the model has written, which it now reads."""
-    whole = [[*_begun(start), *tokens] for start, (tokens, _) in zip(prompts, written, strict=True)]
+    """Let the model read the tokens that it has written, and compare the log-probabilities."""
+    whole = [[*_first_half(prompt), *tokens] for prompt, (tokens, _) in zip(prompts, written, strict=True)]
     read = served.read(whole)
     pairs = [
-        (one, other)
+        pair
         for (tokens, log_probs), of_row in zip(written, read, strict=True)
-        for one, other in zip(log_probs, of_row[-len(tokens) :], strict=True)
+        for pair in zip(log_probs, of_row[-len(tokens) :], strict=True)
     ]
     return judge(pairs, bound)
 
 
 def judge(pairs: list[tuple[float, float]], bound: float) -> dict:
-    """The verdict on log-probabilities as written and as read."""
-    apart = sorted(abs(one - other) if one == one and other == other else float("inf") for one, other in pairs)
-    closest = apart[: max(1, round(len(apart) * KEPT))]
+    """The verdict on pairs of log-probabilities: as written, and as read."""
+    differences = sorted(abs(a - b) if a == a and b == b else float("inf") for a, b in pairs)
+    closest = differences[: max(1, round(len(differences) * COMPARED))]
     mean = sum(closest) / len(closest)
-    return {"ok": mean <= bound, "tokens": len(apart), "mean": mean, "max": apart[-1], "bound": bound}
+    return {"ok": mean <= bound, "tokens": len(differences), "mean": mean, "max": differences[-1], "bound": bound}
 
 
-def _begun(tokens: list[int]) -> list[int]:
+def _first_half(tokens: list[int]) -> list[int]:
     return tokens[: max(1, len(tokens) // 2)]
 
 
-def told(found: dict) -> str:
-    apart = f"{found['mean']:.3g} nats apart (bound {found['bound']:g})"
-    return f"{found['tokens']} tokens as written and as read: {apart}"
+def summary(verdict: dict) -> str:
+    difference = f"{verdict['mean']:.3g} nats apart (bound {verdict['bound']:g})"
+    return f"{verdict['tokens']} tokens as written and as read: {difference}"

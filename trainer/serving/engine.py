@@ -1,10 +1,12 @@
-"""Engine that serves a model by vLLM in this process, on a GPU or a CPU, behind lm-eval's own vLLM class.
+"""Engine that serves a model with vLLM in this process, on a GPU or a CPU, as a subclass of lm-eval's vLLM class.
 
-prepare() comes before the first import of vllm or lm_eval. It sets what both read from the environment, and makes up
-for what this installation lacks: trainer/patches/vllm_cpu.py, trainer/patches/transformers_imports.py.
+Call prepare() before the first import of vllm or lm_eval. It sets the environment variables that both read, and
+installs the patches that this installation needs: trainer/patches/vllm_cpu.py,
+trainer/patches/transformers_imports.py.
 
-On a CPU vLLM does neither latent attention (DeepSeek-V3) nor heads of less than 32; it says so, and the command ends.
-trainer/serving/hosts.py serves a model on several hosts, trainer/serving/start_up.py has what makes it start sooner.
+On a CPU vLLM supports neither latent attention (DeepSeek-V3) nor heads smaller than 32; it reports that, and the
+command ends. trainer/serving/hosts.py serves a model on several hosts; trainer/serving/start_up.py makes it start
+faster.
 """
 
 import contextlib
@@ -23,27 +25,27 @@ from trainer.patches.transformers_imports import import_transformers
 from trainer.serving import hosts, start_up, unmerged
 
 ENVIRONMENT = {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "TOKENIZERS_PARALLELISM": "false"}
-ONE_HOST = {"VLLM_HOST_IP": "127.0.0.1"}  # no other has to reach it
-ENVIRONMENT |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}  # the engine in this process, with what prepare() did to it
+ONE_HOST = {"VLLM_HOST_IP": "127.0.0.1"}  # no other host has to reach it
+ENVIRONMENT |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}  # the engine runs in this process, with prepare()'s patches
 OFFLINE = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "HF_EVALUATE_OFFLINE": "1"}
-# Engine start on 2 cores: 67 s and 12 GB without these and an engine in this process, 3 s and 2 GB with them.
+# Engine start on 2 cores: 3 s and 2 GB with these settings and the engine in this process; 67 s and 12 GB without.
 ON_CPU = {"VLLM_CPU_KVCACHE_SPACE": "1", "TORCHDYNAMO_DISABLE": "1"}
-# Threads bound to cores one by one stand still when somebody else is on their core.
+# A thread that is bound to one core stands still while another process uses that core.
 ON_CPU |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_WAIT_POLICY": "PASSIVE"}
-# What is given in fp32 is multiplied in fp32: with TF32, Triton's default, a model served in fp32 was 1.7e-3 nats a
-# token from the trained one on an H200.
+# Multiply fp32 numbers in fp32. With TF32, Triton's default, a model served in fp32 differed from the trained one by
+# 1.7e-3 nats per token on an H200.
 ON_GPU = {"TRITON_F32_DEFAULT": "ieee"}
 QUANTIZATION = {"fp8": "fp8_per_channel"}  # a scale for each row of a weight, and for each token
-# How vLLM is told to load a quantised release by trainer/weights/vllm_loader.py, which its worker imports.
+# Settings that make vLLM load a quantised release with trainer/weights/vllm_loader.py, which its worker imports.
 UNPACKED = {"load_format": "unpacked", "worker_extension_cls": "trainer.weights.vllm_loader.Worker"}
 UNPACKED |= {"hf_overrides": {quantization.KEY: None}}
 DTYPE = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}  # torch's names of our precisions
 
-Progress = Callable[[int, int, str], None]  # rows done, rows in all, of what
+Progress = Callable[[int, int, str], None]  # finished rows, all rows, kind of the requests
 
 
 def prepare(kernels: Path, online: bool) -> None:
-    """Set the environment of vLLM. What it compiles is kept in the folder `kernels`."""
+    """Set the environment of vLLM. It keeps compiled kernels in the folder `kernels`."""
     os.environ.update(ENVIRONMENT | ({} if online else OFFLINE) | ({} if hosts.is_one_of_several() else ONE_HOST))
     on_gpu = ON_GPU | start_up.environment(kernels.absolute())
     for name, value in (ON_CPU if vllm_cpu.is_installed() else on_gpu).items():
@@ -58,7 +60,10 @@ def device() -> str:
 
 
 def serve(run: Run, precision: str, progress: Progress):
-    """The model with its adapter, ready to answer; an lm_eval.api.model.LM. Never returns where another host asks."""
+    """The model with its adapter, ready to answer; an lm_eval.api.model.LM.
+
+    Never returns on the other hosts of a gang, which only compute for the first.
+    """
     place = hosts.meet()
 
     with vllm_cpu.hidden():
@@ -68,14 +73,13 @@ def serve(run: Run, precision: str, progress: Progress):
         vllm_cpu.ask_in_process()
 
     if place and place.node:
-        vllm_causallms.LLM = hosts.follow  # with the arguments that lm-eval gives it on the first host, too
+        vllm_causallms.LLM = hosts.follow  # lm-eval calls it with the same arguments as on the first host
     adapter = unmerged.find(run)
     lm_evals: Any = vllm_causallms.VLLM  # its decorator hides its class from type checkers
 
     class Served(lm_evals):
-        tokens: dict | None = (
-            None  # of texts, as training makes them (trainer/serving/held_out.py), instead of lm-eval's way
-        )
+        # Tokens by text, as training makes them (trainer/serving/held_out.py); None for lm-eval's own tokenization.
+        tokens: dict | None = None
 
         def _encode_pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
             if self.tokens is None:
@@ -90,17 +94,17 @@ def serve(run: Run, precision: str, progress: Progress):
         def _model_generate(self, requests, generate=False, sampling_params=None):
             if not generate or sampling_params is None:
                 sampling_params = SamplingParams(temperature=0, prompt_logprobs=1, max_tokens=1, detokenize=False)
-            return self._ask(requests, sampling_params, "answers" if generate else "likelihoods")
+            return self._run(requests, sampling_params, "answers" if generate else "likelihoods")
 
-        def _ask(self, requests, sampling_params, what: str):
+        def _run(self, requests, sampling_params, kind: str):
             prompts = [TokensPrompt(prompt_token_ids=request) for request in requests]
-            asked = {"lora_request": adapter.request()} if adapter else {}
-            return self.model.generate(prompts, sampling_params, use_tqdm=_bar(progress, what), **asked)
+            lora = {"lora_request": adapter.request()} if adapter else {}
+            return self.model.generate(prompts, sampling_params, use_tqdm=_bar(progress, kind), **lora)
 
         def read(self, requests: list[list[int]]) -> list[list[float]]:
-            """Log-probabilities of the tokens of each request but its first.
+            """Log-probabilities of the tokens of each request except its first.
 
-            prompt_logprobs has nothing for the first token, and for each other one a dictionary that holds it.
+            prompt_logprobs has None for the first token, and for each other token a dictionary that contains it.
             """
             outputs = self._model_generate(requests)
             return [
@@ -108,10 +112,10 @@ def serve(run: Run, precision: str, progress: Progress):
                 for tokens, output in zip(requests, outputs, strict=True)
             ]
 
-        def go_on(self, requests: list[list[int]], count: int) -> list[tuple[list[int], list[float]]]:
-            """Write so many tokens behind each request. Returns them, and their log-probabilities as written."""
+        def continue_prompts(self, requests: list[list[int]], count: int) -> list[tuple[list[int], list[float]]]:
+            """Write `count` tokens after each request. Returns them and their log-probabilities as written."""
             settings = SamplingParams(temperature=0, logprobs=1, max_tokens=count, ignore_eos=True, detokenize=False)
-            outputs = [output.outputs[0] for output in self._ask(requests, settings, "tokens")]
+            outputs = [output.outputs[0] for output in self._run(requests, settings, "tokens")]
             return [
                 (
                     [*output.token_ids],
@@ -124,20 +128,20 @@ def serve(run: Run, precision: str, progress: Progress):
         path = unmerged.model(run)
         if not vllm_cpu.is_installed() and not place:
             path = stack.enter_context(start_up.fixed_name(Path(run.paths.kernels).absolute(), path, precision))
-        given = arguments(run, precision, adapter) | _unpacking(run)
-        served = Served(pretrained=str(path), **given, **hosts.arguments(place))
+        settings = arguments(run, precision, adapter) | _unpacking(run)
+        served = Served(pretrained=str(path), **settings, **hosts.arguments(place))
     if place:
-        hosts.show_steps(served.model.llm_engine)
+        hosts.report_steps(served.model.llm_engine)
     return served
 
 
 def arguments(run: Run, precision: str, adapter: unmerged.Adapter | None) -> dict[str, Any]:
-    """Arguments of vLLM but the model's path."""
+    """Arguments of vLLM except the model's path."""
     import torch
 
     gpus = 1 if vllm_cpu.is_installed() else run.evaluate.gpus or torch.cuda.device_count()
     spread = bool(run.evaluate.expert_parallel) and gpus > 1
-    found = {
+    settings = {
         "dtype": DTYPE[precision],
         "trust_remote_code": run.model.trust_remote_code,
         "seed": run.evaluate.seed,
@@ -145,12 +149,12 @@ def arguments(run: Run, precision: str, adapter: unmerged.Adapter | None) -> dic
         "enable_expert_parallel": spread,
         "quantization": _quantization(run),
     }
-    found |= start_up.settings(run, start_up.length(run), precision, vllm_cpu.is_installed())
-    return found | (adapter.settings(gpus, spread) if adapter else {})
+    settings |= start_up.settings(run, start_up.length(run), precision, vllm_cpu.is_installed())
+    return settings | (adapter.settings(gpus, spread) if adapter else {})
 
 
 def _unpacking(run: Run) -> dict[str, Any]:
-    """Arguments for a quantised release, which is served as training has it: unpacked."""
+    """Arguments for a quantised release, which is served unpacked, as in training."""
     if rounding(run) == "as_released" or not is_quantised(unmerged.model(run)):
         return {}
     return dict(UNPACKED)
@@ -161,7 +165,7 @@ def is_quantised(folder: Path) -> bool:
 
 
 def _quantization(run: Run) -> str | None:
-    """vLLM's name for the rounding of weights while they are loaded. Raises a Fault where this host cannot."""
+    """vLLM's name for rounding weights while loading them. Raises a Fault if this host's devices cannot use them."""
     kind = run.evaluate.quantization
     if kind is None:
         return None
@@ -174,7 +178,7 @@ def _quantization(run: Run) -> str | None:
 
 @contextlib.contextmanager
 def output_to(path: Path):
-    """Send all output of this process and its children to a file. sys.__stdout__ stays what it was, for say()."""
+    """Send all output of this process and its children to a file. sys.__stdout__ keeps its target, for say()."""
     sys.stdout.flush()
     sys.stderr.flush()
     before = os.dup(1), os.dup(2)
@@ -194,15 +198,15 @@ def output_to(path: Path):
                 os.close(original)
 
 
-def _bar(progress: Progress, what: str):
+def _bar(progress: Progress, kind: str):
     from tqdm import tqdm
 
     class Bar(tqdm):
         def update(self, n=1):
-            progress(int(self.n + n), int(self.total or 0), what)
+            progress(int(self.n + n), int(self.total or 0), kind)
             return super().update(n)
 
     def make(*args, **kwargs):
-        return tqdm(*args, **kwargs, disable=True) if args else Bar(**kwargs)  # with an argument, it is tokenization
+        return tqdm(*args, **kwargs, disable=True) if args else Bar(**kwargs)  # positional arguments: tokenization
 
     return make

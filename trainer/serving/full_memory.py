@@ -1,4 +1,4 @@
-"""One line for what vLLM says when a GPU has no room for the model, with what helps."""
+"""One line, with advice, for vLLM's messages about a GPU that has no room for the model."""
 
 import re
 
@@ -8,14 +8,14 @@ SHORT = re.compile(r".*GiB KV cache is needed, which is larger than the availabl
 HELPS = "evaluate.gpus spreads the model over more GPUs, evaluate.quantization=fp8 halves its weights"
 
 
-def line(said: str) -> str | None:
-    """The line for the last of vLLM's complaints about memory in the text; None where it has none."""
-    if found := [*TAKEN.finditer(said)]:
-        free, whole, asked = found[-1].groups()
+def line(log: str) -> str | None:
+    """The line for vLLM's last message about memory in its log; None if the log has none."""
+    if matches := [*TAKEN.finditer(log)]:
+        free, whole, needed = matches[-1].groups()
         return (
-            f"the GPU's memory is taken: {free} of {whole} GiB are free, and an evaluation takes {asked}; "
+            f"the GPU's memory is taken: {free} of {whole} GiB are free, and an evaluation needs {needed}; "
             "nvidia-smi names the program that has the rest: evaluate again once it has ended"
         )
-    if found := [*FULL.finditer(said), *SHORT.finditer(said)]:
-        return f"the GPU's memory is full; {HELPS} ({found[-1][0].strip()[:200]})"
+    if matches := [*FULL.finditer(log), *SHORT.finditer(log)]:
+        return f"the GPU's memory is full; {HELPS} ({matches[-1][0].strip()[:200]})"
     return None

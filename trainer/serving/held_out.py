@@ -1,11 +1,11 @@
-"""Held-out test: the model's answers to prompts as training writes them, and how likely it finds the references.
+"""Held-out test: the model's answers to prompts in the training's format, and the likelihood of the references.
 
 Two lm-eval tasks over the same rows of test.jsonl, reported as one:
 
-    exact_match       share of greedy answers that equal the reference, or what the template makes of it (an empty
-                      thought in front, a call of a tool), spaces around it aside
-    log_likelihood    mean log-probability of the tokens that training learns for the reference, its end included
-    perplexity        exp of its negative: 1 is certainty
+    exact_match       share of greedy answers that equal the reference or the template's form of it (with an empty
+                      thought before it, or as a tool call); spaces around the answer are ignored
+    log_likelihood    mean log-probability of the reference's tokens, including the end token, as training learns them
+    perplexity        exp(-log_likelihood): 1 is certainty
 """
 
 from collections.abc import Sequence
@@ -28,8 +28,8 @@ class Row:
     """A row of test.jsonl."""
 
     prompt: str
-    learned: str  # the answer as training has it
-    accepted: tuple[str, ...]  # answers that are right; the first is the reference
+    learned: str  # the answer in the training's format
+    accepted: tuple[str, ...]  # correct answers; the first is the reference
     prompt_ids: list[int]
     learned_ids: list[int]
 
@@ -47,8 +47,8 @@ class Test:
 
 def read(run: Run) -> Test:
     template = prompts.template(run, str(unmerged.model(run)))
-    found = prompts.read(file(run), run.evaluate.rows)
-    rows = [_row(template, row, f"{file(run)}:{number}") for number, row in enumerate(found, 1)]
+    raw = prompts.read(file(run), run.evaluate.rows)
+    rows = [_row(template, row, f"{file(run)}:{number}") for number, row in enumerate(raw, 1)]
     return Test(rows, template.ends_by_text)
 
 
@@ -89,7 +89,7 @@ def tasks(run: Run, test: Test) -> list[dict]:
         "task": LIKELIHOOD,
         "output_type": "loglikelihood",
         "doc_to_target": lambda row: row["learned"],
-        "process_results": lambda row, found: dict.fromkeys(METRICS[1:], (found[0][0], row["tokens"])),
+        "process_results": lambda row, results: dict.fromkeys(METRICS[1:], (results[0][0], row["tokens"])),
         "metric_list": [
             {"metric": "log_likelihood", "aggregation": _mean, "higher_is_better": True},
             {"metric": "perplexity", "aggregation": lambda pairs: perplexity(-_mean(pairs)), "higher_is_better": False},
@@ -99,7 +99,7 @@ def tasks(run: Run, test: Test) -> list[dict]:
 
 
 def is_right(answer: str, accepted: Sequence[str]) -> bool:
-    return answer.strip() in {one.strip() for one in accepted}
+    return answer.strip() in {text.strip() for text in accepted}
 
 
 def _row(template: Template, row: dict, place: str) -> Row:
@@ -108,9 +108,9 @@ def _row(template: Template, row: dict, place: str) -> Row:
     try:
         prompt_ids, learned_ids = template.tokens(row)
     except Fault as fault:
-        raise Fault(f"{place}: {fault}; python -m trainer.prepare writes it anew") from None
+        raise Fault(f"{place}: {fault}; python -m trainer.prepare writes it again") from None
     return Row(template.prompt(row), learned, (template.reference(row) or whole, whole), prompt_ids, learned_ids)
 
 
-def _mean(found: list[tuple[float, int]]) -> float:
-    return sum(total for total, _ in found) / sum(tokens for _, tokens in found)
+def _mean(scores: list[tuple[float, int]]) -> float:
+    return sum(total for total, _ in scores) / sum(tokens for _, tokens in scores)

@@ -1,12 +1,12 @@
-"""Held-out test of a model of texts: how likely the served model finds the tokens of the test split.
+"""Held-out test of a model trained on texts: the served model's log-probabilities of the test split's tokens.
 
-Documents stand one behind the other, as in training, and are cut into windows of at most data.seq_length tokens that
-are predicted, each from those before it in its window. Every token but the first is predicted once.
+As in training, documents are joined and cut into windows in which at most data.seq_length tokens are predicted, each
+from the tokens before it in the window. Every token except the first is predicted once.
 
     log_likelihood    mean log-probability of a token
-    perplexity        exp of its negative; exp of the validation loss is the same of the validation split
+    perplexity        exp(-log_likelihood), comparable with exp of the validation loss
 
-The first windows are shown with what the model writes behind their first half.
+The samples show the first windows and the model's continuation of their first half.
 """
 
 import math
@@ -38,45 +38,44 @@ def are_prepared(run: Run) -> bool:
 
 
 def windows(run: Run) -> Windows:
-    """Windows of the test split: evaluate.rows of them, of each data set as many as its weight says."""
+    """Windows of the test split: evaluate.rows of them, divided among the data sets by weight."""
     place, length = prompts.folder(run), _length(run)
     if not (place / blend.FILE).exists():
         data = indexed.open_pair(place / PREFIX)
         return [*_cut(data.tokens, length, run.evaluate.rows)]
-    found = json_object.read(place / blend.FILE)
-    counts = _shared(run.evaluate.rows, [one["weight"] for one in found["data_sets"]])
-    every: Windows = []
-    for one, count in zip(found["data_sets"], counts, strict=True):
-        data = indexed.open_pair(place / one["prefix"])
-        documents = blend.ranges(found["split"], len(data.lengths))[SPLITS.index(PREFIX)]
+    blended = json_object.read(place / blend.FILE)
+    counts = _shared(run.evaluate.rows, [data_set["weight"] for data_set in blended["data_sets"]])
+    cut: Windows = []
+    for data_set, count in zip(blended["data_sets"], counts, strict=True):
+        data = indexed.open_pair(place / data_set["prefix"])
+        documents = blend.ranges(blended["split"], len(data.lengths))[SPLITS.index(PREFIX)]
         first, last = (int(data.lengths[:at].sum(dtype=np.int64)) for at in (documents.start, documents.stop))
-        every += _cut(data.tokens[first:last], length, count)
-    return every
+        cut += _cut(data.tokens[first:last], length, count)
+    return cut
 
 
 def require(run: Run) -> None:
-    """Raise a Fault where no token is held out."""
+    """Raise a Fault if no token is held out."""
     if not prepared.load(prompts.folder(run)).rows["test"]:
         raise Fault(
-            f"{prompts.folder(run)}: no tokens are held out; a larger share of data.test, or evaluate.tasks without "
-            f"{NAME}, would do"
+            f"{prompts.folder(run)}: no tokens are held out; set a larger data.test, or evaluate.tasks without {NAME}"
         )
 
 
 def ask(run: Run, served: Any) -> dict[str, Any]:
-    """Ask the model. Returns metrics and scores of windows by "task/metric", the number of windows, and samples."""
-    asked = windows(run)
-    said = served.read(asked)
-    found = [value for row in said for value in row]
-    mean = math.fsum(found) / len(found)
+    """Evaluate the model. Returns metrics and window scores by "task/metric", the number of windows, and samples."""
+    cut = windows(run)
+    log_probs = served.read(cut)
+    of_tokens = [value for row in log_probs for value in row]
+    mean = math.fsum(of_tokens) / len(of_tokens)
     metrics = {f"{NAME}/log_likelihood": mean, f"{NAME}/perplexity": perplexity(-mean)}
-    scores = {name: [(math.fsum(row), len(row)) for row in said] for name in metrics}
-    samples = {NAME: _samples(run, served, asked)}
-    return {"metrics": metrics, "rows": {NAME: len(asked)}, "samples": samples, "scores": scores}
+    scores = {name: [(math.fsum(row), len(row)) for row in log_probs] for name in metrics}
+    samples = {NAME: _samples(run, served, cut)}
+    return {"metrics": metrics, "rows": {NAME: len(cut)}, "samples": samples, "scores": scores}
 
 
 def _length(run: Run) -> int:
-    """Tokens of a window. vLLM writes one token behind each, for which the model's positions need room."""
+    """Tokens of a window. vLLM writes one token after each window, which needs a position of the model too."""
     config = config_json.read(unmerged.model(run) / config_json.NAME)
     most = config.get("max_position_embeddings") or config.get("n_positions") or run.data.seq_length + 2
     return min(run.data.seq_length + 1, most - 1)
@@ -89,20 +88,20 @@ def _cut(tokens: np.ndarray, length: int, count: int | None) -> Iterator[list[in
 
 
 def _shared(count: int | None, weights: list[float]) -> list[int | None]:
-    """Whole numbers in the proportion of the weights, whose sum is the count."""
+    """Integers in proportion to the weights, with the count as their sum."""
     if count is None:
         return [None] * len(weights)
     ends = np.rint(np.cumsum(weights) / sum(weights) * count).astype(int)
     return np.diff(ends, prepend=0).tolist()
 
 
-def _samples(run: Run, served: Any, asked: Windows) -> list[dict[str, Any]]:
-    shown = [window for window in asked[: run.evaluate.samples] if len(window) > 1]
+def _samples(run: Run, served: Any, cut: Windows) -> list[dict[str, Any]]:
+    shown = [window for window in cut[: run.evaluate.samples] if len(window) > 1]
     halves = [window[: len(window) // 2 or 1] for window in shown]
     words = tokenizer.load(Path(unmerged.model(run)), run.model.trust_remote_code)
     most = min(run.evaluate.max_tokens, _length(run) // 2)
-    found = []
-    for window, half, (written, _) in zip(shown, halves, served.go_on(halves, most), strict=True):
+    samples = []
+    for window, half, (written, _) in zip(shown, halves, served.continue_prompts(halves, most), strict=True):
         prompt, answer, reference = map(words.decode, (half, written, window[len(half) :][:most]))
-        found.append({"prompt": prompt, "answer": answer, "reference": reference, "correct": None})
-    return found
+        samples.append({"prompt": prompt, "answer": answer, "reference": reference, "correct": None})
+    return samples

@@ -1,4 +1,4 @@
-"""Rows that a model is asked about, as training has them: from prepared data, by the template recorded with them."""
+"""Rows for prompts in the training's format: read from prepared data, with the template recorded there."""
 
 import json
 from pathlib import Path
@@ -15,18 +15,18 @@ RECORD = "template.json"
 
 
 def template(run: Run, model: str) -> Template:
-    """Template with the tokenizer of a model's folder, which has to be the one that the data were prepared with."""
+    """Template with the tokenizer of a model's folder, which must be the tokenizer that prepared the data."""
     return templates.from_record(record(run), tokenizer.load(Path(model), run.model.trust_remote_code))
 
 
 def folder(run: Run) -> Path:
-    """Folder of the prepared data. Rows made by hand are prepared into one that may hold those of another run."""
-    given, place = Path(run.paths.data), prepared.folder(run)
-    if place == given:
+    """Folder of the prepared data. That of handwritten rows is checked, because it may hold those of another run."""
+    data, place = Path(run.paths.data), prepared.folder(run)
+    if place == data:
         return place
     files = [file for source in prepared.load(place).sources for file in source["files"]]
-    if {Path(file["path"]).resolve().parent for file in files} != {given.resolve()}:
-        raise Fault(f"paths.data: {given}: not prepared: python -m trainer.prepare")
+    if {Path(file["path"]).resolve().parent for file in files} != {data.resolve()}:
+        raise Fault(f"paths.data: {data}: not prepared: python -m trainer.prepare")
     return place
 
 
@@ -37,32 +37,32 @@ def record(run: Run) -> dict:
     try:
         return json_object.read(path)
     except Fault as fault:
-        raise Fault(f"{fault}; python -m trainer.prepare writes it anew") from None
+        raise Fault(f"{fault}; python -m trainer.prepare writes it again") from None
 
 
 def read(path: Path, rows: int | None) -> list[Row]:
     """The first rows of training.jsonl, validation.jsonl or test.jsonl."""
-    found = []
+    rows_read = []
     with path.open(encoding="utf-8") as f:
         for number, line in enumerate(f, 1):
-            if len(found) == rows:
+            if len(rows_read) == rows:
                 break
-            found.append(_row(line, f"{path}:{number}"))
-    return found
+            rows_read.append(_row(line, f"{path}:{number}"))
+    return rows_read
 
 
 def _row(line: str, place: str) -> Row:
     try:
         row = json.loads(line)
     except ValueError:
-        raise Fault(f"{place}: not a JSON object; python -m trainer.prepare writes it anew") from None
+        raise Fault(f"{place}: not a JSON object; python -m trainer.prepare writes it again") from None
     if isinstance(row, dict) and all(isinstance(row.get(key), str) for key in ("input", "output")):
         return row
     if isinstance(row, dict) and isinstance(row.get("messages"), list):
         return row
-    raise Fault(f"{place}: input or output missing, or not text; python -m trainer.prepare writes it anew")
+    raise Fault(f"{place}: input or output missing, or not text; python -m trainer.prepare writes it again")
 
 
 def is_task_file(task: str) -> bool:
-    """Whether an evaluation task is a file of one's own, not a name that lm-eval knows."""
+    """Whether an evaluation task is the user's file, and not a name of an lm-eval task."""
     return task.endswith((".yaml", ".yml")) and Path(task).is_file()

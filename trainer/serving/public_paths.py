@@ -1,7 +1,7 @@
-"""Paths of vLLM's server that callers reach; any other is answered 404.
+"""Paths of vLLM's server that callers can reach; every other path gets status 404.
 
-vLLM's key guards what begins with /v1. Other paths answer questions without it (/invocations, /generative_scoring,
-/tokenize), or change the server (/scale_elastic_ep).
+vLLM requires its key only for paths that begin with /v1. Other paths answer questions without the key (/invocations,
+/generative_scoring, /tokenize) or change the server (/scale_elastic_ep).
 """
 
 from collections.abc import Awaitable, Callable, MutableMapping
@@ -17,7 +17,7 @@ GUARDED = "/v1/"
 
 
 class PublicPaths:
-    """An ASGI middleware, which vLLM's --middleware names."""
+    """ASGI middleware for vLLM's option --middleware."""
 
     def __init__(self, app: App):
         self.app = app

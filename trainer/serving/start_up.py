@@ -1,8 +1,9 @@
-"""Settings that vLLM is started with: graphs or none, what it keeps for the next start, the room that prompts take.
+"""Settings with which vLLM starts: CUDA graphs or not, the cache for the next start, the memory for prompts.
 
-On an H200 a model of 9.6 GB answers after 52 s, of which 19 s are torch's compilation and 15 s graphs. Who asks little
-starts without both. Who asks more finds them again: they are kept in paths.kernels, under a key of which the model's
-path is a part, so that a GPU reads each model by a link whose name follows from its config.json alone.
+On an H200 a model of 9.6 GB answers after 52 s, of these 19 s for torch's compilation and 15 s for graphs. An
+evaluation with few rows starts without both. Otherwise they are kept in paths.kernels for the next start. vLLM's cache
+key contains the model's path; therefore the model is loaded through a link with a name that depends on its config.json
+only.
 """
 
 import contextlib
@@ -25,21 +26,21 @@ from trainer.serving import unmerged
 
 
 def settings(run: Run, length: int, precision: str, cpu: bool) -> dict[str, Any]:
-    """Settings of vLLM that follow from the run, the longest sequence and the precision, as the plan counts on them."""
+    """Settings of vLLM for the run, the longest sequence and the precision; the planner assumes the same ones."""
     sequences = rows_together(run.evaluate)
-    found: dict[str, Any] = {"max_model_len": length, "max_num_seqs": sequences}
+    values: dict[str, Any] = {"max_model_len": length, "max_num_seqs": sequences}
     if cpu:
-        return found | {"enforce_eager": True}
+        return values | {"enforce_eager": True}
     if is_eager(run.evaluate, sequences):
-        found |= {"enforce_eager": True, "optimization_level": 0}  # which also skips measuring kernels
+        values |= {"enforce_eager": True, "optimization_level": 0}  # level 0 also skips measuring kernels
     tokens = memory.tokens_of_a_step(facts_from_hf(_config(run)), BYTES[precision], sequences)
-    return found | {"max_num_batched_tokens": tokens, "gpu_memory_utilization": memory.UTILIZATION}
+    return values | {"max_num_batched_tokens": tokens, "gpu_memory_utilization": memory.UTILIZATION}
 
 
 def length(run: Run) -> int:
     """Longest sequence of prompt and answer.
 
-    It is part of the key of what vLLM keeps, so that it is a power of two where the model reads as many tokens.
+    It is rounded up to a power of two, if the model has as many positions, because vLLM's cache key contains it.
     """
     needed = row(run)
     config = _config(run)
@@ -52,34 +53,34 @@ def _config(run: Run) -> dict[str, Any]:
 
 
 def environment(kernels: Path) -> dict[str, str]:
-    """Variables that say where vLLM and Triton keep what they have compiled."""
+    """Environment variables for the caches of compiled kernels of vLLM and Triton."""
     return {"VLLM_CACHE_ROOT": str(kernels / "vllm"), "TRITON_CACHE_DIR": str(kernels / "triton")}
 
 
 @contextlib.contextmanager
 def fixed_name(kernels: Path, model: Path, precision: str) -> Iterator[Path]:
-    """A path of the model that is the same for all models of its config.json and precision, while the block runs.
+    """Context with a link to the model, whose path is the same for all models with its config.json and precision.
 
-    Nobody else has that path meanwhile: the second evaluation of the same shape on this host gets another one. Where no
-    link can be made, it is the model's own path.
+    A lock reserves the path: a second evaluation of the same shape on this host gets another one. If no link can be
+    created, the path is the model's own.
     """
     config = (model / config_json.NAME).read_bytes()
     folder = kernels / "served" / hashlib.sha256(config + precision.encode()).hexdigest()[:16]
     try:
         descriptor, link = _linked(folder, model.resolve())
-    except OSError:  # no room, a folder of somebody else's, or a file system without locks
+    except OSError:  # the disk is full, the folder belongs to somebody else, or the file system has no locks
         yield model
         return
     try:
         yield link
         if link.resolve() != model.resolve():
-            raise Fault(f"{link}: another process has changed it; evaluate again, with another paths.kernels")
+            raise Fault(f"{link}: another process has changed this link; evaluate again with another paths.kernels")
     finally:
         os.close(descriptor)
 
 
 def _linked(folder: Path, model: Path) -> tuple[int, Path]:
-    """Make the first link in the folder that nobody has. It is had as long as the descriptor is open."""
+    """Create the first link in the folder that is not locked. It stays locked while the descriptor is open."""
     for number in count():
         place = folder / str(number)
         place.mkdir(parents=True, exist_ok=True)

@@ -1,8 +1,8 @@
-"""The released model with an exported adapter beside it, as vLLM serves it (evaluate.adapter=unmerged).
+"""Serve the released model with an exported adapter that is not merged (evaluate.adapter=unmerged).
 
-Nothing as large as the model is written: paths.model is served, and <paths.export>/adapter is added to each layer while
-it answers. Of experts our file has transformers' two parameters a layer, which vLLM splits by expert where it is told
-so twice, by a setting and by the request.
+No copy of the model is written: vLLM loads paths.model, and adds <paths.export>/adapter to each layer while it answers.
+For experts the adapter's file has two parameters per layer, as in transformers. vLLM splits them by expert only if both
+a setting and the request say so.
 """
 
 import json
@@ -23,10 +23,10 @@ EXPERTS = "experts"
 
 @dataclass(frozen=True)
 class Adapter:
-    """An adapter that is served beside its model."""
+    """An adapter that is served with its unmerged model."""
 
     folder: Path
-    name: str  # a new one for other weights: vLLM keeps keys and values by it
+    name: str  # must be new for other weights, because vLLM caches keys and values by it
     rank: int
     layers: frozenset[str]  # by the last part of their names
 
@@ -37,15 +37,15 @@ class Adapter:
     def settings(self, gpus: int, expert_parallel: bool) -> dict[str, Any]:
         """Settings of vLLM.
 
-        Memory for experts is set aside on each GPU for all of them, unless it is cut as well. Layers that have no
-        adapter are named by leaving them out: with one on lm_head, vLLM gives no log-probabilities of prompts.
+        By default each GPU reserves memory for the adapters of all experts; fully_sharded_loras splits it. Only layers
+        with an adapter are listed: if lm_head is a target, vLLM gives no log-probabilities of prompts.
         """
-        found: dict[str, Any] = {"enable_lora": True, "max_loras": 1, "max_lora_rank": self.room(gpus)}
-        found |= {"lora_target_modules": sorted(self.layers)}
+        values: dict[str, Any] = {"enable_lora": True, "max_loras": 1, "max_lora_rank": self.room(gpus)}
+        values |= {"lora_target_modules": sorted(self.layers)}
         if self.experts:
-            found |= {"enable_mixed_moe_lora_format": True}
-            found |= {"fully_sharded_loras": gpus > 1 and not expert_parallel}
-        return found
+            values |= {"enable_mixed_moe_lora_format": True}
+            values |= {"fully_sharded_loras": gpus > 1 and not expert_parallel}
+        return values
 
     def room(self, gpus: int = 1) -> int:
         return next(rank for rank in RANKS if rank >= max(self.rank, gpus if self.experts else 1))
@@ -56,46 +56,46 @@ class Adapter:
         return LoRARequest(self.name, 1, str(self.folder), is_3d_lora_weight=self.experts)
 
 
-def is_asked(run: Run) -> bool:
+def is_configured(run: Run) -> bool:
     return run.evaluate.adapter == "unmerged"
 
 
 def model(run: Run) -> Path:
     """Folder of the model that vLLM loads."""
-    return Path(run.paths.model if is_asked(run) else run.paths.served)
+    return Path(run.paths.model if is_configured(run) else run.paths.served)
 
 
 def export(run: Run) -> Path:
-    """Folder of the export that the served model or adapter is part of, if it is of one."""
-    return Path(run.paths.export) if is_asked(run) else Path(run.paths.served).parent
+    """Folder of the export to which the served model or adapter belongs, if an export wrote it."""
+    return Path(run.paths.export) if is_configured(run) else Path(run.paths.served).parent
 
 
 def mark(run: Run) -> dict[str, Any]:
-    """Mark of that export; empty where there is none."""
+    """Mark of that export; empty if it has none."""
     try:
-        found = json.loads((export(run) / "complete.json").read_text())
-        return found if "formats" in found else {}
+        content = json.loads((export(run) / "complete.json").read_text())
+        return content if "formats" in content else {}
     except (OSError, ValueError, TypeError):
         return {}
 
 
 def find(run: Run) -> Adapter | None:
-    """The adapter that is to be served beside the model, if one is. Raises a Fault where it is unfit."""
-    if not is_asked(run):
+    """The adapter to serve with the model, or None. Raises a Fault if vLLM cannot serve it."""
+    if not is_configured(run):
         return None
     name = f"{run.name}@{(mark(run).get('trained') or {}).get('weights', 'unmarked')[:16]}"
     return read(export(run) / "adapter", name)
 
 
 def read(folder: Path, name: str) -> Adapter:
-    """The adapter of a folder in PEFT's format, to be asked for by this name."""
+    """The adapter of a folder in PEFT's format; requests use this name for it."""
     config, tensors = _read(folder)
     rank = config.get("r")
     if not isinstance(rank, int) or isinstance(rank, bool) or not 1 <= rank <= RANKS[-1]:
         raise Fault(f"{folder / CONFIG}: r is {rank!r}; vLLM serves adapters of ranks up to {RANKS[-1]}")
     dora = bool(config.get("use_dora")) or any("lora_magnitude_vector" in name for name in tensors)
     layers = frozenset(_layer(tensor) for tensor in tensors)
-    for reason in unadded(dora=dora, latent=LATENT in layers):  # hosts without GPUs are refused before
+    for reason in unadded(dora=dora, latent=LATENT in layers):  # a host without GPUs was refused earlier
         raise Fault(f"{folder}: {reason}; evaluate.adapter=merged")
     return Adapter(folder, name, rank, layers)
 
@@ -108,5 +108,5 @@ def _layer(tensor: str) -> str:
 def _read(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     for name in (CONFIG, WEIGHTS):
         if not (folder / name).is_file():
-            raise Fault(f"paths.export: {folder}: no {name}; trainer.export with export.formats=[adapter] makes it")
+            raise Fault(f"paths.export: {folder}: no {name}; trainer.export with export.formats=[adapter] writes it")
     return json_object.read(folder / CONFIG), safetensors_header.read(folder / WEIGHTS)

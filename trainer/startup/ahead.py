@@ -1,12 +1,12 @@
-"""Libraries that torch is made of, read from the disk while Python imports what comes before torch.
+"""Read torch's libraries from the disk while Python still imports other modules.
 
-After copies of a model that is larger than the host's memory, a start finds little of the packages there. The dynamic
-linker then waits for each page that it touches, and the kernel reads 8 MB around it. Two things are known beforehand:
-of every library the linker reads the tables of symbols and relocations and writes the segments with data, and
-libtorch_cpu registers its operations from all over its code. A thread tells the kernel of them as soon as Python has
-found the package of `python -m trainer.convert`, and the kernel reads beside the imports: they took 6.4 to 6.9 s so,
-with most of it out of memory, 7.8 to 9.0 without, and 4.6 with all of it there (2026-11-24). What is in memory is not
-read again, so processes that start together do not read twice.
+If the host has copied a model that is larger than its memory, the page cache has lost the packages. The dynamic linker
+then waits for each page that it touches, and the kernel reads 8 MB around it. It is known in advance which parts are
+needed: of every library the linker reads the symbol and relocation tables and writes the data segments, and
+libtorch_cpu registers operations from all over its code. As soon as Python has found the package of
+`python -m trainer.convert`, a thread asks the kernel to read these parts during the imports. With most of the packages
+out of memory, imports took 6.4 to 6.9 s with the thread and 7.8 to 9.0 s without; with all in memory 4.6 s
+(2026-11-24). The kernel does not read cached pages again: processes that start together read once.
 """
 
 import contextlib
@@ -19,13 +19,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
-COMMANDS = ("trainer.convert", "trainer.export", "trainer.compare")  # which load torch at once, on the CPU
+COMMANDS = ("trainer.convert", "trainer.export", "trainer.compare")  # these load torch at once, on the CPU
 WHOLE = "libtorch_cpu.so"
-UNUSED = ("cudnn", ".alt.", "nvperf")  # loaded when they are needed
+UNUSED = ("cudnn", ".alt.", "nvperf")  # not loaded at the start
 MAGIC = b"\x7fELF\x02\x01"  # of 64 bits, little-endian
 LOAD, DYNAMIC, WRITABLE = 1, 2, 2
-RELOCATIONS, ENTRY = (7, 8), 24  # where they are, and how long; bytes of one
-TABLES = (RELOCATIONS, (5, 10), (23, 2))  # strings, and relocations of functions
+RELOCATIONS, ENTRY = (7, 8), 24  # tags of the table's address and size; bytes of an entry
+TABLES = (RELOCATIONS, (5, 10), (23, 2))  # also of the strings, and of the relocations of functions
 PAGE = 4096
 NUMBERS = struct.Struct("<QQ")
 
@@ -33,28 +33,28 @@ Span = tuple[int, int]  # first byte in the file, and number of bytes
 
 
 def begin() -> None:
-    """Begin to read, in a thread, where this process is one of COMMANDS that starts. Called when trainer is imported.
+    """Start reading in a thread, if this process is one of COMMANDS. Called when trainer is imported.
 
-    While Python looks for the module that it is to run, "-m" stands in the place of its path.
+    While Python searches for the module to run, sys.argv[0] is "-m".
     """
     if sys.argv[:1] == ["-m"] and any(name in sys.orig_argv for name in COMMANDS):
         threading.Thread(target=read, args=(libraries(),), name="ahead", daemon=True).start()
 
 
 def libraries() -> list[Path]:
-    """Torch's libraries, and those of CUDA and Triton's that are loaded too, whether there is a GPU or not."""
-    found = importlib.util.find_spec("torch")
-    if found is None or not found.origin:
+    """Libraries of torch, and those of CUDA and Triton that it loads, with or without a GPU."""
+    spec = importlib.util.find_spec("torch")
+    if spec is None or not spec.origin:
         return []
-    torch = Path(found.origin).parent
-    there = [*(torch / "lib").glob("lib*.so")]
-    for others in ("nvidia/*/lib/lib*.so*", "triton/_C/lib*.so"):
-        there += torch.parent.glob(others)
-    return sorted(path for path in there if not any(part in path.name for part in UNUSED))
+    torch = Path(spec.origin).parent
+    paths = [*(torch / "lib").glob("lib*.so")]
+    for pattern in ("nvidia/*/lib/lib*.so*", "triton/_C/lib*.so"):
+        paths += torch.parent.glob(pattern)
+    return sorted(path for path in paths if not any(part in path.name for part in UNUSED))
 
 
 def read(paths: list[Path]) -> None:
-    """Have the kernel read what the linker needs of these. What cannot be read is somebody else's to tell of."""
+    """Ask the kernel to read the parts of these files that the linker needs. The import reports unreadable files."""
     for path in paths:
         with contextlib.suppress(OSError, OverflowError, struct.error), path.open("rb", buffering=0) as file:
             for first, count in [(0, 0)] if path.name == WHOLE else list(spans(file)):  # 0: up to the end
@@ -62,7 +62,7 @@ def read(paths: list[Path]) -> None:
 
 
 def spans(file: BinaryIO) -> Iterator[Span]:
-    """Spans of a library that the dynamic linker touches; none of a file that is no library."""
+    """Spans of a library that the dynamic linker touches; none if the file is not an ELF library."""
     head = file.read(64)
     if not head.startswith(MAGIC):
         return
@@ -74,12 +74,12 @@ def spans(file: BinaryIO) -> Iterator[Span]:
     for kind, _, first, _, _, count in rows:
         if kind == DYNAMIC:
             facts |= dict(NUMBERS.iter_unpack(_bytes(file, first, count - count % NUMBERS.size)))
-    written = PAGE * facts.get(RELOCATIONS[1], 0) // ENTRY  # at most: libcufft has its kernels among its data
+    written = PAGE * facts.get(RELOCATIONS[1], 0) // ENTRY  # upper limit: libcufft has its kernels in its data segment
     yield from ((first, count) for flags, first, _, count in loaded if flags & WRITABLE and 0 < count <= written)
-    for where, long in TABLES:
+    for start_tag, size_tag in TABLES:
         for _, first, address, count in loaded:
-            if facts.get(long) and address <= facts.get(where, -1) < address + count:
-                yield first + facts[where] - address, facts[long]
+            if facts.get(size_tag) and address <= facts.get(start_tag, -1) < address + count:
+                yield first + facts[start_tag] - address, facts[size_tag]
 
 
 def _bytes(file: BinaryIO, start: int, count: int) -> bytes:

@@ -1,4 +1,4 @@
-"""Console output of a trainer command: our own lines. Megatron's go to a log per rank, for when they matter."""
+"""Console output of a trainer command. Only our own lines are printed; Megatron's go to a log file per rank."""
 
 import contextlib
 import logging
@@ -8,11 +8,11 @@ from pathlib import Path
 
 from contract import closed_pipe
 
-WRITER = "megatron.core.dist_checkpointing.strategies.filesystem_async"  # what ends it is raised as well, and told once
+WRITER = "megatron.core.dist_checkpointing.strategies.filesystem_async"  # logs errors that it also raises
 
 
 def say(text: str) -> None:
-    """Print one line, from rank 0. Where nobody reads any more, the work goes on without a word."""
+    """Print one line, on rank 0 only. If the reader has closed the pipe, continue without output."""
     if os.environ.get("RANK", "0") == "0":
         assert sys.__stdout__
         try:
@@ -23,7 +23,7 @@ def say(text: str) -> None:
 
 @contextlib.contextmanager
 def megatron_to(folder: Path):
-    """Send what libraries print, warn and log on this rank to <folder>/rank00000.log. Errors still reach stderr."""
+    """Send the output and logs of libraries on this rank to <folder>/rank00000.log. Errors also go to stderr."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"rank{int(os.environ['RANK']):05d}.log"
     root = logging.getLogger()

@@ -1,12 +1,12 @@
-"""Start of every trainer command: read and check the configuration, start the ranks, put faults in one line.
+"""Start of every trainer command: read and check the configuration, start the ranks, report faults in one line.
 
     python -m trainer.train CONF [key=value ...]        checks, then runs layout.gpus_per_node processes on this host
     python -m trainer.startup.torchrun ... -m trainer.train RESOLVED.yaml       ranks of a run over several hosts
 
-Exit code 0 is success, 2 a fault of the person who started it (one line on stderr says which), 1 anything else. Started
-without torchrun, a run of one process stays in this process; more are handed to torchrun, or, where no GPU is used, are
-forks of this process (forks.py). The report of a failed child would bury the line that matters, so ranks leave their
-fault in a file and what is said behind it is dropped.
+Exit code 0 is success, 2 a fault that the user can correct (one line on stderr names it), 1 anything else. Without
+torchrun, a run of one process runs in this process. Several processes are started by torchrun, or, if the command uses
+no GPU, by forking this process (forks.py). torchrun's report of a failed child would hide the line that matters:
+therefore ranks write their fault to a file, and later output on stderr is dropped.
 """
 
 # pyright: reportOptionalMemberAccess=false
@@ -28,10 +28,11 @@ from typing import NoReturn
 import psutil
 
 from conf import network
+from conf.host import gpu_locks, nvidia_smi
 from conf.load import dump, load
 from conf.rules.gpus import takes
 from conf.schema.run import Run
-from contract import closed_pipe, host_gpus, nvidia_smi
+from contract import closed_pipe
 from contract.faults import ConfigError, Fault, line_of
 from contract.files import write_atomically
 from contract.processes import end_with_parent
@@ -55,14 +56,14 @@ def start(
 ) -> None:
     """Run a command's main(run) on every rank after check(run) has passed. Does not return on failure.
 
-    A check that finds out more of the run, as from its data, returns the run that counts from then on.
+    A check that completes the run, for example from its data, returns the new run.
 
-    With `alone`, the layout is another command's: there is one process, or one on each host of a gang. `writes` is the
-    key of paths that names the folder to be written: may_write(run) says whether it may be, before anything is, and
-    trainer/startup/ownership.py sees to it that nobody else writes it. `gpus` names the stage whose share of this
-    host's GPUs it takes, once nobody else has them; ranks that somebody else starts do not.
+    With `alone`, the command ignores the layout: it has one process, or one on each host of a gang. `writes` is the key
+    in paths of the folder that it writes: may_write(run) raises a Fault before anything is written there, and
+    trainer/startup/ownership.py prevents other processes from writing it. `gpus` names the stage; the command waits for
+    that stage's number of free GPUs on this host and takes them, except in ranks that torchrun or a gang has started.
 
-    A command with `imports` uses no GPU, and that function imports what its ranks have in common.
+    A command with `imports` uses no GPU; that function imports the modules that all its ranks need.
     """
     owned = partial(ownership.hold, key=writes) if writes else contextlib.nullcontext
     options = _arguments()
@@ -70,8 +71,8 @@ def start(
     with faults_in_one_line():
         run = load(options.conf, options.overrides)
         if run.layout.auto:
-            says = "python -m flows.plan says which one flows.finetune would take"
-            raise Fault(f"layout.auto: true, but a trainer wants a layout that is written down; {says}")
+            advice = "python -m flows.plan shows the layout that flows.finetune would choose"
+            raise Fault(f"layout.auto: true, but a trainer command needs an explicit layout; {advice}")
         if may_write and "RANK" not in os.environ:
             may_write(run)
         if alone and "GANG_ATTEMPT" in os.environ:
@@ -105,7 +106,7 @@ def start(
 
 
 def _leave(code: int) -> NoReturn:
-    """End this process, whose forks have ended, at once: Python takes a fifth of a second to undo what it imported."""
+    """End this process at once, after its forks: Python's normal shutdown takes a fifth of a second."""
     closed_pipe.drop_unread()
     sys.stdout.flush()
     sys.stderr.flush()
@@ -115,11 +116,11 @@ def _leave(code: int) -> NoReturn:
 def _take_gpus(run: Run, stage: str | None) -> None:
     """Take the command's share of this host's GPUs until this process ends.
 
-    A flow that has started it has taken them already.
+    If a flow has started the command, the flow has already taken them.
     """
     if stage:
         command = sys.modules["__main__"].__spec__.name.removesuffix(".__main__").rpartition(".")[2]
-        hold = host_gpus.take(f"{command} of {run.name}, started by hand", say, count=takes(run, stage).gpus)
+        hold = gpu_locks.take(f"{command} of {run.name}, started by hand", say, count=takes(run, stage).gpus)
         os.environ.update(hold.environment if hold else {})
 
 
@@ -140,7 +141,7 @@ def _be_rank(
             if trains:
                 device.start()  # before torch is loaded
             heartbeat.meet()
-        with owned(run):  # only rank 0 asks, and the others wait for it before they write
+        with owned(run):  # only rank 0 takes the folder; the others wait for it before they write
             main(run)
         heartbeat.over()
     except Exception as error:
@@ -150,13 +151,13 @@ def _be_rank(
 
 @contextlib.contextmanager
 def faults_in_one_line():
-    """Turn an error that is no defect of this program into a line on stderr and exit code 2."""
+    """Report an error that is not a defect of this program in one line on stderr, and exit with code 2."""
     try:
         yield
     except ConfigError as error:
         _report(str(error))
         sys.exit(2)
-    except BaseException as error:  # torch's CheckpointException is no Exception
+    except BaseException as error:  # torch's CheckpointException does not inherit from Exception
         line = line_of(error)
         if line is None:
             raise
@@ -177,12 +178,12 @@ def _arguments() -> argparse.Namespace:
 
 
 def _die_with_agent() -> None:
-    """Make a rank end when torchrun does, also when torchrun is killed and cannot signal it."""
+    """Make a rank end when torchrun ends, also if torchrun is killed and cannot send a signal."""
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return
     end_with_parent()
     if os.getppid() in (1, int(os.environ.get(ownership.GUARDED, "1"))) and not _is_torchrun(os.getppid()):
-        os._exit(1)  # it died before the line above: whoever adopts orphans is our parent now
+        os._exit(1)  # torchrun died before end_with_parent(): this process already has the parent of orphans
 
 
 def _is_torchrun(pid: int) -> bool:
@@ -205,22 +206,22 @@ def _check_world(run: Run) -> None:
 def _alone() -> dict[str, str]:
     """Environment of a single process.
 
-    Its port is 0, for which the system takes a free one: a port that was found free before may be taken by then.
+    With port 0 the system chooses a free port; one that was tested before could be in use by then.
     """
     ranks = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
     return ranks | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
 
 
 def _environment(run: Run) -> dict[str, str]:
-    """What ranks on this host's GPUs start with, but for what is set here already, as of a gang's (tasks/gang)."""
-    wanted = network.sockets() | network.environment(run, nvidia_smi.kind())
-    return {name: value for name, value in wanted.items() if name not in os.environ}
+    """Variables for ranks on this host's GPUs, except those that are already set, as by a gang (tasks/gang)."""
+    variables = network.sockets() | network.environment(run, nvidia_smi.kind())
+    return {name: value for name, value in variables.items() if name not in os.environ}
 
 
 def _have_ranks_save(torchrun: subprocess.Popen) -> None:
-    """Pass SIGTERM on to the ranks, which save a checkpoint and end in order.
+    """Send SIGTERM directly to the ranks, which then save a checkpoint and end.
 
-    By way of torchrun they would have 30 seconds, after which it kills them, and it ends with a stack trace.
+    If torchrun gets the signal, it kills the ranks after 30 seconds and ends with a stack trace.
     """
     ranks = []
     with contextlib.suppress(psutil.Error):
@@ -231,7 +232,7 @@ def _have_ranks_save(torchrun: subprocess.Popen) -> None:
 
 
 def _forks(main: Callable[[Run], None], run: Run, imports: Callable[[Run], None]) -> int:
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # a process that has touched one cannot be forked
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # a process that has used a GPU cannot be forked
     forks.share(run.world)
     device.start()
     imports(run)
@@ -247,7 +248,7 @@ def _forks(main: Callable[[Run], None], run: Run, imports: Callable[[Run], None]
 
 
 def _code(code: int, fault: Path) -> int:
-    """Exit code of the command whose ranks ended with this one. Says what one of them has left."""
+    """Exit code of the command for this exit code of its ranks. Prints the fault that a rank has written."""
     if fault.exists():
         print(fault.read_text(), end="", file=sys.stderr)
         return 2
@@ -290,7 +291,7 @@ def _forward(lines, fault: Path) -> None:
 def _report(lines: str) -> None:
     text = "".join(f"error: {line}\n" for line in lines.splitlines())
     if FAULT_FILE in os.environ:
-        if not os.path.exists(os.environ[FAULT_FILE]):  # the first rank to fail says why
+        if not os.path.exists(os.environ[FAULT_FILE]):  # only the first rank that fails writes it
             write_atomically(os.environ[FAULT_FILE], text, durable=False)
     elif os.environ.get("RANK", "0") == "0":
         sys.stderr.write(text)

@@ -1,9 +1,8 @@
-"""Ranks as forks of the command that they belong to, where no GPU is used: what all of them import is imported once.
+"""Start ranks by forking the command, if it uses no GPU: the modules that all ranks need are imported once.
 
-torchrun imports torch for itself, then starts each rank as a process that imports all of Megatron anew: on two cores
-that is half of what a small conversion takes. Forks are watched as torchrun watches its ranks: the first that fails
-ends the others, and all end with the command. A process that has touched a GPU cannot be forked, so commands that
-train are started by torchrun.
+torchrun imports torch, and then each rank imports all of Megatron again: on two cores that is half the time of a small
+conversion. Forks are supervised as torchrun does it: the first that fails ends the others, and all end with the
+command. A process that has used a GPU cannot be forked; commands that train use torchrun.
 """
 
 import multiprocessing
@@ -21,29 +20,29 @@ from conf import network
 from contract.processes import end_with_parent
 from trainer.patches import store_address
 
-PATIENCE = 30.0  # seconds that a rank has to end after SIGTERM, as torchrun gives it
+PATIENCE = 30.0  # seconds for a rank to end after SIGTERM, as with torchrun
 HOST = "127.0.0.1"
 
 
 def share(count: int) -> None:
-    """Have each of so many ranks take its share of the cores. Before torch is loaded."""
+    """Give each of `count` ranks its share of the cores. Call it before torch is loaded."""
     os.environ["LOCAL_WORLD_SIZE"] = str(count)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.update(network.sockets())
 
 
 def run(work: Callable[[], None], count: int, forward: Callable[[IO[str]], None]) -> int:
-    """Run the work in so many forks of this process. Returns 0, or the exit code of the first that failed.
+    """Run the work in `count` forks of this process. Returns 0, or the exit code of the first that failed.
 
-    forward(lines) is given what they say on stderr. SIGTERM is passed on to them.
+    forward(lines) gets their lines on stderr. SIGTERM is sent on to them.
     """
     context = multiprocessing.get_context("fork")
     reader, writer = os.pipe()
     ends = [context.Pipe(duplex=False) for _ in range(count)]
-    given = [(work, rank, count, ends[rank][0], writer, os.getpid()) for rank in range(count)]
-    ranks = [context.Process(target=_rank, args=one) for one in given]
+    arguments = [(work, rank, count, ends[rank][0], writer, os.getpid()) for rank in range(count)]
+    ranks = [context.Process(target=_rank, args=of_rank) for of_rank in arguments]
     with warnings.catch_warnings():
-        # Of a fork beside a thread: the one that renews who owns the folder waits, and holds nothing that a fork wants.
+        # Python warns of forks next to threads. The thread that renews the folder's ownership holds no lock here.
         warnings.simplefilter("ignore", DeprecationWarning)
         for rank in ranks:
             rank.start()
@@ -53,44 +52,39 @@ def run(work: Callable[[], None], count: int, forward: Callable[[IO[str]], None]
         forwarding = threading.Thread(target=forward, args=(lines,))
         forwarding.start()
         try:
-            store = _meeting_place()
-            for _, told in ends:
-                told.send(store.port)
+            store = store_address.listen(HOST, wait_for_workers=False)  # after the forks, because it has threads
+            for _, port in ends:
+                port.send(store.port)
             return _watch(ranks)
         except KeyboardInterrupt:
             return _end(ranks)
         finally:
-            _end(ranks)  # none is left, unless the lines above have failed
+            _end(ranks)  # all have ended already, unless the lines above have failed
             forwarding.join()
 
 
-def _meeting_place():
-    """Store by which the ranks meet. It has threads, so that it begins behind the forks, at a port that is free."""
-    return store_address.listen(HOST, wait_for_workers=False)
-
-
 def _watch(ranks: list[ForkProcess]) -> int:
-    left = list(ranks)
-    while left:
-        wait([rank.sentinel for rank in left])
-        for rank in left:
+    running = list(ranks)
+    while running:
+        wait([rank.sentinel for rank in running])
+        for rank in running:
             rank.join(0)
-        codes = [rank.exitcode for rank in ranks]  # looked at once: one that runs may have failed a moment later
+        codes = [rank.exitcode for rank in ranks]  # read once: a rank may fail between two reads
         if any(codes):
-            _tell_of_killed(ranks)
+            _report_killed(ranks)
             return _end(ranks)
-        left = [rank for rank, code in zip(ranks, codes, strict=True) if code is None]
+        running = [rank for rank, code in zip(ranks, codes, strict=True) if code is None]
     return 0
 
 
-def _tell_of_killed(ranks: list[ForkProcess]) -> None:
+def _report_killed(ranks: list[ForkProcess]) -> None:
     for number, rank in enumerate(ranks):
         if rank.exitcode == -signal.SIGKILL:
-            print(f"rank {number} was killed, as the kernel does where memory runs out", file=sys.stderr)
+            print(f"rank {number} was killed, probably by the kernel because memory ran out", file=sys.stderr)
 
 
 def _end(ranks: list[ForkProcess]) -> int:
-    """End the ranks that are left. Returns the code of one that has failed by itself, or else of any."""
+    """End the ranks that still run. Returns the code of a rank that failed before, or else any other code."""
     failed = [rank.exitcode for rank in ranks if rank.exitcode]
     for rank in ranks:
         rank.terminate()
@@ -102,18 +96,19 @@ def _end(ranks: list[ForkProcess]) -> int:
     return next(iter(failed + [rank.exitcode for rank in ranks if rank.exitcode]), 0)
 
 
-def _rank(work: Callable[[], None], rank: int, count: int, told: Connection, errors: int, command: int) -> None:
+def _rank(work: Callable[[], None], rank: int, count: int, ports: Connection, errors: int, command: int) -> None:
     end_with_parent()
     if os.getppid() != command:
         os._exit(1)
-    # Ctrl-C in a terminal is everybody's: the command says what there is to say. One in the background ignores it.
+    # A terminal sends Ctrl-C to all processes: ranks end silently, the command reports. In the background it is
+    # ignored.
     if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     os.dup2(errors, sys.stderr.fileno())
-    port = told.recv()
+    port = ports.recv()
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(count))
     os.environ.update(MASTER_ADDR=HOST, MASTER_PORT=str(port))
-    # The store is the command's, as torchrun's agent has one for its ranks.
+    # The command has the store for its ranks, as torchrun's agent does.
     os.environ.update(TORCHELASTIC_USE_AGENT_STORE="True", TORCHELASTIC_RESTART_COUNT="0")
     work()

@@ -1,8 +1,8 @@
-"""Heartbeat of a rank, for whoever watches it on this host: a thread writes signs of life to a file once a second.
+"""Heartbeat of a rank, for the processes on this host that watch it: a thread writes a file once a second.
 
-The files are those of contract/signs_of_life.py; without their folder nothing is written. The thread falls silent when
-the process is stopped, dead, or its interpreter is held by something that does not let go. A rank of a gang
-(GANG_ATTEMPT) does not begin before all its world have said that name.
+The files are those of contract/signs_of_life.py; without their folder nothing is written. The thread stops writing if
+the process is stopped or dead, or if a call holds the interpreter's lock. A rank of a gang (GANG_ATTEMPT) does not
+start its work before all ranks of this attempt have connected.
 """
 
 import contextlib
@@ -19,7 +19,7 @@ from contract import signs_of_life
 from contract.files import write_atomically
 
 EVERY = 1.0
-USUAL = 20  # steps whose median is the usual one
+USUAL = 20  # last steps, of which the median duration is the usual one
 MEET_WITHIN = 300.0  # seconds; hosts start at once, but imports from a cold disk take minutes
 
 signs: dict[str, Any] = {"phase": "starting", "step": 0, "usual": 0.0}
@@ -45,28 +45,28 @@ def step(number: int) -> None:
         del durations[:-USUAL]
         signs["usual"] = statistics.median(durations)
     signs["step"] = number
-    phase("between steps")  # where saves happen, too
+    phase("between steps")  # includes saves
 
 
 def over() -> None:
-    """Note that this rank has made all that it was to make."""
+    """Note that this rank has finished its work."""
     if signs_of_life.FOLDER in os.environ:
         phase(signs_of_life.OVER)
         _write()
 
 
 def failed(error: BaseException) -> None:
-    """Write down the error that this rank dies of."""
+    """Write the error that ends this rank."""
     if signs_of_life.FOLDER not in os.environ:
         return
     lines = traceback.format_exception(error)
-    told = {"rank": signs.get("rank"), "step": signs["step"], "lines": "".join(lines).splitlines()[-30:]}
+    content = {"rank": signs.get("rank"), "step": signs["step"], "lines": "".join(lines).splitlines()[-30:]}
     with contextlib.suppress(OSError):
-        _put(signs_of_life.error(signs.get("rank", 0)), told)
+        _put(signs_of_life.error(signs.get("rank", 0)), content)
 
 
 def meet() -> None:
-    """Wait until all ranks of this attempt have sent its name to its master. A rank of a dead attempt never gets by."""
+    """Wait until all ranks of this attempt have connected to its master. Ranks of an ended attempt never pass."""
     name = os.environ.get("GANG_ATTEMPT")
     if not name:
         return
@@ -88,7 +88,7 @@ def meet() -> None:
 
 
 def callback():
-    """Callback for Megatron-Bridge's loop that notes what the rank does."""
+    """Callback for Megatron-Bridge's loop that records the phase and the step of this rank."""
     from megatron.bridge.training.callbacks import Callback
 
     class Signs(Callback):
@@ -96,7 +96,7 @@ def callback():
             signs["step"] = self.first = context.state.train_state.step
 
         def on_train_step_start(self, context) -> None:
-            first = signs["step"] == self.first  # compiles, allocates, connects: no measure of the usual one
+            first = signs["step"] == self.first  # it compiles, allocates and connects: not a usual step
             phase("first step" if first else "training")
 
         def on_train_step_end(self, context) -> None:

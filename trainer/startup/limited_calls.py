@@ -1,14 +1,14 @@
-"""Limits on the time and memory of calls, for work on text that others wrote: templates, grammars.
+"""Limits on the time and memory of calls that process untrusted text: templates, grammars.
 
-A call runs in a forked worker, so nothing inside of it can escape its limits: the kernel ends a worker after `seconds`
-of CPU time, and refuses it more than `memory` bytes. A keeper, forked from the caller once, forks a new worker when
-one has ended. It is forked early, by start(), if threads or much memory come later. Both end with the caller, because
-their sockets close, and neither holds a file or a lock of the caller's.
+A call runs in a forked worker and cannot escape its limits: the kernel ends a worker after `seconds` of CPU time, and
+refuses it more than `memory` bytes. A keeper process, forked from the caller once, forks a new worker when a worker has
+ended. Call start() early to fork the keeper before the caller has threads or uses much memory. Keeper and worker end
+with the caller, because their sockets close, and neither holds a file or a lock of the caller.
 
     calls = LimitedCalls(work, seconds=5, memory=2**29)
-    calls(request)      what work(request) returns, in types that marshal writes; Exceeded beyond a limit
+    calls(request)      the result of work(request), in types that marshal writes; raises Exceeded beyond a limit
 
-What it returns may be LENGTH bytes, and TIMES the request besides: a caller has many of them in memory at once.
+A result may have LENGTH bytes plus TIMES the size of the request, because a caller has many results in memory.
 """
 
 import atexit
@@ -30,20 +30,20 @@ from contract.amounts import size
 
 HEADER = struct.Struct("Q")
 LENGTH, TIMES = 2**18, 16
-WAITS = 12.0  # times the CPU time: a worker on a busy host may wait for its core, but never longer
+WAITS = 12.0  # limit of the elapsed time, as a multiple of the CPU time: on a busy host a worker waits for its core
 
 
 class Exceeded(Exception):
-    """A call beyond a limit. The message continues a sentence about the work: "takes more than 5 s"."""
+    """A call exceeded a limit. The message is the end of a sentence about the work: "takes more than 5 s"."""
 
 
 class LimitedCalls:
-    """Work that is called with limits, one call at a time."""
+    """A function with limits, for one call at a time."""
 
     def __init__(self, work: Callable[[Any], Any], seconds: int, memory: int):
         self.work, self.seconds, self.memory = work, seconds, memory
         self.lock = threading.Lock()
-        self.owner = 0  # the process that the keeper belongs to; a fork of it needs another
+        self.owner = 0  # pid of the process that forked the keeper; a fork of that process needs a keeper too
         self.keeper: socket.socket
         self.worker: socket.socket
         self.pid = 0
@@ -53,13 +53,14 @@ class LimitedCalls:
         if self.owner == os.getpid():
             return
         self.lock = threading.Lock()  # another thread may have held it while this process was forked
-        self.keeper, theirs = socket.socketpair()
+        self.keeper, far_end = socket.socketpair()
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # of a fork next to threads, whose locks it needs not
+            # Python warns of forks in a process with threads. The keeper needs none of their locks.
+            warnings.simplefilter("ignore", DeprecationWarning)
             forked = os.fork()
         if not forked:
-            _keep(theirs, self.work, self.seconds, self.memory)
-        theirs.close()
+            _keep(far_end, self.work, self.seconds, self.memory)
+        far_end.close()
         self.owner = os.getpid()
         self._next()
         atexit.register(self._end)
@@ -84,7 +85,7 @@ class LimitedCalls:
         raise Exceeded(result)
 
     def _next(self) -> int:
-        """Take the next worker from the keeper, and return the signal that ended the one before."""
+        """Take the next worker from the keeper, and return the signal that ended the previous worker."""
         self.keeper.settimeout(WAITS * self.seconds)
         message, descriptors, *_ = socket.recv_fds(self.keeper, 64, 1)
         if hasattr(self, "worker"):
@@ -100,35 +101,35 @@ class LimitedCalls:
 
 
 def _keep(control: socket.socket, work: Callable[[Any], Any], seconds: int, memory: int) -> NoReturn:
-    """Fork workers, each when the one before has ended, until nobody takes them."""
+    """Fork a worker, and another when it has ended, until the caller closes the socket."""
     ended = 0
     try:
-        _leave_files(control.fileno())
+        _close_files(control.fileno())
         while True:
-            mine, theirs = socket.socketpair()
+            worker_end, caller_end = socket.socketpair()
             pid = os.fork()
             if not pid:
                 control.close()
-                theirs.close()
-                _serve(mine, work, seconds, memory)
+                caller_end.close()
+                _serve(worker_end, work, seconds, memory)
                 os._exit(0)
-            mine.close()
-            socket.send_fds(control, [f"{pid} {ended}".encode()], [theirs.fileno()])
-            theirs.close()
+            worker_end.close()
+            socket.send_fds(control, [f"{pid} {ended}".encode()], [caller_end.fileno()])
+            caller_end.close()
             ended = os.waitpid(pid, 0)[1] & 0x7F
     finally:
         os._exit(0)
 
 
-def _leave_files(kept: int) -> None:
-    """Close all files but one, and take no part in the caller's signals and output."""
+def _close_files(control: int) -> None:
+    """Close all files except the control socket, and detach from the caller's signals and output."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     nothing = os.open(os.devnull, os.O_RDWR)
     for number in range(3):
         os.dup2(nothing, number)
-    os.closerange(3, kept)
-    os.closerange(kept + 1, resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+    os.closerange(3, control)
+    os.closerange(control + 1, resource.getrlimit(resource.RLIMIT_NOFILE)[0])
 
 
 def _serve(calls: socket.socket, work: Callable[[Any], Any], seconds: int, memory: int) -> None:

@@ -1,21 +1,23 @@
 """Ownership of each folder that a command writes: a second start is refused before it deletes or writes anything.
 
-The owner keeps a file in the folder, or beside one that is replaced as a whole: .owner.N says which process of which
-host it is, and since when. The owner touches it every RENEWED seconds, and removes it when it ends. Whoever finds one
-asks this host whether that process lives. Of a process on another host it watches the file: one that is touched has an
-owner, one that stays as it is for EXPIRES seconds has lost its own. No clock is compared with another host's. The next
-owner creates .owner.N+1, which only one can; the highest number counts.
+The owner has a file .owner.N in the folder, or next to a folder that is replaced as a whole. It names the process, the
+host and the time of the start. The owner touches it every RENEWED seconds, and removes it when it ends. Another process
+that finds the file checks whether the owner still lives: on its own host by the process, on another host by the file. A
+file that is touched has a living owner; if it does not change for EXPIRES seconds, its owner is dead. Clocks of two
+hosts are never compared. The next owner creates .owner.N+1, which only one process can do; the highest number is valid.
 
-This is not done with flock: NFS without a lock daemon, and Lustre mounted with localflock, grant one lock to every
-host, without a word; and a lock does not say whose it is. Exclusive creation is decided by the file server.
+flock is not used: NFS without a lock daemon, and Lustre mounted with localflock, grant the same lock to every host
+without an error; and a lock does not name its owner. The file server decides an exclusive creation.
 
-A command of a flow (GUARD_PID) waits for an owner on its own host that may be what a killed flow has left: its guard
-(tasks/run/guard.py) gives that the run's gang.grace to save what it has. By hand, a second start is refused at once.
+A command of a flow (GUARD_PID) waits for an owner on its own host, which may be a process of a killed flow: its guard
+(tasks/run/guard.py) gives that process the run's gang.grace to save its state. A second start by hand is refused at
+once.
 
-All ranks of a run share its folder. The process that starts them owns it; where torchrun or a gang has started them,
-rank 0 does. The next attempt of a gang takes over at once, because its controller has seen to the end of the last one.
+All ranks of a run share its folder. The process that starts them owns it; if torchrun or a gang has started them, rank
+0 does. The next attempt of a gang takes the folder at once, because its controller has ended the previous attempt.
 
-Not covered: a storage that is away for EXPIRES seconds from the owner's host alone, until that host sees it again.
+Not covered: a storage that only the owner's host cannot reach for EXPIRES seconds. Until it is back, that host does not
+see that another process has taken the folder.
 """
 
 import contextlib
@@ -36,12 +38,12 @@ from contract.processes import started
 from trainer.startup.console import say
 
 RENEWED = 5.0  # seconds between touches
-EXPIRES = 60.0  # longer than NFS keeps what it knows of a file, and than an import holds the interpreter
+EXPIRES = 60.0  # longer than NFS caches attributes of a file, and than an import holds the interpreter
 POLLED = 1.0
-OWNED = "TRAINER_OWNED"  # in the environment of ranks whose starter owns the folder
-GUARDED = "GUARD_PID"  # in the environment of what a flow has started (tasks/run/guard.py)
-LEAVES = 5.0  # seconds after gang.grace in which a guard has killed what is left
-REPLACED = ("base", "data", "export")  # as a whole, so that their owner's file lies beside them
+OWNED = "TRAINER_OWNED"  # set for ranks if the process that starts them owns the folder
+GUARDED = "GUARD_PID"  # set for processes that a flow has started (tasks/run/guard.py)
+LEAVES = 5.0  # seconds after gang.grace until a guard has killed the remaining processes
+REPLACED = ("base", "data", "export")  # as a whole: their owner's file is next to them
 
 
 @contextlib.contextmanager
@@ -50,12 +52,12 @@ def hold(run: Run, key: str) -> Iterator[None]:
     if OWNED in os.environ or os.environ.get("RANK", "0") != "0":
         yield
         return
-    if (taken := _try_to_take(run, key)) is None:
-        yield  # nobody can write there, this command neither: it says so if it has to
+    if (ownership := _try_to_take(run, key)) is None:
+        yield  # nobody can write there, nor can this command: it reports that when it writes
         return
-    place, mine, created = taken
+    place, own, created = ownership
     over = threading.Event()
-    renewal = threading.Thread(target=_renew, args=(place, mine, over), daemon=True, name="ownership")
+    renewal = threading.Thread(target=_renew, args=(place, own, over), daemon=True, name="ownership")
     renewal.start()
     try:
         yield
@@ -63,13 +65,13 @@ def hold(run: Run, key: str) -> Iterator[None]:
         over.set()
         renewal.join()
         with contextlib.suppress(OSError):
-            mine.unlink()
+            own.unlink()
             for folder in created:
-                folder.rmdir()  # an empty one that this command has not needed
+                folder.rmdir()  # succeeds only if the command has written nothing there
 
 
 def _try_to_take(run: Run, key: str) -> tuple[Path, Path, list[Path]] | None:
-    """The owner's file without and with its number, and the folders made for it; None where nothing can be written."""
+    """The owner's file without and with number, and the folders created for it; None if nothing can be written."""
     folder = Path(getattr(run.paths, key))
     try:
         place = _place(folder, key)
@@ -83,7 +85,7 @@ def _try_to_take(run: Run, key: str) -> tuple[Path, Path, list[Path]] | None:
 
 
 def _place(folder: Path, key: str) -> Path:
-    """Path of the owner's file, without its number. It is the same for all names of the folder."""
+    """Path of the owner's file without its number. Links to the folder lead to the same path."""
     folder = folder.resolve()
     if key in REPLACED and folder.name:
         return folder.with_name(f".{folder.name}.owner")
@@ -91,7 +93,7 @@ def _place(folder: Path, key: str) -> Path:
 
 
 def _make_folder(folder: Path) -> list[Path]:
-    """Make the folder. Returns the folders that were missing, innermost first."""
+    """Create the folder. Returns the folders that were missing, innermost first."""
     missing = [path for path in (folder, *folder.parents) if not path.exists()]
     folder.mkdir(parents=True, exist_ok=True)
     return missing
@@ -102,54 +104,54 @@ def _take(place: Path, key: str, me: dict[str, Any], patience: float = 0.0) -> P
         number, newest = _newest(place)
         if newest:
             _wait_for_end(newest, key, place, me, patience)
-        mine = place.with_name(f"{place.name}.{number + 1}")
-        with contextlib.suppress(FileExistsError):  # somebody else was faster: look again
-            _create(mine, me)
-            if _newest(place)[1] == mine:
+        own = place.with_name(f"{place.name}.{number + 1}")
+        with contextlib.suppress(FileExistsError):  # another process was faster: look again
+            _create(own, me)
+            if _newest(place)[1] == own:
                 for older in _files(place).values():
-                    if older != mine:
+                    if older != own:
                         older.unlink(missing_ok=True)
-                return mine
-            mine.unlink()
+                return own
+            own.unlink()
 
 
 def _wait_for_end(newest: Path, key: str, place: Path, me: dict[str, Any], patience: float) -> None:
-    """Wait until that owner is seen to be gone. Raises a Fault once it is seen to live, here for so many seconds."""
-    seen, until, told = _touched(newest), time.monotonic() + EXPIRES, False
-    while seen is not None and time.monotonic() < until:
+    """Wait until that owner has ended. Raises a Fault if it lives; if it is on this host, after `patience` seconds."""
+    touched, until, reported = _touched(newest), time.monotonic() + EXPIRES, False
+    while touched is not None and time.monotonic() < until:
         owner = _read(newest)
         if owner.get("boot") == me["boot"]:
             _wait_for_process(owner, key, place, patience)
             return
         if _is_earlier_attempt(owner.get("attempt", ""), me["attempt"]):
             return
-        if not told:
-            say(f"paths.{key}: {_name(owner)} has had it; watches for {EXPIRES:.0f} s at most whether that still lives")
-            told = True
+        if not reported:
+            say(f"paths.{key}: owned by {_name(owner)}; checking for at most {EXPIRES:.0f} s whether that still runs")
+            reported = True
         time.sleep(POLLED)
         now = _touched(newest)
-        if now is not None and now != seen:
+        if now is not None and now != touched:
             raise Fault(_refusal(_read(newest) or owner, key, place))
-        seen = now
+        touched = now
 
 
 def _wait_for_process(owner: dict[str, Any], key: str, place: Path, patience: float) -> None:
-    """Wait until a process of this host has ended. Raises a Fault where it is still there after so many seconds."""
-    until, told = time.monotonic() + patience, False
+    """Wait until a process of this host has ended. Raises a Fault if it still runs after `patience` seconds."""
+    until, reported = time.monotonic() + patience, False
     while started(owner["pid"]) == owner["born"]:
         if time.monotonic() >= until:
             raise Fault(_refusal(owner, key, place))
-        if not told:
-            say(f"paths.{key}: waits for {_name(owner)}, which has it, for {patience:.0f} s at most")
-            told = True
+        if not reported:
+            say(f"paths.{key}: waiting at most {patience:.0f} s for {_name(owner)}, which owns it")
+            reported = True
         time.sleep(min(POLLED, max(0.0, until - time.monotonic())))
 
 
 def _refusal(owner: dict[str, Any], key: str, place: Path) -> str:
     folder = place.parent if place.name == ".owner" else place.with_name(place.name[1 : -len(".owner")])
     return (
-        f"paths.{key}: {folder}: {_name(owner)} writes it since {owner.get('since', 'an unknown time')}; "
-        f"end that or wait for it, or name another paths.{key}"
+        f"paths.{key}: {folder}: {_name(owner)} has owned it since {owner.get('since', 'an unknown time')}; "
+        f"end that process or wait for it, or name another paths.{key}"
     )
 
 
@@ -158,29 +160,30 @@ def _name(owner: dict[str, Any]) -> str:
     return f"{command} (process {pid} on {host})"
 
 
-def _is_earlier_attempt(theirs: str, mine: str) -> bool:
-    """Whether theirs is an earlier attempt of the same gang. Both are <gang>-<number>."""
-    (gang, _, earlier), (mine_of, _, later) = theirs.rpartition("-"), mine.rpartition("-")
-    return bool(gang) and gang == mine_of and earlier.isdigit() and later.isdigit() and int(earlier) < int(later)
+def _is_earlier_attempt(other: str, own: str) -> bool:
+    """Whether `other` is an earlier attempt of the same gang. Both are <gang>-<number>."""
+    (gang, _, earlier), (own_gang, _, later) = other.rpartition("-"), own.rpartition("-")
+    return bool(gang) and gang == own_gang and earlier.isdigit() and later.isdigit() and int(earlier) < int(later)
 
 
-def _renew(place: Path, mine: Path, over: threading.Event) -> None:
+def _renew(place: Path, own: Path, over: threading.Event) -> None:
     while not over.wait(RENEWED):
-        with contextlib.suppress(OSError):  # the storage is away; it may come back
+        with contextlib.suppress(OSError):  # the storage cannot be reached; it may come back
             newest = _newest(place)[1]
-            if newest and newest != mine:
+            if newest and newest != own:
                 owner = _name(_read(newest))
-                print(f"error: {mine.parent}: taken over by {owner}; this one was silent too long", file=sys.stderr)
-                os._exit(1)  # and with it all ranks that it has started, before they write
+                reason = f"taken over by {owner}, because this process did not renew its file"
+                print(f"error: {own.parent}: {reason}", file=sys.stderr)
+                os._exit(1)  # which also ends all ranks that it has started, before they write
             if newest is None:
-                _create(mine, _myself())  # somebody has tidied up
-            os.utime(mine)
+                _create(own, _myself())  # somebody has deleted the file
+            os.utime(own)
 
 
 def _files(place: Path) -> dict[int, Path]:
     prefix = f"{place.name}."
-    found = (path for path in place.parent.iterdir() if path.name.startswith(prefix))
-    return {int(path.name[len(prefix) :]): path for path in found if path.name[len(prefix) :].isdigit()}
+    paths = (path for path in place.parent.iterdir() if path.name.startswith(prefix))
+    return {int(path.name[len(prefix) :]): path for path in paths if path.name[len(prefix) :].isdigit()}
 
 
 def _newest(place: Path) -> tuple[int, Path | None]:
@@ -193,7 +196,7 @@ def _create(path: Path, content: dict[str, Any]) -> None:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """Content of an owner's file; empty where it is damaged, or just being written."""
+    """Content of an owner's file; empty if it is damaged, or just being written."""
     with contextlib.suppress(OSError, ValueError):
         content = json.loads(path.read_text())
         if isinstance(content, dict) and {"boot", "pid", "born"} <= {*content}:
@@ -202,7 +205,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _touched(path: Path) -> int | None:
-    """Time of the last touch; None where the file is gone. Opening it first makes a client of NFS ask its server."""
+    """Time of the last touch; None if the file does not exist. An NFS client asks its server when a file is opened."""
     try:
         with path.open("rb") as file:
             return os.fstat(file.fileno()).st_mtime_ns

@@ -1,7 +1,7 @@
-"""Relay between hosts: a port of the first host that leads to its store, for those who know a secret.
+"""Relay between hosts: a port of the first host that leads to its store, for hosts that know a secret.
 
     admit((address, port), key, store)          on the first host: opens the port
-    reach((address, port), key, within)         on another host: returns a local port that leads to that one
+    reach((address, port), key, within)         on another host: returns a local port that leads to the first host's
 
 Each side proves with an HMAC over two fresh nonces that it knows the key, before any byte reaches the store. Bytes that
 follow are neither encrypted nor signed. The relay is for a network in which strangers can connect, and not for one in
@@ -45,9 +45,9 @@ def admit(address: Address, key: bytes, store: int) -> None:
 
 
 def reach(address: Address, key: bytes, within: float) -> int:
-    """Open a port of this host that leads to that one, until this process ends. Returns the port.
+    """Open a port of this host that leads to the first host's, until this process ends. Returns the port.
 
-    A first host that does not listen yet is tried again for so many seconds.
+    If the first host does not listen yet, try again for `within` seconds.
     """
 
     async def dial(_reader: StreamReader, _writer: StreamWriter) -> Streams:
@@ -77,19 +77,19 @@ async def _enter(address: Address, key: bytes) -> Streams:
 
 
 async def _be_host(reader: StreamReader, writer: StreamWriter, key: bytes) -> None:
-    theirs, ours = await reader.readexactly(NONCE), secrets.token_bytes(NONCE)
-    writer.write(ours + _proof(key, b"host", theirs + ours))
-    if not hmac.compare_digest(await reader.readexactly(PROOF), _proof(key, b"guest", theirs + ours)):
+    guest_nonce, host_nonce = await reader.readexactly(NONCE), secrets.token_bytes(NONCE)
+    writer.write(host_nonce + _proof(key, b"host", guest_nonce + host_nonce))
+    if not hmac.compare_digest(await reader.readexactly(PROOF), _proof(key, b"guest", guest_nonce + host_nonce)):
         raise Stranger
 
 
 async def _be_guest(reader: StreamReader, writer: StreamWriter, key: bytes) -> None:
-    ours = secrets.token_bytes(NONCE)
-    writer.write(ours)
-    theirs = await reader.readexactly(NONCE)
-    if not hmac.compare_digest(await reader.readexactly(PROOF), _proof(key, b"host", ours + theirs)):
+    guest_nonce = secrets.token_bytes(NONCE)
+    writer.write(guest_nonce)
+    host_nonce = await reader.readexactly(NONCE)
+    if not hmac.compare_digest(await reader.readexactly(PROOF), _proof(key, b"host", guest_nonce + host_nonce)):
         raise Stranger
-    writer.write(_proof(key, b"guest", ours + theirs))
+    writer.write(_proof(key, b"guest", guest_nonce + host_nonce))
 
 
 def _proof(key: bytes, role: bytes, nonces: bytes) -> bytes:

@@ -1,11 +1,11 @@
-"""Start ranks as torchrun does, except that they meet at a store that nobody else can reach.
+"""Start ranks as torchrun does, but with a rendezvous store that nobody else can reach.
 
     python -m trainer.startup.torchrun [torchrun's options] -m MODULE ...
 
 torchrun's own rendezvous listens on every address of the host without a password, and with --standalone it unpickles
-data that anyone can send there. Here the store listens on the loopback address of the first host, and nothing in it is
-unpickled. Other hosts reach it through a relay (relay.py) at --rdzv-endpoint, and have to know the secret in GANG_KEY.
-Ranks do not inherit the secret.
+data that anyone can send. Here the store listens on the loopback address of the first host, and nothing in it is
+unpickled. Other hosts reach it through a relay (relay.py) at --rdzv-endpoint, and need the secret in GANG_KEY. Ranks do
+not inherit the secret.
 """
 
 # pyright: reportPrivateImportUsage=false
@@ -32,7 +32,7 @@ WITHIN = 600  # seconds for all hosts to join, as in torch's static rendezvous
 
 
 class Rendezvous(StaticTCPRendezvous):
-    """Hosts with numbers that are known before, as in torch's static rendezvous."""
+    """Rendezvous of hosts whose ranks are known in advance, as in torch's static rendezvous."""
 
     key: bytes
 

@@ -1,4 +1,4 @@
-"""Megatron-Bridge's own training loop, and the ways in which it ends."""
+"""Run Megatron-Bridge's training loop, and handle each way in which it can end."""
 
 import faulthandler
 import logging
@@ -15,12 +15,12 @@ from contract.faults import WRITER_DIED, Fault, line_of
 from trainer.megatron.recipe import checkpoint_folder
 from trainer.startup.console import say
 
-CLEANUP_SECONDS = 30  # for process groups to be given up after a failure; they are there within three
-END_SECONDS = 90  # until a process that has failed is there no more, whatever it waits for
+CLEANUP_SECONDS = 30  # limit for destroying the process groups after a failure; it normally takes less than three
+END_SECONDS = 90  # limit after which a failed process is ended, whatever it waits for
 
 
 def train(run: Run, config: Any, forward_step: Any, callbacks: list[Any]) -> None:
-    """Train until the last step, or until somebody tells this process to end."""
+    """Train until the last step, or until this process receives SIGTERM."""
     from megatron.bridge.training.finetune import finetune
 
     from trainer.patches.gradients import local_norms
@@ -37,10 +37,10 @@ def train(run: Run, config: Any, forward_step: Any, callbacks: list[Any]) -> Non
     bound_cleanup()
     try:
         finetune(config, forward_step, callbacks=callbacks)
-    except SystemExit as leave:  # Bridge's way to end after SIGTERM, once its checkpoint is written
-        if leave.code:
+    except SystemExit as exit_request:  # Bridge raises it after SIGTERM, when its checkpoint is written
+        if exit_request.code:
             raise
-    except BaseException as error:  # torch's CheckpointException is no Exception
+    except BaseException as error:  # torch's CheckpointException does not inherit from Exception
         if WRITER_DIED not in str(error):
             raise
         folder = checkpoint_folder(run)
@@ -51,36 +51,38 @@ def train(run: Run, config: Any, forward_step: Any, callbacks: list[Any]) -> Non
 
 
 def bound_cleanup() -> None:
-    """Have a loop that has failed end its process, whatever its cleanup waits for."""
+    """Make a failed loop end its process even if Bridge's cleanup hangs."""
     from megatron.bridge.training import pretrain
 
     pretrain._cleanup_after_pretrain_failure = bounded(pretrain._cleanup_after_pretrain_failure)
 
 
 def bounded(cleanup: Callable[..., None]) -> Callable[..., None]:
-    """Bridge's cleanup after a failure, which cannot keep the process from ending.
+    """Wrap Bridge's cleanup after a failure in a time limit, because it can hang.
 
-    It aborts NCCL's groups. On GPUs that was seen to wait for ever, so that a training that had failed stayed. What
-    has failed is told all the same; the last resort is the interpreter's own watchdog, which waits for no thread.
+    It aborts NCCL's groups. On GPUs this sometimes waited for ever, and the failed process never ended. With the limit
+    the process ends and the failure is still reported. The last resort is Python's faulthandler, which exits the
+    process without waiting for any thread.
     """
 
-    def within_bounds(*arguments: Any) -> None:
+    def with_time_limit(*arguments: Any) -> None:
         faulthandler.dump_traceback_later(END_SECONDS, exit=True)
-        working = threading.Thread(target=cleanup, args=arguments, name="cleanup after a failure", daemon=True)
-        working.start()
-        working.join(CLEANUP_SECONDS)
-        if working.is_alive():
-            say(f"after the failure, process groups were not given up within {CLEANUP_SECONDS} s: it ends without that")
+        thread = threading.Thread(target=cleanup, args=arguments, name="cleanup after a failure", daemon=True)
+        thread.start()
+        thread.join(CLEANUP_SECONDS)
+        if thread.is_alive():
+            say(f"process groups were not destroyed within {CLEANUP_SECONDS} s after the failure: ending without it")
         else:
             faulthandler.cancel_dump_traceback_later()
 
-    return within_bounds
+    return with_time_limit
 
 
 def _is_failure(record: logging.LogRecord) -> bool:
-    """Whether a log record tells of a failure.
+    """Whether a log record reports a real failure.
 
-    Bridge logs whatever ends its loop as a failure, with a stack trace: an orderly end and a fault are none.
+    Bridge logs every end of its loop as a failure with a stack trace, also an orderly exit and a Fault, which are
+    reported in one line elsewhere.
     """
     error = record.exc_info[1] if record.exc_info else None
     return not (isinstance(error, SystemExit) or (error and (line_of(error) or WRITER_DIED in str(error))))

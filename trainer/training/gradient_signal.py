@@ -1,13 +1,13 @@
-"""Whether the gradients of steps point the same way more than noise would, and how long steps are while they do not.
+"""Measure whether the gradients of successive steps agree more than noise would, and shorten steps while they do not.
 
-    gradient_cosine    of a step's gradient and the mean of those before it, which Adam keeps
-    gradient_signal    sum of these cosines, over the root of the sum of their squares; of noise, its deviation is 1
-    step_length        share of the learning rate that the step was made with
+    gradient_cosine    cosine of a step's gradient and Adam's mean of the gradients before it
+    gradient_signal    sum of these cosines, divided by the root of the sum of their squares; noise has deviation 1
+    step_length        share of the learning rate that the step used
 
-Where rewards say nothing, the expected gradient of each step is 0, whatever the steps before it were. Cosines are then
-as often below 0 as above it, and the signal stays within a few deviations of 0, at any size of model and batch. Adam
-makes such steps as long as any, so that noise alone moves a policy as far as the root of their number. The length of a
-step follows from the steps before it: a gradient has no say in how far itself goes.
+If rewards carry no information, the expected gradient of each step is 0, whatever the steps before it were. Cosines
+are then below 0 as often as above it, and the signal stays within a few deviations of 0, at any size of model and
+batch. Adam does not make such steps shorter: noise alone moves a policy by the square root of the number of steps. The
+length of a step is computed from the steps before it, and never from its own gradient.
 """
 
 import math
@@ -15,17 +15,17 @@ from typing import Any
 
 import torch
 
-KEPT = 0.95  # of the sums of cosines and of their squares
-ROUNDED = 1e-12  # share of a gradient's square that the square of a mean of nothing comes to
-NOTHING = 1 / 3  # of the signal that is asked for full steps: below it, none is made
+DECAY = 0.95  # per step, of the sums of cosines and of their squares
+ROUNDING = 1e-12  # if the mean's square is below this share of the gradient's, the mean is only rounding error
+ZERO_LENGTH = 1 / 3  # share of the signal for full steps, below which the step length is 0
 
 
 class GradientSignal:
     """The signal in the gradients of all steps so far."""
 
-    def __init__(self, asked: float):
-        """`asked` is the signal from which on steps have full length, 0 where all have."""
-        self.asked = asked
+    def __init__(self, full: float):
+        """`full` is the signal from which steps have full length; 0 gives all steps full length."""
+        self.full = full
         self.sum = self.squares = 0.0
 
     @property
@@ -35,23 +35,23 @@ class GradientSignal:
     @property
     def length(self) -> float:
         """Share of the learning rate for the next step."""
-        if not self.asked:
+        if not self.full:
             return 1.0
-        least = NOTHING * self.asked
-        return min(1.0, max(0.0, (self.value - least) / (self.asked - least)))
+        lowest = ZERO_LENGTH * self.full
+        return min(1.0, max(0.0, (self.value - lowest) / (self.full - lowest)))
 
     def shorten(self, optimizer: Any) -> None:
-        """Have the next step be as long as the signal allows. Core sets the rate anew behind each step."""
+        """Scale the learning rate of the next step by the length. Megatron-core sets the rate again after each step."""
         length = self.length
         for group in optimizer.param_groups:
             group["lr"] = group["lr"] * length
 
     def add(self, cosine: float) -> None:
-        self.sum = KEPT * self.sum + cosine
-        self.squares = KEPT**2 * self.squares + cosine**2
+        self.sum = DECAY * self.sum + cosine
+        self.squares = DECAY**2 * self.squares + cosine**2
 
     def state(self) -> dict[str, float]:
-        """Sums that a start after a crash goes on with."""
+        """The sums, with which a run resumes after a crash."""
         return {"sum": self.sum, "squares": self.squares}
 
     def resume(self, state: dict[str, float]) -> None:
@@ -59,15 +59,15 @@ class GradientSignal:
 
 
 def cosine_of(sums: torch.Tensor) -> float:
-    """Cosine by the products of all parameters together; 0 where there was no gradient, or none before it."""
+    """Cosine from the summed products of all parameters; 0 without a gradient or without an earlier one."""
     product, grads, means = sums.tolist()
-    return product / math.sqrt(grads * means) if means > ROUNDED * grads > 0 else 0.0
+    return product / math.sqrt(grads * means) if means > ROUNDING * grads > 0 else 0.0
 
 
 def products(grad: torch.Tensor, mean: torch.Tensor, beta: float) -> torch.Tensor:
-    """Products of a gradient and the mean before it: of both, of the gradient with itself, of the mean with itself.
+    """Dot products of a gradient g and the mean m before it: g·m, g·g and m·m.
 
-    The mean before is what Adam's mean is now without the gradient's part, so that none has to be kept.
+    `mean` is Adam's mean after the step. The mean before the step is computed from it, so no copy has to be kept.
     """
     before = (mean - (1 - beta) * grad) / beta
     return torch.stack([(grad * before).sum(), (grad * grad).sum(), (before * before).sum()]).double()

@@ -1,14 +1,14 @@
-"""Check after a few steps that everything learns that is trained. If not, stop with the reason instead of wasting GPUs.
+"""Check after a few steps that every trained tensor learns. If not, stop with the reason instead of wasting GPUs.
 
-Frozen bases combined with recomputation have given finite losses and zero gradients in several frameworks, and so do
-adapters that are not attached, or only to some layers. After STEPS steps each trained tensor must have had a gradient
-and have changed; trainer/training/learning_verdict.py gives the verdict. With adapters, A has no gradient while B is
-zero: it is looked at a step later. The check also writes down what really runs, as Megatron's finished configuration
-has it.
+In several frameworks, frozen bases combined with recomputation gave finite losses and zero gradients. Adapters that are
+not attached, or only to some layers, do the same. After STEPS steps each trained tensor must have had a gradient and
+must have changed; trainer/training/learning_verdict.py gives the verdict. With adapters, A has no gradient while B is
+zero, so A is checked one step later. The check also logs the layout and recomputation that Megatron's final
+configuration has.
 
-It costs these things, in the first steps of each start alone: sums per tensor on the device, digests
-(trainer/weights/digests.py) of what is trained before and after, one wait for the device a look, and numbers and names
-sent between ranks.
+It has a cost only in the first steps after each start: sums per tensor on the device, digests
+(trainer/weights/digests.py) of the trained tensors before and after, one synchronisation with the device per check, and
+numbers and names sent between ranks.
 """
 
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportOptionalMemberAccess=false
@@ -29,15 +29,15 @@ from conf.schema.run import Run
 from contract.faults import Fault
 from trainer.startup.console import say
 from trainer.training import learning_verdict
-from trainer.training.learning_verdict import Key, Seen, Verdict
+from trainer.training.learning_verdict import Key, Observation, Verdict
 from trainer.weights import digests
 
-STEPS = 2  # the first may have a learning rate of 0, where the warm-up begins
+STEPS = 2  # at the first, a warm-up may have a learning rate of 0
 A = ".adapter.linear_in.weight"
 ONE_EXPERT = re.compile(r"\.local_experts\.(\d+)\.|\.experts\..*\.(?:weight|bias)(\d+)$")
 
 
-class Gates(Callback):
+class LearningCheck(Callback):
     def __init__(self, run: Run, metrics):
         self.run, self.metrics, self.steps = run, metrics, 0
 
@@ -53,29 +53,29 @@ class Gates(Callback):
     def on_train_step_end(self, context) -> None:
         if not hasattr(self, "tensors"):  # the check is over
             return
-        if context.skipped_iter:  # fp16 whose gradients overflowed: nothing was to change
+        if context.skipped_iter:  # fp16 gradients overflowed: no tensor changes in this step
             self.gradients.zero_()
             return
         self.steps += 1
         self.gradients |= _per_part(self.tensors, _gradient) != 0
         if self.steps == STEPS:
-            found, self.needed = self._seen(), self.tokens.take()
-            factors = {key: seen for key, seen in found.items() if key[0].endswith(A)}
-            others = {key: seen for key, seen in found.items() if key not in factors}
-            self._require(context, learning_verdict.judge(others, self.needed))
+            observations, self.needed = self._observations(), self.tokens.take()
+            inner = {key: observed for key, observed in observations.items() if key[0].endswith(A)}
+            outer = {key: observed for key, observed in observations.items() if key not in inner}
+            self._require(context, learning_verdict.judge(outer, self.needed))
             self.gradients.zero_()
-            if not factors:
+            if not inner:
                 self._end()
         elif self.steps == STEPS + 1:
-            factors = {key: seen for key, seen in self._seen().items() if key[0].endswith(A)}
-            # An expert whose B is still zero, because it got no token before, has no gradient for A either.
+            inner = {key: observed for key, observed in self._observations().items() if key[0].endswith(A)}
+            # If an expert got no token before, its B is still zero, and its A has no gradient.
             needed = {layer: experts & self.needed[layer] for layer, experts in self.tokens.take().items()}
-            self._require(context, learning_verdict.judge(factors, needed, every_layer=False))
+            self._require(context, learning_verdict.judge(inner, needed, every_layer=False))
             self._end()
 
     def on_train_end(self, context) -> None:
         if self.steps < STEPS:
-            say(f"learning check: not made, since this start took {self.steps} steps and {STEPS} are needed")
+            say(f"learning check: skipped, because this start ran {self.steps} steps and the check needs {STEPS}")
 
     def _end(self) -> None:
         self.tokens.remove()
@@ -85,33 +85,34 @@ class Gates(Callback):
         """Digests of the model's values and of the optimizer's exact copies."""
         return _per_part(self.tensors, _digest), _per_part(self.tensors, _exact_digest)
 
-    def _seen(self) -> dict[Key, Seen]:
-        """Observations on the whole model, on every rank."""
+    def _observations(self) -> dict[Key, Observation]:
+        """Observations of the whole model, on every rank."""
         values, exact = ((now != before).tolist() for now, before in zip(self._values(), self.before, strict=True))
         flags = zip(self.gradients.tolist(), values, exact, strict=True)
-        mine = {}
+        of_rank = {}
         for tensor in self.tensors:
+            rounded = tensor.parameter.element_size() < 4
             for key in tensor.keys:
                 gradient, changed, moved = next(flags)
                 copied = _exact(tensor.parameter) is not None
-                mine[key] = Seen(gradient, changed, moved if copied else None, tensor.parameter.element_size() < 4)
-        everyone = [None] * distributed.get_world_size()
-        distributed.all_gather_object(everyone, mine)
-        return learning_verdict.combined(everyone)
+                of_rank[key] = Observation(gradient, changed, moved if copied else None, rounded)
+        of_all_ranks = [None] * distributed.get_world_size()
+        distributed.all_gather_object(of_all_ranks, of_rank)
+        return learning_verdict.combined(of_all_ranks)
 
     def _require(self, context, verdict: Verdict) -> None:
-        """Raise the verdict on all ranks alike, so that none is left waiting for the others."""
+        """Raise a Fault if the verdict has faults: on all ranks, because otherwise some would wait for the others."""
         norm, faults = context.grad_norm, verdict.faults
         if not (norm and norm > 0):
             faults = [f"the gradient norm is {norm}", *faults]
         if faults:
-            what = "not everything is learned" if verdict.learned else "nothing is learned"
-            more = f" (and {len(faults) - 1} more like it)" if len(faults) > 1 else ""
-            raise Fault(f"{what} after {self.steps} steps: {faults[0]}{more}")
-        what = f"all {verdict.count} {self._what()} learn: {verdict}"
-        say(f"learning check: after {self.steps} steps {what}; gradient norm {norm:.3g}")
+            share = "not everything is learned" if verdict.learned else "nothing is learned"
+            more = f" (and {len(faults) - 1} more faults)" if len(faults) > 1 else ""
+            raise Fault(f"{share} after {self.steps} steps: {faults[0]}{more}")
+        result = f"all {verdict.count} {self._kind()} learn: {verdict}"
+        say(f"learning check: after {self.steps} steps {result}; gradient norm {norm:.3g}")
 
-    def _what(self) -> str:
+    def _kind(self) -> str:
         if self.run.adapter.kind == "none":
             return "weights"
         magnitudes = " and magnitudes" if self.run.adapter.kind == "dora" else ""
@@ -120,7 +121,7 @@ class Gates(Callback):
 
 @dataclass(frozen=True)
 class Tensor:
-    """A trained tensor as this rank has it: one tensor, or those of several experts in one."""
+    """A trained tensor, or this rank's part of it. A tensor that holds several experts has a key for each of them."""
 
     name: str
     parameter: torch.nn.Parameter
@@ -128,9 +129,10 @@ class Tensor:
 
 
 class Tokens:
-    """Record of the experts that got a token at which their layer's output has a gradient: those must learn.
+    """Record of the experts that got a token with a gradient at the layer's output: those must learn.
 
-    A hook on the router keeps which token goes where, one on the layer's output which tokens have a gradient.
+    A hook on the router records which experts each token goes to; a hook on the layer's output records which tokens
+    have a gradient.
     """
 
     def __init__(self, model):
@@ -143,17 +145,17 @@ class Tokens:
             self.hooks.append(module.register_forward_hook(partial(self._watch, layer)))
 
     def take(self) -> dict[str, set[int]]:
-        """Experts of the whole model since the last call, on every rank."""
-        mine = {layer: reached.nonzero().flatten().tolist() for layer, reached in self.reached.items()}
+        """Experts of the whole model that got such a token since the last call, by layer, on every rank."""
+        of_rank = {layer: reached.nonzero().flatten().tolist() for layer, reached in self.reached.items()}
         for reached in self.reached.values():
             reached.zero_()
-        everyone = [None] * distributed.get_world_size()
-        distributed.all_gather_object(everyone, mine)
-        found: dict[str, set[int]] = {}
-        for of_rank in everyone:
-            for layer, experts in of_rank.items():
-                found.setdefault(layer, set()).update(experts)
-        return found
+        of_all_ranks = [None] * distributed.get_world_size()
+        distributed.all_gather_object(of_all_ranks, of_rank)
+        union: dict[str, set[int]] = {}
+        for layers in of_all_ranks:
+            for layer, experts in layers.items():
+                union.setdefault(layer, set()).update(experts)
+        return union
 
     def remove(self) -> None:
         for hook in self.hooks:
@@ -164,22 +166,22 @@ class Tokens:
 
     def _watch(self, layer: str, _module, _inputs, outputs) -> None:
         output, routes = outputs[0], self.routes.pop(layer, None)
-        if output.requires_grad and routes is not None:  # the first pass of a layer that is computed again does not
+        if output.requires_grad and routes is not None:  # the first pass of a recomputed layer has no gradient
             output.register_hook(partial(self._reach, layer, routes))
 
     def _reach(self, layer: str, routes: torch.Tensor, gradient: torch.Tensor) -> None:
-        bears = (gradient != 0).flatten(0, -2).any(-1)
-        self.reached[layer] |= (routes & bears[:, None]).any(0)
+        has_gradient = (gradient != 0).flatten(0, -2).any(-1)
+        self.reached[layer] |= (routes & has_gradient[:, None]).any(0)
 
 
 def _trained(model) -> list[Tensor]:
-    chunks, found = unwrap_model(model), []
+    chunks, tensors = unwrap_model(model), []
     for stage, chunk in enumerate(chunks):
         for name, parameter in chunk.named_parameters():
             if parameter.requires_grad:
                 whole = _megatron_local_name_to_global(chunks, chunk.config, name, stage)
-                found.append(Tensor(whole, parameter, tuple(_keys(whole, parameter, chunk.config.num_moe_experts))))
-    return found
+                tensors.append(Tensor(whole, parameter, tuple(_keys(whole, parameter, chunk.config.num_moe_experts))))
+    return tensors
 
 
 def _keys(name: str, parameter, experts: int | None) -> list[Key]:
@@ -210,15 +212,15 @@ def _expert_layers(model):
 def _learns_nothing(name: str, context) -> bool:
     """Whether the run's configuration keeps a tensor from learning.
 
-    It does so by losses of weight zero, and by a router that has nothing to weigh.
+    Its loss may have weight zero, or its router may choose one expert only, whose weight is always 1.
     """
     model = context.state.cfg.model
-    mute = name.startswith("mtp.") and not model.mtp_loss_scaling_factor
-    return mute or (".router." in name and model.moe_router_topk == 1)
+    unweighted = name.startswith("mtp.") and not model.mtp_loss_scaling_factor
+    return unweighted or (".router." in name and model.moe_router_topk == 1)
 
 
 def _per_part(tensors: list[Tensor], measure) -> torch.Tensor:
-    """One number for each tensor, or for each expert of one."""
+    """One number for each tensor, or for each expert of a tensor that holds several."""
     return torch.cat([measure(t.parameter, int(len(t.keys) > 1)).reshape(-1).expand(len(t.keys)) for t in tensors])
 
 
@@ -234,7 +236,7 @@ def _digest(parameter, depth: int) -> torch.Tensor:
 
 
 def _exact(parameter) -> torch.Tensor | None:
-    """The optimizer's fp32 copy of coarse weights, or this rank's part of it; experts in one tensor share an answer."""
+    """This rank's part of the optimizer's fp32 copy of 16-bit weights; experts of one tensor share one result."""
     copy = getattr(parameter, "main_param", None)
     return copy if copy is not None and copy.numel() and copy.device == parameter.device else None
 

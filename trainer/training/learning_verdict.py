@@ -1,12 +1,12 @@
-"""Verdict of the learning check: whether every trained tensor learns, of every kind, in every layer.
+"""Verdict of the learning check: whether every trained tensor of every kind and layer learns.
 
 A tensor learns if a gradient other than zero has reached it and its values have changed. Both are needed: weight decay
 changes a weight that no gradient reaches, and a weight that the optimizer was not given has a gradient.
 
-Experts. One that got no token cannot learn; neither can one whose tokens bear on no loss, such as padding behind the
-last answer. trainer/training/learning_check.py therefore notes which experts got a token at which the layer's output
-has a gradient: each of those must learn. The others may, and are counted. A layer none of whose experts got such a
-token is at fault, whatever its experts did.
+An expert without tokens cannot learn, nor can one whose tokens have no effect on the loss, such as padding after the
+last answer. trainer/training/learning_check.py therefore records which experts got a token at which the layer's output
+has a gradient: each of those must learn. The other experts may learn, and are only counted. If no expert of a layer got
+such a token, the layer is a fault.
 """
 
 from collections import Counter, defaultdict
@@ -14,16 +14,16 @@ from dataclasses import dataclass
 
 from trainer.weights.released import enumerate_names
 
-Key = tuple[str, int | None]  # Megatron's name of a tensor, and the expert where the tensor holds several
+Key = tuple[str, int | None]  # Megatron's name of a tensor, and the expert if the tensor holds several
 SHOWN = 3
 
 
 @dataclass(frozen=True)
-class Seen:
-    gradient: bool  # other than zero, in any of the steps
-    changed: bool  # the model's values
-    exact: bool | None  # the same of the optimizer's exact copy; None where there is none, or it cannot be read
-    rounded: bool  # the model's values are so coarse that a small step may not show in them
+class Observation:
+    gradient: bool  # the gradient was not zero in at least one of the steps
+    changed: bool  # the model's values changed
+    exact: bool | None  # the optimizer's exact copy changed; None if it does not exist or cannot be read
+    rounded: bool  # the model's values are 16-bit: a small step may not show in them
 
     @property
     def moved(self) -> bool:
@@ -35,7 +35,7 @@ class Verdict:
     faults: list[str]
     learned: Counter  # tensors by kind
     layers: dict[str, int]  # of routed experts, by kind
-    idle: int  # experts' tensors that had nothing to learn from
+    idle: int  # tensors of experts that got no token with a loss
 
     @property
     def count(self) -> int:
@@ -50,32 +50,32 @@ class Verdict:
         return f"{', '.join(parts)}{idle}"
 
 
-def combined(everyone: list[dict[Key, Seen]]) -> dict[Key, Seen]:
-    """Observations of all ranks: a gradient on any of them, a change on each that holds the tensor or a part of it."""
-    found: dict[Key, Seen] = {}
-    for of_rank in everyone:
-        for key, one in of_rank.items():
-            other = found.get(key, one)
-            exact = [seen.exact for seen in (one, other) if seen.exact is not None]
-            found[key] = Seen(
-                one.gradient or other.gradient,
-                one.changed and other.changed,
+def combined(of_all_ranks: list[dict[Key, Observation]]) -> dict[Key, Observation]:
+    """Combine the ranks' observations: a gradient on any rank, a change on each that holds a part of the tensor."""
+    combination: dict[Key, Observation] = {}
+    for of_rank in of_all_ranks:
+        for key, new in of_rank.items():
+            old = combination.get(key, new)
+            exact = [observed.exact for observed in (new, old) if observed.exact is not None]
+            combination[key] = Observation(
+                new.gradient or old.gradient,
+                new.changed and old.changed,
                 any(exact) if exact else None,
-                one.rounded,
+                new.rounded,
             )
-    return found
+    return combination
 
 
-def judge(found: dict[Key, Seen], needed: dict[str, set[int]], every_layer: bool = True) -> Verdict:
+def judge(observations: dict[Key, Observation], needed: dict[str, set[int]], every_layer: bool = True) -> Verdict:
     """Judge whether every tensor learns.
 
-    `needed` has, by layer, the experts that got a token that bears on the loss. With `every_layer`, each layer must
-    have one.
+    `needed` has, by layer, the experts that got a token with an effect on the loss. With `every_layer`, each layer must
+    have such an expert.
     """
     learned, total, idle = Counter(), Counter(), 0
-    without: dict[tuple[str, str], list[str]] = defaultdict(list)
+    unlearned: dict[tuple[str, str], list[str]] = defaultdict(list)
     layers: dict[str, set[str]] = defaultdict(set)
-    for (name, expert), seen in sorted(found.items(), key=lambda item: (item[0][0], item[0][1] or 0)):
+    for (name, expert), observed in sorted(observations.items(), key=lambda item: (item[0][0], item[0][1] or 0)):
         kind, layer = kind_of(name), name.partition(".experts.")[0]
         if expert is not None:
             layers[kind].add(layer)
@@ -83,15 +83,15 @@ def judge(found: dict[Key, Seen], needed: dict[str, set[int]], every_layer: bool
                 idle += 1
                 continue
         total[kind] += 1
-        if seen.gradient and seen.moved:
+        if observed.gradient and observed.moved:
             learned[kind] += 1
         else:
-            which = name if expert is None else f"{name}[{expert}]"
-            what = [text for text, lacks in LACKS.items() if lacks(seen)]
-            without[" and ".join(what), kind].append(which)
+            tensor = name if expert is None else f"{name}[{expert}]"
+            reasons = [text for text, lacks in LACKS.items() if lacks(observed)]
+            unlearned[" and ".join(reasons), kind].append(tensor)
     faults = [
-        f"{len(names)} of {total[kind]} tensors of {kind} {what} ({enumerate_names(names, SHOWN)})"
-        for (what, kind), names in without.items()
+        f"{len(names)} of {total[kind]} tensors of {kind} {reason} ({enumerate_names(names, SHOWN)})"
+        for (reason, kind), names in unlearned.items()
     ]
     for kind, names in layers.items():
         if every_layer and (lost := sorted(layer for layer in names if not needed.get(layer))):
@@ -109,7 +109,10 @@ def kind_of(name: str) -> str:
     return within + "other"
 
 
-LACKS = {"got no gradient": lambda seen: not seen.gradient, "have not changed": lambda seen: not seen.moved}
+LACKS = {
+    "got no gradient": lambda observed: not observed.gradient,
+    "have not changed": lambda observed: not observed.moved,
+}
 KINDS = {
     "norm": "norms",
     ".shared_experts.": "shared experts",

@@ -4,9 +4,12 @@ from megatron.bridge.training.callbacks import Callback
 
 
 class LossScaling(Callback):
-    """Begin with an optimizer that has its states: core cannot save one all of whose steps were skipped."""
+    """Create the optimizer's states before the first step.
+
+    Megatron-core cannot save an optimizer without states, and it has none if all steps so far were skipped.
+    """
 
     def on_train_start(self, context) -> None:
-        for one in getattr(context.optimizer, "chained_optimizers", [context.optimizer]):
-            if one.init_state_fn and not one.is_stub_optimizer:
-                one.init_state_fn(one.optimizer, one.config)  # of what has none yet
+        for optimizer in getattr(context.optimizer, "chained_optimizers", [context.optimizer]):
+            if optimizer.init_state_fn and not optimizer.is_stub_optimizer:
+                optimizer.init_state_fn(optimizer.optimizer, optimizer.config)  # keeps states that exist

@@ -1,6 +1,6 @@
 """Callback that marks each checkpoint complete once Megatron has written all of it.
 
-The digests of the trained tensors, as they are in memory, are written beside it first: trainer/weights/digests.py.
+Before that it writes the digests of the trained tensors in memory into the checkpoint: trainer/weights/digests.py.
 """
 
 # pyright: reportOptionalMemberAccess=false
@@ -26,20 +26,20 @@ from trainer.weights.trained import find
 
 
 def is_nth(step: int, interval: int, every: int | None) -> bool:
-    """Whether every n-th checkpoint is that of this step. They are counted from the first step of the whole training.
+    """Whether the checkpoint of this step is an n-th one, counted from the first step of the whole training.
 
-    The last one may lie between two intervals, and one that SIGTERM has saved as well: each counts as the next.
+    The last checkpoint and one saved after SIGTERM may lie between two intervals: each takes the number of the next.
     """
     return every is not None and ceil(step / interval) % every == 0
 
 
-class Saves(Callback):
+class MarkCheckpoints(Callback):
     def __init__(self, run: Run, metrics, validations: Validations | None = None):
         self.run, self.folder, self.metrics, self.validations = run, checkpoint_folder(run), metrics, validations
-        self.training = resume.record(run)  # as it is now: nobody is to edit it under a running training
+        self.training = resume.record(run)  # taken at the start: later edits of the files must not change it
 
     def on_checkpoint_save(self, context) -> None:
-        """Mark the checkpoint. Every rank gets this call after all have written and passed a barrier."""
+        """Mark the checkpoint. Bridge calls this on every rank after all ranks have written and passed a barrier."""
         of_tensors = model_digests.of_model(context.model, context.state.cfg.peft)
         alpha = model_digests.alpha(context.model)
         if distributed.get_rank() == 0:
@@ -56,13 +56,13 @@ class Saves(Callback):
             self.validations.after_save(context.state.train_state.step)
 
     def on_eval_end(self, context) -> None:
-        """Mark the last checkpoint again, which Bridge validates after it has been saved."""
+        """Mark the last checkpoint again: Bridge validates after it has saved it, and the mark records the loss."""
         step = context.state.train_state.step
         if distributed.get_rank() == 0 and checkpoints.read_mark(checkpoints.step_folder(self.folder, step)):
             self._mark(context)
 
     def _export(self, step: int, folder: Path) -> None:
-        """Write the adapter beside every n-th checkpoint. One that PEFT cannot express ends no training."""
+        """Write the adapter into every n-th checkpoint. If PEFT cannot express it, log that and continue."""
         interval = self.run.checkpoint.save_every
         assert isinstance(interval, int)  # steps: trainer.train has a resolved schedule
         if not is_nth(step, interval, self.run.export.every):
@@ -72,10 +72,10 @@ class Saves(Callback):
             peft_format.check(trained)
             peft_format.write(trained, folder / "adapter", str(self.run.model.source))
         except Fault as fault:
-            say(f"train: {folder}: its adapter was not written: {fault}")
+            say(f"train: {folder}: the adapter of this checkpoint was not written: {fault}")
 
     def _mark(self, context) -> None:
         step, samples = context.state.train_state.step, context.state.train_state.consumed_train_samples
-        seen = self.validations.facts(step) if self.validations else {}
+        validations = self.validations.facts(step) if self.validations else {}
         folder = checkpoints.step_folder(self.folder, step)
-        checkpoints.mark(folder, step=step, samples=samples, training=self.training, **seen)
+        checkpoints.mark(folder, step=step, samples=samples, training=self.training, **validations)

@@ -1,26 +1,27 @@
-"""Metrics of each step, which rank 0 appends to metrics.jsonl: the only way out of the training process for a number.
+"""Metrics of each step, which rank 0 appends to metrics.jsonl, the only file that carries numbers out of training.
 
-Kinds of lines: start (layout, recompute, sizes), train, validation, checkpoint. A run that goes on from step N first
-drops the lines of later steps, which an interrupted attempt left behind, so that no step stands there twice.
+Kinds of lines: start (layout, recompute, sizes), train, validation, checkpoint. A run that resumes from step N first
+drops the lines of later steps that an interrupted attempt left: each step appears once.
 
     step, lm_loss, mtp_loss, aux_loss, lr, grad_norm      of this step; losses are means over tokens
-    z_loss                                                mean square that train.z_loss weighs
-    aux_loss                                              of balancing, 1 if experts are equally busy: means over rows
-    router_z_loss                                         that of the routers, which moe.z_loss_coeff weighs
-    loss_scale, skipped_steps, nan_steps                  of fp16: steps whose gradients overflowed so far, and those
-                                                          among them whose loss was no number; lm_loss is null then
-    rewards/chosen, rewards/rejected, rewards/margin,     of dpo, means over the rows of a step or of a validation;
-    rewards/accuracy                                      accuracy: share of them whose chosen answer has the higher
-    grad_norm_layer_N, noise_scale_tokens                 on request: trainer/training/gradients.py
-    kl                                                    of distill: divergence from the teacher
-    batch                                                 sequences of the step, where they grow (train.ramp_from)
+    z_loss                                                mean of the squares that train.z_loss weighs
+    aux_loss                                              load balancing loss, mean over rows; 1 if experts are equally
+                                                          busy
+    router_z_loss                                         z loss of the routers, weighed by moe.z_loss_coeff
+    loss_scale, skipped_steps, nan_steps                  fp16: steps so far whose gradients overflowed, and how many of
+                                                          them had a loss that was NaN or infinite (lm_loss is null)
+    rewards/chosen, rewards/rejected, rewards/margin,     dpo: means over the rows of a step or of a validation;
+    rewards/accuracy                                      accuracy: share of rows whose chosen answer scores higher
+    grad_norm_layer_N, noise_scale_tokens                 if requested: trainer/training/gradients.py
+    kl                                                    distill: divergence from the teacher
+    batch                                                 sequences of the step, if train.ramp_from makes them grow
     samples, tokens                                       consumed since the start, padding included
-    step_seconds, tokens_per_second                       of the whole run, the slowest rank counting; without padding
-    padding                                               share of the tokens that are padding: mean of the data
-    perplexity                                            of a validation: exp of its loss; of sft
-    tflops, mfu                                           per device, of the model without recomputation; mfu where the
-                                                          device's peak is known
-    memory_gb                                             highest of any rank: of the GPU, or of the process
+    step_seconds, tokens_per_second                       of the whole run, by its slowest rank; without padding
+    padding                                               share of the tokens that are padding, mean of the data
+    perplexity                                            sft: exp of a validation's loss
+    tflops, mfu                                           per device, without recomputation; mfu only if the device's
+                                                          peak is known
+    memory_gb                                             highest of all ranks: of the GPU, or of the process
     expert_load_max, expert_load_mean                     busiest expert's load over the mean load: worst layer, mean
 """
 
@@ -57,8 +58,8 @@ from trainer.training.pace import Pace
 from trainer.training.tensorboard_files import TensorBoardFiles
 
 
-def stop_at_no_number(step: int, losses: dict[str, float]) -> None:
-    """End the training at a loss that is no number, on every rank: nothing that is trained on is saved."""
+def require_finite(step: int, losses: dict[str, float]) -> None:
+    """Raise on every rank if a loss is NaN or infinite: training ends, and no later checkpoint is saved."""
     for name, loss in losses.items():
         if not math.isfinite(loss):
             raise RuntimeError(f"step {step}: {name.replace('_', ' ')} is {loss}")
@@ -70,13 +71,13 @@ class Metrics(Callback):
         self.first, self.started = start, time.monotonic()
         self.loads: dict[int, torch.Tensor] = {}
         self.validated, self.validation_loss, self.pace = -1, math.nan, Pace()
-        self.skipped = self.no_numbers = 0
+        self.skipped = self.not_finite = 0
         self.gradients, self.fill = Gradients(run), prepared.fill(run)
-        self.counted: tuple[int, int] | None = None  # tokens and positions of a step that reads no prepared sequences
+        self.counted: tuple[int, int] | None = None  # tokens and positions of an RL step, which reads no prepared data
         if os.environ["RANK"] == "0":
             path.parent.mkdir(parents=True, exist_ok=True)
-            counted = drop_after(path, start)
-            self.skipped, self.no_numbers = (counted.get(key, 0) for key in ("skipped_steps", "nan_steps"))
+            last = drop_after(path, start)
+            self.skipped, self.not_finite = (last.get(key, 0) for key in ("skipped_steps", "nan_steps"))
             self.curves = TensorBoardFiles(path.parent, start) if run.track.tensorboard else None
 
     def write(self, line: dict) -> None:
@@ -95,17 +96,17 @@ class Metrics(Callback):
 
     def on_train_step_start(self, context) -> None:
         self.step_started = time.monotonic()
-        self.gradients.begin_step(self._is_told(context.state.train_state.step + 1))
+        self.gradients.begin_step(self._is_logged(context.state.train_state.step + 1))
 
     def on_train_step_end(self, context) -> None:
         step = context.state.train_state.step + 1
-        self.left = self.pace.left(step, last_step(self.run), time.monotonic())
+        self.time_left = self.pace.left(step, last_step(self.run), time.monotonic())
         losses = self._losses(context)
         self._count_skipped(context, step, losses)
         if not context.skipped_iter:
-            stop_at_no_number(step, losses)
+            require_finite(step, losses)
         loads = self._expert_loads(context)
-        if not self._is_told(step):
+        if not self._is_logged(step):
             return
         batch = get_current_running_global_batch_size()
         seconds, memory = _highest(time.monotonic() - self.step_started, torch.cuda.max_memory_allocated() / 1e9)
@@ -134,28 +135,28 @@ class Metrics(Callback):
         loss = _from_last_stage([float(losses["lm loss"])] if "lm loss" in losses else [0.0])[0]
         step, self.validation_loss = context.state.train_state.step, loss
         if step == self.validated:
-            return  # Bridge validates once more when training ends, on other rows than at this step before
+            return  # Bridge validates this step again when training ends, on other rows
         self.validated = step
-        stop_at_no_number(step, {"validation loss": loss})
-        found = {"lm_loss": loss} | self._figures(losses)
-        found |= {"perplexity": perplexity(loss)} if self.run.train.objective == "sft" else {}
-        self.write({"kind": "validation", "step": step, "time": time.time(), **found})
-        told = (f"{name} {value:.4g}" for name, value in found.items() if name != "lm_loss")
-        say(f"step {step}: validation loss {loss:.4f}, {', '.join(told)}")
+        require_finite(step, {"validation loss": loss})
+        values = {"lm_loss": loss} | self._figures(losses)
+        values |= {"perplexity": perplexity(loss)} if self.run.train.objective == "sft" else {}
+        self.write({"kind": "validation", "step": step, "time": time.time(), **values})
+        others = (f"{name} {value:.4g}" for name, value in values.items() if name != "lm_loss")
+        say(f"step {step}: validation loss {loss:.4f}, {', '.join(others)}")
 
     def _figures(self, losses: dict | None) -> dict[str, float]:
-        """What the objective is looked at by beside its loss, on every stage of a pipeline."""
+        """Figures of the objective in addition to its loss, on every pipeline stage."""
         names = objectives.FIGURES[self.run.train.objective]
         values = _from_last_stage([float((losses or {}).get(name, 0.0)) for name in names]) if names else []
         return dict(zip(names, values, strict=True))
 
-    def _is_told(self, step: int) -> bool:
+    def _is_logged(self, step: int) -> bool:
         return step % self.run.log.every == 0 or step == last_step(self.run)
 
     def _count_skipped(self, context, step: int, losses: dict[str, float]) -> None:
-        """Count steps whose gradients overflowed in fp16. The run ends where no smaller scale is left to try."""
+        """Count steps whose gradients overflowed in fp16. The run ends if the loss scale cannot get smaller."""
         self.skipped += bool(context.skipped_iter)
-        self.no_numbers += not all(map(math.isfinite, losses.values()))
+        self.not_finite += not all(map(math.isfinite, losses.values()))
         if context.skipped_iter and context.optimizer.get_loss_scale().item() <= 1:
             raise Fault(f"step {step}: gradients overflow in fp16 at a loss scale of 1; train.precision=bf16")
 
@@ -165,19 +166,20 @@ class Metrics(Callback):
         return {"loss_scale": context.optimizer.get_loss_scale().item()} | self.skips()
 
     def skips(self) -> dict[str, float]:
-        """Counts of fp16: steps that were skipped so far, and those of them whose loss was no number.
+        """Counts of fp16: skipped steps so far, and those of them with a loss that was NaN or infinite.
 
-        They stand beside each checkpoint too, whose step may have no line (log.every), so that a resume counts on.
+        The line of each checkpoint has them too, because its step may have no line of kind train (log.every). A run
+        that resumes continues the counts from there.
         """
         if self.run.train.precision != "fp16":
             return {}
-        return {"skipped_steps": self.skipped, "nan_steps": self.no_numbers}
+        return {"skipped_steps": self.skipped, "nan_steps": self.not_finite}
 
     def _losses(self, context) -> dict[str, float]:
         model = context.state.cfg.model
-        found = context.loss_dict or {}
-        last = _from_last_stage([float(found.get(name, 0.0)) for name in ("lm loss", "z loss")])
-        losses = {"lm_loss": last[0]} | ({"z_loss": last[1]} if self.run.train.z_loss else {})
+        by_name = context.loss_dict or {}
+        loss, z_loss = _from_last_stage([float(by_name.get(name, 0.0)) for name in ("lm loss", "z loss")])
+        losses = {"lm_loss": loss} | ({"z_loss": z_loss} if self.run.train.z_loss else {})
         if model.mtp_num_layers:
             losses["mtp_loss"] = mtp_loss.figure()
         if model.num_moe_experts:
@@ -186,7 +188,7 @@ class Metrics(Callback):
         return losses
 
     def _count(self, router, inputs, outputs) -> None:
-        if torch.is_grad_enabled():  # not the first pass of a recomputed layer, nor validation
+        if torch.is_grad_enabled():  # false in validation and in the first pass of a recomputed layer
             counts = outputs[1].detach().sum(0).double()
             layer = router.layer_number
             self.loads[layer] = self.loads[layer] + counts if layer in self.loads else counts
@@ -204,8 +206,8 @@ class Metrics(Callback):
         used = table[table.sum(1) > 0]
         if not len(used):
             return {}
-        over = used.max(1).values / used.mean(1)
-        return {"expert_load_max": float(over.max()), "expert_load_mean": float(over.mean())}
+        ratio = used.max(1).values / used.mean(1)
+        return {"expert_load_max": float(ratio.max()), "expert_load_mean": float(ratio.mean())}
 
     def _say(self, line: dict) -> None:
         last, step = last_step(self.run), line["step"]
@@ -214,7 +216,7 @@ class Metrics(Callback):
         loss = loss or f"loss {line['lm_loss']:.4f}  grad norm {line['grad_norm']:.3g}"
         say(
             f"step {step}/{last}  {loss}  lr {line['lr']:.3g}  "
-            f"{line['step_seconds']:.2f} s  {line['tokens_per_second']:.0f} tokens/s{padding}{self.left}"
+            f"{line['step_seconds']:.2f} s  {line['tokens_per_second']:.0f} tokens/s{padding}{self.time_left}"
         )
 
 
@@ -244,5 +246,5 @@ def _highest(*values: float) -> list[float]:
 
 
 def _numbers(losses: dict[str, float]) -> dict[str, float | None]:
-    """Losses as JSON has them, which knows no infinity."""
+    """Losses for JSON, which cannot express infinity or NaN: they become null."""
     return {name: loss if math.isfinite(loss) else None for name, loss in losses.items()}

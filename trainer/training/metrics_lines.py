@@ -1,4 +1,4 @@
-"""Lines of metrics.jsonl that an attempt before this one has written."""
+"""Lines of metrics.jsonl that an earlier attempt has written."""
 
 import json
 from pathlib import Path
@@ -7,18 +7,18 @@ from contract.files import write_atomically
 
 
 def drop_after(path: Path, step: int) -> dict:
-    """Keep the whole lines of steps up to this one: a killed process may leave later ones, and half of the last.
+    """Keep the complete lines of steps up to this one: a killed process may leave later lines and half a line.
 
-    Of lines that are damaged nothing is kept. Returns the last line that is kept of those that count skipped steps.
+    Damaged lines are dropped. Returns the last kept line that counts skipped steps.
     """
-    kept, last = [], {}
+    lines, last = [], {}
     for line in path.read_text("utf-8", "replace").splitlines() if path.exists() else []:
         try:
-            found = json.loads(line)
-            if found["step"] <= step and step:
-                kept.append(line + "\n")
-                last = found if "skipped_steps" in found else last
+            metrics = json.loads(line)
+            if metrics["step"] <= step and step:
+                lines.append(line + "\n")
+                last = metrics if "skipped_steps" in metrics else last
         except (ValueError, TypeError, KeyError, RecursionError):
             continue
-    write_atomically(path, "".join(kept), durable=True)
+    write_atomically(path, "".join(lines), durable=True)
     return last

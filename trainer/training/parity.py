@@ -1,16 +1,18 @@
 """Parity record: log-probabilities of fixed prompts by the trained model, written before its last checkpoint is marked.
 
 The record has the log-probability of each token of the first rows of test.jsonl (else of validation.jsonl, else of
-training.jsonl), by base and adapter as they were trained, at whatever layout. trainer/serving/agreement.py asks the
-served model the same. With an adapter, the same of the base alone is written beside. The difference is the effect of
-the adapter, and a served model must not lose any of it. A digest of the trained weights says which weights answered.
+training.jsonl), computed by the trained base and adapter at the layout of the training. trainer/serving/agreement.py
+computes the same with the served model and compares. With an adapter, the record also has the log-probabilities of the
+base alone: the difference is the effect of the adapter, of which a served model must not lose any part. A digest of the
+trained weights identifies the weights.
 
-With checkpoint.keep_best, the best checkpoint so far has a record beside it, parity-best.json; with train.ema_decay the
-means of the weights have one, parity-ema.json.
+With checkpoint.keep_best, the best checkpoint so far has its record in parity-best.json; with train.ema_decay, the
+means of the weights have theirs in parity-ema.json.
 
-The record is made when a checkpoint has been written and is not yet marked. A run whose training is complete then has
-parity.json, and nothing that is computed here can get into a checkpoint. A finished run without it (it was deleted, or
-other rows are asked for) loads its last checkpoint and takes no step: Megatron-Bridge calls back in between.
+The record is written after a checkpoint has been written and before it is marked. A run with a complete training
+therefore has parity.json, and the computation here cannot change a checkpoint. If a finished run has no record (it was
+deleted, or other rows were configured), training loads the last checkpoint and makes no step: Megatron-Bridge calls
+on_data_init_start() after loading.
 """
 
 # pyright: reportArgumentType=false, reportOptionalMemberAccess=false
@@ -49,20 +51,20 @@ class Parity(Callback):
             self._record(context, "-best")
 
     def _record(self, context, which: str) -> None:
-        """Write the record of the weights, and of their means where there are some."""
+        """Write the record of the weights, and that of their means if the run keeps means."""
         record(self.run, context, agreement.place(self.run, which))
         if self.means:
             with self.means.as_weights():
                 record(self.run, context, agreement.place(self.run, f"{which}-ema"), self.means.weights)
 
     def on_data_init_start(self, context) -> None:
-        """Write the record of a finished run: the model is there, with its checkpoint loaded."""
+        """Write the record of a finished run, whose model and last checkpoint are loaded."""
         if context.state.cfg.validation.skip_train:
             record(self.run, context, Path(self.run.paths.parity))
 
 
 def record(run: Run, context, path: Path, weights: str | None = None) -> None:
-    """Write the record to this file. Every rank takes part. `weights` is their digest, where it is known."""
+    """Write the record to this file. Collective: every rank must call it. `weights` is their digest, if known."""
     rows = agreement.rows(run)
     if not rows:
         return
@@ -75,22 +77,23 @@ def record(run: Run, context, path: Path, weights: str | None = None) -> None:
             of_base = log_probs(run, context, rows_of_tokens)
     of_tensors = model_digests.of_model(context.model, adapter)
     if distributed.get_rank() == 0:
-        found = [
+        records = [
             {"prompt": template.prompt(row), "tokens": tokens, "log_probs": trained[i][: len(tokens) - 1]}
             for i, (row, tokens) in enumerate(zip(rows, rows_of_tokens, strict=True))
         ]
-        for row, alone in zip(found, of_base or [], strict=False):
-            row["base_log_probs"] = alone[: len(row["log_probs"])]
+        for row, base in zip(records, of_base or [], strict=False):
+            row["base_log_probs"] = base[: len(row["log_probs"])]
         facts = {"step": context.state.train_state.step, "asked": agreement.fingerprint(run)}
         facts |= {"weights": weights or digests.of_all(of_tensors), "precision": run.train.precision}
-        _write(path, facts | {"rows": found})
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(path, json.dumps(facts | {"rows": records}, ensure_ascii=False), durable=True)
         say(f"parity: log-probabilities of {len(rows)} prompts in {path}")
 
 
 def log_probs(run: Run, context, rows_of_tokens: list[list[int]]) -> list[list[float]]:
-    """Log-probabilities of each prompt's tokens but the first.
+    """Log-probabilities of each prompt's tokens except the first.
 
-    Numbers behind the end of a shorter prompt have no meaning.
+    Numbers after the end of a shorter prompt have no meaning.
     """
     layout = run.layout
     pieces = lcm(16, (2 * layout.cp if layout.cp > 1 else 1) * (layout.tp if layout.sp else 1))
@@ -100,26 +103,26 @@ def log_probs(run: Run, context, rows_of_tokens: list[list[int]]) -> list[list[f
     batches += batches[-1:] * (-len(batches) % layout.pp)  # interleaved stages work in groups of pp
 
     losses = forward_only(context, _losses, batches, rows=1, length=length)
-    found = torch.zeros(len(batches), length, device="cuda")
+    all_losses = torch.zeros(len(batches), length, device="cuda")
     if parallel_state.is_pipeline_last_stage(ignore_virtual=True):
-        found.copy_(_whole_sequence(torch.cat(losses).float()))
+        all_losses.copy_(_whole_sequence(torch.cat(losses).float()))
     distributed.broadcast(
-        found,
+        all_losses,
         src=parallel_state.get_pipeline_model_parallel_last_rank(),
         group=parallel_state.get_pipeline_model_parallel_group(),
     )
-    return (-found).tolist()
+    return (-all_losses).tolist()
 
 
 def forward_only(context, step: Callable, batches: list[dict], rows: int, length: int) -> list[torch.Tensor]:
-    """Run a forward_step on micro batches without training on any. Returns its outputs, on the last stage."""
+    """Run a forward_step on micro batches without training. Returns its outputs, on the last pipeline stage."""
     chunks = context.model
     training, config = [chunk.training for chunk in chunks], get_model_config(chunks[0])
     timers, config.timers = config.timers, None
     for chunk in chunks:
         chunk.eval()
     with torch.no_grad():
-        found = get_forward_backward_func()(
+        outputs = get_forward_backward_func()(
             forward_step_func=lambda iterator, chunk: step(context.state, iterator, chunk),
             data_iterator=[iter([dict(batch) for batch in batches]) for _ in chunks],
             model=chunks,
@@ -132,16 +135,16 @@ def forward_only(context, step: Callable, batches: list[dict], rows: int, length
     for chunk, mode in zip(chunks, training, strict=True):
         chunk.train(mode)
     config.timers = timers
-    return found
+    return outputs
 
 
 def _losses(state, iterator, chunk) -> tuple[torch.Tensor, Callable]:
-    """A forward_step that gives each token's loss."""
+    """A forward_step that returns each token's loss."""
     return forward_step(state, iterator, chunk)[0], lambda losses, non_loss_data: losses
 
 
 def _batch(tokens: list[int], length: int) -> dict[str, torch.Tensor]:
-    """One row as the data loader gives it. Padding behind a row changes nothing before it."""
+    """One row in the data loader's format. Padding after a row does not change the values before it."""
     padded = torch.tensor([tokens + [tokens[-1]] * (length + 1 - len(tokens))])
     return {
         "tokens": padded[:, :-1].contiguous(),
@@ -152,7 +155,7 @@ def _batch(tokens: list[int], length: int) -> dict[str, torch.Tensor]:
 
 
 def _whole_sequence(losses: torch.Tensor) -> torch.Tensor:
-    """Join the sequence: with context parallelism a rank has one piece from either end of it."""
+    """Join the pieces of each sequence: with context parallelism a rank has one piece of each half."""
     ranks = parallel_state.get_context_parallel_world_size()
     if ranks == 1:
         return losses
@@ -160,8 +163,3 @@ def _whole_sequence(losses: torch.Tensor) -> torch.Tensor:
     distributed.all_gather(shares, losses.contiguous(), group=parallel_state.get_context_parallel_group())
     pairs = [share.chunk(2, dim=1) for share in shares]
     return torch.cat([first for first, _ in pairs] + [last for _, last in reversed(pairs)], dim=1)
-
-
-def _write(path: Path, facts: dict) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(path, json.dumps(facts, ensure_ascii=False), durable=True)

@@ -1,8 +1,8 @@
-"""Check that a run may go on from the checkpoints in its output folder: each one's mark describes its training.
+"""Check that a run may resume from the checkpoints in its output folder: each checkpoint's mark describes its training.
 
-The mark records the keys of the run that saved it (conf/schema/identity.py), what its base was made from, and the
-digest of the tokens that it was trained on. A resume may change the layout, the batch of a rank, recomputation, kernels
-and reports. It may change nothing that decides which weights come out, the learning rate's schedule included: half of
+The mark records the keys of the run that saved it (conf/schema/identity.py), the source of its base, and the digest of
+the tokens that it was trained on. A resume may change the layout, the batch of a rank, recomputation, kernels and
+reports. It must not change anything that decides the trained weights, including the learning rate's schedule: half of
 one schedule and half of another is a third training, which nobody could repeat.
 
 Checkpoints that were saved before marks had such a record are compared by Megatron-Bridge's run_config.yaml; their base
@@ -51,13 +51,13 @@ IN_BRIDGE = {
 
 
 def record(run: Run) -> dict[str, Any]:
-    """Description, for a checkpoint's mark, of the training that saves it."""
-    found = {"version": identity.VERSION, "keys": identity.recorded(run), "base": _base(run), "tokens": _tokens(run)}
-    return found | {"magnitudes": "whole", "auxiliary_losses": _auxiliary_losses(run)}
+    """Description of this training, for the marks of its checkpoints."""
+    record = {"version": identity.VERSION, "keys": identity.recorded(run), "base": _base(run), "tokens": _tokens(run)}
+    return record | {"magnitudes": "whole", "auxiliary_losses": _auxiliary_losses(run)}
 
 
 def check(run: Run, folder: Path) -> None:
-    """Raise a Fault with a line for each key that differs from the newest checkpoint's and may not."""
+    """Raise a Fault with a line for each key that differs from the newest checkpoint's and must not."""
     if (newest := _newest(folder)) is None:
         return
     place, was = newest
@@ -66,12 +66,14 @@ def check(run: Run, folder: Path) -> None:
         text = f"by version {was['version']} of this program's training, and this is {identity.VERSION}"
         lines.append(f"{place}: was trained {text}; start again in another paths.output")
     if was.get("auxiliary_losses", {}) != (losses := _auxiliary_losses(run)) and losses:
-        text = "by an earlier version of this program, whose losses of routers and of MTP layers are other ones"
+        text = "by an earlier version of this program, whose losses of routers and of MTP layers differ"
         lines.append(f"{place}: was trained {text}; start again in another paths.output")
     ways = _ways_of_magnitudes(place) if run.adapter.kind == "dora" and was.get("magnitudes") != "whole" else 1
     if ways > 1 and "linear_fc1" in run.adapter.names:
         text = f"{place} has DoRA's magnitudes of linear_fc1 in the order of {ways} tensor-parallel ranks"
-        lines.append(f"{text}, which this version cannot go on from; export it as it is, or name another paths.output")
+        lines.append(
+            f"{text}, from which this version cannot resume; export it unchanged, or name another paths.output"
+        )
     changes = identity.changed(was["keys"], identity.recorded(run))
     lines += [_line(key, *values, place) for key, values in changes.items() if not identity.may_change(key)]
     now = _base(run)
@@ -79,9 +81,7 @@ def check(run: Run, folder: Path) -> None:
         before = was.get("base", {}).get(fact)
         if before is not None and now[fact] is not None and before != now[fact]:
             text = f"{fact} {_short(now[fact])}, but {place} was trained on a base of {_short(before)}"
-            lines.append(
-                f"paths.base: {run.paths.base}: {text}; convert what that was made from, or name another paths.output"
-            )
+            lines.append(f"paths.base: {run.paths.base}: {text}; convert that base again, or name another paths.output")
     if lines:
         raise Fault("\n".join(lines))
 
@@ -91,37 +91,37 @@ def check_data(run: Run, folder: Path) -> None:
     before = newest[1].get("tokens") if newest else None
     if newest and before and before != _tokens(run):
         raise Fault(
-            f"paths.data: {prepared.folder(run)}: other tokens than {newest[0]} was trained on; prepare those again, "
+            f"paths.data: {prepared.folder(run)}: {newest[0]} was trained on other tokens; prepare those again, "
             "or name another paths.output"
         )
 
 
-def tell(run: Run, folder: Path) -> None:
-    """Report differences that are allowed, and parts that could not be compared."""
+def report_changes(run: Run, folder: Path) -> None:
+    """Log the differences that are allowed, and the parts that could not be compared."""
     if (newest := _newest(folder)) is None:
         return
     place, was = newest
     if "tokens" not in was:
-        known = f"{len(was['keys'])} keys were compared with its run_config.yaml" if was["keys"] else "nothing"
-        say(f"train: {place} does not record what it was trained on: {known}, base and data could not be compared")
+        keys = f"{len(was['keys'])} keys were compared with its run_config.yaml" if was["keys"] else "keys"
+        say(f"train: {place} has no record of its training: {keys}, base and data could not be compared")
     changes = identity.changed(was["keys"], identity.recorded(run))
     shown = [f"{key} {json.dumps(old)} -> {json.dumps(new)}" for key, (old, new) in changes.items()]
     if shown:
-        say(f"train: goes on from {place.name} with {', '.join(shown)}")
+        say(f"train: resumes from {place.name} with {', '.join(shown)}")
     if not run.checkpoint.save_optimizer:
-        say(f"train: goes on from {place.name} with a new optimizer: checkpoint.save_optimizer is false")
+        say(f"train: resumes from {place.name} with a new optimizer, because checkpoint.save_optimizer is false")
 
 
 def _newest(folder: Path) -> tuple[Path, dict[str, Any]] | None:
-    """The checkpoint that training would go on from, and its record, as far as there is one."""
+    """The checkpoint from which training would resume, and its record, or what run_config.yaml says of it."""
     steps = checkpoints.complete_steps(folder)
     if not steps:
         return None
     place = checkpoints.step_folder(folder, steps[-1])
-    found = (checkpoints.read_mark(place) or {}).get("training")
-    if found is None:
+    training = (checkpoints.read_mark(place) or {}).get("training")
+    if training is None:
         return place, {"keys": _from_bridge(place / "run_config.yaml")}
-    return place, found | {"keys": identity.completed(found["keys"])}
+    return place, training | {"keys": identity.completed(training["keys"])}
 
 
 def _line(key: str, was: Any, now: Any, place: Path) -> str:
@@ -136,7 +136,7 @@ def _short(value: Any) -> str:
 
 
 def _auxiliary_losses(run: Run) -> dict[str, Any]:
-    """What identity has of them; nothing if the model lies elsewhere."""
+    """Auxiliary losses that are part of the identity; empty if the model's config.json is not on this host."""
     path = Path(run.paths.model) / config_json.NAME
     return auxiliary_losses.identity(run, config_json.read(path)) if path.is_file() else {}
 
@@ -147,7 +147,7 @@ def _base(run: Run) -> dict[str, Any]:
 
 
 def _tokens(run: Run) -> str:
-    """Digest of the token files that training reads. Rows stand beside them for people and do not count."""
+    """Digest of the token files that training reads. The .jsonl files of the same folder are for people only."""
     files = prepared.load(prepared.folder(run)).files
     blended = blend.FILE in files  # its .bin/.idx hold every split
     read = {name: entry["sha256"] for name, entry in files.items() if blended or name.startswith("training.")}
@@ -160,19 +160,19 @@ def _tokens(run: Run) -> str:
 def _from_bridge(path: Path) -> dict[str, Any]:
     try:
         config = yaml.safe_load(path.read_text())
-        found = {ours: _at(config, theirs) for ours, theirs in IN_BRIDGE.items()}
-        peft, precise = config["peft"], config["optimizer"]["bf16"]
+        keys = {key: _at(config, bridge_key) for key, bridge_key in IN_BRIDGE.items()}
+        peft, bf16 = config["peft"], config["optimizer"]["bf16"]
     except (OSError, ValueError, KeyError, TypeError, AttributeError, yaml.YAMLError):
         return {}
-    found["train.precision"] = "bf16" if precise else "fp32"
-    found["adapter.kind"] = peft["_target_"].rpartition(".")[2].lower() if peft else "none"
+    keys["train.precision"] = "bf16" if bf16 else "fp32"
+    keys["adapter.kind"] = peft["_target_"].rpartition(".")[2].lower() if peft else "none"
     if peft and "share_expert_adapters" in peft:
-        found["adapter.experts"] = "shared" if peft["share_expert_adapters"] else "each"
-    return {key: value for key, value in found.items() if value is not None}
+        keys["adapter.experts"] = "shared" if peft["share_expert_adapters"] else "each"
+    return {key: value for key, value in keys.items() if value is not None}
 
 
 def _ways_of_magnitudes(place: Path) -> int:
-    """Number of ranks whose gates and ups lie one behind the other, as Megatron-Bridge saves them."""
+    """Number of tensor-parallel ranks by which Megatron-Bridge orders the saved magnitudes of gates and ups."""
     try:
         model = yaml.safe_load((place / "run_config.yaml").read_text())["model"]
         return model["tensor_model_parallel_size"] if model["gated_linear_unit"] else 1

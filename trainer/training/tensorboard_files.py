@@ -1,4 +1,4 @@
-"""TensorBoard's files of a run: the numbers of metrics.jsonl as curves, in <paths.output>/tensorboard."""
+"""TensorBoard files of a run, in <paths.output>/tensorboard: the numbers of metrics.jsonl as curves."""
 
 from pathlib import Path
 from typing import Any
@@ -7,7 +7,7 @@ FOLDER = "tensorboard"
 
 
 class TensorBoardFiles:
-    """Writer of a training that goes on from step `start`. TensorBoard drops what was written of later steps."""
+    """Writer for a training that resumes from step `start`. TensorBoard drops the earlier values of later steps."""
 
     def __init__(self, output: Path, start: int):
         from torch.utils.tensorboard import SummaryWriter
@@ -15,11 +15,11 @@ class TensorBoardFiles:
         self.writer = SummaryWriter(str(output / FOLDER), purge_step=start + 1, flush_secs=10)
 
     def write(self, line: dict[str, Any]) -> None:
-        """Add a line of metrics.jsonl: lm_loss of its kind validation is the curve validation/lm_loss."""
+        """Add a line of metrics.jsonl: lm_loss of a line of kind validation becomes the curve validation/lm_loss."""
         if line["kind"] == "start" or "step" not in line:
             return
         for name, value in line.items():
             if name not in ("step", "time") and isinstance(value, int | float):
                 self.writer.add_scalar(f"{line['kind']}/{name}", value, line["step"], line.get("time"))
         if line["kind"] != "train":
-            self.writer.flush()  # a run that goes on from a checkpoint writes no earlier step again, and no end is told
+            self.writer.flush()  # a resumed run does not write earlier steps again, and the process may end any time

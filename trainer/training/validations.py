@@ -1,8 +1,8 @@
-"""State of validations while a model trains: which checkpoint is the best so far, and whether training ends early.
+"""State of validations during training: which checkpoint is the best so far, and whether training ends early.
 
 A checkpoint's mark has the state: loss (of its step, if it was validated), lowest (so far) and worse (validations since
-then). A run that goes on from it counts on. Each validation takes the next rows, so that two of them compare like with
-like where train.validate_batches cover all rows for validation.
+then). A run that resumes from it continues these counts. Each validation takes the next rows: two validations see the
+same rows only if train.validate_batches cover all rows for validation.
 """
 
 # pyright: reportOptionalMemberAccess=false, reportOperatorIssue=false
@@ -21,7 +21,7 @@ from trainer.training.metrics import Metrics
 
 
 class Validations(Callback):
-    """State of a run's validations. It stands behind Metrics in the list of callbacks, and before what reads it."""
+    """State of a run's validations. In the list of callbacks it comes after Metrics and before its readers."""
 
     def __init__(self, run: Run, metrics: Metrics, start: int):
         self.run, self.metrics, self.folder = run, metrics, checkpoint_folder(run)
@@ -29,38 +29,38 @@ class Validations(Callback):
         before = mark.get("validations", {})
         self.lowest: float | None = before.get("lowest")
         self.worse: int = before.get("worse", 0)
-        self.seen: tuple[int, float] | None = None  # the last step that was validated, and its loss
+        self.last: tuple[int, float] | None = None  # the last step that was validated, and its loss
         self.best_saved = checkpoints.best(self.folder)  # step and loss
 
     def facts(self, step: int) -> dict[str, Any]:
-        """The state at a step, for the mark of its checkpoint; empty where the run has no validations."""
+        """The state at a step, for the mark of its checkpoint; empty if the run has no validations."""
         if self.lowest is None:
             return {}
         return {"validations": {"loss": self._loss(step), "lowest": self.lowest, "worse": self.worse}}
 
     def on_eval_end(self, context) -> None:
         step = context.state.train_state.step
-        if self.seen and self.seen[0] == step:
-            return  # Bridge's last validation, of a step that had one
+        if self.last and self.last[0] == step:
+            return  # Bridge's last validation repeats a validated step
         loss = torch.tensor(self.metrics.validation_loss, dtype=torch.float64, device="cuda")
-        distributed.all_reduce(loss, op=distributed.ReduceOp.MAX)  # all ranks end at the same step
-        self.seen = step, loss.item()
-        self.worse = self.worse + 1 if self.lowest is not None and self.seen[1] >= self.lowest else 0
-        self.lowest = self.seen[1] if self.lowest is None else min(self.lowest, self.seen[1])
+        distributed.all_reduce(loss, op=distributed.ReduceOp.MAX)  # all ranks must end at the same step
+        self.last = step, loss.item()
+        self.worse = self.worse + 1 if self.lowest is not None and self.last[1] >= self.lowest else 0
+        self.lowest = self.last[1] if self.lowest is None else min(self.lowest, self.last[1])
         patience, settings = self.run.train.stop_after_worse, context.state.cfg.train
         if patience is not None and self.worse >= patience and step < settings.train_iters:
             say(f"step {step}: {self.worse} validations in a row above {self.lowest:.4f}: training ends here")
             settings.train_iters = step
 
     def is_best(self, step: int) -> bool:
-        """Whether the checkpoint that is being saved is the best so far, and stays as such."""
+        """Whether the checkpoint that is being saved is the best so far and has to be kept."""
         loss = self._loss(step)
         if not self.run.checkpoint.keep_best or loss is None:
             return False
         return self.best_saved is None or loss < self.best_saved[1]
 
     def after_save(self, step: int) -> None:
-        """Remember a checkpoint that is the best so far, and delete those that checkpoint.keep does not keep."""
+        """Remember the checkpoint if it is the best so far, and delete those beyond checkpoint.keep."""
         keep, loss = self.run.checkpoint.keep, self._loss(step)
         if self.is_best(step) and loss is not None:
             self.best_saved = step, loss
@@ -68,4 +68,4 @@ class Validations(Callback):
             checkpoints.remove_older(self.folder, keep, self.best_saved[0] if self.best_saved else None)
 
     def _loss(self, step: int) -> float | None:
-        return self.seen[1] if self.seen and self.seen[0] == step else None
+        return self.last[1] if self.last and self.last[0] == step else None

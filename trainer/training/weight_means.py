@@ -1,10 +1,10 @@
-"""Moving mean of the weights (train.ema_decay): another model beside the trained one, for export.weights=ema.
+"""Moving mean of the weights (train.ema_decay), which export.weights=ema exports instead of the trained weights.
 
-    mean = d * mean + (1 - d) * weight      behind each step; d = min(ema_decay, (1 + step) / (10 + step))
+    mean = d * mean + (1 - d) * weight      after each step; d = min(ema_decay, (1 + step) / (10 + step))
 
-The smaller d of the first steps has the mean forget what it began with. Each rank keeps the means of the weights that
-it trains, in fp32. A checkpoint holds them as one of their own, in its folder ema, cut like the weights: a run goes on
-with them at any layout.
+The smaller d of the first steps makes the mean forget the initial weights. Each rank keeps the means of its trained
+weights in fp32. A checkpoint holds them in its folder ema, as a second checkpoint with the same sharding: a run can
+resume with them at any layout.
 """
 
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportOptionalMemberAccess=false
@@ -28,11 +28,11 @@ from trainer.megatron.recipe import checkpoint_folder
 from trainer.serving import agreement
 from trainer.weights import digests, model_digests
 
-CONFIG = "run_config.yaml"  # Megatron-Bridge's, which an export reads the adapter's alpha from
+CONFIG = "run_config.yaml"  # of Megatron-Bridge; an export reads the adapter's alpha from it
 
 
 class WeightMeans(Callback):
-    """Means of all trained weights of this rank. It stands before Parity and Saves in the list of callbacks."""
+    """Means of this rank's trained weights. In the list of callbacks it comes before Parity and MarkCheckpoints."""
 
     def __init__(self, run: Run, start: int):
         assert run.train.ema_decay is not None
@@ -43,8 +43,8 @@ class WeightMeans(Callback):
     @torch.no_grad()
     def on_train_start(self, context) -> None:
         chunks = unwrap_model(context.model)
-        self.parameters = [one for chunk in chunks for one in chunk.parameters() if one.requires_grad]
-        self.means = [one.detach().float().clone() for one in self.parameters]
+        self.parameters = [weight for chunk in chunks for weight in chunk.parameters() if weight.requires_grad]
+        self.means = [weight.detach().float().clone() for weight in self.parameters]
         folder = checkpoints.step_folder(self.folder, self.start) / checkpoints.MEANS
         if self.start and folder.is_dir():
             self._load(context, folder)
@@ -52,9 +52,9 @@ class WeightMeans(Callback):
     @torch.no_grad()
     def on_train_step_end(self, context) -> None:
         step = context.state.train_state.step + 1
-        kept = min(self.decay, (1 + step) / (10 + step))
+        decay = min(self.decay, (1 + step) / (10 + step))
         if not context.skipped_iter:
-            torch._foreach_lerp_(self.means, [one.detach().float() for one in self.parameters], 1 - kept)
+            torch._foreach_lerp_(self.means, [weight.detach().float() for weight in self.parameters], 1 - decay)
 
     @torch.no_grad()
     def on_checkpoint_save(self, context) -> None:
@@ -77,14 +77,14 @@ class WeightMeans(Callback):
         distributed.barrier()
 
     def as_weights(self) -> contextlib.AbstractContextManager[None]:
-        """The model computes with the means, rounded to its type."""
-        return self._in_place([mean.to(one.dtype) for mean, one in zip(self.means, self.parameters, strict=True)])
+        """Context in which the model computes with the means, rounded to its type."""
+        return self._in_place([mean.to(weight.dtype) for mean, weight in zip(self.means, self.parameters, strict=True)])
 
     def _load(self, context, folder: Path) -> None:
         with self._in_place(self.means):
-            found: Any = dist_checkpointing.load(self._state(context), str(folder))
-            for name, chunk in zip(found, unwrap_model(context.model), strict=True):
-                chunk.load_state_dict(found[name], strict=False)
+            states: Any = dist_checkpointing.load(self._state(context), str(folder))
+            for name, chunk in zip(states, unwrap_model(context.model), strict=True):
+                chunk.load_state_dict(states[name], strict=False)
 
     def _state(self, context) -> dict[str, Any]:
         chunks = unwrap_model(context.model)
@@ -97,12 +97,12 @@ class WeightMeans(Callback):
 
     @contextlib.contextmanager
     def _in_place(self, values: list[torch.Tensor]) -> Iterator[None]:
-        """Have the model hold these values in place of its own for a while."""
-        own = [one.data for one in self.parameters]
-        for one, value in zip(self.parameters, values, strict=True):
-            one.data = value
+        """Context in which the model holds these values instead of its weights."""
+        weights = [parameter.data for parameter in self.parameters]
+        for parameter, value in zip(self.parameters, values, strict=True):
+            parameter.data = value
         try:
             yield
         finally:
-            for one, value in zip(self.parameters, own, strict=True):
-                one.data = value
+            for parameter, value in zip(self.parameters, weights, strict=True):
+                parameter.data = value

@@ -116,7 +116,7 @@ RULES = (
     _rule(r"index out of range in self|srcIndex < srcSelectDimSize|vectorized_gather_kernel.*index out of bounds|"
           r"does not fit the model", "data", "a token id is not in the vocabulary", retry=False),
     _rule(r"Caught \w+ in DataLoader worker process|(?:error|failed).*(?:at|in) sample \d+|"
-          r"since it was prepared|trainer\.prepare writes it anew|not what trainer\.prepare writes", "data",
+          r"since it was prepared|trainer\.prepare writes it (anew|again)|not what trainer\.prepare writes", "data",
           "", retry=False),
     _rule(r"\.jsonl:\d+: ", "data", "", retry=False),
     # The user: errors that would occur again

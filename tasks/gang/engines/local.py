@@ -13,7 +13,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from contract import host_gpus, nvidia_smi
+from conf.host import gpu_locks, nvidia_smi
 from contract.faults import Fault
 from tasks.gang.board import Board
 from tasks.gang.engines import Demand, guarded, spared
@@ -59,7 +59,7 @@ def capacity(demand: Demand, without: tuple[str, ...] = ()) -> str | None:
             f"gang.engine: local, but {nodes} hosts with {each} GPUs each are more than the {here} GPUs of this host; "
             "prefect, slurm or kubernetes"
         )
-    owner = host_gpus.wanted(_of(_hosts(each, nodes, without), each))
+    owner = gpu_locks.wanted(_of(_hosts(each, nodes, without), each))
     return f"{nodes * each} GPUs of this host: {owner}" if owner else None
 
 
@@ -74,7 +74,7 @@ def start(demand: Demand, board: Board, n: int, without: tuple[str, ...] = ()) -
     each, processes = demand.gpus_per_node, []
     hosts = _hosts(each, n, without)
     until = time.monotonic() + TAKEN_WITHIN  # another job may have taken the GPUs after capacity()
-    hold = host_gpus.take(f"gang {board.gang}", lambda _: None, lambda: time.monotonic() > until, _of(hosts, each))
+    hold = gpu_locks.take(f"gang {board.gang}", lambda _: None, lambda: time.monotonic() > until, _of(hosts, each))
     if hold is None:
         raise TimeoutError("others have taken the GPUs of this host")
     for node, host in enumerate(hosts):

@@ -347,7 +347,7 @@ FULL_LLAMA = "layout.pp=1 layout.vpp=null"
 TWO = "layout.gpus_per_node=2"
 
 
-# GB of the device after python -m trainer.trial, November 2026, on one and two H100: docs/reference/planner.md.
+# GB of the device after python -m trainer.trial, November 2026, on one and two H100: docs/measurements/plans.md.
 @pytest.mark.parametrize(
     "name, layers, changes, measured",
     [

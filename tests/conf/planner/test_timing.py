@@ -149,7 +149,7 @@ def test_a_slower_network_is_slower_only_across_hosts():
     assert timing(across, facts, slow).likely > timing(across, facts, H200).likely
 
 
-# Steps of trainer.trial, 24 November 2026 (docs/how-to/gpu.md, docs/how-to/study.md). Plans are within 15 %.
+# Steps of trainer.trial, 24 November 2026: docs/measurements/plans.md. Plans are within 15 %.
 SLICE = "data.seq_length=8192 train.global_batch=8 model.mtp=false adapter.dropout=0 data.packed=false"
 SLICE = f"moe.force_balance=true {SLICE} {' '.join(f'{key}={value}' for key, value in ALONE.items())}"
 GPT2 = "train.recompute=none"

@@ -2,8 +2,8 @@
 
 import torch
 
+from benchmarks import logits
 from conf.schema.run import Run
-from trainer.rehearsal import logits
 
 
 def main(run: Run) -> None:

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import torch
 
+from benchmarks import logits
 from conf.schema.run import Run
 from contract import checkpoints
-from trainer.rehearsal import logits
 
 
 def main(run: Run) -> None:

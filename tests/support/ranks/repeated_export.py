@@ -8,8 +8,8 @@ from pathlib import Path
 
 import torch
 
+from benchmarks import logits
 from conf.schema.run import Run
-from trainer.rehearsal import logits
 from trainer.reinforcement.transfer import wire
 from trainer.reinforcement.transfer.export import Export
 from trainer.reinforcement.transfer.repeated import recipes

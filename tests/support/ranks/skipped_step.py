@@ -6,8 +6,8 @@ from conf.schema.run import Run
 
 
 def main(run: Run) -> None:
-    from trainer.training.learning_check import Gates
+    from trainer.training.learning_check import LearningCheck
 
-    gates = Gates(SimpleNamespace(), SimpleNamespace())  # as it is once it has given up what it compared
+    gates = LearningCheck(SimpleNamespace(), SimpleNamespace())  # as it is once it has given up what it compared
     gates.on_train_step_end(SimpleNamespace(skipped_iter=True))
     gates.on_train_step_end(SimpleNamespace(skipped_iter=False))

@@ -15,9 +15,9 @@ def main(run: Run) -> None:
     from megatron.core import parallel_state
     from megatron.core.utils import unwrap_model
 
-    from trainer.training.learning_check import Gates
+    from trainer.training.learning_check import LearningCheck
 
-    original = Gates.on_train_start
+    original = LearningCheck.on_train_start
 
     def detached(self, context):
         original(self, context)
@@ -27,5 +27,5 @@ def main(run: Run) -> None:
                 if parameter.requires_grad and asked["name"] in name and here:
                     parameter.register_hook(lambda gradient: gradient * 0)
 
-    Gates.on_train_start = detached
+    LearningCheck.on_train_start = detached
     train.main(run)

@@ -7,8 +7,8 @@ import threading
 
 import pytest
 
+from conf.host import gpu_locks
 from conf.load import load
-from contract import host_gpus
 from tasks.gang import member
 from tasks.gang.board import Board
 from tasks.gang.engines import Demand, local
@@ -16,7 +16,7 @@ from tasks.gang.job import training
 from tasks.gang.messages import Word
 from tasks.run import guard
 from tasks.store import open_store
-from tests.contract.test_host_gpus import fake_nvidia_smi, show_gpus
+from tests.conf.host.test_gpu_locks import fake_nvidia_smi, show_gpus
 
 TWO_HOSTS = ["layout.nodes=2", "layout.gpus_per_node=1", "train.micro_batch=8"]
 
@@ -40,17 +40,17 @@ def board(tmp_path, run):
 
 
 def test_a_gang_on_this_host_waits_for_the_gpus_that_it_would_use_and_no_others(run, monkeypatch):
-    with host_gpus.taken("train of a", pytest.fail, gpus=("GPU-d",)):
+    with gpu_locks.taken("train of a", pytest.fail, gpus=("GPU-d",)):
         assert local.capacity(Demand.of(run)) is None
-    with host_gpus.taken("evaluate-base of b", pytest.fail, gpus=("GPU-b",)):
+    with gpu_locks.taken("evaluate-base of b", pytest.fail, gpus=("GPU-b",)):
         assert local.capacity(Demand.of(run)).startswith("2 GPUs of this host: evaluate-base of b has had 1 of 2 for")
 
 
 def test_a_gang_on_this_host_comes_after_those_that_wait(run, monkeypatch):
-    with host_gpus.taken("train of a", pytest.fail, gpus=("GPU-d",)):
+    with gpu_locks.taken("train of a", pytest.fail, gpus=("GPU-d",)):
         over, said = threading.Event(), threading.Event()
         asks = ("evaluate-base of b", lambda _: said.set(), over.is_set)
-        waits = threading.Thread(target=host_gpus.take, args=asks, daemon=True)
+        waits = threading.Thread(target=gpu_locks.take, args=asks, daemon=True)
         waits.start()
         assert said.wait(10)
         assert local.capacity(Demand.of(run)) == "2 GPUs of this host: evaluate-base of b waits for 4 GPUs of them"
@@ -63,37 +63,37 @@ def test_its_members_have_all_of_them_until_the_last_is_over(run, board, monkeyp
     sleeps = guard.guarded([sys.executable, "-c", "import time; time.sleep(30)"], 5.0)
     monkeypatch.setattr(local, "guarded", lambda gang, board, node: sleeps)
     members = local.start(Demand.of(run), board, 2)
-    assert host_gpus.held(("GPU-a",)).startswith("gang gang-1 has had it for")
+    assert gpu_locks.held(("GPU-a",)).startswith("gang gang-1 has had it for")
     members.processes[0].stdin.close()
     members.processes[0].wait()
-    assert host_gpus.held(("GPU-b",)) and host_gpus.held(("GPU-c",)) is None
+    assert gpu_locks.held(("GPU-b",)) and gpu_locks.held(("GPU-c",)) is None
     members.cancel()
-    assert host_gpus.held(("GPU-a", "GPU-b")) is None
+    assert gpu_locks.held(("GPU-a", "GPU-b")) is None
 
 
 def test_a_gang_that_somebody_was_faster_than_does_not_wait_for_ever(run, board, monkeypatch):
     monkeypatch.setattr(local, "TAKEN_WITHIN", 0.6)
     with (
-        host_gpus.taken("train of a", pytest.fail, gpus=("GPU-a",)),
+        gpu_locks.taken("train of a", pytest.fail, gpus=("GPU-a",)),
         pytest.raises(TimeoutError, match="others have taken the GPUs of this host"),
     ):
         local.start(Demand.of(run), board, 2)
 
 
 def test_a_member_joins_once_its_gpu_is_free_and_not_where_its_attempt_is_over(run, board, capsys, monkeypatch):
-    for name in (host_gpus.HELD, "CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER"):  # which the member sets for its ranks
+    for name in (gpu_locks.HELD, "CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER"):  # which the member sets for its ranks
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
 
     def join() -> bool:
         return member._take_gpus(board, threading.Event(), [])
 
-    with host_gpus.taken("train of a", pytest.fail):
+    with gpu_locks.taken("train of a", pytest.fail):
         threading.Timer(1.0, lambda: board.write("gang.json", Word("me", "stop").to_json())).start()
         assert not join()
     assert "gang gang-1 waits for 1 GPU: train of a has had them for" in capsys.readouterr().out
     board.write("gang.json", Word("me", "gathering").to_json())
     child = subprocess.Popen(["sleep", "0.1"])  # what the member starts does not keep them
-    assert join() and host_gpus.held(("GPU-a",)) and host_gpus.held(("GPU-b",)) is None
+    assert join() and gpu_locks.held(("GPU-a",)) and gpu_locks.held(("GPU-b",)) is None
     child.wait()
     assert os.environ["CUDA_VISIBLE_DEVICES"] == "0"

@@ -2,8 +2,8 @@
 
 The policy is trained on tickets that name the right team in one of ten cases, and the next one in all others, so that
 greedy answers are wrong. The expected gradient of shuffled rewards is 0. Adam makes steps of noise as long as any,
-though, unless steps wait for a signal (reinforce.signal): docs/how-to/reinforce.md has how far they moved that policy
-with it and without. A policy of two layers shows it in seconds.
+though, unless steps wait for a signal (reinforce.signal): docs/measurements/reinforce.md compares the policy with and
+without it. A policy of two layers shows it in seconds.
 """
 
 import json

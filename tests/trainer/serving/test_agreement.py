@@ -40,7 +40,7 @@ def test_rounding_passes_and_what_was_compared_is_said():
     record = invented()
     parity = agreement.judge(record, served(record), BOUND)
     assert parity["ok"] and abs(parity["lost"]["share"]) < 0.003
-    said = agreement.told(parity, "")
+    said = agreement.summary(parity, "")
     assert said.startswith("parity: 8 prompts of 400 tokens, served and as trained to step 6: 0.0")
     assert "(bound 0.05)" in said and "of the adapter's effect of 0.79" in said and "lost (bound 1%)" in said
 
@@ -53,7 +53,7 @@ def test_a_lost_part_of_the_adapter_shows_where_the_mean_is_within_its_bound(eff
     assert parity["mean"] < BOUND or effect == 3.0
     assert parity["lost"]["share"] == pytest.approx(share, rel=0.3)
     with pytest.raises(
-        Fault, match=r"the served model is not the trained one of step 6: .*% .* the adapter does is lost"
+        Fault, match=r"the served model is not the trained one of step 6: .*% .* of the adapter's effect is lost"
     ):
         agreement.require(parity)
 
@@ -76,7 +76,9 @@ def test_a_single_prompt_that_is_answered_otherwise_is_named():
     record = invented()
     found = served(record)
     found[3] = [value + 0.3 for value in found[3]]
-    with pytest.raises(Fault, match=r"of one prompt they differ by 0.3.* nats a token, the bound is 0.2; .*'prompt 3'"):
+    with pytest.raises(
+        Fault, match=r"those of one prompt differ by 0.3.* nats per token, the bound is 0.2; .*'prompt 3'"
+    ):
         agreement.require(agreement.judge(record, found, BOUND))
 
 
@@ -92,7 +94,7 @@ def test_without_an_adapter_s_effect_that_is_said():
     for row in record["rows"]:
         del row["base_log_probs"]
     parity = agreement.judge(record, [row["log_probs"] for row in record["rows"]], BOUND)
-    assert parity["ok"] and "the effect of an adapter was not written down" in agreement.told(parity, "")
+    assert parity["ok"] and "the effect of an adapter was not recorded" in agreement.summary(parity, "")
 
 
 def test_rounded_weights_are_held_to_their_rounded_base():
@@ -101,7 +103,7 @@ def test_rounded_weights_are_held_to_their_rounded_base():
     parity = agreement.judge(record, tuned, bound, of_base)
     assert parity["ok"] and bound < parity["mean"] < parity["bound"] < parity["base"] / 3
     assert agreement.judge(record, tuned, bound)["ok"] is False  # by itself it is too far away
-    assert "; the base, as rounded, is 0.788 nats apart" in agreement.told(parity, "")
+    assert "; the rounded base differs by 0.788 nats" in agreement.summary(parity, "")
     for lost in (1.0, 0.5, 0.3):
         assert not agreement.judge(record, served(record, lost=lost, noise=0.15), bound, of_base)["ok"], lost
 
@@ -118,8 +120,11 @@ def test_an_adapter_that_does_little_is_held_to_the_bound():
         (None, r"no such file; the base's evaluation with evaluate\.quantization=fp8 writes it"),
         ("{", "not of these prompts"),
         ({"quantization": "fp8", "rows": []}, "not of these prompts"),
-        ({"quantization": "fp8", "rows": [{"tokens": [1, 2, 3], "log_probs": [-1.0]}]}, "served otherwise"),
-        ({"quantization": None, "rows": [{"tokens": [1, 2, 3], "log_probs": [-1.0, -2.0]}]}, "served otherwise"),
+        ({"quantization": "fp8", "rows": [{"tokens": [1, 2, 3], "log_probs": [-1.0]}]}, "was served with quantization"),
+        (
+            {"quantization": None, "rows": [{"tokens": [1, 2, 3], "log_probs": [-1.0, -2.0]}]},
+            "was served with quantization",
+        ),
     ],
 )
 def test_a_base_that_says_nothing_of_the_prompts_is_a_fault(record, fault, tmp_path):
@@ -170,8 +175,8 @@ def test_exports_and_records_from_before_digests_are_compared(due):
 @pytest.mark.parametrize(
     ("mark", "overrides", "why"),
     [
-        (None, (), "is not said to be trained, and .*parity.json does not exist"),
-        ({}, (), "is not said to be trained"),
+        (None, (), "is not marked as trained, and .*parity.json does not exist"),
+        ({}, (), "is not marked as trained"),
         ({"trained": {"weights": "w", "prompts": 0}}, (), "training had no prompts"),
         (TRAINED, ("evaluate.parity_rows=0",), "evaluate.parity_rows is 0"),
     ],
@@ -181,20 +186,20 @@ def test_why_nothing_is_compared_is_said(mark, overrides, why, due):
 
     record, said = due(mark, None, *overrides)
     assert record is None
-    assert re.search(why, agreement.told(None, said))
+    assert re.search(why, agreement.summary(None, said))
 
 
 @pytest.mark.parametrize(
     ("record", "fault"),
     [
-        (None, "no such file; .*merged was trained to step 6, and training wrote down there what it says of 8 prompts"),
-        ("", "not what trainer.train writes"),
-        ('{"rows": []}', "not what trainer.train writes .*step"),
-        ('[{"step": 6}]', "not what trainer.train writes"),
-        ('{"step": 6, "rows": [{}]}', "not what trainer.train writes .*log_probs"),
-        ('{"step": 6, "rows": []}', "holds no tokens to compare"),
-        ({**invented(), "step": 3}, "was written of step 3 of a training, .* holds other weights, of step 6"),
-        ({**invented(), "weights": "v" * 64}, "was written of step 6 of a training, .* holds other weights"),
+        (None, "no such file; .*merged was trained to step 6, and training wrote its log-probabilities of 8 prompts"),
+        ("", "not written by trainer.train"),
+        ('{"rows": []}', "not written by trainer.train .*step"),
+        ('[{"step": 6}]', "not written by trainer.train"),
+        ('{"step": 6, "rows": [{}]}', "not written by trainer.train .*log_probs"),
+        ('{"step": 6, "rows": []}', "has no tokens to compare"),
+        ({**invented(), "step": 3}, "was written at step 3 of a training, but .* has other weights, of step 6"),
+        ({**invented(), "weights": "v" * 64}, "was written at step 6 of a training, but .* has other weights"),
     ],
 )
 def test_a_record_that_is_due_and_missing_unreadable_or_of_other_weights_is_a_fault(record, fault, due):

@@ -13,7 +13,7 @@ class Served:
     def __init__(self, stale: float = 0.0):
         self.stale = stale
 
-    def go_on(self, requests, count):
+    def continue_prompts(self, requests, count):
         written = []
         for tokens in requests:
             whole = [*tokens]
@@ -37,7 +37,7 @@ def found(served: Served, bound: float = 0.05) -> dict:
 def test_a_model_that_writes_what_it_reads_passes():
     same = found(Served())
     assert same["ok"] and same["tokens"] == 8 * len(PROMPTS) and same["mean"] == same["max"] == 0
-    assert decoding.told(same) == "32 tokens as written and as read: 0 nats apart (bound 0.05)"
+    assert decoding.summary(same) == "32 tokens as written and as read: 0 nats apart (bound 0.05)"
 
 
 def test_what_counts_in_prompts_alone_is_found():

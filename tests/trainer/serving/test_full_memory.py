@@ -12,7 +12,7 @@ RuntimeError: Engine core initialization failed. See root cause above.
 
 def test_memory_that_another_program_has():
     assert (full_memory.line(TAKEN) or "").startswith(
-        "the GPU's memory is taken: 7.77 of 139.8 GiB are free, and an evaluation takes 125.82; nvidia-smi names"
+        "the GPU's memory is taken: 7.77 of 139.8 GiB are free, and an evaluation needs 125.82; nvidia-smi names"
     )
 
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from benchmarks import logits
 from tests.support import drawn_models, mxfp4_release
-from trainer.rehearsal import logits
 
 RANKS = Path(__file__).parents[2] / "support" / "ranks"
 ROUNDING = 0.1  # nats a token, of vLLM's bf16; what is found is 0.017

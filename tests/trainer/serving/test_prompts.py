@@ -96,5 +96,5 @@ def test_what_is_not_prepared_or_of_another_run_is_refused(run, tmp_path):
         prompts.template(other, made.paths.model)
     record = Path(prompts.folder(made)) / prompts.RECORD
     record.write_text("{")
-    with pytest.raises(Fault, match=r"template.json: .* writes it anew"):
+    with pytest.raises(Fault, match=r"template.json: .* writes it again"):
         prompts.template(made, made.paths.model)

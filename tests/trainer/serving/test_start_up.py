@@ -77,7 +77,7 @@ def test_without_room_for_a_link_the_model_is_read_by_its_own_path(tmp_path):
 def test_a_link_that_somebody_changes_meanwhile_is_found(tmp_path):
     one, other = model(tmp_path / "one"), model(tmp_path / "other")
     with (
-        pytest.raises(Fault, match="another process has changed it; evaluate again"),
+        pytest.raises(Fault, match="another process has changed this link; evaluate again"),
         start_up.fixed_name(tmp_path / "kernels", one, "bf16") as path,
     ):
         path.unlink()

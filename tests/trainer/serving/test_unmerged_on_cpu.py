@@ -84,7 +84,7 @@ def test_the_adapter_of_other_weights_is_found(served, trained, tmp_path):
     halved = {name: tensor * (0.5 if "lora_B" in name else 1) for name, tensor in weights.items()}
     save_file(halved, export / "adapter/adapter_model.safetensors", {"format": "pt"})
     result, _, _ = served("halved", "unmerged", export=export)
-    assert result.code == 2 and "of what the adapter does is lost, the bound is 1%" in result.errors
+    assert result.code == 2 and "of the adapter's effect is lost, the bound is 1%" in result.errors
 
 
 def rounded(model: Path, folder: Path) -> Path:
@@ -107,7 +107,7 @@ def test_a_model_in_fp8_is_held_to_its_base_in_fp8(merged, served, trained, tmp_
     bound = agreement.BOUNDS["fp8"]
     parity = agreement.judge(record, tuned, bound, of_base)
     assert parity["ok"] and agreement.BOUNDS["fp32"] < parity["mean"] < parity["bound"] < parity["base"]
-    assert f"the base, as rounded, is {parity['base']:.3g} nats apart" in agreement.told(parity, "")
+    assert f"the rounded base differs by {parity['base']:.3g} nats" in agreement.summary(parity, "")
     assert not agreement.judge(record, of_base, bound, of_base)["ok"]
     half = [[(a + b) / 2 for a, b in zip(*pair, strict=True)] for pair in zip(tuned, of_base, strict=True)]
     assert not agreement.judge(record, half, bound, of_base)["ok"]

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from conf import network
+from conf.host import nvidia_smi
 from conf.load import load
-from contract import nvidia_smi
 from trainer.startup import entry
 
 ROOT = Path(__file__).parents[3]

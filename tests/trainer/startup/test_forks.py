@@ -129,7 +129,12 @@ def test_the_first_rank_that_fails_ends_the_others(toy, case, code, said):
     [
         ("command", signal.SIGKILL, -signal.SIGKILL, ""),
         ("command", signal.SIGTERM, 128 + signal.SIGTERM, ""),
-        ("rank", signal.SIGKILL, 128 + signal.SIGKILL, "rank 1 was killed, as the kernel does where memory runs out\n"),
+        (
+            "rank",
+            signal.SIGKILL,
+            128 + signal.SIGKILL,
+            "rank 1 was killed, probably by the kernel because memory ran out\n",
+        ),
     ],
 )
 def test_whatever_is_killed_no_rank_is_left(toy, victim, how, code, said):

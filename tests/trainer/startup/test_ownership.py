@@ -119,7 +119,7 @@ def test_a_second_start_is_refused_before_it_touches_what_the_first_writes(start
     said = second.communicate(timeout=20)[0]
     assert second.returncode == 2
     assert said.startswith(f"error: paths.output: {tmp_path}/output: toy (process {first.pid} on ")
-    assert " writes it since 20" in said
+    assert " has owned it since 20" in said
     assert said.count("\n") == 1
     assert {path.name: path.read_text() for path in (tmp_path / "output").iterdir()} == before
     (tmp_path / "output" / "end").touch()
@@ -152,7 +152,7 @@ def test_what_a_killed_flow_has_left_may_end_before_the_next_flow_goes_on(start,
     ending.start()
     with owned(tmp_path / "output"):
         assert first.poll() is not None or first.wait(5) == 0
-    assert f"waits for toy (process {first.pid} on " in capfd.readouterr().out
+    assert f" s for toy (process {first.pid} on " in capfd.readouterr().out
 
 
 def test_one_that_goes_on_is_not_what_a_killed_flow_has_left(start, tmp_path, monkeypatch):
@@ -177,7 +177,8 @@ def test_a_stopped_owner_of_this_host_is_alive(start, tmp_path):
 
 def test_an_owner_on_another_host_that_is_seen_to_live_keeps_its_folder(tmp_path, touched):
     touched(plant(tmp_path / "output"))
-    expected = r"trainer.train \(process 7 on far\) writes it since 2026-11-22 10:00:00\+00:00; end that or wait for it"
+    since = r"has owned it since 2026-11-22 10:00:00\+00:00"
+    expected = rf"trainer.train \(process 7 on far\) {since}; end that process or wait for it"
     with pytest.raises(Fault, match=expected), owned(tmp_path / "output"):
         pass
 

@@ -28,7 +28,7 @@ def test_a_cleanup_that_ends_changes_nothing():
 def test_what_has_failed_is_told_although_the_cleanup_waits():
     ended = run("lambda: time.sleep(100)", end=50)
     assert ended.returncode == 0
-    assert "not given up within 0.2 s" in ended.stdout
+    assert "not destroyed within 0.2 s" in ended.stdout
     assert ended.stdout.endswith("here\n")
 
 

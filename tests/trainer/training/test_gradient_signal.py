@@ -13,8 +13,8 @@ from trainer.training.gradient_signal import GradientSignal, cosine_of, products
 BETA = 0.9
 
 
-def heard(cosines, asked: float = 3.0) -> GradientSignal:
-    signal = GradientSignal(asked)
+def heard(cosines, full: float = 3.0) -> GradientSignal:
+    signal = GradientSignal(full)
     for cosine in cosines:
         signal.add(cosine)
     return signal
@@ -34,7 +34,7 @@ def test_steps_are_none_at_first_and_full_once_gradients_have_pointed_the_same_w
     lengths = [heard([0.2] * count).length for count in range(16)]
     assert lengths == sorted(lengths) and lengths[-1] == 1 and 0 < lengths[5] < 1
     assert heard([-0.2] * 16).length == 0
-    assert heard([-0.2] * 16, asked=0).length == 1  # nothing is asked of them
+    assert heard([-0.2] * 16, full=0).length == 1  # nothing is asked of them
 
 
 def test_a_third_of_what_is_asked_makes_no_step_and_two_thirds_a_half():

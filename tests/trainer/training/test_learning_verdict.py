@@ -6,18 +6,18 @@ import re
 
 import pytest
 
-from trainer.training.learning_verdict import Seen, combined, judge, kind_of
+from trainer.training.learning_verdict import Observation, combined, judge, kind_of
 
-LEARNS = Seen(gradient=True, changed=True, exact=None, rounded=False)
-DETACHED = Seen(gradient=False, changed=False, exact=None, rounded=False)
-DECAYS = Seen(gradient=False, changed=True, exact=None, rounded=False)
-STANDS = Seen(gradient=True, changed=False, exact=None, rounded=False)
+LEARNS = Observation(gradient=True, changed=True, exact=None, rounded=False)
+DETACHED = Observation(gradient=False, changed=False, exact=None, rounded=False)
+DECAYS = Observation(gradient=False, changed=True, exact=None, rounded=False)
+STANDS = Observation(gradient=True, changed=False, exact=None, rounded=False)
 QKV, EXPERTS = "decoder.layers.{}.self_attention.linear_qkv.adapter", "decoder.layers.{}.mlp.experts.linear_fc1.adapter"
 NOTHING = "got no gradient and have not changed"
 LAYERS = {f"decoder.layers.{layer}.mlp": set(range(8)) for layer in (1, 2)}
 
 
-def model(**changes: Seen) -> dict:
+def model(**changes: Observation) -> dict:
     """Two layers of eight experts, in which all learns but for the changes."""
     found = {(QKV.format(layer), None): LEARNS for layer in (1, 2)}
     found |= {(EXPERTS.format(layer), expert): LEARNS for layer in (1, 2) for expert in range(8)}
@@ -60,7 +60,7 @@ def test_a_tensor_learns_if_a_gradient_is_seen_on_any_rank_and_it_changes_on_all
 
 
 def test_rounded_weights_are_judged_by_the_optimizer_s_exact_copy():
-    still = [Seen(True, False, exact, rounded=True) for exact in (True, False, None)]
+    still = [Observation(True, False, exact, rounded=True) for exact in (True, False, None)]
     assert [seen.moved for seen in still] == [True, False, True]
     name = (QKV.format(1), None)
     assert combined([{name: still[1]}, {name: still[0]}])[name].moved  # each rank has a part of the copy
@@ -160,4 +160,4 @@ def test_what_was_checked_is_said_at_each_start(configure, ranks, base, work):
     assert int(outer[1]) + int(outer[2]) == 48, first.output
     assert re.search(r"after 3 steps all \d+ inner matrices \(A\) of adapters learn: 8 of attention", first.output)
     again = ranks("train", configure("glm4-moe", *paths, "train.stop_after=5"))
-    assert "learning check: not made, since this start took 1 steps and 2 are needed" in again.output
+    assert "learning check: skipped, because this start ran 1 steps and the check needs 2" in again.output

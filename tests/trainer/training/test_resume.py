@@ -113,9 +113,9 @@ def test_what_does_not_bear_on_the_weights_may_differ_and_is_told(run, capfd):
     keys = identity.recorded(run)
     save(run, keys=keys | {key: other(keys[key]) for key in FREE})
     check(run)
-    resume.tell(run, Path(run.paths.output) / "checkpoints")
+    resume.report_changes(run, Path(run.paths.output) / "checkpoints")
     said = capfd.readouterr().out
-    assert said.startswith("train: goes on from iter_0000003 with ")
+    assert said.startswith("train: resumes from iter_0000003 with ")
     assert f"layout.tp {other(keys['layout.tp'])} -> {keys['layout.tp']}" in said
     assert all(key in said for key in FREE)
     assert said.count("\n") == 1
@@ -144,7 +144,7 @@ def test_other_tokens_are_refused_and_the_same_are_not(run, tmp_path):
     tokens(tmp_path / "data", "b" * 64, **{"test.jsonl": "1" * 64, "report.json": "2" * 64})
     check(run)  # prepared again, elsewhere
     tokens(tmp_path / "data", "e" * 64)
-    with pytest.raises(Fault, match=rf"^paths.data: {tmp_path}/data: other tokens than .*iter_0000003 was trained on"):
+    with pytest.raises(Fault, match=rf"^paths.data: {tmp_path}/data: .*iter_0000003 was trained on other tokens"):
         check(run)
 
 
@@ -186,9 +186,9 @@ train: {global_batch_size: 16}
 def test_a_checkpoint_without_a_record_is_compared_by_megatron_s_own_or_not_at_all(run, capfd):
     checkpoints.mark(checkpoint(run), step=3)
     check(run)
-    resume.tell(run, Path(run.paths.output) / "checkpoints")
+    resume.report_changes(run, Path(run.paths.output) / "checkpoints")
     said = capfd.readouterr().out
-    assert "iter_0000003 does not record what it was trained on: nothing, base and data could not be compared" in said
+    assert "iter_0000003 has no record of its training: keys, base and data could not be compared" in said
     (checkpoint(run) / "run_config.yaml").write_text(BRIDGE.replace("optimizer: {", "optimizer: {bf16: false, "))
     checkpoints.mark(checkpoint(run), step=3)
     with pytest.raises(Fault, match=r'adapter.targets: .* was trained with \["linear_qkv"\]'):

@@ -12,8 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from contract.faults import Fault
-from contract.indexed_files import BIN, IDX
-from trainer.data.write.indexed import HEADER, VERSION
+from contract.indexed_files import BIN, HEADER, IDX, VERSION
 
 TYPES = {1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 8: np.uint16}  # by core's codes
 BLOCK = 1 << 24  # bytes of tokens looked at once

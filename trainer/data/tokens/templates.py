@@ -23,9 +23,8 @@ import numpy as np
 from conf.schema.data import PLAIN, Data
 from contract import regular_files
 from contract.faults import Fault
-from trainer.data.read import anomalies
 from trainer.data.rows import Bad, Row
-from trainer.data.tokens import chat, plain, rendering
+from trainer.data.tokens import anomalies, chat, plain, rendering
 from trainer.data.tokens import tokenizer as tokenizers
 from trainer.data.tokens.encoded import Encoded, Limit
 from trainer.data.tokens.template_text import Kind, TemplateText

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import numpy as np
 
-HEADER = b"MMIDIDX\x00\x00"
-VERSION = 1
+from contract.indexed_files import HEADER, VERSION
+
 UINT16, INT32 = 8, 4  # its codes of types
 
 

@@ -11,6 +11,8 @@ import torch
 import triton
 import triton.language as tl
 
+from trainer.megatron.quantized.kernel import sigmoid, tanh_gelu, tanh_gelu_slope
+
 WIDE = 256  # columns of a tile
 TALL = 16  # rows of a tile
 SUMMED = 256  # rows whose sum one program makes
@@ -97,24 +99,6 @@ def _of_columns(bias, columns, WIDE: tl.constexpr):
 
 
 @triton.jit
-def _sigmoid(x):
-    return 1.0 / (1.0 + tl.exp(-x))
-
-
-@triton.jit
-def tanh_gelu(y):
-    """GELU, by tanh's approximation."""
-    return y * _sigmoid(2.0 * 0.79788456 * y * (1.0 + 0.044715 * y * y))
-
-
-@triton.jit
-def tanh_gelu_slope(y):
-    """The slope of tanh_gelu."""
-    half = _sigmoid(2.0 * 0.79788456 * y * (1.0 + 0.044715 * y * y))  # (1 + tanh) / 2
-    return half + 2.0 * y * half * (1.0 - half) * (0.79788456 + 0.1070322243 * y * y)
-
-
-@triton.jit
 def _bias_gelu(x, bias, out, rows, columns, TALL: tl.constexpr, WIDE: tl.constexpr):
     place, known = _tile(rows, columns, tl.program_id(1) * TALL, TALL, WIDE)
     y = tl.load(x + place, mask=known, other=0.0).to(tl.float32) + _of_columns(bias, columns, WIDE)
@@ -166,7 +150,7 @@ def _swiglu(x, weights, out, width, WEIGHTED: tl.constexpr, LINE: tl.constexpr):
         known = column < width
         gate = tl.load(x + row * 2 * width + column, mask=known, other=0.0).to(tl.float32)
         up = tl.load(x + row * 2 * width + width + column, mask=known, other=0.0).to(tl.float32)
-        found = gate * _sigmoid(gate) * up * weight
+        found = gate * sigmoid(gate) * up * weight
         tl.store(out + row * width + column, found.to(out.dtype.element_ty), mask=known)
 
 
@@ -181,7 +165,7 @@ def _swiglu_back(gradient, x, weights, of_weights, out, width, WEIGHTED: tl.cons
         gate = tl.load(x + row * 2 * width + column, mask=known, other=0.0).to(tl.float32)
         up = tl.load(x + row * 2 * width + width + column, mask=known, other=0.0).to(tl.float32)
         given = tl.load(gradient + row * width + column, mask=known, other=0.0).to(tl.float32)
-        half = _sigmoid(gate)
+        half = sigmoid(gate)
         total += given * gate * half * up
         given *= weight
         of_gate = given * up * half * (1.0 + gate * (1.0 - half))

@@ -9,7 +9,6 @@ import torch
 import triton
 import triton.language as tl
 
-from trainer.megatron.activations.kernel import tanh_gelu, tanh_gelu_slope
 from trainer.megatron.quantized import Parts
 
 NORM, GELU, BACK = (64, 128), (32, 128), (128, 64)  # rows and columns of a tile
@@ -78,6 +77,24 @@ def _end(found, scale, inverse, largest):
     tl.atomic_max(largest, found)
     if tl.program_id(0) + tl.program_id(1) == 0:
         tl.store(inverse, tl.div_rn(tl.full((), 1.0, tl.float32), scale))  # as Transformer Engine rounds it
+
+
+@triton.jit
+def sigmoid(x):
+    return 1.0 / (1.0 + tl.exp(-x))
+
+
+@triton.jit
+def tanh_gelu(y):
+    """GELU, by tanh's approximation."""
+    return y * sigmoid(2.0 * 0.79788456 * y * (1.0 + 0.044715 * y * y))
+
+
+@triton.jit
+def tanh_gelu_slope(y):
+    """The slope of tanh_gelu."""
+    half = sigmoid(2.0 * 0.79788456 * y * (1.0 + 0.044715 * y * y))  # (1 + tanh) / 2
+    return half + 2.0 * y * half * (1.0 - half) * (0.79788456 + 0.1070322243 * y * y)
 
 
 @triton.jit

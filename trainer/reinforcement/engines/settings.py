@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+from conf.host import nvidia_smi
 from conf.model_facts import ModelFacts, facts_from_hf
 from conf.model_files import config_json
 from conf.planner import hardware
@@ -14,7 +15,6 @@ from conf.rules import reinforcement
 from conf.rules.reinforcement import ADAPTED, cut, in_turn
 from conf.rules.serving import has_whole_experts
 from conf.schema.run import Run
-from contract import nvidia_smi
 from contract.faults import Fault
 from trainer.patches import vllm_cpu
 from trainer.serving import unmerged

@@ -1,8 +1,8 @@
-"""Stand-in for torch.cuda on a host without it: streams that are done, events that read the clock, a device named cpu.
+"""Stand-in for torch.cuda on a host without it: streams without work, events that read the clock, a device named cpu.
 
 Megatron allocates on "cuda", asks for the current device, synchronises streams and keeps the GPU's random state. Here
-all of that means the CPU: device arguments are rewritten on their way into torch (DeviceMode), and the functions that
-Megatron calls on torch.cuda are replaced. Nothing else in the process is touched.
+all of that uses the CPU: DeviceMode rewrites device arguments before torch gets them, and the functions that Megatron
+calls on torch.cuda are replaced. Nothing else in the process changes.
 """
 
 import contextlib
@@ -20,7 +20,7 @@ CPU = torch.device("cpu")
 
 
 def install() -> None:
-    """Replace torch.cuda's functions for the life of this process, once."""
+    """Replace torch.cuda's functions until this process ends. Call it once."""
     for name, value in _FUNCTIONS.items():
         setattr(torch.cuda, name, value)
     for name, value in _RANDOM.items():
@@ -30,16 +30,16 @@ def install() -> None:
         setattr(torch.cuda, f"{name}Tensor", getattr(torch, f"{name}Tensor"))
     torch.cuda.nvtx.range_push, torch.cuda.nvtx.range_pop = _nothing(), _nothing()
     torch.nn.Module.cuda = lambda self, device=None: self
-    torch.compile = _do_not_compile  # megatron-core decorates with it at import, and importing the compiler takes 8 s
+    torch.compile = _do_not_compile  # megatron-core uses it at import, and importing the compiler takes 8 s
     DeviceMode().__enter__()
 
 
 def join_random_states() -> None:
-    """Let Megatron's per-rank random streams switch the CPU's generator.
+    """Make Megatron's per-rank random streams switch the CPU's generator.
 
-    Megatron reaches for the GPU's generator by a private way. A data loader draws a seed for its workers from the CPU's
-    generator, once an epoch and once more after a resume. Here that leaves the generator unchanged, as it does a GPU's:
-    a resumed training drops the same values as a whole one.
+    Megatron accesses the GPU's generator through private functions. A data loader draws a seed for its workers from the
+    CPU's generator, once per epoch and again after a resume. With a GPU that does not change the GPU's generator, and
+    here it must not change the CPU's: dropout of a resumed training must equal that of an uninterrupted one.
     """
     from megatron.core.tensor_parallel import random
     from torch.utils.data import dataloader
@@ -52,17 +52,17 @@ def join_random_states() -> None:
 
 def _keeping_random_state(begin: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(begin)
-    def begin_and_restore(*given: Any) -> None:
+    def begin_and_restore(*arguments: Any) -> None:
         with torch.random.fork_rng(devices=[]):
-            begin(*given)
+            begin(*arguments)
 
     return begin_and_restore
 
 
 def copy_recomputed() -> None:
-    """Copy what was recomputed into the storage that waits for it.
+    """Copy recomputed activations into the storage that Megatron has reserved for them.
 
-    Megatron makes the two share their memory by a function in C++, which it compiles in every new environment: 15 s.
+    Megatron lets the two share their memory with a C++ function. Compiling it takes 15 s in every new environment.
     """
     from megatron.core.tensor_parallel import random
 
@@ -90,7 +90,7 @@ class DeviceMode(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-# What names a device, or tells of one, without a keyword.
+# Functions that take or return a device without a keyword.
 _BY_POSITION = {torch.Tensor.to, torch.Tensor.cuda, torch.Tensor.pin_memory, torch.Tensor.type}
 
 
@@ -107,7 +107,7 @@ def _to_cpu(device):
 
 
 class Stream:
-    """A stream on which everything has already happened."""
+    """A stream on which all work is finished."""
 
     cuda_stream = 0
 
@@ -157,7 +157,7 @@ def _do_not_compile(model=None, **options):
     return model if model is not None else (lambda function: function)
 
 
-# One function object per name: torch's compiler keeps a table keyed by them and refuses duplicates.
+# A new function object for each name: torch's compiler keeps a table keyed by them and refuses duplicates.
 def _nothing():
     return lambda *args, **kwargs: None
 
@@ -171,13 +171,13 @@ def _set_seed(seed: int) -> None:
 
 
 def _copy_storage(to: torch.Tensor, of: torch.Tensor) -> None:
-    storage, found = to.untyped_storage(), of.untyped_storage()
-    storage.resize_(found.nbytes())
-    storage.copy_(found)
+    target, source = to.untyped_storage(), of.untyped_storage()
+    target.resize_(source.nbytes())
+    target.copy_(source)
 
 
 def _set_rng_state(state: torch.Tensor) -> None:
-    """Set the random state. A checkpoint from a GPU has 8 bytes of seed and 8 of offset; the seed is taken."""
+    """Set the random state. A GPU's checkpoint has 8 bytes of seed and 8 of offset; only the seed is used."""
     if len(state) == 16:
         _set_seed(int.from_bytes(bytes(state[:8].tolist()), "little") & (2**63 - 1))
     else:

@@ -1,7 +1,7 @@
-"""Adapter of gloo to calls that count on NCCL: an all-to-all takes sizes as tensors, and shares may be unequal.
+"""Adapt gloo to calls that rely on NCCL: an all-to-all with sizes as tensors, and collectives with unequal shares.
 
-The shares are unequal where experts are cut over ranks that hold different numbers of tokens. Gloo wants equal ones, so
-they travel padded to the largest, and a reduce-scatter of unequal shares becomes a sum of which each keeps its part.
+Shares are unequal if experts are distributed over ranks with different numbers of tokens. Gloo needs equal shares:
+all_gather pads them to the largest, and reduce_scatter becomes an all_reduce, of which each rank keeps its share.
 """
 
 import functools
@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 
 def install() -> None:
-    """Adapt torch.distributed's functions for the life of this process, once."""
+    """Adapt torch.distributed's functions until this process ends. Call it once."""
     dist.all_to_all_single = _with_int_splits(dist.all_to_all_single)
     dist.all_gather = _with_unequal_shares(dist.all_gather)
     dist.reduce_scatter = _reduce_scatter

@@ -1,7 +1,7 @@
-"""Offloaded optimizer of core where there is no GPU to be relieved: its "host" and its "device" are both this memory.
+"""Megatron-core's offloaded optimizer on a host without a GPU: its "host" and its "device" are the same memory.
 
-HybridDeviceOptimizer asks each weight whether it lies on a GPU, and each copy of one whether it no longer does. While
-it sorts them, every tensor answers yes, except for pinned copies and tensors made of them.
+HybridDeviceOptimizer checks is_cuda of each weight and of its offloaded copy. While it sorts them, is_cuda is true for
+every tensor except pinned copies and tensors derived from them.
 """
 
 # pyright: reportAttributeAccessIssue=false
@@ -15,18 +15,18 @@ def install() -> None:
     original = HybridDeviceOptimizer._get_sub_optimizer_param_groups
 
     def sort(self, offload_fraction: float):
-        with _Pretence():
+        with _PretendCuda():
             return original(self, offload_fraction)
 
     HybridDeviceOptimizer._get_sub_optimizer_param_groups = sort
 
 
-class _Pretence(TorchFunctionMode):
+class _PretendCuda(TorchFunctionMode):
     def __torch_function__(self, func, types, args=(), kwargs=None):
         if func == torch.Tensor.is_cuda.__get__:
             return not getattr(args[0], "pinned", False)
-        found = func(*args, **(kwargs or {}))
-        copied = args and isinstance(args[0], torch.Tensor) and isinstance(found, torch.Tensor)
+        result = func(*args, **(kwargs or {}))
+        copied = args and isinstance(args[0], torch.Tensor) and isinstance(result, torch.Tensor)
         if copied and (func is torch.Tensor.pin_memory or getattr(args[0], "pinned", False)):
-            found.pinned = True
-        return found
+            result.pinned = True
+        return result

@@ -2,7 +2,7 @@
 
 Blocks are those of whole matrices: where a part begins or ends within one, what is missing of the block is read too, so
 that the codes are the same however a matrix is cut. A release in the same format keeps its codes and scales
-(quantised/taken_over.py). What packing loses is noted, matrix by matrix.
+(quantised/released_scales.py). What packing loses is noted, matrix by matrix.
 """
 
 from dataclasses import dataclass
@@ -19,8 +19,9 @@ from trainer.megatron.model import open_bridge
 from trainer.megatron.packed_base import weight
 from trainer.megatron.packed_base.codes import SCALES
 from trainer.weights import released, torch_dist
+from trainer.weights.packed_base import released_scales
 from trainer.weights.packed_base.part import Found, Part, cut
-from trainer.weights.quantised import e2m1, pack, report, taken_over
+from trainer.weights.quantised import e2m1, pack, report
 from trainer.weights.torch_dist import Stored
 
 
@@ -30,7 +31,7 @@ class Packing:
 
     form: Format
     stored: Stored
-    release: taken_over.Release | None
+    release: released_scales.Release | None
     rows: list[report.Row] | None  # None where nobody asks what packing loses
     device: str
 
@@ -53,7 +54,7 @@ class Packing:
         if scales and (factor is not None or not self.form.factor_bytes):
             read = self._read(part.name, part.offsets, part.sizes)
             factor = None if factor is None else factor.to(read.device)
-            found = taken_over.codes(self.form, scales, read, (part.offsets[0], part.offsets[1]), block, factor)
+            found = released_scales.codes(self.form, scales, read, (part.offsets[0], part.offsets[1]), block, factor)
             if found:
                 self._note(part, read, *found, factor, block, as_released=True)
                 return *found, factor
@@ -76,7 +77,7 @@ class Packing:
         self._note(part, read[top : top + rows, left : left + columns], codes, of_blocks, factor, block)
         return codes, of_blocks, factor
 
-    def _released(self, part: Part) -> taken_over.Scales | None:
+    def _released(self, part: Part) -> released_scales.Scales | None:
         return self.release and self.release.scales(part.name, self.shape(part.name)[0])
 
     def _read(self, name: str, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> torch.Tensor:
@@ -99,13 +100,13 @@ class Packing:
         self.rows.append(report.row(part.name, part.offsets, read, found, as_released))
 
 
-def release(run: Run, form: Format, config: Any) -> taken_over.Release | None:
+def release(run: Run, form: Format, config: Any) -> released_scales.Release | None:
     """The release, where its config.json says that it is quantised, and some of it is in this format."""
     folder = Path(run.paths.model)
     if not config_json.read(folder / config_json.NAME).get(quantization.KEY):
         return None
     registry = open_bridge(run)._model_bridge.mapping_registry()
-    found = taken_over.Release(released.read(folder), form, registry, config)
+    found = released_scales.Release(released.read(folder), form, registry, config)
     return found if found.names else None
 
 

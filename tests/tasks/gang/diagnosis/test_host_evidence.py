@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from contract import nvidia_smi
+from conf.host import nvidia_smi
 from tasks.gang.diagnosis.host_evidence import Host, oom_kills
 
 

@@ -1,4 +1,4 @@
-"""The part of transformer_engine.common that Megatron names: the quantisation recipes."""
+"""The part of transformer_engine.common that Megatron imports: the quantisation recipes."""
 
 from transformer_engine.common import recipe
 

@@ -1,4 +1,4 @@
-"""Names of the quantisation recipes. Megatron derives classes from them at import; none can be made without a GPU."""
+"""Names of the quantisation recipes. Megatron derives classes from them at import; none can be used without a GPU."""
 
 
 class Recipe:

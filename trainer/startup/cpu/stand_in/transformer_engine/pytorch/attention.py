@@ -1,11 +1,11 @@
 """Dot-product attention for sbhd and thd (packed) layouts: grouped queries, windows, sinks, context parallelism.
 
-A window is of so many tokens before a token's own. A sink is a learned score of each head that takes its share of the
-softmax and has no value.
+A window is the number of tokens before a token that it can attend to. A sink is a learned score per head that takes a
+share of the softmax and has no value.
 
-Context parallelism gathers keys and values from all ranks and masks by each token's place in its sequence. A rank holds
-chunks r and 2*CP-1-r of every sequence, which is how Megatron deals them out to balance causal work. On a CPU rehearsal
-the gathered keys are small; the GPU kernels exchange them around a ring instead.
+Context parallelism gathers keys and values from all ranks and masks by each token's position in its sequence. A rank
+holds chunks r and 2*CP-1-r of every sequence, as Megatron distributes them to balance causal attention. In a rehearsal
+on a CPU the gathered keys are small; the GPU kernels exchange them around a ring instead.
 """
 
 import torch
@@ -43,7 +43,7 @@ class DotProductAttention(nn.Module):
         self.before = before
         self.softmax_offset = None
         if softmax_type == "learnable":
-            device = torch.cuda.current_device()  # as of Transformer Engine's, whatever the default is
+            device = torch.cuda.current_device()  # as in Transformer Engine, whatever torch's default is
             self.softmax_offset = nn.Parameter(torch.zeros(num_attention_heads // tp_size, device=device))
         self.head_dim = kv_channels if isinstance(kv_channels, int) else kv_channels[0]
         self.scale = softmax_scale if softmax_scale is not None else self.head_dim**-0.5
@@ -74,7 +74,7 @@ class DotProductAttention(nn.Module):
         bounds = cu_seqlens_q_padded if cu_seqlens_q_padded is not None else cu_seqlens_q
         lengths = bounds.diff().tolist() if packed else [query.shape[0] * cp]
         total = query.shape[0] * cp
-        lengths.append(total - sum(lengths))  # padding behind the last sequence attends to itself alone
+        lengths.append(total - sum(lengths))  # padding after the last sequence attends only to itself
         if cp > 1:
             key, value = _gather(key, self.cp_group), _gather(value, self.cp_group)
         segment_q, place_q = _places(lengths, cp, [rank])
@@ -107,7 +107,7 @@ class DotProductAttention(nn.Module):
         return nn.functional.scaled_dot_product_attention(q, k, v, **arguments)
 
     def _with_sinks(self, allowed, q, k, v):
-        """Scores' mask, keys and values with one more of each, whose score is the head's sink and whose value is 0."""
+        """Mask, keys and values, each extended by one entry with the head's sink as score and 0 as value."""
         shape = (q.shape[0], k.shape[1], 1, k.shape[3])
         mask = torch.zeros(allowed.shape, dtype=q.dtype).masked_fill(~allowed, float("-inf"))
         sinks = self.softmax_offset.to(q.dtype).view(1, -1, 1, 1).expand(1, -1, q.shape[2], 1)
@@ -116,7 +116,7 @@ class DotProductAttention(nn.Module):
 
 
 def _places(lengths: list[int], cp: int, ranks) -> tuple[torch.Tensor, torch.Tensor]:
-    """Sequence number and place in it of each token, in the order in which the ranks hold them."""
+    """Each token's sequence number and position in it, in the order of the ranks' chunks."""
     segments, places = [], []
     for rank in ranks:
         for i, length in enumerate(lengths):
@@ -130,7 +130,7 @@ def _places(lengths: list[int], cp: int, ranks) -> tuple[torch.Tensor, torch.Ten
 
 
 class _Gather(torch.autograd.Function):
-    """All ranks' rows one after the other; the gradient of a row goes back, summed, to the rank that holds it."""
+    """Concatenate the rows of all ranks; backward sums a row's gradient and sends it to the rank that holds the row."""
 
     @staticmethod
     def forward(ctx, x, group):

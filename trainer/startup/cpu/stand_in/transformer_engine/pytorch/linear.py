@@ -13,14 +13,14 @@ def _divide(width: int, ranks: int) -> int:
 
 
 def _product(x, weight, bias):
-    """Product with a weight, or with one that says how to be had for it (Transformer Engine's DistributedWeight)."""
+    """Product with a weight, or with a DistributedWeight of Transformer Engine, which provides its values."""
     if getattr(weight, "is_distributed_weight", False):
         return _Materialized.apply(x, [x.shape[0]], bias, weight)
     return nn.functional.linear(x, weight, bias)
 
 
 class _Materialized(torch.autograd.Function):
-    """Products of an input's parts with frozen weights that are asked for in each direction, and not kept between."""
+    """Products of an input's parts with frozen weights, which are fetched in each direction and not kept between."""
 
     @staticmethod
     def forward(ctx, x, sizes, bias, *weights):
@@ -44,7 +44,7 @@ def _list(found):
 
 
 class _Base(nn.Module):
-    """Common base of the three: initialisation under Megatron's random-state tracker, and an empty FP8 state."""
+    """Base of the three modules: initialisation under Megatron's random-state tracker, and an empty FP8 state."""
 
     fp8 = False
     fp8_calibration = False
@@ -166,7 +166,7 @@ class LayerNormLinear(Linear):
         self._norm = {"kind": normalization, "zero_centered_gamma": zero_centered_gamma}
         super().__init__(in_features, out_features, **kwargs)
         self.eps, self.normalization, self.zero_centered_gamma = eps, normalization, zero_centered_gamma
-        # Megatron-Bridge's LoRA sets these on the wrapped layer, to feed the adapter the normalised input.
+        # Megatron-Bridge's LoRA sets these on the wrapped layer, to give the adapter the normalised input.
         self.return_layernorm_output = return_layernorm_output
         self.return_layernorm_output_gathered = return_layernorm_output_gathered
 
@@ -191,7 +191,7 @@ class LayerNormLinear(Linear):
 
 
 class _GatherWithoutGradient(torch.autograd.Function):
-    """Gathering that drops the gradient of a norm's output that was returned gathered, as in TE since 2.4."""
+    """Gather that ignores the gradient of a norm's output that was returned gathered, as in TE since 2.4."""
 
     @staticmethod
     def forward(ctx, x, group):
@@ -251,7 +251,7 @@ class GroupedLinear(_Base):
             if self.use_bias and not self.return_bias:
                 out = out + torch.cat([bias.expand(size, -1) for bias, size in zip(biases, sizes, strict=True)])
             return (out, biases) if self.return_bias else out
-        # Every expert takes part, tokens or none, so that each gets a gradient as it does from the grouped kernel.
+        # Experts without tokens take part too: like the grouped kernel, this gives every expert a gradient.
         chunks = [
             nn.functional.linear(part, weights[i], None if self.return_bias else biases[i])
             for i, part in enumerate(torch.split(x, sizes))

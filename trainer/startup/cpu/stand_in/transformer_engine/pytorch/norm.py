@@ -1,11 +1,11 @@
-"""LayerNorm and RMSNorm with the attribute by which Megatron sums their gradients over sequence-parallel ranks."""
+"""LayerNorm and RMSNorm with the attribute that makes Megatron sum their gradients over sequence-parallel ranks."""
 
 import torch
 from torch import nn
 
 
 def normalize(x, weight, bias, *, kind: str, eps: float, zero_centered_gamma: bool):
-    """The norm in fp32, its result in the input's type, as the CUDA kernels compute it."""
+    """The norm, computed in fp32 and returned in the input's type, as in the CUDA kernels."""
     gamma = weight.float() + 1 if zero_centered_gamma else weight.float()
     wide = x.float()
     if kind == "RMSNorm":
@@ -44,7 +44,7 @@ class _Norm(nn.Module):
         )
 
     def get_extra_state(self):
-        return torch.empty(0, dtype=torch.uint8)  # of FP8, none; the key is in every checkpoint
+        return torch.empty(0, dtype=torch.uint8)  # FP8 has no state here, but the key is in every checkpoint
 
     def set_extra_state(self, state):
         pass

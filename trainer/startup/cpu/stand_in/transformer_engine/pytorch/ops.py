@@ -1,4 +1,4 @@
-"""The operation fuser. Megatron-Bridge names its container in annotations that are evaluated at import."""
+"""The operation fuser. Megatron-Bridge uses its container in annotations that are evaluated at import."""
 
 from torch.nn import Sequential
 

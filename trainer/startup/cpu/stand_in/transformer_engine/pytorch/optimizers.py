@@ -1,6 +1,6 @@
 """FusedAdam and FusedSGD with the state layout of the CUDA ones: moments per parameter, the step in the group.
 
-The names of the multi-tensor kernels are absent on purpose: Megatron then takes its own plain ones.
+The multi-tensor kernels are missing on purpose: Megatron then uses its own plain functions.
 """
 
 import torch

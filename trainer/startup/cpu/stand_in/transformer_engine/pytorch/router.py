@@ -1,4 +1,4 @@
-"""The fused router kernels, absent: Megatron routes with plain PyTorch unless moe_router_fusion is asked for."""
+"""The fused router kernels are missing: Megatron routes with plain PyTorch unless moe_router_fusion is set."""
 
 fused_compute_score_for_moe_aux_loss = None
 fused_moe_aux_loss = None

@@ -1,4 +1,4 @@
-"""The base class of quantised tensors, of which there are none here."""
+"""The base class of quantised tensors; no tensor is quantised here."""
 
 import torch
 
