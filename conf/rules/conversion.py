@@ -1,10 +1,10 @@
-"""Obstacles to the conversion of a released model, found in its config.json before anything else is downloaded.
+"""Obstacles to the conversion of a released model, found in its config.json before the weights are downloaded.
 
     obstacles(config, ignored) -> ["config.json: sliding_window is ...", ...]     a line per reason
 
     unwritable(config, export.quantization) -> ""        or why the merged model cannot have the release's format
 
-Where there is none, trainer.convert checks every tensor.
+Without obstacles, trainer.convert checks every tensor.
 """
 
 from collections.abc import Collection
@@ -18,12 +18,12 @@ from conf.rules.function import unread
 IGNORE = "model.ignore_config lists keys that do not matter to you"
 
 # Families that are not supported here, and why.
-DELTA_NET = "an export does not know how Megatron-Bridge lays out its gated delta net and shifts its norms"
+DELTA_NET = "the export does not support Megatron-Bridge's layout of its gated delta net and its shifted norms"
 GEMMA = (
     "Megatron-Bridge adds adapters after the norms that follow o_proj and down_proj, but merging adds them before the "
-    "norms, and its windows and soft caps were compared on no GPU"
+    "norms, and its windows and soft caps have not been compared on a GPU"
 )
-INDEXER = "its attention picks tokens by an indexer, whose kernels need a GPU, and it was compared on none"
+INDEXER = "its attention selects tokens with an indexer, whose GPU kernels have not been compared"
 NO_BRIDGE = "Megatron-Bridge 0.6 has no bridge for it"
 NOT_TAKEN = {
     "Qwen3NextForCausalLM": DELTA_NET,
@@ -31,7 +31,7 @@ NOT_TAKEN = {
     "Qwen3_5ForConditionalGeneration": DELTA_NET,
     "Qwen3_5MoeForCausalLM": DELTA_NET,
     "Qwen3_5MoeForConditionalGeneration": DELTA_NET,
-    "NemotronHForCausalLM": "an export does not know how Megatron-Bridge lays out its Mamba layers",
+    "NemotronHForCausalLM": "the export does not support Megatron-Bridge's layout of its Mamba layers",
     "Llama4ForCausalLM": NO_BRIDGE,
     "Llama4ForConditionalGeneration": NO_BRIDGE,
     "Gemma2ForCausalLM": GEMMA,
@@ -40,7 +40,7 @@ NOT_TAKEN = {
     "GlmMoeDsaForCausalLM": INDEXER,
     "MiniMaxM3SparseForConditionalGeneration": INDEXER,
 }
-# Others that Megatron-Bridge 0.6 converts; ForConditionalGeneration read more than text.
+# Other families with a bridge in Megatron-Bridge 0.6.
 BRIDGED = {
     *("BailingMoeV2ForCausalLM", "DeciLMForCausalLM", "DeepseekV2ForCausalLM", "DeepseekV4ForCausalLM"),
     *("Ernie4_5_MoeForCausalLM", "Exaone4ForCausalLM", "ExaoneMoEForCausalLM", "ExaoneMoeForCausalLM"),
@@ -48,66 +48,64 @@ BRIDGED = {
     *("MiMoForCausalLM", "MiMoV2FlashForCausalLM", "NemotronForCausalLM", "SarvamMLAForCausalLM"),
     *("SarvamMoEForCausalLM", "Step3p5ForCausalLM"),
 }
-# Families that Megatron-Bridge registers by name: their releases have code for a transformers without the family.
+# Families that Megatron-Bridge registers by name, as their releases contain code for older versions of transformers.
 BY_NAME = ("DeepseekV3ForCausalLM", "Glm4MoeLiteForCausalLM", "MiniMaxM2ForCausalLM")
 UNTRIED = (
-    "Megatron-Bridge 0.6 has a bridge for it, but nobody compared the trained and exported model with transformers"
+    "Megatron-Bridge 0.6 has a bridge for it, but the trained and exported model was not compared with transformers"
 )
-MORE_THAN_TEXT = "it reads more than text, and models of text alone are trained here"
+MORE_THAN_TEXT = "it reads more than text, but only text models are supported"
 
 
 def obstacles(config: dict[str, Any], ignored: Collection[str] = ()) -> list[str]:
     if refused := not_converted(config):
         return [refused]
-    found = [f"config.json: {line}" for line in unread(config, ignored)]
-    if found:
-        found[-1] += f"; the converted model would compute another function; {IGNORE}"
+    lines = [f"config.json: {line}" for line in unread(config, ignored)]
+    if lines:
+        lines[-1] += f"; the converted model would compute another function; {IGNORE}"
     try:
         quantization.scheme(config)
     except ValueError as error:
-        found.append(f"config.json: {error}; a release in bf16 can be taken, too")
-    return found
+        lines.append(f"config.json: {error}; a release in bf16 works too")
+    return lines
 
 
-def unwritable(config: dict[str, Any], wanted: str | None) -> str:
-    """The reason why a merged model cannot be written in the release's own format, if it is wanted; "" where it can."""
-    found = quantization.scheme(config)
-    if wanted is None or (found and found.kind == "fp8"):
+def unwritable(config: dict[str, Any], quantized: str | None) -> str:
+    """The reason why the merged model cannot have the release's format, if export.quantization is set; "" if it can."""
+    scheme = quantization.scheme(config)
+    if quantized is None or (scheme and scheme.kind == "fp8"):
         return ""
-    if found is None:
-        return f"export.quantization: {wanted}, but the release is not quantised; null"
-    text = (
-        f"export.quantization: {wanted}, but what training adds would be lost in the {found.bits} bits of the release"
-    )
-    return f"{text}; null exports bf16, and export.formats=[adapter] the adapter alone"
+    if scheme is None:
+        return f"export.quantization: {quantized}, but the release is not quantised; null"
+    text = f"export.quantization: {quantized}, but rounding to the release's {scheme.bits} bits would undo the training"
+    return f"{text}; null exports bf16, and export.formats=[adapter] only the adapter"
 
 
 def not_converted(config: dict[str, Any]) -> str:
-    """The reason why a model of this architecture cannot be converted here; "" where it can."""
+    """The reason why a model of this architecture cannot be converted; "" if it can."""
     architecture = config_json.architecture(config)
     if architecture not in CONVERTED:
         named = architecture or "a model without architectures in its config.json"
         return f"{named} is not converted or trained here: {_reason(architecture)}; {closest(config)}"
-    if own := _own_code(config, architecture):
-        return own
+    if problem := _own_code(config, architecture):
+        return problem
     kind = config.get("model_type")
     if (ALIASES.get(kind, kind) if isinstance(kind, str) else kind) != CONVERTED[architecture]:
         kind = config_json.show(config.get("model_type"))
-        return f"model_type is {kind}, and that of {architecture} is {CONVERTED[architecture]}"
+        return f"model_type is {kind}, but that of {architecture} is {CONVERTED[architecture]}"
     return ""
 
 
 def _own_code(config: dict[str, Any], architecture: str) -> str:
-    """The reason why Megatron-Bridge does not take a release that names code for its model; "" if it does.
+    """The reason why Megatron-Bridge refuses a release with code for its model; "" if it accepts it.
 
-    Megatron-Bridge looks for a bridge by the name of that class, and finds only bridges registered by a name.
+    Megatron-Bridge looks for a bridge with the name of that class, and only some bridges are registered by name.
     """
-    named = config.get("auto_map")
-    code = str((named if isinstance(named, dict) else {}).get("AutoModelForCausalLM", ""))
+    auto_map = config.get("auto_map")
+    code = str((auto_map if isinstance(auto_map, dict) else {}).get("AutoModelForCausalLM", ""))
     if not code or (architecture in BY_NAME and code.rpartition(".")[2] == architecture):
         return ""
-    text = f"auto_map names {config_json.show(code)}, code of the release, and only transformers' {architecture} is"
-    return f"{text} converted; if both compute the same, take auto_map out of config.json in a local folder"
+    text = f"auto_map names {config_json.show(code)}, code of the release, but only transformers' {architecture} is"
+    return f"{text} converted; if both compute the same, remove auto_map from config.json in a local folder"
 
 
 def _reason(architecture: str) -> str:

@@ -91,7 +91,7 @@ def test_the_form_with_an_adapter_is_said(made, answers, capsys):
     "arguments, said",
     [
         (["nothing"], "error: nothing: neither a model in the registry at sqlite:///"),
-        (["export/ffff"], "error: export/ffff: names 0 exports"),
+        (["export/ffff"], "error: export/ffff: matches 0 exports"),
         (["tickets@"], "error: tickets@: a version or an alias must follow the @"),
         (["nothing", "--port", "0"], "error: --port: 0 is no port, from 1 to 65535"),
         (["nothing", "--port", "99999"], "error: --port: 99999 is no port, from 1 to 65535"),

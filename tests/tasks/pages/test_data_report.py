@@ -95,7 +95,7 @@ Tokens of a row, training:
 - learned: 16.7% of the tokens
 - prompt cut: 3 rows (0.3%), by 1,234 tokens in all
 - duplicates: 5 exact, 7 near
-- held out, but like a row of training: 1 exactly, 2 nearly
+- held-out rows like a training row: 1 exactly, 2 nearly
 
 ## Odd rows
 

@@ -83,7 +83,7 @@ def test_an_export_whose_data_are_gone_is_said(store):
     made = exported(store, "first")
     (key,) = {name.partition("/")[0] for name in store.keys("prepare")}
     store.remove(f"prepare/{key}/artifact.json")
-    with pytest.raises(Fault, match=rf"^train/\w+ was made from prepare/{key}, which is not in .* any more$"):
+    with pytest.raises(Fault, match=rf"^train/\w+ was made from prepare/{key}, which is no longer in .*$"):
         served(store, made)
 
 

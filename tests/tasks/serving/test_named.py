@@ -116,7 +116,7 @@ def test_an_export_is_named_by_what_tells_it_apart(store):
     made = exported(store, "first")
     found = named.find(made.key[:11], store, "sqlite:////nowhere/mlflow.db")
     assert (found.title, found.export.key) == (made.key, made.key)
-    with pytest.raises(Fault, match=r"^export/: names 2 exports in "):
+    with pytest.raises(Fault, match=r"^export/: matches 2 exports in "):
         exported(store, "second")
         named.find("export/", store, REGISTRY)
 
