@@ -430,8 +430,8 @@ BOMB = "a: &a !!int 7\n" + "\n".join(
         (f"paths.model=a/{'x' * 256}/b", "paths.model: .*: a name in it is longer than 255 bytes, or all of it than"),
         (f"paths.base={'x/' * 2050}", "paths.base: .*: a name in it is longer than 255 bytes, or all of it than 4095"),
         (f"model.source=a/{'x' * 256}", "model.source: .*: a name in it is longer than 255 bytes, or all of it than"),
-        ("data.source=~nobody/rows.jsonl", "data.source: .*: of other users' folders no short form is taken"),
-        ('paths.data="a\\0b"', 'paths.data: "a\\\\u0000b": holds a NUL, which no name and no line of text has'),
+        ("data.source=~nobody/rows.jsonl", "data.source: .*: ~USER is not supported"),
+        ('paths.data="a\\0b"', 'paths.data: "a\\\\u0000b": contains a NUL character'),
     ],
 )
 def test_counts_lists_and_paths_have_limits(text, says):

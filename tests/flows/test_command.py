@@ -69,7 +69,7 @@ def test_a_plain_run(run):
         (["tiny", "evaluate.tasks=[nowhere.yaml]", "--dry-run"], "evaluate.tasks: nowhere.yaml: no such file"),
         (
             ["tiny", "promote.model=a/b", "--dry-run"],
-            "override promote.model=a/b: promote.model: a/b: MLflow's registry takes no name with a slash",
+            "override promote.model=a/b: promote.model: a/b: MLflow's registry does not allow slashes",
         ),
     ],
 )

@@ -72,8 +72,8 @@ def test_data_of_another_kind_than_the_objective_reads_are_refused():
     dpo, sft = load("tiny-dpo"), load("tiny")
     assert not objectives.unfit(dpo, "data", "preference") and not objectives.unfit(sft, "data", "sft")
     assert objectives.unfit(sft, "data", "preference") == (
-        "train.objective: sft reads rows with one answer, or texts, but data contains rows with a chosen and a rejected "
-        "answer; use train.objective=dpo"
+        "train.objective: sft reads rows with one answer, or texts, but data contains rows with a chosen and a "
+        "rejected answer; use train.objective=dpo"
     )
     assert "; use data.shape=preference, if there are columns chosen and rejected, or " in objectives.unfit(
         dpo, "data", "sft"

@@ -38,9 +38,9 @@ def test_a_folder_with_weights_is_a_released_model_and_so_is_one_for_an_adapter(
         ("model.source=org/name", "model.tokenizer: tiny://llama, but org/name has its own"),
         (
             "model.source={config: {}}",
-            "a section: neither a model's name, folder or URI nor a section with",
+            "a section: not a model's name, folder or URI, or a section with",
         ),
-        ("model.source={seed: 1}", "a section: neither a model's name"),
+        ("model.source={seed: 1}", "a section: not a model's name"),
         ("evaluate.quantization=fp8", "evaluate.quantization: fp8 is held to the base's answers"),
     ],
 )

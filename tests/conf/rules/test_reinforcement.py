@@ -52,7 +52,7 @@ GPU, FULL, CPU = "qwen3-30b-a3b-1xh200", "qwen3-30b-a3b-full-8xh200", "tiny-rl"
         (
             GPU,
             ["reinforce.engine_gpus=2", "reinforce.in_turn=true"],
-            "reinforce.engine_gpus: 2, but training, which shares its GPUs, has 1 (layout.gpus_per_node): as many at most, or",
+            "reinforce.engine_gpus: 2, but training, which shares its GPUs, has 1 (layout.gpus_per_node): as many",
         ),
         (
             FULL,

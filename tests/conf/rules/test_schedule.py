@@ -81,8 +81,8 @@ def test_an_override_takes_the_place_of_the_other_key():
             ["optimizer.warmup=0.1", "optimizer.warmup_steps=3"],
             "optimizer.warmup: 0.1, but optimizer.warmup_steps is 3: set only one of them",
         ),
-        (["checkpoint.save_every=1.0"], "1.0: neither a number of steps nor epoch nor a share of all steps, "),
-        (["train.validate_every=epochs"], '"epochs": neither a number of steps nor epoch nor a share'),
+        (["checkpoint.save_every=1.0"], "1.0: must be a number of steps, epoch, or a share of all steps, "),
+        (["train.validate_every=epochs"], '"epochs": must be a number of steps, epoch, or a share'),
         (["train.epochs=0"], "train.epochs: 0 is too small: it must be at least 1e-06"),
     ],
 )

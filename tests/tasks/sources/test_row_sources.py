@@ -112,7 +112,7 @@ def test_the_order_of_files_counts(identity, tmp_path):
         ("absent*.jsonl", "no file of rows has this name; their names end in .jsonl, .ndjson"),
         ("empty", "no file of rows in this folder"),
         ("model.safetensors", "not a file of rows; their names end in"),
-        ("dangling.jsonl", "a link to nowhere, which is not there"),
+        ("dangling.jsonl", "a link to nowhere, which does not exist"),
     ],
 )
 def test_sources_that_are_none(identity, tmp_path, name, complaint):
@@ -390,7 +390,7 @@ def test_a_fetch_goes_on_where_it_was(bucket, identity, tmp_path, monkeypatch):
         ("/other", "none of its 2 objects, such as README.md, is a file of rows; their names end in .jsonl"),
         ("/half", "a.bin: of no use without a.idx, which does not lie beside it"),
         ("/half/a", "a.bin: of no use without a.idx"),
-        ("/bad", r"'a\\b.jsonl' is no name of a file inside a folder"),
+        ("/bad", r"'a\\b.jsonl' is not a name of a file inside a folder"),
     ],
 )
 def test_what_s3_does_not_have(bucket, identity, source, complaint):

@@ -514,7 +514,7 @@ def test_a_store_in_the_place_of_a_file_is_not_taken_for_an_empty_one(tmp_path, 
     (tmp_path / "file").write_bytes(b"")
     store = open_store(f"{tmp_path}/file{below}")
     for look in (lambda: store.keys(""), lambda: store.keys("art"), lambda: store.read("art/record.json")):
-        with pytest.raises(Fault, match=rf"^{tmp_path}/file{below}: Not a directory; .* must be a folder"):
+        with pytest.raises(Fault, match=rf"^{tmp_path}/file{below}: Not a directory; .* must be a writable folder"):
             look()
     within = open_store(str(tmp_path))  # where an object stands above the name, there is none of that name
     assert within.read("file/x") is None and within.keys("file/x") == {}
@@ -522,7 +522,7 @@ def test_a_store_in_the_place_of_a_file_is_not_taken_for_an_empty_one(tmp_path, 
 
 def test_a_folder_that_may_not_be_written(tmp_path):
     (tmp_path / "file").write_bytes(b"")
-    with pytest.raises(Fault, match="must be a folder"):
+    with pytest.raises(Fault, match="must be a writable folder"):
         open_store(str(tmp_path / "file")).write("x", b"")
     with pytest.raises(Fault, match="no such folder"):
         open_store(str(tmp_path)).put(tmp_path / "nothing", "art")

@@ -108,7 +108,7 @@ def test_names_are_labels_of_the_domain_name_system_at_any_length():
     (["gang.engine=kubernetes"], "kubernetes.claim: required"),
     (["kubernetes.env=[HF_TOKEN=x]"], "HF_TOKEN looks like a secret"),
     (["kubernetes.env=[aws_secret_access_key=x]"], "looks like a secret"),
-    (["kubernetes.resources=[nvidia.com/gpu=4]"], "nvidia.com/gpu is said by layout.gpus_per_node"),
+    (["kubernetes.resources=[nvidia.com/gpu=4]"], "nvidia.com/gpu has the key layout.gpus_per_node"),
     (["kubernetes.resources=[rdma/ib]"], "rdma/ib"),
 ])  # fmt: skip
 def test_what_is_wrong_is_said_in_a_line(overrides, says):
