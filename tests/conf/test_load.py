@@ -102,7 +102,7 @@ def test_files_in_conf(name):
         (
             "name:",
             "adapter: {targets: linear_qkv}\nname:",
-            'adapter.targets: "linear_qkv": neither all-linear nor a list',
+            'adapter.targets: "linear_qkv": must be all-linear or a list',
         ),
         ("name:", "adapter: {targets: [linear_qvk]}\nname:", 'adapter.targets: "linear_qvk" is not one of '),
         ("name:", "adapter: {targets: []}\nname:", "adapter.targets: empty, but adapter.kind is lora"),

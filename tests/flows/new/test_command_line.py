@@ -25,7 +25,7 @@ from tests.support.flow_world import ROOT
 
 FIRST = FirstRows(
     kind="pairs",
-    reason="wrote -> input, to -> output: as the configuration says",
+    reason="wrote -> input, to -> output: from the configuration",
     columns={"input": "wrote", "output": "to"},
     rows=300,
     whole=True,
