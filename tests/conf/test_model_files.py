@@ -68,7 +68,7 @@ def change(model: Path, name: str, edit: Callable[[Any], Any]) -> None:
     "architecture, reason",
     [
         ("PhimoeForCausalLM", "Megatron-Bridge 0.6 has no bridge for it"),
-        ("Ernie4_5_MoeForCausalLM", "Megatron-Bridge 0.6 has a bridge for it, but the trained and exported"),
+        ("Ernie4_5_MoeForCausalLM", "Megatron-Bridge 0.6 has a bridge for it, but nobody compared"),
         ("Qwen3VLForConditionalGeneration", "it reads more than text"),
     ],
 )
@@ -84,7 +84,7 @@ def test_code_of_a_release_is_refused_with_the_true_reason(model, name):
     own = {"auto_map": {"AutoConfig": "configuration_own.Config", "AutoModelForCausalLM": name}}
     change(model, CONFIG, lambda config: config | own)
     line = refused(model)
-    assert f'auto_map names "{name}", code of the release, but only transformers\' Qwen3MoeForCausalLM is' in line
+    assert f'auto_map names "{name}", code of the release, and only transformers\' Qwen3MoeForCausalLM is' in line
     assert "not yet supported" not in line
     change(model, CONFIG, lambda config: config | {"auto_map": {"AutoTokenizer": ["tokenization_own.Own", None]}})
     released_model.check_released(model)

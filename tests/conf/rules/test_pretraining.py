@@ -35,13 +35,13 @@ def test_a_folder_with_weights_is_a_released_model_and_so_is_one_for_an_adapter(
     [
         ("adapter.kind=lora", "adapter.kind: lora, but drawn weights have to be trained themselves; none"),
         ("model.tokenizer=null", "model.tokenizer: required with the keys of a config.json"),
-        ("model.source=org/name", "model.tokenizer: tiny://llama, but org/name has its own"),
+        ("model.source=org/name", "model.tokenizer: tiny://llama, but org/name has a tokenizer"),
         (
             "model.source={config: {}}",
             "a section: not a model's name, folder or URI, or a section with",
         ),
         ("model.source={seed: 1}", "a section: not a model's name"),
-        ("evaluate.quantization=fp8", "evaluate.quantization: fp8 is held to the base's answers"),
+        ("evaluate.quantization=fp8", "evaluate.quantization: fp8 is compared with the base's answers"),
     ],
 )
 def test_what_does_not_go_with_drawn_weights_is_said_in_a_line(override, said):

@@ -74,7 +74,7 @@ GPU, FULL, CPU = "qwen3-30b-a3b-1xh200", "qwen3-30b-a3b-full-8xh200", "tiny-rl"
             ["reinforce.in_turn=false"],
             "reinforce.in_turn: false, but reinforce.engine_gpus 0 gives vLLM no separate GPU",
         ),
-        (CPU, ["reinforce.in_turn=true"], "reinforce.in_turn: true, and hardware.gpu is cpu: null"),
+        (CPU, ["reinforce.in_turn=true"], "reinforce.in_turn: true, but hardware.gpu is cpu: null"),
         (
             GPU,
             ["reinforce.hosts=2", "reinforce.engine_gpus=1", "reinforce.in_turn=true"],
