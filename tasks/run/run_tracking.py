@@ -4,6 +4,7 @@ Prefect and MLflow link to each other. A flow run whose stages are all cached ad
 """
 
 import time
+from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -35,10 +36,9 @@ class RunTracking:
         tags = {"finetune.flow_run": id, "finetune.store": store.uri, "finetune.conf": run.name}
         tags |= {f"finetune.{name}": stage.fingerprint for name, stage in stages.items()}
         tags |= self._note("A run of the flow")
-        self._whole = tracking.start(folder, None, run.track.experiment, id, name, tags, _flat(run), run.track.wandb)
+        self.whole = tracking.start(folder, None, run.track.experiment, id, name, tags, _flat(run), run.track.wandb)
         self._stages: dict[str, tracking.Stage] = {}
-        self._training_links: dict[str, str] = {}
-        self._reinforcement_links: dict[str, str] = {}
+        self._looked_up: dict[str, dict[str, str]] = {}
 
     def stage(self, name: str, stage: Stage) -> tracking.Stage:
         """The stage's part of the tracking. Training has a separate run, also if several flow runs continue it."""
@@ -48,9 +48,9 @@ class RunTracking:
                 tags |= {f"finetune.input.{key}": value for key, value in stage.inputs.items()}
                 tags |= {"finetune.conf": self._run.name} | self._note("The training")
                 id, params = f"train-{stage.fingerprint}", _flat(stage.config)
-                self._stages[name] = self._whole.stage(f"{name} {self.name}", id, tags, params)
+                self._stages[name] = self.whole.stage(f"{name} {self.name}", id, tags, params)
             else:
-                self._stages[name] = self._whole.part(name)
+                self._stages[name] = self.whole.part(name)
                 self._stages[name].tags({"begun": f"{datetime.now(UTC):%Y-%m-%d %H:%M:%S} UTC"})
         return self._stages[name]
 
@@ -58,7 +58,7 @@ class RunTracking:
         """Log the artifact of a stage, new or cached, and end its run."""
         tags = {"finetune.artifact": self._store.link(f"{made.key}/files"), "finetune.digest": made.digest}
         if made.cached:
-            self._whole.tags({f"finetune.{name}.made_by": made.made["flow"]})
+            self.whole.tags({f"finetune.{name}.made_by": made.made["flow"]})
             return
         tracked = self.stage(name, stage)
         tracked.tags(tags)
@@ -67,14 +67,10 @@ class RunTracking:
         tracked.metrics({"seconds": made.made["seconds"], "gigabytes": made.size / 1e9})
         tracked.end("FINISHED")
 
-    def ship(self) -> None:
-        """Send the events of the journal, and all later ones."""
-        self._whole.ship()
-
     def training_run(self) -> str | None:
         """MLflow's id of the training's run, of this flow or of the flow that made it; None until MLflow has it."""
         if tracked := self._stages.get("train"):
-            return self._whole.run_id(tracked.run)
+            return self.whole.run_id(tracked.run)
         pages = self.pages()
         return pages.trainings.get(self.training) if pages else None
 
@@ -84,53 +80,42 @@ class RunTracking:
 
     def links_of_training(self) -> dict[str, str]:
         """Links for the page of a running training. They are looked up until MLflow has the run."""
-        if not self._training_links and (id := self.training_run()) and (pages := self.pages()):
-            self._training_links = {"MLflow, live curves": pages.curves(id)}
-            if compared := pages.compared(id):
-                self._training_links["MLflow, this training compared with earlier ones"] = compared
-        return self._own_link() | self._training_links
+        return self._links(self.training_run, compared=True)
 
     def links_of_reinforcement(self) -> dict[str, str]:
         """Links for the page of a running reinforcement learning. Its curves are in this flow's MLflow run."""
-        if not self._reinforcement_links and (id := self._whole.run_id()) and (pages := self.pages()):
-            self._reinforcement_links = {"MLflow, live curves": pages.curves(id)}
-        return self._own_link() | self._reinforcement_links
+        return self._links(self.whole.run_id)
 
-    def _own_link(self) -> dict[str, str]:
-        return {"Prefect, this run": self.prefect} if self.prefect else {}
+    def _links(self, find: Callable[[], str | None], compared: bool = False) -> dict[str, str]:
+        key = "compared" if compared else "own"
+        if key not in self._looked_up and (id := find()) and (pages := self.pages()):
+            links = {"MLflow, live curves": pages.curves(id)}
+            if compared and (others := pages.compared(id)):
+                links["MLflow, this training compared with earlier ones"] = others
+            self._looked_up[key] = links
+        prefect = {"Prefect, this run": self.prefect} if self.prefect else {}
+        return prefect | self._looked_up.get(key, {})
 
     def own_run(self) -> str | None:
         """MLflow's id of this flow run; None if all stages were cached, or without a server that answers in time."""
         until = time.monotonic() + LINK_WITHIN
-        while self._whole.shipping and not self._whole.run_id() and time.monotonic() < until:
+        while self.whole.shipping and not self.whole.run_id() and time.monotonic() < until:
             time.sleep(0.05)
-        return self._whole.run_id()
+        return self.whole.run_id()
 
     def _note(self, what: str) -> dict[str, str]:
         """Description that MLflow shows above a run."""
         where = f"[{self.name}]({self.prefect})" if self.prefect else self.name
         return {NOTE: f"{what} {where} of `{self._run.name}`, in Prefect."}
 
-    def tell(self, values: dict[str, float]) -> None:
-        """Log metrics of the whole run."""
-        self._whole.metrics(values)
-
-    def tell_at_end(self, values: dict[str, float]) -> None:
-        """Log less important metrics of the whole run after its results."""
-        self._whole.metrics_at_end(values)
-
     def describe(self, verdict: str) -> None:
         """Show a verdict in Markdown above the run."""
-        self._whole.tags({NOTE: f"{verdict}\n\n{self._note('A run of the flow')[NOTE]}"})
-
-    def draw(self, content: bytes, name: str, of: str) -> None:
-        """Log a JSON file of the whole run, and its figures."""
-        self._whole.drawn(content, name, of)
+        self.whole.tags({NOTE: f"{verdict}\n\n{self._note('A run of the flow')[NOTE]}"})
 
     def refuse(self, reason: str) -> None:
         """End a run that could not begin. A background process ships its events."""
-        self._whole.end("FAILED", reason)
-        self._whole.close(0.0)
+        self.whole.end("FAILED", reason)
+        self.whole.close(0.0)
 
     def end(self, status: str, reason: str, outcomes: Outcomes) -> None:
         """End the whole run, and the runs of stages that have not ended."""
@@ -142,11 +127,11 @@ class RunTracking:
                 tracked.end("KILLED", reason)
         if reason:
             self.describe(f"**{status.capitalize()}**: {words(reason)}")
-        self._whole.end(status, reason)
-        if status == "FINISHED" and not self._whole.shipping:
-            self._whole.drop()
+        self.whole.end(status, reason)
+        if status == "FINISHED" and not self.whole.shipping:
+            self.whole.drop()
             return
-        if line := self._whole.close(0.0 if killed else SHIPPED_WITHIN, hand_over=killed):
+        if line := self.whole.close(0.0 if killed else SHIPPED_WITHIN, hand_over=killed):
             print(line)
 
 

@@ -1,6 +1,6 @@
-"""Stage convert: the released model as training loads it, in the way of convert.to, with every tensor accounted for.
+"""Stage convert: the released model in the form that training loads (convert.to), with every tensor accounted for.
 
-The result can be read at any layout. The flow's host converts, or with convert.hosts=all those of training together.
+The result can be read at any layout. The flow's host converts; with convert.hosts=all, the hosts of training together.
 """
 
 from prefect import State, task
