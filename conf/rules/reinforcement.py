@@ -46,7 +46,7 @@ def of_prompts(run: Run) -> Run:
 
 
 def transport(run: Run, on_gpus: bool) -> str:
-    """How weights are sent to vLLM; `on_gpus` is whether training uses GPUs."""
+    """Transport of weights to vLLM; `on_gpus` is whether training uses GPUs."""
     if run.reinforce.transport or not on_gpus:
         return run.reinforce.transport or "gloo"
     return "ipc" if in_turn(run) else "nccl"

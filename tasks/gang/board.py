@@ -109,7 +109,7 @@ class Watch:
     at: dict[str, float] = field(default_factory=dict)
 
     def look(self, tags: dict[str, str]) -> set[str]:
-        """Names whose tag has changed since the last call."""
+        """Set of names whose tag has changed since the last call."""
         now = time.monotonic()
         changed = {name for name, tag in tags.items() if self.seen.get(name) != tag}
         self.at |= dict.fromkeys(changed, now)
