@@ -22,6 +22,7 @@ import urllib.request
 from collections.abc import Callable
 from pathlib import Path
 
+from contract import installation
 from contract.faults import Fault
 from contract.processes import started
 from tasks.run.places import runs_folder
@@ -32,7 +33,6 @@ HOST = "127.0.0.1"
 PORT = 4200  # or the next free port
 READY_WITHIN = 300.0  # seconds; the first start creates the database, which took more than 120 s on a busy host
 LIMIT = "PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS"  # used if it is longer
-ROOT = Path(__file__).resolve().parents[2]
 SERVICES = "services"  # folder in runs/ of the servers' logs, and of the list that `make up` keeps
 # The scheduler sees a new schedule at its next round: with Prefect's 60 s, a yearly cron that is due earlier would run
 # in a year. A request that fails because the database is locked is logged as an error.
@@ -161,7 +161,7 @@ def _start(database: Path, log: Path) -> subprocess.Popen | None:
             command += [str(_lock_file(database, "users")), str(log.parent / "processes.json")]
             process = subprocess.Popen(
                 command,
-                cwd=ROOT,  # the folder of prefect.toml
+                cwd=installation.FILES,  # Prefect reads prefect.toml there
                 env=_environment(database, address),
                 stdin=subprocess.DEVNULL,
                 stdout=output,

@@ -32,7 +32,7 @@ def run(tmp_path, monkeypatch, capsys):
 
     def run(*arguments: str):
         monkeypatch.setattr(sys, "argv", ["finetune", *arguments])
-        code = command(SimpleNamespace(name="finetune", with_options=lambda **_: toy_flow), "description")
+        code = command(SimpleNamespace(name="finetune", with_options=lambda **_: toy_flow))
         said = capsys.readouterr()
         return code, said.err, said.out
 
