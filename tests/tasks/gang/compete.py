@@ -48,7 +48,7 @@ TIMES = {
     controller_link: ("RENEWED", "POLLED", "AWAY"),
     previous_attempt: ("STALE", "ENDED_BY_ITSELF"),
     gang_module: ("TICK",),
-    attempt: ("TICK", "ASKED", "STALE"),
+    attempt: ("TICK", "CAPACITY_POLL", "STALE"),
     controller: ("TICK", "SETTLE", "ENDED_BY_ITSELF"),
     lease: ("RENEWED", "EXPIRES", "POLLED"),
 }
