@@ -32,7 +32,7 @@ def run(tmp_path, monkeypatch, capsys):
 
     def run(*arguments: str):
         monkeypatch.setattr(sys, "argv", ["finetune", *arguments])
-        code = command(SimpleNamespace(name="finetune", with_options=lambda **_: toy_flow), "description")
+        code = command(SimpleNamespace(name="finetune", with_options=lambda **_: toy_flow))
         said = capsys.readouterr()
         return code, said.err, said.out
 
@@ -54,7 +54,7 @@ def test_a_plain_run(run):
         ),
         (["tiny", "optimizer.lr=7"], "override optimizer.lr=7: optimizer.lr: 7 is too large: it must be at most 1"),
         (["tiny", "optimizer"], "override optimizer: not of the form key=value"),
-        (["tiny", "paths.output=/tmp/x"], "paths.output: where things lie is the flow's own affair"),
+        (["tiny", "paths.output=/tmp/x"], "paths.output: the flow sets all paths"),
         (["huge"], "no such configuration: huge; it is a file, or one of deepseek-v3-512, "),
         (["tiny", "--until", "trian"], "trian: no stage; there are download, prepare, prepare-prompts, convert"),
         (["tiny", "--from", "publish"], "publish: no stage; there are download"),
