@@ -113,9 +113,9 @@ class Writer(FileSystemWriter):
 
 
 class Work:
-    """Writes a checkpoint's files into a folder.
+    """Writer of a checkpoint's files into a folder.
 
-    Without `values` there are no files of tensors: the metadata point to the release.
+    Without `values` no files of tensors are written: the metadata point to the release.
     """
 
     def __init__(self, folder: Path, shards: list[Shard], objects: list[ShardedObject], values: Values | None):

@@ -1,4 +1,4 @@
-"""Reads a part of a tensor that torch.save wrote into a file, without the rest of the tensor.
+"""Access to a part of a tensor that torch.save wrote into a file, without reading the rest of the tensor.
 
 A stored piece has the weights of all experts of a layer; reading it whole for each expert would multiply the work. Only
 its header is read; the requested values are mapped from the file. torch's own mapping needs a file of one tensor, and
