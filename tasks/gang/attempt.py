@@ -1,8 +1,7 @@
-"""Begin of a gang's attempt: wait for enough hosts, ask for them, gather them, and let all go at once.
+"""Start of a gang's attempt: wait for enough hosts, request and gather them, and start all members at once.
 
-Where gang.min_nodes allows fewer hosts, the attempt takes those that there are after gang.start_within of waiting, by
-the rules that hold after a failure (tasks/gang/diagnosis/next_step.py). Hosts that others use are waited for all the
-same.
+If gang.min_nodes allows fewer hosts, the attempt takes the existing hosts after gang.start_within of waiting, by the
+rules that apply after a failure (tasks/gang/diagnosis/next_step.py). It still waits for hosts that others use.
 """
 
 import contextlib
@@ -28,11 +27,12 @@ ASKED = 3.0  # seconds between questions about capacity
 
 
 @dataclass(frozen=True)
-class Missing:
-    """The reason why an attempt could not begin."""
+class Outcome:
+    """End of an attempt."""
 
-    failure: Failure
-    came: int | None = None  # hosts that there were, where others did not come in time
+    hosts: tuple[str, ...]
+    failure: Failure | None  # None if the job is done
+    came: int | None = None  # hosts that came in time, if others did not
 
 
 @contextlib.contextmanager
@@ -89,8 +89,8 @@ def announce(gang: Gang, run: Run) -> tuple[Board, Lookout]:
             return board, lookout
 
 
-def gather(gang: Gang, run: Run, without: tuple[str, ...], lookout: Lookout, handle: Handle) -> Missing | None:
-    """Wait until all members are there. Returns a Missing if they do not come in time, or if one ends first."""
+def gather(gang: Gang, run: Run, without: tuple[str, ...], lookout: Lookout, handle: Handle) -> Outcome | None:
+    """Wait until all members have come. Returns the outcome if they do not come in time, or if one ends first."""
     token, told, n = (gang.folder / "probe").read_text(), -1, run.layout.nodes
     until = look = time.monotonic() + run.gang.start_within
     queued = None
@@ -127,7 +127,8 @@ def gather(gang: Gang, run: Run, without: tuple[str, ...], lookout: Lookout, han
             line = f"host: {came} of {n} hosts are there after {run.gang.start_within:.0f} s; {why}"
         else:
             continue
-        return Missing(Failure("host", "; ".join(dict.fromkeys((line, *handle.words()[-1:]))), True), came)
+        failure = Failure("host", "; ".join(dict.fromkeys((line, *handle.words()[-1:]))), True)
+        return Outcome(tuple(host_names(lookout).values()), failure, came)
 
 
 def go(lookout: Lookout) -> dict[int, str]:

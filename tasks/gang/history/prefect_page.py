@@ -1,6 +1,6 @@
 """A gang's page in Prefect, its line in MLflow and its history in the store, as its attempts begin and end.
 
-    with told(History(gang, run, flow), metrics, store, tracked) as teller:
+    with reporting(History(gang, run, flow), metrics, store, tracked, key) as teller:
         controller.carry_out(..., teller)
 
 A thread for each service carries the newest history only. A service that is away delays nobody, and gets it when it is
@@ -8,11 +8,11 @@ back.
 """
 
 import contextlib
+import functools
 import re
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -26,21 +26,29 @@ from tasks.store import Store
 from tasks.tracking import Stage
 
 AGAIN = 5.0  # seconds between tries
-LAST_WORDS = 5.0  # seconds that the end of a job waits for both; their threads go on beside what follows
+LAST_WORDS = 5.0  # seconds that the end of a job waits for both; then their threads continue in the background
 SHOWN = 50  # hosts and attempts on the page
 
 
 @contextlib.contextmanager
-def told(history: History, metrics: Path, store: Store, tracked: Stage, of: str | None = None) -> Iterator[Teller]:
-    """Tell all services of a gang. Its page is gang-<of>, by default of the run."""
-    show, earlier = PrefectPage(f"gang-{of or history.run}"), Earlier(store, history.gang)
-    keeps = Carrier(lambda news: timeline.write(store, earlier.before(news)), f"history of {history.gang}")
-    shows = Carrier(lambda news: show(earlier.before(news), store), f"page of {history.gang}")
+def reporting(history: History, metrics: Path, store: Store, tracked: Stage, key: str) -> Iterator[Teller]:
+    """Report a gang to all services. Its page in Prefect has this key."""
+    artifact = TaskArtifact(key, "markdown")
+    earlier = functools.cache(lambda: timeline.read(store, history.gang))  # by earlier flow runs
+
+    def keep(news: History) -> None:
+        timeline.write(store, news.behind(earlier()))
+
+    def show(news: History) -> None:
+        whole = news.behind(earlier())
+        artifact.send(page(whole, store), state(whole))
+
+    carriers = [Carrier(give, f"{give.__name__} {history.gang}") for give in (keep, show)]
 
     def tell(news: History) -> None:
         tag(tracked, news)
-        keeps.take(news)
-        shows.take(news)
+        for carrier in carriers:
+            carrier.take(news)
 
     teller = Teller(history, metrics, tell)
     try:
@@ -48,7 +56,7 @@ def told(history: History, metrics: Path, store: Store, tracked: Stage, of: str 
             yield teller
     finally:
         until = time.monotonic() + LAST_WORDS
-        for carrier in (keeps, shows):
+        for carrier in carriers:
             carrier.close(max(0.0, until - time.monotonic()))
 
 
@@ -93,34 +101,6 @@ class Carrier:
                 return
             self._wake.wait(AGAIN if news is not given else None)
             self._wake.clear()
-
-
-class Earlier:
-    """History of the gang from earlier flow runs, read once."""
-
-    def __init__(self, store: Store, gang: str):
-        self.store, self.gang = store, gang
-        self._turn, self._read, self._told = threading.Lock(), False, None
-
-    def before(self, news: History) -> History:
-        with self._turn:
-            if not self._read:
-                self._told, self._read = timeline.read(self.store, self.gang), True
-            return news.behind(self._told)
-
-
-@dataclass
-class PrefectPage:
-    """An artifact of the task that runs when this is made. The first call creates it, the others change it."""
-
-    key: str
-
-    def __post_init__(self) -> None:
-        self.artifact = TaskArtifact(self.key, "markdown")
-
-    def __call__(self, told: History, store: Store) -> None:
-        if self.artifact.has_task:
-            self.artifact.send(page(told, store), state(told))
 
 
 def page(told: History, store: Store) -> str:
