@@ -106,7 +106,7 @@ def test_files_in_conf(name):
         ),
         ("name:", "adapter: {targets: [linear_qvk]}\nname:", 'adapter.targets: "linear_qvk" is not one of '),
         ("name:", "adapter: {targets: []}\nname:", "adapter.targets: empty, but adapter.kind is lora"),
-        ("10", "10, stop_after: 11", "train.stop_after: 11 lies behind the last step, 10"),
+        ("10", "10, stop_after: 11", "train.stop_after: 11 is after the last step, 10"),
         ("1e-4", "1e-4, warmup_steps: 10", "optimizer.warmup_steps: 10 leaves none of the 10 steps"),
         ("1e-4", "1e-4, min_lr: 1e-3", "optimizer.min_lr: 0.001 is above optimizer.lr 0.0001"),
         ("10", "10, recompute: selective", "train.recompute_modules: empty, but train.recompute is selective"),
@@ -223,7 +223,7 @@ def test_overrides(conf):
         ),
         ("data.template={input} {output}", "data.template: takes one value, or a list; quote a text"),
         ("layout.sp=true", "layout.sp: true cuts over tp, which is 1; nearest legal: false"),
-        ("train.stop_after=99", "train.stop_after: 99 lies behind the last step, 10"),
+        ("train.stop_after=99", "train.stop_after: 99 is after the last step, 10"),
     ],
 )
 def test_wrong_override(conf, override, line):
@@ -386,7 +386,7 @@ def runs(draw) -> Run:
     if data["adapter"]["kind"] != "lora":
         data["evaluate"]["adapter"] = "merged"
         data["adapter"] |= {"rslora": False, "b_lr_ratio": 1.0}
-    data["model"]["source"] = draw(NAMES)
+    data["model"] |= {"source": draw(NAMES), "family": sections()["model"].model_fields["family"].default}
     if data["adapter"]["kind"] != "lora" or train["fp8"]:
         data["model"]["base"] = "bf16"
     data["reinforce"]["steps"] = 0  # else most of what is drawn for its other keys contradicts something
