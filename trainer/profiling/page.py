@@ -1,4 +1,4 @@
-"""Page of a profile: one file of HTML that needs no server. A strip for each rank shows what its device did when."""
+"""Page of a profile: one HTML file that needs no server. A strip for each rank shows how its device spent the time."""
 
 from collections.abc import Iterator
 from html import escape
@@ -14,11 +14,11 @@ COLOURS = {
     gaps.DEPENDS: "#90a4ae",
 }
 MEANS = {
-    "computing": "computing, whatever else goes on",
+    "computing": "computing, also while other work runs",
     "exposed": "communication while nothing computes",
     gaps.LATE: "idle: the host is late",
     gaps.WAITED: "idle: the host had waited for the device",
-    gaps.DEPENDS: "idle: asked for in time",
+    gaps.DEPENDS: "idle: the next work waits for other work",
 }
 HIGH, WIDE = 60, 1200
 STYLE = """body{font:14px/1.4 system-ui,sans-serif;margin:2em;color:#222;max-width:1250px}
@@ -34,9 +34,9 @@ def of(answer: dict[str, Any], words: list[str]) -> str:
     return f"""<!doctype html>
 <meta charset="utf-8"><title>Profile of {name}</title><style>{STYLE}</style>
 <h1>Profile of {name}</h1>
-<p>{legend}; what is left are copies, fills and gaps below 2 us.</p>
+<p>{legend}; the rest are copies, fills and gaps below 2 us.</p>
 {strips}
-<h2>In words</h2>
+<h2>Report</h2>
 <pre>{text}</pre>
 """
 
@@ -57,7 +57,7 @@ def _strip(row: dict[str, Any]) -> Iterator[str]:
     for gap in row["gaps"]:
         left = WIDE * gap["at"] / row["span"]
         host = ", ".join(f"{name} {took}" for name, took in gap["host"])
-        told = escape(f"{gap['ms']:.3f} ms, {gap['cause']}: {host}")
+        title = escape(f"{gap['ms']:.3f} ms, {gap['cause']}: {host}")
         wide = max(2.0, WIDE * gap["ms"] / row["span"])
-        yield f'<rect x="{left:.1f}" y="0" width="{wide:.1f}" height="6" fill="#000"><title>{told}</title></rect>'
+        yield f'<rect x="{left:.1f}" y="0" width="{wide:.1f}" height="6" fill="#000"><title>{title}</title></rect>'
     yield "</svg>"
