@@ -5,6 +5,9 @@
 CONF is a file, or the bare name of one in conf/ or conf/documented/. KEY=VALUE overrides one dotted key,
 as in train.steps=20; the value is YAML and may be a list, and no key may be given twice.
 
+With `extends: NAME`, a file takes the keys of another one and holds only its name and the keys that differ. NAME is
+looked up like CONF; a path is relative to the file. All else works as if the keys stood in one file.
+
 Keys and values are checked first, each by itself. Once those are right, they are weighed against one another and
 against the arithmetic of the layout (conf/rules/layout.py); the rules that need the model's sizes wait for its
 config.json.
@@ -46,8 +49,10 @@ OWN = FOLDER / "own"  # configurations of this checkout's user, which git ignore
 FOLDERS = (OWN, FOLDER, FOLDER / "documented")
 KEYS = dotted_keys()
 SECTIONS = list(sections())
-# Of each pair one key counts: an override of one takes the other out of the file.
-INSTEAD = (("train.steps", "train.epochs"), ("optimizer.warmup_steps", "optimizer.warmup"))
+# Of each pair one key counts: one that replaces another's value removes the other key.
+INSTEAD = ((("train", "steps"), ("train", "epochs")), (("optimizer", "warmup_steps"), ("optimizer", "warmup")))
+EXTENDS = "extends"
+DEEPEST = 5  # files in a chain of extends
 MAPS = [
     f"{section}.{key}"
     for section, kind in sections().items()
@@ -62,21 +67,10 @@ def load(path: str | os.PathLike[str], overrides: Sequence[str] = (), illegal: b
     `illegal` lets a layout that breaks rules pass, as the planner reports the broken rules itself.
     """
     file, shown = _find(os.fspath(path))
-    data, wrong = parse(read_text(file, shown), shown)
-    if not wrong and not isinstance(data, dict):
-        wrong.append(f"{shown}: {'empty' if data is None else show(data)}; it takes the sections {', '.join(SECTIONS)}")
+    data, inherited, wrong = _read(file, shown)
     values, places, wrong_overrides = read_overrides(overrides)
-    wrong += wrong_overrides
-    if not isinstance(data, dict):
-        raise ConfigError(*wrong)
-    data["layout"] = spelled_out(data.get("layout", {}))
-    _make_way(data, values)
-    for key, value in values.items():
-        section, _, name = key.rpartition(".")
-        if not section:
-            data[name] = value
-        elif isinstance(data.get(section, {}), dict):  # else the section itself is reported
-            data[section] = {**data.get(section, {}), name: value}
+    places, wrong = inherited | places, wrong + wrong_overrides
+    data = _replaced(data, {tuple(key.split(".")): value for key, value in values.items()})
     train = data.get("train")
     if isinstance(train, dict) and train.get("steps") is None and train.get("epochs") is None:
         place = places.get("train.steps", places.get("train.epochs", shown))
@@ -106,13 +100,67 @@ def _place(places: dict[str, str], key: str, shown: str) -> str:
     return places.get(key, places.get(key.partition("[")[0], shown))
 
 
-def _make_way(data: dict[str, Any], values: dict[str, Any]) -> None:
-    """Take out of the file what an override says by another key. A form could not take it out."""
+def _read(file: Path, shown: str, chain: tuple[Path, ...] = ()) -> tuple[dict, dict[str, str], list[str]]:
+    """Read a file and those that it extends. `chain` holds the files that extend it.
+
+    Returns the keys by section, the file of each inherited key, and the problems.
+    """
+    text, chain = read_text(file, shown), (*chain, file)
+    data, wrong = parse(text, shown)
+    if not isinstance(data, dict):
+        kind = "empty" if data is None else show(data)
+        raise ConfigError(*wrong or [f"{shown}: {kind}; it takes the sections {', '.join(SECTIONS)}"])
+    if "layout" in data:
+        data["layout"] = spelled_out(data["layout"])
+    if EXTENDS not in data:
+        return data, {}, wrong
+    name = data.pop(EXTENDS)
+    line = next((f":{number}" for number, row in enumerate(text.splitlines(), 1) if row.startswith(EXTENDS)), "")
+    place = f"{shown}{line}: {EXTENDS}: {name if isinstance(name, str) else show(name)}"
+    if not isinstance(name, str):
+        raise ConfigError(*wrong, f"{place} is not a string: it names a configuration, or a file relative to this one")
+    if len(chain) == DEEPEST:
+        raise ConfigError(*wrong, f"{place}: too deep: at most {DEEPEST} files may extend one another")
+    try:
+        base, base_shown = _find(name, chain, shown)
+    except ConfigError as error:
+        raise ConfigError(*wrong, f"{place}: {error}") from None
+    if base.resolve() in {user.resolve() for user in chain}:
+        raise ConfigError(*wrong, f"{place}: a cycle: {base_shown} leads back to this file")
+    inherited, places, wrong_there = _read(base, base_shown, chain)
+    inherited.pop("name", None)  # two configurations of one name would share a folder
+    own = _by_path(data)
+    places = dict.fromkeys(map(_dotted, _by_path(inherited)), base_shown) | places
+    for path in own:
+        places.pop(_dotted(path), None)
+    return _replaced(inherited, own), places, wrong + wrong_there
+
+
+def _dotted(path: tuple) -> str:
+    return ".".join(map(str, path))
+
+
+def _by_path(data: dict) -> dict[tuple, Any]:
+    """The values by (section, key); by (section,) if a section is not a mapping."""
+    values: dict[tuple, Any] = {}
+    for name, keys in data.items():
+        values |= {(name, key): value for key, value in keys.items()} if isinstance(keys, dict) else {(name,): keys}
+    return values
+
+
+def _replaced(data: dict, values: dict[tuple, Any]) -> dict:
+    """The keys with these values in place of their own. Of a pair in INSTEAD, the other key is removed."""
+    data = {name: {**keys} if isinstance(keys, dict) else keys for name, keys in data.items()}
     for pair in INSTEAD:
-        for key, other in (pair, pair[::-1]):
-            section, _, name = other.partition(".")
-            if values.get(key) is not None and other not in values and isinstance(data.get(section), dict):
-                data[section] = {own: value for own, value in data[section].items() if own != name}
+        for key, (section, other) in (pair, pair[::-1]):
+            if values.get(key) is not None and (section, other) not in values and isinstance(data.get(section), dict):
+                data[section].pop(other, None)
+    for (section, *key), value in values.items():
+        if not key:
+            data[section] = value
+        elif isinstance(data.setdefault(section, {}), dict):  # else the section itself is reported
+            data[section][key[0]] = value
+    return data
 
 
 def _drawn_if_without_weights(run: Run) -> Run:
@@ -151,12 +199,15 @@ def names() -> list[str]:
     return sorted({file.stem for folder in (FOLDER, OWN) for file in folder.glob("*.yaml")})
 
 
-def _find(path: str) -> tuple[Path, str]:
+def _find(path: str, chain: tuple[Path, ...] = (), user: str = "") -> tuple[Path, str]:
+    """The file of a configuration, and its path as messages show it. `user` is the file that extends it."""
     if not re.fullmatch(r"[\w-]+", path):
-        file, shown = Path(path), path
+        shown = os.path.normpath(os.path.join(os.path.dirname(user), path)) if user else path
+        file = chain[-1].parent / path if chain else Path(path)
     else:
         files = [folder / f"{path}.yaml" for folder in FOLDERS]
-        file = next((file for file in files if file.exists()), FOLDER / f"{path}.yaml")
+        # One in conf/own/ may extend the one in conf/ of the same name.
+        file = next((file for file in files if file.exists() and file not in chain), FOLDER / f"{path}.yaml")
         shown = os.path.relpath(file, FOLDER.parent)
     if not regular_files.is_there(file):
         known = sorted(file.stem for folder in FOLDERS for file in folder.glob("*.yaml"))

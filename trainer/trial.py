@@ -45,9 +45,10 @@ from typing import Any
 
 import numpy as np
 
+from conf import families
 from conf.host import gpu_locks, nvidia_smi
 from conf.load import dump, load
-from conf.model_facts import GPT2, ModelFacts, facts_from_hf
+from conf.model_facts import ModelFacts, facts_from_hf
 from conf.planner import hardware, verdict
 from conf.planner.hardware import GPUS, Gpu, by_device, read
 from conf.planner.memory import StageMemory, memory
@@ -137,8 +138,7 @@ def cut(config: dict[str, Any], layers: int) -> dict[str, Any]:
     facts = facts_from_hf(config)
     if not 1 <= layers <= facts.layers:
         raise Fault(f"--layers: {layers} is no number of layers from 1 to {facts.layers}")
-    key = "n_layer" if facts.architecture == GPT2 else "num_hidden_layers"
-    made = {**config, key: layers}
+    made = {**config, families.of(config).key("num_hidden_layers"): layers}
     if facts.experts and facts.dense_layers:
         share = round(facts.dense_layers * layers / facts.layers)
         made["first_k_dense_replace"] = min(layers - 1, max(1, share))

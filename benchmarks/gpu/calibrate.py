@@ -138,11 +138,11 @@ def attend(length: int, dim: int, value: int, heads: int = 16, groups: int = 16)
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("out", type=Path, nargs="?", metavar="OUT", help="folder of calibrate.json; default: $OUT or .")
+    parser.add_argument("out", type=Path, nargs="?", metavar="OUT", help="of calibrate.json (default $OUT or runs/gpu)")
     parser.add_argument("--only", nargs="*", default=SECTIONS, choices=SECTIONS, metavar="SECTION")
     parser.add_argument("--section", choices=SECTIONS, help=argparse.SUPPRESS)
     options = parser.parse_args()
-    options.out = options.out or Path(os.environ.get("OUT", "."))
+    options.out = options.out or Path(os.environ.get("OUT", "runs/gpu"))
     return options
 
 

@@ -211,10 +211,10 @@ SECTIONS = {"sums": sums, "fp8": fp8, "layers": layers, "tiles": tiles}
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("out", type=Path, nargs="?", metavar="OUT", help="folder of the results; default: $OUT or .")
+    parser.add_argument("out", type=Path, nargs="?", metavar="OUT", help="of the results (default $OUT or runs/gpu)")
     parser.add_argument("--only", nargs="*", default=[*SECTIONS], choices=[*SECTIONS], metavar="SECTION")
     options = parser.parse_args()
-    out = options.out or Path(os.environ.get("OUT", "."))
+    out = options.out or Path(os.environ.get("OUT", "runs/gpu"))
     out.mkdir(parents=True, exist_ok=True)
     failed = False
     with (out / "kernels.jsonl").open("a") as lines:

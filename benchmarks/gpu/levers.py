@@ -182,7 +182,7 @@ def lines(rows: list[dict[str, Any]]) -> Iterator[str]:
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     names = " ".join(lever.name for lever in LEVERS[1:])
-    parser.add_argument("out", type=Path, nargs="?", metavar="OUT", help="folder of the results; default: $OUT or .")
+    parser.add_argument("out", type=Path, nargs="?", metavar="OUT", help="of the results (default $OUT or runs/gpu)")
     parser.add_argument("--gpus", type=int, default=2, metavar="N", help="GPUs that a trial may have (2)")
     parser.add_argument("--rows", nargs="*", default=[], metavar="PART", help="by name, or how it begins: air, gpt2")
     parser.add_argument("--levers", nargs="*", default=["no-grouped"], metavar="PART", help=f"of {names}; base always")
@@ -191,7 +191,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--profile", action="store_true", help="record a step of each trial as well")
     parser.add_argument("--list", action="store_true", help="print what would run; needs no GPU")
     options = parser.parse_args()
-    options.out = (options.out or Path(os.environ.get("OUT", "."))).absolute()
+    options.out = (options.out or Path(os.environ.get("OUT", "runs/gpu"))).absolute()
     return options
 
 

@@ -197,11 +197,11 @@ def steps(count: int):
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("out", type=Path, nargs="?", metavar="OUT", help="folder of the results; default: $OUT or .")
+    parser.add_argument("out", type=Path, nargs="?", metavar="OUT", help="of the results (default $OUT or runs/gpu)")
     parser.add_argument("--only", nargs="*", default=["kernel", "layers", "steps"], metavar="SECTION")
     parser.add_argument("--layers", type=int, default=5, metavar="K", help="layers of glm47 in steps (5)")
     options = parser.parse_args()
-    out = options.out or Path(os.environ.get("OUT", "."))
+    out = options.out or Path(os.environ.get("OUT", "runs/gpu"))
     out.mkdir(parents=True, exist_ok=True)
     failed = False
     sections = {"kernel": kernel, "layers": layers, "steps": lambda: steps(options.layers)}

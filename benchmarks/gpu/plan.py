@@ -233,13 +233,13 @@ def planned(one: Trial) -> str:
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("out", type=Path, nargs="?", metavar="OUT", help="folder of the results; default: $OUT or .")
+    parser.add_argument("out", type=Path, nargs="?", metavar="OUT", help="of the results (default $OUT or runs/gpu)")
     parser.add_argument("--gpus", type=int, default=1, metavar="N", help="take the trials of so many GPUs (1)")
     parser.add_argument("--only", nargs="*", default=[], metavar="PART", help="of a group or name: rows, glm")
     parser.add_argument("--minutes", type=float, default=7.5, metavar="M", help="begin none after that (7.5)")
     parser.add_argument("--list", action="store_true", help="print what would run; needs no GPU")
     options = parser.parse_args()
-    options.out = options.out or Path(os.environ.get("OUT", "."))
+    options.out = options.out or Path(os.environ.get("OUT", "runs/gpu"))
     return options
 
 

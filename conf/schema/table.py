@@ -8,15 +8,29 @@ from typing import Any
 
 from conf.schema.run import Run, sections
 
+EXTENDS = {
+    "type": "string",
+    "default": None,
+    "description": "the configuration whose keys this file takes: a name in conf/, or a file relative to this one",
+}
+
 
 def json_schema() -> str:
-    return json.dumps(Run.model_json_schema(), indent=2) + "\n"
+    """The schema for editors. A file that extends another one may leave out required keys, except for its name."""
+    schema = Run.model_json_schema()
+    required = {"required": schema.pop("required"), "properties": {}}
+    for section, kind in sections().items():
+        if keys := schema["$defs"][kind.__name__].pop("required", None):
+            required["properties"][section] = {"required": keys}
+    schema["properties"] = {"extends": {"title": "Extends", **EXTENDS}} | schema["properties"]
+    schema |= {"required": ["name"], "if": {"required": ["extends"]}, "else": required}
+    return json.dumps(schema, indent=2) + "\n"
 
 
 def table(width: int) -> Iterator[str]:
     """Lines of the documented schema, folded to `width` where that leaves room for the meaning."""
     rows = [("KEY", "TYPE", "DEFAULT", "CHOICES OR LIMITS", "MEANING")]
-    rows.append(_row("name", Run.model_json_schema()["properties"]["name"]))
+    rows += [_row("extends", EXTENDS), _row("name", Run.model_json_schema()["properties"]["name"])]
     for section, kind in sections().items():
         rows += [_row(f"{section}.{key}", field) for key, field in kind.model_json_schema()["properties"].items()]
     widths = [min(most, max(len(row[column]) for row in rows)) for column, most in enumerate((32, 20, 32, 32))]

@@ -6,16 +6,9 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from flows.study import pictures
-from flows.study.pictures import Bar
+from contract import html_page
+from contract.html_page import Bar, Strip
 
-STYLE = """body{font:14px/1.45 system-ui,sans-serif;margin:2em;color:#222;max-width:1250px}
-table{border-collapse:collapse;margin:.5em 0 1em}td,th{padding:.25em .7em;text-align:right;border-bottom:1px solid #ddd}
-td:first-child,th:first-child,td.words{text-align:left}td{white-space:nowrap}
-td.words{white-space:normal}th{vertical-align:bottom}tr.failed td{color:#b00020}
-code{background:#f2f2f2;padding:0 .25em}svg{display:block;width:100%;font:12px system-ui,sans-serif}
-.legend{margin:.4em 0}.legend span{margin-right:1.2em;white-space:nowrap}
-i{display:inline-block;width:.9em;height:.9em;margin-right:.4em;vertical-align:-.1em}.words{max-width:48em}"""
 SHOWN, OTHERS = 12, "other operations"  # of a host, by name; each has a colour of its own
 WHOLE = "a step"
 SPENT = {"computing": "#2e7d32", "exposed communication": "#c62828", "idle": "#b0bec5", "copies and fills": "#f9a825"}
@@ -28,9 +21,9 @@ def of(report: dict[str, Any], folder: Path) -> str:
     rows = report["rows"]
     measured = [row for row in rows if "failed" not in row["figures"]]
     profiled = [row for row in measured if "time" in row["figures"]]
-    body = "\n".join(
+    return html_page.page(
+        f"Layouts of {report['name']}",
         [
-            f"<h1>Layouts of {escape(report['name'])}</h1>",
             *_head(report, measured),
             "<h2>At a glance</h2>",
             _table(rows),
@@ -42,13 +35,11 @@ def of(report: dict[str, Any], folder: Path) -> str:
             "<h2>Loss</h2>",
             "<p>Of the same made-up tokens at each step. Weights are drawn by each rank, so that curves of layouts "
             "begin apart by what was drawn.</p>",
-            pictures.curves([(row["title"], row["figures"]["losses"]) for row in measured]),
+            html_page.curves([(row["title"], row["figures"]["losses"]) for row in measured]),
             "<h2>Again</h2>",
             *_commands(report),
-        ]
+        ],
     )
-    title = f"Layouts of {escape(report['name'])}"
-    return f'<!doctype html>\n<meta charset="utf-8"><title>{title}</title><style>{STYLE}</style>\n{body}\n'
 
 
 def _head(report: dict[str, Any], measured: Sequence[Row]) -> Iterator[str]:
@@ -107,7 +98,7 @@ def _times(measured: Sequence[Row]) -> str:
         marks = (("planned", one["planned_ms"]), ("documented", row["documented_ms"]))
         shown = f"{one['ms']:,.1f} ms, {one['tflops']:,.4g} TFLOP/s/GPU"
         rows.append(Bar(row["title"], list(_spent(one)), shown, tuple((what, at) for what, at in marks if at)))
-    return pictures.bars(rows, "ms", SPENT)
+    return html_page.bars(rows, "ms", SPENT)
 
 
 def _spent(one: dict[str, Any]) -> Iterator[tuple[str, float]]:
@@ -129,7 +120,7 @@ def _memory(measured: Sequence[Row]) -> Iterator[str]:
             marks = (("planned", one["planned_gb"]),) if one["planned_gb"] else ()
             rows.append(Bar(f"{row['title']}: rank {one['rank']}", parts, f"{one['gb']:,.3g} GB", marks))
     yield "<p>At the highest mark of torch's allocator; states are counted tensor by tensor.</p>"
-    yield pictures.bars(rows, "GB")
+    yield html_page.bars(rows, "GB")
     said = [f"<li>{escape(row['title'])}: {escape(line)}" for row in measured for line in row["figures"]["why"]]
     if said:
         yield f"<p>How the ranks of a layout compare:</p><ul>{''.join(said)}</ul>"
@@ -142,20 +133,19 @@ def _kinds(profiled: Sequence[Row], folder: Path) -> Iterator[str]:
     yield "<p>One recorded step, of the rank that computes least. Kernels that run at once count twice.</p>"
     on_device = [row for row in profiled if row["figures"]["time"]["kinds"]]
     if on_device:
-        yield pictures.bars([_kernel_bar(row) for row in on_device], "ms")
+        yield html_page.bars([_kernel_bar(row) for row in on_device], "ms")
         yield _communication(on_device)
         yield "<h2>What each rank does when</h2>"
         yield "<p>One recorded step from left to right; the gaps of a pipeline are its bubbles.</p>"
-        yield pictures.strip_legend()
+        yield html_page.strip_legend()
         for row in on_device:
             time = row["figures"]["time"]
             yield f"<h3>{escape(row['title'])}{_linked(time['page'], folder)}</h3>"
-            yield pictures.strips(
-                [(f"rank {strip['rank']}, {strip['span']:,.0f} ms", strip) for strip in time["strips"]]
-            )
+            names = [f"rank {strip['rank']}, {strip['span']:,.0f} ms" for strip in time["strips"]]
+            yield html_page.strips([Strip(*pair) for pair in zip(names, time["strips"], strict=True)])
     else:
         yield "<p>No kernels, as there is no GPU: operations of the host, each without those that it is made of.</p>"
-        yield pictures.bars(list(_host_bars(profiled)), "ms")
+        yield html_page.bars(list(_host_bars(profiled)), "ms")
 
 
 def _kernel_bar(row: Row) -> Bar:

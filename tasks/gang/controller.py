@@ -58,18 +58,22 @@ def carry_out(
     stop: Callable[[], bool],
     tick: Callable[[], None] = lambda: None,
     teller: Teller | None = None,
+    fits: next_step.Fits = next_step.never,
+    advice: Callable[[Run], str] = lambda run: "",
 ) -> None:
     """Do the job to its end. Raises Fault, Broken or Stopped.
 
-    Another thread calls `say` and `tick`, and nothing waits for them.
+    Another thread calls `say` and `tick`, and nothing waits for them. `fits` returns the run on fewer hosts, and
+    `advice` names keys that need less memory than the run.
     """
     teller = teller or Teller(History(name, job.run.name, ""), folder / "files/metrics.jsonl")
     hasty = open_store(store.uri, hasty=True)
     with aside(say, tick) as (say_later, tick_later):
-        _carry_out(Gang(name, folder, job, hasty, engine_of(job.run), say_later, stop, tick_later, teller))
+        gang = Gang(name, folder, job, hasty, engine_of(job.run), say_later, stop, tick_later, teller, fits)
+        _carry_out(gang, advice)
 
 
-def _carry_out(gang: Gang) -> None:
+def _carry_out(gang: Gang, advice: Callable[[Run], str]) -> None:
     run = wanted = gang.run
     wait_for_the_last(gang.store, gang.name, gang.say, lambda: gang.pause(1.0))
     attempts: list[Attempt] = []
@@ -82,16 +86,17 @@ def _carry_out(gang: Gang) -> None:
         out = next_step.left_out(attempts)
         left = gang.available(out) if outcome.came is None else outcome.came
         available = None if left is None else left + len(out)
-        facts, gpu = next_step.limits(wanted)
-        rules = run.gang.retries, run.gang.min_nodes
-        next_ = next_step.decide(attempts, wanted, *rules, available, facts, gpu, gang.job.trains)
+        next_ = next_step.decide(attempts, wanted, run.gang.retries, available, gang.fits)
         gang.teller.follows(next_.line)
         if next_.action == "stop":
-            _give_up(gang.job, run, outcome.failure, next_.line)
+            kind, line = outcome.failure.kind, next_.line
+            if kind == "memory":
+                line = f"{line}; {gang.job.advice or advice(run)}".removesuffix("; ")
+            raise Fault(line) if kind in ("user", "data", "memory") else Broken(line)
         gang.say(f"{outcome.failure.line}; {next_.line}")
         without = next_.without
         if available is not None:
-            run = next_step.shrunk(wanted, next_.nodes, trains=gang.job.trains) or wanted
+            run = gang.fits(wanted, next_.nodes) or wanted
         gang.pause(next_.wait)
 
 
@@ -198,12 +203,6 @@ def _end(gang: Gang, run: Run, lookout: Lookout, handle: Handle | None, reason: 
         handle.cancel()
     _pass_on(gang, lookout)
     lookout.end(LEAVE_WITHIN)
-
-
-def _give_up(job: Job, run: Run, failure: Failure, line: str) -> None:
-    if failure.kind == "memory":
-        line += f"; {job.advice or next_step.advice(run)}"
-    raise Fault(line) if failure.kind in ("user", "data", "memory") else Broken(line)
 
 
 def _pass_on(gang: Gang, lookout: Lookout) -> None:

@@ -8,8 +8,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import ClassVar
 
-from conf.host import nvidia_smi
-from conf.planner import hardware
 from conf.rules import gpus, schedule
 from conf.rules.reinforcement import as_training
 from conf.schema.run import Run
@@ -198,9 +196,11 @@ def reinforcement(run: Run) -> Job | None:
     return Reinforcement(run.model_copy(update={"layout": layout}), run)
 
 
-def evaluation(run: Run) -> Job | None:
-    """Evaluation on hosts of its own, of which it takes all or none; None where the flow's own host evaluates."""
-    leaves = gpus.may_leave(run) and hardware.of(run).cuda and not nvidia_smi.visible()
+def evaluation(run: Run, leaves: bool = False) -> Job | None:
+    """Evaluation on hosts of its own, of which it takes all or none; None if the flow's own host evaluates.
+
+    `leaves` means that the run needs GPUs and the flow's host has none.
+    """
     share = gpus.takes(run, "evaluate", leaves)
     if share.engine is None:
         return None

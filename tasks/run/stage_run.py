@@ -25,8 +25,8 @@ from tasks.run.artifact import Artifact, Work
 from tasks.run.outcomes import Outcome, Outcomes
 from tasks.run.places import kernels_folder
 from tasks.run.progress import Progress
-from tasks.run.request import Request
 from tasks.run.run_tracking import RunTracking
+from tasks.run.steps import Request
 from tasks.store import Store
 
 

@@ -5,7 +5,6 @@ from pathlib import Path
 
 from prefect import State, task
 
-from conf.rules import objectives
 from conf.schema import identity
 from conf.schema.model import CONFIG, Drawn
 from conf.schema.run import Run
@@ -35,10 +34,6 @@ def stage(run: Run) -> Stage:
     return Stage("download", VERSION, config | ({} if kind == "folder" else {"source": model.source}))
 
 
-def stage_of_teacher(run: Run) -> Stage:
-    return stage(objectives.of_teacher(run))
-
-
 @task(name="download", **OPTIONS)
 def download(stage_run: StageRun) -> State:
     """Fetch the released model, or make one with drawn weights."""
@@ -63,9 +58,6 @@ def download(stage_run: StageRun) -> State:
         return {"source": model.source, "commit": found.commit} | result
 
     return stage_run.get_or_make(make)
-
-
-download_teacher = download.with_options(name="download-teacher")
 
 
 def _draw(stage_run: StageRun, work: Work, files: Path) -> None:

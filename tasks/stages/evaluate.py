@@ -15,14 +15,11 @@ from conf.schema.run import Run
 from conf.strict_yaml import UNFIT
 from contract import regular_files
 from contract.faults import Fault
-from tasks.gang import controller
-from tasks.gang.history import prefect_page
-from tasks.gang.history.timeline import History
-from tasks.gang.job import evaluation
 from tasks.run import launch
 from tasks.run.artifact import Artifact, Stage, Work
 from tasks.run.progress import Progress, newest
 from tasks.run.stage_run import OPTIONS, StageRun
+from tasks.stages.run_job import run_job
 
 VERSION = 1
 SHOWN = 5  # last lines of vLLM's log
@@ -69,22 +66,9 @@ def evaluate(
         task_files = stage_run.asked.config["task_files"]
         require_unchanged(task_files)
         run = stage_run.at(**paths) if trained else _alone(stage_run.at(**paths))
-        job = evaluation(run)
-        stopped = stage_run.stopped(work, fenced=job is not None)
-
-        def tick() -> None:
-            bar.update(*newest(output / "progress.jsonl", "done", "total"))
-
+        done = output / "progress.jsonl"
         try:
-            if job:
-                gang, store = work.folder.name, stage_run.store
-                history = History(gang, run.name, stage_run.tracking.name)
-                page = f"{name}-{run.name}"
-                with prefect_page.told(history, output / "metrics.jsonl", store, stage_run.tracked(), page) as teller:
-                    controller.carry_out(job, work.folder, store, gang, work.say, stopped, tick, teller)
-            else:
-                turn = stage_run.turn(work.say)
-                launch.trainer("evaluate", run, work.folder, work.say, stopped, tick, turn=turn)
+            run_job(stage_run, work, "evaluate", run, lambda: bar.update(*newest(done, "done", "total")))
         except launch.Crashed as crash:
             raise launch.Crashed(_last_words(crash, output / "log.txt")) from None
         require_unchanged(task_files)  # what was asked is what the fingerprint says
@@ -99,10 +83,6 @@ def evaluate(
         return {"metrics": found["metrics"], "parity": found["parity"], "chat_template": found["chat_template"]}
 
     return stage_run.get_or_make(make)
-
-
-evaluate_base = evaluate.with_options(name="evaluate-base")  # Prefect's pages name a task before it starts, too
-evaluate_tuned = evaluate.with_options(name="evaluate-tuned")
 
 
 def _served(stage_run: StageRun, model: Artifact, released: Artifact | None) -> dict[str, Path]:

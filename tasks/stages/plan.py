@@ -1,25 +1,24 @@
 """Stage zero: the needs of the run, from the model's config.json alone, before anything is downloaded or paid for.
 
-    planned = settle(run)       fetches some KB; ConfigError or Fault for what no plan can be made of
-    planned = recalled(run)     fetches nothing, of a model whose config.json is known here
-    refusal(planned)            why the flow ends here, with what would fit; "" where it goes on
-    unserved(planned, last)     the same, for a model that could be trained and not evaluated
-    unanswered(planned, last)   the same, for one that could not answer prompts beside its training
-    unasked(planned, last)      the same, for one whose teacher could not be asked at its layout
-    unfit(planned, last)        the same, for rows and models of which it is known that a stage does not take them
-    any_refusal(planned, last)  the first of all of these
+    planned = settle(run)       fetches some KB; raises ConfigError or Fault if no plan can be made
+    planned = recalled(run)     fetches nothing, for a model whose config.json is known here
+    refusal(planned)            why the flow ends here, with layouts that would fit; "" if it continues
+    unserved(planned, asked)    the same for a model that could be trained but not evaluated
+    unanswered(planned, asked)  the same for a model that could not answer prompts next to its training
+    unasked(planned, asked)     the same for a teacher that does not fit at its layout
+    unfit(planned, asked)       the same for rows and models that a stage is known to refuse
+    any_refusal(planned, asked) the first of all of these
 
-layout.auto is settled here: planned.run is the run that all stages get. hardware.gate: warn goes on with a run that
-does not fit. A run that is illegal, or whose model cannot be converted, ends in any case. conf/planner/ has the
-arithmetic.
+`asked` has the names of the stages to make. layout.auto is settled here: planned.run is the run that all stages get.
+With hardware.gate=warn a run that does not fit continues. A run that is illegal, or whose model cannot be converted,
+ends in any case. conf/planner/ has the arithmetic.
 """
 
 # pyright: reportArgumentType=false, reportCallIssue=false
 
 import importlib.metadata
 import json
-import os
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -40,7 +39,6 @@ from conf.schema.model import Drawn
 from conf.schema.run import Run
 from contract.amounts import dollars
 from contract.faults import ConfigError, Fault
-from tasks.gang.job import evaluation
 from tasks.pages.markdown import fenced, table, words
 from tasks.run import artifact
 from tasks.run.artifact import Artifact
@@ -49,31 +47,28 @@ from tasks.run.run_tracking import RunTracking
 from tasks.run.stage_run import OPTIONS
 from tasks.sources import drawn, hub, row_sources, training_rows
 from tasks.sources.hub import config_json
-from tasks.stages import pipeline
-
-GRACE = "GUARD_GRACE"
+from tasks.stages import download, prepare
+from tasks.stages.run_job import job_of
 
 
 @task(name="plan", **OPTIONS | {"task_run_name": "plan"})
-def plan(run: Run, last: str | None = None) -> State:
-    """Plan: legal, fits, how long, how much; `last` is the last stage that is asked for."""
+def plan(run: Run, asked: Collection[str]) -> State:
+    """Plan: is it legal, does it fit, how long does it take, what does it cost? `asked` are the stages to make."""
     try:
         planned = settle(run)
     except (ConfigError, Fault) as fault:
         return Failed(message=str(fault), data=Fault(str(fault)))
     create_markdown_artifact(page(planned), key=f"plan-{run.name}", description=planned.verdict)
-    if fault := any_refusal(planned, last):
+    if fault := any_refusal(planned, asked):
         return Failed(message=fault, data=Fault(fault))
     say = get_run_logger()
     (say.info if planned.fits else say.warning)(summary(planned))
-    if planned.noise and pipeline.is_evaluated(run, last):
+    if planned.noise and _is_evaluated(asked):
         say.warning(planned.noise.removeprefix("warning: "))
     return Completed(message=planned.verdict, data=planned)
 
 
 def settle(run: Run) -> Plan:
-    if GRACE in os.environ:
-        raise Fault(f"{GRACE}: this variable is the key gang.grace now: gang.grace=20, of one host as of several")
     return _settle(run, _facts(run), _teacher(run), _prepared)
 
 
@@ -101,7 +96,7 @@ def _settle(
 
 def _prepared(run: Run) -> dict[str, Any] | None:
     """What stage prepare has said of these data, if they are in the store."""
-    found = artifact.find(pipeline.stages(run)["prepare"], open_run_store())
+    found = artifact.find(prepare.stage(run, download.stage(run)), open_run_store())
     return found.result if isinstance(found, artifact.Artifact) else None
 
 
@@ -112,16 +107,20 @@ def refusal(planned: Plan) -> str:
     return f"plan: {advice.refusal(planned)}{go_on}"
 
 
-def any_refusal(planned: Plan, last: str | None) -> str:
-    """The first reason why a run up to the stage `last` is not begun; "" where it is."""
-    found = refusal(planned) or unserved(planned, last) or unanswered(planned, last)
-    return found or unasked(planned, last) or unfit(planned, last)
+def any_refusal(planned: Plan, asked: Collection[str]) -> str:
+    """The first reason why the run does not start; "" if it does."""
+    found = refusal(planned) or unserved(planned, asked) or unanswered(planned, asked)
+    return found or unasked(planned, asked) or unfit(planned, asked)
 
 
-def unserved(planned: Plan, last: str | None) -> str:
-    """The reason why no evaluation that is asked for could be made; "" where one could, or none is asked for."""
+def _is_evaluated(asked: Collection[str]) -> bool:
+    return any(name.startswith("evaluate") for name in asked)
+
+
+def unserved(planned: Plan, asked: Collection[str]) -> str:
+    """The reason why vLLM cannot serve the model for its evaluation; "" if it can, or if there is no evaluation."""
     run = planned.run
-    if not pipeline.is_evaluated(run, last):
+    if not _is_evaluated(asked):
         return ""
     here = planned.gpu.cuda and _evaluates_here(run) and _is_cpu_build()
     found = "; ".join(serving.unservable(run, planned.facts, cpu=here or not planned.gpu.cuda))
@@ -135,10 +134,10 @@ def unserved(planned: Plan, last: str | None) -> str:
     return f"plan: vLLM cannot serve {run.model.source}: {found}. {display.WITHOUT}{go_on}"
 
 
-def unanswered(planned: Plan, last: str | None) -> str:
-    """The reason why a reinforcement learning that is asked for could not be; "" where it could, or none is."""
+def unanswered(planned: Plan, asked: Collection[str]) -> str:
+    """The reason why reinforcement learning is impossible; "" if it is possible, or not asked for."""
     run = planned.run
-    if not planned.unanswered or "reinforce" in pipeline.unasked(run, last):
+    if not planned.unanswered or "reinforce" not in asked:
         return ""
     if reinforcement.uncut(run, planned.facts):  # vLLM itself refuses that
         return f"plan: {planned.unanswered}"
@@ -147,19 +146,19 @@ def unanswered(planned: Plan, last: str | None) -> str:
     return f"plan: reinforce: {planned.unanswered}; hardware.gate=warn goes on all the same"
 
 
-def unasked(planned: Plan, last: str | None) -> str:
-    """The reason why a reference that is to be asked could not be; "" where it could, or none is."""
+def unasked(planned: Plan, asked: Collection[str]) -> str:
+    """The reason why the reference cannot be computed; "" if it can, or if it is not asked for."""
     gate = planned.run.hardware.gate
-    if not planned.unasked or "reference" in pipeline.unasked(planned.run, last):
+    if not planned.unasked or "reference" not in asked:
         return ""
     if planned.asking is None:  # illegal
         return f"plan: {planned.unasked}"
     return "" if gate == "warn" else f"plan: {planned.unasked}; hardware.gate=warn goes on all the same"
 
 
-def unfit(planned: Plan, last: str | None) -> str:
-    """The reason why the rows, which are not read here, or the model are not what a stage takes; "" where they may."""
-    run, asked, found = planned.run, pipeline.asked(planned.run, last), list[str]()
+def unfit(planned: Plan, asked: Collection[str]) -> str:
+    """The reason why a stage would refuse the rows, which are not read here, or the model; "" if it may take them."""
+    run, found = planned.run, list[str]()
     if "train" in asked:
         found += [objectives.unfit(run, *one) for one in _known(run.data)]
     if "reinforce" in asked:
@@ -179,7 +178,7 @@ def _known(data: Data) -> list[tuple[str, str]]:
 
 def _evaluates_here(run: Run) -> bool:
     """Whether evaluations are on this host, and not on those that an engine finds."""
-    elsewhere = evaluation(run)
+    elsewhere = job_of("evaluate", run)
     return elsewhere is None or elsewhere.run.gang.engine == "local"
 
 

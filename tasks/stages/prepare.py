@@ -34,7 +34,7 @@ HUB_TOKENS = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")
 
 
 def stage(run: Run, model: Stage, source: str = "data.source") -> Stage:
-    """The stage of a run's data; `source` is the key that names one source."""
+    """The stage of a run's data. `source` is the key that names one source: reinforce.source for its prompts."""
     data = run.data
     if not data.parts:
         raise Fault(f"{source}: required by the flow: a Hub data set, files, s3://... or tiny://tickets")
@@ -49,11 +49,6 @@ def stage(run: Run, model: Stage, source: str = "data.source") -> Stage:
         for key, part in _parts(data, source)
     ]
     return Stage("prepare", VERSION, config, {"model": model.fingerprint})
-
-
-def stage_of_prompts(run: Run, model: Stage) -> Stage:
-    """The same of the rows of reinforce.source. Of equal rows it is the same artifact."""
-    return stage(reinforcement.of_prompts(run), model, "reinforce.source")
 
 
 @task(name="prepare", **OPTIONS)
@@ -92,9 +87,6 @@ def prepare(stage_run: StageRun, model: Artifact) -> State:
             require_prompts(stage_run.run, made)
 
     return stage_run.get_or_make(make, require=require)
-
-
-prepare_prompts = prepare.with_options(name="prepare-prompts")  # Prefect's pages name a task before it starts, too
 
 
 def require_enough(run: Run, made: Artifact) -> None:

@@ -12,16 +12,12 @@ from prefect import State, task
 from conf.rules import objectives
 from conf.schema import identity
 from conf.schema.run import Run
-from tasks.gang import controller
-from tasks.gang.history import prefect_page
-from tasks.gang.history.timeline import History
-from tasks.gang.job import reference as job_of
-from tasks.run import launch
 from tasks.run.artifact import Artifact, Stage, Work
 from tasks.run.places import runs_folder
 from tasks.run.progress import Progress, newest
 from tasks.run.stage_run import OPTIONS, StageRun, may_pass
 from tasks.sources import adapters
+from tasks.stages.run_job import run_job
 
 VERSION = 1
 
@@ -53,23 +49,12 @@ def reference(
             "logs": work.folder / "logs",
         }
         paths |= {"teacher": stage_run.local(teacher)} if teacher else {}
-        run, bar, say = stage_run.at(**paths), Progress("reference", "rows"), work.say
+        run, bar = stage_run.at(**paths), Progress("reference", "rows")
         if objectives.has_starting_adapter(run):
             run = adapters.as_found(run, stage_run.asked.config, work.folder / "adapter", runs_folder())
         rows = sum(data.result["rows"][split] for split in ("training", "validation"))
-        told, job = files / "progress.jsonl", job_of(run)
-        stop = stage_run.stopped(work, fenced=job is not None)
-
-        def tick() -> None:
-            bar.update(newest(told, "done")[0], rows)
-
-        if job:
-            gang, store = work.folder.name, stage_run.store
-            history, page = History(gang, run.name, stage_run.tracking.name), f"reference-{run.name}"
-            with prefect_page.told(history, files / "metrics.jsonl", store, stage_run.tracked(), page) as teller:
-                controller.carry_out(job, work.folder, store, gang, say, stop, tick, teller)
-        else:
-            launch.trainer("reference", run, work.folder, say, stop, tick, turn=stage_run.turn(say))
+        done = files / "progress.jsonl"
+        run_job(stage_run, work, "reference", run, lambda: bar.update(newest(done, "done")[0], rows))
         return {"rows": rows}
 
     return stage_run.get_or_make(make)

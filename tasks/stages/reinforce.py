@@ -12,17 +12,13 @@ from conf.rules import reinforcement as rules
 from conf.schema import identity
 from conf.schema.run import Run
 from contract.faults import Fault
-from tasks.gang import controller
-from tasks.gang.history import prefect_page
-from tasks.gang.history.timeline import History
-from tasks.gang.job import reinforcement
 from tasks.pages import reinforcement_page
-from tasks.run import launch
 from tasks.run.artifact import Artifact, Stage, Work
 from tasks.run.live_page import LivePage
 from tasks.run.progress import Progress, newest
 from tasks.run.stage_run import OPTIONS, StageRun, may_pass
 from tasks.stages import export, train
+from tasks.stages.run_job import run_job
 from tasks.tracking import plots
 
 VERSION = 1
@@ -78,18 +74,9 @@ def reinforce(
             samples = _samples(output / "samples.jsonl")
             return reinforcement_page.page(run.name, lines, samples, steps, updates, picture, links), line
 
-        job = reinforcement(run)
-        stopped = stage_run.stopped(work, fenced=job is not None)
         try:
             with LivePage(f"reinforcement-{run.name}", live):
-                if job:
-                    gang, store = work.folder.name, stage_run.store
-                    history, page = History(gang, run.name, stage_run.tracking.name), f"rollouts-{run.name}"
-                    with prefect_page.told(history, metrics, store, tracked, page) as teller:
-                        controller.carry_out(job, work.folder, store, gang, work.say, stopped, tick, teller)
-                else:
-                    turn = stage_run.turn(work.say)
-                    launch.trainer("reinforce", run, work.folder, work.say, stopped, tick, turn=turn)
+                run_job(stage_run, work, "reinforce", run, tick)
         finally:
             tracked.unfollow()
         require_unchanged(stage_run.run, stage_run.asked)

@@ -10,13 +10,9 @@ from prefect import State, task
 
 from conf import auxiliary_losses
 from conf.rules import packed_base, schedule
-from conf.rules.gpus import takes
 from conf.schema import identity
 from conf.schema.run import Run
 from contract.faults import Fault, Stopped
-from tasks.gang import controller
-from tasks.gang.history import prefect_page
-from tasks.gang.history.timeline import History
 from tasks.gang.job import Job, training
 from tasks.pages import training_page
 from tasks.run import launch
@@ -27,6 +23,7 @@ from tasks.run.progress import Progress, newest
 from tasks.run.stage_run import OPTIONS, StageRun, may_pass
 from tasks.sources import adapters, released_config
 from tasks.stages import export
+from tasks.stages.run_job import run_job
 from tasks.tracking import plots
 
 STEP_EVERY = 5.0  # seconds between lines of steps in the log
@@ -97,8 +94,6 @@ def train(
         for split, context in (("training", "training"), ("validation", "validation")):
             count = made["rows"][split]
             tracked.dataset(f"{run.name}-{split}", data.digest, store.link(f"{data.key}/files"), context, count)
-        several = takes(run, "train").engine is not None
-        say, stopped = _Thinned(work.say), stage_run.stopped(work, fenced=several)
 
         def live() -> tuple[str, str] | None:
             lines = plots.read(metrics)
@@ -110,22 +105,13 @@ def train(
             picture = plots.together(lines, plots.OF_TRAINING)
             return training_page.page(run.name, lines, run.train.steps, picture, links), line
 
-        def stop() -> bool:
-            return stopped() or bool(stage_run.pointless)
-
         def tick() -> None:
             bar.update(newest(metrics, "step")[0], run.train.steps)
 
         try:
             with LivePage(f"training-{run.name}", live):
-                if several:
-                    gang = work.folder.name
-                    history = History(gang, run.name, stage_run.tracking.name)
-                    with prefect_page.told(history, metrics, store, tracked) as teller:
-                        controller.carry_out(training(run), work.folder, store, gang, say, stop, tick, teller)
-                else:
-                    launch.trainer("train", run, work.folder, say, stop, tick, turn=stage_run.turn(say))
-                    require_done(training(run))
+                run_job(stage_run, work, "train", run, tick, _Thinned(work.say), lambda: bool(stage_run.pointless))
+                require_done(training(run))
         except Stopped:
             if stage_run.pointless:
                 raise Fault(f"stopped: {stage_run.pointless}") from None

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from conf.model_facts import ALIASES
+from conf import families
 from conf.model_files import config_json
 from conf.rules import objectives
 from conf.schema.run import Run
@@ -16,7 +16,7 @@ from trainer.startup import device
 def load_family(run: Run) -> dict[str, Any]:
     """Import what Megatron-Bridge has for the released checkpoint's family. Returns its config.json."""
     config = config_json.read(Path(run.paths.model) / config_json.NAME)
-    bridges.load(config_json.architecture(config))
+    bridges.load(config)
     return config
 
 
@@ -34,8 +34,8 @@ def open_bridge(run: Run):
 
 
 def trusted(run: Run, config: dict[str, Any]) -> bool:
-    """Whether to take the release's own code, where it is trusted; its own model is not, where transformers has it."""
-    return run.model.trust_remote_code and config.get("model_type") not in ALIASES
+    """Whether to run the release's own code: if it is trusted, and transformers does not have the model itself."""
+    return run.model.trust_remote_code and not families.of(config).read_as
 
 
 def _cause(error: BaseException) -> str:

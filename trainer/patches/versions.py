@@ -17,7 +17,7 @@ def check(patch: str, written_for: Mapping[str, tuple[str, ...]]) -> None:
         if found not in known:
             raise Fault(
                 f"{package} {found or 'is not installed'}: {patch.replace('.', '/')}.py is written for "
-                f"{' and '.join(known)}; install that (make setup), or change the patch (docs/how-to/development.md)"
+                f"{' and '.join(known)}; install that (make setup), or change the patch (docs/extending/patches.md)"
             )
 
 

@@ -11,6 +11,7 @@ import pytest
 import yaml
 
 from conf.load import load
+from conf.planner.fewer_hosts import fewer_hosts
 from conf.rules.gpus import takes
 from conf.schema.run import Run
 from contract import checkpoints
@@ -24,6 +25,7 @@ from tasks.gang.job import Job, conversion, evaluation, reinforcement, training
 from tasks.gang.member_link import Link
 from tasks.gang.messages import End, Member, Task
 from tasks.run.launch import Broken
+from tasks.stages.run_job import job_of
 from tasks.store import Store, open_store
 from tests.tasks.gang.compete import CONF, TIMES, Mortal
 from tests.tasks.gang.conftest import wait_for
@@ -183,7 +185,14 @@ class Gang:
         assert job
         try:
             controller.carry_out(
-                job, self.folder, self.store, "gang", self.lines.append, self.cancelled.is_set, self.tick
+                job,
+                self.folder,
+                self.store,
+                "gang",
+                self.lines.append,
+                self.cancelled.is_set,
+                self.tick,
+                fits=fewer_hosts(job.run, job.trains),
             )
         except BaseException as error:
             self.error = error
@@ -366,7 +375,7 @@ def test_an_evaluation_is_no_gang_where_one_host_serves(gang):
             "hardware": run.hardware.model_copy(update={"gpu": "h100"}),
         }
     )
-    assert evaluation(hosts_have_them)
+    assert job_of("evaluate", hosts_have_them)
     assert job and job.conf(job.run) == elsewhere and job.run.gang.engine == "slurm"
     assert (job.run.layout.nodes, job.run.layout.gpus_per_node) == (1, 4)
     assert job.task(job.run) == Task("evaluate", nodes=1, gpus=4, ranks=1)
@@ -454,11 +463,13 @@ def test_vllm_goes_without_hosts_before_training_does_and_keeps_one(gang):
 
 
 def test_min_nodes_counts_the_hosts_that_train(gang):
-    job = reinforcement(reinforced(gang, Hosts(["a"]), "layout.nodes=2").run)
-    assert job
+    run = reinforced(gang, Hosts(["a"]), "layout.nodes=2").run
 
     def found(left: int, min_nodes: int | None) -> int | None:
-        return next_step.fewer(job.run, left, min_nodes, None, None, job.trains)
+        job = reinforcement(run.model_copy(update={"gang": run.gang.model_copy(update={"min_nodes": min_nodes})}))
+        assert job
+        smaller = next_step.fewer(job.run, left, fewer_hosts(job.run, job.trains))
+        return smaller and smaller.layout.nodes
 
     assert (found(3, 2), found(2, 2), found(2, 1), found(1, 1), found(3, None)) == (3, None, 2, None, None)
 

@@ -15,14 +15,15 @@ from conf.schema.run import Run
 from contract.faults import ConfigError, Fault
 from flows.arguments import of_a_run, refused
 from flows.new import rows
+from flows.pipeline import PIPELINE
 from tasks.run import artifact, forecast
 from tasks.run.places import open_run_store, runs_folder
-from tasks.run.request import Request
+from tasks.run.steps import Request
 from tasks.servers import prefect_server
 from tasks.servers.waiting import limited_end
 from tasks.sources import hub, row_sources
 from tasks.sources.hub.api import Unreachable
-from tasks.stages import pipeline, plan
+from tasks.stages import plan
 from tasks.store import Store
 
 ENDS_WITHIN = 60.0  # seconds after a signal, beyond those in which a training saves a checkpoint; pods take 40 to go
@@ -41,10 +42,12 @@ def command(flow, description: str, require: Callable[[Run], None] = lambda run:
         require(run)
         for key in from_overrides(options.overrides).get("paths", {}):
             raise Fault(f"paths.{key}: where things lie is the flow's own affair; FINETUNE_RUNS names its folder")
-        first, last = _stage(options.first), _stage(options.last)
-        pipeline.require_order(first, last)
+        for name in filter(None, (options.from_stage, options.until_stage)):
+            if name not in PIPELINE.names:
+                raise Fault(f"{name}: no stage; there are {', '.join(PIPELINE.names)}")
+        PIPELINE.require_order(options.from_stage, options.until_stage)
         if options.dry_run:
-            print("\n".join(_foretold(run, first, last)))
+            print("\n".join(_forecast(run, options.from_stage, options.until_stage)))
             return 0
     except (ConfigError, Fault) as fault:
         return refused(fault)
@@ -55,8 +58,8 @@ def command(flow, description: str, require: Callable[[Run], None] = lambda run:
             state = flow.with_options(validate_parameters=False)(
                 conf=options.conf,
                 changes=from_overrides(options.overrides),
-                from_stage=first,
-                until_stage=last,
+                from_stage=options.from_stage,
+                until_stage=options.until_stage,
                 return_state=True,
             )
     except Fault as fault:
@@ -68,28 +71,29 @@ def command(flow, description: str, require: Callable[[Run], None] = lambda run:
     return 0 if state.is_completed() else 1 if state.name == "Crashed" else 2
 
 
-def _foretold(run: Run, first: str | None, last: str | None) -> list[str]:
-    """What would run, what of it is there, and the cost; without a way to the Hub, what is known of that here."""
+def _forecast(run: Run, from_stage: str | None, until_stage: str | None) -> list[str]:
+    """The stages that would run, those that are cached, and the cost. Without the Hub, only what is known here."""
+    asked = PIPELINE.asked(run, until_stage)
     try:
-        planned = _possible(plan.settle(run), last)
-        asked = pipeline.request(planned.run, first, last)
+        planned = _possible(plan.settle(run), asked)
+        request = PIPELINE.request(planned.run, from_stage, until_stage)
         store = open_run_store()
-        _require_rows_to_learn_from(planned.run, asked, store)
-        would = forecast.lines(asked, store, planned)
+        _require_rows_to_learn_from(planned.run, request, store)
+        lines = forecast.lines(request, store, planned)
     except Unreachable as fault:
-        planned = _possible(_recalled(run, fault), last)
-        would = [str(fault), "So it is not known what of this is there already. By the config.json that is known here:"]
-    return [*would, *_lacks(run), *_takes(planned, pipeline.asked(planned.run, last)), plan.summary(planned)]
+        planned = _possible(_recalled(run, fault), asked)
+        lines = [str(fault), "So it is unknown which of these artifacts exist. By the config.json that is known here:"]
+    return [*lines, *_lacks(run), *_takes(planned, asked), plan.summary(planned)]
 
 
-def _require_rows_to_learn_from(run: Run, asked: Request, store: Store) -> None:
-    """Refuse rows that training would refuse, as they are prepared already, or lie here and are of unknown shape.
+def _require_rows_to_learn_from(run: Run, request: Request, store: Store) -> None:
+    """Refuse rows that training would refuse, if they are prepared already, or are local and of unknown shape.
 
-    One answer to a row is what most data have; a look at the rows takes seconds, so it is for other objectives alone.
+    One answer to a row is what most data have; a look at the rows takes seconds, so only other objectives get one.
     """
-    if "train" in asked.unasked:
+    if "train" in request.unasked:
         return
-    prepared = artifact.find(asked.stages["prepare"], store)
+    prepared = artifact.find(request.stages["prepare"], store)
     if isinstance(prepared, artifact.Artifact):
         place, kind = prepared.key, prepared.result["kind"]
     elif (
@@ -110,8 +114,8 @@ def _recalled(run: Run, fault: Unreachable) -> Plan:
         raise fault from None
 
 
-def _possible(planned: Plan, last: str | None) -> Plan:
-    if fault := plan.any_refusal(planned, last):
+def _possible(planned: Plan, asked: Collection[str]) -> Plan:
+    if fault := plan.any_refusal(planned, asked):
         raise Fault(fault)
     return planned
 
@@ -136,20 +140,13 @@ def _takes(planned: Plan, asked: Collection[str]) -> list[str]:
 
 
 def _arguments(module: str, description: str) -> argparse.Namespace:
-    stages = ", ".join(pipeline.ORDER)
+    stages = ", ".join(PIPELINE.names)
     parser = of_a_run(module, description, example="optimizer.lr=2e-4", required=False)
     parser.epilog = (
         f"Stages, in order: {stages}. FINETUNE_STORE names the store (s3://bucket/prefix or a folder), "
         "FINETUNE_RUNS the local folder for work and caches (runs), MLFLOW_TRACKING_URI the tracking server."
     )
-    parser.add_argument("--until-stage", "--until", dest="last", metavar="STAGE", help="end after this stage")
-    again = "make this stage and all behind it anew"
-    parser.add_argument("--from-stage", "--from", dest="first", metavar="STAGE", help=again)
+    parser.add_argument("--until-stage", metavar="STAGE", help="end after this stage")
+    parser.add_argument("--from-stage", metavar="STAGE", help="make this stage and all later ones again")
     parser.add_argument("--dry-run", action="store_true", help="print what would run and what it would cost")
     return parser.parse_intermixed_args()
-
-
-def _stage(name: str | None) -> str | None:
-    if name is None or name in pipeline.ORDER:
-        return name
-    raise Fault(f"{name}: no stage; there are {', '.join(pipeline.ORDER)}")

@@ -1,10 +1,21 @@
-"""Pictures of a study, drawn as SVG: bars of time and memory, strips of what ranks did when, curves of loss."""
+"""Pages of HTML that need no server and no network, with pictures in SVG: bars, strips of time, and curves.
 
-from collections.abc import Iterator, Sequence
+page(title, parts)    the whole page; bars(), strips() and curves() are such parts
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
 from html import escape
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-WIDE, NAMES, BEHIND, ROW = 1150, 210, 250, 24  # pixels: of a picture, left of a bar, behind it, of its row
+STYLE = """body{font:14px/1.45 system-ui,sans-serif;margin:2em;color:#222;max-width:1250px}
+table{border-collapse:collapse;margin:.5em 0 1em}td,th{padding:.25em .7em;text-align:right;border-bottom:1px solid #ddd}
+td:first-child,th:first-child,td.words{text-align:left}td{white-space:nowrap}
+td.words{white-space:normal}th{vertical-align:bottom}tr.failed td{color:#b00020}
+code{background:#f2f2f2;padding:0 .25em}svg{display:block;width:100%;font:12px system-ui,sans-serif}
+pre{background:#f6f6f6;padding:1em;overflow-x:auto}
+.legend{margin:.4em 0}.legend span{margin-right:1.2em;white-space:nowrap}
+i{display:inline-block;width:.9em;height:.9em;margin-right:.4em;vertical-align:-.1em}.words{max-width:48em}"""
+WIDE, NAMES, AFTER, ROW = 1150, 210, 250, 24  # pixels: of a picture, left of a bar, after it, of its row
 COLOURS = (
     "#1b5e9e", "#2e7d32", "#f9a825", "#c62828", "#6a3d9a", "#00838f", "#8d6e63", "#ad1457", "#9e9d24", "#546e7a",
     "#ef6c00", "#5c6bc0", "#26a69a", "#d4e157", "#795548", "#ec407a", "#78909c", "#000000", "#80deea", "#ffcc80",
@@ -15,14 +26,34 @@ STRIP = {  # what a device does, as trainer/profiling has it
     "exposed": ("#c62828", "communication while nothing computes"),
     "host late": ("#f9a825", "idle: the host is late"),
     "after a wait": ("#fdd835", "idle: the host had waited for the device"),
-    "dependency": ("#90a4ae", "idle: waits for other ranks, or for itself"),
+    "dependency": ("#90a4ae", "idle: waits for other ranks, or for an earlier operation"),
 }
+
+
+class Gap(NamedTuple):
+    """A mark above a strip. Its place and width are shares of the strip."""
+
+    at: float
+    wide: float
+    text: str
+
+
+class Strip(NamedTuple):
+    name: str
+    shares: dict[str, list[float]]  # of each column, by what the device does
+    gaps: Sequence[Gap] = ()
+
+
+def page(title: str, parts: Iterable[str]) -> str:
+    body = "\n".join((f"<h1>{escape(title)}</h1>", *parts))
+    head = f"<title>{escape(title)}</title><style>{STYLE}</style>"
+    return f'<!doctype html>\n<meta charset="utf-8">{head}\n{body}\n'
 
 
 class Bar(NamedTuple):
     name: str
     parts: list[tuple[str, float]]  # what, and how much
-    said: str  # behind the bar
+    text: str  # after the bar
     marks: tuple[tuple[str, float], ...] = ()  # what, and where
 
 
@@ -31,7 +62,7 @@ def bars(rows: Sequence[Bar], unit: str, colours: dict[str, str] | None = None) 
     kinds = list(dict.fromkeys(kind for bar in rows for kind, _ in bar.parts))
     colours = colours or {kind: COLOURS[place % len(COLOURS)] for place, kind in enumerate(kinds)}
     most = max((max(sum(size for _, size in bar.parts), *(at for _, at in bar.marks), 0) for bar in rows), default=0)
-    scale = (WIDE - NAMES - BEHIND) / (most or 1)
+    scale = (WIDE - NAMES - AFTER) / (most or 1)
     lines = list(_bars(rows, unit, colours, scale))
     marks = list(dict.fromkeys(what for bar in rows for what, _ in bar.marks))
     legend = [(kind, colours[kind]) for kind in kinds if len(kinds) > 1]
@@ -44,30 +75,34 @@ def _bars(rows: Sequence[Bar], unit: str, colours: dict[str, str], scale: float)
         top, left = place * ROW, float(NAMES)
         yield _text(NAMES - 8, top + 16, bar.name, "end")
         for kind, size in bar.parts:
-            told = f"{bar.name}: {kind} {size:,.3g} {unit}"
-            yield _rect(left, top + 3, size * scale, ROW - 6, colours[kind], told)
+            text = f"{bar.name}: {kind} {size:,.3g} {unit}"
+            yield _rect(left, top + 3, size * scale, ROW - 6, colours[kind], text)
             left += size * scale
         for what, at in bar.marks:
             x = NAMES + at * scale
             yield _rect(x - 1, top, 2, ROW, MARKS.get(what, "#000"), f"{bar.name}: {what} {at:,.4g} {unit}")
             left = max(left, x)
-        yield _text(left + 8, top + 16, bar.said)
+        yield _text(left + 8, top + 16, bar.text)
 
 
-def strips(rows: Sequence[tuple[str, dict[str, Any]]]) -> str:
+def strips(rows: Sequence[Strip]) -> str:
     """A strip for each rank: what its device did in the recorded step, from left to right."""
     lines, high = [], 34
-    for place, (name, strip) in enumerate(rows):
-        lines.append(_text(NAMES - 8, place * (high + 4) + 21, name, "end"))
-        columns = len(strip["computing"])
+    for place, (name, shares, gaps) in enumerate(rows):
+        start = place * (high + 4)
+        lines.append(_text(NAMES - 8, start + 21, name, "end"))
+        columns = len(shares["computing"])
         width = (WIDE - NAMES) / columns
         for column in range(columns):
             left, right = (round(NAMES + (column + side) * width) for side in (0, 1))  # whole pixels: no seams
-            top = place * (high + 4) + float(high)
+            top = start + float(high)
             for kind, (colour, _) in STRIP.items():
-                if share := strip[kind][column]:
+                if share := shares[kind][column]:
                     top -= share * high
                     lines.append(_rect(left, top, right - left, share * high, colour))
+        for gap in gaps:
+            x, wide = NAMES + gap.at * (WIDE - NAMES), max(2.0, gap.wide * (WIDE - NAMES))
+            lines.append(_rect(x, start, wide, 4, "#000", gap.text))
     return _svg(len(rows) * (high + 4), lines)
 
 
@@ -111,9 +146,9 @@ def _svg(high: float, lines: Sequence[str]) -> str:
     return f'<svg viewBox="0 0 {WIDE} {high:g}" role="img">\n' + "\n".join(lines) + "\n</svg>"
 
 
-def _rect(x: float, y: float, wide: float, high: float, colour: str, told: str = "") -> str:
+def _rect(x: float, y: float, wide: float, high: float, colour: str, text: str = "") -> str:
     place = f'x="{x:.1f}" y="{y:.1f}" width="{max(0.0, wide):.2f}" height="{high:.1f}" fill="{colour}"'
-    return f"<rect {place}><title>{escape(told)}</title></rect>" if told else f"<rect {place}/>"
+    return f"<rect {place}><title>{escape(text)}</title></rect>" if text else f"<rect {place}/>"
 
 
 def _text(x: float, y: float, text: str, anchor: str = "start") -> str:
