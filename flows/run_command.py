@@ -1,6 +1,5 @@
 """Command line of the flows. It reads and checks its arguments before Prefect starts anything."""
 
-import argparse
 import tempfile
 from collections.abc import Callable, Collection
 from pathlib import Path
@@ -13,7 +12,8 @@ from conf.planner.verdict import Plan
 from conf.rules import objectives
 from conf.schema.run import Run
 from contract.faults import ConfigError, Fault
-from flows.arguments import of_a_run, refused
+from flows import arguments
+from flows.arguments import refused
 from flows.new import rows
 from flows.pipeline import PIPELINE
 from tasks.run import artifact, forecast
@@ -26,22 +26,22 @@ from tasks.sources.hub.api import Unreachable
 from tasks.stages import plan
 from tasks.store import Store
 
-ENDS_WITHIN = 60.0  # seconds after a signal, beyond those in which a training saves a checkpoint; pods take 40 to go
+ENDS_WITHIN = 60.0  # seconds after a signal, in addition to the grace for a checkpoint; pods need 40 to end
 
 
-def command(flow, description: str, require: Callable[[Run], None] = lambda run: None, example: str = "tiny") -> int:
-    """Run the flow and return the exit code: 0, 2 for a fault that the caller can mend, 1 for anything else.
+def command(flow, require: Callable[[Run], None] = lambda run: None, example: str = "tiny") -> int:
+    """Run the flow and return the exit code: 0, 2 for an error that the user can fix, 1 for any other.
 
-    `require` raises a Fault for a run that is not the flow's to make. `example` is a configuration that one may name.
+    `require` raises a Fault for a run of another flow. `example` names a configuration.
     """
-    options = _arguments(f"flows.{flow.name}", description)
+    options = arguments.finetune(flow.name).parse_intermixed_args()
     if options.conf is None:
         return refused(f"NAME: missing; it names a file, or a configuration in conf/, such as {example}")
     try:
         run = load(options.conf, options.overrides)
         require(run)
         for key in from_overrides(options.overrides).get("paths", {}):
-            raise Fault(f"paths.{key}: where things lie is the flow's own affair; FINETUNE_RUNS names its folder")
+            raise Fault(f"paths.{key}: the flow sets all paths; FINETUNE_RUNS names its folder")
         for name in filter(None, (options.from_stage, options.until_stage)):
             if name not in PIPELINE.names:
                 raise Fault(f"{name}: no stage; there are {', '.join(PIPELINE.names)}")
@@ -51,7 +51,7 @@ def command(flow, description: str, require: Callable[[Run], None] = lambda run:
             return 0
     except (ConfigError, Fault) as fault:
         return refused(fault)
-    # All was checked above, and the deployments' form knows neither files outside of conf/ nor nulls.
+    # Everything was checked above. Prefect's own check would refuse files outside of conf/, and nulls.
     try:
         prefect_server.use()
         with limited_end(run.gang.grace + ENDS_WITHIN, f"python -m tasks.tracking {runs_folder()} ships what waits"):
@@ -65,7 +65,7 @@ def command(flow, description: str, require: Callable[[Run], None] = lambda run:
     except Fault as fault:
         return refused(fault)
     except KeyboardInterrupt:
-        return refused("interrupted; what was made is kept, and the same command goes on from there", code=130)
+        return refused("interrupted; what was made is kept, and the same command resumes", code=130)
     if state.is_failed() and state.message:
         refused(state.message)
     return 0 if state.is_completed() else 1 if state.name == "Crashed" else 2
@@ -121,7 +121,7 @@ def _possible(planned: Plan, asked: Collection[str]) -> Plan:
 
 
 def _lacks(run: Run) -> list[str]:
-    """A line for a folder whose model can be planned, and has no weights to run with."""
+    """A line about a model folder without weights: it can be planned, but not run."""
     source = run.model.source
     if not isinstance(source, str) or hub.kind(source) != "folder":
         return []
@@ -131,22 +131,9 @@ def _lacks(run: Run) -> list[str]:
 
 
 def _takes(planned: Plan, asked: Collection[str]) -> list[str]:
-    """What the stages take that are asked for, and the evaluation if it is among them."""
+    """The needs of the stages to make, and the layout of the evaluation."""
     needs = [need for need in planned.needs if need.stage in asked]
     evaluated = any(need.stage.startswith("evaluate") for need in needs)
     how = ["", *display.evaluation(planned)] if evaluated and planned.serving else []
     ways = display.base(planned) if any(need.stage == "convert" for need in needs) else ()
     return ["", *display.stage_table(planned, needs), *ways, *how, ""] if needs else []
-
-
-def _arguments(module: str, description: str) -> argparse.Namespace:
-    stages = ", ".join(PIPELINE.names)
-    parser = of_a_run(module, description, example="optimizer.lr=2e-4", required=False)
-    parser.epilog = (
-        f"Stages, in order: {stages}. FINETUNE_STORE names the store (s3://bucket/prefix or a folder), "
-        "FINETUNE_RUNS the local folder for work and caches (runs), MLFLOW_TRACKING_URI the tracking server."
-    )
-    parser.add_argument("--until-stage", metavar="STAGE", help="end after this stage")
-    parser.add_argument("--from-stage", metavar="STAGE", help="make this stage and all later ones again")
-    parser.add_argument("--dry-run", action="store_true", help="print what would run and what it would cost")
-    return parser.parse_intermixed_args()

@@ -4,49 +4,53 @@
     Task        task.json        the controller: what the members of the attempt run
     Peers       peers.json       the controller: where each member answers
     Member      nodes/<k>.json   a member: what it is and does; with a Sign of each rank, or the End of each
-    Standing    a port           whoever is asked where the store does not answer (peer_probe.py)
+    Standing    a port           the answer of any process when the store does not answer (peer_probe.py)
 
-A field without a default is always written, one with a default where it has another value. Who takes part reads
-strictly: an unknown key, a missing one or one of another type is a Fault of one line, as it comes from another version
-of this project. Who looks back at an attempt, of whatever version, reads Board.read(): flows.logs, previous_attempt.py.
+A field without a default is always written; one with a default is written if its value differs. Processes of a gang
+read strictly: an unknown key, a missing key or a wrong type is a Fault, as only another version of this project writes
+it. Readers of past attempts accept every version and use Board.read(): flows.logs, previous_attempt.py.
 """
 
 import functools
 import json
-import types
 from dataclasses import MISSING, asdict, dataclass, fields, is_dataclass
-from typing import Any, Literal, Self, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, Self
+
+from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from contract.faults import Fault
 
 Address = tuple[str, int]  # host and port
+STRICT = ConfigDict(strict=True, extra="forbid")
 
 
 class Message:
     """Base of all messages, with from_json() and to_json()."""
 
+    __pydantic_config__ = STRICT
+
     def to_json(self) -> bytes:
         content = asdict(self)  # type: ignore[call-overload]
-        for one in fields(self):  # type: ignore[arg-type]
-            if one.default is not MISSING and content[one.name] == one.default:
-                del content[one.name]
+        for field in fields(self):  # type: ignore[arg-type]
+            if field.default is not MISSING and content[field.name] == field.default:
+                del content[field.name]
         return json.dumps(content, sort_keys=True).encode()
 
     @classmethod
     def from_json(cls, data: bytes, where: str) -> Self:
-        """Read a message. Raises Foreign, which names `where` it was read."""
+        """Read a message. Raises Foreign, which names the place `where` it was read."""
         return _read(data, cls, cls, where)
 
 
 class Foreign(Fault):
-    """A message that another version of the project has written. A store that is away raises Faults of other kinds."""
+    """A message that another version of the project has written. An outage of the store raises other Faults."""
 
 
 @dataclass(frozen=True)
 class Word(Message):
-    """Message of the controller. It is renewed every few seconds, or it is worth nothing."""
+    """Message of the controller. It is renewed every few seconds and expires otherwise."""
 
-    by: str  # which process wrote it
+    by: str  # id of the process that wrote it
     state: Literal["gathering", "go", "stop"]
     beat: int = 0  # a renewal changes it
     probe: str = ""  # a file on the storage that all hosts share
@@ -54,27 +58,27 @@ class Word(Message):
     port: int = 0  # where it answers
     order: tuple[int, ...] = ()  # go: members, in the order of their ranks
     master: Address | None = None  # go: where ranks meet
-    key: str = ""  # go: secret with which hosts are let in there
+    key: str = ""  # go: secret that admits hosts to the rendezvous
     reason: str = ""  # stop: why
-    save: bool = False  # stop: a checkpoint first
-    closed: bool = False  # no member is left
+    save: bool = False  # stop: save a checkpoint first
+    closed: bool = False  # all members have ended
 
 
 @dataclass(frozen=True)
 class Task(Message):
-    """Task of the members: a command of the trainer, which each runs below torchrun."""
+    """Task of the members: a command of the trainer, which each runs under torchrun."""
 
     command: str
     nodes: int  # members whose ranks run it together, the first in order
     gpus: int  # of each host; 0 = it computes on CPUs
     ranks: int  # that torchrun starts on each host
-    helps: str = ""  # command of the members behind these: each has ranks of its own, which come to the first one's
-    helpers: int = 0  # ranks of each of these
+    helps: str = ""  # command of all further members: each runs it as a separate job that connects to the first member
+    helpers: int = 0  # ranks of each further member
 
 
 @dataclass(frozen=True)
 class Sign(Message):
-    """State of a rank, by its own account and by its process."""
+    """State of a rank, from its signs of life and its process."""
 
     rank: int
     pid: int
@@ -82,7 +86,7 @@ class Sign(Message):
     phase: str
     age: float  # seconds since its thread of life wrote
     idle: float  # seconds since its last step
-    state: str  # of the process in /proc, as T or D; empty where there is none
+    state: str  # of the process in /proc, such as T or D; empty without a process
     silent: bool
     stalled: bool
 
@@ -102,29 +106,29 @@ class End(Message):
 
 @dataclass(frozen=True)
 class Member(Message):
-    """State of a member, and what it does."""
+    """State of a member and its ranks."""
 
-    by: str  # which process wrote it
+    by: str  # id of the process that wrote it
     host: str
     state: Literal["waiting", "running", "stopping", "stopped", "preempted", "failed", "done"]
-    address: str = ""  # that others reach the host at
+    address: str = ""  # at which others reach the host
     port: int = 0  # where the member answers
     master_port: int = 0  # where ranks meet, if it is the first
-    probe: str = ""  # what it read where the controller wrote: proof of the same storage
-    place: str = ""  # where the host stands in the network
+    probe: str = ""  # content of the controller's probe file: proof of the same storage
+    place: str = ""  # the host's position in the network
     ranks: tuple[Sign, ...] = ()
     failed: tuple[End, ...] = ()
     free: int | None = None  # bytes, where checkpoints go
     oom_kills: int = 0  # since it began
     kernel: tuple[str, ...] = ()  # lines of the kernel's log, since it began
     reason: str = ""  # why it stops
-    told: bool = False  # it was told to end by whoever started it
-    over: bool = False  # none of its ranks is left
+    told: bool = False  # a signal of its starter ended it
+    over: bool = False  # all its ranks have ended
 
 
 @dataclass(frozen=True)
 class Standing(Message):
-    """Answer of a gang's process to whoever connects."""
+    """Answer of a gang's process to every connection."""
 
     gang: str
     attempt: int
@@ -146,55 +150,23 @@ class Peers:
 
 
 def by(data: bytes) -> str | None:
-    """Name of the process that wrote a message, of whatever kind and version."""
+    """Id of the process that wrote a message of any kind and version."""
     content = json.loads(data)
     return content.get("by") if isinstance(content, dict) else None
 
 
 def _read(data: bytes, kind: Any, message: type, where: str) -> Any:
     try:
-        return _decoded(json.loads(data), kind, "")
-    except ValueError as error:
+        return _adapter(kind).validate_json(data)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        reason = ": ".join(filter(None, (".".join(map(str, first["loc"])), first["msg"])))
         raise Foreign(
-            f"{where}: no {message.__name__} as this version of the project writes it ({error}); "
-            "the flow and all hosts of a gang run the same version"
+            f"{where}: not a {message.__name__} as this version of the project writes it ({reason}); "
+            "the flow and all hosts of a gang must run the same version"
         ) from None
 
 
 @functools.cache
-def _hints(kind: type) -> dict[str, Any]:
-    return get_type_hints(kind)
-
-
-def _decoded(value: Any, kind: Any, name: str) -> Any:
-    """The value, as this type has it. Raises ValueError, which says what is wrong at `name`."""
-    origin, inner = get_origin(kind), get_args(kind)
-    if is_dataclass(kind):
-        return _message(value, kind, name)  # type: ignore[arg-type]
-    if origin in (Union, types.UnionType):
-        return None if value is None else _decoded(value, inner[0], name)
-    if origin is Literal and value in inner:
-        return value
-    if origin is tuple and isinstance(value, list):
-        if inner[-1] is Ellipsis:
-            return tuple(_decoded(one, inner[0], f"{name}[{i}]") for i, one in enumerate(value))
-        if len(value) == len(inner):
-            return tuple(_decoded(one, inner[i], f"{name}[{i}]") for i, one in enumerate(value))
-    if origin is dict and isinstance(value, dict):
-        return {key: _decoded(one, inner[1], f"{name}[{key}]") for key, one in value.items()}
-    if type(value) is kind or (kind is float and type(value) is int):
-        return value
-    wanted = f"one of {', '.join(inner)}" if origin is Literal else getattr(kind, "__name__", str(kind))
-    raise ValueError(f"{name or 'it'} is {json.dumps(value)[:60]}, not {wanted}")
-
-
-def _message(value: Any, kind: type, name: str) -> Any:
-    prefix = f"{name}." if name else ""
-    if not isinstance(value, dict):
-        raise ValueError(f"{name or 'it'} is no JSON object")
-    known = {one.name: one for one in fields(kind)}
-    if unknown := sorted(value.keys() - known.keys()):
-        raise ValueError(f"unknown key {prefix}{unknown[0]}")
-    if missing := [key for key, one in known.items() if key not in value and one.default is MISSING]:
-        raise ValueError(f"it lacks {prefix}{missing[0]}")
-    return kind(**{key: _decoded(one, _hints(kind)[key], f"{prefix}{key}") for key, one in value.items()})
+def _adapter(kind: Any) -> TypeAdapter:
+    return TypeAdapter(kind) if isinstance(kind, type) and is_dataclass(kind) else TypeAdapter(kind, config=STRICT)

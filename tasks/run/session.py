@@ -45,7 +45,7 @@ class Session(AbstractContextManager):
         self._ending.set()
         verdict = self.outcomes.verdict()
         if kind:
-            status = "FAILED" if issubclass(kind, Exception) else "KILLED"  # a signal is no Exception
+            status = "FAILED" if issubclass(kind, Exception) else "KILLED"  # a signal does not raise an Exception
             reason = f"{kind.__name__}: {error}"
         else:
             status, reason = ("FAILED", verdict.message or "") if verdict.is_failed() else ("FINISHED", "")
@@ -71,7 +71,7 @@ class Session(AbstractContextManager):
         """Stop training if the base's evaluation has ended without a result that evaluate.base requires."""
         outcome = self.outcomes.by_stage.get(name)
         if name == "evaluate-base" and outcome and outcome.failed and self.run.evaluate.base == "required":
-            self.outcomes.pointless = "evaluate-base has failed; evaluate.base=optional would train nevertheless"
+            self.outcomes.pointless = "evaluate-base failed; evaluate.base=optional trains without its result"
 
     def _note(self, status: str) -> None:
         """Write down which artifacts this run refers to: flows.artifacts keeps them."""

@@ -73,7 +73,7 @@ def settle(run: Run) -> Plan:
 
 
 def recalled(run: Run) -> Plan:
-    """The plan by what is known here of the model, as flows.plan makes it, and of the data by their size."""
+    """The plan from what is known here: the model, as in flows.plan, and the size of the data."""
     return _settle(run, verdict.facts_of(run), verdict.teacher_of(run), lambda _: None)
 
 
@@ -89,22 +89,25 @@ def _settle(
         return replace(verdict.plan(settled, facts, hardware.of(settled), teacher, rows), noise=few)
     sequences, assumed = training_rows.sequences(settled, made)
     planned = verdict.plan(schedule.assumed(settled, sequences), facts, hardware.of(settled), teacher, rows)
-    return replace(
-        planned, run=settled, assumed=assumed, noise=few
-    )  # the steps themselves are known once the data are prepared
+    return replace(planned, run=settled, assumed=assumed, noise=few)  # the true steps follow from prepared data
 
 
 def _prepared(run: Run) -> dict[str, Any] | None:
-    """What stage prepare has said of these data, if they are in the store."""
+    """The result of stage prepare for these data, if it is in the store."""
     found = artifact.find(prepare.stage(run, download.stage(run)), open_run_store())
     return found.result if isinstance(found, artifact.Artifact) else None
 
 
 def refusal(planned: Plan) -> str:
-    if planned.fits or (planned.legal and planned.run.hardware.gate == "warn"):
+    if planned.fits:
         return ""
-    go_on = "; hardware.gate=warn goes on all the same" if planned.legal else ""
-    return f"plan: {advice.refusal(planned)}{go_on}"
+    reason = advice.refusal(planned)
+    return _unless_warned(planned.run, reason) if planned.legal else f"plan: {reason}"
+
+
+def _unless_warned(run: Run, reason: str) -> str:
+    """A reason that hardware.gate=warn overrides."""
+    return "" if run.hardware.gate == "warn" else f"plan: {reason}; hardware.gate=warn continues nevertheless"
 
 
 def any_refusal(planned: Plan, asked: Collection[str]) -> str:
@@ -128,32 +131,28 @@ def unserved(planned: Plan, asked: Collection[str]) -> str:
         gpu = run.hardware.gpu
         found += f". This host has vLLM for CPUs, and hardware.gpu is {gpu}: make setup EXTRA=gpu on its host"
     found = found or planned.unserved
-    if not found or (found == planned.unserved and planned.serving and run.hardware.gate == "warn"):
+    if not found:
         return ""
-    go_on = "; hardware.gate=warn goes on all the same" if planned.serving and found == planned.unserved else ""
-    return f"plan: vLLM cannot serve {run.model.source}: {found}. {display.WITHOUT}{go_on}"
+    reason = f"vLLM cannot serve {run.model.source}: {found}. {display.WITHOUT}"
+    return _unless_warned(run, reason) if planned.serving and found == planned.unserved else f"plan: {reason}"
 
 
 def unanswered(planned: Plan, asked: Collection[str]) -> str:
     """The reason why reinforcement learning is impossible; "" if it is possible, or not asked for."""
-    run = planned.run
     if not planned.unanswered or "reinforce" not in asked:
         return ""
-    if reinforcement.uncut(run, planned.facts):  # vLLM itself refuses that
+    if reinforcement.uncut(planned.run, planned.facts):  # vLLM itself refuses that
         return f"plan: {planned.unanswered}"
-    if run.hardware.gate == "warn":
-        return ""
-    return f"plan: reinforce: {planned.unanswered}; hardware.gate=warn goes on all the same"
+    return _unless_warned(planned.run, f"reinforce: {planned.unanswered}")
 
 
 def unasked(planned: Plan, asked: Collection[str]) -> str:
     """The reason why the reference cannot be computed; "" if it can, or if it is not asked for."""
-    gate = planned.run.hardware.gate
     if not planned.unasked or "reference" not in asked:
         return ""
     if planned.asking is None:  # illegal
         return f"plan: {planned.unasked}"
-    return "" if gate == "warn" else f"plan: {planned.unasked}; hardware.gate=warn goes on all the same"
+    return _unless_warned(planned.run, planned.unasked)
 
 
 def unfit(planned: Plan, asked: Collection[str]) -> str:
@@ -171,13 +170,13 @@ def unfit(planned: Plan, asked: Collection[str]) -> str:
 
 
 def _known(data: Data) -> list[tuple[str, str]]:
-    """Sources whose kind is known without a look at their rows, each with this kind."""
+    """Sources whose kind is known without reading rows, each with its kind."""
     shapes = [(part.source or "", row_sources.shape(part)) for part in data.parts]
     return [(source, objectives.kind_of(shape)) for source, shape in shapes if shape]
 
 
 def _evaluates_here(run: Run) -> bool:
-    """Whether evaluations are on this host, and not on those that an engine finds."""
+    """Whether evaluations run on this host, and not on hosts of an engine."""
     elsewhere = job_of("evaluate", run)
     return elsewhere is None or elsewhere.run.gang.engine == "local"
 
@@ -214,12 +213,12 @@ def page(planned: Plan) -> str:
 
 def tell(tracking: RunTracking, planned: Plan) -> None:
     """Log the plan, its figures and its numbers to MLflow's run of the flow."""
-    tracking.draw(json.dumps(display.as_dict(planned), indent=1).encode(), "plan.json", "plan")
-    tracking.tell_at_end({f"plan/{name}": value for name, value in numbers(planned).items()})
+    tracking.whole.drawn(json.dumps(display.as_dict(planned), indent=1).encode(), "plan.json", "plan")
+    tracking.whole.metrics_at_end({f"plan/{name}": value for name, value in numbers(planned).items()})
 
 
 def numbers(planned: Plan) -> dict[str, float]:
-    """Numbers that a measured run can be held against, and the price."""
+    """Numbers to compare with a measured run, and the price."""
     found = {"memory_gb": planned.fullest.total / GB, "allocated_gb": _allocated(planned)}
     if time := planned.time:
         found |= {"step_seconds": time.likely, "padded_tokens_per_second": time.tokens_per_second}
@@ -229,7 +228,7 @@ def numbers(planned: Plan) -> dict[str, float]:
 
 
 def beside(planned: Plan, made: dict[str, Artifact]) -> list[tuple[str, float, float]]:
-    """Planned figures beside those of the stages that this run has made: name, planned, measured."""
+    """Planned and measured figures of the stages that this run has made: name, planned, measured."""
     found = []
     if train := made.get("train"):
         found += [("GB that the fullest rank has allocated", _allocated(planned), train.result["peak_memory_gb"])]
@@ -243,7 +242,7 @@ def beside(planned: Plan, made: dict[str, Artifact]) -> list[tuple[str, float, f
 
 
 def _allocated(planned: Plan) -> float:
-    """GB that training reports as memory_gb: memory that PyTorch has handed out; on a CPU, all that a process holds."""
+    """GB that training reports as memory_gb: memory allocated by PyTorch; on a CPU, all memory of a process."""
     stage = planned.fullest
     return (stage.allocated if planned.gpu.cuda else stage.total - stage.margin) / GB
 

@@ -1,8 +1,7 @@
-"""Stage reference: what another model says of the rows, once for all trainings on them.
+"""Stage reference: another model's log-probabilities of the rows, computed once for all trainings on them.
 
-For dpo that model is what training starts from: the base, with model.adapter if there is one. For distill it is the
-teacher. It is asked on the hosts of training. The layout bears no identity here either, nor does anything of the
-optimizer.
+For dpo that model is the start of training: the base, with model.adapter if it is set. For distill it is the teacher.
+It runs on the hosts of training. Neither the layout nor the optimizer is part of the identity.
 """
 
 # pyright: reportArgumentType=false, reportCallIssue=false
@@ -31,12 +30,12 @@ def stage(run: Run, base: Stage, data: Stage, teacher: Stage | None = None) -> S
     return Stage("reference", VERSION, config, inputs)
 
 
-# Rows that what crashed has asked of are not asked again.
+# A retry after a crash skips the rows that are done.
 @task(name="reference", **OPTIONS | {"retry_condition_fn": may_pass})
 def reference(
     stage_run: StageRun, model: Artifact, base: Artifact, data: Artifact, teacher: Artifact | None = None
 ) -> State:
-    """Ask the reference of the rows."""
+    """Compute the reference of the rows."""
 
     def make(work: Work) -> dict:
         files = work.folder / "files"

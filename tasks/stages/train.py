@@ -1,4 +1,4 @@
-"""Stage train: training by Megatron-Bridge in processes of its own, from the newest complete checkpoint."""
+"""Stage train: training by Megatron-Bridge in separate processes, from the newest complete checkpoint."""
 
 # pyright: reportArgumentType=false, reportCallIssue=false
 
@@ -34,12 +34,12 @@ def stage(run: Run, base: Stage, data: Stage, reference: Stage | None = None) ->
     if run.model.adapter:
         config["model"] = config.get("model", {}) | {"adapter": adapters.identity(run.model.adapter, runs_folder())}
     if packed_base.format_of(run) and packed_base.once_rounded(run, released_config.read(run)):
-        config["model"] |= {"codes": "as released"}  # those of before were made of rounded ones
+        config["model"] |= {"codes": "as released"}  # earlier versions made them from rounded weights
     if run.adapter.kind != "none" and run.adapter.experts == "shared":
-        # They are the same model at any ep since each counts once in the norm of gradients
-        # (trainer/patches/shared_experts.py). Those of before were so at ep 1 alone, whose artifacts this finds again.
+        # Each counts once in the norm of gradients (trainer/patches/shared_experts.py): ep does not change the model.
+        # In earlier versions that held for ep 1 only; this keeps their artifacts valid.
         config["layout"] = {"ep": 1}
-    if run.checkpoint.keep_best:  # the best is one of those that are saved
+    if run.checkpoint.keep_best:  # the best is one of the saved checkpoints
         config["checkpoint"] |= {"save_every": run.checkpoint.save_every}
     inputs = {"base": base.fingerprint, "data": data.fingerprint}
     inputs |= {"reference": reference.fingerprint} if reference else {}
@@ -47,14 +47,14 @@ def stage(run: Run, base: Stage, data: Stage, reference: Stage | None = None) ->
 
 
 def config_of(run: Run, trained: Run) -> dict[str, dict[str, Any]]:
-    """The keys in a training's identity. `trained` is the run with the values that training uses."""
+    """The keys in a training's identity. `trained` has the values that training uses."""
     config = identity.of(run, "train")
     for section, values in auxiliary_losses.identity(trained, released_config.read(run)).items():
         config[section] |= values
     return config
 
 
-# A checkpoint may lie behind what crashed: it is gone on with.
+# Retry after a crash too: training resumes from its last checkpoint.
 @task(name="train", **OPTIONS | {"retry_condition_fn": may_pass})
 def train(
     stage_run: StageRun, model: Artifact, base: Artifact, data: Artifact, reference: Artifact | None = None
@@ -99,7 +99,7 @@ def train(
             lines = plots.read(metrics)
             if not (line := training_page.headline(lines, run.train.steps)):
                 return None
-            if left := training_page.seconds_left(lines, run.train.steps):  # beside the curves, on MLflow's page
+            if left := training_page.seconds_left(lines, run.train.steps):  # next to the curves on MLflow's page
                 tracked.metrics({"progress/hours_left": left / 3600}, step=lines[-1]["step"])
             links = stage_run.tracking.links_of_training()
             picture = plots.together(lines, plots.OF_TRAINING)
@@ -127,14 +127,14 @@ def train(
 
 
 def require_done(job: Job) -> None:
-    """Refuse a training that somebody else has told to end: it saves a checkpoint, and leaves in order."""
+    """Refuse a training that an outside signal ended: it has saved a checkpoint and exited in order."""
     if not job.is_done():
         where = f"step {job.newest()} of {job.run.train.steps}"
-        raise launch.Broken(f"training was told to end, from outside, at {where}; it can go on there")
+        raise launch.Broken(f"training was ended from outside at {where}; it can resume there")
 
 
 def _counted(run: Run) -> dict[str, object]:
-    """What counts the steps of the run, as its schedule has it."""
+    """Numbers of steps in the run's schedule."""
     return {
         "schedule.steps": run.train.steps,
         "schedule.warmup_steps": run.optimizer.warmup_steps,
@@ -144,7 +144,7 @@ def _counted(run: Run) -> dict[str, object]:
 
 
 class _Thinned:
-    """Filter that drops most lines of single steps, as the progress bar and MLflow have each of them."""
+    """Filter that drops most lines about single steps: the progress bar and MLflow have all of them."""
 
     def __init__(self, say):
         self.say, self.said = say, 0.0

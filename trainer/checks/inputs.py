@@ -189,14 +189,14 @@ def check_evaluate(run: Run) -> None:
             raise Fault(f"evaluate.tasks: {name}: no such file in {Path.cwd()}")
     if "held_out" in tasks and (Path(run.paths.data) / prepared.MANIFEST).exists() and held_out_texts.are_prepared(run):
         held_out_texts.require(run)
-        prepared.check_asked(prompts.folder(run))
+        prepared.check_questions(prompts.folder(run))
     elif "held_out" in tasks:
         file = Path(run.paths.data) / "test.jsonl"
         if not file.exists() or not file.stat().st_size:
             problem = "empty" if file.exists() else "no such file"
             raise Fault(f"{file}: {problem}; set a larger data.test, or evaluate.tasks without held_out")
         prompts.record(run)  # raises a Fault if it is missing
-        prepared.check_asked(prompts.folder(run))
+        prepared.check_questions(prompts.folder(run))
 
 
 def check_model(run: Run, key: str = "paths.model") -> ModelFacts:

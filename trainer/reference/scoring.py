@@ -49,7 +49,7 @@ class Scoring(Callback):
         first = distributed.get_rank() == 0
         if first:
             references.begin(self.folder)
-            parts.begin(self.folder, references.made_of(self.run))
+            parts.begin(self.folder, references.recorded_facts(self.run))
         missing, written = (self._missing(), parts.names(self.folder)) if first else (None, [])
         for split, numbers in _from_first(missing).items():
             self.scored += len(self.rows[split]) - len(numbers)
@@ -63,7 +63,7 @@ class Scoring(Callback):
         if first:
             for split, rows in self.rows.items():
                 parts.join(self.folder, split, len(rows), [name for names in of_all for name in names])
-            references.finish(self.folder, references.made_of(self.run))
+            references.finish(self.folder, references.recorded_facts(self.run))
             parts.end(self.folder)
             say(f"reference: the scores of the rows are in {self.folder}")
 

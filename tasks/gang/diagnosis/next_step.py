@@ -90,11 +90,11 @@ def decide(
     left = nodes if available is None else available - len(out)
     if left < nodes and (smaller := fewer(run, left, fits)):
         left = smaller.layout.nodes
-        line = f"goes on with {left} of {nodes} hosts, without {', '.join(out) or 'those that are gone'}"
+        line = f"continues with {left} of {nodes} hosts, without {', '.join(out) or 'those that are gone'}"
         return Decision("fewer", line, out, left, wait)
     if out:
-        return Decision("retry without", f"goes on without {', '.join(out)}", out, nodes, wait)
-    line = f"goes on from step {last.checkpoint}" if last.checkpoint else "begins again"
+        return Decision("retry without", f"continues without {', '.join(out)}", out, nodes, wait)
+    line = f"resumes from step {last.checkpoint}" if last.checkpoint else "begins again"
     return Decision("retry", line, (), nodes, wait)
 
 

@@ -7,6 +7,7 @@ from typing import Annotated, Any
 import pytest
 from pydantic import Field, TypeAdapter
 
+from conf import families
 from conf.load import load
 from conf.planner import verdict
 from conf.rules import reinforcement
@@ -100,6 +101,7 @@ def no_hub(monkeypatch, tmp_path):
     monkeypatch.setenv("FINETUNE_RUNS", str(tmp_path))
     monkeypatch.setattr(hub, "resolve", lambda source, revision: resolved(f"commit of {source} at {revision}"))
     monkeypatch.setattr(released_config, "read", described)
+    monkeypatch.setattr(families, "digest", lambda place: f"content of {place}")
     monkeypatch.setattr(adapters, "identity", lambda source, _: f"content of {source}")
     monkeypatch.setattr(reinforcement, "_content", lambda key, place: f"content of {place}")
     monkeypatch.setattr(row_sources, "_commit", lambda source, revision, _: f"commit of {source} at {revision}")
@@ -162,7 +164,7 @@ def test_an_adapter_that_is_served_unmerged_is_another_evaluation_of_the_tuned_m
 
 
 def test_a_key_that_declares_nothing_is_refused():
-    with pytest.raises(TypeError, match=r"^Toy\.second: does not say whether it bears identity"):
+    with pytest.raises(TypeError, match=r"^Toy\.second: has no declaration of identity"):
 
         class Toy(Section):
             first: Annotated[int, NOWHERE] = Field(default=1, description="declared")

@@ -272,7 +272,7 @@ def test_a_gang_that_is_not_complete_in_time_gives_its_hosts_back(gang):
     hosts.trained.set()
     one = gang(hosts, "gang.start_within=3")
     one.ends_well()
-    assert "host: 1 of 2 hosts came within 3 s; begins again" in one.lines
+    assert "host: 1 of 2 hosts joined within 3 s; begins again" in one.lines
     assert hosts.over[:2] == ["b 1", "a 1"] and len(hosts.given) == 2
 
 
@@ -320,7 +320,7 @@ def test_fewer_hosts_begin_where_there_are_fewer_at_the_first_start(gang):
     hosts.trained.set()
     one = gang(hosts, "gang.start_within=1", "gang.min_nodes=2", nodes=3)
     one.ends_well()
-    assert "2 of 3 hosts are there after 1 s; goes on with 2" in one.lines
+    assert "2 of 3 hosts are available after 1 s; continues with 2" in one.lines
     assert [len(given) for given in hosts.given] == [2]
 
 
@@ -329,7 +329,7 @@ def test_fewer_hosts_go_on_where_one_does_not_come(gang):
     hosts.trained.set()
     one = gang(hosts, "gang.start_within=3", "gang.min_nodes=2")
     one.ends_well()
-    line = "host: 2 of 3 hosts came within 3 s; goes on with 2 of 3 hosts, without those that are gone"
+    line = "host: 2 of 3 hosts joined within 3 s; continues with 2 of 3 hosts, without those that are gone"
     assert line in one.lines
     assert [len(given) for given in hosts.given] == [3, 2]
 
@@ -361,7 +361,7 @@ def test_an_evaluation_begins_again_on_as_many_hosts_where_one_that_computes_is_
     one.job = evaluation
     one.ends_well()
     assert hosts.given == [["a", "b"], ["a", "c"]]
-    assert "host: b no longer answers; goes on without b" in one.lines
+    assert "host: b no longer answers; continues without b" in one.lines
 
 
 def test_an_evaluation_is_no_gang_where_one_host_serves(gang):
@@ -411,7 +411,7 @@ def test_a_host_that_answers_prompts_is_left_out_where_it_is_lost(gang, act, sai
     hosts.trained.set()
     running.join(30)
     assert one.error is None and hosts.given == [["a", "b", "c"]]
-    assert [line for line in one.lines if "go on without it" in line] == [f"{said}; the others go on without it"]
+    assert [line for line in one.lines if "continue without it" in line] == [f"{said}; the others continue without it"]
     assert any(line.startswith("attempt 1: a, b, c reinforce; ") for line in one.lines)
 
 
@@ -421,7 +421,7 @@ def test_the_host_that_trains_costs_the_attempt_and_the_next_one_has_as_many_aga
     one = reinforced(gang, hosts)
     one.ends_well()
     assert hosts.given == [["a", "b", "c"], ["b", "c", "d"]]
-    assert "host: a no longer answers; goes on without a" in one.lines
+    assert "host: a no longer answers; continues without a" in one.lines
 
 
 def test_a_reinforcement_learning_is_a_gang_where_vllm_has_hosts_of_its_own(gang):
@@ -481,7 +481,7 @@ def test_a_host_that_trains_costs_the_attempt_whichever_it_is(gang, lost):
     one = reinforced(gang, hosts, "layout.nodes=2")
     one.ends_well()
     assert hosts.given == [["a", "b", "c", "d"], [name for name in "abcde" if name != lost]]
-    assert f"host: {lost} no longer answers; goes on without {lost}" in one.lines
+    assert f"host: {lost} no longer answers; continues without {lost}" in one.lines
 
 
 def test_fewer_hosts_are_gone_on_with_where_min_nodes_allows_it_for_those_that_train(gang):
@@ -490,7 +490,7 @@ def test_fewer_hosts_are_gone_on_with_where_min_nodes_allows_it_for_those_that_t
     one = reinforced(gang, hosts, "layout.nodes=3", "reinforce.hosts=1", "gang.min_nodes=1", "reinforce.prompts=12")
     one.ends_well()
     assert hosts.given == [["a", "b", "c", "d"], ["a", "b", "d"], ["a", "d"]]
-    assert "host: c no longer answers; goes on with 3 of 4 hosts, without c" in one.lines
+    assert "host: c no longer answers; continues with 3 of 4 hosts, without c" in one.lines
     confs = [yaml.safe_load(Board(one.store, "gang", number).text("resolved.yaml")) for number in (1, 2, 3)]
     assert [(run["layout"]["nodes"], run["reinforce"]["hosts"]) for run in confs] == [(3, 1), (2, 1), (1, 1)]
 
@@ -544,4 +544,4 @@ def test_where_one_host_is_told_to_end_all_save(gang):
     hosts.trained.set()
     running.join(20)
     assert one.error is None
-    assert "preempted: b was told to end; begins again" in one.lines
+    assert "preempted: b was ended by a signal; begins again" in one.lines

@@ -119,7 +119,7 @@ def test_what_does_not_fit_is_refused_in_a_line_that_mends_it(folder):
     one_stage = ["layout.pp=1", "layout.vpp=null"]
     refused = plan.refusal(plan.settle(of(folder, *one_stage)))
     assert refused.startswith("plan: legal, and lacks 4") and "\n" not in refused
-    assert refused.endswith("; hardware.gate=warn goes on all the same")
+    assert refused.endswith("; hardware.gate=warn continues nevertheless")
     better = refused.partition("On 32 h100 fits: ")[2].partition(", or ")[0].split()
     changed = [key.partition("=")[0] for key in better]
     assert plan.settle(of(folder, *[key for key in one_stage if key.partition("=")[0] not in changed], *better)).fits
@@ -152,7 +152,7 @@ def gpu_build(monkeypatch):
 def test_an_evaluation_that_does_not_fit_is_refused_and_a_gate_lets_it_pass(folder, gpu_build):
     refused = why(plan.unserved, plan.settle(of(folder, "evaluate.nodes=1")), None)
     assert refused.startswith(f"plan: vLLM cannot serve {folder}: 93.5 GB on each of 8 h100, 88.3 of them weights")
-    assert refused.endswith("promotes nothing; hardware.gate=warn goes on all the same") and "\n" not in refused
+    assert refused.endswith("promotes nothing; hardware.gate=warn continues nevertheless") and "\n" not in refused
     assert why(plan.unserved, plan.settle(of(folder, "evaluate.nodes=1", "hardware.gate=warn")), None) == ""
     assert why(plan.unserved, plan.settle(of(folder)), None) == ""
 
@@ -278,7 +278,7 @@ def test_a_teacher_that_cannot_be_asked_ends_the_run_before_anything_is_fetched(
     assert planned.fits and plan.refusal(planned) == ""
     said = why(plan.unasked, planned, None)
     assert said.startswith(f"plan: train.teacher: {of_llama[1]}: it is asked at the layout of training, and lacks ")
-    assert said.endswith("; hardware.gate=warn goes on all the same") and why(plan.any_refusal, planned, None) == said
+    assert said.endswith("; hardware.gate=warn continues nevertheless") and why(plan.any_refusal, planned, None) == said
     assert why(plan.unasked, planned, "convert") == "", "the reference is not asked for"
     assert why(plan.unasked, plan.recalled(load("tiny-distill", [*keys, "hardware.gate=warn"])), None) == ""
     assert "| teacher refused |" in plan.page(planned)
@@ -310,7 +310,9 @@ def test_rows_of_known_shape_that_training_would_refuse_are_refused_before_anyth
     assert why(plan.any_refusal, planned, None) == found and why(plan.any_refusal, planned, "prepare") == ""
 
 
-RANKED = "tiny://ranked-tickets holds rows with a chosen and a rejected answer; reinforce asks the prompts of rows with"
+RANKED = (
+    "tiny://ranked-tickets contains rows with a chosen and a rejected answer; reinforce needs rows with a prompt and"
+)
 
 
 @pytest.mark.parametrize(
@@ -320,7 +322,7 @@ RANKED = "tiny://ranked-tickets holds rows with a chosen and a rejected answer; 
         (["reinforce.source=tiny://texts"], "reinforce.source: tiny://texts holds texts for pretraining; reinforce"),
         (
             ["data.source=tiny://ranked-tickets", "reinforce.source=null", "reinforce.start=base"],
-            f"data.source: {RANKED} one answer, such as reinforce.source may name",
+            f"data.source: {RANKED} one answer, which reinforce.source may name",
         ),
         (
             ["reinforce.replay_experts=true", "model.source=tiny://llama"],

@@ -82,7 +82,7 @@ def test_accepts_what_is_whole(place, configure):
 def test_one_changed_byte(place, configure):
     path = place / "training.idx.parquet"
     path.write_text(path.read_text().replace("s", "S", 1))
-    assert refused(configure()) == f"{path}: changed since it was prepared; python -m trainer.prepare makes it again"
+    assert refused(configure()) == f"{path}: changed since it was prepared; python -m trainer.prepare writes it again"
 
 
 def test_a_file_that_is_cut_or_gone(place, configure):
@@ -151,17 +151,17 @@ def test_another_tokenizer(place, configure, tmp_path):
     prepared.check(configure(f"paths.model={tmp_path / 'other'}"))  # other weights, the same tokens
     path.write_text(path.read_text().replace("Ġ", "G"))
     found = refused(configure(f"paths.model={tmp_path / 'other'}"))
-    assert found.startswith(f"paths.model: {tmp_path / 'other'}: another tokenizer than the one that {place} was")
+    assert found.startswith(f"paths.model: {tmp_path / 'other'}: not the tokenizer that {place} was")
 
 
 def test_too_few_sequences(place, configure):
     change(place, "sequences", training=15)
     assert refused(configure()) == (
-        f"train.global_batch: 16, but {place} holds 15 sequences for training; "
-        "right would be a train.global_batch of at most 15 or more rows"
+        f"train.global_batch: 16, but {place} contains 15 sequences for training; "
+        "use a train.global_batch of at most 15 or more rows"
     )
     change(place, "settings", packed=True, multiple=16)
-    assert "packed from 100 rows; right would be" in refused(configure("data.packed=true", "train.micro_batch=1"))
+    assert "packed from 100 rows; use" in refused(configure("data.packed=true", "train.micro_batch=1"))
     assert refused(configure("data.packed=true", "train.micro_batch=1")).endswith("or data.packed: false")
 
 
@@ -169,7 +169,7 @@ def test_too_little_to_validate_with(place, configure):
     change(place, "sequences", validation=15)
     prepared.check(configure())
     assert refused(configure("train.validate_every=5")).startswith(
-        f"train.validate_every: 5, but {place} holds 15 sequences for validation, fewer than one batch of 16; "
+        f"train.validate_every: 5, but {place} contains 15 sequences for validation, fewer than one batch of 16; "
     )
 
 
@@ -178,13 +178,13 @@ def test_texts_are_repeated_until_there_are_enough(place, configure):
     facts["sequences"] = {"training": 1, "validation": 0, "test": 0}
     (place / "prepared.json").write_text(json.dumps(facts))
     prepared.check(configure())
-    assert "holds 0 sequences for validation" in refused(configure("train.validate_every=5"))
+    assert "contains 0 sequences for validation" in refused(configure("train.validate_every=5"))
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"kind": '])
 def test_a_manifest_that_is_none(text, place, configure):
     (place / "prepared.json").write_text(text)
-    assert refused(configure()).startswith(f"{place / 'prepared.json'}: not what trainer.prepare writes")
+    assert refused(configure()).startswith(f"{place / 'prepared.json'}: not a file of trainer.prepare")
 
 
 def test_nothing_there(configure, tmp_path):
@@ -193,5 +193,5 @@ def test_nothing_there(configure, tmp_path):
     with pytest.raises(Fault, match=f"^paths.data: {tmp_path / 'data'}: neither prepared.json .* nor training.jsonl"):
         prepared.make(run)
     assert refused(run) == (
-        f"paths.data: {tmp_path / 'output' / 'data'}: no prepared.json; python -m trainer.prepare makes it"
+        f"paths.data: {tmp_path / 'output' / 'data'}: no prepared.json; python -m trainer.prepare writes it"
     )

@@ -32,7 +32,7 @@ def test_what_would_fail_again_is_not_tried_again(kind):
 def test_a_process_that_died_once_is_started_again_on_the_same_hosts():
     decision = decide([attempt("host", "b", checkpoint=4)], GLM, retries=3)
     assert (decision.action, decision.without, decision.nodes, decision.wait) == ("retry", (), 4, 0)
-    assert decision.line == "goes on from step 4"
+    assert decision.line == "resumes from step 4"
 
 
 def test_retries_are_bounded_and_counted_from_the_last_progress():
