@@ -13,7 +13,6 @@ With VLLM_API_KEY in the environment, callers have to send that key; beyond this
 
 # pyright: reportFunctionMemberAccess=false
 
-import argparse
 import ipaddress
 import json
 import os
@@ -32,7 +31,8 @@ from conf.host import gpu_locks
 from contract import closed_pipe, json_object
 from contract.faults import Fault, line_of
 from contract.served_model import DEFAULTS, KEY, ServedModel
-from flows.arguments import parser, refused, refused_or_raised
+from flows import arguments
+from flows.arguments import HOST, PORT, refused, refused_or_raised
 from tasks.run import artifact
 from tasks.run.launch import Broken, Turn
 from tasks.run.places import kernels_folder, open_run_store, runs_folder
@@ -40,13 +40,12 @@ from tasks.serving import artifacts, named, questions, server
 from tasks.serving.artifacts import Sources
 from tasks.tracking.address import resolve
 
-HOST, PORT = "127.0.0.1", 8000
 SAMPLING = {**DEFAULTS, "top_k": 0, "top_p": 1.0, "min_p": 0.0}  # that vLLM alone would take from a release
 Say = Callable[[str], None]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    options = _arguments(argv)
+    options = arguments.serve().parse_args(argv)
     ended = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: ended.set())
@@ -106,7 +105,7 @@ def run(sources: Sources, served: ServedModel, say: Say, stop: Callable[[], bool
     title, address = f"{sources.named.title} ({sources.form}, {served.precision})", server.url(served)
 
     def answered(seconds: float) -> None:
-        commands = how_to_ask(served, sources.asked.get("max_tokens"))
+        commands = how_to_ask(served, sources.settings.get("max_tokens"))
         say(f"serving {title} at {address}/v1, after {seconds:.0f} s; ask:\n\n{commands}")
 
     say(f"{title}: {sources.named.export.key}, soon at {address}")
@@ -126,7 +125,7 @@ def check(sources: Sources, served: ServedModel, say: Say, ended: threading.Even
 
     def compare(_: float = 0.0) -> None:
         required = 1.0 if served.precision == "fp32" else questions.NEARLY_ALL
-        limit, stop = sources.asked["max_tokens"], questions.stops(Path(served.data))
+        limit, stop = sources.settings["max_tokens"], questions.stops(Path(served.data))
         address, key = f"{server.url(served)}/v1", os.environ.get(KEY, "")
         told.append(questions.ask(address, key, served.name, asked, limit, stop, required))
         ended.set()
@@ -138,7 +137,9 @@ def check(sources: Sources, served: ServedModel, say: Say, ended: threading.Even
         _keep(f"{sources.named.title}, to be checked", served, say, ended.is_set, compare)
     if not told:  # somebody has ended it before it answered
         return 1
-    what = f"{len(asked)} questions of {sources.evaluation.key}, greedy, {sources.asked['max_tokens']} tokens at most"
+    what = (
+        f"{len(asked)} questions of {sources.evaluation.key}, greedy, {sources.settings['max_tokens']} tokens at most"
+    )
     say(f"check of {sources.named.title} ({sources.form}, {served.precision}): {what}")
     say("\n".join(told[0].lines()))
     return 0 if told[0].ok else 1
@@ -216,17 +217,6 @@ def _require_key(host: str) -> None:
             f"--host {host}: others reach it, and nothing asks them for a key; {KEY} in the environment does, and "
             f"--host {HOST} is reached from this host alone"
         )
-
-
-def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    made = parser("flows.serve", __doc__)
-    made.add_argument("name", metavar="NAME", help="a registered model, NAME@VERSION, export/FINGERPRINT, or a run")
-    made.add_argument("--host", default=HOST, help=f"address to listen at ({HOST})")
-    made.add_argument("--port", type=int, default=PORT, help=f"port to listen at ({PORT})")
-    made.add_argument("--adapter", action="store_true", help="serve the released model with the adapter beside it")
-    made.add_argument("--length", type=int, help="tokens of a question and its answer (as many as memory holds)")
-    made.add_argument("--check", action="store_true", help="ask what the evaluation asked, compare, and end")
-    return made.parse_args(argv)
 
 
 if __name__ == "__main__":

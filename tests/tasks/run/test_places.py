@@ -2,6 +2,7 @@
 
 import pytest
 
+from contract import installation
 from contract.faults import Fault
 from flows import doctor
 from tasks.run.places import open_run_store, runs_folder
@@ -26,13 +27,13 @@ def test_the_folder_of_local_files(home, monkeypatch, named, meant):
 def test_an_empty_name_is_none_in_any_folder(monkeypatch, tmp_path):
     monkeypatch.setenv("FINETUNE_RUNS", "")
     monkeypatch.chdir(tmp_path)
-    assert runs_folder() == doctor.runs_folder() == doctor.ROOT / "runs"
+    assert runs_folder() == doctor.runs_folder() == installation.home() / "runs"
 
 
 def test_a_home_that_is_not_there_is_one_line(monkeypatch):
     monkeypatch.setenv("FINETUNE_RUNS", "~nobody-here/runs")
-    with pytest.raises(Fault, match=r"^FINETUNE_RUNS: ~nobody-here/runs: there is no such home; write the path out$"):
+    with pytest.raises(Fault, match=r"^FINETUNE_RUNS: ~nobody-here/runs: no such home folder; write the full path$"):
         runs_folder()
     monkeypatch.setenv("FINETUNE_STORE", "~nobody-here/store")
-    with pytest.raises(Fault, match=r"^store: ~nobody-here/store: there is no such home; write the path out$"):
+    with pytest.raises(Fault, match=r"^store: ~nobody-here/store: no such home folder; write the full path$"):
         open_run_store()
