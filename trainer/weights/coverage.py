@@ -1,8 +1,8 @@
-"""Check before a conversion that the released tensors, Megatron's model and the family's tensors match.
+"""Check before a conversion that released tensors and Megatron's parameters match completely.
 
-Megatron-Bridge only logs a warning if a name has no mapping or a tensor is missing: parameters then keep whatever was
-in memory, and released tensors (whole multi-token-prediction layers, in one version) are dropped. This check compares
-names and shapes first, from the files' headers, and any difference ends the conversion. Shapes are from conf/families/.
+If a name has no mapping or a tensor is missing, Megatron-Bridge only logs a warning: parameters then keep arbitrary
+values, and released tensors (in one version, whole multi-token-prediction layers) are dropped. Here names and shapes
+are compared first, from the files' headers and conf/families/, and any difference ends the conversion.
 """
 
 import itertools
@@ -31,9 +31,8 @@ class Demand:
 def demand(bridge, model) -> Demand:
     """Demand of the whole model: each rank reads its own part."""
     registry = bridge._model_bridge.mapping_registry()
-    names, unmapped = set(), set()
+    config, names, unmapped = unwrap_model(model)[0].config, set(), set()
     for name, _ in named_tensors(model):
-        config = unwrap_model(model)[0].config
         if config.share_embeddings_and_output_weights and "output_layer" in name:
             continue  # a copy on the last pipeline stage
         if mapping := registry.megatron_to_hf_lookup(name):
@@ -44,16 +43,16 @@ def demand(bridge, model) -> Demand:
     return Demand(set().union(*(part for part, _ in parts)), sorted(set().union(*(part for _, part in parts))))
 
 
-def check(wanted: Demand, model: released.Model, sums: dict[str, str], left_out: set[str]) -> None:
-    """Raise a Fault that names every kind of difference. `left_out` are released tensors that are not converted."""
+def check(demand: Demand, model: released.Model, sums: dict[str, str], left_out: set[str]) -> None:
+    """Raise a Fault that lists every kind of difference. `left_out` are released tensors that are not converted."""
     tensors, copies = model.weights, released.repeated(model)
-    used = wanted.names | copies.keys() | left_out
+    used = demand.names | copies.keys() | left_out
     extra = [name for name in tensors if name not in used and not released.COMPUTED.search(name)]
-    missing = [name for name in wanted.names if name not in tensors]
+    missing = [name for name in demand.names if name not in tensors]
     expected = _shapes(model)
     shapes = [
         f"{name} is {list(tensors[name].shape)} and should be {list(expected[name])}"
-        for name in wanted.names & tensors.keys() & expected.keys()
+        for name in demand.names & tensors.keys() & expected.keys()
         if tensors[name].shape != expected[name]
     ]
     differ = [
@@ -67,9 +66,9 @@ def check(wanted: Demand, model: released.Model, sums: dict[str, str], left_out:
             ("tensors that nothing in the model uses", extra),
             ("tensors missing", missing),
             ("tensors of the wrong shape", shapes),
-            ("tensors that conf/families/ lacks", wanted.names - expected.keys()),
+            ("tensors that conf/families/ lacks", demand.names - expected.keys()),
             ("copies that differ from their original", differ),
-            ("Megatron parameters that no tensor fills", wanted.unmapped),
+            ("Megatron parameters that no tensor fills", demand.unmapped),
         )
         if names
     ]
@@ -87,14 +86,14 @@ def _shapes(model: released.Model) -> dict[str, tuple[int, ...]]:
 
 
 def unfilled(model) -> list[str]:
-    """Names of tensors that hold a NaN. After fill_with_nan(), these were not filled to the last element."""
+    """Return the names of tensors that contain a NaN: after fill_with_nan(), those that were not filled completely."""
     model = unwrap_model(model)
-    found = [
+    names = [
         _megatron_local_name_to_global(model, model[stage].config, name, stage)
         for stage, name, tensor in _tensors(model)
         if tensor.is_floating_point() and tensor.isnan().any()
     ]
-    return sorted(set(itertools.chain.from_iterable(gather(found))))
+    return sorted(set(itertools.chain.from_iterable(gather(names))))
 
 
 def fill_with_nan(model) -> None:
@@ -104,14 +103,14 @@ def fill_with_nan(model) -> None:
 
 
 def named_tensors(model):
-    """Tensors that a checkpoint of this rank's part holds, by the names that they have in the whole model."""
+    """Yield the tensors in a checkpoint of this rank's part, by their names in the whole model."""
     model = unwrap_model(model)
     for stage, name, tensor in _tensors(model):
         yield _megatron_local_name_to_global(model, model[stage].config, name, stage), tensor
 
 
 def _tensors(model):
-    """Tensors that a checkpoint of this rank's part holds, each as (stage, local name, tensor)."""
+    """Yield the tensors in a checkpoint of this rank's part, as (stage, local name, tensor)."""
     for stage, chunk in enumerate(model):
         for name, tensor in itertools.chain(chunk.named_parameters(), persistent_buffers(chunk)):
             if "_extra_state" not in name:
