@@ -362,6 +362,7 @@ EVEN_STAGES = dict.fromkeys(["vpp", "first_stage_layers", "last_stage_layers"])
 def runs(draw) -> Run:
     data = draw(SECTIONS) | {"name": draw(NAMES)}
     data["layout"] |= UNCUT | EVEN_STAGES
+    data["model"]["family"] = None  # the schema loads what it names
     data["data"]["packed"] = False
     rows = {key: field.default for key, field in Rows.model_fields.items()}
     data["data"] |= draw(st.sampled_from([{"mixture": ()}, rows]))
@@ -386,7 +387,7 @@ def runs(draw) -> Run:
     if data["adapter"]["kind"] != "lora":
         data["evaluate"]["adapter"] = "merged"
         data["adapter"] |= {"rslora": False, "b_lr_ratio": 1.0}
-    data["model"]["source"] = draw(NAMES)
+    data["model"] |= {"source": draw(NAMES), "family": sections()["model"].model_fields["family"].default}
     if data["adapter"]["kind"] != "lora" or train["fp8"]:
         data["model"]["base"] = "bf16"
     data["reinforce"]["steps"] = 0  # else most of what is drawn for its other keys contradicts something
