@@ -291,7 +291,7 @@ def test_a_teacher_that_cannot_be_asked_ends_the_run_before_anything_is_fetched(
     [
         (
             ["train.objective=dpo"],
-            "dpo reads rows with a chosen and a rejected answer, but tiny://tickets holds rows with",
+            "dpo reads rows with a chosen and a rejected answer, but tiny://tickets contains rows with",
         ),
         (["data.source=tiny://ranked-tickets"], "sft reads rows with one answer, or texts, but tiny://ranked-tickets"),
         (
@@ -319,7 +319,7 @@ RANKED = (
     ("keys", "said"),
     [
         (["reinforce.source=tiny://ranked-tickets"], f"reinforce.source: {RANKED} one answer"),
-        (["reinforce.source=tiny://texts"], "reinforce.source: tiny://texts holds texts for pretraining; reinforce"),
+        (["reinforce.source=tiny://texts"], "reinforce.source: tiny://texts contains texts for pretraining; reinforce"),
         (
             ["data.source=tiny://ranked-tickets", "reinforce.source=null", "reinforce.start=base"],
             f"data.source: {RANKED} one answer, which reinforce.source may name",
